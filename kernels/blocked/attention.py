@@ -1,0 +1,180 @@
+"""Shared-KV attention in tiles: memory does not grow with the context.
+
+Tokens are taken a few at a time. For these, keys arrive in tiles (at most two row ranges of the ring, then entries)
+and are folded into a running softmax (peak, total, accumulator, all fp32), so no logits and no gathered rows beyond
+one tile ever exist. A token's result depends on the tiles it fell into by rounding alone. Rows that no token of the
+tile may see are not read, whatever they hold; NaN in any other row reaches every token of the tile, which may be more
+than saw it, but never fewer.
+
+Selected entries can be read in two ways: as masked tiles of all visible ones, or gathered row by row. Time of gathering
+over time of masking, by visible entries over top-k (``python -m scripts.bench attend``, one core of an AVX-512 Xeon,
+median of 5 to 50 interleaved rounds, spread about 10 %, 40 % for one token):
+
+    heads x width, tokens    1    1.5      2      4     10     20     40
+    16 x 128,   1         1.01   1.01   0.98   0.86   0.61   0.34   0.21
+    16 x 128,  16         1.34   0.98   0.83   0.50   0.24   0.13   0.07
+    16 x 128, 128         1.60   1.13   0.87   0.49   0.22   0.11   0.06
+    16 x 128, 512         1.62   1.14   0.83   0.49   0.22   0.11   0.06
+    64 x 512,   1         1.19   0.91   0.73   0.45   0.20   0.11   0.05
+    64 x 512,  16         1.51   0.99   0.79   0.40   0.17   0.09   0.04
+
+So masking pays until 1.5 times as many entries are visible as are selected, whatever the chunk.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROWS = 1024  # (token, head) pairs per tile
+LOGITS = 1 << 19  # numbers in a tile of logits: 2 MiB
+KEYS = 1 << 19  # numbers in a tile of keys, shared or gathered: 2 MiB
+DENSE_UP_TO = 1.5  # visible entries over selected ones, up to which masked tiles beat gathered rows: see above
+
+
+class _Softmax(NamedTuple):
+    """Running softmax of the tokens of one tile; updated in place."""
+
+    peak: Tensor  # [t, h] largest logit so far, the sink included
+    total: Tensor  # [t, h] sum of exp(logit - peak), the sink included
+    value: Tensor  # [t, h, d] sum of exp(logit - peak) * key
+
+
+def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks force)
+    q: Tensor,
+    ring: Tensor,
+    first: int,
+    window: int,
+    entries: Tensor | None,
+    ratio: int,
+    selected: Tensor | None,
+    sink: Tensor,
+    *,
+    dense_up_to: float = DENSE_UP_TO,
+) -> Tensor:
+    """Attend from each token to its window and to compressed entries: `kernels.reference.attention.attend`.
+
+    That the entries of a row of `selected` are distinct is not checked here: gathered rows would count one that comes
+    twice twice, masked tiles once.
+
+    `dense_up_to` is for tests and benchmarks, which force one of the two ways to read selected entries.
+    """
+    t, h, d = q.shape
+    capacity = ring.shape[0]
+    assert capacity >= window + t - 1, f"a ring of {capacity} cannot hold window {window} and {t} new tokens"
+    out = torch.empty_like(q)
+    tokens = max(1, ROWS // h)
+    for start in range(0, t, tokens):
+        stop = min(start + tokens, t)
+        scaled = q[start:stop].float() * d**-0.5
+        state = _begin(scaled, sink)
+        for keys, seen in _window_tiles(ring, first + start, first + stop, window, _tile(scaled)):
+            _accumulate(state, scaled, keys, seen)
+        if entries is not None:
+            rows = None if selected is None else selected[start:stop]
+            _attend_entries(state, scaled, entries, first + start, ratio, rows, dense_up_to)
+        out[start:stop] = state.value / state.total[..., None]
+    return out
+
+
+def _tile(q: Tensor) -> int:
+    """Keys per tile for tokens `q` [t, h, d], shared by all: few tokens take long tiles, for fewer calls."""
+    t, h, d = q.shape
+    return max(1, min(LOGITS // (t * h), KEYS // d))
+
+
+def _begin(q: Tensor, sink: Tensor) -> _Softmax:
+    """Softmax over the sink alone, which has no value.
+
+    The peak is finite even where the sink is not, so that no difference of peaks is inf - inf. A sink of -inf then
+    leaves a total of 0 and one of +inf a total of inf, which makes the output 0.
+    """
+    limits = torch.finfo(torch.float32)
+    peak = sink.clamp(limits.min, limits.max)
+    total = torch.exp(sink - peak)
+    shape = q.shape[:2]
+    return _Softmax(peak.expand(shape).clone(), total.expand(shape).clone(), torch.zeros_like(q))
+
+
+def _accumulate(state: _Softmax, q: Tensor, keys: Tensor, seen: Tensor | None) -> None:
+    """Fold one tile of keys into the running softmax of tokens `q` [t, h, d], scaled by d^-0.5.
+
+    `keys` is [m, d], shared by the tokens, or [t, m, d]; `seen` [t, m] says which token sees which key, None: all do.
+    """
+    keys = keys.float()
+    logits = q @ keys.mT  # [t, h, m]
+    if seen is not None:
+        logits.masked_fill_(~seen[:, None], float("-inf"))
+    peak = torch.maximum(state.peak, logits.amax(-1))
+    mass = logits.sub_(peak[..., None]).exp_()
+    shrink = torch.exp(state.peak - peak)
+    state.peak.copy_(peak)
+    state.total.mul_(shrink).add_(mass.sum(-1))
+    state.value.mul_(shrink[..., None]).add_(mass @ keys)
+
+
+def _window_tiles(
+    ring: Tensor, start: int, stop: int, window: int, tile: int
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Keys that positions `start` to `stop` - 1 see in their windows, at most `tile` at once, with who sees them."""
+    capacity = ring.shape[0]
+    position = torch.arange(start, stop, device=ring.device)[:, None]  # [t, 1]
+    low = max(0, start - window + 1)
+    while low < stop:
+        row = low % capacity
+        high = min(low + tile, stop, low + capacity - row)  # a tile ends where the ring does
+        key = torch.arange(low, high, device=ring.device)  # [m] positions
+        all_see = low > stop - 1 - window and high - 1 <= start
+        seen = None if all_see else (key <= position) & (key > position - window)
+        yield ring[row : row + high - low], seen
+        low = high
+
+
+def _attend_entries(
+    state: _Softmax,
+    q: Tensor,
+    entries: Tensor,
+    start: int,
+    ratio: int,
+    selected: Tensor | None,
+    dense_up_to: float,
+) -> None:
+    """Fold in the entries that positions from `start` on see."""
+    t, n = q.shape[0], entries.shape[0]
+    visible = ((torch.arange(start, start + t, device=q.device) + 1) // ratio).clamp(max=n)[:, None]  # [t, 1]
+    fewest, most = min((start + 1) // ratio, n), min((start + t) // ratio, n)
+    if most == 0:
+        return
+    tile = _tile(q)
+    if selected is None:
+        for low in range(0, most, tile):
+            high = min(low + tile, most)
+            entry = torch.arange(low, high, device=q.device)
+            _accumulate(state, q, entries[low:high], None if high <= fewest else entry < visible)
+        return
+    valid = (selected >= 0) & (selected < visible)  # [t, k]
+    if most <= dense_up_to * selected.shape[1]:
+        # One column beyond the last takes all that is invalid. Bounded: at most DENSE_UP_TO * k bytes per token.
+        seen = torch.zeros(t, most + 1, dtype=torch.bool, device=q.device)
+        seen.scatter_(1, torch.where(valid, selected, most).long(), value=True)
+        for low in range(0, most, tile):
+            high = min(low + tile, most)
+            _accumulate(state, q, entries[low:high], seen[:, low:high])
+    else:
+        _attend_gathered(state, q, entries, torch.where(valid, selected, 0), valid)
+
+
+def _attend_gathered(state: _Softmax, q: Tensor, entries: Tensor, index: Tensor, valid: Tensor) -> None:
+    """Fold in entries `index` [t, k] row by row; where not `valid`, the index is any entry that may be read."""
+    t, k = index.shape
+    d = entries.shape[1]
+    keys = min(k, 256)
+    tokens = max(1, KEYS // (keys * d))
+    for start in range(0, t, tokens):
+        part = slice(start, start + tokens)
+        for low in range(0, k, keys):
+            chosen = index[part, low : low + keys]  # [t, m]
+            rows = entries.index_select(0, chosen.flatten()).unflatten(0, chosen.shape)  # [t, m, d]
+            tile = _Softmax(state.peak[part], state.total[part], state.value[part])
+            _accumulate(tile, q[part], rows, valid[part, low : low + keys])

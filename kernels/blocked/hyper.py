@@ -1,0 +1,77 @@
+"""mHC in tiles of tokens: the streams pass through a core's cache once per op, not once per temporary."""
+
+import torch
+from torch import Tensor
+
+from kernels.reference import hyper as reference
+
+TILE = 1 << 18  # numbers of the streams per tile: 1 MiB of fp32
+
+
+def hyper_weights(
+    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights of one sublayer: `kernels.reference.hyper.hyper_weights`."""
+    s = streams.shape[1]
+    mixes = _mixes(streams, fn, norm_eps)
+    pre = torch.sigmoid(mixes[:, :s] * scale[0] + base[:s]) + eps
+    post = 2 * torch.sigmoid(mixes[:, s : 2 * s] * scale[1] + base[s : 2 * s])
+    comb = (mixes[:, 2 * s :] * scale[2] + base[2 * s :]).view(-1, s, s)
+    return pre, post, sinkhorn(comb, iterations, eps)
+
+
+def head_weights(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float) -> Tensor:
+    """Weights of the head: `kernels.reference.hyper.head_weights`."""
+    return torch.sigmoid(_mixes(streams, fn, norm_eps) * scale + base) + eps
+
+
+def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    """Push [t, s, s] logits towards a doubly stochastic matrix: `kernels.reference.hyper.sinkhorn`.
+
+    Every step scales rows or columns, so the matrix stays ``M_ij / (u_i v_j)`` for the M after the softmax, and only u
+    and v change: ``u = M (1 / v) + eps u`` for rows, ``v = M^T (1 / u) + eps v`` for columns. That is two small calls
+    a step instead of three large ones.
+    """
+    matrix = logits.softmax(-1) + eps
+    transposed = matrix.mT.contiguous()
+    u = torch.ones_like(matrix[..., :1])  # [t, s, 1]
+    v = matrix.sum(-2)[..., None] + eps
+    for _ in range(iterations - 1):
+        u = torch.baddbmm(u, matrix, v.reciprocal(), beta=eps)
+        v = torch.baddbmm(v, transposed, u.reciprocal(), beta=eps)
+    return matrix / (u * v.mT)
+
+
+def collapse(streams: Tensor, pre: Tensor) -> Tensor:
+    """Read the streams: `kernels.reference.hyper.collapse`."""
+    if len(streams) == 1:
+        return reference.collapse(streams, pre)  # half the calls
+    step = _tokens(streams)
+    parts = zip(streams.split(step), pre[:, None].split(step), strict=True)
+    return torch.cat([(weights @ part.float())[:, 0].to(streams.dtype) for part, weights in parts])
+
+
+def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """Write the streams: `kernels.reference.hyper.expand`."""
+    out = torch.empty_like(streams)
+    step = _tokens(streams)
+    for start in range(0, len(y), step):
+        part = slice(start, start + step)
+        new = post[part, :, None] * y[part, None].float()  # [t, s, d]
+        out[part] = new.baddbmm_(comb[part].mT, streams[part].float())
+    return out
+
+
+def _mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
+    # Products with so few columns run three times as fast from a weight that lies as [s * d, columns]
+    turned = fn.T.contiguous() if len(streams) > 1 else fn.T
+    parts = []
+    for part in streams.split(_tokens(streams)):
+        flat = part.flatten(1).float()
+        mean_square = torch.linalg.vector_norm(flat, dim=-1, keepdim=True).square() / flat.shape[1]
+        parts.append((flat @ turned) * torch.rsqrt(mean_square + norm_eps))
+    return torch.cat(parts)
+
+
+def _tokens(streams: Tensor) -> int:
+    return max(1, TILE // (streams.shape[1] * streams.shape[2]))

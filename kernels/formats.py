@@ -1,0 +1,81 @@
+"""The four forms in which a checkpoint stores a matrix, as tuples of tensors.
+
+A weight stays in its stored form for the whole run (DESIGN decision 8); the linear op that uses it
+decodes it tile by tile. Which form a tensor has is read off the stored tensors themselves (dtype and
+the scales beside it), never off a global key of config.json: checkpoints mix forms.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Dense(NamedTuple):
+    """A matrix stored in BF16 or F32."""
+
+    data: Tensor  # [out, in] bfloat16 or float32
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in], in weights."""
+        return self.data.shape[0], self.data.shape[1]
+
+
+class Fp8(NamedTuple):
+    """E4M3 values with one scale per 128x128 block; blocks at the right and lower edge may be partial."""
+
+    data: Tensor  # [out, in] float8_e4m3fn
+    scale: Tensor  # [ceil(out / 128), ceil(in / 128)] float8_e8m0fnu or float32
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in], in weights."""
+        return self.data.shape[0], self.data.shape[1]
+
+
+class Fp4(NamedTuple):
+    """E2M1 values, two per byte with the even column in the low nibble, one E8M0 scale per 32 columns."""
+
+    data: Tensor  # [out, in / 2] int8
+    scale: Tensor  # [out, in / 32] float8_e8m0fnu
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in], in weights (twice the bytes of a row)."""
+        return self.data.shape[0], 2 * self.data.shape[1]
+
+
+class NvFp4(NamedTuple):
+    """E2M1 values as in `Fp4`, one E4M3 scale per 16 columns and one float32 scale for the matrix."""
+
+    data: Tensor  # [out, in / 2] uint8
+    scale: Tensor  # [out, in / 16] float8_e4m3fn
+    global_scale: Tensor  # [] float32
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in], in weights (twice the bytes of a row)."""
+        return self.data.shape[0], 2 * self.data.shape[1]
+
+
+Weight = Dense | Fp8 | Fp4 | NvFp4
+
+
+def nbytes(weight: Weight) -> int:
+    """Bytes that the stored form occupies, scales included."""
+    return sum(part.nbytes for part in weight)
+
+
+def rows(weight: Weight, start: int, stop: int) -> Weight:
+    """Rows `start` to `stop` of a weight as views; for `Fp8` both must be multiples of 128 or the end."""
+    match weight:
+        case Dense(data):
+            return Dense(data[start:stop])
+        case Fp8(data, scale):
+            assert start % 128 == 0, f"start {start} does not begin a 128-row block"
+            assert stop % 128 == 0 or stop == data.shape[0], f"stop {stop} cuts a 128-row block"
+            return Fp8(data[start:stop], scale[start // 128 : -(-stop // 128)])
+        case Fp4(data, scale):
+            return Fp4(data[start:stop], scale[start:stop])
+        case NvFp4(data, scale, global_scale):
+            return NvFp4(data[start:stop], scale[start:stop], global_scale)

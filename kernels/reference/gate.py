@@ -1,0 +1,36 @@
+"""Routing: which experts a token goes to, and with what weight."""
+
+from torch import Tensor
+from torch.nn import functional
+
+
+def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Pick k experts by biased score, weigh them by the unbiased one.
+
+    Equation: ``score = sqrt(softplus(logit))``; the experts are the top k of ``score + bias`` (of equal ones the lower
+    index); ``weight = scale * score / sum of the k scores``. Source: DeepSeek `Gate.forward`.
+
+    Parameters
+    ----------
+    logits
+        [t, experts] float32.
+    bias
+        [experts] float32, for selection only.
+    k, scale
+        `num_experts_per_tok`, `routed_scaling_factor`.
+
+    Returns
+    -------
+    tuple[Tensor, Tensor]
+        [t, k] int64 expert ids and [t, k] float32 weights, which sum to `scale`.
+
+    """
+    biased = functional.softplus(logits).sqrt() + bias
+    ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return ids, route_weights(logits, ids, scale)
+
+
+def route_weights(logits: Tensor, ids: Tensor, scale: float) -> Tensor:
+    """Weights of given experts `ids` [t, k], as in `route`: [t, k] float32. Hash layers bring their own ids."""
+    chosen = functional.softplus(logits).sqrt().gather(1, ids)
+    return scale * chosen / chosen.sum(-1, keepdim=True)
