@@ -1,0 +1,1 @@
+"""The DeepSeek-V4 architecture: what is computed, for one sequence."""

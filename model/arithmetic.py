@@ -1,0 +1,52 @@
+"""The numbers a run computes with: an op set, a dtype, and whether activations are rounded as deployed.
+
+`plain` leaves activations unquantised, as Hugging Face transformers does. `deployed` rounds them where DeepSeek's
+serving code does (inputs of FP8 and FP4 linears, KV, indexer queries and keys): the values are those of the narrow
+formats, the products are fp32, see `kernels.reference.quantise`.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.formats import Fp4, Fp8, Weight
+from kernels.ops import Ops
+
+KV_GROUP = 64  # columns of a KV entry that share a scale
+LINEAR_GROUP = 128  # columns of a linear's input that share a scale
+
+
+class Arithmetic(NamedTuple):
+    """Op set, numerics and dtype of one run."""
+
+    ops: Ops
+    deployed: bool
+    dtype: torch.dtype  # of activations and caches: bfloat16 or float32
+
+    @property
+    def numerics(self) -> str:
+        """Return the name that `--numerics` takes."""
+        return "deployed" if self.deployed else "plain"
+
+    def linear(self, x: Tensor, weight: Weight) -> Tensor:
+        """``x @ W^T``; deployed, the input of an FP8 or FP4 weight is rounded to E4M3 per 128 columns first.
+
+        NVFP4 weights are used weight-only in both numerics: the scale of their inputs is calibrated, not dynamic, and
+        belongs to another serving stack.
+        """
+        if self.deployed and isinstance(weight, Fp8 | Fp4):
+            x = self.ops.simulate_fp8(x, LINEAR_GROUP)
+        return self.ops.linear(x, weight)
+
+    def rounded_kv(self, kv: Tensor, rope_dim: int) -> Tensor:
+        """Round window KV or compressed entries [n, d] as they are cached: E4M3 per 64 columns, rope dims untouched."""
+        if not self.deployed:
+            return kv
+        return torch.cat((self.ops.simulate_fp8(kv[:, :-rope_dim], KV_GROUP), kv[:, -rope_dim:]), dim=-1)
+
+    def rounded_index(self, x: Tensor) -> Tensor:
+        """Round indexer queries or keys [..., index_head_dim]: Hadamard rotation, then E2M1 per 32 columns."""
+        if not self.deployed:
+            return x
+        return self.ops.simulate_fp4(self.ops.hadamard(x), 32)

@@ -1,0 +1,109 @@
+"""Attention of the three kinds of layer: SWA, HCA (dense over compressed entries), CSA (selected ones).
+
+One low-rank query, one shared KV head that is key and value at once, a sink per head, and the inverse rotation of the
+output, because values carry rope. Source: DeepSeek `Attention.forward`; paper section 2.3.
+"""
+
+from torch import Tensor
+
+from model.arithmetic import Arithmetic
+from model.cache.layers import CsaCache, HcaCache, LayerCache
+from model.compressor import MainCompressor
+from model.config import LayerKind, ModelConfig
+from model.decode import Weights
+from model.indexer import Indexer
+from model.rope import Rotation
+
+
+class Attention:
+    """What every layer kind shares; a layer of this class itself is SWA: it sees its window only."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
+    ) -> None:
+        prefix = f"layers.{layer}.attn"
+        self.wq_a = weights.matrix(f"{prefix}.wq_a.weight")  # [q_lora_rank, hidden]
+        self.q_norm = weights.vector(f"{prefix}.q_norm.weight").float()  # [q_lora_rank]
+        self.wq_b = weights.matrix(f"{prefix}.wq_b.weight")  # [heads * head_dim, q_lora_rank]
+        self.wkv = weights.matrix(f"{prefix}.wkv.weight")  # [head_dim, hidden]
+        self.kv_norm = weights.vector(f"{prefix}.kv_norm.weight").float()  # [head_dim]
+        self.wo_a = weights.matrix(f"{prefix}.wo_a.weight")  # [o_groups * o_lora_rank, heads * head_dim / o_groups]
+        self.wo_b = weights.matrix(f"{prefix}.wo_b.weight")  # [hidden, o_groups * o_lora_rank]
+        self.sink = weights.vector(f"{prefix}.attn_sink").float()  # [heads]
+        self.arithmetic, self.rotation = arithmetic, rotation
+        self.heads, self.head_dim, self.groups = config.num_attention_heads, config.head_dim, config.o_groups
+        self.window, self.rope_dim, self.eps = config.sliding_window, config.qk_rope_head_dim, config.rms_norm_eps
+
+    def __call__(self, x: Tensor, first: int, cache: LayerCache) -> Tensor:
+        """Attend from x [t, hidden], at positions ``first ..``, and advance the layer's cache. Returns [t, hidden]."""
+        ops = self.arithmetic.ops
+        cos, sin = self.rotation.at(first, x.shape[0])
+        latent = ops.rms_norm(self.arithmetic.linear(x, self.wq_a), self.q_norm, self.eps)
+        q = self.arithmetic.linear(latent, self.wq_b).unflatten(-1, (self.heads, self.head_dim))
+        q = ops.rotate(ops.rms_norm(q, None, self.eps), cos, sin)
+        kv = ops.rotate(ops.rms_norm(self.arithmetic.linear(x, self.wkv), self.kv_norm, self.eps), cos, sin)
+        cache.ring.write(first, self.arithmetic.rounded_kv(kv, self.rope_dim))
+        out = self.attend(q, x, latent, first, cache, cos, sin)  # [t, heads, head_dim]
+        out = ops.rotate(out, cos, -sin).flatten(1).unflatten(-1, (self.groups, -1))
+        # wo_a is FP8 on disk, but its input is not quantised: the reference computes this product in BF16
+        return self.arithmetic.linear(ops.grouped_linear(out, self.wo_a, self.groups).flatten(1), self.wo_b)
+
+    def attend(
+        self, q: Tensor, x: Tensor, latent: Tensor, first: int, cache: LayerCache, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Attend to the window alone."""
+        del x, latent, cos, sin
+        return self.arithmetic.ops.attend(q, cache.ring.data, first, self.window, None, 0, None, self.sink)
+
+
+class HcaAttention(Attention):
+    """Window, and every visible compressed entry."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
+    ) -> None:
+        super().__init__(config, layer, weights, arithmetic, rotation)
+        self.compressor = MainCompressor(config, layer, weights, arithmetic, rotation)
+
+    def attend(
+        self, q: Tensor, x: Tensor, latent: Tensor, first: int, cache: LayerCache, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Compress, then attend to the window and all visible entries."""
+        del latent, cos, sin
+        assert isinstance(cache, HcaCache), f"HCA layer got {type(cache).__name__}"
+        self.compressor(x, first, cache.frontier, cache.entries)
+        ratio, entries = cache.frontier.ratio, cache.entries.view()
+        return self.arithmetic.ops.attend(q, cache.ring.data, first, self.window, entries, ratio, None, self.sink)
+
+
+class CsaAttention(HcaAttention):
+    """Window, and the entries that the indexer selects."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
+    ) -> None:
+        super().__init__(config, layer, weights, arithmetic, rotation)
+        self.indexer = Indexer(config, layer, weights, arithmetic, rotation)
+
+    def attend(
+        self, q: Tensor, x: Tensor, latent: Tensor, first: int, cache: LayerCache, cos: Tensor, sin: Tensor
+    ) -> Tensor:
+        """Compress, select, then attend to the window and the selected entries."""
+        assert isinstance(cache, CsaCache), f"CSA layer got {type(cache).__name__}"
+        self.compressor(x, first, cache.frontier, cache.entries)
+        selected = self.indexer(x, latent, first, cache, cos, sin)
+        ratio, entries = cache.frontier.ratio, cache.entries.view()
+        return self.arithmetic.ops.attend(q, cache.ring.data, first, self.window, entries, ratio, selected, self.sink)
+
+
+def build_attention(
+    config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
+) -> Attention:
+    """Return the attention that the layer's kind asks for."""
+    match config.layer_kind(layer):
+        case LayerKind.SWA:
+            return Attention(config, layer, weights, arithmetic, rotation)
+        case LayerKind.HCA:
+            return HcaAttention(config, layer, weights, arithmetic, rotation)
+        case LayerKind.CSA:
+            return CsaAttention(config, layer, weights, arithmetic, rotation)

@@ -1,0 +1,1 @@
+"""Per-layer state: one file per kind of cache."""

@@ -1,0 +1,105 @@
+"""What each kind of layer remembers: SWA a ring; HCA a ring and entries; CSA a ring, entries and indexer keys.
+
+Capacities come from the context the state was made for and the layer's ratio, widths from what writes the buffer:
+entries are `head_dim` wide, indexer keys `index_head_dim`.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from model.cache.entries import Entries
+from model.cache.frontier import Frontier
+from model.cache.window import WindowRing
+from model.config import LayerKind, ModelConfig
+
+
+class Component(Protocol):
+    """One buffer of a layer's cache, as saving and accounting see it."""
+
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        ...
+
+    def tensors(self, position: int) -> dict[str, Tensor]:
+        """What must survive a save at `position`, as views where the buffer allows it."""
+        ...
+
+    def shapes(self, position: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what `tensors` gives at `position`, whatever the buffer holds now."""
+        ...
+
+    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+        """Put back what `tensors` gave at `position`."""
+        ...
+
+
+class LayerCache:
+    """The cache of one layer; this class itself is that of an SWA layer, which remembers its window alone."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, max_context: int, chunk: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        del layer, max_context  # a window depends on neither
+        self.ring = WindowRing(config.sliding_window, chunk, config.head_dim, dtype, device)
+        self.components: dict[str, Component] = {"window": self.ring}
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes allocated, by component."""
+        return {name: component.nbytes() for name, component in self.components.items()}
+
+    def tensors(self, position: int) -> dict[str, Tensor]:
+        """Return what a saved state needs, by ``component.part``."""
+        return {
+            f"{name}.{part}": tensor
+            for name, component in self.components.items()
+            for part, tensor in component.tensors(position).items()
+        }
+
+    def shapes(self, position: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what `tensors` gives at `position`, whatever this cache holds now."""
+        return {
+            f"{name}.{part}": shape
+            for name, component in self.components.items()
+            for part, shape in component.shapes(position).items()
+        }
+
+    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+        """Put back what `tensors` gave at `position`."""
+        for name, component in self.components.items():
+            component.restore(position, {part: saved[f"{name}.{part}"] for part in component.shapes(position)})
+
+
+class HcaCache(LayerCache):
+    """Window, and one entry per `ratio` tokens to which every later token attends."""
+
+    overlap = False
+
+    def __init__(
+        self, config: ModelConfig, layer: int, max_context: int, chunk: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(config, layer, max_context, chunk, dtype, device)
+        ratio = config.ratio(layer)
+        self.entries = Entries(ratio, max_context, config.head_dim, dtype, device)
+        self.frontier = Frontier(ratio, config.head_dim, overlap=self.overlap, device=device)
+        self.components |= {"entries": self.entries, "frontier": self.frontier}
+
+
+class CsaCache(HcaCache):
+    """Window, overlapping entries, and an indexer key per entry by which tokens choose among them."""
+
+    overlap = True
+
+    def __init__(
+        self, config: ModelConfig, layer: int, max_context: int, chunk: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(config, layer, max_context, chunk, dtype, device)
+        ratio = config.ratio(layer)
+        self.keys = Entries(ratio, max_context, config.index_head_dim, dtype, device)
+        self.key_frontier = Frontier(ratio, config.index_head_dim, overlap=True, device=device)
+        self.components |= {"indexer_keys": self.keys, "indexer_frontier": self.key_frontier}
+
+
+# The cache that each kind of layer needs.
+CACHES = {LayerKind.SWA: LayerCache, LayerKind.HCA: HcaCache, LayerKind.CSA: CsaCache}

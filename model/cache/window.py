@@ -1,0 +1,44 @@
+"""The SWA ring: KV of the last tokens, overwritten in turn."""
+
+import torch
+from torch import Tensor
+
+
+class WindowRing:
+    """KV of recent positions; position p is row ``p % capacity``.
+
+    The capacity is the window plus one chunk, less one: a whole chunk can be written before it attends, and its first
+    token still finds the window before it. Nothing is ever moved, copied out or concatenated.
+    """
+
+    def __init__(self, window: int, chunk: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.window = window
+        self.data = torch.zeros(window + chunk - 1, width, dtype=dtype, device=device)  # [capacity, d]
+
+    def write(self, first: int, kv: Tensor) -> None:
+        """Store `kv` [t, d] for positions ``first .. first + t - 1``."""
+        capacity, t = self.data.shape[0], kv.shape[0]
+        assert t <= capacity, f"{t} tokens do not fit a ring of {capacity}"
+        start = first % capacity
+        head = min(t, capacity - start)
+        self.data[start : start + head] = kv[:head]
+        self.data[: t - head] = kv[head:]
+
+    def tensors(self, position: int) -> dict[str, Tensor]:
+        """KV that the token at `position` may still see, oldest first: what a saved state needs, a copy."""
+        oldest = max(0, position - self.window + 1)
+        slots = torch.arange(oldest, position, device=self.data.device) % self.data.shape[0]
+        return {"recent": self.data[slots]}  # [min(position, window - 1), d]
+
+    def shapes(self, position: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what `tensors` gives at `position`, whatever the ring holds now."""
+        return {"recent": (min(position, self.window - 1), self.data.shape[1])}
+
+    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+        """Put back what `tensors` gave at `position`; the ring's capacity may differ from then."""
+        recent = saved["recent"]
+        self.write(position - recent.shape[0], recent)
+
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self.data.nbytes

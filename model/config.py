@@ -1,0 +1,175 @@
+"""The architecture as config.json states it: frozen facts, no defaults, nothing guessed.
+
+Two dialects are read: DeepSeek's own (`compress_ratios`, `num_hash_layers`, `rope_scaling`) and the one
+that transformers saves (`layer_types`, `mlp_layer_types`, `compress_rates`, `rope_parameters`). Refused, by
+name: every other model_type (also `deepseek_v41`, another architecture), a missing architecture field, a
+field this project does not know, and values it does not implement.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from model.config_fields import LayerKind, Yarn
+from model.config_json import fields, read_json
+from model.errors import ConfigError
+
+__all__ = ["LayerKind", "ModelConfig", "Yarn"]
+
+# A file of a few KiB describes every published model; these bounds only keep a hostile one from
+# turning into gigabytes of names.
+MAX_LAYERS = 4096
+MAX_EXPERTS_IN_ALL = 1_000_000
+# No tensor's shape shows these two, so nothing else would stop them: the window's rings are allocated before the first
+# token, and each token makes the iterations twice in each layer. Published: 128 and 20.
+MAX_WINDOW = 1 << 16
+MAX_SINKHORN_ITERS = 1000
+
+# What the weights and the arithmetic do not depend on.
+NOT_ARCHITECTURE = ("max_position_embeddings", "bos_token_id", "eos_token_id", "num_mtp_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One V4-style architecture, with the field names of DeepSeek's config.json.
+
+    Raises
+    ------
+    ConfigError
+        From the constructor too, when two fields contradict each other.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int  # the LAST dims of a head
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    sliding_window: int
+    compress_ratios: tuple[int, ...]  # [num_hidden_layers], 0 = no compressor; mtp stages are not listed
+    layer_kinds: tuple[LayerKind, ...]  # [num_hidden_layers]
+    rope_theta: float  # base of SWA layers
+    compress_rope_theta: float  # base of CSA and HCA layers
+    rope_scaling: Yarn | None
+    rms_norm_eps: float
+    hc_mult: int
+    hc_eps: float
+    hc_sinkhorn_iters: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    num_hash_layers: int
+    routed_scaling_factor: float
+    swiglu_limit: float
+    max_position_embeddings: int
+    bos_token_id: int
+    eos_token_id: int
+    num_mtp_layers: int  # stages that the file announces; they are not run
+
+    def __post_init__(self) -> None:
+        for wrong, message in self._contradictions():
+            if wrong:
+                raise ConfigError(message)
+
+    def _contradictions(self) -> tuple[tuple[bool, str], ...]:
+        layers, rope = self.num_hidden_layers, self.qk_rope_head_dim
+        experts, chosen = self.n_routed_experts, self.num_experts_per_tok
+        window, context = self.sliding_window, self.max_position_embeddings
+        return (
+            (layers > MAX_LAYERS, f"num_hidden_layers is {layers}, more than {MAX_LAYERS}"),
+            (layers * experts > MAX_EXPERTS_IN_ALL, f"n_routed_experts is {experts} in each of {layers} layers"),
+            (len(self.compress_ratios) != layers, f"{len(self.compress_ratios)} compress ratios for {layers} layers"),
+            (len(self.layer_kinds) != layers, f"{len(self.layer_kinds)} layer kinds for {layers} layers"),
+            (self.num_hash_layers > layers, f"num_hash_layers is {self.num_hash_layers}, more than {layers} layers"),
+            # RoPE's frequencies are powers of 1/theta, and YaRN divides by its logarithm
+            (self.rope_theta <= 1, f"rope_theta is {self.rope_theta:g}, want more than 1"),
+            (self.compress_rope_theta <= 1, f"compress_rope_theta is {self.compress_rope_theta:g}, want more than 1"),
+            (window > context, f"sliding_window is {window}, more than max_position_embeddings {context}"),
+            (window > MAX_WINDOW, f"sliding_window is {window}, more than {MAX_WINDOW}"),
+            (
+                self.hc_sinkhorn_iters > MAX_SINKHORN_ITERS,
+                f"hc_sinkhorn_iters is {self.hc_sinkhorn_iters}, more than {MAX_SINKHORN_ITERS}",
+            ),
+            (rope % 2 != 0, f"qk_rope_head_dim is {rope}, want an even number: RoPE rotates pairs"),
+            (rope > self.head_dim, f"qk_rope_head_dim is {rope}, more than head_dim {self.head_dim}"),
+            (rope > self.index_head_dim, f"qk_rope_head_dim is {rope}, more than index_head_dim {self.index_head_dim}"),
+            (
+                self.num_attention_heads % self.o_groups != 0,
+                f"num_attention_heads is {self.num_attention_heads}, not a multiple of o_groups {self.o_groups}",
+            ),
+            (chosen > experts, f"num_experts_per_tok is {chosen}, more than n_routed_experts {experts}"),
+            (self.bos_token_id >= self.vocab_size, f"bos_token_id is {self.bos_token_id}, outside the vocabulary"),
+            (self.eos_token_id >= self.vocab_size, f"eos_token_id is {self.eos_token_id}, outside the vocabulary"),
+        )
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        """SWA, CSA or HCA."""
+        return self.layer_kinds[layer]
+
+    def ratio(self, layer: int) -> int:
+        """Tokens for each compressed entry; 0 in an SWA layer."""
+        return self.compress_ratios[layer]
+
+    def is_hash(self, layer: int) -> bool:
+        """Whether the layer's experts are looked up by token id (`tid2eid`) instead of chosen by score."""
+        return layer < self.num_hash_layers
+
+    def to_json(self) -> dict[str, Any]:
+        """Every field as JSON values, in the order of the class; both dialects give the same."""
+        return asdict(self) | {
+            "compress_ratios": list(self.compress_ratios),
+            "layer_kinds": [kind.value for kind in self.layer_kinds],
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the fields that weights and arithmetic depend on, as hex digits."""
+        fields = {name: value for name, value in self.to_json().items() if name not in NOT_ARCHITECTURE}
+        return hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        """Read a config.json.
+
+        Parameters
+        ----------
+        path : Path
+            The file itself, not its folder.
+
+        Raises
+        ------
+        ConfigError
+            With one line naming the file and the field at fault.
+        """
+        return cls.from_json(read_json(path), str(path))
+
+    @classmethod
+    def from_json(cls, obj: Mapping[str, Any], where: str) -> Self:
+        """Check and translate the parsed config.json of either dialect.
+
+        Parameters
+        ----------
+        obj : Mapping
+            The parsed file.
+        where : str
+            What messages call it, usually its path.
+
+        Raises
+        ------
+        ConfigError
+            With one line naming `where` and the field at fault.
+        """
+        try:
+            return cls(**fields(obj))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from None

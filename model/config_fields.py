@@ -1,0 +1,146 @@
+"""What each field of a config.json is to this project: architecture, fixed, or ignorable and why.
+
+Every field of a file must be in one of these tables; an unknown field is an error, because a field nobody
+has read may change what the model computes.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
+
+from model.errors import ConfigError
+
+
+class LayerKind(StrEnum):
+    """What the attention of a layer reads besides its sliding window."""
+
+    SWA = "swa"  # nothing
+    CSA = "csa"  # the indexer's top-k of overlapping compressed entries
+    HCA = "hca"  # every compressed entry, no indexer
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN's frequency interpolation, used by CSA and HCA layers; its mscale is never applied (V4's model.py)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float
+    beta_slow: float
+
+    def __post_init__(self) -> None:
+        if self.beta_slow >= self.beta_fast:
+            raise ConfigError(f"rope_scaling: beta_slow is {self.beta_slow}, want less than beta_fast {self.beta_fast}")
+
+
+# Positive integers, named as in DeepSeek's config.json. Both dialects write them.
+INTEGERS: Final = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "qk_rope_head_dim",
+    "q_lora_rank",
+    "o_lora_rank",
+    "o_groups",
+    "sliding_window",
+    "hc_mult",
+    "hc_sinkhorn_iters",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "n_routed_experts",
+    "n_shared_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "max_position_embeddings",
+)
+
+# Positive finite numbers.
+NUMBERS: Final = (
+    "rope_theta",
+    "compress_rope_theta",
+    "rms_norm_eps",
+    "hc_eps",
+    "routed_scaling_factor",
+    "swiglu_limit",
+)
+
+# Token ids, 0 included.
+TOKENS: Final = ("bos_token_id", "eos_token_id")
+
+# Fields that V4 files write with one value, and for which no other value is implemented.
+FIXED: Final[dict[str, object]] = {
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_key_value_heads": 1,
+    "scoring_func": "sqrtsoftplus",
+    "tie_word_embeddings": False,
+}
+
+# The same, but only one of the two dialects writes them.
+FIXED_DEEPSEEK: Final[dict[str, object]] = {"topk_method": "noaux_tc"}
+FIXED_TRANSFORMERS: Final[dict[str, object]] = {"mlp_bias": False}
+
+# Fields that say which layer is what, in each dialect.
+DEEPSEEK: Final = ("compress_ratios", "num_hash_layers", "rope_scaling")
+TRANSFORMERS: Final = ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor")
+
+IGNORABLE: Final[dict[str, str]] = {
+    "_name_or_path": "where a copy was saved from",
+    "architectures": "names a Python class; model_type decides",
+    "attention_dropout": "training only",
+    "chunk_size_feed_forward": "a transformers run option; the result is the same",
+    "dspark_block_size": "describes mtp stages, which are not run",
+    "dspark_markov_rank": "describes mtp stages, which are not run",
+    "dspark_noise_token_id": "describes mtp stages, which are not run",
+    "dspark_target_layer_ids": "describes mtp stages, which are not run; its length counts them",
+    "dtype": "stored dtypes are read from each tensor",
+    "expert_dtype": "absent or wrong in published files; stored dtypes are read from each tensor",
+    "id2label": "classification heads only",
+    "initializer_range": "training only",
+    "is_encoder_decoder": "transformers' generation; the architecture is a decoder",
+    "label2id": "classification heads only",
+    "num_nextn_predict_layers": "counts mtp stages, which are not run",
+    "output_attentions": "a transformers run option",
+    "output_hidden_states": "a transformers run option",
+    "output_router_logits": "a transformers run option",
+    "pad_token_id": "one sequence is never padded",
+    "problem_type": "classification heads only",
+    "quantization_config": "checked; forms are read from each tensor, never from a global key",
+    "return_dict": "a transformers run option",
+    "router_aux_loss_coef": "training only",
+    "router_jitter_noise": "training only",
+    "torch_dtype": "stored dtypes are read from each tensor",
+    "transformers_version": "provenance",
+    "use_cache": "a transformers run option",
+}
+
+# quantization_config: what every V4 file says. A key that is present must say this.
+QUANTIZATION_FIXED: Final[dict[str, object]] = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "quant_method": "fp8",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+}
+
+QUANTIZATION_IGNORABLE: Final[dict[str, str]] = {
+    "config_groups": "ModelOpt's NVFP4 export: repeats what each tensor's scales show",
+    "dequantize": "a transformers loading option",
+    "exclude_modules": "repeats what each tensor's scales show",
+    "expert_dtype": "transformers moves it here; stored dtypes are read from each tensor",
+    "group_size": "repeats what each tensor's scales show",
+    "ignore": "repeats what each tensor's scales show",
+    "kv_cache_quant_algo": "the cache's form is a run option",
+    "kv_cache_scheme": "the cache's form is a run option",
+    "modules_to_convert": "repeats what each tensor's scales show",
+    "modules_to_not_convert": "repeats what each tensor's scales show",
+    "moe_quant_algo": "ModelOpt's NVFP4 export: repeats what each tensor's scales show",
+    "producer": "provenance",
+    "quant_algo": "ModelOpt's NVFP4 export: repeats what each tensor's scales show",
+    "quantized_layers": "repeats what each tensor's scales show",
+}

@@ -1,0 +1,41 @@
+"""Which rotation a layer uses: SWA layers the base theta, CSA and HCA layers theirs with YaRN."""
+
+import torch
+from torch import Tensor
+
+from kernels.reference import rope
+from model.config import LayerKind, ModelConfig
+
+
+def layer_frequencies(config: ModelConfig, kind: LayerKind) -> Tensor:
+    """Radians per position of each rope pair in a layer of this kind: [qk_rope_head_dim / 2] float32.
+
+    SWA layers use `rope_theta` and no YaRN. CSA and HCA layers use `compress_rope_theta` with the YaRN of
+    `rope_scaling` for everything in them: queries, window KV, entries, indexer. Source: DeepSeek `Attention.__init__`.
+    """
+    dim = config.qk_rope_head_dim
+    if kind is LayerKind.SWA:
+        return rope.frequencies(dim, config.rope_theta)
+    yarn = config.rope_scaling
+    if yarn is None:
+        return rope.frequencies(dim, config.compress_rope_theta)
+    return rope.yarn_frequencies(
+        dim,
+        config.compress_rope_theta,
+        factor=yarn.factor,
+        original_context=yarn.original_max_position_embeddings,
+        beta_fast=yarn.beta_fast,
+        beta_slow=yarn.beta_slow,
+    )
+
+
+class Rotation:
+    """Cosines and sines for one kind of layer."""
+
+    def __init__(self, config: ModelConfig, kind: LayerKind, device: torch.device) -> None:
+        self.freqs = layer_frequencies(config, kind).to(device)  # [r / 2]
+
+    def at(self, first: int, count: int, step: int = 1) -> tuple[Tensor, Tensor]:
+        """Cos and sin, each [count, r / 2] float32, at positions ``first, first + step, ...``."""
+        positions = torch.arange(first, first + count * step, step, device=self.freqs.device)
+        return rope.angles(positions, self.freqs)

@@ -1,0 +1,49 @@
+"""The state of one sequence: a cache per layer, and the position."""
+
+import torch
+
+from model.cache.layers import CACHES, LayerCache
+from model.config import ModelConfig
+from model.errors import CapacityError
+
+
+class State:
+    """Everything that a sequence has left behind; `Transformer` advances it in place.
+
+    All buffers are allocated here, for `max_context` positions and calls of up to `chunk` tokens (or `max_context`,
+    where that is less). CapacityError for a context beyond the model's `max_position_embeddings`.
+    """
+
+    def __init__(
+        self, config: ModelConfig, max_context: int, chunk: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        assert max_context > 0, f"max_context {max_context}"
+        assert chunk > 0, f"chunk {chunk}"
+        if max_context > config.max_position_embeddings:
+            raise CapacityError(
+                f"a context of {max_context} positions is beyond the model's max_position_embeddings"
+                f" {config.max_position_embeddings}"
+            )
+        chunk = min(chunk, max_context)  # longer calls never come
+        self.max_context, self.chunk, self.position = max_context, chunk, 0
+        self.layers: list[LayerCache] = [
+            CACHES[kind](config, layer, max_context, chunk, dtype, device)
+            for layer, kind in enumerate(config.layer_kinds)
+        ]
+
+    def reserve(self, tokens: int) -> None:
+        """Check that a call of `tokens` fits; CapacityError names the limit."""
+        if tokens > self.chunk:
+            raise CapacityError(f"a call of {tokens} tokens exceeds the chunk of {self.chunk} that the state holds")
+        if self.position + tokens > self.max_context:
+            raise CapacityError(
+                f"{self.position + tokens} tokens exceed the context of {self.max_context} that the state was made for"
+            )
+
+    def nbytes(self) -> dict[str, int]:
+        """Bytes allocated per component, summed over layers."""
+        total: dict[str, int] = {}
+        for cache in self.layers:
+            for component, size in cache.nbytes().items():
+                total[component] = total.get(component, 0) + size
+        return total

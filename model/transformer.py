@@ -1,0 +1,71 @@
+"""The whole model, for one sequence."""
+
+import torch
+from torch import Tensor
+
+from kernels.formats import Dense
+from model.arithmetic import Arithmetic
+from model.block import Block
+from model.config import ModelConfig
+from model.decode import Weights
+from model.hyper import HyperHead
+from model.rope import Rotation
+from model.state import State
+
+
+class Transformer:
+    """Embedding, layers, hyper head, final norm, output head. ``model(tokens, state)`` advances `state` in place."""
+
+    def __init__(self, config: ModelConfig, weights: Weights, arithmetic: Arithmetic) -> None:
+        self.config, self.arithmetic = config, arithmetic
+        self.embedding = weights.vector("embed.weight")  # [vocab, hidden], as stored
+        rotations = {kind: Rotation(config, kind, self.embedding.device) for kind in set(config.layer_kinds)}
+        self.blocks = [
+            Block(config, layer, weights, arithmetic, rotations[config.layer_kind(layer)])
+            for layer in range(config.num_hidden_layers)
+        ]
+        self.hyper_head = HyperHead(config, weights, arithmetic)
+        self.norm = weights.vector("norm.weight").float()  # [hidden]
+        self.head = Dense(weights.vector("head.weight"))  # [vocab, hidden]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and so where state and tokens must be."""
+        return self.embedding.device
+
+    def new_state(self, max_context: int, chunk: int) -> State:
+        """Return an empty state for `max_context` positions and calls of up to `chunk` tokens."""
+        return State(self.config, max_context, chunk, self.arithmetic.dtype, self.device)
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor, state: State) -> Tensor:
+        """Run the next tokens of the sequence.
+
+        Prefill in chunks of any size and decode of one token are this one call.
+
+        Parameters
+        ----------
+        tokens
+            [t] int64 ids, 1 <= t <= state.chunk.
+        state
+            Advanced by t positions. CapacityError, before anything is changed, when they do not fit.
+
+        Returns
+        -------
+        Tensor
+            [t, hidden], the normed output of the last layer; `logits` turns rows of it into logits.
+
+        """
+        assert tokens.ndim == 1, f"tokens has {tokens.ndim} axes, want 1"
+        state.reserve(tokens.shape[0])
+        x = self.embedding[tokens].to(self.arithmetic.dtype)
+        streams = x[:, None].repeat(1, self.config.hc_mult, 1)  # [t, s, hidden]
+        for block, cache in zip(self.blocks, state.layers, strict=True):
+            streams = block(streams, tokens, state.position, cache)
+        state.position += tokens.shape[0]
+        return self.arithmetic.ops.rms_norm(self.hyper_head(streams), self.norm, self.config.rms_norm_eps)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[t, hidden] to [t, vocab] float32: the head is fp32 in the reference."""
+        return self.arithmetic.ops.linear(hidden.float(), self.head)

@@ -1,0 +1,105 @@
+"""Chunking never changes the result beyond rounding: any split of a sequence into calls gives the same logits."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.ops import BLOCKED, REFERENCE
+from model.errors import CapacityError
+from tests.transformers_model import load_ours, oracle, our_logits
+
+LENGTH = 600
+# fp32, five layers, logits of unit scale: a split changes the order of sums, a few tens of ulps (6e-8 each) per layer
+BOUND = 2e-5
+TOKENS = torch.randint(0, 320, (LENGTH,), generator=torch.Generator().manual_seed(7))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+    oracle((0, 4, 128, 4, 128), index_topk=8, seed=5).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return load_ours(directory, BLOCKED)
+
+
+@pytest.fixture(scope="module")
+def whole(model):
+    return our_logits(model, TOKENS)
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 4, 127, 128, 129, 512, LENGTH])
+def test_every_chunk_size(model, whole, chunk):
+    lengths = [chunk] * (LENGTH // chunk) + [LENGTH % chunk] * (LENGTH % chunk > 0)
+    assert (our_logits(model, TOKENS, lengths) - whole).abs().max() < BOUND
+
+
+@pytest.mark.parametrize("residue", range(0, 128, 8))
+def test_prefill_then_decode_at_every_residue_of_4_and_128(model, whole, residue):
+    for prefilled in range(256 + residue, 256 + residue + 8):
+        lengths = [128, 128, prefilled - 256, 1, 1, 1, 1, 1]  # calls of 128: the ring of 255 has wrapped
+        lengths = [length for length in lengths if length]
+        logits = our_logits(model, TOKENS[: prefilled + 5], lengths)
+        assert (logits - whole[: prefilled + 5]).abs().max() < BOUND, f"prefill of {prefilled}, then decode"
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, LENGTH - 1), max_size=12, unique=True))
+def test_any_split(model, whole, cuts):
+    bounds = [0, *sorted(cuts), LENGTH]
+    lengths = [b - a for a, b in itertools.pairwise(bounds)]
+    assert (our_logits(model, TOKENS, lengths) - whole).abs().max() < BOUND
+
+
+def test_a_split_leaves_the_same_caches(model):
+    states = [model.new_state(LENGTH, LENGTH) for _ in range(2)]
+    model(TOKENS, states[0])
+    for part in TOKENS.split(37):
+        model(part, states[1])
+    for one, other in zip(states[0].layers, states[1].layers, strict=True):
+        saved, expected = other.tensors(LENGTH), one.tensors(LENGTH)
+        assert saved.keys() == expected.keys()
+        for name, tensor in expected.items():
+            assert saved[name].shape == tensor.shape, name
+            torch.testing.assert_close(saved[name], tensor, rtol=0, atol=BOUND)
+
+
+def test_the_context_may_be_filled_to_the_last_position_and_no_further(model):
+    state = model.new_state(131, 64)
+    for part in TOKENS[:131].split(64):
+        model(part, state)
+    before = [tensor.clone() for layer in state.layers for tensor in layer.tensors(131).values()]
+    with pytest.raises(CapacityError, match="132 tokens exceed the context of 131"):
+        model(TOKENS[:1], state)
+    after = [tensor for layer in state.layers for tensor in layer.tensors(131).values()]
+    assert state.position == 131
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "a refused call changed the state"
+    with pytest.raises(CapacityError, match="exceeds the chunk of 64"):
+        model(TOKENS[:65], model.new_state(131, 64))
+
+
+def test_no_token_sees_a_later_one(model, whole):
+    """Changing token t + 1 leaves every output up to t bit-equal, at both sides of block boundaries."""
+    for t in (2, 3, 4, 126, 127, 128, 255, 256, 511):
+        changed = TOKENS.clone()
+        changed[t + 1] = (changed[t + 1] + 1) % 320
+        logits = our_logits(model, changed)
+        assert torch.equal(logits[: t + 1], whole[: t + 1]), f"an output up to {t} depends on token {t + 1}"
+        assert not torch.equal(logits[t + 1 :], whole[t + 1 :]), "the change must show somewhere"
+
+
+def test_a_sequence_leaves_nothing_behind_for_the_next(model):
+    first = our_logits(model, TOKENS[:200])
+    our_logits(model, TOKENS.flip(0)[:300])
+    assert torch.equal(our_logits(model, TOKENS[:200]), first)
+
+
+def test_reference_ops_give_the_same_logits(directory, whole):
+    reference = load_ours(directory, REFERENCE)
+    assert (our_logits(reference, TOKENS, [301, 299]) - whole).abs().max() < BOUND

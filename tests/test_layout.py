@@ -1,0 +1,93 @@
+"""The direction of imports, and that the packages found are this repository's own."""
+
+import ast
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# DESIGN: kernels <- model <- runtime <- probes <- scripts. Nothing imports tests or audits.
+ORDER = ("kernels", "model", "runtime", "probes", "scripts")
+PACKAGES = [package for package in ORDER if (ROOT / package).is_dir()]
+SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+OURS = {*ORDER, "tests", "audits"}
+
+
+def imports(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+def names(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=names)
+def test_imports_point_downwards(path):
+    own = path.relative_to(ROOT).parts[0]
+    allowed = set(ORDER[: ORDER.index(own) + 1])
+    used = {name.split(".")[0] for name in imports(path)} & OURS
+    assert used <= allowed, f"{own} must not import {sorted(used - allowed)}"
+
+
+def test_reference_kernels_borrow_from_nobody():
+    allowed = {"torch", "math", "collections.abc", "kernels.formats"}
+    for path in (ROOT / "kernels" / "reference").glob("*.py"):
+        for name in imports(path):
+            assert name in allowed or name.startswith(("torch.", "kernels.reference")), f"{names(path)} imports {name}"
+
+
+def test_rich_stays_in_scripts_and_the_console_rendering():
+    for path in SOURCES:
+        if any(name.split(".")[0] == "rich" for name in imports(path)):
+            place = path.relative_to(ROOT).parts
+            assert place[0] == "scripts" or place == ("probes", "console.py"), names(path)
+
+
+def test_no_environment_variable_below_scripts():
+    for path in SOURCES:
+        if path.relative_to(ROOT).parts[0] != "scripts":
+            text = path.read_text(encoding="utf-8")
+            assert "environ" not in text, names(path)
+            assert "getenv" not in text, names(path)
+
+
+def test_nothing_swallows_everything():
+    """A handler of every exception may only translate it: the libraries below have no narrower class."""
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ExceptHandler):
+                assert node.type is not None, f"{names(path)}:{node.lineno} catches everything"
+                caught = {part.id for part in ast.walk(node.type) if isinstance(part, ast.Name)}
+                broad = caught & {"Exception", "BaseException"}
+                assert not broad or isinstance(node.body[-1], ast.Raise), (
+                    f"{names(path)}:{node.lineno} swallows {broad}"
+                )
+
+
+def test_the_packages_found_are_ours():
+    """`kernels` is also the name of a Hugging Face package: run from the repository root, with -m."""
+    for package in PACKAGES:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None
+        assert Path(spec.origin).parent == ROOT / package, f"another `{package}` comes first on {sys.path[:3]}"
+
+
+def test_tests_are_no_package_and_have_unique_names():
+    files = list((ROOT / "tests").rglob("*.py"))
+    assert not [path for path in files if path.name == "__init__.py"]
+    assert len({path.name for path in files}) == len(files)
+
+
+def test_files_stay_readable():
+    long = {names(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
+    assert not {path: lines for path, lines in long.items() if lines > 320}
