@@ -1,0 +1,81 @@
+"""The generation loop: prefill, decode one, choose one, until EOS or the limit."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from model.state import State
+from model.transformer import Transformer
+from model.tripwire import Tripwire
+from runtime.sampling import Sampling, sample
+
+
+def prefill(model: Transformer, state: State, tokens: Sequence[int], progress: Callable[[int], None]) -> Tensor:
+    """Run `tokens` (at least one) in chunks of ``state.chunk``; returns the logits after the last, [vocab] float32.
+
+    `progress` is called after each chunk with the number of tokens it held.
+    """
+    assert tokens, "prefill of no tokens"
+    hidden: Tensor | None = None
+    for start in range(0, len(tokens), state.chunk):
+        chunk = torch.tensor(tokens[start : start + state.chunk], dtype=torch.int64, device=model.device)
+        hidden = model(chunk, state)
+        progress(len(chunk))
+    assert hidden is not None
+    return model.logits(hidden[-1:])[0]
+
+
+def _finite(logits: Tensor, position: int) -> Tensor:
+    """Return `logits`, or trip: one NaN anywhere before them shows here at the latest."""
+    bad = int((~torch.isfinite(logits)).sum())
+    if bad:
+        raise Tripwire("logits", position, f"{bad} of {len(logits)} not finite", "finite")
+    return logits
+
+
+@dataclass
+class Generation:
+    """One run of `generate`, filled in as it goes: what was produced and how long it took."""
+
+    prompt: int = 0  # tokens run before the first choice
+    tokens: list[int] = field(default_factory=list)  # chosen tokens, the final EOS included
+    ended: str = "limit"  # "eos" | "limit"
+    prefill_s: float = 0.0
+    decode_s: float = 0.0  # from the first chosen token to the last
+    pending: int | None = None  # the last chosen token, not yet run through the model
+
+
+def generate(
+    model: Transformer,
+    state: State,
+    prompt: Sequence[int],
+    *,
+    eos: int,
+    limit: int,
+    sampling: Sampling,
+    progress: Callable[[int], None],
+    record: Generation,
+) -> Iterator[int]:
+    """Yield chosen tokens until EOS (not yielded) or `limit` of them, filling `record` on the way.
+
+    The last chosen token is never run through the model: the state ends before it, and `record.pending` names it, so
+    that a saved state continues exactly where the run stopped.
+    """
+    generator = sampling.generator()
+    started = time.perf_counter()
+    logits = prefill(model, state, prompt, progress)
+    record.prompt, record.prefill_s = len(prompt), time.perf_counter() - started
+    started = time.perf_counter()
+    for count in range(1, limit + 1):
+        token = sample(_finite(logits, state.position - 1), sampling, generator)
+        record.tokens.append(token)
+        record.pending, record.decode_s = token, time.perf_counter() - started
+        if token == eos:
+            record.ended = "eos"
+            return
+        yield token
+        if count < limit:
+            logits = prefill(model, state, [token], lambda _: None)

@@ -1,0 +1,58 @@
+"""The choices of one run, as opposed to facts of the model."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from kernels.ops import BLOCKED, Ops
+from model.arithmetic import KV_GROUP, LINEAR_GROUP, Arithmetic
+from model.config import LayerKind, ModelConfig
+from model.errors import ConfigError
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+NUMERICS = ("deployed", "plain")
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How to run: numerics, dtype, device, chunk. Every field is in the run's report."""
+
+    numerics: str = "deployed"  # deployed | plain
+    dtype: str = "bf16"  # of activations and caches: bf16 | fp32
+    device: str = "cpu"  # cpu | cuda
+    prefill_chunk: int = 512  # tokens per call during prefill
+
+    def arithmetic(self, ops: Ops = BLOCKED) -> Arithmetic:
+        """Return what the model computes with."""
+        return Arithmetic(ops, deployed=self.numerics == "deployed", dtype=DTYPES[self.dtype])
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)
+
+
+def check_deployed(config: ModelConfig) -> None:
+    """Refuse `deployed` numerics for widths that its groups do not divide: ConfigError naming the field.
+
+    A partial group has no defined scale in the reference, so there is nothing to be faithful to.
+    """
+    nope = config.head_dim - config.qk_rope_head_dim
+    per_linear = {
+        "hidden_size": config.hidden_size,
+        "q_lora_rank": config.q_lora_rank,
+        "o_groups * o_lora_rank": config.o_groups * config.o_lora_rank,
+        "moe_intermediate_size": config.moe_intermediate_size,
+    }
+    wrong = [
+        f"{name} is {width}, no multiple of {LINEAR_GROUP}"
+        for name, width in per_linear.items()
+        if width % LINEAR_GROUP
+    ]
+    if nope % KV_GROUP:
+        wrong.append(f"head_dim - qk_rope_head_dim is {nope}, no multiple of {KV_GROUP}")
+    width = config.index_head_dim
+    if LayerKind.CSA in config.layer_kinds and (width % 32 or width & (width - 1)):
+        wrong.append(f"index_head_dim is {width}, no power of two that 32 divides")
+    if wrong:
+        raise ConfigError(f"--numerics deployed: {'; '.join(wrong)}; run this model with --numerics plain")

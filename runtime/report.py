@@ -1,0 +1,45 @@
+"""What a run did, as data: speeds, memory, caches, and what it ran on."""
+
+import resource
+import sys
+from typing import Any
+
+import torch
+
+from model.state import State
+from runtime.generate import Generation
+from runtime.load import Loaded
+from runtime.options import RunOptions
+
+
+def peak_memory(device: str) -> int:
+    """Peak bytes of this process: resident set on the CPU, allocated tensors on a GPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def report(loaded: Loaded, options: RunOptions, state: State, run: Generation) -> dict[str, Any]:
+    """Return the run as JSON values; rates are None where nothing was timed."""
+    decoded = len(run.tokens) - 1  # the first token is chosen from the prefill's logits
+    return {
+        "prompt_tokens": run.prompt,
+        "new_tokens": len(run.tokens),
+        "ended": run.ended,
+        "prefill_s": run.prefill_s,
+        "prefill_tokens_per_s": run.prompt / run.prefill_s if run.prefill_s else None,
+        "decode_s": run.decode_s,
+        "decode_tokens_per_s": decoded / run.decode_s if decoded > 0 and run.decode_s else None,
+        "peak_memory_bytes": peak_memory(options.device),
+        "cache_bytes": state.nbytes(),
+        "position": state.position,
+        "max_context": state.max_context,
+        "options": options.to_json(),
+        "ops": loaded.model.arithmetic.ops.name,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "checkpoint": loaded.directory.resolve().name,
+        "config_fingerprint": loaded.model.config.fingerprint,
+        "weights_fingerprint": loaded.weights_fingerprint,
+    }
