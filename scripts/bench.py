@@ -1,0 +1,224 @@
+"""`python -m scripts.bench NAME ...`: time kernels in pairs, on one CPU core.
+
+A pair is two ways to compute the same. They run in turn, round after round, so that whatever else the machine does
+falls on both; times are processor time of the one thread. What counts is the ratio of each round: its median, and the
+smallest and largest beside it.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from kernels import blocked, reference
+from kernels.formats import Dense, Fp4, Fp8, NvFp4, Weight, rows
+from kernels.ops import BLOCKED, REFERENCE
+from scripts.cli import run
+from scripts.flags import writable
+
+SECONDS = 1.0  # time for a pair, within 5 to 50 rounds
+
+Run = Callable[[], object]
+
+
+class Pair(NamedTuple):
+    """Two ways to compute the same: a label, and a name and a call for each."""
+
+    label: str
+    first: str
+    run_first: Run
+    second: str
+    run_second: Run
+
+
+class Timing(NamedTuple):
+    """What a pair took: the best time of each in ms, and second / first over the rounds."""
+
+    label: str
+    first: str
+    first_ms: float
+    second: str
+    second_ms: float
+    median: float
+    low: float
+    high: float
+    rounds: int
+
+
+def timed(call: Run) -> float:
+    """Milliseconds of processor time of one call."""
+    start = time.thread_time()
+    call()
+    return 1e3 * (time.thread_time() - start)
+
+
+def measure(pair: Pair) -> Timing:
+    """Time a pair, after one round that does not count."""
+    warm = timed(pair.run_first) + timed(pair.run_second)
+    rounds = int(min(50, max(5, 1e3 * SECONDS // max(warm, 1e-3))))
+    times = [(timed(pair.run_first), timed(pair.run_second)) for _ in range(rounds)]
+    ratios = sorted(second / first for first, second in times)
+    best = [min(column) for column in zip(*times, strict=True)]
+    return Timing(pair.label, pair.first, best[0], pair.second, best[1], median(ratios), ratios[0], ratios[-1], rounds)
+
+
+def attend() -> Iterator[Pair]:
+    """Selected entries: masked dense tiles against gathered rows, by visible entries over top-k."""
+    for heads, width, k, lengths in ((16, 128, 256, (1, 16, 128, 512)), (64, 512, 512, (1, 16))):
+        for t in lengths:
+            for times in (1, 1.5, 2, 4, 10, 20, 40):
+                n = int(k * times)
+                q, ring = torch.randn(t, heads, width).bfloat16(), torch.randn(128 + t, width).bfloat16()
+                entries, sink = torch.randn(n, width).bfloat16(), torch.zeros(heads)
+                selected = torch.rand(t, n).argsort(1)[:, :k].sort(1).values.int()
+
+                def call(
+                    dense_up_to: float,
+                    args: tuple[Tensor, Tensor, int, int, Tensor, int, Tensor, Tensor] = (
+                        q, ring, 4 * n, 128, entries, 4, selected, sink,
+                    ),
+                ) -> Run:  # fmt: skip
+                    return lambda: blocked.attention.attend(*args, dense_up_to=dense_up_to)
+
+                label = f"{heads} x {width}, {t} tokens, {times:g} x {k}"
+                yield Pair(label, "dense", call(float("inf")), "gather", call(0.0))
+
+
+def weights(height: int, columns: int) -> dict[str, Weight]:
+    """Random weights of each stored form."""
+    packed = torch.randint(0, 256, (height, columns // 2), dtype=torch.uint8)
+    e4m3 = torch.randn(height, columns).to(torch.float8_e4m3fn)
+    return {
+        "bf16": Dense(torch.randn(height, columns).bfloat16()),
+        "fp8": Fp8(e4m3, torch.ones(height // 128, columns // 128).to(torch.float8_e8m0fnu)),
+        "fp4": Fp4(packed.view(torch.int8), torch.ones(height, columns // 32).to(torch.float8_e8m0fnu)),
+        "nvfp4": NvFp4(packed, e4m3[:, : columns // 16].contiguous(), torch.tensor(0.5)),
+    }
+
+
+def decode() -> Iterator[Pair]:
+    """Decode one tile of weights."""
+    for form, weight in weights(512, 1024).items():
+
+        def call(function: Callable[[Weight], Tensor], weight: Weight = weight) -> Run:
+            return lambda: function(weight)
+
+        yield Pair(
+            f"{form}, 512 x 1024", "blocked", call(blocked.decode.decode), "reference", call(reference.formats.decode)
+        )
+
+
+def linear() -> Iterator[Pair]:
+    """Linears in each stored form."""
+    for form, weight in weights(2048, 1024).items():
+        for t in (1, 4, 16, 64, 512):
+            x = torch.randn(t, 1024).bfloat16()
+
+            def call(function: Callable[[Tensor, Weight], Tensor], x: Tensor = x, weight: Weight = weight) -> Run:
+                return lambda: function(x, weight)
+
+            label = f"{form}, 2048 x 1024, {t} tokens"
+            yield Pair(label, "blocked", call(BLOCKED.linear), "reference", call(REFERENCE.linear))
+
+
+def decoding() -> Iterator[Pair]:
+    """How much of a blocked linear is decoding: the ratio is the share."""
+    for form, weight in weights(2048, 1024).items():
+        for t in (1, 16, 64, 512):
+            x = torch.randn(t, 1024).bfloat16()
+
+            def whole(x: Tensor = x, weight: Weight = weight) -> Tensor:
+                return BLOCKED.linear(x, weight)
+
+            def part(weight: Weight = weight) -> None:
+                for start in range(0, 2048, 512):
+                    blocked.decode.decode(rows(weight, start, start + 512))
+
+            yield Pair(f"{form}, 2048 x 1024, {t} tokens", "linear", whole, "its decoding", part)
+
+
+def select() -> Iterator[Pair]:
+    """The indexer's selection."""
+    for t, heads, width, n, k in ((1, 16, 64, 4096, 256), (128, 16, 64, 4096, 256), (1, 64, 128, 32768, 512)):
+        q, keys, mixed = torch.randn(t, heads, width), torch.randn(n, width), torch.randn(t, heads)
+
+        def call(ops_select: Callable[..., Tensor], args: tuple[object, ...] = (q, mixed, keys, 4 * n, 4, k)) -> Run:
+            return lambda: ops_select(*args)
+
+        label = f"{t} tokens, {heads} x {width}, top {k} of {n}"
+        yield Pair(label, "blocked", call(BLOCKED.select), "reference", call(REFERENCE.select))
+
+
+def activations() -> Iterator[Pair]:
+    """Ops that are bounded by the chunk in both op sets."""
+    for t in (1, 512):
+        streams, fn, x = torch.randn(t, 4, 1024).bfloat16(), torch.randn(24, 4096), torch.randn(t, 1024).bfloat16()
+        pre, comb, q = torch.rand(t, 4), torch.rand(t, 4, 4), torch.randn(t, 16, 64).bfloat16()
+        arguments: dict[str, tuple[object, ...]] = {
+            "hyper_weights": (streams, fn, torch.ones(3), torch.zeros(24), 20, 1e-6, 1e-6),
+            "collapse": (streams, pre),
+            "expand": (x, streams, pre, comb),
+            "simulate_fp8": (x, 128),
+            "simulate_fp4": (q, 32),
+        }
+        for name, args in arguments.items():
+
+            def call(ops: object, name: str = name, args: tuple[object, ...] = args) -> Run:
+                return lambda: getattr(ops, name)(*args)
+
+            yield Pair(f"{name}, {t} tokens", "blocked", call(BLOCKED), "reference", call(REFERENCE))
+
+
+BENCHES: dict[str, Callable[[], Iterator[Pair]]] = {
+    "attend": attend,
+    "select": select,
+    "linear": linear,
+    "decoding": decoding,
+    "decode": decode,
+    "activations": activations,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    p = argparse.ArgumentParser(prog="python -m scripts.bench", description=__doc__)
+    p.add_argument("names", nargs="+", choices=[*BENCHES, "all"], metavar="NAME", help=", ".join([*BENCHES, "all"]))
+    p.add_argument("--json", type=Path, help="write the timings there as JSON")
+    args = p.parse_args(argv)
+    writable(args.json)
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    console = Console()
+    results: dict[str, list[dict[str, object]]] = {}
+    for name in BENCHES if "all" in args.names else args.names:
+        timings = [measure(pair) for pair in BENCHES[name]()]
+        results[name] = [timing._asdict() for timing in timings]
+        console.print(table(name, timings))
+    if args.json is not None:
+        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def table(name: str, timings: list[Timing]) -> Table:
+    """Render one bench."""
+    out = Table(
+        "case", timings[0].first + " ms", timings[0].second + " ms", "ratio", "from .. to", "rounds", title=name
+    )
+    for timing in timings:
+        spread = f"{timing.low:.2f} .. {timing.high:.2f}"
+        first, second, ratio = (f"{value:.2f}" for value in (timing.first_ms, timing.second_ms, timing.median))
+        out.add_row(timing.label, first, second, ratio, spread, str(timing.rounds))
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

@@ -1,0 +1,282 @@
+"""`python -m scripts.generate`: one prompt through a checkpoint. Text to stdout as it comes, the rest to stderr."""
+
+import argparse
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from model.config import ModelConfig
+from model.errors import CapacityError, ConfigError
+from model.state import State
+from runtime.encoding import EFFORTS, effort_text, encode_messages
+from runtime.errors import PromptError
+from runtime.generate import Generation, generate
+from runtime.load import DEMO, Loaded, load
+from runtime.memory import new_state
+from runtime.messages import load_messages, user_message
+from runtime.options import RunOptions
+from runtime.parsing import parse_completion
+from runtime.report import report
+from runtime.sampling import Sampling
+from runtime.segments import BOS, EOS, THINK_START, Control, Segment, Text
+from runtime.statefile import Saved, load_state, read_saved, save_state
+from runtime.tokenizer import StreamDecoder, Tokenizer
+from scripts.cli import run
+from scripts.flags import add_run_options, positive, run_options, writable
+
+LONG_PREFILL = 256  # tokens from which a prefill has a progress bar
+MIB = 1024 * 1024
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = argparse.ArgumentParser(prog="python -m scripts.generate", description=__doc__)
+    p.add_argument("--model", type=Path, default=DEMO, help="checkpoint directory (default: the demo checkpoint)")
+    # Prompt
+    prompt = p.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", help="a question, or with --raw any text")
+    prompt.add_argument("--prompt-file", type=Path, help="the same from a UTF-8 file")
+    prompt.add_argument(
+        "--messages",
+        type=Path,
+        help="a conversation as JSON: a list of messages, or messages and tools (see the README)",
+    )
+    p.add_argument("--raw", action="store_true", help="no chat format: BOS, then the prompt as it is")
+    p.add_argument("--think", action="store_true", help="let the model reason before it answers")
+    p.add_argument(
+        "--effort",
+        metavar="REVISION:LEVEL",
+        help="reasoning effort with --think; " + ", ".join(f"{r}:{'|'.join(levels)}" for r, levels in EFFORTS.items()),
+    )
+    # Sampling
+    p.add_argument("--max-new-tokens", type=positive, default=128, help="stop after so many (default 128)")
+    p.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    p.add_argument("--top-p", type=float, default=1.0, help="nucleus mass in (0, 1] (default 1)")
+    p.add_argument("--seed", type=int, default=0, help="of the sampling generator (default 0)")
+    # Runtime
+    p.add_argument("--max-context", type=positive, help="positions to hold (default: what this run needs)")
+    add_run_options(p)
+    # Output
+    p.add_argument("--json", type=Path, help="write text, tokens and report there")
+    p.add_argument("--save-state", type=Path, help="write the caches there afterwards")
+    p.add_argument("--load-state", type=Path, help="continue from such a file: its last answer, or a --prompt")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = parser().parse_args(argv)
+    sampling, options = _sampling(args), run_options(args)
+    for path in (args.json, args.save_state):
+        writable(path)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character must not end the run
+        sys.stdout.reconfigure(errors="replace")
+    segments = prompt_segments(args)
+    config = ModelConfig.from_file(args.model / "config.json")
+    tokenizer = Tokenizer(args.model, config.vocab_size)
+    prompt = tokenizer.encode(segments)  # before the weights: a bad prompt should not wait for them
+    console = Console(stderr=True)
+    with console.status(f"loading {args.model}", spinner="line"):
+        loaded = load(args.model, options)
+    state, prompt = _state(args, loaded, options, prompt)
+    record = Generation()
+    with _progress(console, len(prompt)) as advance:
+        stream = generate(
+            loaded.model,
+            state,
+            prompt,
+            eos=config.eos_token_id,
+            limit=args.max_new_tokens,
+            sampling=sampling,
+            progress=advance,
+            record=record,
+        )
+        text = _stream(stream, StreamDecoder(tokenizer))
+    if args.save_state is not None:
+        save_state(args.save_state, state, loaded, record.pending)
+    data = report(loaded, options, state, record)
+    console.print(_summary(data))
+    if args.json is not None:
+        data |= {"text": text, "tokens": record.tokens, "prompt": prompt, "sampling": asdict(sampling)}
+        if segments and not args.raw:  # the rest of a saved answer is no whole message
+            data["message"] = _message(tokenizer, record.tokens, thinking=segments[-1] == THINK_START)
+        args.json.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    return 0
+
+
+def prompt_segments(args: argparse.Namespace) -> list[Segment]:
+    """Return the prompt that the flags describe; PromptError when they contradict each other."""
+    _check_prompt_flags(args)
+    if args.messages is not None:
+        messages = load_messages(args.messages)
+        segments = encode_messages(messages, thinking=args.think, effort=_effort(args.effort))
+        if [segment for segment in segments if isinstance(segment, Control)][-1] in (BOS, EOS):
+            raise PromptError(f"{args.messages}: the last message asks for no answer, nothing is left to generate")
+        return segments
+    text = _text(args)
+    if text is None:  # --load-state alone
+        return []
+    if args.raw:
+        return [Text(text)] if args.load_state is not None else [BOS, Text(text)]
+    segments = encode_messages(user_message(text), thinking=args.think, effort=_effort(args.effort))
+    return segments if args.load_state is None else segments[1:]  # the saved state has its BOS already
+
+
+def _check_prompt_flags(args: argparse.Namespace) -> None:
+    if args.effort is not None and not args.think:
+        raise PromptError("--effort: means nothing without --think")
+    if args.raw and (args.think or args.messages is not None):
+        raise PromptError("--raw: excludes --think and --messages, which are parts of the chat format")
+    if args.load_state is None:
+        return
+    if args.messages is not None or args.effort is not None:
+        raise PromptError("--load-state: excludes --messages and --effort, which belong at the start of a conversation")
+    if args.prompt is None and args.prompt_file is None and (args.raw or args.think):
+        raise PromptError("--load-state: --raw and --think say how to encode a prompt, and there is none")
+
+
+def _text(args: argparse.Namespace) -> str | None:
+    if args.prompt_file is not None:
+        try:
+            text = args.prompt_file.read_bytes().decode("utf-8")  # as it is: no translation of line ends
+        except UnicodeDecodeError as error:
+            raise PromptError(f"{args.prompt_file}: byte {error.start} is no UTF-8") from error
+    elif args.prompt is None:
+        if args.load_state is None:
+            raise PromptError("one of --prompt, --prompt-file, --messages or --load-state is needed")
+        return None
+    else:
+        text = args.prompt
+    if not text:
+        raise PromptError("the prompt is empty")
+    return str(text)
+
+
+def _message(tokenizer: Tokenizer, tokens: list[int], *, thinking: bool) -> dict[str, Any]:
+    """Parse the answer back into an assistant message; what is wrong with it, when it is not one (cut short, say)."""
+    if not all(map(tokenizer.names, tokens)):
+        return {"error": "tokenizer.json has no name for some of the tokens"}
+    try:
+        return parse_completion(tokenizer.decode_segments(tokens), thinking=thinking)
+    except PromptError as error:
+        return {"error": str(error)}
+
+
+def _effort(choice: str | None) -> str:
+    if choice is None:
+        return ""
+    revision, colon, level = choice.partition(":")
+    if not colon:
+        raise PromptError(f"--effort {choice}: want REVISION:LEVEL, for example preview:max")
+    try:
+        return effort_text(revision, level)
+    except PromptError as error:
+        raise PromptError(f"--effort {choice}: {error}") from error
+
+
+def _sampling(args: argparse.Namespace) -> Sampling:
+    if not 0 <= args.temperature < float("inf"):
+        raise ConfigError(f"--temperature {args.temperature}: want a number >= 0")
+    if not 0 < args.top_p <= 1:
+        raise ConfigError(f"--top-p {args.top_p}: want a number in (0, 1]")
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError(f"--seed {args.seed}: want 0 to 2^63 - 1")
+    return Sampling(args.temperature, args.top_p, args.seed)
+
+
+def _state(args: argparse.Namespace, loaded: Loaded, options: RunOptions, prompt: list[int]) -> tuple[State, list[int]]:
+    """Return a state that holds this run, filled from --load-state, and the tokens to run."""
+    held = 0
+    if args.load_state is not None:
+        saved = read_saved(args.load_state, loaded)
+        held, prompt = saved.position, _continuation(args, saved, loaded.model.config.eos_token_id, prompt)
+    needed = held + len(prompt) + args.max_new_tokens - 1  # the last new token is not run
+    context = args.max_context or needed
+    if context < needed:
+        parts = f"{held} saved, {len(prompt)} prompt and {args.max_new_tokens} new tokens"
+        raise CapacityError(f"--max-context {context}: {parts} need {needed}")
+    state = new_state(loaded.model, context, options.prefill_chunk)
+    if args.load_state is not None:
+        load_state(args.load_state, state, loaded)
+    return state, prompt
+
+
+def _continuation(args: argparse.Namespace, saved: Saved, eos: int, prompt: list[int]) -> list[int]:
+    """Return the tokens to run after a saved state: its pending one, and a prompt as the next turn."""
+    if not prompt:
+        if saved.pending is None or saved.pending == eos:
+            raise PromptError(f"{args.load_state}: the saved answer is finished, so a prompt is needed")
+        return [saved.pending]
+    pending = [] if saved.pending is None else [saved.pending]
+    if not args.raw and saved.pending != eos:
+        pending.append(eos)  # an answer cut short by --max-new-tokens: in a conversation every answer ends with EOS
+    return pending + prompt
+
+
+@contextlib.contextmanager
+def _progress(console: Console, tokens: int) -> Iterator[Callable[[int], None]]:
+    """Yield what `generate` reports prefilled tokens to: a bar for a long prompt, nothing for a short one."""
+    if tokens < LONG_PREFILL:
+        yield lambda _: None
+        return
+    columns = (
+        TextColumn("prefill {task.completed}/{task.total} tokens"),
+        BarColumn(),
+        TextColumn("{task.fields[rate]} tokens/s, left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("prefill", total=tokens, rate="-")
+        yield lambda count: _advance(bar, task, count)
+
+
+def _advance(bar: Progress, task: TaskID, count: int) -> None:
+    bar.advance(task, count)
+    speed = bar.tasks[0].speed
+    bar.update(task, rate="-" if speed is None else f"{speed:.0f}")
+    if bar.finished:
+        bar.stop()  # the text starts now
+
+
+def _stream(tokens: Iterator[int], decoder: StreamDecoder) -> str:
+    """Print tokens as whole characters while they come; returns all of the text."""
+    pieces = []
+    for token in tokens:
+        pieces.append(decoder.push(token))
+        print(pieces[-1], end="", flush=True)
+    pieces.append(decoder.finish())
+    print(pieces[-1], flush=True)
+    return "".join(pieces)
+
+
+def _summary(data: dict[str, Any]) -> Table:
+    """Return the report for the eye."""
+
+    def rate(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1f} tokens/s"
+
+    o, size = data["options"], data["cache_bytes"]
+    prompt = f"{data['prompt_tokens']} tokens in {data['prefill_s']:.2f} s, {rate(data['prefill_tokens_per_s'])}"
+    answer = f"{data['new_tokens']} tokens in {data['decode_s']:.2f} s, {rate(data['decode_tokens_per_s'])}"
+    caches = ", ".join(f"{name.replace('_', ' ')} {part / MIB:.2f}" for name, part in size.items())
+    peak = f"peak {data['peak_memory_bytes'] / MIB:.0f} MiB"
+    chosen = f"numerics {o['numerics']}, {o['dtype']}, chunk {o['prefill_chunk']}, {data['threads']} threads"
+    table = Table.grid(padding=(0, 2))
+    table.add_row("prompt", prompt)
+    table.add_row("answer", f"{answer}, ended by {data['ended']}")
+    table.add_row("memory", f"{peak}; caches for {data['max_context']} tokens, MiB: {caches}")
+    table.add_row("ran on", f"{o['device']}, ops {data['ops']}, {chosen}")
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

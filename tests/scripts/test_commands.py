@@ -1,0 +1,246 @@
+"""`scripts.generate` and `scripts.logits` from argv to files: what they write, where they stop, what they refuse."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from model.config import ModelConfig
+from runtime.load import DEMO, load
+from runtime.options import RunOptions
+from scripts import generate, logits
+from scripts.cli import run
+from tests.make_checkpoint import tiny_config, write_checkpoint
+from tests.transformers_model import our_logits
+
+PLAIN = ("--numerics", "plain", "--dtype", "fp32")
+
+
+def generated(tmp_path, *flags):
+    """Run `scripts.generate` on the demo checkpoint with --json and return what it wrote."""
+    path = tmp_path / "run.json"
+    assert generate.main(["--json", str(path), *flags]) == 0
+    return json.loads(path.read_text())
+
+
+def refused(script, capsys, *flags):
+    """The one line on stderr with which a script refuses."""
+    assert run(lambda: script.main(list(flags))) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    return lines[0]
+
+
+def test_the_demo_answers_and_stops_at_eos(tmp_path, capsys):
+    data = generated(tmp_path, "--prompt", "What is the capital of France?")
+    assert "Paris" in data["text"]
+    assert data["ended"] == "eos"
+    assert data["message"]["content"] == data["text"]
+    assert data["tokens"][-1] == ModelConfig.from_file(DEMO / "config.json").eos_token_id
+    assert capsys.readouterr().out == data["text"] + "\n", "stdout holds the text and nothing else"
+
+
+def test_a_raw_prompt_is_continued(tmp_path):
+    data = generated(tmp_path, "--raw", "--prompt", "The capital of France is", "--max-new-tokens", "1")
+    assert data["text"] == " Paris"
+    assert data["prompt"][0] == ModelConfig.from_file(DEMO / "config.json").bos_token_id
+    assert data["ended"] == "limit"
+
+
+def test_the_report_says_what_ran(tmp_path):
+    flags = ("--prompt", "What is the capital of Japan?", "--prefill-chunk", "4", "--max-context", "64")
+    data = generated(tmp_path, *flags, "--max-new-tokens", "20", *PLAIN)
+    assert data["options"] == {"numerics": "plain", "dtype": "fp32", "device": "cpu", "prefill_chunk": 4}
+    assert data["ops"] == "blocked"
+    assert data["max_context"] == 64
+    assert data["prompt_tokens"] == len(data["prompt"])
+    assert data["new_tokens"] == len(data["tokens"])
+    assert data["position"] == data["prompt_tokens"] + data["new_tokens"] - 1, "the last token is not run"
+    assert data["peak_memory_bytes"] > sum(data["cache_bytes"].values()) > 0
+    loaded = load(DEMO, RunOptions())
+    assert data["weights_fingerprint"] == loaded.weights_fingerprint
+    assert data["config_fingerprint"] == loaded.model.config.fingerprint
+
+
+def test_a_seed_repeats_a_sampled_run(tmp_path):
+    flags = ("--raw", "--prompt", "The", "--max-new-tokens", "24", "--temperature", "2", "--top-p", "0.95")
+    one = generated(tmp_path, *flags, "--seed", "1")["tokens"]
+    assert generated(tmp_path, *flags, "--seed", "1")["tokens"] == one
+    assert generated(tmp_path, *flags, "--seed", "2")["tokens"] != one
+
+
+def test_stopping_saving_and_continuing_is_the_same_run(tmp_path):
+    prompt = ("--raw", "--prompt", "The old farmer")
+    straight = generated(tmp_path, *prompt, "--max-new-tokens", "12")["tokens"]
+    state = str(tmp_path / "state")
+    first = generated(tmp_path, *prompt, "--max-new-tokens", "7", "--save-state", state)["tokens"]
+    rest = generated(tmp_path, "--load-state", state, "--max-new-tokens", "5")
+    assert first + rest["tokens"] == straight
+    assert "message" not in rest, "the rest of an answer is no whole message"
+    assert len(straight) == 12, "an early end would make this test vacuous"
+
+
+def test_a_loaded_state_takes_another_question(tmp_path):
+    state = str(tmp_path / "state")
+    generated(tmp_path, "--prompt", "What is the capital of France?", "--save-state", state)
+    data = generated(tmp_path, "--load-state", state, "--prompt", "What is the capital of Japan?")
+    config = ModelConfig.from_file(DEMO / "config.json")
+    assert data["prompt"][0] == config.eos_token_id, "the answer's EOS was chosen, not run: it opens the continuation"
+    assert data["position"] > len(data["prompt"]) + data["new_tokens"], "the first turn is still there"
+    assert config.bos_token_id not in data["prompt"], "the saved state has its BOS already"
+
+
+@pytest.mark.parametrize(
+    ("flags", "culprit"),
+    [
+        ((), "--prompt"),
+        (("--prompt", "a", "--max-context", "4"), "--max-context 4"),
+        (("--prompt", "a", "--temperature", "-1"), "--temperature -1"),
+        (("--prompt", "a", "--temperature", "nan"), "--temperature nan"),
+        (("--prompt", "a", "--top-p", "0"), "--top-p 0"),
+        (("--prompt", "a", "--seed", "-3"), "--seed -3"),
+        (("--prompt", "a", "--effort", "preview:max"), "--effort"),
+        (("--prompt", "a", "--think", "--effort", "max"), "--effort max"),
+        (("--prompt", "a", "--raw", "--think"), "--raw"),
+        (("--prompt", "a", "--model", "nowhere"), "nowhere"),
+        (("--prompt-file", "nothing.txt"), "nothing.txt"),
+        (("--messages", "nothing.json"), "nothing.json"),
+        (("--prompt", "a", "--json", "no/such/folder/run.json"), "no/such/folder/run.json"),
+        (("--prompt", "a", "--load-state", "nothing.state"), "nothing.state"),
+        (("--prompt", "a", "--max-context", "99999999"), "99999999 positions"),
+        (("--prompt", ""), "empty"),
+        (("--raw", "--load-state", "x"), "--load-state"),
+        (("--load-state", "x", "--messages", "y"), "--load-state"),
+        (("--load-state", "x", "--prompt", "a", "--think", "--effort", "preview:max"), "--load-state"),
+        (("--prompt", "a", "--json", "."), "folder"),
+        (("--prompt", "a", "--save-state", "/proc/x.state"), "/proc/x.state"),
+    ],
+)
+def test_bad_flags_name_the_culprit(flags, culprit, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert culprit in refused(generate, capsys, *flags)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "flags", [("--max-new-tokens", "0"), ("--device", "tpu"), ("--prefill-chunk", "x"), ("--what",)]
+)
+def test_argparse_refuses_with_status_2(flags, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        generate.main(["--prompt", "a", *flags])
+    assert flags[0] in capsys.readouterr().err
+
+
+def test_a_finished_answer_is_not_continued_without_a_prompt(tmp_path, capsys):
+    state = str(tmp_path / "state")
+    assert generated(tmp_path, "--prompt", "What is the capital of France?", "--save-state", state)["ended"] == "eos"
+    capsys.readouterr()
+    assert "finished" in refused(generate, capsys, "--load-state", state)
+
+
+def test_an_answer_cut_short_is_closed_before_the_next_turn(tmp_path):
+    state = str(tmp_path / "state")
+    flags = ("--prompt", "What is the capital of France?", "--max-new-tokens", "3", "--save-state", state)
+    first = generated(tmp_path, *flags)
+    data = generated(tmp_path, "--load-state", state, "--prompt", "What is the capital of Japan?")
+    eos = ModelConfig.from_file(DEMO / "config.json").eos_token_id
+    assert data["prompt"][:2] == [first["tokens"][-1], eos]
+
+
+def test_line_ends_of_a_prompt_file_are_kept(tmp_path):
+    (tmp_path / "prompt").write_bytes(b"a\r\nb\rc")
+    flags = ("--raw", "--max-new-tokens", "1")
+    from_file = generated(tmp_path, "--prompt-file", str(tmp_path / "prompt"), *flags)["prompt"]
+    assert from_file == generated(tmp_path, "--prompt", "a\r\nb\rc", *flags)["prompt"]
+
+
+def test_a_nan_in_a_weight_trips_with_status_1(tmp_path, capsys):
+    def poison(name, values):
+        return values * float("nan") if name == "norm.weight" else values
+
+    write_checkpoint(tmp_path, tiny_config(vocab_size=1024), seed=1, adjust=poison)
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    assert run(lambda: generate.main(["--model", str(tmp_path), "--raw", "--prompt", "a"])) == 1
+    error = capsys.readouterr().err.splitlines()
+    assert len(error) == 1
+    assert error[0].startswith("tripwire: logits at position 1: ")
+
+
+def test_caches_beyond_the_machines_memory_are_refused_before_they_are_allocated(tmp_path, capsys):
+    most = 2**31 - 1
+    write_checkpoint(tmp_path, tiny_config(vocab_size=1024, max_position_embeddings=most), seed=1)
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    flags = ("--model", str(tmp_path), "--raw", "--prompt", "a", "--max-context", str(most))
+    assert "GiB" in refused(generate, capsys, *flags)
+
+
+def test_a_prompt_file_that_is_no_utf8(tmp_path, capsys):
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    assert "byte 3 is no UTF-8" in refused(generate, capsys, "--prompt-file", str(tmp_path / "latin"))
+
+
+def test_a_conversation_with_nothing_left_to_say(tmp_path, capsys):
+    path = tmp_path / "messages.json"
+    path.write_text(json.dumps([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]))
+    assert "asks for no answer" in refused(generate, capsys, "--messages", str(path))
+
+
+def test_deployed_numerics_need_whole_groups(tmp_path, capsys):
+    write_checkpoint(tmp_path, tiny_config(head_dim=72), seed=1)
+    line = refused(logits, capsys, "--model", str(tmp_path), "--tokens", "t.json", "--out", str(tmp_path / "out"))
+    assert "head_dim - qk_rope_head_dim is 56, no multiple of 64" in line
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(directory, tiny_config(), seed=4)
+    return directory
+
+
+@pytest.mark.parametrize("flags", [(), ("--prefill-chunk", "7"), ("--decode-from", "130"), ("--decode-from", "1")])
+def test_logits_of_every_position(checkpoint, tmp_path, flags):
+    tokens = torch.randint(2, 300, (140,), generator=torch.Generator().manual_seed(1))
+    (tmp_path / "tokens.json").write_text(json.dumps(tokens.tolist()))
+    out = tmp_path / "logits.safetensors"
+    arguments = ["--model", str(checkpoint), "--tokens", str(tmp_path / "tokens.json"), "--out", str(out), *PLAIN]
+    assert logits.main([*arguments, *flags]) == 0
+    written = load_file(out)
+    assert list(written) == ["logits"]
+    assert written["logits"].dtype == torch.float32
+    expected = our_logits(load(checkpoint, RunOptions("plain", "fp32")).model, tokens)
+    # fp32, four layers, logits of unit scale: see BOUND in test_chunks.py
+    assert (written["logits"] - expected).abs().max() < 2e-5
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("content", "culprit"),
+    [
+        ("[1, 2", "no JSON"),
+        ("[" * 100_000, "nested too deeply"),
+        ("[]", "at least one"),
+        ("{}", "list"),
+        ("[1, true]", "entry 1"),
+        ("[1, -1]", "entry 1"),
+        ("[99999]", "99999"),
+    ],
+)
+def test_bad_token_files(checkpoint, tmp_path, capsys, content, culprit):
+    path = tmp_path / "tokens.json"
+    path.write_text(content)
+    out = tmp_path / "out"
+    line = refused(logits, capsys, "--model", str(checkpoint), "--tokens", str(path), "--out", str(out))
+    assert culprit in line
+    assert str(path) in line
+    assert not out.exists()
+
+
+def test_decode_from_beyond_the_end(checkpoint, tmp_path, capsys):
+    (tmp_path / "t").write_text("[5, 6]")
+    flags = ("--model", str(checkpoint), "--tokens", str(tmp_path / "t"), "--out", str(tmp_path / "o"))
+    assert "--decode-from 3" in refused(logits, capsys, *flags, "--decode-from", "3")
