@@ -1,0 +1,42 @@
+# `make demo` and `make test` set everything up in .venv and run; nothing is installed outside this folder.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+STEP := @printf '\n\033[1m%s\033[0m\n'
+
+.PHONY: demo test slow lint clean
+
+demo: $(VENV)/.runtime
+	@sh scripts/demo.sh $(BIN)/python
+
+test: $(VENV)/.dev lint
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+
+slow: $(VENV)/.dev  ## evidence that takes minutes
+	$(BIN)/python -m pytest -m slow
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	@cat scripts/welcome.txt
+	$(STEP) "1/3  a virtual environment in $(VENV)"
+	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Fathom needs Python 3.11 or newer; set PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet --no-compile --constraint constraints.txt pip setuptools
+	$(STEP) "2/3  torch (the largest download, a minute or two)"
+	$(PIP) install --quiet --no-compile --constraint constraints.txt torch==2.13.0
+	$(STEP) "3/3  the other packages, and this folder itself"
+	$(PIP) install --quiet --no-compile --constraint constraints.txt --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.runtime
+	$(STEP) "the packages that only the tests need (transformers is their oracle)"
+	$(PIP) install --quiet --no-compile --constraint constraints.txt --group dev
+	@touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build ./*.egg-info
