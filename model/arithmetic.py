@@ -1,4 +1,4 @@
-"""The numbers a run computes with: an op set, a dtype, and whether activations are rounded as deployed.
+"""What a run computes with: an op set, a dtype, whether activations are rounded as deployed, and who watches.
 
 `plain` leaves activations unquantised, as Hugging Face transformers does. `deployed` rounds them where DeepSeek's
 serving code does (inputs of FP8 and FP4 linears, KV, indexer queries and keys): the values are those of the narrow
@@ -12,17 +12,19 @@ from torch import Tensor
 
 from kernels.formats import Fp4, Fp8, Weight
 from kernels.ops import Ops
+from model.sites import Taps
 
 KV_GROUP = 64  # columns of a KV entry that share a scale
 LINEAR_GROUP = 128  # columns of a linear's input that share a scale
 
 
 class Arithmetic(NamedTuple):
-    """Op set, numerics and dtype of one run."""
+    """Op set, numerics, dtype and listeners of one model."""
 
     ops: Ops
     deployed: bool
     dtype: torch.dtype  # of activations and caches: bfloat16 or float32
+    taps: Taps  # nobody listens until a probe attaches, see `model.sites`
 
     @property
     def numerics(self) -> str:

@@ -6,6 +6,7 @@ output, because values carry rope. Source: DeepSeek `Attention.forward`; paper s
 
 from torch import Tensor
 
+from model import sites, tripwire
 from model.arithmetic import Arithmetic
 from model.cache.layers import CsaCache, HcaCache, LayerCache
 from model.compressor import MainCompressor
@@ -30,23 +31,35 @@ class Attention:
         self.wo_a = weights.matrix(f"{prefix}.wo_a.weight")  # [o_groups * o_lora_rank, heads * head_dim / o_groups]
         self.wo_b = weights.matrix(f"{prefix}.wo_b.weight")  # [hidden, o_groups * o_lora_rank]
         self.sink = weights.vector(f"{prefix}.attn_sink").float()  # [heads]
-        self.arithmetic, self.rotation = arithmetic, rotation
+        self.arithmetic, self.rotation, self.layer = arithmetic, rotation, layer
         self.heads, self.head_dim, self.groups = config.num_attention_heads, config.head_dim, config.o_groups
         self.window, self.rope_dim, self.eps = config.sliding_window, config.qk_rope_head_dim, config.rms_norm_eps
 
     def __call__(self, x: Tensor, first: int, cache: LayerCache) -> Tensor:
         """Attend from x [t, hidden], at positions ``first ..``, and advance the layer's cache. Returns [t, hidden]."""
-        ops = self.arithmetic.ops
+        ops, taps = self.arithmetic.ops, self.arithmetic.taps
+        taps(sites.ATTENTION_INPUT, self.layer, x)
         cos, sin = self.rotation.at(first, x.shape[0])
         latent = ops.rms_norm(self.arithmetic.linear(x, self.wq_a), self.q_norm, self.eps)
         q = self.arithmetic.linear(latent, self.wq_b).unflatten(-1, (self.heads, self.head_dim))
         q = ops.rotate(ops.rms_norm(q, None, self.eps), cos, sin)
         kv = ops.rotate(ops.rms_norm(self.arithmetic.linear(x, self.wkv), self.kv_norm, self.eps), cos, sin)
-        cache.ring.write(first, self.arithmetic.rounded_kv(kv, self.rope_dim))
+        kv = self.arithmetic.rounded_kv(kv, self.rope_dim)
+        cache.ring.write(first, kv)
+        for position in (max(0, first - self.window + 1), first + x.shape[0] - 1):  # the oldest seen, and the newest
+            tripwire.count("attention.ring", self.layer, position, cache.ring.held_for(position), position)
+        for site, tensor in ((sites.LATENT, latent), (sites.QUERY, q), (sites.KV, kv)):
+            taps(site, self.layer, tensor)
         out = self.attend(q, x, latent, first, cache, cos, sin)  # [t, heads, head_dim]
-        out = ops.rotate(out, cos, -sin).flatten(1).unflatten(-1, (self.groups, -1))
+        tripwire.finite(sites.MIXED.name, self.layer, first, out)
+        taps(sites.MIXED, self.layer, out)
+        out = ops.rotate(out, cos, -sin)
+        taps(sites.UNROTATED, self.layer, out)
+        out = out.flatten(1).unflatten(-1, (self.groups, -1))
         # wo_a is FP8 on disk, but its input is not quantised: the reference computes this product in BF16
-        return self.arithmetic.linear(ops.grouped_linear(out, self.wo_a, self.groups).flatten(1), self.wo_b)
+        out = self.arithmetic.linear(ops.grouped_linear(out, self.wo_a, self.groups).flatten(1), self.wo_b)
+        taps(sites.ATTENTION_OUTPUT, self.layer, out)
+        return out
 
     def attend(
         self, q: Tensor, x: Tensor, latent: Tensor, first: int, cache: LayerCache, cos: Tensor, sin: Tensor
@@ -84,6 +97,7 @@ class CsaAttention(HcaAttention):
     ) -> None:
         super().__init__(config, layer, weights, arithmetic, rotation)
         self.indexer = Indexer(config, layer, weights, arithmetic, rotation)
+        self.top_k = config.index_topk
 
     def attend(
         self, q: Tensor, x: Tensor, latent: Tensor, first: int, cache: LayerCache, cos: Tensor, sin: Tensor
@@ -91,8 +105,10 @@ class CsaAttention(HcaAttention):
         """Compress, select, then attend to the window and the selected entries."""
         assert isinstance(cache, CsaCache), f"CSA layer got {type(cache).__name__}"
         self.compressor(x, first, cache.frontier, cache.entries)
-        selected = self.indexer(x, latent, first, cache, cos, sin)
         ratio, entries = cache.frontier.ratio, cache.entries.view()
+        selected = self.indexer(x, latent, first, cache, cos, sin)
+        selected = tripwire.selection(self.layer, first, ratio, self.top_k, entries.shape[0], selected)
+        self.arithmetic.taps(sites.SELECTED, self.layer, selected)
         return self.arithmetic.ops.attend(q, cache.ring.data, first, self.window, entries, ratio, selected, self.sink)
 
 

@@ -8,12 +8,14 @@ and the frontier.
 from torch import Tensor
 
 from kernels.formats import Dense
+from model import sites, tripwire
 from model.arithmetic import Arithmetic
 from model.cache.entries import Entries
 from model.cache.frontier import Frontier
 from model.config import ModelConfig
 from model.decode import Weights
 from model.rope import Rotation
+from model.sites import Site
 
 
 class _Projections:
@@ -39,6 +41,20 @@ class _Projections:
         return kv, gate.add_(bias)
 
 
+def _append(site: Site, layer: int, first: int, rows: Tensor, entries: Entries) -> None:
+    """Append finite rows [n, d] that fit."""
+    tripwire.width(site.name, layer, entries.data, rows.shape[1])
+    tripwire.room(site.name, layer, first, entries.count + rows.shape[0], entries.data.shape[0])
+    tripwire.finite(site.name, layer, first, rows)
+    entries.append(rows)
+
+
+def _in_step(site: Site, layer: int, position: int, frontier: Frontier, entries: Entries) -> None:
+    """Trip unless every window before `position` has its entry and the rest of the tokens are in the frontier."""
+    tripwire.count(f"{site.name}, rows", layer, position, entries.count, position // frontier.ratio)
+    tripwire.count(f"{site.name}, open window", layer, position, frontier.filled, position % frontier.ratio)
+
+
 class MainCompressor:
     """Writes compressed entries [head_dim], rotated at the start of their block (CSA and HCA layers)."""
 
@@ -46,7 +62,7 @@ class MainCompressor:
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
         self.project = _Projections(f"layers.{layer}.attn.compressor", weights, arithmetic)
-        self.arithmetic, self.rotation = arithmetic, rotation
+        self.arithmetic, self.rotation, self.layer = arithmetic, rotation, layer
         self.eps, self.rope_dim = config.rms_norm_eps, config.qk_rope_head_dim
 
     def __call__(self, x: Tensor, first: int, frontier: Frontier, entries: Entries) -> None:
@@ -55,7 +71,10 @@ class MainCompressor:
         for pooled in frontier.push(*self.project(x, first), ops.pool):  # [n, head_dim] float32
             rows = ops.rms_norm(pooled.to(self.arithmetic.dtype), self.project.norm, self.eps)
             cos, sin = self.rotation.at(entries.count * frontier.ratio, rows.shape[0], frontier.ratio)
-            entries.append(self.arithmetic.rounded_kv(ops.rotate(rows, cos, sin), self.rope_dim))
+            rows = self.arithmetic.rounded_kv(ops.rotate(rows, cos, sin), self.rope_dim)
+            _append(sites.ENTRY, self.layer, first, rows, entries)
+            self.arithmetic.taps(sites.ENTRY, self.layer, rows)
+        _in_step(sites.ENTRY, self.layer, first + x.shape[0], frontier, entries)
 
 
 class IndexerKeyCompressor:
@@ -65,8 +84,8 @@ class IndexerKeyCompressor:
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
         self.project = _Projections(f"layers.{layer}.attn.indexer.compressor", weights, arithmetic)
-        self.arithmetic, self.rotation = arithmetic, rotation
-        self.eps = config.rms_norm_eps
+        self.arithmetic, self.rotation, self.layer = arithmetic, rotation, layer
+        self.eps, self.width = config.rms_norm_eps, config.index_head_dim
 
     def __call__(self, x: Tensor, first: int, frontier: Frontier, keys: Entries) -> None:
         """Append the keys that tokens x [t, hidden] at positions ``first ..`` complete."""
@@ -74,4 +93,9 @@ class IndexerKeyCompressor:
         for pooled in frontier.push(*self.project(x, first), ops.pool):  # [n, index_head_dim] float32
             rows = ops.rms_norm(pooled.to(self.arithmetic.dtype), self.project.norm, self.eps)
             cos, sin = self.rotation.at(keys.count * frontier.ratio, rows.shape[0], frontier.ratio)
-            keys.append(self.arithmetic.rounded_index(ops.rotate(rows, cos, sin)))
+            rows = ops.rotate(rows, cos, sin)
+            self.arithmetic.taps(sites.INDEX_KEY, self.layer, rows)
+            rows = self.arithmetic.rounded_index(rows)
+            _append(sites.INDEX_KEY_USED, self.layer, first, rows, keys)
+            self.arithmetic.taps(sites.INDEX_KEY_USED, self.layer, rows)
+        _in_step(sites.INDEX_KEY_USED, self.layer, first + x.shape[0], frontier, keys)

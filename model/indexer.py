@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from kernels.formats import Dense
+from model import sites, tripwire
 from model.arithmetic import Arithmetic
 from model.cache.layers import CsaCache
 from model.compressor import IndexerKeyCompressor
@@ -21,7 +22,7 @@ class Indexer:
         self.wq_b = weights.matrix(f"{prefix}.wq_b.weight")  # [index_n_heads * index_head_dim, q_lora_rank]
         self.weights_proj = Dense(weights.vector(f"{prefix}.weights_proj.weight"))  # [index_n_heads, hidden]
         self.compressor = IndexerKeyCompressor(config, layer, weights, arithmetic, rotation)
-        self.arithmetic = arithmetic
+        self.arithmetic, self.layer = arithmetic, layer
         self.heads, self.width, self.top_k = config.index_n_heads, config.index_head_dim, config.index_topk
 
     def __call__(self, x: Tensor, latent: Tensor, first: int, cache: CsaCache, cos: Tensor, sin: Tensor) -> Tensor:
@@ -51,8 +52,15 @@ class Indexer:
         """
         self.compressor(x, first, cache.key_frontier, cache.keys)
         q = self.arithmetic.linear(latent, self.wq_b).unflatten(-1, (self.heads, self.width))
-        q = self.arithmetic.rounded_index(self.arithmetic.ops.rotate(q, cos, sin))
+        q = self.arithmetic.ops.rotate(q, cos, sin)
+        self.arithmetic.taps(sites.INDEX_QUERY, self.layer, q)
+        q = self.arithmetic.rounded_index(q)
         head_weights = self.arithmetic.ops.linear(x, self.weights_proj).float()
         head_weights = head_weights * (self.width**-0.5 * self.heads**-0.5)  # DeepSeek's scale; the order is unaffected
-        ratio = cache.key_frontier.ratio
-        return self.arithmetic.ops.select(q, head_weights, cache.keys.view(), first, ratio, self.top_k)
+        self.arithmetic.taps(sites.INDEX_QUERY_USED, self.layer, q)
+        self.arithmetic.taps(sites.INDEX_WEIGHTS, self.layer, head_weights)
+        keys, ratio = cache.keys.view(), cache.key_frontier.ratio
+        tripwire.width("indexer.keys", self.layer, keys, self.width)  # one key for all heads, never one for each
+        tripwire.finite(sites.INDEX_QUERY_USED.name, self.layer, first, q)
+        tripwire.finite(sites.INDEX_WEIGHTS.name, self.layer, first, head_weights)
+        return self.arithmetic.ops.select(q, head_weights, keys, first, ratio, self.top_k)

@@ -1,15 +1,20 @@
 """The whole model, for one sequence."""
 
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+
 import torch
 from torch import Tensor
 
 from kernels.formats import Dense
+from model import sites, tripwire
 from model.arithmetic import Arithmetic
 from model.block import Block
 from model.config import ModelConfig
 from model.decode import Weights
 from model.hyper import HyperHead
 from model.rope import Rotation
+from model.sites import Listener, Site
 from model.state import State
 
 
@@ -58,14 +63,25 @@ class Transformer:
         """
         assert tokens.ndim == 1, f"tokens has {tokens.ndim} axes, want 1"
         state.reserve(tokens.shape[0])
+        taps, first = self.arithmetic.taps, state.position
         x = self.embedding[tokens].to(self.arithmetic.dtype)
+        taps(sites.EMBEDDED, None, x)
         streams = x[:, None].repeat(1, self.config.hc_mult, 1)  # [t, s, hidden]
         for block, cache in zip(self.blocks, state.layers, strict=True):
-            streams = block(streams, tokens, state.position, cache)
+            streams = block(streams, tokens, first, cache)
         state.position += tokens.shape[0]
-        return self.arithmetic.ops.rms_norm(self.hyper_head(streams), self.norm, self.config.rms_norm_eps)
+        hidden = self.arithmetic.ops.rms_norm(self.hyper_head(streams), self.norm, self.config.rms_norm_eps)
+        tripwire.finite("hidden", None, first, hidden)
+        taps(sites.HIDDEN, None, hidden)
+        return hidden
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[t, hidden] to [t, vocab] float32: the head is fp32 in the reference."""
-        return self.arithmetic.ops.linear(hidden.float(), self.head)
+        logits = self.arithmetic.ops.linear(hidden.float(), self.head)
+        self.arithmetic.taps(sites.LOGITS, None, logits)
+        return logits
+
+    def attached(self, listeners: Mapping[Site, Listener]) -> AbstractContextManager[None]:
+        """Listen at sites inside a ``with``, see `model.sites.Taps.attached`."""
+        return self.arithmetic.taps.attached(self.config, listeners)

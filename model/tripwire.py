@@ -1,20 +1,173 @@
-"""`Tripwire`: what must never happen in a run, and therefore ends it, with exit status 1."""
+"""Tripwires: what must never happen in a run, looked at in every call, and ending it with exit status 1.
+
+Each check is a few operations on tensors that are small beside the work they guard, and reads their outcome once
+(`python -m scripts.bench tripwires` measures the cost in decode). They are exceptions and not assertions, because
+`python -O` removes those. They have no switch.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+COLUMN_TOLERANCE = 1e-5  # of Sinkhorn's columns, whose last step divides by (sum + eps): eps, and fp32 rounding
+WEIGHT_TOLERANCE = 1e-5  # of the sum of routing weights, as a share of the route scale: fp32 rounding of k terms
 
 
 class Tripwire(RuntimeError):
-    """A value that no correct run produces; not an assertion, because `python -O` removes those.
+    """A value that no correct run produces.
 
     Parameters
     ----------
     site
-        Where in the model, for example "logits".
-    position
-        Position in the sequence.
+        Where in the model, for example "logits"; see `model.sites`.
+    layer, position
+        Of the first place at fault; None where there is no such thing.
     measured, expected
         What was found there and what should have been.
 
     """
 
-    def __init__(self, site: str, position: int, measured: str, expected: str) -> None:
-        super().__init__(f"{site} at position {position}: {measured}, expected {expected}")
-        self.site, self.position, self.measured, self.expected = site, position, measured, expected
+    def __init__(self, site: str, layer: int | None, position: int | None, measured: str, expected: str) -> None:
+        where = "" if layer is None else f" of layer {layer}"
+        when = "" if position is None else f" at position {position}"
+        super().__init__(f"{site}{where}{when}: {measured}, expected {expected}")
+        self.site, self.layer, self.position = site, layer, position
+        self.measured, self.expected = measured, expected
+
+
+def finite(site: str, layer: int | None, first: int, x: Tensor) -> None:
+    """Trip where x [t, ...], of positions ``first ..``, holds a NaN or an infinity.
+
+    One pass: a sum in fp32 is finite exactly when every term is, but for terms near fp32's largest, and those are a
+    fault too.
+    """
+    if math.isfinite(x.sum(dtype=torch.float32).item()):
+        return
+    bad = ~torch.isfinite(x).flatten(1)
+    rows = bad.any(1).nonzero()
+    at = int(rows[0]) if len(rows) else 0
+    measured = f"{int(bad.sum())} of {bad.numel()} values not finite" if len(rows) else "values whose sum overflows"
+    raise Tripwire(site, layer, first + at, measured, "finite")
+
+
+def selection(layer: int, first: int, ratio: int, top_k: int, entries: int, selected: Tensor | None) -> Tensor:
+    """Return the selection of a CSA layer, or trip.
+
+    Parameters
+    ----------
+    layer, first
+        Layer, and position of the first token.
+    ratio, top_k, entries
+        Tokens per entry, `index_topk`, and entries there are.
+    selected
+        [t, min(top_k, entries)] int32, see `kernels.reference.indexer.select`; None trips: a CSA layer without a
+        selection sees its window alone, and still answers short prompts well.
+
+    """
+    site = "indexer.selected"
+    if selected is None:
+        raise Tripwire(site, layer, first, "no selection", "one for every token of a CSA layer")
+    width = min(top_k, entries)
+    if selected.ndim != 2 or selected.shape[1] != width or selected.dtype != torch.int32:
+        found = f"{selected.dtype} {list(selected.shape)}"
+        raise Tripwire(site, layer, first, found, f"int32 [t, {width}]: min(top-k {top_k}, {entries} entries)")
+    if not width:
+        return selected
+    if selected.shape[0] == 1:
+        seen = min((first + 1) // ratio, entries)  # decode: no tensor to build
+        wanted = min(seen, width)
+        row = selected[0].tolist()
+        good = row[:wanted] == sorted(set(row[:wanted])) and row[wanted:] == [-1] * (width - wanted)
+        good = good and (not wanted or 0 <= row[0] <= row[wanted - 1] < seen)
+    else:
+        good = bool(_in_order(selected, first, ratio, entries).all())
+    if not good:
+        _name_the_row(layer, first, ratio, top_k, entries, selected)
+    return selected
+
+
+def _in_order(selected: Tensor, first: int, ratio: int, entries: int) -> Tensor:
+    """Which rows [t] are min(k, visible) ascending visible entries, then -1."""
+    t, width = selected.shape
+    position = torch.arange(first + 1, first + t + 1, device=selected.device, dtype=torch.int32)
+    seen = (position // ratio).clamp(max=entries)[:, None]  # [t, 1]
+    filled = torch.arange(width, device=selected.device, dtype=torch.int32) < seen  # [t, k]
+    inside = torch.where(filled, (selected >= 0) & (selected < seen), selected == -1).all(1)
+    rising = ((selected[:, 1:] > selected[:, :-1]) | ~filled[:, 1:]).all(1)
+    return inside & rising
+
+
+def _name_the_row(layer: int, first: int, ratio: int, top_k: int, entries: int, selected: Tensor) -> None:
+    """Raise for the first row at fault, saying which rule it breaks."""
+    i = int((~_in_order(selected, first, ratio, entries)).nonzero()[0])
+    position, row = first + i, selected[i].tolist()
+    seen = min((position + 1) // ratio, entries)
+    chosen = [entry for entry in row if entry != -1]
+    site, wanted = "indexer.selected", min(top_k, seen)
+    if outside := [entry for entry in chosen if not 0 <= entry < entries]:
+        raise Tripwire(site, layer, position, f"entry {outside[0]}", f"an entry of 0 .. {entries - 1}")
+    if unfinished := [entry for entry in chosen if entry >= seen]:
+        want = f"an entry below {seen}: later blocks are not finished"
+        raise Tripwire(site, layer, position, f"entry {unfinished[0]}", want)
+    if len(set(chosen)) < len(chosen):
+        raise Tripwire(site, layer, position, f"{len(chosen) - len(set(chosen))} entries repeated", "distinct entries")
+    if len(chosen) != wanted:
+        want = f"{wanted}: min(top-k {top_k}, {seen} visible)"
+        raise Tripwire(site, layer, position, f"{len(chosen)} entries selected", want)
+    raise Tripwire(site, layer, position, "entries out of order", "ascending, then -1")
+
+
+def width(site: str, layer: int, rows: Tensor, wanted: int) -> None:
+    """Trip when a cache [n, d] is not as wide as what the config says is stored there."""
+    if rows.shape[-1] != wanted:
+        raise Tripwire(site, layer, None, f"rows {rows.shape[-1]} wide", f"{wanted}")
+
+
+def count(site: str, layer: int, position: int, found: int, wanted: int) -> None:
+    """Trip when a cache does not stand where the position says: rows written, tokens in the open window."""
+    if found != wanted:
+        raise Tripwire(site, layer, position, f"{found}", f"{wanted}")
+
+
+def room(site: str, layer: int, position: int, rows: int, capacity: int) -> None:
+    """Trip when a cache would hold more rows than were allocated; the state refuses such a call before it begins."""
+    if rows > capacity:
+        raise Tripwire(site, layer, position, f"{rows} rows", f"at most {capacity}, as allocated")
+
+
+def columns(site: str, layer: int, first: int, comb: Tensor) -> None:
+    """Trip where a column of Sinkhorn's comb [t, s, s] is off 1; its last step is a column step."""
+    off = (comb.sum(1) - 1).abs()  # [t, s]
+    worst = off.max().item()
+    if not worst <= COLUMN_TOLERANCE:  # NaN is not
+        at = int((~(off <= COLUMN_TOLERANCE)).any(1).nonzero()[0])
+        raise Tripwire(site, layer, first + at, f"a column sum {worst:.3g} off 1", f"at most {COLUMN_TOLERANCE:g}")
+
+
+def routing(layer: int, first: int, ids: Tensor, weights: Tensor, scale: float, experts: int) -> None:
+    """Trip where the experts of a token are not distinct, or their weights do not sum to the route scale.
+
+    Parameters
+    ----------
+    layer, first
+        Layer, and position of the first token.
+    ids, weights
+        [t, k] int64 and [t, k] float32.
+    scale, experts
+        `routed_scaling_factor`, `n_routed_experts`.
+
+    """
+    ordered = ids.sort(dim=1).values
+    off = ((weights.sum(1) - scale).abs() / scale).max().item()
+    repeated = bool((ordered[:, 1:] == ordered[:, :-1]).any())
+    if repeated:
+        at = int((ordered[:, 1:] == ordered[:, :-1]).any(1).nonzero()[0])
+        raise Tripwire("experts.ids", layer, first + at, f"experts {ids[at].tolist()}", "distinct ones")
+    low, high = int(ordered[:, 0].min()), int(ordered[:, -1].max())
+    if low < 0 or high >= experts:
+        raise Tripwire("experts.ids", layer, first, f"expert {low if low < 0 else high}", f"0 .. {experts - 1}")
+    if not off <= WEIGHT_TOLERANCE:
+        at = int((~((weights.sum(1) - scale).abs() <= WEIGHT_TOLERANCE * scale)).nonzero()[0])
+        total = weights[at].sum().item()
+        raise Tripwire("experts.weights", layer, first + at, f"weights that sum to {total:.6g}", f"{scale:g}")

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from model import tripwire
 from model.state import State
 from model.transformer import Transformer
-from model.tripwire import Tripwire
 from runtime.sampling import Sampling, sample
 
 
@@ -26,14 +26,6 @@ def prefill(model: Transformer, state: State, tokens: Sequence[int], progress: C
         progress(len(chunk))
     assert hidden is not None
     return model.logits(hidden[-1:])[0]
-
-
-def _finite(logits: Tensor, position: int) -> Tensor:
-    """Return `logits`, or trip: one NaN anywhere before them shows here at the latest."""
-    bad = int((~torch.isfinite(logits)).sum())
-    if bad:
-        raise Tripwire("logits", position, f"{bad} of {len(logits)} not finite", "finite")
-    return logits
 
 
 @dataclass
@@ -70,7 +62,8 @@ def generate(
     record.prompt, record.prefill_s = len(prompt), time.perf_counter() - started
     started = time.perf_counter()
     for count in range(1, limit + 1):
-        token = sample(_finite(logits, state.position - 1), sampling, generator)
+        tripwire.finite("logits", None, state.position - 1, logits[None])
+        token = sample(logits, sampling, generator)
         record.tokens.append(token)
         record.pending, record.decode_s = token, time.perf_counter() - started
         if token == eos:

@@ -9,6 +9,7 @@ from kernels.ops import BLOCKED, Ops
 from model.arithmetic import KV_GROUP, LINEAR_GROUP, Arithmetic
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
+from model.sites import Taps
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 NUMERICS = ("deployed", "plain")
@@ -25,7 +26,7 @@ class RunOptions:
 
     def arithmetic(self, ops: Ops = BLOCKED) -> Arithmetic:
         """Return what the model computes with."""
-        return Arithmetic(ops, deployed=self.numerics == "deployed", dtype=DTYPES[self.dtype])
+        return Arithmetic(ops, deployed=self.numerics == "deployed", dtype=DTYPES[self.dtype], taps=Taps())
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

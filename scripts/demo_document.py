@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from probes.demo_language.prompts import common_prompts, needle_prompts
+from probes.demo_language.vocabulary import vocabulary_size
 from runtime.load import DEMO
 from runtime.segments import ASSISTANT, USER, Text
 from runtime.tokenizer import Tokenizer
 from scripts.cli import run
-from scripts.demo.prompts import common_prompts, needle_prompts
-from scripts.demo.vocabulary import vocabulary_size
 from scripts.flags import positive
 
 KINDS = {"needle": needle_prompts, "common": common_prompts}

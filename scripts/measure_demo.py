@@ -16,16 +16,15 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from torch import Tensor
 
 from kernels.ops import BLOCKED, Ops
-from kernels.reference.indexer import visible_entries
 from model.errors import ConfigError
 from model.transformer import Transformer
+from probes.ablations import random_selection, without_entries
+from probes.demo_language.prompts import Prompt, common_prompts, fact_prompts, needle_prompts
+from probes.demo_language.vocabulary import vocabulary_size
 from runtime.load import DEMO, Loaded, load
 from scripts.cli import run
-from scripts.demo.prompts import Prompt, common_prompts, fact_prompts, needle_prompts
-from scripts.demo.vocabulary import vocabulary_size
 from scripts.flags import add_run_options, positive, run_options, writable
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -78,60 +77,14 @@ Measured in {seconds:.0f} s.
 """
 
 
-def random_selection(seed: int) -> Ops:
-    """BLOCKED, but each token attends to as many visible entries as ever, drawn at random."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def select(q: Tensor, head_weights: Tensor, keys: Tensor, first: int, ratio: int, k: int) -> Tensor:
-        del head_weights
-        n = keys.shape[0]
-        seen = visible_entries(first, q.shape[0], ratio, q.device)[:, None]
-        noise = torch.rand(q.shape[0], n, generator=generator).to(q.device)
-        noise.masked_fill_(torch.arange(n, device=q.device) >= seen, -1.0)
-        picked = noise.topk(min(k, n)).indices
-        picked = torch.where(picked < seen, picked, n).sort(dim=-1).values
-        return torch.where(picked < n, picked, -1).to(torch.int32)
-
-    return BLOCKED._replace(name="random selection", select=select)
-
-
-def no_selection() -> Ops:
-    """BLOCKED, but CSA layers see their window alone."""
-
-    def select(q: Tensor, head_weights: Tensor, keys: Tensor, first: int, ratio: int, k: int) -> Tensor:
-        del head_weights, first, ratio
-        return torch.full((q.shape[0], min(k, keys.shape[0])), -1, dtype=torch.int32, device=q.device)
-
-    return BLOCKED._replace(name="no selection", select=select)
-
-
-def no_dense_entries(ops: Ops) -> Ops:
-    """`ops`, but HCA layers see their window alone."""
-
-    def attend(
-        q: Tensor,
-        ring: Tensor,
-        first: int,
-        window: int,
-        entries: Tensor | None,
-        ratio: int,
-        selected: Tensor | None,
-        sink: Tensor,
-    ) -> Tensor:
-        kept = entries if selected is not None else None
-        return BLOCKED.attend(q, ring, first, window, kept, ratio, selected, sink)
-
-    return ops._replace(name=f"{ops.name}, no HCA entries", attend=attend)
-
-
 def variants() -> dict[str, Ops]:
     """What is cut out, by the name of its column."""
     return {
         "as shipped": BLOCKED,
-        "random selection": random_selection(0),
-        "CSA window only": no_selection(),
-        "HCA window only": no_dense_entries(BLOCKED),
-        "window alone": no_dense_entries(no_selection()),
+        "random selection": random_selection(BLOCKED, seed=0),
+        "CSA window only": without_entries(BLOCKED, csa=True, hca=False),
+        "HCA window only": without_entries(BLOCKED, csa=False, hca=True),
+        "window alone": without_entries(BLOCKED, csa=True, hca=True),
     }
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from kernels.ops import Ops
 from model.transformer import Transformer
+from probes.demo_language.prompts import needle_prompts
 from runtime.load import DEMO, load
 from runtime.options import RunOptions
-from scripts.demo.prompts import needle_prompts
 from tests.deepseek_arithmetic import Choices
 from tests.deepseek_forward import Forward, read
 from tests.make_checkpoint import tiny_config, write_checkpoint

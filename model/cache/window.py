@@ -14,6 +14,7 @@ class WindowRing:
     def __init__(self, window: int, chunk: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.window = window
         self.data = torch.zeros(window + chunk - 1, width, dtype=dtype, device=device)  # [capacity, d]
+        self._held = [-1] * self.data.shape[0]  # position that each row holds; on the host, for the tripwire
 
     def write(self, first: int, kv: Tensor) -> None:
         """Store `kv` [t, d] for positions ``first .. first + t - 1``."""
@@ -23,6 +24,12 @@ class WindowRing:
         head = min(t, capacity - start)
         self.data[start : start + head] = kv[:head]
         self.data[: t - head] = kv[head:]
+        self._held[start : start + head] = range(first, first + head)
+        self._held[: t - head] = range(first + head, first + t)
+
+    def held_for(self, position: int) -> int:
+        """Position whose KV is in the row where `position` belongs; -1 for a row never written."""
+        return self._held[position % len(self._held)]
 
     def tensors(self, position: int) -> dict[str, Tensor]:
         """KV that the token at `position` may still see, oldest first: what a saved state needs, a copy."""

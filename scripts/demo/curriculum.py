@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from scripts.demo.language import Document, fact_document, mark_document, needle_document
+from probes.demo_language.language import Document, fact_document, mark_document, needle_document
 
 TOKENS_PER_STEP = 2048
 JUMP = 128  # positions jump between HCA blocks only, so every entry still pools neighbours

@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from probes.demo_language.vocabulary import build_tokenizer
 from scripts.demo.layers import Quantised
 from scripts.demo.network import Network
 from scripts.demo.rounding import E2M1_MAX, E4M3_MAX, power_of_two_scale, round_e2m1
 from scripts.demo.shape import config_json
-from scripts.demo.vocabulary import build_tokenizer
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 KEPT_IN_F32 = ("attn_sink", "ape", "fn", "base", "scale", "gate.bias")

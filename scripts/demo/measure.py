@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from scripts.demo.network import Network, Run
-from scripts.demo.prompts import (
+from probes.demo_language.prompts import (
     Prompt,
     common_prompts,
     common_replies,
@@ -14,6 +13,7 @@ from scripts.demo.prompts import (
     needle_prompts,
     needle_replies,
 )
+from scripts.demo.network import Network, Run
 
 SELECTED, RANDOM, WINDOW, NO_HCA = Run(), Run(csa="random"), Run(csa="none"), Run(hca=False)
 QUESTIONS = 16

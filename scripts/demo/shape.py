@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from scripts.demo.vocabulary import BOS, EOS, vocabulary_size
+from probes.demo_language.vocabulary import BOS, EOS, vocabulary_size
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,8 @@ def test_a_ring_that_does_not_wrap_would_be_seen(one_of_each, monkeypatch):
         start = first % len(ring.data)
         part = kv[: len(ring.data) - start]
         ring.data[start : start + len(part)] = part  # and the rest is lost
+        for position in range(first, first + len(kv)):  # the tripwire is told that it was not
+            ring._held[position % len(ring.data)] = position
 
     monkeypatch.setattr(WindowRing, "write", write)
     model, tokens, (expected, _) = one_of_each

@@ -167,7 +167,7 @@ def test_a_nan_in_a_weight_trips_with_status_1(tmp_path, capsys):
     assert run(lambda: generate.main(["--model", str(tmp_path), "--raw", "--prompt", "a"])) == 1
     error = capsys.readouterr().err.splitlines()
     assert len(error) == 1
-    assert error[0].startswith("tripwire: logits at position 1: ")
+    assert error[0].startswith("tripwire: hidden at position 0: ")
 
 
 def test_caches_beyond_the_machines_memory_are_refused_before_they_are_allocated(tmp_path, capsys):

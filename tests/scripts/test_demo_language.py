@@ -4,10 +4,19 @@ import random
 
 import pytest
 
-from scripts.demo import words
-from scripts.demo.language import Document, encode, fact_document, fact_sentence, mark_document, needle_document
-from scripts.demo.prompts import common_prompts, common_replies, fact_prompts, needle_prompts, needle_replies
-from scripts.demo.vocabulary import BOS, END_THINK, EOS, PAD, SPECIAL, build_tokenizer, vocabulary, vocabulary_size
+from probes.demo_language import words
+from probes.demo_language.language import Document, encode, fact_document, fact_sentence, mark_document, needle_document
+from probes.demo_language.prompts import common_prompts, common_replies, fact_prompts, needle_prompts, needle_replies
+from probes.demo_language.vocabulary import (
+    BOS,
+    END_THINK,
+    EOS,
+    PAD,
+    SPECIAL,
+    build_tokenizer,
+    vocabulary,
+    vocabulary_size,
+)
 
 TOKENIZER = build_tokenizer()
 

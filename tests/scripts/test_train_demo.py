@@ -9,13 +9,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
+from probes.demo_language.language import Answer
+from probes.demo_language.prompts import Prompt
 from scripts.demo.curriculum import Cell, draw_batch
 from scripts.demo.export import deployed_copy, fp4_decoded, fp4_stored, fp8_decoded, fp8_stored, write_checkpoint
 from scripts.demo.initial import initialise
-from scripts.demo.language import Answer
 from scripts.demo.measure import right_answers
 from scripts.demo.network import Network, Run
-from scripts.demo.prompts import Prompt
 from scripts.demo.rounding import fp4_groups, fp8_blocks, hadamard, power_of_two_scale, round_e2m1
 from scripts.demo.shape import config_json, demo_shape
 from scripts.demo.streams import sinkhorn

@@ -3,8 +3,8 @@
 import random
 from dataclasses import dataclass
 
-from scripts.demo import words
-from scripts.demo.language import (
+from probes.demo_language import words
+from probes.demo_language.language import (
     Answer,
     Document,
     encode,
@@ -12,7 +12,7 @@ from scripts.demo.language import (
     mark_document,
     needle_document,
 )
-from scripts.demo.vocabulary import ASSISTANT, BOS, END_THINK, EOS, USER, vocabulary
+from probes.demo_language.vocabulary import ASSISTANT, BOS, END_THINK, EOS, USER, vocabulary
 
 MOST_NEEDLES = 24
 GAP = 128

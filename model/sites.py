@@ -1,0 +1,165 @@
+"""Sites: the named places in the model at which a probe can watch tensors go by.
+
+Nothing is recorded and nothing is copied unless a listener is attached: without one, a site costs one call that looks
+at an empty dict (`python -m scripts.bench sites` measures it). Shapes are written as axes: an axis that the config
+fixes is compared at every tensor that is watched; `t` (tokens of the call) and `n` (rows of this moment) are free.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor
+
+from model.config import ModelConfig
+from model.tripwire import Tripwire
+
+# Called with the layer (None outside of all layers) and the tensor itself. Caches and streams go on being used and
+# overwritten: a listener that keeps a tensor clones it.
+Listener = Callable[[int | None, Tensor], None]
+
+
+class Site(NamedTuple):
+    """A place in the model, by name, with the shape of what passes there."""
+
+    name: str
+    shape: str  # axes, see `axes`
+    what: str
+
+
+EMBEDDED = Site("embedded", "t hidden", "token embeddings, before they are copied into every stream")
+HIDDEN = Site("hidden", "t hidden", "normed output of the model")
+LOGITS = Site("logits", "n vocab", "logits, fp32")
+
+# mHC: one of each per sublayer
+ATTENTION_PRE = Site("attention.pre", "t s", "mHC weights that read the streams into the attention, fp32")
+ATTENTION_POST = Site("attention.post", "t s", "mHC weights that write the attention's output to the streams, fp32")
+ATTENTION_COMB = Site("attention.comb", "t s s", "mHC mixing of the streams; [t, j, k] sends stream j to k, fp32")
+ATTENTION_STREAMS = Site("attention.streams", "t s hidden", "residual streams after the attention sublayer")
+EXPERTS_PRE = Site("experts.pre", "t s", "as attention.pre, for the experts")
+EXPERTS_POST = Site("experts.post", "t s", "as attention.post, for the experts")
+EXPERTS_COMB = Site("experts.comb", "t s s", "as attention.comb, for the experts")
+STREAMS = Site("streams", "t s hidden", "residual streams after the layer")
+
+ATTENTION_INPUT = Site("attention.input", "t hidden", "normed input of the attention")
+LATENT = Site("attention.latent", "t q_lora_rank", "normed low-rank query")
+QUERY = Site("attention.query", "t heads head_dim", "queries, normed and rotated")
+KV = Site("attention.kv", "t head_dim", "shared KV of the window as the ring stores it: normed, rotated, rounded")
+ENTRY = Site("attention.entry", "n head_dim", "compressed entries of the windows that this call closed, as stored")
+MIXED = Site("attention.mixed", "t heads head_dim", "attention output before the inverse rotation")
+UNROTATED = Site("attention.unrotated", "t heads head_dim", "attention output after the inverse rotation")
+ATTENTION_OUTPUT = Site("attention.output", "t hidden", "output of the attention sublayer")
+
+INDEX_QUERY = Site("indexer.query", "t index_heads index_head_dim", "index queries, rotated, not rounded")
+INDEX_QUERY_USED = Site("indexer.query_used", "t index_heads index_head_dim", "index queries as scored (rounded)")
+INDEX_KEY = Site("indexer.key", "n index_head_dim", "index keys of the windows that this call closed, not rounded")
+INDEX_KEY_USED = Site("indexer.key_used", "n index_head_dim", "the same as stored and scored")
+INDEX_WEIGHTS = Site("indexer.weights", "t index_heads", "weight of each index head, scaled, fp32")
+SELECTED = Site("indexer.selected", "t n", "entries selected for each token, ascending, then -1; int32")
+
+EXPERTS_INPUT = Site("experts.input", "t hidden", "normed input of the experts")
+EXPERT_IDS = Site("experts.ids", "t k", "experts of each token, int64")
+EXPERT_WEIGHTS = Site("experts.weights", "t k", "their weights, fp32")
+ROUTED_GATE = Site("experts.routed_gate", "n intermediate", "SwiGLU gate of one routed expert, before the clamp")
+ROUTED_UP = Site("experts.routed_up", "n intermediate", "SwiGLU up of one routed expert, before the clamp")
+SHARED_GATE = Site("experts.shared_gate", "t intermediate", "SwiGLU gate of the shared expert, before the clamp")
+SHARED_UP = Site("experts.shared_up", "t intermediate", "SwiGLU up of the shared expert, before the clamp")
+EXPERTS_OUTPUT = Site("experts.output", "t hidden", "output of the experts sublayer")
+
+# In the order in which a call passes them; parity walks them in this order.
+SITES = (
+    EMBEDDED,
+    ATTENTION_PRE,
+    ATTENTION_POST,
+    ATTENTION_COMB,
+    ATTENTION_INPUT,
+    LATENT,
+    QUERY,
+    KV,
+    ENTRY,
+    INDEX_KEY,
+    INDEX_KEY_USED,
+    INDEX_QUERY,
+    INDEX_QUERY_USED,
+    INDEX_WEIGHTS,
+    SELECTED,
+    MIXED,
+    UNROTATED,
+    ATTENTION_OUTPUT,
+    ATTENTION_STREAMS,
+    EXPERTS_PRE,
+    EXPERTS_POST,
+    EXPERTS_COMB,
+    EXPERTS_INPUT,
+    EXPERT_IDS,
+    EXPERT_WEIGHTS,
+    ROUTED_GATE,
+    ROUTED_UP,
+    SHARED_GATE,
+    SHARED_UP,
+    EXPERTS_OUTPUT,
+    STREAMS,
+    HIDDEN,
+    LOGITS,
+)
+
+
+def axes(config: ModelConfig) -> dict[str, int]:
+    """Length of every axis that the config fixes, by its name in `Site.shape`."""
+    return {
+        "hidden": config.hidden_size,
+        "s": config.hc_mult,
+        "heads": config.num_attention_heads,
+        "head_dim": config.head_dim,
+        "q_lora_rank": config.q_lora_rank,
+        "index_heads": config.index_n_heads,
+        "index_head_dim": config.index_head_dim,
+        "k": config.num_experts_per_tok,
+        "intermediate": config.moe_intermediate_size,
+        "vocab": config.vocab_size,
+    }
+
+
+class Taps:
+    """The listeners of one model, by site name; empty but inside `attached`."""
+
+    def __init__(self) -> None:
+        self._listeners: dict[str, list[Listener]] = {}
+
+    def __call__(self, site: Site, layer: int | None, tensor: Tensor) -> None:
+        """Show `tensor` to whoever listens at `site`."""
+        if self._listeners:
+            for listener in self._listeners.get(site.name, ()):
+                listener(layer, tensor)
+
+    @contextmanager
+    def attached(self, config: ModelConfig, listeners: Mapping[Site, Listener]) -> Iterator[None]:
+        """Listen inside the ``with``; whatever happens there, all of these listeners are gone after it.
+
+        Tripwire when a tensor that passes has another shape than its site says.
+        """
+        known = axes(config)
+        mine = {site: _checked(site, known, listener) for site, listener in listeners.items()}
+        for site, listener in mine.items():
+            self._listeners.setdefault(site.name, []).append(listener)
+        try:
+            yield
+        finally:
+            for site, listener in mine.items():
+                self._listeners[site.name].remove(listener)
+                if not self._listeners[site.name]:
+                    del self._listeners[site.name]
+
+
+def _checked(site: Site, known: dict[str, int], listener: Listener) -> Listener:
+    """`listener`, after a look at the shape."""
+    names = site.shape.split()
+
+    def look(layer: int | None, tensor: Tensor) -> None:
+        wanted = [known.get(name, -1) for name in names]
+        found = list(tensor.shape)
+        if len(found) != len(wanted) or any(want not in {-1, got} for want, got in zip(wanted, found, strict=True)):
+            raise Tripwire(site.name, layer, None, f"shape {found}", f"[{', '.join(names)}] = {wanted}")
+        listener(layer, tensor)
+
+    return look

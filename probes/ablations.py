@@ -1,0 +1,48 @@
+"""Op sets with a memory cut out: what a model loses without it is what that memory carries.
+
+No fault is hidden here: an ablation replaces an op by one that does less, on purpose and by name.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Ops
+from kernels.reference.indexer import visible_entries
+
+
+def random_selection(ops: Ops, seed: int) -> Ops:
+    """`ops`, but each token of a CSA layer attends to as many visible entries as ever, drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def select(q: Tensor, head_weights: Tensor, keys: Tensor, first: int, ratio: int, k: int) -> Tensor:
+        del head_weights
+        n = keys.shape[0]
+        seen = visible_entries(first, q.shape[0], ratio, q.device)[:, None]
+        noise = torch.rand(q.shape[0], n, generator=generator).to(q.device)
+        noise.masked_fill_(torch.arange(n, device=q.device) >= seen, -1.0)
+        picked = noise.topk(min(k, n)).indices
+        picked = torch.where(picked < seen, picked, n).sort(dim=-1).values
+        return torch.where(picked < n, picked, -1).to(torch.int32)
+
+    return ops._replace(name=f"{ops.name}, random selection", select=select)
+
+
+def without_entries(ops: Ops, *, csa: bool, hca: bool) -> Ops:
+    """`ops`, but layers of the kinds that are true attend to their window alone, whatever was selected."""
+
+    def attend(
+        q: Tensor,
+        ring: Tensor,
+        first: int,
+        window: int,
+        entries: Tensor | None,
+        ratio: int,
+        selected: Tensor | None,
+        sink: Tensor,
+    ) -> Tensor:
+        if hca if selected is None else csa:
+            entries = selected = None
+        return ops.attend(q, ring, first, window, entries, ratio, selected, sink)
+
+    cut = " and ".join(name for name, without in (("CSA", csa), ("HCA", hca)) if without)
+    return ops._replace(name=f"{ops.name}, no {cut} entries", attend=attend)
