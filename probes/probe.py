@@ -1,0 +1,71 @@
+"""`Probe`: what every probe is, and how one is run."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from model.sites import Site
+from model.tripwire import Tripwire
+from probes.finding import Report, broken, vacuous
+from probes.subject import Subject
+
+# Called as work goes on, with the share done in 0 .. 1 and what is being done.
+Progress = Callable[[float, str], None]
+
+
+class Probe(Protocol):
+    """A frozen dataclass of knobs and one measurement."""
+
+    name: ClassVar[str]  # as the command takes it; the page is audits/<name>.md
+    question: ClassVar[str]  # what it answers, in one line
+    reads: ClassVar[tuple[Site, ...]]  # sites it attaches to
+    background: ClassVar[str]  # Markdown: what the thing is, and what goes wrong there in silence; opens the page
+    noticed: ClassVar[str]  # Markdown: what surprised us on the demo checkpoint, with numbers; shown for it alone
+
+    def vacuous(self, subject: Subject) -> str | None:
+        """Why this run could not show the fault (and must fail), from config and knobs alone; None when it could."""
+        ...
+
+    def measure(self, subject: Subject, progress: Progress) -> Report:
+        """Run the model and measure."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One probe, run."""
+
+    probe: Probe
+    report: Report
+    seconds: float
+    tripped: bool  # a tripwire ended it
+
+
+def run_probe(probe: Probe, subject: Subject, progress: Progress) -> Run:
+    """Run one probe; a vacuous run and a tripwire are reports that fail."""
+    started = time.perf_counter()
+    why = probe.vacuous(subject)
+    tripped = False
+    if why is not None:
+        report = Report(f"Nothing was shown: {why}.", (vacuous(probe.question, why),))
+    else:
+        try:
+            report = probe.measure(subject, progress)
+        except Tripwire as trip:
+            tripped = True
+            found = broken(
+                f"tripwire at {trip.site}",
+                str(trip),
+                layer=trip.layer,
+                position=trip.position,
+                measured=trip.measured,
+                expected=trip.expected,
+            )
+            report = Report(f"A tripwire ended the run: {trip}.", (found,))
+    return Run(probe, report, time.perf_counter() - started, tripped)
+
+
+def silent(share: float, what: str) -> None:
+    """Ignore progress."""
+    del share, what

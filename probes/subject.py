@@ -1,0 +1,109 @@
+"""`Subject`: the runtime under test, and what it is given to read."""
+
+import random
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kernels.ops import BLOCKED, Ops
+from model.config import ModelConfig
+from model.errors import ConfigError
+from model.state import State
+from model.transformer import Transformer
+from probes.demo_language.prompts import needle_prompts
+from probes.faults import Fault
+from runtime.load import DEMO, Loaded, load
+from runtime.options import RunOptions
+from runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A checkpoint, how it is run, and the fault that is injected, if any.
+
+    Every model that a probe asks for comes from `load` here, so that a fault is in all of them: a probe compares the
+    run with an oracle of its own (fp32 formulas, numpy, the file's bytes), never with a healthy copy of the run.
+    """
+
+    directory: Path = DEMO
+    options: RunOptions = field(default_factory=RunOptions)
+    ops: Ops = BLOCKED
+    fault: Fault | None = None
+    seed: int = 0
+    prompt: str | None = None  # text to run; None: see `tokens`
+    _loaded: dict[tuple[RunOptions, Ops], Loaded] = field(default_factory=dict, compare=False, repr=False)
+
+    def load(self, options: RunOptions | None = None, ops: Ops | None = None) -> Loaded:
+        """Return the checkpoint loaded with these options and ops (the run's where None), the fault in place.
+
+        A model is loaded once for each pair and handed out again; probes leave models as they found them. A fault in
+        an op is a fault of the run's op set: an oracle's op set that is asked for by name stays healthy.
+        """
+        options, chosen = options or self.options, ops or self.ops
+        if (options, chosen) not in self._loaded:
+            faulty = chosen if self.fault is None or chosen.name != self.ops.name else self.fault.ops(chosen)
+            loaded = load(self.directory, options, faulty)
+            if self.fault is not None:
+                self.fault.inject(loaded.model)
+            self._loaded[options, chosen] = loaded
+        return self._loaded[options, chosen]
+
+    def with_options(self, **changes: object) -> RunOptions:
+        """The run's options with some fields changed, for `load`."""
+        return replace(self.options, **changes)  # type: ignore[arg-type]
+
+    @cached_property
+    def model(self) -> Transformer:
+        """The model of the run itself."""
+        return self.load().model
+
+    @cached_property
+    def config(self) -> ModelConfig:
+        """The checkpoint's config.json."""
+        return ModelConfig.from_file(self.directory / "config.json")
+
+    @cached_property
+    def speaks_demo_language(self) -> bool:
+        """Whether the demo's documents, with their known answers, mean anything to this checkpoint."""
+        tokenizer = self.directory / "tokenizer.json"
+        return tokenizer.is_file() and tokenizer.read_bytes() == (DEMO / "tokenizer.json").read_bytes()
+
+    @property
+    def reads(self) -> str:
+        """What `tokens` returns, in words, for the page's front matter."""
+        if self.prompt is not None:
+            return "the text given with --prompt-file, repeated"
+        return "documents of the demo language" if self.speaks_demo_language else "random token ids"
+
+    def tokens(self, count: int) -> list[int]:
+        """`count` token ids to run, BOS first, the same in every call and every process.
+
+        The given text, repeated as needed; else a needle document of the demo language where the checkpoint speaks it;
+        else ids drawn at random from the whole vocabulary.
+        """
+        if self.prompt is not None:
+            ids = Tokenizer(self.directory, self.config.vocab_size).encode_text(self.prompt)
+            if not ids:
+                raise ConfigError("--prompt-file: the text is empty")
+            return [self.config.bos_token_id, *(ids * (count // len(ids) + 1))][:count]
+        if self.speaks_demo_language:
+            length = max(64, count + count // 8 + 32)  # documents come out a little shorter than asked for
+            ids = list(needle_prompts(length, 1, seed=self.seed)[0].ids)
+            assert len(ids) >= count, f"a document of {len(ids)} tokens, want {count}"
+            return ids[:count]
+        drawn = random.Random(f"tokens {self.seed}")  # noqa: S311 -- a prompt, not a secret
+        return [self.config.bos_token_id, *(drawn.randrange(self.config.vocab_size) for _ in range(count - 1))]
+
+
+def run_tokens(model: Transformer, tokens: list[int], chunk: int, state: State | None = None) -> tuple[Tensor, State]:
+    """Run `tokens` in calls of `chunk`; returns the hidden rows [t, hidden] of all of them, and the state.
+
+    Without `state`, in a new one that holds exactly these tokens.
+    """
+    if state is None:
+        state = model.new_state(len(tokens), chunk)
+    ids = torch.tensor(tokens, dtype=torch.int64, device=model.device)
+    return torch.cat([model(part, state) for part in ids.split(chunk)]), state
