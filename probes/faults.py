@@ -1,33 +1,253 @@
-"""Faults to inject: each is a way in which a V4 runtime was, or could be, wrong in silence."""
+"""The faults that can be injected: `python -m scripts.probe NAME --inject FAULT`.
+
+`audits/faults.md` is the matrix of these against the probes, made by running it.
+"""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from kernels.ops import Ops
-from model.config import ModelConfig
-from model.transformer import Transformer
+from model.config import LayerKind, ModelConfig
+from probes import faults_in_model as model
+from probes import faults_in_ops as op
+from probes.fault import Fault, needs
 
-
-def _healthy_ops(ops: Ops) -> Ops:
-    return ops
-
-
-def _healthy_model(model: Transformer) -> None:
-    del model
+SWA, CSA, HCA = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
+STORY = "the indexer that was off for months"
 
 
-def _always(config: ModelConfig) -> str | None:
-    del config
-    return None
+def _slices(config: ModelConfig) -> str | None:
+    if config.index_head_dim % config.index_n_heads:
+        return f"index_head_dim {config.index_head_dim} cannot be cut into {config.index_n_heads} heads"
+    return needs(CSA)(config)
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A fault: what it replaces in the op set, or changes in a model that was just built."""
+def _yarn_and(*kinds: LayerKind) -> Callable[[ModelConfig], str | None]:
+    def inapplicable(config: ModelConfig) -> str | None:
+        return "the model has no YaRN" if config.rope_scaling is None else needs(*kinds)(config)
 
-    name: str
-    what: str  # one sentence
-    seen: str  # where it was seen, or "story" for the indexer that was off
-    ops: Callable[[Ops], Ops] = _healthy_ops
-    inject: Callable[[Transformer], None] = _healthy_model
-    inapplicable: Callable[[ModelConfig], str | None] = _always  # why a config cannot express it
+    return inapplicable
+
+
+def _hash(config: ModelConfig) -> str | None:
+    return None if config.num_hash_layers else "the model has no hash layer"
+
+
+_ALL = (
+    # the story
+    Fault(
+        "indexer-compressor-not-loaded",
+        "The weights of the indexer's key compressor stay zero, so all keys are equal.",
+        STORY,
+        inject=model.indexer_compressor_not_loaded,
+        inapplicable=needs(CSA),
+    ),
+    Fault(
+        "indexer-returns-none",
+        "The indexer returns None, and CSA layers would attend to their window alone.",
+        STORY,
+        inject=model.indexer_returns_none,
+        inapplicable=needs(CSA),
+    ),
+    Fault(
+        "keys-four-times-too-wide",
+        "The buffer of index keys is four times as wide as a key.",
+        STORY,
+        inject=model.keys_four_times_too_wide,
+        inapplicable=needs(CSA),
+    ),
+    Fault(
+        "per-head-keys",
+        "The shared key is cut into one slice per index head, each scored by its own head.",
+        STORY,
+        ops=op.per_head_keys,
+        inapplicable=_slices,
+    ),
+    # the indexer
+    Fault("relu-dropped", "Index scores without ReLU.", "sglang#33271", ops=op.relu_dropped, inapplicable=needs(CSA)),
+    Fault(
+        "query-rotated-key-not",
+        "Hadamard rotation on index queries, none on keys.",
+        "ROCm/ATOM#1507",
+        ops=op.query_rotated_key_not,
+        inapplicable=needs(CSA),
+    ),
+    Fault(
+        "key-columns-permuted",
+        "Index keys are written in one layout and read in another.",
+        "vllm#40991, vllm#50576, vllm#52109",
+        ops=op.key_columns_permuted,
+        inapplicable=needs(CSA),
+    ),
+    Fault(
+        "keys-lost",
+        "One key in twenty scores -inf, as a NaN byte made them.",
+        "vllm#52109",
+        ops=op.keys_lost,
+        inapplicable=needs(CSA),
+    ),
+    Fault(
+        "top-k-halved",
+        "A constant beats the config: half its top-k (512 where 1024 is configured).",
+        "ROCm/ATOM#1591",
+        inject=model.top_k_halved,
+        inapplicable=needs(CSA),
+    ),
+    # rope
+    Fault(
+        "window-theta",
+        "SWA layers rotate with compress_rope_theta.",
+        "transformers#45910",
+        inject=model.window_theta,
+        inapplicable=needs(SWA),
+    ),
+    Fault(
+        "yarn-on-window-layers",
+        "SWA layers rotate with YaRN.",
+        "vllm#54815",
+        inject=model.yarn_on_window_layers,
+        inapplicable=_yarn_and(SWA),
+    ),
+    Fault(
+        "yarn-dropped",
+        "CSA and HCA layers rotate without YaRN.",
+        "mlx-lm#1189",
+        inject=model.yarn_dropped,
+        inapplicable=_yarn_and(CSA, HCA),
+    ),
+    Fault("rope-halves", "RoPE pairs the halves instead of neighbours.", "Automodel#2039", ops=op.rope_halves),
+    Fault(
+        "compressed-keys-unrotated",
+        "Entries and index keys are stored without rotation.",
+        "transformers#45910",
+        inject=model.compressed_keys_unrotated,
+        inapplicable=needs(CSA, HCA),
+    ),
+    Fault(
+        "no-inverse-rotation",
+        "The attention's output keeps the rotation of the values.",
+        "mlx-lm#1189",
+        inject=model.no_inverse_rotation,
+    ),
+    Fault(
+        "mscale-in-softmax",
+        "YaRN's attention scaling is applied, where V4's is 1.",
+        "transformers#45910",
+        ops=op.mscale_in_softmax,
+        inapplicable=needs(CSA, HCA),
+    ),
+    # mHC
+    Fault("comb-transposed", "Streams are mixed by the transposed matrix.", "Automodel#2039", ops=op.comb_transposed),
+    Fault(
+        "row-first-sinkhorn",
+        "Sinkhorn ends on rows instead of columns.",
+        "Automodel#2039",
+        ops=op.row_first_sinkhorn,
+    ),
+    Fault(
+        "one-sinkhorn-iteration",
+        "Sinkhorn stops after one iteration.",
+        "a constant beats the config",
+        inject=model.one_sinkhorn_iteration,
+    ),
+    Fault("post-not-doubled", "post = sigmoid instead of 2 sigmoid.", "Automodel#2039", ops=op.post_not_doubled),
+    # what a token sees
+    Fault(
+        "future-block-visible",
+        "A token of an HCA layer sees blocks that are not finished.",
+        "transformers#45820, tpu-inference#3536",
+        ops=op.future_block_visible,
+        inapplicable=needs(HCA),
+    ),
+    Fault(
+        "frontier-lost",
+        "Compressors begin every call with an empty window.",
+        "llama.cpp#26471, vllm#41834",
+        inject=model.frontier_lost,
+        inapplicable=needs(CSA, HCA),
+    ),
+    Fault("ring-off-by-one", "The window is read one row off.", "an off-by-one", ops=op.ring_off_by_one),
+    Fault(
+        "ring-written-off-by-one",
+        "The window is written one row off.",
+        "an off-by-one",
+        inject=model.ring_written_off_by_one,
+    ),
+    Fault(
+        "entries-off-by-one",
+        "Attention gathers the entry beside the right one.",
+        "vllm#47783",
+        ops=op.entries_off_by_one,
+        inapplicable=needs(CSA, HCA),
+    ),
+    Fault("sink-in-numerator", "The sink is given a value.", "a misread equation", ops=op.sink_in_numerator),
+    Fault("rank-0-sinks", "All ranks use rank 0's sinks.", "sglang#35092", ops=op.rank_0_sinks),
+    # experts
+    Fault(
+        "routed-clamp-dropped",
+        "Routed experts do not clamp.",
+        "sglang#23776, transformers#46018",
+        inject=model.routed_clamp_dropped,
+    ),
+    Fault(
+        "shared-clamp-dropped",
+        "The shared expert does not clamp.",
+        "vllm-ascend#14363",
+        inject=model.shared_clamp_dropped,
+    ),
+    Fault(
+        "bias-in-weights",
+        "The selection bias enters the experts' weights.",
+        "a misread equation",
+        ops=op.bias_in_weights,
+    ),
+    Fault(
+        "hash-table-zeroed",
+        "The table of hash routing is all zeros.",
+        "vllm-ascend#9423, sglang#29040",
+        inject=model.hash_table_zeroed,
+        inapplicable=_hash,
+    ),
+    Fault(
+        "shared-expert-twice",
+        "A replicated output is summed as if it were partial.",
+        "sglang#31699, exo#1996",
+        inject=model.shared_expert_twice,
+    ),
+    # weights and numbers
+    Fault(
+        "fp4-nibbles-swapped",
+        "FP4 is unpacked high nibble first.",
+        "miles#2044",
+        inject=model.fp4_nibbles_swapped,
+    ),
+    Fault(
+        "scales-shifted", "Every block uses the scale of the one before.", "sglang#39193", inject=model.scales_shifted
+    ),
+    Fault(
+        "parameter-uninitialised",
+        "A norm of the last layer is not loaded.",
+        "mlx-vlm#2277, transformers#46129",
+        inject=model.parameter_uninitialised,
+    ),
+    Fault(
+        "fp8-scale-not-power-of-two",
+        "Activations are rounded with scales that are no powers of two.",
+        "sglang#25733",
+        ops=op.fp8_scale_not_power_of_two,
+    ),
+    # state
+    Fault(
+        "stale-frontier",
+        "A sequence begins with the frontier that the last one left.",
+        "ROCm/ATOM#1417, sglang#33656",
+        inject=model.stale_frontier,
+        inapplicable=needs(CSA),
+    ),
+    Fault(
+        "unrepeatable",
+        "Attention gives other last bits in every run.",
+        "vllm#53257, 1Cat-vLLM#162",
+        ops=op.unrepeatable,
+    ),
+)
+
+FAULTS = {fault.name: fault for fault in _ALL}

@@ -14,7 +14,7 @@ from model.errors import ConfigError
 from model.state import State
 from model.transformer import Transformer
 from probes.demo_language.prompts import needle_prompts
-from probes.faults import Fault
+from probes.fault import Fault
 from runtime.load import DEMO, Loaded, load
 from runtime.options import RunOptions
 from runtime.tokenizer import Tokenizer

@@ -1,0 +1,308 @@
+"""Faults of wiring, weights and state: each function changes a model that was just loaded.
+
+A faulty part is a subclass, and the part that is there becomes one: everything else about it stays as it was loaded.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from kernels.formats import Dense, Fp4, Fp8, Weight
+from kernels.reference import rope
+from model.attention import Attention, CsaAttention, HcaAttention
+from model.cache.entries import Entries
+from model.cache.frontier import Frontier
+from model.cache.layers import CsaCache, HcaCache, LayerCache
+from model.cache.window import WindowRing
+from model.compressor import IndexerKeyCompressor, MainCompressor
+from model.config import LayerKind
+from model.experts import Expert
+from model.gate import HashGate
+from model.indexer import Indexer
+from model.state import State
+from model.transformer import Transformer
+
+
+def _become(part: object, faulty: type) -> None:
+    part.__class__ = faulty
+
+
+def _attentions(model: Transformer) -> Iterator[Attention]:
+    for block in model.blocks:
+        yield block.attention
+
+
+def _indexers(model: Transformer) -> Iterator[Indexer]:
+    for attention in _attentions(model):
+        if isinstance(attention, CsaAttention):
+            yield attention.indexer
+
+
+# --- the indexer
+
+
+def indexer_compressor_not_loaded(model: Transformer) -> None:
+    """Leave the key compressor as it was allocated: zeros."""
+    for indexer in _indexers(model):
+        project = indexer.compressor.project
+        for name in ("wkv", "wgate"):
+            weight: Dense = getattr(project, name)
+            setattr(project, name, Dense(torch.zeros_like(weight.data)))
+        project.position_bias = torch.zeros_like(project.position_bias)
+
+
+class _NoSelection(Indexer):
+    def __call__(self, x: Tensor, latent: Tensor, first: int, cache: CsaCache, cos: Tensor, sin: Tensor) -> Tensor:
+        super().__call__(x, latent, first, cache, cos, sin)
+        return None  # type: ignore[return-value]
+
+
+def indexer_returns_none(model: Transformer) -> None:
+    """Answer None, as an indexer whose weights were looked for under a wrong name did."""
+    for indexer in _indexers(model):
+        _become(indexer, _NoSelection)
+
+
+def top_k_halved(model: Transformer) -> None:
+    """Take a constant, half of what the config says."""
+    for indexer in _indexers(model):
+        indexer.top_k //= 2
+
+
+# --- rope
+
+
+def _of_kind(model: Transformer, *, window: bool) -> Iterator[Attention]:
+    for layer, attention in enumerate(_attentions(model)):
+        if (model.config.layer_kind(layer) is LayerKind.SWA) == window:
+            yield attention
+
+
+def window_theta(model: Transformer) -> None:
+    """One base for all layers: `compress_rope_theta`."""
+    for attention in _of_kind(model, window=True):
+        attention.rotation.freqs = rope.frequencies(attention.rope_dim, model.config.compress_rope_theta)
+
+
+def yarn_on_window_layers(model: Transformer) -> None:
+    """YaRN where V4 has none."""
+    yarn = model.config.rope_scaling
+    assert yarn is not None
+    for attention in _of_kind(model, window=True):
+        attention.rotation.freqs = rope.yarn_frequencies(
+            attention.rope_dim,
+            model.config.rope_theta,
+            factor=yarn.factor,
+            original_context=yarn.original_max_position_embeddings,
+            beta_fast=yarn.beta_fast,
+            beta_slow=yarn.beta_slow,
+        )
+
+
+def yarn_dropped(model: Transformer) -> None:
+    """No YaRN where V4 has it."""
+    for attention in _of_kind(model, window=False):
+        attention.rotation.freqs = rope.frequencies(attention.rope_dim, model.config.compress_rope_theta)
+
+
+def compressed_keys_unrotated(model: Transformer) -> None:
+    """Store entries and index keys without their rotation."""
+    for attention in _attentions(model):
+        compressors: list[MainCompressor | IndexerKeyCompressor] = []
+        if isinstance(attention, HcaAttention):
+            compressors.append(attention.compressor)
+        if isinstance(attention, CsaAttention):
+            compressors.append(attention.indexer.compressor)
+        for compressor in compressors:
+            ops = compressor.arithmetic.ops._replace(rotate=lambda x, cos, sin: x)  # noqa: ARG005 -- an op's signature
+            compressor.arithmetic = compressor.arithmetic._replace(ops=ops)
+
+
+class _RotateOnlyForward:
+    """A `rotate` that leaves out the rotation after the window's KV: that of the output."""
+
+    def __init__(self, rotate: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        self.rotate, self.kv_done = rotate, False
+
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if x.ndim == 3 and self.kv_done:
+            self.kv_done = False
+            return x
+        self.kv_done = x.ndim == 2
+        return self.rotate(x, cos, sin)
+
+
+def no_inverse_rotation(model: Transformer) -> None:
+    """Leave the values' rotation in the output of the attention."""
+    for attention in _attentions(model):
+        ops = attention.arithmetic.ops
+        attention.arithmetic = attention.arithmetic._replace(ops=ops._replace(rotate=_RotateOnlyForward(ops.rotate)))
+
+
+# --- caches
+
+
+class _LosesFrontier(MainCompressor):
+    def __call__(self, x: Tensor, first: int, frontier: Frontier, entries: Entries) -> None:
+        _forget(frontier)
+        super().__call__(x, first, frontier, entries)
+
+
+class _LosesKeyFrontier(IndexerKeyCompressor):
+    def __call__(self, x: Tensor, first: int, frontier: Frontier, keys: Entries) -> None:
+        _forget(frontier)
+        super().__call__(x, first, frontier, keys)
+
+
+def _forget(frontier: Frontier) -> None:
+    frontier.kv.zero_()
+    frontier.gate.zero_()
+    frontier.previous_kv.zero_()
+    frontier.previous_gate.fill_(-math.inf)
+
+
+def frontier_lost(model: Transformer) -> None:
+    """Begin every call with an empty frontier."""
+    for attention in _attentions(model):
+        if isinstance(attention, HcaAttention):
+            _become(attention.compressor, _LosesFrontier)
+        if isinstance(attention, CsaAttention):
+            _become(attention.indexer.compressor, _LosesKeyFrontier)
+
+
+class _RingOffByOne(WindowRing):
+    def write(self, first: int, kv: Tensor) -> None:
+        super().write(first + 1, kv)
+
+
+def _with_caches(model: Transformer, change: Callable[[LayerCache], None]) -> None:
+    """Make every new state of the model a changed one."""
+
+    class Changed(Transformer):
+        def new_state(self, max_context: int, chunk: int) -> State:
+            state = super().new_state(max_context, chunk)
+            for cache in state.layers:
+                change(cache)
+            return state
+
+    _become(model, Changed)
+
+
+def ring_written_off_by_one(model: Transformer) -> None:
+    """Store the KV of position p in the row of p + 1."""
+    _with_caches(model, lambda cache: _become(cache.ring, _RingOffByOne))
+
+
+def keys_four_times_too_wide(model: Transformer) -> None:
+    """Allocate index keys as wide as four of them."""
+
+    def widen(cache: LayerCache) -> None:
+        if isinstance(cache, CsaCache):
+            data = cache.keys.data
+            cache.keys.data = torch.zeros(data.shape[0], 4 * data.shape[1], dtype=data.dtype, device=data.device)
+
+    _with_caches(model, widen)
+
+
+def stale_frontier(model: Transformer) -> None:
+    """Start a sequence with the frontier that the last one left."""
+
+    class Stale(Transformer):
+        last: State | None = None
+
+        def new_state(self, max_context: int, chunk: int) -> State:
+            state = super().new_state(max_context, chunk)
+            if self.last is not None:
+                for new, old in zip(state.layers, self.last.layers, strict=True):
+                    if isinstance(new, HcaCache) and isinstance(old, HcaCache):
+                        new.frontier.previous_kv.copy_(old.frontier.previous_kv)
+                        new.frontier.previous_gate.copy_(old.frontier.previous_gate)
+            self.last = state
+            return state
+
+    _become(model, Stale)
+
+
+# --- experts and weights
+
+
+def routed_clamp_dropped(model: Transformer) -> None:
+    """No `swiglu_limit` in the routed experts."""
+    for block in model.blocks:
+        for expert in block.experts.experts:
+            expert.limit = math.inf
+
+
+def shared_clamp_dropped(model: Transformer) -> None:
+    """No `swiglu_limit` in the shared expert."""
+    for block in model.blocks:
+        block.experts.shared.limit = math.inf
+
+
+class _Twice(Expert):
+    def __call__(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return 2 * super().__call__(x, weight)
+
+
+def shared_expert_twice(model: Transformer) -> None:
+    """Sum the shared expert, which every rank holds, over two ranks."""
+    for block in model.blocks:
+        _become(block.experts.shared, _Twice)
+
+
+def hash_table_zeroed(model: Transformer) -> None:
+    """Route every token to expert 0, as many times as it has experts."""
+    for block in model.blocks:
+        if isinstance(block.experts.gate, HashGate):
+            block.experts.gate.table = torch.zeros_like(block.experts.gate.table)
+
+
+def _replace_weights(model: Transformer, change: Callable[[Weight], Weight]) -> None:
+    """Change every matrix of attention, indexer and experts."""
+    for block in model.blocks:
+        holders: list[object] = [block.attention, *block.experts.experts, block.experts.shared]
+        if isinstance(block.attention, CsaAttention):
+            holders.append(block.attention.indexer)
+        for holder in holders:
+            for name, value in vars(holder).items():
+                if isinstance(value, Fp4 | Fp8):
+                    setattr(holder, name, change(value))
+
+
+def fp4_nibbles_swapped(model: Transformer) -> None:
+    """Take the high nibble first."""
+
+    def swapped(weight: Weight) -> Weight:
+        if not isinstance(weight, Fp4):
+            return weight
+        packed = weight.data.view(torch.uint8)
+        return weight._replace(data=((packed >> 4) | (packed << 4)).view(weight.data.dtype))
+
+    _replace_weights(model, swapped)
+
+
+def scales_shifted(model: Transformer) -> None:
+    """Use the scale of the block before."""
+
+    def shifted(weight: Weight) -> Weight:
+        if not isinstance(weight, Fp4 | Fp8):
+            return weight
+        raw = weight.scale.view(torch.uint8) if weight.scale.element_size() == 1 else weight.scale
+        return weight._replace(scale=raw.flatten().roll(1).view(raw.shape).view(weight.scale.dtype))
+
+    _replace_weights(model, shifted)
+
+
+def parameter_uninitialised(model: Transformer) -> None:
+    """Leave one norm of the last layer at the values that its memory had."""
+    block = model.blocks[-1]
+    noise = torch.rand(block.experts_norm.shape, generator=torch.Generator().manual_seed(0))
+    block.experts_norm = noise.to(block.experts_norm)
+
+
+def one_sinkhorn_iteration(model: Transformer) -> None:
+    """Stop Sinkhorn after its first iteration."""
+    for block in model.blocks:
+        block.attention_streams.iterations = block.experts_streams.iterations = 1
