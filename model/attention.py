@@ -51,7 +51,6 @@ class Attention:
         for site, tensor in ((sites.LATENT, latent), (sites.QUERY, q), (sites.KV, kv)):
             taps(site, self.layer, tensor)
         out = self.attend(q, x, latent, first, cache, cos, sin)  # [t, heads, head_dim]
-        tripwire.finite(sites.MIXED.name, self.layer, first, out)
         taps(sites.MIXED, self.layer, out)
         out = ops.rotate(out, cos, -sin)
         taps(sites.UNROTATED, self.layer, out)

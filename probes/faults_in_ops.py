@@ -205,6 +205,7 @@ def fp8_scale_not_power_of_two(ops: Ops) -> Ops:
     def simulate_fp8(x: Tensor, group: int) -> Tensor:
         blocks = x.float().unflatten(-1, (-1, group))
         scale = (blocks.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-12)
-        return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).to(x.dtype)
+        rounded: Tensor = (blocks / scale).to(torch.float8_e4m3fn).float() * scale
+        return rounded.flatten(-2).to(x.dtype)
 
     return ops._replace(simulate_fp8=simulate_fp8)

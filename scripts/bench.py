@@ -1,4 +1,4 @@
-"""`python -m scripts.bench NAME ...`: time kernels in pairs, on one CPU core.
+"""`python -m scripts.bench NAME ...`: time kernels and checks in pairs, on one CPU core.
 
 A pair is two ways to compute the same. They run in turn, round after round, so that whatever else the machine does
 falls on both; times are processor time of the one thread. What counts is the ratio of each round: its median, and the
@@ -22,22 +22,13 @@ from torch import Tensor
 from kernels import blocked, reference
 from kernels.formats import Dense, Fp4, Fp8, NvFp4, Weight, rows
 from kernels.ops import BLOCKED, REFERENCE
+from scripts.bench_checks import Pair, idle_sites, tripwires
 from scripts.cli import run
 from scripts.flags import writable
 
-SECONDS = 1.0  # time for a pair, within 5 to 50 rounds
+SECONDS = 1.0  # time for a pair, within 15 to 50 rounds
 
 Run = Callable[[], object]
-
-
-class Pair(NamedTuple):
-    """Two ways to compute the same: a label, and a name and a call for each."""
-
-    label: str
-    first: str
-    run_first: Run
-    second: str
-    run_second: Run
 
 
 class Timing(NamedTuple):
@@ -64,7 +55,7 @@ def timed(call: Run) -> float:
 def measure(pair: Pair) -> Timing:
     """Time a pair, after one round that does not count."""
     warm = timed(pair.run_first) + timed(pair.run_second)
-    rounds = int(min(50, max(5, 1e3 * SECONDS // max(warm, 1e-3))))
+    rounds = int(min(50, max(15, 1e3 * SECONDS // max(warm, 1e-3))))
     times = [(timed(pair.run_first), timed(pair.run_second)) for _ in range(rounds)]
     ratios = sorted(second / first for first, second in times)
     best = [min(column) for column in zip(*times, strict=True)]
@@ -185,6 +176,8 @@ BENCHES: dict[str, Callable[[], Iterator[Pair]]] = {
     "decoding": decoding,
     "decode": decode,
     "activations": activations,
+    "tripwires": tripwires,
+    "sites": idle_sites,
 }
 
 
@@ -214,8 +207,9 @@ def table(name: str, timings: list[Timing]) -> Table:
         "case", timings[0].first + " ms", timings[0].second + " ms", "ratio", "from .. to", "rounds", title=name
     )
     for timing in timings:
-        spread = f"{timing.low:.2f} .. {timing.high:.2f}"
-        first, second, ratio = (f"{value:.2f}" for value in (timing.first_ms, timing.second_ms, timing.median))
+        spread = f"{timing.low:.4g} .. {timing.high:.4g}"
+        first, second = f"{timing.first_ms:.2f}", f"{timing.second_ms:.2f}"
+        ratio = f"{timing.median:.4g}"
         out.add_row(timing.label, first, second, ratio, spread, str(timing.rounds))
     return out
 

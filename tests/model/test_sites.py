@@ -1,0 +1,88 @@
+import pytest
+import torch
+
+from model import sites
+from model.sites import SITES, Site, Taps
+from model.tripwire import Tripwire
+from runtime.load import DEMO, load
+from runtime.options import RunOptions
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load(DEMO, RunOptions()).model
+
+
+def ran(model, tokens=300):
+    state = model.new_state(512, 512)
+    return model.logits(model(torch.arange(tokens) % 1024, state)[-1:])
+
+
+def test_every_site_is_passed_in_the_order_of_the_list_with_the_shape_it_states(model):
+    passed = []
+    with model.attached({site: lambda layer, _, site=site: passed.append((layer, site)) for site in SITES}):
+        ran(model)
+    assert {site for _, site in passed} == set(SITES)
+    for layer in range(model.config.num_hidden_layers):
+        seen = [site for where, site in passed if where == layer]
+        # one routed expert after the other passes its gate and up; all else is passed once, in order
+        once = list(dict.fromkeys(seen))
+        assert once == [site for site in SITES if site in once]
+    assert {site for layer, site in passed if layer is None} == {sites.EMBEDDED, sites.HIDDEN, sites.LOGITS}
+
+
+def test_names_are_unique():
+    assert len({site.name for site in SITES}) == len(SITES)
+
+
+def test_layers_pass_the_sites_of_their_kind_only(model):
+    layers = {site: set() for site in (sites.STREAMS, sites.ENTRY, sites.SELECTED)}
+    with model.attached({site: lambda layer, _, site=site: layers[site].add(layer) for site in layers}):
+        ran(model)
+    assert layers == {sites.STREAMS: {0, 1, 2, 3}, sites.ENTRY: {1, 2, 3}, sites.SELECTED: {1, 3}}
+
+
+def test_watching_changes_nothing(model):
+    bare = ran(model)
+    with model.attached({site: lambda *_: None for site in SITES}):
+        assert torch.equal(ran(model), bare)
+
+
+@pytest.mark.parametrize("error", [None, ValueError])
+def test_listeners_are_gone_after_the_with_whatever_happened_in_it(model, error):
+    heard = []
+
+    def listen():
+        with model.attached({sites.HIDDEN: lambda _, x: heard.append(x.shape)}):
+            ran(model, 5)
+            if error is not None:
+                raise error
+
+    if error is None:
+        listen()
+    else:
+        with pytest.raises(error):
+            listen()
+    assert heard == [(5, 128)]
+    ran(model, 5)
+    assert heard == [(5, 128)]
+    assert not model.arithmetic.taps._listeners
+
+
+def test_one_listener_of_two_may_go(model):
+    heard = []
+    with model.attached({sites.HIDDEN: lambda *_: heard.append("outer")}):
+        with model.attached({sites.HIDDEN: lambda *_: heard.append("inner")}):
+            ran(model, 3)
+        ran(model, 3)
+    assert heard == ["outer", "inner", "outer"]
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (3, 4, 1), (4,), ()])
+def test_a_tensor_of_another_shape_than_its_site_says_trips(model, shape):
+    taps, site = Taps(), Site("here", "t s", "")
+    with taps.attached(model.config, {site: lambda *_: None}):
+        taps(site, 2, torch.zeros(7, 4))
+        with pytest.raises(Tripwire, match="here of layer 2: shape") as trip:
+            taps(site, 2, torch.zeros(shape))
+    assert trip.value.expected == "[t, s] = [-1, 4]"

@@ -1,0 +1,182 @@
+"""Each tripwire: silent on what a correct run produces, and naming the place on everything else."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kernels.reference.hyper import sinkhorn
+from kernels.reference.indexer import select
+from model import tripwire
+from model.tripwire import Tripwire
+from runtime.load import DEMO, load
+from runtime.options import RunOptions
+
+INF, NAN = float("inf"), float("nan")
+
+
+def tripped(call, *args):
+    with pytest.raises(Tripwire) as trip:
+        call(*args)
+    return trip.value
+
+
+@pytest.mark.parametrize("value", [INF, -INF, NAN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_finite_names_the_first_position(value, dtype):
+    x = torch.randn(5, 2, 3).to(dtype)
+    tripwire.finite("streams", 4, 100, x)
+    x[3, 1, 2] = x[4, 0, 0] = value
+    trip = tripped(tripwire.finite, "streams", 4, 100, x)
+    assert (trip.site, trip.layer, trip.position) == ("streams", 4, 103)
+    assert trip.measured == "2 of 30 values not finite"
+    assert str(trip) == "streams of layer 4 at position 103: 2 of 30 values not finite, expected finite"
+
+
+def test_infinities_that_cancel_are_not_finite():
+    assert tripped(tripwire.finite, "x", None, 0, torch.tensor([[INF, -INF, 1.0]])).position == 0
+
+
+def test_large_finite_values_are_finite():
+    tripwire.finite("x", None, 0, torch.full((4, 100), 1e30))
+    assert "overflows" in str(tripped(tripwire.finite, "x", None, 0, torch.full((4, 100), 3e38)))
+
+
+@settings(deadline=None, max_examples=80)
+@given(
+    first=st.integers(0, 40), tokens=st.integers(1, 9), ratio=st.integers(1, 5), k=st.integers(1, 12), data=st.data()
+)
+def test_selection_passes_what_the_reference_selects_and_nothing_else(first, tokens, ratio, k, data):
+    torch.manual_seed(data.draw(st.integers(0, 99)))
+    n = (first + tokens) // ratio
+    good = select(torch.randn(tokens, 2, 4), torch.randn(tokens, 2), torch.randn(n, 4), first, ratio, k)
+    assert tripwire.selection(1, first, ratio, k, n, good) is good
+    if not good.numel():
+        return
+    row, column = data.draw(st.integers(0, tokens - 1)), data.draw(st.integers(0, good.shape[1] - 1))
+    wrong = good.clone()
+    wrong[row, column] = data.draw(st.integers(-3, n + 3))
+    seen = (first + row + 1) // ratio
+    chosen = [entry for entry in wrong[row].tolist() if entry != -1]
+    rising = chosen == sorted(set(chosen)) and wrong[row].tolist() == chosen + [-1] * (good.shape[1] - len(chosen))
+    legal = rising and len(chosen) == min(k, seen) and all(0 <= entry < seen for entry in chosen)
+    if legal:
+        tripwire.selection(1, first, ratio, k, n, wrong)
+    else:
+        assert tripped(tripwire.selection, 1, first, ratio, k, n, wrong).position == first + row
+
+
+@pytest.mark.parametrize("tokens", [1, 2])  # decode has a path of its own
+@pytest.mark.parametrize(
+    ("row", "measured", "expected"),
+    [
+        ([0, 1, 9, -1], "entry 9", "an entry of 0 .. 8"),
+        ([0, -2, 3, -1], "entry -2", "an entry of 0 .. 8"),
+        ([0, 1, 3, -1], "entry 3", "an entry below 3: later blocks are not finished"),
+        ([0, 1, 1, -1], "1 entries repeated", "distinct entries"),
+        ([0, 2, -1, -1], "2 entries selected", "3: min(top-k 4, 3 visible)"),
+        ([-1, -1, -1, -1], "0 entries selected", "3: min(top-k 4, 3 visible)"),
+        ([0, 2, 1, -1], "entries out of order", "ascending, then -1"),
+        ([0, -1, 1, 2], "entries out of order", "ascending, then -1"),
+    ],
+)
+def test_selection_says_what_is_wrong(tokens, row, measured, expected):
+    first, ratio, top_k, entries = 12, 4, 4, 9  # position 12 sees 3 entries
+    good = [0, 1, 2, -1]
+    trip = tripped(tripwire.selection, 6, first, ratio, top_k, entries, torch.tensor([row] * tokens).int())
+    assert (trip.measured, trip.expected) == (measured, expected)
+    assert (trip.site, trip.layer, trip.position) == ("indexer.selected", 6, 12)
+    if tokens == 2:
+        trip = tripped(tripwire.selection, 6, first, ratio, top_k, entries, torch.tensor([good, row]).int())
+        assert trip.position == 13
+
+
+def test_selection_of_another_width_type_or_none():
+    none = tripped(tripwire.selection, 1, 0, 4, 16, 5, None)
+    assert (none.measured, none.expected) == ("no selection", "one for every token of a CSA layer")
+    for wrong in (torch.zeros(2, 6).int(), torch.zeros(2, 4).int(), torch.zeros(2, 5), torch.zeros(5).int()):
+        assert "int32 [t, 5]" in tripped(tripwire.selection, 1, 0, 4, 16, 5, wrong).expected
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_columns(tokens):
+    comb = sinkhorn(torch.randn(tokens, 4, 4) * 3, 20, 1e-6)
+    tripwire.columns("attention.comb", 0, 7, comb)
+    for wrong in (1.0001, NAN):
+        bad = comb.clone()
+        bad[-1, 1, 2] *= wrong
+        trip = tripped(tripwire.columns, "attention.comb", 0, 7, bad)
+        assert (trip.site, trip.position) == ("attention.comb", 7 + tokens - 1)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_routing(tokens):
+    ids = torch.tensor([[0, 3, 5]] * tokens)
+    weights = torch.tensor([[0.5, 1.0, 1.0]] * tokens)
+    tripwire.routing(2, 10, ids, weights, 2.5, 6)
+    last = 10 + tokens - 1
+
+    def wrong(which, column, value):
+        changed = (ids if which == "ids" else weights).clone()
+        changed[-1, column] = value
+        given_ids, given_weights = (changed, weights) if which == "ids" else (ids, changed)
+        return tripped(tripwire.routing, 2, 10, given_ids, given_weights, 2.5, 6)
+
+    assert wrong("ids", 0, 3).measured == "experts [3, 3, 5]"
+    assert wrong("ids", 0, 3).position == last
+    assert wrong("ids", 0, 6).measured == "expert 6"
+    assert wrong("ids", 0, -1).measured == "expert -1"
+    assert wrong("weights", 0, 0.501).position == last
+    assert wrong("weights", 0, NAN).site == "experts.weights"
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load(DEMO, RunOptions()).model
+
+
+def advanced(model, position):
+    state = model.new_state(600, 256)
+    for ids in (torch.arange(position) % 1024).split(256):
+        model(ids, state)
+    return state
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+@pytest.mark.parametrize(
+    ("damage", "site"),
+    [
+        (lambda s: s.layers[0].ring._held.__setitem__(slice(None), range(271)), "attention.ring"),
+        (lambda s: setattr(s.layers[1].entries, "count", 74), "attention.entry, rows"),
+        (lambda s: setattr(s.layers[2].frontier, "filled", 0), "attention.entry, open window"),
+        (lambda s: setattr(s.layers[3].key_frontier, "filled", 1), "indexer.key_used, open window"),
+        (lambda s: setattr(s.layers[3].keys, "count", 76), "indexer.key_used, rows"),
+        (lambda s: s.layers[0].ring.data.fill_(NAN), "attention.streams"),
+        (lambda s: setattr(s.layers[1].keys, "data", torch.zeros(150, 512)), "indexer.key"),
+    ],
+    ids=["ring", "entries", "frontier", "key frontier", "keys", "nan in the ring", "wide keys"],
+)
+def test_a_damaged_state_trips_in_the_next_calls(model, damage, site, tokens):
+    state = advanced(model, 300)
+    damage(state)
+
+    def go_on():
+        for _ in range(4):  # a window of 4 tokens closes on the way
+            model(torch.arange(tokens), state)
+
+    assert tripped(go_on).site.startswith(site)
+
+
+def test_more_rows_than_allocated_trip_before_they_are_written(model):
+    state = advanced(model, 300)
+    state.layers[1].entries.data = state.layers[1].entries.data[:75]
+    with pytest.raises(Tripwire, match="of layer 1 at position 300: 76 rows, expected at most 75"):
+        model(torch.arange(4), state)
+
+
+def test_a_restored_ring_stands_where_the_position_says(model):
+    state, other = advanced(model, 300), model.new_state(600, 256)
+    for cache, copy in zip(state.layers, other.layers, strict=True):
+        copy.restore(300, cache.tensors(300))
+    other.position = 300
+    assert torch.equal(model(torch.arange(5), state), model(torch.arange(5), other))
