@@ -1,0 +1,106 @@
+"""Faults themselves: each changes what the model computes (or trips), and none leaks into a model loaded afterwards."""
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from model.tripwire import Tripwire
+from probes.faults import FAULTS
+from probes.subject import Subject, run_tokens
+from runtime.load import DEMO
+from tests.make_checkpoint import tiny_config
+
+TOKENS, CHUNK = 300, 64
+# What their tripwire says, by fault.
+TRIPS = {
+    "indexer-returns-none": "no selection",
+    "keys-four-times-too-wide": "rows 512 wide, expected 128",
+    "top-k-halved": "min(top-k 16, ",
+    "row-first-sinkhorn": "a column sum",
+    "one-sinkhorn-iteration": "a column sum",
+    "ring-written-off-by-one": "attention.ring",
+    "hash-table-zeroed": "experts [0, 0]",
+}
+# These need more than one run of a common prompt to show: activations beyond the clamp, a second sequence.
+QUIET = {"shared-clamp-dropped", "stale-frontier"}
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    subject = Subject()
+    return run_tokens(subject.model, subject.tokens(TOKENS), CHUNK)[0]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_changes_the_run_or_trips(name, healthy):
+    subject = Subject(fault=FAULTS[name])
+    assert FAULTS[name].inapplicable(subject.config) is None
+    if name in TRIPS:
+        with pytest.raises(Tripwire) as trip:
+            run_tokens(subject.model, subject.tokens(TOKENS), CHUNK)
+        assert TRIPS[name] in str(trip.value)
+    else:
+        hidden, _ = run_tokens(subject.model, subject.tokens(TOKENS), CHUNK)
+        assert torch.equal(hidden, healthy) == (name in QUIET)
+
+
+def test_no_fault_leaks_into_the_next_model(healthy):
+    for fault in FAULTS.values():
+        assert Subject(fault=fault).model is not None
+    subject = Subject()
+    assert torch.equal(run_tokens(subject.model, subject.tokens(TOKENS), CHUNK)[0], healthy)
+
+
+def test_a_sequence_that_starts_stale_differs_from_the_first():
+    subject = Subject(fault=FAULTS["stale-frontier"])
+    first, again = (run_tokens(subject.model, subject.tokens(TOKENS), CHUNK)[0] for _ in range(2))
+    assert not torch.equal(first, again)
+
+
+def test_a_fault_in_an_op_stays_out_of_an_oracles_op_set():
+    subject = Subject(fault=FAULTS["relu-dropped"])
+    assert subject.model.arithmetic.ops.select is not subject.ops.select
+    oracle = subject.ops._replace(name="oracle")
+    assert subject.load(ops=oracle).model.arithmetic.ops.select is subject.ops.select
+
+
+def test_models_are_loaded_once_for_each_setting():
+    subject = Subject()
+    assert subject.load() is subject.load()
+    assert subject.load(subject.with_options(numerics="plain")) is not subject.load()
+
+
+@pytest.mark.parametrize(
+    ("changes", "without"),
+    [
+        ({"compress_ratios": [4, 4]}, {"window-theta", "yarn-on-window-layers", "future-block-visible"}),
+        ({"compress_ratios": [0, 128]}, {"relu-dropped", "indexer-returns-none", "stale-frontier", "per-head-keys"}),
+        ({"num_hash_layers": 0}, {"hash-table-zeroed"}),
+        ({"rope_scaling": None}, {"yarn-dropped", "yarn-on-window-layers"}),
+    ],
+)
+def test_what_a_config_cannot_express_is_said(changes, without):
+    raw = tiny_config() | changes
+    if "compress_ratios" in changes:
+        raw |= {"num_hidden_layers": 2, "num_hash_layers": 1}
+    config = ModelConfig.from_json(raw, "config")
+    reasons = {name: fault.inapplicable(config) for name, fault in FAULTS.items()}
+    assert without <= {name for name, reason in reasons.items() if reason}
+    assert all(reasons[name].startswith("the model has no") for name in without)
+
+
+def test_there_are_enough_and_every_one_says_what_it_is():
+    assert len(FAULTS) >= 25
+    for name, fault in FAULTS.items():
+        assert name == fault.name
+        assert fault.what.endswith(".")
+        assert fault.seen
+
+
+def test_subject_gives_the_same_tokens_every_time():
+    for count in (1, 17, 300, 2000):
+        ids = Subject().tokens(count)
+        assert len(ids) == count
+        assert ids == Subject().tokens(count)
+    assert Subject(seed=1).tokens(300) != Subject().tokens(300)
+    assert ModelConfig.from_file(DEMO / "config.json").bos_token_id == Subject().tokens(5)[0]
