@@ -34,7 +34,8 @@ class Subject:
     fault: Fault | None = None
     seed: int = 0
     prompt: str | None = None  # text to run; None: see `tokens`
-    _loaded: dict[tuple[RunOptions, Ops], Loaded] = field(default_factory=dict, compare=False, repr=False)
+    # not taken over by `dataclasses.replace`: the models of one fault are not those of another
+    _loaded: dict[tuple[RunOptions, Ops], Loaded] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def load(self, options: RunOptions | None = None, ops: Ops | None = None) -> Loaded:
         """Return the checkpoint loaded with these options and ops (the run's where None), the fault in place.

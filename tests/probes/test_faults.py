@@ -1,5 +1,7 @@
 """Faults themselves: each changes what the model computes (or trips), and none leaks into a model loaded afterwards."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -95,6 +97,11 @@ def test_there_are_enough_and_every_one_says_what_it_is():
         assert name == fault.name
         assert fault.what.endswith(".")
         assert fault.seen
+
+
+def test_models_of_one_fault_are_not_handed_out_for_another():
+    faulty = Subject(fault=FAULTS["relu-dropped"])
+    assert replace(faulty, fault=None).model is not faulty.model
 
 
 def test_subject_gives_the_same_tokens_every_time():
