@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
+from model.tripwire import Tripwire
+
 JSON = Any  # what `json.dumps` takes
 
 
@@ -116,6 +118,15 @@ def vacuous(what: str, why: str, *, layer: int | None = None) -> Finding:
 def broken(what: str, why: str, *, layer: int | None = None, **evidence: JSON) -> Finding:
     """A failure with nothing to measure: a tripwire fired, a tensor is missing."""
     return Finding(what, None, "", None, Verdict.FAIL, layer, evidence={"why": why} | evidence)
+
+
+TRIPWIRE = "tripwire at "  # begins `Finding.what` of a tripwire
+
+
+def tripped(trip: Tripwire) -> Finding:
+    """The failure of a run that a tripwire ended."""
+    found = {"position": trip.position, "measured": trip.measured, "expected": trip.expected}
+    return broken(f"{TRIPWIRE}{trip.site}", str(trip), layer=trip.layer, **found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from probes.fault import Fault
-from probes.finding import JSON
+from probes.finding import JSON, TRIPWIRE
 from probes.probe import Probe, run_probe, silent
 from probes.subject import Subject
 
@@ -55,9 +55,10 @@ def _cell(probe: Probe, subject: Subject) -> Cell:
     failed = [finding for finding in ran.report.findings if finding.failed]
     if not failed:
         return Cell(Outcome.CAUGHT, "nothing was judged")
+    if failed[0].what.startswith(TRIPWIRE):  # nothing that the probe measured before has failed
+        return Cell(Outcome.TRIPPED, str(failed[0].evidence["why"]))
     where = "" if failed[0].layer is None else f", layer {failed[0].layer}"
-    evidence = ran.report.findings[0].evidence["why"] if ran.tripped else f"{failed[0].what}{where}"
-    return Cell(Outcome.TRIPPED if ran.tripped else Outcome.CAUGHT, str(evidence))
+    return Cell(Outcome.CAUGHT, f"{failed[0].what}{where}")
 
 
 def uncaught(matrix: dict[str, Row]) -> list[str]:

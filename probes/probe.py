@@ -7,7 +7,7 @@ from typing import ClassVar, Protocol
 
 from model.sites import Site
 from model.tripwire import Tripwire
-from probes.finding import Report, broken, vacuous
+from probes.finding import Report, tripped, vacuous
 from probes.subject import Subject
 
 # Called as work goes on, with the share done in 0 .. 1 and what is being done.
@@ -46,24 +46,16 @@ def run_probe(probe: Probe, subject: Subject, progress: Progress) -> Run:
     """Run one probe; a vacuous run and a tripwire are reports that fail."""
     started = time.perf_counter()
     why = probe.vacuous(subject)
-    tripped = False
+    ended = False
     if why is not None:
         report = Report(f"Nothing was shown: {why}.", (vacuous(probe.question, why),))
     else:
         try:
             report = probe.measure(subject, progress)
         except Tripwire as trip:
-            tripped = True
-            found = broken(
-                f"tripwire at {trip.site}",
-                str(trip),
-                layer=trip.layer,
-                position=trip.position,
-                measured=trip.measured,
-                expected=trip.expected,
-            )
-            report = Report(f"A tripwire ended the run: {trip}.", (found,))
-    return Run(probe, report, time.perf_counter() - started, tripped)
+            ended = True
+            report = Report(f"A tripwire ended the run: {trip}.", (tripped(trip),))
+    return Run(probe, report, time.perf_counter() - started, ended)
 
 
 def silent(share: float, what: str) -> None:

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor
 
 from kernels.ops import BLOCKED, Ops
+from model.census import census
+from model.checkpoint import Checkpoint
 from model.config import ModelConfig
+from model.decode import Weights, bind
 from model.errors import ConfigError
 from model.state import State
 from model.transformer import Transformer
@@ -65,6 +68,12 @@ class Subject:
     def config(self) -> ModelConfig:
         """The checkpoint's config.json."""
         return ModelConfig.from_file(self.directory / "config.json")
+
+    @property
+    def file_weights(self) -> Weights:
+        """The parameters as the files hold them, whatever became of those that a model holds: an oracle's."""
+        checkpoint = Checkpoint.open(self.directory)
+        return bind(checkpoint, census(checkpoint.shapes(), self.config), only=())
 
     @cached_property
     def speaks_demo_language(self) -> bool:

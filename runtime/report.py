@@ -2,6 +2,7 @@
 
 import resource
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +17,11 @@ def peak_memory(device: str) -> int:
     """Peak bytes of this process: resident set on the CPU, allocated tensors on a GPU."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+    if sys.platform == "linux":  # not ru_maxrss, which a process inherits from the one that started it
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+    peak: int = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts in bytes, others in KiB
 
 
 def report(loaded: Loaded, options: RunOptions, state: State, run: Generation) -> dict[str, Any]:

@@ -1,0 +1,186 @@
+"""Ops in fp64, rounded once: a token's result does not depend on how many tokens shared its call.
+
+In fp32 the last bit of a sum depends on its order, the order on the kernel, and the kernel on the shape: one token is a
+matrix-vector product, two are a matrix product, and attention falls into tiles where the ring happens to wrap. So two
+correct runs of one prompt that was cut differently differ in last bits, and nothing can be compared bit by bit. Of sums
+in fp64 that are rounded once to bf16, another order changes one in 10^12 or so. What stays in fp32 is rounded less, so
+matrix products are also taken in tiles of the same number of rows, for which the kernel is the same.
+
+A probe replaces ops of the run by these and keeps the run's name: `Subject.load` then puts the fault around them.
+"""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.formats import Weight
+from kernels.ops import Ops
+from kernels.reference.formats import decode
+from kernels.reference.quantise import hadamard as reference_hadamard
+
+TILE = 32  # rows per matrix product, and tokens per attention
+
+
+def exact_linears(ops: Ops) -> Ops:
+    """`ops` with exact matrix products: no row of them depends on what else is in the batch."""
+
+    @cache  # by identity of the tensors; a prompt in calls of one token decodes each weight hundreds of times
+    def decoded(weight: Weight) -> Tensor:
+        return decode(weight).double().T.contiguous()  # [in, out]
+
+    def linear(x: Tensor, weight: Weight) -> Tensor:
+        return _product(x, decoded(weight)).to(x.dtype)
+
+    def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
+        parts = decoded(weight).chunk(groups, dim=1)
+        return torch.stack([_product(x[:, g], part) for g, part in enumerate(parts)], dim=1).to(x.dtype)
+
+    return ops._replace(linear=linear, grouped_linear=grouped_linear)
+
+
+def exact(ops: Ops) -> Ops:
+    """`ops` with all that sums made exact; rotation and rounding to FP8 and FP4 treat each number by itself."""
+    return exact_linears(ops)._replace(
+        rms_norm=rms_norm,
+        hadamard=hadamard,
+        pool=pool,
+        select=select,
+        attend=attend,
+        hyper_weights=hyper_weights,
+        head_weights=head_weights,
+        collapse=lambda streams, pre: (pre.double()[..., None] * streams.double()).sum(1).to(streams.dtype),
+        expand=expand,
+        route=route,
+        route_weights=route_weights,
+        swiglu=swiglu,
+    )
+
+
+def _product(x: Tensor, matrix: Tensor) -> Tensor:
+    """[t, in] times [in, out] float64, in tiles of `TILE` rows: [t, out] float64."""
+    t = x.shape[0]
+    padded = functional.pad(x.double(), (0, 0, 0, -t % TILE))
+    return torch.cat([tile @ matrix for tile in padded.split(TILE)])[:t]
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """`kernels.reference.norm.rms_norm`."""
+    wide = x.double()
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (wide if weight is None else wide * weight.double()).to(x.dtype)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """`kernels.reference.quantise.hadamard`."""
+    signs = reference_hadamard(torch.eye(x.shape[-1], device=x.device)).sign().double()
+    scale: float = x.shape[-1] ** -0.5
+    return (_product(x.flatten(0, -2), signs) * scale).view(x.shape).to(x.dtype)
+
+
+def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Tensor | None) -> Tensor:
+    """`kernels.reference.pool.pool`."""
+    if previous_kv is not None and previous_gate is not None:
+        kv, gate = torch.cat((previous_kv, kv), dim=1), torch.cat((previous_gate, gate), dim=1)
+    return (kv.double() * gate.double().softmax(dim=1)).sum(dim=1).float()
+
+
+def select(q: Tensor, head_weights: Tensor, keys: Tensor, first: int, ratio: int, k: int) -> Tensor:
+    """`kernels.reference.indexer.select`; scores are rounded to fp32, so that equal ones are equal."""
+    n = keys.shape[0]
+    per_head = (q.double() @ keys.double().T).relu()  # [t, h, n]
+    scores = (head_weights.double()[:, None] @ per_head)[:, 0].float()
+    seen = ((torch.arange(first, first + q.shape[0], device=q.device) + 1) // ratio)[:, None]
+    scores.masked_fill_(torch.arange(n, device=q.device) >= seen, float("-inf"))
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : min(k, n)]
+    best = torch.where(best < seen, best, n).sort(dim=-1).values
+    return torch.where(best < n, best, -1).to(torch.int32)
+
+
+def attend(
+    q: Tensor,
+    ring: Tensor,
+    first: int,
+    window: int,
+    entries: Tensor | None,
+    ratio: int,
+    selected: Tensor | None,
+    sink: Tensor,
+) -> Tensor:
+    """`kernels.reference.attention.attend`, with every key that a token sees gathered for it."""
+    capacity = ring.shape[0]
+    keys = ring if entries is None else torch.cat((ring, entries))
+    out = torch.empty_like(q)
+    for start in range(0, q.shape[0], TILE):
+        part = q[start : start + TILE].double()
+        position = torch.arange(first + start, first + start + part.shape[0], device=q.device)[:, None]
+        near = position - torch.arange(window - 1, -1, -1, device=q.device)  # [t, window] positions
+        index = torch.where(near >= 0, near % capacity, -1)
+        if entries is not None:
+            far = torch.arange(entries.shape[0], device=q.device).expand(part.shape[0], -1)
+            far = far if selected is None else selected[start : start + TILE].long()
+            visible = (far >= 0) & (far < entries.shape[0]) & (far < (position + 1) // ratio)
+            index = torch.cat((index, torch.where(visible, capacity + far, -1)), dim=1)
+        unseen = (index < 0)[:, None]  # [t, 1, m]
+        index = torch.where(index < 0, position % capacity, index)  # something finite to read: the token's own KV
+        rows = keys[index].double()  # [t, m, d]
+        logits = (part @ rows.mT * q.shape[-1] ** -0.5).masked_fill_(unseen, float("-inf"))  # [t, h, m]
+        highest = sink.double().clamp(max=torch.finfo(torch.float32).max)
+        peak = torch.maximum(logits.amax(-1), highest)
+        mass = (logits - peak[..., None]).exp()
+        total = mass.sum(-1) + (sink.double() - peak).exp()
+        out[start : start + TILE] = (mass @ rows / total[..., None]).to(q.dtype)
+    return out
+
+
+def _mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
+    flat = streams.flatten(1).double()
+    return _product(flat, fn.double().T) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+
+
+def hyper_weights(
+    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`kernels.reference.hyper.hyper_weights`."""
+    s = streams.shape[1]
+    mixes = _mixes(streams, fn, norm_eps)
+    scale, base = scale.double(), base.double()
+    pre = torch.sigmoid(mixes[:, :s] * scale[0] + base[:s]) + eps
+    post = 2 * torch.sigmoid(mixes[:, s : 2 * s] * scale[1] + base[s : 2 * s])
+    comb = (mixes[:, 2 * s :] * scale[2] + base[2 * s :]).unflatten(-1, (s, s)).softmax(-1) + eps
+    comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    for _ in range(iterations - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return pre.float(), post.float(), comb.float()
+
+
+def head_weights(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float) -> Tensor:
+    """`kernels.reference.hyper.head_weights`."""
+    return (torch.sigmoid(_mixes(streams, fn, norm_eps) * scale.double() + base.double()) + eps).float()
+
+
+def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """`kernels.reference.hyper.expand`."""
+    new = post.double()[..., None] * y.double()[:, None]
+    return (new + comb.double().mT @ streams.double()).to(streams.dtype)
+
+
+def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """`kernels.reference.gate.route`."""
+    biased = functional.softplus(logits.double()).sqrt() + bias.double()
+    ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return ids, route_weights(logits, ids, scale)
+
+
+def route_weights(logits: Tensor, ids: Tensor, scale: float) -> Tensor:
+    """`kernels.reference.gate.route_weights`."""
+    chosen = functional.softplus(logits.double()).sqrt().gather(1, ids)
+    return (scale * chosen / chosen.sum(-1, keepdim=True)).float()
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Tensor:
+    """`kernels.reference.swiglu.swiglu`."""
+    out = functional.silu(gate.double().clamp(max=limit)) * up.double().clamp(-limit, limit)
+    return (out if weight is None else out * weight.double()[:, None]).to(gate.dtype)

@@ -1,0 +1,188 @@
+"""`python -m scripts.probe NAME ... | all`: measure what a V4 runtime gets wrong in silence, and say so in a page.
+
+Results go to stdout, progress to stderr. Exit status: 0 all passed; 1 a probe failed, or was vacuous; 2 bad arguments.
+A plain run of the demo checkpoint writes the pages in audits/ again; any other writes pages where --out says.
+"""
+
+import argparse
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+
+from rich.console import Console
+
+from model.errors import ConfigError, quoted
+from probes import console as shown
+from probes import markdown
+from probes.catalogue import FULL, QUICK
+from probes.faults import FAULTS
+from probes.probe import Probe, Run, run_probe
+from probes.subject import Subject
+from runtime.errors import PromptError
+from runtime.load import DEMO
+from runtime.options import RunOptions
+from scripts.cli import run
+from scripts.flags import add_run_options, run_options
+
+AUDITS = Path(__file__).resolve().parents[1] / "audits"
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = argparse.ArgumentParser(prog="python -m scripts.probe", description=__doc__)
+    p.add_argument("names", nargs="*", metavar="NAME", help="probes to run, or all")
+    p.add_argument("--list", action="store_true", help="name the probes and the faults, and run nothing")
+    p.add_argument("--model", type=Path, default=DEMO, help="checkpoint directory (default: the demo checkpoint)")
+    p.add_argument("--out", type=Path, help="folder for pages, made where it is not there")
+    p.add_argument("--inject", metavar="FAULT", help="run with this fault in place")
+    p.add_argument("--seed", type=int, default=0, help="of prompts and of what is drawn (default 0)")
+    p.add_argument("--prompt-file", type=Path, help="a UTF-8 text to run instead of made-up documents")
+    p.add_argument("--quick", action="store_true", help="each probe with its smallest settings, a second or so")
+    add_run_options(p)
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = parser().parse_args(argv)
+    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    if args.list:
+        if args.names:
+            raise ConfigError("--list: takes no names, it runs nothing")
+        _list(out)
+        return 0
+    if args.model.resolve() == DEMO:
+        args.model = DEMO  # however it was spelled
+    chosen, subject = probes(args), subject_of(args)
+    folder = _folder(args, subject)
+    runs = []
+    for at, probe in enumerate(chosen, 1):
+        with shown.watched(err, probe, at, len(chosen)) as progress:
+            runs.append(run_probe(probe, subject, progress))
+        _show(out, runs[-1])
+        if folder is not None:
+            page = markdown.page(runs[-1], subject, command(args, probe.name))
+            markdown.write(page, folder)
+            _say(err, f"wrote {folder / page.name}.md")
+    if len(runs) > 1:
+        if out.is_terminal:
+            out.print(shown.closing(runs))
+        _say(out, shown.total(runs))
+    if folder is None:
+        _say(err, "no page written: --out FOLDER writes pages for this run")
+    return 1 if any(one.report.failed for one in runs) else 0
+
+
+def probes(args: argparse.Namespace) -> list[Probe]:
+    """Return the probes that are asked for, each once."""
+    known = {probe.name: probe for probe in (QUICK if args.quick else FULL)}
+    if not args.names:
+        raise ConfigError("which probe? Name some, or all; --list names them")
+    for name in args.names:
+        if name != "all":
+            _check("probe", name, known)
+    return list(known.values()) if "all" in args.names else [known[name] for name in dict.fromkeys(args.names)]
+
+
+def subject_of(args: argparse.Namespace) -> Subject:
+    """Return what is measured, after a look at every flag and file that could be at fault."""
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError(f"--seed {args.seed}: want 0 to 2^63 - 1")
+    fault = None
+    if args.inject is not None:
+        _check("fault", args.inject, FAULTS)
+        fault = FAULTS[args.inject]
+    subject = Subject(args.model, run_options(args), fault=fault, seed=args.seed, prompt=_prompt(args.prompt_file))
+    if fault is not None and (why := fault.inapplicable(subject.config)) is not None:
+        raise ConfigError(f"--inject {fault.name}: {why}")
+    if subject.prompt is not None:
+        subject.tokens(1)  # a bad prompt should not wait for the weights
+    return subject
+
+
+def _check(what: str, name: str, known: Mapping[str, object]) -> None:
+    if name not in known:
+        close = get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else "--list names them"
+        raise ConfigError(f"no {what} {quoted(name)}; {hint}")
+
+
+def _prompt(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_bytes().decode("utf-8")  # as it is: no translation of line ends
+    except UnicodeDecodeError as error:
+        raise PromptError(f"{path}: byte {error.start} is no UTF-8") from error
+
+
+def _folder(args: argparse.Namespace, subject: Subject) -> Path | None:
+    """Return where pages go, None where nowhere; refuse a folder that cannot be written, before the work is done."""
+    if args.out is not None:
+        folder: Path = args.out
+    elif subject == Subject() and not args.quick:
+        folder = AUDITS
+    else:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{folder}: pages cannot be written there ({error.strerror})") from error
+    return folder
+
+
+def command(args: argparse.Namespace, name: str) -> str:
+    """Return the command that makes the page of one probe again; of absolute paths only the last part is told."""
+    default = RunOptions()
+    flags = {
+        "--model": None if args.model == DEMO else _told(args.model),
+        "--out": None if args.out is None else _told(args.out),
+        "--inject": args.inject,
+        "--seed": args.seed or None,
+        "--prompt-file": None if args.prompt_file is None else _told(args.prompt_file),
+        **{
+            f"--{field.replace('_', '-')}": None if value == getattr(default, field) else value
+            for field, value in run_options(args).to_json().items()
+        },
+    }
+    words = ["python", "-m", "scripts.probe", name, *(["--quick"] if args.quick else [])]
+    words += [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
+    return shlex.join(words)
+
+
+def _told(path: Path) -> str:
+    return path.name if path.is_absolute() else str(path)
+
+
+def _list(out: Console) -> None:
+    """Print what there is to run and to inject."""
+    faults = {name: fault.what for name, fault in FAULTS.items()}
+    for title, entries in (
+        ("probes", {probe.name: probe.question for probe in FULL}),
+        ("faults, for --inject", faults),
+    ):
+        if out.is_terminal:
+            out.print(shown.listing(title, entries))
+        else:
+            _say(out, f"{title}:", *(f"  {name}: {what}" for name, what in entries.items()))
+
+
+def _show(out: Console, one: Run) -> None:
+    if out.is_terminal:
+        out.print(shown.findings(one))
+    else:
+        _say(out, *shown.lines(one))
+
+
+def _say(console: Console, *lines: str) -> None:
+    for line in lines:
+        console.print(line, markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(run(main))

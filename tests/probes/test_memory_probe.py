@@ -1,0 +1,300 @@
+"""The memory probe: its arithmetic, and that it sees what is too large, lies, is written elsewhere, or grows."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from kernels.ops import BLOCKED, REFERENCE
+from model.cache.entries import Entries
+from model.cache.window import WindowRing
+from model.transformer import Transformer
+from probes import memory, memory_page, peak
+from probes.cache_plan import cache_bytes, call_bytes, layer_bytes, naive_bytes
+from probes.cache_rows import Written, look, poison
+from probes.fault import Fault
+from probes.faults import FAULTS
+from probes.finding import Verdict
+from probes.memory import Memory
+from probes.memory_page import Process
+from probes.peak import Peak
+from probes.probe import run_probe, silent
+from probes.subject import Subject
+from runtime.options import RunOptions
+from tests.make_checkpoint import tiny_config, write_checkpoint
+
+ALLOCATED, LIES = "bytes allocated", "caches that claim other bytes than they hold"
+ROWS = "rows that are missing, beyond, or hold something else"
+MIB = 1 << 20
+
+
+def measured(fault=None, probe=memory.QUICK, **subject):
+    return run_probe(probe, Subject(fault=fault, **subject), silent).report
+
+
+def failures(report):
+    return {(finding.what, finding.layer): finding for finding in report.findings if finding.failed}
+
+
+def with_caches(change):
+    """A fault that changes each cache of every new state."""
+
+    class Changed(Transformer):
+        def new_state(self, max_context, chunk):
+            state = super().new_state(max_context, chunk)
+            for cache in state.layers:
+                change(cache)
+            return state
+
+    def inject(model):
+        model.__class__ = Changed
+
+    return Fault("local", "a fault of this test", "", inject=inject)
+
+
+def allocated(change):
+    """What fails of the bytes of a state for 438 positions, in calls of 64 tokens, whose caches are changed."""
+    subject = Subject(fault=with_caches(change))
+    layers = memory._allocated(subject.config, subject.model.new_state(438, 64), 64, 2)
+    found = memory_page.allocation_findings(layers)
+    return {(finding.what, finding.layer): finding for finding in found if finding.failed}
+
+
+# --- the arithmetic
+
+
+def test_bytes_by_hand():
+    """The demo: head_dim 128, index_head_dim 128, window 16; 1000 positions in calls of 64, BF16."""
+    config = Subject().config
+    ring, csa, hca = (16 + 63) * 128 * 2, 250 * 128 * 2, 7 * 128 * 2
+    frontier = 4 * 2 * (4 * 256 + 4 * 128)  # values and gates; the open window of two series, one of the window before
+    wanted = [
+        {"window": ring},
+        {"window": ring, "entries": csa, "frontier": frontier, "indexer_keys": csa, "indexer_frontier": frontier},
+        {"window": ring, "entries": hca, "frontier": 4 * 2 * 128 * 128},
+    ]
+    assert [layer_bytes(config, layer, 1000, 64, 2) for layer in range(3)] == wanted
+    assert layer_bytes(config, 0, 10, 64, 4) == {"window": (16 + 9) * 128 * 4}  # no call is longer than the context
+    total = cache_bytes(config, 1000, 64, 2)
+    assert total["entries"] == 2 * csa + hca
+    assert naive_bytes(config, 1000, 64, 2)["the same, of each head"] == 64 * 250 * 8 * 4
+
+
+def test_a_call_does_not_depend_on_the_context():
+    config = Subject().config
+    far = dataclasses.replace(config, max_position_embeddings=1 << 24)
+    assert call_bytes(config, 512, 2) == call_bytes(far, 512, 2)
+    assert call_bytes(config, 512, 2) < naive_bytes(config, 65024, 512, 2)["index scores of one call, fp32"]
+
+
+# --- the probe
+
+
+def test_the_demo_passes():
+    report = measured()
+    assert not report.failed, failures(report)
+    caches = report.parts[0]
+    by_component = {row[0]: row for row in caches.rows}
+    assert by_component["entries"][4:7] == [2 * 108 + 3, 2 * 76 + 2, 2 * 76 + 2]  # of 433 positions, after 305 tokens
+    assert by_component["window"][5] == by_component["window"][6] == 4 * 111
+
+
+def test_keys_four_times_too_wide():
+    failed = failures(measured(FAULTS["keys-four-times-too-wide"]))
+    keys = {"predicted": 108 * 128 * 2, "stored": 4 * 108 * 128 * 2}
+    for layer in (1, 3):
+        assert failed[ALLOCATED, layer].evidence["off"] == {"indexer_keys": keys}
+
+
+def test_a_cache_of_twice_the_size():
+    def change(cache):
+        cache.ring.data = torch.cat((cache.ring.data, cache.ring.data))
+
+    failed = allocated(change)
+    assert failed.keys() == {(ALLOCATED, layer) for layer in range(4)}
+    assert failed[ALLOCATED, 0].measured == 2 * 79 * 128 * 2
+    assert failures(measured(with_caches(change))).keys() >= failed.keys()
+
+
+def test_a_component_that_lies():
+    class Modest(Entries):
+        def nbytes(self):
+            return super().nbytes() // 2
+
+    def change(cache):
+        if "indexer_keys" in cache.components:
+            cache.keys.__class__ = Modest
+
+    failed = allocated(change)
+    assert failed.keys() == {(LIES, None)}
+    assert failed[LIES, None].measured == 2
+
+
+def test_a_buffer_that_nobody_accounts_for():
+    def change(cache):
+        cache.ring.scratch = torch.zeros(10)
+        cache.ring.view = cache.ring.data[3:]  # takes nothing
+
+    failed = allocated(change)
+    assert failed.keys() == {(ALLOCATED, layer) for layer in range(4)} | {(LIES, None)}
+    assert failed[ALLOCATED, 0].measured == 79 * 128 * 2 + 40
+
+
+class Elsewhere(WindowRing):
+    """Writes the row beside, and keeps books as if it had not: no tripwire sees it."""
+
+    def write(self, first, kv):
+        super().write(first, kv)
+        if first == 304:  # the last token
+            self.data.copy_(self.data.roll(1, 0))
+
+
+def test_rows_in_the_wrong_place():
+    def change(cache):
+        cache.ring.__class__ = Elsewhere
+
+    failed = failures(measured(with_caches(change)))
+    assert failed.keys() == {(ROWS, layer) for layer in range(4)}
+    assert failed[ROWS, 2].measured == 111
+    assert list(failed[ROWS, 2].evidence["rows"]) == ["window at 305"]
+
+
+def test_rows_beyond_the_last():
+    class Beyond(Entries):
+        def append(self, rows):
+            super().append(rows)
+            self.data[-1] = 0
+
+    def change(cache):
+        if "entries" in cache.components:
+            cache.entries.__class__ = Beyond
+
+    failed = failures(measured(with_caches(change)))
+    assert failed.keys() == {(ROWS, 1), (ROWS, 2), (ROWS, 3)}
+    assert failed[ROWS, 1].evidence["rows"] == {"entries at 96": [107], "entries at 305": [107]}
+
+
+def test_what_is_not_written():
+    """The open window of a compressor that forgets to keep it."""
+    model = Subject().model
+    state, written = model.new_state(64, 16), Written(4)
+    poison(state)
+    with model.attached(written.listeners()):
+        model(torch.arange(6), state)
+    assert not any(one.wrong for one in look(state, written))
+    state.layers[1].frontier.kv[1, 7] = torch.nan
+    state.layers[2].frontier.gate[6, 0] = 1.0
+    wrong = {(one.layer, one.component): one.wrong for one in look(state, written) if one.wrong}
+    assert wrong == {(1, "frontier"): [1]}
+    state.layers[2].frontier.kv[6], state.layers[2].frontier.gate[6] = 1.0, 1.0
+    assert {(one.layer, one.component): one.wrong for one in look(state, written) if one.wrong}[2, "frontier"] == [6]
+
+
+@pytest.mark.parametrize("name", ["ring-off-by-one", "ring-written-off-by-one"])
+def test_a_read_of_poison_or_a_tripwire_ends_the_run(name):
+    report = measured(FAULTS[name])
+    assert any(what.startswith("tripwire at attention.") for what, _ in failures(report))
+    assert (ALLOCATED, 0) in {(finding.what, finding.layer) for finding in report.findings}
+
+
+def test_a_lost_frontier():
+    failed = failures(measured(FAULTS["frontier-lost"]))
+    assert list(failed[ROWS, 2].evidence["rows"]) == ["frontier at 96"]
+
+
+def test_too_short_a_model_is_vacuous(tmp_path):
+    write_checkpoint(tmp_path, tiny_config(max_position_embeddings=400), seed=1)
+    report = measured(directory=tmp_path)
+    assert [finding.verdict for finding in report.findings] == [Verdict.VACUOUS]
+
+
+@pytest.mark.parametrize(
+    ("config", "options"),
+    [
+        ({}, RunOptions("plain", "fp32")),
+        ({"compress_ratios": [0, 0], "num_hidden_layers": 2}, RunOptions()),
+        ({"sliding_window": 128}, RunOptions(prefill_chunk=7)),
+    ],
+)
+def test_other_checkpoints(tmp_path, config, options):
+    write_checkpoint(tmp_path, tiny_config(**config), seed=1)
+    report = measured(directory=tmp_path, options=options)
+    assert not report.failed, failures(report)
+
+
+# --- the process
+
+
+def judge(process):
+    """Verdicts of the call and of the growth."""
+    return [finding.verdict for finding in memory_page.process_findings(process)]
+
+
+def process(**changes):
+    taken = Peak(
+        steady=True,
+        base=200 * MIB,
+        peaks=[220 * MIB, 228 * MIB],
+        calls=[7 * MIB, 10 * MIB],
+        far=12 * MIB,
+        ballast=284 * MIB,
+    )
+    taken = taken._replace(**{name: value for name, value in changes.items() if name in Peak._fields})
+    made = Process((1024, 8192), 65024, taken, 3 * MIB, 26 * MIB, 7 * MIB, bounded=True, weights_read=True)
+    return made._replace(**{name: value for name, value in changes.items() if name in Process._fields})
+
+
+@pytest.mark.parametrize(
+    ("changes", "verdicts"),
+    [
+        ({}, ["pass", "pass"]),
+        ({"peaks": [220 * MIB, 231 * MIB]}, ["pass", "fail"]),  # 5 MiB more than caches and call explain
+        ({"far": 27 * MIB}, ["fail", "pass"]),
+        ({"far": 500 * MIB, "bounded": False}, ["measured", "pass"]),
+        ({"kept": 2 * MIB}, ["pass", "vacuous"]),
+        ({"ballast": 229 * MIB}, ["pass", "vacuous"]),  # a peak that does not show 64 MiB shows nothing
+        ({"steady": False}, ["pass", "measured"]),
+        ({"weights_read": False}, ["pass", "measured"]),
+    ],
+)
+def test_growth_is_judged(changes, verdicts):
+    assert judge(process(**changes)) == verdicts
+
+
+def test_a_call_is_bounded_far_out_and_an_untiled_one_is_not():
+    """64 tokens at position 65472: the reference op set holds the scores of every head, 32 MiB."""
+    taken = {}
+    for ops in (BLOCKED, REFERENCE):
+        subject = Subject(ops=ops, options=RunOptions(prefill_chunk=64))
+        state = peak._noise_up_to(subject.model, 65472, 64)
+        taken[ops.name] = peak._call_bytes(subject.model, state, torch.arange(64))
+    assert 0 < taken["blocked"] <= call_bytes(subject.config, 64, 2) < taken["reference"]
+
+
+def test_a_process_of_its_own():
+    taken = peak.measure(Subject(options=RunOptions(prefill_chunk=32)), (64, 128), 1024)
+    assert taken.base < taken.peaks[0] <= taken.peaks[1] < taken.ballast
+    assert 0 < taken.calls[0] <= taken.calls[1] <= taken.far
+
+
+def test_a_tripwire_in_the_process_is_a_finding(monkeypatch):
+    monkeypatch.setattr(peak, "measure", lambda *_: "logits: NaN, expected finite")
+    report = measured(None, Memory())
+    assert failures(report)["tripwire in the process", None].evidence["why"] == "logits: NaN, expected finite"
+
+
+def test_the_process_carries_the_fault():
+    options = RunOptions(prefill_chunk=32)
+    assert "indexer.selected of layer 1" in peak.measure(
+        Subject(fault=FAULTS["top-k-halved"], options=options), (64, 128), 256
+    )
+
+
+def test_what_another_process_cannot_carry():
+    local = Fault("local", "a fault of this test", "")
+    assert peak.cannot_carry(Subject()) is None
+    assert peak.cannot_carry(Subject(fault=FAULTS["frontier-lost"], ops=REFERENCE)) is None
+    assert "fault local" in peak.cannot_carry(Subject(fault=local))
+    assert "op set" in peak.cannot_carry(Subject(ops=REFERENCE._replace(name="mine")))
+    report = measured(local, Memory(prompts=(64, 128)))
+    assert "local" in report.parts[-1].text

@@ -1,0 +1,239 @@
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from probes.fault import Fault
+from probes.faults import FAULTS
+from runtime.load import DEMO
+from scripts import probe as command
+from scripts.cli import run
+from tests.fake_probes import FAKES, HOLLOW, PASSING, UNJUDGED
+from tests.make_checkpoint import tiny_config, write_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+SHIPPED = command.AUDITS, command.FAULTS  # before the tests put their own in place
+FAULT = Fault("nothing-wrong", "Nothing is changed.", "the tests")
+HOPELESS = Fault("hopeless", "Nothing.", "the tests", inapplicable=lambda config: f"{config.vocab_size} tokens")
+
+
+@pytest.fixture(autouse=True)
+def audits(monkeypatch, tmp_path):
+    """Fake probes and faults, and a folder of this test in the place of the repository's audits."""
+    monkeypatch.setattr(command, "FULL", FAKES)
+    monkeypatch.setattr(command, "QUICK", tuple(replace(probe, summary="Quick.") for probe in FAKES))
+    monkeypatch.setattr(command, "FAULTS", {fault.name: fault for fault in (FAULT, HOPELESS)})
+    monkeypatch.setattr(command, "AUDITS", tmp_path / "audits")
+    return tmp_path / "audits"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("checkpoint")
+    write_checkpoint(directory, tiny_config(), seed=0)
+    return directory
+
+
+def main(*argv):
+    return command.main([str(arg) for arg in argv])
+
+
+def refused(capsys, *argv):
+    assert run(lambda: main(*argv)) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    return err.strip()
+
+
+def front(path):
+    return dict(line.split(": ", 1) for line in path.read_text().split("---\n")[1].splitlines())
+
+
+@pytest.mark.parametrize("probe", FAKES, ids=lambda probe: probe.name)
+def test_the_exit_status_says_whether_all_passed(probe, capsys):
+    assert main(probe.name) == (0 if probe is PASSING else 1)
+    out, _ = capsys.readouterr()
+    verdict = "pass" if probe is PASSING else "vacuous" if "hollow" in probe.name else "fail"
+    assert out.startswith(f"{verdict:8} {probe.name} ")
+
+
+def test_all_runs_each_probe_once_in_order(capsys):
+    assert main("failing", "all", "passing") == 1
+    out, err = capsys.readouterr()
+    names = [line.split()[1] for line in out.splitlines() if line[0] in "pfv"]
+    assert names == [probe.name for probe in FAKES]
+    assert out.splitlines()[-1].startswith("1 of 6 probes passed in ")
+    assert len(err.splitlines()) == 6, "a line for each page"
+
+
+def test_named_probes_run_in_the_order_given_and_once(capsys):
+    assert main("unjudged", "passing", "unjudged") == 1
+    out, _ = capsys.readouterr()
+    assert [line.split()[1] for line in out.splitlines()[:-1]] == [UNJUDGED.name, PASSING.name]
+
+
+def test_a_plain_run_of_the_demo_writes_the_audits(audits, capsys):
+    assert main("passing") == 0
+    assert sorted(path.name for path in audits.iterdir()) == ["passing.json", "passing.md"]
+    assert capsys.readouterr().err == f"wrote {audits}/passing.md\n"
+    assert front(audits / "passing.md")["command"] == '"python -m scripts.probe passing"'
+    assert "What surprised us" in (audits / "passing.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--quick",),
+        ("--inject", "nothing-wrong"),
+        ("--seed", "1"),
+        ("--numerics", "plain"),
+        ("--dtype", "fp32"),
+        ("--prefill-chunk", "64"),
+        ("--prompt-file", "README.md"),
+        ("--model", "CHECKPOINT"),
+    ],
+    ids=lambda flags: flags[0],
+)
+def test_any_other_run_writes_no_page_unless_told_where(flags, audits, checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    flags = [checkpoint if flag == "CHECKPOINT" else flag for flag in flags]
+    assert main("passing", *flags) == 0
+    assert capsys.readouterr().err == "no page written: --out FOLDER writes pages for this run\n"
+    assert not audits.exists()
+    assert main("passing", *flags, "--out", tmp_path / "new" / "pages") == 0
+    page = tmp_path / "new" / "pages" / "passing.md"
+    assert capsys.readouterr().err == f"wrote {page}\n"
+    assert not audits.exists()
+    shown = ["checkpoint0" if flag == checkpoint else str(flag) for flag in flags]
+    told = front(page)["command"].strip('"').removeprefix("python -m scripts.probe passing ")
+    assert sorted(told.split()) == sorted(["--out", "pages", *shown])
+    assert str(tmp_path) not in page.read_text() + (tmp_path / "new" / "pages" / "passing.json").read_text()
+
+
+def test_the_command_writes_to_the_repository_and_injects_the_faults_that_ship():
+    assert (ROOT / "audits", FAULTS) == SHIPPED
+    fresh = [sys.executable, "-m", "scripts.probe"]
+    listed = subprocess.run([*fresh, "--list"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name, fault in FAULTS.items():
+        assert f"  {name}: {fault.what}\n" in listed
+    wrong = subprocess.run([*fresh, "nonsense"], cwd=ROOT, check=False, capture_output=True, text=True)
+    assert (wrong.returncode, wrong.stdout, wrong.stderr) == (2, "", "no probe 'nonsense'; --list names them\n")
+
+
+def test_the_demo_by_another_path_is_the_demo(audits, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert main("passing", "--model", DEMO.relative_to(ROOT)) == 0
+    assert front(audits / "passing.md")["command"] == '"python -m scripts.probe passing"'
+
+
+def test_the_command_gives_paths_as_given_but_absolute_ones_shortened(checkpoint, tmp_path, monkeypatch):
+    def told(*argv):
+        args = command.parser().parse_args([str(arg) for arg in argv])
+        return command.command(args, "recall")
+
+    monkeypatch.chdir(tmp_path)
+    assert told("all") == "python -m scripts.probe recall"
+    assert told("recall", "--model", "../flash", "--out", "./pages") == (
+        "python -m scripts.probe recall --model ../flash --out pages"
+    )
+    assert told("recall", "--model", checkpoint, "--prompt-file", tmp_path / "my prompt.txt") == (
+        f"python -m scripts.probe recall --model {checkpoint.name} --prompt-file 'my prompt.txt'"
+    )
+    flags = ("--inject", "x", "--seed", "3", "--numerics", "plain", "--dtype", "fp32", "--prefill-chunk", "7")
+    assert told("recall", "--quick", *flags) == f"python -m scripts.probe recall --quick {' '.join(flags)}"
+
+
+def test_quick_runs_the_quick_settings(capsys):
+    main("passing", "--quick")
+    assert capsys.readouterr().out.endswith(" s  Quick.\n")
+
+
+def test_the_seed_and_the_fault_and_the_prompt_reach_the_subject(tmp_path):
+    (tmp_path / "prompt.txt").write_bytes(b"The capital of\r\nFrance")
+    flags = ("--seed", "5", "--inject", "nothing-wrong", "--prompt-file", str(tmp_path / "prompt.txt"))
+    subject = command.subject_of(command.parser().parse_args(["x", *flags, "--numerics", "plain"]))
+    assert (subject.seed, subject.fault, subject.options.numerics) == (5, FAULT, "plain")
+    assert subject.prompt == "The capital of\r\nFrance"
+
+
+def test_the_list_names_probes_and_faults(capsys, audits):
+    assert main("--list") == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("probes:\n  passing: Does passing hold?\n")
+    assert "faults, for --inject:\n  nothing-wrong: Nothing is changed.\n  hopeless: Nothing.\n" in out
+    assert err == ""
+    assert not audits.exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ((), "which probe? Name some, or all; --list names them"),
+        (("pasing",), "no probe 'pasing'; did you mean passing?"),
+        (("all", "pasing"), "no probe 'pasing'; did you mean passing?"),
+        (("zzz\n",), r"no probe 'zzz\n'; --list names them"),
+        (("passing", "--inject", "nothing-worng"), "no fault 'nothing-worng'; did you mean nothing-wrong?"),
+        (("passing", "--inject", "hopeless"), "--inject hopeless: 768 tokens"),
+        (("passing", "--seed", "-1"), "--seed -1: want 0 to 2^63 - 1"),
+        (("--list", "passing"), "--list: takes no names, it runs nothing"),
+    ],
+)
+def test_what_is_asked_for_wrongly_is_refused_in_one_line(argv, line, capsys, audits):
+    vocab = command.subject_of(command.parser().parse_args(["x"])).config.vocab_size
+    assert refused(capsys, *argv) == line.replace("768", str(vocab))
+    assert not audits.exists()
+
+
+def test_bad_files_are_refused_before_any_work(tmp_path, capsys, monkeypatch, checkpoint):
+    monkeypatch.setattr(command, "run_probe", lambda *_: pytest.fail("work was done"))
+    assert "config.json" in refused(capsys, "passing", "--inject", "nothing-wrong", "--model", tmp_path)
+    lost = tmp_path / "lost.txt"
+    assert refused(capsys, "passing", "--prompt-file", lost) == f"{lost}: No such file or directory"
+    lost.write_bytes(b"")
+    assert "the text is empty" in refused(capsys, "passing", "--prompt-file", lost)
+    lost.write_bytes(b"caf\xe9")
+    assert refused(capsys, "passing", "--prompt-file", lost) == f"{lost}: byte 3 is no UTF-8"
+    lost.write_bytes(b"text")
+    assert "tokenizer.json" in refused(capsys, "passing", "--prompt-file", lost, "--model", checkpoint)
+    assert refused(capsys, "passing", "--out", lost).startswith(f"{lost}: pages cannot be written there (")
+    nowhere = lost / "pages"
+    assert refused(capsys, "passing", "--out", nowhere).startswith(f"{nowhere}: pages cannot be written there (")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "run_probe", lambda *_: pytest.fail("work was done"))
+
+    def full(**_):
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(command.tempfile, "TemporaryFile", full)
+    line = refused(capsys, "passing", "--out", tmp_path)
+    assert line == f"{tmp_path}: pages cannot be written there (Read-only file system)"
+
+
+def test_pages_of_finished_probes_stay_when_a_later_one_breaks(audits, monkeypatch):
+    genuine = command.run_probe
+
+    def breaks(probe, subject, progress):
+        if probe.name == HOLLOW.name:
+            raise KeyboardInterrupt
+        return genuine(probe, subject, progress)
+
+    monkeypatch.setattr(command, "run_probe", breaks)
+    assert run(lambda: main("all")) == 130
+    assert sorted(path.name for path in audits.glob("*.md")) == ["failing.md", "passing.md"]
+
+
+def test_a_terminal_gets_tables(capsys, monkeypatch):
+    genuine = command.Console
+    monkeypatch.setattr(command, "Console", lambda **flags: genuine(**flags, force_terminal=True, width=100))
+    assert main("passing", "tripping", "--quick") == 1
+    out, err = capsys.readouterr()
+    assert out.count("┏") == 3, "a table for each probe and one for all"
+    assert "1 of 2 probes passed" in out
+    assert "2/2 tripping" in err
+    assert main("--list") == 0
+    assert capsys.readouterr().out.count("┏") == 2
