@@ -15,7 +15,8 @@ from model.config import ModelConfig
 from model.tripwire import Tripwire
 
 # Called with the layer (None outside of all layers) and the tensor itself. Caches and streams go on being used and
-# overwritten: a listener that keeps a tensor clones it.
+# overwritten: a listener that keeps a tensor clones it. One that writes into what passes steers the run: at a site that
+# is passed before the tensor is used, the run goes on with what was written.
 Listener = Callable[[int | None, Tensor], None]
 
 

@@ -1,22 +1,20 @@
 """All probes in the order in which they run: what is cheap and most telling first."""
 
-from probes import (
-    attention,
-    boundaries,
-    determinism,
-    load,
-    memory,
-    mhc,
-    needle,
-    parity,
-    quantisation,
-    recall,
-    rope,
-    routing,
-    sink,
-    visibility,
-)
+from probes.attention import probe as attention
+from probes.boundaries import probe as boundaries
+from probes.determinism import probe as determinism
+from probes.load import probe as load
+from probes.memory import probe as memory
+from probes.mhc import probe as mhc
+from probes.needle import probe as needle
+from probes.parity import probe as parity
 from probes.probe import Probe
+from probes.quantisation import probe as quantisation
+from probes.recall import probe as recall
+from probes.rope import probe as rope
+from probes.routing import probe as routing
+from probes.sink import probe as sink
+from probes.visibility import probe as visibility
 
 _MODULES = (
     load,

@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -19,9 +20,24 @@ from probes.faults import FAULTS
 from probes.matrix import Outcome, Row, markdown, row, uncaught
 from probes.subject import Subject
 from runtime.load import DEMO
+from runtime.options import RunOptions
 from scripts.cli import run
 from scripts.flags import add_run_options, run_options, writable
 
+NOTICED = """\
+**Answers hide faults.** Of the faults that no tripwire stops, `needle` sees seven. Swapped nibbles, a transposed mixing
+of the streams, a ring read one row off, no clamp: the demo goes on finding every code it is asked for. Fluent and even
+right answers say next to nothing about a runtime.
+
+**The cheapest check found what was thought to need a golden vector.** Doubly stochastic is what all wrong Sinkhorns
+nearly are, but this checkpoint has learned matrices that 20 iterations do not finish: the columns of a row-first one
+are up to 2e-4 off where the right order leaves 1.3e-6. The tripwire on the columns ends that run at its first token.
+
+**A dropped clamp in the shared expert shows in one place only**: where the experts are pushed beyond the limit on
+purpose. No prompt that we ran gets there.
+
+**A stale frontier shows in probes that never look at state**, rope and quantisation among them: they run two prompts,
+and the second comes out differently."""
 PAGE = Path(__file__).resolve().parents[1] / "audits" / "faults.md"
 
 
@@ -59,11 +75,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ops": loaded.model.arithmetic.ops.name,
         **{key: str(value) for key, value in options.to_json().items()},
         "torch": torch.__version__,
+        "transformers": "there" if find_spec("transformers") else "not there",
         "seed": str(healthy.seed),
         "command": " ".join(["python -m scripts.fault_matrix", *given]),
         "seconds": f"{time.perf_counter() - started:.0f}",
     }
-    args.out.write_text(markdown(matrix, clean, FAULTS, names, facts), encoding="utf-8")
+    noticed = NOTICED if args.model == DEMO and options == RunOptions() else ""
+    args.out.write_text(markdown(matrix, clean, FAULTS, names, facts, noticed), encoding="utf-8")
     rows = {"": clean} | matrix
     data = {fault: {probe: cell.to_json() for probe, cell in cells.items()} for fault, cells in rows.items()}
     args.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

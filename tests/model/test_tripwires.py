@@ -102,9 +102,9 @@ def test_selection_of_another_width_type_or_none():
 def test_columns(tokens):
     comb = sinkhorn(torch.randn(tokens, 4, 4) * 3, 20, 1e-6)
     tripwire.columns("attention.comb", 0, 7, comb)
-    for wrong in (1.0001, NAN):
+    for wrong in (1e-4, -1e-4, NAN):
         bad = comb.clone()
-        bad[-1, 1, 2] *= wrong
+        bad[-1, 1, 2] += wrong
         trip = tripped(tripwire.columns, "attention.comb", 0, 7, bad)
         assert (trip.site, trip.position) == ("attention.comb", 7 + tokens - 1)
 

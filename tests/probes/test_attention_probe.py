@@ -7,9 +7,9 @@ import torch
 
 from kernels.reference import attention
 from probes.ablations import without_entries
-from probes.attention import QUICK, stored_sinks
-from probes.attention_oracle import attend
-from probes.attention_rows import count_rows, looked_at
+from probes.attention.oracle import attend
+from probes.attention.probe import QUICK, stored_sinks
+from probes.attention.rows import count_rows, looked_at
 from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Verdict

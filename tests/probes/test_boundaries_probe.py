@@ -7,13 +7,13 @@ import torch
 
 from kernels.formats import Dense
 from kernels.ops import BLOCKED, REFERENCE
-from probes.boundaries import FULL, QUICK
-from probes.cuts import Outcome, Tally, compared, prefill_then_decode, prefixes
-from probes.exact import exact
+from probes.boundaries.cuts import Outcome, Tally, compared, prefill_then_decode, prefixes
+from probes.boundaries.probe import FULL, QUICK
 from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Verdict
 from probes.probe import run_probe, silent
+from probes.shared.exact import exact
 from probes.subject import Subject, run_tokens
 from tests.exact_ops import EXACT
 from tests.make_checkpoint import tiny_config, write_checkpoint

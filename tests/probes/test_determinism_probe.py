@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from model import sites
-from probes.determinism import QUICK, Seen, against, poison, run
+from probes.determinism.probe import QUICK, Seen, against, poison, run
 from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Verdict
 from probes.probe import run_probe, silent
+from probes.shared.trace import OF_TOKENS, Passed, _multipliers, first_difference, joined, row_digests, traced
 from probes.subject import Subject, run_tokens
-from probes.trace import OF_TOKENS, Passed, _multipliers, first_difference, joined, row_digests, traced
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 

@@ -9,17 +9,18 @@ from safetensors.torch import save_file
 
 from model.binding import Binding, Form, Slice
 from model.gate import Gate
-from probes import load, load_values
-from probes.effects import without_effect
 from probes.fault import Fault
 from probes.faults import FAULTS
-from probes.file_bytes import E4M3, E8M0, FileBytes
 from probes.finding import Verdict
-from probes.held import find
-from probes.load import Load
-from probes.load_page import census_findings
+from probes.load import probe as load
+from probes.load import values as load_values
+from probes.load.effects import without_effect
+from probes.load.page import census_findings
+from probes.load.probe import Load
+from probes.load.reads import Reads
 from probes.probe import run_probe, silent
-from probes.reads import Reads
+from probes.shared.file_bytes import E4M3, E8M0, FileBytes
+from probes.shared.held import find
 from probes.subject import Subject
 from tests.make_checkpoint import fp4, fp8, nvfp4, tiny_config, write_checkpoint
 

@@ -93,10 +93,19 @@ def test_uncaught(outcomes, lost):
     ],
 )
 def test_the_page_opens_with_the_verdict(outcomes, clean, verdict):
-    page = markdown({"broken": cells(*outcomes)}, cells(*clean), {"broken": FAULT}, ("a", "b"), {"seed": "0"})
+    page = markdown({"broken": cells(*outcomes)}, cells(*clean), {"broken": FAULT}, ("a", "b"), {"seed": "0"}, "Oh.")
     assert f"**{verdict}" in page
     assert page.startswith(f"---\nverdict: {verdict[:4].lower()}\nseed: 0\n---\n")
     marks = {CAUGHT: "●", TRIPPED: "T", MISSED: "·"}
     assert f"| broken | {' | '.join(marks[o] for o in outcomes)} |" in page
     assert f"| *none* | {' | '.join(marks[o] for o in clean)} |" in page
     assert "| broken | Something is broken. | a thread | " in page
+    assert "## What surprised us\n\nOh.\n" in page
+
+
+def test_the_page_counts_what_each_probe_catches_and_what_it_alone_catches():
+    matrix = {"x": cells(CAUGHT, MISSED), "y": cells(CAUGHT, CAUGHT), "z": cells(TRIPPED, CAUGHT)}
+    clean = cells(MISSED, MISSED)
+    page = markdown(matrix, clean, dict.fromkeys(matrix, FAULT), ("a", "b"), {}, "")
+    assert "| *caught* | 2 | 2 |\n| *by it alone* | 1 | 0 |" in page
+    assert "surprised" not in page

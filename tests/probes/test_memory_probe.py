@@ -9,15 +9,17 @@ from kernels.ops import BLOCKED, REFERENCE
 from model.cache.entries import Entries
 from model.cache.window import WindowRing
 from model.transformer import Transformer
-from probes import memory, memory_page, peak
-from probes.cache_plan import cache_bytes, call_bytes, layer_bytes, naive_bytes
-from probes.cache_rows import Written, look, poison
 from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Verdict
-from probes.memory import Memory
-from probes.memory_page import Process
-from probes.peak import Peak
+from probes.memory import page as memory_page
+from probes.memory import peak
+from probes.memory import probe as memory
+from probes.memory.page import Process
+from probes.memory.peak import Peak
+from probes.memory.plan import cache_bytes, call_bytes, layer_bytes, naive_bytes
+from probes.memory.probe import Memory
+from probes.memory.rows import Written, look, poison
 from probes.probe import run_probe, silent
 from probes.subject import Subject
 from runtime.options import RunOptions

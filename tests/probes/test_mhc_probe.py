@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 
-from probes import mhc_oracle as oracle
 from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Verdict
-from probes.mhc import QUICK
-from probes.mhc_watch import Worst
+from probes.mhc import oracle
+from probes.mhc.probe import QUICK
+from probes.mhc.watch import Worst
 from probes.probe import run_probe, silent
 from probes.subject import Subject
 from runtime.options import RunOptions

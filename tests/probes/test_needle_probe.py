@@ -5,15 +5,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from probes import needle
 from probes.ablations import without_entries
 from probes.demo_language.prompts import needle_prompts
 from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Verdict
-from probes.needle import FULL, QUICK
-from probes.needle_answers import Answer, answers, calls
-from probes.needle_report import RANDOM, RUN, WINDOW, depth_map, findings
+from probes.needle import probe as needle
+from probes.needle.answers import Answer, answers, calls
+from probes.needle.probe import FULL, QUICK
+from probes.needle.report import RANDOM, RUN, WINDOW, depth_map, findings
 from probes.probe import run_probe, silent
 from probes.subject import Subject, run_tokens
 from tests.make_checkpoint import tiny_config, write_checkpoint

@@ -14,13 +14,13 @@ from model.checkpoint import Checkpoint
 from model.decode import bind
 from model.errors import CheckpointError
 from model.names import Role, translate
-from probes import transformers_side
 from probes.faults import FAULTS
 from probes.finding import Verdict
-from probes.parity import QUICK, Parity
-from probes.parity_pairs import DEPLOYED_OP_SET, DTYPE, NUMERICS, OP_SET, TRANSFORMERS, chunks
+from probes.parity import transformers_side
+from probes.parity.compare import COMPARED, Canonical, Comparison, Key, Trace
+from probes.parity.pairs import DEPLOYED_OP_SET, DTYPE, NUMERICS, OP_SET, TRANSFORMERS, chunks
+from probes.parity.probe import QUICK, Parity
 from probes.probe import run_probe, silent
-from probes.site_compare import COMPARED, Canonical, Comparison, Key, Trace
 from probes.subject import Subject, run_tokens
 from runtime.load import DEMO
 from runtime.options import RunOptions

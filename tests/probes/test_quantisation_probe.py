@@ -9,15 +9,15 @@ import torch
 from kernels.formats import Dense, Fp4, Fp8, NvFp4
 from kernels.ops import BLOCKED, REFERENCE
 from kernels.reference.formats import decode
-from probes import narrow
 from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Report, Table, Verdict
-from probes.numerics_pair import run_pair
 from probes.probe import run_probe, silent
-from probes.quantisation import QUICK, _one_kind
-from probes.rounding_cases import cases, off_grid, roundings
-from probes.stored_scales import Stored
+from probes.quantisation.cases import cases, off_grid, roundings
+from probes.quantisation.pair import run_pair
+from probes.quantisation.probe import QUICK, _one_kind
+from probes.quantisation.scales import Stored
+from probes.shared import narrow
 from probes.subject import Subject, run_tokens
 from runtime.options import RunOptions
 from tests.make_checkpoint import fp4, fp8, nvfp4, tiny_config, write_checkpoint

@@ -13,10 +13,10 @@ from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Verdict
 from probes.probe import run_probe, silent
-from probes.recall import FULL, QUICK, Recall
-from probes.recall_drawn import Spectrum, measure, spectrum
-from probes.recall_oracle import compare, correlations, exact_scores, hadamard_matrix, rounding_error
-from probes.recorder import Recorder
+from probes.recall.drawn import Spectrum, measure, spectrum
+from probes.recall.oracle import compare, correlations, exact_scores, hadamard_matrix, rounding_error
+from probes.recall.probe import FULL, QUICK, Recall
+from probes.shared.recorder import Recorder
 from probes.subject import Subject, run_tokens
 from runtime.options import RunOptions
 from tests.make_checkpoint import micro_config, tiny_config, write_checkpoint

@@ -14,9 +14,9 @@ from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Verdict
 from probes.probe import run_probe, silent
-from probes.rope import QUICK
-from probes.rope_oracle import GOLDEN, GOLDEN_DIM, GOLDEN_PAIRS, POSITIONS, Table, apart, pairs
-from probes.rope_watch import Turned
+from probes.rope.oracle import GOLDEN, GOLDEN_DIM, GOLDEN_PAIRS, POSITIONS, Table, apart, pairs
+from probes.rope.probe import QUICK
+from probes.rope.watch import Turned
 from probes.subject import Subject
 from runtime.options import RunOptions
 from tests.make_checkpoint import micro_config, tiny_config, write_checkpoint

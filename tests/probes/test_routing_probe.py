@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from probes.clamp import Pushed, push_findings
 from probes.faults import FAULTS
 from probes.finding import Report, Text, Verdict
-from probes.moe_oracle import Experts, Scores
 from probes.probe import run_probe, silent
-from probes.routing import QUICK
-from probes.routing_layer import Captured, compare
+from probes.routing.clamp import Pushed, push_findings
+from probes.routing.layer import Captured, compare
+from probes.routing.probe import QUICK
+from probes.shared.moe import Experts, Scores
 from probes.subject import Subject
 from runtime.options import RunOptions
 from tests.make_checkpoint import tiny_config, write_checkpoint

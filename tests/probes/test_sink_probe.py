@@ -12,9 +12,9 @@ from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Verdict
 from probes.probe import run_probe, silent
-from probes.sink import QUICK
-from probes.sink_oracle import ENTRIES, WINDOWS, Attended, Shape, cases
-from probes.sink_watch import Heads
+from probes.sink.oracle import ENTRIES, WINDOWS, Attended, Shape, cases
+from probes.sink.probe import QUICK
+from probes.sink.watch import Heads
 from probes.subject import Subject
 from runtime.options import RunOptions
 from tests.make_checkpoint import micro_config, tiny_config, write_checkpoint

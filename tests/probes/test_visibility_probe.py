@@ -11,10 +11,10 @@ from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Verdict
 from probes.probe import run_probe, silent
-from probes.reach import Reach, entries_of, in_window
-from probes.reach_page import picture, reached, staircase
 from probes.subject import Subject
-from probes.visibility import FULL, QUICK, selections
+from probes.visibility.page import picture, reached, staircase
+from probes.visibility.probe import FULL, QUICK, selections
+from probes.visibility.reach import Reach, entries_of, in_window
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 AFTER, BEYOND, LOST = (

@@ -107,7 +107,7 @@ def test_any_other_run_writes_no_page_unless_told_where(flags, audits, checkpoin
     page = tmp_path / "new" / "pages" / "passing.md"
     assert capsys.readouterr().err == f"wrote {page}\n"
     assert not audits.exists()
-    shown = ["checkpoint0" if flag == checkpoint else str(flag) for flag in flags]
+    shown = [checkpoint.name if flag == checkpoint else str(flag) for flag in flags]
     told = front(page)["command"].strip('"').removeprefix("python -m scripts.probe passing ")
     assert sorted(told.split()) == sorted(["--out", "pages", *shown])
     assert str(tmp_path) not in page.read_text() + (tmp_path / "new" / "pages" / "passing.json").read_text()

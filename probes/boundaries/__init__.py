@@ -1,0 +1,1 @@
+"""Cutting a prompt into calls: chunks, lengths, prefill and decode, bit by bit."""

@@ -1,0 +1,1 @@
+"""The same run again, and after other runs."""

@@ -1,0 +1,1 @@
+"""What the model holds and reads, against the bytes of the files."""

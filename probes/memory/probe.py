@@ -1,0 +1,206 @@
+"""Probe: whether the caches are as large as predicted and written where they should be, and nothing else grows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kernels.ops import BLOCKED
+from model import sites
+from model.cache.layers import LayerCache
+from model.config import ModelConfig
+from model.decode import HASHED_WHOLE
+from model.sites import Site
+from model.state import State
+from model.transformer import Transformer
+from model.tripwire import Tripwire
+from probes.finding import Finding, Part, Report, Text, broken, exactly, judged, tripped
+from probes.memory import page, peak
+from probes.memory.plan import ITEM_BYTES, cache_bytes, call_bytes, layer_bytes, naive_bytes, shaped
+from probes.memory.rows import Rows, Written, look, poison
+from probes.probe import Progress
+from probes.subject import Subject
+
+DECODED = 5  # of the tokens, one by one at the end
+SPARE = 128  # positions beyond the tokens, so that there are rows that nothing may touch
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Count the bytes by hand, in the buffers, and in a process."""
+
+    name: ClassVar[str] = "memory"
+    question: ClassVar[str] = "Do the caches take what the arithmetic says, and does nothing else grow with the prompt?"
+    reads: ClassVar[tuple[Site, ...]] = (sites.KV, sites.ENTRY, sites.INDEX_KEY_USED)
+    background: ClassVar[str] = """\
+V4's promise is a million tokens in a few gigabytes: a layer keeps the KV of its window, one entry for every 4 tokens
+(CSA) or 128 (HCA), and in CSA layers an index key beside each entry. What breaks the promise is seldom the arithmetic.
+One runtime had index keys four times too wide, and nothing failed. Others ran out of memory because their plan left out
+the indexer's scores, which are [chunk, context / 4] in fp32 where nothing tiles them: 2 GiB for 2048 tokens at a
+million.
+
+Four things are compared. **Predicted**: a formula of this probe's own, from the config. **Allocated**: the storage
+behind each tensor of each cache, and what the cache says of itself. **Touched**: the buffers are filled with NaN before
+a run, so that afterwards each row shows whether it was written, and reading one too early ends the run; each row must
+hold, bit for bit, what the model showed when it wrote it. **Peak**: a process of its own runs a short and a long
+prompt, and may grow by the longer one's caches, by the tiles that were not full before, and by no more."""
+    noticed: ClassVar[str] = """\
+At these lengths an HCA layer is mostly its frontier: 131,072 of the 160,256 bytes of layer 2 are values and gates of
+the open window in fp32, 768 bytes are entries. Width drops out of the comparison, so it holds for V4-Pro too: only at
+65,536 tokens do the entries of an HCA layer (BF16) take as much as its frontier.
+
+The process was predicted to within a megabyte, once two things were out of the way. Linux lets a child inherit its
+parent's `ru_maxrss`, so a peak read there can be another program's. And glibc keeps what is freed: the growth from
+2,048 to 16,384 tokens came out as 13.5 and as 7.2 MiB in two runs of the same code, and as 10.4 (predicted 10.3) once
+every large tensor was mapped on its own.
+
+What one call of 512 tokens takes does grow with the context at first, from 7.0 MiB at 1,024 tokens to 10.4 at 8,192,
+until every tile is full: 12.4 MiB at 16,384, and the same at 65,024, where the reference op set takes 515. Of the peak
+itself, 237 MiB were there before the first token: torch."""
+
+    tokens: int = 300  # touched: two windows of HCA, and a ring that goes round
+    chunk: int = 96  # of the same run: less than a window of HCA, so that not all of its frontier is written at first
+    prompts: tuple[int, int] | None = (1024, 8192)  # for the peak of a process; None: it is not measured
+    far: int = 65536  # where one call is measured too, with noise in the caches before it
+
+    def vacuous(self, subject: Subject) -> str | None:
+        """The ring must go round and every compressor close windows, with room to spare."""
+        needed, room = self._count(subject.config) + SPARE, subject.config.max_position_embeddings
+        return f"the run needs {needed} positions, the model has {room}" if needed > room else None
+
+    def _count(self, config: ModelConfig) -> int:
+        once_round = config.sliding_window + self.chunk
+        return max(self.tokens, once_round, 2 * max(config.compress_ratios)) + DECODED
+
+    def measure(self, subject: Subject, progress: Progress) -> Report:
+        """Allocated and touched in this process, the peak in another, unless a tripwire ended the run here."""
+        config, model, item = subject.config, subject.model, ITEM_BYTES[subject.options.dtype]
+        tokens, chunk = subject.tokens(self._count(config)), subject.options.prefill_chunk
+        progress(0.0, "caches")
+        state = model.new_state(len(tokens) + SPARE, self.chunk)
+        layers = _allocated(config, state, self.chunk, item)
+        figures = _figures(config)
+        findings = [*page.allocation_findings(layers), _whole_context(subject), *page.figure_findings(figures)]
+        progress(0.05, f"a prompt of {len(tokens)} tokens in poisoned caches")
+        rows: list[Rows] = []
+        trip = _touch(model, state, tokens, self.chunk, rows)
+        findings += [trip] if trip else page.row_findings(rows)
+        parts: list[Part] = [page.caches_table(layers, rows), page.figures_table(figures)]
+        parts += [page.million_table(config, chunk, item), page.context_plot(config, chunk, item)]
+        process = None
+        if self.prompts is not None and trip is None:
+            if why := peak.cannot_carry(subject):
+                parts.append(Text("Peak of a process", f"Not measured: {why}."))
+            else:
+                progress(0.2, "a process of its own")
+                process, ended = self._process(subject, self.prompts)
+                findings += page.process_findings(process) if process else [broken("tripwire in the process", ended)]
+                parts += [page.process_table(process)] if process else []
+        progress(1.0, "done")
+        said = page.summary(layers, rows, process, None if trip is None else str(trip.evidence["why"]))
+        return Report(said, tuple(findings), tuple(parts), page.NOT_CLAIMED)
+
+    def _process(self, subject: Subject, prompts: tuple[int, int]) -> tuple[page.Process | None, str]:
+        """What the process took, or the tripwire that ended it."""
+        config, chunk, item = subject.config, subject.options.prefill_chunk, ITEM_BYTES[subject.options.dtype]
+        room = config.max_position_embeddings - peak.DECODED - chunk
+        short, long = min(prompts[0], room // 8), min(prompts[1], room)
+        far = min(self.far, config.max_position_embeddings) - chunk
+        kept = naive_bytes(config, long - short, chunk, item)["streams of the whole prompt"]
+        taken = peak.measure(subject, (short, long), far)
+        if isinstance(taken, str):
+            return None, taken
+        process = page.Process(
+            (short, long),
+            far,
+            taken,
+            sum(cache_bytes(config, long + peak.DECODED + chunk, chunk, item).values()),
+            call_bytes(config, chunk, item),
+            kept,
+            subject.ops.name == BLOCKED.name,
+            # the fingerprint of a small checkpoint reads all of it while loading
+            subject.options.device != "cpu" or subject.load().census.nbytes <= HASHED_WHOLE,
+        )
+        return process, ""
+
+
+def _allocated(config: ModelConfig, state: State, chunk: int, item: int) -> list[page.Allocated]:
+    """The three counts of each layer's bytes."""
+    return [
+        page.Allocated(layer_bytes(config, layer, state.max_context, chunk, item), _storages(cache), cache.nbytes())
+        for layer, cache in enumerate(state.layers)
+    ]
+
+
+def _storages(cache: LayerCache) -> dict[str, int]:
+    """Bytes of the storages behind a cache's tensors, by component; a storage that two share counts once."""
+    names = {"ring": "window", "keys": "indexer_keys", "key_frontier": "indexer_frontier"}
+    seen: set[int] = set()
+    found: dict[str, int] = {}
+    for attribute, part in vars(cache).items():
+        if isinstance(part, Mapping):
+            continue  # the same parts again, by name
+        for tensor in vars(part).values():
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()).data_ptr() not in seen:
+                seen |= {storage.data_ptr()} if storage.nbytes() else set()
+                name = names.get(attribute, attribute)
+                found[name] = found.get(name, 0) + storage.nbytes()
+    return found
+
+
+def _whole_context(subject: Subject) -> Finding:
+    """A state for all positions that the model has, made on torch's meta device."""
+    config, chunk = subject.config, subject.options.prefill_chunk
+    positions, dtype = config.max_position_embeddings, subject.model.arithmetic.dtype
+    claimed = State(config, positions, chunk, dtype, torch.device("meta")).nbytes()
+    wanted = cache_bytes(config, positions, chunk, ITEM_BYTES[subject.options.dtype])
+    what = f"bytes of a state for {positions} positions"
+    return judged(what, sum(claimed.values()), exactly(sum(wanted.values())), "B", predicted=wanted, claimed=claimed)
+
+
+def _figures(config: ModelConfig) -> list[page.Figure]:
+    """Published figures, all of them for BF16; MB and GB are powers of ten."""
+    arithmetic, pro = "widths and ratios of config.json", "vLLM's announcement of V4 support"
+
+    def state(csa: int, hca: int, swa: int, context: int) -> dict[str, int]:
+        published = shaped(config, csa, hca, swa)
+        return State(published, context, 1, torch.bfloat16, torch.device("meta")).nbytes()
+
+    def compressed(sizes: dict[str, int]) -> int:
+        return sizes["entries"] + sizes["indexer_keys"]
+
+    csa, hca = state(1, 0, 0, page.MILLION), state(0, 1, 0, page.MILLION)
+    whole, pro_20, flash_20 = state(30, 31, 0, page.MILLION), state(30, 31, 0, 1 << 20), state(21, 20, 2, 1 << 20)
+    everything = compressed(whole) + whole["window"]
+    return [
+        page.Figure("entries of a CSA layer, 1,000,000 tokens", 256, csa["entries"] / 1e6, "MB", 0, arithmetic),
+        page.Figure("index keys of a CSA layer, 1,000,000 tokens", 64, csa["indexer_keys"] / 1e6, "MB", 0, arithmetic),
+        page.Figure("entries of an HCA layer, 1,000,000 tokens", 8, hca["entries"] / 1e6, "MB", 0.5, arithmetic),
+        page.Figure("KV of V4-Pro, 1,000,000 tokens", 9.86, everything / 1e9, "GB", 0.005, arithmetic),
+        page.Figure("V4-Pro by the token", 9848, compressed(pro_20) / (1 << 20), "B", 0, arithmetic),
+        page.Figure("V4-Flash by the token", 6880, compressed(flash_20) / (1 << 20), "B", 0, arithmetic),
+        page.Figure("KV of V4-Pro, 2^20 tokens", 9.62, compressed(pro_20) / (1 << 30), "GiB", 0.005, pro),
+    ]
+
+
+def _touch(model: Transformer, state: State, tokens: list[int], chunk: int, rows: list[Rows]) -> Finding | None:
+    """Run in poisoned caches; looks at all rows after the first call and after the last, returns what ended the run."""
+    poison(state)
+    written = Written(len(state.layers))
+    ids = torch.tensor(tokens, device=model.device)
+    calls = (*ids[:-DECODED].split(chunk), *ids[-DECODED:].split(1))
+    try:
+        with model.attached(written.listeners()):
+            for call, part in enumerate(calls):
+                model(part, state)
+                if call in (0, len(calls) - 1):
+                    rows += look(state, written)
+    except Tripwire as trip:
+        return tripped(trip)
+    return None
+
+
+FULL = Memory()
+QUICK = Memory(prompts=None)

@@ -1,0 +1,1 @@
+"""The residual streams: Sinkhorn, the weights of reading and writing, and the direction of mixing."""

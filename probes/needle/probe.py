@@ -1,0 +1,98 @@
+"""Probe `needle`: codes told once in a document are found again, at every depth and length, and by selection alone."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from model.config import LayerKind
+from model.sites import Site
+from probes.ablations import random_selection, without_entries
+from probes.demo_language.prompts import Prompt, common_prompts, needle_prompts
+from probes.finding import Report
+from probes.needle.answers import Answer, answers
+from probes.needle.report import RANDOM, RUN, WINDOW, WORDS, WORDS_WINDOW, report
+from probes.probe import Progress
+from probes.subject import Subject
+
+Documents = list[tuple[int, Prompt]]  # with the length that each was asked for
+
+
+@dataclass(frozen=True)
+class Needle:
+    """Ask documents of the demo language for codes told once in them; the fields are knobs."""
+
+    name: ClassVar[str] = "needle"
+    question: ClassVar[str] = "Is a code told once found again at every depth and length, and only by selecting it?"
+    reads: ClassVar[tuple[Site, ...]] = ()
+    background: ClassVar[str] = """\
+A CSA layer remembers a long text as one entry per four tokens and attends, for each token, to the few that its indexer
+selects. A runtime whose indexer is off, or ranks by the wrong numbers, still writes fluent text and answers short
+prompts, because the sliding window holds those. What it loses is a detail told once, long ago.
+
+So documents of filler tell people's codes, each once, and end with questions for them ("The code of Alice is"). An
+answer counts when the right code has the highest logit, the words before it being given. In the run itself each
+question is a call of its own, so that its answer is read where generation reads it, off the last row of a call, at
+prompt lengths of every residue: one public fault gave a wrong last digit at one prompt length in four.
+
+The same documents are run with a *random selection* (as many entries, drawn at random) and with the *window only*. If
+those found the codes too, the task would not need the selection, and the run would show nothing. HCA layers have a task
+of their own: the most common word of four in the whole text, which no small selection holds."""
+    noticed: ClassVar[str] = """\
+- Of 31 injected faults that no tripwire stops, 23 leave each of 48 codes found (1024 and 8192 tokens): a wrong RoPE
+  base, a dropped YaRN, entries without rotation, a ring read one row off, a transposed mHC matrix, FP4 nibbles swapped.
+  A needle test that passes says little about a runtime. This one is for the indexer; the other pages are for the rest.
+- Margins say more than recall. YaRN dropped: from 9.1 logits to 8.9 at 1024 tokens and from 9.2 to 6.3 at 8192, a fault
+  that grows with position. Nibbles swapped: to 5.5 and 4.6.
+- One key in 20 lost costs 3 codes of 96 at 1024 tokens, 4 of 48 at 4096 and 3 of 48 at 8192: a few documents would miss
+  it, and the bound of 95 % is not far.
+- Dropping the ReLU changes no answer: the trained index heads rank the right entry first with and without it.
+- One of 21 most common words is wrong, and it is the checkpoint's error: of a text of 2036 tokens that names lemons 139
+  times and pears 46, it says "pear", by 2.6 logits. transformers says the same from the same weights. In 420 further
+  questions, of 256 to 4096 tokens, there is no other such case.
+- A random selection finds 41 % of the codes at 256 tokens, where 16 entries are a quarter of all, and none at 4096."""
+
+    # (length of documents in tokens, how many, codes asked for in each)
+    codes: tuple[tuple[int, int, int], ...] = ((256, 8, 8), (1024, 4, 24), (4096, 2, 24), (8192, 2, 24))
+    # (length of documents in tokens, how many); three words are asked for in each
+    words: tuple[tuple[int, int], ...] = ((512, 4), (2048, 3))
+
+    def vacuous(self, subject: Subject) -> str | None:
+        """Say why this checkpoint cannot be asked."""
+        if not subject.speaks_demo_language:
+            return "the checkpoint does not speak the demo language: no document has answers that it could know"
+        if LayerKind.CSA not in subject.config.layer_kinds:
+            return "the model has no CSA layer, so there is no selection to find anything by"
+        longest = max(length for length, *_ in (*self.codes, *self.words))
+        positions = subject.config.max_position_embeddings
+        if longest > positions:
+            return f"documents have up to {longest} tokens, the model has {positions} positions"
+        return None
+
+    def measure(self, subject: Subject, progress: Progress) -> Report:
+        """Ask for codes with the run's selection, a random one and none; for words with HCA layers and without."""
+        ops, seed = subject.ops, subject.seed
+        codes = [
+            (length, prompt)
+            for length, count, questions in self.codes
+            for prompt in needle_prompts(length, count, seed, questions)
+        ]
+        words = [(length, prompt) for length, count in self.words for prompt in common_prompts(length, count, seed)]
+        plan = [
+            (RUN, codes, ops),
+            (RANDOM, codes, random_selection(ops, seed)),
+            (WINDOW, codes, without_entries(ops, csa=True, hca=False)),
+        ]
+        if LayerKind.HCA in subject.config.layer_kinds:
+            plan += [(WORDS, words, ops), (WORDS_WINDOW, words, without_entries(ops, csa=False, hca=True))]
+        whole = sum(len(prompt.ids) for _, documents, _ in plan for _, prompt in documents)
+        done, found = 0, dict[str, list[Answer]]()
+        for way, documents, changed in plan:
+            model, found[way] = subject.load(ops=changed).model, []
+            for length, prompt in documents:
+                progress(done / whole, f"{way}, {length} tokens")
+                found[way] += answers(model, prompt, length, subject.options.prefill_chunk, apart=way == RUN)
+                done += len(prompt.ids)
+        return report(found)
+
+
+FULL = Needle()
+QUICK = Needle(codes=((512, 1, 8),), words=((256, 2),))

@@ -1,0 +1,1 @@
+"""Two settings, or another implementation, compared site by site."""

@@ -1,0 +1,1 @@
+"""What rounding to FP8 and FP4 does, and what it costs."""

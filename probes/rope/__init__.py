@@ -1,0 +1,1 @@
+"""Rotations: tables, and what was really rotated by which angle."""

@@ -1,0 +1,1 @@
+"""Gates, hash tables, expert loads and clamps."""

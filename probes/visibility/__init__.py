@@ -1,0 +1,1 @@
+"""Who sees whom: changed tokens and the rows that move."""
