@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 from unittest import mock
 
@@ -58,43 +59,48 @@ def _prefill(model: Transformer) -> None:
     _filled(model, CONTEXT)
 
 
-def _unguarded(call: Callable[[], object]) -> None:
-    """Run `call` with every tripwire replaced by nothing."""
+def _guards(call: Callable[[], object]) -> list[Callable[[], object]]:
+    """Run `call` and return every check that a tripwire made in it, to be made again."""
+    made: list[Callable[[], object]] = []
 
-    def nothing(*_: object) -> None:
-        return None
+    def noting(check: Callable[..., object]) -> Callable[..., object]:
+        def note(*given: object) -> object:
+            made.append(partial(check, *given))
+            return check(*given)
+
+        return note
 
     with ExitStack() as stack:
-        for name in ("finite", "width", "count", "room", "columns", "routing"):
-            stack.enter_context(mock.patch.object(tripwire, name, nothing))
-        stack.enter_context(mock.patch.object(tripwire, "selection", lambda *given: given[-1]))
+        for name in ("finite", "width", "count", "room", "columns", "routing", "selection"):
+            stack.enter_context(mock.patch.object(tripwire, name, noting(getattr(tripwire, name))))
         call()
+    return made
+
+
+def _runs(model: Transformer) -> dict[str, Callable[[], object]]:
+    return {
+        f"decode, {STEPS} tokens": Decoding(model),
+        f"prefill, {CONTEXT} tokens": lambda: _prefill(model),
+    }
 
 
 def tripwires() -> Iterator[Pair]:
-    """Runs with and without tripwires: the ratio is what they add."""
-    model = load(DEMO, RunOptions()).model
-    steps, bare = Decoding(model), Decoding(model)
-    yield Pair(f"decode, {STEPS} tokens", "without", lambda: _unguarded(bare), "with", steps)
-    yield Pair(
-        f"prefill, {CONTEXT} tokens",
-        "without",
-        lambda: _unguarded(lambda: _prefill(model)),
-        "with",
-        lambda: _prefill(model),
-    )
+    """The checks of a run, made again on the same tensors: the ratio is their share of the run."""
+    for label, call in _runs(load(DEMO, RunOptions()).model).items():
+        made = _guards(call)
+
+        def again(made: list[Callable[[], object]] = made) -> None:
+            for check in made:
+                check()
+
+        yield Pair(f"{label}, {len(made)} checks", "run", call, "its tripwires", again)
 
 
 def idle_sites() -> Iterator[Pair]:
     """Sites that nobody listens at: the ratio is their share of a run."""
     model = load(DEMO, RunOptions()).model
     taps = model.arithmetic.taps
-    steps = Decoding(model)
-    runs: dict[str, Callable[[], object]] = {
-        f"decode, {STEPS} tokens": steps,
-        f"prefill, {CONTEXT} tokens": lambda: _prefill(model),
-    }
-    for label, call in runs.items():
+    for label, call in _runs(model).items():
         passes: list[tuple[sites.Site, int | None, Tensor]] = []
 
         def note(site: sites.Site, passes: list[tuple[sites.Site, int | None, Tensor]] = passes) -> sites.Listener:
