@@ -3,11 +3,14 @@
 No fault is hidden here: an ablation replaces an op by one that does less, on purpose and by name.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kernels.ops import Ops
 from kernels.reference.indexer import visible_entries
+from probes.shared.calls import Attend
 
 
 def random_selection(ops: Ops, seed: int) -> Ops:
@@ -30,19 +33,11 @@ def random_selection(ops: Ops, seed: int) -> Ops:
 def without_entries(ops: Ops, *, csa: bool, hca: bool) -> Ops:
     """`ops`, but layers of the kinds that are true attend to their window alone, whatever was selected."""
 
-    def attend(
-        q: Tensor,
-        ring: Tensor,
-        first: int,
-        window: int,
-        entries: Tensor | None,
-        ratio: int,
-        selected: Tensor | None,
-        sink: Tensor,
-    ) -> Tensor:
-        if hca if selected is None else csa:
-            entries = selected = None
-        return ops.attend(q, ring, first, window, entries, ratio, selected, sink)
+    def attend(*given: Any) -> Tensor:
+        call = Attend(*given)
+        if hca if call.selected is None else csa:
+            call = call._replace(entries=None, selected=None)
+        return ops.attend(*call)
 
     cut = " and ".join(name for name, without in (("CSA", csa), ("HCA", hca)) if without)
     return ops._replace(name=f"{ops.name}, no {cut} entries", attend=attend)

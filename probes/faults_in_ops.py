@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from kernels.ops import Ops
+from probes.shared.calls import Attend
 
 Score = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [t, h, d], head weights [t, h], keys [n, d] -> [t, n]
 LOST = 20  # one key in so many is lost
@@ -79,19 +80,6 @@ def rope_halves(ops: Ops) -> Ops:
         return torch.cat((x[..., : -2 * half], turned.to(x.dtype)), dim=-1)
 
     return ops._replace(rotate=rotate)
-
-
-class Attend(NamedTuple):
-    """The arguments of `attend`, see `kernels.reference.attention`."""
-
-    q: Tensor
-    ring: Tensor
-    first: int
-    window: int
-    entries: Tensor | None
-    ratio: int
-    selected: Tensor | None
-    sink: Tensor
 
 
 def _given(change: Callable[[Attend], Attend]) -> Callable[[Ops], Ops]:

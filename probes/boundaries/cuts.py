@@ -3,7 +3,7 @@
 import copy
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,24 +109,15 @@ class Tally:
         """Exact ops that also compute `ops`' own attention and selection, and note the difference."""
         exactly = exact(ops)
 
-        def attend(
-            q: Tensor,
-            ring: Tensor,
-            first: int,
-            window: int,
-            entries: Tensor | None,
-            ratio: int,
-            selected: Tensor | None,
-            sink: Tensor,
-        ) -> Tensor:
-            out = exactly.attend(q, ring, first, window, entries, ratio, selected, sink)
-            own = ops.attend(q, ring, first, window, entries, ratio, selected, sink)
+        def attend(*given: Any) -> Tensor:
+            out, own = exactly.attend(*given), ops.attend(*given)
             # one rounding to bf16 (8 bits) may fall on the other side, and an fp32 sum of a few hundred terms may be
             # off by 2^-16 of the largest numbers that go into it
             allowed = out.abs().float() * 2**-7 + out.abs().amax(-1, keepdim=True).float() * 2**-16
             off = (own.float() - out.float()).abs()
             self.calls += 1
-            self.worst = max(self.worst, torch.where(off == 0, 0.0, off / allowed).max().item())
+            shares = torch.where(off == 0, 0.0, off / allowed)
+            self.worst = shares.max().clamp(min=self.worst).item()  # a NaN stays, as it would not in Python's max
             return out
 
         def select(q: Tensor, head_weights: Tensor, keys: Tensor, first: int, ratio: int, k: int) -> Tensor:

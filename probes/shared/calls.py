@@ -1,0 +1,18 @@
+"""The arguments of an op as a value, for those who pass them on changed."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Attend(NamedTuple):
+    """The arguments of `attend`, in its order; see `kernels.reference.attention`."""
+
+    q: Tensor
+    ring: Tensor
+    first: int
+    window: int
+    entries: Tensor | None
+    ratio: int
+    selected: Tensor | None
+    sink: Tensor
