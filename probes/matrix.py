@@ -46,7 +46,8 @@ def row(subject: Subject, probes: Sequence[Probe], done: Callable[[], None]) -> 
 def _cell(probe: Probe, subject: Subject) -> Cell:
     why = None if subject.fault is None else subject.fault.inapplicable(subject.config)
     if why is None:
-        why = probe.vacuous(replace(subject, fault=None))
+        healthy = replace(subject, fault=None)
+        why = probe.needs(healthy) or probe.vacuous(healthy)
     if why is not None:
         return Cell(Outcome.NOT_APPLICABLE, why)
     ran = run_probe(probe, subject, silent)
@@ -169,10 +170,9 @@ def _line(name: str, cells: Row, probes: Sequence[str]) -> str:
 
 
 def _first(cells: Row, probes: Sequence[str]) -> str:
-    for probe in probes:
-        if cells[probe].outcome is Outcome.TRIPPED:
-            return f"tripwire: {cells[probe].evidence}"
-    for probe in probes:
-        if cells[probe].outcome is Outcome.CAUGHT:
-            return f"{probe}: {cells[probe].evidence}"
-    return "nothing"
+    tripped = [f"tripwire: {cell.evidence}" for cell in cells.values() if cell.outcome is Outcome.TRIPPED]
+    caught = [f"{name}: {cells[name].evidence}" for name in probes if cells[name].outcome is Outcome.CAUGHT]
+    # a tripwire in one column may be that of what the probe did to the run
+    return (
+        (*tripped, *caught, "nothing")[0] if _share(cells, Outcome.TRIPPED) > 0.5 else (*caught, *tripped, "nothing")[0]
+    )

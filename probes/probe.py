@@ -23,6 +23,14 @@ class Probe(Protocol):
     background: ClassVar[str]  # Markdown: what the thing is, and what goes wrong there in silence; opens the page
     noticed: ClassVar[str]  # Markdown: what surprised us on the demo checkpoint, with numbers; shown for it alone
 
+    def needs(self, subject: Subject) -> str | None:
+        """What this probe needs and the model or the prompt lacks; None, as most probes say, where it applies.
+
+        Such a probe is left out of `all`; asked for by name, it fails as a vacuous one.
+        """
+        del subject
+        return None
+
     def vacuous(self, subject: Subject) -> str | None:
         """Why this run could not show the fault (and must fail), from config and knobs alone; None when it could."""
         ...
@@ -45,7 +53,7 @@ class Run:
 def run_probe(probe: Probe, subject: Subject, progress: Progress) -> Run:
     """Run one probe; a vacuous run and a tripwire are reports that fail."""
     started = time.perf_counter()
-    why = probe.vacuous(subject)
+    why = probe.needs(subject) or probe.vacuous(subject)
     ended = False
     if why is not None:
         report = Report(f"Nothing was shown: {why}.", (vacuous(probe.question, why),))

@@ -17,6 +17,7 @@ from model.errors import ConfigError
 from model.state import State
 from model.transformer import Transformer
 from probes.demo_language.prompts import needle_prompts
+from probes.demo_language.vocabulary import vocabulary_size
 from probes.fault import Fault
 from runtime.load import DEMO, Loaded, load
 from runtime.options import RunOptions
@@ -79,7 +80,8 @@ class Subject:
     def speaks_demo_language(self) -> bool:
         """Whether the demo's documents, with their known answers, mean anything to this checkpoint."""
         tokenizer = self.directory / "tokenizer.json"
-        return tokenizer.is_file() and tokenizer.read_bytes() == (DEMO / "tokenizer.json").read_bytes()
+        same = tokenizer.is_file() and tokenizer.read_bytes() == (DEMO / "tokenizer.json").read_bytes()
+        return same and self.config.vocab_size == vocabulary_size()
 
     @property
     def reads(self) -> str:

@@ -58,7 +58,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.model = DEMO  # however it was spelled
     chosen, subject = probes(args), subject_of(args)
     folder = _folder(args, subject)
-    runs = []
+    if subject.fault is not None:
+        _say(out, f"with a fault in place, {subject.fault.name}: {subject.fault.what}")
+    if "all" in args.names:
+        chosen = _applying(chosen, subject, out)
+    runs = _run(args, chosen, subject, folder, out, err)
+    if len(runs) > 1:
+        if out.is_terminal:
+            out.print(shown.closing(runs))
+        _say(out, shown.total(runs))
+    if folder is None:
+        _say(err, "no page written: --out FOLDER writes pages for this run")
+    return 1 if any(one.report.failed for one in runs) else 0
+
+
+def _run(
+    args: argparse.Namespace, chosen: Sequence[Probe], subject: Subject, folder: Path | None, out: Console, err: Console
+) -> list[Run]:
+    """Run the probes, show what each found, and write its page."""
+    runs: list[Run] = []
     for at, probe in enumerate(chosen, 1):
         with shown.watched(err, probe, at, len(chosen)) as progress:
             runs.append(run_probe(probe, subject, progress))
@@ -67,13 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             page = markdown.page(runs[-1], subject, command(args, probe.name))
             markdown.write(page, folder)
             _say(err, f"wrote {folder / page.name}.md")
-    if len(runs) > 1:
-        if out.is_terminal:
-            out.print(shown.closing(runs))
-        _say(out, shown.total(runs))
-    if folder is None:
-        _say(err, "no page written: --out FOLDER writes pages for this run")
-    return 1 if any(one.report.failed for one in runs) else 0
+    return runs
 
 
 def probes(args: argparse.Namespace) -> list[Probe]:
@@ -85,6 +97,14 @@ def probes(args: argparse.Namespace) -> list[Probe]:
         if name != "all":
             _check("probe", name, known)
     return list(known.values()) if "all" in args.names else [known[name] for name in dict.fromkeys(args.names)]
+
+
+def _applying(chosen: Sequence[Probe], subject: Subject, out: Console) -> list[Probe]:
+    """Return the probes whose needs are met; say which are not."""
+    unmet = {probe.name: why for probe in chosen if (why := probe.needs(subject)) is not None}
+    for name, why in unmet.items():
+        _say(out, f"left out {name:14} {why}")
+    return [probe for probe in chosen if probe.name not in unmet]
 
 
 def subject_of(args: argparse.Namespace) -> Subject:

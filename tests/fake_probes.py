@@ -18,6 +18,7 @@ class Fake:
     findings: tuple[Finding, ...] = ()
     parts: tuple[Part, ...] = ()
     why: str | None = None
+    lacks: str | None = None
     trips: bool = False
     summary: str = "Mean recall is 0.997 over 2 layers."
     not_claimed: str = "That it is fast."
@@ -25,6 +26,10 @@ class Fake:
     @property
     def question(self):
         return f"Does {self.name} hold?"
+
+    def needs(self, subject):
+        del subject
+        return self.lacks
 
     def vacuous(self, subject):
         del subject

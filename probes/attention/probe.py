@@ -15,7 +15,7 @@ from model.sites import Site
 from probes.attention import page
 from probes.attention.rows import compare, edges, looked_at
 from probes.finding import Report
-from probes.probe import Progress
+from probes.probe import Probe, Progress
 from probes.shared.recorder import Recorder
 from probes.subject import Subject, run_tokens
 
@@ -24,7 +24,7 @@ CHOSEN = (sites.QUERY, sites.SELECTED, sites.MIXED)
 
 
 @dataclass(frozen=True)
-class AttentionPath:
+class AttentionPath(Probe):
     """Recompute the attention of some tokens of every layer in float64, and count the rows that the run reads."""
 
     name: ClassVar[str] = "attention"

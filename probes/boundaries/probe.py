@@ -10,7 +10,7 @@ from model.sites import Site
 from model.transformer import Transformer
 from probes.boundaries.cuts import Cut, Outcome, Tally, compared, first_place, prefill_then_decode, prefixes
 from probes.finding import JSON, Finding, Report, Table, at_most, exactly, judged, measured
-from probes.probe import Progress
+from probes.probe import Probe, Progress
 from probes.shared.trace import OF_TOKENS
 from probes.subject import Subject, run_tokens
 
@@ -21,7 +21,7 @@ SLOW = 16  # calls of fewer tokens are run up to `small_upto` only
 
 
 @dataclass(frozen=True)
-class Boundaries:
+class Boundaries(Probe):
     """The same prompts in calls of many sizes, bit by bit."""
 
     name: ClassVar[str] = "boundaries"

@@ -13,7 +13,7 @@ from model.state import State
 from model.transformer import Transformer
 from model.tripwire import Tripwire
 from probes.finding import JSON, Finding, Report, Table, broken, exactly, judged, measured, vacuous
-from probes.probe import Progress
+from probes.probe import Probe, Progress
 from probes.shared.trace import Passed, cache_digests, named, traced
 from probes.subject import Subject
 
@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Determinism:
+class Determinism(Probe):
     """The same prompt again and again, with other things in between."""
 
     name: ClassVar[str] = "determinism"

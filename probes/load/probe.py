@@ -13,13 +13,13 @@ from probes.load import page as load_page
 from probes.load.effects import without_effect
 from probes.load.run import Ran, reached, watch
 from probes.load.values import WHOLE, Compared, compare, sample
-from probes.probe import Progress
+from probes.probe import Probe, Progress
 from probes.shared.file_bytes import FileBytes
 from probes.subject import Subject
 
 
 @dataclass(frozen=True)
-class Load:
+class Load(Probe):
     """Follow every number from the file to the op that multiplies with it."""
 
     name: ClassVar[str] = "load"

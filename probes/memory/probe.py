@@ -20,7 +20,7 @@ from probes.finding import Finding, Part, Report, Text, broken, exactly, judged,
 from probes.memory import page, peak
 from probes.memory.plan import ITEM_BYTES, cache_bytes, call_bytes, layer_bytes, naive_bytes, shaped
 from probes.memory.rows import Rows, Written, look, poison
-from probes.probe import Progress
+from probes.probe import Probe, Progress
 from probes.subject import Subject
 
 DECODED = 5  # of the tokens, one by one at the end
@@ -28,7 +28,7 @@ SPARE = 128  # positions beyond the tokens, so that there are rows that nothing 
 
 
 @dataclass(frozen=True)
-class Memory:
+class Memory(Probe):
     """Count the bytes by hand, in the buffers, and in a process."""
 
     name: ClassVar[str] = "memory"

@@ -28,7 +28,7 @@ from probes.finding import (
 from probes.mhc import oracle
 from probes.mhc import watch as mhc_watch
 from probes.mhc.watch import SUBLAYERS, Watch
-from probes.probe import Progress
+from probes.probe import Probe, Progress
 from probes.shared.narrow import f64
 from probes.subject import Subject, run_tokens
 from runtime.options import DTYPES
@@ -47,7 +47,7 @@ SEEN = 10.0  # a transposed comb shows when it would move the streams by this ma
 
 
 @dataclass(frozen=True)
-class Mhc:
+class Mhc(Probe):
     """Compare every mHC of a run with float64, and the ops with golden values."""
 
     name: ClassVar[str] = "mhc"
@@ -63,7 +63,10 @@ What goes wrong here in silence: `comb` used transposed, rows normalised before 
 or `post` without its factor 2. A doubly stochastic matrix stays one when it is transposed, and one that has converged
 does not show how it got there, so a check of row and column sums cannot see the likeliest faults. This probe recomputes
 everything in float64 from the checkpoint's bytes, checks the streams' arithmetic in place, and feeds the ops golden
-values that no variant reproduces."""
+values that no variant reproduces.
+
+Errors are given as a share of what rounding allows. A share just below 1 is what to expect: among many thousand values
+one is always rounded by nearly half a unit in the last place. A fault gives tens and more."""
     noticed: ClassVar[str] = """\
 - "Doubly stochastic" holds for columns only. They sum to 1 within 1.3e-6, because the last step normalises them; after
   all 20 iterations rows are still up to 3.8 to 5.0 % off in every sublayer but the first. A check of rows with the
@@ -79,9 +82,14 @@ values that no variant reproduces."""
 
     tokens: int = 1024  # of the prompt: every token has its own weights
 
-    def vacuous(self, subject: Subject) -> str | None:
+    def needs(self, subject: Subject) -> str | None:
         """One stream has nothing to mix."""
         return "the model has one residual stream, and nothing is mixed" if subject.config.hc_mult == 1 else None
+
+    def vacuous(self, subject: Subject) -> str | None:
+        """Whether a transposed `comb` could be told is known only from the run, and judged there."""
+        del subject
+        return None
 
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """Run a prompt and compare at every sublayer of every token."""

@@ -10,14 +10,14 @@ from probes.demo_language.prompts import Prompt, common_prompts, needle_prompts
 from probes.finding import Report
 from probes.needle.answers import Answer, answers
 from probes.needle.report import RANDOM, RUN, WINDOW, WORDS, WORDS_WINDOW, report
-from probes.probe import Progress
+from probes.probe import Probe, Progress
 from probes.subject import Subject
 
 Documents = list[tuple[int, Prompt]]  # with the length that each was asked for
 
 
 @dataclass(frozen=True)
-class Needle:
+class Needle(Probe):
     """Ask documents of the demo language for codes told once in them; the fields are knobs."""
 
     name: ClassVar[str] = "needle"
@@ -55,12 +55,18 @@ of their own: the most common word of four in the whole text, which no small sel
     # (length of documents in tokens, how many); three words are asked for in each
     words: tuple[tuple[int, int], ...] = ((512, 4), (2048, 3))
 
-    def vacuous(self, subject: Subject) -> str | None:
+    def needs(self, subject: Subject) -> str | None:
         """Say why this checkpoint cannot be asked."""
         if not subject.speaks_demo_language:
             return "the checkpoint does not speak the demo language: no document has answers that it could know"
         if LayerKind.CSA not in subject.config.layer_kinds:
             return "the model has no CSA layer, so there is no selection to find anything by"
+        if subject.prompt is not None:
+            return "it makes its own documents, and would not read the given text"
+        return None
+
+    def vacuous(self, subject: Subject) -> str | None:
+        """Documents that do not fit show nothing."""
         longest = max(length for length, *_ in (*self.codes, *self.words))
         positions = subject.config.max_position_embeddings
         if longest > positions:

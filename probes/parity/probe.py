@@ -27,12 +27,12 @@ from probes.parity.pairs import (
 )
 from probes.parity.report import report
 from probes.parity.transformers_side import HIDDEN_INSIDE
-from probes.probe import Progress
+from probes.probe import Probe, Progress
 from probes.subject import Subject
 
 
 @dataclass(frozen=True)
-class Parity:
+class Parity(Probe):
     """Compare pairs of settings on one prompt; the fields are knobs."""
 
     name: ClassVar[str] = "parity"

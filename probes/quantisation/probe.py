@@ -13,7 +13,7 @@ from model.errors import ConfigError
 from model.sites import Site
 from model.transformer import Transformer
 from probes.finding import Finding, Report, at_least, at_most, judged, measured, vacuous
-from probes.probe import Progress
+from probes.probe import Probe, Progress
 from probes.quantisation import cost as rounding_cost
 from probes.quantisation import page as quantisation_page
 from probes.quantisation import scales as stored_scales
@@ -39,7 +39,7 @@ includes all that the layers before it added. Quality on tasks is not measured h
 
 
 @dataclass(frozen=True)
-class Quantisation:
+class Quantisation(Probe):
     """Run deployed and plain numerics side by side, and hold every rounding against an independent cast."""
 
     name: ClassVar[str] = "quantisation"
@@ -85,12 +85,16 @@ gives, on the prompt's tensors and on numbers made to lie on the edges. Last, it
     experts: int = 8  # routed experts of each layer whose stored bytes are looked at
     alone: bool = True  # run the prompt also with one kind of rounding at a time
 
-    def vacuous(self, subject: Subject) -> str | None:
-        """Deployed numerics has no meaning for widths that its groups do not divide; entries need closed windows."""
+    def needs(self, subject: Subject) -> str | None:
+        """Deployed numerics has no meaning for widths that its groups do not divide."""
         try:
             check_deployed(subject.config)
         except ConfigError as error:
             return f"this model has no deployed numerics to compare with ({error})"
+        return None
+
+    def vacuous(self, subject: Subject) -> str | None:
+        """Entries need closed windows."""
         tokens = min(self.tokens, subject.config.max_position_embeddings)
         if tokens < max(subject.config.compress_ratios):
             return f"{tokens} tokens close no window of {max(subject.config.compress_ratios)}"

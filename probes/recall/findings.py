@@ -69,7 +69,7 @@ def _oracle_a(layer: int, groups: Sequence[Group]) -> list[Finding]:
             ties=sum(group.a.ties.sum().item() for group in groups),
         ),
         judged(
-            "worse entries selected than fp32 rounding explains, most in a row",
+            "worse entries selected than fp32 rounding explains, most for one token",
             passed.a.passed_over.max().item(),
             exactly(0),
             layer=layer,
@@ -147,7 +147,7 @@ def _of_top_k(k: int, draws: Sequence[Drawn]) -> list[Finding]:
             ties=sum(draw.a.ties.sum().item() for draw in draws),
         ),
         judged(
-            f"{what}: worse entries selected than fp32 rounding explains, most in a row",
+            f"{what}: worse entries selected than fp32 rounding explains, most for one token",
             passed.a.passed_over.max().item(),
             exactly(0),
             entries=passed.entries,

@@ -6,7 +6,7 @@ from typing import ClassVar
 from model.config import LayerKind, ModelConfig
 from model.sites import Site
 from probes.finding import Part, Report
-from probes.probe import Progress
+from probes.probe import Probe, Progress
 from probes.recall import drawn, page
 from probes.recall import findings as judge
 from probes.recall.rows import SITES, Layer, csa_layers, groups, recorded, sides
@@ -15,7 +15,7 @@ from probes.subject import Subject, run_tokens
 
 
 @dataclass(frozen=True)
-class Recall:
+class Recall(Probe):
     """Compare each selection with two oracles, at several context lengths and at real dimensions."""
 
     name: ClassVar[str] = "recall"
@@ -59,11 +59,16 @@ runtime keeps scores in fp32; two that differ in nothing else choose one entry i
     drawn_top_ks: tuple[int, ...] = (512, 1024)  # V4-Flash, V4-Pro
     drawn_tokens: int = 8  # of 64 heads each: 4 million scores of 64 heads at the largest size
 
-    def vacuous(self, subject: Subject) -> str | None:
+    def needs(self, subject: Subject) -> str | None:
         """No CSA layer, or no context at which a token sees more entries than it selects."""
         config = subject.config
         if LayerKind.CSA not in config.layer_kinds:
             return "the model has no CSA layer, and so no indexer"
+        return None
+
+    def vacuous(self, subject: Subject) -> str | None:
+        """Up to top-k entries, all are selected."""
+        config = subject.config
         if not self._lengths(config) and not self.drawn_entries:
             return self._all_selected(config)
         return None

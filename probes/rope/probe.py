@@ -13,7 +13,7 @@ from model.sites import Site
 from model.transformer import Transformer
 from probes import finding
 from probes.finding import Finding, Part, Plot, Report, at_most, exactly, judged, vacuous
-from probes.probe import Progress
+from probes.probe import Probe, Progress
 from probes.rope import checks
 from probes.rope import watch as rope_watch
 from probes.rope.oracle import POSITIONS, Table, apart
@@ -36,7 +36,7 @@ DRAWN = 21  # powers of two of positions in the plot: up to 2^20
 
 
 @dataclass(frozen=True)
-class Rope:
+class Rope(Probe):
     """Compare the tables, the op and every rotation of a run with float64."""
 
     name: ClassVar[str] = "rope"
@@ -52,7 +52,10 @@ attention's output comes out rotated, and is turned back.
 What goes wrong here in silence: one table for all layers, YaRN on the window layers or nowhere, entries that are never
 rotated or rotated elsewhere, an output that is not turned back, halves paired instead of neighbours, YaRN's attention
 scaling where V4 has none. Short prompts hardly show it: the error grows with the position. This probe compares the
-tables with their formulas up to position 10^6, and every rotation of a run with what went into it."""
+tables with their formulas up to position 10^6, and every rotation of a run with what went into it.
+
+Errors are given as a share of what rounding allows. A share just below 1 is what to expect: among many thousand values
+one is always rounded by nearly half a unit in the last place. A fault gives tens and more."""
     noticed: ClassVar[str] = """\
 - At the end of the demo's own context (65536), an angle that is computed in fp32 is off by up to 0.0034, nearly what
   storing the rotated number in bf16 costs (0.0039). From there on the angle is the larger error: 0.055 radians near

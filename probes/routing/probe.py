@@ -11,7 +11,7 @@ from model.gate import HashGate
 from model.sites import Site
 from model.transformer import Transformer
 from probes.finding import Finding, Report, at_most, exactly, judged, measured
-from probes.probe import Progress
+from probes.probe import Probe, Progress
 from probes.routing import layer as routing_layer
 from probes.routing import page as routing_page
 from probes.routing.clamp import Counter, Pushes, grid_error, push, push_findings
@@ -30,7 +30,7 @@ one prompt. The inputs of each layer are the run's own, so a fault of an earlier
 
 
 @dataclass(frozen=True)
-class Routing:
+class Routing(Probe):
     """Compare routing and experts of a run with float64 from the files, layer by layer."""
 
     name: ClassVar[str] = "routing"
@@ -80,11 +80,16 @@ inputs until every expert that is tested must clamp."""
     rows: int = 512  # tokens, spread over the prompt, whose experts are computed again in float64
     experts: int = 8  # routed experts of each layer that are pushed past the clamp
 
-    def vacuous(self, subject: Subject) -> str | None:
+    def needs(self, subject: Subject) -> str | None:
         """Nothing is routed where all experts are chosen."""
         config = subject.config
         if config.num_experts_per_tok == config.n_routed_experts:
             return f"every token goes to all {config.n_routed_experts} experts"
+        return None
+
+    def vacuous(self, subject: Subject) -> str | None:
+        """What no token of the run shows is known only from the run, and judged there."""
+        del subject
         return None
 
     def measure(self, subject: Subject, progress: Progress) -> Report:

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.ops import Ops
 from model.sites import Site
 from probes.finding import JSON, Finding, HeatMap, Part, Report, Table, at_most, judged, vacuous
-from probes.probe import Progress
+from probes.probe import Probe, Progress
 from probes.shared.narrow import F64, f64
 from probes.sink import watch as sink_watch
 from probes.sink.oracle import ENTRIES, WINDOWS, Case, Shape, cases
@@ -29,7 +29,7 @@ LISTED = 32  # heads that are listed one by one; of more, the worst of each laye
 
 
 @dataclass(frozen=True)
-class Sink:
+class Sink(Probe):
     """Feed the attend op a grid of inputs, and recover the sinks that acted in a run."""
 
     name: ClassVar[str] = "sink"
@@ -45,7 +45,10 @@ What goes wrong here in silence: the sink is given a value, all ranks use the si
 YaRN's mscale, rows are read that the token may not see. Comparing two builds cannot show a fault that both share, so
 this probe compares with float64. The op is fed a grid of inputs with noise in every row that must not be read. Then a
 prompt is run, and from what the attention of each layer really returned, and the keys it saw, the sink of each head is
-solved for and compared with the checkpoint's bytes."""
+solved for and compared with the checkpoint's bytes.
+
+Errors are given as a share of what rounding allows. A share just below 1 is what to expect: among many thousand values
+one is always rounded by nearly half a unit in the last place. A fault gives tens and more."""
     noticed: ClassVar[str] = """\
 - The sinks of the demo checkpoint never went far from 0, where training began: -0.08 to 0.33. They still decide the
   first tokens. With its own key as the only one, head 2 of layer 0 gives 98 % of the softmax to the sink, and half of

@@ -11,7 +11,7 @@ from model import sites
 from model.config import LayerKind, ModelConfig
 from model.sites import Site
 from probes.finding import JSON, Finding, Part, Report, Text, exactly, judged, vacuous
-from probes.probe import Progress
+from probes.probe import Probe, Progress
 from probes.shared.exact import exact_linears
 from probes.shared.recorder import Recorder
 from probes.shared.trace import OF_TOKENS, Difference, Joined, first_difference, joined, traced
@@ -21,7 +21,7 @@ from probes.visibility.reach import Reach, reach
 
 
 @dataclass(frozen=True)
-class Visibility:
+class Visibility(Probe):
     """Three experiments: what was selected, what one layer can see, and whether the future changes the past."""
 
     name: ClassVar[str] = "visibility"

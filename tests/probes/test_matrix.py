@@ -18,6 +18,9 @@ class Fake:
     idle: bool = False
     question = "does it?"
 
+    def needs(self, subject):
+        del subject
+
     def vacuous(self, subject):
         assert subject.fault in {None, FAULT}
         return "too short" if self.idle else None

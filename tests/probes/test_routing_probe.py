@@ -109,7 +109,7 @@ def test_biases_of_zero_are_vacuous(tmp_path):
 
 def test_all_experts_chosen_is_vacuous(tmp_path):
     write_checkpoint(tmp_path, tiny_config(n_routed_experts=2), seed=3, formats="bf16")
-    assert QUICK.vacuous(Subject(directory=tmp_path)) == "every token goes to all 2 experts"
+    assert QUICK.needs(Subject(directory=tmp_path)) == "every token goes to all 2 experts"
 
 
 def test_an_expert_that_cannot_be_pushed_is_vacuous():

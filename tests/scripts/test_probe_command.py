@@ -1,3 +1,4 @@
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -7,10 +8,11 @@ import pytest
 
 from probes.fault import Fault
 from probes.faults import FAULTS
+from probes.subject import Subject
 from runtime.load import DEMO
 from scripts import probe as command
 from scripts.cli import run
-from tests.fake_probes import FAKES, HOLLOW, PASSING, UNJUDGED
+from tests.fake_probes import FAILING, FAKES, HOLLOW, PASSING, UNJUDGED
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,6 +69,31 @@ def test_all_runs_each_probe_once_in_order(capsys):
     assert names == [probe.name for probe in FAKES]
     assert out.splitlines()[-1].startswith("1 of 6 probes passed in ")
     assert len(err.splitlines()) == 6, "a line for each page"
+
+
+def test_all_leaves_out_what_does_not_apply_and_says_so(capsys, monkeypatch):
+    inapplicable = replace(FAILING, lacks="the model has no such layer")
+    monkeypatch.setattr(command, "FULL", (PASSING, inapplicable))
+    assert main("all") == 0
+    out, _ = capsys.readouterr()
+    assert out.splitlines()[0].split(maxsplit=3) == ["left", "out", "failing", "the model has no such layer"]
+    assert len(out.splitlines()) == 2
+    assert main("failing") == 1, "asked for by name, it has shown nothing"
+    assert "vacuous" in capsys.readouterr().out
+
+
+def test_the_console_says_that_a_fault_is_in_place(capsys):
+    assert main("passing", "--inject", FAULT.name) == 0
+    assert capsys.readouterr().out.splitlines()[0] == f"with a fault in place, {FAULT.name}: {FAULT.what}"
+
+
+def test_a_tokenizer_beyond_the_vocabulary_is_refused(tmp_path, capsys):
+    write_checkpoint(tmp_path, tiny_config(vocab_size=300), seed=0)
+    shutil.copy(DEMO / "tokenizer.json", tmp_path)
+    (tmp_path / "text").write_text("The capital of France is Paris.")
+    line = refused(capsys, "passing", "--model", tmp_path, "--prompt-file", tmp_path / "text")
+    assert line == "token id 301: the model's vocabulary has ids 0 to 299"
+    assert not Subject(directory=tmp_path).speaks_demo_language
 
 
 def test_named_probes_run_in_the_order_given_and_once(capsys):
