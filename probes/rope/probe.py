@@ -200,7 +200,8 @@ def _parts(
         curves | {"half an ulp of bf16": [(1.0, BF16), (2.0 ** (DRAWN - 1), BF16)]},
         log_x=True,
         log_y=True,
-        note="Largest of all pairs and of 64 positions, against float64: position times frequency is rounded to fp32."
+        note="Largest of all pairs and of 256 positions up to the one drawn, against float64: position times frequency"
+        " is rounded to fp32."
         " Where the curves cross the line, the angle loses more than storing the rotated number in bf16 does.",
     )
 
@@ -221,11 +222,16 @@ def _row(config: ModelConfig, kind: LayerKind, table: Table) -> tuple[float | st
 
 
 def _errors(model: Transformer, config: ModelConfig, kind: LayerKind, table: Table) -> list[tuple[float, float]]:
-    """Largest error of an angle of the run's table near powers of two."""
+    """Largest error of an angle of the run's table, up to each power of two.
+
+    Steps are odd: the product with a position of many factors 2 is rounded less than others.
+    """
     rotation = model.blocks[config.layer_kinds.index(kind)].attention.rotation
     points = []
     for first in (1 << power for power in range(DRAWN)):
-        cos, sin = (f64(part) for part in rotation.at(first, 64))
-        off = apart(cos, sin, table.angles(np.arange(first, first + 64)))
+        count, step = min(256, first), (first // 512) | 1
+        start = first - (count - 1) * step  # the upper half of what lies below, and more of it where that is little
+        cos, sin = (f64(part) for part in rotation.at(start, count, step))
+        off = apart(cos, sin, table.angles(start + step * np.arange(count)))
         points.append((float(first), float(off.max())))
     return points
