@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from model.errors import ConfigError, quoted
@@ -25,7 +26,7 @@ from runtime.errors import PromptError
 from runtime.load import DEMO
 from runtime.options import RunOptions
 from scripts.cli import run
-from scripts.flags import add_run_options, run_options
+from scripts.flags import add_run_options, positive, run_options
 
 AUDITS = Path(__file__).resolve().parents[1] / "audits"
 
@@ -41,6 +42,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0, help="of prompts and of what is drawn (default 0)")
     p.add_argument("--prompt-file", type=Path, help="a UTF-8 text to run instead of made-up documents")
     p.add_argument("--quick", action="store_true", help="each probe with its smallest settings, a second or so")
+    p.add_argument(
+        "--threads",
+        type=positive,
+        default=1,
+        help="of torch (default 1: small tensors are slower with more, much slower on a busy machine)",
+    )
     add_run_options(p)
     return p
 
@@ -57,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model.resolve() == DEMO:
         args.model = DEMO  # however it was spelled
     chosen, subject = probes(args), subject_of(args)
+    torch.set_num_threads(args.threads)
     folder = _folder(args, subject)
     if subject.fault is not None:
         _say(out, f"with a fault in place, {subject.fault.name}: {subject.fault.what}")
@@ -164,6 +172,7 @@ def command(args: argparse.Namespace, name: str) -> str:
         "--out": None if args.out is None else _told(args.out),
         "--inject": args.inject,
         "--seed": args.seed or None,
+        "--threads": args.threads if args.threads > 1 else None,
         "--prompt-file": None if args.prompt_file is None else _told(args.prompt_file),
         **{
             f"--{field.replace('_', '-')}": None if value == getattr(default, field) else value
