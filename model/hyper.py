@@ -45,7 +45,7 @@ class HyperConnection:
         pre, post, comb = self.ops.hyper_weights(
             streams, self.fn, self.scale, self.base, self.iterations, self.eps, self.norm_eps
         )
-        tripwire.columns(self.sublayer.comb.name, self.layer, first, comb)
+        tripwire.columns(self.sublayer.comb.name, self.layer, first, comb, self.eps)
         self.taps(self.sublayer.pre, self.layer, pre)
         self.taps(self.sublayer.post, self.layer, post)
         self.taps(self.sublayer.comb, self.layer, comb)

@@ -79,6 +79,7 @@ class Transformer:
     def logits(self, hidden: Tensor) -> Tensor:
         """[t, hidden] to [t, vocab] float32: the head is fp32 in the reference."""
         logits = self.arithmetic.ops.linear(hidden.float(), self.head)
+        tripwire.finite(sites.LOGITS.name, None, None, logits)
         self.arithmetic.taps(sites.LOGITS, None, logits)
         return logits
 

@@ -70,7 +70,7 @@ def page(run: Run, subject: Subject, command: str) -> Page:
         *_section("Background", run.probe.background),
         *_findings(run.report.findings),
         *(section for part, name in zip(run.report.parts, names, strict=True) for section in _part(part, name)),
-        *(_section("What surprised us", run.probe.noticed) if _as_noticed(subject) else []),
+        *(_section("What surprised us", run.probe.noticed) if _as_noticed(subject, command) else []),
         *_section("What this does not claim", run.report.not_claimed),
         *_section("What it watches", _watched(run)),
         *_section("How to run it again", f"```\n{command}\n```"),
@@ -234,9 +234,10 @@ def _watched(run: Run) -> str:
     return "\n".join(["Sites of the model, see `model/sites.py`:\n", *sites]) if sites else ""
 
 
-def _as_noticed(subject: Subject) -> bool:
+def _as_noticed(subject: Subject, command: str) -> bool:
     """Whether this is the model that `noticed` speaks of, run as it was then: the shipped demo, healthy, by default."""
     healthy = subject.fault is None and subject.options == RunOptions() and subject.prompt is None
+    healthy = healthy and subject.seed == 0 and "--quick" not in command.split()
     return healthy and subject.load().weights_fingerprint == _demo_weights()
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from model import tripwire
 from model.state import State
 from model.transformer import Transformer
 from runtime.sampling import Sampling, sample
@@ -62,7 +61,6 @@ def generate(
     record.prompt, record.prefill_s = len(prompt), time.perf_counter() - started
     started = time.perf_counter()
     for count in range(1, limit + 1):
-        tripwire.finite("logits", None, state.position - 1, logits[None])
         token = sample(logits, sampling, generator)
         record.tokens.append(token)
         record.pending, record.decode_s = token, time.perf_counter() - started

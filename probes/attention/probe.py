@@ -45,7 +45,7 @@ way are those of what really ran. Beside it stand how many rows of each kind the
 the output would have been with the window alone."""
     noticed: ClassVar[str] = """\
 **CSA layers hardly look at their window.** At 8192 tokens 84 and 80 % of their mass is on 16 selected entries, and no
-token puts less than 24 % there. Without entries their output is 111 to 115 % of its norm away: not a worse output, an
+token puts less than 23 % there. Without entries their output is 111 to 115 % of its norm away: not a worse output, an
 unrelated one. And yet that model answers all questions about facts, and which word is most common in a document of
 16384 tokens (see demo-checkpoint.md, CSA window only); only needles are lost. A short test would have passed.
 

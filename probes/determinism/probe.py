@@ -240,7 +240,7 @@ def _table(verdicts: Sequence[Verdict], first: Seen) -> Table:
 
 NOT_CLAIMED = """\
 That another number of threads, another machine, op set or torch gives the same bits: it need not, sums change their
-order. That two processes agree, which the `parity` probe can show. Races that a CPU run of this size cannot have.
+order. That two processes agree. Races that a CPU run of this size cannot have.
 Memory is filled with NaN before it is freed, but the allocator decides whether the next sequence gets it."""
 
 FULL = Determinism()

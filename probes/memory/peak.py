@@ -77,7 +77,7 @@ def measure(subject: Subject, contexts: tuple[int, ...], far: int) -> Peak | str
         cwd=Path(__file__).resolve().parents[2],
     )
     if child.returncode:
-        raise ChildProcessError(f"probes.memory.peak ended with status {child.returncode}: {child.stderr[-2000:]}")
+        raise RuntimeError(f"probes.memory.peak ended with status {child.returncode}: {child.stderr[-2000:]}")
     answer: dict[str, Any] | str = json.loads(child.stdout)
     return answer if isinstance(answer, str) else Peak(**answer)
 

@@ -101,11 +101,11 @@ def test_selection_of_another_width_type_or_none():
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_columns(tokens):
     comb = sinkhorn(torch.randn(tokens, 4, 4) * 3, 20, 1e-6)
-    tripwire.columns("attention.comb", 0, 7, comb)
+    tripwire.columns("attention.comb", 0, 7, comb, 1e-6)
     for wrong in (1e-4, -1e-4, NAN):
         bad = comb.clone()
         bad[-1, 1, 2] += wrong
-        trip = tripped(tripwire.columns, "attention.comb", 0, 7, bad)
+        trip = tripped(tripwire.columns, "attention.comb", 0, 7, bad, 1e-6)
         assert (trip.site, trip.position) == ("attention.comb", 7 + tokens - 1)
 
 
@@ -180,3 +180,19 @@ def test_a_restored_ring_stands_where_the_position_says(model):
         copy.restore(300, cache.tensors(300))
     other.position = 300
     assert torch.equal(model(torch.arange(5), state), model(torch.arange(5), other))
+
+
+def test_columns_allow_what_the_config_adds_to_them():
+    comb = sinkhorn(torch.randn(64, 4, 4, generator=torch.Generator().manual_seed(0)), 20, 1e-4)
+    tripwire.columns("attention.comb", 0, 0, comb, 1e-4)
+    assert tripped(tripwire.columns, "attention.comb", 0, 0, comb, 1e-6).layer == 0
+
+
+def test_a_nan_in_the_head_trips(monkeypatch):
+    model = load(DEMO, RunOptions()).model
+    head = model.head.data.clone()
+    head[3, 5] = NAN
+    monkeypatch.setattr(model, "head", model.head._replace(data=head))
+    hidden = model(torch.arange(4), model.new_state(8, 8))
+    trip = tripped(model.logits, hidden)
+    assert (trip.site, trip.position, trip.measured) == ("logits", None, "4 of 4096 values not finite")
