@@ -12,6 +12,8 @@ from torch import Tensor
 
 from kernels.formats import Fp4, Fp8, Weight
 from kernels.ops import Ops
+from model.cache.formats import CacheFormats
+from model.ranks import Ranks
 from model.sites import Taps
 
 KV_GROUP = 64  # columns of a KV entry that share a scale
@@ -19,11 +21,13 @@ LINEAR_GROUP = 128  # columns of a linear's input that share a scale
 
 
 class Arithmetic(NamedTuple):
-    """Op set, numerics, dtype and listeners of one model."""
+    """Op set, numerics, dtype, cache formats, ranks and listeners of one model."""
 
     ops: Ops
     deployed: bool
     dtype: torch.dtype  # of activations and caches: bfloat16 or float32
+    formats: CacheFormats  # of the caches that `new_state` makes
+    ranks: Ranks  # who else computes this model, and which part is here
     taps: Taps  # nobody listens until a probe attaches, see `model.sites`
 
     @property

@@ -13,6 +13,7 @@ from model.compressor import MainCompressor
 from model.config import LayerKind, ModelConfig
 from model.decode import Weights
 from model.indexer import Indexer
+from model.ranks import Share
 from model.rope import Rotation
 
 
@@ -25,6 +26,7 @@ class Attention:
         prefix = f"layers.{layer}.attn"
         self.wq_a = weights.matrix(f"{prefix}.wq_a.weight")  # [q_lora_rank, hidden]
         self.q_norm = weights.vector(f"{prefix}.q_norm.weight").float()  # [q_lora_rank]
+        # of the four that are sharded, and of the sinks, these are this rank's rows
         self.wq_b = weights.matrix(f"{prefix}.wq_b.weight")  # [heads * head_dim, q_lora_rank]
         self.wkv = weights.matrix(f"{prefix}.wkv.weight")  # [head_dim, hidden]
         self.kv_norm = weights.vector(f"{prefix}.kv_norm.weight").float()  # [head_dim]
@@ -32,39 +34,61 @@ class Attention:
         self.wo_b = weights.matrix(f"{prefix}.wo_b.weight")  # [hidden, o_groups * o_lora_rank]
         self.sink = weights.vector(f"{prefix}.attn_sink").float()  # [heads]
         self.arithmetic, self.rotation, self.layer = arithmetic, rotation, layer
-        self.heads, self.head_dim, self.groups = config.num_attention_heads, config.head_dim, config.o_groups
+        self.ranks, self.head_dim = arithmetic.ranks, config.head_dim
         self.window, self.rope_dim, self.eps = config.sliding_window, config.qk_rope_head_dim, config.rms_norm_eps
 
-    def __call__(self, x: Tensor, first: int, cache: LayerCache) -> Tensor:
-        """Attend from x [t, hidden], at positions ``first ..``, and advance the layer's cache. Returns [t, hidden]."""
-        ops, taps = self.arithmetic.ops, self.arithmetic.taps
+    def __call__(self, x: Tensor, first: int, cache: LayerCache, tokens: Share) -> Tensor:
+        """Attend from x [t, hidden], at positions ``first ..``, and advance the layer's cache. Returns [t, hidden].
+
+        Every rank has all of x and of the cache, and computes its own heads; `tokens` says for which of the t tokens it
+        selects entries.
+        """
+        ops, taps, heads = self.arithmetic.ops, self.arithmetic.taps, self.ranks.shares.heads
         taps(sites.ATTENTION_INPUT, self.layer, x)
         cos, sin = self.rotation.at(first, x.shape[0])
         latent = ops.rms_norm(self.arithmetic.linear(x, self.wq_a), self.q_norm, self.eps)
-        q = self.arithmetic.linear(latent, self.wq_b).unflatten(-1, (self.heads, self.head_dim))
+        q = self.arithmetic.linear(latent, self.wq_b).unflatten(-1, (heads.size, self.head_dim))
         q = ops.rotate(ops.rms_norm(q, None, self.eps), cos, sin)
         kv = ops.rotate(ops.rms_norm(self.arithmetic.linear(x, self.wkv), self.kv_norm, self.eps), cos, sin)
         kv = self.arithmetic.rounded_kv(kv, self.rope_dim)
         cache.ring.write(first, kv)
         for position in (max(0, first - self.window + 1), first + x.shape[0] - 1):  # the oldest seen, and the newest
             tripwire.count("attention.ring", self.layer, position, cache.ring.held_for(position), position)
-        for site, tensor in ((sites.LATENT, latent), (sites.QUERY, q), (sites.KV, kv)):
-            taps(site, self.layer, tensor)
-        out = self.attend(q, x, latent, first, cache, cos, sin)  # [t, heads, head_dim]
-        taps(sites.MIXED, self.layer, out)
+        self.ranks.note(sites.KV.name, self.layer, kv)
+        taps(sites.LATENT, self.layer, latent)
+        taps(sites.QUERY, self.layer, q, heads, 1)
+        taps(sites.KV, self.layer, kv)
+        out = self.attend(q, x, latent, first, cache, cos, sin, tokens)  # [t, heads, head_dim]
+        taps(sites.MIXED, self.layer, out, heads, 1)
         out = ops.rotate(out, cos, -sin)
-        taps(sites.UNROTATED, self.layer, out)
-        out = out.flatten(1).unflatten(-1, (self.groups, -1))
-        # wo_a is FP8 on disk, but its input is not quantised: the reference computes this product in BF16
-        out = self.arithmetic.linear(ops.grouped_linear(out, self.wo_a, self.groups).flatten(1), self.wo_b)
+        taps(sites.UNROTATED, self.layer, out, heads, 1)
+        out = self.project(out)
         taps(sites.ATTENTION_OUTPUT, self.layer, out)
         return out
 
+    def project(self, out: Tensor) -> Tensor:
+        """Outputs of this rank's heads [t, heads, head_dim] to the sublayer's [t, hidden]: low rank, by groups."""
+        ranks, (heads, groups, output, *_) = self.ranks, self.ranks.shares
+        if not groups.split:
+            out = ranks.whole(out, 1, heads)
+        out = out.flatten(1).unflatten(-1, (groups.size, -1))
+        # wo_a is FP8 on disk, but its input is not quantised: the reference computes this product in BF16
+        low = ranks.whole(self.arithmetic.ops.grouped_linear(out, self.wo_a, groups.size), 1, groups)
+        return ranks.whole(self.arithmetic.linear(low.flatten(1), self.wo_b), 1, output)
+
     def attend(
-        self, q: Tensor, x: Tensor, latent: Tensor, first: int, cache: LayerCache, cos: Tensor, sin: Tensor
+        self,
+        q: Tensor,
+        x: Tensor,
+        latent: Tensor,
+        first: int,
+        cache: LayerCache,
+        cos: Tensor,
+        sin: Tensor,
+        tokens: Share,
     ) -> Tensor:
         """Attend to the window alone."""
-        del x, latent, cos, sin
+        del x, latent, cos, sin, tokens
         return self.arithmetic.ops.attend(q, cache.ring.data, first, self.window, None, 0, None, self.sink)
 
 
@@ -78,10 +102,18 @@ class HcaAttention(Attention):
         self.compressor = MainCompressor(config, layer, weights, arithmetic, rotation)
 
     def attend(
-        self, q: Tensor, x: Tensor, latent: Tensor, first: int, cache: LayerCache, cos: Tensor, sin: Tensor
+        self,
+        q: Tensor,
+        x: Tensor,
+        latent: Tensor,
+        first: int,
+        cache: LayerCache,
+        cos: Tensor,
+        sin: Tensor,
+        tokens: Share,
     ) -> Tensor:
         """Compress, then attend to the window and all visible entries."""
-        del latent, cos, sin
+        del latent, cos, sin, tokens
         assert isinstance(cache, HcaCache), f"HCA layer got {type(cache).__name__}"
         self.compressor(x, first, cache.frontier, cache.entries)
         ratio, entries = cache.frontier.ratio, cache.entries.view()
@@ -99,13 +131,21 @@ class CsaAttention(HcaAttention):
         self.top_k = config.index_topk
 
     def attend(
-        self, q: Tensor, x: Tensor, latent: Tensor, first: int, cache: LayerCache, cos: Tensor, sin: Tensor
+        self,
+        q: Tensor,
+        x: Tensor,
+        latent: Tensor,
+        first: int,
+        cache: LayerCache,
+        cos: Tensor,
+        sin: Tensor,
+        tokens: Share,
     ) -> Tensor:
         """Compress, select, then attend to the window and the selected entries."""
         assert isinstance(cache, CsaCache), f"CSA layer got {type(cache).__name__}"
         self.compressor(x, first, cache.frontier, cache.entries)
         ratio, entries = cache.frontier.ratio, cache.entries.view()
-        selected = self.indexer(x, latent, first, cache, cos, sin)
+        selected = self.indexer(x, latent, first, cache, cos, sin, tokens)
         selected = tripwire.selection(self.layer, first, ratio, self.top_k, entries.shape[0], selected)
         self.arithmetic.taps(sites.SELECTED, self.layer, selected)
         return self.arithmetic.ops.attend(q, cache.ring.data, first, self.window, entries, ratio, selected, self.sink)

@@ -42,11 +42,12 @@ class _Projections:
 
 
 def _append(site: Site, layer: int, first: int, rows: Tensor, entries: Entries) -> None:
-    """Append finite rows [n, d] that fit."""
+    """Append finite rows [n, d] that fit, and that the form they are stored in holds exactly."""
     tripwire.width(site.name, layer, entries.data, rows.shape[1])
     tripwire.room(site.name, layer, first, entries.count + rows.shape[0], entries.data.shape[0])
     tripwire.finite(site.name, layer, first, rows)
     entries.append(rows)
+    tripwire.stored(site.name, layer, entries.count - rows.shape[0], rows, entries.data)
 
 
 def _in_step(site: Site, layer: int, position: int, frontier: Frontier, entries: Entries) -> None:
@@ -73,6 +74,7 @@ class MainCompressor:
             cos, sin = self.rotation.at(entries.count * frontier.ratio, rows.shape[0], frontier.ratio)
             rows = self.arithmetic.rounded_kv(ops.rotate(rows, cos, sin), self.rope_dim)
             _append(sites.ENTRY, self.layer, first, rows, entries)
+            self.arithmetic.ranks.note(sites.ENTRY.name, self.layer, rows)
             self.arithmetic.taps(sites.ENTRY, self.layer, rows)
         _in_step(sites.ENTRY, self.layer, first + x.shape[0], frontier, entries)
 
@@ -97,5 +99,6 @@ class IndexerKeyCompressor:
             self.arithmetic.taps(sites.INDEX_KEY, self.layer, rows)
             rows = self.arithmetic.rounded_index(rows)
             _append(sites.INDEX_KEY_USED, self.layer, first, rows, keys)
+            self.arithmetic.ranks.note(sites.INDEX_KEY_USED.name, self.layer, rows)
             self.arithmetic.taps(sites.INDEX_KEY_USED, self.layer, rows)
         _in_step(sites.INDEX_KEY_USED, self.layer, first + x.shape[0], frontier, keys)

@@ -11,48 +11,54 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.formats import Dense, Fp4, Fp8, NvFp4, Weight
-from model.binding import Form
+from kernels.formats import Dense, Fp4, Fp8, NvFp4, Weight, nbytes, rows
+from model.binding import Binding, Form
 from model.census import Census
 from model.checkpoint import Checkpoint
 from model.errors import CheckpointError, quoted
 from model.names import Kind
+from model.ranks import Share, undivided
 
 CPU: Final = torch.device("cpu")
 HASHED_WHOLE: Final = 256 << 20  # bytes of data up to which `fingerprint` reads all of it
 HASHED_END: Final = 4096  # bytes read of each end of each tensor beyond that
 
 
+# Official name and number of rows of a parameter to the part of them that is held here; None: nothing of it.
+Held = Callable[[str, int], Share | None]
+
+
+def everything(name: str, rows: int) -> Share | None:
+    """All of every parameter: what one rank alone holds."""
+    del name
+    return undivided(rows)
+
+
 class Weights:
     """The parameters of a checkpoint by official name; `bind` makes it.
 
-    It hands out views of the mapped files (or copies on the device that `bind` was given) and records which.
+    It hands out views of the mapped files (or copies on the device that `bind` was given) and records which. Where
+    `bind` was given a rank's part, these are the rows of that part: no byte of the others is read.
     """
 
-    def __init__(self, checkpoint: Checkpoint, census: Census, device: torch.device) -> None:
-        self._checkpoint, self._census, self._device = checkpoint, census, device
-        self._handed: set[str] = set()
+    def __init__(self, checkpoint: Checkpoint, census: Census, device: torch.device, held: Held) -> None:
+        self._checkpoint, self._census, self._device, self._held = checkpoint, census, device, held
+        self._handed: dict[str, int] = {}  # bytes by name
 
     def matrix(self, name: str) -> Weight:
-        """One quantisable linear [out, in] in its stored form.
+        """One quantisable linear [out, in], or the rows of it that are held here, in its stored form.
 
         Raises
         ------
         CheckpointError
             When the architecture has no such matrix.
         """
-        self._hand_out(name, ("matrix",))
-        binding = self._census.bindings[name]
-        data = self._read(binding.weight)
-        if binding.part is not None:
-            data = data[binding.part.expert, binding.part.start : binding.part.stop]
-        data = data.to(self._device)
-        if binding.scale is None:
-            return Dense(data)
-        scale = self._read(binding.scale).to(self._device)
-        if binding.global_scale is not None:
-            return NvFp4(data, scale, self._read(binding.global_scale).reshape(()).to(self._device))
-        return Fp4(data, scale) if binding.form is Form.FP4 else Fp8(data, scale)
+        share = self._share(name, ("matrix",))
+        stored = self._stored(self._census.bindings[name])
+        if share.split:
+            stored = rows(stored, share.start, share.stop)
+        self._handed[name] = nbytes(stored)
+        return type(stored)(*(part.to(self._device) for part in stored))
 
     def vector(self, name: str) -> Tensor:
         """One parameter that is never quantised (norm, bias, embedding, mHC, ...), bfloat16 or float32 as stored.
@@ -62,8 +68,7 @@ class Weights:
         CheckpointError
             When the architecture has no such parameter.
         """
-        self._hand_out(name, ("bf16", "f32"))
-        return self._read(self._census.bindings[name].weight).to(self._device)
+        return self._rows(name, ("bf16", "f32")).to(self._device)
 
     def table(self, name: str) -> Tensor:
         """One table of expert ids, int64.
@@ -73,26 +78,54 @@ class Weights:
         CheckpointError
             When the architecture has no such table.
         """
-        self._hand_out(name, ("i64",))
-        return self._read(self._census.bindings[name].weight).to(self._device, torch.int64)
+        return self._rows(name, ("i64",)).to(self._device, torch.int64)
 
     def unread(self) -> list[str]:
-        """Parameters that were never asked for, in the order of the architecture."""
-        return [name for name in self._census.bindings if name not in self._handed]
+        """Parameters held here that were never asked for, in the order of the architecture."""
+        return [name for name in self._census.bindings if name not in self._handed and self._part(name) is not None]
 
-    def _hand_out(self, name: str, kinds: tuple[Kind, ...]) -> None:
+    def handed(self) -> dict[str, int]:
+        """Bytes handed out, as stored, by parameter: a rank's receipt."""
+        return dict(self._handed)
+
+    def _part(self, name: str) -> Share | None:
+        return self._held(name, self._census.demanded[name].shape[0])
+
+    def _share(self, name: str, kinds: tuple[Kind, ...]) -> Share:
+        """Check that the architecture has this parameter, of one of these kinds, and that a part of it is here."""
         if name not in self._census.demanded:
             raise CheckpointError(f"{self._checkpoint.directory}: the architecture has no parameter {quoted(name)}")
         if (kind := self._census.demanded[name].kind) not in kinds:
             raise CheckpointError(f"{self._checkpoint.directory}: {name} is {kind}, asked for as {' or '.join(kinds)}")
-        self._handed.add(name)
+        share = self._part(name)
+        assert share is not None, f"{name} is not held by this rank"
+        return share
 
-    def _read(self, stored: str) -> Tensor:
-        return self._checkpoint.read(stored)
+    def _rows(self, name: str, kinds: tuple[Kind, ...]) -> Tensor:
+        data = self._share(name, kinds).of(self._checkpoint.read(self._census.bindings[name].weight))
+        self._handed[name] = data.nbytes
+        return data
+
+    def _stored(self, binding: Binding) -> Weight:
+        """The whole matrix, as views of the mapped file."""
+        read = self._checkpoint.read
+        data = read(binding.weight)
+        if binding.part is not None:
+            data = data[binding.part.expert, binding.part.start : binding.part.stop]
+        if binding.scale is None:
+            return Dense(data)
+        scale = read(binding.scale)
+        if binding.global_scale is not None:
+            return NvFp4(data, scale, read(binding.global_scale).reshape(()))
+        return Fp4(data, scale) if binding.form is Form.FP4 else Fp8(data, scale)
 
 
 def bind(
-    checkpoint: Checkpoint, census: Census, device: torch.device = CPU, only: Collection[str] | None = None
+    checkpoint: Checkpoint,
+    census: Census,
+    device: torch.device = CPU,
+    only: Collection[str] | None = None,
+    held: Held = everything,
 ) -> Weights:
     """Check the values of scales and expert tables, and give access to the parameters.
 
@@ -105,7 +138,9 @@ def bind(
     device : torch.device
         Where `Weights` hands tensors out. On the CPU they stay mapped.
     only : Collection[str] | None
-        Official names whose values are checked: those that this rank holds. None: all.
+        Official names whose values are checked. None: all that are held here.
+    held : Held
+        Official name and number of rows to the part of them that is held here, None: nothing of it.
 
     Raises
     ------
@@ -117,16 +152,18 @@ def bind(
     for name in census.bindings if only is None else only:
         if name not in census.bindings:
             raise CheckpointError(f"{checkpoint.directory}: the architecture has no parameter {quoted(name)}")
-        binding = census.bindings[name]
+        binding, share = census.bindings[name], held(name, census.demanded[name].shape[0])
+        if share is None:
+            continue
         if binding.scale is not None and binding.global_scale is not None:
-            _check_scale(checkpoint, binding.scale, is_not_negative, "a finite number, not negative")
-            _check_scale(checkpoint, binding.global_scale, is_positive, "a finite positive number")
+            _check_scale(checkpoint, binding.scale, share, is_not_negative, "a finite number, not negative")
+            _check_scale(checkpoint, binding.global_scale, undivided(1), is_positive, "a finite positive number")
         elif binding.scale is not None:
-            _check_scale(checkpoint, binding.scale, is_power_of_two, "a power of two")
+            _check_scale(checkpoint, binding.scale, share, is_power_of_two, "a power of two")
         if census.demanded[name].kind == "i64":
             experts = census.demanded[f"{name.rpartition('.')[0]}.weight"].shape[0]  # rows of the gate beside it
             _check_table(checkpoint, binding.weight, experts)
-    return Weights(checkpoint, census, device)
+    return Weights(checkpoint, census, device, held)
 
 
 def is_power_of_two(scale: Tensor) -> Tensor:
@@ -165,12 +202,21 @@ def is_not_negative(scale: Tensor) -> Tensor:
     return torch.isfinite(values) & (values >= 0)
 
 
-def _check_scale(checkpoint: Checkpoint, stored: str, fits: Callable[[Tensor], Tensor], want: str) -> None:
-    scale = checkpoint.read(stored)
+def _check_scale(
+    checkpoint: Checkpoint, stored: str, share: Share, fits: Callable[[Tensor], Tensor], want: str
+) -> None:
+    """Check the scales of a share of a matrix's rows: FP8 has a row of scales for 128 of them."""
+    scale, first = checkpoint.read(stored), 0
+    if share.split:
+        each = -(-share.total // scale.shape[0])  # rows of the matrix for a row of scales
+        first = share.start // each
+        scale = scale[first : -(-share.stop // each)]
     bad = ~fits(scale)
     if bad.any():
         place = bad.nonzero()[0].tolist()
         value = scale[tuple(place)].float().item()
+        if place:
+            place[0] += first
         raise CheckpointError(f"{_where(checkpoint, stored)}: scale {place} is {value}, want {want}")
 
 
@@ -190,6 +236,15 @@ def _check_table(checkpoint: Checkpoint, stored: str, experts: int) -> None:
 
 def _where(checkpoint: Checkpoint, stored: str) -> str:
     return f"{checkpoint.tensors[stored].shard}: tensor {quoted(stored)}"
+
+
+def headers_digest(checkpoint: Checkpoint) -> str:
+    """SHA-256 over every tensor's name, dtype, shape and place in its shard, as 64 hex digits; no data is read."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        place = (name, tensor.dtype, tensor.shape, tensor.shard.name, tensor.start)
+        digest.update(repr(place).encode(errors="surrogatepass"))
+    return digest.hexdigest()
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

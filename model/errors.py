@@ -41,3 +41,31 @@ def shown(value: Any) -> str:
     """A value from a file, fit for one line of a message: as Python writes it in ASCII, cut when long."""
     text = ascii(value)
     return text if len(text) <= QUOTED_LENGTH else f"{text[:QUOTED_LENGTH]}..."
+
+
+class RankDisagreement(RuntimeError):
+    """A tensor that must be the same on every rank and is not: the first of its values that differs.
+
+    Parameters
+    ----------
+    site, layer
+        Which tensor, see `model.sites`; layer None outside of all layers.
+    rank
+        The first rank that differs from rank 0.
+    coordinate
+        Of the first value that differs; None where the shapes do.
+    here, there
+        That value (or shape) on rank 0 and on `rank`.
+
+    """
+
+    def __init__(
+        self, site: str, layer: int | None, rank: int, coordinate: tuple[int, ...] | None, here: Any, there: Any
+    ) -> None:
+        where = "" if layer is None else f" of layer {layer}"
+        place = "shape" if coordinate is None else f"at {list(coordinate)}"
+        super().__init__(f"{site}{where}, {place}: {here} on rank 0, {there} on rank {rank}")
+        self.site, self.layer, self.rank, self.coordinate, self.here, self.there = (
+            *(site, layer, rank, coordinate),
+            *(here, there),
+        )

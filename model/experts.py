@@ -1,14 +1,13 @@
 """The mixture-of-experts sublayer: routed experts and one shared expert."""
 
-import torch
 from torch import Tensor
 
-from model import sites, tripwire
+from model import dispatch, sites, tripwire
 from model.arithmetic import Arithmetic
 from model.config import ModelConfig
 from model.decode import Weights
-from model.dispatch import by_expert
 from model.gate import build_gate
+from model.ranks import Share
 from model.sites import Site
 
 
@@ -24,11 +23,14 @@ class Expert:
         self.w2 = weights.matrix(f"{prefix}.w2.weight")  # [hidden, intermediate]
         self.arithmetic, self.limit, self.layer, self.watched = arithmetic, limit, layer, watched
 
-    def __call__(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        """[n, hidden] to [n, hidden]; `weight` [n] float32 scales routed tokens, None for the shared expert."""
+    def __call__(self, x: Tensor, weight: Tensor | None, share: Share | None = None) -> Tensor:
+        """[n, hidden] to [n, hidden]; `weight` [n] float32 scales routed tokens, None for the shared expert.
+
+        `share`: which of a call's tokens these are, where they are this rank's part of all.
+        """
         gate, up = self.arithmetic.linear(x, self.w1), self.arithmetic.linear(x, self.w3)
         for site, tensor in zip(self.watched, (gate, up), strict=True):
-            self.arithmetic.taps(site, self.layer, tensor)
+            self.arithmetic.taps(site, self.layer, tensor, share)
         return self.arithmetic.linear(self.arithmetic.ops.swiglu(gate, up, self.limit, weight), self.w2)
 
 
@@ -39,22 +41,33 @@ class MoE:
         limit, routed = config.swiglu_limit, (sites.ROUTED_GATE, sites.ROUTED_UP)
         self.layer, self.taps, self.scale = layer, arithmetic.taps, config.routed_scaling_factor
         self.gate = build_gate(config, layer, weights, arithmetic)
-        self.experts = [
-            Expert(layer, f"experts.{e}", routed, weights, arithmetic, limit) for e in range(config.n_routed_experts)
-        ]
+        self.ranks, here = arithmetic.ranks, arithmetic.ranks.shares.experts
+        self.experts = {  # this rank's
+            e: Expert(layer, f"experts.{e}", routed, weights, arithmetic, limit) for e in range(here.start, here.stop)
+        }
         shared = (sites.SHARED_GATE, sites.SHARED_UP)
         self.shared = Expert(layer, "shared_experts", shared, weights, arithmetic, limit)
 
-    def __call__(self, x: Tensor, tokens: Tensor, first: int) -> Tensor:
-        """[t, hidden] and token ids [t], of positions ``first ..``, to [t, hidden]."""
-        self.taps(sites.EXPERTS_INPUT, self.layer, x)
+    def __call__(self, x: Tensor, tokens: Tensor, first: int, share: Share) -> Tensor:
+        """[m, hidden] and token ids [m] to [m, hidden]: this rank's `share` of a call's tokens, from `first` on."""
+        self.taps(sites.EXPERTS_INPUT, self.layer, x, share)
         ids, route_weights = self.gate(x, tokens)
-        tripwire.routing(self.layer, first, ids, route_weights, self.scale, len(self.experts))
-        self.taps(sites.EXPERT_IDS, self.layer, ids)
-        self.taps(sites.EXPERT_WEIGHTS, self.layer, route_weights)
-        out = torch.zeros_like(x, dtype=torch.float32)
-        for expert, rows, slots in by_expert(ids, len(self.experts)):
-            out.index_add_(0, rows, self.experts[expert](x[rows], route_weights[rows, slots]).float())
-        out = (out + self.shared(x, None).float()).to(x.dtype)
-        self.taps(sites.EXPERTS_OUTPUT, self.layer, out)
+        tripwire.routing(self.layer, first, ids, route_weights, self.scale, self.ranks.shares.experts.total)
+        self.taps(sites.EXPERT_IDS, self.layer, ids, share)
+        self.taps(sites.EXPERT_WEIGHTS, self.layer, route_weights, share)
+        out = self.routed(x, ids, route_weights, share)
+        out = (out + self.shared(x, None, share).float()).to(x.dtype)
+        self.taps(sites.EXPERTS_OUTPUT, self.layer, out, share)
         return out
+
+    def routed(self, x: Tensor, ids: Tensor, weights: Tensor, share: Share) -> Tensor:
+        """Sum of the routed experts' weighted outputs: [m, hidden] float32."""
+        if self.ranks.size == 1:
+            return dispatch.alone(x, ids, weights, len(self.experts), self.run)
+        if share.split:
+            return dispatch.all_to_all(x, ids, weights, self.ranks, self.run)
+        return dispatch.all_reduce(x, ids, weights, self.ranks, self.layer, self.run)
+
+    def run(self, expert: int, x: Tensor, weights: Tensor) -> Tensor:
+        """One of this rank's experts, for its tokens x [n, hidden] with weights [n]."""
+        return self.experts[expert](x, weights)

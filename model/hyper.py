@@ -8,6 +8,7 @@ from model import sites, tripwire
 from model.arithmetic import Arithmetic
 from model.config import ModelConfig
 from model.decode import Weights
+from model.ranks import Share
 from model.sites import Site
 
 
@@ -40,22 +41,25 @@ class HyperConnection:
         self.ops, self.taps, self.layer, self.sublayer = arithmetic.ops, arithmetic.taps, layer, sublayer
         self.iterations, self.eps, self.norm_eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
 
-    def read(self, streams: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        """From streams [t, s, hidden]: the sublayer's input [t, hidden], and post [t, s] and comb [t, s, s]."""
+    def read(self, streams: Tensor, first: int, share: Share) -> tuple[Tensor, Tensor, Tensor]:
+        """From streams [t, s, hidden]: the sublayer's input [t, hidden], and post [t, s] and comb [t, s, s].
+
+        The tokens are this rank's `share` of a call's; `first` is the position of the first of them.
+        """
         pre, post, comb = self.ops.hyper_weights(
             streams, self.fn, self.scale, self.base, self.iterations, self.eps, self.norm_eps
         )
         tripwire.columns(self.sublayer.comb.name, self.layer, first, comb, self.eps)
-        self.taps(self.sublayer.pre, self.layer, pre)
-        self.taps(self.sublayer.post, self.layer, post)
-        self.taps(self.sublayer.comb, self.layer, comb)
+        self.taps(self.sublayer.pre, self.layer, pre, share)
+        self.taps(self.sublayer.post, self.layer, post, share)
+        self.taps(self.sublayer.comb, self.layer, comb, share)
         return self.ops.collapse(streams, pre), post, comb
 
-    def write(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, first: int) -> Tensor:
+    def write(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, first: int, share: Share) -> Tensor:
         """Return the streams [t, s, hidden] after the sublayer's output y [t, hidden]."""
         new = self.ops.expand(y, streams, post, comb)
         tripwire.finite(self.sublayer.streams.name, self.layer, first, new)
-        self.taps(self.sublayer.streams, self.layer, new)
+        self.taps(self.sublayer.streams, self.layer, new, share)
         return new
 
 

@@ -203,6 +203,39 @@ def expert_name(layer: int | str, expert: int, part: str) -> str:
     return f"layers.{layer}.ffn.experts.{expert}.{part}.weight"
 
 
+class Axis(StrEnum):
+    """What the rows of a parameter belong to, by which they can be sharded."""
+
+    HEADS = "attention heads"
+    GROUPS = "output groups"
+    OUTPUT = "columns of the attention's output"
+    INDEX_HEADS = "indexer heads"
+    VOCABULARY = "vocabulary"
+    EXPERTS = "routed experts"  # a parameter belongs to one of them as a whole
+    NONE = "none"  # read whole by every token
+
+
+_AXES: Final = {
+    "embed.weight": Axis.VOCABULARY,
+    "head.weight": Axis.VOCABULARY,
+    "attn.wq_b.weight": Axis.HEADS,
+    "attn.attn_sink": Axis.HEADS,
+    "attn.wo_a.weight": Axis.GROUPS,
+    "attn.wo_b.weight": Axis.OUTPUT,
+    "attn.indexer.wq_b.weight": Axis.INDEX_HEADS,
+    "attn.indexer.weights_proj.weight": Axis.INDEX_HEADS,
+}
+
+
+def axis(name: str) -> tuple[Axis, int | None]:
+    """What the rows of a parameter (official name) belong to; with `Axis.EXPERTS` also which expert it is."""
+    in_layer = _LAYER.fullmatch(name)
+    rest = in_layer[2] if in_layer else name
+    if expert := _EXPERT.fullmatch(rest):
+        return Axis.EXPERTS, int(expert[1])
+    return _AXES.get(rest, Axis.NONE), None
+
+
 def parameters(config: ModelConfig) -> dict[str, Parameter]:
     """Every parameter that the architecture demands, by official name (scales are not parameters).
 

@@ -3,6 +3,9 @@
 Nothing is recorded and nothing is copied unless a listener is attached: without one, a site costs one call that looks
 at an empty dict (`python -m scripts.bench sites` measures it). Shapes are written as axes: an axis that the config
 fixes is compared at every tensor that is watched; `t` (tokens of the call) and `n` (rows of this moment) are free.
+
+On several ranks every rank must attach the same listeners, and each is shown the whole tensor, put together from the
+ranks' shares for it; at the sites of routed experts a rank sees its own.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +15,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.ranks import Ranks, Share
 from model.tripwire import Tripwire
 
 # Called with the layer (None outside of all layers) and the tensor itself. Caches and streams go on being used and
@@ -124,14 +128,18 @@ def axes(config: ModelConfig) -> dict[str, int]:
 class Taps:
     """The listeners of one model, by site name; empty but inside `attached`."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: Ranks) -> None:
         self._listeners: dict[str, list[Listener]] = {}
+        self._ranks = ranks
 
-    def __call__(self, site: Site, layer: int | None, tensor: Tensor) -> None:
-        """Show `tensor` to whoever listens at `site`."""
-        if self._listeners:
-            for listener in self._listeners.get(site.name, ()):
-                listener(layer, tensor)
+    def __call__(self, site: Site, layer: int | None, tensor: Tensor, share: Share | None = None, dim: int = 0) -> None:
+        """Show `tensor` to whoever listens at `site`, whole where this rank has a `share` of its axis `dim`."""
+        if self._listeners and (listeners := self._listeners.get(site.name)):
+            whole = tensor if share is None else self._ranks.whole(tensor, dim, share)
+            for listener in listeners:
+                listener(layer, whole)
+            if share is not None and share.split:
+                tensor.copy_(share.of(whole, dim))  # what listeners wrote
 
     @contextmanager
     def attached(self, config: ModelConfig, listeners: Mapping[Site, Listener]) -> Iterator[None]:

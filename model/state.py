@@ -2,6 +2,7 @@
 
 import torch
 
+from model.cache.formats import CacheFormats
 from model.cache.layers import CACHES, LayerCache
 from model.config import ModelConfig
 from model.errors import CapacityError
@@ -15,7 +16,7 @@ class State:
     """
 
     def __init__(
-        self, config: ModelConfig, max_context: int, chunk: int, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, max_context: int, chunk: int, formats: CacheFormats, device: torch.device
     ) -> None:
         assert max_context > 0, f"max_context {max_context}"
         assert chunk > 0, f"chunk {chunk}"
@@ -27,7 +28,7 @@ class State:
         chunk = min(chunk, max_context)  # longer calls never come
         self.max_context, self.chunk, self.position = max_context, chunk, 0
         self.layers: list[LayerCache] = [
-            CACHES[kind](config, layer, max_context, chunk, dtype, device)
+            CACHES[kind](config, layer, max_context, chunk, formats, device)
             for layer, kind in enumerate(config.layer_kinds)
         ]
 

@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from kernels.rows import Rows, read
+
 # Of Sinkhorn's columns, whose last step divides by (sum + eps): eps = 1e-6, and fp32 rounding. Over a million random
 # matrices, with logits of up to 50 sigma, 20 iterations leave at most 1.3e-6. (One or two may
 # leave more than this bound; no published model takes so few.)
@@ -124,7 +126,7 @@ def _name_the_row(layer: int, first: int, ratio: int, top_k: int, entries: int, 
     raise Tripwire(site, layer, position, "entries out of order", "ascending, then -1")
 
 
-def width(site: str, layer: int, rows: Tensor, wanted: int) -> None:
+def width(site: str, layer: int, rows: Rows, wanted: int) -> None:
     """Trip when a cache [n, d] is not as wide as what the config says is stored there."""
     if rows.shape[-1] != wanted:
         raise Tripwire(site, layer, None, f"rows {rows.shape[-1]} wide", f"{wanted}")
@@ -142,8 +144,35 @@ def room(site: str, layer: int, position: int, rows: int, capacity: int) -> None
         raise Tripwire(site, layer, position, f"{rows} rows", f"at most {capacity}, as allocated")
 
 
+def stored(site: str, layer: int, first: int, new: Tensor, rows: Rows) -> None:
+    """Trip where a cache in a narrow form does not give back, bit for bit, the rows just written.
+
+    Parameters
+    ----------
+    site, layer
+        What was written.
+    first
+        Row of the cache that `new` begins at.
+    new
+        [n, d], finite. Its zeros have signs, as those of E4M3 and E2M1 do.
+    rows
+        The cache. One in the run's dtype is as wide as `new`, and is not looked at.
+
+    """
+    if isinstance(rows, Tensor):
+        return
+    back, wanted = read(rows, first, first + new.shape[0]), new.float()
+    if torch.equal(back.view(torch.int32), wanted.view(torch.int32)):
+        return
+    row, column = (back.view(torch.int32) != wanted.view(torch.int32)).nonzero()[0].tolist()
+    measured = f"row {first + row}, column {column} comes back as {back[row, column]:.9g} from {type(rows).__name__}"
+    raise Tripwire(site, layer, None, measured, f"{wanted[row, column]:.9g}, as written")
+
+
 def columns(site: str, layer: int, first: int, comb: Tensor, eps: float) -> None:
     """Trip where a column of Sinkhorn's comb [t, s, s] is off 1; its last step is a column step."""
+    if not comb.shape[0]:  # a rank may own none of a call's tokens
+        return
     tolerance = max(COLUMN_TOLERANCE, 10 * eps)  # `hc_eps` of the config, 1e-6 in published models
     # decode: sixteen numbers are added sooner on the host than by an op
     if comb.shape[0] == 1 and all(abs(sum(column) - 1) <= tolerance for column in zip(*comb[0].tolist())):  # noqa: B905 -- a matrix
@@ -168,6 +197,8 @@ def routing(layer: int, first: int, ids: Tensor, weights: Tensor, scale: float, 
         `routed_scaling_factor`, `n_routed_experts`.
 
     """
+    if not ids.shape[0]:
+        return
     if ids.shape[0] == 1:  # decode: as in `columns`
         chosen, total = ids[0].tolist(), math.fsum(weights[0].tolist())
         distinct = len(set(chosen)) == len(chosen) and min(chosen) >= 0 and max(chosen) < experts

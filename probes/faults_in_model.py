@@ -21,6 +21,7 @@ from model.config import LayerKind
 from model.experts import Expert
 from model.gate import HashGate
 from model.indexer import Indexer
+from model.ranks import Share
 from model.state import State
 from model.transformer import Transformer
 
@@ -54,8 +55,10 @@ def indexer_compressor_not_loaded(model: Transformer) -> None:
 
 
 class _NoSelection(Indexer):
-    def __call__(self, x: Tensor, latent: Tensor, first: int, cache: CsaCache, cos: Tensor, sin: Tensor) -> Tensor:
-        super().__call__(x, latent, first, cache, cos, sin)
+    def __call__(
+        self, x: Tensor, latent: Tensor, first: int, cache: CsaCache, cos: Tensor, sin: Tensor, tokens: Share
+    ) -> Tensor:
+        super().__call__(x, latent, first, cache, cos, sin, tokens)
         return None  # type: ignore[return-value]
 
 
@@ -200,8 +203,8 @@ def keys_four_times_too_wide(model: Transformer) -> None:
 
     def widen(cache: LayerCache) -> None:
         if isinstance(cache, CsaCache):
-            data = cache.keys.data
-            cache.keys.data = torch.zeros(data.shape[0], 4 * data.shape[1], dtype=data.dtype, device=data.device)
+            n, d = cache.keys.data.shape
+            cache.keys.data = torch.zeros(n, 4 * d, dtype=cache.ring.data.dtype, device=cache.ring.data.device)
 
     _with_caches(model, widen)
 
@@ -231,7 +234,7 @@ def stale_frontier(model: Transformer) -> None:
 def routed_clamp_dropped(model: Transformer) -> None:
     """No `swiglu_limit` in the routed experts."""
     for block in model.blocks:
-        for expert in block.experts.experts:
+        for expert in block.experts.experts.values():
             expert.limit = math.inf
 
 
@@ -242,8 +245,8 @@ def shared_clamp_dropped(model: Transformer) -> None:
 
 
 class _Twice(Expert):
-    def __call__(self, x: Tensor, weight: Tensor | None) -> Tensor:
-        return 2 * super().__call__(x, weight)
+    def __call__(self, x: Tensor, weight: Tensor | None, share: Share | None = None) -> Tensor:
+        return 2 * super().__call__(x, weight, share)
 
 
 def shared_expert_twice(model: Transformer) -> None:
@@ -262,7 +265,7 @@ def hash_table_zeroed(model: Transformer) -> None:
 def _replace_weights(model: Transformer, change: Callable[[Weight], Weight]) -> None:
     """Change every matrix of attention, indexer and experts."""
     for block in model.blocks:
-        holders: list[object] = [block.attention, *block.experts.experts, block.experts.shared]
+        holders: list[object] = [block.attention, *block.experts.experts.values(), block.experts.shared]
         if isinstance(block.attention, CsaAttention):
             holders.append(block.attention.indexer)
         for holder in holders:

@@ -4,16 +4,19 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from kernels.ops import BLOCKED, Ops
 from model.census import Census, census
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
-from model.decode import bind, fingerprint
+from model.decode import bind, fingerprint, headers_digest
 from model.errors import CapacityError, CheckpointError, ConfigError
+from model.ranks import ALONE, Group, Ranks
 from model.transformer import Transformer
 from runtime.memory import machine_memory
 from runtime.options import RunOptions, check_deployed
+from runtime.placement import Placement, place
 
 DEMO = Path(__file__).resolve().parents[1] / "model" / "demo"  # the checkpoint that ships with the project
 
@@ -25,6 +28,8 @@ class Loaded(NamedTuple):
     census: Census
     weights_fingerprint: str  # see `model.decode.fingerprint`
     directory: Path
+    placement: Placement
+    held: dict[str, int]  # bytes of this rank's part of each parameter, as stored
 
 
 def check_device(device: str) -> None:
@@ -33,11 +38,12 @@ def check_device(device: str) -> None:
         raise ConfigError("--device cuda: torch finds no CUDA device on this machine")
 
 
-def load(directory: Path, options: RunOptions, ops: Ops = BLOCKED) -> Loaded:
-    """Read config, census and weights, strictly, and build the model.
+def load(directory: Path, options: RunOptions, ops: Ops = BLOCKED, group: Group = ALONE) -> Loaded:
+    """Read config, census and weights, strictly, and build this rank's part of the model.
 
-    ConfigError or CheckpointError, with one line, for everything that is wrong with the directory. Nothing is
-    converted: weights stay as stored, memory-mapped on the CPU.
+    ConfigError or CheckpointError, with one line, for everything that is wrong with the directory; RankDisagreement
+    when ranks found different configs or files. Nothing is converted: weights stay as stored, memory-mapped on the CPU,
+    and of those that other ranks hold no byte is read.
     """
     check_device(options.device)
     config = ModelConfig.from_file(directory / "config.json")
@@ -50,8 +56,24 @@ def load(directory: Path, options: RunOptions, ops: Ops = BLOCKED) -> Loaded:
         raise CapacityError(
             f"{directory}: {counted.nbytes / 2**30:.1f} GiB of tensors, the GPU has {memory / 2**30:.1f} GiB"
         )
-    weights = bind(checkpoint, counted, device)
-    model = Transformer(config, weights, options.arithmetic(ops))
+    placement = place(config, group.size)
+    ranks = Ranks(group, placement.ranks[group.rank], options.dispatch)
+    ranks.note("config.json", None, _digits(config.fingerprint, device))
+    ranks.note("headers of the checkpoint's files", None, _digits(headers_digest(checkpoint), device))
+    ranks.settle()
+    weights = bind(checkpoint, counted, device, held=lambda name, rows: placement.rows(name, rows, group.rank))
+    model = Transformer(config, weights, options.arithmetic(ops, ranks))
     if unread := weights.unread():  # a parameter that no layer asked for is a layer that was not built
         raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
-    return Loaded(model, counted, fingerprint(checkpoint), directory)
+    return Loaded(model, counted, _fingerprint(checkpoint, ranks, device), directory, placement, weights.handed())
+
+
+def _fingerprint(checkpoint: Checkpoint, ranks: Ranks, device: torch.device) -> str:
+    """The checkpoint's fingerprint: rank 0 reads what it covers, the others are told."""
+    found = _digits(fingerprint(checkpoint) if ranks.rank == 0 else "0" * 64, device)
+    return bytes(ranks.of_first(found).tolist()).hex()
+
+
+def _digits(digest: str, device: torch.device) -> Tensor:
+    """64 hex digits as [32] uint8."""
+    return torch.tensor(list(bytes.fromhex(digest)), dtype=torch.uint8, device=device)

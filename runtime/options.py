@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
-from kernels.ops import BLOCKED, Ops
+from kernels.ops import Ops
 from model.arithmetic import KV_GROUP, LINEAR_GROUP, Arithmetic
+from model.cache.formats import CacheFormats
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
+from model.ranks import Ranks
 from model.sites import Taps
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -23,10 +25,29 @@ class RunOptions:
     dtype: str = "bf16"  # of activations and caches: bf16 | fp32
     device: str = "cpu"  # cpu | cuda
     prefill_chunk: int = 512  # tokens per call during prefill
+    entry_format: str = "dtype"  # of compressed entries: dtype | fp8
+    key_format: str = "dtype"  # of index keys: dtype | fp8 | fp4
+    dispatch: str = "auto"  # with several ranks: all-reduce | all-to-all | auto
 
-    def arithmetic(self, ops: Ops = BLOCKED) -> Arithmetic:
+    def __post_init__(self) -> None:
+        """Refuse cache formats that do not hold the values of this numerics and dtype: ConfigError naming the flag."""
+        narrow = {"--entry-format": self.entry_format, "--key-format": self.key_format}
+        for flag, form in narrow.items():
+            if form != "dtype" and self.numerics != "deployed":
+                raise ConfigError(
+                    f"{flag} {form}: cannot hold what --numerics {self.numerics} leaves unrounded; dtype can"
+                )
+        if self.entry_format != "dtype" and self.dtype != "bf16":
+            raise ConfigError(
+                f"--entry-format {self.entry_format}: keeps rope dims in bf16, which cannot hold those of"
+                f" --dtype {self.dtype}"
+            )
+
+    def arithmetic(self, ops: Ops, ranks: Ranks) -> Arithmetic:
         """Return what the model computes with."""
-        return Arithmetic(ops, deployed=self.numerics == "deployed", dtype=DTYPES[self.dtype], taps=Taps())
+        dtype = DTYPES[self.dtype]
+        formats = CacheFormats(dtype, self.entry_format, self.key_format)
+        return Arithmetic(ops, self.numerics == "deployed", dtype, formats, ranks, Taps(ranks))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

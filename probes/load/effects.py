@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kernels.formats import Dense, Weight
 from model import sites
+from model.ranks import undivided
 from model.transformer import Transformer
 from model.tripwire import Tripwire
 from probes.shared.held import Held, find
@@ -34,7 +35,9 @@ def without_effect(
     for layer, block in enumerate(model.blocks):
 
         def layer_alone(layer: int = layer, block: Callable[..., Tensor] = block) -> Tensor:
-            return block(inputs[layer], ids, 0, model.new_state(len(tokens), len(tokens)).layers[layer])
+            return block(
+                inputs[layer], ids, 0, model.new_state(len(tokens), len(tokens)).layers[layer], undivided(len(tokens))
+            )
 
         yield from _changed(
             model, [name for name in names if name.startswith(f"layers.{layer}.")], layer_alone, generator

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from model import sites
 from model.config import LayerKind, ModelConfig
+from model.ranks import undivided
 from model.transformer import Transformer
 
 
@@ -76,5 +77,5 @@ def _attention(model: Transformer, layer: int, inputs: Tensor) -> tuple[Tensor, 
     }
     with model.attached(listeners):
         state = model.new_state(len(inputs), len(inputs))
-        model.blocks[layer].attention(inputs, 0, state.layers[layer])
+        model.blocks[layer].attention(inputs, 0, state.layers[layer], undivided(len(inputs)))
     return seen["mixed"], seen.get("selected")

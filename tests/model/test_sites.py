@@ -80,7 +80,7 @@ def test_one_listener_of_two_may_go(model):
 
 @pytest.mark.parametrize("shape", [(3, 5), (3, 4, 1), (4,), ()])
 def test_a_tensor_of_another_shape_than_its_site_says_trips(model, shape):
-    taps, site = Taps(), Site("here", "t s", "")
+    taps, site = Taps(model.ranks), Site("here", "t s", "")
     with taps.attached(model.config, {site: lambda *_: None}):
         taps(site, 2, torch.zeros(7, 4))
         with pytest.raises(Tripwire, match="here of layer 2: shape") as trip:

@@ -1,0 +1,134 @@
+"""A model on N ranks is the model on one: both dispatches, uneven experts, short prompts, prefill and decode."""
+
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from kernels.ops import BLOCKED
+from model import sites
+from model.errors import ConfigError
+from model.ranks import ALL_REDUCE, ALL_TO_ALL, ALONE, AUTO, Group
+from probes.demo_language.prompts import needle_prompts
+from runtime.load import DEMO, load
+from runtime.options import RunOptions
+from tests import gloo
+from tests.exact_ops import EXACT
+from tests.make_checkpoint import tiny_config, write_checkpoint
+
+# fp32, four layers, logits of unit scale: a rank's share of the tokens changes the order of sums, as a split into calls
+# does (tests/model/test_chunks.py, the same bound)
+BOUND = 2e-5
+# every axis splits over two ranks, and over four those of more than 128 rows each
+CONFIG = {
+    "head_dim": 80,
+    "hc_mult": 2,
+    "hidden_size": 512,
+    "index_head_dim": 64,
+    "index_n_heads": 8,
+    "num_attention_heads": 16,
+    "o_groups": 4,
+    "o_lora_rank": 128,
+    "swiglu_limit": 1.0,
+}
+CALLS = (150, 1, 3, 1, 1)  # beyond the window and an HCA window; calls shorter than the ranks are many
+
+
+class Run(NamedTuple):
+    directory: Path
+    numerics: str
+    dtype: str
+    exact: bool  # sums in float64, correctly rounded: no order of sums is left
+    tokens: list[int]
+    lengths: tuple[int, ...]
+
+
+def uneven(name, values):
+    """Expert 5 gets no token (its selection bias is -100), experts 1 and 2 most; the hash table leaves expert 5 out."""
+    if name.endswith("gate.bias"):
+        return values + torch.tensor([0.0, 1.0, 1.0, 0, 0, -100.0, 0, 0])
+    if name.endswith("tid2eid"):
+        return torch.where(values == 5, 8 - values.sum(1, keepdim=True).clamp(5, 8), values)
+    return values
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    path = tmp_path_factory.mktemp("random")
+    write_checkpoint(path / "uneven", tiny_config(**CONFIG), seed=11, adjust=distinct)
+    draw = torch.Generator().manual_seed(5)
+    tokens = torch.randint(0, 512, (sum(CALLS),), generator=draw).tolist()
+    demo = list(needle_prompts(260, 1, 3)[0].ids)
+    return {
+        "random, plain": Run(path / "uneven", "plain", "fp32", False, tokens, CALLS),
+        "random, deployed, exact sums": Run(path / "uneven", "deployed", "bf16", True, tokens, CALLS),
+        "shorter than the ranks": Run(path / "uneven", "plain", "fp32", False, tokens[:1], (1,)),
+        "demo, deployed": Run(DEMO, "deployed", "bf16", False, demo, (len(demo) - 3, 1, 1, 1)),
+        "demo, plain": Run(DEMO, "plain", "fp32", False, demo, (len(demo) - 3, 1, 1, 1)),
+    }
+
+
+def distinct(name, values):
+    """As `uneven`, with rows of the table that stay distinct."""
+    if not name.endswith("tid2eid"):
+        return uneven(name, values)
+    draw = torch.Generator().manual_seed(1)
+    allowed = torch.tensor([0, 1, 2, 3, 4, 6, 7])
+    return torch.stack([allowed[torch.randperm(7, generator=draw)[: values.shape[1]]] for _ in range(len(values))])
+
+
+def run_all(group, runs, dispatches):
+    """Logits of each run by each dispatch, the calls by dispatch, bytes held, experts that got tokens."""
+    torch.set_num_threads(1)
+    found = {}
+    for (name, run), dispatch in product(runs.items(), dispatches):
+        options = RunOptions(run.numerics, run.dtype, dispatch=dispatch)
+        loaded = load(run.directory, options, EXACT if run.exact else BLOCKED, group)
+        model = loaded.model
+        state = model.new_state(len(run.tokens), max(run.lengths))
+        parts = torch.tensor(run.tokens).split(run.lengths)
+        logits = torch.cat([model.logits(model(part, state)) for part in parts])
+        found[name, dispatch] = (logits, model.ranks.calls, sum(loaded.held.values()), loaded.weights_fingerprint)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(runs):
+    return {name: found for (name, _), found in run_all(ALONE, runs, [AUTO]).items()}
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_logits_do_not_depend_on_the_number_of_ranks(runs, alone, size):
+    ways = (ALL_REDUCE, ALL_TO_ALL)
+    for rank, found in enumerate(gloo.run(size, run_all, runs, ways)):
+        for (name, run), way in product(runs.items(), ways):
+            logits, calls, _, fingerprint = found[name, way]
+            expected = alone[name][0]
+            assert calls[way] == sum(calls.values()) == len(run.lengths)
+            assert fingerprint == alone[name][3]
+            if run.exact:
+                assert logits.equal(expected), (name, way, rank)
+            elif run.numerics == "plain":
+                assert (logits - expected).abs().max() < BOUND * expected.abs().max().clamp_min(1), (name, way, rank)
+            assert logits.argmax(1).equal(expected.argmax(1)), (name, way, rank)
+
+
+def test_the_random_model_is_what_the_cases_need(runs, alone):
+    run = runs["random, plain"]
+    model = load(run.directory, RunOptions("plain", "fp32")).model
+    state = model.new_state(len(run.tokens), len(run.tokens))
+    seen = {}
+    with model.attached({sites.EXPERT_IDS: lambda layer, ids: seen.update({layer: ids.clone()})}):
+        model(torch.tensor(run.tokens), state)
+    for layer, ids in seen.items():
+        counts = ids.flatten().bincount(minlength=8)
+        assert counts[5] == 0, layer
+        assert layer == 0 or counts.max() > 3 * counts[counts > 0].min(), layer
+    assert alone["random, plain"][0].std() > 0.3
+
+
+def test_ranks_that_do_not_divide_the_experts_are_refused_in_one_line():
+    with pytest.raises(ConfigError, match="^3 ranks: n_routed_experts is 8, which 3 does not divide$"):
+        load(DEMO, RunOptions(), BLOCKED, Group(0, 3, None))
