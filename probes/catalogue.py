@@ -10,6 +10,7 @@ from probes.needle import probe as needle
 from probes.parity import probe as parity
 from probes.probe import Probe
 from probes.quantisation import probe as quantisation
+from probes.ranks import probe as ranks
 from probes.recall import probe as recall
 from probes.rope import probe as rope
 from probes.routing import probe as routing
@@ -31,6 +32,7 @@ _MODULES = (
     memory,
     determinism,
     parity,
+    ranks,
 )
 
 FULL: tuple[Probe, ...] = tuple(module.FULL for module in _MODULES)  # what the pages are made with

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from model.config import LayerKind, ModelConfig
 from probes import faults_in_model as model
 from probes import faults_in_ops as op
+from probes import faults_in_ranks as ranks
 from probes.fault import Fault, needs
 
 SWA, CSA, HCA = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
@@ -233,6 +234,32 @@ _ALL = (
         "Activations are rounded with scales that are no powers of two.",
         "sglang#25733",
         ops=op.fp8_scale_not_power_of_two,
+    ),
+    # between ranks
+    Fault(
+        "sinks-of-rank-0",
+        "Every rank uses the sinks of rank 0's heads.",
+        "sglang#35092",
+        inject=ranks.sinks_of_rank_0,
+    ),
+    Fault(
+        "replicated-summed-as-partial",
+        "The experts' output, which every rank has in full, is added up over ranks.",
+        "sglang#31699, sglang#32609, tokenspeed#1490",
+        inject=ranks.replicated_summed_as_partial,
+    ),
+    Fault(
+        "top-k-of-a-rank-differs",
+        "Rank 1 selects another entry than the other ranks.",
+        "DeepSeek-V3.2-Exp checks for it in every call",
+        inject=ranks.top_k_of_rank_1_differs,
+        inapplicable=needs(CSA),
+    ),
+    Fault(
+        "experts-off-by-one",
+        "The first expert of each rank runs with the weights of its second.",
+        "the mistake's kind: a placement that is off by one",
+        inject=ranks.experts_off_by_one,
     ),
     # state
     Fault(

@@ -1,0 +1,71 @@
+"""Faults between ranks: each function changes the part of a model that one rank holds.
+
+On one rank alone they do nothing.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Ops
+from kernels.rows import Rows
+from model.attention import CsaAttention
+from model.experts import MoE
+from model.ranks import Partial, Share
+from model.transformer import Transformer
+
+
+def sinks_of_rank_0(model: Transformer) -> None:
+    """Give every rank the sinks of rank 0's heads."""
+    for block in model.blocks:
+        block.attention.sink = model.ranks.of_first(block.attention.sink.clone())
+
+
+class _SumsReplicated(MoE):
+    def routed(self, x: Tensor, ids: Tensor, weights: Tensor, share: Share) -> Tensor:
+        """Sum over ranks what every rank has in full."""
+        total = super().routed(x, ids, weights, share)
+        everybody = torch.ones(len(total), dtype=torch.bool, device=total.device)
+        return self.ranks.filled("experts.routed", self.layer, Partial(total, everybody))
+
+
+def replicated_summed_as_partial(model: Transformer) -> None:
+    """Add up over ranks the experts' output, which every rank has in full by then."""
+    for block in model.blocks:
+        block.experts.__class__ = _SumsReplicated
+
+
+@dataclass(frozen=True, slots=True)
+class _TakesTheOneBefore:
+    """A `select` whose last entry of each row is the one before it, where that was not selected."""
+
+    ops: Ops
+
+    def __call__(self, q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, k: int) -> Tensor:
+        selected = self.ops.select(q, head_weights, keys, first, ratio, k)
+        if selected.shape[1] > 1:
+            last, previous = selected[:, -1], selected[:, -2]
+            selected[:, -1] = torch.where(last - 1 > previous, last - 1, last)
+        return selected
+
+
+def top_k_of_rank_1_differs(model: Transformer) -> None:
+    """Let rank 1 select another entry than it should as the last of a row, where there is one to take."""
+    if model.ranks.rank != 1:
+        return
+    for block in model.blocks:
+        if isinstance(block.attention, CsaAttention):
+            indexer = block.attention.indexer
+            other = indexer.arithmetic.ops._replace(select=_TakesTheOneBefore(indexer.arithmetic.ops))
+            indexer.arithmetic = indexer.arithmetic._replace(ops=other)
+
+
+def experts_off_by_one(model: Transformer) -> None:
+    """Run the first expert of each rank with the weights of its second: an off-by-one of the placement."""
+    if model.ranks.size == 1:
+        return
+    for block in model.blocks:
+        here = block.experts.ranks.shares.experts
+        if here.size > 1:
+            block.experts.experts[here.start] = block.experts.experts[here.start + 1]

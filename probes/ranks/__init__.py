@@ -1,0 +1,1 @@
+"""Probe `ranks`: the model on several ranks is the model on one."""
