@@ -1,8 +1,11 @@
-"""The four forms in which a checkpoint stores a matrix, as tuples of tensors.
+"""The four forms in which a checkpoint stores a matrix, and the four of a cache's rows, as tuples of tensors.
 
 A weight stays in its stored form for the whole run (DESIGN decision 8); the linear op that uses it
 decodes it tile by tile. Which form a tensor has is read off the stored tensors themselves (dtype and
 the scales beside it), never off a global key of config.json: checkpoints mix forms.
+
+Entries and index keys stay in their form too: the ops that read them decode the rows of one tile (`kernels.rows`).
+Their planes are separate tensors, so that values, scales and rope dims are each aligned and can be gathered by row.
 """
 
 from typing import NamedTuple
@@ -79,3 +82,47 @@ def rows(weight: Weight, start: int, stop: int) -> Weight:
             return Fp4(data[start:stop], scale[start:stop])
         case NvFp4(data, scale, global_scale):
             return NvFp4(data[start:stop], scale[start:stop], global_scale)
+
+
+class Fp8Entries(NamedTuple):
+    """Compressed entries: E4M3 values with one scale per 64 columns, then the rope dims in BF16.
+
+    V4's row has the bytes of the layout that vLLM, FlashInfer and FlashMLA use: 448 + 2 * 64 + 7 + 1 of padding = 584.
+    """
+
+    values: Tensor  # [n, d - rope] float8_e4m3fn
+    rope: Tensor  # [n, rope] bfloat16
+    scale: Tensor  # [n, (d - rope) / 64 + padding] float8_e8m0fnu; padding, never read, makes the row 8-byte aligned
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[n, d], in values."""
+        return self.values.shape[0], self.values.shape[1] + self.rope.shape[1]
+
+
+class Fp8Keys(NamedTuple):
+    """Index keys: E4M3 values and one scale per row, a power of two; 132 bytes for V4's 128 columns."""
+
+    values: Tensor  # [n, d] float8_e4m3fn
+    scale: Tensor  # [n] float32
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[n, d], in values."""
+        return self.values.shape[0], self.values.shape[1]
+
+
+class Fp4Keys(NamedTuple):
+    """Index keys: E2M1 values, packed as in `Fp4`, one E8M0 scale per 32 columns; 68 bytes for V4's 128 columns."""
+
+    packed: Tensor  # [n, d / 2] uint8, the even column in the low nibble
+    scale: Tensor  # [n, d / 32] float8_e8m0fnu
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[n, d], in values (twice the bytes of a row)."""
+        return self.packed.shape[0], 2 * self.packed.shape[1]
+
+
+# Rows of a cache, [n, d]: a tensor in the run's dtype, or the planes of a narrow form.
+Rows = Tensor | Fp8Entries | Fp8Keys | Fp4Keys

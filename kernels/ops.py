@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kernels import blocked, reference
-from kernels.formats import Weight
+from kernels.formats import Rows, Weight
 
 
 class Ops(NamedTuple):
@@ -29,8 +29,8 @@ class Ops(NamedTuple):
     simulate_fp4: Callable[[Tensor, int], Tensor]  # quantise
     hadamard: Callable[[Tensor], Tensor]  # quantise
     pool: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # pool
-    select: Callable[[Tensor, Tensor, Tensor, int, int, int], Tensor]  # indexer
-    attend: Callable[[Tensor, Tensor, int, int, Tensor | None, int, Tensor | None, Tensor], Tensor]  # attention
+    select: Callable[[Tensor, Tensor, Rows, int, int, int], Tensor]  # indexer
+    attend: Callable[[Tensor, Tensor, int, int, Rows | None, int, Tensor | None, Tensor], Tensor]  # attention
     hyper_weights: Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float], tuple[Tensor, Tensor, Tensor]]  # hyper
     head_weights: Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Tensor]  # hyper
     collapse: Callable[[Tensor, Tensor], Tensor]  # hyper

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.formats import Rows
 from kernels.ops import Ops
 from kernels.reference.indexer import visible_entries
 from probes.shared.calls import Attend
@@ -17,7 +18,7 @@ def random_selection(ops: Ops, seed: int) -> Ops:
     """`ops`, but each token of a CSA layer attends to as many visible entries as ever, drawn at random."""
     generator = torch.Generator().manual_seed(seed)
 
-    def select(q: Tensor, head_weights: Tensor, keys: Tensor, first: int, ratio: int, k: int) -> Tensor:
+    def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, k: int) -> Tensor:
         del head_weights
         n = keys.shape[0]
         seen = visible_entries(first, q.shape[0], ratio, q.device)[:, None]

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from kernels.formats import Rows
 from kernels.ops import Ops
+from kernels.reference.rows import decode
 from probes.shared.calls import Attend
 
 Score = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [t, h, d], head weights [t, h], keys [n, d] -> [t, n]
@@ -19,10 +21,10 @@ MSCALE = 0.1 * math.log(16) + 1  # what YaRN would scale logits by, twice, for a
 def _selecting(score: Score) -> Callable[[Ops], Ops]:
     """A `select` that ranks by `score` and is right otherwise."""
 
-    def select(q: Tensor, head_weights: Tensor, keys: Tensor, first: int, ratio: int, k: int) -> Tensor:
+    def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, k: int) -> Tensor:
         n = keys.shape[0]
         seen = ((torch.arange(first, first + q.shape[0], device=q.device) + 1) // ratio)[:, None]
-        scores = score(q.float(), head_weights, keys.float())
+        scores = score(q.float(), head_weights, decode(keys))
         scores = scores.masked_fill(torch.arange(n, device=q.device) >= seen, float("-inf"))
         best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : min(k, n)]
         best = torch.where(best < seen, best, n).sort(dim=-1).values
@@ -97,7 +99,7 @@ def _early(call: Attend) -> Attend:
 
 
 def _gathered_beside(call: Attend) -> Attend:
-    return call if call.entries is None else call._replace(entries=call.entries.roll(1, 0))
+    return call if call.entries is None else call._replace(entries=decode(call.entries).roll(1, 0))
 
 
 def _first_ranks_sinks(call: Attend) -> Attend:

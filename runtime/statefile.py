@@ -1,8 +1,9 @@
 """Saving a sequence's state to safetensors and loading it back, bound to the model it came from.
 
 The file holds, layer by layer, what `model.cache` says must survive, and as metadata: the fingerprints of config and
-weights, numerics, dtype, position, the chosen token that is still to be run, and a checksum of all of it. A file that
-does not match in every point is refused. Capacity and chunk are not part of it: a larger state may take it.
+weights, numerics, dtype, cache formats, position, the chosen token that is still to be run, and a checksum of all of
+it. A file that does not match in every point is refused. Capacity and chunk are not part of it: a larger state may take
+it.
 """
 
 import hashlib
@@ -21,7 +22,7 @@ from model.errors import StateError
 from model.state import State
 from runtime.load import Loaded
 
-FORMAT = "fathom-state-1"
+FORMAT = "fathom-state-2"  # 2: cache formats
 
 
 class Saved(NamedTuple):
@@ -58,7 +59,7 @@ def read_saved(path: Path, loaded: Loaded) -> Saved:
     """Read what a state file says of itself, without its content.
 
     StateError, with one line naming the file, when it is no state file, or was made by another model, other weights,
-    numerics or dtype.
+    numerics, dtype or cache formats.
     """
     with _opened(path) as file:
         metadata: dict[str, str] = file.metadata() or {}
@@ -125,6 +126,8 @@ def _binding(loaded: Loaded) -> dict[str, str]:
         "weights": loaded.weights_fingerprint,
         "numerics": arithmetic.numerics,
         "dtype": str(arithmetic.dtype),
+        "entry_format": arithmetic.formats.entries,
+        "key_format": arithmetic.formats.keys,
     }
 
 

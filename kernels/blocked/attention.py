@@ -2,9 +2,9 @@
 
 Tokens are taken a few at a time. For these, keys arrive in tiles (at most two row ranges of the ring, then entries)
 and are folded into a running softmax (peak, total, accumulator, all fp32), so no logits and no gathered rows beyond
-one tile ever exist. A token's result depends on the tiles it fell into by rounding alone. Rows that no token of the
-tile may see are not read, whatever they hold; NaN in any other row reaches every token of the tile, which may be more
-than saw it, but never fewer.
+one tile ever exist; entries in a narrow form are decoded tile by tile as well. A token's result depends on the tiles
+it fell into by rounding alone. Rows that no token of the tile may see are not read, whatever they hold; NaN in any
+other row reaches every token of the tile, which may be more than saw it, but never fewer.
 
 Selected entries can be read in two ways: as masked tiles of all visible ones, or gathered row by row. Time of gathering
 over time of masking, by visible entries over top-k (``python -m scripts.bench attend``, one core of an AVX-512 Xeon,
@@ -18,7 +18,8 @@ median of 5 to 50 interleaved rounds, spread about 10 %, 40 % for one token):
     64 x 512,   1         1.19   0.91   0.73   0.45   0.20   0.11   0.05
     64 x 512,  16         1.51   0.99   0.79   0.40   0.17   0.09   0.04
 
-So masking pays until 1.5 times as many entries are visible as are selected, whatever the chunk.
+So masking pays until 1.5 times as many entries are visible as are selected, whatever the chunk. In which form entries
+are stored does not enter: it must change no bit of the result, and the two ways differ by rounding.
 """
 
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from kernels.rows import Rows, length, read, take, width
 
 ROWS = 1024  # (token, head) pairs per tile
 LOGITS = 1 << 19  # numbers in a tile of logits: 2 MiB
@@ -46,7 +49,7 @@ def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks 
     ring: Tensor,
     first: int,
     window: int,
-    entries: Tensor | None,
+    entries: Rows | None,
     ratio: int,
     selected: Tensor | None,
     sink: Tensor,
@@ -134,14 +137,14 @@ def _window_tiles(
 def _attend_entries(
     state: _Softmax,
     q: Tensor,
-    entries: Tensor,
+    entries: Rows,
     start: int,
     ratio: int,
     selected: Tensor | None,
     dense_up_to: float,
 ) -> None:
     """Fold in the entries that positions from `start` on see."""
-    t, n = q.shape[0], entries.shape[0]
+    t, n = q.shape[0], length(entries)
     visible = ((torch.arange(start, start + t, device=q.device) + 1) // ratio).clamp(max=n)[:, None]  # [t, 1]
     fewest, most = min((start + 1) // ratio, n), min((start + t) // ratio, n)
     if most == 0:
@@ -151,7 +154,7 @@ def _attend_entries(
         for low in range(0, most, tile):
             high = min(low + tile, most)
             entry = torch.arange(low, high, device=q.device)
-            _accumulate(state, q, entries[low:high], None if high <= fewest else entry < visible)
+            _accumulate(state, q, read(entries, low, high), None if high <= fewest else entry < visible)
         return
     valid = (selected >= 0) & (selected < visible)  # [t, k]
     if most <= dense_up_to * selected.shape[1]:
@@ -160,21 +163,21 @@ def _attend_entries(
         seen.scatter_(1, torch.where(valid, selected, most).long(), value=True)
         for low in range(0, most, tile):
             high = min(low + tile, most)
-            _accumulate(state, q, entries[low:high], seen[:, low:high])
+            _accumulate(state, q, read(entries, low, high), seen[:, low:high])
     else:
         _attend_gathered(state, q, entries, torch.where(valid, selected, 0), valid)
 
 
-def _attend_gathered(state: _Softmax, q: Tensor, entries: Tensor, index: Tensor, valid: Tensor) -> None:
+def _attend_gathered(state: _Softmax, q: Tensor, entries: Rows, index: Tensor, valid: Tensor) -> None:
     """Fold in entries `index` [t, k] row by row; where not `valid`, the index is any entry that may be read."""
     t, k = index.shape
-    d = entries.shape[1]
+    d = width(entries)
     keys = min(k, 256)
     tokens = max(1, KEYS // (keys * d))
     for start in range(0, t, tokens):
         part = slice(start, start + tokens)
         for low in range(0, k, keys):
             chosen = index[part, low : low + keys]  # [t, m]
-            rows = entries.index_select(0, chosen.flatten()).unflatten(0, chosen.shape)  # [t, m, d]
+            rows = take(entries, chosen.flatten()).unflatten(0, chosen.shape)  # [t, m, d]
             tile = _Softmax(state.peak[part], state.total[part], state.value[part])
             _accumulate(tile, q[part], rows, valid[part, low : low + keys])

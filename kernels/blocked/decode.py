@@ -5,11 +5,9 @@ for an E4M3 weight and 9 ns for an FP4 one. Here E4M3 takes 2.3 ns, through floa
 FP4 2.0 ns, from a table of all 256 bytes, which yields two weights a look-up (``python -m scripts.bench decode``).
 """
 
-from functools import cache
-
-import torch
 from torch import Tensor
 
+from kernels.codes import e2m1, e4m3
 from kernels.formats import Dense, Fp4, Fp8, NvFp4, Weight
 from kernels.reference import formats
 
@@ -27,38 +25,10 @@ def decode(weight: Weight) -> Tensor:
             out[whole * 128 :].mul_(per_column[-1])
             return out
         case Fp4(data, scale):
-            out = _e2m1(data)
+            out = e2m1(data)
             out.unflatten(1, (-1, 32)).mul_(formats.e8m0(scale)[..., None])
             return out
         case NvFp4(data, scale, global_scale):
-            out = _e2m1(data)
+            out = e2m1(data)
             out.unflatten(1, (-1, 16)).mul_(e4m3(scale)[..., None])
             return out.mul_(global_scale)
-
-
-def e4m3(data: Tensor) -> Tensor:
-    """Decode float8_e4m3fn of any shape to float32.
-
-    E4M3 shifted by seven bits is the float16 of its value / 256, subnormals included: both have three and more
-    mantissa bits below an exponent whose biases, 7 and 15, differ by 8. Only NaN (all seven bits set) comes out as a
-    number, 480, which no other code means.
-    """
-    if data.device.type != "cpu":
-        return data.float()
-    bits = data.view(torch.int8).to(torch.int16)  # the sign fills the upper byte
-    bits.bitwise_left_shift_(7).bitwise_and_(~(1 << 14))
-    out = bits.view(torch.float16).float().mul_(256)
-    if out.numel() > 0 and int(bits.bitwise_and_(0x7FFF).amax()) == 0x7F << 7:
-        out.masked_fill_(bits == 0x7F << 7, float("nan"))
-    return out
-
-
-def _e2m1(packed: Tensor) -> Tensor:
-    byte = packed.view(torch.uint8).flatten().long()
-    return _pairs(packed.device).index_select(0, byte).view(torch.float32).view(packed.shape[0], -1)
-
-
-@cache
-def _pairs(device: torch.device) -> Tensor:
-    """The two float32 of each byte as one int64: [256]."""
-    return formats.e2m1(torch.arange(256, dtype=torch.uint8, device=device)).view(torch.int64)

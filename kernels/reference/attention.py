@@ -3,13 +3,16 @@
 import torch
 from torch import Tensor
 
+from kernels.formats import Rows
+from kernels.reference.rows import decode
+
 
 def attend(
     q: Tensor,
     ring: Tensor,
     first: int,
     window: int,
-    entries: Tensor | None,
+    entries: Rows | None,
     ratio: int,
     selected: Tensor | None,
     sink: Tensor,
@@ -31,7 +34,7 @@ def attend(
     window
         Tokens seen, the token itself included: positions ``p - window + 1 .. p``.
     entries
-        [n, d] compressed entries, or None for a layer without.
+        [n, d] compressed entries in their stored form, or None for a layer without.
     ratio
         Tokens per entry: entry e is seen from position p when ``e < (p + 1) // ratio``. Read only with `entries`.
     selected
@@ -50,13 +53,14 @@ def attend(
     capacity = ring.shape[0]
     assert capacity >= window + t - 1, f"a ring of {capacity} cannot hold window {window} and {t} new tokens"
     out = torch.empty_like(q)
+    wide = None if entries is None else decode(entries)  # [n, d]
     for i in range(t):
         position = first + i
         oldest = max(0, position - window + 1)
         slots = torch.arange(oldest, position + 1, device=q.device) % capacity
         keys = ring[slots].float()  # [<= window, d]
-        if entries is not None:
-            keys = torch.cat((keys, entries[_seen(i, position, entries.shape[0], ratio, selected)].float()))
+        if wide is not None:
+            keys = torch.cat((keys, wide[_seen(i, position, wide.shape[0], ratio, selected)]))
         logits = q[i].float() @ keys.T * d**-0.5  # [h, keys]
         peak = torch.maximum(logits.amax(-1), sink.clamp(max=torch.finfo(torch.float32).max))  # [h], never inf - inf
         mass = torch.exp(logits - peak[:, None])

@@ -3,8 +3,11 @@
 import torch
 from torch import Tensor
 
+from kernels.formats import Rows
+from kernels.reference.rows import decode
 
-def index_scores(q: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
+
+def index_scores(q: Tensor, head_weights: Tensor, keys: Rows) -> Tensor:
     """Score every entry for every token.
 
     Equation (paper section 2.3.1, eq. 16): ``s[t, n] = sum_h w[t, h] relu(q[t, h] . k[n])``, in fp32. The key is shared
@@ -17,7 +20,7 @@ def index_scores(q: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
     head_weights
         [t, h] float32.
     keys
-        [n, d].
+        [n, d] in their stored form.
 
     Returns
     -------
@@ -25,7 +28,7 @@ def index_scores(q: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
         [t, n] float32.
 
     """
-    per_head = torch.einsum("thd,nd->thn", q.float(), keys.float()).relu()
+    per_head = torch.einsum("thd,nd->thn", q.float(), decode(keys)).relu()
     return torch.einsum("th,thn->tn", head_weights, per_head)
 
 
@@ -34,7 +37,7 @@ def visible_entries(first: int, tokens: int, ratio: int, device: torch.device) -
     return (torch.arange(first, first + tokens, device=device) + 1) // ratio
 
 
-def select(q: Tensor, head_weights: Tensor, keys: Tensor, first: int, ratio: int, k: int) -> Tensor:
+def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, k: int) -> Tensor:
     """Pick the k best visible entries of each token; of equal scores, the lower index.
 
     Parameters

@@ -1,46 +1,63 @@
-"""Compressed entries, or the indexer keys beside them: one row per `ratio` tokens."""
+"""Compressed entries, or the indexer keys beside them: one row per `ratio` tokens, in the form of the run's choice."""
 
-import torch
 from torch import Tensor
 
+from kernels import rows
+from kernels.rows import Rows
 from model.errors import CapacityError
 
 
 class Entries:
-    """Rows of `width` for a context of `max_context`; allocated once, filled from the front, read as views."""
+    """Rows for a context; allocated once, filled from the front, read as views.
 
-    def __init__(self, ratio: int, max_context: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.ratio = ratio
-        self.data = torch.zeros(max_context // ratio, width, dtype=dtype, device=device)
+    Parameters
+    ----------
+    ratio
+        Tokens per row.
+    data
+        [capacity, d]: a tensor in the run's dtype, or the planes of a narrow form. Rows from `count` on are unfilled.
+
+    """
+
+    def __init__(self, ratio: int, data: Rows) -> None:
+        self.ratio, self.data = ratio, data
         self.count = 0
 
-    def append(self, rows: Tensor) -> None:
-        """Add [n, width] rows; CapacityError when they do not fit."""
-        end = self.count + rows.shape[0]
-        if end > self.data.shape[0]:
-            raise CapacityError(f"cache of {self.data.shape[0]} entries cannot take entry {end - 1}")
-        self.data[self.count : end] = rows
+    def append(self, new: Tensor) -> None:
+        """Add [n, d] rows, rounded to the form they are stored in; CapacityError when they do not fit."""
+        end = self._room_for(new.shape[0])
+        rows.write(self.data, self.count, new)
         self.count = end
 
-    def view(self) -> Tensor:
-        """Return the filled rows as a view, [count, width]."""
-        return self.data[: self.count]
+    def view(self) -> Rows:
+        """Return the filled rows as views, [count, d]."""
+        return rows.first(self.data, self.count)
 
     def nbytes(self) -> int:
         """Bytes allocated."""
-        return self.data.nbytes
+        return rows.nbytes(self.data)
 
     def tensors(self, position: int) -> dict[str, Tensor]:
-        """Return the filled rows: what a saved state needs."""
+        """Return the filled rows, as stored, plane by plane: what a saved state needs."""
         del position  # the rows are those of whole windows up to it
-        return {"rows": self.view()}
+        return rows.planes(self.view())
 
     def shapes(self, position: int) -> dict[str, tuple[int, ...]]:
         """Shapes of what `tensors` gives at `position`."""
-        return {"rows": (position // self.ratio, self.data.shape[1])}
+        filled = position // self.ratio
+        return {name: (filled, *plane.shape[1:]) for name, plane in rows.planes(self.data).items()}
 
     def restore(self, position: int, saved: dict[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
-        del position
         self.count = 0
-        self.append(saved["rows"])
+        end = self._room_for(position // self.ratio)
+        for name, plane in rows.planes(self.data).items():
+            plane[:end] = saved[name]
+        self.count = end
+
+    def _room_for(self, n: int) -> int:
+        """Rows there are after `n` more."""
+        end, capacity = self.count + n, rows.length(self.data)
+        if end > capacity:
+            raise CapacityError(f"cache of {capacity} entries cannot take entry {end - 1}")
+        return end

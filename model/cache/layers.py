@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from model.cache.entries import Entries
+from model.cache.formats import CacheFormats
 from model.cache.frontier import Frontier
 from model.cache.window import WindowRing
 from model.config import LayerKind, ModelConfig
@@ -39,10 +40,10 @@ class LayerCache:
     """The cache of one layer; this class itself is that of an SWA layer, which remembers its window alone."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, max_context: int, chunk: int, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, layer: int, max_context: int, chunk: int, formats: CacheFormats, device: torch.device
     ) -> None:
         del layer, max_context  # a window depends on neither
-        self.ring = WindowRing(config.sliding_window, chunk, config.head_dim, dtype, device)
+        self.ring = WindowRing(config.sliding_window, chunk, config.head_dim, formats.dtype, device)
         self.components: dict[str, Component] = {"window": self.ring}
 
     def nbytes(self) -> dict[str, int]:
@@ -77,11 +78,12 @@ class HcaCache(LayerCache):
     overlap = False
 
     def __init__(
-        self, config: ModelConfig, layer: int, max_context: int, chunk: int, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, layer: int, max_context: int, chunk: int, formats: CacheFormats, device: torch.device
     ) -> None:
-        super().__init__(config, layer, max_context, chunk, dtype, device)
+        super().__init__(config, layer, max_context, chunk, formats, device)
         ratio = config.ratio(layer)
-        self.entries = Entries(ratio, max_context, config.head_dim, dtype, device)
+        n, d, rope = max_context // ratio, config.head_dim, config.qk_rope_head_dim
+        self.entries = Entries(ratio, formats.entry_rows(n, d, rope, device))
         self.frontier = Frontier(ratio, config.head_dim, overlap=self.overlap, device=device)
         self.components |= {"entries": self.entries, "frontier": self.frontier}
 
@@ -92,11 +94,11 @@ class CsaCache(HcaCache):
     overlap = True
 
     def __init__(
-        self, config: ModelConfig, layer: int, max_context: int, chunk: int, dtype: torch.dtype, device: torch.device
+        self, config: ModelConfig, layer: int, max_context: int, chunk: int, formats: CacheFormats, device: torch.device
     ) -> None:
-        super().__init__(config, layer, max_context, chunk, dtype, device)
+        super().__init__(config, layer, max_context, chunk, formats, device)
         ratio = config.ratio(layer)
-        self.keys = Entries(ratio, max_context, config.index_head_dim, dtype, device)
+        self.keys = Entries(ratio, formats.key_rows(max_context // ratio, config.index_head_dim, device))
         self.key_frontier = Frontier(ratio, config.index_head_dim, overlap=True, device=device)
         self.components |= {"indexer_keys": self.keys, "indexer_frontier": self.key_frontier}
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.formats import Rows
 from kernels.ops import Ops
 from model.state import State
 from model.transformer import Transformer
@@ -120,7 +121,7 @@ class Tally:
             self.worst = shares.max().clamp(min=self.worst).item()  # a NaN stays, as it would not in Python's max
             return out
 
-        def select(q: Tensor, head_weights: Tensor, keys: Tensor, first: int, ratio: int, k: int) -> Tensor:
+        def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, k: int) -> Tensor:
             out = exactly.select(q, head_weights, keys, first, ratio, k)
             own = ops.select(q, head_weights, keys, first, ratio, k)
             self.rows += len(out)

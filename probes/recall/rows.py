@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.reference.quantise import simulate_fp4
+from kernels.rows import read
 from model import sites
 from model.cache.layers import CsaCache
 from model.config import LayerKind, ModelConfig
@@ -80,7 +81,8 @@ def recorded(layer: int, config: ModelConfig, positions: list[int], recorder: Re
     cache = state.layers[layer]
     assert isinstance(cache, CsaCache), f"CSA layer {layer} has a {type(cache).__name__}"
     q, q_used, keys, keys_used, head_weights, selected = (recorder.rows(site, layer) for site in SITES)
-    stored = cache.keys.view().cpu()
+    held = cache.keys.view()
+    stored = held.cpu() if isinstance(held, Tensor) else read(held, 0, held.shape[0]).to(keys_used.dtype).cpu()
     ratio = config.ratio(layer)
     return Layer(layer, ratio, torch.tensor(positions), q, q_used, head_weights, selected, keys, keys_used, stored)
 

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kernels.formats import Rows
+
 
 class Attend(NamedTuple):
     """The arguments of `attend`, in its order; see `kernels.reference.attention`."""
@@ -12,7 +14,7 @@ class Attend(NamedTuple):
     ring: Tensor
     first: int
     window: int
-    entries: Tensor | None
+    entries: Rows | None
     ratio: int
     selected: Tensor | None
     sink: Tensor

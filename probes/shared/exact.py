@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.formats import Weight
+from kernels.formats import Rows, Weight
 from kernels.ops import Ops
 from kernels.reference.formats import decode
 from kernels.reference.quantise import hadamard as reference_hadamard
+from kernels.reference.rows import decode as decode_rows
 
 TILE = 32  # rows per matrix product, and tokens per attention
 
@@ -86,10 +87,10 @@ def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Te
     return (kv.double() * gate.double().softmax(dim=1)).sum(dim=1).float()
 
 
-def select(q: Tensor, head_weights: Tensor, keys: Tensor, first: int, ratio: int, k: int) -> Tensor:
+def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, k: int) -> Tensor:
     """`kernels.reference.indexer.select`; scores are rounded to fp32, so that equal ones are equal."""
     n = keys.shape[0]
-    per_head = (q.double() @ keys.double().T).relu()  # [t, h, n]
+    per_head = (q.double() @ decode_rows(keys).double().T).relu()  # [t, h, n]
     scores = (head_weights.double()[:, None] @ per_head)[:, 0].float()
     seen = ((torch.arange(first, first + q.shape[0], device=q.device) + 1) // ratio)[:, None]
     scores.masked_fill_(torch.arange(n, device=q.device) >= seen, float("-inf"))
@@ -103,14 +104,14 @@ def attend(
     ring: Tensor,
     first: int,
     window: int,
-    entries: Tensor | None,
+    entries: Rows | None,
     ratio: int,
     selected: Tensor | None,
     sink: Tensor,
 ) -> Tensor:
     """`kernels.reference.attention.attend`, with every key that a token sees gathered for it."""
     capacity = ring.shape[0]
-    keys = ring if entries is None else torch.cat((ring, entries))
+    keys = ring if entries is None else torch.cat((ring, decode_rows(entries)))
     out = torch.empty_like(q)
     for start in range(0, q.shape[0], TILE):
         part = q[start : start + TILE].double()

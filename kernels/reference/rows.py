@@ -1,0 +1,36 @@
+"""How the stored forms of a cache's rows decode, in fp32."""
+
+import torch
+from torch import Tensor
+
+from kernels.formats import Fp4Keys, Fp8Entries, Fp8Keys, Rows
+from kernels.reference.formats import e2m1, e8m0
+
+
+def decode(rows: Rows) -> Tensor:
+    """Decode rows of any stored form, all of them at once.
+
+    Equations: Fp8Entries ``v[i, j] s[i, j // 64]`` and the rope dims as they are, Fp8Keys ``v[i, j] s[i]``, Fp4Keys
+    ``v[i, j] s[i, j // 32]``. Scales are powers of two, so that a product keeps the few mantissa bits of its value.
+
+    Parameters
+    ----------
+    rows
+        [n, d] in their stored form.
+
+    Returns
+    -------
+    Tensor
+        [n, d] float32.
+
+    """
+    match rows:
+        case Fp8Entries(values, rope, scale):
+            groups = e8m0(scale[:, : values.shape[1] // 64])  # padding stands behind them
+            return torch.cat((values.float() * groups.repeat_interleave(64, 1), rope.float()), dim=1)
+        case Fp8Keys(values, scale):
+            return values.float() * scale[:, None]
+        case Fp4Keys(packed, scale):
+            return e2m1(packed) * e8m0(scale).repeat_interleave(32, 1)
+        case _:
+            return rows.float()
