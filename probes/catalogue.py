@@ -9,6 +9,7 @@ from probes.mhc import probe as mhc
 from probes.needle import probe as needle
 from probes.parity import probe as parity
 from probes.probe import Probe
+from probes.projections import probe as projections
 from probes.quantisation import probe as quantisation
 from probes.ranks import probe as ranks
 from probes.recall import probe as recall
@@ -21,6 +22,7 @@ _MODULES = (
     load,
     recall,
     attention,
+    projections,
     visibility,
     boundaries,
     rope,

@@ -10,6 +10,7 @@ from probes import faults_in_model as model
 from probes import faults_in_ops as op
 from probes import faults_in_ranks as ranks
 from probes.fault import Fault, needs
+from probes.faults_in_wiring import WIRING
 
 SWA, CSA, HCA = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
 STORY = "the indexer that was off for months"
@@ -135,6 +136,8 @@ _ALL = (
         ops=op.mscale_in_softmax,
         inapplicable=needs(CSA, HCA),
     ),
+    # between a layer's input and its attention
+    *WIRING,
     # mHC
     Fault("comb-transposed", "Streams are mixed by the transposed matrix.", "Automodel#2039", ops=op.comb_transposed),
     Fault(
