@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from model import sites
 from model.arithmetic import Arithmetic
 from model.attention import build_attention
 from model.cache.layers import LayerCache
@@ -19,7 +20,7 @@ class Block:
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        prefix = f"layers.{layer}"
+        prefix, self.layer = f"layers.{layer}", layer
         self.attention_streams = HyperConnection(config, layer, ATTENTION, weights, arithmetic)
         self.attention_norm = weights.vector(f"{prefix}.attn_norm.weight").float()  # [hidden]
         self.attention = build_attention(config, layer, weights, arithmetic, rotation)
@@ -57,4 +58,7 @@ class Block:
         streams = self.attention_streams.write(y, streams, post, comb, mine, share)
         x, post, comb = self.experts_streams.read(streams, mine, share)
         y = self.experts(self.norm(x, self.experts_norm, self.eps), tokens, mine, share)
-        return self.experts_streams.write(y, streams, post, comb, mine, share)
+        streams = self.experts_streams.write(y, streams, post, comb, mine, share)
+        if not share.split:
+            self.ranks.note(sites.STREAMS.name, self.layer, streams)
+        return streams

@@ -75,10 +75,12 @@ class Transformer:
             streams = block(streams, tokens, first, cache, share)
             if share.total > KEPT:  # what is compared is kept until then
                 ranks.settle()
-        ranks.settle()
         state.position += share.total
         hidden = self.arithmetic.ops.rms_norm(self.hyper_head(streams), self.norm, self.config.rms_norm_eps)
         tripwire.finite("hidden", None, first + share.start, hidden)
+        if not share.split:  # every rank has computed all of it, and each reads its own logits off it
+            ranks.note(sites.HIDDEN.name, None, hidden)
+        ranks.settle()
         hidden = ranks.whole(hidden, 0, share)
         taps(sites.HIDDEN, None, hidden)
         return hidden

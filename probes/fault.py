@@ -43,4 +43,5 @@ class Fault:
     seen: str  # where: a public thread, "the story" of the indexer that was off for months, or the mistake's kind
     ops: Callable[[Ops], Ops] = healthy_ops
     inject: Callable[[Transformer], None] = healthy_model
+    between_ranks: bool = False  # on one rank alone it does nothing
     inapplicable: Callable[[ModelConfig], str | None] = always  # why a config cannot express it

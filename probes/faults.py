@@ -244,25 +244,36 @@ _ALL = (
         "Every rank uses the sinks of rank 0's heads.",
         "sglang#35092",
         inject=ranks.sinks_of_rank_0,
+        between_ranks=True,
     ),
     Fault(
         "replicated-summed-as-partial",
         "The experts' output, which every rank has in full, is added up over ranks.",
         "sglang#31699, sglang#32609, tokenspeed#1490",
         inject=ranks.replicated_summed_as_partial,
+        between_ranks=True,
     ),
     Fault(
         "top-k-of-a-rank-differs",
         "Rank 1 selects another entry than the other ranks.",
         "DeepSeek-V3.2-Exp checks for it in every call",
         inject=ranks.top_k_of_rank_1_differs,
+        between_ranks=True,
         inapplicable=needs(CSA),
+    ),
+    Fault(
+        "replicated-weight-of-a-rank-differs",
+        "On rank 1 gate and up of the last layer's shared expert are swapped; every rank reads its logits off its own.",
+        "the mistake's kind: a weight that every rank should hold alike",
+        inject=ranks.shared_expert_of_rank_1_differs,
+        between_ranks=True,
     ),
     Fault(
         "experts-off-by-one",
         "The first expert of each rank runs with the weights of its second.",
         "the mistake's kind: a placement that is off by one",
         inject=ranks.experts_off_by_one,
+        between_ranks=True,
     ),
     # state
     Fault(

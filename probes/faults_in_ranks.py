@@ -61,6 +61,13 @@ def top_k_of_rank_1_differs(model: Transformer) -> None:
             indexer.arithmetic = indexer.arithmetic._replace(ops=other)
 
 
+def shared_expert_of_rank_1_differs(model: Transformer) -> None:
+    """Swap gate and up of the last layer's shared expert on rank 1: a replicated weight that is not the same there."""
+    if model.ranks.rank == 1:
+        shared = model.blocks[-1].experts.shared
+        shared.w1, shared.w3 = shared.w3, shared.w1
+
+
 def experts_off_by_one(model: Transformer) -> None:
     """Run the first expert of each rank with the weights of its second: an off-by-one of the placement."""
     if model.ranks.size == 1:

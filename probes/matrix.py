@@ -43,8 +43,19 @@ def row(subject: Subject, probes: Sequence[Probe], done: Callable[[], None]) -> 
     return cells
 
 
+def _cannot_show(probe: Probe, fault: Fault) -> str | None:
+    """Why no run of this probe could tell the fault from a healthy one."""
+    if fault.between_ranks and not probe.between_ranks:
+        return "on one rank the fault does nothing"
+    if probe.between_ranks and not fault.between_ranks:
+        return "several ranks have the fault as one has it"
+    return None
+
+
 def _cell(probe: Probe, subject: Subject) -> Cell:
-    why = None if subject.fault is None else subject.fault.inapplicable(subject.config)
+    why = None
+    if subject.fault is not None:
+        why = _cannot_show(probe, subject.fault) or subject.fault.inapplicable(subject.config)
     if why is None:
         healthy = replace(subject, fault=None)
         why = probe.needs(healthy) or probe.vacuous(healthy)
@@ -133,7 +144,8 @@ MARKS = {Outcome.CAUGHT: "●", Outcome.TRIPPED: "T", Outcome.MISSED: "·", Outc
 HEAD = """\
 Each row is a runtime with one fault in it, each column a probe that was run on it: every cell is a run, none a claim.
 **●** a finding of the probe failed; **T** a tripwire ended the run before the probe could measure; **·** the probe
-passed, it does not look at this; **–** the model cannot express the fault, or the probe does not apply to it. The first
+passed, it does not look at this; **–** the probe cannot tell (one rank shows no fault between ranks, and several ranks
+share a fault that each of them has), the model cannot express the fault, or the probe does not apply to it. The first
 row is the runtime without a fault: anything but · there would be a false alarm.
 """
 
@@ -143,7 +155,7 @@ TAIL = """\
 Probes run here with their quick settings, on short prompts: a fault that a quick run misses may be caught by the full
 one, and a fault of another size (two keys lost instead of one in twenty) may pass where this one does not. The faults
 are our own re-enactments of what the named threads report; the originals sat in other code. Faults that one process
-cannot express (a rank that sums twice, an int32 offset in a kernel) stand here in the closest form that it can.
+cannot express (an int32 offset in a kernel) stand here in the closest form that it can.
 
 The column *parity* was made with transformers as one of the other sides. Without transformers it would be emptier; no
 fault needs it to be caught (a test holds that).

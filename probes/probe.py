@@ -21,6 +21,7 @@ class Probe(Protocol):
     question: ClassVar[str]  # what it answers, in one line
     reads: ClassVar[tuple[Site, ...]]  # sites it attaches to
     background: ClassVar[str]  # Markdown: what the thing is, and what goes wrong there in silence; opens the page
+    between_ranks: ClassVar[bool] = False  # sees what differs between ranks, and nothing that is wrong on one alone
     noticed: ClassVar[str]  # Markdown: what surprised us on the demo checkpoint, with numbers; shown for it alone
 
     def needs(self, subject: Subject) -> str | None:
@@ -38,6 +39,11 @@ class Probe(Protocol):
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """Run the model and measure."""
         ...
+
+
+def one_rank(subject: Subject, why: str) -> str | None:
+    """What a probe that cannot run on several ranks needs, and why, for `Probe.needs`; None on one rank."""
+    return None if subject.group.size == 1 else f"it runs on one rank, and there are {subject.group.size}: {why}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,17 @@ from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.decode import Weights, bind
 from model.errors import ConfigError
+from model.ranks import ALONE, Group
 from model.state import State
 from model.transformer import Transformer
 from probes.demo_language.prompts import needle_prompts
 from probes.demo_language.vocabulary import vocabulary_size
 from probes.fault import Fault
-from runtime.load import DEMO, Loaded, load
+from runtime.group import watched_load
+from runtime.load import DEMO, Loaded
 from runtime.options import RunOptions
 from runtime.tokenizer import Tokenizer
+from runtime.watch import Watch
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,8 @@ class Subject:
     fault: Fault | None = None
     seed: int = 0
     prompt: str | None = None  # text to run; None: see `tokens`
+    group: Group = ALONE  # the ranks that run it: each of them runs the same probes, in the same order
+    watch: Watch | None = field(default=None, compare=False, repr=False)  # over these ranks
     # not taken over by `dataclasses.replace`: the models of one fault are not those of another
     _loaded: dict[tuple[RunOptions, Ops], Loaded] = field(default_factory=dict, init=False, compare=False, repr=False)
 
@@ -50,14 +55,19 @@ class Subject:
         options, chosen = options or self.options, ops or self.ops
         if (options, chosen) not in self._loaded:
             faulty = chosen if self.fault is None or chosen.name != self.ops.name else self.fault.ops(chosen)
-            loaded = load(self.directory, options, faulty)
+            loaded = watched_load(self.watch, self.directory, options, faulty, self.group)
             if self.fault is not None:
                 self.fault.inject(loaded.model)
             self._loaded[options, chosen] = loaded
         return self._loaded[options, chosen]
 
     def with_options(self, **changes: object) -> RunOptions:
-        """The run's options with some fields changed, for `load`."""
+        """The run's options with some fields changed, for `load`.
+
+        Another numerics or dtype takes caches of its dtype: not every one can be stored in a narrow form.
+        """
+        if {"numerics", "dtype"} & changes.keys():
+            changes = {"entry_format": "dtype", "key_format": "dtype"} | changes
         return replace(self.options, **changes)  # type: ignore[arg-type]
 
     @cached_property

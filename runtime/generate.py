@@ -27,6 +27,14 @@ def prefill(model: Transformer, state: State, tokens: Sequence[int], progress: C
     return model.logits(hidden[-1:])[0]
 
 
+def _agreed(model: Transformer, token: int) -> int:
+    """The token, which is the same on every rank: RankDisagreement otherwise."""
+    ranks = model.arithmetic.ranks
+    ranks.note("sampled token", None, torch.tensor([token], device=model.device))
+    ranks.settle()
+    return token
+
+
 @dataclass
 class Generation:
     """One run of `generate`, filled in as it goes: what was produced and how long it took."""
@@ -61,7 +69,7 @@ def generate(
     record.prompt, record.prefill_s = len(prompt), time.perf_counter() - started
     started = time.perf_counter()
     for count in range(1, limit + 1):
-        token = sample(logits, sampling, generator)
+        token = _agreed(model, sample(logits, sampling, generator))
         record.tokens.append(token)
         record.pending, record.decode_s = token, time.perf_counter() - started
         if token == eos:

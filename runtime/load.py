@@ -1,5 +1,9 @@
 """A checkpoint directory to a model that runs."""
 
+import hashlib
+import platform
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,12 +15,13 @@ from model.census import Census, census
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.decode import bind, fingerprint, headers_digest
-from model.errors import CapacityError, CheckpointError, ConfigError
-from model.ranks import ALONE, Group, Ranks
+from model.errors import CheckpointError, ConfigError
+from model.ranks import ALONE, Group, Ranks, evenly
 from model.transformer import Transformer
-from runtime.memory import machine_memory
+from runtime.memory import check_fits
 from runtime.options import RunOptions, check_deployed
 from runtime.placement import Placement, place
+from runtime.plan.planner import Planner
 
 DEMO = Path(__file__).resolve().parents[1] / "model" / "demo"  # the checkpoint that ships with the project
 
@@ -38,29 +43,45 @@ def check_device(device: str) -> None:
         raise ConfigError("--device cuda: torch finds no CUDA device on this machine")
 
 
-def load(directory: Path, options: RunOptions, ops: Ops = BLOCKED, group: Group = ALONE) -> Loaded:
-    """Read config, census and weights, strictly, and build this rank's part of the model.
-
-    ConfigError or CheckpointError, with one line, for everything that is wrong with the directory; RankDisagreement
-    when ranks found different configs or files. Nothing is converted: weights stay as stored, memory-mapped on the CPU,
-    and of those that other ranks hold no byte is read.
-    """
+def read_config(directory: Path, options: RunOptions) -> ModelConfig:
+    """Read the config of a checkpoint that these options can run here; ConfigError where they cannot."""
     check_device(options.device)
     config = ModelConfig.from_file(directory / "config.json")
     if options.numerics == "deployed":
         check_deployed(config)
+    return config
+
+
+def load(
+    directory: Path,
+    options: RunOptions,
+    ops: Ops = BLOCKED,
+    group: Group = ALONE,
+    *,
+    context: int | None = None,
+    follow: Callable[[Ranks], None] = lambda _: None,
+) -> Loaded:
+    """Read config, census and weights, strictly, and build this rank's part of the model.
+
+    ConfigError or CheckpointError, with one line, for everything that is wrong with the directory; RankDisagreement
+    when ranks found different configs or files. CapacityError, before any weight is read, when a `context` of so many
+    positions does not fit the machine (None: not known yet; one must). Nothing is converted: weights stay as stored,
+    memory-mapped on the CPU, and of those that other ranks hold no byte is read (but by rank 0, for what
+    `model.decode.fingerprint` covers). `follow` is given the ranks before the first exchange among them.
+    """
+    config = read_config(directory, options)
     checkpoint = Checkpoint.open(directory)
     counted = census(checkpoint.shapes(), config, where=str(directory))
     device = torch.device(options.device)
-    if device.type == "cuda" and counted.nbytes > (memory := machine_memory(device)):
-        raise CapacityError(
-            f"{directory}: {counted.nbytes / 2**30:.1f} GiB of tensors, the GPU has {memory / 2**30:.1f} GiB"
-        )
     placement = place(config, group.size)
     ranks = Ranks(group, placement.ranks[group.rank], options.dispatch)
+    follow(ranks)
+    ranks.note("options of the run", None, _digits(_options_digest(options, context), device))
     ranks.note("config.json", None, _digits(config.fingerprint, device))
     ranks.note("headers of the checkpoint's files", None, _digits(headers_digest(checkpoint), device))
     ranks.settle()
+    planner = Planner(config, counted, placement, options, group.rank)
+    check_fits(planner, context or 1, str(directory), processes=_ranks_here(ranks, device))
     weights = bind(checkpoint, counted, device, held=lambda name, rows: placement.rows(name, rows, group.rank))
     model = Transformer(config, weights, options.arithmetic(ops, ranks))
     if unread := weights.unread():  # a parameter that no layer asked for is a layer that was not built
@@ -68,10 +89,21 @@ def load(directory: Path, options: RunOptions, ops: Ops = BLOCKED, group: Group 
     return Loaded(model, counted, _fingerprint(checkpoint, ranks, device), directory, placement, weights.handed())
 
 
+def _options_digest(options: RunOptions, context: int | None) -> str:
+    """SHA-256 of what every rank is asked, as 64 hex digits: on several machines it is typed several times."""
+    return hashlib.sha256(repr((options, context, torch.__version__)).encode()).hexdigest()
+
+
 def _fingerprint(checkpoint: Checkpoint, ranks: Ranks, device: torch.device) -> str:
     """The checkpoint's fingerprint: rank 0 reads what it covers, the others are told."""
     found = _digits(fingerprint(checkpoint) if ranks.rank == 0 else "0" * 64, device)
     return bytes(ranks.of_first(found).tolist()).hex()
+
+
+def _ranks_here(ranks: Ranks, device: torch.device) -> int:
+    """Ranks on this machine, which share its memory."""
+    machine = torch.tensor([zlib.crc32(platform.node().encode())], device=device)
+    return int((ranks.whole(machine, 0, evenly(ranks.size, ranks.rank, ranks.size)) == machine).sum())
 
 
 def _digits(digest: str, device: torch.device) -> Tensor:

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from model.ranks import evenly
 from model.state import State
 from runtime.generate import Generation
 from runtime.load import Loaded
 from runtime.options import RunOptions
+from runtime.plan.planner import Planner
 
 
 def peak_memory(device: str) -> int:
@@ -25,7 +27,10 @@ def peak_memory(device: str) -> int:
 
 
 def report(loaded: Loaded, options: RunOptions, state: State, run: Generation) -> dict[str, Any]:
-    """Return the run as JSON values; rates are None where nothing was timed."""
+    """Return the run as JSON values; rates are None where nothing was timed.
+
+    On several ranks all of them must ask, and each gets the same but for its own times.
+    """
     decoded = len(run.tokens) - 1  # the first token is chosen from the prefill's logits
     return {
         "prompt_tokens": run.prompt,
@@ -36,6 +41,8 @@ def report(loaded: Loaded, options: RunOptions, state: State, run: Generation) -
         "decode_s": run.decode_s,
         "decode_tokens_per_s": decoded / run.decode_s if decoded > 0 and run.decode_s else None,
         "peak_memory_bytes": peak_memory(options.device),
+        "planned_bytes": _planned(loaded, options, state),
+        "ranks": _ranks(loaded, options),
         "cache_bytes": state.nbytes(),
         "position": state.position,
         "max_context": state.max_context,
@@ -46,4 +53,33 @@ def report(loaded: Loaded, options: RunOptions, state: State, run: Generation) -
         "checkpoint": loaded.directory.resolve().name,
         "config_fingerprint": loaded.model.config.fingerprint,
         "weights_fingerprint": loaded.weights_fingerprint,
+    }
+
+
+def _planned(loaded: Loaded, options: RunOptions, state: State) -> dict[str, int]:
+    """What the memory plan says of this rank: "needed" is the sum of all but "mapped_weights"."""
+    model = loaded.model
+    planner = Planner(model.config, loaded.census, loaded.placement, options, model.ranks.rank)
+    plan = planner.plan(state.max_context, state.chunk)
+    return {
+        "needed": plan.needed,
+        "weights": plan.own_weights,
+        "caches": plan.cache_bytes,
+        "call": plan.call.nbytes,
+        "beside_tensors": plan.host + plan.reserve,
+        "mapped_weights": plan.mapped_weights,
+    }
+
+
+def _ranks(loaded: Loaded, options: RunOptions) -> dict[str, Any]:
+    """Who ran it: how tokens got to experts, which axes every rank holds whole, and bytes by rank."""
+    model, ranks = loaded.model, loaded.model.arithmetic.ranks
+    here = torch.tensor([[sum(loaded.held.values()), peak_memory(options.device)]], device=model.device)
+    by_rank = ranks.whole(here, 0, evenly(ranks.size, ranks.rank, ranks.size))  # [ranks, 2]
+    return {
+        "count": ranks.size,
+        "dispatch_calls": dict(ranks.calls),
+        "replicated": list(loaded.placement.replicated),
+        "weight_bytes": by_rank[:, 0].tolist(),
+        "peak_memory_bytes": by_rank[:, 1].tolist(),
     }

@@ -72,6 +72,15 @@ def read_saved(path: Path, loaded: Loaded) -> Saved:
     return Saved(position, pending, metadata.pop("sha256", ""), metadata)
 
 
+def saved_position(path: Path) -> int:
+    """How many tokens a state file says it holds, before there is a model to hold the rest of it against.
+
+    StateError when it is no state file.
+    """
+    with _opened(path) as file:
+        return _number(path, file.metadata() or {}, "position", (1 << 63) - 1)
+
+
 def load_state(path: Path, state: State, loaded: Loaded) -> int | None:
     """Fill the empty `state` from `path` and return the pending token, if any.
 

@@ -1,20 +1,46 @@
-"""What every script does with an error that is not the code's fault: one line on stderr and exit status 2."""
+"""What every script does with an error that is not the code's fault: one line on stderr and exit status 2.
 
+On several ranks it is one line in all: that of the first rank which failed, see `runtime.watch`.
+"""
+
+import argparse
+import contextlib
+import io
 import os
 import sys
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
-from model.errors import CapacityError, CheckpointError, ConfigError, StateError
+from model.errors import CapacityError, CheckpointError, ConfigError, RankDisagreement, StateError
 from model.tripwire import Tripwire
 from runtime.errors import PromptError
+from runtime.store import open_store
+from runtime.watch import INTERRUPTED, TIMEOUT, Watch
+from scripts.launch import launched
 
-USER_ERRORS = (ConfigError, CheckpointError, CapacityError, StateError, PromptError)
 
-TRIPPED = 1
-# What a shell reports for a process that SIGINT or SIGPIPE ended.
-INTERRUPTED, PIPE_CLOSED = 130, 141
+class UsageError(ValueError):
+    """A command line that argparse refused on one of several ranks; the message is all that it had to say."""
+
+
+USER_ERRORS = (ConfigError, CheckpointError, CapacityError, StateError, PromptError, UsageError)
+TRIPPED = (Tripwire, RankDisagreement)
+EXPECTED = (*USER_ERRORS, *TRIPPED, OSError, KeyboardInterrupt, torch.OutOfMemoryError)
+
+# What a shell reports for a process that SIGPIPE ended.
+PIPE_CLOSED = 141
+
+
+class RankedMain(Protocol):
+    """The `main` of a script that runs on any number of ranks."""
+
+    def __call__(self, argv: Sequence[str] | None = None, watch: Watch | None = None) -> int:
+        """Run the command line on this rank; returns the exit status."""
+        ...
 
 
 def run(main: Callable[[], int]) -> int:
@@ -33,20 +59,93 @@ def run(main: Callable[[], int]) -> int:
     """
     try:
         return main()
-    except USER_ERRORS as error:
-        message = str(error)
-    except BrokenPipeError:  # whoever read our output has closed it, as `| head` does
+    except EXPECTED as error:
+        status, line = _told(error)
+    if line is not None:
+        print(line, file=sys.stderr)
+    return status
+
+
+def run_on_ranks(main: RankedMain) -> int:
+    """Run a script's `main` as one of the ranks that a launcher started, or alone where none did; see `run`.
+
+    Only rank 0 has a stdout and a stderr to write to. A rank that fails tells why on the console if it was the first
+    one, and ends with the status that it would have alone; the others end with 1. None of them returns.
+    """
+    return run(lambda: _on_ranks(main))
+
+
+def _on_ranks(main: RankedMain) -> int:
+    launch = launched()
+    if launch is None or launch.size == 1:
+        return main()
+    watch = Watch(launch, open_store(launch, TIMEOUT, keep=launch.keeps_store))
+    watch.start()
+    if launch.rank > 0:
+        sys.stdout = sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 -- until the process ends
+    try:
+        return watch.close(_ended(main, watch))
+    except BaseException as error:
+        if isinstance(error, EXPECTED):
+            status, line = _told(error)
+            alike = isinstance(error, (UsageError, KeyboardInterrupt))  # on all ranks
+            watch.end(status, line if line is None or alike else f"rank {launch.rank}: {line}")
+        watch.end(1, f"rank {launch.rank}:\n{''.join(traceback.format_exception(error)).rstrip()}")
+        raise
+
+
+def _ended(main: RankedMain, watch: Watch) -> int:
+    """The status of `main`; does not return when it failed because another rank did."""
+    try:
+        return main(None, watch)
+    except SystemExit as end:  # of --help
+        if end.code:
+            raise
+        return 0
+    except RuntimeError as error:
+        if _in_collective(error):
+            watch.someone_else_failed()
+        raise
+
+
+def _in_collective(error: RuntimeError) -> bool:
+    """Whether torch.distributed raised this, as it does when a peer is gone."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and str(trace.tb_frame.f_globals["__name__"]).startswith("torch.distributed")
+
+
+def arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None, watch: Watch | None) -> argparse.Namespace:
+    """Parse the command line. On several ranks what argparse says of a bad one is raised, for one rank to tell."""
+    if watch is None:
+        return parser.parse_args(argv)
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return parser.parse_args(argv)
+    except SystemExit as end:
+        if not end.code:
+            raise
+        raise UsageError(said.getvalue().rstrip()) from end
+
+
+def _told(error: BaseException) -> tuple[int, str | None]:
+    """The exit status for one of the EXPECTED errors, and the line for the console."""
+    if isinstance(error, BrokenPipeError):  # whoever read our output has closed it, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return PIPE_CLOSED
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return INTERRUPTED
-    except torch.OutOfMemoryError as error:
-        message = f"out of memory on the device: {str(error).splitlines()[0]}"
-    except Tripwire as error:
-        print(f"tripwire: {error}", file=sys.stderr)
-        return TRIPPED
-    except OSError as error:
-        message = str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
-    print("; ".join(message.splitlines()), file=sys.stderr)
-    return 2
+        return PIPE_CLOSED, None
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED, "interrupted"
+    if isinstance(error, Tripwire):
+        return 1, f"tripwire: {error}"
+    if isinstance(error, RankDisagreement):
+        return 1, f"ranks disagree: {error}"
+    if isinstance(error, UsageError):
+        return 2, str(error)
+    message = str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        message = f"out of memory on the device: {message.splitlines()[0]}"
+    elif isinstance(error, OSError) and error.filename is not None:
+        message = f"{error.filename}: {error.strerror}"
+    return 2, "; ".join(message.splitlines())

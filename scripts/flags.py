@@ -4,8 +4,13 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from model.cache.formats import ENTRY_FORMATS, KEY_FORMATS
 from model.errors import ConfigError
+from model.ranks import DISPATCHES
 from runtime.options import DTYPES, NUMERICS, RunOptions
+from runtime.watch import TIMEOUT
+
+SHORTEST = 2  # seconds of --rank-timeout: a rank shows twice a second that it lives
 
 
 def positive(text: str) -> int:
@@ -15,8 +20,8 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def add_run_options(p: argparse.ArgumentParser) -> None:
-    """Add the flags of `RunOptions`."""
+def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
+    """Add the flags of `RunOptions`; `device` is the default of its flag."""
     default = RunOptions()
     p.add_argument(
         "--prefill-chunk", type=positive, default=default.prefill_chunk, help="tokens per call (default 512)"
@@ -31,13 +36,53 @@ def add_run_options(p: argparse.ArgumentParser) -> None:
         "--dtype", choices=tuple(DTYPES), default=default.dtype, help="of activations and caches (default bf16)"
     )
     p.add_argument(
-        "--device", choices=("cpu", "cuda"), default=default.device, help="where weights and caches are (default cpu)"
+        "--device", choices=("cpu", "cuda"), default=device, help=f"where weights and caches are (default {device})"
     )
+    p.add_argument(
+        "--entry-format",
+        choices=ENTRY_FORMATS,
+        default=default.entry_format,
+        help="how compressed entries are stored: in the run's dtype (default), or fp8: the same numbers in 584 bytes"
+        " instead of 1024 (V4)",
+    )
+    p.add_argument(
+        "--key-format",
+        choices=KEY_FORMATS,
+        default=default.key_format,
+        help="how index keys are stored: in the run's dtype (default), fp8 or fp4: the same numbers in 132 or 68 bytes"
+        " instead of 256 (V4)",
+    )
+    p.add_argument(
+        "--dispatch",
+        choices=DISPATCHES,
+        default=default.dispatch,
+        help="on several ranks, how tokens get to those that hold their experts: all-reduce (each has all tokens),"
+        " all-to-all (each has its own), or auto, by the number of tokens (default)",
+    )
+
+
+def add_rank_timeout(p: argparse.ArgumentParser) -> None:
+    """Add the flag of scripts that run on several ranks."""
+    p.add_argument(
+        "--rank-timeout",
+        type=_timeout,
+        default=TIMEOUT,
+        metavar="SECONDS",
+        help=f"end the run when a rank keeps the others waiting so long (default {TIMEOUT:g})",
+    )
+
+
+def _timeout(text: str) -> float:
+    seconds = positive(text)
+    if seconds < SHORTEST:
+        raise argparse.ArgumentTypeError(f"{text}: want at least {SHORTEST} seconds")
+    return float(seconds)
 
 
 def run_options(args: argparse.Namespace) -> RunOptions:
     """Return what `add_run_options` parsed."""
-    return RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk)
+    formats = args.entry_format, args.key_format
+    return RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.dispatch)
 
 
 def writable(path: Path | None) -> None:

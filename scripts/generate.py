@@ -16,11 +16,13 @@ from rich.table import Table
 
 from model.config import ModelConfig
 from model.errors import CapacityError, ConfigError
+from model.ranks import Group
 from model.state import State
 from runtime.encoding import EFFORTS, effort_text, encode_messages
 from runtime.errors import PromptError
 from runtime.generate import Generation, generate
-from runtime.load import DEMO, Loaded, load
+from runtime.group import connected, watched_load
+from runtime.load import DEMO, Loaded
 from runtime.memory import new_state
 from runtime.messages import load_messages, user_message
 from runtime.options import RunOptions
@@ -28,10 +30,11 @@ from runtime.parsing import parse_completion
 from runtime.report import report
 from runtime.sampling import Sampling
 from runtime.segments import BOS, EOS, THINK_START, Control, Segment, Text
-from runtime.statefile import Saved, load_state, read_saved, save_state
+from runtime.statefile import Saved, load_state, read_saved, save_state, saved_position
 from runtime.tokenizer import StreamDecoder, Tokenizer
-from scripts.cli import run
-from scripts.flags import add_run_options, positive, run_options, writable
+from runtime.watch import Watch
+from scripts.cli import arguments, run_on_ranks
+from scripts.flags import add_rank_timeout, add_run_options, positive, run_options, writable
 
 LONG_PREFILL = 256  # tokens from which a prefill has a progress bar
 MIB = 1024 * 1024
@@ -65,6 +68,7 @@ def parser() -> argparse.ArgumentParser:
     # Runtime
     p.add_argument("--max-context", type=positive, help="positions to hold (default: what this run needs)")
     add_run_options(p)
+    add_rank_timeout(p)
     # Output
     p.add_argument("--json", type=Path, help="write text, tokens and report there")
     p.add_argument("--save-state", type=Path, help="write the caches there afterwards")
@@ -72,21 +76,29 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args = parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, watch: Watch | None = None) -> int:
+    """Run the command line, as one of several ranks where there is a watch; returns the exit status."""
+    args = arguments(parser(), argv, watch)
+    with connected(watch, args.device, args.rank_timeout) as group:
+        return _generate(args, watch, group)
+
+
+def _generate(args: argparse.Namespace, watch: Watch | None, group: Group) -> int:
     sampling, options = _sampling(args), run_options(args)
-    for path in (args.json, args.save_state):
-        writable(path)
+    if group.rank == 0:
+        for path in (args.json, args.save_state):
+            writable(path)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character must not end the run
         sys.stdout.reconfigure(errors="replace")
     segments = prompt_segments(args)
     config = ModelConfig.from_file(args.model / "config.json")
     tokenizer = Tokenizer(args.model, config.vocab_size)
     prompt = tokenizer.encode(segments)  # before the weights: a bad prompt should not wait for them
+    held = 0 if args.load_state is None else saved_position(args.load_state) + 2  # a pending token, and an EOS after it
+    context = args.max_context or held + len(prompt) + args.max_new_tokens - 1
     console = Console(stderr=True)
     with console.status(f"loading {args.model}", spinner="line"):
-        loaded = load(args.model, options)
+        loaded = watched_load(watch, args.model, options, group=group, context=context)
     state, prompt = _state(args, loaded, options, prompt)
     record = Generation()
     with _progress(console, len(prompt)) as advance:
@@ -101,11 +113,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             record=record,
         )
         text = _stream(stream, StreamDecoder(tokenizer))
-    if args.save_state is not None:
-        save_state(args.save_state, state, loaded, record.pending)
     data = report(loaded, options, state, record)
+    if args.save_state is not None and group.rank == 0:  # nothing that the other ranks wait for comes after it
+        save_state(args.save_state, state, loaded, record.pending)
     console.print(_summary(data))
-    if args.json is not None:
+    if args.json is not None and group.rank == 0:
         data |= {"text": text, "tokens": record.tokens, "prompt": prompt, "sampling": asdict(sampling)}
         if segments and not args.raw:  # the rest of a saved answer is no whole message
             data["message"] = _message(tokenizer, record.tokens, thinking=segments[-1] == THINK_START)
@@ -274,9 +286,18 @@ def _summary(data: dict[str, Any]) -> Table:
     table.add_row("prompt", prompt)
     table.add_row("answer", f"{answer}, ended by {data['ended']}")
     table.add_row("memory", f"{peak}; caches for {data['max_context']} tokens, MiB: {caches}")
+    if data["ranks"]["count"] > 1:
+        table.add_row("ranks", _ranks(data["ranks"]))
     table.add_row("ran on", f"{o['device']}, ops {data['ops']}, {chosen}")
     return table
 
 
+def _ranks(ranks: dict[str, Any]) -> str:
+    calls = ", ".join(f"{calls} by {dispatch}" for dispatch, calls in ranks["dispatch_calls"].items())
+    weights = ", ".join(f"{size / MIB:.2f}" for size in ranks["weight_bytes"])
+    whole = "; ".join(ranks["replicated"]) or "none that could be sharded"
+    return f"{ranks['count']}; calls {calls}; weights by rank, MiB: {weights}; replicated: {whole}"
+
+
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_on_ranks(main))

@@ -1,22 +1,27 @@
 """`python -m scripts.logits`: the logits of every position of a token sequence, as one float32 tensor."""
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import track
+from torch import Tensor
 
 from model import strict_json
 from model.errors import CapacityError, ConfigError
-from runtime.load import DEMO, load
+from model.ranks import Group
+from runtime.group import connected, leads, watched_load
+from runtime.load import DEMO, read_config
 from runtime.memory import new_state
-from scripts.cli import run
-from scripts.flags import add_run_options, positive, run_options, writable
+from runtime.watch import Watch
+from scripts.cli import arguments, run_on_ranks
+from scripts.flags import add_rank_timeout, add_run_options, positive, run_options, writable
 
 HEAD_ROWS = 64  # rows of logits at a time: those of a whole chunk would be the largest tensor of the run
 
@@ -29,32 +34,34 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, required=True, help="safetensors file to write: logits [tokens, vocab] float32")
     p.add_argument("--decode-from", type=positive, help="prefill so many tokens, feed the rest one at a time")
     add_run_options(p)
+    add_rank_timeout(p)
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args = parser().parse_args(argv)
-    writable(args.out)
+def main(argv: Sequence[str] | None = None, watch: Watch | None = None) -> int:
+    """Run the command line, as one of several ranks where there is a watch; returns the exit status."""
+    args = arguments(parser(), argv, watch)
+    with connected(watch, args.device, args.rank_timeout) as group:
+        return _logits(args, watch, group)
+
+
+def _logits(args: argparse.Namespace, watch: Watch | None, group: Group) -> int:
+    if group.rank == 0:
+        writable(args.out)
     options = run_options(args)
-    loaded = load(args.model, options)
-    model, vocab = loaded.model, loaded.model.config.vocab_size
-    tokens = torch.tensor(read_tokens(args.tokens, vocab), device=model.device)
+    vocab = read_config(args.model, options).vocab_size
+    ids = read_tokens(args.tokens, vocab)
+    model = watched_load(watch, args.model, options, group=group, context=len(ids)).model
+    tokens = torch.tensor(ids, device=model.device)
     lengths = chunk_lengths(len(tokens), options.prefill_chunk, args.decode_from)
     state = new_state(model, len(tokens), max(lengths))
-    partial = args.out.with_name(args.out.name + ".partial")
     console, start = Console(stderr=True), 0
-    try:
-        rows = create_logits(partial, len(tokens), vocab)
+    with _written(args.out, len(tokens), vocab, watch) as write:
         for length in track(lengths, "logits", console=console, transient=True, disable=not console.is_terminal):
             hidden = model(tokens[start : start + length], state)
             for part in hidden.split(HEAD_ROWS):
-                rows[start : start + len(part)] = model.logits(part).cpu().numpy()
+                write(start, model.logits(part))
                 start += len(part)
-        rows.flush()
-        partial.replace(args.out)
-    finally:
-        partial.unlink(missing_ok=True)
     print(f"{args.out}: logits {[len(tokens), vocab]} float32 from {len(lengths)} calls", file=sys.stderr)
     return 0
 
@@ -82,6 +89,27 @@ def chunk_lengths(tokens: int, chunk: int, decode_from: int | None) -> list[int]
     return [chunk] * whole + [rest] * (rest > 0) + [1] * (tokens - prefilled)
 
 
+@contextlib.contextmanager
+def _written(path: Path, tokens: int, vocab: int, watch: Watch | None) -> Iterator[Callable[[int, Tensor], None]]:
+    """Yield what takes rows of logits, from a position on; the file is there after the ``with``, written by rank 0."""
+    if not leads(watch):
+        yield lambda *_: None
+        return
+    partial = path.with_name(path.name + ".partial")
+    with contextlib.nullcontext() if watch is None else watch.unfinished(partial):
+        try:
+            rows = create_logits(partial, tokens, vocab)
+
+            def write(start: int, logits: Tensor) -> None:
+                rows[start : start + len(logits)] = logits.cpu().numpy()
+
+            yield write
+            rows.flush()
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
 def create_logits(path: Path, tokens: int, vocab: int) -> "np.memmap[tuple[int, int], np.dtype[np.float32]]":
     """Create a safetensors file with the tensor `logits` and return its rows, mapped: no copy of it stays in memory."""
     header = json.dumps({"logits": {"dtype": "F32", "shape": [tokens, vocab], "data_offsets": [0, tokens * vocab * 4]}})
@@ -91,4 +119,4 @@ def create_logits(path: Path, tokens: int, vocab: int) -> "np.memmap[tuple[int, 
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_on_ranks(main))

@@ -9,6 +9,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from rich.console import Console
 
 from model.errors import ConfigError, quoted
+from model.ranks import Group
 from probes import console as shown
 from probes import markdown
 from probes.catalogue import FULL, QUICK
@@ -23,10 +25,12 @@ from probes.faults import FAULTS
 from probes.probe import Probe, Run, run_probe
 from probes.subject import Subject
 from runtime.errors import PromptError
+from runtime.group import connected
 from runtime.load import DEMO
 from runtime.options import RunOptions
-from scripts.cli import run
-from scripts.flags import add_run_options, positive, run_options
+from runtime.watch import Watch
+from scripts.cli import arguments, run_on_ranks
+from scripts.flags import add_rank_timeout, add_run_options, positive, run_options
 
 AUDITS = Path(__file__).resolve().parents[1] / "audits"
 
@@ -49,21 +53,27 @@ def parser() -> argparse.ArgumentParser:
         help="of torch (default 1: small tensors are slower with more, much slower on a busy machine)",
     )
     add_run_options(p)
+    add_rank_timeout(p)
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args = parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, watch: Watch | None = None) -> int:
+    """Run the command line, as one of several ranks where there is a watch; returns the exit status."""
+    args = arguments(parser(), argv, watch)
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     if args.list:
         if args.names:
             raise ConfigError("--list: takes no names, it runs nothing")
         _list(out)
         return 0
+    with connected(watch, args.device, args.rank_timeout) as group:
+        return _probe(args, watch, group, out, err)
+
+
+def _probe(args: argparse.Namespace, watch: Watch | None, group: Group, out: Console, err: Console) -> int:
     if args.model.resolve() == DEMO:
         args.model = DEMO  # however it was spelled
-    chosen, subject = probes(args), subject_of(args)
+    chosen, subject = probes(args), replace(subject_of(args), group=group, watch=watch)
     torch.set_num_threads(args.threads)
     folder = _folder(args, subject)
     if subject.fault is not None:
@@ -90,8 +100,9 @@ def _run(
             runs.append(run_probe(probe, subject, progress))
         _show(out, runs[-1])
         if folder is not None:
-            page = markdown.page(runs[-1], subject, command(args, probe.name))
-            markdown.write(page, folder)
+            page = markdown.page(runs[-1], subject, command(args, probe.name, subject.group.size))
+            if subject.group.rank == 0:
+                markdown.write(page, folder)
             _say(err, f"wrote {folder / page.name}.md")
     return runs
 
@@ -155,6 +166,8 @@ def _folder(args: argparse.Namespace, subject: Subject) -> Path | None:
         folder = AUDITS
     else:
         return None
+    if subject.group.rank > 0:
+        return folder
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -164,7 +177,7 @@ def _folder(args: argparse.Namespace, subject: Subject) -> Path | None:
     return folder
 
 
-def command(args: argparse.Namespace, name: str) -> str:
+def command(args: argparse.Namespace, name: str, ranks: int = 1) -> str:
     """Return the command that makes the page of one probe again; of absolute paths only the last part is told."""
     default = RunOptions()
     flags = {
@@ -179,7 +192,8 @@ def command(args: argparse.Namespace, name: str) -> str:
             for field, value in run_options(args).to_json().items()
         },
     }
-    words = ["python", "-m", "scripts.probe", name, *(["--quick"] if args.quick else [])]
+    start = ["python"] if ranks == 1 else ["torchrun", "--nproc-per-node", str(ranks)]
+    words = [*start, "-m", "scripts.probe", name, *(["--quick"] if args.quick else [])]
     words += [str(word) for flag, value in flags.items() if value is not None for word in (flag, value)]
     return shlex.join(words)
 
@@ -214,4 +228,4 @@ def _say(console: Console, *lines: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_on_ranks(main))

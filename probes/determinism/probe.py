@@ -84,7 +84,9 @@ the oldest that a token may see is not saved, because nobody should read it."""
         """Run A in all its circumstances."""
         model = subject.model
         a = self._calls(torch.tensor(subject.tokens(self.tokens), device=model.device))
-        loudest = model.embedding.float().norm(dim=1).argmax()
+        ranks = model.arithmetic.ranks
+        norms = ranks.whole(model.embedding.float().norm(dim=1), 0, ranks.shares.vocabulary)
+        loudest = norms.argmax()
         b = self._calls(loudest.repeat(self.tokens))
         progress(0.0, "prompt A")
         first = run(model, a)

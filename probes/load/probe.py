@@ -13,7 +13,7 @@ from probes.load import page as load_page
 from probes.load.effects import without_effect
 from probes.load.run import Ran, reached, watch
 from probes.load.values import WHOLE, Compared, compare, sample
-from probes.probe import Probe, Progress
+from probes.probe import Probe, Progress, one_rank
 from probes.shared.file_bytes import FileBytes
 from probes.subject import Subject
 
@@ -53,6 +53,10 @@ so a spot check has one chance in eight to be content."""
 
     tokens: int = 256  # of the prompt, at least: each of the demo's experts gets twenty and more
     effects: bool = True  # whether each parameter is also changed: 210 runs of one layer in the demo
+
+    def needs(self, subject: Subject) -> str | None:
+        """All weights in one process."""
+        return one_rank(subject, "it takes weights out of the model, and a rank holds only its part of them")
 
     def vacuous(self, subject: Subject) -> str | None:
         """A compressor's norm is not read before a window closes; an indexer that selects all has no effect."""

@@ -13,7 +13,7 @@ from model.errors import ConfigError
 from model.sites import Site
 from model.transformer import Transformer
 from probes.finding import Finding, Report, at_least, at_most, judged, measured, vacuous
-from probes.probe import Probe, Progress
+from probes.probe import Probe, Progress, one_rank
 from probes.quantisation import cost as rounding_cost
 from probes.quantisation import page as quantisation_page
 from probes.quantisation import scales as stored_scales
@@ -91,7 +91,7 @@ gives, on the prompt's tensors and on numbers made to lie on the edges. Last, it
             check_deployed(subject.config)
         except ConfigError as error:
             return f"this model has no deployed numerics to compare with ({error})"
-        return None
+        return one_rank(subject, "it takes weights out of the model, and a rank holds only its part of them")
 
     def vacuous(self, subject: Subject) -> str | None:
         """Entries need closed windows."""

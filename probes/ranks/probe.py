@@ -10,7 +10,7 @@ from model.sites import Site
 from probes.finding import Finding, Part, Report, Table, broken, exactly, judged
 from probes.memory.peak import cannot_carry
 from probes.parity.compare import COMPARED
-from probes.probe import Probe, Progress
+from probes.probe import Probe, Progress, one_rank
 from probes.ranks.pairs import PAIRS
 from probes.ranks.start import answers
 from probes.subject import Subject
@@ -42,6 +42,7 @@ with tokens dispatched to experts by all-reduce and by all-to-all. In `plain` nu
 differ. With activations rounded as deployed the second run is put back on the first after every site, as in `parity`.
 Then the bytes that the ranks hold are added up: the checkpoint's, and one more copy per further rank of exactly what
 the placement says is replicated."""
+    between_ranks: ClassVar[bool] = True
     noticed: ClassVar[str] = ""
 
     sizes: tuple[int, ...] = (2, 4)  # ranks; those that do not divide the experts are left out
@@ -49,6 +50,8 @@ the placement says is replicated."""
 
     def needs(self, subject: Subject) -> str | None:
         """Processes of its own, with a fault or op set that they know by name."""
+        if (why := one_rank(subject, "it starts ranks of its own")) is not None:
+            return why
         if subject.options.device != "cpu":
             return "it starts ranks on the CPU"
         if (why := cannot_carry(subject)) is not None:

@@ -13,7 +13,7 @@ from model.sites import Site
 from model.transformer import Transformer
 from probes import finding
 from probes.finding import Finding, Part, Plot, Report, at_most, exactly, judged, vacuous
-from probes.probe import Probe, Progress
+from probes.probe import Probe, Progress, one_rank
 from probes.rope import checks
 from probes.rope import watch as rope_watch
 from probes.rope.oracle import POSITIONS, Table, apart
@@ -68,6 +68,10 @@ one is always rounded by nearly half a unit in the last place. A fault gives ten
   entries been left unrotated, it would be 512 times that."""
 
     tokens: int = 4500  # of the prompt: beyond the demo's original context of 4096
+
+    def needs(self, subject: Subject) -> str | None:
+        """All weights in one process."""
+        return one_rank(subject, "it takes weights out of the model, and a rank holds only its part of them")
 
     def vacuous(self, subject: Subject) -> str | None:
         """Without rotated dims there is nothing to look at."""

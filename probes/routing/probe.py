@@ -11,7 +11,7 @@ from model.gate import HashGate
 from model.sites import Site
 from model.transformer import Transformer
 from probes.finding import Finding, Report, at_most, exactly, judged, measured
-from probes.probe import Probe, Progress
+from probes.probe import Probe, Progress, one_rank
 from probes.routing import layer as routing_layer
 from probes.routing import page as routing_page
 from probes.routing.clamp import Counter, Pushes, grid_error, push, push_findings
@@ -85,7 +85,7 @@ inputs until every expert that is tested must clamp."""
         config = subject.config
         if config.num_experts_per_tok == config.n_routed_experts:
             return f"every token goes to all {config.n_routed_experts} experts"
-        return None
+        return one_rank(subject, "it takes weights out of the model, and a rank holds only its part of them")
 
     def vacuous(self, subject: Subject) -> str | None:
         """What no token of the run shows is known only from the run, and judged there."""

@@ -119,8 +119,8 @@ def test_plain_is_not_deployed(case, exact):
 def weights_of(part: Any, path: str) -> Iterator[tuple[str, Any]]:
     """Every weight that the model holds in an attribute, with the path to it."""
     for name, value in vars(part).items():
-        parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else [("", value)]
-        for place, item in parts:
+        parts = dict(enumerate(value)) if isinstance(value, list) else value
+        for place, item in parts.items() if isinstance(parts, dict) else [("", value)]:
             if isinstance(item, Dense | Fp8 | Fp4):
                 yield f"{path}.{name}", item
             elif type(item).__module__.startswith("model.") and hasattr(item, "__dict__"):

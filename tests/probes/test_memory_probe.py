@@ -82,6 +82,20 @@ def test_bytes_by_hand():
     assert naive_bytes(config, 1000, 64, 2)["the same, of each head"] == 64 * 250 * 8 * 4
 
 
+def test_bytes_of_narrow_rows_by_hand():
+    """The demo: 64 of 128 columns rotated. An entry is 64 + 2 * 64 + 1, filled up to 200; a key 128 + 4, or 64 + 4."""
+    config = Subject().config
+    for formats, entry, key in (
+        (("fp8", "fp8"), 200, 132),
+        (("fp8", "fp4"), 200, 68),
+        (("dtype", "fp4"), 256, 68),
+        (("fp8", "dtype"), 200, 256),
+    ):
+        sizes = cache_bytes(config, 1000, 64, 2, formats)
+        assert (sizes["entries"], sizes["indexer_keys"]) == (entry * (2 * 250 + 7), key * 2 * 250)
+        assert sizes["window"] == cache_bytes(config, 1000, 64, 2)["window"]
+
+
 def test_a_call_does_not_depend_on_the_context():
     config = Subject().config
     far = dataclasses.replace(config, max_position_embeddings=1 << 24)
@@ -216,6 +230,8 @@ def test_too_short_a_model_is_vacuous(tmp_path):
         ({}, RunOptions("plain", "fp32")),
         ({"compress_ratios": [0, 0], "num_hidden_layers": 2}, RunOptions()),
         ({"sliding_window": 128}, RunOptions(prefill_chunk=7)),
+        ({}, RunOptions(entry_format="fp8", key_format="fp4")),
+        ({}, RunOptions(key_format="fp8")),
     ],
 )
 def test_other_checkpoints(tmp_path, config, options):

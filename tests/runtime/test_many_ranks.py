@@ -9,11 +9,13 @@ import torch
 
 from kernels.ops import BLOCKED
 from model import sites
+from model.config import ModelConfig
 from model.errors import ConfigError
 from model.ranks import ALL_REDUCE, ALL_TO_ALL, ALONE, AUTO, Group
 from probes.demo_language.prompts import needle_prompts
 from runtime.load import DEMO, load
 from runtime.options import RunOptions
+from runtime.placement import place
 from tests import gloo
 from tests.exact_ops import EXACT
 from tests.make_checkpoint import tiny_config, write_checkpoint
@@ -21,19 +23,19 @@ from tests.make_checkpoint import tiny_config, write_checkpoint
 # fp32, four layers, logits of unit scale: a rank's share of the tokens changes the order of sums, as a split into calls
 # does (tests/model/test_chunks.py, the same bound)
 BOUND = 2e-5
-# every axis splits over two ranks, and over four those of more than 128 rows each
+# every axis splits over eight ranks, in whole blocks of 128 rows
 CONFIG = {
     "head_dim": 80,
     "hc_mult": 2,
-    "hidden_size": 512,
-    "index_head_dim": 64,
-    "index_n_heads": 8,
-    "num_attention_heads": 16,
-    "o_groups": 4,
+    "hidden_size": 1024,
+    "index_head_dim": 32,
+    "index_n_heads": 32,
+    "num_attention_heads": 64,
+    "o_groups": 8,
     "o_lora_rank": 128,
     "swiglu_limit": 1.0,
 }
-CALLS = (150, 1, 3, 1, 1)  # beyond the window and an HCA window; calls shorter than the ranks are many
+CALLS = (133, 1, 3, 1, 1)  # beyond the window and an HCA window; calls shorter than the ranks are many
 
 
 class Run(NamedTuple):
@@ -65,6 +67,7 @@ def runs(tmp_path_factory):
         "random, plain": Run(path / "uneven", "plain", "fp32", False, tokens, CALLS),
         "random, deployed, exact sums": Run(path / "uneven", "deployed", "bf16", True, tokens, CALLS),
         "shorter than the ranks": Run(path / "uneven", "plain", "fp32", False, tokens[:1], (1,)),
+        "demo, deployed, exact sums": Run(DEMO, "deployed", "bf16", True, demo, (len(demo) - 3, 1, 1, 1)),
         "demo, deployed": Run(DEMO, "deployed", "bf16", False, demo, (len(demo) - 3, 1, 1, 1)),
         "demo, plain": Run(DEMO, "plain", "fp32", False, demo, (len(demo) - 3, 1, 1, 1)),
     }
@@ -102,7 +105,7 @@ def alone(runs):
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_logits_do_not_depend_on_the_number_of_ranks(runs, alone, size):
     ways = (ALL_REDUCE, ALL_TO_ALL)
-    for rank, found in enumerate(gloo.run(size, run_all, runs, ways)):
+    for rank, found in enumerate(gloo.run(size, run_all, runs, ways, timeout=400)):
         for (name, run), way in product(runs.items(), ways):
             logits, calls, _, fingerprint = found[name, way]
             expected = alone[name][0]
@@ -113,6 +116,11 @@ def test_logits_do_not_depend_on_the_number_of_ranks(runs, alone, size):
             elif run.numerics == "plain":
                 assert (logits - expected).abs().max() < BOUND * expected.abs().max().clamp_min(1), (name, way, rank)
             assert logits.argmax(1).equal(expected.argmax(1)), (name, way, rank)
+
+
+def test_every_axis_of_the_random_model_is_split():
+    config = ModelConfig.from_json(tiny_config(**CONFIG), "random")
+    assert [place(config, size).replicated for size in (2, 4, 8)] == [()] * 3
 
 
 def test_the_random_model_is_what_the_cases_need(runs, alone):
@@ -153,7 +161,7 @@ def test_a_rank_reads_the_bytes_of_its_own_part_only(tmp_path):
     write_checkpoint(tmp_path, config, seed=2, formats="bf16")
     stored = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     found = gloo.run(4, resident, tmp_path)
-    assert sum(held for _, held in found) < 1.6 * stored  # one of each, and the copies of what is replicated
+    assert sum(held for _, held in found) < 2.2 * stored  # one of each, and the copies of what is replicated
     for rank, (read, held) in enumerate(found):
         if rank:  # rank 0 has read all of a small checkpoint for its fingerprint
             # beside its tensors a rank gets the pages that begin or end in another's, and those that Linux maps ahead

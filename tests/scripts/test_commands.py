@@ -54,7 +54,15 @@ def test_a_raw_prompt_is_continued(tmp_path):
 def test_the_report_says_what_ran(tmp_path):
     flags = ("--prompt", "What is the capital of Japan?", "--prefill-chunk", "4", "--max-context", "64")
     data = generated(tmp_path, *flags, "--max-new-tokens", "20", *PLAIN)
-    assert data["options"] == {"numerics": "plain", "dtype": "fp32", "device": "cpu", "prefill_chunk": 4}
+    assert data["options"] == {
+        "numerics": "plain",
+        "dtype": "fp32",
+        "device": "cpu",
+        "prefill_chunk": 4,
+        "entry_format": "dtype",
+        "key_format": "dtype",
+        "dispatch": "auto",
+    }
     assert data["ops"] == "blocked"
     assert data["max_context"] == 64
     assert data["prompt_tokens"] == len(data["prompt"])
@@ -64,6 +72,17 @@ def test_the_report_says_what_ran(tmp_path):
     loaded = load(DEMO, RunOptions())
     assert data["weights_fingerprint"] == loaded.weights_fingerprint
     assert data["config_fingerprint"] == loaded.model.config.fingerprint
+
+
+def test_narrow_caches_give_the_same_answer_in_fewer_bytes(tmp_path):
+    words = "The old farmer carried a letter to the town. " * 20
+    flags = ("--raw", "--prompt", words, "--max-new-tokens", "8", "--prefill-chunk", "67")
+    wide = generated(tmp_path, *flags)
+    narrow = generated(tmp_path, *flags, "--entry-format", "fp8", "--key-format", "fp4")
+    assert narrow["tokens"] == wide["tokens"]
+    assert (narrow["options"]["entry_format"], narrow["options"]["key_format"]) == ("fp8", "fp4")
+    entries, keys = (narrow["cache_bytes"][name] / wide["cache_bytes"][name] for name in ("entries", "indexer_keys"))
+    assert (entries, keys) == (200 / 256, 68 / 256)  # 64 + 2 * 64 + 1 + 7 of padding; 64 + 4
 
 
 def test_a_seed_repeats_a_sampled_run(tmp_path):
@@ -106,6 +125,9 @@ def test_a_loaded_state_takes_another_question(tmp_path):
         (("--prompt", "a", "--effort", "preview:max"), "--effort"),
         (("--prompt", "a", "--think", "--effort", "max"), "--effort max"),
         (("--prompt", "a", "--raw", "--think"), "--raw"),
+        (("--prompt", "a", "--numerics", "plain", "--entry-format", "fp8"), "--entry-format fp8"),
+        (("--prompt", "a", "--numerics", "plain", "--key-format", "fp4"), "--key-format fp4"),
+        (("--prompt", "a", "--dtype", "fp32", "--entry-format", "fp8"), "--entry-format fp8"),
         (("--prompt", "a", "--model", "nowhere"), "nowhere"),
         (("--prompt-file", "nothing.txt"), "nothing.txt"),
         (("--messages", "nothing.json"), "nothing.json"),
@@ -127,7 +149,8 @@ def test_bad_flags_name_the_culprit(flags, culprit, capsys, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "flags", [("--max-new-tokens", "0"), ("--device", "tpu"), ("--prefill-chunk", "x"), ("--what",)]
+    "flags",
+    [("--max-new-tokens", "0"), ("--device", "tpu"), ("--entry-format", "fp4"), ("--prefill-chunk", "x"), ("--what",)],
 )
 def test_argparse_refuses_with_status_2(flags, capsys):
     with pytest.raises(SystemExit, match="2"):

@@ -1,0 +1,63 @@
+import pytest
+
+from kernels.ops import BLOCKED
+from model.ranks import Group
+from probes.faults import FAULTS
+from probes.finding import Verdict
+from probes.probe import run_probe, silent
+from probes.ranks import probe as module
+from probes.ranks.probe import RanksProbe
+from probes.subject import Subject
+from runtime.options import RunOptions
+
+BETWEEN = {
+    "sinks-of-rank-0": "first apart at attention.mixed of layer 0",
+    "replicated-summed-as-partial": "experts.routed of layer 0: row 0 filled by 2 ranks, expected exactly one",
+    "top-k-of-a-rank-differs": "RankDisagreement: indexer.selected of layer 1",
+    "replicated-weight-of-a-rank-differs": "RankDisagreement: streams of layer 3",
+    "experts-off-by-one": "first apart at experts.output of layer 0",
+}
+
+
+def test_the_faults_between_ranks_are_these():
+    assert {name for name, fault in FAULTS.items() if fault.between_ranks} == set(BETWEEN)
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_fault_between_two_ranks_is_caught_and_its_place_named(name):
+    report = run_probe(module.QUICK, Subject(fault=FAULTS[name]), silent).report
+    assert report.failed
+    failed = [finding for finding in report.findings if finding.failed]
+    said = " ".join(f"{finding.what} {finding.evidence.get('why', '')}" for finding in failed)
+    assert BETWEEN[name] in said
+
+
+def test_a_healthy_run_holds_every_bound_and_counts_every_byte():
+    report = run_probe(module.QUICK, Subject(), silent).report
+    assert not report.failed
+    assert [finding.verdict for finding in report.findings] == [Verdict.PASS] * 5
+    held = report.findings[-1]
+    assert held.what == "2 ranks: bytes of weights held by all"
+    assert held.measured == held.bound.value == 5145672
+    table = report.parts[0]
+    ways = {row[1]: row[2] for row in table.rows}
+    assert ways["all-reduce"] == "all-reduce 1"
+    assert ways["all-to-all"] == "all-to-all 1"
+
+
+def test_it_says_where_it_does_not_apply():
+    assert RanksProbe(sizes=(3,)).needs(Subject()) == "no number of ranks among 3 divides the experts"
+    assert "CPU" in RanksProbe().needs(Subject(options=RunOptions(device="cuda")))
+    assert "mine" in RanksProbe().needs(Subject(ops=BLOCKED._replace(name="mine")))
+    assert "2: it starts ranks of its own" in RanksProbe().needs(Subject(group=Group(0, 2, None)))
+    assert "positions" in RanksProbe(tokens=1 << 21).vacuous(Subject())
+
+
+def test_a_rank_without_an_answer_fails_the_run(monkeypatch):
+    monkeypatch.setattr(module, "answers", lambda *_: [{"ended": "Tripwire: here"}, {}])
+    report = run_probe(module.QUICK, Subject(), silent).report
+    assert report.failed
+    assert report.findings[0].evidence == {"why": "Tripwire: here", "ranks": [0]}
+    monkeypatch.setattr(module, "answers", lambda *_: [{}, {"pairs": {}}])
+    report = run_probe(module.QUICK, Subject(), silent).report
+    assert report.findings[0].evidence["why"] == "rank 0 gave no answer"

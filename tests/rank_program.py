@@ -1,0 +1,71 @@
+"""A script on several ranks that fails in the way its flags say: `python -m tests.rank_program --rank R --how HOW`."""
+
+import argparse
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from model.errors import ConfigError
+from model.ranks import Ranks, Shares, evenly, undivided
+from model.tripwire import Tripwire
+from runtime.group import connected
+from scripts.cli import arguments, run_on_ranks
+
+ROUNDS = 10
+
+
+def parser():
+    p = argparse.ArgumentParser(prog="rank_program")
+    p.add_argument("--rank", type=int, default=-1, help="which one does it; -1: all")
+    p.add_argument("--how", default="well")
+    p.add_argument("--rank-timeout", type=float, default=60.0)
+    p.add_argument("--seconds", type=float, default=0.01, help="for each round")
+    return p
+
+
+def main(argv=None, watch=None):
+    args = arguments(parser(), argv, watch)
+    if args.how == "early" and args.rank in {-1, watch.launch.rank}:
+        raise ConfigError("prompt: is empty")
+    with connected(watch, "cpu", args.rank_timeout) as group:
+        with watch.loading() as follow:
+            if args.how == "slow-load" and args.rank == group.rank:
+                time.sleep(2 * args.rank_timeout)
+            ranks = Ranks(group, Shares(*(undivided(2),) * len(Shares._fields)))
+            follow(ranks)
+        for turn in range(ROUNDS):
+            if turn == ROUNDS // 2 and args.rank in {-1, group.rank}:
+                fail(args.how, ranks)
+            share = evenly(group.size, group.rank, group.size)
+            whole = ranks.whole(torch.tensor([group.rank]), 0, share)
+            assert whole.tolist() == list(range(group.size))
+            print(f"round {turn}", flush=True)
+            print(f"progress {turn}", file=sys.stderr, flush=True)
+            time.sleep(args.seconds)
+    if args.how == "late" and args.rank == group.rank:
+        raise ConfigError("out.json: no space left")
+    return 1 if args.how == "status" and args.rank == group.rank else 0
+
+
+def fail(how, ranks):
+    match how:
+        case "raise":
+            raise KeyError("a bug")
+        case "trip":
+            raise Tripwire("hidden", 3, 7, "NaN", "finite")
+        case "disagree":
+            ranks.note("sampled token", None, torch.tensor([5 + ranks.rank]))
+            ranks.settle()
+        case "hang":
+            time.sleep(1000)
+        case "spin":
+            while True:
+                pass
+        case "collective":
+            dist.all_gather_into_tensor(torch.empty(3), torch.empty(1))  # of no right size: a bug, here
+
+
+if __name__ == "__main__":
+    sys.exit(run_on_ranks(main))

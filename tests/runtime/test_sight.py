@@ -1,0 +1,114 @@
+"""The rules by which a rank is blamed, on beats that are made up: who, when, and above all when not."""
+
+import pytest
+
+from runtime.sight import DEAD, DONE, FAILED, GONE, LOADING, LOADS, LONGEST, RUNNING, TERMINATED, Beat, Sight, verdict
+
+TIMEOUT = 60.0
+
+
+def seen(collectives, *, stood=0.0, silent=0.0, phase=RUNNING):
+    """A rank whose last beat came `silent` seconds ago and whose count has stood for `stood`."""
+    sight = Sight()
+    sight.beat, sight.stood, sight.silent = Beat(9, phase, 0, collectives, "gather"), max(stood, silent), silent
+    return sight
+
+
+def judged(*sights, own=0, failed=False, timeout=TIMEOUT):
+    return verdict(own, sights, timeout, failed=failed)
+
+
+def test_a_beat_survives_the_store():
+    beat = Beat(3, LOADING, 2, 17, "attention.output of many words")
+    assert Beat.decode(beat.encode()) == beat
+
+
+def test_a_look_counts_seconds_since_something_was_new():
+    sight = Sight()
+    sight.look(None, 0.75)
+    assert (sight.beat, sight.silent, sight.stood) == (None, 0.75, 0.75)
+    for number, collectives, silent, stood in [(1, 4, 0.0, 0.0), (2, 4, 0.0, 0.5), (2, 4, 0.5, 1.0), (3, 5, 0.0, 0.0)]:
+        sight.look(Beat(number, RUNNING, 0, collectives, "gather"), 0.5)
+        assert (sight.silent, sight.stood) == (silent, stood)
+    sight.look(Beat(4, DONE, 0, 5, "gather"), 0.5)
+    assert sight.stood == 0.0, "another phase is a step too"
+
+
+def test_a_pause_of_this_process_is_no_silence_of_the_others():
+    sight = Sight()
+    sight.look(Beat(1, RUNNING, 0, 4, "gather"), 0.5)
+    sight.look(Beat(1, RUNNING, 0, 4, "gather"), 3600.0)
+    assert (sight.silent, sight.stood) == (LONGEST, LONGEST)
+
+
+@pytest.mark.parametrize(
+    "sights",
+    [
+        (seen(5), seen(5)),
+        (seen(5, stood=1e4), seen(5, stood=1e4)),  # all compute, for hours
+        (seen(6, stood=59), seen(5, stood=59)),
+        (seen(6, stood=59), seen(5, stood=1e4)),  # it was slow to get there, but the others have just come
+        (seen(6, stood=1e4), seen(5, stood=59)),
+        (seen(5), seen(5, silent=1e4)),  # no beats, but nobody waits for it
+        (seen(5, stood=9), seen(5, silent=1e4)),
+        (seen(6, stood=1e4), seen(5, stood=599, phase=LOADING)),
+        (seen(6, stood=1e4, phase=DONE), seen(6, silent=1e4, phase=DONE)),  # gone, as it should be
+        (seen(6, stood=1e4), seen(5, stood=1e4, phase=FAILED)),  # it will say by itself
+        (seen(5), Sight()),  # not started yet
+    ],
+)
+def test_no_reason_to_blame_anybody(sights):
+    assert judged(*sights) is None
+
+
+def test_a_silent_rank_is_dead_once_this_one_stands():
+    told = "rank 1 died or was stopped, last seen at collective 5 (gather): no beat for 10 s"
+    assert judged(seen(5, stood=DEAD), seen(5, silent=DEAD)) == told
+    assert judged(seen(5, stood=9.9), seen(5, silent=DEAD)) is None
+    assert judged(seen(5, stood=DEAD), seen(5, silent=9.9)) is None
+
+
+def test_a_failed_collective_makes_silence_count_sooner():
+    assert judged(seen(5), seen(5, silent=GONE), failed=True).endswith("no beat for 4 s")
+    assert judged(seen(5), seen(5, silent=3.9), failed=True) is None
+
+
+def test_a_short_timeout_shortens_both():
+    assert judged(seen(5, stood=3), seen(5, silent=3), timeout=3).endswith("no beat for 3 s")
+    assert judged(seen(5), seen(5, silent=3), failed=True, timeout=3).endswith("no beat for 3 s")
+
+
+def test_the_rank_that_fell_silent_first_is_blamed():
+    assert judged(seen(5, stood=20), seen(5, silent=11), seen(5, silent=13)).startswith("rank 2 died")
+    assert judged(seen(5, stood=20), seen(5, silent=13), seen(5, silent=13)).startswith("rank 1 died")
+
+
+def test_one_that_was_terminated_followed_another():
+    ended = seen(5, silent=15, phase=TERMINATED)
+    assert judged(seen(5, stood=20), ended, seen(5, silent=11)).startswith("rank 2 died")
+    assert judged(seen(5, stood=20), ended, seen(5)) == "rank 1 was terminated by a signal"
+
+
+def test_one_that_never_came():
+    late = Sight()
+    late.silent = TIMEOUT
+    assert judged(seen(0, phase=LOADING), late) == "rank 1 never came, 60 s after rank 0"
+    early = Sight()
+    early.silent = 59.0
+    assert judged(seen(0, phase=LOADING), early) is None
+
+
+def test_one_that_keeps_others_waiting_hangs():
+    told = "rank 1 hangs: it did not reach collective 6 (gather), others have waited 60 s"
+    assert judged(seen(6, stood=60), seen(5, stood=70)) == told
+    assert judged(seen(5, stood=70), seen(6, stood=60), own=1).startswith("rank 0 hangs"), "also of itself"
+    assert judged(seen(8, stood=70), seen(8, stood=60), seen(5, stood=70), seen(6, stood=70)) == (
+        "rank 2 hangs: it did not reach collective 6, others have waited 60 s"
+    ), "the one furthest behind; the name of a later collective says nothing of the sixth"
+    assert judged(seen(6, stood=70), seen(5, stood=70, phase=DONE)).startswith("rank 1 hangs"), "it ended too soon"
+
+
+def test_loading_may_take_longer():
+    assert judged(seen(1, stood=1e4), seen(0, stood=TIMEOUT * LOADS, phase=LOADING)).startswith("rank 1 hangs")
+    died = judged(seen(1, stood=20), seen(0, silent=20, phase=LOADING))
+    assert died == "rank 1 died or was stopped, last seen while loading: no beat for 20 s"
