@@ -1,0 +1,1 @@
+"""Random checkpoints in DeepSeek's on-disk format: which layers, which values, which files."""
