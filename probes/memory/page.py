@@ -16,7 +16,7 @@ from probes.finding import (
     number,
     vacuous,
 )
-from probes.memory.peak import BALLAST, Peak
+from probes.memory.peak import BALLAST, Beyond, Peak
 from probes.memory.plan import cache_bytes, call_bytes, naive_bytes
 from probes.memory.rows import Rows
 
@@ -26,6 +26,9 @@ MILLION = 1_000_000
 # What a process may take beside tensors that torch allocates: Python's own objects, tensors too small to be mapped one
 # by one, pages that are not full. In the demo this is 1 MiB; streams kept of the longer prompt would be 7.
 SLACK = 4 * MIB
+
+OFF_PLAN = 5.0  # per cent that a process may be off the memory plan
+SHOWN_BY = 32 * MIB  # of planned bytes, from which that is more than what a process differs by from run to run
 
 NOT_CLAIMED = """\
 That nothing leaks more slowly than the slack allows: 500 bytes a token would pass. What one call takes is that of this
@@ -63,6 +66,25 @@ class Process(NamedTuple):
     kept: int  # bytes by which keeping all streams of the prompt would grow
     bounded: bool  # whether the op set says that its memory does not grow with the context
     weights_read: bool  # whether all weights were read before the first prompt
+
+
+class Planned(NamedTuple):
+    """A process beside what `runtime.plan` says of it."""
+
+    context: int
+    chunk: int
+    taken: Beyond
+    parts: dict[str, int]  # planned, of what comes on top of the process's base
+
+    @property
+    def planned(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def took(self) -> int:
+        """Bytes at the peak, beyond the base."""
+        return self.taken.peak - self.taken.base
 
 
 def allocation_findings(layers: Sequence[Allocated]) -> list[Finding]:
@@ -139,6 +161,28 @@ def process_findings(process: Process) -> list[Finding]:
     return [call, judged(what, rest, at_most(SLACK), "B", **evidence)]
 
 
+def plan_finding(process: Planned) -> Finding:
+    """How far the process is off the plan; beside a plan of a few MiB it is not judged."""
+    off = abs(process.took / process.planned - 1) * 100
+    evidence: dict[str, JSON] = {"planned": dict(process.parts), "took": process.took}
+    what = f"process that holds {process.context} positions, off the memory plan"
+    if process.taken.steady and process.planned >= SHOWN_BY:
+        return judged(what, off, at_most(OFF_PLAN), "%", **evidence)
+    return measured(what, off, "%", **evidence)
+
+
+def plan_table(process: Planned) -> Table:
+    """The plan's parts, and what the process took."""
+    rows: list[list[float | str | None]] = [[name, _mib(size)] for name, size in process.parts.items()]
+    rows += [["planned in all", _mib(process.planned)], ["taken", _mib(process.took)]]
+    note = (
+        f"Beyond the {_mib(process.taken.base)} MiB that the process held before, when it had done the same once and"
+        " let go of it. All of a small checkpoint's files is read while loading, to hash it."
+    )
+    title = f"A call of {process.chunk:,} tokens at the end of {process.context:,} positions, against the memory plan"
+    return Table(title, ("what", "MiB"), rows, note)
+
+
 def caches_table(layers: Sequence[Allocated], rows: Sequence[Rows]) -> Table:
     """Predicted, allocated and touched, by component."""
     found: list[list[float | str | None]] = []
@@ -183,9 +227,9 @@ def figures_table(figures: Sequence[Figure]) -> Table:
     return Table("The published arithmetic", ("quantity", "published", "here", "source"), rows, note)
 
 
-def million_table(config: ModelConfig, chunk: int, item: int) -> Table:
+def million_table(config: ModelConfig, chunk: int, item: int, formats: tuple[str, str]) -> Table:
     """What a million tokens of this checkpoint would take."""
-    caches = cache_bytes(config, MILLION, chunk, item)
+    caches = cache_bytes(config, MILLION, chunk, item, formats)
     rows: list[list[float | str | None]] = [[name.replace("_", " "), _mib(size)] for name, size in caches.items()]
     rows.append(["all caches", _mib(sum(caches.values()))])
     rows.append([f"one call of {chunk} tokens, at most", _mib(call_bytes(config, chunk, item))])
@@ -194,10 +238,10 @@ def million_table(config: ModelConfig, chunk: int, item: int) -> Table:
     return Table("A million tokens of this checkpoint", ("what", "MiB"), rows, note)
 
 
-def context_plot(config: ModelConfig, chunk: int, item: int) -> Plot:
+def context_plot(config: ModelConfig, chunk: int, item: int, formats: tuple[str, str]) -> Plot:
     """Predicted bytes by context."""
     contexts = [1 << power for power in range(7, 21)]
-    plans = [cache_bytes(config, context, chunk, item) for context in contexts]
+    plans = [cache_bytes(config, context, chunk, item, formats) for context in contexts]
     series: dict[str, Sequence[tuple[float, float]]] = {
         name.replace("_", " "): [(context, plan[name] / MIB) for context, plan in zip(contexts, plans, strict=True)]
         for name in plans[-1]

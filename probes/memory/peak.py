@@ -5,6 +5,7 @@ options, op set and a fault of `probes.faults`; an op set or fault without such 
 """
 
 import ctypes
+import gc
 import itertools
 import json
 import subprocess
@@ -18,18 +19,22 @@ from torch import Tensor
 from torch.autograd.profiler import profile
 
 from kernels.ops import BLOCKED, REFERENCE
+from model.cache.entries import Entries
 from model.state import State
 from model.transformer import Transformer
 from model.tripwire import Tripwire
 from probes.faults import FAULTS
 from probes.subject import Subject
+from runtime.load import load
 from runtime.options import RunOptions
 from runtime.report import peak_memory
 
 OPS = {ops.name: ops for ops in (BLOCKED, REFERENCE)}
 BALLAST = 64 << 20  # bytes that the process takes at the end, to see that its peak shows them
 DECODED = 4  # tokens after each prompt, one by one
+NOISE = 4096  # rows of noise at once: less than a call takes, or it would be the peak
 M_MMAP_THRESHOLD = -3  # malloc.h
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Peak(NamedTuple):
@@ -41,6 +46,14 @@ class Peak(NamedTuple):
     calls: list[int]  # at most held at once in one more call after each prompt, beyond what was there
     far: int  # the same at the far position
     ballast: int  # peak after `BALLAST` more
+
+
+class Beyond(NamedTuple):
+    """What a process took for one call, beyond what it held before and after everything was let go; bytes."""
+
+    steady: bool
+    base: int
+    peak: int
 
 
 def cannot_carry(subject: Subject) -> str | None:
@@ -57,6 +70,21 @@ def measure(subject: Subject, contexts: tuple[int, ...], far: int) -> Peak | str
 
     Returns the tripwire that ended it, in words, when one did.
     """
+    answer = _ask(subject, contexts=contexts, far=far)
+    return answer if isinstance(answer, str) else Peak(**answer)
+
+
+def beyond_base(subject: Subject, context: int, chunk: int) -> Beyond | str:
+    """Load and run one call of `chunk` tokens at the end of `context` positions, in a new process, twice.
+
+    The first time, the system and torch's libraries take what they keep; the second is measured. Returns the tripwire
+    that ended it, in words, when one did.
+    """
+    answer = _ask(subject, context=context, chunk=chunk)
+    return answer if isinstance(answer, str) else Beyond(**answer)
+
+
+def _ask(subject: Subject, **what: Any) -> dict[str, Any] | str:
     request = {
         "directory": str(subject.directory.resolve()),
         "options": asdict(subject.options),
@@ -64,9 +92,8 @@ def measure(subject: Subject, contexts: tuple[int, ...], far: int) -> Peak | str
         "fault": subject.fault and subject.fault.name,
         "seed": subject.seed,
         "prompt": subject.prompt,
-        "contexts": contexts,
-        "far": far,
         "threads": torch.get_num_threads(),
+        **what,
     }
     child = subprocess.run(
         [sys.executable, "-m", "probes.memory.peak"],
@@ -79,7 +106,7 @@ def measure(subject: Subject, contexts: tuple[int, ...], far: int) -> Peak | str
     if child.returncode:
         raise RuntimeError(f"probes.memory.peak ended with status {child.returncode}: {child.stderr[-2000:]}")
     answer: dict[str, Any] | str = json.loads(child.stdout)
-    return answer if isinstance(answer, str) else Peak(**answer)
+    return answer
 
 
 def main() -> None:
@@ -91,7 +118,11 @@ def main() -> None:
     directory, ops = Path(request["directory"]), OPS[request["ops"]]
     subject = Subject(directory, options, ops, fault, request["seed"], request["prompt"])
     try:
-        answer: dict[str, Any] | str = _run(subject, request["contexts"], request["far"], steady=steady)._asdict()
+        answer: dict[str, Any] | str = (
+            _run(subject, request["contexts"], request["far"], steady=steady)._asdict()
+            if "contexts" in request
+            else _run_twice(subject, request["context"], request["chunk"], steady=steady)._asdict()
+        )
     except Tripwire as trip:
         answer = str(trip)
     json.dump(answer, sys.stdout)
@@ -115,6 +146,34 @@ def _run(subject: Subject, contexts: list[int], far: int, *, steady: bool) -> Pe
     return Peak(steady, base, peaks, calls, distant, after)
 
 
+def _run_twice(subject: Subject, context: int, chunk: int, *, steady: bool) -> Beyond:
+    device = subject.options.device
+    base = peak = 0
+    for _ in range(2):
+        # all that was held the time before is let go here
+        base, model = _held_now(device), load(subject.directory, subject.options, subject.ops).model
+        if subject.fault is not None:
+            subject.fault.inject(model)
+        state = _noise_up_to(model, context - chunk, chunk)
+        tokens = torch.arange(chunk, device=device) % model.config.vocab_size
+        model(tokens, state)
+        peak = peak_memory(device)
+        del model, state, tokens
+        gc.collect()
+    return Beyond(steady, base, peak)
+
+
+def _held_now(device: str) -> int:
+    """Bytes that this process holds at the moment; from here on, a peak is that of what comes."""
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated()
+    if sys.platform != "linux":
+        return peak_memory(device)
+    CLEAR_REFS.write_text("5", encoding="ascii")  # man proc_pid_clear_refs: resets the peak
+    return 1024 * int(STATUS.read_text(encoding="ascii").partition("VmRSS:")[2].split()[0])
+
+
 def _give_back_at_once() -> bool:
     """Let glibc map every large tensor on its own, so that freeing it lowers the resident set; whether that worked.
 
@@ -128,7 +187,14 @@ def _noise_up_to(model: Transformer, position: int, chunk: int) -> State:
     """A state at `position` whose caches hold noise: what a call takes there depends on how much, not on what."""
     state = model.new_state(position + chunk, chunk)
     for cache in state.layers:
-        cache.restore(position, {name: torch.randn(shape) for name, shape in cache.shapes(position).items()})
+        for component in cache.components.values():
+            if isinstance(component, Entries):  # by value: noise in a plane of scales would be NaN
+                count, width = position // component.ratio, component.data.shape[1]
+                for low in range(0, count, NOISE):
+                    component.append(torch.randn(min(NOISE, count - low), width).to(model.device))
+            else:
+                shapes = component.shapes(position)
+                component.restore(position, {name: torch.randn(shape) for name, shape in shapes.items()})
     state.position = position
     return state
 

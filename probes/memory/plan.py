@@ -6,20 +6,37 @@ from model.config import LayerKind, ModelConfig
 
 ITEM_BYTES = {"bf16": 2, "fp32": 4}
 F32 = 4
+IN_DTYPE = ("dtype", "dtype")  # how entries and index keys are stored where nothing else was asked for
 
 # What one op of `kernels.blocked` takes beside its operands and its result, whatever the context. A linear decodes
 # tiles of 2^20 weights at up to 12 bytes each; attention and indexer keep theirs, 1 and 2 MiB each, below that.
 TILES = 16 << 20
 
 
-def layer_bytes(config: ModelConfig, layer: int, context: int, chunk: int, item: int) -> dict[str, int]:
+def entry_bytes(config: ModelConfig, item: int, form: str) -> int:
+    """Bytes of one entry. In FP8: E4M3, rope dims in BF16, a scale per 64 columns, filled up to a multiple of 8."""
+    d, rope = config.head_dim, config.qk_rope_head_dim
+    narrow = (d - rope) + 2 * rope + (d - rope) // 64
+    return {"dtype": d * item, "fp8": (narrow + 7) // 8 * 8}[form]
+
+
+def key_bytes(config: ModelConfig, item: int, form: str) -> int:
+    """Bytes of one index key. In FP8 an fp32 scale is beside it, in FP4 a byte of scale per 32 columns."""
+    di = config.index_head_dim
+    return {"dtype": di * item, "fp8": di + F32, "fp4": di // 2 + di // 32}[form]
+
+
+def layer_bytes(
+    config: ModelConfig, layer: int, context: int, chunk: int, item: int, formats: tuple[str, str] = IN_DTYPE
+) -> dict[str, int]:
     """Bytes of each component of a layer's cache, for `context` positions in calls of `chunk` tokens.
 
     A ring holds the window of a call's first token and the whole call: window + chunk - 1 rows. A compressed layer has
     an entry for each closed window of `ratio` tokens, and keeps values and gates of the open one in fp32, so that the
     pooling does not depend on where calls end. In a CSA layer windows overlap: each token brings two series, and the
     first series of the last closed window is kept as well, 3 x ratio rows in all; and beside every entry lies an index
-    key, `index_head_dim` wide, one for all index heads, with a frontier of its own.
+    key, `index_head_dim` wide, one for all index heads, with a frontier of its own. `formats` are those of entries and
+    of keys.
     """
     d, di, ratio = config.head_dim, config.index_head_dim, config.ratio(layer)
     chunk = min(chunk, context)
@@ -28,17 +45,20 @@ def layer_bytes(config: ModelConfig, layer: int, context: int, chunk: int, item:
     if kind is LayerKind.SWA:
         return found
     rows = 3 * ratio if kind is LayerKind.CSA else ratio
-    found |= {"entries": context // ratio * d * item, "frontier": 2 * rows * d * F32}
+    entry, key = entry_bytes(config, item, formats[0]), key_bytes(config, item, formats[1])
+    found |= {"entries": context // ratio * entry, "frontier": 2 * rows * d * F32}
     if kind is LayerKind.CSA:
-        found |= {"indexer_keys": context // ratio * di * item, "indexer_frontier": 2 * rows * di * F32}
+        found |= {"indexer_keys": context // ratio * key, "indexer_frontier": 2 * rows * di * F32}
     return found
 
 
-def cache_bytes(config: ModelConfig, context: int, chunk: int, item: int) -> dict[str, int]:
+def cache_bytes(
+    config: ModelConfig, context: int, chunk: int, item: int, formats: tuple[str, str] = IN_DTYPE
+) -> dict[str, int]:
     """The same summed over layers."""
     total: dict[str, int] = {}
     for layer in range(config.num_hidden_layers):
-        for component, size in layer_bytes(config, layer, context, chunk, item).items():
+        for component, size in layer_bytes(config, layer, context, chunk, item, formats).items():
             total[component] = total.get(component, 0) + size
     return total
 

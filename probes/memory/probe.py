@@ -1,5 +1,6 @@
 """Probe: whether the caches are as large as predicted and written where they should be, and nothing else grows."""
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from kernels.ops import BLOCKED
 from model import sites
+from model.cache.formats import CacheFormats
 from model.cache.layers import LayerCache
 from model.config import ModelConfig
 from model.decode import HASHED_WHOLE
@@ -18,10 +20,11 @@ from model.transformer import Transformer
 from model.tripwire import Tripwire
 from probes.finding import Finding, Part, Report, Text, broken, exactly, judged, tripped
 from probes.memory import page, peak
-from probes.memory.plan import ITEM_BYTES, cache_bytes, call_bytes, layer_bytes, naive_bytes, shaped
+from probes.memory.plan import IN_DTYPE, ITEM_BYTES, cache_bytes, call_bytes, layer_bytes, naive_bytes, shaped
 from probes.memory.rows import Rows, Written, look, poison
-from probes.probe import Probe, Progress
+from probes.probe import Probe, Progress, one_rank
 from probes.subject import Subject
+from runtime.plan.planner import Planner
 
 DECODED = 5  # of the tokens, one by one at the end
 SPARE = 128  # positions beyond the tokens, so that there are rows that nothing may touch
@@ -64,6 +67,11 @@ itself, 237 MiB were there before the first token: torch."""
     chunk: int = 96  # of the same run: less than a window of HCA, so that not all of its frontier is written at first
     prompts: tuple[int, int] | None = (1024, 8192)  # for the peak of a process; None: it is not measured
     far: int = 65536  # where one call is measured too, with noise in the caches before it
+    planned: tuple[int, int] = (65536, 4096)  # positions and tokens of a call of the process held against the plan
+
+    def needs(self, subject: Subject) -> str | None:
+        """A process of its own that holds all of the model."""
+        return one_rank(subject, "it measures a process that runs the model alone")
 
     def vacuous(self, subject: Subject) -> str | None:
         """The ring must go round and every compressor close windows, with room to spare."""
@@ -77,10 +85,11 @@ itself, 237 MiB were there before the first token: torch."""
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """Allocated and touched in this process, the peak in another, unless a tripwire ended the run here."""
         config, model, item = subject.config, subject.model, ITEM_BYTES[subject.options.dtype]
+        formats = (subject.options.entry_format, subject.options.key_format)
         tokens, chunk = subject.tokens(self._count(config)), subject.options.prefill_chunk
         progress(0.0, "caches")
         state = model.new_state(len(tokens) + SPARE, self.chunk)
-        layers = _allocated(config, state, self.chunk, item)
+        layers = _allocated(config, state, self.chunk, item, formats)
         figures = _figures(config)
         findings = [*page.allocation_findings(layers), _whole_context(subject), *page.figure_findings(figures)]
         progress(0.05, f"a prompt of {len(tokens)} tokens in poisoned caches")
@@ -88,7 +97,7 @@ itself, 237 MiB were there before the first token: torch."""
         trip = _touch(model, state, tokens, self.chunk, rows)
         findings += [trip] if trip else page.row_findings(rows)
         parts: list[Part] = [page.caches_table(layers, rows), page.figures_table(figures)]
-        parts += [page.million_table(config, chunk, item), page.context_plot(config, chunk, item)]
+        parts += [page.million_table(config, chunk, item, formats), page.context_plot(config, chunk, item, formats)]
         process = None
         if self.prompts is not None and trip is None:
             if why := peak.cannot_carry(subject):
@@ -98,6 +107,8 @@ itself, 237 MiB were there before the first token: torch."""
                 process, ended = self._process(subject, self.prompts)
                 findings += page.process_findings(process) if process else [broken("tripwire in the process", ended)]
                 parts += [page.process_table(process)] if process else []
+                progress(0.6, "a process of its own against the memory plan")
+                self._against_plan(subject, findings, parts)
         progress(1.0, "done")
         said = page.summary(layers, rows, process, None if trip is None else str(trip.evidence["why"]))
         return Report(said, tuple(findings), tuple(parts), page.NOT_CLAIMED)
@@ -105,6 +116,7 @@ itself, 237 MiB were there before the first token: torch."""
     def _process(self, subject: Subject, prompts: tuple[int, int]) -> tuple[page.Process | None, str]:
         """What the process took, or the tripwire that ended it."""
         config, chunk, item = subject.config, subject.options.prefill_chunk, ITEM_BYTES[subject.options.dtype]
+        formats = (subject.options.entry_format, subject.options.key_format)
         room = config.max_position_embeddings - peak.DECODED - chunk
         short, long = min(prompts[0], room // 8), min(prompts[1], room)
         far = min(self.far, config.max_position_embeddings) - chunk
@@ -116,7 +128,7 @@ itself, 237 MiB were there before the first token: torch."""
             (short, long),
             far,
             taken,
-            sum(cache_bytes(config, long + peak.DECODED + chunk, chunk, item).values()),
+            sum(cache_bytes(config, long + peak.DECODED + chunk, chunk, item, formats).values()),
             call_bytes(config, chunk, item),
             kept,
             subject.ops.name == BLOCKED.name,
@@ -125,11 +137,45 @@ itself, 237 MiB were there before the first token: torch."""
         )
         return process, ""
 
+    def _against_plan(self, subject: Subject, findings: list[Finding], parts: list[Part]) -> None:
+        """Hold a process against what `runtime.plan` says of it."""
+        loaded, options = subject.load(), subject.options
+        on_cpu = options.device == "cpu"
+        if subject.ops.name != BLOCKED.name:
+            parts.append(Text("The memory plan", f"Not measured: it is of the blocked ops, not of {subject.ops.name}."))
+            return
+        if on_cpu and loaded.census.nbytes > HASHED_WHOLE:
+            why = (
+                f"of more than {HASHED_WHOLE >> 20} MiB not all is read while loading, so what is resident is not known"
+            )
+            parts.append(Text("The memory plan", f"Not measured: {why}."))
+            return
+        context = min(self.planned[0], subject.config.max_position_embeddings)
+        chunk = min(self.planned[1], context // 2)
+        plan = Planner(subject.config, loaded.census, loaded.placement, options, 0).plan(context, chunk)
+        taken = peak.beyond_base(subject, context, chunk)
+        if isinstance(taken, str):
+            findings.append(broken("tripwire in the process", taken))
+            return
+        sizes = {
+            "weights, mapped": loaded.census.nbytes if on_cpu else 0,
+            "weights, converted" if on_cpu else "weights": plan.own_weights,
+            "caches": plan.cache_bytes,
+            f"a call, most at: {plan.typical_call.name}": plan.typical_call.nbytes,
+            "positions in the rings": plan.host,
+        }
+        process = page.Planned(context, chunk, taken, {name: size for name, size in sizes.items() if size})
+        findings.append(page.plan_finding(process))
+        parts.append(page.plan_table(process))
 
-def _allocated(config: ModelConfig, state: State, chunk: int, item: int) -> list[page.Allocated]:
+
+def _allocated(
+    config: ModelConfig, state: State, chunk: int, item: int, formats: tuple[str, str] = IN_DTYPE
+) -> list[page.Allocated]:
     """The three counts of each layer's bytes."""
+    context = state.max_context
     return [
-        page.Allocated(layer_bytes(config, layer, state.max_context, chunk, item), _storages(cache), cache.nbytes())
+        page.Allocated(layer_bytes(config, layer, context, chunk, item, formats), _storages(cache), cache.nbytes())
         for layer, cache in enumerate(state.layers)
     ]
 
@@ -142,7 +188,8 @@ def _storages(cache: LayerCache) -> dict[str, int]:
     for attribute, part in vars(cache).items():
         if isinstance(part, Mapping):
             continue  # the same parts again, by name
-        for tensor in vars(part).values():
+        values = [held if isinstance(held, tuple) else (held,) for held in vars(part).values()]
+        for tensor in itertools.chain.from_iterable(values):  # the planes of a narrow form are a tuple
             if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage()).data_ptr() not in seen:
                 seen |= {storage.data_ptr()} if storage.nbytes() else set()
                 name = names.get(attribute, attribute)
@@ -153,9 +200,10 @@ def _storages(cache: LayerCache) -> dict[str, int]:
 def _whole_context(subject: Subject) -> Finding:
     """A state for all positions that the model has, made on torch's meta device."""
     config, chunk = subject.config, subject.options.prefill_chunk
-    positions, dtype = config.max_position_embeddings, subject.model.arithmetic.dtype
-    claimed = State(config, positions, chunk, dtype, torch.device("meta")).nbytes()
-    wanted = cache_bytes(config, positions, chunk, ITEM_BYTES[subject.options.dtype])
+    positions, options = config.max_position_embeddings, subject.options
+    claimed = State(config, positions, chunk, subject.model.arithmetic.formats, torch.device("meta")).nbytes()
+    formats = (options.entry_format, options.key_format)
+    wanted = cache_bytes(config, positions, chunk, ITEM_BYTES[options.dtype], formats)
     what = f"bytes of a state for {positions} positions"
     return judged(what, sum(claimed.values()), exactly(sum(wanted.values())), "B", predicted=wanted, claimed=claimed)
 
@@ -166,7 +214,9 @@ def _figures(config: ModelConfig) -> list[page.Figure]:
 
     def state(csa: int, hca: int, swa: int, context: int) -> dict[str, int]:
         published = shaped(config, csa, hca, swa)
-        return State(published, context, 1, torch.bfloat16, torch.device("meta")).nbytes()
+        return State(
+            published, context, 1, CacheFormats(torch.bfloat16, "dtype", "dtype"), torch.device("meta")
+        ).nbytes()
 
     def compressed(sizes: dict[str, int]) -> int:
         return sizes["entries"] + sizes["indexer_keys"]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels import rows as stored
 from model import sites
 from model.cache.frontier import Frontier
 from model.cache.layers import CsaCache, HcaCache, LayerCache
@@ -22,7 +23,7 @@ class Rows:
     allocated: int
     expected: int  # rows that must hold something
     written: int  # rows that were ever written
-    row_bytes: int
+    row_bytes: int  # as stored
     wrong: list[int]  # rows that are missing, or beyond, or hold something else
 
 
@@ -60,11 +61,11 @@ def poison(state: State) -> None:
     for cache in state.layers:
         buffers = [cache.ring.data]
         if isinstance(cache, HcaCache):
-            buffers += [cache.entries.data, cache.frontier.kv, cache.frontier.gate]
+            buffers += [*stored.planes(cache.entries.data).values(), cache.frontier.kv, cache.frontier.gate]
         if isinstance(cache, CsaCache):
-            buffers += [cache.keys.data, cache.key_frontier.kv, cache.key_frontier.gate]
+            buffers += [*stored.planes(cache.keys.data).values(), cache.key_frontier.kv, cache.key_frontier.gate]
         for buffer in buffers:
-            buffer.fill_(torch.nan)
+            buffer.view(torch.uint8).fill_(0xFF)  # NaN in every dtype here; of E2M1, which has none, in its scales
 
 
 def look(state: State, written: Written) -> list[Rows]:
@@ -93,15 +94,17 @@ def _in_order(parts: list[Tensor]) -> dict[int, Tensor]:
     return dict(enumerate(torch.cat(parts))) if parts else {}
 
 
-def _rows(layer: int, component: str, position: int, buffer: Tensor, rows: dict[int, Tensor]) -> Rows:
-    """A buffer that must hold these rows, bit by bit, and poison everywhere else."""
+def _rows(layer: int, component: str, position: int, held: stored.Rows, rows: dict[int, Tensor]) -> Rows:
+    """A buffer that must hold these rows, bit by bit, and poison everywhere else; a narrow form is decoded."""
+    buffer = stored.read(held, 0, stored.length(held))
     wanted = torch.full_like(buffer, torch.nan)
     if rows:
-        wanted[torch.tensor(list(rows), device=buffer.device)] = torch.stack(list(rows.values()))
+        values = torch.stack(list(rows.values())).to(buffer.dtype)
+        wanted[torch.tensor(list(rows), device=buffer.device)] = values
     same = ((buffer == wanted) | (buffer.isnan() & wanted.isnan())).all(1)
     written = int((~buffer.isnan()).any(1).sum())
-    wrong = (~same).nonzero()[:, 0].tolist()
-    return Rows(layer, component, position, len(buffer), len(rows), written, buffer[:1].nbytes, wrong)
+    wrong, row_bytes = (~same).nonzero()[:, 0].tolist(), stored.nbytes(stored.first(held, 1))
+    return Rows(layer, component, position, len(buffer), len(rows), written, row_bytes, wrong)
 
 
 def _frontier(layer: int, component: str, position: int, frontier: Frontier) -> Rows:

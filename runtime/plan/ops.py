@@ -1,0 +1,168 @@
+"""What each blocked op takes while it runs: the most bytes alive at one moment beside its operands, result included.
+
+Read off `kernels.blocked` and `kernels.reference` line by line. Terms that do not grow with the call (a row of scales,
+a list of positions) are left out where a tile beside them is a thousand times larger; `TILE_SLACK` stands for them. A
+test holds each against what torch's profiler counts.
+"""
+
+from typing import NamedTuple
+
+from kernels.blocked import attention, hyper, indexer, linear, quantise
+from model.binding import Form
+from runtime.plan import selection
+
+F32, I64 = 4, 8  # bytes
+TILE_SLACK = 1 << 16
+
+
+class Costs(NamedTuple):
+    """What the bytes of an op depend on besides its sizes."""
+
+    item: int  # bytes of an activation: 2 (bf16) or 4 (fp32)
+    deployed: bool  # whether inputs of quantised linears are rounded
+    narrow: bool  # whether products of bf16 with what bf16 holds exactly are made in bf16, see `kernels.blocked.linear`
+    integers: bool = False  # whether the processor multiplies those of 8 bits, see `kernels.blocked.index_bound`
+    gpu: bool = False
+    entries: str = "dtype"  # forms of a cache's rows, see `model.cache.formats`
+    keys: str = "dtype"
+
+    def finite(self, numbers: int) -> int:
+        """`model.tripwire.finite`: on the CPU torch sums bf16 in fp32 by way of a copy."""
+        return 0 if self.gpu or self.item == F32 else numbers * F32 + TILE_SLACK
+
+    def rms_norm(self, vectors: int, width: int, *, weighted: bool) -> int:
+        """`rms_norm` of so many vectors."""
+        copies = 1 if self.item == F32 and not weighted else 2
+        return (copies * width + 2) * vectors * F32 + TILE_SLACK
+
+    def rotate(self, vectors: int, width: int, rope: int) -> int:
+        """`rotate` of so many vectors, of which `rope` dims turn."""
+        pairs = 0 if self.item == F32 else vectors * rope * F32  # fp32: a view
+        turned = vectors * rope * F32
+        halves = turned  # both halves of the result, before they are stacked
+        cast = 0 if self.item == F32 else vectors * rope * self.item
+        stacked = pairs + halves + turned
+        products = pairs + turned // 2 * 4  # the first half, and of the second two products and their sum
+        joined = pairs + turned + cast + vectors * width * self.item
+        return max(stacked, products, joined)
+
+    def simulate(self, numbers: int) -> int:
+        """`simulate_fp8` and `simulate_fp4` of so many numbers."""
+        tile = min(numbers, quantise.TILE)
+        wide = 0 if self.item == F32 else tile * F32
+        return numbers * self.item + wide + 3 * tile * F32 + TILE_SLACK
+
+    def hadamard(self, vectors: int, width: int) -> int:
+        """`hadamard` of so many vectors."""
+        matrix = width * width * F32
+        return max(2 * F32 * vectors * width + matrix, matrix * 9 // 4) + TILE_SLACK  # built of halves and a quarter
+
+    def linear(self, tokens: int, rows: int, columns: int, form: Form, groups: int = 1) -> int:
+        """`linear`, or `grouped_linear` where every group of rows has `columns` of its own."""
+        out = tokens * rows * self.item
+        if tokens <= linear.FEW and (form, self.item) in ((Form.BF16, 2), (Form.F32, F32)):
+            return 2 * out + TILE_SLACK
+        operand = self._operand(form)
+        wide = 0 if operand == self.item else tokens * groups * columns * operand
+        step = min(rows, max(128, linear.TILE // columns // 128 * 128))
+        tile = 0 if form is Form.F32 else step * columns * operand  # fp32: a view of the weight
+        previous = tile if step < rows else 0
+        decoded = max(self._decoding(form, step * columns), step * columns * (F32 + 2) if operand == 2 else 0)
+        product = tile + tokens * min(step, rows // groups) * operand
+        return out + wide + max(previous + decoded, product) + TILE_SLACK
+
+    def rounded_linear(self, tokens: int, rows: int, columns: int, form: Form) -> int:
+        """`Arithmetic.linear`: its input is rounded first, where the run is deployed and the weight quantised so."""
+        product = self.linear(tokens, rows, columns, form)
+        if not self.deployed or form not in (Form.FP8, Form.FP8_F32, Form.FP4):
+            return product
+        return max(self.simulate(tokens * columns), tokens * columns * self.item + product)
+
+    def _operand(self, form: Form) -> int:
+        exact = form in (Form.BF16, Form.FP8, Form.FP4)
+        return 2 if exact and self.item == 2 and self.narrow else F32
+
+    def _decoding(self, form: Form, weights: int) -> int:
+        """What decoding a tile of so many weights takes, the fp32 result included."""
+        if form in (Form.FP8, Form.FP8_F32):
+            return weights * (F32 if self.gpu else F32 + 2)  # on the CPU, E4M3 goes through 16-bit integers
+        if form in (Form.FP4, Form.NVFP4):
+            return weights * (F32 + 2) + weights // 2  # bytes as indices; scales
+        return weights * F32 if form is Form.BF16 else 0
+
+    def _widened(self, form: str) -> int:
+        """Bytes that a number of a cache's rows takes while it is made fp32, which the run's dtype may be already."""
+        if form != "dtype":
+            return 2 * F32 + 2  # E4M3 through 16-bit integers, and beside its result
+        return 0 if self.item == F32 else F32
+
+    def _gathered(self) -> int:
+        """The same of entries that are gathered row by row, as stored, while the tile before is still there."""
+        if self.entries != "dtype":
+            return F32 + self._widened(self.entries) + 1
+        return 2 * F32 if self.item == F32 else F32 + self.item
+
+    def swiglu(self, numbers: int) -> int:
+        """`swiglu` of so many numbers of gate and of up."""
+        return 3 * F32 * numbers
+
+    def attend(self, tokens: int, heads: int, width: int, keys: int, selected: int) -> int:
+        """`attend` to tiles of `keys` in a row, or fewer; `selected` entries for each token, 0 where none are."""
+        rows = min(tokens, max(1, attention.ROWS // heads))
+        queries = rows * heads * width * F32
+        shared = max(1, min(attention.LOGITS // (rows * heads), attention.KEYS // width, keys))
+        stored = self._widened(self.entries)
+        tile = queries + shared * width * stored + rows * heads * shared * F32 + rows * shared
+        if selected:
+            each = min(selected, 256)
+            some = min(rows, max(1, attention.KEYS // (each * width)))
+            gathered = some * (each * (width * self._gathered() + heads * F32 + I64) + heads * width * F32)
+            chosen = rows * selected * (4 + I64 + 3)  # which, as they are and as an index, and whether each may be seen
+            tile = max(tile, gathered) + chosen
+        return tokens * heads * width * self.item + 2 * queries + tile + TILE_SLACK
+
+    def select(self, tokens: int, heads: int, width: int, visible: int, k: int, *, few_pass: bool = False) -> int:
+        """`select` among `visible` entries; `few_pass`: where few of them pass its comparisons."""
+        result = tokens * min(k, visible) * 4 + TILE_SLACK
+        rows = min(tokens, max(1, indexer.ROWS // heads))
+        if visible <= k:
+            return result + rows * visible * (I64 + 4)
+        widened = self._widened(self.keys)
+        work = selection.select(rows, heads, width, visible, k, widened, few_pass=few_pass)
+        if self.integers and selection.bounded(heads, width, visible, k, tokens):
+            rows = min(tokens, max(1, indexer.BOUNDED_ROWS // heads))
+            work = max(work, selection.select_bounded(rows, heads, width, visible, k, widened, few_pass=few_pass))
+        return result + work
+
+    def hyper_weights(self, tokens: int, streams: int, hidden: int) -> int:
+        """`hyper_weights`."""
+        mixes = (2 + streams) * streams
+        turned = mixes * streams * hidden * F32 if tokens > 1 else 0
+        small = tokens * (2 * mixes + 6 * streams * streams) * F32
+        return turned + 2 * self._tile_of_streams(tokens, streams, hidden) + small + TILE_SLACK
+
+    def collapse(self, tokens: int, streams: int, hidden: int) -> int:
+        """`collapse`."""
+        tile = self._tile_of_streams(tokens, streams, hidden)
+        product = hyper.TILE // streams * F32
+        return (
+            (1 + (tokens > 1)) * tokens * hidden * self.item + tile + min(product, tokens * hidden * F32) + TILE_SLACK
+        )
+
+    def expand(self, tokens: int, streams: int, hidden: int) -> int:
+        """`expand`."""
+        tile = min(max(1, hyper.TILE // (streams * hidden)), tokens) * streams * hidden * F32
+        # the sum of a tile, and beside it the streams in fp32 or the sum of the tile before
+        return tokens * streams * hidden * self.item + 2 * tile + tile // streams + TILE_SLACK
+
+    def _tile_of_streams(self, tokens: int, streams: int, hidden: int) -> int:
+        """A tile of the streams in fp32; in an fp32 run a view."""
+        if self.item == F32:
+            return 0
+        return min(max(1, hyper.TILE // (streams * hidden)), tokens) * streams * hidden * F32
+
+    def pool(self, tokens: int, width: int, *, overlap: bool) -> int:
+        """`pool` of the windows that so many tokens close, of values and gates [tokens, width] for each series."""
+        numbers = tokens * width * (2 if overlap else 1)
+        joined = 2 * numbers * F32 if overlap else 0
+        return joined + 2 * numbers * F32 + TILE_SLACK

@@ -1,0 +1,83 @@
+"""What the blocked indexer takes while it selects: read off `kernels.blocked.indexer` and `index_bound`.
+
+How much it takes depends on the scores: of entries that cannot be among a token's best nothing is kept. `few_pass` says
+that few pass these comparisons, as where scores come in no particular order; else all do.
+"""
+
+from typing import Final
+
+from kernels.blocked import index_bound, indexer
+
+F32, F64, I64 = 4, 8, 8  # bytes
+PACKED: Final = 3 * F32 + 2 * I64  # of a pair of token and entry: its score, twice as bits, and twice as an integer
+COMPARED: Final = F32 + 3  # its score, and masks
+MERGED: Final = 12 * I64  # of a pair that passes: token, entry, order, place, score, and copies of these
+LOOKED_AT: Final = 7 * I64  # of a pair in a tile of bounds that passes
+
+
+def select(rows: int, heads: int, width: int, visible: int, k: int, widened: int, *, few_pass: bool) -> int:
+    """Bytes beside queries, keys and result, of all heads of `rows` tokens that share a tile of scores.
+
+    Parameters
+    ----------
+    rows, heads, width
+        Tokens of the tile, index heads, and columns of a key.
+    visible, k
+        Entries, more than k, and how many of them are selected.
+    widened
+        Bytes that a number of a key takes while it is made fp32.
+    few_pass
+        Whether few entries pass the comparisons.
+    """
+    best = rows * k * I64
+    first = min(max(k, indexer.FIRST), visible)
+    step = max(1, min(indexer.PER_HEAD // (rows * heads), indexer.KEYS // width))
+
+    def scored(entries: int) -> int:
+        columns = min(step, entries)
+        return rows * entries * F32 + columns * width * widened + 2 * rows * heads * columns * F32
+
+    work = max(scored(first), rows * first * PACKED)
+    if visible > first:
+        more = min(max(k, indexer.MERGED // rows), visible - first)
+        kept = rows * first * (I64 + F32)  # of the first tile, until the end
+        passing = rows * more * (COMPARED if few_pass else COMPARED + MERGED)
+        work = max(work, kept + max(scored(more), passing))
+    return rows * heads * width * F32 + 4 * best + work
+
+
+def bounded(heads: int, width: int, entries: int, k: int, tokens: int) -> bool:
+    """Whether a call of so many tokens bounds its scores in integers, where the processor multiplies these."""
+    many = tokens * heads >= indexer.FEW_ROWS and entries >= max(indexer.FEW_ENTRIES, indexer.SPARSE * k)
+    return many and index_bound.finest(heads, width) > 0
+
+
+def select_bounded(rows: int, heads: int, width: int, visible: int, k: int, widened: int, *, few_pass: bool) -> int:
+    """The same where scores are bounded first; see `select`, to which tokens are left of which too much passes."""
+    numbers, slots = heads * rows * width, heads * rows
+    best = rows * k * I64
+    held = best + numbers + slots * (F32 + 3 * F64) + 3 * indexer.PAIRS * F32  # queries as integers, and buffers
+    rounding = numbers + 6 * index_bound.WEIGHED * F64
+    columns = min(max(4 * k, indexer.KEYS // width), visible)
+    keys = columns * width * (widened + 3 * F32)
+    tile = min(indexer.PAIRS, rows * columns)  # pairs
+    pending = indexer.PENDING + (min(tile, rows * 4 * k) if few_pass else tile)
+    looking = slots * 4 * F64 + tile * (F32 if few_pass else LOOKED_AT)
+    blocks = pending // indexer.BLOCK + rows
+    products = indexer.SCORED * (F32 + widened) + indexer.SCORED // indexer.BLOCK * heads * (
+        F32 + F32 * indexer.BLOCK // width
+    )
+    most = min(visible, pending if not few_pass else 2 * -(-pending // rows))  # pairs of one token
+    merging = pending * MERGED + blocks * indexer.BLOCK * (I64 + F32) + products + rows * (k + most) * I64
+    reached = rows * k * MERGED + products
+    work = max(rounding, keys + looking, keys + merging, reached)
+    return (
+        held
+        + 2 * best
+        + max(
+            work,
+            0
+            if few_pass
+            else select(min(rows, indexer.ROWS // heads), heads, width, visible, k, widened, few_pass=few_pass),
+        )
+    )

@@ -1,0 +1,92 @@
+"""What a call takes, against its plan: on models in which different moments are the largest, alone and on ranks."""
+
+import itertools
+
+import pytest
+import torch
+
+from model.ranks import undivided
+from probes.memory.peak import _noise_up_to
+from runtime.load import DEMO, load
+from runtime.options import RunOptions
+from runtime.plan.call import largest
+from runtime.plan.planner import Planner
+from runtime.plan.sizes import Sizes
+from tests.make_checkpoint import tiny_config, write_checkpoint
+from tests.peak_memory import peak_bytes
+
+TILE = 1 << 21  # bytes; a call of few tokens takes tiles only
+CONTEXT = 20_000
+SHORT = 16_000  # from few entries on, the indexer works in another way, which takes less
+# What is large in a model, and the moment that is then the largest of a call.
+MODELS = {
+    "wide": ({"hidden_size": 1024}, "mHC, write"),
+    "experts": ({"moe_intermediate_size": 2048, "n_routed_experts": 4}, "routed experts"),
+    "heads": ({"num_attention_heads": 32, "o_groups": 4, "index_n_heads": 16}, "queries, normed and rotated"),
+    "window alone": ({"compress_ratios": [0, 0], "num_hidden_layers": 2, "num_attention_heads": 8}, "mHC, write"),
+    "entries": (
+        {"compress_ratios": [128, 4], "num_hidden_layers": 2, "head_dim": 272, "index_n_heads": 16},
+        "compressor, pooling",
+    ),
+    "output": ({"o_lora_rank": 1024, "o_groups": 4}, "output"),
+}
+
+
+def taken_by(model, chunk):
+    """The most that a call takes at the end of either context; caches hold noise, of which little is selected."""
+    tokens = torch.arange(chunk) * 7 % model.config.vocab_size
+    taken = []
+    for context in (SHORT, SHORT, CONTEXT):  # the first to warm up
+        state = _noise_up_to(model, context - chunk, chunk)
+        taken.append(peak_bytes(lambda state=state: model.logits(model(tokens, state)[-64:])))
+    return max(taken[1:])
+
+
+def taken_and_planned(directory, options, chunk):
+    """What a call takes, and its plan: tokens may all go to one expert, of random keys few pass."""
+    loaded = load(directory, options)
+    planner = Planner(loaded.model.config, loaded.census, loaded.placement, options, 0)
+    shares, tokens = loaded.placement.ranks[0], undivided(chunk)
+    config, costs, forms = planner.config, planner.costs, planner.forms
+    sizes = Sizes(config, costs, forms, shares, 1, tokens, CONTEXT, even=False, few_pass=True)
+    assert planner.plan(CONTEXT, chunk).call.nbytes >= largest(sizes).nbytes
+    return taken_by(loaded.model, chunk), largest(sizes)
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def made(request, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("model")
+    changes, largest = MODELS[request.param]
+    write_checkpoint(directory, tiny_config(**changes), seed=1)
+    return directory, largest
+
+
+@pytest.mark.parametrize("options", [RunOptions(), RunOptions("plain", "fp32")], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("chunk", [1, 48, 1000])
+def test_a_call_takes_what_is_planned(made, options, chunk):
+    directory, largest = made
+    taken, planned = taken_and_planned(directory, options, chunk)
+    assert taken <= planned.nbytes <= 1.05 * taken + TILE, f"{taken:,} taken, {planned.nbytes:,} {planned.name}"
+    if chunk == 1000 and options == RunOptions():
+        assert planned.name == largest
+
+
+def test_formats_of_the_caches():
+    for entries, keys in itertools.product(("dtype", "fp8"), ("dtype", "fp8", "fp4")):
+        options = RunOptions(entry_format=entries, key_format=keys)
+        taken, planned = taken_and_planned(DEMO, options, 512)
+        assert taken <= planned.nbytes <= 1.05 * taken + TILE, f"{entries} {keys}: {taken:,} taken, {planned}"
+
+
+def of_a_rank(group, directory, dispatch, chunk):
+    """What this rank's call takes, and its plan in the worst case and with even routing."""
+    options = RunOptions("plain", dispatch=dispatch)
+    loaded = load(directory, options, group=group)
+    model = loaded.model
+    plan = Planner(model.config, loaded.census, loaded.placement, options, group.rank).plan(CONTEXT, chunk)
+    tokens = torch.arange(chunk) * 7 % model.config.vocab_size
+    torch.manual_seed(0)  # the same noise on all ranks: they compare what they select
+    states = [_noise_up_to(model, CONTEXT - chunk, chunk) for _ in range(2)]
+    model(tokens, states[0])
+    taken = peak_bytes(lambda: model(tokens, states[1]))
+    return taken, plan.call, plan.typical_call

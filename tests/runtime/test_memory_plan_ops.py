@@ -1,0 +1,165 @@
+"""What each blocked op takes, as the memory plan says, against what torch's profiler counts."""
+
+import pytest
+import torch
+
+from kernels import rows
+from kernels.blocked.linear import _native_bfloat16
+from kernels.formats import Dense, Fp4, Fp8, NvFp4
+from kernels.ops import BLOCKED
+from model.binding import Form
+from model.cache.formats import CacheFormats
+from runtime.plan.ops import Costs
+from tests.peak_memory import peak_bytes
+
+TILE = 1 << 21  # bytes: half of what the largest tile of an op is
+CPU = torch.device("cpu")
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+NARROW = _native_bfloat16(CPU)
+
+
+def costs(item, **choices):
+    return Costs(item, deployed=False, narrow=NARROW, **choices)
+
+
+def close(planned, run):
+    """The plan is a bound, and at most 5 % and a tile above what is taken."""
+    with torch.inference_mode():
+        run()
+        taken = peak_bytes(run)
+    print(f"{planned / taken:.3f} {planned - taken:,}  {taken:,} taken, {planned:,} planned")
+    assert taken <= planned <= 1.05 * taken + TILE, f"{taken:,} taken, {planned:,} planned"
+
+
+def weight(form, out, columns):
+    generator = torch.Generator().manual_seed(1)
+    data = torch.randn(out, columns, generator=generator)
+    blocks = (-(-out // 128), -(-columns // 128))
+    codes = torch.randint(0, 256, (out, columns // 2), generator=generator, dtype=torch.uint8)
+    match form:
+        case Form.BF16:
+            return Dense(data.bfloat16())
+        case Form.F32:
+            return Dense(data)
+        case Form.FP8:
+            return Fp8(data.to(torch.float8_e4m3fn), torch.ones(blocks).to(torch.float8_e8m0fnu))
+        case Form.FP8_F32:
+            return Fp8(data.to(torch.float8_e4m3fn), torch.ones(blocks))
+        case Form.FP4:
+            return Fp4(codes.view(torch.int8), torch.ones(out, columns // 32).to(torch.float8_e8m0fnu))
+        case Form.NVFP4:
+            scales = torch.ones(out, columns // 16).to(torch.float8_e4m3fn)
+            return NvFp4(codes, scales, torch.tensor(1.0))
+
+
+items = pytest.mark.parametrize("item", [2, 4], ids=["bf16", "fp32"])
+
+
+@items
+@pytest.mark.parametrize("weighted", [False, True])
+def test_rms_norm(item, weighted):
+    x = torch.randn(512, 4, 256, dtype=DTYPES[item])
+    w = torch.ones(256) if weighted else None
+    close(costs(item).rms_norm(512 * 4, 256, weighted=weighted), lambda: BLOCKED.rms_norm(x, w, 1e-6))
+
+
+@items
+@pytest.mark.parametrize(("width", "rope"), [(256, 64), (128, 64), (64, 64), (512, 64)])
+def test_rotate(item, width, rope):
+    x, angle = torch.randn(512, 8, width, dtype=DTYPES[item]), torch.randn(512, rope // 2)
+    close(costs(item).rotate(512 * 8, width, rope), lambda: BLOCKED.rotate(x, angle, angle))
+
+
+@items
+@pytest.mark.parametrize("tokens", [4, 2048])
+def test_rounding(item, tokens):
+    x = torch.randn(tokens, 1024, dtype=DTYPES[item])
+    close(costs(item).simulate(x.numel()), lambda: BLOCKED.simulate_fp8(x, 128))
+    close(costs(item).simulate(x.numel()), lambda: BLOCKED.simulate_fp4(x, 32))
+    close(costs(item).hadamard(tokens, 1024), lambda: BLOCKED.hadamard(x))
+
+
+@items
+@pytest.mark.parametrize("form", [form for form in Form if form not in (Form.I64, Form.I32)])
+@pytest.mark.parametrize(("tokens", "out", "columns"), [(1, 4096, 1024), (512, 4096, 1024), (2048, 256, 128)])
+def test_linear(item, form, tokens, out, columns):
+    x, w = torch.randn(tokens, columns, dtype=DTYPES[item]), weight(form, out, columns)
+    close(costs(item).linear(tokens, out, columns, form), lambda: BLOCKED.linear(x, w))
+
+
+@items
+def test_grouped_linear(item):
+    x, w = torch.randn(512, 4, 512, dtype=DTYPES[item]), weight(Form.FP8, 1024, 512)
+    close(costs(item).linear(512, 1024, 512, Form.FP8, 4), lambda: BLOCKED.grouped_linear(x, w, 4))
+
+
+@items
+@pytest.mark.parametrize("weighted", [False, True])
+def test_swiglu(item, weighted):
+    gate, up = torch.randn(2, 1024, 512, dtype=DTYPES[item])
+    routed = torch.ones(1024) if weighted else None
+    close(costs(item).swiglu(gate.numel()), lambda: BLOCKED.swiglu(gate, up, 10.0, routed))
+
+
+@pytest.mark.parametrize("selected", [0, 64, 600])
+@pytest.mark.parametrize(
+    ("form", "tokens", "heads", "width"),
+    [
+        ("bf16", 512, 4, 128),
+        ("fp32", 512, 4, 128),
+        ("bf16", 1, 4, 128),
+        ("bf16", 256, 16, 512),
+        ("fp8", 256, 16, 512),
+        ("fp8", 1, 16, 512),
+    ],
+)
+def test_attend(form, selected, tokens, heads, width):
+    item, first, window = 4 if form == "fp32" else 2, 40_000, 64
+    dtype = DTYPES[item]
+    q, ring = torch.randn(tokens, heads, width, dtype=dtype), torch.randn(window + tokens - 1, width, dtype=dtype)
+    ratio = 4 if selected else 16
+    n = (first + tokens) // ratio
+    entries = CacheFormats(dtype, "fp8" if form == "fp8" else "dtype", "dtype").entry_rows(n, width, 64, CPU)
+    rows.write(entries, 0, torch.randn(n, width))
+    chosen = torch.arange(selected, dtype=torch.int32).expand(tokens, selected).contiguous() if selected else None
+    sink = torch.zeros(heads)
+    keys = max(window + tokens, 0 if selected else n)
+    planned = costs(item, entries="fp8" if form == "fp8" else "dtype").attend(tokens, heads, width, keys, selected)
+    close(planned, lambda: BLOCKED.attend(q, ring, first, window, entries, ratio, chosen, sink))
+
+
+@items
+@pytest.mark.parametrize(("tokens", "visible", "k"), [(512, 10_000, 16), (1, 10_000, 16), (512, 200, 256)])
+def test_select(item, tokens, visible, k):
+    heads, width = 8, 128
+    q, head_weights = torch.randn(tokens, heads, width, dtype=DTYPES[item]), torch.randn(tokens, heads)
+    keys = torch.randn(visible, width, dtype=DTYPES[item])
+    first = 4 * visible - tokens
+    planned = costs(item).select(tokens, heads, width, visible, k)
+    close(planned, lambda: BLOCKED.select(q, head_weights, keys, first, 4, k))
+
+
+@items
+@pytest.mark.parametrize("tokens", [1, 64, 2048])
+def test_streams(item, tokens):
+    s, hidden = 4, 512
+    streams, fn = torch.randn(tokens, s, hidden, dtype=DTYPES[item]), torch.randn((2 + s) * s, s * hidden)
+    scale, base = torch.ones(3), torch.zeros((2 + s) * s)
+    y, weights = streams[:, 0].contiguous(), torch.rand(tokens, s)
+    comb = torch.rand(tokens, s, s)
+    take = costs(item)
+    close(
+        take.hyper_weights(tokens, s, hidden),
+        lambda: BLOCKED.hyper_weights(streams, fn, scale, base, 20, 1e-6, 1e-6),
+    )
+    close(take.collapse(tokens, s, hidden), lambda: BLOCKED.collapse(streams, weights))
+    close(take.expand(tokens, s, hidden), lambda: BLOCKED.expand(y, streams, weights, comb))
+
+
+@items
+@pytest.mark.parametrize("overlap", [False, True])
+def test_pool(item, overlap):
+    del item
+    kv, gate = torch.randn(2, 128, 4, 256)
+    previous = (kv.clone(), gate.clone()) if overlap else (None, None)
+    close(costs(2).pool(512, 256, overlap=overlap), lambda: BLOCKED.pool(kv, gate, *previous))

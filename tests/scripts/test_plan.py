@@ -1,0 +1,200 @@
+"""`scripts.plan`, `scripts.memory_page`, and the refusal of a run that does not fit before a weight is read."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from model.config import ModelConfig
+from model.published import published_tensors
+from model.safetensors_header import ITEM_BYTES
+from runtime import load as loading
+from runtime import memory
+from runtime.load import DEMO
+from scripts import generate, logits
+from scripts.cli import run
+from scripts.memory_page import main as page
+from scripts.plan import main
+from tests.make_checkpoint import tiny_config
+
+CONFIGS = Path(__file__).parents[1] / "model" / "data" / "configs"
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A config.json alone, of a tiny model that publishes FP4 experts."""
+    path = tmp_path / "config.json"
+    widths = {"head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64, "o_lora_rank": 128}
+    path.write_text(json.dumps(tiny_config(expert_dtype="fp4", **widths)))
+    return path
+
+
+def asked(tmp_path, *argv, status=0):
+    out = tmp_path / "plan.json"
+    assert run(lambda: main([*map(str, argv), "--json", str(out)])) == status
+    return json.loads(out.read_text())
+
+
+def refused(script, capsys, *argv):
+    assert run(lambda: script([str(arg) for arg in argv])) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    return err
+
+
+def test_a_checkpoint(tmp_path, capsys):
+    data = asked(tmp_path, "--context", 65536, "--ranks", 2, "--memory-gib", 4)
+    said = capsys.readouterr().out
+    assert "weights of rank 0 of 2" in said
+    assert "fits in 4.00 GiB on each rank" in said
+    assert "one KV head serves all attention heads: all caches" in said
+    assert data["fits"]
+    assert data["memory"] == 4 << 30
+    own = sum(part["own"] for part in data["weights"].values())
+    caches = sum(sum(parts.values()) for parts in data["caches"].values())
+    assert data["needed"] == own + caches + data["call"]["bytes"] + data["host"] + data["reserve"]
+    assert data["call"]["bytes"] == sum(data["call"]["parts"].values()) >= data["typical_call"]["bytes"]
+    assert data["needed_by_rank"] == [data["needed"]] * 2
+    assert data["largest_context"] == data["context"] * 16 == 1 << 20
+    assert data["largest_chunk"] == 65536
+
+
+def test_a_config_alone_plans_what_would_be_published(tmp_path, config, capsys):
+    data = asked(tmp_path, "--config", config, "--context", 1000, "--device", "cpu")
+    tensors = published_tensors(ModelConfig.from_file(config), "fp4")
+    sizes = [ITEM_BYTES[dtype] * (shape[0] * (shape[1] if shape[1:] else 1)) for dtype, shape in tensors.values()]
+    assert sum(part["stored"] for part in data["weights"].values()) == sum(sizes)
+    assert "routed experts in fp4 (config.json), without drafting head" in capsys.readouterr().out
+    eight = asked(tmp_path, "--config", config, "--context", 1000, "--experts", "fp8")
+    assert eight["weights"]["routed experts"]["own"] > 1.8 * data["weights"]["routed experts"]["mapped"]
+    assert "--experts, config.json says fp4" in capsys.readouterr().out
+
+
+def test_options_change_the_plan(tmp_path, config):
+    here = ("--config", config, "--context", 60_000)
+    plain = asked(tmp_path, *here)
+    for flags in (["--entry-format", "fp8"], ["--key-format", "fp4"], ["--key-format", "fp8"]):
+        assert asked(tmp_path, *here, *flags)["needed"] < plain["needed"], flags
+    for flags in (["--dtype", "fp32", "--numerics", "plain"], ["--prefill-chunk", "4096"]):
+        assert asked(tmp_path, *here, *flags)["needed"] > plain["needed"], flags
+    split, whole = (
+        asked(tmp_path, *here, "--ranks", 2, "--prefill-chunk", 2000, "--dispatch", dispatch)
+        for dispatch in ("all-to-all", "all-reduce")
+    )
+    assert split["call"]["bytes"] < whole["call"]["bytes"]
+
+
+def test_what_does_not_fit_is_exit_status_1(tmp_path, config, capsys):
+    data = asked(tmp_path, "--config", config, "--context", 900_000, "--memory-gib", 2.15, status=1)
+    assert not data["fits"]
+    assert 0 < data["largest_context"] < 900_000
+    said = capsys.readouterr().out
+    assert "does not fit in 2.15 GiB: " in said
+    assert f"tokens: {data['largest_context']:,}" in said
+    assert asked(tmp_path, "--config", config, "--context", data["largest_context"], "--memory-gib", 2.15)["fits"]
+    more = data["largest_context"] + 1
+    asked(tmp_path, "--config", config, "--context", more, "--memory-gib", 2.15, status=1)
+    assert asked(tmp_path, "--config", config, "--context", 9, "--memory-gib", 2, status=1)["largest_context"] == 0
+    assert "no context fits" in capsys.readouterr().out
+
+
+def test_without_a_gpu_and_without_a_size_nothing_is_judged(tmp_path, config, monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    data = asked(tmp_path, "--config", config, "--context", 1000)
+    assert data["fits"] is data["memory"] is data["largest_context"] is None
+    assert "--memory-gib asks whether that fits" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--context", "2000000"], "--context 2000000: beyond the model's max_position_embeddings 1048576"),
+        (["--context", "10", "--ranks", "3"], "3 ranks: n_routed_experts is 8, which 3 does not divide"),
+        (["--context", "10", "--experts", "fp4"], "--experts: means nothing without --config"),
+        (["--context", "10", "--model", "nowhere"], "nowhere/config.json: no such file"),
+    ],
+)
+def test_refusals(flags, said, capsys):
+    assert said in refused(main, capsys, *flags)
+
+
+def test_a_config_that_does_not_say_how_experts_are_stored(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_config()))
+    said = refused(main, capsys, "--config", path, "--context", 10)
+    assert said == f"{path}: no expert_dtype: say how routed experts are stored, with --experts fp4 or fp8\n"
+    path.write_text(json.dumps(tiny_config(expert_dtype="int3")))
+    assert "expert_dtype 'int3': say how" in refused(main, capsys, "--config", path, "--context", 10)
+    assert asked(tmp_path, "--config", path, "--context", 10, "--experts", "fp8")
+
+
+@pytest.mark.parametrize("size", ["0", "-1", "nan", "inf", "much"])
+def test_a_memory_size_is_a_number(size, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(["--context", "10", "--memory-gib", size])
+    assert "is no number of GiB above 0" in capsys.readouterr().err
+
+
+# --- refusal before loading
+
+
+@pytest.fixture
+def small_machine(monkeypatch):
+    """A machine on which the demo runs with short contexts, and on which reading a weight is an error."""
+
+    def bind(*_, **__):
+        raise AssertionError("weights were bound")
+
+    monkeypatch.setattr(memory, "machine_memory", lambda _: 300 << 20)
+    monkeypatch.setattr(loading, "bind", bind)
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_a_run_that_does_not_fit_is_refused_before_a_weight_is_read(tmp_path, capsys):
+    run_of_many = ("--raw", "--prompt", "x", "--max-new-tokens", 900_000)
+    said = refused(generate.main, capsys, *run_of_many)
+    largest = int(said.rpartition("the largest context that fits is ")[2])
+    assert f"{DEMO}: a context of 900001 positions in calls of 512 tokens needs " in said
+    assert "the cpu has 300.0 MiB" in said
+    with pytest.raises(AssertionError, match="weights were bound"):
+        run(lambda: generate.main(["--raw", "--prompt", "x", "--max-context", str(largest)]))
+    assert f"a context of {largest + 1} pos" in refused(
+        generate.main, capsys, "--raw", "--prompt", "x", "--max-context", largest + 1
+    )
+    tokens = tmp_path / "ids.json"
+    tokens.write_text(json.dumps([3] * (largest + 1)))
+    said = refused(logits.main, capsys, "--tokens", tokens, "--out", tmp_path / "out")
+    assert said.endswith(f"the largest context that fits is {largest}\n")
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_a_context_beyond_the_model_is_refused_before_a_weight_is_read(capsys):
+    said = refused(generate.main, capsys, "--raw", "--prompt", "x", "--max-context", (1 << 20) + 1)
+    assert "a context of 1048577 positions, max_position_embeddings is 1048576" in said
+
+
+# --- the page
+
+
+def test_the_page(tmp_path, config):
+    renamed = config.rename(tmp_path / "Tiny.json")
+    out = tmp_path / "plan.md"
+    assert page(["--config", str(renamed), "--out", str(out), "--gpu-gb", "3", "--prefill-chunk", "512"]) == 0
+    text = out.read_text()
+    assert "**Tiny with 1M tokens fits on 1 GPU of 3 GB: " in text
+    assert text.count("\n| 8 | 1M |") == 1
+    assert (tmp_path / "plan-tiny.svg").read_text().startswith("<svg")
+    assert "None of these models has any that are known here." in text
+
+
+@pytest.mark.slow
+def test_the_committed_page_is_what_the_command_makes(tmp_path):
+    committed = Path(__file__).parents[2] / "audits" / "memory-plan.md"
+    command = next(line for line in committed.read_text().splitlines() if line.startswith("command: "))
+    argv = command.removeprefix("command: python -m scripts.memory_page ").split()
+    out = tmp_path / "memory-plan.md"
+    assert page([*argv, "--out", str(out)]) == 0
+    assert out.read_text().replace(f" --out {out}", "") == committed.read_text()
+    for picture in tmp_path.glob("*.svg"):
+        assert picture.read_text() == committed.with_name(picture.name).read_text()
