@@ -41,6 +41,7 @@ class Shape:
     compress_rope_theta: int = 160000
     yarn_factor: int = 16
     yarn_original: int = 4096
+    positions: int = 1 << 20  # beyond yarn_factor x yarn_original the model extrapolates
     yarn_beta_fast: int = 32
     yarn_beta_slow: int = 1
 
@@ -79,7 +80,7 @@ def config_json(shape: Shape) -> dict[str, Any]:
         "index_n_heads": shape.index_heads,
         "index_topk": shape.index_topk,
         "initializer_range": 0.02,
-        "max_position_embeddings": shape.yarn_original * shape.yarn_factor,
+        "max_position_embeddings": shape.positions,
         "model_type": "deepseek_v4",
         "moe_intermediate_size": shape.intermediate,
         "n_routed_experts": shape.experts,

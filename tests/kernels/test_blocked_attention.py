@@ -159,6 +159,7 @@ def test_select_with_ties(t, h, n, first):
 @pytest.mark.parametrize("n", [19, 20, 21, 39, 40, 41, 100])
 def test_select_across_merges(n, monkeypatch):
     monkeypatch.setattr(indexer, "PER_HEAD", 21)  # 7 entries per tile of scores
+    monkeypatch.setattr(indexer, "FIRST", 1)  # k entries before anything is compared
     monkeypatch.setattr(indexer, "MERGED", 20)  # 20 entries per merge for one token, k for three
     # 40 tokens see entry counts that differ by ten, which is two merges of five
     for (t, k), first in itertools.product(((1, 5), (3, 7), (3, 19), (3, 20), (40, 5)), (0, 2 * n, 4 * n)):

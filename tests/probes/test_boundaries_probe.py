@@ -114,7 +114,7 @@ def test_an_op_set_that_is_wrong_where_a_call_does_not_begin_at_0(name):
     [
         (replace(QUICK, lengths=(21, 128)), "no block of 128 tokens is finished and passed within 128"),
         (replace(QUICK, lengths=(131,), chunks=(127,)), "no ring wraps"),
-        (replace(QUICK, lengths=(65536,)), "the model holds 65536 positions, the probe runs 65537"),
+        (replace(QUICK, lengths=(1 << 20,)), "the model holds 1048576 positions, the probe runs 1048577"),
     ],
 )
 def test_cuts_that_could_lose_nothing_are_vacuous(probe, why):

@@ -78,8 +78,8 @@ def test_a_control_that_finds_the_answers_is_vacuous(monkeypatch, control):
 def test_other_checkpoints_cannot_be_asked(tmp_path):
     write_checkpoint(tmp_path, tiny_config(), seed=0)
     assert [finding.verdict for finding in report(Subject(tmp_path)).findings] == [Verdict.VACUOUS]
-    long = replace(FULL, codes=((100_000, 1, 1),))
-    assert long.vacuous(Subject()) == "documents have up to 100000 tokens, the model has 65536 positions"
+    long = replace(FULL, codes=((2_000_000, 1, 1),))
+    assert long.vacuous(Subject()) == "documents have up to 2000000 tokens, the model has 1048576 positions"
 
 
 def test_one_prompt_length_in_four_is_seen():

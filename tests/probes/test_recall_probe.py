@@ -108,7 +108,7 @@ def test_contexts_in_which_all_is_selected_are_vacuous(tiny, tmp_path):
     assert report.failed
     assert all(finding.verdict is Verdict.VACUOUS for finding in report.findings)
     assert "all of them are selected" in report.summary
-    long = Recall(lengths=(70_000,), drawn_entries=())  # beyond the demo's 65536 positions: does not fit
+    long = Recall(lengths=(1_100_000,), drawn_entries=())  # beyond the demo's 1048576 positions: does not fit
     assert "all of them" not in (QUICK.vacuous(Subject(directory=tiny)) or "")
     assert long.vacuous(Subject()) is not None
     write_checkpoint(tmp_path, micro_config(compress_ratios=[0, 128]), seed=1)

@@ -108,7 +108,7 @@ def test_a_model_that_does_not_read_its_input_is_vacuous():
     ("probe", "why"),
     [
         (replace(QUICK, tokens=127), "no block of 128 tokens is finished within 127"),
-        (replace(QUICK, tokens=1 << 17), "the model holds 65536 positions"),
+        (replace(QUICK, tokens=1 << 21), "the model holds 1048576 positions"),
     ],
 )
 def test_a_prompt_that_could_not_show_it_is_vacuous(probe, why):
