@@ -49,7 +49,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--context", type=positive, required=True, help="positions to hold")
     p.add_argument("--ranks", type=positive, default=1, help="ranks, one GPU each (default 1)")
     p.add_argument(
-        "--memory-gib", type=_gib, help="GiB for each rank (default: this machine's, where it has the device)"
+        "--memory-gib",
+        type=_gib,
+        help="GiB for each rank (default: this machine's, where it has the device; its memory is shared by CPU ranks)",
     )
     add_run_options(p, device="cuda")
     p.add_argument("--json", type=Path, help="write the same there")
@@ -67,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     planners = ranked(subject, options, args.ranks)
     plans = [planner.plan(args.context) for planner in planners]
     worst = max(range(args.ranks), key=lambda rank: plans[rank].needed)
-    memory = _memory(args.memory_gib, options)
+    memory = _memory(args.memory_gib, options, args.ranks)
     data = summary(subject, planners[worst], plans, memory)
     console = Console()
     for table in (_weight_table(data), _memory_table(data)):
@@ -163,12 +165,14 @@ def _gib(text: str) -> float:
     return value
 
 
-def _memory(gib: float | None, options: RunOptions) -> int | None:
+def _memory(gib: float | None, options: RunOptions, ranks: int) -> int | None:
+    """Bytes for each rank: a GPU's, or its part of this machine's, as a run of so many ranks here would be held to."""
     if gib is not None:
         return int(gib * GIB)
     if options.device == "cuda" and not torch.cuda.is_available():
         return None
-    return machine_memory(torch.device(options.device))
+    memory = machine_memory(torch.device(options.device))
+    return memory // ranks if options.device == "cpu" else memory
 
 
 def _weight_table(data: dict[str, Any]) -> Table:

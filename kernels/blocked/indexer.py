@@ -20,7 +20,7 @@ from kernels.rows import Rows
 ROWS = 1024  # (token, head) pairs per tile
 PER_HEAD = 1 << 18  # numbers in a tile of per-head scores: 1 MiB, which stays in a core's L2
 KEYS = 1 << 18  # numbers in a tile of keys: 1 MiB in fp32
-FIRST = 4096  # entries whose scores are merged without a comparison
+FIRST = 4096  # entries whose scores are merged without a comparison, at most (or k)
 MERGED = 1 << 17  # scores per merge into the running top-k: 1 MiB packed
 BOUNDED_ROWS = 8192  # (token, head) pairs that share the rounding of a tile of keys
 FEW_ROWS, FEW_ENTRIES = 512, 4096  # (token, head) pairs, and entries, below which bounds take longer than scores
@@ -68,7 +68,7 @@ def _best(q: Tensor, head_weights: Tensor, keys: Rows, seen: Tensor, k: int) -> 
     """Rows of the k best entries in ascending order, an invisible entry where fewer than k are visible: [t, k]."""
     q, most = q.float(), int(seen.max())
     best = torch.full((q.shape[0], k), _INVISIBLE, device=q.device)
-    low, high = 0, min(max(k, FIRST), most)
+    low, high = 0, min(max(k, min(FIRST, 2 * MERGED // q.shape[0])), most)
     while low < most:
         scores = _scores(q, head_weights, keys, low, high)
         entry = torch.arange(low, high, device=q.device)

@@ -57,10 +57,10 @@ tables with their formulas up to position 10^6, and every rotation of a run with
 Errors are given as a share of what rounding allows. A share just below 1 is what to expect: among many thousand values
 one is always rounded by nearly half a unit in the last place. A fault gives tens and more."""
     noticed: ClassVar[str] = """\
-- At the end of the demo's own context (65536), an angle that is computed in fp32 is off by up to 0.0034, nearly what
-  storing the rotated number in bf16 costs (0.0039). From there on the angle is the larger error: 0.055 radians near
-  2^20, in the second fastest pair. The fastest turns by one radian per token, a frequency that fp32 holds exactly, and
-  has no error at all.
+- At 65,536 positions, up to where the demo's YaRN reaches, an angle that is computed in fp32 is off by up to 0.0034,
+  nearly what storing the rotated number in bf16 costs (0.0039). From there on the angle is the larger error: 0.055
+  radians near 2^20, in the second fastest pair. The fastest turns by one radian per token, a frequency that fp32 holds
+  exactly, and has no error at all.
 - What YaRN slows has hardly turned before either: of 32 pairs in CSA and HCA layers, 14 do not get round once within
   65536 tokens. The slowest needs 11 million.
 - In the window layer the window is 16 tokens, and only 4 of its 32 pairs get round within it.

@@ -48,6 +48,10 @@ class Heads:
         # A rounding is even over +- `rounding` of each number, at worst: variance a third of the square. What fp32 may
         # be off stands at six deviations.
         noise = rounding**2 / 3 * ((attended.output(sink) * bare) ** 2).sum(1) / size**2
+        if attended.keys == 1:
+            # The output is one number times a key: of FP8 its values are few, and equal ones round alike. Nothing
+            # averages out then, so the largest error that they can add up to stands at six deviations.
+            noise = (rounding * np.abs(attended.output(sink) * bare).sum(1) / size / DEVIATIONS) ** 2
         variance = noise + (fp32 / np.sqrt(size) / DEVIATIONS) ** 2
         self.log_mass.append(attended.log_mass)
         self.kept.append(kept)

@@ -90,17 +90,23 @@ class Costs(NamedTuple):
             return weights * (F32 + 2) + weights // 2  # bytes as indices; scales
         return weights * F32 if form is Form.BF16 else 0
 
-    def _widened(self, form: str) -> int:
-        """Bytes that a number of a cache's rows takes while it is made fp32, which the run's dtype may be already."""
-        if form != "dtype":
+    def _entries_in_fp32(self) -> int:
+        """Bytes that a number of an entry takes while a tile of them is made fp32, which the run's dtype may be."""
+        if self.entries == "fp8":
             return 2 * F32 + 2  # E4M3 through 16-bit integers, and beside its result
         return 0 if self.item == F32 else F32
 
-    def _gathered(self) -> int:
-        """The same of entries that are gathered row by row, as stored, while the tile before is still there."""
-        if self.entries != "dtype":
-            return F32 + self._widened(self.entries) + 1
+    def _entries_gathered(self) -> int:
+        """The same where they are gathered row by row, as stored, and the tile before is still there."""
+        if self.entries == "fp8":
+            return F32 + self._entries_in_fp32() + 1
         return 2 * F32 if self.item == F32 else F32 + self.item
+
+    def _keys_in_fp32(self) -> int:
+        """The same of an index key; those in a narrow form are made bfloat16 first."""
+        if self.keys != "dtype":
+            return F32 + 2
+        return 0 if self.item == F32 else F32
 
     def swiglu(self, numbers: int) -> int:
         """`swiglu` of so many numbers of gate and of up."""
@@ -111,12 +117,12 @@ class Costs(NamedTuple):
         rows = min(tokens, max(1, attention.ROWS // heads))
         queries = rows * heads * width * F32
         shared = max(1, min(attention.LOGITS // (rows * heads), attention.KEYS // width, keys))
-        stored = self._widened(self.entries)
+        stored = self._entries_in_fp32()
         tile = queries + shared * width * stored + rows * heads * shared * F32 + rows * shared
         if selected:
             each = min(selected, 256)
             some = min(rows, max(1, attention.KEYS // (each * width)))
-            gathered = some * (each * (width * self._gathered() + heads * F32 + I64) + heads * width * F32)
+            gathered = some * (each * (width * self._entries_gathered() + heads * F32 + I64) + heads * width * F32)
             chosen = rows * selected * (4 + I64 + 3)  # which, as they are and as an index, and whether each may be seen
             tile = max(tile, gathered) + chosen
         return tokens * heads * width * self.item + 2 * queries + tile + TILE_SLACK
@@ -127,7 +133,7 @@ class Costs(NamedTuple):
         rows = min(tokens, max(1, indexer.ROWS // heads))
         if visible <= k:
             return result + rows * visible * (I64 + 4)
-        widened = self._widened(self.keys)
+        widened = self._keys_in_fp32()
         work = selection.select(rows, heads, width, visible, k, widened, few_pass=few_pass)
         if self.integers and selection.bounded(heads, width, visible, k, tokens):
             rows = min(tokens, max(1, indexer.BOUNDED_ROWS // heads))

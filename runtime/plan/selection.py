@@ -4,6 +4,7 @@ How much it takes depends on the scores: of entries that cannot be among a token
 that few pass these comparisons, as where scores come in no particular order; else all do.
 """
 
+import math
 from typing import Final
 
 from kernels.blocked import index_bound, indexer
@@ -30,7 +31,7 @@ def select(rows: int, heads: int, width: int, visible: int, k: int, widened: int
         Whether few entries pass the comparisons.
     """
     best = rows * k * I64
-    first = min(max(k, indexer.FIRST), visible)
+    first = min(max(k, min(indexer.FIRST, 2 * indexer.MERGED // rows)), visible)
     step = max(1, min(indexer.PER_HEAD // (rows * heads), indexer.KEYS // width))
 
     def scored(entries: int) -> int:
@@ -41,8 +42,9 @@ def select(rows: int, heads: int, width: int, visible: int, k: int, widened: int
     if visible > first:
         more = min(max(k, indexer.MERGED // rows), visible - first)
         kept = rows * first * (I64 + F32)  # of the first tile, until the end
-        passing = rows * more * (COMPARED if few_pass else COMPARED + MERGED)
-        work = max(work, kept + max(scored(more), passing))
+        # in no particular order, so many of the next entries are among the k best so far
+        passing = math.ceil(k * math.log1p(more / first)) if few_pass else more
+        work = max(work, kept + max(scored(more), rows * (more * COMPARED + passing * MERGED)))
     return rows * heads * width * F32 + 4 * best + work
 
 
@@ -57,11 +59,12 @@ def select_bounded(rows: int, heads: int, width: int, visible: int, k: int, wide
     numbers, slots = heads * rows * width, heads * rows
     best = rows * k * I64
     held = best + numbers + slots * (F32 + 3 * F64) + 3 * indexer.PAIRS * F32  # queries as integers, and buffers
-    rounding = numbers + 6 * index_bound.WEIGHED * F64
+    rounding = numbers + 6 * min(index_bound.WEIGHED, numbers) * F64
     columns = min(max(4 * k, indexer.KEYS // width), visible)
     keys = columns * width * (widened + 3 * F32)
     tile = min(indexer.PAIRS, rows * columns)  # pairs
-    pending = indexer.PENDING + (min(tile, rows * 4 * k) if few_pass else tile)
+    limited = min(indexer.RECENT, indexer.PAIRS // rows) >= 2 * k  # by the newest entries, before any is looked at
+    pending = indexer.PENDING + (min(tile, indexer.PENDING if limited else rows * 4 * k) if few_pass else tile)
     looking = slots * 4 * F64 + tile * (F32 if few_pass else LOOKED_AT)
     blocks = pending // indexer.BLOCK + rows
     products = indexer.SCORED * (F32 + widened) + indexer.SCORED // indexer.BLOCK * heads * (
