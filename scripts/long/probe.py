@@ -28,7 +28,7 @@ class LongContext(Probe):
     """Walk through one document, or read what an earlier walk has found."""
 
     name: ClassVar[str] = "long-context"
-    question: ClassVar[str] = "What do a million tokens take, and what is still found in them?"
+    question: ClassVar[str] = "What does a long context take, and what is still found in it?"
     reads: ClassVar[tuple[Site, ...]] = ()
     background: ClassVar[str] = """\
 One document of the demo language is read once, to the last position of the context. At marks on the way the walk stops
@@ -37,8 +37,8 @@ asks. People's codes are told in the text, each once, 66 in all, which is as man
 mark every code told so far is asked for, each from the same state: rings and frontiers are put back afterwards, and
 entries are only ever added, so it is enough to forget those that came after.
 
-What grows: in a CSA layer the indexer scores every entry for every token, 262,144 of them at the end, with 8 heads of
-128. It does not do so in fp32. Products of 8-bit integers give an upper bound of each score, and only entries whose
+What grows: in a CSA layer the indexer scores every entry for every token, one for each 4 tokens, with 8 heads of 128.
+It does not do so in fp32. Products of 8-bit integers give an upper bound of each score, and only entries whose
 bound lies above a token's k-th best score so far are scored (`kernels/blocked/index_bound.py` has the proof)."""
     noticed: ClassVar[str] = ""
 
