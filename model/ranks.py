@@ -21,8 +21,8 @@ from model.tripwire import Tripwire
 
 ALL_REDUCE, ALL_TO_ALL, AUTO = "all-reduce", "all-to-all", "auto"
 DISPATCHES = (AUTO, ALL_REDUCE, ALL_TO_ALL)
-# Tokens per rank from which `auto` splits a call over the ranks: about where the two cost the same on two CPU ranks
-# with gloo (audits/dispatch.md). All that is certain elsewhere is the direction: one token has nothing to split.
+# Tokens per rank from which `auto` splits a call over the ranks: somewhat before the two cost the same on two CPU ranks
+# with gloo (audits/dispatch.md), because a split call holds the streams of its own tokens only.
 SPLIT_FROM = 64
 # Tokens up to which what a call notes is kept until its end and compared in one exchange, not one for each layer: of
 # V4-Pro 57 KB of streams for each token and layer.

@@ -12,6 +12,7 @@ from probes.probe import run_probe, silent
 @dataclass(frozen=True)
 class Fake:
     reads: ClassVar[tuple] = (sites.SELECTED, sites.INDEX_QUERY)
+    between_ranks: ClassVar[bool] = False
     background: ClassVar[str] = "What it is, and what goes wrong in silence."
     noticed: ClassVar[str] = "The third layer keeps 0.997 of the mass."
     name: str

@@ -4,7 +4,6 @@ How much it takes depends on the scores: of entries that cannot be among a token
 that few pass these comparisons, as where scores come in no particular order; else all do.
 """
 
-import math
 from typing import Final
 
 from kernels.blocked import index_bound, indexer
@@ -42,8 +41,7 @@ def select(rows: int, heads: int, width: int, visible: int, k: int, widened: int
     if visible > first:
         more = min(max(k, indexer.MERGED // rows), visible - first)
         kept = rows * first * (I64 + F32)  # of the first tile, until the end
-        # in no particular order, so many of the next entries are among the k best so far
-        passing = math.ceil(k * math.log1p(more / first)) if few_pass else more
+        passing = -(-more * k // first) if few_pass else more  # of random scores, so many are above the k-th of `first`
         work = max(work, kept + max(scored(more), rows * (more * COMPARED + passing * MERGED)))
     return rows * heads * width * F32 + 4 * best + work
 
@@ -58,29 +56,25 @@ def select_bounded(rows: int, heads: int, width: int, visible: int, k: int, wide
     """The same where scores are bounded first; see `select`, to which tokens are left of which too much passes."""
     numbers, slots = heads * rows * width, heads * rows
     best = rows * k * I64
-    held = best + numbers + slots * (F32 + 3 * F64) + 3 * indexer.PAIRS * F32  # queries as integers, and buffers
-    rounding = numbers + 6 * min(index_bound.WEIGHED, numbers) * F64
-    columns = min(max(4 * k, indexer.KEYS // width), visible)
-    keys = columns * width * (widened + 3 * F32)
+    rounding = 2 * numbers + 6 * min(index_bound.WEIGHED, numbers) * F64
+    held = numbers + slots * (F32 + 3 * F64) + 3 * indexer.PAIRS * F32  # queries as integers, and buffers
+    columns = min(max(4 * k, indexer.KEYS // width), visible)  # keys of a tile
+    keys = columns * width
     tile = min(indexer.PAIRS, rows * columns)  # pairs
-    limited = min(indexer.RECENT, indexer.PAIRS // rows) >= 2 * k  # by the newest entries, before any is looked at
-    pending = indexer.PENDING + (min(tile, indexer.PENDING if limited else rows * 4 * k) if few_pass else tile)
-    looking = slots * 4 * F64 + tile * (F32 if few_pass else LOOKED_AT)
+    pending = indexer.PENDING + (min(tile, _first_pairs(rows, k)) if few_pass else tile)
     blocks = pending // indexer.BLOCK + rows
-    products = indexer.SCORED * (F32 + widened) + indexer.SCORED // indexer.BLOCK * heads * (
-        F32 + F32 * indexer.BLOCK // width
-    )
-    most = min(visible, pending if not few_pass else 2 * -(-pending // rows))  # pairs of one token
+    products = indexer.SCORED * (2 * F32 + widened) + indexer.SCORED // indexer.BLOCK // width * heads * width * 2 * F32
+    most = min(visible, 2 * -(-pending // rows) if few_pass else pending)  # pairs of one token
     merging = pending * MERGED + blocks * indexer.BLOCK * (I64 + F32) + products + rows * (k + most) * I64
-    reached = rows * k * MERGED + products
-    work = max(rounding, keys + looking, keys + merging, reached)
-    return (
-        held
-        + 2 * best
-        + max(
-            work,
-            0
-            if few_pass
-            else select(min(rows, indexer.ROWS // heads), heads, width, visible, k, widened, few_pass=few_pass),
-        )
-    )
+    looking = slots * 4 * F64 + tile * (F32 if few_pass else LOOKED_AT)
+    work = max(keys * (widened + 3 * F32), keys + looking, keys + merging, rows * k * MERGED + products)
+    if not few_pass:
+        some = min(rows, max(1, indexer.ROWS // heads))
+        work = max(work, select(some, heads, width, visible, k, widened, few_pass=False))
+    return 2 * best + max(rounding, held + work)
+
+
+def _first_pairs(rows: int, k: int) -> int:
+    """Pairs that pass before there is a limit worth comparing with."""
+    limited = min(indexer.RECENT, indexer.PAIRS // rows) >= 2 * k  # by the newest entries
+    return indexer.PENDING if limited else rows * 4 * k

@@ -13,6 +13,7 @@ from probes.subject import Subject
 
 @dataclass(frozen=True)
 class Fake:
+    between_ranks = False
     name: str
     report: Report | Tripwire
     idle: bool = False

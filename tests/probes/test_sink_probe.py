@@ -137,7 +137,7 @@ IN_GRID = {"the file's", "0", "-inf", "+inf", "30", "one per head"}
         ("mscale-in-softmax", IN_GRID - {"+inf"}, {1, 2, 3}, {1, 2, 3}),
         ("ring-off-by-one", IN_GRID - {"+inf"}, {0, 1, 2, 3}, {0, 1, 2, 3}),
         ("entries-off-by-one", IN_GRID - {"+inf"}, {1, 3}, {1, 3}),  # the one HCA entry in sight is its own neighbour
-        ("future-block-visible", IN_GRID - {"+inf"}, set(), {2}),  # long after the tokens whose sinks matter
+        ("future-block-visible", IN_GRID - {"+inf"}, {2}, {2}),
     ],
 )
 def test_a_fault_fails_on_the_findings_that_name_it(fault, kinds, share, unexplained):

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
+from kernels.blocked import indexer
 from model.ranks import undivided
 from probes.memory.peak import _noise_up_to
 from runtime.load import DEMO, load
 from runtime.options import RunOptions
+from runtime.plan import selection
 from runtime.plan.call import largest
 from runtime.plan.planner import Planner
 from runtime.plan.sizes import Sizes
@@ -60,7 +62,9 @@ def made(request, tmp_path_factory):
 
 
 def agree(taken, planned):
-    assert taken <= planned.nbytes <= 1.05 * taken + TILE, f"{taken:,} taken, {planned.nbytes:,} by {planned}"
+    """The plan is a bound, at most 5 % and a tile above what is taken; of a selection, and what may pass unforeseen."""
+    room = TILE + (2 * indexer.PENDING * selection.MERGED if planned.name == "scores and selection" else 0)
+    assert taken <= planned.nbytes <= 1.05 * taken + room, f"{taken:,} taken, {planned.nbytes:,} by {planned}"
 
 
 @pytest.mark.slow

@@ -4,14 +4,18 @@ import pytest
 import torch
 
 from kernels import rows
+from kernels.blocked import indexer
+from kernels.blocked.index_bound import native
 from kernels.blocked.linear import _native_bfloat16
 from kernels.formats import Dense, Fp4, Fp8, NvFp4
 from kernels.ops import BLOCKED
 from model.binding import Form
 from model.cache.formats import CacheFormats
+from runtime.plan import selection
 from runtime.plan.ops import Costs
 from tests.peak_memory import peak_bytes
 
+HEADS = 8  # of the indexer
 TILE = 1 << 21  # bytes: half of what the largest tile of an op is
 CPU = torch.device("cpu")
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
@@ -22,13 +26,12 @@ def costs(item, **choices):
     return Costs(item, deployed=False, narrow=NARROW, **choices)
 
 
-def close(planned, run):
+def close(planned, run, more=0):
     """The plan is a bound, and at most 5 % and a tile above what is taken."""
     with torch.inference_mode():
         run()
         taken = peak_bytes(run)
-    print(f"{planned / taken:.3f} {planned - taken:,}  {taken:,} taken, {planned:,} planned")
-    assert taken <= planned <= 1.05 * taken + TILE, f"{taken:,} taken, {planned:,} planned"
+    assert taken <= planned <= 1.05 * taken + TILE + more, f"{taken:,} taken, {planned:,} planned"
 
 
 def weight(form, out, columns):
@@ -52,7 +55,7 @@ def weight(form, out, columns):
             return NvFp4(codes, scales, torch.tensor(1.0))
 
 
-items = pytest.mark.parametrize("item", [2, 4], ids=["bf16", "fp32"])
+items = pytest.mark.parametrize("item", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["bf16", "fp32"])
 
 
 @items
@@ -128,15 +131,40 @@ def test_attend(form, selected, tokens, heads, width):
     close(planned, lambda: BLOCKED.attend(q, ring, first, window, entries, ratio, chosen, sink))
 
 
+def to_select(item, tokens, visible, *, rising):
+    """Queries, weights and keys, random or such that every entry scores above all before it."""
+    q, head_weights, keys = torch.randn(tokens, HEADS, 128), torch.randn(tokens, HEADS), torch.randn(visible, 128)
+    if rising:
+        q, head_weights, keys = (
+            q.abs(),
+            head_weights.abs(),
+            torch.arange(1, visible + 1)[:, None].expand(-1, 128) / visible,
+        )
+    return q.to(DTYPES[item]), head_weights, keys.to(DTYPES[item]).contiguous()
+
+
+SELECTIONS = [(512, 2_500, 16), (1, 10_000, 16), (64, 9_000, 512), (512, 200, 256), (512, 10_000, 16)]
+
+
 @items
-@pytest.mark.parametrize(("tokens", "visible", "k"), [(512, 10_000, 16), (1, 10_000, 16), (512, 200, 256)])
+@pytest.mark.parametrize(("tokens", "visible", "k"), SELECTIONS)
 def test_select(item, tokens, visible, k):
-    heads, width = 8, 128
-    q, head_weights = torch.randn(tokens, heads, width, dtype=DTYPES[item]), torch.randn(tokens, heads)
-    keys = torch.randn(visible, width, dtype=DTYPES[item])
-    first = 4 * visible - tokens
-    planned = costs(item).select(tokens, heads, width, visible, k)
-    close(planned, lambda: BLOCKED.select(q, head_weights, keys, first, 4, k))
+    """Of random scores. The last of these is bounded in integers: what passes there is not foreseen so closely."""
+    q, head_weights, keys = to_select(item, tokens, visible, rising=False)
+    take = costs(item, integers=native(CPU)).select(tokens, HEADS, 128, visible, k, few_pass=True)
+    more = 2 * indexer.PENDING * selection.MERGED if selection.bounded(HEADS, 128, visible, k, tokens) else 0
+    close(take, lambda: BLOCKED.select(q, head_weights, keys, 4 * visible - tokens, 4, k), more)
+
+
+@items
+@pytest.mark.parametrize(("tokens", "visible", "k"), SELECTIONS)
+def test_select_whatever_the_scores(item, tokens, visible, k):
+    """Where each entry scores above all before it, everything passes: a bound, and no more than that."""
+    q, head_weights, keys = to_select(item, tokens, visible, rising=True)
+    take = costs(item, integers=native(CPU)).select(tokens, HEADS, 128, visible, k)
+    with torch.inference_mode():
+        taken = peak_bytes(lambda: BLOCKED.select(q, head_weights, keys, 4 * visible - tokens, 4, k))
+    assert taken <= take
 
 
 @items
