@@ -9,6 +9,8 @@ context few are. So only what passes that comparison is packed and merged. And w
 integers natively, a call of many tokens scores in fp32 only those entries that `index_bound` cannot rule out.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -113,7 +115,7 @@ def _best_bounded(q: Tensor, head_weights: Tensor, keys: Rows, seen: Tensor, k: 
         high = min(low + step, most)
         tile = index_bound.round_keys(rows.read(keys, low, high))
         limit = torch.fmax(_least(best), reached).masked_fill_(hard, torch.inf)
-        for token, column in index_bound.passing(queries, tile, limit, room):
+        for token, column in _pieces(index_bound.passing(queries, tile, limit, room)):
             pending.append((token, column + low))
             waiting += token.numel()
             if waiting < PENDING and high < most:
@@ -123,10 +125,8 @@ def _best_bounded(q: Tensor, head_weights: Tensor, keys: Rows, seen: Tensor, k: 
             best = _merge(best, some, _pack(_scores_of(q, head_weights, keys, some, entry), entry))
             passed += some.bincount(minlength=t)
             hard |= passed > HARD + most // 32
-        low, step = (
-            high,
-            min(2 * step, max(4 * k, KEYS // d)),
-        )  # few at first, until there is a limit worth comparing with
+        low = high
+        step = min(2 * step, max(4 * k, KEYS // d))  # few at first, until there is a limit worth comparing with
     found = _entries(best, most)
     for some in hard.nonzero()[:, 0].split(max(1, ROWS // h)):
         if some.numel():
@@ -149,6 +149,12 @@ def _reached(q: Tensor, head_weights: Tensor, keys: Rows, queries: Queries, room
     token = torch.arange(t, device=q.device).repeat_interleave(k)
     least = _scores_of(q, head_weights, keys, token, entry).view(t, k).amin(1)
     return torch.nextafter(least, torch.full_like(least, -torch.inf))
+
+
+def _pieces(pairs: Iterator[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pairs of a token and an entry, at most PENDING at a time: what works on them takes a hundred bytes for each."""
+    for token, entry in pairs:
+        yield from zip(token.split(PENDING), entry.split(PENDING), strict=True)
 
 
 def _visible(pairs: list[tuple[Tensor, Tensor]], seen: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,18 +202,30 @@ def _grouped(row: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _merge(best: Tensor, token: Tensor, packed: Tensor) -> Tensor:
-    """Return the k largest of each row of `best` [t, k] and the values `packed` [c] that belong to rows `token` [c]."""
+    """Return the k largest of each row of `best` [t, k] and the values `packed` [c] that belong to rows `token` [c].
+
+    Many values may belong to one row, and none to the others. So the values of rows that have any are merged in
+    rounds, which end sooner for a row with few: no round holds more than about MERGED values.
+    """
     enters = packed > best.amin(1)[token]
     token, packed = token[enters], packed[enters]
-    t, k = best.shape
+    best, k = best.clone(), best.shape[1]
     order = torch.argsort(token, stable=True)
-    token = token[order]
-    items = token.bincount(minlength=t)
-    column = k + torch.arange(token.numel(), device=best.device) - (items.cumsum(0) - items)[token]
-    both = torch.full((t, k + int(items.max())), _INVISIBLE, device=best.device)
-    both[:, :k] = best
-    both[token, column] = packed[order]
-    return both.topk(k, dim=1, sorted=False).values
+    token, packed = token[order], packed[order]
+    while token.numel():
+        items = token.bincount(minlength=len(best))
+        some = items.nonzero()[:, 0]
+        width = min(max(k, MERGED // some.numel()), int(items.max()))
+        column = torch.arange(token.numel(), device=best.device).sub_((items.cumsum(0) - items)[token])
+        later = column >= width
+        both = torch.full((some.numel(), k + width), _INVISIBLE, device=best.device)
+        both[:, :k] = best[some]
+        now = slice(None) if width == items.max() else ~later
+        row = ((items > 0).cumsum(0) - 1)[token[now]]
+        both[row, column[now] + k] = packed[now]
+        best[some] = both.topk(k, dim=1, sorted=False).values
+        token, packed = token[later], packed[later]
+    return best
 
 
 def _least(best: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ F32, F64, I64 = 4, 8, 8  # bytes
 PACKED: Final = 3 * F32 + 2 * I64  # of a pair of token and entry: its score, twice as bits, and twice as an integer
 COMPARED: Final = F32 + 3  # its score, and masks
 MERGED: Final = 12 * I64  # of a pair that passes: token, entry, order, place, score, and copies of these
+FOUND: Final = 2 * I64  # of one that is kept until all of the tile's are merged
 LOOKED_AT: Final = 7 * I64  # of a pair in a tile of bounds that passes
 
 
@@ -61,20 +62,15 @@ def select_bounded(rows: int, heads: int, width: int, visible: int, k: int, wide
     columns = min(max(4 * k, indexer.KEYS // width), visible)  # keys of a tile
     keys = columns * width
     tile = min(indexer.PAIRS, rows * columns)  # pairs
-    pending = indexer.PENDING + (min(tile, _first_pairs(rows, k)) if few_pass else tile)
+    pending = indexer.PENDING + min(tile, indexer.PENDING)
     blocks = pending // indexer.BLOCK + rows
     products = indexer.SCORED * (2 * F32 + widened) + indexer.SCORED // indexer.BLOCK // width * heads * width * 2 * F32
-    most = min(visible, 2 * -(-pending // rows) if few_pass else pending)  # pairs of one token
-    merging = pending * MERGED + blocks * indexer.BLOCK * (I64 + F32) + products + rows * (k + most) * I64
+    merged = rows * 2 * -(-pending // rows) if few_pass else max(rows * k, indexer.MERGED)  # in one round, beside k each
+    merging = pending * MERGED + blocks * indexer.BLOCK * (I64 + F32) + products + (2 * rows * k + merged) * I64
+    found = 0 if few_pass else tile * FOUND
     looking = slots * 4 * F64 + tile * (F32 if few_pass else LOOKED_AT)
-    work = max(keys * (widened + 3 * F32), keys + looking, keys + merging, rows * k * MERGED + products)
+    work = max(keys * (widened + 3 * F32), keys + looking, keys + found + merging, rows * k * MERGED + products)
     if not few_pass:
         some = min(rows, max(1, indexer.ROWS // heads))
         work = max(work, select(some, heads, width, visible, k, widened, few_pass=False))
     return 2 * best + max(rounding, held + work)
-
-
-def _first_pairs(rows: int, k: int) -> int:
-    """Pairs that pass before there is a limit worth comparing with."""
-    limited = min(indexer.RECENT, indexer.PAIRS // rows) >= 2 * k  # by the newest entries
-    return indexer.PENDING if limited else rows * 4 * k
