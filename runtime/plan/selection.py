@@ -65,7 +65,7 @@ def select_bounded(rows: int, heads: int, width: int, visible: int, k: int, wide
     pending = indexer.PENDING + min(tile, indexer.PENDING)
     blocks = pending // indexer.BLOCK + rows
     products = indexer.SCORED * (2 * F32 + widened) + indexer.SCORED // indexer.BLOCK // width * heads * width * 2 * F32
-    merged = rows * 2 * -(-pending // rows) if few_pass else max(rows * k, indexer.MERGED)  # in one round, beside k each
+    merged = rows * 2 * -(-pending // rows) if few_pass else max(rows * k, indexer.MERGED)
     merging = pending * MERGED + blocks * indexer.BLOCK * (I64 + F32) + products + (2 * rows * k + merged) * I64
     found = 0 if few_pass else tile * FOUND
     looking = slots * 4 * F64 + tile * (F32 if few_pass else LOOKED_AT)

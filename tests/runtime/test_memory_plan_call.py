@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.blocked import indexer
-from model.ranks import undivided
+from model.ranks import evenly, undivided
 from probes.memory.peak import _noise_up_to
 from runtime.load import DEMO, load
 from runtime.options import RunOptions
@@ -12,6 +12,8 @@ from runtime.plan import selection
 from runtime.plan.call import largest
 from runtime.plan.planner import Planner
 from runtime.plan.sizes import Sizes
+from tests.gloo import run
+from tests.live_memory import live_bytes
 from tests.make_checkpoint import tiny_config, write_checkpoint
 from tests.peak_memory import peak_bytes
 
@@ -32,13 +34,13 @@ MODELS = {
 }
 
 
-def taken_by(model, chunk):
+def taken_by(model, chunk, count=peak_bytes):
     """The most that a call takes at the end of either context; caches hold noise, of which little is selected."""
     tokens = torch.arange(chunk) * 7 % model.config.vocab_size
     taken = []
     for context in (SHORT, SHORT, CONTEXT):  # the first to warm up
         state = _noise_up_to(model, context - chunk, chunk)
-        taken.append(peak_bytes(lambda state=state: model.logits(model(tokens, state)[-64:])))
+        taken.append(count(lambda state=state: model.logits(model(tokens, state)[-64:])))
     return max(taken[1:])
 
 
@@ -79,7 +81,7 @@ def test_a_call_takes_what_is_planned(made, options, chunk):
 
 
 @pytest.mark.parametrize("options", [RunOptions(), RunOptions("plain", "fp32")], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("chunk", [1, 600])
+@pytest.mark.parametrize("chunk", [1, 300])
 def test_a_call_of_the_demo(options, chunk):
     agree(*taken_and_planned(DEMO, options, chunk))
 
@@ -92,14 +94,21 @@ def test_formats_of_the_caches(entries, keys):
 
 
 def of_a_rank(group, directory, dispatch, chunk):
-    """What this rank's call takes, and its plan in the worst case and with even routing."""
+    """What a call takes on this rank, and its plan."""
     options = RunOptions("plain", dispatch=dispatch)
     loaded = load(directory, options, group=group)
-    model = loaded.model
-    plan = Planner(model.config, loaded.census, loaded.placement, options, group.rank).plan(CONTEXT, chunk)
-    tokens = torch.arange(chunk) * 7 % model.config.vocab_size
+    planner = Planner(loaded.model.config, loaded.census, loaded.placement, options, group.rank)
+    shares = loaded.placement.ranks[group.rank]
+    tokens = evenly(chunk, group.rank, group.size) if dispatch == "all-to-all" else undivided(chunk)
+    config, costs, forms = planner.config, planner.costs, planner.forms
+    sizes = Sizes(config, costs, forms, shares, group.size, tokens, CONTEXT, even=False, few_pass=True)
     torch.manual_seed(0)  # the same noise on all ranks: they compare what they select
-    states = [_noise_up_to(model, CONTEXT - chunk, chunk) for _ in range(2)]
-    model(tokens, states[0])
-    taken = peak_bytes(lambda: model(tokens, states[1]))
-    return taken, plan.call, plan.typical_call
+    return taken_by(loaded.model, chunk, live_bytes), largest(sizes)
+
+
+@pytest.mark.parametrize("dispatch", ["all-reduce", "all-to-all"])
+def test_a_call_of_two_ranks(tmp_path, dispatch):
+    """Heads, experts and vocabulary are divided, and with all-to-all the tokens: the plan is of a rank's own share."""
+    write_checkpoint(tmp_path, tiny_config(), seed=1)
+    for taken, planned in run(2, of_a_rank, tmp_path, dispatch, 600):
+        agree(taken, planned)
