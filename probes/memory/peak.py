@@ -6,7 +6,6 @@ options, op set and a fault of `probes.faults`; an op set or fault without such 
 
 import ctypes
 import gc
-import itertools
 import json
 import subprocess
 import sys
@@ -15,8 +14,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.autograd.profiler import profile
 
 from kernels.ops import BLOCKED, REFERENCE
 from model.cache.entries import Entries
@@ -24,6 +21,7 @@ from model.state import State
 from model.transformer import Transformer
 from model.tripwire import Tripwire
 from probes.faults import FAULTS
+from probes.memory.live import live_bytes
 from probes.subject import Subject
 from runtime.load import load
 from runtime.options import RunOptions
@@ -141,8 +139,8 @@ def _run(subject: Subject, contexts: list[int], far: int, *, steady: bool) -> Pe
     ballast = torch.ones(BALLAST, dtype=torch.uint8, device=device)
     after = peak_memory(device)
     del ballast
-    calls = [_call_bytes(model, state, tokens[-chunk:]) for state in states]
-    distant = _call_bytes(model, _noise_up_to(model, far, chunk), tokens[-chunk:])
+    calls = [live_bytes(model, state, tokens[-chunk:]) for state in states]
+    distant = live_bytes(model, _noise_up_to(model, far, chunk), tokens[-chunk:])
     return Peak(steady, base, peaks, calls, distant, after)
 
 
@@ -197,22 +195,6 @@ def _noise_up_to(model: Transformer, position: int, chunk: int) -> State:
                 component.restore(position, {name: torch.randn(shape) for name, shape in shapes.items()})
     state.position = position
     return state
-
-
-def _call_bytes(model: Transformer, state: State, part: Tensor) -> int:
-    """The largest sum of tensors alive at one moment of a call, beyond those from before."""
-    if model.device.type == "cuda":
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        model(part, state)
-        return torch.cuda.max_memory_allocated() - before
-    with profile(profile_memory=True) as profiler:
-        model(part, state)
-    assert profiler.kineto_results is not None
-    events = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
-    events.sort(key=lambda event: event.start_ns())
-    sizes: list[int] = [event.nbytes() for event in events]
-    return max(itertools.accumulate(sizes))
 
 
 if __name__ == "__main__":

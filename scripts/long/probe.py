@@ -12,9 +12,10 @@ from model.errors import ConfigError
 from model.sites import Site
 from probes.demo_language.vocabulary import vocabulary_size
 from probes.finding import Report
-from probes.memory.plan import ITEM_BYTES, cache_bytes, call_bytes
+from probes.memory.plan import ITEM_BYTES, cache_bytes
 from probes.probe import Probe, Progress
 from probes.subject import Subject
+from runtime.plan.planner import Planner
 from scripts.long.document import SHORTEST, long_document
 from scripts.long.report import report
 from scripts.long.timing import Clock
@@ -62,7 +63,9 @@ bound lies above a token's k-th best score so far are scored (`kernels/blocked/i
         options, context = subject.options, found["context"]
         item, formats = ITEM_BYTES[options.dtype], (options.entry_format, options.key_format)
         planned = cache_bytes(subject.config, context, options.prefill_chunk, item, formats)
-        return report(found, planned, call_bytes(subject.config, options.prefill_chunk, item))
+        loaded = subject.load()
+        planner = Planner(subject.config, loaded.census, loaded.placement, options, 0)
+        return report(found, planned, planner.plan(context))
 
     def _walk(self, subject: Subject, progress: Progress) -> dict[str, Any]:
         loaded, context, began = subject.load(), self.lengths[-1], time.perf_counter()
@@ -83,14 +86,19 @@ bound lies above a token's k-th best score so far are scored (`kernels/blocked/i
             if isinstance(step, Mark):
                 found["marks"].append(step.to_json())
                 found |= {"position": walk.state.position, "seconds": time.perf_counter() - began}
-                if self.out:
-                    self.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+                self._write(found)
                 print(told(step), file=sys.stderr, flush=True)
             elif time.perf_counter() - said > EVERY:
                 said = time.perf_counter()
                 left = f"{step.tokens_per_s:.0f} tokens/s, {step.remaining_s / 60:.0f} min left"
                 progress(step.position / context, f"{step.position} tokens, {left}")
+        found["call_bytes"] = {str(mark): size for mark, size in walk.held()}  # as JSON has it
+        self._write(found)
         return found
+
+    def _write(self, found: dict[str, Any]) -> None:
+        if self.out:
+            self.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def read(path: Path, subject: Subject) -> dict[str, Any]:
@@ -98,7 +106,7 @@ def read(path: Path, subject: Subject) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         ran = {name: found[name] for name in ("config", "weights", *subject.options.to_json())}
-        complete = found["marks"][-1]["length"] == found["context"] == found["position"]
+        complete = "call_bytes" in found and found["marks"][-1]["length"] == found["context"] == found["position"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(f"{path}: no result of a walk ({type(error).__name__}: {error})") from error
     loaded = subject.load()

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from probes.finding import HeatMap, Part, Plot, Report, Table, Text, at_most, exactly, judged, measured
+from runtime.plan.planner import Plan
 from scripts.long.timing import COMPONENTS
 
 MIB = 1 << 20
@@ -23,17 +24,17 @@ disagrees. One document was read: of two codes told at the same place, one may b
 selection is exact at every length is for the tests to show, not for this page."""
 
 
-def report(found: dict[str, Any], planned: dict[str, int], call: int) -> Report:
+def report(found: dict[str, Any], by_hand: dict[str, int], plan: Plan) -> Report:
     """Return the report of a walk.
 
     Parameters
     ----------
     found
         What `scripts.long.probe` wrote.
-    planned
-        Bytes of the caches by component, from the config by hand.
-    call
-        Bytes that one call may hold beside them.
+    by_hand
+        Bytes of the caches by component, from the config without asking the runtime.
+    plan
+        Of the run, by which it would have been refused if it did not fit.
 
     """
     marks: list[dict[str, Any]] = found["marks"]
@@ -43,10 +44,16 @@ def report(found: dict[str, Any], planned: dict[str, int], call: int) -> Report:
     right, asked = sum(map(_right, marks)), sum(len(mark["answers"]) for mark in marks)
     findings = [
         judged("position of the state at the end", found["position"], exactly(context)),
-        judged("bytes of all caches", sum(found["allocated_bytes"].values()), exactly(sum(planned.values())), "B"),
+        judged("bytes of all caches", sum(found["allocated_bytes"].values()), exactly(sum(by_hand.values())), "B"),
+        judged("the same as planned", plan.cache_bytes, exactly(sum(by_hand.values())), "B"),
+        *(
+            judged(f"tensors of a call before {mark} tokens", size / MIB, at_most(plan.call.nbytes / MIB), "MiB")
+            for mark, size in found["call_bytes"].items()
+        ),
         judged(f"the process grew from {full['length']} tokens to {last['length']}", grown, at_most(GROWTH), "MiB"),
         measured("peak of the process beyond what it took before", _beyond(found, last), "MiB"),
-        measured("the same as planned: caches and a call", (sum(planned.values()) + call) / MIB, "MiB"),
+        measured("peak of the process", last["peak_bytes"] / MIB, "MiB"),
+        measured("the same as planned", (plan.needed + plan.mapped_weights) / MIB, "MiB"),
         measured("codes found, all marks", right / max(1, asked), questions=asked),
         *(
             measured(f"codes found at {m['length']} tokens", _right(m) / len(m["answers"]))
@@ -63,7 +70,7 @@ def report(found: dict[str, Any], planned: dict[str, int], call: int) -> Report:
     )
     parts = (
         _rates(found), _rate_plot(found), _decode_plot(found), _components(found, "prefill", "a call"),
-        _components(found, "decode", "a decoded token"), _growth(found), _memory(found, planned, call),
+        _components(found, "decode", "a decoded token"), _growth(found), _memory(found, plan),
         *_retrieval(marks),
     )  # fmt: skip
     return Report(summary, tuple(findings), parts, NOT_CLAIMED)
@@ -145,26 +152,26 @@ def _growth(found: dict[str, Any]) -> Plot:
     return Plot("What grows with the context", "tokens of context", y, series, log_x=True, log_y=True, note=note)
 
 
-def _memory(found: dict[str, Any], planned: dict[str, int], call: int) -> Table:
-    parts = list(found["allocated_bytes"])
+def _memory(found: dict[str, Any], plan: Plan) -> Table:
+    parts, calls = list(found["allocated_bytes"]), found["call_bytes"]
     rows: list[list[float | str | None]] = []
     for mark in found["marks"]:
         filled = [mark["cache_bytes"].get(part, 0) / MIB for part in parts]
-        rows.append([mark["length"], *filled, sum(filled), _beyond(found, mark)])
-    rows.append(
-        [
-            "planned",
-            *(planned[p] / MIB for p in parts),
-            sum(planned.values()) / MIB,
-            (sum(planned.values()) + call) / MIB,
-        ]
-    )
+        call = calls.get(str(mark["length"]))
+        process = mark["peak_bytes"] / MIB, _beyond(found, mark)
+        rows.append([mark["length"], *filled, sum(filled), None if call is None else call / MIB, *process])
+    caches = [sum(kind.get(part, 0) for kind in plan.caches.values()) / MIB for part in parts]
+    whole = (plan.needed + plan.mapped_weights) / MIB
+    rows.append(["planned", *caches, plan.cache_bytes / MIB, plan.call.nbytes / MIB, whole, None])
     note = (
-        "Of each cache, what is filled at a mark; all of it is allocated, and touched, before the first token. Peak: of"
-        " the process, beyond what it took with the model loaded and before the caches were made; planned are the"
-        " caches and one call."
+        "Of each cache, what is filled at a mark; all of it is allocated, and touched, before the first token. A call:"
+        " the tensors that the last full call before the mark holds at once, counted where torch allocates, in a second"
+        " run of that call after the walk. The process: its peak so far, and how much of it came after the model was"
+        f" loaded; {plan.reserve >> 20} MiB of what is planned for it are an assumption about the interpreter and the"
+        " libraries, and what the C library keeps of freed memory is in neither."
     )
-    return Table("Memory, in MiB", ("tokens", *parts, "all caches", "peak"), rows, note)
+    columns = ("tokens", *parts, "all caches", "a call", "the process", "after loading")
+    return Table("Memory, in MiB", columns, rows, note)
 
 
 def _retrieval(marks: list[dict[str, Any]]) -> list[Part]:

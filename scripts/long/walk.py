@@ -11,9 +11,10 @@ from torch import Tensor
 
 from model.state import State
 from model.transformer import Transformer
+from probes.memory.live import live_bytes
 from runtime.report import peak_memory
 from scripts.long.document import Code, Document
-from scripts.long.snapshot import restore, snapshot
+from scripts.long.snapshot import Snapshot, restore, snapshot
 from scripts.long.timing import COMPONENTS, Clock
 
 LAST = 8  # calls before a mark whose time counts there
@@ -86,6 +87,7 @@ class Walk:
         self.base_bytes = peak_memory(self.model.device.type)
         self.state: State = self.model.new_state(self.marks[-1], self.chunk)
         self.calls: list[Call] = []
+        self.last_full: dict[int, Snapshot] = {}  # before the last call of the full chunk before each mark
         self.began = time.perf_counter()
 
     def run(self) -> Iterator[Progress | Mark]:
@@ -96,6 +98,8 @@ class Walk:
         for mark in self.marks:
             stop, since = self.document.stop_before(mark), len(self.calls)
             while self.state.position < stop:
+                if self.chunk <= stop - self.state.position < 2 * self.chunk:
+                    self.last_full[mark] = snapshot(self.state)
                 self.calls.append(self.call(min(self.chunk, stop - self.state.position)))
                 yield self.progress()
             prefill = [call for call in self.calls[since:] if call.tokens == self.chunk][-LAST:]
@@ -127,6 +131,18 @@ class Walk:
             self.model.logits(hidden)
         components = self.clock.stop()
         return Call(tokens, time.perf_counter() - began, time.process_time() - worked, components)
+
+    def held(self) -> Iterator[tuple[int, int]]:
+        """Yield each mark and the bytes that the last call of the full chunk before it holds at once.
+
+        These calls are run again, from where they began, after the walk: to count takes so much memory itself that the
+        peak of the process would be its own. They write the same entries once more.
+        """
+        for mark, saved in self.last_full.items():
+            restore(self.state, saved)
+            self.clock.start()
+            yield mark, live_bytes(self.model, self.state, self.ids[saved.position : saved.position + self.chunk])
+            self.clock.stop()
 
     def ask(self) -> list[Answer]:
         """Ask for codes told so far, each from the same point; the text goes on as if nothing had been asked."""

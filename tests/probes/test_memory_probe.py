@@ -15,6 +15,7 @@ from probes.finding import Verdict
 from probes.memory import page as memory_page
 from probes.memory import peak
 from probes.memory import probe as memory
+from probes.memory.live import live_bytes
 from probes.memory.page import Process
 from probes.memory.peak import Peak
 from probes.memory.plan import cache_bytes, call_bytes, layer_bytes, naive_bytes
@@ -285,7 +286,7 @@ def test_a_call_is_bounded_far_out_and_an_untiled_one_is_not():
     for ops in (BLOCKED, REFERENCE):
         subject = Subject(ops=ops, options=RunOptions(prefill_chunk=64))
         state = peak._noise_up_to(subject.model, 65472, 64)
-        taken[ops.name] = peak._call_bytes(subject.model, state, torch.arange(64))
+        taken[ops.name] = live_bytes(subject.model, state, torch.arange(64))
     assert 0 < taken["blocked"] <= call_bytes(subject.config, 64, 2) < taken["reference"]
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from probes.demo_language.vocabulary import BOS, vocabulary
 from probes.finding import Verdict
 from probes.subject import Subject
 from runtime.options import RunOptions
+from runtime.plan.planner import Planner
 from scripts.cli import run
 from scripts.long.document import GAP, RESERVED, code_places, long_document
 from scripts.long.report import report
@@ -202,14 +204,22 @@ def test_the_command_writes_a_page_and_can_write_it_again(tmp_path, capsys):
         assert ours == theirs, name
 
     found = json.loads(data.read_text())
-    planned = found["allocated_bytes"]
-    verdicts = lambda changed: [finding.verdict for finding in report(changed, planned, 0).findings[:3]]  # noqa: E731
-    assert verdicts(found) == [Verdict.PASS] * 3
-    assert verdicts(found | {"position": 1023})[0] is Verdict.FAIL
-    assert verdicts(found | {"allocated_bytes": planned | {"entries": 1}})[1] is Verdict.FAIL
-    late = found["marks"][0]
+    subject = Subject(options=RunOptions(prefill_chunk=300))
+    loaded = subject.load()
+    plan = Planner(subject.config, loaded.census, loaded.placement, subject.options, 0).plan(1024)
+    by_hand, call, late = found["allocated_bytes"], found["call_bytes"]["1024"], found["marks"][0]
     grown = [late | {"length": 32768}, late | {"length": 65536, "peak_bytes": late["peak_bytes"] + (5 << 20)}]
-    assert verdicts(found | {"marks": grown})[2] is Verdict.FAIL
+
+    def failed(changed, planned=plan):
+        return [f.what for f in report(found | changed, by_hand, planned).findings if f.verdict is Verdict.FAIL]
+
+    assert failed({}) == []
+    assert 0.5 * plan.call.nbytes < call <= plan.call.nbytes
+    assert failed({"position": 1023}) == ["position of the state at the end"]
+    assert failed({"allocated_bytes": by_hand | {"entries": 1}}) == ["bytes of all caches"]
+    assert failed({"marks": grown}) == ["the process grew from 32768 tokens to 65536"]
+    assert failed({"call_bytes": {"1024": plan.call.nbytes + 1}}) == ["tensors of a call before 1024 tokens"]
+    assert failed({}, replace(plan, caches={})) == ["the same as planned"]
 
     data.write_text(json.dumps(found | {"weights": "0"}))
     for arguments, words_of_it in (
