@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from typing import Final
 
 from model.config import LayerKind, ModelConfig
+from model.ranks import CHECKED, KEPT
 from runtime.plan.attention import attention
 from runtime.plan.experts import experts
 from runtime.plan.ops import F32
 from runtime.plan.sizes import Alive, Moment, Sizes, moment
 
+I32, I64 = 4, 8
 HEAD_ROWS: Final = 64  # rows of logits made at once, see `scripts.logits`; generation makes one
 
 
@@ -39,7 +41,36 @@ def moments(s: Sizes) -> list[Moment]:
 
 def largest(s: Sizes) -> Moment:
     """The moment of a call that takes the most."""
-    return max(moments(s), key=lambda one: one.nbytes)
+    compared = _compared(s)
+    found = [moment(one.name, one.parts, compared=compared) for one in moments(s)]
+    if s.ranks > 1:  # 64-bit words of a tile, their places, factors and products
+        streams = s.m * s.config.hc_mult * s.config.hidden_size * s.item
+        checked = 4 * I64 * min(CHECKED, max(streams, compared) // F32)
+        found.append(moment("agreement", {"streams": streams}, compared=compared, work=checked))
+    return max(found, key=lambda one: one.nbytes)
+
+
+def _compared(s: Sizes) -> int:
+    """What ranks keep until they compare it, see `Ranks.note`: of a long call one layer's, else those of all layers.
+
+    KV, entries, index keys, and where each rank makes it for all tokens the selection; streams are there anyway.
+    """
+    if s.ranks == 1:
+        return 0
+    layers = [_compared_of_layer(s, layer) for layer in range(s.config.num_hidden_layers)]
+    return max(layers) if s.t > KEPT else sum(layers)
+
+
+def _compared_of_layer(s: Sizes, layer: int) -> int:
+    c, kind = s.config, s.config.layer_kind(layer)
+    kv = s.t * c.head_dim * s.item
+    if kind is LayerKind.SWA:
+        return kv
+    entries = s.t // c.ratio(layer) + 1
+    if kind is LayerKind.HCA:
+        return kv + entries * c.head_dim * s.item
+    selected = 0 if s.tokens.split else s.t * min(c.index_topk, s.context // c.ratio(layer)) * I32
+    return kv + entries * (c.head_dim + c.index_head_dim) * s.item + selected
 
 
 def untiled_scores(config: ModelConfig, tokens: int, context: int) -> int:
