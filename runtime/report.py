@@ -13,6 +13,7 @@ from runtime.generate import Generation
 from runtime.load import Loaded
 from runtime.options import RunOptions
 from runtime.plan.planner import Planner
+from runtime.touched import touched_bytes
 
 
 def peak_memory(device: str) -> int:
@@ -74,12 +75,15 @@ def _planned(loaded: Loaded, options: RunOptions, state: State) -> dict[str, int
 def _ranks(loaded: Loaded, options: RunOptions) -> dict[str, Any]:
     """Who ran it: how tokens got to experts, which axes every rank holds whole, and bytes by rank."""
     model, ranks = loaded.model, loaded.model.arithmetic.ranks
-    here = torch.tensor([[sum(loaded.held.values()), peak_memory(options.device)]], device=model.device)
-    by_rank = ranks.whole(here, 0, evenly(ranks.size, ranks.rank, ranks.size))  # [ranks, 2]
+    touched = touched_bytes(loaded.directory)
+    numbers = [sum(loaded.held.values()), peak_memory(options.device), -1 if touched is None else touched]
+    here = torch.tensor([numbers], device=model.device)
+    by_rank = ranks.whole(here, 0, evenly(ranks.size, ranks.rank, ranks.size))  # [ranks, 3]
     return {
         "count": ranks.size,
         "dispatch_calls": dict(ranks.calls),
         "replicated": list(loaded.placement.replicated),
         "weight_bytes": by_rank[:, 0].tolist(),
         "peak_memory_bytes": by_rank[:, 1].tolist(),
+        "file_bytes_touched": None if touched is None else by_rank[:, 2].tolist(),
     }

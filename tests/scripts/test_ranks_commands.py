@@ -51,6 +51,8 @@ def test_two_ranks_say_what_one_says_and_say_it_once(tmp_path, capsys):
     ]
     assert max(ranks["weight_bytes"]) < alone["ranks"]["weight_bytes"][0] < sum(ranks["weight_bytes"])
     assert len(ranks["peak_memory_bytes"]) == 2
+    assert all(touched > 0 for touched in ranks["file_bytes_touched"])
+    assert len(ranks["file_bytes_touched"]) == 2
 
 
 @pytest.mark.slow
