@@ -124,5 +124,33 @@ class Fp4Keys(NamedTuple):
         return self.packed.shape[0], 2 * self.packed.shape[1]
 
 
-# Rows of a cache, [n, d]: a tensor in the run's dtype, or the planes of a narrow form.
-Rows = Tensor | Fp8Entries | Fp8Keys | Fp4Keys
+class RotatedRows(NamedTuple):
+    """Rows after a Hadamard rotation, as a norm and Lloyd-Max codes: 64 b + 2 bytes for V4's 512 columns at b bits."""
+
+    norm: Tensor  # [n] float16, the length of each row
+    codes: Tensor  # [n, d * bits / 8] uint8, packed as in `kernels.lloyd_max`
+    bits: int  # of a code: 1 to 8
+    signs: Tensor | None  # [d] float32, +1 or -1, applied before the rotation; shared by all rows, so not a plane
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[n, d], in values."""
+        return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
+
+
+# Rows of a cache, [n, d]: a tensor in the run's dtype, or the planes of a narrow form. All but the last hold what
+# `deployed` numerics rounds to, to the bit.
+Rows = Tensor | Fp8Entries | Fp8Keys | Fp4Keys | RotatedRows
+
+
+class Slots(NamedTuple):
+    """Rows that attention may see, some of which stand for many entries, and some for none."""
+
+    rows: Rows
+    bias: Tensor | None  # [n] float32, added to a row's logits; -inf: the row is empty. None: 0
+    hidden: int  # a token that has seen n entries sees the first ``n - hidden`` rows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[n, d], in values."""
+        return self.rows.shape[0], self.rows.shape[1]
