@@ -14,7 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kernels import blocked, reference
-from kernels.formats import Rows, Weight
+from kernels.formats import Rows, Slots, Weight
 
 
 class Ops(NamedTuple):
@@ -30,7 +30,7 @@ class Ops(NamedTuple):
     hadamard: Callable[[Tensor], Tensor]  # quantise
     pool: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # pool
     select: Callable[[Tensor, Tensor, Rows, int, int, int], Tensor]  # indexer
-    attend: Callable[[Tensor, Tensor, int, int, Rows | None, int, Tensor | None, Tensor], Tensor]  # attention
+    attend: Callable[[Tensor, Tensor, int, int, Rows | Slots | None, int, Tensor | None, Tensor], Tensor]  # attention
     hyper_weights: Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float], tuple[Tensor, Tensor, Tensor]]  # hyper
     head_weights: Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Tensor]  # hyper
     collapse: Callable[[Tensor, Tensor], Tensor]  # hyper

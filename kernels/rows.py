@@ -14,13 +14,13 @@ a group was rounded down to half of what the scale allows, and then all values o
 import torch
 from torch import Tensor
 
-from kernels import codes
-from kernels.formats import Fp4Keys, Fp8Entries, Fp8Keys, Rows
+from kernels import codes, rotation
+from kernels.formats import Fp4Keys, Fp8Entries, Fp8Keys, RotatedRows, Rows
 from kernels.reference.quantise import E2M1_MAX, E4M3_MAX, power_of_two_scale, quantise_fp8, round_e2m1
 
 __all__ = [
-    "Fp4Keys", "Fp8Entries", "Fp8Keys", "Rows", "first", "fp4_keys", "fp8_entries", "fp8_keys", "length", "nbytes",
-    "planes", "read", "take", "width", "write",
+    "Fp4Keys", "Fp8Entries", "Fp8Keys", "RotatedRows", "Rows", "first", "fp4_keys", "fp8_entries", "fp8_keys", "length",
+    "nbytes", "planes", "read", "read_turned", "take", "take_turned", "turned", "turned_back", "width", "write",
 ]  # fmt: skip
 
 ALIGNMENT = 8  # bytes; a row of Fp8Entries is padded to a multiple
@@ -39,7 +39,13 @@ def width(rows: Rows) -> int:
 
 def planes(rows: Rows) -> dict[str, Tensor]:
     """The tensors that hold the rows, [n, ...] each, by name; a tensor in the run's dtype is one plane, "rows"."""
-    return {"rows": rows} if isinstance(rows, Tensor) else rows._asdict()
+    match rows:
+        case Tensor():
+            return {"rows": rows}
+        case RotatedRows():
+            return rotation.planes(rows)
+        case _:
+            return rows._asdict()
 
 
 def nbytes(rows: Rows) -> int:
@@ -66,8 +72,33 @@ def take(rows: Rows, index: Tensor) -> Tensor:
             return _decoded(Fp8Keys(_gather(values, index), _gather(scale, index)))
         case Fp4Keys(packed, scale):
             return _decoded(Fp4Keys(_gather(packed, index), _gather(scale, index)))
+        case RotatedRows():
+            return rotation.take(rows, index)
         case _:
             return _gather(rows, index)
+
+
+def turned(rows: Rows, x: Tensor) -> Tensor:
+    """`x` [..., d] in the space in which `read_turned` gives rows: rotated as they are stored, or as it is.
+
+    Dot products are the same there, and a weighted sum of rows is turned back once, at its end.
+    """
+    return rotation.rotate(x, rows.signs) if isinstance(rows, RotatedRows) else x
+
+
+def turned_back(rows: Rows, y: Tensor) -> Tensor:
+    """Undo `turned`."""
+    return rotation.unrotate(y, rows.signs) if isinstance(rows, RotatedRows) else y
+
+
+def read_turned(rows: Rows, low: int, high: int) -> Tensor:
+    """`read`, in the space of `turned`: no row is rotated back."""
+    return rotation.read_rotated(rows, low, high) if isinstance(rows, RotatedRows) else read(rows, low, high)
+
+
+def take_turned(rows: Rows, index: Tensor) -> Tensor:
+    """`take`, in the space of `turned`: no row is rotated back."""
+    return rotation.take_rotated(rows, index) if isinstance(rows, RotatedRows) else take(rows, index)
 
 
 def fp8_entries(n: int, d: int, rope: int, device: torch.device) -> Fp8Entries:
@@ -113,6 +144,8 @@ def write(rows: Rows, start: int, x: Tensor) -> None:
             scales = power_of_two_scale(blocks.abs().amax(-1).clamp_min(E2M1_MAX * SMALLEST_SCALE), E2M1_MAX)
             scale.copy_(scales)
             packed.copy_(_packed((blocks / scales[..., None]).flatten(1)))
+        case RotatedRows():
+            rotation.write(part, 0, x)
         case _:
             part.copy_(x)
 
@@ -134,6 +167,8 @@ def _between(rows: Rows, low: int, high: int) -> Rows:
             return Fp8Keys(values[low:high], scale[low:high])
         case Fp4Keys(packed, scale):
             return Fp4Keys(packed[low:high], scale[low:high])
+        case RotatedRows(norm, packed):
+            return rows._replace(norm=norm[low:high], codes=packed[low:high])
         case _:
             return rows[low:high]
 
@@ -157,6 +192,8 @@ def _decoded(rows: Rows) -> Tensor:
             out = codes.e2m1(packed)
             out.unflatten(1, (-1, 32)).mul_(codes.e8m0(scale)[..., None])
             return out
+        case RotatedRows():
+            return rotation.read(rows, 0, rows.shape[0])
         case _:
             return rows
 

@@ -55,4 +55,8 @@ class Arithmetic(NamedTuple):
         """Round indexer queries or keys [..., index_head_dim]: Hadamard rotation, then E2M1 per 32 columns."""
         if not self.deployed:
             return x
-        return self.ops.simulate_fp4(self.ops.hadamard(x), 32)
+        return self.ops.simulate_fp4(self.turned_index(x), 32)
+
+    def turned_index(self, x: Tensor) -> Tensor:
+        """The rotation alone, for keys whose cache rounds them itself."""
+        return self.ops.hadamard(x) if self.deployed else x

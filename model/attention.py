@@ -117,7 +117,9 @@ class HcaAttention(Attention):
         assert isinstance(cache, HcaCache), f"HCA layer got {type(cache).__name__}"
         self.compressor(x, first, cache.frontier, cache.entries)
         ratio, entries = cache.frontier.ratio, cache.entries.view()
-        return self.arithmetic.ops.attend(q, cache.ring.data, first, self.window, entries, ratio, None, self.sink)
+        out = self.arithmetic.ops.attend(q, cache.ring.data, first, self.window, entries, ratio, None, self.sink)
+        cache.settle()
+        return out
 
 
 class CsaAttention(HcaAttention):
@@ -146,9 +148,13 @@ class CsaAttention(HcaAttention):
         self.compressor(x, first, cache.frontier, cache.entries)
         ratio, entries = cache.frontier.ratio, cache.entries.view()
         selected = self.indexer(x, latent, first, cache, cos, sin, tokens)
-        selected = tripwire.selection(self.layer, first, ratio, self.top_k, entries.shape[0], selected)
+        keyed, gone = cache.keys.used, cache.keys.evicted * ratio  # rows are those of the tokens from there on
+        selected = tripwire.selection(self.layer, first - gone, ratio, self.top_k, keyed, selected)
         self.arithmetic.taps(sites.SELECTED, self.layer, selected)
-        return self.arithmetic.ops.attend(q, cache.ring.data, first, self.window, entries, ratio, selected, self.sink)
+        rows = cache.entries.chosen(selected)
+        out = self.arithmetic.ops.attend(q, cache.ring.data, first, self.window, entries, ratio, rows, self.sink)
+        cache.settle()
+        return out
 
 
 def build_attention(

@@ -10,8 +10,9 @@ from torch import Tensor
 from kernels.formats import Dense
 from model import sites, tripwire
 from model.arithmetic import Arithmetic
-from model.cache.entries import Entries
 from model.cache.frontier import Frontier
+from model.cache.layers import AnyEntries, AnyKeys
+from model.cache.variants import Shard
 from model.config import ModelConfig
 from model.decode import Weights
 from model.rope import Rotation
@@ -41,16 +42,16 @@ class _Projections:
         return kv, gate.add_(bias)
 
 
-def _append(site: Site, layer: int, first: int, rows: Tensor, entries: Entries) -> None:
+def _append(site: Site, layer: int, first: int, rows: Tensor, entries: AnyEntries | AnyKeys) -> None:
     """Append finite rows [n, d] that fit, and that the form they are stored in holds exactly."""
     tripwire.width(site.name, layer, entries.data, rows.shape[1])
-    tripwire.room(site.name, layer, first, entries.count + rows.shape[0], entries.data.shape[0])
+    tripwire.room(site.name, layer, first, entries.used + rows.shape[0], entries.data.shape[0])
     tripwire.finite(site.name, layer, first, rows)
     entries.append(rows)
-    tripwire.stored(site.name, layer, entries.count - rows.shape[0], rows, entries.data)
+    tripwire.stored(site.name, layer, entries.used - rows.shape[0], rows, entries.data)
 
 
-def _in_step(site: Site, layer: int, position: int, frontier: Frontier, entries: Entries) -> None:
+def _in_step(site: Site, layer: int, position: int, frontier: Frontier, entries: AnyEntries | AnyKeys) -> None:
     """Trip unless every window before `position` has its entry and the rest of the tokens are in the frontier."""
     tripwire.count(f"{site.name}, rows", layer, position, entries.count, position // frontier.ratio)
     tripwire.count(f"{site.name}, open window", layer, position, frontier.filled, position % frontier.ratio)
@@ -64,15 +65,18 @@ class MainCompressor:
     ) -> None:
         self.project = _Projections(f"layers.{layer}.attn.compressor", weights, arithmetic)
         self.arithmetic, self.rotation, self.layer = arithmetic, rotation, layer
+        self.coded = isinstance(arithmetic.formats.variant(layer), Shard)  # the cache rounds, and from the unrounded
         self.eps, self.rope_dim = config.rms_norm_eps, config.qk_rope_head_dim
 
-    def __call__(self, x: Tensor, first: int, frontier: Frontier, entries: Entries) -> None:
+    def __call__(self, x: Tensor, first: int, frontier: Frontier, entries: AnyEntries) -> None:
         """Append the entries that tokens x [t, hidden] at positions ``first ..`` complete."""
         ops = self.arithmetic.ops
         for pooled in frontier.push(*self.project(x, first), ops.pool):  # [n, head_dim] float32
             rows = ops.rms_norm(pooled.to(self.arithmetic.dtype), self.project.norm, self.eps)
             cos, sin = self.rotation.at(entries.count * frontier.ratio, rows.shape[0], frontier.ratio)
-            rows = self.arithmetic.rounded_kv(ops.rotate(rows, cos, sin), self.rope_dim)
+            rows = ops.rotate(rows, cos, sin)
+            if not self.coded:
+                rows = self.arithmetic.rounded_kv(rows, self.rope_dim)
             _append(sites.ENTRY, self.layer, first, rows, entries)
             self.arithmetic.ranks.note(sites.ENTRY.name, self.layer, rows)
             self.arithmetic.taps(sites.ENTRY, self.layer, rows)
@@ -87,9 +91,10 @@ class IndexerKeyCompressor:
     ) -> None:
         self.project = _Projections(f"layers.{layer}.attn.indexer.compressor", weights, arithmetic)
         self.arithmetic, self.rotation, self.layer = arithmetic, rotation, layer
+        self.coded = isinstance(arithmetic.formats.variant(layer), Shard)  # the cache rounds, and from the unrounded
         self.eps, self.width = config.rms_norm_eps, config.index_head_dim
 
-    def __call__(self, x: Tensor, first: int, frontier: Frontier, keys: Entries) -> None:
+    def __call__(self, x: Tensor, first: int, frontier: Frontier, keys: AnyKeys) -> None:
         """Append the keys that tokens x [t, hidden] at positions ``first ..`` complete."""
         ops = self.arithmetic.ops
         for pooled in frontier.push(*self.project(x, first), ops.pool):  # [n, index_head_dim] float32
@@ -97,7 +102,7 @@ class IndexerKeyCompressor:
             cos, sin = self.rotation.at(keys.count * frontier.ratio, rows.shape[0], frontier.ratio)
             rows = ops.rotate(rows, cos, sin)
             self.arithmetic.taps(sites.INDEX_KEY, self.layer, rows)
-            rows = self.arithmetic.rounded_index(rows)
+            rows = self.arithmetic.turned_index(rows) if self.coded else self.arithmetic.rounded_index(rows)
             _append(sites.INDEX_KEY_USED, self.layer, first, rows, keys)
             self.arithmetic.ranks.note(sites.INDEX_KEY_USED.name, self.layer, rows)
             self.arithmetic.taps(sites.INDEX_KEY_USED, self.layer, rows)

@@ -72,7 +72,8 @@ class Indexer:
         tripwire.finite(sites.INDEX_QUERY_USED.name, self.layer, first, q)
         tripwire.finite(sites.INDEX_WEIGHTS.name, self.layer, first, head_weights)
         q, head_weights = tokens.of(ranks.whole(q, 1, heads)), tokens.of(ranks.whole(head_weights, 1, heads))
-        selected = self.arithmetic.ops.select(q, head_weights, keys, first + tokens.start, ratio, self.top_k)
+        since = first + tokens.start - cache.keys.evicted * ratio  # the first key is that of the first entry from there
+        selected = self.arithmetic.ops.select(q, head_weights, keys, since, ratio, self.top_k)
         if not tokens.split:
             ranks.note(sites.SELECTED.name, self.layer, selected)
         return ranks.whole(selected, 0, tokens)

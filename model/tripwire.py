@@ -10,12 +10,17 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.rows import Rows, read
+from kernels.lloyd_max import distortion
+from kernels.rows import RotatedRows, Rows, read
 
 # Of Sinkhorn's columns, whose last step divides by (sum + eps): eps = 1e-6, and fp32 rounding. Over a million random
 # matrices, with logits of up to 50 sigma, 20 iterations leave at most 1.3e-6. (One or two may
 # leave more than this bound; no published model takes so few.)
 COLUMN_TOLERANCE = 1e-5
+# Of a coded row's squared error, beside twice what its codebook makes of a normal distribution: the few columns of a
+# row that lie beyond the last centroid.
+CODED_TOLERANCE = 0.02
+SMALLEST_LENGTH = 2.0**-14  # of a coded row; below, float16 holds its length less and less well
 WEIGHT_TOLERANCE = 1e-5  # of the sum of routing weights, as a share of the route scale: fp32 rounding of k terms
 
 
@@ -161,12 +166,26 @@ def stored(site: str, layer: int, first: int, new: Tensor, rows: Rows) -> None:
     """
     if isinstance(rows, Tensor):
         return
+    if isinstance(rows, RotatedRows):
+        _coded(site, layer, first, new, rows)
+        return
     back, wanted = read(rows, first, first + new.shape[0]), new.float()
     if torch.equal(back.view(torch.int32), wanted.view(torch.int32)):
         return
     row, column = (back.view(torch.int32) != wanted.view(torch.int32)).nonzero()[0].tolist()
     measured = f"row {first + row}, column {column} comes back as {back[row, column]:.9g} from {type(rows).__name__}"
     raise Tripwire(site, layer, None, measured, f"{wanted[row, column]:.9g}, as written")
+
+
+def _coded(site: str, layer: int, first: int, new: Tensor, rows: RotatedRows) -> None:
+    """Trip where a coded row comes back farther off than its codebook allows."""
+    off = read(rows, first, first + new.shape[0]) - new.float()
+    error = off.square().sum(1) / new.float().square().sum(1).clamp_min(SMALLEST_LENGTH**2)
+    allowed = 2 * distortion(rows.bits) + CODED_TOLERANCE
+    if not bool((error <= allowed).all()):  # NaN is not
+        row = int((~(error <= allowed)).nonzero()[0])
+        measured = f"row {first + row} comes back {error[row]:.3g} off, as a share of its squared length"
+        raise Tripwire(site, layer, None, measured, f"at most {allowed:.3g} with {rows.bits} bits")
 
 
 def columns(site: str, layer: int, first: int, comb: Tensor, eps: float) -> None:

@@ -12,9 +12,8 @@ from torch import Tensor
 from kernels.formats import Dense, Fp4, Fp8, Weight
 from kernels.reference import rope
 from model.attention import Attention, CsaAttention, HcaAttention
-from model.cache.entries import Entries
 from model.cache.frontier import Frontier
-from model.cache.layers import CsaCache, HcaCache, LayerCache
+from model.cache.layers import AnyEntries, AnyKeys, CsaCache, HcaCache, LayerCache
 from model.cache.window import WindowRing
 from model.compressor import IndexerKeyCompressor, MainCompressor
 from model.config import LayerKind
@@ -148,13 +147,13 @@ def no_inverse_rotation(model: Transformer) -> None:
 
 
 class _LosesFrontier(MainCompressor):
-    def __call__(self, x: Tensor, first: int, frontier: Frontier, entries: Entries) -> None:
+    def __call__(self, x: Tensor, first: int, frontier: Frontier, entries: AnyEntries) -> None:
         _forget(frontier)
         super().__call__(x, first, frontier, entries)
 
 
 class _LosesKeyFrontier(IndexerKeyCompressor):
-    def __call__(self, x: Tensor, first: int, frontier: Frontier, keys: Entries) -> None:
+    def __call__(self, x: Tensor, first: int, frontier: Frontier, keys: AnyKeys) -> None:
         _forget(frontier)
         super().__call__(x, first, frontier, keys)
 

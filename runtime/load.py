@@ -18,6 +18,7 @@ from model.decode import bind, fingerprint, headers_digest
 from model.errors import CheckpointError, ConfigError
 from model.ranks import ALONE, Group, Ranks, evenly
 from model.transformer import Transformer
+from runtime.kv import variants
 from runtime.memory import check_fits
 from runtime.options import RunOptions, check_deployed
 from runtime.placement import Placement, place
@@ -49,6 +50,7 @@ def read_config(directory: Path, options: RunOptions) -> ModelConfig:
     config = ModelConfig.from_file(directory / "config.json")
     if options.numerics == "deployed":
         check_deployed(config)
+    variants(options.kv, config)
     return config
 
 
@@ -83,7 +85,7 @@ def load(
     planner = Planner(config, counted, placement, options, group.rank)
     check_fits(planner, context or 1, str(directory), processes=_ranks_here(ranks, device))
     weights = bind(checkpoint, counted, device, held=lambda name, rows: placement.rows(name, rows, group.rank))
-    model = Transformer(config, weights, options.arithmetic(ops, ranks))
+    model = Transformer(config, weights, options.arithmetic(ops, ranks, config))
     if unread := weights.unread():  # a parameter that no layer asked for is a layer that was not built
         raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
     return Loaded(model, counted, _fingerprint(checkpoint, ranks, device), directory, placement, weights.handed())

@@ -12,6 +12,7 @@ from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
 from model.ranks import Ranks
 from model.sites import Taps
+from runtime.kv import variants
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 NUMERICS = ("deployed", "plain")
@@ -28,6 +29,7 @@ class RunOptions:
     entry_format: str = "dtype"  # of compressed entries: dtype | fp8
     key_format: str = "dtype"  # of index keys: dtype | fp8 | fp4
     dispatch: str = "auto"  # with several ranks: all-reduce | all-to-all | auto
+    kv: tuple[str, ...] = ()  # how layers remember: rules of `runtime.kv`; none: every layer in full
 
     def __post_init__(self) -> None:
         """Refuse cache formats that do not hold the values of this numerics and dtype: ConfigError naming the flag."""
@@ -43,15 +45,18 @@ class RunOptions:
                 f" --dtype {self.dtype}"
             )
 
-    def arithmetic(self, ops: Ops, ranks: Ranks) -> Arithmetic:
+    def formats(self, config: ModelConfig) -> CacheFormats:
+        """How caches are stored; ConfigError for a rule of `kv` that does not fit the model."""
+        return CacheFormats(DTYPES[self.dtype], self.entry_format, self.key_format, variants(self.kv, config))
+
+    def arithmetic(self, ops: Ops, ranks: Ranks, config: ModelConfig) -> Arithmetic:
         """Return what the model computes with."""
-        dtype = DTYPES[self.dtype]
-        formats = CacheFormats(dtype, self.entry_format, self.key_format)
-        return Arithmetic(ops, self.numerics == "deployed", dtype, formats, ranks, Taps(ranks))
+        formats = self.formats(config)
+        return Arithmetic(ops, self.numerics == "deployed", formats.dtype, formats, ranks, Taps(ranks))
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
-        return asdict(self)
+        return asdict(self) | {"kv": list(self.kv)}
 
 
 def check_deployed(config: ModelConfig) -> None:

@@ -1,9 +1,9 @@
 """Saving a sequence's state to safetensors and loading it back, bound to the model it came from.
 
 The file holds, layer by layer, what `model.cache` says must survive, and as metadata: the fingerprints of config and
-weights, numerics, dtype, cache formats, position, the chosen token that is still to be run, and a checksum of all of
-it. A file that does not match in every point is refused. Capacity and chunk are not part of it: a larger state may take
-it.
+weights, numerics, dtype, cache formats and variants, position, the chosen token that is still to be run, and a checksum
+of all of it. A file that does not match in every point is refused. Capacity and chunk are not part of it: a larger
+state may take it.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from model.errors import StateError
 from model.state import State
 from runtime.load import Loaded
 
-FORMAT = "fathom-state-2"  # 2: cache formats
+FORMAT = "fathom-state-3"  # 2: cache formats; 3: variants
 
 
 class Saved(NamedTuple):
@@ -137,6 +137,7 @@ def _binding(loaded: Loaded) -> dict[str, str]:
         "dtype": str(arithmetic.dtype),
         "entry_format": arithmetic.formats.entries,
         "key_format": arithmetic.formats.keys,
+        "kv": " ".join(map(str, arithmetic.formats.variants)),
     }
 
 

@@ -59,6 +59,14 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
         help="on several ranks, how tokens get to those that hold their experts: all-reduce (each has all tokens),"
         " all-to-all (each has its own), or auto, by the number of tokens (default)",
     )
+    p.add_argument(
+        "--kv",
+        action="append",
+        default=[],
+        metavar="LAYERS=VARIANT",
+        help="how layers remember what is older than their window, as in all=shard, hca=coda:window=128 or"
+        " 3,5-9=shard:bits=8; may come several times, the later counts (default all=full)",
+    )
 
 
 def add_rank_timeout(p: argparse.ArgumentParser) -> None:
@@ -82,7 +90,9 @@ def _timeout(text: str) -> float:
 def run_options(args: argparse.Namespace) -> RunOptions:
     """Return what `add_run_options` parsed."""
     formats = args.entry_format, args.key_format
-    return RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.dispatch)
+    return RunOptions(
+        args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.dispatch, tuple(args.kv)
+    )
 
 
 def writable(path: Path | None) -> None:

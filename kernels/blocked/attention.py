@@ -2,9 +2,10 @@
 
 Tokens are taken a few at a time. For these, keys arrive in tiles (at most two row ranges of the ring, then entries)
 and are folded into a running softmax (peak, total, accumulator, all fp32), so no logits and no gathered rows beyond
-one tile ever exist; entries in a narrow form are decoded tile by tile as well. A token's result depends on the tiles
-it fell into by rounding alone. Rows that no token of the tile may see are not read, whatever they hold; NaN in any
-other row reaches every token of the tile, which may be more than saw it, but never fewer.
+one tile ever exist; entries in a narrow form are decoded tile by tile as well. Those that are stored rotated are never
+rotated back: queries and window are rotated to them, and the result once at its end. A token's result depends on the
+tiles it fell into by rounding alone. Rows that no token of the tile may see are not read, whatever they hold; NaN in
+any other row reaches every token of the tile, which may be more than saw it, but never fewer.
 
 Selected entries can be read in two ways: as masked tiles of all visible ones, or gathered row by row. Time of gathering
 over time of masking, by visible entries over top-k (``python -m scripts.bench attend``, one core of an AVX-512 Xeon,
@@ -28,7 +29,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.rows import Rows, length, read, take, width
+from kernels.formats import Slots
+from kernels.rows import Rows, length, read_turned, take_turned, turned, turned_back, width
 
 ROWS = 1024  # (token, head) pairs per tile
 LOGITS = 1 << 19  # numbers in a tile of logits: 2 MiB
@@ -49,7 +51,7 @@ def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks 
     ring: Tensor,
     first: int,
     window: int,
-    entries: Rows | None,
+    entries: Rows | Slots | None,
     ratio: int,
     selected: Tensor | None,
     sink: Tensor,
@@ -68,16 +70,19 @@ def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks 
     assert capacity >= window + t - 1, f"a ring of {capacity} cannot hold window {window} and {t} new tokens"
     out = torch.empty_like(q)
     tokens = max(1, ROWS // h)
+    slots = Slots(ring[:0], None, 0) if entries is None else entries
+    slots = slots if isinstance(slots, Slots) else Slots(slots, None, 0)
     for start in range(0, t, tokens):
         stop = min(start + tokens, t)
-        scaled = q[start:stop].float() * d**-0.5
+        scaled = turned(slots.rows, q[start:stop].float() * d**-0.5)
         state = _begin(scaled, sink)
         for keys, seen in _window_tiles(ring, first + start, first + stop, window, _tile(scaled)):
-            _accumulate(state, scaled, keys, seen)
+            _accumulate(state, scaled, turned(slots.rows, keys), seen)
         if entries is not None:
             rows = None if selected is None else selected[start:stop]
-            _attend_entries(state, scaled, entries, first + start, ratio, rows, dense_up_to)
-        out[start:stop] = state.value / state.total[..., None]
+            visible = _visible(first + start, first + stop, ratio, slots)
+            _attend_entries(state, scaled, slots, visible, rows, dense_up_to)
+        out[start:stop] = turned_back(slots.rows, state.value / state.total[..., None])
     return out
 
 
@@ -100,13 +105,16 @@ def _begin(q: Tensor, sink: Tensor) -> _Softmax:
     return _Softmax(peak.expand(shape).clone(), total.expand(shape).clone(), torch.zeros_like(q))
 
 
-def _accumulate(state: _Softmax, q: Tensor, keys: Tensor, seen: Tensor | None) -> None:
+def _accumulate(state: _Softmax, q: Tensor, keys: Tensor, seen: Tensor | None, bias: Tensor | None = None) -> None:
     """Fold one tile of keys into the running softmax of tokens `q` [t, h, d], scaled by d^-0.5.
 
     `keys` is [m, d], shared by the tokens, or [t, m, d]; `seen` [t, m] says which token sees which key, None: all do.
+    `bias`, [m] or [t, 1, m], is added to the logits.
     """
     keys = keys.float()
     logits = q @ keys.mT  # [t, h, m]
+    if bias is not None:
+        logits += bias
     if seen is not None:
         logits.masked_fill_(~seen[:, None], float("-inf"))
     peak = torch.maximum(state.peak, logits.amax(-1))
@@ -134,50 +142,58 @@ def _window_tiles(
         low = high
 
 
+def _visible(start: int, stop: int, ratio: int, slots: Slots) -> list[int]:
+    """How many rows each position from `start` to `stop` - 1 sees: ascending."""
+    n = length(slots.rows)
+    return [max(0, min((position + 1) // ratio - slots.hidden, n)) for position in range(start, stop)]
+
+
+def _bias(slots: Slots, index: slice | Tensor) -> Tensor | None:
+    """Biases of a tile of rows, [m], or of rows `index` [t, m] as [t, 1, m]: to be added to logits [t, h, m]."""
+    if slots.bias is None:
+        return None
+    return slots.bias[index] if isinstance(index, slice) else slots.bias[index.long()][:, None]
+
+
 def _attend_entries(
-    state: _Softmax,
-    q: Tensor,
-    entries: Rows,
-    start: int,
-    ratio: int,
-    selected: Tensor | None,
-    dense_up_to: float,
+    state: _Softmax, q: Tensor, entries: Slots, visible: list[int], selected: Tensor | None, dense_up_to: float
 ) -> None:
-    """Fold in the entries that positions from `start` on see."""
-    t, n = q.shape[0], length(entries)
-    visible = ((torch.arange(start, start + t, device=q.device) + 1) // ratio).clamp(max=n)[:, None]  # [t, 1]
-    fewest, most = min((start + 1) // ratio, n), min((start + t) // ratio, n)
+    """Fold in the entries that tokens `q` [t, h, d] see, of each so many as `visible` says."""
+    fewest, most = visible[0], visible[-1]
     if most == 0:
         return
+    seen_by = torch.tensor(visible, device=q.device)[:, None]  # [t, 1]
     tile = _tile(q)
     if selected is None:
         for low in range(0, most, tile):
             high = min(low + tile, most)
             entry = torch.arange(low, high, device=q.device)
-            _accumulate(state, q, read(entries, low, high), None if high <= fewest else entry < visible)
+            seen = None if high <= fewest else entry < seen_by
+            _accumulate(state, q, read_turned(entries.rows, low, high), seen, _bias(entries, slice(low, high)))
         return
-    valid = (selected >= 0) & (selected < visible)  # [t, k]
+    valid = (selected >= 0) & (selected < seen_by)  # [t, k]
     if most <= dense_up_to * selected.shape[1]:
         # One column beyond the last takes all that is invalid. Bounded: at most DENSE_UP_TO * k bytes per token.
-        seen = torch.zeros(t, most + 1, dtype=torch.bool, device=q.device)
-        seen.scatter_(1, torch.where(valid, selected, most).long(), value=True)
+        chosen = torch.zeros(len(visible), most + 1, dtype=torch.bool, device=q.device)
+        chosen.scatter_(1, torch.where(valid, selected, most).long(), value=True)
         for low in range(0, most, tile):
             high = min(low + tile, most)
-            _accumulate(state, q, read(entries, low, high), seen[:, low:high])
+            part = chosen[:, low:high]
+            _accumulate(state, q, read_turned(entries.rows, low, high), part, _bias(entries, slice(low, high)))
     else:
         _attend_gathered(state, q, entries, torch.where(valid, selected, 0), valid)
 
 
-def _attend_gathered(state: _Softmax, q: Tensor, entries: Rows, index: Tensor, valid: Tensor) -> None:
+def _attend_gathered(state: _Softmax, q: Tensor, entries: Slots, index: Tensor, valid: Tensor) -> None:
     """Fold in entries `index` [t, k] row by row; where not `valid`, the index is any entry that may be read."""
     t, k = index.shape
-    d = width(entries)
+    d = width(entries.rows)
     keys = min(k, 256)
     tokens = max(1, KEYS // (keys * d))
     for start in range(0, t, tokens):
         part = slice(start, start + tokens)
         for low in range(0, k, keys):
             chosen = index[part, low : low + keys]  # [t, m]
-            rows = take(entries, chosen.flatten()).unflatten(0, chosen.shape)  # [t, m, d]
+            rows = take_turned(entries.rows, chosen.flatten()).unflatten(0, chosen.shape)  # [t, m, d]
             tile = _Softmax(state.peak[part], state.total[part], state.value[part])
-            _accumulate(tile, q[part], rows, valid[part, low : low + keys])
+            _accumulate(tile, q[part], rows, valid[part, low : low + keys], _bias(entries, chosen))

@@ -45,6 +45,7 @@ def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, 
 
     A NaN score leaves open which entries its row selects; they are visible and distinct all the same.
     """
+    q = rows.turned(keys, q)
     t, h, d = q.shape
     n = rows.length(keys)
     width = min(k, n)
@@ -92,7 +93,7 @@ def _scores(q: Tensor, head_weights: Tensor, keys: Rows, low: int, high: int) ->
     step = max(1, min(PER_HEAD // (t * h), KEYS // d))
     for start in range(low, high, step):
         stop = min(start + step, high)
-        per_head = (q @ rows.read(keys, start, stop).float().T).relu_()  # [t, h, m]
+        per_head = (q @ rows.read_turned(keys, start, stop).float().T).relu_()  # [t, h, m]
         out[:, start - low : stop - low] = (head_weights[:, None] @ per_head)[:, 0]
     return out
 
@@ -113,7 +114,7 @@ def _best_bounded(q: Tensor, head_weights: Tensor, keys: Rows, seen: Tensor, k: 
     low, step, waiting = 0, 4 * k, 0
     while low < most and not hard.all():
         high = min(low + step, most)
-        tile = index_bound.round_keys(rows.read(keys, low, high))
+        tile = index_bound.round_keys(rows.read_turned(keys, low, high))
         limit = torch.fmax(_least(best), reached).masked_fill_(hard, torch.inf)
         for token, column in _pieces(index_bound.passing(queries, tile, limit, room)):
             pending.append((token, column + low))
@@ -144,7 +145,7 @@ def _reached(q: Tensor, head_weights: Tensor, keys: Rows, queries: Queries, room
     count = min(RECENT, PAIRS // t, fewest)
     if count < 2 * k:
         return torch.full((t,), torch.nan, device=q.device)
-    recent = index_bound.round_keys(rows.read(keys, fewest - count, fewest))
+    recent = index_bound.round_keys(rows.read_turned(keys, fewest - count, fewest))
     entry = index_bound.largest(queries, recent, room, k).flatten() + (fewest - count)
     token = torch.arange(t, device=q.device).repeat_interleave(k)
     least = _scores_of(q, head_weights, keys, token, entry).view(t, k).amin(1)
@@ -179,7 +180,7 @@ def _scores_of(q: Tensor, head_weights: Tensor, keys: Rows, token: Tensor, entry
     step = max(1, SCORED // (BLOCK * d))
     for low in range(0, owner.numel(), step):
         some = owner[low : low + step]
-        key = rows.take(keys, entries[low * BLOCK : (low + step) * BLOCK]).float().view(-1, BLOCK, d)
+        key = rows.take_turned(keys, entries[low * BLOCK : (low + step) * BLOCK]).float().view(-1, BLOCK, d)
         per_head = torch.bmm(key, q[some].float().mT).relu_()  # [b, BLOCK, h]
         scores[low : low + step] = (per_head * head_weights[some, None]).sum(-1)
     out = torch.empty_like(token, dtype=torch.float32)

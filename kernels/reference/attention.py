@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.formats import Rows
+from kernels.formats import Rows, Slots
 from kernels.reference.rows import decode
 
 
@@ -12,7 +12,7 @@ def attend(
     ring: Tensor,
     first: int,
     window: int,
-    entries: Rows | None,
+    entries: Rows | Slots | None,
     ratio: int,
     selected: Tensor | None,
     sink: Tensor,
@@ -20,7 +20,8 @@ def attend(
     """Attend from each token to its window and to compressed entries; keys are values, one KV head for all.
 
     Equation: ``o[t, h] = sum_j exp(l_j) kv_j / (exp(sink_h) + sum_j exp(l_j))`` with ``l_j = q[t, h] . kv_j d^-0.5``
-    over the keys that token t sees. The sink is in the denominator only: it has no value.
+    over the keys that token t sees. The sink is in the denominator only: it has no value. The logit of a row of
+    `entries` has the row's bias added.
 
     Parameters
     ----------
@@ -34,7 +35,8 @@ def attend(
     window
         Tokens seen, the token itself included: positions ``p - window + 1 .. p``.
     entries
-        [n, d] compressed entries in their stored form, or None for a layer without.
+        [n, d] compressed entries in their stored form, or None for a layer without. `Slots` say what is added to the
+        logits of each row, and by how many entries rows lag behind.
     ratio
         Tokens per entry: entry e is seen from position p when ``e < (p + 1) // ratio``. Read only with `entries`.
     selected
@@ -53,15 +55,19 @@ def attend(
     capacity = ring.shape[0]
     assert capacity >= window + t - 1, f"a ring of {capacity} cannot hold window {window} and {t} new tokens"
     out = torch.empty_like(q)
-    wide = None if entries is None else decode(entries)  # [n, d]
+    slots = Slots(entries, None, 0) if entries is not None and not isinstance(entries, Slots) else entries
+    wide = None if slots is None else decode(slots.rows)  # [n, d]
     for i in range(t):
         position = first + i
         oldest = max(0, position - window + 1)
-        slots = torch.arange(oldest, position + 1, device=q.device) % capacity
-        keys = ring[slots].float()  # [<= window, d]
-        if wide is not None:
-            keys = torch.cat((keys, wide[_seen(i, position, wide.shape[0], ratio, selected)]))
+        recent = torch.arange(oldest, position + 1, device=q.device) % capacity
+        keys = ring[recent].float()  # [<= window, d]
+        if slots is not None and wide is not None:
+            seen = _seen(i, (position + 1) // ratio - slots.hidden, wide.shape[0], selected)
+            keys = torch.cat((keys, wide[seen]))
         logits = q[i].float() @ keys.T * d**-0.5  # [h, keys]
+        if slots is not None and slots.bias is not None:
+            logits[:, len(recent) :] += slots.bias[seen]
         peak = torch.maximum(logits.amax(-1), sink.clamp(max=torch.finfo(torch.float32).max))  # [h], never inf - inf
         mass = torch.exp(logits - peak[:, None])
         total = mass.sum(-1) + torch.exp(sink - peak)
@@ -69,8 +75,8 @@ def attend(
     return out
 
 
-def _seen(i: int, position: int, n: int, ratio: int, selected: Tensor | None) -> Tensor:
-    visible = min((position + 1) // ratio, n)
+def _seen(i: int, visible: int, n: int, selected: Tensor | None) -> Tensor:
+    visible = max(0, min(visible, n))
     if selected is None:
         return torch.arange(visible)
     row = selected[i].long()

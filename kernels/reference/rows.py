@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
-from kernels.formats import Fp4Keys, Fp8Entries, Fp8Keys, Rows
+from kernels.formats import Fp4Keys, Fp8Entries, Fp8Keys, RotatedRows, Rows
 from kernels.reference.formats import e2m1, e8m0
+from kernels.reference.lloyd_max import codebook
+from kernels.reference.quantise import hadamard
 
 
 def decode(rows: Rows) -> Tensor:
@@ -12,6 +14,7 @@ def decode(rows: Rows) -> Tensor:
 
     Equations: Fp8Entries ``v[i, j] s[i, j // 64]`` and the rope dims as they are, Fp8Keys ``v[i, j] s[i]``, Fp4Keys
     ``v[i, j] s[i, j // 32]``. Scales are powers of two, so that a product keeps the few mantissa bits of its value.
+    RotatedRows ``s H(c[code]) |x| d^-0.5``, H the normalised Hadamard matrix, c the centroids, s the signs.
 
     Parameters
     ----------
@@ -32,5 +35,12 @@ def decode(rows: Rows) -> Tensor:
             return values.float() * scale[:, None]
         case Fp4Keys(packed, scale):
             return e2m1(packed) * e8m0(scale).repeat_interleave(32, 1)
+        case RotatedRows(norm, packed, bits, signs):
+            d = rows.shape[1]
+            place = torch.arange(d * bits, device=packed.device)
+            bit = packed[:, place // 8].int() >> (place % 8) & 1  # [n, d * bits]
+            code = (bit.unflatten(1, (d, bits)) << torch.arange(bits, device=packed.device)).sum(-1)
+            turned = hadamard(codebook(bits, packed.device)[code] * (norm.float()[:, None] * d**-0.5))
+            return turned if signs is None else turned * signs
         case _:
             return rows.float()

@@ -23,6 +23,23 @@ class Entries:
         self.ratio, self.data = ratio, data
         self.count = 0
 
+    @property
+    def used(self) -> int:
+        """Rows in use."""
+        return self.count
+
+    @property
+    def evicted(self) -> int:
+        """Entries that are no row of their own any more: none, ever."""
+        return 0
+
+    def settle(self) -> None:
+        """Nothing to evict when a call has attended."""
+
+    def chosen(self, selected: Tensor) -> Tensor:
+        """Rows for a selection [t, k] of entries: these."""
+        return selected
+
     def append(self, new: Tensor) -> None:
         """Add [n, d] rows, rounded to the form they are stored in; CapacityError when they do not fit."""
         end = self._room_for(new.shape[0])

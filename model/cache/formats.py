@@ -21,6 +21,7 @@ import torch
 
 from kernels import rows
 from kernels.rows import Rows
+from model.cache.variants import Full, Variant
 
 ENTRY_FORMATS = ("dtype", "fp8")
 KEY_FORMATS = ("dtype", "fp8", "fp4")
@@ -32,6 +33,11 @@ class CacheFormats(NamedTuple):
     dtype: torch.dtype  # of the run's activations; the SWA rings are always stored in it
     entries: str  # one of ENTRY_FORMATS: compressed entries of CSA and HCA layers
     keys: str  # one of KEY_FORMATS: index keys of CSA layers
+    variants: tuple[Variant, ...] = ()  # how each layer remembers; none are given: all are `Full`
+
+    def variant(self, layer: int) -> Variant:
+        """How a layer remembers."""
+        return self.variants[layer] if self.variants else Full()
 
     def entry_rows(self, n: int, head_dim: int, rope_dim: int, device: torch.device) -> Rows:
         """Allocate `n` entries of `head_dim` columns, of which the last `rope_dim` are rotated."""

@@ -9,11 +9,19 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels.rotation import rotated_rows
+from model.cache.banked_entries import BankedEntries, NewestKeys
 from model.cache.entries import Entries
 from model.cache.formats import CacheFormats
 from model.cache.frontier import Frontier
+from model.cache.variants import Coda, Shard
 from model.cache.window import WindowRing
 from model.config import LayerKind, ModelConfig
+
+SIGNS = 0  # seed of the signs before the rotation of coded rows: those of every run, so that states can be exchanged
+
+AnyEntries = Entries | BankedEntries
+AnyKeys = Entries | NewestKeys
 
 
 class Component(Protocol):
@@ -83,9 +91,20 @@ class HcaCache(LayerCache):
         super().__init__(config, layer, max_context, chunk, formats, device)
         ratio = config.ratio(layer)
         n, d, rope = max_context // ratio, config.head_dim, config.qk_rope_head_dim
-        self.entries = Entries(ratio, formats.entry_rows(n, d, rope, device))
+        self.entries: AnyEntries
+        match formats.variant(layer):
+            case Coda() as coda:
+                self.entries = BankedEntries(ratio, coda, d, rope, chunk, formats.dtype, device)
+            case Shard(bits):
+                self.entries = Entries(ratio, rotated_rows(n, d, bits, device, SIGNS))
+            case _:
+                self.entries = Entries(ratio, formats.entry_rows(n, d, rope, device))
         self.frontier = Frontier(ratio, config.head_dim, overlap=self.overlap, device=device)
         self.components |= {"entries": self.entries, "frontier": self.frontier}
+
+    def settle(self) -> None:
+        """Evict what may go when all tokens of a call have attended."""
+        self.entries.settle()
 
 
 class CsaCache(HcaCache):
@@ -97,10 +116,22 @@ class CsaCache(HcaCache):
         self, config: ModelConfig, layer: int, max_context: int, chunk: int, formats: CacheFormats, device: torch.device
     ) -> None:
         super().__init__(config, layer, max_context, chunk, formats, device)
-        ratio = config.ratio(layer)
-        self.keys = Entries(ratio, formats.key_rows(max_context // ratio, config.index_head_dim, device))
+        ratio, width = config.ratio(layer), config.index_head_dim
+        self.keys: AnyKeys
+        match formats.variant(layer):
+            case Coda() as coda:
+                self.keys = NewestKeys(ratio, coda, width, chunk, formats.dtype, device)
+            case Shard(_, bits):
+                self.keys = Entries(ratio, rotated_rows(max_context // ratio, width, bits, device, SIGNS))
+            case _:
+                self.keys = Entries(ratio, formats.key_rows(max_context // ratio, width, device))
         self.key_frontier = Frontier(ratio, config.index_head_dim, overlap=True, device=device)
         self.components |= {"indexer_keys": self.keys, "indexer_frontier": self.key_frontier}
+
+    def settle(self) -> None:
+        """Evict what may go when all tokens of a call have attended."""
+        super().settle()
+        self.keys.settle()
 
 
 # The cache that each kind of layer needs.

@@ -112,7 +112,8 @@ def main() -> None:
     steady = _give_back_at_once()
     request = json.load(sys.stdin)
     torch.set_num_threads(request["threads"])
-    options, fault = RunOptions(**request["options"]), FAULTS.get(request["fault"])
+    given = request["options"] | {"kv": tuple(request["options"]["kv"])}  # JSON has lists alone
+    options, fault = RunOptions(**given), FAULTS.get(request["fault"])
     directory, ops = Path(request["directory"]), OPS[request["ops"]]
     subject = Subject(directory, options, ops, fault, request["seed"], request["prompt"])
     try:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.formats import Rows, Weight
+from kernels.formats import Rows, Slots, Weight
 from kernels.ops import Ops
 from kernels.reference.formats import decode
 from kernels.reference.quantise import hadamard as reference_hadamard
@@ -104,29 +104,34 @@ def attend(
     ring: Tensor,
     first: int,
     window: int,
-    entries: Rows | None,
+    entries: Rows | Slots | None,
     ratio: int,
     selected: Tensor | None,
     sink: Tensor,
 ) -> Tensor:
     """`kernels.reference.attention.attend`, with every key that a token sees gathered for it."""
     capacity = ring.shape[0]
-    keys = ring if entries is None else torch.cat((ring, decode_rows(entries)))
+    slots = Slots(entries, None, 0) if entries is not None and not isinstance(entries, Slots) else entries
+    keys = ring if slots is None else torch.cat((ring, decode_rows(slots.rows)))
+    bias = torch.zeros(keys.shape[0], dtype=torch.float64, device=q.device)
+    if slots is not None and slots.bias is not None:
+        bias[capacity:] = slots.bias
     out = torch.empty_like(q)
     for start in range(0, q.shape[0], TILE):
         part = q[start : start + TILE].double()
         position = torch.arange(first + start, first + start + part.shape[0], device=q.device)[:, None]
         near = position - torch.arange(window - 1, -1, -1, device=q.device)  # [t, window] positions
         index = torch.where(near >= 0, near % capacity, -1)
-        if entries is not None:
-            far = torch.arange(entries.shape[0], device=q.device).expand(part.shape[0], -1)
+        if slots is not None:
+            far = torch.arange(slots.shape[0], device=q.device).expand(part.shape[0], -1)
             far = far if selected is None else selected[start : start + TILE].long()
-            visible = (far >= 0) & (far < entries.shape[0]) & (far < (position + 1) // ratio)
+            visible = (far >= 0) & (far < slots.shape[0]) & (far < (position + 1) // ratio - slots.hidden)
             index = torch.cat((index, torch.where(visible, capacity + far, -1)), dim=1)
         unseen = (index < 0)[:, None]  # [t, 1, m]
         index = torch.where(index < 0, position % capacity, index)  # something finite to read: the token's own KV
         rows = keys[index].double()  # [t, m, d]
-        logits = (part @ rows.mT * q.shape[-1] ** -0.5).masked_fill_(unseen, float("-inf"))  # [t, h, m]
+        logits = part @ rows.mT * q.shape[-1] ** -0.5 + bias[index][:, None]  # [t, h, m]
+        logits.masked_fill_(unseen, float("-inf"))
         highest = sink.double().clamp(max=torch.finfo(torch.float32).max)
         peak = torch.maximum(logits.amax(-1), highest)
         mass = (logits - peak[..., None]).exp()

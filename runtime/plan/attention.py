@@ -55,8 +55,8 @@ def _attend(s: Sizes, layer: int, alive: Alive) -> Iterator[Moment]:
         keys = max(keys, entries)
     if kind is LayerKind.CSA:
         yield from _select(s, layer, alive)
-        selected = min(c.index_topk, entries)
-        alive = alive | {"selection": t * selected * 4}
+        selected = min(c.index_topk, entries) + s.costs.banked
+        alive = alive | {"selection": t * (selected + s.costs.banked) * 4}
     yield moment("attention", alive, work=s.costs.attend(t, heads, c.head_dim, keys, selected))
 
 

@@ -13,6 +13,7 @@ from runtime.plan import selection
 
 F32, I64 = 4, 8  # bytes
 TILE_SLACK = 1 << 16
+CODED = 3 * F32 + 2  # bytes that a number of a coded row takes while it is decoded: word, centroid, product, code
 
 
 class Costs(NamedTuple):
@@ -25,6 +26,8 @@ class Costs(NamedTuple):
     gpu: bool = False
     entries: str = "dtype"  # forms of a cache's rows, see `model.cache.formats`
     keys: str = "dtype"
+    coded: bool = False  # whether some layer's rows are codes, see `kernels.rotation`
+    banked: int = 0  # rows that a layer attends to beside those it selects, see `model.cache.banked_entries`
 
     def finite(self, numbers: int) -> int:
         """`model.tripwire.finite`: on the CPU torch sums bf16 in fp32 by way of a copy."""
@@ -92,18 +95,22 @@ class Costs(NamedTuple):
 
     def _entries_in_fp32(self) -> int:
         """Bytes that a number of an entry takes while a tile of them is made fp32, which the run's dtype may be."""
+        if self.coded:
+            return CODED
         if self.entries == "fp8":
             return 2 * F32 + 2  # E4M3 through 16-bit integers, and beside its result
         return 0 if self.item == F32 else F32
 
     def _entries_gathered(self) -> int:
         """The same where they are gathered row by row, as stored, and the tile before is still there."""
-        if self.entries == "fp8":
+        if self.coded or self.entries == "fp8":
             return F32 + self._entries_in_fp32() + 1
         return 2 * F32 if self.item == F32 else F32 + self.item
 
     def _keys_in_fp32(self) -> int:
         """The same of an index key; those in a narrow form are made bfloat16 first."""
+        if self.coded:
+            return CODED
         if self.keys != "dtype":
             return F32 + 2
         return 0 if self.item == F32 else F32
@@ -116,6 +123,7 @@ class Costs(NamedTuple):
         """`attend` to tiles of `keys` in a row, or fewer; `selected` entries for each token, 0 where none are."""
         rows = min(tokens, max(1, attention.ROWS // heads))
         queries = rows * heads * width * F32
+        turning = 2 * queries if self.coded else 0
         shared = max(1, min(attention.LOGITS // (rows * heads), attention.KEYS // width, keys))
         stored = self._entries_in_fp32()
         tile = queries + shared * width * stored + rows * heads * shared * F32 + rows * shared
@@ -125,7 +133,7 @@ class Costs(NamedTuple):
             gathered = some * (each * (width * self._entries_gathered() + heads * F32 + I64) + heads * width * F32)
             chosen = rows * selected * (4 + I64 + 3)  # which, as they are and as an index, and whether each may be seen
             tile = max(tile, gathered) + chosen
-        return tokens * heads * width * self.item + 2 * queries + tile + TILE_SLACK
+        return tokens * heads * width * self.item + 2 * queries + max(tile, turning) + TILE_SLACK
 
     def select(self, tokens: int, heads: int, width: int, visible: int, k: int, *, few_pass: bool = False) -> int:
         """`select` among `visible` entries; `few_pass`: where few of them pass its comparisons."""

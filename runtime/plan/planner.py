@@ -13,8 +13,8 @@ import torch
 
 from kernels.blocked import attention, index_bound, indexer, linear
 from kernels.blocked.linear import _native_bfloat16
-from model.cache.formats import CacheFormats
 from model.cache.layers import CACHES
+from model.cache.variants import Coda, Shard
 from model.census import Census
 from model.config import LayerKind, ModelConfig
 from model.ranks import ALL_TO_ALL, AUTO, SPLIT_FROM, Share, evenly, undivided
@@ -83,8 +83,10 @@ class Planner:
         item = DTYPES[options.dtype].itemsize
         narrow = not gpu and _native_bfloat16(torch.device("cpu"))
         integers = index_bound.native(torch.device(options.device))
-        formats = (options.entry_format, options.key_format)
-        self.costs = Costs(item, options.numerics == "deployed", narrow, integers, gpu, *formats)
+        formats, kinds = (options.entry_format, options.key_format), options.formats(config).variants
+        coded = any(isinstance(kind, Shard) for kind in kinds)
+        banked = max((kind.exact + kind.summary for kind in kinds if isinstance(kind, Coda)), default=0)
+        self.costs = Costs(item, options.numerics == "deployed", narrow, integers, gpu, *formats, coded, banked)
 
     def plan(self, context: int, chunk: int | None = None) -> Plan:
         """Plan for `context` positions in calls of up to `chunk` tokens (None: the run's own).
@@ -130,12 +132,12 @@ class Planner:
     def _caches(self, context: int, chunk: int) -> dict[LayerKind, dict[str, int]]:
         """What the state allocates, asked of one layer of each kind and ratio on the meta device."""
         config, options, meta = self.config, self.options, torch.device("meta")
-        formats = CacheFormats(DTYPES[options.dtype], options.entry_format, options.key_format)
+        formats = options.formats(config)
         found: dict[LayerKind, dict[str, int]] = {}
-        layers: dict[tuple[LayerKind, int], list[int]] = {}
+        layers: dict[tuple[LayerKind, int, str], list[int]] = {}
         for layer, kind in enumerate(config.layer_kinds):
-            layers.setdefault((kind, config.ratio(layer)), []).append(layer)
-        for (kind, _), alike in layers.items():
+            layers.setdefault((kind, config.ratio(layer), str(formats.variant(layer))), []).append(layer)
+        for (kind, *_), alike in layers.items():
             cache = CACHES[kind](config, alike[0], context, chunk, formats, meta)
             parts = found.setdefault(kind, {})
             for component, size in cache.nbytes().items():

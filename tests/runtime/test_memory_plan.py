@@ -136,7 +136,7 @@ def built(directory, ranks, rank):
     counted, placement = census(checkpoint.shapes(), config), place(config, ranks)
     group = Ranks(Group(rank, ranks, Fake() if ranks > 1 else None), placement.ranks[rank])
     held = bind(checkpoint, counted, held=lambda name, rows: placement.rows(name, rows, rank))
-    model = Transformer(config, held, RunOptions("plain").arithmetic(BLOCKED, group))
+    model = Transformer(config, held, RunOptions("plain").arithmetic(BLOCKED, group, config))
     return SimpleNamespace(model=model, config=config, counted=counted, placement=placement, receipt=held.handed())
 
 

@@ -9,6 +9,7 @@ from kernels.blocked.index_bound import native
 from kernels.blocked.linear import _native_bfloat16
 from kernels.formats import Dense, Fp4, Fp8, NvFp4
 from kernels.ops import BLOCKED
+from kernels.rotation import rotated_rows
 from model.binding import Form
 from model.cache.formats import CacheFormats
 from runtime.plan import selection
@@ -129,6 +130,39 @@ def test_attend(form, selected, tokens, heads, width):
     keys = max(window + tokens, 0 if selected else n)
     planned = costs(item, entries="fp8" if form == "fp8" else "dtype").attend(tokens, heads, width, keys, selected)
     close(planned, lambda: BLOCKED.attend(q, ring, first, window, entries, ratio, chosen, sink))
+
+
+def fits(planned, run):
+    """The plan is a bound; of codes one for all widths, so that of 2 bits is loose."""
+    with torch.inference_mode():
+        run()
+        taken = peak_bytes(run)
+    assert taken <= planned <= 3 * taken, f"{taken:,} taken, {planned:,} planned"
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "width", "selected"), [(512, 4, 128, 0), (64, 16, 512, 600), (1, 16, 512, 64)]
+)
+def test_attend_to_codes(bits, tokens, heads, width, selected):
+    first, window, ratio = 40_000, 64, 4 if selected else 16
+    q, ring = torch.randn(tokens, heads, width).bfloat16(), torch.randn(window + tokens - 1, width).bfloat16()
+    n = (first + tokens) // ratio
+    entries = rotated_rows(n, width, bits, CPU, 0)
+    rows.write(entries, 0, torch.randn(n, width))
+    chosen = torch.arange(selected, dtype=torch.int32).expand(tokens, selected).contiguous() if selected else None
+    planned = costs(2, coded=True).attend(tokens, heads, width, max(window + tokens, 0 if selected else n), selected)
+    fits(planned, lambda: BLOCKED.attend(q, ring, first, window, entries, ratio, chosen, torch.zeros(heads)))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("tokens", [1, 512])
+def test_select_by_codes(bits, tokens):
+    q, head_weights, plain = to_select(2, tokens, 10_000, rising=False)
+    keys = rotated_rows(10_000, 128, bits, CPU, 0)
+    rows.write(keys, 0, plain)
+    planned = costs(2, coded=True, integers=native(CPU)).select(tokens, HEADS, 128, 10_000, 16)
+    fits(planned, lambda: BLOCKED.select(q, head_weights, keys, 4 * 10_000 - tokens, 4, 16))
 
 
 def to_select(item, tokens, visible, *, rising):

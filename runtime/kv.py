@@ -1,0 +1,114 @@
+"""`--kv LAYERS=VARIANT`: which layer remembers how."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Final
+
+from model.cache.variants import Coda, Full, Shard, Variant
+from model.config import LayerKind, ModelConfig
+from model.errors import ConfigError
+
+VARIANTS: Final[Mapping[str, type[Variant]]] = {"full": Full, "shard": Shard, "coda": Coda}
+ALLOWED: Final = {  # least and most of each setting
+    (Shard, "bits"): (2, 8), (Shard, "keys"): (2, 8),
+    (Coda, "window"): (1, 1 << 20), (Coda, "exact"): (0, 1 << 20), (Coda, "summary"): (1, 1 << 20),
+}  # fmt: skip
+SMALLEST: Final = 8  # columns, so that codes of any width fill bytes
+WIDTHS: Final = (2, 3, 4, 6, 8)  # bits for which there is a packing
+
+
+def variants(rules: Sequence[str], config: ModelConfig) -> tuple[Variant, ...]:
+    """Give each layer its variant; of two rules for one layer the later counts, as in ``all=shard hca=coda``.
+
+    Parameters
+    ----------
+    rules
+        ``LAYERS=VARIANT`` each. LAYERS are ``all`` (that have entries), ``csa``, ``hca``, numbers and ranges of
+        numbers, between commas: ``3,5-9``. VARIANT is a name and perhaps settings: ``shard:bits=8,keys=8``.
+    config
+        Of the model.
+
+    Returns
+    -------
+    tuple of Variant
+        One for each layer; `Full` where no rule names it, and for SWA layers, which remember their window alone.
+
+    Raises
+    ------
+    ConfigError
+        Naming the rule, for anything that cannot be meant.
+
+    """
+    found: list[Variant] = [Full()] * config.num_hidden_layers
+    for rule in rules:
+        layers, equals, name = rule.partition("=")
+        if not equals:
+            raise ConfigError(f"--kv {rule}: want LAYERS=VARIANT, as in all=shard or 3,5-9=coda:window=128")
+        variant = _variant(rule, name)
+        for layer in _layers(rule, layers, config):
+            if isinstance(variant, Shard):
+                _check_widths(rule, config, layer)
+            found[layer] = variant
+    return tuple(found)
+
+
+def _layers(rule: str, text: str, config: ModelConfig) -> list[int]:
+    kinds = config.layer_kinds
+    groups = {
+        "all": [layer for layer, kind in enumerate(kinds) if kind is not LayerKind.SWA],
+        "csa": [layer for layer, kind in enumerate(kinds) if kind is LayerKind.CSA],
+        "hca": [layer for layer, kind in enumerate(kinds) if kind is LayerKind.HCA],
+    }
+    found: list[int] = []
+    for part in text.split(","):
+        if part in groups:
+            if not groups[part]:
+                raise ConfigError(f"--kv {rule}: the model has no such layer ({part})")
+            found += groups[part]
+            continue
+        first, dash, last = part.partition("-")
+        if not _number(first) or (dash and not _number(last)):
+            raise ConfigError(
+                f"--kv {rule}: {part!r} names no layers; want all, csa, hca, a number or a range like 5-9"
+            )
+        low, high = int(first), int(last or first)
+        if low > high or high >= len(kinds):
+            raise ConfigError(f"--kv {rule}: {part}: the model has layers 0-{len(kinds) - 1}")
+        for layer in range(low, high + 1):
+            if kinds[layer] is LayerKind.SWA:
+                raise ConfigError(f"--kv {rule}: layer {layer} is SWA: it remembers its window alone, and exactly")
+            found.append(layer)
+    return found
+
+
+def _check_widths(rule: str, config: ModelConfig, layer: int) -> None:
+    """Refuse what a Hadamard matrix cannot rotate."""
+    widths = {"head_dim": config.head_dim}
+    if config.layer_kind(layer) is LayerKind.CSA:
+        widths["index_head_dim"] = config.index_head_dim
+    for name, width in widths.items():
+        if width & (width - 1) or width < SMALLEST:
+            raise ConfigError(f"--kv {rule}: shard rotates rows whose width is a power of two; {name} is {width}")
+
+
+def _variant(rule: str, text: str) -> Variant:
+    name, colon, settings = text.partition(":")
+    if name not in VARIANTS:
+        raise ConfigError(f"--kv {rule}: no variant {name!r}; there are {', '.join(VARIANTS)}")
+    kind = VARIANTS[name]
+    given: dict[str, int] = {}
+    for setting in settings.split(",") if colon else ():
+        key, _, value = setting.partition("=")
+        if (kind, key) not in ALLOWED or key in given or not _number(value):
+            known = ", ".join(field.name for field in fields(kind)) or "none"
+            raise ConfigError(f"--kv {rule}: {setting!r}: settings of {name} are whole numbers: {known}, each once")
+        low, high = ALLOWED[kind, key]
+        given[key] = int(value)
+        if not low <= given[key] <= high or (kind is Shard and given[key] not in WIDTHS):
+            wanted = " or ".join(map(str, WIDTHS)) if kind is Shard else f"{low} to {high}"
+            raise ConfigError(f"--kv {rule}: {key} is {value}, want {wanted}")
+    return kind(**given)
+
+
+def _number(text: str) -> bool:
+    return text.isascii() and text.isdigit()

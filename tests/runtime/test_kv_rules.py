@@ -1,0 +1,101 @@
+"""`--kv LAYERS=VARIANT`: which layer gets which variant, and every rule that cannot be meant."""
+
+import json
+
+import pytest
+
+from model.cache.variants import Coda, Full, Shard
+from model.config import ModelConfig
+from model.errors import ConfigError
+from runtime.kv import variants
+from scripts.cli import run
+from scripts.generate import main
+from tests.make_checkpoint import tiny_config
+
+KINDS = [0, 4, 128, 4, 128, 0]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "config.json"
+    path.write_text(json.dumps(tiny_config(num_hidden_layers=6, compress_ratios=KINDS, head_dim=128)))
+    return ModelConfig.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        ([], [Full()] * 6),
+        (["all=shard"], [Full(), *[Shard(6, 8)] * 4, Full()]),
+        (["hca=coda"], [Full(), Full(), Coda(256, 64, 64), Full(), Coda(256, 64, 64), Full()]),
+        (["csa=shard:bits=4"], [Full(), Shard(4, 8), Full(), Shard(4, 8), Full(), Full()]),
+        (["1,3-4=shard:keys=6,bits=8"], [Full(), Shard(8, 6), Full(), Shard(8, 6), Shard(8, 6), Full()]),
+        (
+            ["all=shard", "hca=coda:window=9,exact=0,summary=1", "3=full"],
+            [Full(), Shard(), Coda(9, 0, 1), Full(), Coda(9, 0, 1), Full()],
+        ),
+    ],
+)
+def test_rules_name_layers_and_the_later_counts(config, rules, expected):
+    assert variants(rules, config) == tuple(expected)
+
+
+@pytest.mark.parametrize("text", ["full", "shard:bits=4,keys=8", "coda:window=7,exact=2,summary=3"])
+def test_a_variant_is_told_as_it_is_asked_for(config, text):
+    assert str(variants([f"1={text}"], config)[1]) == text
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ("shard", "--kv shard: want LAYERS=VARIANT"),
+        ("all", "--kv all: want LAYERS=VARIANT"),
+        ("=shard", "'' names no layers"),
+        ("swa=shard", "'swa' names no layers"),
+        ("1,=shard", "'' names no layers"),
+        ("-1=shard", "'-1' names no layers"),
+        ("1-=shard", "'1-' names no layers"),
+        ("6=shard", "6: the model has layers 0-5"),
+        ("4-6=shard", "4-6: the model has layers 0-5"),
+        ("3-1=shard", "3-1: the model has layers 0-5"),
+        ("0=coda", "layer 0 is SWA: it remembers its window alone"),
+        ("3-5=coda", "layer 5 is SWA"),
+        ("all=", "no variant ''; there are full, shard, coda"),
+        ("all=Shard", "no variant 'Shard'"),
+        ("all=full:bits=4", "'bits=4': settings of full are whole numbers: none"),
+        ("all=shard:", "'': settings of shard are whole numbers: bits, keys"),
+        ("all=shard:bits", "'bits': settings"),
+        ("all=shard:bits=x", "'bits=x': settings"),
+        ("all=shard:bits=4,bits=4", "'bits=4': settings"),
+        ("all=shard:bits=5", "bits is 5, want 2 or 3 or 4 or 6 or 8"),
+        ("all=shard:window=5", "'window=5': settings of shard"),
+        ("all=coda:summary=0", "summary is 0, want 1 to 1048576"),
+        ("all=coda:window=0", "window is 0, want 1 to 1048576"),
+    ],
+)
+def test_a_rule_that_cannot_be_meant_is_named(config, rule, words):
+    with pytest.raises(ConfigError) as refused:
+        variants([rule], config)
+    assert str(refused.value).startswith(f"--kv {rule}: ")
+    assert words in str(refused.value)
+
+
+def test_a_kind_that_the_model_lacks_is_named(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_config(num_hidden_layers=2, compress_ratios=[0, 4])))
+    with pytest.raises(ConfigError, match=r"--kv hca=coda: the model has no such layer \(hca\)"):
+        variants(["hca=coda"], ModelConfig.from_file(path))
+
+
+def test_a_width_that_cannot_be_rotated_is_named(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(tiny_config()))
+    narrow = ModelConfig.from_file(path)
+    with pytest.raises(ConfigError, match="power of two; head_dim is 80"):
+        variants(["hca=shard"], narrow)
+    assert variants(["all=coda"], narrow)[1] == Coda()
+
+
+def test_the_command_refuses_in_one_line(capsys):
+    assert run(lambda: main(["--prompt", "x", "--raw", "--kv", "9=coda"])) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("--kv 9=coda: 9: the model has layers 0-3")
