@@ -1,0 +1,113 @@
+"""Attending with a CoDA cache: the order of a step, that of a block as published, and a strict block.
+
+What token P sees of the past, W being the window:
+
+===========  ======================================================  ========================================
+order        tokens themselves                                       banks
+===========  ======================================================  ========================================
+`step`       P - W + 1 .. P                                          hold what left the ring, P - W included
+`prefill`    i-th token of a block, i from 0: P - W - i .. P         as before the block
+strict       P - W + 1 .. P                                          as before the block: tokens P - W - i ..
+                                                                     P - W are in neither
+===========  ======================================================  ========================================
+
+So after the first eviction the three are different functions, and what a published block sees depends on where blocks
+begin: W + i + 1 tokens. A strict block has the window of a step whatever the block size, and pays with a gap of i + 1
+tokens between window and banks. The banks' content depends on the blocks in both. While nothing has been evicted, all
+three are full causal attention.
+
+The query mechanism is apart from the cache: without `Differential` the same functions are ordinary softmax attention.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.reference.differential import Segment, attend_segments, differential_attend
+from model.cache.coda import CodaCache
+
+
+class Differential(NamedTuple):
+    """The parameters of a layer's query mechanism, see `kernels.reference.differential`."""
+
+    cos: Tensor  # [H, D / 2] float32, of theta
+    sin: Tensor
+    norm: Tensor | None  # [D] float32, weight of the head norm; None: identity
+    eps: float
+
+
+class Tokens(NamedTuple):
+    """What a layer's projections give for t tokens; queries and keys with RoPE applied."""
+
+    q: Tensor  # [t, H, D]
+    k: Tensor  # [t, K, D]
+    v: Tensor  # [t, K, D]
+    gates: Tensor | None  # [t] float32, write gates; None: 1
+    lam: Tensor | None  # [t, H], strength of the noise stream; None without one
+
+
+def step(cache: CodaCache, tokens: Tokens, differential: Differential | None) -> Tensor:
+    """Write one token, which may drive another into the banks, then attend: [1, H, D] in the dtype of the query."""
+    cache.write(tokens.k, tokens.v, tokens.gates)
+    return attend(cache, tokens.q, tokens.lam, differential)
+
+
+def attend(cache: CodaCache, q: Tensor, lam: Tensor | None, differential: Differential | None) -> Tensor:
+    """Attend from q [t, H, D] to what the cache holds, and write nothing: [t, H, D]; zeros while it is empty."""
+    return _attend(q, lam, differential, [(*cache.view(), None)])
+
+
+def prefill(
+    cache: CodaCache, tokens: Tokens, differential: Differential | None, block: int, *, strict: bool = False
+) -> Tensor:
+    """Attend and write in blocks, each of which attends before it writes.
+
+    Parameters
+    ----------
+    cache
+        Advanced by t tokens.
+    tokens
+        Of t tokens.
+    differential
+        The query mechanism, or None for ordinary attention.
+    block
+        Tokens of a block; the last may have fewer.
+    strict
+        Each token sees exactly its last W tokens of ring and block, instead of the whole ring.
+
+    Returns
+    -------
+    Tensor
+        [t, H, D] in the dtype of the query.
+
+    """
+    assert block > 0, f"block {block}"
+    out = torch.empty_like(tokens.q)
+    for first in range(0, tokens.q.shape[0], block):
+        rows = slice(first, first + block)
+        gates, lam = (None if part is None else part[rows] for part in (tokens.gates, tokens.lam))
+        part = Tokens(tokens.q[rows], tokens.k[rows], tokens.v[rows], gates, lam)
+        out[rows] = _block(cache, part, differential, strict=strict)
+    return out
+
+
+def _block(cache: CodaCache, tokens: Tokens, differential: Differential | None, *, strict: bool) -> Tensor:
+    t = tokens.q.shape[0]
+    order = torch.arange(t, device=tokens.q.device)
+    distance = order[:, None] - order
+    own = distance >= 0  # [t, t]
+    if strict:
+        own &= distance < cache.settings.window
+    past = cache.strict_view(t) if strict else cache.view()
+    block = (tokens.k.transpose(0, 1), tokens.v.transpose(0, 1), own, None)
+    out = _attend(tokens.q, tokens.lam, differential, [(*past, None), block])
+    cache.write_block(tokens.k, tokens.v, tokens.gates)
+    return out
+
+
+def _attend(q: Tensor, lam: Tensor | None, differential: Differential | None, segments: list[Segment]) -> Tensor:
+    assert (lam is None) == (differential is None), "lambda and the noise query come together"
+    if lam is None or differential is None:
+        return attend_segments(q[None], segments)[0].to(q.dtype)
+    return differential_attend(q, lam, *differential, segments)
