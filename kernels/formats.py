@@ -154,3 +154,26 @@ class Slots(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """[n, d], in values."""
         return self.rows.shape[0], self.rows.shape[1]
+
+
+class EigenKeys(NamedTuple):
+    """Keys of one sequence, rotary embedding undone, as quantised coefficients of their own eigenbasis.
+
+    Component j of a token is ``grid(code) * scale[j] * basis_scale[j]`` times column j of `basis`; all heads of a token
+    make one row of ``D = heads * d`` columns.
+    """
+
+    codes: Tensor  # [n, bytes] uint8, the runs side by side, each packed as in `kernels.lloyd_max`
+    basis: Tensor  # [D, r] int8
+    basis_scale: Tensor  # [r] float16
+    scale: Tensor  # [r] float16, of the coefficients
+    mean: Tensor  # [D] float16
+    bits: Tensor  # [groups] int8 on the CPU: bits of each group of components, 0 for one that is not stored; else [0]
+
+
+class CodebookValues(NamedTuple):
+    """Values of one sequence after a Hadamard rotation per head, divided by each channel's largest, four to a code."""
+
+    codes: Tensor  # [n, D / 4] uint8
+    codebook: Tensor  # [256, 4] float16
+    largest: Tensor  # [heads, d] float16

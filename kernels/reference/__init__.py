@@ -1,5 +1,22 @@
 """The equations in fp32, a few lines per op: the oracle of every other op set. Imports torch alone."""
 
-from kernels.reference import attention, gate, hyper, indexer, linear, lloyd_max, norm, pool, quantise, rope, swiglu
+from kernels.reference import (
+    attention,
+    differential,
+    gate,
+    hyper,
+    indexer,
+    linear,
+    lloyd_max,
+    norm,
+    pool,
+    quantise,
+    rope,
+    shard,
+    swiglu,
+)
 
-__all__ = ["attention", "gate", "hyper", "indexer", "linear", "lloyd_max", "norm", "pool", "quantise", "rope", "swiglu"]
+__all__ = [
+    "attention", "differential", "gate", "hyper", "indexer", "linear", "lloyd_max", "norm", "pool", "quantise", "rope",
+    "shard", "swiglu",
+]  # fmt: skip

@@ -80,9 +80,12 @@ def test_signs_keep_a_row_of_the_matrix_from_becoming_one_spike():
 
 
 def test_signs_are_those_of_splitmix64():
-    first_outputs = (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC)  # of seed 0
-    wanted = [1.0 if output >> 63 else -1.0 for output in first_outputs]
-    assert rotation.random_signs(4, 0, CPU).tolist() == wanted
+    for seed, outputs in (
+        (0, (0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F, 0xF88BB8A8724C81EC)),
+        (1234567, (0x599ED017FB08FC85, 0x2C73F08458540FA5, 0x883EBCE5A3F27C77, 0x3FBEF740E9177B3F)),
+    ):
+        wanted = [1.0 if output >> 63 else -1.0 for output in outputs]
+        assert rotation.random_signs(4, seed, CPU).tolist() == wanted
     assert abs(float(rotation.random_signs(4096, 9, CPU).mean())) < 0.05
 
 

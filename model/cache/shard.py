@@ -1,0 +1,295 @@
+"""Shard: the cache of one grouped-query layer, compressed once when the prompt has been read, and per token after that.
+
+    [sinks, exact][middle: keys in their eigenbasis, values as codes][window, exact][stream: Hadamard and Lloyd-Max]
+     positions 0-3      4 .. prompt - window - 1                     the last 64     what left the window since
+
+While the prompt is read, everything is exact. With its last token the middle is compressed; the exact keys and values
+of the prompt are let go. A token that leaves the window later is encoded by itself and goes to the stream, never into
+the basis, and nothing that was decoded is ever encoded again. As long as there are no more than sinks and window, the
+result is that of a full cache to the bit.
+
+How long the prompt is must be known when buffers are allocated: it decides what the middle and the stream take.
+Tokens after the prompt are attended one by one even where several come in one call, so that which of them are still in
+the window does not depend on how they were grouped.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import eigenbasis, product_quantise, qjl, rotation
+from kernels.blocked import shard
+from kernels.reference import rope
+from kernels.reference.shard import turn
+from model.errors import CapacityError, ConfigError
+from model.tripwire import finite
+
+STREAM_BITS = (2, 3, 4, 8)
+DISTORTIONS = {
+    "uniform": None,
+    "measured": eigenbasis.measured_distortion,
+    "published": eigenbasis.published_distortion,
+}
+TILE = 256  # tokens at a time while the middle is compressed
+
+
+@dataclass(frozen=True)
+class ShardSettings:
+    """What a run chooses; the defaults are the published ones. ConfigError names a field that cannot be."""
+
+    sinks: int = 4  # first tokens, kept exact
+    window: int = 64  # last tokens, kept exact
+    rank: int = 192  # components of int4 per token; with groups, as many bytes as that takes
+    allocation: str = "uniform"  # one of DISTORTIONS: int4, or bits by group with measured or published distortions
+    group: int = 64  # components that get equally many bits
+    stream_bits: int = 8  # per number, one of STREAM_BITS
+    sketch: bool = False  # one of the bits of the stream's keys for the sign of a projection of their error (QJL)
+    sign_seed: int | None = None  # random signs before each Hadamard rotation; None: none, as published
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.window < 1:
+            raise ConfigError(f"shard: sinks={self.sinks} window={self.window}, want 0 and 1 at least")
+        if self.allocation not in DISTORTIONS:
+            raise ConfigError(f"shard: allocation={self.allocation!a}, want one of {', '.join(DISTORTIONS)}")
+        if self.stream_bits not in STREAM_BITS:
+            raise ConfigError(f"shard: stream_bits={self.stream_bits}, want one of {STREAM_BITS}")
+        if self.rank < 2 or self.rank % 2:
+            raise ConfigError(f"shard: rank={self.rank}, want an even number of components")
+        if self.allocation != "uniform" and (self.group < 4 or self.group % 4 or self.rank % self.group):
+            raise ConfigError(f"shard: group={self.group}, want a multiple of 4 that divides rank={self.rank}")
+
+
+class KvShape(NamedTuple):
+    """What the layer writes."""
+
+    heads: int  # KV heads
+    head_dim: int
+    freqs: Tensor  # [head_dim / 2] float32, radians per position, scaled as the model scales them
+    interleaved: bool  # whether rotary pairs are neighbours
+
+
+class ShardCache:
+    """Keys and values of one layer and one sequence.
+
+    Parameters
+    ----------
+    shape
+        What the layer writes.
+    settings
+        What the run chose; ConfigError where they do not fit `shape`.
+    prompt
+        Tokens of the prompt, after which the middle is compressed.
+    max_context
+        Tokens in all.
+    dtype
+        Of what is kept exact: the run's.
+    device
+        Of all buffers.
+
+    """
+
+    def __init__(
+        self,
+        shape: KvShape,
+        settings: ShardSettings,
+        prompt: int,
+        max_context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        assert 0 <= prompt <= max_context, f"prompt of {prompt} in a context of {max_context}"
+        _check(shape, settings)
+        self.shape, self.settings = shape, settings
+        self.prompt, self.max_context, self.dtype, self.device = prompt, max_context, dtype, device
+        self.count = 0  # tokens held
+        self.prompt_keys: Tensor | None  # [prompt, heads, d] until the middle is compressed
+        self.prompt_values: Tensor | None
+        self.exact = settings.sinks + settings.window
+        heads, d = shape.heads, shape.head_dim
+        # rows 0 .. sinks - 1 stay; position p beyond them is row sinks + (p - sinks) % window
+        self.keys, self.values = self._rows(self.exact), self._rows(self.exact)
+        self._begin()
+        self.middle: shard.Middle | None = None
+        if prompt > self.exact:
+            n, width = prompt - self.exact, heads * d
+            grouped = settings.allocation != "uniform"
+            kept = min(width, 2 * settings.rank) if grouped else settings.rank  # the least code takes half of 4 bits
+            groups = kept // settings.group if grouped else 0
+            self.middle = shard.Middle(
+                eigenbasis.eigen_keys(n, width, settings.rank, kept, groups, device),
+                product_quantise.codebook_values(n, heads, d, device),
+                settings.sinks,
+                shape.freqs.to(device),
+                shape.interleaved,
+            )
+        rows = self._streamed(max_context) * heads
+        bits, seed = settings.stream_bits, settings.sign_seed
+        allocate: Callable[..., qjl.StreamKeys] = qjl.sketched_rows if settings.sketch else rotation.rotated_rows
+        self.stream_keys = allocate(rows, d, bits, device, seed)
+        self.stream_values = rotation.rotated_rows(rows, d, bits, device, seed)
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Take t more tokens and attend from them to themselves and all before.
+
+        Parameters
+        ----------
+        q
+            [t, h, head_dim], rotary embedding applied.
+        keys, values
+            [t, heads, head_dim], rotary embedding applied to keys. CapacityError when they do not fit.
+
+        Returns
+        -------
+        Tensor
+            [t, h, head_dim] in the dtype of `q`.
+
+        """
+        t = q.shape[0]
+        if self.count + t > self.max_context:
+            raise CapacityError(f"shard: a cache of {self.max_context} tokens cannot take token {self.count + t - 1}")
+        out = torch.empty_like(q)
+        head = min(t, max(0, self.prompt - self.count))
+        if head:
+            out[:head] = self._read_prompt(q[:head], keys[:head], values[:head])
+        for i in range(head, t):
+            self._append(keys[i], values[i])
+            out[i : i + 1] = self._attend_all(q[i : i + 1])
+        return out
+
+    def nbytes(self) -> int:
+        """Bytes held: of all tensors of this cache, but not of the constants that all caches share."""
+        return sum(tensor.nbytes for tensor in self._buffers().values())
+
+    def tensors(self, position: int) -> dict[str, Tensor]:
+        """Views of what a saved state needs."""
+        assert position == self.count, f"{self.count} tokens held at position {position}"
+        return {name: self._buffers()[name][:rows] for name, (rows, _) in self._parts(position).items()}
+
+    def shapes(self, position: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what `tensors` gives at `position`, whatever the cache holds now."""
+        return {name: (rows, *shape) for name, (rows, shape) in self._parts(position).items()}
+
+    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+        """Put back what `tensors` gave at `position`."""
+        if position < self.prompt:
+            self._begin()
+        else:
+            self.prompt_keys = self.prompt_values = None
+        buffers = self._buffers()
+        for name, (rows, _) in self._parts(position).items():
+            buffers[name][:rows] = saved[name]
+        self.count = position
+
+    def _rows(self, n: int) -> Tensor:
+        return torch.zeros(n, self.shape.heads, self.shape.head_dim, dtype=self.dtype, device=self.device)
+
+    def _begin(self) -> None:
+        """Allocate what the prompt needs until its middle is compressed."""
+        self.prompt_keys = self._rows(self.prompt) if self.prompt else None
+        self.prompt_values = self._rows(self.prompt) if self.prompt else None
+
+    def _streamed(self, position: int) -> int:
+        """Tokens in the stream when `position` tokens are held."""
+        return max(0, position - max(self.prompt, self.exact))
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """All tensors held, by name."""
+        held = {"exact.keys": self.keys, "exact.values": self.values}
+        if self.prompt_keys is not None and self.prompt_values is not None:
+            held |= {"prompt.keys": self.prompt_keys, "prompt.values": self.prompt_values}
+        if self.middle is not None:
+            held |= {f"middle.keys.{name}": plane for name, plane in self.middle.keys._asdict().items()}
+            held |= {f"middle.values.{name}": plane for name, plane in self.middle.values._asdict().items()}
+        held |= {f"stream.keys.{name}": plane for name, plane in qjl.planes(self.stream_keys).items()}
+        return held | {f"stream.values.{name}": plane for name, plane in rotation.planes(self.stream_values).items()}
+
+    def _parts(self, position: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+        """Leading rows that matter at `position`, and the shape of a row, by name of buffer."""
+        row = (self.shape.heads, self.shape.head_dim)
+        if position < self.prompt:
+            return {"prompt.keys": (position, row), "prompt.values": (position, row)}
+        parts = {}
+        for name, plane in self._buffers().items():
+            rows = plane.shape[0]
+            if name.startswith("exact"):
+                rows = min(position, self.exact)
+            elif name.startswith("stream"):
+                rows = self._streamed(position) * self.shape.heads
+            if not name.startswith("prompt"):
+                parts[name] = (rows, tuple(plane.shape[1:]))
+        return parts
+
+    def _read_prompt(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Attend from tokens of the prompt; compress when the last of them is in."""
+        assert self.prompt_keys is not None, "the prompt was compressed"
+        assert self.prompt_values is not None, "the prompt was compressed"
+        first, stop = self.count, self.count + q.shape[0]
+        self.prompt_keys[first:stop], self.prompt_values[first:stop] = keys, values
+        out = shard.attend_causal(q, self.prompt_keys[:stop], self.prompt_values[:stop], first)
+        self.count = stop
+        if stop == self.prompt:
+            self._compress(self.prompt_keys, self.prompt_values)
+            self.prompt_keys = self.prompt_values = None
+        return out
+
+    def _compress(self, keys: Tensor, values: Tensor) -> None:
+        """Fit and store the middle of the prompt, and copy what stays exact."""
+        sinks, stop = self.settings.sinks, keys.shape[0] - self.settings.window
+        for position in (*range(min(sinks, keys.shape[0])), *range(max(sinks, stop), keys.shape[0])):
+            row = self._row(position)
+            self.keys[row], self.values[row] = keys[position], values[position]
+        middle = self.middle
+        if middle is None:
+            return
+        cuts = [(low, min(low + TILE, stop)) for low in range(sinks, stop, TILE)]
+
+        def plain_keys() -> Iterator[Tensor]:
+            for low, high in cuts:
+                cos, sin = rope.angles(torch.arange(low, high, device=self.device), middle.freqs)
+                yield turn(keys[low:high].float(), cos, -sin, interleaved=middle.interleaved).flatten(1)
+
+        def rotated_values() -> Iterator[Tensor]:
+            for low, high in cuts:
+                yield rotation.rotate(values[low:high], self.stream_values.signs)
+
+        for low, high in cuts:
+            finite("keys", None, low, keys[low:high])
+            finite("values", None, low, values[low:high])
+        eigenbasis.fit(middle.keys, plain_keys, DISTORTIONS[self.settings.allocation])
+        product_quantise.fit(middle.values, rotated_values)
+
+    def _row(self, position: int) -> int:
+        sinks = self.settings.sinks
+        return position if position < sinks else sinks + (position - sinks) % self.settings.window
+
+    def _append(self, key: Tensor, value: Tensor) -> None:
+        """Take one token after the prompt, [heads, d]; what it pushes out of the window goes to the stream."""
+        row = self._row(self.count)
+        if self.count >= self.exact:
+            place = self._streamed(self.count) * self.shape.heads
+            qjl.write(self.stream_keys, place, self.keys[row])
+            rotation.write(self.stream_values, place, self.values[row])
+        self.keys[row], self.values[row] = key, value
+        self.count += 1
+
+    def _attend_all(self, q: Tensor) -> Tensor:
+        """Attend from the last token [1, h, d] to everything held."""
+        n = min(self.count, self.exact)
+        if self.count <= self.exact:  # nothing was compressed: the op of a full cache itself
+            return shard.attend_causal(q, self.keys[:n], self.values[:n], n - 1)
+        streamed = self._streamed(self.count)
+        stream = shard.Stream(self.stream_keys, self.stream_values, streamed) if streamed else None
+        return shard.attend(q, self.keys[:n], self.values[:n], self.middle, stream, self.stream_values.signs)
+
+
+def _check(shape: KvShape, settings: ShardSettings) -> None:
+    heads, d = shape.heads, shape.head_dim
+    if d < 8 or d & (d - 1):
+        raise ConfigError(f"shard: head_dim {d}, want a power of two from 8 on")
+    if settings.rank > heads * d:
+        raise ConfigError(f"shard: rank={settings.rank} exceeds the {heads} x {d} columns of a layer's keys")
+    if settings.allocation != "uniform" and heads * d % settings.group:
+        raise ConfigError(f"shard: group={settings.group} does not divide the {heads} x {d} columns of a layer's keys")
