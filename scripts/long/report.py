@@ -175,7 +175,7 @@ def _memory(found: dict[str, Any], plan: Plan) -> Table:
         "Of each cache, what is filled at a mark; all of it is allocated, and touched, before the first token. A call:"
         " the tensors that the last full call before the mark holds at once, counted where torch allocates, in a second"
         " run of that call after the walk. The process: its peak so far, and how much of it came after the model was"
-        f" loaded; {plan.reserve >> 20} MiB of what is planned for it are no tensors: the interpreter, the libraries, and"
+        f" loaded; {plan.reserve >> 20} MiB of what is planned for it are no tensors: the interpreter, libraries, and"
         " what the C library keeps of freed memory, as much as this very run took."
     )
     columns = ("tokens", *parts, "all caches", "a call", "the process", "after loading")
