@@ -4,13 +4,13 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from probes.finding import HeatMap, Part, Plot, Report, Table, Text, at_most, exactly, judged, measured
+from probes.finding import Finding, HeatMap, Part, Plot, Report, Table, Text, at_most, exactly, judged, measured
 from runtime.plan.planner import Plan
 from scripts.long.timing import COMPONENTS
 
 MIB = 1 << 20
 FULL_TILES = 32768  # tokens from which on every tile is full: nothing but caches may take more
-GROWTH = 4.0  # MiB that a process may grow by all the same, kept by the allocator
+GROWTH = 4.0  # MiB that a call's tensors may grow by all the same
 EDGES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)  # ends of the buckets of how far back a code was told
 
 NOT_CLAIMED = """\
@@ -41,16 +41,17 @@ def report(found: dict[str, Any], by_hand: dict[str, int], plan: Plan) -> Report
     last, context = marks[-1], found["context"]
     full = next((mark for mark in marks if mark["length"] >= FULL_TILES), last)
     grown = (last["peak_bytes"] - full["peak_bytes"]) / MIB
+    calls = found["call_bytes"]
+    span = f"from {full['length']} tokens to {last['length']}"
     right, asked = sum(map(_right, marks)), sum(len(mark["answers"]) for mark in marks)
+    planned = at_most(plan.call.nbytes / MIB)
     findings = [
         judged("position of the state at the end", found["position"], exactly(context)),
         judged("bytes of all caches", sum(found["allocated_bytes"].values()), exactly(sum(by_hand.values())), "B"),
         judged("the same as planned", plan.cache_bytes, exactly(sum(by_hand.values())), "B"),
-        *(
-            judged(f"tensors of a call before {mark} tokens", size / MIB, at_most(plan.call.nbytes / MIB), "MiB")
-            for mark, size in found["call_bytes"].items()
-        ),
-        judged(f"the process grew from {full['length']} tokens to {last['length']}", grown, at_most(GROWTH), "MiB"),
+        judged("tensors of a call, at the mark where they are most", max(calls.values()) / MIB, planned, "MiB"),
+        *_grown(calls, full["length"], last["length"], span),
+        measured(f"the process grew {span}", grown, "MiB"),
         measured("peak of the process beyond what it took before", _beyond(found, last), "MiB"),
         measured("peak of the process", last["peak_bytes"] / MIB, "MiB"),
         measured("the same as planned", (plan.needed + plan.mapped_weights) / MIB, "MiB"),
@@ -74,6 +75,13 @@ def report(found: dict[str, Any], by_hand: dict[str, int], plan: Plan) -> Report
         *_retrieval(marks),
     )  # fmt: skip
     return Report(summary, tuple(findings), parts, NOT_CLAIMED)
+
+
+def _grown(calls: dict[str, int], full: int, last: int, span: str) -> list[Finding]:
+    """By how much the tensors of a call grew; nothing where a mark had no call of the full chunk."""
+    if str(full) not in calls or str(last) not in calls:
+        return []
+    return [judged(f"and they grew {span}", (calls[str(last)] - calls[str(full)]) / MIB, at_most(GROWTH), "MiB")]
 
 
 def _right(mark: dict[str, Any]) -> int:
@@ -167,8 +175,8 @@ def _memory(found: dict[str, Any], plan: Plan) -> Table:
         "Of each cache, what is filled at a mark; all of it is allocated, and touched, before the first token. A call:"
         " the tensors that the last full call before the mark holds at once, counted where torch allocates, in a second"
         " run of that call after the walk. The process: its peak so far, and how much of it came after the model was"
-        f" loaded; {plan.reserve >> 20} MiB of what is planned for it are an assumption about the interpreter and the"
-        " libraries, and what the C library keeps of freed memory is in neither."
+        f" loaded; {plan.reserve >> 20} MiB of what is planned for it are no tensors: the interpreter, libraries, and"
+        " what the C library keeps of freed memory, as much as this very run took."
     )
     columns = ("tokens", *parts, "all caches", "a call", "the process", "after loading")
     return Table("Memory, in MiB", columns, rows, note)

@@ -208,7 +208,10 @@ def test_the_command_writes_a_page_and_can_write_it_again(tmp_path, capsys):
     loaded = subject.load()
     plan = Planner(subject.config, loaded.census, loaded.placement, subject.options, 0).plan(1024)
     by_hand, call, late = found["allocated_bytes"], found["call_bytes"]["1024"], found["marks"][0]
-    grown = [late | {"length": 32768}, late | {"length": 65536, "peak_bytes": late["peak_bytes"] + (5 << 20)}]
+    grown = {
+        "marks": [late | {"length": 32768}, late | {"length": 65536}],
+        "call_bytes": {"32768": 1, "65536": 5 << 20},
+    }
 
     def failed(changed, planned=plan):
         return [f.what for f in report(found | changed, by_hand, planned).findings if f.verdict is Verdict.FAIL]
@@ -217,8 +220,9 @@ def test_the_command_writes_a_page_and_can_write_it_again(tmp_path, capsys):
     assert 0.5 * plan.call.nbytes < call <= plan.call.nbytes
     assert failed({"position": 1023}) == ["position of the state at the end"]
     assert failed({"allocated_bytes": by_hand | {"entries": 1}}) == ["bytes of all caches"]
-    assert failed({"marks": grown}) == ["the process grew from 32768 tokens to 65536"]
-    assert failed({"call_bytes": {"1024": plan.call.nbytes + 1}}) == ["tensors of a call before 1024 tokens"]
+    assert failed(grown) == ["and they grew from 32768 tokens to 65536"]
+    much = {"call_bytes": {"1024": plan.call.nbytes + 1}}
+    assert failed(much) == ["tensors of a call, at the mark where they are most"]
     assert failed({}, replace(plan, caches={})) == ["the same as planned"]
 
     data.write_text(json.dumps(found | {"weights": "0"}))
