@@ -14,9 +14,9 @@ from torch import Tensor
 
 
 class Dense(NamedTuple):
-    """A matrix stored in BF16 or F32."""
+    """A matrix stored in BF16, F16 or F32."""
 
-    data: Tensor  # [out, in] bfloat16 or float32
+    data: Tensor  # [out, in] bfloat16, float16 or float32
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -38,6 +38,9 @@ class Ops(NamedTuple):
     route: Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]  # gate
     route_weights: Callable[[Tensor, Tensor, float], Tensor]  # gate
     swiglu: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]  # swiglu
+    # of the Llama family alone, which shares rms_norm, linear and swiglu with V4
+    rotate_halves: Callable[[Tensor, Tensor, Tensor], Tensor]  # rope
+    attend_grouped: Callable[[Tensor, Tensor, Tensor, int, int | None], Tensor]  # gqa
 
 
 REFERENCE = Ops(
@@ -59,6 +62,8 @@ REFERENCE = Ops(
     route=reference.gate.route,
     route_weights=reference.gate.route_weights,
     swiglu=reference.swiglu.swiglu,
+    rotate_halves=reference.rope.rotate_halves,
+    attend_grouped=reference.gqa.attend,
 )
 
 BLOCKED = REFERENCE._replace(
@@ -67,6 +72,7 @@ BLOCKED = REFERENCE._replace(
     grouped_linear=blocked.linear.grouped_linear,
     select=blocked.indexer.select,
     attend=blocked.attention.attend,
+    attend_grouped=blocked.gqa.attend,
     # The rest is bounded by the chunk in the reference too; these are here for time alone. One core of an AVX-512 Xeon,
     # 512 tokens of 4 x 1024: hyper_weights 10.3 -> 7.4 ms, collapse 4.6 -> 2.7, expand 8.0 -> 5.0, simulate_fp8
     # 5.3 -> 3.1, simulate_fp4 7.7 -> 3.5, where a 1024 x 2048 linear takes 22 (`python -m scripts.bench activations`).

@@ -22,6 +22,7 @@ class Form(StrEnum):
     FP4 = "FP4, E8M0 scales"
     NVFP4 = "NVFP4, E4M3 scales"
     BF16 = "BF16"
+    F16 = "F16"  # Llama family only
     F32 = "F32"
     I64 = "I64"
     I32 = "I32"

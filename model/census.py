@@ -60,15 +60,17 @@ class Census:
 
 
 @dataclass(slots=True)
-class _Faults:
+class Faults:
     """Everything that is wrong, by kind, so that one message tells all of it."""
 
     groups: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, kind: str, text: str) -> None:
+        """Note one more."""
         self.groups.setdefault(kind, []).append(text)
 
     def check(self, where: str) -> None:
+        """Raise CheckpointError for all that was noted, a line for each kind; nothing where nothing was."""
         lines = [
             f"{kind} ({len(texts)}): {'; '.join(texts[:NAMES_IN_MESSAGE])}{'; ...' * (len(texts) > NAMES_IN_MESSAGE)}"
             for kind, texts in self.groups.items()
@@ -96,7 +98,7 @@ def census(tensors: Mapping[str, Stored], config: ModelConfig, where: str = "") 
         head), the number of its tensors, and the first of their names.
     """
     demanded = parameters(config)
-    faults = _Faults()
+    faults = Faults()
     skipped: dict[str, str] = {}
     head = _skip_drafting(tensors, config, faults, skipped)
     sources = _sort(tensors, demanded, config, faults, skipped)
@@ -108,11 +110,11 @@ def census(tensors: Mapping[str, Stored], config: ModelConfig, where: str = "") 
             faults.add(wrong.kind, wrong.text)
     _skip_input_scales(sources, bindings, faults, skipped)
     faults.check(where)
-    return _count(tensors, demanded, bindings, skipped, head)
+    return count(tensors, demanded, bindings, skipped, head)
 
 
 def _skip_drafting(
-    tensors: Mapping[str, Stored], config: ModelConfig, faults: _Faults, skipped: dict[str, str]
+    tensors: Mapping[str, Stored], config: ModelConfig, faults: Faults, skipped: dict[str, str]
 ) -> Drafting:
     """The `mtp.*` tensors are ignored, provided that they are a drafting head's."""
     names = {stored: place for stored in tensors if (place := stage_and_rest(stored))}
@@ -130,7 +132,7 @@ def _sort(
     tensors: Mapping[str, Stored],
     demanded: Mapping[str, Parameter],
     config: ModelConfig,
-    faults: _Faults,
+    faults: Faults,
     skipped: dict[str, str],
 ) -> dict[str, dict[Role, Source]]:
     """Each stored tensor to its parameter and role; what has none is ignored for a reason or a fault."""
@@ -157,7 +159,7 @@ def _sort(
 
 
 def _readings(
-    stored: str, shape: Sequence[int], meaning: Meaning | None, config: ModelConfig, faults: _Faults
+    stored: str, shape: Sequence[int], meaning: Meaning | None, config: ModelConfig, faults: Faults
 ) -> list[tuple[Meaning, Slice | None]]:
     """The parameters that a stored tensor holds: one, or all experts of a layer where it is a stack."""
     if meaning is None:
@@ -183,7 +185,7 @@ def _readings(
 def _skip_input_scales(
     sources: Mapping[str, Mapping[Role, Source]],
     bindings: Mapping[str, Binding],
-    faults: _Faults,
+    faults: Faults,
     skipped: dict[str, str],
 ) -> None:
     """`input_scale` is ignored beside an NVFP4 matrix; anywhere else it belongs to a format that is not read."""
@@ -194,13 +196,14 @@ def _skip_input_scales(
             skipped[source.name] = INPUT_SCALE_REASON
 
 
-def _count(
+def count(
     tensors: Mapping[str, Stored],
     demanded: Mapping[str, Parameter],
     bindings: Mapping[str, Binding],
     skipped: Mapping[str, str],
     head: Drafting,
 ) -> Census:
+    """Add up what a checkpoint holds; every stored tensor is in `bindings` or `skipped`."""
     kinds: dict[str, str] = dict.fromkeys(skipped, "ignored")
     by_form: dict[Form, Tally] = {}
     by_dtype: dict[str, Tally] = {}

@@ -112,6 +112,11 @@ class ModelConfig:
             (self.eos_token_id >= self.vocab_size, f"eos_token_id is {self.eos_token_id}, outside the vocabulary"),
         )
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The ids that end an answer; here one."""
+        return (self.eos_token_id,)
+
     def layer_kind(self, layer: int) -> LayerKind:
         """SWA, CSA or HCA."""
         return self.layer_kinds[layer]

@@ -21,12 +21,10 @@ from model.config_fields import (
     Yarn,
 )
 from model.errors import ConfigError, quoted, shown
+from model.json_values import MAX_INTEGER, Json, check_fixed, check_keys, integer, mapping, number, required
 
 MODEL_TYPE = "deepseek_v4"
 MAX_CONFIG_BYTES = 16 << 20
-MAX_INTEGER = 2**31 - 1
-MAX_NUMBER = 1e30  # also keeps an integer of any length out of float()
-MIN_NUMBER = 1e-30  # the two keep quotients of fields finite
 
 KIND_OF_LAYER_TYPE = {
     "sliding_attention": LayerKind.SWA,
@@ -36,7 +34,6 @@ KIND_OF_LAYER_TYPE = {
 IS_HASH_OF_MLP_LAYER_TYPE = {"hash_moe": True, "moe": False}
 CSA_RATIO = 4  # the one ratio at which DeepSeek's model.py builds an indexer and overlapping windows
 
-Json = Mapping[str, Any]
 T = TypeVar("T")
 
 
@@ -71,17 +68,17 @@ def fields(obj: Json) -> dict[str, Any]:
     """
     _check_model_type(obj)
     in_dialect = _deepseek if _is_deepseek(obj) else _transformers
-    common: dict[str, Any] = {name: _integer(obj, name) for name in INTEGERS}
-    common |= {name: _number(obj, name) for name in NUMBERS}
-    common |= {name: _integer(obj, name, least=0) for name in TOKENS}
-    _check_fixed(obj, FIXED)
+    common: dict[str, Any] = {name: integer(obj, name) for name in INTEGERS}
+    common |= {name: number(obj, name) for name in NUMBERS}
+    common |= {name: integer(obj, name, least=0) for name in TOKENS}
+    check_fixed(obj, FIXED)
     if obj.get("quantization_config") is not None:
         _check_quantization(obj["quantization_config"])
     return common | {"num_mtp_layers": _mtp_layers(obj)} | in_dialect(obj, common)
 
 
 def _check_model_type(obj: Json) -> None:
-    model_type = _required(obj, "model_type")
+    model_type = required(obj, "model_type")
     if model_type != MODEL_TYPE:
         raise ConfigError(f"model_type is {shown(model_type)}; supported: {MODEL_TYPE!r}")
 
@@ -93,7 +90,7 @@ def _is_deepseek(obj: Json) -> bool:
 
 
 def _deepseek(obj: Json, common: Json) -> dict[str, Any]:
-    _check_fixed(obj, FIXED_DEEPSEEK)
+    check_fixed(obj, FIXED_DEEPSEEK)
     _check_known(obj, FIXED_DEEPSEEK, DEEPSEEK)
     ratios = _integers(obj, "compress_ratios")
     layers, stages = common["num_hidden_layers"], _mtp_layers(obj)
@@ -105,8 +102,8 @@ def _deepseek(obj: Json, common: Json) -> dict[str, Any]:
     return {
         "compress_ratios": ratios[:layers],
         "layer_kinds": tuple(_kind_of_ratio(ratio) for ratio in ratios[:layers]),
-        "num_hash_layers": _integer(obj, "num_hash_layers", least=0),
-        "rope_scaling": _yarn(_required(obj, "rope_scaling"), "rope_scaling"),
+        "num_hash_layers": integer(obj, "num_hash_layers", least=0),
+        "rope_scaling": _yarn(required(obj, "rope_scaling"), "rope_scaling"),
     }
 
 
@@ -122,15 +119,15 @@ def _kind_of_ratio(ratio: int) -> LayerKind:
 
 def _transformers(obj: Json, common: Json) -> dict[str, Any]:
     carried_over = {name: want for name, want in FIXED_DEEPSEEK.items() if name in obj}
-    _check_fixed(obj, FIXED_TRANSFORMERS | carried_over)
+    check_fixed(obj, FIXED_TRANSFORMERS | carried_over)
     _check_known(obj, FIXED_TRANSFORMERS | carried_over, TRANSFORMERS)
     kinds = _labels(obj, "layer_types", KIND_OF_LAYER_TYPE, common["num_hidden_layers"])
     hashed = _labels(obj, "mlp_layer_types", IS_HASH_OF_MLP_LAYER_TYPE, common["num_hidden_layers"])
     if sorted(hashed, reverse=True) != list(hashed):
         raise ConfigError("mlp_layer_types puts hash_moe after moe; supported: hash_moe in the first layers only")
-    rates = _object(_required(obj, "compress_rates"), "compress_rates")
-    _check_keys(rates, ("compressed_sparse_attention", "heavily_compressed_attention"), "compress_rates")
-    ratio = {LayerKind.SWA: 0} | {KIND_OF_LAYER_TYPE[name]: _integer(rates, name, "compress_rates.") for name in rates}
+    rates = mapping(required(obj, "compress_rates"), "compress_rates")
+    check_keys(rates, ("compressed_sparse_attention", "heavily_compressed_attention"), "compress_rates")
+    ratio = {LayerKind.SWA: 0} | {KIND_OF_LAYER_TYPE[name]: integer(rates, name, "compress_rates.") for name in rates}
     if 1 in ratio.values():
         raise ConfigError("compress_rates holds 1; want at least 2 tokens for each compressed entry")
     return {
@@ -142,18 +139,18 @@ def _transformers(obj: Json, common: Json) -> dict[str, Any]:
 
 
 def _rope_parameters(obj: Json, common: Json) -> Yarn | None:
-    both = _object(_required(obj, "rope_parameters"), "rope_parameters")
-    _check_keys(both, ("main", "compress"), "rope_parameters")
+    both = mapping(required(obj, "rope_parameters"), "rope_parameters")
+    check_keys(both, ("main", "compress"), "rope_parameters")
     rope, head = common["qk_rope_head_dim"], common["head_dim"]
     _check_rotary_factor(obj, "", rope, head)
     for name, theta in (("main", "rope_theta"), ("compress", "compress_rope_theta")):
-        part, prefix = _object(both[name], f"rope_parameters.{name}"), f"rope_parameters.{name}."
+        part, prefix = mapping(both[name], f"rope_parameters.{name}"), f"rope_parameters.{name}."
         _check_rotary_factor(part, prefix, rope, head)
-        if _number(part, "rope_theta", prefix) != common[theta]:
+        if number(part, "rope_theta", prefix) != common[theta]:
             raise ConfigError(f"{prefix}rope_theta is {shown(part['rope_theta'])}, but {theta} is {common[theta]:g}")
-    if (kind := _required(both["main"], "rope_type", "rope_parameters.main.")) != "default":
+    if (kind := required(both["main"], "rope_type", "rope_parameters.main.")) != "default":
         raise ConfigError(f"rope_parameters.main.rope_type is {shown(kind)}; supported: 'default'")
-    _check_keys(both["main"], ("rope_type", "rope_theta", "partial_rotary_factor"), "rope_parameters.main")
+    check_keys(both["main"], ("rope_type", "rope_theta", "partial_rotary_factor"), "rope_parameters.main")
     own = {key: both["compress"][key] for key in both["compress"] if key not in ("rope_theta", "partial_rotary_factor")}
     if own == {"rope_type": "default"}:
         return None
@@ -161,7 +158,7 @@ def _rope_parameters(obj: Json, common: Json) -> Yarn | None:
 
 
 def _check_rotary_factor(obj: Json, prefix: str, rope: int, head: int) -> None:
-    factor = _number(obj, "partial_rotary_factor", prefix)
+    factor = number(obj, "partial_rotary_factor", prefix)
     if round(factor * head) != rope:
         raise ConfigError(f"{prefix}partial_rotary_factor is {factor:g}, but qk_rope_head_dim {rope} of {head} dims")
 
@@ -170,44 +167,35 @@ def _yarn(value: Any, where: str) -> Yarn | None:
     """YaRN's parameters; `type` and `rope_type` are two spellings, and transformers writes both."""
     if value is None:
         return None
-    obj = _object(value, where)
+    obj = mapping(value, where)
     numbers = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-    _check_keys(obj, numbers, where, may=("type", "rope_type", "attention_factor"))
+    check_keys(obj, numbers, where, may=("type", "rope_type", "attention_factor"))
     spellings = [obj[key] for key in ("type", "rope_type") if key in obj]
     if not spellings or any(kind != "yarn" for kind in spellings):
         raise ConfigError(f"{where}: type is {shown(spellings[-1] if spellings else None)}; supported: 'yarn'")
-    if "attention_factor" in obj and _number(obj, "attention_factor", f"{where}.") != 1:
+    if "attention_factor" in obj and number(obj, "attention_factor", f"{where}.") != 1:
         raise ConfigError(f"{where}.attention_factor is {shown(obj['attention_factor'])}; supported: 1")
     return Yarn(
-        factor=_number(obj, "factor", f"{where}."),
-        original_max_position_embeddings=_integer(obj, "original_max_position_embeddings", f"{where}."),
-        beta_fast=_number(obj, "beta_fast", f"{where}."),
-        beta_slow=_number(obj, "beta_slow", f"{where}."),
+        factor=number(obj, "factor", f"{where}."),
+        original_max_position_embeddings=integer(obj, "original_max_position_embeddings", f"{where}."),
+        beta_fast=number(obj, "beta_fast", f"{where}."),
+        beta_slow=number(obj, "beta_slow", f"{where}."),
     )
 
 
 def _mtp_layers(obj: Json) -> int:
     """Stages that the file announces: 0731 and 0813 ship three and still write num_nextn_predict_layers 1."""
-    announced = _integer(obj, "num_nextn_predict_layers", least=0)
+    announced = integer(obj, "num_nextn_predict_layers", least=0)
     return len(_integers(obj, "dspark_target_layer_ids")) if "dspark_target_layer_ids" in obj else announced
 
 
 def _check_quantization(value: Any) -> None:
-    obj = _object(value, "quantization_config")
-    _required(obj, "quant_method", "quantization_config.")
+    obj = mapping(value, "quantization_config")
+    required(obj, "quant_method", "quantization_config.")
     for key in obj:
         if key not in QUANTIZATION_FIXED and key not in QUANTIZATION_IGNORABLE:
             raise ConfigError(f"quantization_config.{quoted(key)[1:-1]}: unknown field")
-    _check_fixed(
-        obj, {key: QUANTIZATION_FIXED[key] for key in obj if key in QUANTIZATION_FIXED}, "quantization_config."
-    )
-
-
-def _check_fixed(obj: Json, fixed: Mapping[str, object], prefix: str = "") -> None:
-    for name, want in fixed.items():
-        value = _required(obj, name, prefix)
-        if type(value) is not type(want) or value != want:
-            raise ConfigError(f"{prefix}{name} is {shown(value)}; supported: {shown(want)}")
+    check_fixed(obj, {key: QUANTIZATION_FIXED[key] for key in obj if key in QUANTIZATION_FIXED}, "quantization_config.")
 
 
 def _check_known(obj: Json, fixed: Mapping[str, object], layout: Sequence[str]) -> None:
@@ -217,43 +205,8 @@ def _check_known(obj: Json, fixed: Mapping[str, object], layout: Sequence[str]) 
             raise ConfigError(f"{quoted(name)[1:-1]}: unknown field")
 
 
-def _check_keys(obj: Json, must: Sequence[str], where: str, may: Sequence[str] = ()) -> None:
-    for name in must:
-        _required(obj, name, f"{where}.")
-    for name in obj:
-        if name not in must and name not in may:
-            raise ConfigError(f"{where}.{quoted(name)[1:-1]}: unknown field")
-
-
-def _required(obj: Json, name: str, prefix: str = "") -> Any:
-    if name not in obj:
-        raise ConfigError(f"{prefix}{name}: missing")
-    return obj[name]
-
-
-def _object(value: Any, where: str) -> Json:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{where} is {shown(value)}; want an object")
-    return value
-
-
-def _integer(obj: Json, name: str, prefix: str = "", *, least: int = 1) -> int:
-    value = _required(obj, name, prefix)
-    if type(value) is not int or not least <= value <= MAX_INTEGER:
-        raise ConfigError(f"{prefix}{name} is {shown(value)}; want an integer from {least} to {MAX_INTEGER}")
-    return value
-
-
-def _number(obj: Json, name: str, prefix: str = "") -> float:
-    value = _required(obj, name, prefix)
-    if type(value) not in (int, float) or not MIN_NUMBER <= value <= MAX_NUMBER:
-        want = f"want a positive number, {MIN_NUMBER:g} to {MAX_NUMBER:g}"
-        raise ConfigError(f"{prefix}{name} is {shown(value)}; {want}")
-    return float(value)
-
-
 def _integers(obj: Json, name: str) -> tuple[int, ...]:
-    value = _required(obj, name)
+    value = required(obj, name)
     if not isinstance(value, list):
         raise ConfigError(f"{name} is {shown(value)}; want a list of integers")
     for place, item in enumerate(value):
@@ -263,7 +216,7 @@ def _integers(obj: Json, name: str) -> tuple[int, ...]:
 
 
 def _labels(obj: Json, name: str, table: Mapping[str, T], length: int) -> tuple[T, ...]:
-    value = _required(obj, name)
+    value = required(obj, name)
     if not isinstance(value, list) or len(value) != length:
         raise ConfigError(f"{name} is {shown(value)}; want a list of num_hidden_layers {length} labels")
     for place, item in enumerate(value):

@@ -3,20 +3,27 @@
 import torch
 
 from model.cache.formats import CacheFormats
-from model.cache.layers import CACHES, LayerCache
+from model.cache.full import FullCache
+from model.cache.layers import CACHES, Components
 from model.config import ModelConfig
 from model.errors import CapacityError
+from model.llama.config import LlamaConfig
 
 
 class State:
-    """Everything that a sequence has left behind; `Transformer` advances it in place.
+    """Everything that a sequence has left behind; the model advances it in place.
 
     All buffers are allocated here, for `max_context` positions and calls of up to `chunk` tokens (or `max_context`,
     where that is less). CapacityError for a context beyond the model's `max_position_embeddings`.
     """
 
     def __init__(
-        self, config: ModelConfig, max_context: int, chunk: int, formats: CacheFormats, device: torch.device
+        self,
+        config: ModelConfig | LlamaConfig,
+        max_context: int,
+        chunk: int,
+        formats: CacheFormats,
+        device: torch.device,
     ) -> None:
         assert max_context > 0, f"max_context {max_context}"
         assert chunk > 0, f"chunk {chunk}"
@@ -27,10 +34,7 @@ class State:
             )
         chunk = min(chunk, max_context)  # longer calls never come
         self.max_context, self.chunk, self.position = max_context, chunk, 0
-        self.layers: list[LayerCache] = [
-            CACHES[kind](config, layer, max_context, chunk, formats, device)
-            for layer, kind in enumerate(config.layer_kinds)
-        ]
+        self.layers = layer_caches(config, max_context, chunk, formats, device)
 
     def reserve(self, tokens: int) -> None:
         """Check that a call of `tokens` fits; CapacityError names the limit."""
@@ -48,3 +52,19 @@ class State:
             for component, size in cache.nbytes().items():
                 total[component] = total.get(component, 0) + size
         return total
+
+
+def layer_caches(
+    config: ModelConfig | LlamaConfig, max_context: int, chunk: int, formats: CacheFormats, device: torch.device
+) -> list[Components]:
+    """Return an empty cache for each layer."""
+    if isinstance(config, LlamaConfig):
+        kv_heads, head_dim, window = config.num_key_value_heads, config.head_dim, config.sliding_window
+        return [
+            FullCache(kv_heads, head_dim, window, max_context, formats.dtype, device)
+            for _ in range(config.num_hidden_layers)
+        ]
+    return [
+        CACHES[kind](config, layer, max_context, chunk, formats, device)
+        for layer, kind in enumerate(config.layer_kinds)
+    ]

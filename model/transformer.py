@@ -10,6 +10,7 @@ from kernels.formats import Dense
 from model import sites, tripwire
 from model.arithmetic import Arithmetic
 from model.block import Block
+from model.cache.layers import LayerCache
 from model.config import ModelConfig
 from model.decode import Weights
 from model.hyper import HyperHead
@@ -72,6 +73,7 @@ class Transformer:
         tokens = share.of(tokens)
         streams = share.of(x)[:, None].repeat(1, self.config.hc_mult, 1)  # [m, s, hidden]
         for block, cache in zip(self.blocks, state.layers, strict=True):
+            assert isinstance(cache, LayerCache), f"a V4 layer got {type(cache).__name__}"
             streams = block(streams, tokens, first, cache, share)
             if share.total > KEPT:  # what is compared is kept until then
                 ranks.settle()

@@ -186,6 +186,7 @@ def _with_caches(model: Transformer, change: Callable[[LayerCache], None]) -> No
         def new_state(self, max_context: int, chunk: int) -> State:
             state = super().new_state(max_context, chunk)
             for cache in state.layers:
+                assert isinstance(cache, LayerCache)
                 change(cache)
             return state
 

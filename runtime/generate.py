@@ -1,18 +1,18 @@
 """The generation loop: prefill, decode one, choose one, until EOS or the limit."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from model.architectures import Model
 from model.state import State
-from model.transformer import Transformer
 from runtime.sampling import Sampling, sample
 
 
-def prefill(model: Transformer, state: State, tokens: Sequence[int], progress: Callable[[int], None]) -> Tensor:
+def prefill(model: Model, state: State, tokens: Sequence[int], progress: Callable[[int], None]) -> Tensor:
     """Run `tokens` (at least one) in chunks of ``state.chunk``; returns the logits after the last, [vocab] float32.
 
     `progress` is called after each chunk with the number of tokens it held.
@@ -27,7 +27,7 @@ def prefill(model: Transformer, state: State, tokens: Sequence[int], progress: C
     return model.logits(hidden[-1:])[0]
 
 
-def _agreed(model: Transformer, token: int) -> int:
+def _agreed(model: Model, token: int) -> int:
     """The token, which is the same on every rank: RankDisagreement otherwise."""
     ranks = model.arithmetic.ranks
     ranks.note("sampled token", None, torch.tensor([token], device=model.device))
@@ -48,17 +48,17 @@ class Generation:
 
 
 def generate(
-    model: Transformer,
+    model: Model,
     state: State,
     prompt: Sequence[int],
     *,
-    eos: int,
+    eos: Collection[int],
     limit: int,
     sampling: Sampling,
     progress: Callable[[int], None],
     record: Generation,
 ) -> Iterator[int]:
-    """Yield chosen tokens until EOS (not yielded) or `limit` of them, filling `record` on the way.
+    """Yield chosen tokens until one of `eos` (not yielded) or `limit` of them, filling `record` on the way.
 
     The last chosen token is never run through the model: the state ends before it, and `record.pending` names it, so
     that a saved state continues exactly where the run stopped.
@@ -72,7 +72,7 @@ def generate(
         token = _agreed(model, sample(logits, sampling, generator))
         record.tokens.append(token)
         record.pending, record.decode_s = token, time.perf_counter() - started
-        if token == eos:
+        if token in eos:
             record.ended = "eos"
             return
         yield token

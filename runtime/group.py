@@ -11,7 +11,7 @@ import torch.distributed as dist
 from kernels.ops import BLOCKED, Ops
 from model.errors import ConfigError
 from model.ranks import ALONE, Group
-from runtime.load import Loaded, check_device, load
+from runtime.load import AnyLoaded, Loaded, check_device, load, load_any
 from runtime.options import RunOptions
 from runtime.sight import LOADS
 from runtime.store import open_store
@@ -75,8 +75,18 @@ def watched_load(
     *,
     context: int | None = None,
 ) -> Loaded:
-    """Load a model, see `runtime.load.load`, and let the other ranks see how far this one is in running it."""
+    """Load a V4 model, see `runtime.load.load`, and let the other ranks see how far this one is in running it."""
     if watch is None:
         return load(directory, options, ops, group, context=context)
     with watch.loading() as follow:
         return load(directory, options, ops, group, context=context, follow=follow)
+
+
+def watched_load_any(
+    watch: Watch | None, directory: Path, options: RunOptions, group: Group, *, context: int
+) -> AnyLoaded:
+    """Load a model of either architecture, see `runtime.load.load_any`, watched as by `watched_load`."""
+    if watch is None:
+        return load_any(directory, options, group=group, context=context)
+    with watch.loading() as follow:
+        return load_any(directory, options, group=group, context=context, follow=follow)

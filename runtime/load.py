@@ -11,14 +11,17 @@ import torch
 from torch import Tensor
 
 from kernels.ops import BLOCKED, Ops
+from model.architectures import Config, config_from_file
 from model.census import Census, census
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.decode import bind, fingerprint, headers_digest
 from model.errors import CheckpointError, ConfigError
+from model.llama.config import LlamaConfig
 from model.ranks import ALONE, Group, Ranks, evenly
 from model.transformer import Transformer
 from runtime.kv import variants
+from runtime.llama import LoadedLlama, check_options, load_llama
 from runtime.memory import check_fits
 from runtime.options import RunOptions, check_deployed
 from runtime.placement import Placement, place
@@ -28,7 +31,7 @@ DEMO = Path(__file__).resolve().parents[1] / "model" / "demo"  # the checkpoint 
 
 
 class Loaded(NamedTuple):
-    """A model and where it came from."""
+    """A V4 model and where it came from."""
 
     model: Transformer
     census: Census
@@ -38,6 +41,9 @@ class Loaded(NamedTuple):
     held: dict[str, int]  # bytes of this rank's part of each parameter, as stored
 
 
+AnyLoaded = Loaded | LoadedLlama
+
+
 def check_device(device: str) -> None:
     """Refuse a device that this machine does not have: ConfigError."""
     if device == "cuda" and not torch.cuda.is_available():
@@ -45,13 +51,44 @@ def check_device(device: str) -> None:
 
 
 def read_config(directory: Path, options: RunOptions) -> ModelConfig:
-    """Read the config of a checkpoint that these options can run here; ConfigError where they cannot."""
+    """Read the config of a V4 checkpoint that these options can run here; ConfigError where they cannot."""
     check_device(options.device)
     config = ModelConfig.from_file(directory / "config.json")
+    _check_v4(config, options)
+    return config
+
+
+def read_any_config(directory: Path, options: RunOptions) -> Config:
+    """Read the config of a checkpoint of either architecture, as `read_config`."""
+    check_device(options.device)
+    config = config_from_file(directory / "config.json")
+    if isinstance(config, LlamaConfig):
+        check_options(config, options, directory)
+    else:
+        _check_v4(config, options)
+    return config
+
+
+def _check_v4(config: ModelConfig, options: RunOptions) -> None:
     if options.numerics == "deployed":
         check_deployed(config)
     variants(options.kv, config)
-    return config
+
+
+def load_any(
+    directory: Path,
+    options: RunOptions,
+    ops: Ops = BLOCKED,
+    group: Group = ALONE,
+    *,
+    context: int | None = None,
+    follow: Callable[[Ranks], None] = lambda _: None,
+) -> AnyLoaded:
+    """Load a checkpoint of the architecture that its config.json names, see `load` and `runtime.llama.load_llama`."""
+    config = read_any_config(directory, options)
+    if isinstance(config, LlamaConfig):
+        return load_llama(config, directory, options, ops, group, context)
+    return load(directory, options, ops, group, context=context, follow=follow)
 
 
 def load(
@@ -63,7 +100,7 @@ def load(
     context: int | None = None,
     follow: Callable[[Ranks], None] = lambda _: None,
 ) -> Loaded:
-    """Read config, census and weights, strictly, and build this rank's part of the model.
+    """Read config, census and weights of a V4 checkpoint, strictly, and build this rank's part of the model.
 
     ConfigError or CheckpointError, with one line, for everything that is wrong with the directory; RankDisagreement
     when ranks found different configs or files. CapacityError, before any weight is read, when a `context` of so many

@@ -6,9 +6,10 @@ from typing import Final
 
 import torch
 
+from model.architectures import Model
 from model.errors import CapacityError
 from model.state import State
-from model.transformer import Transformer
+from runtime.plan.llama import LlamaPlan, LlamaPlanner
 from runtime.plan.planner import Plan, Planner
 
 GIB: Final = 1 << 30
@@ -27,14 +28,14 @@ def machine_memory(device: torch.device) -> int:
     return min([physical, *(int(limit) for limit in limits if limit.isdigit())])
 
 
-def check_fits(planner: Planner, context: int, where: str, *, processes: int = 1) -> Plan:
+def check_fits(planner: Planner | LlamaPlanner, context: int, where: str, *, processes: int = 1) -> Plan | LlamaPlan:
     """Plan a rank of a run, or refuse it because its device has less memory: before any weight is read.
 
     On the CPU the weights are mapped files, which need no memory of their own: a checkpoint larger than memory runs.
 
     Parameters
     ----------
-    planner : Planner
+    planner : Planner | LlamaPlanner
         Of this rank, made from the config and the headers of the checkpoint's files.
     context : int
         Positions that the run holds.
@@ -65,7 +66,7 @@ def check_fits(planner: Planner, context: int, where: str, *, processes: int = 1
     )
 
 
-def _parts(plan: Plan) -> str:
+def _parts(plan: Plan | LlamaPlan) -> str:
     parts = {
         "weights": plan.own_weights,
         "caches": plan.cache_bytes,
@@ -79,7 +80,7 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / (1 << 20):.1f} MiB"
 
 
-def new_state(model: Transformer, max_context: int, chunk: int) -> State:
+def new_state(model: Model, max_context: int, chunk: int) -> State:
     """Return an empty state, or raise CapacityError naming its size when the machine has less memory than that.
 
     The size is that of the same state on torch's meta device, which allocates nothing.

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from kernels.ops import Ops
+from model.architectures import Config
 from model.arithmetic import KV_GROUP, LINEAR_GROUP, Arithmetic
 from model.cache.formats import CacheFormats
 from model.config import LayerKind, ModelConfig
@@ -45,11 +46,12 @@ class RunOptions:
                 f" --dtype {self.dtype}"
             )
 
-    def formats(self, config: ModelConfig) -> CacheFormats:
+    def formats(self, config: Config) -> CacheFormats:
         """How caches are stored; ConfigError for a rule of `kv` that does not fit the model."""
-        return CacheFormats(DTYPES[self.dtype], self.entry_format, self.key_format, variants(self.kv, config))
+        kinds = variants(self.kv, config) if isinstance(config, ModelConfig) else ()
+        return CacheFormats(DTYPES[self.dtype], self.entry_format, self.key_format, kinds)
 
-    def arithmetic(self, ops: Ops, ranks: Ranks, config: ModelConfig) -> Arithmetic:
+    def arithmetic(self, ops: Ops, ranks: Ranks, config: Config) -> Arithmetic:
         """Return what the model computes with."""
         formats = self.formats(config)
         return Arithmetic(ops, self.numerics == "deployed", formats.dtype, formats, ranks, Taps(ranks))

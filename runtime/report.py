@@ -10,9 +10,11 @@ import torch
 from model.ranks import evenly
 from model.state import State
 from runtime.generate import Generation
-from runtime.load import Loaded
+from runtime.llama import LoadedLlama
+from runtime.load import AnyLoaded
 from runtime.options import RunOptions
-from runtime.plan.planner import Planner
+from runtime.plan.llama import LlamaPlan, LlamaPlanner
+from runtime.plan.planner import Plan, Planner
 from runtime.touched import touched_bytes
 
 
@@ -27,7 +29,7 @@ def peak_memory(device: str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts in bytes, others in KiB
 
 
-def report(loaded: Loaded, options: RunOptions, state: State, run: Generation) -> dict[str, Any]:
+def report(loaded: AnyLoaded, options: RunOptions, state: State, run: Generation) -> dict[str, Any]:
     """Return the run as JSON values; rates are None where nothing was timed.
 
     On several ranks all of them must ask, and each gets the same but for its own times.
@@ -57,11 +59,9 @@ def report(loaded: Loaded, options: RunOptions, state: State, run: Generation) -
     }
 
 
-def _planned(loaded: Loaded, options: RunOptions, state: State) -> dict[str, int]:
+def _planned(loaded: AnyLoaded, options: RunOptions, state: State) -> dict[str, int]:
     """What the memory plan says of this rank: "needed" is the sum of all but "mapped_weights"."""
-    model = loaded.model
-    planner = Planner(model.config, loaded.census, loaded.placement, options, model.ranks.rank)
-    plan = planner.plan(state.max_context, state.chunk)
+    plan = _plan(loaded, options, state)
     return {
         "needed": plan.needed,
         "weights": plan.own_weights,
@@ -72,7 +72,15 @@ def _planned(loaded: Loaded, options: RunOptions, state: State) -> dict[str, int
     }
 
 
-def _ranks(loaded: Loaded, options: RunOptions) -> dict[str, Any]:
+def _plan(loaded: AnyLoaded, options: RunOptions, state: State) -> Plan | LlamaPlan:
+    if isinstance(loaded, LoadedLlama):
+        return LlamaPlanner(loaded.model.config, loaded.census, options).plan(state.max_context, state.chunk)
+    model = loaded.model
+    planner = Planner(model.config, loaded.census, loaded.placement, options, model.ranks.rank)
+    return planner.plan(state.max_context, state.chunk)
+
+
+def _ranks(loaded: AnyLoaded, options: RunOptions) -> dict[str, Any]:
     """Who ran it: how tokens got to experts, which axes every rank holds whole, and bytes by rank."""
     model, ranks = loaded.model, loaded.model.arithmetic.ranks
     touched = touched_bytes(loaded.directory)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from model.errors import StateError
 from model.state import State
-from runtime.load import Loaded
+from runtime.load import AnyLoaded
 
 FORMAT = "fathom-state-3"  # 2: cache formats; 3: variants
 
@@ -34,7 +34,7 @@ class Saved(NamedTuple):
     metadata: dict[str, str]  # all but the checksum
 
 
-def save_state(path: Path, state: State, loaded: Loaded, pending: int | None) -> None:
+def save_state(path: Path, state: State, loaded: AnyLoaded, pending: int | None) -> None:
     """Write `state` to `path`; an existing file is replaced only once the new one is complete.
 
     StateError when it cannot be written.
@@ -55,7 +55,7 @@ def save_state(path: Path, state: State, loaded: Loaded, pending: int | None) ->
         partial.unlink(missing_ok=True)
 
 
-def read_saved(path: Path, loaded: Loaded) -> Saved:
+def read_saved(path: Path, loaded: AnyLoaded) -> Saved:
     """Read what a state file says of itself, without its content.
 
     StateError, with one line naming the file, when it is no state file, or was made by another model, other weights,
@@ -81,7 +81,7 @@ def saved_position(path: Path) -> int:
         return _number(path, file.metadata() or {}, "position", (1 << 63) - 1)
 
 
-def load_state(path: Path, state: State, loaded: Loaded) -> int | None:
+def load_state(path: Path, state: State, loaded: AnyLoaded) -> int | None:
     """Fill the empty `state` from `path` and return the pending token, if any.
 
     StateError as `read_saved`, and when the content is damaged or does not fit the state's context.
@@ -127,7 +127,7 @@ def _tensors(state: State) -> dict[str, Tensor]:
     }
 
 
-def _binding(loaded: Loaded) -> dict[str, str]:
+def _binding(loaded: AnyLoaded) -> dict[str, str]:
     arithmetic = loaded.model.arithmetic
     return {
         "format": FORMAT,

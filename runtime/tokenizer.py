@@ -50,6 +50,7 @@ class Tokenizer:
         self._control_ids = _control_ids(fields, self.path)
         self._controls = {id_: name for name, id_ in self._control_ids.items()}
         self._text = _text_vocabulary(fields, self.path)
+        self._post_processor = fields.get("post_processor")
         self._bytes: dict[int, bytes] = {}  # of the ids seen so far
         self._check_ids_agree()
 
@@ -64,6 +65,16 @@ class Tokenizer:
         if name not in self._control_ids:
             raise PromptError(f"{self.path}: has no token {name}, which the prompt needs")
         return self._check_range(self._control_ids[name])
+
+    def before_text(self) -> list[Segment]:
+        """The control tokens that tokenizer.json itself puts before a text: BOS, in most files, or nothing.
+
+        Raises
+        ------
+        PromptError
+            Its post_processor does something else to a text than that, or names a token that is no added one.
+        """
+        return [Control(name) for name in _before_text(self._post_processor, self._control_ids, self.path)]
 
     def encode(self, segments: Iterable[Segment]) -> list[int]:
         """Token ids of a prompt.
@@ -245,6 +256,30 @@ def _text_vocabulary(fields: dict[str, Any], path: Path) -> tokenizers.Tokenizer
         return tokenizers.Tokenizer.from_str(json.dumps(text_only))
     except Exception as error:  # the library has no narrower class for a file that it cannot read
         raise PromptError(f"{path}: {_first_line(error)}") from error
+
+
+def _before_text(processor: Any, ids: dict[str, int], path: Path) -> list[str]:
+    """Names of the tokens that a post_processor puts before a text; the byte-level kind moves offsets only."""
+    wrong = PromptError(f"{path}: its post_processor is not a template that puts tokens before a text, and no more")
+    if processor is None:
+        return []
+    match processor:
+        case {"type": "ByteLevel"}:
+            return []
+        case {"type": "Sequence", "processors": [*parts]}:
+            return [name for part in parts for name in _before_text(part, ids, path)]
+        case {"type": "TemplateProcessing", "single": [*before, {"Sequence": {"id": "A"}}], "special_tokens": dict(of)}:
+            names: list[str] = []
+            for piece in before:
+                match piece:
+                    case {"SpecialToken": {"id": str(name)}} if name in ids and of.get(name, {}).get("ids") == [
+                        ids[name]
+                    ]:
+                        names.append(name)
+                    case _:
+                        raise wrong
+            return names
+    raise wrong
 
 
 def _first_line(error: Exception) -> str:

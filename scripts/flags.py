@@ -30,7 +30,7 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
         "--numerics",
         choices=NUMERICS,
         default=default.numerics,
-        help="deployed: activations rounded as DeepSeek serves (default); plain: as transformers computes",
+        help="deployed: activations rounded as DeepSeek serves V4 (default); plain: as transformers computes",
     )
     p.add_argument(
         "--dtype", choices=tuple(DTYPES), default=default.dtype, help="of activations and caches (default bf16)"

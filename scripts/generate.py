@@ -14,27 +14,26 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from model.config import ModelConfig
 from model.errors import CapacityError, ConfigError
 from model.ranks import Group
 from model.state import State
-from runtime.encoding import EFFORTS, effort_text, encode_messages
+from runtime.encoding import EFFORTS
 from runtime.errors import PromptError
 from runtime.generate import Generation, generate
-from runtime.group import connected, watched_load
-from runtime.load import DEMO, Loaded
+from runtime.group import connected, watched_load_any
+from runtime.load import DEMO, AnyLoaded, read_any_config
 from runtime.memory import new_state
-from runtime.messages import load_messages, user_message
 from runtime.options import RunOptions
 from runtime.parsing import parse_completion
 from runtime.report import report
 from runtime.sampling import Sampling
-from runtime.segments import BOS, EOS, THINK_START, Control, Segment, Text
+from runtime.segments import THINK_START
 from runtime.statefile import Saved, load_state, read_saved, save_state, saved_position
 from runtime.tokenizer import StreamDecoder, Tokenizer
 from runtime.watch import Watch
 from scripts.cli import arguments, run_on_ranks
 from scripts.flags import add_rank_timeout, add_run_options, positive, run_options, writable
+from scripts.prompts import check_prompt_flags, prompt_segments
 
 LONG_PREFILL = 256  # tokens from which a prefill has a progress bar
 MIB = 1024 * 1024
@@ -90,15 +89,16 @@ def _generate(args: argparse.Namespace, watch: Watch | None, group: Group) -> in
             writable(path)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character must not end the run
         sys.stdout.reconfigure(errors="replace")
-    segments = prompt_segments(args)
-    config = ModelConfig.from_file(args.model / "config.json")
+    check_prompt_flags(args)
+    config = read_any_config(args.model, options)
     tokenizer = Tokenizer(args.model, config.vocab_size)
+    segments = prompt_segments(args, config, tokenizer)
     prompt = tokenizer.encode(segments)  # before the weights: a bad prompt should not wait for them
     held = 0 if args.load_state is None else saved_position(args.load_state) + 2  # a pending token, and an EOS after it
     context = args.max_context or held + len(prompt) + args.max_new_tokens - 1
     console = Console(stderr=True)
     with console.status(f"loading {args.model}", spinner="line"):
-        loaded = watched_load(watch, args.model, options, group=group, context=context)
+        loaded = watched_load_any(watch, args.model, options, group, context=context)
     state, prompt = _state(args, loaded, options, prompt)
     record = Generation()
     with _progress(console, len(prompt)) as advance:
@@ -106,7 +106,7 @@ def _generate(args: argparse.Namespace, watch: Watch | None, group: Group) -> in
             loaded.model,
             state,
             prompt,
-            eos=config.eos_token_id,
+            eos=config.eos_token_ids,
             limit=args.max_new_tokens,
             sampling=sampling,
             progress=advance,
@@ -125,54 +125,6 @@ def _generate(args: argparse.Namespace, watch: Watch | None, group: Group) -> in
     return 0
 
 
-def prompt_segments(args: argparse.Namespace) -> list[Segment]:
-    """Return the prompt that the flags describe; PromptError when they contradict each other."""
-    _check_prompt_flags(args)
-    if args.messages is not None:
-        messages = load_messages(args.messages)
-        segments = encode_messages(messages, thinking=args.think, effort=_effort(args.effort))
-        if [segment for segment in segments if isinstance(segment, Control)][-1] in (BOS, EOS):
-            raise PromptError(f"{args.messages}: the last message asks for no answer, nothing is left to generate")
-        return segments
-    text = _text(args)
-    if text is None:  # --load-state alone
-        return []
-    if args.raw:
-        return [Text(text)] if args.load_state is not None else [BOS, Text(text)]
-    segments = encode_messages(user_message(text), thinking=args.think, effort=_effort(args.effort))
-    return segments if args.load_state is None else segments[1:]  # the saved state has its BOS already
-
-
-def _check_prompt_flags(args: argparse.Namespace) -> None:
-    if args.effort is not None and not args.think:
-        raise PromptError("--effort: means nothing without --think")
-    if args.raw and (args.think or args.messages is not None):
-        raise PromptError("--raw: excludes --think and --messages, which are parts of the chat format")
-    if args.load_state is None:
-        return
-    if args.messages is not None or args.effort is not None:
-        raise PromptError("--load-state: excludes --messages and --effort, which belong at the start of a conversation")
-    if args.prompt is None and args.prompt_file is None and (args.raw or args.think):
-        raise PromptError("--load-state: --raw and --think say how to encode a prompt, and there is none")
-
-
-def _text(args: argparse.Namespace) -> str | None:
-    if args.prompt_file is not None:
-        try:
-            text = args.prompt_file.read_bytes().decode("utf-8")  # as it is: no translation of line ends
-        except UnicodeDecodeError as error:
-            raise PromptError(f"{args.prompt_file}: byte {error.start} is no UTF-8") from error
-    elif args.prompt is None:
-        if args.load_state is None:
-            raise PromptError("one of --prompt, --prompt-file, --messages or --load-state is needed")
-        return None
-    else:
-        text = args.prompt
-    if not text:
-        raise PromptError("the prompt is empty")
-    return str(text)
-
-
 def _message(tokenizer: Tokenizer, tokens: list[int], *, thinking: bool) -> dict[str, Any]:
     """Parse the answer back into an assistant message; what is wrong with it, when it is not one (cut short, say)."""
     if not all(map(tokenizer.names, tokens)):
@@ -181,18 +133,6 @@ def _message(tokenizer: Tokenizer, tokens: list[int], *, thinking: bool) -> dict
         return parse_completion(tokenizer.decode_segments(tokens), thinking=thinking)
     except PromptError as error:
         return {"error": str(error)}
-
-
-def _effort(choice: str | None) -> str:
-    if choice is None:
-        return ""
-    revision, colon, level = choice.partition(":")
-    if not colon:
-        raise PromptError(f"--effort {choice}: want REVISION:LEVEL, for example preview:max")
-    try:
-        return effort_text(revision, level)
-    except PromptError as error:
-        raise PromptError(f"--effort {choice}: {error}") from error
 
 
 def _sampling(args: argparse.Namespace) -> Sampling:
@@ -205,12 +145,14 @@ def _sampling(args: argparse.Namespace) -> Sampling:
     return Sampling(args.temperature, args.top_p, args.seed)
 
 
-def _state(args: argparse.Namespace, loaded: Loaded, options: RunOptions, prompt: list[int]) -> tuple[State, list[int]]:
+def _state(
+    args: argparse.Namespace, loaded: AnyLoaded, options: RunOptions, prompt: list[int]
+) -> tuple[State, list[int]]:
     """Return a state that holds this run, filled from --load-state, and the tokens to run."""
     held = 0
     if args.load_state is not None:
         saved = read_saved(args.load_state, loaded)
-        held, prompt = saved.position, _continuation(args, saved, loaded.model.config.eos_token_id, prompt)
+        held, prompt = saved.position, _continuation(args, saved, loaded.model.config.eos_token_ids, prompt)
     needed = held + len(prompt) + args.max_new_tokens - 1  # the last new token is not run
     context = args.max_context or needed
     if context < needed:
@@ -222,15 +164,15 @@ def _state(args: argparse.Namespace, loaded: Loaded, options: RunOptions, prompt
     return state, prompt
 
 
-def _continuation(args: argparse.Namespace, saved: Saved, eos: int, prompt: list[int]) -> list[int]:
+def _continuation(args: argparse.Namespace, saved: Saved, eos: Sequence[int], prompt: list[int]) -> list[int]:
     """Return the tokens to run after a saved state: its pending one, and a prompt as the next turn."""
     if not prompt:
-        if saved.pending is None or saved.pending == eos:
+        if saved.pending is None or saved.pending in eos:
             raise PromptError(f"{args.load_state}: the saved answer is finished, so a prompt is needed")
         return [saved.pending]
     pending = [] if saved.pending is None else [saved.pending]
-    if not args.raw and saved.pending != eos:
-        pending.append(eos)  # an answer cut short by --max-new-tokens: in a conversation every answer ends with EOS
+    if not args.raw and saved.pending not in eos:
+        pending.append(eos[0])  # an answer cut short by --max-new-tokens: in a conversation every answer ends with EOS
     return pending + prompt
 
 

@@ -19,11 +19,14 @@ from rich.console import Console
 from rich.table import Table
 
 from model import strict_json
+from model.architectures import Config, config_from_file
 from model.binding import Stored
 from model.census import Census, Tally, census
 from model.checkpoint import Checkpoint
 from model.config import LayerKind, ModelConfig
 from model.errors import CheckpointError, ConfigError, quoted
+from model.llama.census import census as llama_census
+from model.llama.config import LlamaConfig
 from runtime.load import DEMO
 from scripts.cli import run
 from scripts.flags import writable
@@ -47,10 +50,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     writable(args.json)
     config, tensors, unlisted = _subject(args)
-    counted = census(tensors, config, where=str(args.tensors or args.model or DEMO))
+    where = str(args.tensors or args.model or DEMO)
+    if isinstance(config, LlamaConfig):
+        counted = llama_census(tensors, config, where)
+    else:
+        counted = census(tensors, config, where)
     data = summary(config, counted) | {"files_not_read": list(unlisted)}
     console = Console()
-    for table in (_config_table(config), _layer_table(data["layers"]), *_census_tables(counted)):
+    layers = _llama_layer_table if isinstance(config, LlamaConfig) else _layer_table
+    for table in (_config_table(config), layers(data["layers"]), *_census_tables(counted)):
         console.print(table)
     for text in _remarks(data):
         console.print(text, markup=False, soft_wrap=True)
@@ -59,16 +67,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _subject(args: argparse.Namespace) -> tuple[ModelConfig, Mapping[str, Stored], Sequence[str]]:
+def _subject(args: argparse.Namespace) -> tuple[Config, Mapping[str, Stored], Sequence[str]]:
     """The config, the tensors, and safetensors files beside them that no index names."""
     if args.config is None and args.tensors is None:
         directory = args.model or DEMO
-        config = ModelConfig.from_file(directory / "config.json")
+        config = config_from_file(directory / "config.json")
         checkpoint = Checkpoint.open(directory)
         return config, checkpoint.shapes(), checkpoint.unlisted
     if args.config is None or args.tensors is None or args.model is not None:
         raise ConfigError("--config and --tensors go together, and without --model")
-    return ModelConfig.from_file(args.config), read_list(args.tensors), ()
+    return config_from_file(args.config), read_list(args.tensors), ()
 
 
 def read_list(path: Path) -> dict[str, Stored]:
@@ -97,12 +105,12 @@ def _is_stored(entry: Any) -> bool:
     return isinstance(entry[1], list) and all(type(size) is int and size >= 0 for size in entry[1])
 
 
-def summary(config: ModelConfig, counted: Census) -> dict[str, Any]:
+def summary(config: Config, counted: Census) -> dict[str, Any]:
     """Everything that is shown, as JSON values."""
     return {
         "config": config.to_json(),
         "config_fingerprint": config.fingerprint,
-        "layers": [_layer(config, layer) for layer in range(config.num_hidden_layers)],
+        "layers": _layers(config),
         "tensors": counted.tensors,
         "bytes": counted.nbytes,
         "parameters": len(counted.bindings),
@@ -114,6 +122,15 @@ def summary(config: ModelConfig, counted: Census) -> dict[str, Any]:
         "mtp_stages": counted.mtp_stages,
         "mtp_head": counted.mtp_head,
     }
+
+
+def _layers(config: Config) -> list[dict[str, Any]]:
+    if not isinstance(config, LlamaConfig):
+        return [_layer(config, layer) for layer in range(config.num_hidden_layers)]
+    scaling = config.to_json()["rope_scaling"]
+    heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
+    alike = heads | {"window": config.sliding_window, "rope_base": config.rope_theta, "rope_scaling": scaling}
+    return [{"layer": layer, "kind": "gqa", **alike} for layer in range(config.num_hidden_layers)]
 
 
 def _layer(config: ModelConfig, layer: int) -> dict[str, Any]:
@@ -128,7 +145,7 @@ def _layer(config: ModelConfig, layer: int) -> dict[str, Any]:
     }
 
 
-def _config_table(config: ModelConfig) -> Table:
+def _config_table(config: Config) -> Table:
     table = Table("field", "value", title="config")
     for name, value in config.to_json().items():
         if name not in LAYER_FIELDS:
@@ -143,6 +160,17 @@ def _layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
         scaling = f"x{yarn['factor']:g} of {yarn['original_max_position_embeddings']}" if yarn else "-"
         base = f"{row['rope_base']:g}"
         table.add_row(str(row["layer"]), row["kind"], str(row["ratio"] or "-"), base, scaling, row["experts"])
+    return table
+
+
+def _llama_layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("layer", "kind", "heads", "KV heads", "window", "RoPE base", "scaling", title="layers")
+    for row in layers:
+        scaling = row["rope_scaling"]
+        said = f"{scaling['rope_type']} x{scaling['factor']:g}" if scaling else "-"
+        window = "all" if row["window"] is None else str(row["window"])
+        heads = (str(row["heads"]), str(row["kv_heads"]))
+        table.add_row(str(row["layer"]), row["kind"], *heads, window, f"{row['rope_base']:g}", said)
     return table
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from model import strict_json
 from model.errors import CapacityError, ConfigError
 from model.ranks import Group
-from runtime.group import connected, leads, watched_load
-from runtime.load import DEMO, read_config
+from runtime.group import connected, leads, watched_load_any
+from runtime.load import DEMO, read_any_config
 from runtime.memory import new_state
 from runtime.watch import Watch
 from scripts.cli import arguments, run_on_ranks
@@ -49,9 +49,9 @@ def _logits(args: argparse.Namespace, watch: Watch | None, group: Group) -> int:
     if group.rank == 0:
         writable(args.out)
     options = run_options(args)
-    vocab = read_config(args.model, options).vocab_size
+    vocab = read_any_config(args.model, options).vocab_size
     ids = read_tokens(args.tokens, vocab)
-    model = watched_load(watch, args.model, options, group=group, context=len(ids)).model
+    model = watched_load_any(watch, args.model, options, group, context=len(ids)).model
     tokens = torch.tensor(ids, device=model.device)
     lengths = chunk_lengths(len(tokens), options.prefill_chunk, args.decode_from)
     state = new_state(model, len(tokens), max(lengths))

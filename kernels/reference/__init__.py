@@ -4,6 +4,7 @@ from kernels.reference import (
     attention,
     differential,
     gate,
+    gqa,
     hyper,
     indexer,
     linear,
@@ -17,6 +18,6 @@ from kernels.reference import (
 )
 
 __all__ = [
-    "attention", "differential", "gate", "hyper", "indexer", "linear", "lloyd_max", "norm", "pool", "quantise", "rope",
-    "shard", "swiglu",
+    "attention", "differential", "gate", "gqa", "hyper", "indexer", "linear", "lloyd_max", "norm", "pool", "quantise",
+    "rope", "shard", "swiglu",
 ]  # fmt: skip

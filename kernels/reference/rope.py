@@ -1,4 +1,4 @@
-"""Rotary position embedding: interleaved pairs on the trailing dims, with YaRN where a layer uses it."""
+"""Rotary position embedding: interleaved pairs on the trailing dims, with YaRN where a layer uses it; and in halves."""
 
 import math
 
@@ -73,3 +73,44 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = pairs.unbind(-1)
     turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
     return torch.cat((x[..., : -2 * half], turned.to(x.dtype)), dim=-1)
+
+
+def llama3_frequencies(
+    dim: int, theta: float, *, factor: float, low_freq_factor: float, high_freq_factor: float, original_context: int
+) -> Tensor:
+    """Radians per position of each pair, with the scaling of Llama 3.1 and its successors.
+
+    Equation: with the wavelength ``w = 2 pi / f`` and ``s = clamp((original / w - low) / (high - low), 0, 1)``, a pair
+    turns by ``(1 - s) f / factor + s f``: short waves keep their frequency, long ones are slowed by `factor`, those
+    between are interpolated in turns per `original_context`. Source: Meta's `apply_scaling` (llama-models, model.py).
+    Returns [dim / 2] float32.
+    """
+    kept = frequencies(dim, theta)
+    turns = original_context / (2 * math.pi / kept)  # within the original context
+    share = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)  # 1: kept
+    return (1 - share) * kept / factor + share * kept
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate every dim of `x`, a pair being one dim of the first half and its like of the second.
+
+    Equation: ``(a, b) -> (a cos - b sin, b cos + a sin)`` for ``(x[i], x[i + d / 2])``, in fp32; with ``-sin`` it is
+    the inverse. It is the rotation of the Llama family's published weights, whose rows were permuted from interleaved
+    pairs to halves. Source: transformers `rotate_half`, `apply_rotary_pos_emb`.
+
+    Parameters
+    ----------
+    x
+        [t, h, d], d even.
+    cos, sin
+        [t, d / 2] float32.
+
+    Returns
+    -------
+    Tensor
+        As `x`, in its dtype.
+
+    """
+    a, b = x.float().chunk(2, dim=-1)  # [t, h, d / 2]
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)

@@ -15,7 +15,7 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Ten
     gate, up
         [t, i].
     limit
-        `swiglu_limit`; routed and shared experts both clamp.
+        `swiglu_limit`; routed and shared experts both clamp. Infinity clamps nothing: the Llama family's SwiGLU.
     weight
         [t] float32 routing weights, or None for the shared expert.
 

@@ -44,15 +44,11 @@ class Component(Protocol):
         ...
 
 
-class LayerCache:
-    """The cache of one layer; this class itself is that of an SWA layer, which remembers its window alone."""
+class Components:
+    """The cache of one layer, of any architecture, as saving and accounting see it: buffers by name."""
 
-    def __init__(
-        self, config: ModelConfig, layer: int, max_context: int, chunk: int, formats: CacheFormats, device: torch.device
-    ) -> None:
-        del layer, max_context  # a window depends on neither
-        self.ring = WindowRing(config.sliding_window, chunk, config.head_dim, formats.dtype, device)
-        self.components: dict[str, Component] = {"window": self.ring}
+    def __init__(self, components: dict[str, Component]) -> None:
+        self.components = components
 
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by component."""
@@ -78,6 +74,17 @@ class LayerCache:
         """Put back what `tensors` gave at `position`."""
         for name, component in self.components.items():
             component.restore(position, {part: saved[f"{name}.{part}"] for part in component.shapes(position)})
+
+
+class LayerCache(Components):
+    """The cache of a V4 layer; this class itself is that of an SWA layer, which remembers its window alone."""
+
+    def __init__(
+        self, config: ModelConfig, layer: int, max_context: int, chunk: int, formats: CacheFormats, device: torch.device
+    ) -> None:
+        del layer, max_context  # a window depends on neither
+        self.ring = WindowRing(config.sliding_window, chunk, config.head_dim, formats.dtype, device)
+        super().__init__({"window": self.ring})
 
 
 class HcaCache(LayerCache):

@@ -11,7 +11,7 @@ from torch import Tensor
 from kernels.ops import BLOCKED
 from model import sites
 from model.cache.formats import CacheFormats
-from model.cache.layers import LayerCache
+from model.cache.layers import Components
 from model.config import ModelConfig
 from model.decode import HASHED_WHOLE
 from model.sites import Site
@@ -180,7 +180,7 @@ def _allocated(
     ]
 
 
-def _storages(cache: LayerCache) -> dict[str, int]:
+def _storages(cache: Components) -> dict[str, int]:
     """Bytes of the storages behind a cache's tensors, by component; a storage that two share counts once."""
     names = {"ring": "window", "keys": "indexer_keys", "key_frontier": "indexer_frontier"}
     seen: set[int] = set()

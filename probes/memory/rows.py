@@ -59,6 +59,7 @@ def poison(state: State) -> None:
     there is none.
     """
     for cache in state.layers:
+        assert isinstance(cache, LayerCache)
         buffers = [cache.ring.data]
         if isinstance(cache, HcaCache):
             buffers += [*stored.planes(cache.entries.data).values(), cache.frontier.kv, cache.frontier.gate]
@@ -72,6 +73,7 @@ def look(state: State, written: Written) -> list[Rows]:
     """Every buffer of a poisoned state, at its position."""
     found = []
     for layer, cache in enumerate(state.layers):
+        assert isinstance(cache, LayerCache)
         found += _layer(layer, cache, written, state.position)
     return found
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from model import sites
+from model.cache.layers import LayerCache
 from model.config import LayerKind, ModelConfig
 from model.ranks import undivided
 from model.transformer import Transformer
@@ -77,5 +78,7 @@ def _attention(model: Transformer, layer: int, inputs: Tensor) -> tuple[Tensor, 
     }
     with model.attached(listeners):
         state = model.new_state(len(inputs), len(inputs))
-        model.blocks[layer].attention(inputs, 0, state.layers[layer], undivided(len(inputs)))
+        cache = state.layers[layer]
+        assert isinstance(cache, LayerCache)
+        model.blocks[layer].attention(inputs, 0, cache, undivided(len(inputs)))
     return seen["mixed"], seen.get("selected")

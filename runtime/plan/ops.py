@@ -91,7 +91,7 @@ class Costs(NamedTuple):
             return weights * (F32 if self.gpu else F32 + 2)  # on the CPU, E4M3 goes through 16-bit integers
         if form in (Form.FP4, Form.NVFP4):
             return weights * (F32 + 2) + weights // 2  # bytes as indices; scales
-        return weights * F32 if form is Form.BF16 else 0
+        return weights * F32 if form in (Form.BF16, Form.F16) else 0
 
     def _entries_in_fp32(self) -> int:
         """Bytes that a number of an entry takes while a tile of them is made fp32, which the run's dtype may be."""

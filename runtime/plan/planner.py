@@ -124,11 +124,11 @@ class Planner:
 
     def largest_context(self, memory: int, chunk: int | None = None) -> int:
         """Most positions that fit in so many bytes, at most those that the model has; 0 where none does."""
-        return _most(lambda n: self.plan(n, chunk).needed <= memory, self.config.max_position_embeddings)
+        return most(lambda n: self.plan(n, chunk).needed <= memory, self.config.max_position_embeddings)
 
     def largest_chunk(self, memory: int, context: int) -> int:
         """Most tokens of a call with which a context fits in so many bytes; 0 where not even one does."""
-        return _most(lambda n: self.plan(context, n).needed <= memory, context)
+        return most(lambda n: self.plan(context, n).needed <= memory, context)
 
     def _caches(self, context: int, chunk: int) -> dict[LayerKind, dict[str, int]]:
         """What the state allocates, asked of one layer of each kind and ratio on the meta device."""
@@ -165,9 +165,9 @@ class Planner:
         return evenly(count, 0, ranks) if split else undivided(count)
 
 
-def _most(fits: Callable[[int], bool], most: int) -> int:
-    """The largest n of 1 .. `most` that fits, where all below one that fits do too; 0 when 1 does not."""
-    low, high = 0, most + 1  # low fits, high does not
+def most(fits: Callable[[int], bool], largest: int) -> int:
+    """The largest n of 1 .. `largest` that fits, where all below one that fits do too; 0 when 1 does not."""
+    low, high = 0, largest + 1  # low fits, high does not
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

@@ -27,7 +27,7 @@ _VALUES: Final = {
     Form.FP4: (0.5, 1, 1, 32),
     Form.NVFP4: (0.5, 1, 1, 16),
 }
-_PLAIN: Final = {Form.BF16: 2, Form.F32: F32, Form.I64: I64, Form.I32: 4}
+_PLAIN: Final = {Form.BF16: 2, Form.F16: 2, Form.F32: F32, Form.I64: I64, Form.I32: 4}
 
 
 class WeightKind(StrEnum):

@@ -41,8 +41,8 @@ def weight(form, out, columns):
     blocks = (-(-out // 128), -(-columns // 128))
     codes = torch.randint(0, 256, (out, columns // 2), generator=generator, dtype=torch.uint8)
     match form:
-        case Form.BF16:
-            return Dense(data.bfloat16())
+        case Form.BF16 | Form.F16:
+            return Dense(data.to(torch.bfloat16 if form is Form.BF16 else torch.float16))
         case Form.F32:
             return Dense(data)
         case Form.FP8:

@@ -20,7 +20,7 @@ def chosen(group, seeds):
         loaded.model,
         loaded.model.new_state(32, 16),
         PROMPT,
-        eos=loaded.model.config.eos_token_id,
+        eos=loaded.model.config.eos_token_ids,
         limit=6,
         sampling=Sampling(temperature=5.0, seed=seeds[group.rank]),
         progress=lambda _: None,

@@ -1,0 +1,28 @@
+"""The two architectures, and which of them a config.json describes."""
+
+from pathlib import Path
+
+from model.config import ModelConfig
+from model.config_json import read_json
+from model.llama.config import LlamaConfig
+from model.llama.fields import ARCHITECTURES
+from model.llama.transformer import LlamaTransformer
+from model.transformer import Transformer
+
+Config = ModelConfig | LlamaConfig
+Model = Transformer | LlamaTransformer
+
+
+def config_from_file(path: Path) -> Config:
+    """Read a config.json of either architecture, by its model_type.
+
+    Raises
+    ------
+    ConfigError
+        With one line naming the file and the field at fault; `ModelConfig` refuses what is neither.
+    """
+    obj = read_json(path)
+    kind = obj.get("model_type")
+    if isinstance(kind, str) and kind in ARCHITECTURES:
+        return LlamaConfig.from_json(obj, str(path))
+    return ModelConfig.from_json(obj, str(path))

@@ -1,0 +1,52 @@
+"""The seam between a layer with grouped heads and what it remembers: one call's heads go in, attended values come out.
+
+A cache of this kind is not read by the layer. It takes the heads of a call, remembers what it means to remember of
+them, and attends, because only it knows the form in which the past is held.
+"""
+
+from abc import ABC, abstractmethod
+from typing import NamedTuple
+
+from torch import Tensor
+
+from kernels.ops import Ops
+from model.cache.layers import Components
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values of one call's t tokens, in the run's dtype; H a multiple of K.
+
+    Both forms are the layer's own tensors, so handing them over copies nothing.
+    """
+
+    q: Tensor  # [t, H, d], rotated at the tokens' absolute positions
+    k: Tensor  # [t, K, d], the same
+    v: Tensor  # [t, K, d]
+    unrotated_q: Tensor  # [t, H, d], before rotation, for a cache that holds keys without it
+    unrotated_k: Tensor  # [t, K, d], the same
+
+
+class GqaCache(Components, ABC):
+    """The cache of one layer with grouped heads."""
+
+    position: int  # tokens taken so far: the position of the next one
+
+    @abstractmethod
+    def attend(self, heads: Heads, first: int, ops: Ops) -> Tensor:
+        """Take the tokens at positions ``first ..`` and attend from each to itself and to what is held before it.
+
+        Parameters
+        ----------
+        heads
+            Of t tokens; t is at most the chunk that the cache was made for.
+        first
+            Position of the first token, which is `position`.
+        ops
+            What to compute with.
+
+        Returns
+        -------
+        Tensor
+            [t, H, d] in the dtype of `heads.q`.
+
+        """

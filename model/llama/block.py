@@ -1,0 +1,50 @@
+"""One layer of the Llama family: attention, then SwiGLU, each reading a norm of the stream and adding to it."""
+
+from math import inf
+
+from torch import Tensor
+
+from model import tripwire
+from model.arithmetic import Arithmetic
+from model.cache.gqa import GqaCache
+from model.decode import Weights
+from model.llama.attention import Attention
+from model.llama.config import LlamaConfig
+from model.llama.rope import Rotation
+
+
+class FeedForward:
+    """``down(silu(gate x) * up x)``, without V4's clamp."""
+
+    def __init__(self, prefix: str, weights: Weights, arithmetic: Arithmetic) -> None:
+        self.gate = weights.matrix(f"{prefix}.gate_proj.weight")  # [intermediate, hidden]
+        self.up = weights.matrix(f"{prefix}.up_proj.weight")  # [intermediate, hidden]
+        self.down = weights.matrix(f"{prefix}.down_proj.weight")  # [hidden, intermediate]
+        self.ops = arithmetic.ops
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[t, hidden] to [t, hidden]."""
+        linear = self.ops.linear
+        return linear(self.ops.swiglu(linear(x, self.gate), linear(x, self.up), inf, None), self.down)
+
+
+class Block:
+    """A layer of the model."""
+
+    def __init__(
+        self, config: LlamaConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
+    ) -> None:
+        prefix, self.layer = f"model.layers.{layer}", layer
+        self.attention_norm = weights.vector(f"{prefix}.input_layernorm.weight").float()  # [hidden]
+        self.attention = Attention(config, layer, weights, arithmetic, rotation)
+        self.feed_forward_norm = weights.vector(f"{prefix}.post_attention_layernorm.weight").float()  # [hidden]
+        self.feed_forward = FeedForward(f"{prefix}.mlp", weights, arithmetic)
+        self.norm, self.eps = arithmetic.ops.rms_norm, config.rms_norm_eps
+
+    def __call__(self, x: Tensor, first: int, cache: GqaCache) -> Tensor:
+        """Run a call's tokens x [t, hidden], at positions ``first ..``, through the layer; [t, hidden]."""
+        x = x + self.attention(self.norm(x, self.attention_norm, self.eps), first, cache)
+        tripwire.finite("attention.stream", self.layer, first, x)
+        x = x + self.feed_forward(self.norm(x, self.feed_forward_norm, self.eps))
+        tripwire.finite("stream", self.layer, first, x)
+        return x

@@ -1,0 +1,77 @@
+"""A whole model of the Llama family, for one sequence, with the contract of `model.transformer.Transformer`."""
+
+import torch
+from torch import Tensor
+
+from kernels.formats import Dense, Weight
+from model import tripwire
+from model.arithmetic import Arithmetic
+from model.cache.gqa import GqaCache
+from model.decode import Weights
+from model.llama.block import Block
+from model.llama.census import EMBEDDING, HEAD, NORM
+from model.llama.config import LlamaConfig
+from model.llama.rope import Rotation
+from model.state import State
+
+
+class LlamaTransformer:
+    """Embedding, layers, final norm, output head. ``model(tokens, state)`` advances `state` in place.
+
+    It computes in `plain` numerics and on one rank: nothing else is defined for the family here.
+    """
+
+    def __init__(self, config: LlamaConfig, weights: Weights, arithmetic: Arithmetic) -> None:
+        assert not arithmetic.deployed, "deployed numerics are DeepSeek-V4's"
+        assert arithmetic.ranks.size == 1, f"{arithmetic.ranks.size} ranks"
+        self.config, self.arithmetic, self.ranks = config, arithmetic, arithmetic.ranks
+        self.embedding = weights.vector(EMBEDDING)  # [vocab, hidden], as stored
+        rotation = Rotation(config, self.embedding.device)
+        self.blocks = [Block(config, layer, weights, arithmetic, rotation) for layer in range(config.num_hidden_layers)]
+        self.norm = weights.vector(NORM).float()  # [hidden]
+        self.head: Weight = Dense(self.embedding) if config.tie_word_embeddings else weights.matrix(HEAD)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and so where state and tokens must be."""
+        return self.embedding.device
+
+    def new_state(self, max_context: int, chunk: int) -> State:
+        """Return an empty state for `max_context` positions and calls of up to `chunk` tokens."""
+        return State(self.config, max_context, chunk, self.arithmetic.formats, self.device)
+
+    @torch.inference_mode()
+    def __call__(self, tokens: Tensor, state: State) -> Tensor:
+        """Run the next tokens of the sequence; prefill in chunks of any size and decode of one token are this one call.
+
+        Parameters
+        ----------
+        tokens
+            [t] int64 ids, 1 <= t <= state.chunk.
+        state
+            Advanced by t positions. CapacityError, before anything is changed, when they do not fit.
+
+        Returns
+        -------
+        Tensor
+            [t, hidden], the normed output of the last layer; `logits` turns rows of it into logits.
+
+        """
+        assert tokens.ndim == 1, f"tokens has {tokens.ndim} axes, want 1"
+        state.reserve(tokens.shape[0])
+        first = state.position
+        x = self.embedding[tokens].to(self.arithmetic.dtype)
+        for block, cache in zip(self.blocks, state.layers, strict=True):
+            assert isinstance(cache, GqaCache), f"a layer with grouped heads got {type(cache).__name__}"
+            x = block(x, first, cache)
+        state.position += tokens.shape[0]
+        hidden = self.arithmetic.ops.rms_norm(x, self.norm, self.config.rms_norm_eps)
+        tripwire.finite("hidden", None, first, hidden)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[t, hidden] to [t, vocab] float32, the head's product included, as V4's."""
+        logits = self.arithmetic.ops.linear(hidden.float(), self.head)
+        tripwire.finite("logits", None, None, logits)
+        return logits

@@ -1,0 +1,71 @@
+"""A Llama-family checkpoint directory to a model that runs: on one rank, in plain numerics."""
+
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+
+from kernels.ops import Ops
+from model.census import Census
+from model.checkpoint import Checkpoint
+from model.decode import bind, fingerprint
+from model.errors import CheckpointError, ConfigError
+from model.llama.census import census, check_tied_head
+from model.llama.config import LlamaConfig
+from model.llama.transformer import LlamaTransformer
+from model.ranks import Group, Ranks, Shares, undivided
+from runtime.memory import check_fits
+from runtime.options import RunOptions
+from runtime.placement import Placement
+from runtime.plan.llama import LlamaPlanner
+
+# One rank holds everything: a share that is not split says no more than that.
+WHOLE: Final = Placement(1, (Shares(*(undivided(1),) * len(Shares._fields)),), ())
+
+
+class LoadedLlama(NamedTuple):
+    """A model and where it came from; field by field as `runtime.load.Loaded`."""
+
+    model: LlamaTransformer
+    census: Census
+    weights_fingerprint: str  # see `model.decode.fingerprint`
+    directory: Path
+    placement: Placement
+    held: dict[str, int]  # bytes of each parameter, as stored
+
+
+def check_options(config: LlamaConfig, options: RunOptions, where: Path) -> None:
+    """Refuse what this family does not have: ConfigError. `deployed` rounds as DeepSeek serves V4, nobody serves this.
+
+    It is not replaced by `plain` in silence, though it is the default of the flag: who compares two runs must see that
+    they were made alike.
+    """
+    if options.numerics != "plain":
+        raise ConfigError(
+            f"{where}: --numerics {options.numerics} is DeepSeek-V4's; run a {config.model_type} model with"
+            " --numerics plain"
+        )
+    if options.kv:
+        raise ConfigError(f"--kv {options.kv[0]}: a {config.model_type} model remembers in full only")
+
+
+def load_llama(
+    config: LlamaConfig, directory: Path, options: RunOptions, ops: Ops, group: Group, context: int | None
+) -> LoadedLlama:
+    """Read census and weights, strictly, and build the model; as `runtime.load.load`, which reads V4's.
+
+    ConfigError, CheckpointError or CapacityError, with one line, for everything that is wrong with the directory, the
+    options, the machine, or for more than one rank.
+    """
+    check_options(config, options, directory)
+    if group.size > 1:
+        raise ConfigError(f"{directory}: a {config.model_type} model runs on one rank, this run has {group.size}")
+    checkpoint = Checkpoint.open(directory)
+    counted = census(checkpoint.shapes(), config, where=str(directory))
+    check_fits(LlamaPlanner(config, counted, options), context or 1, str(directory))
+    check_tied_head(checkpoint, counted)
+    weights = bind(checkpoint, counted, torch.device(options.device))
+    model = LlamaTransformer(config, weights, options.arithmetic(ops, Ranks(group, WHOLE.ranks[0]), config))
+    if unread := weights.unread():
+        raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
+    return LoadedLlama(model, counted, fingerprint(checkpoint), directory, WHOLE, weights.handed())

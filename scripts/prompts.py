@@ -1,0 +1,83 @@
+"""The flags that describe a prompt -> segments, in the format of the model's family."""
+
+import argparse
+
+from model.architectures import Config
+from model.llama.config import LlamaConfig
+from runtime.encoding import effort_text, encode_messages
+from runtime.errors import PromptError
+from runtime.messages import load_messages, user_message
+from runtime.segments import BOS, EOS, Control, Segment, Text
+from runtime.tokenizer import Tokenizer
+
+
+def prompt_segments(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> list[Segment]:
+    """Return the prompt that the flags describe, as the model's family writes it; PromptError where none is read."""
+    if not isinstance(config, LlamaConfig):
+        return _v4_segments(args)
+    text = None if args.messages is not None else _text(args)
+    if args.messages is not None or (text is not None and not args.raw):
+        raise PromptError(f"{args.model}: no chat format of a {config.model_type} model is read here, only --raw text")
+    if text is None:  # --load-state alone
+        return []
+    return [Text(text)] if args.load_state is not None else [*tokenizer.before_text(), Text(text)]
+
+
+def _v4_segments(args: argparse.Namespace) -> list[Segment]:
+    """Return the prompt that the flags describe, in DeepSeek's chat format unless it is raw."""
+    if args.messages is not None:
+        messages = load_messages(args.messages)
+        segments = encode_messages(messages, thinking=args.think, effort=_effort(args.effort))
+        if [segment for segment in segments if isinstance(segment, Control)][-1] in (BOS, EOS):
+            raise PromptError(f"{args.messages}: the last message asks for no answer, nothing is left to generate")
+        return segments
+    text = _text(args)
+    if text is None:  # --load-state alone
+        return []
+    if args.raw:
+        return [Text(text)] if args.load_state is not None else [BOS, Text(text)]
+    segments = encode_messages(user_message(text), thinking=args.think, effort=_effort(args.effort))
+    return segments if args.load_state is None else segments[1:]  # the saved state has its BOS already
+
+
+def check_prompt_flags(args: argparse.Namespace) -> None:
+    """Refuse flags of a prompt that contradict each other: PromptError."""
+    if args.effort is not None and not args.think:
+        raise PromptError("--effort: means nothing without --think")
+    if args.raw and (args.think or args.messages is not None):
+        raise PromptError("--raw: excludes --think and --messages, which are parts of the chat format")
+    if args.load_state is None:
+        return
+    if args.messages is not None or args.effort is not None:
+        raise PromptError("--load-state: excludes --messages and --effort, which belong at the start of a conversation")
+    if args.prompt is None and args.prompt_file is None and (args.raw or args.think):
+        raise PromptError("--load-state: --raw and --think say how to encode a prompt, and there is none")
+
+
+def _text(args: argparse.Namespace) -> str | None:
+    if args.prompt_file is not None:
+        try:
+            text = args.prompt_file.read_bytes().decode("utf-8")  # as it is: no translation of line ends
+        except UnicodeDecodeError as error:
+            raise PromptError(f"{args.prompt_file}: byte {error.start} is no UTF-8") from error
+    elif args.prompt is None:
+        if args.load_state is None:
+            raise PromptError("one of --prompt, --prompt-file, --messages or --load-state is needed")
+        return None
+    else:
+        text = args.prompt
+    if not text:
+        raise PromptError("the prompt is empty")
+    return str(text)
+
+
+def _effort(choice: str | None) -> str:
+    if choice is None:
+        return ""
+    revision, colon, level = choice.partition(":")
+    if not colon:
+        raise PromptError(f"--effort {choice}: want REVISION:LEVEL, for example preview:max")
+    try:
+        return effort_text(revision, level)
+    except PromptError as error:
+        raise PromptError(f"--effort {choice}: {error}") from error

@@ -1,0 +1,70 @@
+"""Random transformers models of the Llama family as an oracle, saved by transformers and read by this runtime."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
+
+from kernels.ops import BLOCKED, Ops
+from runtime.llama import LoadedLlama
+from runtime.load import load_any
+from runtime.options import RunOptions
+
+# Short contexts, so that test prompts of some 50 tokens stand on both sides of the original one, and so few frequencies
+# that each of the three ranges (kept, interpolated, slowed) holds some.
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 24,
+}
+
+
+def oracle(
+    kind: str = "llama", *, rope: dict[str, Any] | None = None, seed: int = 0, **changes: Any
+) -> PreTrainedModel:
+    """A tiny model with every parameter random and logits of unit scale, in fp32."""
+    fields = {
+        "vocab_size": 96,
+        "hidden_size": 32,
+        "intermediate_size": 56,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "rms_norm_eps": 1e-5,
+        "attn_implementation": "eager",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | (rope or {}),
+    }
+    if kind == "mistral":
+        fields["sliding_window"] = None
+    config, model = {"llama": (LlamaConfig, LlamaForCausalLM), "mistral": (MistralConfig, MistralForCausalLM)}[kind]
+    made = model(config(**fields | changes)).float().eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if "norm" in name:
+                parameter.copy_(1 + 0.1 * noise)
+            elif "embed" in name and not made.config.tie_word_embeddings:
+                parameter.copy_(noise)
+            else:  # so that logits of attention have unit scale too
+                parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
+    return made
+
+
+def load_ours(directory: Path, ops: Ops = BLOCKED, dtype: str = "fp32") -> LoadedLlama:
+    """The saved model in this runtime."""
+    loaded = load_any(directory, RunOptions("plain", dtype), ops)
+    assert isinstance(loaded, LoadedLlama)
+    return loaded
+
+
+@torch.no_grad()
+def their_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
+    """Logits [t, vocab] of one uncached forward pass."""
+    return model(tokens[None], use_cache=False).logits[0]

@@ -1,0 +1,86 @@
+"""The memory plan of a Llama-family run: weights and caches to the byte, a call by a bound that is close."""
+
+import pytest
+import torch
+
+from kernels.ops import BLOCKED
+from model.errors import CapacityError
+from runtime import memory
+from runtime.load import load_any
+from runtime.options import DTYPES, RunOptions
+from runtime.plan.llama import LlamaPlanner, attend_grouped, rotate_halves
+from runtime.plan.ops import Costs
+from tests.llama_model import load_ours, oracle
+from tests.peak_memory import peak_bytes
+
+MARGIN = 1.1  # of a plan over what is taken, on ops whose tiles are megabytes
+SMALL = 1 << 17  # bytes: what does not grow with a call
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Wide enough that a call's tensors outweigh what the plan leaves out."""
+    directory = tmp_path_factory.mktemp("llama")
+    shape = {"hidden_size": 256, "intermediate_size": 640, "num_attention_heads": 8, "num_key_value_heads": 2}
+    made = oracle(**shape, num_hidden_layers=2, vocab_size=1000, max_position_embeddings=4096)
+    made.to(torch.bfloat16).save_pretrained(directory)
+    return directory
+
+
+def costs(dtype):
+    return Costs(DTYPES[dtype].itemsize, deployed=False, narrow=False)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize(("t", "H", "K", "d", "first"), [(512, 8, 2, 64, 512), (1, 8, 2, 64, 9000), (64, 4, 4, 128, 0)])
+def test_attention_takes_what_is_planned(dtype, t, H, K, d, first):
+    q, n = torch.randn(t, H, d, dtype=DTYPES[dtype]), first + t
+    k, v = (torch.randn(K, n, d, dtype=DTYPES[dtype]) for _ in range(2))
+    planned = attend_grouped(costs(dtype), t, H, K, d, n)
+    taken = peak_bytes(lambda: BLOCKED.attend_grouped(q, k, v, first, None))
+    assert taken <= planned <= MARGIN * taken + SMALL
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_rotation_takes_what_is_planned(dtype):
+    x, angle = torch.randn(512, 16, 64, dtype=DTYPES[dtype]), torch.randn(512, 32)
+    taken = peak_bytes(lambda: BLOCKED.rotate_halves(x, angle, angle))
+    assert taken <= rotate_halves(costs(dtype), x.numel()) <= MARGIN * taken + SMALL
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("chunk", [1, 300])
+def test_a_call_takes_no_more_than_planned(saved, dtype, chunk):
+    loaded = load_ours(saved, dtype=dtype)
+    planner = LlamaPlanner(loaded.model.config, loaded.census, RunOptions("plain", dtype))
+    plan = planner.plan(600, chunk)
+    state, tokens = loaded.model.new_state(600, chunk), torch.arange(chunk)
+    assert sum(state.nbytes().values()) == plan.cache_bytes
+
+    def call():
+        loaded.model.logits(loaded.model(tokens, state)[-1:])
+
+    call()
+    taken = peak_bytes(call)
+    assert taken <= plan.call.nbytes <= 1.25 * taken + 4 * SMALL
+
+
+def test_weights_are_planned_to_the_byte(saved):
+    loaded = load_ours(saved)
+    planner = LlamaPlanner(loaded.model.config, loaded.census, RunOptions("plain"))
+    norms = 5 * 256
+    matrices = loaded.census.weights - norms
+    plan = planner.plan(10)
+    assert plan.mapped_weights == 2 * matrices, "bf16, mapped"
+    assert plan.own_weights == 4 * norms + 4 * 16, "norms in fp32, and frequencies"
+    on_gpu = LlamaPlanner(loaded.model.config, loaded.census, RunOptions("plain", device="cuda")).plan(10)
+    assert (on_gpu.mapped_weights, on_gpu.own_weights) == (0, 2 * matrices + 4 * norms + 4 * 16)
+
+
+def test_a_context_that_does_not_fit_is_refused_before_weights_are_read(saved, monkeypatch):
+    loaded = load_ours(saved)
+    planner = LlamaPlanner(loaded.model.config, loaded.census, RunOptions("plain"))
+    monkeypatch.setattr(memory, "machine_memory", lambda _: planner.plan(1000).needed)
+    monkeypatch.setattr("runtime.llama.bind", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(CapacityError, match=r"the largest context that fits is 1000$"):
+        load_any(saved, RunOptions("plain"), context=1001)

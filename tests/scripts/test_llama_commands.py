@@ -1,0 +1,233 @@
+"""The commands over a Llama-family checkpoint, from argv to files: what they write, continue and refuse."""
+
+import json
+import shutil
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from runtime.errors import PromptError
+from runtime.generate import prefill
+from runtime.statefile import load_state, save_state
+from runtime.tokenizer import Tokenizer
+from scripts import generate, inspect, logits, plan
+from scripts.cli import run
+from tests.llama_model import LLAMA3, load_ours, oracle, their_logits
+
+PLAIN = ("--numerics", "plain", "--dtype", "fp32")
+TOKENS = [5, 90, 33, 7, 7, 61, 12, 80, 2, 44, 19, 3, 71]
+
+
+def write_tokenizer(directory):
+    """A byte-level tokenizer whose own template puts BOS before a text, as Llama 3's does."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.add_special_tokens(["<|begin|>", "<|end|>"])  # 256 and 257
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    template = processors.TemplateProcessing("<|begin|> $A", "<|begin|> $A $B", [("<|begin|>", 256)])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    tokenizer.save(str(directory / "tokenizer.json"))
+
+
+@pytest.fixture(scope="module")
+def theirs():
+    return oracle(vocab_size=264, rope=LLAMA3, bos_token_id=256, eos_token_id=[257, 100], num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def directory(theirs, tmp_path_factory):
+    path = tmp_path_factory.mktemp("llama")
+    theirs.save_pretrained(path)
+    write_tokenizer(path)
+    return path
+
+
+def generated(directory, tmp_path, *flags):
+    path = tmp_path / "run.json"
+    assert generate.main(["--model", str(directory), "--json", str(path), *PLAIN, *flags]) == 0
+    return json.loads(path.read_text())
+
+
+def refused(script, capsys, *flags):
+    """The one line on stderr with which a script refuses."""
+    assert run(lambda: script.main([str(flag) for flag in flags])) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    lines = captured.err.splitlines()
+    assert len(lines) == 1, captured.err
+    return lines[0]
+
+
+def test_logits_are_those_of_transformers(directory, theirs, tmp_path):
+    tokens, out = tmp_path / "tokens.json", tmp_path / "logits.safetensors"
+    tokens.write_text(json.dumps(TOKENS))
+    flags = ["--model", str(directory), "--tokens", str(tokens), "--out", str(out), *PLAIN]
+    wanted = their_logits(theirs, torch.tensor(TOKENS))
+    for more in ([], ["--prefill-chunk", "3"], ["--decode-from", "4"]):
+        assert logits.main(flags + more) == 0
+        assert (load_file(out)["logits"] - wanted).abs().max() < 1e-5
+
+
+def test_a_raw_prompt_is_continued_as_transformers_continues_it(directory, theirs, tmp_path, capsys):
+    data = generated(directory, tmp_path, "--raw", "--prompt", "Héllo", "--max-new-tokens", "12")
+    assert data["prompt"] == AutoTokenizer.from_pretrained(directory)("Héllo")["input_ids"]
+    assert data["prompt"][0] == 256
+    prompt = torch.tensor([data["prompt"]])
+    greedy = theirs.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert data["tokens"] == greedy[0, prompt.shape[1] :].tolist()
+    assert data["ended"] == "limit"
+    assert "message" not in data
+    assert capsys.readouterr().out.endswith(data["text"] + "\n")
+    assert data["options"]["numerics"] == "plain"
+    assert data["position"] == len(data["prompt"]) + 11
+    assert data["cache_bytes"].keys() == {"keys", "values"}
+    assert (
+        sum(v for k, v in data["planned_bytes"].items() if k not in ("needed", "mapped_weights"))
+        == (data["planned_bytes"]["needed"])
+    )
+    assert data["planned_bytes"]["caches"] == sum(data["cache_bytes"].values())
+
+
+def test_every_eos_of_the_config_ends_an_answer(directory, tmp_path):
+    """The token that greedy decoding chooses third becomes one of two that end it."""
+    shutil.copytree(directory, tmp_path / "copy")
+    free = generated(directory, tmp_path, "--raw", "--prompt", "Hello", "--max-new-tokens", "6")["tokens"]
+    third = next(token for token in free[2:] if token not in free[:2])
+    config = json.loads((directory / "config.json").read_text()) | {"eos_token_id": [257, third]}
+    (tmp_path / "copy/config.json").write_text(json.dumps(config))
+    data = generated(tmp_path / "copy", tmp_path, "--raw", "--prompt", "Hello", "--max-new-tokens", "6")
+    assert data["tokens"] == free[: free.index(third) + 1]
+    assert data["ended"] == "eos"
+
+
+def test_a_saved_run_continues_as_if_it_had_not_stopped(directory, tmp_path):
+    flags = ("--raw", "--prompt", "The quick brown fox", "--max-context", "64")
+    whole = generated(directory, tmp_path, *flags, "--max-new-tokens", "14")["tokens"]
+    state = ("--save-state", str(tmp_path / "state"))
+    first = generated(directory, tmp_path, *flags, "--max-new-tokens", "6", *state)["tokens"]
+    rest = generated(directory, tmp_path, "--load-state", str(tmp_path / "state"), "--max-new-tokens", "8")
+    assert first + rest["tokens"] == whole
+    assert rest["prompt"] == first[-1:]
+    turn = generated(
+        directory, tmp_path, "--load-state", str(tmp_path / "state"), "--raw", "--prompt", "xy", "--max-new-tokens", "1"
+    )
+    assert turn["prompt"] == [first[-1], *Tokenizer(directory, 264).encode_text("xy")], "no second BOS"
+
+
+@pytest.mark.parametrize("at", [1, 7, 12])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_loaded_state_continues_bit_by_bit(directory, tmp_path, at, dtype):
+    loaded = load_ours(directory, dtype=dtype)
+    state = loaded.model.new_state(32, 5)
+    prefill(loaded.model, state, TOKENS[:at], lambda _: None)
+    save_state(tmp_path / "state", state, loaded, None)
+    again = loaded.model.new_state(20, 13)
+    assert load_state(tmp_path / "state", again, loaded) is None
+    assert again.position == at
+    for token in TOKENS[at:]:
+        step = torch.tensor([token])
+        assert torch.equal(loaded.model(step, state), loaded.model(step, again))
+
+
+def test_a_state_of_another_rotation_or_of_v4_is_refused(directory, tmp_path, capsys):
+    state = tmp_path / "state"
+    flags = ("--raw", "--prompt", "Hello", "--max-new-tokens", "1", "--save-state", str(state))
+    generated(directory, tmp_path, *flags)
+    shutil.copytree(directory, tmp_path / "copy")
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_parameters"]["factor"] = 4.0
+    capsys.readouterr()  # the text of the run
+    (tmp_path / "copy/config.json").write_text(json.dumps(config))
+    line = refused(generate, capsys, "--model", tmp_path / "copy", *PLAIN, "--load-state", state)
+    assert line.startswith(f"{state}: saved with config ")
+    line = refused(generate, capsys, *PLAIN, "--load-state", state)  # the demo checkpoint, which is V4
+    assert line.startswith(f"{state}: saved with config ")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--raw", "--prompt", "x", "--numerics", "deployed"), "--numerics deployed is DeepSeek-V4's"),
+        (("--raw", "--prompt", "x"), "--numerics deployed is DeepSeek-V4's; run a llama model with --numerics plain"),
+        (("--prompt", "x", *PLAIN), "no chat format of a llama model is read here, only --raw text"),
+        (("--prompt", "x", "--think", *PLAIN), "no chat format of a llama model is read here, only --raw text"),
+        (("--messages", "none.json", *PLAIN), "no chat format of a llama model is read here, only --raw text"),
+        (("--raw", "--prompt", "x", "--max-context", "257", *PLAIN), "max_position_embeddings is 256"),
+    ],
+)
+def test_generate_refuses_in_one_line_what_is_not_there(directory, capsys, flags, message):
+    assert message in refused(generate, capsys, "--model", directory, *flags)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}}, "rope_type is 'yarn'"),
+        ({"attention_bias": True}, "attention_bias is True; supported: False"),
+        ({"architectures": ["LlamaModel"]}, "architectures is ['LlamaModel']"),
+        ({"num_hidden_layers": 3}, "missing (9): model.layers.2.input_layernorm.weight"),
+        ({"num_hidden_layers": 1}, "unknown name (9): 'model.layers.1."),
+        ({"intermediate_size": 57}, "misshapen (6): "),
+    ],
+)
+def test_a_checkpoint_at_fault_is_one_line_and_status_2(directory, tmp_path, capsys, change, message):
+    shutil.copytree(directory, tmp_path / "copy")
+    config = json.loads((directory / "config.json").read_text()) | change
+    (tmp_path / "copy/config.json").write_text(json.dumps(config))
+    (tmp_path / "tokens.json").write_text("[1]")
+    flags = ("--model", tmp_path / "copy")
+    said = refused(logits, capsys, *flags, *PLAIN, "--tokens", tmp_path / "tokens.json", "--out", tmp_path / "out")
+    assert message in said
+    assert message in refused(generate, capsys, *flags, *PLAIN, "--raw", "--prompt", "x")
+    assert message in refused(inspect, capsys, *flags)
+
+
+def test_the_memory_plan_of_v4_refuses_another_architecture(directory, capsys):
+    said = refused(plan, capsys, "--model", directory, "--context", "10")
+    assert said == f"{directory / 'config.json'}: model_type is 'llama'; supported: 'deepseek_v4'"
+
+
+def test_inspect_shows_layers_and_census(directory, tmp_path, capsys):
+    out = tmp_path / "inspect.json"
+    assert inspect.main(["--model", str(directory), "--json", str(out)]) == 0
+    data, shown = json.loads(out.read_text()), capsys.readouterr().out
+    assert data["tensors"] == data["parameters"] == 21
+    assert data["weights"] == 264 * 32 * 2 + 32 + 2 * (2 * 32 + 2 * 32 * 32 + 2 * 16 * 32 + 3 * 56 * 32)
+    assert data["config_fingerprint"] == load_ours(directory).model.config.fingerprint
+    wanted = {"layer": 1, "kind": "gqa", "heads": 4, "kv_heads": 2, "window": None, "rope_base": 10000.0}
+    assert data["layers"][1] == wanted | {"rope_scaling": LLAMA3}
+    assert "llama3 x8" in shown
+    assert "every parameter filled" in shown
+
+
+@pytest.mark.parametrize(
+    ("processor", "wanted"),
+    [
+        (None, []),
+        (processors.ByteLevel(), []),
+        (processors.TemplateProcessing("<|begin|> $A", "$A $B", [("<|begin|>", 256)]), ["<|begin|>"]),
+        (processors.TemplateProcessing("$A", "$A $B", []), []),
+        (processors.TemplateProcessing("$A <|end|>", "$A $B", [("<|end|>", 257)]), None),
+        (processors.TemplateProcessing("<|begin|> $A", "$A $B", [("<|begin|>", 7)]), None),
+        (processors.RobertaProcessing(("<|end|>", 257), ("<|begin|>", 256)), None),
+    ],
+)
+def test_what_stands_before_a_text_is_read_off_the_tokenizer(tmp_path, processor, wanted):
+    write_tokenizer(tmp_path)
+    made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    made.post_processor = processor
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer(tmp_path, 264)
+    if wanted is None:
+        with pytest.raises(PromptError, match="post_processor is not a template"):
+            tokenizer.before_text()
+        return
+    assert [control.name for control in tokenizer.before_text()] == wanted
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    ids = [*tokenizer.encode(tokenizer.before_text()), *tokenizer.encode_text("a b")]
+    assert ids == theirs("a b")["input_ids"]
