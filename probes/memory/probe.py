@@ -59,9 +59,9 @@ parent's `ru_maxrss`, so a peak read there can be another program's. And glibc k
 2,048 to 16,384 tokens came out as 13.5 and as 7.2 MiB in two runs of the same code, and as 10.4 (predicted 10.3) once
 every large tensor was mapped on its own.
 
-What one call of 512 tokens takes does grow with the context at first, from 7.0 MiB at 1,024 tokens to 10.4 at 8,192,
-until every tile is full: 12.4 MiB at 16,384, and the same at 65,024, where the reference op set takes 515. Of the peak
-itself, 237 MiB were there before the first token: torch."""
+What one call of 512 tokens takes does grow with the context at first, from 6.9 MiB at 1,024 tokens to 10.3 at 8,192,
+until every tile is full: 10.5 MiB at 65,024, as at a million (long-context.md); the reference op set takes 515 there.
+Of the peak itself, 238 MiB were there before the first token: torch."""
 
     tokens: int = 300  # touched: two windows of HCA, and a ring that goes round
     chunk: int = 96  # of the same run: less than a window of HCA, so that not all of its frontier is written at first

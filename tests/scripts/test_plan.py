@@ -146,7 +146,7 @@ def small_machine(monkeypatch):
     def bind(*_, **__):
         raise AssertionError("weights were bound")
 
-    monkeypatch.setattr(memory, "machine_memory", lambda _: 300 << 20)
+    monkeypatch.setattr(memory, "machine_memory", lambda _: 348 << 20)
     monkeypatch.setattr(loading, "bind", bind)
 
 
@@ -156,7 +156,7 @@ def test_a_run_that_does_not_fit_is_refused_before_a_weight_is_read(tmp_path, ca
     said = refused(generate.main, capsys, *run_of_many)
     largest = int(said.rpartition("the largest context that fits is ")[2])
     assert f"{DEMO}: a context of 900001 positions in calls of 512 tokens needs " in said
-    assert "the cpu has 300.0 MiB" in said
+    assert "the cpu has 348.0 MiB" in said
     with pytest.raises(AssertionError, match="weights were bound"):
         run(lambda: generate.main(["--raw", "--prompt", "x", "--max-context", str(largest)]))
     assert f"a context of {largest + 1} pos" in refused(
