@@ -25,7 +25,7 @@ from model.checkpoint import Checkpoint
 from model.config import LayerKind, ModelConfig
 from model.errors import CheckpointError, ConfigError, quoted
 from runtime.load import DEMO
-from scripts.cli import run
+from scripts.cli import run_alone
 from scripts.flags import writable
 
 MAX_LIST_BYTES = 1 << 28  # of a list of tensors, unpacked; V4-Pro's takes 11 MiB
@@ -181,4 +181,4 @@ def _remarks(data: Mapping[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_alone(main))
