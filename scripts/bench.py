@@ -23,7 +23,7 @@ from kernels import blocked, reference
 from kernels.formats import Dense, Fp4, Fp8, NvFp4, Weight, rows
 from kernels.ops import BLOCKED, REFERENCE
 from scripts.bench_checks import Pair, idle_sites, tripwires
-from scripts.cli import run
+from scripts.cli import run_alone
 from scripts.flags import writable
 
 SECONDS = 1.0  # time for a pair, within 15 to 50 rounds
@@ -215,4 +215,4 @@ def table(name: str, timings: list[Timing]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_alone(main))

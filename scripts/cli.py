@@ -66,6 +66,20 @@ def run(main: Callable[[], int]) -> int:
     return status
 
 
+def run_alone(main: Callable[[], int]) -> int:
+    """`run` for a script that knows no ranks: where a launcher started several, they would all do the same work."""
+
+    def once() -> int:
+        launch = launched()
+        if launch is None or launch.size == 1:
+            return main()
+        if launch.rank > 0:
+            return 2
+        raise ConfigError(f"this script runs alone, and torchrun started {launch.size} of it")
+
+    return run(once)
+
+
 def run_on_ranks(main: RankedMain) -> int:
     """Run a script's `main` as one of the ranks that a launcher started, or alone where none did; see `run`.
 

@@ -15,7 +15,7 @@ from probes.demo_language.vocabulary import vocabulary_size
 from runtime.load import DEMO
 from runtime.segments import ASSISTANT, USER, Text
 from runtime.tokenizer import Tokenizer
-from scripts.cli import run
+from scripts.cli import run_alone
 from scripts.flags import positive
 
 KINDS = {"needle": needle_prompts, "common": common_prompts}
@@ -44,4 +44,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_alone(main))

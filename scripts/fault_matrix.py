@@ -21,7 +21,7 @@ from probes.matrix import Outcome, Row, markdown, row, uncaught
 from probes.subject import Subject
 from runtime.load import DEMO
 from runtime.options import RunOptions
-from scripts.cli import run
+from scripts.cli import run_alone
 from scripts.flags import add_run_options, run_options, writable
 
 NOTICED = """\
@@ -91,4 +91,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_alone(main))

@@ -28,7 +28,7 @@ from model.errors import CheckpointError, ConfigError, quoted
 from model.llama.census import census as llama_census
 from model.llama.config import LlamaConfig
 from runtime.load import DEMO
-from scripts.cli import run
+from scripts.cli import run_alone
 from scripts.flags import writable
 
 MAX_LIST_BYTES = 1 << 28  # of a list of tensors, unpacked; V4-Pro's takes 11 MiB
@@ -209,4 +209,4 @@ def _remarks(data: Mapping[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_alone(main))

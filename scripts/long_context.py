@@ -15,17 +15,19 @@ from pathlib import Path
 import torch
 
 from kernels.ops import BLOCKED
-from model.errors import CapacityError
+from model.errors import CapacityError, ConfigError
 from probes import markdown
 from probes.probe import run_probe
 from probes.subject import Subject
 from runtime.load import DEMO
 from runtime.options import RunOptions
-from scripts.cli import run
+from scripts.cli import run_alone
 from scripts.flags import add_run_options, positive, run_options, writable
+from scripts.long.document import RESERVED
 from scripts.long.probe import LongContext, read
 from scripts.long.timing import Clock
 
+SENTENCE = 16  # tokens of the longest sentence and more: the text before a mark ends with one
 LENGTHS = tuple(1 << i for i in range(10, 21))
 PAGES = Path(__file__).resolve().parents[1] / "audits"
 
@@ -47,7 +49,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--threads", type=positive, default=1, help="that torch may use (default 1)")
     p.add_argument("--json", type=Path, help="write what is measured there, after every mark")
     p.add_argument("--saved", type=Path, help="make the page from what an earlier run wrote with --json")
-    p.add_argument("--out", type=Path, default=PAGES, help="folder of the page (default audits)")
+    p.add_argument(
+        "--out",
+        type=Path,
+        help="folder of the page, made where there is none (default audits, for the run of all defaults alone)",
+    )
     add_run_options(p)
     return p
 
@@ -55,21 +61,44 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = parser().parse_args(argv)
+    out = folder(args)
     writable(args.json)
-    writable(args.out / "long-context.md")
+    writable(out / "long-context.md")
     torch.set_num_threads(args.threads)
     clock = Clock()
     subject = Subject(args.model, run_options(args), clock.watch(BLOCKED), seed=args.seed)
     if args.lengths[-1] > (room := subject.config.max_position_embeddings):
         raise CapacityError(f"--lengths: {args.lengths[-1]} tokens, the model has {room} positions")
     probe = LongContext(clock, args.lengths, args.questions, args.json, args.saved)
+    if (why := probe.vacuous(subject)) is not None:
+        raise ConfigError(f"--model {args.model}, --lengths {args.lengths[0]}: {why}")
+    if args.prefill_chunk > (most := args.lengths[0] - RESERVED - SENTENCE):
+        raise ConfigError(f"--prefill-chunk {args.prefill_chunk}: before {args.lengths[0]} tokens, a call has {most}")
     found = run_probe(probe, subject, lambda _, what: print(what, file=sys.stderr, flush=True))
     if args.saved is not None:
         found = replace(found, seconds=read(args.saved, subject)["seconds"])
     page = markdown.page(found, subject, command(args))
-    markdown.write(page, args.out)
-    print(f"{args.out / 'long-context.md'}: {found.report.summary}", file=sys.stderr)
+    markdown.write(page, out)
+    print(f"{out / 'long-context.md'}: {found.report.summary}", file=sys.stderr)
     return int(found.report.failed)
+
+
+def folder(args: argparse.Namespace) -> Path:
+    """Where the page goes; ConfigError where another run's would replace the one of `audits`."""
+    if args.out is None:
+        if other := asked_for(args):
+            flag = f"--{other[0].replace('_', '-')}"
+            raise ConfigError(f"{flag}: audits has the page of a run without it; --out FOLDER takes this one's")
+        return PAGES
+    out: Path = args.out
+    out.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def asked_for(args: argparse.Namespace) -> list[str]:
+    """What decides the numbers and is not the default."""
+    names = ("model", "lengths", "questions", "seed", "threads", *(field.name for field in fields(RunOptions)))
+    return [name for name in names if hasattr(args, name) and getattr(args, name) != parser().get_default(name)]
 
 
 def command(args: argparse.Namespace) -> str:
@@ -78,13 +107,13 @@ def command(args: argparse.Namespace) -> str:
         "lengths": ",".join(map(str, args.lengths)),
         "model": args.model.name if args.model.is_absolute() else args.model,
     }
-    names = ("model", "lengths", "questions", "seed", "threads", *(field.name for field in fields(RunOptions)))
-    given = [name for name in names if hasattr(args, name) and getattr(args, name) != parser().get_default(name)]
     words = [
-        word for name in given for word in (f"--{name.replace('_', '-')}", str(flags.get(name, getattr(args, name))))
+        word
+        for name in asked_for(args)
+        for word in (f"--{name.replace('_', '-')}", str(flags.get(name, getattr(args, name))))
     ]
     return shlex.join(["python", "-m", "scripts.long_context", *words])
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_alone(main))

@@ -22,7 +22,7 @@ from model.config import ModelConfig
 from model.config_json import read_json
 from model.errors import CapacityError, ConfigError
 from model.published import published_tensors
-from scripts.cli import run
+from scripts.cli import run_alone
 from scripts.make.selection import chosen_layers, shortened, stored_forms
 from scripts.make.shards import total_bytes, write_shards
 from scripts.make.values import blocks
@@ -103,4 +103,4 @@ def write(directory: Path, tensors: Mapping[str, Stored], seed: int, nbytes: int
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_alone(main))

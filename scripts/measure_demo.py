@@ -24,7 +24,7 @@ from probes.ablations import random_selection, without_entries
 from probes.demo_language.prompts import Prompt, common_prompts, fact_prompts, needle_prompts
 from probes.demo_language.vocabulary import vocabulary_size
 from runtime.load import DEMO, Loaded, load
-from scripts.cli import run
+from scripts.cli import run_alone
 from scripts.flags import add_run_options, positive, run_options, writable
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -207,4 +207,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_alone(main))

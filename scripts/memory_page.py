@@ -18,7 +18,7 @@ from probes.finding import Plot
 from runtime.options import RunOptions
 from runtime.plan.planner import Plan, Planner
 from runtime.plan.weights import WeightKind
-from scripts.cli import run
+from scripts.cli import run_alone
 from scripts.flags import positive, writable
 from scripts.plan import Subject, ranked, read_subject
 
@@ -275,4 +275,4 @@ def _gb(size: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_alone(main))

@@ -27,7 +27,7 @@ from runtime.memory import machine_memory
 from runtime.options import RunOptions, check_deployed
 from runtime.placement import place
 from runtime.plan.planner import Plan, Planner
-from scripts.cli import run
+from scripts.cli import run_alone
 from scripts.flags import add_run_options, positive, run_options, writable
 
 GIB: Final = 1 << 30
@@ -255,4 +255,4 @@ def _said(size: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_alone(main))

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from scripts.cli import run
+from scripts.cli import run_alone
 from scripts.demo.export import deployed_copy, write_checkpoint
 from scripts.demo.initial import initialise
 from scripts.demo.measure import Line, measurements
@@ -96,4 +96,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main))
+    sys.exit(run_alone(main))

@@ -96,7 +96,12 @@ the placement says is replicated."""
             parts.append(_places(subject, size, found))
         progress(1.0, "done")
         columns = ("ranks", "pair", "calls", "rows compared", "bit-equal", "largest", "bound")
-        note = "Distance of two rows: Euclidean, relative to the longer one. Of all ranks, the one that is farthest."
+        note = (
+            "Distance of two rows: Euclidean, relative to the longer one. Of all ranks, the one that is farthest. Where"
+            " the bound is for a share of a site's rows, the distance is the one within which that share lies: 0 where"
+            " so many are equal to the bit. Bytes are as stored; what is converted when it is loaded (norms and rotary"
+            " frequencies, in fp32) is in `scripts.plan`."
+        )
         whole = [Table("Several ranks against one", columns, rows, note), *parts]
         failed = [finding for finding in findings if finding.failed]
         summary = (

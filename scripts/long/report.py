@@ -51,7 +51,7 @@ def report(found: dict[str, Any], by_hand: dict[str, int], plan: Plan) -> Report
         judged("the same as planned", plan.cache_bytes, exactly(sum(by_hand.values())), "B"),
         judged("tensors of a call, at the mark where they are most", max(calls.values()) / MIB, planned, "MiB"),
         *_grown(calls, full["length"], last["length"], span),
-        measured(f"the process grew {span}", grown, "MiB"),
+        *([measured(f"the process grew {span}", grown, "MiB")] if full is not last else []),
         measured("peak of the process beyond what it took before", _beyond(found, last), "MiB"),
         measured("peak of the process", last["peak_bytes"] / MIB, "MiB"),
         measured("the same as planned", (plan.needed + plan.mapped_weights) / MIB, "MiB"),
@@ -78,8 +78,8 @@ def report(found: dict[str, Any], by_hand: dict[str, int], plan: Plan) -> Report
 
 
 def _grown(calls: dict[str, int], full: int, last: int, span: str) -> list[Finding]:
-    """By how much the tensors of a call grew; nothing where a mark had no call of the full chunk."""
-    if str(full) not in calls or str(last) not in calls:
+    """By how much the tensors of a call grew; nothing where there is one mark to speak of."""
+    if full == last:
         return []
     return [judged(f"and they grew {span}", (calls[str(last)] - calls[str(full)]) / MIB, at_most(GROWTH), "MiB")]
 
@@ -176,7 +176,7 @@ def _memory(found: dict[str, Any], plan: Plan) -> Table:
         " the tensors that the last full call before the mark holds at once, counted where torch allocates, in a second"
         " run of that call after the walk. The process: its peak so far, and how much of it came after the model was"
         f" loaded; {plan.reserve >> 20} MiB of what is planned for it are no tensors: the interpreter, libraries, and"
-        " what the C library keeps of freed memory, as much as this very run took."
+        " what the C library keeps of freed memory, as much as the run of a million tokens took."
     )
     columns = ("tokens", *parts, "all caches", "a call", "the process", "after loading")
     return Table("Memory, in MiB", columns, rows, note)
@@ -200,7 +200,7 @@ def _retrieval(marks: list[dict[str, Any]]) -> list[Part]:
         names,
         tuple(str(mark["length"]) for mark in asked),
         values,
-        "Share of right answers. Codes are told six to a stretch, and each stretch is as long as all before it.",
+        "Share of right answers. Codes are told in stretches, each of which is as long as all before it.",
     )
     return [_answers(asked), _margins(asked), depths]
 

@@ -1,9 +1,13 @@
 """Whether a launcher started this process, and what it says of it."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from model.errors import ConfigError
 from runtime.store import Launch
+from scripts.cli import run_alone
 from scripts.launch import launched
 
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
@@ -52,3 +56,27 @@ def test_a_broken_environment_is_named(change, said):
 def test_all_that_is_missing_is_named():
     with pytest.raises(ConfigError, match="RANK, LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"):
         launched({"WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize(("rank", "said"), [(0, "this script runs alone, and torchrun started 2 of it\n"), (1, "")])
+def test_a_script_that_knows_no_ranks_does_its_work_once_or_not_at_all(monkeypatch, capsys, rank, said):
+    places = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": 29500}
+    for name, value in places.items():
+        monkeypatch.setenv(name, str(value))
+    worked = []
+    assert run_alone(lambda: worked.append(1) or 0) == 2
+    assert capsys.readouterr().err == said
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert worked == []
+    assert run_alone(lambda: worked.append(1) or 0) == 0
+    assert worked == [1]
+
+
+def test_every_script_runs_on_ranks_or_alone():
+    scripts = Path(__file__).resolve().parents[2] / "scripts"
+    for path in scripts.glob("*.py"):
+        source = path.read_text(encoding="utf-8")
+        if 'if __name__ == "__main__":' in source:
+            assert re.search(r"sys\.exit\((run_alone|run_on_ranks)\(main\)\)", source), path.name
