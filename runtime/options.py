@@ -1,7 +1,7 @@
 """The choices of one run, as opposed to facts of the model."""
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -55,6 +55,11 @@ class RunOptions:
         """Return what the model computes with."""
         formats = self.formats(config)
         return Arithmetic(ops, self.numerics == "deployed", formats.dtype, formats, ranks, Taps(ranks))
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Self:
+        """Undo `to_json`, for another process of the same run."""
+        return cls(**fields | {"kv": tuple(fields["kv"])})
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""

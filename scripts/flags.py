@@ -59,6 +59,10 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
         help="on several ranks, how tokens get to those that hold their experts: all-reduce (each has all tokens),"
         " all-to-all (each has its own), or auto, by the number of tokens (default)",
     )
+
+
+def add_variants(p: argparse.ArgumentParser) -> None:
+    """Add the flag of scripts that run any variant of a layer's cache; probes hold the full one."""
     p.add_argument(
         "--kv",
         action="append",
@@ -89,10 +93,8 @@ def _timeout(text: str) -> float:
 
 def run_options(args: argparse.Namespace) -> RunOptions:
     """Return what `add_run_options` parsed."""
-    formats = args.entry_format, args.key_format
-    return RunOptions(
-        args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.dispatch, tuple(args.kv)
-    )
+    formats, kv = (args.entry_format, args.key_format), tuple(args.kv) if "kv" in args else ()
+    return RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.dispatch, kv)
 
 
 def writable(path: Path | None) -> None:

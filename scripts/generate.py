@@ -32,7 +32,7 @@ from runtime.statefile import Saved, load_state, read_saved, save_state, saved_p
 from runtime.tokenizer import StreamDecoder, Tokenizer
 from runtime.watch import Watch
 from scripts.cli import arguments, run_on_ranks
-from scripts.flags import add_rank_timeout, add_run_options, positive, run_options, writable
+from scripts.flags import add_rank_timeout, add_run_options, add_variants, positive, run_options, writable
 from scripts.prompts import check_prompt_flags, prompt_segments
 
 LONG_PREFILL = 256  # tokens from which a prefill has a progress bar
@@ -67,6 +67,7 @@ def parser() -> argparse.ArgumentParser:
     # Runtime
     p.add_argument("--max-context", type=positive, help="positions to hold (default: what this run needs)")
     add_run_options(p)
+    add_variants(p)
     add_rank_timeout(p)
     # Output
     p.add_argument("--json", type=Path, help="write text, tokens and report there")

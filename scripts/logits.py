@@ -21,7 +21,7 @@ from runtime.load import DEMO, read_any_config
 from runtime.memory import new_state
 from runtime.watch import Watch
 from scripts.cli import arguments, run_on_ranks
-from scripts.flags import add_rank_timeout, add_run_options, positive, run_options, writable
+from scripts.flags import add_rank_timeout, add_run_options, add_variants, positive, run_options, writable
 
 HEAD_ROWS = 64  # rows of logits at a time: those of a whole chunk would be the largest tensor of the run
 
@@ -34,6 +34,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, required=True, help="safetensors file to write: logits [tokens, vocab] float32")
     p.add_argument("--decode-from", type=positive, help="prefill so many tokens, feed the rest one at a time")
     add_run_options(p)
+    add_variants(p)
     add_rank_timeout(p)
     return p
 

@@ -28,7 +28,7 @@ from runtime.options import RunOptions, check_deployed
 from runtime.placement import place
 from runtime.plan.planner import Plan, Planner
 from scripts.cli import run_alone
-from scripts.flags import add_run_options, positive, run_options, writable
+from scripts.flags import add_run_options, add_variants, positive, run_options, writable
 
 GIB: Final = 1 << 30
 DOES_NOT_FIT: Final = 1
@@ -54,6 +54,7 @@ def parser() -> argparse.ArgumentParser:
         help="GiB for each rank (default: this machine's, where it has the device; its memory is shared by CPU ranks)",
     )
     add_run_options(p, device="cuda")
+    add_variants(p)
     p.add_argument("--json", type=Path, help="write the same there")
     return p
 

@@ -179,7 +179,7 @@ def _folder(args: argparse.Namespace, subject: Subject) -> Path | None:
 
 def command(args: argparse.Namespace, name: str, ranks: int = 1) -> str:
     """Return the command that makes the page of one probe again; of absolute paths only the last part is told."""
-    default = RunOptions()
+    default = RunOptions().to_json()
     flags = {
         "--model": None if args.model == DEMO else _told(args.model),
         "--out": None if args.out is None else _told(args.out),
@@ -188,7 +188,7 @@ def command(args: argparse.Namespace, name: str, ranks: int = 1) -> str:
         "--threads": args.threads if args.threads > 1 else None,
         "--prompt-file": None if args.prompt_file is None else _told(args.prompt_file),
         **{
-            f"--{field.replace('_', '-')}": None if value == getattr(default, field) else value
+            f"--{field.replace('_', '-')}": None if value == default[field] else value
             for field, value in run_options(args).to_json().items()
         },
     }

@@ -9,7 +9,6 @@ import gc
 import json
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,7 +84,7 @@ def beyond_base(subject: Subject, context: int, chunk: int) -> Beyond | str:
 def _ask(subject: Subject, **what: Any) -> dict[str, Any] | str:
     request = {
         "directory": str(subject.directory.resolve()),
-        "options": asdict(subject.options),
+        "options": subject.options.to_json(),
         "ops": subject.ops.name,
         "fault": subject.fault and subject.fault.name,
         "seed": subject.seed,
@@ -112,8 +111,7 @@ def main() -> None:
     steady = _give_back_at_once()
     request = json.load(sys.stdin)
     torch.set_num_threads(request["threads"])
-    given = request["options"] | {"kv": tuple(request["options"]["kv"])}  # JSON has lists alone
-    options, fault = RunOptions(**given), FAULTS.get(request["fault"])
+    options, fault = RunOptions.from_json(request["options"]), FAULTS.get(request["fault"])
     directory, ops = Path(request["directory"]), OPS[request["ops"]]
     subject = Subject(directory, options, ops, fault, request["seed"], request["prompt"])
     try:

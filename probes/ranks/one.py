@@ -37,7 +37,7 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=TIMEOUT)
     group = Group(rank, size, dist.group.WORLD)
     fault = FAULTS.get(request["fault"])
-    options, ops = RunOptions(**request["options"]), OPS[request["ops"]]
+    options, ops = RunOptions.from_json(request["options"]), OPS[request["ops"]]
     subject = Subject(Path(request["directory"]), options, ops, fault, request["seed"])
     answer: dict[str, Any]
     try:

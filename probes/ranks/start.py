@@ -5,7 +5,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ def answers(subject: Subject, size: int, tokens: list[int]) -> list[dict[str, An
     request = {
         "size": size,
         "directory": str(subject.directory.resolve()),
-        "options": asdict(subject.options),
+        "options": subject.options.to_json(),
         "ops": subject.ops.name,
         "fault": subject.fault and subject.fault.name,
         "seed": subject.seed,

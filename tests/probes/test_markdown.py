@@ -102,6 +102,7 @@ def test_the_front_matter_says_what_ran(subject):
         "entry_format": "dtype",
         "key_format": "dtype",
         "dispatch": "auto",
+        "kv": [],
         "seed": 0,
         "prompt": "documents of the demo language",
         "command": COMMAND,
