@@ -62,6 +62,7 @@ def test_the_report_says_what_ran(tmp_path):
         "entry_format": "dtype",
         "key_format": "dtype",
         "dispatch": "auto",
+        "kv": [],
     }
     assert data["ops"] == "blocked"
     assert data["max_context"] == 64
