@@ -23,8 +23,8 @@ from kernels import lloyd_max
 from kernels.formats import RotatedRows
 
 __all__ = [
-    "RotatedRows", "dot", "first", "hadamard", "length", "nbytes", "planes", "random_signs", "read", "read_rotated",
-    "rotate", "rotated_rows", "row_norm", "take", "take_rotated", "unrotate", "weighted_sum", "width", "write",
+    "RotatedRows", "between", "dot", "hadamard", "planes", "random_signs", "read", "read_rotated", "rotate",
+    "rotated_rows", "row_norm", "take", "take_rotated", "unrotate", "weighted_sum", "write",
 ]  # fmt: skip
 
 TILE = 1 << 17  # decoded numbers per tile of `dot` and `weighted_sum`: half a MiB of fp32
@@ -99,34 +99,19 @@ def rotated_rows(n: int, d: int, bits: int, device: torch.device, seed: int | No
     )
 
 
-def length(rows: RotatedRows) -> int:
-    """Rows there are."""
-    return rows.shape[0]
-
-
-def width(rows: RotatedRows) -> int:
-    """Values in a row."""
-    return rows.shape[1]
-
-
 def planes(rows: RotatedRows) -> dict[str, Tensor]:
     """The tensors that hold the rows, [n, ...] each, by name."""
     return {"norm": rows.norm, "codes": rows.codes}
 
 
-def nbytes(rows: RotatedRows) -> int:
-    """Bytes that the rows occupy."""
-    return rows.norm.nbytes + rows.codes.nbytes
-
-
-def first(rows: RotatedRows, n: int) -> RotatedRows:
-    """The first n rows, as views, in their stored form."""
-    return _between(rows, 0, n)
+def between(rows: RotatedRows, low: int, high: int) -> RotatedRows:
+    """Rows `low` to `high` - 1 as views, in their stored form."""
+    return rows._replace(norm=rows.norm[low:high], codes=rows.codes[low:high])
 
 
 def write(rows: RotatedRows, start: int, x: Tensor) -> None:
     """Store `x` [m, d] as rows `start` .. ``start + m - 1``; rows that are no numbers become NaN, see above."""
-    part = _between(rows, start, start + x.shape[0])
+    part = between(rows, start, start + x.shape[0])
     norm = row_norm(x)
     stored = norm.half()
     part.norm.copy_(torch.where(stored.isfinite(), stored, float("nan")))
@@ -149,7 +134,7 @@ def take(rows: RotatedRows, index: Tensor) -> Tensor:
 
 def read_rotated(rows: RotatedRows, low: int, high: int) -> Tensor:
     """``H(s x)`` of rows `low` to `high` - 1 as stored, [high - low, d] float32."""
-    return _decoded(_between(rows, low, high))
+    return _decoded(between(rows, low, high))
 
 
 def take_rotated(rows: RotatedRows, index: Tensor) -> Tensor:
@@ -180,10 +165,6 @@ def weighted_sum(rows: RotatedRows, weights: Tensor) -> Tensor:
         high = min(low + step, n)
         total += weights[..., low:high].float() @ read_rotated(rows, low, high)
     return unrotate(total, rows.signs)
-
-
-def _between(rows: RotatedRows, low: int, high: int) -> RotatedRows:
-    return rows._replace(norm=rows.norm[low:high], codes=rows.codes[low:high])
 
 
 def _decoded(rows: RotatedRows) -> Tensor:

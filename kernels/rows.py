@@ -167,8 +167,8 @@ def _between(rows: Rows, low: int, high: int) -> Rows:
             return Fp8Keys(values[low:high], scale[low:high])
         case Fp4Keys(packed, scale):
             return Fp4Keys(packed[low:high], scale[low:high])
-        case RotatedRows(norm, packed):
-            return rows._replace(norm=norm[low:high], codes=packed[low:high])
+        case RotatedRows():
+            return rotation.between(rows, low, high)
         case _:
             return rows[low:high]
 

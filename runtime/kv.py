@@ -9,12 +9,16 @@ from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
 
 VARIANTS: Final[Mapping[str, type[Variant]]] = {"full": Full, "shard": Shard, "coda": Coda}
-ALLOWED: Final = {  # least and most of each setting
-    (Shard, "bits"): (2, 8), (Shard, "keys"): (2, 8),
-    (Coda, "window"): (1, 1 << 20), (Coda, "exact"): (0, 1 << 20), (Coda, "summary"): (1, 1 << 20),
-}  # fmt: skip
-SMALLEST: Final = 8  # columns, so that codes of any width fill bytes
 WIDTHS: Final = (2, 3, 4, 6, 8)  # bits for which there is a packing
+SLOTS: Final = 1 << 20
+ALLOWED: Final[Mapping[tuple[type[Variant], str], Sequence[int]]] = {
+    (Shard, "bits"): WIDTHS,
+    (Shard, "keys"): WIDTHS,
+    (Coda, "window"): range(1, SLOTS + 1),
+    (Coda, "exact"): range(SLOTS + 1),
+    (Coda, "summary"): range(1, SLOTS + 1),
+}
+SMALLEST: Final = 8  # columns, so that codes of any width fill bytes
 
 
 def variants(rules: Sequence[str], config: ModelConfig) -> tuple[Variant, ...]:
@@ -102,11 +106,11 @@ def _variant(rule: str, text: str) -> Variant:
         if (kind, key) not in ALLOWED or key in given or not _number(value):
             known = ", ".join(field.name for field in fields(kind)) or "none"
             raise ConfigError(f"--kv {rule}: {setting!r}: settings of {name} are whole numbers: {known}, each once")
-        low, high = ALLOWED[kind, key]
-        given[key] = int(value)
-        if not low <= given[key] <= high or (kind is Shard and given[key] not in WIDTHS):
-            wanted = " or ".join(map(str, WIDTHS)) if kind is Shard else f"{low} to {high}"
+        allowed = ALLOWED[kind, key]
+        if int(value) not in allowed:
+            wanted = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else " or ".join(map(str, allowed))
             raise ConfigError(f"--kv {rule}: {key} is {value}, want {wanted}")
+        given[key] = int(value)
     return kind(**given)
 
 

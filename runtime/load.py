@@ -88,7 +88,7 @@ def load_any(
     config = read_any_config(directory, options)
     if isinstance(config, LlamaConfig):
         return load_llama(config, directory, options, ops, group, context)
-    return load(directory, options, ops, group, context=context, follow=follow)
+    return _load_v4(config, directory, options, ops, group, context, follow)
 
 
 def load(
@@ -108,7 +108,18 @@ def load(
     memory-mapped on the CPU, and of those that other ranks hold no byte is read (but by rank 0, for what
     `model.decode.fingerprint` covers). `follow` is given the ranks before the first exchange among them.
     """
-    config = read_config(directory, options)
+    return _load_v4(read_config(directory, options), directory, options, ops, group, context, follow)
+
+
+def _load_v4(
+    config: ModelConfig,
+    directory: Path,
+    options: RunOptions,
+    ops: Ops,
+    group: Group,
+    context: int | None,
+    follow: Callable[[Ranks], None],
+) -> Loaded:
     checkpoint = Checkpoint.open(directory)
     counted = census(checkpoint.shapes(), config, where=str(directory))
     device = torch.device(options.device)

@@ -98,7 +98,8 @@ def folder(args: argparse.Namespace) -> Path:
 def asked_for(args: argparse.Namespace) -> list[str]:
     """What decides the numbers and is not the default."""
     names = ("model", "lengths", "questions", "seed", "threads", *(field.name for field in fields(RunOptions)))
-    return [name for name in names if hasattr(args, name) and getattr(args, name) != parser().get_default(name)]
+    default = parser().get_default
+    return [name for name in names if hasattr(args, name) and getattr(args, name) != default(name)]
 
 
 def command(args: argparse.Namespace) -> str:

@@ -80,8 +80,7 @@ def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks 
             _accumulate(state, scaled, turned(slots.rows, keys), seen)
         if entries is not None:
             rows = None if selected is None else selected[start:stop]
-            visible = _visible(first + start, first + stop, ratio, slots)
-            _attend_entries(state, scaled, slots, visible, rows, dense_up_to)
+            _attend_entries(state, scaled, slots, first + start, ratio, rows, dense_up_to)
         out[start:stop] = turned_back(slots.rows, state.value / state.total[..., None])
     return out
 
@@ -142,12 +141,6 @@ def _window_tiles(
         low = high
 
 
-def _visible(start: int, stop: int, ratio: int, slots: Slots) -> list[int]:
-    """How many rows each position from `start` to `stop` - 1 sees: ascending."""
-    n = length(slots.rows)
-    return [max(0, min((position + 1) // ratio - slots.hidden, n)) for position in range(start, stop)]
-
-
 def _bias(slots: Slots, index: slice | Tensor) -> Tensor | None:
     """Biases of a tile of rows, [m], or of rows `index` [t, m] as [t, 1, m]: to be added to logits [t, h, m]."""
     if slots.bias is None:
@@ -156,25 +149,33 @@ def _bias(slots: Slots, index: slice | Tensor) -> Tensor | None:
 
 
 def _attend_entries(
-    state: _Softmax, q: Tensor, entries: Slots, visible: list[int], selected: Tensor | None, dense_up_to: float
+    state: _Softmax,
+    q: Tensor,
+    entries: Slots,
+    start: int,
+    ratio: int,
+    selected: Tensor | None,
+    dense_up_to: float,
 ) -> None:
-    """Fold in the entries that tokens `q` [t, h, d] see, of each so many as `visible` says."""
-    fewest, most = visible[0], visible[-1]
+    """Fold in the entries that positions from `start` on see."""
+    t, n = q.shape[0], length(entries.rows)
+    position = torch.arange(start, start + t, device=q.device)
+    visible = ((position + 1) // ratio - entries.hidden).clamp(0, n)[:, None]  # [t, 1]
+    fewest, most = (max(0, min((at + 1) // ratio - entries.hidden, n)) for at in (start, start + t - 1))
     if most == 0:
         return
-    seen_by = torch.tensor(visible, device=q.device)[:, None]  # [t, 1]
     tile = _tile(q)
     if selected is None:
         for low in range(0, most, tile):
             high = min(low + tile, most)
             entry = torch.arange(low, high, device=q.device)
-            seen = None if high <= fewest else entry < seen_by
+            seen = None if high <= fewest else entry < visible
             _accumulate(state, q, read_turned(entries.rows, low, high), seen, _bias(entries, slice(low, high)))
         return
-    valid = (selected >= 0) & (selected < seen_by)  # [t, k]
+    valid = (selected >= 0) & (selected < visible)  # [t, k]
     if most <= dense_up_to * selected.shape[1]:
         # One column beyond the last takes all that is invalid. Bounded: at most DENSE_UP_TO * k bytes per token.
-        chosen = torch.zeros(len(visible), most + 1, dtype=torch.bool, device=q.device)
+        chosen = torch.zeros(t, most + 1, dtype=torch.bool, device=q.device)
         chosen.scatter_(1, torch.where(valid, selected, most).long(), value=True)
         for low in range(0, most, tile):
             high = min(low + tile, most)

@@ -13,7 +13,6 @@ import torch
 from kernels.blocked import gqa, linear
 from kernels.blocked.linear import _native_bfloat16
 from model.binding import Form
-from model.cache.formats import CacheFormats
 from model.census import Census
 from model.llama.config import LlamaConfig
 from model.state import layer_caches
@@ -57,8 +56,7 @@ class LlamaPlanner:
         options, config = self.options, self.config
         chunk = min(chunk or options.prefill_chunk, context)
         held = self._weights()
-        formats = CacheFormats(DTYPES[options.dtype], options.entry_format, options.key_format)
-        caches = layer_caches(config, context, chunk, formats, torch.device("meta"))
+        caches = layer_caches(config, context, chunk, options.formats(config), torch.device("meta"))
         # between these sizes, what a call takes grows with its tokens
         bounds = {1, linear.FEW, max(1, gqa.ROWS // config.num_attention_heads), chunk}
         moments = [one for tokens in sorted(bounds) if tokens <= chunk for one in self._moments(tokens, context)]

@@ -84,10 +84,11 @@ class Planner:
         item = DTYPES[options.dtype].itemsize
         narrow = not gpu and _native_bfloat16(torch.device("cpu"))
         integers = index_bound.native(torch.device(options.device))
-        formats, kinds = (options.entry_format, options.key_format), options.formats(config).variants
+        self.formats = options.formats(config)
+        _, entries, keys, kinds = self.formats
         coded = any(isinstance(kind, Shard) for kind in kinds)
         banked = max((kind.exact + kind.summary for kind in kinds if isinstance(kind, Coda)), default=0)
-        self.costs = Costs(item, options.numerics == "deployed", narrow, integers, gpu, *formats, coded, banked)
+        self.costs = Costs(item, options.numerics == "deployed", narrow, integers, gpu, entries, keys, coded, banked)
 
     def plan(self, context: int, chunk: int | None = None) -> Plan:
         """Plan for `context` positions in calls of up to `chunk` tokens (None: the run's own).
@@ -132,8 +133,7 @@ class Planner:
 
     def _caches(self, context: int, chunk: int) -> dict[LayerKind, dict[str, int]]:
         """What the state allocates, asked of one layer of each kind and ratio on the meta device."""
-        config, options, meta = self.config, self.options, torch.device("meta")
-        formats = options.formats(config)
+        config, formats, meta = self.config, self.formats, torch.device("meta")
         found: dict[LayerKind, dict[str, int]] = {}
         layers: dict[tuple[LayerKind, int, str], list[int]] = {}
         for layer, kind in enumerate(config.layer_kinds):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import lloyd_max, rotation
+from kernels import lloyd_max, rotation, rows
 from kernels.reference.indexer import select
 from kernels.reference.quantise import hadamard
 
@@ -43,9 +43,9 @@ def test_hadamard_is_the_reference(d):
 @pytest.mark.parametrize(("d", "bits", "want"), [(512, 4, 258), (512, 6, 386), (512, 8, 514), (128, 8, 130)])
 def test_bytes_of_a_row(d, bits, want):
     held = rotation.rotated_rows(10, d, bits, CPU, seed=1)
-    assert rotation.nbytes(held) == sum(plane.nbytes for plane in rotation.planes(held).values()) == 10 * want
-    assert (rotation.length(held), rotation.width(held)) == tuple(held.shape) == (10, d)
-    assert rotation.nbytes(rotation.rotated_rows(10, d, bits, torch.device("meta"))) == 10 * want
+    assert rows.nbytes(held) == sum(plane.nbytes for plane in rotation.planes(held).values()) == 10 * want
+    assert (rows.length(held), rows.width(held)) == tuple(held.shape) == (10, d)
+    assert rows.nbytes(rotation.rotated_rows(10, d, bits, torch.device("meta"))) == 10 * want
 
 
 @pytest.mark.parametrize("seed", [None, 5])
@@ -69,8 +69,8 @@ def test_reading_is_the_formula(bits, seed):
     assert torch.equal(rotation.read(held, 7, 9), rotation.read(held, 0, 40)[7:9])
     index = torch.tensor([39, 0, 7, 7])
     assert torch.equal(rotation.take(held, index), rotation.read(held, 0, 40)[index])
-    assert rotation.first(held, 3).codes.data_ptr() == held.codes.data_ptr()
-    assert torch.equal(rotation.read(rotation.first(held, 3), 0, 3), rotation.read(held, 0, 3))
+    assert rows.first(held, 3).codes.data_ptr() == held.codes.data_ptr()
+    assert torch.equal(rotation.read(rows.first(held, 3), 0, 3), rotation.read(held, 0, 3))
 
 
 def test_signs_keep_a_row_of_the_matrix_from_becoming_one_spike():

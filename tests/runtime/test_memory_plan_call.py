@@ -93,6 +93,22 @@ def test_formats_of_the_caches(entries, keys):
     agree(*taken_and_planned(DEMO, RunOptions(entry_format=entries, key_format=keys), 512))
 
 
+@pytest.mark.parametrize("kv", ["all=shard", "all=coda:window=64,exact=16,summary=16", "hca=coda:window=9"])
+@pytest.mark.parametrize("chunk", [1, 300])
+def test_variants_of_the_caches(kv, chunk):
+    """Caches to the byte, a call by a bound: what the codes of one width or the banks of one layer take is not told."""
+    options = RunOptions(kv=(kv,))
+    loaded = load(DEMO, options)
+    plan = Planner(loaded.model.config, loaded.census, loaded.placement, options, 0).plan(CONTEXT, chunk)
+    allocated = loaded.model.new_state(CONTEXT, chunk).nbytes()
+    assert plan.cache_bytes == sum(allocated.values()) > 0
+    state, tokens = loaded.model.new_state(1200, 300), torch.arange(1200) % loaded.model.config.vocab_size
+    for part in tokens[:600].split(300):
+        loaded.model(part, state)
+    taken = peak_bytes(lambda: loaded.model.logits(loaded.model(tokens[600 : 600 + chunk], state)[-64:]))
+    assert taken <= plan.call.nbytes
+
+
 def of_a_rank(group, directory, dispatch, chunk):
     """What a call takes on this rank, and its plan."""
     options = RunOptions("plain", dispatch=dispatch)
