@@ -3,18 +3,21 @@
 import torch
 
 from model.cache.formats import CacheFormats
-from model.cache.full import FullCache
+from model.cache.grouped import grouped_cache
 from model.cache.layers import CACHES, Components
+from model.cache.shard import KvShape
 from model.config import ModelConfig
 from model.errors import CapacityError
 from model.llama.config import LlamaConfig
+from model.llama.rope import frequencies
 
 
 class State:
     """Everything that a sequence has left behind; the model advances it in place.
 
     All buffers are allocated here, for `max_context` positions and calls of up to `chunk` tokens (or `max_context`,
-    where that is less). CapacityError for a context beyond the model's `max_position_embeddings`.
+    where that is less). `prompt` is how many of the positions are the prompt's, which a grouped `shard` layer must
+    know; None where there is no such layer. CapacityError for a context beyond the model's `max_position_embeddings`.
     """
 
     def __init__(
@@ -24,6 +27,7 @@ class State:
         chunk: int,
         formats: CacheFormats,
         device: torch.device,
+        prompt: int | None = None,
     ) -> None:
         assert max_context > 0, f"max_context {max_context}"
         assert chunk > 0, f"chunk {chunk}"
@@ -32,9 +36,12 @@ class State:
                 f"a context of {max_context} positions is beyond the model's max_position_embeddings"
                 f" {config.max_position_embeddings}"
             )
+        if prompt is not None and prompt > max_context:
+            raise CapacityError(f"a prompt of {prompt} tokens exceeds the context of {max_context}")
         chunk = min(chunk, max_context)  # longer calls never come
         self.max_context, self.chunk, self.position = max_context, chunk, 0
-        self.layers = layer_caches(config, max_context, chunk, formats, device)
+        self.prompt = prompt if formats.prompted else None
+        self.layers = layer_caches(config, max_context, chunk, formats, device, self.prompt)
 
     def reserve(self, tokens: int) -> None:
         """Check that a call of `tokens` fits; CapacityError names the limit."""
@@ -55,14 +62,20 @@ class State:
 
 
 def layer_caches(
-    config: ModelConfig | LlamaConfig, max_context: int, chunk: int, formats: CacheFormats, device: torch.device
+    config: ModelConfig | LlamaConfig,
+    max_context: int,
+    chunk: int,
+    formats: CacheFormats,
+    device: torch.device,
+    prompt: int | None,
 ) -> list[Components]:
-    """Return an empty cache for each layer."""
+    """Return an empty cache for each layer; see `State`."""
     if isinstance(config, LlamaConfig):
-        kv_heads, head_dim, window = config.num_key_value_heads, config.head_dim, config.sliding_window
+        shape = KvShape(config.num_key_value_heads, config.head_dim, frequencies(config), interleaved=False)
+        window, context = config.sliding_window, (max_context, prompt)
         return [
-            FullCache(kv_heads, head_dim, window, max_context, formats.dtype, device)
-            for _ in range(config.num_hidden_layers)
+            grouped_cache(formats.variant(layer), shape, window, context, formats.dtype, device)
+            for layer in range(config.num_hidden_layers)
         ]
     return [
         CACHES[kind](config, layer, max_context, chunk, formats, device)

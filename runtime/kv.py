@@ -4,11 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from typing import Final
 
-from model.cache.variants import Coda, Full, Shard, Variant
+from model.cache import grouped
+from model.cache.shard import STREAM_BITS
+from model.cache.variants import Coda, Full, GroupedCoda, GroupedShard, Shard, Variant
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
+from model.llama.config import LlamaConfig
 
-VARIANTS: Final[Mapping[str, type[Variant]]] = {"full": Full, "shard": Shard, "coda": Coda}
+Names = Mapping[str, type[Variant]]
+
+ENTRIES: Final[Names] = {"full": Full, "shard": Shard, "coda": Coda}  # of V4's layers
+GROUPED: Final[Names] = {"full": Full, "shard": GroupedShard, "coda": GroupedCoda}  # of layers with grouped heads
 WIDTHS: Final = (2, 3, 4, 6, 8)  # bits for which there is a packing
 SLOTS: Final = 1 << 20
 ALLOWED: Final[Mapping[tuple[type[Variant], str], Sequence[int]]] = {
@@ -17,18 +23,30 @@ ALLOWED: Final[Mapping[tuple[type[Variant], str], Sequence[int]]] = {
     (Coda, "window"): range(1, SLOTS + 1),
     (Coda, "exact"): range(SLOTS + 1),
     (Coda, "summary"): range(1, SLOTS + 1),
+    (GroupedShard, "rank"): range(2, SLOTS + 1),
+    (GroupedShard, "bits"): STREAM_BITS,
+    (GroupedShard, "sinks"): range(SLOTS + 1),
+    (GroupedShard, "window"): range(1, SLOTS + 1),
+    (GroupedShard, "dp"): (0, 1),
+    (GroupedShard, "group"): range(4, SLOTS + 1),
+    (GroupedShard, "qjl"): (0, 1),
+    (GroupedCoda, "window"): range(1, SLOTS + 1),
+    (GroupedCoda, "exact"): range(SLOTS + 1),
+    (GroupedCoda, "summary"): range(SLOTS + 1),
+    (GroupedCoda, "block"): range(1, SLOTS + 1),
+    (GroupedCoda, "published"): (0, 1),
 }
 SMALLEST: Final = 8  # columns, so that codes of any width fill bytes
 
 
-def variants(rules: Sequence[str], config: ModelConfig) -> tuple[Variant, ...]:
+def variants(rules: Sequence[str], config: ModelConfig | LlamaConfig) -> tuple[Variant, ...]:
     """Give each layer its variant; of two rules for one layer the later counts, as in ``all=shard hca=coda``.
 
     Parameters
     ----------
     rules
-        ``LAYERS=VARIANT`` each. LAYERS are ``all`` (that have entries), ``csa``, ``hca``, numbers and ranges of
-        numbers, between commas: ``3,5-9``. VARIANT is a name and perhaps settings: ``shard:bits=8,keys=8``.
+        ``LAYERS=VARIANT`` each. LAYERS are ``all`` (that have entries, or grouped heads), ``csa``, ``hca``, numbers and
+        ranges of numbers, between commas: ``3,5-9``. VARIANT is a name and perhaps settings: ``shard:bits=8,keys=8``.
     config
         Of the model.
 
@@ -48,21 +66,16 @@ def variants(rules: Sequence[str], config: ModelConfig) -> tuple[Variant, ...]:
         layers, equals, name = rule.partition("=")
         if not equals:
             raise ConfigError(f"--kv {rule}: want LAYERS=VARIANT, as in all=shard or 3,5-9=coda:window=128")
-        variant = _variant(rule, name)
+        variant = _variant(rule, name, GROUPED if isinstance(config, LlamaConfig) else ENTRIES)
         for layer in _layers(rule, layers, config):
-            if isinstance(variant, Shard):
-                _check_widths(rule, config, layer)
+            _check(rule, variant, config, layer)
             found[layer] = variant
     return tuple(found)
 
 
-def _layers(rule: str, text: str, config: ModelConfig) -> list[int]:
-    kinds = config.layer_kinds
-    groups = {
-        "all": [layer for layer, kind in enumerate(kinds) if kind is not LayerKind.SWA],
-        "csa": [layer for layer, kind in enumerate(kinds) if kind is LayerKind.CSA],
-        "hca": [layer for layer, kind in enumerate(kinds) if kind is LayerKind.HCA],
-    }
+def _layers(rule: str, text: str, config: ModelConfig | LlamaConfig) -> list[int]:
+    """Layers that a rule names, in its order."""
+    n, groups = config.num_hidden_layers, _groups(config)
     found: list[int] = []
     for part in text.split(","):
         if part in groups:
@@ -72,34 +85,56 @@ def _layers(rule: str, text: str, config: ModelConfig) -> list[int]:
             continue
         first, dash, last = part.partition("-")
         if not _number(first) or (dash and not _number(last)):
-            raise ConfigError(
-                f"--kv {rule}: {part!r} names no layers; want all, csa, hca, a number or a range like 5-9"
-            )
+            named = ", ".join(groups)
+            raise ConfigError(f"--kv {rule}: {part!r} names no layers; want {named}, a number or a range like 5-9")
         low, high = int(first), int(last or first)
-        if low > high or high >= len(kinds):
-            raise ConfigError(f"--kv {rule}: {part}: the model has layers 0-{len(kinds) - 1}")
-        for layer in range(low, high + 1):
-            if kinds[layer] is LayerKind.SWA:
-                raise ConfigError(f"--kv {rule}: layer {layer} is SWA: it remembers its window alone, and exactly")
-            found.append(layer)
+        if low > high or high >= n:
+            raise ConfigError(f"--kv {rule}: {part}: the model has layers 0-{n - 1}")
+        found += range(low, high + 1)
     return found
 
 
-def _check_widths(rule: str, config: ModelConfig, layer: int) -> None:
+def _groups(config: ModelConfig | LlamaConfig) -> dict[str, list[int]]:
+    """Layers that have a name of their own."""
+    if isinstance(config, LlamaConfig):
+        return {"all": list(range(config.num_hidden_layers))}
+    kinds = config.layer_kinds
+    return {
+        "all": [layer for layer, kind in enumerate(kinds) if kind is not LayerKind.SWA],
+        "csa": [layer for layer, kind in enumerate(kinds) if kind is LayerKind.CSA],
+        "hca": [layer for layer, kind in enumerate(kinds) if kind is LayerKind.HCA],
+    }
+
+
+def _check(rule: str, variant: Variant, config: ModelConfig | LlamaConfig, layer: int) -> None:
+    """Refuse a variant that this layer cannot have: ConfigError naming the rule."""
+    if isinstance(config, LlamaConfig):
+        if config.sliding_window is not None and not isinstance(variant, Full):
+            raise ConfigError(f"--kv {rule}: the model has a sliding_window of {config.sliding_window}: full only")
+        try:
+            grouped.check(variant, config.num_key_value_heads, config.head_dim)
+        except ConfigError as error:
+            raise ConfigError(f"--kv {rule}: {error}") from None
+        return
+    if config.layer_kind(layer) is LayerKind.SWA:
+        raise ConfigError(f"--kv {rule}: layer {layer} is SWA: it remembers its window alone, and exactly")
+    if isinstance(variant, Shard):
+        _check_width(rule, "head_dim", config.head_dim)
+        if config.layer_kind(layer) is LayerKind.CSA:
+            _check_width(rule, "index_head_dim", config.index_head_dim)
+
+
+def _check_width(rule: str, name: str, width: int) -> None:
     """Refuse what a Hadamard matrix cannot rotate."""
-    widths = {"head_dim": config.head_dim}
-    if config.layer_kind(layer) is LayerKind.CSA:
-        widths["index_head_dim"] = config.index_head_dim
-    for name, width in widths.items():
-        if width & (width - 1) or width < SMALLEST:
-            raise ConfigError(f"--kv {rule}: shard rotates rows whose width is a power of two; {name} is {width}")
+    if width & (width - 1) or width < SMALLEST:
+        raise ConfigError(f"--kv {rule}: shard rotates rows whose width is a power of two; {name} is {width}")
 
 
-def _variant(rule: str, text: str) -> Variant:
+def _variant(rule: str, text: str, names: Names) -> Variant:
     name, colon, settings = text.partition(":")
-    if name not in VARIANTS:
-        raise ConfigError(f"--kv {rule}: no variant {name!r}; there are {', '.join(VARIANTS)}")
-    kind = VARIANTS[name]
+    if name not in names:
+        raise ConfigError(f"--kv {rule}: no variant {name!r}; there are {', '.join(names)}")
+    kind = names[name]
     given: dict[str, int] = {}
     for setting in settings.split(",") if colon else ():
         key, _, value = setting.partition("=")

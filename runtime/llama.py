@@ -1,5 +1,6 @@
 """A Llama-family checkpoint directory to a model that runs: on one rank, in plain numerics."""
 
+import hashlib
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -10,10 +11,12 @@ from model.census import Census
 from model.checkpoint import Checkpoint
 from model.decode import bind, fingerprint
 from model.errors import CheckpointError, ConfigError
+from model.llama.adapters import adapters_fingerprint, read_adapters
 from model.llama.census import census, check_tied_head
 from model.llama.config import LlamaConfig
 from model.llama.transformer import LlamaTransformer
 from model.ranks import Group, Ranks, Shares, undivided
+from runtime.kv import variants
 from runtime.memory import check_fits
 from runtime.options import RunOptions
 from runtime.placement import Placement
@@ -28,7 +31,7 @@ class LoadedLlama(NamedTuple):
 
     model: LlamaTransformer
     census: Census
-    weights_fingerprint: str  # see `model.decode.fingerprint`
+    weights_fingerprint: str  # see `model.decode.fingerprint`; of the adapters too, where there are some
     directory: Path
     placement: Placement
     held: dict[str, int]  # bytes of each parameter, as stored
@@ -45,8 +48,7 @@ def check_options(config: LlamaConfig, options: RunOptions, where: Path) -> None
             f"{where}: --numerics {options.numerics} is DeepSeek-V4's; run a {config.model_type} model with"
             " --numerics plain"
         )
-    if options.kv:
-        raise ConfigError(f"--kv {options.kv[0]}: a {config.model_type} model remembers in full only")
+    variants(options.kv, config)
 
 
 def load_llama(
@@ -64,8 +66,13 @@ def load_llama(
     counted = census(checkpoint.shapes(), config, where=str(directory))
     check_fits(LlamaPlanner(config, counted, options), context or 1, str(directory))
     check_tied_head(checkpoint, counted)
-    weights = bind(checkpoint, counted, torch.device(options.device))
-    model = LlamaTransformer(config, weights, options.arithmetic(ops, Ranks(group, WHOLE.ranks[0]), config))
+    weights, adapters, mark = bind(checkpoint, counted, torch.device(options.device)), None, fingerprint(checkpoint)
+    if options.coda_adapters is not None:
+        path = Path(options.coda_adapters)
+        adapters = read_adapters(path, config, torch.device(options.device))
+        mark = hashlib.sha256(f"{mark} {adapters_fingerprint(path)}".encode()).hexdigest()
+    arithmetic = options.arithmetic(ops, Ranks(group, WHOLE.ranks[0]), config)
+    model = LlamaTransformer(config, weights, arithmetic, adapters)
     if unread := weights.unread():
         raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
-    return LoadedLlama(model, counted, fingerprint(checkpoint), directory, WHOLE, weights.handed())
+    return LoadedLlama(model, counted, mark, directory, WHOLE, weights.handed())

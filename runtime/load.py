@@ -73,6 +73,8 @@ def _check_v4(config: ModelConfig, options: RunOptions) -> None:
     if options.numerics == "deployed":
         check_deployed(config)
     variants(options.kv, config)
+    if options.coda_adapters is not None:
+        raise ConfigError("--coda-adapters: of Llama-family checkpoints; DeepSeek-V4's attention has none")
 
 
 def load_any(

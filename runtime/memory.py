@@ -8,6 +8,7 @@ import torch
 
 from model.architectures import Model
 from model.errors import CapacityError
+from model.llama.transformer import LlamaTransformer
 from model.state import State
 from runtime.plan.llama import LlamaPlan, LlamaPlanner
 from runtime.plan.planner import Plan, Planner
@@ -80,16 +81,20 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / (1 << 20):.1f} MiB"
 
 
-def new_state(model: Model, max_context: int, chunk: int) -> State:
+def new_state(model: Model, max_context: int, chunk: int, prompt: int | None) -> State:
     """Return an empty state, or raise CapacityError naming its size when the machine has less memory than that.
+
+    `prompt`: of the positions, those of the prompt, see `State`.
 
     The size is that of the same state on torch's meta device, which allocates nothing.
     """
     formats, meta = model.arithmetic.formats, torch.device("meta")
-    size = sum(State(model.config, max_context, chunk, formats, meta).nbytes().values())
+    size = sum(State(model.config, max_context, chunk, formats, meta, prompt).nbytes().values())
     if size > (memory := machine_memory(model.device)):
         raise CapacityError(
             f"caches for {max_context} positions in calls of {chunk} tokens take {size / GIB:.1f} GiB,"
             f" {model.device} has {memory / GIB:.1f} GiB"
         )
+    if isinstance(model, LlamaTransformer):
+        return model.new_state(max_context, chunk, prompt)
     return model.new_state(max_context, chunk)

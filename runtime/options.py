@@ -31,6 +31,7 @@ class RunOptions:
     key_format: str = "dtype"  # of index keys: dtype | fp8 | fp4
     dispatch: str = "auto"  # with several ranks: all-reduce | all-to-all | auto
     kv: tuple[str, ...] = ()  # how layers remember: rules of `runtime.kv`; none: every layer in full
+    coda_adapters: str | None = None  # file of adapters over a Llama-family checkpoint; None: ordinary attention
 
     def __post_init__(self) -> None:
         """Refuse cache formats that do not hold the values of this numerics and dtype: ConfigError naming the flag."""
@@ -48,8 +49,7 @@ class RunOptions:
 
     def formats(self, config: Config) -> CacheFormats:
         """How caches are stored; ConfigError for a rule of `kv` that does not fit the model."""
-        kinds = variants(self.kv, config) if isinstance(config, ModelConfig) else ()
-        return CacheFormats(DTYPES[self.dtype], self.entry_format, self.key_format, kinds)
+        return CacheFormats(DTYPES[self.dtype], self.entry_format, self.key_format, variants(self.kv, config))
 
     def arithmetic(self, ops: Ops, ranks: Ranks, config: Config) -> Arithmetic:
         """Return what the model computes with."""

@@ -1,9 +1,9 @@
 """Saving a sequence's state to safetensors and loading it back, bound to the model it came from.
 
 The file holds, layer by layer, what `model.cache` says must survive, and as metadata: the fingerprints of config and
-weights, numerics, dtype, cache formats and variants, position, the chosen token that is still to be run, and a checksum
-of all of it. A file that does not match in every point is refused. Capacity and chunk are not part of it: a larger
-state may take it.
+weights, numerics, dtype, cache formats and variants, position, the length of the prompt where a cache depends on it,
+the chosen token that is still to be run, and a checksum of all of it. A file that does not match in every point is
+refused. Capacity and chunk are not part of it: a larger state may take it.
 """
 
 import hashlib
@@ -22,13 +22,14 @@ from model.errors import StateError
 from model.state import State
 from runtime.load import AnyLoaded
 
-FORMAT = "fathom-state-3"  # 2: cache formats; 3: variants
+FORMAT = "fathom-state-4"  # 2: cache formats; 3: variants; 4: the prompt's length
 
 
 class Saved(NamedTuple):
     """What a state file says of itself, checked against the run that wants it."""
 
     position: int  # tokens it holds
+    prompt: int | None  # of them and those to come, how many are the prompt's; None: no cache depends on that
     pending: int | None  # a chosen token that is still to be run
     sha256: str
     metadata: dict[str, str]  # all but the checksum
@@ -42,6 +43,7 @@ def save_state(path: Path, state: State, loaded: AnyLoaded, pending: int | None)
     tensors = _tensors(state)
     metadata = _binding(loaded) | {
         "position": str(state.position),
+        "prompt": "" if state.prompt is None else str(state.prompt),
         "pending": "" if pending is None else str(pending),
     }
     metadata["sha256"] = _digest(tensors, metadata)
@@ -68,8 +70,9 @@ def read_saved(path: Path, loaded: AnyLoaded) -> Saved:
             raise StateError(f"{path}: saved with {key} {metadata.get(key)!r}, this run has {expected!r}")
     config = loaded.model.config
     position = _number(path, metadata, "position", config.max_position_embeddings)
+    prompt = _number(path, metadata, "prompt", config.max_position_embeddings) if metadata.get("prompt") else None
     pending = _number(path, metadata, "pending", config.vocab_size - 1) if metadata.get("pending") else None
-    return Saved(position, pending, metadata.pop("sha256", ""), metadata)
+    return Saved(position, prompt, pending, metadata.pop("sha256", ""), metadata)
 
 
 def saved_position(path: Path) -> int:
@@ -89,6 +92,8 @@ def load_state(path: Path, state: State, loaded: AnyLoaded) -> int | None:
     saved = read_saved(path, loaded)
     if saved.position > state.max_context:
         raise StateError(f"{path}: holds {saved.position} tokens, --max-context is {state.max_context}")
+    if saved.prompt != state.prompt:
+        raise StateError(f"{path}: of a prompt of {saved.prompt} tokens, this state is made for {state.prompt}")
     with _opened(path) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
     if saved.sha256 != _digest(tensors, saved.metadata):
@@ -106,7 +111,9 @@ def load_state(path: Path, state: State, loaded: AnyLoaded) -> int | None:
 
 def _check_shapes(path: Path, tensors: dict[str, Tensor], state: State, position: int) -> None:
     """Refuse a file whose tensors are not those of `position`: a checksum can be made up, so it is not relied upon."""
-    dtypes = {name: part.dtype for name, part in _tensors(state).items()}
+    dtypes = {
+        f"layers.{i}.{name}": dtype for i, cache in enumerate(state.layers) for name, dtype in cache.dtypes().items()
+    }
     shapes = {
         f"layers.{layer}.{name}": shape
         for layer, cache in enumerate(state.layers)

@@ -71,6 +71,11 @@ def add_variants(p: argparse.ArgumentParser) -> None:
         help="how layers remember what is older than their window, as in all=shard, hca=coda:window=128 or"
         " 3,5-9=shard:bits=8; may come several times, the later counts (default all=full)",
     )
+    p.add_argument(
+        "--coda-adapters",
+        metavar="FILE",
+        help="CoDA-GQA-L adapters over a Llama-family checkpoint: coda_adapters.safetensors, or .pt as published",
+    )
 
 
 def add_rank_timeout(p: argparse.ArgumentParser) -> None:
@@ -93,8 +98,8 @@ def _timeout(text: str) -> float:
 
 def run_options(args: argparse.Namespace) -> RunOptions:
     """Return what `add_run_options` parsed."""
-    formats, kv = (args.entry_format, args.key_format), tuple(args.kv) if "kv" in args else ()
-    return RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.dispatch, kv)
+    formats, held = (args.entry_format, args.key_format), (tuple(args.kv), args.coda_adapters) if "kv" in args else ()
+    return RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.dispatch, *held)
 
 
 def writable(path: Path | None) -> None:

@@ -151,15 +151,17 @@ def _state(
 ) -> tuple[State, list[int]]:
     """Return a state that holds this run, filled from --load-state, and the tokens to run."""
     held = 0
+    read_as_prompt: int | None = len(prompt)
     if args.load_state is not None:
         saved = read_saved(args.load_state, loaded)
         held, prompt = saved.position, _continuation(args, saved, loaded.model.config.eos_token_ids, prompt)
+        read_as_prompt = saved.prompt
     needed = held + len(prompt) + args.max_new_tokens - 1  # the last new token is not run
     context = args.max_context or needed
     if context < needed:
         parts = f"{held} saved, {len(prompt)} prompt and {args.max_new_tokens} new tokens"
         raise CapacityError(f"--max-context {context}: {parts} need {needed}")
-    state = new_state(loaded.model, context, options.prefill_chunk)
+    state = new_state(loaded.model, context, options.prefill_chunk, read_as_prompt)
     if args.load_state is not None:
         load_state(args.load_state, state, loaded)
     return state, prompt

@@ -55,7 +55,7 @@ def _logits(args: argparse.Namespace, watch: Watch | None, group: Group) -> int:
     model = watched_load_any(watch, args.model, options, group, context=len(ids)).model
     tokens = torch.tensor(ids, device=model.device)
     lengths = chunk_lengths(len(tokens), options.prefill_chunk, args.decode_from)
-    state = new_state(model, len(tokens), max(lengths))
+    state = new_state(model, len(tokens), max(lengths), args.decode_from or len(tokens))
     console, start = Console(stderr=True), 0
     with _written(args.out, len(tokens), vocab, watch) as write:
         for length in track(lengths, "logits", console=console, transient=True, disable=not console.is_terminal):

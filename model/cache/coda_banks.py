@@ -24,14 +24,15 @@ class Targets:
     rows
         [K, m, D], a view of the keys or values compared; refreshed slot by slot, when they change.
     dims
-        [D] bool: the dims compared. All others of `rows` are 0.
+        [D] bool, on the CPU: the dims compared. All others of `rows` are 0.
     inverse
         Keep inverse norms [K, m] float32, instead of copies [K, m, dims.sum()] in the dtype of `rows`.
 
     """
 
     def __init__(self, rows: Tensor, dims: Tensor, *, inverse: bool) -> None:
-        self.rows, self.inverse, self.mask, self.columns = rows, inverse, dims.float(), dims.nonzero()[:, 0]
+        self.rows, self.inverse = rows, inverse
+        self.mask, self.columns = dims.float().to(rows.device), dims.nonzero()[:, 0].to(rows.device)
         shape = (*rows.shape[:2], len(self.columns))
         self.data = rows.new_zeros(shape[:2], dtype=torch.float32) if inverse else rows.new_zeros(shape)
         self.refresh(torch.arange(rows.shape[1], device=rows.device))
@@ -82,7 +83,7 @@ class ExactBank(Bank):
     def __init__(self, settings: CodaSettings, parts: tuple[Tensor, Tensor, Tensor]) -> None:
         super().__init__(settings, parts, settings.exact_at_start)
         values = self.values
-        every = torch.ones(values.shape[-1], dtype=torch.bool, device=values.device)
+        every = torch.ones(values.shape[-1], dtype=torch.bool)
         self.targets = Targets(values, every, inverse=settings.inverse_norms)
         self.last_used = torch.zeros(self.size, dtype=torch.int64, device=values.device)  # position, by slot
         names = ("hits", "inserts", "overwrites", "gated_out", "frustrated", "expansions")
@@ -187,10 +188,10 @@ class SummaryBank(Bank):
     def __init__(self, settings: CodaSettings, parts: tuple[Tensor, Tensor, Tensor], eta_logit: Tensor) -> None:
         super().__init__(settings, parts, settings.summary_at_start)
         keys, values = self.keys, self.values
-        low = settings.low_frequencies(keys.shape[-1], keys.device)
+        low = settings.low_frequencies(keys.shape[-1], torch.device("cpu"))
         self.by_value = settings.route == "value"
         self.eta = torch.sigmoid(eta_logit.detach().float()).to(keys.device)  # [K]
-        self.blend = low.float() * math.sqrt(low.numel() / int(low.sum()))  # [D]
+        self.blend = (low.float() * math.sqrt(low.numel() / int(low.sum()))).to(keys.device)  # [D]
         compared = torch.ones_like(low) if self.by_value else low
         self.targets = Targets(values if self.by_value else keys, compared, inverse=settings.inverse_norms)
         self.counts = dict.fromkeys(("updates", "inserts", "frustrated", "expansions"), 0)

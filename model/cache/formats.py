@@ -21,7 +21,7 @@ import torch
 
 from kernels import rows
 from kernels.rows import Rows
-from model.cache.variants import Full, Variant
+from model.cache.variants import Full, GroupedShard, Variant
 
 ENTRY_FORMATS = ("dtype", "fp8")
 KEY_FORMATS = ("dtype", "fp8", "fp4")
@@ -38,6 +38,11 @@ class CacheFormats(NamedTuple):
     def variant(self, layer: int) -> Variant:
         """How a layer remembers."""
         return self.variants[layer] if self.variants else Full()
+
+    @property
+    def prompted(self) -> bool:
+        """Whether a layer's cache must know how long the prompt is."""
+        return any(isinstance(variant, GroupedShard) for variant in self.variants)
 
     def entry_rows(self, n: int, head_dim: int, rope_dim: int, device: torch.device) -> Rows:
         """Allocate `n` entries of `head_dim` columns, of which the last `rope_dim` are rotated."""

@@ -14,16 +14,12 @@ from model.cache.layers import Components
 
 
 class Heads(NamedTuple):
-    """Queries, keys and values of one call's t tokens, in the run's dtype; H a multiple of K.
-
-    Both forms are the layer's own tensors, so handing them over copies nothing.
-    """
+    """Queries, keys and values of one call's t tokens, in the run's dtype; H a multiple of K."""
 
     q: Tensor  # [t, H, d], rotated at the tokens' absolute positions
     k: Tensor  # [t, K, d], the same
     v: Tensor  # [t, K, d]
-    unrotated_q: Tensor  # [t, H, d], before rotation, for a cache that holds keys without it
-    unrotated_k: Tensor  # [t, K, d], the same
+    gates: Tensor | None  # [t] float32, how much each token is worth keeping; None: a layer without write gates
 
 
 class GqaCache(Components, ABC):

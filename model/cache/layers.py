@@ -70,6 +70,10 @@ class Components:
             for part, shape in component.shapes(position).items()
         }
 
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Dtype of each of them, while nothing is held."""
+        return {name: part.dtype for name, part in self.tensors(0).items()}
+
     def restore(self, position: int, saved: dict[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
         for name, component in self.components.items():

@@ -61,6 +61,16 @@ class ShardSettings:
         if self.allocation != "uniform" and (self.group < 4 or self.group % 4 or self.rank % self.group):
             raise ConfigError(f"shard: group={self.group}, want a multiple of 4 that divides rank={self.rank}")
 
+    def check(self, heads: int, head_dim: int) -> None:
+        """Refuse what these settings cannot store: ConfigError."""
+        if head_dim < 8 or head_dim & (head_dim - 1):
+            raise ConfigError(f"shard: head_dim {head_dim}, want a power of two from 8 on")
+        columns = f"the {heads} x {head_dim} columns of a layer's keys"
+        if self.rank > heads * head_dim:
+            raise ConfigError(f"shard: rank={self.rank} exceeds {columns}")
+        if self.allocation != "uniform" and heads * head_dim % self.group:
+            raise ConfigError(f"shard: group={self.group} does not divide {columns}")
+
 
 class KvShape(NamedTuple):
     """What the layer writes."""
@@ -101,7 +111,7 @@ class ShardCache:
         device: torch.device,
     ) -> None:
         assert 0 <= prompt <= max_context, f"prompt of {prompt} in a context of {max_context}"
-        _check(shape, settings)
+        settings.check(shape.heads, shape.head_dim)
         self.shape, self.settings = shape, settings
         self.prompt, self.max_context, self.dtype, self.device = prompt, max_context, dtype, device
         self.count = 0  # tokens held
@@ -161,12 +171,12 @@ class ShardCache:
 
     def nbytes(self) -> int:
         """Bytes held: of all tensors of this cache, but not of the constants that all caches share."""
-        return sum(tensor.nbytes for tensor in self._buffers().values())
+        return sum(tensor.nbytes for tensor in self.buffers().values())
 
     def tensors(self, position: int) -> dict[str, Tensor]:
         """Views of what a saved state needs."""
         assert position == self.count, f"{self.count} tokens held at position {position}"
-        return {name: self._buffers()[name][:rows] for name, (rows, _) in self._parts(position).items()}
+        return {name: self.buffers()[name][:rows] for name, (rows, _) in self._parts(position).items()}
 
     def shapes(self, position: int) -> dict[str, tuple[int, ...]]:
         """Shapes of what `tensors` gives at `position`, whatever the cache holds now."""
@@ -178,7 +188,7 @@ class ShardCache:
             self._begin()
         else:
             self.prompt_keys = self.prompt_values = None
-        buffers = self._buffers()
+        buffers = self.buffers()
         for name, (rows, _) in self._parts(position).items():
             buffers[name][:rows] = saved[name]
         self.count = position
@@ -195,7 +205,7 @@ class ShardCache:
         """Tokens in the stream when `position` tokens are held."""
         return max(0, position - max(self.prompt, self.exact))
 
-    def _buffers(self) -> dict[str, Tensor]:
+    def buffers(self) -> dict[str, Tensor]:
         """All tensors held, by name."""
         held = {"exact.keys": self.keys, "exact.values": self.values}
         if self.prompt_keys is not None and self.prompt_values is not None:
@@ -212,7 +222,7 @@ class ShardCache:
         if position < self.prompt:
             return {"prompt.keys": (position, row), "prompt.values": (position, row)}
         parts = {}
-        for name, plane in self._buffers().items():
+        for name, plane in self.buffers().items():
             rows = plane.shape[0]
             if name.startswith("exact"):
                 rows = min(position, self.exact)
@@ -283,13 +293,3 @@ class ShardCache:
         streamed = self._streamed(self.count)
         stream = shard.Stream(self.stream_keys, self.stream_values, streamed) if streamed else None
         return shard.attend(q, self.keys[:n], self.values[:n], self.middle, stream, self.stream_values.signs)
-
-
-def _check(shape: KvShape, settings: ShardSettings) -> None:
-    heads, d = shape.heads, shape.head_dim
-    if d < 8 or d & (d - 1):
-        raise ConfigError(f"shard: head_dim {d}, want a power of two from 8 on")
-    if settings.rank > heads * d:
-        raise ConfigError(f"shard: rank={settings.rank} exceeds the {heads} x {d} columns of a layer's keys")
-    if settings.allocation != "uniform" and heads * d % settings.group:
-        raise ConfigError(f"shard: group={settings.group} does not divide the {heads} x {d} columns of a layer's keys")

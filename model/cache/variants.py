@@ -1,7 +1,8 @@
 """How a layer remembers what is older than its window: the choice of `--kv`, layer by layer.
 
 A variant is a value with its settings. What it means for a kind of layer is said where that layer's cache is made
-(`model.cache.layers`); an SWA layer has nothing older than its window, and no variant but `Full`.
+(`model.cache.layers`, `model.cache.grouped`); an SWA layer has nothing older than its window, and no variant but
+`Full`. V4's layers and layers with grouped heads have settings of their own, under the same names.
 """
 
 from dataclasses import dataclass, fields
@@ -41,9 +42,41 @@ class Coda:
         return _spelt("coda", self)
 
 
-Variant = Full | Shard | Coda
+@dataclass(frozen=True, slots=True)
+class GroupedShard:
+    """The prompt by PCA and VQ, what comes after it by Hadamard and Lloyd-Max: `model.cache.shard`."""
+
+    rank: int = 192  # components of the keys that are kept
+    bits: int = 8  # of a number of what came after the prompt
+    sinks: int = 4  # first tokens, exact
+    window: int = 64  # newest tokens, exact
+    dp: int = 0  # 1: bits by group of components, as measured distortions say; 0: int4
+    group: int = 64  # components that get equally many bits, where dp=1
+    qjl: int = 0  # 1: one of the bits of keys is the sign of a projection of their error
+
+    def __str__(self) -> str:
+        """Return it as `--kv` spells it, with every setting."""
+        return _spelt("shard", self)
 
 
-def _spelt(name: str, variant: Shard | Coda) -> str:
+@dataclass(frozen=True, slots=True)
+class GroupedCoda:
+    """So many tokens and no more, in a ring and two banks: `model.cache.coda`."""
+
+    window: int = 256  # newest tokens, exact
+    exact: int = 64  # tokens that were like no other when they left the window
+    summary: int = 64  # means of others
+    block: int = 256  # tokens of a call that attend before any of them is written
+    published: int = 0  # 1: the rules of the package coda-gqa-l 1.3.1; 0: those of `CodaSettings`
+
+    def __str__(self) -> str:
+        """Return it as `--kv` spells it, with every setting."""
+        return _spelt("coda", self)
+
+
+Variant = Full | Shard | Coda | GroupedShard | GroupedCoda
+
+
+def _spelt(name: str, variant: Shard | Coda | GroupedShard | GroupedCoda) -> str:
     settings = ",".join(f"{field.name}={getattr(variant, field.name)}" for field in fields(variant))
     return f"{name}:{settings}"

@@ -8,6 +8,7 @@ from model import tripwire
 from model.arithmetic import Arithmetic
 from model.cache.gqa import GqaCache
 from model.decode import Weights
+from model.llama.adapters import Adapter
 from model.llama.attention import Attention
 from model.llama.config import LlamaConfig
 from model.llama.rope import Rotation
@@ -32,11 +33,17 @@ class Block:
     """A layer of the model."""
 
     def __init__(
-        self, config: LlamaConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
+        self,
+        config: LlamaConfig,
+        layer: int,
+        weights: Weights,
+        arithmetic: Arithmetic,
+        rotation: Rotation,
+        adapter: Adapter | None,
     ) -> None:
         prefix, self.layer = f"model.layers.{layer}", layer
         self.attention_norm = weights.vector(f"{prefix}.input_layernorm.weight").float()  # [hidden]
-        self.attention = Attention(config, layer, weights, arithmetic, rotation)
+        self.attention = Attention(config, layer, weights, arithmetic, rotation, adapter)
         self.feed_forward_norm = weights.vector(f"{prefix}.post_attention_layernorm.weight").float()  # [hidden]
         self.feed_forward = FeedForward(f"{prefix}.mlp", weights, arithmetic)
         self.norm, self.eps = arithmetic.ops.rms_norm, config.rms_norm_eps

@@ -1,5 +1,7 @@
 """A whole model of the Llama family, for one sequence, with the contract of `model.transformer.Transformer`."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,9 @@ from kernels.formats import Dense, Weight
 from model import tripwire
 from model.arithmetic import Arithmetic
 from model.cache.gqa import GqaCache
+from model.cache.grouped import CodaLayer
 from model.decode import Weights
+from model.llama.adapters import Adapter
 from model.llama.block import Block
 from model.llama.census import EMBEDDING, HEAD, NORM
 from model.llama.config import LlamaConfig
@@ -18,16 +22,23 @@ from model.state import State
 class LlamaTransformer:
     """Embedding, layers, final norm, output head. ``model(tokens, state)`` advances `state` in place.
 
-    It computes in `plain` numerics and on one rank: nothing else is defined for the family here.
+    It computes in `plain` numerics and on one rank: nothing else is defined for the family here. With `adapters`, one
+    for each layer, attention is that of CoDA-GQA-L.
     """
 
-    def __init__(self, config: LlamaConfig, weights: Weights, arithmetic: Arithmetic) -> None:
+    def __init__(
+        self, config: LlamaConfig, weights: Weights, arithmetic: Arithmetic, adapters: Sequence[Adapter] | None = None
+    ) -> None:
         assert not arithmetic.deployed, "deployed numerics are DeepSeek-V4's"
         assert arithmetic.ranks.size == 1, f"{arithmetic.ranks.size} ranks"
         self.config, self.arithmetic, self.ranks = config, arithmetic, arithmetic.ranks
         self.embedding = weights.vector(EMBEDDING)  # [vocab, hidden], as stored
         rotation = Rotation(config, self.embedding.device)
-        self.blocks = [Block(config, layer, weights, arithmetic, rotation) for layer in range(config.num_hidden_layers)]
+        none: Sequence[Adapter | None] = [None] * config.num_hidden_layers
+        self.adapters = none if adapters is None else adapters
+        self.blocks = [
+            Block(config, layer, weights, arithmetic, rotation, adapter) for layer, adapter in enumerate(self.adapters)
+        ]
         self.norm = weights.vector(NORM).float()  # [hidden]
         self.head: Weight = Dense(self.embedding) if config.tie_word_embeddings else weights.matrix(HEAD)
 
@@ -36,9 +47,13 @@ class LlamaTransformer:
         """Where the weights are, and so where state and tokens must be."""
         return self.embedding.device
 
-    def new_state(self, max_context: int, chunk: int) -> State:
-        """Return an empty state for `max_context` positions and calls of up to `chunk` tokens."""
-        return State(self.config, max_context, chunk, self.arithmetic.formats, self.device)
+    def new_state(self, max_context: int, chunk: int, prompt: int | None = None) -> State:
+        """Return an empty state, see `State`: `prompt` must be given where a layer is `shard`."""
+        state = State(self.config, max_context, chunk, self.arithmetic.formats, self.device, prompt)
+        for cache, adapter in zip(state.layers, self.adapters, strict=True):
+            if isinstance(cache, CodaLayer) and adapter is not None and adapter.eta_logit is not None:
+                cache.learnt(adapter.eta_logit)
+        return state
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, state: State) -> Tensor:

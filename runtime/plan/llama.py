@@ -6,6 +6,7 @@ while another runs, and what that one takes itself. It does not grow with the co
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from model.census import Census
 from model.llama.config import LlamaConfig
 from model.state import layer_caches
 from runtime.options import DTYPES, RunOptions
+from runtime.plan.grouped import attend
 from runtime.plan.ops import F32, TILE_SLACK, Costs
 from runtime.plan.planner import RESERVE, most
 from runtime.plan.sizes import Alive, Moment, moment
@@ -56,7 +58,6 @@ class LlamaPlanner:
         options, config = self.options, self.config
         chunk = min(chunk or options.prefill_chunk, context)
         held = self._weights()
-        caches = layer_caches(config, context, chunk, options.formats(config), torch.device("meta"))
         # between these sizes, what a call takes grows with its tokens
         bounds = {1, linear.FEW, max(1, gqa.ROWS // config.num_attention_heads), chunk}
         moments = [one for tokens in sorted(bounds) if tokens <= chunk for one in self._moments(tokens, context)]
@@ -65,7 +66,7 @@ class LlamaPlanner:
             chunk,
             held.own,
             held.mapped,
-            sum(sum(cache.nbytes().values()) for cache in caches),
+            self._caches(context, chunk),
             max(moments, key=lambda one: one.nbytes),
             RESERVE[options.device],
         )
@@ -73,6 +74,18 @@ class LlamaPlanner:
     def largest_context(self, memory: int, chunk: int | None = None) -> int:
         """Most positions that fit in so many bytes, at most those that the model has; 0 where none does."""
         return most(lambda n: self.plan(n, chunk).needed <= memory, self.config.max_position_embeddings)
+
+    def _caches(self, context: int, chunk: int) -> int:
+        """Bytes of all caches; of a layer that depends on the prompt's length, for the length that takes most.
+
+        It takes some bytes for each token of the prompt and others for each that follows: the most at one of the ends.
+        """
+        formats, meta = self.options.formats(self.config), torch.device("meta")
+        sizes = []
+        for prompt in (0, context) if formats.prompted else (None,):
+            caches = layer_caches(self.config, context, chunk, formats, meta, prompt)
+            sizes.append(sum(sum(cache.nbytes().values()) for cache in caches))
+        return max(sizes)
 
     def _weights(self) -> Weights:
         """Norms are held in fp32; all else as stored, on the CPU as views of the mapped files."""
@@ -86,6 +99,9 @@ class LlamaPlanner:
                 found += Weights(stored, mapped=stored)
             else:
                 found += Weights(stored, own=stored)
+        if self.options.coda_adapters is not None:
+            size = Path(self.options.coda_adapters).stat().st_size
+            found += Weights(size, own=size)
         return found
 
     def _costs(self) -> Costs:
@@ -127,7 +143,13 @@ class LlamaPlanner:
             "rotation", alive, work=max(rotate_halves(costs, t * heads * d), q + rotate_halves(costs, t * kv_heads * d))
         )
         alive = alive | {"heads": 2 * q + 3 * k}
-        yield moment("attend", alive, work=attend_grouped(costs, t, heads, kv_heads, d, context))
+        streams = 1
+        if self.options.coda_adapters is not None:
+            streams, alive = 2, alive | {"noise queries": 3 * q}
+        kinds = set(self.options.formats(c).variants)
+        yield moment("attend", alive, work=max(attend(kind, costs, c, t, streams * heads, context) for kind in kinds))
+        if streams == 2:  # both streams come back in the run's dtype, and are subtracted in fp32
+            yield moment("subtract", alive, work=2 * q + 6 * t * heads * d * F32 + TILE_SLACK)
         alive = alive | {"heads": 3 * q + 3 * k}
         yield moment("output", alive, work=self._linear(costs, t, D, heads * d))
         yield moment("sum", {"stream": row, "sublayer output": row}, work=row + costs.finite(t * D))
@@ -149,13 +171,3 @@ def rotate_halves(costs: Costs, numbers: int) -> int:
     """`rotate_halves` of so many numbers: at its end, or for the second half, as much again in fp32 twice."""
     wide = 0 if costs.item == F32 else numbers * F32
     return wide + 2 * numbers * F32 + TILE_SLACK
-
-
-def attend_grouped(costs: Costs, tokens: int, heads: int, kv_heads: int, d: int, context: int) -> int:
-    """`attend_grouped` to as many positions as the context has."""
-    rows = min(tokens, max(1, gqa.ROWS // heads))
-    queries = rows * heads * d * F32  # scaled, by head of keys; the accumulator; at the end, in the order of tokens
-    tile = min(context, gqa.tile_length(rows, heads, kv_heads, d))
-    widened = 0 if costs.item == F32 else 2 * kv_heads * tile * d * F32
-    folded = widened + rows * heads * tile * F32 + 3 * rows * tile
-    return tokens * heads * d * costs.item + 2 * queries + max(queries, folded) + TILE_SLACK

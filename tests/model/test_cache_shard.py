@@ -70,7 +70,7 @@ def test_the_articles_bytes_for_llama_3_1_8b(tokens, mib, ratio):
     shape = KvShape(8, 128, torch.zeros(64, device=META), interleaved=False)
     cache = ShardCache(shape, ShardSettings(), tokens, tokens, torch.bfloat16, META)
     exact = 2 * tokens * 8 * 128 * 2
-    assert cache.nbytes() == sum(tensor.nbytes for tensor in cache._buffers().values())
+    assert cache.nbytes() == sum(tensor.nbytes for tensor in cache.buffers().values())
     held = cache.nbytes() - exact  # the prompt's own rows, which compression lets go: see the next test
     assert held == (tokens - 68) * 352 + 68 * 4096 + 1024 * 192 + 2 * 1024 + 2 * 192 + 2 * 192 + 2048 + 2 * 1024
     assert round(32 * held / 2**20, 2) == mib
@@ -80,11 +80,11 @@ def test_the_articles_bytes_for_llama_3_1_8b(tokens, mib, ratio):
 @kinds
 def test_compression_lets_the_prompt_go_and_nothing_else_is_allocated(settings):
     cache, tokens = made(settings), drawn(100)
-    before, names = cache.nbytes(), dict(cache._buffers())
+    before, names = cache.nbytes(), dict(cache.buffers())
     fed(cache, tokens, 40, 41, 100)
     assert before - cache.nbytes() == 2 * 40 * HEADS * D * 4
-    assert cache.nbytes() == sum(tensor.untyped_storage().nbytes() for tensor in cache._buffers().values())
-    for name, tensor in cache._buffers().items():
+    assert cache.nbytes() == sum(tensor.untyped_storage().nbytes() for tensor in cache.buffers().values())
+    for name, tensor in cache.buffers().items():
         assert tensor.data_ptr() == names[name].data_ptr(), f"{name} was allocated anew"
 
 
@@ -198,10 +198,10 @@ def test_the_stream_is_never_fitted():
     tokens = drawn(90)
     cache = made()
     fed(cache, tokens, 40)
-    names = [name for name in cache._buffers() if name.startswith("middle")]
-    before = {name: cache._buffers()[name].clone() for name in names}
+    names = [name for name in cache.buffers() if name.startswith("middle")]
+    before = {name: cache.buffers()[name].clone() for name in names}
     fed(cache, tokens, 90)
-    assert all(torch.equal(cache._buffers()[name], before[name]) for name in names)
+    assert all(torch.equal(cache.buffers()[name], before[name]) for name in names)
 
 
 # --- however tokens come
@@ -217,8 +217,8 @@ def test_calls_of_any_size_leave_the_same_bits(settings):
         cache = made(settings)
         fed(cache, tokens, 40)
         assert torch.equal(fed(cache, tokens, *cuts), wanted)
-        for name, tensor in cache._buffers().items():
-            assert torch.equal(tensor, one_by_one._buffers()[name]), name
+        for name, tensor in cache.buffers().items():
+            assert torch.equal(tensor, one_by_one.buffers()[name]), name
     cache = made(settings)  # a call that crosses the prompt's end
     assert torch.equal(fed(cache, tokens, 30, 70)[40:], wanted)
 
@@ -255,7 +255,7 @@ def test_random_calls_agree_with_one_token_at_a_time():
         wanted = fed(slow, tokens, *range(1, 61))
         cuts = sorted({*chance.sample(range(1, 60), 6), 60})
         assert (fed(fast, tokens, *cuts) - wanted).abs().max() < 1e-5
-        assert all(torch.equal(tensor, slow._buffers()[name]) for name, tensor in fast._buffers().items())
+        assert all(torch.equal(tensor, slow.buffers()[name]) for name, tensor in fast.buffers().items())
 
 
 # --- refusals

@@ -1,15 +1,18 @@
 """`--kv LAYERS=VARIANT`: which layer gets which variant, and every rule that cannot be meant."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from model.cache.variants import Coda, Full, Shard
+from model.cache.variants import Coda, Full, GroupedCoda, GroupedShard, Shard
 from model.config import ModelConfig
 from model.errors import ConfigError
+from model.llama.config import LlamaConfig
 from runtime.kv import variants
 from scripts.cli import run
 from scripts.generate import main
+from tests.llama_configs import LLAMA_3_1_8B
 from tests.make_checkpoint import tiny_config
 
 KINDS = [0, 4, 128, 4, 128, 0]
@@ -40,6 +43,47 @@ def test_rules_name_layers_and_the_later_counts(config, rules, expected):
     assert variants(rules, config) == tuple(expected)
 
 
+def llama(**changes):
+    sizes = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32}
+    return replace(LlamaConfig.from_json(LLAMA_3_1_8B, "config.json"), **sizes | changes)
+
+
+def test_layers_with_grouped_heads_have_settings_of_their_own():
+    rules = ["all=shard:rank=32", "1=coda:window=8", "2,3=full", "3=coda:published=1,block=9,exact=0,summary=0"]
+    assert variants(rules, llama()) == (
+        GroupedShard(rank=32, bits=8, sinks=4, window=64, dp=0, group=64, qjl=0),
+        GroupedCoda(window=8, exact=64, summary=64, block=256, published=0),
+        Full(),
+        GroupedCoda(window=256, exact=0, summary=0, block=9, published=1),
+    )
+    assert variants([], llama()) == (Full(),) * 4
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes", "words"),
+    [
+        ("csa=shard", {}, "'csa' names no layers; want all, a number or a range"),
+        ("4=coda", {}, "4: the model has layers 0-3"),
+        ("all=shard:keys=8", {}, "'keys=8': settings of shard are whole numbers: rank, bits, sinks, window, dp"),
+        ("all=shard:bits=6", {}, "bits is 6, want 2 or 3 or 4 or 8"),
+        ("all=shard:qjl=2", {}, "qjl is 2, want 0 or 1"),
+        ("all=shard", {}, "rank=192 exceeds the 2 x 32 columns of a layer's keys"),
+        ("all=shard:rank=32", {"head_dim": 24}, "head_dim 24, want a power of two"),
+        ("all=shard:rank=33", {}, "rank=33"),
+        ("all=shard:dp=1,rank=32", {}, "group=64, want a multiple of 4 that divides rank=32"),
+        ("all=shard:dp=1,rank=48,group=48", {}, "group=48 does not divide the 2 x 32 columns"),
+        ("all=coda", {"head_dim": 6}, "head_dim 6"),
+        ("0=coda", {"sliding_window": 9}, "the model has a sliding_window of 9: full only"),
+        ("0=shard:rank=32", {"sliding_window": 9}, "the model has a sliding_window of 9: full only"),
+    ],
+)
+def test_a_rule_that_layers_with_grouped_heads_cannot_have_is_named(rule, changes, words):
+    with pytest.raises(ConfigError) as refused:
+        variants([rule], llama(**changes))
+    assert str(refused.value).startswith(f"--kv {rule}: ")
+    assert words in str(refused.value)
+
+
 @pytest.mark.parametrize("text", ["full", "shard:bits=4,keys=8", "coda:window=7,exact=2,summary=3"])
 def test_a_variant_is_told_as_it_is_asked_for(config, text):
     assert str(variants([f"1={text}"], config)[1]) == text
@@ -62,6 +106,7 @@ def test_a_variant_is_told_as_it_is_asked_for(config, text):
         ("3-5=coda", "layer 5 is SWA"),
         ("all=", "no variant ''; there are full, shard, coda"),
         ("all=Shard", "no variant 'Shard'"),
+        ("csa=shard:rank=64", "'rank=64': settings of shard are whole numbers: bits, keys"),
         ("all=full:bits=4", "'bits=4': settings of full are whole numbers: none"),
         ("all=shard:", "'': settings of shard are whole numbers: bits, keys"),
         ("all=shard:bits", "'bits': settings"),

@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kernels.ops import BLOCKED
 from model.errors import CapacityError
+from model.llama.adapters import shapes
 from runtime import memory
 from runtime.load import load_any
 from runtime.options import DTYPES, RunOptions
-from runtime.plan.llama import LlamaPlanner, attend_grouped, rotate_halves
+from runtime.plan.grouped import attend_grouped
+from runtime.plan.llama import LlamaPlanner, rotate_halves
 from runtime.plan.ops import Costs
 from tests.llama_model import load_ours, oracle
 from tests.peak_memory import peak_bytes
@@ -63,6 +66,59 @@ def test_a_call_takes_no_more_than_planned(saved, dtype, chunk):
     call()
     taken = peak_bytes(call)
     assert taken <= plan.call.nbytes <= 1.25 * taken + 4 * SMALL
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("prompt", [1, 40, 300])
+@pytest.mark.parametrize(
+    "kv", ["all=coda:window=64,exact=16,summary=16", "all=shard:rank=32", "all=shard:rank=64,bits=2"]
+)
+def test_variants_take_no_more_than_planned(saved, dtype, prompt, kv):
+    """Reading the prompt, which Shard then compresses, and a token after it."""
+    options = RunOptions("plain", dtype, kv=(kv,))
+    loaded = load_any(saved, options)
+    planner = LlamaPlanner(loaded.model.config, loaded.census, options)
+    plan = planner.plan(600, 300)
+    state, tokens = loaded.model.new_state(600, 300, prompt), torch.arange(300)
+    assert sum(state.nbytes().values()) <= plan.cache_bytes
+    for part in (tokens[:prompt], tokens[:1]):
+        taken = peak_bytes(lambda part=part: loaded.model.logits(loaded.model(part, state)[-1:]))
+        assert taken <= plan.call.nbytes
+
+
+def test_the_plan_of_variants_is_of_the_prompt_that_takes_most(saved):
+    loaded = load_ours(saved)
+
+    def planned(context, *kv):
+        return LlamaPlanner(loaded.model.config, loaded.census, RunOptions("plain", kv=kv)).plan(context).cache_bytes
+
+    full = planned(4000)
+    assert full == 2 * 2 * 4000 * 2 * 32 * 2, "bf16: keys and values of 2 layers with 2 heads of 32"
+    assert planned(1000, "all=coda") == planned(4000, "all=coda") < full / 9
+    coded = planned(4000, "all=shard:rank=16")
+    options = RunOptions("plain", kv=("all=shard:rank=16",))
+    model = load_any(saved, options).model
+    assert coded == max(sum(model.new_state(4000, 64, prompt).nbytes().values()) for prompt in (0, 1000, 3900, 4000))
+    assert full < coded < 1.6 * full, "until the prompt is compressed it is held in full"
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_adapters_are_memory_of_the_process(saved, tmp_path, dtype):
+    bare, config = RunOptions("plain", dtype), load_ours(saved).model.config
+    drawn = {name: torch.randn(shape) for name, shape in shapes(config).items()}
+    path = tmp_path / "coda_adapters.safetensors"
+    save_file({f"layer_{layer}.coda.{name}": part.clone() for layer in (0, 1) for name, part in drawn.items()}, path)
+    options = RunOptions("plain", dtype, kv=("all=coda:window=64,exact=16,summary=16",), coda_adapters=str(path))
+    loaded = load_any(saved, options)
+    with_adapters, without = (
+        LlamaPlanner(loaded.model.config, loaded.census, chosen).plan(600, 300) for chosen in (options, bare)
+    )
+    assert with_adapters.own_weights - without.own_weights == path.stat().st_size
+    state, tokens = loaded.model.new_state(700, 300), torch.arange(300)
+    loaded.model(tokens, state)
+    for part in (tokens, tokens[:1]):
+        taken = peak_bytes(lambda part=part: loaded.model.logits(loaded.model(part, state)[-1:]))
+        assert taken <= with_adapters.call.nbytes
 
 
 def test_weights_are_planned_to_the_byte(saved):

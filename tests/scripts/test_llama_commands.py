@@ -6,10 +6,11 @@ import shutil
 import pytest
 import tokenizers
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from model.llama.adapters import shapes
 from runtime.errors import PromptError
 from runtime.generate import prefill
 from runtime.statefile import load_state, save_state
@@ -117,6 +118,68 @@ def test_a_saved_run_continues_as_if_it_had_not_stopped(directory, tmp_path):
         directory, tmp_path, "--load-state", str(tmp_path / "state"), "--raw", "--prompt", "xy", "--max-new-tokens", "1"
     )
     assert turn["prompt"] == [first[-1], *Tokenizer(directory, 264).encode_text("xy")], "no second BOS"
+
+
+@pytest.mark.parametrize("variant", ["shard:rank=8,window=4", "coda:window=4,exact=2,summary=2"])
+def test_a_variant_is_run_reported_saved_and_continued(directory, tmp_path, variant):
+    kv = ("--kv", f"all={variant}")
+    flags = ("--raw", "--prompt", "The quick brown fox jumps", "--max-context", "80", *kv)
+    whole = generated(directory, tmp_path, *flags, "--max-new-tokens", "14")
+    assert whole["options"]["kv"] == [f"all={variant}"]
+    assert whole["cache_bytes"].keys() == {variant.partition(":")[0]}
+    state = tmp_path / "state"
+    first = generated(directory, tmp_path, *flags, "--max-new-tokens", "6", "--save-state", str(state))["tokens"]
+    more = ("--load-state", str(state), "--max-new-tokens")
+    rest = generated(directory, tmp_path, *more, "8", *kv)["tokens"]
+    assert first + rest == whole["tokens"]
+    turn = generated(directory, tmp_path, *more, "1", "--raw", "--prompt", "xy", *kv)
+    assert turn["position"] == 26 + 6 + 2
+
+
+def test_a_state_of_another_variant_is_refused(directory, tmp_path, capsys):
+    state = tmp_path / "state"
+    flags = ("--raw", "--prompt", "Hello", "--max-new-tokens", "1", "--kv", "all=coda:window=4")
+    generated(directory, tmp_path, *flags, "--save-state", str(state))
+    capsys.readouterr()
+    line = refused(generate, capsys, "--model", directory, *PLAIN, "--load-state", state, "--kv", "all=coda:window=5")
+    assert line.startswith(f"{state}: saved with kv 'coda:window=4,exact=64,summary=64,block=256,published=0 coda:")
+
+
+def test_logits_after_the_prompt_come_from_the_compressed_form(directory, tmp_path):
+    tokens = tmp_path / "tokens.json"
+    tokens.write_text(json.dumps(TOKENS))
+    flags = ["--model", str(directory), "--tokens", str(tokens), *PLAIN, "--decode-from", "8"]
+    found = []
+    for kv in ([], ["--kv", "all=shard:rank=4,sinks=1,window=2"]):
+        out = tmp_path / "logits.safetensors"
+        assert logits.main([*flags, "--out", str(out), *kv]) == 0
+        found.append(load_file(out)["logits"].clone())
+    apart = (found[0] - found[1]).abs().amax(1)
+    assert (apart[:8] < 1e-5).all()
+    assert (apart[8:] > 1e-4).all()
+
+
+def test_adapters_are_read_reported_and_bound_to_saved_states(directory, tmp_path, capsys):
+    """Zeros for lambda's logit and theta: the noise is the query, and half of the signal is subtracted."""
+    config = load_ours(directory).model.config
+    made = {
+        f"layer_{layer}.coda.{name}": torch.zeros(shape) for layer in range(2) for name, shape in shapes(config).items()
+    }
+    path, state = tmp_path / "coda_adapters.safetensors", tmp_path / "state"
+    save_file(made, path)
+    flags = ("--raw", "--prompt", "Hello", "--max-new-tokens", "2", "--save-state", str(state))
+    data = generated(directory, tmp_path, *flags, "--coda-adapters", str(path), "--kv", "all=coda:window=4")
+    assert data["options"]["coda_adapters"] == str(path)
+    plain = generated(directory, tmp_path, *flags[:-2])
+    assert data["weights_fingerprint"] != plain["weights_fingerprint"]
+    capsys.readouterr()
+    line = refused(generate, capsys, "--model", directory, *PLAIN, "--load-state", state, "--kv", "all=coda:window=4")
+    assert line.startswith(f"{state}: saved with weights ")
+    line = refused(generate, capsys, "--raw", "--prompt", "x", "--coda-adapters", path)
+    assert line == "--coda-adapters: of Llama-family checkpoints; DeepSeek-V4's attention has none"
+    missing = tmp_path / "none"
+    line = refused(generate, capsys, "--model", directory, *PLAIN, "--raw", "--prompt", "x", "--coda-adapters", missing)
+    assert str(missing) in line
 
 
 @pytest.mark.parametrize("at", [1, 7, 12])

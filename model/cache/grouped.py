@@ -1,0 +1,148 @@
+"""The caches of a layer with grouped heads, by variant: full, CoDA-GQA-L, Shard."""
+
+import torch
+from torch import Tensor
+
+from kernels.ops import Ops
+from model.cache.coda import CodaCache
+from model.cache.coda_attention import Tokens, prefill, step
+from model.cache.coda_settings import CodaSettings
+from model.cache.full import FullCache
+from model.cache.gqa import GqaCache, Heads
+from model.cache.shard import KvShape, ShardCache, ShardSettings
+from model.cache.variants import Coda, Full, GroupedCoda, GroupedShard, Shard, Variant
+
+ETA_LOGIT = -3.0  # of a summary bank that nothing was learnt for: the package's summary_eta_init_logit
+
+
+def coda_settings(variant: GroupedCoda) -> CodaSettings:
+    """What the cache of a `coda` layer is set to; ConfigError where it cannot be."""
+    made = CodaSettings.published if variant.published else CodaSettings
+    return made(window=variant.window, exact=variant.exact, summary=variant.summary, rope="half")
+
+
+def shard_settings(variant: GroupedShard) -> ShardSettings:
+    """What the cache of a `shard` layer is set to; ConfigError where it cannot be."""
+    return ShardSettings(
+        sinks=variant.sinks,
+        window=variant.window,
+        rank=variant.rank,
+        allocation="measured" if variant.dp else "uniform",
+        group=variant.group,
+        stream_bits=variant.bits,
+        sketch=bool(variant.qjl),
+    )
+
+
+def check(variant: Variant, heads: int, head_dim: int) -> None:
+    """Refuse a variant that a layer of so many KV heads cannot have: ConfigError."""
+    if isinstance(variant, GroupedCoda):
+        coda_settings(variant).low_frequencies(head_dim, torch.device("cpu"))
+    if isinstance(variant, GroupedShard):
+        shard_settings(variant).check(heads, head_dim)
+
+
+class CodaLayer(GqaCache):
+    """The bounded cache: a call of one token is a step, a longer one is read in blocks; `model.cache.coda_attention`.
+
+    While nothing has left the window, every way to cut tokens into calls gives full attention.
+    """
+
+    def __init__(self, shape: KvShape, variant: GroupedCoda, dtype: torch.dtype, device: torch.device) -> None:
+        eta_logit = torch.full((shape.heads,), ETA_LOGIT)
+        self.coda = CodaCache(coda_settings(variant), shape.heads, shape.head_dim, eta_logit, dtype, device)
+        self.block, self.position = variant.block, 0
+        super().__init__({"coda": self.coda})
+
+    def learnt(self, eta_logit: Tensor) -> None:
+        """Let the summary bank move at rates that were learnt: sigmoid of `eta_logit` [K]."""
+        assert eta_logit.shape == self.coda.summary.eta.shape, f"eta_logit: {list(eta_logit.shape)}"
+        self.coda.summary.eta = torch.sigmoid(eta_logit.float()).to(self.coda.summary.eta.device)
+
+    def attend(self, heads: Heads, first: int, ops: Ops) -> Tensor:
+        """Attend and write, in the order of a step or of a block; see `GqaCache.attend`."""
+        del ops  # banks have one implementation
+        tokens = Tokens(heads.q, heads.k, heads.v, heads.gates, None)
+        t = heads.q.shape[0]
+        out = step(self.coda, tokens, None) if t == 1 else prefill(self.coda, tokens, None, self.block)
+        self.position = first + t
+        return out
+
+    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+        """Put back what `tensors` gave at `position`."""
+        super().restore(position, saved)
+        self.position = position
+
+
+class ShardLayer(GqaCache):
+    """Shard: exact while the prompt is read, compressed after; `model.cache.shard`."""
+
+    def __init__(
+        self,
+        shape: KvShape,
+        variant: GroupedShard,
+        prompt: int,
+        max_context: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.shard = ShardCache(shape, shard_settings(variant), prompt, max_context, dtype, device)
+        self.position = 0
+        super().__init__({"shard": self.shard})
+
+    def attend(self, heads: Heads, first: int, ops: Ops) -> Tensor:
+        """Take the tokens and attend to codes; see `GqaCache.attend`."""
+        del ops  # attention on codes has one implementation
+        out = self.shard.attend(heads.q, heads.k, heads.v)
+        self.position = first + heads.q.shape[0]
+        return out
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return those of all buffers: an empty cache saves others than a compressed one."""
+        return {f"shard.{name}": buffer.dtype for name, buffer in self.shard.buffers().items()}
+
+    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+        """Put back what `tensors` gave at `position`."""
+        super().restore(position, saved)
+        self.position = position
+
+
+def grouped_cache(
+    variant: Variant,
+    shape: KvShape,
+    window: int | None,
+    context: tuple[int, int | None],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> GqaCache:
+    """Return the empty cache of one layer.
+
+    Parameters
+    ----------
+    variant
+        `Full`, `GroupedCoda` or `GroupedShard`.
+    shape
+        What the layer writes.
+    window
+        Positions that a token sees by the model's own sliding window, its own included; None: all before it. `Full`
+        alone has one.
+    context
+        Positions to hold, and how many of them are the prompt's: `GroupedShard` must know, None says that no layer
+        needs to.
+    dtype, device
+        Of what is kept exact, of all buffers.
+
+    """
+    max_context, prompt = context
+    match variant:
+        case Full():
+            return FullCache(shape.heads, shape.head_dim, window, max_context, dtype, device)
+        case GroupedCoda():
+            assert window is None, "a sliding window has a full cache"
+            return CodaLayer(shape, variant, dtype, device)
+        case GroupedShard():
+            assert window is None, "a sliding window has a full cache"
+            assert prompt is not None, "a shard layer must know how long the prompt is"
+            return ShardLayer(shape, variant, prompt, max_context, dtype, device)
+        case Shard() | Coda():
+            raise AssertionError(f"{variant}: of layers with compressed entries")

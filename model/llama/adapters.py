@@ -1,0 +1,148 @@
+"""CoDA-GQA-L adapters over a Llama-family checkpoint: another query mechanism, and projections trained with it.
+
+Two files hold the same: `coda_adapters.pt` as published for Mistral, a dict of state dicts by ``layer_<i>``, and
+safetensors with the names joined, ``layer_<i>.coda.<parameter>``. The names are those of the package `coda-gqa-l`.
+A file of the unbounded phase of training has no write gate and no rates of the summary bank: every token is then kept
+alike and the bank moves at its initial rate, as in the package.
+"""
+
+import hashlib
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from model.errors import CheckpointError, quoted
+from model.llama.config import LlamaConfig
+
+EPS: Final = 1e-6  # of the head norm
+GATE_LOGIT: Final = -2.0  # of a write gate that nothing was learnt for: the package's write_gate_init_bias
+BOUNDED: Final = ("write_proj.weight", "write_proj.bias", "summary_eta_logit")  # all or none of them
+HEAD_NORM: Final = "head_norm.weight"  # only with the head norm "full"; without it there is none, "identity"
+
+
+class Adapter(NamedTuple):
+    """What replaces or joins the parameters of one layer's attention; H query heads, K KV heads of d, hidden E."""
+
+    q_proj: Tensor  # [H * d, E]
+    k_proj: Tensor  # [K * d, E]
+    v_proj: Tensor  # [K * d, E]
+    o_proj: Tensor  # [E, H * d]
+    lambda_weight: Tensor  # [H, E]
+    lambda_bias: Tensor  # [H] float32
+    cos: Tensor  # [H, d / 2] float32, of theta
+    sin: Tensor  # the same
+    norm: Tensor | None  # [d] float32, of the head norm; None: no norm
+    gate: tuple[Tensor, Tensor] | None  # weight [1, E] and bias [1] of the write gate; None: sigmoid(GATE_LOGIT) always
+    eta_logit: Tensor | None  # [K], rates of the summary bank; None: as initialised
+
+
+def read_adapters(path: Path, config: LlamaConfig, device: torch.device) -> list[Adapter]:
+    """Read the adapters of every layer, strictly, to a device.
+
+    Raises
+    ------
+    CheckpointError
+        With one line naming the file and the layer or tensor at fault: missing, unknown, misshapen, not a float, not
+        finite.
+    """
+    layers = _layers(path, {name: tensor.to(device) for name, tensor in _tensors(path).items()}, config)
+    return [_adapter(path, f"layer_{layer}", found, config) for layer, found in enumerate(layers)]
+
+
+def adapters_fingerprint(path: Path) -> str:
+    """SHA-256 of the file, 64 hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter that a layer may have, by name."""
+    H, K, d, E = config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.hidden_size
+    return {
+        "q_proj.weight": (H * d, E),
+        "k_proj.weight": (K * d, E),
+        "v_proj.weight": (K * d, E),
+        "o_proj.weight": (E, H * d),
+        "lambda_proj.weight": (H, E),
+        "lambda_proj.bias": (H,),
+        "theta": (H, d // 2),
+        "write_proj.weight": (1, E),
+        "write_proj.bias": (1,),
+        "summary_eta_logit": (K,),
+        HEAD_NORM: (d,),
+    }
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of the file by its joined name."""
+    with path.open("rb") as file:  # the libraries' own errors for a missing file do not name it
+        zipped = file.read(4) == b"PK\x03\x04"
+    if not zipped:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: neither safetensors nor a .pt archive ({_line(error)})") from error
+    try:
+        held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: cannot be read as tensors alone ({_line(error)})") from error
+    found: dict[str, Tensor] = {}
+    for layer, state in held.items() if isinstance(held, Mapping) else ():
+        for name, tensor in state.items() if isinstance(state, Mapping) else ((None, state),):
+            if not (isinstance(layer, str) and isinstance(name, str) and isinstance(tensor, Tensor)):
+                raise CheckpointError(f"{path}: want layer_<i>, each a dict of tensors; {quoted(str(layer))} is none")
+            found[f"{layer}.{name}"] = tensor
+    return found
+
+
+def _line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _layers(path: Path, tensors: Mapping[str, Tensor], config: LlamaConfig) -> list[dict[str, Tensor]]:
+    """Tensors of each layer by parameter, each known and of its shape."""
+    known, layers = shapes(config), config.num_hidden_layers
+    found: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+    names = {f"layer_{layer}.coda.{name}": (layer, name) for layer in range(layers) for name in known}
+    for stored, tensor in tensors.items():
+        if stored not in names:
+            raise CheckpointError(f"{path}: tensor {quoted(stored)} is no adapter's of a model with {layers} layers")
+        layer, name = names[stored]
+        if tuple(tensor.shape) != known[name] or tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise CheckpointError(
+                f"{path}: tensor {quoted(stored)} is {list(tensor.shape)} {tensor.dtype}, want {list(known[name])}"
+            )
+        if not bool(torch.isfinite(tensor).all()):
+            raise CheckpointError(f"{path}: tensor {quoted(stored)} has a value that is not finite")
+        found[layer][name] = tensor
+    return found
+
+
+def _adapter(path: Path, where: str, found: Mapping[str, Tensor], config: LlamaConfig) -> Adapter:
+    """Put one layer together; CheckpointError naming what is missing."""
+    optional = (HEAD_NORM,) if any(name in found for name in BOUNDED) else (HEAD_NORM, *BOUNDED)
+    missing = [name for name in shapes(config) if name not in found and name not in optional]
+    if missing:
+        raise CheckpointError(f"{path}: {where} lacks {', '.join(f'coda.{name}' for name in missing)}")
+    theta = found["theta"].float()
+    norm = found.get(HEAD_NORM)
+    gate = (found["write_proj.weight"], found["write_proj.bias"].float()) if "write_proj.bias" in found else None
+    return Adapter(
+        q_proj=found["q_proj.weight"],
+        k_proj=found["k_proj.weight"],
+        v_proj=found["v_proj.weight"],
+        o_proj=found["o_proj.weight"],
+        lambda_weight=found["lambda_proj.weight"],
+        lambda_bias=found["lambda_proj.bias"].float(),
+        cos=theta.cos(),
+        sin=theta.sin(),
+        norm=None if norm is None else norm.float(),
+        gate=gate,
+        eta_logit=found.get("summary_eta_logit"),
+    )

@@ -1,0 +1,57 @@
+"""What attending takes in a layer with grouped heads, by variant of its cache: bounds, read off the functions named."""
+
+from kernels import product_quantise
+from kernels.blocked import gqa, shard
+from model.cache.shard import TILE
+from model.cache.variants import Full, GroupedCoda, GroupedShard, Variant
+from model.llama.config import LlamaConfig
+from runtime.plan.ops import F32, TILE_SLACK, Costs
+
+F64 = 8
+
+
+def attend(variant: Variant, costs: Costs, c: LlamaConfig, tokens: int, heads: int, context: int) -> int:
+    """`GqaCache.attend` of so many tokens with `heads` query heads: noise queries are heads too."""
+    kv_heads, d = c.num_key_value_heads, c.head_dim
+    match variant:
+        case Full():
+            return attend_grouped(costs, tokens, heads, kv_heads, d, context)
+        case GroupedCoda():
+            return attend_coda(costs, variant, tokens, heads, kv_heads, d)
+        case GroupedShard():
+            return attend_shard(costs, variant, tokens, heads, kv_heads, d)
+    raise AssertionError(f"{variant}: of layers with compressed entries")
+
+
+def attend_grouped(costs: Costs, tokens: int, heads: int, kv_heads: int, d: int, context: int) -> int:
+    """`attend_grouped` to as many positions as the context has."""
+    rows = min(tokens, max(1, gqa.ROWS // heads))
+    queries = rows * heads * d * F32  # scaled, by head of keys; the accumulator; at the end, in the order of tokens
+    tile = min(context, gqa.tile_length(rows, heads, kv_heads, d))
+    widened = 0 if costs.item == F32 else 2 * kv_heads * tile * d * F32
+    folded = widened + rows * heads * tile * F32 + 3 * rows * tile
+    return tokens * heads * d * costs.item + 2 * queries + max(queries, folded) + TILE_SLACK
+
+
+def attend_coda(costs: Costs, variant: GroupedCoda, tokens: int, heads: int, kv_heads: int, d: int) -> int:
+    """`coda_attention.prefill` or `step`: ring and banks, and the block beside them, each with its logits."""
+    block = min(tokens, variant.block)
+    slots = variant.window + variant.exact + variant.summary
+    queries = block * heads * d * F32
+    keys = 3 * kv_heads * max(slots, block) * d * F32  # keys, scaled; values; in fp32
+    logits = 3 * block * heads * max(slots, block) * F32
+    banks = 8 * kv_heads * (variant.exact + variant.summary + 64) * d * F32
+    return tokens * heads * d * costs.item + 6 * queries + max(keys + logits, banks) + block * block + TILE_SLACK
+
+
+def attend_shard(costs: Costs, variant: GroupedShard, tokens: int, heads: int, kv_heads: int, d: int) -> int:
+    """`ShardCache.attend`: a tile of exact or rebuilt keys and values, or what compressing the prompt takes."""
+    rows, width = min(tokens, shard.TOKENS), kv_heads * d
+    queries = rows * heads * d * F32
+    tile = max(1, min(shard.KEYS // width, shard.LOGITS // (heads * rows)))
+    rebuilt = tile * (3 * variant.rank + 5 * width) * F32 + width * variant.rank * 2 * F32
+    read = rebuilt + 3 * rows * heads * tile * F32
+    fit_keys = 6 * width * width * F64 + 6 * TILE * width * F64  # covariance, its vectors, their sorted copy; a tile
+    points = product_quantise.POINTS * product_quantise.CHANNELS * F64
+    fit_values = 4 * points + 2 * product_quantise.TILE * product_quantise.ENTRIES * F32 + 6 * TILE * width * F32
+    return tokens * heads * d * costs.item + 5 * queries + max(read, fit_keys, fit_values) + TILE_SLACK

@@ -1,0 +1,119 @@
+"""Variants of the caches in a whole Llama model: exact where they promise it, bounded or coded where they do not."""
+
+import pytest
+import torch
+
+from model.cache.coda import CodaCache
+from model.cache.coda_attention import Tokens, prefill
+from model.cache.coda_settings import CodaSettings
+from model.cache.full import FullCache
+from model.cache.gqa import Heads
+from model.cache.grouped import CodaLayer, ShardLayer
+from model.cache.shard import KvShape
+from model.cache.variants import GroupedCoda
+from runtime.load import load_any
+from runtime.options import RunOptions
+from tests.llama_model import LLAMA3, oracle
+
+LENGTH, PROMPT = 150, 100
+TOKENS = torch.randint(96, (LENGTH,), generator=torch.Generator().manual_seed(1))
+BOUND = 1e-5  # of logits of unit scale, in fp32: rounding
+DECODE = [PROMPT, *[1] * (LENGTH - PROMPT)]
+SMALL = "coda:window=32,exact=8,summary=8"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("llama")
+    oracle(head_dim=16, rope=LLAMA3).save_pretrained(directory)  # keys of a layer: 2 heads, 32 columns
+    return directory
+
+
+def model(directory, *kv, dtype="fp32"):
+    return load_any(directory, RunOptions("plain", dtype, kv=kv)).model
+
+
+def run(made, lengths=(LENGTH,), prompt=PROMPT):
+    """Logits of all tokens, and the state after them."""
+    state = made.new_state(LENGTH, LENGTH, prompt)
+    return torch.cat([made.logits(made(part, state)) for part in TOKENS.split(list(lengths))]), state
+
+
+@pytest.fixture(scope="module")
+def full(saved):
+    return run(model(saved))[0]
+
+
+@pytest.mark.parametrize("lengths", [[LENGTH], [1] * LENGTH, [3] * 50, DECODE])
+@pytest.mark.parametrize(
+    "variant", ["coda:window=150", "coda:window=150,block=7", "coda:window=150,published=1", "shard:rank=32,window=146"]
+)
+def test_a_window_as_long_as_the_sequence_is_the_full_cache(saved, full, variant, lengths):
+    assert (run(model(saved, f"all={variant}"), lengths)[0] - full).abs().max() < BOUND
+
+
+def test_the_prompt_of_shard_is_read_exactly_and_what_follows_is_near(saved, full):
+    """KL over decoded tokens, by rank of 32: the last of these keeps every component and errs by its codes alone."""
+    found = {rank: run(model(saved, f"all=shard:rank={rank}"), DECODE)[0] for rank in (4, 16, 32)}
+    for logits in found.values():
+        assert (logits[:PROMPT] - full[:PROMPT]).abs().max() < BOUND
+    divergence = {rank: kl(full, logits)[PROMPT:].mean().item() for rank, logits in found.items()}
+    assert 1e-6 < divergence[32] < 1e-3
+    assert divergence[32] < divergence[16] < divergence[4]
+
+
+def kl(wanted, found):
+    return (wanted.softmax(-1) * (wanted.log_softmax(-1) - found.log_softmax(-1))).sum(-1)
+
+
+def test_a_bounded_cache_forgets_and_its_size_is_of_its_slots(saved, full):
+    logits, state = run(model(saved, f"all={SMALL}"), DECODE)
+    assert (logits[:32] - full[:32]).abs().max() < BOUND
+    assert (logits - full)[64:].abs().max() > 0.1
+    longer = model(saved, f"all={SMALL}").new_state(256, 8)
+    assert longer.nbytes() == state.nbytes() == {"coda": 3 * bounded_bytes(2, 16, 32, 8, 8)}
+
+
+def bounded_bytes(heads, d, window, exact, summary):
+    """Keys and values, used slots, gates, times of the exact bank, an inverse norm for each slot and head."""
+    slots = window + exact + summary
+    return 2 * heads * slots * d * 4 + slots + window * 4 + exact * 8 + heads * (exact + summary) * 4
+
+
+def test_the_cache_of_a_layer_gives_what_the_bare_cache_gives():
+    shape = KvShape(2, 16, torch.ones(8), interleaved=False)
+    layer = CodaLayer(shape, GroupedCoda(window=8, exact=4, summary=4, block=5), torch.float32, torch.device("cpu"))
+    settings = CodaSettings(window=8, exact=4, summary=4, rope="half")
+    bare = CodaCache(settings, 2, 16, torch.full((2,), -3.0), torch.float32, torch.device("cpu"))
+    q, k, v = (torch.randn(40, heads, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
+    gates = torch.rand(40, generator=torch.Generator().manual_seed(5))
+    found = layer.attend(Heads(q, k, v, gates), 0, None)
+    assert torch.equal(found, prefill(bare, Tokens(q, k, v, gates, None), None, 5))
+    assert layer.position == 40
+
+
+def test_layers_of_one_model_may_differ(saved, full):
+    made = model(saved, "all=shard:rank=16", f"1={SMALL}", "2=full")
+    logits, state = run(made, DECODE)
+    assert [type(cache) for cache in state.layers] == [ShardLayer, CodaLayer, FullCache]
+    assert state.nbytes().keys() == {"shard", "coda", "keys", "values"}
+    assert torch.isfinite(logits).all()
+    assert 1e-3 < kl(full, logits)[PROMPT:].mean() < 1
+
+
+@pytest.mark.parametrize(
+    "variant", ["shard:rank=16", "shard:rank=16,dp=0,qjl=1,bits=3", SMALL, "coda:window=32,published=1"]
+)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("at", [40, 120])
+def test_a_state_put_back_continues_bit_by_bit(saved, variant, dtype, at):
+    made = model(saved, f"all={variant}", dtype=dtype)
+    state, again = (made.new_state(LENGTH, LENGTH, PROMPT) for _ in range(2))
+    made(TOKENS[:at], state)
+    for cache, other in zip(state.layers, again.layers, strict=True):
+        held = {name: part.clone() for name, part in cache.tensors(at).items()}
+        assert {name: tuple(part.shape) for name, part in held.items()} == other.shapes(at)
+        other.restore(at, held)
+    again.position = at
+    for part in TOKENS[at : at + 80].split([60, *[1] * 20] if at == 40 else [7, *[1] * 23]):
+        assert torch.equal(made(part, state), made(part, again))
