@@ -1,0 +1,220 @@
+"""The page of what was measured: `audits/kv-variants.md`, its plots and the numbers as JSON."""
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from probes import svg
+from probes.finding import Plot
+from scripts.variants.measures import DECODED, FACTS, PROMPTS, WRITTEN
+from scripts.variants.runs import FULL
+
+NAMES: Final = {"deepseek_v4": "the demo checkpoint (V4)", "llama": "the small Llama-family model"}
+SHOWN: Final = "kv-variants-bytes-and-divergence.svg", "kv-variants-codes-found.svg"
+
+HEAD: Final = """\
+---
+command: {command}
+checkpoints: {checkpoints}
+---
+
+# What a layer remembers, by variant: bytes, fidelity, recall, speed
+
+{verdict}
+
+Every variant runs the same weights on the same tokens as the full cache. Documents are of the demo language, with codes
+told once each; the speed of a variant is a multiple of the full cache's in the same run, call for call, in turn.
+
+![Bytes and divergence](kv-variants-bytes-and-divergence.svg)
+
+![Codes found](kv-variants-codes-found.svg)
+"""
+
+TAIL: Final = """
+## How it was measured
+
+- *bytes per token*: all caches that a prompt of so many tokens leaves, counted from tensors (rings, entries, index
+  keys, compressor states, banks, bases, codebooks), divided by its tokens. While Shard reads a prompt it holds that
+  prompt in full as well; the memory plan says so.
+- *KL, top-1*: {decoded} tokens decoded behind a document of so many, given, so that all variants read the same;
+  against the full cache's distribution. The models were trained on documents of up to 1,024 tokens (the demo) and
+  1,024 (the small one): beyond, the text is as it may be, the comparison is not.
+- *codes*: right answers, greedy, over documents of {recalled} tokens; the question is decoded token by token behind the
+  compressed document, and the code it asks for was told at least 128 tokens before it.
+- *facts*: {facts} taught facts, each asked behind a document of 1,024 tokens which does not hold it.
+- *greedy*: {prompts} documents continued for {written} tokens each; how many of them the variant writes exactly as the
+  full cache does, and the median number of tokens before the first that differs.
+- *decode, prefill*: speed as a multiple of the full cache's at the longest document; median and quartiles over calls.
+  On models this small most of a call is not attention, so these ratios say what a variant costs a small model, not
+  what it saves a large one: `audits/kv-speed.md` has layers of published shapes.
+
+## Where the originals claim other numbers
+
+{claims}
+
+Measured in {seconds:.0f} s.
+"""
+
+
+def command(given: Sequence[str]) -> str:
+    """Return the command line; of an absolute path only the last part is told."""
+    words = [Path(word).name if Path(word).is_absolute() else word for word in given]
+    return shlex.join(["python", "-m", "scripts.kv_variants", *words])
+
+
+def files(data: dict[str, Any]) -> dict[str, str]:
+    """Every file of the page by name, the page last."""
+    data = json.loads(json.dumps(data))  # lengths are strings from here on, as in the file
+    pictures = dict(zip(SHOWN, (svg.plot(_bytes_plot(data)), svg.plot(_recall_plot(data))), strict=True))
+    return pictures | {"kv-variants.json": json.dumps(data, indent=1) + "\n", "kv-variants.md": markdown(data)}
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """Return the page."""
+    models = data["models"]
+    recalled = ", ".join(models[0]["recall"][FULL])
+    head = HEAD.format(
+        command=data["command"],
+        checkpoints=", ".join(model["model"] for model in models),
+        verdict="\n".join(_verdict(model) for model in models),
+    )
+    tail = TAIL.format(
+        decoded=DECODED,
+        recalled=recalled,
+        facts=FACTS,
+        prompts=PROMPTS,
+        written=WRITTEN,
+        claims="\n".join(_claims(data["models"])),
+        seconds=data["seconds"],
+    )
+    return head + "".join(map(_section, models)) + tail
+
+
+def _verdict(model: dict[str, Any]) -> str:
+    """One line for a model: what writes the same text, and what loses codes."""
+    written, full = model["written"], _found(model, FULL)
+    same = [name for name, counts in written.items() if name != FULL and min(counts) == WRITTEN]
+    lose = [name for name in written if _found(model, name) < full - 0.05]
+    told = f"text of {PROMPTS} x {WRITTEN} greedy tokens identical to the full cache's: {_listed(same)}"
+    return f"**{NAMES[model['kind']].capitalize()}: {told}; more than 5 % of the codes lost: {_listed(lose)}.**\n"
+
+
+def _claims(models: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """What the articles say, beside what was found here."""
+    for model in models:
+        texts = [
+            f"{name}, {_greedy(counts)}"
+            for name, counts in model["written"].items()
+            if name.startswith("shard") and "coda" not in name
+        ]
+        yield (
+            f'- "Lossless at 8 bits" (Shard, 750 of 750 tokens on five prompts) is a count. {NAMES[model["kind"]]},'
+            f" texts that are the same and tokens before the first that differs: {'; '.join(texts)}. Exact by"
+            " construction is only what is not compressed: sinks and window."
+        )
+        last = list(model["bytes"][FULL])[-1]
+        for name in [name for name in model["bytes"] if name.startswith("shard")][:1]:
+            ratio = model["bytes"][FULL][last] / model["bytes"][name][last]
+            yield (
+                "- Shard's 7x to 11x is of layers with 1,024 columns of keys at rank 192 (`tests/model/"
+                f"test_cache_shard.py` counts the nine published figures). Here, {name}: {ratio:.1f}x at {_k(last)},"
+                f" with {_found(model, name):.0%} of the codes found (full cache: {_found(model, FULL):.0%})."
+            )
+        for name in [name for name in model["bytes"] if name.startswith("coda")]:
+            yield f"- CoDA's size is constant; what is found with it, {name}: {_found(model, name):.0%} of the codes."
+
+
+def _listed(names: Sequence[str]) -> str:
+    return "; ".join(names) if names else "none"
+
+
+def _found(model: dict[str, Any], name: str) -> float:
+    right = [one for found in model["recall"][name].values() for one in found["right"]]
+    return float(sum(right) / len(right))
+
+
+def _section(model: dict[str, Any]) -> str:
+    return f"\n## {NAMES[model['kind']].capitalize()}\n\n{_table(model)}\n\n{_recall_table(model)}\n\n{_rules(model)}\n"
+
+
+def _table(model: dict[str, Any]) -> str:
+    lengths = list(model["bytes"][FULL])
+    columns = [*(f"bytes per token, {_k(n)}" for n in lengths), *(f"KL, {_k(n)}" for n in lengths)]
+    columns += [*(f"top-1, {_k(n)}" for n in lengths), "facts", "greedy", f"prefill, {_k(lengths[-1])}"]
+    columns += [f"decode, {_k(n)}" for n in lengths]
+    lines = [f"| variant | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
+    for name, sizes in model["bytes"].items():
+        found = model["fidelity"][name]
+        cells = [f"{sizes[n] / int(n):,.0f}" for n in lengths]
+        cells += ["0" if name == FULL else f"{found[n]['kl']:.1e}" for n in lengths]
+        cells += [f"{100 * found[n]['same']:.0f} %" for n in lengths]
+        cells += [f"{100 * model['facts'][name]:.0f} %", _greedy(model["written"][name])]
+        cells += [_ratio(found[lengths[-1]]["prefill"]), *(_ratio(found[n]["decode"]) for n in lengths)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _greedy(counts: Sequence[int]) -> str:
+    ordered = sorted(counts)
+    return f"{sum(count == WRITTEN for count in counts)} of {len(counts)}, {ordered[len(ordered) // 2]}"
+
+
+def _ratio(found: Sequence[float]) -> str:
+    median, low, high = found
+    return f"{median:.2f} ({low:.2f}-{high:.2f})"
+
+
+def _recall_table(model: dict[str, Any]) -> str:
+    """Codes found, by length and by quarter of the document in which they were told."""
+    lengths = list(model["recall"][FULL])
+    columns = [*(f"{_k(n)}" for n in lengths), "told in the first quarter", "second", "third", "last"]
+    lines = [f"| codes found | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
+    for name, by_length in model["recall"].items():
+        cells = [_share(by_length[n]["right"]) for n in lengths]
+        pairs = [pair for n in lengths for pair in zip(by_length[n]["depth"], by_length[n]["right"], strict=True)]
+        cells += [_share([right for depth, right in pairs if min(3, int(4 * depth)) == part]) for part in range(4)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _share(right: Sequence[bool]) -> str:
+    return f"{sum(right)} of {len(right)}" if right else "-"
+
+
+def _rules(model: dict[str, Any]) -> str:
+    rules = [f"{name}: `{' '.join(kv)}`" for name, kv in model["rules"].items() if kv]
+    return f"By `--kv`: {'; '.join(rules)}."
+
+
+def _k(n: str) -> str:
+    return f"{int(n) // 1024}K" if int(n) % 1024 == 0 else n
+
+
+def _bytes_plot(data: dict[str, Any]) -> Plot:
+    """A point for each variant but the full cache: its bytes per token against its divergence, at the middle length."""
+    series: dict[str, Sequence[tuple[float, float]]] = {}
+    for model in data["models"]:
+        lengths = list(model["bytes"][FULL])
+        n = lengths[len(lengths) // 2]
+        for name, found in model["fidelity"].items():
+            if name != FULL:
+                point = (model["bytes"][name][n] / model["bytes"][FULL][n], max(found[n]["kl"], 1e-9))
+                series[f"{_short(model)}: {name}"] = [point]
+    return Plot(
+        "Bytes and divergence", "bytes, as a share of the full cache's", "KL, nats", series, log_x=True, log_y=True
+    )
+
+
+def _recall_plot(data: dict[str, Any]) -> Plot:
+    series: dict[str, Sequence[tuple[float, float]]] = {}
+    for model in data["models"]:
+        for name, by_length in model["recall"].items():
+            points = [(int(n), sum(found["right"]) / len(found["right"])) for n, found in by_length.items()]
+            series[f"{_short(model)}: {name}"] = points
+    return Plot("Codes found", "tokens of the document", "share of the codes found", series, log_x=True)
+
+
+def _short(model: dict[str, Any]) -> str:
+    return "V4" if model["kind"] == "deepseek_v4" else "Llama"
