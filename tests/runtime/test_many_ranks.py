@@ -45,6 +45,7 @@ class Run(NamedTuple):
     exact: bool  # sums in float64, correctly rounded: no order of sums is left
     tokens: list[int]
     lengths: tuple[int, ...]
+    kv: tuple[str, ...] = ()
 
 
 def uneven(name, values):
@@ -63,13 +64,17 @@ def runs(tmp_path_factory):
     draw = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, 512, (sum(CALLS),), generator=draw).tolist()
     demo = list(needle_prompts(260, 1, 3)[0].ids)
+    read = (len(demo) - 3, 1, 1, 1)
+    bounded = ("csa=coda:window=32,exact=8,summary=8", "hca=coda:window=1,exact=0,summary=1")
     return {
         "random, plain": Run(path / "uneven", "plain", "fp32", False, tokens, CALLS),
         "random, deployed, exact sums": Run(path / "uneven", "deployed", "bf16", True, tokens, CALLS),
         "shorter than the ranks": Run(path / "uneven", "plain", "fp32", False, tokens[:1], (1,)),
-        "demo, deployed, exact sums": Run(DEMO, "deployed", "bf16", True, demo, (len(demo) - 3, 1, 1, 1)),
-        "demo, deployed": Run(DEMO, "deployed", "bf16", False, demo, (len(demo) - 3, 1, 1, 1)),
-        "demo, plain": Run(DEMO, "plain", "fp32", False, demo, (len(demo) - 3, 1, 1, 1)),
+        "demo, deployed, exact sums": Run(DEMO, "deployed", "bf16", True, demo, read),
+        "demo, deployed": Run(DEMO, "deployed", "bf16", False, demo, read),
+        "demo, plain": Run(DEMO, "plain", "fp32", False, demo, read),
+        "demo, plain, coda": Run(DEMO, "plain", "fp32", False, demo, read, bounded),
+        "demo, plain, shard": Run(DEMO, "plain", "fp32", False, demo, read, ("all=shard:bits=8",)),
     }
 
 
@@ -87,7 +92,7 @@ def run_all(group, runs, dispatches):
     torch.set_num_threads(1)
     found = {}
     for (name, run), dispatch in product(runs.items(), dispatches):
-        options = RunOptions(run.numerics, run.dtype, dispatch=dispatch)
+        options = RunOptions(run.numerics, run.dtype, dispatch=dispatch, kv=run.kv)
         loaded = load(run.directory, options, EXACT if run.exact else BLOCKED, group)
         model = loaded.model
         state = model.new_state(len(run.tokens), max(run.lengths))
