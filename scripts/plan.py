@@ -16,11 +16,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from model.architectures import config_from_file
 from model.census import Census, census
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.config_json import read_json
 from model.errors import CapacityError, ConfigError
+from model.llama.config import LlamaConfig
 from model.published import Experts, published_tensors
 from runtime.load import DEMO
 from runtime.memory import machine_memory
@@ -29,6 +31,7 @@ from runtime.placement import place
 from runtime.plan.planner import Plan, Planner
 from scripts.cli import run_alone
 from scripts.flags import add_run_options, add_variants, positive, run_options, writable
+from scripts.plan_llama import llama_planner, llama_rows, llama_summary
 
 GIB: Final = 1 << 30
 DOES_NOT_FIT: Final = 1
@@ -64,6 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     writable(args.json)
     options = run_options(args)
+    if (grouped := _llama(args)) is not None:
+        return _plan_llama(grouped, args, options)
     subject = read_subject(args.model, args.config, args.experts)
     if args.context > (most := subject.config.max_position_embeddings):
         raise CapacityError(f"--context {args.context}: beyond the model's max_position_embeddings {most}")
@@ -76,6 +81,38 @@ def main(argv: Sequence[str] | None = None) -> int:
     for table in (_weight_table(data), _memory_table(data)):
         console.print(table)
     for line in _remarks(data):
+        console.print(line, markup=False, soft_wrap=True)
+    if args.json is not None:
+        args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    return DOES_NOT_FIT if data["fits"] is False else 0
+
+
+def _llama(args: argparse.Namespace) -> LlamaConfig | None:
+    """The config of a Llama-family model; None for V4's."""
+    path = args.config or (args.model or DEMO) / "config.json"
+    config = config_from_file(path)
+    if not isinstance(config, LlamaConfig):
+        return None
+    if args.experts is not None:
+        raise ConfigError(f"--experts: {path} is of a {config.model_type} model, which has none")
+    return config
+
+
+def _plan_llama(config: LlamaConfig, args: argparse.Namespace, options: RunOptions) -> int:
+    planner = llama_planner(config, args.model, options, args.ranks)
+    source = "headers of the checkpoint's files" if args.model else "every parameter in BF16"
+    data = llama_summary(planner, source, args.context, _memory(args.memory_gib, options, 1))
+    table = Table("what", title=f"memory for {data['context']:,} positions in calls of {data['chunk']:,} tokens")
+    for column in ("bytes", "", "share"):
+        table.add_column(column, justify="right")
+    for name, size in llama_rows(data):
+        table.add_row(name, *_cells(size, data["needed"]))
+    console = Console()
+    console.print(table)
+    lines = [f"weights: {data['weights_from']}", f"caches: {' '.join(options.kv) or 'all=full'}"]
+    if mapped := data["weights"]["mapped"]:
+        lines.append(f"mapped from files, {_said(mapped)}: not counted, the system drops pages and reads them again")
+    for line in lines + _verdict(data):
         console.print(line, markup=False, soft_wrap=True)
     if args.json is not None:
         args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -243,7 +280,7 @@ def _verdict(data: dict[str, Any]) -> list[str]:
     chunk = data["options"]["prefill_chunk"]
     largest = f"largest context that fits, in calls of {chunk:,} tokens: {data['largest_context']:,}"
     lines.append(largest if data["largest_context"] else "no context fits")
-    if data["largest_chunk"]:
+    if data.get("largest_chunk"):
         lines.append(f"longest call that fits, with {data['context']:,} positions: {data['largest_chunk']:,} tokens")
     return lines
 

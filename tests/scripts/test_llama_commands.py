@@ -17,6 +17,7 @@ from runtime.statefile import load_state, save_state
 from runtime.tokenizer import Tokenizer
 from scripts import generate, inspect, logits, plan
 from scripts.cli import run
+from tests.llama_configs import LLAMA_3_1_8B
 from tests.llama_model import LLAMA3, load_ours, oracle, their_logits
 
 PLAIN = ("--numerics", "plain", "--dtype", "fp32")
@@ -250,9 +251,49 @@ def test_a_checkpoint_at_fault_is_one_line_and_status_2(directory, tmp_path, cap
     assert message in refused(inspect, capsys, *flags)
 
 
-def test_the_memory_plan_of_v4_refuses_another_architecture(directory, capsys):
-    said = refused(plan, capsys, "--model", directory, "--context", "10")
-    assert said == f"{directory / 'config.json'}: model_type is 'llama'; supported: 'deepseek_v4'"
+def planned(tmp_path, *flags, status=0):
+    out = tmp_path / "plan.json"
+    assert plan.main(["--device", "cpu", "--json", str(out), *map(str, flags)]) == status
+    return json.loads(out.read_text())
+
+
+def test_the_plan_is_that_of_the_run(directory, tmp_path, capsys):
+    kv = ("--kv", "all=coda:window=4,exact=2,summary=2")
+    data = planned(tmp_path, "--model", directory, "--context", "40", *PLAIN, *kv)
+    run_data = generated(
+        directory, tmp_path, "--raw", "--prompt", "x", "--max-new-tokens", "1", "--max-context", "40", *kv
+    )
+    assert data["caches"] == sum(run_data["cache_bytes"].values())
+    assert data["needed"] == run_data["planned_bytes"]["needed"]
+    assert data["fits"]
+    assert data["largest_context"] == 256
+    assert "caches: all=coda:window=4,exact=2,summary=2" in capsys.readouterr().out
+
+
+def test_a_config_alone_is_planned_as_published(tmp_path):
+    """Llama-3.1-8B at 128K positions: the article's 16.8 GB of cache, and what each variant makes of it."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA_3_1_8B))
+    flags = ("--config", config, "--numerics", "plain", "--context", "128000", "--memory-gib", "24")
+    full = planned(tmp_path, *flags, "--device", "cuda", status=1)
+    assert full["caches"] == 32 * 2 * 8 * 128 * 2 * 128000 == 16_777_216_000
+    assert full["weights"] == {"mapped": 0, "own": 2 * 8_030_261_248 + 2 * 65 * 4096 + 4 * 64}
+    coda = planned(tmp_path, *flags, "--device", "cuda", "--kv", "all=coda")
+    assert coda["caches"] == 32 * (2 * 8 * 384 * 128 * 2 + 384 + 4 * 256 + 8 * 64 + 8 * 128 * 4), "1.506 MiB a layer"
+    assert coda["largest_context"] == 131072
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--ranks", "2", *PLAIN), "--ranks 2: a llama model runs on one"),
+        (("--numerics", "deployed"), "--numerics deployed is DeepSeek-V4's"),
+        (("--context", "257", *PLAIN), "--context 257: beyond the model's max_position_embeddings 256"),
+        (("--kv", "csa=shard", *PLAIN), "--kv csa=shard: 'csa' names no layers"),
+    ],
+)
+def test_the_plan_refuses_what_the_run_refuses(directory, capsys, flags, message):
+    assert message in refused(plan, capsys, "--model", directory, "--context", "10", *flags)
 
 
 def test_inspect_shows_layers_and_census(directory, tmp_path, capsys):
