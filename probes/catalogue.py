@@ -16,6 +16,7 @@ from probes.recall import probe as recall
 from probes.rope import probe as rope
 from probes.routing import probe as routing
 from probes.sink import probe as sink
+from probes.variants import probe as variants
 from probes.visibility import probe as visibility
 
 _MODULES = (
@@ -34,6 +35,7 @@ _MODULES = (
     memory,
     determinism,
     parity,
+    variants,
     ranks,
 )
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kernels.ops import Ops
 from model.config import LayerKind, ModelConfig
 from model.transformer import Transformer
+from probes.shared.parts import Parts
 
 
 def healthy_ops(ops: Ops) -> Ops:
@@ -16,6 +17,11 @@ def healthy_ops(ops: Ops) -> Ops:
 def healthy_model(model: Transformer) -> None:
     """Change nothing."""
     del model
+
+
+def healthy_parts(parts: Parts) -> Parts:
+    """Change nothing."""
+    return parts
 
 
 def always(config: ModelConfig) -> str | None:
@@ -36,12 +42,14 @@ def needs(*kinds: LayerKind) -> Callable[[ModelConfig], str | None]:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is replaced in the op set before loading, or changed in the model that was just loaded."""
+    """What is replaced in the op set before loading or beside a model, or changed in a model that was just loaded."""
 
     name: str
     what: str  # one sentence, read in audits/faults.md
     seen: str  # where: a public thread, "the story" of the indexer that was off for months, or the mistake's kind
     ops: Callable[[Ops], Ops] = healthy_ops
     inject: Callable[[Transformer], None] = healthy_model
+    parts: Callable[[Parts], Parts] = healthy_parts
     between_ranks: bool = False  # on one rank alone it does nothing
+    in_variants: bool = False  # where every layer remembers in full it does nothing
     inapplicable: Callable[[ModelConfig], str | None] = always  # why a config cannot express it

@@ -10,6 +10,8 @@ from probes import faults_in_model as model
 from probes import faults_in_ops as op
 from probes import faults_in_ranks as ranks
 from probes.fault import Fault, needs
+from probes.faults_in_coda import CODA
+from probes.faults_in_shard import SHARD
 from probes.faults_in_wiring import WIRING
 
 SWA, CSA, HCA = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
@@ -289,6 +291,9 @@ _ALL = (
         "vllm#53257, 1Cat-vLLM#162",
         ops=op.unrepeatable,
     ),
+    # the cache variants
+    *SHARD,
+    *CODA,
 )
 
 FAULTS = {fault.name: fault for fault in _ALL}

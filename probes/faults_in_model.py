@@ -25,7 +25,8 @@ from model.state import State
 from model.transformer import Transformer
 
 
-def _become(part: object, faulty: type) -> None:
+def become(part: object, faulty: type) -> None:
+    """Make an object one of a faulty subclass; all that it holds stays."""
     part.__class__ = faulty
 
 
@@ -64,7 +65,7 @@ class _NoSelection(Indexer):
 def indexer_returns_none(model: Transformer) -> None:
     """Answer None, as an indexer whose weights were looked for under a wrong name did."""
     for indexer in _indexers(model):
-        _become(indexer, _NoSelection)
+        become(indexer, _NoSelection)
 
 
 def top_k_halved(model: Transformer) -> None:
@@ -169,9 +170,9 @@ def frontier_lost(model: Transformer) -> None:
     """Begin every call with an empty frontier."""
     for attention in _attentions(model):
         if isinstance(attention, HcaAttention):
-            _become(attention.compressor, _LosesFrontier)
+            become(attention.compressor, _LosesFrontier)
         if isinstance(attention, CsaAttention):
-            _become(attention.indexer.compressor, _LosesKeyFrontier)
+            become(attention.indexer.compressor, _LosesKeyFrontier)
 
 
 class _RingOffByOne(WindowRing):
@@ -179,7 +180,7 @@ class _RingOffByOne(WindowRing):
         super().write(first + 1, kv)
 
 
-def _with_caches(model: Transformer, change: Callable[[LayerCache], None]) -> None:
+def with_caches(model: Transformer, change: Callable[[LayerCache], None]) -> None:
     """Make every new state of the model a changed one."""
 
     class Changed(Transformer):
@@ -190,12 +191,12 @@ def _with_caches(model: Transformer, change: Callable[[LayerCache], None]) -> No
                 change(cache)
             return state
 
-    _become(model, Changed)
+    become(model, Changed)
 
 
 def ring_written_off_by_one(model: Transformer) -> None:
     """Store the KV of position p in the row of p + 1."""
-    _with_caches(model, lambda cache: _become(cache.ring, _RingOffByOne))
+    with_caches(model, lambda cache: become(cache.ring, _RingOffByOne))
 
 
 def keys_four_times_too_wide(model: Transformer) -> None:
@@ -206,7 +207,7 @@ def keys_four_times_too_wide(model: Transformer) -> None:
             n, d = cache.keys.data.shape
             cache.keys.data = torch.zeros(n, 4 * d, dtype=cache.ring.data.dtype, device=cache.ring.data.device)
 
-    _with_caches(model, widen)
+    with_caches(model, widen)
 
 
 def stale_frontier(model: Transformer) -> None:
@@ -225,7 +226,7 @@ def stale_frontier(model: Transformer) -> None:
             self.last = state
             return state
 
-    _become(model, Stale)
+    become(model, Stale)
 
 
 # --- experts and weights
@@ -252,7 +253,7 @@ class _Twice(Expert):
 def shared_expert_twice(model: Transformer) -> None:
     """Sum the shared expert, which every rank holds, over two ranks."""
     for block in model.blocks:
-        _become(block.experts.shared, _Twice)
+        become(block.experts.shared, _Twice)
 
 
 def hash_table_zeroed(model: Transformer) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.formats import Rows
+from kernels.formats import Rows, Slots
 from kernels.ops import Ops
 from kernels.reference.rows import decode
 from probes.shared.calls import Attend
@@ -99,7 +99,13 @@ def _early(call: Attend) -> Attend:
 
 
 def _gathered_beside(call: Attend) -> Attend:
-    return call if call.entries is None else call._replace(entries=decode(call.entries).roll(1, 0))
+    match call.entries:
+        case None:
+            return call
+        case Slots(rows, _, _) as slots:
+            return call._replace(entries=slots._replace(rows=decode(rows).roll(1, 0)))
+        case rows:
+            return call._replace(entries=decode(rows).roll(1, 0))
 
 
 def _first_ranks_sinks(call: Attend) -> Attend:

@@ -49,6 +49,8 @@ def _cannot_show(probe: Probe, fault: Fault) -> str | None:
         return "on one rank the fault does nothing"
     if probe.between_ranks and not fault.between_ranks:
         return "several ranks have the fault as one has it"
+    if fault.in_variants and not probe.in_variants:
+        return "in full caches the fault does nothing"
     return None
 
 
@@ -145,8 +147,8 @@ HEAD = """\
 Each row is a runtime with one fault in it, each column a probe that was run on it: every cell is a run, none a claim.
 **●** a finding of the probe failed; **T** a tripwire ended the run before the probe could measure; **·** the probe
 passed, it does not look at this; **–** the probe cannot tell (one rank shows no fault between ranks, and several ranks
-share a fault that each of them has), the model cannot express the fault, or the probe does not apply to it. The first
-row is the runtime without a fault: anything but · there would be a false alarm.
+share a fault that each of them has; a full cache has no fault of a variant), the model cannot express the fault, or the
+probe does not apply to it. The first row is the runtime without a fault: anything but · there would be a false alarm.
 """
 
 TAIL = """\

@@ -22,6 +22,7 @@ class Probe(Protocol):
     reads: ClassVar[tuple[Site, ...]]  # sites it attaches to
     background: ClassVar[str]  # Markdown: what the thing is, and what goes wrong there in silence; opens the page
     between_ranks: ClassVar[bool] = False  # sees what differs between ranks, and nothing that is wrong on one alone
+    in_variants: ClassVar[bool] = False  # runs the cache variants; all others run full caches
     noticed: ClassVar[str]  # Markdown: what surprised us on the demo checkpoint, with numbers; shown for it alone
 
     def needs(self, subject: Subject) -> str | None:

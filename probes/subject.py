@@ -20,6 +20,7 @@ from model.transformer import Transformer
 from probes.demo_language.prompts import needle_prompts
 from probes.demo_language.vocabulary import vocabulary_size
 from probes.fault import Fault
+from probes.shared.parts import PARTS, Parts
 from runtime.group import watched_load
 from runtime.load import DEMO, Loaded
 from runtime.options import RunOptions
@@ -79,6 +80,11 @@ class Subject:
     def config(self) -> ModelConfig:
         """The checkpoint's config.json."""
         return ModelConfig.from_file(self.directory / "config.json")
+
+    @property
+    def parts(self) -> Parts:
+        """The parts of the cache variants beside a model, the fault in place."""
+        return PARTS if self.fault is None else self.fault.parts(PARTS)
 
     @property
     def file_weights(self) -> Weights:

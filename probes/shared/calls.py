@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kernels.formats import Rows
+from kernels.formats import Rows, Slots
 
 
 class Attend(NamedTuple):
@@ -14,7 +14,7 @@ class Attend(NamedTuple):
     ring: Tensor
     first: int
     window: int
-    entries: Rows | None
+    entries: Rows | Slots | None
     ratio: int
     selected: Tensor | None
     sink: Tensor

@@ -33,7 +33,7 @@ def test_the_matrix_names_every_fault_and_every_probe():
     assert list(SAID) == ["", *FAULTS]
     assert all(list(cells) == NAMES for cells in SAID.values())
     assert [probe.name for probe in FULL] == NAMES
-    assert len(NAMES) == 16
+    assert len(NAMES) == 17
 
 
 def test_no_fault_is_uncaught_and_no_probe_fires_on_a_healthy_run():

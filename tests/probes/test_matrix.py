@@ -14,6 +14,7 @@ from probes.subject import Subject
 @dataclass(frozen=True)
 class Fake:
     between_ranks = False
+    in_variants = False
     name: str
     report: Report | Tripwire
     idle: bool = False
@@ -64,6 +65,11 @@ def test_a_fault_that_the_model_cannot_express_is_not_run():
     fault = replace(FAULT, inapplicable=lambda _: "no such layer")
     cells = row(Subject(fault=fault), (Fake("a", BAD),), lambda: None)
     assert cells == {"a": Cell(Outcome.NOT_APPLICABLE, "no such layer")}
+
+
+def test_a_fault_of_a_variant_is_run_by_probes_that_run_variants_alone():
+    fault = replace(FAULT, in_variants=True)
+    assert row(Subject(fault=fault), (Fake("a", BAD),), lambda: None)["a"].outcome is Outcome.NOT_APPLICABLE
 
 
 def cells(*outcomes):

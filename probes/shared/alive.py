@@ -1,0 +1,50 @@
+"""The most bytes of tensors alive at once while something runs, as it allocates them: not what an op holds inside."""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.known: set[int] = set()
+        self.total: int = 0
+        self.peak: int = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        given = {_place(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.numel() and _place(x) not in given | self.known:
+                storage = x.untyped_storage()
+                self.known.add(_place(x))
+                self.total += storage.nbytes()
+                weakref.finalize(storage, self._gone, _place(x), storage.nbytes())
+        self.peak = max(self.peak, self.total)
+        return out
+
+    def _gone(self, place: int, size: int) -> None:
+        self.known.discard(place)
+        self.total -= size
+
+
+def _place(x: Tensor) -> int:
+    """Where the memory behind a tensor begins, whichever part of it this is."""
+    place: int = x.untyped_storage().data_ptr()
+    return place
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most bytes alive at once, beyond those from before."""
+    count = _Count()
+    with count:
+        run()
+    return count.peak

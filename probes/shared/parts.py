@@ -1,0 +1,28 @@
+"""The parts of the cache variants that stand outside of a V4 model, as a value: a fault may replace them.
+
+What a V4 layer holds is reached through the model (`probes.fault.Fault.inject`). The caches of grouped-query layers and
+what their codes rest on are made by the probe that measures them, which takes them from here.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import lloyd_max
+from kernels.reference import shard
+from model.cache.coda import CodaCache
+from model.cache.shard import ShardCache
+
+
+class Parts(NamedTuple):
+    """One callable per part."""
+
+    coda: type[CodaCache]
+    shard: type[ShardCache]
+    codebook: Callable[[int, torch.device], Tensor]  # `kernels.lloyd_max.codebook`
+    relative_scores: Callable[..., Tensor]  # `kernels.reference.shard.relative_scores`
+
+
+PARTS = Parts(CodaCache, ShardCache, lloyd_max.codebook, shard.relative_scores)
