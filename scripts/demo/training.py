@@ -33,10 +33,17 @@ class Report:
     marks: float
 
 
-def learning_rate(step: int, steps: int) -> float:
+def learning_rate(step: int, steps: int, peak: float = LEARNING_RATE) -> float:
     """Linear warm-up, constant, linear decay to 2 % over the second half."""
     decay = min(1.0, (steps - step) / (steps * (1 - DECAY_FROM)))
-    return LEARNING_RATE * min(1.0, (step + 1) / WARM_UP) * max(decay, 0.02)
+    return peak * min(1.0, (step + 1) / WARM_UP) * max(decay, 0.02)
+
+
+def language_loss(logits: Tensor, batch: Batch) -> Tensor:
+    """Cross-entropy of every next token, weighted as the documents say; logits [b, t, vocab]."""
+    weights = batch.weights[:, 1:].flatten()
+    each = cross_entropy(logits[:, :-1].flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
+    return (each * weights).sum() / weights.sum()
 
 
 def draw_run(rng: random.Random, batch: Batch, progress: float) -> Run:
@@ -128,9 +135,7 @@ def train(
 def losses(network: Network, batch: Batch, run: Run, step: int, *, supervised: bool) -> tuple[Report, Tensor]:
     """The report and the total loss of one batch."""
     logits, seen = network(batch.ids, run)
-    weights = batch.weights[:, 1:].flatten()
-    each = cross_entropy(logits[:, :-1].flatten(0, 1), batch.ids[:, 1:].flatten(), reduction="none")
-    language = (each * weights).sum() / weights.sum()
+    language = language_loss(logits, batch)
     index = indexer_loss(batch, seen)
     total = language + INDEXER * index
     if supervised:

@@ -1,0 +1,354 @@
+"""CoDA training: the cache with gradients is that of inference, gradients are those of the function, files load."""
+
+import json
+import random
+from functools import partial
+
+import pytest
+import torch
+from coda_gqa_l import CoDAGQALandmarkPerf2
+from safetensors.torch import load_file
+from torch.autograd import gradcheck
+from torch.nn.functional import pad
+from torch.utils.checkpoint import CheckpointError
+
+from model.cache import coda_attention
+from model.cache.coda_settings import CodaSettings
+from model.llama.config import LlamaConfig
+from scripts import train_coda
+from scripts.cli import run
+from scripts.coda import measure as measuring
+from scripts.coda.adapters import FILE, write_adapters
+from scripts.coda.banks import TrainingCache, prefill
+from scripts.coda.measure import Case, documents, learned, measure
+from scripts.coda.network import adapted, attentions, inference_memory, training_memory
+from scripts.coda.page import closed
+from scripts.coda.training import BASE_RATE, CODA_RATE, Phase, optimiser, train
+from scripts.demo.curriculum import Cell, draw_batch
+from scripts.demo.training import language_loss
+from scripts.llama.files import config_json, write_checkpoint
+from scripts.llama.initial import initialise
+from scripts.llama.network import Network
+from tests.coda_cases import ETA, GROUPS, HEADS, D, cache_of, corrected, mechanism, random_tokens, rows
+
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 2}
+BOUNDED = corrected(8, 4, 4)
+CELLS = (Cell(64, (2, 3), (2, 3), 1.0, 0.0, 0.0),)
+DRAW = partial(draw_batch, cells=CELLS, tokens=128)
+
+
+def base_network(seed=0):
+    network = Network(LlamaConfig.from_json(config_json() | SMALL, "config"))
+    initialise(network, seed)
+    return network
+
+
+def moved_network(seed=0):
+    """Adapters with every parameter off its initial value: gates and lambdas differ from token to token."""
+    network, generator = adapted(base_network(seed), seed), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for layer in attentions(network):
+            layer.lambda_proj.bias.fill_(-1.0)
+            for parameter in layer.parameters():
+                parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+            layer.write_proj.weight.copy_(0.2 * torch.randn(layer.write_proj.weight.shape, generator=generator))
+    return network
+
+
+def random_settings(g):
+    def one_of(*choices):
+        return choices[int(torch.randint(len(choices), (), generator=g))]
+
+    return corrected(
+        one_of(1, 5, 12),
+        one_of(0, 3, 9, 20),
+        one_of(0, 2, 7, 40),
+        novelty=one_of(0.3, 0.7),
+        refresh_on_hit=one_of(False, True),
+        gate_exact=one_of(0.1, 0.4),
+        gate_summary=one_of(0.05, 0.3),
+        exact_candidates=one_of(2, 8, 0),
+        summary_candidates=one_of(5, 64, 0),
+        overwrite_on_insert=one_of(True, False),
+        memory_init=one_of("zeros", "normal"),
+        route=one_of("key", "value"),
+        lru_touch_between=one_of(True, False),
+        gate_eta_in_blocks=one_of(True, False),
+        lf_layout=one_of("pairs", "tail"),
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_cache_with_gradients_is_that_of_inference(seed):
+    g = torch.Generator().manual_seed(seed)
+    settings, tokens, differential = random_settings(g), random_tokens(90, seed=seed), mechanism()._replace(norm=None)
+    if seed % 4 == 0:  # as before any training: all tokens are worth the same, and the older come first
+        tokens = tokens._replace(gates=torch.full((90,), 0.45))
+    ours, theirs = TrainingCache(settings, GROUPS, D, ETA.clone(), seed=3), cache_of(settings, seed=3)
+    done = 0
+    while done < 90:
+        n = min(90 - done, int(torch.randint(1, 40, (), generator=g)))
+        block, part = int(torch.randint(1, 30, (), generator=g)), rows(tokens, slice(done, done + n))
+        out = prefill(ours, part, differential, block)
+        assert (out - coda_attention.prefill(theirs, part, differential, block)).abs().max() <= 1e-5
+        done += n
+    assert torch.equal(ours.exact.used, theirs.exact.used)
+    assert torch.equal(ours.summary.used, theirs.summary.used)
+    assert torch.equal(ours.last_used, theirs.exact.last_used)
+    for bank, other in ((ours.exact, theirs.exact), (ours.summary, theirs.summary)):
+        for name in ("keys", "values"):
+            difference = (getattr(bank, name) - getattr(other, name)).abs()
+            assert not difference.numel() or difference.max() <= 1e-5
+
+
+# Two blocks are evicted past a ring of 2. Of 4 tokens of a block the exact bank may take 1 and the summary bank 3, so
+# that every fate is there: kept, averaged, forgotten.
+TINY = corrected(2, 3, 2, exact_candidates=1, summary_candidates=3, novelty=0.9)
+TINY_BLOCK, TINY_TOKENS = 4, 14
+
+
+def tiny(seed=0):
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(TINY_TOKENS, h, 4, generator=g, dtype=torch.float64) for h in (2, 1, 1))
+    gates = 0.15 + 0.8 * torch.rand(TINY_TOKENS, generator=g, dtype=torch.float64)
+    return q, k, v, gates, torch.tensor([-1.0], dtype=torch.float64)
+
+
+def last_block(settings, q, k, v, gates, eta_logit):
+    """What the last block attends to, of q [t, H, D]."""
+    cache = TrainingCache(settings, 1, 4, eta_logit)
+    for first in range(0, TINY_TOKENS, TINY_BLOCK):
+        part = slice(first, first + TINY_BLOCK)
+        out = cache.attend(q[part][None], k[part], v[part])
+        cache.write_block(k[part], v[part], gates[part])
+    return out
+
+
+@pytest.mark.parametrize("changes", [{}, {"route": "value"}, {"overwrite_on_insert": False}, {"refresh_on_hit": True}])
+def test_gradients_through_evictions_are_those_of_the_function(changes):
+    """Against finite differences in float64, with respect to every key, value, gate and the rate."""
+    settings = corrected(2, 3, 2, exact_candidates=1, summary_candidates=3, novelty=0.9, **changes)
+    q, *given = tiny(1)
+    given = [part.requires_grad_() for part in given]
+    assert gradcheck(lambda *parts: last_block(settings, q, *parts), given, eps=1e-6, atol=1e-7, rtol=1e-5)
+
+
+def test_gradients_reach_what_was_evicted_and_nothing_that_was_forgotten():
+    q, *given = tiny(1)
+    k, v, gates, eta = (part.requires_grad_() for part in given)
+    last_block(TINY, q, k, v, gates, eta).square().sum().backward()
+    evicted = range(10)  # 12 tokens before the last block, of which 2 are in the ring
+    blocks = ((0, 1), (2, 3, 4, 5), (6, 7, 8, 9))  # as they left together
+    kept = {t for block in blocks for t in sorted(block, key=lambda t: -gates[t])[:3]}
+    assert len(kept) == 8
+    for t in evicted:
+        reached = [bool(part.grad[t].abs().max() > 1e-8) for part in (k, v)]
+        assert reached == [t in kept] * 2, t
+        assert bool(gates.grad[t] != 0) <= (t in kept)
+    assert sum(bool(gates.grad[t].abs() > 1e-8) for t in evicted) >= 6
+    assert eta.grad.abs() > 1e-8
+
+
+@torch.no_grad()
+def test_training_and_inference_compute_one_network():
+    network, batch = moved_network(), DRAW(random.Random(0))
+    ids, t = batch.ids, batch.ids.shape[1]
+    positions = torch.arange(t).expand_as(ids)
+    together = network.lm_head(network.hidden(ids, positions, training_memory(network, BOUNDED, len(ids), 7)))
+    for row, expected in zip(ids, together, strict=True):
+        alone = network.hidden(row[None], positions[:1], inference_memory(network, BOUNDED, 7))
+        assert (network.lm_head(alone)[0] - expected).abs().max() < 1e-4
+    unbounded = network.lm_head(network.hidden(ids, positions))
+    whole = training_memory(network, corrected(t, 4, 4), len(ids), 7)
+    assert (network.lm_head(network.hidden(ids, positions, whole)) - unbounded).abs().max() < 1e-4
+    assert (together - unbounded).abs().max() > 0.1
+
+
+@torch.no_grad()
+def test_adapters_start_as_the_base():
+    base = base_network()
+    network, ids = adapted(base, 0), torch.arange(20, 60)[None]
+    lam = [layer.lambda_proj.bias.sigmoid() for layer in attentions(network)]
+    assert torch.cat(lam).tolist() == pytest.approx([0.0024726] * 8, rel=1e-4)
+    for layer in attentions(network):
+        layer.lambda_proj.bias.fill_(-100.0)  # no noise stream at all
+    ours = network.hidden(ids, torch.arange(40)[None])
+    assert (ours - base.hidden(ids, torch.arange(40)[None])).abs().max() < 1e-4
+
+
+@torch.no_grad()
+def test_the_file_loads_into_the_published_module(tmp_path):
+    network = moved_network(2)
+    config = network.config
+    write_adapters(network, tmp_path)
+    stored = load_file(tmp_path / FILE)
+    x = torch.randn(50, config.hidden_size, generator=torch.Generator().manual_seed(5))
+    for i, layer in enumerate(attentions(network)):
+        module = CoDAGQALandmarkPerf2(
+            embed_dim=128,  # H * D: the module has no other head_dim than E / H
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            window=64,
+            num_landmarks_exact=4,
+            num_landmarks_summary=4,
+            rope_base=config.rope_theta,
+            rope_interleaved=False,
+            head_norm_mode="identity",
+        ).eval()
+        prefix = f"layer_{i}.coda."
+        state = {name.removeprefix(prefix): part for name, part in stored.items() if name.startswith(prefix)}
+        assert set(state) == set(module.state_dict()) - {"rope.inv_freq", "head_norm.weight"}
+        short = 128 - config.hidden_size  # the module's stream is wider: zeros
+        for name in ("q_proj", "k_proj", "v_proj", "lambda_proj", "write_proj"):  # [.., E]
+            state[f"{name}.weight"] = pad(state[f"{name}.weight"], (0, short))
+        state["o_proj.weight"] = pad(state["o_proj.weight"], (0, 0, 0, short))
+        missing, unexpected = module.load_state_dict(state, strict=False)
+        assert not unexpected
+        assert set(missing) <= {"rope.inv_freq", "head_norm.weight"}
+        padded = pad(x, (0, short))
+        memory = module.init_state(batch_size=1, device=torch.device("cpu"), dtype=torch.float32)
+        theirs, _ = module.prefill_chunked(padded[None], memory, block_size=16)
+        ours = layer(x[None], network.rotation(torch.arange(50)[None]), None)
+        assert (ours[0] - theirs[0, :, : config.hidden_size]).abs().max() < 2e-5
+        assert not theirs[0, :, config.hidden_size :].any()
+
+
+@pytest.mark.parametrize("settings", [None, BOUNDED], ids=["unbounded", "bounded"])
+def test_a_phase_moves_the_adapters_and_nothing_else(settings):
+    network = adapted(base_network(), 0)
+    before = {name: value.clone() for name, value in network.state_dict().items()}
+    train(network, Phase("any", 2, 1.0, settings, 16), 0, lambda _: None, DRAW)
+    same = {name for name, value in network.state_dict().items() if torch.equal(value, before[name])}
+    adapters = {name for name in before if ".self_attn." in name}
+    memory_only = {name for name in adapters if "write_proj" in name or "summary_eta_logit" in name}
+    untouched = set(before) - adapters
+    assert same == (untouched if settings else untouched | memory_only)
+
+
+def test_projections_move_at_the_lower_rate():
+    network = adapted(base_network(), 0)
+    slow, fast = optimiser(network, 0.5).param_groups
+    assert (slow["peak"], fast["peak"]) == (0.5 * BASE_RATE, 0.5 * CODA_RATE)
+    assert len(slow["params"]) == 2 * 4
+    assert len(fast["params"]) == 2 * 6
+
+
+def gradients(network, memory, *, checkpointing):
+    batch = DRAW(random.Random(1))
+    network.zero_grad()
+    given = memory(len(batch.ids))
+    logits = network.lm_head(network.hidden(batch.ids, batch.positions, given, checkpointing=checkpointing))
+    language_loss(logits, batch).backward()
+    return [p.grad.clone() for layer in attentions(network) for p in layer.parameters() if p.grad is not None]
+
+
+def test_checkpointing_changes_no_gradient_where_it_is_allowed():
+    network = moved_network()
+    plain, twice = (gradients(network, lambda _: None, checkpointing=on) for on in (False, True))
+    assert len(plain) == 2 * 7
+    assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(plain, twice, strict=True))
+
+
+def test_checkpointing_over_the_banks_is_wrong():
+    """The reason for the refusal: a bounded layer called a second time attends to what the first time has written."""
+    network = moved_network()
+    with pytest.raises(CheckpointError, match="different metadata"):
+        gradients(network, lambda n: training_memory(network, BOUNDED, n, 16), checkpointing=True)
+    with pytest.raises(AssertionError):
+        train(network, Phase("any", 1, 1.0, BOUNDED, 16), 0, lambda _: None, DRAW, checkpointing=True)
+
+
+def test_checkpointing_of_phase_2_is_refused_in_one_line(tmp_path, capsys):
+    flags = [str(tmp_path), "--out", str(tmp_path / "out"), "--checkpointing", "2"]
+    assert run(lambda: train_coda.main(flags)) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("--checkpointing 2: refused; phase 2 writes the banks as it goes")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_perplexity_and_recall_are_those_of_the_logits():
+    """A network that knows nothing, and one that is told: perplexity is the vocabulary, recall 0 or 1."""
+    base = base_network()
+    with torch.no_grad():
+        base.lm_head.weight.zero_()
+    (document,) = documents(256, 1, 0)
+    line = measure(Case("flat", base, None), 256, [document], 16)
+    assert line.perplexity == pytest.approx(base.config.vocab_size, rel=1e-4)
+    assert line.surprise == pytest.approx(base.config.vocab_size, rel=1e-4)
+    assert sum(line.asked) == measuring.CODES == 8
+    assert line.recall == 0  # the first of equals is the special token 0
+    by_quarter = [0, 0, 0, 0]
+    for answer in document.answers:
+        name = document.ids[answer.position - 1]  # "... of X is V": X was first told two tokens before its V
+        by_quarter[(document.ids.index(name) + 2) * 4 // 256] += 1
+    assert line.asked == tuple(by_quarter)
+    assert by_quarter[3] == 0  # a quarter of the document lies between what was told and the first question
+    assert min(by_quarter[:2]) > 0
+
+
+def test_learned_tells_codes_from_other_tokens():
+    network = adapted(base_network(), 0)
+    given = documents(256, 1, 0)
+    with torch.no_grad():
+        network.model.embed_tokens.weight[:, 0] = -1.0
+        for answer in given[0].answers:
+            network.model.embed_tokens.weight[answer.token, 0] = 30.0
+        first = attentions(network)[0]
+        first.write_proj.weight[0, 0], first.write_proj.bias[0] = 2.0, -4.0
+    of_first, of_second = learned(network, given, BOUNDED, 16)
+    assert of_first.gate_of_codes > 0.9
+    assert of_first.gate_of_others < 0.3
+    assert of_second.gate_of_codes == pytest.approx(0.1192, abs=1e-4)  # as it starts
+    assert of_first.eta == pytest.approx(0.0474, abs=1e-4)
+
+
+def test_the_command_trains_measures_and_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_coda, "train", partial(train, draw=DRAW))
+    write_checkpoint(base_network(), config_json() | SMALL, tmp_path / "base")
+    flags = "--phase1-steps 2 --phase2-steps 2 --window 16 --exact 4 --summary 4 --block 32 --documents 1 --lengths 256"
+    out, page = tmp_path / "out", tmp_path / "page.md"
+    given = [str(tmp_path / "base"), "--out", str(out), "--page", str(page), "--checkpointing", "1", *flags.split()]
+    assert train_coda.main(given) == 0
+    lines = json.loads((out / "measured.json").read_text())["lines"]
+    assert len(lines) == 9
+    base, cold, first = (lines[i]["perplexity"] for i in (0, 1, 2))
+    assert abs(base / first - 1) < 0.05  # two warm-up steps from the base, over everything
+    assert cold != base
+    assert all(sum(line["asked"]) == 8 for line in lines)
+    text = page.read_text()
+    assert text == (out / "train-coda.md").read_text()
+    assert f"| phase 2, bounded | {lines[4]['perplexity']:.2f} | {lines[4]['surprise']:.2f} |" in text
+    names = set(load_file(out / FILE))
+    assert names == set(load_file(out / "phase-1" / FILE))
+    assert len(names) == 2 * 10
+    assert "layer_1.coda.summary_eta_logit" in names
+
+
+def test_what_is_given_back_is_a_share_of_what_was_lost():
+    def line(right):
+        return measuring.Line("any", 512, 1.0, 1.0, (right,), (100,))
+
+    assert closed(line(100), line(20), line(80)).endswith("gives back 75 %.")
+    assert closed(line(50), line(60), line(80)) == "The cold swap loses no codes here."
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--lengths", "100"], "--lengths 100: want at least 256"),
+        (["--page", "/no/such/folder/page.md"], "cannot be written there"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_the_work(flags, message, tmp_path, capsys):
+    assert run(lambda: train_coda.main([str(tmp_path), "--out", str(tmp_path / "out"), *flags])) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_published_rules_have_no_gradients():
+    published = CodaSettings.published(window=4, exact=2, summary=2, rope="half")
+    with pytest.raises(AssertionError, match="published rules"):
+        TrainingCache(published, GROUPS, D, ETA)
+    with pytest.raises(AssertionError, match="growth"):
+        TrainingCache(corrected(4, 4, 2, exact_at_start=1), GROUPS, D, ETA)
+    assert HEADS % GROUPS == 0
