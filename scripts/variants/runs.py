@@ -43,7 +43,7 @@ def grouped(columns: int) -> dict[str, tuple[str, ...]]:
         "coda, 512 + 128 + 128": ("all=coda:window=512,exact=128,summary=128",),
         "coda, 256 + 64 + 64": ("all=coda",),
         "coda, 256 + 64 + 64, published": ("all=coda:published=1",),
-        "coda, 64 + 16 + 16": ("all=coda:window=64,exact=16,summary=16",),
+        "coda, 64 + 16 + 16": ("all=coda:window=64,exact=16,summary=16,block=64",),
     }
 
 
@@ -68,7 +68,7 @@ def runs(model: Path, options: RunOptions, variants: dict[str, tuple[str, ...]],
     """
     found = [Run(name, kv, load_any(model, replace(options, kv=kv), BLOCKED).model) for name, kv in variants.items()]
     if adapters is not None:
-        trained = replace(options, kv=("all=coda:window=64,exact=16,summary=16",), coda_adapters=str(adapters))
+        trained = replace(options, kv=("all=coda:window=64,exact=16,summary=16,block=64",), coda_adapters=str(adapters))
         found.append(Run("coda, 64 + 16 + 16, trained", trained.kv, load_any(model, trained, BLOCKED).model))
     return found
 
