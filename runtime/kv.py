@@ -1,12 +1,14 @@
 """`--kv LAYERS=VARIANT`: which layer remembers how."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Final
 
-from model.cache.variants import Coda, Full, Shard, Variant
+from model.cache.variants import Basis, Coda, Full, Shard, Variant
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
+from runtime.basis import check_weights, read_basis
 
 VARIANTS: Final[Mapping[str, type[Variant]]] = {"full": Full, "shard": Shard, "coda": Coda}
 WIDTHS: Final = (2, 3, 4, 6, 8)  # bits for which there is a packing
@@ -28,7 +30,8 @@ def variants(rules: Sequence[str], config: ModelConfig) -> tuple[Variant, ...]:
     ----------
     rules
         ``LAYERS=VARIANT`` each. LAYERS are ``all`` (that have entries), ``csa``, ``hca``, numbers and ranges of
-        numbers, between commas: ``3,5-9``. VARIANT is a name and perhaps settings: ``shard:bits=8,keys=8``.
+        numbers, between commas: ``3,5-9``. VARIANT is a name and perhaps settings: ``shard:bits=8,keys=8``. With
+        ``basis=FILE`` the layers for which the file has a basis get it, and the others are rotated.
     config
         Of the model.
 
@@ -48,12 +51,37 @@ def variants(rules: Sequence[str], config: ModelConfig) -> tuple[Variant, ...]:
         layers, equals, name = rule.partition("=")
         if not equals:
             raise ConfigError(f"--kv {rule}: want LAYERS=VARIANT, as in all=shard or 3,5-9=coda:window=128")
+        name, file = _without_basis(name)
         variant = _variant(rule, name)
+        bases: dict[int, Basis] = {}
+        if file is not None and isinstance(variant, Shard):
+            bases = read_basis(file, config, variant.bits)
         for layer in _layers(rule, layers, config):
             if isinstance(variant, Shard):
                 _check_widths(rule, config, layer)
-            found[layer] = variant
+                found[layer] = replace(variant, basis=bases.get(layer))
+            else:
+                found[layer] = variant
     return tuple(found)
+
+
+def check_bases(rules: Sequence[str], weights: str) -> None:
+    """Refuse a file of bases that was made from other weights than those of this fingerprint: ConfigError."""
+    for rule in rules:
+        _, file = _without_basis(rule.partition("=")[2])
+        if file is not None:
+            check_weights(file, weights)
+
+
+def _without_basis(text: str) -> tuple[str, Path | None]:
+    """A variant without its setting ``basis=FILE``, and the file."""
+    name, _, settings = text.partition(":")
+    parts = settings.split(",")
+    files = [part for part in parts if part.startswith("basis=")] if name == "shard" else []
+    if not files:
+        return text, None
+    parts.remove(files[0])
+    return f"{name}:{','.join(parts)}" if parts else name, Path(files[0].removeprefix("basis="))
 
 
 def _layers(rule: str, text: str, config: ModelConfig) -> list[int]:
@@ -101,17 +129,20 @@ def _variant(rule: str, text: str) -> Variant:
         raise ConfigError(f"--kv {rule}: no variant {name!r}; there are {', '.join(VARIANTS)}")
     kind = VARIANTS[name]
     given: dict[str, int] = {}
+    more = ", and basis=FILE" if kind is Shard else ""
     for setting in settings.split(",") if colon else ():
         key, _, value = setting.partition("=")
         if (kind, key) not in ALLOWED or key in given or not _number(value):
-            known = ", ".join(field.name for field in fields(kind)) or "none"
-            raise ConfigError(f"--kv {rule}: {setting!r}: settings of {name} are whole numbers: {known}, each once")
+            known = ", ".join(field.name for field in fields(kind) if (kind, field.name) in ALLOWED) or "none"
+            raise ConfigError(
+                f"--kv {rule}: {setting!r}: settings of {name} are whole numbers: {known}, each once{more}"
+            )
         allowed = ALLOWED[kind, key]
         if int(value) not in allowed:
             wanted = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else " or ".join(map(str, allowed))
             raise ConfigError(f"--kv {rule}: {key} is {value}, want {wanted}")
         given[key] = int(value)
-    return kind(**given)
+    return kind(**given)  # type: ignore[arg-type]  # what is given are numbers
 
 
 def _number(text: str) -> bool:
