@@ -1,4 +1,6 @@
-"""Keys of one sequence in their own eigenbasis: fitted once, stored as int8 columns and narrow coefficients.
+"""Rows in their own eigenbasis: fitted once, stored as int8 columns and narrow coefficients.
+
+The keys of one sequence of a GQA layer, and the entries of a V4 layer (`kernels.basis_rows`).
 
 Deterministic: the exact eigenvectors of the covariance, each with the sign that makes its largest component positive
 (of equals, the first). No random projection and no starting point enters.
@@ -9,7 +11,7 @@ either that of Lloyd-Max codes on a normal distribution, or the published estima
 times below what any scalar quantiser reaches; a group without bits is charged four times its variance in both.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -63,9 +65,7 @@ def quantise_basis(basis: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def allocate(variance: Sequence[float], budget: int, distortion: Callable[[int], float]) -> list[int]:
-    """Bits of each group, of `DP_BITS`, that minimise ``sum_g variance_g * distortion(bits_g)``.
-
-    Exact dynamic programming. Of equal sums, the one that gives a group fewer bits, the last group first.
+    """Bits of each group, of `DP_BITS`, that minimise ``sum_g variance_g * distortion(bits_g)``: see `cheapest`.
 
     Parameters
     ----------
@@ -77,15 +77,22 @@ def allocate(variance: Sequence[float], budget: int, distortion: Callable[[int],
         Squared error per unit of variance, by bits.
 
     """
-    cost = {bits: distortion(bits) for bits in DP_BITS}
-    best = [0.0] * (budget + 1)  # least distortion of the groups so far within so many bits
+    return cheapest([{bits: group * distortion(bits) for bits in DP_BITS} for group in variance], budget)
+
+
+def cheapest(costs: Sequence[Mapping[int, float]], budget: int) -> list[int]:
+    """Bits of each group, of `DP_BITS`, with the least sum of `costs` by group and bits, within a budget of bits.
+
+    Exact dynamic programming. Of equal sums, the one that gives a group fewer bits, the last group first.
+    """
+    best = [0.0] * (budget + 1)  # least cost of the groups so far within so many bits
     choices: list[list[int]] = []
-    for group in variance:
+    for cost in costs:
         choice = [0] * (budget + 1)
-        following = [best[spent] + group * cost[0] for spent in range(budget + 1)]
+        following = [best[spent] + cost[0] for spent in range(budget + 1)]
         for bits in DP_BITS[1:]:
             for spent in range(bits, budget + 1):
-                total = best[spent - bits] + group * cost[bits]
+                total = best[spent - bits] + cost[bits]
                 if total < following[spent]:
                     following[spent], choice[spent] = total, bits
         best = following
@@ -114,9 +121,19 @@ def eigen_keys(n: int, width: int, rank: int, kept: int, groups: int, device: to
 
 
 def fit(keys: EigenKeys, tiles: Tiles, distortion: Callable[[int], float] | None) -> None:
-    """Fit basis, mean, bits and scales of `keys` to the rows of `tiles`, and store the rows.
+    """Fit basis, mean, bits and scales of `keys` to the rows of `tiles`, and store the rows: `fit_basis`, `store`."""
+    fit_basis(keys, tiles, distortion)
+    low = 0
+    for c in projected(keys, tiles)():
+        store(keys, low, c)
+        low += c.shape[0]
+    assert low == keys.codes.shape[0], f"{low} rows for {keys.codes.shape[0]}"
 
-    `distortion` is None for int4; else it decides the bits of each group.
+
+def fit_basis(keys: EigenKeys, tiles: Tiles, distortion: Callable[[int], float] | None) -> None:
+    """Fit basis, mean, bits and scales of `keys` to the rows of `tiles`, of which none is stored.
+
+    `distortion` is None for int4; else it decides the bits of each group, for as many bytes as a row of codes has.
     """
     mean, covariance = moments(tiles)
     basis, variance = eigenbasis(covariance, keys.basis.shape[1])
@@ -129,18 +146,19 @@ def fit(keys: EigenKeys, tiles: Tiles, distortion: Callable[[int], float] | None
         chosen = allocate(sums.tolist(), 8 * keys.codes.shape[1] // _group(keys), distortion)
         keys.bits.copy_(torch.tensor(chosen, dtype=torch.int8))
 
-    used = keys.basis.float() * keys.basis_scale.float()  # the basis as it will be read
+    found = projected(keys, tiles)
+    keys.scale.copy_(_int4_scale(found) if distortion is None else deviation(found))
+
+
+def projected(keys: EigenKeys, tiles: Tiles) -> Tiles:
+    """Coefficients of the rows of `tiles` in the basis as it will be read: products, of rounded columns."""
+    used = keys.basis.float() * keys.basis_scale.float()
 
     def coefficients() -> Iterator[Tensor]:
         for x in tiles():
             yield (x - keys.mean.float()) @ used
 
-    keys.scale.copy_(_int4_scale(coefficients) if distortion is None else _deviation(coefficients))
-    low = 0
-    for c in coefficients():
-        _store(keys, low, c)
-        low += c.shape[0]
-    assert low == keys.codes.shape[0], f"{low} rows for {keys.codes.shape[0]}"
+    return coefficients
 
 
 def coefficients(keys: EigenKeys, low: int, high: int) -> Tensor:
@@ -155,7 +173,7 @@ def coefficients(keys: EigenKeys, low: int, high: int) -> Tensor:
     return out.mul_(keys.scale)
 
 
-def _store(keys: EigenKeys, low: int, c: Tensor) -> None:
+def store(keys: EigenKeys, low: int, c: Tensor) -> None:
     """Quantise coefficients `c` [m, r] as keys from `low` on."""
     # a component that never varied has scale 0: whatever its code, it decodes to 0
     scaled = c / torch.where(keys.scale > 0, keys.scale, 1.0).float()
@@ -195,7 +213,7 @@ def _int4_words(device: torch.device) -> Tensor:
     return lloyd_max.word_table(torch.arange(-8.0, 8.0, device=device))
 
 
-def _deviation(tiles: Tiles) -> Tensor:
+def deviation(tiles: Tiles) -> Tensor:
     """Root mean square of each column, [r] float64."""
     count, total = 0, torch.zeros((), dtype=torch.float64)
     for c in tiles():
@@ -212,11 +230,21 @@ def _int4_scale(tiles: Tiles) -> Tensor:
     for c in tiles():
         largest = torch.maximum(largest, c.abs().amax(0))
     shares = torch.arange(1, CLIPS + 1, dtype=torch.float32, device=largest.device) / CLIPS
+    return searched_scale(tiles, largest / 7 * shares[:, None], lambda units: units.round().clamp(-7, 7))[0]
+
+
+def searched_scale(tiles: Tiles, candidates: Tensor, quantised: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    """Of the `candidates` [k, r] for each column the scale [r] of least squared error, as float16 holds it.
+
+    And that error, [r] float64, as a mean over rows. Of equals, the first; `quantised` rounds in units of the scale.
+    """
     # rounded to float16 first: what is compared is what will be stored
-    scales = (largest / 7 * shares[:, None]).half().float()  # [clips, r]
-    error = torch.zeros(scales.shape, dtype=torch.float64, device=scales.device)
+    scales = candidates.half().float()
+    count, error = 0, torch.zeros(scales.shape, dtype=torch.float64, device=scales.device)
     for c in tiles():
+        count += c.shape[0]
         for i, scale in enumerate(scales):
             steps = torch.where(scale > 0, scale, 1.0)
-            error[i] += (c - (c / steps).round().clamp(-7, 7) * scale).double().square().sum(0)
-    return scales.gather(0, error.argmin(0, keepdim=True)).squeeze(0)
+            error[i] += (c - quantised(c / steps) * scale).double().square().sum(0)
+    least, at = error.min(0)
+    return scales.gather(0, at[None]).squeeze(0), least / count

@@ -1,4 +1,4 @@
-"""The four forms in which a checkpoint stores a matrix, and the four of a cache's rows, as tuples of tensors.
+"""The four forms in which a checkpoint stores a matrix, and the five of a cache's rows, as tuples of tensors.
 
 A weight stays in its stored form for the whole run (DESIGN decision 8); the linear op that uses it
 decodes it tile by tile. Which form a tensor has is read off the stored tensors themselves (dtype and
@@ -138,9 +138,40 @@ class RotatedRows(NamedTuple):
         return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
 
 
-# Rows of a cache, [n, d]: a tensor in the run's dtype, or the planes of a narrow form. All but the last hold what
+class EigenKeys(NamedTuple):
+    """Rows as quantised coefficients of an eigenbasis: keys of one sequence, rotary embedding undone, or `BasisRows`.
+
+    Component j of a row is ``grid(code) * scale[j] * basis_scale[j]`` times column j of `basis`, beside the mean. Keys
+    of all heads of a token make one row of ``D = heads * d`` columns.
+    """
+
+    codes: Tensor  # [n, bytes] uint8, the runs side by side, each packed as in `kernels.lloyd_max`
+    basis: Tensor  # [D, r] int8
+    basis_scale: Tensor  # [r] float16
+    scale: Tensor  # [r] float16, of the coefficients
+    mean: Tensor  # [D] float16
+    bits: Tensor  # [groups] int8 on the CPU: bits of each group of components, 0 for one that is not stored; else [0]
+
+
+class BasisRows(NamedTuple):
+    """Entries in a basis fitted once for their layer: coefficients of the nope dims, and the rope dims rotated.
+
+    Of `nope` all but the codes is shared by all rows, and counted once.
+    """
+
+    nope: EigenKeys  # of square basis; components in groups, each with bits of its own
+    gain: Tensor  # [n] float16, by which a row's coefficients are multiplied
+    rope: RotatedRows
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[n, d], in values."""
+        return self.nope.codes.shape[0], self.nope.basis.shape[0] + self.rope.shape[1]
+
+
+# Rows of a cache, [n, d]: a tensor in the run's dtype, or the planes of a narrow form. All but the last two hold what
 # `deployed` numerics rounds to, to the bit.
-Rows = Tensor | Fp8Entries | Fp8Keys | Fp4Keys | RotatedRows
+Rows = Tensor | Fp8Entries | Fp8Keys | Fp4Keys | RotatedRows | BasisRows
 
 
 class Slots(NamedTuple):
@@ -154,21 +185,6 @@ class Slots(NamedTuple):
     def shape(self) -> tuple[int, int]:
         """[n, d], in values."""
         return self.rows.shape[0], self.rows.shape[1]
-
-
-class EigenKeys(NamedTuple):
-    """Keys of one sequence, rotary embedding undone, as quantised coefficients of their own eigenbasis.
-
-    Component j of a token is ``grid(code) * scale[j] * basis_scale[j]`` times column j of `basis`; all heads of a token
-    make one row of ``D = heads * d`` columns.
-    """
-
-    codes: Tensor  # [n, bytes] uint8, the runs side by side, each packed as in `kernels.lloyd_max`
-    basis: Tensor  # [D, r] int8
-    basis_scale: Tensor  # [r] float16
-    scale: Tensor  # [r] float16, of the coefficients
-    mean: Tensor  # [D] float16
-    bits: Tensor  # [groups] int8 on the CPU: bits of each group of components, 0 for one that is not stored; else [0]
 
 
 class CodebookValues(NamedTuple):

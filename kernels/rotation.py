@@ -23,8 +23,8 @@ from kernels import lloyd_max
 from kernels.formats import RotatedRows
 
 __all__ = [
-    "RotatedRows", "between", "dot", "hadamard", "planes", "random_signs", "read", "read_rotated", "rotate",
-    "rotated_rows", "row_norm", "take", "take_rotated", "unrotate", "weighted_sum", "write",
+    "RotatedRows", "between", "dot", "expected_error", "hadamard", "planes", "random_signs", "read", "read_rotated",
+    "rotate", "rotated_rows", "row_norm", "take", "take_rotated", "unrotate", "weighted_sum", "write",
 ]  # fmt: skip
 
 TILE = 1 << 17  # decoded numbers per tile of `dot` and `weighted_sum`: half a MiB of fp32
@@ -115,11 +115,21 @@ def write(rows: RotatedRows, start: int, x: Tensor) -> None:
     norm = row_norm(x)
     stored = norm.half()
     part.norm.copy_(torch.where(stored.isfinite(), stored, float("nan")))
-    usable = (norm > 0) & norm.isfinite()
-    scale = torch.where(usable, norm, 1.0)[:, None]
-    y = rotate(x.float() / scale, rows.signs) * rows.shape[1] ** 0.5
-    y = torch.where(usable[:, None], y, 0.0)
+    y = _normal(x, norm, rows.signs)
     part.codes.copy_(lloyd_max.pack(lloyd_max.encode(y, rows.bits), rows.bits))
+
+
+def expected_error(rows: RotatedRows, x: Tensor) -> Tensor:
+    """Squared error over squared length, [m] float32, of the codes that stand for `x` [m, d]: more in a long tail."""
+    y = _normal(x, row_norm(x), rows.signs)
+    return (lloyd_max.decode(lloyd_max.encode(y, rows.bits), rows.bits) - y).square().mean(1)
+
+
+def _normal(x: Tensor, norm: Tensor, signs: Tensor | None) -> Tensor:
+    """Rows [m, d] rotated, at a length of sqrt(d): columns are near N(0, 1), or 0 where there is no direction."""
+    usable = ((norm > 0) & norm.isfinite())[:, None]
+    y = rotate(x.float() / torch.where(usable, norm[:, None], 1.0), signs) * x.shape[1] ** 0.5
+    return torch.where(usable, y, 0.0)
 
 
 def read(rows: RotatedRows, low: int, high: int) -> Tensor:

@@ -14,13 +14,14 @@ a group was rounded down to half of what the scale allows, and then all values o
 import torch
 from torch import Tensor
 
-from kernels import codes, rotation
-from kernels.formats import Fp4Keys, Fp8Entries, Fp8Keys, RotatedRows, Rows
+from kernels import basis_rows, codes, rotation
+from kernels.formats import BasisRows, Fp4Keys, Fp8Entries, Fp8Keys, RotatedRows, Rows
 from kernels.reference.quantise import E2M1_MAX, E4M3_MAX, power_of_two_scale, quantise_fp8, round_e2m1
 
 __all__ = [
-    "Fp4Keys", "Fp8Entries", "Fp8Keys", "RotatedRows", "Rows", "first", "fp4_keys", "fp8_entries", "fp8_keys", "length",
-    "nbytes", "planes", "read", "read_turned", "take", "take_turned", "turned", "turned_back", "width", "write",
+    "BasisRows", "Fp4Keys", "Fp8Entries", "Fp8Keys", "RotatedRows", "Rows", "first", "fp4_keys", "fp8_entries",
+    "fp8_keys", "length", "nbytes", "planes", "read", "read_turned", "take", "take_turned", "turned", "turned_back",
+    "width", "write",
 ]  # fmt: skip
 
 ALIGNMENT = 8  # bytes; a row of Fp8Entries is padded to a multiple
@@ -44,12 +45,16 @@ def planes(rows: Rows) -> dict[str, Tensor]:
             return {"rows": rows}
         case RotatedRows():
             return rotation.planes(rows)
+        case BasisRows():
+            return basis_rows.planes(rows)
         case _:
             return rows._asdict()
 
 
 def nbytes(rows: Rows) -> int:
-    """Bytes that the rows occupy."""
+    """Bytes that the rows occupy, with the basis that they may be stored in."""
+    if isinstance(rows, BasisRows):
+        return basis_rows.nbytes(rows)
     return sum(plane.nbytes for plane in planes(rows).values())
 
 
@@ -74,31 +79,58 @@ def take(rows: Rows, index: Tensor) -> Tensor:
             return _decoded(Fp4Keys(_gather(packed, index), _gather(scale, index)))
         case RotatedRows():
             return rotation.take(rows, index)
+        case BasisRows():
+            return basis_rows.take(rows, index)
         case _:
             return _gather(rows, index)
 
 
 def turned(rows: Rows, x: Tensor) -> Tensor:
-    """`x` [..., d] in the space in which `read_turned` gives rows: rotated as they are stored, or as it is.
+    """Queries `x` [..., d] in the space in which `read_turned` gives rows: that of what is stored, or as they are.
 
-    Dot products are the same there, and a weighted sum of rows is turned back once, at its end.
+    Dot products are the same there, and a weighted sum of rows is turned back once, at its end. The space of
+    `BasisRows` has a column more, and queries and rows go into it in different ways.
     """
-    return rotation.rotate(x, rows.signs) if isinstance(rows, RotatedRows) else x
+    match rows:
+        case RotatedRows():
+            return rotation.rotate(x, rows.signs)
+        case BasisRows():
+            return basis_rows.turned(rows, x)
+        case _:
+            return x
 
 
 def turned_back(rows: Rows, y: Tensor) -> Tensor:
-    """Undo `turned`."""
-    return rotation.unrotate(y, rows.signs) if isinstance(rows, RotatedRows) else y
+    """Sums of `read_turned` as sums of rows."""
+    match rows:
+        case RotatedRows():
+            return rotation.unrotate(y, rows.signs)
+        case BasisRows():
+            return basis_rows.turned_back(rows, y)
+        case _:
+            return y
 
 
 def read_turned(rows: Rows, low: int, high: int) -> Tensor:
     """`read`, in the space of `turned`: no row is rotated back."""
-    return rotation.read_rotated(rows, low, high) if isinstance(rows, RotatedRows) else read(rows, low, high)
+    match rows:
+        case RotatedRows():
+            return rotation.read_rotated(rows, low, high)
+        case BasisRows():
+            return basis_rows.read_turned(rows, low, high)
+        case _:
+            return read(rows, low, high)
 
 
 def take_turned(rows: Rows, index: Tensor) -> Tensor:
     """`take`, in the space of `turned`: no row is rotated back."""
-    return rotation.take_rotated(rows, index) if isinstance(rows, RotatedRows) else take(rows, index)
+    match rows:
+        case RotatedRows():
+            return rotation.take_rotated(rows, index)
+        case BasisRows():
+            return basis_rows.take_turned(rows, index)
+        case _:
+            return take(rows, index)
 
 
 def fp8_entries(n: int, d: int, rope: int, device: torch.device) -> Fp8Entries:
@@ -146,6 +178,8 @@ def write(rows: Rows, start: int, x: Tensor) -> None:
             packed.copy_(_packed((blocks / scales[..., None]).flatten(1)))
         case RotatedRows():
             rotation.write(part, 0, x)
+        case BasisRows():
+            basis_rows.write(part, 0, x)
         case _:
             part.copy_(x)
 
@@ -169,6 +203,8 @@ def _between(rows: Rows, low: int, high: int) -> Rows:
             return Fp4Keys(packed[low:high], scale[low:high])
         case RotatedRows():
             return rotation.between(rows, low, high)
+        case BasisRows():
+            return basis_rows.between(rows, low, high)
         case _:
             return rows[low:high]
 
@@ -194,6 +230,8 @@ def _decoded(rows: Rows) -> Tensor:
             return out
         case RotatedRows():
             return rotation.read(rows, 0, rows.shape[0])
+        case BasisRows():
+            return basis_rows.read(rows, 0, rows.shape[0])
         case _:
             return rows
 

@@ -10,15 +10,17 @@ import math
 import torch
 from torch import Tensor
 
+from kernels import rotation
+from kernels.basis_rows import expected_error
 from kernels.lloyd_max import distortion
-from kernels.rows import RotatedRows, Rows, read
+from kernels.rows import BasisRows, RotatedRows, Rows, read
 
 # Of Sinkhorn's columns, whose last step divides by (sum + eps): eps = 1e-6, and fp32 rounding. Over a million random
 # matrices, with logits of up to 50 sigma, 20 iterations leave at most 1.3e-6. (One or two may
 # leave more than this bound; no published model takes so few.)
 COLUMN_TOLERANCE = 1e-5
-# Of a coded row's squared error, beside twice what its codebook makes of a normal distribution: the few columns of a
-# row that lie beyond the last centroid.
+# Of a coded row's squared error, beside twice what its codebook makes of a normal distribution, or what its own columns
+# lose to their codes where that is more, as in a row of which a few columns lie far beyond the last centroid.
 CODED_TOLERANCE = 0.02
 SMALLEST_LENGTH = 2.0**-14  # of a coded row; below, float16 holds its length less and less well
 WEIGHT_TOLERANCE = 1e-5  # of the sum of routing weights, as a share of the route scale: fp32 rounding of k terms
@@ -166,7 +168,7 @@ def stored(site: str, layer: int, first: int, new: Tensor, rows: Rows) -> None:
     """
     if isinstance(rows, Tensor):
         return
-    if isinstance(rows, RotatedRows):
+    if isinstance(rows, RotatedRows | BasisRows):
         _coded(site, layer, first, new, rows)
         return
     back, wanted = read(rows, first, first + new.shape[0]), new.float()
@@ -177,15 +179,20 @@ def stored(site: str, layer: int, first: int, new: Tensor, rows: Rows) -> None:
     raise Tripwire(site, layer, None, measured, f"{wanted[row, column]:.9g}, as written")
 
 
-def _coded(site: str, layer: int, first: int, new: Tensor, rows: RotatedRows) -> None:
+def _coded(site: str, layer: int, first: int, new: Tensor, rows: RotatedRows | BasisRows) -> None:
     """Trip where a coded row comes back farther off than its codebook allows."""
     off = read(rows, first, first + new.shape[0]) - new.float()
-    error = off.square().sum(1) / new.float().square().sum(1).clamp_min(SMALLEST_LENGTH**2)
-    allowed = 2 * distortion(rows.bits) + CODED_TOLERANCE
+    length = new.float().square().sum(1).clamp_min(SMALLEST_LENGTH**2)
+    error = off.square().sum(1) / length
+    if isinstance(rows, RotatedRows):
+        usual, how = torch.full_like(error, 2 * distortion(rows.bits)), f"{rows.bits} bits"
+        allowed = torch.maximum(usual, rotation.expected_error(rows, new)) + CODED_TOLERANCE
+    else:
+        allowed, how = expected_error(rows, first, new) / length + CODED_TOLERANCE, "these coefficients"
     if not bool((error <= allowed).all()):  # NaN is not
         row = int((~(error <= allowed)).nonzero()[0])
         measured = f"row {first + row} comes back {error[row]:.3g} off, as a share of its squared length"
-        raise Tripwire(site, layer, None, measured, f"at most {allowed:.3g} with {rows.bits} bits")
+        raise Tripwire(site, layer, None, measured, f"at most {allowed[row]:.3g} with {how}")
 
 
 def columns(site: str, layer: int, first: int, comb: Tensor, eps: float) -> None:

@@ -1,15 +1,17 @@
 """`--kv LAYERS=VARIANT`: which layer remembers how."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from pathlib import Path
 from typing import Final
 
 from model.cache import grouped
 from model.cache.shard import STREAM_BITS
-from model.cache.variants import Coda, Full, GroupedCoda, GroupedShard, Shard, Variant
+from model.cache.variants import Basis, Coda, Full, GroupedCoda, GroupedShard, Shard, Variant
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
 from model.llama.config import LlamaConfig
+from runtime.basis import check_weights, read_basis
 
 Names = Mapping[str, type[Variant]]
 
@@ -47,6 +49,7 @@ def variants(rules: Sequence[str], config: ModelConfig | LlamaConfig) -> tuple[V
     rules
         ``LAYERS=VARIANT`` each. LAYERS are ``all`` (that have entries, or grouped heads), ``csa``, ``hca``, numbers and
         ranges of numbers, between commas: ``3,5-9``. VARIANT is a name and perhaps settings: ``shard:bits=8,keys=8``.
+        With ``basis=FILE`` the layers for which the file has a basis get it, and the others are rotated.
     config
         Of the model.
 
@@ -66,11 +69,42 @@ def variants(rules: Sequence[str], config: ModelConfig | LlamaConfig) -> tuple[V
         layers, equals, name = rule.partition("=")
         if not equals:
             raise ConfigError(f"--kv {rule}: want LAYERS=VARIANT, as in all=shard or 3,5-9=coda:window=128")
-        variant = _variant(rule, name, GROUPED if isinstance(config, LlamaConfig) else ENTRIES)
+        if isinstance(config, LlamaConfig):
+            variant, bases = _variant(rule, name, GROUPED), dict[int, Basis]()
+        else:
+            variant, bases = _with_bases(rule, name, config)
         for layer in _layers(rule, layers, config):
             _check(rule, variant, config, layer)
-            found[layer] = variant
+            found[layer] = replace(variant, basis=bases.get(layer)) if isinstance(variant, Shard) else variant
     return tuple(found)
+
+
+def _with_bases(rule: str, text: str, config: ModelConfig) -> tuple[Variant, dict[int, Basis]]:
+    """A variant of V4's layers, and the bases of the file that it names, by layer."""
+    name, file = _without_basis(text)
+    variant = _variant(rule, name, ENTRIES)
+    if file is None or not isinstance(variant, Shard):
+        return variant, {}
+    return variant, read_basis(file, config, variant.bits)
+
+
+def check_bases(rules: Sequence[str], weights: str) -> None:
+    """Refuse a file of bases that was made from other weights than those of this fingerprint: ConfigError."""
+    for rule in rules:
+        _, file = _without_basis(rule.partition("=")[2])
+        if file is not None:
+            check_weights(file, weights)
+
+
+def _without_basis(text: str) -> tuple[str, Path | None]:
+    """A variant without its setting ``basis=FILE``, and the file."""
+    name, _, settings = text.partition(":")
+    parts = settings.split(",")
+    files = [part for part in parts if part.startswith("basis=")] if name == "shard" else []
+    if not files:
+        return text, None
+    parts.remove(files[0])
+    return f"{name}:{','.join(parts)}" if parts else name, Path(files[0].removeprefix("basis="))
 
 
 def _layers(rule: str, text: str, config: ModelConfig | LlamaConfig) -> list[int]:
@@ -136,17 +170,20 @@ def _variant(rule: str, text: str, names: Names) -> Variant:
         raise ConfigError(f"--kv {rule}: no variant {name!r}; there are {', '.join(names)}")
     kind = names[name]
     given: dict[str, int] = {}
+    more = ", and basis=FILE" if kind is Shard else ""
     for setting in settings.split(",") if colon else ():
         key, _, value = setting.partition("=")
         if (kind, key) not in ALLOWED or key in given or not _number(value):
-            known = ", ".join(field.name for field in fields(kind)) or "none"
-            raise ConfigError(f"--kv {rule}: {setting!r}: settings of {name} are whole numbers: {known}, each once")
+            known = ", ".join(field.name for field in fields(kind) if (kind, field.name) in ALLOWED) or "none"
+            raise ConfigError(
+                f"--kv {rule}: {setting!r}: settings of {name} are whole numbers: {known}, each once{more}"
+            )
         allowed = ALLOWED[kind, key]
         if int(value) not in allowed:
             wanted = f"{allowed[0]} to {allowed[-1]}" if isinstance(allowed, range) else " or ".join(map(str, allowed))
             raise ConfigError(f"--kv {rule}: {key} is {value}, want {wanted}")
         given[key] = int(value)
-    return kind(**given)
+    return kind(**given)  # type: ignore[arg-type]  # what is given are numbers
 
 
 def _number(text: str) -> bool:

@@ -20,7 +20,7 @@ from model.errors import CheckpointError, ConfigError
 from model.llama.config import LlamaConfig
 from model.ranks import ALONE, Group, Ranks, evenly
 from model.transformer import Transformer
-from runtime.kv import variants
+from runtime.kv import check_bases, variants
 from runtime.llama import LoadedLlama, check_options, load_llama
 from runtime.memory import check_fits
 from runtime.options import RunOptions, check_deployed
@@ -128,7 +128,7 @@ def _load_v4(
     placement = place(config, group.size)
     ranks = Ranks(group, placement.ranks[group.rank], options.dispatch)
     follow(ranks)
-    ranks.note("options of the run", None, _digits(_options_digest(options, context), device))
+    ranks.note("options of the run", None, _digits(_options_digest(options, config, context), device))
     ranks.note("config.json", None, _digits(config.fingerprint, device))
     ranks.note("headers of the checkpoint's files", None, _digits(headers_digest(checkpoint), device))
     ranks.settle()
@@ -138,12 +138,18 @@ def _load_v4(
     model = Transformer(config, weights, options.arithmetic(ops, ranks, config))
     if unread := weights.unread():  # a parameter that no layer asked for is a layer that was not built
         raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
-    return Loaded(model, counted, _fingerprint(checkpoint, ranks, device), directory, placement, weights.handed())
+    found = _fingerprint(checkpoint, ranks, device)
+    check_bases(options.kv, found)
+    return Loaded(model, counted, found, directory, placement, weights.handed())
 
 
-def _options_digest(options: RunOptions, context: int | None) -> str:
-    """SHA-256 of what every rank is asked, as 64 hex digits: on several machines it is typed several times."""
-    return hashlib.sha256(repr((options, context, torch.__version__)).encode()).hexdigest()
+def _options_digest(options: RunOptions, config: ModelConfig, context: int | None) -> str:
+    """SHA-256 of what every rank is asked, as 64 hex digits: on several machines it is typed several times.
+
+    Variants are told as well as their rules: a rule may name a file, of which every machine has its own.
+    """
+    kinds = [str(variant) for variant in options.formats(config).variants]
+    return hashlib.sha256(repr((options, kinds, context, torch.__version__)).encode()).hexdigest()
 
 
 def _fingerprint(checkpoint: Checkpoint, ranks: Ranks, device: torch.device) -> str:

@@ -50,6 +50,7 @@ def report(loaded: AnyLoaded, options: RunOptions, state: State, run: Generation
         "position": state.position,
         "max_context": state.max_context,
         "options": options.to_json(),
+        "variants": [str(variant) for variant in loaded.model.arithmetic.formats.variants],  # of each layer
         "ops": loaded.model.arithmetic.ops.name,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,

@@ -6,20 +6,18 @@ the chosen token that is still to be run, and a checksum of all of it. A file th
 refused. Capacity and chunk are not part of it: a larger state may take it.
 """
 
-import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from model.errors import StateError
 from model.state import State
+from runtime.digest import digest as _digest
 from runtime.load import AnyLoaded
 
 FORMAT = "fathom-state-4"  # 2: cache formats; 3: variants; 4: the prompt's length
@@ -164,12 +162,3 @@ def _number(path: Path, metadata: dict[str, str], key: str, largest: int) -> int
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= largest):
         raise StateError(f"{path}: {key} is {text[:40]!r}, want a number up to {largest}")
     return int(text)
-
-
-def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
-    for name in sorted(tensors):
-        part = tensors[name]
-        digest.update(f"{name} {part.dtype} {list(part.shape)}\n".encode())
-        digest.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()

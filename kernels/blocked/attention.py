@@ -74,14 +74,14 @@ def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks 
     slots = slots if isinstance(slots, Slots) else Slots(slots, None, 0)
     for start in range(0, t, tokens):
         stop = min(start + tokens, t)
-        scaled = turned(slots.rows, q[start:stop].float() * d**-0.5)
+        scaled = q[start:stop].float() * d**-0.5
         state = _begin(scaled, sink)
         for keys, seen in _window_tiles(ring, first + start, first + stop, window, _tile(scaled)):
-            _accumulate(state, scaled, turned(slots.rows, keys), seen)
+            _accumulate(state, scaled, keys, seen)
         if entries is not None:
             rows = None if selected is None else selected[start:stop]
-            _attend_entries(state, scaled, slots, first + start, ratio, rows, dense_up_to)
-        out[start:stop] = turned_back(slots.rows, state.value / state.total[..., None])
+            _attend_as_stored(state, scaled, slots, first + start, ratio, rows, dense_up_to)
+        out[start:stop] = state.value / state.total[..., None]
     return out
 
 
@@ -146,6 +146,28 @@ def _bias(slots: Slots, index: slice | Tensor) -> Tensor | None:
     if slots.bias is None:
         return None
     return slots.bias[index] if isinstance(index, slice) else slots.bias[index.long()][:, None]
+
+
+def _attend_as_stored(
+    state: _Softmax,
+    q: Tensor,
+    entries: Slots,
+    start: int,
+    ratio: int,
+    selected: Tensor | None,
+    dense_up_to: float,
+) -> None:
+    """`_attend_entries` in the space in which they are stored, see `kernels.rows.turned`; the window is in its own."""
+    inside = turned(entries.rows, q)
+    if inside is q:
+        _attend_entries(state, q, entries, start, ratio, selected, dense_up_to)
+        return
+    there = _Softmax(state.peak.clone(), state.total, torch.zeros_like(inside))
+    _attend_entries(there, inside, entries, start, ratio, selected, dense_up_to)
+    del inside
+    shrink = torch.exp(state.peak - there.peak)
+    state.value.mul_(shrink[..., None]).add_(turned_back(entries.rows, there.value))
+    state.peak.copy_(there.peak)
 
 
 def _attend_entries(

@@ -9,12 +9,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kernels import basis_rows
 from kernels.rotation import rotated_rows
 from model.cache.banked_entries import BankedEntries, NewestKeys
 from model.cache.entries import Entries
 from model.cache.formats import CacheFormats
 from model.cache.frontier import Frontier
-from model.cache.variants import Coda, Shard
+from model.cache.variants import Basis, Coda, Shard
 from model.cache.window import WindowRing
 from model.config import LayerKind, ModelConfig
 
@@ -106,6 +107,8 @@ class HcaCache(LayerCache):
         match formats.variant(layer):
             case Coda() as coda:
                 self.entries = BankedEntries(ratio, coda, d, rope, chunk, formats.dtype, device)
+            case Shard(basis=Basis(_, fit, rope_bits)):
+                self.entries = Entries(ratio, basis_rows.allocate(n, fit, rope, rope_bits, SIGNS, device))
             case Shard(bits):
                 self.entries = Entries(ratio, rotated_rows(n, d, bits, device, SIGNS))
             case _:

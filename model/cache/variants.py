@@ -5,7 +5,9 @@ A variant is a value with its settings. What it means for a kind of layer is sai
 `Full`. V4's layers and layers with grouped heads have settings of their own, under the same names.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+
+from kernels.formats import EigenKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +20,25 @@ class Full:
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
-    """Every entry, rotated by Hadamard and coded by Lloyd-Max: `kernels.rotated`."""
+class Basis:
+    """A basis that was fitted to a layer's entries beforehand, see `runtime.basis`."""
 
-    bits: int = 6  # of a value of an entry
+    digest: str  # of all below: what tells one basis from another, here and in a saved state
+    fit: EigenKeys = field(compare=False, repr=False)  # of the nope dims, without any row
+    rope_bits: int = field(compare=False)  # of a value of the rope dims
+
+    def __str__(self) -> str:
+        """Return what tells it from others."""
+        return self.digest
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Every entry as codes: rotated by Hadamard (`kernels.rotation`), or in a basis (`kernels.basis_rows`)."""
+
+    bits: int = 6  # of a value of an entry; in a basis, as many bytes as that takes, the basis included
     keys: int = 8  # of a value of an index key
+    basis: Basis | None = None
 
     def __str__(self) -> str:
         """Return it as `--kv` spells it, with every setting."""
@@ -78,5 +94,6 @@ Variant = Full | Shard | Coda | GroupedShard | GroupedCoda
 
 
 def _spelt(name: str, variant: Shard | Coda | GroupedShard | GroupedCoda) -> str:
-    settings = ",".join(f"{field.name}={getattr(variant, field.name)}" for field in fields(variant))
+    values = {part.name: getattr(variant, part.name) for part in fields(variant)}
+    settings = ",".join(f"{key}={value}" for key, value in values.items() if value is not None)
     return f"{name}:{settings}"

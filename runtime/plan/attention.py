@@ -72,6 +72,7 @@ def _compress(s: Sizes, layer: int, name: str, width: int, alive: Alive) -> Iter
     alive = alive | {"values and gates": 2 * one}
     closed = -(-t // ratio) * width
     stored = closed * (3 * F32 + 2 * s.item)  # normed, rotated, rounded, and read back
+    stored += 0 if name.startswith("indexer") else s.costs.coding(closed // width, width)
     yield moment(f"{name}, pooling", alive, work=closed * F32 + max(s.costs.pool(t, width, overlap=overlap), stored))
 
 

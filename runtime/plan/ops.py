@@ -7,11 +7,12 @@ test holds each against what torch's profiler counts.
 
 from typing import NamedTuple
 
+from kernels import basis_rows
 from kernels.blocked import attention, hyper, indexer, linear, quantise
 from model.binding import Form
 from runtime.plan import selection
 
-F32, I64 = 4, 8  # bytes
+F32, F64, I64 = 4, 8, 8  # bytes
 TILE_SLACK = 1 << 16
 CODED = 3 * F32 + 2  # bytes that a number of a coded row takes while it is decoded: word, centroid, product, code
 
@@ -27,6 +28,7 @@ class Costs(NamedTuple):
     entries: str = "dtype"  # forms of a cache's rows, see `model.cache.formats`
     keys: str = "dtype"
     coded: bool = False  # whether some layer's rows are codes, see `kernels.rotation`
+    based: bool = False  # whether some layer's entries are coefficients, see `kernels.basis_rows`
     banked: int = 0  # rows that a layer attends to beside those it selects, see `model.cache.banked_entries`
 
     def finite(self, numbers: int) -> int:
@@ -96,7 +98,7 @@ class Costs(NamedTuple):
     def _entries_in_fp32(self) -> int:
         """Bytes that a number of an entry takes while a tile of them is made fp32, which the run's dtype may be."""
         if self.coded:
-            return CODED
+            return CODED + (2 * F32 if self.based else 0)  # coefficients, and these joined with the rope dims
         if self.entries == "fp8":
             return 2 * F32 + 2  # E4M3 through 16-bit integers, and beside its result
         return 0 if self.item == F32 else F32
@@ -123,7 +125,10 @@ class Costs(NamedTuple):
         """`attend` to tiles of `keys` in a row, or fewer; `selected` entries for each token, 0 where none are."""
         rows = min(tokens, max(1, attention.ROWS // heads))
         queries = rows * heads * width * F32
+        inside = 2 * queries if self.coded else 0  # queries and values in the space of the codes
         turning = 2 * queries if self.coded else 0
+        if self.based:
+            turning += 2 * queries + width * width * F32
         shared = max(1, min(attention.LOGITS // (rows * heads), attention.KEYS // width, keys))
         stored = self._entries_in_fp32()
         tile = queries + shared * width * stored + rows * heads * shared * F32 + rows * shared
@@ -133,7 +138,14 @@ class Costs(NamedTuple):
             gathered = some * (each * (width * self._entries_gathered() + heads * F32 + I64) + heads * width * F32)
             chosen = rows * selected * (4 + I64 + 3)  # which, as they are and as an index, and whether each may be seen
             tile = max(tile, gathered) + chosen
-        return tokens * heads * width * self.item + 2 * queries + max(tile, turning) + TILE_SLACK
+        return tokens * heads * width * self.item + 2 * queries + inside + max(tile, turning) + TILE_SLACK
+
+    def coding(self, vectors: int, width: int) -> int:
+        """`kernels.basis_rows.write` of so many vectors: exact products, and what a gain loses."""
+        if not self.based:
+            return 0
+        gains = 4 * F32 * len(basis_rows.GAINS) * min(vectors, basis_rows.ROWS) * width
+        return vectors * width * 2 * F32 + max(vectors * width * 5 * F64 + width * width * F64, gains) + TILE_SLACK
 
     def select(self, tokens: int, heads: int, width: int, visible: int, k: int, *, few_pass: bool = False) -> int:
         """`select` among `visible` entries; `few_pass`: where few of them pass its comparisons."""

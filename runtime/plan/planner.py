@@ -87,8 +87,11 @@ class Planner:
         self.formats = options.formats(config)
         _, entries, keys, kinds = self.formats
         coded = any(isinstance(kind, Shard) for kind in kinds)
+        based = any(isinstance(kind, Shard) and kind.basis is not None for kind in kinds)
         banked = max((kind.exact + kind.summary for kind in kinds if isinstance(kind, Coda)), default=0)
-        self.costs = Costs(item, options.numerics == "deployed", narrow, integers, gpu, entries, keys, coded, banked)
+        self.costs = Costs(
+            item, options.numerics == "deployed", narrow, integers, gpu, entries, keys, coded, based, banked
+        )
 
     def plan(self, context: int, chunk: int | None = None) -> Plan:
         """Plan for `context` positions in calls of up to `chunk` tokens (None: the run's own).

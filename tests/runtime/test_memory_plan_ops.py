@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import rows
+from kernels import basis_fit, basis_rows, rows
 from kernels.blocked import indexer
 from kernels.blocked.index_bound import native
 from kernels.blocked.linear import _native_bfloat16
@@ -153,6 +153,28 @@ def test_attend_to_codes(bits, tokens, heads, width, selected):
     chosen = torch.arange(selected, dtype=torch.int32).expand(tokens, selected).contiguous() if selected else None
     planned = costs(2, coded=True).attend(tokens, heads, width, max(window + tokens, 0 if selected else n), selected)
     fits(planned, lambda: BLOCKED.attend(q, ring, first, window, entries, ratio, chosen, torch.zeros(heads)))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "heads", "width", "selected"), [(512, 4, 128, 0), (64, 16, 512, 600), (1, 16, 512, 64)]
+)
+def test_attend_to_coefficients(tokens, heads, width, selected):
+    first, window, ratio = 40_000, 64, 4 if selected else 16
+    q, ring = torch.randn(tokens, heads, width).bfloat16(), torch.randn(window + tokens - 1, width).bfloat16()
+    n = (first + tokens) // ratio
+    entries = basis_rows.allocate(n, fitted(torch.randn(2000, width) * torch.logspace(0, -2, width)), 64, 8, 0, CPU)
+    rows.write(entries, 0, torch.randn(n, width))
+    chosen = torch.arange(selected, dtype=torch.int32).expand(tokens, selected).contiguous() if selected else None
+    allowed = costs(2, coded=True, based=True)
+    planned = allowed.attend(tokens, heads, width, max(window + tokens, 0 if selected else n), selected)
+    fits(planned, lambda: BLOCKED.attend(q, ring, first, window, entries, ratio, chosen, torch.zeros(heads)))
+    written = torch.randn(tokens, width)
+    fits(allowed.coding(tokens, width), lambda: rows.write(entries, 0, written))
+
+
+def fitted(x):
+    sample = basis_fit.Sample(x, torch.randn(16, 4, x.shape[1]), torch.ones(16, len(x), dtype=torch.bool))
+    return basis_fit.fit(sample, 64, 6, 100_000).fit
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 6, 8])
