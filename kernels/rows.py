@@ -19,8 +19,9 @@ from kernels.formats import Fp4Keys, Fp8Entries, Fp8Keys, RotatedRows, Rows
 from kernels.reference.quantise import E2M1_MAX, E4M3_MAX, power_of_two_scale, quantise_fp8, round_e2m1
 
 __all__ = [
-    "Fp4Keys", "Fp8Entries", "Fp8Keys", "RotatedRows", "Rows", "first", "fp4_keys", "fp8_entries", "fp8_keys", "length",
-    "nbytes", "planes", "read", "read_turned", "take", "take_turned", "turned", "turned_back", "width", "write",
+    "Fp4Keys", "Fp8Entries", "Fp8Keys", "RotatedRows", "Rows", "first", "fp4_keys", "fp8_entries", "fp8_keys",
+    "is_turned", "length", "nbytes", "planes", "read", "read_turned", "take", "take_turned", "turned", "turned_back",
+    "width", "write",
 ]  # fmt: skip
 
 ALIGNMENT = 8  # bytes; a row of Fp8Entries is padded to a multiple
@@ -76,6 +77,11 @@ def take(rows: Rows, index: Tensor) -> Tensor:
             return rotation.take(rows, index)
         case _:
             return _gather(rows, index)
+
+
+def is_turned(rows: Rows) -> bool:
+    """Whether `read_turned` gives rows in another space than `read`."""
+    return isinstance(rows, RotatedRows)
 
 
 def turned(rows: Rows, x: Tensor) -> Tensor:

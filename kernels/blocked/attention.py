@@ -3,9 +3,10 @@
 Tokens are taken a few at a time. For these, keys arrive in tiles (at most two row ranges of the ring, then entries)
 and are folded into a running softmax (peak, total, accumulator, all fp32), so no logits and no gathered rows beyond
 one tile ever exist; entries in a narrow form are decoded tile by tile as well. Those that are stored rotated are never
-rotated back: queries and window are rotated to them, and the result once at its end. A token's result depends on the
-tiles it fell into by rounding alone. Rows that no token of the tile may see are not read, whatever they hold; NaN in
-any other row reaches every token of the tile, which may be more than saw it, but never fewer.
+rotated back: queries are rotated to them, and their sum once at its end; the window's is kept apart until then. A
+token's result depends on the tiles it fell into by rounding alone. Rows that no token of the tile may see are not read,
+whatever they hold; NaN in any other row reaches every token of the tile, which may be more than saw it, but never
+fewer.
 
 Selected entries can be read in two ways: as masked tiles of all visible ones, or gathered row by row. Time of gathering
 over time of masking, by visible entries over top-k (``python -m scripts.bench attend``, one core of an AVX-512 Xeon,
@@ -30,7 +31,7 @@ import torch
 from torch import Tensor
 
 from kernels.formats import Slots
-from kernels.rows import Rows, length, read_turned, take_turned, turned, turned_back, width
+from kernels.rows import Rows, is_turned, length, read_turned, take_turned, turned, turned_back, width
 
 ROWS = 1024  # (token, head) pairs per tile
 LOGITS = 1 << 19  # numbers in a tile of logits: 2 MiB
@@ -74,14 +75,21 @@ def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks 
     slots = slots if isinstance(slots, Slots) else Slots(slots, None, 0)
     for start in range(0, t, tokens):
         stop = min(start + tokens, t)
-        scaled = turned(slots.rows, q[start:stop].float() * d**-0.5)
+        scaled = q[start:stop].float() * d**-0.5
         state = _begin(scaled, sink)
         for keys, seen in _window_tiles(ring, first + start, first + stop, window, _tile(scaled)):
-            _accumulate(state, scaled, turned(slots.rows, keys), seen)
+            _accumulate(state, scaled, keys, seen)
         if entries is not None:
             rows = None if selected is None else selected[start:stop]
+            plain, peak = state.value, state.peak.clone()  # of the window, which is not rotated
+            if is_turned(slots.rows):
+                state = state._replace(value=torch.zeros_like(plain))
+            scaled = turned(slots.rows, scaled)
             _attend_entries(state, scaled, slots, first + start, ratio, rows, dense_up_to)
-        out[start:stop] = turned_back(slots.rows, state.value / state.total[..., None])
+            if is_turned(slots.rows):
+                window_share = plain.mul_(torch.exp(peak - state.peak)[..., None])
+                state = state._replace(value=turned_back(slots.rows, state.value).add_(window_share))
+        out[start:stop] = state.value / state.total[..., None]
     return out
 
 

@@ -133,7 +133,8 @@ class Costs(NamedTuple):
             gathered = some * (each * (width * self._entries_gathered() + heads * F32 + I64) + heads * width * F32)
             chosen = rows * selected * (4 + I64 + 3)  # which, as they are and as an index, and whether each may be seen
             tile = max(tile, gathered) + chosen
-        return tokens * heads * width * self.item + 2 * queries + max(tile, turning) + TILE_SLACK
+        sums = 2 * queries if self.coded else queries  # the window's apart from that of the entries
+        return tokens * heads * width * self.item + queries + sums + max(tile, turning) + TILE_SLACK
 
     def select(self, tokens: int, heads: int, width: int, visible: int, k: int, *, few_pass: bool = False) -> int:
         """`select` among `visible` entries; `few_pass`: where few of them pass its comparisons."""
