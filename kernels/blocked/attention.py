@@ -3,9 +3,10 @@
 Tokens are taken a few at a time. For these, keys arrive in tiles (at most two row ranges of the ring, then entries)
 and are folded into a running softmax (peak, total, accumulator, all fp32), so no logits and no gathered rows beyond
 one tile ever exist; entries in a narrow form are decoded tile by tile as well. Those that are stored rotated are never
-rotated back: queries and window are rotated to them, and the result once at its end. A token's result depends on the
-tiles it fell into by rounding alone. Rows that no token of the tile may see are not read, whatever they hold; NaN in
-any other row reaches every token of the tile, which may be more than saw it, but never fewer.
+rotated back: queries are rotated to them, and their sum once at its end; the window's is kept apart until then. A
+token's result depends on the tiles it fell into by rounding alone. Rows that no token of the tile may see are not read,
+whatever they hold; NaN in any other row reaches every token of the tile, which may be more than saw it, but never
+fewer.
 
 Selected entries can be read in two ways: as masked tiles of all visible ones, or gathered row by row. Time of gathering
 over time of masking, by visible entries over top-k (``python -m scripts.bench attend``, one core of an AVX-512 Xeon,

@@ -16,25 +16,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import eigenbasis, qjl, rotation
-from kernels.formats import CodebookValues, EigenKeys, RotatedRows
+from kernels import qjl, rotation
+from kernels.blocked import gqa
+from kernels.blocked.shard_middle import Middle, MiddleTiles, middle_keys, middle_values
+from kernels.formats import RotatedRows
 from kernels.qjl import StreamKeys
-from kernels.reference import rope
-from kernels.reference.shard import rotated_values, turn
 
-KEYS = 1 << 17  # numbers in a tile of keys: half a MiB
+__all__ = ["Middle", "Stream", "attend", "attend_causal", "middle_keys", "middle_values"]
+
+KEYS = 1 << 18  # numbers in a tile of keys: 1 MiB
 LOGITS = 1 << 17  # numbers in a tile of logits
 TOKENS = 64  # queries per tile
-
-
-class Middle(NamedTuple):
-    """Tokens that were compressed together, at positions `first` and on."""
-
-    keys: EigenKeys
-    values: CodebookValues
-    first: int
-    freqs: Tensor  # [d / 2] float32, radians per position: the model's own
-    interleaved: bool  # whether rotary pairs are neighbours
 
 
 class Stream(NamedTuple):
@@ -55,7 +47,7 @@ class _Softmax(NamedTuple):
 
 
 def attend_causal(q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
-    """Grouped-query attention with everything exact.
+    """Grouped-query attention with everything exact: the op of a full cache.
 
     Parameters
     ----------
@@ -73,21 +65,7 @@ def attend_causal(q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor
 
     """
     assert keys.shape[0] == first + q.shape[0], f"{keys.shape[0]} keys, want {first} + {q.shape[0]}"
-    out = torch.empty_like(q)
-    for start in range(0, q.shape[0], TOKENS):
-        part = q[start : start + TOKENS]
-        grouped = _grouped(part, keys.shape[1])
-        state = _begin(grouped)
-        oldest, newest = first + start, first + start + part.shape[0] - 1
-        for low, high in _tiles(newest + 1, grouped):
-            seen = None
-            if high - 1 > oldest:
-                position = torch.arange(oldest, newest + 1, device=q.device)[:, None]
-                seen = torch.arange(low, high, device=q.device) <= position  # [t, m]
-                seen = seen.repeat_interleave(grouped.shape[1] // part.shape[0], dim=0)
-            _fold(state, state.plain, grouped, keys[low:high].float(), values[low:high].float(), seen)
-        out[start : start + TOKENS] = _finished(state, part.shape)
-    return out
+    return gqa.attend(q, keys.transpose(0, 1), values.transpose(0, 1), first, None)
 
 
 def attend(
@@ -118,7 +96,7 @@ def attend(
         grouped = _grouped(part, keys.shape[1])
         state = _begin(grouped)
         for low, high in _tiles(keys.shape[0], grouped):
-            _fold(state, state.plain, grouped, keys[low:high].float(), values[low:high].float(), None)
+            _fold(state, state.plain, grouped, keys[low:high].float(), values[low:high].float())
         if middle is not None:
             _fold_middle(state, grouped, middle)
         if stream is not None:
@@ -128,26 +106,14 @@ def attend(
     return out
 
 
-def middle_keys(middle: Middle, low: int, high: int) -> Tensor:
-    """Rebuild keys `low` to `high` - 1 of the middle, rotated to their positions: [high - low, kv heads, d] float32."""
-    stored = middle.keys
-    d = 2 * middle.freqs.shape[0]
-    coefficients = eigenbasis.coefficients(stored, low, high).mul_(stored.basis_scale)
-    plain = torch.addmm(stored.mean.float(), coefficients, stored.basis.float().mT)
-    positions = torch.arange(middle.first + low, middle.first + high, device=plain.device)
-    cos, sin = rope.angles(positions, middle.freqs)
-    return turn(plain.unflatten(1, (-1, d)), cos, sin, interleaved=middle.interleaved)
-
-
-def middle_values(middle: Middle, low: int, high: int) -> Tensor:
-    """Values `low` to `high` - 1 of the middle, in the rotated space: [high - low, kv heads, d] float32."""
-    stored = middle.values
-    return rotated_values(stored.codes[low:high], stored.codebook.float(), stored.largest.float())
-
-
 def _fold_middle(state: _Softmax, q: Tensor, middle: Middle) -> None:
-    for low, high in _tiles(middle.values.codes.shape[0], q):
-        _fold(state, state.rotated, q, middle_keys(middle, low, high), middle_values(middle, low, high), None)
+    """Fold the middle in; nothing stored rotated may have been before it, because its sum is scaled as a whole."""
+    n = middle.values.codes.shape[0]
+    tiles = MiddleTiles(middle, min(n, _tile(q)))
+    paired = tiles.queries(q)
+    for low, high in _tiles(n, q):
+        _fold(state, state.rotated, paired, tiles.keys(low, high), tiles.values(low, high))
+    state.rotated.mul_(tiles.largest)
 
 
 def _fold_stream(state: _Softmax, q: Tensor, stream: Stream) -> None:
@@ -157,7 +123,7 @@ def _fold_stream(state: _Softmax, q: Tensor, stream: Stream) -> None:
         rows, shape = (low * heads, high * heads), (high - low, heads)
         keys = qjl.read_rotated(stream.keys, *rows).unflatten(0, shape)
         values = rotation.read_rotated(stream.values, *rows).unflatten(0, shape)
-        _fold(state, state.rotated, turned, keys, values, None)
+        _fold(state, state.rotated, turned, keys, values)
 
 
 def _grouped(q: Tensor, heads: int) -> Tensor:
@@ -181,23 +147,25 @@ def _finished(state: _Softmax, shape: torch.Size) -> Tensor:
     return out.view(-1, t, h // out.shape[0], d).transpose(0, 1).reshape(t, h, d)
 
 
+def _tile(q: Tensor) -> int:
+    """Tokens in a tile for queries `q` [heads, rows, d]."""
+    heads, rows, d = q.shape
+    return max(1, min(KEYS // (heads * d), LOGITS // (heads * rows)))
+
+
 def _tiles(n: int, q: Tensor) -> Iterator[tuple[int, int]]:
     """Ranges of tokens, each a tile for queries `q` [heads, rows, d]."""
-    heads, rows, d = q.shape
-    step = max(1, min(KEYS // (heads * d), LOGITS // (heads * rows)))
+    step = _tile(q)
     for low in range(0, n, step):
         yield low, min(low + step, n)
 
 
-def _fold(state: _Softmax, into: Tensor, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> None:
+def _fold(state: _Softmax, into: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> None:
     """Fold one tile into the running softmax of `q` [heads, rows, e].
 
-    `keys` is [m, heads, e] and `values` [m, heads, d], which belong to the sum `into` of `state`; `seen` [rows, m] says
-    which query sees which key, None: all do.
+    `keys` is [m, heads, e] and `values` [m, heads, d], which belong to the sum `into` of `state`.
     """
     logits = q @ keys.permute(1, 2, 0)  # [heads, rows, m]
-    if seen is not None:
-        logits.masked_fill_(~seen, float("-inf"))
     peak = torch.maximum(state.peak, logits.amax(-1))
     mass = logits.sub_(peak[..., None]).exp_()
     shrink = torch.exp(state.peak - peak)

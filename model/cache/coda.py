@@ -84,15 +84,15 @@ class CodaCache:
         assert eta_logit.shape == (kv_heads,), f"eta_logit: {list(eta_logit.shape)}, want [{kv_heads}]"
         self.settings, self.position = settings, 0  # position: tokens written
         window, slots = settings.window, settings.window + settings.exact + settings.summary
-        self.keys = torch.zeros(kv_heads, slots, head_dim, dtype=dtype, device=device)  # position p: slot p % window
-        self.values = torch.zeros_like(self.keys)
+        self._slots = torch.zeros(2, kv_heads, slots, head_dim, dtype=dtype, device=device)  # position p: p % window
+        self.keys, self.values = self._slots
         self.used = torch.zeros(slots, dtype=torch.bool, device=device)
         self.gates = torch.zeros(window, dtype=torch.float32, device=device)  # of the tokens in the ring
         if settings.memory_init == "normal":
             self._fill(seed)
-        self.exact = ExactBank(settings, self._part(window, settings.exact))
-        self.summary = SummaryBank(settings, self._part(window + settings.exact, settings.summary), eta_logit)
-        self._evictions = 0
+        self.exact = ExactBank(settings, *self._part(window, settings.exact))
+        self.summary = SummaryBank(settings, *self._part(window + settings.exact, settings.summary), eta_logit)
+        self._evictions, self._complete = 0, False  # the latter: all slots are known to be in use
 
     def _fill(self, seed: int) -> None:
         """Give the banks random content, drawn on the CPU so that every device has the same."""
@@ -103,9 +103,9 @@ class CodaCache:
         low = self.settings.low_frequencies(self.keys.shape[-1], self.keys.device)
         self.keys[:, window + self.settings.exact :] *= low
 
-    def _part(self, first: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _part(self, first: int, size: int) -> tuple[Tensor, Tensor]:
         slots = slice(first, first + size)
-        return self.keys[:, slots], self.values[:, slots], self.used[slots]
+        return self._slots[:, :, slots], self.used[slots]
 
     @torch.no_grad()
     def write(self, k: Tensor, v: Tensor, gates: Tensor | None = None) -> None:
@@ -116,15 +116,21 @@ class CodaCache:
         assert k.shape[0] == 1, f"a step writes one token, not {k.shape[0]}"
         slot = self.position % self.settings.window
         if self.position >= self.settings.window:
-            row = slice(slot, slot + 1)
-            evicted = (self.keys[:, row].transpose(0, 1), self.values[:, row].transpose(0, 1))
-            left = torch.tensor([self.position - self.settings.window], device=k.device)
-            self._evictions += 1
-            self._offer(evicted, left, self.gates[row], step=True)
+            self._evict_one(slot)
+        else:
+            self.used[slot] = True
         self.keys[:, slot], self.values[:, slot] = k[0], v[0]
         self.gates[slot] = 1 if gates is None else gates[0]
-        self.used[slot] = True
         self.position += 1
+
+    def _evict_one(self, slot: int) -> None:
+        """Offer the oldest token, which stands in `slot` of the ring, to both banks."""
+        token, gate = self._slots[:, :, slot], float(self.gates[slot])
+        self._evictions += 1
+        if self.exact.size:
+            self.exact.insert_one(token, self.position - self.settings.window, gate, self.position)
+        if self.summary.size:
+            self.summary.absorb_one(token, gate, self.position)
 
     @torch.no_grad()
     def write_block(self, k: Tensor, v: Tensor, gates: Tensor | None = None) -> None:
@@ -138,13 +144,15 @@ class CodaCache:
         held = min(self.position, window)
         oldest = self.position - held
         leaving = max(0, held + t - window)
-        if leaving:
+        if leaving == 1 and held and self.settings.one_rule:
+            self._evict_one(oldest % window)
+        elif leaving:
             in_ring = torch.arange(oldest, self.position, device=k.device) % window
             of_all = torch.cat((self.gates[in_ring], gates))[:leaving]
             chosen = self._candidates(of_all)
             evicted = (self._rows(self.keys, k, oldest + chosen), self._rows(self.values, v, oldest + chosen))
             self._evictions += leaving
-            self._offer(evicted, oldest + chosen, of_all[chosen], step=False)
+            self._offer(evicted, oldest + chosen, of_all[chosen])
         stay = min(t, window)
         slots = torch.arange(self.position + t - stay, self.position + t, device=k.device) % window
         for buffer, given in ((self.keys, k), (self.values, v)):
@@ -170,19 +178,22 @@ class CodaCache:
         from_block = block[(positions - self.position).clamp(min=0)].to(buffer.dtype)
         return torch.where((positions < self.position)[:, None, None], from_ring, from_block)
 
-    def _offer(self, tokens: tuple[Tensor, Tensor], positions: Tensor, gates: Tensor, *, step: bool) -> None:
-        """Offer tokens, the most important first, to both banks: each decides on its own."""
+    def _offer(self, tokens: tuple[Tensor, Tensor], positions: Tensor, gates: Tensor) -> None:
+        """Offer tokens of a block, the most important first, to both banks: each decides on its own."""
         keys, values = tokens
         if self.exact.size:
-            n = 1 if step else self.settings.exact_candidates
-            self.exact.insert((keys[:n], values[:n]), positions[:n], gates[:n], self.position, step=step)
+            n = self.settings.exact_candidates
+            self.exact.insert((keys[:n], values[:n]), positions[:n], gates[:n], self.position)
         if self.summary.size:
-            n = 1 if step else self.settings.summary_candidates
-            self.summary.absorb((keys[:n], values[:n]), gates[:n], self.position, step=step)
+            n = self.settings.summary_candidates
+            self.summary.absorb((keys[:n], values[:n]), gates[:n], self.position)
 
     def view(self) -> View:
-        """Return all slots, and which of them to attend to."""
-        return View(self.keys, self.values, self.used if self.settings.mask_unused else None)
+        """Return all slots, and which of them to attend to: one at least; of an empty cache no slots."""
+        if self.position == 0 and self.settings.mask_unused:
+            return View(self.keys[:, :0], self.values[:, :0], None)
+        self._complete = self._complete or not self.settings.mask_unused or bool(self.used.all())
+        return View(self.keys, self.values, None if self._complete else self.used)
 
     def strict_view(self, t: int) -> View:
         """Return all slots as the next t tokens, whose keys are not written yet, see them: their last W tokens only.
@@ -255,6 +266,8 @@ class CodaCache:
         for name, part in self._held().items():
             part.copy_(saved[name])
         self.exact.active, self.summary.active = active
+        self.exact.filled = self.summary.filled = 0
+        self._complete = False
         counts = [int(n) for n in saved["counts"]]
         self._evictions, counts = counts[0], counts[1:]
         for bank in (self.exact, self.summary):

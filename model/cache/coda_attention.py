@@ -24,7 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.reference.differential import Segment, attend_segments, differential_attend
+from kernels.blocked.differential import Noise, Own, Past, differential_attend
+from kernels.blocked.differential import attend as plain_attend
 from model.cache.coda import CodaCache
 
 
@@ -55,7 +56,7 @@ def step(cache: CodaCache, tokens: Tokens, differential: Differential | None) ->
 
 def attend(cache: CodaCache, q: Tensor, lam: Tensor | None, differential: Differential | None) -> Tensor:
     """Attend from q [t, H, D] to what the cache holds, and write nothing: [t, H, D]; zeros while it is empty."""
-    return _attend(q, lam, differential, [(*cache.view(), None)])
+    return _attend(q, lam, differential, Past(*cache.view()), None)
 
 
 def prefill(
@@ -93,21 +94,16 @@ def prefill(
 
 
 def _block(cache: CodaCache, tokens: Tokens, differential: Differential | None, *, strict: bool) -> Tensor:
-    t = tokens.q.shape[0]
-    order = torch.arange(t, device=tokens.q.device)
-    distance = order[:, None] - order
-    own = distance >= 0  # [t, t]
-    if strict:
-        own &= distance < cache.settings.window
-    past = cache.strict_view(t) if strict else cache.view()
-    block = (tokens.k.transpose(0, 1), tokens.v.transpose(0, 1), own, None)
-    out = _attend(tokens.q, tokens.lam, differential, [(*past, None), block])
+    past = Past(*(cache.strict_view(tokens.q.shape[0]) if strict else cache.view()))
+    own = Own(tokens.k, tokens.v, cache.settings.window if strict else None)
+    out = _attend(tokens.q, tokens.lam, differential, past, own)
     cache.write_block(tokens.k, tokens.v, tokens.gates)
     return out
 
 
-def _attend(q: Tensor, lam: Tensor | None, differential: Differential | None, segments: list[Segment]) -> Tensor:
+def _attend(q: Tensor, lam: Tensor | None, differential: Differential | None, past: Past, own: Own | None) -> Tensor:
     assert (lam is None) == (differential is None), "lambda and the noise query come together"
     if lam is None or differential is None:
-        return attend_segments(q[None], segments)[0].to(q.dtype)
-    return differential_attend(q, lam, *differential, segments)
+        return plain_attend(q, None, past, own).to(q.dtype)
+    noise = Noise(lam, differential.cos, differential.sin)
+    return differential_attend(q, noise, differential.norm, differential.eps, past, own)

@@ -1,68 +1,45 @@
 """The two banks of a CoDA cache: slots that evicted tokens replace (exact) or are averaged into (summary).
 
-A bank routes a token by its mean cosine over KV heads with each slot in use. The n tokens of a call are compared with
-the bank as it was before the call: two equal tokens of one block do not find each other. A step is a call with one.
+A bank routes a token by its mean cosine over KV heads with each slot in use. The n tokens of a block are compared with
+the bank as it was before the block: two equal tokens of one block do not find each other. The one token of a step
+has calls of its own, `insert_one` and `absorb_one`: the same rules, where the published ones do not differ, decided on
+the host.
 """
 
 import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from model.cache.coda_settings import CodaSettings
+from model.cache.coda_targets import Targets
 
 NOWHERE = -1e9  # cosine with a slot that cannot be chosen
+LEAST_MASS = 1e-6  # of the gates of tokens that are averaged
 NEVER = -(2**62)  # time of a slot that has not been used
-
-
-class Targets:
-    """What cosines with the slots need: normalised copies of their rows, or the inverse norms of these.
-
-    Parameters
-    ----------
-    rows
-        [K, m, D], a view of the keys or values compared; refreshed slot by slot, when they change.
-    dims
-        [D] bool, on the CPU: the dims compared. All others of `rows` are 0.
-    inverse
-        Keep inverse norms [K, m] float32, instead of copies [K, m, dims.sum()] in the dtype of `rows`.
-
-    """
-
-    def __init__(self, rows: Tensor, dims: Tensor, *, inverse: bool) -> None:
-        self.rows, self.inverse = rows, inverse
-        self.mask, self.columns = dims.float().to(rows.device), dims.nonzero()[:, 0].to(rows.device)
-        shape = (*rows.shape[:2], len(self.columns))
-        self.data = rows.new_zeros(shape[:2], dtype=torch.float32) if inverse else rows.new_zeros(shape)
-        self.refresh(torch.arange(rows.shape[1], device=rows.device))
-
-    def refresh(self, slots: Tensor) -> None:
-        """Take in new content of `slots` [n]."""
-        rows = self.rows[:, slots].float()
-        if self.inverse:
-            self.data[:, slots] = 1 / rows.norm(dim=-1).clamp(min=1e-6)
-        else:
-            self.data[:, slots] = normalize(rows[..., self.columns], dim=-1, eps=1e-6).to(self.data.dtype)
-
-    def cosines(self, x: Tensor) -> Tensor:
-        """Cosine of each row of x [n, K, D] with each slot, mean over KV heads: [n, m] float32."""
-        compared = x.float() * self.mask if self.inverse else x.float()[..., self.columns]
-        slots = self.rows if self.inverse else self.data
-        by_head = torch.einsum("nhd,hmd->nhm", normalize(compared, dim=-1, eps=1e-6), slots.float())  # [n, K, m]
-        return (by_head * self.data if self.inverse else by_head).mean(1)
 
 
 class Bank:
     """What both banks have: slots, which of them hold something, how many may, and counts of what happened."""
 
-    def __init__(self, settings: CodaSettings, parts: tuple[Tensor, Tensor, Tensor], start: int | None) -> None:
+    def __init__(self, settings: CodaSettings, rows: Tensor, used: Tensor, start: int | None) -> None:
         self.settings = settings
-        self.keys, self.values, self.used = parts  # views of the cache's buffers: [K, m, D], [K, m, D], [m] bool
-        self.size = self.used.shape[0]
+        self.rows, self.used = rows, used  # views of the cache's buffers: [2, K, m, D] keys and values, [m] bool
+        self.keys, self.values = rows
+        self.size = used.shape[0]
         self.start = self.size if start is None else start
         self.active = self.start  # slots in use, the first ones
         self.counts: dict[str, int] = {}
+        self.filled = 0  # so many active slots are known to hold something each
+
+    def free(self) -> int:
+        """How many active slots hold nothing; no slot is ever emptied again but by a restored state."""
+        if self.filled == self.active:
+            return 0
+        free = int((~self.used[: self.active]).sum())
+        if free == 0:
+            self.filled = self.active
+        return free
 
     def _grow(self, pressure: int, position: int) -> None:
         """Take more slots into use, at most `pressure`, up to what the logarithm of the tokens seen allows."""
@@ -80,8 +57,12 @@ class ExactBank(Bank):
     a query.
     """
 
-    def __init__(self, settings: CodaSettings, parts: tuple[Tensor, Tensor, Tensor]) -> None:
-        super().__init__(settings, parts, settings.exact_at_start)
+    def __init__(self, settings: CodaSettings, rows: Tensor, used: Tensor) -> None:
+        super().__init__(settings, rows, used, settings.exact_at_start)
+        # thresholds as fp32 has them: what one token is compared with is what a block's tensors are compared with
+        self.least_gate, self.least_hit, self.most_novel = torch.tensor(
+            [settings.gate_exact, settings.hit, settings.novelty]
+        ).tolist()
         values = self.values
         every = torch.ones(values.shape[-1], dtype=torch.bool)
         self.targets = Targets(values, every, inverse=settings.inverse_norms)
@@ -89,8 +70,8 @@ class ExactBank(Bank):
         names = ("hits", "inserts", "overwrites", "gated_out", "frustrated", "expansions")
         self.counts = dict.fromkeys(names, 0)
 
-    def insert(self, tokens: tuple[Tensor, Tensor], positions: Tensor, gates: Tensor, now: int, *, step: bool) -> None:
-        """Offer evicted tokens to the bank, the most important first.
+    def insert(self, tokens: tuple[Tensor, Tensor], positions: Tensor, gates: Tensor, now: int) -> None:
+        """Offer the tokens that a block evicts to the bank, the most important first.
 
         Parameters
         ----------
@@ -102,33 +83,66 @@ class ExactBank(Bank):
             [n] float32.
         now
             Tokens seen before the call.
-        step
-            Whether this is the eviction of a step: the published rules differ.
 
         """
         keys, values = tokens
         keep = gates >= self.settings.gate_exact
         self.counts["gated_out"] += int((~keep).sum())
-        count_all_hits = step and self.settings.published_counts
-        if not keep.any() and not count_all_hits:
+        if not keep.any():
             return
         cosines = self.targets.cosines(values).masked_fill(~self._searched(), NOWHERE)
         best, slot = cosines.max(-1)
         hit = best >= self.settings.hit
         new = keep & (best < self.settings.novelty)
-        order = self._by_age(published=self.settings.published_growth and not step)[: min(len(gates), self.active)]
+        order = self._by_age(published=self.settings.published_growth)[: min(len(gates), self.active)]
         rank = new.cumsum(0) - 1
         placed = new & (rank < self.active)
         slot = torch.where(placed, order[rank.clamp(0, len(order) - 1)], slot)
-        pressure = self._pressure(int(new.sum()), step=step)
+        pressure = self._pressure(int(new.sum()))
         overwrite = placed | (keep & hit) if self.settings.refresh_on_hit else placed
         similar = keep & (best >= self.settings.novelty) if self.settings.lru_touch_between else keep & hit
         self._touch(slot, positions, placed | similar)
         self._overwrite(slot, (keys, values), positions, overwrite)
-        self.counts["hits"] += int((hit if count_all_hits else hit & keep).sum())
+        self.counts["hits"] += int((hit & keep).sum())
         self.counts["inserts"] += int(placed.sum())
         self.counts["overwrites"] += int(overwrite.sum())
-        self.counts["frustrated"] += 0 if count_all_hits else pressure
+        self.counts["frustrated"] += pressure
+        self._grow(pressure, now)
+
+    def insert_one(self, token: Tensor, position: int, gate: float, now: int) -> None:
+        """Offer the token that a step evicts, [2, K, D] keys and values: `insert` by the rules of a step.
+
+        Everything that is decided, is decided on the host.
+        """
+        keep, counts = gate >= self.least_gate, self.counts
+        if not keep:
+            counts["gated_out"] += 1
+            if not self.settings.published_counts:
+                return
+        cosines, known = self.targets.compare(token[1].float())
+        free = self.free()
+        if free:
+            cosines.masked_fill_(~self.used, NOWHERE)
+        most, place = (cosines if self.active == self.size else cosines[: self.active]).max(0)
+        best, slot = float(most), int(place)
+        hit, new = best >= self.least_hit, keep and best < self.most_novel
+        if new and free:
+            slot = int((~self.used[: self.active]).byte().argmax())
+        elif new:
+            slot = int(self.last_used[: self.active].argmin())
+        if new or (keep and (best >= self.most_novel if self.settings.lru_touch_between else hit)):
+            self.last_used[slot] = position  # which is later than that of any token evicted before
+        overwrite = new or (keep and hit and self.settings.refresh_on_hit)
+        if overwrite:
+            self.rows[:, :, slot] = token
+            if free:
+                self.used[slot] = True
+            self.targets.remember(slot, known)
+        pressure = max(0, int(new) - free)
+        counts["hits"] += int(hit and (keep or self.settings.published_counts))
+        counts["inserts"] += int(new)
+        counts["overwrites"] += int(overwrite)
+        counts["frustrated"] += 0 if self.settings.published_counts else pressure
         self._grow(pressure, now)
 
     def _searched(self) -> Tensor:
@@ -149,11 +163,9 @@ class ExactBank(Bank):
             age = age[: self.active]
         return age.sort(stable=True).indices
 
-    def _pressure(self, new: int, *, step: bool) -> int:
-        """How many of the `new` tokens there was no room for."""
-        if self.settings.published_growth and not step:
-            return max(0, new - self.active)
-        return max(0, new - int((~self.used[: self.active]).sum()))
+    def _pressure(self, new: int) -> int:
+        """How many of the `new` tokens of a block there was no room for."""
+        return max(0, new - (self.active if self.settings.published_growth else self.free()))
 
     def _touch(self, slot: Tensor, positions: Tensor, touched: Tensor) -> None:
         self.last_used.scatter_reduce_(0, slot[touched], positions[touched], "amax")
@@ -185,8 +197,8 @@ class SummaryBank(Bank):
     comparison with what they were initialised to.
     """
 
-    def __init__(self, settings: CodaSettings, parts: tuple[Tensor, Tensor, Tensor], eta_logit: Tensor) -> None:
-        super().__init__(settings, parts, settings.summary_at_start)
+    def __init__(self, settings: CodaSettings, rows: Tensor, used: Tensor, eta_logit: Tensor) -> None:
+        super().__init__(settings, rows, used, settings.summary_at_start)
         keys, values = self.keys, self.values
         low = settings.low_frequencies(keys.shape[-1], torch.device("cpu"))
         self.by_value = settings.route == "value"
@@ -195,9 +207,11 @@ class SummaryBank(Bank):
         compared = torch.ones_like(low) if self.by_value else low
         self.targets = Targets(values if self.by_value else keys, compared, inverse=settings.inverse_norms)
         self.counts = dict.fromkeys(("updates", "inserts", "frustrated", "expansions"), 0)
+        self.both = torch.stack((self.blend, torch.ones_like(self.blend)))[:, None]  # [2, 1, D], of keys and values
+        (self.least_gate,) = torch.tensor([settings.gate_summary]).tolist()  # as fp32 has it
 
-    def absorb(self, tokens: tuple[Tensor, Tensor], gates: Tensor, now: int, *, step: bool) -> None:
-        """Average evicted tokens into the slots they resemble; those that share a slot by their gate-weighted mean.
+    def absorb(self, tokens: tuple[Tensor, Tensor], gates: Tensor, now: int) -> None:
+        """Average what a block evicts into the slots it resembles, tokens that share one by their gate-weighted mean.
 
         Parameters
         ----------
@@ -219,11 +233,11 @@ class SummaryBank(Bank):
         cosines[:, self.active :] = NOWHERE
         slots, group = cosines.argmax(-1).unique(return_inverse=True)
         fresh = ~self.used[slots]
-        rate = self._rate(gates, group, len(slots), gated=step or self.settings.gate_eta_in_blocks)  # [s, K]
+        rate = self._rate(gates, group, len(slots), gated=self.settings.gate_eta_in_blocks)  # [s, K]
         if self.settings.overwrite_on_insert:
             rate = rate.masked_fill(fresh[:, None], 1)
             self.counts["inserts"] += int(fresh.sum())
-        mass = gates.new_zeros(len(slots)).index_add_(0, group, gates).clamp(min=1e-6)[:, None, None]
+        mass = gates.new_zeros(len(slots)).index_add_(0, group, gates).clamp(min=LEAST_MASS)[:, None, None]
         for stored, given in ((self.keys, keys * self.blend), (self.values, values)):
             mean = (
                 given.new_zeros(len(slots), *given.shape[1:]).index_add_(0, group, given * gates[:, None, None]) / mass
@@ -233,7 +247,34 @@ class SummaryBank(Bank):
         self.used[slots] = True
         self.targets.refresh(slots)
         self.counts["updates"] += len(slots)
-        if self.used[: self.active].all():
+        if not self.free():
+            self.counts["frustrated"] += 1
+            self._grow(1, now)
+
+    def absorb_one(self, token: Tensor, gate: float, now: int) -> None:
+        """Average the token that a step evicts, [2, K, D] keys and values: `absorb` by the rules of a step."""
+        if not (gate >= self.least_gate and gate > 0):
+            return
+        wide = token.float()
+        cosines, _ = self.targets.compare(wide[int(self.by_value)])
+        slot = int(cosines[: self.active].argmax())
+        fresh = self.free() > 0 and not self.used[slot]
+        mean = wide * self.both
+        if gate < LEAST_MASS:
+            mean *= gate / LEAST_MASS
+        stored = self.rows[:, :, slot]
+        if fresh:
+            self.used[slot] = True
+        if fresh and self.settings.overwrite_on_insert:
+            self.counts["inserts"] += 1
+            stored.copy_(mean)
+        elif stored.dtype == torch.float32:
+            stored.lerp_(mean, (self.eta * gate)[:, None])
+        else:
+            stored.copy_(torch.lerp(stored.float(), mean, (self.eta * gate)[:, None]))
+        self.targets.refresh_one(slot)
+        self.counts["updates"] += 1
+        if not self.free():
             self.counts["frustrated"] += 1
             self._grow(1, now)
 

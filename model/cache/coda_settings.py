@@ -131,6 +131,12 @@ class CodaSettings:
             inverse_norms=False,
         )
 
+    @property
+    def one_rule(self) -> bool:
+        """Whether a block that evicts one token does to the banks what a step does."""
+        published = self.published_growth or self.published_counts or not self.gate_eta_in_blocks
+        return not published and self.exact_candidates > 0 and self.summary_candidates > 0
+
     def low_frequencies(self, head_dim: int, device: torch.device) -> Tensor:
         """Which dims of a key are its low-frequency half: [head_dim] bool.
 

@@ -1,0 +1,112 @@
+"""The speed of cache variants: both sides compute the same, and the script says what it measured."""
+
+import pytest
+import torch
+
+from kernels.blocked import shard
+from model.cache.shard import ShardSettings
+from scripts import bench_variants, coda_pairs, variant_pairs
+from scripts.coda_pairs import CodaLayer
+from scripts.variant_pairs import GroupedShape, SharedShape
+from tests.peak_memory import peak_bytes
+
+TINY = GroupedShape("Llama-3.1-8B", 4, 2, 16, 16)
+TINY_V4 = SharedShape(4, 32, 2, 16, 8, 4)
+
+
+def sides(case):
+    with torch.no_grad():
+        return case.run(), case.run_other()
+
+
+def relative(case):
+    ours, theirs = (part.float() for part in sides(case))
+    assert ours.shape == theirs.shape
+    return ((ours - theirs).norm() / theirs.norm()).item()
+
+
+def test_coda_and_the_package_give_the_same():
+    layer = CodaLayer(4, 2, 16, coda_pairs.settings(16, 5, 6))
+    prompt, decoding = coda_pairs.prompt(layer, 90, 24), coda_pairs.decoding(layer, 90, 24)
+    for case in (prompt, decoding):
+        ours, theirs = sides(case)
+        assert theirs.abs().max() > 0.1
+        assert (ours - theirs).abs().max() < 2e-5, case.label
+
+
+@pytest.mark.parametrize(("bits", "bound"), [(8, 2e-2), (4, 0.2)])
+def test_a_stream_is_the_full_cache_but_for_its_codes(bits, bound):
+    """Errors of one number are 4.1e-5 and 9.5e-3 of its square; BF16 rounds the output to 2^-9."""
+    for which in ("full", "torch"):  # each from the start: a step takes a token
+        cases = variant_pairs.grouped_step(TINY, 200, ShardSettings(rank=16, stream_bits=bits), streamed=True)
+        (case,) = (case for case in cases if case.other == which)
+        assert relative(case) < bound
+
+
+def test_the_prefill_form_is_near_the_full_cache_and_reads_a_prompt_as_it_does():
+    full, _ = variant_pairs.grouped_step(TINY, 200, ShardSettings(rank=16), streamed=False)
+    assert relative(full) < 0.4  # values at two bits a number: a tenth of their squares is lost
+    assert torch.equal(*sides(variant_pairs.grouped_prompt(TINY, 90, ShardSettings(rank=16), 32)))
+
+
+@pytest.mark.parametrize("ratio", [4, 128])
+def test_coded_entries_are_near_the_plain_ones(ratio):
+    assert relative(variant_pairs.shared_step(TINY_V4, 1024, ratio, bits=8, key_bits=8)) < 5e-2
+
+
+def test_a_long_context_is_filled_and_its_step_takes_the_scratch_of_a_short_one(monkeypatch):
+    monkeypatch.setattr(variant_pairs, "SAMPLE", 100)
+    monkeypatch.setattr(shard, "KEYS", 16 * TINY.kv_heads * TINY.d)
+    for streamed in (False, True):
+        peaks = []
+        for n in (400, 1600):
+            cache = variant_pairs.shard_cache(TINY, ShardSettings(rank=16), n, streamed=streamed)
+            assert cache.count == n
+            token = tuple(part[:1] for part in variant_pairs.drawn(1, TINY, seed=1))
+            assert cache.attend(*token).isfinite().all()
+            peaks.append(peak_bytes(lambda cache=cache, token=token: cache.attend(*token)))
+        assert peaks[0] == peaks[1]
+        assert peaks[0] < 64 << 10
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    for name, value in (("LLAMA", TINY), ("SMALL", TINY._replace(name="a small model")), ("FLASH", TINY_V4)):
+        monkeypatch.setattr(bench_variants, name, value)
+    for name, value in (("CODA", (4, 2, 16)), ("SLOTS", (16, 4, 4)), ("BLOCK", 32), ("rate", lambda: 40.0)):
+        monkeypatch.setattr(bench_variants, name, value)
+    flushed = torch.get_num_threads()
+    yield
+    torch.set_flush_denormal(False)
+    torch.set_num_threads(flushed)
+
+
+def run(tmp_path):
+    assert bench_variants.main(["--context", "128", "--seconds", "0", "--page", str(tmp_path / "page.md")]) == 0
+    return (tmp_path / "page.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("tiny")
+def test_the_page_has_every_case(tmp_path, capsys):
+    page = run(tmp_path)
+    cases = [line for line in page.splitlines() if "128 tokens |" in line or "tokens after" in line]
+    assert len(cases) == 13 + 2 + 2 + 2
+    assert "command: python -m scripts.bench_variants --context 128 --seconds 0\n" in page
+    assert str(tmp_path) not in page
+    assert "not installed" not in page + capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("tiny")
+def test_without_the_package_one_line_says_so(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(coda_pairs, "PACKAGE", "no_such_package")
+    page = run(tmp_path)
+    assert page.count("is not installed: its column is empty.") == 1
+    assert capsys.readouterr().out.count("not installed") == 1
+    (row,) = (line for line in page.splitlines() if line.startswith("| prompt of 128 tokens"))
+    assert row.split(" | ")[2:] == ["package", "", "", "", "5 |"]
+
+
+def test_a_ratio_is_other_over_variant():
+    case = variant_pairs.Case("a", "v", lambda: torch.zeros(1), "o", lambda: torch.randn(400_000).sort().values)
+    middle, low, high = bench_variants.measure(case, 0.0).ratio
+    assert 10 < low <= middle <= high
