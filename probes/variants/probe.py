@@ -74,7 +74,7 @@ the indexer says, and an entry that is there too early changes the selection."""
     prompts: tuple[int, ...] = (108, 0)  # after which shard is saved; the first one, cut otherwise too
     keys: int = 2048  # index keys, of which a quarter is selected
     widths: tuple[int, ...] = (4, 6)  # bits of index keys, for comparison
-    contexts: tuple[int, int] = (4096, 32768)  # tokens over which scratch is compared
+    contexts: tuple[int, int] = (8192, 32768)  # tokens over which scratch is compared: both of many tiles
 
     def needs(self, subject: Subject) -> str | None:
         """Several ranks hold the same caches."""
@@ -194,5 +194,5 @@ QUICK = Variants(
     prompts=(0,),
     keys=1024,
     widths=(),
-    contexts=(4096, 8192),
+    contexts=(8192, 16384),
 )

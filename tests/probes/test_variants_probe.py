@@ -159,8 +159,8 @@ GROUPED = {
     "shard-stream-coded-again": (lambda p: _drift(p, 512), "median of the last quarter"),
     "shard-basis-not-counted": (lambda p: sizes.published(p, sizes.llama(p)), "4096 tokens: held"),
     "shard-all-decoded": (
-        lambda p: sizes.scratch_findings(sizes.scratch(p, (4096, 8192), 0)),
-        "over the stream, 8192 tokens against 4096: growth",
+        lambda p: sizes.scratch_findings(sizes.scratch(p, (8192, 16384), 0)),
+        "over the stream, 16384 tokens against 8192: growth",
     ),
     "coda-ring-one-short": (lambda p: grouped.exact(p, 48, 0), "window 48 and 48 tokens: distance"),
     "coda-targets-not-counted": (lambda p: sizes.counted(p, 0), "GQA, coda: bytes told"),
