@@ -153,6 +153,30 @@ class CodaCache:
         self.used[slots] = True
         self.position += t
 
+    @torch.no_grad()
+    def evict(self, first: int, n: int) -> None:
+        """Offer the ring's tokens at positions ``first .. first + n - 1`` to the banks, by the rule of a block.
+
+        The ring is left as it is: whoever lets tokens go before newer ones come has to put something in their place.
+        """
+        slots = torch.arange(first, first + n, device=self.keys.device) % self.settings.window
+        gates = self.gates[slots]
+        chosen = self._candidates(gates)
+        evicted = (self.keys[:, slots[chosen]].transpose(0, 1), self.values[:, slots[chosen]].transpose(0, 1))
+        self._evictions += n
+        self._offer(evicted, first + chosen, gates[chosen], step=False)
+
+    def renew(self) -> None:
+        """After keys or values were replaced from outside: let what the banks compare follow."""
+        for bank in (self.exact, self.summary):
+            bank.targets.refresh(torch.arange(bank.size, device=self.keys.device))
+
+    def count(self, other: "CodaCache") -> None:
+        """Add what has happened in another cache to what has happened here; see `metrics`."""
+        self._evictions += other._evictions  # noqa: SLF001 -- its own class
+        for own, theirs in ((self.exact, other.exact), (self.summary, other.summary)):
+            own.counts = {name: count + theirs.counts[name] for name, count in own.counts.items()}
+
     def _candidates(self, gates: Tensor) -> Tensor:
         """Choose what to offer to the banks, in order; each bank takes the first of these."""
         limits = (
