@@ -6,19 +6,23 @@ the chosen token that is still to be run, and a checksum of all of it. A file th
 refused. Capacity and chunk are not part of it: a larger state may take it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.errors import StateError
+from model.architectures import Config
+from model.cache.formats import ENTRY_FORMATS, KEY_FORMATS
+from model.errors import StateError, shown
 from model.state import State
-from runtime.digest import digest as _digest
+from runtime.digest import digest
 from runtime.load import AnyLoaded
+from runtime.options import DTYPES, NUMERICS, RunOptions
 
 FORMAT = "fathom-state-4"  # 2: cache formats; 3: variants; 4: the prompt's length
 
@@ -38,16 +42,19 @@ def save_state(path: Path, state: State, loaded: AnyLoaded, pending: int | None)
 
     StateError when it cannot be written.
     """
-    tensors = _tensors(state)
     metadata = _binding(loaded) | {
         "position": str(state.position),
         "prompt": "" if state.prompt is None else str(state.prompt),
         "pending": "" if pending is None else str(pending),
     }
-    metadata["sha256"] = _digest(tensors, metadata)
+    write_file(path, _tensors(state), metadata)
+
+
+def write_file(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write tensors and what is said of them, with a checksum of both; as `save_state`."""
     partial = path.with_name(path.name + ".partial")
     try:
-        save_file(tensors, partial, metadata)
+        save_file(tensors, partial, {**metadata, "sha256": digest(tensors, dict(metadata))})
         partial.replace(path)
     except SafetensorError as error:
         raise StateError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from error
@@ -55,15 +62,14 @@ def save_state(path: Path, state: State, loaded: AnyLoaded, pending: int | None)
         partial.unlink(missing_ok=True)
 
 
-def read_saved(path: Path, loaded: AnyLoaded) -> Saved:
-    """Read what a state file says of itself, without its content.
+def read_saved(path: Path, loaded: AnyLoaded, tag: str = FORMAT) -> Saved:
+    """Read what a state file says of itself, without its content; `tag` is the format that it must have.
 
     StateError, with one line naming the file, when it is no state file, or was made by another model, other weights,
     numerics, dtype or cache formats.
     """
-    with _opened(path) as file:
-        metadata: dict[str, str] = file.metadata() or {}
-    for key, expected in _binding(loaded).items():
+    metadata = read_metadata(path)
+    for key, expected in (_binding(loaded) | {"format": tag}).items():
         if metadata.get(key) != expected:
             raise StateError(f"{path}: saved with {key} {metadata.get(key)!r}, this run has {expected!r}")
     config = loaded.model.config
@@ -78,8 +84,34 @@ def saved_position(path: Path) -> int:
 
     StateError when it is no state file.
     """
-    with _opened(path) as file:
-        return _number(path, file.metadata() or {}, "position", (1 << 63) - 1)
+    return _number(path, read_metadata(path), "position", (1 << 63) - 1)
+
+
+def saved_options(path: Path, config: Config, device: str, chunk: int, adapters: str | None) -> RunOptions:
+    """Return the options of the run that a state file says it was made by, for a run that is to continue it.
+
+    Parameters
+    ----------
+    path
+        Of the state, exact or coded.
+    config
+        Of the model that continues; StateError for a state of another one, or one that names no options.
+    device, chunk, adapters
+        What the file does not hold.
+
+    """
+    metadata = read_metadata(path)
+    if (found := metadata.get("config")) != config.fingerprint:
+        raise StateError(f"{path}: saved with config {shown(found)}, this run has {config.fingerprint!r}")
+    dtypes = {str(dtype): name for name, dtype in DTYPES.items()}
+    known = {"numerics": NUMERICS, "dtype": dtypes, "entry_format": ENTRY_FORMATS, "key_format": KEY_FORMATS}
+    for key, values in known.items():
+        if metadata.get(key) not in values:
+            raise StateError(f"{path}: {key} is {shown(metadata.get(key))}, want {' or '.join(values)}")
+    numerics, dtype, entries, keys = (metadata[key] for key in known)
+    kv = metadata.get("kv", "").split(" ")
+    rules = tuple(f"{layer}={variant}" for layer, variant in enumerate(kv) if variant != "full")
+    return RunOptions(numerics, dtypes[dtype], device, chunk, entries, keys, kv=rules, coda_adapters=adapters)
 
 
 def load_state(path: Path, state: State, loaded: AnyLoaded) -> int | None:
@@ -88,15 +120,42 @@ def load_state(path: Path, state: State, loaded: AnyLoaded) -> int | None:
     StateError as `read_saved`, and when the content is damaged or does not fit the state's context.
     """
     saved = read_saved(path, loaded)
+    check_room(path, saved, state)
+    tensors, _ = read_file(path)
+    check_forms(path, tensors, forms(state, saved.position))
+    fill(state, saved, tensors)
+    return saved.pending
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """What a file says of itself, unchecked; StateError when it is no safetensors file."""
+    with _opened(path) as file:
+        return dict(file.metadata() or {})
+
+
+def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read what `write_file` wrote; StateError when it is not that any more."""
+    with _opened(path) as file:
+        metadata = dict(file.metadata() or {})
+        try:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        except SafetensorError as error:
+            raise StateError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
+    if metadata.pop("sha256", "") != digest(tensors, metadata):
+        raise StateError(f"{path}: the content does not match its checksum")
+    return tensors, metadata
+
+
+def check_room(path: Path, saved: Saved, state: State) -> None:
+    """Refuse a state file that the empty `state` has no room for, or that is of another prompt: StateError."""
     if saved.position > state.max_context:
         raise StateError(f"{path}: holds {saved.position} tokens, --max-context is {state.max_context}")
     if saved.prompt != state.prompt:
         raise StateError(f"{path}: of a prompt of {saved.prompt} tokens, this state is made for {state.prompt}")
-    with _opened(path) as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-    if saved.sha256 != _digest(tensors, saved.metadata):
-        raise StateError(f"{path}: the content does not match its checksum")
-    _check_shapes(path, tensors, state, saved.position)
+
+
+def fill(state: State, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the empty `state` with tensors whose forms were checked."""
     for layer, cache in enumerate(state.layers):
         prefix = f"layers.{layer}."
         cache.restore(
@@ -104,24 +163,28 @@ def load_state(path: Path, state: State, loaded: AnyLoaded) -> int | None:
             {name.removeprefix(prefix): part for name, part in tensors.items() if name.startswith(prefix)},
         )
     state.position = saved.position
-    return saved.pending
 
 
-def _check_shapes(path: Path, tensors: dict[str, Tensor], state: State, position: int) -> None:
-    """Refuse a file whose tensors are not those of `position`: a checksum can be made up, so it is not relied upon."""
-    dtypes = {
-        f"layers.{i}.{name}": dtype for i, cache in enumerate(state.layers) for name, dtype in cache.dtypes().items()
-    }
-    shapes = {
-        f"layers.{layer}.{name}": shape
+def forms(state: State, position: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of every tensor that `state` saves at `position`; it must be empty."""
+    return {
+        f"layers.{layer}.{name}": (shape, dtypes[name])
         for layer, cache in enumerate(state.layers)
+        for dtypes in (cache.dtypes(),)
         for name, shape in cache.shapes(position).items()
     }
-    if tensors.keys() != shapes.keys():
-        raise StateError(f"{path}: holds other tensors than this model's state, {min(tensors.keys() ^ shapes.keys())}")
+
+
+def check_forms(
+    path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> None:
+    """Refuse a file with other tensors than `wanted`: a checksum can be made up, so it is not relied upon."""
+    if tensors.keys() != wanted.keys():
+        raise StateError(f"{path}: holds other tensors than this model's state, {min(tensors.keys() ^ wanted.keys())}")
     for name, part in tensors.items():
-        if (tuple(part.shape), part.dtype) != (shapes[name], dtypes[name]):
-            raise StateError(f"{path}: {name} is {list(part.shape)} {part.dtype}, want {list(shapes[name])}")
+        shape, dtype = wanted[name]
+        if (tuple(part.shape), part.dtype) != (shape, dtype):
+            raise StateError(f"{path}: {name} is {list(part.shape)} {part.dtype}, want {list(shape)}")
 
 
 def _tensors(state: State) -> dict[str, Tensor]:

@@ -102,7 +102,7 @@ def _generate(args: argparse.Namespace, watch: Watch | None, group: Group) -> in
         loaded = watched_load_any(watch, args.model, options, group, context=context)
     state, prompt = _state(args, loaded, options, prompt)
     record = Generation()
-    with _progress(console, len(prompt)) as advance:
+    with prefill_progress(console, len(prompt)) as advance:
         stream = generate(
             loaded.model,
             state,
@@ -113,7 +113,7 @@ def _generate(args: argparse.Namespace, watch: Watch | None, group: Group) -> in
             progress=advance,
             record=record,
         )
-        text = _stream(stream, StreamDecoder(tokenizer))
+        text = print_text(stream, StreamDecoder(tokenizer))
     data = report(loaded, options, state, record)
     if args.save_state is not None and group.rank == 0:  # nothing that the other ranks wait for comes after it
         save_state(args.save_state, state, loaded, record.pending)
@@ -180,7 +180,7 @@ def _continuation(args: argparse.Namespace, saved: Saved, eos: Sequence[int], pr
 
 
 @contextlib.contextmanager
-def _progress(console: Console, tokens: int) -> Iterator[Callable[[int], None]]:
+def prefill_progress(console: Console, tokens: int) -> Iterator[Callable[[int], None]]:
     """Yield what `generate` reports prefilled tokens to: a bar for a long prompt, nothing for a short one."""
     if tokens < LONG_PREFILL:
         yield lambda _: None
@@ -204,7 +204,7 @@ def _advance(bar: Progress, task: TaskID, count: int) -> None:
         bar.stop()  # the text starts now
 
 
-def _stream(tokens: Iterator[int], decoder: StreamDecoder) -> str:
+def print_text(tokens: Iterator[int], decoder: StreamDecoder) -> str:
     """Print tokens as whole characters while they come; returns all of the text."""
     pieces = []
     for token in tokens:

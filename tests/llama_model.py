@@ -4,7 +4,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
+from tokenizers import decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
@@ -68,3 +70,15 @@ def load_ours(directory: Path, ops: Ops = BLOCKED, dtype: str = "fp32") -> Loade
 def their_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     """Logits [t, vocab] of one uncached forward pass."""
     return model(tokens[None], use_cache=False).logits[0]
+
+
+def write_tokenizer(directory: Path) -> None:
+    """A byte-level tokenizer whose own template puts BOS before a text, as Llama 3's does."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, merges=[]))
+    tokenizer.add_special_tokens(["<|begin|>", "<|end|>"])  # 256 and 257
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    template = processors.TemplateProcessing("<|begin|> $A", "<|begin|> $A $B", [("<|begin|>", 256)])
+    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    tokenizer.save(str(directory / "tokenizer.json"))

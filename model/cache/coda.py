@@ -116,19 +116,20 @@ class CodaCache:
         assert k.shape[0] == 1, f"a step writes one token, not {k.shape[0]}"
         slot = self.position % self.settings.window
         if self.position >= self.settings.window:
-            self._evict_one(slot)
+            self._evict_one(self.position - self.settings.window)
         else:
             self.used[slot] = True
         self.keys[:, slot], self.values[:, slot] = k[0], v[0]
         self.gates[slot] = 1 if gates is None else gates[0]
         self.position += 1
 
-    def _evict_one(self, slot: int) -> None:
-        """Offer the oldest token, which stands in `slot` of the ring, to both banks."""
+    def _evict_one(self, at: int) -> None:
+        """Offer the token at position `at`, which is in the ring, to both banks."""
+        slot = at % self.settings.window
         token, gate = self._slots[:, :, slot], float(self.gates[slot])
         self._evictions += 1
         if self.exact.size:
-            self.exact.insert_one(token, self.position - self.settings.window, gate, self.position)
+            self.exact.insert_one(token, at, gate, self.position)
         if self.summary.size:
             self.summary.absorb_one(token, gate, self.position)
 
@@ -145,7 +146,7 @@ class CodaCache:
         oldest = self.position - held
         leaving = max(0, held + t - window)
         if leaving == 1 and held and self.settings.one_rule:
-            self._evict_one(oldest % window)
+            self._evict_one(oldest)
         elif leaving:
             in_ring = torch.arange(oldest, self.position, device=k.device) % window
             of_all = torch.cat((self.gates[in_ring], gates))[:leaving]
@@ -160,6 +161,33 @@ class CodaCache:
         self.gates[slots] = gates[t - stay :]
         self.used[slots] = True
         self.position += t
+
+    @torch.no_grad()
+    def evict(self, first: int, n: int) -> None:
+        """Offer the ring's tokens at positions ``first .. first + n - 1`` to the banks, by the rule of a block.
+
+        The ring is left as it is: whoever lets tokens go before newer ones come has to put something in their place.
+        """
+        if n == 1 and self.settings.one_rule:
+            self._evict_one(first)
+            return
+        slots = torch.arange(first, first + n, device=self.keys.device) % self.settings.window
+        gates = self.gates[slots]
+        chosen = self._candidates(gates)
+        evicted = (self.keys[:, slots[chosen]].transpose(0, 1), self.values[:, slots[chosen]].transpose(0, 1))
+        self._evictions += n
+        self._offer(evicted, first + chosen, gates[chosen])
+
+    def renew(self) -> None:
+        """After keys or values were replaced from outside: let what the banks compare follow."""
+        for bank in (self.exact, self.summary):
+            bank.targets.refresh(torch.arange(bank.size, device=self.keys.device))
+
+    def count(self, other: "CodaCache") -> None:
+        """Add what has happened in another cache to what has happened here; see `metrics`."""
+        self._evictions += other._evictions  # noqa: SLF001 -- its own class
+        for own, theirs in ((self.exact, other.exact), (self.summary, other.summary)):
+            own.counts = {name: count + theirs.counts[name] for name, count in own.counts.items()}
 
     def _candidates(self, gates: Tensor) -> Tensor:
         """Choose what to offer to the banks, in order; each bank takes the first of these."""

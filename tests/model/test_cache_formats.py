@@ -17,9 +17,10 @@ from model.config import ModelConfig
 from model.errors import CapacityError, ConfigError, StateError
 from model.state import State
 from model.tripwire import Tripwire
+from runtime.digest import digest
 from runtime.load import DEMO, load
 from runtime.options import RunOptions
-from runtime.statefile import _digest, load_state, save_state
+from runtime.statefile import load_state, save_state
 from tests.deployed_cases import make_case
 
 CONFIGS = Path(__file__).parent / "data" / "configs"
@@ -295,6 +296,6 @@ def test_a_made_up_plane_is_refused(loaded, tmp_path, name, part):
         metadata, tensors = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
     del metadata["sha256"]
     tensors[name] = part
-    save_file(tensors, path, metadata | {"sha256": _digest(tensors, metadata)})
+    save_file(tensors, path, metadata | {"sha256": digest(tensors, metadata)})
     with pytest.raises(StateError, match=name):
         load_state(path, loaded.model.new_state(300, 64), loaded)

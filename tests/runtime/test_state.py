@@ -9,9 +9,10 @@ from safetensors.torch import save_file
 
 from model.cache.window import WindowRing
 from model.errors import StateError
+from runtime.digest import digest
 from runtime.load import load
 from runtime.options import RunOptions
-from runtime.statefile import _digest, load_state, read_saved, save_state
+from runtime.statefile import load_state, read_saved, save_state
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 OPTIONS = RunOptions("deployed", "bf16", "cpu", 64)
@@ -138,7 +139,7 @@ def test_a_made_up_file_with_the_right_checksum_is_refused(loaded, saved, change
     del metadata["sha256"]
     metadata |= {key: value for key, value in change.items() if isinstance(value, str)}
     tensors |= {key: value for key, value in change.items() if not isinstance(value, str)}
-    save_file(tensors, saved, metadata | {"sha256": _digest(tensors, metadata)})
+    save_file(tensors, saved, metadata | {"sha256": digest(tensors, metadata)})
     state = loaded.model.new_state(333, 64)
     with pytest.raises(StateError, match=culprit):
         load_state(saved, state, loaded)

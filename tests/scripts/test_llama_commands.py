@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import decoders, models, pre_tokenizers, processors
+from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from model.llama.adapters import shapes
@@ -18,22 +18,10 @@ from runtime.tokenizer import Tokenizer
 from scripts import generate, inspect, logits, plan
 from scripts.cli import run
 from tests.llama_configs import LLAMA_3_1_8B
-from tests.llama_model import LLAMA3, load_ours, oracle, their_logits
+from tests.llama_model import LLAMA3, load_ours, oracle, their_logits, write_tokenizer
 
 PLAIN = ("--numerics", "plain", "--dtype", "fp32")
 TOKENS = [5, 90, 33, 7, 7, 61, 12, 80, 2, 44, 19, 3, 71]
-
-
-def write_tokenizer(directory):
-    """A byte-level tokenizer whose own template puts BOS before a text, as Llama 3's does."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.add_special_tokens(["<|begin|>", "<|end|>"])  # 256 and 257
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    template = processors.TemplateProcessing("<|begin|> $A", "<|begin|> $A $B", [("<|begin|>", 256)])
-    tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
-    tokenizer.save(str(directory / "tokenizer.json"))
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,159 @@
+"""Saved states of bounded caches in 8 or 4 bits: a form of its own, made from a state file and loaded by a run.
+
+Every row of keys and of values in a `coda` layer of grouped heads (ring and banks) is rotated by Hadamard and coded by
+Lloyd-Max, with its length in float16: `kernels.rotation`. Whatever says which token a slot holds, and for how long,
+stays as it was: slots in use, gates, times, counts. What the banks compare with is not stored but taken from the coded
+rows, so that a loaded state agrees with itself. Layers with another cache stay exact.
+
+Lossy: a run that continues is another one than that of the exact state. Such a file has its own format tag, so that
+nothing takes it for an exact state by mistake, and the exact one cannot be had back from it.
+"""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels import lloyd_max, rotation
+from kernels.formats import RotatedRows
+from model.cache.grouped import CodaLayer
+from model.cache.layers import SIGNS
+from model.errors import StateError, shown
+from model.state import State
+from runtime.load import AnyLoaded
+from runtime.statefile import (
+    FORMAT,
+    Saved,
+    check_forms,
+    check_room,
+    fill,
+    forms,
+    load_state,
+    read_file,
+    read_metadata,
+    read_saved,
+    write_file,
+)
+
+CODED: Final = "fathom-coded-state-1"
+WIDTHS: Final = (8, 4)  # bits of a number
+ROWS: Final = re.compile(r"layers\.\d+\.coda\.(?:keys|values)")
+DERIVED: Final = re.compile(r"layers\.\d+\.coda\.(?:exact|summary)_targets")  # by `CodaCache.renew`, from the rows
+
+
+class Sizes(NamedTuple):
+    """Bytes of tensors in a state, before and after coding."""
+
+    rows: int  # of keys and values, exact
+    coded: int  # the same, coded
+    before: int  # of all tensors
+    after: int  # of all tensors
+
+
+def quantise_state(path: Path, bits: int, out: Path) -> Sizes:
+    """Code the bounded caches of the exact state in `path` and write the result to `out`.
+
+    StateError, with one line naming the file, when it is damaged, coded already, or has no bounded cache of rows whose
+    width is a power of two.
+    """
+    assert bits in WIDTHS, f"{bits} bits"
+    tensors, metadata = read_file(path)
+    if (tag := metadata.get("format")) != FORMAT:
+        raise StateError(f"{path}: has format {shown(tag)}, want an exact state, {FORMAT!r}")
+    rows = {name: part for name, part in tensors.items() if ROWS.fullmatch(name)}
+    if not rows:
+        raise StateError(f"{path}: no layer has a bounded cache of keys and values (--kv all=coda) to be coded")
+    coded = {name: part for title, row in rows.items() for name, part in _coded(path, title, row, bits).items()}
+    kept = {name: part for name, part in tensors.items() if name not in rows and not DERIVED.fullmatch(name)}
+    write_file(out, kept | coded, metadata | {"format": CODED, "bits": str(bits)})
+    return Sizes(_nbytes(rows), _nbytes(coded), _nbytes(tensors), _nbytes(kept | coded))
+
+
+def coded_bits(path: Path) -> int | None:
+    """Bits of the rows of a state file, as it says; None for an exact one. StateError when it is no state file."""
+    metadata = read_metadata(path)
+    if metadata.get("format") != CODED:
+        return None
+    named = {str(bits): bits for bits in WIDTHS}
+    if (bits := named.get(metadata.get("bits", ""))) is None:
+        raise StateError(f"{path}: bits is {shown(metadata.get('bits'))}, want {' or '.join(named)}")
+    return bits
+
+
+def read_any_saved(path: Path, loaded: AnyLoaded) -> Saved:
+    """`read_saved` for an exact or a coded state."""
+    return read_saved(path, loaded, FORMAT if coded_bits(path) is None else CODED)
+
+
+def load_any_state(path: Path, state: State, loaded: AnyLoaded) -> int | None:
+    """`load_state` for an exact or a coded state, which is decoded into the run's dtype; returns the pending token."""
+    if (bits := coded_bits(path)) is None:
+        return load_state(path, state, loaded)
+    saved = read_saved(path, loaded, CODED)
+    check_room(path, saved, state)
+    tensors, _ = read_file(path)
+    exact = forms(state, saved.position)
+    check_forms(path, tensors, _coded_forms(path, exact, bits))
+    empty = {
+        f"layers.{layer}.{name}": part
+        for layer, cache in enumerate(state.layers)
+        if isinstance(cache, CodaLayer)
+        for name, part in cache.tensors(0).items()
+    }
+    filled = {name: empty[name] for name in exact if DERIVED.fullmatch(name)}  # until `renew`
+    for name, (shape, dtype) in exact.items():
+        if ROWS.fullmatch(name):
+            filled[name] = _decoded(tensors, name, shape, bits).to(dtype)
+        elif name in tensors:
+            filled[name] = tensors[name]
+    fill(state, saved, filled)
+    for cache in state.layers:
+        if isinstance(cache, CodaLayer):
+            cache.coda.renew()
+    return saved.pending
+
+
+def _coded(path: Path, name: str, part: Tensor, bits: int) -> dict[str, Tensor]:
+    """Code one tensor of rows, [K, slots, D], as the planes of K * slots rows."""
+    if part.ndim != 3 or not part.is_floating_point():
+        raise StateError(f"{path}: {name} is {list(part.shape)} {part.dtype}, want rows of keys or values")
+    width = part.shape[2]
+    if width & (width - 1) or width < 2:
+        raise StateError(f"{path}: {name} is {width} wide; only rows whose width is a power of two can be rotated")
+    flat = part.flatten(0, 1)
+    rows = rotation.rotated_rows(flat.shape[0], width, bits, part.device, SIGNS)
+    rotation.write(rows, 0, flat)
+    if not bool(rows.norm.isfinite().all()):
+        raise StateError(f"{path}: {name} has a row whose length float16 cannot hold")
+    return {f"{name}.{plane}": stored for plane, stored in rotation.planes(rows).items()}
+
+
+def _decoded(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], bits: int) -> Tensor:
+    """Undo `_coded`: [K, slots, D] float32."""
+    norm, codes = tensors[f"{name}.norm"], tensors[f"{name}.codes"]
+    rows = RotatedRows(norm, codes, bits, rotation.random_signs(shape[2], SIGNS, codes.device))
+    return rotation.read(rows, 0, norm.shape[0]).view(shape)
+
+
+def _coded_forms(
+    path: Path, exact: Mapping[str, tuple[tuple[int, ...], torch.dtype]], bits: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor in the coded form of a state with these; StateError where there is none."""
+    wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for name, (shape, dtype) in exact.items():
+        if ROWS.fullmatch(name):
+            heads, slots, width = shape
+            if width & (width - 1) or width < 2:
+                raise StateError(f"{path}: {name} is {width} wide, and no power of two")
+            wanted[f"{name}.norm"] = ((heads * slots,), torch.float16)
+            wanted[f"{name}.codes"] = ((heads * slots, lloyd_max.packed_bytes(width, bits)), torch.uint8)
+        elif not DERIVED.fullmatch(name):
+            wanted[name] = (shape, dtype)
+    return wanted
+
+
+def _nbytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(part.nbytes for part in tensors.values())

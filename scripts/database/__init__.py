@@ -1,0 +1,1 @@
+"""Measuring what states of documents hold: as they are, quantised, and merged."""
