@@ -26,7 +26,8 @@ from scripts.flags import positive, writable
 from scripts.variants import measures, page
 from scripts.variants.runs import V4, Run, grouped, held_bytes, runs
 
-LENGTHS = (2048, 8192, 32768)
+LENGTHS = (2048, 8192)
+COUNTED = 32768  # tokens for which bytes are counted as well
 RECALLED = (512, 1024, 2048, 4096)
 TOLD = 1024  # tokens of the documents that facts and greedy text follow
 PAGES = Path(__file__).resolve().parents[1] / "audits"
@@ -44,7 +45,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--llama", type=Path, required=True, help="what `python -m scripts.train_llama` wrote")
     p.add_argument("--adapters", type=Path, help="what `python -m scripts.train_coda` wrote for it")
     p.add_argument(
-        "--lengths", type=lengths, default=LENGTHS, metavar="N,N,..", help="tokens (default 2048,8192,32768)"
+        "--lengths",
+        type=lengths,
+        default=LENGTHS,
+        metavar="N,N,..",
+        help="tokens of the documents read (default 2048,8192)",
     )
     p.add_argument(
         "--recalled",
@@ -109,7 +114,7 @@ def measured(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "options": replace(options, kv=()).to_json(),
         "weights": [run.name for run in variants],
         "rules": {run.name: list(run.rules) for run in variants},
-        "bytes": {run.name: {n: held_bytes(run, config, n) for n in args.lengths} for run in variants},
+        "bytes": {run.name: {n: held_bytes(run, config, n) for n in (*args.lengths, COUNTED)} for run in variants},
         "fidelity": _fidelity(variants, args, say),
         "recall": {run.name: _recall(run, args, say) for run in variants},
         "facts": {

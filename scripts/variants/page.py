@@ -140,14 +140,14 @@ def _section(model: dict[str, Any]) -> str:
 
 
 def _table(model: dict[str, Any]) -> str:
-    lengths = list(model["bytes"][FULL])
-    columns = [*(f"bytes per token, {_k(n)}" for n in lengths), *(f"KL, {_k(n)}" for n in lengths)]
+    lengths = list(model["fidelity"][FULL])
+    columns = [*(f"bytes per token, {_k(n)}" for n in model["bytes"][FULL]), *(f"KL, {_k(n)}" for n in lengths)]
     columns += [*(f"top-1, {_k(n)}" for n in lengths), "facts", "greedy", f"prefill, {_k(lengths[-1])}"]
     columns += [f"decode, {_k(n)}" for n in lengths]
     lines = [f"| variant | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
     for name, sizes in model["bytes"].items():
         found = model["fidelity"][name]
-        cells = [f"{sizes[n] / int(n):,.0f}" for n in lengths]
+        cells = [f"{size / int(n):,.0f}" for n, size in sizes.items()]
         cells += ["0" if name == FULL else f"{found[n]['kl']:.1e}" for n in lengths]
         cells += [f"{100 * found[n]['same']:.0f} %" for n in lengths]
         cells += [f"{100 * model['facts'][name]:.0f} %", _greedy(model["written"][name])]
@@ -196,8 +196,7 @@ def _bytes_plot(data: dict[str, Any]) -> Plot:
     """A point for each variant but the full cache: its bytes per token against its divergence, at the middle length."""
     series: dict[str, Sequence[tuple[float, float]]] = {}
     for model in data["models"]:
-        lengths = list(model["bytes"][FULL])
-        n = lengths[len(lengths) // 2]
+        n = list(model["fidelity"][FULL])[-1]
         for name, found in model["fidelity"].items():
             if name != FULL:
                 point = (model["bytes"][name][n] / model["bytes"][FULL][n], max(found[n]["kl"], 1e-9))
