@@ -139,7 +139,7 @@ def _streams(q: Tensor, noise: Noise | None, kv_heads: int) -> Tensor:
     scale: float = d**-0.5
     out = q.new_empty(kv_heads, streams, heads // kv_heads, t, d, dtype=torch.float32)
     by_head = q.reshape(t, kv_heads, -1, d).permute(1, 2, 0, 3)  # [K, H / K, t, D]
-    torch.mul(by_head, scale, out=out[:, 0])
+    torch.mul(by_head.float(), scale, out=out[:, 0])  # in fp32: with `out`, torch multiplies in the dtype of its input
     if noise is not None:
         signal, turned = torch.view_as_complex(out.view(*out.shape[:-1], d // 2, 2)).unbind(1)
         turn = torch.complex(noise.cos, noise.sin).view(kv_heads, -1, 1, d // 2)  # [K, H / K, 1, D / 2]
