@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from model.architectures import config_from_file
+from model.architectures import Config, config_from_file
+from model.config import ModelConfig
 from model.errors import CapacityError, ConfigError
 from model.llama.config import LlamaConfig
 from probes.demo_language.vocabulary import vocabulary_size
@@ -27,6 +28,8 @@ from scripts.variants import measures, page
 from scripts.variants.runs import V4, Run, grouped, held_bytes, runs
 
 LENGTHS = (2048, 8192)
+SHORTEST = 96  # tokens of a document with codes and questions for them, at least
+SPARE = 400  # tokens of questions behind a document, and more
 COUNTED = 32768  # tokens for which bytes are counted as well
 RECALLED = (512, 1024, 2048, 4096)
 TOLD = 1024  # tokens of the documents that facts and greedy text follow
@@ -77,32 +80,49 @@ def main(argv: Sequence[str] | None = None) -> int:
         writable(path)
     torch.set_num_threads(args.threads)
     started = time.perf_counter()
+    configs = [_config(path, args) for path in (args.model, args.llama)]
+    for path, config, wanted in zip((args.model, args.llama), configs, (ModelConfig, LlamaConfig), strict=True):
+        if not isinstance(config, wanted):
+            raise ConfigError(f"{path}: not of the architecture that its flag asks for")
     found = []
-    for model in (args.model, args.llama):
-        found.append(measured(model, args))
+    for model, config in zip((args.model, args.llama), configs, strict=True):
+        found.append(measured(model, config, args))
         if args.json is not None:
             args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    data = {"command": page.command(given), "models": found, "seconds": time.perf_counter() - started}
+    data = {
+        "command": page.command(given),
+        "chunk": args.chunk,
+        "models": found,
+        "seconds": time.perf_counter() - started,
+    }
     for name, text in page.files(data).items():
         (args.out / name).write_text(text, encoding="utf-8")
     print(f"{args.out / 'kv-variants.md'}: written after {data['seconds']:.0f} s", file=sys.stderr)
     return 0
 
 
-def measured(model: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure all variants of one model: JSON values."""
+def _config(model: Path, args: argparse.Namespace) -> Config:
+    """Read a model's config; ConfigError or CapacityError where it cannot read the documents."""
     config = config_from_file(model / "config.json")
     if config.vocab_size != vocabulary_size():
         raise ConfigError(f"{model}: has {config.vocab_size} tokens, the demo language has {vocabulary_size()}")
-    longest = max(*args.lengths, *args.recalled) + measures.DECODED
+    longest = max(*args.lengths, *args.recalled) + SPARE
     if longest > config.max_position_embeddings:
         raise CapacityError(f"{model}: {longest} tokens, the model has {config.max_position_embeddings} positions")
+    if (least := args.recalled[0]) < SHORTEST:
+        raise ConfigError(f"--recalled {least}: documents with codes have {SHORTEST} tokens at least")
+    return config
+
+
+def measured(model: Path, config: Config, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure all variants of one model: JSON values."""
     if isinstance(config, LlamaConfig):
-        told, options = "llama", RunOptions("plain", "bf16")
+        told, options = "llama", RunOptions("plain", "fp32")
         variants = runs(model, options, grouped(config.num_key_value_heads * config.head_dim), args.adapters)
     else:
-        told, options = "deepseek_v4", RunOptions("deployed", "bf16")
+        told, options = "deepseek_v4", RunOptions("plain", "fp32")
         variants = runs(model, options, V4, None)
+    counted = [n for n in (*args.lengths, COUNTED) if n <= config.max_position_embeddings]
 
     def say(what: str) -> None:
         print(f"{told}: {what}", file=sys.stderr, flush=True)
@@ -114,7 +134,7 @@ def measured(model: Path, args: argparse.Namespace) -> dict[str, Any]:
         "options": replace(options, kv=()).to_json(),
         "weights": [run.name for run in variants],
         "rules": {run.name: list(run.rules) for run in variants},
-        "bytes": {run.name: {n: held_bytes(run, config, n) for n in (*args.lengths, COUNTED)} for run in variants},
+        "bytes": {run.name: {n: held_bytes(run, config, n, args.chunk) for n in counted} for run in variants},
         "fidelity": _fidelity(variants, args, say),
         "recall": {run.name: _recall(run, args, say) for run in variants},
         "facts": {
@@ -133,7 +153,7 @@ def _fidelity(variants: list[Run], args: argparse.Namespace, say: Any) -> dict[s
     out: dict[str, dict[int, Any]] = {run.name: {} for run in variants}
     for length in args.lengths:
         for run, found in zip(variants, measures.fidelity(variants, length, args.chunk, args.seed), strict=True):
-            out[run.name][length] = found._asdict() | {"prefill": found.prefill, "decode": found.decode}
+            out[run.name][length] = found._asdict()
             say(f"{length} tokens, {run.name}: KL {found.kl:.2e}, decode x{found.decode.median:.2f}")
     return out
 

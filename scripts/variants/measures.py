@@ -30,10 +30,10 @@ class Ratio(NamedTuple):
 class Fidelity(NamedTuple):
     """Of the tokens decoded behind one document, against the full cache's on the same tokens."""
 
-    kl: float  # mean, nats
+    kl: float  # of the variant from the full cache, mean over tokens, nats
     worst: float  # largest
     same: float  # share of tokens with the same likeliest token
-    prefill: Ratio
+    prefill: float  # speed as a multiple of the full cache's, all calls and the compression of the prompt together
     decode: Ratio
 
 
@@ -52,11 +52,11 @@ def fidelity(runs: Sequence[Run], length: int, chunk: int, seed: int) -> list[Fi
         (prefill if reading else decode).append([seconds for seconds, _ in called])
         for i, (_, hidden) in enumerate(() if reading else called):
             logits[i].append(runs[i].model.logits(hidden)[0])
-    full = torch.stack(logits[0]).log_softmax(-1)
+    full = torch.stack(logits[0])
     out = []
     for i, rows in enumerate(logits):
-        own = torch.stack(rows).log_softmax(-1)
-        kl = (full.exp() * (full - own)).sum(-1).clamp(min=0)
+        own = torch.stack(rows)
+        kl = divergence(full, own)
         same = (full.argmax(-1) == own.argmax(-1)).float().mean().item()
         out.append(Fidelity(kl.mean().item(), kl.max().item(), same, whole(prefill, i), ratio(decode, i)))
     return out
@@ -75,10 +75,15 @@ def ratio(times: Sequence[Sequence[float]], i: int) -> Ratio:
     return Ratio(median(found), low, high)
 
 
-def whole(times: Sequence[Sequence[float]], i: int) -> Ratio:
-    """Speed over all rounds together, because one of them holds the compression of the prompt; quartiles as `ratio`."""
-    total = sum(row[0] for row in times) / sum(row[i] for row in times)
-    return ratio(times, i)._replace(median=total)
+def whole(times: Sequence[Sequence[float]], i: int) -> float:
+    """Speed of variant `i` as a multiple of the first's, over all rounds together: one of them may compress."""
+    return sum(row[0] for row in times) / sum(row[i] for row in times)
+
+
+def divergence(wanted: Tensor, found: Tensor) -> Tensor:
+    """KL of `found` from `wanted`, logits [t, vocab]: [t] nats, ``sum_v p (log p - log q)`` with p of `wanted`."""
+    p, q = wanted.log_softmax(-1), found.log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1).clamp(min=0)
 
 
 class Recall(NamedTuple):

@@ -35,20 +35,25 @@ told once each; the speed of a variant is a multiple of the full cache's in the 
 TAIL: Final = """
 ## How it was measured
 
-- *bytes per token*: all caches that a prompt of so many tokens leaves, counted from tensors (rings, entries, index
-  keys, compressor states, banks, bases, codebooks), divided by its tokens. While Shard reads a prompt it holds that
-  prompt in full as well; the memory plan says so.
+- *Numerics*: plain, fp32, for both models, so that what differs is the cache. (As deployed the full cache rounds its
+  entries to FP8 and its index keys to FP4, which coded ones are not: a difference would be mostly that rounding.)
+- *bytes per token*: all caches that a prompt of so many tokens leaves, read in calls of {chunk}, in BF16, counted from
+  tensors (rings, entries, index keys, compressor states, banks, bases, codebooks), divided by its tokens. While Shard
+  reads a prompt it holds that prompt in full as well; the memory plan says so.
 - *KL, top-1*: {decoded} tokens decoded behind a document of so many, given, so that all variants read the same;
-  against the full cache's distribution. The models were trained on documents of up to 1,024 tokens (the demo) and
-  1,024 (the small one): beyond, the text is as it may be, the comparison is not.
+  divergence of the variant's distribution from the full cache's, mean in nats. Both models were trained on documents of
+  up to 2,048 tokens: beyond, the text is as it may be, the comparison is not.
 - *codes*: right answers, greedy, over documents of {recalled} tokens; the question is decoded token by token behind the
-  compressed document, and the code it asks for was told at least 128 tokens before it.
+  compressed document, and the code it asks for was told at least 128 tokens before it, or a quarter of the document,
+  where that is less.
 - *facts*: {facts} taught facts, each asked behind a document of 1,024 tokens which does not hold it.
-- *greedy*: {prompts} documents continued for {written} tokens each; how many of them the variant writes exactly as the
-  full cache does, and the median number of tokens before the first that differs.
-- *decode, prefill*: speed as a multiple of the full cache's at the longest document; median and quartiles over calls.
-  On models this small most of a call is not attention, so these ratios say what a variant costs a small model, not
-  what it saves a large one: `audits/kv-speed.md` has layers of published shapes.
+- *greedy*: {prompts} documents of 1,024 tokens continued for {written} tokens each; how many of them the variant writes
+  exactly as the full cache does, and the median number of tokens before the first that differs.
+- *decode*: speed as a multiple of the full cache's, the same token in turn: median and quartiles. *prefill*: the same
+  for all calls of the longest document together, the compression of the prompt included. On models this small most of
+  a call is not attention, so these ratios say what a variant costs a small model, not what it saves a large one:
+  `audits/kv-speed.md` has layers of published shapes.
+- *trained* is the one row whose weights differ: adapters of `scripts.train_coda`, against the base's full cache.
 
 ## Where the originals claim other numbers
 
@@ -82,6 +87,7 @@ def markdown(data: dict[str, Any]) -> str:
     )
     tail = TAIL.format(
         decoded=DECODED,
+        chunk=data["chunk"],
         recalled=recalled,
         facts=FACTS,
         prompts=PROMPTS,
@@ -98,7 +104,7 @@ def _verdict(model: dict[str, Any]) -> str:
     same = [name for name, counts in written.items() if name != FULL and min(counts) == WRITTEN]
     lose = [name for name in written if _found(model, name) < full - 0.05]
     told = f"text of {PROMPTS} x {WRITTEN} greedy tokens identical to the full cache's: {_listed(same)}"
-    return f"**{NAMES[model['kind']].capitalize()}: {told}; more than 5 % of the codes lost: {_listed(lose)}.**\n"
+    return f"**{NAMES[model['kind']].capitalize()}: {told}; more than 5 in 100 of the codes lost: {_listed(lose)}.**\n"
 
 
 def _claims(models: Sequence[dict[str, Any]]) -> Iterator[str]:
@@ -151,7 +157,7 @@ def _table(model: dict[str, Any]) -> str:
         cells += ["0" if name == FULL else f"{found[n]['kl']:.1e}" for n in lengths]
         cells += [f"{100 * found[n]['same']:.0f} %" for n in lengths]
         cells += [f"{100 * model['facts'][name]:.0f} %", _greedy(model["written"][name])]
-        cells += [_ratio(found[lengths[-1]]["prefill"]), *(_ratio(found[n]["decode"]) for n in lengths)]
+        cells += [f"{found[lengths[-1]]['prefill']:.2f}", *(_ratio(found[n]["decode"]) for n in lengths)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

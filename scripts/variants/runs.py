@@ -73,9 +73,10 @@ def runs(model: Path, options: RunOptions, variants: dict[str, tuple[str, ...]],
     return found
 
 
-def held_bytes(run: Run, config: Config, context: int) -> int:
-    """Bytes that the caches of a prompt of `context` tokens hold once it has been read."""
-    state = State(config, context, 1, run.model.arithmetic.formats, torch.device("meta"), context)
+def held_bytes(run: Run, config: Config, context: int, chunk: int) -> int:
+    """Bytes that the caches of a prompt of `context` tokens, read in calls of `chunk`, hold afterwards, in BF16."""
+    formats = run.model.arithmetic.formats._replace(dtype=torch.bfloat16)
+    state = State(config, context, chunk, formats, torch.device("meta"), context)
     total = sum(state.nbytes().values())
     for cache in state.layers:
         if isinstance(cache, ShardLayer):  # what holds the prompt until it is compressed is let go

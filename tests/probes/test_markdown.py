@@ -103,6 +103,7 @@ def test_the_front_matter_says_what_ran(subject):
         "key_format": "dtype",
         "dispatch": "auto",
         "kv": [],
+        "coda_adapters": None,
         "seed": 0,
         "prompt": "documents of the demo language",
         "command": COMMAND,

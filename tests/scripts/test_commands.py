@@ -63,6 +63,7 @@ def test_the_report_says_what_ran(tmp_path):
         "key_format": "dtype",
         "dispatch": "auto",
         "kv": [],
+        "coda_adapters": None,
     }
     assert data["ops"] == "blocked"
     assert data["max_context"] == 64
