@@ -26,7 +26,7 @@ from model.cache.shard import ShardSettings
 from scripts import coda_pairs, variant_pairs
 from scripts.cli import run_alone
 from scripts.coda_pairs import CodaLayer
-from scripts.flags import writable
+from scripts.flags import positive, writable
 from scripts.variant_pairs import FLASH, LLAMA, SMALL, Case
 
 BLOCK = 256  # tokens of a block of CoDA's prefill
@@ -51,7 +51,7 @@ The rows are what a variant changes of a layer's step: selection (CSA) and atten
 know of it. Coded rows cost a look-up for one or two numbers, and a rotation of the queries and of the result.""",
     PACKAGE: """\
 Both sides have the same weights, in the same memory, and give the same outputs to 1e-4. A prompt is matrix products on
-both sides: the last table says how long these alone take, and so how much any implementation could gain. A decoded
+both sides: the last table says how long these alone take in fp32, and so how much could be gained there. A decoded
 token is the weights, read once, and many small calls, in number of which the two differ.""",
 }
 
@@ -236,11 +236,24 @@ ABSENT = f"The package {coda_pairs.PACKAGE} is not installed: its column is empt
 
 
 @torch.no_grad()
+def _seconds(text: str) -> float:
+    """Argparse type: a number of at least 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return value
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     p = argparse.ArgumentParser(prog="python -m scripts.bench_variants", description=__doc__)
-    p.add_argument("--context", type=int, nargs="+", help="tokens held; default: 8K to 32K, and 2K and 8K for CoDA")
-    p.add_argument("--seconds", type=float, default=SECONDS, help="for a row, within 5 to 30 rounds")
+    p.add_argument(
+        "--context", type=positive, nargs="+", help="tokens held; default: 8K to 32K, and 2K and 8K for CoDA"
+    )
+    p.add_argument("--seconds", type=_seconds, default=SECONDS, help="for a row, within 5 to 30 rounds")
     p.add_argument("--page", type=Path, help="write the tables there as Markdown")
     args = p.parse_args(argv)
     writable(args.page)

@@ -47,6 +47,11 @@ class Tokens(NamedTuple):
     gates: Tensor | None  # [t] float32, write gates; None: 1
     lam: Tensor | None  # [t, H], strength of the noise stream; None without one
 
+    def part(self, rows: slice) -> "Tokens":
+        """Return some of the tokens."""
+        gates, lam = (None if part is None else part[rows] for part in (self.gates, self.lam))
+        return Tokens(self.q[rows], self.k[rows], self.v[rows], gates, lam)
+
 
 def step(cache: CodaCache, tokens: Tokens, differential: Differential | None) -> Tensor:
     """Write one token, which may drive another into the banks, then attend: [1, H, D] in the dtype of the query."""
@@ -87,9 +92,7 @@ def prefill(
     out = torch.empty_like(tokens.q)
     for first in range(0, tokens.q.shape[0], block):
         rows = slice(first, first + block)
-        gates, lam = (None if part is None else part[rows] for part in (tokens.gates, tokens.lam))
-        part = Tokens(tokens.q[rows], tokens.k[rows], tokens.v[rows], gates, lam)
-        out[rows] = _block(cache, part, differential, strict=strict)
+        out[rows] = _block(cache, tokens.part(rows), differential, strict=strict)
     return out
 
 

@@ -45,13 +45,15 @@ def check(variant: Variant, heads: int, head_dim: int) -> None:
 class CodaLayer(GqaCache):
     """The bounded cache: a call of one token is a step, a longer one is read in blocks; `model.cache.coda_attention`.
 
-    While nothing has left the window, every way to cut tokens into calls gives full attention.
+    While nothing has left the window, every way to cut tokens into calls gives full attention. After that it matters
+    where blocks begin: at multiples of `block`, so that calls of any multiple of it are alike, and at the start of a
+    call that continues a block (as published: of every call).
     """
 
     def __init__(self, shape: KvShape, variant: GroupedCoda, dtype: torch.dtype, device: torch.device) -> None:
         eta_logit = torch.full((shape.heads,), ETA_LOGIT)
         self.coda = CodaCache(coda_settings(variant), shape.heads, shape.head_dim, eta_logit, dtype, device)
-        self.block, self.position = variant.block, 0
+        self.block, self.published, self.position = variant.block, bool(variant.published), 0
         super().__init__({"coda": self.coda})
 
     def learnt(self, eta_logit: Tensor) -> None:
@@ -62,11 +64,16 @@ class CodaLayer(GqaCache):
     def attend(self, heads: Heads, first: int, ops: Ops) -> Tensor:
         """Attend and write, in the order of a step or of a block; see `GqaCache.attend`."""
         del ops  # banks have one implementation
-        tokens = Tokens(heads.q, heads.k, heads.v, heads.gates, None)
-        t = heads.q.shape[0]
-        out = step(self.coda, tokens, None) if t == 1 else prefill(self.coda, tokens, None, self.block)
+        tokens, t = Tokens(heads.q, heads.k, heads.v, heads.gates, None), heads.q.shape[0]
         self.position = first + t
-        return out
+        if t == 1:
+            return step(self.coda, tokens, None)
+        begun = 0 if self.published else first % self.block  # tokens of the block that an earlier call began
+        head = min(t, self.block - begun) if begun else 0
+        if not head:
+            return prefill(self.coda, tokens, None, self.block)
+        rows = slice(head), slice(head, t)
+        return torch.cat([prefill(self.coda, tokens.part(some), None, self.block) for some in rows])
 
     def restore(self, position: int, saved: dict[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""

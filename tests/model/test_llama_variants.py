@@ -92,6 +92,22 @@ def test_the_cache_of_a_layer_gives_what_the_bare_cache_gives():
     assert layer.position == 40
 
 
+@pytest.mark.parametrize("lengths", [[16] * 9 + [6], [64, 64, 22], [48, 96, 6]])
+def test_calls_of_whole_blocks_are_alike(saved, lengths):
+    """Beyond the window it matters where blocks begin: at multiples of `block`, whatever the calls that hold them."""
+    made = model(saved, f"all={SMALL},block=16")
+    wanted = run(made)[0]
+    assert (run(made, lengths)[0] - wanted).abs().max() < BOUND
+
+
+def test_a_call_that_ends_within_a_block_is_continued_at_its_end(saved):
+    """75 + 75 tokens read the blocks 16, 16, 16, 16, 11, 5, 16, ..: another function of the same tokens."""
+    made = model(saved, f"all={SMALL},block=16")
+    wanted = run(made, [16, 16, 16, 16, 11, 5, *[16] * 4, 6])[0]
+    assert (run(made, [75, 75])[0] - wanted).abs().max() < BOUND
+    assert (run(made)[0] - wanted).abs().max() > 1e-3
+
+
 def test_layers_of_one_model_may_differ(saved, full):
     made = model(saved, "all=shard:rank=16", f"1={SMALL}", "2=full")
     logits, state = run(made, DECODE)

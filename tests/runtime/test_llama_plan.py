@@ -5,12 +5,16 @@ import torch
 from safetensors.torch import save_file
 
 from kernels.ops import BLOCKED
+from model.cache.gqa import Heads
+from model.cache.grouped import CodaLayer, ShardLayer
+from model.cache.shard import KvShape
+from model.cache.variants import GroupedCoda, GroupedShard
 from model.errors import CapacityError
 from model.llama.adapters import shapes
 from runtime import memory
 from runtime.load import load_any
 from runtime.options import DTYPES, RunOptions
-from runtime.plan.grouped import attend_grouped
+from runtime.plan.grouped import attend_coda, attend_grouped, attend_shard
 from runtime.plan.llama import LlamaPlanner, rotate_halves
 from runtime.plan.ops import Costs
 from tests.llama_model import load_ours, oracle
@@ -84,6 +88,39 @@ def test_variants_take_no_more_than_planned(saved, dtype, prompt, kv):
     for part in (tokens[:prompt], tokens[:1]):
         taken = peak_bytes(lambda part=part: loaded.model.logits(loaded.model(part, state)[-1:]))
         assert taken <= plan.call.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "d"), [(512, 16, 2, 64), (1, 16, 2, 64), (300, 8, 8, 128)])
+def test_attending_to_banks_takes_what_is_planned(dtype, tokens, heads, kv_heads, d):
+    """Once every slot holds something; no more than twice what is taken."""
+    variant, cpu = GroupedCoda(window=256, exact=64, summary=64, block=512), torch.device("cpu")
+    shape = KvShape(kv_heads, d, torch.ones(d // 2), interleaved=False)
+    layer, draw = CodaLayer(shape, variant, dtype, cpu), torch.Generator().manual_seed(1)
+
+    def drawn(t):
+        parts = (torch.randn(t, n, d, generator=draw).to(dtype) for n in (heads, kv_heads, kv_heads))
+        return Heads(*parts, torch.rand(t, generator=draw))
+
+    layer.attend(drawn(1024), 0, BLOCKED)
+    more = drawn(tokens)
+    taken = peak_bytes(lambda: layer.attend(more, 1024, BLOCKED))
+    planned = attend_coda(Costs(dtype.itemsize, deployed=False, narrow=False), variant, tokens, heads, kv_heads, d)
+    assert taken <= planned <= 2 * taken + 4 * SMALL
+
+
+@pytest.mark.parametrize(("kv_heads", "d", "rank"), [(8, 128, 192), (2, 64, 64)])
+def test_compressing_a_prompt_takes_no_more_than_planned(kv_heads, d, rank):
+    """With 1,024 columns the covariance and its eigenvectors outweigh everything else."""
+    variant, cpu = GroupedShard(rank=rank), torch.device("cpu")
+    layer = ShardLayer(
+        KvShape(kv_heads, d, torch.ones(d // 2), interleaved=False), variant, 200, 201, torch.float32, cpu
+    )
+    draw = torch.Generator().manual_seed(1)
+    heads = Heads(*(torch.randn(200, n, d, generator=draw) for n in (2 * kv_heads, kv_heads, kv_heads)), None)
+    taken = peak_bytes(lambda: layer.attend(heads, 0, BLOCKED))
+    planned = attend_shard(costs("fp32"), variant, 200, 2 * kv_heads, kv_heads, d, 201)
+    assert taken <= planned <= 2 * taken + 4 * SMALL
 
 
 def test_the_plan_of_variants_is_of_the_prompt_that_takes_most(saved):

@@ -110,3 +110,34 @@ def test_a_ratio_is_other_over_variant():
     case = variant_pairs.Case("a", "v", lambda: torch.zeros(1), "o", lambda: torch.randn(400_000).sort().values)
     middle, low, high = bench_variants.measure(case, 0.0).ratio
     assert 10 < low <= middle <= high
+
+
+def test_the_limit_counts_what_a_prompt_multiplies():
+    """2048 tokens: q, k, v, o, lambda, gate; scores of two streams and one sum, of 384 + 128 rows each."""
+    case = variant_pairs.Case("a prompt", "variant", None, "package", None)
+    limit = bench_variants.coda_limit(bench_variants.Timing(case, (1.0, 1.0), (100.0, 110.0), (1.0, 1.0, 1.0), 5), 2048)
+    assert limit.products == 2048 * (1024 * (1024 + 2 * 256 + 1024 + 16 + 1) + 3 * 1024 * 512) / 1e9
+    assert limit.row(43.15)[1:] == ("8.63", "199.9", "100.0", "0.50")
+
+
+def test_denormals_are_flushed_before_anything_is_timed(monkeypatch):
+    class Started(Exception):  # noqa: N818 -- no error
+        pass
+
+    def start(*_):
+        raise Started
+
+    asked = []
+    monkeypatch.setattr(torch, "set_flush_denormal", asked.append)
+    monkeypatch.setattr(bench_variants, "measure", start)
+    with pytest.raises(Started):
+        bench_variants.main(["--seconds", "0", "--context", "64"])
+    assert asked == [True]
+
+
+@pytest.mark.parametrize("flags", [["--context", "0"], ["--context", "-5"], ["--seconds", "nan"], ["--seconds", "-1"]])
+def test_numbers_that_cannot_be_meant_are_refused(flags, capsys):
+    with pytest.raises(SystemExit) as refused:
+        bench_variants.main(flags)
+    assert refused.value.code == 2
+    assert flags[1] in capsys.readouterr().err
