@@ -121,7 +121,7 @@ def test_the_limit_counts_what_a_prompt_multiplies():
 
 
 def test_denormals_are_flushed_before_anything_is_timed(monkeypatch):
-    class Started(Exception):  # noqa: N818 -- no error
+    class Started(Exception):
         pass
 
     def start(*_):
