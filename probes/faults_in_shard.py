@@ -1,6 +1,7 @@
 """Faults of the variant shard: in a run whose layers remember in full they do nothing.
 
-`SHARD` describes them for `probes.faults`. A faulty cache is a subclass, and the one that is made becomes one.
+`SHARD` describes them for `probes.faults`, those of V4's layers alone from `probes.faults_in_entries` among them. A
+faulty cache is a subclass, and the one that is made becomes one.
 """
 
 import math
@@ -17,11 +18,11 @@ from kernels.formats import RotatedRows
 from kernels.ops import Ops
 from kernels.reference.rows import decode
 from model.cache.entries import Entries
-from model.cache.layers import SIGNS, CsaCache, HcaCache, LayerCache
+from model.cache.layers import CsaCache, HcaCache, LayerCache
 from model.cache.shard import ShardCache
-from model.config import LayerKind
 from model.transformer import Transformer
-from probes.fault import Fault, needs
+from probes.fault import Fault
+from probes.faults_in_entries import ENTRIES
 from probes.faults_in_model import become, with_caches
 from probes.shared.calls import Attend
 from probes.shared.parts import Parts
@@ -157,17 +158,6 @@ def _codebook_unfinished(parts: Parts) -> Parts:
     return parts._replace(codebook=codebook)
 
 
-def _index_keys_in_4_bits(model: Transformer) -> None:
-    """Store index keys in half of what the gate needs."""
-
-    def narrow(held: LayerCache) -> None:
-        if isinstance(held, CsaCache) and isinstance(held.keys.data, RotatedRows):
-            n, width = held.keys.data.shape
-            held.keys.data = rotation.rotated_rows(n, width, 4, held.ring.data.device, SIGNS)
-
-    with_caches(model, narrow)
-
-
 # --- bytes and scratch
 
 
@@ -205,8 +195,6 @@ def _all_decoded(ops: Ops) -> Ops:
 
     return ops._replace(attend=attend)
 
-
-_COMPRESSED = needs(LayerKind.CSA, LayerKind.HCA)
 
 SHARD = (
     Fault(
@@ -254,14 +242,6 @@ SHARD = (
         in_variants=True,
     ),
     Fault(
-        "shard-index-keys-in-4-bits",
-        "Index keys are stored in 4 bits.",
-        "the mistake's kind: a width that does for entries",
-        inject=_index_keys_in_4_bits,
-        inapplicable=needs(LayerKind.CSA),
-        in_variants=True,
-    ),
-    Fault(
         "shard-basis-not-counted",
         "Shard's bytes leave out the basis.",
         "the Shard article's formula for bits counts it by the token",
@@ -276,4 +256,5 @@ SHARD = (
         parts=lambda parts: parts._replace(shard=_AllRebuilt),
         in_variants=True,
     ),
+    *ENTRIES,
 )

@@ -26,8 +26,15 @@ WINDOW = 4  # rows of a ring
 KINDS = 3  # of entries, all of one kind equal
 RECALL = at_least(0.99)  # the gate of the probe `recall`
 HEADS = 64  # of published indexers
+BITS = {"entries": 6, "keys": 8}  # that `shard` promises: not read from what is held to it
 CODED = 1.1  # of the least error of so many bits: rows of 64 columns are not quite normal
-TILES = 16  # as for grouped-query layers
+LOSSLESS = 8  # bits at which attention to entries is to be as good as exact
+KL = at_most(
+    1e-4
+)  # of a row of attention, at so many bits: half the squared error of a logit, 2e-5 where it is N(0, 1)
+# What a tile of keys has beside it, in tiles: centroids 1, the bytes of their codes as integers 3/4, pairs of codes 1/2
+# at 6 bits; and as much again as these last for the queries, sums and logits of the token, which no context changes.
+TILES = 3
 FIRST = 4096  # entries with which the scratch of more is compared
 
 
@@ -58,7 +65,8 @@ def clustered(count: int, width: int, seed: int) -> Tensor:
     return (around + 0.4 * torch.randn(count, width, generator=g)) * lengths[:, None]
 
 
-def _fed(part: AnyEntries | AnyKeys, given: Tensor, cut: int) -> None:
+def fed(part: AnyEntries | AnyKeys, given: Tensor, cut: int) -> None:
+    """Append the rows, `cut` at a time."""
     for some in given.split(cut):
         part.append(some)
         part.settle()
@@ -75,7 +83,7 @@ def cut_alike(model: Transformer, name: str, count: int, cuts: Sequence[int], se
         kept: dict[int, dict[str, Tensor]] = {cut: {} for cut in cuts}
         for cut, state in states.items():
             for place, part in _parts(dict(caches(state))[layer]).items():
-                _fed(part, clustered(count, _width(part), seed).to(model.device), cut)
+                fed(part, clustered(count, _width(part), seed).to(model.device), cut)
                 saved = part.tensors(count * cache.frontier.ratio)
                 kept[cut] |= {f"{place}.{plane}": tensor for plane, tensor in saved.items()}
         what = f"V4, {name}, rows in turns of {', '.join(map(str, cuts))}: stored tensors that differ"
@@ -87,7 +95,7 @@ def counted(model: Transformer, name: str, count: int, seed: int) -> Iterator[Fi
     for layer, cache in caches(new_state(model, count)):
         for place, part in _parts(cache).items():
             before = snapshot(part)
-            _fed(part, clustered(count, _width(part), seed).to(model.device), CUTS[-1])
+            fed(part, clustered(count, _width(part), seed).to(model.device), CUTS[-1])
             held = written(before, snapshot(part))
             what = f"V4, {name}, {place}: bytes told, off those of the tensors that rows were written to"
             yield judged(what, part.nbytes() - held, exactly(0), "B", layer=layer, held=held)
@@ -98,13 +106,34 @@ def coded(model: Transformer, count: int, seed: int) -> Iterator[Finding]:
     for layer, cache in caches(new_state(model, count)):
         for place, part in _parts(cache).items():
             given = clustered(count, _width(part), seed)
-            _fed(part, given.to(model.device), CUTS[-1])
-            data = part.view()
+            fed(part, given.to(model.device), CUTS[-1])
+            data, bits = part.view(), BITS[place]
             assert isinstance(data, rotation.RotatedRows), f"{place} of layer {layer}: {type(data).__name__}"
             lost = (rows.read(data, 0, count).cpu() - given).square().sum(1) / given.square().sum(1)
-            most = CODED * OPTIMUM[data.bits]
-            what = f"V4, shard, {place}: squared error of a row over its squared length, mean"
-            yield judged(what, float(lost.mean()), at_most(most), layer=layer, bits=data.bits)
+            what = f"V4, shard, {place} of {bits} bits: squared error of a row over its squared length, mean"
+            yield judged(what, float(lost.mean()), at_most(CODED * OPTIMUM[bits]), layer=layer, held=data.bits)
+
+
+def attentions(model: Transformer, count: int, seed: int) -> Iterator[Finding]:
+    """Attention, the sink included, is spread over entries of `LOSSLESS` bits as over those that were coded."""
+    g = torch.Generator().manual_seed(seed)
+    for layer, cache in caches(new_state(model, count)):
+        width = _width(cache.entries)
+        # normed, as a model's entries and queries are: logits are near N(0, 1)
+        given, q = (x * width**0.5 / x.norm(dim=-1, keepdim=True) for x in (
+            torch.randn(count, width, generator=g), torch.randn(4, HEADS, width, generator=g)))  # fmt: skip
+        fed(cache.entries, given.to(model.device), CUTS[-1])
+        data = cache.entries.view()
+        assert isinstance(data, rotation.RotatedRows), f"entries of layer {layer}: {type(data).__name__}"
+        logits = (rows.turned(data, q.to(model.device)) @ rows.read_turned(data, 0, count).mT).cpu()
+        sink = torch.linspace(-2, 2, HEADS, dtype=torch.float64)[:, None].expand(4, HEADS, 1)
+        wanted, found = (
+            torch.cat((sink, scores.double() * width**-0.5), -1).log_softmax(-1)
+            for scores in (q.double() @ given.double().mT, logits)
+        )
+        each = (wanted.exp() * (wanted - found)).sum(-1)  # [4, HEADS]
+        what = f"V4, shard at {LOSSLESS} bits, {count} entries: KL of attention from that to exact entries, mean"
+        yield judged(what, float(each.mean()), KL, layer=layer, held=data.bits, largest=float(each.max()))
 
 
 def masses(model: Transformer, count: int, seed: int) -> Iterator[Finding]:
@@ -124,7 +153,7 @@ def masses(model: Transformer, count: int, seed: int) -> Iterator[Finding]:
         yield judged(what, wrong, at_most(0.01), layer=layer, evicted=entries.evicted)
 
 
-def _attended(model: Transformer, entries: AnyEntries, q: Tensor, ring: Tensor, sink: Tensor, first: int) -> Tensor:
+def attended(model: Transformer, entries: AnyEntries, q: Tensor, ring: Tensor, sink: Tensor, first: int) -> Tensor:
     """What the model's op returns for q [1, h, d] at position `first`, which sees the ring and every entry."""
     device, window = model.device, len(ring)
     out = model.arithmetic.ops.attend(
@@ -141,10 +170,10 @@ def means(model: Transformer, count: int, seed: int) -> Iterator[Finding]:
         g = torch.Generator().manual_seed(seed)
         kinds = 3 * functional.normalize(torch.randn(KINDS, width, generator=g), dim=1)
         given = kinds[torch.arange(count) % KINDS]
-        _fed(entries, given.to(model.device), CUTS[1])
+        fed(entries, given.to(model.device), CUTS[1])
         q, ring = 2 * torch.randn(1, heads, width, generator=g), torch.randn(WINDOW, width, generator=g)
         sink = torch.linspace(-2, 2, heads)
-        found = _attended(model, entries, q, ring, sink, entries.ratio * count - 1)
+        found = attended(model, entries, q, ring, sink, entries.ratio * count - 1)
         keys = torch.cat((ring, given)).double()
         mass = (q[0].double() @ keys.T * width**-0.5).exp()
         wanted = mass @ keys / (mass.sum(1) + sink.double().exp())[:, None]
@@ -160,8 +189,8 @@ def drifts(model: Transformer, count: int, seed: int) -> Iterator[Finding]:
     given, ring = torch.randn(count, width, generator=g), torch.randn(WINDOW, width, generator=g)
     q, sink, out = 2 * torch.randn(count, heads, width, generator=g), torch.zeros(heads), []
     for i in range(count):
-        _fed(entries, given[i : i + 1].to(model.device), 1)
-        out.append(_attended(model, entries, q[i : i + 1], ring, sink, entries.ratio * (i + 1) - 1))
+        fed(entries, given[i : i + 1].to(model.device), 1)
+        out.append(attended(model, entries, q[i : i + 1], ring, sink, entries.ratio * (i + 1) - 1))
     keys = torch.cat((ring, given)).double()
     logits = q.double() @ keys.T * width**-0.5  # [n, h, WINDOW + n]
     hidden = torch.arange(-WINDOW, count) > torch.arange(count)[:, None]
@@ -197,7 +226,7 @@ def recalls(model: Transformer, count: int, k: int, others: Sequence[int], seed:
 
     for layer, cache in caches(new_state(model, count)):
         if isinstance(cache, CsaCache):
-            _fed(cache.keys, keys.to(model.device), CUTS[-1])
+            fed(cache.keys, keys.to(model.device), CUTS[-1])
             held = cache.keys.view()
             assert isinstance(held, rotation.RotatedRows), f"keys of layer {layer}: {type(held).__name__}"
             found[layer] = [kept(held)]
@@ -232,5 +261,5 @@ def scratch(ops: Ops, heads: int, width: int, bits: int, more: int) -> Iterator[
     what = f"V4, shard, scratch of a decoded token over {more} entries against {FIRST}: growth"
     yield judged(what, peaks[1] - peaks[0], exactly(0), "B", at_first=peaks[0])
     tile = 4 * KEYS
-    what = f"V4, shard, scratch of a decoded token over {more} entries, tiles of keys"
+    what = f"V4, shard, scratch of a decoded token over {more} entries, tiles of keys of {KEYS} numbers"
     yield judged(what, peaks[1] / tile, at_most(TILES), tile_bytes=tile)

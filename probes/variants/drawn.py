@@ -13,6 +13,7 @@ BASE = 10_000.0
 DIRECTIONS = 16  # near which keys lie, as a model's do; a basis of so many holds most of them
 QUERIES = 128  # rows of float64 logits at once
 LOGITS = 64  # random projections of an output, taken for logits
+DIVERGENCE = f"KL of a softmax over {LOGITS} random projections of the output, from the full cache's"
 
 
 class Drawn(NamedTuple):

@@ -13,7 +13,7 @@ from model.cache.shard import KvShape, ShardCache, ShardSettings
 from probes.finding import JSON, Finding, at_most, exactly, judged, measured
 from probes.probe import Progress
 from probes.shared.parts import Parts
-from probes.variants.drawn import GROUPS, WIDTH, Drawn, attended, divergence, draw, frequencies, off
+from probes.variants.drawn import DIVERGENCE, GROUPS, WIDTH, Drawn, attended, divergence, draw, frequencies, off
 
 CPU = torch.device("cpu")
 # fp32 sums of a softmax, in whichever order: 1.8e-6 and 4.3e-6 of the largest output were seen in the published code
@@ -192,11 +192,11 @@ def drifts(parts: Parts, count: int, seed: int, progress: Progress, *, coda: boo
 
 
 def drift_finding(of: str, one: Drift, layer: int | None = None) -> Finding:
-    """An error that builds up shows at the end."""
-    what = f"{of}: KL from the full cache, median of the last quarter over that of the second"
+    """An error that builds up shows at the end; of tokens that are drawn."""
+    what = f"{of}: {DIVERGENCE}, median of the last quarter over that of the second"
     return judged(what, one.growth, GROWTH, layer=layer, mean_of_the_last=one.last, largest=one.largest)
 
 
-def divergence_finding(of: str, one: Drift) -> Finding:
+def divergence_finding(of: str, one: Drift, divergence: str = DIVERGENCE) -> Finding:
     """A number to know."""
-    return measured(f"{of}: KL from the full cache, mean of the last quarter", one.last, largest=one.largest)
+    return measured(f"{of}: {divergence}, mean of the last quarter", one.last, largest=one.largest)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from probes.finding import Finding, Part, Plot, Table, Text
 from probes.variants.banks import Kept
 from probes.variants.codes import Book
+from probes.variants.drawn import LOGITS
 from probes.variants.grouped import Drift
 from probes.variants.sizes import Llama, Scratch
 
@@ -41,7 +42,7 @@ def parts(shown: Shown) -> tuple[Part, ...]:
             "What one decoded token holds beside the cache",
             ("over shard's", "tokens", "bytes", "tokens", "bytes"),
             [(s.segment, s.tokens[0], s.peaks[0], s.tokens[1], s.peaks[1]) for s in shown.scratch],
-            "A grouped-query layer, 8 heads on 2 of 64. All keys and values decoded would take 1 KiB a token.",
+            f"A grouped-query layer, 8 heads on 2 of 64. All keys and values decoded would take 1 KiB a token. {TILE}",
         ),
     ]
     if shown.kept:
@@ -54,19 +55,22 @@ def parts(shown: Shown) -> tuple[Part, ...]:
                 " of the keys as drawn. The first row is what the cache of the run holds.",
             )
         )
-    for of, drifts in (("drawn tokens", shown.grouped), ("this checkpoint", shown.v4)):
+    for of, what, drifts in (
+        ("drawn tokens", f"KL over {LOGITS} random projections", shown.grouped),
+        ("this checkpoint", "KL of the logits", shown.v4),
+    ):
         if drifts:
-            found.append(_plot(of, drifts))
+            found.append(_plot(of, what, drifts))
     if shown.left_out:
         found.append(Text("What was left out", " ".join(shown.left_out)))
     return tuple(found)
 
 
-def _plot(of: str, drifts: Sequence[Drift]) -> Plot:
+def _plot(of: str, what: str, drifts: Sequence[Drift]) -> Plot:
     return Plot(
         f"Divergence from the full cache, {of}",
         "tokens so far",
-        "KL, mean since the last point",
+        f"{what}, mean since the last point",
         {one.name: [(x, y) for x, y in one.curve if y > 1e-12] for one in drifts},  # below: rounding of fp32
         log_y=True,
     )
@@ -83,15 +87,25 @@ def summary(findings: Sequence[Finding], shown: Shown) -> str:
     return (
         f"While nothing has been evicted or compressed, both variants are within {max(same):.1e} of the full cache."
         f" Shard's scores through relative positions are right to {max(scores):.0e} in float64, and its bytes for"
-        f" Llama-3.1-8B are {held} MiB.{kept} Over {drift.curve[-1][0]:.0f} steps the divergence of shard went to"
-        f" {drift.growth:.2g} times what it had been."
+        f" Llama-3.1-8B are {held} MiB.{kept} Over {drift.curve[-1][0]:.0f} steps of drawn tokens the divergence of"
+        f" shard's outputs went to {drift.growth:.2g} times what it had been."
     )
 
+
+TILE = """\
+A tile of keys is as many tokens as make 262 144 numbers in fp32, 1 MiB. Over the middle 4 tiles are held at most: keys
+1, values 1, coefficients 1/2, angles (cosine, sine, both as a complex number) 1, codes of values as indices 1/4, and
+1/4 for nibbles, logits, basis, queries and sums. Over the stream 4 and as little: keys 1, values 1, the values of the
+tile before 1, codes as integers 1. On V4's layers a tile is 524 288 numbers, 2 MiB, of which one is keys and values at
+once: centroids 1, bytes of codes as integers 3/4, pairs of codes 1/2, and 3/4 for one token's queries, sums and
+logits."""
 
 NOT_CLAIMED = """\
 That a variant is good enough for a model or a task: this page holds the code to its equations. What a variant costs in
 answers is a question of trained models. That CoDA is what its authors published: the tests compare it with their
 package, call by call. Two thousand steps are not a million: what does not build up in these may still in those. Tokens
-of the grouped-query layer are drawn, and CoDA's divergence on them is that of keys without any structure that banks
-could use. V4's text is read in calls of 64 tokens and not one by one; that what is stored does not depend on the calls
-is one of the findings. Scratch is what tensor operations allocate, not what they use inside."""
+of the grouped-query layer are drawn, and so are the entries that come one by one: there is no vocabulary behind them.
+What is called their divergence is the KL of a softmax over 64 random projections of all heads' output, at unit scale:
+it tells whether an error grows, and its size says nothing about text. CoDA's is that of keys without any structure that
+banks could use. V4's text is read in calls of 64 tokens and not one by one; that what is stored does not depend on the
+calls is one of the findings. Scratch is what tensor operations allocate, not what they use inside."""

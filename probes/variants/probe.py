@@ -12,7 +12,7 @@ from model.transformer import Transformer
 from probes.finding import Finding, Report
 from probes.probe import Probe, Progress, one_rank
 from probes.subject import Subject
-from probes.variants import banks, codes, grouped, page, runs, sizes
+from probes.variants import banks, basis, codes, grouped, page, runs, sizes
 from probes.variants.grouped import CUTS, Drift
 
 REFERENCE = "reference"  # the op set that decodes whole caches, on purpose
@@ -30,8 +30,8 @@ class Variants(Probe):
 A layer need not remember everything. **CoDA** keeps a window of what is newest, some entries that were like no other,
 and means of the rest, in memory that no context fills. **Shard** keeps everything as codes: of the tokens of a prompt
 keys in their own eigenbasis and values from a codebook; of later ones, and of V4's entries, a length and Lloyd-Max
-codes of the row after a Hadamard rotation. Both were published for layers with grouped queries (GQA), and are here for
-those and, in another form, for the layers of V4.
+codes of the row after a Hadamard rotation, or of its coefficients in a basis that was fitted beforehand. Both were
+published for layers with grouped queries (GQA), and are here for those and, in another form, for the layers of V4.
 
 Lossy by design is where mistakes hide. An answer that is a little off is what one expects, so nobody asks whether it is
 the loss that was paid for or a fault: a mean left out of the scores, a rotation by the wrong sign, codes that depend on
@@ -72,7 +72,7 @@ the indexer says, and an entry that is there too early changes the selection."""
     read: int = 2048  # tokens of a document read with each variant; 0: none
     prompt: int = 600  # that shard compresses
     prompts: tuple[int, ...] = (108, 0)  # after which shard is saved; the first one, cut otherwise too
-    keys: int = 2048  # index keys, of which a quarter is selected
+    keys: int = 2048  # index keys, of which a quarter is selected, and entries over which attention is spread
     widths: tuple[int, ...] = (4, 6)  # bits of index keys, for comparison
     contexts: tuple[int, int] = (8192, 32768)  # tokens over which scratch is compared: both of many tiles
 
@@ -120,11 +120,14 @@ the indexer says, and an entry that is there too early changes the selection."""
         if any(kind is not LayerKind.SWA for kind in subject.config.layer_kinds):
             findings += self._coda(subject)
             progress(0.7, "layers of the model, shard")
-            if not shown.left_out:
+            if rotated := not shown.left_out:
                 findings += self._shard(subject, shown)
             progress(0.8, "a document with each variant")
-            shown = shown._replace(v4=self._read(subject, progress, shard=not shown.left_out))
-            findings += [grouped.divergence_finding(f"V4, {one.name}, {self.read} tokens", one) for one in shown.v4]
+            shown = shown._replace(v4=self._read(subject, progress, shard=rotated))
+            findings += [
+                grouped.divergence_finding(f"V4, {one.name}, {self.read} tokens", one, runs.DIVERGENCE)
+                for one in shown.v4
+            ]
         return Report(page.summary(findings, shown), tuple(findings), page.parts(shown), page.NOT_CLAIMED)
 
     def _coda(self, subject: Subject) -> Iterator[Finding]:
@@ -144,6 +147,12 @@ the indexer says, and an entry that is there too early changes the selection."""
         yield from banks.cut_alike(model, "shard", self.entries, self.cuts, subject.seed)
         yield from banks.counted(model, "shard", self.entries, subject.seed)
         yield from banks.coded(model, self.entries, subject.seed)
+        wide = _model(subject, f"all=shard:bits={banks.LOSSLESS}")
+        yield from banks.attentions(wide, self.keys, subject.seed)
+        if (why := basis.left_out(config)) is None:
+            yield from basis.measure(model, self.entries, self.cuts, subject.seed)
+        else:
+            shown.left_out.append(why)
         yield from banks.drifts(model, self.steps, subject.seed)
         kept = banks.recalls(model, self.keys, self.keys // 4, self.widths, subject.seed)
         yield from banks.recall_findings(kept, self.keys // 4)

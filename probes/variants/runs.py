@@ -13,6 +13,7 @@ from probes.probe import Progress
 from probes.variants.drawn import off
 from probes.variants.grouped import SAME, Drift, drift
 
+DIVERGENCE = "KL of the logits from the full cache's"
 CHUNK = 64  # tokens of a call, where it does not matter
 SMALL = "coda:window=9,exact=4,summary=4"  # of which everything is evicted within a prompt of a few hundred tokens
 

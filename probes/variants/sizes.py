@@ -21,7 +21,11 @@ MIB = 2**20
 LLAMA = (32, 8, 128)  # layers, KV heads, head_dim of Llama-3.1-8B
 ARTICLE = {4096: 57.98, 8192: 101.98, 16384: 189.98, 32768: 365.98}  # MiB of all layers; "58, 102, 190, 366 MB"
 PACKAGE = 1_771_392  # bytes of a layer of 8 heads of 128 at 256 + 64 + 64 slots in bf16, by coda-gqa-l's cache_bytes
-TILES = 16  # tiles of keys: keys, values, coefficients, codes as indices, logits, and their temporaries
+# What attention holds at once, in tiles of keys. Over the middle: keys 1, values 1, coefficients 1/2 (64 for 128
+# columns), cosines, sines and the complex numbers of them 1 (an angle serves both heads), codes of values as indices
+# 1/4. Over the stream: keys 1, values 1, values of the tile before 1, codes as integers 1. A quarter is left to what is
+# small: nibbles 1/16, logits 1/16, the basis 1/32, queries and sums.
+TILES = 4.25
 
 
 class Llama(NamedTuple):
@@ -118,5 +122,5 @@ def scratch_findings(found: Sequence[Scratch]) -> Iterator[Finding]:
     for segment, (few, many), (small, large) in found:
         what = f"GQA, shard, scratch of a decoded token over the {segment}, {many} tokens against {few}: growth"
         yield judged(what, large - small, exactly(0), "B", at_first=small, heads=HEADS)
-        what = f"GQA, shard, scratch of a decoded token over the {segment}, tiles of keys"
+        what = f"GQA, shard, scratch of a decoded token over the {segment}, tiles of keys of {blocked.KEYS} numbers"
         yield judged(what, large / tile, at_most(TILES), "", tile_bytes=tile, everything=8 * many * GROUPS * WIDTH)

@@ -15,7 +15,7 @@ from probes.probe import run_probe, silent
 from probes.shared.alive import peak_bytes
 from probes.shared.parts import PARTS
 from probes.subject import Subject
-from probes.variants import banks, codes, drawn, grouped, runs, sizes
+from probes.variants import banks, basis, codes, drawn, grouped, runs, sizes
 from probes.variants.held import snapshot, written
 from probes.variants.probe import QUICK
 from runtime.options import RunOptions
@@ -142,6 +142,11 @@ def test_a_healthy_run_passes_and_judges_every_promise():
         "attention to their means",
         "V4, coda, saved at 133",
         "V4, shard, saved at 133",
+        "V4, shard, entries of 6 bits: squared error",
+        "V4, shard, keys of 8 bits: squared error",
+        "V4, shard at 8 bits, 1024 entries: KL of attention",
+        "V4, shard in a basis, 120 entries with a mean, sinks to 30: attention",
+        "V4, shard in a basis, rows in turns of 1, 128",
         "index keys: recall of 256 of 1024",
     ):
         assert any(promise in what for what in told), promise
@@ -169,8 +174,18 @@ GROUPED = {
 CODA = f"all={runs.SMALL}"
 ROWS = {
     "shard-norm-of-the-call": ("all=shard", lambda m: banks.cut_alike(m, "shard", 120, (1, 128), 0), "rows in turns"),
-    "shard-codebook-unfinished": ("all=shard", lambda m: banks.coded(m, 120, 0), "shard, keys: squared error"),
+    "shard-codebook-unfinished": (
+        "all=shard",
+        lambda m: banks.coded(m, 120, 0),
+        "shard, keys of 8 bits: squared error",
+    ),
     "shard-index-keys-in-4-bits": ("all=shard", lambda m: _recall(m, 1024), "index keys: recall"),
+    "shard-entries-in-2-bits": (
+        "all=shard",
+        lambda m: banks.coded(m, 120, 0),
+        "shard, entries of 6 bits: squared error",
+    ),
+    "shard-basis-mean-omitted": ("all=shard", lambda m: basis.measure(m, 120, (1, 128), 0), "attention, largest error"),
     "shard-all-decoded": ("all=shard", lambda m: banks.scratch(m.arithmetic.ops, 4, 128, 6, 8192), "growth"),
     "coda-replaced-entry-forgotten": (CODA, lambda m: banks.masses(m, 120, 0), "mass of all rows"),
     "coda-entry-in-both-banks": (CODA, lambda m: banks.masses(m, 120, 0), "mass of all rows"),
@@ -197,7 +212,7 @@ def _ids(count):
 
 def test_every_fault_of_a_variant_is_pursued_here():
     assert {*GROUPED, *ROWS, *RUNS} == set(IN_VARIANTS)
-    assert len(IN_VARIANTS) == 20
+    assert len(IN_VARIANTS) == 22
 
 
 @pytest.mark.parametrize("name", GROUPED)
@@ -231,6 +246,47 @@ def test_4_bits_of_an_index_key_are_below_the_gate_and_8_above():
     assert (held.bits, four.bits) == (8, 4)
     assert held.recall >= 0.99
     assert four.recall < 0.97
+
+
+@pytest.mark.parametrize(
+    ("kv", "fault"),
+    [
+        ("all=shard", None),
+        ("all=shard:bits=8", "shard-codebook-unfinished"),
+        ("all=shard:bits=8", "shard-entries-in-2-bits"),
+    ],
+)
+def test_attention_to_worse_codes_than_8_bits_need_not_be_is_told(kv, fault):
+    subject = Subject(fault=None if fault is None else FAULTS[fault])
+    model = subject.load(subject.with_options(numerics="plain", dtype="fp32", kv=(kv,))).model
+    found = list(banks.attentions(model, 1024, 0))
+    assert len(found) == 2
+    assert all(finding.failed for finding in found)
+
+
+def test_attention_to_8_bits_diverges_as_far_as_their_error_says():
+    """Half the variance of a logit's error, with logits near N(0, 1): the sink and the spread take a little away."""
+    subject = Subject()
+    model = subject.load(subject.with_options(numerics="plain", dtype="fp32", kv=("all=shard:bits=8",))).model
+    for finding in banks.attentions(model, 1024, 0):
+        assert finding.measured == pytest.approx(codes.OPTIMUM[8] / 2, rel=0.25)
+
+
+def test_widths_without_a_basis_are_said():
+    config = Subject().config
+    assert basis.left_out(config) is None
+    assert "122 columns and 6 that" in basis.left_out(replace(config, qk_rope_head_dim=6))
+    assert "0 columns and 128 that" in basis.left_out(replace(config, qk_rope_head_dim=128))
+
+
+def test_entries_in_a_basis_have_a_mean_and_sinks_a_share():
+    given = basis.drawn(2000, 128, 0)
+    assert float(given.mean(0).square().mean()) == pytest.approx(1, rel=0.3)
+    assert float(given.var(0).mean()) == pytest.approx(1, rel=0.05)
+    found = next(basis.measure(small("shard-basis-not-counted", "all=shard"), 120, (1, 128), 0))
+    least, *_, most = found.evidence["mass_of_entries"].values()
+    assert least > 0.5
+    assert most < 0.01
 
 
 # --- when it cannot show anything
