@@ -1,5 +1,7 @@
 """The caches of a layer with grouped heads, by variant: full, CoDA-GQA-L, Shard."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -68,7 +70,7 @@ class CodaLayer(GqaCache):
         self.position = first + t
         return out
 
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
         super().restore(position, saved)
         self.position = position
@@ -101,7 +103,7 @@ class ShardLayer(GqaCache):
         """Return those of all buffers: an empty cache saves others than a compressed one."""
         return {f"shard.{name}": buffer.dtype for name, buffer in self.shard.buffers().items()}
 
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
         super().restore(position, saved)
         self.position = position
