@@ -3,7 +3,7 @@
 `CODA` describes them for `probes.faults`. A faulty cache is a subclass, and the one that is made becomes one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -121,16 +121,18 @@ def _sink_weighed(ops: Ops) -> Ops:
 
 
 class _RingFromTheStart(CodaCache):
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Go on writing at the ring's first slot."""
         super().restore(position, saved)
         self.position -= self.position % self.settings.window
 
 
 class _CountsLost(BankedEntries):
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back means, but not of how many."""
-        super().restore(position, saved | {"counts": saved["counts"].clamp(max=1)})
+        super().restore(position, saved)
+        self.counts = [min(n, 1) for n in self.counts]
+        self.bias[self.variant.exact : self.banked].clamp_(max=0)
 
 
 _COMPRESSED = needs(LayerKind.CSA, LayerKind.HCA)

@@ -26,6 +26,7 @@ from model.errors import ConfigError, shown
 from runtime.digest import digest
 
 FORMAT: Final = "fathom-basis-1"
+MOST_DIGITS: Final = 10  # of a layer's number
 PARTS: Final = {  # of a layer's basis, by name
     "basis": torch.int8,
     "basis_scale": torch.float16,
@@ -157,7 +158,10 @@ def _layers(path: Path, text: str) -> dict[int, int | None]:
     found: dict[int, int | None] = {}
     for layer, each in said.items() if isinstance(said, dict) else ():
         codec, rope_bits = (each.get("codec"), each.get("rope_bits")) if isinstance(each, dict) else (None, None)
-        if not layer.isdecimal() or codec not in ("rotated", "basis"):
+        if not (layer.isascii() and layer.isdecimal() and len(layer) < MOST_DIGITS) or codec not in (
+            "rotated",
+            "basis",
+        ):
             raise ConfigError(f"{path}: layer {shown(layer)} is {shown(codec)}, want rotated or basis")
         if codec == "basis" and rope_bits not in ROPE_BITS:
             raise ConfigError(f"{path}: layer {layer}: rope_bits {shown(rope_bits)}, want one of {ROPE_BITS}")

@@ -38,6 +38,7 @@ ALLOWED: Final[Mapping[tuple[type[Variant], str], Sequence[int]]] = {
     (GroupedCoda, "block"): range(1, SLOTS + 1),
     (GroupedCoda, "published"): (0, 1),
 }
+MOST_DIGITS: Final = 10  # of a number that can be meant
 SMALLEST: Final = 8  # columns, so that codes of any width fill bytes
 
 
@@ -85,6 +86,8 @@ def _with_bases(rule: str, text: str, config: ModelConfig) -> tuple[Variant, dic
     variant = _variant(rule, name, ENTRIES)
     if file is None or not isinstance(variant, Shard):
         return variant, {}
+    if not file.name:
+        raise ConfigError(f"--kv {rule}: basis= names no file")
     return variant, read_basis(file, config, variant.bits)
 
 
@@ -187,4 +190,4 @@ def _variant(rule: str, text: str, names: Names) -> Variant:
 
 
 def _number(text: str) -> bool:
-    return text.isascii() and text.isdigit()
+    return text.isascii() and text.isdigit() and len(text) <= MOST_DIGITS

@@ -54,7 +54,7 @@ def read_config(directory: Path, options: RunOptions) -> ModelConfig:
     """Read the config of a V4 checkpoint that these options can run here; ConfigError where they cannot."""
     check_device(options.device)
     config = ModelConfig.from_file(directory / "config.json")
-    _check_v4(config, options)
+    check_v4(config, options)
     return config
 
 
@@ -65,11 +65,12 @@ def read_any_config(directory: Path, options: RunOptions) -> Config:
     if isinstance(config, LlamaConfig):
         check_options(config, options, directory)
     else:
-        _check_v4(config, options)
+        check_v4(config, options)
     return config
 
 
-def _check_v4(config: ModelConfig, options: RunOptions) -> None:
+def check_v4(config: ModelConfig, options: RunOptions) -> None:
+    """Refuse options that a V4 model does not have: ConfigError naming the flag."""
     if options.numerics == "deployed":
         check_deployed(config)
     variants(options.kv, config)

@@ -8,14 +8,22 @@ forgotten, and what there is no room for goes.
 import torch
 
 from kernels.reference.rope import angles
+from model.architectures import Config
 from model.cache.coda_merge import Kept, merge_caches
 from model.cache.grouped import CodaLayer
 from model.cache.variants import GroupedCoda
 from model.errors import StateError
+from model.llama.config import LlamaConfig
 from model.llama.rope import frequencies
 from model.state import State
 from runtime.llama import LoadedLlama
 from runtime.load import AnyLoaded
+
+
+def check_family(config: Config, where: str) -> None:
+    """Refuse states of DeepSeek-V4, which cannot be merged: StateError naming `where`."""
+    if not isinstance(config, LlamaConfig):
+        raise StateError(f"{where}: states of DeepSeek-V4 cannot be merged, only those of Llama-family models")
 
 
 def mergeable(loaded: AnyLoaded, where: str) -> LoadedLlama:
@@ -24,10 +32,12 @@ def mergeable(loaded: AnyLoaded, where: str) -> LoadedLlama:
     Every layer must keep the bounded cache of grouped heads, by the corrected rules: the published ones average the
     second component of each rotated pair without the first, and no rotation moves such an average.
     """
+    check_family(loaded.model.config, where)
+    assert isinstance(loaded, LoadedLlama), "of that family"
     formats = loaded.model.arithmetic.formats
     for layer in range(loaded.model.config.num_hidden_layers):
         variant = formats.variant(layer)
-        if not isinstance(loaded, LoadedLlama) or not isinstance(variant, GroupedCoda):
+        if not isinstance(variant, GroupedCoda):
             raise StateError(
                 f"{where}: layer {layer} keeps {variant}; only bounded caches of grouped heads can be merged"
             )
@@ -36,7 +46,6 @@ def mergeable(loaded: AnyLoaded, where: str) -> LoadedLlama:
                 f"{where}: layer {layer} has published=1, which averages one half of each rotated pair: no such average"
                 " can be given another position"
             )
-    assert isinstance(loaded, LoadedLlama), "a model has layers"
     return loaded
 
 

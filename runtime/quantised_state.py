@@ -10,7 +10,7 @@ nothing takes it for an exact state by mistake, and the exact one cannot be had 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -19,16 +19,17 @@ from torch import Tensor
 
 from kernels import lloyd_max, rotation
 from kernels.formats import RotatedRows
-from model.cache.grouped import CodaLayer
 from model.cache.layers import SIGNS
 from model.errors import StateError, shown
 from model.state import State
 from runtime.load import AnyLoaded
 from runtime.statefile import (
     FORMAT,
+    Forms,
     Saved,
     check_forms,
     check_room,
+    checked_file,
     fill,
     forms,
     load_state,
@@ -41,7 +42,7 @@ from runtime.statefile import (
 CODED: Final = "fathom-coded-state-1"
 WIDTHS: Final = (8, 4)  # bits of a number
 ROWS: Final = re.compile(r"layers\.\d+\.coda\.(?:keys|values)")
-DERIVED: Final = re.compile(r"layers\.\d+\.coda\.(?:exact|summary)_targets")  # by `CodaCache.renew`, from the rows
+DERIVED: Final = re.compile(r"layers\.\d+\.coda\.(?:exact|summary)_targets")  # by `CodaCache.restore`, from the rows
 
 
 class Sizes(NamedTuple):
@@ -94,26 +95,32 @@ def load_any_state(path: Path, state: State, loaded: AnyLoaded) -> int | None:
         return load_state(path, state, loaded)
     saved = read_saved(path, loaded, CODED)
     check_room(path, saved, state)
-    tensors, _ = read_file(path)
-    exact = forms(state, saved.position)
-    check_forms(path, tensors, _coded_forms(path, exact, bits))
-    empty = {
-        f"layers.{layer}.{name}": part
-        for layer, cache in enumerate(state.layers)
-        if isinstance(cache, CodaLayer)
-        for name, part in cache.tensors(0).items()
-    }
-    filled = {name: empty[name] for name in exact if DERIVED.fullmatch(name)}  # until `renew`
-    for name, (shape, dtype) in exact.items():
-        if ROWS.fullmatch(name):
-            filled[name] = _decoded(tensors, name, shape, bits).to(dtype)
-        elif name in tensors:
-            filled[name] = tensors[name]
-    fill(state, saved, filled)
-    for cache in state.layers:
-        if isinstance(cache, CodaLayer):
-            cache.coda.renew()
+    with checked_file(path) as (tensors, _):
+        exact = forms(state, saved.position)
+        check_forms(path, tensors.forms, _coded_forms(path, exact, bits))
+        fill(path, state, saved, _Decoded(tensors, exact, bits))
     return saved.pending
+
+
+class _Decoded(Mapping[str, Tensor]):
+    """The tensors of the exact state that a coded one stands for, but for derived ones; each made when asked for."""
+
+    def __init__(self, coded: Mapping[str, Tensor], exact: Forms, bits: int) -> None:
+        self.coded, self.bits = coded, bits
+        self.exact = {name: form for name, form in exact.items() if not DERIVED.fullmatch(name)}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one, and decode it where it was coded."""
+        shape, dtype = self.exact[name]
+        return _decoded(self.coded, name, shape, self.bits).to(dtype) if ROWS.fullmatch(name) else self.coded[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self.exact)
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self.exact)
 
 
 def _coded(path: Path, name: str, part: Tensor, bits: int) -> dict[str, Tensor]:
@@ -138,9 +145,7 @@ def _decoded(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], b
     return rotation.read(rows, 0, norm.shape[0]).view(shape)
 
 
-def _coded_forms(
-    path: Path, exact: Mapping[str, tuple[tuple[int, ...], torch.dtype]], bits: int
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def _coded_forms(path: Path, exact: Forms, bits: int) -> Forms:
     """Shape and dtype of each tensor in the coded form of a state with these; StateError where there is none."""
     wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     for name, (shape, dtype) in exact.items():

@@ -6,10 +6,10 @@ the chosen token that is still to be run, and a checksum of all of it. A file th
 refused. Capacity and chunk are not part of it: a larger state may take it.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,13 +18,48 @@ from torch import Tensor
 
 from model.architectures import Config
 from model.cache.formats import ENTRY_FORMATS, KEY_FORMATS
+from model.cache.layers import Part
 from model.errors import StateError, shown
+from model.llama.config import LlamaConfig
 from model.state import State
 from runtime.digest import digest
 from runtime.load import AnyLoaded
 from runtime.options import DTYPES, NUMERICS, RunOptions
 
 FORMAT = "fathom-state-4"  # 2: cache formats; 3: variants; 4: the prompt's length
+
+
+BASIS: Final = "basis="  # setting of a variant, told as a digest
+
+Forms = Mapping[str, tuple[tuple[int, ...], torch.dtype]]  # shape and dtype of each tensor, by name
+
+
+class FileTensors(Mapping[str, Tensor]):
+    """The tensors of an open file, each read when it is asked for, and every time."""
+
+    def __init__(self, path: Path, file: Any) -> None:
+        self.path, self.file = path, file
+        self.names = frozenset(file.keys())
+        self.forms: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}  # of those that were read once
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one tensor."""
+        if name not in self.names:
+            raise KeyError(name)
+        try:
+            found: Tensor = self.file.get_tensor(name)
+        except SafetensorError as error:
+            raise StateError(f"{self.path}: cannot be read ({str(error).splitlines()[0]})") from error
+        self.forms[name] = (tuple(found.shape), found.dtype)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        """Return the number of tensors."""
+        return len(self.names)
 
 
 class Saved(NamedTuple):
@@ -69,12 +104,16 @@ def read_saved(path: Path, loaded: AnyLoaded, tag: str = FORMAT) -> Saved:
     numerics, dtype or cache formats.
     """
     metadata = read_metadata(path)
+    config = loaded.model.config
     for key, expected in (_binding(loaded) | {"format": tag}).items():
         if metadata.get(key) != expected:
-            raise StateError(f"{path}: saved with {key} {metadata.get(key)!r}, this run has {expected!r}")
-    config = loaded.model.config
+            llama = key == "weights" and isinstance(config, LlamaConfig)
+            more = "; adapters count as weights, see --coda-adapters" if llama else ""
+            raise StateError(f"{path}: saved with {key} {metadata.get(key)!r}, this run has {expected!r}{more}")
     position = _number(path, metadata, "position", config.max_position_embeddings)
     prompt = _number(path, metadata, "prompt", config.max_position_embeddings) if metadata.get("prompt") else None
+    if (prompt is not None) != loaded.model.arithmetic.formats.prompted:
+        raise StateError(f"{path}: tells {'no' if prompt is None else 'a'} prompt, against what its kv says")
     pending = _number(path, metadata, "pending", config.vocab_size - 1) if metadata.get("pending") else None
     return Saved(position, prompt, pending, metadata.pop("sha256", ""), metadata)
 
@@ -87,7 +126,9 @@ def saved_position(path: Path) -> int:
     return _number(path, read_metadata(path), "position", (1 << 63) - 1)
 
 
-def saved_options(path: Path, config: Config, device: str, chunk: int, adapters: str | None) -> RunOptions:
+def saved_options(
+    path: Path, config: Config, device: str, chunk: int, adapters: str | None, basis: Path | None = None
+) -> RunOptions:
     """Return the options of the run that a state file says it was made by, for a run that is to continue it.
 
     Parameters
@@ -96,8 +137,9 @@ def saved_options(path: Path, config: Config, device: str, chunk: int, adapters:
         Of the state, exact or coded.
     config
         Of the model that continues; StateError for a state of another one, or one that names no options.
-    device, chunk, adapters
-        What the file does not hold.
+    device, chunk, adapters, basis
+        What the file does not hold. Of a basis it holds what tells it from others; StateError when the state was made
+        with one and none is named, or the other way round.
 
     """
     metadata = read_metadata(path)
@@ -109,21 +151,41 @@ def saved_options(path: Path, config: Config, device: str, chunk: int, adapters:
         if metadata.get(key) not in values:
             raise StateError(f"{path}: {key} is {shown(metadata.get(key))}, want {' or '.join(values)}")
     numerics, dtype, entries, keys = (metadata[key] for key in known)
-    kv = metadata.get("kv", "").split(" ")
-    rules = tuple(f"{layer}={variant}" for layer, variant in enumerate(kv) if variant != "full")
+    rules = _rules(path, metadata.get("kv", "").split(" "), basis)
     return RunOptions(numerics, dtypes[dtype], device, chunk, entries, keys, kv=rules, coda_adapters=adapters)
+
+
+def _rules(path: Path, kv: Sequence[str], basis: Path | None) -> tuple[str, ...]:
+    """Rules of `--kv` for layers that are told to have these variants; no file is read because a state names it."""
+    layers: dict[str, list[str]] = {}  # by variant, since each rule reads its basis
+    based = False
+    for layer, variant in enumerate(kv):
+        name, colon, settings = variant.partition(":")
+        told = settings.split(",")
+        kept = [part for part in told if not part.startswith(BASIS)]
+        if len(kept) < len(told):
+            based = True
+            kept = [*kept, f"{BASIS}{basis}"]
+        if variant != "full":
+            layers.setdefault(f"{name}{colon}{','.join(kept)}", []).append(str(layer))
+    if based and basis is None:
+        raise StateError(f"{path}: made with a basis: name it with --basis")
+    if basis is not None and not based:
+        raise StateError(f"{path}: made without a basis, --basis is {basis}")
+    return tuple(f"{','.join(numbers)}={variant}" for variant, numbers in layers.items())
 
 
 def load_state(path: Path, state: State, loaded: AnyLoaded) -> int | None:
     """Fill the empty `state` from `path` and return the pending token, if any.
 
-    StateError as `read_saved`, and when the content is damaged or does not fit the state's context.
+    StateError as `read_saved`, and when the content is damaged or does not fit the state's context. The file is mapped
+    and taken over tensor by tensor: nothing else grows with the number of layers.
     """
     saved = read_saved(path, loaded)
     check_room(path, saved, state)
-    tensors, _ = read_file(path)
-    check_forms(path, tensors, forms(state, saved.position))
-    fill(state, saved, tensors)
+    with checked_file(path) as (tensors, _):
+        check_forms(path, tensors.forms, forms(state, saved.position))
+        fill(path, state, saved, tensors)
     return saved.pending
 
 
@@ -134,16 +196,19 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def read_file(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Read what `write_file` wrote; StateError when it is not that any more."""
+    """Read what `write_file` wrote, all of it; StateError when it is not that any more."""
+    with checked_file(path) as (tensors, metadata):
+        return dict(tensors), metadata
+
+
+@contextmanager
+def checked_file(path: Path) -> Iterator[tuple[FileTensors, dict[str, str]]]:
+    """Open what `write_file` wrote, to be read tensor by tensor; StateError when it is not that any more."""
     with _opened(path) as file:
-        metadata = dict(file.metadata() or {})
-        try:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        except SafetensorError as error:
-            raise StateError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from error
-    if metadata.pop("sha256", "") != digest(tensors, metadata):
-        raise StateError(f"{path}: the content does not match its checksum")
-    return tensors, metadata
+        metadata, tensors = dict(file.metadata() or {}), FileTensors(path, file)
+        if metadata.pop("sha256", "") != digest(tensors, metadata):
+            raise StateError(f"{path}: the content does not match its checksum")
+        yield tensors, metadata
 
 
 def check_room(path: Path, saved: Saved, state: State) -> None:
@@ -154,18 +219,17 @@ def check_room(path: Path, saved: Saved, state: State) -> None:
         raise StateError(f"{path}: of a prompt of {saved.prompt} tokens, this state is made for {state.prompt}")
 
 
-def fill(state: State, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
-    """Fill the empty `state` with tensors whose forms were checked."""
+def fill(path: Path, state: State, saved: Saved, tensors: Mapping[str, Tensor]) -> None:
+    """Fill the empty `state` with tensors whose forms were checked; StateError for content that cannot be."""
     for layer, cache in enumerate(state.layers):
-        prefix = f"layers.{layer}."
-        cache.restore(
-            saved.position,
-            {name.removeprefix(prefix): part for name, part in tensors.items() if name.startswith(prefix)},
-        )
+        try:
+            cache.restore(saved.position, Part(tensors, f"layers.{layer}."))
+        except StateError as error:
+            raise StateError(f"{path}: layer {layer}: {error}") from None
     state.position = saved.position
 
 
-def forms(state: State, position: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def forms(state: State, position: int) -> Forms:
     """Shape and dtype of every tensor that `state` saves at `position`; it must be empty."""
     return {
         f"layers.{layer}.{name}": (shape, dtypes[name])
@@ -175,16 +239,14 @@ def forms(state: State, position: int) -> dict[str, tuple[tuple[int, ...], torch
     }
 
 
-def check_forms(
-    path: Path, tensors: Mapping[str, Tensor], wanted: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-) -> None:
+def check_forms(path: Path, found: Forms, wanted: Forms) -> None:
     """Refuse a file with other tensors than `wanted`: a checksum can be made up, so it is not relied upon."""
-    if tensors.keys() != wanted.keys():
-        raise StateError(f"{path}: holds other tensors than this model's state, {min(tensors.keys() ^ wanted.keys())}")
-    for name, part in tensors.items():
-        shape, dtype = wanted[name]
-        if (tuple(part.shape), part.dtype) != (shape, dtype):
-            raise StateError(f"{path}: {name} is {list(part.shape)} {part.dtype}, want {list(shape)}")
+    if found.keys() != wanted.keys():
+        raise StateError(f"{path}: holds other tensors than this model's state, {min(found.keys() ^ wanted.keys())}")
+    for name, form in found.items():
+        if form != wanted[name]:
+            (shape, dtype), (right, kind) = form, wanted[name]
+            raise StateError(f"{path}: {name} is {list(shape)} {dtype}, want {list(right)} {kind}")
 
 
 def _tensors(state: State) -> dict[str, Tensor]:

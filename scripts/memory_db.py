@@ -24,7 +24,7 @@ from model.state import State
 from runtime.generate import Generation, generate, prefill
 from runtime.load import DEMO, AnyLoaded, load_any, read_any_config
 from runtime.memory import new_state
-from runtime.merge import merge, mergeable
+from runtime.merge import check_family, merge, mergeable
 from runtime.options import RunOptions
 from runtime.quantised_state import WIDTHS, coded_bits, load_any_state, quantise_state, read_any_saved
 from runtime.sampling import Sampling
@@ -69,6 +69,7 @@ def parser() -> argparse.ArgumentParser:
     four.add_argument("states", type=Path, nargs=2, metavar="STATE", help="exact states of one model and settings")
     for each in (two, four):
         _add_saved_run(each)
+    two.add_argument("--basis", type=Path, metavar="FILE", help="that the state was made with, as in shard:basis=FILE")
     for each in (one, three, four):
         each.add_argument("--out", type=Path, required=True, metavar="STATE", help="the state's file to write")
     for each in (one, two, three, four):
@@ -96,7 +97,7 @@ def _add_saved_run(p: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = parser().parse_args(argv)
-    writable(args.json)
+    _check_paths(args)
     if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character must not end the run
         sys.stdout.reconfigure(errors="replace")
     data = args.run(args, Console(stderr=True))
@@ -108,7 +109,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def ingest(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Read a document and save its state; returns the report."""
     options = run_options(args)
-    writable(args.out)
     config = read_any_config(args.model, options)
     tokenizer = Tokenizer(args.model, config.vocab_size)
     tokens = tokenizer.encode(prompt_segments(args, config, tokenizer))
@@ -131,7 +131,7 @@ def ingest(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def ask(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Continue the state with each question; returns the report."""
-    options = _options_of(args, args.state)
+    options = _options_of(args, args.state, args.basis)
     config = read_any_config(args.model, options)
     tokenizer = Tokenizer(args.model, config.vocab_size)
     questions = [tokenizer.encode([Text(question)]) for question in args.question]
@@ -173,7 +173,6 @@ def _answer(
 
 def quantise(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Write a state in fewer bits; returns the report."""
-    _check_out(args.out, [args.state])
     sizes = quantise_state(args.state, args.bits, args.out)
     console.print(
         f"{args.out}: keys and values in {args.bits} bits, {sizes.rows} -> {sizes.coded} bytes,"
@@ -187,7 +186,7 @@ def quantise(args: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def merged(args: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Make one state of two; returns the report."""
-    _check_out(args.out, args.states)
+    check_family(config_from_file(args.model / "config.json"), str(args.states[0]))
     options = _options_of(args, args.states[0])
     read_any_config(args.model, options)
     loaded = mergeable(_load(console, args.model, options, 1), str(args.states[0]))
@@ -220,18 +219,45 @@ def _load(console: Console, model: Path, options: RunOptions, context: int) -> A
         return load_any(model, options, context=context)
 
 
-def _options_of(args: argparse.Namespace, state: Path) -> RunOptions:
+def _options_of(args: argparse.Namespace, state: Path, basis: Path | None = None) -> RunOptions:
     """Options of the run that a state was made by."""
     config = config_from_file(args.model / "config.json")
-    return saved_options(state, config, args.device, args.prefill_chunk, args.coda_adapters)
+    return saved_options(state, config, args.device, args.prefill_chunk, args.coda_adapters, basis)
 
 
-def _check_out(out: Path, inputs: Sequence[Path]) -> None:
-    """Refuse to write over what is read: a state is never changed."""
-    writable(out)
-    for path in inputs:
-        if out.exists() and path.exists() and out.samefile(path):
-            raise ConfigError(f"--out {out}: is the state that is read, which stays as it is")
+def _check_paths(args: argparse.Namespace) -> None:
+    """Refuse to write over what is read, a state above all, and where nothing can be written."""
+    given = vars(args)
+    states = given["states"] if "states" in given else [given.get("state")]
+    named = [("state", path) for path in states]
+    named += [("document", given.get("prompt_file")), ("basis", given.get("basis"))]
+    adapters = given.get("coda_adapters")
+    named.append(("file of adapters", None if adapters is None else Path(adapters)))
+    inputs = [(what, path) for what, path in named if path is not None]
+    out, report = given.get("out"), args.json
+    if out is not None:
+        partial = out.with_name(f"{out.name}.partial")  # which is written first
+        for flag, path in (("--out", out), ("--out", partial), ("--json", report)):
+            _check_written(flag, path, inputs)
+        if report is not None and any(_same(report, path) for path in (out, partial)):
+            raise ConfigError(f"--json {report}: is the file of --out")
+    else:
+        _check_written("--json", report, inputs)
+    for path in (out, report):
+        writable(path)
+
+
+def _check_written(flag: str, written: Path | None, inputs: Sequence[tuple[str, Path]]) -> None:
+    for what, path in inputs:
+        if written is not None and _same(written, path):
+            raise ConfigError(f"{flag} {written}: is the {what} that is read, which stays as it is")
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Whether two paths are of one file, which need not be there."""
+    if one.exists() and other.exists():
+        return one.samefile(other)
+    return one.resolve() == other.resolve()
 
 
 def _held(path: Path, loaded: AnyLoaded, options: RunOptions, state: State) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from model.config_json import read_json
 from model.errors import CapacityError, ConfigError
 from model.llama.config import LlamaConfig
 from model.published import Experts, published_tensors
-from runtime.load import DEMO
+from runtime.load import DEMO, check_v4
 from runtime.memory import machine_memory
-from runtime.options import RunOptions, check_deployed
+from runtime.options import RunOptions
 from runtime.placement import place
 from runtime.plan.planner import Plan, Planner
 from scripts.cli import run_alone
@@ -156,8 +156,7 @@ def _published(path: Path, experts: Experts | None) -> Subject:
 
 def ranked(subject: Subject, options: RunOptions, ranks: int) -> list[Planner]:
     """Return a planner for each rank; ConfigError for ranks or numerics that the model does not allow."""
-    if options.numerics == "deployed":
-        check_deployed(subject.config)
+    check_v4(subject.config, options)
     placement = place(subject.config, ranks)
     return [Planner(subject.config, subject.counted, placement, options, rank) for rank in range(ranks)]
 

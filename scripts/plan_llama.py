@@ -7,6 +7,7 @@ from model.binding import Form
 from model.census import Census
 from model.checkpoint import Checkpoint
 from model.errors import CapacityError, ConfigError
+from model.llama.adapters import check_adapters
 from model.llama.census import census, parameters
 from model.llama.config import LlamaConfig
 from runtime.llama import check_options
@@ -20,6 +21,8 @@ def llama_planner(config: LlamaConfig, checkpoint: Path | None, options: RunOpti
     check_options(config, options, where)
     if ranks > 1:
         raise ConfigError(f"--ranks {ranks}: a {config.model_type} model runs on one")
+    if options.coda_adapters is not None:
+        check_adapters(Path(options.coda_adapters), config)
     return LlamaPlanner(config, _counted(config, checkpoint), options)
 
 

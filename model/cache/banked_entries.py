@@ -18,7 +18,7 @@ the entries that left the window and on nothing else, bit by bit; how a prompt i
 entries a token sees beyond the newest `window`: those of its own call.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import log
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kernels.formats import Slots
 from model.cache.variants import Coda
-from model.errors import CapacityError
+from model.errors import CapacityError, StateError
 
 NOVEL = 0.70  # cosine below which an entry is like no other; article, as published
 HIT = 0.90  # cosine from which it is the same again; article, as published
@@ -132,11 +132,22 @@ class BankedEntries:
             "times": (self.variant.exact,),
         }
 
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
-        """Put back what `tensors` gave at `position`."""
-        self.count = position // self.ratio
-        self.evicted = max(0, self.count - self.variant.window)
-        self.counts, self.times = saved["counts"].tolist(), saved["times"].tolist()
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
+        """Put back what `tensors` gave at `position`; StateError, and nothing changed, for what cannot have been given.
+
+        Every entry that has left the window is behind one slot.
+        """
+        count = position // self.ratio
+        evicted = max(0, count - self.variant.window)
+        counts, times = saved["counts"].tolist(), saved["times"].tolist()
+        if any(n < 0 for n in counts) or sum(counts) + sum(time >= 0 for time in times) != evicted:
+            raise StateError(f"coda: counts of the state are not those of {evicted} evicted entries")
+        if any(not -1 <= time < evicted for time in times):
+            raise StateError(f"coda: times of the state are not all those of {evicted} evicted entries")
+        for name in ("exact", "means", "newest"):
+            if not bool(saved[name].isfinite().all()):
+                raise StateError(f"coda: {name} of the state are not all finite")
+        self.count, self.evicted, self.counts, self.times = count, evicted, counts, times
         self.means.copy_(saved["means"])
         exact, newest = self.variant.exact, saved["newest"]
         self.data[:exact] = saved["exact"]
@@ -224,11 +235,14 @@ class NewestKeys:
         """Shapes of what `tensors` gives at `position`, whatever is held now."""
         return {"newest": (min(position // self.ratio, self.window), self.data.shape[1])}
 
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
-        """Put back what `tensors` gave at `position`."""
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
+        """Put back what `tensors` gave at `position`; StateError, and nothing changed, for keys that are not finite."""
+        newest = saved["newest"]
+        if not bool(newest.isfinite().all()):
+            raise StateError("coda: index keys of the state are not all finite")
         self.count = position // self.ratio
         self.evicted = max(0, self.count - self.window)
-        self.data[: self.used] = saved["newest"]
+        self.data[: self.used] = newest
 
 
 def _newest(ratio: int, variant: Coda, chunk: int) -> int:

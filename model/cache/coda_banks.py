@@ -22,6 +22,8 @@ NEVER = -(2**62)  # time of a slot that has not been used
 class Bank:
     """What both banks have: slots, which of them hold something, how many may, and counts of what happened."""
 
+    targets: Targets  # what a token is compared with
+
     def __init__(self, settings: CodaSettings, rows: Tensor, used: Tensor, start: int | None) -> None:
         self.settings = settings
         self.rows, self.used = rows, used  # views of the cache's buffers: [2, K, m, D] keys and values, [m] bool
@@ -221,8 +223,6 @@ class SummaryBank(Bank):
             [n] float32.
         now
             Tokens seen before the call.
-        step
-            Whether this is the eviction of a step: the published rate differs.
 
         """
         kept = ((gates >= self.settings.gate_summary) & (gates > 0)).nonzero()[:, 0]

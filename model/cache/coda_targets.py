@@ -32,11 +32,15 @@ class Targets:
 
     def refresh(self, slots: Tensor) -> None:
         """Take in new content of `slots` [n]."""
-        rows = self.rows[:, slots].float()
+        self.data[:, slots] = self.of(self.rows[:, slots])
+
+    def of(self, rows: Tensor) -> Tensor:
+        """What is kept of rows [K, n, D]: [K, n] float32, or [K, n, dims] in the dtype of the bank."""
+        rows = rows.float()
         if self.inverse:
-            self.data[:, slots] = 1 / rows.norm(dim=-1).clamp(min=1e-6)
-        else:
-            self.data[:, slots] = normalize(rows[..., self.columns], dim=-1, eps=1e-6).to(self.data.dtype)
+            inverse: Tensor = 1 / rows.norm(dim=-1).clamp(min=1e-6)
+            return inverse
+        return normalize(rows[..., self.columns], dim=-1, eps=1e-6).to(self.data.dtype)
 
     def cosines(self, x: Tensor) -> Tensor:
         """Cosine of each row of x [n, K, D] with each slot, mean over KV heads: [n, m] float32."""

@@ -1,5 +1,7 @@
 """Compressed entries, or the indexer keys beside them: one row per `ratio` tokens, in the form of the run's choice."""
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from kernels import rows
@@ -64,7 +66,7 @@ class Entries:
         filled = position // self.ratio
         return {name: (filled, *plane.shape[1:]) for name, plane in rows.planes(self.data).items()}
 
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
         self.count = 0
         end = self._room_for(position // self.ratio)

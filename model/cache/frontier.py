@@ -1,6 +1,6 @@
 """The frontier of a compressor: tokens that no entry holds yet, carried from call to call in fp32."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ class Frontier:
         previous = tuple(self.previous_kv.shape)
         return {"kv": open_window, "gate": open_window, "previous_kv": previous, "previous_gate": previous}
 
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
         del position
         self.filled = 0

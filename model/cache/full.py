@@ -1,5 +1,7 @@
 """The full cache of a layer with grouped heads: keys, rotated, and values of every position."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -34,7 +36,7 @@ class Positions:
         heads, _, width = self.data.shape
         return {"rows": (heads, position, width)}
 
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
         del position
         self.write(0, saved["rows"].transpose(0, 1))
@@ -77,7 +79,7 @@ class FullCache(GqaCache):
         self.position = first + heads.k.shape[0]
         return ops.attend_grouped(heads.q, self.keys.data, self.values.data, first, self.window)
 
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
         super().restore(position, saved)
         self.position = position

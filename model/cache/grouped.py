@@ -1,5 +1,7 @@
 """The caches of a layer with grouped heads, by variant: full, CoDA-GQA-L, Shard."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -75,7 +77,7 @@ class CodaLayer(GqaCache):
         rows = slice(head), slice(head, t)
         return torch.cat([prefill(self.coda, tokens.part(some), None, self.block) for some in rows])
 
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
         super().restore(position, saved)
         self.position = position
@@ -108,7 +110,7 @@ class ShardLayer(GqaCache):
         """Return those of all buffers: an empty cache saves others than a compressed one."""
         return {f"shard.{name}": buffer.dtype for name, buffer in self.shard.buffers().items()}
 
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
         super().restore(position, saved)
         self.position = position

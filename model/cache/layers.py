@@ -4,6 +4,7 @@ Capacities come from the context the state was made for and the layer's ratio, w
 entries are `head_dim` wide, indexer keys `index_head_dim`.
 """
 
+from collections.abc import Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -25,6 +26,25 @@ AnyEntries = Entries | BankedEntries
 AnyKeys = Entries | NewestKeys
 
 
+class Part(Mapping[str, Tensor]):
+    """What a mapping has under names of one prefix, by the rest of the names; asked for only when it is asked for."""
+
+    def __init__(self, whole: Mapping[str, Tensor], prefix: str) -> None:
+        self.whole, self.prefix = whole, prefix
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return one tensor."""
+        return self.whole[self.prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return (name.removeprefix(self.prefix) for name in self.whole if name.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        """Return the number of names."""
+        return sum(name.startswith(self.prefix) for name in self.whole)
+
+
 class Component(Protocol):
     """One buffer of a layer's cache, as saving and accounting see it."""
 
@@ -40,7 +60,7 @@ class Component(Protocol):
         """Shapes of what `tensors` gives at `position`, whatever the buffer holds now."""
         ...
 
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
         ...
 
@@ -75,10 +95,10 @@ class Components:
         """Dtype of each of them, while nothing is held."""
         return {name: part.dtype for name, part in self.tensors(0).items()}
 
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
-        """Put back what `tensors` gave at `position`."""
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
+        """Put back what `tensors` gave at `position`; StateError for content that a component cannot have had."""
         for name, component in self.components.items():
-            component.restore(position, {part: saved[f"{name}.{part}"] for part in component.shapes(position)})
+            component.restore(position, Part(saved, f"{name}."))
 
 
 class LayerCache(Components):

@@ -13,7 +13,7 @@ Tokens after the prompt are attended one by one even where several come in one c
 the window does not depend on how they were grouped.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -182,7 +182,7 @@ class ShardCache:
         """Shapes of what `tensors` gives at `position`, whatever the cache holds now."""
         return {name: (rows, *shape) for name, (rows, shape) in self._parts(position).items()}
 
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
         if position < self.prompt:
             self._begin()

@@ -1,5 +1,7 @@
 """The SWA ring: KV of the last tokens, overwritten in turn."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -41,7 +43,7 @@ class WindowRing:
         """Shapes of what `tensors` gives at `position`, whatever the ring holds now."""
         return {"recent": (min(position, self.window - 1), self.data.shape[1])}
 
-    def restore(self, position: int, saved: dict[str, Tensor]) -> None:
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`; the ring's capacity may differ from then."""
         recent = saved["recent"]
         self.write(position - recent.shape[0], recent)

@@ -8,9 +8,11 @@ alike and the bank moves at its initial rate, as in the package.
 
 import hashlib
 import pickle
+import struct
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +24,20 @@ from model.llama.config import LlamaConfig
 EPS: Final = 1e-6  # of the head norm
 GATE_LOGIT: Final = -2.0  # of a write gate that nothing was learnt for: the package's write_gate_init_bias
 BOUNDED: Final = ("write_proj.weight", "write_proj.bias", "summary_eta_logit")  # all or none of them
+STORED: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by its name in safetensors
+MALFORMED: Final = (  # what torch.load raises for a file that was damaged or made up
+    pickle.UnpicklingError,
+    struct.error,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 HEAD_NORM: Final = "head_norm.weight"  # only with the head norm "full"; without it there is none, "identity"
 
 
@@ -51,7 +67,17 @@ def read_adapters(path: Path, config: LlamaConfig, device: torch.device) -> list
         finite.
     """
     layers = _layers(path, {name: tensor.to(device) for name, tensor in _tensors(path).items()}, config)
+    for layer, found in enumerate(layers):
+        for name, tensor in found.items():
+            if not bool(torch.isfinite(tensor).all()):
+                raise CheckpointError(f"{path}: tensor 'layer_{layer}.coda.{name}' has a value that is not finite")
     return [_adapter(path, f"layer_{layer}", found, config) for layer, found in enumerate(layers)]
+
+
+def check_adapters(path: Path, config: LlamaConfig) -> None:
+    """Refuse a file that is not of this model's adapters, as `read_adapters`, by names, shapes and dtypes alone."""
+    for layer, found in enumerate(_layers(path, _tensors(path, values=False), config)):
+        _check_whole(path, f"layer_{layer}", found, config)
 
 
 def adapters_fingerprint(path: Path) -> str:
@@ -78,27 +104,49 @@ def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
-    """Every tensor of the file by its joined name."""
+def _tensors(path: Path, *, values: bool = True) -> dict[str, Tensor]:
+    """Every tensor of the file by its joined name; without `values` those of safetensors are on the meta device."""
     with path.open("rb") as file:  # the libraries' own errors for a missing file do not name it
         zipped = file.read(4) == b"PK\x03\x04"
     if not zipped:
         try:
             with safe_open(path, framework="pt") as opened:
-                return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - no mapping
+                return {name: _stored(path, opened, name, values=values) for name in opened.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise CheckpointError(f"{path}: neither safetensors nor a .pt archive ({_line(error)})") from error
     try:
-        held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        with warnings.catch_warnings(action="ignore"):  # of tensors that are refused below
+            held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except MALFORMED as error:
         raise CheckpointError(f"{path}: cannot be read as tensors alone ({_line(error)})") from error
     found: dict[str, Tensor] = {}
     for layer, state in held.items() if isinstance(held, Mapping) else ():
         for name, tensor in state.items() if isinstance(state, Mapping) else ((None, state),):
             if not (isinstance(layer, str) and isinstance(name, str) and isinstance(tensor, Tensor)):
-                raise CheckpointError(f"{path}: want layer_<i>, each a dict of tensors; {quoted(str(layer))} is none")
-            found[f"{layer}.{name}"] = tensor
+                said = layer if isinstance(layer, str) else type(layer).__name__
+                raise CheckpointError(f"{path}: want layer_<i>, each a dict of tensors; {quoted(said)} is none")
+            found[f"{layer}.{name}"] = _plain(path, f"{layer}.{name}", tensor)
     return found
+
+
+def _stored(path: Path, opened: Any, name: str, *, values: bool) -> Tensor:
+    """A tensor of an open safetensors file, or its shape and dtype."""
+    if values:
+        read: Tensor = opened.get_tensor(name)
+        return read
+    part = opened.get_slice(name)
+    if part.get_dtype() not in STORED:
+        raise CheckpointError(f"{path}: tensor {quoted(name)} is {part.get_dtype()}, want {' or '.join(STORED)}")
+    return torch.empty(part.get_shape(), dtype=STORED[part.get_dtype()], device="meta")
+
+
+def _plain(path: Path, name: str, tensor: Tensor) -> Tensor:
+    """Return it without what a parameter has besides; CheckpointError where it is not numbers one beside the other."""
+    ordinary = tensor.layout == torch.strided and not tensor.is_nested and not tensor.is_quantized
+    if not ordinary or tensor.device.type != "cpu":
+        said = f"{tensor.layout} {tensor.dtype} on {tensor.device.type}"
+        raise CheckpointError(f"{path}: tensor {quoted(name)} is {said}, want dense numbers")
+    return tensor.detach()
 
 
 def _line(error: Exception) -> str:
@@ -114,22 +162,25 @@ def _layers(path: Path, tensors: Mapping[str, Tensor], config: LlamaConfig) -> l
         if stored not in names:
             raise CheckpointError(f"{path}: tensor {quoted(stored)} is no adapter's of a model with {layers} layers")
         layer, name = names[stored]
-        if tuple(tensor.shape) != known[name] or tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if tuple(tensor.shape) != known[name] or tensor.dtype not in STORED.values():
             raise CheckpointError(
                 f"{path}: tensor {quoted(stored)} is {list(tensor.shape)} {tensor.dtype}, want {list(known[name])}"
             )
-        if not bool(torch.isfinite(tensor).all()):
-            raise CheckpointError(f"{path}: tensor {quoted(stored)} has a value that is not finite")
         found[layer][name] = tensor
     return found
 
 
-def _adapter(path: Path, where: str, found: Mapping[str, Tensor], config: LlamaConfig) -> Adapter:
-    """Put one layer together; CheckpointError naming what is missing."""
+def _check_whole(path: Path, where: str, found: Mapping[str, Tensor], config: LlamaConfig) -> None:
+    """Refuse a layer that lacks a parameter: CheckpointError naming it."""
     optional = (HEAD_NORM,) if any(name in found for name in BOUNDED) else (HEAD_NORM, *BOUNDED)
     missing = [name for name in shapes(config) if name not in found and name not in optional]
     if missing:
         raise CheckpointError(f"{path}: {where} lacks {', '.join(f'coda.{name}' for name in missing)}")
+
+
+def _adapter(path: Path, where: str, found: Mapping[str, Tensor], config: LlamaConfig) -> Adapter:
+    """Put one layer together; CheckpointError naming what is missing."""
+    _check_whole(path, where, found, config)
     theta = found["theta"].float()
     norm = found.get(HEAD_NORM)
     gate = (found["write_proj.weight"], found["write_proj.bias"].float()) if "write_proj.bias" in found else None

@@ -1,5 +1,7 @@
 """CoDA-GQA-L adapters over a Llama model: logits are the package's, with a full cache and with a bounded one."""
 
+import struct
+import zipfile
 from dataclasses import replace
 
 import pytest
@@ -118,6 +120,59 @@ def test_a_file_that_does_not_fit_is_refused(tmp_path, change, words):
     assert "\n" not in str(refused.value)
 
 
+def made(path, theta):
+    """A file with one tensor, of any kind."""
+    torch.save({"layer_0": {"coda.theta": theta}}, path)
+
+
+def test_parameters_are_taken_as_their_numbers(tmp_path):
+    _, adapters = adapted(tmp_path, bounded=False)
+    path = tmp_path / "a.pt"
+    states = {f"layer_{i}": dict(one.named_parameters()) for i, one in enumerate(adapters)}
+    assert all(part.requires_grad for part in states["layer_0"].values())
+    torch.save(states, path)
+    read = read_adapters(path, ours(tmp_path, None).model.config, CPU)
+    assert torch.equal(read[1].lambda_bias, adapters[1].coda.lambda_proj.bias)
+    assert not any(isinstance(part, torch.Tensor) and part.requires_grad for one in read for part in one)
+
+
+def test_a_damaged_pickle_is_one_line(tmp_path):
+    """A byte of the pickle changed, each in turn: whatever it then says, no traceback."""
+    _, adapters = adapted(tmp_path, bounded=False)
+    config, path = ours(tmp_path, None).model.config, tmp_path / "a.pt"
+    write_pt(path, adapters)
+    with zipfile.ZipFile(path) as whole:
+        parts = {name: whole.read(name) for name in whole.namelist()}
+    (pickled,) = (name for name in parts if name.endswith("data.pkl"))
+    refused = []
+    for at in range(0, len(parts[pickled]), 5):
+        content = bytearray(parts[pickled])
+        content[at] ^= 1 << at % 7
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as damaged:
+            for name, part in parts.items():
+                damaged.writestr(name, bytes(content) if name == pickled else part)
+        try:
+            read_adapters(path, config, CPU)
+        except CheckpointError as error:
+            refused.append(str(error))
+    assert len(refused) > 100
+    assert not any("\n" in line for line in refused)
+
+
+@pytest.mark.parametrize("kind", [struct.error, IndexError, TypeError, AttributeError])
+def test_what_torch_may_raise_is_one_line(tmp_path, monkeypatch, kind):
+    _, adapters = adapted(tmp_path, bounded=False)
+    config, path = ours(tmp_path, None).model.config, tmp_path / "a.pt"
+    write_pt(path, adapters)
+
+    def load(*_, **__):
+        raise kind("of a made-up pickle")
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(CheckpointError, match=r"cannot be read as tensors alone \(of a made-up pickle\)"):
+        read_adapters(path, config, CPU)
+
+
 class Call:
     """A pickle that would call something."""
 
@@ -125,6 +180,7 @@ class Call:
         return print, ("called",)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -135,6 +191,18 @@ class Call:
         (lambda path: torch.save({"layer_0": {"coda.theta": 3}}, path), "want layer_<i>, each a dict of tensors"),
         (lambda path: torch.save([1, 2], path), "layer_0 lacks coda.q_proj.weight"),
         (lambda path: torch.save({}, path), "layer_0 lacks coda.q_proj.weight"),
+        (lambda path: torch.save({torch.zeros(2): {}}, path), "layer_0 lacks coda.q_proj.weight"),
+        (lambda path: torch.save({3: {"coda.theta": torch.zeros(4, 4)}}, path), "dict of tensors; 'int' is none"),
+        (
+            lambda path: made(path, torch.zeros(4, 4).to_sparse()),
+            "is torch.sparse_coo torch.float32 on cpu, want dense",
+        ),
+        (lambda path: made(path, torch.eye(4).to_sparse_csr()), "is torch.sparse_csr torch.float32 on cpu, want dense"),
+        (lambda path: made(path, torch.zeros(4, 4, device="meta")), "is torch.strided torch.float32 on meta, want"),
+        (
+            lambda path: made(path, torch.quantize_per_tensor(torch.zeros(4, 4), 0.1, 0, torch.quint8)),
+            "is torch.strided torch.quint8 on cpu, want dense",
+        ),
     ],
 )
 def test_a_file_that_is_none_is_refused_and_nothing_in_it_is_run(tmp_path, content, words, capsys):

@@ -104,7 +104,9 @@ def test_a_file_of_other_settings_or_of_another_model(file, found, weights, tmp_
     refused(capsys, f"all=shard:basis={file}", f"{file}: made for config", "--model", str(tmp_path / "model"))
 
 
-@pytest.mark.parametrize("change", ["shape", "dtype", "nan", "scale", "bits", "none", "rope", "layer", "more", "codec"])
+@pytest.mark.parametrize(
+    "change", ["shape", "dtype", "nan", "scale", "bits", "none", "rope", "layer", "long", "more", "codec"]
+)
 def test_a_made_up_file_with_the_right_checksum(file, change):  # noqa: C901 -- a list
     with safe_open(file, framework="pt") as opened:
         metadata, tensors = opened.metadata(), {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
@@ -127,6 +129,8 @@ def test_a_made_up_file_with_the_right_checksum(file, change):  # noqa: C901 -- 
             layers["1"]["rope_bits"], words = 7, "layer 1: rope_bits 7"
         case "layer":
             layers["0"], words = layers.pop("2"), r"is about layers \[0, 1, 3\], want \[1, 2, 3\]"
+        case "long":
+            layers["9" * 5000], words = layers.pop("2"), "layer '999"
         case "more":
             tensors["layers.2.mean"], words = torch.zeros(1), r"holds other tensors .* layers\.2\.mean"
         case "codec":
@@ -145,6 +149,8 @@ def test_rules_that_cannot_be_meant(file):
             "settings of shard are whole numbers: bits, keys, each once, and basis",
         ),
         (f"all=shard:basis={file},bits=5", "bits is 5"),
+        ("csa=shard:basis=", r"--kv csa=shard:basis=: basis= names no file"),
+        (f"csa=shard:bits={'6' * 5000}", "settings of shard are whole numbers"),
     ):
         with pytest.raises(ConfigError, match=words):
             variants([rule], CONFIG)

@@ -221,7 +221,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path):
             mergeable(load_any(path, RunOptions("plain", "fp32", kv=kv)), "a.state")
     write_checkpoint(tmp_path, tiny_config(), seed=11)
     v4 = load(tmp_path, RunOptions("deployed", "bf16", kv=("hca=coda",)))
-    with pytest.raises(StateError, match="only bounded caches of grouped heads"):
+    with pytest.raises(StateError, match="states of DeepSeek-V4 cannot be merged, only those of Llama"):
         mergeable(v4, "state")
     loaded = mergeable(load_any(path, RunOptions("plain", "fp32", kv=KV)), "state")
     first, second = loaded.model.new_state(256, 16), loaded.model.new_state(256, 16)

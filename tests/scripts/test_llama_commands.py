@@ -164,6 +164,7 @@ def test_adapters_are_read_reported_and_bound_to_saved_states(directory, tmp_pat
     capsys.readouterr()
     line = refused(generate, capsys, "--model", directory, *PLAIN, "--load-state", state, "--kv", "all=coda:window=4")
     assert line.startswith(f"{state}: saved with weights ")
+    assert line.endswith("; adapters count as weights, see --coda-adapters")
     line = refused(generate, capsys, "--raw", "--prompt", "x", "--coda-adapters", path)
     assert line == "--coda-adapters: of Llama-family checkpoints; DeepSeek-V4's attention has none"
     missing = tmp_path / "none"
@@ -282,6 +283,37 @@ def test_a_config_alone_is_planned_as_published(tmp_path):
 )
 def test_the_plan_refuses_what_the_run_refuses(directory, capsys, flags, message):
     assert message in refused(plan, capsys, "--model", directory, "--context", "10", *flags)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "pt"])
+def test_the_plan_takes_adapters_of_the_model_alone(directory, tmp_path, capsys, form):
+    """By names, shapes and dtypes: no value is read."""
+    config = load_ours(directory).model.config
+    path = tmp_path / f"coda_adapters.{form}"
+
+    def written(**changes):
+        parts = {name: torch.full(shape, torch.nan) for name, shape in shapes(config).items()} | changes
+        held = {f"layer_{layer}": {f"coda.{name}": part for name, part in parts.items()} for layer in range(2)}
+        if form == "pt":
+            torch.save(held, path)
+        else:
+            save_file({f"{layer}.{name}": part.clone() for layer in held for name, part in held[layer].items()}, path)
+
+    flags = ("--model", directory, "--context", "10", *PLAIN, "--coda-adapters", path)
+    written()
+    assert planned(tmp_path, *flags)["fits"]
+    capsys.readouterr()
+    written(theta=torch.zeros(4, 5))
+    line = refused(plan, capsys, *flags)
+    assert line == f"{path}: tensor 'layer_0.coda.theta' is [4, 5] torch.float32, want [4, 4]"
+    written(theta=torch.zeros(4, 4, dtype=torch.int64))
+    assert refused(plan, capsys, *flags).startswith(f"{path}: tensor 'layer_0.coda.theta' is ")
+    written(more=torch.zeros(1))
+    assert "'layer_0.coda.more' is no adapter's of a model with 2 layers" in refused(plan, capsys, *flags)
+    parts = {"layer_0.coda.theta": torch.zeros(4, 4)}
+    save_file(parts, path)
+    assert refused(plan, capsys, *flags).startswith(f"{path}: layer_0 lacks coda.q_proj.weight")
+    assert str(tmp_path / "none") in refused(plan, capsys, *flags[:-1], tmp_path / "none")
 
 
 def test_inspect_shows_layers_and_census(directory, tmp_path, capsys):

@@ -10,9 +10,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from kernels import basis_fit
 from model.llama.adapters import shapes
+from runtime.basis import write_basis
 from runtime.generate import prefill
-from runtime.load import load_any
+from runtime.load import DEMO, load_any
 from runtime.merge import merge, mergeable
 from runtime.options import RunOptions
 from runtime.quantised_state import load_any_state
@@ -196,6 +198,109 @@ def test_merging_by_command_is_merging_by_hand(directory, states, tmp_path):
     assert asked(directory, out, tmp_path)["tokens"] == 57
 
 
+def test_an_output_whose_partial_file_is_what_is_read_is_refused(states, tmp_path, capsys):
+    path = tmp_path / "c.partial"
+    shutil.copy(states / "a", path)
+    line = refused(capsys, "quantise", path, "--bits", 8, "--out", tmp_path / "c")
+    assert line == f"--out {path}: is the state that is read, which stays as it is"
+    assert path.read_bytes() == (states / "a").read_bytes()
+
+
+def test_a_link_to_what_is_read_is_what_is_read(states, tmp_path, capsys):
+    path, link = tmp_path / "a", tmp_path / "link"
+    shutil.copy(states / "a", path)
+    link.symlink_to(path)
+    line = refused(capsys, "quantise", path, "--bits", 8, "--out", tmp_path / "c", "--json", link)
+    assert line == f"--json {link}: is the state that is read, which stays as it is"
+    assert path.read_bytes() == (states / "a").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def basis(tmp_path_factory):
+    """Of the demo checkpoint: one for layers 1 and 3, none for layer 2."""
+    path = tmp_path_factory.mktemp("basis") / "b.safetensors"
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(1000, 128, generator=g)
+    x[:, :64] *= 1.1 ** -torch.arange(64)
+    sample = basis_fit.Sample(x, torch.randn(16, 4, 128, generator=g), torch.ones(16, 1000, dtype=torch.bool))
+    based, rotated = basis_fit.fit(sample, 64, 6, 100_000), basis_fit.fit(sample, 64, 6, 10)
+    loaded = load_any(DEMO, RunOptions())
+    write_basis(path, {1: based, 2: rotated, 3: based}, loaded.model.config, loaded.weights_fingerprint, 6, {})
+    return path
+
+
+def test_a_state_made_with_a_basis_is_asked_with_it(basis, tmp_path, capsys, monkeypatch):
+    """What the file says of its basis is compared with the one named, and never opened."""
+    path, out = tmp_path / "state", tmp_path / "asked.json"
+    kv = ("--kv", f"all=shard:keys=6,basis={basis}")
+    assert command("ingest", "--out", path, *kv, "--text", "The capital of France") == 0
+    ask = ("ask", "--state", path, "--question", " is", "--max-new-tokens", 1)
+    kept = load_any(DEMO, RunOptions(kv=kv[1:]))
+    capsys.readouterr()
+    assert command(*ask, "--basis", basis, "--json", out) == 0
+    assert capsys.readouterr().out == " Paris\n"
+    data = json.loads(out.read_text())
+    told = [str(variant) for variant in kept.model.arithmetic.formats.variants]
+    assert data["options"]["kv"] == [
+        f"1,3=shard:bits=6,keys=6,basis={basis}",
+        "2=shard:bits=6,keys=6",
+    ]
+    assert [rule.count("basis=") for rule in told] == [0, 1, 0, 1]
+    assert refused(capsys, *ask) == f"{path}: made with a basis: name it with --basis"
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(basis, tmp_path / "named")
+    tensors, metadata = read_file(path)
+    write_file(tmp_path / "made", tensors, metadata | {"kv": "full shard:bits=6,keys=6,basis=named full full"})
+    ask = ("ask", "--state", tmp_path / "made", "--question", " is", "--max-new-tokens", 1)
+    assert refused(capsys, *ask).endswith("made with a basis: name it with --basis")
+    line = refused(capsys, *ask, "--basis", basis)
+    assert "saved with kv 'full shard:bits=6,keys=6,basis=named full full', this run has 'full shard:" in line
+    line = refused(capsys, *ask, "--basis", tmp_path / "none")
+    assert line == f"{tmp_path / 'none'}: No such file or directory"
+
+
+def test_a_basis_that_a_state_has_not_is_refused(basis, states, directory, capsys):
+    line = refused(capsys, "ask", "--model", directory, "--state", states / "a", "--question", "?", "--basis", basis)
+    assert line == f"{states / 'a'}: made without a basis, --basis is {basis}"
+
+
+def test_states_of_v4_are_not_merged_and_it_is_said(tmp_path, capsys):
+    path = tmp_path / "state"
+    assert command("ingest", "--out", path, "--kv", "all=coda", "--text", "The capital") == 0
+    line = refused(capsys, "merge", path, path, "--out", tmp_path / "c")
+    assert line == f"{path}: states of DeepSeek-V4 cannot be merged, only those of Llama-family models"
+
+
+@pytest.mark.parametrize(
+    ("kv", "prompt", "says"),
+    [
+        ("all=shard:rank=4,sinks=1,window=2", "", "tells no prompt, against what its kv says"),
+        (BOUNDED, "34", "tells a prompt, against what its kv says"),
+        ("all=shard:rank=4,sinks=1,window=2", "33", "layers.0.shard."),
+    ],
+)
+def test_a_made_up_prompt_is_refused(directory, tmp_path, capsys, kv, prompt, says):
+    ingested(directory, tmp_path / "state", "--text", TEXT, "--kv", kv)
+    tensors, metadata = read_file(tmp_path / "state")
+    write_file(tmp_path / "made", tensors, metadata | {"prompt": prompt})
+    line = refused(capsys, "ask", "--model", directory, "--state", tmp_path / "made", "--question", "?")
+    assert line.startswith(f"{tmp_path / 'made'}: ")
+    assert says in line
+
+
+@pytest.mark.parametrize("coded", [False, True])
+def test_made_up_content_is_refused_with_its_file_and_layer(directory, states, tmp_path, capsys, coded):
+    path = states / "a"
+    if coded:
+        path = tmp_path / "coded"
+        assert command("quantise", states / "a", "--bits", 8, "--out", path) == 0
+    tensors, metadata = read_file(path)
+    tensors["layers.1.coda.gates"][2] = 7
+    write_file(tmp_path / "made", tensors, metadata)
+    line = refused(capsys, "ask", "--model", directory, "--state", tmp_path / "made", "--question", "?")
+    assert line == f"{tmp_path / 'made'}: layer 1: coda: gates of the state are not all between 0 and 1"
+
+
 @pytest.mark.parametrize("coded", [False, True])
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "empty"])
 def test_a_damaged_state_is_refused_by_every_command(directory, states, tmp_path, capsys, damage, coded):
@@ -234,6 +339,7 @@ def test_a_state_of_another_model_weights_or_settings_is_refused(directory, stat
     save_file(made, adapters)
     line = refused(capsys, *ask, "--model", directory, "--coda-adapters", adapters)
     assert line.startswith(f"{states / 'a'}: saved with weights ")
+    assert line.endswith("; adapters count as weights, see --coda-adapters")
     model, out = ("--model", directory), tmp_path / "out"
     for name, flags, says in (
         ("settings", ("--kv", f"{BOUNDED[:-1]}5"), "saved with kv 'coda:window=4,exact=2,summary=2,block=5,"),
@@ -276,6 +382,20 @@ def test_a_state_with_made_up_options_is_refused(directory, states, tmp_path, ca
         (("ask", "--state", "none", "--question", "?"), "none: No such file or directory"),
         (("ask", "--state", "a", "--question", ""), "--question: is empty"),
         (("ask", "--state", "a", "--question", "?", "--max-new-tokens", 300), "max_position_embeddings is 256"),
+        (
+            ("quantise", "a", "--bits", 8, "--out", "c", "--json", "a"),
+            "--json a: is the state that is read, which stays as it is",
+        ),
+        (("quantise", "a", "--bits", 8, "--out", "c", "--json", "./c"), "--json c: is the file of --out"),
+        (("quantise", "a", "--bits", 8, "--out", "c", "--json", "c.partial"), "--json c.partial: is the file of --out"),
+        (("merge", "a", "b", "--out", "c", "--json", "b"), "--json b: is the state that is read"),
+        (("merge", "a", "b", "--out", "c", "--json", "c"), "--json c: is the file of --out"),
+        (("ask", "--state", "a", "--question", "?", "--json", "a"), "--json a: is the state that is read"),
+        (("ask", "--state", "none", "--question", "?", "--json", "none"), "--json none: is the state that is read"),
+        (("ingest", "--document", "a", "--out", "a", *PLAIN), "--out a: is the document that is read"),
+        (("ingest", "--document", "a", "--out", "c", "--json", "a"), "--json a: is the document that is read"),
+        (("ingest", "--text", "x", "--out", "c", "--json", "c"), "--json c: is the file of --out"),
+        (("ingest", "--text", "x", "--out", "c", "--coda-adapters", "c"), "--out c: is the file of adapters that is"),
         (("ingest", "--text", "", "--out", "c", *PLAIN), "the prompt is empty"),
         (("ingest", "--text", "x" * 300, "--out", "c", *PLAIN), "max_position_embeddings is 256"),
         (("ingest", "--text", "x", "--out", "c"), "--numerics deployed is DeepSeek-V4's"),
