@@ -11,8 +11,10 @@ basis come from the first half of the entries; the losses of components at any b
 prediction, from the next quarter; and what is measured from the last.
 
 A basis is good at what is common, a rotation treats all entries alike, and tokens attend to what is rare. So what
-attention loses is measured too, with the layer's own queries and selections; of all entries, for there are few that a
-token selects. A basis is used where it loses less by prediction and by both measurements.
+attention loses is measured too, with the layer's own queries. Where tokens attend to every entry before them (HCA), to
+those of the last quarter alone; where they select (CSA), to what they selected, wherever it lies: few of it would be
+left, and what is rare is what a fit to half of it knows least. A basis is used where it loses less by prediction and by
+both measurements.
 """
 
 import math
@@ -33,7 +35,8 @@ SMALLEST: Final = 4  # components of a group, so that 2, 4, 6 and 8 bits fill by
 GAIN_BYTES: Final = 2
 ROPE_BITS: Final = (2, 3, 4, 6, 8)
 SCALES: Final = (1.0, 1.125, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0)  # tried, in deviations of a component
-LEAST: Final = 32  # entries without which nothing is fitted
+FIT: Final = 2  # entries for each nope dim, at the least, that mean and basis are fitted to
+NO_BYTES: Final = "no bytes are left beside the basis"
 
 
 class Sample(NamedTuple):
@@ -61,6 +64,7 @@ class Fitted(NamedTuple):
     rope_bits: int
     bits: tuple[int, ...]  # of each group
     row_bytes: int  # of an entry in the basis
+    why_none: str = ""  # there is no basis
 
     @property
     def pays(self) -> bool:
@@ -89,6 +93,14 @@ def group_of(width: int) -> int:
     while group >= SMALLEST and (width % group or width // group < FEWEST):
         group //= 2
     return group if group >= SMALLEST else 0
+
+
+def least_entries(width: int) -> int:
+    """Entries of `width` nope dims without which nothing is fitted: half of them are to be `FIT` times the dims.
+
+    A covariance of fewer rows than that is more of these rows than of the layer; of fewer than `width`, it is singular.
+    """
+    return 2 * FIT * width
 
 
 def shared_bytes(width: int) -> int:
@@ -122,14 +134,18 @@ def fit(sample: Sample, rope: int, bits: int, context: int) -> Fitted:
     judge = partial(_loss, sample, len(third))
     rotated = judge(_rotated(x, bits), lloyd_max.distortion(bits))
     none = Fitted(rotated, None, None, 0, (), 0)
-    if n < LEAST or not group_of(nope) or context < 1:
-        return none
+    if not group_of(nope):
+        return none._replace(why_none=f"{nope} nope dims make no groups")
+    if n < (wanted := least_entries(nope)):
+        return none._replace(why_none=f"too few entries: {n}, wants {wanted}")
+    if context < 1:
+        return none._replace(why_none=NO_BYTES)
     keys = _basis(first[:, :nope])
     components = _components(keys, second[:, :nope])
     left = rotated_bytes(d, bits) - shared_bytes(nope) / context
     best = allocate(components.error, _energy(second[:, nope:]), rope, left)
     if best is None:
-        return none
+        return none._replace(why_none=NO_BYTES)
     each = torch.tensor(best.bits).repeat_interleave(group_of(nope))
     for level, scale in components.scale.items():
         keys.scale.copy_(torch.where(each == level, scale, keys.scale.float()))
@@ -222,13 +238,20 @@ def _loss(sample: Sample, held: int, back: Tensor, predicted: float) -> Loss:
     """What is lost where entries come back as `back` [n, d]; of entries, the last `held` are measured."""
     x = sample.entries
     measured = _energy((back - x)[len(x) - held :]) / _energy(x[len(x) - held :]) if held else math.nan
-    return Loss(predicted, measured, _attention_loss(sample, back))
+    return Loss(predicted, measured, _attention_loss(sample, held, back))
 
 
-def _attention_loss(sample: Sample, back: Tensor) -> float:
-    """Mean over tokens of what their heads lose: no token is measured by the loudest."""
-    some = sample.seen.any(1)
-    wanted, found = (_attended(rows, sample.queries[some], sample.seen[some]) for rows in (sample.entries, back))
+def _attention_loss(sample: Sample, held: int, back: Tensor) -> float:
+    """Mean over tokens of what their heads lose: no token is measured by the loudest.
+
+    Of tokens that attend to every entry up to some, only what they see of the last `held` counts: others were fitted
+    to. What tokens select counts as a whole.
+    """
+    seen = sample.seen
+    if not bool((seen[:, 1:] & ~seen[:, :-1]).any()):  # none is skipped
+        seen = seen & (torch.arange(len(back)) >= len(back) - held)
+    some = seen.any(1)
+    wanted, found = (_attended(rows, sample.queries[some], seen[some]) for rows in (sample.entries, back))
     lost, whole = ((found - wanted).square().sum((1, 2)), wanted.square().sum((1, 2)))
     return (lost / whole).mean().item()
 

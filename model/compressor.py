@@ -42,13 +42,13 @@ class _Projections:
         return kv, gate.add_(bias)
 
 
-def _append(site: Site, layer: int, first: int, rows: Tensor, entries: AnyEntries | AnyKeys) -> None:
-    """Append finite rows [n, d] that fit, and that the form they are stored in holds exactly."""
+def _append(site: Site, layer: int, first: int, rows: Tensor, entries: AnyEntries | AnyKeys, ratio: int) -> None:
+    """Append finite rows [n, d], of `ratio` tokens each, that fit, and that the form they are stored in holds."""
     tripwire.width(site.name, layer, entries.data, rows.shape[1])
     tripwire.room(site.name, layer, first, entries.used + rows.shape[0], entries.data.shape[0])
     tripwire.finite(site.name, layer, first, rows)
     entries.append(rows)
-    tripwire.stored(site.name, layer, entries.used - rows.shape[0], rows, entries.data)
+    tripwire.stored(site.name, layer, entries.used - rows.shape[0], rows, entries.data, ratio)
 
 
 def _in_step(site: Site, layer: int, position: int, frontier: Frontier, entries: AnyEntries | AnyKeys) -> None:
@@ -77,7 +77,7 @@ class MainCompressor:
             rows = ops.rotate(rows, cos, sin)
             if not self.coded:
                 rows = self.arithmetic.rounded_kv(rows, self.rope_dim)
-            _append(sites.ENTRY, self.layer, first, rows, entries)
+            _append(sites.ENTRY, self.layer, first, rows, entries, frontier.ratio)
             self.arithmetic.ranks.note(sites.ENTRY.name, self.layer, rows)
             self.arithmetic.taps(sites.ENTRY, self.layer, rows)
         _in_step(sites.ENTRY, self.layer, first + x.shape[0], frontier, entries)
@@ -103,7 +103,7 @@ class IndexerKeyCompressor:
             rows = ops.rotate(rows, cos, sin)
             self.arithmetic.taps(sites.INDEX_KEY, self.layer, rows)
             rows = self.arithmetic.turned_index(rows) if self.coded else self.arithmetic.rounded_index(rows)
-            _append(sites.INDEX_KEY_USED, self.layer, first, rows, keys)
+            _append(sites.INDEX_KEY_USED, self.layer, first, rows, keys, frontier.ratio)
             self.arithmetic.ranks.note(sites.INDEX_KEY_USED.name, self.layer, rows)
             self.arithmetic.taps(sites.INDEX_KEY_USED, self.layer, rows)
         _in_step(sites.INDEX_KEY_USED, self.layer, first + x.shape[0], frontier, keys)

@@ -7,6 +7,7 @@ that does not match in every point is refused, and so are settings for which it 
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -26,7 +27,6 @@ from model.errors import ConfigError, shown
 from runtime.digest import digest
 
 FORMAT: Final = "fathom-basis-1"
-MOST_DIGITS: Final = 10  # of a layer's number
 PARTS: Final = {  # of a layer's basis, by name
     "basis": torch.int8,
     "basis_scale": torch.float16,
@@ -34,6 +34,9 @@ PARTS: Final = {  # of a layer's basis, by name
     "mean": torch.float16,
     "bits": torch.int8,
 }
+LAYER: Final = re.compile("0|[1-9][0-9]{0,5}")
+LARGEST_SCALE: Final = 4096.0  # of a coefficient: 4 deviations of 512 dims that RMSNorm made 45 long each
+ROUNDED_SCALE: Final = 0.001  # of a column's scale to float16
 
 
 def write_basis(
@@ -158,12 +161,9 @@ def _layers(path: Path, text: str) -> dict[int, int | None]:
     found: dict[int, int | None] = {}
     for layer, each in said.items() if isinstance(said, dict) else ():
         codec, rope_bits = (each.get("codec"), each.get("rope_bits")) if isinstance(each, dict) else (None, None)
-        if not (layer.isascii() and layer.isdecimal() and len(layer) < MOST_DIGITS) or codec not in (
-            "rotated",
-            "basis",
-        ):
+        if not LAYER.fullmatch(layer) or codec not in ("rotated", "basis"):
             raise ConfigError(f"{path}: layer {shown(layer)} is {shown(codec)}, want rotated or basis")
-        if codec == "basis" and rope_bits not in ROPE_BITS:
+        if codec == "basis" and (type(rope_bits) is not int or rope_bits not in ROPE_BITS):
             raise ConfigError(f"{path}: layer {layer}: rope_bits {shown(rope_bits)}, want one of {ROPE_BITS}")
         found[int(layer)] = rope_bits if codec == "basis" else None
     return found
@@ -179,8 +179,20 @@ def _basis(path: Path, layer: int, parts: Mapping[str, Tensor], width: int, rope
             raise ConfigError(f"{path}: layers.{layer}.{name} is {said}")
         if not bool(part.isfinite().all()) or (name.endswith("scale") and bool((part < 0).any())):
             raise ConfigError(f"{path}: layers.{layer}.{name} holds what cannot be meant")
+    _check_scales(path, layer, parts)
     bits = parts["bits"].tolist()
     if not set(bits) <= set(DP_BITS) or not any(bits):
         raise ConfigError(f"{path}: layers.{layer}.bits is {bits}, want some of {DP_BITS}")
     codes = torch.zeros(0, sum(bits) * group // 8, dtype=torch.uint8)
     return Basis(digest(parts, {"rope_bits": rope_bits})[:16], EigenKeys(codes, **parts), rope_bits)
+
+
+def _check_scales(path: Path, layer: int, parts: Mapping[str, Tensor]) -> None:
+    """Refuse columns that are not orthonormal but for their rounding to int8, and scales of no entry."""
+    if parts["scale"].max() > LARGEST_SCALE:
+        raise ConfigError(f"{path}: layers.{layer}.scale is up to {parts['scale'].max():g}, want {LARGEST_SCALE:g}")
+    columns = parts["basis"].double() * parts["basis_scale"].double()
+    rounded = len(columns) ** 0.5 / 254 + ROUNDED_SCALE  # the most that a column of length 1 is off its own
+    off = (columns.mT @ columns - torch.eye(len(columns), dtype=torch.float64)).abs().max().item()
+    if not off <= 2 * rounded + rounded**2:
+        raise ConfigError(f"{path}: layers.{layer}.basis has columns that are {off:.3g} off orthonormal ones")

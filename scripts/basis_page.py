@@ -9,7 +9,7 @@ from typing import Final
 from rich.console import Console
 from rich.progress import track
 
-from kernels.basis_fit import Fitted, rotated_bytes, shared_bytes
+from kernels.basis_fit import FIT, Fitted, rotated_bytes, shared_bytes
 from model.config import ModelConfig
 from probes.subject import Subject
 from runtime.calibrate import fit_layers, samples
@@ -40,19 +40,23 @@ dtype: fp32
 in a basis fitted to the layer instead, more bits where their variance is, for at most the same bytes, the basis
 included, spread over the entries of a context. `scripts.calibrate_kv` fits it, and uses it only where it loses less in
 three ways: as predicted from the variances, on entries that the fit has not seen, and in what the layer's own queries
-get from the entries that they attend to.
+get from the entries that they attend to: in an HCA layer those that the fit has not seen, in a CSA layer all that were
+selected. Mean and basis are of the first half of a layer's entries, {fit} for each nope dim or more; scales and bits of
+the next quarter; what is measured, of the last.
 
 Each cell: squared error of the basis over that of the rotation, predicted, of unseen entries, of attention; **bold**
-where the basis is used. Below 1 the basis is better. Entries of {tokens} tokens of the demo's documents.
+where the basis is used. Below 1 the basis is better. Entries of {tokens} tokens of the demo's documents:
+{counts}.
 
 {tables}
 
 ## What it means
 
-Where predicted distortion alone decided, CSA layers would take a basis too, at long contexts. What tokens select there
-are the rare entries, which are unlike the mean and lie outside of the directions that the variance gave bits to:
-attention to them gets worse while the average entry gets better. An HCA layer attends to all of its entries, and there
-both agree.
+Where predicted distortion alone decided, CSA layers would take a basis too, at long contexts. The average entry does
+get better, by prediction and measured; what attention gives gets worse, as long as the context may be. What tokens
+select are rare entries, which are unlike the mean and lie outside of the directions that the variance gave bits to. An
+HCA layer attends to all of its entries, and there all three agree, on entries that nothing was fitted to: in a basis
+whose bytes are spread over enough of them less is lost, and in one for a shorter context more.
 
 These are entries of a small model: most of the energy of its nope dims is their mean, which a basis stores once. Of the
 published models nothing is known here; `scripts.calibrate_kv` measures it on theirs.
@@ -83,6 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         command="python -m scripts.basis_page" + ("" if args.tokens == 32768 else f" --tokens {args.tokens}"),
         weights=loaded.weights_fingerprint,
         tokens=len(ids),
+        fit=FIT,
+        counts=", ".join(f"{len(each.entries)} of layer {layer}" for layer, each in made.items()),
         verdict=verdict(config, found),
         tables="\n\n".join("\n".join(table(config, found, bits)) for bits in BITS),
     )
@@ -109,7 +115,7 @@ def table(config: ModelConfig, found: dict[tuple[int, int], dict[int, Fitted]], 
 def cell(fitted: Fitted) -> str:
     """Losses of the basis over those of the rotation."""
     if fitted.based is None:
-        return "no bytes are left beside the basis"
+        return fitted.why_none
     shares = (based / rotated for based, rotated in zip(fitted.based, fitted.rotated, strict=True))
     text = ", ".join(f"{share:.2f}" for share in shares)
     return f"**{text}**" if fitted.pays else text

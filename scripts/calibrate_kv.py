@@ -15,7 +15,7 @@ from rich.table import Table
 
 from kernels.basis_fit import Fitted, Loss, rotated_bytes, shared_bytes
 from model.config import ModelConfig
-from model.errors import ConfigError
+from model.errors import CapacityError, ConfigError
 from probes.subject import Subject
 from runtime.basis import write_basis
 from runtime.calibrate import fit_layers, samples, with_entries
@@ -26,9 +26,9 @@ from runtime.tokenizer import Tokenizer
 from scripts.cli import run_alone
 from scripts.flags import positive, writable
 
-TOKENS = 16384
+TOKENS = 32768
 CONTEXT = 131072
-WIDTH = 110  # of the table
+WIDTH = 126  # of the table
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("model", type=Path, help="checkpoint directory")
     p.add_argument("--out", type=Path, required=True, help="safetensors file to write")
     p.add_argument("--text", type=Path, help="file to run (default: documents of the demo, if the model reads them)")
-    p.add_argument("--tokens", type=positive, default=TOKENS, help=f"of the text, at most (default {TOKENS})")
+    p.add_argument("--tokens", type=positive, help=f"of the text, at most (default {TOKENS}, or the model's positions)")
     p.add_argument("--bits", type=int, choices=WIDTHS, default=6, help="of a rotated row's values (default 6)")
     p.add_argument(
         "--context",
@@ -60,7 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not with_entries(config):
         raise ConfigError(f"{args.model}: has SWA layers alone, which remember no entries")
     variants([f"all=shard:bits={args.bits}"], config)  # refuses widths that cannot be rotated
-    ids = _tokens(subject, args.text, args.tokens)
+    room = config.max_position_embeddings
+    if args.tokens is not None and args.tokens > room:
+        raise CapacityError(f"--tokens {args.tokens}: beyond the model's max_position_embeddings {room}")
+    ids = _tokens(subject, args.text, args.tokens or min(TOKENS, room))
     loaded = load(args.model, options, context=len(ids))
     made = samples(loaded.model, ids, options.prefill_chunk)
     found = dict(fit_layers(config, made, args.bits, args.context))
@@ -84,7 +87,7 @@ def table(config: ModelConfig, found: dict[int, Fitted], counts: dict[int, int],
             *name, f"rotated, {bits} bits", str(rotated_bytes(config.head_dim, bits)), *_told(each.rotated), won
         )
         if each.based is None:
-            out.add_row("", "", "", "basis", "-", "-", "-", "-", lost)
+            out.add_row("", "", "", f"basis: {each.why_none}", "-", "-", "-", "-", lost)
             continue
         width = config.head_dim - config.qk_rope_head_dim
         shared = shared_bytes(width) / (context // config.ratio(layer))

@@ -20,7 +20,7 @@ from rich.progress import Progress
 from model.cache.coda_settings import CodaSettings
 from model.checkpoint import Checkpoint
 from model.decode import fingerprint
-from model.errors import ConfigError
+from model.errors import CapacityError, ConfigError
 from probes.demo_language.vocabulary import vocabulary_size
 from scripts.cli import run_alone
 from scripts.coda.adapters import write_adapters
@@ -129,6 +129,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console()
     torch.set_num_threads(1)  # the order of additions, and with it the curve, must not depend on the cores
     base = read_base(args.model)
+    if max(args.lengths) > (room := base.config.max_position_embeddings):
+        raise CapacityError(f"--lengths {max(args.lengths)}: beyond the model's max_position_embeddings {room}")
     args.out.mkdir(parents=True, exist_ok=True)
     settings = CodaSettings(window=args.window, exact=args.exact, summary=args.summary, rope="half")
     fresh, first, second = trained(args, console, base, settings)

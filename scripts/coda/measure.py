@@ -84,10 +84,15 @@ def cases(base: Network, fresh: Network, first: Network, second: Network, settin
     ]
 
 
+def gap_of(length: int) -> int:
+    """Tokens of a document of so many between the last code told and the first question, at the least."""
+    return min(GAP, length // 4)
+
+
 def documents(length: int, count: int, seed: int) -> list[Document]:
-    """Documents that tell codes and then ask for all of them, the first at least 128 tokens after the last was told."""
+    """Documents that tell codes and then ask for all of them, the first `gap_of` tokens after the last or later."""
     rng = random.Random(f"codes measured {length} {seed}")  # noqa: S311 -- documents, not secrets
-    return [needle_document(rng, length, CODES, CODES, chat=False, gap=min(GAP, length // 4)) for _ in range(count)]
+    return [needle_document(rng, length, CODES, CODES, chat=False, gap=gap_of(length)) for _ in range(count)]
 
 
 @torch.no_grad()

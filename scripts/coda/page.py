@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from math import exp
 from typing import Any, Final
 
-from probes.demo_language.prompts import GAP
-from scripts.coda.measure import CODES, PARTS, Learned, Line
+from scripts.coda.measure import CODES, PARTS, Learned, Line, gap_of
 from scripts.coda.network import GATE_BIAS
 from scripts.coda.training import BASE_RATE, BOUNDED_SCALE, CODA_RATE
 
@@ -36,7 +35,7 @@ command: {command}
 *Perplexity* is of every token of the documents; most of it is filler, of which nothing far back says anything. *Of
 answers* is the perplexity of the codes asked for alone (there are 90 to guess from). *Codes found* is greedy, the words
 before each answer forced; the other columns split it by the quarter of the document that told the code, the oldest
-first. All are told at least {gap} tokens before the first question.
+first. All are told at least {gaps} before the first question.
 
 ## The rows
 
@@ -139,6 +138,14 @@ def learned_table(learned: Sequence[Learned]) -> str:
     return "\n".join(rows)
 
 
+def gaps(lengths: Sequence[int]) -> str:
+    """Tokens between telling and asking, in words: by length, where documents of some lengths have fewer."""
+    found = {length: gap_of(length) for length in lengths}
+    if len(set(found.values())) == 1:
+        return f"{gap_of(lengths[0])} tokens"
+    return ", ".join(f"{gap} tokens (of {length})" for length, gap in found.items())
+
+
 def page(lines: Sequence[Line], learned: Sequence[Learned], facts: dict[str, Any]) -> str:
     """The page. `facts` are the fields of the template that the run knows."""
     return TEMPLATE.format(
@@ -146,7 +153,7 @@ def page(lines: Sequence[Line], learned: Sequence[Learned], facts: dict[str, Any
         tables=tables(lines),
         learned=learned_table(learned),
         gate=1 / (1 + exp(-GATE_BIAS)),
-        gap=GAP,
+        gaps=gaps([line.length for line in lines]),
         base_rate=BASE_RATE,
         coda_rate=CODA_RATE,
         scale=BOUNDED_SCALE,

@@ -199,13 +199,19 @@ def test_a_basis_that_few_entries_share_does_not_pay():
 
 
 def test_a_fit_to_few_entries_is_found_out():
-    """Fewer than there are columns: they lie in a subspace, and others do not."""
-    found = basis_fit.fit(sample(entries(100, "flat")), ROPE, 6, 100_000)
-    assert not found.pays
-    assert found.based.measured > 2 * found.rotated.measured
+    """Half of them twice the nope dims, or none is fitted; a fit to the fewest predicts what it loses of others."""
     few = basis_fit.fit(sample(entries(600, "flat")), ROPE, 8, 100_000).based
     assert 0.8 < few.measured / few.predicted < 1.2, "variances of the entries that were fitted would promise half"
-    assert basis_fit.fit(sample(entries(31, "low rank")), ROPE, 6, 100_000).based is None
+    assert basis_fit.least_entries(NOPE) == 4 * NOPE == 384
+    refused = basis_fit.fit(sample(entries(383, "low rank")), ROPE, 6, 100_000)
+    assert (refused.based, refused.pays) == (None, False)
+    assert refused.why_none == "too few entries: 383, wants 384"
+    enough = basis_fit.fit(sample(entries(384, "low rank")), ROPE, 6, 100_000)
+    assert enough.pays
+    assert enough.why_none == ""
+    assert (
+        basis_fit.fit(sample(entries(384, "low rank")), ROPE, 6, 100).why_none == "no bytes are left beside the basis"
+    )
     nothing = Sample(torch.zeros(0, D), torch.zeros(0, 4, D), torch.zeros(0, 0, dtype=torch.bool))
     assert math.isnan(basis_fit.fit(nothing, ROPE, 6, 100).rotated.measured)
 
@@ -220,6 +226,31 @@ def test_what_attention_loses_has_a_say():
     assert found.based.measured < 0.5 * found.rotated.measured
     assert found.based.attention > 2 * found.rotated.attention
     assert not found.pays
+
+
+def test_attention_to_all_entries_is_judged_by_those_not_fitted_to():
+    """Oracle, a token at a time; where tokens select, by all that they selected."""
+    x, g = entries(40), generator(41)
+    back = x + 0.1 * torch.randn(40, D, generator=g) * torch.where(torch.arange(40) < 30, 1.0, 3.0)[:, None]
+    prefix = torch.arange(40) < torch.tensor([25, 31, 36, 40])[:, None]  # the first sees no entry that is held out
+    picked = prefix & (torch.rand(4, 40, generator=g) < 0.5)
+    queries = torch.randn(4, 3, D, generator=g)
+
+    def lost(seen):
+        shares = []
+        for q, row in zip(queries.double(), seen, strict=True):
+            if row.any():
+                wanted, got = (
+                    (q @ part[row].double().T / D**0.5).softmax(-1) @ part[row].double() for part in (x, back)
+                )
+                shares.append((got - wanted).square().sum() / wanted.square().sum())
+        return (sum(shares) / len(shares)).item()
+
+    held = torch.arange(40) >= 30
+    for seen, wanted in ((prefix, lost(prefix & held)), (picked, lost(picked))):
+        loss = basis_fit._loss(Sample(x, queries, seen), 10, back, 0.0)
+        assert loss.attention == pytest.approx(wanted, rel=1e-5)
+    assert lost(prefix & held) > 1.5 * lost(prefix), "entries that were fitted to would flatter it"
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,11 @@ import torch
 
 from kernels import basis_fit, basis_rows, rows
 from kernels.basis_fit import Loss
-from model import tripwire
+from model import sites, tripwire
 from model.cache.variants import Shard
 from model.tripwire import Tripwire
 from probes.subject import Subject
+from runtime import calibrate
 from runtime.basis import write_basis
 from runtime.calibrate import fit_layers, samples
 from runtime.load import DEMO, load
@@ -64,6 +65,36 @@ def test_samples_are_what_the_layers_made(made):
     assert torch.equal(made[2].seen.sum(1), (tokens + 1) // 128)
 
 
+def test_samples_are_of_the_last_tokens(monkeypatch):
+    """Queries and selections of each are those of a call over everything, of every second of the last 256 of 2048."""
+    monkeypatch.setattr(calibrate, "QUERIES", 512)
+    model, ids = load(DEMO, PLAIN).model, Subject(DEMO, PLAIN).tokens(2048)
+    whole: dict[tuple[str, int], list[torch.Tensor]] = {}
+
+    def listen(name):
+        return lambda layer, x: whole.setdefault((name, layer), []).append(x.clone())
+
+    with model.attached({sites.QUERY: listen("query"), sites.SELECTED: listen("selected")}):
+        state = model.new_state(2048, 512)
+        for part in torch.tensor(ids).split(512):
+            model(part, state)
+    tokens = range(2047 - 254, 2048, 2)
+    assert len(tokens) == 128
+    for layer, each in samples(model, ids, 320).items():  # other calls than above
+        queries = torch.cat(whole["query", layer])[list(tokens)]
+        assert (each.queries - queries).abs().max() < 1e-4 * queries.abs().max()
+        if layer == 2:
+            assert torch.equal(each.seen.sum(1), (torch.tensor(tokens) + 1) // 128)
+            continue
+        selected = [part.tolist() for part in whole["selected", layer]]
+        rows_of = [row for part in selected for row in part]
+        same = sum(
+            set(seen.nonzero()[:, 0].tolist()) == set(rows_of[token]) - {-1}
+            for token, seen in zip(tokens, each.seen, strict=True)
+        )
+        assert same >= 125  # near ties may fall otherwise in other calls; a token off, two in three are others'
+
+
 def test_a_row_that_comes_back_wrong_trips(made, fitted):
     x, found = made[1].entries[:40], fitted[1]
     stored = basis_rows.allocate(40, found.fit, 64, found.rope_bits, 0, CPU)
@@ -77,8 +108,64 @@ def test_a_row_that_comes_back_wrong_trips(made, fitted):
         stored._replace(gain=stored.gain * torch.nan),
         stored._replace(rope=stored.rope._replace(norm=stored.rope.norm * 2)),
     ):
-        with pytest.raises(Tripwire, match=r"row \d+ comes back .* with these coefficients"):
+        with pytest.raises(Tripwire, match=r"row \d+ comes back .* (with these coefficients|does not hold this entry)"):
             tripwire.stored("attention.entry", 1, 0, x, damage)
+
+
+def coded(x, found, **parts):
+    """Rows in the basis, parts of which are changed beforehand."""
+    fit = found.fit._replace(**parts)
+    stored = basis_rows.allocate(len(x), fit, 64, found.rope_bits, 0, CPU)
+    rows.write(stored, 0, x)
+    return stored
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """A basis of rows near a mean of 3, whose last two groups have no bits; and these rows."""
+    g = torch.Generator().manual_seed(4)
+    x = 0.1 * torch.randn(2000, 128, generator=g)
+    x[:, :64] = x[:, :64] * 1.2 ** -torch.arange(64) + 3
+    sample = basis_fit.Sample(x, torch.randn(4, 4, 128, generator=g), torch.ones(4, 2000, dtype=torch.bool))
+    found = basis_fit.fit(sample, 64, 4, 1 << 20)
+    fit = found.fit._replace(
+        bits=torch.tensor([4, 4, 0, 0], dtype=torch.int8), codes=torch.zeros(0, 16, dtype=torch.uint8)
+    )
+    return found._replace(fit=fit), x
+
+
+def test_rows_that_a_basis_does_not_hold_trip(narrow, fitted, made):
+    """Its own loss is no excuse: N(0, 1) in a basis that gives half of the dims no bits, and a scale of 6e4."""
+    found, like_those = narrow
+    x = torch.randn(40, 128, generator=torch.Generator().manual_seed(2))
+    x[:, 64:] *= 0.1
+    x[:7] = like_those[:7]
+    stored = coded(x, found)
+    error = (rows.read(stored, 0, 40) - x).square().sum(1)[7:] / x.square().sum(1)[7:]
+    expected = basis_rows.expected_error(stored, 0, x)[7:] / x.square().sum(1)[7:]
+    assert (error <= expected).all(), "as bad as the basis says"
+    assert error[0] > tripwire.BASIS_SHARE == 1
+    wanted = rf"attention.entry of layer 2 at position {8 * 128 - 1}: row 7 comes back {error[0]:.3g} off, .*, expected"
+    with pytest.raises(Tripwire, match=wanted + " at most 1: the basis does not hold this entry"):
+        tripwire.stored("attention.entry", 2, 0, x, stored, 128)
+    loud = fitted[1].fit.basis_scale.clone()
+    loud[:3] = 6e4
+    entries = made[1].entries[:40]
+    with pytest.raises(Tripwire, match=r"position 3: row 0 comes back \S+e\+\d+ off.* does not hold this entry"):
+        tripwire.stored("attention.entry", 1, 0, entries, coded(entries, fitted[1], basis_scale=loud), 4)
+
+
+def test_the_error_that_is_allowed_is_that_of_the_codes(made, fitted):
+    """To a tenth, and no more: of nope dims alone, with 2 bits, for which a tenth is more than what is tolerated."""
+    found, x = fitted[1], made[1].entries[:200].clone()
+    x[:, 64:] = 0
+    bits, codes = torch.full((4,), 2, dtype=torch.int8), torch.zeros(0, 16, dtype=torch.uint8)
+    stored = coded(x, found, bits=bits, codes=codes)
+    error = (rows.read(stored, 0, 200) - x).square().sum(1)
+    share = basis_rows.expected_error(stored, 0, x) / error
+    assert share.min() > 1.05
+    assert share.max() < 1.15
+    tripwire.stored("attention.entry", 1, 0, x, stored)
 
 
 def logits(*kv):

@@ -22,5 +22,5 @@ def test_a_cell_is_the_ratio_of_losses():
     assert basis_page.cell(Fitted) == "**0.50, 1.00, 2.00**"
     Fitted.pays = False
     assert basis_page.cell(Fitted) == "0.50, 1.00, 2.00"
-    Fitted.based = None
-    assert basis_page.cell(Fitted).startswith("no bytes")
+    Fitted.based, Fitted.why_none = None, "too few entries: 3, wants 256"
+    assert basis_page.cell(Fitted) == "too few entries: 3, wants 256"

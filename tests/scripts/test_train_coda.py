@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,18 +16,22 @@ from torch.utils.checkpoint import CheckpointError
 from model.cache import coda_attention
 from model.cache.coda_settings import CodaSettings
 from model.llama.config import LlamaConfig
+from probes.demo_language.language import VALUE_AT
+from probes.demo_language.vocabulary import PAD
+from runtime.load import load_any
+from runtime.options import RunOptions
 from scripts import train_coda
 from scripts.cli import run
 from scripts.coda import measure as measuring
 from scripts.coda.adapters import FILE, write_adapters
 from scripts.coda.banks import TrainingCache, prefill
-from scripts.coda.measure import Case, documents, learned, measure
+from scripts.coda.measure import Case, documents, gap_of, learned, measure
 from scripts.coda.network import adapted, attentions, inference_memory, training_memory
-from scripts.coda.page import closed
+from scripts.coda.page import closed, gaps
 from scripts.coda.training import BASE_RATE, CODA_RATE, Phase, optimiser, train
 from scripts.demo.curriculum import Cell, draw_batch
 from scripts.demo.training import language_loss
-from scripts.llama.files import config_json, write_checkpoint
+from scripts.llama.files import config_json, read_network, write_checkpoint
 from scripts.llama.initial import initialise
 from scripts.llama.network import Network
 from tests.coda_cases import ETA, GROUPS, HEADS, D, cache_of, corrected, mechanism, random_tokens, rows
@@ -287,6 +292,53 @@ def test_perplexity_and_recall_are_those_of_the_logits():
     assert min(by_quarter[:2]) > 0
 
 
+@torch.no_grad()
+def test_what_is_measured_bounded_is_what_the_product_computes(tmp_path):
+    """Perplexities and codes of two documents, from logits of the runtime over the files that the command writes."""
+    write_checkpoint(base_network(), config_json() | SMALL, tmp_path)
+    network = adapted(read_network(tmp_path), 0)  # as the product reads it: rounded to BF16
+    for mine, its in zip(attentions(network), attentions(moved_network()), strict=True):
+        mine.load_state_dict(its.state_dict())
+    write_adapters(network, tmp_path)
+    options = RunOptions("plain", "fp32", coda_adapters=str(tmp_path / FILE))
+    bounded = replace(options, kv=("all=coda:window=16,exact=8,summary=8,block=32",))
+    settings, given = corrected(16, 8, 8), documents(256, 2, 3)
+    found = {}
+    for name, each in (("unbounded", options), ("bounded", bounded)):
+        model = load_any(tmp_path, each).model
+        losses, answers, right = [], [], 0
+        for document in given:
+            ids = torch.tensor(document.ids[: document.ids.index(PAD)] if PAD in document.ids else document.ids)
+            logits = model.logits(model(ids, model.new_state(len(ids), len(ids))))
+            lost = -logits[:-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
+            at = [answer.position for answer in document.answers if answer.source >= 0]
+            losses.append(lost)
+            answers.append(lost[at])
+            right += int((logits[at].argmax(1) == ids[torch.tensor(at) + 1]).sum())
+        wanted = [float(torch.cat(part).mean().exp()) for part in (losses, answers)]
+        line = measure(Case(name, network, None if name == "unbounded" else settings), 256, given, 32)
+        assert [line.perplexity, line.surprise] == pytest.approx(wanted, rel=1e-4)
+        assert sum(line.right) == right
+        found[name] = line
+    one, other = found["unbounded"], found["bounded"]
+    assert abs(one.perplexity / other.perplexity - 1) > 1e-3, "ten times what is tolerated"
+    assert abs(one.surprise / other.surprise - 1) > 1e-3
+
+
+@pytest.mark.parametrize(("length", "gap"), [(256, 64), (512, 128), (1024, 128)])
+def test_codes_are_told_long_before_they_are_asked_for(length, gap):
+    given = documents(length, 24, 1)
+    for document in given:
+        assert len(document.answers) == 8
+        first = min(answer.position + 1 for answer in document.answers) - VALUE_AT  # where the first question begins
+        told = [document.ids.index(answer.token) for answer in document.answers]
+        assert first - max(told) >= gap
+        assert max(answer.source for answer in document.answers) < first - gap
+    assert gap_of(length) == gap
+    assert gaps([length]) == f"{gap} tokens"
+    assert gaps([256, 1024]) == "64 tokens (of 256), 128 tokens (of 1024)"
+
+
 def test_learned_tells_codes_from_other_tokens():
     network = adapted(base_network(), 0)
     given = documents(256, 1, 0)
@@ -343,6 +395,16 @@ def test_what_is_given_back_is_a_share_of_what_was_lost():
 def test_what_cannot_be_done_is_refused_before_the_work(flags, message, tmp_path, capsys):
     assert run(lambda: train_coda.main([str(tmp_path), "--out", str(tmp_path / "out"), *flags])) == 2
     assert message in capsys.readouterr().err
+
+
+def test_lengths_beyond_the_positions_are_refused_before_any_training(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(train_coda, "trained", None)
+    write_checkpoint(base_network(), config_json() | SMALL, tmp_path / "base")
+    flags = [str(tmp_path / "base"), "--out", str(tmp_path / "out"), "--lengths", "256", "99999999"]
+    assert run(lambda: train_coda.main(flags)) == 2
+    said = capsys.readouterr().err
+    assert said == "--lengths 99999999: beyond the model's max_position_embeddings 65536\n"
+    assert not (tmp_path / "out").exists()
 
 
 def test_published_rules_have_no_gradients():
