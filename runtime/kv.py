@@ -29,13 +29,14 @@ ALLOWED: Final[Mapping[tuple[type[Variant], str], Sequence[int]]] = {
     (GroupedShard, "bits"): STREAM_BITS,
     (GroupedShard, "sinks"): range(SLOTS + 1),
     (GroupedShard, "window"): range(1, SLOTS + 1),
-    (GroupedShard, "dp"): (0, 1),
+    (GroupedShard, "dp"): (0, 1, 2),
     (GroupedShard, "group"): range(4, SLOTS + 1),
     (GroupedShard, "qjl"): (0, 1),
     (GroupedCoda, "window"): range(1, SLOTS + 1),
     (GroupedCoda, "exact"): range(SLOTS + 1),
     (GroupedCoda, "summary"): range(SLOTS + 1),
     (GroupedCoda, "block"): range(1, SLOTS + 1),
+    (GroupedCoda, "values"): (0, 1),
     (GroupedCoda, "published"): (0, 1),
 }
 MOST_DIGITS: Final = 10  # of a number that can be meant

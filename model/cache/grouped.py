@@ -1,6 +1,7 @@
 """The caches of a layer with grouped heads, by variant: full, CoDA-GQA-L, Shard."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,7 +21,8 @@ ETA_LOGIT = -3.0  # of a summary bank that nothing was learnt for: the package's
 def coda_settings(variant: GroupedCoda) -> CodaSettings:
     """What the cache of a `coda` layer is set to; ConfigError where it cannot be."""
     made = CodaSettings.published if variant.published else CodaSettings
-    return made(window=variant.window, exact=variant.exact, summary=variant.summary, rope="half")
+    settings = made(window=variant.window, exact=variant.exact, summary=variant.summary, rope="half")
+    return replace(settings, route="value" if variant.values else "key")
 
 
 def shard_settings(variant: GroupedShard) -> ShardSettings:
@@ -29,7 +31,7 @@ def shard_settings(variant: GroupedShard) -> ShardSettings:
         sinks=variant.sinks,
         window=variant.window,
         rank=variant.rank,
-        allocation="measured" if variant.dp else "uniform",
+        allocation=("uniform", "measured", "published")[variant.dp],
         group=variant.group,
         stream_bits=variant.bits,
         sketch=bool(variant.qjl),

@@ -66,8 +66,8 @@ class GroupedShard:
     bits: int = 8  # of a number of what came after the prompt
     sinks: int = 4  # first tokens, exact
     window: int = 64  # newest tokens, exact
-    dp: int = 0  # 1: bits by group of components, as measured distortions say; 0: int4
-    group: int = 64  # components that get equally many bits, where dp=1
+    dp: int = 0  # bits by group of components, as 1: measured distortions, 2: the article's formula say; 0: int4
+    group: int = 64  # components that get equally many bits, with dp
     qjl: int = 0  # 1: one of the bits of keys is the sign of a projection of their error
 
     def __str__(self) -> str:
@@ -83,6 +83,7 @@ class GroupedCoda:
     exact: int = 64  # tokens that were like no other when they left the window
     summary: int = 64  # means of others
     block: int = 256  # tokens of a call that attend before any of them is written
+    values: int = 0  # 1: means are sought by values, as the package's page says; 0: by keys, as its code does
     published: int = 0  # 1: the rules of the package coda-gqa-l 1.3.1; 0: those of `CodaSettings`
 
     def __str__(self) -> str:

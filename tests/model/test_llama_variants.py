@@ -8,9 +8,9 @@ from model.cache.coda_attention import Tokens, prefill
 from model.cache.coda_settings import CodaSettings
 from model.cache.full import FullCache
 from model.cache.gqa import Heads
-from model.cache.grouped import CodaLayer, ShardLayer
+from model.cache.grouped import CodaLayer, ShardLayer, shard_settings
 from model.cache.shard import KvShape
-from model.cache.variants import GroupedCoda
+from model.cache.variants import GroupedCoda, GroupedShard
 from runtime.load import load_any
 from runtime.options import RunOptions
 from tests.llama_model import LLAMA3, oracle
@@ -106,6 +106,17 @@ def test_a_call_that_ends_within_a_block_is_continued_at_its_end(saved):
     wanted = run(made, [16, 16, 16, 16, 11, 5, *[16] * 4, 6])[0]
     assert (run(made, [75, 75])[0] - wanted).abs().max() < BOUND
     assert (run(made)[0] - wanted).abs().max() > 1e-3
+
+
+def test_settings_reach_the_caches():
+    cpu = torch.device("cpu")
+    shape = KvShape(2, 64, torch.ones(32), interleaved=False)
+    by_value = CodaLayer(shape, GroupedCoda(values=1), torch.float32, cpu).coda
+    assert (by_value.settings.route, by_value.summary.by_value) == ("value", True)
+    assert CodaLayer(shape, GroupedCoda(), torch.float32, cpu).coda.settings.route == "key"
+    for dp, allocation in enumerate(("uniform", "measured", "published")):
+        assert shard_settings(GroupedShard(rank=64, dp=dp, qjl=dp % 2)).allocation == allocation
+        assert shard_settings(GroupedShard(rank=64, dp=dp, qjl=dp % 2)).sketch == (dp == 1)
 
 
 def test_layers_of_one_model_may_differ(saved, full):
