@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from model.config import LayerKind, ModelConfig
+from model.errors import StateError
 from model.state import State
 from model.transformer import Transformer
-from probes.finding import Finding, exactly, judged
+from probes.finding import Finding, broken, exactly, judged
 from probes.probe import Progress
 from probes.variants.drawn import off
 from probes.variants.grouped import SAME, Drift, drift
@@ -57,11 +58,15 @@ def restored(model: Transformer, name: str, ids: Tensor, tail: int) -> Iterator[
     state, other = (model.new_state(len(ids), chunk) for _ in range(2))
     for part in ids[:position].split(chunk):
         model(part, state)
-    for here, there in zip(state.layers, other.layers, strict=True):
-        there.restore(position, {part: tensor.clone() for part, tensor in here.tensors(position).items()})
+    what = f"V4, {name}, saved at {position} and put back: tokens whose rows differ"
+    try:
+        for here, there in zip(state.layers, other.layers, strict=True):
+            there.restore(position, {part: tensor.clone() for part, tensor in here.tensors(position).items()})
+    except StateError as error:  # what a cache gave, a cache does not take
+        yield broken(what, str(error))
+        return
     other.position = position
     wrong = sum(not torch.equal(model(one, state), model(one, other)) for one in ids[position:].split(1))
-    what = f"V4, {name}, saved at {position} and put back: tokens whose rows differ"
     yield judged(what, wrong, exactly(0), of=tail)
 
 

@@ -110,6 +110,7 @@ def alone(runs):
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_logits_do_not_depend_on_the_number_of_ranks(runs, alone, size):
     ways = (ALL_REDUCE, ALL_TO_ALL)
+    runs = {name: run for name, run in runs.items() if size == 2 or not run.kv}  # caches are whole on every rank
     for rank, found in enumerate(gloo.run(size, run_all, runs, ways, timeout=400)):
         for (name, run), way in product(runs.items(), ways):
             logits, calls, _, fingerprint = found[name, way]
