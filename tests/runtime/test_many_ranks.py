@@ -107,7 +107,7 @@ def alone(runs):
     return {name: found for (name, _), found in run_all(ALONE, runs, [AUTO]).items()}
 
 
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow), 8])
 def test_logits_do_not_depend_on_the_number_of_ranks(runs, alone, size):
     ways = (ALL_REDUCE, ALL_TO_ALL)
     runs = {name: run for name, run in runs.items() if size == 2 or not run.kv}  # caches are whole on every rank
