@@ -58,7 +58,9 @@ def test_a_healthy_run_passes(probe):
 def test_a_fault_is_caught_by_the_probes_that_the_matrix_names(fault):
     caught = [name for name, outcome in said(fault).items() if outcome == Outcome.CAUGHT.value]
     tripped = [name for name, outcome in said(fault).items() if outcome == Outcome.TRIPPED.value]
-    again = {*caught, *tripped[:1]}
+    again = {*caught, *tripped[:1]} - {
+        "variants"
+    }  # which sees some of them too, and takes longest: the slow test asks it
     found = row(Subject(fault=FAULTS[fault]), [probe for probe in QUICK if probe.name in again], lambda: None)
     assert found
     assert outcomes(found) == {name: outcome for name, outcome in said(fault).items() if name in again}
