@@ -20,6 +20,11 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def lengths(text: str) -> tuple[int, ...]:
+    """Argparse type: whole numbers between commas, ascending."""
+    return tuple(sorted({positive(part) for part in text.split(",")}))
+
+
 def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
     """Add the flags of `RunOptions`; `device` is the default of its flag."""
     default = RunOptions()

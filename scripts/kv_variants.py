@@ -23,7 +23,7 @@ from probes.demo_language.vocabulary import vocabulary_size
 from runtime.load import DEMO
 from runtime.options import RunOptions
 from scripts.cli import run_alone
-from scripts.flags import positive, writable
+from scripts.flags import lengths, positive, writable
 from scripts.variants import measures, page
 from scripts.variants.runs import V4, Run, grouped, held_bytes, runs
 
@@ -34,11 +34,6 @@ COUNTED = 32768  # tokens for which bytes are counted as well
 RECALLED = (512, 1024, 2048, 4096)
 TOLD = 1024  # tokens of the documents that facts and greedy text follow
 PAGES = Path(__file__).resolve().parents[1] / "audits"
-
-
-def lengths(text: str) -> tuple[int, ...]:
-    """Argparse type: whole numbers between commas, ascending."""
-    return tuple(sorted({positive(part) for part in text.split(",")}))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -132,7 +127,6 @@ def measured(model: Path, config: Config, args: argparse.Namespace) -> dict[str,
         "kind": told,
         "layers": config.num_hidden_layers,
         "options": replace(options, kv=()).to_json(),
-        "weights": [run.name for run in variants],
         "rules": {run.name: list(run.rules) for run in variants},
         "bytes": {run.name: {n: held_bytes(run, config, n, args.chunk) for n in counted} for run in variants},
         "fidelity": _fidelity(variants, args, say),

@@ -22,7 +22,7 @@ from probes.subject import Subject
 from runtime.load import DEMO
 from runtime.options import RunOptions
 from scripts.cli import run_alone
-from scripts.flags import add_run_options, positive, run_options, writable
+from scripts.flags import add_run_options, lengths, positive, run_options, writable
 from scripts.long.document import RESERVED
 from scripts.long.probe import LongContext, read
 from scripts.long.timing import Clock
@@ -30,11 +30,6 @@ from scripts.long.timing import Clock
 SENTENCE = 16  # tokens of the longest sentence and more: the text before a mark ends with one
 LENGTHS = tuple(1 << i for i in range(10, 21))
 PAGES = Path(__file__).resolve().parents[1] / "audits"
-
-
-def lengths(text: str) -> tuple[int, ...]:
-    """Argparse type: whole numbers between commas, ascending."""
-    return tuple(sorted({positive(part) for part in text.split(",")}))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -8,14 +8,13 @@ published layout, beside what was measured: the base, the cold swap, and each ph
 import argparse
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 
 from model.cache.coda_settings import CodaSettings
 from model.checkpoint import Checkpoint
@@ -28,13 +27,12 @@ from scripts.coda.measure import Line, cases, documents, learned, measure
 from scripts.coda.network import adapted
 from scripts.coda.page import page, tables
 from scripts.coda.training import BOUNDED_SCALE, Phase, check_checkpointing, train
+from scripts.demo.curve import curve
 from scripts.demo.export import write_json
 from scripts.flags import positive, writable
 from scripts.llama.files import read_network
 from scripts.llama.network import Network
-from scripts.llama.training import Report
-from scripts.train_demo import SHOWN_EVERY
-from scripts.train_llama import summary
+from scripts.train_llama import COLUMNS
 
 FIRST_STEPS, SECOND_STEPS = 200, 500
 LENGTHS = (512, 1024)
@@ -70,22 +68,6 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def shown(console: Console, name: str, steps: int, run: Callable[[Callable[[Report], None]], None]) -> None:
-    """Run a phase, its curve on the console."""
-    reports: list[Report] = []
-    with Progress(console=console) as progress:
-        task = progress.add_task(name, total=steps)
-
-        def each(report: Report) -> None:
-            reports.append(report)
-            progress.advance(task)
-            if (report.step + 1) % SHOWN_EVERY == 0 or report.step + 1 == steps:
-                console.print(f"{name} {summary(reports)}", highlight=False)
-                reports.clear()
-
-        run(each)
-
-
 def phases(args: argparse.Namespace, settings: CodaSettings) -> tuple[Phase, Phase]:
     """What the command line asks for."""
     return (
@@ -98,14 +80,9 @@ def trained(args: argparse.Namespace, console: Console, base: Network, settings:
     """The adapted network before training and after each phase."""
     stages = [adapted(base, args.seed)]
     for number, phase in enumerate(phases(args, settings), 1):
-        network = deepcopy(stages[-1])
-        twice = args.checkpointing == number
-
-        def run(each: Callable[[Report], None], network: Network = network, phase: Phase = phase) -> None:
-            train(network, phase, args.seed, each, checkpointing=twice)  # noqa: B023 -- called before the next turn
-
-        shown(console, phase.name, phase.steps, run)
-        stages.append(network)
+        stages.append(deepcopy(stages[-1]))
+        with curve(console, COLUMNS, phase.steps, phase.name, f"{phase.name} ") as each:
+            train(stages[-1], phase, args.seed, each, checkpointing=args.checkpointing == number)
     return stages
 
 

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from scripts.cli import run_alone
+from scripts.demo.curve import curve
 from scripts.demo.export import deployed_copy, write_checkpoint
 from scripts.demo.initial import initialise
 from scripts.demo.measure import Line, measurements
 from scripts.demo.network import Network
 from scripts.demo.shape import demo_shape
-from scripts.demo.training import Report, train
+from scripts.demo.training import train
 
 STEPS = 900
-SHOWN_EVERY = 20
+COLUMNS = ("language", "indexer", "needles", "facts", "marks")  # of the training curve
 LENGTHS = (256, 512, 1024, 2048)
 
 
@@ -39,34 +39,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def mean(values: list[float]) -> str:
-    """Mean of the values that are numbers; a step that asked nothing of a kind reports nan."""
-    numbers = [v for v in values if v == v]  # noqa: PLR0124 -- nan is the one value that differs from itself
-    return f"{sum(numbers) / len(numbers):6.3f}" if numbers else "     -"
-
-
-def summary(reports: list[Report]) -> str:
-    """One line of the training curve."""
-    columns = ("language", "indexer", "needles", "facts", "marks")
-    shown = "  ".join(f"{name} {mean([getattr(r, name) for r in reports])}" for name in columns)
-    return f"{reports[-1].step + 1:5d}  {shown}"
-
-
 def trained(console: Console, steps: int, seed: int) -> Network:
     """The network after training, its curve on the console."""
     network = Network(demo_shape())
     initialise(network, seed)
-    reports: list[Report] = []
-    with Progress(console=console) as progress:
-        task = progress.add_task("training", total=steps)
-
-        def each(report: Report) -> None:
-            reports.append(report)
-            progress.advance(task)
-            if (report.step + 1) % SHOWN_EVERY == 0 or report.step + 1 == steps:
-                console.print(summary(reports), highlight=False)
-                reports.clear()
-
+    with curve(console, COLUMNS, steps) as each:
         train(network, steps, seed, each)
     return network
 

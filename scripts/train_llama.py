@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from model.llama.config import LlamaConfig
@@ -20,15 +19,16 @@ from runtime.llama import LoadedLlama
 from runtime.load import load_any
 from runtime.options import RunOptions
 from scripts.cli import run_alone
+from scripts.demo.curve import curve
 from scripts.flags import positive
 from scripts.llama.files import config_json, write_checkpoint
 from scripts.llama.initial import initialise
 from scripts.llama.measure import measurements
 from scripts.llama.network import Network
-from scripts.llama.training import Report, train
-from scripts.train_demo import SHOWN_EVERY, mean
+from scripts.llama.training import train
 
 STEPS = 500
+COLUMNS = ("language", "needles", "facts")  # of the training curve
 LENGTHS = (256, 512, 1024, 2048, 4096)
 
 
@@ -42,28 +42,11 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def summary(reports: list[Report]) -> str:
-    """One line of the training curve."""
-    shown = "  ".join(
-        f"{name} {mean([getattr(r, name) for r in reports])}" for name in ("language", "needles", "facts")
-    )
-    return f"{reports[-1].step + 1:5d}  {shown}"
-
-
 def trained(console: Console, config: LlamaConfig, steps: int, seed: int) -> Network:
     """The network after training, its curve on the console."""
-    network, reports = Network(config), list[Report]()
+    network = Network(config)
     initialise(network, seed)
-    with Progress(console=console) as progress:
-        task = progress.add_task("training", total=steps)
-
-        def each(report: Report) -> None:
-            reports.append(report)
-            progress.advance(task)
-            if (report.step + 1) % SHOWN_EVERY == 0 or report.step + 1 == steps:
-                console.print(summary(reports), highlight=False)
-                reports.clear()
-
+    with curve(console, COLUMNS, steps) as each:
         train(network, steps, seed, each)
     return network
 

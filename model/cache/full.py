@@ -67,7 +67,7 @@ class FullCache(GqaCache):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.window, self.position = window, 0
+        self.window = window
         self.keys = Positions(kv_heads, max_context, head_dim, dtype, device)
         self.values = Positions(kv_heads, max_context, head_dim, dtype, device)
         super().__init__({"keys": self.keys, "values": self.values})
@@ -78,8 +78,3 @@ class FullCache(GqaCache):
         self.values.write(first, heads.v)
         self.position = first + heads.k.shape[0]
         return ops.attend_grouped(heads.q, self.keys.data, self.values.data, first, self.window)
-
-    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
-        """Put back what `tensors` gave at `position`."""
-        super().restore(position, saved)
-        self.position = position

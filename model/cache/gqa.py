@@ -5,12 +5,13 @@ them, and attends, because only it knows the form in which the past is held.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from torch import Tensor
 
 from kernels.ops import Ops
-from model.cache.layers import Components
+from model.cache.layers import Component, Components
 
 
 class Heads(NamedTuple):
@@ -25,7 +26,14 @@ class Heads(NamedTuple):
 class GqaCache(Components, ABC):
     """The cache of one layer with grouped heads."""
 
-    position: int  # tokens taken so far: the position of the next one
+    def __init__(self, components: dict[str, Component]) -> None:
+        super().__init__(components)
+        self.position = 0  # tokens taken so far: the position of the next one
+
+    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
+        """Put back what `tensors` gave at `position`."""
+        super().restore(position, saved)
+        self.position = position
 
     @abstractmethod
     def attend(self, heads: Heads, first: int, ops: Ops) -> Tensor:

@@ -1,6 +1,5 @@
 """The caches of a layer with grouped heads, by variant: full, CoDA-GQA-L, Shard."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -57,7 +56,7 @@ class CodaLayer(GqaCache):
     def __init__(self, shape: KvShape, variant: GroupedCoda, dtype: torch.dtype, device: torch.device) -> None:
         eta_logit = torch.full((shape.heads,), ETA_LOGIT)
         self.coda = CodaCache(coda_settings(variant), shape.heads, shape.head_dim, eta_logit, dtype, device)
-        self.block, self.published, self.position = variant.block, bool(variant.published), 0
+        self.block, self.published = variant.block, bool(variant.published)
         super().__init__({"coda": self.coda})
 
     def learnt(self, eta_logit: Tensor) -> None:
@@ -79,11 +78,6 @@ class CodaLayer(GqaCache):
         rows = slice(head), slice(head, t)
         return torch.cat([prefill(self.coda, tokens.part(some), None, self.block) for some in rows])
 
-    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
-        """Put back what `tensors` gave at `position`."""
-        super().restore(position, saved)
-        self.position = position
-
 
 class ShardLayer(GqaCache):
     """Shard: exact while the prompt is read, compressed after; `model.cache.shard`."""
@@ -98,7 +92,6 @@ class ShardLayer(GqaCache):
         device: torch.device,
     ) -> None:
         self.shard = ShardCache(shape, shard_settings(variant), prompt, max_context, dtype, device)
-        self.position = 0
         super().__init__({"shard": self.shard})
 
     def attend(self, heads: Heads, first: int, ops: Ops) -> Tensor:
@@ -111,11 +104,6 @@ class ShardLayer(GqaCache):
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return those of all buffers: an empty cache saves others than a compressed one."""
         return {f"shard.{name}": buffer.dtype for name, buffer in self.shard.buffers().items()}
-
-    def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
-        """Put back what `tensors` gave at `position`."""
-        super().restore(position, saved)
-        self.position = position
 
 
 def grouped_cache(
