@@ -181,6 +181,18 @@ def markdown(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) ->
     ]
 
 
+def verdict(tables: dict[str, list[Timing]]) -> str:
+    """In how many cases that was reached which was asked for."""
+
+    def reached(title: str, other: str, least: float, *, prompts: bool) -> str:
+        timed = [t for t in tables.get(title, []) if t.case.other == other and t.ratio]
+        ratios = [t.ratio[0] for t in timed if t.ratio and (prompts or "prompt" not in t.case.label)]
+        return f"in {sum(ratio >= least for ratio in ratios)} of {len(ratios)} cases"
+
+    shard, coda = reached(GROUPED, "full", 1.0, prompts=False), reached(PACKAGE, "package", 3.0, prompts=True)
+    return f"**Shard's decode is as fast as the full cache {shard}; CoDA three times as fast as its package {coda}.**"
+
+
 def found(tables: dict[str, list[Timing]]) -> list[str]:
     """What was asked for, and the medians that were found, smallest and largest of each kind."""
 
@@ -213,6 +225,8 @@ def page(tables: dict[str, list[Timing]], limits: list[Limit], speed: float, com
         "---",
         "",
         "# What a cache variant costs in time",
+        "",
+        verdict(tables),
         "",
         *found(tables),
         "",

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,16 @@ from runtime.options import RunOptions
 from runtime.quantised_state import WIDTHS, coded_bits, load_any_state, quantise_state, read_any_saved
 from runtime.sampling import Sampling
 from runtime.segments import Text
-from runtime.statefile import Saved, load_state, read_metadata, read_saved, save_state, saved_options, saved_position
+from runtime.statefile import (
+    Saved,
+    forms,
+    load_state,
+    read_metadata,
+    read_saved,
+    save_state,
+    saved_options,
+    saved_position,
+)
 from runtime.tokenizer import StreamDecoder, Tokenizer
 from scripts.cli import run_alone
 from scripts.flags import add_run_options, add_variants, positive, run_options, writable
@@ -261,7 +271,7 @@ def _same(one: Path, other: Path) -> bool:
 
 
 def _held(path: Path, loaded: AnyLoaded, options: RunOptions, state: State) -> dict[str, Any]:
-    """What a saved state holds and takes, and what a full cache of as many tokens would take."""
+    """What a saved state holds and takes, and what a saved full cache of as many tokens would hold."""
     model = loaded.model
     full = replace(options, kv=()).formats(model.config)
     whole = State(model.config, state.position, options.prefill_chunk, full, torch.device("meta"))
@@ -269,7 +279,7 @@ def _held(path: Path, loaded: AnyLoaded, options: RunOptions, state: State) -> d
         "tokens": state.position,
         "file_bytes": path.stat().st_size,
         "cache_bytes": state.nbytes(),
-        "full_cache_bytes": sum(whole.nbytes().values()),
+        "full_cache_bytes": sum(prod(shape) * dtype.itemsize for shape, dtype in forms(whole, state.position).values()),
         "options": options.to_json(),
         "weights_fingerprint": loaded.weights_fingerprint,
     }
@@ -277,8 +287,8 @@ def _held(path: Path, loaded: AnyLoaded, options: RunOptions, state: State) -> d
 
 def _print_held(console: Console, data: dict[str, Any]) -> None:
     console.print(
-        f"the state holds {data['tokens']} tokens in a file of {data['file_bytes']} bytes; a full cache of them takes"
-        f" {data['full_cache_bytes']}, {data['full_cache_bytes'] / data['file_bytes']:.2f} times as much",
+        f"the state holds {data['tokens']} tokens in a file of {data['file_bytes']} bytes; a full cache of them, saved,"
+        f" takes {data['full_cache_bytes']}, {data['full_cache_bytes'] / data['file_bytes']:.2f} times as much",
         highlight=False,
         soft_wrap=True,
     )

@@ -141,3 +141,17 @@ def test_numbers_that_cannot_be_meant_are_refused(flags, capsys):
         bench_variants.main(flags)
     assert refused.value.code == 2
     assert flags[1] in capsys.readouterr().err
+
+
+def test_the_page_opens_with_what_was_reached():
+    def timed(label, other, ratio):
+        case = variant_pairs.Case(label, "variant", None, other, None)
+        return bench_variants.Timing(case, (1.0, 1.0), (1.0, 1.0), (ratio, ratio, ratio), 5)
+
+    grouped = [timed("8192 tokens", "full", 1.0), timed("8192 tokens", "full", 0.9), timed("8192 tokens", "torch", 9.0)]
+    tables = {
+        bench_variants.GROUPED: [*grouped, timed("prompt of 1024 tokens", "full", 2.0)],
+        bench_variants.PACKAGE: [timed("prompt of 2048 tokens", "package", 3.1), timed("8 tokens", "package", 2.9)],
+    }
+    wanted = "as the full cache in 1 of 2 cases; CoDA three times as fast as its package in 1 of 2 cases.**"
+    assert bench_variants.verdict(tables).endswith(wanted)

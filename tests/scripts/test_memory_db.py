@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from kernels import basis_fit
@@ -160,6 +161,15 @@ def test_v4_states_are_ingested_and_asked_too(tmp_path, capsys):
     capsys.readouterr()
     assert command("ask", "--state", tmp_path / "state", "--question", " is", "--max-new-tokens", 1) == 0
     assert capsys.readouterr().out == " Paris\n"
+
+
+def test_a_full_cache_is_told_as_it_would_be_saved(tmp_path):
+    """Of a full state that is what its own file holds: not the buffers, which are larger."""
+    flags = ("--out", tmp_path / "state", "--json", tmp_path / "held.json", "--text", "The capital of France is")
+    assert command("ingest", *flags) == 0
+    with safe_open(tmp_path / "state", "pt") as saved:
+        tensors = [saved.get_tensor(name) for name in saved.keys()]  # noqa: SIM118 (no dict)
+    assert json.loads((tmp_path / "held.json").read_text())["full_cache_bytes"] == sum(t.nbytes for t in tensors)
 
 
 def test_a_quantised_state_is_smaller_says_what_it_is_and_answers(directory, states, tmp_path, capsys):
