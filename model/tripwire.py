@@ -59,10 +59,10 @@ def finite(site: str, layer: int | None, first: int | None, x: Tensor) -> None:
     Streams are looked at after each sublayer: what is not finite inside of one is there by then. What only the
     selection reads (index queries, weights and keys) never gets there, and is looked at by itself.
 
-    One pass: a sum in fp32 is finite exactly when every term is, but for terms near fp32's largest, and those are a
-    fault too.
+    One pass: a sum is finite exactly when every term is, but for terms near the dtype's largest, and those are a fault
+    too. bf16 is added up in fp32 whether that is asked for or not, but six times faster if not.
     """
-    if math.isfinite(x.sum(dtype=torch.float32).item()):
+    if math.isfinite(x.sum().item()):
         return
     bad = ~torch.isfinite(x).flatten(1)
     rows = bad.any(1).nonzero()

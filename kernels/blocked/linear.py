@@ -15,13 +15,29 @@ from kernels.formats import Dense, Fp4, Fp8, Weight, rows
 
 FEW = 4  # tokens up to which one `torch.mv` each beats a matrix product in the stored dtype
 TILE = 1 << 20  # weights per decoded tile, 4 MiB of fp32 (or 128 rows, where these hold more)
+ROWS = 1 << 18  # weights per tile where one token reads them: 1 MiB of fp32, which stays in the core's cache
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """``x @ W^T``: `kernels.reference.linear.linear`."""
-    if isinstance(weight, Dense) and weight.data.dtype == x.dtype and 0 < len(x) <= FEW:
-        return torch.stack([torch.mv(weight.data, token) for token in x])  # nothing to decode
+    if isinstance(weight, Dense) and 0 < len(x) <= FEW:
+        if weight.data.dtype == x.dtype:  # nothing to decode
+            rows_of = [torch.mv(weight.data, token) for token in x]
+            return rows_of[0][None] if len(x) == 1 else torch.stack(rows_of)
+        if len(x) == 1:
+            return _widened(x[0].float(), weight.data)[None].to(x.dtype)
     return grouped_linear(x[:, None], weight, 1)[:, 0]
+
+
+def _widened(x: Tensor, data: Tensor) -> Tensor:
+    """Multiply one token by weights that are narrower, through one buffer: [out] float32."""
+    out = torch.empty(len(data), device=x.device)
+    step = max(1, ROWS // data.shape[1])
+    wide = torch.empty(min(step, len(data)), data.shape[1], device=x.device)
+    for low in range(0, len(data), step):
+        part = data[low : low + step]
+        torch.mv(wide[: len(part)].copy_(part), x, out=out[low : low + step])
+    return out
 
 
 def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
@@ -36,12 +52,19 @@ def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
     step = max(128, TILE // columns // 128 * 128)
     for start in range(0, out_rows, step):
         stop = min(start + step, out_rows)
-        tile = decode(rows(weight, start, stop)).to(operand)
+        tile = _decoded(rows(weight, start, stop), operand)
         for group in range(start // rank, -(-stop // rank)):
             low, high = max(start, group * rank), min(stop, (group + 1) * rank)
             part = tile[low - start : high - start]  # [rows, in] of this group
             out[:, low:high] = torch.mv(part, wide[0, group]) if t == 1 else wide[:, group] @ part.T
     return out.view(t, groups, rank)
+
+
+def _decoded(tile: Weight, operand: torch.dtype) -> Tensor:
+    """A tile in the dtype in which it is multiplied: as it is stored, where that is the same."""
+    if isinstance(tile, Dense) and tile.data.dtype == operand:
+        return tile.data
+    return decode(tile).to(operand)
 
 
 def _operand(x: Tensor, weight: Weight) -> torch.dtype:

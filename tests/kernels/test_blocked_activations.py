@@ -7,6 +7,7 @@ from kernels.blocked import hyper, quantise
 from kernels.ops import BLOCKED, REFERENCE
 from kernels.reference.hyper import sinkhorn
 
+SETS = (BLOCKED, REFERENCE)
 ULP = 2.0**-23  # of float32, relative; bfloat16's is 2^-7
 
 
@@ -50,6 +51,75 @@ def test_sinkhorn_of_large_logits(iterations, eps):
     logits = 8 * torch.randn(500, 4, 4, generator=torch.Generator().manual_seed(1))  # entries down to e^-50
     exact = sinkhorn(logits.double(), iterations, eps)  # in float64: a few roundings an iteration from ours
     assert (hyper.sinkhorn(logits, iterations, eps) - exact).abs().max() < 8 * iterations * ULP
+
+
+@pytest.mark.parametrize("size", [0.5, 8.0])  # settled in a few steps, and not within 20
+@pytest.mark.parametrize("iterations", [1, 2, 20])
+def test_a_single_token_has_the_weights_that_it_has_among_others(iterations, size):
+    g = torch.Generator().manual_seed(3)
+    streams, base = torch.randn(40, 4, 24, generator=g), torch.randn(24, generator=g)
+    fn, scale = size * torch.randn(24, 96, generator=g) / 96**0.5, torch.tensor([0.5, -40.0, 1.0])
+    together = REFERENCE.hyper_weights(streams, fn, scale, base, iterations, 1e-6, 1e-6)
+    alone = [BLOCKED.hyper_weights(token[None], fn, scale, base, iterations, 1e-6, 1e-6) for token in streams]
+    for parts, whole in zip(zip(*alone, strict=True), together, strict=True):
+        # mixes of up to 40 * 8 sizes move by some ulp, and a sigmoid or softmax by as much
+        assert (torch.cat(parts) - whole).abs().max() < 100 * ULP * 40 * size
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_single_token_that_is_not_finite_is_nan(bad):
+    streams, fn = torch.ones(1, 4, 24), torch.randn(24, 96, generator=torch.Generator().manual_seed(4))
+    streams[0, 2, 5] = bad
+    weights = [ops.hyper_weights(streams, fn, torch.ones(3), torch.zeros(24), 20, 1e-6, 1e-6) for ops in SETS]
+    for ours, expected in zip(*weights, strict=True):
+        assert ours.isnan().all()
+        assert expected.isnan().all()
+
+
+@pytest.fixture(params=[torch.bfloat16, torch.float32], ids=str)
+def rows(request):
+    """Six tokens of three heads, of very different sizes, which do not lie in order; the last holds an infinity."""
+    x = torch.randn(3, 6, 32, generator=torch.Generator().manual_seed(5)).transpose(0, 1)
+    x = x * torch.tensor([1e-12, 1e-3, 1.0, 30.0, 1e10, 1.0])[:, None, None]
+    x[-1, 0, 0] = torch.inf
+    return x.to(request.param)
+
+
+def assert_same_values(call, *inputs):
+    """The same as the reference but for a few roundings, NaN at the same places; inputs are left as they were."""
+    kept = [x.clone() for x in inputs]
+    ours, expected = call(BLOCKED, *inputs), call(REFERENCE, *inputs)
+    for x, before in zip(inputs, kept, strict=True):
+        assert torch.equal(x, before), "an input was changed"
+    ulp = 2.0**-7 if ours.dtype == torch.bfloat16 else 8 * ULP
+    size = expected.float().abs().nan_to_num(0, 0, 0).amax(-1, keepdim=True)  # of the row: differences cancel
+    assert ours.dtype == expected.dtype
+    assert torch.equal(ours.isnan(), expected.isnan())
+    assert torch.equal(ours.isinf(), expected.isinf())
+    assert ((ours.float() - expected.float()).nan_to_num(0, 0, 0).abs() <= ulp * size).all()
+
+
+def test_rms_norm(rows):
+    weight = torch.randn(32, generator=torch.Generator().manual_seed(6))
+    for w in (weight, None):
+        assert_same_values(lambda ops, x, w=w: ops.rms_norm(x, w, 1e-6), rows)
+        assert_same_values(lambda ops, x, w=w: ops.rms_norm(x, w, 1e-6), rows[:, 1])
+        assert_same_values(lambda ops, x, w=w: ops.rms_norm(x, w, 1e-6), rows[:0])
+
+
+@pytest.mark.parametrize("rope", [2, 8, 32])
+def test_rotate(rows, rope):
+    turn = torch.randn(6, rope // 2, generator=torch.Generator().manual_seed(7))
+    for x in (rows[:-1], rows[:-1, 1], rows[:1], rows[:0]):
+        n = len(x)
+        assert_same_values(lambda ops, x, c, s: ops.rotate(x, c, s), x, turn[:n].cos(), turn[:n].sin())
+
+
+def test_swiglu(rows):
+    gate, up, weight = rows[:, 0], rows[:, 1], torch.rand(6, generator=torch.Generator().manual_seed(8))
+    for limit in (1.0, 10.0, torch.inf):
+        assert_same_values(lambda ops, g, u, limit=limit: ops.swiglu(g, u, limit, None), gate, up)
+        assert_same_values(lambda ops, g, u, w, limit=limit: ops.swiglu(g, u, limit, w), gate, up, weight)
 
 
 def assert_bit_equal(ours, expected):

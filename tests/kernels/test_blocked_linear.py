@@ -59,6 +59,7 @@ def test_linear(form, shape, native, monkeypatch):
     """`native`: as on a processor that multiplies bfloat16 itself; here it is emulated, with the same accumulator."""
     monkeypatch.setattr(linear, "_native_bfloat16", lambda _: native)
     monkeypatch.setattr(linear, "TILE", 2 * 128 * shape[1])  # two 128-row blocks
+    monkeypatch.setattr(linear, "ROWS", 100 * shape[1])
     g = torch.Generator().manual_seed(shape[0])
     weight = WEIGHTS[form](g, *shape)
     for t in (0, 1, 2, 4, 5, 7, 128):
