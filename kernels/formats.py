@@ -8,8 +8,10 @@ Entries and index keys stay in their form too: the ops that read them decode the
 Their planes are separate tensors, so that values, scales and rope dims are each aligned and can be gathered by row.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -21,7 +23,7 @@ class Dense(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """[out, in], in weights."""
-        return self.data.shape[0], self.data.shape[1]
+        return self.data.shape[-2], self.data.shape[-1]
 
 
 class Fp8(NamedTuple):
@@ -33,7 +35,7 @@ class Fp8(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """[out, in], in weights."""
-        return self.data.shape[0], self.data.shape[1]
+        return self.data.shape[-2], self.data.shape[-1]
 
 
 class Fp4(NamedTuple):
@@ -45,7 +47,7 @@ class Fp4(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """[out, in], in weights (twice the bytes of a row)."""
-        return self.data.shape[0], 2 * self.data.shape[1]
+        return self.data.shape[-2], 2 * self.data.shape[-1]
 
 
 class NvFp4(NamedTuple):
@@ -58,7 +60,7 @@ class NvFp4(NamedTuple):
     @property
     def shape(self) -> tuple[int, int]:
         """[out, in], in weights (twice the bytes of a row)."""
-        return self.data.shape[0], 2 * self.data.shape[1]
+        return self.data.shape[-2], 2 * self.data.shape[-1]
 
 
 Weight = Dense | Fp8 | Fp4 | NvFp4
@@ -82,6 +84,18 @@ def rows(weight: Weight, start: int, stop: int) -> Weight:
             return Fp4(data[start:stop], scale[start:stop])
         case NvFp4(data, scale, global_scale):
             return NvFp4(data[start:stop], scale[start:stop], global_scale)
+
+
+def stack(weights: Sequence[Weight]) -> Weight:
+    """Matrices of one form and shape as one: every plane has a leading axis of matrices, `shape` stays [out, in]."""
+    form = type(weights[0])
+    assert all(type(weight) is form for weight in weights), f"forms: {[type(weight).__name__ for weight in weights]}"
+    return form(*(torch.stack(plane) for plane in zip(*weights, strict=True)))
+
+
+def member(stacked: Weight, index: int) -> Weight:
+    """One matrix of a `stack`, as views."""
+    return type(stacked)(*(plane[index] for plane in stacked))
 
 
 class Fp8Entries(NamedTuple):

@@ -3,6 +3,7 @@
 from kernels.reference import (
     attention,
     differential,
+    experts,
     gate,
     gqa,
     hyper,
@@ -18,6 +19,6 @@ from kernels.reference import (
 )
 
 __all__ = [
-    "attention", "differential", "gate", "gqa", "hyper", "indexer", "linear", "lloyd_max", "norm", "pool", "quantise",
-    "rope", "shard", "swiglu",
+    "attention", "differential", "experts", "gate", "gqa", "hyper", "indexer", "linear", "lloyd_max", "norm", "pool",
+    "quantise", "rope", "shard", "swiglu",
 ]  # fmt: skip

@@ -1,0 +1,25 @@
+"""Routed experts of V4-Flash and V4-Pro as published (FP4 experts), a few of each, for one token and for 512."""
+
+import torch
+
+from kernels.formats import Fp4, Fp8
+from kernels.fused.experts import experts
+
+E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+FORMS = {
+    "fp8": lambda e, o, i: Fp8(torch.empty(e, o, i, dtype=E4M3), torch.empty(e, o // 128, i // 128, dtype=E8M0)),
+    "fp4": lambda e, o, i: Fp4(torch.empty(e, o, i // 2, dtype=torch.int8), torch.empty(e, o, i // 32, dtype=E8M0)),
+}
+
+
+def of(form, held, hidden, inner, t, *, deployed, dtype=torch.bfloat16):
+    w1, w2 = FORMS[form](held, inner, hidden), FORMS[form](held, hidden, inner)
+    x, ids, weights = torch.empty(t, hidden, dtype=dtype), torch.empty(t, 6, dtype=torch.int64), torch.empty(t, 6)
+    return lambda: experts(x, ids, weights, w1, w1, w2, 10.0, 0, deployed=deployed)
+
+
+CASES = {
+    "V4-Flash, one token": of("fp4", 256, 4096, 2048, 1, deployed=True),
+    "V4-Pro, 512 tokens, a rank of eight": of("fp4", 48, 7168, 3072, 512, deployed=True),
+    "FP8 experts": of("fp8", 8, 4096, 2048, 512, deployed=True),
+}

@@ -1,0 +1,37 @@
+"""Linears of V4-Flash and V4-Pro in the forms that checkpoints store, for one token and for 512."""
+
+import torch
+
+from kernels.formats import Dense, Fp4, Fp8, NvFp4
+from kernels.fused.linear import grouped_linear, linear
+
+E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+FORMS = {
+    "bf16": lambda o, i: Dense(torch.empty(o, i, dtype=torch.bfloat16)),
+    "fp8": lambda o, i: Fp8(torch.empty(o, i, dtype=E4M3), torch.empty(o // 128, i // 128, dtype=E8M0)),
+    "fp4": lambda o, i: Fp4(torch.empty(o, i // 2, dtype=torch.int8), torch.empty(o, i // 32, dtype=E8M0)),
+    "nvfp4": lambda o, i: NvFp4(
+        torch.empty(o, i // 2, dtype=torch.uint8), torch.empty(o, i // 16, dtype=E4M3), torch.empty(())
+    ),
+}
+
+
+def of(form, out, columns, t, dtype=torch.bfloat16):
+    return lambda: linear(torch.empty(t, columns, dtype=dtype), FORMS[form](out, columns))
+
+
+def in_groups(groups, rank, columns, t):
+    x = torch.empty(t, groups, columns, dtype=torch.bfloat16)
+    return lambda: grouped_linear(x, FORMS["fp8"](groups * rank, columns), groups)
+
+
+CASES = {
+    "low-rank query, V4-Flash": of("fp8", 1024, 4096, 512),
+    "output in groups, V4-Flash, one token": in_groups(8, 1024, 4096, 1),
+    "compressor, V4-Pro, one token": of("bf16", 1024, 7168, 1),
+    "head, V4-Flash": of("bf16", 129280, 4096, 512),
+    "an expert, V4-Flash, one token": of("fp4", 2048, 4096, 1),
+    "an expert, V4-Pro": of("fp4", 3072, 7168, 512),
+    "NVFP4, one token": of("nvfp4", 3072, 7168, 1),
+    "fp32 activations": of("fp8", 1024, 4096, 512, torch.float32),
+}
