@@ -2,9 +2,8 @@
 
 A program holds up to 64 rows: heads of one token, or all heads of several where there are few. It walks over tiles of
 the window, then of the entries (in place, or gathered where they are selected), and keeps a running softmax (peak,
-total, value, all fp32). Where rows alone do not fill the machine, as when one token is decoded, the tiles are dealt to several
-programs a row tile, and a second kernel merges what they found. How many these are follows from shapes, and the tiles
-each one takes from the position, which is read on the device: the same launch serves every position.
+total, value, all fp32). Where rows are few, the tiles are dealt to several programs a row tile, and a second kernel
+merges what they found: how many follows from shapes, and the tiles of each from the position, read on the device.
 
 The sink enters once, at the end. Masses are rounded to bf16 before they multiply bf16 keys; their sum is of what they
 were before. As in `kernels.blocked.attention`, rows that no token of the tile may see are not read, whatever they hold,
@@ -17,11 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.formats import Fp8Entries, Rows, Slots
-from kernels.fused.attention_launch import WIDTH as GROUP_WIDTH
-from kernels.fused.attention_launch import launch
+from kernels.fused import attention_launch
 from kernels.fused.rounding import UPCAST, rounded
 
-GROUP = tl.constexpr(GROUP_WIDTH)  # columns of Fp8Entries to a scale
+GROUP = tl.constexpr(attention_launch.WIDTH)  # columns of Fp8Entries to a scale
 LIMIT = tl.constexpr(torch.finfo(torch.float32).max)  # of peaks, which stay finite so that none differ by inf - inf
 
 
@@ -91,7 +89,7 @@ def _fold(
 
 @triton.jit
 def _with_sink(peak, total, sink):
-    """Peak and total with the sink among them; by how much what has gathered below the old peak shrinks."""
+    """Total with the sink among it, and by how much what was summed below the old peak shrinks."""
     higher = tl.maximum(peak, tl.minimum(tl.maximum(sink, -LIMIT), LIMIT))
     shrink = tl.exp(peak - higher)
     return total * shrink + tl.exp(sink - higher), shrink
@@ -254,8 +252,7 @@ def attend(
     Raises
     ------
     NotImplementedError
-        If entries are stored as `RotatedRows` or `BasisRows`: only a tensor and `Fp8Entries` of at most 64 rope
-        dims, alone or in `Slots`, are read here.
+        If entries are `RotatedRows` or `BasisRows`; what is read: a tensor, `Fp8Entries`, and `Slots` of them.
 
     """
     t, h, d = q.shape
@@ -277,7 +274,7 @@ def attend(
     n, picks = values.shape[0], 0 if selected is None else selected.shape[1]
     most = n if selected is None else min(n, picks)
     fp8, narrow = most > 0 and isinstance(slots.rows, Fp8Entries), dtypes == {torch.bfloat16}
-    cut = launch(q, window, most, narrow=narrow, fp8=fp8, shared=selected is None or most == 0)
+    cut = attention_launch.launch(q, window, most, narrow=narrow, fp8=fp8, shared=selected is None or most == 0)
     if isinstance(first, int):
         first = torch.full((), first, dtype=torch.int64, device=q.device)
     split = cut.splits > 1

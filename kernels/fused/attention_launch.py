@@ -54,7 +54,7 @@ def launch(q: Tensor, window: int, most: int, *, narrow: bool, fp8: bool, shared
     room = max(1, PROGRAMS // programs)
 
     def tiles(size: int) -> int:
-        return triton.cdiv(tokens + window - 1, size) + triton.cdiv(most, size)
+        return -(-(tokens + window - 1) // size) - (-most // size)
 
     if 2 * tiles(keys) <= room:  # shorter tiles, for more programs
         keys = max(16, keys // 2)

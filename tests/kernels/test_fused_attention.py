@@ -162,6 +162,23 @@ def test_fp8_every_code_is_decoded(monkeypatch):
     assert torch.equal(ours.nan_to_num(7.5), expected.nan_to_num(7.5))
 
 
+def test_fp8_scale_of_nan_is_not_infinite():
+    """An infinite key of logit -inf would show in its own columns alone."""
+    rows = Fp8Entries(
+        torch.ones(1, 64).to(torch.float8_e4m3fn),
+        torch.zeros(1, 16).bfloat16(),
+        torch.full((1, 1), 255, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+    )
+    out = attend(torch.full((1, 1, 80), -1.0), torch.zeros(1, 80), 4, 1, rows, 4, None, torch.zeros(1))
+    assert out.isnan().all()
+
+
+def test_scratch_that_no_program_wrote_is_not_read(monkeypatch):
+    args = make(1, 3, 16, 8, 20, 200)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: torch.full(shape, torch.nan, **kwargs))
+    check(args)
+
+
 @pytest.mark.usefixtures("programs")
 def test_v4_rows():
     """One token of 512 columns, from rows of 584 bytes, in bf16."""
