@@ -1,0 +1,34 @@
+"""Attention at V4's dimensions: one token at a capacity of 1M, a chunk, each form of entries, each kind of layer.
+
+Few cases, for each takes seconds: together they launch every branch of the kernel but fp32, the biases of `Slots`
+and several tokens to a tile.
+"""
+
+import torch
+
+from kernels.fused.attention import attend
+from kernels.rows import fp8_entries
+
+D, WINDOW = 512, 128
+CONTEXT = 1 << 20
+BF16, FP8 = "bf16", "fp8"
+
+
+def attention(t, heads, ratio, form, *, k=None):
+    q = torch.empty(t, heads, D, dtype=torch.bfloat16)
+    ring = torch.empty(WINDOW + t - 1, D, dtype=torch.bfloat16)
+    sink = torch.empty(heads)
+    entries = None
+    if form is not None:
+        n = CONTEXT // ratio
+        entries = fp8_entries(n, D, 64, torch.device("cpu")) if form == FP8 else torch.empty(n, D, dtype=torch.bfloat16)
+    selected = None if k is None else torch.empty(t, k, dtype=torch.int32)
+    first = torch.empty((), dtype=torch.int64)
+    return lambda: attend(q, ring, first, WINDOW, entries, ratio, selected, sink)
+
+
+CASES = {
+    "SWA decode, V4-Flash": attention(1, 64, 0, None),
+    "CSA prefill, V4-Flash": attention(512, 64, 4, BF16, k=512),
+    "HCA decode, fp8, V4-Pro": attention(1, 128, 128, FP8),
+}
