@@ -1,0 +1,18 @@
+"""Differential attention as Llama-3.1-8B with CoDA's cache of 256 + 64 + 64 slots runs it: decode, and a block."""
+
+import torch
+
+from kernels.fused.differential import Noise, Own, Past, differential_attend
+
+
+def tokens(t, *, own):
+    narrow = {"dtype": torch.bfloat16}
+    slots = torch.empty(2, 8, 384, 128, **narrow)
+    keys = torch.empty(2, t, 8, 128, **narrow)
+    noise = Noise(torch.empty(t, 32), torch.empty(32, 64), torch.empty(32, 64))
+    past = Past(slots[0], slots[1], torch.empty(384, dtype=torch.bool))
+    given = Own(keys[0], keys[1], 256) if own else None
+    return lambda: differential_attend(torch.empty(t, 32, 128, **narrow), noise, torch.empty(128), 1e-6, past, given)
+
+
+CASES = {"decode": tokens(1, own=False), "a block": tokens(512, own=True)}
