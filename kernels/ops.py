@@ -4,6 +4,8 @@ REFERENCE is the equation in fp32: the oracle, slow and unbounded in memory. BLO
 memory does not grow with the context. Where an op's reference already works on one chunk of tokens in a few passes,
 BLOCKED names the reference itself: there is nothing to tile.
 
+FUSED, in Triton, is `kernels.fused.ops`'.
+
 An op set is a value. To run a model with one op replaced (a fault, a random selection), pass
 ``BLOCKED._replace(select=other)``; nothing is patched.
 """
@@ -41,6 +43,16 @@ class Ops(NamedTuple):
     # of the Llama family alone, which shares rms_norm, linear and swiglu with V4
     rotate_halves: Callable[[Tensor, Tensor, Tensor], Tensor]  # rope
     attend_grouped: Callable[[Tensor, Tensor, Tensor, int, int | None], Tensor]  # gqa
+
+
+def rooms(ops: Ops) -> dict[str, str]:
+    """Which room each op of a set comes from, "reference", "blocked" or "fused"; of one from elsewhere, its module."""
+    found = {}
+    for name, op in ops._asdict().items():
+        if name != "name":
+            module = op.__module__
+            found[name] = module.split(".")[1] if module.startswith("kernels.") else module
+    return found
 
 
 REFERENCE = Ops(

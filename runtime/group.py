@@ -83,10 +83,10 @@ def watched_load(
 
 
 def watched_load_any(
-    watch: Watch | None, directory: Path, options: RunOptions, group: Group, *, context: int
+    watch: Watch | None, directory: Path, options: RunOptions, ops: Ops, group: Group, *, context: int
 ) -> AnyLoaded:
     """Load a model of either architecture, see `runtime.load.load_any`, watched as by `watched_load`."""
     if watch is None:
-        return load_any(directory, options, group=group, context=context)
+        return load_any(directory, options, ops, group, context=context)
     with watch.loading() as follow:
-        return load_any(directory, options, group=group, context=context, follow=follow)
+        return load_any(directory, options, ops, group, context=context, follow=follow)

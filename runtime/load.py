@@ -129,7 +129,7 @@ def _load_v4(
     placement = place(config, group.size)
     ranks = Ranks(group, placement.ranks[group.rank], options.dispatch)
     follow(ranks)
-    ranks.note("options of the run", None, _digits(_options_digest(options, config, context), device))
+    ranks.note("options of the run", None, _digits(_options_digest(options, ops, config, context), device))
     ranks.note("config.json", None, _digits(config.fingerprint, device))
     ranks.note("headers of the checkpoint's files", None, _digits(headers_digest(checkpoint), device))
     ranks.settle()
@@ -144,13 +144,13 @@ def _load_v4(
     return Loaded(model, counted, found, directory, placement, weights.handed())
 
 
-def _options_digest(options: RunOptions, config: ModelConfig, context: int | None) -> str:
+def _options_digest(options: RunOptions, ops: Ops, config: ModelConfig, context: int | None) -> str:
     """SHA-256 of what every rank is asked, as 64 hex digits: on several machines it is typed several times.
 
     Variants are told as well as their rules: a rule may name a file, of which every machine has its own.
     """
     kinds = [str(variant) for variant in options.formats(config).variants]
-    return hashlib.sha256(repr((options, kinds, context, torch.__version__)).encode()).hexdigest()
+    return hashlib.sha256(repr((options, ops.name, kinds, context, torch.__version__)).encode()).hexdigest()
 
 
 def _fingerprint(checkpoint: Checkpoint, ranks: Ranks, device: torch.device) -> str:

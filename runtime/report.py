@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from kernels.ops import rooms
 from model.ranks import evenly
 from model.state import State
 from runtime.generate import Generation
@@ -52,6 +53,7 @@ def report(loaded: AnyLoaded, options: RunOptions, state: State, run: Generation
         "options": options.to_json(),
         "variants": [str(variant) for variant in loaded.model.arithmetic.formats.variants],  # of each layer
         "ops": loaded.model.arithmetic.ops.name,
+        "rooms": rooms(loaded.model.arithmetic.ops),  # of `kernels`, from which each op of the set comes
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "checkpoint": loaded.directory.resolve().name,

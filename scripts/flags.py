@@ -4,9 +4,12 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from kernels.ops import Ops
+from model.architectures import Config
 from model.cache.formats import ENTRY_FORMATS, KEY_FORMATS
 from model.errors import ConfigError
 from model.ranks import DISPATCHES
+from runtime.op_sets import OP_SETS, op_set, usual
 from runtime.options import DTYPES, NUMERICS, RunOptions
 from runtime.watch import TIMEOUT
 
@@ -64,6 +67,22 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
         help="on several ranks, how tokens get to those that hold their experts: all-reduce (each has all tokens),"
         " all-to-all (each has its own), or auto, by the number of tokens (default)",
     )
+
+
+def add_op_set(p: argparse.ArgumentParser) -> None:
+    """Add the flag of scripts that run on any op set."""
+    p.add_argument(
+        "--ops",
+        choices=OP_SETS,
+        help="kernels: reference (the equations, whose memory no plan covers), blocked (PyTorch in tiles) or fused"
+        " (Triton); default blocked, and"
+        " fused with --device cuda",
+    )
+
+
+def chosen_ops(args: argparse.Namespace, options: RunOptions, config: Config) -> Ops:
+    """Return the op set that `add_op_set` parsed; ConfigError where these options cannot run on it."""
+    return op_set(args.ops or usual(options.device), options, config)
 
 
 def add_variants(p: argparse.ArgumentParser) -> None:

@@ -32,7 +32,16 @@ from runtime.statefile import Saved, load_state, read_saved, save_state, saved_p
 from runtime.tokenizer import StreamDecoder, Tokenizer
 from runtime.watch import Watch
 from scripts.cli import arguments, run_on_ranks
-from scripts.flags import add_rank_timeout, add_run_options, add_variants, positive, run_options, writable
+from scripts.flags import (
+    add_op_set,
+    add_rank_timeout,
+    add_run_options,
+    add_variants,
+    chosen_ops,
+    positive,
+    run_options,
+    writable,
+)
 from scripts.prompts import check_prompt_flags, prompt_segments
 
 LONG_PREFILL = 256  # tokens from which a prefill has a progress bar
@@ -67,6 +76,7 @@ def parser() -> argparse.ArgumentParser:
     # Runtime
     p.add_argument("--max-context", type=positive, help="positions to hold (default: what this run needs)")
     add_run_options(p)
+    add_op_set(p)
     add_variants(p)
     add_rank_timeout(p)
     # Output
@@ -95,11 +105,12 @@ def _generate(args: argparse.Namespace, watch: Watch | None, group: Group) -> in
     tokenizer = Tokenizer(args.model, config.vocab_size)
     segments = prompt_segments(args, config, tokenizer)
     prompt = tokenizer.encode(segments)  # before the weights: a bad prompt should not wait for them
+    ops = chosen_ops(args, options, config)
     held = 0 if args.load_state is None else saved_position(args.load_state) + 2  # a pending token, and an EOS after it
     context = args.max_context or held + len(prompt) + args.max_new_tokens - 1
     console = Console(stderr=True)
     with console.status(f"loading {args.model}", spinner="line"):
-        loaded = watched_load_any(watch, args.model, options, group, context=context)
+        loaded = watched_load_any(watch, args.model, options, ops, group, context=context)
     state, prompt = _state(args, loaded, options, prompt)
     record = Generation()
     with prefill_progress(console, len(prompt)) as advance:

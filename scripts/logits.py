@@ -21,7 +21,16 @@ from runtime.load import DEMO, read_any_config
 from runtime.memory import new_state
 from runtime.watch import Watch
 from scripts.cli import arguments, run_on_ranks
-from scripts.flags import add_rank_timeout, add_run_options, add_variants, positive, run_options, writable
+from scripts.flags import (
+    add_op_set,
+    add_rank_timeout,
+    add_run_options,
+    add_variants,
+    chosen_ops,
+    positive,
+    run_options,
+    writable,
+)
 
 HEAD_ROWS = 64  # rows of logits at a time: those of a whole chunk would be the largest tensor of the run
 
@@ -34,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, required=True, help="safetensors file to write: logits [tokens, vocab] float32")
     p.add_argument("--decode-from", type=positive, help="prefill so many tokens, feed the rest one at a time")
     add_run_options(p)
+    add_op_set(p)
     add_variants(p)
     add_rank_timeout(p)
     return p
@@ -50,9 +60,10 @@ def _logits(args: argparse.Namespace, watch: Watch | None, group: Group) -> int:
     if group.rank == 0:
         writable(args.out)
     options = run_options(args)
-    vocab = read_any_config(args.model, options).vocab_size
+    config = read_any_config(args.model, options)
+    vocab, ops = config.vocab_size, chosen_ops(args, options, config)
     ids = read_tokens(args.tokens, vocab)
-    model = watched_load_any(watch, args.model, options, group, context=len(ids)).model
+    model = watched_load_any(watch, args.model, options, ops, group, context=len(ids)).model
     tokens = torch.tensor(ids, device=model.device)
     lengths = chunk_lengths(len(tokens), options.prefill_chunk, args.decode_from)
     state = new_state(model, len(tokens), max(lengths), args.decode_from or len(tokens))

@@ -30,7 +30,7 @@ from runtime.load import DEMO
 from runtime.options import RunOptions
 from runtime.watch import Watch
 from scripts.cli import arguments, run_on_ranks
-from scripts.flags import add_rank_timeout, add_run_options, positive, run_options
+from scripts.flags import add_op_set, add_rank_timeout, add_run_options, chosen_ops, positive, run_options
 
 AUDITS = Path(__file__).resolve().parents[1] / "audits"
 
@@ -53,6 +53,7 @@ def parser() -> argparse.ArgumentParser:
         help="of torch (default 1: small tensors are slower with more, much slower on a busy machine)",
     )
     add_run_options(p)
+    add_op_set(p)
     add_rank_timeout(p)
     return p
 
@@ -135,6 +136,7 @@ def subject_of(args: argparse.Namespace) -> Subject:
         _check("fault", args.inject, FAULTS)
         fault = FAULTS[args.inject]
     subject = Subject(args.model, run_options(args), fault=fault, seed=args.seed, prompt=_prompt(args.prompt_file))
+    subject = replace(subject, ops=chosen_ops(args, subject.options, subject.config))
     if fault is not None and (why := fault.inapplicable(subject.config)) is not None:
         raise ConfigError(f"--inject {fault.name}: {why}")
     if subject.prompt is not None:

@@ -1,0 +1,39 @@
+"""Which kernels a run computes with, by name: the choice of `--ops`, refused where the run cannot have it."""
+
+from kernels.ops import BLOCKED, REFERENCE, Ops
+from model.architectures import Config
+from model.cache.variants import Full
+from model.config import ModelConfig
+from model.errors import ConfigError
+from runtime.options import RunOptions
+
+OP_SETS = ("reference", "blocked", "fused")
+
+
+def usual(device: str) -> str:
+    """The op set of a run that names none: Triton's kernels on a GPU, PyTorch in tiles elsewhere."""
+    return "fused" if device == "cuda" else "blocked"
+
+
+def op_set(name: str, options: RunOptions, config: Config) -> Ops:
+    """The op set of this name; ConfigError, naming the flag, where these options cannot run on it."""
+    match name:
+        case "reference":
+            return REFERENCE
+        case "blocked":
+            return BLOCKED
+        case "fused":
+            _check_fused(options, config)
+            from kernels.fused.ops import FUSED  # noqa: PLC0415 (Triton is not on every platform that runs without it)
+
+            return FUSED
+    raise AssertionError(f"op set {name!r}, want one of {OP_SETS}")
+
+
+def _check_fused(options: RunOptions, config: Config) -> None:
+    if options.device != "cuda":
+        raise ConfigError(f"--ops fused: Triton's kernels need --device cuda, not {options.device}")
+    if isinstance(config, ModelConfig):
+        other = {str(variant) for variant in options.formats(config).variants if not isinstance(variant, Full)}
+        if other:
+            raise ConfigError(f"--ops fused: has no kernels for --kv {min(other)}; --ops blocked has")
