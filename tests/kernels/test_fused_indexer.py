@@ -39,7 +39,7 @@ def whole_numbers(t, h, d, n, seed=0):
     return q.bfloat16(), torch.randint(-1, 3, (t, h), generator=g).float(), keys.float()
 
 
-@pytest.mark.parametrize("shape", [(3, 64, 128, 300), (1, 3, 32, 257), (2, 16, 96, 40), (2, 20, 64, 1)])
+@pytest.mark.parametrize("shape", [(2, 64, 128, 300), (1, 3, 96, 40), (2, 20, 64, 1)])
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scores_are_those_of_the_equation(shape, form, dtype):
@@ -147,7 +147,7 @@ def spoilt(keys, seen):
 
 
 @pytest.mark.parametrize(
-    ("form", "first"), [("bf16", 0), ("bf16", 70), ("bf16", 10**6), ("fp32", 10**6), ("fp8", 150), ("fp4", 150)]
+    ("form", "first"), [("bf16", 0), ("bf16", 69), ("bf16", 10**6), ("fp32", 10**6), ("fp8", 150), ("fp4", 150)]
 )
 def test_selection_is_that_of_the_reference(form, first, monkeypatch):
     monkeypatch.setattr(indexer, "KEYS", 32)
@@ -189,8 +189,8 @@ def test_nothing_is_scored_that_nobody_sees_or_that_is_selected_anyway(monkeypat
     monkeypatch.setattr(indexer, "EXACT_KEYS", 32)
     monkeypatch.setattr(indexer, "PROGRAMS", 8)  # with 4 tiles: two tokens to a program
     q, weights, keys = whole_numbers(4, 2, 32, 128)
-    out, at = torch.full((4, 128), NAN), torch.tensor(29)
-    indexer._score(out, q, weights, indexer._planes(keys), (at, 1, 1, 32))  # seen: 31, 32 | 33, 34
+    out, at = torch.full((4, 128), NAN), torch.tensor(28)
+    indexer._score(out, q, weights, indexer._planes(keys), (at, 1, 1, 31))  # seen: 30, 31 | 32, 33
     scored = ~out.isnan()
     assert not scored[:2].any()
     assert scored[2:].sum(1).tolist() == [64, 64]
