@@ -1,0 +1,23 @@
+"""Selection of V4-Flash (top 512) and V4-Pro (top 1024), whose indexers are alike, in the three forms of keys."""
+
+import torch
+
+from kernels import rows
+from kernels.fused.indexer import index_scores, select
+
+CPU = torch.device("cpu")
+KEYS = {
+    "bf16": torch.empty(262144, 128, dtype=torch.bfloat16),
+    "fp8": rows.fp8_keys(262144, 128, CPU),
+    "fp4": rows.fp4_keys(262144, 128, CPU),
+}
+
+
+def selection(t, keys, k):
+    q, weights = torch.empty(t, 64, 128, dtype=torch.bfloat16), torch.empty(t, 64)
+    return lambda: select(q, weights, keys, 1 << 20, 4, k)
+
+
+CASES = {f"decode, V4-Flash, {form}": selection(1, keys, 512) for form, keys in KEYS.items()}
+CASES |= {f"prefill, V4-Pro, {form}": selection(512, keys, 1024) for form, keys in KEYS.items()}
+CASES["fp32"] = lambda: index_scores(torch.empty(8, 64, 128), torch.empty(8, 64), KEYS["fp8"])
