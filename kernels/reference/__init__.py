@@ -2,6 +2,7 @@
 
 from kernels.reference import (
     attention,
+    compress,
     differential,
     experts,
     gate,
@@ -19,6 +20,6 @@ from kernels.reference import (
 )
 
 __all__ = [
-    "attention", "differential", "experts", "gate", "gqa", "hyper", "indexer", "linear", "lloyd_max", "norm", "pool",
-    "quantise", "rope", "shard", "swiglu",
+    "attention", "compress", "differential", "experts", "gate", "gqa", "hyper", "indexer", "linear", "lloyd_max", "norm",
+    "pool", "quantise", "rope", "shard", "swiglu",
 ]  # fmt: skip
