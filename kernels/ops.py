@@ -75,7 +75,7 @@ BLOCKED = REFERENCE._replace(
     attend_grouped=blocked.gqa.attend,
     # The rest is bounded by the chunk in the reference too; these are here for time alone. One core of an AVX-512 Xeon,
     # 512 tokens of 4 x 1024: hyper_weights 10.3 -> 7.4 ms, collapse 4.6 -> 2.7, expand 8.0 -> 5.0, simulate_fp8
-    # 5.3 -> 3.1, simulate_fp4 7.7 -> 3.5, where a 1024 x 2048 linear takes 22 (`python -m scripts.bench activations`).
+    # 5.3 -> 3.1, simulate_fp4 7.7 -> 3.5, where a 1024 x 2048 linear takes 22 (`bench kernels --only activations`).
     simulate_fp8=blocked.quantise.simulate_fp8,
     simulate_fp4=blocked.quantise.simulate_fp4,
     hyper_weights=blocked.hyper.hyper_weights,
