@@ -65,10 +65,17 @@ def machine() -> dict[str, Any]:
         "flags": [flag for flag in FLAGS if flag in (_cpuinfo("flags") or _cpuinfo("Features")).split()],
         "cores": os.cpu_count(),
         "memory_bytes": machine_memory(cpu),
+        "huge_pages": _huge_pages(),
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
+
+
+def _huge_pages() -> str | None:
+    """When the system gives transparent huge pages: always, madvise (to who asks) or never."""
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return path.read_text(encoding="ascii").partition("[")[2].partition("]")[0] if path.is_file() else None
 
 
 def _cpuinfo(field: str) -> str:
