@@ -9,13 +9,26 @@ from rich.console import Console
 
 import scripts.bench
 from runtime.watch import Watch
-from scripts.bench import compare_coda, compare_transformers, dispatch, kernels, variants
+from scripts.bench import (
+    compare_coda,
+    compare_transformers,
+    decode,
+    dispatch,
+    kernels,
+    load,
+    performance,
+    prefill,
+    variants,
+)
 from scripts.bench.record import Record
 from scripts.cli import arguments
 from scripts.flags import writable
 
 BENCHES: dict[str, ModuleType] = {
-    bench.NAME: bench for bench in (compare_transformers, kernels, variants, compare_coda, dispatch)
+    bench.NAME: bench
+    for bench in (
+        performance, compare_transformers, prefill, decode, load, kernels, variants, compare_coda, dispatch,
+    )
 }  # fmt: skip
 
 

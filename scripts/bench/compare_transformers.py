@@ -7,6 +7,7 @@ logits are compared in every pair.
 """
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,7 @@ from scripts.bench.comparison import (
     apart,
     contexts,
     ratios,
+    short,
     targets,
     values,
 )
@@ -44,12 +46,19 @@ class DisagreementError(Exception):
     """Both sides did not compute the same: no speed is worth comparing."""
 
 
-def add_flags(p: argparse.ArgumentParser) -> None:
-    """Add the flags of this bench."""
+def add_flags(p: argparse.ArgumentParser, ours_only: Sequence[int] = ()) -> None:
+    """Add the flags of this bench; `ours_only` are the default of that flag."""
+    only = " ".join(map(str, ours_only)) or "none"
     contexts_told = "tokens of the prompts (default 8192 16384)"
     p.add_argument("--context", type=positive, nargs="+", default=[8192, 16384], help=contexts_told)
     p.add_argument("--pairs", type=positive, default=5, help="runs of each side and context (default 5)")
-    p.add_argument("--ours-only", type=positive, nargs="+", default=[], help="contexts for our side alone, once each")
+    p.add_argument(
+        "--ours-only",
+        type=positive,
+        nargs="+",
+        default=list(ours_only),
+        help=f"contexts for our side alone, once each (default {only})",
+    )
     p.add_argument("--chunk", type=positive, default=512, help="tokens of a call, on both sides (default 512)")
     p.add_argument("--decode", type=positive, default=16, help="tokens after each prompt (default 16)")
     p.add_argument("--threads", type=positive, default=1, help="of each run (default 1)")
@@ -82,7 +91,7 @@ def compared(args: argparse.Namespace, record: Record, *, components: bool) -> J
     midsize.transformers()
     results: JSON = {"about": ABOUT, "runs": [], "agreement": []}
     with checkpoint(args.checkpoint, args.seed) as model, tempfile.TemporaryDirectory() as scratch:
-        results["checkpoint_bytes"] = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+        results["checkpoint"] = about_checkpoint(model)
 
         def once(side: str, context: int, more: JSON, *, watched: bool = False) -> JSON:
             thp = side == THEIRS or args.ours_thp
@@ -124,6 +133,13 @@ ABOUT = {
 }
 
 
+def about_checkpoint(folder: Path) -> JSON:
+    """Bytes and the sizes that its config names."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    sizes = {name: config[name] for name in ("hidden_size", "num_hidden_layers", "n_routed_experts", "vocab_size")}
+    return {"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")), **sizes}
+
+
 @contextmanager
 def checkpoint(folder: Path | None, seed: int) -> Iterator[Path]:
     """Yield the folder of a checkpoint: as it is, made and kept, or made for this run alone."""
@@ -159,7 +175,7 @@ def rows(results: JSON) -> list[tuple[str, ...]]:
         for what, (unit, _) in MEASURES.items():
             sides = [Spread.of(values(runs, side, context, what)) for side in (OURS, THEIRS)]
             ratio = Spread.of(ratios(runs, context, what))
-            told = [f"{side.median:.3g}" for side in sides]
+            told = [short(side.median) for side in sides]
             spread = f"{ratio.low:.2f} .. {ratio.high:.2f}"
             out.append((str(context), f"{what}, {unit}", *told, f"{ratio.median:.2f}", spread))
     return out
@@ -183,13 +199,14 @@ def agreement_rows(results: JSON) -> list[tuple[str, ...]]:
         first = f"{max(one['prompt_max_abs'] for one in found):.3g}"
         equal = f"{sum(one['prompt_argmax_equal'] for one in found)} of {len(found)}"
         all_equal = f"{sum(one['argmax_equal'] for one in found)} of {sum(one['rows'] for one in found)}"
-        out.append((str(context), relative.told(), first, equal, all_equal))
+        out.append((str(context), str(relative), first, equal, all_equal))
     return out
 
 
 TARGET_HEADS = ("target", "context", "asked for", "found", "")
 AGREEMENT_HEADS = (
-    "context", "rows apart, median (from .. to)", "prompt, max |difference|", "prompt, same argmax", "all, same argmax",
+    "context", "rows apart, median (from .. to)", "prompt, largest difference", "prompt, same argmax",
+    "all, same argmax",
 )  # fmt: skip
 
 

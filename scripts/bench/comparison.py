@@ -67,9 +67,13 @@ class Spread(NamedTuple):
         """Of at least one value."""
         return cls(median(values), min(values), max(values))
 
-    def told(self, digits: int = 3) -> str:
-        """As text."""
-        return f"{self.median:.{digits}g} ({self.low:.{digits}g} .. {self.high:.{digits}g})"
+    def __str__(self) -> str:
+        return f"{short(self.median)} ({short(self.low)} .. {short(self.high)})"
+
+
+def short(value: float) -> str:
+    """A number with three digits, or all of those before the point."""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def values(runs: Sequence[JSON], side: str, context: int, measure: str) -> list[float]:
