@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from model.errors import ConfigError
-from scripts.bench import child, compare_transformers, midsize
+from scripts.bench import child, children, compare_transformers, midsize
+from scripts.bench.children import Spec
 from scripts.bench.command import main
 from scripts.bench.comparison import Spread, apart, contexts, ratios, targets, values
 from scripts.cli import run
@@ -329,3 +331,47 @@ def test_what_is_no_result_is_no_page(tmp_path):
     with pytest.raises(ConfigError, match="broke off"):
         main(flags)
     assert not (tmp_path / "performance.md").exists()
+
+
+def spec_of(folder, **more):
+    return Spec("theirs", str(folder), 8, 8, 1, 3, 0, str(folder / "logits"), **more)
+
+
+def test_a_child_gets_its_threads_and_huge_pages_only_where_they_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.setenv(children.THP, "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.setattr(
+        sys, "executable", _script(tmp_path, f'echo "{{\\"thp\\": \\"${children.THP} $OMP_NUM_THREADS\\"}}"')
+    )
+    assert children.measured(spec_of(tmp_path, thp=True))["thp"] == "1 3"
+    assert children.measured(spec_of(tmp_path))["thp"] == " 3"
+
+
+def test_a_child_that_refuses_is_a_refusal_and_one_that_breaks_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "executable", _script(tmp_path, "echo config.json: no such field >&2; exit 2"))
+    with pytest.raises(ConfigError, match=r"^theirs: config\.json: no such field$"):
+        children.measured(spec_of(tmp_path))
+    monkeypatch.setattr(sys, "executable", _script(tmp_path, "echo why >&2; kill -9 $$"))
+    with pytest.raises(RuntimeError, match="theirs, 8 tokens: ended with -9: why"):
+        children.measured(spec_of(tmp_path))
+
+
+def test_memory_is_watched_while_a_child_runs(tmp_path, monkeypatch):
+    held = "import time; x = bytearray(b'1') * (40 << 20); time.sleep(0.5); print('{}')"
+    monkeypatch.setattr(sys, "executable", _script(tmp_path, f'exec {sys.executable} -c "{held}"'))
+    assert 40 << 20 < children.measured(spec_of(tmp_path))["sampled_peak_anon"] < 80 << 20
+
+
+def _script(folder, body):
+    """A program in the place of Python's, which the child would be."""
+    path = folder / "program"
+    path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_files_are_read_to_the_last_byte_before_a_run(tmp_path):
+    (tmp_path / "a").write_bytes(b"1" * 1000)
+    (tmp_path / "b").write_bytes(b"2" * ((1 << 24) + 1))
+    (tmp_path / "folder").mkdir()
+    assert children.warm(tmp_path) == 1001 + (1 << 24)
