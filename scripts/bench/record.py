@@ -121,7 +121,7 @@ def command(args: Namespace) -> str:
     """The command line that measures the same again: the flags that are not at their defaults."""
     words = []
     for name, value in settings(args).items():
-        if value == args.default[name]:
+        if vars(args)[name] == args.default[name]:
             continue
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
@@ -130,7 +130,8 @@ def command(args: Namespace) -> str:
             words += [flag, *map(str, value)]
         else:
             words += [flag, str(value)]
-    return shlex.join(["python", "-m", "scripts.bench", args.name, *words])
+    start = ["torchrun", "--nproc-per-node", "N"] if args.name == "dispatch" else ["python"]
+    return shlex.join([*start, "-m", "scripts.bench", args.name, *words])
 
 
 def check_one_run(documents: Sequence[tuple[str, dict[str, Any]]]) -> None:
