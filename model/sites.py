@@ -1,7 +1,7 @@
 """Sites: the named places in the model at which a probe can watch tensors go by.
 
 Nothing is recorded and nothing is copied unless a listener is attached: without one, a site costs one call that looks
-at an empty dict (`python -m scripts.bench sites` measures it). Shapes are written as axes: an axis that the config
+at an empty dict (`scripts.bench kernels --only sites` measures it). Shapes are written as axes: an axis that the config
 fixes is compared at every tensor that is watched; `t` (tokens of the call) and `n` (rows of this moment) are free.
 
 On several ranks every rank must attach the same listeners, and each is shown the whole tensor, put together from the

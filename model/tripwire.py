@@ -1,7 +1,7 @@
 """Tripwires: what must never happen in a run, looked at in every call, and ending it with exit status 1.
 
 Each check is a few operations on tensors that are small beside the work they guard, and reads their outcome once
-(`python -m scripts.bench tripwires` measures the cost in decode). They are exceptions and not assertions, because
+(`scripts.bench kernels --only tripwires` measures the cost in decode). They are exceptions and not assertions, because
 `python -O` removes those. They have no switch.
 """
 

@@ -9,7 +9,7 @@ whatever they hold; NaN in any other row reaches every token of the tile, which 
 fewer.
 
 Selected entries can be read in two ways: as masked tiles of all visible ones, or gathered row by row. Time of gathering
-over time of masking, by visible entries over top-k (``python -m scripts.bench attend``, one core of an AVX-512 Xeon,
+over time of masking, by visible entries over top-k (``bench kernels --only attend``, one core of an AVX-512 Xeon,
 median of 5 to 50 interleaved rounds, spread about 10 %, 40 % for one token):
 
     heads x width, tokens    1    1.5      2      4     10     20     40

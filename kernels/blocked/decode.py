@@ -2,7 +2,7 @@
 
 The plain conversions are what makes a decode step slow on CPU: on one core of an AVX-512 Xeon the reference takes 6 ns
 for an E4M3 weight and 9 ns for an FP4 one. Here E4M3 takes 2.3 ns, through float16, which the hardware converts, and
-FP4 2.0 ns, from a table of all 256 bytes, which yields two weights a look-up (``python -m scripts.bench decode``).
+FP4 2.0 ns, from a table of all 256 bytes, which yields two weights a look-up (``scripts.bench kernels --only decode``).
 """
 
 from torch import Tensor

@@ -1,6 +1,6 @@
 """Matrix products with weights in their stored form: a tile of rows is decoded, multiplied and forgotten.
 
-Decoding is 20 % of a product with 512 tokens, 55 % with 64 and 90 % with one (``python -m scripts.bench decoding``, one
+Decoding is 20 % of a product with 512 tokens, 55 % with 64 and 90 % with one (``bench kernels --only decoding``, one
 core of an AVX-512 Xeon): a token decoded from FP8 or FP4 costs about ten times one from bfloat16, which is the price of
 keeping weights as stored.
 """

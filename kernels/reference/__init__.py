@@ -20,6 +20,6 @@ from kernels.reference import (
 )
 
 __all__ = [
-    "attention", "compress", "differential", "experts", "gate", "gqa", "hyper", "indexer", "linear", "lloyd_max", "norm",
-    "pool", "quantise", "rope", "shard", "swiglu",
+    "attention", "compress", "differential", "experts", "gate", "gqa", "hyper", "indexer", "linear", "lloyd_max",
+    "norm", "pool", "quantise", "rope", "shard", "swiglu",
 ]  # fmt: skip

@@ -1,13 +1,17 @@
 """The speed of cache variants: both sides compute the same, and the script says what it measured."""
 
+import json
+
 import pytest
 import torch
 
 from kernels.blocked import shard
 from model.cache.shard import ShardSettings
-from scripts import bench_variants, coda_pairs, variant_pairs
-from scripts.coda_pairs import CodaLayer
-from scripts.variant_pairs import GroupedShape, SharedShape
+from scripts.bench import coda_pairs, compare_coda, speed_page, variant_pairs, variants
+from scripts.bench.coda_pairs import CodaLayer
+from scripts.bench.command import main
+from scripts.bench.pairs import Pair, Timing, measure
+from scripts.bench.variant_pairs import GroupedShape, SharedShape
 from tests.peak_memory import peak_bytes
 
 TINY = GroupedShape("Llama-3.1-8B", 4, 2, 16, 16)
@@ -16,7 +20,7 @@ TINY_V4 = SharedShape(4, 32, 2, 16, 8, 4)
 
 def sides(case):
     with torch.no_grad():
-        return case.run(), case.run_other()
+        return case.run_first(), case.run_second()
 
 
 def relative(case):
@@ -39,7 +43,7 @@ def test_a_stream_is_the_full_cache_but_for_its_codes(bits, bound):
     """Errors of one number are 4.1e-5 and 9.5e-3 of its square; BF16 rounds the output to 2^-9."""
     for which in ("full", "torch"):  # each from the start: a step takes a token
         cases = variant_pairs.grouped_step(TINY, 200, ShardSettings(rank=16, stream_bits=bits), streamed=True)
-        (case,) = (case for case in cases if case.other == which)
+        (case,) = (case for case in cases if case.second == which)
         assert relative(case) < bound
 
 
@@ -72,55 +76,65 @@ def test_a_long_context_is_filled_and_its_step_takes_the_scratch_of_a_short_one(
 @pytest.fixture
 def tiny(monkeypatch):
     for name, value in (("LLAMA", TINY), ("SMALL", TINY._replace(name="a small model")), ("FLASH", TINY_V4)):
-        monkeypatch.setattr(bench_variants, name, value)
-    for name, value in (("CODA", (4, 2, 16)), ("SLOTS", (16, 4, 4)), ("BLOCK", 32), ("rate", lambda: 40.0)):
-        monkeypatch.setattr(bench_variants, name, value)
-    flushed = torch.get_num_threads()
+        monkeypatch.setattr(variants, name, value)
+    for name, value in (("LAYER", (4, 2, 16)), ("SLOTS", (16, 4, 4)), ("BLOCK", 32)):
+        monkeypatch.setattr(compare_coda, name, value)
+    for bench in (variants, compare_coda):
+        monkeypatch.setattr(bench, "rate", lambda: 40.0)
+    threads = torch.get_num_threads()
     yield
     torch.set_flush_denormal(False)
-    torch.set_num_threads(flushed)
+    torch.set_num_threads(threads)
 
 
-def run(tmp_path):
-    assert bench_variants.main(["--context", "128", "--seconds", "0", "--page", str(tmp_path / "page.md")]) == 0
-    return (tmp_path / "page.md").read_text(encoding="utf-8")
+def run(name, tmp_path):
+    """Run a bench with --page and --json: both texts."""
+    files = [tmp_path / "page.md", tmp_path / "run.json"]
+    flags = ["--context", "128", "--seconds", "0", "--page", str(files[0]), "--json", str(files[1])]
+    assert main([name, *flags]) == 0
+    return [path.read_text(encoding="utf-8") for path in files]
 
 
 @pytest.mark.usefixtures("tiny")
-def test_the_page_has_every_case(tmp_path, capsys):
-    page = run(tmp_path)
-    cases = [line for line in page.splitlines() if "128 tokens |" in line or "tokens after" in line]
-    assert len(cases) == 13 + 2 + 2 + 2
-    assert "command: python -m scripts.bench_variants --context 128 --seconds 0\n" in page
-    assert str(tmp_path) not in page
+@pytest.mark.parametrize(("name", "cases", "tables"), [("variants", 15, 2), ("compare-coda", 2, 1)])
+def test_the_page_has_every_case(name, cases, tables, tmp_path, capsys):
+    page, data = run(name, tmp_path)
+    found = [line for line in page.splitlines() if "128 tokens |" in line or "tokens after" in line]
+    assert len(found) == cases + 1  # one is also a row of what the processor allows
+    assert f"command: python -m scripts.bench {name} --context 128 --seconds 0.0\n" in page
+    assert str(tmp_path) not in page + data
     assert "not installed" not in page + capsys.readouterr().out
+    results = json.loads(data)["results"]
+    assert len(results) == tables
+    assert all(len(row["first_ms"]) == 5 for rows in results.values() for row in rows)
 
 
 @pytest.mark.usefixtures("tiny")
 def test_without_the_package_one_line_says_so(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(coda_pairs, "PACKAGE", "no_such_package")
-    page = run(tmp_path)
+    page, _ = run("compare-coda", tmp_path)
     assert page.count("is not installed: its column is empty.") == 1
     assert capsys.readouterr().out.count("not installed") == 1
     (row,) = (line for line in page.splitlines() if line.startswith("| prompt of 128 tokens"))
     assert row.split(" | ")[2:] == ["package", "", "", "", "5 |"]
 
 
-def test_a_ratio_is_other_over_variant():
-    case = variant_pairs.Case("a", "v", lambda: torch.zeros(1), "o", lambda: torch.randn(400_000).sort().values)
-    middle, low, high = bench_variants.measure(case, 0.0).ratio
+def test_a_ratio_is_second_over_first():
+    pair = Pair("a", "v", lambda: torch.zeros(1), "o", lambda: torch.randn(400_000).sort().values)
+    middle, low, high = measure(pair, 0.0, 5, 30).ratio
     assert 10 < low <= middle <= high
 
 
 def test_the_limit_counts_what_a_prompt_multiplies():
     """2048 tokens: q, k, v, o, lambda, gate; scores of two streams and one sum, of 384 + 128 rows each."""
-    case = variant_pairs.Case("a prompt", "variant", None, "package", None)
-    limit = bench_variants.coda_limit(bench_variants.Timing(case, (1.0, 1.0), (100.0, 110.0), (1.0, 1.0, 1.0), 5), 2048)
+    pair = Pair("a prompt", "variant", None, "package", None)
+    limit = compare_coda.limit(Timing(pair, [(1.0, 110.0), (1.0, 100.0)]), 2048)
     assert limit.products == 2048 * (1024 * (1024 + 2 * 256 + 1024 + 16 + 1) + 3 * 1024 * 512) / 1e9
     assert limit.row(43.15)[1:] == ("8.63", "199.9", "100.0", "0.50")
 
 
-def test_denormals_are_flushed_before_anything_is_timed(monkeypatch):
+@pytest.mark.parametrize("name", ["variants", "compare-coda"])
+def test_denormals_are_flushed_before_anything_is_timed(name, monkeypatch):
     class Started(Exception):
         pass
 
@@ -129,29 +143,26 @@ def test_denormals_are_flushed_before_anything_is_timed(monkeypatch):
 
     asked = []
     monkeypatch.setattr(torch, "set_flush_denormal", asked.append)
-    monkeypatch.setattr(bench_variants, "measure", start)
+    monkeypatch.setattr(speed_page, "measure", start)
     with pytest.raises(Started):
-        bench_variants.main(["--seconds", "0", "--context", "64"])
+        main([name, "--seconds", "0", "--context", "64"])
     assert asked == [True]
 
 
 @pytest.mark.parametrize("flags", [["--context", "0"], ["--context", "-5"], ["--seconds", "nan"], ["--seconds", "-1"]])
 def test_numbers_that_cannot_be_meant_are_refused(flags, capsys):
     with pytest.raises(SystemExit) as refused:
-        bench_variants.main(flags)
+        main(["variants", *flags])
     assert refused.value.code == 2
     assert flags[1] in capsys.readouterr().err
 
 
-def test_the_page_opens_with_what_was_reached():
+def test_the_pages_open_with_what_was_reached():
     def timed(label, other, ratio):
-        case = variant_pairs.Case(label, "variant", None, other, None)
-        return bench_variants.Timing(case, (1.0, 1.0), (1.0, 1.0), (ratio, ratio, ratio), 5)
+        return Timing(Pair(label, "variant", None, other, None), [(1.0, ratio)] * 5)
 
     grouped = [timed("8192 tokens", "full", 1.0), timed("8192 tokens", "full", 0.9), timed("8192 tokens", "torch", 9.0)]
-    tables = {
-        bench_variants.GROUPED: [*grouped, timed("prompt of 1024 tokens", "full", 2.0)],
-        bench_variants.PACKAGE: [timed("prompt of 2048 tokens", "package", 3.1), timed("8 tokens", "package", 2.9)],
-    }
-    wanted = "as the full cache in 1 of 2 cases; CoDA three times as fast as its package in 1 of 2 cases.**"
-    assert bench_variants.verdict(tables).endswith(wanted)
+    tables = {variants.GROUPED: [*grouped, timed("prompt of 1024 tokens", "full", 2.0)], variants.SHARED: []}
+    assert "as the full cache in 1 of 2 cases.**" in variants.opening(tables)[2]
+    coda = [timed("prompt of 2048 tokens", "package", 3.1), timed("8 tokens", "package", 2.9)]
+    assert compare_coda.opening(coda)[2].endswith("as its package in 1 of 2 cases.**")

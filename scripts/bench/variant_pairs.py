@@ -18,20 +18,11 @@ from model.cache.entries import Entries
 from model.cache.full import FullCache
 from model.cache.gqa import Heads
 from model.cache.shard import KvShape, ShardCache, ShardSettings
+from scripts.bench.pairs import Pair
 
 CPU = torch.device("cpu")
 SAMPLE = 512  # tokens that are really drawn
 ROOM = 128  # tokens that a cache can take beyond its context: one for each round
-
-
-class Case(NamedTuple):
-    """A variant, and what it is compared with: two calls that remember the same tokens."""
-
-    label: str
-    variant: str
-    run: Callable[[], Tensor]
-    other: str
-    run_other: Callable[[], Tensor] | None  # None: not installed
 
 
 class GroupedShape(NamedTuple):
@@ -98,7 +89,7 @@ def full_cache(shape: GroupedShape, n: int) -> FullCache:
     return cache
 
 
-def grouped_step(shape: GroupedShape, n: int, settings: ShardSettings, *, streamed: bool) -> list[Case]:
+def grouped_step(shape: GroupedShape, n: int, settings: ShardSettings, *, streamed: bool) -> list[Pair]:
     """One decoded token after n: shard against the full cache, and against torch's own attention to the same rows."""
     form = f"stream of {settings.stream_bits} bits" if streamed else f"rank {settings.rank}"
     label = f"{shape.name}, {form}, {n} tokens"
@@ -118,10 +109,10 @@ def grouped_step(shape: GroupedShape, n: int, settings: ShardSettings, *, stream
         q = token[0].transpose(0, 1)[None]
         return scaled_dot_product_attention(q, keys, values, enable_gqa=True)[0].transpose(0, 1)
 
-    return [Case(label, "shard", variant, "full", by_full), Case(label, "shard", variant, "torch", by_torch)]
+    return [Pair(label, "shard", variant, "full", by_full), Pair(label, "shard", variant, "torch", by_torch)]
 
 
-def grouped_prompt(shape: GroupedShape, n: int, settings: ShardSettings, chunk: int) -> Case:
+def grouped_prompt(shape: GroupedShape, n: int, settings: ShardSettings, chunk: int) -> Pair:
     """A prompt of n tokens, read in chunks; shard compresses it at its end."""
     tokens = drawn(n, shape)
 
@@ -135,10 +126,10 @@ def grouped_prompt(shape: GroupedShape, n: int, settings: ShardSettings, chunk: 
         parts = ((a, _heads(tuple(part[a : a + chunk] for part in tokens))) for a in range(0, n, chunk))
         return torch.cat([cache.attend(heads, a, BLOCKED) for a, heads in parts])
 
-    return Case(f"{shape.name}, prompt of {n} tokens", "shard", variant, "full", by_full)
+    return Pair(f"{shape.name}, prompt of {n} tokens", "shard", variant, "full", by_full)
 
 
-def shared_step(shape: SharedShape, n: int, ratio: int, bits: int, key_bits: int) -> Case:
+def shared_step(shape: SharedShape, n: int, ratio: int, bits: int, key_bits: int) -> Pair:
     """What a variant changes of a V4 layer's step after n tokens: selection, where there is one, and attention."""
     g, count = torch.Generator().manual_seed(n), n // ratio
     sample = min(count, SAMPLE)
@@ -163,7 +154,7 @@ def shared_step(shape: SharedShape, n: int, ratio: int, bits: int, key_bits: int
     for held, given in ((coded, entries), (coded_keys, keys), (plain, entries), (plain_keys, keys)):
         held.append(given)
     kind = "CSA" if ratio == 4 else "HCA"
-    return Case(f"{kind}, {n} tokens", "shard", step(coded, coded_keys), "full", step(plain, plain_keys))
+    return Pair(f"{kind}, {n} tokens", "shard", step(coded, coded_keys), "full", step(plain, plain_keys))
 
 
 def _heads(tokens: tuple[Tensor, ...]) -> Heads:

@@ -12,7 +12,7 @@ from kernels.reference import rope
 from model.cache.coda import CodaCache
 from model.cache.coda_attention import Differential, Tokens, prefill, step
 from model.cache.coda_settings import CodaSettings
-from scripts.variant_pairs import Case
+from scripts.bench.pairs import Pair
 
 PACKAGE = "coda_gqa_l"
 BASE = 10_000.0
@@ -113,7 +113,7 @@ def settings(window: int, exact: int, summary: int) -> CodaSettings:
     return CodaSettings(**fields | {"candidate_order": "unsorted", "memory_init": "zeros"})
 
 
-def prompt(layer: CodaLayer, n: int, block: int) -> Case:
+def prompt(layer: CodaLayer, n: int, block: int) -> Pair:
     """A prompt of n tokens from an empty cache."""
     x, module = _drawn(layer, n), package_layer(layer)
 
@@ -125,10 +125,10 @@ def prompt(layer: CodaLayer, n: int, block: int) -> Case:
         out: Tensor = module.prefill_chunked(x[None], state, block_size=block)[0][0]
         return out
 
-    return Case(f"prompt of {n} tokens", "coda", ours, "package", None if module is None else theirs)
+    return Pair(f"prompt of {n} tokens", "coda", ours, "package", None if module is None else theirs)
 
 
-def decoding(layer: CodaLayer, n: int, block: int) -> Case:
+def decoding(layer: CodaLayer, n: int, block: int) -> Pair:
     """`STEPS` tokens decoded after a prompt of n, on and on."""
     x, more, module = _drawn(layer, n), _drawn(layer, STEPS, seed=1), package_layer(layer)
     cache = layer.cache()
@@ -144,7 +144,7 @@ def decoding(layer: CodaLayer, n: int, block: int) -> Case:
     def theirs() -> Tensor:
         return torch.cat([module.step(token[None], state)[0][0] for token in more.split(1)])
 
-    return Case(f"{STEPS} tokens after {n}", "coda", ours, "package", None if module is None else theirs)
+    return Pair(f"{STEPS} tokens after {n}", "coda", ours, "package", None if module is None else theirs)
 
 
 def _drawn(layer: CodaLayer, n: int, seed: int = 0) -> Tensor:

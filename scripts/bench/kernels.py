@@ -1,65 +1,27 @@
-"""`python -m scripts.bench NAME ...`: time kernels and checks in pairs, on one CPU core.
+"""`kernels`: op sets, tiles and checks in pairs, on one CPU core; --only picks some.
 
-A pair is two ways to compute the same. They run in turn, round after round, so that whatever else the machine does
-falls on both; times are processor time of the one thread. What counts is the ratio of each round: its median, and the
-smallest and largest beside it.
+attend, select, linear, decoding, decode and activations are the measurements behind choices in `kernels`; tripwires and
+sites are what being watched costs the demo.
 """
 
 import argparse
-import json
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from statistics import median
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from kernels import blocked, reference
 from kernels.formats import Dense, Fp4, Fp8, NvFp4, Weight, rows
 from kernels.ops import BLOCKED, REFERENCE
-from scripts.bench_checks import Pair, idle_sites, tripwires
-from scripts.cli import run_alone
-from scripts.flags import writable
+from scripts.bench.checks import idle_sites, tripwires
+from scripts.bench.pairs import Pair, Timing, measure
+from scripts.bench.record import Record, rendered
 
+NAME = "kernels"
 SECONDS = 1.0  # time for a pair, within 15 to 50 rounds
 
-Run = Callable[[], object]
-
-
-class Timing(NamedTuple):
-    """What a pair took: the best time of each in ms, and second / first over the rounds."""
-
-    label: str
-    first: str
-    first_ms: float
-    second: str
-    second_ms: float
-    median: float
-    low: float
-    high: float
-    rounds: int
-
-
-def timed(call: Run) -> float:
-    """Milliseconds of processor time of one call."""
-    start = time.thread_time()
-    call()
-    return 1e3 * (time.thread_time() - start)
-
-
-def measure(pair: Pair) -> Timing:
-    """Time a pair, after one round that does not count."""
-    warm = timed(pair.run_first) + timed(pair.run_second)
-    rounds = int(min(50, max(15, 1e3 * SECONDS // max(warm, 1e-3))))
-    times = [(timed(pair.run_first), timed(pair.run_second)) for _ in range(rounds)]
-    ratios = sorted(second / first for first, second in times)
-    best = [min(column) for column in zip(*times, strict=True)]
-    return Timing(pair.label, pair.first, best[0], pair.second, best[1], median(ratios), ratios[0], ratios[-1], rounds)
+Run = Callable[[], Tensor | None]
 
 
 def attend() -> Iterator[Pair]:
@@ -181,38 +143,28 @@ BENCHES: dict[str, Callable[[], Iterator[Pair]]] = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    p = argparse.ArgumentParser(prog="python -m scripts.bench", description=__doc__)
-    p.add_argument("names", nargs="+", choices=[*BENCHES, "all"], metavar="NAME", help=", ".join([*BENCHES, "all"]))
-    p.add_argument("--json", type=Path, help="write the timings there as JSON")
-    args = p.parse_args(argv)
-    writable(args.json)
+def add_flags(p: argparse.ArgumentParser) -> None:
+    """Add the flags of this bench."""
+    p.add_argument("--only", nargs="+", choices=BENCHES, metavar="PART", help=f"of {', '.join(BENCHES)} (default all)")
+
+
+def run(args: argparse.Namespace, record: Record, console: Console) -> int:
+    """Run the bench; returns the exit status."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    console = Console()
-    results: dict[str, list[dict[str, object]]] = {}
-    for name in BENCHES if "all" in args.names else args.names:
-        timings = [measure(pair) for pair in BENCHES[name]()]
-        results[name] = [timing._asdict() for timing in timings]
-        console.print(table(name, timings))
-    if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    results: dict[str, list[object]] = {}
+    for name in args.only or BENCHES:
+        timings = [measure(pair, SECONDS, 15, 50) for pair in BENCHES[name]()]
+        results[name] = [timing.to_json() for timing in timings]
+        heads = ("case", f"{timings[0].pair.first} ms", f"{timings[0].pair.second} ms", "ratio", "from .. to", "rounds")
+        console.print(rendered(name, heads, [cells(timing) for timing in timings]))
+    record.write(results)
     return 0
 
 
-def table(name: str, timings: list[Timing]) -> Table:
-    """Render one bench."""
-    out = Table(
-        "case", timings[0].first + " ms", timings[0].second + " ms", "ratio", "from .. to", "rounds", title=name
-    )
-    for timing in timings:
-        spread = f"{timing.low:.4g} .. {timing.high:.4g}"
-        first, second = f"{timing.first_ms:.2f}", f"{timing.second_ms:.2f}"
-        ratio = f"{timing.median:.4g}"
-        out.add_row(timing.label, first, second, ratio, spread, str(timing.rounds))
-    return out
-
-
-if __name__ == "__main__":
-    sys.exit(run_alone(main))
+def cells(timing: Timing) -> tuple[str, ...]:
+    """One row of a table; times are the best of the rounds."""
+    assert timing.ratio is not None, "every pair here has two sides"
+    middle, low, high = timing.ratio
+    first, second = (f"{min(timing.side(side)):.2f}" for side in (0, 1))
+    return (timing.pair.label, first, second, f"{middle:.4g}", f"{low:.4g} .. {high:.4g}", str(len(timing.rounds)))

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -14,20 +13,11 @@ from model.state import State
 from model.transformer import Transformer
 from runtime.load import DEMO, load
 from runtime.options import RunOptions
+from scripts.bench.pairs import Pair
 
 CONTEXT = 2048  # tokens before the first step that is timed: windows, selections and dense entries are all full
 STEPS = 8  # decoded tokens per call
 CHUNK = 512
-
-
-class Pair(NamedTuple):
-    """Two ways to compute the same: a label, and a name and a call for each."""
-
-    label: str
-    first: str
-    run_first: Callable[[], object]
-    second: str
-    run_second: Callable[[], object]
 
 
 class Decoding:
@@ -77,7 +67,7 @@ def _guards(call: Callable[[], object]) -> list[Callable[[], object]]:
     return made
 
 
-def _runs(model: Transformer) -> dict[str, Callable[[], object]]:
+def _runs(model: Transformer) -> dict[str, Callable[[], None]]:
     return {
         f"decode, {STEPS} tokens": Decoding(model),
         f"prefill, {CONTEXT} tokens": lambda: _prefill(model),
