@@ -8,7 +8,7 @@ Entries and index keys stay in their form too: the ops that read them decode the
 Their planes are separate tensors, so that values, scales and rope dims are each aligned and can be gathered by row.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -193,3 +193,18 @@ class CodebookValues(NamedTuple):
     codes: Tensor  # [n, D / 4] uint8
     codebook: Tensor  # [256, 4] float16
     largest: Tensor  # [heads, d] float16
+
+
+class Window(NamedTuple):
+    """The open window of a compressor, and where windows overlap the first series of the last closed one.
+
+    The token at position p lies in row ``p % ratio``. Rows that no token of the open window fills mean nothing.
+    """
+
+    kv: Tensor  # [ratio, series * width] float32; two series, [next | own], where windows overlap, else one
+    gate: Tensor  # [ratio, series * width] float32
+    previous_kv: Tensor  # [ratio, width] float32; 0 rows where windows do not overlap
+    previous_gate: Tensor  # as previous_kv; -inf before the first window is closed
+
+
+Rounding = Literal["none", "kv", "index"]  # of what enters a cache: `kernels.reference.compress`

@@ -2,6 +2,7 @@
 
 from kernels.reference import (
     attention,
+    compress,
     differential,
     gate,
     gqa,
@@ -18,6 +19,6 @@ from kernels.reference import (
 )
 
 __all__ = [
-    "attention", "differential", "gate", "gqa", "hyper", "indexer", "linear", "lloyd_max", "norm", "pool", "quantise",
-    "rope", "shard", "swiglu",
+    "attention", "compress", "differential", "gate", "gqa", "hyper", "indexer", "linear", "lloyd_max", "norm", "pool",
+    "quantise", "rope", "shard", "swiglu",
 ]  # fmt: skip

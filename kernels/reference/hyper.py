@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from kernels.reference.norm import rms_norm
+
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
     """Push [..., s, s] logits towards a doubly stochastic matrix.
@@ -74,3 +76,48 @@ def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """
     mixed = torch.einsum("tjk,tjd->tkd", comb, streams.float())
     return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype)
+
+
+def mix(  # noqa: PLR0913, PLR0917 (what its four ops take)
+    y: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    scale: Tensor,
+    base: Tensor,
+    iterations: int,
+    eps: float,
+    norm_eps: float,
+    norm_weight: Tensor,
+    norm_out_eps: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """From the output of one sublayer to the normed input of the next, over the streams between them.
+
+    Equation: ``new = expand(y, streams, post, comb)``, `hyper_weights` of it for the next sublayer, and
+    ``x = rms_norm(collapse(new, pre))``. The streams and the collapsed input are rounded to their dtype between, as
+    where the ops run one by one. Source: DeepSeek `Block.forward`.
+
+    Parameters
+    ----------
+    y
+        [t, d], what the last sublayer gave.
+    streams
+        [t, s, d], what it read.
+    post, comb
+        [t, s] and [t, s, s] float32, the weights of that sublayer.
+    fn, scale, base, iterations, eps, norm_eps
+        As `hyper_weights` takes them, of the next sublayer.
+    norm_weight, norm_out_eps
+        [d] float32 and the eps of the norm before the next sublayer.
+
+    Returns
+    -------
+    tuple[Tensor, Tensor, Tensor, Tensor]
+        The new streams [t, s, d] and x [t, d] in the dtype of `streams`; post [t, s] and comb [t, s, s] of the next
+        sublayer, float32.
+
+    """
+    new = expand(y, streams, post, comb)
+    pre, next_post, next_comb = hyper_weights(new, fn, scale, base, iterations, eps, norm_eps)
+    return new, rms_norm(collapse(new, pre), norm_weight, norm_out_eps), next_post, next_comb

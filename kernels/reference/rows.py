@@ -1,4 +1,4 @@
-"""How the stored forms of a cache's rows decode, in fp32."""
+"""How the stored forms of a cache's rows decode, in fp32, and how rows are encoded."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,9 @@ from torch import Tensor
 from kernels.formats import BasisRows, Fp4Keys, Fp8Entries, Fp8Keys, RotatedRows, Rows
 from kernels.reference.formats import e2m1, e8m0
 from kernels.reference.lloyd_max import codebook
-from kernels.reference.quantise import hadamard
+from kernels.reference.quantise import E2M1_MAX, E4M3_MAX, hadamard, power_of_two_scale, quantise_fp8, round_e2m1
+
+SMALLEST_SCALE = 2.0**-126  # of keys
 
 
 def decode(rows: Rows) -> Tensor:
@@ -50,6 +52,38 @@ def decode(rows: Rows) -> Tensor:
             return torch.cat((nope.mean + coefficients @ nope.basis.float().T, decode(rope)), dim=1)
         case _:
             return rows.float()
+
+
+def write(rows: Rows, start: int, x: Tensor) -> None:
+    """Encode `x` [m, d] as rows `start` .. ``start + m - 1``.
+
+    Equations: those of `kernels.reference.quantise`, with the scales of `decode`. A group that holds NaN or an infinity
+    has the scale NaN. Rotated rows and rows in a basis have no reference of encoding.
+    """
+    part = slice(start, start + len(x))
+    match rows:
+        case Fp8Entries(values, rope, scale):
+            nope = values.shape[1]
+            codes, scales = quantise_fp8(x[:, :nope], 64)
+            values.view(torch.uint8)[part] = codes.view(torch.uint8)
+            rope[part] = x[:, nope:].to(rope.dtype)
+            scale[part, : nope // 64] = scales.to(scale.dtype)
+        case Fp8Keys(values, scale):
+            scale[part] = power_of_two_scale(x.abs().amax(1).clamp_min(E4M3_MAX * SMALLEST_SCALE), E4M3_MAX)
+            codes = (x.float() / scale[part, None]).clamp(-E4M3_MAX, E4M3_MAX).to(values.dtype)
+            values.view(torch.uint8)[part] = codes.view(torch.uint8)
+        case Fp4Keys(packed, scale):
+            blocks = x.float().unflatten(1, (-1, 32))
+            scales = power_of_two_scale(blocks.abs().amax(-1).clamp_min(E2M1_MAX * SMALLEST_SCALE), E2M1_MAX)
+            value = round_e2m1((blocks / scales[..., None]).clamp(-E2M1_MAX, E2M1_MAX)).flatten(1)
+            sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=x.device)
+            code = torch.bucketize(value.abs(), sizes) | value.signbit().int() << 3
+            packed[part] = (code[:, ::2] | code[:, 1::2] << 4).to(torch.uint8)
+            scale[part] = scales.to(scale.dtype)
+        case Tensor():
+            rows[part] = x.to(rows.dtype)
+        case _:
+            raise NotImplementedError(type(rows).__name__)
 
 
 def _centroids(packed: Tensor, begin: int, count: int, bits: int) -> Tensor:

@@ -1,0 +1,29 @@
+"""The compressor's tail as V4-Pro and V4-Flash launch it, whose widths agree: entries of both kinds, and index keys."""
+
+import torch
+
+from kernels import rows
+from kernels.formats import Window
+from kernels.fused.compress import compress
+
+HERE = torch.device("cpu")
+
+
+def tail(t, ratio, series, width, rounding, cache):
+    kept = ratio if series == 2 else 0
+
+    def run():
+        kv, own = torch.empty(t, series * width), torch.empty(ratio, series * width)
+        window = Window(own, own, torch.empty(kept, width), torch.empty(kept, width))
+        position = torch.zeros((), dtype=torch.int64)
+        compress(kv, kv, window, position, torch.empty(width), 1e-6, torch.empty(32), rounding, cache, torch.bfloat16)
+
+    return run
+
+
+CASES = {
+    "CSA entry, decode": tail(1, 4, 2, 512, "kv", rows.fp8_entries(8, 512, 64, HERE)),
+    "CSA key, decode": tail(1, 4, 2, 128, "index", rows.fp4_keys(8, 128, HERE)),
+    "CSA key, a chunk": tail(4096, 4, 2, 128, "index", rows.fp8_keys(8, 128, HERE)),
+    "HCA entry, decode": tail(1, 128, 1, 512, "none", torch.empty(8, 512, dtype=torch.bfloat16)),
+}

@@ -1,0 +1,35 @@
+"""mHC as V4-Pro and V4-Flash launch it: one token, and a chunk of a prompt."""
+
+import torch
+
+from kernels.fused import hyper
+
+S, ROWS = 4, 24
+
+
+def shapes(t, d, dtype=torch.bfloat16):
+    streams, fn = torch.empty(t, S, d, dtype=dtype), torch.empty(ROWS, S * d)
+    return streams, fn, torch.empty(3), torch.empty(ROWS), torch.empty(t, S), torch.empty(t, S, S)
+
+
+def mix(t, d):
+    streams, fn, scale, base, post, comb = shapes(t, d)
+    return lambda: hyper.mix(streams[:, 0], streams, post, comb, fn, scale, base, 20, 1e-6, 1e-6, torch.empty(d), 1e-6)
+
+
+def weights(t, d, dtype):
+    streams, fn, scale, base, _, _ = shapes(t, d, dtype)
+    return lambda: hyper.hyper_weights(streams, fn, scale, base, 20, 1e-6, 1e-6)
+
+
+def head(t, d):
+    streams, fn, _, base, _, _ = shapes(t, d)
+    return lambda: hyper.head_weights(streams, fn[:S], torch.empty(1), base[:S], 1e-6, 1e-6)
+
+
+CASES = {
+    "between sublayers, V4-Pro": mix(1, 7168),
+    "between sublayers, V4-Flash, a chunk": mix(4096, 4096),
+    "first sublayer, in fp32": weights(1, 7168, torch.float32),
+    "head": head(2, 7168),
+}
