@@ -21,7 +21,7 @@ from model.compressor import IndexerKeyCompressor, MainCompressor
 HERE = torch.device("cpu")
 EPS = 1e-6
 ROPE = 16
-CHUNKS = (3, 1, 2, 9, 1, 1, 1, 1, 17, 8, 4)  # some close no window, some one, some many; at every place in a window
+CHUNKS = (3, 1, 2, 9, 1, 1, 1, 1, 17, 7, 4)  # some close no window, some one, some many; at every place in a window
 CAPACITY = 20
 GEOMETRY = [(4, 2, 64), (8, 1, 80), (3, 2, 32), (20, 2, 32), (40, 1, 64)]  # ratio, series, width
 

@@ -9,7 +9,7 @@ from kernels.reference import hyper as reference
 ULP = 2.0**-23  # of float32, relative
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 # tokens and columns: none, one, several splits and more than are added at a time, a second tile of tokens
-SHAPES = pytest.mark.parametrize(("t", "d"), [(0, 8), (1, 24), (2, 200), (19, 70)])
+SHAPES = pytest.mark.parametrize(("t", "d"), [(0, 8), (1, 24), (2, 150), (19, 70)])
 S = 4
 
 
