@@ -48,7 +48,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"memory_before": memory()}
     began = time.perf_counter()
     ops = BLOCKED if clock is None else clock.watch(BLOCKED)
-    side: Side = Ours(directory, spec["chunk"], ops) if spec["side"] == "ours" else Theirs(directory)
+    side: Side = Ours(directory, spec["chunk"], ops) if spec["side"] == "ours" else Theirs(directory, spec["dtype"])
     found["load_s"] = time.perf_counter() - began
     found["memory_loaded"] = memory()
     gc.collect()

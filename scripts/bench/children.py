@@ -31,6 +31,7 @@ class Spec(NamedTuple):
     logits: str  # file that takes the logits after the prompt and after each decoded token
     components: bool = False  # of our side: time by op
     thp: bool = False
+    dtype: str = "bf16"  # of transformers: bf16 | fp32
 
 
 def warm(folder: Path) -> int:

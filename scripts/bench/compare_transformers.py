@@ -3,7 +3,8 @@
 Each run is a process of its own; the sides take turns, ours, theirs, theirs, ours, and so on, so that whatever else the
 machine does falls on both. transformers gets its best case: the prompt in calls of --chunk tokens, its own cache, and
 huge pages (THP_MEM_ALLOC_ENABLE=1), without which it is slower. Both compute in bf16 on the same threads, and their
-logits are compared in every pair.
+logits are compared in every pair. Where a processor has no bf16 instructions, transformers reads a prompt several times
+faster in fp32: `--theirs-dtype fp32` compares with that.
 """
 
 import argparse
@@ -18,6 +19,7 @@ from typing import Any
 from rich.console import Console
 from safetensors.torch import load_file
 
+from runtime.options import DTYPES
 from scripts.bench import midsize
 from scripts.bench.children import Spec, measured
 from scripts.bench.comparison import (
@@ -62,6 +64,9 @@ def add_flags(p: argparse.ArgumentParser, ours_only: Sequence[int] = ()) -> None
     p.add_argument("--chunk", type=positive, default=512, help="tokens of a call, on both sides (default 512)")
     p.add_argument("--decode", type=positive, default=16, help="tokens after each prompt (default 16)")
     p.add_argument("--threads", type=positive, default=1, help="of each run (default 1)")
+    p.add_argument(
+        "--theirs-dtype", choices=tuple(DTYPES), default="bf16", help="in which transformers computes (default bf16)"
+    )
     p.add_argument("--ours-thp", action="store_true", help="huge pages for our side too")
     p.add_argument("--seed", type=int, default=0, help="of the weights and the tokens (default 0)")
     p.add_argument(
@@ -89,7 +94,12 @@ def compared(args: argparse.Namespace, record: Record, *, components: bool) -> J
     With `components` our side is run once more at every context, with a clock around each op.
     """
     midsize.transformers()
-    results: JSON = {"about": ABOUT, "runs": [], "agreement": []}
+    theirs = f"transformers, eager attention, DynamicCache, {args.theirs_dtype}, inference_mode, THP_MEM_ALLOC_ENABLE=1"
+    results: JSON = {
+        "about": ABOUT | {"theirs": theirs, "theirs_dtype": args.theirs_dtype},
+        "runs": [],
+        "agreement": [],
+    }
     with checkpoint(args.checkpoint, args.seed) as model, tempfile.TemporaryDirectory() as scratch:
         results["checkpoint"] = about_checkpoint(model)
 
@@ -97,7 +107,7 @@ def compared(args: argparse.Namespace, record: Record, *, components: bool) -> J
             thp = side == THEIRS or args.ours_thp
             logits = str(Path(scratch) / side)
             sizes = (args.chunk, args.decode, args.threads, args.seed)
-            spec = Spec(side, str(model), context, *sizes, logits, components=watched, thp=thp)
+            spec = Spec(side, str(model), context, *sizes, logits, components=watched, thp=thp, dtype=args.theirs_dtype)
             found = {"run": record.header["run"], **more, **measured(spec)}
             _tell(found)
             results["runs"].append(found)
@@ -127,7 +137,6 @@ ABOUT = {
     "decode_ms": "one token and its logits; the tokens are drawn, the same on both sides",
     "memory.VmHWM": "peak resident set, mapped files included: what the target of half the memory is about",
     "sampled_peak_anon": "peak of RssAnon + RssShmem, looked at every 20 ms: what no file backs",
-    "theirs": "transformers, eager attention, DynamicCache, bf16, inference_mode, THP_MEM_ALLOC_ENABLE=1",
     "ours": "numerics plain, bf16, ops blocked",
     "same": f"relative difference of logits: median row at most {MEDIAN_APART}, every row at most {ROW_APART}",
 }

@@ -11,7 +11,7 @@ from scripts.bench.compare_transformers import AGREEMENT_HEADS, TARGET_HEADS, ag
 from scripts.bench.comparison import MEASURES, OURS, THEIRS, Spread, contexts, ratios, short, targets, values
 from scripts.bench.record import markdown
 
-NAME = "performance"
+NAME = "performance"  # beside transformers in bf16; with its dtype behind it, where that is another
 SHOWN = 7  # components that a plot draws; the others are one curve
 SIDES = {OURS: "Fathom", THEIRS: "transformers"}
 JSON = dict[str, Any]
@@ -27,9 +27,15 @@ def files(document: JSON) -> dict[str, str]:
         What `Record.document` returns, of one run.
 
     """
-    drawn = {f"{NAME}-{name}.svg": svg.plot(plot) for name, plot in plots(document["results"]).items()}
+    page = name_of(document["results"]["about"]["theirs_dtype"])
+    drawn = {f"{page}-{name}.svg": svg.plot(plot) for name, plot in plots(document["results"]).items()}
     data = json.dumps(document, indent=1) + "\n"
-    return {**drawn, f"{NAME}.json": data, f"{NAME}.md": text(document)}
+    return {**drawn, f"{page}.json": data, f"{page}.md": text(document)}
+
+
+def name_of(theirs_dtype: str) -> str:
+    """The name of the page's files, without their endings."""
+    return NAME if theirs_dtype == "bf16" else f"{NAME}-{theirs_dtype}"
 
 
 def text(document: JSON) -> str:
@@ -64,7 +70,7 @@ def text(document: JSON) -> str:
         lines += [
             f"## {plot.title}",
             "",
-            f"![{plot.title}]({NAME}-{name}.svg)",
+            f"![{plot.title}]({name_of(results['about']['theirs_dtype'])}-{name}.svg)",
             "",
             *([plot.note, ""] if plot.note else []),
         ]
@@ -188,7 +194,8 @@ def _settings(document: JSON) -> list[str]:
     sizes = ", ".join(f"{name} {value}" for name, value in held.items() if name != "bytes")
     return [
         f"Both sides read the same files, {held['bytes'] / 1e9:.2g} GB of weights ({sizes}),",
-        f"and compute in bf16 on {threads}. Each run is a process of its own; the sides take turns,",
+        f"on {threads}, Fathom in bf16, transformers in {asked['theirs_dtype']}. Each run is a process of its own;",
+        "the sides take turns,",
         f"{asked['pairs']} pairs. A prompt is read in calls of {asked['chunk']} tokens, which is faster for",
         f"transformers than one call, and {asked['decode']} tokens follow one by one. transformers runs with",
         f"`THP_MEM_ALLOC_ENABLE=1`, its best case; Fathom {thp}.",

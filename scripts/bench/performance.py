@@ -30,7 +30,7 @@ def add_flags(p: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, record: Record, console: Console) -> int:
     """Run the bench and write its page, or write the page of an earlier run; returns the exit status."""
     args.out.mkdir(parents=True, exist_ok=True)
-    writable(args.out / f"{page.NAME}.md")
+    writable(args.out / f"{page.name_of(args.theirs_dtype)}.md")
     if args.saved is not None:
         document = saved(args.saved)
     else:
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, record: Record, console: Console) -> int:
         document = record.document(results)
     for name, text in page.files(document).items():
         (args.out / name).write_text(text, encoding="utf-8")
-    print(f"wrote {args.out / page.NAME}.md", file=sys.stderr)
+    print(f"wrote {args.out / page.name_of(document['results']['about']['theirs_dtype'])}.md", file=sys.stderr)
     return 0
 
 

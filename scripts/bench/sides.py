@@ -1,6 +1,7 @@
 """The two sides of a comparison behind one face: load, read a prompt in calls of `chunk` tokens, take one more token.
 
-Both keep their caches themselves, compute in bf16, and return the logits after the last token, [vocab] float32.
+Both keep their caches themselves and return the logits after the last token, [vocab] float32. Ours computes in bf16,
+transformers in bf16 or fp32.
 """
 
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from kernels.ops import BLOCKED, Ops
 from runtime.load import load
-from runtime.options import RunOptions
+from runtime.options import DTYPES, RunOptions
 from scripts.bench.midsize import transformers
 
 
@@ -47,11 +48,11 @@ class Ours:
 class Theirs:
     """transformers with its own cache and eager attention, the only one that its class for V4 has."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, dtype: str) -> None:
         library = transformers()
         self.cache_of: Any = library.DynamicCache
         self.model: Any = library.DeepseekV4ForCausalLM.from_pretrained(
-            directory, dtype=torch.bfloat16, attn_implementation="eager", local_files_only=True
+            directory, dtype=DTYPES[dtype], attn_implementation="eager", local_files_only=True
         ).eval()
         self.cache: Any = None
 
