@@ -34,9 +34,8 @@ def _widened(x: Tensor, data: Tensor) -> Tensor:
     out = torch.empty(len(data), device=x.device)
     step = max(1, ROWS // data.shape[1])
     wide = torch.empty(min(step, len(data)), data.shape[1], device=x.device)
-    for low in range(0, len(data), step):
-        part = data[low : low + step]
-        torch.mv(wide[: len(part)].copy_(part), x, out=out[low : low + step])
+    for part, target in zip(data.split(step), out.split(step), strict=True):
+        torch.mv((wide if len(part) == len(wide) else wide[: len(part)]).copy_(part), x, out=target)
     return out
 
 
