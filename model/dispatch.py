@@ -70,12 +70,12 @@ def alone(x: Tensor, ids: Tensor, weights: Tensor, experts: int, run: Experts) -
 
     """
     out = torch.zeros_like(x, dtype=torch.float32)
-    if len(x) == 1:  # decode: nothing to group
+    if x.shape[0] == 1:  # decode: nothing to group
         for expert, slot in sorted((expert, slot) for slot, expert in enumerate(ids[0].tolist())):
             out += run(expert, x, weights[:, slot])
         return out
     for expert, rows, slots in by_expert(ids, experts):
-        out.index_add_(0, rows, run(expert, x[rows], weights[rows, slots]).float())
+        out.index_add_(0, rows, run(expert, x.index_select(0, rows), weights[rows, slots]).float())
     return out
 
 

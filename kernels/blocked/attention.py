@@ -108,7 +108,7 @@ def _few_keys(
         return None
     low, high = max(0, first - window + 1) % capacity, first % capacity + 1
     parts = [ring[low:high]] if low < high else [ring[low:], ring[:high]]
-    recent = sum(map(len, parts))
+    recent = sum(part.shape[0] for part in parts)
     bias = None
     if not count:
         pass

@@ -13,7 +13,7 @@ from torch import Tensor
 from kernels.reference import hyper as reference
 
 TILE = 1 << 18  # numbers of the streams per tile: 1 MiB of fp32
-SETTLED = 2.0**-40  # relative change of a Sinkhorn step, far below what fp32 can show of all the steps after it
+SETTLED = 2.0**-32  # relative change of a Sinkhorn step after which no later one changes fp32's 24 bits, see below
 
 
 def hyper_weights(
@@ -21,7 +21,7 @@ def hyper_weights(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weights of one sublayer: `kernels.reference.hyper.hyper_weights`."""
     s = streams.shape[1]
-    if len(streams) == 1 and streams.device.type == "cpu":
+    if streams.shape[0] == 1 and streams.device.type == "cpu":
         return _of_one(streams, fn, scale, base, iterations, eps, norm_eps)
     mixes = _mixes(streams, fn, norm_eps)
     pre = torch.sigmoid(mixes[:, :s] * scale[0] + base[:s]) + eps
@@ -74,7 +74,11 @@ def _sigmoid(x: float) -> float:
 
 
 def _sinkhorn_of_one(logits: list[list[float]], iterations: int, eps: float) -> list[list[float]]:
-    """`sinkhorn` in the same two vectors; ends sooner when a step changes nothing any more."""
+    """`sinkhorn` in the same two vectors; ends sooner when a step changes nothing any more.
+
+    Changes shrink by a factor r from step to step, so that all later ones together are a change of SETTLED times
+    r / (1 - r): less than 2^-24 for r < 0.996, and where r is larger than that, 20 steps do not come near SETTLED.
+    """
     matrix = []
     for row in logits:
         mass = [math.exp(x - max(row)) for x in row]
@@ -94,7 +98,7 @@ def _sinkhorn_of_one(logits: list[list[float]], iterations: int, eps: float) -> 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     """Read the streams: `kernels.reference.hyper.collapse`."""
-    if len(streams) == 1:
+    if streams.shape[0] == 1:
         return reference.collapse(streams, pre)  # half the calls
     step = _tokens(streams)
     parts = zip(streams.split(step), pre[:, None].split(step), strict=True)
@@ -105,7 +109,7 @@ def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Write the streams: `kernels.reference.hyper.expand`."""
     out = torch.empty_like(streams)
     step = _tokens(streams)
-    for start in range(0, len(y), step):
+    for start in range(0, y.shape[0], step):
         part = slice(start, start + step)
         new = post[part, :, None] * y[part, None].float()  # [t, s, d]
         out[part] = new.baddbmm_(comb[part].mT, streams[part].float())

@@ -20,22 +20,24 @@ ROWS = 1 << 18  # weights per tile where one token reads them: 1 MiB of fp32, wh
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """``x @ W^T``: `kernels.reference.linear.linear`."""
-    if isinstance(weight, Dense) and 0 < len(x) <= FEW:
+    t = x.shape[0]  # of tensors, len is a slow call
+    if isinstance(weight, Dense) and 0 < t <= FEW:
         if weight.data.dtype == x.dtype:  # nothing to decode
-            rows_of = [torch.mv(weight.data, token) for token in x]
-            return rows_of[0][None] if len(x) == 1 else torch.stack(rows_of)
-        if len(x) == 1:
+            return torch.mv(weight.data, x[0])[None] if t == 1 else torch.stack([torch.mv(weight.data, y) for y in x])
+        if t == 1:
             return _widened(x[0].float(), weight.data)[None].to(x.dtype)
     return grouped_linear(x[:, None], weight, 1)[:, 0]
 
 
 def _widened(x: Tensor, data: Tensor) -> Tensor:
     """Multiply one token by weights that are narrower, through one buffer: [out] float32."""
-    out = torch.empty(len(data), device=x.device)
-    step = max(1, ROWS // data.shape[1])
-    wide = torch.empty(min(step, len(data)), data.shape[1], device=x.device)
-    for part, target in zip(data.split(step), out.split(step), strict=True):
-        torch.mv((wide if len(part) == len(wide) else wide[: len(part)]).copy_(part), x, out=target)
+    height, columns = data.shape
+    out = torch.empty(height, device=x.device)
+    step = min(height, max(1, ROWS // columns))
+    wide = torch.empty(step, columns, device=x.device)
+    for low in range(0, height, step):
+        part = slice(low, min(low + step, height))
+        torch.mv(wide[: part.stop - low].copy_(data[part]), x, out=out[part])
     return out
 
 
