@@ -14,11 +14,11 @@ def attention(s: Sizes, layer: int, alive: Alive) -> Iterator[Moment]:
     rope, d = c.qk_rope_head_dim, c.head_dim
     angles, latent, queries = t * rope * F32, t * c.q_lora_rank * s.item, t * heads * d * s.item
     alive = alive | {"rotations": angles}
-    normed = latent + costs.rms_norm(t, c.q_lora_rank, weighted=True)
+    normed = latent + costs.rms_norm(t, c.q_lora_rank)
     yield moment("low-rank query", alive, work=max(s.linear("attn.wq_a", t, c.q_lora_rank, c.hidden_size), normed))
     alive = alive | {"low-rank query": latent}
-    normed = queries + costs.rms_norm(t * heads, d, weighted=False)
-    rotated = 2 * queries + costs.rotate(t * heads, d, rope)
+    normed = queries + costs.rms_norm(t * heads, d)
+    rotated = 2 * queries + costs.rotate(t, heads, d, rope)
     yield moment("queries", alive, work=s.linear("attn.wq_b", t, heads * d, c.q_lora_rank))
     yield moment("queries, normed and rotated", alive, work=max(normed, rotated))
     alive = alive | {"queries": queries}
@@ -26,7 +26,7 @@ def attention(s: Sizes, layer: int, alive: Alive) -> Iterator[Moment]:
     alive = alive | {"KV": t * d * s.item}
     yield from _attend(s, layer, alive)
     alive = alive | {"mixed values": queries}
-    yield moment("output, rotated back", alive, work=angles // 2 + costs.rotate(t * heads, d, rope))
+    yield moment("output, rotated back", alive, work=angles // 2 + costs.rotate(t, heads, d, rope))
     yield from _project(s, alive)
 
 
@@ -36,8 +36,8 @@ def _kv(s: Sizes) -> int:
     row = t * d * s.item
     made = [
         s.linear("attn.wkv", t, d, c.hidden_size),
-        row + costs.rms_norm(t, d, weighted=True),
-        row + costs.rotate(t, d, c.qk_rope_head_dim),
+        row + costs.rms_norm(t, d),
+        row + costs.rotate(t, 1, d, c.qk_rope_head_dim),
     ]
     if costs.deployed:
         made.append(2 * row + costs.simulate(t * (d - c.qk_rope_head_dim)))
@@ -84,13 +84,12 @@ def _select(s: Sizes, layer: int, alive: Alive) -> Iterator[Moment]:
     queries = t * heads * d * s.item
     work = [
         s.linear("attn.indexer.wq_b", t, heads * d, c.q_lora_rank),
-        queries + costs.rotate(t * heads, d, c.qk_rope_head_dim),
+        queries + costs.rotate(t, heads, d, c.qk_rope_head_dim),
     ]
     if costs.deployed:
         work += [queries + costs.hadamard(t * heads, d), 2 * queries + costs.simulate(t * heads * d)]
     yield moment("index queries", alive, work=max(work))
     alive = alive | {"index queries": queries, "index weights": t * heads * F32}
-    yield moment("index queries, checked", alive, work=costs.finite(t * heads * d))
     if share.split:
         whole = t * c.index_n_heads * d
         yield moment("index queries, gathered", alive, exchange=s.gather(whole, share, first=False))

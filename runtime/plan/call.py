@@ -33,7 +33,7 @@ def moments(s: Sizes) -> list[Moment]:
     found.append(moment("hyper head", embedded | {"streams": streams}, work=read))
     row = {"output": s.m * c.hidden_size * s.item}
     gathered = s.gather(s.t * c.hidden_size, s.tokens)
-    normed = s.costs.rms_norm(s.m, c.hidden_size, weighted=True)
+    normed = s.costs.rms_norm(s.m, c.hidden_size)
     found.append(moment("final norm", embedded | {"streams": streams} | row, work=normed + gathered))
     found.append(_logits(s))
     return found
@@ -101,9 +101,9 @@ def _block(s: Sizes, layer: int, alive: Alive, streams: int) -> Iterator[Moment]
     c, costs = s.config, s.costs
     hc, D = c.hc_mult, c.hidden_size
     row, whole = s.m * D * s.item, s.t * D * s.item
-    normed = costs.rms_norm(s.m, D, weighted=True)
+    normed = costs.rms_norm(s.m, D)
     read = max(costs.hyper_weights(s.m, hc, D), s.m * hc * (hc + 2) * F32 + costs.collapse(s.m, hc, D))
-    written = max(costs.expand(s.m, hc, D), streams + costs.finite(s.m * hc * D))
+    written = costs.expand(s.m, hc, D)
     yield moment("mHC, read", alive, work=read)
     alive = alive | {"mHC weights": s.m * hc * (hc + 1) * F32, "sublayer input": row}
     yield moment("norm", alive, work=max(normed, row + s.gather(s.t * D, s.tokens)))

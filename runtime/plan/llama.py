@@ -121,8 +121,8 @@ class LlamaPlanner:
         yield moment("embedding", {"stream": row}, work=t * c.hidden_size * F32)
         yield from self._attention(t, context, costs)
         yield from self._feed_forward(t, costs)
-        normed = costs.rms_norm(t, c.hidden_size, weighted=True)
-        yield moment("final norm", {"stream": row}, work=row + max(normed, costs.finite(t * c.hidden_size)))
+        normed = costs.rms_norm(t, c.hidden_size)
+        yield moment("final norm", {"stream": row}, work=row + normed)
         rows = min(HEAD_ROWS, t)
         product = self._linear(Costs(F32, deployed=False, narrow=False), rows, c.vocab_size, c.hidden_size)
         yield moment("logits", {"output": row, "rows in fp32": rows * c.hidden_size * F32}, work=product)
@@ -133,7 +133,7 @@ class LlamaPlanner:
         D, heads, kv_heads, d = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
         row, q, k = t * D * costs.item, t * heads * d * costs.item, t * kv_heads * d * costs.item
         alive: Alive = {"stream": row}
-        yield moment("norm", alive, work=costs.rms_norm(t, D, weighted=True))
+        yield moment("norm", alive, work=costs.rms_norm(t, D))
         alive = alive | {"sublayer input": row}
         yield moment("queries", alive, work=self._linear(costs, t, heads * d, D))
         alive = alive | {"heads": q}
@@ -152,19 +152,19 @@ class LlamaPlanner:
             yield moment("subtract", alive, work=2 * q + 6 * t * heads * d * F32 + TILE_SLACK)
         alive = alive | {"heads": 3 * q + 3 * k}
         yield moment("output", alive, work=self._linear(costs, t, D, heads * d))
-        yield moment("sum", {"stream": row, "sublayer output": row}, work=row + costs.finite(t * D))
+        yield moment("sum", {"stream": row, "sublayer output": row}, work=row)
 
     def _feed_forward(self, t: int, costs: Costs) -> Iterator[Moment]:
         """The second half; the stream that the block was given is still its caller's."""
         D, I = self.config.hidden_size, self.config.intermediate_size
         row, wide = t * D * costs.item, t * I * costs.item
         alive: Alive = {"stream": 2 * row}
-        yield moment("norm", alive, work=costs.rms_norm(t, D, weighted=True))
+        yield moment("norm", alive, work=costs.rms_norm(t, D))
         alive = alive | {"sublayer input": row}
         yield moment("gate and up", alive, work=wide + self._linear(costs, t, I, D))
         yield moment("SwiGLU", alive | {"gate and up": 2 * wide}, work=costs.swiglu(t * I))
         yield moment("down", alive | {"SwiGLU": wide}, work=self._linear(costs, t, D, I))
-        yield moment("sum", {"stream": 2 * row, "sublayer output": row}, work=row + costs.finite(t * D))
+        yield moment("sum", {"stream": 2 * row, "sublayer output": row}, work=row)
 
 
 def rotate_halves(costs: Costs, numbers: int) -> int:

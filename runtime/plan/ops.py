@@ -31,25 +31,15 @@ class Costs(NamedTuple):
     based: bool = False  # whether some layer's entries are coefficients, see `kernels.basis_rows`
     banked: int = 0  # rows that a layer attends to beside those it selects, see `model.cache.banked_entries`
 
-    def finite(self, numbers: int) -> int:
-        """`model.tripwire.finite`: on the CPU torch sums bf16 in fp32 by way of a copy."""
-        return 0 if self.gpu or self.item == F32 else numbers * F32 + TILE_SLACK
-
-    def rms_norm(self, vectors: int, width: int, *, weighted: bool) -> int:
+    def rms_norm(self, vectors: int, width: int) -> int:
         """`rms_norm` of so many vectors."""
-        copies = 1 if self.item == F32 and not weighted else 2
-        return (copies * width + 2) * vectors * F32 + TILE_SLACK
+        result = 0 if self.item == F32 else vectors * width * self.item  # fp32: what it computes in
+        return vectors * (width + 2) * F32 + result + TILE_SLACK
 
-    def rotate(self, vectors: int, width: int, rope: int) -> int:
-        """`rotate` of so many vectors, of which `rope` dims turn."""
-        pairs = 0 if self.item == F32 else vectors * rope * F32  # fp32: a view
-        turned = vectors * rope * F32
-        halves = turned  # both halves of the result, before they are stacked
-        cast = 0 if self.item == F32 else vectors * rope * self.item
-        stacked = pairs + halves + turned
-        products = pairs + turned // 2 * 4  # the first half, and of the second two products and their sum
-        joined = pairs + turned + cast + vectors * width * self.item
-        return max(stacked, products, joined)
+    def rotate(self, tokens: int, heads: int, width: int, rope: int) -> int:
+        """`rotate` of so many tokens' vectors, of which `rope` dims turn."""
+        vectors, angles = tokens * heads, tokens * rope * F32
+        return vectors * (rope * F32 + width * self.item) + angles + TILE_SLACK
 
     def simulate(self, numbers: int) -> int:
         """`simulate_fp8` and `simulate_fp4` of so many numbers."""
@@ -65,12 +55,16 @@ class Costs(NamedTuple):
     def linear(self, tokens: int, rows: int, columns: int, form: Form, groups: int = 1) -> int:
         """`linear`, or `grouped_linear` where every group of rows has `columns` of its own."""
         out = tokens * rows * self.item
-        if tokens <= linear.FEW and (form, self.item) in ((Form.BF16, 2), (Form.F32, F32)):
+        if tokens <= (linear.FEW if groups == 1 else 1) and (form, self.item) in ((Form.BF16, 2), (Form.F32, F32)):
             return 2 * out + TILE_SLACK
+        if tokens == groups == 1 and form in (Form.BF16, Form.F16, Form.F32):
+            return min(rows, max(1, linear.ROWS // columns)) * columns * F32 + rows * F32 + out + TILE_SLACK
         operand = self._operand(form)
         wide = 0 if operand == self.item else tokens * groups * columns * operand
         step = min(rows, max(128, linear.TILE // columns // 128 * 128))
-        tile = 0 if form is Form.F32 else step * columns * operand  # fp32: a view of the weight
+        if (form, operand) in ((Form.F32, F32), (Form.BF16, 2)):  # a view of the weight
+            return out + wide + tokens * min(step, rows // groups) * operand + TILE_SLACK
+        tile = step * columns * operand
         previous = tile if step < rows else 0
         decoded = max(self._decoding(form, step * columns), step * columns * (F32 + 2) if operand == 2 else 0)
         product = tile + tokens * min(step, rows // groups) * operand
@@ -138,7 +132,15 @@ class Costs(NamedTuple):
             gathered = some * (each * (width * self._entries_gathered() + heads * F32 + I64) + heads * width * F32)
             chosen = rows * selected * (4 + I64 + 3)  # which, as they are and as an index, and whether each may be seen
             tile = max(tile, gathered) + chosen
+        if tokens == 1 and not self.coded:
+            tile = max(tile, self._one_token(heads, width, keys, selected))
         return tokens * heads * width * self.item + 2 * queries + inside + max(tile, turning) + TILE_SLACK
+
+    def _one_token(self, heads: int, width: int, keys: int, selected: int) -> int:
+        """What a single token that sees no more than a tile of keys puts side by side: see `attention._few_keys`."""
+        seen = min(attention.KEYS // width, keys + (selected or keys))
+        stored = 0 if self.entries != "dtype" or self.item == F32 else selected * width * self.item
+        return max(seen * (2 * width + 3 * heads) * F32 + stored, selected * width * self._entries_gathered())
 
     def coding(self, vectors: int, width: int) -> int:
         """`kernels.basis_rows.write` of so many vectors: exact products, and what a gain loses."""
