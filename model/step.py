@@ -268,9 +268,7 @@ class DecodeStep:
         if ratio in here.row:
             self.sums.add_row(site, compressor.layer, kept.data, here.row[ratio], ratio)
 
-    def _select(
-        self, indexer: Indexer, x: Tensor, latent: Tensor, cache: CsaCache, cos: Tensor, sin: Tensor
-    ) -> Tensor:
+    def _select(self, indexer: Indexer, x: Tensor, latent: Tensor, cache: CsaCache, cos: Tensor, sin: Tensor) -> Tensor:
         """`Indexer.__call__` of one token, after its key: [1, min(index_topk, capacity)] int32."""
         q = self.arithmetic.linear(latent, indexer.wq_b).unflatten(-1, (-1, indexer.width))
         q = self.arithmetic.rounded_index(FUSED.rotate(q, cos, sin))
@@ -282,8 +280,9 @@ class DecodeStep:
 
 def _check_cache(block: Block, cache: LayerCache) -> None:
     """Refuse a cache that is none of this layer's: Tripwire for its width, assert for its kind."""
-    tripwire.width("attention.ring", block.layer, cache.ring.data, block.attention.head_dim)
-    widths = (block.attention.head_dim, getattr(getattr(block.attention, "indexer", None), "width", 0))
-    for (_, kept), width in zip(cache.compressed(), widths, strict=False):
+    attention, width = block.attention, block.attention.head_dim
+    widths = [width, attention.indexer.width] if isinstance(attention, CsaAttention) else [width]
+    tripwire.width("attention.ring", block.layer, cache.ring.data, width)
+    for (_, kept), wanted in zip(cache.compressed(), widths, strict=isinstance(attention, HcaAttention)):
         assert isinstance(kept, Entries), f"a decode step writes no {type(kept).__name__}"
-        tripwire.width("attention.entry" if width == widths[0] else "indexer.keys", block.layer, kept.data, width)
+        tripwire.width("compressed rows", block.layer, kept.data, wanted)
