@@ -112,7 +112,7 @@ class DecodeStep:
         self._rows = {
             frontier.ratio: rows.length(kept.data) for cache in self.caches for frontier, kept in cache.compressed()
         }
-        self._rotations = {block.attention.rotation for block in model.blocks}
+        self._rotations = list(dict.fromkeys(block.attention.rotation for block in model.blocks))
 
     @torch.inference_mode()
     def __call__(self, token: int) -> Tensor:

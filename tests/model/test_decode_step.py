@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kernels.formats import Dense
 from kernels.fused.ops import FUSED
 from kernels.ops import BLOCKED
 from model import sites
@@ -191,6 +192,14 @@ def test_weights_are_not_held_twice(csa):
         own = [plane for w in (expert.w1, expert.w3, expert.w2) for plane in w]
         assert [plane.untyped_storage().data_ptr() for plane in own] == owners
         assert all(torch.equal(a, b) for a, b in zip(own, before[e], strict=True))
+
+
+def test_experts_of_several_forms_are_refused(csa, monkeypatch):
+    moe = csa.fused.blocks[0].experts
+    assert not moe.mixed()
+    monkeypatch.setattr(moe.experts[2], "w2", Dense(moe.experts[2].w2.data.bfloat16()))
+    assert moe.mixed()
+    assert refusal(csa.fused) == "layer 0: its routed experts are stored in several forms"
 
 
 def test_rehearsal_leaves_nothing_behind(csa):
