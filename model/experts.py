@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from kernels.formats import Weight, member
 from model import dispatch, sites, tripwire
 from model.arithmetic import Arithmetic
 from model.config import ModelConfig
@@ -45,6 +46,7 @@ class MoE:
         self.experts = {  # this rank's
             e: Expert(layer, f"experts.{e}", routed, weights, arithmetic, limit) for e in range(here.start, here.stop)
         }
+        self._stacks: tuple[Weight, Weight, Weight] | None = None
         shared = (sites.SHARED_GATE, sites.SHARED_UP)
         self.shared = Expert(layer, "shared_experts", shared, weights, arithmetic, limit)
 
@@ -67,6 +69,30 @@ class MoE:
         if share.split:
             return dispatch.all_to_all(x, ids, weights, self.ranks, self.run)
         return dispatch.all_reduce(x, ids, weights, self.ranks, self.layer, self.run)
+
+    def mixed(self) -> bool:
+        """Whether the routed experts are stored in several forms, so that they cannot be stacked."""
+        kinds = {tuple((type(w), *(p.dtype for p in w)) for w in (e.w1, e.w3, e.w2)) for e in self.experts.values()}
+        return len(kinds) > 1 or type(self.experts[0].w1) is not type(self.experts[0].w3)
+
+    def stacks(self) -> tuple[Weight, Weight, Weight]:
+        """The routed experts' w1, w3 and w2 as `kernels.formats.stack` has them; the experts' own become views of it.
+
+        Nothing is held twice, but for one of the three while it is made.
+        """
+        if self._stacks is None:
+            assert not self.mixed(), "experts of several forms"
+            self._stacks = self._stack("w1"), self._stack("w3"), self._stack("w2")
+        return self._stacks
+
+    def _stack(self, name: str) -> Weight:
+        count, one = len(self.experts), getattr(self.experts[0], name)
+        stacked: Weight = type(one)(*(plane.new_empty(count, *plane.shape) for plane in one))
+        for index, expert in self.experts.items():
+            for plane, own in zip(member(stacked, index), getattr(expert, name), strict=True):
+                plane.copy_(own)
+            setattr(expert, name, member(stacked, index))
+        return stacked
 
     def run(self, expert: int, x: Tensor, weights: Tensor) -> Tensor:
         """One of this rank's experts, for its tokens x [n, hidden] with weights [n]."""

@@ -39,3 +39,7 @@ class Rotation:
         """Cos and sin, each [count, r / 2] float32, at positions ``first, first + step, ...``."""
         positions = torch.arange(first, first + count * step, step, device=self.freqs.device)
         return rope.angles(positions, self.freqs)
+
+    def of(self, position: Tensor) -> tuple[Tensor, Tensor]:
+        """Cos and sin, each [1, r / 2] float32, at one position, [] int64 on the device."""
+        return rope.angles(position[None], self.freqs)

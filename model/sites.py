@@ -141,6 +141,11 @@ class Taps:
             if share is not None and share.split:
                 tensor.copy_(share.of(whole, dim))  # what listeners wrote
 
+    @property
+    def listening(self) -> bool:
+        """Whether anybody listens."""
+        return bool(self._listeners)
+
     @contextmanager
     def attached(self, config: ModelConfig, listeners: Mapping[Site, Listener]) -> Iterator[None]:
         """Listen inside the ``with``; whatever happens there, all of these listeners are gone after it.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from model.architectures import Model
 from model.state import State
+from runtime.decoding import Step, eager
 from runtime.sampling import Sampling, sample
 
 
@@ -47,7 +48,7 @@ class Generation:
     pending: int | None = None  # the last chosen token, not yet run through the model
 
 
-def generate(
+def generate(  # noqa: PLR0913 (all but the first three by name)
     model: Model,
     state: State,
     prompt: Sequence[int],
@@ -57,13 +58,15 @@ def generate(
     sampling: Sampling,
     progress: Callable[[int], None],
     record: Generation,
+    decode: Step | None = None,
 ) -> Iterator[int]:
     """Yield chosen tokens until one of `eos` (not yielded) or `limit` of them, filling `record` on the way.
 
     The last chosen token is never run through the model: the state ends before it, and `record.pending` names it, so
-    that a saved state continues exactly where the run stopped.
+    that a saved state continues exactly where the run stopped. `decode` runs each of the others, and advances `state`,
+    see `runtime.decoding`; None: the model itself.
     """
-    generator = sampling.generator()
+    generator, decode = sampling.generator(), decode or eager(model, state)
     started = time.perf_counter()
     logits = prefill(model, state, prompt, progress)
     record.prompt, record.prefill_s = len(prompt), time.perf_counter() - started
@@ -77,4 +80,4 @@ def generate(
             return
         yield token
         if count < limit:
-            logits = prefill(model, state, [token], lambda _: None)
+            logits = decode(token)

@@ -10,6 +10,7 @@ import torch
 from kernels.ops import rooms
 from model.ranks import evenly
 from model.state import State
+from runtime.decoding import Decoding
 from runtime.generate import Generation
 from runtime.llama import LoadedLlama
 from runtime.load import AnyLoaded
@@ -30,7 +31,7 @@ def peak_memory(device: str) -> int:
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts in bytes, others in KiB
 
 
-def report(loaded: AnyLoaded, options: RunOptions, state: State, run: Generation) -> dict[str, Any]:
+def report(loaded: AnyLoaded, options: RunOptions, state: State, run: Generation, by: Decoding) -> dict[str, Any]:
     """Return the run as JSON values; rates are None where nothing was timed.
 
     On several ranks all of them must ask, and each gets the same but for its own times.
@@ -54,6 +55,8 @@ def report(loaded: AnyLoaded, options: RunOptions, state: State, run: Generation
         "variants": [str(variant) for variant in loaded.model.arithmetic.formats.variants],  # of each layer
         "ops": loaded.model.arithmetic.ops.name,
         "rooms": rooms(loaded.model.arithmetic.ops),  # of `kernels`, from which each op of the set comes
+        "decode": by.how,  # "graph" or "eager"
+        "decode_eager_because": by.why_eager,  # None: by a graph
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "checkpoint": loaded.directory.resolve().name,

@@ -85,6 +85,16 @@ def chosen_ops(args: argparse.Namespace, options: RunOptions, config: Config) ->
     return op_set(args.ops or usual(options.device), options, config)
 
 
+def add_graph(p: argparse.ArgumentParser) -> None:
+    """Add the flag of scripts that decode."""
+    p.add_argument(
+        "--graph",
+        action=argparse.BooleanOptionalAction,
+        help="decode by a CUDA graph of one step; default: where there can be one, which is on one rank with --device"
+        " cuda, --ops fused and all caches in full. The report says which",
+    )
+
+
 def add_variants(p: argparse.ArgumentParser) -> None:
     """Add the flag of scripts that run any variant of a layer's cache; probes hold the full one."""
     p.add_argument(

@@ -17,6 +17,7 @@ from rich.table import Table
 from model.errors import CapacityError, ConfigError
 from model.ranks import Group
 from model.state import State
+from runtime.decoding import decoding
 from runtime.encoding import EFFORTS
 from runtime.errors import PromptError
 from runtime.generate import Generation, generate
@@ -33,6 +34,7 @@ from runtime.tokenizer import StreamDecoder, Tokenizer
 from runtime.watch import Watch
 from scripts.cli import arguments, run_on_ranks
 from scripts.flags import (
+    add_graph,
     add_op_set,
     add_rank_timeout,
     add_run_options,
@@ -77,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-context", type=positive, help="positions to hold (default: what this run needs)")
     add_run_options(p)
     add_op_set(p)
+    add_graph(p)
     add_variants(p)
     add_rank_timeout(p)
     # Output
@@ -112,6 +115,7 @@ def _generate(args: argparse.Namespace, watch: Watch | None, group: Group) -> in
     with console.status(f"loading {args.model}", spinner="line"):
         loaded = watched_load_any(watch, args.model, options, ops, group, context=context)
     state, prompt = _state(args, loaded, options, prompt)
+    by = decoding(loaded.model, state, graph=args.graph, steps=args.max_new_tokens - 1)
     record = Generation()
     with prefill_progress(console, len(prompt)) as advance:
         stream = generate(
@@ -123,9 +127,10 @@ def _generate(args: argparse.Namespace, watch: Watch | None, group: Group) -> in
             sampling=sampling,
             progress=advance,
             record=record,
+            decode=by.step,
         )
         text = print_text(stream, StreamDecoder(tokenizer))
-    data = report(loaded, options, state, record)
+    data = report(loaded, options, state, record, by)
     if args.save_state is not None and group.rank == 0:  # nothing that the other ranks wait for comes after it
         save_state(args.save_state, state, loaded, record.pending)
     console.print(_summary(data))
@@ -235,6 +240,7 @@ def _summary(data: dict[str, Any]) -> Table:
     o, size = data["options"], data["cache_bytes"]
     prompt = f"{data['prompt_tokens']} tokens in {data['prefill_s']:.2f} s, {rate(data['prefill_tokens_per_s'])}"
     answer = f"{data['new_tokens']} tokens in {data['decode_s']:.2f} s, {rate(data['decode_tokens_per_s'])}"
+    by = data["decode"] if data["decode_eager_because"] is None else f"eager ({data['decode_eager_because']})"
     caches = ", ".join(f"{name.replace('_', ' ')} {part / MIB:.2f}" for name, part in size.items())
     peak = f"peak {data['peak_memory_bytes'] / MIB:.0f} MiB"
     chosen = f"numerics {o['numerics']}, {o['dtype']}, chunk {o['prefill_chunk']}, {data['threads']} threads"
@@ -244,7 +250,7 @@ def _summary(data: dict[str, Any]) -> Table:
     table.add_row("memory", f"{peak}; caches for {data['max_context']} tokens, MiB: {caches}")
     if data["ranks"]["count"] > 1:
         table.add_row("ranks", _ranks(data["ranks"]))
-    table.add_row("ran on", f"{o['device']}, ops {data['ops']}, {chosen}")
+    table.add_row("ran on", f"{o['device']}, ops {data['ops']}, decode {by}, {chosen}")
     return table
 
 

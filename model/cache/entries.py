@@ -48,6 +48,10 @@ class Entries:
         rows.write(self.data, self.count, new)
         self.count = end
 
+    def advance(self) -> None:
+        """Note that a decode step has written the next row; CapacityError where there is none."""
+        self.count = self._room_for(1)
+
     def view(self) -> Rows:
         """Return the filled rows as views, [count, d]."""
         return rows.first(self.data, self.count)

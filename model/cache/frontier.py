@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from kernels.formats import Window
+
 Pool = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
@@ -72,6 +74,14 @@ class Frontier:
         self.previous_kv.copy_(next_kv[-1])
         self.previous_gate.copy_(next_gate[-1])
         return pooled
+
+    def window(self) -> Window:
+        """Return the buffers themselves, as `kernels.fused.compress` overwrites them."""
+        return Window(self.kv, self.gate, self.previous_kv, self.previous_gate)
+
+    def advance(self) -> None:
+        """Note that a decode step has pushed one token."""
+        self.filled = (self.filled + 1) % self.ratio
 
     def tensors(self, position: int) -> dict[str, Tensor]:
         """Views of what a saved state needs: the filled rows of the open window and the previous series."""

@@ -111,6 +111,19 @@ class LayerCache(Components):
         self.ring = WindowRing(config.sliding_window, chunk, config.head_dim, formats.dtype, device)
         super().__init__({"window": self.ring})
 
+    def compressed(self) -> list[tuple[Frontier, AnyEntries | AnyKeys]]:
+        """Every compressor's frontier with what it writes to."""
+        return []
+
+    def advance(self, position: int) -> None:
+        """Note, on the host, what a decode step of the token at `position` has written on the device."""
+        self.ring.advance(position)
+        for frontier, rows in self.compressed():
+            assert isinstance(rows, Entries), f"a decode step writes no {type(rows).__name__}"
+            frontier.advance()
+            if not frontier.filled:
+                rows.advance()
+
 
 class HcaCache(LayerCache):
     """Window, and one entry per `ratio` tokens to which every later token attends."""
@@ -135,6 +148,10 @@ class HcaCache(LayerCache):
                 self.entries = Entries(ratio, formats.entry_rows(n, d, rope, device))
         self.frontier = Frontier(ratio, config.head_dim, overlap=self.overlap, device=device)
         self.components |= {"entries": self.entries, "frontier": self.frontier}
+
+    def compressed(self) -> list[tuple[Frontier, AnyEntries | AnyKeys]]:
+        """The compressor's."""
+        return [(self.frontier, self.entries)]
 
     def settle(self) -> None:
         """Evict what may go when all tokens of a call have attended."""
@@ -161,6 +178,10 @@ class CsaCache(HcaCache):
                 self.keys = Entries(ratio, formats.key_rows(max_context // ratio, width, device))
         self.key_frontier = Frontier(ratio, config.index_head_dim, overlap=True, device=device)
         self.components |= {"indexer_keys": self.keys, "indexer_frontier": self.key_frontier}
+
+    def compressed(self) -> list[tuple[Frontier, AnyEntries | AnyKeys]]:
+        """The compressor's and the indexer's."""
+        return [*super().compressed(), (self.key_frontier, self.keys)]
 
     def settle(self) -> None:
         """Evict what may go when all tokens of a call have attended."""

@@ -29,6 +29,10 @@ class WindowRing:
         self._held[start : start + head] = range(first, first + head)
         self._held[: t - head] = range(first + head, first + t)
 
+    def advance(self, position: int) -> None:
+        """Note that a decode step has written the row of `position` (`model.step`), as `write` does of its own."""
+        self._held[position % len(self._held)] = position
+
     def held_for(self, position: int) -> int:
         """Position whose KV is in the row where `position` belongs; -1 for a row never written."""
         return self._held[position % len(self._held)]

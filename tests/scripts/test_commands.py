@@ -66,6 +66,7 @@ def test_the_report_says_what_ran(tmp_path):
         "coda_adapters": None,
     }
     assert data["ops"] == "blocked"
+    assert (data["decode"], data["decode_eager_because"]) == ("eager", "--device cpu: CUDA graphs are of CUDA devices")
     assert data["max_context"] == 64
     assert data["prompt_tokens"] == len(data["prompt"])
     assert data["new_tokens"] == len(data["tokens"])
@@ -130,6 +131,7 @@ def test_a_loaded_state_takes_another_question(tmp_path):
         (("--prompt", "a", "--numerics", "plain", "--entry-format", "fp8"), "--entry-format fp8"),
         (("--prompt", "a", "--numerics", "plain", "--key-format", "fp4"), "--key-format fp4"),
         (("--prompt", "a", "--dtype", "fp32", "--entry-format", "fp8"), "--entry-format fp8"),
+        (("--prompt", "a", "--graph"), "--graph: --device cpu"),
         (("--prompt", "a", "--model", "nowhere"), "nowhere"),
         (("--prompt-file", "nothing.txt"), "nothing.txt"),
         (("--messages", "nothing.json"), "nothing.json"),

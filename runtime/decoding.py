@@ -1,0 +1,71 @@
+"""By what a run decodes: the model itself, call by call, or a CUDA graph of one step."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from model.architectures import Model
+from model.errors import ConfigError
+from model.state import State
+from model.transformer import Transformer
+
+# The next token to the logits after it, [vocab] float32, which the next call may overwrite.
+Step = Callable[[int], Tensor]
+
+
+class Decoding(NamedTuple):
+    """How a run decodes, as its report says."""
+
+    how: str  # "graph" or "eager"
+    why_eager: str | None  # why not by a graph; None: by one
+    step: Step
+
+
+def eager(model: Model, state: State) -> Step:
+    """The model itself, with a call of one token."""
+
+    def step(token: int) -> Tensor:
+        return model.logits(model(torch.tensor([token], dtype=torch.int64, device=model.device), state))[0]
+
+    return step
+
+
+def decoding(model: Model, state: State, *, graph: bool | None, steps: int) -> Decoding:
+    """Choose how `state` is decoded, and capture the graph where it is by one.
+
+    Parameters
+    ----------
+    model, state
+        The state as it is before the run: its prompt may yet have to be prefilled.
+    graph
+        Whether a graph is wanted: None: where there can be one; True: ConfigError, saying why, where there cannot.
+    steps
+        Tokens that will be decoded at most. For none nothing is captured.
+
+    """
+    why = _why_eager(model) if graph is not False else "--no-graph"
+    if why is None and steps < 1:
+        why = "no token to decode"
+    if why is None:
+        from model.step import DecodeStep  # noqa: PLC0415 (Triton is not on every platform that runs without it)
+        from runtime.graph import Captured  # noqa: PLC0415
+
+        assert isinstance(model, Transformer), f"a decode step of a {type(model).__name__}"
+        return Decoding("graph", None, Captured(DecodeStep(model, state)))
+    if graph:
+        raise ConfigError(f"--graph: {why}")
+    return Decoding("eager", why, eager(model, state))
+
+
+def _why_eager(model: Model) -> str | None:
+    if not isinstance(model, Transformer):
+        return f"a {model.config.model_type} model: only DeepSeek-V4 has a decode step"
+    if model.device.type != "cuda":
+        return f"--device {model.device.type}: CUDA graphs are of CUDA devices"
+    if model.arithmetic.ops.name != "fused":
+        return f"--ops {model.arithmetic.ops.name}: a decode step is of the fused kernels"
+    from model.step import refusal  # noqa: PLC0415 (as above)
+
+    return refusal(model)

@@ -1,0 +1,103 @@
+"""Which runs decode by a graph, and how one is captured: torch.cuda is a stand-in that notes what is asked of it."""
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from model.errors import ConfigError
+from runtime import graph
+from runtime.decoding import decoding
+from runtime.generate import Generation, generate
+from runtime.graph import Captured
+from runtime.load import DEMO, load
+from runtime.options import RunOptions
+from runtime.sampling import Sampling
+
+
+class FakeStep:
+    def __init__(self, log):
+        self.log = log
+
+    @contextlib.contextmanager
+    def rehearsal(self):
+        self.log.append("rehearsal")
+        yield
+        self.log.append("put back")
+
+    def place(self, token):
+        self.log.append(("place", token))
+
+    def run(self):
+        self.log.append("run")
+
+    def finish(self):
+        self.log.append("finish")
+        return torch.ones(3)
+
+
+class FakeCuda:
+    def __init__(self, log):
+        self.log = log
+
+    def CUDAGraph(self):
+        return SimpleNamespace(replay=lambda: self.log.append("replay"))
+
+    def Stream(self):
+        return SimpleNamespace(wait_stream=lambda other: self.log.append(("side waits", other)), side=True)
+
+    def current_stream(self):
+        return SimpleNamespace(wait_stream=lambda _: self.log.append("waits for side"))
+
+    @contextlib.contextmanager
+    def noted(self, name):
+        self.log.append(name)
+        yield
+        self.log.append(f"end of {name}")
+
+    def stream(self, side):
+        assert side.side
+        return self.noted("side stream")
+
+    def graph(self, _):
+        return self.noted("capture")
+
+
+def test_a_step_is_warmed_up_aside_captured_once_and_replayed(monkeypatch):
+    log = []
+    monkeypatch.setattr(graph.torch, "cuda", FakeCuda(log))
+    step = Captured(FakeStep(log))
+    flat = [entry[0] if isinstance(entry, tuple) else entry for entry in log]
+    assert flat == [
+        *("rehearsal", "side waits", "side stream", "run", "run", "run", "end of side stream", "waits for side"),
+        *("capture", "run", "end of capture", "put back"),
+    ]
+    log.clear()
+    assert step(7).shape == (3,)
+    assert log == [("place", 7), "replay", "finish"]
+
+
+def test_a_run_that_cannot_have_a_graph_says_why():
+    model = load(DEMO, RunOptions()).model
+    state = model.new_state(16, 8)
+    by = decoding(model, state, graph=None, steps=3)
+    assert (by.how, by.why_eager) == ("eager", "--device cpu: CUDA graphs are of CUDA devices")
+    assert decoding(model, state, graph=False, steps=3).why_eager == "--no-graph"
+    with pytest.raises(ConfigError, match="--graph: --device cpu"):
+        decoding(model, state, graph=True, steps=3)
+
+
+def test_generation_decodes_by_the_step_it_is_given():
+    model = load(DEMO, RunOptions()).model
+    state, seen = model.new_state(16, 8), []
+
+    def step(token):
+        seen.append(token)
+        return torch.eye(model.config.vocab_size)[5 + len(seen)]
+
+    options = {"eos": [], "limit": 4, "sampling": Sampling(), "progress": lambda _: None}
+    out = list(generate(model, state, [0, 271], record=Generation(), decode=step, **options))
+    assert out[1:] == [6, 7, 8]
+    assert seen == out[:-1]
+    assert state.position == 2
