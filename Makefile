@@ -10,11 +10,12 @@ STEP := @printf '\n\033[1m%s\033[0m\n'
 demo: $(VENV)/.runtime
 	@sh scripts/demo.sh $(BIN)/python
 
+# Tests start many processes: without bytecode on disk, each of them would compile torch's and transformers' sources.
 test: $(VENV)/.dev lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
 
 slow: $(VENV)/.dev  ## evidence that takes minutes
-	$(BIN)/python -m pytest -m slow
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m slow
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -29,7 +29,9 @@ def head(t, d):
 
 CASES = {
     "between sublayers, V4-Pro": mix(1, 7168),
+    "head": head(2, 7168),
+}
+MORE = {
     "between sublayers, V4-Flash, a chunk": mix(4096, 4096),
     "first sublayer, in fp32": weights(1, 7168, torch.float32),
-    "head": head(2, 7168),
 }

@@ -19,5 +19,5 @@ def selection(t, keys, k):
 
 
 CASES = {f"decode, V4-Flash, {form}": selection(1, keys, 512) for form, keys in KEYS.items()}
-CASES |= {f"prefill, V4-Pro, {form}": selection(512, keys, 1024) for form, keys in KEYS.items()}
-CASES["fp32"] = lambda: index_scores(torch.empty(8, 64, 128), torch.empty(8, 64), KEYS["fp8"])
+MORE = {f"prefill, V4-Pro, {form}": selection(512, keys, 1024) for form, keys in KEYS.items()}
+MORE["fp32"] = lambda: index_scores(torch.empty(8, 64, 128), torch.empty(8, 64), KEYS["fp8"])

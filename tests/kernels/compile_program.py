@@ -1,10 +1,11 @@
-"""Compile, for a GPU that is not there, every kernel that the cases of one file launch, and say what each takes.
+"""Compile, for a GPU that is not there, every kernel that the cases of some files launch, and say what each takes.
 
-`python tests/kernels/compile_program.py compile_norm`: runs every function of the file's CASES for Hopper and for
-Blackwell, with a driver that only names the target. A case calls public ops at real dimensions on uninitialised
-tensors; each launch compiles the kernel as the launch specialises it (constants, dtypes, divisibility), down to a
-cubin, and runs nothing. One JSON line per kernel: its name, the target, the case, the bytes of shared memory, and the
-length of the cubin.
+`python tests/kernels/compile_program.py 90 CASES compile_norm compile_topk`: runs every function of the files' CASES
+(or of MORE: other constants of the same kernels, left to the slow tests) for Hopper (90) or Blackwell (100), with a
+driver that only names the target. A case calls public ops at real dimensions on uninitialised tensors; each launch
+compiles the kernel as the launch specialises it (constants, dtypes, divisibility), down to a cubin, and runs nothing.
+One JSON line per kernel: its name, the target, the file and the case, the bytes of shared memory, and the length of
+the cubin. On stderr, each case before it runs.
 
 It must run without TRITON_INTERPRET, so in a process of its own.
 """
@@ -19,11 +20,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-CAPABILITIES = (90, 100)
-
 
 class NoDevice:
-    """As much of a driver as compiling asks for; a device of its own for each target, for which kernels are kept."""
+    """As much of a driver as compiling asks for."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -42,9 +41,9 @@ class NoDevice:
         return torch.device("cpu")
 
 
-def main(name: str) -> None:
+def print_what_is_compiled(where: dict[str, object]) -> None:
+    """Make every launch compile and print, beside `where`, instead of running."""
     launch = JITFunction.run
-    where = {}
 
     def compiled(self, *args, grid, warmup, **kwargs):
         del warmup
@@ -54,16 +53,22 @@ def main(name: str) -> None:
         return kernel
 
     JITFunction.run = compiled
-    path = Path(__file__).with_name(f"{name}.py")
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    for capability in CAPABILITIES:
-        driver.set_active(NoDevice(capability))
-        for case, run in module.CASES.items():
-            where |= {"capability": capability, "case": case}
+
+
+def main(capability: int, kind: str, names: list[str]) -> None:
+    where: dict[str, object] = {"capability": capability}
+    print_what_is_compiled(where)
+    driver.set_active(NoDevice(capability))
+    for name in names:
+        path = Path(__file__).with_name(f"{name}.py")
+        spec = importlib.util.spec_from_file_location(name, path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        for case, run in getattr(module, kind, {}).items():
+            where |= {"file": name, "case": case}
+            print(where, file=sys.stderr, flush=True)  # before a traceback, should there be one
             run()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])

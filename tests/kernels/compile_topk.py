@@ -12,7 +12,6 @@ def rows(t, k):
 
 CASES = {
     "decode, V4-Flash": rows(1, 512),
-    "decode, V4-Pro": rows(1, 1024),
     "prefill, V4-Flash": rows(512, 512),
-    "prefill, V4-Pro": rows(512, 1024),
 }
+MORE = {"decode, V4-Pro": rows(1, 1024), "prefill, V4-Pro": rows(512, 1024)}

@@ -1,38 +1,41 @@
-"""Every Triton kernel compiles for Hopper and Blackwell at real dimensions; no GPU is needed for that."""
+"""Every Triton kernel compiles for Hopper at real dimensions; no GPU is needed for that."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+import re
 
 import pytest
 
-HERE = Path(__file__).parent
-FILES = sorted(path.stem for path in HERE.glob("compile_*.py") if path.stem != "compile_program")
-SHARED = 227 * 1024  # bytes that a block may have on both: CUDA C++ Programming Guide, compute capability 9.0 and 10.0
+from tests.kernels.compilation import FILES, HERE, check, compiler
+
+HOPPER = 90
+FUSED = [path for path in sorted((HERE.parents[1] / "kernels" / "fused").glob("*.py")) if path.stem != "__init__"]
+TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in FUSED}
 
 
-def compiled(name, folder):
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(HERE.parents[1])}
-    command = [sys.executable, str(HERE / "compile_program.py"), name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    return compiler(HOPPER, tmp_path_factory.mktemp("cache"))
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_kernels_compile_and_fit(name, tmp_path):
-    kernels = compiled(name, tmp_path)
-    assert {kernel["capability"] for kernel in kernels} == {90, 100}
-    for kernel in kernels:
-        assert kernel["cubin"] > 0, kernel
-        assert kernel["shared"] <= SHARED, kernel
+def test_kernels_compile_and_fit(name, compiled):
+    assert compiled("CASES")[name]
+    check(compiled("CASES")[name], HOPPER)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FILES)
+def test_more_cases_compile_and_fit(name, compiled):
+    check(compiled("MORE")[name], HOPPER)
 
 
 def test_every_file_of_kernels_is_compiled():
-    fused = HERE.parents[1] / "kernels" / "fused"
-    ops = {path.stem for path in fused.glob("*.py") if "@triton.jit" in path.read_text(encoding="utf-8")}
-    named = {stem.removeprefix("compile_") for stem in FILES}
-    assert ops - {"rounding", "weight_tiles"} == named
+    ops = {name for name, text in TEXTS.items() if "@triton.jit" in text}
+    assert ops - {"rounding", "weight_tiles"} == {stem.removeprefix("compile_") for stem in FILES}
+
+
+def test_every_kernel_that_is_launched_is_compiled(compiled):
+    """In the cases that `make test` compiles: what is left to the slow tests are other constants of the same."""
+    text = "\n".join(TEXTS.values())
+    functions = re.findall(r"@triton\.jit[^\n]*\ndef (_\w+)", text)
+    launched = {name for name in functions if re.search(rf"\b{name}\[", text)}
+    assert launched == {kernel["kernel"] for kernels in compiled("CASES").values() for kernel in kernels}

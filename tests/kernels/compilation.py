@@ -1,0 +1,36 @@
+"""Compiling all files of kernels for one GPU in one process: starting one takes longer than compiling most files."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+HERE = Path(__file__).parent
+FILES = sorted(path.stem for path in HERE.glob("compile_*.py") if path.stem != "compile_program")
+SHARED = 227 * 1024  # bytes that a block may have on both: CUDA C++ Programming Guide, compute capability 9.0 and 10.0
+
+
+def compiler(capability: int, folder: Path) -> Callable[[str], dict[str, list[dict]]]:
+    """What `compile_program` says of each file's CASES or MORE, run when asked for; `folder` is Triton's cache."""
+
+    @cache
+    def compiled(kind):
+        environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+        environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(HERE.parents[1])}
+        command = [sys.executable, str(HERE / "compile_program.py"), str(capability), kind, *FILES]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        kernels = [json.loads(line) for line in done.stdout.splitlines()]
+        return {name: [kernel for kernel in kernels if kernel["file"] == name] for name in FILES}
+
+    return compiled
+
+
+def check(kernels, capability):
+    for kernel in kernels:
+        assert kernel["capability"] == capability
+        assert kernel["cubin"] > 0, kernel
+        assert kernel["shared"] <= SHARED, kernel
