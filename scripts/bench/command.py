@@ -14,6 +14,7 @@ from scripts.bench import (
     compare_transformers,
     decode,
     dispatch,
+    gpu,
     kernels,
     load,
     performance,
@@ -27,7 +28,7 @@ from scripts.flags import writable
 BENCHES: dict[str, ModuleType] = {
     bench.NAME: bench
     for bench in (
-        performance, compare_transformers, prefill, decode, load, kernels, variants, compare_coda, dispatch,
+        performance, compare_transformers, prefill, decode, load, kernels, gpu, variants, compare_coda, dispatch,
     )
 }  # fmt: skip
 
