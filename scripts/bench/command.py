@@ -15,6 +15,7 @@ from scripts.bench import (
     decode,
     dispatch,
     gains,
+    gpu,
     kernels,
     load,
     performance,
@@ -28,7 +29,7 @@ from scripts.flags import writable
 BENCHES: dict[str, ModuleType] = {
     bench.NAME: bench
     for bench in (
-        performance, compare_transformers, prefill, decode, load, kernels, gains, variants, compare_coda, dispatch,
+        performance, compare_transformers, prefill, decode, load, kernels, gains, gpu, variants, compare_coda, dispatch,
     )
 }  # fmt: skip
 

@@ -32,7 +32,7 @@ E2M1_MEAN_SQUARE: Final = (0 + 0.25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8
 E8M0_BIAS: Final = 127
 
 # Mean and deviation of what is no linear, by the end of its name without `.weight`.
-_MOMENTS: Final = {
+MOMENTS: Final = {
     "embed": (0.0, 1.0),
     "norm": (1.0, 0.1),
     "attn_sink": (0.0, 1.0),
@@ -107,7 +107,7 @@ def _levels(name: str, tensors: Mapping[str, Stored]) -> NDArray[Any]:
     if dtype == "F8_E4M3":
         return _normal(dtype, 0.0, E4M3_DEVIATION)
     ending = name.removesuffix(".weight")
-    for end, (mean, deviation) in _MOMENTS.items():
+    for end, (mean, deviation) in MOMENTS.items():
         if ending.endswith(end):
             return _normal(dtype, mean, deviation)
     return _normal(dtype, 0.0, shape[-1] ** -0.5)  # linears that are never quantised; mHC's and the router's too
