@@ -72,13 +72,18 @@ class MoE:
 
     def mixed(self) -> bool:
         """Whether the routed experts are stored in several forms, so that they cannot be stacked."""
-        kinds = {tuple((type(w), *(p.dtype for p in w)) for w in (e.w1, e.w3, e.w2)) for e in self.experts.values()}
-        return len(kinds) > 1 or type(self.experts[0].w1) is not type(self.experts[0].w3)
+
+        def form(weight: Weight) -> tuple[object, ...]:
+            return type(weight), *((plane.dtype, plane.shape) for plane in weight)
+
+        kinds = {tuple(form(w) for w in (e.w1, e.w3, e.w2)) for e in self.experts.values()}
+        return len(kinds) > 1 or form(self.experts[0].w1) != form(self.experts[0].w3)
 
     def stacks(self) -> tuple[Weight, Weight, Weight]:
         """The routed experts' w1, w3 and w2 as `kernels.formats.stack` has them; the experts' own become views of it.
 
-        Nothing is held twice, but for one of the three while it is made.
+        No matrix is held twice, but for one of the three while it is made; what the allocator keeps of the memory that
+        the loaded ones had is its own affair, and not in the plan.
         """
         if self._stacks is None:
             assert not self.mixed(), "experts of several forms"

@@ -66,6 +66,9 @@ class _Here(NamedTuple):
     row: dict[int, Tensor]  # by ratio, [1] int64: row of the entry that the open window becomes, or the cache's last
 
 
+NOT_LOOKED_AT = ("columns", "routing", "selection", "stored")  # tripwires of a call of the model that a step has not
+
+
 class DecodeStep:
     """The next token of a sequence: `place`, then `run` or a replay of what was captured of it, then `finish`.
 

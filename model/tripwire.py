@@ -2,7 +2,8 @@
 
 Each check is a few operations on tensors that are small beside the work they guard, and reads their outcome once
 (`scripts.bench kernels --only tripwires` measures the cost in decode). They are exceptions and not assertions, because
-`python -O` removes those. They have no switch.
+`python -O` removes those. They have no switch, but for a decode step that is captured as a CUDA graph (`--graph`):
+that looks at some after the step and at four not at all; `model.step` says at which, and so does the run's report.
 """
 
 import math

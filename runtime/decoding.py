@@ -21,6 +21,7 @@ class Decoding(NamedTuple):
     how: str  # "graph" or "eager"
     why_eager: str | None  # why not by a graph; None: by one
     step: Step
+    not_looked_at: tuple[str, ...] = ()  # tripwires that a decoded token does not have, see `model.step`
 
 
 def eager(model: Model, state: State) -> Step:
@@ -32,7 +33,7 @@ def eager(model: Model, state: State) -> Step:
     return step
 
 
-def decoding(model: Model, state: State, *, graph: bool | None, steps: int) -> Decoding:
+def decoding(model: Model, state: State, *, graph: bool, steps: int) -> Decoding:
     """Choose how `state` is decoded, and capture the graph where it is by one.
 
     Parameters
@@ -40,21 +41,22 @@ def decoding(model: Model, state: State, *, graph: bool | None, steps: int) -> D
     model, state
         The state as it is before the run: its prompt may yet have to be prefilled.
     graph
-        Whether a graph is wanted: None: where there can be one; True: ConfigError, saying why, where there cannot.
+        Whether a graph is asked for, which looks at less than every call of the model does; ConfigError, saying why,
+        where there can be none.
     steps
         Tokens that will be decoded at most. For none nothing is captured.
 
     """
-    why = _why_eager(model) if graph is not False else "--no-graph"
+    why = _why_eager(model) if graph else "no --graph"
     if why is None and steps < 1:
         why = "no token to decode"
     if why is None:
-        from model.step import DecodeStep  # noqa: PLC0415 (Triton is not on every platform that runs without it)
+        from model.step import NOT_LOOKED_AT, DecodeStep  # noqa: PLC0415 (Triton is not on every platform)
         from runtime.graph import Captured  # noqa: PLC0415
 
         assert isinstance(model, Transformer), f"a decode step of a {type(model).__name__}"
-        return Decoding("graph", None, Captured(DecodeStep(model, state)))
-    if graph:
+        return Decoding("graph", None, Captured(DecodeStep(model, state)), NOT_LOOKED_AT)
+    if graph and steps >= 1:
         raise ConfigError(f"--graph: {why}")
     return Decoding("eager", why, eager(model, state))
 

@@ -32,7 +32,7 @@ class Captured:
     def __init__(self, step: DecodeStep) -> None:
         self.step = step
         self.graph = torch.cuda.CUDAGraph()
-        with step.rehearsal():
+        with torch.cuda.device(step.model.device), step.rehearsal():
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):

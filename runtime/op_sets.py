@@ -3,7 +3,6 @@
 from kernels.ops import BLOCKED, REFERENCE, Ops
 from model.architectures import Config
 from model.cache.variants import Full
-from model.config import ModelConfig
 from model.errors import ConfigError
 from runtime.options import RunOptions
 
@@ -33,7 +32,8 @@ def op_set(name: str, options: RunOptions, config: Config) -> Ops:
 def _check_fused(options: RunOptions, config: Config) -> None:
     if options.device != "cuda":
         raise ConfigError(f"--ops fused: Triton's kernels need --device cuda, not {options.device}")
-    if isinstance(config, ModelConfig):
-        other = {str(variant) for variant in options.formats(config).variants if not isinstance(variant, Full)}
-        if other:
-            raise ConfigError(f"--ops fused: has no kernels for --kv {min(other)}; --ops blocked has")
+    other = {str(variant) for variant in options.formats(config).variants if not isinstance(variant, Full)}
+    if other:
+        raise ConfigError(f"--ops fused: does not run --kv {min(other)}; --ops blocked does")
+    if options.coda_adapters is not None:
+        raise ConfigError("--ops fused: does not run --coda-adapters; --ops blocked does")

@@ -57,6 +57,9 @@ def report(loaded: AnyLoaded, options: RunOptions, state: State, run: Generation
         "rooms": rooms(loaded.model.arithmetic.ops),  # of `kernels`, from which each op of the set comes
         "decode": by.how,  # "graph" or "eager"
         "decode_eager_because": by.why_eager,  # None: by a graph
+        "decode_tripwires_not_looked_at": list(by.not_looked_at),
+        # a graph's tokens: the grouped experts, mHC from sublayer to sublayer and the compressor in one kernel each
+        "decode_rooms": {"experts": "fused", "mix": "fused", "compress": "fused"} if by.how == "graph" else {},
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "checkpoint": loaded.directory.resolve().name,

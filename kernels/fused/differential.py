@@ -76,7 +76,7 @@ def _attend(q, lam, cos, sin, norm, eps, keys, values, seen, own_keys, own_value
             SEEN: tl.constexpr, OWN: tl.constexpr, NORMED: tl.constexpr, WIDE: tl.constexpr, SCALE: tl.constexpr,
             UPCAST: tl.constexpr):  # fmt: skip
     operand = tl.float32 if WIDE else keys.dtype.element_ty
-    head, split = tl.program_id(1), tl.program_id(2)
+    head, split = tl.program_id(1).to(tl.int64), tl.program_id(2)  # head strides may be large
     first = tl.program_id(0).to(tl.int64) * TOKENS
     row, column = tl.arange(0, 2 * ROWS) % ROWS, tl.arange(0, D)
     token, query_head = first + row // GROUP, head * GROUP + row % GROUP
@@ -133,7 +133,7 @@ def _combine(lam, norm, eps, out, peaks, totals, sums, tokens, splits, H: tl.con
              ROWS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, NORMED: tl.constexpr,
              UPCAST: tl.constexpr):  # fmt: skip
     """Add up the parts of a tile's rows, one after the other, and finish."""
-    head, column = tl.program_id(1), tl.arange(0, D)
+    head, column = tl.program_id(1).to(tl.int64), tl.arange(0, D)
     peak = tl.full((2 * ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((2 * ROWS,), tl.float32)
     summed = tl.zeros((2 * ROWS, D), tl.float32)

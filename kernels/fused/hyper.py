@@ -261,7 +261,7 @@ def mix(
     t, s, d = streams.shape
     assert fn.shape[0] == (2 + s) * s, f"{fn.shape[0]} rows of fn for {s} streams"
     streams = streams.contiguous()
-    x, next_post, next_comb = streams.new_empty(t, d), torch.empty_like(post), torch.empty_like(comb)
+    x, next_post, next_comb = streams.new_empty(t, d), post.new_empty(t, s), comb.new_empty(t, s, s)
     if not t:
         return torch.empty_like(streams), x, next_post, next_comb
     written = y.contiguous(), post.contiguous(), comb.contiguous()

@@ -25,9 +25,10 @@ from runtime.plan.ops import Costs
 from runtime.plan.sizes import Moment, Sizes, stored_forms
 from runtime.plan.weights import WeightKind, Weights, total, weights
 
-# Beside tensors. Of a GPU: CUDA's context, cuBLAS's workspaces, NCCL's buffers, gaps between blocks; assumed, not
-# measured. Of a process on the CPU: the interpreter, torch's libraries, and what the C library keeps of freed blocks:
-# 237 MiB before the first token in audits/memory.md, 304 at the end of audits/long-context.md.
+# Beside tensors. Of a GPU: CUDA's context, cuBLAS's workspaces, NCCL's buffers, gaps between blocks, and what fused
+# kernels take beyond the blocked ops (256 MiB of index scores, tens of split sums); assumed, not measured. Of a process
+# on the CPU: the interpreter, torch's libraries, and what the C library keeps of freed blocks: 237 MiB before the first
+# token in audits/memory.md, 304 at the end of audits/long-context.md.
 RESERVE: Final = {"cuda": 2 << 30, "cpu": 304 << 20}
 HELD_POSITION: Final = 40  # bytes of a Python integer and of the list's reference to it
 

@@ -118,6 +118,17 @@ def test_mix_is_its_ops_one_after_the_other(t, d, dtype):
     assert torch.equal(ours[3], apart[2])
 
 
+def test_mix_of_weights_that_lie_otherwise():
+    """What the results lie like is not taken over from the arguments."""
+    y, streams, post, comb, *rest = arguments(3, 130, torch.float32)
+    turned = post.T.contiguous().T, comb.mT.contiguous().mT
+    assert not turned[1].is_contiguous()
+    for ours, expected in zip(
+        hyper.mix(y, streams, *turned, *rest), hyper.mix(y, streams, post, comb, *rest), strict=True
+    ):
+        assert torch.equal(ours, expected)
+
+
 def test_mix_twice_is_the_same_bits():
     given = arguments(3, 130, torch.bfloat16)
     for first, second in zip(hyper.mix(*given), hyper.mix(*given), strict=True):

@@ -27,10 +27,10 @@ COMPILED_HEADS = ("part: kernel", "shared memory, sm_90", "shared memory, sm_100
 COUNTED = """\
 Bytes are what must be read and written once, FLOPs those of the matrix products, both by formula
 (`scripts/bench/device/counts.py`). A floor is the longer of bytes / bandwidth and FLOPs / rate, at 4.3 TB/s and 790
-TFLOP/s in BF16 on an H200, 3.35 and 790 on an H100, 8 and 2250 (nominal) on a B200; all kernels multiply in BF16, so
-that the FP8 rate of a device is no roof here. Every token of a chunk is counted as seeing what the last one sees: too
-much, where the chunk is not short beside its context. A target of 100 % of FLOP/s is half of the FP8 rate, which is
-what is asked of the indexer's prefill."""
+TFLOP/s in BF16 on an H200, 3.35 and 790 on an H100, 8 and 2250 (nominal) on a B200; all kernels multiply in BF16,
+Shard's in FP16, so that the FP8 rate of a device is no roof here. Every token of a chunk is counted as seeing what the
+last one sees: too much, where the chunk is not short beside its context. A target of 100 % of FLOP/s is half
+of the FP8 rate, which is what is asked of the indexer's prefill."""
 TIMED = """\
 A time is the median over replays of a CUDA graph, which holds up to 8 calls, each with inputs of its own; before each
 replay a buffer larger than L2 is written. *events*: the call cannot be captured, and its launches are timed. An error
