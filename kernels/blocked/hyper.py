@@ -1,7 +1,7 @@
 """mHC in tiles of tokens: the streams pass through a core's cache once per op, not once per temporary.
 
 A single token's weights are two dozen numbers: what an op takes to be called is then all it takes, and Python, in fp64,
-is twice as fast (one core of an AVX2 EPYC: 0.60 -> 0.22 ms).
+is 1.6 times as fast (audits/cpu-gains.md).
 """
 
 import math
