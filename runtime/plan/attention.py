@@ -57,7 +57,7 @@ def _attend(s: Sizes, layer: int, alive: Alive) -> Iterator[Moment]:
         yield from _select(s, layer, alive)
         selected = min(c.index_topk, entries) + s.costs.banked
         alive = alive | {"selection": t * (selected + s.costs.banked) * 4}
-    yield moment("attention", alive, work=s.costs.attend(t, heads, c.head_dim, keys, selected))
+    yield moment("attention", alive, work=s.costs.attend(t, heads, c.head_dim, keys, selected, c.sliding_window))
 
 
 def _compress(s: Sizes, layer: int, name: str, width: int, alive: Alive) -> Iterator[Moment]:

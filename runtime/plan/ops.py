@@ -115,8 +115,11 @@ class Costs(NamedTuple):
         """`swiglu` of so many numbers of gate and of up."""
         return 3 * F32 * numbers
 
-    def attend(self, tokens: int, heads: int, width: int, keys: int, selected: int) -> int:
-        """`attend` to tiles of `keys` in a row, or fewer; `selected` entries for each token, 0 where none are."""
+    def attend(self, tokens: int, heads: int, width: int, keys: int, selected: int, window: int) -> int:
+        """`attend` to tiles of `keys` in a row, or fewer; `selected` entries for each token, 0 where none are.
+
+        `window`: of the tokens that a single token sees in it.
+        """
         rows = min(tokens, max(1, attention.ROWS // heads))
         queries = rows * heads * width * F32
         inside = 2 * queries if self.coded else 0  # queries and values in the space of the codes
@@ -133,12 +136,12 @@ class Costs(NamedTuple):
             chosen = rows * selected * (4 + I64 + 3)  # which, as they are and as an index, and whether each may be seen
             tile = max(tile, gathered) + chosen
         if tokens == 1 and not self.coded:
-            tile = max(tile, self._one_token(heads, width, keys, selected))
+            tile = max(tile, self._one_token(heads, width, window + (selected or keys), selected))
         return tokens * heads * width * self.item + 2 * queries + inside + max(tile, turning) + TILE_SLACK
 
     def _one_token(self, heads: int, width: int, keys: int, selected: int) -> int:
         """What a single token that sees no more than a tile of keys puts side by side: see `attention._few_keys`."""
-        seen = min(attention.KEYS // width, keys + (selected or keys))
+        seen = min(attention.KEYS // width, keys)
         stored = 0 if self.entries != "dtype" or self.item == F32 else selected * width * self.item
         return max(seen * (2 * width + 3 * heads) * F32 + stored, selected * width * self._entries_gathered())
 

@@ -129,7 +129,9 @@ def test_attend(form, selected, tokens, heads, width):
     chosen = torch.arange(selected, dtype=torch.int32).expand(tokens, selected).contiguous() if selected else None
     sink = torch.zeros(heads)
     keys = max(window + tokens, 0 if selected else n)
-    planned = costs(item, entries="fp8" if form == "fp8" else "dtype").attend(tokens, heads, width, keys, selected)
+    planned = costs(item, entries="fp8" if form == "fp8" else "dtype").attend(
+        tokens, heads, width, keys, selected, window
+    )
     close(planned, lambda: BLOCKED.attend(q, ring, first, window, entries, ratio, chosen, sink))
 
 
@@ -152,7 +154,9 @@ def test_attend_to_codes(bits, tokens, heads, width, selected):
     entries = rotated_rows(n, width, bits, CPU, 0)
     rows.write(entries, 0, torch.randn(n, width))
     chosen = torch.arange(selected, dtype=torch.int32).expand(tokens, selected).contiguous() if selected else None
-    planned = costs(2, coded=True).attend(tokens, heads, width, max(window + tokens, 0 if selected else n), selected)
+    planned = costs(2, coded=True).attend(
+        tokens, heads, width, max(window + tokens, 0 if selected else n), selected, window
+    )
     fits(planned, lambda: BLOCKED.attend(q, ring, first, window, entries, ratio, chosen, torch.zeros(heads)))
 
 
@@ -167,7 +171,7 @@ def test_attend_to_coefficients(tokens, heads, width, selected):
     rows.write(entries, 0, torch.randn(n, width))
     chosen = torch.arange(selected, dtype=torch.int32).expand(tokens, selected).contiguous() if selected else None
     allowed = costs(2, coded=True, based=True)
-    planned = allowed.attend(tokens, heads, width, max(window + tokens, 0 if selected else n), selected)
+    planned = allowed.attend(tokens, heads, width, max(window + tokens, 0 if selected else n), selected, window)
     fits(planned, lambda: BLOCKED.attend(q, ring, first, window, entries, ratio, chosen, torch.zeros(heads)))
     written = torch.randn(tokens, width)
     fits(allowed.coding(tokens, width), lambda: rows.write(entries, 0, written))
