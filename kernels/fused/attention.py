@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.formats import Fp8Entries, Rows, Slots
 from kernels.fused import attention_launch
+from kernels.fused.position import position
 from kernels.fused.rounding import UPCAST, rounded
 
 GROUP = tl.constexpr(attention_launch.WIDTH)  # columns of Fp8Entries to a scale
@@ -275,8 +276,7 @@ def attend(
     most = n if selected is None else min(n, picks)
     fp8, narrow = most > 0 and isinstance(slots.rows, Fp8Entries), dtypes == {torch.bfloat16}
     cut = attention_launch.launch(q, window, most, narrow=narrow, fp8=fp8, shared=selected is None or most == 0)
-    if isinstance(first, int):
-        first = torch.full((), first, dtype=torch.int64, device=q.device)
+    first = position(first, q.device)
     split = cut.splits > 1
     found = torch.empty(2, cut.splits, t, h, dtype=torch.float32, device=q.device) if split else sink.expand(2, -1)
     sums = torch.empty(cut.splits, t, h, d, dtype=torch.float32, device=q.device) if split else sink

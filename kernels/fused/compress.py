@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.formats import Fp4Keys, Fp8Entries, Fp8Keys, Rounding, Rows, Window
 from kernels.fused.activations import block_exponent, code, held, narrow, power_of_two, simulated, walsh
+from kernels.fused.position import position
 from kernels.fused.rounding import UPCAST, rounded
 from kernels.reference.quantise import E2M1_MAX, E4M3_MAX
 
@@ -221,7 +222,7 @@ def compress(
     assert all(part.is_contiguous() for part in window), "the state is written in place"
     if not isinstance(first, Tensor):
         assert (first + t) // ratio <= rows.shape[0], f"{rows.shape[0]} rows for {first + t} tokens"
-        first = torch.full((), first, dtype=torch.int64, device=kv.device)
+    first = position(first, kv.device)
     if not t:
         return
     values, tail, scales, form = _planes(rows)

@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.formats import Fp4Keys, Fp8Keys, Rows
+from kernels.fused.position import position
 from kernels.fused.rounding import UPCAST
-from kernels.fused.topk import position, seen_by, top_k_into
+from kernels.fused.topk import seen_by, top_k_into
 
 KEYS = 256  # keys per tile: two warpgroups of Hopper; a query of 64 heads x 128 is read from L2 for each tile
 EXACT_KEYS = 32  # the same in fp32, which tensor cores do not multiply

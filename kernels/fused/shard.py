@@ -60,7 +60,7 @@ def _exact(q, keys, values, peaks, totals, sums, tokens, rows, key_token, key_he
            KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
            WIDE: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr):  # fmt: skip
     operand = tl.float32 if WIDE else keys.dtype.element_ty
-    split, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    split, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)  # head strides may be large
     column, row = tl.arange(0, D), tl.arange(0, ROWS)
     wanted = row < rows // KV
     query = row // GROUP * (KV * GROUP) + head * GROUP + row % GROUP  # of [t, h]

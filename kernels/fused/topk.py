@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.fused.position import position
+
 WHOLE_ROWS = 64  # rows from which a program each fills the device: a program of 16 warps, 132 SMs or more
 WHOLE_ENTRIES = 1 << 14  # entries up to which one program is faster than five launches
 TILE = 1 << 12  # scores that one program holds at a time: 8 in each of 512 threads
@@ -148,15 +150,6 @@ def _collect(
         over, same = tl.load(larger + at, parts < part, 0), tl.load(equal + at, parts < part, 0)
         high = tl.minimum(low + share, seen)
         _take(scores + token * stride, out, low, high, prefix, need, tl.sum(over), tl.sum(same), TILE)
-
-
-def position(first: int | Tensor, device: torch.device) -> Tensor:
-    """The position of the first token as kernels take it: [] int64 on the device."""
-    if isinstance(first, Tensor):
-        assert first.shape == (), f"first: {tuple(first.shape)}, want one number"
-        assert first.dtype == torch.int64, f"first: {first.dtype}, want int64"
-        return first
-    return torch.full((), first, dtype=torch.int64, device=device)
 
 
 def top_k(scores: Tensor, first: int | Tensor, ratio: int, k: int) -> Tensor:

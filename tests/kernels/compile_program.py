@@ -11,48 +11,12 @@ It must run without TRITON_INTERPRET, so in a process of its own.
 """
 
 import importlib.util
-import json
 import sys
 from pathlib import Path
 
-import torch
-from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
-
-class NoDevice:
-    """As much of a driver as compiling asks for."""
-
-    def __init__(self, capability: int) -> None:
-        self.target = GPUTarget("cuda", capability, 32)
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return self.target.arch
-
-    def get_current_stream(self, device: int | None = None) -> int:
-        del device
-        return 0
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
-
-def print_what_is_compiled(where: dict[str, object]) -> None:
-    """Make every launch compile and print, beside `where`, instead of running."""
-    launch = JITFunction.run
-
-    def compiled(self, *args, grid, warmup, **kwargs):
-        del warmup
-        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-        found = {"kernel": self.__name__, "shared": kernel.metadata.shared, "cubin": len(kernel.asm["cubin"])}
-        print(json.dumps(where | found), flush=True)
-        return kernel
-
-    JITFunction.run = compiled
+from scripts.bench.ahead import NoDevice, print_what_is_compiled
 
 
 def main(capability: int, kind: str, names: list[str]) -> None:
