@@ -1,10 +1,11 @@
 """`compare-transformers`: this runtime beside Hugging Face transformers, on the same files of a mid-size checkpoint.
 
 Each run is a process of its own; the sides take turns, ours, theirs, theirs, ours, and so on, so that whatever else the
-machine does falls on both. transformers gets its best case: the prompt in calls of --chunk tokens, its own cache, and
-huge pages (THP_MEM_ALLOC_ENABLE=1), without which it is slower. Both compute in bf16 on the same threads, and their
-logits are compared in every pair. Where a processor has no bf16 instructions, transformers reads a prompt several times
-faster in fp32: `--theirs-dtype fp32` compares with that.
+machine does falls on both. Each gets its best case. For transformers that is a prompt in calls of --chunk tokens, its
+own cache, and huge pages (THP_MEM_ALLOC_ENABLE=1), without which it is slower. Ours has no scores that grow with the
+call, and reads --our-chunk tokens at once: an expert then gets enough of them to pay for the decoding of its weights.
+Both compute in bf16 on the same threads, and their logits are compared in every pair. Where a processor has no bf16
+instructions, transformers reads a prompt several times faster in fp32: `--theirs-dtype fp32` compares with that.
 """
 
 import argparse
@@ -61,7 +62,8 @@ def add_flags(p: argparse.ArgumentParser, ours_only: Sequence[int] = ()) -> None
         default=list(ours_only),
         help=f"contexts for our side alone, once each (default {only})",
     )
-    p.add_argument("--chunk", type=positive, default=512, help="tokens of a call, on both sides (default 512)")
+    p.add_argument("--chunk", type=positive, default=512, help="tokens of a call of transformers (default 512)")
+    p.add_argument("--our-chunk", type=positive, default=2048, help="tokens of a call of ours (default 2048)")
     p.add_argument("--decode", type=positive, default=16, help="tokens after each prompt (default 16)")
     p.add_argument("--threads", type=positive, default=1, help="of each run (default 1)")
     p.add_argument(
@@ -106,7 +108,8 @@ def compared(args: argparse.Namespace, record: Record, *, components: bool) -> J
         def once(side: str, context: int, more: JSON, *, watched: bool = False) -> JSON:
             thp = side == THEIRS or args.ours_thp
             logits = str(Path(scratch) / side)
-            sizes = (args.chunk, args.decode, args.threads, args.seed)
+            chunk = args.chunk if side == THEIRS else args.our_chunk
+            sizes = (chunk, args.decode, args.threads, args.seed)
             spec = Spec(side, str(model), context, *sizes, logits, components=watched, thp=thp, dtype=args.theirs_dtype)
             found = {"run": record.header["run"], **more, **measured(spec)}
             _tell(found)
@@ -133,7 +136,7 @@ def compared(args: argparse.Namespace, record: Record, *, components: bool) -> J
 ABOUT = {
     "files": "in the page cache, read once before every run",
     "load_s": "from the files to a model that runs, imports not counted; our weights stay mapped files",
-    "prefill_s": "the whole prompt in calls of --chunk tokens, caches allocated, logits of its last token",
+    "prefill_s": "the whole prompt in calls (--chunk, --our-chunk), caches allocated, logits of its last token",
     "decode_ms": "one token and its logits; the tokens are drawn, the same on both sides",
     "memory.VmHWM": "peak resident set, mapped files included: what the target of half the memory is about",
     "sampled_peak_anon": "peak of RssAnon + RssShmem, looked at every 20 ms: what no file backs",

@@ -189,16 +189,17 @@ def _front(document: JSON) -> list[str]:
 
 def _settings(document: JSON) -> list[str]:
     asked, held = document["settings"], document["results"]["checkpoint"]
+    chunk = {run["side"]: run["chunk"] for run in document["results"]["runs"]}
     threads = f"{asked['threads']} thread{'s' if asked['threads'] > 1 else ''}"
     thp = "with it too" if asked["ours_thp"] else "without it"
     sizes = ", ".join(f"{name} {value}" for name, value in held.items() if name != "bytes")
     return [
         f"Both sides read the same files, {held['bytes'] / 1e9:.2g} GB of weights ({sizes}),",
         f"on {threads}, Fathom in bf16, transformers in {asked['theirs_dtype']}. Each run is a process of its own;",
-        "the sides take turns,",
-        f"{asked['pairs']} pairs. A prompt is read in calls of {asked['chunk']} tokens, which is faster for",
-        f"transformers than one call, and {asked['decode']} tokens follow one by one. transformers runs with",
-        f"`THP_MEM_ALLOC_ENABLE=1`, its best case; Fathom {thp}.",
+        f"the sides take turns, {asked['pairs']} pairs.",
+        f"A prompt is read in calls, of {chunk[THEIRS]} tokens by transformers, which is faster for it than one call,",
+        f"of {chunk[OURS]} by Fathom, and {asked['decode']} tokens follow one by one.",
+        f"transformers runs with `THP_MEM_ALLOC_ENABLE=1`, its best case; Fathom {thp}.",
     ]
 
 

@@ -35,7 +35,7 @@ TINY = midsize.MIDSIZE | {
     "num_experts_per_tok": 2,
     "num_hash_layers": 1,
 }
-SIZES = ["--context", "200", "--chunk", "64", "--decode", "2"]
+SIZES = ["--context", "200", "--chunk", "64", "--our-chunk", "128", "--decode", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,7 @@ def fake(spec):
     return {
         "side": spec.side,
         "context": spec.context,
+        "chunk": spec.chunk,
         "thp": spec.thp,
         "components": spec.components,
         "load_s": 0.1 if ours else 0.6,
@@ -97,7 +98,7 @@ def test_both_sides_run_in_turn_and_compute_the_same(tiny, tmp_path, monkeypatch
     assert {run["run"] for run in runs} == {data["run"]}
     assert [run["thp"] for run in runs] == [False, True, True, False]
     for one in runs:
-        assert len(one["chunk_s"]) == 4  # 64 + 64 + 64 + 8
+        assert len(one["chunk_s"]) == {"ours": 2, "theirs": 4}[one["side"]]  # 128 + 72, 64 + 64 + 64 + 8
         assert sum(one["chunk_s"]) <= one["prefill_s"]
         assert len(one["decode_ms"]) == 2
         assert min(one["load_s"], one["prefill_s"], *one["decode_ms"]) > 0
@@ -262,7 +263,15 @@ def test_without_transformers_one_line_says_how_to_get_it(name, monkeypatch, cap
 
 
 @pytest.mark.parametrize(
-    "flags", [["--pairs", "0"], ["--context", "x"], ["--chunk", "-1"], ["--ours-only", "0"], ["--threads", "0.5"]]
+    "flags",
+    [
+        ["--pairs", "0"],
+        ["--context", "x"],
+        ["--chunk", "-1"],
+        ["--our-chunk", "0"],
+        ["--ours-only", "0"],
+        ["--threads", "0.5"],
+    ],
 )
 def test_bad_flags_are_refused(flags, capsys):
     with pytest.raises(SystemExit) as end:
@@ -284,6 +293,7 @@ def test_the_page_is_of_one_run(tmp_path, capsys):
     assert "**7 of 8 targets are reached; missed: prefill at 16384.**" in page
     assert "| decode speed kept from 8192 on | 16384 | >= 0.9 | 1.00 | reached |" in page
     assert "| 131072 | 0.1 | 8 | 10 | 1 | 0.1 |" in page
+    assert "of 512 tokens by transformers, which is faster for it than one call,\nof 2048 by Fathom" in page
     assert str(tmp_path) not in page
     for picture in re.findall(r"\]\((.*?\.svg)\)", page):
         assert (out / picture).read_text(encoding="utf-8").startswith("<svg")
