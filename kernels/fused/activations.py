@@ -1,6 +1,6 @@
 """What happens to activations between products: rotary embedding, rounding to E4M3 and E2M1 blocks, Hadamard.
 
-The helpers are those of `compress` too, which does the same to a row in its registers.
+`compress` does the same to a row in its registers, with the same helpers.
 """
 
 import torch
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.fused.codes import simulated
 from kernels.fused.rounding import UPCAST, rounded, widened
 from kernels.reference.quantise import E2M1_MAX, E4M3_MAX
 
@@ -17,57 +18,6 @@ WARPS = 4
 # A narrow format: the smallest size of a block that its scale follows, the largest code, mantissa bits, bias
 E4M3 = {"SMALLEST": 1e-4, "LARGEST": E4M3_MAX, "MANTISSA": 3, "BIAS": 7}
 E2M1 = {"SMALLEST": E2M1_MAX * 2.0**-126, "LARGEST": E2M1_MAX, "MANTISSA": 1, "BIAS": 1}
-
-
-@triton.jit
-def block_exponent(x, axis: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr):
-    """E8M0 code (int32) of the scale of blocks of fp32 `x` along `axis`: that of `power_of_two_scale`, 255 for NaN.
-
-    Sizes are compared as bits, where NaN is the largest of all: a maximum of floats would drop it.
-    """
-    size = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis).to(tl.float32, bitcast=True)
-    ratio = tl.where(size < SMALLEST, SMALLEST, size) * (1.0 / LARGEST)
-    bits = ratio.to(tl.int32, bitcast=True)
-    return tl.where(ratio < float("inf"), (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 255)
-
-
-@triton.jit
-def power_of_two(exponent):
-    """fp32 of an E8M0 code (int32); that of its inverse is ``power_of_two(254 - exponent)``, whose products are exact.
-
-    A quotient is not: Triton's division of fp32 is an approximate one.
-    """
-    return tl.where(exponent == 255, float("nan"), (exponent << 23).to(tl.float32, bitcast=True))
-
-
-@triton.jit
-def narrow(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Round fp32 `x` to the format, nearest even, sign of zero kept: as in `kernels.blocked.quantise`."""
-    bits = x.to(tl.int32, bitcast=True)
-    power = tl.maximum(bits & 0x7F800000, (128 - BIAS) << 23).to(tl.float32, bitcast=True)  # 2^(1 - BIAS) at least
-    magic = power * (1.5 * 2.0 ** (23 - MANTISSA))
-    value = (x + magic) - magic
-    return (value.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def code(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN: tl.constexpr):
-    """Bits (int32) of what `narrow` gave, the sign at bit SIGN; NaN has all bits below it."""
-    bits = value.to(tl.int32, bitcast=True)
-    size = bits & 0x7FFFFFFF
-    wide = size.to(tl.float32, bitcast=True)
-    subnormal = size < ((128 - BIAS) << 23)
-    steps = (tl.where(subnormal, wide, 0.0) * 2.0 ** (BIAS - 1 + MANTISSA)).to(tl.int32)
-    found = tl.where(subnormal, steps, (size >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA))
-    found = tl.where(value == value, found, (1 << SIGN) - 1)
-    return found | (((bits >> 31) & 1) << SIGN)
-
-
-@triton.jit
-def simulated(x, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Round fp32 blocks `x` [n, group] to what codes and a scale per block hold."""
-    exponent = block_exponent(x, 1, SMALLEST, LARGEST)[:, None]
-    return narrow(x * power_of_two(254 - exponent), MANTISSA, BIAS) * power_of_two(exponent)
 
 
 @triton.jit
@@ -98,7 +48,7 @@ def _simulate(
     column = tl.arange(0, PADDED)[None, :]
     inside = (block < blocks) & (column < GROUP)
     wide = widened(tl.load(x + block * GROUP + column, inside, 0.0), UPCAST)
-    wide = simulated(wide, SMALLEST, LARGEST, MANTISSA, BIAS)
+    wide = simulated(wide, 1, SMALLEST, LARGEST, MANTISSA, BIAS)
     tl.store(out + block * GROUP + column, rounded(wide, out.dtype.element_ty, UPCAST), inside)
 
 

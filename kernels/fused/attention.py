@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.formats import Fp8Entries, Rows, Slots
 from kernels.fused import attention_launch
+from kernels.fused.codes import e4m3, e8m0
 from kernels.fused.position import position
 from kernels.fused.rounding import UPCAST, rounded
 
@@ -55,13 +56,8 @@ def _fp8(
     stored = loaded[:, None] & (group < NOPE // GROUP)[None, :]
     at = row[:, None] * values_stride + group[None, :] * GROUP
     code = tl.load(values + at[:, :, None] + column[None, None, :], stored[:, :, None], 0)
-    narrow = code.to(tl.float8e4nv, bitcast=True).to(OPERAND)
-    if UPCAST:  # the interpreter reads NaN as 480
-        narrow = tl.where((code & 0x7F) == 0x7F, float("nan"), narrow)
-    byte = tl.load(scale + row[:, None] * scale_stride + group[None, :], stored, 127).to(tl.int32)
-    bits = tl.where(byte == 0, 1 << 22, tl.where(byte == 255, 0x7FC00000, byte << 23))
-    power = bits.to(tl.float32, bitcast=True)
-    narrow = narrow * power.to(OPERAND)[:, :, None]
+    power = e8m0(tl.load(scale + row[:, None] * scale_stride + group[None, :], stored, 127))
+    narrow = e4m3(code, OPERAND, UPCAST) * power.to(OPERAND)[:, :, None]
     inside = loaded[:, None] & (column < WIDTH - NOPE)[None, :]
     last = tl.load(rope + row[:, None] * rope_stride + column[None, :], inside, 0.0).to(OPERAND)
     wide = tl.where((group == NOPE // GROUP)[None, :, None], last[:, None, :], narrow)

@@ -12,19 +12,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.formats import Fp4, Fp8, Weight
+from kernels.fused.activations import simulate_fp8
+from kernels.fused.codes import E4M3, SMALL, simulated
 from kernels.fused.rounding import UPCAST, rounded
 from kernels.fused.swiglu import activation
-from kernels.fused.weight_tiles import (
-    GROUP,
-    Planes,
-    e4m3_blocks,
-    inputs,
-    multiplied,
-    narrow,
-    operand,
-    planes,
-    simulate_fp8,
-)  # fmt: skip
+from kernels.fused.weight_tiles import GROUP, Planes, inputs, multiplied, narrow, operand, planes
 
 ROWS = 128  # of a matrix per program: one block of `deployed` rounding, whose largest number must be known
 CHUNK = 1024  # pairs that are counted and sorted at once
@@ -97,7 +89,7 @@ def _gate_up(
     gate, up = rounded(gate, DTYPE, UPCAST).to(tl.float32), rounded(up, DTYPE, UPCAST).to(tl.float32)
     inner = activation(gate, up, limit) * tl.load(weights + pair, inside, 0.0)[None, :]
     if ROUND:
-        inner = e4m3_blocks(rounded(inner, DTYPE, UPCAST).to(tl.float32), 0)
+        inner = simulated(rounded(inner, DTYPE, UPCAST).to(tl.float32), 0, SMALL, E4M3, 3, 7)
     target = out + place.to(tl.int64)[None, :] * rows + row[:, None]
     tl.store(target, rounded(inner, DTYPE, UPCAST), there[:, None] & inside[None, :])
 
@@ -168,7 +160,7 @@ def experts(
     blocks = min(pairs, (pairs + total * (tokens - 1)) // tokens)  # a block may lack all but one of its tokens
     gate, up, down = planes(w1), planes(w3), planes(w2)
     assert _layout(gate) == _layout(up), "w1 and w3 lie differently"
-    x = simulate_fp8(x) if deployed and isinstance(w1, Fp8 | Fp4) else x.contiguous()
+    x = simulate_fp8(x, GROUP) if deployed and isinstance(w1, Fp8 | Fp4) else x.contiguous()
     middle = x.new_empty(pairs, inner)
     rounding = deployed and isinstance(w2, Fp8 | Fp4)
     assert not rounding or inner % GROUP == 0, f"{inner} columns are no multiple of the group of {GROUP}"

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.formats import Fp4Keys, Fp8Keys, Rows
+from kernels.fused.codes import e2m1, e8m0
 from kernels.fused.position import position
 from kernels.fused.rounding import UPCAST
 from kernels.fused.topk import seen_by, top_k_into
@@ -26,32 +27,14 @@ _TENSOR, _FP8, _FP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 @triton.jit
-def _power_of_two(byte):
-    """E8M0 as fp32: byte 0 is the subnormal 2^-127, byte 255 NaN."""
-    byte = byte.to(tl.int32)
-    bits = tl.where(byte == 0, 1 << 22, tl.where(byte == 255, 0x7FC00000, byte << 23))
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _e2m1(nibble):
-    """E2M1 as fp32: its exponent and mantissa bits in the places of fp32's, and the difference of the biases, 126.
-
-    Exact for the subnormals 0 and 0.5 too: Triton's multiplication does not flush them.
-    """
-    bits = ((nibble & 7) << 22) | ((nibble & 8) << 28)
-    return bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2^126
-
-
-@triton.jit
 def _keys(values, scales, row, D: tl.constexpr, BLOCK_D: tl.constexpr, FORM: tl.constexpr, dtype: tl.constexpr):
     """Decoded keys [rows, BLOCK_D], 0 beyond column D; of FP8 the row's scale is left out."""
     line = row.to(tl.int64)[:, None]
     if FORM == _FP4:
         byte, group = tl.arange(0, BLOCK_D // 2)[None, :], tl.arange(0, BLOCK_D // 32)[None, :]
         packed = tl.load(values + line * (D // 2) + byte, byte < D // 2, 0).to(tl.uint32)
-        scale = _power_of_two(tl.load(scales + line * (D // 32) + group, group < D // 32, 0))
-        both = tl.join(_e2m1(packed & 15), _e2m1(packed >> 4))  # the even column in the low nibble
+        scale = e8m0(tl.load(scales + line * (D // 32) + group, group < D // 32, 0))
+        both = tl.join(e2m1(packed & 15), e2m1(packed >> 4))  # the even column in the low nibble
         grouped = both.reshape(line.shape[0], BLOCK_D // 32, 32) * scale[:, :, None]
         found = grouped.reshape(line.shape[0], BLOCK_D)
     else:

@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.formats import Dense, Fp4, Fp8, NvFp4, Weight
-from kernels.fused.rounding import UPCAST, rounded
+from kernels.fused.codes import e2m1, e4m3, e8m0
+from kernels.fused.rounding import UPCAST
 
 GROUP = 128  # columns of a linear's input that share a scale, in deployed numerics
 
@@ -58,28 +59,6 @@ def narrow(x: Tensor, weight: Weight) -> bool:
 def operand(x: Tensor, weight: Weight) -> tl.dtype:
     """Dtype to multiply in: bfloat16 where it is exact, but for the interpreter."""
     return tl.bfloat16 if narrow(x, weight) and not UPCAST else tl.float32
-
-
-@triton.jit
-def e8m0(byte):
-    """2^(byte - 127) in fp32; byte 0 is a subnormal, byte 255 NaN."""
-    wide = byte.to(tl.uint32)
-    return tl.where(wide == 0, 1 << 22, tl.where(wide == 255, 0x7FC00000, wide << 23)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def e2m1(code):
-    """uint32 codes 0 .. 15 in fp32: moved to the place of fp32's exponent they are 2^-126 of their value."""
-    return (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37
-
-
-@triton.jit
-def e4m3(byte, dtype: tl.constexpr, UPCAST: tl.constexpr):
-    """uint8 codes of E4M3 in `dtype`; of NaN the interpreter makes 480."""
-    x = byte.to(tl.float8e4nv, bitcast=True).to(dtype)
-    if UPCAST:
-        x = tl.where((byte & 0x7F) == 0x7F, float("nan"), x)
-    return x
 
 
 @triton.jit
@@ -126,47 +105,3 @@ def multiplied(
         w = tl.join(e2m1(w & 15) * s, e2m1(w >> 4) * s).to(OPERAND)
         total = tl.dot(w.reshape(ROWS, BLOCK), x, total, input_precision="ieee")
     return total
-
-
-@triton.jit
-def e4m3_blocks(x, AXIS: tl.constexpr):
-    """fp32 `x`, whose axis AXIS is one block, at the values that E4M3 times a power of two holds.
-
-    `kernels.reference.quantise.simulate_fp8` bit for bit, the rounding as in `kernels.blocked.quantise`: adding 1.5
-    times the power of two whose last bit is the spacing wanted rounds, and subtracting it is exact.
-    """
-    wrong = tl.max((x != x).to(tl.int32), AXIS) > 0  # a maximum skips NaN
-    ratio = tl.maximum(tl.max(tl.where(x == x, tl.abs(x), 0.0), AXIS), 1e-4) * (1.0 / 448.0)
-    bits = ratio.to(tl.uint32, bitcast=True)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.uint32)
-    wrong = wrong | (exponent >= 255)
-    exponent = tl.where(wrong, 127, exponent)
-    scale = tl.where(wrong, float("nan"), (exponent << 23).to(tl.float32, bitcast=True))
-    scale = tl.expand_dims(scale, AXIS)
-    inverse = tl.expand_dims(((254 - exponent) << 23).to(tl.float32, bitcast=True), AXIS)
-    small = x * inverse  # both are powers of two: the quotient itself
-    power = (small.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    magic = tl.maximum(power, 0.015625) * 1572864.0  # no code is finer than at 2^-6; 1.5 * 2^20
-    size = tl.abs(small)
-    size = (size + magic) - magic
-    return tl.where(small.to(tl.int32, bitcast=True) < 0, -size, size) * scale
-
-
-@triton.jit
-def _simulate_fp8(x, out, size, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK
-    place += tl.arange(0, BLOCK // 128)[:, None] * 128 + tl.arange(0, 128)[None, :]
-    inside = place < size
-    wide = e4m3_blocks(tl.load(x + place, inside, 0.0).to(tl.float32), 1)
-    tl.store(out + place, rounded(wide, out.dtype.element_ty, UPCAST), inside)
-
-
-def simulate_fp8(x: Tensor) -> Tensor:
-    """Round rows [..., in] to E4M3 per 128 columns, as inputs of linears: `kernels.reference.quantise.simulate_fp8`."""
-    assert x.shape[-1] % GROUP == 0, f"{x.shape[-1]} columns are no multiple of the group of {GROUP}"
-    x = x.contiguous()
-    out = torch.empty_like(x)
-    if x.numel():
-        grid = (triton.cdiv(x.numel(), 1024),)
-        _simulate_fp8[grid](x, out, x.numel(), BLOCK=1024, UPCAST=UPCAST, num_warps=4, enable_fp_fusion=False)
-    return out
