@@ -6,7 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.architectures import Model
+from kernels.ops import Ops
+from model.architectures import Config, Model
+from model.config import ModelConfig
 from model.errors import ConfigError
 from model.state import State
 from model.transformer import Transformer
@@ -31,6 +33,12 @@ def eager(model: Model, state: State) -> Step:
         return model.logits(model(torch.tensor([token], dtype=torch.int64, device=model.device), state))[0]
 
     return step
+
+
+def check_graph(config: Config, device: str, ops: Ops, ranks: int) -> None:
+    """Refuse --graph before any weight is read, where that can be known by then: ConfigError, saying why."""
+    if (why := _why_no_graph(config, device, ops, ranks)) is not None:
+        raise ConfigError(f"--graph: {why}")
 
 
 def decoding(model: Model, state: State, *, graph: bool, steps: int) -> Decoding:
@@ -61,13 +69,21 @@ def decoding(model: Model, state: State, *, graph: bool, steps: int) -> Decoding
     return Decoding("eager", why, eager(model, state))
 
 
-def _why_eager(model: Model) -> str | None:
-    if not isinstance(model, Transformer):
-        return f"a {model.config.model_type} model: only DeepSeek-V4 has a decode step"
-    if model.device.type != "cuda":
-        return f"--device {model.device.type}: CUDA graphs are of CUDA devices"
-    if model.arithmetic.ops.name != "fused":
-        return f"--ops {model.arithmetic.ops.name}: a decode step is of the fused kernels"
-    from model.step import refusal  # noqa: PLC0415 (as above)
+def _why_no_graph(config: Config, device: str, ops: Ops, ranks: int) -> str | None:
+    if not isinstance(config, ModelConfig):
+        return f"a {config.model_type} model: only DeepSeek-V4 has a decode step"
+    if device != "cuda":
+        return f"--device {device}: CUDA graphs are of CUDA devices"
+    if ops.name != "fused":
+        return f"--ops {ops.name}: a decode step is of the fused kernels"
+    return f"{ranks} ranks: a decode step is of one" if ranks > 1 else None
 
+
+def _why_eager(model: Model) -> str | None:
+    why = _why_no_graph(model.config, model.device.type, model.arithmetic.ops, model.ranks.size)
+    if why is not None:
+        return why
+    from model.step import refusal  # noqa: PLC0415 (Triton is not on every platform)
+
+    assert isinstance(model, Transformer), f"a V4 config of a {type(model).__name__}"
     return refusal(model)

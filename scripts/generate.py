@@ -17,7 +17,7 @@ from rich.table import Table
 from model.errors import CapacityError, ConfigError
 from model.ranks import Group
 from model.state import State
-from runtime.decoding import decoding
+from runtime.decoding import check_graph, decoding
 from runtime.encoding import EFFORTS
 from runtime.errors import PromptError
 from runtime.generate import Generation, generate
@@ -109,6 +109,8 @@ def _generate(args: argparse.Namespace, watch: Watch | None, group: Group) -> in
     segments = prompt_segments(args, config, tokenizer)
     prompt = tokenizer.encode(segments)  # before the weights: a bad prompt should not wait for them
     ops = chosen_ops(args, options, config)
+    if args.graph and args.max_new_tokens > 1:
+        check_graph(config, options.device, ops, group.size)
     held = 0 if args.load_state is None else saved_position(args.load_state) + 2  # a pending token, and an EOS after it
     context = args.max_context or held + len(prompt) + args.max_new_tokens - 1
     console = Console(stderr=True)

@@ -6,14 +6,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from kernels.ops import BLOCKED
 from model.errors import ConfigError
+from model.llama.config import LlamaConfig
 from runtime import graph
-from runtime.decoding import decoding
+from runtime.decoding import check_graph, decoding
 from runtime.generate import Generation, generate
 from runtime.graph import Captured
-from runtime.load import DEMO, load
+from runtime.load import DEMO, load, read_config
 from runtime.options import RunOptions
 from runtime.sampling import Sampling
+from tests.llama_configs import LLAMA_3_2_1B
 
 
 class FakeStep:
@@ -106,3 +109,18 @@ def test_generation_decodes_by_the_step_it_is_given():
     assert out[1:] == [6, 7, 8]
     assert seen == out[:-1]
     assert state.position == 2
+
+
+def test_what_excludes_a_graph_is_known_before_weights_are_read():
+    config = read_config(DEMO, RunOptions())
+    fused = BLOCKED._replace(name="fused")
+    check_graph(config, "cuda", fused, 1)
+    for device, ops, ranks, why in (
+        ("cpu", fused, 1, "--graph: --device cpu"),
+        ("cuda", BLOCKED, 1, "--graph: --ops blocked"),
+        ("cuda", fused, 2, "--graph: 2 ranks"),
+    ):
+        with pytest.raises(ConfigError, match=why):
+            check_graph(config, device, ops, ranks)
+    with pytest.raises(ConfigError, match="--graph: a llama model"):
+        check_graph(LlamaConfig.from_json(LLAMA_3_2_1B, "config.json"), "cuda", fused, 1)

@@ -152,6 +152,11 @@ def test_bad_flags_name_the_culprit(flags, culprit, capsys, tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
+def test_no_weight_is_read_for_a_graph_that_cannot_be(monkeypatch, capsys):
+    monkeypatch.setattr(generate, "watched_load_any", None)
+    assert "--graph: --device cpu" in refused(generate, capsys, "--prompt", "a", "--graph")
+
+
 @pytest.mark.parametrize(
     "flags",
     [("--max-new-tokens", "0"), ("--device", "tpu"), ("--entry-format", "fp4"), ("--prefill-chunk", "x"), ("--what",)],
