@@ -63,12 +63,14 @@ def catching(fault):
 
 
 def chosen():
-    """Names of the probes that are run, by fault."""
+    """Names of the probes that are run, by fault; none is added to those of the fault that is carried."""
     cells = {fault: set(catching(fault)[:1]) for fault in FAULTS}
-    for name in BY_TIME:
-        for fault in [fault for fault in FAULTS if name in catching(fault)][: 1 if name in DEAR else 2]:
-            cells[fault].add(name)
     cells[CARRIED] = set(catching(CARRIED)[:3])
+    for name in BY_TIME:
+        caught = [fault for fault in FAULTS if name in catching(fault) and fault != CARRIED]
+        caught.sort(key=lambda fault: name not in cells[fault])  # first those that it is asked about anyway
+        for fault in caught[: 1 if name in DEAR else 2]:
+            cells[fault].add(name)
     for fault, cell in cells.items():
         tripped = [name for name, outcome in said(fault).items() if outcome == Outcome.TRIPPED.value]
         cell.update(tripped[:1])
