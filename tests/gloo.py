@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from model.ranks import ALONE, Group
 
-# Python's fork server imports these once, and a rank starts as its copy: importing torch takes each of them 2 s instead.
+# Python's fork server imports these once, and a rank starts as its copy: else each would import torch, for 2 s.
 # Nothing of this repository is among them, so a rank imports what is tested from where the test found it.
 IMPORTED_ONCE = ["numpy", "pytest", "rich", "torch", "torch.distributed"]
 GRACE = 5.0  # seconds that the other ranks have to say what became of them, after the first failed
