@@ -229,7 +229,7 @@ class Ranks:
         if here_shape != there_shape:
             raise RankDisagreement(note.site, note.layer, rank, None, list(here_shape), list(there_shape))
         differs = (_bits(here).view(here.numel(), -1) != _bits(there).view(here.numel(), -1)).any(1)
-        at = tuple(int(i) for i in torch.unravel_index(differs.nonzero()[0, 0], here.shape))
+        at = tuple(differs.view(here.shape).nonzero()[0].tolist())
         raise RankDisagreement(note.site, note.layer, rank, at, here[at].tolist(), there[at].tolist())
 
     def _gathered(self, own: Tensor) -> Tensor:

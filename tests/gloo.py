@@ -1,4 +1,4 @@
-"""Run a function on N ranks: spawned processes of one thread each, joined by gloo through a file."""
+"""Run a function on N ranks: processes of one thread each, joined by gloo through a file."""
 
 import multiprocessing
 import pickle
@@ -14,6 +14,9 @@ import torch.distributed as dist
 
 from model.ranks import ALONE, Group
 
+# Python's fork server imports these once, and a rank starts as its copy: else each would import torch, for 2 s.
+# Nothing of this repository is among them, so a rank imports what is tested from where the test found it.
+IMPORTED_ONCE = ["numpy", "pytest", "rich", "torch", "torch.distributed"]
 GRACE = 5.0  # seconds that the other ranks have to say what became of them, after the first failed
 
 
@@ -26,7 +29,8 @@ def run(n, function, *args, timeout=120.0):
     AssertionError when any rank fails: it begins "rank R raised TYPE: message" for the first one that did, and ends
     with the tracebacks of all that did. Whoever is still running `timeout` seconds after the start is killed and named.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED_ONCE)
     with tempfile.TemporaryDirectory() as folder:
         readers, processes = {}, []
         try:

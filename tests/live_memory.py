@@ -19,6 +19,10 @@ class _Alive(TorchDispatchMode):
         super().__init__()
         self.sizes, self.total, self.peak = {}, 0, 0
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # nothing here is compiled, and to say so torch would import its compiler, for 3 s
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         given = {id_of(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}

@@ -47,6 +47,10 @@ class Recorder(TorchDispatchMode):
         self.kernels = Counter()
         self.busy = False  # inside of Triton's interpreter, whose calls are no part of the record
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # nothing here is compiled, and to say so torch would import its compiler, for 3 s
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self.busy:

@@ -249,6 +249,6 @@ def _distances(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _example(row: int, one: Tensor, other: Tensor) -> Example:
-    flat = (one - other).abs().nan_to_num(nan=math.inf).argmax()
-    element = tuple(int(i) for i in torch.unravel_index(flat, one.shape))
+    off = (one - other).abs().nan_to_num(nan=math.inf)
+    element = tuple((off == off.max()).nonzero()[0].tolist())  # torch.unravel_index would import sympy, for 2 s
     return Example(row, element, float(one[element]), float(other[element]))

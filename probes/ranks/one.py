@@ -35,20 +35,23 @@ def main() -> None:
     torch.set_num_threads(1)
     store, rank, size = f"file://{request['store']}", request["rank"], request["size"]
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=TIMEOUT)
-    group = Group(rank, size, dist.group.WORLD)
+    found = answer(request, Group(rank, size, dist.group.WORLD))
+    json.dump(found, sys.stdout)
+    sys.stdout.flush()
+    if "ended" not in found:
+        dist.destroy_process_group()
+
+
+def answer(request: dict[str, Any], group: Group) -> dict[str, Any]:
+    """What this rank of `group` finds."""
     fault = FAULTS.get(request["fault"])
     options, ops = RunOptions.from_json(request["options"]), OPS[request["ops"]]
     subject = Subject(Path(request["directory"]), options, ops, fault, request["seed"])
-    answer: dict[str, Any]
     try:
-        answer = {"pairs": {pair.name: _compared(pair, subject, group, request["tokens"]) for pair in PAIRS}}
-        answer |= _held(subject, group)
+        pairs = {pair.name: _compared(pair, subject, group, request["tokens"]) for pair in PAIRS}
+        return {"pairs": pairs} | _held(subject, group)
     except (Tripwire, RankDisagreement) as error:
-        answer = {"ended": f"{type(error).__name__}: {error}"}
-    json.dump(answer, sys.stdout)
-    sys.stdout.flush()
-    if "ended" not in answer:
-        dist.destroy_process_group()
+        return {"ended": f"{type(error).__name__}: {error}"}
 
 
 def _compared(pair: Pair, subject: Subject, group: Group, tokens: list[int]) -> dict[str, Any]:

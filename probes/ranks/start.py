@@ -20,15 +20,7 @@ def answers(subject: Subject, size: int, tokens: list[int]) -> list[dict[str, An
 
     A rank that ended without an answer, because another had ended, has an empty one.
     """
-    request = {
-        "size": size,
-        "directory": str(subject.directory.resolve()),
-        "options": subject.options.to_json(),
-        "ops": subject.ops.name,
-        "fault": subject.fault and subject.fault.name,
-        "seed": subject.seed,
-        "tokens": tokens,
-    }
+    request = asked(subject, tokens) | {"size": size}
     with tempfile.TemporaryDirectory() as folder:
         request["store"] = str(Path(folder) / "store")
         outputs = [Path(folder) / f"{rank}.json" for rank in range(size)]
@@ -44,6 +36,18 @@ def answers(subject: Subject, size: int, tokens: list[int]) -> list[dict[str, An
             errors = "\n".join(output.with_suffix(".err").read_text()[-2000:] for output in outputs)
             raise RuntimeError(f"no rank of probes.ranks.one answered:\n{errors}")
     return found
+
+
+def asked(subject: Subject, tokens: list[int]) -> dict[str, Any]:
+    """What every rank is asked, as JSON."""
+    return {
+        "directory": str(subject.directory.resolve()),
+        "options": subject.options.to_json(),
+        "ops": subject.ops.name,
+        "fault": subject.fault and subject.fault.name,
+        "seed": subject.seed,
+        "tokens": tokens,
+    }
 
 
 def _start(request: dict[str, Any], output: Path) -> subprocess.Popen[str]:

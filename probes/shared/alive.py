@@ -16,6 +16,10 @@ class _Count(TorchDispatchMode):
         self.total: int = 0
         self.peak: int = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing here is compiled, and to say so torch would import its compiler, for 3 s
+
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

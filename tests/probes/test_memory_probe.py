@@ -298,7 +298,7 @@ def test_a_process_of_its_own():
 
 def test_a_tripwire_in_the_process_is_a_finding(monkeypatch):
     monkeypatch.setattr(peak, "measure", lambda *_: "logits: NaN, expected finite")
-    report = measured(None, Memory())
+    report = measured(None, Memory(planned=(2048, 256)))
     assert failures(report)["tripwire in the process", None].evidence["why"] == "logits: NaN, expected finite"
 
 

@@ -35,7 +35,7 @@ CONFIG = {
     "o_lora_rank": 128,
     "swiglu_limit": 1.0,
 }
-CALLS = (133, 1, 3, 1, 1)  # beyond the window and an HCA window; calls shorter than the ranks are many
+CALLS = (133, 3, 1)  # beyond the window and an HCA window; calls shorter than the ranks are many
 
 
 class Run(NamedTuple):
@@ -64,7 +64,7 @@ def runs(tmp_path_factory):
     draw = torch.Generator().manual_seed(5)
     tokens = torch.randint(0, 512, (sum(CALLS),), generator=draw).tolist()
     demo = list(needle_prompts(260, 1, 3)[0].ids)
-    read = (len(demo) - 3, 1, 1, 1)
+    read = (len(demo) - 2, 1, 1)
     bounded = ("csa=coda:window=32,exact=8,summary=8", "hca=coda:window=1,exact=0,summary=1")
     return {
         "random, plain": Run(path / "uneven", "plain", "fp32", False, tokens, CALLS),

@@ -37,11 +37,13 @@ MODELS = {
 def taken_by(model, chunk, count=peak_bytes):
     """The most that a call takes at the end of either context; caches hold noise, of which little is selected."""
     tokens = torch.arange(chunk) * 7 % model.config.vocab_size
-    taken = []
-    for context in (SHORT, SHORT, CONTEXT):  # the first to warm up
+
+    def call(context):
         state = _noise_up_to(model, context - chunk, chunk)
-        taken.append(count(lambda state=state: model.logits(model(tokens, state)[-64:])))
-    return max(taken[1:])
+        return lambda: model.logits(model(tokens, state)[-64:])
+
+    call(SHORT)()  # to warm up
+    return max(count(call(context)) for context in (SHORT, CONTEXT))
 
 
 def taken_and_planned(directory, options, chunk):

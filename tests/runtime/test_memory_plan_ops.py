@@ -1,5 +1,7 @@
 """What each blocked op takes, as the memory plan says, against what torch's profiler counts."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -125,7 +127,7 @@ def test_attend(form, selected, tokens, heads, width):
     ratio = 4 if selected else 16
     n = (first + tokens) // ratio
     entries = CacheFormats(dtype, "fp8" if form == "fp8" else "dtype", "dtype").entry_rows(n, width, 64, CPU)
-    rows.write(entries, 0, torch.randn(n, width))
+    rows.write(entries, 0, torch.randn(selected or n, width))  # no other is read
     chosen = torch.arange(selected, dtype=torch.int32).expand(tokens, selected).contiguous() if selected else None
     sink = torch.zeros(heads)
     keys = max(window + tokens, 0 if selected else n)
@@ -152,7 +154,7 @@ def test_attend_to_codes(bits, tokens, heads, width, selected):
     q, ring = torch.randn(tokens, heads, width).bfloat16(), torch.randn(window + tokens - 1, width).bfloat16()
     n = (first + tokens) // ratio
     entries = rotated_rows(n, width, bits, CPU, 0)
-    rows.write(entries, 0, torch.randn(n, width))
+    rows.write(entries, 0, torch.randn(selected or n, width))  # no other is read
     chosen = torch.arange(selected, dtype=torch.int32).expand(tokens, selected).contiguous() if selected else None
     planned = costs(2, coded=True).attend(
         tokens, heads, width, max(window + tokens, 0 if selected else n), selected, window
@@ -167,8 +169,8 @@ def test_attend_to_coefficients(tokens, heads, width, selected):
     first, window, ratio = 40_000, 64, 4 if selected else 16
     q, ring = torch.randn(tokens, heads, width).bfloat16(), torch.randn(window + tokens - 1, width).bfloat16()
     n = (first + tokens) // ratio
-    entries = basis_rows.allocate(n, fitted(torch.randn(2000, width) * torch.logspace(0, -2, width)), 64, 8, 0, CPU)
-    rows.write(entries, 0, torch.randn(n, width))
+    entries = basis_rows.allocate(n, fitted(width), 64, 8, 0, CPU)
+    rows.write(entries, 0, torch.randn(selected or n, width))  # no other is read
     chosen = torch.arange(selected, dtype=torch.int32).expand(tokens, selected).contiguous() if selected else None
     allowed = costs(2, coded=True, based=True)
     planned = allowed.attend(tokens, heads, width, max(window + tokens, 0 if selected else n), selected, window)
@@ -177,8 +179,10 @@ def test_attend_to_coefficients(tokens, heads, width, selected):
     fits(allowed.coding(tokens, width), lambda: rows.write(entries, 0, written))
 
 
-def fitted(x):
-    sample = basis_fit.Sample(x, torch.randn(16, 4, x.shape[1]), torch.ones(16, len(x), dtype=torch.bool))
+@cache
+def fitted(width):
+    x = torch.randn(2000, width) * torch.logspace(0, -2, width)
+    sample = basis_fit.Sample(x, torch.randn(16, 4, width), torch.ones(16, len(x), dtype=torch.bool))
     return basis_fit.fit(sample, 64, 6, 100_000).fit
 
 

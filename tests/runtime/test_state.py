@@ -16,6 +16,7 @@ from runtime.statefile import load_state, read_saved, save_state
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 OPTIONS = RunOptions("deployed", "bf16", "cpu", 64)
+CHUNK = 140  # of a run that is long: what a call costs hardly grows with its tokens
 TOKENS = torch.randint(2, 300, (333,), generator=torch.Generator().manual_seed(3))
 
 
@@ -76,12 +77,12 @@ def test_the_ring_holds_each_position_in_its_row():
 
 @pytest.mark.parametrize("at", [1, 3, 4, 127, 128, 130, 255, 256, 300])
 def test_a_loaded_state_continues_bit_exactly(loaded, tmp_path, at):
-    straight = loaded.model.new_state(333, 64)
+    straight = loaded.model.new_state(333, CHUNK)
     run(loaded.model, straight, TOKENS[:at])
     path = tmp_path / "state.safetensors"
     save_state(path, straight, loaded, pending=17)
     assert (read_saved(path, loaded).position, read_saved(path, loaded).pending) == (at, 17)
-    resumed = loaded.model.new_state(700, 64)  # a larger context takes it too
+    resumed = loaded.model.new_state(700, CHUNK)  # a larger context takes it too
     assert load_state(path, resumed, loaded) == 17
     rest = TOKENS[at:]
     assert torch.equal(run(loaded.model, resumed, rest), run(loaded.model, straight, rest))
@@ -97,12 +98,18 @@ def test_another_chunk_size_may_continue(loaded, tmp_path):
     assert torch.equal(one, other), "the same call over the same cache contents"
 
 
-@pytest.fixture
-def saved(loaded, tmp_path):
+@pytest.fixture(scope="module")
+def saved_once(loaded, tmp_path_factory):
     state = loaded.model.new_state(333, 64)
     run(loaded.model, state, TOKENS[:150])
-    save_state(tmp_path / "state", state, loaded, pending=5)
-    return tmp_path / "state"
+    path = tmp_path_factory.mktemp("saved") / "state"
+    save_state(path, state, loaded, pending=5)
+    return path
+
+
+@pytest.fixture
+def saved(saved_once, tmp_path):
+    return shutil.copy(saved_once, tmp_path / "state")
 
 
 @pytest.mark.parametrize("where", [0.02, 0.3, 0.6, 0.99])

@@ -78,7 +78,7 @@ def test_the_report_says_what_ran(tmp_path):
 
 
 def test_narrow_caches_give_the_same_answer_in_fewer_bytes(tmp_path):
-    words = "The old farmer carried a letter to the town. " * 20
+    words = "The old farmer carried a letter to the town. " * 10
     flags = ("--raw", "--prompt", words, "--max-new-tokens", "8", "--prefill-chunk", "67")
     wide = generated(tmp_path, *flags)
     narrow = generated(tmp_path, *flags, "--entry-format", "fp8", "--key-format", "fp4")
@@ -89,7 +89,7 @@ def test_narrow_caches_give_the_same_answer_in_fewer_bytes(tmp_path):
 
 
 def test_a_seed_repeats_a_sampled_run(tmp_path):
-    flags = ("--raw", "--prompt", "The", "--max-new-tokens", "24", "--temperature", "2", "--top-p", "0.95")
+    flags = ("--raw", "--prompt", "The", "--max-new-tokens", "8", "--temperature", "2", "--top-p", "0.95")
     one = generated(tmp_path, *flags, "--seed", "1")["tokens"]
     assert generated(tmp_path, *flags, "--seed", "1")["tokens"] == one
     assert generated(tmp_path, *flags, "--seed", "2")["tokens"] != one

@@ -17,14 +17,25 @@ from probes.subject import Subject
 from runtime.options import RunOptions
 from runtime.plan.planner import Planner
 from scripts.cli import run
-from scripts.long.document import GAP, RESERVED, code_places, long_document
+from scripts.long import document as documents
+from scripts.long import walk as walks
+from scripts.long.document import GAP, code_places, long_document
 from scripts.long.report import report
 from scripts.long.snapshot import restore, snapshot
 from scripts.long.timing import COMPONENTS, REST, Clock, component
-from scripts.long.walk import DECODED, Mark, Walk, spread
+from scripts.long.walk import Mark, Walk, spread
 from scripts.long_context import PAGES, main
 
-MARKS = (1024, 2048)
+MARKS, CHUNK = (1024, 2048), 400
+DECODED, RESERVED = 8, 16  # tokens that are decoded at a mark, and at the last: the page's are 32 and 64 or more
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_decoded():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(walks, "DECODED", DECODED)
+        patch.setattr(documents, "RESERVED", RESERVED)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +47,9 @@ def document():
 def walked(document):
     """A walk to 2048 tokens that asked for four codes at each mark, its marks, and the clock."""
     clock = Clock()
-    model = Subject(options=RunOptions(prefill_chunk=200), ops=clock.watch(BLOCKED)).model
+    model = Subject(options=RunOptions(prefill_chunk=CHUNK), ops=clock.watch(BLOCKED)).model
     clock.start()
-    walk = Walk(model, clock, document, MARKS, 200, 4)
+    walk = Walk(model, clock, document, MARKS, CHUNK, 4)
     return walk, [step for step in walk.run() if isinstance(step, Mark)]
 
 
@@ -92,16 +103,16 @@ def test_the_walk_ends_at_the_last_position(walked, document):
     assert [mark.read for mark in marks] == [document.stop_before(mark) for mark in MARKS]
     assert [len(mark.decode_wall) for mark in marks] == [DECODED, MARKS[1] - marks[1].read]
     assert [len(mark.prefill_wall) for mark in marks] == [
-        marks[0].read // 200,
-        (marks[1].read - marks[0].read - DECODED) // 200,
+        marks[0].read // CHUNK,
+        (marks[1].read - marks[0].read - DECODED) // CHUNK,
     ]
 
 
 def test_the_questions_leave_no_trace(walked, document):
     walk, marks = walked
-    ids, state = torch.tensor(document.ids), walk.model.new_state(MARKS[-1], 200)
+    ids, state = torch.tensor(document.ids), walk.model.new_state(MARKS[-1], CHUNK)
     for mark in marks:
-        for part in ids[state.position : mark.read].split(200):
+        for part in ids[state.position : mark.read].split(CHUNK):
             walk.model(part, state)
         for token in ids[state.position :][: len(mark.decode_wall)].split(1):
             walk.model(token, state)
@@ -118,8 +129,8 @@ def test_every_answer_is_that_of_the_prompt_alone(walked, document):
         assert [answer.position for answer in mark.answers] == [code.position for code in told]
         for code, answer in list(zip(told, mark.answers, strict=True))[::3]:
             prompt = torch.tensor([*document.ids[: mark.read], *code.question])
-            state = walk.model.new_state(len(prompt), 200)
-            for part in prompt.split(200):
+            state = walk.model.new_state(len(prompt), CHUNK)
+            for part in prompt.split(CHUNK):
                 hidden = walk.model(part, state)
             logits = walk.model.logits(hidden[-1:])[0]
             others = torch.cat((logits[: code.token], logits[code.token + 1 :]))
