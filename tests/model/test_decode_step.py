@@ -24,7 +24,7 @@ from model.tripwire import Tripwire
 from runtime.load import load
 from runtime.options import RunOptions
 from tests.make_checkpoint import tiny_config, write_checkpoint
-from tests.recorder import HostRead, Recorder, patched_once
+from tests.recorder import HostRead, Recorder
 from tests.transformers_model import load_ours, oracle
 
 CPU = torch.device("cpu")
@@ -50,11 +50,10 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture(scope="module", autouse=True)
-def fast_interpreter():
+def one_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    with patched_once():
-        yield
+    yield
     torch.set_num_threads(threads)
 
 
