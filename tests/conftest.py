@@ -1,5 +1,17 @@
 """Triton kernels run in its interpreter, here and nowhere else: it must be said before they are imported."""
 
 import os
+from collections.abc import Iterator
+
+import pytest
 
 os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patched_interpreter() -> Iterator[None]:
+    """Half of the time of tests that run kernels; before any of them runs, so that none sees the other state."""
+    from tests.interpreter import patched_once  # noqa: PLC0415 -- it imports Triton
+
+    with patched_once():
+        yield

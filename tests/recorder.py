@@ -8,17 +8,13 @@ without a value holds NaN or -1 each time.
 
 import contextlib
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
-
-from kernels.fused.norm import _rms_norm
 
 # by the op's name without its overload; `index` and the like by their arguments
 READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "allclose", "bincount"}
@@ -121,17 +117,3 @@ class Recorder(TorchDispatchMode):
             for recorded, new in zip(tensors(out), tensors(again), strict=True):
                 if id(recorded) in old:
                     recorded.copy_(new)
-
-
-@contextlib.contextmanager
-def patched_once():
-    """Let Triton's interpreter replace `triton.language` once, not in every launch: half of a small kernel's time."""
-    original = interpreter._patch_lang
-    scopes = [original(kernel.fn) for kernel in (_rms_norm, tl.zeros)]  # as kernels see it, and as its own functions do
-    interpreter._patch_lang = lambda _: SimpleNamespace(restore=lambda: None)
-    try:
-        yield
-    finally:
-        interpreter._patch_lang = original
-        for scope in reversed(scopes):
-            scope.restore()

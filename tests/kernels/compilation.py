@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,11 +11,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FILES = sorted(path.stem for path in HERE.glob("compile_*.py") if path.stem != "compile_program")
+FUSED = [path for path in sorted((HERE.parents[1] / "kernels" / "fused").glob("*.py")) if path.stem != "__init__"]
+TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in FUSED}
 SHARED = 227 * 1024  # bytes that a block may have on both: CUDA C++ Programming Guide, compute capability 9.0 and 10.0
 
 
 def compiler(capability: int, folder: Path) -> Callable[[str], dict[str, list[dict]]]:
-    """What `compile_program` says of each file's CASES or MORE, run when asked for; `folder` is Triton's cache."""
+    """What `compile_program` says of each file's FAST or SLOW cases, run when asked for; `folder` is Triton's cache."""
 
     @cache
     def compiled(kind):
@@ -34,3 +37,11 @@ def check(kernels, capability):
         assert kernel["capability"] == capability
         assert kernel["cubin"] > 0, kernel
         assert kernel["shared"] <= SHARED, kernel
+
+
+def check_every_kernel_that_is_launched(kernels):
+    """Every one is among them: in the cases that `make test` compiles, for a GPU."""
+    text = "\n".join(TEXTS.values())
+    functions = re.findall(r"@triton\.jit[^\n]*\ndef (_\w+)", text)
+    launched = {name for name in functions if re.search(rf"\b{name}\[", text)}
+    assert launched == {kernel["kernel"] for kernel in kernels}

@@ -15,11 +15,13 @@ def turns(t, pairs):
 
 CASES = {
     "input of a linear": lambda: simulate_fp8(x(1, 7168), 128),
-    "window KV": lambda: simulate_fp8(x(1, 448), 64),
     "index query, rounded": lambda: simulate_fp4(x(1, 64, 128)),
     "index query, turned": lambda: hadamard(x(1, 64, 128)),
     "query": lambda: rotate(x(1, 128, 512), *turns(1, 32)),
+    "query of the Llama family": lambda: rotate_halves(x(1, 32, 128), *turns(1, 64)),
+}
+MORE = {
+    "window KV": lambda: simulate_fp8(x(1, 448), 64),
     "KV": lambda: rotate(x(1, 512), *turns(1, 32)),
     "index query": lambda: rotate(x(1, 64, 128), *turns(1, 32)),
-    "query of the Llama family": lambda: rotate_halves(x(1, 32, 128), *turns(1, 64)),
 }

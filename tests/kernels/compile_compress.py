@@ -21,9 +21,12 @@ def tail(t, ratio, series, width, rounding, cache):
     return run
 
 
-CASES = {
-    "CSA entry, decode": tail(1, 4, 2, 512, "kv", rows.fp8_entries(8, 512, 64, HERE)),
-    "CSA key, decode": tail(1, 4, 2, 128, "index", rows.fp4_keys(8, 128, HERE)),
-    "CSA key, a chunk": tail(4096, 4, 2, 128, "index", rows.fp8_keys(8, 128, HERE)),
+BLACKWELL = {"CSA key, fp4, a chunk": tail(4096, 4, 2, 128, "index", rows.fp4_keys(8, 128, HERE))}
+CASES = BLACKWELL | {
+    "CSA entry, fp8, decode": tail(1, 4, 2, 512, "kv", rows.fp8_entries(8, 512, 64, HERE)),
     "HCA entry, decode": tail(1, 128, 1, 512, "none", torch.empty(8, 512, dtype=torch.bfloat16)),
+}
+MORE = {
+    "CSA key, fp4, decode": tail(1, 4, 2, 128, "index", rows.fp4_keys(8, 128, HERE)),
+    "CSA key, fp8, a chunk": tail(4096, 4, 2, 128, "index", rows.fp8_keys(8, 128, HERE)),
 }

@@ -15,4 +15,5 @@ def tokens(t, *, own):
     return lambda: differential_attend(torch.empty(t, 32, 128, **narrow), noise, torch.empty(128), 1e-6, past, given)
 
 
-CASES = {"decode": tokens(1, own=False), "a block": tokens(512, own=True)}
+CASES = {"two tokens": tokens(2, own=True)}
+MORE = {"decode": tokens(1, own=False), "a block": tokens(512, own=True)}

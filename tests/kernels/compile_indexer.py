@@ -18,6 +18,8 @@ def selection(t, keys, k):
     return lambda: select(q, weights, keys, 1 << 20, 4, k)
 
 
-CASES = {f"decode, V4-Flash, {form}": selection(1, keys, 512) for form, keys in KEYS.items()}
-MORE = {f"prefill, V4-Pro, {form}": selection(512, keys, 1024) for form, keys in KEYS.items()}
+DECODE = {form: {f"decode, V4-Flash, {form}": selection(1, keys, 512)} for form, keys in KEYS.items()}
+BLACKWELL = DECODE["fp4"]
+CASES = BLACKWELL | DECODE["fp8"]
+MORE = DECODE["bf16"] | {f"prefill, V4-Pro, {form}": selection(512, keys, 1024) for form, keys in KEYS.items()}
 MORE["fp32"] = lambda: index_scores(torch.empty(8, 64, 128), torch.empty(8, 64), KEYS["fp8"])

@@ -12,7 +12,9 @@ def rows(*shape, weighted=True):
 
 CASES = {
     "hidden, V4-Pro": rows(1, 7168),
+    "heads": rows(1, 128, 512, weighted=False),
+}
+MORE = {
     "hidden, V4-Flash": rows(1, 4096),
     "query": rows(1, 1536),
-    "heads": rows(1, 128, 512, weighted=False),
 }

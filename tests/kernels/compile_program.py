@@ -1,9 +1,14 @@
 """Compile, for a GPU that is not there, every kernel that the cases of some files launch, and say what each takes.
 
-`python tests/kernels/compile_program.py 90 CASES compile_norm compile_topk`: runs every function of the files' CASES
-(or of MORE: other constants of the same kernels, left to the slow tests) for Hopper (90) or Blackwell (100), with a
-driver that only names the target. A case calls public ops at real dimensions on uninitialised tensors; each launch
-compiles the kernel as the launch specialises it (constants, dtypes, divisibility), down to a cubin, and runs nothing.
+`python tests/kernels/compile_program.py 90 FAST compile_norm compile_topk`: runs cases of the files for Hopper (90) or
+Blackwell (100), with a driver that only names the target. A case calls public ops at real dimensions on uninitialised
+tensors; each launch compiles the kernel as the launch specialises it (constants, dtypes, divisibility), down to a
+cubin, and runs nothing.
+
+FAST is a file's CASES, and for Blackwell its BLACKWELL where it has one: fewer of them, for each takes longer there,
+though still every kernel that is launched. SLOW is what is left: MORE, other constants of the same kernels, and for
+Blackwell the rest of CASES.
+
 One JSON line per kernel: its name, the target, the file and the case, the bytes of shared memory, and the length of
 the cubin. On stderr, each case before it runs.
 
@@ -12,11 +17,22 @@ It must run without TRITON_INTERPRET, so in a process of its own.
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 from triton.runtime import driver
 
 from scripts.bench.ahead import NoDevice, print_what_is_compiled
+
+BLACKWELL = 100
+
+
+def chosen(module: ModuleType, capability: int, kind: str) -> dict[str, Callable[[], object]]:
+    """Of a file's cases those that FAST or SLOW names for this GPU."""
+    fast = getattr(module, "BLACKWELL", module.CASES) if capability == BLACKWELL else module.CASES
+    given = module.CASES | getattr(module, "MORE", {})
+    return fast if kind == "FAST" else {name: run for name, run in given.items() if name not in fast}
 
 
 def main(capability: int, kind: str, names: list[str]) -> None:
@@ -28,7 +44,7 @@ def main(capability: int, kind: str, names: list[str]) -> None:
         spec = importlib.util.spec_from_file_location(name, path)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        for case, run in getattr(module, kind, {}).items():
+        for case, run in chosen(module, capability, kind).items():
             where |= {"file": name, "case": case}
             print(where, file=sys.stderr, flush=True)  # before a traceback, should there be one
             run()

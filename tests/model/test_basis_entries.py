@@ -24,7 +24,7 @@ from tests.peak_memory import peak_bytes
 
 CPU = torch.device("cpu")
 PLAIN = RunOptions("plain", "fp32")
-LENGTH = 600
+LENGTH = 400
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_the_error_that_is_allowed_is_that_of_the_codes(made, fitted):
 def logits(*kv):
     model = load(DEMO, RunOptions("plain", "fp32", kv=kv)).model
     ids, state = torch.tensor(Subject(DEMO, PLAIN, seed=5).tokens(LENGTH)), model.new_state(LENGTH, 100)
-    out = [model.logits(model(part, state)) for part in (*ids[:-20].split(100), *ids[-20:].split(1))]
+    out = [model.logits(model(part, state)) for part in (*ids[:-8].split(100), *ids[-8:].split(1))]
     return torch.cat(out), state
 
 
@@ -180,7 +180,7 @@ def divergence(whole, found):
 
 
 def test_a_model_that_remembers_in_a_basis(file, fitted):
-    """KL of 600 tokens; bytes are those of rows and, once in a layer, of its basis."""
+    """KL of 400 tokens; bytes are those of rows and, once in a layer, of its basis."""
     whole, _ = logits()
     found, state = logits(f"all=shard:bits=6,keys=8,basis={file}")
     rotated, usual = logits("all=shard:bits=6")
