@@ -15,7 +15,9 @@ import torch.distributed as dist
 from model.ranks import ALONE, Group
 
 # Python's fork server imports these once, and a rank starts as its copy: else each would import torch, for 2 s.
-# Nothing of this repository is among them, so a rank imports what is tested from where the test found it.
+# Nothing of this repository is among them, so a rank imports what is tested from where the test found it. Copies share
+# what the server had when it started: its environment and the seed of its hashes. Ranks that go through a set in orders
+# of their own are seen by the tests of commands, which start programs (`tests/scripts/test_ranks_commands.py`).
 IMPORTED_ONCE = ["numpy", "pytest", "rich", "torch", "torch.distributed"]
 GRACE = 5.0  # seconds that the other ranks have to say what became of them, after the first failed
 

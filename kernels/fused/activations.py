@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.fused.codes import simulated
+from kernels.fused.codes import E4M3_SMALLEST, simulated
 from kernels.fused.rounding import UPCAST, rounded, widened
 from kernels.reference.quantise import E2M1_MAX, E4M3_MAX
 
@@ -16,7 +16,7 @@ TILE = 2048  # numbers per program
 WARPS = 4
 
 # A narrow format: the smallest size of a block that its scale follows, the largest code, mantissa bits, bias
-E4M3 = {"SMALLEST": 1e-4, "LARGEST": E4M3_MAX, "MANTISSA": 3, "BIAS": 7}
+E4M3 = {"SMALLEST": E4M3_SMALLEST.value, "LARGEST": E4M3_MAX, "MANTISSA": 3, "BIAS": 7}
 E2M1 = {"SMALLEST": E2M1_MAX * 2.0**-126, "LARGEST": E2M1_MAX, "MANTISSA": 1, "BIAS": 1}
 
 

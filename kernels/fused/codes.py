@@ -5,9 +5,9 @@ import triton.language as tl
 
 from kernels.reference.quantise import E2M1_MAX, E4M3_MAX
 
-E4M3: tl.constexpr = tl.constexpr(E4M3_MAX)
-E2M1: tl.constexpr = tl.constexpr(E2M1_MAX)
-SMALL: tl.constexpr = tl.constexpr(1e-4)  # the smallest size of an E4M3 block that its scale follows
+E4M3_LARGEST: tl.constexpr = tl.constexpr(E4M3_MAX)
+E2M1_LARGEST: tl.constexpr = tl.constexpr(E2M1_MAX)
+E4M3_SMALLEST: tl.constexpr = tl.constexpr(1e-4)  # the smallest size of a block that its scale follows
 
 
 @triton.jit

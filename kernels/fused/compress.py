@@ -13,7 +13,16 @@ from torch import Tensor
 
 from kernels.formats import Fp4Keys, Fp8Entries, Fp8Keys, Rounding, Rows, Window
 from kernels.fused.activations import held, walsh
-from kernels.fused.codes import E2M1, E4M3, SMALL, block_exponent, code, narrow, power_of_two, simulated
+from kernels.fused.codes import (
+    E2M1_LARGEST,
+    E4M3_LARGEST,
+    E4M3_SMALLEST,
+    block_exponent,
+    code,
+    narrow,
+    power_of_two,
+    simulated,
+)
 from kernels.fused.position import position
 from kernels.fused.rounding import UPCAST, rounded
 
@@ -82,11 +91,11 @@ def _finished(
     turned = tl.join(tl.where(turns, a * c - b * s, a), tl.where(turns, a * s + b * c, b))
     x = held(tl.reshape(turned, [BLOCK]), DTYPE, UPCAST)
     if ROUNDING == 1:
-        group = simulated(tl.reshape(x, [BLOCK // 64, 64]), 1, SMALL, E4M3, 3, 7)
+        group = simulated(tl.reshape(x, [BLOCK // 64, 64]), 1, E4M3_SMALLEST, E4M3_LARGEST, 3, 7)
         x = tl.where(column < width - 2 * half, held(tl.reshape(group, [BLOCK]), DTYPE, UPCAST), x)
     if ROUNDING == 2:
         x = held(walsh(tl.reshape(x, [1, BLOCK]), 1, BLOCK, LOG) * shrink, DTYPE, UPCAST)
-        group = simulated(tl.reshape(x, [BLOCK // 32, 32]), 1, E2M1 * _KEY, E2M1, 1, 1)
+        group = simulated(tl.reshape(x, [BLOCK // 32, 32]), 1, E2M1_LARGEST * _KEY, E2M1_LARGEST, 1, 1)
         x = held(tl.reshape(group, [BLOCK]), DTYPE, UPCAST)
     return x
 
@@ -103,7 +112,7 @@ def _stored(
     if FORM == 1:
         nope = width - rope_width
         group = tl.reshape(x, [BLOCK // 64, 64])
-        exponent = block_exponent(group, 1, SMALL, E4M3)
+        exponent = block_exponent(group, 1, E4M3_SMALLEST, E4M3_LARGEST)
         codes = code(narrow(group * power_of_two(254 - exponent)[:, None], 3, 7), 3, 7, 7)
         codes = tl.where(exponent[:, None] == 255, 0x7F, codes)
         tl.store(values + entry * nope + column, tl.reshape(codes, [BLOCK]).to(tl.uint8), column < nope)
@@ -112,14 +121,14 @@ def _stored(
         row = tl.arange(0, BLOCK // 64)
         tl.store(scales + entry * scale_width + row, exponent.to(tl.uint8), row < nope // 64)
     if FORM == 2:
-        exponent = block_exponent(x, 0, E4M3 * _KEY, E4M3)
+        exponent = block_exponent(x, 0, E4M3_LARGEST * _KEY, E4M3_LARGEST)
         codes = code(narrow(x * power_of_two(254 - exponent), 3, 7), 3, 7, 7)
         codes = tl.where(exponent == 255, 0x7F, codes)
         tl.store(values + entry * width + column, codes.to(tl.uint8), column < width)
         tl.store(scales + entry, power_of_two(exponent))
     if FORM == 3:
         group = tl.reshape(x, [BLOCK // 32, 32])
-        exponent = block_exponent(group, 1, E2M1 * _KEY, E2M1)
+        exponent = block_exponent(group, 1, E2M1_LARGEST * _KEY, E2M1_LARGEST)
         codes = code(narrow(group * power_of_two(254 - exponent)[:, None], 1, 1), 1, 1, 3)
         low, high = tl.split(tl.reshape(codes, [BLOCK // 2, 2]))
         pair = tl.arange(0, BLOCK // 2)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.formats import Fp4, Fp8, Weight
 from kernels.fused.activations import simulate_fp8
-from kernels.fused.codes import E4M3, SMALL, simulated
+from kernels.fused.codes import E4M3_LARGEST, E4M3_SMALLEST, simulated
 from kernels.fused.rounding import UPCAST, rounded
 from kernels.fused.swiglu import activation
 from kernels.fused.weight_tiles import GROUP, Planes, inputs, multiplied, narrow, operand, planes
@@ -89,7 +89,7 @@ def _gate_up(
     gate, up = rounded(gate, DTYPE, UPCAST).to(tl.float32), rounded(up, DTYPE, UPCAST).to(tl.float32)
     inner = activation(gate, up, limit) * tl.load(weights + pair, inside, 0.0)[None, :]
     if ROUND:
-        inner = simulated(rounded(inner, DTYPE, UPCAST).to(tl.float32), 0, SMALL, E4M3, 3, 7)
+        inner = simulated(rounded(inner, DTYPE, UPCAST).to(tl.float32), 0, E4M3_SMALLEST, E4M3_LARGEST, 3, 7)
     target = out + place.to(tl.int64)[None, :] * rows + row[:, None]
     tl.store(target, rounded(inner, DTYPE, UPCAST), there[:, None] & inside[None, :])
 

@@ -1,9 +1,8 @@
 """Attention at V4's dimensions: one token at a capacity of 1M, a chunk, each form of entries, each kind of layer.
 
 Few cases, for each takes seconds: together they launch every branch of the kernel but fp32, the biases of `Slots`
-and several tokens to a tile; those of CASES all of these but a layer without entries and the list of every entry.
-Those are the fp8 decode of few heads, which takes half as long as that of many, and the prefill, whose tiles fill
-most of a Hopper's shared memory.
+and several tokens to a tile; those of CASES all of these but a layer without entries. The prefill's tiles fill most of
+a Hopper's shared memory.
 """
 
 import torch
@@ -30,8 +29,8 @@ def attention(t, heads, ratio, form, *, k=None):
 
 
 BLACKWELL = {"CSA decode, fp8, 16 heads": attention(1, 16, 4, FP8, k=512)}
-CASES = BLACKWELL | {"CSA prefill, V4-Flash": attention(512, 64, 4, BF16, k=512)}
-MORE = {
+CASES = BLACKWELL | {
+    "CSA prefill, V4-Flash": attention(512, 64, 4, BF16, k=512),
     "HCA decode, fp8, V4-Pro": attention(1, 128, 128, FP8),
-    "SWA decode, V4-Flash": attention(1, 64, 0, None),
 }
+MORE = {"SWA decode, V4-Flash": attention(1, 64, 0, None)}

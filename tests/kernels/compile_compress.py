@@ -25,8 +25,6 @@ BLACKWELL = {"CSA key, fp4, a chunk": tail(4096, 4, 2, 128, "index", rows.fp4_ke
 CASES = BLACKWELL | {
     "CSA entry, fp8, decode": tail(1, 4, 2, 512, "kv", rows.fp8_entries(8, 512, 64, HERE)),
     "HCA entry, decode": tail(1, 128, 1, 512, "none", torch.empty(8, 512, dtype=torch.bfloat16)),
-}
-MORE = {
-    "CSA key, fp4, decode": tail(1, 4, 2, 128, "index", rows.fp4_keys(8, 128, HERE)),
     "CSA key, fp8, a chunk": tail(4096, 4, 2, 128, "index", rows.fp8_keys(8, 128, HERE)),
 }
+MORE = {"CSA key, fp4, decode": tail(1, 4, 2, 128, "index", rows.fp4_keys(8, 128, HERE))}

@@ -15,5 +15,6 @@ def tokens(t, *, own):
     return lambda: differential_attend(torch.empty(t, 32, 128, **narrow), noise, torch.empty(128), 1e-6, past, given)
 
 
-CASES = {"two tokens": tokens(2, own=True)}
-MORE = {"decode": tokens(1, own=False), "a block": tokens(512, own=True)}
+BLACKWELL = {"two tokens": tokens(2, own=True)}
+CASES = {"decode": tokens(1, own=False), "a block": tokens(512, own=True)}
+MORE = BLACKWELL

@@ -18,8 +18,8 @@ def of(form, held, hidden, inner, t, *, deployed, dtype=torch.bfloat16):
     return lambda: experts(x, ids, weights, w1, w1, w2, 10.0, 0, deployed=deployed)
 
 
-CASES = {"V4-Flash, one token": of("fp4", 256, 4096, 2048, 1, deployed=True)}
-MORE = {
-    "V4-Pro, 512 tokens, a rank of eight": of("fp4", 48, 7168, 3072, 512, deployed=True),
+BLACKWELL = {"V4-Flash, one token": of("fp4", 256, 4096, 2048, 1, deployed=True)}
+CASES = {"V4-Pro, 512 tokens, a rank of eight": of("fp4", 48, 7168, 3072, 512, deployed=True)}
+MORE = BLACKWELL | {
     "FP8 experts": of("fp8", 8, 4096, 2048, 512, deployed=True),
 }

@@ -20,6 +20,6 @@ def selection(t, keys, k):
 
 DECODE = {form: {f"decode, V4-Flash, {form}": selection(1, keys, 512)} for form, keys in KEYS.items()}
 BLACKWELL = DECODE["fp4"]
-CASES = BLACKWELL | DECODE["fp8"]
-MORE = DECODE["bf16"] | {f"prefill, V4-Pro, {form}": selection(512, keys, 1024) for form, keys in KEYS.items()}
+CASES = BLACKWELL | DECODE["fp8"] | DECODE["bf16"]
+MORE = {f"prefill, V4-Pro, {form}": selection(512, keys, 1024) for form, keys in KEYS.items()}
 MORE["fp32"] = lambda: index_scores(torch.empty(8, 64, 128), torch.empty(8, 64), KEYS["fp8"])

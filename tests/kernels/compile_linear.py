@@ -30,9 +30,9 @@ CASES = BLACKWELL | {
     "low-rank query, V4-Flash": of("fp8", 1024, 4096, 512),
     "compressor, V4-Pro, one token": of("bf16", 1024, 7168, 1),
     "NVFP4, one token": of("nvfp4", 3072, 7168, 1),
+    "output in groups, V4-Flash, one token": in_groups(8, 1024, 4096, 1),
 }
 MORE = {
-    "output in groups, V4-Flash, one token": in_groups(8, 1024, 4096, 1),
     "head, V4-Flash": of("bf16", 129280, 4096, 512),
     "an expert, V4-Pro": of("fp4", 3072, 7168, 512),
     "fp32 activations": of("fp8", 1024, 4096, 512, torch.float32),

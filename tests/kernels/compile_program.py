@@ -5,9 +5,9 @@ Blackwell (100), with a driver that only names the target. A case calls public o
 tensors; each launch compiles the kernel as the launch specialises it (constants, dtypes, divisibility), down to a
 cubin, and runs nothing.
 
-FAST is a file's CASES, and for Blackwell its BLACKWELL where it has one: fewer of them, for each takes longer there,
-though still every kernel that is launched. SLOW is what is left: MORE, other constants of the same kernels, and for
-Blackwell the rest of CASES.
+FAST is a file's CASES, which for Hopper are the branches of its kernels as V4 takes them, and for Blackwell its
+BLACKWELL where it has one: fewer, for each takes longer there, though still every kernel that is launched. SLOW is what
+is left: MORE, other constants of the same kernels, and for Blackwell the rest of CASES.
 
 One JSON line per kernel: its name, the target, the file and the case, the bytes of shared memory, and the length of
 the cubin. On stderr, each case before it runs.

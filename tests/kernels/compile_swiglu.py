@@ -10,8 +10,10 @@ def of(t, width, dtype=torch.bfloat16, weighted=False):
     return lambda: swiglu(gate, up, 10.0, torch.empty(t) if weighted else None)
 
 
-CASES = {"routed, V4-Pro": of(512, 3072, weighted=True)}
-MORE = {
+CASES = {
+    "routed, V4-Pro": of(512, 3072, weighted=True),
     "shared, V4-Flash, one token": of(1, 2048),
+}
+MORE = {
     "fp32": of(512, 3072, torch.float32),
 }

@@ -104,6 +104,26 @@ def test_experts_of_one_rank(form, deployed, t):
     assert torch.equal(ours, reference(x, ids, weights, w1, w3, w2, LIMIT, 1, deployed=deployed))
 
 
+def test_blocks_whose_codes_are_subnormal_or_whose_scale_is_the_smallest():
+    """Ups are E4M3's first hundred numbers times 1.375, so that most fall between two codes of the block's scale.
+
+    Of the routing weights, the last leaves a block below 1e-4, which its scale no longer follows. All else is exact.
+    """
+    codes = torch.arange(1, 101, dtype=torch.uint8).view(E4M3).float()
+    first, third = torch.zeros(128, 128), torch.zeros(128, 128)
+    first[:, 1], third[:100, 0] = 1.0, codes * signs(seeded(0), 100)
+    one = torch.full((1, 1), 127, dtype=torch.uint8).view(E8M0)
+    w1, w3, w2 = (stack([Fp8(w.to(E4M3), one)]) for w in (first, third, signs(seeded(1), 128, 128)))
+    x, ids = torch.zeros(3, 128).bfloat16(), torch.zeros(3, 1, dtype=torch.int64)
+    x[:, 0], x[:, 1] = 1.375, 32.0
+    weights = torch.tensor([[1.0], [2.0**-6], [2.0**-28]])
+    ours = experts(x, ids, weights, w1, w3, w2, LIMIT, 0, deployed=True)
+    want = reference(x, ids, weights, w1, w3, w2, LIMIT, 0, deployed=True)
+    assert torch.equal(ours, want)
+    assert (want != 0).all()
+    assert not torch.equal(want[2], want[0] * 2.0**-28), "the smallest scale rounds otherwise"
+
+
 def test_fp32_activations():
     """Sums of 32 products of which the last bits may fall: in any order within 32 ulp of the sum of sizes."""
     w1, w3, w2 = layer("fp4", 2, 32, 32, 0)
