@@ -41,9 +41,17 @@ class Arithmetic(NamedTuple):
         NVFP4 weights are used weight-only in both numerics: the scale of their inputs is calibrated, not dynamic, and
         belongs to another serving stack.
         """
-        if self.deployed and isinstance(weight, Fp8 | Fp4):
-            x = self.ops.simulate_fp8(x, LINEAR_GROUP)
-        return self.ops.linear(x, weight)
+        return self.ops.linear(self.ops.simulate_fp8(x, LINEAR_GROUP) if self._rounds(weight) else x, weight)
+
+    def linears(self, x: Tensor, one: Weight, other: Weight) -> tuple[Tensor, Tensor]:
+        """Two products with the same input, which is rounded once where both round it."""
+        if not (self._rounds(one) and self._rounds(other)):
+            return self.linear(x, one), self.linear(x, other)
+        x = self.ops.simulate_fp8(x, LINEAR_GROUP)
+        return self.ops.linear(x, one), self.ops.linear(x, other)
+
+    def _rounds(self, weight: Weight) -> bool:
+        return self.deployed and isinstance(weight, Fp8 | Fp4)
 
     def rounded_kv(self, kv: Tensor, rope_dim: int) -> Tensor:
         """Round window KV or compressed entries [n, d] as they are cached: E4M3 per 64 columns, rope dims untouched."""

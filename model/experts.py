@@ -29,7 +29,7 @@ class Expert:
 
         `share`: which of a call's tokens these are, where they are this rank's part of all.
         """
-        gate, up = self.arithmetic.linear(x, self.w1), self.arithmetic.linear(x, self.w3)
+        gate, up = self.arithmetic.linears(x, self.w1, self.w3)
         for site, tensor in zip(self.watched, (gate, up), strict=True):
             self.arithmetic.taps(site, self.layer, tensor, share)
         return self.arithmetic.linear(self.arithmetic.ops.swiglu(gate, up, self.limit, weight), self.w2)

@@ -25,12 +25,12 @@ def simulate_fp4(x: Tensor, group: int = 32) -> Tensor:
 def _simulate(x: Tensor, group: int, *, smallest: float, largest: float, mantissa: int, normal: float) -> Tensor:
     assert x.shape[-1] % group == 0, f"{x.shape[-1]} columns are no multiple of the group of {group}"
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    pairs = zip(x.reshape(-1, group).split(TILE // group), out.view(-1, group).split(TILE // group), strict=True)
-    for source, target in pairs:
-        wide = source.float()
+    source, target, tile = x.reshape(-1, group), out.view(-1, group), TILE // group
+    for start in range(0, source.shape[0], tile):
+        wide = source[start : start + tile].float()
         amax = wide.abs().amax(-1, keepdim=True)
-        scale = power_of_two_scale(amax.clamp_min(smallest), largest)
-        torch.mul(_round(wide / scale, mantissa, normal), scale, out=target)
+        scale = power_of_two_scale(amax.clamp_min_(smallest), largest)
+        torch.mul(_round(wide / scale, mantissa, normal), scale, out=target[start : start + tile])
     return out
 
 

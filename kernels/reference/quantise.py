@@ -18,14 +18,13 @@ E2M1_MAX = 6.0
 def power_of_two_scale(amax: Tensor, largest: float) -> Tensor:
     """Return the smallest power of two s with ``amax * fl32(1 / largest) <= s``, float32.
 
-    The exponent is read off the bits (mantissa not zero: one more), so that no rounding of a logarithm can change it.
-    NaN where `amax` is NaN or infinite: no power of two fits. Source: DeepSeek kernel.py, `fast_round_scale`.
+    The exponent is read off the bits, so that no rounding of a logarithm can change it: a mantissa of all ones, added,
+    carries into the exponent unless the mantissa was zero. NaN where `amax` is NaN or infinite: no power of two fits.
+    Source: DeepSeek kernel.py, `fast_round_scale`.
     """
     ratio = amax.float() * (1.0 / largest)  # torch rounds the factor to fp32 first
-    bits = ratio.view(torch.int32)
-    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
-    # of NaN the bits above would be those of -0.0
-    return torch.where(ratio < float("inf"), (exponent << 23).view(torch.float32), float("nan"))
+    power = (ratio.view(torch.int32) + 0x7FFFFF).bitwise_and_(0x7F800000).view(torch.float32)
+    return torch.where(ratio < float("inf"), power, float("nan"))
 
 
 def quantise_fp8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
