@@ -109,9 +109,14 @@ def commit() -> dict[str, Any]:
 
 
 def settings(args: Namespace) -> dict[str, Any]:
-    """Every flag that decides what is measured; of a path its last part."""
+    """Every flag that decides what is measured; of a path in this repository where it is there, else its last part."""
+
+    def told(path: Path) -> str:
+        whole = path.resolve()
+        return str(whole.relative_to(ROOT)) if whole.is_relative_to(ROOT) else path.name
+
     return {
-        name: value.name if isinstance(value, Path) else value
+        name: told(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()
         if name not in UNTOLD
     }

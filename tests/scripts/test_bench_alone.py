@@ -32,7 +32,7 @@ def test_components_are_all_of_the_time_in_every_repetition(name, more, tokens, 
         assert {"linear", "attend, SWA", "attend, CSA", "attend, HCA", "select", OTHER} <= row["components"].keys()
         assert min(row["components"].values()) >= 0
     assert data["settings"]["numerics"] == "deployed"
-    assert data["settings"]["model"] == DEMO.name
+    assert data["settings"]["model"] == "model/demo"
     assert data["command"].startswith(f"python -m scripts.bench {name} --context 150 70 --repetitions 2")
     assert "--model" not in data["command"]
     shown = capsys.readouterr().out

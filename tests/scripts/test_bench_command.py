@@ -62,6 +62,13 @@ def test_two_runs_have_two_ids_and_are_not_compared(tmp_path):
             record.check_one_run([parts[0], ("c", other)])
 
 
+def test_the_command_names_folders_of_this_repository_whole_and_others_by_their_last_part(tmp_path):
+    for folder, told in ((record.ROOT / "model" / "demo", "model/demo"), (tmp_path / "mine", "mine")):
+        args = command.parser().parse_args(["gains", "--before", "x", "--checkpoint", str(folder)])
+        assert record.settings(args)["checkpoint"] == told
+        assert record.command(args) == f"python -m scripts.bench gains --before x --checkpoint {told}"
+
+
 def test_bad_flags_are_refused(capsys, tmp_path):
     assert "NAME" in refused(capsys)
     assert "nothing" in refused(capsys, "nothing")
