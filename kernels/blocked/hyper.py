@@ -1,7 +1,7 @@
 """mHC in tiles of tokens: the streams pass through a core's cache once per op, not once per temporary.
 
 A single token's weights are two dozen numbers: what an op takes to be called is then all it takes, and Python, in fp64,
-is 1.6 times as fast (audits/cpu-gains.md).
+is 1.4 to 1.9 times as fast (audits/cpu-gains.md, audits/cpu-gains-deployed.md).
 """
 
 import math
