@@ -112,8 +112,8 @@ class Costs(NamedTuple):
         return 0 if self.item == F32 else F32
 
     def swiglu(self, numbers: int) -> int:
-        """`swiglu` of so many numbers of gate and of up."""
-        return 3 * F32 * numbers
+        """`swiglu` of so many numbers of gate and of up; numbers in fp32 are not copied first."""
+        return (2 if self.item == F32 else 3) * F32 * numbers
 
     def attend(self, tokens: int, heads: int, width: int, keys: int, selected: int, window: int) -> int:
         """`attend` to tiles of `keys` in a row, or fewer; `selected` entries for each token, 0 where none are.
