@@ -38,7 +38,9 @@ def e2m1(packed: Tensor) -> Tensor:
 
 
 def e8m0(scale: Tensor) -> Tensor:
-    """Decode float8_e8m0fnu of any shape to float32."""
+    """Decode float8_e8m0fnu of any shape to float32; float32 is returned as it is."""
+    if scale.dtype == torch.float32:
+        return scale
     byte = scale.view(torch.uint8).flatten().int()
     return _powers(scale.device).index_select(0, byte).view(scale.shape)
 

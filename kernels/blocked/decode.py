@@ -5,7 +5,6 @@ for an E4M3 weight and 9 ns for an FP4 one. Here E4M3 takes 2.3 ns, through floa
 FP4 2.0 ns, from a table of all 256 bytes, which yields two weights a look-up (``scripts.bench kernels --only decode``).
 """
 
-import torch
 from torch import Tensor
 
 from kernels.codes import e2m1, e4m3, e8m0
@@ -19,20 +18,16 @@ def decode(weight: Weight) -> Tensor:
             return data.float()
         case Fp8(data, scale):
             out = e4m3(data)
-            per_column = _scale(scale).repeat_interleave(128, 1)[:, : data.shape[1]]  # [blocks, in]
+            per_column = e8m0(scale).repeat_interleave(128, 1)[:, : data.shape[1]]  # [blocks, in]
             whole = len(out) // 128  # rows of blocks; one more may be partial
             out[: whole * 128].view(whole, 128, data.shape[1]).mul_(per_column[:whole, None])
             out[whole * 128 :].mul_(per_column[-1])
             return out
         case Fp4(data, scale):
             out = e2m1(data)
-            out.unflatten(1, (-1, 32)).mul_(_scale(scale)[..., None])
+            out.unflatten(1, (-1, 32)).mul_(e8m0(scale)[..., None])
             return out
         case NvFp4(data, scale, global_scale):
             out = e2m1(data)
             out.unflatten(1, (-1, 16)).mul_(e4m3(scale)[..., None])
             return out.mul_(global_scale)
-
-
-def _scale(scale: Tensor) -> Tensor:
-    return scale if scale.dtype == torch.float32 else e8m0(scale)

@@ -16,6 +16,7 @@ from scripts.bench.device.case import Call, Case, Target, Tolerance
 from scripts.bench.device.counts import Cost
 from scripts.bench.device.draw import Draw
 from scripts.bench.device.shapes import FLASH, LLAMA, MODELS, PRO, config_json
+from tests.kernels.compilation import WITH_KERNELS
 
 H200 = counts.DEVICES["H200"]
 CPU = torch.device("cpu")
@@ -127,11 +128,7 @@ def test_a_selection_is_judged_by_its_scores():
 
 
 def test_parts_are_the_files_of_kernels():
-    files = {
-        path.stem for path in (ROOT / "kernels" / "fused").glob("*.py") if "@triton.jit" in path.read_text("utf-8")
-    }
-    without_op = {"codes", "rounding", "weight_tiles", "shard_middle"}
-    assert set(parts.CASES) == files - without_op
+    assert set(parts.CASES) == WITH_KERNELS - {"shard_middle"}  # whose kernels are of the part shard
     assert (*parts.CASES, gpu.LAYERS) == tuple(sorted(gpu.PARTS, key=[*parts.CASES, gpu.LAYERS].index))
     every = parts.cases(gpu.PARTS)
     assert len({(case.part, case.label) for case in every}) == len(every)
