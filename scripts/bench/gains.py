@@ -138,6 +138,12 @@ def table(rows: list[JSON], kind: str, scale: float) -> list[tuple[str, ...]]:
     return out
 
 
+def verdict(kind: str, rows: list[JSON], args: argparse.Namespace) -> str:
+    """What one table says of the whole, as a sentence."""
+    _, before, after, ratio, spread = table(rows, kind, unit(kind, args))[-1]
+    return f"{title(kind, args)}: {before} before, {after} after, {ratio} times as fast ({spread})."
+
+
 def page(record: Record, rows: list[JSON], commit: str, args: argparse.Namespace) -> str:
     """The tables as a page."""
     head = record.header
@@ -152,6 +158,8 @@ def page(record: Record, rows: list[JSON], commit: str, args: argparse.Namespace
         "---",
         "",
         "# Where the time goes, before and after",
+        "",
+        f"**{' '.join(verdict(kind, rows, args) for kind in KINDS)}**",
         "",
         "Two commits, profiled in turn on the same checkpoint by a clock around every op. *checks* are the tripwires,",
         "*other* is what neither takes. Medians over the profiles; the ratio is of the two of each pair.",

@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from scripts.bench import command, gains
-from scripts.bench.record import ROOT
+from scripts.bench.record import ROOT, Record
 from scripts.cli import run_alone
 
 
@@ -30,6 +30,17 @@ def test_a_table_has_medians_and_the_ratios_of_pairs():
         ("gone", "10", "0", "inf", "inf .. inf"),
         ("all", "60", "40", "1.67", "1.50 .. 3.25"),
     ]
+
+
+def test_the_page_begins_with_what_was_found():
+    rows = [row(0, "before", linear=4.0), row(0, "after", linear=2.0)]
+    args = command.parser().parse_args(["gains", "--before", "x", "--context", "1000", "--decode", "10"])
+    assert gains.verdict("prefill", rows, args) == (
+        "Prefill, 1000 tokens: ms per 1000: 4000 before, 2000 after, 2.00 times as fast (2.00 .. 2.00)."
+    )
+    told = gains.page(Record(args), rows, "c" * 40, args)
+    line = told.split("# Where the time goes, before and after\n\n")[1].splitlines()[0]
+    assert line == f"**{gains.verdict('prefill', rows, args)} {gains.verdict('decode', rows, args)}**"
 
 
 def test_a_commit_that_git_does_not_know_is_one_line(capsys, tmp_path):
