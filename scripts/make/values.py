@@ -32,7 +32,7 @@ E2M1_MEAN_SQUARE: Final = (0 + 0.25 + 1 + 2.25 + 4 + 9 + 16 + 36) / 8
 E8M0_BIAS: Final = 127
 
 # Mean and deviation of what is no linear, by the end of its name without `.weight`.
-MOMENTS: Final = {
+_MOMENTS: Final = {
     "embed": (0.0, 1.0),
     "norm": (1.0, 0.1),
     "attn_sink": (0.0, 1.0),
@@ -106,11 +106,16 @@ def _levels(name: str, tensors: Mapping[str, Stored]) -> NDArray[Any]:
         return _scales(dtype, 1 / (columns * mean_square))
     if dtype == "F8_E4M3":
         return _normal(dtype, 0.0, E4M3_DEVIATION)
+    return _normal(dtype, *moments(name, shape[-1]))
+
+
+def moments(name: str, columns: int) -> tuple[float, float]:
+    """Mean and deviation of the values of a parameter that is stored wide.
+
+    What no name is known of are linears that are never quantised, mHC's and the router's too.
+    """
     ending = name.removesuffix(".weight")
-    for end, (mean, deviation) in MOMENTS.items():
-        if ending.endswith(end):
-            return _normal(dtype, mean, deviation)
-    return _normal(dtype, 0.0, shape[-1] ** -0.5)  # linears that are never quantised; mHC's and the router's too
+    return next((found for end, found in _MOMENTS.items() if ending.endswith(end)), (0.0, columns**-0.5))
 
 
 @cache

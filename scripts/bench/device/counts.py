@@ -126,7 +126,7 @@ def layer(shape: V4, kind: str, context: int, t: int) -> dict[str, Cost]:
         "attention": attention(shape.heads, t, seen, read, "fp8"),
         "output": linear("fp8", low, inner // shape.o_groups, t, shape.o_groups) + linear("fp8", hidden, low, t),
         "router": linear("bf16", shape.held, hidden, t),
-        "experts": experts(shape, t, min(shape.held, chosen_experts(shape.held, t))),
+        "experts": experts(shape, t, chosen_experts(shape.held, t)),
         "shared expert": Cost(
             3 * weight_bytes("fp8", shape.intermediate, hidden), 6 * t * hidden * shape.intermediate
         ),

@@ -1,5 +1,6 @@
 """Whole layers of V4 on one GPU, as the model runs them: weights drawn there, caches filled with random rows."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +22,7 @@ from scripts.bench.device import counts
 from scripts.bench.device.counts import Cost
 from scripts.bench.device.draw import E4M3, E8M0, Draw
 from scripts.bench.device.shapes import MILLION, RATIOS, STREAMS, V4, config_json
-from scripts.make.values import E4M3_DEVIATION, MOMENTS
+from scripts.make.values import E4M3_DEVIATION, moments
 
 CHUNK = 4096  # tokens of a prefill
 KINDS = ("CSA", "HCA")  # layers 0 and 1 of `config_json`
@@ -72,9 +73,8 @@ class DrawnWeights(Weights):
 
     def vector(self, name: str) -> Tensor:
         """As `scripts.make_checkpoint` draws it."""
-        parameter, ending = self.demanded[name], name.removesuffix(".weight")
-        scale = parameter.shape[-1] ** -0.5
-        mean, deviation = next((found for end, found in MOMENTS.items() if ending.endswith(end)), (0.0, scale))
+        parameter = self.demanded[name]
+        mean, deviation = moments(name, parameter.shape[-1])
         dtype = torch.float32 if parameter.kind == "f32" else torch.bfloat16
         return self.drawn.normal(*parameter.shape, dtype=dtype, scale=deviation).add_(mean)
 
@@ -86,19 +86,15 @@ def costs(shape: V4, kind: str, context: int, tokens: int) -> tuple[Cost, dict[s
     return total, {name: sum(part.floor_us(roof) for part in parts) for name, roof in counts.DEVICES.items()}
 
 
-def planned(shape: V4, contexts: dict[str, int], chunk: int) -> Iterator[tuple[str, str, int, int]]:
-    """Kind, name of the context, its tokens, and tokens of the call."""
-    del shape
-    for kind in KINDS:
-        for name, context in contexts.items():
-            for tokens in (1, chunk):
-                yield kind, name, context, tokens
+def planned(contexts: dict[str, int], chunk: int) -> Iterator[tuple[str, tuple[str, int], int]]:
+    """Kind, a context's name and tokens, and tokens of the call."""
+    return itertools.product(KINDS, contexts.items(), (1, chunk))
 
 
 def rows_without_times(shape: V4) -> list[LayerRow]:
     """What a layer takes at least, where nothing can be measured."""
     found = []
-    for kind, name, context, tokens in planned(shape, CONTEXTS, CHUNK):
+    for kind, (name, context), tokens in planned(CONTEXTS, CHUNK):
         cost, floors = costs(shape, kind, context, tokens)
         found.append(LayerRow(shape.name, kind, name, tokens, *cost, floors, []))
     return found
@@ -114,7 +110,7 @@ def measured_layers(
     arithmetic = options.arithmetic(ops, Ranks(ALONE, place(config, 1).ranks[0]), config)
     draw = gpu.draw(0)
     blocks: dict[str, Block] = {}
-    for kind, name, context, tokens in planned(shape, contexts, chunk):
+    for kind, (name, context), tokens in planned(contexts, chunk):
         layer = KINDS.index(kind)
         if kind not in blocks:
             blocks.clear()  # of the other kind: weights of both may not fit
