@@ -17,7 +17,8 @@ from torch import Tensor
 
 from model import strict_json
 from model.errors import CheckpointError, quoted
-from model.safetensors_header import ITEM_BYTES, Shard, StoredTensor, read_header, regular_file_size
+from model.files import read_bounded, regular_file_size
+from model.safetensors_header import ITEM_BYTES, Shard, StoredTensor, read_header
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
@@ -162,10 +163,9 @@ def _sharded(index: Path) -> tuple[Shard, ...]:
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:
-    if regular_file_size(index) > MAX_INDEX_BYTES:
-        raise CheckpointError(f"{index}: more than {MAX_INDEX_BYTES} bytes")
+    data = read_bounded(index, MAX_INDEX_BYTES, CheckpointError)
     try:
-        obj = strict_json.parse(index.read_bytes())
+        obj = strict_json.parse(data)
     except ValueError as error:
         raise CheckpointError(f"{index}: {error}") from None
     # metadata.total_size is not read: NVFP4 exports copy it from another checkpoint

@@ -21,6 +21,7 @@ from model.config_fields import (
     Yarn,
 )
 from model.errors import ConfigError, quoted, shown
+from model.files import read_bounded
 from model.json_values import MAX_INTEGER, Json, check_fixed, check_keys, integer, mapping, number, required
 
 MODEL_TYPE = "deepseek_v4"
@@ -45,12 +46,9 @@ def read_json(path: Path) -> Json:
     ConfigError
         When there is no such file, or it is not one JSON object.
     """
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file")
-    if path.stat().st_size > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path}: {path.stat().st_size} bytes is no config.json")
+    data = read_bounded(path, MAX_CONFIG_BYTES, ConfigError)
     try:
-        obj = strict_json.parse(path.read_bytes())
+        obj = strict_json.parse(data)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
     if not isinstance(obj, dict):

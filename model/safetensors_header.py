@@ -7,13 +7,13 @@ which is bounded by the file's and by `MAX_HEADER_BYTES`, the format's own limit
 """
 
 import math
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from model import strict_json
 from model.errors import CheckpointError, quoted, shown
+from model.files import regular_file_size
 
 MAX_HEADER_BYTES: Final = 100_000_000
 MAX_ELEMENTS: Final = 2**63 - 1
@@ -98,24 +98,6 @@ def read_header(path: Path) -> Shard:
     if position != size:
         raise CheckpointError(f"{path}: {size - position} bytes after the last tensor belong to none")
     return Shard(path, size, {tensor.name: tensor for tensor in tensors})
-
-
-def regular_file_size(path: Path) -> int:
-    """Bytes of a regular file; a pipe or device would block or never end, so it is refused before it is opened.
-
-    Raises
-    ------
-    CheckpointError
-        When there is none, or it is a folder, a broken link, a pipe or a device.
-    """
-    try:
-        status = path.stat()
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
-        reason = error.strerror if isinstance(error, OSError) else "not a file name"
-        raise CheckpointError(f"{path}: cannot be read: {reason}") from None
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path}: not a regular file")
-    return status.st_size
 
 
 def _header(path: Path, size: int) -> tuple[Mapping[str, Any], int]:

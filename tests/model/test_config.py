@@ -334,7 +334,7 @@ def test_damaged_files_are_named(tmp_path, text, complaint):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(ConfigError, match=r"config\.json: no such file"):
+    with pytest.raises(ConfigError, match=r"config\.json: No such file"):
         ModelConfig.from_file(tmp_path / "config.json")
 
 

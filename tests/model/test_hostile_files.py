@@ -149,7 +149,7 @@ SINGLE_FILES = {
     ),
     "no weights": (lambda d: (d / SINGLE).unlink(), [INDEX, SINGLE, "neither"]),
     "index and single file": (lambda d: (d / INDEX).write_text("{}"), [INDEX, SINGLE, "both"]),
-    "no config": (lambda d: (d / "config.json").unlink(), ["config.json", "no such file"]),
+    "no config": (lambda d: (d / "config.json").unlink(), ["config.json", "No such file"]),
     "damaged config": (lambda d: (d / "config.json").write_text("{"), ["config.json", "damaged JSON"]),
 }
 

@@ -106,7 +106,7 @@ def test_the_demo_is_the_default_and_the_exit_status_reaches_the_shell(tmp_path)
     assert json.loads(out.read_text())["config"] == ModelConfig.from_file(DEMO / "config.json").to_json()
     wrong = subprocess.run([*command, "--model", tmp_path], cwd=ROOT, check=False, capture_output=True, text=True)
     assert (wrong.returncode, wrong.stdout) == (2, "")
-    assert wrong.stderr == f"{tmp_path}/config.json: no such file\n"
+    assert wrong.stderr == f"{tmp_path}/config.json: No such file or directory\n"
 
 
 @pytest.mark.parametrize(

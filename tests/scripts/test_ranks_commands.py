@@ -60,7 +60,7 @@ def test_two_ranks_say_what_one_says_and_say_it_once(tmp_path, capsys):
     ("flags", "said"),
     [
         (("--prompt", ""), "the prompt is empty"),
-        (("--prompt", "a", "--model", "nowhere"), "nowhere/config.json: no such file"),
+        (("--prompt", "a", "--model", "nowhere"), "nowhere/config.json: No such file or directory"),
         (("--prompt", "a", "--json", "/proc/x"), "/proc/x: cannot be written there (No such file or directory)"),
         (("--prompt", "a", "--rank-timeout", "1"), "argument --rank-timeout: 1: want at least 2 seconds"),
     ],

@@ -1,0 +1,66 @@
+"""Files from outside: regular ones, of bounded size, and one line that names the file when it is neither."""
+
+import stat
+from pathlib import Path
+
+from model.errors import CheckpointError
+
+
+def regular_file_size(path: Path, error: type[ValueError] = CheckpointError) -> int:
+    """Bytes of a regular file; a pipe or device would block or never end, so it is refused before it is opened.
+
+    Raises
+    ------
+    error
+        When there is none, or it is a folder, a broken link, a pipe or a device.
+    """
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise error(f"{path}: No such file or directory") from None
+    except (OSError, ValueError) as failed:  # ValueError: a null byte in the name
+        reason = failed.strerror if isinstance(failed, OSError) else "not a file name"
+        raise error(f"{path}: cannot be read: {reason}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise error(f"{path}: not a regular file")
+    return status.st_size
+
+
+def read_bounded(path: Path, most: int, error: type[ValueError]) -> bytes:
+    """All bytes of a regular file of at most `most` bytes.
+
+    Raises
+    ------
+    error
+        As `regular_file_size`, or when the file is longer, or cannot be read.
+    """
+    if (size := regular_file_size(path, error)) > most:
+        raise error(f"{path}: {size} bytes, more than the {most} that are read of such a file")
+    return _read(path, most, error)
+
+
+def read_text(path: Path, most: int, error: type[ValueError]) -> str:
+    """The UTF-8 text of a file as it is, line ends included. A pipe will do too: text may come from another program.
+
+    Raises
+    ------
+    error
+        When there is no such file, it is no UTF-8, or it holds more than `most` bytes.
+    """
+    data = _read(path, most, error)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as failed:
+        raise error(f"{path}: byte {failed.start} is no UTF-8") from None
+
+
+def _read(path: Path, most: int, error: type[ValueError]) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(most + 1)
+    except (OSError, ValueError) as failed:
+        reason = failed.strerror if isinstance(failed, OSError) else "not a file name"
+        raise error(f"{path}: cannot be read: {reason}") from None
+    if len(data) > most:
+        raise error(f"{path}: more than the {most} bytes that are read of such a file")
+    return data
