@@ -148,8 +148,8 @@ class CsaAttention(HcaAttention):
         self.compressor(x, first, cache.frontier, cache.entries)
         ratio, entries = cache.frontier.ratio, cache.entries.view()
         selected = self.indexer(x, latent, first, cache, cos, sin, tokens)
-        keyed, gone = cache.keys.used, cache.keys.evicted * ratio  # rows are those of the tokens from there on
-        selected = tripwire.selection(self.layer, first - gone, ratio, self.top_k, keyed, selected)
+        keys = cache.keys
+        selected = tripwire.selection(self.layer, first, ratio, self.top_k, keys.used, selected, keys.evicted)
         self.arithmetic.taps(sites.SELECTED, self.layer, selected)
         rows = cache.entries.chosen(selected)
         out = self.arithmetic.ops.attend(q, cache.ring.data, first, self.window, entries, ratio, rows, self.sink)

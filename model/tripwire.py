@@ -72,7 +72,9 @@ def finite(site: str, layer: int | None, first: int | None, x: Tensor) -> None:
     raise Tripwire(site, layer, None if first is None else first + at, measured, "finite")
 
 
-def selection(layer: int, first: int, ratio: int, top_k: int, entries: int, selected: Tensor | None) -> Tensor:
+def selection(
+    layer: int, first: int, ratio: int, top_k: int, entries: int, selected: Tensor | None, evicted: int = 0
+) -> Tensor:
     """Return the selection of a CSA layer, or trip.
 
     Parameters
@@ -80,7 +82,10 @@ def selection(layer: int, first: int, ratio: int, top_k: int, entries: int, sele
     layer, first
         Layer, and position of the first token.
     ratio, top_k, entries
-        Tokens per entry, `index_topk`, and entries there are.
+        Tokens per entry, `index_topk`, and entries there are to select from.
+    evicted
+        Entries that are no longer among them: the first that can be selected is this one. A selection counts from it,
+        a message names the entries of the sequence.
     selected
         [t, min(top_k, entries)] int32, see `kernels.reference.indexer.select`; None trips: a CSA layer without a
         selection sees its window alone, and still answers short prompts well.
@@ -95,16 +100,17 @@ def selection(layer: int, first: int, ratio: int, top_k: int, entries: int, sele
         raise Tripwire(site, layer, first, found, f"int32 [t, {width}]: min(top-k {top_k}, {entries} entries)")
     if not width:
         return selected
+    start = first - evicted * ratio  # where the first token would stand if the sequence began with these entries
     if selected.shape[0] == 1:
-        seen = min((first + 1) // ratio, entries)  # decode: no tensor to build
+        seen = min((start + 1) // ratio, entries)  # decode: no tensor to build
         wanted = min(seen, width)
         row = selected[0].tolist()
         good = row[:wanted] == sorted(set(row[:wanted])) and row[wanted:] == [-1] * (width - wanted)
         good = good and (not wanted or 0 <= row[0] <= row[wanted - 1] < seen)
     else:
-        good = bool(_in_order(selected, first, ratio, entries).all())
+        good = bool(_in_order(selected, start, ratio, entries).all())
     if not good:
-        _name_the_row(layer, first, ratio, top_k, entries, selected)
+        _name_the_row(layer, first, ratio, top_k, entries, selected, evicted)
     return selected
 
 
@@ -119,18 +125,22 @@ def _in_order(selected: Tensor, first: int, ratio: int, entries: int) -> Tensor:
     return inside & rising
 
 
-def _name_the_row(layer: int, first: int, ratio: int, top_k: int, entries: int, selected: Tensor) -> None:
+def _name_the_row(
+    layer: int, first: int, ratio: int, top_k: int, entries: int, selected: Tensor, evicted: int
+) -> None:
     """Raise for the first row at fault, saying which rule it breaks."""
-    i = int((~_in_order(selected, first, ratio, entries)).nonzero()[0])
+    i = int((~_in_order(selected, first - evicted * ratio, ratio, entries)).nonzero()[0])
     position, row = first + i, selected[i].tolist()
-    seen = min((position + 1) // ratio, entries)
+    seen = min((position + 1) // ratio - evicted, entries)
     chosen = [entry for entry in row if entry != -1]
     site, wanted = "indexer.selected", min(top_k, seen)
     if outside := [entry for entry in chosen if not 0 <= entry < entries]:
-        raise Tripwire(site, layer, position, f"entry {outside[0]}", f"an entry of 0 .. {entries - 1}")
+        want = f"an entry of {evicted} .. {evicted + entries - 1}"
+        number = outside[0] + (evicted if outside[0] >= 0 else 0)
+        raise Tripwire(site, layer, position, f"entry {number}", want)
     if unfinished := [entry for entry in chosen if entry >= seen]:
-        want = f"an entry below {seen}: later blocks are not finished"
-        raise Tripwire(site, layer, position, f"entry {unfinished[0]}", want)
+        want = f"an entry below {evicted + seen}: later blocks are not finished"
+        raise Tripwire(site, layer, position, f"entry {evicted + unfinished[0]}", want)
     if len(set(chosen)) < len(chosen):
         raise Tripwire(site, layer, position, f"{len(chosen) - len(set(chosen))} entries repeated", "distinct entries")
     if len(chosen) != wanted:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.ops import BLOCKED
 from kernels.reference.hyper import sinkhorn
 from kernels.reference.indexer import select
 from model import tripwire
@@ -89,6 +90,41 @@ def test_selection_says_what_is_wrong(tokens, row, measured, expected):
     if tokens == 2:
         trip = tripped(tripwire.selection, 6, first, ratio, top_k, entries, torch.tensor([good, row]).int())
         assert trip.position == 13
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+@pytest.mark.parametrize(
+    ("row", "measured", "expected"),
+    [
+        ([0, 1, 9, -1], "entry 109", "an entry of 100 .. 108"),
+        ([0, -2, 3, -1], "entry -2", "an entry of 100 .. 108"),
+        ([0, 1, 3, -1], "entry 103", "an entry below 103: later blocks are not finished"),
+        ([0, 2, -1, -1], "2 entries selected", "3: min(top-k 4, 3 visible)"),
+    ],
+)
+def test_a_selection_among_what_was_not_evicted_names_the_sequences_position_and_entry(tokens, row, measured, expected):
+    first, ratio, evicted = 412, 4, 100  # position 412 sees 103 entries, of which the first 100 are gone
+    trip = tripped(tripwire.selection, 6, first, ratio, 4, 9, torch.tensor([row] * tokens).int(), evicted)
+    assert (trip.measured, trip.expected, trip.position) == (measured, expected, first)
+
+
+@pytest.mark.parametrize("chunk", [1, 40])
+def test_a_run_that_evicts_reports_a_bad_selection_where_it_is(chunk):
+    bad = 500
+
+    def select(q, weights, keys, first, ratio, k):
+        selected = BLOCKED.select(q, weights, keys, first, ratio, k)
+        if keys.shape[0] and state.position <= bad < state.position + q.shape[0]:
+            selected[bad - state.position, 0] = selected[bad - state.position, 1]
+        return selected
+
+    model = load(DEMO, RunOptions(kv=("csa=coda:window=8,exact=4,summary=4",)), BLOCKED._replace(select=select)).model
+    state = model.new_state(520, 40)
+    ids = torch.arange(520) % model.config.vocab_size
+    model(ids[:40], state)  # the rest in calls of `chunk`
+    with pytest.raises(Tripwire, match=r"indexer.selected of layer 1 at position 500: 1 entries repeated"):
+        for part in ids[40:].split(chunk):
+            model(part, state)
 
 
 def test_selection_of_another_width_type_or_none():
