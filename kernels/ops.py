@@ -11,11 +11,13 @@ An op set is a value. To run a model with one op replaced (a fault, a random sel
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from kernels import blocked, reference
+from kernels.blocked.differential import Noise, Own, Past
+from kernels.blocked.shard import Middle, Stream
 from kernels.formats import Rows, Slots, Weight
 
 
@@ -43,16 +45,38 @@ class Ops(NamedTuple):
     # of the Llama family alone, which shares rms_norm, linear and swiglu with V4
     rotate_halves: Callable[[Tensor, Tensor, Tensor], Tensor]  # rope
     attend_grouped: Callable[[Tensor, Tensor, Tensor, int, int | None], Tensor]  # gqa
+    attend_banks: Callable[[Tensor, Noise | None, Past, Own | None], Tensor]  # of CoDA: kernels.blocked.differential
+    attend_codes: Callable[[Tensor, Tensor, Tensor, Middle | None, Stream | None, Tensor | None], Tensor]  # of Shard
 
 
-def rooms(ops: Ops) -> dict[str, str]:
-    """Which room each op of a set comes from, "reference", "blocked" or "fused"; of one from elsewhere, its module."""
-    found = {}
-    for name, op in ops._asdict().items():
-        if name != "name":
-            module = op.__module__
-            found[name] = module.split(".")[1] if module.startswith("kernels.") else module
-    return found
+def room(op: Callable[..., Any]) -> str:
+    """Which room an op comes from: "reference", "blocked" or "fused"; of one from elsewhere, its module."""
+    module = op.__module__
+    return module.split(".")[1] if module.startswith("kernels.") else module
+
+
+class Noted:
+    """An op that notes when it runs: `ran` [its name] is the room it comes from. It is equal to the op itself."""
+
+    def __init__(self, name: str, op: Callable[..., Any], ran: dict[str, str]) -> None:
+        self.name, self.ran = name, ran
+        self.op: Callable[..., Any] = op.op if isinstance(op, Noted) else op
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        """Note it, and run the op."""
+        self.ran[self.name] = room(self.op)
+        return self.op(*args, **named)
+
+    def __eq__(self, other: object) -> bool:
+        return self.op == (other.op if isinstance(other, Noted) else other)
+
+    def __hash__(self) -> int:
+        return hash(self.op)
+
+
+def noted(ops: Ops, ran: dict[str, str]) -> Ops:
+    """The same ops, each of which notes in `ran` when it runs, and from which room."""
+    return Ops(ops.name, *(Noted(name, op, ran) for name, op in ops._asdict().items() if name != "name"))
 
 
 REFERENCE = Ops(
@@ -76,6 +100,8 @@ REFERENCE = Ops(
     swiglu=reference.swiglu.swiglu,
     rotate_halves=reference.rope.rotate_halves,
     attend_grouped=reference.gqa.attend,
+    attend_banks=blocked.differential.attend,  # one implementation of CoDA, one of Shard: no reference run has them
+    attend_codes=blocked.shard.attend,
 )
 
 BLOCKED = REFERENCE._replace(

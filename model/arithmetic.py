@@ -29,6 +29,7 @@ class Arithmetic(NamedTuple):
     formats: CacheFormats  # of the caches that `new_state` makes
     ranks: Ranks  # who else computes this model, and which part is here
     taps: Taps  # nobody listens until a probe attaches, see `model.sites`
+    ran: dict[str, str]  # the room of each op that has run so far, see `kernels.ops.noted`
 
     @property
     def numerics(self) -> str:

@@ -66,6 +66,9 @@ class _Here(NamedTuple):
     row: dict[int, Tensor]  # by ratio, [1] int64: row of the entry that the open window becomes, or the cache's last
 
 
+# Of the ops that a step calls by name, and not by its set, see `kernels.ops.room`.
+ROOMS = {op.__name__: op.__module__.split(".")[1] for op in (attend, compress, experts, mix, select)}
+
 NOT_LOOKED_AT = ("columns", "routing", "selection", "stored")  # tripwires of a call of the model that a step has not
 
 

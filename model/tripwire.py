@@ -125,9 +125,7 @@ def _in_order(selected: Tensor, first: int, ratio: int, entries: int) -> Tensor:
     return inside & rising
 
 
-def _name_the_row(
-    layer: int, first: int, ratio: int, top_k: int, entries: int, selected: Tensor, evicted: int
-) -> None:
+def _name_the_row(layer: int, first: int, ratio: int, top_k: int, entries: int, selected: Tensor, evicted: int) -> None:
     """Raise for the first row at fault, saying which rule it breaks."""
     i = int((~_in_order(selected, first - evicted * ratio, ratio, entries)).nonzero()[0])
     position, row = first + i, selected[i].tolist()

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from kernels import qjl, rotation
-from kernels.blocked.shard import attend_causal, middle_keys, middle_values
+from kernels.blocked.shard import middle_keys, middle_values
 from kernels.formats import RotatedRows
 from kernels.ops import Ops
 from kernels.reference.rows import decode
 from model.cache.entries import Entries
 from model.cache.layers import CsaCache, HcaCache, LayerCache
-from model.cache.shard import ShardCache
+from model.cache.shard import ShardCache, causal
 from model.transformer import Transformer
 from probes.fault import Fault
 from probes.faults_in_entries import ENTRIES
@@ -168,7 +168,7 @@ class _BasisNotCounted(ShardCache):
 
 
 class _AllRebuilt(ShardCache):
-    def _attend_all(self, q: Tensor) -> Tensor:
+    def _attend_all(self, q: Tensor, ops: Ops) -> Tensor:
         """Decode everything, then attend to it: the same numbers."""
         held = min(self.count, self.exact)
         keys, values = [self.keys[:held]], [self.values[:held]]
@@ -181,7 +181,7 @@ class _AllRebuilt(ShardCache):
             assert isinstance(stream, RotatedRows)
             parts.append(rotation.read(stream, 0, shape[0] * shape[1]).unflatten(0, shape))
         every = torch.cat(keys)
-        return attend_causal(q, every, torch.cat(values), len(every) - 1)
+        return causal(ops, q, every, torch.cat(values), len(every) - 1)
 
 
 def _all_decoded(ops: Ops) -> Ops:

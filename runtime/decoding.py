@@ -1,6 +1,7 @@
 """By what a run decodes: the model itself, call by call, or a CUDA graph of one step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ class Decoding(NamedTuple):
     why_eager: str | None  # why not by a graph; None: by one
     step: Step
     not_looked_at: tuple[str, ...] = ()  # tripwires that a decoded token does not have, see `model.step`
+    rooms: Mapping[str, str] = MappingProxyType({})  # of the ops that a graph's tokens run, see `kernels.ops.room`
 
 
 def eager(model: Model, state: State) -> Step:
@@ -59,11 +61,11 @@ def decoding(model: Model, state: State, *, graph: bool, steps: int) -> Decoding
     if why is None and steps < 1:
         why = "no token to decode"
     if why is None:
-        from model.step import NOT_LOOKED_AT, DecodeStep  # noqa: PLC0415 (Triton is not on every platform)
+        from model.step import NOT_LOOKED_AT, ROOMS, DecodeStep  # noqa: PLC0415 (Triton is not on every platform)
         from runtime.graph import Captured  # noqa: PLC0415
 
         assert isinstance(model, Transformer), f"a decode step of a {type(model).__name__}"
-        return Decoding("graph", None, Captured(DecodeStep(model, state)), NOT_LOOKED_AT)
+        return Decoding("graph", None, Captured(DecodeStep(model, state)), NOT_LOOKED_AT, ROOMS)
     if graph and steps >= 1:
         raise ConfigError(f"--graph: {why}")
     return Decoding("eager", why, eager(model, state))

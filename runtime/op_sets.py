@@ -2,10 +2,11 @@
 
 from kernels.ops import BLOCKED, REFERENCE, Ops
 from model.architectures import Config
-from model.cache.variants import Full
+from model.cache.variants import Full, GroupedCoda, GroupedShard
 from model.errors import ConfigError
 from runtime.options import RunOptions
 
+Grouped = GroupedCoda | GroupedShard  # one implementation each, in `kernels.blocked`
 OP_SETS = ("reference", "blocked", "fused")
 
 
@@ -18,6 +19,7 @@ def op_set(name: str, options: RunOptions, config: Config) -> Ops:
     """The op set of this name; ConfigError, naming the flag, where these options cannot run on it."""
     match name:
         case "reference":
+            _check_reference(options, config)
             return REFERENCE
         case "blocked":
             return BLOCKED
@@ -27,6 +29,12 @@ def op_set(name: str, options: RunOptions, config: Config) -> Ops:
 
             return FUSED
     raise AssertionError(f"op set {name!r}, want one of {OP_SETS}")
+
+
+def _check_reference(options: RunOptions, config: Config) -> None:
+    grouped = {str(variant) for variant in options.formats(config).variants if isinstance(variant, Grouped)}
+    if grouped:
+        raise ConfigError(f"--ops reference: has no attention of its own for --kv {min(grouped)}; --ops blocked has")
 
 
 def _check_fused(options: RunOptions, config: Config) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Self
 
 import torch
 
-from kernels.ops import Ops
+from kernels.ops import Ops, noted
 from model.architectures import Config
 from model.arithmetic import KV_GROUP, LINEAR_GROUP, Arithmetic
 from model.cache.formats import CacheFormats
@@ -54,7 +54,8 @@ class RunOptions:
     def arithmetic(self, ops: Ops, ranks: Ranks, config: Config) -> Arithmetic:
         """Return what the model computes with."""
         formats = self.formats(config)
-        return Arithmetic(ops, self.numerics == "deployed", formats.dtype, formats, ranks, Taps(ranks))
+        ran: dict[str, str] = {}
+        return Arithmetic(noted(ops, ran), self.numerics == "deployed", formats.dtype, formats, ranks, Taps(ranks), ran)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:

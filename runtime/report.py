@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from kernels.ops import rooms
 from model.ranks import evenly
 from model.state import State
 from runtime.decoding import Decoding
@@ -54,12 +53,11 @@ def report(loaded: AnyLoaded, options: RunOptions, state: State, run: Generation
         "options": options.to_json(),
         "variants": [str(variant) for variant in loaded.model.arithmetic.formats.variants],  # of each layer
         "ops": loaded.model.arithmetic.ops.name,
-        "rooms": rooms(loaded.model.arithmetic.ops),  # of `kernels`, from which each op of the set comes
+        "rooms": dict(sorted(loaded.model.arithmetic.ran.items())),  # of `kernels`, of each op that ran
         "decode": by.how,  # "graph" or "eager"
         "decode_eager_because": by.why_eager,  # None: by a graph
         "decode_tripwires_not_looked_at": list(by.not_looked_at),
-        # a graph's tokens: the grouped experts, mHC from sublayer to sublayer and the compressor in one kernel each
-        "decode_rooms": {"experts": "fused", "mix": "fused", "compress": "fused"} if by.how == "graph" else {},
+        "decode_rooms": dict(by.rooms),  # of what a graph's tokens run beside them
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "checkpoint": loaded.directory.resolve().name,

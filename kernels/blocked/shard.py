@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from kernels import qjl, rotation
-from kernels.blocked import gqa
 from kernels.blocked.shard_middle import Middle, MiddleTiles, middle_keys, middle_values
 from kernels.formats import RotatedRows
 from kernels.qjl import StreamKeys
 
-__all__ = ["Middle", "Stream", "attend", "attend_causal", "middle_keys", "middle_values"]
+__all__ = ["Middle", "Stream", "attend", "middle_keys", "middle_values"]
 
 KEYS = 1 << 18  # numbers in a tile of keys: 1 MiB
 LOGITS = 1 << 17  # numbers in a tile of logits
@@ -44,28 +43,6 @@ class _Softmax(NamedTuple):
     total: Tensor  # [kv heads, rows] sum of exp(logit - peak)
     plain: Tensor  # [kv heads, rows, d] sum of exp(logit - peak) * value
     rotated: Tensor  # the same of values that are stored rotated
-
-
-def attend_causal(q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
-    """Grouped-query attention with everything exact: the op of a full cache.
-
-    Parameters
-    ----------
-    q
-        [t, h, d]; token i stands at position ``first + i`` and sees the keys up to it.
-    keys, values
-        [first + t, kv heads, d], row p at position p; rotary embedding applied.
-    first
-        Position of the first token.
-
-    Returns
-    -------
-    Tensor
-        [t, h, d] in the dtype of `q`.
-
-    """
-    assert keys.shape[0] == first + q.shape[0], f"{keys.shape[0]} keys, want {first} + {q.shape[0]}"
-    return gqa.attend(q, keys.transpose(0, 1), values.transpose(0, 1), first, None)
 
 
 def attend(

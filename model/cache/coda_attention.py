@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kernels.blocked.differential import Noise, Own, Past, differential_attend
-from kernels.blocked.differential import attend as plain_attend
+from kernels.ops import BLOCKED, Ops
 from model.cache.coda import CodaCache
 
 
@@ -53,19 +53,27 @@ class Tokens(NamedTuple):
         return Tokens(self.q[rows], self.k[rows], self.v[rows], gates, lam)
 
 
-def step(cache: CodaCache, tokens: Tokens, differential: Differential | None) -> Tensor:
+def step(cache: CodaCache, tokens: Tokens, differential: Differential | None, ops: Ops = BLOCKED) -> Tensor:
     """Write one token, which may drive another into the banks, then attend: [1, H, D] in the dtype of the query."""
     cache.write(tokens.k, tokens.v, tokens.gates)
-    return attend(cache, tokens.q, tokens.lam, differential)
+    return attend(cache, tokens.q, tokens.lam, differential, ops)
 
 
-def attend(cache: CodaCache, q: Tensor, lam: Tensor | None, differential: Differential | None) -> Tensor:
+def attend(
+    cache: CodaCache, q: Tensor, lam: Tensor | None, differential: Differential | None, ops: Ops = BLOCKED
+) -> Tensor:
     """Attend from q [t, H, D] to what the cache holds, and write nothing: [t, H, D]; zeros while it is empty."""
-    return _attend(q, lam, differential, Past(*cache.view()), None)
+    return _attend(q, lam, differential, Past(*cache.view()), None, ops)
 
 
 def prefill(
-    cache: CodaCache, tokens: Tokens, differential: Differential | None, block: int, *, strict: bool = False
+    cache: CodaCache,
+    tokens: Tokens,
+    differential: Differential | None,
+    block: int,
+    *,
+    strict: bool = False,
+    ops: Ops = BLOCKED,
 ) -> Tensor:
     """Attend and write in blocks, each of which attends before it writes.
 
@@ -81,6 +89,8 @@ def prefill(
         Tokens of a block; the last may have fewer.
     strict
         Each token sees exactly its last W tokens of ring and block, instead of the whole ring.
+    ops
+        What to compute with.
 
     Returns
     -------
@@ -92,21 +102,23 @@ def prefill(
     out = torch.empty_like(tokens.q)
     for first in range(0, tokens.q.shape[0], block):
         rows = slice(first, first + block)
-        out[rows] = _block(cache, tokens.part(rows), differential, strict=strict)
+        out[rows] = _block(cache, tokens.part(rows), differential, ops, strict=strict)
     return out
 
 
-def _block(cache: CodaCache, tokens: Tokens, differential: Differential | None, *, strict: bool) -> Tensor:
+def _block(cache: CodaCache, tokens: Tokens, differential: Differential | None, ops: Ops, *, strict: bool) -> Tensor:
     past = Past(*(cache.strict_view(tokens.q.shape[0]) if strict else cache.view()))
     own = Own(tokens.k, tokens.v, cache.settings.window if strict else None)
-    out = _attend(tokens.q, tokens.lam, differential, past, own)
+    out = _attend(tokens.q, tokens.lam, differential, past, own, ops)
     cache.write_block(tokens.k, tokens.v, tokens.gates)
     return out
 
 
-def _attend(q: Tensor, lam: Tensor | None, differential: Differential | None, past: Past, own: Own | None) -> Tensor:
+def _attend(
+    q: Tensor, lam: Tensor | None, differential: Differential | None, past: Past, own: Own | None, ops: Ops
+) -> Tensor:
     assert (lam is None) == (differential is None), "lambda and the noise query come together"
     if lam is None or differential is None:
-        return plain_attend(q, None, past, own).to(q.dtype)
+        return ops.attend_banks(q, None, past, own).to(q.dtype)
     noise = Noise(lam, differential.cos, differential.sin)
     return differential_attend(q, noise, differential.norm, differential.eps, past, own)

@@ -66,17 +66,16 @@ class CodaLayer(GqaCache):
 
     def attend(self, heads: Heads, first: int, ops: Ops) -> Tensor:
         """Attend and write, in the order of a step or of a block; see `GqaCache.attend`."""
-        del ops  # banks have one implementation
         tokens, t = Tokens(heads.q, heads.k, heads.v, heads.gates, None), heads.q.shape[0]
         self.position = first + t
         if t == 1:
-            return step(self.coda, tokens, None)
+            return step(self.coda, tokens, None, ops)
         begun = 0 if self.published else first % self.block  # tokens of the block that an earlier call began
         head = min(t, self.block - begun) if begun else 0
         if not head:
-            return prefill(self.coda, tokens, None, self.block)
+            return prefill(self.coda, tokens, None, self.block, ops=ops)
         rows = slice(head), slice(head, t)
-        return torch.cat([prefill(self.coda, tokens.part(some), None, self.block) for some in rows])
+        return torch.cat([prefill(self.coda, tokens.part(some), None, self.block, ops=ops) for some in rows])
 
 
 class ShardLayer(GqaCache):
@@ -96,8 +95,7 @@ class ShardLayer(GqaCache):
 
     def attend(self, heads: Heads, first: int, ops: Ops) -> Tensor:
         """Take the tokens and attend to codes; see `GqaCache.attend`."""
-        del ops  # attention on codes has one implementation
-        out = self.shard.attend(heads.q, heads.k, heads.v)
+        out = self.shard.attend(heads.q, heads.k, heads.v, ops=ops)
         self.position = first + heads.q.shape[0]
         return out
 

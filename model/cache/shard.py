@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from kernels import eigenbasis, product_quantise, qjl, rotation
-from kernels.blocked import shard
+from kernels.blocked.shard import Middle, Stream
+from kernels.ops import BLOCKED, Ops
 from kernels.reference import rope
 from kernels.reference.shard import turn
 from model.errors import CapacityError, ConfigError
@@ -122,13 +123,13 @@ class ShardCache:
         # rows 0 .. sinks - 1 stay; position p beyond them is row sinks + (p - sinks) % window
         self.keys, self.values = self._rows(self.exact), self._rows(self.exact)
         self._begin()
-        self.middle: shard.Middle | None = None
+        self.middle: Middle | None = None
         if prompt > self.exact:
             n, width = prompt - self.exact, heads * d
             grouped = settings.allocation != "uniform"
             kept = min(width, 2 * settings.rank) if grouped else settings.rank  # the least code takes half of 4 bits
             groups = kept // settings.group if grouped else 0
-            self.middle = shard.Middle(
+            self.middle = Middle(
                 eigenbasis.eigen_keys(n, width, settings.rank, kept, groups, device),
                 product_quantise.codebook_values(n, heads, d, device),
                 settings.sinks,
@@ -141,7 +142,7 @@ class ShardCache:
         self.stream_keys = allocate(rows, d, bits, device, seed)
         self.stream_values = rotation.rotated_rows(rows, d, bits, device, seed)
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, ops: Ops = BLOCKED) -> Tensor:
         """Take t more tokens and attend from them to themselves and all before.
 
         Parameters
@@ -150,6 +151,8 @@ class ShardCache:
             [t, h, head_dim], rotary embedding applied.
         keys, values
             [t, heads, head_dim], rotary embedding applied to keys. CapacityError when they do not fit.
+        ops
+            What to compute with.
 
         Returns
         -------
@@ -163,10 +166,10 @@ class ShardCache:
         out = torch.empty_like(q)
         head = min(t, max(0, self.prompt - self.count))
         if head:
-            out[:head] = self._read_prompt(q[:head], keys[:head], values[:head])
+            out[:head] = self._read_prompt(q[:head], keys[:head], values[:head], ops)
         for i in range(head, t):
             self._append(keys[i], values[i])
-            out[i : i + 1] = self._attend_all(q[i : i + 1])
+            out[i : i + 1] = self._attend_all(q[i : i + 1], ops)
         return out
 
     def nbytes(self) -> int:
@@ -232,13 +235,13 @@ class ShardCache:
                 parts[name] = (rows, tuple(plane.shape[1:]))
         return parts
 
-    def _read_prompt(self, q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _read_prompt(self, q: Tensor, keys: Tensor, values: Tensor, ops: Ops) -> Tensor:
         """Attend from tokens of the prompt; compress when the last of them is in."""
         assert self.prompt_keys is not None, "the prompt was compressed"
         assert self.prompt_values is not None, "the prompt was compressed"
         first, stop = self.count, self.count + q.shape[0]
         self.prompt_keys[first:stop], self.prompt_values[first:stop] = keys, values
-        out = shard.attend_causal(q, self.prompt_keys[:stop], self.prompt_values[:stop], first)
+        out = causal(ops, q, self.prompt_keys[:stop], self.prompt_values[:stop], first)
         self.count = stop
         if stop == self.prompt:
             self._compress(self.prompt_keys, self.prompt_values)
@@ -285,11 +288,16 @@ class ShardCache:
         self.keys[row], self.values[row] = key, value
         self.count += 1
 
-    def _attend_all(self, q: Tensor) -> Tensor:
+    def _attend_all(self, q: Tensor, ops: Ops) -> Tensor:
         """Attend from the last token [1, h, d] to everything held."""
         n = min(self.count, self.exact)
         if self.count <= self.exact:  # nothing was compressed: the op of a full cache itself
-            return shard.attend_causal(q, self.keys[:n], self.values[:n], n - 1)
+            return causal(ops, q, self.keys[:n], self.values[:n], n - 1)
         streamed = self._streamed(self.count)
-        stream = shard.Stream(self.stream_keys, self.stream_values, streamed) if streamed else None
-        return shard.attend(q, self.keys[:n], self.values[:n], self.middle, stream, self.stream_values.signs)
+        stream = Stream(self.stream_keys, self.stream_values, streamed) if streamed else None
+        return ops.attend_codes(q, self.keys[:n], self.values[:n], self.middle, stream, self.stream_values.signs)
+
+
+def causal(ops: Ops, q: Tensor, keys: Tensor, values: Tensor, first: int) -> Tensor:
+    """The op of a full cache: tokens at positions ``first ..`` see keys [first + t, heads, d] up to their own."""
+    return ops.attend_grouped(q, keys.transpose(0, 1), values.transpose(0, 1), first, None)

@@ -6,9 +6,11 @@ import torch
 from kernels import eigenbasis, product_quantise, qjl, rotation
 from kernels.blocked import shard
 from kernels.eigenbasis import measured_distortion
+from kernels.ops import BLOCKED
 from kernels.reference import rope
 from kernels.reference.quantise import hadamard
 from kernels.reference.shard import rebuilt_keys, rotated_values
+from model.cache.shard import causal
 from tests.peak_memory import peak_bytes
 
 CPU = torch.device("cpu")
@@ -131,8 +133,8 @@ def test_exact_attention_is_causal(first, t):
     q = exact(1, t)[0]
     seen = torch.arange(first + t) <= torch.arange(first, first + t)[:, None]
     wanted = plain_attention(q, keys, values, seen)
-    assert (shard.attend_causal(q, keys, values, first) - wanted).abs().max() < 2e-5
-    narrow = shard.attend_causal(q.bfloat16(), keys.bfloat16(), values.bfloat16(), first)
+    assert (causal(BLOCKED, q, keys, values, first) - wanted).abs().max() < 2e-5
+    narrow = causal(BLOCKED, q.bfloat16(), keys.bfloat16(), values.bfloat16(), first)
     assert narrow.dtype == torch.bfloat16
     assert (narrow - wanted).abs().max() < 0.1
 

@@ -112,8 +112,8 @@ def test_rows_and_state_are_bit_equal_where_every_sum_is_exact(dtype, rounding, 
 
 
 def model_compressor(kind, width, freqs, dtype, deployed):
-    nobody = SimpleNamespace(note=lambda *_: None)
-    numerics = Arithmetic(REFERENCE, deployed, dtype, CacheFormats(dtype, "dtype", "dtype"), nobody, lambda *_: None)
+    nobody, formats = SimpleNamespace(note=lambda *_: None), CacheFormats(dtype, "dtype", "dtype")
+    numerics = Arithmetic(REFERENCE, deployed, dtype, formats, nobody, lambda *_: None, {})
     made = kind.__new__(kind)
     made.arithmetic, made.layer, made.coded, made.eps = numerics, 0, False, EPS
     made.rope_dim, made.width = 2 * len(freqs), width

@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from kernels import eigenbasis, qjl, rotation
-from kernels.blocked.shard import attend_causal, middle_keys, middle_values
+from kernels.blocked.shard import middle_keys, middle_values
+from kernels.ops import BLOCKED
 from kernels.reference import rope
-from model.cache.shard import KvShape, ShardCache, ShardSettings
+from model.cache.shard import KvShape, ShardCache, ShardSettings, causal
 from model.errors import CapacityError, ConfigError
 from model.tripwire import Tripwire
 
@@ -49,7 +50,7 @@ def fed(cache, tokens, *cuts):
 def full(tokens, *cuts, dtype=torch.float32):
     """The same with a full cache."""
     q, keys, values = (x.to(dtype) for x in tokens)
-    return torch.cat([attend_causal(q[a:b], keys[:b], values[:b], a) for a, b in zip((0, *cuts), cuts, strict=False)])
+    return torch.cat([causal(BLOCKED, q[a:b], keys[:b], values[:b], a) for a, b in zip((0, *cuts), cuts, strict=False)])
 
 
 def float64(q, keys, values):

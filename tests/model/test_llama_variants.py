@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kernels.ops import BLOCKED
 from model.cache.coda import CodaCache
 from model.cache.coda_attention import Tokens, prefill
 from model.cache.coda_settings import CodaSettings
@@ -87,7 +88,7 @@ def test_the_cache_of_a_layer_gives_what_the_bare_cache_gives():
     bare = CodaCache(settings, 2, 16, torch.full((2,), -3.0), torch.float32, torch.device("cpu"))
     q, k, v = (torch.randn(40, heads, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
     gates = torch.rand(40, generator=torch.Generator().manual_seed(5))
-    found = layer.attend(Heads(q, k, v, gates), 0, None)
+    found = layer.attend(Heads(q, k, v, gates), 0, BLOCKED)
     assert torch.equal(found, prefill(bare, Tokens(q, k, v, gates, None), None, 5))
     assert layer.position == 40
 
@@ -124,6 +125,9 @@ def test_layers_of_one_model_may_differ(saved, full):
     logits, state = run(made, DECODE)
     assert [type(cache) for cache in state.layers] == [ShardLayer, CodaLayer, FullCache]
     assert state.nbytes().keys() == {"shard", "coda", "keys", "values"}
+    ran = made.arithmetic.ran
+    assert {ran[op] for op in ("attend_grouped", "attend_banks", "attend_codes")} == {"blocked"}
+    assert "attend" not in ran
     assert torch.isfinite(logits).all()
     assert 1e-3 < kl(full, logits)[PROMPT:].mean() < 1
 

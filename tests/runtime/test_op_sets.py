@@ -1,13 +1,14 @@
 """Which op set a run gets, which it is refused, and that its report says where each op came from."""
 
 import pytest
+import torch
 
 from kernels.fused.ops import FUSED
-from kernels.ops import BLOCKED, REFERENCE, rooms
+from kernels.ops import BLOCKED, REFERENCE, noted, room
 from model.config import ModelConfig
 from model.errors import ConfigError
 from model.llama.config import LlamaConfig
-from runtime.load import DEMO
+from runtime.load import DEMO, load
 from runtime.op_sets import OP_SETS, op_set, usual
 from runtime.options import RunOptions
 from tests.llama_configs import LLAMA_3_1_8B
@@ -48,11 +49,42 @@ def test_variants_of_grouped_heads_and_adapters_are_refused_too():
     assert op_set("fused", RunOptions("plain", device="cuda"), llama) is FUSED
 
 
-def test_a_report_names_the_room_of_every_op():
-    assert set(rooms(REFERENCE).values()) == {"reference"}
-    assert rooms(BLOCKED)["attend"] == "blocked"
-    assert rooms(BLOCKED)["pool"] == "reference"
-    assert rooms(FUSED)["attend"] == "fused"
-    assert set(rooms(FUSED).values()) <= {"fused", "blocked", "reference"}
-    assert rooms(BLOCKED._replace(select=test_each_name_is_its_op_set))["select"] == __name__
-    assert rooms(BLOCKED).keys() == set(BLOCKED._fields) - {"name"}
+@pytest.mark.parametrize("rule", ["all=coda", "all=shard:rank=16"])
+def test_the_reference_has_no_attention_to_banks_or_codes(rule):
+    llama, options = LlamaConfig.from_json(LLAMA_3_1_8B, "as published"), RunOptions("plain", kv=(rule,))
+    with pytest.raises(ConfigError, match=r"--ops reference: has no attention of its own for --kv (coda|shard)"):
+        op_set("reference", options, llama)
+    assert op_set("blocked", options, llama) is BLOCKED
+    assert op_set("reference", RunOptions(kv=("all=shard",)), CONFIG) is REFERENCE  # V4's entries it decodes
+
+
+def test_every_op_has_a_room():
+    assert {room(op) for op in REFERENCE[1:-2]} == {"reference"}
+    assert room(BLOCKED.attend) == "blocked"
+    assert room(BLOCKED.pool) == "reference"
+    assert room(FUSED.attend) == "fused"
+    assert {room(op) for op in FUSED[1:]} <= {"fused", "blocked", "reference"}
+    assert room(test_each_name_is_its_op_set) == __name__
+
+
+def test_ops_note_that_they_ran_and_stay_equal_to_what_they_were():
+    ran = {}
+    ops = noted(BLOCKED, ran)
+    assert ops == BLOCKED
+    assert ops._replace(select=FUSED.select) != BLOCKED
+    ops.rms_norm(torch.ones(1, 4), None, 1e-6)
+    ops.pool(torch.ones(1, 2, 4), torch.ones(1, 2, 4), None, None)
+    assert ran == {"rms_norm": "blocked", "pool": "reference"}
+    noted(ops._replace(swiglu=lambda *_: None), more := {}).swiglu()
+    assert more == {"swiglu": __name__}
+    assert "swiglu" not in ran
+
+
+@pytest.mark.parametrize("name", ["reference", "blocked"])
+def test_a_run_reports_what_ran_and_nothing_else(name):
+    options = RunOptions(prefill_chunk=16)
+    model = load(DEMO, options, op_set(name, options, CONFIG)).model
+    assert model.arithmetic.ran == {}
+    model(torch.arange(16), model.new_state(16, 16))
+    assert model.arithmetic.ran["attend"] == name
+    assert not {"attend_grouped", "attend_banks", "attend_codes", "rotate_halves"} & model.arithmetic.ran.keys()
