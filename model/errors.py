@@ -1,6 +1,7 @@
-"""The errors of the outside world: each message names the file, tensor, field or flag at fault.
+"""The errors that a run can end with: each message names the file, tensor, field, flag or place at fault.
 
-Scripts turn them into one line and exit status 2. A programmer's mistake is an `assert`, never one of these.
+Scripts turn those of the outside world into one line and exit status 2, a tripwire and a disagreement of ranks into one
+line and exit status 1. A programmer's mistake is an `assert`, never one of these.
 """
 
 from typing import Any
@@ -69,3 +70,25 @@ class RankDisagreement(RuntimeError):
             *(site, layer, rank, coordinate),
             *(here, there),
         )
+
+
+class Tripwire(RuntimeError):
+    """A value that no correct run produces.
+
+    Parameters
+    ----------
+    site
+        Where in the model, for example "logits"; see `model.sites`.
+    layer, position
+        Of the first place at fault; None where there is no such thing.
+    measured, expected
+        What was found there and what should have been.
+
+    """
+
+    def __init__(self, site: str, layer: int | None, position: int | None, measured: str, expected: str) -> None:
+        where = "" if layer is None else f" of layer {layer}"
+        when = "" if position is None else f" at position {position}"
+        super().__init__(f"{site}{where}{when}: {measured}, expected {expected}")
+        self.site, self.layer, self.position = site, layer, position
+        self.measured, self.expected = measured, expected

@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.errors import RankDisagreement
-from model.tripwire import Tripwire
+from model.errors import RankDisagreement, Tripwire
 
 ALL_REDUCE, ALL_TO_ALL, AUTO = "all-reduce", "all-to-all", "auto"
 DISPATCHES = (AUTO, ALL_REDUCE, ALL_TO_ALL)

@@ -15,8 +15,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from model.config import ModelConfig
+from model.errors import Tripwire
 from model.ranks import Ranks, Share
-from model.tripwire import Tripwire
 
 # Called with the layer (None outside of all layers) and the tensor itself. Caches and streams go on being used and
 # overwritten: a listener that keeps a tensor clones it. One that writes into what passes steers the run: at a site that

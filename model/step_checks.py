@@ -7,8 +7,8 @@ from torch import Tensor
 
 from kernels import codes
 from kernels.rows import Fp4Keys, Fp8Entries, Fp8Keys, Rows
+from model.errors import Tripwire
 from model.sites import Site
-from model.tripwire import Tripwire
 
 
 class Sums:

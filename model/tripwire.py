@@ -15,6 +15,7 @@ from kernels import rotation
 from kernels.basis_rows import expected_error
 from kernels.lloyd_max import distortion
 from kernels.rows import BasisRows, RotatedRows, Rows, read
+from model.errors import Tripwire
 
 # Of Sinkhorn's columns, whose last step divides by (sum + eps): eps = 1e-6, and fp32 rounding. Over a million random
 # matrices, with logits of up to 50 sigma, 20 iterations leave at most 1.3e-6. (One or two may
@@ -30,28 +31,6 @@ CODED_TOLERANCE = 0.02
 BASIS_SHARE = 1.0
 SMALLEST_LENGTH = 2.0**-14  # of a coded row; below, float16 holds its length less and less well
 WEIGHT_TOLERANCE = 1e-5  # of the sum of routing weights, as a share of the route scale: fp32 rounding of k terms
-
-
-class Tripwire(RuntimeError):
-    """A value that no correct run produces.
-
-    Parameters
-    ----------
-    site
-        Where in the model, for example "logits"; see `model.sites`.
-    layer, position
-        Of the first place at fault; None where there is no such thing.
-    measured, expected
-        What was found there and what should have been.
-
-    """
-
-    def __init__(self, site: str, layer: int | None, position: int | None, measured: str, expected: str) -> None:
-        where = "" if layer is None else f" of layer {layer}"
-        when = "" if position is None else f" at position {position}"
-        super().__init__(f"{site}{where}{when}: {measured}, expected {expected}")
-        self.site, self.layer, self.position = site, layer, position
-        self.measured, self.expected = measured, expected
 
 
 def finite(site: str, layer: int | None, first: int | None, x: Tensor) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-from model.tripwire import Tripwire
+from model.errors import Tripwire
 
 JSON = Any  # what `json.dumps` takes
 

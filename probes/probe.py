@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+from model.errors import Tripwire
 from model.sites import Site
-from model.tripwire import Tripwire
 from probes.finding import Report, tripped, vacuous
 from probes.subject import Subject
 

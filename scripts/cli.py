@@ -15,8 +15,7 @@ from typing import Protocol
 
 import torch
 
-from model.errors import CapacityError, CheckpointError, ConfigError, RankDisagreement, StateError
-from model.tripwire import Tripwire
+from model.errors import CapacityError, CheckpointError, ConfigError, RankDisagreement, StateError, Tripwire
 from runtime.errors import PromptError
 from runtime.store import open_store
 from runtime.watch import INTERRUPTED, TIMEOUT, Watch

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from model import sites
-from model.tripwire import Tripwire
+from model.errors import Tripwire
 from probes.finding import Finding, Part, Report, at_least, broken, judged, measured, vacuous
 from probes.probe import run_probe, silent
 

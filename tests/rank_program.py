@@ -7,9 +7,8 @@ import time
 import torch
 import torch.distributed as dist
 
-from model.errors import ConfigError
+from model.errors import ConfigError, Tripwire
 from model.ranks import Ranks, Shares, evenly, undivided
-from model.tripwire import Tripwire
 from runtime.group import connected
 from scripts.cli import arguments, run_on_ranks
 

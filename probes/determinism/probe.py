@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from model import sites
+from model.errors import Tripwire
 from model.sites import Site
 from model.state import State
 from model.transformer import Transformer
-from model.tripwire import Tripwire
 from probes.finding import JSON, Finding, Report, Table, broken, exactly, judged, measured, vacuous
 from probes.probe import Probe, Progress
 from probes.shared.trace import Passed, cache_digests, named, traced

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from kernels.formats import Dense, Weight
 from model import sites
+from model.errors import Tripwire
 from model.ranks import undivided
 from model.transformer import Transformer
-from model.tripwire import Tripwire
 from probes.shared.held import Held, find
 from probes.subject import run_tokens
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from model import sites
 from model.config import LayerKind, ModelConfig
+from model.errors import Tripwire
 from model.sites import Site
-from model.tripwire import Tripwire
 from probes.finding import Report
 from probes.load import page as load_page
 from probes.load.effects import without_effect

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from model import sites
+from model.errors import Tripwire
 from model.transformer import Transformer
-from model.tripwire import Tripwire
 from probes.load.reads import Reads
 from probes.shared.held import find
 from probes.subject import run_tokens

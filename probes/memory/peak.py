@@ -16,9 +16,9 @@ import torch
 
 from kernels.ops import BLOCKED, REFERENCE
 from model.cache.entries import Entries
+from model.errors import Tripwire
 from model.state import State
 from model.transformer import Transformer
-from model.tripwire import Tripwire
 from probes.faults import FAULTS
 from probes.memory.live import live_bytes
 from probes.subject import Subject

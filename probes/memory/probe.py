@@ -14,10 +14,10 @@ from model.cache.formats import CacheFormats
 from model.cache.layers import Components
 from model.config import ModelConfig
 from model.decode import HASHED_WHOLE
+from model.errors import Tripwire
 from model.sites import Site
 from model.state import State
 from model.transformer import Transformer
-from model.tripwire import Tripwire
 from probes.finding import Finding, Part, Report, Text, broken, exactly, judged, tripped
 from probes.memory import page, peak
 from probes.memory.plan import IN_DTYPE, ITEM_BYTES, cache_bytes, call_bytes, layer_bytes, naive_bytes, shaped

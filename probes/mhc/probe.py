@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from kernels.ops import Ops
+from model.errors import Tripwire
 from model.sites import Site
-from model.tripwire import Tripwire
 from probes.finding import (
     Finding,
     Part,

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from model.errors import RankDisagreement
+from model.errors import RankDisagreement, Tripwire
 from model.ranks import Group
-from model.tripwire import Tripwire
 from probes.faults import FAULTS
 from probes.memory.peak import OPS
 from probes.parity.compare import Canonical, Comparison, Trace

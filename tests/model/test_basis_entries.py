@@ -10,7 +10,7 @@ from kernels import basis_fit, basis_rows, rows
 from kernels.basis_fit import Loss
 from model import sites, tripwire
 from model.cache.variants import Shard
-from model.tripwire import Tripwire
+from model.errors import Tripwire
 from probes.subject import Subject
 from runtime import calibrate
 from runtime.basis import write_basis

@@ -14,9 +14,8 @@ from model import sites, tripwire
 from model.cache.entries import Entries
 from model.cache.formats import ENTRY_FORMATS, KEY_FORMATS, CacheFormats
 from model.config import ModelConfig
-from model.errors import CapacityError, ConfigError, StateError
+from model.errors import CapacityError, ConfigError, StateError, Tripwire
 from model.state import State
-from model.tripwire import Tripwire
 from runtime.digest import digest
 from runtime.load import DEMO, load
 from runtime.options import RunOptions

@@ -11,8 +11,7 @@ from kernels.blocked.shard import middle_keys, middle_values
 from kernels.ops import BLOCKED
 from kernels.reference import rope
 from model.cache.shard import KvShape, ShardCache, ShardSettings, causal
-from model.errors import CapacityError, ConfigError
-from model.tripwire import Tripwire
+from model.errors import CapacityError, ConfigError, Tripwire
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 HEADS, QUERY_HEADS, D = 2, 4, 16

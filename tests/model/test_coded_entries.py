@@ -11,7 +11,7 @@ from kernels.lloyd_max import distortion
 from kernels.ops import BLOCKED, REFERENCE
 from kernels.reference.rows import decode
 from model import tripwire
-from model.tripwire import Tripwire
+from model.errors import Tripwire
 from probes.subject import Subject
 from runtime.load import DEMO, load
 from runtime.options import RunOptions

@@ -16,11 +16,10 @@ from kernels.fused.ops import FUSED
 from kernels.ops import BLOCKED
 from model import sites
 from model.cache.variants import Coda
-from model.errors import CapacityError, ConfigError
+from model.errors import CapacityError, ConfigError, Tripwire
 from model.state import State
 from model.step import DecodeStep, refusal
 from model.transformer import Transformer
-from model.tripwire import Tripwire
 from runtime.load import load
 from runtime.options import RunOptions
 from tests.make_checkpoint import tiny_config, write_checkpoint

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from model import dispatch
-from model.errors import RankDisagreement
+from model.errors import RankDisagreement, Tripwire
 from model.ranks import ALL_REDUCE, ALL_TO_ALL, ALONE, AUTO, Partial, Ranks, Shares, evenly, undivided
-from model.tripwire import Tripwire
 from tests import gloo
 
 EXPERTS, HIDDEN, K = 6, 8, 3

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from model import sites
+from model.errors import Tripwire
 from model.sites import SITES, Site, Taps
-from model.tripwire import Tripwire
 from runtime.load import DEMO, load
 from runtime.options import RunOptions
 

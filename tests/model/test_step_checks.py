@@ -7,8 +7,8 @@ import torch
 
 from kernels import rows
 from model import sites
+from model.errors import Tripwire
 from model.step_checks import Sums
-from model.tripwire import Tripwire
 
 CPU = torch.device("cpu")
 

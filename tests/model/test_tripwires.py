@@ -9,7 +9,7 @@ from kernels.ops import BLOCKED
 from kernels.reference.hyper import sinkhorn
 from kernels.reference.indexer import select
 from model import tripwire
-from model.tripwire import Tripwire
+from model.errors import Tripwire
 from runtime.load import DEMO, load
 from runtime.options import RunOptions
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from model.config import ModelConfig
-from model.tripwire import Tripwire
+from model.errors import Tripwire
 from probes.faults import FAULTS
 from probes.subject import Subject, run_tokens
 from runtime.load import DEMO

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from model.tripwire import Tripwire
+from model.errors import Tripwire
 from probes.fault import Fault
 from probes.finding import Report, at_most, judged, measured, vacuous
 from probes.matrix import Cell, Outcome, markdown, row, uncaught
