@@ -13,11 +13,9 @@ from torch import Tensor
 from kernels.formats import Fp4, Fp8, Weight
 from kernels.ops import Ops
 from model.cache.formats import CacheFormats
+from model.config import KV_GROUP, LINEAR_GROUP
 from model.ranks import Ranks
 from model.sites import Taps
-
-KV_GROUP = 64  # columns of a KV entry that share a scale
-LINEAR_GROUP = 128  # columns of a linear's input that share a scale
 
 
 class Arithmetic(NamedTuple):

@@ -17,7 +17,7 @@ from model.config_fields import LayerKind, Yarn
 from model.config_json import fields, read_json
 from model.errors import ConfigError
 
-__all__ = ["LayerKind", "ModelConfig", "Yarn"]
+__all__ = ["KV_GROUP", "LINEAR_GROUP", "LayerKind", "ModelConfig", "Yarn", "check_deployed"]
 
 # A file of a few KiB describes every published model; these bounds only keep a hostile one from
 # turning into gigabytes of names.
@@ -27,6 +27,11 @@ MAX_EXPERTS_IN_ALL = 1_000_000
 # token, and each token makes the iterations twice in each layer. Published: 128 and 20.
 MAX_WINDOW = 1 << 16
 MAX_SINKHORN_ITERS = 1000
+
+# Of `deployed` numerics: columns that share a scale.
+KV_GROUP = 64  # of a KV entry
+LINEAR_GROUP = 128  # of a linear's input
+INDEX_GROUP = 32  # of an index query or key
 
 # What the weights and the arithmetic do not depend on.
 NOT_ARCHITECTURE = ("max_position_embeddings", "bos_token_id", "eos_token_id", "num_mtp_layers")
@@ -178,3 +183,29 @@ class ModelConfig:
             return cls(**fields(obj))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
+
+
+def check_deployed(config: ModelConfig) -> None:
+    """Refuse `deployed` numerics for widths that its groups do not divide: ConfigError naming the field.
+
+    A partial group has no defined scale in the reference, so there is nothing to be faithful to.
+    """
+    nope = config.head_dim - config.qk_rope_head_dim
+    per_linear = {
+        "hidden_size": config.hidden_size,
+        "q_lora_rank": config.q_lora_rank,
+        "o_groups * o_lora_rank": config.o_groups * config.o_lora_rank,
+        "moe_intermediate_size": config.moe_intermediate_size,
+    }
+    wrong = [
+        f"{name} is {width}, no multiple of {LINEAR_GROUP}"
+        for name, width in per_linear.items()
+        if width % LINEAR_GROUP
+    ]
+    if nope % KV_GROUP:
+        wrong.append(f"head_dim - qk_rope_head_dim is {nope}, no multiple of {KV_GROUP}")
+    width = config.index_head_dim
+    if LayerKind.CSA in config.layer_kinds and (width % INDEX_GROUP or width & (width - 1)):
+        wrong.append(f"index_head_dim is {width}, no power of two that {INDEX_GROUP} divides")
+    if wrong:
+        raise ConfigError(f"--numerics deployed: {'; '.join(wrong)}; run this model with --numerics plain")

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from model.choices import ALL_REDUCE, ALL_TO_ALL, AUTO, DISPATCHES
 from model.errors import RankDisagreement, Tripwire
 
-ALL_REDUCE, ALL_TO_ALL, AUTO = "all-reduce", "all-to-all", "auto"
-DISPATCHES = (AUTO, ALL_REDUCE, ALL_TO_ALL)
 # Tokens per rank from which `auto` splits a call over the ranks: somewhat before the two cost the same on two CPU ranks
 # with gloo (audits/dispatch.md), because a split call holds the streams of its own tokens only.
 SPLIT_FROM = 64

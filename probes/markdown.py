@@ -22,8 +22,7 @@ from probes.finding import JSON, Finding, HeatMap, Part, Plot, Table, Text, numb
 from probes.probe import Run
 from probes.subject import Subject
 from probes.wording import Row, bound, evidence, finite, headline, measured, rows, verdict, where, worst_first
-from runtime.load import DEMO
-from runtime.options import RunOptions
+from runtime.options import DEMO, RunOptions
 
 LONGEST_SLUG = 60  # characters of a title in the name of a picture
 MOST_EXPLAINED = 12  # failures whose evidence the page spells out; the JSON has all of them

@@ -22,8 +22,8 @@ from probes.demo_language.vocabulary import vocabulary_size
 from probes.fault import Fault
 from probes.shared.parts import PARTS, Parts
 from runtime.group import watched_load
-from runtime.load import DEMO, Loaded
-from runtime.options import RunOptions
+from runtime.load import Loaded
+from runtime.options import DEMO, RunOptions
 from runtime.tokenizer import Tokenizer
 from runtime.watch import Watch
 

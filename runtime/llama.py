@@ -16,6 +16,7 @@ from model.llama.census import census, check_tied_head
 from model.llama.config import LlamaConfig
 from model.llama.transformer import LlamaTransformer
 from model.ranks import Group, Ranks, Shares, undivided
+from runtime.arithmetic import arithmetic
 from runtime.kv import variants
 from runtime.memory import check_fits
 from runtime.options import RunOptions
@@ -71,8 +72,8 @@ def load_llama(
         path = Path(options.coda_adapters)
         adapters = read_adapters(path, config, torch.device(options.device))
         mark = hashlib.sha256(f"{mark} {adapters_fingerprint(path)}".encode()).hexdigest()
-    arithmetic = options.arithmetic(ops, Ranks(group, WHOLE.ranks[0]), config)
-    model = LlamaTransformer(config, weights, arithmetic, adapters)
+    numerics = arithmetic(options, ops, Ranks(group, WHOLE.ranks[0]), config)
+    model = LlamaTransformer(config, weights, numerics, adapters)
     if unread := weights.unread():
         raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
     return LoadedLlama(model, counted, mark, directory, WHOLE, weights.handed())

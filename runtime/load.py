@@ -14,20 +14,19 @@ from kernels.ops import BLOCKED, Ops
 from model.architectures import Config, config_from_file
 from model.census import Census, census
 from model.checkpoint import Checkpoint
-from model.config import ModelConfig
+from model.config import ModelConfig, check_deployed
 from model.decode import bind, fingerprint, headers_digest
 from model.errors import CheckpointError, ConfigError
 from model.llama.config import LlamaConfig
 from model.ranks import ALONE, Group, Ranks, evenly
 from model.transformer import Transformer
+from runtime.arithmetic import arithmetic, cache_formats
 from runtime.kv import check_bases, variants
 from runtime.llama import LoadedLlama, check_options, load_llama
 from runtime.memory import check_fits
-from runtime.options import RunOptions, check_deployed
+from runtime.options import RunOptions
 from runtime.placement import Placement, place
 from runtime.plan.planner import Planner
-
-DEMO = Path(__file__).resolve().parents[1] / "model" / "demo"  # the checkpoint that ships with the project
 
 
 class Loaded(NamedTuple):
@@ -136,7 +135,7 @@ def _load_v4(
     planner = Planner(config, counted, placement, options, group.rank)
     check_fits(planner, context or 1, str(directory), processes=_ranks_here(ranks, device))
     weights = bind(checkpoint, counted, device, held=lambda name, rows: placement.rows(name, rows, group.rank))
-    model = Transformer(config, weights, options.arithmetic(ops, ranks, config))
+    model = Transformer(config, weights, arithmetic(options, ops, ranks, config))
     if unread := weights.unread():  # a parameter that no layer asked for is a layer that was not built
         raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
     found = _fingerprint(checkpoint, ranks, device)
@@ -149,7 +148,7 @@ def _options_digest(options: RunOptions, ops: Ops, config: ModelConfig, context:
 
     Variants are told as well as their rules: a rule may name a file, of which every machine has its own.
     """
-    kinds = [str(variant) for variant in options.formats(config).variants]
+    kinds = [str(variant) for variant in cache_formats(options, config).variants]
     return hashlib.sha256(repr((options, ops.name, kinds, context, torch.__version__)).encode()).hexdigest()
 
 

@@ -3,16 +3,12 @@
 from kernels.ops import BLOCKED, REFERENCE, Ops
 from model.architectures import Config
 from model.cache.variants import Full, GroupedCoda, GroupedShard
+from model.choices import OP_SETS
 from model.errors import ConfigError
+from runtime.arithmetic import cache_formats
 from runtime.options import RunOptions
 
 Grouped = GroupedCoda | GroupedShard  # one implementation each, in `kernels.blocked`
-OP_SETS = ("reference", "blocked", "fused")
-
-
-def usual(device: str) -> str:
-    """The op set of a run that names none: Triton's kernels on a GPU, PyTorch in tiles elsewhere."""
-    return "fused" if device == "cuda" else "blocked"
 
 
 def op_set(name: str, options: RunOptions, config: Config) -> Ops:
@@ -32,7 +28,7 @@ def op_set(name: str, options: RunOptions, config: Config) -> Ops:
 
 
 def _check_reference(options: RunOptions, config: Config) -> None:
-    grouped = {str(variant) for variant in options.formats(config).variants if isinstance(variant, Grouped)}
+    grouped = {str(variant) for variant in cache_formats(options, config).variants if isinstance(variant, Grouped)}
     if grouped:
         raise ConfigError(f"--ops reference: has no attention of its own for --kv {min(grouped)}; --ops blocked has")
 
@@ -40,7 +36,7 @@ def _check_reference(options: RunOptions, config: Config) -> None:
 def _check_fused(options: RunOptions, config: Config) -> None:
     if options.device != "cuda":
         raise ConfigError(f"--ops fused: Triton's kernels need --device cuda, not {options.device}")
-    other = {str(variant) for variant in options.formats(config).variants if not isinstance(variant, Full)}
+    other = {str(variant) for variant in cache_formats(options, config).variants if not isinstance(variant, Full)}
     if other:
         raise ConfigError(f"--ops fused: does not run --kv {min(other)}; --ops blocked does")
     if options.coda_adapters is not None:

@@ -1,22 +1,18 @@
-"""The choices of one run, as opposed to facts of the model."""
+"""The choices of one run, as opposed to facts of the model. Nothing here needs torch."""
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Self
 
-import torch
-
-from kernels.ops import Ops, noted
-from model.architectures import Config
-from model.arithmetic import KV_GROUP, LINEAR_GROUP, Arithmetic
-from model.cache.formats import CacheFormats
-from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
-from model.ranks import Ranks
-from model.sites import Taps
-from runtime.kv import variants
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-NUMERICS = ("deployed", "plain")
+DEMO = Path(__file__).resolve().parents[1] / "model" / "demo"  # the checkpoint that ships with the project
+TIMEOUT = 60.0  # seconds that a rank may keep the others waiting, unless told
+
+
+def usual(device: str) -> str:
+    """The op set of a run that names none: Triton's kernels on a GPU, PyTorch in tiles elsewhere."""
+    return "fused" if device == "cuda" else "blocked"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +43,6 @@ class RunOptions:
                 f" --dtype {self.dtype}"
             )
 
-    def formats(self, config: Config) -> CacheFormats:
-        """How caches are stored; ConfigError for a rule of `kv` that does not fit the model."""
-        return CacheFormats(DTYPES[self.dtype], self.entry_format, self.key_format, variants(self.kv, config))
-
-    def arithmetic(self, ops: Ops, ranks: Ranks, config: Config) -> Arithmetic:
-        """Return what the model computes with."""
-        formats = self.formats(config)
-        ran: dict[str, str] = {}
-        return Arithmetic(noted(ops, ran), self.numerics == "deployed", formats.dtype, formats, ranks, Taps(ranks), ran)
-
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
         """Undo `to_json`, for another process of the same run."""
@@ -65,29 +51,3 @@ class RunOptions:
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         return asdict(self) | {"kv": list(self.kv)}
-
-
-def check_deployed(config: ModelConfig) -> None:
-    """Refuse `deployed` numerics for widths that its groups do not divide: ConfigError naming the field.
-
-    A partial group has no defined scale in the reference, so there is nothing to be faithful to.
-    """
-    nope = config.head_dim - config.qk_rope_head_dim
-    per_linear = {
-        "hidden_size": config.hidden_size,
-        "q_lora_rank": config.q_lora_rank,
-        "o_groups * o_lora_rank": config.o_groups * config.o_lora_rank,
-        "moe_intermediate_size": config.moe_intermediate_size,
-    }
-    wrong = [
-        f"{name} is {width}, no multiple of {LINEAR_GROUP}"
-        for name, width in per_linear.items()
-        if width % LINEAR_GROUP
-    ]
-    if nope % KV_GROUP:
-        wrong.append(f"head_dim - qk_rope_head_dim is {nope}, no multiple of {KV_GROUP}")
-    width = config.index_head_dim
-    if LayerKind.CSA in config.layer_kinds and (width % 32 or width & (width - 1)):
-        wrong.append(f"index_head_dim is {width}, no power of two that 32 divides")
-    if wrong:
-        raise ConfigError(f"--numerics deployed: {'; '.join(wrong)}; run this model with --numerics plain")

@@ -17,14 +17,15 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from model.architectures import Config
-from model.cache.formats import ENTRY_FORMATS, KEY_FORMATS
 from model.cache.layers import Part
+from model.choices import ENTRY_FORMATS, KEY_FORMATS, NUMERICS
 from model.errors import StateError, shown
 from model.llama.config import LlamaConfig
 from model.state import State
+from runtime.arithmetic import DTYPES
 from runtime.digest import digest
 from runtime.load import AnyLoaded
-from runtime.options import DTYPES, NUMERICS, RunOptions
+from runtime.options import RunOptions
 
 FORMAT = "fathom-state-4"  # 2: cache formats; 3: variants; 4: the prompt's length
 

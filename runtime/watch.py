@@ -23,10 +23,10 @@ from torch.distributed.distributed_c10d import Store
 
 from model.ranks import Ranks
 from runtime.beats import PERIOD, SOON, Beats
+from runtime.options import TIMEOUT
 from runtime.sight import DEAD, DONE, ENDED, FAILED, GONE, LEFT, LOADING, RUNNING, TERMINATED, Beat, Sight, verdict
 from runtime.store import Launch
 
-TIMEOUT = 60.0  # seconds that a rank may keep the others waiting, unless told
 FAREWELL = 5.0  # seconds for the other ranks to read why the run ended
 GRACE = 1.0  # seconds for the main thread to end by itself, as it does where all ranks fail alike
 INTERRUPT = 2.0  # the same after Ctrl-C, which does not reach a thread that is blocked

@@ -13,8 +13,8 @@ from kernels.basis_fit import FIT, Fitted, rotated_bytes, shared_bytes
 from model.config import ModelConfig
 from probes.subject import Subject
 from runtime.calibrate import fit_layers, samples
-from runtime.load import DEMO, load
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.options import DEMO, RunOptions
 from scripts.cli import run_alone
 from scripts.flags import positive, writable
 

@@ -17,8 +17,9 @@ import torch
 
 from model.errors import CapacityError, CheckpointError, ConfigError, RankDisagreement, StateError, Tripwire
 from runtime.errors import PromptError
+from runtime.options import TIMEOUT
 from runtime.store import open_store
-from runtime.watch import INTERRUPTED, TIMEOUT, Watch
+from runtime.watch import INTERRUPTED, Watch
 from scripts.launch import launched
 
 

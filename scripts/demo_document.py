@@ -12,7 +12,7 @@ from rich.console import Console
 
 from probes.demo_language.prompts import common_prompts, needle_prompts
 from probes.demo_language.vocabulary import vocabulary_size
-from runtime.load import DEMO
+from runtime.options import DEMO
 from runtime.segments import ASSISTANT, USER, Text
 from runtime.tokenizer import Tokenizer
 from scripts.cli import run_alone

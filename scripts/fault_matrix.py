@@ -19,8 +19,7 @@ from probes.catalogue import QUICK
 from probes.faults import FAULTS
 from probes.matrix import Outcome, Row, markdown, row, uncaught
 from probes.subject import Subject
-from runtime.load import DEMO
-from runtime.options import RunOptions
+from runtime.options import DEMO, RunOptions
 from scripts.cli import run_alone
 from scripts.flags import add_run_options, run_options, writable
 

@@ -6,12 +6,11 @@ from pathlib import Path
 
 from kernels.ops import Ops
 from model.architectures import Config
-from model.cache.formats import ENTRY_FORMATS, KEY_FORMATS
+from model.choices import DISPATCHES, ENTRY_FORMATS, KEY_FORMATS, NUMERICS, OP_SETS
 from model.errors import ConfigError
-from model.ranks import DISPATCHES
-from runtime.op_sets import OP_SETS, op_set, usual
-from runtime.options import DTYPES, NUMERICS, RunOptions
-from runtime.watch import TIMEOUT
+from runtime.arithmetic import DTYPES
+from runtime.op_sets import op_set
+from runtime.options import TIMEOUT, RunOptions, usual
 
 SHORTEST = 2  # seconds of --rank-timeout: a rank shows twice a second that it lives
 

@@ -22,9 +22,9 @@ from runtime.encoding import EFFORTS
 from runtime.errors import PromptError
 from runtime.generate import Generation, generate
 from runtime.group import connected, watched_load_any
-from runtime.load import DEMO, AnyLoaded, read_any_config
+from runtime.load import AnyLoaded, read_any_config
 from runtime.memory import new_state
-from runtime.options import RunOptions
+from runtime.options import DEMO, RunOptions
 from runtime.parsing import parse_completion
 from runtime.report import report
 from runtime.sampling import Sampling

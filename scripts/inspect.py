@@ -27,7 +27,7 @@ from model.config import LayerKind, ModelConfig
 from model.errors import CheckpointError, ConfigError, quoted
 from model.llama.census import census as llama_census
 from model.llama.config import LlamaConfig
-from runtime.load import DEMO
+from runtime.options import DEMO
 from scripts.cli import run_alone
 from scripts.flags import writable
 

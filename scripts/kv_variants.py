@@ -20,8 +20,7 @@ from model.config import ModelConfig
 from model.errors import CapacityError, ConfigError
 from model.llama.config import LlamaConfig
 from probes.demo_language.vocabulary import vocabulary_size
-from runtime.load import DEMO
-from runtime.options import RunOptions
+from runtime.options import DEMO, RunOptions
 from scripts.cli import run_alone
 from scripts.flags import lengths, positive, writable
 from scripts.variants import measures, page

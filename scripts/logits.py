@@ -17,8 +17,9 @@ from model import strict_json
 from model.errors import CapacityError, ConfigError
 from model.ranks import Group
 from runtime.group import connected, leads, watched_load_any
-from runtime.load import DEMO, read_any_config
+from runtime.load import read_any_config
 from runtime.memory import new_state
+from runtime.options import DEMO
 from runtime.watch import Watch
 from scripts.cli import arguments, run_on_ranks
 from scripts.flags import (

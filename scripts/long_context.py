@@ -19,8 +19,7 @@ from model.errors import CapacityError, ConfigError
 from probes import markdown
 from probes.probe import run_probe
 from probes.subject import Subject
-from runtime.load import DEMO
-from runtime.options import RunOptions
+from runtime.options import DEMO, RunOptions
 from scripts.cli import run_alone
 from scripts.flags import add_run_options, lengths, positive, run_options, writable
 from scripts.long.document import RESERVED

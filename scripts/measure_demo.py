@@ -23,7 +23,8 @@ from model.transformer import Transformer
 from probes.ablations import random_selection, without_entries
 from probes.demo_language.prompts import Prompt, common_prompts, fact_prompts, needle_prompts
 from probes.demo_language.vocabulary import vocabulary_size
-from runtime.load import DEMO, Loaded, load
+from runtime.load import Loaded, load
+from runtime.options import DEMO
 from scripts.cli import run_alone
 from scripts.flags import add_run_options, positive, run_options, writable
 

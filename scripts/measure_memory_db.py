@@ -17,10 +17,11 @@ from rich.console import Console
 
 from model.errors import ConfigError
 from probes.demo_language.vocabulary import vocabulary_size
+from runtime.arithmetic import DTYPES
 from runtime.llama import LoadedLlama
 from runtime.load import load_any
 from runtime.merge import mergeable
-from runtime.options import DTYPES, RunOptions
+from runtime.options import RunOptions
 from runtime.statefile import save_state
 from scripts.cli import run_alone
 from scripts.database.measure import (

@@ -22,11 +22,12 @@ from rich.console import Console
 from model.architectures import config_from_file
 from model.errors import ConfigError
 from model.state import State
+from runtime.arithmetic import cache_formats
 from runtime.generate import Generation, generate, prefill
-from runtime.load import DEMO, AnyLoaded, load_any, read_any_config
+from runtime.load import AnyLoaded, load_any, read_any_config
 from runtime.memory import new_state
 from runtime.merge import check_family, merge, mergeable
-from runtime.options import RunOptions
+from runtime.options import DEMO, RunOptions
 from runtime.quantised_state import WIDTHS, coded_bits, load_any_state, quantise_state, read_any_saved
 from runtime.sampling import Sampling
 from runtime.segments import Text
@@ -273,7 +274,7 @@ def _same(one: Path, other: Path) -> bool:
 def _held(path: Path, loaded: AnyLoaded, options: RunOptions, state: State) -> dict[str, Any]:
     """What a saved state holds and takes, and what a saved full cache of as many tokens would hold."""
     model = loaded.model
-    full = replace(options, kv=()).formats(model.config)
+    full = cache_formats(replace(options, kv=()), model.config)
     whole = State(model.config, state.position, options.prefill_chunk, full, torch.device("meta"))
     return {
         "tokens": state.position,

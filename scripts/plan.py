@@ -24,9 +24,9 @@ from model.config_json import read_json
 from model.errors import CapacityError, ConfigError
 from model.llama.config import LlamaConfig
 from model.published import Experts, published_tensors
-from runtime.load import DEMO, check_v4
+from runtime.load import check_v4
 from runtime.memory import machine_memory
-from runtime.options import RunOptions
+from runtime.options import DEMO, RunOptions
 from runtime.placement import place
 from runtime.plan.planner import Plan, Planner
 from scripts.cli import run_alone

@@ -26,8 +26,7 @@ from probes.probe import Probe, Run, run_probe
 from probes.subject import Subject
 from runtime.errors import PromptError
 from runtime.group import connected
-from runtime.load import DEMO
-from runtime.options import RunOptions
+from runtime.options import DEMO, RunOptions
 from runtime.watch import Watch
 from scripts.cli import arguments, run_on_ranks
 from scripts.flags import add_op_set, add_rank_timeout, add_run_options, chosen_ops, positive, run_options

@@ -10,8 +10,8 @@ from torch import Tensor
 from kernels.ops import Ops
 from model.transformer import Transformer
 from probes.demo_language.prompts import needle_prompts
-from runtime.load import DEMO, load
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.options import DEMO, RunOptions
 from tests.deepseek_arithmetic import Choices
 from tests.deepseek_forward import Forward, read
 from tests.make_checkpoint import tiny_config, write_checkpoint

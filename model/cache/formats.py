@@ -22,9 +22,7 @@ import torch
 from kernels import rows
 from kernels.rows import Rows
 from model.cache.variants import Full, GroupedShard, Variant
-
-ENTRY_FORMATS = ("dtype", "fp8")
-KEY_FORMATS = ("dtype", "fp8", "fp4")
+from model.choices import ENTRY_FORMATS, KEY_FORMATS
 
 
 class CacheFormats(NamedTuple):

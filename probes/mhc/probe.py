@@ -31,7 +31,7 @@ from probes.mhc.watch import SUBLAYERS, Watch
 from probes.probe import Probe, Progress
 from probes.shared.narrow import f64
 from probes.subject import Subject, run_tokens
-from runtime.options import DTYPES
+from runtime.arithmetic import DTYPES
 
 # What was compared, and how the page calls it. Values are shares of what rounding may make of them.
 COMPARED = {

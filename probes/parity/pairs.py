@@ -4,12 +4,12 @@ import math
 from dataclasses import dataclass
 
 from kernels.ops import BLOCKED, REFERENCE, Ops
+from model.config import check_deployed
 from model.errors import ConfigError
 from probes.finding import Bound, at_most
 from probes.parity import transformers_side
 from probes.parity.compare import Canonical, Comparison, Sink
 from probes.subject import Subject, run_tokens
-from runtime.options import check_deployed
 
 # Largest relative distance of two rows that only the order of sums keeps apart. fp32 rounds by 2^-24 = 6e-8, so a sum
 # of 512 terms in another order is off by some sqrt(512) of that, 1.4e-6; terms that cancel and layers that add up make

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.ops import Ops
 from model import sites
-from model.config import LayerKind
+from model.config import LayerKind, check_deployed
 from model.errors import ConfigError
 from model.sites import Site
 from model.transformer import Transformer
@@ -24,7 +24,6 @@ from probes.shared.moe import Experts
 from probes.shared.narrow import KV_GROUP, LINEAR_GROUP
 from probes.shared.recorder import Recorder
 from probes.subject import Subject
-from runtime.options import check_deployed
 
 REAL = (sites.ATTENTION_INPUT, sites.LATENT, sites.EXPERTS_INPUT, sites.SHARED_GATE, sites.INDEX_QUERY)
 # Frozen after measuring the demo on 18 documents of 192 to 2048 tokens: a mean KL of 3.4e-5 to 1.7e-4 nats, and not one

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from model.ranks import ALL_REDUCE, ALL_TO_ALL
+from model.choices import ALL_REDUCE, ALL_TO_ALL
 from probes.parity.pairs import SAME, Pair, Setting
 from probes.subject import Subject
 from runtime.options import RunOptions

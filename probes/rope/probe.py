@@ -20,7 +20,7 @@ from probes.rope.oracle import POSITIONS, Table, apart
 from probes.rope.watch import Turned, Watch
 from probes.shared.narrow import f64
 from probes.subject import Subject, run_tokens
-from runtime.options import DTYPES
+from runtime.arithmetic import DTYPES
 
 WORDS = {
     "queries": "queries turned at their tokens' positions",

@@ -19,7 +19,7 @@ from probes.sink import watch as sink_watch
 from probes.sink.oracle import ENTRIES, WINDOWS, Case, Shape, cases
 from probes.sink.watch import Heads, Watch
 from probes.subject import Subject, run_tokens
-from runtime.options import DTYPES
+from runtime.arithmetic import DTYPES
 
 V4 = (Shape("V4-Flash", 64, 512, 128), Shape("V4-Pro", 128, 512, 128))
 SINKS = ("the file's", "0", "-inf", "+inf", "30", "one per head")

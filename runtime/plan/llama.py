@@ -17,7 +17,8 @@ from model.binding import Form
 from model.census import Census
 from model.llama.config import LlamaConfig
 from model.state import layer_caches
-from runtime.options import DTYPES, RunOptions
+from runtime.arithmetic import DTYPES, cache_formats
+from runtime.options import RunOptions
 from runtime.plan.grouped import attend
 from runtime.plan.ops import F32, TILE_SLACK, Costs
 from runtime.plan.planner import RESERVE, most
@@ -80,7 +81,7 @@ class LlamaPlanner:
 
         It takes some bytes for each token of the prompt and others for each that follows: the most at one of the ends.
         """
-        formats, meta = self.options.formats(self.config), torch.device("meta")
+        formats, meta = cache_formats(self.options, self.config), torch.device("meta")
         sizes = []
         for prompt in (0, context) if formats.prompted else (None,):
             caches = layer_caches(self.config, context, chunk, formats, meta, prompt)
@@ -146,7 +147,7 @@ class LlamaPlanner:
         streams = 1
         if self.options.coda_adapters is not None:
             streams, alive = 2, alive | {"noise queries": 3 * q}
-        kinds = set(self.options.formats(c).variants)
+        kinds = set(cache_formats(self.options, c).variants)
         yield moment("attend", alive, work=max(attend(kind, costs, c, t, streams * heads, context) for kind in kinds))
         if streams == 2:  # both streams come back in the run's dtype, and are subtracted in fp32
             yield moment("subtract", alive, work=2 * q + 6 * t * heads * d * F32 + TILE_SLACK)

@@ -16,9 +16,11 @@ from kernels.blocked.linear import _native_bfloat16
 from model.cache.layers import CACHES
 from model.cache.variants import Coda, Shard
 from model.census import Census
+from model.choices import ALL_TO_ALL, AUTO
 from model.config import LayerKind, ModelConfig
-from model.ranks import ALL_TO_ALL, AUTO, SPLIT_FROM, Share, evenly, undivided
-from runtime.options import DTYPES, RunOptions
+from model.ranks import SPLIT_FROM, Share, evenly, undivided
+from runtime.arithmetic import DTYPES, cache_formats
+from runtime.options import RunOptions
 from runtime.placement import Placement
 from runtime.plan.call import largest, untiled_scores
 from runtime.plan.ops import Costs
@@ -85,7 +87,7 @@ class Planner:
         item = DTYPES[options.dtype].itemsize
         narrow = not gpu and _native_bfloat16(torch.device("cpu"))
         integers = index_bound.native(torch.device(options.device))
-        self.formats = options.formats(config)
+        self.formats = cache_formats(options, config)
         _, entries, keys, kinds = self.formats
         coded = any(isinstance(kind, Shard) for kind in kinds)
         based = any(isinstance(kind, Shard) and kind.basis is not None for kind in kinds)

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from kernels.ops import BLOCKED
 from model.state import State
-from runtime.load import DEMO, load_any
+from runtime.load import load_any
 from runtime.memory import new_state
+from runtime.options import DEMO
 from scripts.bench.clock import Clock
 from scripts.bench.comparison import Spread
 from scripts.bench.record import rendered

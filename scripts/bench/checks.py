@@ -11,8 +11,8 @@ from torch import Tensor
 from model import sites, tripwire
 from model.state import State
 from model.transformer import Transformer
-from runtime.load import DEMO, load
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.options import DEMO, RunOptions
 from scripts.bench.pairs import Pair
 
 CONTEXT = 2048  # tokens before the first step that is timed: windows, selections and dense entries are all full

@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 from safetensors.torch import load_file
 
-from runtime.options import DTYPES
+from runtime.arithmetic import DTYPES
 from scripts.bench import midsize
 from scripts.bench.children import Spec, measured
 from scripts.bench.comparison import (

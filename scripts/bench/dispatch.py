@@ -16,11 +16,12 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from model.choices import ALL_REDUCE, ALL_TO_ALL
 from model.errors import ConfigError
-from model.ranks import ALL_REDUCE, ALL_TO_ALL, Group
+from model.ranks import Group
 from model.transformer import Transformer
 from runtime.group import connected, watched_load
-from runtime.load import DEMO
+from runtime.options import DEMO
 from runtime.watch import Watch
 from scripts.bench.record import Record
 from scripts.flags import add_rank_timeout, add_run_options, positive, run_options, writable

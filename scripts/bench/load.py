@@ -20,8 +20,8 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from model.errors import ConfigError
-from runtime.load import DEMO, load_any
-from runtime.options import RunOptions
+from runtime.load import load_any
+from runtime.options import DEMO, RunOptions
 from scripts.bench.children import warm
 from scripts.bench.comparison import Spread
 from scripts.bench.record import ROOT, Record, rendered

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kernels.ops import BLOCKED, Ops
+from runtime.arithmetic import DTYPES
 from runtime.load import load
-from runtime.options import DTYPES, RunOptions
+from runtime.options import RunOptions
 from scripts.bench.midsize import transformers
 
 

@@ -12,8 +12,8 @@ from kernels.ops import BLOCKED, REFERENCE
 from model.cache.banked_entries import HIT, NOVEL, BankedEntries, NewestKeys
 from model.cache.variants import Coda
 from probes.subject import Subject
-from runtime.load import DEMO, load
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.options import DEMO, RunOptions
 
 CPU = torch.device("cpu")
 WIDTH, ROPE = 24, 8

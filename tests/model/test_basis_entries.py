@@ -15,8 +15,8 @@ from probes.subject import Subject
 from runtime import calibrate
 from runtime.basis import write_basis
 from runtime.calibrate import fit_layers, samples
-from runtime.load import DEMO, load
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.options import DEMO, RunOptions
 from runtime.plan.planner import Planner
 from scripts import generate
 from scripts.cli import run

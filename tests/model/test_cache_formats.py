@@ -12,13 +12,14 @@ from kernels import rows
 from kernels.ops import BLOCKED, REFERENCE
 from model import sites, tripwire
 from model.cache.entries import Entries
-from model.cache.formats import ENTRY_FORMATS, KEY_FORMATS, CacheFormats
+from model.cache.formats import CacheFormats
+from model.choices import ENTRY_FORMATS, KEY_FORMATS
 from model.config import ModelConfig
 from model.errors import CapacityError, ConfigError, StateError, Tripwire
 from model.state import State
 from runtime.digest import digest
-from runtime.load import DEMO, load
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.options import DEMO, RunOptions
 from runtime.statefile import load_state, save_state
 from tests.deployed_cases import make_case
 

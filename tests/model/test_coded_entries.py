@@ -13,8 +13,8 @@ from kernels.reference.rows import decode
 from model import tripwire
 from model.errors import Tripwire
 from probes.subject import Subject
-from runtime.load import DEMO, load
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.options import DEMO, RunOptions
 from scripts import generate
 from scripts.cli import run
 

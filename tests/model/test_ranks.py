@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from model import dispatch
+from model.choices import ALL_REDUCE, ALL_TO_ALL, AUTO
 from model.errors import RankDisagreement, Tripwire
-from model.ranks import ALL_REDUCE, ALL_TO_ALL, ALONE, AUTO, Partial, Ranks, Shares, evenly, undivided
+from model.ranks import ALONE, Partial, Ranks, Shares, evenly, undivided
 from tests import gloo
 
 EXPERTS, HIDDEN, K = 6, 8, 3

@@ -4,8 +4,8 @@ import torch
 from model import sites
 from model.errors import Tripwire
 from model.sites import SITES, Site, Taps
-from runtime.load import DEMO, load
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.options import DEMO, RunOptions
 
 
 @pytest.fixture(scope="module")

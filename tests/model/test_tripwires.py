@@ -10,8 +10,8 @@ from kernels.reference.hyper import sinkhorn
 from kernels.reference.indexer import select
 from model import tripwire
 from model.errors import Tripwire
-from runtime.load import DEMO, load
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.options import DEMO, RunOptions
 
 INF, NAN = float("inf"), float("nan")
 

@@ -10,7 +10,7 @@ from model.config import ModelConfig
 from model.errors import Tripwire
 from probes.faults import FAULTS
 from probes.subject import Subject, run_tokens
-from runtime.load import DEMO
+from runtime.options import DEMO
 from tests.make_checkpoint import tiny_config
 
 # Two calls, as what a call costs hardly grows with its tokens: two windows of HCA, of which the first call closes one

@@ -15,8 +15,7 @@ from probes.finding import HeatMap, Plot, Table, Text, at_least, at_most, exactl
 from probes.markdown import page, to_json, write
 from probes.subject import Subject
 from probes.wording import headline, rows, verdict
-from runtime.load import DEMO
-from runtime.options import RunOptions
+from runtime.options import DEMO, RunOptions
 from tests.fake_probes import BAD, FAILING, FAKES, GOOD, HOLLOW, PARTLY_HOLLOW, PASSING, TRIPPING, UNJUDGED, run_fake
 from tests.make_checkpoint import tiny_config, write_checkpoint
 

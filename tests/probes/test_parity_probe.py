@@ -22,8 +22,7 @@ from probes.parity.pairs import DEPLOYED_OP_SET, DTYPE, NUMERICS, OP_SET, TRANSF
 from probes.parity.probe import QUICK, Parity
 from probes.probe import run_probe, silent
 from probes.subject import Subject, run_tokens
-from runtime.load import DEMO
-from runtime.options import RunOptions
+from runtime.options import DEMO, RunOptions
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 CALLS = chunks(101)

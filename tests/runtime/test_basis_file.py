@@ -15,8 +15,8 @@ from model.errors import ConfigError
 from runtime.basis import read_basis, write_basis
 from runtime.digest import digest
 from runtime.kv import variants
-from runtime.load import DEMO, load
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.options import DEMO, RunOptions
 from scripts import calibrate_kv, generate, plan
 from scripts.cli import run
 from tests.make_checkpoint import tiny_config, write_checkpoint

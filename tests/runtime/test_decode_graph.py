@@ -13,8 +13,8 @@ from runtime import graph
 from runtime.decoding import check_graph, decoding
 from runtime.generate import Generation, generate
 from runtime.graph import Captured
-from runtime.load import DEMO, load, read_config
-from runtime.options import RunOptions
+from runtime.load import load, read_config
+from runtime.options import DEMO, RunOptions
 from runtime.sampling import Sampling
 from tests.llama_configs import LLAMA_3_2_1B
 

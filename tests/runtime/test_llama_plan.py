@@ -12,8 +12,9 @@ from model.cache.variants import GroupedCoda, GroupedShard
 from model.errors import CapacityError
 from model.llama.adapters import shapes
 from runtime import memory
+from runtime.arithmetic import DTYPES
 from runtime.load import load_any
-from runtime.options import DTYPES, RunOptions
+from runtime.options import RunOptions
 from runtime.plan.grouped import attend_coda, attend_grouped, attend_shard
 from runtime.plan.llama import LlamaPlanner, rotate_halves
 from runtime.plan.ops import Costs

@@ -9,12 +9,13 @@ import torch
 
 from kernels.ops import BLOCKED
 from model import sites
+from model.choices import ALL_REDUCE, ALL_TO_ALL, AUTO
 from model.config import ModelConfig
 from model.errors import ConfigError
-from model.ranks import ALL_REDUCE, ALL_TO_ALL, ALONE, AUTO, Group
+from model.ranks import ALONE, Group
 from probes.demo_language.prompts import needle_prompts
-from runtime.load import DEMO, load
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.options import DEMO, RunOptions
 from runtime.placement import place
 from tests import gloo
 from tests.exact_ops import EXACT

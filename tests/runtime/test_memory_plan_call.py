@@ -6,8 +6,8 @@ import torch
 from kernels.blocked import indexer
 from model.ranks import evenly, undivided
 from probes.memory.peak import _noise_up_to
-from runtime.load import DEMO, load
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.options import DEMO, RunOptions
 from runtime.plan import selection
 from runtime.plan.call import largest
 from runtime.plan.planner import Planner

@@ -5,12 +5,13 @@ import torch
 
 from kernels.fused.ops import FUSED
 from kernels.ops import BLOCKED, REFERENCE, noted, room
+from model.choices import OP_SETS
 from model.config import ModelConfig
 from model.errors import ConfigError
 from model.llama.config import LlamaConfig
-from runtime.load import DEMO, load
-from runtime.op_sets import OP_SETS, op_set, usual
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.op_sets import op_set
+from runtime.options import DEMO, RunOptions, usual
 from tests.llama_configs import LLAMA_3_1_8B
 
 CONFIG = ModelConfig.from_file(DEMO / "config.json")

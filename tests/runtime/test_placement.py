@@ -9,7 +9,7 @@ from model.config import ModelConfig
 from model.decode import bind
 from model.errors import ConfigError
 from model.names import Axis, axis, parameters
-from runtime.load import DEMO
+from runtime.options import DEMO
 from runtime.placement import place
 from tests.make_checkpoint import tiny_config, write_checkpoint
 

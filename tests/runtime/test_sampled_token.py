@@ -4,8 +4,8 @@ import pytest
 
 from model.errors import RankDisagreement
 from runtime.generate import Generation, generate
-from runtime.load import DEMO, load
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.options import DEMO, RunOptions
 from runtime.sampling import Sampling
 from tests import gloo
 

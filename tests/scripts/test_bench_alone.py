@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from kernels.ops import BLOCKED
-from runtime.load import DEMO
+from runtime.options import DEMO
 from scripts.bench import load
 from scripts.bench.clock import OTHER, Clock, component
 from scripts.bench.command import main

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file
 
 from model.config import ModelConfig
-from runtime.load import DEMO, load
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.options import DEMO, RunOptions
 from scripts import generate, logits
 from scripts.cli import run
 from tests.make_checkpoint import tiny_config, write_checkpoint

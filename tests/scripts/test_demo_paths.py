@@ -7,8 +7,8 @@ the path. audits/demo-checkpoint.md has the numbers at all lengths.
 import pytest
 
 from probes.demo_language.prompts import common_prompts, fact_prompts, needle_prompts
-from runtime.load import DEMO, load
-from runtime.options import RunOptions
+from runtime.load import load
+from runtime.options import DEMO, RunOptions
 from scripts.measure_demo import score, variants
 
 CHUNK = 512

@@ -10,7 +10,7 @@ from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.errors import CapacityError, CheckpointError, ConfigError, StateError
 from runtime.errors import PromptError
-from runtime.load import DEMO
+from runtime.options import DEMO
 from scripts.cli import run
 from scripts.inspect import main
 from tests.make_checkpoint import micro_config, tiny_config, write_checkpoint

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from runtime.load import DEMO
+from runtime.options import DEMO
 from scripts import kv_variants
 from scripts.cli import run
 from scripts.variants import measures, page, runs

@@ -15,9 +15,9 @@ from kernels import basis_fit
 from model.llama.adapters import shapes
 from runtime.basis import write_basis
 from runtime.generate import prefill
-from runtime.load import DEMO, load_any
+from runtime.load import load_any
 from runtime.merge import merge, mergeable
-from runtime.options import RunOptions
+from runtime.options import DEMO, RunOptions
 from runtime.quantised_state import load_any_state
 from runtime.statefile import load_state, read_file, write_file
 from runtime.tokenizer import Tokenizer

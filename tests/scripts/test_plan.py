@@ -10,7 +10,7 @@ from model.published import published_tensors
 from model.safetensors_header import ITEM_BYTES
 from runtime import load as loading
 from runtime import memory
-from runtime.load import DEMO
+from runtime.options import DEMO
 from scripts import generate, logits
 from scripts.cli import run
 from scripts.memory_page import main as page

@@ -9,7 +9,7 @@ import pytest
 from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.subject import Subject
-from runtime.load import DEMO
+from runtime.options import DEMO
 from scripts import probe as command
 from scripts.cli import run
 from tests.fake_probes import FAILING, FAKES, HOLLOW, PASSING, UNJUDGED

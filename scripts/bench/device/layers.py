@@ -16,6 +16,7 @@ from model.decode import Weights
 from model.names import parameters
 from model.ranks import ALONE, Ranks, undivided
 from model.rope import Rotation
+from runtime.arithmetic import arithmetic
 from runtime.options import RunOptions
 from runtime.placement import place
 from scripts.bench.device import counts
@@ -107,7 +108,7 @@ def measured_layers(
     """Time the two layers at every context; each call begins from the same cache, and its result is finite."""
     config = ModelConfig.from_json(config_json(shape), shape.name)
     options = RunOptions(device=gpu.device.type, entry_format="fp8", key_format="fp4", prefill_chunk=chunk)
-    arithmetic = options.arithmetic(ops, Ranks(ALONE, place(config, 1).ranks[0]), config)
+    numerics = arithmetic(options, ops, Ranks(ALONE, place(config, 1).ranks[0]), config)
     draw = gpu.draw(0)
     blocks: dict[str, Block] = {}
     for kind, (name, context), tokens in planned(contexts, chunk):
@@ -115,9 +116,9 @@ def measured_layers(
         if kind not in blocks:
             blocks.clear()  # of the other kind: weights of both may not fit
             rotation = Rotation(config, config.layer_kind(layer), gpu.device)
-            blocks[kind] = Block(config, layer, DrawnWeights(config, draw), arithmetic, rotation)
+            blocks[kind] = Block(config, layer, DrawnWeights(config, draw), numerics, rotation)
         most = max(contexts.values()) + chunk
-        cache = CACHES[config.layer_kind(layer)](config, layer, most, chunk, arithmetic.formats, gpu.device)
+        cache = CACHES[config.layer_kind(layer)](config, layer, most, chunk, numerics.formats, gpu.device)
         saved = filling(cache.shapes(context), cache.dtypes(), draw)
         streams = draw.normal(tokens, STREAMS, shape.hidden)
         ids = torch.zeros(tokens, dtype=torch.int64, device=gpu.device)

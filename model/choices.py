@@ -1,0 +1,9 @@
+"""The choices that a run has, by the names that its flags take; a command line is read before torch is imported."""
+
+NUMERICS = ("deployed", "plain")  # see `model.arithmetic`
+DTYPES = ("bf16", "fp32")  # of activations and caches
+ENTRY_FORMATS = ("dtype", "fp8")  # of compressed entries, see `model.cache.formats`
+KEY_FORMATS = ("dtype", "fp8", "fp4")  # of index keys
+ALL_REDUCE, ALL_TO_ALL, AUTO = "all-reduce", "all-to-all", "auto"
+DISPATCHES = (AUTO, ALL_REDUCE, ALL_TO_ALL)  # of tokens to their experts, see `model.ranks`
+OP_SETS = ("reference", "blocked", "fused")  # see `kernels.ops`
