@@ -1,16 +1,19 @@
 """The two architectures, and which of them a config.json describes."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from model.config import ModelConfig
 from model.config_json import read_json
 from model.llama.config import LlamaConfig
 from model.llama.fields import ARCHITECTURES
-from model.llama.transformer import LlamaTransformer
-from model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from model.llama.transformer import LlamaTransformer
+    from model.transformer import Transformer
 
 Config = ModelConfig | LlamaConfig
-Model = Transformer | LlamaTransformer
+Model: TypeAlias = "Transformer | LlamaTransformer"  # a config is read before torch is
 
 
 def config_from_file(path: Path) -> Config:

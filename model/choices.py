@@ -6,4 +6,5 @@ ENTRY_FORMATS = ("dtype", "fp8")  # of compressed entries, see `model.cache.form
 KEY_FORMATS = ("dtype", "fp8", "fp4")  # of index keys
 ALL_REDUCE, ALL_TO_ALL, AUTO = "all-reduce", "all-to-all", "auto"
 DISPATCHES = (AUTO, ALL_REDUCE, ALL_TO_ALL)  # of tokens to their experts, see `model.ranks`
+CODED_BITS = (8, 4)  # of a number of a bounded cache, in a saved state, see `runtime.quantised_state`
 OP_SETS = ("reference", "blocked", "fused")  # see `kernels.ops`

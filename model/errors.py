@@ -7,6 +7,7 @@ line and exit status 1. A programmer's mistake is an `assert`, never one of thes
 from typing import Any
 
 QUOTED_LENGTH = 120
+LINE_LENGTH = 2000
 
 
 class ConfigError(ValueError):
@@ -42,6 +43,16 @@ def shown(value: Any) -> str:
     """A value from a file, fit for one line of a message: as Python writes it in ASCII, cut when long."""
     text = ascii(value)
     return text if len(text) <= QUOTED_LENGTH else f"{text[:QUOTED_LENGTH]}..."
+
+
+def one_line(message: str) -> str:
+    """A message as one line that a terminal can show: what is not printable is escaped, what is long is cut.
+
+    Messages quote what they take from files; this is for the rest of them, paths and other people's messages.
+    """
+    joined = "; ".join(message.splitlines())
+    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
+    return shown if len(shown) <= LINE_LENGTH else f"{shown[:LINE_LENGTH]}... ({len(shown)} characters)"
 
 
 class RankDisagreement(RuntimeError):

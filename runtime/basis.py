@@ -24,7 +24,9 @@ from model import strict_json
 from model.cache.variants import Basis
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError, shown
+from model.files import regular_file_size
 from runtime.digest import digest
+from runtime.output import replacing
 
 FORMAT: Final = "fathom-basis-1"
 PARTS: Final = {  # of a layer's basis, by name
@@ -73,14 +75,11 @@ def write_basis(
         "layers": json.dumps({layer: told(each) for layer, each in found.items()}),
     }
     metadata["sha256"] = digest(tensors, metadata)
-    partial = path.with_name(path.name + ".partial")
     try:
-        save_file(tensors, partial, metadata)
-        partial.replace(path)
+        with replacing(path) as partial:
+            save_file(tensors, partial, metadata)
     except SafetensorError as error:
         raise ConfigError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def told(found: Fitted) -> dict[str, Any]:
@@ -134,8 +133,7 @@ def check_weights(path: Path, weights: str) -> None:
 
 def _content(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     """Metadata and tensors of a whole file, its checksum left out."""
-    with path.open("rb"):  # the library's own error for a missing file does not name it
-        pass
+    regular_file_size(path, ConfigError)
     try:
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}

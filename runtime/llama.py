@@ -17,7 +17,6 @@ from model.llama.config import LlamaConfig
 from model.llama.transformer import LlamaTransformer
 from model.ranks import Group, Ranks, Shares, undivided
 from runtime.arithmetic import arithmetic
-from runtime.kv import variants
 from runtime.memory import check_fits
 from runtime.options import RunOptions
 from runtime.placement import Placement
@@ -38,20 +37,6 @@ class LoadedLlama(NamedTuple):
     held: dict[str, int]  # bytes of each parameter, as stored
 
 
-def check_options(config: LlamaConfig, options: RunOptions, where: Path) -> None:
-    """Refuse what this family does not have: ConfigError. `deployed` rounds as DeepSeek serves V4, nobody serves this.
-
-    It is not replaced by `plain` in silence, though it is the default of the flag: who compares two runs must see that
-    they were made alike.
-    """
-    if options.numerics != "plain":
-        raise ConfigError(
-            f"{where}: --numerics {options.numerics} is DeepSeek-V4's; run a {config.model_type} model with"
-            " --numerics plain"
-        )
-    variants(options.kv, config)
-
-
 def load_llama(
     config: LlamaConfig, directory: Path, options: RunOptions, ops: Ops, group: Group, context: int | None
 ) -> LoadedLlama:
@@ -60,7 +45,6 @@ def load_llama(
     ConfigError, CheckpointError or CapacityError, with one line, for everything that is wrong with the directory, the
     options, the machine, or for more than one rank.
     """
-    check_options(config, options, directory)
     if group.size > 1:
         raise ConfigError(f"{directory}: a {config.model_type} model runs on one rank, this run has {group.size}")
     checkpoint = Checkpoint.open(directory)

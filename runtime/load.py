@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from kernels.ops import BLOCKED, Ops
-from model.architectures import Config, config_from_file
+from model.architectures import Config
 from model.census import Census, census
 from model.checkpoint import Checkpoint
-from model.config import ModelConfig, check_deployed
+from model.config import ModelConfig
 from model.decode import bind, fingerprint, headers_digest
 from model.errors import CheckpointError, ConfigError
 from model.llama.config import LlamaConfig
@@ -22,9 +22,9 @@ from model.ranks import ALONE, Group, Ranks, evenly
 from model.transformer import Transformer
 from runtime.arithmetic import arithmetic, cache_formats
 from runtime.kv import check_bases, variants
-from runtime.llama import LoadedLlama, check_options, load_llama
+from runtime.llama import LoadedLlama, load_llama
 from runtime.memory import check_fits
-from runtime.options import RunOptions
+from runtime.options import RunOptions, checked_config
 from runtime.placement import Placement, place
 from runtime.plan.planner import Planner
 
@@ -51,30 +51,18 @@ def check_device(device: str) -> None:
 
 def read_config(directory: Path, options: RunOptions) -> ModelConfig:
     """Read the config of a V4 checkpoint that these options can run here; ConfigError where they cannot."""
-    check_device(options.device)
-    config = ModelConfig.from_file(directory / "config.json")
-    check_v4(config, options)
+    ModelConfig.from_file(directory / "config.json")  # what it is not is said in its words
+    config = read_any_config(directory, options)
+    assert isinstance(config, ModelConfig), "read as one"
     return config
 
 
 def read_any_config(directory: Path, options: RunOptions) -> Config:
-    """Read the config of a checkpoint of either architecture, as `read_config`."""
+    """Read the config of a checkpoint of either architecture that these options can run here, as `read_config`."""
+    config = checked_config(directory, options)
     check_device(options.device)
-    config = config_from_file(directory / "config.json")
-    if isinstance(config, LlamaConfig):
-        check_options(config, options, directory)
-    else:
-        check_v4(config, options)
-    return config
-
-
-def check_v4(config: ModelConfig, options: RunOptions) -> None:
-    """Refuse options that a V4 model does not have: ConfigError naming the flag."""
-    if options.numerics == "deployed":
-        check_deployed(config)
     variants(options.kv, config)
-    if options.coda_adapters is not None:
-        raise ConfigError("--coda-adapters: of Llama-family checkpoints; DeepSeek-V4's attention has none")
+    return config
 
 
 def load_any(

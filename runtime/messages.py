@@ -10,9 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from model.files import read_text
 from runtime.dsml import ToolCall, from_json, quotable, to_json
 from runtime.errors import PromptError
 from runtime.segments import TASKS
+
+MAX_BYTES = 64 << 20  # of a file of messages
 
 _T = TypeVar("_T")
 _D = TypeVar("_D")
@@ -57,12 +60,9 @@ def load_messages(path: Path) -> list[Message]:
     PromptError
         The file cannot be read, is not JSON, or holds a message that `check_messages` refuses.
     """
+    text = read_text(path, MAX_BYTES, PromptError)
     try:
-        return check_messages(from_json(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise PromptError(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path}: not UTF-8 at byte {error.start}") from error
+        return check_messages(from_json(text))
     except PromptError as error:
         raise PromptError(f"{path}: {error}") from error
 

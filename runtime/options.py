@@ -4,7 +4,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from model.architectures import Config, config_from_file
+from model.config import check_deployed
 from model.errors import ConfigError
+from model.llama.config import LlamaConfig
 
 DEMO = Path(__file__).resolve().parents[1] / "model" / "demo"  # the checkpoint that ships with the project
 TIMEOUT = 60.0  # seconds that a rank may keep the others waiting, unless told
@@ -51,3 +54,31 @@ class RunOptions:
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         return asdict(self) | {"kv": list(self.kv)}
+
+
+def checked_config(directory: Path, options: RunOptions) -> Config:
+    """Read the config of a checkpoint of either architecture that has these options; ConfigError otherwise."""
+    config = config_from_file(directory / "config.json")
+    check_options(config, options, directory)
+    return config
+
+
+def check_options(config: Config, options: RunOptions, where: Path) -> None:
+    """Refuse options that a model's architecture does not have: ConfigError naming `where` or the flag.
+
+    `deployed` rounds as DeepSeek serves V4, and nobody serves Llamas so. It is not replaced by `plain` in silence,
+    though it is the default of the flag: who compares two runs must see that they were made alike.
+
+    What takes torch to check, `device` and `kv`, is not looked at: see `runtime.load`.
+    """
+    if isinstance(config, LlamaConfig):
+        if options.numerics != "plain":
+            raise ConfigError(
+                f"{where}: --numerics {options.numerics} is DeepSeek-V4's; run a {config.model_type} model with"
+                " --numerics plain"
+            )
+        return
+    if options.numerics == "deployed":
+        check_deployed(config)
+    if options.coda_adapters is not None:
+        raise ConfigError("--coda-adapters: of Llama-family checkpoints; DeepSeek-V4's attention has none")

@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels import lloyd_max, rotation
 from kernels.formats import RotatedRows
 from model.cache.layers import SIGNS
+from model.choices import CODED_BITS
 from model.errors import StateError, shown
 from model.state import State
 from runtime.load import AnyLoaded
@@ -40,7 +41,6 @@ from runtime.statefile import (
 )
 
 CODED: Final = "fathom-coded-state-1"
-WIDTHS: Final = (8, 4)  # bits of a number
 ROWS: Final = re.compile(r"layers\.\d+\.coda\.(?:keys|values)")
 DERIVED: Final = re.compile(r"layers\.\d+\.coda\.(?:exact|summary)_targets")  # by `CodaCache.restore`, from the rows
 
@@ -60,7 +60,7 @@ def quantise_state(path: Path, bits: int, out: Path) -> Sizes:
     StateError, with one line naming the file, when it is damaged, coded already, or has no bounded cache of rows whose
     width is a power of two.
     """
-    assert bits in WIDTHS, f"{bits} bits"
+    assert bits in CODED_BITS, f"{bits} bits"
     tensors, metadata = read_file(path)
     if (tag := metadata.get("format")) != FORMAT:
         raise StateError(f"{path}: has format {shown(tag)}, want an exact state, {FORMAT!r}")
@@ -78,7 +78,7 @@ def coded_bits(path: Path) -> int | None:
     metadata = read_metadata(path)
     if metadata.get("format") != CODED:
         return None
-    named = {str(bits): bits for bits in WIDTHS}
+    named = {str(bits): bits for bits in CODED_BITS}
     if (bits := named.get(metadata.get("bits", ""))) is None:
         raise StateError(f"{path}: bits is {shown(metadata.get('bits'))}, want {' or '.join(named)}")
     return bits

@@ -19,13 +19,15 @@ from torch import Tensor
 from model.architectures import Config
 from model.cache.layers import Part
 from model.choices import ENTRY_FORMATS, KEY_FORMATS, NUMERICS
-from model.errors import StateError, shown
+from model.errors import StateError, quoted, shown
+from model.files import regular_file_size
 from model.llama.config import LlamaConfig
 from model.state import State
 from runtime.arithmetic import DTYPES
 from runtime.digest import digest
 from runtime.load import AnyLoaded
 from runtime.options import RunOptions
+from runtime.output import replacing
 
 FORMAT = "fathom-state-4"  # 2: cache formats; 3: variants; 4: the prompt's length
 
@@ -88,14 +90,11 @@ def save_state(path: Path, state: State, loaded: AnyLoaded, pending: int | None)
 
 def write_file(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write tensors and what is said of them, with a checksum of both; as `save_state`."""
-    partial = path.with_name(path.name + ".partial")
     try:
-        save_file(tensors, partial, {**metadata, "sha256": digest(tensors, dict(metadata))})
-        partial.replace(path)
+        with replacing(path) as partial:
+            save_file(tensors, partial, {**metadata, "sha256": digest(tensors, dict(metadata))})
     except SafetensorError as error:
         raise StateError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read_saved(path: Path, loaded: AnyLoaded, tag: str = FORMAT) -> Saved:
@@ -110,7 +109,7 @@ def read_saved(path: Path, loaded: AnyLoaded, tag: str = FORMAT) -> Saved:
         if metadata.get(key) != expected:
             llama = key == "weights" and isinstance(config, LlamaConfig)
             more = "; adapters count as weights, see --coda-adapters" if llama else ""
-            raise StateError(f"{path}: saved with {key} {metadata.get(key)!r}, this run has {expected!r}{more}")
+            raise StateError(f"{path}: saved with {key} {shown(metadata.get(key))}, this run has {expected!r}{more}")
     position = _number(path, metadata, "position", config.max_position_embeddings)
     prompt = _number(path, metadata, "prompt", config.max_position_embeddings) if metadata.get("prompt") else None
     if (prompt is not None) != loaded.model.arithmetic.formats.prompted:
@@ -243,11 +242,12 @@ def forms(state: State, position: int) -> Forms:
 def check_forms(path: Path, found: Forms, wanted: Forms) -> None:
     """Refuse a file with other tensors than `wanted`: a checksum can be made up, so it is not relied upon."""
     if found.keys() != wanted.keys():
-        raise StateError(f"{path}: holds other tensors than this model's state, {min(found.keys() ^ wanted.keys())}")
+        other = quoted(min(found.keys() ^ wanted.keys()))
+        raise StateError(f"{path}: holds other tensors than this model's state, {other}")
     for name, form in found.items():
         if form != wanted[name]:
             (shape, dtype), (right, kind) = form, wanted[name]
-            raise StateError(f"{path}: {name} is {list(shape)} {dtype}, want {list(right)} {kind}")
+            raise StateError(f"{path}: {quoted(name)} is {list(shape)} {dtype}, want {list(right)} {kind}")
 
 
 def _tensors(state: State) -> dict[str, Tensor]:
@@ -274,8 +274,7 @@ def _binding(loaded: AnyLoaded) -> dict[str, str]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    with path.open("rb"):  # the library's own error for a missing file does not name it
-        pass
+    regular_file_size(path, StateError)
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -286,5 +285,5 @@ def _opened(path: Path) -> Iterator[Any]:
 def _number(path: Path, metadata: dict[str, str], key: str, largest: int) -> int:
     text = metadata.get(key, "")
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= largest):
-        raise StateError(f"{path}: {key} is {text[:40]!r}, want a number up to {largest}")
+        raise StateError(f"{path}: {key} is {text[:40]!a}, want a number up to {largest}")
     return int(text)

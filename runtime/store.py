@@ -3,12 +3,12 @@
 import socket
 import time
 from datetime import timedelta
-from typing import NamedTuple
-
-from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] # public, though not marked as such
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from typing import TYPE_CHECKING, NamedTuple
 
 from model.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
 
 RETRY = 0.2  # seconds between two attempts to reach it
 
@@ -30,7 +30,7 @@ class Launch(NamedTuple):
         return self.rank == 0 and not self.kept_by_launcher
 
 
-def open_store(launch: Launch, timeout: float, *, keep: bool) -> Store:
+def open_store(launch: Launch, timeout: float, *, keep: bool) -> "Store":
     """Connect to the store of this run; ConfigError when nobody answers within `timeout` seconds.
 
     Every caller gets a connection of its own, because a connection serves one request at a time, and a request can
@@ -46,6 +46,9 @@ def open_store(launch: Launch, timeout: float, *, keep: bool) -> Store:
         Whether the store itself is made here, and lives as long as what is returned.
 
     """
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined] # noqa: PLC0415 (`Launch` needs none)
+    from torch.distributed.distributed_c10d import PrefixStore  # noqa: PLC0415
+
     where = f"{launch.address}:{launch.port} (MASTER_ADDR, MASTER_PORT)"
     if not keep:
         _wait_for_an_answer(launch, timeout, where)

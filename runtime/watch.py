@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -24,13 +23,14 @@ from torch.distributed.distributed_c10d import Store
 from model.ranks import Ranks
 from runtime.beats import PERIOD, SOON, Beats
 from runtime.options import TIMEOUT
+from runtime.output import discard_unfinished
 from runtime.sight import DEAD, DONE, ENDED, FAILED, GONE, LEFT, LOADING, RUNNING, TERMINATED, Beat, Sight, verdict
 from runtime.store import Launch
 
 FAREWELL = 5.0  # seconds for the other ranks to read why the run ended
 GRACE = 1.0  # seconds for the main thread to end by itself, as it does where all ranks fail alike
 INTERRUPT = 2.0  # the same after Ctrl-C, which does not reach a thread that is blocked
-INTERRUPTED = 130  # what a shell reports for a process that SIGINT ended
+INTERRUPTED = 128 + signal.SIGINT  # what a shell reports
 
 
 class Watch:
@@ -43,7 +43,6 @@ class Watch:
         self._ending = threading.Event()  # a thread is ending the process
         self._telling, self._told = threading.Lock(), False
         self._closed = False
-        self._unfinished: set[Path] = set()
         self._interrupted, self._signalled = False, float("inf")  # the main thread; when SIGINT came
         self._waiting, self._waker = socket.socketpair()
         self._guard = threading.Thread(target=self._watch, daemon=True)
@@ -66,13 +65,6 @@ class Watch:
         self._beats.show(LOADING)
         yield self._beats.follow
         self._beats.show(RUNNING)
-
-    @contextlib.contextmanager
-    def unfinished(self, path: Path) -> Iterator[None]:
-        """Remove a file when the process ends inside the ``with``, which may be without an exception."""
-        self._unfinished.add(path)
-        yield
-        self._unfinished.discard(path)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt once: a launcher passes on the Ctrl-C that its processes had already."""
@@ -142,9 +134,7 @@ class Watch:
         self._leave(status)
 
     def _leave(self, status: int) -> NoReturn:
-        for path in tuple(self._unfinished):
-            with contextlib.suppress(OSError):
-                path.unlink()
+        discard_unfinished()
         if os.isatty(2):
             os.write(2, b"\x1b[?25h")  # the cursor, which progress hides
         os._exit(status)

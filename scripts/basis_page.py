@@ -16,7 +16,8 @@ from runtime.calibrate import fit_layers, samples
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
 from scripts.cli import run_alone
-from scripts.flags import positive, writable
+from scripts.flags import positive
+from scripts.paths import writable
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "audits" / "kv-basis.md"
 BITS: Final = (4, 6)

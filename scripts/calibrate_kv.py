@@ -24,7 +24,8 @@ from runtime.load import load
 from runtime.options import RunOptions
 from runtime.tokenizer import Tokenizer
 from scripts.cli import run_alone
-from scripts.flags import positive, writable
+from scripts.flags import positive
+from scripts.paths import writable
 
 TOKENS = 32768
 CONTEXT = 131072

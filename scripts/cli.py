@@ -1,44 +1,61 @@
-"""What every script does with an error that is not the code's fault: one line on stderr and exit status 2.
+"""What every script does with its command line, and with an error that is not the code's fault: one line, status 2.
 
-On several ranks it is one line in all: that of the first rank which failed, see `runtime.watch`.
+A command line is parsed, and its files looked at, before torch is imported. On several ranks there is one line in all:
+that of the first rank which failed, see `runtime.watch`.
 """
 
 import argparse
 import contextlib
 import io
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
-import torch
-
-from model.errors import CapacityError, CheckpointError, ConfigError, RankDisagreement, StateError, Tripwire
+from model.errors import (
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    RankDisagreement,
+    StateError,
+    Tripwire,
+    one_line,
+)
 from runtime.errors import PromptError
 from runtime.options import TIMEOUT
-from runtime.store import open_store
-from runtime.watch import INTERRUPTED, Watch
+from runtime.output import discard_unfinished
+from scripts import paths
 from scripts.launch import launched
+
+if TYPE_CHECKING:
+    from runtime.watch import Watch
 
 
 class UsageError(ValueError):
     """A command line that argparse refused on one of several ranks; the message is all that it had to say."""
 
 
-USER_ERRORS = (ConfigError, CheckpointError, CapacityError, StateError, PromptError, UsageError)
-TRIPPED = (Tripwire, RankDisagreement)
-EXPECTED = (*USER_ERRORS, *TRIPPED, OSError, KeyboardInterrupt, torch.OutOfMemoryError)
+class Terminated(BaseException):
+    """SIGTERM or SIGHUP came: the run ends, and with it what it had begun to write."""
 
-# What a shell reports for a process that SIGPIPE ended.
-PIPE_CLOSED = 141
+
+USER_ERRORS = (ConfigError, CheckpointError, CapacityError, StateError, PromptError, UsageError)
+EXPECTED = (*USER_ERRORS, Tripwire, RankDisagreement, OSError, KeyboardInterrupt, Terminated)
+
+# What a shell reports for a process that a signal ended.
+INTERRUPTED = 128 + signal.SIGINT
+PIPE_CLOSED = 128 + signal.SIGPIPE
+TERMINATED = 128 + signal.SIGTERM
 
 
 class RankedMain(Protocol):
     """The `main` of a script that runs on any number of ranks."""
 
-    def __call__(self, argv: Sequence[str] | None = None, watch: Watch | None = None) -> int:
+    def __call__(self, argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int:
         """Run the command line on this rank; returns the exit status."""
         ...
 
@@ -54,15 +71,21 @@ def run(main: Callable[[], int]) -> int:
     Returns
     -------
     int
-        What `main` returned, or 2 when a file, tensor, prompt or flag is at fault, or what a shell reports for an
-        interrupted process. An error of the code itself is raised as it is.
+        What `main` returned, or 2 when a file, tensor, prompt or flag is at fault, or what a shell reports for a
+        process that a signal ended. An error of the code itself is raised as it is.
     """
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # not where a launcher, or nohup, has its own way
+            signal.signal(number, _terminate)
     try:
-        return main()
-    except EXPECTED as error:
+        status = main()
+        sys.stdout.flush()  # a reader that is gone is noticed here, or never
+    except (*EXPECTED, RuntimeError) as error:
+        if not _expected(error):
+            raise
         status, line = _told(error)
-    if line is not None:
-        print(line, file=sys.stderr)
+        if line is not None:
+            print(line, file=sys.stderr)
     return status
 
 
@@ -93,6 +116,9 @@ def _on_ranks(main: RankedMain) -> int:
     launch = launched()
     if launch is None or launch.size == 1:
         return main()
+    from runtime.store import open_store
+    from runtime.watch import Watch
+
     watch = Watch(launch, open_store(launch, TIMEOUT, keep=launch.keeps_store))
     watch.start()
     if launch.rank > 0:
@@ -100,7 +126,7 @@ def _on_ranks(main: RankedMain) -> int:
     try:
         return watch.close(_ended(main, watch))
     except BaseException as error:
-        if isinstance(error, EXPECTED):
+        if _expected(error):
             status, line = _told(error)
             alike = isinstance(error, (UsageError, KeyboardInterrupt))  # on all ranks
             watch.end(status, line if line is None or alike else f"rank {launch.rank}: {line}")
@@ -108,7 +134,7 @@ def _on_ranks(main: RankedMain) -> int:
         raise
 
 
-def _ended(main: RankedMain, watch: Watch) -> int:
+def _ended(main: RankedMain, watch: "Watch") -> int:
     """The status of `main`; does not return when it failed because another rank did."""
     try:
         return main(None, watch)
@@ -130,8 +156,20 @@ def _in_collective(error: RuntimeError) -> bool:
     return trace is not None and str(trace.tb_frame.f_globals["__name__"]).startswith("torch.distributed")
 
 
-def arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None, watch: Watch | None) -> argparse.Namespace:
-    """Parse the command line. On several ranks what argparse says of a bad one is raised, for one rank to tell."""
+def arguments(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None, watch: "Watch | None" = None
+) -> argparse.Namespace:
+    """Parse the command line, and look at the files that it names, see `scripts.paths`; ConfigError for those.
+
+    On several ranks what argparse says of a bad one is raised, for one rank to tell; rank 0 writes all files.
+    """
+    args = _parsed(parser, argv, watch)
+    if watch is None or watch.launch.rank == 0:
+        paths.check(args)
+    return args
+
+
+def _parsed(parser: argparse.ArgumentParser, argv: Sequence[str] | None, watch: "Watch | None") -> argparse.Namespace:
     if watch is None:
         return parser.parse_args(argv)
     said = io.StringIO()
@@ -144,22 +182,40 @@ def arguments(parser: argparse.ArgumentParser, argv: Sequence[str] | None, watch
         raise UsageError(said.getvalue().rstrip()) from end
 
 
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    del number, frame
+    raise Terminated
+
+
+def _expected(error: BaseException) -> bool:
+    return isinstance(error, EXPECTED) or _out_of_memory(error)
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """Whether a device has no memory left; only torch can say so, and it may not be there yet."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(error, torch.OutOfMemoryError)
+
+
 def _told(error: BaseException) -> tuple[int, str | None]:
-    """The exit status for one of the EXPECTED errors, and the line for the console."""
+    """The exit status for an error that is expected, and the line for the console."""
     if isinstance(error, BrokenPipeError):  # whoever read our output has closed it, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PIPE_CLOSED, None
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
-    if isinstance(error, Tripwire):
-        return 1, f"tripwire: {error}"
-    if isinstance(error, RankDisagreement):
-        return 1, f"ranks disagree: {error}"
+    if isinstance(error, Terminated):
+        discard_unfinished()  # exceptions have done it, but in threads
+        return TERMINATED, "terminated"
     if isinstance(error, UsageError):
         return 2, str(error)
-    message = str(error)
-    if isinstance(error, torch.OutOfMemoryError):
+    message, status = str(error), 2
+    if isinstance(error, Tripwire):
+        message, status = f"tripwire: {error}", 1
+    elif isinstance(error, RankDisagreement):
+        message, status = f"ranks disagree: {error}", 1
+    elif _out_of_memory(error):
         message = f"out of memory on the device: {message.splitlines()[0]}"
     elif isinstance(error, OSError) and error.filename is not None:
-        message = f"{error.filename}: {error.strerror}"
-    return 2, "; ".join(message.splitlines())
+        message = f"{os.fsdecode(error.filename)}: {error.strerror}"
+    return status, one_line(message)

@@ -21,7 +21,8 @@ from probes.matrix import Outcome, Row, markdown, row, uncaught
 from probes.subject import Subject
 from runtime.options import DEMO, RunOptions
 from scripts.cli import run_alone
-from scripts.flags import add_run_options, run_options, writable
+from scripts.flags import add_run_options, run_options
+from scripts.paths import writable
 
 NOTICED = """\
 **Answers hide faults.** Of the faults that no tripwire stops, `needle` sees seven. Swapped nibbles, a transposed mixing

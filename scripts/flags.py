@@ -1,16 +1,12 @@
 """Flags that several scripts share, and their checks."""
 
 import argparse
-import tempfile
 from pathlib import Path
 
-from kernels.ops import Ops
-from model.architectures import Config
-from model.choices import DISPATCHES, ENTRY_FORMATS, KEY_FORMATS, NUMERICS, OP_SETS
+from model.choices import DISPATCHES, DTYPES, ENTRY_FORMATS, KEY_FORMATS, NUMERICS, OP_SETS
 from model.errors import ConfigError
-from runtime.arithmetic import DTYPES
-from runtime.op_sets import op_set
-from runtime.options import TIMEOUT, RunOptions, usual
+from runtime.options import DEMO, TIMEOUT, RunOptions
+from scripts.paths import Reads, Reports
 
 SHORTEST = 2  # seconds of --rank-timeout: a rank shows twice a second that it lives
 
@@ -27,6 +23,16 @@ def lengths(text: str) -> tuple[int, ...]:
     return tuple(sorted({positive(part) for part in text.split(",")}))
 
 
+def add_model(p: argparse.ArgumentParser) -> None:
+    """Add the flag of the checkpoint."""
+    p.add_argument("--model", type=Path, default=DEMO, help="checkpoint directory (default: the demo checkpoint)")
+
+
+def add_json(p: argparse.ArgumentParser, what: str) -> None:
+    """Add the flag of a report in JSON."""
+    p.add_argument("--json", action=Reports, metavar="FILE", help=f"write {what} there")
+
+
 def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
     """Add the flags of `RunOptions`; `device` is the default of its flag."""
     default = RunOptions()
@@ -39,9 +45,7 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
         default=default.numerics,
         help="deployed: activations rounded as DeepSeek serves V4 (default); plain: as transformers computes",
     )
-    p.add_argument(
-        "--dtype", choices=tuple(DTYPES), default=default.dtype, help="of activations and caches (default bf16)"
-    )
+    p.add_argument("--dtype", choices=DTYPES, default=default.dtype, help="of activations and caches (default bf16)")
     p.add_argument(
         "--device", choices=("cpu", "cuda"), default=device, help=f"where weights and caches are (default {device})"
     )
@@ -79,11 +83,6 @@ def add_op_set(p: argparse.ArgumentParser) -> None:
     )
 
 
-def chosen_ops(args: argparse.Namespace, options: RunOptions, config: Config) -> Ops:
-    """Return the op set that `add_op_set` parsed; ConfigError where these options cannot run on it."""
-    return op_set(args.ops or usual(options.device), options, config)
-
-
 def add_graph(p: argparse.ArgumentParser) -> None:
     """Add the flag of scripts that decode."""
     p.add_argument(
@@ -106,8 +105,19 @@ def add_variants(p: argparse.ArgumentParser) -> None:
     )
     p.add_argument(
         "--coda-adapters",
+        type=str,
+        action=Reads,
         metavar="FILE",
         help="CoDA-GQA-L adapters over a Llama-family checkpoint: coda_adapters.safetensors, or .pt as published",
+    )
+
+
+def add_threads(p: argparse.ArgumentParser) -> None:
+    """Add the flag of scripts that compute on a CPU for a user who waits."""
+    p.add_argument(
+        "--threads",
+        type=positive,
+        help="of torch on a CPU (default: 1 for a small model, whose ops are slower with more; for others torch's own)",
     )
 
 
@@ -129,20 +139,14 @@ def _timeout(text: str) -> float:
     return float(seconds)
 
 
+def seed(args: argparse.Namespace) -> int:
+    """Return --seed; ConfigError where no generator takes it."""
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError(f"--seed {args.seed}: want 0 to 2^63 - 1")
+    return int(args.seed)
+
+
 def run_options(args: argparse.Namespace) -> RunOptions:
     """Return what `add_run_options` parsed."""
     formats, held = (args.entry_format, args.key_format), (tuple(args.kv), args.coda_adapters) if "kv" in args else ()
     return RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.dispatch, *held)
-
-
-def writable(path: Path | None) -> None:
-    """Refuse an output path that cannot be written, before the work is done: ConfigError or OSError, naming it."""
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"{path}: is a folder")
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):  # beside it: an existing file keeps its content
-            pass
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written there ({error.strerror})") from error

@@ -5,207 +5,37 @@ published checkpoint can be checked against this project without downloading it.
 """
 
 import argparse
-import gzip
-import json
 import sys
-import zlib
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from model import strict_json
-from model.architectures import Config, config_from_file
-from model.binding import Stored
-from model.census import Census, Tally, census
-from model.checkpoint import Checkpoint
-from model.config import LayerKind, ModelConfig
-from model.errors import CheckpointError, ConfigError, quoted
-from model.llama.census import census as llama_census
-from model.llama.config import LlamaConfig
+from model.architectures import config_from_file
+from model.errors import ConfigError
 from runtime.options import DEMO
-from scripts.cli import run_alone
-from scripts.flags import writable
-
-MAX_LIST_BYTES = 1 << 28  # of a list of tensors, unpacked; V4-Pro's takes 11 MiB
-LAYER_FIELDS = ("compress_ratios", "layer_kinds", "rope_scaling", "num_hash_layers")  # shown in the table of layers
+from scripts.cli import arguments, run_alone
+from scripts.flags import add_json
+from scripts.paths import Reads
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(prog="python -m scripts.inspect", description=__doc__)
     p.add_argument("--model", type=Path, help="checkpoint directory (default: the demo checkpoint)")
-    p.add_argument("--config", type=Path, help="a config.json, together with --tensors")
-    p.add_argument("--tensors", type=Path, help="a list of tensors, .json or .json.gz: name -> [dtype, shape]")
-    p.add_argument("--json", type=Path, help="write the same there")
+    p.add_argument("--config", action=Reads, help="a config.json, together with --tensors")
+    p.add_argument("--tensors", action=Reads, help="a list of tensors, .json or .json.gz: name -> [dtype, shape]")
+    add_json(p, "the same")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    args = parser().parse_args(argv)
-    writable(args.json)
-    config, tensors, unlisted = _subject(args)
-    where = str(args.tensors or args.model or DEMO)
-    if isinstance(config, LlamaConfig):
-        counted = llama_census(tensors, config, where)
-    else:
-        counted = census(tensors, config, where)
-    data = summary(config, counted) | {"files_not_read": list(unlisted)}
-    console = Console()
-    layers = _llama_layer_table if isinstance(config, LlamaConfig) else _layer_table
-    for table in (_config_table(config), layers(data["layers"]), *_census_tables(counted)):
-        console.print(table)
-    for text in _remarks(data):
-        console.print(text, markup=False, soft_wrap=True)
-    if args.json is not None:
-        args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    return 0
-
-
-def _subject(args: argparse.Namespace) -> tuple[Config, Mapping[str, Stored], Sequence[str]]:
-    """The config, the tensors, and safetensors files beside them that no index names."""
-    if args.config is None and args.tensors is None:
-        directory = args.model or DEMO
-        config = config_from_file(directory / "config.json")
-        checkpoint = Checkpoint.open(directory)
-        return config, checkpoint.shapes(), checkpoint.unlisted
-    if args.config is None or args.tensors is None or args.model is not None:
+    args = arguments(parser(), argv)
+    if (args.config is None) != (args.tensors is None) or (args.config is not None and args.model is not None):
         raise ConfigError("--config and --tensors go together, and without --model")
-    return config_from_file(args.config), read_list(args.tensors), ()
+    config = config_from_file(args.config or (args.model or DEMO) / "config.json")
+    from scripts.tasks.inspect import run
 
-
-def read_list(path: Path) -> dict[str, Stored]:
-    """Read a list of tensors, name -> [dtype, shape]; CheckpointError names the file and the tensor at fault."""
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            data = file.read(MAX_LIST_BYTES + 1)
-        if len(data) > MAX_LIST_BYTES:
-            raise CheckpointError(f"{path}: more than {MAX_LIST_BYTES} bytes")
-        obj = strict_json.parse(data)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise CheckpointError(f"{path}: damaged gzip file: {error}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
-    if not isinstance(obj, dict):
-        raise CheckpointError(f"{path}: want a JSON object, name -> [dtype, shape]")
-    for name, entry in obj.items():
-        if not _is_stored(entry):
-            raise CheckpointError(f"{path}: tensor {quoted(name)}: want [dtype, shape]")
-    return {name: (dtype, tuple(shape)) for name, (dtype, shape) in obj.items()}
-
-
-def _is_stored(entry: Any) -> bool:
-    if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], str):
-        return False
-    return isinstance(entry[1], list) and all(type(size) is int and size >= 0 for size in entry[1])
-
-
-def summary(config: Config, counted: Census) -> dict[str, Any]:
-    """Everything that is shown, as JSON values."""
-    return {
-        "config": config.to_json(),
-        "config_fingerprint": config.fingerprint,
-        "layers": _layers(config),
-        "tensors": counted.tensors,
-        "bytes": counted.nbytes,
-        "parameters": len(counted.bindings),
-        "weights": counted.weights,
-        "by_form": {form.value: asdict(tally) for form, tally in counted.by_form.items()},
-        "by_kind": {kind: asdict(tally) for kind, tally in counted.by_kind.items()},
-        "by_dtype": {dtype: asdict(tally) for dtype, tally in counted.by_dtype.items()},
-        "ignored": dict(Counter(counted.ignored.values())),
-        "mtp_stages": counted.mtp_stages,
-        "mtp_head": counted.mtp_head,
-    }
-
-
-def _layers(config: Config) -> list[dict[str, Any]]:
-    if not isinstance(config, LlamaConfig):
-        return [_layer(config, layer) for layer in range(config.num_hidden_layers)]
-    scaling = config.to_json()["rope_scaling"]
-    heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
-    alike = heads | {"window": config.sliding_window, "rope_base": config.rope_theta, "rope_scaling": scaling}
-    return [{"layer": layer, "kind": "gqa", **alike} for layer in range(config.num_hidden_layers)]
-
-
-def _layer(config: ModelConfig, layer: int) -> dict[str, Any]:
-    compressed = config.layer_kind(layer) is not LayerKind.SWA
-    return {
-        "layer": layer,
-        "kind": config.layer_kind(layer).value,
-        "ratio": config.ratio(layer),
-        "rope_base": config.compress_rope_theta if compressed else config.rope_theta,
-        "yarn": asdict(config.rope_scaling) if compressed and config.rope_scaling else None,
-        "experts": "by token id" if config.is_hash(layer) else "by score",
-    }
-
-
-def _config_table(config: Config) -> Table:
-    table = Table("field", "value", title="config")
-    for name, value in config.to_json().items():
-        if name not in LAYER_FIELDS:
-            table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value))
-    return table
-
-
-def _layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("layer", "kind", "ratio", "RoPE base", "YaRN", "experts", title="layers")
-    for row in layers:
-        yarn = row["yarn"]
-        scaling = f"x{yarn['factor']:g} of {yarn['original_max_position_embeddings']}" if yarn else "-"
-        base = f"{row['rope_base']:g}"
-        table.add_row(str(row["layer"]), row["kind"], str(row["ratio"] or "-"), base, scaling, row["experts"])
-    return table
-
-
-def _llama_layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("layer", "kind", "heads", "KV heads", "window", "RoPE base", "scaling", title="layers")
-    for row in layers:
-        scaling = row["rope_scaling"]
-        said = f"{scaling['rope_type']} x{scaling['factor']:g}" if scaling else "-"
-        window = "all" if row["window"] is None else str(row["window"])
-        heads = (str(row["heads"]), str(row["kv_heads"]))
-        table.add_row(str(row["layer"]), row["kind"], *heads, window, f"{row['rope_base']:g}", said)
-    return table
-
-
-def _census_tables(counted: Census) -> list[Table]:
-    forms = Table("stored as", "named parameters", "weights", "bytes with scales", title="parameters by form")
-    kinds = Table("kind", "tensors", "elements", "bytes", title="stored tensors by kind")
-    dtypes = Table("dtype", "tensors", "elements", "bytes", title="stored tensors by dtype")
-    _fill(forms, {form.value: tally for form, tally in counted.by_form.items()})
-    _fill(kinds, counted.by_kind)
-    _fill(dtypes, counted.by_dtype)
-    return [forms, kinds, dtypes]
-
-
-def _fill(table: Table, tallies: Mapping[str, Tally]) -> None:
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, tally in tallies.items():
-        table.add_row(name, f"{tally.tensors:,}", f"{tally.elements:,}", f"{tally.nbytes:,}")
-    total = [sum(values) for values in zip(*(asdict(tally).values() for tally in tallies.values()), strict=True)]
-    table.add_section()
-    table.add_row("all", *(f"{value:,}" for value in total))
-
-
-def _remarks(data: Mapping[str, Any]) -> list[str]:
-    lines = [f"ignored, {count:,} tensors: {reason}" for reason, count in data["ignored"].items()]
-    if data["mtp_stages"]:
-        lines.append(f"drafting head, not run: {data['mtp_head']}, stages: {data['mtp_stages']}")
-    lines += [f"not named by the index, not read: {name}" for name in data["files_not_read"]]
-    lines.append(f"config fingerprint {data['config_fingerprint']}")
-    used, skipped = data["tensors"] - sum(data["ignored"].values()), sum(data["ignored"].values())
-    lines.append(
-        f"all {data['tensors']:,} tensors accounted for: {used:,} used, {skipped:,} ignored;"
-        f" {data['weights']:,} weights, every parameter filled"
-    )
-    return lines
+    return run(args, config)
 
 
 if __name__ == "__main__":

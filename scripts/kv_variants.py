@@ -22,7 +22,8 @@ from model.llama.config import LlamaConfig
 from probes.demo_language.vocabulary import vocabulary_size
 from runtime.options import DEMO, RunOptions
 from scripts.cli import run_alone
-from scripts.flags import lengths, positive, writable
+from scripts.flags import lengths, positive
+from scripts.paths import writable
 from scripts.variants import measures, page
 from scripts.variants.runs import V4, Run, grouped, held_bytes, runs
 

@@ -21,10 +21,11 @@ from probes.probe import run_probe
 from probes.subject import Subject
 from runtime.options import DEMO, RunOptions
 from scripts.cli import run_alone
-from scripts.flags import add_run_options, lengths, positive, run_options, writable
+from scripts.flags import add_run_options, lengths, positive, run_options
 from scripts.long.document import RESERVED
 from scripts.long.probe import LongContext, read
 from scripts.long.timing import Clock
+from scripts.paths import writable
 
 SENTENCE = 16  # tokens of the longest sentence and more: the text before a mark ends with one
 LENGTHS = tuple(1 << i for i in range(10, 21))

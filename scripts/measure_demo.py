@@ -26,7 +26,8 @@ from probes.demo_language.vocabulary import vocabulary_size
 from runtime.load import Loaded, load
 from runtime.options import DEMO
 from scripts.cli import run_alone
-from scripts.flags import add_run_options, positive, run_options, writable
+from scripts.flags import add_run_options, positive, run_options
+from scripts.paths import writable
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 PAGE = Path(__file__).resolve().parents[1] / "audits" / "demo-checkpoint.md"

@@ -35,7 +35,8 @@ from scripts.database.measure import (
     read,
 )
 from scripts.database.page import Found, headline, page
-from scripts.flags import positive, writable
+from scripts.flags import positive
+from scripts.paths import writable
 
 KV = "all=coda:window=64,exact=16,summary=16,block=64"
 LENGTHS = (128, 256, 512, 1024)

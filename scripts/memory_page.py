@@ -19,8 +19,9 @@ from runtime.options import RunOptions
 from runtime.plan.planner import Plan, Planner
 from runtime.plan.weights import WeightKind
 from scripts.cli import run_alone
-from scripts.flags import positive, writable
-from scripts.plan import Subject, ranked, read_subject
+from scripts.flags import positive
+from scripts.paths import writable
+from scripts.tasks.plan import Subject, ranked, read_subject
 
 PAGE: Final = Path(__file__).resolve().parents[1] / "audits" / "memory-plan.md"
 CONTEXTS: Final = {"8K": 1 << 13, "128K": 1 << 17, "1M": 1 << 20}

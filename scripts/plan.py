@@ -5,36 +5,20 @@ that DeepSeek publishes for such a model. Exit status 1 when the plan does not f
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, get_args
-
-import torch
-from rich.console import Console
-from rich.table import Table
+from typing import Final, get_args
 
 from model.architectures import config_from_file
-from model.census import Census, census
-from model.checkpoint import Checkpoint
-from model.config import ModelConfig
-from model.config_json import read_json
-from model.errors import CapacityError, ConfigError
+from model.errors import ConfigError
 from model.llama.config import LlamaConfig
-from model.published import Experts, published_tensors
-from runtime.load import check_v4
-from runtime.memory import machine_memory
-from runtime.options import DEMO, RunOptions
-from runtime.placement import place
-from runtime.plan.planner import Plan, Planner
-from scripts.cli import run_alone
-from scripts.flags import add_run_options, add_variants, positive, run_options, writable
-from scripts.plan_llama import llama_planner, llama_rows, llama_summary
+from model.published import Experts
+from runtime.options import DEMO
+from scripts.cli import arguments, run_alone
+from scripts.flags import add_json, add_run_options, add_variants, positive
+from scripts.paths import Reads
 
-GIB: Final = 1 << 30
-DOES_NOT_FIT: Final = 1
 EXPERTS: Final[tuple[Experts, ...]] = get_args(Experts)
 
 
@@ -43,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m scripts.plan", description=__doc__)
     what = p.add_mutually_exclusive_group()
     what.add_argument("--model", type=Path, help="checkpoint directory (default: the demo checkpoint)")
-    what.add_argument("--config", type=Path, help="a config.json: weights as DeepSeek publishes them")
+    what.add_argument("--config", action=Reads, help="a config.json: weights as DeepSeek publishes them")
     p.add_argument(
         "--experts",
         choices=EXPERTS,
@@ -58,138 +42,21 @@ def parser() -> argparse.ArgumentParser:
     )
     add_run_options(p, device="cuda")
     add_variants(p)
-    p.add_argument("--json", type=Path, help="write the same there")
+    add_json(p, "the same")
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    args = parser().parse_args(argv)
-    writable(args.json)
-    options = run_options(args)
-    if (grouped := _llama(args)) is not None:
-        return _plan_llama(grouped, args, options)
-    subject = read_subject(args.model, args.config, args.experts)
-    if args.context > (most := subject.config.max_position_embeddings):
-        raise CapacityError(f"--context {args.context}: beyond the model's max_position_embeddings {most}")
-    planners = ranked(subject, options, args.ranks)
-    plans = [planner.plan(args.context) for planner in planners]
-    worst = max(range(args.ranks), key=lambda rank: plans[rank].needed)
-    memory = _memory(args.memory_gib, options, args.ranks)
-    data = summary(subject, planners[worst], plans, memory)
-    console = Console()
-    for table in (_weight_table(data), _memory_table(data)):
-        console.print(table)
-    for line in _remarks(data):
-        console.print(line, markup=False, soft_wrap=True)
-    if args.json is not None:
-        args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    return DOES_NOT_FIT if data["fits"] is False else 0
-
-
-def _llama(args: argparse.Namespace) -> LlamaConfig | None:
-    """The config of a Llama-family model; None for V4's."""
-    path = args.config or (args.model or DEMO) / "config.json"
-    config = config_from_file(path)
-    if not isinstance(config, LlamaConfig):
-        return None
-    if args.experts is not None:
-        raise ConfigError(f"--experts: {path} is of a {config.model_type} model, which has none")
-    return config
-
-
-def _plan_llama(config: LlamaConfig, args: argparse.Namespace, options: RunOptions) -> int:
-    planner = llama_planner(config, args.model, options, args.ranks)
-    source = "headers of the checkpoint's files" if args.model else "every parameter in BF16"
-    data = llama_summary(planner, source, args.context, _memory(args.memory_gib, options, 1))
-    table = Table("what", title=f"memory for {data['context']:,} positions in calls of {data['chunk']:,} tokens")
-    for column in ("bytes", "", "share"):
-        table.add_column(column, justify="right")
-    for name, size in llama_rows(data):
-        table.add_row(name, *_cells(size, data["needed"]))
-    console = Console()
-    console.print(table)
-    lines = [f"weights: {data['weights_from']}", f"caches: {' '.join(options.kv) or 'all=full'}"]
-    if mapped := data["weights"]["mapped"]:
-        lines.append(f"mapped from files, {_said(mapped)}: not counted, the system drops pages and reads them again")
-    for line in lines + _verdict(data):
-        console.print(line, markup=False, soft_wrap=True)
-    if args.json is not None:
-        args.json.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    return DOES_NOT_FIT if data["fits"] is False else 0
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is planned for."""
-
-    config: ModelConfig
-    counted: Census
-    source: str  # where the weights' sizes are from
-
-
-def read_subject(model: Path | None, config: Path | None, experts: Experts | None) -> Subject:
-    """Read a checkpoint's headers, or a config.json alone; ConfigError or CheckpointError naming what is wrong."""
-    if config is not None:
-        return _published(config, experts)
-    if experts is not None:
+    args = arguments(parser(), argv)
+    config = config_from_file(args.config or (args.model or DEMO) / "config.json")
+    if args.experts is not None and isinstance(config, LlamaConfig):
+        raise ConfigError(f"--experts: {args.config} is of a {config.model_type} model, which has none")
+    if args.experts is not None and args.config is None:
         raise ConfigError("--experts: means nothing without --config; a checkpoint says itself how they are stored")
-    directory = model or DEMO
-    facts = ModelConfig.from_file(directory / "config.json")
-    counted = census(Checkpoint.open(directory).shapes(), facts, where=str(directory))
-    return Subject(facts, counted, "headers of the checkpoint's files")
+    from scripts.tasks.plan import run
 
-
-def _published(path: Path, experts: Experts | None) -> Subject:
-    facts = ModelConfig.from_file(path)
-    said = read_json(path).get("expert_dtype")
-    chosen = experts or next((form for form in EXPERTS if form == said), None)
-    if chosen is None:
-        found = "no expert_dtype" if said is None else f"expert_dtype {said!r:.40}"
-        raise ConfigError(f"{path}: {found}: say how routed experts are stored, with --experts fp4 or fp8")
-    # V4-Flash-Base, the one release with FP8 experts, has scales in F32
-    tensors = published_tensors(facts, chosen, "F8_E8M0" if chosen == "fp4" else "F32")
-    told = "config.json" if experts is None else f"--experts, config.json says {said or 'nothing'}"
-    source = f"as DeepSeek publishes such a model, routed experts in {chosen} ({told}), without drafting head"
-    return Subject(facts, census(tensors, facts), source)
-
-
-def ranked(subject: Subject, options: RunOptions, ranks: int) -> list[Planner]:
-    """Return a planner for each rank; ConfigError for ranks or numerics that the model does not allow."""
-    check_v4(subject.config, options)
-    placement = place(subject.config, ranks)
-    return [Planner(subject.config, subject.counted, placement, options, rank) for rank in range(ranks)]
-
-
-def summary(subject: Subject, planner: Planner, plans: Sequence[Plan], memory: int | None) -> dict[str, Any]:
-    """Everything that is shown, as JSON values; `planner` is that of the rank which needs most."""
-    plan = plans[planner.rank]
-    return {
-        "config_fingerprint": subject.config.fingerprint,
-        "weights_from": subject.source,
-        "options": planner.options.to_json(),
-        "ranks": len(plans),
-        "context": plan.context,
-        "chunk": plan.chunk,
-        "rank": plan.rank,
-        "weights": {
-            kind.value: {"stored": part.stored, "mapped": part.mapped, "own": part.own, "on_every_rank": part.whole}
-            for kind, part in plan.weights.items()
-        },
-        "caches": {kind.value: dict(parts) for kind, parts in plan.caches.items()},
-        "call": {"moment": plan.call.name, "bytes": plan.call.nbytes, "parts": dict(plan.call.parts)},
-        "typical_call": {"moment": plan.typical_call.name, "bytes": plan.typical_call.nbytes},
-        "untiled_index_scores": plan.untiled,
-        "host": plan.host,
-        "reserve": plan.reserve,
-        "needed": plan.needed,
-        "needed_by_rank": [one.needed for one in plans],
-        "not_split": list(planner.placement.replicated),
-        "memory": memory,
-        "fits": None if memory is None else plan.needed <= memory,
-        "largest_context": None if memory is None else planner.largest_context(memory),
-        "largest_chunk": None if memory is None else planner.largest_chunk(memory, plan.context),
-    }
+    return run(args, config)
 
 
 def _gib(text: str) -> float:
@@ -200,95 +67,6 @@ def _gib(text: str) -> float:
     if not 0 < value < 1 << 30:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of GiB above 0")
     return value
-
-
-def _memory(gib: float | None, options: RunOptions, ranks: int) -> int | None:
-    """Bytes for each rank: a GPU's, or its part of this machine's, as a run of so many ranks here would be held to."""
-    if gib is not None:
-        return int(gib * GIB)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        return None
-    memory = machine_memory(torch.device(options.device))
-    return memory // ranks if options.device == "cpu" else memory
-
-
-def _weight_table(data: dict[str, Any]) -> Table:
-    table = Table("kind", title=f"weights of rank {data['rank']} of {data['ranks']}")
-    for column in ("bytes", "", "share", "on every rank"):
-        table.add_column(column, justify="right")
-    sizes = {name: part["mapped"] + part["own"] for name, part in data["weights"].items()}
-    whole = {name: part["on_every_rank"] for name, part in data["weights"].items()}
-    everything = sum(sizes.values())
-    for name, size in sizes.items():
-        table.add_row(name, *_cells(size, everything), _said(whole[name]) if whole[name] else "-")
-    table.add_section()
-    table.add_row("all weights", *_cells(everything, everything), _said(sum(whole.values())))
-    return table
-
-
-def _memory_table(data: dict[str, Any]) -> Table:
-    table = Table("what", title=f"memory for {data['context']:,} positions in calls of {data['chunk']:,} tokens")
-    for column in ("bytes", "", "share"):
-        table.add_column(column, justify="right")
-    needed = data["needed"]
-    own = sum(part["own"] for part in data["weights"].values())
-    table.add_row("weights" if data["options"]["device"] == "cuda" else "converted weights", *_cells(own, needed))
-    table.add_section()
-    for kind, parts in data["caches"].items():
-        for component, size in parts.items():
-            table.add_row(f"{kind.upper()} layers: {component.replace('_', ' ')}", *_cells(size, needed))
-    table.add_section()
-    for name, size in data["call"]["parts"].items():
-        if size:
-            table.add_row(f"a call, at most: {name}", *_cells(size, needed))
-    table.add_section()
-    table.add_row("beside tensors, assumed", *_cells(data["host"] + data["reserve"], needed))
-    table.add_section()
-    table.add_row("needed", *_cells(needed, needed))
-    return table
-
-
-def _cells(size: int, of: int) -> tuple[str, str, str]:
-    return f"{size:,}", _said(size), f"{100 * size / of:.1f} %"
-
-
-def _remarks(data: dict[str, Any]) -> list[str]:
-    lines = [f"weights: {data['weights_from']}"]
-    if mapped := sum(part["mapped"] for part in data["weights"].values()):
-        lines.append(f"mapped from files, {_said(mapped)}: not counted, the system drops pages and reads them again")
-    call, typical = data["call"], data["typical_call"]
-    lines.append(
-        f"a call holds most at: {call['moment']}, whatever the values; where tokens spread evenly over experts and few"
-        f" entries pass the indexer's comparisons, {_said(typical['bytes'])} at: {typical['moment']}"
-    )
-    if data["untiled_index_scores"]:
-        lines.append(f"index scores of a call made at once would take {_said(data['untiled_index_scores'])} more")
-    if data["ranks"] > 1:
-        lines.append("on every rank, because one KV head serves all attention heads: all caches")
-        lines += [f"on every rank, because it cannot be split: {why}" for why in data["not_split"]]
-    return lines + _verdict(data)
-
-
-def _verdict(data: dict[str, Any]) -> list[str]:
-    memory, each = data["memory"], " on each rank" if data["ranks"] > 1 else ""
-    if memory is None:
-        return [f"needed{each}: {_said(data['needed'])}; --memory-gib asks whether that fits"]
-    gap = memory - data["needed"]
-    fits = f"fits in {_said(memory)}{each}, {_said(gap)} to spare"
-    lines = [fits if gap >= 0 else f"does not fit in {_said(memory)}{each}: {_said(-gap)} missing"]
-    chunk = data["options"]["prefill_chunk"]
-    largest = f"largest context that fits, in calls of {chunk:,} tokens: {data['largest_context']:,}"
-    lines.append(largest if data["largest_context"] else "no context fits")
-    if data.get("largest_chunk"):
-        lines.append(f"longest call that fits, with {data['context']:,} positions: {data['largest_chunk']:,} tokens")
-    return lines
-
-
-def _said(size: int) -> str:
-    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit:
-            return f"{size / unit:,.2f} {name}"
-    return f"{size} B"
 
 
 if __name__ == "__main__":

@@ -26,10 +26,11 @@ from probes.probe import Probe, Run, run_probe
 from probes.subject import Subject
 from runtime.errors import PromptError
 from runtime.group import connected
-from runtime.options import DEMO, RunOptions
+from runtime.op_sets import op_set
+from runtime.options import DEMO, RunOptions, usual
 from runtime.watch import Watch
 from scripts.cli import arguments, run_on_ranks
-from scripts.flags import add_op_set, add_rank_timeout, add_run_options, chosen_ops, positive, run_options
+from scripts.flags import add_op_set, add_rank_timeout, add_run_options, positive, run_options
 
 AUDITS = Path(__file__).resolve().parents[1] / "audits"
 
@@ -135,7 +136,7 @@ def subject_of(args: argparse.Namespace) -> Subject:
         _check("fault", args.inject, FAULTS)
         fault = FAULTS[args.inject]
     subject = Subject(args.model, run_options(args), fault=fault, seed=args.seed, prompt=_prompt(args.prompt_file))
-    subject = replace(subject, ops=chosen_ops(args, subject.options, subject.config))
+    subject = replace(subject, ops=op_set(args.ops or usual(subject.options.device), subject.options, subject.config))
     if fault is not None and (why := fault.inapplicable(subject.config)) is not None:
         raise ConfigError(f"--inject {fault.name}: {why}")
     if subject.prompt is not None:

@@ -1,14 +1,43 @@
-"""The flags that describe a prompt -> segments, in the format of the model's family."""
+"""The flags that describe a prompt -> segments and token ids, in the format of the model's family."""
 
 import argparse
+from typing import NamedTuple
 
 from model.architectures import Config
+from model.files import read_text
 from model.llama.config import LlamaConfig
 from runtime.encoding import effort_text, encode_messages
 from runtime.errors import PromptError
 from runtime.messages import load_messages, user_message
+from runtime.options import RunOptions, checked_config
 from runtime.segments import BOS, EOS, Control, Segment, Text
 from runtime.tokenizer import Tokenizer
+
+MAX_TEXT_BYTES = 64 << 20  # of a prompt's file: several times what a million tokens take
+
+
+class Prompt(NamedTuple):
+    """What a command line gives the model to read."""
+
+    config: Config
+    tokenizer: Tokenizer
+    segments: list[Segment]
+    ids: list[int]
+
+
+def read_prompt(args: argparse.Namespace, options: RunOptions) -> Prompt:
+    """Read the config, the tokenizer and the prompt; a line for whatever is wrong with one of them, before any weight.
+
+    Raises
+    ------
+    ConfigError, PromptError
+        As `runtime.options.checked_config`, `runtime.tokenizer.Tokenizer` and `prompt_segments`.
+    """
+    check_prompt_flags(args)
+    config = checked_config(args.model, options)
+    tokenizer = Tokenizer(args.model, config.vocab_size)
+    segments = prompt_segments(args, config, tokenizer)
+    return Prompt(config, tokenizer, segments, tokenizer.encode(segments))
 
 
 def prompt_segments(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> list[Segment]:
@@ -56,10 +85,7 @@ def check_prompt_flags(args: argparse.Namespace) -> None:
 
 def _text(args: argparse.Namespace) -> str | None:
     if args.prompt_file is not None:
-        try:
-            text = args.prompt_file.read_bytes().decode("utf-8")  # as it is: no translation of line ends
-        except UnicodeDecodeError as error:
-            raise PromptError(f"{args.prompt_file}: byte {error.start} is no UTF-8") from error
+        text = read_text(args.prompt_file, MAX_TEXT_BYTES, PromptError)
     elif args.prompt is None:
         if args.load_state is None:
             raise PromptError("one of --prompt, --prompt-file, --messages or --load-state is needed")

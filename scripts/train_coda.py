@@ -29,9 +29,10 @@ from scripts.coda.page import page, tables
 from scripts.coda.training import BOUNDED_SCALE, Phase, check_checkpointing, train
 from scripts.demo.curve import curve
 from scripts.demo.export import write_json
-from scripts.flags import positive, writable
+from scripts.flags import positive
 from scripts.llama.files import read_network
 from scripts.llama.network import Network
+from scripts.paths import writable
 from scripts.train_llama import COLUMNS
 
 FIRST_STEPS, SECOND_STEPS = 200, 500

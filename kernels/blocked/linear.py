@@ -46,11 +46,11 @@ def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
     t = x.shape[0]
     out_rows, columns = weight.shape
     assert x.shape[1:] == (groups, columns), f"x is {tuple(x.shape)}, want [t, {groups}, {columns}]"
-    out = torch.empty(t, out_rows, dtype=x.dtype, device=x.device)
     rank = out_rows // groups
     if t == 1 and isinstance(weight, Dense) and weight.data.dtype == x.dtype:  # nothing to decode
         parts = zip(weight.data.split(rank), x[0], strict=True)
         return torch.stack([torch.mv(part, group) for part, group in parts])[None]
+    out = torch.empty(t, out_rows, dtype=x.dtype, device=x.device)
     operand = _operand(x, weight)
     wide = x.to(operand)
     step = max(128, TILE // columns // 128 * 128)

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from model.errors import CheckpointError, quoted
+from model.files import regular_file_size
 from model.llama.config import LlamaConfig
 
 EPS: Final = 1e-6  # of the head norm
@@ -106,7 +107,8 @@ def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
 
 def _tensors(path: Path, *, values: bool = True) -> dict[str, Tensor]:
     """Every tensor of the file by its joined name; without `values` those of safetensors are on the meta device."""
-    with path.open("rb") as file:  # the libraries' own errors for a missing file do not name it
+    regular_file_size(path)
+    with path.open("rb") as file:
         zipped = file.read(4) == b"PK\x03\x04"
     if not zipped:
         try:

@@ -24,7 +24,7 @@ from scripts.bench import (
 )
 from scripts.bench.record import Record
 from scripts.cli import arguments
-from scripts.flags import writable
+from scripts.paths import writable
 
 BENCHES: dict[str, ModuleType] = {
     bench.NAME: bench

@@ -23,7 +23,7 @@ from scripts.bench.speed_page import (
     settle,
     timed,
 )
-from scripts.flags import writable
+from scripts.paths import writable
 
 NAME = "compare-coda"
 TITLE = "CoDA"

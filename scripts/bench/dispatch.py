@@ -24,7 +24,8 @@ from runtime.group import connected, watched_load
 from runtime.options import DEMO
 from runtime.watch import Watch
 from scripts.bench.record import Record
-from scripts.flags import add_rank_timeout, add_run_options, positive, run_options, writable
+from scripts.flags import add_rank_timeout, add_run_options, positive, run_options
+from scripts.paths import writable
 
 NAME = "dispatch"
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]

@@ -23,7 +23,8 @@ from scripts.bench.children import THREADS, warm
 from scripts.bench.compare_transformers import checkpoint
 from scripts.bench.comparison import Spread, short
 from scripts.bench.record import ROOT, Record, markdown, rendered
-from scripts.flags import positive, writable
+from scripts.flags import positive
+from scripts.paths import writable
 
 NAME = "gains"
 KINDS = ("prefill", "decode")

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from model.errors import ConfigError
 from scripts.bench.record import ROOT, Record, rendered
-from scripts.flags import positive, writable
+from scripts.flags import positive
+from scripts.paths import writable
 
 NAME = "gpu"
 LAYERS = "layers"

@@ -13,7 +13,7 @@ from model.errors import ConfigError
 from scripts.bench import compare_transformers, page
 from scripts.bench.compare_transformers import DisagreementError, compared, show
 from scripts.bench.record import ROOT, Record, check_one_run
-from scripts.flags import writable
+from scripts.paths import writable
 
 NAME = "performance"
 OURS_ONLY = (32768, 131072)  # where transformers would take hours

@@ -28,7 +28,7 @@ from scripts.bench.speed_page import (
     timed,
 )
 from scripts.bench.variant_pairs import FLASH, LLAMA, SMALL
-from scripts.flags import writable
+from scripts.paths import writable
 
 NAME = "variants"
 PROMPT = 1024  # tokens of the prompt that Shard's prefill is timed with: compression takes longer than attention there

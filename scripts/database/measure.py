@@ -17,6 +17,7 @@ from torch import Tensor
 
 from model.cache.coda_merge import Kept
 from model.cache.variants import GroupedCoda
+from model.choices import CODED_BITS
 from model.state import State
 from probes.demo_language.language import encode, needle_document
 from probes.demo_language.prompts import fact_prompts
@@ -24,7 +25,7 @@ from runtime.generate import prefill
 from runtime.llama import LoadedLlama
 from runtime.memory import new_state
 from runtime.merge import merge
-from runtime.quantised_state import WIDTHS, load_any_state, quantise_state
+from runtime.quantised_state import load_any_state, quantise_state
 from runtime.statefile import save_state
 
 CODES: Final = 8  # told and asked for in each document
@@ -182,9 +183,9 @@ def measure_coded(scores: Scores, files: Files, loaded: LoadedLlama, given: Give
     assert isinstance(variant, GroupedCoda), str(variant)
     live, exact = read(loaded, given.ids), folder / "exact"
     save_state(exact, live, loaded, None)
-    rows = {BOUNDED: exact} | {f"{BOUNDED}, {bits} bits": folder / str(bits) for bits in WIDTHS}
+    rows = {BOUNDED: exact} | {f"{BOUNDED}, {bits} bits": folder / str(bits) for bits in CODED_BITS}
     wanted: dict[str, list[Tensor]] = {}
-    for bits in WIDTHS:
+    for bits in CODED_BITS:
         quantise_state(exact, bits, folder / str(bits))
     for row, path in rows.items():
         state = new_state(loaded.model, len(given.ids) + ROOM, 512, len(given.ids))

@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any, Final, NamedTuple
 
 from model.cache.coda_merge import Kept
-from runtime.quantised_state import WIDTHS
+from model.choices import CODED_BITS
 from scripts.database.measure import (
     ABOUT,
     BOTH,
@@ -119,7 +119,7 @@ def headline(found: Found) -> str:
     both = {row: by[BOTH] for row, by in found.merged.items()}
     coded = " and ".join(
         f"{_percent(one[f'{BOUNDED}, {bits} bits'])} in {bits} bits ({_smaller(found, bits):.2f} times smaller)"
-        for bits in WIDTHS
+        for bits in CODED_BITS
     )
     alone = fmean(by[column].share for by, column in zip(list(found.merged.values())[:2], ABOUT, strict=True))
     return (

@@ -298,7 +298,7 @@ def test_every_field_of_the_wrong_type_is_named():
     ("content", "complaint"),
     [
         (None, "No such file"),
-        (b"\xff[]", "not UTF-8 at byte 0"),
+        (b"\xff[]", "byte 0 is no UTF-8"),
         (b"[", "not JSON"),
         (b"[{}]", "messages[0].role: missing"),
         (b'[{"role": "user", "content": 1e999}]', "the number 1e999 is beyond float64"),

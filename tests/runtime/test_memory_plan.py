@@ -18,6 +18,7 @@ from model.ranks import Group, Ranks
 from model.transformer import Transformer
 from runtime import memory
 from runtime.load import load
+from runtime.arithmetic import arithmetic
 from runtime.options import DEMO, RunOptions
 from runtime.placement import place
 from runtime.plan.held import held_caches, held_weights
@@ -136,7 +137,7 @@ def built(directory, ranks, rank):
     counted, placement = census(checkpoint.shapes(), config), place(config, ranks)
     group = Ranks(Group(rank, ranks, Fake() if ranks > 1 else None), placement.ranks[rank])
     held = bind(checkpoint, counted, held=lambda name, rows: placement.rows(name, rows, rank))
-    model = Transformer(config, held, RunOptions("plain").arithmetic(BLOCKED, group, config))
+    model = Transformer(config, held, arithmetic(RunOptions("plain"), BLOCKED, group, config))
     return SimpleNamespace(model=model, config=config, counted=counted, placement=placement, receipt=held.handed())
 
 

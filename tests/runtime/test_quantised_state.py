@@ -181,15 +181,15 @@ def test_a_coded_file_with_another_form_is_refused_whatever_its_checksum(loaded,
     match what:
         case "codes":
             tensors[f"{name}.codes"] = tensors[f"{name}.codes"][:, :4].contiguous()
-            says = r"layers.0.coda.keys.codes is \[28, 4\] torch.uint8, want \[28, 8\]"
+            says = r"'layers.0.coda.keys.codes' is \[28, 4\] torch.uint8, want \[28, 8\]"
         case "norm":
             tensors[f"{name}.norm"] = tensors[f"{name}.norm"].float()
-            says = r"layers.0.coda.keys.norm is \[28\] torch.float32"
+            says = r"'layers.0.coda.keys.norm' is \[28\] torch.float32"
         case "bits":
             metadata["bits"], says = "9", "bits is '9', want 8 or 4"
         case "missing":
             del tensors[f"{name}.norm"]
-            says = "holds other tensors than this model's state, layers.0.coda.keys.norm"
+            says = "holds other tensors than this model's state, 'layers.0.coda.keys.norm'"
         case "more":
             tensors["layers.0.coda.keys"], says = torch.ones(2, 14, 8), "holds other tensors"
     write_file(tmp_path / "made", tensors, metadata)

@@ -83,5 +83,5 @@ def test_the_checksum_is_the_same_tensor_by_tensor(directory, tmp_path):
 
 def test_a_form_that_is_not_wanted_is_told_with_the_wanted_one(tmp_path):
     path = tmp_path / "s"
-    with pytest.raises(StateError, match=r"s: a is \[2\] torch.int8, want \[2\] torch.uint8$"):
+    with pytest.raises(StateError, match=r"s: 'a' is \[2\] torch.int8, want \[2\] torch.uint8$"):
         check_forms(path, {"a": ((2,), torch.int8)}, {"a": ((2,), torch.uint8)})

@@ -153,7 +153,7 @@ def test_bad_flags_name_the_culprit(flags, culprit, capsys, tmp_path, monkeypatc
 
 
 def test_no_weight_is_read_for_a_graph_that_cannot_be(monkeypatch, capsys):
-    monkeypatch.setattr(generate, "watched_load_any", None)
+    monkeypatch.setattr("scripts.tasks.generate.watched_load_any", None)
     assert "--graph: --device cpu" in refused(generate, capsys, "--prompt", "a", "--graph")
 
 
@@ -223,7 +223,9 @@ def test_a_conversation_with_nothing_left_to_say(tmp_path, capsys):
 
 def test_deployed_numerics_need_whole_groups(tmp_path, capsys):
     write_checkpoint(tmp_path, tiny_config(head_dim=72), seed=1)
-    line = refused(logits, capsys, "--model", str(tmp_path), "--tokens", "t.json", "--out", str(tmp_path / "out"))
+    line = refused(
+        logits, capsys, "--model", str(tmp_path), "--tokens", "t.json", "--out", str(tmp_path.parent / "out")
+    )
     assert "head_dim - qk_rope_head_dim is 56, no multiple of 64" in line
 
 

@@ -10,8 +10,7 @@ from model.errors import CapacityError, ConfigError
 from model.llama.adapters import check_adapters
 from model.llama.census import census, parameters
 from model.llama.config import LlamaConfig
-from runtime.llama import check_options
-from runtime.options import RunOptions
+from runtime.options import RunOptions, check_options
 from runtime.plan.llama import LlamaPlanner
 
 

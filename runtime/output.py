@@ -1,0 +1,84 @@
+"""Files that a run writes: whole under their name, or not there at all.
+
+What is written goes to a file beside it first, of a name that nobody can foresee, and takes the name when it is
+complete. A run that fails, is interrupted or terminated leaves what was there before, and nothing else.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+_unfinished: set[Path] = set()  # of this process, see `discard_unfinished`
+
+NO_ROOM: Final = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}  # their exceptions name no file
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Yield the path of an empty file to be written; at the end of the ``with`` it is the file `path`.
+
+    Raises
+    ------
+    OSError
+        Naming `path`, when it cannot be written or is no regular file; it is as it was before then.
+    """
+    target = Path(os.path.realpath(path))  # a link stays one
+    if target.exists() and not target.is_file():
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    partial = target.with_name(f".fathom-{secrets.token_hex(8)}.partial")
+    _unfinished.add(partial)
+    try:
+        with _named(path, partial):
+            os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            yield partial
+            if target.exists():
+                partial.chmod(target.stat().st_mode & 0o777)
+            partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+        _unfinished.discard(partial)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file of text, UTF-8; what is no regular file (/dev/stdout, a pipe) is written to as it is.
+
+    Raises
+    ------
+    OSError
+        Naming `path`, when it cannot be written.
+    """
+    data = text.encode(errors="backslashreplace")
+    if path.exists() and not path.is_file():
+        with _named(path, path):
+            path.write_bytes(data)
+        return
+    with replacing(path) as partial:
+        partial.write_bytes(data)
+
+
+def write_json(path: Path, value: Any, indent: int = 1) -> None:
+    """Write a JSON file, as `write_text`."""
+    write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
+
+
+def discard_unfinished() -> None:
+    """Remove what this process has begun to write: for a process that ends without an exception."""
+    for path in tuple(_unfinished):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+@contextlib.contextmanager
+def _named(path: Path, partial: Path) -> Iterator[None]:
+    """Raise errors of a file under the name that the user gave."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in NO_ROOM or error.filename in (str(partial), partial):
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise

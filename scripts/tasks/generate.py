@@ -1,0 +1,200 @@
+"""What `scripts.generate` does once its command line is known to be good."""
+
+import argparse
+import contextlib
+import io
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from model.errors import CapacityError
+from model.ranks import Group
+from model.state import State
+from runtime.decoding import check_graph, decoding
+from runtime.errors import PromptError
+from runtime.generate import Generation, generate
+from runtime.group import connected, watched_load_any
+from runtime.load import AnyLoaded
+from runtime.memory import new_state
+from runtime.op_sets import op_set
+from runtime.options import RunOptions, usual
+from runtime.output import write_json
+from runtime.parsing import parse_completion
+from runtime.report import report
+from runtime.sampling import Sampling
+from runtime.segments import THINK_START
+from runtime.statefile import Saved, load_state, read_saved, save_state, saved_position
+from runtime.threads import set_threads
+from runtime.tokenizer import StreamDecoder, Tokenizer
+from runtime.watch import Watch
+from scripts.console import Console, summary, visible
+from scripts.flags import run_options
+from scripts.prompts import Prompt
+
+LONG_PREFILL = 256  # tokens from which a prefill has a progress bar
+MIB = 1024 * 1024
+
+
+def run(args: argparse.Namespace, prompt: Prompt, watch: Watch | None) -> int:
+    """Run the prompt, as one of several ranks where there is a watch; returns the exit status."""
+    with connected(watch, args.device, args.rank_timeout) as group:
+        return _generate(args, prompt, watch, group)
+
+
+def _generate(args: argparse.Namespace, given: Prompt, watch: Watch | None, group: Group) -> int:
+    sampling, options = Sampling(args.temperature, args.top_p, args.seed), run_options(args)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character must not end the run
+        sys.stdout.reconfigure(errors="replace")
+    config, tokenizer, segments, prompt = given
+    ops = op_set(args.ops or usual(options.device), options, config)
+    if args.graph and args.max_new_tokens > 1:
+        check_graph(config, options.device, ops, group.size)
+    held = 0 if args.load_state is None else saved_position(args.load_state) + 2  # a pending token, and an EOS after it
+    context = args.max_context or held + len(prompt) + args.max_new_tokens - 1
+    console = Console(stderr=True)
+    with console.loading(args.model):
+        loaded = watched_load_any(watch, args.model, options, ops, group, context=context)
+    set_threads(args.threads, loaded)
+    state, prompt = _state(args, loaded, options, prompt)
+    by = decoding(loaded.model, state, graph=args.graph, steps=args.max_new_tokens - 1)
+    record = Generation()
+    with prefill_progress(console, len(prompt)) as advance:
+        stream = generate(
+            loaded.model,
+            state,
+            prompt,
+            eos=config.eos_token_ids,
+            limit=args.max_new_tokens,
+            sampling=sampling,
+            progress=advance,
+            record=record,
+            decode=by.step,
+        )
+        text = print_text(stream, StreamDecoder(tokenizer))
+    data = report(loaded, options, state, record, by)
+    if args.save_state is not None and group.rank == 0:  # nothing that the other ranks wait for comes after it
+        save_state(args.save_state, state, loaded, record.pending)
+    console.print(_summary(data))
+    if args.json is not None and group.rank == 0:
+        data |= {"text": text, "tokens": record.tokens, "prompt": prompt, "sampling": asdict(sampling)}
+        if segments and not args.raw:  # the rest of a saved answer is no whole message
+            data["message"] = _message(tokenizer, record.tokens, thinking=segments[-1] == THINK_START)
+        write_json(args.json, data)
+    return 0
+
+
+def _message(tokenizer: Tokenizer, tokens: list[int], *, thinking: bool) -> dict[str, Any]:
+    """Parse the answer back into an assistant message; what is wrong with it, when it is not one (cut short, say)."""
+    if not all(map(tokenizer.names, tokens)):
+        return {"error": "tokenizer.json has no name for some of the tokens"}
+    try:
+        return parse_completion(tokenizer.decode_segments(tokens), thinking=thinking)
+    except PromptError as error:
+        return {"error": str(error)}
+
+
+def _state(
+    args: argparse.Namespace, loaded: AnyLoaded, options: RunOptions, prompt: list[int]
+) -> tuple[State, list[int]]:
+    """Return a state that holds this run, filled from --load-state, and the tokens to run."""
+    held = 0
+    read_as_prompt: int | None = len(prompt)
+    if args.load_state is not None:
+        saved = read_saved(args.load_state, loaded)
+        held, prompt = saved.position, _continuation(args, saved, loaded.model.config.eos_token_ids, prompt)
+        read_as_prompt = saved.prompt
+    needed = held + len(prompt) + args.max_new_tokens - 1  # the last new token is not run
+    context = args.max_context or needed
+    if context < needed:
+        parts = f"{held} saved, {len(prompt)} prompt and {args.max_new_tokens} new tokens"
+        raise CapacityError(f"--max-context {context}: {parts} need {needed}")
+    state = new_state(loaded.model, context, options.prefill_chunk, read_as_prompt)
+    if args.load_state is not None:
+        load_state(args.load_state, state, loaded)
+    return state, prompt
+
+
+def _continuation(args: argparse.Namespace, saved: Saved, eos: Sequence[int], prompt: list[int]) -> list[int]:
+    """Return the tokens to run after a saved state: its pending one, and a prompt as the next turn."""
+    if not prompt:
+        if saved.pending is None or saved.pending in eos:
+            raise PromptError(f"{args.load_state}: the saved answer is finished, so a prompt is needed")
+        return [saved.pending]
+    pending = [] if saved.pending is None else [saved.pending]
+    if not args.raw and saved.pending not in eos:
+        pending.append(eos[0])  # an answer cut short by --max-new-tokens: in a conversation every answer ends with EOS
+    return pending + prompt
+
+
+@contextlib.contextmanager
+def prefill_progress(console: Console, tokens: int) -> Iterator[Callable[[int], None]]:
+    """Yield what `generate` reports prefilled tokens to: a bar for a long prompt, nothing for a short one."""
+    if tokens < LONG_PREFILL:
+        yield lambda _: None
+        return
+    columns = (
+        TextColumn("prefill {task.completed}/{task.total} tokens"),
+        BarColumn(),
+        TextColumn("{task.fields[rate]} tokens/s, left"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("prefill", total=tokens, rate="-")
+        yield lambda count: _advance(bar, task, count)
+
+
+def _advance(bar: Progress, task: TaskID, count: int) -> None:
+    bar.advance(task, count)
+    speed = bar.tasks[0].speed
+    bar.update(task, rate="-" if speed is None else f"{speed:.0f}")
+    if bar.finished:
+        bar.stop()  # the text starts now
+
+
+def print_text(tokens: Iterator[int], decoder: StreamDecoder) -> str:
+    """Print tokens as whole characters while they come; returns all of the text.
+
+    A terminal gets no control characters, whatever the model says: they could do anything with it.
+    """
+    shown = visible if sys.stdout.isatty() else str
+    pieces = []
+    for token in tokens:
+        pieces.append(decoder.push(token))
+        print(shown(pieces[-1]), end="", flush=True)
+    pieces.append(decoder.finish())
+    print(shown(pieces[-1]), flush=True)
+    return "".join(pieces)
+
+
+def _summary(data: dict[str, Any]) -> Table:
+    """Return the report for the eye."""
+
+    def rate(value: float | None) -> str:
+        return "-" if value is None else f"{value:.1f} tokens/s"
+
+    o, size = data["options"], data["cache_bytes"]
+    prompt = f"{data['prompt_tokens']} tokens in {data['prefill_s']:.2f} s, {rate(data['prefill_tokens_per_s'])}"
+    answer = f"{data['new_tokens']} tokens in {data['decode_s']:.2f} s, {rate(data['decode_tokens_per_s'])}"
+    by = data["decode"] if data["decode_eager_because"] is None else f"eager ({data['decode_eager_because']})"
+    caches = ", ".join(f"{name.replace('_', ' ')} {part / MIB:.2f}" for name, part in size.items())
+    peak = f"peak {data['peak_memory_bytes'] / MIB:.0f} MiB"
+    chosen = f"numerics {o['numerics']}, {o['dtype']}, chunk {o['prefill_chunk']}, {data['threads']} threads"
+    rows = {
+        "prompt": prompt,
+        "answer": f"{answer}, ended by {data['ended']}",
+        "memory": f"{peak}; caches for {data['max_context']} tokens, MiB: {caches}",
+    }
+    if data["ranks"]["count"] > 1:
+        rows["ranks"] = _ranks(data["ranks"])
+    return summary(rows | {"ran on": f"{o['device']}, ops {data['ops']}, decode {by}, {chosen}"})
+
+
+def _ranks(ranks: dict[str, Any]) -> str:
+    calls = ", ".join(f"{calls} by {dispatch}" for dispatch, calls in ranks["dispatch_calls"].items())
+    weights = ", ".join(f"{size / MIB:.2f}" for size in ranks["weight_bytes"])
+    whole = "; ".join(ranks["replicated"]) or "none that could be sharded"
+    return f"{ranks['count']}; calls {calls}; weights by rank, MiB: {weights}; replicated: {whole}"
