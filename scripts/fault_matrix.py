@@ -26,8 +26,9 @@ from scripts.flags import add_run_options, run_options, writable
 
 NOTICED = """\
 **Answers hide faults.** Of the {asked} faults that `needle` could see and that no tripwire stops there, it catches
-{caught} and passes {passed}. Swapped nibbles, a transposed mixing of the streams, a ring read one row off, no clamp: the
-demo goes on finding the codes that it is asked for. Fluent and even right answers say next to nothing about a runtime.
+{caught} and passes {passed}. Swapped nibbles, a transposed mixing of the streams, a ring read one row off, no clamp:
+the demo goes on finding the codes that it is asked for. Fluent and even right answers say next to nothing about a
+runtime.
 
 **The cheapest check found what was thought to need a golden vector.** Doubly stochastic is what all wrong Sinkhorns
 nearly are, but this checkpoint has learned matrices that the iterations do not finish, and those of a row-first one

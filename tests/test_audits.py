@@ -1,0 +1,22 @@
+"""What the pages say in words: no number that nothing keeps fresh, and in their list what stands in them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from probes.catalogue import FULL
+from scripts.long.probe import LongContext
+
+AUDITS = Path(__file__).resolve().parents[1] / "audits"
+NAMES = re.compile(r"`[^`]*`|\b[A-Za-z]\w*\d\w*")  # FP4, bf16, E4M3, V4
+ROW = re.compile(r"^\| \[(\S+?\.md)\]\((\S+?)\) \| .+ \| (.+) \|$", re.MULTILINE)
+LISTED = ROW.findall((AUDITS / "README.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("probe", [*FULL, LongContext], ids=lambda probe: probe.name)
+def test_what_was_noticed_is_told_in_words_and_stands_in_the_page(probe):
+    """Numbers are those of findings and tables: nothing would change one that is typed into a text."""
+    assert not re.search(r"\d", NAMES.sub("", probe.noticed))
+    page = (AUDITS / f"{probe.name}.md").read_text(encoding="utf-8")
+    assert f"## What surprised us\n\n{probe.noticed.strip()}\n\n" in page
