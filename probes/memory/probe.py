@@ -206,8 +206,8 @@ def _whole_context(subject: Subject) -> Finding:
 
 
 def _figures(config: ModelConfig) -> list[page.Figure]:
-    """Published figures, all of them for BF16; MB and GB are powers of ten."""
-    arithmetic, pro = "widths and ratios of config.json", "vLLM's announcement of V4 support"
+    """Figures of published models, all of them for BF16; MB and GB are powers of ten. One of them was published."""
+    arithmetic, pro = "by hand from config.json", "that vLLM published"
 
     def state(csa: int, hca: int, swa: int, context: int) -> dict[str, int]:
         published = shaped(config, csa, hca, swa)
