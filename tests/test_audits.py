@@ -20,3 +20,11 @@ def test_what_was_noticed_is_told_in_words_and_stands_in_the_page(probe):
     assert not re.search(r"\d", NAMES.sub("", probe.noticed))
     page = (AUDITS / f"{probe.name}.md").read_text(encoding="utf-8")
     assert f"## What surprised us\n\n{probe.noticed.strip()}\n\n" in page
+
+
+def test_the_list_has_every_page_and_quotes_what_was_found():
+    assert sorted(name for name, _, _ in LISTED) == sorted({path.name for path in AUDITS.glob("*.md")} - {"README.md"})
+    for name, target, found in LISTED:
+        assert name == target
+        page = " ".join((AUDITS / name).read_text(encoding="utf-8").replace("**", "").split())
+        assert found in page, f"{name} does not say: {found}"
