@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: the equations (reference) and the same in tiles (blocked)."""
+"""Tensors in, tensors out: the equations (reference), the same in tiles (blocked) and in Triton (fused)."""

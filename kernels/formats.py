@@ -1,8 +1,8 @@
 """The four forms in which a checkpoint stores a matrix, and the five of a cache's rows, as tuples of tensors.
 
-A weight stays in its stored form for the whole run (DESIGN decision 8); the linear op that uses it
-decodes it tile by tile. Which form a tensor has is read off the stored tensors themselves (dtype and
-the scales beside it), never off a global key of config.json: checkpoints mix forms.
+A weight stays in its stored form for the whole run; the linear op that uses it decodes it tile by tile. Which form a
+tensor has is read off the stored tensors themselves (dtype and the scales beside it), never off a global key of
+config.json: checkpoints mix forms.
 
 Entries and index keys stay in their form too: the ops that read them decode the rows of one tile (`kernels.rows`).
 Their planes are separate tensors, so that values, scales and rope dims are each aligned and can be gathered by row.

@@ -1,1 +1,1 @@
-"""The DeepSeek-V4 architecture: what is computed, for one sequence."""
+"""The DeepSeek-V4 architecture, and in `llama` a second, small one: what is computed, for one sequence."""

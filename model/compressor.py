@@ -1,8 +1,7 @@
 """The two compressors: tokens in, one entry per closed window out.
 
-They are two classes (DESIGN decision 5) because they write different things: the main compressor head_dim-wide entries
-that are attended to, the indexer's compressor index_head_dim-wide keys that are only scored. They share the pooling op
-and the frontier.
+They are two classes because they write different things: the main compressor head_dim-wide entries that are attended
+to, the indexer's compressor index_head_dim-wide keys that are only scored. They share the pooling op and the frontier.
 """
 
 from torch import Tensor

@@ -23,7 +23,7 @@ class Probe(Protocol):
     background: ClassVar[str]  # Markdown: what the thing is, and what goes wrong there in silence; opens the page
     between_ranks: ClassVar[bool] = False  # sees what differs between ranks, and nothing that is wrong on one alone
     in_variants: ClassVar[bool] = False  # runs the cache variants; all others run full caches
-    noticed: ClassVar[str]  # Markdown: what surprised us on the demo checkpoint, with numbers; shown for it alone
+    noticed: ClassVar[str]  # Markdown: what surprised us on the demo checkpoint, in words; shown for it alone
 
     def needs(self, subject: Subject) -> str | None:
         """What this probe needs and the model or the prompt lacks; None, as most probes say, where it applies.

@@ -25,13 +25,14 @@ from scripts.flags import add_run_options, run_options
 from scripts.paths import writable
 
 NOTICED = """\
-**Answers hide faults.** Of the faults that no tripwire stops, `needle` sees seven. Swapped nibbles, a transposed mixing
-of the streams, a ring read one row off, no clamp: the demo goes on finding every code it is asked for. Fluent and even
-right answers say next to nothing about a runtime.
+**Answers hide faults.** Of the {asked} faults that `needle` could see and that no tripwire stops there, it catches
+{caught} and passes {passed}. Swapped nibbles, a transposed mixing of the streams, a ring read one row off, no clamp:
+the demo goes on finding the codes that it is asked for. Fluent and even right answers say next to nothing about a
+runtime.
 
 **The cheapest check found what was thought to need a golden vector.** Doubly stochastic is what all wrong Sinkhorns
-nearly are, but this checkpoint has learned matrices that 20 iterations do not finish: the columns of a row-first one
-are 4e-4 off at the first token where the right order leaves 1.3e-6. The tripwire ends that run right there.
+nearly are, but this checkpoint has learned matrices that the iterations do not finish, and those of a row-first one
+leave columns that are too far off at the very first token. The tripwire ends that run right there.
 
 **A dropped clamp in the shared expert shows in one place only**: where the experts are pushed beyond the limit on
 purpose. No prompt that we ran gets there.
@@ -48,6 +49,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", type=Path, default=PAGE, help="Markdown page to write; the JSON goes beside it")
     add_run_options(p)
     return p
+
+
+def noticed(matrix: dict[str, Row]) -> str:
+    """What surprised us, with the counts of this matrix."""
+    outcomes = [cells["needle"].outcome for cells in matrix.values()]
+    caught, passed = outcomes.count(Outcome.CAUGHT), outcomes.count(Outcome.MISSED)
+    return NOTICED.format(asked=caught + passed, caught=caught, passed=passed)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,8 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "command": " ".join(["python -m scripts.fault_matrix", *given]),
         "seconds": f"{time.perf_counter() - started:.0f}",
     }
-    noticed = NOTICED if args.model.resolve() == DEMO and options == RunOptions() else ""
-    args.out.write_text(markdown(matrix, clean, FAULTS, names, facts, noticed), encoding="utf-8")
+    told = noticed(matrix) if args.model.resolve() == DEMO and options == RunOptions() else ""
+    args.out.write_text(markdown(matrix, clean, FAULTS, names, facts, told), encoding="utf-8")
     rows = {"": clean} | matrix
     data = {fault: {probe: cell.to_json() for probe, cell in cells.items()} for fault, cells in rows.items()}
     args.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")

@@ -67,7 +67,8 @@ Right answers in %, greedy, the words before each answer forced; in brackets the
 - *facts*: 57 countries, four relations each, right before the value.
 - *needle*: sentences that bind a name to a number, afresh in every document; the question repeats the sentence. Those
   asked for end at least 128 tokens before the first question (a quarter of the document below 512 tokens).
-- *most common*: which of a few marker words occurs most often in the whole document.
+- *most common*: which of a few marker words occurs most often in the whole document. The `needle` probe asks this too,
+  of other documents, drawn from other seeds, and counts for itself: a wrong answer there is not in this table.
 
 ## What this does not claim
 

@@ -62,7 +62,7 @@ Entries and index keys of all layers, in GB, by how they are stored. In `deploye
 
 {formats}
 
-## Published figures
+## Figures by hand, and a published one
 
 {figures}
 
@@ -218,11 +218,11 @@ def _rows_bytes(model: Model, options: RunOptions, formats: tuple[str, str], con
 
 
 def _figures(models: Sequence[Model], options: RunOptions) -> str:
-    """Published figures beside the plan's, for the models whose config.json is the published one to the byte."""
-    rows = [["quantity", "published", "planned"]]
+    """Figures beside the plan's, for the models whose config.json is the published one to the byte."""
+    rows = [["quantity", "wanted", "planned", "wanted is"]]
     for model in models:
-        for what, published, value in FIGURES.get(model.digest[:8], ()):
-            rows.append([f"{model.name}: {what}", published, value(model, options)])
+        for what, wanted, source, value in FIGURES.get(model.digest[:8], ()):
+            rows.append([f"{model.name}: {what}", wanted, value(model, options), source])
     return _table(iter(rows)) if rows[1:] else "None of these models has any that are known here."
 
 
@@ -247,20 +247,21 @@ def _routed(model: Model, options: RunOptions) -> str:
     return f"{part.own / GB:.1f} GB"
 
 
-# By the first digits of SHA-256 of config.json: what, published, and the plan's.
-FIGURES: Final[dict[str, tuple[tuple[str, str, Callable[[Model, RunOptions], str]], ...]]] = {
+BY_HAND: Final = "by hand, from config.json"
+# By the first digits of SHA-256 of config.json: what, the figure, where it is from, and the plan's.
+FIGURES: Final[dict[str, tuple[tuple[str, str, str, Callable[[Model, RunOptions], str]], ...]]] = {
     "5fe4568d": (
-        ("a CSA layer, and an HCA layer, at 1,000,000 tokens in BF16", "256 + 64 MB, 8 MB", _one_layer),
-        ("KV by the token, BF16", "9,848 B", _by_token("bf16, bf16")),
-        ("KV at 1M, BF16 (vLLM's announcement)", "9.62 GiB", _gib_at_1m("bf16, bf16")),
-        ("KV by the token, FP8 with FP8 keys", "5,511 B", _by_token("FP8, FP8")),
-        ("KV by the token, FP8 with FP4 keys", "5,031 B", _by_token("FP8, FP4")),
-        ("routed experts on each of 8 ranks", "102.8 GB", _routed),
+        ("a CSA layer, and an HCA layer, at 1,000,000 tokens in BF16", "256 + 64 MB, 8 MB", BY_HAND, _one_layer),
+        ("KV by the token, BF16", "9,848 B", BY_HAND, _by_token("bf16, bf16")),
+        ("KV at 1M, BF16", "9.62 GiB", "published by vLLM", _gib_at_1m("bf16, bf16")),
+        ("KV by the token, FP8 with FP8 keys", "5,511 B", BY_HAND, _by_token("FP8, FP8")),
+        ("KV by the token, FP8 with FP4 keys", "5,031 B", BY_HAND, _by_token("FP8, FP4")),
+        ("routed experts on each of 8 ranks", "102.8 GB", BY_HAND, _routed),
     ),
     "b628e633": (
-        ("KV by the token, BF16", "6,880 B", _by_token("bf16, bf16")),
-        ("KV by the token, FP8 with FP8 keys", "3,850 B", _by_token("FP8, FP8")),
-        ("KV by the token, FP8 with FP4 keys", "3,514 B", _by_token("FP8, FP4")),
+        ("KV by the token, BF16", "6,880 B", BY_HAND, _by_token("bf16, bf16")),
+        ("KV by the token, FP8 with FP8 keys", "3,850 B", BY_HAND, _by_token("FP8, FP8")),
+        ("KV by the token, FP8 with FP4 keys", "3,514 B", BY_HAND, _by_token("FP8, FP4")),
     ),
 }
 

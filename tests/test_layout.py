@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# DESIGN: kernels <- model <- runtime <- probes <- scripts. Nothing imports tests or audits.
+# kernels <- model <- runtime <- probes <- scripts: each imports only those before it; nothing imports tests or audits.
 ORDER = ("kernels", "model", "runtime", "probes", "scripts")
 PACKAGES = [package for package in ORDER if (ROOT / package).is_dir()]
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))

@@ -1,4 +1,4 @@
-"""Triton: what runs on NVIDIA GPUs. Same names and signatures as `kernels.reference`, one file per op.
+"""Triton: what runs on NVIDIA GPUs. Same names and signatures as `kernels.reference`.
 
 Rules that every file keeps:
 

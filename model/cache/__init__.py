@@ -1,1 +1,1 @@
-"""Per-layer state: one file per kind of cache."""
+"""Per-layer state: the caches, the forms in which they are stored, and how they are saved and merged."""

@@ -44,19 +44,17 @@ selections and from the sinks in the checkpoint's file. Where the output agrees,
 way are those of what really ran. Beside it stand how many rows of each kind the run's op reads for each token, and what
 the output would have been with the window alone."""
     noticed: ClassVar[str] = """\
-**CSA layers hardly look at their window.** At 8192 tokens 84 and 80 % of their mass is on 16 selected entries, and no
-token puts less than 23 % there. Without entries their output is 111 to 115 % of its norm away: not a worse output, an
-unrelated one. And yet that model answers all questions about facts, and which word is most common in a document of
-16384 tokens (see demo-checkpoint.md, CSA window only); only needles are lost. A short test would have passed.
+**CSA layers hardly look at their window.** Most of their mass is on selected entries, and without these their output
+would be further away than its own norm: not a worse output, an unrelated one. And yet that model answers all questions
+about facts, and which word is most common (see demo-checkpoint.md, *CSA window only*); only needles are lost. A short
+test would have passed.
 
-**Mass understates the HCA layer.** It puts 13 % of its mass on dense entries at 8192 tokens and 2 % at 300, where its
-output would still be 26 % away without them. Its entries are twice as long as the rows of the window (those of CSA
-layers 1.1 times), so each counts twice what the softmax says. By token the mass runs from 0.06 % to 78 %.
+**Mass understates the HCA layer.** Little of its mass is on dense entries, and its output would still be another one
+without them. Its entries are longer than the rows of the window (those of CSA layers hardly are), so each counts more
+than the softmax says. By token the mass runs from nearly nothing to most of it.
 
-**The sinks are nearly idle.** Their logits lie between -0.1 and 0.33, and they take 0.5 to 2 % of the mass. Giving
-the second half of the heads the sinks of the first (`--inject rank-0-sinks`) moves an output by up to 17 %, but at the
-second token; on average it moves those of the CSA layers by as little as rounding to BF16 does. No answer would show
-it."""
+**The sinks are nearly idle.** They take little of the mass, and `needle` does not see it when the second half of the
+heads are given the sinks of the first (`--inject rank-0-sinks`, see faults.md)."""
 
     length: int = 8192  # tokens of the one run
     rows: int = 400  # of them that are looked at, spread over the run

@@ -55,10 +55,9 @@ save and a restore in the middle, and memory that the last sequence left full of
 bits at the same places. The other prompt repeats the token with the largest embedding, so that what leaks from it is
 not small."""
     noticed: ClassVar[str] = """\
-Nothing differed, so what surprised us is how little it took. Two threads gave the same bits as one in all 1307 tensors,
-and so did a second process, though neither is promised: presumably no sum is long enough here to be split. And the NaN
-that a finished sequence leaves behind does come back: 54 to 88 % of the numbers in newly allocated buffers of a state's
-sizes were NaN. A cache that was made without being cleared, or a read beyond what was written, would meet them.
+Nothing differed. And yet the NaN that a finished sequence leaves behind does come back: most of the numbers in newly
+allocated buffers of a state's sizes were NaN. A cache that was made without being cleared, or a read beyond what was
+written, would meet them.
 
 The run that is saved and restored has caught something that we did not build it for. With every read of the ring off
 by one row (one of the injected faults) all plain repetitions agree, and only the restored run departs: the row before

@@ -38,18 +38,16 @@ multiplies each matrix by the identity, and the two must be the same number. **R
 torch is watched, and every byte of every parameter must have been an operand. **Effects**: each parameter is changed in
 turn, and its layer's output must change with it, because what is read may still be thrown away."""
     noticed: ClassVar[str] = """\
-Statistics of the weights would not have shown the two classic faults of decoding. Swap the nibbles, and 1,432,716 of
-1,572,864 FP4 numbers (91 %) are others, yet every block of 32 still holds the numbers that it held, in another order:
-same histogram, same norm, same largest. Shift the scales by one block, and 82 % of all FP8 and FP4 numbers stay right.
-For FP8 alone it is worse: of 34 matrices 24 are a single block, 8 have one scale for all their blocks, and just two
-(`wq_b` of layers 0 and 2) could tell. Only number by number against the file did both show at once.
+Statistics of the weights would not have shown the two classic faults of decoding. Swap the nibbles, and nearly all FP4
+numbers are others, yet every block still holds the numbers that it held, in another order: same histogram, same norm,
+same largest. Shift the scales by one block, and most numbers stay right, because neighbours often share a scale; a
+matrix of a single block cannot tell at all. Only number by number against the file did both show at once.
 
-Watching reads found more than it was built for. With every rank on rank 0's sinks all values held are right and every
-parameter is an operand, but half of each sink vector is never read (`50% read`). That is why a parameter must be read
-whole.
+Watching reads found more than it was built for. With every rank on the first rank's sinks all values held are right and
+every parameter is an operand, but a part of each sink vector is never read. That is why a parameter must be read whole.
 
-A table of expert ids that is all zeros differs from the file's in 1,787 of 2,048 places: the other 261 are rightly 0,
-so a spot check has one chance in eight to be content."""
+A table of expert ids that is all zeros is right wherever the file's is zero (its row in the table of what parameters
+are stored as has the share): a spot check may well be content."""
 
     tokens: int = 256  # of the prompt, at least: each of the demo's experts gets twenty and more
     effects: bool = True  # whether each parameter is also changed: 210 runs of one layer in the demo

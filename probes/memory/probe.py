@@ -50,18 +50,15 @@ a run, so that afterwards each row shows whether it was written, and reading one
 hold, bit for bit, what the model showed when it wrote it. **Peak**: a process of its own runs a short and a long
 prompt, and may grow by the longer one's caches, by the tiles that were not full before, and by no more."""
     noticed: ClassVar[str] = """\
-At these lengths an HCA layer is mostly its frontier: 131,072 of the 160,256 bytes of layer 2 are values and gates of
-the open window in fp32, 768 bytes are entries. Width drops out of the comparison, so it holds for V4-Pro too: only at
-65,536 tokens do the entries of an HCA layer (BF16) take as much as its frontier.
+At these lengths an HCA layer is mostly its frontier: values and gates of the open window in fp32 take far more than its
+entries. Width drops out of the comparison, so it holds for V4-Pro too.
 
-The process was predicted to within a megabyte, once two things were out of the way. Linux lets a child inherit its
-parent's `ru_maxrss`, so a peak read there can be another program's. And glibc keeps what is freed: the growth from
-2,048 to 16,384 tokens came out as 13.5 and as 7.2 MiB in two runs of the same code, and as 10.4 (predicted 10.3) once
-every large tensor was mapped on its own.
+The process was predicted closely, once two things were out of the way. Linux lets a child inherit its parent's
+`ru_maxrss`, so a peak read there can be another program's. And glibc keeps what is freed: two runs of the same code
+grew by different amounts until every large tensor was mapped on its own.
 
-What one call of 512 tokens takes does grow with the context at first, from 6.9 MiB at 1,024 tokens to 10.3 at 8,192,
-until every tile is full: 10.5 MiB at 65,024, as at a million (long-context.md); the reference op set takes 515 there.
-Of the peak itself, 238 MiB were there before the first token: torch."""
+What one call takes does grow with the context at first, until every tile is full, and then no more (see also
+long-context.md). Most of the peak itself was there before the first token: torch."""
 
     tokens: int = 300  # touched: two windows of HCA, and a ring that goes round
     chunk: int = 96  # of the same run: less than a window of HCA, so that not all of its frontier is written at first
@@ -209,8 +206,8 @@ def _whole_context(subject: Subject) -> Finding:
 
 
 def _figures(config: ModelConfig) -> list[page.Figure]:
-    """Published figures, all of them for BF16; MB and GB are powers of ten."""
-    arithmetic, pro = "widths and ratios of config.json", "vLLM's announcement of V4 support"
+    """Figures of published models, all of them for BF16; MB and GB are powers of ten. One of them was published."""
+    arithmetic, pro = "by hand from config.json", "that vLLM published"
 
     def state(csa: int, hca: int, swa: int, context: int) -> dict[str, int]:
         published = shaped(config, csa, hca, swa)

@@ -68,17 +68,15 @@ values that no variant reproduces.
 Errors are given as a share of what rounding allows. A share just below 1 is what to expect: among many thousand values
 one is always rounded by nearly half a unit in the last place. A fault gives tens and more."""
     noticed: ClassVar[str] = """\
-- "Doubly stochastic" holds for columns only. They sum to 1 within 1.3e-6, because the last step normalises them; after
-  all 20 iterations rows are still up to 3.8 to 5.0 % off in every sublayer but the first. A check of rows with the
-  tolerance of columns would call a correct run broken.
-- The rows are off because the model learned to route rather than to blend. In the experts of layer 2, `comb` sends some
-  stream mostly to another one at 57 % of the tokens. It is then close to a permutation, where Sinkhorn is slowest: on a
-  prompt of 512 tokens, 1000 iterations instead of 20 would still leave rows up to 1e-3 off in float64.
-- The mixing of the model's very first sublayer was never learned: its bias is still 3 on the diagonal, where training
-  began, and within 4e-6 of 0 elsewhere. The streams are copies of one embedding there, mixing equal streams multiplies
-  them by a column sum, and that is 1 whatever `comb` is: there is no gradient. A transposed `comb` shows there only
-  through the rows that are off, by 55 roundings; in other sublayers by up to 2.6 million.
-- The streams grow 25-fold through four layers, from an RMS of 1.14 to 24 .. 28, most of it in the last experts."""
+- "Doubly stochastic" holds for columns only, because the last step normalises them; after all iterations rows are
+  still off by far more. A check of rows with the tolerance of columns would call a correct run broken.
+- The rows are off because the model learned to route rather than to blend: in many sublayers, `comb` sends some stream
+  mostly to another one at a large share of the tokens (*moving*). It is then close to a permutation, where Sinkhorn is
+  slowest.
+- The mixing of the model's very first sublayer was never learned. The streams are copies of one embedding there, mixing
+  equal streams multiplies them by a column sum, and that is one whatever `comb` is: there is no gradient. A transposed
+  `comb` shows there only through the rows that are off, and far less than in other sublayers (last column).
+- The streams grow through the layers, most of all in the last experts."""
 
     tokens: int = 1024  # of the prompt: every token has its own weights
 

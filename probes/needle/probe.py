@@ -37,18 +37,15 @@ The same documents are run with a *random selection* (as many entries, drawn at 
 those found the codes too, the task would not need the selection, and the run would show nothing. HCA layers have a task
 of their own: the most common word of four in the whole text, which no small selection holds."""
     noticed: ClassVar[str] = """\
-- Of 31 injected faults that no tripwire stops, 23 leave each of 48 codes found (1024 and 8192 tokens): a wrong RoPE
-  base, a dropped YaRN, entries without rotation, a ring read one row off, a transposed mHC matrix, FP4 nibbles swapped.
-  A needle test that passes says little about a runtime. This one is for the indexer; the other pages are for the rest.
-- Margins say more than recall. YaRN dropped: from 9.1 logits to 8.9 at 1024 tokens and from 9.2 to 6.3 at 8192, a fault
-  that grows with position. Nibbles swapped: to 5.5 and 4.6.
-- One key in 20 lost costs 3 codes of 96 at 1024 tokens, 4 of 48 at 4096 and 3 of 48 at 8192: a few documents would miss
-  it, and the bound of 95 % is not far.
-- Dropping the ReLU changes no answer: the trained index heads rank the right entry first with and without it.
-- One of 21 most common words is wrong, and it is the checkpoint's error: of a text of 2036 tokens that names lemons 139
-  times and pears 46, it says "pear", by 2.6 logits. transformers says the same from the same weights. In 420 further
-  questions, of 256 to 4096 tokens, there is no other such case.
-- A random selection finds 41 % of the codes at 256 tokens, where 16 entries are a quarter of all, and none at 4096."""
+- Most injected faults that no tripwire stops pass here (see faults.md): a wrong RoPE base, a dropped YaRN, entries
+  without rotation, a ring read one row off, a transposed mHC matrix, a dropped ReLU, a few lost keys, FP4 nibbles
+  swapped. A needle test that passes says little about a runtime. This one is for the indexer; the other pages are for
+  the rest.
+- Where a most common word is wrong, it is the checkpoint's error: transformers says the same from the same weights.
+  demo-checkpoint.md asks the same of other documents, drawn from other seeds, and of other lengths, and all are right
+  there.
+- A random selection finds some of the codes in short documents, where it is a large part of all entries, and none in
+  long ones."""
 
     # (length of documents in tokens, how many, codes asked for in each)
     codes: tuple[tuple[int, int, int], ...] = ((256, 8, 8), (1024, 4, 24), (4096, 2, 24), (8192, 2, 24))

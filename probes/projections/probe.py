@@ -42,16 +42,14 @@ must lie as near as fp32 sums allow, and in the run's own numerics, with its rou
 windows in two, and the last tokens come one by one. Beside it stands how far each of the likeliest mistakes would have
 moved the rows: what would not show is no evidence."""
     noticed: ClassVar[str] = """\
-- In deployed bf16, nine rows in ten or more of each projection of a layer are float64's bit for bit, and in the output
-  of the attention all are. What differs has nearly always been rotated: by token 1000 an angle in fp32 is off by up to
-  3e-5, a hundred times as much as a sum of 128 terms, and now and then a number falls on the other side of a rounding.
-- Queries hardly need their second norm. Left out, it moves those of the CSA layers by 12 and 13 % (and those of the
-  window layer by 100 %); over all heads at once instead of each by itself, by 3 %.
-- The likeliest off-by-one is the smallest mistake of all: the position bias of the token before moves an entry of the
-  HCA layer by 1 %, two and a half times what every number off by a last place of bf16 would. In fp32 it is 96 times
-  what rounding explains.
-- Index heads vote for and against: without the sign, the weights of a token are off by all of their length (100 %), as
-  if half of it were negative. A head can then only raise scores."""
+- In deployed bf16 most rows of each projection of a layer are float64's bit for bit, and in the output of the attention
+  all are. What differs has mostly been rotated: an angle in fp32 is off by more than a sum is, and now and then a
+  number falls on the other side of a rounding.
+- Queries of the CSA layers hardly need their second norm: left out, it moves them far less than those of the window
+  layer, and over all heads at once instead of each by itself, less still.
+- The likeliest off-by-one is the smallest mistake of all: the position bias of the token before, in the HCA layer.
+- Index heads vote for and against: without the sign, the weights of a token are off by all of their length, as if half
+  of it were negative. A head can then only raise scores."""
 
     tokens: int = 1028  # of the prompt, at least: the last token closes a window of 4, and the fifth last one of 128
     rows: int = 64  # of them whose queries, KV and outputs are computed again; entries are all

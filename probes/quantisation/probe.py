@@ -60,24 +60,20 @@ This probe runs one prompt in both numerics and says how far apart they are at e
 looks at each rounding by itself: what it costs, and whether it is, bit for bit, the cast that a formula in float64
 gives, on the prompt's tensors and on numbers made to lie on the edges. Last, it reads the stored scales."""
     noticed: ClassVar[str] = """\
-- Nothing is off by a bit. 3.2 million rounded values equal an independent cast, signed zeros included. KV computed
-  again from the layer's input through matrix, norm, bf16 and rounding, and index queries and keys through Hadamard
-  transform and rounding, equal what the run used.
-- The indexer's selection is far less stable than the model: FP4 alone changes 17 % of the selected entries (19 % in
-  layer 1, 16 % in layer 3), and what the attention of these layers gathers comes out 11 to 13 % different. At the
-  logits that costs 5e-5 nats, and no answer: in 24 other documents all 96 codes asked for are right in both numerics,
-  with a KL of at most 4e-5 there. What is exchanged are entries that hardly weigh. So the overlap of two selections is
-  a poor measure of harm, and a selection that is wrong in one entry of six would show in no answer.
-- The likeliest token changes at 3.2 % of the positions, which looks alarming and is not: all of these are ties, plain's
-  first two tokens are less than 0.7 % apart there. Where they are 10 % apart it never changes, in 2561 positions. bf16
-  instead of fp32 alone changes 1.5 % (plain numerics, 2048 tokens).
-- The difference does not grow with depth: 2.4, 3.3, 3.1 and 2.4 % of the streams, though each rounding to E4M3 adds
-  2.5 to 2.8 % and each to E2M1 11.5 %. With random weights of similar shape it does grow: 4, 14, 20, 26 %, and the KL
-  is 3e-2. The demo was trained with these roundings.
-- The worst position (KL 0.05) is the first word of a filler sentence, right after a code was told.
-- Of the 1,048,576 stored FP8 bytes 11 are 0x80, and none is a NaN of this dialect: one such byte, read as FNUZ, is
-  enough to lose a row. All 64 FP8 blocks and 49,152 FP4 blocks use the upper half of their range, as a scale that is
-  the smallest power of two must have it."""
+- Nothing is off by a bit, signed zeros included. KV computed again from the layer's input through matrix, norm, bf16
+  and rounding, and index queries and keys through Hadamard transform and rounding, equal what the run used.
+- The indexer's selection is far less stable than the model: FP4 of index queries and keys alone exchanges nearly as
+  many of the selected entries as all rounding together (in both tables, *entries in common*), and what the attention of
+  these layers gathers (*mixed*) differs far more than in other layers. At the logits that costs little, and `needle`
+  finds its codes in these numerics. What is exchanged are entries that hardly weigh: the overlap of two selections is a
+  poor measure of harm, and a selection that is wrong in some entries may show in no answer.
+- The likeliest token changes at some positions, which looks alarming and is not: all of these are near ties of plain's
+  first two tokens. Where plain is decided it never changes.
+- The difference does not grow with depth (*streams*), though every layer rounds anew. The demo was trained with these
+  roundings.
+- Some of the stored FP8 bytes are `0x80`, and none is a NaN of this dialect: one such byte, read as FNUZ, is enough to
+  lose a row. All FP8 blocks and FP4 blocks use the upper half of their range, as a scale that is the smallest power of
+  two must have it."""
 
     tokens: int = 4096  # prompt, run in both numerics
     rows: int = 256  # tokens, spread over the prompt, whose roundings are computed again in float64

@@ -44,11 +44,11 @@ Then the bytes that the ranks hold are added up: the checkpoint's, and one more 
 the placement says is replicated."""
     between_ranks: ClassVar[bool] = True
     noticed: ClassVar[str] = """\
-- Nothing is summed over ranks, and yet in `plain` numerics four rows in ten are bit-equal and no more: a matrix
-  product with half the rows is another kernel of BLAS, which sums in another order. What that leaves is 2e-6; put back
-  on the one rank's values after every site, all but one row in three hundred is equal in all its bits.
-- A rank of four holds 2.1 MB of the demo, a rank of two 2.6: two matrices of the attention's output stay whole on every
-  rank, since scales cover blocks of 128 rows and a rank's part would be 64 of them, or 32."""
+- Nothing is summed over ranks, and yet in `plain` numerics fewer than half of the rows are bit-equal: a matrix product
+  with fewer rows is another kernel of BLAS, which sums in another order. Put back on the one rank's values after every
+  site, nearly all rows are equal in all their bits.
+- A rank holds more than its share of the demo: matrices of the attention's output stay whole on every rank, since
+  scales cover blocks of rows and a rank's part would be less than one of them."""
 
     sizes: tuple[int, ...] = (2, 4)  # ranks; those that do not divide the experts are left out
     tokens: int = 264  # two entries of HCA and 66 of CSA; made more where the model needs more

@@ -38,20 +38,18 @@ before rounding: what is lost against it is the price of FP4, or nearly everythi
 Where a model is small, the run's own op is also given queries and keys drawn like the model's, at the dimensions of
 published models."""
     noticed: ClassVar[str] = """\
-**FP4 costs more of the selection than we expected, and more the longer the context.** Against oracle A not one entry
-was missed. Against oracle B the layers keep 86 and 88 % of their 16 best at 512 tokens, 77 % at 16384, and 44 % in the
-worst row; at real dimensions 93 % of 512 from 1024 entries, and 71 % from 262144. The correlation of the scores is 0.98
-throughout, for this checkpoint and for random weights alike: entries crowd around the k-th best, and a constant error
-swaps ever more of them. What is taken instead is nearly as good, 98 % of the score is kept, and the needle is found.
+**FP4 costs more of the selection than we expected, and more the more entries there are.** Against oracle A not one
+entry was missed. Against oracle B recall falls with the number of entries, in the run and on draws at real dimensions,
+while the scores stay highly correlated: entries crowd around the k-th best, and a constant error swaps ever more of
+them. What is taken instead is nearly as good by the score that is kept, and the needle is found.
 
-**It is the keys.** Rounding moves queries and keys by the same 11.5 % of their norm, but the queries alone cost 6
-points of recall and the keys alone 23. Of the keys' squared norm, 73 % is that of their mean: it ranks nothing, all
-entries share it, but the steps of FP4 are as coarse as it is large. Rounded about their mean, the keys would give 9 to
-10 of those points back.
+**It is the keys.** Rounding moves queries and keys by about the same share of their norm, but keys rounded alone cost
+far more recall than queries do. Most of the keys' squared norm is that of their mean: it ranks nothing, all entries
+share it, but the steps of FP4 are as coarse as it is large. Rounded about their mean, the keys would give a part of
+that back.
 
-**By the line at 0.99, DeepSeek's own code would fail at long context.** It rounds scores to BF16 before the top-k. On
-the same queries and keys that alone changes 1.5 % of a selection of 512 from 4096 entries and 2.4 % from 262144. This
-runtime keeps scores in fp32; two that differ in nothing else choose one entry in 40 differently."""
+**By the bound for oracle A, DeepSeek's own code would fail at long context.** It rounds scores to BF16 before the
+top-k, and on the same queries and keys that alone is enough (*A, scores in BF16*). This runtime scores in fp32."""
 
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)  # contexts, in tokens, within one run
     rows: int = 64  # tokens before each length whose selections are compared: each residue of a ratio of 4, 16 times

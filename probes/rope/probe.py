@@ -57,15 +57,14 @@ tables with their formulas up to position 10^6, and every rotation of a run with
 Errors are given as a share of what rounding allows. A share just below 1 is what to expect: among many thousand values
 one is always rounded by nearly half a unit in the last place. A fault gives tens and more."""
     noticed: ClassVar[str] = """\
-- At 65,536 positions, up to where the demo's YaRN reaches, an angle that is computed in fp32 is off by up to 0.0034,
-  nearly what storing the rotated number in bf16 costs (0.0039). From there on the angle is the larger error: 0.055
-  radians near 2^20, in the second fastest pair. The fastest turns by one radian per token, a frequency that fp32 holds
-  exactly, and has no error at all.
-- What YaRN slows has hardly turned before either: of 32 pairs in CSA and HCA layers, 14 do not get round once within
-  65536 tokens. The slowest needs 11 million.
-- In the window layer the window is 16 tokens, and only 4 of its 32 pairs get round within it.
-- The rotation of the run is as exact as bf16 allows: 0.995 of half an ulp over 67,535 rows, 0.0039 radians. Had the
-  entries been left unrotated, it would be 512 times that."""
+- As far as the demo's YaRN reaches, an angle that is computed in fp32 is off by less than storing the rotated number in
+  bf16 costs; beyond, the angle is the larger error. The fastest pair turns by one radian per token, a frequency that
+  fp32 holds exactly, and has no error at all.
+- What YaRN slows has hardly turned before either: the slowest pair (*longest wave*) does not get round once within the
+  longest context.
+- In the window layer the window is shorter than one turn of most pairs.
+- The rotation of the run is as exact as bf16 allows. Had the entries been left unrotated, it would be far outside (last
+  column)."""
 
     tokens: int = 4500  # of the prompt: beyond the demo's original context of 4096
 

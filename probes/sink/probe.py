@@ -50,15 +50,13 @@ solved for and compared with the checkpoint's bytes.
 Errors are given as a share of what rounding allows. A share just below 1 is what to expect: among many thousand values
 one is always rounded by nearly half a unit in the last place. A fault gives tens and more."""
     noticed: ClassVar[str] = """\
-- The sinks of the demo checkpoint never went far from 0, where training began: -0.08 to 0.33. They still decide the
-  first tokens. With its own key as the only one, head 2 of layer 0 gives 98 % of the softmax to the sink, and half of
-  all heads more than a third.
-- Then keys outnumber them: from position 100 on, no head of a CSA layer gives its sink more than 3.5 % at any token,
-  and the mean is 0.55 %. A fault of the sinks is one of short prompts and of the beginnings of long ones.
+- The sinks of the demo checkpoint never went far from zero, where training began. They still decide the first tokens:
+  with few keys, a head may give nearly all of the softmax to its sink (*share, largest*).
+- Then keys outnumber them, and CSA layers give them next to nothing. A fault of the sinks is one of short prompts and
+  of the beginnings of long ones.
 - For that reason, a first form of this probe that trusted all tokens alike could not tell one head's sink from
-  another's in layer 1 of this very run, and said so by failing as vacuous. Weighted by what each token says about the
-  sink, sinks come back within 0.001 in 14 of 16 heads, from nothing but bf16 outputs. The other two, heads 0 and 1 of
-  layer 0, never let the sink have more than 0.5 %."""
+  another's in a layer of this very run, and said so by failing as vacuous. Weighted by what each token says about the
+  sink, nearly all come back close, from nothing but bf16 outputs; the others are of sinks that never take much."""
 
     tokens: int = 1500  # of the prompt
     sampled: int = 200  # of them, at which sinks are recovered: the first half in a row, then spread out

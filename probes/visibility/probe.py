@@ -45,16 +45,14 @@ tokens are, but a routed expert gets the tokens that were routed to it, and a pr
 order than one with two. So in the third experiment, and only there, matrix products are summed in fp64, in tiles of
 fixed size, and activations are bf16."""
     noticed: ClassVar[str] = """\
-We expected to need the fp64 sums, and on this checkpoint they change nothing: with the run's own fp32 products, not one
-bit before t moved for any of 259 changed tokens. The formats are why. An E4M3 activation times an E2M1 weight has
-six bits, and of the 921,600 sums of 128 such products that a prompt of 300 tokens takes, three had to be rounded in
-fp32: an exact sum has no order. In plain fp32 the effect is there. In a prompt of 6 tokens, changing any of the last
-five moved an earlier one by up to 6e-6, always at `experts.output`, where an expert's batch had got a token more or a
-token less. In prompts of 80 tokens and more it was gone.
+We expected to need the fp64 sums, and on this checkpoint they change nothing: with the run's own fp32 products not one
+bit before t moved either. The formats are why. An E4M3 activation times an E2M1 weight has few bits, and hardly a sum
+of such products has to be rounded in fp32: an exact sum has no order. In plain fp32 the effect is there in very short
+prompts, always at `experts.output`, where an expert's batch had got a token more or a token less.
 
-The reach of single layers came out sharper than we had dared to demand: over 260 changed tokens, the rows that moved
-are the rows that should, to the last one and on both sides, although an HCA entry averages 128 tokens and is then
-rounded to E4M3. The rope columns, which are not rounded, give every token away."""
+The reach of single layers came out sharper than we had dared to demand: the rows that moved are the rows that should,
+to the last one and on both sides, although an HCA entry averages a whole block of tokens and is then rounded to E4M3.
+The rope columns, which are not rounded, give every token away."""
 
     tokens: int = 384  # of the prompt, run in one call, so that blocks of the future exist: three blocks of 128
     reach_of: tuple[int, ...] = tuple(range(260))  # positions changed in the input of single layers: 0 .. 2 * 128 + 3

@@ -31,6 +31,12 @@ BLOCK = 256  # tokens of a block of the prefill
 LAYER = (16, 4, 64)  # query heads, KV heads and width of a head
 SLOTS = (256, 64, 64)  # window, exact bank and summary bank
 CONTEXTS = (2048, 8192)
+TIMED = """\
+What is timed is no layer that `generate` runs. It is
+`scripts/bench/coda_pairs.py`: one product for all projections, and attention of queries and noise in one op
+(`differential_attend`), as `scripts.train_coda` measures it too. `generate --coda-adapters` runs
+`model/llama/attention.py`, with a product for each projection and the noise as more heads of the cache's ordinary
+attention; that has not been timed."""
 MEANING = """\
 Both sides have the same weights, in the same memory, and give the same outputs to 1e-4. A prompt is matrix products on
 both sides: the last table says how long these alone take in fp32, and so how much could be gained there. A decoded
@@ -90,7 +96,7 @@ def opening(timings: Sequence[Timing]) -> list[str]:
     return [
         "# A layer of CoDA-GQA-L beside its package",
         "",
-        f"**CoDA is three times as fast as its package {found}.**",
+        f"**CoDA is three times as fast as its package {found}.** {TIMED}",
         "",
         "Speed over that of the package, medians. Asked for: at least 3.",
         "",

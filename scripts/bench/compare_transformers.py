@@ -1,9 +1,9 @@
 """`compare-transformers`: this runtime beside Hugging Face transformers, on the same files of a mid-size checkpoint.
 
 Each run is a process of its own; the sides take turns, ours, theirs, theirs, ours, and so on, so that whatever else the
-machine does falls on both. Each gets its best case. For transformers that is a prompt in calls of --chunk tokens, its
-own cache, and huge pages (THP_MEM_ALLOC_ENABLE=1), without which it is slower. Ours has no scores that grow with the
-call, and reads --our-chunk tokens at once: an expert then gets enough of them to pay for the decoding of its weights.
+machine does falls on both. transformers reads a prompt in calls of --chunk tokens, with its own cache and huge pages
+(THP_MEM_ALLOC_ENABLE=1), without which it is slower. Ours has no scores that grow with the call, and reads --our-chunk
+tokens at once: an expert then gets enough of them to pay for the decoding of its weights.
 Both compute in bf16 on the same threads, and their logits are compared in every pair. Where a processor has no bf16
 instructions, transformers reads a prompt several times faster in fp32: `--theirs-dtype fp32` compares with that.
 """

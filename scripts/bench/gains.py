@@ -142,7 +142,9 @@ def table(rows: list[JSON], kind: str, scale: float) -> list[tuple[str, ...]]:
 def verdict(kind: str, rows: list[JSON], args: argparse.Namespace) -> str:
     """What one table says of the whole, as a sentence."""
     _, before, after, ratio, spread = table(rows, kind, unit(kind, args))[-1]
-    return f"{title(kind, args)}: {before} before, {after} after, {ratio} times as fast ({spread})."
+    low, high = map(float, spread.split(" .. "))
+    unchanged = "no change beyond the spread, " if low <= 1 <= high else ""
+    return f"{title(kind, args)}: {before} before, {after} after, {unchanged}{ratio} times as fast ({spread})."
 
 
 def page(record: Record, rows: list[JSON], commit: str, args: argparse.Namespace) -> str:
@@ -158,7 +160,7 @@ def page(record: Record, rows: list[JSON], commit: str, args: argparse.Namespace
         f"pairs: {args.pairs}",
         "---",
         "",
-        "# Where the time goes, before and after",
+        f"# Where the time goes, before and after, in {args.numerics} numerics",
         "",
         f"**{' '.join(verdict(kind, rows, args) for kind in KINDS)}**",
         "",

@@ -47,7 +47,7 @@ def text(document: JSON) -> str:
     lines = [
         *_front(document),
         "",
-        "# How fast, how large, beside transformers",
+        f"# How fast, how large, beside transformers in {results['about']['theirs_dtype']}",
         "",
         f"**{verdict}.** {_summary(results['runs'])}",
         "",
@@ -167,8 +167,8 @@ def _summary(runs: Sequence[JSON]) -> str:
         return f"{Spread.of(ratios(runs, context, what)).median:.2g}"
 
     return " ".join(
-        f"At {n} tokens, how many times as fast as transformers: prefill {ratio(n, 'prefill')}, decode"
-        f" {ratio(n, 'decode')}, load {ratio(n, 'load')}. It holds {ratio(n, 'peak memory')} times the memory."
+        f"At {n} tokens Fathom reads a prompt {ratio(n, 'prefill')} times, decodes {ratio(n, 'decode')} times and loads"
+        f" {ratio(n, 'load')} times as fast as transformers, which holds {ratio(n, 'peak memory')} times its memory."
         for n in contexts(runs)
     )
 
@@ -197,9 +197,9 @@ def _settings(document: JSON) -> list[str]:
         f"Both sides read the same files, {held['bytes'] / 1e9:.2g} GB of weights ({sizes}),",
         f"on {threads}, Fathom in bf16, transformers in {asked['theirs_dtype']}. Each run is a process of its own;",
         f"the sides take turns, {asked['pairs']} pairs.",
-        f"A prompt is read in calls, of {chunk[THEIRS]} tokens by transformers, which is faster for it than one call,",
-        f"of {chunk[OURS]} by Fathom, and {asked['decode']} tokens follow one by one.",
-        f"transformers runs with `THP_MEM_ALLOC_ENABLE=1`, its best case; Fathom {thp}.",
+        f"A prompt is read in calls, of {chunk[THEIRS]} tokens by transformers and of {chunk[OURS]} by Fathom, and",
+        f"{asked['decode']} tokens follow one by one.",
+        f"transformers runs with `THP_MEM_ALLOC_ENABLE=1` (huge pages), Fathom {thp}.",
     ]
 
 

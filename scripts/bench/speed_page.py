@@ -89,9 +89,10 @@ def reached(timings: Sequence[Timing], other: str, least: float, *, prompts: boo
 
 
 def between(timings: Sequence[Timing], other: str, part: str = "") -> str:
-    """The medians that were found, smallest and largest of a kind."""
+    """The medians that were found, smallest and largest of a kind; one number where they are one."""
     ratios = [t.ratio[0] for t in timings if t.ratio and t.pair.second == other and part in t.pair.label]
-    return f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "not measured"
+    ends = dict.fromkeys(f"{end(ratios):.2f}" for end in (min, max)) if ratios else ["not measured"]
+    return " to ".join(ends)
 
 
 def page(

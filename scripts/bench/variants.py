@@ -40,9 +40,11 @@ MEANING = {
 A full cache is asked for one thing a token: to widen its row to fp32, and to multiply. Shard's prefill form is asked
 for the same products and, before them, for KV heads x d x rank multiplications that rebuild the key. A core that reads
 faster than it multiplies cannot gain from the bytes that this saves, and the decode stream's look-ups, one for one or
-two numbers, are no faster than widening BF16. What the forms are for is memory. `torch` is its own attention to the
-same BF16 rows (`scaled_dot_product_attention` with grouped heads). A prompt is read by the same op on both sides; the
-rest is the one compression at its end.""",
+two numbers, are no faster than widening BF16. What the forms are for is the memory of a prompt that has been read:
+while it is read it is held in full beside them, so that a prompt which just fits with full caches does not fit with
+Shard (`scripts.plan --kv` counts both). `torch` is its own attention to the same BF16 rows
+(`scaled_dot_product_attention` with grouped heads). A prompt is read by the same op on both sides; the rest is the one
+compression at its end.""",
     SHARED: """\
 The rows are what a variant changes of a layer's step: selection (CSA) and attention; projections and compressors do not
 know of it. Coded rows cost a look-up for one or two numbers, and a rotation of the queries and of the result.""",
@@ -114,5 +116,6 @@ def opening(tables: dict[str, list[Timing]]) -> list[str]:
         f"  over torch's own attention: {between(timings, 'torch', 'rank')}.",
         f"* Shard's stream, decode, over the full cache: {between(timings, 'full', 'stream')};",
         f"  over torch's own attention: {between(timings, 'torch', 'stream')}.",
+        f"* Shard, a prompt with its compression, over the full cache: {between(timings, 'full', 'prompt')}.",
         f"* Shard on V4's layers, decode, over the full cache: {between(tables[SHARED], 'full')}.",
     ]

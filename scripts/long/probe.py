@@ -42,19 +42,16 @@ What grows: in a CSA layer the indexer scores every entry for every token, one f
 It does not do so in fp32. Products of 8-bit integers give an upper bound of each score, and only entries whose
 bound lies above a token's k-th best score so far are scored (`kernels/blocked/index_bound.py` has the proof)."""
     noticed: ClassVar[str] = """\
-Of the run of 1,048,576 tokens that the repository holds:
-
-- Memory beside the caches does not know the context: a call of 512 tokens holds 10.45 MiB at 32,768 tokens and 10.48 at
-  a million, where fp32 index scores made at once would be 512 MiB. It was not so before it was counted: where many
-  entries of one token came close to its best, the table into which they were merged had as many columns for every
-  token, up to a gigabyte. The page of 524,288 tokens that stood here before failed on 17 MiB of it.
-- The process is another matter. It takes 38 MiB more than caches and tensors, and 12 of these come after 32,768 tokens,
-  in two steps: what the C library keeps of freed blocks, the products' own buffers, and what this script remembers
-  (2,400 calls, and a copy of rings and frontiers for each mark).
-- Every code is found up to 131,072 tokens, twice the length that RoPE was scaled for; then 85 %, 68 % and 39 % with
-  each doubling. The model's, not the runtime's: the selection is exact. At a million tokens 5 of the 6 codes of the
-  second half are found, and 21 of the 60 of the first; 27 of the 40 wrong answers are other codes of the document.
-- Selection takes 64 % of a call at 65,536 tokens and 90 % at a million, 41 of the 67 ms of a decoded token."""
+- Memory beside the caches does not know the context: a call holds as much at the end as where its tiles are first full.
+  It was not so before it was counted: where many entries of one token came close to its best, the table into which they
+  were merged had as many columns for every token. The page that stood here before failed on it.
+- The process is another matter. It takes more than caches and tensors, and some of it comes late: what the C library
+  keeps of freed blocks, the products' own buffers, and what this script remembers (its calls, and a copy of rings and
+  frontiers for each mark).
+- Every code is found beyond the length that RoPE was scaled for; then fewer with each doubling. The model's, not the
+  runtime's: the selection is exact. At the end most codes of the second half are found and few of the first, and most
+  wrong answers are other codes of the document.
+- Selection takes most of a call of a long context, and most of a decoded token at the end."""
 
     clock: Clock  # around the ops of the subject
     lengths: tuple[int, ...]

@@ -118,9 +118,25 @@ def _rates(found: dict[str, Any]) -> Table:
     note = (
         f"Medians of the last calls of {found['prefill_chunk']} tokens before each mark (up to 8) and of the tokens"
         " that are decoded at it (32 or more). Processor: seconds that this process computed. Wall: seconds that"
-        " passed, while other work shared the machine. Minutes include the questions."
+        f" passed, while other work shared the machine. Minutes include the questions. {overlaps(found['marks'])}"
     )
-    return Table("How fast", columns, rows, note)
+    return Table("How fast", columns, rows, note.strip())
+
+
+def overlaps(marks: Sequence[dict[str, Any]]) -> str:
+    """Where the spread of a decoded token does not tell a mark from the one before."""
+    ends = [(min(mark["decode_wall"]), max(mark["decode_wall"])) for mark in marks]
+    alike = [
+        str(mark["length"])
+        for mark, (low, high), (below, above) in zip(marks[1:], ends[1:], ends, strict=False)
+        if low <= above and below <= high
+    ]
+    if not alike:
+        return "" if len(marks) == 1 else "No spread of a decoded token overlaps that of the mark before."
+    return (
+        f"The spread of a decoded token overlaps that of the mark before at {', '.join(alike)} tokens: there a smaller"
+        " or larger median is noise until shown otherwise."
+    )
 
 
 def _rate_plot(found: dict[str, Any]) -> Plot:
@@ -136,7 +152,8 @@ def _decode_plot(found: dict[str, Any]) -> Plot:
         clock: [(mark["length"], 1e3 * statistics.median(mark[f"decode_{clock}"])) for mark in found["marks"]]
         for clock in ("processor", "wall")
     }
-    return Plot("A decoded token by context", "tokens of context", "milliseconds", series, log_x=True, log_y=True)
+    title, note = "A decoded token by context", overlaps(found["marks"])
+    return Plot(title, "tokens of context", "milliseconds", series, log_x=True, log_y=True, note=note)
 
 
 def _components(found: dict[str, Any], what: str, name: str) -> Table:

@@ -13,8 +13,9 @@ import pytest
 
 from probes.catalogue import FULL, QUICK
 from probes.faults import FAULTS
-from probes.matrix import Outcome, row
+from probes.matrix import Cell, Outcome, row
 from probes.subject import Subject
+from scripts.fault_matrix import noticed
 
 ROOT = Path(__file__).resolve().parents[2]
 SAID = json.loads((ROOT / "audits" / "faults.json").read_text(encoding="utf-8"))
@@ -49,6 +50,15 @@ def test_no_fault_is_uncaught_and_no_probe_fires_on_a_healthy_run():
     assert set(said("").values()) == {Outcome.MISSED.value}
     for fault in FAULTS:
         assert {Outcome.CAUGHT.value, Outcome.TRIPPED.value} & set(said(fault).values()), fault
+
+
+def test_the_page_counts_what_the_matrix_has():
+    found = {
+        fault: {name: Cell(Outcome(cell["outcome"]), cell["evidence"]) for name, cell in cells.items()}
+        for fault, cells in SAID.items()
+    }
+    told = noticed({fault: cells for fault, cells in found.items() if fault})
+    assert f"## What surprised us\n\n{told}\n" in (ROOT / "audits" / "faults.md").read_text(encoding="utf-8")
 
 
 def test_no_fault_needs_transformers_to_be_caught():

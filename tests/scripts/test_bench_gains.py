@@ -38,8 +38,12 @@ def test_the_page_begins_with_what_was_found():
     assert gains.verdict("prefill", rows, args) == (
         "Prefill, 1000 tokens: ms per 1000: 4000 before, 2000 after, 2.00 times as fast (2.00 .. 2.00)."
     )
+    same = [row(pair, side, linear=ms) for pair, ms in ((0, 4.0), (1, 5.0)) for side in ("before", "after")]
+    assert gains.verdict("prefill", same, args).endswith(
+        "4500 before, 4500 after, no change beyond the spread, 1.00 times as fast (1.00 .. 1.00)."
+    )
     told = gains.page(Record(args), rows, "c" * 40, args)
-    line = told.split("# Where the time goes, before and after\n\n")[1].splitlines()[0]
+    line = told.split("# Where the time goes, before and after, in plain numerics\n\n")[1].splitlines()[0]
     assert line == f"**{gains.verdict('prefill', rows, args)} {gains.verdict('decode', rows, args)}**"
 
 

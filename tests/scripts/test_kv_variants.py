@@ -82,6 +82,40 @@ def test_bytes_are_those_of_a_state_that_has_read_its_prompt(llama):
         assert runs.held_bytes(one, one.model.config, 200, 9) == sum(one.state(200, 9, 200).nbytes().values()), one.name
 
 
+def found(size, right, same):
+    """One variant of a made-up model: bytes, codes found of ten, texts that are the full cache's of eight."""
+    return {
+        "bytes": {"1024": size, "2048": size},
+        "recall": {"512": {"right": [True] * right + [False] * (10 - right), "depth": [0.5] * 10}},
+        "written": [page.WRITTEN] * same + [0] * (8 - same),
+        "fidelity": {"1024": {}},
+    }
+
+
+def test_the_page_opens_with_a_variant_that_saves_and_names_what_shows_nothing():
+    variants = {
+        "full": found(10240, 10, 8), "idle": found(10000, 10, 8), "small": found(2048, 10, 3),
+        "other": found(2048, 10, 2), "large": found(5120, 10, 8), "lossy": found(1024, 9, 1),
+    }  # fmt: skip
+    fields = ("bytes", "recall", "written", "fidelity")
+    model = {"kind": "llama"} | {name: {v: one[name] for v, one in variants.items()} for name in fields}
+    told = page.verdict(model)
+    assert (
+        "the smallest is small: at 1K 2 bytes per token instead of 10 (5.0 times fewer), 10 of 10 codes, 3 of 8" in told
+    )
+    assert "More than 5 in 100 of the codes lost: lossy." in told
+    assert "Saves nothing to speak of at 1K, so its row is vacuous: idle." in told
+    assert "is not exercised: small and other." in told
+    for name in ("small", "other", "large"):
+        model["recall"][name] = variants["lossy"]["recall"]
+    assert "no variant that saves anything finds all but 5 in 100" in page.verdict(model)
+
+
+def test_what_the_page_says_it_does_not_measure_is_in_no_row():
+    rules = [rule for rows in (runs.V4, runs.grouped(128)) for rules in rows.values() for rule in rules]
+    assert not [rule for rule in rules for knob in page.ABSENT if knob in rule]
+
+
 def test_divergence_is_of_the_variant_from_the_full_cache():
     """``sum p log(p / q)``: 0.9 log(0.9 / 0.5) + 0.1 log(0.1 / 0.5), which the other direction is not."""
     full, variant = torch.tensor([[0.9, 0.1]]).log(), torch.tensor([[0.5, 0.5]]).log()

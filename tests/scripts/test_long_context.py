@@ -20,7 +20,7 @@ from scripts.cli import run
 from scripts.long import document as documents
 from scripts.long import walk as walks
 from scripts.long.document import GAP, code_places, long_document
-from scripts.long.report import report
+from scripts.long.report import overlaps, report
 from scripts.long.snapshot import restore, snapshot
 from scripts.long.timing import COMPONENTS, REST, Clock, component
 from scripts.long.walk import Mark, Walk, spread
@@ -190,6 +190,14 @@ def test_attend_is_told_apart_by_what_it_reads():
     assert component("attend", (x, x, 0, 16, None, 0, None, x)) == "attend, SWA"
     assert component("attend", (x, x, 0, 16, x, 128, None, x)) == "attend, HCA"
     assert component("attend", (x, x, 0, 16, x, 4, x, x)) == "attend, CSA"
+
+
+def test_the_page_says_where_a_difference_is_noise():
+    spans = {1: (1.0, 2.0), 2: (1.9, 3.0), 3: (3.1, 4.0), 4: (0.5, 5.0)}
+    marks = [{"length": length, "decode_wall": span} for length, span in spans.items()]
+    assert "overlaps that of the mark before at 2, 4 tokens:" in overlaps(marks)
+    assert overlaps(marks[1:3]) == "No spread of a decoded token overlaps that of the mark before."
+    assert overlaps(marks[:1]) == ""
 
 
 def test_the_command_writes_a_page_and_can_write_it_again(tmp_path, capsys):

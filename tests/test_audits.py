@@ -1,0 +1,53 @@
+"""What the pages say in words: no number that nothing keeps fresh, and in their list what stands in them."""
+
+import json
+import re
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from probes.catalogue import FULL
+from scripts.bench.comparison import ratios
+from scripts.long.probe import LongContext
+
+ROOT = Path(__file__).resolve().parents[1]
+AUDITS = ROOT / "audits"
+NAMES = re.compile(r"`[^`]*`|\b[A-Za-z]\w*\d\w*")  # FP4, bf16, E4M3, V4
+ROW = re.compile(r"^\| \[(\S+?\.md)\]\((\S+?)\) \| .+ \| (.+) \|$", re.MULTILINE)
+LISTED = ROW.findall((AUDITS / "README.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("probe", [*FULL, LongContext], ids=lambda probe: probe.name)
+def test_what_was_noticed_is_told_in_words_and_stands_in_the_page(probe):
+    """Numbers are those of findings and tables: nothing would change one that is typed into a text."""
+    assert not re.search(r"\d", NAMES.sub("", probe.noticed))
+    page = (AUDITS / f"{probe.name}.md").read_text(encoding="utf-8")
+    assert f"## What surprised us\n\n{probe.noticed.strip()}\n\n" in page
+
+
+def test_the_list_has_every_page_and_quotes_what_was_found():
+    assert sorted(name for name, _, _ in LISTED) == sorted({path.name for path in AUDITS.glob("*.md")} - {"README.md"})
+    for name, target, found in LISTED:
+        assert name == target
+        page = " ".join((AUDITS / name).read_text(encoding="utf-8").replace("**", "").split())
+        assert found in page, f"{name} does not say: {found}"
+
+
+def test_the_readme_has_the_ratios_of_the_pages():
+    told = re.findall(
+        r"^\| [^|]+ \| (\d+) \| (.+) \| \[`(performance.*)\.md`\]", (ROOT / "README.md").read_text(), re.MULTILINE
+    )
+    assert len(told) == 3
+    for context, cells, page in told:
+        runs = json.loads((AUDITS / f"{page}.json").read_text())["results"]["runs"]
+        found = [median(ratios(runs, int(context), what)) for what in ("load", "prefill", "decode", "peak memory")]
+        assert cells.split(" | ") == [f"{ratio:.2g}" for ratio in found]
+
+
+def test_no_two_pages_have_one_title():
+    titles = [
+        next(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
+        for path in AUDITS.glob("*.md")
+    ]
+    assert len(set(titles)) == len(titles)
