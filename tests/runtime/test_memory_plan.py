@@ -17,8 +17,8 @@ from model.published import published_tensors
 from model.ranks import Group, Ranks
 from model.transformer import Transformer
 from runtime import memory
-from runtime.load import load
 from runtime.arithmetic import arithmetic
+from runtime.load import load
 from runtime.options import DEMO, RunOptions
 from runtime.placement import place
 from runtime.plan.held import held_caches, held_weights
