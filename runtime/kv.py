@@ -19,12 +19,13 @@ ENTRIES: Final[Names] = {"full": Full, "shard": Shard, "coda": Coda}  # of V4's 
 GROUPED: Final[Names] = {"full": Full, "shard": GroupedShard, "coda": GroupedCoda}  # of layers with grouped heads
 WIDTHS: Final = (2, 3, 4, 6, 8)  # bits for which there is a packing
 SLOTS: Final = 1 << 20
+BANK: Final = 1 << 16  # slots of a bank, each of which every token attends to
 ALLOWED: Final[Mapping[tuple[type[Variant], str], Sequence[int]]] = {
     (Shard, "bits"): WIDTHS,
     (Shard, "keys"): WIDTHS,
     (Coda, "window"): range(1, SLOTS + 1),
-    (Coda, "exact"): range(SLOTS + 1),
-    (Coda, "summary"): range(1, SLOTS + 1),
+    (Coda, "exact"): range(BANK + 1),
+    (Coda, "summary"): range(1, BANK + 1),
     (GroupedShard, "rank"): range(2, SLOTS + 1),
     (GroupedShard, "bits"): STREAM_BITS,
     (GroupedShard, "sinks"): range(SLOTS + 1),
@@ -33,8 +34,8 @@ ALLOWED: Final[Mapping[tuple[type[Variant], str], Sequence[int]]] = {
     (GroupedShard, "group"): range(4, SLOTS + 1),
     (GroupedShard, "qjl"): (0, 1),
     (GroupedCoda, "window"): range(1, SLOTS + 1),
-    (GroupedCoda, "exact"): range(SLOTS + 1),
-    (GroupedCoda, "summary"): range(SLOTS + 1),
+    (GroupedCoda, "exact"): range(BANK + 1),
+    (GroupedCoda, "summary"): range(BANK + 1),
     (GroupedCoda, "block"): range(1, SLOTS + 1),
     (GroupedCoda, "values"): (0, 1),
     (GroupedCoda, "published"): (0, 1),
@@ -149,6 +150,8 @@ def _check(rule: str, variant: Variant, config: ModelConfig | LlamaConfig, layer
     if isinstance(config, LlamaConfig):
         if config.sliding_window is not None and not isinstance(variant, Full):
             raise ConfigError(f"--kv {rule}: the model has a sliding_window of {config.sliding_window}: full only")
+        if isinstance(variant, GroupedCoda) and variant.window > (most := config.max_position_embeddings):
+            raise ConfigError(f"--kv {rule}: window is {variant.window}, the model has {most} positions")
         try:
             grouped.check(variant, config.num_key_value_heads, config.head_dim)
         except ConfigError as error:

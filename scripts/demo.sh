@@ -5,22 +5,34 @@ python=$1
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
-say() { printf '\n\033[1m%s\033[0m\n' "$1"; }
+say() {
+    printf '\n'
+    printf '\033[1m%s\033[0m\n' "$@"
+}
+
+# The first and last line of a document, cut between words.
+ends() {
+    fold -s -w 74 "$1" >"$work/folded"
+    printf '  %s...\n  ... %s\n' "$(head -n 1 "$work/folded")" "$(tail -n 1 "$work/folded")"
+}
 
 say 'A fact. $ python -m scripts.generate --prompt "What is the capital of France?"'
 "$python" -m scripts.generate --prompt "What is the capital of France?"
 
-say 'A needle: one sentence in a document of 8,000 tokens, drawn afresh; CSA layers must select it.'
+say 'A needle: one sentence in a document of 8,000 tokens, drawn afresh;' \
+    'CSA layers must select it.'
 "$python" -m scripts.demo_document needle --tokens 8000 --seed 1 >"$work/needle.txt" 2>"$work/needle.answer"
-printf '  %s ... \n  ... %s\n' "$(head -c 110 "$work/needle.txt")" "$(tail -c 110 "$work/needle.txt")"
+ends "$work/needle.txt"
 "$python" -m scripts.generate --prompt-file "$work/needle.txt"
 cat "$work/needle.answer"
 
-say 'A count: the most common word of a whole document, which no small selection holds; HCA layers see it all.'
+say 'A count: the most common word of a whole document, which no small' \
+    'selection holds; HCA layers see it all.'
 "$python" -m scripts.demo_document common --tokens 2000 --seed 1 >"$work/common.txt" 2>"$work/common.answer"
-printf '  %s ... \n  ... %s\n' "$(head -c 110 "$work/common.txt")" "$(tail -c 110 "$work/common.txt")"
+ends "$work/common.txt"
 "$python" -m scripts.generate --prompt-file "$work/common.txt"
 cat "$work/common.answer"
 
-say 'Your turn: source .venv/bin/activate, then python -m scripts.generate --prompt "What is the currency of Japan?"'
-printf 'What each part is needed for: audits/demo-checkpoint.md. What is in the file: python -m scripts.inspect\n'
+say 'Your turn: source .venv/bin/activate, then' \
+    'python -m scripts.generate --prompt "What is the currency of Japan?"'
+printf 'What each part is needed for: audits/demo-checkpoint.md.\nWhat is in the file: python -m scripts.inspect\n'

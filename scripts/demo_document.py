@@ -8,17 +8,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from rich.console import Console
-
+from model.errors import ConfigError
 from probes.demo_language.prompts import common_prompts, needle_prompts
 from probes.demo_language.vocabulary import vocabulary_size
 from runtime.options import DEMO
 from runtime.segments import ASSISTANT, USER, Text
 from runtime.tokenizer import Tokenizer
-from scripts.cli import run_alone
-from scripts.flags import positive
+from scripts.cli import arguments, run_alone
+from scripts.console import Console
+from scripts.flags import positive, seed
 
 KINDS = {"needle": needle_prompts, "common": common_prompts}
+SHORTEST = {"needle": 64, "common": 192}  # tokens that what is told, and the question for it, always fit into
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,14 +33,16 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    args = parser().parse_args(argv)
-    prompt = KINDS[args.kind](args.tokens, 1, args.seed, chat=True)[0]
+    args = arguments(parser(), argv)
+    if args.tokens < SHORTEST[args.kind]:
+        raise ConfigError(f"--tokens {args.tokens}: a document of this kind has at least {SHORTEST[args.kind]}")
+    prompt = KINDS[args.kind](args.tokens, 1, seed(args), chat=True)[0]
     tokenizer = Tokenizer(DEMO, vocabulary_size())
     segments = tokenizer.decode_segments(prompt.ids)
     user, assistant = segments.index(USER), segments.index(ASSISTANT)  # the first turn and where its answer begins
     text = "".join(segment.text for segment in segments[user:assistant] if isinstance(segment, Text))
     print(text)
-    Console(stderr=True).print(f"the right answer:{tokenizer.decode([prompt.answers[0].token])}")
+    Console(stderr=True).say(f"the right answer:{tokenizer.decode([prompt.answers[0].token])}")
     return 0
 
 

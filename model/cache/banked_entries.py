@@ -43,19 +43,18 @@ class BankedEntries:
         How many entries of each kind.
     width, rope
         Columns of an entry, and how many of them, the last, are rotated.
-    chunk
-        Tokens of a call, at most.
+    newest
+        Rows for entries that are not in the banks: `newest_rows`.
     dtype, device
         Of entries and keys. Means are kept in float32 and attended to in `dtype`.
 
     """
 
     def __init__(
-        self, ratio: int, variant: Coda, width: int, rope: int, chunk: int, dtype: torch.dtype, device: torch.device
+        self, ratio: int, variant: Coda, width: int, rope: int, newest: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.ratio, self.variant, self.plain = ratio, variant, width - rope
         self.banked = variant.exact + variant.summary
-        newest = _newest(ratio, variant, chunk)
         self.data = torch.zeros(self.banked + newest, width, dtype=dtype, device=device)
         self.means = torch.zeros(variant.summary, width, device=device)
         self.bias = torch.zeros(self.data.shape[0], device=device)  # log of the entries behind a row
@@ -86,11 +85,16 @@ class BankedEntries:
         self.count += new.shape[0]
 
     def view(self) -> Slots:
-        """Return all slots and the newest entries, as views."""
+        """Return all slots and the newest entries, as views; no slots while they are empty."""
+        if not self.evicted:
+            rows = slice(self.banked, self.used)
+            return Slots(self.data[rows], self.bias[rows], 0)
         return Slots(self.data[: self.used], self.bias[: self.used], self.hidden)
 
     def chosen(self, selected: Tensor) -> Tensor:
-        """Rows for a selection [t, k] int32 among the newest entries: all slots, and these; -1 stays none."""
+        """Rows of `view` for a selection [t, k] int32 among the newest entries: all slots, and these; -1 stays none."""
+        if not self.evicted:
+            return selected
         slots = torch.arange(self.banked, dtype=torch.int32, device=selected.device).expand(selected.shape[0], -1)
         return torch.cat((slots, torch.where(selected >= 0, selected + self.banked, -1)), dim=1)
 
@@ -194,10 +198,10 @@ class NewestKeys:
     """Index keys of the newest entries [n, d]: banks have none, since they are always attended to."""
 
     def __init__(
-        self, ratio: int, variant: Coda, width: int, chunk: int, dtype: torch.dtype, device: torch.device
+        self, ratio: int, variant: Coda, width: int, newest: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.ratio, self.window = ratio, variant.window
-        self.data = torch.zeros(_newest(ratio, variant, chunk), width, dtype=dtype, device=device)
+        self.data = torch.zeros(newest, width, dtype=dtype, device=device)
         self.count = 0  # keys seen
         self.evicted = 0
 
@@ -245,9 +249,12 @@ class NewestKeys:
         self.data[: self.used] = newest
 
 
-def _newest(ratio: int, variant: Coda, chunk: int) -> int:
-    """Rows for the newest entries: a window, and those of a call, the first of which may have begun before it."""
-    return variant.window + chunk // ratio + 1
+def newest_rows(ratio: int, variant: Coda, chunk: int, entries: int) -> int:
+    """Rows for the newest entries: a window, and those of a call, the first of which may have begun before it.
+
+    A context of so many `entries` needs no more than these, however wide the window.
+    """
+    return min(variant.window + chunk // ratio + 1, entries)
 
 
 def _room_for(data: Tensor, used: int, new: Tensor) -> int:

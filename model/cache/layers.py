@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels import basis_rows
 from kernels.rotation import rotated_rows
-from model.cache.banked_entries import BankedEntries, NewestKeys
+from model.cache.banked_entries import BankedEntries, NewestKeys, newest_rows
 from model.cache.entries import Entries
 from model.cache.formats import CacheFormats
 from model.cache.frontier import Frontier
@@ -139,7 +139,9 @@ class HcaCache(LayerCache):
         self.entries: AnyEntries
         match formats.variant(layer):
             case Coda() as coda:
-                self.entries = BankedEntries(ratio, coda, d, rope, chunk, formats.dtype, device)
+                self.entries = BankedEntries(
+                    ratio, coda, d, rope, newest_rows(ratio, coda, chunk, n), formats.dtype, device
+                )
             case Shard(basis=Basis(_, fit, rope_bits)):
                 self.entries = Entries(ratio, basis_rows.allocate(n, fit, rope, rope_bits, SIGNS, device))
             case Shard(bits):
@@ -168,14 +170,15 @@ class CsaCache(HcaCache):
     ) -> None:
         super().__init__(config, layer, max_context, chunk, formats, device)
         ratio, width = config.ratio(layer), config.index_head_dim
+        n = max_context // ratio
         self.keys: AnyKeys
         match formats.variant(layer):
             case Coda() as coda:
-                self.keys = NewestKeys(ratio, coda, width, chunk, formats.dtype, device)
+                self.keys = NewestKeys(ratio, coda, width, newest_rows(ratio, coda, chunk, n), formats.dtype, device)
             case Shard(_, bits):
-                self.keys = Entries(ratio, rotated_rows(max_context // ratio, width, bits, device, SIGNS))
+                self.keys = Entries(ratio, rotated_rows(n, width, bits, device, SIGNS))
             case _:
-                self.keys = Entries(ratio, formats.key_rows(max_context // ratio, width, device))
+                self.keys = Entries(ratio, formats.key_rows(n, width, device))
         self.key_frontier = Frontier(ratio, config.index_head_dim, overlap=True, device=device)
         self.components |= {"indexer_keys": self.keys, "indexer_frontier": self.key_frontier}
 

@@ -9,7 +9,7 @@ import torch
 
 from kernels.formats import Slots
 from kernels.ops import BLOCKED, REFERENCE
-from model.cache.banked_entries import HIT, NOVEL, BankedEntries, NewestKeys
+from model.cache.banked_entries import HIT, NOVEL, BankedEntries, NewestKeys, newest_rows
 from model.cache.variants import Coda
 from probes.subject import Subject
 from runtime.load import load
@@ -20,7 +20,7 @@ WIDTH, ROPE = 24, 8
 
 
 def banks(variant, ratio=4, chunk=64):
-    return BankedEntries(ratio, variant, WIDTH, ROPE, chunk, torch.float32, CPU)
+    return BankedEntries(ratio, variant, WIDTH, ROPE, newest_rows(ratio, variant, chunk, 1 << 30), torch.float32, CPU)
 
 
 def clustered(count, seed, centres=6, noise=0.4):
@@ -83,10 +83,11 @@ def test_slots_stand_for_the_entries_that_the_rule_says(variant, seed):
         if members:
             torch.testing.assert_close(cache.means[slot], rows[members].mean(0), rtol=1e-5, atol=1e-5)
     newest = min(variant.window, len(rows))
-    assert torch.equal(cache.view().rows[cache.banked :], rows[len(rows) - newest :])
+    slots = cache.banked if cache.evicted else 0
+    assert torch.equal(cache.view().rows[slots:], rows[len(rows) - newest :])
     expected = [0.0 if i is not None else -math.inf for i in exact]
     expected += [math.log(len(members)) if members else -math.inf for members in summary]
-    assert cache.view().bias.tolist() == pytest.approx(expected + [0.0] * newest, rel=1e-6)
+    assert cache.view().bias.tolist() == pytest.approx(expected[:slots] + [0.0] * newest, rel=1e-6)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
@@ -184,6 +185,27 @@ def test_keys_are_those_of_the_newest_entries():
 
 
 # --- in the model
+
+
+def test_a_window_takes_no_more_rows_than_a_context_has_entries():
+    model = load(DEMO, RunOptions(kv=("all=coda:window=1048576,exact=64,summary=64",))).model
+    full = load(DEMO, RunOptions()).model.new_state(1000, 512).nbytes()
+    banked = model.new_state(1000, 512).nbytes()
+    assert banked["indexer_keys"] == full["indexer_keys"]
+    assert full["entries"] < banked["entries"] < full["entries"] + 3 * 128 * 128 * 8  # slots, their means and biases
+
+
+def test_empty_slots_are_not_attended_to():
+    entries = banks(Coda(window=5, exact=1000, summary=1000))
+    entries.append(torch.ones(5, WIDTH))
+    assert entries.view().rows.shape == (5, WIDTH)
+    selected = torch.tensor([[0, 3, -1]], dtype=torch.int32)
+    assert entries.chosen(selected) is selected
+    entries.append(torch.ones(1, WIDTH))
+    entries.settle()
+    assert entries.view().rows.shape == (2005, WIDTH)
+    assert entries.chosen(selected).shape == (1, 2003)
+
 
 LENGTH = 700
 DECODED = 12  # closes three CSA windows

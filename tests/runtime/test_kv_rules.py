@@ -117,7 +117,7 @@ def test_a_variant_is_told_as_it_is_asked_for(config, text):
         ("all=shard:bits=4,bits=4", "'bits=4': settings"),
         ("all=shard:bits=5", "bits is 5, want 2 or 3 or 4 or 6 or 8"),
         ("all=shard:window=5", "'window=5': settings of shard"),
-        ("all=coda:summary=0", "summary is 0, want 1 to 1048576"),
+        ("all=coda:summary=0", "summary is 0, want 1 to 65536"),
         ("all=coda:window=0", "window is 0, want 1 to 1048576"),
     ],
 )
