@@ -16,11 +16,8 @@ def regular_file_size(path: Path, error: type[ValueError] = CheckpointError) -> 
     """
     try:
         status = path.stat()
-    except FileNotFoundError:
-        raise error(f"{path}: No such file or directory") from None
-    except (OSError, ValueError) as failed:  # ValueError: a null byte in the name
-        reason = failed.strerror if isinstance(failed, OSError) else "not a file name"
-        raise error(f"{path}: cannot be read: {reason}") from None
+    except (OSError, ValueError) as failed:
+        raise error(_told(path, failed)) from None
     if not stat.S_ISREG(status.st_mode):
         raise error(f"{path}: not a regular file")
     return status.st_size
@@ -59,8 +56,14 @@ def _read(path: Path, most: int, error: type[ValueError]) -> bytes:
         with path.open("rb") as file:
             data = file.read(most + 1)
     except (OSError, ValueError) as failed:
-        reason = failed.strerror if isinstance(failed, OSError) else "not a file name"
-        raise error(f"{path}: cannot be read: {reason}") from None
+        raise error(_told(path, failed)) from None
     if len(data) > most:
         raise error(f"{path}: more than the {most} bytes that are read of such a file")
     return data
+
+
+def _told(path: Path, failed: OSError | ValueError) -> str:
+    if isinstance(failed, FileNotFoundError):
+        return f"{path}: {failed.strerror}"
+    why = failed.strerror if isinstance(failed, OSError) else "not a file name"  # it holds a null byte
+    return f"{path}: cannot be read: {why}"

@@ -176,14 +176,15 @@ def test_a_run_that_ends_in_prefill_leaves_no_half_written_file(tmp_path, number
     flags = ("--tokens", str(tmp_path / "tokens"), "--out", str(tmp_path / "logits"), "--rank-timeout", "4")
     with ByHand(tmp_path, 2, "scripts.logits", *flags, store="test") as run:
         run.until(lambda: in_prefill(run))
-        assert (tmp_path / "logits.partial").exists()
+        assert list(tmp_path.glob(".fathom-*.partial"))
         run.send(number, *ranks)
         found, seconds = run.statuses(stopped=ranks if number == signal.SIGSTOP else ())
         assert found == statuses
         assert seconds < 8
         assert len(run.console) == 1
         assert run.console[0].startswith(told)
-        assert not list(tmp_path.glob("logits*"))
+        assert not list(tmp_path.glob(".fathom-*"))
+        assert not (tmp_path / "logits").exists()
 
 
 @pytest.mark.slow

@@ -1,0 +1,316 @@
+"""What commands write: whole or not at all, never over what they read, and nothing raw on the console."""
+
+import errno
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.errors import one_line
+from runtime.options import DEMO
+from runtime.output import replacing, write_text
+from scripts import cli, demo_document, generate, inspect, logits, memory_db, plan
+from scripts.console import visible
+
+ROOT = Path(__file__).resolve().parents[2]
+PROMPT = ("--raw", "--prompt", "The capital of France is", "--max-new-tokens", "2")
+
+
+def command(name, *flags, limit=None):
+    """Run a command as its own process, perhaps with files of at most `limit` bytes."""
+    small = None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    words = [sys.executable, "-m", f"scripts.{name}", *map(str, flags)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=env, preexec_fn=small, check=False)
+
+
+def refused(main, capsys, *flags):
+    """The one line of a command that refuses its command line."""
+    assert cli.run(lambda: main([str(flag) for flag in flags])) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A folder of inputs, as the working directory; every one must be as it was afterwards."""
+    held = {"ids": json.dumps([0, 3, 5] * 20), "prompt": "The old farmer", "messages": "[]", "old": "what was there"}
+    for name, text in held.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "link").symlink_to("ids")
+    os.link(tmp_path / "prompt", tmp_path / "twin")
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    assert {name: (tmp_path / name).read_text() for name in held} == held
+    assert {path.name for path in tmp_path.iterdir()} == {*held, "link", "twin"}
+
+
+@pytest.mark.parametrize(
+    ("main", "flags", "says"),
+    [
+        (generate, (*PROMPT, "--json", "x", "--save-state", "x"), "--json x: --save-state writes it too"),
+        (generate, (*PROMPT, "--json", "x", "--save-state", "../{}/x"), "--json x: --save-state writes it too"),
+        (generate, ("--prompt-file", "prompt", "--json", "prompt"), "--json prompt: is what --prompt-file reads"),
+        (generate, ("--prompt-file", "prompt", "--json", "twin"), "--json twin: is what --prompt-file reads"),
+        (generate, ("--messages", "messages", "--json", "messages"), "--json messages: is what --messages reads"),
+        (generate, ("--load-state", "old", "--save-state", "old"), "--save-state old: is what --load-state reads"),
+        (generate, (*PROMPT, "--save-state", DEMO / "config.json"), f"lies in the model's directory {DEMO}"),
+        (generate, (*PROMPT, "--json", DEMO / "new"), f"lies in the model's directory {DEMO}"),
+        (generate, (*PROMPT, "--kv", "all=shard:bits=6,basis=old", "--json", "old"), "--json old: is what --kv reads"),
+        (generate, (*PROMPT, "--coda-adapters", "old", "--json", "old"), "--json old: is what --coda-adapters reads"),
+        (logits, ("--tokens", "ids", "--out", "ids"), "--out ids: is what --tokens reads, and stays as it is"),
+        (logits, ("--tokens", "ids", "--out", "link"), "--out link: is what --tokens reads"),
+        (logits, ("--tokens", "ids", "--out", DEMO / "x"), f"lies in the model's directory {DEMO}"),
+        (logits, ("--tokens", "ids", "--out", "/dev/null"), "/dev/null: not a regular file"),
+        (logits, ("--tokens", "ids", "--out", "none/x"), "none/x: cannot be written there (No such file or directory)"),
+        (logits, ("--tokens", "ids", "--out", "."), ".: is a folder"),
+        (inspect, ("--json", DEMO / "config.json"), f"lies in the model's directory {DEMO}"),
+        (inspect, ("--config", "old", "--tensors", "ids", "--json", "ids"), "--json ids: is what --tensors reads"),
+        (plan, ("--config", "old", "--context", "9", "--json", "old"), "--json old: is what --config reads"),
+        (memory_db, ("ingest", "--document", "prompt", "--out", "prompt"), "--out prompt: is what --document reads"),
+        (memory_db, ("ingest", "--text", "x", "--out", DEMO / "x"), f"lies in the model's directory {DEMO}"),
+    ],
+)
+def test_no_output_is_an_input_another_output_or_in_the_models_directory(files, capsys, main, flags, says):
+    assert says in refused(main.main, capsys, *(str(flag).format(files.name) for flag in flags))
+
+
+def test_a_file_that_a_link_in_the_models_directory_leads_to_is_the_models(tmp_path, capsys):
+    blobs, model = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    model.mkdir()
+    for path in DEMO.iterdir():
+        (blobs / path.name).write_bytes(path.read_bytes())
+        (model / path.name).symlink_to(blobs / path.name)
+    flags = ("--model", model, *PROMPT, "--json", blobs / "config.json")
+    assert "lies in the model's directory" in refused(generate.main, capsys, *flags)
+    assert (blobs / "config.json").read_bytes() == (DEMO / "config.json").read_bytes()
+
+
+def test_a_report_may_go_to_a_pipe():
+    done = command("inspect", "--json", "/dev/stderr")
+    assert done.returncode == 0
+    assert json.loads(done.stderr)["tensors"] > 0
+    assert Path("/dev/null").is_char_device()
+    assert command("inspect", "--json", "/dev/null").returncode == 0
+    assert Path("/dev/null").is_char_device()
+
+
+# --- a disk without room
+
+
+def test_logits_on_a_full_disk_are_one_line_before_anything_is_computed(tmp_path):
+    (tmp_path / "ids").write_text(json.dumps([5] * 2000))
+    out = tmp_path / "logits"
+    out.write_text("what was there")
+    started = time.perf_counter()
+    done = command("logits", "--tokens", tmp_path / "ids", "--out", out, limit=1 << 20)
+    assert (done.returncode, done.stderr) == (2, f"{out}: File too large\n")
+    assert time.perf_counter() - started < 20
+    assert out.read_text() == "what was there"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ids", "logits"]
+
+
+@pytest.mark.parametrize(("flag", "limit"), [("--json", 200), ("--save-state", 2000)])
+def test_a_report_or_state_without_room_leaves_what_was_there(tmp_path, flag, limit):
+    out = tmp_path / "out"
+    out.write_text("what was there")
+    done = command("generate", *PROMPT, flag, out, limit=limit)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith(f"{out}: ")
+    assert "ile too large" in done.stderr.splitlines()[-1]
+    assert out.read_text() == "what was there"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_error_of_the_disk_names_the_file(tmp_path):
+    with pytest.raises(OSError, match="No space left") as caught, replacing(tmp_path / "x"):
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert caught.value.filename == str(tmp_path / "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_keeps_its_mode_its_links_and_its_content_until_the_new_one_is_whole(tmp_path):
+    path, link = tmp_path / "file", tmp_path / "link"
+    path.write_text("old")
+    path.chmod(0o640)
+    link.symlink_to(path)
+    with replacing(link) as partial:
+        partial.write_text("new")
+        assert path.read_text() == "old"
+    assert link.is_symlink()
+    assert path.read_text() == "new"
+    assert path.stat().st_mode & 0o777 == 0o640
+    with pytest.raises(ZeroDivisionError), replacing(path) as partial:
+        partial.write_text(str(1 // 0))
+    assert path.read_text() == "new"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "link"]
+
+
+def test_a_new_file_has_the_mode_of_any_other(tmp_path):
+    (tmp_path / "usual").touch()
+    write_text(tmp_path / "ours", "x")
+    assert (tmp_path / "ours").stat().st_mode == (tmp_path / "usual").stat().st_mode
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_run_that_is_ended_leaves_nothing(tmp_path, number):
+    (tmp_path / "ids").write_text(json.dumps([5] * 60_000))
+    words = [sys.executable, "-m", "scripts.logits", "--tokens", str(tmp_path / "ids"), "--out", str(tmp_path / "out")]
+    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.glob(".fathom-*.partial")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert list(tmp_path.glob(".fathom-*.partial"))
+        run.send_signal(number)
+        told = run.communicate(timeout=30)[1]
+    assert (run.returncode, told) == ((130, "interrupted\n") if number == signal.SIGINT else (143, "terminated\n"))
+    assert [path.name for path in tmp_path.iterdir()] == ["ids"]
+
+
+# --- the console
+
+
+def test_a_model_whose_path_looks_like_markup(tmp_path):
+    folder = tmp_path / "a[/x]b[red]"
+    folder.mkdir(parents=True)
+    for path in DEMO.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    done = command("generate", "--model", folder, *PROMPT, "--save-state", tmp_path / "s[y]")
+    assert (done.returncode, done.stdout) == (0, " Paris.\n")
+    assert command("generate", "--model", folder, "--load-state", tmp_path / "s[y]").returncode in (0, 2)
+    assert command("inspect", "--model", folder).returncode == 0
+    done = command("inspect", "--model", tmp_path / "[/z]")
+    assert (done.returncode, done.stderr) == (2, f"{tmp_path}/[/z]/config.json: No such file or directory\n")
+
+
+def test_what_a_file_says_reaches_the_terminal_escaped_and_cut(tmp_path, capsys):
+    path = tmp_path / "made\x1b[2J"
+    save_file({"x" * 300_000: torch.zeros(1)}, path, {"format": "\x1b]0;title\x07" + "y" * 300_000})
+    line = refused(generate.main, capsys, "--load-state", path)
+    assert "\x1b" not in line
+    assert line.isprintable()
+    assert len(line) < 3000
+
+
+def test_one_line_of_anything():
+    assert one_line("a\nb\x1b[0m\x00é\u202e") == "a; b\\x1b[0m\\x00é\\u202e"
+    assert one_line("x" * 3000) == f"{'x' * 2000}... (3000 characters)"
+
+
+def test_text_for_a_terminal_keeps_its_lines_and_nothing_else_that_steers():
+    assert visible("a\n\tb\x1b[2J\x07\x9bé") == "a\n\tb\\x1b[2J\\x07\\x9bé"
+
+
+def test_a_table_in_a_pipe_is_neither_wrapped_nor_cut():
+    done = command("generate", *PROMPT)
+    lines = done.stderr.splitlines()
+    assert [line.split()[0] for line in lines] == ["prompt", "answer", "memory", "ran"]
+    assert "indexer frontier" in lines[2]
+    assert "1 threads" in lines[3]
+
+
+@pytest.mark.parametrize("name", ["inspect", "plan", "generate"])
+def test_a_pipe_that_nobody_reads_ends_every_command_alike(name):
+    flags = {"plan": ("--context", "1000"), "generate": PROMPT}.get(name, ())
+    words = [sys.executable, "-m", f"scripts.{name}", *flags]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        run.stdout.close()
+        told = run.stderr.read()
+        assert run.wait(60) == 141
+    assert "rror" not in told
+
+
+# --- before torch
+
+COMMANDS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def main(" in path.read_text())
+
+
+def test_every_command_is_looked_at():
+    assert {"generate", "logits", "inspect", "plan", "probe", "memory_db", "make_checkpoint"} < set(COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("flag", ["--help", "--no-such-flag"])
+def test_a_command_line_is_read_without_torch(name, flag):
+    program = f"""
+import runpy, sys
+sys.argv = ["{name}", "{flag}"]
+try:
+    runpy.run_module("scripts.{name}", run_name="__main__")
+except SystemExit as end:
+    heavy = {{"torch", "transformers", "triton"}} & sys.modules.keys()
+    sys.exit(f"{{heavy}} imported" if heavy else end.code)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == (0 if flag == "--help" else 2), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "says"),
+    [
+        ("generate", ("--prompt", "a", "--model", "nowhere"), "nowhere/config.json: No such file or directory"),
+        ("generate", ("--prompt", "", "--temperature", "0"), "the prompt is empty"),
+        ("generate", ("--prompt", "a", "--temperature", "-1"), "--temperature -1.0: want a number >= 0"),
+        ("generate", ("--prompt", "a", "--json", "model/demo/config.json"), "lies in the model's directory"),
+        ("logits", ("--tokens", "nowhere", "--out", "/tmp/x"), "nowhere: No such file or directory"),
+        ("inspect", ("--config", "x"), "--config and --tensors go together"),
+        ("demo_document", ("needle", "--tokens", "3"), "--tokens 3: a document of this kind has at least 64"),
+        ("demo_document", ("common", "--tokens", "191"), "--tokens 191: a document of this kind has at least 192"),
+    ],
+)
+def test_bad_files_and_values_are_told_without_torch_too(name, flags, says):
+    program = f"""
+import runpy, sys
+sys.argv = {["x", *flags]!r}
+try:
+    runpy.run_module("scripts.{name}", run_name="__main__")
+except SystemExit as end:
+    assert "torch" not in sys.modules
+    sys.exit(end.code)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert says in line
+
+
+def test_ingesting_a_few_words_imports_no_compiler(tmp_path):
+    program = f"""
+import runpy, sys
+sys.argv = ["x", "ingest", "--text", "a b", "--out", {str(tmp_path / "s")!r}]
+try:
+    runpy.run_module("scripts.memory_db", run_name="__main__")
+except SystemExit as end:
+    assert not end.code, end.code
+slow = {{"torch._dynamo", "sympy"}} & sys.modules.keys()
+assert not slow, slow
+"""
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("kind", ["needle", "common"])
+def test_documents_of_the_least_length_can_be_made(kind, capsys):
+    for seed in range(30):
+        assert demo_document.main([kind, "--tokens", str(demo_document.SHORTEST[kind]), "--seed", str(seed)]) == 0
+    assert capsys.readouterr().out
+
+
+def test_logits_are_those_of_the_calls_in_order(tmp_path):
+    (tmp_path / "ids").write_text(json.dumps([0, *range(5, 150)]))
+    flags = ["--tokens", str(tmp_path / "ids"), "--numerics", "plain", "--dtype", "fp32", "--out"]
+    assert logits.main([*flags, str(tmp_path / "one")]) == 0
+    assert logits.main([*flags, str(tmp_path / "many"), "--prefill-chunk", "64", "--decode-from", "140"]) == 0
+    one, many = (load_file(tmp_path / name)["logits"] for name in ("one", "many"))
+    assert one.shape == many.shape == (146, 1024)
+    assert (one - many).abs().max() < 2e-4
