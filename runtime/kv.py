@@ -8,6 +8,7 @@ from typing import Final
 from model.cache import grouped
 from model.cache.shard import STREAM_BITS
 from model.cache.variants import Basis, Coda, Full, GroupedCoda, GroupedShard, Shard, Variant
+from model.choices import SHARD_BITS
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
 from model.llama.config import LlamaConfig
@@ -17,12 +18,11 @@ Names = Mapping[str, type[Variant]]
 
 ENTRIES: Final[Names] = {"full": Full, "shard": Shard, "coda": Coda}  # of V4's layers
 GROUPED: Final[Names] = {"full": Full, "shard": GroupedShard, "coda": GroupedCoda}  # of layers with grouped heads
-WIDTHS: Final = (2, 3, 4, 6, 8)  # bits for which there is a packing
 SLOTS: Final = 1 << 20
 BANK: Final = 1 << 16  # slots of a bank, each of which every token attends to
 ALLOWED: Final[Mapping[tuple[type[Variant], str], Sequence[int]]] = {
-    (Shard, "bits"): WIDTHS,
-    (Shard, "keys"): WIDTHS,
+    (Shard, "bits"): SHARD_BITS,
+    (Shard, "keys"): SHARD_BITS,
     (Coda, "window"): range(1, SLOTS + 1),
     (Coda, "exact"): range(BANK + 1),
     (Coda, "summary"): range(1, BANK + 1),

@@ -10,36 +10,23 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
-from kernels.basis_fit import Fitted, Loss, rotated_bytes, shared_bytes
-from model.config import ModelConfig
-from model.errors import CapacityError, ConfigError
-from probes.subject import Subject
-from runtime.basis import write_basis
-from runtime.calibrate import fit_layers, samples, with_entries
-from runtime.kv import WIDTHS, variants
-from runtime.load import load
-from runtime.options import RunOptions
-from runtime.tokenizer import Tokenizer
-from scripts.cli import run_alone
+from model.choices import SHARD_BITS
+from scripts.cli import arguments, run_alone
 from scripts.flags import positive
-from scripts.paths import writable
+from scripts.paths import Reads, Writes
 
 TOKENS = 32768
 CONTEXT = 131072
-WIDTH = 126  # of the table
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(prog="python -m scripts.calibrate_kv", description=__doc__)
     p.add_argument("model", type=Path, help="checkpoint directory")
-    p.add_argument("--out", type=Path, required=True, help="safetensors file to write")
-    p.add_argument("--text", type=Path, help="file to run (default: documents of the demo, if the model reads them)")
+    p.add_argument("--out", action=Writes, required=True, help="safetensors file to write")
+    p.add_argument("--text", action=Reads, help="file to run (default: documents of the demo, if the model reads them)")
     p.add_argument("--tokens", type=positive, help=f"of the text, at most (default {TOKENS}, or the model's positions)")
-    p.add_argument("--bits", type=int, choices=WIDTHS, default=6, help="of a rotated row's values (default 6)")
+    p.add_argument("--bits", type=int, choices=SHARD_BITS, default=6, help="of a rotated row's values (default 6)")
     p.add_argument(
         "--context",
         type=positive,
@@ -53,68 +40,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    args = parser().parse_args(argv)
-    writable(args.out)
-    options = RunOptions("plain", "fp32", args.device, args.prefill_chunk)
-    subject = Subject(args.model, options)
-    config = subject.config
-    if not with_entries(config):
-        raise ConfigError(f"{args.model}: has SWA layers alone, which remember no entries")
-    variants([f"all=shard:bits={args.bits}"], config)  # refuses widths that cannot be rotated
-    room = config.max_position_embeddings
-    if args.tokens is not None and args.tokens > room:
-        raise CapacityError(f"--tokens {args.tokens}: beyond the model's max_position_embeddings {room}")
-    ids = _tokens(subject, args.text, args.tokens or min(TOKENS, room))
-    loaded = load(args.model, options, context=len(ids))
-    made = samples(loaded.model, ids, options.prefill_chunk)
-    found = dict(fit_layers(config, made, args.bits, args.context))
-    told = {"tokens": len(ids), "context": args.context}
-    write_basis(args.out, found, config, loaded.weights_fingerprint, args.bits, told)
-    counts = {layer: len(sample.entries) for layer, sample in made.items()}
-    Console(width=WIDTH).print(table(config, found, counts, args.bits, args.context))
-    based = [layer for layer, each in found.items() if each.pays]
-    print(f"{args.out}: a basis for {len(based)} of {len(found)} layers {based or ''}".rstrip(), file=sys.stderr)
-    return 0
+    args = arguments(parser(), argv)
+    from scripts.tasks.calibrate_kv import run
 
-
-def table(config: ModelConfig, found: dict[int, Fitted], counts: dict[int, int], bits: int, context: int) -> Table:
-    """Losses of both forms by layer, at the same bytes; of a basis the bits of its groups, and of the rope dims."""
-    out = Table("layer", "kind", "entries", "form", "B/entry", "predicted", "measured", "attention", "chosen")
-    out.caption = "squared errors over squared lengths: of entries, as predicted and of unseen ones; of attention"
-    for layer, each in found.items():
-        name = (str(layer), config.layer_kind(layer).name, str(counts[layer]))
-        won, lost = ("", "yes") if each.pays else ("yes", "")
-        out.add_row(
-            *name, f"rotated, {bits} bits", str(rotated_bytes(config.head_dim, bits)), *_told(each.rotated), won
-        )
-        if each.based is None:
-            out.add_row("", "", "", f"basis: {each.why_none}", "-", "-", "-", "-", lost)
-            continue
-        width = config.head_dim - config.qk_rope_head_dim
-        shared = shared_bytes(width) / (context // config.ratio(layer))
-        form = f"basis, {' '.join(map(str, each.bits))} | {each.rope_bits}"
-        out.add_row("", "", "", form, f"{each.row_bytes} + {shared:.1f}", *_told(each.based), lost)
-    return out
-
-
-def _told(loss: Loss) -> tuple[str, ...]:
-    return tuple(f"{value:.1e}" for value in loss)
-
-
-def _tokens(subject: Subject, text: Path | None, most: int) -> list[int]:
-    """BOS and the text, or documents of the demo's language; ConfigError where there is neither."""
-    if text is None:
-        if not subject.speaks_demo_language:
-            raise ConfigError("--text: this model does not read the demo's language; give a text that it does read")
-        return subject.tokens(most)
-    try:
-        written = text.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{text}: no UTF-8 ({error.reason} at byte {error.start})") from None
-    ids = Tokenizer(subject.directory, subject.config.vocab_size).encode_text(written)
-    if not ids:
-        raise ConfigError(f"{text}: the text is empty")
-    return [subject.config.bos_token_id, *ids][:most]
+    return run(args)
 
 
 if __name__ == "__main__":

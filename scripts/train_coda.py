@@ -33,7 +33,7 @@ from scripts.flags import positive
 from scripts.llama.files import read_network
 from scripts.llama.network import Network
 from scripts.paths import writable
-from scripts.train_llama import COLUMNS
+from scripts.tasks.train_llama import COLUMNS
 
 FIRST_STEPS, SECOND_STEPS = 200, 500
 LENGTHS = (512, 1024)
