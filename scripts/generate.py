@@ -107,7 +107,8 @@ def _generate(args: argparse.Namespace, watch: Watch | None, group: Group) -> in
     config = read_any_config(args.model, options)
     tokenizer = Tokenizer(args.model, config.vocab_size)
     segments = prompt_segments(args, config, tokenizer)
-    prompt = tokenizer.encode(segments)  # before the weights: a bad prompt should not wait for them
+    # Before the weights: a bad prompt should not wait for them.
+    prompt = tokenizer.encode(segments, continued=args.load_state is not None)
     ops = chosen_ops(args, options, config)
     if args.graph and args.max_new_tokens > 1:
         check_graph(config, options.device, ops, group.size)
