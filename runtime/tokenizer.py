@@ -2,29 +2,21 @@
 
 Control tokens come from `Control` segments and from nowhere else. The `tokenizers` library finds added tokens in the
 text it encodes, and its switch against that spares tokens marked special only, which DeepSeek's `<｜User｜>` and
-`<think>` need not be. So the vocabulary that encodes text is loaded without any added token, and every encoding is
-checked: it must spell its text again, byte for byte, without a control token.
+`<think>` need not be. So the vocabulary that encodes text is loaded without any control token, and every encoding is
+checked: its tokens must spell the text, byte for byte.
 
-Reads byte-level tokenizers, the kind that DeepSeek publishes, and refuses others.
+Reads the kinds of tokenizer that `runtime.spelling` lists, and refuses others.
 """
 
 import codecs
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import tokenizers
-
-from model import strict_json
+from model.errors import quoted
 from runtime.errors import PromptError
 from runtime.segments import Control, Segment, Text, merge
-
-# Byte-level vocabularies write each byte as one printable character: the printable ones of Latin-1 as themselves, the
-# other 68 as the characters from U+0100 on, in order.
-_PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-_HIDDEN = tuple(sorted(set(range(0x100)) - set(_PRINTABLE)))
-_BYTE_OF = {chr(byte): byte for byte in _PRINTABLE} | {chr(0x100 + i): byte for i, byte in enumerate(_HIDDEN)}
+from runtime.spelling import Place
+from runtime.tokenizer_json import library_errors, read_vocabulary
 
 
 class Tokenizer:
@@ -40,19 +32,15 @@ class Tokenizer:
     Raises
     ------
     PromptError
-        tokenizer.json is missing, damaged, or not byte-level; one line that names the file.
+        tokenizer.json is missing, damaged, or of a kind that is not read; one line that names the file and the field.
     """
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
         self.path = directory / "tokenizer.json"
         self.vocab_size = vocab_size
-        fields = _read(self.path)
-        self._control_ids = _control_ids(fields, self.path)
-        self._controls = {id_: name for name, id_ in self._control_ids.items()}
-        self._text = _text_vocabulary(fields, self.path)
-        self._post_processor = fields.get("post_processor")
+        self._vocabulary = read_vocabulary(self.path)
+        self._controls = {id_: name for name, id_ in self._vocabulary.controls.items()}
         self._bytes: dict[int, bytes] = {}  # of the ids seen so far
-        self._check_ids_agree()
 
     def control_id(self, name: str) -> int:
         """The id of a control token, by its name.
@@ -60,34 +48,36 @@ class Tokenizer:
         Raises
         ------
         PromptError
-            tokenizer.json has no added token of that name, or the model no row for it.
+            tokenizer.json has no added token of that name, or one that would change the text beside it, or the model no
+            row for it.
         """
-        if name not in self._control_ids:
+        if name not in self._vocabulary.controls:
             raise PromptError(f"{self.path}: has no token {name}, which the prompt needs")
-        return self._check_range(self._control_ids[name])
+        if name in self._vocabulary.rules:
+            rule = self._vocabulary.rules[name]
+            raise PromptError(f"{self.path}: the token {quoted(name)} has {rule}, which changes text beside it")
+        return self._check_range(self._vocabulary.controls[name])
 
     def before_text(self) -> list[Segment]:
-        """The control tokens that tokenizer.json itself puts before a text: BOS, in most files, or nothing.
+        """The control tokens that tokenizer.json itself puts before a text: BOS, in most files, or nothing."""
+        return [Control(name) for name in self._vocabulary.before]
 
-        Raises
-        ------
-        PromptError
-            Its post_processor does something else to a text than that, or names a token that is no added one.
-        """
-        return [Control(name) for name in _before_text(self._post_processor, self._control_ids, self.path)]
-
-    def encode(self, segments: Iterable[Segment]) -> list[int]:
+    def encode(self, segments: Iterable[Segment], *, continued: bool = False) -> list[int]:
         """Token ids of a prompt.
 
         Parameters
         ----------
         segments
             Neighbouring texts are encoded as one.
+        continued
+            Whether they go on with what was read before. A text at their beginning is then taken as it is: it gets no
+            space in front, which some tokenizers put before the first word of a text.
 
         Returns
         -------
         list[int]
-            What the library gives for the rendered string, provided no text in it spells a control token.
+            What the library gives for the rendered string, provided no text in it spells a control token. Segments
+            that begin with `before_text` stand for what the library gives for the rest, with its template's tokens.
 
         Raises
         ------
@@ -95,59 +85,68 @@ class Tokenizer:
             As `encode_text` and `control_id`.
         """
         ids: list[int] = []
-        for segment in merge(segments):
-            ids += [self.control_id(segment.name)] if isinstance(segment, Control) else self.encode_text(segment.text)
+        for segment, place in self._placed(merge(segments), continued=continued):
+            if isinstance(segment, Control):
+                ids.append(self.control_id(segment.name))
+            else:
+                ids += self.encode_text(segment.text, place)
         return ids
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, place: Place = Place.START) -> list[int]:
         """Token ids of text in which nothing is a control token, whatever it spells. No BOS is added.
 
         Raises
         ------
         PromptError
             The text holds half a surrogate pair, an id is beyond the model's vocabulary, or the vocabulary cannot
-            spell the text without loss or without a control token.
+            spell the text without loss. A SentencePiece vocabulary cannot spell `▁`: that is how it writes a space.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise PromptError(f"prompt: character {error.start} is half of a surrogate pair") from error
-        ids = [self._check_range(id_) for id_ in self._text.encode(text, add_special_tokens=False).ids]
-        controls = [self._controls[id_] for id_ in ids if id_ in self._controls]
-        if controls:  # a vocabulary whose merges lead to a control token
-            raise PromptError(f"{self.path}: encodes text as the control token {controls[0]}")
-        normalizer = self._text.normalizer
-        if self.decode(ids) != (text if normalizer is None else normalizer.normalize_str(text)):
+        spelling = self._vocabulary.spelling
+        text = spelling.prefix(text, place) + text
+        with library_errors(self.path):
+            ids = self._vocabulary.bpe.encode(text.replace(" ", spelling.space), add_special_tokens=False).ids
+        if b"".join(map(self.token_bytes, ids)) != text.encode():
             raise PromptError(f"{self.path}: cannot spell the prompt without loss")
+        assert self._controls.keys().isdisjoint(ids), "a control token out of text"
         return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids, control tokens by name; bytes that are no UTF-8 become U+FFFD.
+
+        The ids are a whole sequence: where the tokenizer puts a space before the first word of a text, a space at the
+        beginning is left out, as the library's decoder leaves it out. `StreamDecoder` is for what goes on with a text.
 
         Raises
         ------
         PromptError
             An id that the model or tokenizer.json does not have.
         """
-        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+        text = self._text(ids)
+        return text.removeprefix(" ") if self._vocabulary.spelling.strips else text
 
     def decode_segments(self, ids: Iterable[int]) -> list[Segment]:
-        """The text of ids with the control tokens kept apart from text that merely spells one.
+        """The segments that `encode` makes these ids of: control tokens apart from text that merely spells one.
 
         Raises
         ------
         PromptError
             As `decode`.
         """
+        spelling = self._vocabulary.spelling
         segments: list[Segment] = []
         run: list[int] = []
         for id_ in ids:
             if id_ in self._controls:
-                segments += [Text(self.decode(run)), Control(self._controls[self._check_range(id_)])]
+                segments += [Text(self._text(run)), Control(self._controls[self._check_range(id_)])]
                 run = []
             else:
                 run.append(id_)
-        return merge([*segments, Text(self.decode(run))])
+        placed = self._placed(merge([*segments, Text(self._text(run))]))
+        return merge(Text(spelling.without(s.text, place)) if isinstance(s, Text) else s for s, place in placed)
 
     def names(self, id_: int) -> bool:
         """Whether tokenizer.json has a token for an id of the model's vocabulary.
@@ -158,7 +157,7 @@ class Tokenizer:
             An id beyond the model's vocabulary.
         """
         self._check_range(id_)
-        return id_ in self._controls or self._text.id_to_token(id_) is not None
+        return id_ in self._controls or id_ in self._vocabulary.tokens
 
     def token_bytes(self, id_: int) -> bytes:
         """The bytes that one token stands for, not always whole characters.
@@ -172,30 +171,38 @@ class Tokenizer:
             self._bytes[id_] = self._look_up(self._check_range(id_))
         return self._bytes[id_]
 
+    def _placed(self, segments: Sequence[Segment], *, continued: bool = False) -> Iterator[tuple[Segment, Place]]:
+        """Each segment, and where a text in its place stands."""
+        before = self.before_text()
+        start = len(before) if segments[: len(before)] == before else 0
+        for at, segment in enumerate(segments):
+            if continued and at == 0:
+                yield segment, Place.INSIDE
+            else:
+                yield segment, Place.START if at == start and not continued else Place.SECTION
+
+    def _text(self, ids: Iterable[int]) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode(errors="replace")
+
     def _look_up(self, id_: int) -> bytes:
         if id_ in self._controls:
             return self._controls[id_].encode()
-        token = self._text.id_to_token(id_)
-        if token is None:
+        if id_ not in self._vocabulary.tokens:
             raise PromptError(f"{self.path}: has no token with id {id_}")
-        if not _BYTE_OF.keys() >= set(token):  # the library, too, takes a token outside the alphabet as it stands
-            return token.encode()
-        return bytes(_BYTE_OF[character] for character in token)
+        return self._vocabulary.spelling.bytes_of(self._vocabulary.tokens[id_])
 
     def _check_range(self, id_: int) -> int:
         if not 0 <= id_ < self.vocab_size:
             raise PromptError(f"token id {id_}: the model's vocabulary has ids 0 to {self.vocab_size - 1}")
         return id_
 
-    def _check_ids_agree(self) -> None:
-        """The vocabulary may list a control token too, but then under the same id, and no other token under it."""
-        for name, id_ in self._control_ids.items():
-            if self._text.token_to_id(name) not in (None, id_) or self._text.id_to_token(id_) not in (None, name):
-                raise PromptError(f"{self.path}: the token {name} and the vocabulary disagree about id {id_}")
-
 
 class StreamDecoder:
-    """Text from ids as they are generated: characters come out whole, and together they are `decode` of all ids."""
+    """Text from ids as they are generated: characters come out whole, and together they are `decode` of all ids.
+
+    But for a space at their beginning: what is generated goes on with a prompt, and " Paris" is not the prompt's first
+    word, so its space is text.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -219,68 +226,3 @@ class StreamDecoder:
     def finish(self) -> str:
         """What is left at the end: U+FFFD if the last character was never completed."""
         return self._utf8.decode(b"", final=True)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        fields = strict_json.parse(path.read_bytes())
-    except OSError as error:
-        raise PromptError(f"{path}: {error.strerror}") from error
-    except ValueError as error:
-        raise PromptError(f"{path}: not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise PromptError(f"{path}: not a JSON object")
-    return fields
-
-
-def _control_ids(fields: dict[str, Any], path: Path) -> dict[str, int]:
-    """Name -> id of every added token, special or not: what the library would find inside text."""
-    try:
-        ids = {token["content"]: token["id"] for token in fields["added_tokens"]}
-    except (KeyError, TypeError) as error:
-        raise PromptError(f"{path}: its added_tokens are not a list of tokens with content and id") from error
-    if not all(isinstance(name, str) and type(id_) is int for name, id_ in ids.items()):
-        raise PromptError(f"{path}: an added token's content is no string or its id no integer")
-    if len(set(ids.values())) != len(fields["added_tokens"]):
-        raise PromptError(f"{path}: two added tokens share an id or a name")
-    return ids
-
-
-def _text_vocabulary(fields: dict[str, Any], path: Path) -> tokenizers.Tokenizer:
-    """The tokenizer without added tokens, and without truncation and padding, which would change a prompt unseen."""
-    decoder = fields.get("decoder")
-    if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
-        raise PromptError(f"{path}: its decoder is not ByteLevel, the only kind read here")
-    text_only = {**fields, "added_tokens": [], "truncation": None, "padding": None}
-    try:
-        return tokenizers.Tokenizer.from_str(json.dumps(text_only))
-    except Exception as error:  # the library has no narrower class for a file that it cannot read
-        raise PromptError(f"{path}: {_first_line(error)}") from error
-
-
-def _before_text(processor: Any, ids: dict[str, int], path: Path) -> list[str]:
-    """Names of the tokens that a post_processor puts before a text; the byte-level kind moves offsets only."""
-    wrong = PromptError(f"{path}: its post_processor is not a template that puts tokens before a text, and no more")
-    if processor is None:
-        return []
-    match processor:
-        case {"type": "ByteLevel"}:
-            return []
-        case {"type": "Sequence", "processors": [*parts]}:
-            return [name for part in parts for name in _before_text(part, ids, path)]
-        case {"type": "TemplateProcessing", "single": [*before, {"Sequence": {"id": "A"}}], "special_tokens": dict(of)}:
-            names: list[str] = []
-            for piece in before:
-                match piece:
-                    case {"SpecialToken": {"id": str(name)}} if name in ids and of.get(name, {}).get("ids") == [
-                        ids[name]
-                    ]:
-                        names.append(name)
-                    case _:
-                        raise wrong
-            return names
-    raise wrong
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

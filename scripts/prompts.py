@@ -37,7 +37,7 @@ def read_prompt(args: argparse.Namespace, options: RunOptions) -> Prompt:
     config = checked_config(args.model, options)
     tokenizer = Tokenizer(args.model, config.vocab_size)
     segments = prompt_segments(args, config, tokenizer)
-    return Prompt(config, tokenizer, segments, tokenizer.encode(segments))
+    return Prompt(config, tokenizer, segments, tokenizer.encode(segments, continued=args.load_state is not None))
 
 
 def prompt_segments(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> list[Segment]:

@@ -76,7 +76,7 @@ def ask(args: argparse.Namespace) -> dict[str, Any]:
     options = _options_of(args, args.state, args.basis)
     config = read_any_config(args.model, options)
     tokenizer = Tokenizer(args.model, config.vocab_size)
-    questions = [tokenizer.encode([Text(question)]) for question in args.question]
+    questions = [tokenizer.encode([Text(question)], continued=True) for question in args.question]
     if not all(questions):
         raise ConfigError("--question: is empty")
     held = saved_position(args.state) + bool(read_metadata(args.state).get("pending"))

@@ -1,5 +1,6 @@
 """Text, control tokens and ids, on tiny byte-level vocabularies with the tokens of DeepSeek-V4."""
 
+import itertools
 import json
 
 import pytest
@@ -124,12 +125,18 @@ def test_an_injected_turn_is_not_a_turn(tokenizer):
         assert ids.count(tokenizer.control_id(name)) == count
 
 
-def test_a_vocabulary_whose_merges_spell_a_control_token_is_refused(tmp_path):
-    library = library_tokenizer(["<think>"] * 9, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+def test_merges_that_lead_to_a_control_token_are_not_used(tmp_path):
+    starts = ["<think>"[:length] for length in range(1, 8)]
+    vocab = sorted({*pre_tokenizers.ByteLevel.alphabet(), *starts})
+    merges = [(start, longer[-1]) for start, longer in itertools.pairwise(starts)]
+    library = tokenizers.Tokenizer(models.BPE({token: id_ for id_, token in enumerate(vocab)}, merges))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    assert library.encode("<think>").tokens == ["<think>"]
+    library.add_tokens(["<think>"])
     tokenizer = Tokenizer(saved(library, tmp_path), VOCAB_SIZE)
-    assert tokenizer.decode(tokenizer.encode_text("<thin")) == "<thin"
-    with pytest.raises(PromptError, match="encodes text as the control token <think>"):
-        tokenizer.encode_text("<think>")
+    assert [tokenizer.decode([id_]) for id_ in tokenizer.encode_text("<think><thin")] == ["<think", ">", "<thin"]
+    assert tokenizer.control_id("<think>") == vocab.index("<think>")
 
 
 # Agreement with the library
@@ -233,10 +240,14 @@ def edited(directory, tmp_path, change):
 
 
 def test_only_tokens_that_a_prompt_needs_are_missed(directory, tmp_path):
-    def drop_reminder(fields):
-        fields["added_tokens"] = [t for t in fields["added_tokens"] if t["content"] != "<｜latest_reminder｜>"]
+    def rename_reminder(fields):
+        next(t for t in fields["added_tokens"] if t["content"] == "<｜latest_reminder｜>")["content"] = "<other>"
+        fields["model"]["vocab"] = {
+            "<other>" if token == "<｜latest_reminder｜>" else token: id_
+            for token, id_ in fields["model"]["vocab"].items()
+        }
 
-    tokenizer = Tokenizer(edited(directory, tmp_path, drop_reminder), VOCAB_SIZE)
+    tokenizer = Tokenizer(edited(directory, tmp_path, rename_reminder), VOCAB_SIZE)
     tokenizer.encode(encode_messages(user_message("hi"), thinking=True))
     reminded = check_messages([{"role": "latest_reminder", "content": "noon"}])
     with pytest.raises(
@@ -273,55 +284,9 @@ def test_half_a_surrogate_pair_is_refused(tokenizer):
         tokenizer.encode_text("ab\ud83d")
 
 
-def swap_ids(fields):
-    fields["added_tokens"][0]["id"], fields["added_tokens"][1]["id"] = 0, 0
-
-
-@pytest.mark.parametrize(
-    ("damage", "complaint"),
-    [
-        (lambda fields: fields.pop("added_tokens"), "added_tokens are not a list of tokens"),
-        (lambda fields: fields["added_tokens"].append({"id": 1}), "added_tokens are not a list of tokens"),
-        (lambda fields: fields["added_tokens"][0].update(id="0"), "its id no integer"),
-        (lambda fields: fields["added_tokens"][0].update(id=fields["added_tokens"][1]["id"]), "two added tokens share"),
-        (lambda fields: fields["added_tokens"][-1].update(id=300), "disagree about id 300"),
-        (lambda fields: fields["decoder"].update(type="WordPiece"), "its decoder is not ByteLevel"),
-        (lambda fields: fields.pop("decoder"), "its decoder is not ByteLevel"),
-        (lambda fields: fields.pop("model"), "tokenizer.json: "),
-        (lambda fields: fields["model"].update(merges=[["no", "such"]]), "tokenizer.json: "),
-    ],
-)
-def test_damage_is_named(directory, tmp_path, damage, complaint):
-    with pytest.raises(PromptError) as caught:
-        Tokenizer(edited(directory, tmp_path, damage), VOCAB_SIZE)
-    assert str(caught.value).startswith(f"{tmp_path / 'tokenizer.json'}: ")
-    assert complaint in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        (None, "No such file"),
-        (b"", "not JSON"),
-        (b"\xff", "not JSON"),
-        (b"[]", "not a JSON object"),
-        (b"[" * 10**5, "not JSON"),
-        (b'{"decoder": {}, "added_tokens": [], "added_tokens": []}', "not JSON: duplicate key 'added_tokens'"),
-    ],
-)
-def test_a_missing_or_unreadable_file_is_named(tmp_path, content, complaint):
-    if content is not None:
-        (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(PromptError) as caught:
-        Tokenizer(tmp_path, VOCAB_SIZE)
-    assert str(caught.value).startswith(f"{tmp_path / 'tokenizer.json'}: {complaint}")
-    assert "\n" not in str(caught.value)
-
-
 def test_a_vocabulary_that_loses_text_is_refused(directory, tmp_path):
     def forget_the_whale(fields):  # its first byte, F0, is written as U+00F0
-        fields["model"]["vocab"].pop("ð")
+        fields["model"]["vocab"]["other"] = fields["model"]["vocab"].pop("ð")
 
     tokenizer = Tokenizer(edited(directory, tmp_path, forget_the_whale), VOCAB_SIZE)
     assert tokenizer.decode(tokenizer.encode_text("fish")) == "fish"

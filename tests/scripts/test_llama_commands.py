@@ -348,11 +348,11 @@ def test_what_stands_before_a_text_is_read_off_the_tokenizer(tmp_path, processor
     made = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     made.post_processor = processor
     made.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer(tmp_path, 264)
     if wanted is None:
         with pytest.raises(PromptError, match="post_processor is not a template"):
-            tokenizer.before_text()
+            Tokenizer(tmp_path, 264)
         return
+    tokenizer = Tokenizer(tmp_path, 264)
     assert [control.name for control in tokenizer.before_text()] == wanted
     theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     ids = [*tokenizer.encode(tokenizer.before_text()), *tokenizer.encode_text("a b")]

@@ -96,6 +96,13 @@ def test_a_tokenizer_beyond_the_vocabulary_is_refused(tmp_path, capsys):
     assert not Subject(directory=tmp_path).speaks_demo_language
 
 
+def test_a_tokenizer_of_another_size_is_not_read_to_see_that_it_is_not_the_demos(tmp_path):
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(1 << 42)  # sparse: read whole, it would end in a MemoryError
+    assert not Subject(directory=tmp_path).speaks_demo_language
+    assert Subject().speaks_demo_language
+
+
 def test_named_probes_run_in_the_order_given_and_once(capsys):
     assert main("unjudged", "passing", "unjudged") == 1
     out, _ = capsys.readouterr()
