@@ -215,7 +215,7 @@ def test_calibration_that_cannot_be(tmp_path, capsys):
         ("narrow", [], "power of two; head_dim is 80"),
         (str(DEMO), ["--tokens", "99999999"], "--tokens 99999999: beyond the model's max_position_embeddings 1048576"),
         (str(DEMO), ["--text", str(empty)], f"{empty}: the text is empty"),
-        (str(DEMO), ["--text", str(binary)], f"{binary}: no UTF-8"),
+        (str(DEMO), ["--text", str(binary)], f"{binary}: byte 0 is no UTF-8"),
     ):
         given = [str(tmp_path / model), "--out", str(tmp_path / "o"), *more]
         assert run(lambda given=given: calibrate_kv.main(given)) == 2

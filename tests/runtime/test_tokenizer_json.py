@@ -12,7 +12,7 @@ import pytest
 
 from model import strict_json
 from runtime.errors import PromptError
-from runtime.load import DEMO
+from runtime.options import DEMO
 from runtime.segments import Text
 from runtime.tokenizer import Tokenizer
 from runtime.tokenizer_json import MAX_BYTES, library_errors

@@ -273,7 +273,8 @@ def test_a_folder_that_is_in_use_is_refused_and_left_alone(config_file, tmp_path
     (taken / "notes").write_text("mine")
     assert refused(capsys, *flags, taken) == f"{taken}: exists and is not empty"
     assert [path.name for path in taken.iterdir()] == ["notes"]
-    assert refused(capsys, *flags, config_file) == f"{config_file}: exists and is no folder"
+    assert refused(capsys, *flags, taken / "notes") == f"{taken / 'notes'}: exists and is no folder"
+    assert "is what --config reads" in refused(capsys, *flags, config_file)
     assert refused(capsys, *flags, tmp_path / "no" / "out") == f"{tmp_path / 'no'}: no such folder"
     left = tmp_path / "out.partial"
     left.mkdir()
@@ -303,7 +304,7 @@ def test_a_run_that_fails_leaves_nothing(config_file, tmp_path, capsys, monkeypa
         yield b"12"
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(make_checkpoint, "blocks", full)
+    monkeypatch.setattr("scripts.tasks.make_checkpoint.blocks", full)
     message = refused(capsys, "--config", config_file, "--layers", "1", "--out", tmp_path / "out")
     assert message == "[Errno 28] No space left on device"
     assert not list(tmp_path.glob("out*"))

@@ -198,7 +198,7 @@ def test_right_answers_are_the_likeliest_tokens_of_the_product(tmp_path):
 
 
 def test_the_command_writes_a_checkpoint_and_says_what_it_knows(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(train_llama, "LENGTHS", (256,))
+    monkeypatch.setattr("scripts.tasks.train_llama.LENGTHS", (256,))
     monkeypatch.setattr(measure, "fact_prompts", lambda *, chat: fact_prompts(chat=chat)[:13])
     assert train_llama.main(["--out", str(tmp_path / "made"), "--steps", "1", "--documents", "1", "--seed", "5"]) == 0
     said = capsys.readouterr().out
