@@ -83,7 +83,7 @@ def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks 
         stop = min(start + tokens, t)
         scaled = q[start:stop].float() * d**-0.5
         state = _begin(scaled, sink)
-        for keys, seen in _window_tiles(ring, first + start, first + stop, window, _tile(scaled)):
+        for keys, seen in _window_tiles(ring, first + start, first + stop, window, keys_per_tile(*scaled.shape)):
             _accumulate(state, scaled, keys, seen)
         if entries is not None:
             rows = None if selected is None else selected[start:stop]
@@ -138,9 +138,8 @@ def _attend_one(q: Tensor, keys: Tensor, bias: Tensor | None, sink: Tensor) -> T
     return out[None]
 
 
-def _tile(q: Tensor) -> int:
-    """Keys per tile for tokens `q` [t, h, d], shared by all: few tokens take long tiles, for fewer calls."""
-    t, h, d = q.shape
+def keys_per_tile(t: int, h: int, d: int) -> int:
+    """Keys per tile for tokens [t, h, d], shared by all: few tokens take long tiles, for fewer calls."""
     return max(1, min(LOGITS // (t * h), KEYS // d))
 
 
@@ -239,7 +238,7 @@ def _attend_entries(
     fewest, most = (max(0, min((at + 1) // ratio - entries.hidden, n)) for at in (start, start + t - 1))
     if most == 0:
         return
-    tile = _tile(q)
+    tile = keys_per_tile(*q.shape)
     if selected is None:
         for low in range(0, most, tile):
             high = min(low + tile, most)

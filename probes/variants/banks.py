@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels import rotation, rows
-from kernels.blocked.attention import KEYS
+from kernels.blocked.attention import KEYS, keys_per_tile
 from kernels.ops import Ops
 from model.cache.banked_entries import BankedEntries
 from model.cache.layers import SIGNS, AnyEntries, AnyKeys, CsaCache, HcaCache
@@ -35,7 +35,7 @@ KL = at_most(
 # What a tile of keys has beside it, in tiles: centroids 1, the bytes of their codes as integers 3/4, pairs of codes 1/2
 # at 6 bits; and as much again as these last for the queries, sums and logits of the token, which no context changes.
 TILES = 3
-FIRST = 4096  # entries with which the scratch of more is compared
+MORE = 4  # times the entries of one tile, whose scratch is compared with that tile's
 
 
 def caches(state: State) -> Iterator[tuple[int, HcaCache]]:
@@ -244,11 +244,12 @@ def recall_findings(found: dict[int, list[Kept]], k: int) -> Iterator[Finding]:
         yield judged(what, held.recall, RECALL, layer=layer, bits=held.bits, worst_row=held.worst)
 
 
-def scratch(ops: Ops, heads: int, width: int, bits: int, more: int) -> Iterator[Finding]:
+def scratch(ops: Ops, heads: int, width: int, bits: int) -> Iterator[Finding]:
     """Attending to codes takes one tile, however many entries there are."""
     g, peaks = torch.Generator().manual_seed(0), []
     q, ring, sink = torch.randn(1, heads, width, generator=g), torch.randn(4, width, generator=g), torch.zeros(heads)
-    for count in (FIRST, more):
+    first = keys_per_tile(1, heads, width)
+    for count in (first, more := MORE * first):
         data = rotation.rotated_rows(count, width, bits, torch.device("cpu"), SIGNS)
         data.codes.random_(0, 256, generator=g)
         data.norm.fill_(1.0)
@@ -258,7 +259,7 @@ def scratch(ops: Ops, heads: int, width: int, bits: int, more: int) -> Iterator[
 
         attend()  # tables that stay
         peaks.append(peak_bytes(attend))
-    what = f"V4, shard, scratch of a decoded token over {more} entries against {FIRST}: growth"
+    what = f"V4, shard, scratch of a decoded token over {more} entries against {first}: growth"
     yield judged(what, peaks[1] - peaks[0], exactly(0), "B", at_first=peaks[0])
     tile = 4 * KEYS
     what = f"V4, shard, scratch of a decoded token over {more} entries, tiles of keys of {KEYS} numbers"

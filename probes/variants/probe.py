@@ -71,7 +71,10 @@ the indexer says, and an entry that is there too early changes the selection."""
     prompts: tuple[int, ...] = (108, 0)  # after which shard is saved; the first one, cut otherwise too
     keys: int = 2048  # index keys, of which a quarter is selected, and entries over which attention is spread
     widths: tuple[int, ...] = (4, 6)  # bits of index keys, for comparison
-    contexts: tuple[int, int] = (8192, 32768)  # tokens over which scratch is compared: both of many tiles
+    contexts: tuple[int, int] = (
+        8192,
+        32768,
+    )  # tokens over which grouped-query scratch is compared: both of many tiles
 
     def needs(self, subject: Subject) -> str | None:
         """Several ranks hold the same caches."""
@@ -158,7 +161,7 @@ the indexer says, and an entry that is there too early changes the selection."""
         yield from runs.restored(model, "shard", ids, self.tail)
         if subject.ops.name != REFERENCE:
             ops, heads = model.arithmetic.ops, config.num_attention_heads
-            yield from banks.scratch(ops, heads, config.head_dim, 6, self.contexts[1])
+            yield from banks.scratch(ops, heads, config.head_dim, 6)
 
     def _read(self, subject: Subject, progress: Progress, *, shard: bool) -> list[Drift]:
         if not self.read:

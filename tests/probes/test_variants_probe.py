@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import rotation
+from kernels.ops import BLOCKED
 from model.cache.entries import Entries
 from probes.faults import FAULTS
 from probes.finding import Verdict
@@ -186,7 +187,7 @@ ROWS = {
         "shard, entries of 6 bits: squared error",
     ),
     "shard-basis-mean-omitted": ("all=shard", lambda m: basis.measure(m, 120, (1, 128), 0), "attention, largest error"),
-    "shard-all-decoded": ("all=shard", lambda m: banks.scratch(m.arithmetic.ops, 4, 128, 6, 8192), "growth"),
+    "shard-all-decoded": ("all=shard", lambda m: banks.scratch(m.arithmetic.ops, 4, 128, 6), "growth"),
     "coda-replaced-entry-forgotten": (CODA, lambda m: banks.masses(m, 120, 0), "mass of all rows"),
     "coda-entry-in-both-banks": (CODA, lambda m: banks.masses(m, 120, 0), "mass of all rows"),
     "coda-mean-weighs-as-one": (CODA, lambda m: banks.means(m, 120, 0), "attention to their means"),
@@ -208,6 +209,11 @@ def _recall(model, count):
 
 def _ids(count):
     return torch.tensor(Subject().tokens(count))
+
+
+@pytest.mark.parametrize(("heads", "width"), [(4, 64), (2, 16), (128, 64), (64, 512)])
+def test_scratch_is_that_of_a_full_tile_whatever_the_width_of_a_row(heads, width):
+    assert not failed(banks.scratch(BLOCKED, heads, width, 6))
 
 
 def test_every_fault_of_a_variant_is_pursued_here():
