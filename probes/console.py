@@ -1,4 +1,8 @@
-"""Runs on the console: tables for a terminal, short lines for a pipe, and a bar while probes run."""
+"""Runs on the console: a line for each of many, tables of a few on a terminal, and a bar while probes run.
+
+What comes from files (names of tensors, paths) is shown as it is: no markup is read in it, and what cannot be printed
+is escaped.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,11 +13,22 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from probes.finding import Finding, Verdict
+from probes.finding import Verdict
 from probes.probe import Probe, Progress, Run
 from probes.wording import bound, evidence, headline, measured, rows, verdict, where, worst_first
 
-COLOURS = {Verdict.PASS: "green", Verdict.FAIL: "bold red", Verdict.VACUOUS: "bold yellow", Verdict.MEASURED: "dim"}
+COLOURS = {
+    Verdict.PASS: "green",
+    Verdict.FAIL: "bold red",
+    Verdict.VACUOUS: "bold yellow",
+    Verdict.ERROR: "bold magenta",
+    Verdict.MEASURED: "dim",
+}
+
+
+def plain(text: str, style: str = "") -> Text:
+    """Text that a terminal shows letter by letter; of control characters the escapes."""
+    return Text("".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text), style)
 
 
 @contextmanager
@@ -37,7 +52,7 @@ def watched(console: Console, probe: Probe, at: int, total: int) -> Iterator[Pro
     )
     with Bar(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=1.0)
-        yield lambda share, what: bar.update(task, completed=share, description=what)
+        yield lambda share, what: bar.update(task, completed=share, description=plain(what).plain)
 
 
 def findings(run: Run) -> RenderableType:
@@ -48,17 +63,27 @@ def findings(run: Run) -> RenderableType:
         table.add_column(column, justify="right")
     table.add_column("verdict")
     for row in rows(run.report.findings, shared=True):
-        table.add_row(*map(Text, row[:-1]), _verdict(row.verdict))
-    failures = [Text(line) for finding in _failures(run) for line in _told(finding)]
-    head = Text.assemble((f"{headline(run)}. ", COLOURS[verdict(run.report)]), run.report.summary)
-    return Group(title, table, *failures, head, "")
+        table.add_row(*map(plain, row[:-1]), _verdict(row.verdict))
+    told = [plain(line) for failure in _failures(run) for line in failure]
+    head = plain(f"{headline(run)}. ", COLOURS[verdict(run.report)]) + plain(_summary(run))
+    return Group(title, table, *told, head, "")
 
 
-def lines(run: Run) -> list[str]:
-    """A run for a pipe: one line, and those of findings that failed."""
-    summary = " ".join(run.report.summary.split())
-    out = [f"{verdict(run.report).value:8} {run.probe.name:14} {run.seconds:7.1f} s  {summary}"]
-    return out + [f"    {line}" for finding in _failures(run) for line in _told(finding)]
+def lines(run: Run) -> list[Text]:
+    """A run in one line, and what failed in lines of its own."""
+    count = f"{len(run.report.findings)} finding{'' if len(run.report.findings) == 1 else 's'}"
+    head = f"{run.probe.name:14} {count:>12} {run.seconds:7.1f} s  {_summary(run)}"
+    told = [plain(f"    {line}") for failure in _failures(run) for line in failure]
+    return [plain(f"{verdict(run.report).value:8} ", COLOURS[verdict(run.report)]) + plain(head), *told]
+
+
+def failures(runs: Sequence[Run]) -> list[Text]:
+    """What failed in all runs, each in one line."""
+    return [plain(f"{run.probe.name}: {failure[0]}") for run in runs for failure in _failures(run)]
+
+
+def _summary(run: Run) -> str:
+    return " ".join(run.report.summary.split())
 
 
 def closing(runs: Sequence[Run]) -> Table:
@@ -67,8 +92,7 @@ def closing(runs: Sequence[Run]) -> Table:
     table.add_column("seconds", justify="right")
     table.add_column("summary", no_wrap=True, overflow="ellipsis", ratio=1)  # what the others leave
     for run in runs:
-        summary = Text(" ".join(run.report.summary.split()))
-        table.add_row(Text(run.probe.name), _verdict(verdict(run.report)), f"{run.seconds:.1f}", summary)
+        table.add_row(run.probe.name, _verdict(verdict(run.report)), f"{run.seconds:.1f}", plain(_summary(run)))
     return table
 
 
@@ -84,21 +108,20 @@ def listing(title: str, entries: Mapping[str, str]) -> Table:
     """Names and what each is, for a terminal."""
     table = Table("name", "what", title=title, title_justify="left")
     for name, what in entries.items():
-        table.add_row(Text(name, style="bold"), Text(what))
+        table.add_row(plain(name, "bold"), plain(what))
     return table
 
 
-def _failures(run: Run) -> list[Finding]:
-    return [finding for finding in worst_first(run.report.findings) if finding.failed]
-
-
-def _told(finding: Finding) -> Iterator[str]:
-    """A failure in a line, and its evidence in the next."""
-    wanted = f", want {bound(finding)}" if finding.bound is not None else ""
-    value = f": {measured(finding)}{wanted}" if finding.measured is not None else ""
-    yield f"{finding.verdict.value}: {where(finding)}{finding.what}{value}"
-    if finding.evidence:
-        yield "    " + "; ".join(f"{name}: {told}" for name, told in evidence(finding))
+def _failures(run: Run) -> Iterator[list[str]]:
+    """Each failure in a line, and its evidence in the next."""
+    failed = [finding for finding in worst_first(run.report.findings) if finding.failed]
+    if run.report.failed and not failed:
+        yield [headline(run)]
+    for finding in failed:
+        wanted = f", want {bound(finding)}" if finding.bound is not None else ""
+        value = f": {measured(finding)}{wanted}" if finding.measured is not None else ""
+        known = "; ".join(f"{name}: {told}" for name, told in evidence(finding))
+        yield [f"{finding.verdict.value}: {where(finding)}{finding.what}{value}", *([f"    {known}"] if known else [])]
 
 
 def _verdict(value: Verdict) -> Text:

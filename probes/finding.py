@@ -5,6 +5,7 @@ Rendered by `probes.markdown` (the page, with `probes.svg` for plots) and `probe
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -21,7 +22,11 @@ class Verdict(StrEnum):
     PASS = "pass"  # noqa: S105 -- a verdict
     FAIL = "fail"
     VACUOUS = "vacuous"  # the run could not have shown the fault: a failure
+    ERROR = "error"  # the probe broke down: a failure
     MEASURED = "measured"  # no bound: a number to know
+
+
+FAILURES = (Verdict.ERROR, Verdict.FAIL, Verdict.VACUOUS)  # the worst first
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +80,8 @@ class Finding:
 
     @property
     def failed(self) -> bool:
-        """FAIL and VACUOUS both fail a probe."""
-        return self.verdict in {Verdict.FAIL, Verdict.VACUOUS}
+        """FAIL, VACUOUS and ERROR all fail a probe."""
+        return self.verdict in FAILURES
 
     def to_json(self, probe: str) -> dict[str, JSON]:
         """Every field as JSON values; what is not finite as a string."""
@@ -127,6 +132,15 @@ def tripped(trip: Tripwire) -> Finding:
     """The failure of a run that a tripwire ended."""
     found = {"position": trip.position, "measured": trip.measured, "expected": trip.expected}
     return broken(f"{TRIPWIRE}{trip.site}", str(trip), layer=trip.layer, **found)
+
+
+def crashed(error: Exception, where: str) -> Finding:
+    """The failure of a probe that broke down: the error, and `where` in this repository it came from.
+
+    Of absolute paths only the last part is told: no page names a path of the machine.
+    """
+    told = re.sub(r"(?<![\w.])/(?:[^\s/:]+/)+", "", "; ".join(str(error).splitlines()))
+    return Finding(f"{type(error).__name__}: {told}", None, "", None, Verdict.ERROR, evidence={"where": where})
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 from model.checkpoint import Checkpoint
 from model.decode import fingerprint
 from probes import svg
-from probes.finding import JSON, Finding, HeatMap, Part, Plot, Table, Text, number
+from probes.finding import FAILURES, JSON, Finding, HeatMap, Part, Plot, Table, Text, number
 from probes.probe import Run
 from probes.subject import Subject
 from probes.wording import Row, bound, evidence, finite, headline, measured, rows, verdict, where, worst_first
@@ -187,7 +187,7 @@ def _findings_table(lines: Sequence[Row]) -> str:
 
 
 def _bad(row: Row) -> bool:
-    return row.verdict in {"fail", "vacuous"}
+    return row.verdict in FAILURES
 
 
 def _explained(failures: Sequence[Finding]) -> Iterator[str]:

@@ -1,14 +1,18 @@
 """`Probe`: what every probe is, and how one is run."""
 
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar, Protocol
 
 from model.errors import Tripwire
 from model.sites import Site
-from probes.finding import Report, tripped, vacuous
+from probes.finding import Report, crashed, tripped, vacuous
 from probes.subject import Subject
+
+ROOT = Path(__file__).resolve().parents[1]
 
 # Called as work goes on, with the share done in 0 .. 1 and what is being done.
 Progress = Callable[[float, str], None]
@@ -23,6 +27,7 @@ class Probe(Protocol):
     background: ClassVar[str]  # Markdown: what the thing is, and what goes wrong there in silence; opens the page
     between_ranks: ClassVar[bool] = False  # sees what differs between ranks, and nothing that is wrong on one alone
     in_variants: ClassVar[bool] = False  # runs the cache variants; all others run full caches
+    of_fathom: ClassVar[bool] = False  # asks about Fathom, hardly about a checkpoint: in `all` of the demo alone
     noticed: ClassVar[str]  # Markdown: what surprised us on the demo checkpoint, in words; shown for it alone
 
     def needs(self, subject: Subject) -> str | None:
@@ -71,6 +76,32 @@ def run_probe(probe: Probe, subject: Subject, progress: Progress) -> Run:
             ended = True
             report = Report(f"A tripwire ended the run: {trip}.", (tripped(trip),))
     return Run(probe, report, time.perf_counter() - started, ended)
+
+
+def attempt(probe: Probe, subject: Subject, progress: Progress) -> Run:
+    """`run_probe`, where a probe that breaks down is a report that fails, so that others can go on.
+
+    On several ranks the error is raised: none of them can go on alone.
+    """
+    started = time.perf_counter()
+    try:
+        return run_probe(probe, subject, progress)
+    except Exception as error:
+        if subject.group.size > 1:
+            raise
+        finding = crashed(error, _innermost(error))
+        report = Report(f"It broke down, at {finding.evidence['where']}: {finding.what}.", (finding,))
+        return Run(probe, report, time.perf_counter() - started, tripped=False)
+
+
+def _innermost(error: Exception) -> str:
+    """The last line of this repository that an error came through, as file:line."""
+    here = [
+        f"{Path(frame.filename).relative_to(ROOT)}:{frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if Path(frame.filename).is_relative_to(ROOT) and "site-packages" not in frame.filename
+    ]
+    return here[-1]  # the first of them is `attempt`
 
 
 def silent(share: float, what: str) -> None:

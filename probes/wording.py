@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from probes.finding import JSON, Finding, Report, Verdict, number
+from probes.finding import FAILURES, JSON, Finding, Report, Verdict, number
 from probes.probe import Run
 
 ALIKE = 2  # findings that differ in the layer alone, from which they share a row
@@ -14,11 +14,10 @@ LONGEST = 160  # characters of one piece of evidence; the JSON has all of it
 
 
 def verdict(report: Report) -> Verdict:
-    """PASS, FAIL, or VACUOUS where nothing else is wrong."""
+    """PASS, or the worst of what failed; FAIL where nothing was judged."""
     if not report.failed:
         return Verdict.PASS
-    found = {finding.verdict for finding in report.findings}
-    return Verdict.VACUOUS if Verdict.VACUOUS in found and Verdict.FAIL not in found else Verdict.FAIL
+    return next((finding.verdict for finding in worst_first(report.findings) if finding.failed), Verdict.FAIL)
 
 
 def headline(run: Run) -> str:
@@ -27,8 +26,8 @@ def headline(run: Run) -> str:
     failed, hollow = (sum(finding.verdict is v for finding in judged) for v in (Verdict.FAIL, Verdict.VACUOUS))
     if not judged:
         return "Fail: nothing was judged, and a probe that cannot fail shows nothing"
-    if run.tripped:
-        return "Fail: a tripwire ended the run"
+    if run.tripped or verdict(run.report) is Verdict.ERROR:
+        return "Fail: a tripwire ended the run" if run.tripped else "Error: the probe broke down, and found nothing"
     if failed:
         also = f", {hollow} more vacuous" if hollow else ""
         return f"Fail: {failed} of {_findings(len(judged))} failed{also}"
@@ -54,9 +53,8 @@ class Row(NamedTuple):
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
-    """Failures, then vacuous findings, then the rest, each in the probe's order."""
-    order = (Verdict.FAIL, Verdict.VACUOUS)
-    return sorted(findings, key=lambda finding: order.index(finding.verdict) if finding.verdict in order else 2)
+    """Errors, failures, vacuous findings, then the rest, each in the probe's order."""
+    return sorted(findings, key=lambda finding: (*FAILURES, finding.verdict).index(finding.verdict))
 
 
 def rows(findings: Sequence[Finding], *, shared: bool) -> list[Row]:

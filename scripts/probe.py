@@ -1,6 +1,7 @@
 """`python -m scripts.probe NAME ... | all`: measure what a V4 runtime gets wrong in silence, and say so in a page.
 
-Results go to stdout, progress to stderr. Exit status: 0 all passed; 1 a probe failed, or was vacuous; 2 bad arguments.
+Results go to stdout, progress to stderr. Exit status: 0 all passed; 1 a probe failed, was vacuous or broke down; 2 bad
+arguments, or a checkpoint that cannot be loaded.
 A plain run of the demo checkpoint writes the pages in audits/ again; any other writes pages where --out says.
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.text import Text
 
 from model.errors import ConfigError, quoted
 from model.ranks import Group
@@ -22,7 +24,7 @@ from probes import console as shown
 from probes import markdown
 from probes.catalogue import FULL, QUICK
 from probes.faults import FAULTS
-from probes.probe import Probe, Run, run_probe
+from probes.probe import Probe, Run, attempt
 from probes.subject import Subject
 from runtime.errors import PromptError
 from runtime.group import connected
@@ -77,14 +79,16 @@ def _probe(args: argparse.Namespace, watch: Watch | None, group: Group, out: Con
     chosen, subject = probes(args), replace(subject_of(args), group=group, watch=watch)
     torch.set_num_threads(args.threads)
     folder = _folder(args, subject)
+    subject.load()  # what is wrong with it is wrong for every probe: the command ends
     if subject.fault is not None:
         _say(out, f"with a fault in place, {subject.fault.name}: {subject.fault.what}")
     if "all" in args.names:
-        chosen = _applying(chosen, subject, out)
+        chosen = _applying(args, chosen, subject, out)
     runs = _run(args, chosen, subject, folder, out, err)
     if len(runs) > 1:
         if out.is_terminal:
             out.print(shown.closing(runs))
+        _say(out, *shown.failures(runs))
         _say(out, shown.total(runs))
     if folder is None:
         _say(err, "no page written: --out FOLDER writes pages for this run")
@@ -98,8 +102,8 @@ def _run(
     runs: list[Run] = []
     for at, probe in enumerate(chosen, 1):
         with shown.watched(err, probe, at, len(chosen)) as progress:
-            runs.append(run_probe(probe, subject, progress))
-        _show(out, runs[-1])
+            runs.append(attempt(probe, subject, progress))
+        _show(out, runs[-1], brief="all" in args.names)
         if folder is not None:
             page = markdown.page(runs[-1], subject, command(args, probe.name, subject.group.size))
             if subject.group.rank == 0:
@@ -119,9 +123,12 @@ def probes(args: argparse.Namespace) -> list[Probe]:
     return list(known.values()) if "all" in args.names else [known[name] for name in dict.fromkeys(args.names)]
 
 
-def _applying(chosen: Sequence[Probe], subject: Subject, out: Console) -> list[Probe]:
-    """Return the probes whose needs are met; say which are not."""
+def _applying(args: argparse.Namespace, chosen: Sequence[Probe], subject: Subject, out: Console) -> list[Probe]:
+    """Return the probes whose needs are met, less those of Fathom itself for another model; say which are not."""
     unmet = {probe.name: why for probe in chosen if (why := probe.needs(subject)) is not None}
+    for probe in chosen if args.model != DEMO else ():
+        if probe.of_fathom and probe.name not in args.names:
+            unmet[probe.name] = "it is about Fathom, hardly about a checkpoint: name it beside all to run it too"
     for name, why in unmet.items():
         _say(out, f"left out {name:14} {why}")
     return [probe for probe in chosen if probe.name not in unmet]
@@ -217,16 +224,21 @@ def _list(out: Console) -> None:
             _say(out, f"{title}:", *(f"  {name}: {what}" for name, what in entries.items()))
 
 
-def _show(out: Console, one: Run) -> None:
-    if out.is_terminal:
+def _show(out: Console, one: Run, *, brief: bool) -> None:
+    if out.is_terminal and not brief:
         out.print(shown.findings(one))
+        return
+    head, *failed = shown.lines(one)
+    if out.is_terminal:
+        out.print(head, no_wrap=True, overflow="ellipsis")
     else:
-        _say(out, *shown.lines(one))
+        _say(out, head)
+    _say(out, *failed)
 
 
-def _say(console: Console, *lines: str) -> None:
+def _say(console: Console, *lines: str | Text) -> None:
     for line in lines:
-        console.print(line, markup=False, soft_wrap=True)
+        console.print(shown.plain(line) if isinstance(line, str) else line, soft_wrap=True)
 
 
 if __name__ == "__main__":

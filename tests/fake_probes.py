@@ -21,6 +21,8 @@ class Fake:
     why: str | None = None
     lacks: str | None = None
     trips: bool = False
+    breaks: Exception | None = None
+    of_fathom: bool = False
     summary: str = "Mean recall is 0.997 over 2 layers."
     not_claimed: str = "That it is fast."
 
@@ -40,6 +42,8 @@ class Fake:
         progress(0.5, f"seed {subject.seed}")
         if self.trips:
             raise Tripwire("logits", 3, 17, "4 of 8 values not finite", "finite")
+        if self.breaks is not None:
+            raise self.breaks
         return Report(self.summary, self.findings, self.parts, self.not_claimed)
 
 

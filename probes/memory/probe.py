@@ -37,6 +37,7 @@ class Memory(Probe):
     name: ClassVar[str] = "memory"
     question: ClassVar[str] = "Do the caches take what the arithmetic says, and does nothing else grow with the prompt?"
     reads: ClassVar[tuple[Site, ...]] = (sites.KV, sites.ENTRY, sites.INDEX_KEY_USED)
+    of_fathom: ClassVar[bool] = True
     background: ClassVar[str] = """\
 V4's promise is a million tokens in a few gigabytes: a layer keeps the KV of its window, one entry for every 4 tokens
 (CSA) or 128 (HCA), and in CSA layers an index key beside each entry. What breaks the promise is seldom the arithmetic.

@@ -29,6 +29,7 @@ class RanksProbe(Probe):
     name: ClassVar[str] = "ranks"
     question: ClassVar[str] = "Does a model spread over several ranks compute what it computes on one?"
     reads: ClassVar[tuple[Site, ...]] = COMPARED
+    of_fathom: ClassVar[bool] = True
     background: ClassVar[str] = """\
 Spread over ranks, a model keeps its meaning only if every rank holds the right rows of every weight, every token finds
 its experts wherever they are, and what is the same on every rank is never added up over them. The public record of

@@ -25,6 +25,7 @@ class Variants(Probe):
     name: ClassVar[str] = "variants"
     question: ClassVar[str] = "Do the cache variants keep what they promise to keep, and take the bytes they say?"
     reads: ClassVar[tuple[Site, ...]] = ()
+    of_fathom: ClassVar[bool] = True
     in_variants: ClassVar[bool] = True
     background: ClassVar[str] = """\
 A layer need not remember everything. **CoDA** keeps a window of what is newest, some entries that were like no other,

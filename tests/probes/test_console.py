@@ -52,10 +52,15 @@ def test_what_a_probe_says_is_no_markup():
     assert "why: [bold]no[/bold]" in text
 
 
-def test_a_pipe_gets_one_line_and_the_failures(runs):
-    assert shown.lines(runs["passing"]) == ["pass     passing           12.3 s  Mean recall is 0.997 over 2 layers."]
-    assert shown.lines(runs["failing"]) == [
-        "fail     failing           12.3 s  Mean recall is 0.997 over 2 layers.",
+def plain_lines(run):
+    return [line.plain for line in shown.lines(run)]
+
+
+def test_a_run_in_one_line_and_its_failures(runs):
+    [line] = plain_lines(runs["passing"])
+    assert line == "pass     passing           1 finding    12.3 s  Mean recall is 0.997 over 2 layers."
+    assert plain_lines(runs["failing"]) == [
+        "fail     failing          4 findings    12.3 s  Mean recall is 0.997 over 2 layers.",
         "    fail: layer 2, recall, worst row: 0.42, want >= 0.99",
         "        position: 4511; missing entries: 7, 8",
         "    fail: census",
@@ -63,10 +68,31 @@ def test_a_pipe_gets_one_line_and_the_failures(runs):
         "    vacuous: recall at 64",
         "        why: 16 entries, top-k 32",
     ]
-    assert shown.lines(runs["hollow"])[0].startswith("vacuous  hollow ")
-    assert "tripwire at logits" in shown.lines(runs["tripping"])[1]
-    [line] = shown.lines(run_fake(replace(PASSING, summary="In two\nlines."), Subject()))
+    assert plain_lines(runs["hollow"])[0].startswith("vacuous  hollow ")
+    assert "tripwire at logits" in plain_lines(runs["tripping"])[1]
+    assert plain_lines(runs["unjudged"])[1].startswith("    Fail: nothing was judged")
+    [line] = plain_lines(run_fake(replace(PASSING, summary="In two\nlines."), Subject()))
     assert line.endswith("In two lines.")
+
+
+def test_all_failures_in_a_line_each(runs):
+    assert [line.plain for line in shown.failures(list(runs.values()))] == [
+        "failing: fail: layer 2, recall, worst row: 0.42, want >= 0.99",
+        "failing: fail: census",
+        "failing: vacuous: recall at 64",
+        "hollow: vacuous: Does hollow hold?",
+        "partly-hollow: vacuous: recall at 64",
+        "tripping: fail: layer 3, tripwire at logits",
+        "unjudged: Fail: nothing was judged, and a probe that cannot fail shows nothing",
+    ]
+
+
+def test_control_characters_are_escaped():
+    failing = run_fake(replace(PASSING, findings=(broken("a\x1b[31m\x07 name", "an\x9b end"),)), Subject())
+    for text in ("\n".join(plain_lines(failing)), printed(shown.findings(failing))):
+        assert r"a\x1b[31m\x07 name" in text
+        assert r"an\x9b end" in text
+        assert not {"\x1b", "\x07", "\x9b"} & {*text}
 
 
 def test_the_closing_table_has_a_line_for_each_probe(runs):

@@ -1,3 +1,5 @@
+import json
+import re
 import shutil
 import subprocess
 import sys
@@ -6,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from model.errors import CheckpointError
+from model.ranks import Group
 from probes.fault import Fault
 from probes.faults import FAULTS
+from probes.finding import broken as broken_finding
+from probes.probe import attempt, silent
 from probes.subject import Subject
 from runtime.options import DEMO
 from scripts import probe as command
@@ -65,9 +71,14 @@ def test_the_exit_status_says_whether_all_passed(probe, capsys):
 def test_all_runs_each_probe_once_in_order(capsys):
     assert main("failing", "all", "passing") == 1
     out, err = capsys.readouterr()
-    names = [line.split()[1] for line in out.splitlines() if line[0] in "pfv"]
+    lines = out.splitlines()
+    names = [line.split()[1] for line in lines if line.split()[0] in ("pass", "fail", "vacuous")]
     assert names == [probe.name for probe in FAKES]
-    assert out.splitlines()[-1].startswith("1 of 6 probes passed in ")
+    assert lines[-1].startswith("1 of 6 probes passed in ")
+    told = [line.strip() for line in lines if line.startswith("    ") and line[4:].startswith(("fail", "vacuous"))]
+    again = [line.partition(": ")[2] for line in lines[-len(told) - 2 : -2]]
+    assert told == again, "what failed stands at the end once more"
+    assert lines[-2].startswith("unjudged: Fail: nothing was judged")
     assert len(err.splitlines()) == 6, "a line for each page"
 
 
@@ -80,6 +91,62 @@ def test_all_leaves_out_what_does_not_apply_and_says_so(capsys, monkeypatch):
     assert len(out.splitlines()) == 2
     assert main("failing") == 1, "asked for by name, it has shown nothing"
     assert "vacuous" in capsys.readouterr().out
+
+
+def test_a_probe_that_breaks_down_is_a_row_that_fails_and_the_others_go_on(capsys, monkeypatch, audits):
+    broken = replace(FAILING, name="broken", breaks=RuntimeError("no [/x] in\n\x1b[31m /a/home/file.py"))
+    monkeypatch.setattr(command, "FULL", (broken, replace(broken, name="named", breaks=CheckpointError("a")), PASSING))
+    assert main("all") == 1
+    lines = capsys.readouterr().out.splitlines()
+    cause = r"error: RuntimeError: no [/x] in; \x1b[31m file.py"
+    assert lines[0].startswith("error    broken ")
+    assert lines[1] == f"    {cause}"
+    assert re.fullmatch(r" +where: tests/fake_probes\.py:\d+", lines[2])
+    assert lines[3].startswith("error    named ")
+    assert lines[6].startswith("pass     passing ")
+    assert lines[7:9] == [f"broken: {cause}", "named: error: CheckpointError: a"]
+    assert lines[9].endswith("; not: broken (error), named (error)")
+    page = (audits / "broken.md").read_text()
+    assert front(audits / "broken.md")["verdict"] == '"error"'
+    assert "**Error: the probe broke down" in page
+    assert json.loads((audits / "broken.json").read_text())["findings"][0]["verdict"] == "error"
+
+
+def test_a_probe_that_breaks_down_on_several_ranks_ends_the_run():
+    broken = replace(PASSING, breaks=ValueError("one rank alone"))
+    with pytest.raises(ValueError, match="one rank alone"):
+        attempt(broken, Subject(group=Group(0, 2, None)), silent)
+
+
+def test_a_checkpoint_that_cannot_be_loaded_ends_the_command(tmp_path, capsys, monkeypatch):
+    write_checkpoint(tmp_path, tiny_config(), seed=0)
+    (tmp_path / "model-00001-of-00002.safetensors").unlink()
+    monkeypatch.setattr(command, "attempt", lambda *_: pytest.fail("work was done"))
+    assert "model-00001-of-00002.safetensors" in refused(capsys, "all", "--model", tmp_path)
+
+
+def test_probes_of_fathom_itself_run_on_another_model_only_where_they_are_named(capsys, monkeypatch, checkpoint):
+    of_fathom = replace(PASSING, name="of-fathom", of_fathom=True)
+    monkeypatch.setattr(command, "FULL", (PASSING, of_fathom))
+    assert main("all", "--model", checkpoint) == 0
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first.startswith("left out of-fathom ")
+    assert len(lines) == 1
+    for names, count in ((("all", "of-fathom"), 3), (("of-fathom",), 1)):
+        assert main(*names, "--model", checkpoint) == 0
+        assert len(capsys.readouterr().out.splitlines()) == count
+    assert main("all") == 0, "the demo"
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_what_is_piped_is_neither_cut_nor_wrapped(capsys, monkeypatch):
+    long = replace(FAILING, summary="word " * 100, findings=(broken_finding("tensor " * 50, "why " * 30),))
+    monkeypatch.setattr(command, "FULL", (long, PASSING))
+    assert main("all") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("word " * 99 + "word")
+    assert lines[1] == "    fail: " + "tensor " * 50
+    assert len(lines) == 6
 
 
 def test_the_console_says_that_a_fault_is_in_place(capsys):
@@ -106,7 +173,7 @@ def test_a_tokenizer_of_another_size_is_not_read_to_see_that_it_is_not_the_demos
 def test_named_probes_run_in_the_order_given_and_once(capsys):
     assert main("unjudged", "passing", "unjudged") == 1
     out, _ = capsys.readouterr()
-    assert [line.split()[1] for line in out.splitlines()[:-1]] == [UNJUDGED.name, PASSING.name]
+    assert [line.split()[1] for line in out.splitlines() if line[8] == " "] == [UNJUDGED.name, PASSING.name]
 
 
 def test_a_plain_run_of_the_demo_writes_the_audits(audits, capsys):
@@ -222,7 +289,7 @@ def test_what_is_asked_for_wrongly_is_refused_in_one_line(argv, line, capsys, au
 
 
 def test_bad_files_are_refused_before_any_work(tmp_path, capsys, monkeypatch, checkpoint):
-    monkeypatch.setattr(command, "run_probe", lambda *_: pytest.fail("work was done"))
+    monkeypatch.setattr(command, "attempt", lambda *_: pytest.fail("work was done"))
     assert "config.json" in refused(capsys, "passing", "--inject", "nothing-wrong", "--model", tmp_path)
     lost = tmp_path / "lost.txt"
     assert refused(capsys, "passing", "--prompt-file", lost) == f"{lost}: No such file or directory"
@@ -238,7 +305,7 @@ def test_bad_files_are_refused_before_any_work(tmp_path, capsys, monkeypatch, ch
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "run_probe", lambda *_: pytest.fail("work was done"))
+    monkeypatch.setattr(command, "attempt", lambda *_: pytest.fail("work was done"))
 
     def full(**_):
         raise OSError(30, "Read-only file system")
@@ -249,14 +316,14 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path, ca
 
 
 def test_pages_of_finished_probes_stay_when_a_later_one_breaks(audits, monkeypatch):
-    genuine = command.run_probe
+    genuine = command.attempt
 
     def breaks(probe, subject, progress):
         if probe.name == HOLLOW.name:
             raise KeyboardInterrupt
         return genuine(probe, subject, progress)
 
-    monkeypatch.setattr(command, "run_probe", breaks)
+    monkeypatch.setattr(command, "attempt", breaks)
     assert run(lambda: main("all")) == 130
     assert sorted(path.name for path in audits.glob("*.md")) == ["failing.md", "passing.md"]
 
@@ -269,5 +336,11 @@ def test_a_terminal_gets_tables(capsys, monkeypatch):
     assert out.count("┏") == 3, "a table for each probe and one for all"
     assert "1 of 2 probes passed" in out
     assert "2/2 tripping" in err
+    assert main("all") == 1
+    out = capsys.readouterr().out
+    assert out.count("┏") == 1, "a line for each probe and a table for all"
+    assert len(out.splitlines()[0]) <= 100
+    assert out.count("fail: layer 2, recall, worst row: 0.42, want >= 0.99") == 2, "once more behind the table"
+    assert out.rindex("fail: layer 2") > out.index("┏")
     assert main("--list") == 0
     assert capsys.readouterr().out.count("┏") == 2
