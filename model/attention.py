@@ -51,13 +51,13 @@ class Attention:
         q = ops.rotate(ops.rms_norm(q, None, self.eps), cos, sin)
         kv = ops.rotate(ops.rms_norm(self.arithmetic.linear(x, self.wkv), self.kv_norm, self.eps), cos, sin)
         kv = self.arithmetic.rounded_kv(kv, self.rope_dim)
-        cache.ring.write(first, kv)
-        for position in (max(0, first - self.window + 1), first + x.shape[0] - 1):  # the oldest seen, and the newest
-            tripwire.count("attention.ring", self.layer, position, cache.ring.held_for(position), position)
         self.ranks.note(sites.KV.name, self.layer, kv)
         taps(sites.LATENT, self.layer, latent)
         taps(sites.QUERY, self.layer, q, heads, 1)
         taps(sites.KV, self.layer, kv)
+        cache.ring.write(first, kv)
+        for position in (max(0, first - self.window + 1), first + x.shape[0] - 1):  # the oldest seen, and the newest
+            tripwire.count("attention.ring", self.layer, position, cache.ring.held_for(position), position)
         out = self.attend(q, x, latent, first, cache, cos, sin, tokens)  # [t, heads, head_dim]
         taps(sites.MIXED, self.layer, out, heads, 1)
         out = ops.rotate(out, cos, -sin)

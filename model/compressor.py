@@ -76,9 +76,9 @@ class MainCompressor:
             rows = ops.rotate(rows, cos, sin)
             if not self.coded:
                 rows = self.arithmetic.rounded_kv(rows, self.rope_dim)
-            _append(sites.ENTRY, self.layer, first, rows, entries, frontier.ratio)
             self.arithmetic.ranks.note(sites.ENTRY.name, self.layer, rows)
             self.arithmetic.taps(sites.ENTRY, self.layer, rows)
+            _append(sites.ENTRY, self.layer, first, rows, entries, frontier.ratio)
         _in_step(sites.ENTRY, self.layer, first + x.shape[0], frontier, entries)
 
 
@@ -102,7 +102,7 @@ class IndexerKeyCompressor:
             rows = ops.rotate(rows, cos, sin)
             self.arithmetic.taps(sites.INDEX_KEY, self.layer, rows)
             rows = self.arithmetic.turned_index(rows) if self.coded else self.arithmetic.rounded_index(rows)
-            _append(sites.INDEX_KEY_USED, self.layer, first, rows, keys, frontier.ratio)
             self.arithmetic.ranks.note(sites.INDEX_KEY_USED.name, self.layer, rows)
             self.arithmetic.taps(sites.INDEX_KEY_USED, self.layer, rows)
+            _append(sites.INDEX_KEY_USED, self.layer, first, rows, keys, frontier.ratio)
         _in_step(sites.INDEX_KEY_USED, self.layer, first + x.shape[0], frontier, keys)

@@ -128,7 +128,7 @@ class Comparison:
         Difference from which on a row is an example, and within which scores are equal; infinity for neither.
     steered
         Put the second run back on the first after every site: what differs there then is what was computed since the
-        site before. Caches are not put back.
+        site before. With the rows that go into caches, these are put back too.
     differences
         For each site and layer [rows] float32: ``|a - b| / max(|a|, |b|)``, Euclidean over the row, so 0 to 2; of
         decisions the share that is in one set only. Infinite where a row is missing, too wide, or not finite.
@@ -162,7 +162,8 @@ class Comparison:
             return None
         taken = self._excuse(key, first, one, tensor)
         goes_on = torch.where(taken.view(-1, *[1] * (one.ndim - 1)), one, tensor)
-        rows = _shares(one, goes_on) if site in DECISIONS else _distances(one.flatten(1), goes_on.flatten(1))
+        least = _usual(self.held[key]) if site == sites.INDEX_WEIGHTS else 0.0
+        rows = _shares(one, goes_on) if site in DECISIONS else _distances(one.flatten(1), goes_on.flatten(1), least)
         self.differences[key] = torch.cat((known, rows))
         beyond = (rows > self.bound).nonzero()
         if len(beyond) and key not in self.examples:
@@ -241,10 +242,22 @@ def _shares(one: Tensor, other: Tensor) -> Tensor:
     return shares
 
 
-def _distances(one: Tensor, other: Tensor) -> Tensor:
-    """[rows, n] twice to [rows]: relative Euclidean distance; 0 between two rows of zeros, infinite with a NaN."""
+def _usual(rows: Tensor) -> float:
+    """Root mean square length of rows [n, h] that are a few sums each.
+
+    What rounding leaves is a share of the terms, which are as large in all rows: where a row of one or two such sums
+    cancels, it is the larger beside what remains.
+    """
+    return float(rows.square().sum(1).mean().sqrt())
+
+
+def _distances(one: Tensor, other: Tensor, least: float) -> Tensor:
+    """[rows, n] twice to [rows]: Euclidean distance, relative to the longer of two rows, or to `least`.
+
+    0 between two rows of zeros, infinite with a NaN.
+    """
     off = (one - other).norm(dim=1)
-    relative = torch.where(off == 0, 0.0, off / torch.maximum(one.norm(dim=1), other.norm(dim=1)))
+    relative = torch.where(off == 0, 0.0, off / torch.maximum(one.norm(dim=1), other.norm(dim=1)).clamp(min=least))
     return relative.nan_to_num(nan=math.inf, posinf=math.inf)
 
 

@@ -86,3 +86,16 @@ def test_a_tensor_of_another_shape_than_its_site_says_trips(model, shape):
         with pytest.raises(Tripwire, match="here of layer 2: shape") as trip:
             taps(site, 2, torch.zeros(shape))
     assert trip.value.expected == "[t, s] = [-1, 4]"
+
+
+def test_what_a_listener_writes_is_what_the_caches_keep(model):
+    state = model.new_state(300, 300)
+    kept = (sites.KV, sites.ENTRY, sites.INDEX_KEY_USED)
+    with model.attached({site: lambda _, rows: rows.fill_(0.5) for site in kept}):
+        model(torch.arange(300) % 1024, state)
+    for cache, entries in zip(state.layers, (0, 75, 2, 75), strict=True):
+        assert (cache.ring.data[:300] == 0.5).all()
+        if entries:
+            assert (cache.entries.data[:entries] == 0.5).all()
+        if entries == 75:
+            assert (cache.keys.data[:entries] == 0.5).all()
