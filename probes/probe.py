@@ -39,8 +39,13 @@ class Probe(Protocol):
         return None
 
     def vacuous(self, subject: Subject) -> str | None:
-        """Why this run could not show the fault (and must fail), from config and knobs alone; None when it could."""
-        ...
+        """Why this run could not show the fault (and must fail), from config and knobs alone; None when it could.
+
+        What a prompt must hold follows from the config, the knobs only add to it: a model without the positions for it
+        has an unmet need.
+        """
+        del subject
+        return None
 
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """Run the model and measure."""
@@ -50,6 +55,12 @@ class Probe(Protocol):
 def one_rank(subject: Subject, why: str) -> str | None:
     """What a probe that cannot run on several ranks needs, and why, for `Probe.needs`; None on one rank."""
     return None if subject.group.size == 1 else f"it runs on one rank, and there are {subject.group.size}: {why}"
+
+
+def room(subject: Subject, needed: int) -> str | None:
+    """Say that a run of `needed` positions is more than the model has, for `Probe.needs`; None where it is not."""
+    most = subject.config.max_position_embeddings
+    return None if needed <= most else f"the run takes {needed} positions, the model has {most}"
 
 
 @dataclass(frozen=True, slots=True)

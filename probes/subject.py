@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.ops import BLOCKED, Ops
 from model.census import census
 from model.checkpoint import Checkpoint
-from model.config import ModelConfig
+from model.config import LayerKind, ModelConfig
 from model.decode import Weights, bind
 from model.errors import ConfigError
 from model.ranks import ALONE, Group
@@ -125,6 +125,16 @@ class Subject:
             return ids[:count]
         drawn = random.Random(f"tokens {self.seed}")  # noqa: S311 -- a prompt, not a secret
         return [self.config.bos_token_id, *(drawn.randrange(self.config.vocab_size) for _ in range(count - 1))]
+
+
+def selects_all(config: ModelConfig) -> int:
+    """Tokens up to which the indexer of some CSA layer selects every entry; 0 without such a layer.
+
+    In a run of twice as many, blocked attention reads selected entries in both of its ways: it gathers them from one
+    and a half times as many on.
+    """
+    kinds = zip(config.layer_kinds, config.compress_ratios, strict=True)
+    return max((config.index_topk * ratio for kind, ratio in kinds if kind is LayerKind.CSA), default=0)
 
 
 def run_tokens(model: Transformer, tokens: list[int], chunk: int, state: State | None = None) -> tuple[Tensor, State]:

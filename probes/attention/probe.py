@@ -81,7 +81,8 @@ heads are given the sinks of the first (`--inject rank-0-sinks`, see faults.md).
         return page.report(layers, config, subject.options.dtype, length)
 
     def _length(self, config: ModelConfig) -> int:
-        return min(self.length, config.max_position_embeddings)
+        beyond = 2 * max(config.sliding_window, *config.compress_ratios) + 4  # the window, with entries in sight
+        return min(max(self.length, beyond), config.max_position_embeddings)
 
 
 def stored_sinks(directory: Path, config: ModelConfig) -> list[Tensor]:

@@ -6,11 +6,12 @@ from typing import ClassVar
 
 import torch
 
+from model.config import ModelConfig
 from model.sites import Site
 from model.transformer import Transformer
 from probes.boundaries.cuts import Cut, Outcome, Tally, compared, first_place, prefill_then_decode, prefixes
 from probes.finding import JSON, Finding, Report, Table, at_most, exactly, judged, measured
-from probes.probe import Probe, Progress
+from probes.probe import Probe, Progress, room
 from probes.shared.trace import OF_TOKENS
 from probes.subject import Subject, run_tokens
 
@@ -54,39 +55,45 @@ another order, and a number then falls on the other side of a bf16 rounding."""
         *(1, 2, 3, 4, 5, 6, 7, 8, 63, 66, 97, 124, 125, 126, 127, 128, 129, 130, 131, 132, 133),
         *(253, 254, 255, 256, 257, 258, 259, 260, 512, 513, 515, 518),
     )
-    small_upto: int = 260  # longest prompt in calls of fewer than 16 tokens, which take most of the time
+    # longest prompt in calls of fewer than 16 tokens, which take most of the time; more where the window is longer
+    small_upto: int = 260
     decoded: int = 3  # tokens one by one after a prefill
 
+    def needs(self, subject: Subject) -> str | None:
+        """Positions for the longest prompt."""
+        return room(subject, self._lengths(subject.config)[-1] + self.decoded)
+
     def vacuous(self, subject: Subject) -> str | None:
-        """Without a cut inside of a block, and a ring that wraps, nothing is carried that could be lost."""
-        config, longest = subject.config, max(self.lengths)
-        if config.max_position_embeddings < longest + self.decoded:
-            needed = longest + self.decoded
-            return f"the model holds {config.max_position_embeddings} positions, the probe runs {needed}"
-        if longest <= max(config.compress_ratios):
-            return f"no block of {max(config.compress_ratios)} tokens is finished and passed within {longest}"
-        if not any(config.sliding_window + cut.chunk - 1 < cut.length for cut in self._grid()):
-            return f"no ring wraps: the window has {config.sliding_window} tokens, the longest prompt {longest}"
+        """Without a ring that wraps, nothing is carried in it that could be lost."""
+        window = subject.config.sliding_window
+        if not any(window + cut.chunk - 1 < cut.length for cut in self._grid(subject.config)):
+            return f"no ring wraps: the window has {window} tokens, and no prompt is longer than it and a call"
         return None
 
-    def _grid(self) -> Iterator[Cut]:
+    def _lengths(self, config: ModelConfig) -> list[int]:
+        """The lengths asked for, one that passes a block, and one whose ring wraps in short calls; ascending."""
+        return sorted({*self.lengths, max(config.compress_ratios) + 3, config.sliding_window + 5})
+
+    def _grid(self, config: ModelConfig) -> Iterator[Cut]:
         """Every cut, with nothing different yet."""
         for chunk in self.chunks:
-            for length in sorted(self.lengths):
-                if chunk < length and (chunk >= SLOW or length <= self.small_upto):
+            for length in self._lengths(config):
+                if chunk < length and (chunk >= SLOW or length <= max(self.small_upto, config.sliding_window + 5)):
                     yield Cut(length, chunk, None, logits=False, parts=())
 
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """Run the grid."""
         tally = Tally()
         model = subject.load(subject.with_options(dtype="bf16"), tally.watched(subject.ops)).model
-        longest = max(self.lengths)
+        config = subject.config
+        lengths = self._lengths(config)
+        longest = lengths[-1]
         tokens = subject.tokens(longest + self.decoded)
         ids = torch.tensor(tokens, device=model.device)
         whole: dict[int, Outcome] = {}
         decode = {}
-        for done, length in enumerate(sorted(self.lengths)):
-            progress(0.25 * done / len(self.lengths), f"{length} tokens in one call")
+        for done, length in enumerate(lengths):
+            progress(0.25 * done / len(lengths), f"{length} tokens in one call")
             whole[length], decode[length] = prefill_then_decode(model, ids, length, self.decoded)
         everything, _ = prefill_then_decode(model, ids, len(ids), 0)
         late = [
@@ -97,14 +104,14 @@ another order, and a number then falls on the other side of a bf16 rounding."""
         cuts = []
         for done, chunk in enumerate(self.chunks):
             progress(0.25 + 0.7 * done / len(self.chunks), f"calls of {chunk}")
-            lengths = [cut.length for cut in self._grid() if cut.chunk == chunk]
-            found = prefixes(model, ids, chunk, lengths) if lengths else ()
-            cuts += [compared(length, chunk, one, whole[length]) for length, one in zip(lengths, found, strict=True)]
+            cut = [one.length for one in self._grid(config) if one.chunk == chunk]
+            found = prefixes(model, ids, chunk, cut) if cut else ()
+            cuts += [compared(length, chunk, one, whole[length]) for length, one in zip(cut, found, strict=True)]
         progress(0.95, "the run's own arithmetic")
-        findings = [*self._judge(model, tokens, cuts, late), *_own(tally), *self._drift(subject, tokens)]
+        findings = [*self._judge(model, tokens, cuts, late, len(lengths)), *_own(tally), *self._drift(subject, tokens)]
         unequal = sum(not cut.equal for cut in cuts)
         summary = (
-            f"{len(cuts)} ways to cut prompts of {min(self.lengths)} to {longest} tokens into calls of"
+            f"{len(cuts)} ways to cut prompts of {lengths[0]} to {longest} tokens into calls of"
             f" {', '.join(str(chunk) for chunk in self.chunks)}: {unequal} leave another bit in an output row, the"
             f" logits or a cache than the prompt in one call; of {len(decode)} prompts that were decoded on,"
             f" {len(late)} went another way than prefill."
@@ -113,7 +120,7 @@ another order, and a number then falls on the other side of a bf16 rounding."""
         return Report(summary, tuple(findings), parts, NOT_CLAIMED)
 
     def _judge(
-        self, model: Transformer, tokens: list[int], cuts: Sequence[Cut], late: Sequence[int]
+        self, model: Transformer, tokens: list[int], cuts: Sequence[Cut], late: Sequence[int], prompts: int
     ) -> Iterator[Finding]:
         """Findings about bits."""
         wrong = [cut for cut in cuts if cut.token is not None]
@@ -136,7 +143,7 @@ another order, and a number then falls on the other side of a bf16 rounding."""
             what = f"cuts that leave something else in the caches' {component.replace('_', ' ')}"
             yield judged(what, count, exactly(0), **evidence)
         evidence = {"length": late[0], "mod 4": late[0] % 4, "mod 128": late[0] % 128} if late else {}
-        what = f"prompts, of {len(self.lengths)}, whose decode of {self.decoded} more differs from prefill"
+        what = f"prompts, of {prompts}, whose decode of {self.decoded} more differs from prefill"
         yield judged(what, len(late), exactly(0), **evidence)
 
     def _drift(self, subject: Subject, tokens: list[int]) -> Iterator[Finding]:
@@ -221,4 +228,4 @@ while fp32 sums change their order. That what all cuts agree on is right: a faul
 other probes. Lengths between the listed ones, and residues of 128 that do not occur among them, were not run."""
 
 FULL = Boundaries()
-QUICK = Boundaries(chunks=(3, 127), lengths=(21, 131), small_upto=21, decoded=1)
+QUICK = Boundaries(chunks=(3, 127), lengths=(), small_upto=0, decoded=1)

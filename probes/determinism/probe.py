@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from model import sites
+from model.config import ModelConfig
 from model.errors import Tripwire
 from model.sites import Site
 from model.state import State
 from model.transformer import Transformer
 from probes.finding import JSON, Finding, Report, Table, broken, exactly, judged, measured, vacuous
-from probes.probe import Probe, Progress
+from probes.probe import Probe, Progress, room
 from probes.shared.trace import Passed, cache_digests, named, traced
 from probes.subject import Subject
 
@@ -63,30 +64,32 @@ The run that is saved and restored has caught something that we did not build it
 by one row (one of the injected faults) all plain repetitions agree, and only the restored run departs: the row before
 the oldest that a token may see is not saved, because nobody should read it."""
 
-    tokens: int = 300  # of A: two blocks of 128, and a ring that wraps
+    tokens: int = 300  # of A, at least: two blocks of 128, and a ring that wraps
     decoded: int = 4  # of these, run one by one at the end
     chunk: int = 64
     repeats: int = 3
 
+    def needs(self, subject: Subject) -> str | None:
+        """A prompt that leaves the window, and in which a block of each kind is finished and passed."""
+        return room(subject, self._length(subject.config))
+
     def vacuous(self, subject: Subject) -> str | None:
-        """A prompt in which no block is finished leaves most caches empty."""
-        config = subject.config
-        if config.max_position_embeddings < self.tokens:
-            return f"the model holds {config.max_position_embeddings} positions, the probe runs {self.tokens}"
-        if self.tokens <= max(config.compress_ratios):
-            return f"no block of {max(config.compress_ratios)} tokens is finished and passed within {self.tokens}"
-        if self.repeats < 2:
-            return "one run has nothing to be compared with"
-        return None
+        """A run is compared with another."""
+        del subject
+        return "one run has nothing to be compared with" if self.repeats < 2 else None
+
+    def _length(self, config: ModelConfig) -> int:
+        return max(self.tokens, max(config.sliding_window, *config.compress_ratios) + 4)
 
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """Run A in all its circumstances."""
         model = subject.model
-        a = self._calls(torch.tensor(subject.tokens(self.tokens), device=model.device))
+        length = self._length(subject.config)
+        a = self._calls(torch.tensor(subject.tokens(length), device=model.device))
         ranks = model.arithmetic.ranks
         norms = ranks.whole(model.embedding.float().norm(dim=1), 0, ranks.shares.vocabulary)
         loudest = norms.argmax()
-        b = self._calls(loudest.repeat(self.tokens))
+        b = self._calls(loudest.repeat(length))
         progress(0.0, "prompt A")
         first = run(model, a)
         verdicts = []
@@ -112,7 +115,7 @@ the oldest that a token may see is not saved, because nobody should read it."""
             findings.append(vacuous("prompt B differs from A", "B gave the same tensors: it could leave nothing else"))
         wrong = [verdict for verdict in verdicts if verdict.differing or verdict.parts]
         summary = (
-            f"{len(verdicts)} more runs of one prompt of {self.tokens} tokens, in {len(verdicts) - self.repeats + 1} of"
+            f"{len(verdicts)} more runs of one prompt of {length} tokens, in {len(verdicts) - self.repeats + 1} of"
             f" them with something in its way: {len(wrong)} differ from the first run in any of"
             f" {len(first.passed)} tensors at {len({one.site for one in first.passed})} sites or in any cache."
         )

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from model.census import Census
 from model.config import LayerKind, ModelConfig
 from model.transformer import Transformer
-from probes.finding import JSON, Finding, Part, Table, Text, at_least, exactly, judged, tripped, vacuous
+from probes.finding import JSON, Finding, Part, Table, Text, exactly, judged, measured, tripped
 from probes.load.run import Ran
 from probes.load.values import Compared
 from probes.shared.file_bytes import FileBytes, unaccounted
 from probes.shared.held import find
 
 SHOWN = 5  # names in a finding's evidence; the count says how many there are
-REACHED = 0.9  # share of the experts that must get a token, or "every parameter was read" says little
 
 NOT_CLAIMED = """\
 That the numbers are good ones: a checkpoint that was damaged before it was written is followed faithfully. An operand
@@ -67,12 +66,7 @@ def run_findings(model: Transformer, names: Sequence[str], ran: Ran) -> list[Fin
     if (trip := ran.tripped) is not None:
         return [*findings, tripped(trip)]
     missed, total = ran.missed(), sum(len(counts) for counts in ran.experts.values())
-    share, what = 1 - len(missed) / total, "routed experts that got a token, share"
-    if share < REACHED:
-        why = f"{len(missed)} of {total} experts got no token, so most of the model was not asked for: a longer prompt"
-        findings.append(vacuous(what, why))
-    else:
-        findings.append(judged(what, share, at_least(REACHED), **_some(missed)))
+    findings.append(measured("routed experts that got a token, share", 1 - len(missed) / total, **_some(missed)))
     findings.append(judged("parameters not read whole in a run", len(ran.unread), exactly(0), **_some(ran.unread)))
     if (same := ran.ineffective) is not None:
         findings.append(judged("parameters whose change changes nothing", len(same), exactly(0), **_some(same)))
@@ -126,7 +120,8 @@ def not_reached(ran: Ran) -> tuple[Part, ...]:
     if not missed:
         return ()
     shown = ", ".join(missed[:20]) + ", ..." * (len(missed) > 20)
-    return (Text("Experts that got no token", f"{len(missed)}, and whether they are read was not asked: {shown}."),)
+    text = f"{len(missed)}, which were run by themselves; what changing them changes was not asked: {shown}."
+    return (Text("Experts that got no token", text),)
 
 
 def summary(census: Census, compared: Sequence[Compared], ran: Ran) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from model import sites
-from model.config import LayerKind, ModelConfig
+from model.config import ModelConfig
 from model.errors import Tripwire
 from model.sites import Site
 from probes.finding import Report
@@ -15,7 +15,7 @@ from probes.load.run import Ran, reached, watch
 from probes.load.values import WHOLE, Compared, compare, sample
 from probes.probe import Probe, Progress, one_rank
 from probes.shared.file_bytes import FileBytes
-from probes.subject import Subject
+from probes.subject import Subject, selects_all
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Load(Probe):
 
     name: ClassVar[str] = "load"
     question: ClassVar[str] = "Does the model compute with what the files hold: all of it, and nothing else?"
-    reads: ClassVar[tuple[Site, ...]] = (sites.EMBEDDED, sites.STREAMS, sites.EXPERT_IDS)
+    reads: ClassVar[tuple[Site, ...]] = (sites.EMBEDDED, sites.STREAMS, sites.EXPERTS_INPUT, sites.EXPERT_IDS)
     background: ClassVar[str] = """\
 A checkpoint is a list of named tensors, and a loader that does not find a name is usually told not to mind. The model
 then runs with zeros, with noise, or with what the memory held, at full speed and often fluently: a V4 runtime lost its
@@ -35,7 +35,8 @@ number still has the right size.
 So this page follows each number all the way. The **census** says what each stored tensor is. **Values**: numpy reads
 the files again, with none of the runtime's code, and builds every number from its bits; the model's own linear op
 multiplies each matrix by the identity, and the two must be the same number. **Reads**: in a forward pass every call of
-torch is watched, and every byte of every parameter must have been an operand. **Effects**: each parameter is changed in
+torch is watched, and every byte of every parameter must have been an operand; an expert that no token went to is given
+one. **Effects**: each parameter is changed in
 turn, and its layer's output must change with it, because what is read may still be thrown away."""
     noticed: ClassVar[str] = """\
 Statistics of the weights would not have shown the two classic faults of decoding. Swap the nibbles, and nearly all FP4
@@ -49,7 +50,7 @@ every parameter is an operand, but a part of each sink vector is never read. Tha
 A table of expert ids that is all zeros is right wherever the file's is zero (its row in the table of what parameters
 are stored as has the share): a spot check may well be content."""
 
-    tokens: int = 256  # of the prompt, at least: each of the demo's experts gets twenty and more
+    tokens: int = 256  # of the prompt, at least
     effects: bool = True  # whether each parameter is also changed: 210 runs of one layer in the demo
 
     def needs(self, subject: Subject) -> str | None:
@@ -61,13 +62,13 @@ are stored as has the share): a spot check may well be content."""
         config, count = subject.config, self._count(subject.config)
         if count < (ratio := max(config.compress_ratios)):
             return f"in {count} tokens no window of {ratio} closes"
-        if self.effects and count // 2 < _selects_all(config):
+        if self.effects and count // 2 < selects_all(config):
             return f"in {count} tokens the indexer has no choice, or hardly one: it selects {config.index_topk} entries"
         return None
 
     def _count(self, config: ModelConfig) -> int:
         """Tokens of the prompt: twice as many entries as are selected, where effects are asked for."""
-        wanted = max(self.tokens, 2 * _selects_all(config)) if self.effects else self.tokens
+        wanted = max(self.tokens, *config.compress_ratios, 2 * selects_all(config) * self.effects)
         return min(wanted, config.max_position_embeddings)
 
     def measure(self, subject: Subject, progress: Progress) -> Report:
@@ -110,12 +111,6 @@ are stored as has the share): a spot check may well be content."""
         except Tripwire as trip:
             ran.tripped = trip
         return ran
-
-
-def _selects_all(config: ModelConfig) -> int:
-    """Tokens up to which a CSA layer's indexer selects every entry; 0 without such a layer."""
-    kinds = zip(config.layer_kinds, config.compress_ratios, strict=True)
-    return max((config.index_topk * ratio for kind, ratio in kinds if kind is LayerKind.CSA), default=0)
 
 
 FULL = Load()

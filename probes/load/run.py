@@ -24,7 +24,7 @@ class Ran:
     tripped: Tripwire | None = None  # what ended it
 
     def missed(self) -> list[str]:
-        """Experts that got no token; nothing of them needs to be read."""
+        """Experts that got no token of the prompt."""
         return [
             f"layers.{layer}.ffn.experts.{expert}"
             for layer, counts in sorted(self.experts.items())
@@ -33,8 +33,17 @@ class Ran:
         ]
 
 
+@torch.inference_mode()
 def watch(model: Transformer, names: Sequence[str], tokens: list[int], chunk: int, ran: Ran) -> None:
-    """Run the prompt, and note in `ran` what is read and how many tokens each expert gets."""
+    """Run the prompt, and note in `ran` what is read and how many tokens each expert gets.
+
+    Experts that get none are then run by themselves, on one that others got.
+    """
+    inputs: dict[int, Tensor] = {}
+
+    def entering(layer: int | None, x: Tensor) -> None:
+        assert layer is not None
+        inputs[layer] = x[:1].clone()
 
     def ids(layer: int | None, chosen: Tensor) -> None:
         assert layer is not None
@@ -43,16 +52,19 @@ def watch(model: Transformer, names: Sequence[str], tokens: list[int], chunk: in
 
     places = {name: held for name in names if (held := find(model, name)) is not None}
     watched = {f"{name} {i}": part for name, held in places.items() for i, part in enumerate(held.tensors())}
-    with model.attached({sites.EXPERT_IDS: ids}), Reads(watched) as reads:
+    with model.attached({sites.EXPERTS_INPUT: entering, sites.EXPERT_IDS: ids}), Reads(watched) as reads:
         hidden, _ = run_tokens(model, tokens, chunk)
         model.logits(hidden[-1:])
+        for layer, counts in ran.experts.items():
+            for expert in (counts == 0).nonzero()[:, 0].tolist():
+                model.blocks[layer].experts.run(expert, inputs[layer], torch.ones(1, device=model.device))
     for name, held in places.items():
         share = min(reads.share(f"{name} {i}") for i in range(len(held.tensors())))
-        if share < 1 and reached(name, ran.experts):
+        if share < 1:
             ran.unread.append(f"{name} ({share:.0%} read)")
 
 
 def reached(name: str, experts: Mapping[int, Tensor]) -> bool:
-    """Whether a parameter had to be read: anything but a routed expert that no token went to."""
+    """Whether a run of the prompt needs a parameter: anything but a routed expert that no token went to."""
     parts = name.split(".")  # layers, 3, ffn, experts, 17, w1, weight
     return ".experts." not in name or int(experts[int(parts[1])][int(parts[4])]) > 0

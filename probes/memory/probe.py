@@ -22,12 +22,11 @@ from probes.finding import Finding, Part, Report, Text, broken, exactly, judged,
 from probes.memory import page, peak
 from probes.memory.plan import IN_DTYPE, ITEM_BYTES, cache_bytes, call_bytes, layer_bytes, naive_bytes, shaped
 from probes.memory.rows import Rows, Written, look, poison
-from probes.probe import Probe, Progress, one_rank
+from probes.probe import Probe, Progress, one_rank, room
 from probes.subject import Subject
 from runtime.plan.planner import Planner
 
 DECODED = 5  # of the tokens, one by one at the end
-SPARE = 128  # positions beyond the tokens, so that there are rows that nothing may touch
 
 
 @dataclass(frozen=True)
@@ -69,12 +68,8 @@ long-context.md). Most of the peak itself was there before the first token: torc
 
     def needs(self, subject: Subject) -> str | None:
         """A process of its own that holds all of the model."""
-        return one_rank(subject, "it measures a process that runs the model alone")
-
-    def vacuous(self, subject: Subject) -> str | None:
-        """The ring must go round and every compressor close windows, with room to spare."""
-        needed, room = self._count(subject.config) + SPARE, subject.config.max_position_embeddings
-        return f"the run needs {needed} positions, the model has {room}" if needed > room else None
+        why = one_rank(subject, "it measures a process that runs the model alone")
+        return why or room(subject, self._count(subject.config) + _spare(subject.config))
 
     def _count(self, config: ModelConfig) -> int:
         once_round = config.sliding_window + self.chunk
@@ -86,7 +81,7 @@ long-context.md). Most of the peak itself was there before the first token: torc
         formats = (subject.options.entry_format, subject.options.key_format)
         tokens, chunk = subject.tokens(self._count(config)), subject.options.prefill_chunk
         progress(0.0, "caches")
-        state = model.new_state(len(tokens) + SPARE, self.chunk)
+        state = model.new_state(len(tokens) + _spare(config), self.chunk)
         layers = _allocated(config, state, self.chunk, item, formats)
         figures = _figures(config)
         findings = [*page.allocation_findings(layers), _whole_context(subject), *page.figure_findings(figures)]
@@ -116,9 +111,10 @@ long-context.md). Most of the peak itself was there before the first token: torc
         config, chunk, item = subject.config, subject.options.prefill_chunk, ITEM_BYTES[subject.options.dtype]
         formats = (subject.options.entry_format, subject.options.key_format)
         room = config.max_position_embeddings - peak.DECODED - chunk
-        short, long = min(prompts[0], room // 8), min(prompts[1], room)
+        each = naive_bytes(config, 1, chunk, item)["streams of the whole prompt"]
+        short = min(prompts[0], room // 8)
+        long = min(max(prompts[1], short + 3 * page.SLACK // (2 * each)), room)  # were they kept, it would show
         far = min(self.far, config.max_position_embeddings) - chunk
-        kept = naive_bytes(config, long - short, chunk, item)["streams of the whole prompt"]
         taken = peak.measure(subject, (short, long), far)
         if isinstance(taken, str):
             return None, taken
@@ -128,7 +124,7 @@ long-context.md). Most of the peak itself was there before the first token: torc
             taken,
             sum(cache_bytes(config, long + peak.DECODED + chunk, chunk, item, formats).values()),
             call_bytes(config, chunk, item),
-            kept,
+            each * (long - short),
             subject.ops.name == BLOCKED.name,
             # the fingerprint of a small checkpoint reads all of it while loading
             subject.options.device != "cpu" or subject.load().census.nbytes <= HASHED_WHOLE,
@@ -165,6 +161,11 @@ long-context.md). Most of the peak itself was there before the first token: torc
         process = page.Planned(context, chunk, taken, {name: size for name, size in sizes.items() if size})
         findings.append(page.plan_finding(process))
         parts.append(page.plan_table(process))
+
+
+def _spare(config: ModelConfig) -> int:
+    """Positions beyond the tokens, so that every cache has rows that nothing may touch."""
+    return max(128, *config.compress_ratios)
 
 
 def _allocated(

@@ -10,7 +10,7 @@ from probes.demo_language.prompts import Prompt, common_prompts, needle_prompts
 from probes.finding import Report
 from probes.needle.answers import Answer, answers
 from probes.needle.report import RANDOM, RUN, WINDOW, WORDS, WORDS_WINDOW, report
-from probes.probe import Probe, Progress
+from probes.probe import Probe, Progress, room
 from probes.subject import Subject
 
 Documents = list[tuple[int, Prompt]]  # with the length that each was asked for
@@ -60,15 +60,7 @@ of their own: the most common word of four in the whole text, which no small sel
             return "the model has no CSA layer, so there is no selection to find anything by"
         if subject.prompt is not None:
             return "it makes its own documents, and would not read the given text"
-        return None
-
-    def vacuous(self, subject: Subject) -> str | None:
-        """Documents that do not fit show nothing."""
-        longest = max(length for length, *_ in (*self.codes, *self.words))
-        positions = subject.config.max_position_embeddings
-        if longest > positions:
-            return f"documents have up to {longest} tokens, the model has {positions} positions"
-        return None
+        return room(subject, max(length for length, *_ in (*self.codes, *self.words)))
 
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """Ask for codes with the run's selection, a random one and none; for words with HCA layers and without."""

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from model.census import census
 from model.checkpoint import Checkpoint
-from model.config import LayerKind, ModelConfig
+from model.config import ModelConfig
 from model.decode import bind
 from model.sites import Site
 from probes.finding import Report
@@ -27,8 +27,8 @@ from probes.parity.pairs import (
 )
 from probes.parity.report import report
 from probes.parity.transformers_side import HIDDEN_INSIDE
-from probes.probe import Probe, Progress
-from probes.subject import Subject
+from probes.probe import Probe, Progress, room
+from probes.subject import Subject, selects_all
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,15 @@ each site is compared from equal inputs."""
 
     def length(self, config: ModelConfig) -> int:
         """Tokens to run: at least two entries of each kind, and twice as many as the selection takes."""
-        needed = [self.tokens, config.sliding_window + 4]
-        for ratio, kind in zip(config.compress_ratios, config.layer_kinds, strict=True):
-            needed.append(ratio * (2 * config.index_topk if kind is LayerKind.CSA else 2) + 4)
-        return max(needed)
+        needed = (config.sliding_window, 2 * max(config.compress_ratios), 2 * selects_all(config))
+        return max(self.tokens, max(needed) + 4)
+
+    def needs(self, subject: Subject) -> str | None:
+        """Entries of every kind, and more of them than are selected."""
+        return room(subject, self.length(subject.config))
 
     def vacuous(self, subject: Subject) -> str | None:
         """Say why the comparison could not show a difference."""
-        length, positions = self.length(subject.config), subject.config.max_position_embeddings
-        if length > positions:
-            return f"entries of every kind and more of them than are selected take {length} tokens, of {positions}"
         if all(pair.bound is None or refused(pair, subject) for pair in self.pairs):
             return "no pair of settings that should agree can be run"
         return None

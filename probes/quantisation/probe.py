@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.ops import Ops
 from model import sites
-from model.config import LayerKind, check_deployed
+from model.config import LayerKind, ModelConfig, check_deployed
 from model.errors import ConfigError
 from model.sites import Site
 from model.transformer import Transformer
@@ -90,10 +90,11 @@ gives, on the prompt's tensors and on numbers made to lie on the edges. Last, it
 
     def vacuous(self, subject: Subject) -> str | None:
         """Entries need closed windows."""
-        tokens = min(self.tokens, subject.config.max_position_embeddings)
-        if tokens < max(subject.config.compress_ratios):
-            return f"{tokens} tokens close no window of {max(subject.config.compress_ratios)}"
-        return None
+        tokens, ratio = self._count(subject.config), max(subject.config.compress_ratios)
+        return f"{tokens} tokens close no window of {ratio}" if tokens < ratio else None
+
+    def _count(self, config: ModelConfig) -> int:
+        return min(max(self.tokens, max(config.compress_ratios) + 64), config.max_position_embeddings)
 
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """Stored bytes, one prompt in both numerics, then each rounding by itself."""
@@ -103,7 +104,7 @@ gives, on the prompt's tensors and on numbers made to lie on the edges. Last, it
         oracle = Experts(config, subject.file_weights, options)
         progress(0.0, "stored bytes")
         stored = stored_scales.survey(deployed.model, deployed.census, oracle.weights, self.experts)
-        tokens = subject.tokens(min(self.tokens, config.max_position_embeddings))
+        tokens = subject.tokens(self._count(config))
         some = [i * (len(tokens) - 1) // max(1, self.rows - 1) for i in range(self.rows)]
         recorder = Recorder(_watched(config.layer_kinds), some)
         chunk = subject.options.prefill_chunk

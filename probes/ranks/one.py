@@ -20,7 +20,7 @@ from probes.memory.peak import OPS
 from probes.parity.compare import Canonical, Comparison, Trace
 from probes.parity.pairs import Pair, bound_of
 from probes.parity.report import evidence, places
-from probes.ranks.pairs import PAIRS, between
+from probes.ranks.pairs import PAIRS, between, left_out
 from probes.subject import Subject, run_tokens
 from runtime.load import load
 from runtime.options import RunOptions
@@ -47,8 +47,9 @@ def answer(request: dict[str, Any], group: Group) -> dict[str, Any]:
     options, ops = RunOptions.from_json(request["options"]), OPS[request["ops"]]
     subject = Subject(Path(request["directory"]), options, ops, fault, request["seed"])
     try:
-        pairs = {pair.name: _compared(pair, subject, group, request["tokens"]) for pair in PAIRS}
-        return {"pairs": pairs} | _held(subject, group)
+        pairs = [pair for pair in PAIRS if pair.name not in left_out(subject)]
+        compared = {pair.name: _compared(pair, subject, group, request["tokens"]) for pair in pairs}
+        return {"pairs": compared} | _held(subject, group)
     except (Tripwire, RankDisagreement) as error:
         return {"ended": f"{type(error).__name__}: {error}"}
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from model.choices import ALL_REDUCE, ALL_TO_ALL
-from probes.parity.pairs import SAME, Pair, Setting
+from probes.parity.pairs import SAME, Pair, Setting, refused
 from probes.subject import Subject
 from runtime.options import RunOptions
 
@@ -25,6 +25,11 @@ PAIRS = (
     Pair("all-reduce, deployed", _DEPLOYED, _DEPLOYED, SAME, share=0.75, steered=True),
     Pair("all-to-all, deployed", _DEPLOYED, _DEPLOYED, SAME, share=0.75, steered=True),
 )
+
+
+def left_out(subject: Subject) -> dict[str, str]:
+    """Names of pairs whose numerics the model cannot run, and why."""
+    return {pair.name: why for pair in PAIRS if (why := refused(pair, subject))}
 
 
 def between(pair: Pair, subject: Subject) -> RunOptions:

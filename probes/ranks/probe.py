@@ -10,10 +10,10 @@ from model.sites import Site
 from probes.finding import Finding, Part, Report, Table, broken, exactly, judged
 from probes.memory.peak import cannot_carry
 from probes.parity.compare import COMPARED
-from probes.probe import Probe, Progress, one_rank
-from probes.ranks.pairs import PAIRS
+from probes.probe import Probe, Progress, one_rank, room
+from probes.ranks.pairs import PAIRS, left_out
 from probes.ranks.start import answers
-from probes.subject import Subject
+from probes.subject import Subject, selects_all
 from runtime.placement import place
 
 NOT_CLAIMED = """\
@@ -64,19 +64,13 @@ the placement says is replicated."""
             return why
         if not self._possible(subject):
             return f"no number of ranks among {', '.join(map(str, self.sizes))} divides the experts"
-        return None
-
-    def vacuous(self, subject: Subject) -> str | None:
-        """The prompt must fit, and select."""
-        length, room = self._length(subject), subject.config.max_position_embeddings
-        return f"the run needs {length} positions, the model has {room}" if length > room else None
+        if len(refused := left_out(subject)) == len(PAIRS):
+            return f"none of its pairs can run: {next(iter(refused.values()))}"
+        return room(subject, self._length(subject))
 
     def _length(self, subject: Subject) -> int:
-        ratios = [ratio for ratio in subject.config.compress_ratios if ratio]
-        needed = [self.tokens, *(2 * ratio + 8 for ratio in ratios)]
-        if ratios:
-            needed.append((subject.config.index_topk + 8) * min(ratios))
-        return max(needed)
+        config = subject.config
+        return max(self.tokens, 2 * max(config.compress_ratios) + 8, selects_all(config) + 32)
 
     def _possible(self, subject: Subject) -> list[int]:
         return [size for size in self.sizes if subject.config.n_routed_experts % size == 0]
@@ -104,10 +98,11 @@ the placement says is replicated."""
             " frequencies, in fp32) is in `scripts.plan`."
         )
         whole = [Table("Several ranks against one", columns, rows, note), *parts]
-        failed = [finding for finding in findings if finding.failed]
+        failed, left = [finding for finding in findings if finding.failed], left_out(subject)
         summary = (
             f"{len(tokens)} tokens on {' and '.join(map(str, sizes))} ranks: "
             + ("; ".join(f"{one.what}" for one in failed) if failed else "every site as on one rank")
+            + (f"; left out, {' and '.join(left)}: {next(iter(left.values()))}" if left else "")
             + "."
         )
         return Report(summary, tuple(findings), tuple(whole), NOT_CLAIMED)
@@ -123,7 +118,7 @@ def _ended(size: int, ended: dict[int, str], found: list[dict[str, Any]]) -> Fin
 def _compared(size: int, found: list[dict[str, Any]]) -> list[Finding]:
     """A verdict for each pair: the farthest rank, with the first place apart."""
     findings = []
-    for pair in PAIRS:
+    for pair in (pair for pair in PAIRS if pair.name in found[0]["pairs"]):
         rank, one = max(enumerate(answer["pairs"][pair.name] for answer in found), key=lambda each: _key(each[1]))
         assert pair.bound is not None
         what = f"{size} ranks, {pair.name}: distance from one rank"
@@ -168,7 +163,7 @@ def _in_stack(checkpoint: Checkpoint, stored: str, shape: tuple[int, ...]) -> in
 
 def _table(size: int, found: list[dict[str, Any]]) -> list[list[float | str | None]]:
     rows: list[list[float | str | None]] = []
-    for pair in PAIRS:
+    for pair in (pair for pair in PAIRS if pair.name in found[0]["pairs"]):
         every = [answer["pairs"][pair.name] for answer in found]
         calls = ", ".join(f"{name} {count}" for name, count in every[0]["calls"].items() if count)
         equal = min(one["bit_equal"] for one in every)

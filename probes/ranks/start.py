@@ -33,8 +33,8 @@ def answers(subject: Subject, size: int, tokens: list[int]) -> list[dict[str, An
                 child.wait()
         found = [json.loads(text) if (text := output.read_text()) else {} for output in outputs]
         if not any(found):
-            errors = "\n".join(output.with_suffix(".err").read_text()[-2000:] for output in outputs)
-            raise RuntimeError(f"no rank of probes.ranks.one answered:\n{errors}")
+            errors = [output.with_suffix(".err").read_text().strip().rpartition("\n")[2] for output in outputs]
+            raise RuntimeError(f"no rank of probes.ranks.one answered: {'; '.join(errors)}")
     return found
 
 

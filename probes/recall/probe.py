@@ -4,14 +4,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from model.config import LayerKind, ModelConfig
+from model.config_json import CSA_RATIO
 from model.sites import Site
 from probes.finding import Part, Report
-from probes.probe import Probe, Progress
+from probes.probe import Probe, Progress, room
 from probes.recall import drawn, page
 from probes.recall import findings as judge
 from probes.recall.rows import SITES, Layer, csa_layers, groups, recorded, sides
 from probes.shared.recorder import Recorder
-from probes.subject import Subject, run_tokens
+from probes.subject import Subject, run_tokens, selects_all
 
 
 @dataclass(frozen=True)
@@ -59,32 +60,20 @@ top-k, and on the same queries and keys that alone is enough (*A, scores in BF16
 
     def needs(self, subject: Subject) -> str | None:
         """No CSA layer, or no context at which a token sees more entries than it selects."""
-        config = subject.config
-        if LayerKind.CSA not in config.layer_kinds:
+        if LayerKind.CSA not in subject.config.layer_kinds:
             return "the model has no CSA layer, and so no indexer"
-        return None
-
-    def vacuous(self, subject: Subject) -> str | None:
-        """Up to top-k entries, all are selected."""
-        config = subject.config
-        if not self._lengths(config) and not self.drawn_entries:
-            return self._all_selected(config)
-        return None
+        # up to top-k entries, all are selected, whatever they score
+        return room(subject, selects_all(subject.config) + CSA_RATIO)
 
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """Compare the selections of one run, then those of draws that look like it."""
         config, k = subject.config, subject.config.index_topk
         lengths = self._lengths(config)
-        # where no length shows anything, a run still shows what the draws are to look like
-        layers = self._run(subject, lengths or (self._longest(config),), progress)
+        layers = self._run(subject, lengths, progress)
         progress(0.4, "comparing with the oracles")
         by_layer = {at.layer: list(groups(at, lengths, self.rows, k)) for at in layers}
-        deployed, all_selected = subject.options.numerics == "deployed", self._all_selected(config)
-        findings = [
-            found
-            for at in layers
-            for found in judge.layer_findings(at, by_layer[at.layer], all_selected, deployed=deployed)
-        ]
+        deployed = subject.options.numerics == "deployed"
+        findings = [found for at in layers for found in judge.layer_findings(at, by_layer[at.layer], deployed=deployed)]
         every = [group for of in by_layer.values() for group in of]
         parts: list[Part] = page.model_parts(every, k)
         if deployed:
@@ -97,20 +86,11 @@ top-k, and on the same queries and keys that alone is enough (*A, scores in BF16
             parts += [page.drawn_table(draws, like, negative), page.curves(every, k, draws)]
         return Report(page.summary(every, k, draws), tuple(findings), tuple(parts), page.NOT_CLAIMED)
 
-    def _longest(self, config: ModelConfig) -> int:
-        return min(max(self.lengths), config.max_position_embeddings)
-
     def _lengths(self, config: ModelConfig) -> tuple[int, ...]:
-        """Lengths that fit and at which a token of some CSA layer sees more than top-k entries."""
-        ratio = min(config.ratio(layer) for layer in csa_layers(config))
-        fitting = (length for length in sorted(self.lengths) if length <= config.max_position_embeddings)
-        return tuple(length for length in fitting if length // ratio > config.index_topk)
-
-    def _all_selected(self, config: ModelConfig) -> str:
-        return (
-            f"up to {self._longest(config)} tokens, no token sees more entries than the top-k of {config.index_topk}:"
-            " all of them are selected, whatever they score"
-        )
+        """Lengths that fit and at which a token sees more than top-k entries, twice as many where there is none."""
+        few, most = selects_all(config), config.max_position_embeddings
+        telling = (length for length in sorted(self.lengths) if few + CSA_RATIO <= length <= most)
+        return tuple(telling) or (min(2 * few, most),)
 
     def _run(self, subject: Subject, lengths: tuple[int, ...], progress: Progress) -> list[Layer]:
         progress(0, f"running {lengths[-1]} tokens")

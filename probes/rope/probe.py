@@ -88,7 +88,8 @@ one is always rounded by nearly half a unit in the last place. A fault gives ten
             *checks.golden(config, model.device),
             *checks.op(model.arithmetic.ops, model, DTYPES[subject.options.dtype], rounding, subject.seed),
         )
-        watch = _watched(subject, min(self.tokens, config.max_position_embeddings), tables, rounding, progress)
+        count = max(self.tokens, 2 * max(config.compress_ratios) + 4)  # entries at position 0 show no rotation
+        watch = _watched(subject, min(count, config.max_position_embeddings), tables, rounding, progress)
         of_kind = _by_kind(watch, config)
         table = max(math.inf if found.measured is None else found.measured for found in still[: len(tables)])
         worst = max(of_kind.values(), key=lambda found: math.inf if math.isnan(found[1].share) else found[1].share)

@@ -113,7 +113,8 @@ def _untelling(layers: list[Routed], close: float) -> list[Finding]:
         found.append(vacuous("choice by table", "the scores name the same experts for every token"))
     if scored and not any(one.would_differ for one in scored):
         found.append(vacuous("choice by score + bias", "the bias changes the experts of no token"))
-    if scored and max(one.weight_error_biased for one in scored) < TELLING:
+    # the weight of a token's one expert is the whole scale, whatever the bias
+    if scored and scored[0].chosen > 1 and max(one.weight_error_biased for one in scored) < TELLING:
         found.append(vacuous("weights against unbiased scores", "the biases are as small as fp32 rounding"))
     if any(one.shared_twice < TELLING * close for one in layers):
         found.append(vacuous("sum over experts", "in some layer the shared expert adds next to nothing"))

@@ -64,7 +64,7 @@ one is always rounded by nearly half a unit in the last place. A fault gives ten
     shapes: tuple[Shape, ...] = V4  # dims of the grid beside the model's own
     grid_tokens: int = 3  # tokens per call of the op; with one key there is one
 
-    def vacuous(self, subject: Subject) -> str | None:
+    def needs(self, subject: Subject) -> str | None:
         """One head cannot be given another one's sink."""
         return "the model has one attention head" if subject.config.num_attention_heads == 1 else None
 

@@ -10,7 +10,7 @@ from model.config import LayerKind, ModelConfig
 from model.sites import Site
 from model.transformer import Transformer
 from probes.finding import Finding, Report
-from probes.probe import Probe, Progress, one_rank
+from probes.probe import Probe, Progress, one_rank, room
 from probes.subject import Subject
 from probes.variants import banks, basis, codes, grouped, page, runs, sizes
 from probes.variants.grouped import CUTS, Drift
@@ -79,20 +79,23 @@ the indexer says, and an entry that is there too early changes the selection."""
 
     def needs(self, subject: Subject) -> str | None:
         """Several ranks hold the same caches."""
-        return one_rank(subject, "every rank holds the caches whole, and alike")
+        config = subject.config
+        entries = max(config.compress_ratios) * max(self.entries, self.steps, self.keys)
+        why = one_rank(subject, "every rank holds the caches whole, and alike")
+        return why or room(subject, max(self._length(config), self.read, entries))
 
     def vacuous(self, subject: Subject) -> str | None:
         """Too little to evict, to cut or to compare."""
-        config = subject.config
-        if config.max_position_embeddings < (most := max(self.tokens, self.read)):
-            return f"the model holds {config.max_position_embeddings} positions, the probe runs {most}"
+        del subject
         if len(self.cuts) < 2:
             return "one way to cut has nothing to be compared with"
         if self.entries < 64 or self.steps < 512 or self.keys < 1024:
             return "too few entries, steps or keys to evict, to drift or to choose from"
-        if self.tokens <= max(config.compress_ratios):
-            return f"no entry of {max(config.compress_ratios)} tokens is finished and passed within {self.tokens}"
         return None
+
+    def _length(self, config: ModelConfig) -> int:
+        """Tokens of the prompt: an entry of the longest block is finished, and passed before the tail."""
+        return max(self.tokens, max(config.compress_ratios) + self.tail + 5)
 
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """Grouped-query layers first, then those of the model."""
@@ -132,9 +135,10 @@ the indexer says, and an entry that is there too early changes the selection."""
         return Report(page.summary(findings, shown), tuple(findings), page.parts(shown), page.NOT_CLAIMED)
 
     def _coda(self, subject: Subject) -> Iterator[Finding]:
-        full, whole = _model(subject), _model(subject, *runs.kept_whole(subject.config, self.tokens))
+        length = self._length(subject.config)
+        full, whole = _model(subject), _model(subject, *runs.kept_whole(subject.config, length))
         small = _model(subject, f"all={runs.SMALL}")
-        ids = torch.tensor(subject.tokens(self.tokens), device=full.device)
+        ids = torch.tensor(subject.tokens(length), device=full.device)
         yield from runs.exact(full, whole, ids, self.chunks, self.tail)
         yield from banks.cut_alike(small, "coda", self.entries, self.cuts, subject.seed)
         yield from banks.counted(small, "coda", self.entries, subject.seed)
@@ -144,7 +148,7 @@ the indexer says, and an entry that is there too early changes the selection."""
 
     def _shard(self, subject: Subject, shown: page.Shown) -> Iterator[Finding]:
         model, config = _model(subject, "all=shard"), subject.config
-        ids = torch.tensor(subject.tokens(self.tokens), device=model.device)
+        ids = torch.tensor(subject.tokens(self._length(config)), device=model.device)
         yield from banks.cut_alike(model, "shard", self.entries, self.cuts, subject.seed)
         yield from banks.counted(model, "shard", self.entries, subject.seed)
         yield from banks.coded(model, self.entries, subject.seed)

@@ -11,7 +11,7 @@ from model import sites
 from model.config import LayerKind, ModelConfig
 from model.sites import Site
 from probes.finding import JSON, Finding, Part, Report, Text, exactly, judged, vacuous
-from probes.probe import Probe, Progress
+from probes.probe import Probe, Progress, room
 from probes.shared.exact import exact_linears
 from probes.shared.recorder import Recorder
 from probes.shared.trace import OF_TOKENS, Difference, Joined, first_difference, joined, traced
@@ -54,28 +54,27 @@ The reach of single layers came out sharper than we had dared to demand: the row
 to the last one and on both sides, although an HCA entry averages a whole block of tokens and is then rounded to E4M3.
 The rope columns, which are not rounded, give every token away."""
 
-    tokens: int = 384  # of the prompt, run in one call, so that blocks of the future exist: three blocks of 128
+    # of the prompt, at least, run in one call, so that blocks of the future exist: three blocks of 128
+    tokens: int = 384
     reach_of: tuple[int, ...] = tuple(range(260))  # positions changed in the input of single layers: 0 .. 2 * 128 + 3
     per_kind: int = 4  # layers of each kind that are looked at one by one
     # t of the third experiment: every residue of 4, and both sides of the ends and middles of blocks of 128
     last_kept: tuple[int, ...] = (0, 1, 2, 3, 6, 7, 63, 64, 126, 127, 128, 129, 254, 255, 256, 257, 258, 259)
 
-    def vacuous(self, subject: Subject) -> str | None:
-        """A prompt in which no block is finished, or that never leaves the window, shows nothing."""
-        config = subject.config
-        if config.max_position_embeddings < self.tokens:
-            return f"the model holds {config.max_position_embeddings} positions, the probe runs {self.tokens}"
-        if self.tokens < max(config.compress_ratios):
-            return f"no block of {max(config.compress_ratios)} tokens is finished within {self.tokens}"
-        if self.tokens <= config.sliding_window:
-            return f"a prompt of {self.tokens} tokens never leaves the window of {config.sliding_window}"
-        return None
+    def needs(self, subject: Subject) -> str | None:
+        """A prompt that leaves the window, and in which a block of each kind is finished."""
+        return room(subject, self._length(subject.config))
+
+    def _length(self, config: ModelConfig) -> int:
+        return max(self.tokens, max(config.sliding_window, *config.compress_ratios) + 16)
 
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """Run all three experiments."""
         config, recorder = subject.config, Recorder((sites.ATTENTION_INPUT, sites.SELECTED))
+        length, block = self._length(config), max(config.compress_ratios)
+        changed = tuple(sorted({*self.reach_of, max(0, block - 1)}))  # the last of a block among them
         with subject.model.attached(recorder.listeners()):
-            run_tokens(subject.model, subject.tokens(self.tokens), self.tokens)
+            run_tokens(subject.model, subject.tokens(length), length)
         csa = [layer for layer, kind in enumerate(config.layer_kinds) if kind is LayerKind.CSA]
         findings = [selections(config, {layer: recorder.rows(sites.SELECTED, layer) for layer in csa})] if csa else []
         reaches: list[Reach] = []
@@ -83,7 +82,7 @@ The rope columns, which are not rounded, give every token away."""
         for layer in layers:
             progress(0.6 * len(reaches) / len(layers), f"layer {layer}, token by token")
             inputs = recorder.rows(sites.ATTENTION_INPUT, layer).to(subject.model.device)
-            reaches.append(reach(subject.model, config, layer, inputs, self.reach_of))
+            reaches.append(reach(subject.model, config, layer, inputs, changed))
             findings += reached(reaches[-1])
         past = self._past(subject, progress)
         wrong = sum(int((one.moved & ~one.expected).sum()) for one in reaches)
@@ -91,9 +90,13 @@ The rope columns, which are not rounded, give every token away."""
             f"Changing one token in the input of single layers moved {sum(int(one.moved.sum()) for one in reaches)}"
             f" rows of their output, {wrong} of them rows that do not see the token; in the whole model, changing"
             f" what comes after t moved something before in {sum(int(one.measured or 0) for one in past)} of"
-            f" {2 * len(self.last_kept)} runs."
+            f" {2 * len(self._kept(config))} runs."
         )
         return Report(summary, (*findings, *past), tuple(self._parts(config, reaches)), NOT_CLAIMED)
+
+    def _kept(self, config: ModelConfig) -> tuple[int, ...]:
+        """Where the third experiment cuts: behind one of them, the last token of a block changes."""
+        return tuple(sorted({*self.last_kept, max(0, max(config.compress_ratios) - 2)}))
 
     def _layers(self, config: ModelConfig) -> list[int]:
         """Up to `per_kind` layers of each kind, the first and the last among them."""
@@ -107,19 +110,20 @@ The rope columns, which are not rounded, give every token away."""
     def _past(self, subject: Subject, progress: Progress) -> list[Finding]:
         """Change the future in the whole model, and look at the past."""
         model = subject.load(subject.with_options(dtype="bf16"), exact_linears(subject.ops)).model
-        config, tokens = subject.config, subject.tokens(self.tokens)
+        config, tokens = subject.config, subject.tokens(self._length(subject.config))
+        kept = self._kept(config)
         other = [(token + config.vocab_size // 2) % config.vocab_size for token in tokens]
 
         def run(ids: list[int]) -> Joined:
             with traced(model, OF_TOKENS) as passed:
-                run_tokens(model, ids, self.tokens)
+                run_tokens(model, ids, len(ids))
             return joined(passed)
 
         before = run(tokens)
         leaks: dict[str, list[tuple[int, Difference]]] = {"token t + 1": [], "every token after t": []}
         still = []
-        for done, t in enumerate(self.last_kept):
-            progress(0.6 + 0.4 * done / len(self.last_kept), f"changing what comes after {t}")
+        for done, t in enumerate(kept):
+            progress(0.6 + 0.4 * done / len(kept), f"changing what comes after {t}")
             alone = run([*tokens[: t + 1], other[t + 1], *tokens[t + 2 :]])
             rest = run([*tokens[: t + 1], *other[t + 1 :]])
             for what, after in zip(leaks, (alone, rest), strict=True):
@@ -142,12 +146,13 @@ The rope columns, which are not rounded, give every token away."""
             of_kind = [one for one in reaches if config.layer_kind(one.layer) is kind]
             if of_kind and kind is LayerKind.HCA:
                 parts.append(staircase(config, of_kind[0]))
-            if of_kind and len(self.reach_of) >= 2 * BIN:
+            if of_kind and len(of_kind[0].positions) >= 2 * BIN:
                 parts.append(picture(config, of_kind[0]))
+        changed = reaches[0].positions
         text = (
-            f"The prompt has {self.tokens} tokens and is run in one call. The future was changed behind t ="
-            f" {', '.join(str(t) for t in self.last_kept)}. Single layers had {len(self.reach_of)} positions between"
-            f" {min(self.reach_of)} and {max(self.reach_of)} changed, one at a time."
+            f"The prompt has {self._length(config)} tokens and is run in one call. The future was changed behind t ="
+            f" {', '.join(map(str, self._kept(config)))}. Single layers had {len(changed)} positions between"
+            f" {min(changed)} and {max(changed)} changed, one at a time."
         )
         return [*parts, Text("What was changed", text)]
 

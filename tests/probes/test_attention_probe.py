@@ -1,7 +1,5 @@
 """The attention probe: healthy runs pass, attention to wrong rows fails on the finding that names it."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -84,14 +82,22 @@ def test_another_checkpoint_passes(tiny, options):
     assert not run(directory=tiny, options=options).failed
 
 
-def test_prompts_that_never_leave_the_window_are_vacuous():
-    report = run(replace(QUICK, length=16))
+def test_a_model_that_never_leaves_its_window_is_vacuous(tmp_path):
+    write_checkpoint(tmp_path, tiny_config(max_position_embeddings=16, rope_scaling=None), seed=1)
+    report = run(directory=tmp_path)
     assert [finding.verdict for finding in report.findings] == [Verdict.VACUOUS]
     assert "never leave the window" in report.summary
 
 
-def test_a_layer_without_a_complete_entry_is_vacuous():
-    report = run(replace(QUICK, length=100))  # the HCA layer compresses 128 tokens into one
+def test_the_prompt_goes_beyond_the_window_with_entries_of_every_kind(tmp_path):
+    for overrides in ({"sliding_window": 300}, {"compress_ratios": [0, 4, 512, 4]}):
+        write_checkpoint(tmp_path, tiny_config(**overrides), seed=1)
+        assert not run(directory=tmp_path).failed
+
+
+def test_a_layer_without_a_complete_entry_is_vacuous(tmp_path):
+    write_checkpoint(tmp_path, tiny_config(max_position_embeddings=100, rope_scaling=None), seed=1)
+    report = run(directory=tmp_path)  # the HCA layer compresses 128 tokens into one
     hollow = [finding for finding in report.findings if finding.verdict is Verdict.VACUOUS]
     assert [finding.layer for finding in hollow] == [2]
     assert all(not finding.failed for finding in report.findings if finding.layer != 2)

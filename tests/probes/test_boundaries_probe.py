@@ -112,9 +112,8 @@ def test_an_op_set_that_is_wrong_where_a_call_does_not_begin_at_0(name):
 @pytest.mark.parametrize(
     ("probe", "why"),
     [
-        (replace(QUICK, lengths=(21, 128)), "no block of 128 tokens is finished and passed within 128"),
-        (replace(QUICK, lengths=(131,), chunks=(127,)), "no ring wraps"),
-        (replace(QUICK, lengths=(1 << 20,)), "the model holds 1048576 positions, the probe runs 1048577"),
+        (replace(QUICK, chunks=(127,)), "no ring wraps"),
+        (replace(QUICK, lengths=(1 << 20,)), "the run takes 1048577 positions, the model has 1048576"),
     ],
 )
 def test_cuts_that_could_lose_nothing_are_vacuous(probe, why):
@@ -141,8 +140,17 @@ def test_a_model_of_windows_alone_passes(tmp_path):
     assert not any("selections" in finding.what or "entries" in finding.what for finding in found.findings)
 
 
+@pytest.mark.parametrize("overrides", [{"sliding_window": 128}, {"compress_ratios": [0, 4, 130, 4]}])
+def test_prompts_are_as_long_as_windows_and_blocks_ask_for(overrides, tmp_path):
+    write_checkpoint(tmp_path, tiny_config(**overrides), seed=0)
+    for probe in (QUICK, FULL):
+        assert probe.vacuous(Subject(tmp_path)) is None
+        assert 133 in probe._lengths(Subject(tmp_path).config)
+    assert not report(Subject(tmp_path), QUICK).failed
+
+
 def test_the_full_grid_has_every_chunk_and_both_residues():
-    grid = list(FULL._grid())
+    grid = list(FULL._grid(Subject().config))
     assert {cut.chunk for cut in grid} == {1, 3, 4, 127, 128, 129, 512}
     for chunk in FULL.chunks:
         assert {cut.length % 4 for cut in grid if cut.chunk == chunk} >= ({1, 2, 3} if chunk == 512 else {0, 1, 2, 3})

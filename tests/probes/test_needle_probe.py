@@ -79,7 +79,7 @@ def test_other_checkpoints_cannot_be_asked(tmp_path):
     write_checkpoint(tmp_path, tiny_config(), seed=0)
     assert [finding.verdict for finding in report(Subject(tmp_path)).findings] == [Verdict.VACUOUS]
     long = replace(FULL, codes=((2_000_000, 1, 1),))
-    assert long.vacuous(Subject()) == "documents have up to 2000000 tokens, the model has 1048576 positions"
+    assert long.needs(Subject()) == "the run takes 2000000 positions, the model has 1048576"
 
 
 def test_one_prompt_length_in_four_is_seen():

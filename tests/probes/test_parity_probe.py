@@ -118,6 +118,11 @@ def test_other_checkpoints(tmp_path):
     assert "op set, deployed not run (--numerics deployed: head_dim" in report.summary
 
 
+def test_a_single_index_weight_that_cancels_is_no_difference(tmp_path):
+    write_checkpoint(tmp_path, tiny_config(index_n_heads=1), seed=1)
+    assert not run(Subject(tmp_path), OP_SET).failed
+
+
 def test_a_prompt_that_selects_everything_is_vacuous(tmp_path):
     write_checkpoint(tmp_path, tiny_config(max_position_embeddings=200, rope_scaling=None), seed=0)
     report = run(Subject(tmp_path))

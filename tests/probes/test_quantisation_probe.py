@@ -161,8 +161,9 @@ def test_widths_without_deployed_numerics_are_vacuous(tmp_path):
     assert "no deployed numerics" in finding.evidence["why"]
 
 
-def test_a_prompt_that_closes_no_window_is_vacuous():
-    assert dataclasses.replace(QUICK, tokens=100).vacuous(Subject()) == "100 tokens close no window of 128"
+def test_a_model_that_closes_no_window_is_vacuous(tmp_path):
+    write_checkpoint(tmp_path, tiny_config(max_position_embeddings=100, rope_scaling=None), seed=3)
+    assert QUICK.vacuous(Subject(tmp_path)) == "100 tokens close no window of 128"
 
 
 @pytest.mark.parametrize(

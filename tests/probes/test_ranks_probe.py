@@ -5,13 +5,15 @@ from model.ranks import Group
 from probes.faults import FAULTS
 from probes.finding import Verdict
 from probes.probe import run_probe, silent
-from probes.ranks import one
+from probes.ranks import one, pairs
 from probes.ranks import probe as module
+from probes.ranks.pairs import PAIRS
 from probes.ranks.probe import RanksProbe
-from probes.ranks.start import asked
+from probes.ranks.start import answers, asked
 from probes.subject import Subject
 from runtime.options import RunOptions
 from tests import gloo
+from tests.make_checkpoint import tiny_config, write_checkpoint
 
 BETWEEN = {
     "sinks-of-rank-0": "first apart at attention.mixed of layer 0",
@@ -74,7 +76,27 @@ def test_it_says_where_it_does_not_apply():
     assert "CPU" in RanksProbe().needs(Subject(options=RunOptions(device="cuda")))
     assert "mine" in RanksProbe().needs(Subject(ops=BLOCKED._replace(name="mine")))
     assert "2: it starts ranks of its own" in RanksProbe().needs(Subject(group=Group(0, 2, None)))
-    assert "positions" in RanksProbe(tokens=1 << 21).vacuous(Subject())
+    assert "positions" in RanksProbe(tokens=1 << 21).needs(Subject())
+
+
+def test_pairs_that_the_model_cannot_run_are_left_out_and_named(tmp_path, monkeypatch):
+    write_checkpoint(tmp_path, tiny_config(hidden_size=192), seed=0, formats="bf16")
+    subject = Subject(tmp_path, RunOptions(numerics="plain"))
+    monkeypatch.setattr(module, "answers", forked)
+    report = run_probe(module.QUICK, subject, silent).report
+    assert not report.failed
+    assert [row[1] for row in report.parts[0].rows] == ["all-reduce", "all-to-all"]
+    assert "; left out, all-reduce, deployed and all-to-all, deployed: --numerics deployed: hidden" in report.summary
+    monkeypatch.setattr(module, "PAIRS", PAIRS[2:])
+    monkeypatch.setattr(pairs, "PAIRS", PAIRS[2:])
+    assert "none of its pairs can run: --numerics deployed: hidden_size is 192" in module.QUICK.needs(subject)
+
+
+def test_ranks_that_all_end_without_an_answer_say_why_in_one_line(tmp_path):
+    write_checkpoint(tmp_path, tiny_config(hidden_size=192), seed=0, formats="bf16")
+    with pytest.raises(RuntimeError, match=r"answered: .*ConfigError: --numerics deployed: hidden.*; .*") as error:
+        answers(Subject(tmp_path), 2, [0] * 8)
+    assert "\n" not in str(error.value)
 
 
 def test_a_rank_without_an_answer_fails_the_run(monkeypatch):

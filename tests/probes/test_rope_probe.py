@@ -206,9 +206,10 @@ def test_other_checkpoints_pass(tmp_path, config, options, kinds):
     assert len([finding for finding in found.findings if finding.what.startswith("table of")]) == kinds
 
 
-@pytest.mark.parametrize(("tokens", "vacuous"), [(100, {"HCA"}), (200, {"HCA"}), (300, set())])
-def test_too_few_entries_are_vacuous(tokens, vacuous):
-    found = report(Subject(), replace(QUICK, tokens=tokens)).findings  # of HCA none, one at position 0, two
+@pytest.mark.parametrize(("positions", "vacuous"), [(100, {"HCA"}), (200, {"HCA"}), (300, set())])
+def test_too_few_entries_are_vacuous(positions, vacuous, tmp_path):
+    write_checkpoint(tmp_path, tiny_config(max_position_embeddings=positions, rope_scaling=None), seed=1)
+    found = report(Subject(tmp_path), replace(QUICK, tokens=1)).findings  # of HCA none, one at position 0, two
     names = {finding.what for finding in found if finding.verdict is Verdict.VACUOUS}
     assert {name.split()[0] for name in names} == vacuous
     assert {finding.what for finding in found if finding.failed} == names

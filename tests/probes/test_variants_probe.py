@@ -305,12 +305,14 @@ def test_entries_in_a_basis_have_a_mean_and_sinks_a_share():
         ({"entries": 20}, "too few entries"),
         ({"steps": 100}, "too few entries"),
         ({"keys": 512}, "too few entries"),
-        ({"tokens": 128}, "no entry of 128 tokens"),
-        ({"read": 1 << 21}, "positions"),
     ],
 )
 def test_what_shows_nothing_is_vacuous(changes, why):
     assert why in replace(QUICK, **changes).vacuous(Subject())
+
+
+def test_what_the_model_has_no_positions_for_is_a_need():
+    assert "positions" in replace(QUICK, read=1 << 21).needs(Subject())
 
 
 def test_a_model_of_other_widths_is_held_to_what_it_has(tmp_path):

@@ -104,22 +104,19 @@ def test_a_model_that_does_not_read_its_input_is_vacuous():
     assert "does not read its input" in report.findings[-1].evidence["why"]
 
 
-@pytest.mark.parametrize(
-    ("probe", "why"),
-    [
-        (replace(QUICK, tokens=127), "no block of 128 tokens is finished within 127"),
-        (replace(QUICK, tokens=1 << 21), "the model holds 1048576 positions"),
-    ],
-)
-def test_a_prompt_that_could_not_show_it_is_vacuous(probe, why):
-    report = run_probe(probe, Subject(), silent).report
-    assert why in report.summary
+def test_a_model_without_the_positions_is_vacuous():
+    report = run_probe(replace(QUICK, tokens=1 << 21), Subject(), silent).report
+    assert "the run takes 2097152 positions, the model has 1048576" in report.summary
     assert [finding.verdict for finding in report.findings] == [Verdict.VACUOUS]
 
 
-def test_a_prompt_inside_the_window_is_vacuous(tmp_path):
-    write_checkpoint(tmp_path, tiny_config(compress_ratios=[0, 4, 4, 4], sliding_window=200), seed=1)
-    assert QUICK.vacuous(Subject(tmp_path)) == "a prompt of 144 tokens never leaves the window of 200"
+@pytest.mark.parametrize("overrides", [{"sliding_window": 200}, {"compress_ratios": [0, 4, 200, 4]}])
+def test_the_prompt_leaves_every_window_and_ends_a_block(overrides, tmp_path):
+    write_checkpoint(tmp_path, tiny_config(**overrides), seed=1)
+    report = run_probe(QUICK, Subject(tmp_path), silent).report
+    assert not report.failed
+    assert "The prompt has 216 tokens" in report.parts[-1].text
+    assert ("62, 126, 198. " if "compress_ratios" in overrides else "62, 126. ") in report.parts[-1].text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,63 @@
+"""`probe all` on healthy models that are not the demo: random weights, of other shapes, without a tokenizer.
+
+Whatever fails on one of them is a false alarm.
+"""
+
+import pytest
+
+from scripts import probe as command
+from tests.make_checkpoint import tiny_config, write_checkpoint
+
+PLAIN = ("--numerics", "plain")
+MODELS = {
+    "narrow": (tiny_config(head_dim=64, qk_rope_head_dim=32, hidden_size=192), "bf16", PLAIN),  # plain numerics only
+    "wide": (tiny_config(head_dim=128, qk_rope_head_dim=64, index_head_dim=64), "official", ()),
+    "far": (  # window and top-k of V4-Flash: a token chooses among its entries from the 2053rd on
+        tiny_config(
+            sliding_window=128,
+            index_topk=512,
+            hidden_size=128,
+            compress_ratios=[4, 128],
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            n_routed_experts=4,
+        ),
+        "official",
+        (),
+    ),
+}
+OF_FATHOM = ["memory", "variants", "ranks"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def model(request, tmp_path_factory):
+    config, formats, flags = MODELS[request.param]
+    directory = tmp_path_factory.mktemp(request.param)
+    write_checkpoint(directory, config, seed=1, formats=formats)
+    return request.param, ["--model", str(directory), *flags]
+
+
+def passed(name, flags, capsys, *more):
+    """Run them and return what was left out; all others passed."""
+    status = command.main(["all", *more, *flags])
+    out, _ = capsys.readouterr()
+    assert status == 0, out
+    assert "vacuous" not in out
+    left = [line.split()[2] for line in out.splitlines() if line.startswith("left out ")]
+    assert len(out.splitlines()) == len(command.FULL) + 1, "a line for each, and how it came out"
+    assert left[: len(left) - (0 if more[1:] else 3)] == (["quantisation"] if name == "narrow" else []) + ["needle"]
+    return left
+
+
+def test_quick_probes_pass(model, capsys):
+    assert passed(*model, capsys, "--quick")[-3:] == OF_FATHOM
+
+
+@pytest.mark.slow
+def test_full_probes_pass(model, capsys):
+    assert passed(*model, capsys)[-3:] == OF_FATHOM
+
+
+@pytest.mark.slow
+def test_probes_of_fathom_itself_pass_where_they_are_named(model, capsys):
+    assert not {*passed(*model, capsys, "--quick", *OF_FATHOM)} & {*OF_FATHOM}
