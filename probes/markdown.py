@@ -91,6 +91,7 @@ def front_matter(run: Run, subject: Subject, command: str) -> dict[str, JSON]:
         **subject.options.to_json(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "commit": run.commit,
         "seed": subject.seed,
         "prompt": subject.reads,
         **fault,

@@ -3,7 +3,7 @@
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -11,8 +11,7 @@ from model.errors import Tripwire
 from model.sites import Site
 from probes.finding import Report, crashed, tripped, vacuous
 from probes.subject import Subject
-
-ROOT = Path(__file__).resolve().parents[1]
+from runtime.report import ROOT, commit
 
 # Called as work goes on, with the share done in 0 .. 1 and what is being done.
 Progress = Callable[[float, str], None]
@@ -71,6 +70,7 @@ class Run:
     report: Report
     seconds: float
     tripped: bool  # a tripwire ended it
+    commit: str = field(default_factory=lambda: str(commit()))  # of what ran
 
 
 def run_probe(probe: Probe, subject: Subject, progress: Progress) -> Run:

@@ -1,9 +1,12 @@
 """What a run did, as data: speeds, memory, caches, and what it ran on."""
 
 import resource
+import shutil
+import subprocess
 import sys
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +20,36 @@ from runtime.options import RunOptions
 from runtime.plan.llama import LlamaPlan, LlamaPlanner
 from runtime.plan.planner import Plan, Planner
 from runtime.touched import touched_bytes
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Commit(NamedTuple):
+    """What of this repository ran; both None where git cannot tell."""
+
+    hash: str | None
+    dirty: bool | None  # whether its files are others than the commit's, those that a run writes into audits/ aside
+
+    def __str__(self) -> str:
+        """As pages tell it."""
+        return f"{self.hash[:12]}{' with local changes' if self.dirty else ''}" if self.hash else "unknown (no git)"
+
+
+@cache
+def commit() -> Commit:
+    """The commit that is checked out, asked for once: what a run writes is of the files that it began with."""
+    git = shutil.which("git")
+    if git is None or not (ROOT / ".git").exists():
+        return Commit(None, None)
+
+    def told(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([git, *words], cwd=ROOT, check=False, capture_output=True, text=True)  # noqa: S603
+
+    head = told("rev-parse", "HEAD")
+    status = told("status", "--porcelain", "--untracked-files=no", "--", ".", ":(exclude)audits")
+    if head.returncode or status.returncode:  # a folder of another user, for one
+        return Commit(None, None)
+    return Commit(head.stdout.strip(), bool(status.stdout.strip()))
 
 
 def peak_memory(device: str) -> int:

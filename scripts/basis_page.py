@@ -15,6 +15,7 @@ from probes.subject import Subject
 from runtime.calibrate import fit_layers, samples
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
+from runtime.report import commit
 from scripts.cli import run_alone
 from scripts.flags import positive
 from scripts.paths import writable
@@ -26,6 +27,7 @@ CONTEXTS: Final = (2048, 8192, 32768, 131072, 1048576)
 TEMPLATE: Final = """\
 ---
 command: {command}
+commit: {commit}
 checkpoint: demo
 weights: {weights}
 tokens: {tokens}
@@ -86,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {case: dict(fit_layers(config, made, *case)) for case in shown}
     text = TEMPLATE.format(
         command="python -m scripts.basis_page" + ("" if args.tokens == 32768 else f" --tokens {args.tokens}"),
+        commit=commit(),
         weights=loaded.weights_fingerprint,
         tokens=len(ids),
         fit=FIT,

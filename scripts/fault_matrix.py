@@ -20,6 +20,7 @@ from probes.faults import FAULTS
 from probes.matrix import Outcome, Row, markdown, row, uncaught
 from probes.subject import Subject
 from runtime.options import DEMO, RunOptions
+from runtime.report import commit
 from scripts.cli import run_alone
 from scripts.flags import add_run_options, run_options
 from scripts.paths import writable
@@ -83,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "ops": loaded.model.arithmetic.ops.name,
         **{key: str(value) for key, value in options.to_json().items()},
         "torch": torch.__version__,
+        "commit": str(commit()),
         "transformers": "there" if find_spec("transformers") else "not there",
         "seed": str(healthy.seed),
         "command": " ".join(["python -m scripts.fault_matrix", *given]),

@@ -21,6 +21,7 @@ from model.errors import CapacityError, ConfigError
 from model.llama.config import LlamaConfig
 from probes.demo_language.vocabulary import vocabulary_size
 from runtime.options import DEMO, RunOptions
+from runtime.report import commit
 from scripts.cli import run_alone
 from scripts.flags import lengths, positive
 from scripts.paths import writable
@@ -86,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     data = {
         "command": page.command(given),
+        "commit": str(commit()),
         "chunk": args.chunk,
         "models": found,
         "seconds": time.perf_counter() - started,

@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--prefill-chunk {args.prefill_chunk}: before {args.lengths[0]} tokens, a call has {most}")
     found = run_probe(probe, subject, lambda _, what: print(what, file=sys.stderr, flush=True))
     if args.saved is not None:
-        found = replace(found, seconds=read(args.saved, subject)["seconds"])
+        saved = read(args.saved, subject)
+        found = replace(found, seconds=saved["seconds"], commit=saved.get("commit", "unknown"))
     page = markdown.page(found, subject, command(args))
     markdown.write(page, out)
     print(f"{out / 'long-context.md'}: {found.report.summary}", file=sys.stderr)

@@ -25,6 +25,7 @@ from probes.demo_language.prompts import Prompt, common_prompts, fact_prompts, n
 from probes.demo_language.vocabulary import vocabulary_size
 from runtime.load import Loaded, load
 from runtime.options import DEMO
+from runtime.report import commit
 from scripts.cli import run_alone
 from scripts.flags import add_run_options, positive, run_options
 from scripts.paths import writable
@@ -41,6 +42,7 @@ ops: {ops}
 numerics: {numerics}
 dtype: {dtype}
 device: {device}
+commit: {commit}
 command: {command}
 ---
 
@@ -167,6 +169,7 @@ def page(args: argparse.Namespace, loaded: Loaded, scores: dict[str, dict[str, S
         numerics=args.numerics,
         dtype=args.dtype,
         device=args.device,
+        commit=commit(),
         command=" ".join(["python -m scripts.measure_demo", *args.given]),
         shortest=min(args.lengths),
         longest=max(args.lengths),

@@ -22,6 +22,7 @@ from runtime.llama import LoadedLlama
 from runtime.load import load_any
 from runtime.merge import mergeable
 from runtime.options import RunOptions
+from runtime.report import commit
 from runtime.statefile import save_state
 from scripts.cli import run_alone
 from scripts.database.measure import (
@@ -97,6 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "pairs": args.pairs,
         "first_seed": args.seed,
         "last_seed": args.seed + args.pairs - 1,
+        "commit": str(commit()),
         "command": _command(sys.argv[1:] if argv is None else argv),
         "seconds": time.perf_counter() - started,
     }

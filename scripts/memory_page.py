@@ -18,6 +18,7 @@ from probes.finding import Plot
 from runtime.options import RunOptions
 from runtime.plan.planner import Plan, Planner
 from runtime.plan.weights import WeightKind
+from runtime.report import commit
 from scripts.cli import run_alone
 from scripts.flags import positive
 from scripts.paths import writable
@@ -33,6 +34,7 @@ GB: Final = 10**9
 TEMPLATE = """\
 ---
 {front}
+commit: {commit}
 command: {command}
 ---
 
@@ -138,6 +140,7 @@ def page(models: Sequence[Model], options: RunOptions, memory: int, out: Path, c
         untiled = max(untiled, plans[1, "1M"].untiled)
     return TEMPLATE.format(
         front="\n".join(f"config of {model.name}: sha256 {model.digest}" for model in models),
+        commit=commit(),
         command=command,
         headline=" ".join(said),
         chunk=options.prefill_chunk,

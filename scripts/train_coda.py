@@ -21,6 +21,7 @@ from model.checkpoint import Checkpoint
 from model.decode import fingerprint
 from model.errors import CapacityError, ConfigError
 from probes.demo_language.vocabulary import vocabulary_size
+from runtime.report import commit
 from scripts.cli import run_alone
 from scripts.coda.adapters import write_adapters
 from scripts.coda.measure import Line, cases, documents, learned, measure
@@ -134,6 +135,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "first_steps": args.phase1_steps,
         "second_steps": args.phase2_steps,
         "steps": args.phase1_steps + args.phase2_steps,
+        "commit": str(commit()),
         "command": " ".join(["python -m scripts.train_coda", *(sys.argv[1:] if argv is None else argv)]),
         "parameters": f"{sum(p.numel() for p in base.parameters()):,}",
         "seconds": time.process_time() - start,

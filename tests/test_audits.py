@@ -2,14 +2,21 @@
 
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from statistics import median
 
 import pytest
 
 from probes.catalogue import FULL
+from runtime import report
+from scripts import basis_page, measure_demo, memory_page
 from scripts.bench.comparison import ratios
+from scripts.coda import page as coda_page
+from scripts.database import page as database_page
 from scripts.long.probe import LongContext
+from scripts.variants import page as variants_page
 
 ROOT = Path(__file__).resolve().parents[1]
 AUDITS = ROOT / "audits"
@@ -51,3 +58,41 @@ def test_no_two_pages_have_one_title():
         for path in AUDITS.glob("*.md")
     ]
     assert len(set(titles)) == len(titles)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        *(module.TEMPLATE for module in (measure_demo, memory_page, basis_page, database_page, coda_page)),
+        variants_page.HEAD,
+    ],
+    ids=lambda template: re.findall("^# (.*)", template, re.MULTILINE)[0],
+)
+def test_a_page_says_at_which_commit_it_was_made(template):
+    assert "\ncommit: {commit}\n" in template.split("---\n")[1]
+
+
+def test_the_commit_is_that_of_the_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    told = report.commit.__wrapped__
+    assert str(told()) == "unknown (no git)"
+
+    def git(*words):
+        subprocess.run([shutil.which("git"), *words], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "--quiet")
+    assert str(told()) == "unknown (no git)", "no commit yet"
+    (tmp_path / "audits").mkdir()
+    for name in ("code.py", "audits/page.md"):
+        (tmp_path / name).write_text("as it was")
+    git("add", ".")
+    git("-c", "user.name=n", "-c", "user.email=e@x", "commit", "--quiet", "-m", "first")
+    clean = str(told())
+    assert re.fullmatch("[0-9a-f]{12}", clean)
+    (tmp_path / "audits" / "page.md").write_text("made again")
+    (tmp_path / "findings").write_text("a page of somebody's")
+    assert str(told()) == clean
+    (tmp_path / "code.py").write_text("changed")
+    assert str(told()) == f"{clean} with local changes"
+    monkeypatch.setattr(report.shutil, "which", lambda _: None)
+    assert str(told()) == "unknown (no git)"

@@ -19,6 +19,7 @@ from typing import Any
 from rich.console import Console
 
 from model.errors import ConfigError
+from runtime.report import Commit
 from scripts.bench.children import THREADS, warm
 from scripts.bench.compare_transformers import checkpoint
 from scripts.bench.comparison import Spread, short
@@ -156,7 +157,7 @@ def page(record: Record, rows: list[JSON], commit: str, args: argparse.Namespace
         f"flags: {json.dumps(' '.join(head['machine']['flags']))}",
         f"command: {json.dumps(head['command'])}",
         f"before: {commit[:12]}",
-        f"after: {head['commit']['hash'][:12]}{' and changes' if head['commit']['dirty'] else ''}",
+        f"commit: {Commit(**head['commit'])}",
         f"pairs: {args.pairs}",
         "---",
         "",

@@ -7,6 +7,7 @@ from typing import Any
 
 from probes import svg
 from probes.finding import Plot
+from runtime.report import Commit
 from scripts.bench.compare_transformers import AGREEMENT_HEADS, TARGET_HEADS, agreement_rows, target_rows
 from scripts.bench.comparison import MEASURES, OURS, THEIRS, Spread, contexts, ratios, short, targets, values
 from scripts.bench.record import markdown
@@ -174,10 +175,10 @@ def _summary(runs: Sequence[JSON]) -> str:
 
 
 def _front(document: JSON) -> list[str]:
-    machine, commit = document["machine"], document["commit"]
+    machine = document["machine"]
     facts = {
         "run": document["run"],
-        "commit": f"{commit['hash']}{', with changes' if commit['dirty'] else ''}",
+        "commit": str(Commit(**document["commit"])),
         "machine": f"{machine['processor']}, {machine['cores']} cores, {machine['memory_bytes'] / 1e9:.0f} GB",
         "flags": " ".join(machine["flags"]),
         "versions": ", ".join(f"{name} {version}" for name, version in document["versions"].items() if version),

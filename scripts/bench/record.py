@@ -8,8 +8,6 @@ import json
 import os
 import platform
 import shlex
-import shutil
-import subprocess
 import uuid
 from argparse import Namespace
 from collections.abc import Collection, Sequence
@@ -22,6 +20,7 @@ from rich.table import Table
 
 from model.errors import ConfigError
 from runtime.memory import machine_memory
+from runtime.report import commit
 
 ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "bf16", "i8mm", "sve")
@@ -42,7 +41,7 @@ class Record:
             "command": command(args),
             "machine": machine(),
             "versions": versions(),
-            "commit": commit(),
+            "commit": commit()._asdict(),
             "settings": settings(args),
         }
 
@@ -94,18 +93,6 @@ def versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             found[package] = None
     return found
-
-
-def commit() -> dict[str, Any]:
-    """The commit of this repository, and whether files differ from it; None for both where git cannot tell."""
-    git = shutil.which("git")
-    if git is None or not (ROOT / ".git").exists():
-        return {"hash": None, "dirty": None}
-
-    def told(*words: str) -> str:
-        return subprocess.run([git, *words], cwd=ROOT, check=True, capture_output=True, text=True).stdout  # noqa: S603
-
-    return {"hash": told("rev-parse", "HEAD").strip(), "dirty": bool(told("status", "--porcelain").strip())}
 
 
 def settings(args: Namespace) -> dict[str, Any]:

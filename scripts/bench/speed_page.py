@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from runtime.report import commit
 from scripts.bench.pairs import Pair, Timing, measure, processor_ms
 from scripts.bench.record import markdown
 from scripts.flags import positive
@@ -119,6 +120,7 @@ def page(
     lines = [
         "---",
         f"command: {command}",
+        f"commit: {commit()}",
         "ops: blocked",
         "device: cpu, one thread of a machine that other work shared",
         f"torch: {torch.__version__.split('+', maxsplit=1)[0]}",

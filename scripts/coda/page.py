@@ -23,6 +23,7 @@ seed: {seed}
 phase 1: {first_steps} steps
 phase 2: {second_steps} steps
 dtype: fp32
+commit: {commit}
 command: {command}
 ---
 

@@ -32,6 +32,7 @@ kv: {kv}
 dtype: {dtype}
 documents: {pairs} pairs of each length
 seeds: {first_seed} to {last_seed}
+commit: {commit}
 command: {command}
 ---
 

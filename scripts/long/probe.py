@@ -16,6 +16,7 @@ from probes.memory.plan import ITEM_BYTES, cache_bytes
 from probes.probe import Probe, Progress
 from probes.subject import Subject
 from runtime.plan.planner import Planner
+from runtime.report import commit
 from scripts.long.document import SHORTEST, long_document
 from scripts.long.report import report
 from scripts.long.timing import Clock
@@ -86,6 +87,7 @@ bound lies above a token's k-th best score so far are scored (`kernels/blocked/i
             "weights": loaded.weights_fingerprint,
             **subject.options.to_json(),
             "processor": processor(),
+            "commit": str(commit()),
             "context": context,
             "base_bytes": walk.base_bytes,
             "allocated_bytes": walk.state.nbytes(),

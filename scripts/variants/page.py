@@ -21,6 +21,7 @@ SHOWN: Final = "kv-variants-bytes-and-divergence.svg", "kv-variants-codes-found.
 HEAD: Final = """\
 ---
 command: {command}
+commit: {commit}
 checkpoints: {checkpoints}
 ---
 
@@ -92,6 +93,7 @@ def markdown(data: dict[str, Any]) -> str:
     recalled = ", ".join(models[0]["recall"][FULL])
     head = HEAD.format(
         command=data["command"],
+        commit=data["commit"],
         checkpoints=", ".join(model["model"] for model in models),
         verdict="\n".join(verdict(model) for model in models),
     )

@@ -16,6 +16,7 @@ from probes.markdown import page, to_json, write
 from probes.subject import Subject
 from probes.wording import headline, rows, verdict
 from runtime.options import DEMO, RunOptions
+from runtime.report import commit
 from tests.fake_probes import BAD, FAILING, FAKES, GOOD, HOLLOW, PARTLY_HOLLOW, PASSING, TRIPPING, UNJUDGED, run_fake
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
@@ -87,6 +88,7 @@ def test_the_front_matter_says_what_ran(subject):
     assert facts.pop("seconds") >= 0
     assert facts.pop("threads") >= 1
     assert facts.pop("torch")
+    assert facts.pop("commit") == str(commit())
     assert facts == {
         "probe": "passing",
         "verdict": "pass",

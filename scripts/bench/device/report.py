@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
+from runtime.report import Commit
 from scripts.bench.device import counts
 from scripts.bench.record import markdown
 
@@ -52,10 +53,10 @@ def text(document: JSON) -> str:
 
 
 def _front(document: JSON) -> list[str]:
-    commit, versions = document["commit"], document["versions"]
+    versions = document["versions"]
     facts = {
         "run": document["run"],
-        "commit": f"{commit['hash']}{', with changes' if commit['dirty'] else ''}",
+        "commit": str(Commit(**document["commit"])),
         "device": document["results"]["device"] or "none",
         "versions": ", ".join(f"{name} {versions[name]}" for name in ("python", "torch", "triton") if versions[name]),
     }
