@@ -42,9 +42,10 @@ def exact_linears(ops: Ops) -> Ops:
 
 
 def exact(ops: Ops) -> Ops:
-    """`ops` with all that sums made exact; rotation and rounding to FP8 and FP4 treat each number by itself."""
+    """`ops` with all that sums made exact; rounding to FP8 and FP4 treats each number by itself."""
     return exact_linears(ops)._replace(
         rms_norm=rms_norm,
+        rotate=rotate,
         hadamard=hadamard,
         pool=pool,
         select=select,
@@ -71,6 +72,16 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     wide = x.double()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide if weight is None else wide * weight.double()).to(x.dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """`kernels.reference.rope.rotate`; in fp32, rows that fill no vector of the processor are rounded once more."""
+    half = cos.shape[-1]
+    cos, sin = (part.double()[:, None] if x.ndim == 3 else part.double() for part in (cos, sin))
+    a, b = x[..., -2 * half :].double().unflatten(-1, (half, 2)).unbind(-1)
+    out = x.clone()
+    out[..., -2 * half :] = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+    return out
 
 
 def hadamard(x: Tensor) -> Tensor:

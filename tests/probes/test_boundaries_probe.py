@@ -15,8 +15,9 @@ from probes.finding import Verdict
 from probes.probe import run_probe, silent
 from probes.shared.exact import exact
 from probes.subject import Subject, run_tokens
+from runtime.options import RunOptions
 from tests.exact_ops import EXACT
-from tests.make_checkpoint import tiny_config, write_checkpoint
+from tests.make_checkpoint import micro_config, tiny_config, write_checkpoint
 
 ROWS, DECODED = "with an output row that differs", "whose decode of 1 more differs from prefill"
 
@@ -147,6 +148,12 @@ def test_prompts_are_as_long_as_windows_and_blocks_ask_for(overrides, tmp_path):
         assert probe.vacuous(Subject(tmp_path)) is None
         assert 133 in probe._lengths(Subject(tmp_path).config)
     assert not report(Subject(tmp_path), QUICK).failed
+
+
+def test_a_rotation_of_rows_that_fill_no_vector_is_the_same_in_every_call(tmp_path):
+    write_checkpoint(tmp_path, micro_config(), seed=1, formats="bf16")  # 4 pairs
+    subject = Subject(tmp_path, RunOptions(numerics="plain"))
+    assert not report(subject, replace(QUICK, chunks=(1,), lengths=(97,), small_upto=97)).failed
 
 
 def test_the_full_grid_has_every_chunk_and_both_residues():
