@@ -24,7 +24,7 @@ from probes.memory.plan import IN_DTYPE, ITEM_BYTES, cache_bytes, call_bytes, la
 from probes.memory.rows import Rows, Written, look, poison
 from probes.probe import Probe, Progress, one_rank, room
 from probes.subject import Subject
-from runtime.plan.planner import Planner
+from runtime.plan.planner import Plan, Planner
 
 DECODED = 5  # of the tokens, one by one at the end
 
@@ -146,21 +146,31 @@ long-context.md). Most of the peak itself was there before the first token: torc
             return
         context = min(self.planned[0], subject.config.max_position_embeddings)
         chunk = min(self.planned[1], context // 2)
-        plan = Planner(subject.config, loaded.census, loaded.placement, options, 0).plan(context, chunk)
+        planner = Planner(subject.config, loaded.census, loaded.placement, options, 0)
+        mapped = loaded.census.nbytes if on_cpu else 0
+        sizes = _planned(planner.plan(context, chunk), mapped)
+        while sum(sizes.values()) < page.SHOWN_BY and 4 * chunk <= context:  # narrow layers: more tokens show it
+            chunk *= 2
+            sizes = _planned(planner.plan(context, chunk), mapped)
         taken = peak.beyond_base(subject, context, chunk)
         if isinstance(taken, str):
             findings.append(broken("tripwire in the process", taken))
             return
-        sizes = {
-            "weights, mapped": loaded.census.nbytes if on_cpu else 0,
-            "weights, converted" if on_cpu else "weights": plan.own_weights,
-            "caches": plan.cache_bytes,
-            f"a call, most at: {plan.typical_call.name}": plan.typical_call.nbytes,
-            "positions in the rings": plan.host,
-        }
-        process = page.Planned(context, chunk, taken, {name: size for name, size in sizes.items() if size})
+        process = page.Planned(context, chunk, taken, sizes)
         findings.append(page.plan_finding(process))
         parts.append(page.plan_table(process))
+
+
+def _planned(plan: Plan, mapped: int) -> dict[str, int]:
+    """What a plan adds up, in words; nothing of what takes nothing."""
+    sizes = {
+        "weights, mapped": mapped,
+        "weights, converted" if mapped else "weights": plan.own_weights,
+        "caches": plan.cache_bytes,
+        f"a call, most at: {plan.typical_call.name}": plan.typical_call.nbytes,
+        "positions in the rings": plan.host,
+    }
+    return {name: size for name, size in sizes.items() if size}
 
 
 def _spare(config: ModelConfig) -> int:
