@@ -89,6 +89,14 @@ def run_probe(probe: Probe, subject: Subject, progress: Progress) -> Run:
     return Run(probe, report, time.perf_counter() - started, ended)
 
 
+def unmet(probe: Probe, subject: Subject) -> str | None:
+    """`Probe.needs`; None where it breaks down, which `attempt` will tell."""
+    try:
+        return probe.needs(subject)
+    except Exception:  # noqa: BLE001 -- see `attempt`
+        return None
+
+
 def attempt(probe: Probe, subject: Subject, progress: Progress) -> Run:
     """`run_probe`, where a probe that breaks down is a report that fails, so that others can go on.
 

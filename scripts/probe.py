@@ -24,7 +24,7 @@ from probes import console as shown
 from probes import markdown
 from probes.catalogue import FULL, QUICK
 from probes.faults import FAULTS
-from probes.probe import Probe, Run, attempt
+from probes.probe import Probe, Run, attempt, unmet
 from probes.subject import Subject
 from runtime.errors import PromptError
 from runtime.group import connected
@@ -125,13 +125,13 @@ def probes(args: argparse.Namespace) -> list[Probe]:
 
 def _applying(args: argparse.Namespace, chosen: Sequence[Probe], subject: Subject, out: Console) -> list[Probe]:
     """Return the probes whose needs are met, less those of Fathom itself for another model; say which are not."""
-    unmet = {probe.name: why for probe in chosen if (why := probe.needs(subject)) is not None}
+    left = {probe.name: why for probe in chosen if (why := unmet(probe, subject)) is not None}
     for probe in chosen if args.model != DEMO else ():
         if probe.of_fathom and probe.name not in args.names:
-            unmet[probe.name] = "it is about Fathom, hardly about a checkpoint: name it beside all to run it too"
-    for name, why in unmet.items():
+            left[probe.name] = "it is about Fathom, hardly about a checkpoint: name it beside all to run it too"
+    for name, why in left.items():
         _say(out, f"left out {name:14} {why}")
-    return [probe for probe in chosen if probe.name not in unmet]
+    return [probe for probe in chosen if probe.name not in left]
 
 
 def subject_of(args: argparse.Namespace) -> Subject:

@@ -112,6 +112,20 @@ def test_a_probe_that_breaks_down_is_a_row_that_fails_and_the_others_go_on(capsy
     assert json.loads((audits / "broken.json").read_text())["findings"][0]["verdict"] == "error"
 
 
+def test_needs_that_break_down_are_a_row_too(capsys, monkeypatch):
+    broken = replace(PASSING, name="broken", lacks=ValueError("no such field"))
+    monkeypatch.setattr(type(broken), "needs", lambda self, _: _raised(self.lacks) if self.lacks else None)
+    monkeypatch.setattr(command, "FULL", (broken, PASSING))
+    assert main("all") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == "    error: ValueError: no such field"
+    assert lines[3].startswith("pass     passing ")
+
+
+def _raised(error):
+    raise error
+
+
 def test_a_probe_that_breaks_down_on_several_ranks_ends_the_run():
     broken = replace(PASSING, breaks=ValueError("one rank alone"))
     with pytest.raises(ValueError, match="one rank alone"):
