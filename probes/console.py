@@ -13,6 +13,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
+from model.errors import one_line
 from probes.finding import Verdict
 from probes.probe import Probe, Progress, Run
 from probes.wording import bound, evidence, headline, measured, rows, verdict, where, worst_first
@@ -27,8 +28,8 @@ COLOURS = {
 
 
 def plain(text: str, style: str = "") -> Text:
-    """Text that a terminal shows letter by letter; of control characters the escapes."""
-    return Text("".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text), style)
+    """Text that a terminal shows letter by letter, see `model.errors.one_line`; nothing in it is markup or emoji."""
+    return Text(one_line(text), style)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Literal
 
-from model.errors import Tripwire
+from model.errors import Tripwire, one_line
 
 JSON = Any  # what `json.dumps` takes
 
@@ -139,7 +139,7 @@ def crashed(error: Exception, where: str) -> Finding:
 
     Of absolute paths only the last part is told: no page names a path of the machine.
     """
-    told = re.sub(r"(?<![\w.])/(?:[^\s/:]+/)+", "", "; ".join(str(error).splitlines()))
+    told = re.sub(r"(?<![\w.])/(?:[^\s/:]+/)+", "", one_line(str(error)))
     return Finding(f"{type(error).__name__}: {told}", None, "", None, Verdict.ERROR, evidence={"where": where})
 
 
