@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import io
 import os
+import shlex
 import signal
 import sys
 import traceback
@@ -161,9 +162,14 @@ def arguments(
 ) -> argparse.Namespace:
     """Parse the command line, and look at the files that it names, see `scripts.paths`; ConfigError for those.
 
-    On several ranks what argparse says of a bad one is raised, for one rank to tell; rank 0 writes all files.
+    On several ranks what argparse says of a bad one is raised, for one rank to tell; rank 0 writes all files. The
+    result's `command_line` is the command line as pages tell it.
     """
     args = _parsed(parser, argv, watch)
+    given = sys.argv[1:] if argv is None else argv
+    words = [paths.told(Path(word)) if Path(word).is_absolute() else word for word in given]
+    start = ["python"] if watch is None else ["torchrun", "--nproc-per-node", str(watch.launch.size)]
+    args.command_line = shlex.join([*start, *parser.prog.split()[1:], *words])
     if watch is None or watch.launch.rank == 0:
         paths.check(args)
     return args

@@ -5,211 +5,35 @@ an answer counts when the token of highest logit at its position is the right on
 """
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-import torch
-from rich.console import Console
-from rich.progress import Progress
-
-from kernels.ops import BLOCKED, Ops
-from model.errors import ConfigError
-from model.transformer import Transformer
-from probes.ablations import random_selection, without_entries
-from probes.demo_language.prompts import Prompt, common_prompts, fact_prompts, needle_prompts
-from probes.demo_language.vocabulary import vocabulary_size
-from runtime.load import Loaded, load
-from runtime.options import DEMO
-from runtime.report import commit
-from scripts.cli import run_alone
-from scripts.flags import add_run_options, positive, run_options
-from scripts.paths import writable
+from scripts.cli import arguments, run_alone
+from scripts.flags import add_model, add_run_options, positive
+from scripts.paths import AUDITS, Writes
 
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
-PAGE = Path(__file__).resolve().parents[1] / "audits" / "demo-checkpoint.md"
-
-TEMPLATE = """\
----
-checkpoint: {checkpoint}
-weights: {weights}
-config: {config}
-ops: {ops}
-numerics: {numerics}
-dtype: {dtype}
-device: {device}
-commit: {commit}
-command: {command}
----
-
-# The demo checkpoint: what it knows, and what it needs to know it
-
-**Needles: {needles:.1f} % found at the worst of the lengths from {shortest} to {longest} tokens; with the window
-alone, {needles_cut:.1f} % at the best. Facts: at worst {facts:.1f} %. Most common word: at worst {common:.1f} %; with
-HCA layers cut to their window, {common_cut:.1f} % at the best length.**
-
-Right answers in %, greedy, the words before each answer forced; in brackets the number of questions.
-
-{table}
-
-## The columns
-
-- *as shipped*: the model as it is, from the stored FP8 and FP4 weights.
-- *random selection*: CSA layers attend to as many visible entries as ever, but drawn at random.
-- *CSA window only*: CSA layers attend to no entry. HCA layers are intact.
-- *HCA window only*: HCA layers attend to no entry. CSA layers are intact.
-- *window alone*: neither attends to any entry; what is left is the sliding window of {window} tokens in every layer.
-
-## The tasks
-
-- *facts*: 57 countries, four relations each, right before the value.
-- *needle*: sentences that bind a name to a number, afresh in every document; the question repeats the sentence. Those
-  asked for end at least 128 tokens before the first question (a quarter of the document below 512 tokens).
-- *most common*: which of a few marker words occurs most often in the whole document. The `needle` probe asks this too,
-  of other documents, drawn from other seeds, and counts for itself: a wrong answer there is not in this table.
-
-## What this does not claim
-
-Documents come from the generator that made the training data, with other seeds. The numbers say that each path of the
-architecture is needed and works, not that a model of this size understands text. Beyond the lengths it was trained on
-(see the card in `model/demo`) the model extrapolates, and a loss there is the model's unless another runtime disagrees.
-
-Measured in {seconds:.0f} s.
-"""
-
-
-def variants() -> dict[str, Ops]:
-    """What is cut out, by the name of its column."""
-    return {
-        "as shipped": BLOCKED,
-        "random selection": random_selection(BLOCKED, seed=0),
-        "CSA window only": without_entries(BLOCKED, csa=True, hca=False),
-        "HCA window only": without_entries(BLOCKED, csa=False, hca=True),
-        "window alone": without_entries(BLOCKED, csa=True, hca=True),
-    }
-
-
-@dataclass(frozen=True)
-class Score:
-    """Right answers out of all."""
-
-    right: int
-    total: int
-
-    def __str__(self) -> str:
-        return f"{100 * self.right / self.total:.1f}"
-
-
-def score(model: Transformer, prompts: Sequence[Prompt], chunk: int) -> Score:
-    """Run each prompt and count the answers that have the highest logit."""
-    right = total = 0
-    for prompt in prompts:
-        ids = torch.tensor(prompt.ids, device=model.device)
-        state = model.new_state(len(ids), chunk)
-        wanted = {answer.position: answer.token for answer in prompt.answers}
-        for start in range(0, len(ids), chunk):
-            hidden = model(ids[start : start + chunk], state)
-            rows = [position for position in wanted if start <= position < start + chunk]
-            if rows:
-                best = model.logits(hidden[[row - start for row in rows]]).argmax(-1).tolist()
-                right += sum(token == wanted[row] for token, row in zip(best, rows, strict=True))
-        total += len(wanted)
-    return Score(right, total)
-
-
-def measure(args: argparse.Namespace, console: Console) -> tuple[Loaded, dict[str, dict[str, Score]]]:
-    """Return the scores: row (task and length) -> column (variant) -> score."""
-    options = run_options(args)
-    loaded = {name: load(args.model, options, ops) for name, ops in variants().items()}
-    if (vocab := loaded["as shipped"].model.config.vocab_size) != vocabulary_size():
-        raise ConfigError(f"{args.model}: has {vocab} tokens, the demo language has {vocabulary_size()}")
-    rows: dict[str, list[Prompt]] = {
-        "facts, as text": fact_prompts(),
-        "facts, as chat": fact_prompts(chat=True),
-    }
-    for length in args.lengths:
-        documents = max(2, args.documents * 1024 // max(length, 1024))
-        rows[f"needle, {length} tokens"] = needle_prompts(length, documents, seed=length, questions=args.questions)
-    for length in args.lengths:
-        documents = max(3, args.documents * 1024 // max(length, 1024))
-        rows[f"most common, {length} tokens"] = common_prompts(length, documents, seed=length)
-    scores: dict[str, dict[str, Score]] = {}
-    tokens = {row: sum(len(p.ids) for p in prompts) for row, prompts in rows.items()}
-    with Progress(console=console, transient=True) as bar:
-        task = bar.add_task("measuring", total=sum(tokens.values()) * len(loaded))
-        for row, prompts in rows.items():
-            scores[row] = {}
-            for name, one in loaded.items():
-                bar.update(task, description=f"{row}, {name}")
-                scores[row][name] = score(one.model, prompts, options.prefill_chunk)
-                bar.advance(task, tokens[row])
-            console.print(f"{row}: {', '.join(f'{name} {s}' for name, s in scores[row].items())}")
-    return loaded["as shipped"], scores
-
-
-def page(args: argparse.Namespace, loaded: Loaded, scores: dict[str, dict[str, Score]], seconds: float) -> str:
-    """Return the audit as Markdown."""
-
-    def percents(kind: str, column: str) -> list[float]:
-        return [100 * by[column].right / by[column].total for row, by in scores.items() if row.startswith(kind)]
-
-    columns = list(variants())
-    table = [f"| task (questions) | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
-    for row, by in scores.items():
-        table.append(f"| {row} ({by[columns[0]].total}) | {' | '.join(str(by[column]) for column in columns)} |")
-    return TEMPLATE.format(
-        checkpoint=loaded.directory.resolve().name,
-        weights=loaded.weights_fingerprint,
-        config=loaded.model.config.fingerprint,
-        ops=loaded.model.arithmetic.ops.name,
-        numerics=args.numerics,
-        dtype=args.dtype,
-        device=args.device,
-        commit=commit(),
-        command=" ".join(["python -m scripts.measure_demo", *args.given]),
-        shortest=min(args.lengths),
-        longest=max(args.lengths),
-        needles=min(percents("needle", "as shipped")),
-        needles_cut=max(percents("needle", "window alone")),
-        facts=min(percents("facts", "as shipped")),
-        common=min(percents("most common", "as shipped")),
-        common_cut=max(percents("most common", "HCA window only")),
-        table="\n".join(table),
-        window=loaded.model.config.sliding_window,
-        seconds=seconds,
-    )
+PAGE = AUDITS / "demo-checkpoint.md"
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(prog="python -m scripts.measure_demo", description=__doc__)
-    p.add_argument("--model", type=Path, default=DEMO)
+    add_model(p)
     p.add_argument("--lengths", type=positive, nargs="+", default=list(LENGTHS), help="document lengths in tokens")
     p.add_argument("--documents", type=positive, default=8, help="documents of up to 1024 tokens; fewer of longer ones")
     p.add_argument("--questions", type=positive, default=16, help="needles asked for in each document")
-    p.add_argument("--out", type=Path, default=PAGE, help="Markdown page to write; the JSON goes beside it")
+    p.add_argument("--out", action=Writes, default=PAGE, help="Markdown page to write; the JSON goes beside it")
     add_run_options(p)
     return p
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    args = parser().parse_args(argv)
-    args.given = sys.argv[1:] if argv is None else list(argv)
-    writable(args.out)
-    console, started = Console(stderr=True), time.perf_counter()
-    loaded, scores = measure(args, console)
-    args.out.write_text(page(args, loaded, scores, time.perf_counter() - started), encoding="utf-8")
-    data: dict[str, Any] = {
-        row: {name: {"right": s.right, "total": s.total} for name, s in by.items()} for row, by in scores.items()
-    }
-    args.out.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {args.out}", file=sys.stderr)
-    return 0
+    args = arguments(parser(), argv)
+    from scripts.tasks.measure_demo import run
+
+    return run(args)
 
 
 if __name__ == "__main__":

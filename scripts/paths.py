@@ -8,10 +8,13 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from model.errors import ConfigError
 from runtime.options import DEMO
+
+ROOT: Final = Path(__file__).resolve().parents[1]  # of the repository
+AUDITS: Final = ROOT / "audits"
 
 
 class Named(NamedTuple):
@@ -69,6 +72,9 @@ class Fills(_Noted):
     kind = "folders_written"
 
 
+KINDS: Final = tuple(each.kind for each in (Reads, Writes, Reports, Fills))  # attributes beside those of the flags
+
+
 def check(args: argparse.Namespace) -> None:
     """Refuse a parsed command line that would write over what it reads, or where nothing can be written.
 
@@ -77,7 +83,7 @@ def check(args: argparse.Namespace) -> None:
     ConfigError
         With one line naming the flag and the path.
     """
-    read, written, reported, filled = (getattr(args, each.kind, []) for each in (Reads, Writes, Reports, Fills))
+    read, written, reported, filled = (getattr(args, kind, []) for kind in KINDS)
     model = (args.model or DEMO) if "model" in args else None
     read = [*read, *_bases(getattr(args, "kv", None) or ())]
     outputs = [*written, *reported, *filled]
@@ -94,23 +100,42 @@ def check(args: argparse.Namespace) -> None:
         writable(path)
     for _, path in reported:
         writable(path, pipe=True)
+    for _, path in filled:
+        fillable(path)
 
 
-def writable(path: Path | None, *, pipe: bool = False) -> None:
+def fillable(folder: Path) -> None:
+    """Refuse a folder that cannot be made or written into: ConfigError naming it."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder}: not a folder")
+    _try(folder, next(place for place in (folder, *folder.absolute().parents) if place.is_dir()))
+
+
+def _try(path: Path, folder: Path) -> None:
+    """Write into a folder; ConfigError naming the path that it is for."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be written there ({error.strerror})") from error
+
+
+def writable(path: Path, *, pipe: bool = False) -> None:
     """Refuse a file that cannot be written, before the work is done: ConfigError naming it."""
-    if path is None:
-        return
     if path.is_dir():
         raise ConfigError(f"{path}: is a folder")
     if path.exists() and not path.is_file():
         if pipe:
             return
         raise ConfigError(f"{path}: not a regular file")
-    try:
-        with tempfile.TemporaryFile(dir=Path(os.path.realpath(path)).parent):  # beside it: a file keeps its content
-            pass
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written there ({error.strerror})") from error
+    _try(path, Path(os.path.realpath(path)).parent)  # beside it: a file keeps its content
+
+
+def told(path: Path) -> str:
+    """A path as pages tell it: where it is in this repository, or as it is, or of an absolute one the last part."""
+    if path.resolve().is_relative_to(ROOT):
+        return str(path.resolve().relative_to(ROOT))
+    return path.name if path.is_absolute() else str(path)
 
 
 def same(one: Path, other: Path) -> bool:

@@ -2,10 +2,10 @@
 
 import sys
 
-from scripts.bench import command, dispatch
+from scripts.bench import command
 from scripts.cli import run_alone, run_on_ranks
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [dispatch.NAME]:
+    if sys.argv[1:2] == [command.DISPATCH]:
         sys.exit(run_on_ranks(command.main))
     sys.exit(run_alone(command.main))

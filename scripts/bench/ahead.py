@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from scripts.bench.device.draw import Draw
 from scripts.bench.device.parts import cases
-from scripts.bench.record import ROOT
+from scripts.paths import ROOT
 
 CAPABILITIES = (90, 100)  # H100 and H200; B200
 

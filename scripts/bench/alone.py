@@ -2,7 +2,6 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -14,24 +13,12 @@ from kernels.ops import BLOCKED
 from model.state import State
 from runtime.load import load_any
 from runtime.memory import new_state
-from runtime.options import DEMO
 from scripts.bench.clock import Clock
 from scripts.bench.comparison import Spread
 from scripts.bench.record import rendered
-from scripts.flags import add_run_options, positive, run_options
+from scripts.flags import run_options
 
 JSON = dict[str, Any]
-
-
-def add_alone_flags(p: argparse.ArgumentParser, contexts: Sequence[int]) -> None:
-    """Add the flags of a bench of our side alone."""
-    told = " ".join(map(str, contexts))
-    p.add_argument("--model", type=Path, default=DEMO, help="checkpoint directory (default: the demo checkpoint)")
-    p.add_argument("--context", type=positive, nargs="+", default=list(contexts), help=f"tokens (default {told})")
-    p.add_argument("--repetitions", type=positive, default=5, help="of each context (default 5)")
-    p.add_argument("--threads", type=positive, default=1, help="that torch may use (default 1)")
-    p.add_argument("--seed", type=int, default=0, help="of the tokens (default 0)")
-    add_run_options(p)
 
 
 class Alone:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from model.errors import ConfigError
 from scripts.bench.child import memory
-from scripts.bench.record import ROOT
+from scripts.paths import ROOT
 
 THP = "THP_MEM_ALLOC_ENABLE"  # torch's allocator asks for huge pages
 SAMPLED_S = 0.02  # how often memory that no file backs is looked at: the system keeps no peak of it

@@ -5,16 +5,16 @@ from collections.abc import Iterator, Sequence
 
 from rich.console import Console
 
+from runtime.output import write_text
 from scripts.bench import coda_pairs
 from scripts.bench.coda_pairs import CodaLayer
 from scripts.bench.pairs import Pair, Timing
-from scripts.bench.record import Record, command, rendered
+from scripts.bench.record import Record, rendered
 from scripts.bench.speed_page import (
     ALLOWED,
     HEADS,
     LIMIT_HEADS,
     Limit,
-    add_speed_flags,
     between,
     cells,
     page,
@@ -23,14 +23,11 @@ from scripts.bench.speed_page import (
     settle,
     timed,
 )
-from scripts.paths import writable
 
-NAME = "compare-coda"
 TITLE = "CoDA"
 BLOCK = 256  # tokens of a block of the prefill
 LAYER = (16, 4, 64)  # query heads, KV heads and width of a head
 SLOTS = (256, 64, 64)  # window, exact bank and summary bank
-CONTEXTS = (2048, 8192)
 TIMED = """\
 What is timed is no layer that `generate` runs. It is
 `scripts/bench/coda_pairs.py`: one product for all projections, and attention of queries and noise in one op
@@ -43,14 +40,8 @@ both sides: the last table says how long these alone take in fp32, and so how mu
 token is the weights, read once, and many small calls, in number of which the two differ."""
 
 
-def add_flags(p: argparse.ArgumentParser) -> None:
-    """Add the flags of this bench."""
-    add_speed_flags(p, CONTEXTS)
-
-
 def run(args: argparse.Namespace, record: Record, console: Console) -> int:
     """Run the bench; returns the exit status."""
-    writable(args.page)
     settle()
     timings = timed(list(pairs(args.context)), args.seconds)
     absent = f"The package {coda_pairs.PACKAGE} is not installed: its column is empty."
@@ -63,8 +54,8 @@ def run(args: argparse.Namespace, record: Record, console: Console) -> int:
     record.write({TITLE: [timing.to_json() for timing in timings]})
     if args.page is not None:
         meaning = f"{MEANING}\n\n{absent}" if missing else MEANING
-        text = page(command(args), opening(timings), {TITLE: (timings, meaning)}, limits, speed)
-        args.page.write_text(text, encoding="utf-8")
+        text = page(args.command_line, opening(timings), {TITLE: (timings, meaning)}, limits, speed)
+        write_text(args.page, text)
     return 0
 
 

@@ -20,7 +20,6 @@ from typing import Any
 from rich.console import Console
 from safetensors.torch import load_file
 
-from runtime.arithmetic import DTYPES
 from scripts.bench import midsize
 from scripts.bench.children import Spec, measured
 from scripts.bench.comparison import (
@@ -38,45 +37,13 @@ from scripts.bench.comparison import (
     values,
 )
 from scripts.bench.record import Record, rendered
-from scripts.flags import positive
 
-NAME = "compare-transformers"
 HEADS = ("context", "what", "ours", "theirs", "ratio", "from .. to")
 JSON = dict[str, Any]
 
 
 class DisagreementError(Exception):
     """Both sides did not compute the same: no speed is worth comparing."""
-
-
-def add_flags(p: argparse.ArgumentParser, ours_only: Sequence[int] = ()) -> None:
-    """Add the flags of this bench; `ours_only` are the default of that flag."""
-    only = " ".join(map(str, ours_only)) or "none"
-    contexts_told = "tokens of the prompts (default 8192 16384)"
-    p.add_argument("--context", type=positive, nargs="+", default=[8192, 16384], help=contexts_told)
-    p.add_argument("--pairs", type=positive, default=5, help="runs of each side and context (default 5)")
-    p.add_argument(
-        "--ours-only",
-        type=positive,
-        nargs="+",
-        default=list(ours_only),
-        help=f"contexts for our side alone, once each (default {only})",
-    )
-    p.add_argument("--chunk", type=positive, default=512, help="tokens of a call of transformers (default 512)")
-    p.add_argument("--our-chunk", type=positive, default=2048, help="tokens of a call of ours (default 2048)")
-    p.add_argument("--decode", type=positive, default=16, help="tokens after each prompt (default 16)")
-    p.add_argument("--threads", type=positive, default=1, help="of each run (default 1)")
-    p.add_argument(
-        "--theirs-dtype", choices=tuple(DTYPES), default="bf16", help="in which transformers computes (default bf16)"
-    )
-    p.add_argument("--ours-thp", action="store_true", help="huge pages for our side too")
-    p.add_argument("--seed", type=int, default=0, help="of the weights and the tokens (default 0)")
-    p.add_argument(
-        "--checkpoint",
-        type=Path,
-        metavar="DIR",
-        help="where the checkpoint is, or is made and kept; any that transformers can read (default: made anew)",
-    )
 
 
 def run(args: argparse.Namespace, record: Record, console: Console) -> int:

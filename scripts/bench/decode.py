@@ -4,18 +4,8 @@ import argparse
 
 from rich.console import Console
 
-from scripts.bench.alone import JSON, Alone, add_alone_flags, show
+from scripts.bench.alone import JSON, Alone, show
 from scripts.bench.record import Record
-from scripts.flags import positive
-
-NAME = "decode"
-CONTEXTS = (1024, 4096, 16384)
-
-
-def add_flags(p: argparse.ArgumentParser) -> None:
-    """Add the flags of this bench."""
-    add_alone_flags(p, CONTEXTS)
-    p.add_argument("--steps", type=positive, default=16, help="tokens of a repetition (default 16)")
 
 
 def run(args: argparse.Namespace, record: Record, console: Console) -> int:

@@ -7,7 +7,6 @@ because a rank that waits takes none of its processor's. What counts is the rati
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -21,14 +20,9 @@ from model.errors import ConfigError
 from model.ranks import Group
 from model.transformer import Transformer
 from runtime.group import connected, watched_load
-from runtime.options import DEMO
 from runtime.watch import Watch
 from scripts.bench.record import Record
-from scripts.flags import add_rank_timeout, add_run_options, positive, run_options
-from scripts.paths import writable
-
-NAME = "dispatch"
-TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+from scripts.flags import run_options
 
 
 class Cost(NamedTuple):
@@ -44,22 +38,11 @@ class Cost(NamedTuple):
         return sorted(second / first for first, second in zip(self.all_reduce_ms, self.all_to_all_ms, strict=True))
 
 
-def add_flags(p: argparse.ArgumentParser) -> None:
-    """Add the flags of this bench."""
-    p.add_argument("--model", type=Path, default=DEMO, help="checkpoint directory (default: the demo checkpoint)")
-    p.add_argument("--tokens", type=positive, nargs="+", default=TOKENS, help="lengths of calls")
-    p.add_argument("--rounds", type=positive, default=15, help="of each length (default 15)")
-    add_run_options(p)
-    add_rank_timeout(p)
-
-
 def run(args: argparse.Namespace, record: Record, console: Console, watch: Watch | None) -> int:
     """Run the bench as one of several ranks; returns the exit status."""
     if watch is None:
         raise ConfigError("one rank alone dispatches nothing: start several, with torchrun")
     with connected(watch, args.device, args.rank_timeout) as group:
-        if group.rank == 0:
-            writable(args.json)
         torch.set_num_threads(1)
         model = watched_load(watch, args.model, run_options(args), group=group).model
         costs = [measure(model, group, tokens, args.rounds) for tokens in args.tokens]

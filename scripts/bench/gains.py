@@ -19,40 +19,22 @@ from typing import Any
 from rich.console import Console
 
 from model.errors import ConfigError
+from runtime.output import write_text
 from runtime.report import Commit
 from scripts.bench.children import THREADS, warm
 from scripts.bench.compare_transformers import checkpoint
 from scripts.bench.comparison import Spread, short
-from scripts.bench.record import ROOT, Record, markdown, rendered
-from scripts.flags import positive
-from scripts.paths import writable
+from scripts.bench.record import Record, markdown, rendered
+from scripts.paths import ROOT
 
-NAME = "gains"
 KINDS = ("prefill", "decode")
 HEADS = ("component", "before, ms", "after, ms", "before / after", "from .. to")
 LEAST = 0.01  # of the whole before: components below are not shown
 JSON = dict[str, Any]
 
 
-def add_flags(p: argparse.ArgumentParser) -> None:
-    """Add the flags of this bench."""
-    p.add_argument("--before", required=True, metavar="COMMIT", help="the commit to compare this folder with")
-    p.add_argument("--context", type=positive, default=4096, help="tokens of the prompt (default 4096)")
-    p.add_argument("--decode", type=positive, default=16, help="tokens after it (default 16)")
-    p.add_argument("--chunk", type=positive, default=512, help="tokens of a call (default 512)")
-    p.add_argument("--pairs", type=positive, default=5, help="profiles of each (default 5)")
-    p.add_argument("--threads", type=positive, default=1, help="of each run (default 1)")
-    p.add_argument("--numerics", choices=("plain", "deployed"), default="plain", help="(default plain)")
-    p.add_argument("--seed", type=int, default=0, help="of weights and tokens (default 0)")
-    p.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="as of compare-transformers (default: its own, made anew)"
-    )
-    p.add_argument("--page", type=Path, help="write the tables there as Markdown")
-
-
 def run(args: argparse.Namespace, record: Record, console: Console) -> int:
     """Run the bench; returns the exit status."""
-    writable(args.page)
     with checkpoint(args.checkpoint, args.seed) as model, worktree(args.before) as (before, commit):
         rows: list[JSON] = []
         for pair in range(args.pairs):
@@ -66,7 +48,7 @@ def run(args: argparse.Namespace, record: Record, console: Console) -> int:
     for kind in KINDS:
         console.print(rendered(title(kind, args), HEADS, table(rows, kind, unit(kind, args))))
     if args.page is not None:
-        args.page.write_text(page(record, rows, commit, args), encoding="utf-8")
+        write_text(args.page, page(record, rows, commit, args))
     return 0
 
 

@@ -8,9 +8,7 @@ without one: what each case must move and multiply at least, and what kernels ta
 import argparse
 import importlib
 import importlib.util
-import json
 import sys
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -18,26 +16,13 @@ import torch
 from rich.console import Console
 
 from model.errors import ConfigError
-from scripts.bench.record import ROOT, Record, rendered
-from scripts.flags import positive
-from scripts.paths import writable
+from runtime.output import write_json, write_text
+from scripts.bench.command import GPU_PARTS
+from scripts.bench.record import Record, rendered
 
-NAME = "gpu"
 LAYERS = "layers"
 # As `scripts.bench.device.parts` has them, which Triton must be there to read
-PARTS = (
-    "norm", "activations", "swiglu", "hyper", "streams", "compress", "linear", "experts", "indexer", "topk",
-    "attention", "shard", "differential", "banks", LAYERS,
-)  # fmt: skip
 PAGE = "gpu.md"
-REPLAYS = 20
-
-
-def add_flags(p: argparse.ArgumentParser) -> None:
-    """Add the flags of this bench."""
-    p.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=f"of {', '.join(PARTS)} (default all)")
-    p.add_argument("--replays", type=positive, default=REPLAYS, help="timed, of each case (default 20)")
-    p.add_argument("--out", type=Path, default=ROOT / "audits", help="folder of the page and its JSON (default audits)")
 
 
 def run(args: argparse.Namespace, record: Record, console: Console) -> int:
@@ -45,8 +30,7 @@ def run(args: argparse.Namespace, record: Record, console: Console) -> int:
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("triton is not installed, and these kernels are written in it: it has builds for Linux alone")
     args.out.mkdir(parents=True, exist_ok=True)
-    writable(args.out / PAGE)
-    parts = args.only or PARTS
+    parts = args.only or GPU_PARTS
     if torch.cuda.is_available():
         results = measure(parts, args.replays, record, console)
     else:
@@ -55,9 +39,9 @@ def run(args: argparse.Namespace, record: Record, console: Console) -> int:
     record.write(results)
     document = record.document(results)
     if results["device"]:
-        (args.out / "gpu.json").write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_json(args.out / "gpu.json", document)
     page = importlib.import_module("scripts.bench.device.report").text(document)
-    (args.out / PAGE).write_text(page, encoding="utf-8")
+    write_text(args.out / PAGE, page)
     print(f"wrote {args.out / PAGE}", file=sys.stderr)
     return int(any(case.get("error", 0.0) > 1 for case in results["cases"]))
 

@@ -18,7 +18,6 @@ from scripts.bench.checks import idle_sites, tripwires
 from scripts.bench.pairs import Pair, Timing, measure
 from scripts.bench.record import Record, rendered
 
-NAME = "kernels"
 SECONDS = 1.0  # time for a pair, within 15 to 50 rounds
 
 Run = Callable[[], Tensor | None]
@@ -141,11 +140,6 @@ BENCHES: dict[str, Callable[[], Iterator[Pair]]] = {
     "tripwires": tripwires,
     "sites": idle_sites,
 }
-
-
-def add_flags(p: argparse.ArgumentParser) -> None:
-    """Add the flags of this bench."""
-    p.add_argument("--only", nargs="+", choices=BENCHES, metavar="PART", help=f"of {', '.join(BENCHES)} (default all)")
 
 
 def run(args: argparse.Namespace, record: Record, console: Console) -> int:

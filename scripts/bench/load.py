@@ -21,22 +21,14 @@ from safetensors.torch import load_file
 
 from model.errors import ConfigError
 from runtime.load import load_any
-from runtime.options import DEMO, RunOptions
+from runtime.options import RunOptions
 from scripts.bench.children import warm
 from scripts.bench.comparison import Spread
-from scripts.bench.record import ROOT, Record, rendered
+from scripts.bench.record import Record, rendered
 from scripts.cli import run_alone
-from scripts.flags import positive
+from scripts.paths import ROOT
 
-NAME = "load"
 STATES = ("cold", "warm")
-
-
-def add_flags(p: argparse.ArgumentParser) -> None:
-    """Add the flags of this bench."""
-    p.add_argument("--model", type=Path, default=DEMO, help="checkpoint directory (default: the demo checkpoint)")
-    p.add_argument("--repetitions", type=positive, default=5, help="of each way (default 5)")
-    p.add_argument("--numerics", choices=("deployed", "plain"), default="deployed", help="of ours (default deployed)")
 
 
 def run(args: argparse.Namespace, record: Record, console: Console) -> int:

@@ -10,27 +10,17 @@ from typing import Any
 from rich.console import Console
 
 from model.errors import ConfigError
-from scripts.bench import compare_transformers, page
+from runtime.output import write_text
+from scripts.bench import page
 from scripts.bench.compare_transformers import DisagreementError, compared, show
-from scripts.bench.record import ROOT, Record, check_one_run
-from scripts.paths import writable
+from scripts.bench.record import Record, check_one_run
 
-NAME = "performance"
-OURS_ONLY = (32768, 131072)  # where transformers would take hours
-BENCHES = (NAME, compare_transformers.NAME)  # whose JSON a page can be made of
-
-
-def add_flags(p: argparse.ArgumentParser) -> None:
-    """Add the flags of this bench."""
-    compare_transformers.add_flags(p, OURS_ONLY)
-    p.add_argument("--out", type=Path, default=ROOT / "audits", help="folder of page, plots and JSON (default audits)")
-    p.add_argument("--saved", type=Path, nargs="+", metavar="FILE", help="measure nothing: the page of this JSON")
+BENCHES = ("performance", "compare-transformers")  # whose JSON a page can be made of
 
 
 def run(args: argparse.Namespace, record: Record, console: Console) -> int:
     """Run the bench and write its page, or write the page of an earlier run; returns the exit status."""
     args.out.mkdir(parents=True, exist_ok=True)
-    writable(args.out / f"{page.name_of(args.theirs_dtype)}.md")
     if args.saved is not None:
         document = saved(args.saved)
     else:
@@ -42,7 +32,7 @@ def run(args: argparse.Namespace, record: Record, console: Console) -> int:
         show(results, console)
         document = record.document(results)
     for name, text in page.files(document).items():
-        (args.out / name).write_text(text, encoding="utf-8")
+        write_text(args.out / name, text)
     print(f"wrote {args.out / page.name_of(document['results']['about']['theirs_dtype'])}.md", file=sys.stderr)
     return 0
 

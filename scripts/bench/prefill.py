@@ -4,16 +4,8 @@ import argparse
 
 from rich.console import Console
 
-from scripts.bench.alone import JSON, Alone, add_alone_flags, show
+from scripts.bench.alone import JSON, Alone, show
 from scripts.bench.record import Record
-
-NAME = "prefill"
-CONTEXTS = (1024, 4096, 16384)
-
-
-def add_flags(p: argparse.ArgumentParser) -> None:
-    """Add the flags of this bench."""
-    add_alone_flags(p, CONTEXTS)
 
 
 def run(args: argparse.Namespace, record: Record, console: Console) -> int:

@@ -4,13 +4,11 @@ Speeds measured apart, at two hours or on two machines, say little about each ot
 them side by side.
 """
 
-import json
 import os
 import platform
-import shlex
 import uuid
 from argparse import Namespace
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,12 +18,14 @@ from rich.table import Table
 
 from model.errors import ConfigError
 from runtime.memory import machine_memory
+from runtime.output import write_json
 from runtime.report import commit
+from scripts import paths
 
-ROOT = Path(__file__).resolve().parents[2]
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "bf16", "i8mm", "sve")
 PACKAGES = ("torch", "transformers", "triton", "safetensors", "numpy")
-UNTOLD = ("name", "default", "json", "page", "out", "saved")  # what decides where it is written, not what is measured
+# What decides where it is written, not what is measured.
+UNTOLD = ("name", "command_line", "json", "page", "out", "saved", *paths.KINDS)
 SAME = ("run", "commit", "machine")  # what parts of one run have in common
 
 
@@ -38,7 +38,7 @@ class Record:
         self.header: dict[str, Any] = {
             "run": uuid.uuid4().hex[:12],
             "bench": args.name,
-            "command": command(args),
+            "command": args.command_line,
             "machine": machine(),
             "versions": versions(),
             "commit": commit()._asdict(),
@@ -52,8 +52,7 @@ class Record:
     def write(self, results: Any, *, complete: bool = True) -> None:
         """Write what there is so far to --json, where there is such a flag; `complete`: that it is all."""
         if self.path is not None:
-            text = json.dumps(self.document(results, complete=complete), indent=1) + "\n"
-            self.path.write_text(text, encoding="utf-8")
+            write_json(self.path, self.document(results, complete=complete))
 
 
 def machine() -> dict[str, Any]:
@@ -96,34 +95,12 @@ def versions() -> dict[str, str | None]:
 
 
 def settings(args: Namespace) -> dict[str, Any]:
-    """Every flag that decides what is measured; of a path in this repository where it is there, else its last part."""
-
-    def told(path: Path) -> str:
-        whole = path.resolve()
-        return str(whole.relative_to(ROOT)) if whole.is_relative_to(ROOT) else path.name
-
+    """Every flag that decides what is measured; of a path what `paths.told` says."""
     return {
-        name: told(value) if isinstance(value, Path) else value
+        name: paths.told(value) if isinstance(value, Path) else value
         for name, value in vars(args).items()
         if name not in UNTOLD
     }
-
-
-def command(args: Namespace) -> str:
-    """The command line that measures the same again: the flags that are not at their defaults."""
-    words = []
-    for name, value in settings(args).items():
-        if vars(args)[name] == args.default[name]:
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            words.append(flag)
-        elif isinstance(value, Collection) and not isinstance(value, str):
-            words += [flag, *map(str, value)]
-        else:
-            words += [flag, str(value)]
-    start = ["torchrun", "--nproc-per-node", "N"] if args.name == "dispatch" else ["python"]
-    return shlex.join([*start, "-m", "scripts.bench", args.name, *words])
 
 
 def check_one_run(documents: Sequence[tuple[str, dict[str, Any]]]) -> None:

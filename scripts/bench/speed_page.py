@@ -1,9 +1,7 @@
 """What the benches of cache variants share: their flags, the tables of their pages, and what a processor allows."""
 
-import argparse
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
@@ -12,9 +10,7 @@ import torch
 from runtime.report import commit
 from scripts.bench.pairs import Pair, Timing, measure, processor_ms
 from scripts.bench.record import markdown
-from scripts.flags import positive
 
-SECONDS = 4.0  # for a row, within 5 to 30 rounds
 HEADS = ("case", "variant, ms", "other", "other, ms", "ratio, median", "from .. to", "rounds")
 LIMIT_HEADS = ("case", "10^9 products", "at that rate, ms", "other side, ms", "largest ratio")
 ALLOWED = "What the processor allows"
@@ -32,25 +28,6 @@ class Limit(NamedTuple):
         least = 1e3 * self.products / rate
         times = (f"{least:.1f}", f"{self.other_ms:.1f}", f"{self.other_ms / least:.2f}")
         return (self.label, f"{self.products:.2f}", *times)
-
-
-def add_speed_flags(p: argparse.ArgumentParser, contexts: Sequence[int]) -> None:
-    """Add the flags of a bench of cache variants."""
-    told = " ".join(map(str, contexts))
-    p.add_argument("--context", type=positive, nargs="+", default=list(contexts), help=f"tokens held (default {told})")
-    p.add_argument("--seconds", type=_seconds, default=SECONDS, help="for a row, within 5 to 30 rounds (default 4)")
-    p.add_argument("--page", type=Path, help="write the tables there as Markdown")
-
-
-def _seconds(text: str) -> float:
-    """Argparse type: a number of at least 0."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
-    return value
 
 
 def settle() -> None:

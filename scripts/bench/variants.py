@@ -10,15 +10,15 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 
 from model.cache.shard import ShardSettings
+from runtime.output import write_text
 from scripts.bench import variant_pairs
 from scripts.bench.pairs import Pair, Timing
-from scripts.bench.record import Record, command, rendered
+from scripts.bench.record import Record, rendered
 from scripts.bench.speed_page import (
     ALLOWED,
     HEADS,
     LIMIT_HEADS,
     Limit,
-    add_speed_flags,
     between,
     cells,
     page,
@@ -28,11 +28,8 @@ from scripts.bench.speed_page import (
     timed,
 )
 from scripts.bench.variant_pairs import FLASH, LLAMA, SMALL
-from scripts.paths import writable
 
-NAME = "variants"
 PROMPT = 1024  # tokens of the prompt that Shard's prefill is timed with: compression takes longer than attention there
-CONTEXTS = (8192, 16384, 32768)
 GROUPED, SHARED = "Shard, grouped heads", "Shard, V4"
 # What each table says beside its numbers.
 MEANING = {
@@ -51,14 +48,8 @@ know of it. Coded rows cost a look-up for one or two numbers, and a rotation of 
 }
 
 
-def add_flags(p: argparse.ArgumentParser) -> None:
-    """Add the flags of this bench."""
-    add_speed_flags(p, CONTEXTS)
-
-
 def run(args: argparse.Namespace, record: Record, console: Console) -> int:
     """Run the bench; returns the exit status."""
-    writable(args.page)
     settle()
     tables = {}
     for title, pairs in ((GROUPED, grouped), (SHARED, shared)):
@@ -69,8 +60,8 @@ def run(args: argparse.Namespace, record: Record, console: Console) -> int:
     record.write({title: [timing.to_json() for timing in timings] for title, timings in tables.items()})
     if args.page is not None:
         told = {title: (timings, MEANING[title]) for title, timings in tables.items()}
-        text = page(command(args), opening(tables), told, limits, speed)
-        args.page.write_text(text, encoding="utf-8")
+        text = page(args.command_line, opening(tables), told, limits, speed)
+        write_text(args.page, text)
     return 0
 
 

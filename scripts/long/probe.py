@@ -15,6 +15,7 @@ from probes.finding import Report
 from probes.memory.plan import ITEM_BYTES, cache_bytes
 from probes.probe import Probe, Progress
 from probes.subject import Subject
+from runtime.output import write_json
 from runtime.plan.planner import Planner
 from runtime.report import commit
 from scripts.long.document import SHORTEST, long_document
@@ -110,7 +111,7 @@ bound lies above a token's k-th best score so far are scored (`kernels/blocked/i
 
     def _write(self, found: dict[str, Any]) -> None:
         if self.out:
-            self.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            write_json(self.out, found)
 
 
 def read(path: Path, subject: Subject) -> dict[str, Any]:

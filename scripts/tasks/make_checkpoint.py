@@ -63,8 +63,6 @@ def prepared(out: Path, nbytes: int) -> Path:
     unfinished = target.with_name(f"{target.name}.partial")
     if not target.parent.is_dir():
         raise ConfigError(f"{target.parent}: no such folder")
-    if target.exists() and not target.is_dir():
-        raise ConfigError(f"{out}: exists and is no folder")
     if target.exists() and any(target.iterdir()):
         raise ConfigError(f"{out}: exists and is not empty")
     if unfinished.exists():

@@ -1,10 +1,8 @@
 """The page of what was measured: `audits/kv-variants.md`, its plots and the numbers as JSON."""
 
 import json
-import shlex
 from collections.abc import Iterator, Sequence
 from itertools import combinations
-from pathlib import Path
 from typing import Any, Final
 
 from probes import svg
@@ -72,12 +70,6 @@ TAIL: Final = """
 
 Measured in {seconds:.0f} s.
 """
-
-
-def command(given: Sequence[str]) -> str:
-    """Return the command line; of an absolute path only the last part is told."""
-    words = [Path(word).name if Path(word).is_absolute() else word for word in given]
-    return shlex.join(["python", "-m", "scripts.kv_variants", *words])
 
 
 def files(data: dict[str, Any]) -> dict[str, str]:

@@ -15,7 +15,7 @@ from probes.catalogue import FULL, QUICK
 from probes.faults import FAULTS
 from probes.matrix import Cell, Outcome, row
 from probes.subject import Subject
-from scripts.fault_matrix import noticed
+from scripts.tasks.fault_matrix import noticed
 
 ROOT = Path(__file__).resolve().parents[2]
 SAID = json.loads((ROOT / "audits" / "faults.json").read_text(encoding="utf-8"))

@@ -101,7 +101,8 @@ def test_the_page_has_every_case(name, cases, tables, tmp_path, capsys):
     page, data = run(name, tmp_path)
     found = [line for line in page.splitlines() if "128 tokens |" in line or "tokens after" in line]
     assert len(found) == cases + 1  # one is also a row of what the processor allows
-    assert f"command: python -m scripts.bench {name} --context 128 --seconds 0.0\n" in page
+    told = f"python -m scripts.bench {name} --context 128 --seconds 0 --page page.md --json run.json"
+    assert f"command: {told}\n" in page
     assert str(tmp_path) not in page + data
     assert "not installed" not in page + capsys.readouterr().out
     results = json.loads(data)["results"]

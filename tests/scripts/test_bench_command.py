@@ -8,7 +8,8 @@ from model.errors import ConfigError
 from scripts.bench import command, kernels, record
 from scripts.bench.command import main
 from scripts.bench.pairs import Pair
-from scripts.cli import run
+from scripts.cli import arguments, run
+from scripts.paths import ROOT
 
 
 def refused(capsys, *flags):
@@ -32,7 +33,7 @@ def test_kernels_measures_what_is_asked_for_and_says_what_it_ran(tmp_path, monke
     assert main(["kernels", "--only", "attend", "--json", str(out)]) == 0
     data = json.loads(out.read_text(encoding="utf-8"))
     assert data["bench"] == "kernels"
-    assert data["command"] == "python -m scripts.bench kernels --only attend"
+    assert data["command"] == "python -m scripts.bench kernels --only attend --json out.json"
     assert data["settings"] == {"only": ["attend"]}
     assert data["complete"]
     assert len(data["results"]["attend"][0]["first_ms"]) == 15
@@ -49,7 +50,7 @@ def test_kernels_measures_what_is_asked_for_and_says_what_it_ran(tmp_path, monke
 def test_two_runs_have_two_ids_and_are_not_compared(tmp_path):
     parts = []
     for name in ("a", "b"):
-        args = command.parser().parse_args(["kernels", "--json", str(tmp_path / name)])
+        args = arguments(command.parser(), ["kernels", "--json", str(tmp_path / name)])
         one = record.Record(args)
         one.write([])
         parts.append((name, json.loads((tmp_path / name).read_text(encoding="utf-8"))))
@@ -63,10 +64,10 @@ def test_two_runs_have_two_ids_and_are_not_compared(tmp_path):
 
 
 def test_the_command_names_folders_of_this_repository_whole_and_others_by_their_last_part(tmp_path):
-    for folder, told in ((record.ROOT / "model" / "demo", "model/demo"), (tmp_path / "mine", "mine")):
-        args = command.parser().parse_args(["gains", "--before", "x", "--checkpoint", str(folder)])
+    for folder, told in ((ROOT / "model" / "demo", "model/demo"), (tmp_path / "mine", "mine")):
+        args = arguments(command.parser(), ["gains", "--before", "x", "--checkpoint", str(folder)])
         assert record.settings(args)["checkpoint"] == told
-        assert record.command(args) == f"python -m scripts.bench gains --before x --checkpoint {told}"
+        assert args.command_line == f"python -m scripts.bench gains --before x --checkpoint {told}"
 
 
 def test_bad_flags_are_refused(capsys, tmp_path):

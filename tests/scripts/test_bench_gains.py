@@ -7,8 +7,9 @@ import subprocess
 import pytest
 
 from scripts.bench import command, gains
-from scripts.bench.record import ROOT, Record
-from scripts.cli import run_alone
+from scripts.bench.record import Record
+from scripts.cli import arguments, run_alone
+from scripts.paths import ROOT
 
 
 def row(pair, side, **prefill):
@@ -34,7 +35,7 @@ def test_a_table_has_medians_and_the_ratios_of_pairs():
 
 def test_the_page_begins_with_what_was_found():
     rows = [row(0, "before", linear=4.0), row(0, "after", linear=2.0)]
-    args = command.parser().parse_args(["gains", "--before", "x", "--context", "1000", "--decode", "10"])
+    args = arguments(command.parser(), ["gains", "--before", "x", "--context", "1000", "--decode", "10"])
     assert gains.verdict("prefill", rows, args) == (
         "Prefill, 1000 tokens: ms per 1000: 4000 before, 2000 after, 2.00 times as fast (2.00 .. 2.00)."
     )

@@ -10,7 +10,7 @@ from kernels import rows
 from kernels.ops import BLOCKED
 from model.config import ModelConfig
 from scripts.bench import ahead, gpu
-from scripts.bench.command import main
+from scripts.bench.command import GPU_PARTS, main
 from scripts.bench.device import context_cases, counts, layers, measure, parts, report
 from scripts.bench.device.case import Call, Case, Target, Tolerance
 from scripts.bench.device.counts import Cost
@@ -129,8 +129,8 @@ def test_a_selection_is_judged_by_its_scores():
 
 def test_parts_are_the_files_of_kernels():
     assert set(parts.CASES) == WITH_KERNELS - {"shard_middle"}  # whose kernels are of the part shard
-    assert (*parts.CASES, gpu.LAYERS) == tuple(sorted(gpu.PARTS, key=[*parts.CASES, gpu.LAYERS].index))
-    every = parts.cases(gpu.PARTS)
+    assert (*parts.CASES, gpu.LAYERS) == tuple(sorted(GPU_PARTS, key=[*parts.CASES, gpu.LAYERS].index))
+    every = parts.cases(GPU_PARTS)
     assert len({(case.part, case.label) for case in every}) == len(every)
     assert {case.part for case in every if case.compiled} == set(parts.CASES)
     assert all(case.cost.bytes > 0 for case in every)

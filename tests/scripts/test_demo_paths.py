@@ -9,7 +9,7 @@ import pytest
 from probes.demo_language.prompts import common_prompts, fact_prompts, needle_prompts
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
-from scripts.measure_demo import score, variants
+from scripts.tasks.measure_demo import score, variants
 
 CHUNK = 512
 LONG = pytest.param(4096, marks=pytest.mark.slow)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from runtime.options import DEMO
-from scripts import kv_variants
+from scripts import kv_variants as command
 from scripts.cli import run
+from scripts.tasks import kv_variants
 from scripts.variants import measures, page, runs
 from tests.llama_model import oracle
 
@@ -41,7 +42,7 @@ def _small(monkeypatch):
 
 def measured(tmp_path, llama):
     flags = [*SIZES, "--llama", str(llama), "--out", str(tmp_path), "--json", str(tmp_path / "found.json")]
-    assert kv_variants.main(flags) == 0
+    assert command.main(flags) == 0
     return json.loads((tmp_path / "kv-variants.json").read_text()), (tmp_path / "kv-variants.md").read_text()
 
 
@@ -164,5 +165,5 @@ def test_recall_asks_behind_the_compressed_document(llama):
 def test_what_cannot_be_measured_is_refused(flags, words, llama, tmp_path, capsys):
     torch.set_num_threads(1)
     given = [*SIZES, "--llama", str(llama), "--out", str(tmp_path), *flags]
-    assert run(lambda: kv_variants.main(given)) == 2
+    assert run(lambda: command.main(given)) == 2
     assert words in capsys.readouterr().err

@@ -24,7 +24,8 @@ from scripts.long.report import overlaps, report
 from scripts.long.snapshot import restore, snapshot
 from scripts.long.timing import COMPONENTS, REST, Clock, component
 from scripts.long.walk import Mark, Walk, spread
-from scripts.long_context import PAGES, main
+from scripts.long_context import main
+from scripts.paths import AUDITS
 
 MARKS, CHUNK = (1024, 2048), 400
 DECODED, RESERVED = 8, 16  # tokens that are decoded at a mark, and at the last: the page's are 32 and 64 or more
@@ -255,13 +256,13 @@ def test_the_command_writes_a_page_and_can_write_it_again(tmp_path, capsys):
     data.write_text(json.dumps(found | {"position": 900}))
     assert run(lambda: main([*flags, "--saved", str(data), "--out", str(again)])) == 2
     assert "the walk stopped at 900 of 1024 tokens" in capsys.readouterr().err
-    before = {path: path.read_bytes() for path in PAGES.glob("long-context*")}
+    before = {path: path.read_bytes() for path in AUDITS.glob("long-context*")}
     for arguments, words_of_it in (
         (["--lengths", "512", "--out", str(again)], "too few for a question"),
-        (["--lengths", "1024", "--prefill-chunk", "945", "--out", str(again)], "before 1024 tokens, a call has 944"),
+        (["--lengths", "1024", "--prefill-chunk", "993", "--out", str(again)], "before 1024 tokens, a call has 992"),
         (["--lengths", "1024"], "--lengths: audits has the page of a run without it; --out FOLDER takes this one's"),
         (["--seed", "1"], "--seed: audits has the page of a run without it"),
     ):
         assert run(lambda given=arguments: main(given)) == 2
         assert words_of_it in capsys.readouterr().err
-    assert {path: path.read_bytes() for path in PAGES.glob("long-context*")} == before
+    assert {path: path.read_bytes() for path in AUDITS.glob("long-context*")} == before

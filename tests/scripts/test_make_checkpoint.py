@@ -273,7 +273,7 @@ def test_a_folder_that_is_in_use_is_refused_and_left_alone(config_file, tmp_path
     (taken / "notes").write_text("mine")
     assert refused(capsys, *flags, taken) == f"{taken}: exists and is not empty"
     assert [path.name for path in taken.iterdir()] == ["notes"]
-    assert refused(capsys, *flags, taken / "notes") == f"{taken / 'notes'}: exists and is no folder"
+    assert refused(capsys, *flags, taken / "notes") == f"{taken / 'notes'}: not a folder"
     assert "is what --config reads" in refused(capsys, *flags, config_file)
     assert refused(capsys, *flags, tmp_path / "no" / "out") == f"{tmp_path / 'no'}: no such folder"
     left = tmp_path / "out.partial"

@@ -16,8 +16,9 @@ from probes.finding import broken as broken_finding
 from probes.probe import attempt, silent
 from probes.subject import Subject
 from runtime.options import DEMO
-from scripts import probe as command
+from scripts import paths, probe
 from scripts.cli import run
+from scripts.tasks import probe as command
 from tests.fake_probes import FAILING, FAKES, HOLLOW, PASSING, UNJUDGED
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
@@ -30,6 +31,7 @@ HOPELESS = Fault("hopeless", "Nothing.", "the tests", inapplicable=lambda config
 @pytest.fixture(autouse=True)
 def audits(monkeypatch, tmp_path):
     """Fake probes and faults, and a folder of this test in the place of the repository's audits."""
+    monkeypatch.setattr(probe, "probe_names", lambda: [fake.name for fake in command.FULL])
     monkeypatch.setattr(command, "FULL", FAKES)
     monkeypatch.setattr(command, "QUICK", tuple(replace(probe, summary="Quick.") for probe in FAKES))
     monkeypatch.setattr(command, "FAULTS", {fault.name: fault for fault in (FAULT, HOPELESS)})
@@ -45,7 +47,7 @@ def checkpoint(tmp_path_factory):
 
 
 def main(*argv):
-    return command.main([str(arg) for arg in argv])
+    return probe.main([str(arg) for arg in argv])
 
 
 def refused(capsys, *argv):
@@ -60,12 +62,12 @@ def front(path):
     return dict(line.split(": ", 1) for line in path.read_text().split("---\n")[1].splitlines())
 
 
-@pytest.mark.parametrize("probe", FAKES, ids=lambda probe: probe.name)
-def test_the_exit_status_says_whether_all_passed(probe, capsys):
-    assert main(probe.name) == (0 if probe is PASSING else 1)
+@pytest.mark.parametrize("fake", FAKES, ids=lambda fake: fake.name)
+def test_the_exit_status_says_whether_all_passed(fake, capsys):
+    assert main(fake.name) == (0 if fake is PASSING else 1)
     out, _ = capsys.readouterr()
-    verdict = "pass" if probe is PASSING else "vacuous" if "hollow" in probe.name else "fail"
-    assert out.startswith(f"{verdict:8} {probe.name} ")
+    verdict = "pass" if fake is PASSING else "vacuous" if "hollow" in fake.name else "fail"
+    assert out.startswith(f"{verdict:8} {fake.name} ")
 
 
 def test_all_runs_each_probe_once_in_order(capsys):
@@ -246,7 +248,7 @@ def test_the_demo_by_another_path_is_the_demo(audits, monkeypatch):
 
 def test_the_command_gives_paths_as_given_but_absolute_ones_shortened(checkpoint, tmp_path, monkeypatch):
     def told(*argv):
-        args = command.parser().parse_args([str(arg) for arg in argv])
+        args = probe.parser().parse_args([str(arg) for arg in argv])
         return command.command(args, "recall")
 
     monkeypatch.chdir(tmp_path)
@@ -269,7 +271,7 @@ def test_quick_runs_the_quick_settings(capsys):
 def test_the_seed_and_the_fault_and_the_prompt_reach_the_subject(tmp_path):
     (tmp_path / "prompt.txt").write_bytes(b"The capital of\r\nFrance")
     flags = ("--seed", "5", "--inject", "nothing-wrong", "--prompt-file", str(tmp_path / "prompt.txt"))
-    subject = command.subject_of(command.parser().parse_args(["x", *flags, "--numerics", "plain"]))
+    subject = command.subject_of(probe.parser().parse_args(["x", *flags, "--numerics", "plain"]))
     assert (subject.seed, subject.fault, subject.options.numerics) == (5, FAULT, "plain")
     assert subject.prompt == "The capital of\r\nFrance"
 
@@ -297,7 +299,7 @@ def test_the_list_names_probes_and_faults(capsys, audits):
     ],
 )
 def test_what_is_asked_for_wrongly_is_refused_in_one_line(argv, line, capsys, audits):
-    vocab = command.subject_of(command.parser().parse_args(["x"])).config.vocab_size
+    vocab = command.subject_of(probe.parser().parse_args(["x"])).config.vocab_size
     assert refused(capsys, *argv) == line.replace("768", str(vocab))
     assert not audits.exists()
 
@@ -313,9 +315,9 @@ def test_bad_files_are_refused_before_any_work(tmp_path, capsys, monkeypatch, ch
     assert refused(capsys, "passing", "--prompt-file", lost) == f"{lost}: byte 3 is no UTF-8"
     lost.write_bytes(b"text")
     assert "tokenizer.json" in refused(capsys, "passing", "--prompt-file", lost, "--model", checkpoint)
-    assert refused(capsys, "passing", "--out", lost).startswith(f"{lost}: pages cannot be written there (")
+    assert refused(capsys, "passing", "--out", lost) == f"{lost}: not a folder"
     nowhere = lost / "pages"
-    assert refused(capsys, "passing", "--out", nowhere).startswith(f"{nowhere}: pages cannot be written there (")
+    assert refused(capsys, "passing", "--out", nowhere).startswith(f"{nowhere}: Not a directory")
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path, capsys, monkeypatch):
@@ -324,9 +326,9 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path, ca
     def full(**_):
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(command.tempfile, "TemporaryFile", full)
+    monkeypatch.setattr(paths.tempfile, "TemporaryFile", full)
     line = refused(capsys, "passing", "--out", tmp_path)
-    assert line == f"{tmp_path}: pages cannot be written there (Read-only file system)"
+    assert line == f"{tmp_path}: cannot be written there (Read-only file system)"
 
 
 def test_pages_of_finished_probes_stay_when_a_later_one_breaks(audits, monkeypatch):

@@ -5,7 +5,8 @@ Whatever fails on one of them is a false alarm.
 
 import pytest
 
-from scripts import probe as command
+from probes.catalogue import FULL
+from scripts import probe
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 PLAIN = ("--numerics", "plain")
@@ -39,12 +40,12 @@ def model(request, tmp_path_factory):
 
 def passed(name, flags, capsys, *more):
     """Run all and return what was left out beside what the model lacks; all others passed."""
-    status = command.main(["all", *more, *flags])
+    status = probe.main(["all", *more, *flags])
     out, _ = capsys.readouterr()
     assert status == 0, out
     assert "vacuous" not in out
     left = [line.split()[2] for line in out.splitlines() if line.startswith("left out ")]
-    assert len(out.splitlines()) == len(command.FULL) + 1, "a line for each, and how it came out"
+    assert len(out.splitlines()) == len(FULL) + 1, "a line for each, and how it came out"
     assert left[: 1 + (name == "narrow")] == (["quantisation"] if name == "narrow" else []) + ["needle"]
     return left[1 + (name == "narrow") :]
 
@@ -61,4 +62,4 @@ def test_full_probes_pass(model, capsys):
 @pytest.mark.slow
 def test_probes_of_fathom_itself_pass_where_they_are_named(model, capsys):
     _, flags = model
-    assert command.main([*OF_FATHOM, *flags]) == 0, capsys.readouterr().out
+    assert probe.main([*OF_FATHOM, *flags]) == 0, capsys.readouterr().out

@@ -34,6 +34,7 @@ from scripts.demo.training import language_loss
 from scripts.llama.files import config_json, read_network, write_checkpoint
 from scripts.llama.initial import initialise
 from scripts.llama.network import Network
+from scripts.tasks import train_coda as work
 from tests.coda_cases import ETA, GROUPS, HEADS, D, cache_of, corrected, mechanism, random_tokens, rows
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 2}
@@ -264,7 +265,7 @@ def test_checkpointing_over_the_banks_is_wrong():
 
 
 def test_checkpointing_of_phase_2_is_refused_in_one_line(tmp_path, capsys):
-    flags = [str(tmp_path), "--out", str(tmp_path / "out"), "--checkpointing", "2"]
+    flags = [str(tmp_path / "base"), "--out", str(tmp_path / "out"), "--checkpointing", "2"]
     assert run(lambda: train_coda.main(flags)) == 2
     said = capsys.readouterr().err
     assert said.startswith("--checkpointing 2: refused; phase 2 writes the banks as it goes")
@@ -356,7 +357,7 @@ def test_learned_tells_codes_from_other_tokens():
 
 
 def test_the_command_trains_measures_and_writes(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_coda, "train", partial(train, draw=DRAW))
+    monkeypatch.setattr(work, "train", partial(train, draw=DRAW))
     write_checkpoint(base_network(), config_json() | SMALL, tmp_path / "base")
     flags = "--phase1-steps 2 --phase2-steps 2 --window 16 --exact 4 --summary 4 --block 32 --documents 1 --lengths 256"
     out, page = tmp_path / "out", tmp_path / "page.md"
@@ -393,12 +394,12 @@ def test_what_is_given_back_is_a_share_of_what_was_lost():
     ],
 )
 def test_what_cannot_be_done_is_refused_before_the_work(flags, message, tmp_path, capsys):
-    assert run(lambda: train_coda.main([str(tmp_path), "--out", str(tmp_path / "out"), *flags])) == 2
+    assert run(lambda: train_coda.main([str(tmp_path / "base"), "--out", str(tmp_path / "out"), *flags])) == 2
     assert message in capsys.readouterr().err
 
 
 def test_lengths_beyond_the_positions_are_refused_before_any_training(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(train_coda, "trained", None)
+    monkeypatch.setattr(work, "trained", None)
     write_checkpoint(base_network(), config_json() | SMALL, tmp_path / "base")
     flags = [str(tmp_path / "base"), "--out", str(tmp_path / "out"), "--lengths", "256", "99999999"]
     assert run(lambda: train_coda.main(flags)) == 2

@@ -1,0 +1,110 @@
+"""What `scripts.train_coda` does once its command line is known to be good."""
+
+import argparse
+import time
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from model.cache.coda_settings import CodaSettings
+from model.checkpoint import Checkpoint
+from model.decode import fingerprint
+from model.errors import CapacityError, ConfigError
+from probes.demo_language.vocabulary import vocabulary_size
+from runtime.output import write_text
+from runtime.report import commit
+from scripts.coda.adapters import write_adapters
+from scripts.coda.measure import Line, cases, documents, learned, measure
+from scripts.coda.network import adapted
+from scripts.coda.page import page, tables
+from scripts.coda.training import BOUNDED_SCALE, Phase, check_checkpointing, train
+from scripts.demo.curve import curve
+from scripts.demo.export import write_json
+from scripts.llama.files import read_network
+from scripts.llama.network import Network
+from scripts.tasks.train_llama import COLUMNS
+
+SHORTEST = 256  # tokens of a document that tells its codes and asks for them
+
+
+def phases(args: argparse.Namespace, settings: CodaSettings) -> tuple[Phase, Phase]:
+    """What the command line asks for."""
+    return (
+        Phase("phase 1", args.phase1_steps, 1.0, None, args.block),
+        Phase("phase 2", args.phase2_steps, BOUNDED_SCALE, settings, args.block),
+    )
+
+
+def trained(args: argparse.Namespace, console: Console, base: Network, settings: CodaSettings) -> list[Network]:
+    """The adapted network before training and after each phase."""
+    stages = [adapted(base, args.seed)]
+    for number, phase in enumerate(phases(args, settings), 1):
+        stages.append(deepcopy(stages[-1]))
+        with curve(console, COLUMNS, phase.steps, phase.name, f"{phase.name} ") as each:
+            train(stages[-1], phase, args.seed, each, checkpointing=args.checkpointing == number)
+    return stages
+
+
+def read_base(folder: Path) -> Network:
+    """The checkpoint as a network; ConfigError for one that does not speak the demo language."""
+    base = read_network(folder)
+    if base.config.vocab_size != vocabulary_size():
+        raise ConfigError(
+            f"{folder}: vocab_size is {base.config.vocab_size}, the demo language has {vocabulary_size()}"
+        )
+    return base
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command line; returns the exit status."""
+    start = time.process_time()
+    check_checkpointing(args.checkpointing)
+    if min(args.lengths) < SHORTEST:
+        raise ConfigError(f"--lengths {min(args.lengths)}: want at least {SHORTEST}, for codes, questions and a gap")
+    console = Console()
+    torch.set_num_threads(1)  # the order of additions, and with it the curve, must not depend on the cores
+    base = read_base(args.model)
+    if max(args.lengths) > (room := base.config.max_position_embeddings):
+        raise CapacityError(f"--lengths {max(args.lengths)}: beyond the model's max_position_embeddings {room}")
+    args.out.mkdir(parents=True, exist_ok=True)
+    settings = CodaSettings(window=args.window, exact=args.exact, summary=args.summary, rope="half")
+    fresh, first, second = trained(args, console, base, settings)
+    training = time.process_time() - start
+    (args.out / "phase-1").mkdir(exist_ok=True)
+    for network, folder in ((first, args.out / "phase-1"), (second, args.out)):
+        console.print(f"{folder}: {write_adapters(network, folder):,} bytes")
+    lines: list[Line] = []
+    for length in args.lengths:
+        given = documents(length, args.documents, args.seed + 1)
+        lines += [measure(case, length, given, args.block) for case in cases(base, fresh, first, second, settings)]
+    print(tables(lines))
+    found = learned(second, documents(max(args.lengths), args.documents, args.seed + 1), settings, args.block)
+    facts = {
+        "checkpoint": args.model.name,
+        "weights": fingerprint(Checkpoint.open(args.model)),
+        "config": base.config.fingerprint,
+        "window": args.window,
+        "exact": args.exact,
+        "summary": args.summary,
+        "block": args.block,
+        "seed": args.seed,
+        "first_steps": args.phase1_steps,
+        "second_steps": args.phase2_steps,
+        "steps": args.phase1_steps + args.phase2_steps,
+        "commit": str(commit()),
+        "command": args.command_line,
+        "parameters": f"{sum(p.numel() for p in base.parameters()):,}",
+        "seconds": time.process_time() - start,
+        "training": training,
+    }
+    write_json(
+        args.out / "measured.json",
+        facts | {name: [asdict(part) for part in parts] for name, parts in (("lines", lines), ("learned", found))},
+    )
+    text = page(lines, found, facts)
+    for path in [args.out / "train-coda.md", *([args.page] if args.page else [])]:
+        write_text(path, text)
+    return 0
