@@ -14,9 +14,10 @@ SMALL: Final = 64 << 20
 def set_threads(asked: int | None, loaded: AnyLoaded) -> None:
     """Let torch compute with so many threads, or with as many as suit the model; the run's report says how many.
 
-    An op of a small model ends before a second thread has begun, and where that thread shares its core with anything
-    else, all wait for it: on a busy machine of two cores the demo decodes ten times slower with two threads than with
-    one (`scripts.bench threads`).
+    On an idle machine a second thread makes a token's linears faster whatever their size; where it shares its core with
+    anything else, all wait for it, and they take longer than with one (`scripts.bench kernels --only threads` measures
+    both). A large model is worth that risk. A small one is not: its tokens come fast with one thread, most of their
+    time is in ops too short to be shared, and a wait at each of them makes it many times slower.
     """
     if asked is not None:
         torch.set_num_threads(asked)

@@ -17,7 +17,17 @@ if TYPE_CHECKING:
     from runtime.watch import Watch
 
 DISPATCH: Final = "dispatch"  # the one that runs on several ranks
-KERNEL_PARTS: Final = ("attend", "select", "linear", "decoding", "decode", "activations", "tripwires", "sites")
+KERNEL_PARTS: Final = (
+    "attend",
+    "select",
+    "linear",
+    "decoding",
+    "decode",
+    "activations",
+    "tripwires",
+    "sites",
+    "threads",
+)
 GPU_PARTS: Final = (
     "norm", "activations", "swiglu", "hyper", "streams", "compress", "linear", "experts", "indexer", "topk",
     "attention", "shard", "differential", "banks", "layers",

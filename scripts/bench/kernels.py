@@ -1,11 +1,15 @@
 """`kernels`: op sets, tiles and checks in pairs, on one CPU core; --only picks some.
 
 attend, select, linear, decoding, decode and activations are the measurements behind choices in `kernels`; tripwires and
-sites are what being watched costs the demo.
+sites are what being watched costs the demo; threads says from which size of a model on more than one pay.
 """
 
 import argparse
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import torch
 from rich.console import Console
@@ -130,6 +134,34 @@ def activations() -> Iterator[Pair]:
             yield Pair(f"{name}, {t} tokens", "blocked", call(BLOCKED), "reference", call(REFERENCE))
 
 
+def threads() -> Iterator[Pair]:
+    """One thread against one for each core: a token's linears by the bytes of their weights, alone and beside a load.
+
+    The matrices are of 4 MiB, and read one after the other, as in a model.
+    """
+    cores = len(os.sched_getaffinity(0))
+    x = torch.randn(1, 1024).bfloat16()
+    for beside in ("alone", "beside one busy process"):
+        with ExitStack() as stack:
+            if beside != "alone":
+                busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+                stack.callback(busy.wait)
+                stack.callback(busy.kill)
+            for mib in (4, 16, 64, 256, 1024):
+                matrices = [Dense(torch.randn(2048, 1024).bfloat16()) for _ in range(mib // 4)]
+
+                def call(count: int, matrices: list[Dense] = matrices) -> Run:
+                    def run() -> None:
+                        torch.set_num_threads(count)
+                        for weight in matrices:
+                            BLOCKED.linear(x, weight)
+
+                    return run
+
+                yield Pair(f"{mib} MiB, {beside}", "1 thread", call(1), f"{cores} threads", call(cores), wall=True)
+    torch.set_num_threads(1)
+
+
 BENCHES: dict[str, Callable[[], Iterator[Pair]]] = {
     "attend": attend,
     "select": select,
@@ -139,6 +171,7 @@ BENCHES: dict[str, Callable[[], Iterator[Pair]]] = {
     "activations": activations,
     "tripwires": tripwires,
     "sites": idle_sites,
+    "threads": threads,
 }
 
 

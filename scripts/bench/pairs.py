@@ -1,7 +1,7 @@
 """Two ways to compute the same, timed in turn, round after round, so that whatever else the machine does falls on both.
 
-Times are processor time of the one thread. What counts is the ratio of each round: its median, and the smallest and
-largest beside it.
+Times are processor time of the one thread, or by the clock on the wall where a pair says so. What counts is the ratio
+of each round: its median, and the smallest and largest beside it.
 """
 
 import time
@@ -20,6 +20,7 @@ class Pair(NamedTuple):
     run_first: Callable[[], Tensor | None]
     second: str
     run_second: Callable[[], Tensor | None] | None  # None: not installed
+    wall: bool = False  # time by the clock on the wall, as where several threads work
 
 
 class Timing(NamedTuple):
@@ -57,9 +58,17 @@ def processor_ms(call: Callable[[], object]) -> float:
     return 1e3 * (time.thread_time() - start)
 
 
+def wall_ms(call: Callable[[], object]) -> float:
+    """Milliseconds of one call by the clock on the wall."""
+    start = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - start)
+
+
 def measure(pair: Pair, seconds: float, least: int, most: int) -> Timing:
     """Time a pair for about `seconds`, within `least` to `most` rounds, after one round that does not count."""
     calls = [call for call in (pair.run_first, pair.run_second) if call is not None]
-    warm = sum(processor_ms(call) for call in calls)
+    timed = wall_ms if pair.wall else processor_ms
+    warm = sum(timed(call) for call in calls)
     rounds = int(min(most, max(least, 1e3 * seconds // max(warm, 1e-3))))
-    return Timing(pair, [tuple(processor_ms(call) for call in calls) for _ in range(rounds)])
+    return Timing(pair, [tuple(timed(call) for call in calls) for _ in range(rounds)])

@@ -70,6 +70,10 @@ def test_the_command_names_folders_of_this_repository_whole_and_others_by_their_
         assert args.command_line == f"python -m scripts.bench gains --before x --checkpoint {told}"
 
 
+def test_the_parts_that_can_be_asked_for_are_those_there_are():
+    assert command.KERNEL_PARTS == tuple(kernels.BENCHES)
+
+
 def test_bad_flags_are_refused(capsys, tmp_path):
     assert "NAME" in refused(capsys)
     assert "nothing" in refused(capsys, "nothing")
