@@ -52,6 +52,13 @@ def test_the_readme_has_the_ratios_of_the_pages():
         assert cells.split(" | ") == [f"{ratio:.2g}" for ratio in found]
 
 
+def test_every_page_says_the_commit_that_it_was_made_at():
+    for path in AUDITS.glob("*.md"):
+        if path.name != "README.md":
+            front = path.read_text(encoding="utf-8").split("\n---\n")[0]
+            assert re.search(r'^(commit|numbers committed in): "?[0-9a-f]{12}"?$', front, re.MULTILINE), path.name
+
+
 def test_no_two_pages_have_one_title():
     titles = [
         next(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# "))
