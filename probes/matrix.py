@@ -159,6 +159,9 @@ one, and a fault of another size (two keys lost instead of one in twenty) may pa
 are our own re-enactments of what the named threads report; the originals sat in other code. Faults that one process
 cannot express (an int32 offset in a kernel) stand here in the closest form that it can.
 
+Which probes see *stale-frontier* depends on the probes that ran before them in the same process: in `scripts.probe` one
+of them that is run alone may pass.
+
 The column *parity* was made with transformers as one of the other sides. Without transformers it would be emptier; no
 fault needs it to be caught (a test holds that).
 """

@@ -13,7 +13,7 @@ import pytest
 
 from probes.catalogue import FULL, QUICK
 from probes.faults import FAULTS
-from probes.matrix import Cell, Outcome, row
+from probes.matrix import HEAD, TAIL, Cell, Outcome, row
 from probes.subject import Subject
 from scripts.tasks.fault_matrix import noticed
 
@@ -58,7 +58,11 @@ def test_the_page_counts_what_the_matrix_has():
         for fault, cells in SAID.items()
     }
     told = noticed({fault: cells for fault, cells in found.items() if fault})
-    assert f"## What surprised us\n\n{told}\n" in (ROOT / "audits" / "faults.md").read_text(encoding="utf-8")
+    page = (ROOT / "audits" / "faults.md").read_text(encoding="utf-8")
+    assert f"## What surprised us\n\n{told}\n" in page
+    assert HEAD in page
+    assert page.endswith(TAIL)
+    assert CARRIED in TAIL
 
 
 def test_no_fault_needs_transformers_to_be_caught():
