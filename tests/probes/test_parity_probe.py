@@ -176,6 +176,20 @@ def test_distances_by_hand():
     assert pair.examples[key] == (0, (1,), 4.0, 9.0)
 
 
+def test_a_wrong_index_weight_in_a_small_row_is_a_difference():
+    """Such a row is held against the usual length; what rounding leaves in it is within the bound, a tenth is not."""
+    key, held = Key(sites.INDEX_WEIGHTS, 1), torch.tensor([[1.0, 0.5], [-1.0, 0.8], [0.01, 0.02]])
+    rounded, wrong = held.clone(), held.clone()
+    rounded[2] += 2e-6
+    wrong[2] *= 1.1
+    for other, caught in ((rounded, False), (wrong, True)):
+        pair = comparison({key: held}, bound=OP_SET.bound.value)
+        pair(*key, other)
+        assert (pair.differences[key] > pair.bound).tolist() == [False, False, caught]
+        assert (key in pair.examples) == caught
+    assert pair.examples[key].row == 2
+
+
 def test_what_is_missing_or_too_wide_is_infinitely_far():
     key, hidden = Key(sites.LATENT, 0), Key(sites.MIXED, 0)
     pair = comparison({key: torch.ones(3, 2), hidden: torch.ones(3, 2)})
