@@ -88,10 +88,10 @@ def _summary(run: Run) -> str:
 
 
 def closing(runs: Sequence[Run]) -> Table:
-    """All probes that ran, a line each."""
+    """All probes that ran, a row each."""
     table = Table("probe", "verdict", expand=True)
     table.add_column("seconds", justify="right")
-    table.add_column("summary", no_wrap=True, overflow="ellipsis", ratio=1)  # what the others leave
+    table.add_column("summary", ratio=1)  # what the others leave
     for run in runs:
         table.add_row(run.probe.name, _verdict(verdict(run.report)), f"{run.seconds:.1f}", plain(_summary(run)))
     return table
