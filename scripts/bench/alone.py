@@ -6,7 +6,6 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from kernels.ops import BLOCKED
@@ -16,6 +15,7 @@ from runtime.memory import new_state
 from scripts.bench.clock import Clock
 from scripts.bench.comparison import Spread
 from scripts.bench.record import rendered
+from scripts.console import Console
 from scripts.flags import run_options
 
 JSON = dict[str, Any]

@@ -3,8 +3,6 @@
 import argparse
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
-
 from runtime.output import write_text
 from scripts.bench import coda_pairs
 from scripts.bench.coda_pairs import CodaLayer
@@ -23,6 +21,7 @@ from scripts.bench.speed_page import (
     settle,
     timed,
 )
+from scripts.console import Console
 
 TITLE = "CoDA"
 BLOCK = 256  # tokens of a block of the prefill

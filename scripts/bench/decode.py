@@ -2,10 +2,9 @@
 
 import argparse
 
-from rich.console import Console
-
 from scripts.bench.alone import JSON, Alone, show
 from scripts.bench.record import Record
+from scripts.console import Console
 
 
 def run(args: argparse.Namespace, record: Record, console: Console) -> int:

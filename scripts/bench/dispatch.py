@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from rich.table import Table
 
 from model.choices import ALL_REDUCE, ALL_TO_ALL
@@ -22,6 +21,7 @@ from model.transformer import Transformer
 from runtime.group import connected, watched_load
 from runtime.watch import Watch
 from scripts.bench.record import Record
+from scripts.console import Console
 from scripts.flags import run_options
 
 

@@ -16,8 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from model.errors import ConfigError
 from runtime.output import write_text
 from runtime.report import Commit
@@ -25,6 +23,7 @@ from scripts.bench.children import THREADS, warm
 from scripts.bench.compare_transformers import checkpoint
 from scripts.bench.comparison import Spread, short
 from scripts.bench.record import Record, markdown, rendered
+from scripts.console import Console
 from scripts.paths import ROOT
 
 KINDS = ("prefill", "decode")

@@ -13,12 +13,12 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from model.errors import ConfigError
 from runtime.output import write_json, write_text
 from scripts.bench.command import GPU_PARTS
 from scripts.bench.record import Record, rendered
+from scripts.console import Console
 
 LAYERS = "layers"
 # As `scripts.bench.device.parts` has them, which Triton must be there to read

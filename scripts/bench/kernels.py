@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from kernels import blocked, reference
@@ -21,6 +20,7 @@ from kernels.ops import BLOCKED, REFERENCE
 from scripts.bench.checks import idle_sites, tripwires
 from scripts.bench.pairs import Pair, Timing, measure
 from scripts.bench.record import Record, rendered
+from scripts.console import Console
 
 SECONDS = 1.0  # time for a pair, within 15 to 50 rounds
 

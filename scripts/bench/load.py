@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from safetensors.torch import load_file
 
 from model.errors import ConfigError
@@ -26,6 +25,7 @@ from scripts.bench.children import warm
 from scripts.bench.comparison import Spread
 from scripts.bench.record import Record, rendered
 from scripts.cli import run_alone
+from scripts.console import Console
 from scripts.paths import ROOT
 
 STATES = ("cold", "warm")

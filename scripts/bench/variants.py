@@ -7,8 +7,6 @@
 import argparse
 from collections.abc import Iterator, Sequence
 
-from rich.console import Console
-
 from model.cache.shard import ShardSettings
 from runtime.output import write_text
 from scripts.bench import variant_pairs
@@ -28,6 +26,7 @@ from scripts.bench.speed_page import (
     timed,
 )
 from scripts.bench.variant_pairs import FLASH, LLAMA, SMALL
+from scripts.console import Console
 
 PROMPT = 1024  # tokens of the prompt that Shard's prefill is timed with: compression takes longer than attention there
 GROUPED, SHARED = "Shard, grouped heads", "Shard, V4"

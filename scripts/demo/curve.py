@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, Protocol
 
-from rich.console import Console
 from rich.progress import Progress
+
+from scripts.console import Console
 
 SHOWN_EVERY: Final = 20  # steps
 
@@ -32,7 +33,7 @@ def curve(
             reports.append(report)
             progress.advance(bar)
             if (report.step + 1) % SHOWN_EVERY == 0 or report.step + 1 == steps:
-                console.print(f"{prefix}{summary(reports, columns)}", highlight=False)
+                console.say(f"{prefix}{summary(reports, columns)}")
                 reports.clear()
 
         yield each

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Iterator
 from typing import Final
 
-from rich.console import Console
 from rich.progress import track
 
 from kernels.basis_fit import FIT, Fitted, rotated_bytes, shared_bytes
@@ -16,6 +15,7 @@ from runtime.load import load
 from runtime.options import DEMO, RunOptions
 from runtime.output import write_text
 from runtime.report import commit
+from scripts.console import Console
 
 BITS: Final = (4, 6)
 CONTEXTS: Final = (2048, 8192, 32768, 131072, 1048576)

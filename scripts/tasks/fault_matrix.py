@@ -6,7 +6,6 @@ import time
 from importlib.util import find_spec
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 
 from probes.catalogue import QUICK
@@ -16,6 +15,7 @@ from probes.subject import Subject
 from runtime.options import DEMO, RunOptions
 from runtime.output import write_json, write_text
 from runtime.report import commit
+from scripts.console import Console
 from scripts.flags import run_options
 
 NOTICED = """\
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
             subject = Subject(directory=args.model, options=options, fault=fault)
             matrix[name] = row(subject, QUICK, lambda: bar.advance(task))
             by = [probe for probe, cell in matrix[name].items() if cell.outcome in {Outcome.CAUGHT, Outcome.TRIPPED}]
-            console.print(f"{name}: {', '.join(by) or 'NOTHING'}")
+            console.say(f"{name}: {', '.join(by) or 'NOTHING'}")
     loaded = healthy.load()
     facts = {
         "checkpoint": loaded.directory.resolve().name,

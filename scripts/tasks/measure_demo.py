@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import Progress
 
 from kernels.ops import BLOCKED, Ops
@@ -20,6 +19,7 @@ from probes.demo_language.vocabulary import vocabulary_size
 from runtime.load import Loaded, load
 from runtime.output import write_json, write_text
 from runtime.report import commit
+from scripts.console import Console
 from scripts.flags import run_options
 
 TEMPLATE = """\
@@ -136,7 +136,7 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[Loaded, dict[st
                 bar.update(task, description=f"{row}, {name}")
                 scores[row][name] = score(one.model, prompts, options.prefill_chunk)
                 bar.advance(task, tokens[row])
-            console.print(f"{row}: {', '.join(f'{name} {s}' for name, s in scores[row].items())}")
+            console.say(f"{row}: {', '.join(f'{name} {s}' for name, s in scores[row].items())}")
     return loaded["as shipped"], scores
 
 

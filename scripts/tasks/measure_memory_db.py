@@ -6,7 +6,6 @@ import time
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from model.errors import ConfigError
 from probes.demo_language.vocabulary import vocabulary_size
@@ -17,6 +16,7 @@ from runtime.options import RunOptions
 from runtime.output import write_json, write_text
 from runtime.report import commit
 from runtime.statefile import save_state
+from scripts.console import Console
 from scripts.database.measure import (
     BOUNDED,
     Files,
@@ -44,7 +44,7 @@ def measure(length: int, args: argparse.Namespace, models: dict[str, LoadedLlama
                     measure_full(found.states, row, loaded, pair[0], window)
             measure_coded(found.states, found.files, bounded, pair[0], Path(folder))
             measure_merged(found.merged, kept, bounded, pair)
-            console.print(f"{length} tokens: pair {seed - args.seed + 1} of {args.pairs}", highlight=False)
+            console.say(f"{length} tokens: pair {seed - args.seed + 1} of {args.pairs}")
         whole = models["adapters, full cache"]
         save_state(Path(folder) / "full", read(whole, pair[0].ids, 1), whole, None)
         return found._replace(kept=kept, full_bytes=(Path(folder) / "full").stat().st_size)
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     write_text(args.page, text)
     data = facts | {"lengths": [_json(one) for one in found]}
     write_json(args.page.with_suffix(".json"), data)
-    console.print(f"{args.page}: {headline(found[-1])}", highlight=False, soft_wrap=True)
+    console.say(f"{args.page}: {headline(found[-1])}")
     return 0
 
 

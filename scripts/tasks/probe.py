@@ -7,10 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.text import Text
 
 from model.errors import ConfigError
+from model.files import read_text
 from model.ranks import Group
 from probes import console as shown
 from probes import markdown
@@ -23,14 +23,16 @@ from runtime.group import connected
 from runtime.op_sets import op_set
 from runtime.options import DEMO, RunOptions, usual
 from runtime.watch import Watch
+from scripts.console import Console
 from scripts.flags import run_options
 from scripts.paths import AUDITS, fillable, told
 from scripts.probe import check_name
+from scripts.prompts import MAX_TEXT_BYTES
 
 
 def run(args: argparse.Namespace, watch: Watch | None) -> int:
     """Run the command line, as one of several ranks where there is a watch; returns the exit status."""
-    out, err = Console(highlight=False), Console(stderr=True, highlight=False)
+    out, err = Console(), Console(stderr=True)
     if args.list:
         _list(out)
         return 0
@@ -110,12 +112,7 @@ def subject_of(args: argparse.Namespace) -> Subject:
 
 
 def _prompt(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    try:
-        return path.read_bytes().decode("utf-8")  # as it is: no translation of line ends
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{path}: byte {error.start} is no UTF-8") from error
+    return None if path is None else read_text(path, MAX_TEXT_BYTES, PromptError)
 
 
 def _folder(args: argparse.Namespace, subject: Subject) -> Path | None:

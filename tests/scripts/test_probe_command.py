@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from model.errors import CheckpointError
 from model.ranks import Group
@@ -345,8 +346,7 @@ def test_pages_of_finished_probes_stay_when_a_later_one_breaks(audits, monkeypat
 
 
 def test_a_terminal_gets_tables(capsys, monkeypatch):
-    genuine = command.Console
-    monkeypatch.setattr(command, "Console", lambda **flags: genuine(**flags, force_terminal=True, width=100))
+    monkeypatch.setattr(command, "Console", lambda **flags: Console(**flags, force_terminal=True, width=100))
     assert main("passing", "tripping", "--quick") == 1
     out, err = capsys.readouterr()
     assert out.count("┏") == 3, "a table for each probe and one for all"
