@@ -1,21 +1,22 @@
 """`performance`: makes audits/performance.md: compare-transformers, longer contexts of our side, time by component."""
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from model import strict_json
 from model.errors import ConfigError
+from model.files import read_bounded
 from runtime.output import write_text
 from scripts.bench import page
 from scripts.bench.compare_transformers import DisagreementError, compared, show
 from scripts.bench.record import Record, check_one_run
+from scripts.console import Console
 
 BENCHES = ("performance", "compare-transformers")  # whose JSON a page can be made of
+MAX_SAVED_BYTES = 64 << 20  # of it: several hundred times what a run writes
 
 
 def run(args: argparse.Namespace, record: Record, console: Console) -> int:
@@ -54,8 +55,9 @@ def saved(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    data = read_bounded(path, MAX_SAVED_BYTES, ConfigError)
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = strict_json.parse(data)
     except ValueError as error:
         raise ConfigError(f"{path}: not JSON ({error})") from error
     if not isinstance(document, dict) or document.get("bench") not in BENCHES:

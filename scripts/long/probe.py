@@ -1,6 +1,5 @@
 """The long context as a probe: a page like the others, though it takes an hour and is not among those of `all`."""
 
-import json
 import statistics
 import sys
 import time
@@ -8,7 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from model import strict_json
 from model.errors import ConfigError
+from model.files import read_bounded
 from model.sites import Site
 from probes.demo_language.vocabulary import vocabulary_size
 from probes.finding import Report
@@ -24,6 +25,7 @@ from scripts.long.timing import Clock
 from scripts.long.walk import Mark, Walk
 
 EVERY = 10  # seconds between lines of progress
+MAX_SAVED_BYTES = 64 << 20  # of an earlier walk's JSON: several hundred times what one writes
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,12 @@ bound lies above a token's k-th best score so far are scored (`kernels/blocked/i
 
 def read(path: Path, subject: Subject) -> dict[str, Any]:
     """What an earlier walk has written; ConfigError where it ran something else."""
+    data = read_bounded(path, MAX_SAVED_BYTES, ConfigError)
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = strict_json.parse(data)
         ran = {name: found[name] for name in ("config", "weights", *subject.options.to_json())}
         complete = "call_bytes" in found and found["marks"][-1]["length"] == found["context"] == found["position"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, IndexError, TypeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ConfigError(f"{path}: no result of a walk ({type(error).__name__}: {error})") from error
     loaded = subject.load()
     here = {

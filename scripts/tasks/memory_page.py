@@ -9,6 +9,9 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from model.config import LayerKind
+from model.config_json import MAX_CONFIG_BYTES
+from model.errors import ConfigError
+from model.files import read_bounded
 from probes import svg
 from probes.finding import Plot
 from runtime.options import RunOptions
@@ -90,15 +93,17 @@ class Model(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     """Run the command line; returns the exit status."""
-    models = [
-        Model(path.stem, hashlib.sha256(path.read_bytes()).hexdigest(), read_subject(None, path, None))
-        for path in args.config
-    ]
+    models = [Model(path.stem, digest(path), read_subject(None, path, None)) for path in args.config]
     options = RunOptions(device="cuda", prefill_chunk=args.prefill_chunk)
     text = page(models, options, args.gpu_gb * GB, args.out, args.command_line)
     write_text(args.out, text)
     print(f"wrote {args.out}", file=sys.stderr)
     return 0
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a config.json."""
+    return hashlib.sha256(read_bounded(path, MAX_CONFIG_BYTES, ConfigError)).hexdigest()
 
 
 def page(models: Sequence[Model], options: RunOptions, memory: int, out: Path, command: str) -> str:
