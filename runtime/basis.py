@@ -14,7 +14,6 @@ from typing import Any, Final
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kernels.basis_fit import ROPE_BITS, Fitted, Loss, group_of
@@ -26,7 +25,7 @@ from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError, shown
 from model.files import regular_file_size
 from runtime.digest import digest
-from runtime.output import replacing
+from runtime.tensorfile import write_safetensors
 
 FORMAT: Final = "fathom-basis-1"
 PARTS: Final = {  # of a layer's basis, by name
@@ -49,7 +48,7 @@ def write_basis(
     Parameters
     ----------
     path
-        An existing file is replaced only once the new one is complete. ConfigError when it cannot be written.
+        An existing file is replaced only once the new one is complete. OSError naming it when it cannot be written.
     found
         By layer, of all that have entries.
     config, weights
@@ -75,11 +74,7 @@ def write_basis(
         "layers": json.dumps({layer: told(each) for layer, each in found.items()}),
     }
     metadata["sha256"] = digest(tensors, metadata)
-    try:
-        with replacing(path) as partial:
-            save_file(tensors, partial, metadata)
-    except SafetensorError as error:
-        raise ConfigError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from error
+    write_safetensors(path, tensors, metadata)
 
 
 def told(found: Fitted) -> dict[str, Any]:

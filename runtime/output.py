@@ -1,4 +1,4 @@
-"""Files that a run writes: whole under their name, or not there at all.
+"""Files and folders that a run writes: whole under their name, or not there at all.
 
 What is written goes to a file beside it first, of a name that nobody can foresee, and takes the name when it is
 complete. A run that fails, is interrupted or terminated leaves what was there before, and nothing else.
@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -35,9 +36,9 @@ def replacing(path: Path) -> Iterator[Path]:
     try:
         with _named(path, partial):
             os.close(os.open(partial, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            mode = (target if target.exists() else partial).stat().st_mode & 0o777
             yield partial
-            if target.exists():
-                partial.chmod(target.stat().st_mode & 0o777)
+            partial.chmod(mode)  # also where a library put another file in its place, as safetensors does
             partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)
@@ -64,6 +65,32 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any, indent: int = 1) -> None:
     """Write a JSON file, as `write_text`."""
     write_text(path, json.dumps(value, indent=indent, ensure_ascii=False) + "\n")
+
+
+def unfinished(folder: Path) -> Path:
+    """The folder beside `folder` that `making` fills."""
+    target = Path(os.path.realpath(folder))
+    return target.with_name(f"{target.name}.partial")
+
+
+@contextlib.contextmanager
+def making(folder: Path) -> Iterator[Path]:
+    """Yield the path of an empty folder to be filled; at the end of the ``with`` it is `folder`.
+
+    Raises
+    ------
+    OSError
+        When it cannot be written, or is there and not empty; it is as it was before then.
+    """
+    target, partial = Path(os.path.realpath(folder)), unfinished(folder)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial.mkdir()
+    try:
+        with _named(folder, partial):
+            yield partial
+            partial.replace(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def discard_unfinished() -> None:

@@ -13,7 +13,6 @@ from typing import Any, Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from model.architectures import Config
@@ -27,7 +26,7 @@ from runtime.arithmetic import DTYPES
 from runtime.digest import digest
 from runtime.load import AnyLoaded
 from runtime.options import RunOptions
-from runtime.output import replacing
+from runtime.tensorfile import write_safetensors
 
 FORMAT = "fathom-state-4"  # 2: cache formats; 3: variants; 4: the prompt's length
 
@@ -78,7 +77,7 @@ class Saved(NamedTuple):
 def save_state(path: Path, state: State, loaded: AnyLoaded, pending: int | None) -> None:
     """Write `state` to `path`; an existing file is replaced only once the new one is complete.
 
-    StateError when it cannot be written.
+    OSError naming it when it cannot be written.
     """
     metadata = _binding(loaded) | {
         "position": str(state.position),
@@ -90,11 +89,7 @@ def save_state(path: Path, state: State, loaded: AnyLoaded, pending: int | None)
 
 def write_file(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write tensors and what is said of them, with a checksum of both; as `save_state`."""
-    try:
-        with replacing(path) as partial:
-            save_file(tensors, partial, {**metadata, "sha256": digest(tensors, dict(metadata))})
-    except SafetensorError as error:
-        raise StateError(f"{path}: cannot be written ({str(error).splitlines()[0]})") from error
+    write_safetensors(path, tensors, {**metadata, "sha256": digest(tensors, dict(metadata))})
 
 
 def read_saved(path: Path, loaded: AnyLoaded, tag: str = FORMAT) -> Saved:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from kernels.ops import BLOCKED
+from runtime.tensorfile import write_safetensors
 from scripts.bench.clock import Clock
 from scripts.bench.sides import Ours, Side, Theirs
 from scripts.cli import run
@@ -58,7 +58,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     found |= decode | {"memory": memory()}
     every = torch.stack([logits, *more])
     found["argmax"] = every.argmax(1).tolist()
-    save_file({"logits": every}, spec["logits"])
+    write_safetensors(Path(spec["logits"]), {"logits": every})
     return found
 
 

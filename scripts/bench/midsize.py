@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from model.errors import ConfigError
+from runtime.tensorfile import system_errors
 
 RATIOS = (0, 0, 4, 128, 4, 128, 4, 128)
 LAYER_TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
@@ -75,7 +76,10 @@ def write(folder: Path, config: dict[str, Any], seed: int) -> None:
             setattr(owner, leaf, torch.nn.Parameter(value, requires_grad=False))
         else:
             setattr(owner, leaf, value)
-    model.save_pretrained(folder)
+    with system_errors(folder):
+        model.save_pretrained(folder)
+    for path in folder.glob("*.safetensors"):  # as readable as the files that safetensors did not write
+        path.chmod((folder / "config.json").stat().st_mode)
 
 
 def _drawn(name: str, part: Tensor, experts: int, g: torch.Generator) -> Tensor:

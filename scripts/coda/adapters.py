@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 
+from runtime.tensorfile import write_safetensors
 from scripts.coda.network import attentions
 from scripts.llama.network import Network
 
@@ -21,5 +21,5 @@ def write_adapters(network: Network, folder: Path) -> int:
         for i, layer in enumerate(attentions(network))
         for name, value in layer.state_dict().items()
     }
-    save_file(tensors, folder / FILE, metadata={"format": "pt"})
+    write_safetensors(folder / FILE, tensors, {"format": "pt"})
     return (folder / FILE).stat().st_size

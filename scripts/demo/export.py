@@ -6,14 +6,14 @@ compressors, routers and `weights_proj` become BF16; sinks, `ape`, hyper-connect
 hash table is I64. One shard for the embedding, one for each layer, one for the head, as DeepSeek cuts them.
 """
 
-import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from probes.demo_language.vocabulary import build_tokenizer
+from runtime.output import write_json, write_text
+from runtime.tensorfile import write_safetensors
 from scripts.demo.layers import Quantised
 from scripts.demo.network import Network
 from scripts.demo.rounding import E2M1_MAX, E4M3_MAX, power_of_two_scale, round_e2m1
@@ -91,19 +91,14 @@ def write_checkpoint(network: Network, folder: Path) -> int:
     weight_map: dict[str, str] = {}
     for i, part in enumerate(parts):
         file = f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
-        save_file(part, folder / file, metadata={"format": "pt"})
+        write_safetensors(folder / file, part, {"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     total = sum(tensor.numel() * tensor.element_size() for part in parts for tensor in part.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / "model.safetensors.index.json", index)
-    write_json(folder / "config.json", config_json(network.shape))
-    build_tokenizer().save(str(folder / "tokenizer.json"))
+    write_json(folder / "model.safetensors.index.json", index, indent=2)
+    write_json(folder / "config.json", config_json(network.shape), indent=2)
+    write_text(folder / "tokenizer.json", build_tokenizer().to_str(pretty=True))
     return sum((folder / file).stat().st_size for file in set(weight_map.values()))
-
-
-def write_json(path: Path, value: object) -> None:
-    """Two spaces, and a newline at the end."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def deployed_copy(network: Network) -> None:

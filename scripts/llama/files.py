@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tokenizers.processors import TemplateProcessing
 
 from model.checkpoint import Checkpoint
@@ -12,7 +11,8 @@ from model.errors import ConfigError
 from model.llama.census import HEAD, census, check_tied_head, parameters
 from model.llama.config import LlamaConfig
 from probes.demo_language.vocabulary import BOS, EOS, PAD, SPECIAL, build_tokenizer, vocabulary_size
-from scripts.demo.export import write_json
+from runtime.output import write_json, write_text
+from runtime.tensorfile import write_safetensors
 from scripts.llama.network import Network
 
 
@@ -53,11 +53,11 @@ def write_checkpoint(network: Network, fields: dict[str, Any], folder: Path) -> 
     if network.config.tie_word_embeddings:
         del weights[HEAD]
     path = folder / "model.safetensors"
-    save_file(weights, path, metadata={"format": "pt"})
-    write_json(folder / "config.json", fields)
+    write_safetensors(path, weights, {"format": "pt"})
+    write_json(folder / "config.json", fields, indent=2)
     tokenizer = build_tokenizer()
     tokenizer.post_processor = TemplateProcessing(single=f"{SPECIAL[BOS]} $A", special_tokens=[(SPECIAL[BOS], BOS)])
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_text(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     return path.stat().st_size
 
 

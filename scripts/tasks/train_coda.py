@@ -7,22 +7,21 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from rich.console import Console
 
 from model.cache.coda_settings import CodaSettings
 from model.checkpoint import Checkpoint
 from model.decode import fingerprint
 from model.errors import CapacityError, ConfigError
 from probes.demo_language.vocabulary import vocabulary_size
-from runtime.output import write_text
+from runtime.output import write_json, write_text
 from runtime.report import commit
 from scripts.coda.adapters import write_adapters
 from scripts.coda.measure import Line, cases, documents, learned, measure
 from scripts.coda.network import adapted
 from scripts.coda.page import page, tables
 from scripts.coda.training import BOUNDED_SCALE, Phase, check_checkpointing, train
+from scripts.console import Console
 from scripts.demo.curve import curve
-from scripts.demo.export import write_json
 from scripts.llama.files import read_network
 from scripts.llama.network import Network
 from scripts.tasks.train_llama import COLUMNS
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     training = time.process_time() - start
     (args.out / "phase-1").mkdir(exist_ok=True)
     for network, folder in ((first, args.out / "phase-1"), (second, args.out)):
-        console.print(f"{folder}: {write_adapters(network, folder):,} bytes")
+        console.say(f"{folder}: {write_adapters(network, folder):,} bytes")
     lines: list[Line] = []
     for length in args.lengths:
         given = documents(length, args.documents, args.seed + 1)
@@ -103,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
     write_json(
         args.out / "measured.json",
         facts | {name: [asdict(part) for part in parts] for name, parts in (("lines", lines), ("learned", found))},
+        indent=2,
     )
     text = page(lines, found, facts)
     for path in [args.out / "train-coda.md", *([args.page] if args.page else [])]:
