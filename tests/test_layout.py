@@ -52,6 +52,15 @@ def test_rich_stays_in_scripts_and_the_console_rendering():
             assert place[0] == "scripts" or place == ("probes", "console.py"), names(path)
 
 
+def test_one_console_and_one_writer_of_tensors():
+    """Rich's console takes paths for markup; errors of save_file name no file, and its files have their own mode."""
+    for path in SOURCES:
+        if path.relative_to(ROOT).parts[0] == "scripts" and path != ROOT / "scripts" / "console.py":
+            assert "rich.console" not in imports(path), names(path)
+        if path != ROOT / "runtime" / "tensorfile.py":
+            assert "save_file" not in path.read_text(encoding="utf-8"), names(path)
+
+
 def test_no_environment_variable_below_scripts():
     for path in SOURCES:
         if path.relative_to(ROOT).parts[0] != "scripts":

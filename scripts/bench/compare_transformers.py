@@ -9,7 +9,6 @@ instructions, transformers reads a prompt several times faster in fp32: `--their
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -17,9 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from safetensors.torch import load_file
 
+from model.config_json import read_json
+from model.errors import ConfigError
+from runtime.output import making
 from scripts.bench import midsize
 from scripts.bench.children import Spec, measured
 from scripts.bench.comparison import (
@@ -37,7 +38,9 @@ from scripts.bench.comparison import (
     values,
 )
 from scripts.bench.record import Record, rendered
+from scripts.console import Console
 
+SIZES = ("hidden_size", "num_hidden_layers", "n_routed_experts", "vocab_size")  # told of the checkpoint
 HEADS = ("context", "what", "ours", "theirs", "ratio", "from .. to")
 JSON = dict[str, Any]
 
@@ -114,8 +117,10 @@ ABOUT = {
 
 def about_checkpoint(folder: Path) -> JSON:
     """Bytes and the sizes that its config names."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    sizes = {name: config[name] for name in ("hidden_size", "num_hidden_layers", "n_routed_experts", "vocab_size")}
+    config = read_json(path := folder / "config.json")
+    if missing := [name for name in SIZES if name not in config]:
+        raise ConfigError(f"{path}: {missing[0]}: missing; only checkpoints of DeepSeek-V4 are compared")
+    sizes = {name: config[name] for name in SIZES}
     return {"bytes": sum(path.stat().st_size for path in folder.glob("*.safetensors")), **sizes}
 
 
@@ -126,8 +131,8 @@ def checkpoint(folder: Path | None, seed: int) -> Iterator[Path]:
         place = Path(temporary) if folder is None else folder.resolve()
         if not (place / "config.json").exists():
             print(f"writing a checkpoint of random weights to {place}", file=sys.stderr)
-            place.mkdir(parents=True, exist_ok=True)
-            midsize.write(place, midsize.MIDSIZE, seed)
+            with making(place) as unfinished:
+                midsize.write(unfinished, midsize.MIDSIZE, seed)
         yield place
 
 

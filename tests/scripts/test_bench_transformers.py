@@ -2,6 +2,7 @@
 
 import json
 import re
+import resource
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from scripts.bench.children import Spec
 from scripts.bench.command import main
 from scripts.bench.comparison import Spread, apart, contexts, ratios, targets, values
 from scripts.cli import run
+from scripts.llama.files import config_json
 
 TINY = midsize.MIDSIZE | {
     "vocab_size": 320,
@@ -182,6 +184,14 @@ def test_sides_that_differ_end_the_bench(tmp_path, monkeypatch, capsys):
     assert len(data["results"]["runs"]) == 2
 
 
+def test_a_checkpoint_of_another_family_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(config_json()))
+    for bench in ("compare-transformers", "performance"):
+        assert run(lambda: main([bench, "--checkpoint", str(tmp_path)])) == 2  # noqa: B023 -- called at once
+        told = f"{tmp_path}/config.json: n_routed_experts: missing; only checkpoints of DeepSeek-V4 are compared\n"
+        assert capsys.readouterr().err == told
+
+
 def test_how_far_apart_is_too_far():
     rows = torch.randn(5, 400, generator=torch.Generator().manual_seed(0))
     noise = torch.randn(5, 400, generator=torch.Generator().manual_seed(1))
@@ -255,6 +265,23 @@ def test_the_same_seed_writes_the_same_checkpoint(tiny, tmp_path):
     assert (table[:, 0] != table[:, 1]).all()
     sums = {name: tensor.double().sum().item() for name, tensor in one.items()}
     assert len(set(sums.values())) == len(sums), "every parameter is drawn"
+    assert len({path.stat().st_mode for path in tiny.iterdir()}) == 1, "files of any writer can be read alike"
+
+
+def test_a_checkpoint_without_room_is_one_line_and_no_folder(tmp_path, monkeypatch, capsys):
+    def written():
+        with compare_transformers.checkpoint(tmp_path / "kept", 0):
+            return 0
+
+    monkeypatch.setattr(midsize, "MIDSIZE", TINY)
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, usual[1]))
+    try:
+        assert run(written) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert capsys.readouterr().err.splitlines()[-1] == f"{tmp_path / 'kept'}: File too large"
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_mid_size_config_is_the_one_that_was_asked_for():
