@@ -28,7 +28,7 @@ from model.errors import (
 )
 from runtime.errors import PromptError
 from runtime.options import TIMEOUT
-from runtime.output import discard_unfinished
+from runtime.output import NO_ROOM, discard_unfinished
 from scripts import paths
 from scripts.launch import launched
 
@@ -203,10 +203,15 @@ def _out_of_memory(error: BaseException) -> bool:
     return torch is not None and isinstance(error, torch.OutOfMemoryError)
 
 
+def _drop_stdout() -> None:
+    """Let go of what cannot be written, so that nothing tries again when the process ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _told(error: BaseException) -> tuple[int, str | None]:
     """The exit status for an error that is expected, and the line for the console."""
     if isinstance(error, BrokenPipeError):  # whoever read our output has closed it, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_stdout()
         return PIPE_CLOSED, None
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, "interrupted"
@@ -222,6 +227,9 @@ def _told(error: BaseException) -> tuple[int, str | None]:
         message, status = f"ranks disagree: {error}", 1
     elif _out_of_memory(error):
         message = f"out of memory on the device: {message.splitlines()[0]}"
+    elif isinstance(error, OSError) and error.filename is None and error.errno in NO_ROOM:
+        _drop_stdout()  # `runtime.output` names every other file
+        message = f"standard output: {error.strerror}"
     elif isinstance(error, OSError) and error.filename is not None:
         message = f"{os.fsdecode(error.filename)}: {error.strerror}"
     return status, one_line(message)
