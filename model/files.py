@@ -1,9 +1,24 @@
 """Files from outside: regular ones, of bounded size, and one line that names the file when it is neither."""
 
+import os
 import stat
 from pathlib import Path
 
 from model.errors import CheckpointError
+
+
+def status(path: Path, error: type[ValueError] = CheckpointError) -> os.stat_result:
+    """What the system says of a file or folder, which is not opened.
+
+    Raises
+    ------
+    error
+        When there is none, or a folder on the way to it cannot be searched.
+    """
+    try:
+        return path.stat()
+    except (OSError, ValueError) as failed:
+        raise error(_told(path, failed)) from None
 
 
 def regular_file_size(path: Path, error: type[ValueError] = CheckpointError) -> int:
@@ -14,13 +29,10 @@ def regular_file_size(path: Path, error: type[ValueError] = CheckpointError) -> 
     error
         When there is none, or it is a folder, a broken link, a pipe or a device.
     """
-    try:
-        status = path.stat()
-    except (OSError, ValueError) as failed:
-        raise error(_told(path, failed)) from None
-    if not stat.S_ISREG(status.st_mode):
+    found = status(path, error)
+    if not stat.S_ISREG(found.st_mode):
         raise error(f"{path}: not a regular file")
-    return status.st_size
+    return found.st_size
 
 
 def read_bounded(path: Path, most: int, error: type[ValueError]) -> bytes:

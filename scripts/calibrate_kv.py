@@ -8,12 +8,11 @@ the file has the basis; for the other layers it says what either loses.
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from model.choices import SHARD_BITS
 from scripts.cli import arguments, run_alone
 from scripts.flags import positive
-from scripts.paths import Reads, Writes
+from scripts.paths import Models, Reads, Writes
 
 TOKENS = 32768
 CONTEXT = 131072
@@ -22,7 +21,7 @@ CONTEXT = 131072
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(prog="python -m scripts.calibrate_kv", description=__doc__)
-    p.add_argument("model", type=Path, help="checkpoint directory")
+    p.add_argument("model", action=Models, help="checkpoint directory")
     p.add_argument("--out", action=Writes, required=True, help="safetensors file to write")
     p.add_argument("--text", action=Reads, help="file to run (default: documents of the demo, if the model reads them)")
     p.add_argument("--tokens", type=positive, help=f"of the text, at most (default {TOKENS}, or the model's positions)")

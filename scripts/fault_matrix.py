@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from scripts.cli import arguments, run_alone
 from scripts.flags import add_model, add_run_options
-from scripts.paths import AUDITS, Writes
+from scripts.paths import AUDITS, Pages
 
 PAGE = AUDITS / "faults.md"
 
@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(prog="python -m scripts.fault_matrix", description=__doc__)
     add_model(p)
-    p.add_argument("--out", action=Writes, default=PAGE, help="Markdown page to write; the JSON goes beside it")
+    p.add_argument("--out", action=Pages, default=PAGE, help="Markdown page to write; the JSON goes beside it")
     add_run_options(p)
     return p
 

@@ -1,12 +1,11 @@
 """Flags that several scripts share, and their checks."""
 
 import argparse
-from pathlib import Path
 
 from model.choices import DISPATCHES, DTYPES, ENTRY_FORMATS, KEY_FORMATS, NUMERICS, OP_SETS
 from model.errors import ConfigError
 from runtime.options import DEMO, TIMEOUT, RunOptions
-from scripts.paths import Reads, Reports
+from scripts.paths import Models, Reads, Reports
 
 SHORTEST = 2  # seconds of --rank-timeout: a rank shows twice a second that it lives
 
@@ -25,7 +24,7 @@ def lengths(text: str) -> tuple[int, ...]:
 
 def add_model(p: argparse.ArgumentParser) -> None:
     """Add the flag of the checkpoint."""
-    p.add_argument("--model", type=Path, default=DEMO, help="checkpoint directory (default: the demo checkpoint)")
+    p.add_argument("--model", action=Models, default=DEMO, help="checkpoint directory (default: the demo checkpoint)")
 
 
 def add_json(p: argparse.ArgumentParser, what: str) -> None:

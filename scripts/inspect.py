@@ -7,20 +7,19 @@ published checkpoint can be checked against this project without downloading it.
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from model.architectures import config_from_file
 from model.errors import ConfigError
 from runtime.options import DEMO
 from scripts.cli import arguments, run_alone
 from scripts.flags import add_json
-from scripts.paths import Reads
+from scripts.paths import Models, Reads
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(prog="python -m scripts.inspect", description=__doc__)
-    p.add_argument("--model", type=Path, help="checkpoint directory (default: the demo checkpoint)")
+    p.add_argument("--model", action=Models, help="checkpoint directory (default: the demo checkpoint)")
     p.add_argument("--config", action=Reads, help="a config.json, together with --tensors")
     p.add_argument("--tensors", action=Reads, help="a list of tensors, .json or .json.gz: name -> [dtype, shape]")
     add_json(p, "the same")

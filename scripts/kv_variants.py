@@ -7,12 +7,11 @@ still known, greedy text, speed in the same run. Progress goes to stderr; the pa
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from runtime.options import DEMO
 from scripts.cli import arguments, run_alone
 from scripts.flags import add_json, lengths, positive
-from scripts.paths import AUDITS, Fills, Reads
+from scripts.paths import AUDITS, Fills, Models, Reads
 
 LENGTHS = (2048, 8192)
 RECALLED = (512, 1024, 2048, 4096)
@@ -21,8 +20,8 @@ RECALLED = (512, 1024, 2048, 4096)
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(prog="python -m scripts.kv_variants", description=__doc__)
-    p.add_argument("--model", type=Path, default=DEMO, help="a V4 checkpoint that speaks the demo language")
-    p.add_argument("--llama", action=Reads, required=True, help="what `python -m scripts.train_llama` wrote")
+    p.add_argument("--model", action=Models, default=DEMO, help="a V4 checkpoint that speaks the demo language")
+    p.add_argument("--llama", action=Models, required=True, help="what `python -m scripts.train_llama` wrote")
     p.add_argument("--adapters", action=Reads, help="what `python -m scripts.train_coda` wrote for it")
     p.add_argument(
         "--lengths",

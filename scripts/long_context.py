@@ -8,12 +8,11 @@ page and its pictures to --out.
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from runtime.options import DEMO
 from scripts.cli import arguments, run_alone
 from scripts.flags import add_json, add_run_options, lengths, positive
-from scripts.paths import Fills, Reads
+from scripts.paths import Fills, Models, Reads
 
 LENGTHS = tuple(1 << i for i in range(10, 21))
 
@@ -21,7 +20,7 @@ LENGTHS = tuple(1 << i for i in range(10, 21))
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(prog="python -m scripts.long_context", description=__doc__)
-    p.add_argument("--model", type=Path, default=DEMO, help="a checkpoint that speaks the demo language")
+    p.add_argument("--model", action=Models, default=DEMO, help="a checkpoint that speaks the demo language")
     p.add_argument(
         "--lengths", type=lengths, default=LENGTHS, metavar="N,N,..", help="marks (default 1024,2048,..,1048576)"
     )

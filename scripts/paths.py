@@ -1,6 +1,6 @@
-"""What a command line may write: nothing that it reads, nothing twice, and nothing in the model's directory.
+"""What a command line may read and write: what is there; nothing that is read, or twice, or in a model's directory.
 
-Flags of files say by their action whether they are read or written; `check` looks at all of them before any work.
+Flags of paths say by their action what is done with them; `check` looks at all of them before any work.
 """
 
 import argparse
@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from model.errors import ConfigError
+from model.files import regular_file_size, status
 from runtime.options import DEMO
+from runtime.output import unfinished
 
 ROOT: Final = Path(__file__).resolve().parents[1]  # of the repository
 AUDITS: Final = ROOT / "audits"
@@ -54,6 +56,18 @@ class Reads(_Noted):
     kind = "files_read"
 
 
+class Models(_Noted):
+    """The action of a flag whose folder is a checkpoint: it is read, and nothing is written into it."""
+
+    kind = "models_read"
+
+
+class Keeps(_Noted):
+    """The action of a flag whose folder is a checkpoint as of `Models`, or is made one where there is none."""
+
+    kind = "models_kept"
+
+
 class Writes(_Noted):
     """The action of a flag whose file is written."""
 
@@ -66,27 +80,59 @@ class Reports(_Noted):
     kind = "reports_written"
 
 
+class Pages(_Noted):
+    """The action of a flag whose file is a page: it is written, and its JSON beside it."""
+
+    kind = "pages_written"
+
+
 class Fills(_Noted):
     """The action of a flag whose folder is written into."""
 
     kind = "folders_written"
 
 
-KINDS: Final = tuple(each.kind for each in (Reads, Writes, Reports, Fills))  # attributes beside those of the flags
+class Makes(_Noted):
+    """The action of a flag whose folder is made by `runtime.output.making`: it is not there before, or empty."""
+
+    kind = "folders_made"
+
+
+ACTIONS: Final = (Reads, Models, Keeps, Writes, Reports, Pages, Fills, Makes)
+KINDS: Final = tuple(each.kind for each in ACTIONS)  # attributes beside those of the flags
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse a parsed command line that would write over what it reads, or where nothing can be written.
+    """Refuse a command line that reads what is not there, would write over it, or where nothing can be written.
 
     Raises
     ------
     ConfigError
         With one line naming the flag and the path.
     """
-    read, written, reported, filled = (getattr(args, kind, []) for kind in KINDS)
-    model = (args.model or DEMO) if "model" in args else None
+    read, models, kept, written, reported, pages, filled, made = (getattr(args, kind, []) for kind in KINDS)
     read = [*read, *_bases(getattr(args, "kv", None) or ())]
-    outputs = [*written, *reported, *filled]
+    held = [*(path for _, path in (*models, *kept)), *(path.parent for _, path in read if _in_checkpoint(path))]
+    if "model" in args:
+        held.append(args.model or DEMO)
+    written = [*written, *(each for page in pages for each in _with_json(page))]
+    _check_apart([*written, *reported, *filled, *made], read, held)
+    for _, path in read:
+        status(path, ConfigError)
+    for _, path in models:
+        regular_file_size(path / "config.json", ConfigError)
+    for _, path in written:
+        writable(path)
+    for _, path in reported:
+        writable(path, pipe=True)
+    for _, path in filled:
+        fillable(path)
+    for _, path in (*made, *(each for each in kept if not (each.path / "config.json").exists())):
+        makable(path)
+
+
+def _check_apart(outputs: Sequence[Named], read: Sequence[Named], models: Sequence[Path]) -> None:
+    """Refuse an output that is an input, another output, or in the directory of a model: ConfigError."""
     for at, (flag, path) in enumerate(outputs):
         for other in read:
             if same(path, other.path):
@@ -94,14 +140,18 @@ def check(args: argparse.Namespace) -> None:
         for other in outputs[:at]:
             if same(path, other.path):
                 raise ConfigError(f"{flag} {path}: {other.flag} writes it too")
-        if model is not None and _inside(path, model):
-            raise ConfigError(f"{flag} {path}: lies in the model's directory {model}, which stays as it is")
-    for _, path in written:
-        writable(path)
-    for _, path in reported:
-        writable(path, pipe=True)
-    for _, path in filled:
-        fillable(path)
+        for model in models:
+            if _inside(path, model):
+                raise ConfigError(f"{flag} {path}: lies in the model's directory {model}, which stays as it is")
+
+
+def makable(folder: Path) -> None:
+    """Refuse a folder that cannot be made anew, see `runtime.output.making`: ConfigError naming what is in the way."""
+    fillable(folder)
+    if folder.is_dir() and any(folder.iterdir()):
+        raise ConfigError(f"{folder}: exists and is not empty")
+    if (left := unfinished(folder)).exists():
+        raise ConfigError(f"{left}: exists; if a run that was killed left it, remove it")
 
 
 def fillable(folder: Path) -> None:
@@ -151,6 +201,20 @@ def _inside(path: Path, model: Path) -> bool:
         return True
     where = Path(os.path.realpath(path))
     return any(same(folder, model) for folder in (where, *where.parents))
+
+
+def _in_checkpoint(path: Path) -> bool:
+    """Whether a file is the config.json of a folder that has weights or a tokenizer too."""
+    beside = ("tokenizer.json", "*.safetensors", "*.safetensors.index.json")
+    return path.name == "config.json" and any(any(path.parent.glob(name)) for name in beside)
+
+
+def _with_json(page: Named) -> list[Named]:
+    """A page and the JSON beside it; ConfigError where both would be one file."""
+    flag, path = page
+    if path.suffix == ".json":
+        raise ConfigError(f"{flag} {path}: is the name of the JSON that goes beside the page; the page is Markdown")
+    return [page, Named(f"the JSON of {flag}", path.with_suffix(".json"))] if path.name else [page]
 
 
 def _bases(rules: Sequence[str]) -> list[Named]:

@@ -7,7 +7,6 @@ that DeepSeek publishes for such a model. Exit status 1 when the plan does not f
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final, get_args
 
 from model.architectures import config_from_file
@@ -17,7 +16,7 @@ from model.published import Experts
 from runtime.options import DEMO
 from scripts.cli import arguments, run_alone
 from scripts.flags import add_json, add_run_options, add_variants, positive
-from scripts.paths import Reads
+from scripts.paths import Models, Reads
 
 EXPERTS: Final[tuple[Experts, ...]] = get_args(Experts)
 
@@ -26,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(prog="python -m scripts.plan", description=__doc__)
     what = p.add_mutually_exclusive_group()
-    what.add_argument("--model", type=Path, help="checkpoint directory (default: the demo checkpoint)")
+    what.add_argument("--model", action=Models, help="checkpoint directory (default: the demo checkpoint)")
     what.add_argument("--config", action=Reads, help="a config.json: weights as DeepSeek publishes them")
     p.add_argument(
         "--experts",

@@ -8,11 +8,10 @@ published layout, beside what was measured: the base, the cold swap, and each ph
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from scripts.cli import arguments, run_alone
 from scripts.flags import positive
-from scripts.paths import Fills, Writes
+from scripts.paths import Fills, Models, Writes
 
 FIRST_STEPS, SECOND_STEPS = 200, 500
 LENGTHS = (512, 1024)
@@ -21,7 +20,7 @@ LENGTHS = (512, 1024)
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(prog="python -m scripts.train_coda", description=__doc__)
-    p.add_argument("model", type=Path, metavar="MODEL", help="folder of a checkpoint that scripts.train_llama made")
+    p.add_argument("model", action=Models, metavar="MODEL", help="folder of a checkpoint that scripts.train_llama made")
     p.add_argument("--out", action=Fills, required=True, help="folder for the adapters and what was measured")
     p.add_argument("--page", action=Writes, help="write the comparison there as Markdown too")
     p.add_argument("--seed", type=int, default=0, help="of documents and new parameters (default 0)")

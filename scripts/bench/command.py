@@ -11,7 +11,7 @@ import scripts.bench
 from model.choices import DTYPES, NUMERICS
 from scripts.cli import arguments
 from scripts.flags import add_json, add_model, add_rank_timeout, add_run_options, positive
-from scripts.paths import AUDITS, Fills, Reads, Writes
+from scripts.paths import AUDITS, Fills, Keeps, Reads, Writes
 
 if TYPE_CHECKING:
     from runtime.watch import Watch
@@ -102,7 +102,7 @@ def _gains(p: argparse.ArgumentParser) -> None:
     p.add_argument("--numerics", choices=NUMERICS, default="plain", help="(default plain)")
     p.add_argument("--seed", type=int, default=0, help="of weights and tokens (default 0)")
     p.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="as of compare-transformers (default: its own, made anew)"
+        "--checkpoint", action=Keeps, metavar="DIR", help="as of compare-transformers (default: its own, made anew)"
     )
     p.add_argument("--page", action=Writes, help="write the tables there as Markdown")
 
@@ -119,7 +119,7 @@ def _compare_transformers(p: argparse.ArgumentParser, ours_only: Sequence[int] =
     p.add_argument("--ours-thp", action="store_true", help="huge pages for our side too")
     p.add_argument("--seed", type=int, default=0, help="of the weights and the tokens (default 0)")
     told = "where the checkpoint is, or is made and kept; any that transformers can read (default: made anew)"
-    p.add_argument("--checkpoint", type=Path, metavar="DIR", help=told)
+    p.add_argument("--checkpoint", action=Keeps, metavar="DIR", help=told)
 
 
 def _performance(p: argparse.ArgumentParser) -> None:

@@ -139,9 +139,9 @@ def test_a_loaded_state_takes_another_question(tmp_path):
         (("--prompt", "a", "--load-state", "nothing.state"), "nothing.state"),
         (("--prompt", "a", "--max-context", "99999999"), "99999999 positions"),
         (("--prompt", ""), "empty"),
-        (("--raw", "--load-state", "x"), "--load-state"),
-        (("--load-state", "x", "--messages", "y"), "--load-state"),
-        (("--load-state", "x", "--prompt", "a", "--think", "--effort", "preview:max"), "--load-state"),
+        (("--raw", "--load-state", __file__), "--load-state"),
+        (("--load-state", __file__, "--messages", __file__), "--load-state"),
+        (("--load-state", __file__, "--prompt", "a", "--think", "--effort", "preview:max"), "--load-state"),
         (("--prompt", "a", "--json", "."), "folder"),
         (("--prompt", "a", "--save-state", "/proc/x.state"), "/proc/x.state"),
     ],
@@ -224,7 +224,7 @@ def test_a_conversation_with_nothing_left_to_say(tmp_path, capsys):
 def test_deployed_numerics_need_whole_groups(tmp_path, capsys):
     write_checkpoint(tmp_path, tiny_config(head_dim=72), seed=1)
     line = refused(
-        logits, capsys, "--model", str(tmp_path), "--tokens", "t.json", "--out", str(tmp_path.parent / "out")
+        logits, capsys, "--model", str(tmp_path), "--tokens", __file__, "--out", str(tmp_path.parent / "out")
     )
     assert "head_dim - qk_rope_head_dim is 56, no multiple of 64" in line
 

@@ -211,7 +211,7 @@ def test_a_state_of_another_rotation_or_of_v4_is_refused(directory, tmp_path, ca
         (("--raw", "--prompt", "x"), "--numerics deployed is DeepSeek-V4's; run a llama model with --numerics plain"),
         (("--prompt", "x", *PLAIN), "no chat format of a llama model is read here, only --raw text"),
         (("--prompt", "x", "--think", *PLAIN), "no chat format of a llama model is read here, only --raw text"),
-        (("--messages", "none.json", *PLAIN), "no chat format of a llama model is read here, only --raw text"),
+        (("--messages", __file__, *PLAIN), "no chat format of a llama model is read here, only --raw text"),
         (("--raw", "--prompt", "x", "--max-context", "257", *PLAIN), "max_position_embeddings is 256"),
     ],
 )

@@ -112,7 +112,10 @@ def test_without_a_gpu_and_without_a_size_nothing_is_judged(tmp_path, config, mo
     [
         (["--context", "2000000"], "--context 2000000: beyond the model's max_position_embeddings 1048576"),
         (["--context", "10", "--ranks", "3"], "3 ranks: n_routed_experts is 8, which 3 does not divide"),
-        (["--context", "10", "--coda-adapters", "none"], "--coda-adapters: of Llama-family checkpoints; DeepSeek-V4's"),
+        (
+            ["--context", "10", "--coda-adapters", __file__],
+            "--coda-adapters: of Llama-family checkpoints; DeepSeek-V4's",
+        ),
         (["--context", "10", "--experts", "fp4"], "--experts: means nothing without --config"),
         (["--context", "10", "--model", "nowhere"], "nowhere/config.json: No such file or directory"),
     ],

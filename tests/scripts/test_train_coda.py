@@ -20,6 +20,7 @@ from probes.demo_language.language import VALUE_AT
 from probes.demo_language.vocabulary import PAD
 from runtime.load import load_any
 from runtime.options import RunOptions
+from runtime.output import write_json
 from scripts import train_coda
 from scripts.cli import run
 from scripts.coda import measure as measuring
@@ -265,6 +266,8 @@ def test_checkpointing_over_the_banks_is_wrong():
 
 
 def test_checkpointing_of_phase_2_is_refused_in_one_line(tmp_path, capsys):
+    (tmp_path / "base").mkdir()
+    write_json(tmp_path / "base" / "config.json", config_json())
     flags = [str(tmp_path / "base"), "--out", str(tmp_path / "out"), "--checkpointing", "2"]
     assert run(lambda: train_coda.main(flags)) == 2
     said = capsys.readouterr().err
@@ -394,6 +397,8 @@ def test_what_is_given_back_is_a_share_of_what_was_lost():
     ],
 )
 def test_what_cannot_be_done_is_refused_before_the_work(flags, message, tmp_path, capsys):
+    (tmp_path / "base").mkdir()
+    write_json(tmp_path / "base" / "config.json", config_json())
     assert run(lambda: train_coda.main([str(tmp_path / "base"), "--out", str(tmp_path / "out"), *flags])) == 2
     assert message in capsys.readouterr().err
 
