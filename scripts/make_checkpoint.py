@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from scripts.cli import arguments, run_alone
-from scripts.paths import Fills, Reads
+from scripts.paths import Makes, Reads
 
 
 def parser() -> argparse.ArgumentParser:
@@ -18,7 +18,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m scripts.make_checkpoint", description=__doc__)
     p.add_argument("--config", action=Reads, required=True, help="a published config.json, in DeepSeek's dialect")
     p.add_argument("--layers", required=True, help="the first N layers, or a list: 2,3 (one layer: 3,)")
-    p.add_argument("--out", action=Fills, required=True, help="folder to write; must not exist, or be empty")
+    p.add_argument("--out", action=Makes, required=True, help="folder to write; must not exist, or be empty")
     p.add_argument("--seed", type=int, default=0, help="another seed, other weights (default 0)")
     return p
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from scripts.cli import arguments, run_alone
 from scripts.flags import positive
-from scripts.paths import Fills
+from scripts.paths import Makes
 
 STEPS = 900
 
@@ -18,7 +18,7 @@ STEPS = 900
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(prog="python -m scripts.train_demo", description=__doc__)
-    p.add_argument("--out", action=Fills, required=True, help="folder to write the checkpoint to")
+    p.add_argument("--out", action=Makes, required=True, help="folder to write; must not exist, or be empty")
     p.add_argument("--seed", type=int, default=0, help="of documents and initial weights (default 0)")
     p.add_argument("--steps", type=positive, default=STEPS, help=f"of 2048 tokens each (default {STEPS})")
     return p

@@ -1,7 +1,6 @@
 """What `scripts.make_checkpoint` does once its command line is known to be good."""
 
 import argparse
-import json
 import shutil
 import sys
 import time
@@ -16,6 +15,7 @@ from model.config import ModelConfig
 from model.config_json import read_json
 from model.errors import CapacityError, ConfigError
 from model.published import published_tensors
+from runtime.output import making, write_json
 from scripts.console import Console
 from scripts.make.selection import chosen_layers, shortened, stored_forms
 from scripts.make.shards import total_bytes, write_shards
@@ -33,15 +33,11 @@ def run(args: argparse.Namespace) -> int:
     except ConfigError as error:
         raise ConfigError(f"{args.config}: {error}") from None
     nbytes = total_bytes(tensors)
-    unfinished = prepared(args.out, nbytes)
+    check_room(args.out, nbytes)
     start = time.perf_counter()
-    try:
-        unfinished.mkdir()
-        write(unfinished, tensors, args.seed, nbytes)
-        (unfinished / "config.json").write_text(json.dumps(obj, indent=2) + "\n", encoding="utf-8")
-        unfinished.replace(args.out.resolve())
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    with making(args.out) as folder:
+        write(folder, tensors, args.seed, nbytes)
+        write_json(folder / "config.json", obj, indent=2)
     seconds = time.perf_counter() - start
     kinds = ", ".join(f"{layer} ({config.layer_kind(i).upper()})" for i, layer in enumerate(layers))
     print(f"{args.out}: layers {kinds}: {len(tensors):,} tensors, {nbytes:,} bytes, {seconds:.0f} s", file=sys.stderr)
@@ -49,28 +45,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def prepared(out: Path, nbytes: int) -> Path:
-    """The folder to write into before it gets its name; checks first that both names are free and the disk has room.
+def check_room(out: Path, nbytes: int) -> None:
+    """Refuse a folder that is to be made where there is no folder, or less room than it takes.
 
     Raises
     ------
     ConfigError
-        Naming the path that exists, or does not and should.
+        Naming the folder that is not there.
     CapacityError
         When the disk has less room than it takes.
     """
-    target = out.resolve()
-    unfinished = target.with_name(f"{target.name}.partial")
-    if not target.parent.is_dir():
-        raise ConfigError(f"{target.parent}: no such folder")
-    if target.exists() and any(target.iterdir()):
-        raise ConfigError(f"{out}: exists and is not empty")
-    if unfinished.exists():
-        raise ConfigError(f"{unfinished}: exists; if a run that was killed left it, remove it")
-    free = shutil.disk_usage(target.parent).free
+    parent = out.resolve().parent
+    if not parent.is_dir():
+        raise ConfigError(f"{parent}: no such folder")
+    free = shutil.disk_usage(parent).free
     if free < nbytes:
         raise CapacityError(f"{out}: takes {nbytes / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free")
-    return unfinished
 
 
 def write(directory: Path, tensors: Mapping[str, Stored], seed: int, nbytes: int) -> None:

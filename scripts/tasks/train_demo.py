@@ -5,6 +5,7 @@ import argparse
 import torch
 from rich.table import Table
 
+from runtime.output import making
 from scripts.console import Console
 from scripts.demo.curve import curve
 from scripts.demo.export import deployed_copy, write_checkpoint
@@ -40,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
     """Run the command line; returns the exit status."""
     console = Console()
     torch.set_num_threads(1)  # the order of additions, and with it the curve, must not depend on the cores
-    args.out.mkdir(parents=True, exist_ok=True)  # a folder that cannot be made is found out before, not after
     network = trained(console, args.steps, args.seed)
-    size = write_checkpoint(network, args.out)
-    console.print(f"{args.out}: {size:,} bytes")
+    with making(args.out) as folder:
+        size = write_checkpoint(network, folder)
+    console.say(f"{args.out}: {size:,} bytes")
     deployed_copy(network)
     network.simulate(on=True)
     console.print(table(list(measurements(network, LENGTHS, documents=4, seed=1))))

@@ -10,6 +10,7 @@ from model.llama.config import LlamaConfig
 from runtime.llama import LoadedLlama
 from runtime.load import load_any
 from runtime.options import RunOptions
+from runtime.output import making
 from scripts.console import Console
 from scripts.demo.curve import curve
 from scripts.llama.files import config_json, write_checkpoint
@@ -35,12 +36,13 @@ def run(args: argparse.Namespace) -> int:
     """Run the command line; returns the exit status."""
     console, start = Console(), time.process_time()
     torch.set_num_threads(1)  # the order of additions, and with it the curve, must not depend on the cores
-    args.out.mkdir(parents=True, exist_ok=True)
+    out = args.out.resolve()  # the folder that "." is may be replaced
     fields = config_json()
     network = trained(console, LlamaConfig.from_json(fields, "config.json"), args.steps, args.seed)
-    size = write_checkpoint(network, fields, args.out)
-    console.print(f"{args.out}: {size:,} bytes after {time.process_time() - start:.0f} s of one core")
-    loaded = load_any(args.out, RunOptions("plain"))
+    with making(out) as folder:
+        size = write_checkpoint(network, fields, folder)
+    console.say(f"{args.out}: {size:,} bytes after {time.process_time() - start:.0f} s of one core")
+    loaded = load_any(out, RunOptions("plain"))
     assert isinstance(loaded, LoadedLlama)
     table = Table("asked", "answers", "right", title="as loaded, plain numerics, bf16", title_justify="left")
     for asked, (share, answers) in measurements(loaded.model, LENGTHS, args.documents, seed=1).items():

@@ -306,5 +306,5 @@ def test_a_run_that_fails_leaves_nothing(config_file, tmp_path, capsys, monkeypa
 
     monkeypatch.setattr("scripts.tasks.make_checkpoint.blocks", full)
     message = refused(capsys, "--config", config_file, "--layers", "1", "--out", tmp_path / "out")
-    assert message == "[Errno 28] No space left on device"
+    assert message == f"{tmp_path / 'out'}: No space left on device"
     assert not list(tmp_path.glob("out*"))

@@ -1,35 +1,85 @@
 """What commands write: whole or not at all, never over what they read, and nothing raw on the console."""
 
+import argparse
 import errno
+import importlib
 import json
 import os
 import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.errors import one_line
+from model.errors import ConfigError, one_line
+from model.llama.config import LlamaConfig
 from runtime.options import DEMO
-from runtime.output import replacing, write_text
-from scripts import cli, demo_document, generate, inspect, logits, memory_db, plan
+from runtime.output import making, replacing, write_text
+from runtime.tensorfile import write_safetensors
+from scripts import (
+    cli,
+    demo_document,
+    fault_matrix,
+    generate,
+    inspect,
+    kv_variants,
+    logits,
+    measure_demo,
+    measure_memory_db,
+    memory_db,
+    paths,
+    plan,
+    train_demo,
+    train_llama,
+)
+from scripts.bench import command as bench
+from scripts.coda.adapters import write_adapters
+from scripts.coda.network import adapted
 from scripts.console import visible
+from scripts.demo import network as demo
+from scripts.demo.shape import demo_shape
+from scripts.llama.files import config_json
+from scripts.llama.network import Network
 
 ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def main(" in path.read_text())
+OWN = DEMO / "config.json"
+DATABASE = ("--model", DEMO, "--coda-adapters", "read.json")
 PROMPT = ("--raw", "--prompt", "The capital of France is", "--max-new-tokens", "2")
+PRINTING = {
+    "inspect": (),
+    "plan": ("--context", "1000"),
+    "generate": PROMPT,
+    "probe": ("--list",),
+    "demo_document": ("needle",),
+}
 
 
-def command(name, *flags, limit=None):
-    """Run a command as its own process, perhaps with files of at most `limit` bytes."""
+def command(name, *flags, limit=None, out=subprocess.PIPE):
+    """Run a command as its own process, perhaps with files of at most `limit` bytes; one that waits is ended."""
     small = None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     words = [sys.executable, "-m", f"scripts.{name}", *map(str, flags)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(words, capture_output=True, text=True, cwd=ROOT, env=env, preexec_fn=small, check=False)
+    if limit is not None:
+        env["PYTHONDONTWRITEBYTECODE"] = "1"  # Python 3.11 leaves cut bytecode on a full disk, and reads it again
+    return subprocess.run(
+        words,
+        stdout=out,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=env,
+        preexec_fn=small,
+        check=False,
+        timeout=99,
+    )
 
 
 def refused(main, capsys, *flags):
@@ -45,6 +95,7 @@ def refused(main, capsys, *flags):
 def files(tmp_path, monkeypatch):
     """A folder of inputs, as the working directory; every one must be as it was afterwards."""
     held = {"ids": json.dumps([0, 3, 5] * 20), "prompt": "The old farmer", "messages": "[]", "old": "what was there"}
+    held["read.json"] = "{}"
     for name, text in held.items():
         (tmp_path / name).write_text(text)
     (tmp_path / "link").symlink_to("ids")
@@ -79,10 +130,90 @@ def files(tmp_path, monkeypatch):
         (plan, ("--config", "old", "--context", "9", "--json", "old"), "--json old: is what --config reads"),
         (memory_db, ("ingest", "--document", "prompt", "--out", "prompt"), "--out prompt: is what --document reads"),
         (memory_db, ("ingest", "--text", "x", "--out", DEMO / "x"), f"lies in the model's directory {DEMO}"),
+        (
+            bench,
+            ("gains", "--before", "x", "--checkpoint", DEMO, "--json", DEMO / "config.json"),
+            "the model's directory",
+        ),
+        (kv_variants, ("--llama", DEMO, "--json", DEMO / "config.json"), f"lies in the model's directory {DEMO}"),
+        (plan, ("--config", OWN, "--context", "9", "--json", DEMO / "tokenizer.json"), f"the model's directory {DEMO}"),
+        (inspect, ("--config", OWN, "--tensors", "ids", "--json", DEMO / "x"), f"the model's directory {DEMO}"),
+        (measure_demo, ("--out", "page.json"), "--out page.json: is the name of the JSON that goes beside the page"),
+        (fault_matrix, ("--out", "page.json"), "--out page.json: is the name of the JSON that goes beside the page"),
+        (measure_memory_db, (*DATABASE, "--page", "new.json"), "--page new.json: is the name of the JSON"),
+        (
+            measure_memory_db,
+            (*DATABASE, "--page", "read.md"),
+            "the JSON of --page read.json: is what --coda-adapters reads",
+        ),
+        (measure_demo, ("--model", "none", "--out", DEMO / "x.md"), "none/config.json: No such file or directory"),
+        (train_llama, ("--out", "."), ".: exists and is not empty"),
+        (train_demo, ("--out", "."), ".: exists and is not empty"),
+        (bench, ("gains", "--before", "x", "--checkpoint", "."), ".: exists and is not empty"),
     ],
 )
 def test_no_output_is_an_input_another_output_or_in_the_models_directory(files, capsys, main, flags, says):
     assert says in refused(main.main, capsys, *(str(flag).format(files.name) for flag in flags))
+
+
+def parsers():
+    """The command line of every command and subcommand."""
+    for name in [*COMMANDS, "bench.command"]:
+        whole = importlib.import_module(f"scripts.{name}").parser()
+        split = [action for action in whole._actions if isinstance(action, argparse._SubParsersAction)]
+        yield from split[0].choices.values() if split else [whole]
+
+
+READ, WRITTEN = paths.ACTIONS[:3], paths.ACTIONS[3:]
+PAIRS = [
+    pytest.param(parser, read, written, id=f"{parser.prog.split('scripts.')[1]} {read.dest} {written.dest}")
+    for parser in parsers()
+    for read in parser._actions
+    for written in parser._actions
+    if isinstance(read, READ) and isinstance(written, WRITTEN)
+]
+
+
+def test_every_path_says_what_is_done_with_it():
+    for parser in parsers():
+        for action in parser._actions:
+            assert action.type is not Path or isinstance(action, paths.ACTIONS), f"{parser.prog} {action.dest}"
+    assert {"bench gains checkpoint json", "kv_variants llama out", "plan config json"} <= {pair.id for pair in PAIRS}
+
+
+def refusal(parser, *given):
+    """What is said of flags and their paths, whatever else the command needs."""
+    args = argparse.Namespace(**{action.dest: action.default for action in parser._actions})
+    for action, path in given:
+        value = action.type(path)
+        action(parser, args, [value] if action.nargs else value, None)
+    with pytest.raises(ConfigError) as caught:
+        paths.check(args)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("parser", "read", "written"), PAIRS)
+def test_no_flag_writes_what_another_one_reads(parser, read, written, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "tokenizer.json", "other"):
+        (model / name).write_text("{}")
+    (tmp_path / "link").symlink_to(model / "other")
+    if isinstance(read, paths.Reads):
+        for path in (model / "other", tmp_path / "link"):
+            assert "stays as it is" in refusal(parser, (read, model / "other"), (written, path))
+        refused = refusal(parser, (read, model / "config.json"), (written, model / "tokenizer.md"))
+        assert refused.endswith(f"lies in the model's directory {model}, which stays as it is")
+    else:
+        for path in (model / "config.md", model / "other", model, tmp_path / "link"):
+            refused = refusal(parser, (read, model), (written, path))
+            assert refused.endswith(f"lies in the model's directory {model}, which stays as it is")
+
+
+def test_a_config_alone_is_no_models_directory(tmp_path):
+    (tmp_path / "config.json").write_bytes(OWN.read_bytes())
+    flags = ["--config", str(tmp_path / "config.json"), "--context", "9", "--json", str(tmp_path / "plan.json")]
+    assert plan.main(flags) == 0
 
 
 def test_a_file_that_a_link_in_the_models_directory_leads_to_is_the_models(tmp_path, capsys):
@@ -133,6 +264,84 @@ def test_a_report_or_state_without_room_leaves_what_was_there(tmp_path, flag, li
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@contextmanager
+def small_files(limit):
+    """Files of at most so many bytes, as if the disk were full."""
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, usual[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+
+
+@pytest.mark.parametrize("limit", [1000, 20_000, 600_000])  # not even a tokenizer; not all weights
+def test_a_checkpoint_without_room_is_one_line_and_no_folder(tmp_path, capsys, monkeypatch, limit):
+    llama = Network(LlamaConfig.from_json(config_json(), "config.json"))
+    monkeypatch.setattr("scripts.tasks.train_llama.trained", lambda *_: llama)
+    monkeypatch.setattr("scripts.tasks.train_demo.trained", lambda *_: demo.Network(demo_shape()))
+    for main in (train_llama.main, train_demo.main):
+        with small_files(limit):
+            assert cli.run(lambda: main(["--out", str(tmp_path / "out")])) == 2  # noqa: B023 -- called at once
+        assert capsys.readouterr().err == f"{tmp_path / 'out'}: File too large\n"
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_adapters_without_room_are_told_by_their_name(tmp_path):
+    network = adapted(Network(LlamaConfig.from_json(config_json(), "config.json")), 0)
+    with small_files(1000), pytest.raises(OSError, match="File too large") as caught:
+        write_adapters(network, tmp_path)
+    assert caught.value.filename == str(tmp_path / "coda_adapters.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["inspect", "plan", "generate", "probe", "demo_document"])
+def test_a_standard_output_without_room_is_named(name):
+    with Path("/dev/full").open("w") as full:
+        done = command(name, *PRINTING[name], out=full)
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (2, "standard output: No space left on device")
+    assert "Traceback" not in done.stderr
+
+
+# --- inputs that never end
+
+
+@pytest.mark.parametrize(
+    ("name", "flags"),
+    [
+        ("bench", ("performance", "--out", "{0}", "--saved", "{0}/{1}")),
+        ("long_context", ("--lengths", "1024", "--out", "{0}", "--saved", "{0}/{1}")),
+        ("memory_page", ("--out", "{0}/page.md", "--config", "{0}/{1}")),
+    ],
+)
+def test_a_file_that_never_ends_is_refused(tmp_path, name, flags):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "long").touch()
+    os.truncate(tmp_path / "long", 1 << 40)
+    for file, why in (("pipe", "not a regular file"), ("long", f"{1 << 40} bytes, more than the")):
+        done = command(name, *(flag.format(tmp_path, file) for flag in flags))
+        assert done.returncode == 2
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(f"{tmp_path / file}: {why}")
+
+
+def test_a_prompt_that_never_ends_is_refused_and_one_from_a_pipe_is_read(tmp_path):
+    done = command("probe", "rope", "--prompt-file", "/dev/zero")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("/dev/zero: more than the ")
+    os.mkfifo(tmp_path / "pipe")
+    writer = threading.Thread(
+        target=(tmp_path / "pipe").write_text,
+        args=[
+            "The old farmer",
+        ],
+    )
+    writer.start()
+    done = command("probe", "rope", "--quick", "--prompt-file", tmp_path / "pipe")
+    writer.join()
+    assert "rope" in done.stdout
+
+
 def test_an_error_of_the_disk_names_the_file(tmp_path):
     with pytest.raises(OSError, match="No space left") as caught, replacing(tmp_path / "x"):
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -160,7 +369,25 @@ def test_a_file_keeps_its_mode_its_links_and_its_content_until_the_new_one_is_wh
 def test_a_new_file_has_the_mode_of_any_other(tmp_path):
     (tmp_path / "usual").touch()
     write_text(tmp_path / "ours", "x")
+    write_safetensors(tmp_path / "tensors", {"x": torch.zeros(1)})
     assert (tmp_path / "ours").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    assert (tmp_path / "tensors").stat().st_mode == (tmp_path / "usual").stat().st_mode
+    (tmp_path / "tensors").chmod(0o640)
+    write_safetensors(tmp_path / "tensors", {"x": torch.zeros(1)}, {"more": "said"})
+    assert (tmp_path / "tensors").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
+    with making(tmp_path / "new" / "folder") as folder:
+        (folder / "file").write_text("x")
+        assert not (tmp_path / "new" / "folder").exists()
+    assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == ["file"]
+    with pytest.raises(OSError, match="not empty") as caught, making(tmp_path / "new"):
+        pass
+    assert caught.value.filename == str(tmp_path / "new")
+    with pytest.raises(ZeroDivisionError), making(tmp_path / "failed") as folder:
+        (folder / "file").write_text(str(1 // 0))
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
@@ -220,10 +447,9 @@ def test_a_table_in_a_pipe_is_neither_wrapped_nor_cut():
     assert "1 threads" in lines[3]
 
 
-@pytest.mark.parametrize("name", ["inspect", "plan", "generate"])
+@pytest.mark.parametrize("name", PRINTING)
 def test_a_pipe_that_nobody_reads_ends_every_command_alike(name):
-    flags = {"plan": ("--context", "1000"), "generate": PROMPT}.get(name, ())
-    words = [sys.executable, "-m", f"scripts.{name}", *flags]
+    words = [sys.executable, "-m", f"scripts.{name}", *PRINTING[name]]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         run.stdout.close()
         told = run.stderr.read()
@@ -232,8 +458,6 @@ def test_a_pipe_that_nobody_reads_ends_every_command_alike(name):
 
 
 # --- before torch
-
-COMMANDS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def main(" in path.read_text())
 
 
 def test_every_command_is_looked_at():
@@ -264,7 +488,27 @@ except SystemExit as end:
         ("generate", ("--prompt", "a", "--temperature", "-1"), "--temperature -1.0: want a number >= 0"),
         ("generate", ("--prompt", "a", "--json", "model/demo/config.json"), "lies in the model's directory"),
         ("logits", ("--tokens", "nowhere", "--out", "/tmp/x"), "nowhere: No such file or directory"),
-        ("inspect", ("--config", "x"), "--config and --tensors go together"),
+        ("inspect", ("--config", "README.md"), "--config and --tensors go together"),
+        ("generate", ("--prompt", "a", "--coda-adapters", "nowhere"), "nowhere: No such file or directory"),
+        ("generate", ("--prompt", "a", "--kv", "all=shard:basis=nowhere"), "nowhere: No such file or directory"),
+        ("probe", ("rope", "--prompt-file", "nowhere"), "nowhere: No such file or directory"),
+        ("bench", ("prefill", "--model", "nowhere"), "nowhere/config.json: No such file or directory"),
+        ("bench", ("performance", "--saved", "nowhere"), "nowhere: No such file or directory"),
+        ("kv_variants", ("--llama", "nowhere"), "nowhere/config.json: No such file or directory"),
+        ("calibrate_kv", ("nowhere", "--out", "/tmp/x"), "nowhere/config.json: No such file or directory"),
+        ("train_coda", ("nowhere", "--out", "/tmp/x"), "nowhere/config.json: No such file or directory"),
+        ("long_context", ("--model", "/dev/null"), "/dev/null/config.json: cannot be read: Not a directory"),
+        ("memory_page", ("--config", "nowhere"), "nowhere: No such file or directory"),
+        ("memory_db", ("ask", "--state", "nowhere", "--question", "?"), "nowhere: No such file or directory"),
+        (
+            "measure_demo",
+            ("--lengths", "512", "64", "--questions", "1"),
+            "--lengths 64: for --questions 1 a document has",
+        ),
+        ("measure_demo", ("--lengths", "200"), "--lengths 200: for --questions 16 a document has at least 226 tokens"),
+        ("measure_demo", ("--questions", "67"), "--questions 67: the language has 66 names to ask for"),
+        ("train_llama", ("--out", "model/demo"), "model/demo: exists and is not empty"),
+        ("train_demo", ("--out", "model/demo"), "model/demo: exists and is not empty"),
         ("demo_document", ("needle", "--tokens", "3"), "--tokens 3: a document of this kind has at least 64"),
         ("demo_document", ("common", "--tokens", "191"), "--tokens 191: a document of this kind has at least 192"),
     ],
