@@ -2,7 +2,6 @@
 
 import json
 import re
-import resource
 import sys
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from scripts.bench.command import main
 from scripts.bench.comparison import Spread, apart, contexts, ratios, targets, values
 from scripts.cli import run
 from scripts.llama.files import config_json
+from tests.full_disk import small_files
 
 TINY = midsize.MIDSIZE | {
     "vocab_size": 320,
@@ -274,12 +274,8 @@ def test_a_checkpoint_without_room_is_one_line_and_no_folder(tmp_path, monkeypat
             return 0
 
     monkeypatch.setattr(midsize, "MIDSIZE", TINY)
-    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, usual[1]))
-    try:
+    with small_files(10_000):
         assert run(written) == 2
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
     assert capsys.readouterr().err.splitlines()[-1] == f"{tmp_path / 'kept'}: File too large"
     assert list(tmp_path.iterdir()) == []
 

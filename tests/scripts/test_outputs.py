@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -47,6 +46,7 @@ from scripts.demo import network as demo
 from scripts.demo.shape import demo_shape
 from scripts.llama.files import config_json
 from scripts.llama.network import Network
+from tests.full_disk import small_files
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def main(" in path.read_text())
@@ -262,17 +262,6 @@ def test_a_report_or_state_without_room_leaves_what_was_there(tmp_path, flag, li
     assert "ile too large" in done.stderr.splitlines()[-1]
     assert out.read_text() == "what was there"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
-@contextmanager
-def small_files(limit):
-    """Files of at most so many bytes, as if the disk were full."""
-    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, usual[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
 
 
 @pytest.mark.parametrize("limit", [1000, 20_000, 600_000])  # not even a tokenizer; not all weights
