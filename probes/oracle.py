@@ -1,0 +1,755 @@
+"""The oracle: one layer of V4 in float64, written from the paper and DeepSeek's formulas, to judge tensors by.
+
+It shares no code with `kernels` or `model`: of them it takes the facts of config.json, and the bytes of the files.
+Every site is a method that says how it follows from the sites before it. A site that was recorded is not computed but
+taken as it was recorded, so that each is judged from the nearest recorded ones (teacher forcing): a wrong tensor says
+nothing about those after it.
+
+How far rounding may take a run from this is found by doing it: beside the exact values, replicas of them are carried
+along in which every tensor is moved by half a unit in the last place of the run's dtype, up or down at random, where a
+run of that dtype has a tensor; sums of products are moved as fp32 accumulators are off at most. What the replicas
+differ by is the spread of a site. Where a value decides (a selection, a rounding to FP8 or FP4), a replica differs
+`FACTOR` times as much, so that whatever the bound leaves open is decided in both ways by some of them.
+
+All tensors are [r, n, ...] float64: r is 1 where nothing was moved yet, else 1 + replicas, the exact values first.
+
+Source: DeepSeek-V4's technical report, section 2; DeepSeek's inference code, model.py and kernel.py.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+import torch
+from torch import Tensor
+
+from model.binding import Form
+from model.census import Census
+from model.checkpoint import Checkpoint
+from model.config import LayerKind, ModelConfig
+
+F64: Final = torch.float64
+PRECISION: Final = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # bits of a significand
+REPLICAS: Final = 15
+# How many times the spread a difference may be. The spread is the RMS of 15 draws; an error of at least four
+# independent parts that is no larger than the spread exceeds four times it in one row of 10^9 (F distribution of 4 and
+# 60 degrees of freedom). Real roundings are uniform in half a unit, and their RMS is 0.58 of it.
+FACTOR: Final = 4.0
+# All rows of a site together: rounding as often again as the replicas do would take their RMS to 1.4 times the spread.
+TOGETHER: Final = 2.0
+NUMBERS: Final = 1 << 24  # float64 of a temporary tensor, 128 MiB
+TOKENS: Final = 512  # of the whole prompt at a time
+
+KV_BLOCK, LINEAR_BLOCK, INDEX_BLOCK = 64, 128, 32  # columns that share a scale when they are rounded
+
+
+class Unknown(LookupError):
+    """A site cannot be computed: what it follows from was not recorded, and there are no weights to compute it with."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+
+# --- weights: the numbers that the stored bytes stand for
+
+
+def _e4m3() -> Tensor:
+    """Value of each byte as E4M3: sign, 4 bits of exponent with bias 7, 3 of mantissa; 0x7F is NaN."""
+    values = []
+    for byte in range(256):
+        exponent, mantissa = byte >> 3 & 15, byte & 7
+        size = mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
+        values.append((math.nan if byte & 127 == 127 else size) * (-1 if byte & 128 else 1))
+    return torch.tensor(values, dtype=F64)
+
+
+E4M3: Final = _e4m3()
+E2M1: Final = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=F64)
+
+
+def decoded(form: Form, data: Tensor, scale: Tensor | None, overall: Tensor | None) -> Tensor:
+    """A parameter as float64.
+
+    Parameters
+    ----------
+    form
+        How it is stored.
+    data
+        The stored tensor; two columns of FP4 share a byte, the even one in its low half.
+    scale
+        Of blocks: [out / 128, in / 128] of FP8, [out, in / 32] of FP4, [out, in / 16] of NVFP4.
+    overall
+        One number, of NVFP4.
+
+    """
+    if form in (Form.FP8, Form.FP8_F32):
+        assert scale is not None, "FP8 has scales"
+        values = E4M3[data.view(torch.uint8).int()]
+        rows = _scales(scale).repeat_interleave(128, 0)[: data.shape[0]]
+        return values.mul_(rows.repeat_interleave(128, 1)[:, : data.shape[1]])
+    if form in (Form.FP4, Form.NVFP4):
+        assert scale is not None, "FP4 has scales"
+        byte = data.view(torch.uint8).int()
+        values = E2M1[torch.stack((byte & 15, byte >> 4), -1).flatten(1)]
+        values.mul_(_scales(scale).repeat_interleave(32 if form is Form.FP4 else 16, 1))
+        return values if overall is None else values * overall.to(F64)
+    return data.to(F64)
+
+
+def _scales(scale: Tensor) -> Tensor:
+    """Block scales: E8M0 is 2^(byte - 127), NVFP4's are E4M3, F32 is itself."""
+    if scale.dtype == torch.float8_e8m0fnu:
+        return _two_to(scale.view(torch.uint8).int() - 127)
+    return E4M3[scale.view(torch.uint8).int()] if scale.dtype == torch.float8_e4m3fn else scale.to(F64)
+
+
+class Parameters:
+    """The parameters of a checkpoint as float64, by official name; those of the layer at hand are kept."""
+
+    def __init__(self, checkpoint: Checkpoint, census: Census) -> None:
+        self.checkpoint, self.bindings = checkpoint, census.bindings
+        self.kept: dict[str, Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """Whether its bytes are here."""
+        return self.bindings[name].weight in self.checkpoint.tensors
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Read and decode one; Unknown where its file is not here."""
+        if name not in self.kept:
+            self.kept[name] = self.fresh(name)
+        return self.kept[name]
+
+    def fresh(self, name: str) -> Tensor:
+        """Read and decode one that is not kept: an expert's."""
+        if name not in self:
+            raise Unknown(f"no weights of {name}")
+        binding, read = self.bindings[name], self.checkpoint.read
+        data = read(binding.weight)
+        if binding.part is not None:
+            data = data[binding.part.expert, binding.part.start : binding.part.stop]
+        scale, overall = (None if part is None else read(part) for part in (binding.scale, binding.global_scale))
+        return decoded(binding.form, data, scale, overall)
+
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        """Rows of a table or an embedding, as they are stored; Unknown where its file is not here."""
+        if name not in self:
+            raise Unknown(f"no weights of {name}")
+        return self.checkpoint.read(self.bindings[name].weight)[ids]
+
+    def rounds(self, name: str) -> bool:
+        """Whether `deployed` numerics round the input of this linear: that of FP8 and FP4 weights."""
+        return self.bindings[name].form in (Form.FP8, Form.FP8_F32, Form.FP4)
+
+    def forget(self) -> None:
+        """Let go of what was kept, when another layer comes."""
+        self.kept.clear()
+
+
+# --- rounding to the narrow formats, as DeepSeek's kernels do it
+
+
+def rounded_e4m3(x: Tensor, block: int) -> Tensor:
+    """Round [..., d] to E4M3 times a power of two for each block of columns: `act_quant`."""
+    blocks = x.unflatten(-1, (-1, block))
+    scale = _power_of_two(blocks.abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448)
+    y = (blocks / scale).clamp(-448, 448)
+    exponent = torch.frexp(y).exponent.clamp_min(-5)  # y = fraction 2^exponent, half <= fraction < 1
+    step = _two_to(exponent - 4)
+    return (torch.round(y / step) * step).clamp(-448, 448).mul(scale).flatten(-2)  # torch.round takes ties to even
+
+
+def rounded_e2m1(x: Tensor) -> Tensor:
+    """Round [..., d] to E2M1 times a power of two for each 32 columns: `fp4_act_quant`."""
+    blocks = x.unflatten(-1, (-1, INDEX_BLOCK))
+    scale = _power_of_two(blocks.abs().amax(-1, keepdim=True).clamp_min(6 * 2.0**-126) / 6)
+    y = (blocks / scale).clamp(-6, 6)
+    step = torch.where(y.abs() < 2, 0.5, torch.where(y.abs() < 4, 1.0, 2.0))
+    return (torch.round(y / step) * step).mul(scale).flatten(-2)
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """The least power of two that is not below `x`."""
+    fraction, exponent = torch.frexp(x)
+    return _two_to(exponent - (fraction == 0.5).int())
+
+
+def length(x: Tensor) -> Tensor:
+    """Euclidean length of the last axis."""
+    return x.square().sum(-1).sqrt()
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Multiply [..., d] by the Walsh-Hadamard matrix in natural order, divided by the root of d."""
+    y, d, half = x, x.shape[-1], 1
+    while half < d:
+        a, b = y.unflatten(-1, (-1, 2, half)).unbind(-2)
+        y, half = torch.stack((a + b, a - b), -2).flatten(-3), 2 * half
+    return y * d**-0.5
+
+
+def _two_to(exponent: Tensor) -> Tensor:
+    """Powers of two from their exponents, exact: the bits of float64."""
+    return (exponent.long() + 1023 << 52).view(F64)
+
+
+# --- what rounding does to a run
+
+
+class Noise:
+    """Moves the replicas of a tensor as rounding to a dtype may.
+
+    Parameters
+    ----------
+    dtype
+        The run's.
+    replicas
+        How many of them.
+    seed
+        Of the directions.
+
+    """
+
+    def __init__(self, dtype: torch.dtype, replicas: int = REPLICAS, seed: int = 0) -> None:
+        self.dtype, self.replicas = dtype, replicas
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """Give every replica a tensor of its own."""
+        return x if x.shape[0] > 1 or not self.replicas else x.repeat(1 + self.replicas, *[1] * (x.ndim - 1))
+
+    def moved(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Move each number of the replicas by half a unit in its last place."""
+        x = self.spread(x)
+        if x.shape[0] > 1:
+            part = x[1:]
+            half = _two_to(torch.frexp(part).exponent - PRECISION[dtype or self.dtype] - 1)
+            sign = torch.randint(0, 2, part.shape, generator=self.generator, dtype=torch.int8).mul_(2).sub_(1)
+            part.add_(half.mul_(sign).masked_fill_(part == 0, 0))
+        return x
+
+    def summed(self, y: Tensor, size: Tensor) -> Tensor:
+        """Move sums of products as rounding every partial sum in fp32 can, where these are added one by one.
+
+        `size` is what the partial sums grow to, ``|x| |w|`` for two vectors: n roundings of them have the variance of
+        one of it.
+        """
+        y = self.spread(y)
+        if y.shape[0] > 1:
+            off = torch.randn(y[1:].shape, generator=self.generator, dtype=F64)
+            y[1:].add_(off.mul_(size[1:] if size.shape[0] > 1 else size).mul_(2.0**-23))
+        return y
+
+    def choosing(self, x: Tensor) -> Tensor:
+        """What a choice is made by: replicas that are `FACTOR` times as far off, and equal values in any order."""
+        if x.shape[0] == 1:
+            return x
+        off = torch.rand(x[1:].shape, generator=self.generator, dtype=F64)
+        return torch.cat((x[:1], x[:1] + (x[1:] - x[:1]) * FACTOR + off * (x[1:].abs() * 2.0**-40 + 2.0**-500)))
+
+    def rounding(self, x: Tensor) -> Tensor:
+        """What is rounded to a narrow format: as `choosing` in a run of fp32, where next to no number rounds otherwise.
+
+        In one of bf16 some numbers of every row do.
+        """
+        return self.choosing(x) if self.dtype == torch.float32 else x
+
+
+# --- the layer
+
+
+class Theirs(Protocol):
+    """What was recorded."""
+
+    def rows(self, name: str, at: Tensor | None) -> Tensor | None:
+        """Rows [n, ...] of a tensor at these positions (or entries), all where None; None where not all are there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What a recording is judged as."""
+
+    config: ModelConfig
+    parameters: Parameters
+    tokens: Tensor  # [t] int64
+    deployed: bool
+    theirs: Theirs
+    noise: Noise
+
+
+Equation = Callable[["Layer", Tensor], Tensor]
+_EQUATIONS: dict[str, Equation] = {}
+
+
+def _site(name: str) -> Callable[[Equation], Equation]:
+    def note(equation: Equation) -> Equation:
+        _EQUATIONS[name] = equation
+        return equation
+
+    return note
+
+
+class Layer:
+    """One layer; `value` gives any of its sites at some positions (or entries), `computed` what it should be.
+
+    Parameters
+    ----------
+    setting
+        Of the recording.
+    layer
+        Number of the layer.
+    at
+        [n] int64, ascending: positions that are looked at. The keys and entries that they see are those of all tokens.
+
+    """
+
+    def __init__(self, setting: Setting, layer: int, at: Tensor) -> None:
+        self.setting, self.config, self.layer, self.at = setting, setting.config, layer, at
+        self.noise, self.deployed, self.parameters = setting.noise, setting.deployed, setting.parameters
+        self.kind, self.ratio = self.config.layer_kind(layer), self.config.ratio(layer)
+        self.every = torch.arange(len(setting.tokens))
+        self.entries = torch.arange(len(setting.tokens) // self.ratio if self.ratio else 0)
+        self.held: dict[tuple[str, str], Tensor] = {}
+        self.freely = False  # whether a value was computed by way of the layers before
+        self._before: Layer | None = None
+
+    # --- sites
+
+    def value(self, site: str, at: Tensor) -> Tensor:
+        """What the layer goes on with at a site: as recorded, or else as computed."""
+        theirs = self.setting.theirs.rows(f"layers.{self.layer}.{site}", at)
+        return self.computed(site, at) if theirs is None else theirs[None]
+
+    def computed(self, site: str, at: Tensor) -> Tensor:
+        """What a site should be, from the sites before it; Unknown where there is nothing to compute it from."""
+        key = (
+            site,
+            "at" if at is self.at else "every" if at is self.every else "entries" if at is self.entries else "",
+        )
+        if key not in self.held:
+            out = _EQUATIONS[site](self, at)
+            if not key[1]:
+                return out
+            self.held[key] = out
+        return self.held[key]
+
+    def before(self, at: Tensor) -> Tensor:
+        """The residual streams before the layer, [r, n, s, hidden]."""
+        if self.layer:
+            theirs = self.setting.theirs.rows(f"layers.{self.layer - 1}.streams", at)
+            if theirs is not None:
+                return theirs[None]
+            if self._before is None:
+                self._before = Layer(self.setting, self.layer - 1, self.every)
+            self.freely = True
+            streams: Tensor = self._before.value("streams", self._before.at)
+            return streams[:, at]
+        embedded = self.setting.theirs.rows("embedded", at)
+        if embedded is None:
+            embedded = self.parameters.rows("embed.weight", self.setting.tokens[at]).to(F64)
+        return embedded[None, :, None].expand(-1, -1, self.config.hc_mult, -1)
+
+    # --- the parts that equations share
+
+    def name(self, parameter: str) -> str:
+        """Official name of one of this layer's parameters."""
+        return f"layers.{self.layer}.{parameter}"
+
+    def linear(self, x: Tensor, parameter: str) -> Tensor:
+        """``x W^T``, the input rounded where `deployed` numerics round it."""
+        name = self.name(parameter)
+        return self.product(self.rounded(x, name), self.parameters[name])
+
+    def rounded(self, x: Tensor, name: str) -> Tensor:
+        """The input of a linear: E4M3 by 128 columns, where it is deployed and the weight is FP8 or FP4."""
+        if not (self.deployed and self.parameters.rounds(name)):
+            return x
+        return rounded_e4m3(self.noise.rounding(x), LINEAR_BLOCK)
+
+    def product(self, x: Tensor, weight: Tensor) -> Tensor:
+        """``x W^T`` as a run holds it."""
+        return self.noise.moved(self.noise.summed(x @ weight.T, length(x)[..., None] * length(weight)))
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """``x / sqrt(mean x^2 + eps)`` over the last axis, times the weight."""
+        y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        return self.noise.moved(y if weight is None else y * weight)
+
+    def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cos and sin [r, n, rope / 2] of this layer's rotation.
+
+        The angle is rounded to fp32, as DeepSeek's and everybody's is; beyond some ten thousand positions it is far off
+        the exact one.
+        """
+        config, dim = self.config, self.config.qk_rope_head_dim
+        theta = config.compress_rope_theta if self.ratio else config.rope_theta
+        pair = torch.arange(0, dim, 2, dtype=torch.float32)
+        frequency = 1.0 / (theta ** (pair / dim))
+        yarn = config.rope_scaling
+        if self.ratio and yarn is not None:
+
+            def turning(times: float) -> float:
+                """The pair that turns so often within the original context."""
+                return (
+                    dim
+                    * math.log(yarn.original_max_position_embeddings / (times * 2 * math.pi))
+                    / (2 * math.log(theta))
+                )
+
+            low, high = max(math.floor(turning(yarn.beta_fast)), 0), min(math.ceil(turning(yarn.beta_slow)), dim - 1)
+            slowed = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+            frequency = frequency / yarn.factor * slowed + frequency * (1 - slowed)
+        # The frequency is of fp32, its last bit depends on who computes it; so does the angle's.
+        exact = (positions.to(torch.float32)[:, None] * frequency).to(F64)[None]
+        turning_by = self.noise.moved(frequency.to(F64)[None, None], torch.float32)
+        off = positions.to(F64)[:, None] * (turning_by - turning_by[:1])
+        angle = self.noise.moved(exact + off, torch.float32)
+        return angle.cos(), angle.sin()
+
+    def rotated(self, x: Tensor, positions: Tensor, *, back: bool = False) -> Tensor:
+        """Turn neighbouring pairs of the last dims of [r, n, (h,) d] by their position's angle, or back."""
+        cos, sin = self.angles(positions)
+        if x.ndim == 4:
+            cos, sin = cos[:, :, None], sin[:, :, None]
+        rope = 2 * cos.shape[-1]
+        a, b = x[..., -rope::2], x[..., -rope + 1 :: 2]
+        sin = -sin if back else sin
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+        return self.noise.moved(torch.cat(tuple(self._alike(x[..., :-rope], turned)), -1))
+
+    def cached(self, kv: Tensor) -> Tensor:
+        """A key as it is remembered: `deployed` numerics round all dims but those of rope to E4M3, by 64."""
+        if not self.deployed:
+            return kv
+        nope = self.config.head_dim - self.config.qk_rope_head_dim
+        return torch.cat((rounded_e4m3(self.noise.rounding(kv[..., :nope]), KV_BLOCK), kv[..., nope:]), -1)
+
+    def index_rounded(self, x: Tensor) -> Tensor:
+        """An index query or key as it is scored: Hadamard, then E2M1 by 32, in `deployed` numerics."""
+        if not self.deployed:
+            return x
+        return rounded_e2m1(self.noise.rounding(self.noise.moved(hadamard(x))))
+
+    def hyper(self, streams: Tensor, part: str) -> tuple[Tensor, Tensor, Tensor]:
+        """Of mHC, from streams [r, n, s, hidden]: pre [r, n, s], post [r, n, s], comb [r, n, s, s].
+
+        Every implementation computes these in fp32: in a run of another dtype they are moved as fp32 is.
+        """
+        config, s = self.config, self.config.hc_mult
+        fn, scale, base = (self.parameters[self.name(f"hc_{part}_{leaf}")] for leaf in ("fn", "scale", "base"))
+        flat, F32 = streams.flatten(2), torch.float32
+        mixes = flat @ fn.T * torch.rsqrt(flat.square().mean(-1, keepdim=True) + config.rms_norm_eps)
+        mixes = self.noise.moved(self.noise.summed(mixes, length(fn)[None, None] * flat.shape[-1] ** 0.5), F32)
+        pre = torch.sigmoid(mixes[..., :s] * scale[0] + base[:s]) + config.hc_eps
+        post = 2 * torch.sigmoid(mixes[..., s : 2 * s] * scale[1] + base[s : 2 * s])
+        comb = (mixes[..., 2 * s :] * scale[2] + base[2 * s :]).unflatten(-1, (s, s)).softmax(-1) + config.hc_eps
+        comb = comb / (comb.sum(-2, keepdim=True) + config.hc_eps)
+        for _ in range(config.hc_sinkhorn_iters - 1):
+            comb = comb / (comb.sum(-1, keepdim=True) + config.hc_eps)
+            comb = comb / (comb.sum(-2, keepdim=True) + config.hc_eps)
+        return self.noise.moved(pre, F32), self.noise.moved(post, F32), self.noise.moved(comb, F32)
+
+    def collapsed(self, streams: Tensor, pre: Tensor, norm: str) -> Tensor:
+        """What a sublayer reads: the streams by their weights, normed."""
+        x = self.noise.moved((pre[..., None] * streams).sum(2))
+        return self.rms_norm(x, self.parameters[self.name(norm)])
+
+    def expanded(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        """What a sublayer leaves: ``comb[j, k]`` sends stream j to k, ``post[k]`` the output to k."""
+        mixed = torch.einsum("rnjk,rnjd->rnkd", *self._alike(comb, streams))
+        return self.noise.moved(post[..., None] * y[:, :, None] + mixed)
+
+    def _alike(self, *parts: Tensor) -> Iterator[Tensor]:
+        """The same number of replicas for all, as einsum wants it."""
+        most = max(part.shape[0] for part in parts)
+        return (part if part.shape[0] == most else part.expand(most, *part.shape[1:]) for part in parts)
+
+    def compressed(self, parameter: str, width: int, at: Tensor) -> Tensor:
+        """Entries `at`, [r, n, width]: tokens of a window pooled by their gates, normed and turned.
+
+        A CSA window sees the one before it too: each token has two series, one for its own window and one for the next.
+        """
+        overlap = 2 if self.kind is LayerKind.CSA else 1
+        wkv, wgate, ape, norm = (
+            self.parameters[self.name(f"{parameter}.{leaf}")]
+            for leaf in ("wkv.weight", "wgate.weight", "ape", "norm.weight")
+        )
+        parts = []
+        step = max(1, TOKENS // self.ratio)
+        for some in at.split(step):
+            windows = (
+                torch.cat((some - 1, some)) if overlap == 2 else some
+            )  # of the first one, those before are not there
+            tokens = (windows[:, None] * self.ratio + torch.arange(self.ratio)).flatten()
+            x = self.value("attention.input", tokens.clamp_min(0))
+            kv, gate = self.product(x, wkv), self.product(x, wgate)
+            kv, gate = (
+                part.unflatten(1, (-1, self.ratio)) for part in (kv, gate)
+            )  # [r, windows, ratio, series * width]
+            gate = self.noise.moved(gate + ape)
+            if overlap == 2:
+                n = len(some)
+                hidden = (some == 0)[:, None, None]
+                kv = torch.cat((kv[:, :n, :, :width], kv[:, n:, :, width:]), 2)
+                gate = torch.cat((gate[:, :n, :, :width].masked_fill(hidden, -math.inf), gate[:, n:, :, width:]), 2)
+            share = self.noise.moved(gate.softmax(2))
+            parts.append(self.noise.moved((kv * share).sum(2)))
+        rows = self.rms_norm(torch.cat(parts, 1), norm)
+        return self.rotated(rows, at * self.ratio)
+
+    # --- attention
+
+    @_site("attention.pre")
+    def _attention_pre(self, at: Tensor) -> Tensor:
+        return self.hyper(self.before(at), "attn")[0]
+
+    @_site("attention.post")
+    def _attention_post(self, at: Tensor) -> Tensor:
+        return self.hyper(self.before(at), "attn")[1]
+
+    @_site("attention.comb")
+    def _attention_comb(self, at: Tensor) -> Tensor:
+        return self.hyper(self.before(at), "attn")[2]
+
+    @_site("attention.input")
+    def _attention_input(self, at: Tensor) -> Tensor:
+        return self.collapsed(self.before(at), self.value("attention.pre", at), "attn_norm.weight")
+
+    @_site("attention.latent")
+    def _latent(self, at: Tensor) -> Tensor:
+        x = self.linear(self.value("attention.input", at), "attn.wq_a.weight")
+        return self.rms_norm(x, self.parameters[self.name("attn.q_norm.weight")])
+
+    @_site("attention.query")
+    def _query(self, at: Tensor) -> Tensor:
+        q = self.linear(self.value("attention.latent", at), "attn.wq_b.weight")
+        return self.rotated(self.rms_norm(q.unflatten(-1, (-1, self.config.head_dim))), at)
+
+    @_site("attention.kv")
+    def _kv(self, at: Tensor) -> Tensor:
+        parts = []
+        for some in at.split(TOKENS):
+            kv = self.linear(self.value("attention.input", some), "attn.wkv.weight")
+            kv = self.rms_norm(kv, self.parameters[self.name("attn.kv_norm.weight")])
+            parts.append(self.cached(self.rotated(kv, some)))
+        return torch.cat(parts, 1)
+
+    @_site("attention.entry")
+    def _entry(self, at: Tensor) -> Tensor:
+        return self.cached(self.compressed("attn.compressor", self.config.head_dim, at))
+
+    @_site("indexer.key")
+    def _index_key(self, at: Tensor) -> Tensor:
+        return self.compressed("attn.indexer.compressor", self.config.index_head_dim, at)
+
+    @_site("indexer.key_used")
+    def _index_key_used(self, at: Tensor) -> Tensor:
+        return self.index_rounded(self.value("indexer.key", at))
+
+    @_site("indexer.query")
+    def _index_query(self, at: Tensor) -> Tensor:
+        q = self.linear(self.value("attention.latent", at), "attn.indexer.wq_b.weight")
+        return self.rotated(q.unflatten(-1, (-1, self.config.index_head_dim)), at)
+
+    @_site("indexer.query_used")
+    def _index_query_used(self, at: Tensor) -> Tensor:
+        return self.index_rounded(self.value("indexer.query", at))
+
+    @_site("indexer.weights")
+    def _index_weights(self, at: Tensor) -> Tensor:
+        config = self.config
+        weights = self.linear(self.value("attention.input", at), "attn.indexer.weights_proj.weight")
+        return self.noise.moved(weights * (config.index_head_dim**-0.5 * config.index_n_heads**-0.5))
+
+    def index_scores(self, at: Tensor) -> Tensor:
+        """``sum_h w_h relu(q_h . k)`` [r, n, entries], -inf for entries that are not finished."""
+        q, weights = self.value("indexer.query_used", at), self.value("indexer.weights", at)
+        keys = self.value("indexer.key_used", self.entries)
+        most = max(part.shape[0] for part in (q, weights, keys))
+        step = max(1, NUMBERS // max(1, most * q.shape[2] * keys.shape[1]))
+        parts = []
+        for low in range(0, len(at), step):
+            some = slice(low, low + step)
+            each = self.noise.moved(torch.einsum("rnhd,red->rnhe", *self._alike(q[:, some], keys)))
+            scores = torch.einsum("rnhe,rnh->rne", *self._alike(each.relu(), weights[:, some]))
+            parts.append(self.noise.moved(scores))
+        unfinished = self.entries >= ((at + 1) // self.ratio)[:, None]
+        return torch.cat(parts, 1).masked_fill(unfinished, -math.inf)
+
+    @_site("indexer.selected")
+    def _selected(self, at: Tensor) -> Tensor:
+        """The top k of the scores, of equal ones the first; -1 where fewer are finished: [r, n, k]."""
+        scores = self.index_scores(at)
+        finite = scores.masked_fill(scores.isneginf(), 0)
+        scores = self.noise.choosing(finite).masked_fill(scores.isneginf(), -math.inf)
+        best = scores.sort(dim=-1, descending=True, stable=True)
+        k = min(self.config.index_topk, scores.shape[-1])
+        return best.indices[..., :k].masked_fill(best.values[..., :k].isneginf(), -1).to(F64)
+
+    @_site("attention.mixed")
+    def _mixed(self, at: Tensor) -> Tensor:
+        q, kv = self.value("attention.query", at), self.value("attention.kv", self.every)
+        sink = self.parameters[self.name("attn.attn_sink")]
+        entries = self.value("attention.entry", self.entries) if self.ratio else None
+        selected = self.value("indexer.selected", at) if self.kind is LayerKind.CSA else None
+        parts, step = [], self._rows_at_once(q, entries, selected)
+        for low in range(0, len(at), step):
+            some = slice(low, low + step)
+            chosen = None if selected is None else selected[:, some]
+            parts.append(self._attended(q[:, some], at[some], kv, entries, chosen, sink))
+        return torch.cat(parts, 1)
+
+    def _rows_at_once(self, q: Tensor, entries: Tensor | None, selected: Tensor | None) -> int:
+        keys = self.config.sliding_window
+        if entries is not None:
+            keys += entries.shape[1] if selected is None else selected.shape[-1]
+        width = max(self.config.num_attention_heads, self.config.head_dim)
+        return max(1, NUMBERS // ((1 + self.noise.replicas) * keys * width))
+
+    def _attended(
+        self, q: Tensor, at: Tensor, kv: Tensor, entries: Tensor | None, selected: Tensor | None, sink: Tensor
+    ) -> Tensor:
+        """Softmax over the window, the entries that are seen, and the sink, which has no value."""
+        back = torch.arange(-self.config.sliding_window + 1, 1)
+        window = at[:, None] + back  # [n, w]
+        keys, hidden = kv[:, window.clamp_min(0)], window < 0  # [r, n, w, d]
+        if entries is not None and selected is None:
+            chosen = self.entries.expand(len(at), -1)
+            more, hide = entries[:, None].expand(-1, len(at), -1, -1), chosen >= ((at + 1) // self.ratio)[:, None]
+        elif entries is not None and selected is not None:
+            which, every = self._alike(selected.long(), entries)
+            replica = torch.arange(which.shape[0])[:, None, None]
+            more, hide = every[replica, which.clamp_min(0)], which < 0
+        if entries is not None:
+            hidden = torch.cat((hidden.expand(*hide.shape[:-1], -1), hide), -1)
+            keys = torch.cat(tuple(self._alike(keys, more)), 2)
+        scale = self.config.head_dim**-0.5
+        scores = torch.einsum("rnhd,rnkd->rnhk", *self._alike(q, keys)) * scale
+        scores = self.noise.moved(self.noise.summed(scores, length(q)[..., None] * length(keys)[:, :, None] * scale))
+        scores = scores.masked_fill(hidden.unsqueeze(-2), -math.inf)
+        largest = torch.maximum(scores.amax(-1), sink)[..., None]
+        mass = (scores - largest).exp()
+        share = mass / (mass.sum(-1, keepdim=True) + (sink[:, None] - largest).exp())
+        share = self.noise.moved(share)
+        out = torch.einsum("rnhk,rnkd->rnhd", *self._alike(share, keys))
+        return self.noise.moved(
+            self.noise.summed(out, torch.einsum("rnhk,rnkd->rnhd", *self._alike(share, keys.abs())))
+        )
+
+    @_site("attention.unrotated")
+    def _unrotated(self, at: Tensor) -> Tensor:
+        return self.rotated(self.value("attention.mixed", at), at, back=True)
+
+    @_site("attention.output")
+    def _attention_output(self, at: Tensor) -> Tensor:
+        """Groups of heads by rows of wo_a, whose input is never rounded, then wo_b."""
+        out, groups = self.value("attention.unrotated", at).flatten(2), self.config.o_groups
+        weight = self.parameters[self.name("attn.wo_a.weight")].unflatten(0, (groups, -1))
+        low = [self.product(x, w) for x, w in zip(out.chunk(groups, -1), weight, strict=True)]
+        return self.linear(torch.cat(low, -1), "attn.wo_b.weight")
+
+    @_site("attention.streams")
+    def _attention_streams(self, at: Tensor) -> Tensor:
+        post, comb = self.value("attention.post", at), self.value("attention.comb", at)
+        return self.expanded(self.value("attention.output", at), self.before(at), post, comb)
+
+    # --- experts
+
+    @_site("experts.pre")
+    def _experts_pre(self, at: Tensor) -> Tensor:
+        return self.hyper(self.value("attention.streams", at), "ffn")[0]
+
+    @_site("experts.post")
+    def _experts_post(self, at: Tensor) -> Tensor:
+        return self.hyper(self.value("attention.streams", at), "ffn")[1]
+
+    @_site("experts.comb")
+    def _experts_comb(self, at: Tensor) -> Tensor:
+        return self.hyper(self.value("attention.streams", at), "ffn")[2]
+
+    @_site("experts.input")
+    def _experts_input(self, at: Tensor) -> Tensor:
+        streams, pre = self.value("attention.streams", at), self.value("experts.pre", at)
+        return self.collapsed(streams, pre, "ffn_norm.weight")
+
+    def expert_scores(self, at: Tensor) -> Tensor:
+        """``sqrt(softplus(x . w))`` of each expert, [r, n, experts]."""
+        logits = self.linear(self.value("experts.input", at), "ffn.gate.weight")
+        return self.noise.moved(torch.nn.functional.softplus(logits).sqrt())
+
+    def expert_ranks(self, at: Tensor) -> Tensor:
+        """What experts are chosen by: the scores and a bias."""
+        return self.expert_scores(at) + self.parameters[self.name("ffn.gate.bias")]
+
+    @_site("experts.ids")
+    def _expert_ids(self, at: Tensor) -> Tensor:
+        if self.config.is_hash(self.layer):
+            return self.parameters.rows(self.name("ffn.gate.tid2eid"), self.setting.tokens[at])[None].to(F64)
+        ranks = self.noise.choosing(self.expert_ranks(at))
+        best = ranks.sort(dim=-1, descending=True, stable=True).indices
+        return best[..., : self.config.num_experts_per_tok].to(F64)
+
+    @_site("experts.weights")
+    def _expert_weights(self, at: Tensor) -> Tensor:
+        """Scores of the chosen experts without the bias, as shares of the route scale; in the order of the ids."""
+        scores, ids = self._alike(self.expert_scores(at), self.value("experts.ids", at).long())
+        chosen = scores.gather(-1, ids)
+        return self.noise.moved(chosen / chosen.sum(-1, keepdim=True) * self.config.routed_scaling_factor)
+
+    @_site("experts.shared_gate")
+    def _shared_gate(self, at: Tensor) -> Tensor:
+        return self.linear(self.value("experts.input", at), "ffn.shared_experts.w1.weight")
+
+    @_site("experts.shared_up")
+    def _shared_up(self, at: Tensor) -> Tensor:
+        return self.linear(self.value("experts.input", at), "ffn.shared_experts.w3.weight")
+
+    @_site("experts.output")
+    def _experts_output(self, at: Tensor) -> Tensor:
+        """The routed experts of each token, one expert after the other, and the shared one."""
+        x, weights = self.value("experts.input", at), self.value("experts.weights", at)
+        ids = self.value("experts.ids", at).long()
+        out = torch.zeros(1 + self.noise.replicas, *x.shape[1:], dtype=F64)
+        for expert in ids.unique().tolist():
+            chosen = ids == expert  # [r, n, k]
+            rows = chosen.any(-1).any(0).nonzero()[:, 0]  # of any replica; its weight is 0 in the others
+            weight = (weights * chosen).sum(-1)[:, rows, None]
+            out[:, rows] = self.noise.moved(out[:, rows] + self.expert(expert, x[:, rows], weight))
+        gate, up = self.value("experts.shared_gate", at), self.value("experts.shared_up", at)
+        shared = self.linear(self.activated(gate, up), "ffn.shared_experts.w2.weight")
+        return self.noise.moved(out + shared)
+
+    def expert(self, expert: int, x: Tensor, weight: Tensor) -> Tensor:
+        """One routed expert; the weights [r, n, 1] multiply before its last product."""
+        w1, w3, w2 = (self.name(f"ffn.experts.{expert}.{part}.weight") for part in ("w1", "w3", "w2"))
+        x = self.rounded(x, w1)
+        gate, up = (self.product(x, self.parameters.fresh(name)) for name in (w1, w3))
+        return self.product(self.rounded(self.activated(gate, up, weight), w2), self.parameters.fresh(w2))
+
+    def activated(self, gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
+        """``silu(gate) up`` and the weight, if any; gate is clamped from above, up on both sides."""
+        limit = self.config.swiglu_limit
+        y = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+        return self.noise.moved(y if weight is None else y * weight)
+
+    @_site("streams")
+    def _streams(self, at: Tensor) -> Tensor:
+        post, comb = self.value("experts.post", at), self.value("experts.comb", at)
+        return self.expanded(self.value("experts.output", at), self.value("attention.streams", at), post, comb)
+
+
+def sites_of(config: ModelConfig, layer: int) -> list[str]:
+    """Sites that a layer of this kind has, in the order in which they follow from each other."""
+    kind = config.layer_kind(layer)
+    absent = {
+        LayerKind.SWA: ("attention.entry", "indexer."),
+        LayerKind.HCA: ("indexer.",),
+        LayerKind.CSA: (),
+    }[kind]
+    return [site for site in _EQUATIONS if not site.startswith(tuple(absent))]
+
+
+EQUATIONS: Final[Mapping[str, Equation]] = _EQUATIONS
