@@ -38,6 +38,7 @@ REPLICAS: Final = 15
 FACTOR: Final = 4.0
 # All rows of a site together: rounding as often again as the replicas do would take their RMS to 1.4 times the spread.
 TOGETHER: Final = 2.0
+HEAVY: Final = 64  # a number makes up much of its row where it holds one part in so many of the squared length
 NUMBERS: Final = 1 << 24  # float64 of a temporary tensor, 128 MiB
 TOKENS: Final = 512  # of the whole prompt at a time
 
@@ -250,11 +251,19 @@ class Noise:
         return torch.cat((x[:1], x[:1] + (x[1:] - x[:1]) * FACTOR + off * (x[1:].abs() * 2.0**-40 + 2.0**-500)))
 
     def rounding(self, x: Tensor) -> Tensor:
-        """What is rounded to a narrow format: as `choosing` in a run of fp32, where next to no number rounds otherwise.
+        """What is rounded to a narrow format: replicas that are `FACTOR` times as far off where a flip is rare.
 
-        In one of bf16 some numbers of every row do.
+        In a run of fp32 that is everywhere. In one of bf16 some numbers of every row round otherwise, and the spread has
+        it; but not so surely a single number that makes up much of its row.
         """
-        return self.choosing(x) if self.dtype == torch.float32 else x
+        if x.shape[0] == 1:
+            return x
+        off = x[1:] - x[:1]
+        if self.dtype != torch.float32:
+            square = x[:1].square()
+            off = torch.where(HEAVY * square >= square.sum(-1, keepdim=True), FACTOR * off, off)
+            return torch.cat((x[:1], x[:1] + off))
+        return torch.cat((x[:1], x[:1] + FACTOR * off))
 
 
 # --- the layer
@@ -446,11 +455,11 @@ class Layer:
         pre = torch.sigmoid(mixes[..., :s] * scale[0] + base[:s]) + config.hc_eps
         post = 2 * torch.sigmoid(mixes[..., s : 2 * s] * scale[1] + base[s : 2 * s])
         comb = (mixes[..., 2 * s :] * scale[2] + base[2 * s :]).unflatten(-1, (s, s)).softmax(-1) + config.hc_eps
-        comb = comb / (comb.sum(-2, keepdim=True) + config.hc_eps)
-        for _ in range(config.hc_sinkhorn_iters - 1):
-            comb = comb / (comb.sum(-1, keepdim=True) + config.hc_eps)
-            comb = comb / (comb.sum(-2, keepdim=True) + config.hc_eps)
-        return self.noise.moved(pre, F32), self.noise.moved(post, F32), self.noise.moved(comb, F32)
+        comb = self.noise.moved(comb, F32)
+        for step in range(2 * config.hc_sinkhorn_iters - 1):  # columns first and last
+            total = self.noise.moved(comb.sum(-1 if step % 2 else -2, keepdim=True) + config.hc_eps, F32)
+            comb = self.noise.moved(comb / total, F32)
+        return self.noise.moved(pre, F32), self.noise.moved(post, F32), comb
 
     def collapsed(self, streams: Tensor, pre: Tensor, norm: str) -> Tensor:
         """What a sublayer reads: the streams by their weights, normed."""
