@@ -4,7 +4,7 @@ The census needs names, dtypes and shapes only, so it runs on a bare list of the
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -57,6 +57,7 @@ class Census:
     by_form: Mapping[Form, Tally]  # parameters, their weights, and their bytes with scales
     mtp_stages: int  # drafting stages; they are ignored
     mtp_head: str | None  # "preview MTP" or "DSpark"
+    absent: Mapping[str, str]  # parameter -> stored name, of those that are not bound since their file is not there
 
 
 @dataclass(slots=True)
@@ -79,7 +80,7 @@ class Faults:
             raise CheckpointError((f"{where}: " if where else "") + "\n".join(lines))
 
 
-def census(tensors: Mapping[str, Stored], config: ModelConfig, where: str = "") -> Census:
+def census(tensors: Mapping[str, Stored], config: ModelConfig, where: str = "", absent: Collection[str] = ()) -> Census:
     """Account for every tensor of a checkpoint.
 
     Parameters
@@ -90,6 +91,9 @@ def census(tensors: Mapping[str, Stored], config: ModelConfig, where: str = "") 
         What the checkpoint must fill.
     where : str
         What messages call the checkpoint, usually its path; may be empty.
+    absent : Collection[str]
+        Stored names that an index has for files that are not there: each must be a parameter's too, which then is not
+        bound.
 
     Raises
     ------
@@ -100,22 +104,23 @@ def census(tensors: Mapping[str, Stored], config: ModelConfig, where: str = "") 
     demanded = parameters(config)
     faults = Faults()
     skipped: dict[str, str] = {}
-    head = _skip_drafting(tensors, config, faults, skipped)
+    head = _skip_drafting([*tensors, *absent], config, faults, skipped)
     sources = _sort(tensors, demanded, config, faults, skipped)
+    elsewhere = _elsewhere(absent, sources, demanded, config, faults, skipped)
     bindings: dict[str, Binding] = {}
     for name, parameter in demanded.items():
+        if name in elsewhere:
+            continue
         try:
             bindings[name] = bind_parameter(name, parameter, sources.get(name, {}), tensors)
         except Wrong as wrong:
             faults.add(wrong.kind, wrong.text)
     _skip_input_scales(sources, bindings, faults, skipped)
     faults.check(where)
-    return count(tensors, demanded, bindings, skipped, head)
+    return count(tensors, demanded, bindings, skipped, head, elsewhere)
 
 
-def _skip_drafting(
-    tensors: Mapping[str, Stored], config: ModelConfig, faults: Faults, skipped: dict[str, str]
-) -> Drafting:
+def _skip_drafting(tensors: Iterable[str], config: ModelConfig, faults: Faults, skipped: dict[str, str]) -> Drafting:
     """The `mtp.*` tensors are ignored, provided that they are a drafting head's."""
     names = {stored: place for stored in tensors if (place := stage_and_rest(stored))}
     head = drafting(names, config)
@@ -158,10 +163,40 @@ def _sort(
     return sources
 
 
+def _elsewhere(
+    absent: Collection[str],
+    sources: Mapping[str, Mapping[Role, Source]],
+    demanded: Mapping[str, Parameter],
+    config: ModelConfig,
+    faults: Faults,
+    skipped: Mapping[str, str],
+) -> dict[str, str]:
+    """Parameters that an absent tensor belongs to, and its stored name."""
+    found: dict[str, str] = {}
+    taken: dict[tuple[str, Role], str] = {}
+    for stored in absent:
+        if stored in skipped or ignored(stored, config):
+            continue
+        for meaning, _ in _readings(stored, None, translate(stored), config, faults):
+            if meaning.parameter not in demanded:
+                faults.add("not in this architecture", quoted(stored))
+                break
+            held = sources.get(meaning.parameter, {}).get(meaning.role)
+            other = held.name if held else taken.get((meaning.parameter, meaning.role))
+            if other is not None:
+                faults.add("duplicate", f"{quoted(stored)} and {quoted(other)}")
+            taken[meaning.parameter, meaning.role] = stored
+            found.setdefault(meaning.parameter, stored)
+    return found
+
+
 def _readings(
-    stored: str, shape: Sequence[int], meaning: Meaning | None, config: ModelConfig, faults: Faults
+    stored: str, shape: Sequence[int] | None, meaning: Meaning | None, config: ModelConfig, faults: Faults
 ) -> list[tuple[Meaning, Slice | None]]:
-    """The parameters that a stored tensor holds: one, or all experts of a layer where it is a stack."""
+    """The parameters that a stored tensor holds: one, or all experts of a layer where it is a stack.
+
+    The shape of one that is not there is not known: None.
+    """
     if meaning is None:
         faults.add("unknown name", quoted(stored))
         return []
@@ -171,7 +206,7 @@ def _readings(
     E, D, I = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     gate_up = meaning.role is Role.STACKED_GATE_UP
     want = (E, 2 * I, D) if gate_up else (E, D, I)
-    if tuple(shape) != want:
+    if shape is not None and tuple(shape) != want:
         # still bound to its parameters, or each of them would be called missing too
         faults.add("misshapen", f"{quoted(stored)} is {list(shape)}, want {list(want)}")
     parts = (("w1", 0, I), ("w3", I, 2 * I)) if gate_up else (("w2", 0, D),)
@@ -202,8 +237,9 @@ def count(
     bindings: Mapping[str, Binding],
     skipped: Mapping[str, str],
     head: Drafting,
+    absent: Mapping[str, str],
 ) -> Census:
-    """Add up what a checkpoint holds; every stored tensor is in `bindings` or `skipped`."""
+    """Add up what a checkpoint holds: every stored tensor is in `bindings`, `skipped`, or of an `absent` parameter."""
     kinds: dict[str, str] = dict.fromkeys(skipped, "ignored")
     by_form: dict[Form, Tally] = {}
     by_dtype: dict[str, Tally] = {}
@@ -222,7 +258,7 @@ def count(
     for stored, (dtype, shape) in tensors.items():
         elements, nbytes = math.prod(shape), _nbytes((dtype, shape))
         by_dtype.setdefault(dtype, Tally()).add(elements, nbytes)
-        by_kind.setdefault(kinds[stored], Tally()).add(elements, nbytes)
+        by_kind.setdefault(kinds.get(stored, "of a parameter that is not whole"), Tally()).add(elements, nbytes)
     return Census(
         tensors=len(tensors),
         nbytes=sum(tally.nbytes for tally in by_dtype.values()),
@@ -235,6 +271,7 @@ def count(
         by_form=by_form,
         mtp_stages=head.stages,
         mtp_head=head.head,
+        absent=absent,
     )
 
 

@@ -56,16 +56,19 @@ class Checkpoint:
     shards: tuple[Shard, ...]  # in the order of their names
     tensors: Mapping[str, StoredTensor]  # by stored name
     unlisted: tuple[str, ...]  # *.safetensors files in the folder that the index does not name; never read
+    absent: Mapping[str, str] = field(default_factory=dict)  # stored name -> file of the index that is not there
     _maps: dict[Path, mmap.mmap] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def open(cls, directory: Path) -> Self:
+    def open(cls, directory: Path, *, partial: bool = False) -> Self:
         """Read and check the index and every shard's header.
 
         Parameters
         ----------
         directory : Path
             A checkpoint folder or a hub snapshot folder.
+        partial : bool
+            Whether shards may be missing; what the index says of them is then `absent`.
 
         Raises
         ------
@@ -78,15 +81,15 @@ class Checkpoint:
         if index.exists() and single.exists():
             raise CheckpointError(f"{directory}: holds both {INDEX} and {SINGLE}; want one of them")
         if index.exists():
-            shards = _sharded(index)
+            shards, absent = _sharded(index, partial=partial)
         elif single.exists():
-            shards = (read_header(single),)
+            shards, absent = (read_header(single),), {}
         else:
             raise CheckpointError(f"{directory}: holds neither {INDEX} nor {SINGLE}")
         tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
         read = {shard.path.name for shard in shards}
         unlisted = sorted(path.name for path in directory.glob("*.safetensors") if path.name not in read)
-        return cls(directory, shards, tensors, tuple(unlisted))
+        return cls(directory, shards, tensors, tuple(unlisted), absent)
 
     def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Stored name -> (dtype, shape): what `census` takes."""
@@ -138,15 +141,19 @@ class Checkpoint:
         return self._maps[path]
 
 
-def _sharded(index: Path) -> tuple[Shard, ...]:
-    """Every shard that the index names, each holding exactly the tensors that the index assigns to it."""
+def _sharded(index: Path, *, partial: bool) -> tuple[tuple[Shard, ...], dict[str, str]]:
+    """Every shard that the index names, each holding exactly the tensors that the index assigns to it.
+
+    Where the folder may be partial, those that are there, and stored name -> file of the others.
+    """
     weight_map = _weight_map(index)
     assigned: dict[str, set[str]] = {}
     for name, file_name in weight_map.items():
         assigned.setdefault(file_name, set()).add(name)
     for file_name in sorted(assigned):
         _check_shard_name(index, file_name)
-    shards = tuple(read_header(index.parent / file_name) for file_name in sorted(assigned))
+    there = {name for name in assigned if not partial or (index.parent / name).exists()}
+    shards = tuple(read_header(index.parent / file_name) for file_name in sorted(there))
     for shard in shards:
         held, wanted = shard.tensors.keys(), assigned[shard.path.name]
         for name in sorted(wanted - held):
@@ -159,7 +166,7 @@ def _sharded(index: Path) -> tuple[Shard, ...]:
             raise CheckpointError(
                 f"{shard.path}: tensor {quoted(name)}: the shard holds it, the index does not name it"
             )
-    return shards
+    return shards, {name: file_name for name, file_name in weight_map.items() if file_name not in there}
 
 
 def _weight_map(index: Path) -> Mapping[str, str]:

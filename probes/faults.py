@@ -16,6 +16,7 @@ from probes.faults_in_wiring import WIRING
 
 SWA, CSA, HCA = LayerKind.SWA, LayerKind.CSA, LayerKind.HCA
 STORY = "the indexer that was off for months"
+PORTING = "the mistake's kind: a port that took a neighbour's formula"
 
 
 def _slices(config: ModelConfig) -> str | None:
@@ -29,6 +30,14 @@ def _yarn_and(*kinds: LayerKind) -> Callable[[ModelConfig], str | None]:
         return "the model has no YaRN" if config.rope_scaling is None else needs(*kinds)(config)
 
     return inapplicable
+
+
+def _scored(config: ModelConfig) -> str | None:
+    return None if config.num_hash_layers < config.num_hidden_layers else "all layers are hash layers"
+
+
+def _scaled(config: ModelConfig) -> str | None:
+    return "routed_scaling_factor is 1" if config.routed_scaling_factor == 1 else None
 
 
 def _hash(config: ModelConfig) -> str | None:
@@ -138,6 +147,37 @@ _ALL = (
         ops=op.mscale_in_softmax,
         inapplicable=needs(CSA, HCA),
     ),
+    Fault(
+        "rope-on-first-dims", "RoPE turns the first dims of a head, not the last.", PORTING, ops=op.rope_on_first_dims
+    ),
+    Fault(
+        "entries-rotated-at-their-end",
+        "Entries and index keys are rotated by their window's last position, not its first.",
+        PORTING,
+        inject=model.entries_rotated_at_their_end,
+        inapplicable=needs(CSA, HCA),
+    ),
+    Fault(
+        "index-queries-unrotated",
+        "Index queries go without their rotation.",
+        PORTING,
+        inject=model.index_queries_unrotated,
+        inapplicable=needs(CSA),
+    ),
+    # norms
+    Fault(
+        "norm-weight-plus-one",
+        "The weights of a layer's norms are taken as what is added to 1.",
+        PORTING,
+        inject=model.norm_weight_plus_one,
+    ),
+    Fault(
+        "layer-norms-swapped",
+        "The norms before attention and experts are exchanged.",
+        PORTING,
+        inject=model.layer_norms_swapped,
+    ),
+    Fault("kv-norm-weight-dropped", "KV is normed without its weights.", PORTING, inject=model.kv_norm_weight_dropped),
     # between a layer's input and its attention
     *WIRING,
     # mHC
@@ -153,6 +193,9 @@ _ALL = (
         "Sinkhorn stops after one iteration.",
         "a constant beats the config",
         inject=model.one_sinkhorn_iteration,
+    ),
+    Fault(
+        "hyper-head-mean", "The streams behind the last layer are read by their mean.", PORTING, ops=op.hyper_head_mean
     ),
     Fault("post-not-doubled", "post = sigmoid instead of 2 sigmoid.", "Automodel#2039", ops=op.post_not_doubled),
     # what a token sees
@@ -184,9 +227,35 @@ _ALL = (
         ops=op.entries_off_by_one,
         inapplicable=needs(CSA, HCA),
     ),
+    Fault("sink-dropped", "The softmax has no sink.", PORTING, ops=op.sink_dropped),
+    Fault("window-one-short", "The window is one token short.", "an off-by-one", inject=model.window_one_short),
+    Fault(
+        "softmax-scale-without-rope-dims",
+        "Scores are scaled by the root of the dims that are not rotated.",
+        PORTING,
+        inject=model.softmax_scale_without_rope_dims,
+    ),
     Fault("sink-in-numerator", "The sink is given a value.", "a misread equation", ops=op.sink_in_numerator),
     Fault("rank-0-sinks", "All ranks use rank 0's sinks.", "sglang#35092", ops=op.rank_0_sinks),
     # experts
+    Fault("gate-sigmoid", "Experts are scored by sigmoid, as in V3.", PORTING, ops=op.gate_sigmoid),
+    Fault("weights-not-normed", "Experts' weights are not divided by their sum.", PORTING, ops=op.weights_not_normed),
+    Fault(
+        "route-scale-dropped",
+        "Experts' weights go without routed_scaling_factor.",
+        PORTING,
+        inject=model.route_scale_dropped,
+        inapplicable=_scaled,
+    ),
+    Fault(
+        "selection-bias-dropped",
+        "Experts are chosen without the selection bias.",
+        PORTING,
+        ops=op.selection_bias_dropped,
+        inapplicable=_scored,
+    ),
+    Fault("gate-up-swapped", "Gate and up of the experts are exchanged.", PORTING, ops=op.gate_up_swapped),
+    Fault("shared-expert-dropped", "The shared expert is left out.", PORTING, inject=model.shared_expert_dropped),
     Fault(
         "routed-clamp-dropped",
         "Routed experts do not clamp.",

@@ -3,8 +3,10 @@
 A faulty part is a subclass, and the part that is there becomes one: everything else about it stays as it was loaded.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +23,7 @@ from model.experts import Expert
 from model.gate import HashGate
 from model.indexer import Indexer
 from model.ranks import Share
+from model.rope import Rotation
 from model.state import State
 from model.transformer import Transformer
 
@@ -144,6 +147,76 @@ def no_inverse_rotation(model: Transformer) -> None:
         attention.arithmetic = attention.arithmetic._replace(ops=ops._replace(rotate=_RotateOnlyForward(ops.rotate)))
 
 
+class _FromTheirEnd(Rotation):
+    def at(self, first: int, count: int, step: int = 1) -> tuple[Tensor, Tensor]:
+        return super().at(first + step - 1, count, step)
+
+
+def entries_rotated_at_their_end(model: Transformer) -> None:
+    """Rotate an entry and an index key by the position of its window's last token, not of its first."""
+    for attention in _attentions(model):
+        rotation = copy.copy(attention.rotation)
+        become(rotation, _FromTheirEnd)
+        if isinstance(attention, HcaAttention):
+            attention.compressor.rotation = rotation
+        if isinstance(attention, CsaAttention):
+            attention.indexer.compressor.rotation = rotation
+
+
+# --- the window and the norms
+
+
+def window_one_short(model: Transformer) -> None:
+    """See one token less: a window that does not count the token itself."""
+    for attention in _attentions(model):
+        attention.window -= 1
+
+
+def softmax_scale_without_rope_dims(model: Transformer) -> None:
+    """Scale scores by the root of the dims that are not rotated."""
+    for attention in _attentions(model):
+        ops = attention.arithmetic.ops
+        factor = (attention.head_dim / (attention.head_dim - attention.rope_dim)) ** 0.5
+        other = ops._replace(attend=_Scaled(ops.attend, factor))
+        attention.arithmetic = attention.arithmetic._replace(ops=other)
+
+
+class _Scaled:
+    """An `attend` whose queries are longer."""
+
+    def __init__(self, attend: Callable[..., Tensor], factor: float) -> None:
+        self.attend, self.factor = attend, factor
+
+    def __call__(self, q: Tensor, *given: Any) -> Tensor:
+        return self.attend(q * self.factor, *given)
+
+
+def norm_weight_plus_one(model: Transformer) -> None:
+    """Take the weights of the layers' norms as what is added to 1, as Gemma stores them."""
+    for block in model.blocks:
+        block.attention_norm = block.attention_norm + 1
+        block.experts_norm = block.experts_norm + 1
+
+
+def layer_norms_swapped(model: Transformer) -> None:
+    """Norm the attention's input by the experts' weights, and theirs by its."""
+    for block in model.blocks:
+        block.attention_norm, block.experts_norm = block.experts_norm, block.attention_norm
+
+
+def kv_norm_weight_dropped(model: Transformer) -> None:
+    """Norm the window's KV without weights."""
+    for attention in _attentions(model):
+        attention.kv_norm = torch.ones_like(attention.kv_norm)
+
+
+def index_queries_unrotated(model: Transformer) -> None:
+    """Score index keys with queries that are not rotated."""
+    for indexer in _indexers(model):
+        ops = indexer.arithmetic.ops._replace(rotate=lambda x, cos, sin: x)  # noqa: ARG005 -- an op's signature
+        indexer.arithmetic = indexer.arithmetic._replace(ops=ops)
+
+
 # --- caches
 
 
@@ -254,6 +327,23 @@ def shared_expert_twice(model: Transformer) -> None:
     """Sum the shared expert, which every rank holds, over two ranks."""
     for block in model.blocks:
         become(block.experts.shared, _Twice)
+
+
+class _Nothing(Expert):
+    def __call__(self, x: Tensor, weight: Tensor | None, share: Share | None = None) -> Tensor:
+        return 0 * super().__call__(x, weight, share)
+
+
+def shared_expert_dropped(model: Transformer) -> None:
+    """Leave out the shared expert."""
+    for block in model.blocks:
+        become(block.experts.shared, _Nothing)
+
+
+def route_scale_dropped(model: Transformer) -> None:
+    """Weigh experts by shares of 1, without `routed_scaling_factor`."""
+    for block in model.blocks:
+        block.experts.gate.scale = 1.0
 
 
 def hash_table_zeroed(model: Transformer) -> None:

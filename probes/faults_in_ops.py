@@ -118,6 +118,7 @@ future_block_visible = _given(_early)  # entries of unfinished blocks, where the
 ring_off_by_one = _given(lambda call: call._replace(ring=call.ring.roll(1, 0)))  # position p reads the KV of p - 1
 entries_off_by_one = _given(_gathered_beside)
 rank_0_sinks = _given(_first_ranks_sinks)
+sink_dropped = _given(lambda call: call._replace(sink=torch.full_like(call.sink, -1e30)))
 
 
 def sink_in_numerator(ops: Ops) -> Ops:
@@ -193,6 +194,61 @@ def bias_in_weights(ops: Ops) -> Ops:
         return ids, scale * chosen / chosen.sum(-1, keepdim=True)
 
     return ops._replace(route=route)
+
+
+def gate_sigmoid(ops: Ops) -> Ops:
+    """Score experts by sigmoid, as V3 does: by the logits whose sqrt(softplus) is that."""
+
+    def as_v3(logits: Tensor) -> Tensor:
+        return torch.expm1(torch.sigmoid(logits.double()).square()).log().float()
+
+    return ops._replace(
+        route=lambda logits, bias, k, scale: ops.route(as_v3(logits), bias, k, scale),
+        route_weights=lambda logits, ids, scale: ops.route_weights(as_v3(logits), ids, scale),
+    )
+
+
+def weights_not_normed(ops: Ops) -> Ops:
+    """Weigh experts by their scores, not by shares of the sum of the chosen ones'."""
+
+    def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+        ids, _ = ops.route(logits, bias, k, scale)
+        return ids, route_weights(logits, ids, scale)
+
+    def route_weights(logits: Tensor, ids: Tensor, scale: float) -> Tensor:
+        return scale * functional.softplus(logits).sqrt().gather(1, ids)
+
+    return ops._replace(route=route, route_weights=route_weights)
+
+
+def selection_bias_dropped(ops: Ops) -> Ops:
+    """Choose experts by their scores alone."""
+    return ops._replace(route=lambda logits, bias, k, scale: ops.route(logits, torch.zeros_like(bias), k, scale))
+
+
+def gate_up_swapped(ops: Ops) -> Ops:
+    """Take the up projection for the gate, and the gate for up."""
+    return ops._replace(swiglu=lambda gate, up, limit, weight: ops.swiglu(up, gate, limit, weight))
+
+
+def rope_on_first_dims(ops: Ops) -> Ops:
+    """Rotate the first dims of a head instead of the last."""
+
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        rope = 2 * cos.shape[-1]
+        rotated: Tensor = ops.rotate(x.roll(-rope, -1), cos, sin)
+        return rotated.roll(rope, -1)
+
+    return ops._replace(rotate=rotate)
+
+
+def hyper_head_mean(ops: Ops) -> Ops:
+    """Read the streams behind the last layer by their mean."""
+
+    def head_weights(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float) -> Tensor:
+        return torch.full_like(ops.head_weights(streams, fn, scale, base, eps, norm_eps), 1 / streams.shape[1])
+
+    return ops._replace(head_weights=head_weights)
 
 
 def fp8_scale_not_power_of_two(ops: Ops) -> Ops:

@@ -24,11 +24,12 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from model.binding import Form
+from model.binding import Binding, Form
 from model.census import Census
 from model.checkpoint import Checkpoint
 from model.config import LayerKind, ModelConfig
 
+F32: Final = torch.float32
 F64: Final = torch.float64
 PRECISION: Final = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # bits of a significand
 REPLICAS: Final = 15
@@ -40,6 +41,7 @@ FACTOR: Final = 4.0
 TOGETHER: Final = 2.0
 HEAVY: Final = 64  # a number makes up much of its row where it holds one part in so many of the squared length
 NUMBERS: Final = 1 << 24  # float64 of a temporary tensor, 128 MiB
+RUN_FREELY: Final = 1 << 28  # numbers of the streams of a whole prompt, replicas included: 2 GiB
 TOKENS: Final = 512  # of the whole prompt at a time
 
 KV_BLOCK, LINEAR_BLOCK, INDEX_BLOCK = 64, 128, 32  # columns that share a scale when they are rounded
@@ -110,12 +112,14 @@ class Parameters:
     """The parameters of a checkpoint as float64, by official name; those of the layer at hand are kept."""
 
     def __init__(self, checkpoint: Checkpoint, census: Census) -> None:
-        self.checkpoint, self.bindings = checkpoint, census.bindings
+        self.checkpoint, self.bindings, self.absent = checkpoint, census.bindings, census.absent
         self.kept: dict[str, Tensor] = {}
 
-    def __contains__(self, name: str) -> bool:
-        """Whether its bytes are here."""
-        return self.bindings[name].weight in self.checkpoint.tensors
+    def binding(self, name: str) -> Binding:
+        """Where its bytes are; Unknown, naming the file, where that is not here."""
+        if name in self.absent:
+            raise Unknown(f"{name} is in {self.checkpoint.absent[self.absent[name]]}, which is not in the directory")
+        return self.bindings[name]
 
     def __getitem__(self, name: str) -> Tensor:
         """Read and decode one; Unknown where its file is not here."""
@@ -125,9 +129,7 @@ class Parameters:
 
     def fresh(self, name: str) -> Tensor:
         """Read and decode one that is not kept: an expert's."""
-        if name not in self:
-            raise Unknown(f"no weights of {name}")
-        binding, read = self.bindings[name], self.checkpoint.read
+        binding, read = self.binding(name), self.checkpoint.read
         data = read(binding.weight)
         if binding.part is not None:
             data = data[binding.part.expert, binding.part.start : binding.part.stop]
@@ -136,13 +138,12 @@ class Parameters:
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Rows of a table or an embedding, as they are stored; Unknown where its file is not here."""
-        if name not in self:
-            raise Unknown(f"no weights of {name}")
-        return self.checkpoint.read(self.bindings[name].weight)[ids]
+        table: Tensor = self.checkpoint.read(self.binding(name).weight)[ids]
+        return table
 
     def rounds(self, name: str) -> bool:
         """Whether `deployed` numerics round the input of this linear: that of FP8 and FP4 weights."""
-        return self.bindings[name].form in (Form.FP8, Form.FP8_F32, Form.FP4)
+        return self.binding(name).form in (Form.FP8, Form.FP8_F32, Form.FP4)
 
     def forget(self) -> None:
         """Let go of what was kept, when another layer comes."""
@@ -184,11 +185,12 @@ def length(x: Tensor) -> Tensor:
 
 def hadamard(x: Tensor) -> Tensor:
     """Multiply [..., d] by the Walsh-Hadamard matrix in natural order, divided by the root of d."""
-    y, d, half = x, x.shape[-1], 1
+    d, half = x.shape[-1], 1
     while half < d:
-        a, b = y.unflatten(-1, (-1, 2, half)).unbind(-2)
-        y, half = torch.stack((a + b, a - b), -2).flatten(-3), 2 * half
-    return y * d**-0.5
+        a, b = x.unflatten(-1, (-1, 2, half)).unbind(-2)
+        x, half = torch.stack((a + b, a - b), -2).flatten(-3), 2 * half
+    out: Tensor = x * d**-0.5
+    return out
 
 
 def _two_to(exponent: Tensor) -> Tensor:
@@ -231,6 +233,14 @@ class Noise:
             part.add_(half.mul_(sign).masked_fill_(part == 0, 0))
         return x
 
+    def stored(self, x: Tensor) -> Tensor:
+        """Values that a run has as they are, rounded to its dtype: the replicas are off as that is at most."""
+        x = self.spread(x)
+        if x.shape[0] > 1:
+            near = x[:1].to(self.dtype).to(F64)
+            x[1::2], x[2::2] = near, 2 * x[:1] - near
+        return x
+
     def summed(self, y: Tensor, size: Tensor) -> Tensor:
         """Move sums of products as rounding every partial sum in fp32 can, where these are added one by one.
 
@@ -253,8 +263,8 @@ class Noise:
     def rounding(self, x: Tensor) -> Tensor:
         """What is rounded to a narrow format: replicas that are `FACTOR` times as far off where a flip is rare.
 
-        In a run of fp32 that is everywhere. In one of bf16 some numbers of every row round otherwise, and the spread has
-        it; but not so surely a single number that makes up much of its row.
+        In a run of fp32 that is everywhere. In one of bf16 some numbers of every row round otherwise, and the
+        spread has it; but not so surely a single number that makes up much of its row.
         """
         if x.shape[0] == 1:
             return x
@@ -289,83 +299,16 @@ class Setting:
     noise: Noise
 
 
-Equation = Callable[["Layer", Tensor], Tensor]
-_EQUATIONS: dict[str, Equation] = {}
+class Part:
+    """What the equations of layers and of the head have in common."""
 
-
-def _site(name: str) -> Callable[[Equation], Equation]:
-    def note(equation: Equation) -> Equation:
-        _EQUATIONS[name] = equation
-        return equation
-
-    return note
-
-
-class Layer:
-    """One layer; `value` gives any of its sites at some positions (or entries), `computed` what it should be.
-
-    Parameters
-    ----------
-    setting
-        Of the recording.
-    layer
-        Number of the layer.
-    at
-        [n] int64, ascending: positions that are looked at. The keys and entries that they see are those of all tokens.
-
-    """
-
-    def __init__(self, setting: Setting, layer: int, at: Tensor) -> None:
-        self.setting, self.config, self.layer, self.at = setting, setting.config, layer, at
+    def __init__(self, setting: Setting, prefix: str) -> None:
+        self.setting, self.config, self.prefix = setting, setting.config, prefix
         self.noise, self.deployed, self.parameters = setting.noise, setting.deployed, setting.parameters
-        self.kind, self.ratio = self.config.layer_kind(layer), self.config.ratio(layer)
-        self.every = torch.arange(len(setting.tokens))
-        self.entries = torch.arange(len(setting.tokens) // self.ratio if self.ratio else 0)
-        self.held: dict[tuple[str, str], Tensor] = {}
-        self.freely = False  # whether a value was computed by way of the layers before
-        self._before: Layer | None = None
-
-    # --- sites
-
-    def value(self, site: str, at: Tensor) -> Tensor:
-        """What the layer goes on with at a site: as recorded, or else as computed."""
-        theirs = self.setting.theirs.rows(f"layers.{self.layer}.{site}", at)
-        return self.computed(site, at) if theirs is None else theirs[None]
-
-    def computed(self, site: str, at: Tensor) -> Tensor:
-        """What a site should be, from the sites before it; Unknown where there is nothing to compute it from."""
-        key = (
-            site,
-            "at" if at is self.at else "every" if at is self.every else "entries" if at is self.entries else "",
-        )
-        if key not in self.held:
-            out = _EQUATIONS[site](self, at)
-            if not key[1]:
-                return out
-            self.held[key] = out
-        return self.held[key]
-
-    def before(self, at: Tensor) -> Tensor:
-        """The residual streams before the layer, [r, n, s, hidden]."""
-        if self.layer:
-            theirs = self.setting.theirs.rows(f"layers.{self.layer - 1}.streams", at)
-            if theirs is not None:
-                return theirs[None]
-            if self._before is None:
-                self._before = Layer(self.setting, self.layer - 1, self.every)
-            self.freely = True
-            streams: Tensor = self._before.value("streams", self._before.at)
-            return streams[:, at]
-        embedded = self.setting.theirs.rows("embedded", at)
-        if embedded is None:
-            embedded = self.parameters.rows("embed.weight", self.setting.tokens[at]).to(F64)
-        return embedded[None, :, None].expand(-1, -1, self.config.hc_mult, -1)
-
-    # --- the parts that equations share
 
     def name(self, parameter: str) -> str:
-        """Official name of one of this layer's parameters."""
-        return f"layers.{self.layer}.{parameter}"
+        """Official name of one of this part's parameters."""
+        return f"{self.prefix}{parameter}"
 
     def linear(self, x: Tensor, parameter: str) -> Tensor:
         """``x W^T``, the input rounded where `deployed` numerics round it."""
@@ -386,6 +329,136 @@ class Layer:
         """``x / sqrt(mean x^2 + eps)`` over the last axis, times the weight."""
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
         return self.noise.moved(y if weight is None else y * weight)
+
+    def mixes(self, streams: Tensor, fn: Tensor) -> Tensor:
+        """What mHC's weights are made of: ``fn`` times the normed streams [r, n, s, hidden], run together.
+
+        Every implementation computes these in fp32: in a run of another dtype they are moved as fp32 is.
+        """
+        flat = streams.flatten(2)
+        mixes = flat @ fn.T * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        return self.noise.moved(self.noise.summed(mixes, length(fn)[None, None] * flat.shape[-1] ** 0.5), F32)
+
+    def collapsed(self, streams: Tensor, pre: Tensor, norm: str) -> Tensor:
+        """What reads the streams [r, n, s, hidden] by their weights [r, n, s], normed."""
+        x = self.noise.moved((pre[..., None] * streams).sum(2))
+        return self.rms_norm(x, self.parameters[self.name(norm)])
+
+
+class Ends(Part):
+    """What is in no layer: embeddings before the first, and the head behind the last."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting, "")
+        self.freely = False
+
+    def computed(self, site: str, at: Tensor) -> Tensor:
+        """One of the sites that are of no layer, [r, n, ...]; Unknown where there is nothing to compute it from."""
+        if site == "embedded":
+            return self.noise.stored(self.parameters.rows("embed.weight", self.setting.tokens[at]).to(F64)[None])
+        if site == "hidden":
+            return self.hidden(at)
+        theirs = self.setting.theirs.rows("hidden", at)
+        hidden = self.hidden(at) if theirs is None else theirs[None]
+        return self.product(hidden, self.parameters["head.weight"])
+
+    def hidden(self, at: Tensor) -> Tensor:
+        """The streams behind the last layer, read by the hyper head and normed."""
+        last = Layer(self.setting, self.config.num_hidden_layers - 1, at)
+        streams = last.value("streams", at)
+        self.freely = last.freely
+        fn, scale, base = (self.parameters[f"hc_head_{leaf}"] for leaf in ("fn", "scale", "base"))
+        pre = torch.sigmoid(self.mixes(streams, fn) * scale[0] + base) + self.config.hc_eps
+        return self.collapsed(streams, self.noise.moved(pre, F32), "norm.weight")
+
+
+Equation = Callable[["Layer", Tensor], Tensor]
+_EQUATIONS: dict[str, Equation] = {}
+
+
+def _site(name: str) -> Callable[[Equation], Equation]:
+    def note(equation: Equation) -> Equation:
+        _EQUATIONS[name] = equation
+        return equation
+
+    return note
+
+
+class Layer(Part):
+    """One layer; `value` gives any of its sites at some positions (or entries), `computed` what it should be.
+
+    Parameters
+    ----------
+    setting
+        Of the recording.
+    layer
+        Number of the layer.
+    at
+        [n] int64, ascending: positions that are looked at. They see keys and entries of all tokens.
+
+    """
+
+    def __init__(self, setting: Setting, layer: int, at: Tensor) -> None:
+        super().__init__(setting, f"layers.{layer}.")
+        self.layer, self.at = layer, at
+        self.kind, self.ratio = self.config.layer_kind(layer), self.config.ratio(layer)
+        self.entries = torch.arange(len(setting.tokens) // self.ratio if self.ratio else 0)
+        self.held: dict[tuple[str, str], tuple[Tensor, bool]] = {}
+        self.freely = False  # whether a value was computed by way of the layers before
+        self._before: Layer | None = None
+
+    def look(self, at: Tensor) -> None:
+        """Go on to other positions; what was computed for all tokens is kept."""
+        self.at = at
+        self.held = {key: value for key, value in self.held.items() if key[1] == "entries"}
+
+    # --- sites
+
+    def value(self, site: str, at: Tensor) -> Tensor:
+        """What the layer goes on with at a site: as recorded, or else as computed."""
+        theirs = self.setting.theirs.rows(f"layers.{self.layer}.{site}", at)
+        return self.computed(site, at) if theirs is None else theirs[None]
+
+    def computed(self, site: str, at: Tensor) -> Tensor:
+        """What a site should be, from the sites before it; Unknown where there is nothing to compute it from."""
+        key = (site, "at" if at is self.at else "entries" if at is self.entries else "")
+        if key in self.held:
+            out, freely = self.held[key]
+            self.freely |= freely
+            return out
+        before, self.freely = self.freely, False
+        out = _EQUATIONS[site](self, at)
+        if key[1]:
+            self.held[key] = out, self.freely
+        self.freely |= before
+        return out
+
+    def before(self, at: Tensor) -> Tensor:
+        """The residual streams before the layer, [r, n, s, hidden]."""
+        if self.layer:
+            theirs = self.setting.theirs.rows(f"layers.{self.layer - 1}.streams", at)
+            if theirs is not None:
+                return theirs[None]
+            if self._before is None:
+                self._before = self._run_before()
+            self.freely = True
+            streams: Tensor = self._before.value("streams", self._before.at)
+            return streams[:, at]
+        embedded = self.setting.theirs.rows("embedded", at)
+        if embedded is None:
+            embedded = self.parameters.rows("embed.weight", self.setting.tokens[at]).to(F64)
+        return embedded[None, :, None].expand(-1, -1, self.config.hc_mult, -1)
+
+    def _run_before(self) -> "Layer":
+        """The layer before, at all tokens: the input of this one was not recorded."""
+        tokens, config = len(self.setting.tokens), self.config
+        if tokens * config.hc_mult * config.hidden_size * (1 + self.noise.replicas) > RUN_FREELY:
+            raise Unknown(
+                f"layers.{self.layer - 1}.streams are not recorded, and the prompt is too long to compute them"
+            )
+        return Layer(self.setting, self.layer - 1, torch.arange(tokens))
+
+    # --- the parts that equations share
 
     def angles(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cos and sin [r, n, rope / 2] of this layer's rotation.
@@ -443,15 +516,10 @@ class Layer:
         return rounded_e2m1(self.noise.rounding(self.noise.moved(hadamard(x))))
 
     def hyper(self, streams: Tensor, part: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Of mHC, from streams [r, n, s, hidden]: pre [r, n, s], post [r, n, s], comb [r, n, s, s].
-
-        Every implementation computes these in fp32: in a run of another dtype they are moved as fp32 is.
-        """
+        """Of mHC, from streams [r, n, s, hidden]: pre [r, n, s], post [r, n, s], comb [r, n, s, s]."""
         config, s = self.config, self.config.hc_mult
         fn, scale, base = (self.parameters[self.name(f"hc_{part}_{leaf}")] for leaf in ("fn", "scale", "base"))
-        flat, F32 = streams.flatten(2), torch.float32
-        mixes = flat @ fn.T * torch.rsqrt(flat.square().mean(-1, keepdim=True) + config.rms_norm_eps)
-        mixes = self.noise.moved(self.noise.summed(mixes, length(fn)[None, None] * flat.shape[-1] ** 0.5), F32)
+        mixes = self.mixes(streams, fn)
         pre = torch.sigmoid(mixes[..., :s] * scale[0] + base[:s]) + config.hc_eps
         post = 2 * torch.sigmoid(mixes[..., s : 2 * s] * scale[1] + base[s : 2 * s])
         comb = (mixes[..., 2 * s :] * scale[2] + base[2 * s :]).unflatten(-1, (s, s)).softmax(-1) + config.hc_eps
@@ -460,11 +528,6 @@ class Layer:
             total = self.noise.moved(comb.sum(-1 if step % 2 else -2, keepdim=True) + config.hc_eps, F32)
             comb = self.noise.moved(comb / total, F32)
         return self.noise.moved(pre, F32), self.noise.moved(post, F32), comb
-
-    def collapsed(self, streams: Tensor, pre: Tensor, norm: str) -> Tensor:
-        """What a sublayer reads: the streams by their weights, normed."""
-        x = self.noise.moved((pre[..., None] * streams).sum(2))
-        return self.rms_norm(x, self.parameters[self.name(norm)])
 
     def expanded(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         """What a sublayer leaves: ``comb[j, k]`` sends stream j to k, ``post[k]`` the output to k."""
@@ -600,18 +663,21 @@ class Layer:
 
     @_site("attention.mixed")
     def _mixed(self, at: Tensor) -> Tensor:
-        q, kv = self.value("attention.query", at), self.value("attention.kv", self.every)
+        q = self.value("attention.query", at)
+        back = torch.arange(-self.config.sliding_window + 1, 1)
+        seen, window = torch.unique((at[:, None] + back).clamp_min(0), return_inverse=True)  # of these, [n, w]
+        kv = self.value("attention.kv", seen)
         sink = self.parameters[self.name("attn.attn_sink")]
         entries = self.value("attention.entry", self.entries) if self.ratio else None
         selected = self.value("indexer.selected", at) if self.kind is LayerKind.CSA else None
-        parts, step = [], self._rows_at_once(q, entries, selected)
+        parts, step = [], self._rows_at_once(entries, selected)
         for low in range(0, len(at), step):
             some = slice(low, low + step)
             chosen = None if selected is None else selected[:, some]
-            parts.append(self._attended(q[:, some], at[some], kv, entries, chosen, sink))
+            parts.append(self._attended(q[:, some], at[some], kv[:, window[some]], entries, chosen, sink))
         return torch.cat(parts, 1)
 
-    def _rows_at_once(self, q: Tensor, entries: Tensor | None, selected: Tensor | None) -> int:
+    def _rows_at_once(self, entries: Tensor | None, selected: Tensor | None) -> int:
         keys = self.config.sliding_window
         if entries is not None:
             keys += entries.shape[1] if selected is None else selected.shape[-1]
@@ -619,12 +685,10 @@ class Layer:
         return max(1, NUMBERS // ((1 + self.noise.replicas) * keys * width))
 
     def _attended(
-        self, q: Tensor, at: Tensor, kv: Tensor, entries: Tensor | None, selected: Tensor | None, sink: Tensor
+        self, q: Tensor, at: Tensor, keys: Tensor, entries: Tensor | None, selected: Tensor | None, sink: Tensor
     ) -> Tensor:
-        """Softmax over the window, the entries that are seen, and the sink, which has no value."""
-        back = torch.arange(-self.config.sliding_window + 1, 1)
-        window = at[:, None] + back  # [n, w]
-        keys, hidden = kv[:, window.clamp_min(0)], window < 0  # [r, n, w, d]
+        """Softmax over the window's keys [r, n, w, d], the entries that are seen, and the sink, which has no value."""
+        hidden = at[:, None] < torch.arange(self.config.sliding_window - 1, -1, -1)  # before the first token
         if entries is not None and selected is None:
             chosen = self.entries.expand(len(at), -1)
             more, hide = entries[:, None].expand(-1, len(at), -1, -1), chosen >= ((at + 1) // self.ratio)[:, None]

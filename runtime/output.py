@@ -7,12 +7,16 @@ complete. A run that fails, is interrupted or terminated leaves what was there b
 import contextlib
 import errno
 import json
+import math
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
+
+from model.safetensors_header import ITEM_BYTES
 
 _unfinished: set[Path] = set()  # of this process, see `discard_unfinished`
 
@@ -43,6 +47,43 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         partial.unlink(missing_ok=True)
         _unfinished.discard(partial)
+
+
+@contextlib.contextmanager
+def reserved(
+    path: Path, planned: Mapping[str, tuple[str, Sequence[int]]]
+) -> Iterator[Callable[[str, memoryview], None]]:
+    """Yield what takes the next bytes of a tensor by name; the safetensors file is there after the ``with``.
+
+    Its bytes are reserved before the first ones come: OSError, naming the file, on a disk that has no room for them.
+
+    Parameters
+    ----------
+    path
+        The file.
+    planned
+        Name -> dtype as safetensors writes it, and shape; every byte of each tensor must be written.
+
+    """
+    header, at, end = {}, {}, 0
+    for name, (dtype, shape) in planned.items():
+        at[name], start, end = end, end, end + math.prod(shape) * ITEM_BYTES[dtype]
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    with replacing(path) as partial, partial.open("r+b") as file:
+        if sys.platform == "linux":  # elsewhere a full disk is found when it is full
+            os.posix_fallocate(file.fileno(), 0, 8 + len(text) + end)
+        file.write(len(text).to_bytes(8, "little") + text)
+
+        def write(name: str, data: memoryview) -> None:
+            file.seek(8 + len(text) + at[name])
+            file.write(data)
+            at[name] += data.nbytes
+
+        yield write
+        for name, info in header.items():
+            assert [at[name]] == info["data_offsets"][1:], f"{name}: all of its bytes"
 
 
 def write_text(path: Path, text: str) -> None:

@@ -17,6 +17,14 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """Argparse type: whole numbers from 0 on between commas, ascending."""
+    parts = text.split(",")
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise argparse.ArgumentTypeError(f"{text!r}: want numbers between commas")
+    return tuple(sorted({int(part) for part in parts}))
+
+
 def lengths(text: str) -> tuple[int, ...]:
     """Argparse type: whole numbers between commas, ascending."""
     return tuple(sorted({positive(part) for part in text.split(",")}))

@@ -89,7 +89,7 @@ def census(tensors: Mapping[str, Stored], config: LlamaConfig, where: str = "") 
             faults.add("missing", name)
     faults.check(where)
     in_order = {name: bindings[name] for name in demanded}
-    return count(tensors, demanded, in_order, skipped, Drafting())
+    return count(tensors, demanded, in_order, skipped, Drafting(), {})
 
 
 def check_tied_head(checkpoint: Checkpoint, counted: Census) -> None:

@@ -4,8 +4,8 @@
 
 A recording is one safetensors file: `tokens` [t] int64, and tensors by site, `layers.{l}.{site}` or `{site}`, of a
 prompt from position 0. This is the example for exporters of other runtimes: hook whatever your runtime has, give it the
-name of its site, leave out what it does not have. Rows are tokens (or entries, for `attention.entry` and `indexer.key`);
-any float dtype will do.
+name of its site, leave out what it does not have. Rows are tokens (entries, for `attention.entry` and
+`indexer.key`); any float dtype will do.
 """
 
 import argparse
@@ -83,7 +83,9 @@ class Recorder:
         self.after(attention, f"{layer}attention.output", lambda out: out[0][0])
         if attention.compressor is not None:  # returns all entries so far
             attention.compressor.register_forward_hook(
-                lambda _module, _given, out: self.latest.update({f"{layer}attention.entry": out[0][0, 0].detach().clone()})
+                lambda _module, _given, out: self.latest.update(
+                    {f"{layer}attention.entry": out[0][0, 0].detach().clone()}
+                )
             )
         if hasattr(attention.compressor, "indexer"):
             self.watch_indexer(attention.compressor.indexer, layer)
@@ -122,6 +124,14 @@ def record(model, tokens, calls, layers=None):
     return {"tokens": tokens, **recorder.tensors()}
 
 
+def load(directory, dtype):
+    """The model with eager attention, as a run of bf16 or fp32."""
+    model = DeepseekV4ForCausalLM.from_pretrained(
+        directory, dtype=DTYPES[dtype], attn_implementation="eager", local_files_only=True
+    ).eval()
+    return model.float() if dtype == "fp32" else model  # quantised weights are bfloat16 numbers either way
+
+
 def main():
     """Run the command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -135,11 +145,7 @@ def main():
     args = p.parse_args()
     with open(args.tokens, encoding="utf-8") as file:
         tokens = torch.tensor(json.load(file))
-    model = DeepseekV4ForCausalLM.from_pretrained(
-        args.model, dtype=DTYPES[args.dtype], attn_implementation="eager", local_files_only=True
-    ).eval()
-    if args.dtype == "fp32":
-        model.float()  # quantised weights are loaded as bfloat16, which holds them exactly
+    model = load(args.model, args.dtype)
     prefilled = len(tokens) if args.decode_from is None else args.decode_from
     chunk = args.chunk or prefilled
     calls = [min(chunk, prefilled - start) for start in range(0, prefilled, chunk)] + [1] * (len(tokens) - prefilled)

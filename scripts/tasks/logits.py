@@ -2,16 +2,10 @@
 
 import argparse
 import contextlib
-import json
-import os
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Sequence
 
 import torch
 from rich.progress import track
-from torch import Tensor
 
 from model.ranks import Group
 from runtime.group import connected, leads, watched_load_any
@@ -19,7 +13,7 @@ from runtime.load import read_any_config
 from runtime.memory import new_state
 from runtime.op_sets import op_set
 from runtime.options import usual
-from runtime.output import replacing
+from runtime.output import reserved
 from runtime.threads import set_threads
 from runtime.watch import Watch
 from scripts.console import Console
@@ -46,32 +40,12 @@ def _logits(
     tokens = torch.tensor(ids, device=model.device)
     state = new_state(model, len(tokens), max(lengths), args.decode_from or len(tokens))
     console, start, shape = Console(stderr=True), 0, [len(tokens), config.vocab_size]
-    with written(args.out, *shape) if leads(watch) else contextlib.nullcontext(lambda _: None) as write:
+    file = reserved(args.out, {"logits": ("F32", shape)}) if leads(watch) else contextlib.nullcontext(lambda *_: None)
+    with file as write:
         for length in track(lengths, "logits", console=console, transient=True, disable=not console.is_terminal):
             hidden = model(tokens[start : start + length], state)
             for part in hidden.split(HEAD_ROWS):
-                write(model.logits(part))
+                write("logits", model.logits(part).cpu().contiguous().numpy().data)
             start += length
     console.say(f"{args.out}: logits {shape} float32 from {len(lengths)} calls")
     return 0
-
-
-@contextlib.contextmanager
-def written(path: Path, tokens: int, vocab: int) -> Iterator[Callable[[Tensor], None]]:
-    """Yield what takes rows of logits, in order; the safetensors file is there after the ``with``.
-
-    Its bytes are reserved before the first row comes: OSError, naming the file, on a disk that has no room for them.
-    """
-    nbytes = tokens * vocab * torch.float32.itemsize
-    header = json.dumps({"logits": {"dtype": "F32", "shape": [tokens, vocab], "data_offsets": [0, nbytes]}})
-    padded = header.encode().ljust(-(-len(header) // 8) * 8)
-    with replacing(path) as partial, partial.open("r+b") as file:
-        if sys.platform == "linux":  # elsewhere a full disk is found when it is full
-            os.posix_fallocate(file.fileno(), 0, 8 + len(padded) + nbytes)
-        file.write(len(padded).to_bytes(8, "little") + padded)
-        yield lambda rows: _append(file, rows)
-        assert file.tell() == 8 + len(padded) + nbytes, "a row of every token"
-
-
-def _append(file: BinaryIO, rows: Tensor) -> None:
-    file.write(rows.cpu().contiguous().numpy().data)

@@ -1,0 +1,439 @@
+"""Which known fault explains a difference: the layer is run with each of them, and held against what was recorded.
+
+One layer is built from the files, in float32 and the recording's numerics, with a fault in place, and is given what was
+recorded: the layer's input, and at every recorded site before the one that differs the recorded rows, which steer it.
+What comes out at the differing site is compared with the recording, as a share of what the oracle leaves unexplained:
+1 when the faulty layer gives the recorded rows but for rounding, 0 when it is no nearer to them than the oracle is.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from kernels.formats import Dense
+from kernels.ops import BLOCKED
+from model import sites, tripwire
+from model.attention import Attention
+from model.block import Block
+from model.cache.layers import LayerCache
+from model.census import Census
+from model.config import ModelConfig
+from model.decode import Weights, bind
+from model.errors import Tripwire
+from model.hyper import HyperHead
+from model.ranks import ALONE, Ranks, Share, undivided
+from model.rope import Rotation
+from model.sites import SITES, Listener, Site
+from model.transformer import Transformer
+from probes.checks import Judged, Status
+from probes.fault import Fault, healthy_model
+from probes.faults import FAULTS
+from probes.faults_in_model import become
+from probes.oracle import Ends, Layer, Noise, Setting, Unknown
+from probes.recording import CHOICES, OF_ENTRIES, Recording
+from runtime.arithmetic import arithmetic
+from runtime.options import RunOptions
+from runtime.placement import place
+
+NAMED: Final = 0.5  # of the difference that a fault explains at least, to be named
+WHOLE: Final = 0.95  # where one fault explains so much, no second one is looked for
+ROWS: Final = 64  # differing rows that are explained
+PLACES: Final = 8  # differing sublayers that are looked at
+PAIRED: Final = 4  # best single faults that are tried with each other fault
+
+_BY_NAME: Final = {site.name: site for site in SITES}
+_ORDER: Final = [site.name for site in SITES]
+
+
+class Explained(NamedTuple):
+    """A fault, or two at once, and the share of a difference that it explains."""
+
+    names: tuple[str, ...]
+    share: float
+
+    @property
+    def name(self) -> str:
+        """As it is told."""
+        return " and ".join(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A sublayer that differs, its first site that does, and what explains that."""
+
+    judged: Judged
+    faults: tuple[Explained, ...]  # best first
+    why: str = ""  # nothing could be tried
+
+
+class _Seen(Exception):
+    """The differing site was passed; the rest of the layer is not needed."""
+
+
+def places(results: Sequence[Judged]) -> list[Judged]:
+    """The first differing site of each sublayer that differs, in order."""
+    found: dict[tuple[int | None, bool], Judged] = {}
+    for judged in results:
+        if judged.status is Status.DIFFERS and judged.first is not None:
+            found.setdefault((judged.layer, _of_experts(judged.site)), judged)
+    return list(found.values())
+
+
+def _of_experts(site: str) -> bool:
+    return site.startswith("experts.") or site == sites.STREAMS.name
+
+
+class Identifier:
+    """Tries the known faults on the layers of a recording.
+
+    Parameters
+    ----------
+    setting
+        As it was judged.
+    recording
+        What was judged.
+    census
+        Of the checkpoint.
+    calls
+        Lengths of the calls that the recorded run was made in; their last one repeats.
+
+    """
+
+    def __init__(self, setting: Setting, recording: Recording, census: Census, calls: Sequence[int]) -> None:
+        self.setting, self.recording, self.census, self.calls = setting, recording, census, tuple(calls)
+        self.config = setting.config
+
+    def identify(self, results: Sequence[Judged], progress: Callable[[str, float], None]) -> list[Place]:
+        """What explains each sublayer that differs: the faults found before are tried first, and then all."""
+        found: list[Place] = []
+        differing = places(results)[:PLACES]
+        for number, judged in enumerate(differing):
+
+            def said(what: str, share: float, judged: Judged = judged, number: int = number) -> None:
+                progress(f"{judged.name} under {what}", (number + share) / len(differing))
+
+            try:
+                case = _Case(self, judged)
+                known = [fault for place in found for fault in place.faults[:1]]
+                again = [Explained(fault.names, case.share(fault.names)) for fault in known]
+                best = [fault for fault in again if fault.share >= WHOLE]
+                found.append(Place(judged, tuple(best[:1] or case.best(said))))
+            except Unknown as unknown:
+                found.append(Place(judged, (), unknown.what))
+        return found
+
+    def candidates(self, config: ModelConfig, *, in_layer: bool) -> list[str]:
+        """Names of the faults that can act in a layer of this config, the other numerics first; or in the head."""
+        faults = {
+            name: fault
+            for name, fault in FAULTS.items()
+            if not (fault.between_ranks or fault.in_variants or fault.inapplicable(config))
+        }
+        if not in_layer:  # the head has ops, and nothing else that a fault changes
+            return [name for name, fault in faults.items() if fault.inject is healthy_model]
+        return [self.other_numerics, *faults]
+
+    @property
+    def other_numerics(self) -> str:
+        """The candidate that is no fault: the run was made in the other numerics."""
+        return f"{'plain' if self.setting.deployed else 'deployed'} numerics"
+
+
+class _Case:
+    """One differing site: what was recorded, what the oracle has, and what a faulty layer gives."""
+
+    def __init__(self, by: Identifier, judged: Judged) -> None:
+        self.by, self.judged, self.setting = by, judged, by.setting
+        full, layer = by.config, judged.layer
+        self.config = full if layer is None else _of_one_layer(full, layer)
+        self.at = torch.tensor(sorted(set(judged.wrong))[:ROWS])
+        theirs = by.recording.rows(judged.name, self.at)
+        assert theirs is not None, f"{judged.name} was judged at these rows"
+        self.theirs = self._comparable(theirs)
+        fresh = replace(by.setting, noise=Noise(by.setting.noise.dtype))
+        self.exact = Ends(fresh) if layer is None else Layer(fresh, layer, self.at)
+        oracle = self.exact.computed(judged.site, self.at)
+        self.oracle = self._comparable(oracle[0])
+        self.noise = float((oracle[1:] - oracle[:1]).square().sum()) / max(1, len(oracle) - 1)
+        self.tokens = self._tokens()
+        self.start = self._start()
+        self.steered = self._steered()
+
+    # --- what a fault explains
+
+    def best(self, said: Callable[[str, float], None]) -> list[Explained]:
+        """All faults that explain something, best first; two at once where no single one explains nearly all."""
+        names = self.by.candidates(self.config, in_layer=self.judged.layer is not None)
+        found = []
+        for n, name in enumerate(names):
+            said(name, n / len(names))
+            found.append(Explained((name,), self.share((name,))))
+        found.sort(key=lambda fault: -fault.share)
+        if found[0].share < WHOLE:
+            for n, first in enumerate(found[:PAIRED]):
+                for second in found[n + 1 :]:
+                    said(f"{first.name} and {second.name}", 1.0)
+                    if first.share > 0 and not {first.name, second.name} & {self.by.other_numerics}:
+                        both = Explained((first.name, second.name), self.share((first.name, second.name)))
+                        if both.share >= max(NAMED, (1 + first.share) / 2):  # half of what the first leaves
+                            found.append(both)
+            found.sort(key=lambda fault: -fault.share)
+        return [fault for fault in found if fault.share > 0][:PAIRED]
+
+    def share(self, names: Sequence[str]) -> float:
+        """How much nearer the recording is to a run with these faults than to the oracle."""
+        faulty = self._faulty(names)
+        if faulty is None or faulty.shape != self.theirs.shape:
+            return 0.0
+        if self.judged.site in CHOICES:
+            left, whole = (_otherwise(self.theirs, other) for other in (faulty, self.oracle))
+        else:
+            known = self.theirs.isfinite() & faulty.isfinite()
+            distances = (float((self.theirs - x)[known].square().sum()) for x in (faulty, self.oracle))
+            left, whole = (max(0.0, distance - self.noise) for distance in distances)
+        return max(0.0, 1 - left / whole) if whole else 0.0
+
+    def _comparable(self, x: Tensor) -> Tensor:
+        """Choices and their weights in an order that does not depend on who chose."""
+        if self.judged.site in CHOICES:
+            return x.sort(-1, descending=True).values
+        if self.judged.site == sites.EXPERT_WEIGHTS.name:
+            return x.sort(-1, descending=True).values
+        return x
+
+    # --- a run of the layer
+
+    def _faulty(self, names: Sequence[str]) -> Tensor | None:
+        """The site's rows in a run with these faults; None where it breaks down, which theirs did not."""
+        other = self.by.other_numerics in names
+        faults = [FAULTS[name] for name in names if name != self.by.other_numerics]
+        model = self._model(faults, deployed=self.setting.deployed != other)
+        seen: list[Tensor] = []
+        listeners = dict(self._steering()) | {_BY_NAME[self.judged.site]: self._looking(seen)}
+        try:
+            with _without_tripwires(), model.attached(listeners), torch.inference_mode():
+                self._run(model)
+        except _Seen:
+            pass
+        except (Tripwire, RuntimeError, IndexError, TypeError, AttributeError, AssertionError):
+            return None
+        if not seen:
+            return None
+        width = max(part.shape[-1] for part in seen)
+        if self.judged.site == sites.SELECTED.name:
+            width = max(width, self.theirs.shape[1])
+            seen = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=-1) for part in seen]
+        rows = torch.cat(seen)
+        at = torch.searchsorted(self.tokens, self.at) if self.judged.site not in OF_ENTRIES else self.at
+        if int(at.max()) >= len(rows):
+            return None
+        out = self._comparable(rows[at].double())
+        return out[:, : self.theirs.shape[1]] if self.judged.site == sites.SELECTED.name else out
+
+    def _run(self, model: Transformer) -> None:
+        if self.judged.layer is None:
+            hidden = model.hyper_head(self.start)
+            hidden = model.arithmetic.ops.rms_norm(hidden, model.norm, self.config.rms_norm_eps)
+            model.arithmetic.taps(sites.HIDDEN, None, hidden)
+            model.logits(hidden)
+            return
+        (block,) = model.blocks
+        if self._alone:
+            become(block.attention, _Skipped)  # its streams are recorded, and steer
+        calls = _calls(self.by.calls, len(self.tokens))
+        state = model.new_state(max(len(self.tokens), 1), max(calls))
+        tokens = self.setting.tokens[self.tokens]
+        first = 0
+        for count in calls:
+            some, share = slice(first, first + count), undivided(count)
+            block(self.start[some], tokens[some], first, state.layers[0], share)  # type: ignore[arg-type]
+            first += count
+
+    def _model(self, faults: Sequence[Fault], *, deployed: bool) -> Transformer:
+        """The layer, or the head, as a model of its own, with faults in place."""
+        ops = BLOCKED
+        for fault in faults:
+            ops = fault.ops(ops)
+        full = self.by.config
+        options = RunOptions("deployed" if deployed else "plain", "fp32")
+        ranks = Ranks(ALONE, place(full, 1).ranks[0])
+        model = Transformer.__new__(Transformer)
+        model.config, model.ranks = self.config, ranks
+        model.arithmetic = arithmetic(options, ops, ranks, full)
+        weights = self._weights()
+        model.embedding = torch.empty(0)
+        model.blocks = []
+        if self.judged.layer is not None:
+            rotation = Rotation(full, full.layer_kind(self.judged.layer), torch.device("cpu"))
+            model.blocks = [Block(full, self.judged.layer, weights, model.arithmetic, rotation)]
+        else:
+            model.hyper_head = HyperHead(full, weights, model.arithmetic)
+            model.norm = weights.vector("norm.weight").float()
+            model.head = Dense(weights.vector("head.weight"))
+        for fault in faults:
+            fault.inject(model)
+        return model
+
+    def _weights(self) -> Weights:
+        prefix = ("hc_head", "norm", "head") if self.judged.layer is None else (f"layers.{self.judged.layer}.",)
+        parameters, checkpoint = self.setting.parameters, self.setting.parameters.checkpoint
+        for name in self.by.census.demanded:
+            if name.startswith(prefix):
+                parameters.binding(name)  # Unknown where its file is not here
+        return bind(checkpoint, self.by.census, only=())
+
+    # --- what it is given
+
+    @property
+    def _alone(self) -> bool:
+        """Whether the experts can be run without the attention, and so row by row."""
+        recorded = self.by.recording.tensors
+        name = f"layers.{self.judged.layer}."
+        if not _of_experts(self.judged.site):
+            return False
+        inner = (
+            _ORDER.index(sites.EXPERTS_INPUT.name) < _ORDER.index(self.judged.site) < _ORDER.index(sites.STREAMS.name)
+        )
+        inputs = (sites.ATTENTION_STREAMS.name, sites.EXPERTS_INPUT.name) if inner else (sites.ATTENTION_STREAMS.name,)
+        return any(f"{name}{site}" in recorded for site in inputs)
+
+    def _tokens(self) -> Tensor:
+        """Positions that are run: those that differ, or all up to the last of them."""
+        if self.judged.layer is None or self._alone:
+            return self.at
+        last = int(self.at[-1])
+        if self.judged.site in OF_ENTRIES:
+            last = (last + 1) * self.by.config.ratio(self.judged.layer) - 1
+        return torch.arange(last + 1)
+
+    def _start(self) -> Tensor:
+        """Streams before the layer, [t, s, hidden] float32; zeros where a recorded site after them steers."""
+        config = self.by.config
+        nothing = torch.zeros(len(self.tokens), config.hc_mult, config.hidden_size)
+        if isinstance(self.exact, Ends):
+            last = Layer(self.exact.setting, config.num_hidden_layers - 1, self.tokens)
+            return last.value("streams", self.tokens)[0].float()
+        if self._alone:
+            return nothing
+        try:
+            return self.exact.before(self.tokens)[0].float()
+        except Unknown:
+            if f"layers.{self.judged.layer}.{sites.ATTENTION_INPUT.name}" in self.by.recording.tensors:
+                return nothing
+            raise
+
+    def _steered(self) -> dict[str, Tensor]:
+        """Recorded rows of the sites before the one that differs, for all that is run."""
+        if self.judged.layer is None:
+            return {}
+        found = {}
+        for name in _ORDER[: _ORDER.index(self.judged.site)]:
+            of_entries = name in OF_ENTRIES
+            if of_entries and not self.by.config.ratio(self.judged.layer):
+                continue
+            count = len(self.tokens) // self.by.config.ratio(self.judged.layer) if of_entries else 0
+            at = torch.arange(count) if of_entries else self.tokens
+            rows = (
+                None if self._alone and of_entries else self.by.recording.rows(f"layers.{self.judged.layer}.{name}", at)
+            )
+            if rows is not None:
+                found[name] = rows
+        if sites.EXPERT_WEIGHTS.name in found and sites.EXPERT_IDS.name not in found:
+            del found[sites.EXPERT_WEIGHTS.name]  # in an order that is not known
+        if sites.EXPERT_IDS.name in found and sites.EXPERT_WEIGHTS.name not in found:
+            del found[sites.EXPERT_IDS.name]  # the weights would be of other experts
+        if sites.SELECTED.name in found:
+            ids = found[sites.SELECTED.name]
+            ids = ids.masked_fill(ids < 0, torch.inf).sort(-1).values
+            found[sites.SELECTED.name] = ids.masked_fill(ids.isinf(), -1)
+        return found
+
+    def _steering(self) -> Iterator[tuple[Site, Listener]]:
+        for name, rows in self.steered.items():
+            yield _BY_NAME[name], _Steer(rows)
+
+    def _looking(self, seen: list[Tensor]) -> Listener:
+        """Keep what passes, and stop when all of it has."""
+        of_entries = self.judged.site in OF_ENTRIES
+        wanted = int(self.at[-1]) + 1 if of_entries else len(self.tokens)
+
+        def look(layer: int | None, x: Tensor) -> None:
+            del layer
+            seen.append(x.detach().clone())
+            if sum(map(len, seen)) >= wanted:
+                raise _Seen
+
+        return look
+
+
+class _Steer:
+    """A listener that writes recorded rows over what passes."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows, self.done = rows, 0
+
+    def __call__(self, layer: int | None, x: Tensor) -> None:
+        """Write the next rows; a selection is as wide as it is here."""
+        del layer
+        rows = self.rows[self.done : self.done + len(x)]
+        self.done += len(x)
+        if rows.ndim == 2 and rows.shape[1] > x.shape[1]:
+            rows = rows[:, : x.shape[1]]
+        if rows.shape == x.shape:
+            x.copy_(rows)
+
+
+class _Skipped(Attention):
+    """An attention that is not run."""
+
+    def __call__(self, x: Tensor, first: int, cache: LayerCache, tokens: Share) -> Tensor:
+        """As many rows as came."""
+        del first, cache, tokens
+        return torch.zeros_like(x)
+
+
+@contextmanager
+def _without_tripwires() -> Iterator[None]:
+    """What a faulty layer would trip at is what is looked for here."""
+
+    def silent(*_args: Any, **_named: Any) -> None:
+        return None
+
+    def selection(*args: Any, **_named: Any) -> Any:
+        return args[5]
+
+    names = ("finite", "width", "count", "room", "stored", "columns", "routing")
+    others: dict[str, Any] = dict.fromkeys(names, silent) | {"selection": selection}
+    with mock.patch.multiple(tripwire, **others):
+        yield
+
+
+def _of_one_layer(config: ModelConfig, layer: int) -> ModelConfig:
+    """The config of a model that has this layer alone: what faults and caches look at."""
+    return replace(
+        config,
+        num_hidden_layers=1,
+        compress_ratios=(config.compress_ratios[layer],),
+        layer_kinds=(config.layer_kinds[layer],),
+        num_hash_layers=int(config.is_hash(layer)),
+    )
+
+
+def _calls(calls: Sequence[int], tokens: int) -> list[int]:
+    """Lengths of calls for so many tokens; the last one that is given repeats."""
+    found, left, n = [], tokens, 0
+    while left:
+        length = min(left, calls[min(n, len(calls) - 1)])
+        found.append(length)
+        left, n = left - length, n + 1
+    return found
+
+
+def _otherwise(one: Tensor, other: Tensor) -> float:
+    """How many ids of two choices [n, k] are in one of them alone."""
+    return float(sum(len(set(a) ^ set(b)) for a, b in zip(one.tolist(), other.tolist(), strict=True)))

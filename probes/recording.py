@@ -1,0 +1,279 @@
+"""A recording: tensors by site, of a prompt from position 0, made by any runtime.
+
+One safetensors file: `tokens` [t] int64, and any of `layers.{l}.{site}` and `{site}` (`model.sites` has their names and
+shapes), in any float dtype. Where rows of some positions only were kept, `positions` [n] int64 says which.
+
+Dumps are messy. A tensor may have a batch axis of one in front, its axes in another order, or heads and streams run
+together: where its sizes can be read in one way only, it is read so, and `told` says it. Whatever can be read in no way
+or in several is refused in one line.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from model import sites, strict_json
+from model.checkpoint import Checkpoint
+from model.config import LayerKind, ModelConfig
+from model.errors import ConfigError, quoted
+from model.files import read_bounded
+from model.safetensors_header import read_header
+from model.sites import SITES, Site, axes
+
+TOKENS, POSITIONS = "tokens", "positions"
+# One expert's rows come in the order of experts, not of tokens.
+KEPT: Final = tuple(site for site in SITES if site not in (sites.ROUTED_GATE, sites.ROUTED_UP))
+OF_ENTRIES: Final = (sites.ENTRY.name, sites.INDEX_KEY.name, sites.INDEX_KEY_USED.name)
+WHOLE_MODEL: Final = (sites.EMBEDDED.name, sites.HIDDEN.name, sites.LOGITS.name)
+CHOICES: Final = (sites.SELECTED.name, sites.EXPERT_IDS.name)
+FLOATS: Final = ("F64", "F32", "F16", "BF16")
+WHOLE_NUMBERS: Final = ("I64", "I32", "I16", "U8", *FLOATS)  # some dump ids as floats
+SAMPLED: Final = 1 << 20  # numbers of a tensor that are looked at to find the dtype of the run
+MAP_BYTES: Final = 16 << 20
+MOST_AXES: Final = 5  # of a tensor that is understood
+
+_BY_NAME: Final = {site.name: site for site in KEPT}
+
+
+class _Tensor(NamedTuple):
+    """A stored tensor and how it becomes its site's: drop `leading` axes of one, permute, then view."""
+
+    stored: str
+    leading: int
+    order: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class Recording:
+    """An opened recording; `rows` gives what was recorded.
+
+    Parameters
+    ----------
+    path
+        The file.
+    config
+        Of the model that it is a run of.
+    names
+        Their name -> the site's name, for a file that calls tensors otherwise.
+
+    Raises
+    ------
+    ConfigError, CheckpointError
+        With one line naming the file, and the tensor where one is at fault.
+
+    """
+
+    def __init__(self, path: Path, config: ModelConfig, names: Mapping[str, str] | None = None) -> None:
+        shard = read_header(path)
+        self.path, self.config, self.names = path, config, dict(names or {})
+        self.file = Checkpoint(path.parent, (shard,), shard.tensors, ())
+        self.told: list[str] = []
+        self.tokens = self._numbers(TOKENS, config.vocab_size)
+        self.positions = self._positions()
+        self.tensors: dict[str, _Tensor] = {}
+        self.others: list[str] = []
+        for stored in shard.tensors:
+            self._take(stored)
+        if unknown := [name for name in self.names if name not in shard.tensors]:
+            raise ConfigError(f"{path}: has no tensor {quoted(unknown[0])}, which --map names")
+        if not self.tensors:
+            raise ConfigError(f"{path}: none of its {len(shard.tensors)} tensors is a site; see --map")
+
+    def rows(self, name: str, at: Tensor | None) -> Tensor | None:
+        """Rows of a tensor at positions (or of entries), float64; None where not all of them were recorded.
+
+        Parameters
+        ----------
+        name
+            ``layers.{l}.{site}`` or ``{site}``.
+        at
+            [n] int64; None for all that there are.
+
+        """
+        if name not in self.tensors:
+            return None
+        data = self._read(self.tensors[name])
+        if at is None:
+            return data.to(torch.float64)
+        if not name.endswith(OF_ENTRIES) and self.positions is not None and len(data) == len(self.positions):
+            place = torch.searchsorted(self.positions, at).clamp(max=len(self.positions) - 1)
+            if not bool((self.positions[place] == at).all()):
+                return None
+            at = place
+        return data[at].to(torch.float64)
+
+    def at(self, name: str) -> Tensor:
+        """Positions (or entries) of a tensor's rows."""
+        count = self.tensors[name].shape[0]
+        if not name.endswith(OF_ENTRIES) and self.positions is not None and count == len(self.positions):
+            return self.positions
+        return torch.arange(count)
+
+    def stored_dtype(self, name: str) -> torch.dtype:
+        """Dtype in which a tensor is stored."""
+        return self._read(self.tensors[name]).dtype
+
+    def run_dtype(self) -> torch.dtype:
+        """The narrowest dtype that holds at least half of the activations: that of the run, however it was dumped."""
+        held = {torch.bfloat16: 0, torch.float16: 0}
+        looked = 0
+        for name, tensor in self.tensors.items():
+            if name.endswith((".comb", ".pre", ".post", ".weights", sites.LOGITS.name, *CHOICES)):
+                continue  # of fp32 in runs of any dtype
+            data = self._read(tensor).flatten()
+            some = data[:: max(1, data.numel() // SAMPLED)].to(torch.float32)
+            some = some[some.isfinite()]
+            looked += 1
+            for dtype in held:
+                held[dtype] += bool((some.to(dtype).float() == some).all())
+        return next((dtype for dtype, count in held.items() if looked and 2 * count >= looked), torch.float32)
+
+    # --- reading the file
+
+    def _read(self, tensor: _Tensor) -> Tensor:
+        data = self.file.read(tensor.stored)
+        return data.reshape(data.shape[tensor.leading :]).permute(tensor.order).reshape(tensor.shape)
+
+    def _numbers(self, name: str, below: int) -> Tensor:
+        """A list of whole numbers from 0 on."""
+        if name not in self.file.tensors:
+            raise ConfigError(f"{self.path}: has no tensor {name}, [t] int64")
+        data = self.file.read(name)
+        data = data[0] if data.ndim == 2 and data.shape[0] == 1 else data
+        if data.dtype not in (torch.int64, torch.int32) or data.ndim != 1 or not len(data):
+            raise ConfigError(f"{self.path}: {name} is {list(data.shape)} {data.dtype}, want [n] int64")
+        data = data.long()
+        if int(data.min()) < 0 or int(data.max()) >= below:
+            wrong = int(((data < 0) | (data >= below)).nonzero()[0])
+            raise ConfigError(f"{self.path}: {name}[{wrong}] is {int(data[wrong])}, want 0 to {below - 1}")
+        return data
+
+    def _positions(self) -> Tensor | None:
+        if POSITIONS not in self.file.tensors:
+            return None
+        positions = self._numbers(POSITIONS, len(self.tokens))
+        if len(positions) > 1 and bool((positions[1:] <= positions[:-1]).any()):
+            raise ConfigError(f"{self.path}: {POSITIONS} do not ascend")
+        return positions
+
+    def _take(self, stored: str) -> None:
+        """Understand one tensor of the file, or note that it is none of ours."""
+        if stored in (TOKENS, POSITIONS) and stored not in self.names:
+            return
+        name = self.names.get(stored, stored)
+        site, layer = _site(name)
+        if site is None:
+            if stored in self.names:
+                raise ConfigError(f"{self.path}: --map {quoted(stored)}: {quoted(name)} is no site")
+            self.others.append(stored)
+            return
+        if layer is not None and layer >= self.config.num_hidden_layers:
+            raise ConfigError(
+                f"{self.path}: {quoted(stored)}: the model has layers 0-{self.config.num_hidden_layers - 1}"
+            )
+        if layer is not None and not has_site(self.config, layer, site):
+            kind = self.config.layer_kind(layer).name
+            raise ConfigError(f"{self.path}: {quoted(stored)}: layer {layer} is {kind}, which has no {site.name}")
+        if name in self.tensors:
+            raise ConfigError(f"{self.path}: {quoted(stored)} and {quoted(self.tensors[name].stored)} are both {name}")
+        self.tensors[name] = self._understood(stored, name, site, layer)
+
+    def _understood(self, stored: str, name: str, site: Site, layer: int | None) -> _Tensor:
+        """How the stored shape becomes the site's."""
+        found = self.file.tensors[stored]
+        if found.dtype not in (WHOLE_NUMBERS if site.name in CHOICES else FLOATS):
+            raise ConfigError(f"{self.path}: {quoted(stored)} is {found.dtype}, want a float dtype")
+        wanted = self._wanted(site, layer, found.shape)
+        leading = 0
+        shape = found.shape
+        while len(shape) > 1 and shape[0] == 1 and len(shape) > _fewest(wanted):
+            shape, leading = shape[1:], leading + 1
+        readings = {reading for want in wanted for reading in _readings(shape, want)}
+        straight = {reading for reading in readings if reading[0] == tuple(range(len(shape)))}
+        readings = straight or readings
+        if len(readings) != 1:
+            names = " ".join(site.shape.split())
+            ways = "in no way" if not readings else f"in {len(readings)} ways"
+            rows = f"{len(self.tokens)} tokens" + (
+                "" if self.positions is None else f", {len(self.positions)} positions"
+            )
+            raise ConfigError(
+                f"{self.path}: {quoted(stored)} is {list(found.shape)}: {ways} [{names}] = {list(wanted[0])} of {rows}"
+            )
+        order, view = readings.pop()
+        if order != tuple(range(len(shape))):
+            self.told.append(f"{name}: {list(found.shape)} read with its axes in the order {list(order)}")
+        elif leading:
+            self.told.append(f"{name}: {list(found.shape)} read without its batch axis")
+        return _Tensor(stored, leading, order, view)
+
+    def _wanted(self, site: Site, layer: int | None, found: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Shapes that a tensor of a site may have, its axes apart: for all tokens, or for the positions."""
+        known, free = axes(self.config), math.prod(found)
+        rows = [len(self.tokens)]
+        if site.name in OF_ENTRIES:
+            assert layer is not None, f"{site.name} of no layer"
+            rows = [len(self.tokens) // self.config.ratio(layer)]
+        elif self.positions is not None:
+            rows.append(len(self.positions))
+        first, *rest = site.shape.split()
+        assert first in ("t", "n"), site.shape
+        shapes = []
+        for count in rows:
+            widest = free // max(count, 1)  # of a selection: whatever it has
+            shapes.append((count, *(known.get(axis, widest) for axis in rest)))
+        return shapes
+
+
+def read_map(path: Path) -> dict[str, str]:
+    """Read a file that says which of their names is which site: a JSON object of strings. ConfigError otherwise."""
+    try:
+        found: Any = strict_json.parse(read_bounded(path, MAP_BYTES, ConfigError))
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise ConfigError(f"{path}: want a JSON object, their name -> site")
+    return found
+
+
+def has_site(config: ModelConfig, layer: int, site: Site) -> bool:
+    """Whether a layer of this kind has a site."""
+    kind = config.layer_kind(layer)
+    if site.name.startswith("indexer."):
+        return kind is LayerKind.CSA
+    return site != sites.ENTRY or kind is not LayerKind.SWA
+
+
+def _site(name: str) -> tuple[Site | None, int | None]:
+    """The site and layer that a name stands for."""
+    if name in WHOLE_MODEL:
+        return _BY_NAME[name], None
+    word, _, rest = name.partition(".")
+    number, _, site = rest.partition(".")
+    if word != "layers" or not (number.isascii() and number.isdigit() and len(number) < 7) or site in WHOLE_MODEL:
+        return None, None
+    return _BY_NAME.get(site), int(number)
+
+
+def _fewest(wanted: list[tuple[int, ...]]) -> int:
+    """Axes that a tensor has at least, with the last ones run together."""
+    return min(2, *(len(want) for want in wanted))
+
+
+def _readings(shape: tuple[int, ...], want: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Orders of the axes of `shape` that make it `want`, its axes after the first perhaps run together."""
+    found: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    if len(shape) > MOST_AXES:
+        return found
+    joined = {want, (want[0], math.prod(want[1:]))}
+    for order in itertools.permutations(range(len(shape))):
+        if tuple(shape[axis] for axis in order) in joined:
+            found.add((order, want))
+    return found

@@ -1,0 +1,68 @@
+"""`python -m scripts.compare`: hold a recording of any runtime against the oracle, layer by layer, and name the fault.
+
+A recording is a safetensors file, see README; `python -m scripts.record` makes one of this runtime. Each layer is
+computed in float64 from what the recording has before it, so an error in one layer says nothing about the next.
+Exit status: 0 all that was compared agrees; 1 something differs, or nothing could be compared; 2 bad arguments or
+files.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from model.choices import NUMERICS
+from model.errors import ConfigError
+from runtime.options import RunOptions, checked_config
+from scripts.cli import arguments, run_alone
+from scripts.flags import add_json, add_model, numbers, positive
+from scripts.paths import Reads, Writes
+from scripts.record import check_layers
+
+DTYPES = ("bf16", "fp16", "fp32")
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line."""
+    p = argparse.ArgumentParser(prog="python -m scripts.compare", description=__doc__)
+    add_model(p)
+    p.add_argument("--recording", action=Reads, required=True, help="what the other runtime computed")
+    p.add_argument(
+        "--layers", type=numbers, help="layers to judge, as 0,17 (default: all that were recorded, and the head)"
+    )
+    p.add_argument(
+        "--numerics",
+        choices=NUMERICS,
+        default=RunOptions().numerics,
+        help="of the recorded run: deployed, as DeepSeek serves (default), or plain, as transformers computes",
+    )
+    p.add_argument("--dtype", choices=DTYPES, help="of the recorded run (default: what its numbers fit in)")
+    p.add_argument("--map", action=Reads, metavar="F.json", help="a JSON object, their tensor's name to the site's")
+    p.add_argument(
+        "--rows", type=_rows, help="rows of a site that are judged, or all (default: what two minutes allow)"
+    )
+    p.add_argument("--no-identify", action="store_true", help="do not look for the fault that explains a difference")
+    p.add_argument("--chunk", type=positive, help="tokens per call of the recorded run (default: all in one call)")
+    p.add_argument("--decode-from", type=positive, help="from here on the recorded run took one token at a time")
+    p.add_argument("--picture", action=Writes, metavar="F.svg", help="draw how far each site is off, layer by layer")
+    add_json(p, "verdict, first difference, sites and faults")
+    return p
+
+
+def _rows(text: str) -> int | str:
+    return text if text == "all" else positive(text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit status."""
+    args = arguments(parser(), argv)
+    config = checked_config(args.model, RunOptions())
+    check_layers(args.layers, config.num_hidden_layers)
+    if args.picture is not None and args.picture.suffix != ".svg":
+        raise ConfigError(f"--picture {args.picture}: want a name that ends in .svg")
+    from scripts.tasks.compare import run
+
+    return run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(run_alone(main))

@@ -1,0 +1,279 @@
+"""What `scripts.compare` does once its command line is known to be good."""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from itertools import groupby
+from typing import Final
+
+import torch
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from model.census import census
+from model.checkpoint import Checkpoint
+from model.errors import ConfigError
+from probes.checks import Checks, Difference, Judged, Status
+from probes.console import plain
+from probes.faults import FAULTS
+from probes.finding import Plot
+from probes.identify import NAMED, Identifier, Place, places
+from probes.oracle import Noise, Parameters, Setting
+from probes.recording import Recording, read_map
+from probes.svg import plot
+from runtime.load import read_config
+from runtime.options import RunOptions
+from runtime.output import write_json, write_text
+from scripts.console import Console
+
+DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+CURVES: Final = 8  # of the picture: the sites that are furthest off
+COLOURS: Final = {Status.AGREES: "green", Status.DIFFERS: "bold red", Status.NOT_JUDGED: "yellow"}
+
+Saying = Callable[[str, float], None]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Judge a recording, say what was found and what explains it; returns the exit status."""
+    torch.set_num_threads(1)  # float64 of small tensors
+    config = read_config(args.model, RunOptions(numerics=args.numerics))
+    recording = Recording(args.recording, config, None if args.map is None else read_map(args.map))
+    checkpoint = Checkpoint.open(args.model, partial=True)
+    counted = census(checkpoint.shapes(), config, where=str(args.model), absent=checkpoint.absent)
+    dtype = DTYPES[args.dtype] if args.dtype else recording.run_dtype()
+    setting = Setting(
+        config, Parameters(checkpoint, counted), recording.tokens, args.numerics == "deployed", recording, Noise(dtype)
+    )
+    out, err = Console(), Console(stderr=True)
+    checks = Checks(setting, recording, len(recording.tokens) if args.rows == "all" else args.rows)
+    started = time.perf_counter()
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeElapsedColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task("", total=1.0)
+
+        def said(what: str, share: float) -> None:
+            bar.update(task, description=what, completed=share)
+
+        results = _judged(checks, args.layers, said)
+        found: list[Place] = []
+        if not args.no_identify:
+            identifier = Identifier(setting, recording, counted, _calls(args, len(recording.tokens)))
+            found = identifier.identify(results, said)
+    out.say(*_head(args, recording, checks, results, dtype, time.perf_counter() - started))
+    _show(out, results, found, identified=not args.no_identify)
+    if args.picture is not None:
+        write_text(args.picture, plot(_picture(results)))
+        err.say(f"wrote {args.picture}")
+    if args.json is not None:
+        write_json(args.json, _report(recording, results, found))
+    return 0 if _verdict(results) == "agrees" else 1
+
+
+def _judged(checks: Checks, layers: Sequence[int] | None, said: Saying) -> list[Judged]:
+    """All recorded sites, or those of some layers; ConfigError where one that is asked for cannot be judged at all."""
+    for layer in layers or ():
+        if not checks.recorded(layer):
+            raise ConfigError(f"--layers {layer}: no site of it is in {checks.recording.path}")
+    chosen = range(checks.config.num_hidden_layers) if layers is None else layers
+    chosen = [layer for layer in chosen if checks.recorded(layer)]
+    results: list[Judged] = []
+    for number, layer in enumerate(chosen):
+
+        def some(what: str, share: float, number: int = number) -> None:
+            said(what, (number + share) / len(chosen))
+
+        of_layer = checks.layer(layer, some)
+        missing = [judged.why for judged in of_layer if judged.status is Status.NOT_JUDGED]
+        if layers is not None and len(missing) == len(of_layer):
+            raise ConfigError(f"--layers {layer}: {missing[0]}")
+        results += of_layer
+    return results + checks.ends(said) if layers is None else results
+
+
+def _calls(args: argparse.Namespace, tokens: int) -> list[int]:
+    """Lengths of the calls of the recorded run, as far as the command line says."""
+    prefilled = min(args.decode_from or tokens, tokens)
+    chunk = args.chunk or prefilled
+    whole, rest = divmod(prefilled, chunk)
+    return [chunk] * whole + [rest] * (rest > 0) + [1] * (tokens > prefilled)
+
+
+def _verdict(results: Sequence[Judged]) -> str:
+    if any(judged.status is Status.DIFFERS for judged in results):
+        return "differs"
+    return "agrees" if any(judged.status is Status.AGREES for judged in results) else "nothing compared"
+
+
+def _first(results: Sequence[Judged]) -> Difference | None:
+    """The first difference, layer by layer; embeddings come before all layers."""
+    embedded = [judged for judged in results if judged.site == "embedded"]
+    return next((judged.first for judged in [*embedded, *results] if judged.first is not None), None)
+
+
+# --- the console
+
+
+def _head(
+    args: argparse.Namespace,
+    recording: Recording,
+    checks: Checks,
+    results: Sequence[Judged],
+    dtype: torch.dtype,
+    seconds: float,
+) -> list[str]:
+    """What was compared, and how."""
+    tokens, rows = len(recording.tokens), max((judged.rows for judged in results), default=0)
+    name = next(name for name, known in DTYPES.items() if known is dtype)
+    found = "" if args.dtype else ", as its numbers say"
+    sampled = f", {len(checks.sample)} rows of each site" if len(checks.sample) < rows or rows < tokens else ""
+    what = f"{len(results)} {_sites(len(results))} of {tokens} tokens{sampled}"
+    how = f"{args.numerics} numerics, {name}{found}"
+    lines = [f"{recording.path}: {what}, held against {args.model} in float64; {how}; {seconds:.0f} s"]
+    if len(checks.sample) < tokens and recording.positions is None:
+        lines.append(
+            "Rows judged: both ends, the borders of windows, and one at random from each of as many equal parts."
+        )
+    if any(judged.free for judged in results):
+        lines.append("Where the input of a layer is not recorded, it is computed from the embeddings on.")
+    lines += [f"Understood: {told}" for told in recording.told]
+    if recording.others:
+        more = f" and {len(recording.others) - 3} more" if len(recording.others) > 3 else ""
+        lines.append(f"Not a site, left out: {', '.join(recording.others[:3])}{more}")
+    return lines
+
+
+def _show(out: Console, results: Sequence[Judged], found: Sequence[Place], *, identified: bool) -> None:
+    """The first difference and its fault, then a table in which all that agrees is one row."""
+    verdict, first = _verdict(results), _first(results)
+    counts = {status: sum(judged.status is status for judged in results) for status in Status}
+    out.print(
+        plain(f"{verdict.upper()}", COLOURS[Status.AGREES] if verdict == "agrees" else COLOURS[Status.DIFFERS])
+        + plain(": " + ", ".join(f"{count} {_sites(count)} {status}" for status, count in counts.items() if count))
+    )
+    if first is not None:
+        out.say(f"First difference: {_told(first)}")
+    for place in found:
+        out.say(*_explained(place))
+    several = {fault.name for place in found for fault in place.faults[:1] if fault.share >= NAMED}
+    if len(several) > 1:
+        out.say(f"{len(several)} faults at once: {', '.join(sorted(several))}")
+    if not identified and first is not None:
+        out.say("No fault was looked for (--no-identify).")
+    rest = len(places(results)) - len(found)
+    if identified and rest > 0:
+        out.say(f"{rest} more sublayers differ; no fault was looked for there.")
+    table = Table("layer", "site")
+    for column in ("rows", "worst", "bound"):
+        table.add_column(column, justify="right")
+    table.add_column("verdict")
+    rows = [judged for judged in results if judged.status is not Status.AGREES]
+    for judged in rows:
+        where = "" if judged.layer is None else str(judged.layer)
+        table.add_row(
+            where,
+            plain(judged.site),
+            str(judged.rows),
+            f"{judged.worst:.2g}",
+            f"{judged.bound:.2g}",
+            plain(f"{judged.status}{f': {judged.why}' if judged.why else ''}", COLOURS[judged.status]),
+        )
+    for layers, count, worst in _agreeing(results):
+        table.add_row(layers, f"{count} {_sites(count)}", "", f"{worst:.2f} x", "1", plain("agrees", "green"))
+    out.print(table)
+    out.say("worst: distance from the oracle over the length of a row. In rows of several sites: over the bound.")
+
+
+def _sites(count: int) -> str:
+    return "site" if count == 1 else "sites"
+
+
+def _told(first: Difference) -> str:
+    where = "" if first.layer is None else f"layer {first.layer} "
+    of_entry = first.site in ("attention.entry", "indexer.key", "indexer.key_used")
+    at = f"{'entry' if of_entry else 'position'} {first.position}"
+    if not first.index:
+        ahead = (
+            "" if first.bound == 0 else f", passed over by {first.difference:.3g} where a near tie is {first.bound:.3g}"
+        )
+        return f"{where}{first.site}, {at}: theirs {first.theirs:g}, ours {first.ours:g}{ahead}"
+    index = ", ".join(map(str, first.index))
+    return (
+        f"{where}{first.site}, {at}, [{index}]: theirs {first.theirs:.6g}, ours {first.ours:.6g};"
+        f" the row is {first.difference:.3g} off, rounding explains {first.bound:.3g}"
+    )
+
+
+def _explained(place: Place) -> list[str]:
+    """What explains one place."""
+    name = place.judged.name
+    if place.why:
+        return [f"{name}: no fault could be tried: {place.why}"]
+    named = [fault for fault in place.faults if fault.share >= NAMED]
+    if not named:
+        nearest = f"; nearest is {place.faults[0].name} with {place.faults[0].share:.0%}" if place.faults else ""
+        return [f"{name}: none of the known faults explains it{nearest}"]
+    best = named[0]
+    what = " ".join(FAULTS[part].what for part in best.names if part in FAULTS)
+    also = "".join(f", {fault.name} {fault.share:.0%}" for fault in named[1:])
+    return [f"{name}: {best.name} explains {best.share:.1%}{also}. {what}"]
+
+
+def _agreeing(results: Sequence[Judged]) -> list[tuple[str, int, float]]:
+    """Layers, number of sites and largest distance over bound of all that agrees, neighbouring layers together."""
+    by_layer: dict[int | None, list[Judged]] = {}
+    whole: dict[int | None, bool] = {}
+    for judged in results:
+        whole[judged.layer] = whole.get(judged.layer, True) and judged.status is Status.AGREES
+        if judged.status is Status.AGREES:
+            by_layer.setdefault(judged.layer, []).append(judged)
+    layers = sorted(layer for layer in by_layer if layer is not None)
+    rows = []
+    for _, run in groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0]):
+        numbers = [layer for _, layer in run]
+        for alike, part in groupby(numbers, key=lambda layer: whole[layer]):
+            del alike
+            some = list(part)
+            sites = [judged for layer in some for judged in by_layer[layer]]
+            label = str(some[0]) if len(some) == 1 else f"{some[0]}-{some[-1]}"
+            rows.append((label, len(sites), max(judged.excess for judged in sites)))
+    if None in by_layer:
+        rows.append(("", len(by_layer[None]), max(judged.excess for judged in by_layer[None])))
+    return rows
+
+
+# --- files
+
+
+def _picture(results: Sequence[Judged]) -> Plot:
+    """Distance over bound through the layers, of the sites that are furthest off."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for judged in results:
+        if judged.layer is not None and judged.status is not Status.NOT_JUDGED:
+            series.setdefault(judged.site, []).append((judged.layer, judged.excess))
+    worst = sorted(series, key=lambda site: -max(value for _, value in series[site]))[:CURVES]
+    return Plot(
+        "difference-through-depth",
+        "layer",
+        "distance over bound; above 1 it differs",
+        {s: series[s] for s in worst},
+        log_y=True,
+    )
+
+
+def _report(recording: Recording, results: Sequence[Judged], found: Sequence[Place]) -> dict[str, object]:
+    """What --json writes."""
+    first = _first(results)
+    explained = [
+        {"layer": place.judged.layer, "site": place.judged.site, "name": fault.name, "share": fault.share}
+        for place in found
+        for fault in place.faults
+        if fault.share >= NAMED
+    ]
+    return {
+        "verdict": _verdict(results),
+        "first": None if first is None else first.to_json(),
+        "sites": [judged.to_json() for judged in results],
+        "faults": explained,
+        "understood": recording.told,
+        "left_out": recording.others,
+    }

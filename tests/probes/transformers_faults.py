@@ -1,0 +1,368 @@
+"""Faults put into transformers' own modules, one layer (or the head) at a time: what `compare` has to find."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
+
+from kernels.reference import rope
+
+
+class Put(NamedTuple):
+    """A fault in their code: where it is seen first, and its name in `probes.faults`, None where it is not there."""
+
+    name: str | None
+    layer: int | None
+    sublayer: str  # "attention" or "experts": the first part of the first site that differs; "hidden" or "logits"
+    put: Callable[[Any], None]
+    also: tuple[str, ...] = ()  # other names for the same numbers in this layer
+
+
+def attention(model: Any, layer: int) -> Any:
+    """Their attention of a layer."""
+    return model.model.layers[layer].self_attn
+
+
+def _hook(module: Any, change: Callable[[Any], Any]) -> None:
+    module.register_forward_hook(lambda _module, _given, out: change(out))
+
+
+def _given(module: Any, change: Callable[[Tensor], Tensor]) -> None:
+    module.register_forward_pre_hook(lambda _module, given: (change(given[0]), *given[1:]))
+
+
+def _set(of: Callable[[Any], Any], name: str, change: Callable[[Any], Any]) -> Callable[[Any], None]:
+    """Change an attribute, or the numbers of a parameter."""
+
+    def put(model: Any) -> None:
+        module = of(model)
+        value = getattr(module, name)
+        if isinstance(value, torch.nn.Parameter):
+            value.data = change(value.data)
+        else:
+            setattr(module, name, change(value))
+
+    return put
+
+
+def _rotary(layer: int, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> Callable[[Any], None]:
+    """Change cos and sin of the main rotation of one layer: its queries, keys and outputs."""
+
+    def put(model: Any) -> None:
+        module = attention(model, layer)
+
+        def changed(_module: Any, given: Any, named: dict[str, Any]) -> Any:
+            angles = dict(named["position_embeddings"])
+            kind = module.rope_layer_type
+            angles[kind] = change(*angles[kind])
+            return given, named | {"position_embeddings": angles}
+
+        module.register_forward_pre_hook(changed, with_kwargs=True)
+
+    return put
+
+
+def _frequencies(layer: int, like: str) -> Callable[[Any], None]:
+    """Rotate one layer by the frequencies of another kind of layer, or of another base."""
+
+    def put(model: Any) -> None:
+        rotary = model.model.rotary_emb
+        module = attention(model, layer)
+        source = getattr(rotary, f"{like}_inv_freq") if like in ("main", "compress") else _plain(rotary)
+
+        def changed(_module: Any, given: Any, named: dict[str, Any]) -> Any:
+            angles = dict(named["position_embeddings"])
+            cos, _ = angles[module.rope_layer_type]
+            turned = torch.arange(cos.shape[1])[:, None].float() * source[None]
+            angles[module.rope_layer_type] = turned.cos()[None].to(cos.dtype), turned.sin()[None].to(cos.dtype)
+            return given, named | {"position_embeddings": angles}
+
+        module.register_forward_pre_hook(changed, with_kwargs=True)
+
+    return put
+
+
+def _plain(rotary: Any) -> Tensor:
+    """Frequencies of the compressed layers' base without YaRN."""
+    dim = 2 * rotary.compress_inv_freq.shape[0]
+    return 1.0 / (160000.0 ** (torch.arange(0, dim, 2).float() / dim))
+
+
+def _no_inverse(layer: int) -> Callable[[Any], None]:
+    """Give the output projection what the attention gave before its inverse rotation."""
+
+    def put(model: Any) -> None:
+        module, kept = attention(model, layer), {}
+
+        def keep(_module: Any, _given: Any, named: dict[str, Any]) -> None:
+            kept["angles"] = named["position_embeddings"][module.rope_layer_type]
+
+        def rotated(grouped: Tensor) -> Tensor:
+            heads = grouped.flatten(2).unflatten(-1, (module.num_heads, module.head_dim)).transpose(1, 2)
+            return theirs.apply_rotary_pos_emb(heads, *kept["angles"]).transpose(1, 2).reshape(grouped.shape)
+
+        module.register_forward_pre_hook(keep, with_kwargs=True)
+        _given(module.o_a_proj, rotated)
+
+    return put
+
+
+def _compressor_rotary(layer: int, part: str, change: Callable[[Any, Any], Any]) -> Callable[[Any], None]:
+    """Change how the rotation of a compressor is called: `change(forward, named arguments)`."""
+
+    def put(model: Any) -> None:
+        compressor = attention(model, layer).compressor
+        rotary = (compressor if part == "entries" else compressor.indexer).rotary_emb
+        forward = rotary.forward
+        rotary.forward = lambda x, **named: change(lambda **other: forward(x, **other), named)
+
+    return put
+
+
+def _unrotated(forward: Any, named: dict[str, Any]) -> Any:
+    cos, sin = forward(**named)
+    return torch.ones_like(cos), torch.zeros_like(sin)
+
+
+def _window(layer: int) -> Callable[[Any], None]:
+    """Hide the oldest token that a token of the layer sees."""
+
+    def put(model: Any) -> None:
+        module = attention(model, layer)
+
+        def changed(_module: Any, given: Any, named: dict[str, Any]) -> Any:
+            mask = named["attention_mask"].clone()
+            t = mask.shape[-2]
+            rows = torch.arange(module.sliding_window - 1, t)
+            mask[..., rows, rows - module.sliding_window + 1] = torch.finfo(mask.dtype).min
+            return given, named | {"attention_mask": mask}
+
+        module.register_forward_pre_hook(changed, with_kwargs=True)
+
+    return put
+
+
+def _router(layer: int, change: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]]) -> Callable[[Any], None]:
+    def put(model: Any) -> None:
+        gate = model.model.layers[layer].mlp.gate
+        gate.forward = lambda x, *_: change(gate, x.reshape(-1, gate.hidden_dim))
+
+    return put
+
+
+def _biased_weights(gate: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = torch.nn.functional.linear(x, gate.weight)
+    scores = gate.score_fn(logits) + gate.e_score_correction_bias
+    ids = scores.topk(gate.top_k, -1, sorted=False).indices
+    weights = scores.gather(1, ids)
+    return logits, weights / weights.sum(-1, keepdim=True) * gate.routed_scaling_factor, ids
+
+
+def _unnormed_weights(gate: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    logits = torch.nn.functional.linear(x, gate.weight)
+    scores = gate.score_fn(logits)
+    ids = (scores + gate.e_score_correction_bias).topk(gate.top_k, -1, sorted=False).indices
+    return logits, scores.gather(1, ids) * gate.routed_scaling_factor, ids
+
+
+def _scorer(layer: int) -> Any:
+    return lambda model: attention(model, layer).compressor.indexer.scorer
+
+
+def _no_relu(layer: int) -> Callable[[Any], None]:
+    def put(model: Any) -> None:
+        scorer = _scorer(layer)(model)
+
+        def forward(q: Tensor, keys: Tensor, x: Tensor) -> Tensor:
+            scores = torch.matmul(q.float(), keys.transpose(-1, -2).float().unsqueeze(1)) * scorer.softmax_scale
+            weights = scorer.weights_proj(x).float() * scorer.weights_scaling
+            return (scores * weights.unsqueeze(-1)).sum(dim=2)
+
+        scorer.forward = forward
+
+    return put
+
+
+def _swapped_halves(layer: int) -> Callable[[Any], None]:
+    """The two series of a CSA compressor the other way round."""
+
+    def put(model: Any) -> None:
+        for module in (attention(model, layer).compressor, attention(model, layer).compressor.indexer):
+            width = module.head_dim
+            for part in (module.kv_proj, module.gate_proj):
+                part.weight.data = part.weight.data.roll(width, 0)
+            module.position_bias.data = module.position_bias.data.roll(width, 1)
+
+    return put
+
+
+def _all_compressors(layer: int, change: Callable[[Any], None]) -> Callable[[Any], None]:
+    def put(model: Any) -> None:
+        compressor = attention(model, layer).compressor
+        for module in (compressor, getattr(compressor, "indexer", None)):
+            if module is not None:
+                change(module)
+
+    return put
+
+
+def _no_gate(module: Any) -> None:
+    module.gate_proj.weight.data.zero_()
+    module.position_bias.data.zero_()
+
+
+def _shifted_bias(module: Any) -> None:
+    module.position_bias.data = module.position_bias.data.roll(1, 0)
+
+
+def _swapped_gate_and_up(layer: int) -> Callable[[Any], None]:
+    """Exchange them behind the projections, where all experts use them."""
+
+    def put(model: Any) -> None:
+        mlp = model.model.layers[layer].mlp
+        experts, shared = mlp.experts, mlp.shared_experts
+        one = experts._apply_gate
+        experts._apply_gate = lambda both: one(both.roll(both.shape[-1] // 2, -1))
+
+        def forward(x: Tensor) -> Tensor:
+            both = torch.cat((shared.gate_proj(x), shared.up_proj(x)), -1)
+            return shared.down_proj(experts._apply_gate(both))
+
+        shared.forward = forward
+
+    return put
+
+
+def _plus_one(layer: int) -> Callable[[Any], None]:
+    def put(model: Any) -> None:
+        block = model.model.layers[layer]
+        block.input_layernorm.weight.data += 1
+        block.post_attention_layernorm.weight.data += 1
+
+    return put
+
+
+def _mlp(layer: int) -> Any:
+    return lambda model: model.model.layers[layer].mlp
+
+
+def _layer(layer: int) -> Any:
+    return lambda model: model.model.layers[layer]
+
+
+def _of(layer: int) -> Any:
+    return lambda model: attention(model, layer)
+
+
+def _hooked(of: Any, change: Callable[[Any], Any]) -> Callable[[Any], None]:
+    return lambda model: _hook(of(model), change)
+
+
+def _nothing(x: Tensor) -> Tensor:
+    return torch.zeros_like(x)
+
+
+HEAD_DIM, ROPE, HEADS = 128, 64, 4  # of the demo, whose layers are SWA, CSA, HCA, CSA; the first routes by hash
+
+KNOWN = (
+    # attention
+    Put("sink-dropped", 3, "attention", _set(_of(3), "sinks", lambda x: x * 0 - 1e9)),
+    Put("window-one-short", 0, "attention", _window(0)),
+    Put("softmax-scale-without-rope-dims", 2, "attention", _set(_of(2), "scaling", lambda x: x * 2**0.5)),
+    Put("query-norm-skipped", 0, "attention", lambda m: setattr(attention(m, 0).q_b_norm, "forward", lambda x: x)),
+    Put("kv-norm-weight-dropped", 1, "attention", _set(lambda m: attention(m, 1).kv_norm, "weight", torch.ones_like)),
+    Put(
+        "output-groups-permuted",
+        1,
+        "attention",
+        _set(lambda m: attention(m, 1).o_a_proj, "weight", lambda w: w.roll(len(w) // 2, 0)),
+    ),
+    # rope
+    Put("window-theta", 0, "attention", _frequencies(0, "plain")),
+    Put("yarn-on-window-layers", 0, "attention", _rotary(0, lambda cos, _: _slowed(cos))),
+    Put("yarn-dropped", 2, "attention", _frequencies(2, "plain")),
+    Put("no-inverse-rotation", 3, "attention", _no_inverse(3)),
+    Put("compressed-keys-unrotated", 2, "attention", _compressor_rotary(2, "entries", _unrotated)),
+    Put(
+        "entries-rotated-at-their-end",
+        2,
+        "attention",
+        _compressor_rotary(2, "entries", lambda f, named: f(**named | {"position_ids": named["position_ids"] + 127})),
+    ),
+    # compressors and the indexer
+    Put("pooling-without-gate", 1, "attention", _all_compressors(1, _no_gate)),
+    Put("position-bias-shifted", 2, "attention", _all_compressors(2, _shifted_bias)),
+    Put("series-swapped", 3, "attention", _swapped_halves(3)),
+    Put("relu-dropped", 3, "indexer", _no_relu(3)),
+    Put(
+        "index-weights-permuted",
+        1,
+        "indexer",
+        _set(lambda m: _scorer(1)(m).weights_proj, "weight", lambda w: w.roll(1, 0)),
+    ),
+    Put("index-weights-without-sign", 3, "indexer", _hooked(lambda m: _scorer(3)(m).weights_proj, torch.abs)),
+    Put(
+        "top-k-halved", 1, "indexer", _set(lambda m: attention(m, 1).compressor.indexer, "index_topk", lambda k: k // 2)
+    ),
+    # mHC
+    Put(
+        "comb-transposed", 1, "attention", _hooked(lambda m: m.model.layers[1].attn_hc, lambda o: (o[0], o[1].mT, o[2]))
+    ),
+    Put(
+        "one-sinkhorn-iteration",
+        2,
+        "experts",
+        _set(lambda m: m.model.layers[2].ffn_hc, "hc_sinkhorn_iters", lambda _: 1),
+    ),
+    Put("post-not-doubled", 3, "experts", _hooked(lambda m: m.model.layers[3].ffn_hc, lambda o: (o[0] / 2, *o[1:]))),
+    # experts
+    Put("bias-in-weights", 1, "experts", _router(1, _biased_weights)),
+    Put("weights-not-normed", 2, "experts", _router(2, _unnormed_weights)),
+    Put(
+        "selection-bias-dropped",
+        3,
+        "experts",
+        _set(lambda m: _mlp(3)(m).gate, "e_score_correction_bias", torch.zeros_like),
+    ),
+    Put("route-scale-dropped", 1, "experts", _set(lambda m: _mlp(1)(m).gate, "routed_scaling_factor", lambda _: 1.0)),
+    Put("gate-sigmoid", 2, "experts", _set(lambda m: _mlp(2)(m).gate, "score_fn", lambda _: torch.sigmoid)),
+    Put("shared-expert-twice", 1, "experts", _hooked(lambda m: _mlp(1)(m).shared_experts, lambda out: 2 * out)),
+    Put("shared-expert-dropped", 0, "experts", _hooked(lambda m: _mlp(0)(m).shared_experts, _nothing)),
+    Put("gate-up-swapped", 2, "experts", _swapped_gate_and_up(2)),
+    Put("hash-table-zeroed", 0, "experts", _set(lambda m: _mlp(0)(m).gate, "tid2eid", torch.zeros_like)),
+    # norms and the head
+    Put("norm-weight-plus-one", 2, "attention", _plus_one(2)),
+    Put("hyper-head-mean", None, "hidden", lambda m: setattr(m.model.hc_head, "forward", lambda x: x.mean(2))),
+)
+
+
+def _slowed(cos: Tensor) -> tuple[Tensor, Tensor]:
+    """YaRN of the compressed layers, on the base of the others."""
+    frequencies = rope.yarn_frequencies(ROPE, 10000.0, factor=16, original_context=4096, beta_fast=32, beta_slow=1)
+    turned = torch.arange(cos.shape[1])[:, None].float() * frequencies[None]
+    return turned.cos()[None].to(cos.dtype), turned.sin()[None].to(cos.dtype)
+
+
+def _lost_head(grouped: Tensor) -> Tensor:
+    heads = grouped.flatten(2).unflatten(-1, (HEADS, HEAD_DIM)).clone()
+    heads[:, :, 1] = 0
+    return heads.reshape(grouped.shape)
+
+
+def _streams_exchanged(out: Tensor) -> Tensor:
+    return out[:, :, [1, 0, 2, 3]]
+
+
+def _one_expert(model: Any) -> None:
+    model.model.layers[2].mlp.experts.down_proj.data[3] *= 1.25
+
+
+UNKNOWN = (
+    Put(None, 1, "attention", lambda m: _given(attention(m, 1).o_a_proj, _lost_head)),
+    Put(None, 3, "streams", _hooked(_layer(3), _streams_exchanged)),
+    Put(None, 2, "experts", _one_expert),
+    Put(None, 0, "attention", _set(lambda m: m.model.layers[0].self_attn.q_a_norm, "weight", lambda w: w.roll(7, 0))),
+    Put(None, None, "logits", _hooked(lambda m: m.lm_head, lambda out: out + 0.5 * out.roll(1, -1))),
+)
