@@ -16,9 +16,10 @@ All tensors are [r, n, ...] float64: r is 1 where nothing was moved yet, else 1 
 Source: DeepSeek-V4's technical report, section 2; DeepSeek's inference code, model.py and kernel.py.
 """
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
 import torch
@@ -218,6 +219,13 @@ class Noise:
     def __init__(self, dtype: torch.dtype, replicas: int = REPLICAS, seed: int = 0) -> None:
         self.dtype, self.replicas = dtype, replicas
         self.generator = torch.Generator().manual_seed(seed)
+        self.factor = FACTOR  # how far replicas are moved apart where a value decides
+
+    def through_layers(self) -> "Noise":
+        """The same for a run of several layers, in which moving replicas apart again and again would leave no bound."""
+        other = copy.copy(self)
+        other.factor = 1.0
+        return other
 
     def spread(self, x: Tensor) -> Tensor:
         """Give every replica a tensor of its own."""
@@ -258,7 +266,7 @@ class Noise:
         if x.shape[0] == 1:
             return x
         off = torch.rand(x[1:].shape, generator=self.generator, dtype=F64)
-        return torch.cat((x[:1], x[:1] + (x[1:] - x[:1]) * FACTOR + off * (x[1:].abs() * 2.0**-40 + 2.0**-500)))
+        return torch.cat((x[:1], x[:1] + (x[1:] - x[:1]) * self.factor + off * (x[1:].abs() * 2.0**-40 + 2.0**-500)))
 
     def rounding(self, x: Tensor) -> Tensor:
         """What is rounded to a narrow format: replicas that are `FACTOR` times as far off where a flip is rare.
@@ -271,9 +279,9 @@ class Noise:
         off = x[1:] - x[:1]
         if self.dtype != torch.float32:
             square = x[:1].square()
-            off = torch.where(HEAVY * square >= square.sum(-1, keepdim=True), FACTOR * off, off)
+            off = torch.where(HEAVY * square >= square.sum(-1, keepdim=True), self.factor * off, off)
             return torch.cat((x[:1], x[:1] + off))
-        return torch.cat((x[:1], x[:1] + FACTOR * off))
+        return torch.cat((x[:1], x[:1] + self.factor * off))
 
 
 # --- the layer
@@ -456,7 +464,9 @@ class Layer(Part):
             raise Unknown(
                 f"layers.{self.layer - 1}.streams are not recorded, and the prompt is too long to compute them"
             )
-        return Layer(self.setting, self.layer - 1, torch.arange(tokens))
+        self.noise = self.noise.through_layers()
+        setting = replace(self.setting, noise=self.noise)
+        return Layer(setting, self.layer - 1, torch.arange(tokens))
 
     # --- the parts that equations share
 

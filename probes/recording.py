@@ -30,6 +30,7 @@ TOKENS, POSITIONS = "tokens", "positions"
 KEPT: Final = tuple(site for site in SITES if site not in (sites.ROUTED_GATE, sites.ROUTED_UP))
 OF_ENTRIES: Final = (sites.ENTRY.name, sites.INDEX_KEY.name, sites.INDEX_KEY_USED.name)
 WHOLE_MODEL: Final = (sites.EMBEDDED.name, sites.HIDDEN.name, sites.LOGITS.name)
+LAST: Final = (sites.HIDDEN.name, sites.LOGITS.name)  # of which a run often keeps the last token's row alone
 CHOICES: Final = (sites.SELECTED.name, sites.EXPERT_IDS.name)
 FLOATS: Final = ("F64", "F32", "F16", "BF16")
 WHOLE_NUMBERS: Final = ("I64", "I32", "I16", "U8", *FLOATS)  # some dump ids as floats
@@ -100,19 +101,18 @@ class Recording:
         data = self._read(self.tensors[name])
         if at is None:
             return data.to(torch.float64)
-        if not name.endswith(OF_ENTRIES) and self.positions is not None and len(data) == len(self.positions):
-            place = torch.searchsorted(self.positions, at).clamp(max=len(self.positions) - 1)
-            if not bool((self.positions[place] == at).all()):
-                return None
-            at = place
-        return data[at].to(torch.float64)
+        own = self.at(name)
+        place = torch.searchsorted(own, at).clamp(max=len(own) - 1)
+        return data[place].to(torch.float64) if torch.equal(own[place], at) else None
 
     def at(self, name: str) -> Tensor:
         """Positions (or entries) of a tensor's rows."""
         count = self.tensors[name].shape[0]
-        if not name.endswith(OF_ENTRIES) and self.positions is not None and count == len(self.positions):
+        if name.endswith(OF_ENTRIES) or count == len(self.tokens):
+            return torch.arange(count)
+        if self.positions is not None and count == len(self.positions):
             return self.positions
-        return torch.arange(count)
+        return torch.tensor([len(self.tokens) - 1])
 
     def stored_dtype(self, name: str) -> torch.dtype:
         """Dtype in which a tensor is stored."""
@@ -208,6 +208,8 @@ class Recording:
         order, view = readings.pop()
         if order != tuple(range(len(shape))):
             self.told.append(f"{name}: {list(found.shape)} read with its axes in the order {list(order)}")
+        elif view[0] == 1 and len(self.tokens) > 1 and site.name in LAST:
+            self.told.append(f"{name}: {list(found.shape)} read as the last token's row")
         elif leading:
             self.told.append(f"{name}: {list(found.shape)} read without its batch axis")
         return _Tensor(stored, leading, order, view)
@@ -219,8 +221,9 @@ class Recording:
         if site.name in OF_ENTRIES:
             assert layer is not None, f"{site.name} of no layer"
             rows = [len(self.tokens) // self.config.ratio(layer)]
-        elif self.positions is not None:
-            rows.append(len(self.positions))
+        else:
+            rows += [len(self.positions)] if self.positions is not None else []
+            rows += [1] if site.name in LAST else []
         first, *rest = site.shape.split()
         assert first in ("t", "n"), site.shape
         shapes = []

@@ -18,7 +18,7 @@ from probes.console import plain
 from probes.faults import FAULTS
 from probes.finding import Plot
 from probes.identify import NAMED, Identifier, Place, places
-from probes.oracle import Noise, Parameters, Setting
+from probes.oracle import Noise, Parameters, Setting, Unknown
 from probes.recording import Recording, read_map
 from probes.svg import plot
 from runtime.load import read_config
@@ -71,9 +71,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _judged(checks: Checks, layers: Sequence[int] | None, said: Saying) -> list[Judged]:
     """All recorded sites, or those of some layers; ConfigError where one that is asked for cannot be judged at all."""
+    parameters = checks.setting.parameters
     for layer in layers or ():
         if not checks.recorded(layer):
             raise ConfigError(f"--layers {layer}: no site of it is in {checks.recording.path}")
+        for name in [*parameters.bindings, *parameters.absent]:
+            if name.startswith(f"layers.{layer}."):
+                try:
+                    parameters.binding(name)
+                except Unknown as unknown:
+                    raise ConfigError(f"--layers {layer}: {unknown}") from None
     chosen = range(checks.config.num_hidden_layers) if layers is None else layers
     chosen = [layer for layer in chosen if checks.recorded(layer)]
     results: list[Judged] = []
@@ -82,11 +89,7 @@ def _judged(checks: Checks, layers: Sequence[int] | None, said: Saying) -> list[
         def some(what: str, share: float, number: int = number) -> None:
             said(what, (number + share) / len(chosen))
 
-        of_layer = checks.layer(layer, some)
-        missing = [judged.why for judged in of_layer if judged.status is Status.NOT_JUDGED]
-        if layers is not None and len(missing) == len(of_layer):
-            raise ConfigError(f"--layers {layer}: {missing[0]}")
-        results += of_layer
+        results += checks.layer(layer, some)
     return results + checks.ends(said) if layers is None else results
 
 
@@ -148,7 +151,10 @@ def _show(out: Console, results: Sequence[Judged], found: Sequence[Place], *, id
     counts = {status: sum(judged.status is status for judged in results) for status in Status}
     out.print(
         plain(f"{verdict.upper()}", COLOURS[Status.AGREES] if verdict == "agrees" else COLOURS[Status.DIFFERS])
-        + plain(": " + ", ".join(f"{count} {_sites(count)} {status}" for status, count in counts.items() if count))
+        + plain(
+            ": "
+            + ", ".join(f"{count} {_sites(count)} {_verb(status, count)}" for status, count in counts.items() if count)
+        )
     )
     if first is not None:
         out.say(f"First difference: {_told(first)}")
@@ -162,12 +168,19 @@ def _show(out: Console, results: Sequence[Judged], found: Sequence[Place], *, id
     rest = len(places(results)) - len(found)
     if identified and rest > 0:
         out.say(f"{rest} more sublayers differ; no fault was looked for there.")
+    out.print(_table(results))
+    out.say("worst: distance from the oracle over the length of a row. In rows of several sites: over the bound.")
+
+
+def _table(results: Sequence[Judged]) -> Table:
+    """A row for each site that differs; what cannot be judged together by layer, and what agrees by layers."""
     table = Table("layer", "site")
     for column in ("rows", "worst", "bound"):
         table.add_column(column, justify="right")
     table.add_column("verdict")
-    rows = [judged for judged in results if judged.status is not Status.AGREES]
-    for judged in rows:
+    for judged in results:
+        if judged.status is not Status.DIFFERS:
+            continue
         where = "" if judged.layer is None else str(judged.layer)
         table.add_row(
             where,
@@ -177,10 +190,19 @@ def _show(out: Console, results: Sequence[Judged], found: Sequence[Place], *, id
             f"{judged.bound:.2g}",
             plain(f"{judged.status}{f': {judged.why}' if judged.why else ''}", COLOURS[judged.status]),
         )
+    for layer, some in groupby(
+        [judged for judged in results if judged.status is Status.NOT_JUDGED], key=lambda judged: judged.layer
+    ):
+        why = [judged.why for judged in some]
+        what = f"{len(why)} {_sites(len(why))}"
+        table.add_row("" if layer is None else str(layer), what, "", "", "", plain(f"not judged: {why[0]}", "yellow"))
     for layers, count, worst in _agreeing(results):
         table.add_row(layers, f"{count} {_sites(count)}", "", f"{worst:.2f} x", "1", plain("agrees", "green"))
-    out.print(table)
-    out.say("worst: distance from the oracle over the length of a row. In rows of several sites: over the bound.")
+    return table
+
+
+def _verb(status: Status, count: int) -> str:
+    return status if count == 1 or status is Status.NOT_JUDGED else status.removesuffix("s")
 
 
 def _sites(count: int) -> str:

@@ -4,10 +4,8 @@ The recordings are made by the exporter that users have, scripts/exporters/recor
 """
 
 import copy
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,26 +16,11 @@ from torch import Tensor
 from probes.subject import Subject
 from runtime.options import DEMO
 from scripts import compare
-
-pytest.importorskip("transformers")
-
+from tests.exporter import exporter
 from tests.probes.transformers_faults import KNOWN, UNKNOWN, Put
 
-EXPORTER = Path(__file__).resolve().parents[2] / "scripts" / "exporters" / "record_transformers.py"
 FAST = ("sink-dropped", "top-k-halved", "route-scale-dropped", "hyper-head-mean")  # the others are slow
 TOKENS = 280  # two HCA windows; more CSA entries than are selected
-
-
-def _exporter() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("record_transformers", EXPORTER)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-exporter = _exporter()
 
 
 @pytest.fixture(scope="module")

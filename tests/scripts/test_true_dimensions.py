@@ -7,19 +7,23 @@ V4-Flash take 52 GB in fp32. At true dimensions it takes ten minutes of one core
 import json
 import random
 import shutil
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.functional import embedding, linear, softplus
 from transformers import AutoConfig, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
 from model.names import Role, translate
-from scripts import logits, make_checkpoint
+from runtime.report import peak_memory
+from scripts import compare, logits, make_checkpoint
+from tests.exporter import exporter
 from tests.make_checkpoint import tiny_config
 
 FLASH = Path(__file__).parents[1] / "model" / "data" / "configs" / "DeepSeek-V4-Flash.json"
@@ -65,6 +69,17 @@ class Experts:
         return torch.cat([self.stored(f"{self.prefix}.{int(expert)}.{part}.weight") for part in self.parts])
 
 
+class Embedding(nn.Module):
+    """Rows of the table as they are asked for."""
+
+    def __init__(self, stored):
+        super().__init__()
+        self.stored = stored
+
+    def forward(self, ids):
+        return embedding(ids, self.stored.raw("embed.weight")).float()
+
+
 def oracle(directory, stored):
     """transformers' model with every parameter but embedding and head, which are read row by row outside."""
     config = AutoConfig.from_pretrained(directory, attn_implementation="eager", experts_implementation="eager")
@@ -75,7 +90,7 @@ def oracle(directory, stored):
         if isinstance(module, DeepseekV4RotaryEmbedding):  # its frequencies are computed, not stored
             inner.set_submodule(name, DeepseekV4RotaryEmbedding(config))
     del inner.embed_tokens
-    inner.embed_tokens = lambda ids: embedding(ids, stored.raw("embed.weight")).float()
+    inner.embed_tokens = Embedding(stored)
     del model.lm_head
     for layer, block in enumerate(inner.layers):
         del block.mlp.experts.gate_up_proj, block.mlp.experts.down_proj
@@ -154,3 +169,30 @@ def test_two_layers_of_flash_agree_with_transformers(folder):
     print(f"largest difference {errors.max():.1e}, median {errors.median():.1e}; {int(tied.sum())} tokens at a tie")
     assert tied.sum() < 10
     assert errors[~tied].max() < BOUND
+
+
+@pytest.mark.slow
+def test_compare_judges_layers_of_flash_and_names_a_fault(folder):
+    """transformers' run in fp32, no sinks in the second layer.
+
+    `folder` is what the test before has left there.
+    """
+    if not (folder / "model").exists():
+        pytest.skip("the test before was not run, or found no room")
+    torch.set_num_threads(1)
+    model, ids = folder / "model", json.loads((folder / "tokens.json").read_text())
+    theirs = oracle(model, Stored(model))
+    theirs.layers[1].self_attn.sinks.data.fill_(-1e9)
+    recording, report = folder / "recording.safetensors", folder / "report.json"
+    recorder = exporter.Recorder(SimpleNamespace(model=theirs), [0, 1])
+    with torch.inference_mode():
+        theirs(torch.tensor(ids)[None], use_cache=False)
+    save_file({"tokens": torch.tensor(ids), **recorder.tensors()}, recording)
+    began = time.perf_counter()
+    flags = ("--recording", str(recording), "--numerics", "plain", "--json", str(report))
+    assert compare.main(["--model", str(model), *flags]) == 1
+    print(f"{time.perf_counter() - began:.0f} s, peak {peak_memory('cpu') / 1e9:.1f} GB")
+    found = json.loads(report.read_text())
+    assert {site["status"] for site in found["sites"] if site["layer"] == 0} == {"agrees"}
+    assert (found["first"]["layer"], found["first"]["site"]) == (1, "attention.unrotated")
+    assert found["faults"][0]["name"] == "sink-dropped"

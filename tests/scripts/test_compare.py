@@ -1,0 +1,222 @@
+"""`scripts.record` and `scripts.compare` as commands: what they write, refuse, and need of a checkpoint."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from model.errors import ConfigError
+from probes.subject import Subject
+from runtime.options import DEMO
+from scripts import compare, fathom, logits, make_checkpoint, record
+from tests.make_checkpoint import tiny_config
+
+COUNT = 140
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("compare")
+    (path / "ids.json").write_text(json.dumps(Subject().tokens(COUNT)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def recording(folder):
+    out = folder / "ours.safetensors"
+    assert record.main(["--tokens", str(folder / "ids.json"), "--out", str(out)]) == 0
+    return out
+
+
+def compared(path, *flags):
+    out = path.with_suffix(".json")
+    status = compare.main(["--recording", str(path), "--json", str(out), *flags])
+    return status, json.loads(out.read_text())
+
+
+def test_our_own_run_agrees_in_deployed_numerics_at_every_site(recording, capsys):
+    status, report = compared(recording)
+    assert (status, report["verdict"], report["first"], report["faults"]) == (0, "agrees", None, [])
+    assert len(report["sites"]) == 102
+    assert {site["status"] for site in report["sites"]} == {"agrees"}
+    out = capsys.readouterr().out
+    assert "AGREES: 102 sites agree" in out
+    assert "bf16, as its numbers say" in out
+    assert len([line for line in out.splitlines() if "agrees" in line]) == 2  # layers together, and what is of no layer
+
+
+def test_a_recording_has_the_rows_of_every_call(folder, recording):
+    """Cut into calls and decoded: the same names and shapes."""
+    out = folder / "cut.safetensors"
+    flags = ["--prefill-chunk", "50", "--decode-from", "130", "--layers", "1", "--sites", "indexer.selected,streams"]
+    assert record.main(["--tokens", str(folder / "ids.json"), "--out", str(out), *flags]) == 0
+    whole, cut = load_file(recording), load_file(out)
+    assert set(cut) == {"tokens", "layers.1.indexer.selected", "layers.1.streams"}
+    assert all(cut[name].shape == whole[name].shape and cut[name].dtype == whole[name].dtype for name in cut)
+    assert compare.main(["--recording", str(out)]) == 0
+
+
+@pytest.mark.parametrize(("numerics", "dtype"), [("plain", "fp32"), ("deployed", "fp32")])
+def test_the_oracle_from_embeddings_to_logits_agrees_with_scripts_logits(folder, capsys, numerics, dtype):
+    """Nothing else is recorded, so four layers and the head are its own."""
+    out, run = folder / "logits.safetensors", ("--numerics", numerics, "--dtype", dtype)
+    ids = Subject().tokens(60)
+    (folder / "few.json").write_text(json.dumps(ids))
+    assert logits.main(["--tokens", str(folder / "few.json"), "--out", str(out), *run]) == 0
+    save_file(load_file(out) | {"tokens": torch.tensor(ids)}, out)
+    status, report = compared(out, *run)
+    assert status == 0
+    assert report["sites"][0]["free"] is True
+    assert report["sites"][0]["rows"] == 60
+    assert report["sites"][0]["bound"] < (1e-3 if numerics == "plain" else 0.5)
+    assert "computed from the embeddings on" in capsys.readouterr().out
+
+
+def test_the_other_numerics_are_named(recording):
+    status, report = compared(recording, "--numerics", "plain", "--layers", "0")
+    assert status == 1
+    assert report["first"]["site"] == "attention.latent"  # wq_a is FP8: its input is rounded
+    assert report["faults"][0]["name"] == "deployed numerics"
+
+
+@pytest.mark.parametrize(
+    ("name", "position", "column", "value"),
+    [
+        ("layers.2.attention.kv", 77, 3, 0.1),  # a number that E4M3 does not have
+        ("layers.0.attention.output", 5, 0, float("nan")),
+        ("layers.3.attention.mixed", 139, 1, 3.0),
+        ("embedded", 9, 4, 0.5),
+    ],
+)
+def test_a_number_that_is_wrong_is_found(folder, recording, name, position, column, value):
+    tensors = load_file(recording)
+    tensors[name][position].view(-1)[column] = value
+    path = folder / "wrong.safetensors"
+    save_file(tensors, path)
+    status, report = compared(path, "--no-identify")
+    assert status == 1
+    first = report["first"]
+    assert (first["position"], first["index"][-1] % 128) == (position, column)
+    assert name in (first["site"], f"layers.{first['layer']}.{first['site']}")
+
+
+def test_a_small_error_in_one_column_of_all_rows_is_found(folder, recording):
+    tensors = load_file(recording)
+    tensors["layers.1.streams"][:, 0, 17] *= 1.03
+    path = folder / "column.safetensors"
+    save_file(tensors, path)
+    _, report = compared(path, "--layers", "1", "--no-identify")
+    (site,) = [site for site in report["sites"] if site["status"] == "differs"]
+    assert site["site"] == "streams"
+    assert "number 17 of all rows" in site["why"]
+
+
+@pytest.mark.parametrize(
+    ("site", "change"),
+    [
+        (
+            "indexer.selected",
+            lambda ids: ids.index_put((torch.tensor(100), torch.tensor(2)), torch.tensor(30, dtype=ids.dtype)),
+        ),
+        ("indexer.selected", lambda ids: ids.index_put((torch.tensor(100), torch.tensor(2)), ids[100, 3])),
+        ("experts.ids", lambda ids: ids.index_put((torch.tensor(100),), (ids[100] + 1) % 8)),
+    ],
+    ids=["an unfinished entry", "an entry twice", "other experts"],
+)
+def test_a_choice_that_the_scores_do_not_make_is_found(folder, recording, site, change):
+    tensors = load_file(recording)
+    name = f"layers.1.{site}"
+    tensors[name] = change(tensors[name]).contiguous()
+    path = folder / "choice.safetensors"
+    save_file(tensors, path)
+    _, report = compared(path, "--layers", "1", "--no-identify")
+    assert (report["first"]["site"], report["first"]["position"]) == (site, 100)
+
+
+def test_experts_in_another_order_agree(folder, recording):
+    tensors = load_file(recording)
+    for name in ("layers.1.experts.ids", "layers.1.experts.weights"):
+        tensors[name] = tensors[name].flip(1).contiguous()
+    path = folder / "order.safetensors"
+    save_file(tensors, path)
+    assert compared(path, "--layers", "1")[0] == 0
+
+
+def test_a_sample_of_rows_is_said(recording, capsys):
+    status, report = compared(recording, "--rows", "40", "--layers", "2")
+    assert status == 0
+    rows = {site["rows"] for site in report["sites"] if site["site"] == "streams"}
+    assert len(rows) == 1
+    assert 30 <= rows.pop() <= 40
+    assert "one at random from each of as many equal parts" in capsys.readouterr().out
+
+
+def test_the_picture_and_the_json_of_what_is_not_finite(folder, recording):
+    tensors = load_file(recording)
+    tensors["layers.1.attention.output"][7, 0] = float("inf")
+    path, picture = folder / "inf.safetensors", folder / "depth.svg"
+    save_file(tensors, path)
+    _, report = compared(path, "--picture", str(picture), "--no-identify")
+    assert report["first"]["theirs"] == "inf"
+    assert picture.read_text().startswith("<svg")
+
+
+def test_only_the_shards_of_what_is_compared_are_needed(tmp_path, capsys):
+    """A checkpoint with a shard for each layer, of which one is there."""
+    config = tiny_config(compress_ratios=[0, 4, 128], num_hidden_layers=3, num_hash_layers=1)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"expert_dtype": "fp4"}))
+    whole, part = tmp_path / "whole", tmp_path / "part"
+    make = ["--config", str(tmp_path / "config.json"), "--layers", "0,1,2", "--out", str(whole)]
+    assert make_checkpoint.main(make) == 0
+    ids, out = tmp_path / "ids.json", tmp_path / "r.safetensors"
+    ids.write_text(json.dumps([n * 7 % config["vocab_size"] for n in range(150)]))
+    assert record.main(["--model", str(whole), "--tokens", str(ids), "--out", str(out)]) == 0
+    index = json.loads((whole / "model.safetensors.index.json").read_text())["weight_map"]
+    part.mkdir()
+    for name in ("config.json", "model.safetensors.index.json", index["layers.1.attn_norm.weight"]):
+        shutil.copy(whole / name, part / name)
+    assert compare.main(["--model", str(part), "--recording", str(out), "--layers", "1"]) == 0
+    capsys.readouterr()
+    with pytest.raises(ConfigError) as error:
+        compare.main(["--model", str(part), "--recording", str(out), "--layers", "2"])
+    assert "--layers 2" in str(error.value)
+    assert f"is in {index['layers.2.attn_norm.weight']}, which is not in the directory" in str(error.value)
+    status, report = compared(out, "--model", str(part))  # all of it: what cannot be judged says why
+    assert status == 0
+    assert {site["status"] for site in report["sites"] if site["layer"] == 1} == {"agrees"}
+    assert {site["layer"] for site in report["sites"] if site["status"] != "agrees"} == {0, 2, None}
+    assert all("not in the directory" in site["why"] for site in report["sites"] if site["status"] == "not judged")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--layers", "7"), "--layers 7: the model has layers 0-3"),
+        (("--picture", "x.png"), "want a name that ends in .svg"),
+    ],
+)
+def test_a_command_line_that_cannot_be_meant_is_refused(recording, flags, message):
+    with pytest.raises(ConfigError, match=message):
+        compare.main(["--recording", str(recording), *flags])
+
+
+def test_a_site_that_is_none_is_refused(folder, tmp_path):
+    flags = ["--tokens", str(folder / "ids.json"), "--out", str(tmp_path / "x"), "--sites", "stream"]
+    with pytest.raises(ConfigError, match="no site"):
+        record.main(flags)
+    assert not (tmp_path / "x").exists()
+
+
+def test_fathom_runs_every_command_and_names_a_near_miss(monkeypatch, capsys):
+    assert {"generate", "logits", "record", "compare", "inspect", "plan", "probe", "bench", "make-checkpoint"} <= set(
+        fathom.commands()
+    )
+    assert fathom.main(["comapre"]) == 2
+    assert "did you mean compare?" in capsys.readouterr().err
+    monkeypatch.setattr("sys.argv", ["fathom"])
+    with pytest.raises(SystemExit) as end:
+        fathom.main(["inspect", "--model", str(DEMO)])
+    assert end.value.code == 0
+    assert "vocab_size" in capsys.readouterr().out
