@@ -183,6 +183,12 @@ _ALL = (
     # mHC
     Fault("comb-transposed", "Streams are mixed by the transposed matrix.", "Automodel#2039", ops=op.comb_transposed),
     Fault(
+        "comb-made-transposed",
+        "The matrix that mixes the streams is computed transposed.",
+        "Automodel#2039",
+        ops=op.comb_made_transposed,
+    ),
+    Fault(
         "row-first-sinkhorn",
         "Sinkhorn ends on rows instead of columns.",
         "Automodel#2039",

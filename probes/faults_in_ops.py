@@ -149,6 +149,16 @@ def unrepeatable(ops: Ops) -> Ops:
     return ops._replace(attend=attend)
 
 
+def comb_made_transposed(ops: Ops) -> Ops:
+    """Make the transposed matrix: streams and columns are exchanged where it is computed."""
+
+    def hyper_weights(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        pre, post, comb = ops.hyper_weights(*given)
+        return pre, post, comb.mT.contiguous()
+
+    return ops._replace(hyper_weights=hyper_weights)
+
+
 def comb_transposed(ops: Ops) -> Ops:
     """Send stream k to j instead of j to k."""
     return ops._replace(expand=lambda y, streams, post, comb: ops.expand(y, streams, post, comb.transpose(1, 2)))

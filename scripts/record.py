@@ -23,6 +23,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", action=Writes, required=True, help="recording to write, a safetensors file")
     p.add_argument("--layers", type=numbers, help="layers between commas, as 0,17 (default: all, and the head)")
     p.add_argument("--sites", help="sites between commas, as attention.output,streams (default: all)")
+    p.add_argument(
+        "--inject", metavar="FAULT", help="run with this fault in place, to see what it looks like to compare"
+    )
     p.add_argument("--decode-from", type=positive, help="prefill so many tokens, feed the rest one at a time")
     add_run_options(p)
     add_op_set(p)

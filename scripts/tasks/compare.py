@@ -25,6 +25,7 @@ from runtime.load import read_config
 from runtime.options import RunOptions
 from runtime.output import write_json, write_text
 from scripts.console import Console
+from scripts.paths import told
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CURVES: Final = 8  # of the picture: the sites that are furthest off
@@ -131,7 +132,7 @@ def _head(
     sampled = f", {len(checks.sample)} rows of each site" if len(checks.sample) < rows or rows < tokens else ""
     what = f"{len(results)} {_sites(len(results))} of {tokens} tokens{sampled}"
     how = f"{args.numerics} numerics, {name}{found}"
-    lines = [f"{recording.path}: {what}, held against {args.model} in float64; {how}; {seconds:.0f} s"]
+    lines = [f"{recording.path}: {what}, held against {told(args.model)} in float64; {how}; {seconds:.0f} s"]
     if len(checks.sample) < tokens and recording.positions is None:
         lines.append(
             "Rows judged: both ends, the borders of windows, and one at random from each of as many equal parts."
@@ -158,8 +159,7 @@ def _show(out: Console, results: Sequence[Judged], found: Sequence[Place], *, id
     )
     if first is not None:
         out.say(f"First difference: {_told(first)}")
-    for place in found:
-        out.say(*_explained(place))
+    out.say(*_explained(found))
     several = {fault.name for place in found for fault in place.faults[:1] if fault.share >= NAMED}
     if len(several) > 1:
         out.say(f"{len(several)} faults at once: {', '.join(sorted(several))}")
@@ -225,19 +225,40 @@ def _told(first: Difference) -> str:
     )
 
 
-def _explained(place: Place) -> list[str]:
-    """What explains one place."""
-    name = place.judged.name
-    if place.why:
-        return [f"{name}: no fault could be tried: {place.why}"]
-    named = [fault for fault in place.faults if fault.share >= NAMED]
-    if not named:
-        nearest = f"; nearest is {place.faults[0].name} with {place.faults[0].share:.0%}" if place.faults else ""
-        return [f"{name}: none of the known faults explains it{nearest}"]
-    best = named[0]
-    what = " ".join(FAULTS[part].what for part in best.names if part in FAULTS)
-    also = "".join(f", {fault.name} {fault.share:.0%}" for fault in named[1:])
-    return [f"{name}: {best.name} explains {best.share:.1%}{also}. {what}"]
+def _explained(found: Sequence[Place]) -> list[str]:
+    """What explains the places, those with one fault together."""
+    lines = []
+    by_fault: dict[tuple[str, ...], list[Place]] = {}
+    for place in found:
+        named = [fault for fault in place.faults if fault.share >= NAMED]
+        if place.why:
+            lines.append(f"{place.judged.name}: no fault could be tried: {place.why}")
+        elif not named:
+            nearest = f"; nearest is {place.faults[0].name} with {place.faults[0].share:.0%}" if place.faults else ""
+            lines.append(f"{place.judged.name}: none of the known faults explains it{nearest}")
+        else:
+            by_fault.setdefault(named[0].names, []).append(place)
+    for names, explained in by_fault.items():
+        by_site: dict[str, list[int | None]] = {}
+        for place in explained:
+            by_site.setdefault(place.judged.site, []).append(place.judged.layer)
+        where = ", ".join(f"{site}{_of_layers(layers)}" for site, layers in by_site.items())
+        least = min(place.faults[0].share for place in explained)
+        others = {fault.name: fault.share for place in explained for fault in place.faults[1:] if fault.share >= NAMED}
+        also = "".join(f"; {name} explains {share:.0%}" for name, share in others.items())
+        what = " ".join(FAULTS[part].what for part in names if part in FAULTS)
+        lines.append(
+            f"Explained by {' and '.join(names)}, {least:.0%} of the difference in {where}. {what}{also}".rstrip()
+        )
+    return lines
+
+
+def _of_layers(layers: Sequence[int | None]) -> str:
+    """As in " of layers 0-3, 7"; nothing where it is of no layer."""
+    numbers = sorted(layer for layer in layers if layer is not None)
+    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
+    told = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f" of layer{'s' * (len(numbers) > 1)} {told}" if numbers else ""
 
 
 def _agreeing(results: Sequence[Judged]) -> list[tuple[str, int, float]]:

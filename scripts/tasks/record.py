@@ -10,7 +10,10 @@ from torch import Tensor
 
 from model import sites
 from model.config import ModelConfig
+from model.errors import ConfigError
 from model.sites import Listener, Site, axes
+from probes.fault import Fault
+from probes.faults import FAULTS
 from probes.recording import KEPT, OF_ENTRIES, TOKENS, WHOLE_MODEL, has_site
 from runtime.load import load, read_config
 from runtime.op_sets import op_set
@@ -19,6 +22,7 @@ from runtime.output import reserved
 from runtime.threads import set_threads
 from scripts.console import Console
 from scripts.flags import run_options
+from scripts.probe import check_name
 from scripts.record import check_sites
 
 HEAD_ROWS: Final = 64  # rows of logits at a time
@@ -32,7 +36,11 @@ def run(args: argparse.Namespace, ids: Sequence[int], lengths: Sequence[int]) ->
     config = read_config(args.model, options)
     chosen = check_sites(args.sites, [site.name for site in KEPT]) or [site.name for site in KEPT]
     layers = range(config.num_hidden_layers) if args.layers is None else args.layers
-    loaded = load(args.model, options, op_set(args.ops or usual(options.device), options, config), context=len(ids))
+    ops = op_set(args.ops or usual(options.device), options, config)
+    fault = None if args.inject is None else _fault(args.inject, config)
+    loaded = load(args.model, options, ops if fault is None else fault.ops(ops), context=len(ids))
+    if fault is not None:
+        fault.inject(loaded.model)
     set_threads(args.threads, loaded)
     model = loaded.model
     kept = [site for site in KEPT if site.name in chosen]
@@ -55,6 +63,17 @@ def run(args: argparse.Namespace, ids: Sequence[int], lengths: Sequence[int]) ->
                 start += length
     console.say(f"{args.out}: {len(planned) - 1} tensors of {len(ids)} tokens from {len(lengths)} calls")
     return 0
+
+
+def _fault(name: str, config: ModelConfig) -> Fault:
+    """A fault by its name; ConfigError for one that this run cannot have."""
+    check_name("fault", name, FAULTS)
+    fault = FAULTS[name]
+    none_here = "it acts between ranks alone" if fault.between_ranks else None
+    none_here = "it acts in cache variants alone" if fault.in_variants else none_here
+    if why := none_here or fault.inapplicable(config):
+        raise ConfigError(f"--inject {name}: {why}")
+    return fault
 
 
 def _planned(

@@ -308,7 +308,10 @@ KNOWN = (
     ),
     # mHC
     Put(
-        "comb-transposed", 1, "attention", _hooked(lambda m: m.model.layers[1].attn_hc, lambda o: (o[0], o[1].mT, o[2]))
+        "comb-made-transposed",
+        1,
+        "attention",
+        _hooked(lambda m: m.model.layers[1].attn_hc, lambda o: (o[0], o[1].mT, o[2])),
     ),
     Put(
         "one-sinkhorn-iteration",
@@ -327,7 +330,7 @@ KNOWN = (
         _set(lambda m: _mlp(3)(m).gate, "e_score_correction_bias", torch.zeros_like),
     ),
     Put("route-scale-dropped", 1, "experts", _set(lambda m: _mlp(1)(m).gate, "routed_scaling_factor", lambda _: 1.0)),
-    Put("gate-sigmoid", 2, "experts", _set(lambda m: _mlp(2)(m).gate, "score_fn", lambda _: torch.sigmoid)),
+    Put("gate-sigmoid", 2, "experts", _set(lambda m: _mlp(2)(m).gate, "score_fn", lambda _: torch.nn.Sigmoid())),
     Put("shared-expert-twice", 1, "experts", _hooked(lambda m: _mlp(1)(m).shared_experts, lambda out: 2 * out)),
     Put("shared-expert-dropped", 0, "experts", _hooked(lambda m: _mlp(0)(m).shared_experts, _nothing)),
     Put("gate-up-swapped", 2, "experts", _swapped_gate_and_up(2)),

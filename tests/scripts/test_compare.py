@@ -74,6 +74,26 @@ def test_the_oracle_from_embeddings_to_logits_agrees_with_scripts_logits(folder,
     assert "computed from the embeddings on" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("fault", ["sink-dropped", "route-scale-dropped"])
+def test_a_fault_that_is_injected_is_named_in_all_layers_at_once(folder, capsys, fault):
+    out = folder / "injected.safetensors"
+    assert record.main(["--tokens", str(folder / "ids.json"), "--out", str(out), "--inject", fault]) == 0
+    status, report = compared(out)
+    assert status == 1
+    assert {explained["name"] for explained in report["faults"]} == {fault}
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Explained by")]
+    assert line.startswith(f"Explained by {fault}, ")
+
+
+@pytest.mark.parametrize(
+    ("fault", "why"), [("sinks-of-rank-0", "between ranks"), ("sink-droped", "did you mean sink-dropped?")]
+)
+def test_a_fault_that_this_run_cannot_have_is_refused(folder, tmp_path, fault, why):
+    flags = ["--tokens", str(folder / "ids.json"), "--out", str(tmp_path / "x"), "--inject", fault]
+    with pytest.raises(ConfigError, match=why):
+        record.main(flags)
+
+
 def test_the_other_numerics_are_named(recording):
     status, report = compared(recording, "--numerics", "plain", "--layers", "0")
     assert status == 1
