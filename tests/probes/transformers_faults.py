@@ -17,7 +17,7 @@ class Put(NamedTuple):
     layer: int | None
     sublayer: str  # "attention" or "experts": the first part of the first site that differs; "hidden" or "logits"
     put: Callable[[Any], None]
-    also: tuple[str, ...] = ()  # other names for the same numbers in this layer
+    what: str = ""  # in words, where it has no name
 
 
 def attention(model: Any, layer: int) -> Any:
@@ -358,14 +358,18 @@ def _streams_exchanged(out: Tensor) -> Tensor:
     return out[:, :, [1, 0, 2, 3]]
 
 
+def _latent_norm(model: Any) -> Any:
+    return attention(model, 0).q_a_norm
+
+
 def _one_expert(model: Any) -> None:
     model.model.layers[2].mlp.experts.down_proj.data[3] *= 1.25
 
 
 UNKNOWN = (
-    Put(None, 1, "attention", lambda m: _given(attention(m, 1).o_a_proj, _lost_head)),
-    Put(None, 3, "streams", _hooked(_layer(3), _streams_exchanged)),
-    Put(None, 2, "experts", _one_expert),
-    Put(None, 0, "attention", _set(lambda m: m.model.layers[0].self_attn.q_a_norm, "weight", lambda w: w.roll(7, 0))),
-    Put(None, None, "logits", _hooked(lambda m: m.lm_head, lambda out: out + 0.5 * out.roll(1, -1))),
+    Put(None, 1, "attention", lambda m: _given(attention(m, 1).o_a_proj, _lost_head), "a head's output lost"),
+    Put(None, 3, "streams", _hooked(_layer(3), _streams_exchanged), "two streams exchanged"),
+    Put(None, 2, "experts", _one_expert, "one expert a quarter too large"),
+    Put(None, 0, "attention", _set(_latent_norm, "weight", lambda w: w.roll(7, 0)), "a norm's weights shifted"),
+    Put(None, None, "logits", _hooked(lambda m: m.lm_head, lambda out: out + 0.5 * out.roll(1, -1)), "logits mixed"),
 )
