@@ -366,10 +366,15 @@ class Checks:
         of_tokens = [check for check in checks if check.judged.site not in OF_ENTRIES]
         parts = _parts(_sample(self.config, layer.entries, len(self.sample)), self.config.head_dim)
         self._judge(of_entries, layer, parts, progress, f"layer {number}")
-        widest = max(
-            self.config.num_attention_heads * self.config.head_dim, self.config.hc_mult * self.config.hidden_size
-        )
-        self._judge(of_tokens, layer, _parts(self.sample, widest), progress, f"layer {number}")
+        config, where = self.config, f"layer {number}"
+        streams = config.hc_mult * config.hidden_size
+        wide = max(config.num_attention_heads * config.head_dim, streams)
+        of_attention = [check for check in of_tokens if _of_attention(check.judged.site)]
+        of_experts = [check for check in of_tokens if not _of_attention(check.judged.site)]
+        self._judge(of_attention, layer, _parts(self.sample, wide), progress, where)
+        # More rows at a time where these do not begin at the attention: every expert is decoded for each part.
+        alone = all(f"layers.{number}.{site.name}" in self.recording.tensors for site in BETWEEN)
+        self._judge(of_experts, layer, _parts(self.sample, streams if alone else wide), progress, where)
         return [check.judged for check in checks]
 
     def ends(self, progress: Progress = _silent) -> list[Judged]:
@@ -417,6 +422,13 @@ class Checks:
         if site in CHOICES:
             return _Choice(judged, self.config)
         return _Rows(judged, in_order=f"layers.{layer}.{sites.EXPERT_IDS.name}" in self.recording.tensors)
+
+
+BETWEEN: Final = (sites.ATTENTION_STREAMS, sites.EXPERTS_INPUT)  # recorded, they part the experts from the attention
+
+
+def _of_attention(site: str) -> bool:
+    return site.startswith(("attention.", "indexer."))
 
 
 Check = _Rows | _Choice | _Table

@@ -90,14 +90,16 @@ def decoded(form: Form, data: Tensor, scale: Tensor | None, overall: Tensor | No
     """
     if form in (Form.FP8, Form.FP8_F32):
         assert scale is not None, "FP8 has scales"
-        values = E4M3[data.view(torch.uint8).int()]
-        rows = _scales(scale).repeat_interleave(128, 0)[: data.shape[0]]
-        return values.mul_(rows.repeat_interleave(128, 1)[:, : data.shape[1]])
+        values = E4M3.index_select(0, data.view(torch.uint8).int().flatten()).view(data.shape)
+        for block, column in zip(
+            values.split(128, 1), _scales(scale).repeat_interleave(128, 0).split(1, 1), strict=True
+        ):
+            block.mul_(column[: len(data)])
+        return values
     if form in (Form.FP4, Form.NVFP4):
         assert scale is not None, "FP4 has scales"
-        byte = data.view(torch.uint8).int()
-        values = E2M1[torch.stack((byte & 15, byte >> 4), -1).flatten(1)]
-        values.mul_(_scales(scale).repeat_interleave(32 if form is Form.FP4 else 16, 1))
+        values = E2M1_PAIRS.index_select(0, data.view(torch.uint8).int().flatten()).view(len(data), -1)
+        values.unflatten(1, (-1, 32 if form is Form.FP4 else 16)).mul_(_scales(scale)[..., None])
         return values if overall is None else values * overall.to(F64)
     return data.to(F64)
 
@@ -107,6 +109,9 @@ def _scales(scale: Tensor) -> Tensor:
     if scale.dtype == torch.float8_e8m0fnu:
         return _two_to(scale.view(torch.uint8).int() - 127)
     return E4M3[scale.view(torch.uint8).int()] if scale.dtype == torch.float8_e4m3fn else scale.to(F64)
+
+
+E2M1_PAIRS: Final = torch.stack((E2M1.repeat(16), E2M1.repeat_interleave(16)), 1)  # of a byte, its low half first
 
 
 class Parameters:

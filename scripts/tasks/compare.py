@@ -28,6 +28,7 @@ from scripts.console import Console
 from scripts.paths import told
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+QUIET: Final = 20  # seconds between lines of progress where there is no terminal to draw on
 CURVES: Final = 8  # of the picture: the sites that are furthest off
 COLOURS: Final = {Status.AGREES: "green", Status.DIFFERS: "bold red", Status.NOT_JUDGED: "yellow"}
 
@@ -47,13 +48,17 @@ def run(args: argparse.Namespace) -> int:
     )
     out, err = Console(), Console(stderr=True)
     checks = Checks(setting, recording, len(recording.tokens) if args.rows == "all" else args.rows)
-    started = time.perf_counter()
+    started = last = time.perf_counter()
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=1.0)
 
         def said(what: str, share: float) -> None:
+            nonlocal last
             bar.update(task, description=what, completed=share)
+            if not err.is_terminal and time.perf_counter() - last > QUIET:
+                last = time.perf_counter()
+                err.say(f"{last - started:.0f} s: {what}")
 
         results = _judged(checks, args.layers, said)
         found: list[Place] = []

@@ -49,7 +49,7 @@ from scripts.llama.network import Network
 from tests.full_disk import small_files
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def main(" in path.read_text())
+COMMANDS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def parser(" in path.read_text())
 OWN = DEMO / "config.json"
 DATABASE = ("--model", DEMO, "--coda-adapters", "read.json")
 PROMPT = ("--raw", "--prompt", "The capital of France is", "--max-new-tokens", "2")
