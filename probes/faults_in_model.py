@@ -167,7 +167,7 @@ def entries_rotated_at_their_end(model: Transformer) -> None:
 
 
 def window_one_short(model: Transformer) -> None:
-    """See one token less: a window that does not count the token itself."""
+    """See one token less: the oldest of the window is hidden."""
     for attention in _attentions(model):
         attention.window -= 1
 

@@ -43,7 +43,7 @@ from runtime.placement import place
 NAMED: Final = 0.5  # of the difference that a fault explains at least, to be named
 WHOLE: Final = 0.95  # where one fault explains so much, no second one is looked for
 ROWS: Final = 64  # differing rows that are explained
-PLACES: Final = 8  # differing sublayers that are looked at
+PLACES: Final = 8  # differing sites at which all faults are tried
 PAIRED: Final = 4  # best single faults that are tried with each other fault
 
 _BY_NAME: Final = {site.name: site for site in SITES}
@@ -64,7 +64,7 @@ class Explained(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A sublayer that differs, its first site that does, and what explains that."""
+    """A site that differs, and what explains it."""
 
     judged: Judged
     faults: tuple[Explained, ...]  # best first
@@ -76,12 +76,8 @@ class _Seen(Exception):
 
 
 def places(results: Sequence[Judged]) -> list[Judged]:
-    """The first differing site of each sublayer that differs, in order."""
-    found: dict[tuple[int | None, bool], Judged] = {}
-    for judged in results:
-        if judged.status is Status.DIFFERS and judged.first is not None:
-            found.setdefault((judged.layer, _of_experts(judged.site)), judged)
-    return list(found.values())
+    """The differing sites, in order."""
+    return [judged for judged in results if judged.status is Status.DIFFERS and judged.first is not None]
 
 
 def _of_experts(site: str) -> bool:
@@ -109,9 +105,13 @@ class Identifier:
         self.config = setting.config
 
     def identify(self, results: Sequence[Judged], progress: Callable[[str, float], None]) -> list[Place]:
-        """What explains each sublayer that differs: the faults found before are tried first, and then all."""
+        """What explains each site that differs.
+
+        What was found before is tried first, and is taken where it explains nearly all, or in the same layer half; all
+        faults are tried at `PLACES` sites at most, and sites beyond those that nothing found before explains are left.
+        """
         found: list[Place] = []
-        differing = places(results)[:PLACES]
+        differing, searched = places(results), 0
         for number, judged in enumerate(differing):
 
             def said(what: str, share: float, judged: Judged = judged, number: int = number) -> None:
@@ -119,12 +119,17 @@ class Identifier:
 
             try:
                 case = _Case(self, judged)
-                known = [fault for place in found for fault in place.faults[:1]]
-                again = [Explained(fault.names, case.share(fault.names)) for fault in known]
-                best = [fault for fault in again if fault.share >= WHOLE]
-                found.append(Place(judged, tuple(best[:1] or case.best(said))))
             except Unknown as unknown:
                 found.append(Place(judged, (), unknown.what))
+                continue
+            known = {place.faults[0].names: place.judged.layer == judged.layer for place in found if place.faults}
+            again = [Explained(names, case.share(names)) for names in known]
+            again = [fault for fault in again if fault.share >= (NAMED if known[fault.names] else WHOLE)]
+            if again:
+                found.append(Place(judged, (max(again, key=lambda fault: fault.share),)))
+            elif searched < PLACES:
+                searched += 1
+                found.append(Place(judged, tuple(case.best(said))))
         return found
 
     def candidates(self, config: ModelConfig, *, in_layer: bool) -> list[str]:
@@ -155,6 +160,10 @@ class _Case:
         theirs = by.recording.rows(judged.name, self.at)
         assert theirs is not None, f"{judged.name} was judged at these rows"
         self.theirs = self._comparable(theirs)
+        if not bool(self.theirs.any()):
+            raise Unknown("all of these rows are zeros")
+        if not bool(self.theirs.isfinite().any()):
+            raise Unknown("none of these numbers is finite")
         fresh = replace(by.setting, noise=Noise(by.setting.noise.dtype))
         self.exact = Ends(fresh) if layer is None else Layer(fresh, layer, self.at)
         oracle = self.exact.computed(judged.site, self.at)
@@ -216,7 +225,7 @@ class _Case:
         seen: list[Tensor] = []
         listeners = dict(self._steering()) | {_BY_NAME[self.judged.site]: self._looking(seen)}
         try:
-            with _without_tripwires(), model.attached(listeners), torch.inference_mode():
+            with without_tripwires(), model.attached(listeners), torch.inference_mode():
                 self._run(model)
         except _Seen:
             pass
@@ -398,7 +407,7 @@ class _Skipped(Attention):
 
 
 @contextmanager
-def _without_tripwires() -> Iterator[None]:
+def without_tripwires() -> Iterator[None]:
     """What a faulty layer would trip at is what is looked for here."""
 
     def silent(*_args: Any, **_named: Any) -> None:

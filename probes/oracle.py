@@ -354,7 +354,8 @@ class Part:
 
     def collapsed(self, streams: Tensor, pre: Tensor, norm: str) -> Tensor:
         """What reads the streams [r, n, s, hidden] by their weights [r, n, s], normed."""
-        x = self.noise.moved((pre[..., None] * streams).sum(2))
+        parts = pre[..., None] * streams
+        x = self.noise.moved(self.noise.summed(parts.sum(2), parts.abs().sum(2)))
         return self.rms_norm(x, self.parameters[self.name(norm)])
 
 
@@ -430,7 +431,16 @@ class Layer(Part):
     def value(self, site: str, at: Tensor) -> Tensor:
         """What the layer goes on with at a site: as recorded, or else as computed."""
         theirs = self.setting.theirs.rows(f"layers.{self.layer}.{site}", at)
-        return self.computed(site, at) if theirs is None else theirs[None]
+        if theirs is None or not self._can_be(site, theirs):
+            return self.computed(site, at)
+        return theirs[None]
+
+    def _can_be(self, site: str, ids: Tensor) -> bool:
+        """Whether recorded choices are numbers of experts or entries: others are not gone on with."""
+        if site not in ("experts.ids", "indexer.selected"):
+            return True
+        least, count = (0, self.config.n_routed_experts) if site == "experts.ids" else (-1, len(self.entries))
+        return bool(((ids >= least) & (ids < count) & (ids == ids.floor())).all())
 
     def computed(self, site: str, at: Tensor) -> Tensor:
         """What a site should be, from the sites before it; Unknown where there is nothing to compute it from."""
@@ -546,8 +556,10 @@ class Layer(Part):
 
     def expanded(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         """What a sublayer leaves: ``comb[j, k]`` sends stream j to k, ``post[k]`` the output to k."""
+        own = post[..., None] * y[:, :, None]
         mixed = torch.einsum("rnjk,rnjd->rnkd", *self._alike(comb, streams))
-        return self.noise.moved(post[..., None] * y[:, :, None] + mixed)
+        size = torch.einsum("rnjk,rnjd->rnkd", *self._alike(comb, streams.abs()))
+        return self.noise.moved(self.noise.summed(own + mixed, own.abs() + size))
 
     def _alike(self, *parts: Tensor) -> Iterator[Tensor]:
         """The same number of replicas for all, as einsum wants it."""

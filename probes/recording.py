@@ -26,12 +26,14 @@ from model.safetensors_header import read_header
 from model.sites import SITES, Site, axes
 
 TOKENS, POSITIONS = "tokens", "positions"
+PAGE: Final = "scripts/exporters/README.md"
 # One expert's rows come in the order of experts, not of tokens.
 KEPT: Final = tuple(site for site in SITES if site not in (sites.ROUTED_GATE, sites.ROUTED_UP))
 OF_ENTRIES: Final = (sites.ENTRY.name, sites.INDEX_KEY.name, sites.INDEX_KEY_USED.name)
 WHOLE_MODEL: Final = (sites.EMBEDDED.name, sites.HIDDEN.name, sites.LOGITS.name)
 LAST: Final = (sites.HIDDEN.name, sites.LOGITS.name)  # of which a run often keeps the last token's row alone
 CHOICES: Final = (sites.SELECTED.name, sites.EXPERT_IDS.name)
+SAYS_NOTHING: Final = (*CHOICES, *WHOLE_MODEL[::2], sites.KV.name, sites.ENTRY.name)  # of the run's dtype
 FLOATS: Final = ("F64", "F32", "F16", "BF16")
 WHOLE_NUMBERS: Final = ("I64", "I32", "I16", "U8", *FLOATS)  # some dump ids as floats
 SAMPLED: Final = 1 << 20  # numbers of a tensor that are looked at to find the dtype of the run
@@ -73,7 +75,7 @@ class Recording:
         shard = read_header(path)
         self.path, self.config, self.names = path, config, dict(names or {})
         self.file = Checkpoint(path.parent, (shard,), shard.tensors, ())
-        self.told: list[str] = []
+        self._told: dict[str, list[str]] = {}  # how it was read -> names
         self.tokens = self._numbers(TOKENS, config.vocab_size)
         self.positions = self._positions()
         self.tensors: dict[str, _Tensor] = {}
@@ -83,7 +85,16 @@ class Recording:
         if unknown := [name for name in self.names if name not in shard.tensors]:
             raise ConfigError(f"{path}: has no tensor {quoted(unknown[0])}, which --map names")
         if not self.tensors:
-            raise ConfigError(f"{path}: none of its {len(shard.tensors)} tensors is a site; see --map")
+            some = ", ".join(quoted(name) for name in self.others[:3])
+            raise ConfigError(f"{path}: no site among its tensors ({some or TOKENS}); {PAGE} lists them, --map renames")
+
+    @property
+    def told(self) -> list[str]:
+        """How tensors were read that were not as their sites say, those read alike in one line."""
+        return [
+            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} {how}"
+            for how, names in self._told.items()
+        ]
 
     def rows(self, name: str, at: Tensor | None) -> Tensor | None:
         """Rows of a tensor at positions (or of entries), float64; None where not all of them were recorded.
@@ -118,20 +129,25 @@ class Recording:
         """Dtype in which a tensor is stored."""
         return self._read(self.tensors[name]).dtype
 
-    def run_dtype(self) -> torch.dtype:
-        """The narrowest dtype that holds at least half of the activations: that of the run, however it was dumped."""
+    def run_dtype(self) -> torch.dtype | None:
+        """The narrowest dtype that holds more than half of the activations: that of the run, however it was dumped.
+
+        None where nothing is recorded that shows it: some sites are fp32 in runs of any dtype, some narrower.
+        """
         held = {torch.bfloat16: 0, torch.float16: 0}
         looked = 0
         for name, tensor in self.tensors.items():
-            if name.endswith((".comb", ".pre", ".post", ".weights", sites.LOGITS.name, *CHOICES)):
-                continue  # of fp32 in runs of any dtype
+            if name.endswith((".comb", ".pre", ".post", ".weights", "_used", *SAYS_NOTHING)):
+                continue
             data = self._read(tensor).flatten()
             some = data[:: max(1, data.numel() // SAMPLED)].to(torch.float32)
             some = some[some.isfinite()]
             looked += 1
             for dtype in held:
                 held[dtype] += bool((some.to(dtype).float() == some).all())
-        return next((dtype for dtype, count in held.items() if looked and 2 * count >= looked), torch.float32)
+        if not looked:
+            return None
+        return next((dtype for dtype, count in held.items() if 2 * count > looked), torch.float32)
 
     # --- reading the file
 
@@ -141,9 +157,9 @@ class Recording:
 
     def _numbers(self, name: str, below: int) -> Tensor:
         """A list of whole numbers from 0 on."""
-        if name not in self.file.tensors:
+        if self._stored(name) not in self.file.tensors:
             raise ConfigError(f"{self.path}: has no tensor {name}, [t] int64")
-        data = self.file.read(name)
+        data = self.file.read(self._stored(name))
         data = data[0] if data.ndim == 2 and data.shape[0] == 1 else data
         if data.dtype not in (torch.int64, torch.int32) or data.ndim != 1 or not len(data):
             raise ConfigError(f"{self.path}: {name} is {list(data.shape)} {data.dtype}, want [n] int64")
@@ -153,8 +169,12 @@ class Recording:
             raise ConfigError(f"{self.path}: {name}[{wrong}] is {int(data[wrong])}, want 0 to {below - 1}")
         return data
 
+    def _stored(self, name: str) -> str:
+        """What the file calls the tokens, or the positions."""
+        return next((stored for stored, mapped in self.names.items() if mapped == name), name)
+
     def _positions(self) -> Tensor | None:
-        if POSITIONS not in self.file.tensors:
+        if self._stored(POSITIONS) not in self.file.tensors:
             return None
         positions = self._numbers(POSITIONS, len(self.tokens))
         if len(positions) > 1 and bool((positions[1:] <= positions[:-1]).any()):
@@ -163,19 +183,18 @@ class Recording:
 
     def _take(self, stored: str) -> None:
         """Understand one tensor of the file, or note that it is none of ours."""
-        if stored in (TOKENS, POSITIONS) and stored not in self.names:
-            return
         name = self.names.get(stored, stored)
+        if name in (TOKENS, POSITIONS):
+            return
         site, layer = _site(name)
         if site is None:
             if stored in self.names:
-                raise ConfigError(f"{self.path}: --map {quoted(stored)}: {quoted(name)} is no site")
+                raise ConfigError(f"{self.path}: --map {quoted(stored)}: {quoted(name)} is no site; {PAGE} lists them")
             self.others.append(stored)
             return
         if layer is not None and layer >= self.config.num_hidden_layers:
-            raise ConfigError(
-                f"{self.path}: {quoted(stored)}: the model has layers 0-{self.config.num_hidden_layers - 1}"
-            )
+            self.others.append(stored)  # a drafting head's, for one
+            return
         if layer is not None and not has_site(self.config, layer, site):
             kind = self.config.layer_kind(layer).name
             raise ConfigError(f"{self.path}: {quoted(stored)}: layer {layer} is {kind}, which has no {site.name}")
@@ -189,29 +208,35 @@ class Recording:
         if found.dtype not in (WHOLE_NUMBERS if site.name in CHOICES else FLOATS):
             raise ConfigError(f"{self.path}: {quoted(stored)} is {found.dtype}, want a float dtype")
         wanted = self._wanted(site, layer, found.shape)
-        leading = 0
-        shape = found.shape
-        while len(shape) > 1 and shape[0] == 1 and len(shape) > _fewest(wanted):
-            shape, leading = shape[1:], leading + 1
+        leading, shape = 0, found.shape
         readings = {reading for want in wanted for reading in _readings(shape, want)}
+        while not readings and len(shape) > 1 and shape[0] == 1:
+            shape, leading = shape[1:], leading + 1
+            readings = {reading for want in wanted for reading in _readings(shape, want)}
         straight = {reading for reading in readings if reading[0] == tuple(range(len(shape)))}
         readings = straight or readings
         if len(readings) != 1:
             names = " ".join(site.shape.split())
             ways = "in no way" if not readings else f"in {len(readings)} ways"
-            rows = f"{len(self.tokens)} tokens" + (
-                "" if self.positions is None else f", {len(self.positions)} positions"
-            )
+            sizes = " or ".join(str(list(want)) for want in wanted)
+            tokens = f"{len(self.tokens)} tokens"
             raise ConfigError(
-                f"{self.path}: {quoted(stored)} is {list(found.shape)}: {ways} [{names}] = {list(wanted[0])} of {rows}"
+                f"{self.path}: {quoted(stored)} is {list(found.shape)}: {ways} [{names}] = {sizes} of {tokens}"
             )
         order, view = readings.pop()
         if order != tuple(range(len(shape))):
-            self.told.append(f"{name}: {list(found.shape)} read with its axes in the order {list(order)}")
-        elif view[0] == 1 and len(self.tokens) > 1 and site.name in LAST:
-            self.told.append(f"{name}: {list(found.shape)} read as the last token's row")
+            self._told.setdefault(f"read with its axes in the order {list(order)}", []).append(
+                f"{name} {list(found.shape)}"
+            )
+        elif (
+            view[0] == 1
+            and len(self.tokens) > 1
+            and site.name in LAST
+            and (self.positions is None or len(self.positions) > 1)
+        ):
+            self._told.setdefault("read as the last token's row", []).append(f"{name} {list(found.shape)}")
         elif leading:
-            self.told.append(f"{name}: {list(found.shape)} read without its batch axis")
+            self._told.setdefault("read without its batch axis", []).append(f"{name} {list(found.shape)}")
         return _Tensor(stored, leading, order, view)
 
     def _wanted(self, site: Site, layer: int | None, found: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -263,11 +288,6 @@ def _site(name: str) -> tuple[Site | None, int | None]:
     if word != "layers" or not (number.isascii() and number.isdigit() and len(number) < 7) or site in WHOLE_MODEL:
         return None, None
     return _BY_NAME.get(site), int(number)
-
-
-def _fewest(wanted: list[tuple[int, ...]]) -> int:
-    """Axes that a tensor has at least, with the last ones run together."""
-    return min(2, *(len(want) for want in wanted))
 
 
 def _readings(shape: tuple[int, ...], want: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -41,7 +41,9 @@ def parser() -> argparse.ArgumentParser:
         "--rows", type=_rows, help="rows of a site that are judged, or all (default: what two minutes allow)"
     )
     p.add_argument("--no-identify", action="store_true", help="do not look for the fault that explains a difference")
-    p.add_argument("--chunk", type=positive, help="tokens per call of the recorded run (default: all in one call)")
+    p.add_argument(
+        "--prefill-chunk", type=positive, help="tokens per call of the recorded run (default: all in one call)"
+    )
     p.add_argument("--decode-from", type=positive, help="from here on the recorded run took one token at a time")
     p.add_argument("--picture", action=Writes, metavar="F.svg", help="draw how far each site is off, layer by layer")
     add_json(p, "verdict, first difference, sites and faults")

@@ -35,4 +35,4 @@ cat "$work/common.answer"
 
 say 'Your turn: source .venv/bin/activate, then' \
     'python -m scripts.generate --prompt "What is the currency of Japan?"'
-printf 'What each part is needed for: audits/demo-checkpoint.md.\nWhat is in the file: python -m scripts.inspect\n'
+printf 'What each part is needed for: audits/demo-checkpoint.md.\nWhat is in the file: python -m scripts.inspect\nTo hold another runtime against this one: python -m scripts.compare, see README.\n'

@@ -57,8 +57,17 @@ def test_one_console_and_one_writer_of_tensors():
     for path in SOURCES:
         if path.relative_to(ROOT).parts[0] == "scripts" and path != ROOT / "scripts" / "console.py":
             assert "rich.console" not in imports(path), names(path)
-        if path != ROOT / "runtime" / "tensorfile.py":
+        if path not in (ROOT / "runtime" / "tensorfile.py", *(ROOT / "scripts" / "exporters").glob("*")):  # stand alone
             assert "save_file" not in path.read_text(encoding="utf-8"), names(path)
+
+
+def test_the_oracle_shares_no_code_with_what_it_judges():
+    """Of `model` it takes the facts of config.json and where bytes are; the exporter takes nothing of this project."""
+    allowed = {"model.binding", "model.census", "model.checkpoint", "model.config"}
+    ours = {name for name in imports(ROOT / "probes" / "oracle.py") if name.split(".")[0] in PACKAGES}
+    assert ours <= allowed
+    exporter = imports(ROOT / "scripts" / "exporters" / "record_transformers.py")
+    assert not {name for name in exporter if name.split(".")[0] in PACKAGES}
 
 
 def test_no_environment_variable_below_scripts():
@@ -99,8 +108,3 @@ def test_tests_are_no_package_and_have_unique_names():
     assert not [path for path in files if path.name == "__init__.py"]
     named = [path.name for path in files if path.name != "conftest.py"]  # the name that pytest gives
     assert len(set(named)) == len(named)
-
-
-def test_files_stay_readable():
-    long = {names(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
-    assert not {path: lines for path, lines in long.items() if lines > 320}

@@ -19,7 +19,7 @@ from probes.faults import FAULTS
 from probes.finding import Plot
 from probes.identify import NAMED, Identifier, Place, places
 from probes.oracle import Noise, Parameters, Setting, Unknown
-from probes.recording import Recording, read_map
+from probes.recording import CHOICES, Recording, read_map
 from probes.svg import plot
 from runtime.load import read_config
 from runtime.options import RunOptions
@@ -29,6 +29,7 @@ from scripts.paths import told
 
 DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 QUIET: Final = 20  # seconds between lines of progress where there is no terminal to draw on
+WIDE: Final = 0.1  # a bound in units of a row's length that is said to be wide
 CURVES: Final = 8  # of the picture: the sites that are furthest off
 COLOURS: Final = {Status.AGREES: "green", Status.DIFFERS: "bold red", Status.NOT_JUDGED: "yellow"}
 
@@ -42,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     recording = Recording(args.recording, config, None if args.map is None else read_map(args.map))
     checkpoint = Checkpoint.open(args.model, partial=True)
     counted = census(checkpoint.shapes(), config, where=str(args.model), absent=checkpoint.absent)
-    dtype = DTYPES[args.dtype] if args.dtype else recording.run_dtype()
+    dtype = DTYPES[args.dtype] if args.dtype else recording.run_dtype() or torch.bfloat16
     setting = Setting(
         config, Parameters(checkpoint, counted), recording.tokens, args.numerics == "deployed", recording, Noise(dtype)
     )
@@ -66,12 +67,13 @@ def run(args: argparse.Namespace) -> int:
             identifier = Identifier(setting, recording, counted, _calls(args, len(recording.tokens)))
             found = identifier.identify(results, said)
     out.say(*_head(args, recording, checks, results, dtype, time.perf_counter() - started))
-    _show(out, results, found, identified=not args.no_identify)
+    other = f"{'plain' if setting.deployed else 'deployed'} numerics"
+    _show(out, results, found, other, identified=not args.no_identify)
     if args.picture is not None:
         write_text(args.picture, plot(_picture(results)))
         err.say(f"wrote {args.picture}")
     if args.json is not None:
-        write_json(args.json, _report(recording, results, found))
+        write_json(args.json, _report(args, dtype, recording, results, found))
     return 0 if _verdict(results) == "agrees" else 1
 
 
@@ -96,15 +98,23 @@ def _judged(checks: Checks, layers: Sequence[int] | None, said: Saying) -> list[
             said(what, (number + share) / len(chosen))
 
         results += checks.layer(layer, some)
-    return results + checks.ends(said) if layers is None else results
+    ends = [] if layers is not None else checks.ends(said)
+    before = [judged for judged in ends if judged.site == "embedded"]
+    return before + results + [judged for judged in ends if judged.site != "embedded"]
 
 
 def _calls(args: argparse.Namespace, tokens: int) -> list[int]:
     """Lengths of the calls of the recorded run, as far as the command line says."""
-    prefilled = min(args.decode_from or tokens, tokens)
-    chunk = args.chunk or prefilled
+    if args.decode_from is not None and args.decode_from > tokens:
+        raise ConfigError(f"--decode-from {args.decode_from}: there are {tokens} tokens")
+    prefilled = args.decode_from or tokens
+    chunk = args.prefill_chunk or prefilled
     whole, rest = divmod(prefilled, chunk)
     return [chunk] * whole + [rest] * (rest > 0) + [1] * (tokens > prefilled)
+
+
+def _named(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known is dtype)
 
 
 def _verdict(results: Sequence[Judged]) -> str:
@@ -114,9 +124,8 @@ def _verdict(results: Sequence[Judged]) -> str:
 
 
 def _first(results: Sequence[Judged]) -> Difference | None:
-    """The first difference, layer by layer; embeddings come before all layers."""
-    embedded = [judged for judged in results if judged.site == "embedded"]
-    return next((judged.first for judged in [*embedded, *results] if judged.first is not None), None)
+    """The first difference, layer by layer."""
+    return next((judged.first for judged in results if judged.first is not None), None)
 
 
 # --- the console
@@ -132,18 +141,23 @@ def _head(
 ) -> list[str]:
     """What was compared, and how."""
     tokens, rows = len(recording.tokens), max((judged.rows for judged in results), default=0)
-    name = next(name for name, known in DTYPES.items() if known is dtype)
-    found = "" if args.dtype else ", as its numbers say"
+    found = ", as its numbers say" if recording.run_dtype() else ", assumed: nothing recorded shows it, see --dtype"
+    found = "" if args.dtype else found
     sampled = f", {len(checks.sample)} rows of each site" if len(checks.sample) < rows or rows < tokens else ""
     what = f"{len(results)} {_sites(len(results))} of {tokens} tokens{sampled}"
-    how = f"{args.numerics} numerics, {name}{found}"
+    how = f"{args.numerics} numerics, {_named(dtype)}{found}"
     lines = [f"{recording.path}: {what}, held against {told(args.model)} in float64; {how}; {seconds:.0f} s"]
     if len(checks.sample) < tokens and recording.positions is None:
         lines.append(
             "Rows judged: both ends, the borders of windows, and one at random from each of as many equal parts."
         )
     if any(judged.free for judged in results):
-        lines.append("Where the input of a layer is not recorded, it is computed from the embeddings on.")
+        lines += [
+            (
+                "Where the input of a layer is not recorded, it is computed from the embeddings on. Bounds there have"
+                " the rounding of all layers before, and may hide a fault: record layers.N.streams of every N."
+            )
+        ]
     lines += [f"Understood: {told}" for told in recording.told]
     if recording.others:
         more = f" and {len(recording.others) - 3} more" if len(recording.others) > 3 else ""
@@ -151,7 +165,7 @@ def _head(
     return lines
 
 
-def _show(out: Console, results: Sequence[Judged], found: Sequence[Place], *, identified: bool) -> None:
+def _show(out: Console, results: Sequence[Judged], found: Sequence[Place], other: str, *, identified: bool) -> None:
     """The first difference and its fault, then a table in which all that agrees is one row."""
     verdict, first = _verdict(results), _first(results)
     counts = {status: sum(judged.status is status for judged in results) for status in Status}
@@ -163,8 +177,13 @@ def _show(out: Console, results: Sequence[Judged], found: Sequence[Place], *, id
         )
     )
     if first is not None:
-        out.say(f"First difference: {_told(first)}")
+        why = next((judged.why for judged in results if judged.first is first), "")
+        out.say(f"First difference: {_told(first, why)}")
+    if any(judged.site == "embedded" and judged.status is Status.DIFFERS for judged in results):
+        out.say("embedded is looked up in a table: the tokens, or the checkpoint, may not be those of the run.")
     out.say(*_explained(found))
+    if any(fault.name == other for place in found for fault in place.faults[:1]):
+        out.say(f"The run rounds as --numerics {other.removesuffix(' numerics')} says. Compare it so to find others.")
     several = {fault.name for place in found for fault in place.faults[:1] if fault.share >= NAMED}
     if len(several) > 1:
         out.say(f"{len(several)} faults at once: {', '.join(sorted(several))}")
@@ -172,7 +191,18 @@ def _show(out: Console, results: Sequence[Judged], found: Sequence[Place], *, id
         out.say("No fault was looked for (--no-identify).")
     rest = len(places(results)) - len(found)
     if identified and rest > 0:
-        out.say(f"{rest} more sublayers differ; no fault was looked for there.")
+        out.say(f"{rest} more {_sites(rest)} differ; no fault was looked for there.")
+    wide = [
+        j
+        for j in results
+        if j.status is Status.AGREES and j.bound > WIDE and j.site not in CHOICES and not j.site.endswith("_used")
+    ]
+    if wide:
+        most = max(wide, key=lambda judged: judged.bound)
+        out.say(
+            f"Bounds are as wide as {most.bound:.0%} of a row at {most.name}: rounding may do so much between recorded"
+            " tensors, and a fault may hide in it. Record the sites between, indexer.selected and experts.ids first."
+        )
     out.print(_table(results))
     out.say("worst: distance from the oracle over the length of a row. In rows of several sites: over the bound.")
 
@@ -184,7 +214,7 @@ def _table(results: Sequence[Judged]) -> Table:
         table.add_column(column, justify="right")
     table.add_column("verdict")
     for judged in results:
-        if judged.status is not Status.DIFFERS:
+        if judged.status is Status.NOT_JUDGED or (judged.status is Status.AGREES and not judged.why):
             continue
         where = "" if judged.layer is None else str(judged.layer)
         table.add_row(
@@ -214,7 +244,7 @@ def _sites(count: int) -> str:
     return "site" if count == 1 else "sites"
 
 
-def _told(first: Difference) -> str:
+def _told(first: Difference, why: str) -> str:
     where = "" if first.layer is None else f"layer {first.layer} "
     of_entry = first.site in ("attention.entry", "indexer.key", "indexer.key_used")
     at = f"{'entry' if of_entry else 'position'} {first.position}"
@@ -223,6 +253,8 @@ def _told(first: Difference) -> str:
             "" if first.bound == 0 else f", passed over by {first.difference:.3g} where a near tie is {first.bound:.3g}"
         )
         return f"{where}{first.site}, {at}: theirs {first.theirs:g}, ours {first.ours:g}{ahead}"
+    if why:
+        return f"{where}{first.site}: {why}"
     index = ", ".join(map(str, first.index))
     return (
         f"{where}{first.site}, {at}, [{index}]: theirs {first.theirs:.6g}, ours {first.ours:.6g};"
@@ -232,15 +264,16 @@ def _told(first: Difference) -> str:
 
 def _explained(found: Sequence[Place]) -> list[str]:
     """What explains the places, those with one fault together."""
-    lines = []
+    lines: list[str] = []
+    unknown: list[str] = []
     by_fault: dict[tuple[str, ...], list[Place]] = {}
     for place in found:
         named = [fault for fault in place.faults if fault.share >= NAMED]
         if place.why:
-            lines.append(f"{place.judged.name}: no fault could be tried: {place.why}")
+            unknown.append(f"{place.judged.name}: no fault could be tried: {place.why}")
         elif not named:
             nearest = f"; nearest is {place.faults[0].name} with {place.faults[0].share:.0%}" if place.faults else ""
-            lines.append(f"{place.judged.name}: none of the known faults explains it{nearest}")
+            unknown.append(f"{place.judged.name}: none of the known faults explains it{nearest}")
         else:
             by_fault.setdefault(named[0].names, []).append(place)
     for names, explained in by_fault.items():
@@ -255,7 +288,7 @@ def _explained(found: Sequence[Place]) -> list[str]:
         lines.append(
             f"Explained by {' and '.join(names)}, {least:.0%} of the difference in {where}. {what}{also}".rstrip()
         )
-    return lines
+    return lines + unknown
 
 
 def _of_layers(layers: Sequence[int | None]) -> str:
@@ -272,7 +305,7 @@ def _agreeing(results: Sequence[Judged]) -> list[tuple[str, int, float]]:
     whole: dict[int | None, bool] = {}
     for judged in results:
         whole[judged.layer] = whole.get(judged.layer, True) and judged.status is Status.AGREES
-        if judged.status is Status.AGREES:
+        if judged.status is Status.AGREES and not judged.why:
             by_layer.setdefault(judged.layer, []).append(judged)
     layers = sorted(layer for layer in by_layer if layer is not None)
     rows = []
@@ -308,7 +341,13 @@ def _picture(results: Sequence[Judged]) -> Plot:
     )
 
 
-def _report(recording: Recording, results: Sequence[Judged], found: Sequence[Place]) -> dict[str, object]:
+def _report(
+    args: argparse.Namespace,
+    dtype: torch.dtype,
+    recording: Recording,
+    results: Sequence[Judged],
+    found: Sequence[Place],
+) -> dict[str, object]:
     """What --json writes."""
     first = _first(results)
     explained = [
@@ -318,6 +357,10 @@ def _report(recording: Recording, results: Sequence[Judged], found: Sequence[Pla
         if fault.share >= NAMED
     ]
     return {
+        "recording": str(args.recording),
+        "numerics": args.numerics,
+        "dtype": _named(dtype),
+        "tokens": len(recording.tokens),
         "verdict": _verdict(results),
         "first": None if first is None else first.to_json(),
         "sites": [judged.to_json() for judged in results],

@@ -1,6 +1,7 @@
 """What `scripts.record` does once its command line is known to be good."""
 
 import argparse
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
@@ -14,6 +15,7 @@ from model.errors import ConfigError
 from model.sites import Listener, Site, axes
 from probes.fault import Fault
 from probes.faults import FAULTS
+from probes.identify import without_tripwires
 from probes.recording import KEPT, OF_ENTRIES, TOKENS, WHOLE_MODEL, has_site
 from runtime.load import load, read_config
 from runtime.op_sets import op_set
@@ -54,7 +56,9 @@ def run(args: argparse.Namespace, ids: Sequence[int], lengths: Sequence[int]) ->
             append(name, rows.detach().cpu().contiguous().view(torch.uint8).numpy().data)
 
         write(TOKENS, tokens)
-        with model.attached(_listeners(kept, planned, write)):
+        # A fault that a tripwire would end is to be seen to its end.
+        watched = contextlib.nullcontext() if fault is None else without_tripwires()
+        with watched, model.attached(_listeners(kept, planned, write)):
             for length in track(lengths, "record", console=console, transient=True, disable=not console.is_terminal):
                 hidden = model(tokens[start : start + length], state)
                 if sites.LOGITS.name in planned:

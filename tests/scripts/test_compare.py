@@ -155,6 +155,76 @@ def test_a_choice_that_the_scores_do_not_make_is_found(folder, recording, site, 
     assert (report["first"]["site"], report["first"]["position"]) == (site, 100)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("experts.ids", -1), ("experts.ids", 8), ("indexer.selected", 35), ("indexer.selected", 10**6)],
+)
+def test_a_choice_of_nothing_differs_and_is_not_gone_on_with(folder, recording, name, value):
+    tensors = load_file(recording)
+    tensors[f"layers.1.{name}"][120, 0] = value
+    path = folder / "nothing.safetensors"
+    save_file(tensors, path)
+    _, report = compared(path, "--layers", "1", "--no-identify")
+    assert [site["site"] for site in report["sites"] if site["status"] == "differs"] == [name]
+    assert report["first"]["position"] == 120
+
+
+@pytest.mark.parametrize(
+    "ids", [[0], [0, 100, 101], [5] * 130], ids=["one token", "no window", "one token again and again"]
+)
+@pytest.mark.parametrize(("numerics", "dtype"), [("plain", "fp32"), ("deployed", "bf16")])
+def test_prompts_of_few_or_equal_tokens_agree(folder, ids, numerics, dtype):
+    tokens, out = folder / "short.json", folder / "short.safetensors"
+    tokens.write_text(json.dumps(ids))
+    run = ("--numerics", numerics, "--dtype", dtype)
+    assert record.main(["--tokens", str(tokens), "--out", str(out), *run]) == 0
+    status, report = compared(out, *run)
+    assert status == 0
+    left_out = {site["site"] for site in report["sites"] if site["status"] != "agrees"}
+    assert left_out <= {"attention.entry", "indexer.key", "indexer.key_used"}
+    assert bool(left_out) == (len(ids) < 4 or len(ids) // 128 == 0)
+
+
+def test_what_follows_from_a_number_that_is_not_finite_is_not_blamed(folder, recording):
+    tensors = load_file(recording)
+    tensors["layers.0.streams"][30, 1, 5] = float("nan")
+    path = folder / "nan.safetensors"
+    save_file(tensors, path)
+    _, report = compared(path, "--no-identify")
+    assert [(site["layer"], site["site"]) for site in report["sites"] if site["status"] == "differs"] == [
+        (0, "streams")
+    ]
+
+
+def test_all_rows_scaled_alike_differ(folder, recording):
+    tensors = load_file(recording)
+    tensors["layers.1.experts.output"] *= 1.015
+    path = folder / "scaled.safetensors"
+    save_file(tensors, path)
+    _, report = compared(path, "--layers", "1", "--no-identify")
+    assert "experts.output" in {site["site"] for site in report["sites"] if site["status"] == "differs"}
+
+
+def test_rows_that_are_wrong_are_not_forgiven_where_no_input_is_recorded(folder, recording):
+    tensors = load_file(recording)
+    kept = {name: tensors[name] for name in ("tokens", "layers.0.streams", "layers.2.streams")}
+    kept["layers.2.streams"][50:54] = 0
+    path = folder / "free.safetensors"
+    save_file(kept, path)
+    status, report = compared(path, "--no-identify")
+    assert status == 1
+    assert (report["first"]["layer"], report["first"]["position"]) == (2, 50)
+
+
+def test_few_rows_of_few_positions(folder, recording):
+    tensors = load_file(recording)
+    positions = torch.tensor([3, 50, 77, 100, 139])
+    kept = {name: tensors[name][positions] for name in ("layers.0.streams", "layers.0.experts.output")}
+    path = folder / "few.safetensors"
+    save_file(kept | {"tokens": tensors["tokens"], "positions": positions}, path)
+    assert compared(path, "--rows", "2", "--dtype", "bf16")[0] == 0
+
+
 def test_experts_in_another_order_agree(folder, recording):
     tensors = load_file(recording)
     for name in ("layers.1.experts.ids", "layers.1.experts.weights"):
