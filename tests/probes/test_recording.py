@@ -59,10 +59,10 @@ def test_what_can_be_read_in_one_way_only_is_read_so_and_told(tmp_path, name, st
         ),
         ({"layers.0.streams": draw(T - 1, 4, 128)}, "of 12 tokens"),
         ({"layers.0.streams": draw(T, 4, 128, 1, 1, 1)}, "in no way"),
-        ({"layers.9.streams": STREAMS}, "the model has layers 0-3"),
+        ({"layers.9.streams": STREAMS}, "no site among its tensors ('layers.9.streams')"),
         ({"layers.0.attention.entry": QUERY[:3, 0]}, "layer 0 is SWA, which has no attention.entry"),
         ({"layers.0.streams": STREAMS.long()}, "is I64, want a float dtype"),
-        ({"unheard": STREAMS}, "none of its 2 tensors is a site; see --map"),
+        ({"unheard": STREAMS}, "no site among its tensors ('unheard'); scripts/exporters/README.md lists them"),
         ({"positions": torch.tensor([3, 2])}, "positions do not ascend"),
         ({"positions": torch.tensor([3, 12])}, "positions[1] is 12, want 0 to 11"),
     ],
@@ -95,6 +95,33 @@ def test_tokens_must_be_there_and_in_the_vocabulary(tmp_path):
         Recording(path, CONFIG)
 
 
+def test_a_layer_that_the_model_has_not_is_left_out_as_is_what_is_no_site(tmp_path):
+    recording = opened(tmp_path, {"layers.9.streams": STREAMS, "layers.0.streams": STREAMS.clone(), "cache": draw(2)})
+    assert sorted(recording.others) == ["cache", "layers.9.streams"]
+
+
+def test_a_prompt_of_one_token_keeps_its_axis(tmp_path):
+    path, comb = tmp_path / "r.safetensors", draw(1, 4, 4)
+    for stored in (comb, comb[None]):
+        save_file({"tokens": torch.tensor([3]), "layers.0.attention.comb": stored.contiguous()}, path)
+        assert torch.equal(Recording(path, CONFIG).rows("layers.0.attention.comb", None), comb.double())
+
+
+def test_tokens_may_have_another_name(tmp_path):
+    path = tmp_path / "r.safetensors"
+    save_file({"ids": TOKENS, "h": STREAMS}, path)
+    recording = Recording(path, CONFIG, {"ids": "tokens", "h": "layers.0.streams"})
+    assert torch.equal(recording.tokens, TOKENS)
+
+
+def test_the_dtype_is_not_known_where_nothing_shows_it(tmp_path):
+    """A table's rows, fp32 in all runs, and what every run has in a narrow format."""
+    recording = opened(tmp_path, {"embedded": STREAMS[:, 0].bfloat16(), "logits": draw(T, 1024)})
+    assert recording.run_dtype() is None
+    fp32 = opened(tmp_path, {"embedded": STREAMS[:, 0].bfloat16(), "layers.0.streams": STREAMS})
+    assert fp32.run_dtype() is torch.float32
+
+
 def test_rows_of_some_positions(tmp_path):
     positions = torch.tensor([2, 5, 11])
     recording = opened(
@@ -110,7 +137,7 @@ def test_logits_of_the_last_token_alone(tmp_path):
     recording = opened(tmp_path, {"logits": last})
     assert recording.at("logits").tolist() == [T - 1]
     assert torch.equal(recording.rows("logits", torch.tensor([T - 1])), last.double())
-    assert recording.told == ["logits: [1, 1024] read as the last token's row"]
+    assert recording.told == ["logits [1, 1024] read as the last token's row"]
 
 
 def test_their_names_are_mapped_and_others_left_out(tmp_path):
