@@ -160,7 +160,7 @@ class _Case:
         theirs = by.recording.rows(judged.name, self.at)
         assert theirs is not None, f"{judged.name} was judged at these rows"
         self.theirs = self._comparable(theirs)
-        if not bool(self.theirs.any()):
+        if judged.site not in CHOICES and not bool(self.theirs.any()):
             raise Unknown("all of these rows are zeros")
         if not bool(self.theirs.isfinite().any()):
             raise Unknown("none of these numbers is finite")

@@ -88,6 +88,28 @@ def test_two_faults_at_once_are_both_named(healthy, tokens, tmp_path):
     ]
 
 
+def test_the_exporter_as_a_command_of_its_own(tokens, tmp_path, monkeypatch):
+    ids, out = tmp_path / "ids.json", tmp_path / "run.safetensors"
+    ids.write_text(json.dumps(tokens[:150].tolist()))
+    flags = ["--model", str(DEMO), "--tokens", str(ids), "--out", str(out), "--layers", "0,1", "--chunk", "64"]
+    monkeypatch.setattr("sys.argv", ["record_transformers.py", *flags, "--decode-from", "140"])
+    exporter.main()
+    status, report = compared(out, "--prefill-chunk", "64", "--decode-from", "140")
+    assert status == 0
+    assert {site["layer"] for site in report["sites"]} == {None, 0, 1}
+
+
+@pytest.mark.slow
+def test_two_faults_at_one_site_are_named_together(healthy, tokens, tmp_path):
+    by_name = {put.name: put for put in KNOWN}
+    model = copy.deepcopy(healthy)
+    for name in ("sink-dropped", "no-inverse-rotation"):  # both act between the queries and the first site after them
+        by_name[name].put(model)
+    _, report = compared(recorded(model, tokens, tmp_path / "r.safetensors"))
+    assert (report["first"]["layer"], report["first"]["site"]) == (3, "attention.unrotated")
+    assert set(report["faults"][0]["name"].split(" and ")) == {"sink-dropped", "no-inverse-rotation"}
+
+
 @pytest.mark.parametrize(
     "calls",
     [
@@ -108,7 +130,9 @@ def test_a_healthy_run_in_bf16_agrees(calls, healthy, tokens, tmp_path):
 def test_a_healthy_run_in_fp32_agrees_and_is_judged_as_one(tokens, tmp_path, capsys):
     status, report = compared(recorded(exporter.load(DEMO, "fp32"), tokens, tmp_path / "r.safetensors"))
     assert status == 0
-    assert "fp32, as its numbers say" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "fp32, as its numbers say" in out
+    print(out)
     by_site = {(site["layer"], site["site"]): site for site in report["sites"]}
     assert by_site[1, "attention.output"]["bound"] < 1e-5
 
