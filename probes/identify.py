@@ -184,8 +184,9 @@ class _Case:
             found.append(Explained((name,), self.share((name,))))
         found.sort(key=lambda fault: -fault.share)
         if found[0].share < WHOLE:
-            for n, first in enumerate(found[:PAIRED]):
-                for second in found[n + 1 :]:
+            single = list(found)
+            for n, first in enumerate(single[:PAIRED]):
+                for second in single[n + 1 :]:
                     said(f"{first.name} and {second.name}", 1.0)
                     if first.share > 0 and not {first.name, second.name} & {self.by.other_numerics}:
                         both = Explained((first.name, second.name), self.share((first.name, second.name)))

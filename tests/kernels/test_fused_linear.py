@@ -124,7 +124,11 @@ def test_no_bits_are_lost_on_the_way_to_the_accumulator():
     ones = Fp4(torch.full((2, 512), 0x22, dtype=torch.int8), torch.ones(2, 32).to(E8M0))
     assert (linear(torch.ones(1, 1024).bfloat16(), ones) == 1024).all()
     fine = torch.full((1, 128), 1 + 2.0**-20)  # lost if fp32 activations went through a narrower operand
-    assert torch.equal(linear(fine, Fp8(torch.ones(1, 128).to(E4M3), torch.ones(1, 1).to(E8M0))), fine.sum(1)[:, None])
+    total = linear(fine, Fp8(torch.ones(1, 128).to(E4M3), torch.ones(1, 1).to(E8M0)))
+    lost = (
+        128 * 2.0**-20
+    )  # by a narrower operand; the order of the sum, and with it some last places, is the processor's
+    assert (total.double() - fine.double().sum()).abs().item() <= lost / 2
 
 
 def same(ours, expected):

@@ -184,12 +184,13 @@ def test_other_checkpoints_pass_and_are_not_held_to_the_demos_bounds(tmp_path, o
     assert kl.measured > 1e-3
 
 
-def test_one_kind_of_rounding_costs_less_than_all():
+def test_one_kind_of_rounding_costs_no_more_than_all():
+    """But for a tenth: a few tokens that go to another expert in one run and not in the other weigh as much."""
     report = dataclasses.replace(QUICK, alone=True).measure(Subject(), silent)
     (table,) = [p for p in report.parts if isinstance(p, Table) and p.title == "One kind of rounding at a time"]
     streams = {row[0]: row[-1] for row in table.rows}
     assert len(streams) == 4
-    assert all(0 < share < streams["all"] for name, share in streams.items() if name != "all")
+    assert all(0 < share < 1.1 * streams["all"] for name, share in streams.items() if name != "all")
 
 
 def test_one_kind_of_rounding_is_one_kind():

@@ -78,5 +78,5 @@ def test_every_script_runs_on_ranks_or_alone():
     scripts = Path(__file__).resolve().parents[2] / "scripts"
     for path in scripts.glob("*.py"):
         source = path.read_text(encoding="utf-8")
-        if 'if __name__ == "__main__":' in source:
+        if 'if __name__ == "__main__":' in source and path.stem != "fathom":  # which runs one of the others
             assert re.search(r"sys\.exit\((run_alone|run_on_ranks)\(main\)\)", source), path.name
