@@ -32,8 +32,9 @@ from probes.oracle import (
     rounded_e4m3,
     sites_of,
 )
-from probes.recording import CHOICES, OF_ENTRIES, WHOLE_MODEL, Recording
+from probes.recording import CHOICES, OF_ENTRIES, WHOLE_MODEL, Recording, stored_name
 
+OFF_GRID: Final = "numbers that the narrow format of deployed numerics does not have"
 NOT_FINITE: Final = "what it follows from is not finite"
 LEAST_SCALE: Final = 2.0**-22
 MANY_ROWS: Final = 64  # from so many on the spread of a single column is known well enough to judge it
@@ -99,7 +100,7 @@ class Judged:
     @property
     def name(self) -> str:
         """As in the recording."""
-        return self.site if self.layer is None else f"layers.{self.layer}.{self.site}"
+        return stored_name(self.site, self.layer)
 
     @property
     def excess(self) -> float:
@@ -134,9 +135,8 @@ class _Rows:
         self.in_order = in_order  # of ids that were recorded too, where it is experts' weights
         self.found: list[Tensor] = []  # of each row: length, spread and distance
         self.columns: Tensor = torch.zeros(2, 1, dtype=F64)  # squared distance and spread, rows weighing alike
-        self.along: Tensor = torch.zeros(
-            1, dtype=F64
-        )  # of theirs and replicas, how much of the oracle they have too much
+        # How much of the oracle theirs and the replicas have too much.
+        self.along: Tensor = torch.zeros(1, dtype=F64)
         self.size = 0.0
         self.worst_seen: tuple[float, Difference] | None = None
 
@@ -173,19 +173,18 @@ class _Rows:
 
     def _add_grid(self, at: Tensor, theirs: Tensor, rounded: Tensor) -> None:
         """Take rows that should be numbers of a narrow format, and the same rounded to it."""
-        if not self.judged.why:
-            theirs, rounded = theirs.flatten(1), rounded.flatten(1)
-            wrong = (theirs != rounded).any(1)
-            if bool(wrong.any()):
-                self.judged.why = "numbers that the narrow format of deployed numerics does not have"
-            layer, site = self.judged.layer, self.judged.site
+        theirs, rounded = theirs.flatten(1), rounded.flatten(1)
+        wrong = (theirs != rounded).any(1)
+        if bool(wrong.any()):
+            self.judged.why = OFF_GRID
+        layer, site = self.judged.layer, self.judged.site
 
-            def difference(row: int) -> Difference:
-                column = int((theirs[row] - rounded[row]).abs().argmax())
-                one, other = float(theirs[row, column]), float(rounded[row, column])
-                return Difference(layer, site, int(at[row]), (column,), one, other, abs(one - other), 0.0)
+        def difference(row: int) -> Difference:
+            column = int((theirs[row] - rounded[row]).abs().argmax())
+            one, other = float(theirs[row, column]), float(rounded[row, column])
+            return Difference(layer, site, int(at[row]), (column,), one, other, abs(one - other), 0.0)
 
-            self._note(at, wrong, difference)
+        self._note(at, wrong, difference)
 
     def _note(self, at: Tensor, wrong: Tensor, difference: Callable[[int], Difference]) -> None:
         rows = wrong.nonzero()[:, 0]
@@ -368,9 +367,8 @@ class Checks:
 
     def recorded(self, layer: int | None) -> list[str]:
         """Sites of a layer (of none: of the whole model) that were recorded, in the order in which they follow."""
-        if layer is None:
-            return [site for site in WHOLE_MODEL if site in self.recording.tensors]
-        return [site for site in sites_of(self.config, layer) if f"layers.{layer}.{site}" in self.recording.tensors]
+        names = WHOLE_MODEL if layer is None else sites_of(self.config, layer)
+        return [site for site in names if stored_name(site, layer) in self.recording.tensors]
 
     def layer(self, number: int, progress: Progress = _silent) -> list[Judged]:
         """Judge the recorded sites of a layer."""
@@ -386,7 +384,7 @@ class Checks:
         of_attention = [check for check in of_tokens if _of_attention(check.judged.site)]
         self._judge(of_attention, layer, _parts(self.sample, wide), progress, where)
         rest = [check for check in of_tokens if not _of_attention(check.judged.site)]
-        if all(f"layers.{number}.{site.name}" in self.recording.tensors for site in BETWEEN):
+        if all(stored_name(site.name, number) in self.recording.tensors for site in BETWEEN):
             # Every expert is decoded for each part of the rows: in parts as large as these sites alone allow.
             of_experts = [check for check in rest if check.judged.site in NARROW]
             self._judge(of_experts, layer, _parts(self.sample, config.hidden_size), progress, where)
@@ -436,13 +434,12 @@ class Checks:
                 check.close()
 
     def _check(self, layer: int | None, site: str) -> "Check":
-        name = site if layer is None else f"layers.{layer}.{site}"
-        judged = Judged(layer, site, len(self.recording.at(name)))
+        judged = Judged(layer, site, len(self.recording.at(stored_name(site, layer))))
         if site == sites.EXPERT_IDS.name and layer is not None and self.config.is_hash(layer):
             return _Table(judged)
         if site in CHOICES:
             return _Choice(judged, self.config)
-        ordered = f"layers.{layer}.{sites.EXPERT_IDS.name}" in self.recording.tensors
+        ordered = stored_name(sites.EXPERT_IDS.name, layer) in self.recording.tensors
         return _Rows(judged, in_order=ordered, least=max(2.0 ** -PRECISION[self.setting.noise.dtype], LEAST_SCALE))
 
 

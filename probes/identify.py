@@ -35,7 +35,7 @@ from probes.fault import Fault, healthy_model
 from probes.faults import FAULTS
 from probes.faults_in_model import become
 from probes.oracle import Ends, Layer, Noise, Setting, Unknown
-from probes.recording import CHOICES, OF_ENTRIES, Recording
+from probes.recording import CHOICES, OF_ENTRIES, Recording, stored_name
 from runtime.arithmetic import arithmetic
 from runtime.options import RunOptions
 from runtime.placement import place
@@ -78,6 +78,11 @@ class _Seen(Exception):
 def places(results: Sequence[Judged]) -> list[Judged]:
     """The differing sites, in order."""
     return [judged for judged in results if judged.status is Status.DIFFERS and judged.first is not None]
+
+
+def other_numerics(setting: Setting) -> str:
+    """The candidate that is no fault: the run was made in the other numerics."""
+    return f"{'plain' if setting.deployed else 'deployed'} numerics"
 
 
 def _of_experts(site: str) -> bool:
@@ -141,12 +146,7 @@ class Identifier:
         }
         if not in_layer:  # the head has ops, and nothing else that a fault changes
             return [name for name, fault in faults.items() if fault.inject is healthy_model]
-        return [self.other_numerics, *faults]
-
-    @property
-    def other_numerics(self) -> str:
-        """The candidate that is no fault: the run was made in the other numerics."""
-        return f"{'plain' if self.setting.deployed else 'deployed'} numerics"
+        return [other_numerics(self.setting), *faults]
 
 
 class _Case:
@@ -188,7 +188,7 @@ class _Case:
             for n, first in enumerate(single[:PAIRED]):
                 for second in single[n + 1 :]:
                     said(f"{first.name} and {second.name}", 1.0)
-                    if first.share > 0 and not {first.name, second.name} & {self.by.other_numerics}:
+                    if first.share > 0 and not {first.name, second.name} & {other_numerics(self.setting)}:
                         both = Explained((first.name, second.name), self.share((first.name, second.name)))
                         if both.share >= max(NAMED, (1 + first.share) / 2):  # half of what the first leaves
                             found.append(both)
@@ -220,8 +220,8 @@ class _Case:
 
     def _faulty(self, names: Sequence[str]) -> Tensor | None:
         """The site's rows in a run with these faults; None where it breaks down, which theirs did not."""
-        other = self.by.other_numerics in names
-        faults = [FAULTS[name] for name in names if name != self.by.other_numerics]
+        other = other_numerics(self.setting) in names
+        faults = [FAULTS[name] for name in names if name in FAULTS]
         model = self._model(faults, deployed=self.setting.deployed != other)
         seen: list[Tensor] = []
         listeners = dict(self._steering()) | {_BY_NAME[self.judged.site]: self._looking(seen)}
@@ -303,14 +303,13 @@ class _Case:
     def _alone(self) -> bool:
         """Whether the experts can be run without the attention, and so row by row."""
         recorded = self.by.recording.tensors
-        name = f"layers.{self.judged.layer}."
         if not _of_experts(self.judged.site):
             return False
         inner = (
             _ORDER.index(sites.EXPERTS_INPUT.name) < _ORDER.index(self.judged.site) < _ORDER.index(sites.STREAMS.name)
         )
         inputs = (sites.ATTENTION_STREAMS.name, sites.EXPERTS_INPUT.name) if inner else (sites.ATTENTION_STREAMS.name,)
-        return any(f"{name}{site}" in recorded for site in inputs)
+        return any(stored_name(site, self.judged.layer) in recorded for site in inputs)
 
     def _tokens(self) -> Tensor:
         """Positions that are run: those that differ, or all up to the last of them."""
@@ -333,7 +332,7 @@ class _Case:
         try:
             return self.exact.before(self.tokens)[0].float()
         except Unknown:
-            if f"layers.{self.judged.layer}.{sites.ATTENTION_INPUT.name}" in self.by.recording.tensors:
+            if stored_name(sites.ATTENTION_INPUT.name, self.judged.layer) in self.by.recording.tensors:
                 return nothing
             raise
 
@@ -348,9 +347,9 @@ class _Case:
                 continue
             count = len(self.tokens) // self.by.config.ratio(self.judged.layer) if of_entries else 0
             at = torch.arange(count) if of_entries else self.tokens
-            rows = (
-                None if self._alone and of_entries else self.by.recording.rows(f"layers.{self.judged.layer}.{name}", at)
-            )
+            if self._alone and of_entries:
+                continue
+            rows = self.by.recording.rows(stored_name(name, self.judged.layer), at)
             if rows is not None:
                 found[name] = rows
         if sites.EXPERT_WEIGHTS.name in found and sites.EXPERT_IDS.name not in found:

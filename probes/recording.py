@@ -33,7 +33,13 @@ OF_ENTRIES: Final = (sites.ENTRY.name, sites.INDEX_KEY.name, sites.INDEX_KEY_USE
 WHOLE_MODEL: Final = (sites.EMBEDDED.name, sites.HIDDEN.name, sites.LOGITS.name)
 LAST: Final = (sites.HIDDEN.name, sites.LOGITS.name)  # of which a run often keeps the last token's row alone
 CHOICES: Final = (sites.SELECTED.name, sites.EXPERT_IDS.name)
-SAYS_NOTHING: Final = (*CHOICES, *WHOLE_MODEL[::2], sites.KV.name, sites.ENTRY.name)  # of the run's dtype
+SAYS_NOTHING: Final = (  # of the run's dtype
+    *CHOICES,
+    sites.EMBEDDED.name,
+    sites.LOGITS.name,
+    sites.KV.name,
+    sites.ENTRY.name,
+)
 FLOATS: Final = ("F64", "F32", "F16", "BF16")
 WHOLE_NUMBERS: Final = ("I64", "I32", "I16", "U8", *FLOATS)  # some dump ids as floats
 SAMPLED: Final = 1 << 20  # numbers of a tensor that are looked at to find the dtype of the run
@@ -124,10 +130,6 @@ class Recording:
         if self.positions is not None and count == len(self.positions):
             return self.positions
         return torch.tensor([len(self.tokens) - 1])
-
-    def stored_dtype(self, name: str) -> torch.dtype:
-        """Dtype in which a tensor is stored."""
-        return self._read(self.tensors[name]).dtype
 
     def run_dtype(self) -> torch.dtype | None:
         """The narrowest dtype that holds more than half of the activations: that of the run, however it was dumped.
@@ -269,6 +271,11 @@ def read_map(path: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise ConfigError(f"{path}: want a JSON object, their name -> site")
     return found
+
+
+def stored_name(site: str, layer: int | None) -> str:
+    """What a site of a layer, or of the whole model, is called in a recording."""
+    return site if layer is None else f"layers.{layer}.{site}"
 
 
 def has_site(config: ModelConfig, layer: int, site: Site) -> bool:

@@ -74,11 +74,11 @@ def _row(group: Sequence[Finding]) -> Row:
     first = group[0]
     ends = [measured(end(group, key=lambda finding: finding.measured or 0.0)) for end in (min, max)]
     shown = ends[0] if ends[0] == ends[1] else " .. ".join(ends)
-    layers = _ranges([finding.layer for finding in group if finding.layer is not None])
+    layers = ranges([finding.layer for finding in group if finding.layer is not None])
     return Row(layers + (f", rank {first.rank}" if first.rank else ""), first.what, shown, bound(first), first.verdict)
 
 
-def _ranges(layers: Sequence[int]) -> str:
+def ranges(layers: Sequence[int]) -> str:
     """1, 2, 3, 5 as "1-3, 5"."""
     runs = [list(run) for _, run in groupby(enumerate(sorted(layers)), key=lambda pair: pair[1] - pair[0])]
     return ", ".join(f"{run[0][1]}" + (f"-{run[-1][1]}" if len(run) > 1 else "") for run in runs)

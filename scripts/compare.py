@@ -18,7 +18,7 @@ from scripts.flags import add_json, add_model, numbers, positive
 from scripts.paths import Reads, Writes
 from scripts.record import check_layers
 
-DTYPES = ("bf16", "fp16", "fp32")
+DTYPE_NAMES = ("bf16", "fp16", "fp32")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         default=RunOptions().numerics,
         help="of the recorded run: deployed, as DeepSeek serves (default), or plain, as transformers computes",
     )
-    p.add_argument("--dtype", choices=DTYPES, help="of the recorded run (default: what its numbers fit in)")
+    p.add_argument("--dtype", choices=DTYPE_NAMES, help="of the recorded run (default: what its numbers fit in)")
     p.add_argument("--map", action=Reads, metavar="F.json", help="a JSON object, their tensor's name to the site's")
     p.add_argument(
         "--rows", type=_rows, help="rows of a site that are judged, or all (default: what two minutes allow)"

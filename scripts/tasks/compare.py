@@ -17,17 +17,20 @@ from probes.checks import Checks, Difference, Judged, Status
 from probes.console import plain
 from probes.faults import FAULTS
 from probes.finding import Plot
-from probes.identify import NAMED, Identifier, Place, places
+from probes.identify import NAMED, Identifier, Place, other_numerics, places
 from probes.oracle import Noise, Parameters, Setting, Unknown
-from probes.recording import CHOICES, Recording, read_map
+from probes.recording import CHOICES, OF_ENTRIES, Recording, read_map
 from probes.svg import plot
+from probes.wording import ranges
 from runtime.load import read_config
 from runtime.options import RunOptions
 from runtime.output import write_json, write_text
+from scripts.compare import DTYPE_NAMES
 from scripts.console import Console
+from scripts.logits import chunk_lengths
 from scripts.paths import told
 
-DTYPES: Final = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES: Final = dict(zip(DTYPE_NAMES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 QUIET: Final = 20  # seconds between lines of progress where there is no terminal to draw on
 WIDE: Final = 0.1  # a bound in units of a row's length that is said to be wide
 CURVES: Final = 8  # of the picture: the sites that are furthest off
@@ -41,14 +44,17 @@ def run(args: argparse.Namespace) -> int:
     torch.set_num_threads(1)  # float64 of small tensors
     config = read_config(args.model, RunOptions(numerics=args.numerics))
     recording = Recording(args.recording, config, None if args.map is None else read_map(args.map))
+    tokens = len(recording.tokens)
+    lengths = chunk_lengths(tokens, args.prefill_chunk or tokens, args.decode_from)
     checkpoint = Checkpoint.open(args.model, partial=True)
     counted = census(checkpoint.shapes(), config, where=str(args.model), absent=checkpoint.absent)
-    dtype = DTYPES[args.dtype] if args.dtype else recording.run_dtype() or torch.bfloat16
+    seen = None if args.dtype else recording.run_dtype()
+    dtype = DTYPES[args.dtype] if args.dtype else seen or torch.bfloat16
     setting = Setting(
         config, Parameters(checkpoint, counted), recording.tokens, args.numerics == "deployed", recording, Noise(dtype)
     )
     out, err = Console(), Console(stderr=True)
-    checks = Checks(setting, recording, len(recording.tokens) if args.rows == "all" else args.rows)
+    checks = Checks(setting, recording, tokens if args.rows == "all" else args.rows)
     started = last = time.perf_counter()
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
@@ -64,11 +70,10 @@ def run(args: argparse.Namespace) -> int:
         results = _judged(checks, args.layers, said)
         found: list[Place] = []
         if not args.no_identify:
-            identifier = Identifier(setting, recording, counted, _calls(args, len(recording.tokens)))
+            identifier = Identifier(setting, recording, counted, lengths)
             found = identifier.identify(results, said)
-    out.say(*_head(args, recording, checks, results, dtype, time.perf_counter() - started))
-    other = f"{'plain' if setting.deployed else 'deployed'} numerics"
-    _show(out, results, found, other, identified=not args.no_identify)
+    out.say(*_head(args, recording, checks, results, dtype, time.perf_counter() - started, seen=seen is not None))
+    _show(out, results, found, other_numerics(setting), identified=not args.no_identify)
     if args.picture is not None:
         write_text(args.picture, plot(_picture(results)))
         err.say(f"wrote {args.picture}")
@@ -103,16 +108,6 @@ def _judged(checks: Checks, layers: Sequence[int] | None, said: Saying) -> list[
     return before + results + [judged for judged in ends if judged.site != "embedded"]
 
 
-def _calls(args: argparse.Namespace, tokens: int) -> list[int]:
-    """Lengths of the calls of the recorded run, as far as the command line says."""
-    if args.decode_from is not None and args.decode_from > tokens:
-        raise ConfigError(f"--decode-from {args.decode_from}: there are {tokens} tokens")
-    prefilled = args.decode_from or tokens
-    chunk = args.prefill_chunk or prefilled
-    whole, rest = divmod(prefilled, chunk)
-    return [chunk] * whole + [rest] * (rest > 0) + [1] * (tokens > prefilled)
-
-
 def _named(dtype: torch.dtype) -> str:
     return next(name for name, known in DTYPES.items() if known is dtype)
 
@@ -138,10 +133,12 @@ def _head(
     results: Sequence[Judged],
     dtype: torch.dtype,
     seconds: float,
+    *,
+    seen: bool,
 ) -> list[str]:
-    """What was compared, and how."""
+    """What was compared, and how; `seen` says whether the recording itself showed the dtype."""
     tokens, rows = len(recording.tokens), max((judged.rows for judged in results), default=0)
-    found = ", as its numbers say" if recording.run_dtype() else ", assumed: nothing recorded shows it, see --dtype"
+    found = ", as its numbers say" if seen else ", assumed: nothing recorded shows it, see --dtype"
     found = "" if args.dtype else found
     sampled = f", {len(checks.sample)} rows of each site" if len(checks.sample) < rows or rows < tokens else ""
     what = f"{len(results)} {_sites(len(results))} of {tokens} tokens{sampled}"
@@ -158,7 +155,7 @@ def _head(
                 " the rounding of all layers before, and may hide a fault: record layers.N.streams of every N."
             )
         ]
-    lines += [f"Understood: {told}" for told in recording.told]
+    lines += [f"Understood: {line}" for line in recording.told]
     if recording.others:
         more = f" and {len(recording.others) - 3} more" if len(recording.others) > 3 else ""
         lines.append(f"Not a site, left out: {', '.join(recording.others[:3])}{more}")
@@ -246,8 +243,7 @@ def _sites(count: int) -> str:
 
 def _told(first: Difference, why: str) -> str:
     where = "" if first.layer is None else f"layer {first.layer} "
-    of_entry = first.site in ("attention.entry", "indexer.key", "indexer.key_used")
-    at = f"{'entry' if of_entry else 'position'} {first.position}"
+    at = f"{'entry' if first.site in OF_ENTRIES else 'position'} {first.position}"
     if not first.index:
         ahead = (
             "" if first.bound == 0 else f", passed over by {first.difference:.3g} where a near tie is {first.bound:.3g}"
@@ -294,9 +290,7 @@ def _explained(found: Sequence[Place]) -> list[str]:
 def _of_layers(layers: Sequence[int | None]) -> str:
     """As in " of layers 0-3, 7"; nothing where it is of no layer."""
     numbers = sorted(layer for layer in layers if layer is not None)
-    runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])]
-    told = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f" of layer{'s' * (len(numbers) > 1)} {told}" if numbers else ""
+    return f" of layer{'s' * (len(numbers) > 1)} {ranges(numbers)}" if numbers else ""
 
 
 def _agreeing(results: Sequence[Judged]) -> list[tuple[str, int, float]]:
@@ -309,14 +303,10 @@ def _agreeing(results: Sequence[Judged]) -> list[tuple[str, int, float]]:
             by_layer.setdefault(judged.layer, []).append(judged)
     layers = sorted(layer for layer in by_layer if layer is not None)
     rows = []
-    for _, run in groupby(enumerate(layers), key=lambda pair: pair[1] - pair[0]):
-        numbers = [layer for _, layer in run]
-        for alike, part in groupby(numbers, key=lambda layer: whole[layer]):
-            del alike
-            some = list(part)
-            sites = [judged for layer in some for judged in by_layer[layer]]
-            label = str(some[0]) if len(some) == 1 else f"{some[0]}-{some[-1]}"
-            rows.append((label, len(sites), max(judged.excess for judged in sites)))
+    for _, run in groupby(enumerate(layers), key=lambda pair: (pair[1] - pair[0], whole[pair[1]])):
+        alike = [layer for _, layer in run]
+        sites = [judged for layer in alike for judged in by_layer[layer]]
+        rows.append((ranges(alike), len(sites), max(judged.excess for judged in sites)))
     if None in by_layer:
         rows.append(("", len(by_layer[None]), max(judged.excess for judged in by_layer[None])))
     return rows

@@ -16,7 +16,7 @@ from model.sites import Listener, Site, axes
 from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.identify import without_tripwires
-from probes.recording import KEPT, OF_ENTRIES, TOKENS, WHOLE_MODEL, has_site
+from probes.recording import KEPT, OF_ENTRIES, TOKENS, WHOLE_MODEL, has_site, stored_name
 from runtime.load import load, read_config
 from runtime.op_sets import op_set
 from runtime.options import usual
@@ -96,13 +96,8 @@ def _planned(
                 rows = entries
             free = min(config.index_topk, entries) if site == sites.SELECTED else 0
             shape = (rows, *(known.get(axis, free) for axis in site.shape.split()[1:]))
-            found[named(site, layer)] = _dtype(site, dtype), shape
+            found[stored_name(site.name, layer)] = _dtype(site, dtype), shape
     return found
-
-
-def named(site: Site, layer: int | None) -> str:
-    """What a site of a layer is called in a recording."""
-    return site.name if layer is None else f"layers.{layer}.{site.name}"
 
 
 def _dtype(site: Site, dtype: torch.dtype) -> torch.dtype:
@@ -123,7 +118,7 @@ def _listeners(
 
     def listener(site: Site) -> Listener:
         def listen(layer: int | None, x: Tensor) -> None:
-            if (place := named(site, layer)) in planned:
+            if (place := stored_name(site.name, layer)) in planned:
                 dtype, shape = planned[place]
                 if site == sites.SELECTED:
                     x = torch.nn.functional.pad(x, (0, shape[1] - x.shape[1]), value=-1)
