@@ -7,46 +7,258 @@ BLOCKED names the reference itself: there is nothing to tile.
 FUSED, in Triton, is `kernels.fused.ops`'.
 
 An op set is a value. To run a model with one op replaced (a fault, a random selection), pass
-``BLOCKED._replace(select=other)``; nothing is patched.
+``BLOCKED._replace(select=other)``; nothing is patched. An op that is made of others, as `read_streams`, is put together
+anew when one of these is replaced.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, Self, cast
 
+import torch
 from torch import Tensor
 
 from kernels import blocked, reference
 from kernels.blocked.differential import Noise, Own, Past
 from kernels.blocked.shard import Middle, Stream
-from kernels.formats import Rows, Slots, Weight
+from kernels.formats import Rounding, Rows, Slots, Weight, Window
 
 
-class Ops(NamedTuple):
-    """One callable per op; the contract of each stands in `kernels.reference`, in the module named here."""
+class Ops(Protocol):
+    """The ops that a model calls; the contract of each stands in `kernels.reference`, in the module named here."""
 
     name: str
-    rms_norm: Callable[[Tensor, Tensor | None, float], Tensor]  # norm
-    rotate: Callable[[Tensor, Tensor, Tensor], Tensor]  # rope
-    linear: Callable[[Tensor, Weight], Tensor]  # linear
-    grouped_linear: Callable[[Tensor, Weight, int], Tensor]  # linear
-    simulate_fp8: Callable[[Tensor, int], Tensor]  # quantise
-    simulate_fp4: Callable[[Tensor, int], Tensor]  # quantise
-    hadamard: Callable[[Tensor], Tensor]  # quantise
-    pool: Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]  # pool
-    select: Callable[[Tensor, Tensor, Rows, int, int, int], Tensor]  # indexer
-    attend: Callable[[Tensor, Tensor, int, int, Rows | Slots | None, int, Tensor | None, Tensor], Tensor]  # attention
-    hyper_weights: Callable[[Tensor, Tensor, Tensor, Tensor, int, float, float], tuple[Tensor, Tensor, Tensor]]  # hyper
-    head_weights: Callable[[Tensor, Tensor, Tensor, Tensor, float, float], Tensor]  # hyper
-    collapse: Callable[[Tensor, Tensor], Tensor]  # hyper
-    expand: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # hyper
-    route: Callable[[Tensor, Tensor, int, float], tuple[Tensor, Tensor]]  # gate
-    route_weights: Callable[[Tensor, Tensor, float], Tensor]  # gate
-    swiglu: Callable[[Tensor, Tensor, float, Tensor | None], Tensor]  # swiglu
+
+    def rms_norm(self, x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """`norm`."""
+        ...
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`rope`."""
+        ...
+
+    def linear(self, x: Tensor, weight: Weight) -> Tensor:
+        """`linear`."""
+        ...
+
+    def grouped_linear(self, x: Tensor, weight: Weight, groups: int) -> Tensor:
+        """`linear`."""
+        ...
+
+    def simulate_fp8(self, x: Tensor, group: int) -> Tensor:
+        """`quantise`."""
+        ...
+
+    def simulate_fp4(self, x: Tensor, group: int) -> Tensor:
+        """`quantise`."""
+        ...
+
+    def hadamard(self, x: Tensor) -> Tensor:
+        """`quantise`."""
+        ...
+
+    def pool(self, kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Tensor | None) -> Tensor:
+        """`pool`."""
+        ...
+
+    def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer)
+        self,
+        kv: Tensor,
+        gate: Tensor,
+        window: Window,
+        first: int | Tensor,
+        norm: Tensor,
+        eps: float,
+        freqs: Tensor,
+        rounding: Rounding,
+        rows: Rows,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """`compress`; where the position is on the device, in one launch."""
+        ...
+
+    def select(self, q: Tensor, head_weights: Tensor, keys: Rows, first: int | Tensor, ratio: int, k: int) -> Tensor:
+        """`indexer`."""
+        ...
+
+    def attend(
+        self,
+        q: Tensor,
+        ring: Tensor,
+        first: int | Tensor,
+        window: int,
+        entries: Rows | Slots | None,
+        ratio: int,
+        selected: Tensor | None,
+        sink: Tensor,
+    ) -> Tensor:
+        """`attention`."""
+        ...
+
+    def hyper_weights(
+        self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`hyper`."""
+        ...
+
+    def head_weights(
+        self, streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float
+    ) -> Tensor:
+        """`hyper`."""
+        ...
+
+    def collapse(self, streams: Tensor, pre: Tensor) -> Tensor:
+        """`hyper`."""
+        ...
+
+    def read_streams(  # noqa: PLR0913, PLR0917 (what its three ops take)
+        self,
+        streams: Tensor,
+        fn: Tensor,
+        scale: Tensor,
+        base: Tensor,
+        iterations: int,
+        eps: float,
+        norm_eps: float,
+        norm: Tensor,
+        norm_out_eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`hyper`, as `read`: `hyper_weights`, `collapse` and `rms_norm`."""
+        ...
+
+    def expand(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+        """`hyper`."""
+        ...
+
+    def route(self, logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+        """`gate`."""
+        ...
+
+    def route_weights(self, logits: Tensor, ids: Tensor, scale: float) -> Tensor:
+        """`gate`."""
+        ...
+
+    def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Tensor:
+        """`swiglu`."""
+        ...
+
+    def experts(  # noqa: PLR0913 (as many as the equation has)
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        w1: Weight,
+        w3: Weight,
+        w2: Weight,
+        limit: float,
+        first: int,
+        *,
+        deployed: bool,
+    ) -> Tensor:
+        """`experts`, of matrices that are stacked; where the position is on the device."""
+        ...
+
     # of the Llama family alone, which shares rms_norm, linear and swiglu with V4
-    rotate_halves: Callable[[Tensor, Tensor, Tensor], Tensor]  # rope
-    attend_grouped: Callable[[Tensor, Tensor, Tensor, int, int | None], Tensor]  # gqa
-    attend_banks: Callable[[Tensor, Noise | None, Past, Own | None], Tensor]  # of CoDA: kernels.blocked.differential
-    attend_codes: Callable[[Tensor, Tensor, Tensor, Middle | None, Stream | None, Tensor | None], Tensor]  # of Shard
+
+    def rotate_halves(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """`rope`."""
+        ...
+
+    def attend_grouped(self, q: Tensor, keys: Tensor, values: Tensor, first: int, window: int | None) -> Tensor:
+        """`gqa`."""
+        ...
+
+    def attend_banks(self, q: Tensor, noise: Noise | None, past: Past, own: Own | None) -> Tensor:
+        """Of CoDA: `kernels.blocked.differential`."""
+        ...
+
+    def attend_codes(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        middle: Middle | None,
+        stream: Stream | None,
+        signs: Tensor | None,
+    ) -> Tensor:
+        """Of Shard: `kernels.blocked.shard`."""
+        ...
+
+    def _replace(self, **ops: Any) -> "Ops":
+        """The same set with other ops in place of some."""
+        ...
+
+    def _asdict(self) -> dict[str, Any]:
+        """Name and ops, by their names."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStreams:
+    """`Ops.read_streams` as its parts, one after the other."""
+
+    hyper_weights: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    collapse: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+
+    def __call__(  # noqa: PLR0913, PLR0917 (what its three ops take)
+        self,
+        streams: Tensor,
+        fn: Tensor,
+        scale: Tensor,
+        base: Tensor,
+        iterations: int,
+        eps: float,
+        norm_eps: float,
+        norm: Tensor,
+        norm_out_eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`kernels.reference.hyper.read`."""
+        pre, post, comb = self.hyper_weights(streams, fn, scale, base, iterations, eps, norm_eps)
+        return self.rms_norm(self.collapse(streams, pre), norm, norm_out_eps), pre, post, comb
+
+
+READ_PARTS = ("hyper_weights", "collapse", "rms_norm")
+
+
+class _Fields(NamedTuple):
+    name: str
+    rms_norm: Callable[..., Any]
+    rotate: Callable[..., Any]
+    linear: Callable[..., Any]
+    grouped_linear: Callable[..., Any]
+    simulate_fp8: Callable[..., Any]
+    simulate_fp4: Callable[..., Any]
+    hadamard: Callable[..., Any]
+    pool: Callable[..., Any]
+    compress: Callable[..., Any]
+    select: Callable[..., Any]
+    attend: Callable[..., Any]
+    hyper_weights: Callable[..., Any]
+    head_weights: Callable[..., Any]
+    collapse: Callable[..., Any]
+    read_streams: Callable[..., Any]
+    expand: Callable[..., Any]
+    route: Callable[..., Any]
+    route_weights: Callable[..., Any]
+    swiglu: Callable[..., Any]
+    experts: Callable[..., Any]
+    rotate_halves: Callable[..., Any]
+    attend_grouped: Callable[..., Any]
+    attend_banks: Callable[..., Any]
+    attend_codes: Callable[..., Any]
+
+
+class OpSet(_Fields):
+    """The values of `Ops`."""
+
+    __slots__ = ()
+
+    def _replace(self, **ops: Any) -> Self:
+        new = super()._replace(**ops)
+        if "read_streams" in ops or not set(READ_PARTS) & set(ops):
+            return new
+        return super(OpSet, new)._replace(read_streams=ReadStreams(*(getattr(new, op) for op in READ_PARTS)))
 
 
 def room(op: Callable[..., Any]) -> str:
@@ -76,10 +288,13 @@ class Noted:
 
 def noted(ops: Ops, ran: dict[str, str]) -> Ops:
     """The same ops, each of which notes in `ran` when it runs, and from which room."""
-    return Ops(ops.name, *(Noted(name, op, ran) for name, op in ops._asdict().items() if name != "name"))
+    made = {name: Noted(name, op, ran) for name, op in ops._asdict().items() if name != "name"}
+    if isinstance(ops.read_streams, ReadStreams):  # its parts note themselves
+        made["read_streams"] = ReadStreams(*(made[op] for op in READ_PARTS))  # type: ignore[assignment]
+    return cast("Ops", OpSet(ops.name, **made))
 
 
-REFERENCE = Ops(
+_REFERENCE = OpSet(
     name="reference",
     rms_norm=reference.norm.rms_norm,
     rotate=reference.rope.rotate,
@@ -89,20 +304,24 @@ REFERENCE = Ops(
     simulate_fp4=reference.quantise.simulate_fp4,
     hadamard=reference.quantise.hadamard,
     pool=reference.pool.pool,
+    compress=reference.compress.compress,
     select=reference.indexer.select,
     attend=reference.attention.attend,
     hyper_weights=reference.hyper.hyper_weights,
     head_weights=reference.hyper.head_weights,
     collapse=reference.hyper.collapse,
+    read_streams=ReadStreams(reference.hyper.hyper_weights, reference.hyper.collapse, reference.norm.rms_norm),
     expand=reference.hyper.expand,
     route=reference.gate.route,
     route_weights=reference.gate.route_weights,
     swiglu=reference.swiglu.swiglu,
+    experts=reference.experts.experts,
     rotate_halves=reference.rope.rotate_halves,
     attend_grouped=reference.gqa.attend,
     attend_banks=blocked.differential.attend,  # one implementation of CoDA, one of Shard: no reference run has them
     attend_codes=blocked.shard.attend,
 )
+REFERENCE = cast("Ops", _REFERENCE)
 
 BLOCKED = REFERENCE._replace(
     name="blocked",

@@ -1,4 +1,4 @@
-"""What a run computes with: an op set, a dtype, whether activations are rounded as deployed, and who watches.
+"""What a run computes with: an op set, a dtype, and whether activations are rounded as deployed.
 
 `plain` leaves activations unquantised, as Hugging Face transformers does. `deployed` rounds them where DeepSeek's
 serving code does (inputs of FP8 and FP4 linears, KV, indexer queries and keys): the values are those of the narrow
@@ -15,18 +15,16 @@ from kernels.ops import Ops
 from model.cache.formats import CacheFormats
 from model.config import KV_GROUP, LINEAR_GROUP
 from model.ranks import Ranks
-from model.sites import Taps
 
 
 class Arithmetic(NamedTuple):
-    """Op set, numerics, dtype, cache formats, ranks and listeners of one model."""
+    """Op set, numerics, dtype, cache formats and ranks of one model."""
 
     ops: Ops
     deployed: bool
     dtype: torch.dtype  # of activations and caches: bfloat16 or float32
     formats: CacheFormats  # of the caches that `new_state` makes
     ranks: Ranks  # who else computes this model, and which part is here
-    taps: Taps  # nobody listens until a probe attaches, see `model.sites`
     ran: dict[str, str]  # the room of each op that has run so far, see `kernels.ops.noted`
 
     @property
@@ -62,8 +60,8 @@ class Arithmetic(NamedTuple):
         """Round indexer queries or keys [..., index_head_dim]: Hadamard rotation, then E2M1 per 32 columns."""
         if not self.deployed:
             return x
-        return self.ops.simulate_fp4(self.turned_index(x), 32)
+        return self.ops.simulate_fp4(self.hadamard(x), 32)
 
-    def turned_index(self, x: Tensor) -> Tensor:
-        """The rotation alone, for keys whose cache rounds them itself."""
+    def hadamard(self, x: Tensor) -> Tensor:
+        """The Hadamard transform alone, for keys whose cache rounds them itself."""
         return self.ops.hadamard(x) if self.deployed else x

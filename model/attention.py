@@ -4,17 +4,28 @@ One low-rank query, one shared KV head that is key and value at once, a sink per
 output, because values carry rope. Source: DeepSeek `Attention.forward`; paper section 2.3.
 """
 
+from typing import NamedTuple
+
 from torch import Tensor
 
-from model import sites, tripwire
+from kernels.formats import Rows, Slots
 from model.arithmetic import Arithmetic
 from model.cache.layers import CsaCache, HcaCache, LayerCache
-from model.compressor import MainCompressor
+from model.call import Call
+from model.compressor import EntryCompressor
 from model.config import LayerKind, ModelConfig
 from model.decode import Weights
 from model.indexer import Indexer
-from model.ranks import Share
+from model.linear import GroupedLinear, Linear
 from model.rope import Rotation
+
+
+class Compressed(NamedTuple):
+    """What a call's tokens attend to beside their window."""
+
+    entries: Rows | Slots | None  # None: nothing
+    ratio: int  # tokens per entry
+    selected: Tensor | None  # [t, k] int32, rows of `entries`, -1 where there is none; None: all that are visible
 
 
 class Attention:
@@ -23,73 +34,65 @@ class Attention:
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        prefix = f"layers.{layer}.attn"
-        self.wq_a = weights.matrix(f"{prefix}.wq_a.weight")  # [q_lora_rank, hidden]
+        prefix, (heads, groups, output, *_) = f"layers.{layer}.attn", arithmetic.ranks.shares
+
+        def matrix(name: str) -> Linear:
+            return Linear(weights.matrix(f"{prefix}.{name}.weight"), arithmetic)
+
+        self.wq_a = matrix("wq_a")  # [q_lora_rank, hidden]
         self.q_norm = weights.vector(f"{prefix}.q_norm.weight").float()  # [q_lora_rank]
-        # of the four that are sharded, and of the sinks, these are this rank's rows
-        self.wq_b = weights.matrix(f"{prefix}.wq_b.weight")  # [heads * head_dim, q_lora_rank]
-        self.wkv = weights.matrix(f"{prefix}.wkv.weight")  # [head_dim, hidden]
+        self.wq_b = matrix("wq_b")  # [heads * head_dim, q_lora_rank]
+        self.wkv = matrix("wkv")  # [head_dim, hidden]
         self.kv_norm = weights.vector(f"{prefix}.kv_norm.weight").float()  # [head_dim]
-        self.wo_a = weights.matrix(f"{prefix}.wo_a.weight")  # [o_groups * o_lora_rank, heads * head_dim / o_groups]
-        self.wo_b = weights.matrix(f"{prefix}.wo_b.weight")  # [hidden, o_groups * o_lora_rank]
+        # by groups of heads to o_groups * o_lora_rank numbers, and from these to hidden
+        self.wo_a = GroupedLinear(weights.matrix(f"{prefix}.wo_a.weight"), arithmetic, heads, groups)
+        self.wo_b = Linear(weights.matrix(f"{prefix}.wo_b.weight"), arithmetic, output)
         self.sink = weights.vector(f"{prefix}.attn_sink").float()  # [heads]
-        self.arithmetic, self.rotation, self.layer = arithmetic, rotation, layer
-        self.ranks, self.head_dim = arithmetic.ranks, config.head_dim
+        self.arithmetic, self.rotation, self.head_dim = arithmetic, rotation, config.head_dim
         self.window, self.rope_dim, self.eps = config.sliding_window, config.qk_rope_head_dim, config.rms_norm_eps
 
-    def __call__(self, x: Tensor, first: int, cache: LayerCache, tokens: Share) -> Tensor:
-        """Attend from x [t, hidden], at positions ``first ..``, and advance the layer's cache. Returns [t, hidden].
+    def __call__(self, x: Tensor, call: Call, cache: LayerCache) -> Tensor:
+        """Attend from x [t, hidden], and advance the layer's cache. Returns [t, hidden]."""
+        latent = self.latent(x)
+        q, kv = self.query(latent, call), self.kv(x, call)
+        cache.write(call, kv)
+        compressed = self.compress(x, latent, call, cache)
+        out = self.attend(q, compressed, call, cache)
+        cache.evict()
+        return self.output(self.unrotate(out, call))
 
-        Every rank has all of x and of the cache, and computes its own heads; `tokens` says for which of the t tokens it
-        selects entries.
-        """
-        ops, taps, heads = self.arithmetic.ops, self.arithmetic.taps, self.ranks.shares.heads
-        taps(sites.ATTENTION_INPUT, self.layer, x)
-        cos, sin = self.rotation.at(first, x.shape[0])
-        latent = ops.rms_norm(self.arithmetic.linear(x, self.wq_a), self.q_norm, self.eps)
-        q = self.arithmetic.linear(latent, self.wq_b).unflatten(-1, (heads.size, self.head_dim))
-        q = ops.rotate(ops.rms_norm(q, None, self.eps), cos, sin)
-        kv = ops.rotate(ops.rms_norm(self.arithmetic.linear(x, self.wkv), self.kv_norm, self.eps), cos, sin)
-        kv = self.arithmetic.rounded_kv(kv, self.rope_dim)
-        self.ranks.note(sites.KV.name, self.layer, kv)
-        taps(sites.LATENT, self.layer, latent)
-        taps(sites.QUERY, self.layer, q, heads, 1)
-        taps(sites.KV, self.layer, kv)
-        cache.ring.write(first, kv)
-        for position in (max(0, first - self.window + 1), first + x.shape[0] - 1):  # the oldest seen, and the newest
-            tripwire.count("attention.ring", self.layer, position, cache.ring.held_for(position), position)
-        out = self.attend(q, x, latent, first, cache, cos, sin, tokens)  # [t, heads, head_dim]
-        taps(sites.MIXED, self.layer, out, heads, 1)
-        out = ops.rotate(out, cos, -sin)
-        taps(sites.UNROTATED, self.layer, out, heads, 1)
-        out = self.project(out)
-        taps(sites.ATTENTION_OUTPUT, self.layer, out)
-        return out
+    def latent(self, x: Tensor) -> Tensor:
+        """Normed low-rank query [t, q_lora_rank], which the indexer reads too."""
+        return self.arithmetic.ops.rms_norm(self.wq_a(x), self.q_norm, self.eps)
 
-    def project(self, out: Tensor) -> Tensor:
-        """Outputs of this rank's heads [t, heads, head_dim] to the sublayer's [t, hidden]: low rank, by groups."""
-        ranks, (heads, groups, output, *_) = self.ranks, self.ranks.shares
-        if not groups.split:
-            out = ranks.whole(out, 1, heads)
-        out = out.flatten(1).unflatten(-1, (groups.size, -1))
-        # wo_a is FP8 on disk, but its input is not quantised: the reference computes this product in BF16
-        low = ranks.whole(self.arithmetic.ops.grouped_linear(out, self.wo_a, groups.size), 1, groups)
-        return ranks.whole(self.arithmetic.linear(low.flatten(1), self.wo_b), 1, output)
+    def query(self, latent: Tensor, call: Call) -> Tensor:
+        """Queries [t, heads, head_dim], normed head by head without weights, then rotated."""
+        ops, q = self.arithmetic.ops, self.wq_b(latent).unflatten(-1, (-1, self.head_dim))
+        return ops.rotate(ops.rms_norm(q, None, self.eps), *call.angles(self.rotation))
 
-    def attend(
-        self,
-        q: Tensor,
-        x: Tensor,
-        latent: Tensor,
-        first: int,
-        cache: LayerCache,
-        cos: Tensor,
-        sin: Tensor,
-        tokens: Share,
-    ) -> Tensor:
-        """Attend to the window alone."""
-        del x, latent, cos, sin, tokens
-        return self.arithmetic.ops.attend(q, cache.ring.data, first, self.window, None, 0, None, self.sink)
+    def kv(self, x: Tensor, call: Call) -> Tensor:
+        """Key and value of each token in one [t, head_dim]: normed, rotated, rounded as the window keeps it."""
+        ops = self.arithmetic.ops
+        kv = ops.rotate(ops.rms_norm(self.wkv(x), self.kv_norm, self.eps), *call.angles(self.rotation))
+        return self.arithmetic.rounded_kv(kv, self.rope_dim)
+
+    def compress(self, x: Tensor, latent: Tensor, call: Call, cache: LayerCache) -> Compressed:
+        """Nothing is compressed, and nothing seen beside the window."""
+        del x, latent, call, cache
+        return Compressed(None, 0, None)
+
+    def attend(self, q: Tensor, compressed: Compressed, call: Call, cache: LayerCache) -> Tensor:
+        """Attend from q [t, heads, head_dim] to the window, compressed entries and the sink: [t, heads, head_dim]."""
+        return self.arithmetic.ops.attend(q, cache.ring.data, call.first, self.window, *compressed, self.sink)
+
+    def unrotate(self, out: Tensor, call: Call) -> Tensor:
+        """Rotate what was attended to back by each token's own position, [t, heads, head_dim]."""
+        cos, sin = call.angles(self.rotation)
+        return self.arithmetic.ops.rotate(out, cos, -sin)
+
+    def output(self, out: Tensor) -> Tensor:
+        """Heads' outputs [t, heads, head_dim] to the sublayer's [t, hidden]: low rank, by groups of heads."""
+        return self.wo_b(self.wo_a(out))
 
 
 class HcaAttention(Attention):
@@ -99,27 +102,14 @@ class HcaAttention(Attention):
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
         super().__init__(config, layer, weights, arithmetic, rotation)
-        self.compressor = MainCompressor(config, layer, weights, arithmetic, rotation)
+        self.compressor = EntryCompressor(config, layer, weights, arithmetic, rotation)
 
-    def attend(
-        self,
-        q: Tensor,
-        x: Tensor,
-        latent: Tensor,
-        first: int,
-        cache: LayerCache,
-        cos: Tensor,
-        sin: Tensor,
-        tokens: Share,
-    ) -> Tensor:
-        """Compress, then attend to the window and all visible entries."""
-        del latent, cos, sin, tokens
+    def compress(self, x: Tensor, latent: Tensor, call: Call, cache: LayerCache) -> Compressed:
+        """Write the entries that x completes; all are seen."""
+        del latent
         assert isinstance(cache, HcaCache), f"HCA layer got {type(cache).__name__}"
-        self.compressor(x, first, cache.frontier, cache.entries)
-        ratio, entries = cache.frontier.ratio, cache.entries.view()
-        out = self.arithmetic.ops.attend(q, cache.ring.data, first, self.window, entries, ratio, None, self.sink)
-        cache.settle()
-        return out
+        self.compressor(x, call, cache.frontier, cache.entries)
+        return Compressed(cache.entries.visible(call.first), cache.frontier.ratio, None)
 
 
 class CsaAttention(HcaAttention):
@@ -130,41 +120,21 @@ class CsaAttention(HcaAttention):
     ) -> None:
         super().__init__(config, layer, weights, arithmetic, rotation)
         self.indexer = Indexer(config, layer, weights, arithmetic, rotation)
-        self.top_k = config.index_topk
 
-    def attend(
-        self,
-        q: Tensor,
-        x: Tensor,
-        latent: Tensor,
-        first: int,
-        cache: LayerCache,
-        cos: Tensor,
-        sin: Tensor,
-        tokens: Share,
-    ) -> Tensor:
-        """Compress, select, then attend to the window and the selected entries."""
+    def compress(self, x: Tensor, latent: Tensor, call: Call, cache: LayerCache) -> Compressed:
+        """Write the entries that x completes; those that the indexer selects are seen."""
         assert isinstance(cache, CsaCache), f"CSA layer got {type(cache).__name__}"
-        self.compressor(x, first, cache.frontier, cache.entries)
-        ratio, entries = cache.frontier.ratio, cache.entries.view()
-        selected = self.indexer(x, latent, first, cache, cos, sin, tokens)
-        keys = cache.keys
-        selected = tripwire.selection(self.layer, first, ratio, self.top_k, keys.used, selected, keys.evicted)
-        self.arithmetic.taps(sites.SELECTED, self.layer, selected)
-        rows = cache.entries.chosen(selected)
-        out = self.arithmetic.ops.attend(q, cache.ring.data, first, self.window, entries, ratio, rows, self.sink)
-        cache.settle()
-        return out
+        every = super().compress(x, latent, call, cache)
+        return every._replace(selected=cache.entries.chosen(self.select(x, latent, call, cache)))
+
+    def select(self, x: Tensor, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
+        """Entries that each token sees: [t, min(index_topk, entries)] int32."""
+        return self.indexer(x, latent, call, cache)
 
 
 def build_attention(
     config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
 ) -> Attention:
     """Return the attention that the layer's kind asks for."""
-    match config.layer_kind(layer):
-        case LayerKind.SWA:
-            return Attention(config, layer, weights, arithmetic, rotation)
-        case LayerKind.HCA:
-            return HcaAttention(config, layer, weights, arithmetic, rotation)
-        case LayerKind.CSA:
-            return CsaAttention(config, layer, weights, arithmetic, rotation)
+    kinds = {LayerKind.SWA: Attention, LayerKind.HCA: HcaAttention, LayerKind.CSA: CsaAttention}
+    return kinds[config.layer_kind(layer)](config, layer, weights, arithmetic, rotation)

@@ -1,24 +1,25 @@
-"""The two compressors: tokens in, one entry per closed window out.
+"""The two compressors: tokens in, one row per closed window out.
 
-They are two classes because they write different things: the main compressor head_dim-wide entries that are attended
-to, the indexer's compressor index_head_dim-wide keys that are only scored. They share the pooling op and the frontier.
+They write different things: that of entries head_dim-wide rows that are attended to, that of index keys
+index_head_dim-wide rows that are only scored. Source: DeepSeek `Compressor.forward`; paper section 2.3.1.
 """
+
+from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from kernels.formats import Dense
-from model import sites, tripwire
+from kernels.formats import Dense, Rounding
 from model.arithmetic import Arithmetic
 from model.cache.frontier import Frontier
 from model.cache.layers import AnyEntries, AnyKeys
 from model.cache.variants import Shard
+from model.call import Call
 from model.config import ModelConfig
 from model.decode import Weights
 from model.rope import Rotation
-from model.sites import Site
 
 
-class _Projections:
+class Projections:
     """Value and gate projections of one compressor, in fp32 as DeepSeek's are (the weights are stored in BF16)."""
 
     def __init__(self, prefix: str, weights: Weights, arithmetic: Arithmetic) -> None:
@@ -28,81 +29,95 @@ class _Projections:
         self.norm = weights.vector(f"{prefix}.norm.weight").float()  # [width]
         self.arithmetic = arithmetic
 
-    def __call__(self, x: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Project x [t, hidden] into kv and gate, each [t, series * width] float32, the gate with its position bias."""
         wide = x.float()
-        ratio = self.position_bias.shape[0]
         kv = self.arithmetic.ops.linear(wide, self.wkv)
-        gate = self.arithmetic.ops.linear(wide, self.wgate)
-        if x.shape[0] == 1:  # decode: one row, no index to build
-            return kv, gate + self.position_bias[first % ratio]
-        repeats = (first % ratio + x.shape[0] + ratio - 1) // ratio
-        bias = self.position_bias.repeat(repeats, 1)[first % ratio :][: x.shape[0]]
-        return kv, gate.add_(bias)
+        return kv, self.arithmetic.ops.linear(wide, self.wgate).add_(self.bias(call))
+
+    def bias(self, call: Call) -> Tensor:
+        """Position bias of a call's tokens: [t, series * width]."""
+        ratio, count = self.position_bias.shape[0], call.count
+        if isinstance(call.first, Tensor):
+            return self.position_bias.index_select(0, call.places(ratio))
+        place = call.first % ratio
+        if place + count <= ratio:  # decode: no index to build
+            return self.position_bias[place : place + count]
+        return self.position_bias.repeat((place + count + ratio - 1) // ratio, 1)[place : place + count]
 
 
-def _append(site: Site, layer: int, first: int, rows: Tensor, entries: AnyEntries | AnyKeys, ratio: int) -> None:
-    """Append finite rows [n, d], of `ratio` tokens each, that fit, and that the form they are stored in holds."""
-    tripwire.width(site.name, layer, entries.data, rows.shape[1])
-    tripwire.room(site.name, layer, first, entries.used + rows.shape[0], entries.data.shape[0])
-    tripwire.finite(site.name, layer, first, rows)
-    entries.append(rows)
-    tripwire.stored(site.name, layer, entries.used - rows.shape[0], rows, entries.data, ratio)
+class Compressor(ABC):
+    """Pools windows of tokens into rows, each normed and rotated as of the start of its window."""
+
+    rounding: Rounding
+
+    def __init__(
+        self, config: ModelConfig, layer: int, prefix: str, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
+    ) -> None:
+        self.project = Projections(prefix, weights, arithmetic)
+        self.arithmetic, self.rotation, self.eps = arithmetic, rotation, config.rms_norm_eps
+        self.rope_dim = config.qk_rope_head_dim
+        self.coded = isinstance(arithmetic.formats.variant(layer), Shard)  # the cache rounds, and from the unrounded
+
+    def __call__(self, x: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
+        """Append the rows of the windows that tokens x [t, hidden] complete."""
+        kv, gate = self.project(x, call)
+        if isinstance(call.first, Tensor):  # how many windows close is known on the device alone
+            self.compress(kv, gate, frontier, call.first, rows)
+            return
+        for pooled in frontier.push(kv, gate, self.arithmetic.ops.pool):  # [n, width] float32
+            self.append(rows, self.stored(self.row(pooled, rows.count * frontier.ratio, frontier.ratio)))
+
+    def compress(
+        self, kv: Tensor, gate: Tensor, frontier: Frontier, first: Tensor, rows: AnyEntries | AnyKeys
+    ) -> Tensor:
+        """Do all of it in one op: the rows as they are stored, of which those of closed windows count."""
+        rounding = self.rounding if self.arithmetic.deployed else "none"
+        window, norm, freqs = frontier.window(), self.project.norm, self.rotation.freqs
+        return self.arithmetic.ops.compress(
+            kv, gate, window, first, norm, self.eps, freqs, rounding, rows.data, self.arithmetic.dtype
+        )
+
+    def row(self, pooled: Tensor, first: int, ratio: int) -> Tensor:
+        """Norm and rotate pooled windows [n, width], the first of which begins at position `first`."""
+        ops = self.arithmetic.ops
+        rows = ops.rms_norm(pooled.to(self.arithmetic.dtype), self.project.norm, self.eps)
+        return ops.rotate(rows, *self.rotation.at(first, rows.shape[0], ratio))
+
+    @abstractmethod
+    def stored(self, rows: Tensor) -> Tensor:
+        """Round rows [n, width] as they are kept."""
+
+    def append(self, rows: AnyEntries | AnyKeys, new: Tensor) -> None:
+        """Write new rows [n, width] behind those of the cache."""
+        rows.append(new)
 
 
-def _in_step(site: Site, layer: int, position: int, frontier: Frontier, entries: AnyEntries | AnyKeys) -> None:
-    """Trip unless every window before `position` has its entry and the rest of the tokens are in the frontier."""
-    tripwire.count(f"{site.name}, rows", layer, position, entries.count, position // frontier.ratio)
-    tripwire.count(f"{site.name}, open window", layer, position, frontier.filled, position % frontier.ratio)
+class EntryCompressor(Compressor):
+    """Writes compressed entries [head_dim] of HCA and CSA layers."""
 
-
-class MainCompressor:
-    """Writes compressed entries [head_dim], rotated at the start of their block (CSA and HCA layers)."""
+    rounding: Rounding = "kv"
 
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        self.project = _Projections(f"layers.{layer}.attn.compressor", weights, arithmetic)
-        self.arithmetic, self.rotation, self.layer = arithmetic, rotation, layer
-        self.coded = isinstance(arithmetic.formats.variant(layer), Shard)  # the cache rounds, and from the unrounded
-        self.eps, self.rope_dim = config.rms_norm_eps, config.qk_rope_head_dim
+        super().__init__(config, layer, f"layers.{layer}.attn.compressor", weights, arithmetic, rotation)
 
-    def __call__(self, x: Tensor, first: int, frontier: Frontier, entries: AnyEntries) -> None:
-        """Append the entries that tokens x [t, hidden] at positions ``first ..`` complete."""
-        ops = self.arithmetic.ops
-        for pooled in frontier.push(*self.project(x, first), ops.pool):  # [n, head_dim] float32
-            rows = ops.rms_norm(pooled.to(self.arithmetic.dtype), self.project.norm, self.eps)
-            cos, sin = self.rotation.at(entries.count * frontier.ratio, rows.shape[0], frontier.ratio)
-            rows = ops.rotate(rows, cos, sin)
-            if not self.coded:
-                rows = self.arithmetic.rounded_kv(rows, self.rope_dim)
-            self.arithmetic.ranks.note(sites.ENTRY.name, self.layer, rows)
-            self.arithmetic.taps(sites.ENTRY, self.layer, rows)
-            _append(sites.ENTRY, self.layer, first, rows, entries, frontier.ratio)
-        _in_step(sites.ENTRY, self.layer, first + x.shape[0], frontier, entries)
+    def stored(self, rows: Tensor) -> Tensor:
+        """Rounded as the window's KV is."""
+        return rows if self.coded else self.arithmetic.rounded_kv(rows, self.rope_dim)
 
 
-class IndexerKeyCompressor:
-    """Writes indexer keys [index_head_dim]: rotated like entries, then rounded as the indexer's queries are."""
+class KeyCompressor(Compressor):
+    """Writes indexer keys [index_head_dim] of CSA layers."""
+
+    rounding: Rounding = "index"
 
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        self.project = _Projections(f"layers.{layer}.attn.indexer.compressor", weights, arithmetic)
-        self.arithmetic, self.rotation, self.layer = arithmetic, rotation, layer
-        self.coded = isinstance(arithmetic.formats.variant(layer), Shard)  # the cache rounds, and from the unrounded
-        self.eps, self.width = config.rms_norm_eps, config.index_head_dim
+        super().__init__(config, layer, f"layers.{layer}.attn.indexer.compressor", weights, arithmetic, rotation)
 
-    def __call__(self, x: Tensor, first: int, frontier: Frontier, keys: AnyKeys) -> None:
-        """Append the keys that tokens x [t, hidden] at positions ``first ..`` complete."""
-        ops = self.arithmetic.ops
-        for pooled in frontier.push(*self.project(x, first), ops.pool):  # [n, index_head_dim] float32
-            rows = ops.rms_norm(pooled.to(self.arithmetic.dtype), self.project.norm, self.eps)
-            cos, sin = self.rotation.at(keys.count * frontier.ratio, rows.shape[0], frontier.ratio)
-            rows = ops.rotate(rows, cos, sin)
-            self.arithmetic.taps(sites.INDEX_KEY, self.layer, rows)
-            rows = self.arithmetic.turned_index(rows) if self.coded else self.arithmetic.rounded_index(rows)
-            self.arithmetic.ranks.note(sites.INDEX_KEY_USED.name, self.layer, rows)
-            self.arithmetic.taps(sites.INDEX_KEY_USED, self.layer, rows)
-            _append(sites.INDEX_KEY_USED, self.layer, first, rows, keys, frontier.ratio)
-        _in_step(sites.INDEX_KEY_USED, self.layer, first + x.shape[0], frontier, keys)
+    def stored(self, rows: Tensor) -> Tensor:
+        """Rounded as index queries are."""
+        return self.arithmetic.hadamard(rows) if self.coded else self.arithmetic.rounded_index(rows)

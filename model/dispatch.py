@@ -16,10 +16,26 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from model.call import Call
 from model.ranks import Partial, Ranks, Share
 
 # Rows [n, hidden] of one expert's tokens, and their weights [n] float32, to its outputs [n, hidden].
 Experts = Callable[[int, Tensor, Tensor], Tensor]
+
+
+class Dispatch:
+    """The way that a call's tokens take: `alone` on one rank; on several, that which the call's shard asks for."""
+
+    def __init__(self, ranks: Ranks, layer: int) -> None:
+        self.ranks, self.layer = ranks, layer
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call, run: Experts) -> Tensor:
+        """Sum of the experts' weighted outputs, of this rank's tokens x [m, hidden]; see `alone`."""
+        if self.ranks.size == 1:
+            return alone(x, ids, weights, self.ranks.shares.experts.total, run)
+        if call.shard.split:
+            return all_to_all(x, ids, weights, self.ranks, run)
+        return all_reduce(x, ids, weights, self.ranks, self.layer, run)
 
 
 def by_expert(ids: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -61,7 +61,7 @@ class RankDisagreement(RuntimeError):
     Parameters
     ----------
     site, layer
-        Which tensor, see `model.sites`; layer None outside of all layers.
+        Which tensor, see `model.observe.sites`; layer None outside of all layers.
     rank
         The first rank that differs from rank 0.
     coordinate
@@ -89,7 +89,7 @@ class Tripwire(RuntimeError):
     Parameters
     ----------
     site
-        Where in the model, for example "logits"; see `model.sites`.
+        Where in the model, for example "logits"; see `model.observe.sites`.
     layer, position
         Of the first place at fault; None where there is no such thing.
     measured, expected

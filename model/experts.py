@@ -3,72 +3,66 @@
 from torch import Tensor
 
 from kernels.formats import Weight, member
-from model import dispatch, sites, tripwire
 from model.arithmetic import Arithmetic
+from model.call import Call
 from model.config import ModelConfig
 from model.decode import Weights
+from model.dispatch import Dispatch
 from model.gate import build_gate
-from model.ranks import Share
-from model.sites import Site
 
 
 class Expert:
     """One SwiGLU expert: w1 gate, w3 up, w2 down."""
 
-    def __init__(
-        self, layer: int, name: str, watched: tuple[Site, Site], weights: Weights, arithmetic: Arithmetic, limit: float
-    ) -> None:
-        prefix = f"layers.{layer}.ffn.{name}"
+    def __init__(self, prefix: str, weights: Weights, arithmetic: Arithmetic, limit: float) -> None:
         self.w1 = weights.matrix(f"{prefix}.w1.weight")  # [intermediate, hidden]
         self.w3 = weights.matrix(f"{prefix}.w3.weight")  # [intermediate, hidden]
         self.w2 = weights.matrix(f"{prefix}.w2.weight")  # [hidden, intermediate]
-        self.arithmetic, self.limit, self.layer, self.watched = arithmetic, limit, layer, watched
+        self.arithmetic, self.limit = arithmetic, limit
 
-    def __call__(self, x: Tensor, weight: Tensor | None, share: Share | None = None) -> Tensor:
-        """[n, hidden] to [n, hidden]; `weight` [n] float32 scales routed tokens, None for the shared expert.
-
-        `share`: which of a call's tokens these are, where they are this rank's part of all.
-        """
-        gate, up = self.arithmetic.linears(x, self.w1, self.w3)
-        for site, tensor in zip(self.watched, (gate, up), strict=True):
-            self.arithmetic.taps(site, self.layer, tensor, share)
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """[n, hidden] to [n, hidden]; `weight` [n] float32 scales routed tokens, None for the shared expert."""
+        gate, up = self.gate_up(x)
         return self.arithmetic.linear(self.arithmetic.ops.swiglu(gate, up, self.limit, weight), self.w2)
+
+    def gate_up(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """SwiGLU's two factors [n, intermediate], before the clamp."""
+        return self.arithmetic.linears(x, self.w1, self.w3)
 
 
 class MoE:
     """Gate, routed experts, shared expert; the sum over experts is fp32 (DeepSeek `MoE.forward`)."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic) -> None:
-        limit, routed = config.swiglu_limit, (sites.ROUTED_GATE, sites.ROUTED_UP)
-        self.layer, self.taps, self.scale = layer, arithmetic.taps, config.routed_scaling_factor
+        prefix, limit, here = f"layers.{layer}.ffn", config.swiglu_limit, arithmetic.ranks.shares.experts
         self.gate = build_gate(config, layer, weights, arithmetic)
-        self.ranks, here = arithmetic.ranks, arithmetic.ranks.shares.experts
+        self.dispatch = Dispatch(arithmetic.ranks, layer)
         self.experts = {  # this rank's
-            e: Expert(layer, f"experts.{e}", routed, weights, arithmetic, limit) for e in range(here.start, here.stop)
+            e: Expert(f"{prefix}.experts.{e}", weights, arithmetic, limit) for e in range(here.start, here.stop)
         }
         self._stacks: tuple[Weight, Weight, Weight] | None = None
-        shared = (sites.SHARED_GATE, sites.SHARED_UP)
-        self.shared = Expert(layer, "shared_experts", shared, weights, arithmetic, limit)
+        self.shared = Expert(f"{prefix}.shared_experts", weights, arithmetic, limit)
 
-    def __call__(self, x: Tensor, tokens: Tensor, first: int, share: Share) -> Tensor:
-        """[m, hidden] and token ids [m] to [m, hidden]: this rank's `share` of a call's tokens, from `first` on."""
-        self.taps(sites.EXPERTS_INPUT, self.layer, x, share)
-        ids, route_weights = self.gate(x, tokens)
-        tripwire.routing(self.layer, first, ids, route_weights, self.scale, self.ranks.shares.experts.total)
-        self.taps(sites.EXPERT_IDS, self.layer, ids, share)
-        self.taps(sites.EXPERT_WEIGHTS, self.layer, route_weights, share)
-        out = self.routed(x, ids, route_weights, share)
-        out = (out + self.shared(x, None, share).float()).to(x.dtype)
-        self.taps(sites.EXPERTS_OUTPUT, self.layer, out, share)
-        return out
+    def __call__(self, x: Tensor, call: Call) -> Tensor:
+        """[m, hidden] to [m, hidden], of this rank's tokens."""
+        ids, weights = self.route(x, call)
+        return self.output(x, ids, weights, call)
 
-    def routed(self, x: Tensor, ids: Tensor, weights: Tensor, share: Share) -> Tensor:
+    def route(self, x: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+        """Which experts each token goes to: ids [m, k] int64 and weights [m, k] float32."""
+        return self.gate(x, call.tokens)
+
+    def output(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
+        """Routed experts and the shared one: [m, hidden]."""
+        return (self.routed(x, ids, weights, call) + self.shared(x).float()).to(x.dtype)
+
+    def routed(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
         """Sum of the routed experts' weighted outputs: [m, hidden] float32."""
-        if self.ranks.size == 1:
-            return dispatch.alone(x, ids, weights, len(self.experts), self.run)
-        if share.split:
-            return dispatch.all_to_all(x, ids, weights, self.ranks, self.run)
-        return dispatch.all_reduce(x, ids, weights, self.ranks, self.layer, self.run)
+        if isinstance(call.first, Tensor):  # who goes where is known on the device alone
+            arithmetic = self.shared.arithmetic
+            limit, deployed = self.shared.limit, arithmetic.deployed
+            return arithmetic.ops.experts(x, ids, weights, *self.stacks(), limit, 0, deployed=deployed)
+        return self.dispatch(x, ids, weights, call, self.run)
 
     def mixed(self) -> bool:
         """Whether the routed experts are stored in several forms, so that they cannot be stacked."""

@@ -41,6 +41,10 @@ class Share(NamedTuple):
         """How many are here."""
         return self.stop - self.start
 
+    def times(self, width: int) -> "Share":
+        """The same of an axis in which each has `width` places."""
+        return Share(self.start * width, self.stop * width, self.total * width, self.split)
+
     def of(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return what of the whole axis `dim` of x is this rank's, as a view."""
         return x.narrow(dim, self.start, self.size) if self.split else x

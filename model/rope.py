@@ -30,16 +30,23 @@ def layer_frequencies(config: ModelConfig, kind: LayerKind) -> Tensor:
 
 
 class Rotation:
-    """Cosines and sines for one kind of layer."""
+    """Cosines and sines of one kind of layer, of any architecture.
 
-    def __init__(self, config: ModelConfig, kind: LayerKind, device: torch.device) -> None:
-        self.freqs = layer_frequencies(config, kind).to(device)  # [r / 2]
+    Parameters
+    ----------
+    freqs
+        [r / 2] float32, radians per position of each pair.
 
-    def at(self, first: int, count: int, step: int = 1) -> tuple[Tensor, Tensor]:
-        """Cos and sin, each [count, r / 2] float32, at positions ``first, first + step, ...``."""
-        positions = torch.arange(first, first + count * step, step, device=self.freqs.device)
-        return rope.angles(positions, self.freqs)
+    """
 
-    def of(self, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Cos and sin, each [1, r / 2] float32, at one position, [] int64 on the device."""
-        return rope.angles(position[None], self.freqs)
+    def __init__(self, freqs: Tensor) -> None:
+        self.freqs = freqs
+
+    def at(self, first: int | Tensor, count: int, step: int = 1) -> tuple[Tensor, Tensor]:
+        """Cos and sin, each [count, r / 2] float32, at positions ``first, first + step, ...``.
+
+        `first` may be [] int64 on the device.
+        """
+        start, stop = (0, count * step) if isinstance(first, Tensor) else (first, first + count * step)
+        positions = torch.arange(start, stop, step, device=self.freqs.device)
+        return rope.angles(first + positions if isinstance(first, Tensor) else positions, self.freqs)

@@ -15,8 +15,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from model import sites
 from model.config import ModelConfig
+from model.observe import sites
 from probes.oracle import (
     F64,
     FACTOR,

@@ -44,13 +44,13 @@ class _RingOneShort(CodaCache):
 
 
 class _WindowOneShort(BankedEntries):
-    def settle(self) -> None:
+    def evict(self) -> None:
         """Evict one entry too early."""
         if self.count - self.evicted == self.variant.window:
             self._evict(self.data[self.banked].clone(), self.evicted)
             self.evicted += 1
             self.data[self.banked :][: self.variant.window - 1] = self.data[self.banked + 1 : self.used + 1].clone()
-        super().settle()
+        super().evict()
 
 
 class _UnfinishedVisible(BankedEntries):

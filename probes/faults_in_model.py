@@ -17,12 +17,13 @@ from model.attention import Attention, CsaAttention, HcaAttention
 from model.cache.frontier import Frontier
 from model.cache.layers import AnyEntries, AnyKeys, CsaCache, HcaCache, LayerCache
 from model.cache.window import WindowRing
-from model.compressor import IndexerKeyCompressor, MainCompressor
+from model.call import Call
+from model.compressor import EntryCompressor, KeyCompressor
 from model.config import LayerKind
 from model.experts import Expert
 from model.gate import HashGate
 from model.indexer import Indexer
-from model.ranks import Share
+from model.linear import Linear
 from model.rope import Rotation
 from model.state import State
 from model.transformer import Transformer
@@ -58,10 +59,8 @@ def indexer_compressor_not_loaded(model: Transformer) -> None:
 
 
 class _NoSelection(Indexer):
-    def __call__(
-        self, x: Tensor, latent: Tensor, first: int, cache: CsaCache, cos: Tensor, sin: Tensor, tokens: Share
-    ) -> Tensor:
-        super().__call__(x, latent, first, cache, cos, sin, tokens)
+    def __call__(self, x: Tensor, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
+        super().__call__(x, latent, call, cache)
         return None  # type: ignore[return-value]
 
 
@@ -116,7 +115,7 @@ def yarn_dropped(model: Transformer) -> None:
 def compressed_keys_unrotated(model: Transformer) -> None:
     """Store entries and index keys without their rotation."""
     for attention in _attentions(model):
-        compressors: list[MainCompressor | IndexerKeyCompressor] = []
+        compressors: list[EntryCompressor | KeyCompressor] = []
         if isinstance(attention, HcaAttention):
             compressors.append(attention.compressor)
         if isinstance(attention, CsaAttention):
@@ -148,7 +147,7 @@ def no_inverse_rotation(model: Transformer) -> None:
 
 
 class _FromTheirEnd(Rotation):
-    def at(self, first: int, count: int, step: int = 1) -> tuple[Tensor, Tensor]:
+    def at(self, first: int | Tensor, count: int, step: int = 1) -> tuple[Tensor, Tensor]:
         return super().at(first + step - 1, count, step)
 
 
@@ -220,16 +219,16 @@ def index_queries_unrotated(model: Transformer) -> None:
 # --- caches
 
 
-class _LosesFrontier(MainCompressor):
-    def __call__(self, x: Tensor, first: int, frontier: Frontier, entries: AnyEntries) -> None:
+class _LosesFrontier(EntryCompressor):
+    def __call__(self, x: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
         _forget(frontier)
-        super().__call__(x, first, frontier, entries)
+        super().__call__(x, call, frontier, rows)
 
 
-class _LosesKeyFrontier(IndexerKeyCompressor):
-    def __call__(self, x: Tensor, first: int, frontier: Frontier, keys: AnyKeys) -> None:
+class _LosesKeyFrontier(KeyCompressor):
+    def __call__(self, x: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
         _forget(frontier)
-        super().__call__(x, first, frontier, keys)
+        super().__call__(x, call, frontier, rows)
 
 
 def _forget(frontier: Frontier) -> None:
@@ -319,8 +318,8 @@ def shared_clamp_dropped(model: Transformer) -> None:
 
 
 class _Twice(Expert):
-    def __call__(self, x: Tensor, weight: Tensor | None, share: Share | None = None) -> Tensor:
-        return 2 * super().__call__(x, weight, share)
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return 2 * super().__call__(x, weight)
 
 
 def shared_expert_twice(model: Transformer) -> None:
@@ -330,8 +329,8 @@ def shared_expert_twice(model: Transformer) -> None:
 
 
 class _Nothing(Expert):
-    def __call__(self, x: Tensor, weight: Tensor | None, share: Share | None = None) -> Tensor:
-        return 0 * super().__call__(x, weight, share)
+    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        return 0 * super().__call__(x, weight)
 
 
 def shared_expert_dropped(model: Transformer) -> None:
@@ -361,7 +360,9 @@ def _replace_weights(model: Transformer, change: Callable[[Weight], Weight]) -> 
             holders.append(block.attention.indexer)
         for holder in holders:
             for name, value in vars(holder).items():
-                if isinstance(value, Fp4 | Fp8):
+                if isinstance(value, Linear) and isinstance(value.weight, Fp4 | Fp8):
+                    value.weight = change(value.weight)
+                elif isinstance(value, Fp4 | Fp8):
                     setattr(holder, name, change(value))
 
 

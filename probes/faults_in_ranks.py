@@ -11,23 +11,24 @@ from torch import Tensor
 from kernels.ops import Ops
 from kernels.rows import Rows
 from model.attention import CsaAttention
+from model.call import Call
 from model.experts import MoE
-from model.ranks import Partial, Share
+from model.ranks import Partial
 from model.transformer import Transformer
 
 
 def sinks_of_rank_0(model: Transformer) -> None:
     """Give every rank the sinks of rank 0's heads."""
     for block in model.blocks:
-        block.attention.sink = model.ranks.of_first(block.attention.sink.clone())
+        block.attention.sink = model.arithmetic.ranks.of_first(block.attention.sink.clone())
 
 
 class _SumsReplicated(MoE):
-    def routed(self, x: Tensor, ids: Tensor, weights: Tensor, share: Share) -> Tensor:
+    def routed(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
         """Sum over ranks what every rank has in full."""
-        total = super().routed(x, ids, weights, share)
+        total = super().routed(x, ids, weights, call)
         everybody = torch.ones(len(total), dtype=torch.bool, device=total.device)
-        return self.ranks.filled("experts.routed", self.layer, Partial(total, everybody))
+        return self.dispatch.ranks.filled("experts.routed", self.dispatch.layer, Partial(total, everybody))
 
 
 def replicated_summed_as_partial(model: Transformer) -> None:
@@ -52,7 +53,7 @@ class _TakesTheOneBefore:
 
 def top_k_of_rank_1_differs(model: Transformer) -> None:
     """Let rank 1 select another entry than it should as the last of a row, where there is one to take."""
-    if model.ranks.rank != 1:
+    if model.arithmetic.ranks.rank != 1:
         return
     for block in model.blocks:
         if isinstance(block.attention, CsaAttention):
@@ -63,16 +64,16 @@ def top_k_of_rank_1_differs(model: Transformer) -> None:
 
 def shared_expert_of_rank_1_differs(model: Transformer) -> None:
     """Swap gate and up of the last layer's shared expert on rank 1: a replicated weight that is not the same there."""
-    if model.ranks.rank == 1:
+    if model.arithmetic.ranks.rank == 1:
         shared = model.blocks[-1].experts.shared
         shared.w1, shared.w3 = shared.w3, shared.w1
 
 
 def experts_off_by_one(model: Transformer) -> None:
     """Run the first expert of each rank with the weights of its second: an off-by-one of the placement."""
-    if model.ranks.size == 1:
+    if model.arithmetic.ranks.size == 1:
         return
     for block in model.blocks:
-        here = block.experts.ranks.shares.experts
+        here = block.experts.dispatch.ranks.shares.experts
         if here.size > 1:
             block.experts.experts[here.start] = block.experts.experts[here.start + 1]

@@ -13,11 +13,13 @@ from torch.nn import functional
 from kernels.formats import Dense, Weight
 from kernels.ops import Ops
 from model.attention import Attention, CsaAttention, HcaAttention
-from model.compressor import IndexerKeyCompressor, MainCompressor
+from model.call import Call
+from model.compressor import EntryCompressor, KeyCompressor
 from model.config import LayerKind, ModelConfig
 from model.indexer import Indexer
 from model.transformer import Transformer
 from probes.fault import Fault, needs
+from probes.faults_in_model import become
 
 MISTAKE = "the mistake's kind: a projection wired wrongly"
 
@@ -33,7 +35,7 @@ def _indexers(model: Transformer) -> Iterator[Indexer]:
             yield attention.indexer
 
 
-def _compressors(model: Transformer) -> Iterator[MainCompressor | IndexerKeyCompressor]:
+def _compressors(model: Transformer) -> Iterator[EntryCompressor | KeyCompressor]:
     for attention in _attentions(model):
         if isinstance(attention, HcaAttention):
             yield attention.compressor
@@ -113,30 +115,21 @@ def series_swapped(model: Transformer) -> None:
 # --- the indexer's weights of heads
 
 
-@dataclass(frozen=True, slots=True)
-class _WithoutSign:
-    """A `linear` whose output is without its sign where the weight is this one."""
-
-    ops: Ops
-    weight: Dense
-
-    def __call__(self, x: Tensor, weight: Weight) -> Tensor:
-        out = self.ops.linear(x, weight)
-        return out.abs() if weight is self.weight else out
+class _WithoutSign(Indexer):
+    def head_weights(self, x: Tensor, call: Call) -> Tensor:
+        return super().head_weights(x, call).abs()
 
 
 def index_weights_without_sign(model: Transformer) -> None:
     """Weigh index heads by the size of their weight: a head can then only add to a score."""
     for indexer in _indexers(model):
-        ops = indexer.arithmetic.ops
-        other = ops._replace(linear=_WithoutSign(ops, indexer.weights_proj))
-        indexer.arithmetic = indexer.arithmetic._replace(ops=other)
+        become(indexer, _WithoutSign)
 
 
 def index_weights_permuted(model: Transformer) -> None:
     """Weigh each index head by the weight of the one before it."""
     for indexer in _indexers(model):
-        indexer.weights_proj = Dense(indexer.weights_proj.data.roll(1, 0))
+        indexer.weights_proj.weight = Dense(indexer.weights_proj.weight.data.roll(1, 0))
 
 
 # --- the output
@@ -155,9 +148,9 @@ class _NextGroup:
 def output_groups_permuted(model: Transformer) -> None:
     """Project each group of heads by the rows of wo_a that are the next group's."""
     for attention in _attentions(model):
-        ops = attention.arithmetic.ops
+        ops = attention.wo_a.arithmetic.ops
         other = ops._replace(grouped_linear=_NextGroup(ops))
-        attention.arithmetic = attention.arithmetic._replace(ops=other)
+        attention.wo_a.arithmetic = attention.wo_a.arithmetic._replace(ops=other)
 
 
 def _several_heads(config: ModelConfig) -> str | None:

@@ -7,28 +7,29 @@ What comes out at the differing site is compared with the recording, as a share 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
-from unittest import mock
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels.formats import Dense
 from kernels.ops import BLOCKED
-from model import sites, tripwire
 from model.attention import Attention
 from model.block import Block
 from model.cache.layers import LayerCache
+from model.call import Call
 from model.census import Census
 from model.config import ModelConfig
 from model.decode import Weights, bind
 from model.errors import Tripwire
 from model.hyper import HyperHead
-from model.ranks import ALONE, Ranks, Share, undivided
-from model.rope import Rotation
-from model.sites import SITES, Listener, Site
+from model.linear import Embedding, WideLinear
+from model.observe import sites
+from model.observe.observer import PLACES, install, listening, observed
+from model.observe.sites import SITES, Listener, Site
+from model.ranks import ALONE, Ranks
+from model.rope import Rotation, layer_frequencies
 from model.transformer import Transformer
 from probes.checks import Judged, Status
 from probes.fault import Fault, healthy_model
@@ -43,7 +44,7 @@ from runtime.placement import place
 NAMED: Final = 0.5  # of the difference that a fault explains at least, to be named
 WHOLE: Final = 0.95  # where one fault explains so much, no second one is looked for
 ROWS: Final = 64  # differing rows that are explained
-PLACES: Final = 8  # differing sites at which all faults are tried
+MOST_PLACES: Final = 8  # differing sites at which all faults are tried
 PAIRED: Final = 4  # best single faults that are tried with each other fault
 
 _BY_NAME: Final = {site.name: site for site in SITES}
@@ -113,7 +114,7 @@ class Identifier:
         """What explains each site that differs.
 
         What was found before is tried first, and is taken where it explains nearly all, or in the same layer half; all
-        faults are tried at `PLACES` sites at most, and sites beyond those that nothing found before explains are left.
+        faults are tried at `MOST_PLACES` sites at most; sites beyond those that nothing found before explains are left.
         """
         found: list[Place] = []
         differing, searched = places(results), 0
@@ -132,7 +133,7 @@ class Identifier:
             again = [fault for fault in again if fault.share >= (NAMED if known[fault.names] else WHOLE)]
             if again:
                 found.append(Place(judged, (max(again, key=lambda fault: fault.share),)))
-            elif searched < PLACES:
+            elif searched < MOST_PLACES:
                 searched += 1
                 found.append(Place(judged, tuple(case.best(said))))
         return found
@@ -226,7 +227,7 @@ class _Case:
         seen: list[Tensor] = []
         listeners = dict(self._steering()) | {_BY_NAME[self.judged.site]: self._looking(seen)}
         try:
-            with without_tripwires(), model.attached(listeners), torch.inference_mode():
+            with observed(model).unchecked(), listening(model, listeners), torch.inference_mode():
                 self._run(model)
         except _Seen:
             pass
@@ -247,10 +248,7 @@ class _Case:
 
     def _run(self, model: Transformer) -> None:
         if self.judged.layer is None:
-            hidden = model.hyper_head(self.start)
-            hidden = model.arithmetic.ops.rms_norm(hidden, model.norm, self.config.rms_norm_eps)
-            model.arithmetic.taps(sites.HIDDEN, None, hidden)
-            model.logits(hidden)
+            model.logits(model.hidden(self.start, model.call(self.setting.tokens[self.tokens], 0)))
             return
         (block,) = model.blocks
         if self._alone:
@@ -260,8 +258,8 @@ class _Case:
         tokens = self.setting.tokens[self.tokens]
         first = 0
         for count in calls:
-            some, share = slice(first, first + count), undivided(count)
-            block(self.start[some], tokens[some], first, state.layers[0], share)  # type: ignore[arg-type]
+            rows = slice(first, first + count)
+            block(self.start[rows], model.call(tokens[rows], first), state.layers[0])  # type: ignore[arg-type]
             first += count
 
     def _model(self, faults: Sequence[Fault], *, deployed: bool) -> Transformer:
@@ -273,18 +271,19 @@ class _Case:
         options = RunOptions("deployed" if deployed else "plain", "fp32")
         ranks = Ranks(ALONE, place(full, 1).ranks[0])
         model = Transformer.__new__(Transformer)
-        model.config, model.ranks = self.config, ranks
+        model.config = self.config
         model.arithmetic = arithmetic(options, ops, ranks, full)
         weights = self._weights()
-        model.embedding = torch.empty(0)
+        model.embedding = Embedding(torch.empty(0), model.arithmetic)
         model.blocks = []
         if self.judged.layer is not None:
-            rotation = Rotation(full, full.layer_kind(self.judged.layer), torch.device("cpu"))
+            rotation = Rotation(layer_frequencies(full, full.layer_kind(self.judged.layer)))
             model.blocks = [Block(full, self.judged.layer, weights, model.arithmetic, rotation)]
         else:
             model.hyper_head = HyperHead(full, weights, model.arithmetic)
             model.norm = weights.vector("norm.weight").float()
-            model.head = Dense(weights.vector("head.weight"))
+            model.head = WideLinear(Dense(weights.vector("head.weight")), model.arithmetic)
+        install(model, PLACES)
         for fault in faults:
             fault.inject(model)
         return model
@@ -400,26 +399,10 @@ class _Steer:
 class _Skipped(Attention):
     """An attention that is not run."""
 
-    def __call__(self, x: Tensor, first: int, cache: LayerCache, tokens: Share) -> Tensor:
+    def __call__(self, x: Tensor, call: Call, cache: LayerCache) -> Tensor:
         """As many rows as came."""
-        del first, cache, tokens
+        del call, cache
         return torch.zeros_like(x)
-
-
-@contextmanager
-def without_tripwires() -> Iterator[None]:
-    """What a faulty layer would trip at is what is looked for here."""
-
-    def silent(*_args: Any, **_named: Any) -> None:
-        return None
-
-    def selection(*args: Any, **_named: Any) -> Any:
-        return args[5]
-
-    names = ("finite", "width", "count", "room", "stored", "columns", "routing")
-    others: dict[str, Any] = dict.fromkeys(names, silent) | {"selection": selection}
-    with mock.patch.multiple(tripwire, **others):
-        yield
 
 
 def _of_one_layer(config: ModelConfig, layer: int) -> ModelConfig:

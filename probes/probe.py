@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from model.errors import Tripwire
-from model.sites import Site
+from model.observe.sites import Site
 from probes.finding import Report, crashed, tripped, vacuous
 from probes.subject import Subject
 from runtime.report import ROOT, commit

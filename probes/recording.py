@@ -1,7 +1,7 @@
 """A recording: tensors by site, of a prompt from position 0, made by any runtime.
 
-One safetensors file: `tokens` [t] int64, and any of `layers.{l}.{site}` and `{site}` (`model.sites` has their names and
-shapes), in any float dtype. Where rows of some positions only were kept, `positions` [n] int64 says which.
+One safetensors file: `tokens` [t] int64, and any of `layers.{l}.{site}` and `{site}` (`model.observe.sites` has their
+names and shapes), in any float dtype. Where rows of some positions only were kept, `positions` [n] int64 says which.
 
 Dumps are messy. A tensor may have a batch axis of one in front, its axes in another order, or heads and streams run
 together: where its sizes can be read in one way only, it is read so, and `told` says it. Whatever can be read in no way
@@ -17,13 +17,14 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from model import sites, strict_json
+from model import strict_json
 from model.checkpoint import Checkpoint
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError, quoted
 from model.files import read_bounded
+from model.observe import sites
+from model.observe.sites import SITES, Site, axes
 from model.safetensors_header import read_header
-from model.sites import SITES, Site, axes
 
 TOKENS, POSITIONS = "tokens", "positions"
 PAGE: Final = "scripts/exporters/README.md"

@@ -7,7 +7,6 @@ from model.architectures import Config
 from model.arithmetic import Arithmetic
 from model.cache.formats import CacheFormats
 from model.ranks import Ranks
-from model.sites import Taps
 from runtime.kv import variants
 from runtime.options import RunOptions
 
@@ -24,4 +23,4 @@ def arithmetic(options: RunOptions, ops: Ops, ranks: Ranks, config: Config) -> A
     """What a model of this run computes with; ConfigError as `cache_formats`."""
     formats, ran = cache_formats(options, config), dict[str, str]()
     deployed = options.numerics == "deployed"
-    return Arithmetic(noted(ops, ran), deployed, formats.dtype, formats, ranks, Taps(ranks), ran)
+    return Arithmetic(noted(ops, ran), deployed, formats.dtype, formats, ranks, ran)

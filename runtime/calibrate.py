@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from kernels.basis_fit import Fitted, Sample, fit
-from model import sites
 from model.config import LayerKind, ModelConfig
-from model.sites import Listener
+from model.observe import sites
+from model.observe.observer import listening
+from model.observe.sites import Listener
 from model.transformer import Transformer
 
 QUERIES = 2048  # of a layer that are kept, heads of a token counted one by one
@@ -42,7 +43,7 @@ def samples(model: Transformer, ids: Sequence[int], chunk: int) -> dict[int, Sam
 
     state = model.new_state(len(ids), chunk)
     listeners = {sites.ENTRY: keep_entries, sites.QUERY: keep(queries), sites.SELECTED: keep(selected)}
-    with model.attached(listeners):
+    with listening(model, listeners):
         for part in torch.tensor(ids, device=model.device).split(chunk):
             model(part, state)
             first += len(part)

@@ -1,7 +1,6 @@
-"""By what a run decodes: the model itself, call by call, or a CUDA graph of one step."""
+"""By what a run decodes: the model itself, call by call, or a CUDA graph of one call."""
 
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -24,8 +23,6 @@ class Decoding(NamedTuple):
     how: str  # "graph" or "eager"
     why_eager: str | None  # why not by a graph; None: by one
     step: Step
-    not_looked_at: tuple[str, ...] = ()  # tripwires that a decoded token does not have, see `model.step`
-    rooms: Mapping[str, str] = MappingProxyType({})  # of the ops that a graph's tokens run, see `kernels.ops.room`
 
 
 def eager(model: Model, state: State) -> Step:
@@ -51,8 +48,7 @@ def decoding(model: Model, state: State, *, graph: bool, steps: int) -> Decoding
     model, state
         The state as it is before the run: its prompt may yet have to be prefilled.
     graph
-        Whether a graph is asked for, which looks at less than every call of the model does; ConfigError, saying why,
-        where there can be none.
+        Whether a graph is asked for; ConfigError, saying why, where there can be none.
     steps
         Tokens that will be decoded at most. For none nothing is captured.
 
@@ -61,11 +57,10 @@ def decoding(model: Model, state: State, *, graph: bool, steps: int) -> Decoding
     if why is None and steps < 1:
         why = "no token to decode"
     if why is None:
-        from model.step import NOT_LOOKED_AT, ROOMS, DecodeStep  # noqa: PLC0415 (Triton is not on every platform)
-        from runtime.graph import Captured  # noqa: PLC0415
+        from runtime import graph as graphs  # noqa: PLC0415 (Triton is not on every platform)
 
-        assert isinstance(model, Transformer), f"a decode step of a {type(model).__name__}"
-        return Decoding("graph", None, Captured(DecodeStep(model, state)), NOT_LOOKED_AT, ROOMS)
+        assert isinstance(model, Transformer), f"a captured call of a {type(model).__name__}"
+        return Decoding("graph", None, graphs.Captured(graphs.Step(model, state)))
     if graph and steps >= 1:
         raise ConfigError(f"--graph: {why}")
     return Decoding("eager", why, eager(model, state))
@@ -73,19 +68,19 @@ def decoding(model: Model, state: State, *, graph: bool, steps: int) -> Decoding
 
 def _why_no_graph(config: Config, device: str, ops: Ops, ranks: int) -> str | None:
     if not isinstance(config, ModelConfig):
-        return f"a {config.model_type} model: only DeepSeek-V4 has a decode step"
+        return f"a {config.model_type} model: only DeepSeek-V4 can be captured"
     if device != "cuda":
         return f"--device {device}: CUDA graphs are of CUDA devices"
     if ops.name != "fused":
-        return f"--ops {ops.name}: a decode step is of the fused kernels"
-    return f"{ranks} ranks: a decode step is of one" if ranks > 1 else None
+        return f"--ops {ops.name}: a captured call is of the fused kernels"
+    return f"{ranks} ranks: a captured call is of one" if ranks > 1 else None
 
 
 def _why_eager(model: Model) -> str | None:
-    why = _why_no_graph(model.config, model.device.type, model.arithmetic.ops, model.ranks.size)
+    why = _why_no_graph(model.config, model.device.type, model.arithmetic.ops, model.arithmetic.ranks.size)
     if why is not None:
         return why
-    from model.step import refusal  # noqa: PLC0415 (Triton is not on every platform)
+    from runtime.graph import refusal  # noqa: PLC0415 (Triton is not on every platform)
 
     assert isinstance(model, Transformer), f"a V4 config of a {type(model).__name__}"
     return refusal(model)

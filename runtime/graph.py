@@ -1,22 +1,157 @@
 """Decode by a CUDA graph: one launch by the host for each token, instead of thousands.
 
-A module of its own because its imports need Triton; `runtime.decoding` says which runs get here.
+`Step` runs the model itself on one token whose position is on the device: caches are passed whole, at their capacity,
+nothing is read on the host between the token and the logits, and no Python value depends on either. Every invariant of
+`model.observe` is measured on the device, and looked at when the token has run. `Captured` is a step as a CUDA graph.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from model.step import DecodeStep
+from kernels.fused.ops import FUSED
+from model.cache.layers import LayerCache
+from model.cache.variants import Full
+from model.errors import ConfigError
+from model.observe.deferred import Deferred
+from model.observe.observer import observed
+from model.state import State
+from model.transformer import Transformer
 
 WARM_UPS = 3  # runs before the capture, as PyTorch advises: Triton compiles, cuBLAS and the allocator settle
 
 
+def refusal(model: Transformer) -> str | None:
+    """Why no call of this model can be captured; None where it can."""
+    ranks, arithmetic = model.arithmetic.ranks, model.arithmetic
+    if ranks.size > 1:
+        return f"{ranks.size} ranks: a captured call is of one"
+    if arithmetic.ops != FUSED:
+        return f"ops {arithmetic.ops.name}: a captured call is of Triton's kernels, ops fused, with none replaced"
+    other = {str(v) for v in arithmetic.formats.variants if not isinstance(v, Full)}
+    if other:
+        return f"--kv {min(other)}: a captured call writes full caches only"
+    for layer, block in enumerate(model.blocks):
+        if block.experts.mixed():
+            return f"layer {layer}: its routed experts are stored in several forms"
+    return None
+
+
+class Step:
+    """The next token of a sequence: `place`, then `run` or a replay of what was captured of it, then `finish`.
+
+    ``step(token)`` is all three. Steps, calls of the model and saves of the state may follow each other in any order.
+    The experts' matrices are stacked here (`model.experts.MoE.stacks`), once for each model.
+
+    What must never happen is looked at in `place` where it is the caches', and else in `finish`: caches have advanced
+    by then, and the state is of no more use. Listeners are refused: nothing of a replay passes Python.
+
+    Parameters
+    ----------
+    model
+        On one rank, with the op set FUSED and caches in full; ConfigError, saying why, for another.
+    state
+        Of that model, or of one with the same config and formats; at any position.
+
+    Attributes
+    ----------
+    token, position
+        [1] and [] int64, on the device.
+    logits
+        [vocab] float32, those of the last step; the next one overwrites them.
+
+    """
+
+    def __init__(self, model: Transformer, state: State) -> None:
+        if (why := refusal(model)) is not None:
+            raise ConfigError(f"no captured call: {why}")
+        self.model, self.state = model, state
+        self.caches: list[LayerCache] = []
+        for block, cache in zip(model.blocks, state.layers, strict=True):
+            assert isinstance(cache, LayerCache), f"a V4 layer got {type(cache).__name__}"
+            block.experts.stacks()
+            self.caches.append(cache)
+        device, vocabulary = model.device, model.head.weight.shape[0]
+        self.token = torch.zeros(1, dtype=torch.int64, device=device)
+        self.position = torch.zeros((), dtype=torch.int64, device=device)
+        self.logits = torch.zeros(vocabulary, dtype=torch.float32, device=device)
+        self.deferred = Deferred(len(model.blocks), device)
+
+    @torch.inference_mode()
+    def __call__(self, token: int) -> Tensor:
+        """Run the next token; [vocab] float32 logits after it, which the next step overwrites.
+
+        CapacityError, before anything is changed, when the state is full; Tripwire.
+        """
+        self.place(token)
+        self.run()
+        return self.finish()
+
+    @torch.inference_mode()
+    def place(self, token: int) -> None:
+        """Put the token and the state's position where `run` reads them; CapacityError when the state is full."""
+        observer, at = observed(self.model), self.state.position
+        assert not observer.listening, "nothing of a captured call passes listeners: detach them"
+        assert 0 <= token < len(self.logits), f"token {token} of {len(self.logits)}"
+        self.state.reserve(1)
+        observer.stands(self.state.layers, at, at, 1)
+        self.token.fill_(token)
+        self.position.fill_(at)
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Compute the logits of `token` at `position`, and write the caches: work for the device alone."""
+        observer = observed(self.model)
+        self.deferred.begin()
+        observer.deferred = self.deferred
+        try:
+            hidden = self.model.run(self.token, self.model.call(self.token, self.position), self.state)
+            self.logits.copy_(self.model.logits(hidden)[0])
+        finally:
+            observer.deferred = None
+
+    @torch.inference_mode()
+    def finish(self) -> Tensor:
+        """Advance the state's bookkeeping, then look at what was measured: Tripwire. Returns `logits`."""
+        at = self.state.position
+        for cache in self.caches:
+            cache.advance(at)
+        self.state.position += 1
+        observed(self.model).stands(self.state.layers, at + 1, at, 0)
+        self.deferred.look(at)
+        return self.logits
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Inside, `run` may be called at the state's position, and leaves nothing behind that a later call reads.
+
+        What it writes there lies in rows that the token at this position will write: of the ring the one that has left
+        the window, of frontiers and caches one that is not filled. But where it ends a window, it moves on the series
+        that the next one pools with: those are put back.
+        """
+        self.place(0)
+        kept = [
+            (part, part.clone())
+            for cache in self.caches
+            for written in cache.compressed()
+            for part in (written.frontier.previous_kv, written.frontier.previous_gate)
+        ]
+        try:
+            yield
+        finally:
+            with torch.inference_mode():
+                for part, old in kept:
+                    part.copy_(old)
+
+
 class Captured:
-    """A decode step that was captured once; ``captured(token)`` replays it, and is `DecodeStep.__call__`.
+    """A step that was captured once; ``captured(token)`` replays it, and is `Step.__call__`.
 
     The state is as it was when this is made: warm-up runs at its position, whose rows are the next token's anyway, and
-    what else they change is put back (`DecodeStep.rehearsal`). A capture runs nothing. A state that is full has no
-    position for that: CapacityError.
+    what else they change is put back (`Step.rehearsal`). A capture runs nothing. A state that is full has no position
+    for that: CapacityError.
 
     The graph holds the addresses of the model's weights, the state's caches and the step's buffers: they live as long
     as it does. The memory in which it keeps what its launches hand to each other is its own, and is not used for
@@ -29,7 +164,7 @@ class Captured:
 
     """
 
-    def __init__(self, step: DecodeStep) -> None:
+    def __init__(self, step: Step) -> None:
         self.step = step
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(step.model.device), step.rehearsal():

@@ -15,6 +15,7 @@ from model.llama.adapters import adapters_fingerprint, read_adapters
 from model.llama.census import census, check_tied_head
 from model.llama.config import LlamaConfig
 from model.llama.transformer import LlamaTransformer
+from model.observe.observer import LLAMA_PLACES, install
 from model.ranks import Group, Ranks, Shares, undivided
 from runtime.arithmetic import arithmetic
 from runtime.memory import check_fits
@@ -58,6 +59,7 @@ def load_llama(
         mark = hashlib.sha256(f"{mark} {adapters_fingerprint(path)}".encode()).hexdigest()
     numerics = arithmetic(options, ops, Ranks(group, WHOLE.ranks[0]), config)
     model = LlamaTransformer(config, weights, numerics, adapters)
+    install(model, LLAMA_PLACES)
     if unread := weights.unread():
         raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
     return LoadedLlama(model, counted, mark, directory, WHOLE, weights.handed())

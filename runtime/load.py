@@ -18,6 +18,7 @@ from model.config import ModelConfig
 from model.decode import bind, fingerprint, headers_digest
 from model.errors import CheckpointError, ConfigError
 from model.llama.config import LlamaConfig
+from model.observe.observer import PLACES, install
 from model.ranks import ALONE, Group, Ranks, evenly
 from model.transformer import Transformer
 from runtime.arithmetic import arithmetic, cache_formats
@@ -124,6 +125,7 @@ def _load_v4(
     check_fits(planner, context or 1, str(directory), processes=_ranks_here(ranks, device))
     weights = bind(checkpoint, counted, device, held=lambda name, rows: placement.rows(name, rows, group.rank))
     model = Transformer(config, weights, arithmetic(options, ops, ranks, config))
+    install(model, PLACES)
     if unread := weights.unread():  # a parameter that no layer asked for is a layer that was not built
         raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
     found = _fingerprint(checkpoint, ranks, device)

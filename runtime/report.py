@@ -89,8 +89,6 @@ def report(loaded: AnyLoaded, options: RunOptions, state: State, run: Generation
         "rooms": dict(sorted(loaded.model.arithmetic.ran.items())),  # of `kernels`, of each op that ran
         "decode": by.how,  # "graph" or "eager"
         "decode_eager_because": by.why_eager,  # None: by a graph
-        "decode_tripwires_not_looked_at": list(by.not_looked_at),
-        "decode_rooms": dict(by.rooms),  # of what a graph's tokens run beside them
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "checkpoint": loaded.directory.resolve().name,
@@ -116,7 +114,7 @@ def _plan(loaded: AnyLoaded, options: RunOptions, state: State) -> Plan | LlamaP
     if isinstance(loaded, LoadedLlama):
         return LlamaPlanner(loaded.model.config, loaded.census, options).plan(state.max_context, state.chunk)
     model = loaded.model
-    planner = Planner(model.config, loaded.census, loaded.placement, options, model.ranks.rank)
+    planner = Planner(model.config, loaded.census, loaded.placement, options, model.arithmetic.ranks.rank)
     return planner.plan(state.max_context, state.chunk)
 
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from model import sites
 from model.errors import Tripwire
+from model.observe import sites
 from probes.finding import Finding, Part, Report, at_least, broken, judged, measured, vacuous
 from probes.probe import run_probe, silent
 

@@ -171,7 +171,7 @@ def _advanced(
 
 @triton.jit
 def _compress(
-    kv, gate, old_kv, old_gate, previous_kv, previous_gate, first, norm, freqs, values, rope, scales,
+    kv, gate, old_kv, old_gate, previous_kv, previous_gate, first, norm, freqs, values, rope, scales, out,
     t, width, rope_width, scale_width, eps, half, shrink,
     RATIO: tl.constexpr, SERIES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, LOG: tl.constexpr,
     ROUNDING: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr, ALONE: tl.constexpr, UPCAST: tl.constexpr,
@@ -186,6 +186,9 @@ def _compress(
         )  # fmt: skip
         x = _finished(x, norm, freqs, entry * RATIO, width, eps, half, shrink, BLOCK, LOG, ROUNDING, DTYPE, UPCAST)
         _stored(x, values, rope, scales, entry, width, rope_width, scale_width, BLOCK, FORM, UPCAST)
+        column = tl.arange(0, BLOCK)
+        place = tl.program_id(0).to(tl.int64) * width + column
+        tl.store(out + place, rounded(x, out.dtype.element_ty, UPCAST), column < width)
     if ALONE:
         tl.debug_barrier()  # every thread has read what is overwritten below
         for begin in range(0, SERIES * width, BLOCK):
@@ -210,10 +213,11 @@ def _advance(
 def compress(
     kv: Tensor, gate: Tensor, window: Window, first: int | Tensor, norm: Tensor, eps: float, freqs: Tensor,
     rounding: Rounding, rows: Rows, dtype: torch.dtype,
-) -> None:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Take t tokens and write the entries that they close: `kernels.reference.compress.compress`.
 
-    `first` may be a tensor, [] int64 on the device. Whether the entries fit the cache is then for the caller to see to.
+    `first` may be a tensor, [] int64 on the device. Whether the entries fit the cache is then for the caller to see to,
+    and of the rows returned, ``t // ratio + 1``, those of windows that are not closed hold anything.
     """
     (t, columns), (ratio, width) = kv.shape, (window.kv.shape[0], norm.shape[0])
     series = 2 if len(window.previous_kv) > 0 else 1
@@ -228,9 +232,11 @@ def compress(
     assert all(part.is_contiguous() for part in window), "the state is written in place"
     if not isinstance(first, Tensor):
         assert (first + t) // ratio <= rows.shape[0], f"{rows.shape[0]} rows for {first + t} tokens"
+    count = t // ratio + 1 if isinstance(first, Tensor) else (first + t) // ratio - first // ratio
+    out = torch.empty(t // ratio + 1, width, dtype=dtype, device=kv.device)
     first = position(first, kv.device)
     if not t:
-        return
+        return out[:0]
     values, tail, scales, form = _planes(rows)
     state = kv.contiguous(), gate.contiguous(), *window, first
     tile = min(TOKENS, triton.next_power_of_2(ratio * series))
@@ -239,7 +245,7 @@ def compress(
     constants = {"BLOCK": block, "LOG": block.bit_length() - 1, "ROUNDING": _ROUNDINGS[rounding], "FORM": form}
     constants |= {"DTYPE": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "ALONE": t < ratio}
     _compress[(t // ratio + 1,)](
-        *state, norm, freqs, values, tail, scales, t, width, tail.shape[-1], scales.shape[-1], eps, rope // 2,
+        *state, norm, freqs, values, tail, scales, out, t, width, tail.shape[-1], scales.shape[-1], eps, rope // 2,
         width**-0.5, **sizes, **constants, UPCAST=UPCAST,
         num_warps=8 if tile * block > 2048 else 4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -247,6 +253,7 @@ def compress(
         _advance[(triton.cdiv(columns, COLUMNS),)](
             *state, t, width, **sizes, BLOCK=COLUMNS, num_warps=4, enable_fp_fusion=False
         )
+    return out[:count]
 
 
 def _planes(rows: Rows) -> tuple[Tensor, Tensor, Tensor, int]:

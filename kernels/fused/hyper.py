@@ -1,9 +1,9 @@
 """Manifold-constrained hyper-connections: streams are read and written once, their weights come from two launches.
 
 The first launch cuts the residual streams into tiles of tokens and spans of columns. A program holds the same columns
-of every stream, which is what `expand` mixes, and leaves its part of the product with `fn` and of the square sum. The
-second adds the parts of a token, in one order whatever ran first, and makes its weights of them. `mix` is both, with
-the streams expanded before the first launch reads them and collapsed and normed in the second.
+of every stream, and leaves its part of the product with `fn` and of the square sum. The
+second adds the parts of a token, in one order whatever ran first, and makes its weights of them; `read` collapses and
+norms the streams there too.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.fused.rounding import UPCAST, rounded, widened
 from kernels.fused.streams import collapse, expand
 
-__all__ = ["collapse", "expand", "head_weights", "hyper_weights", "mix"]
+__all__ = ["collapse", "expand", "head_weights", "hyper_weights", "read"]
 
 PROGRAMS = 128  # about one for each multiprocessor, of which an H200 has 132 and a B200 148
 TOKENS = 16  # of a tile: the least that a dot takes
@@ -44,8 +44,8 @@ def _product(x, w, acc, UPCAST: tl.constexpr, NARROW: tl.constexpr):
 
 @triton.jit
 def _partials(
-    streams, y, post, comb, new, fn, products, squares, tokens, d, span, rows,
-    S: tl.constexpr, EXPAND: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
+    streams, fn, products, squares, tokens, d, span, rows,
+    S: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
     UPCAST: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
@@ -59,21 +59,8 @@ def _partials(
         inside = present[:, None] & (column < d)[None, :]
         weighed = (row < rows)[:, None] & (column < d)[None, :]
         place = token[:, None] * (S * d) + column[None, :]
-        olds = ()
-        for j in tl.static_range(S):
-            olds += (widened(tl.load(streams + place + j * d, inside, 0.0), UPCAST),)  # type: ignore[assignment]
-        if EXPAND:
-            out = widened(tl.load(y + token[:, None] * d + column[None, :], inside, 0.0), UPCAST)
         for k in tl.static_range(S):
-            x = olds[k]  # type: ignore[var-annotated]
-            if EXPAND:
-                mixed = tl.zeros([TOKENS, BLOCK], tl.float32)
-                for j in tl.static_range(S):
-                    mixed += tl.load(comb + token * (S * S) + j * S + k, present, 0.0)[:, None] * olds[j]
-                mixed += tl.load(post + token * S + k, present, 0.0)[:, None] * out
-                kept = rounded(mixed, new.dtype.element_ty, UPCAST)
-                tl.store(new + place + k * d, kept, inside)
-                x = widened(kept, UPCAST)
+            x = widened(tl.load(streams + place + k * d, inside, 0.0), UPCAST)
             w = tl.load(fn + row[:, None].to(tl.int64) * (S * d) + k * d + column[None, :], weighed, 0.0)
             acc = _product(x, w, acc, UPCAST, NARROW)
             square += tl.sum(x * x, 1)
@@ -158,7 +145,7 @@ def _weigh(
 
 @triton.jit
 def _read(
-    products, squares, scale, base, streams, norm_weight, post, comb, out, tokens, splits, d, iterations, eps,
+    products, squares, scale, base, streams, norm_weight, weights, post, comb, out, tokens, splits, d, iterations, eps,
     norm_eps, norm_out_eps, T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -169,6 +156,7 @@ def _read(
         present = token < tokens
         norm = _norm(squares, token, present, tokens, splits, S * d, norm_eps, 1, SPLITS)
         pre = _sigmoids(products, norm, scale, base, token, present, 0, tokens, splits, 1, S, N, SPLITS) + eps
+        tl.store(weights + program.to(tl.int64) * S + tl.arange(0, S)[None, :], pre)
         column = tl.arange(0, BLOCK)
         x = tl.zeros([BLOCK], tl.float32)
         for k in tl.static_range(S):
@@ -215,7 +203,7 @@ def _weighed(
     t, s, d = streams.shape
     if not t:
         return
-    products, squares, _ = _parts(streams.contiguous(), None, fn)
+    products, squares = _parts(streams.contiguous(), fn)
     constants = {"HEAD": head, "T": WEIGHT_TOKENS, "S": s, "N": products.shape[2], "SPLITS": SPLITS}
     _weigh[(triton.cdiv(t, WEIGHT_TOKENS),)](
         products, squares, scale, base, *out, t, len(products), s * d, iterations, eps, norm_eps,
@@ -223,11 +211,8 @@ def _weighed(
     )  # fmt: skip
 
 
-def _parts(streams: Tensor, written: tuple[Tensor, Tensor, Tensor] | None, fn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Products [splits, t, N] and square sums [splits, t] of the streams, expanded first by (y, post, comb) if given.
-
-    The third is the streams [t, s, d], expanded.
-    """
+def _parts(streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
+    """Products [splits, t, N] and square sums [splits, t] of the streams."""
     t, s, d = streams.shape
     rows = fn.shape[0]
     assert s & (s - 1) == 0, f"{s} streams are no power of two"
@@ -242,34 +227,32 @@ def _parts(streams: Tensor, written: tuple[Tensor, Tensor, Tensor] | None, fn: T
     n = max(16, triton.next_power_of_2(rows))
     products = streams.new_empty(splits, t, n, dtype=torch.float32)
     squares = streams.new_empty(splits, t, dtype=torch.float32)
-    new = streams if written is None else torch.empty_like(streams)
-    y, post, comb = written or (streams, streams, streams)  # not read then
-    constants = {"S": s, "EXPAND": written is not None, "TOKENS": tile, "BLOCK": block, "N": n, "UPCAST": UPCAST}
+    constants = {"S": s, "TOKENS": tile, "BLOCK": block, "N": n, "UPCAST": UPCAST}
     _partials[(tiles, splits)](
-        streams, y, post, comb, new, fn.contiguous(), products, squares, t, d, span, rows,
+        streams, fn.contiguous(), products, squares, t, d, span, rows,
         **constants, NARROW=streams.dtype == torch.bfloat16, num_warps=8 if many else 4, num_stages=2 if many else 1,
         enable_fp_fusion=False,
     )  # fmt: skip
-    return products, squares, new
+    return products, squares
 
 
-def mix(
-    y: Tensor, streams: Tensor, post: Tensor, comb: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int,
-    eps: float, norm_eps: float, norm_weight: Tensor, norm_out_eps: float,
+def read(
+    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float,
+    norm: Tensor, norm_out_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """From one sublayer to the next in two launches: `kernels.reference.hyper.mix`; s is a power of two."""
+    """Read the streams for a sublayer in two launches: `kernels.reference.hyper.read`; s is a power of two."""
     t, s, d = streams.shape
     assert fn.shape[0] == (2 + s) * s, f"{fn.shape[0]} rows of fn for {s} streams"
     streams = streams.contiguous()
-    x, next_post, next_comb = streams.new_empty(t, d), post.new_empty(t, s), comb.new_empty(t, s, s)
+    x = streams.new_empty(t, d)
+    pre, post, comb = (streams.new_empty(t, *shape, dtype=torch.float32) for shape in ((s,), (s,), (s, s)))
     if not t:
-        return torch.empty_like(streams), x, next_post, next_comb
-    written = y.contiguous(), post.contiguous(), comb.contiguous()
-    products, squares, new = _parts(streams, written, fn)
+        return x, pre, post, comb
+    products, squares = _parts(streams, fn)
     constants = {"T": WEIGHT_TOKENS, "S": s, "N": products.shape[2], "SPLITS": SPLITS}
     _read[(t + triton.cdiv(t, WEIGHT_TOKENS),)](
-        products, squares, scale, base, new, norm_weight, next_post, next_comb, x, t, len(products), d, iterations,
+        products, squares, scale, base, streams, norm, pre, post, comb, x, t, len(products), d, iterations,
         eps, norm_eps, norm_out_eps, **constants, BLOCK=triton.next_power_of_2(d), UPCAST=UPCAST,
         num_warps=READ_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
-    return new, x, next_post, next_comb
+    return x, pre, post, comb

@@ -18,14 +18,14 @@ def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer: five ops, the stat
     kv: Tensor,
     gate: Tensor,
     window: Window,
-    first: int,
+    first: int | Tensor,
     norm: Tensor,
     eps: float,
     freqs: Tensor,
     rounding: Rounding,
     rows: Rows,
     dtype: torch.dtype,
-) -> None:
+) -> Tensor:
     """Take t tokens, write the entries ``first // ratio .. (first + t) // ratio - 1`` and keep the rest in `window`.
 
     Equation: entry e pools, channel by channel, the tokens of its window, ``e ratio .. (e + 1) ratio - 1``; where
@@ -40,7 +40,7 @@ def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer: five ops, the stat
     window
         The state after the tokens before `first`; overwritten.
     first
-        Position of the first token.
+        Position of the first token, or [] int64 on the device.
     norm, eps
         [width] float32 and the eps of the norm.
     freqs
@@ -52,7 +52,13 @@ def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer: five ops, the stat
     dtype
         Of the run, bfloat16 or float32: to it the pooled entry and what each step makes of it are rounded.
 
+    Returns
+    -------
+    Tensor
+        [n, width] in `dtype`, the entries that were stored.
+
     """
+    first = int(first)
     ratio, width = window.kv.shape[0], norm.shape[0]
     start = first // ratio * ratio  # of the open window
     count = (first + kv.shape[0]) // ratio - first // ratio
@@ -71,10 +77,14 @@ def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer: five ops, the stat
         entries = rms_norm(pool(kvs[..., -width:], gates[..., -width:], *before).to(dtype), norm, eps)
         positions = torch.arange(start, start + closed, ratio, device=kv.device)
         entries = rotate(entries, *angles(positions, freqs))
-        stored.write(rows, start // ratio, _rounded(entries, rounding, 2 * freqs.shape[0]))
+        entries = _rounded(entries, rounding, 2 * freqs.shape[0])
+        stored.write(rows, start // ratio, entries)
         kept = slice(0, 0)
+    else:
+        entries = kv.new_empty(0, width, dtype=dtype)
     window.kv[kept.stop : len(kv) - closed] = kv[closed:][kept.stop :]
     window.gate[kept.stop : len(kv) - closed] = gate[closed:][kept.stop :]
+    return entries
 
 
 def _rounded(entries: Tensor, rounding: Rounding, rope: int) -> Tensor:

@@ -78,46 +78,34 @@ def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype)
 
 
-def mix(  # noqa: PLR0913, PLR0917 (what its four ops take)
-    y: Tensor,
+def read(  # noqa: PLR0913, PLR0917 (what its three ops take)
     streams: Tensor,
-    post: Tensor,
-    comb: Tensor,
     fn: Tensor,
     scale: Tensor,
     base: Tensor,
     iterations: int,
     eps: float,
     norm_eps: float,
-    norm_weight: Tensor,
+    norm: Tensor,
     norm_out_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """From the output of one sublayer to the normed input of the next, over the streams between them.
+    """Read the streams for a sublayer: its normed input, and the weights of reading and writing.
 
-    Equation: ``new = expand(y, streams, post, comb)``, `hyper_weights` of it for the next sublayer, and
-    ``x = rms_norm(collapse(new, pre))``. The streams and the collapsed input are rounded to their dtype between, as
-    where the ops run one by one. Source: DeepSeek `Block.forward`.
+    Equation: `hyper_weights`, and ``x = rms_norm(collapse(streams, pre))``. The collapsed input is rounded to its dtype
+    before the norm, as where the ops run one by one. Source: DeepSeek `Block.forward`.
 
     Parameters
     ----------
-    y
-        [t, d], what the last sublayer gave.
-    streams
-        [t, s, d], what it read.
-    post, comb
-        [t, s] and [t, s, s] float32, the weights of that sublayer.
-    fn, scale, base, iterations, eps, norm_eps
-        As `hyper_weights` takes them, of the next sublayer.
-    norm_weight, norm_out_eps
-        [d] float32 and the eps of the norm before the next sublayer.
+    streams, fn, scale, base, iterations, eps, norm_eps
+        As `hyper_weights` takes them.
+    norm, norm_out_eps
+        [d] float32 and the eps of the norm before the sublayer.
 
     Returns
     -------
     tuple[Tensor, Tensor, Tensor, Tensor]
-        The new streams [t, s, d] and x [t, d] in the dtype of `streams`; post [t, s] and comb [t, s, s] of the next
-        sublayer, float32.
+        x [t, d] in the dtype of `streams`; pre [t, s], post [t, s] and comb [t, s, s], float32.
 
     """
-    new = expand(y, streams, post, comb)
-    pre, next_post, next_comb = hyper_weights(new, fn, scale, base, iterations, eps, norm_eps)
-    return new, rms_norm(collapse(new, pre), norm_weight, norm_out_eps), next_post, next_comb
+    pre, post, comb = hyper_weights(streams, fn, scale, base, iterations, eps, norm_eps)
+    return rms_norm(collapse(streams, pre), norm, norm_out_eps), pre, post, comb

@@ -91,6 +91,11 @@ class BankedEntries:
             return Slots(self.data[rows], self.bias[rows], 0)
         return Slots(self.data[: self.used], self.bias[: self.used], self.hidden)
 
+    def visible(self, first: int | Tensor) -> Slots:
+        """Return what a call at `first` may see."""
+        assert not isinstance(first, Tensor), "banks need the position on the host"
+        return self.view()
+
     def chosen(self, selected: Tensor) -> Tensor:
         """Rows of `view` for a selection [t, k] int32 among the newest entries: all slots, and these; -1 stays none."""
         if not self.evicted:
@@ -98,7 +103,7 @@ class BankedEntries:
         slots = torch.arange(self.banked, dtype=torch.int32, device=selected.device).expand(selected.shape[0], -1)
         return torch.cat((slots, torch.where(selected >= 0, selected + self.banked, -1)), dim=1)
 
-    def settle(self) -> None:
+    def evict(self) -> None:
         """Evict what is older than the window; to be called when all tokens of a call have attended."""
         many = self.count - self.evicted - self.variant.window
         if many <= 0:
@@ -220,7 +225,12 @@ class NewestKeys:
         """Return the keys as a view, [n, d]; the first is of entry `evicted`."""
         return self.data[: self.used]
 
-    def settle(self) -> None:
+    def visible(self, first: int | Tensor) -> Tensor:
+        """Return what a call at `first` may see."""
+        assert not isinstance(first, Tensor), "banks need the position on the host"
+        return self.view()
+
+    def evict(self) -> None:
         """Forget what is older than the window."""
         if (many := self.used - self.window) > 0:
             self.data[: self.window] = self.data[many : many + self.window].clone()

@@ -35,7 +35,7 @@ class Entries:
         """Entries that are no row of their own any more: none, ever."""
         return 0
 
-    def settle(self) -> None:
+    def evict(self) -> None:
         """Nothing to evict when a call has attended."""
 
     def chosen(self, selected: Tensor) -> Tensor:
@@ -49,12 +49,16 @@ class Entries:
         self.count = end
 
     def advance(self) -> None:
-        """Note that a decode step has written the next row; CapacityError where there is none."""
+        """Note that a captured call has written the next row; CapacityError where there is none."""
         self.count = self._room_for(1)
 
     def view(self) -> Rows:
         """Return the filled rows as views, [count, d]."""
         return rows.first(self.data, self.count)
+
+    def visible(self, first: int | Tensor) -> Rows:
+        """Return the rows that a call at `first` may see: the filled ones, or all where the device alone knows."""
+        return self.data if isinstance(first, Tensor) else self.view()
 
     def nbytes(self) -> int:
         """Bytes allocated."""

@@ -1,7 +1,7 @@
 """In which form a sequence's caches are stored: a choice of the run, not of the model.
 
 "dtype" stores the run's dtype. The narrow forms are offered in `deployed` numerics alone, whose rounded values they
-hold: the same bits come back, so the choice changes no logit and no selection (`model.tripwire.stored` sees to it).
+hold: the same bits come back, so the choice changes no logit and no selection (`observe.invariants.stored` sees to it).
 
 entries, "fp8"
     E4M3 with a scale per 64 columns, rope dims in BF16: exactly how deployed entries are rounded. Not for an fp32 run,

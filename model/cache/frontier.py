@@ -80,7 +80,7 @@ class Frontier:
         return Window(self.kv, self.gate, self.previous_kv, self.previous_gate)
 
     def advance(self) -> None:
-        """Note that a decode step has pushed one token."""
+        """Note that a captured call has pushed one token."""
         self.filled = (self.filled + 1) % self.ratio
 
     def tensors(self, position: int) -> dict[str, Tensor]:

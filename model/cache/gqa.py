@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kernels.ops import Ops
-from model.cache.layers import Component, Components
+from model.cache.layers import Component, Components, Stand
 
 
 class Heads(NamedTuple):
@@ -29,6 +29,11 @@ class GqaCache(Components, ABC):
     def __init__(self, components: dict[str, Component]) -> None:
         super().__init__(components)
         self.position = 0  # tokens taken so far: the position of the next one
+
+    def stands(self, position: int, first: int) -> list[Stand]:
+        """As many tokens were taken as the position says."""
+        del first
+        return [Stand("attention.kv", position, self.position, position)]
 
     def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""

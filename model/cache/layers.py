@@ -5,7 +5,7 @@ entries are `head_dim` wide, indexer keys `index_head_dim`.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from model.cache.formats import CacheFormats
 from model.cache.frontier import Frontier
 from model.cache.variants import Basis, Coda, Shard
 from model.cache.window import WindowRing
+from model.call import Call
 from model.config import LayerKind, ModelConfig
 
 SIGNS = 0  # seed of the signs before the rotation of coded rows: those of every run, so that states can be exchanged
@@ -45,6 +46,24 @@ class Part(Mapping[str, Tensor]):
         return sum(name.startswith(self.prefix) for name in self.whole)
 
 
+class Stand(NamedTuple):
+    """Where something of a cache stands, and where it should."""
+
+    site: str
+    position: int
+    found: int
+    wanted: int
+
+
+class Written(NamedTuple):
+    """What a compressor writes: the site of its rows, its state, the rows, and how wide they are."""
+
+    site: str
+    frontier: Frontier
+    rows: AnyEntries | AnyKeys
+    width: int
+
+
 class Component(Protocol):
     """One buffer of a layer's cache, as saving and accounting see it."""
 
@@ -70,6 +89,17 @@ class Components:
 
     def __init__(self, components: dict[str, Component]) -> None:
         self.components = components
+
+    def stands(self, position: int, first: int) -> list[Stand]:
+        """Where its parts stand, and where they should when so many tokens are written.
+
+        `first` is the earliest token whose window must still be there.
+        """
+        raise NotImplementedError
+
+    def compressed(self) -> list[Written]:
+        """What its compressors write; there are none."""
+        return []
 
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated, by component."""
@@ -111,15 +141,30 @@ class LayerCache(Components):
         self.ring = WindowRing(config.sliding_window, chunk, config.head_dim, formats.dtype, device)
         super().__init__({"window": self.ring})
 
-    def compressed(self) -> list[tuple[Frontier, AnyEntries | AnyKeys]]:
-        """Every compressor's frontier with what it writes to."""
-        return []
+    def write(self, call: Call, kv: Tensor) -> None:
+        """Store the window's KV [t, d]; of a captured call `advance` has to be told on the host."""
+        if isinstance(call.first, Tensor):
+            self.ring.data.index_copy_(0, call.places(self.ring.data.shape[0]), kv)
+        else:
+            self.ring.write(call.first, kv)
+
+    def stands(self, position: int, first: int) -> list[Stand]:
+        """The ring has the newest position and the oldest that `first` sees; every closed window has its row."""
+        seen = {max(0, first - self.ring.window + 1), position - 1} if position else set[int]()
+        found = [Stand("attention.ring", at, self.ring.held_for(at), at) for at in sorted(seen) if at < position]
+        for site, frontier, rows, _ in self.compressed():
+            found.append(Stand(f"{site}, rows", position, rows.count, position // frontier.ratio))
+            found.append(Stand(f"{site}, open window", position, frontier.filled, position % frontier.ratio))
+        return found
+
+    def evict(self) -> None:
+        """Let go of what may go when all tokens of a call have attended."""
 
     def advance(self, position: int) -> None:
-        """Note, on the host, what a decode step of the token at `position` has written on the device."""
+        """Note what a captured call of one token has written."""
         self.ring.advance(position)
-        for frontier, rows in self.compressed():
-            assert isinstance(rows, Entries), f"a decode step writes no {type(rows).__name__}"
+        for _, frontier, rows, _ in self.compressed():
+            assert isinstance(rows, Entries), f"a captured call writes no {type(rows).__name__}"
             frontier.advance()
             if not frontier.filled:
                 rows.advance()
@@ -151,13 +196,13 @@ class HcaCache(LayerCache):
         self.frontier = Frontier(ratio, config.head_dim, overlap=self.overlap, device=device)
         self.components |= {"entries": self.entries, "frontier": self.frontier}
 
-    def compressed(self) -> list[tuple[Frontier, AnyEntries | AnyKeys]]:
+    def compressed(self) -> list[Written]:
         """The compressor's."""
-        return [(self.frontier, self.entries)]
+        return [Written("attention.entry", self.frontier, self.entries, self.frontier.width)]
 
-    def settle(self) -> None:
-        """Evict what may go when all tokens of a call have attended."""
-        self.entries.settle()
+    def evict(self) -> None:
+        """Let go of entries that may go when all tokens of a call have attended."""
+        self.entries.evict()
 
 
 class CsaCache(HcaCache):
@@ -182,14 +227,15 @@ class CsaCache(HcaCache):
         self.key_frontier = Frontier(ratio, config.index_head_dim, overlap=True, device=device)
         self.components |= {"indexer_keys": self.keys, "indexer_frontier": self.key_frontier}
 
-    def compressed(self) -> list[tuple[Frontier, AnyEntries | AnyKeys]]:
+    def compressed(self) -> list[Written]:
         """The compressor's and the indexer's."""
-        return [*super().compressed(), (self.key_frontier, self.keys)]
+        keys = Written("indexer.key_used", self.key_frontier, self.keys, self.key_frontier.width)
+        return [*super().compressed(), keys]
 
-    def settle(self) -> None:
-        """Evict what may go when all tokens of a call have attended."""
-        super().settle()
-        self.keys.settle()
+    def evict(self) -> None:
+        """Let go of entries and keys that may go when all tokens of a call have attended."""
+        super().evict()
+        self.keys.evict()
 
 
 # The cache that each kind of layer needs.

@@ -26,7 +26,7 @@ from kernels.ops import BLOCKED, Ops
 from kernels.reference import rope
 from kernels.reference.shard import turn
 from model.errors import CapacityError, ConfigError
-from model.tripwire import finite
+from model.observe.invariants import finite
 
 STREAM_BITS = (2, 3, 4, 8)
 DISTORTIONS = {

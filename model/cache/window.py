@@ -30,7 +30,7 @@ class WindowRing:
         self._held[: t - head] = range(first + head, first + t)
 
     def advance(self, position: int) -> None:
-        """Note that a decode step has written the row of `position` (`model.step`), as `write` does of its own."""
+        """Note that a captured call has written the row of `position`."""
         self._held[position % len(self._held)] = position
 
     def held_for(self, position: int) -> int:

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from kernels.formats import Dense
 from kernels.reference.differential import combine, noise_query
-from model import tripwire
 from model.arithmetic import Arithmetic
 from model.cache.gqa import GqaCache, Heads
+from model.call import Call
 from model.decode import Weights
 from model.llama.adapters import EPS, GATE_LOGIT, Adapter
 from model.llama.config import LlamaConfig
-from model.llama.rope import Rotation
+from model.rope import Rotation
 
 
 class Attention:
@@ -30,7 +30,7 @@ class Attention:
         rotation: Rotation,
         adapter: Adapter | None,
     ) -> None:
-        prefix, self.layer = f"model.layers.{layer}.self_attn", layer
+        prefix = f"model.layers.{layer}.self_attn"
         self.q_proj = weights.matrix(f"{prefix}.q_proj.weight")  # [H * d, hidden]
         self.k_proj = weights.matrix(f"{prefix}.k_proj.weight")  # [K * d, hidden]
         self.v_proj = weights.matrix(f"{prefix}.v_proj.weight")  # [K * d, hidden]
@@ -41,19 +41,19 @@ class Attention:
         self.arithmetic, self.rotation, self.head_dim = arithmetic, rotation, config.head_dim
         self.kv_heads, self.adapter = config.num_key_value_heads, adapter
 
-    def __call__(self, x: Tensor, first: int, cache: GqaCache) -> Tensor:
-        """Attend from x [t, hidden], at positions ``first ..``, and advance the layer's cache. Returns [t, hidden]."""
+    def __call__(self, x: Tensor, call: Call, cache: GqaCache) -> Tensor:
+        """Attend from x [t, hidden], and advance the layer's cache. Returns [t, hidden]."""
+        assert isinstance(call.first, int), "grouped caches need the position on the host"
         ops = self.arithmetic.ops
         q = ops.linear(x, self.q_proj).unflatten(-1, (-1, self.head_dim))  # [t, H, d]
         k = ops.linear(x, self.k_proj).unflatten(-1, (-1, self.head_dim))  # [t, K, d]
         v = ops.linear(x, self.v_proj).unflatten(-1, (-1, self.head_dim))  # [t, K, d]
-        cos, sin = self.rotation.at(first, x.shape[0])
+        cos, sin = call.angles(self.rotation)
         q, k = ops.rotate_halves(q, cos, sin), ops.rotate_halves(k, cos, sin)
-        tripwire.count("attention.kv", self.layer, first, cache.position, first)
         if self.adapter is None:
-            out = cache.attend(Heads(q, k, v, None), first, ops)
+            out = cache.attend(Heads(q, k, v, None), call.first, ops)
         else:
-            out = self._differential(self.adapter, x, Heads(q, k, v, self._gates(self.adapter, x)), first, cache)
+            out = self._differential(self.adapter, x, Heads(q, k, v, self._gates(self.adapter, x)), call.first, cache)
         return ops.linear(out.flatten(1), self.o_proj)
 
     def _gates(self, adapter: Adapter, x: Tensor) -> Tensor:

@@ -4,14 +4,14 @@ from math import inf
 
 from torch import Tensor
 
-from model import tripwire
 from model.arithmetic import Arithmetic
 from model.cache.gqa import GqaCache
+from model.call import Call
 from model.decode import Weights
 from model.llama.adapters import Adapter
 from model.llama.attention import Attention
 from model.llama.config import LlamaConfig
-from model.llama.rope import Rotation
+from model.rope import Rotation
 
 
 class FeedForward:
@@ -41,17 +41,21 @@ class Block:
         rotation: Rotation,
         adapter: Adapter | None,
     ) -> None:
-        prefix, self.layer = f"model.layers.{layer}", layer
+        prefix = f"model.layers.{layer}"
         self.attention_norm = weights.vector(f"{prefix}.input_layernorm.weight").float()  # [hidden]
         self.attention = Attention(config, layer, weights, arithmetic, rotation, adapter)
         self.feed_forward_norm = weights.vector(f"{prefix}.post_attention_layernorm.weight").float()  # [hidden]
         self.feed_forward = FeedForward(f"{prefix}.mlp", weights, arithmetic)
         self.norm, self.eps = arithmetic.ops.rms_norm, config.rms_norm_eps
 
-    def __call__(self, x: Tensor, first: int, cache: GqaCache) -> Tensor:
-        """Run a call's tokens x [t, hidden], at positions ``first ..``, through the layer; [t, hidden]."""
-        x = x + self.attention(self.norm(x, self.attention_norm, self.eps), first, cache)
-        tripwire.finite("attention.stream", self.layer, first, x)
-        x = x + self.feed_forward(self.norm(x, self.feed_forward_norm, self.eps))
-        tripwire.finite("stream", self.layer, first, x)
-        return x
+    def __call__(self, x: Tensor, call: Call, cache: GqaCache) -> Tensor:
+        """Run a call's tokens x [t, hidden] through the layer; [t, hidden]."""
+        return self.fed_forward(self.attended(x, call, cache))
+
+    def attended(self, x: Tensor, call: Call, cache: GqaCache) -> Tensor:
+        """The residual stream [t, hidden] after the attention."""
+        return x + self.attention(self.norm(x, self.attention_norm, self.eps), call, cache)
+
+    def fed_forward(self, x: Tensor) -> Tensor:
+        """The residual stream [t, hidden] after the layer."""
+        return x + self.feed_forward(self.norm(x, self.feed_forward_norm, self.eps))

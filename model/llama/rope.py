@@ -1,6 +1,5 @@
-"""The rotation of a Llama-family model: one for all layers, over the whole head."""
+"""The frequencies of a Llama-family model's rotation: one for all layers, over the whole head."""
 
-import torch
 from torch import Tensor
 
 from kernels.reference import rope
@@ -23,14 +22,3 @@ def frequencies(config: LlamaConfig) -> Tensor:
         high_freq_factor=scaling.high_freq_factor,
         original_context=scaling.original_max_position_embeddings,
     )
-
-
-class Rotation:
-    """Cosines and sines, fp32 whatever the run's dtype."""
-
-    def __init__(self, config: LlamaConfig, device: torch.device) -> None:
-        self.freqs = frequencies(config).to(device)  # [head_dim / 2]
-
-    def at(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Cos and sin, each [count, head_dim / 2] float32, at positions ``first ..``."""
-        return rope.angles(torch.arange(first, first + count, device=self.freqs.device), self.freqs)

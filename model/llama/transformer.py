@@ -6,16 +6,18 @@ import torch
 from torch import Tensor
 
 from kernels.formats import Dense, Weight
-from model import tripwire
 from model.arithmetic import Arithmetic
 from model.cache.gqa import GqaCache
 from model.cache.grouped import CodaLayer
+from model.call import Call
 from model.decode import Weights
+from model.linear import Embedding, WideLinear
 from model.llama.adapters import Adapter
 from model.llama.block import Block
 from model.llama.census import EMBEDDING, HEAD, NORM
 from model.llama.config import LlamaConfig
-from model.llama.rope import Rotation
+from model.llama.rope import frequencies
+from model.rope import Rotation
 from model.state import State
 
 
@@ -31,21 +33,22 @@ class LlamaTransformer:
     ) -> None:
         assert not arithmetic.deployed, "deployed numerics are DeepSeek-V4's"
         assert arithmetic.ranks.size == 1, f"{arithmetic.ranks.size} ranks"
-        self.config, self.arithmetic, self.ranks = config, arithmetic, arithmetic.ranks
-        self.embedding = weights.vector(EMBEDDING)  # [vocab, hidden], as stored
-        rotation = Rotation(config, self.embedding.device)
+        self.config, self.arithmetic = config, arithmetic
+        self.embedding = Embedding(weights.vector(EMBEDDING), arithmetic)  # [vocab, hidden]
+        rotation = Rotation(frequencies(config).to(self.device))
         none: Sequence[Adapter | None] = [None] * config.num_hidden_layers
         self.adapters = none if adapters is None else adapters
         self.blocks = [
             Block(config, layer, weights, arithmetic, rotation, adapter) for layer, adapter in enumerate(self.adapters)
         ]
         self.norm = weights.vector(NORM).float()  # [hidden]
-        self.head: Weight = Dense(self.embedding) if config.tie_word_embeddings else weights.matrix(HEAD)
+        head: Weight = Dense(self.embedding.weight) if config.tie_word_embeddings else weights.matrix(HEAD)
+        self.head = WideLinear(head, arithmetic)
 
     @property
     def device(self) -> torch.device:
         """Where the weights are, and so where state and tokens must be."""
-        return self.embedding.device
+        return self.embedding.weight.device
 
     def new_state(self, max_context: int, chunk: int, prompt: int | None = None) -> State:
         """Return an empty state, see `State`: `prompt` must be given where a layer is `shard`."""
@@ -74,19 +77,27 @@ class LlamaTransformer:
         """
         assert tokens.ndim == 1, f"tokens has {tokens.ndim} axes, want 1"
         state.reserve(tokens.shape[0])
-        first = state.position
-        x = self.embedding[tokens].to(self.arithmetic.dtype)
+        hidden = self.run(tokens, self.call(tokens, state.position), state)
+        state.position += tokens.shape[0]
+        return hidden
+
+    def call(self, tokens: Tensor, first: int) -> Call:
+        """Begin a call of tokens [t] at positions ``first ..``."""
+        return Call(tokens, first, self.arithmetic.ranks)
+
+    def run(self, tokens: Tensor, call: Call, state: State) -> Tensor:
+        """Token ids [t] to the normed output [t, hidden]."""
+        x = self.embedding(tokens)
         for block, cache in zip(self.blocks, state.layers, strict=True):
             assert isinstance(cache, GqaCache), f"a layer with grouped heads got {type(cache).__name__}"
-            x = block(x, first, cache)
-        state.position += tokens.shape[0]
-        hidden = self.arithmetic.ops.rms_norm(x, self.norm, self.config.rms_norm_eps)
-        tripwire.finite("hidden", None, first, hidden)
-        return hidden
+            x = block(x, call, cache)
+        return self.hidden(x)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """The residual stream [t, hidden] after the last layer, normed."""
+        return self.arithmetic.ops.rms_norm(x, self.norm, self.config.rms_norm_eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[t, hidden] to [t, vocab] float32, the head's product included, as V4's."""
-        logits = self.arithmetic.ops.linear(hidden.float(), self.head)
-        tripwire.finite("logits", None, None, logits)
-        return logits
+        return self.head(hidden)

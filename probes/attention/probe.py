@@ -6,12 +6,13 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from model import sites
 from model.census import census
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.decode import bind
-from model.sites import Site
+from model.observe import sites
+from model.observe.observer import listening
+from model.observe.sites import Site
 from probes.attention import page
 from probes.attention.rows import compare, edges, looked_at
 from probes.finding import Report
@@ -71,7 +72,7 @@ heads are given the sinks of the first (`--inject rank-0-sinks`, see faults.md).
         positions = looked_at(length, self.rows, edges(config))
         progress(0, f"running {length} tokens")
         cached, chosen = Recorder(CACHED), Recorder(CHOSEN, positions)
-        with model.attached(cached.listeners() | chosen.listeners()):
+        with listening(model, cached.listeners() | chosen.listeners()):
             run_tokens(model, subject.tokens(length), subject.options.prefill_chunk)
         sinks = stored_sinks(subject.directory, config)
         layers = []

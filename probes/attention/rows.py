@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import sites
 from model.config import LayerKind, ModelConfig
+from model.observe import sites
 from model.transformer import Transformer
 from probes.attention.oracle import attend
 from probes.shared.recorder import Recorder

@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from model.config import ModelConfig
-from model.sites import Site
+from model.observe.sites import Site
 from model.transformer import Transformer
 from probes.boundaries.cuts import Cut, Outcome, Tally, compared, first_place, prefill_then_decode, prefixes
 from probes.finding import JSON, Finding, Report, Table, at_most, exactly, judged, measured

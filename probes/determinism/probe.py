@@ -7,10 +7,10 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from model import sites
 from model.config import ModelConfig
 from model.errors import Tripwire
-from model.sites import Site
+from model.observe import sites
+from model.observe.sites import Site
 from model.state import State
 from model.transformer import Transformer
 from probes.finding import JSON, Finding, Report, Table, broken, exactly, judged, measured, vacuous
@@ -87,7 +87,7 @@ the oldest that a token may see is not saved, because nobody should read it."""
         length = self._length(subject.config)
         a = self._calls(torch.tensor(subject.tokens(length), device=model.device))
         ranks = model.arithmetic.ranks
-        norms = ranks.whole(model.embedding.float().norm(dim=1), 0, ranks.shares.vocabulary)
+        norms = ranks.whole(model.embedding.weight.float().norm(dim=1), 0, ranks.shares.vocabulary)
         loudest = norms.argmax()
         b = self._calls(loudest.repeat(length))
         progress(0.0, "prompt A")

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from kernels.formats import Dense, Weight
-from model import sites
 from model.errors import Tripwire
-from model.ranks import undivided
+from model.observe import sites
+from model.observe.observer import listening
 from model.transformer import Transformer
 from probes.shared.held import Held, find
 from probes.subject import run_tokens
@@ -35,9 +35,8 @@ def without_effect(
     for layer, block in enumerate(model.blocks):
 
         def layer_alone(layer: int = layer, block: Callable[..., Tensor] = block) -> Tensor:
-            return block(
-                inputs[layer], ids, 0, model.new_state(len(tokens), len(tokens)).layers[layer], undivided(len(tokens))
-            )
+            cache = model.new_state(len(tokens), len(tokens)).layers[layer]
+            return block(inputs[layer], model.call(ids, 0), cache)
 
         yield from _changed(
             model, [name for name in names if name.startswith(f"layers.{layer}.")], layer_alone, generator
@@ -61,7 +60,7 @@ def _inputs(model: Transformer, tokens: list[int], chunk: int) -> list[Tensor]:
         assert layer is not None
         entering[layer + 1].append(x.clone())
 
-    with model.attached({sites.EMBEDDED: embedded, sites.STREAMS: streams}):
+    with listening(model, {sites.EMBEDDED: embedded, sites.STREAMS: streams}):
         run_tokens(model, tokens, chunk)
     return [torch.cat(parts) for parts in entering[:-1]]
 

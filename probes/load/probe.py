@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from model import sites
 from model.config import ModelConfig
 from model.errors import Tripwire
-from model.sites import Site
+from model.observe import sites
+from model.observe.sites import Site
 from probes.finding import Report
 from probes.load import page as load_page
 from probes.load.effects import without_effect

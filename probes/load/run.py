@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from model import sites
 from model.errors import Tripwire
+from model.observe import sites
+from model.observe.observer import listening
 from model.transformer import Transformer
 from probes.load.reads import Reads
 from probes.shared.held import find
@@ -52,7 +53,7 @@ def watch(model: Transformer, names: Sequence[str], tokens: list[int], chunk: in
 
     places = {name: held for name in names if (held := find(model, name)) is not None}
     watched = {f"{name} {i}": part for name, held in places.items() for i, part in enumerate(held.tensors())}
-    with model.attached({sites.EXPERTS_INPUT: entering, sites.EXPERT_IDS: ids}), Reads(watched) as reads:
+    with listening(model, {sites.EXPERTS_INPUT: entering, sites.EXPERT_IDS: ids}), Reads(watched) as reads:
         hidden, _ = run_tokens(model, tokens, chunk)
         model.logits(hidden[-1:])
         for layer, counts in ran.experts.items():

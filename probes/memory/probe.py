@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from kernels.ops import BLOCKED
-from model import sites
 from model.cache.formats import CacheFormats
 from model.cache.layers import Components
 from model.config import ModelConfig
 from model.decode import HASHED_WHOLE
 from model.errors import Tripwire
-from model.sites import Site
+from model.observe import sites
+from model.observe.observer import listening
+from model.observe.sites import Site
 from model.state import State
 from model.transformer import Transformer
 from probes.finding import Finding, Part, Report, Text, broken, exactly, judged, tripped
@@ -251,7 +252,7 @@ def _touch(model: Transformer, state: State, tokens: list[int], chunk: int, rows
     ids = torch.tensor(tokens, device=model.device)
     calls = (*ids[:-DECODED].split(chunk), *ids[-DECODED:].split(1))
     try:
-        with model.attached(written.listeners()):
+        with listening(model, written.listeners()):
             for call, part in enumerate(calls):
                 model(part, state)
                 if call in (0, len(calls) - 1):

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from kernels import rows as stored
-from model import sites
 from model.cache.frontier import Frontier
 from model.cache.layers import CsaCache, HcaCache, LayerCache
-from model.sites import Listener, Site
+from model.observe import sites
+from model.observe.sites import Listener, Site
 from model.state import State
 
 

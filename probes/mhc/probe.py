@@ -10,7 +10,8 @@ import torch
 
 from kernels.ops import Ops
 from model.errors import Tripwire
-from model.sites import Site
+from model.observe.observer import listening
+from model.observe.sites import Site
 from probes.finding import (
     Finding,
     Part,
@@ -120,7 +121,7 @@ def _watched(subject: Subject, count: int, progress: Progress) -> tuple[Watch, T
     watch = Watch(subject.config, subject.file_weights, torch.finfo(DTYPES[subject.options.dtype]).eps / 2)
     chunk = min(subject.options.prefill_chunk, len(tokens))
     state = model.new_state(len(tokens), chunk)
-    with model.attached(watch.listeners()):
+    with listening(model, watch.listeners()):
         for first in range(0, len(tokens), chunk):
             progress(first / len(tokens), "mHC of every sublayer")
             watch.first = first

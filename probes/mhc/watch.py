@@ -4,34 +4,47 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
-from model import sites
 from model.config import ModelConfig
 from model.decode import Weights
-from model.hyper import ATTENTION, EXPERTS, Sublayer
-from model.sites import Listener, Site
+from model.observe import sites
+from model.observe.sites import Listener, Site
 from probes.finding import JSON
 from probes.mhc import oracle
 from probes.mhc.oracle import U
 from probes.shared.narrow import F64, f64
 
 TINY = 1e-30  # allowed where everything is 0
-SUBLAYERS = (ATTENTION, EXPERTS)
-INPUTS = {ATTENTION: sites.ATTENTION_INPUT, EXPERTS: sites.EXPERTS_INPUT}
-OUTPUTS = {ATTENTION: sites.ATTENTION_OUTPUT, EXPERTS: sites.EXPERTS_OUTPUT}
-NORMS = {ATTENTION: "attn_norm", EXPERTS: "ffn_norm"}
-WORDS = {ATTENTION: "attention", EXPERTS: "experts"}
-READS = (
-    *(sites.EMBEDDED, sites.HIDDEN),
-    *(
-        site
-        for part in SUBLAYERS
-        for site in (part.pre, part.post, part.comb, INPUTS[part], OUTPUTS[part], part.streams)
-    ),
+
+
+class Sublayer(NamedTuple):
+    """One of the two halves of a layer: what it is called, its parameters, and the sites around its mHC."""
+
+    word: str
+    name: str
+    norm: str
+    pre: Site
+    post: Site
+    comb: Site
+    input: Site
+    output: Site
+    streams: Site
+
+
+ATTENTION = Sublayer(
+    *("attention", "hc_attn", "attn_norm", sites.ATTENTION_PRE, sites.ATTENTION_POST, sites.ATTENTION_COMB),
+    *(sites.ATTENTION_INPUT, sites.ATTENTION_OUTPUT, sites.ATTENTION_STREAMS),
 )
+EXPERTS = Sublayer(
+    *("experts", "hc_ffn", "ffn_norm", sites.EXPERTS_PRE, sites.EXPERTS_POST, sites.EXPERTS_COMB),
+    *(sites.EXPERTS_INPUT, sites.EXPERTS_OUTPUT, sites.STREAMS),
+)
+SUBLAYERS = (ATTENTION, EXPERTS)
+READS = (sites.EMBEDDED, sites.HIDDEN, *(site for part in SUBLAYERS for site in part[3:]))
 
 
 @dataclass
@@ -102,7 +115,7 @@ class Watch:
         kept = {
             site: self._keep(site)
             for part in SUBLAYERS
-            for site in (part.pre, part.post, part.comb, INPUTS[part], OUTPUTS[part])
+            for site in (part.pre, part.post, part.comb, part.input, part.output)
         }
         written = {part.streams: self._written(part) for part in SUBLAYERS}
         return {sites.EMBEDDED: self._embedded, sites.HIDDEN: self._hidden} | kept | written
@@ -124,22 +137,22 @@ class Watch:
             assert layer is not None
             new = f64(tensor)
             self._compare(part, layer, new)
-            self.square[layer, WORDS[part]].append((new**2).mean(2))
+            self.square[layer, part.word].append((new**2).mean(2))
             self._streams = new
 
         return written
 
     def _compare(self, part: Sublayer, layer: int, new: F64) -> None:
         """Judge one sublayer of one call, the streams before it being known."""
-        word, config, before = WORDS[part], self.config, self._streams
+        word, config, before = part.word, self.config, self._streams
         pre, post, comb = (self._passed[site] for site in (part.pre, part.post, part.comb))
         mixing = oracle.Mixing.of(self.weights, f"layers.{layer}.{part.name}")
         want = oracle.connection(before, mixing, config)
         self._see("pre", pre, want.pre, want.pre_error, layer, word)
         self._see("post", post, want.post, want.post_error, layer, word)
         self._see("comb", comb, want.comb, want.comb_error, layer, word)
-        self._read(self._passed[INPUTS[part]], before, pre, f"layers.{layer}.{NORMS[part]}.weight", layer, word)
-        y, sums = self._passed[OUTPUTS[part]], self.sums[layer, word]
+        self._read(self._passed[part.input], before, pre, f"layers.{layer}.{part.norm}.weight", layer, word)
+        y, sums = self._passed[part.output], self.sums[layer, word]
         right, sizes = oracle.written(y, before, post, comb)
         # One rounding to the activations' dtype; products and sums of s + 1 terms in fp32
         allowed = self.rounding * np.abs(right) + 2 * (config.hc_mult + 2) * U * sizes + TINY

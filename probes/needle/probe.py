@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from model.config import LayerKind
-from model.sites import Site
+from model.observe.sites import Site
 from probes.ablations import random_selection, without_entries
 from probes.demo_language.prompts import Prompt, common_prompts, needle_prompts
 from probes.finding import Report

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model import sites
 from model.config import ModelConfig
 from model.decode import Weights
-from model.sites import Listener, Site
+from model.observe import sites
+from model.observe.sites import Listener, Site
 
 # One expert's rows come in the order of the experts, not of the tokens; what it adds is in EXPERTS_OUTPUT.
 COMPARED = tuple(site for site in sites.SITES if site not in (sites.ROUTED_GATE, sites.ROUTED_UP))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from kernels.ops import BLOCKED, REFERENCE, Ops
 from model.config import check_deployed
 from model.errors import ConfigError
+from model.observe.observer import listening
 from probes.finding import Bound, at_most
 from probes.parity import transformers_side
 from probes.parity.compare import Canonical, Comparison, Sink
@@ -120,7 +121,7 @@ def run(setting: Setting, subject: Subject, tokens: list[int], sink: Sink) -> No
         return
     options = subject.with_options(numerics=setting.numerics, dtype=setting.dtype)
     model = subject.load(options, other_ops(subject.ops) if setting.other_ops else None).model
-    with model.attached(canonical.listeners()):
+    with listening(model, canonical.listeners()):
         model.logits(run_tokens(model, tokens, setting.chunk or len(tokens))[0])
 
 

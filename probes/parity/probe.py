@@ -7,7 +7,7 @@ from model.census import census
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.decode import bind
-from model.sites import Site
+from model.observe.sites import Site
 from probes.finding import Report
 from probes.parity.compare import COMPARED, Comparison, Trace
 from probes.parity.pairs import (

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from model.sites import LOGITS, STREAMS
+from model.observe.sites import LOGITS, STREAMS
 from probes.finding import JSON, Finding, Part, Plot, Report, Table, judged, measured, number
 from probes.parity.compare import COMPARED, Comparison, Key
 from probes.parity.pairs import Pair, Ran, bound_of

@@ -1,7 +1,7 @@
 """transformers' `DeepseekV4ForCausalLM` as the other side of a comparison, on the weights of a checkpoint.
 
 The library is imported when it is asked for and not before: this runtime does without it. Its modules are watched with
-forward hooks, and what passes them is handed on under the names of `model.sites`.
+forward hooks, and what passes them is handed on under the names of `model.observe.sites`.
 """
 
 import importlib
@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from kernels.reference.formats import decode
-from model import sites
 from model.census import census
 from model.checkpoint import Checkpoint
 from model.config import LayerKind, ModelConfig
 from model.decode import Weights, bind
 from model.errors import CheckpointError
 from model.names import Kind, Meaning, Role, expert_name, parameters, translate
-from model.sites import Site
+from model.observe import sites
+from model.observe.sites import Site
 from probes.parity.compare import Sink
 
 LAYER_TYPES = {

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from model.config import LayerKind, ModelConfig
-from model.sites import Site
+from model.observe.sites import Site
 from probes.attention.rows import looked_at
 from probes.finding import Report
 from probes.probe import Probe, Progress

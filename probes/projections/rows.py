@@ -7,9 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from model import sites
 from model.config import LayerKind
-from model.sites import Listener, Site
+from model.observe import sites
+from model.observe.observer import listening
+from model.observe.sites import Listener, Site
 from model.transformer import Transformer
 from probes.finding import JSON
 from probes.projections.known import Known
@@ -106,7 +107,7 @@ def heard(
     everywhere, some, head = Recorder(OF_ALL), Recorder(OF_SOME, positions), Recorder([sites.LOGITS])
     listeners = everywhere.listeners() | some.listeners() | head.listeners()
     state, first = model.new_state(len(tokens), max(calls)), 0
-    with model.attached({site: _only(layers, listener) for site, listener in listeners.items()}):
+    with listening(model, {site: _only(layers, listener) for site, listener in listeners.items()}):
         for length in calls:
             run_tokens(model, list(tokens[first : first + length]), length, state)
             first += length

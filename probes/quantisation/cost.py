@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels.formats import Fp4, Fp8
-from model import sites
 from model.config import LayerKind
-from model.sites import Site
+from model.observe import sites
+from model.observe.sites import Site
 from probes.finding import Finding, Table, at_most, exactly, judged
 from probes.quantisation.cases import off_grid
 from probes.shared.moe import Experts, distances

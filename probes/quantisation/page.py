@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from model import sites
-from model.sites import Site
+from model.observe import sites
+from model.observe.sites import Site
 from probes.finding import Part, Plot, Table
 from probes.quantisation import cost as rounding_cost
 from probes.quantisation import scales as stored_scales

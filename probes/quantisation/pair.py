@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from model import sites
 from model.config import ModelConfig
-from model.sites import Listener, Site
+from model.observe import sites
+from model.observe.observer import listening
+from model.observe.sites import Listener, Site
 from model.state import State
 from model.transformer import Transformer
 from probes.shared.recorder import Recorder
@@ -108,7 +109,7 @@ def _run(model: Transformer, tokens: Tensor, state: State, heard: Mapping[Site, 
 
         return listener
 
-    with model.attached({site: keep(site) for site in (*COMPARED, *CHOICES)}), model.attached(heard):
+    with listening(model, {site: keep(site) for site in (*COMPARED, *CHOICES)}), listening(model, heard):
         hidden = model(tokens, state)
     return hidden, {key: torch.cat(some) for key, some in parts.items()}
 

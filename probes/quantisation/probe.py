@@ -7,10 +7,10 @@ from typing import ClassVar
 from torch import Tensor
 
 from kernels.ops import Ops
-from model import sites
 from model.config import LayerKind, ModelConfig, check_deployed
 from model.errors import ConfigError
-from model.sites import Site
+from model.observe import sites
+from model.observe.sites import Site
 from model.transformer import Transformer
 from probes.finding import Finding, Report, at_least, at_most, judged, measured, vacuous
 from probes.probe import Probe, Progress, one_rank

@@ -1,7 +1,7 @@
 """`python -m probes.ranks.one`: one rank of a small group that runs a prompt; JSON in and JSON out.
 
 It runs the prompt alone first, then with the others, and compares the two at every site. Each process holds the whole
-tensor at every site (`model.sites`), so each of them can tell where it parts.
+tensor at every site (`model.observe.sites`), so each of them can tell where it parts.
 """
 
 import json
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from model.errors import RankDisagreement, Tripwire
+from model.observe.observer import listening
 from model.ranks import Group
 from probes.faults import FAULTS
 from probes.memory.peak import OPS
@@ -58,13 +59,13 @@ def _compared(pair: Pair, subject: Subject, group: Group, tokens: list[int]) -> 
     """How far the run of this group is from the run alone, and where it is first too far."""
     options = between(pair, subject)
     alone, held = subject.load(options).model, Trace()
-    with alone.attached(Canonical(subject.config, held).listeners()):
+    with listening(alone, Canonical(subject.config, held).listeners()):
         alone.logits(run_tokens(alone, tokens, len(tokens))[0])
     comparison = Comparison(subject.config, subject.file_weights, held, bound_of(pair), pair.steered)
     model = load(subject.directory, options, subject.ops, group).model
     if subject.fault is not None:
         subject.fault.inject(model)
-    with model.attached(Canonical(subject.config, comparison).listeners()):
+    with listening(model, Canonical(subject.config, comparison).listeners()):
         model.logits(run_tokens(model, tokens, len(tokens))[0])
     comparison.close(())
     found = places(pair, comparison)
@@ -80,7 +81,7 @@ def _compared(pair: Pair, subject: Subject, group: Group, tokens: list[int]) -> 
         "evidence": evidence(comparison, place),
         "rows": rows,
         "bit_equal": equal,
-        "calls": model.ranks.calls,
+        "calls": model.arithmetic.ranks.calls,
     }
 
 

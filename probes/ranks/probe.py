@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from model.census import census
 from model.checkpoint import Checkpoint
 from model.names import Axis, axis
-from model.sites import Site
+from model.observe.sites import Site
 from probes.finding import Finding, Part, Report, Table, broken, exactly, judged
 from probes.memory.peak import cannot_carry
 from probes.parity.compare import COMPARED

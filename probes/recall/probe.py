@@ -5,7 +5,8 @@ from typing import ClassVar
 
 from model.config import LayerKind, ModelConfig
 from model.config_json import CSA_RATIO
-from model.sites import Site
+from model.observe.observer import listening
+from model.observe.sites import Site
 from probes.finding import Part, Report
 from probes.probe import Probe, Progress, room
 from probes.recall import drawn, page
@@ -96,7 +97,7 @@ top-k, and on the same queries and keys that alone is enough (*A, scores in BF16
         progress(0, f"running {lengths[-1]} tokens")
         positions = sorted({p for length in lengths for p in range(max(0, length - self.rows), length)})
         recorder = Recorder(self.reads, positions)
-        with subject.model.attached(recorder.listeners()):
+        with listening(subject.model, recorder.listeners()):
             _, state = run_tokens(subject.model, subject.tokens(lengths[-1]), subject.options.prefill_chunk)
         config = subject.config
         return [recorded(layer, config, positions, recorder, state) for layer in csa_layers(config)]

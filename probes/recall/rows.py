@@ -8,9 +8,9 @@ from torch import Tensor
 
 from kernels.reference.quantise import simulate_fp4
 from kernels.rows import read
-from model import sites
 from model.cache.layers import CsaCache
 from model.config import LayerKind, ModelConfig
+from model.observe import sites
 from model.state import State
 from probes.recall.drawn import narrow_selection
 from probes.recall.oracle import Comparison, compare, correlations, exact_scores, hadamard_matrix, rounding_error

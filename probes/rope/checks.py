@@ -10,7 +10,7 @@ import torch
 from kernels.ops import Ops
 from model.attention import CsaAttention, HcaAttention
 from model.config import LayerKind, ModelConfig
-from model.rope import Rotation
+from model.rope import Rotation, layer_frequencies
 from model.transformer import Transformer
 from probes.finding import JSON, Finding, at_most, exactly, judged
 from probes.rope.oracle import EDGE, GOLDEN, GOLDEN_DIM, GOLDEN_PAIRS, POSITIONS, Table, U, apart, pairs
@@ -68,7 +68,7 @@ def golden(config: ModelConfig, device: torch.device) -> Iterator[Finding]:
         kind = LayerKind.SWA if yarn is None else LayerKind.CSA
         dims = {"head_dim": 512, "index_head_dim": 128, "qk_rope_head_dim": GOLDEN_DIM}
         thetas = {"rope_theta": theta} if yarn is None else {"compress_rope_theta": theta, "rope_scaling": yarn}
-        rotation = Rotation(replace(config, **dims, **thetas), kind, device)  # type: ignore[arg-type]
+        rotation = Rotation(layer_frequencies(replace(config, **dims, **thetas), kind).to(device))  # type: ignore[arg-type]
         table, which = Table.of(GOLDEN_DIM, theta, yarn), list(GOLDEN_PAIRS)
         worst, where = 0.0, 0
         for position in POSITIONS:

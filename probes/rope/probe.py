@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from model.config import LayerKind, ModelConfig
-from model.sites import Site
+from model.observe.observer import listening
+from model.observe.sites import Site
 from model.transformer import Transformer
 from probes import finding
 from probes.finding import Finding, Part, Plot, Report, at_most, exactly, judged, vacuous
@@ -123,7 +124,7 @@ def _watched(
     watch = Watch(model, [tables[kind] for kind in subject.config.layer_kinds], rounding)
     chunk = min(subject.options.prefill_chunk, len(tokens))
     state = model.new_state(len(tokens), chunk)
-    with torch.inference_mode(), model.attached(watch.listeners()):
+    with torch.inference_mode(), listening(model, watch.listeners()):
         for first in range(0, len(tokens), chunk):
             progress(0.1 + 0.9 * first / len(tokens), "rotations of the run")
             watch.first = first

@@ -11,11 +11,12 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from model import sites
 from model.attention import CsaAttention, HcaAttention
 from model.cache.frontier import Frontier
-from model.compressor import IndexerKeyCompressor, MainCompressor
-from model.sites import Listener, Site
+from model.compressor import EntryCompressor, KeyCompressor
+from model.observe import sites
+from model.observe.observer import observed
+from model.observe.sites import Listener, Site
 from model.transformer import Transformer
 from probes.finding import JSON
 from probes.rope.oracle import I64, TINY, Table, U, pairs
@@ -106,15 +107,16 @@ class Watch:
         if isinstance(attention, CsaAttention):
             self._pool(layer, "index keys", attention.indexer.compressor)
 
-    def _pool(self, layer: int, what: str, compressor: MainCompressor | IndexerKeyCompressor) -> None:
+    def _pool(self, layer: int, what: str, compressor: EntryCompressor | KeyCompressor) -> None:
         project, ops = compressor.project, compressor.arithmetic.ops
         if (layer, what) not in self._frontiers:
             overlap, width = isinstance(self.model.blocks[layer].attention, CsaAttention), len(project.norm)
             self._frontiers[layer, what] = Frontier(
                 self.model.config.ratio(layer), width, overlap=overlap, device=self.model.device
             )
-        frontier = self._frontiers[layer, what]
-        for pooled in frontier.push(*project(self._x, self.first), ops.pool):
+        frontier, call = self._frontiers[layer, what], observed(self.model).call
+        assert call is not None, "no call runs"
+        for pooled in frontier.push(*project(self._x, call), ops.pool):
             rows = ops.rms_norm(pooled.to(compressor.arithmetic.dtype), project.norm, compressor.eps)
             self._pooled[layer, what].append(rows)
 
@@ -131,14 +133,14 @@ class Watch:
         assert self._latent is not None
         attention = self.model.blocks[layer].attention
         arithmetic = attention.arithmetic
-        before = arithmetic.linear(self._latent, attention.wq_b).unflatten(-1, q.shape[1:])
+        before = attention.wq_b(self._latent).unflatten(-1, q.shape[1:])
         self._see(layer, "queries", arithmetic.ops.rms_norm(before, None, attention.eps), q)
 
     def _kv(self, layer: int | None, kv: Tensor) -> None:
         assert layer is not None
         attention = self.model.blocks[layer].attention
         arithmetic = attention.arithmetic
-        before = arithmetic.ops.rms_norm(arithmetic.linear(self._x, attention.wkv), attention.kv_norm, attention.eps)
+        before = arithmetic.ops.rms_norm(attention.wkv(self._x), attention.kv_norm, attention.eps)
         self._see(layer, "window KV", before, kv)
 
     def _index_query(self, layer: int | None, q: Tensor) -> None:
@@ -150,7 +152,7 @@ class Watch:
         self._see(
             layer,
             "index queries",
-            indexer.arithmetic.linear(self._latent, indexer.wq_b).unflatten(-1, q.shape[1:]),
+            indexer.wq_b(self._latent).unflatten(-1, q.shape[1:]),
             q,
         )
 

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Ops
-from model import sites
 from model.experts import Expert
-from model.sites import Listener, Site
+from model.observe import sites
+from model.observe.observer import listening
+from model.observe.sites import Listener, Site
 from model.transformer import Transformer
 from probes.finding import Finding, at_most, judged, vacuous
 from probes.shared.moe import Experts, distances
@@ -135,7 +136,7 @@ def _watched(model: Transformer, expert: Expert, x: Tensor, weight: Tensor | Non
         return listener
 
     gate, up = PATHS["shared" if weight is None else "routed"]
-    with model.attached({gate: keep(gate), up: keep(up)}):
+    with listening(model, {gate: keep(gate), up: keep(up)}):
         out = f64(expert(x, weight))
     return out, seen[gate], seen[up]
 

@@ -6,9 +6,10 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from model import sites
 from model.gate import HashGate
-from model.sites import Site
+from model.observe import sites
+from model.observe.observer import listening
+from model.observe.sites import Site
 from model.transformer import Transformer
 from probes.finding import Finding, Report, at_most, exactly, judged, measured
 from probes.probe import Probe, Progress, one_rank
@@ -177,7 +178,7 @@ def _run(model: Transformer, tokens: list[int], chunk: int, counter: Counter) ->
     """What passed each layer's experts; the clamp's hits are counted on the way."""
     kept = (sites.EXPERTS_INPUT, sites.EXPERT_IDS, sites.EXPERT_WEIGHTS, sites.EXPERTS_OUTPUT)
     recorder = Recorder(kept)
-    with model.attached(counter.listeners() | recorder.listeners()):
+    with listening(model, counter.listeners() | recorder.listeners()):
         run_tokens(model, tokens, chunk)
     captured = []
     for layer in range(len(model.blocks)):

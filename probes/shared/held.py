@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.formats import Dense, Fp4, Fp8, NvFp4, Weight, rows
 from kernels.ops import Ops
+from model.linear import Embedding, GroupedLinear, Linear
 from model.transformer import Transformer
 
 # Official names to attributes, applied in this order to a name without its ".weight".
@@ -55,8 +56,8 @@ class Held:
 
 def find(model: Transformer, name: str) -> Held | None:
     """The place of a parameter by its official name; None when no object of the model holds it."""
-    path = {"embed.weight": "embedding"}.get(name) or name
-    path = path if path.endswith(".gate.weight") else path.removesuffix(".weight")
+    path = name if name.endswith(".gate.weight") else name.removesuffix(".weight")
+    path = "embedding" if path == "embed" else path
     for official, ours in _SPELLINGS:
         path = path.replace(official, ours)
     *steps, attribute = path.split(".")
@@ -70,7 +71,10 @@ def find(model: Transformer, name: str) -> Held | None:
             holder = getattr(holder, step, None)
             if holder is None:
                 return None
-    return Held(holder, attribute) if isinstance(getattr(holder, attribute, None), _KINDS) else None
+    value = getattr(holder, attribute, None)
+    if isinstance(value, Linear | Embedding):
+        holder, attribute, value = value, "weight", value.weight
+    return Held(holder, attribute) if isinstance(value, _KINDS) else None
 
 
 _KINDS = (Tensor, Dense, Fp8, Fp4, NvFp4)
@@ -94,13 +98,14 @@ def used(ops: Ops, held: Held, groups: int, start: int, stop: int) -> Iterator[t
         yield 0, value[start:stop]
         return
     part = value if (start, stop) == (0, value.shape[0]) else rows(value, start, stop)
-    groups = groups if part is value and held.attribute == "wo_a" else 1
+    grouped = isinstance(held.holder, GroupedLinear)
+    groups = groups if part is value and grouped else 1
     columns = part.shape[1]
     step = max(1, IDENTITY // (columns * groups))
     for low in range(0, columns, step):
         x = torch.zeros(min(step, columns - low), columns, device=part.data.device)
         x[:, low : low + len(x)].fill_diagonal_(1)
-        if held.attribute == "wo_a":
+        if grouped:
             out = ops.grouped_linear(x[:, None].expand(-1, groups, -1), part, groups).flatten(1)
         else:
             out = ops.linear(x, part)

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import sites
-from model.sites import Listener, Site
+from model.observe import sites
+from model.observe.observer import listening
+from model.observe.sites import Listener, Site
 from model.state import State
 from model.transformer import Transformer
 
@@ -78,7 +79,7 @@ def traced(model: Transformer, watched: Sequence[Site], first: int = 0) -> Itera
         passed.append(Passed(site, layer, called, row_digests(x)))
 
     listeners: dict[Site, Listener] = {site: partial(note, site) for site in watched}
-    with model.attached({sites.EMBEDDED: begin}), model.attached(listeners):
+    with listening(model, {sites.EMBEDDED: begin}), listening(model, listeners):
         yield passed
 
 

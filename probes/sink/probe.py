@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Ops
-from model.sites import Site
+from model.observe.observer import listening
+from model.observe.sites import Site
 from probes.finding import JSON, Finding, HeatMap, Part, Report, Table, at_most, judged, vacuous
 from probes.probe import Probe, Progress
 from probes.shared.narrow import F64, f64
@@ -98,7 +99,7 @@ one is always rounded by nearly half a unit in the last place. A fault gives ten
         watch = Watch(config, sinks, rounding, sorted({*range(half), *spread}), len(tokens))
         chunk = min(self.chunk, len(tokens))
         state = model.new_state(len(tokens), chunk)
-        with model.attached(watch.listeners()):
+        with listening(model, watch.listeners()):
             for first in range(0, len(tokens), chunk):
                 progress(0.6 + 0.4 * first / len(tokens), "sinks in the run")
                 watch.first = first

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from model import sites
 from model.config import LayerKind, ModelConfig
-from model.sites import Listener, Site
+from model.observe import sites
+from model.observe.sites import Listener, Site
 from probes.shared.narrow import F64, f64
 from probes.sink.oracle import TINY, Attended
 

@@ -69,7 +69,7 @@ def fed(part: AnyEntries | AnyKeys, given: Tensor, cut: int) -> None:
     """Append the rows, `cut` at a time."""
     for some in given.split(cut):
         part.append(some)
-        part.settle()
+        part.evict()
 
 
 def _width(part: AnyEntries | AnyKeys) -> int:
@@ -144,7 +144,7 @@ def masses(model: Transformer, count: int, seed: int) -> Iterator[Finding]:
         wrong = 0.0
         for some in clustered(count, _width(entries), seed).to(model.device).split(CUTS[1]):
             entries.append(some)
-            entries.settle()
+            entries.evict()
             bias = entries.view().bias
             mass = 0.0 if bias is None else float(bias.double().exp().sum())
             wrong = max(wrong, abs(mass - entries.count))

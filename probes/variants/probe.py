@@ -7,7 +7,7 @@ from typing import ClassVar
 import torch
 
 from model.config import LayerKind, ModelConfig
-from model.sites import Site
+from model.observe.sites import Site
 from model.transformer import Transformer
 from probes.finding import Finding, Report
 from probes.probe import Probe, Progress, one_rank, room

@@ -7,9 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from model import sites
 from model.config import LayerKind, ModelConfig
-from model.sites import Site
+from model.observe import sites
+from model.observe.observer import listening
+from model.observe.sites import Site
 from probes.finding import JSON, Finding, Part, Report, Text, exactly, judged, vacuous
 from probes.probe import Probe, Progress, room
 from probes.shared.exact import exact_linears
@@ -73,7 +74,7 @@ The rope columns, which are not rounded, give every token away."""
         config, recorder = subject.config, Recorder((sites.ATTENTION_INPUT, sites.SELECTED))
         length, block = self._length(config), max(config.compress_ratios)
         changed = tuple(sorted({*self.reach_of, max(0, block - 1)}))  # the last of a block among them
-        with subject.model.attached(recorder.listeners()):
+        with listening(subject.model, recorder.listeners()):
             run_tokens(subject.model, subject.tokens(length), length)
         csa = [layer for layer, kind in enumerate(config.layer_kinds) if kind is LayerKind.CSA]
         findings = [selections(config, {layer: recorder.rows(sites.SELECTED, layer) for layer in csa})] if csa else []

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model import sites
 from model.cache.layers import LayerCache
 from model.config import LayerKind, ModelConfig
-from model.ranks import undivided
+from model.observe import sites
+from model.observe.observer import listening
 from model.transformer import Transformer
 
 
@@ -76,9 +76,10 @@ def _attention(model: Transformer, layer: int, inputs: Tensor) -> tuple[Tensor, 
         sites.MIXED: lambda _, x: seen.update(mixed=x.cpu()),
         sites.SELECTED: lambda _, x: seen.update(selected=x.cpu()),
     }
-    with model.attached(listeners):
+    with listening(model, listeners):
         state = model.new_state(len(inputs), len(inputs))
         cache = state.layers[layer]
         assert isinstance(cache, LayerCache)
-        model.blocks[layer].attention(inputs, 0, cache, undivided(len(inputs)))
+        tokens = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
+        model.blocks[layer].attention(inputs, model.call(tokens, 0), cache)
     return seen["mixed"], seen.get("selected")

@@ -8,7 +8,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from model import sites, tripwire
+from model.observe import invariants, sites
+from model.observe.observer import PLACES, Point, listening, observed
 from model.state import State
 from model.transformer import Transformer
 from runtime.load import load
@@ -62,7 +63,7 @@ def _guards(call: Callable[[], object]) -> list[Callable[[], object]]:
 
     with ExitStack() as stack:
         for name in ("finite", "width", "count", "room", "columns", "routing", "selection"):
-            stack.enter_context(mock.patch.object(tripwire, name, noting(getattr(tripwire, name))))
+            stack.enter_context(mock.patch.object(invariants, name, noting(getattr(invariants, name))))
         call()
     return made
 
@@ -89,18 +90,19 @@ def tripwires() -> Iterator[Pair]:
 def idle_sites() -> Iterator[Pair]:
     """Sites that nobody listens at: the ratio is their share of a run."""
     model = load(DEMO, RunOptions()).model
-    taps = model.arithmetic.taps
+    observer = observed(model)
     for label, call in _runs(model).items():
         passes: list[tuple[sites.Site, int | None, Tensor]] = []
 
         def note(site: sites.Site, passes: list[tuple[sites.Site, int | None, Tensor]] = passes) -> sites.Listener:
             return lambda layer, tensor: passes.append((site, layer, tensor[:0]))
 
-        with model.attached({site: note(site) for site in sites.SITES}):
+        with listening(model, {site: note(site) for site in sites.SITES}):
             call()
 
         def idle(passes: list[tuple[sites.Site, int | None, Tensor]] = passes) -> None:
-            for site, layer, tensor in passes:
-                taps(site, layer, tensor)
+            with observer.unchecked():
+                for site, layer, tensor in passes:
+                    observer.passes(Point(layer, ((site, PLACES[site]._replace(output=-1)),)), None, (), tensor)
 
         yield Pair(f"{label}, {len(passes)} passes", "run", call, "its sites", idle)

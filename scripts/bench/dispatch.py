@@ -65,7 +65,7 @@ def measure(model: Transformer, group: Group, tokens: int, rounds: int) -> Cost:
 def _call(model: Transformer, group: Group, ids: torch.Tensor, way: str) -> float:
     """Milliseconds of one call, from when all ranks are there until all are done."""
     state = model.new_state(len(ids), len(ids))
-    model.ranks.dispatch = way
+    model.arithmetic.ranks.dispatch = way
     dist.barrier(group=group.processes)
     start = time.perf_counter()
     model(ids, state)

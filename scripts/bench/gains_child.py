@@ -1,8 +1,8 @@
 """One profile of one commit: `python -P gains_child.py JSON`, started by `scripts.bench.gains`.
 
 It runs beside the `kernels`, `model` and `runtime` of the commit that is first on PYTHONPATH, which may be older than
-this file, and so asks little of them: `load`, `RunOptions`, the op set. Checks (`model.tripwire`) are clocked as one
-component more. The result is the last line of stdout, as JSON.
+this file, and so asks little of them: `load`, `RunOptions`, the op set. Checks (`model.observe.invariants`, once
+`model.tripwire`) are clocked as one component more. The result is the last line of stdout, as JSON.
 """
 
 import importlib.util
@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from kernels.ops import BLOCKED
-from model import tripwire
 from runtime.load import load
 from runtime.options import RunOptions
 
@@ -24,8 +23,10 @@ CHECKS = ("finite", "width", "count", "room", "columns", "routing", "selection",
 def measure(spec: dict[str, Any], clock: Any) -> dict[str, Any]:
     """Read a prompt and decode; seconds by component of each."""
     torch.set_num_threads(spec["threads"])
+    newer = importlib.util.find_spec("model.observe")
+    invariants = importlib.import_module("model.tripwire" if newer is None else "model.observe.invariants")
     for name in CHECKS:
-        setattr(tripwire, name, clock.around("checks", getattr(tripwire, name)))
+        setattr(invariants, name, clock.around("checks", getattr(invariants, name)))
     options = RunOptions(numerics=spec["numerics"], dtype="bf16", device="cpu", prefill_chunk=spec["chunk"])
     model = load(Path(spec["model"]), options, clock.watch(BLOCKED)).model
     draw, vocabulary = torch.Generator().manual_seed(spec["seed"]), model.config.vocab_size

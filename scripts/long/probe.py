@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from model import strict_json
 from model.errors import ConfigError
 from model.files import read_bounded
-from model.sites import Site
+from model.observe.sites import Site
 from probes.demo_language.vocabulary import vocabulary_size
 from probes.finding import Report
 from probes.memory.plan import ITEM_BYTES, cache_bytes

@@ -9,13 +9,13 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
-from model import sites
 from model.config import ModelConfig
 from model.errors import ConfigError
-from model.sites import Listener, Site, axes
+from model.observe import sites
+from model.observe.observer import listening, observed
+from model.observe.sites import Listener, Site, axes
 from probes.fault import Fault
 from probes.faults import FAULTS
-from probes.identify import without_tripwires
 from probes.recording import KEPT, OF_ENTRIES, TOKENS, WHOLE_MODEL, has_site, stored_name
 from runtime.load import load, read_config
 from runtime.op_sets import op_set
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace, ids: Sequence[int], lengths: Sequence[int]) ->
 
         write(TOKENS, tokens)
         # A fault that a tripwire would end is to be seen to its end.
-        watched = contextlib.nullcontext() if fault is None else without_tripwires()
-        with watched, model.attached(_listeners(kept, planned, write)):
+        watched = contextlib.nullcontext() if fault is None else observed(model).unchecked()
+        with watched, listening(model, _listeners(kept, planned, write)):
             for length in track(lengths, "record", console=console, transient=True, disable=not console.is_terminal):
                 hidden = model(tokens[start : start + length], state)
                 if sites.LOGITS.name in planned:

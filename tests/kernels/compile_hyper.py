@@ -12,9 +12,9 @@ def shapes(t, d, dtype=torch.bfloat16):
     return streams, fn, torch.empty(3), torch.empty(ROWS), torch.empty(t, S), torch.empty(t, S, S)
 
 
-def mix(t, d):
-    streams, fn, scale, base, post, comb = shapes(t, d)
-    return lambda: hyper.mix(streams[:, 0], streams, post, comb, fn, scale, base, 20, 1e-6, 1e-6, torch.empty(d), 1e-6)
+def read(t, d):
+    streams, fn, scale, base, _, _ = shapes(t, d)
+    return lambda: hyper.read(streams, fn, scale, base, 20, 1e-6, 1e-6, torch.empty(d), 1e-6)
 
 
 def weights(t, d, dtype):
@@ -28,10 +28,10 @@ def head(t, d):
 
 
 CASES = {
-    "between sublayers, V4-Pro": mix(1, 7168),
+    "read for a sublayer, V4-Pro": read(1, 7168),
     "head": head(2, 7168),
 }
 MORE = {
-    "between sublayers, V4-Flash, a chunk": mix(4096, 4096),
+    "read for a sublayer, V4-Flash, a chunk": read(4096, 4096),
     "first sublayer, in fp32": weights(1, 7168, torch.float32),
 }

@@ -16,7 +16,7 @@ from model.arithmetic import Arithmetic
 from model.cache.entries import Entries
 from model.cache.formats import CacheFormats
 from model.cache.frontier import Frontier
-from model.compressor import IndexerKeyCompressor, MainCompressor
+from model.compressor import EntryCompressor, KeyCompressor
 
 HERE = torch.device("cpu")
 EPS = 1e-6
@@ -113,9 +113,9 @@ def test_rows_and_state_are_bit_equal_where_every_sum_is_exact(dtype, rounding, 
 
 def model_compressor(kind, width, freqs, dtype, deployed):
     nobody, formats = SimpleNamespace(note=lambda *_: None), CacheFormats(dtype, "dtype", "dtype")
-    numerics = Arithmetic(REFERENCE, deployed, dtype, formats, nobody, lambda *_: None, {})
+    numerics = Arithmetic(REFERENCE, deployed, dtype, formats, nobody, {})
     made = kind.__new__(kind)
-    made.arithmetic, made.layer, made.coded, made.eps = numerics, 0, False, EPS
+    made.arithmetic, made.coded, made.eps = numerics, False, EPS
     made.rope_dim, made.width = 2 * len(freqs), width
     positions = lambda first, n, step: torch.arange(first, first + n * step, step)  # noqa: E731
     made.rotation = SimpleNamespace(at=lambda *where: angles(positions(*where), freqs))
@@ -123,16 +123,16 @@ def model_compressor(kind, width, freqs, dtype, deployed):
 
 
 @pytest.mark.parametrize(("kind", "rounding", "form", "shape"), [
-    (MainCompressor, "none", "rows", (4, 2, 80)), (MainCompressor, "kv", "entries", (8, 1, 80)),
-    (MainCompressor, "kv", "rows", (4, 2, 80)), (IndexerKeyCompressor, "none", "rows", (4, 2, 64)),
-    (IndexerKeyCompressor, "index", "rows", (4, 2, 64)), (IndexerKeyCompressor, "index", "fp4", (4, 2, 64)),
+    (EntryCompressor, "none", "rows", (4, 2, 80)), (EntryCompressor, "kv", "entries", (8, 1, 80)),
+    (EntryCompressor, "kv", "rows", (4, 2, 80)), (KeyCompressor, "none", "rows", (4, 2, 64)),
+    (KeyCompressor, "index", "rows", (4, 2, 64)), (KeyCompressor, "index", "fp4", (4, 2, 64)),
 ])  # fmt: skip
 @pytest.mark.parametrize("op", [compress, reference.compress])
 def test_it_is_what_the_model_does(kind, rounding, form, shape, op):
     (ratio, series, width), dtype = shape, torch.bfloat16
     kv, gate = exact(TOTAL, series, width, seed=2)
     norm = torch.rand(width, generator=torch.Generator().manual_seed(1)) + 0.5
-    freqs = torch.zeros(ROPE // 2) if kind is IndexerKeyCompressor else frequencies(ROPE, 1e4)
+    freqs = torch.zeros(ROPE // 2) if kind is KeyCompressor else frequencies(ROPE, 1e4)
     model = model_compressor(kind, width, freqs, dtype, rounding != "none")
     frontier = Frontier(ratio, width, overlap=series == 2, device=HERE)
     entries = Entries(ratio, cache(form, width, dtype))
@@ -140,11 +140,11 @@ def test_it_is_what_the_model_does(kind, rounding, form, shape, op):
     for first, *part in chunks(kv, gate):
         model.project = lambda _x, _first, part=part: part
         model.project.norm = norm
-        model(part[0], first, frontier, entries)
+        model(part[0], SimpleNamespace(first=first), frontier, entries)
         op(*part, state, first, norm, EPS, freqs, rounding, rows, dtype)
         same_state(state, frontier, frontier.filled)
     ours, expected = (bits(forms.first(x, entries.count)) for x in (rows, entries.data))
-    if kind is IndexerKeyCompressor:
+    if kind is KeyCompressor:
         assert torch.equal(ours, expected)
     else:  # a cosine may differ in its last bit, and one rotated number in 2^13 be rounded another way
         assert (ours != expected).float().mean() < 0.01

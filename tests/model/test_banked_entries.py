@@ -73,7 +73,7 @@ def test_slots_stand_for_the_entries_that_the_rule_says(variant, seed):
     cache = banks(variant)
     for row in rows.split(1):
         cache.append(row)
-        cache.settle()
+        cache.evict()
     exact, times, summary = told(rows, variant)
     assert cache.times == [-1 if time is None else time for time in times]
     assert cache.counts == [len(members) for members in summary]
@@ -97,7 +97,7 @@ def test_mass_is_the_number_of_entries_seen(variant):
     while cache.count < len(rows):
         cache.append(rows[cache.count :][: rng.randrange(1, 16)])
         assert cache.mass() == cache.count
-        cache.settle()
+        cache.evict()
         assert cache.mass() == cache.count
 
 
@@ -107,12 +107,12 @@ def test_banks_do_not_depend_on_how_entries_come(sizes):
     one, other = banks(variant), banks(variant)
     for row in rows.split(1):
         one.append(row)
-        one.settle()
+        one.evict()
     at = 0
     while at < len(rows):
         for size in sizes:
             other.append(rows[at : at + size])
-            other.settle()
+            other.evict()
             at += size
     for name, tensor in one.tensors(600).items():
         assert torch.equal(tensor, other.tensors(600)[name]), name
@@ -133,7 +133,7 @@ def test_a_mean_of_equal_entries_weighs_as_they_did(ops):
     cache = banks(Coda(4, 0, 3))
     for row in rows.split(1):
         cache.append(row)
-        cache.settle()
+        cache.evict()
     assert sorted(cache.counts) == [12, 12, 12]
     whole, slots = (attended(entries, ops, 159, 4) for entries in (rows, cache.view()))
     torch.testing.assert_close(slots, whole, rtol=2e-6, atol=2e-6)
@@ -149,7 +149,7 @@ def test_attention_to_slots_is_that_of_the_equation(ops, selection):
     cache = banks(Coda(6, 3, 4))
     for row in rows.split(1):
         cache.append(row)
-        cache.settle()
+        cache.evict()
     slots = cache.view()._replace(hidden=cache.view().hidden + 1)  # the newest is not finished for the first token
     selected = torch.tensor([[7, 9, -1, 0], [12, 3, 8, 1], [2, 5, 6, 11]], dtype=torch.int32) if selection else None
     out = attended(slots, ops, position, ratio, selected)
@@ -179,7 +179,7 @@ def test_keys_are_those_of_the_newest_entries():
     keys, all_keys = NewestKeys(4, Coda(5, 1, 1), 6, 64, torch.float32, CPU), torch.randn(40, 6)
     for part in all_keys.split([1, 7, 16, 2, 14]):
         keys.append(part)
-        keys.settle()
+        keys.evict()
     assert (keys.count, keys.evicted, keys.used) == (40, 35, 5)
     assert torch.equal(keys.view(), all_keys[35:])
 
@@ -202,7 +202,7 @@ def test_empty_slots_are_not_attended_to():
     selected = torch.tensor([[0, 3, -1]], dtype=torch.int32)
     assert entries.chosen(selected) is selected
     entries.append(torch.ones(1, WIDTH))
-    entries.settle()
+    entries.evict()
     assert entries.view().rows.shape == (2005, WIDTH)
     assert entries.chosen(selected).shape == (1, 2003)
 

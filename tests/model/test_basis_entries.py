@@ -8,9 +8,10 @@ import torch
 
 from kernels import basis_fit, basis_rows, rows
 from kernels.basis_fit import Loss
-from model import sites, tripwire
 from model.cache.variants import Shard
 from model.errors import Tripwire
+from model.observe import invariants, sites
+from model.observe.observer import listening
 from probes.subject import Subject
 from runtime import calibrate
 from runtime.basis import write_basis
@@ -74,7 +75,7 @@ def test_samples_are_of_the_last_tokens(monkeypatch):
     def listen(name):
         return lambda layer, x: whole.setdefault((name, layer), []).append(x.clone())
 
-    with model.attached({sites.QUERY: listen("query"), sites.SELECTED: listen("selected")}):
+    with listening(model, {sites.QUERY: listen("query"), sites.SELECTED: listen("selected")}):
         state = model.new_state(2048, 512)
         for part in torch.tensor(ids).split(512):
             model(part, state)
@@ -99,7 +100,7 @@ def test_a_row_that_comes_back_wrong_trips(made, fitted):
     x, found = made[1].entries[:40], fitted[1]
     stored = basis_rows.allocate(40, found.fit, 64, found.rope_bits, 0, CPU)
     rows.write(stored, 0, x)
-    tripwire.stored("attention.entry", 1, 0, x, stored)
+    invariants.stored("attention.entry", 1, 0, x, stored)
     nope = stored.nope
     for damage in (
         stored._replace(nope=nope._replace(mean=-nope.mean)),
@@ -109,7 +110,7 @@ def test_a_row_that_comes_back_wrong_trips(made, fitted):
         stored._replace(rope=stored.rope._replace(norm=stored.rope.norm * 2)),
     ):
         with pytest.raises(Tripwire, match=r"row \d+ comes back .* (with these coefficients|does not hold this entry)"):
-            tripwire.stored("attention.entry", 1, 0, x, damage)
+            invariants.stored("attention.entry", 1, 0, x, damage)
 
 
 def coded(x, found, **parts):
@@ -144,15 +145,15 @@ def test_rows_that_a_basis_does_not_hold_trip(narrow, fitted, made):
     error = (rows.read(stored, 0, 40) - x).square().sum(1)[7:] / x.square().sum(1)[7:]
     expected = basis_rows.expected_error(stored, 0, x)[7:] / x.square().sum(1)[7:]
     assert (error <= expected).all(), "as bad as the basis says"
-    assert error[0] > tripwire.BASIS_SHARE == 1
+    assert error[0] > invariants.BASIS_SHARE == 1
     wanted = rf"attention.entry of layer 2 at position {8 * 128 - 1}: row 7 comes back {error[0]:.3g} off, .*, expected"
     with pytest.raises(Tripwire, match=wanted + " at most 1: the basis does not hold this entry"):
-        tripwire.stored("attention.entry", 2, 0, x, stored, 128)
+        invariants.stored("attention.entry", 2, 0, x, stored, 128)
     loud = fitted[1].fit.basis_scale.clone()
     loud[:3] = 6e4
     entries = made[1].entries[:40]
     with pytest.raises(Tripwire, match=r"position 3: row 0 comes back \S+e\+\d+ off.* does not hold this entry"):
-        tripwire.stored("attention.entry", 1, 0, entries, coded(entries, fitted[1], basis_scale=loud), 4)
+        invariants.stored("attention.entry", 1, 0, entries, coded(entries, fitted[1], basis_scale=loud), 4)
 
 
 def test_the_error_that_is_allowed_is_that_of_the_codes(made, fitted):
@@ -165,7 +166,7 @@ def test_the_error_that_is_allowed_is_that_of_the_codes(made, fitted):
     share = basis_rows.expected_error(stored, 0, x) / error
     assert share.min() > 1.05
     assert share.max() < 1.15
-    tripwire.stored("attention.entry", 1, 0, x, stored)
+    invariants.stored("attention.entry", 1, 0, x, stored)
 
 
 def logits(*kv):

@@ -10,12 +10,13 @@ from safetensors.torch import save_file
 
 from kernels import rows
 from kernels.ops import BLOCKED, REFERENCE
-from model import sites, tripwire
 from model.cache.entries import Entries
 from model.cache.formats import CacheFormats
 from model.choices import ENTRY_FORMATS, KEY_FORMATS
 from model.config import ModelConfig
 from model.errors import CapacityError, ConfigError, StateError, Tripwire
+from model.observe import invariants, sites
+from model.observe.observer import listening
 from model.state import State
 from runtime.digest import digest
 from runtime.load import load
@@ -39,7 +40,7 @@ def ran(directory, chosen, ops=BLOCKED, lengths=LENGTHS):
     model = load(directory, chosen, ops).model
     state, selected = model.new_state(sum(lengths), max(lengths)), []
     tokens = TOKENS[: sum(lengths)] % model.config.vocab_size
-    with model.attached({sites.SELECTED: lambda layer, x: selected.append((layer, x.clone()))}):
+    with listening(model, {sites.SELECTED: lambda layer, x: selected.append((layer, x.clone()))}):
         logits = [model.logits(model(part, state)) for part in tokens.split(lengths)]
     return torch.cat(logits), selected, state
 
@@ -182,16 +183,16 @@ def test_the_tripwire_names_row_column_and_both_values():
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
     x[:, 0], x[:, 32] = 4.0, -(2.0**-10)  # E4M3 would have to hold -2^-4 and -2^-10 under one scale
     rows.write(held, 5, x)
-    tripwire.stored("indexer.key_used", 3, 5, torch.zeros_like(x) + rows.read(held, 5, 7).bfloat16(), held)
+    invariants.stored("indexer.key_used", 3, 5, torch.zeros_like(x) + rows.read(held, 5, 7).bfloat16(), held)
     x[1, 32] /= 2**6
     rows.write(held, 5, x)
     with pytest.raises(Tripwire) as trip:
-        tripwire.stored("indexer.key_used", 3, 5, x, held)
+        invariants.stored("indexer.key_used", 3, 5, x, held)
     assert str(trip.value) == (
         "indexer.key_used of layer 3: row 6, column 32 comes back as -0 from Fp8Keys,"
         " expected -1.52587891e-05, as written"
     )
-    tripwire.stored("indexer.key_used", 3, 5, x, torch.zeros(9, 64))  # a tensor in the run's dtype is not looked at
+    invariants.stored("indexer.key_used", 3, 5, x, torch.zeros(9, 64))  # a tensor in the run's dtype is not looked at
 
 
 @pytest.mark.parametrize("form", ["fp8_entries", "fp8_keys", "fp4_keys"])
@@ -204,11 +205,11 @@ def test_the_tripwire_sees_every_bit(form):
         fresh = type(held)(*(torch.zeros_like(p, dtype=torch.uint8, device="cpu").view(p.dtype) if p.element_size() == 1
                              else torch.zeros_like(p, device="cpu") for p in held))  # fmt: skip
         rows.write(fresh, 0, x)
-        tripwire.stored("site", 0, 0, x, fresh)
+        invariants.stored("site", 0, 0, x, fresh)
         damaged = rows.planes(fresh)[name].view(torch.uint8)
         damaged.view(-1)[(damaged.numel() // 3) * 2] ^= 128 if plane.dtype != torch.float8_e8m0fnu else 1
         with pytest.raises(Tripwire, match="row 2"):
-            tripwire.stored("site", 0, 0, x, fresh)
+            invariants.stored("site", 0, 0, x, fresh)
 
 
 @pytest.mark.parametrize(

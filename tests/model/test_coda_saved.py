@@ -114,7 +114,7 @@ def banked(n=50):
     entries = BankedEntries(4, Coda(window=5, exact=3, summary=2), 8, 2, 64, torch.float32, CPU)
     for row in torch.randn(n, 8, generator=torch.Generator().manual_seed(3)).split(5):
         entries.append(row)
-        entries.settle()
+        entries.evict()
     return entries
 
 

@@ -10,8 +10,8 @@ from kernels.formats import Slots
 from kernels.lloyd_max import distortion
 from kernels.ops import BLOCKED, REFERENCE
 from kernels.reference.rows import decode
-from model import tripwire
 from model.errors import Tripwire
+from model.observe import invariants
 from probes.subject import Subject
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
@@ -89,7 +89,7 @@ def test_selection_on_codes_is_that_of_what_they_stand_for(tokens):
 def test_a_row_that_comes_back_wrong_trips():
     x = torch.randn(8, 64)
     stored = coded(x, 6)
-    tripwire.stored("attention.entry", 1, 0, x, stored)
+    invariants.stored("attention.entry", 1, 0, x, stored)
     for damage in (
         stored._replace(signs=-stored.signs * torch.linspace(-1, 1, 64).sign()),
         stored._replace(norm=stored.norm * 1.5),
@@ -97,7 +97,7 @@ def test_a_row_that_comes_back_wrong_trips():
         stored._replace(norm=stored.norm.clone().fill_(torch.nan)),
     ):
         with pytest.raises(Tripwire, match=r"row 0 comes back .* at most 0\.0213 with 6 bits"):
-            tripwire.stored("attention.entry", 1, 0, x, damage)
+            invariants.stored("attention.entry", 1, 0, x, damage)
 
 
 def test_a_row_with_a_long_tail_does_not_trip():
@@ -108,9 +108,9 @@ def test_a_row_with_a_long_tail_does_not_trip():
     stored = coded(x, 4)
     error = (rows.read(stored, 0, 8) - x).square().sum(1) / x.square().sum(1)
     assert error.min() > 0.03
-    tripwire.stored("attention.entry", 1, 0, x, stored)
+    invariants.stored("attention.entry", 1, 0, x, stored)
     with pytest.raises(Tripwire, match="row 0 comes back"):
-        tripwire.stored("attention.entry", 1, 0, x, stored._replace(codes=stored.codes.flip(1)))
+        invariants.stored("attention.entry", 1, 0, x, stored._replace(codes=stored.codes.flip(1)))
 
 
 # --- in the model

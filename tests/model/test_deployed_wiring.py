@@ -17,7 +17,7 @@ from kernels.formats import Dense, Fp4, Fp8
 from kernels.ops import REFERENCE, Ops
 from model.cache.window import WindowRing
 from model.config import LayerKind, ModelConfig
-from model.rope import Rotation
+from model.rope import Rotation, layer_frequencies
 from model.transformer import Transformer
 from tests.deepseek_arithmetic import FP32, Choices, rope_table
 from tests.deployed_cases import LENGTH, MODELS
@@ -102,7 +102,7 @@ def test_a_ring_that_does_not_wrap_would_be_seen(one_of_each, monkeypatch):
 @pytest.mark.parametrize(("kind", "ratio"), [(LayerKind.SWA, 0), (LayerKind.CSA, 4), (LayerKind.HCA, 128)])
 def test_rotation_is_bit_equal_with_the_published_widths(kind, ratio):
     config = tiny_config(head_dim=512, index_head_dim=128, qk_rope_head_dim=64)  # and theta and YaRN as published
-    rotation = Rotation(ModelConfig.from_json(config, "config"), kind, torch.device("cpu"))
+    rotation = Rotation(layer_frequencies(ModelConfig.from_json(config, "config"), kind))
     for position in (1, 65_535, 1_000_000):
         for ours, theirs in zip(
             rotation.at(position, 1), rope_table(config, ratio, torch.tensor([position])), strict=True

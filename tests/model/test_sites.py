@@ -1,9 +1,10 @@
 import pytest
 import torch
 
-from model import sites
 from model.errors import Tripwire
-from model.sites import SITES, Site, Taps
+from model.observe import sites
+from model.observe.observer import Observer, Place, Point, listening, observed
+from model.observe.sites import SITES, Site
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
 
@@ -20,7 +21,7 @@ def ran(model, tokens=300):
 
 def test_every_site_is_passed_in_the_order_of_the_list_with_the_shape_it_states(model):
     passed = []
-    with model.attached({site: lambda layer, _, site=site: passed.append((layer, site)) for site in SITES}):
+    with listening(model, {site: lambda layer, _, site=site: passed.append((layer, site)) for site in SITES}):
         ran(model)
     assert {site for _, site in passed} == set(SITES)
     for layer in range(model.config.num_hidden_layers):
@@ -37,14 +38,14 @@ def test_names_are_unique():
 
 def test_layers_pass_the_sites_of_their_kind_only(model):
     layers = {site: set() for site in (sites.STREAMS, sites.ENTRY, sites.SELECTED)}
-    with model.attached({site: lambda layer, _, site=site: layers[site].add(layer) for site in layers}):
+    with listening(model, {site: lambda layer, _, site=site: layers[site].add(layer) for site in layers}):
         ran(model)
     assert layers == {sites.STREAMS: {0, 1, 2, 3}, sites.ENTRY: {1, 2, 3}, sites.SELECTED: {1, 3}}
 
 
 def test_watching_changes_nothing(model):
     bare = ran(model)
-    with model.attached({site: lambda *_: None for site in SITES}):
+    with listening(model, {site: lambda *_: None for site in SITES}):
         assert torch.equal(ran(model), bare)
 
 
@@ -53,7 +54,7 @@ def test_listeners_are_gone_after_the_with_whatever_happened_in_it(model, error)
     heard = []
 
     def listen():
-        with model.attached({sites.HIDDEN: lambda _, x: heard.append(x.shape)}):
+        with listening(model, {sites.HIDDEN: lambda _, x: heard.append(x.shape)}):
             ran(model, 5)
             if error is not None:
                 raise error
@@ -66,13 +67,13 @@ def test_listeners_are_gone_after_the_with_whatever_happened_in_it(model, error)
     assert heard == [(5, 128)]
     ran(model, 5)
     assert heard == [(5, 128)]
-    assert not model.arithmetic.taps._listeners
+    assert not observed(model).listening
 
 
 def test_one_listener_of_two_may_go(model):
     heard = []
-    with model.attached({sites.HIDDEN: lambda *_: heard.append("outer")}):
-        with model.attached({sites.HIDDEN: lambda *_: heard.append("inner")}):
+    with listening(model, {sites.HIDDEN: lambda *_: heard.append("outer")}):
+        with listening(model, {sites.HIDDEN: lambda *_: heard.append("inner")}):
             ran(model, 3)
         ran(model, 3)
     assert heard == ["outer", "inner", "outer"]
@@ -80,18 +81,19 @@ def test_one_listener_of_two_may_go(model):
 
 @pytest.mark.parametrize("shape", [(3, 5), (3, 4, 1), (4,), ()])
 def test_a_tensor_of_another_shape_than_its_site_says_trips(model, shape):
-    taps, site = Taps(model.ranks), Site("here", "t s", "")
-    with taps.attached(model.config, {site: lambda *_: None}):
-        taps(site, 2, torch.zeros(7, 4))
+    observer, site = Observer(model.config, model.arithmetic.ranks), Site("here", "t s", "")
+    point = Point(2, ((site, Place("", "")),))
+    with observer.attached({site: lambda *_: None}):
+        observer.passes(point, None, (), torch.zeros(7, 4))
         with pytest.raises(Tripwire, match="here of layer 2: shape") as trip:
-            taps(site, 2, torch.zeros(shape))
+            observer.passes(point, None, (), torch.zeros(shape))
     assert trip.value.expected == "[t, s] = [-1, 4]"
 
 
 def test_what_a_listener_writes_is_what_the_caches_keep(model):
     state = model.new_state(300, 300)
     kept = (sites.KV, sites.ENTRY, sites.INDEX_KEY_USED)
-    with model.attached({site: lambda _, rows: rows.fill_(0.5) for site in kept}):
+    with listening(model, {site: lambda _, rows: rows.fill_(0.5) for site in kept}):
         model(torch.arange(300) % 1024, state)
     for cache, entries in zip(state.layers, (0, 75, 2, 75), strict=True):
         assert (cache.ring.data[:300] == 0.5).all()

@@ -5,11 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels.formats import Dense
 from kernels.ops import BLOCKED
 from kernels.reference.hyper import sinkhorn
 from kernels.reference.indexer import select
-from model import tripwire
 from model.errors import Tripwire
+from model.observe import invariants
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
 
@@ -26,21 +27,21 @@ def tripped(call, *args):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_finite_names_the_first_position(value, dtype):
     x = torch.randn(5, 2, 3).to(dtype)
-    tripwire.finite("streams", 4, 100, x)
+    invariants.finite("streams", 4, 100, x)
     x[3, 1, 2] = x[4, 0, 0] = value
-    trip = tripped(tripwire.finite, "streams", 4, 100, x)
+    trip = tripped(invariants.finite, "streams", 4, 100, x)
     assert (trip.site, trip.layer, trip.position) == ("streams", 4, 103)
     assert trip.measured == "2 of 30 values not finite"
     assert str(trip) == "streams of layer 4 at position 103: 2 of 30 values not finite, expected finite"
 
 
 def test_infinities_that_cancel_are_not_finite():
-    assert tripped(tripwire.finite, "x", None, 0, torch.tensor([[INF, -INF, 1.0]])).position == 0
+    assert tripped(invariants.finite, "x", None, 0, torch.tensor([[INF, -INF, 1.0]])).position == 0
 
 
 def test_large_finite_values_are_finite():
-    tripwire.finite("x", None, 0, torch.full((4, 100), 1e30))
-    assert "overflows" in str(tripped(tripwire.finite, "x", None, 0, torch.full((4, 100), 3e38)))
+    invariants.finite("x", None, 0, torch.full((4, 100), 1e30))
+    assert "overflows" in str(tripped(invariants.finite, "x", None, 0, torch.full((4, 100), 3e38)))
 
 
 @settings(deadline=None, max_examples=80)
@@ -51,7 +52,7 @@ def test_selection_passes_what_the_reference_selects_and_nothing_else(first, tok
     torch.manual_seed(data.draw(st.integers(0, 99)))
     n = (first + tokens) // ratio
     good = select(torch.randn(tokens, 2, 4), torch.randn(tokens, 2), torch.randn(n, 4), first, ratio, k)
-    assert tripwire.selection(1, first, ratio, k, n, good) is good
+    assert invariants.selection(1, first, ratio, k, n, good) is good
     if not good.numel():
         return
     row, column = data.draw(st.integers(0, tokens - 1)), data.draw(st.integers(0, good.shape[1] - 1))
@@ -62,9 +63,9 @@ def test_selection_passes_what_the_reference_selects_and_nothing_else(first, tok
     rising = chosen == sorted(set(chosen)) and wrong[row].tolist() == chosen + [-1] * (good.shape[1] - len(chosen))
     legal = rising and len(chosen) == min(k, seen) and all(0 <= entry < seen for entry in chosen)
     if legal:
-        tripwire.selection(1, first, ratio, k, n, wrong)
+        invariants.selection(1, first, ratio, k, n, wrong)
     else:
-        assert tripped(tripwire.selection, 1, first, ratio, k, n, wrong).position == first + row
+        assert tripped(invariants.selection, 1, first, ratio, k, n, wrong).position == first + row
 
 
 @pytest.mark.parametrize("tokens", [1, 2])  # decode has a path of its own
@@ -84,11 +85,11 @@ def test_selection_passes_what_the_reference_selects_and_nothing_else(first, tok
 def test_selection_says_what_is_wrong(tokens, row, measured, expected):
     first, ratio, top_k, entries = 12, 4, 4, 9  # position 12 sees 3 entries
     good = [0, 1, 2, -1]
-    trip = tripped(tripwire.selection, 6, first, ratio, top_k, entries, torch.tensor([row] * tokens).int())
+    trip = tripped(invariants.selection, 6, first, ratio, top_k, entries, torch.tensor([row] * tokens).int())
     assert (trip.measured, trip.expected) == (measured, expected)
     assert (trip.site, trip.layer, trip.position) == ("indexer.selected", 6, 12)
     if tokens == 2:
-        trip = tripped(tripwire.selection, 6, first, ratio, top_k, entries, torch.tensor([good, row]).int())
+        trip = tripped(invariants.selection, 6, first, ratio, top_k, entries, torch.tensor([good, row]).int())
         assert trip.position == 13
 
 
@@ -104,7 +105,7 @@ def test_selection_says_what_is_wrong(tokens, row, measured, expected):
 )
 def test_a_selection_among_what_was_not_evicted_names_the_sequences_position_and_entry(tokens, row, measured, expected):
     first, ratio, evicted = 412, 4, 100  # position 412 sees 103 entries, of which the first 100 are gone
-    trip = tripped(tripwire.selection, 6, first, ratio, 4, 9, torch.tensor([row] * tokens).int(), evicted)
+    trip = tripped(invariants.selection, 6, first, ratio, 4, 9, torch.tensor([row] * tokens).int(), evicted)
     assert (trip.measured, trip.expected, trip.position) == (measured, expected, first)
 
 
@@ -127,20 +128,20 @@ def test_a_run_that_evicts_reports_a_bad_selection_where_it_is(chunk):
 
 
 def test_selection_of_another_width_type_or_none():
-    none = tripped(tripwire.selection, 1, 0, 4, 16, 5, None)
+    none = tripped(invariants.selection, 1, 0, 4, 16, 5, None)
     assert (none.measured, none.expected) == ("no selection", "one for every token of a CSA layer")
     for wrong in (torch.zeros(2, 6).int(), torch.zeros(2, 4).int(), torch.zeros(2, 5), torch.zeros(5).int()):
-        assert "int32 [t, 5]" in tripped(tripwire.selection, 1, 0, 4, 16, 5, wrong).expected
+        assert "int32 [t, 5]" in tripped(invariants.selection, 1, 0, 4, 16, 5, wrong).expected
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_columns(tokens):
     comb = sinkhorn(torch.randn(tokens, 4, 4) * 3, 20, 1e-6)
-    tripwire.columns("attention.comb", 0, 7, comb, 1e-6)
+    invariants.columns("attention.comb", 0, 7, comb, 1e-6)
     for wrong in (1e-4, -1e-4, NAN):
         bad = comb.clone()
         bad[-1, 1, 2] += wrong
-        trip = tripped(tripwire.columns, "attention.comb", 0, 7, bad, 1e-6)
+        trip = tripped(invariants.columns, "attention.comb", 0, 7, bad, 1e-6)
         assert (trip.site, trip.position) == ("attention.comb", 7 + tokens - 1)
 
 
@@ -148,14 +149,14 @@ def test_columns(tokens):
 def test_routing(tokens):
     ids = torch.tensor([[0, 3, 5]] * tokens)
     weights = torch.tensor([[0.5, 1.0, 1.0]] * tokens)
-    tripwire.routing(2, 10, ids, weights, 2.5, 6)
+    invariants.routing(2, 10, ids, weights, 2.5, 6)
     last = 10 + tokens - 1
 
     def wrong(which, column, value):
         changed = (ids if which == "ids" else weights).clone()
         changed[-1, column] = value
         given_ids, given_weights = (changed, weights) if which == "ids" else (ids, changed)
-        return tripped(tripwire.routing, 2, 10, given_ids, given_weights, 2.5, 6)
+        return tripped(invariants.routing, 2, 10, given_ids, given_weights, 2.5, 6)
 
     assert wrong("ids", 0, 3).measured == "experts [3, 3, 5]"
     assert wrong("ids", 0, 3).position == last
@@ -219,15 +220,15 @@ def test_a_restored_ring_stands_where_the_position_says(model):
 
 def test_columns_allow_what_the_config_adds_to_them():
     comb = sinkhorn(torch.randn(64, 4, 4, generator=torch.Generator().manual_seed(0)), 20, 1e-4)
-    tripwire.columns("attention.comb", 0, 0, comb, 1e-4)
-    assert tripped(tripwire.columns, "attention.comb", 0, 0, comb, 1e-6).layer == 0
+    invariants.columns("attention.comb", 0, 0, comb, 1e-4)
+    assert tripped(invariants.columns, "attention.comb", 0, 0, comb, 1e-6).layer == 0
 
 
 def test_a_nan_in_the_head_trips(monkeypatch):
     model = load(DEMO, RunOptions()).model
-    head = model.head.data.clone()
+    head = model.head.weight.data.clone()
     head[3, 5] = NAN
-    monkeypatch.setattr(model, "head", model.head._replace(data=head))
+    monkeypatch.setattr(model.head, "weight", Dense(head))
     hidden = model(torch.arange(4), model.new_state(8, 8))
     trip = tripped(model.logits, hidden)
     assert (trip.site, trip.position, trip.measured) == ("logits", None, "4 of 4096 values not finite")

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model import sites
+from model.observe import sites
 from probes.determinism.probe import QUICK, Seen, against, poison, run
 from probes.fault import Fault
 from probes.faults import FAULTS

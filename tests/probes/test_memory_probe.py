@@ -8,6 +8,7 @@ import torch
 from kernels.ops import BLOCKED, REFERENCE
 from model.cache.entries import Entries
 from model.cache.window import WindowRing
+from model.observe.observer import listening
 from model.transformer import Transformer
 from probes.fault import Fault
 from probes.faults import FAULTS
@@ -196,7 +197,7 @@ def test_what_is_not_written():
     model = Subject().model
     state, written = model.new_state(64, 16), Written(4)
     poison(state)
-    with model.attached(written.listeners()):
+    with listening(model, written.listeners()):
         model(torch.arange(6), state)
     assert not any(one.wrong for one in look(state, written))
     state.layers[1].frontier.kv[1, 7] = torch.nan

@@ -8,12 +8,13 @@ import torch
 
 from kernels.ops import REFERENCE
 from kernels.reference.formats import decode
-from model import sites
 from model.census import census
 from model.checkpoint import Checkpoint
 from model.decode import bind
 from model.errors import CheckpointError
 from model.names import Role, translate
+from model.observe import sites
+from model.observe.observer import observed
 from probes.faults import FAULTS
 from probes.finding import Verdict
 from probes.parity import transformers_side
@@ -139,7 +140,7 @@ def test_models_are_left_as_they_were():
     run(subject, OP_SET)
     model = subject.load(subject.with_options(numerics="plain", dtype="fp32")).model
     assert torch.equal(run_tokens(model, tokens, 40)[0], before)
-    assert not model.arithmetic.taps._listeners
+    assert not observed(model).listening
     theirs = transformers_side.build(DEMO.resolve())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in theirs.modules())
 

@@ -7,8 +7,9 @@ import torch
 
 from kernels.reference.indexer import index_scores, select
 from kernels.reference.quantise import hadamard
-from model import sites
 from model.cache.layers import CsaCache
+from model.observe import sites
+from model.observe.observer import listening
 from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Verdict
@@ -124,7 +125,7 @@ def test_a_recorder_keeps_the_rows_of_its_positions_whatever_the_calls():
     subject, positions = Subject(), [0, 6, 7, 13, 14, 29]
     everything = Recorder((sites.KV, sites.INDEX_KEY, sites.SELECTED))
     chosen = Recorder((sites.KV, sites.INDEX_KEY, sites.SELECTED), positions)
-    with subject.model.attached(everything.listeners()), subject.model.attached(chosen.listeners()):
+    with listening(subject.model, everything.listeners()), listening(subject.model, chosen.listeners()):
         run_tokens(subject.model, subject.tokens(30), 7)
     for site in (sites.KV, sites.SELECTED):
         assert everything.rows(site, 1).shape[0] == 30

@@ -91,7 +91,7 @@ def test_a_run_that_cannot_have_a_graph_says_why():
     model = load(DEMO, RunOptions()).model
     state = model.new_state(16, 8)
     by = decoding(model, state, graph=False, steps=3)
-    assert (by.how, by.why_eager, by.not_looked_at) == ("eager", "no --graph", ())
+    assert (by.how, by.why_eager) == ("eager", "no --graph")
     with pytest.raises(ConfigError, match="--graph: --device cpu"):
         decoding(model, state, graph=True, steps=3)
 

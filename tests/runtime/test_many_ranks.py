@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from kernels.ops import BLOCKED
-from model import sites
 from model.choices import ALL_REDUCE, ALL_TO_ALL, AUTO
 from model.config import ModelConfig
 from model.errors import ConfigError
+from model.observe import sites
+from model.observe.observer import listening
 from model.ranks import ALONE, Group
 from probes.demo_language.prompts import needle_prompts
 from runtime.load import load
@@ -99,7 +100,12 @@ def run_all(group, runs, dispatches):
         state = model.new_state(len(run.tokens), max(run.lengths))
         parts = torch.tensor(run.tokens).split(run.lengths)
         logits = torch.cat([model.logits(model(part, state)) for part in parts])
-        found[name, dispatch] = (logits, model.ranks.calls, sum(loaded.held.values()), loaded.weights_fingerprint)
+        found[name, dispatch] = (
+            logits,
+            model.arithmetic.ranks.calls,
+            sum(loaded.held.values()),
+            loaded.weights_fingerprint,
+        )
     return found
 
 
@@ -149,7 +155,7 @@ def test_the_random_model_is_what_the_cases_need(runs, alone):
     model = load(run.directory, RunOptions("plain", "fp32")).model
     state = model.new_state(len(run.tokens), len(run.tokens))
     seen = {}
-    with model.attached({sites.EXPERT_IDS: lambda layer, ids: seen.update({layer: ids.clone()})}):
+    with listening(model, {sites.EXPERT_IDS: lambda layer, ids: seen.update({layer: ids.clone()})}):
         model(torch.tensor(run.tokens), state)
     for layer, ids in seen.items():
         counts = ids.flatten().bincount(minlength=8)

@@ -96,11 +96,16 @@ def attention(heads: int, t: int, entries: int, read: int, form: str) -> Cost:
     return Cost(ENTRY_BYTES[form] * read + window + rows, 4 * t * heads * keys * HEAD_DIM)
 
 
-def hyper_mix(hidden: int, t: int) -> Cost:
-    """From one sublayer to the next: streams read and written, the sublayer's output read, the next input written."""
+def hyper_read(hidden: int, t: int) -> Cost:
+    """The streams read for a sublayer, its input written."""
     fn = (2 + STREAMS) * STREAMS
-    moved = BF16 * t * hidden * 2 * (STREAMS + 1)
+    moved = BF16 * t * hidden * (STREAMS + 1)
     return Cost(moved + FP32 * fn * STREAMS * hidden, 2 * t * fn * STREAMS * hidden)
+
+
+def hyper_write(hidden: int, t: int) -> Cost:
+    """A sublayer's output and the streams read, the new streams written."""
+    return Cost(BF16 * t * (2 * STREAMS + 1) * hidden, 0)
 
 
 def compressor_tail(t: int, series: int, width: int, row: int, ratio: int) -> Cost:
@@ -130,7 +135,7 @@ def layer(shape: V4, kind: str, context: int, t: int) -> dict[str, Cost]:
         "shared expert": Cost(
             3 * weight_bytes("fp8", shape.intermediate, hidden), 6 * t * hidden * shape.intermediate
         ),
-        "mHC": hyper_mix(hidden, t) + hyper_mix(hidden, t),
+        "mHC": hyper_read(hidden, t) + hyper_read(hidden, t) + hyper_write(hidden, t) + hyper_write(hidden, t),
     }  # fmt: skip
     if kind == "CSA":
         wide = INDEX_HEADS * INDEX_DIM

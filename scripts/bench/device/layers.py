@@ -11,11 +11,12 @@ from kernels.formats import Weight
 from kernels.ops import Ops
 from model.block import Block
 from model.cache.layers import CACHES
+from model.call import Call
 from model.config import ModelConfig
 from model.decode import Weights
 from model.names import parameters
-from model.ranks import ALONE, Ranks, undivided
-from model.rope import Rotation
+from model.ranks import ALONE, Ranks
+from model.rope import Rotation, layer_frequencies
 from runtime.arithmetic import arithmetic
 from runtime.options import RunOptions
 from runtime.placement import place
@@ -115,7 +116,7 @@ def measured_layers(
         layer = KINDS.index(kind)
         if kind not in blocks:
             blocks.clear()  # of the other kind: weights of both may not fit
-            rotation = Rotation(config, config.layer_kind(layer), gpu.device)
+            rotation = Rotation(layer_frequencies(config, config.layer_kind(layer)).to(gpu.device))
             blocks[kind] = Block(config, layer, DrawnWeights(config, draw), numerics, rotation)
         most = max(contexts.values()) + chunk
         cache = CACHES[config.layer_kind(layer)](config, layer, most, chunk, numerics.formats, gpu.device)
@@ -123,8 +124,8 @@ def measured_layers(
         streams = draw.normal(tokens, STREAMS, shape.hidden)
         ids = torch.zeros(tokens, dtype=torch.int64, device=gpu.device)
 
-        def step(block: Block = blocks[kind], context: int = context, call: Any = (streams, ids, cache)) -> None:
-            block(call[0], call[1], context, call[2], undivided(len(call[0])))
+        def step(block: Block = blocks[kind], context: int = context, given: Any = (streams, ids, cache)) -> None:
+            block(given[0], Call(given[1], context, numerics.ranks), given[2])
 
         times = []
         for _ in range(replays + 1):

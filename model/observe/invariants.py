@@ -2,8 +2,7 @@
 
 Each check is a few operations on tensors that are small beside the work they guard, and reads their outcome once
 (`scripts.bench kernels --only tripwires` measures the cost in decode). They are exceptions and not assertions, because
-`python -O` removes those. They have no switch, but for a decode step that is captured as a CUDA graph (`--graph`):
-that looks at some after the step and at four not at all; `model.step` says at which, and so does the run's report.
+`python -O` removes those. `model.observe.observer` says after which method each of them looks.
 """
 
 import math
@@ -15,6 +14,7 @@ from kernels import rotation
 from kernels.basis_rows import expected_error
 from kernels.lloyd_max import distortion
 from kernels.rows import BasisRows, RotatedRows, Rows, read
+from model.cache.layers import Components
 from model.errors import Tripwire
 
 # Of Sinkhorn's columns, whose last step divides by (sum + eps): eps = 1e-6, and fp32 rounding. Over a million random
@@ -94,7 +94,7 @@ def selection(
 
 
 def _in_order(selected: Tensor, first: int, ratio: int, entries: int) -> Tensor:
-    """Which rows [t] are min(k, visible) ascending visible entries, then -1."""
+    """Which rows [t] of a selection [t, k] are min(k, visible) ascending visible entries, then -1; [t] bool."""
     t, width = selected.shape
     position = torch.arange(first + 1, first + t + 1, device=selected.device, dtype=torch.int32)
     seen = (position // ratio).clamp(max=entries)[:, None]  # [t, 1]
@@ -124,6 +124,19 @@ def _name_the_row(layer: int, first: int, ratio: int, top_k: int, entries: int, 
         want = f"{wanted}: min(top-k {top_k}, {seen} visible)"
         raise Tripwire(site, layer, position, f"{len(chosen)} entries selected", want)
     raise Tripwire(site, layer, position, "entries out of order", "ascending, then -1")
+
+
+def stands(layer: int, cache: Components, position: int, first: int, coming: int) -> None:
+    """Trip when a layer's cache does not stand where the position says, or has no room for `coming` more tokens.
+
+    `first` is the earliest token whose window must still be there.
+    """
+    for where in cache.stands(position, first):
+        count(where.site, layer, where.position, where.found, where.wanted)
+    for site, frontier, rows, columns_wanted in cache.compressed():
+        width(site, layer, rows.data, columns_wanted)
+        closed = (position + coming) // frontier.ratio - position // frontier.ratio
+        room(site, layer, position, rows.used + closed, rows.data.shape[0])
 
 
 def width(site: str, layer: int, rows: Rows, wanted: int) -> None:
@@ -198,11 +211,16 @@ def _coded(site: str, layer: int, first: int, new: Tensor, rows: RotatedRows | B
     raise Tripwire(site, layer, position, measured, want)
 
 
+def column_tolerance(eps: float) -> float:
+    """How far a column sum may be off 1, with `hc_eps` of the config: 1e-6 in published models."""
+    return max(COLUMN_TOLERANCE, 10 * eps)
+
+
 def columns(site: str, layer: int, first: int, comb: Tensor, eps: float) -> None:
     """Trip where a column of Sinkhorn's comb [t, s, s] is off 1; its last step is a column step."""
     if not comb.shape[0]:  # a rank may own none of a call's tokens
         return
-    tolerance = max(COLUMN_TOLERANCE, 10 * eps)  # `hc_eps` of the config, 1e-6 in published models
+    tolerance = column_tolerance(eps)
     # decode: sixteen numbers are added sooner on the host than by an op
     if comb.shape[0] == 1 and all(abs(sum(column) - 1) <= tolerance for column in zip(*comb[0].tolist())):  # noqa: B905 -- a matrix
         return

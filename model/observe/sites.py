@@ -1,22 +1,19 @@
-"""Sites: the named places in the model at which a probe can watch tensors go by.
+"""Sites: the named tensors of the forward pass, at which a listener can watch them go by.
 
-Nothing is recorded and nothing is copied unless a listener is attached: without one, a site costs one call that looks
-at an empty dict (`scripts.bench kernels --only sites` measures it). Shapes are written as axes: an axis that the config
-fixes is compared at every tensor that is watched; `t` (tokens of the call) and `n` (rows of this moment) are free.
+Each is what a small method of the model returns; `model.observe.observer` says which. Shapes are written as axes: an
+axis that the config fixes is compared at every tensor that is watched; `t` (tokens of the call) and `n` (rows of this
+moment) are free.
 
 On several ranks every rank must attach the same listeners, and each is shown the whole tensor, put together from the
-ranks' shares for it; at the sites of routed experts a rank sees its own.
+ranks' shards for it; at the sites of routed experts a rank sees its own.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
 
 from model.config import ModelConfig
-from model.errors import Tripwire
-from model.ranks import Ranks, Share
 
 # Called with the layer (None outside of all layers) and the tensor itself. Caches and streams go on being used and
 # overwritten: a listener that keeps a tensor clones it. One that writes into what passes steers the run: at a site that
@@ -71,6 +68,10 @@ SHARED_GATE = Site("experts.shared_gate", "t intermediate", "SwiGLU gate of the 
 SHARED_UP = Site("experts.shared_up", "t intermediate", "SwiGLU up of the shared expert, before the clamp")
 EXPERTS_OUTPUT = Site("experts.output", "t hidden", "output of the experts sublayer")
 
+# Of the Llama family, whose one residual stream is looked at after each sublayer.
+STREAM_ATTENDED = Site("attention.stream", "t hidden", "residual stream after the attention")
+STREAM = Site("stream", "t hidden", "residual stream after the layer")
+
 # In the order in which a call passes them; parity walks them in this order.
 SITES = (
     EMBEDDED,
@@ -123,57 +124,3 @@ def axes(config: ModelConfig) -> dict[str, int]:
         "intermediate": config.moe_intermediate_size,
         "vocab": config.vocab_size,
     }
-
-
-class Taps:
-    """The listeners of one model, by site name; empty but inside `attached`."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self._listeners: dict[str, list[Listener]] = {}
-        self._ranks = ranks
-
-    def __call__(self, site: Site, layer: int | None, tensor: Tensor, share: Share | None = None, dim: int = 0) -> None:
-        """Show `tensor` to whoever listens at `site`, whole where this rank has a `share` of its axis `dim`."""
-        if self._listeners and (listeners := self._listeners.get(site.name)):
-            whole = tensor if share is None else self._ranks.whole(tensor, dim, share)
-            for listener in listeners:
-                listener(layer, whole)
-            if share is not None and share.split:
-                tensor.copy_(share.of(whole, dim))  # what listeners wrote
-
-    @property
-    def listening(self) -> bool:
-        """Whether anybody listens."""
-        return bool(self._listeners)
-
-    @contextmanager
-    def attached(self, config: ModelConfig, listeners: Mapping[Site, Listener]) -> Iterator[None]:
-        """Listen inside the ``with``; whatever happens there, all of these listeners are gone after it.
-
-        Tripwire when a tensor that passes has another shape than its site says.
-        """
-        known = axes(config)
-        mine = {site: _checked(site, known, listener) for site, listener in listeners.items()}
-        for site, listener in mine.items():
-            self._listeners.setdefault(site.name, []).append(listener)
-        try:
-            yield
-        finally:
-            for site, listener in mine.items():
-                self._listeners[site.name].remove(listener)
-                if not self._listeners[site.name]:
-                    del self._listeners[site.name]
-
-
-def _checked(site: Site, known: dict[str, int], listener: Listener) -> Listener:
-    """`listener`, after a look at the shape."""
-    names = site.shape.split()
-
-    def look(layer: int | None, tensor: Tensor) -> None:
-        wanted = [known.get(name, -1) for name in names]
-        found = list(tensor.shape)
-        if len(found) != len(wanted) or any(want not in {-1, got} for want, got in zip(wanted, found, strict=True)):
-            raise Tripwire(site.name, layer, None, f"shape {found}", f"[{', '.join(names)}] = {wanted}")
-        listener(layer, tensor)
-
-    return look

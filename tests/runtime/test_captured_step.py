@@ -1,4 +1,4 @@
-"""The decode step computes what the eager model computes, from recorded launches alone.
+"""A captured step computes what the eager model computes, from recorded launches alone.
 
 `tests.recorder` stands in for a CUDA graph: launches that were recorded at one position are replayed at others, with
 nothing changed but the token and the position in their buffers.
@@ -14,12 +14,13 @@ from torch import Tensor
 from kernels.formats import Dense
 from kernels.fused.ops import FUSED
 from kernels.ops import BLOCKED
-from model import sites
 from model.cache.variants import Coda
 from model.errors import CapacityError, ConfigError, Tripwire
+from model.observe import sites
+from model.observe.observer import listening
 from model.state import State
-from model.step import DecodeStep, refusal
 from model.transformer import Transformer
+from runtime.graph import Step, refusal
 from runtime.load import load
 from runtime.options import RunOptions
 from tests.make_checkpoint import tiny_config, write_checkpoint
@@ -37,8 +38,9 @@ TOKENS = torch.randint(0, 320, (CONTEXT,), generator=torch.Generator().manual_se
 # CSA closes windows at 127 and 131, HCA at 127. In between the eager model takes over.
 RECORDED, REPLAYED, EAGER, STEPPED = 126, range(127, 129), range(129, 131), 131
 # Launches of a step: of Triton's kernels, and of ATen ops that do work. SWA with a hash gate, CSA and HCA with a scored
-# one, and what is outside of layers. On 61 layers of V4 a graph has about 60 nodes for each.
-KERNELS, ATEN = 100, 81
+# one, and what is outside of layers; of ATen's, about 20 in a layer measure invariants. On 61 layers of V4 a graph has
+# about 80 nodes for each.
+KERNELS, ATEN = 103, 141
 
 
 class Pair(NamedTuple):
@@ -83,8 +85,8 @@ def assert_same_state(found: State, wanted: State) -> None:
     assert found.position == wanted.position
     for layer, (own, other) in enumerate(zip(found.layers, wanted.layers, strict=True)):
         assert own.ring._held == other.ring._held
-        for (frontier, kept), (frontier_too, kept_too) in zip(own.compressed(), other.compressed(), strict=True):
-            assert (frontier.filled, kept.count) == (frontier_too.filled, kept_too.count)
+        for ours, theirs in zip(own.compressed(), other.compressed(), strict=True):
+            assert (ours.frontier.filled, ours.rows.count) == (theirs.frontier.filled, theirs.rows.count)
         at = own.tensors(found.position), other.tensors(found.position)
         assert at[0].keys() == at[1].keys()
         for name, tensor in at[1].items():
@@ -100,7 +102,7 @@ def test_launches_of_one_position_compute_every_other(tmp_path):
     models = pair(tmp_path, RATIOS, 1)
     wanted_state = prefilled(models.blocked, TOKENS[:RECORDED])
     state = prefilled(models.blocked, TOKENS[:RECORDED])
-    step, recorder = DecodeStep(models.fused, state), Recorder()
+    step, recorder = Step(models.fused, state), Recorder()
     for at in range(RECORDED, STEPPED + 1):
         token = TOKENS[at : at + 1]
         if at in EAGER:
@@ -168,7 +170,7 @@ def test_deployed_step_is_the_eager_model_on_the_same_kernels(tmp_path):
     options = RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4")
     blocked, fused = (load(tmp_path, options, ops).model for ops in (BLOCKED, FUSED))
     state, wanted_state = prefilled(blocked, TOKENS[:23], 24), prefilled(blocked, TOKENS[:23], 24)
-    found = DecodeStep(fused, state)(int(TOKENS[23]))
+    found = Step(fused, state)(int(TOKENS[23]))
     wanted = fused.logits(fused(TOKENS[23:24], wanted_state))[0]
     assert (found - wanted).abs().max() <= 2.0**-8 * wanted.abs().max()
     for name, plane in wanted_state.layers[0].tensors(24).items():
@@ -203,14 +205,14 @@ def test_experts_of_several_forms_are_refused(csa, monkeypatch):
 def test_rehearsal_leaves_nothing_behind(csa):
     """At a position that ends a window, which is where a run moves on more than its own rows."""
     state = prefilled(csa.blocked, TOKENS[:7], 12, 7)
-    step, untouched = DecodeStep(csa.fused, state), prefilled(csa.blocked, TOKENS[:7], 12, 7)
+    step, untouched = Step(csa.fused, state), prefilled(csa.blocked, TOKENS[:7], 12, 7)
     with step.rehearsal():
         step.run()
         assert not torch.equal(state.layers[0].frontier.previous_kv, untouched.layers[0].frontier.previous_kv)
     for name, tensor in untouched.layers[0].tensors(7).items():
         assert torch.equal(state.layers[0].tensors(7)[name], tensor), name
     assert_same_state(state, untouched)
-    with pytest.raises(CapacityError), DecodeStep(csa.fused, prefilled(csa.blocked, TOKENS[:7], 7, 7)).rehearsal():
+    with pytest.raises(CapacityError), Step(csa.fused, prefilled(csa.blocked, TOKENS[:7], 7, 7)).rehearsal():
         pass
 
 
@@ -222,7 +224,8 @@ PLACES = {
     sites.ENTRY: lambda m: poisoned_norm(m.blocks[0].attention.compressor),
     sites.INDEX_KEY_USED: lambda m: poisoned_norm(m.blocks[0].attention.indexer.compressor),
     sites.INDEX_QUERY_USED: lambda m: (m.blocks[0].attention, "q_norm"),
-    sites.STREAMS: lambda m: (m.blocks[0], "experts_norm"),
+    sites.ATTENTION_STREAMS: lambda m: (m.blocks[0].attention, "sink"),
+    sites.EXPERT_WEIGHTS: lambda m: (m.blocks[0], "experts_norm"),
     sites.HIDDEN: lambda m: (m, "norm"),
 }
 
@@ -230,7 +233,7 @@ PLACES = {
 @pytest.mark.parametrize("site", PLACES, ids=lambda site: site.name)
 def test_nan_trips_where_it_is_first_seen(csa, monkeypatch, site):
     state = prefilled(csa.blocked, TOKENS[:7], 12, 7)
-    step = DecodeStep(csa.fused, state)
+    step = Step(csa.fused, state)
     owner, name = PLACES[site](csa.fused)
     monkeypatch.setattr(owner, name, torch.full_like(getattr(owner, name), math.nan))
     with pytest.raises(Tripwire) as trip:
@@ -243,13 +246,13 @@ def test_nan_in_the_ring_trips(csa):
     state = prefilled(csa.blocked, TOKENS[:5], 12, 7)
     state.layers[0].ring.data[2, 3] = math.nan
     with pytest.raises(Tripwire, match=r"attention\.streams of layer 0 at position 5: values whose sum is nan"):
-        DecodeStep(csa.fused, state)(0)
+        Step(csa.fused, state)(0)
 
 
 def test_refused_are_other_ops_ranks_variants_and_listeners(csa, monkeypatch):
     state = prefilled(csa.blocked, TOKENS[:5], 12, 7)
-    with pytest.raises(ConfigError, match="no decode step: ops blocked"):
-        DecodeStep(csa.blocked, state)
+    with pytest.raises(ConfigError, match="no captured call: ops blocked"):
+        Step(csa.blocked, state)
     assert refusal(csa.fused) is None
     arithmetic = csa.fused.arithmetic
     other = arithmetic._replace(ops=FUSED._replace(select=BLOCKED.select))
@@ -259,11 +262,11 @@ def test_refused_are_other_ops_ranks_variants_and_listeners(csa, monkeypatch):
     monkeypatch.setattr(csa.fused, "arithmetic", coda)
     assert "coda" in refusal(csa.fused)
     monkeypatch.setattr(csa.fused, "arithmetic", arithmetic)
-    monkeypatch.setattr(csa.fused.ranks, "size", 2)
+    monkeypatch.setattr(csa.fused.arithmetic.ranks, "size", 2)
     assert refusal(csa.fused).startswith("2 ranks")
-    monkeypatch.setattr(csa.fused.ranks, "size", 1)
-    step = DecodeStep(csa.fused, state)
-    with csa.fused.attached({sites.STREAMS: lambda *_: None}), pytest.raises(AssertionError, match="listeners"):
+    monkeypatch.setattr(csa.fused.arithmetic.ranks, "size", 1)
+    step = Step(csa.fused, state)
+    with listening(csa.fused, {sites.STREAMS: lambda *_: None}), pytest.raises(AssertionError, match="listeners"):
         step(0)
     assert state.position == 5
 
@@ -275,7 +278,7 @@ def test_a_state_out_of_step_trips_before_anything_runs(csa):
         lambda s: s.layers[0].ring._held.__setitem__(4, 0),
     ):
         state = prefilled(csa.blocked, TOKENS[:5], 12, 7)
-        step = DecodeStep(csa.fused, state)
+        step = Step(csa.fused, state)
         spoil(state)
         with pytest.raises(Tripwire):
             step.place(0)

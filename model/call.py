@@ -1,0 +1,66 @@
+"""One call of a model: some tokens that follow each other, where they stand, and which of them this rank has."""
+
+import torch
+from torch import Tensor
+
+from model.ranks import Ranks, Share
+from model.rope import Rotation
+
+
+class Call:
+    """What every layer of one call is given.
+
+    Between attentions a rank has all of a call's t tokens, or its shard of m of them; `own` and `whole` lead from one
+    to the other. Where it has all, both give back what they are given.
+
+    Attributes
+    ----------
+    tokens
+        [m] int64, ids of this rank's tokens.
+    first
+        Position of the first of the t tokens; in a call that is captured, for a graph, [] int64 on the device.
+    count
+        t.
+    shard
+        Which of the t tokens are this rank's.
+
+    """
+
+    def __init__(self, tokens: Tensor, first: int | Tensor, ranks: Ranks) -> None:
+        self.count, self.first = tokens.shape[0], first
+        self.shard: Share = ranks.tokens(self.count)
+        self.tokens = self.own(tokens)
+        self._ranks = ranks
+        self._angles: dict[Rotation, tuple[Tensor, Tensor]] = {}
+        self._places: dict[int, Tensor] = {}
+
+    @property
+    def own_first(self) -> int | Tensor:
+        """Position of the first of this rank's tokens."""
+        return self.first + self.shard.start
+
+    def own(self, x: Tensor) -> Tensor:
+        """Rows of all tokens [t, ...] to those of this rank's [m, ...], as a view."""
+        return self.shard.of(x)
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Rows of this rank's tokens [m, ...] to those of all [t, ...]."""
+        return self._ranks.whole(x, 0, self.shard)
+
+    def angles(self, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of all tokens, each [t, r / 2] float32; made once for the layers that share a rotation."""
+        if rotation not in self._angles:
+            self._angles[rotation] = rotation.at(self.first, self.count)
+        return self._angles[rotation]
+
+    def places(self, modulus: int) -> Tensor:
+        """Positions of all tokens modulo something, [t] int64; made once for all layers."""
+        if modulus not in self._places:
+            device = self.tokens.device
+            self._places[modulus] = (self.first + torch.arange(self.count, device=device)) % modulus
+        return self._places[modulus]
+
+    def own_angles(self, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """The same of this rank's tokens, each [m, r / 2]."""
+        cos, sin = self.angles(rotation)
+        return self.own(cos), self.own(sin)

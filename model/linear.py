@@ -1,0 +1,72 @@
+"""Matrices as the model applies them: what ranks hold in parts is put together on return."""
+
+from torch import Tensor
+
+from kernels.formats import Weight
+from model.arithmetic import Arithmetic
+from model.ranks import Partial, Share, undivided
+
+WHOLE = undivided(0)  # a matrix of which every rank has all rows, or whose output stays in parts
+
+
+class Linear:
+    """``x @ W^T``, its input rounded as deployed numerics round it, see `Arithmetic.linear`.
+
+    Parameters
+    ----------
+    weight
+        [out, in], or a rank's rows of it.
+    arithmetic
+        What to compute with.
+    gathered
+        Of the output, what this rank computes; all ranks' parts are put together. `WHOLE`: it is left as it is.
+
+    """
+
+    def __init__(self, weight: Weight, arithmetic: Arithmetic, gathered: Share = WHOLE) -> None:
+        self.weight, self.arithmetic, self.gathered = weight, arithmetic, gathered
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[t, in] to [t, out]."""
+        return self.arithmetic.ranks.whole(self.arithmetic.linear(x, self.weight), 1, self.gathered)
+
+
+class WideLinear(Linear):
+    """A product in fp32 whatever the run's dtype, and without rounding: the gate, the head."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[t, in] to [t, out] float32."""
+        product = self.arithmetic.ops.linear(x.float(), self.weight)
+        return self.arithmetic.ranks.whole(product, 1, self.gathered)
+
+
+class GroupedLinear(Linear):
+    """Groups of heads, each through rows of its own: FP8 on disk, but the input is not rounded (DeepSeek's `wo_a`)."""
+
+    def __init__(self, weight: Weight, arithmetic: Arithmetic, heads: Share, groups: Share) -> None:
+        super().__init__(weight, arithmetic, groups)
+        self.heads = WHOLE if groups.split else heads  # a group whose heads are on several ranks needs all of them
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Outputs of a rank's heads [t, heads, d] to those of all groups [t, groups * rank]."""
+        ranks = self.arithmetic.ranks
+        x = ranks.whole(x, 1, self.heads).flatten(1).unflatten(-1, (self.gathered.size, -1))
+        return ranks.whole(
+            self.arithmetic.ops.grouped_linear(x, self.weight, self.gathered.size), 1, self.gathered
+        ).flatten(1)
+
+
+class Embedding:
+    """Rows of a table [vocab, hidden] by token id, each from the rank that has it."""
+
+    def __init__(self, weight: Tensor, arithmetic: Arithmetic) -> None:
+        self.weight, self.arithmetic = weight, arithmetic
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """[t] int64 to [t, hidden] in the run's dtype."""
+        own = self.arithmetic.ranks.shares.vocabulary
+        if not own.split:
+            return self.weight[tokens].to(self.arithmetic.dtype)
+        present = (tokens >= own.start) & (tokens < own.stop)
+        rows = self.weight[(tokens - own.start).clamp(0, own.size - 1)].masked_fill(~present[:, None], 0)
+        return self.arithmetic.ranks.filled("embedded", None, Partial(rows, present)).to(self.arithmetic.dtype)

@@ -1,0 +1,383 @@
+"""Watching a model: `install` wraps, once, the methods whose return values are sites.
+
+What is looked at there, in this order: what must never happen (`model.observe.invariants`), what must be the same on
+every rank, and whoever listens. The equations know nothing of it. Before and after each call the caches are looked at,
+whether they stand where the position says.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+
+from torch import Tensor
+
+from model.arithmetic import Arithmetic
+from model.cache.layers import Components
+from model.call import Call
+from model.errors import Tripwire
+from model.observe import invariants, sites
+from model.observe.sites import Listener, Site, axes
+from model.ranks import KEPT, Ranks, Share
+
+if TYPE_CHECKING:
+    from model.observe.deferred import Deferred
+
+ALWAYS, WHOLE_CALLS = "always", "in calls of which every rank has all tokens"
+
+
+class Place(NamedTuple):
+    """Where a site is: what a method of a part of the model returns."""
+
+    part: str  # attributes that lead to it, from its layer or, outside of all layers, from the model
+    method: str
+    output: int = -1  # of several that it returns; -1: it returns one
+    shard: str = ""  # of which axis a rank has a shard: "tokens" of the call, the first, or "heads", the second
+    same: str = ""  # when it must be the same on every rank: ALWAYS, WHOLE_CALLS, or never
+
+
+_A, _E = "attention_streams", "experts_streams"
+
+PLACES: Final[Mapping[Site, Place]] = {
+    sites.EMBEDDED: Place("", "embed"),
+    sites.ATTENTION_PRE: Place(_A, "read", 1, "tokens"),
+    sites.ATTENTION_POST: Place(_A, "read", 2, "tokens"),
+    sites.ATTENTION_COMB: Place(_A, "read", 3, "tokens"),
+    sites.ATTENTION_INPUT: Place(_A, "read", 0, "tokens"),
+    sites.LATENT: Place("attention", "latent"),
+    sites.QUERY: Place("attention", "query", shard="heads"),
+    sites.KV: Place("attention", "kv", same=ALWAYS),
+    sites.ENTRY: Place("attention.compressor", "stored", same=ALWAYS),
+    sites.INDEX_KEY: Place("attention.indexer.compressor", "row"),
+    sites.INDEX_KEY_USED: Place("attention.indexer.compressor", "stored", same=ALWAYS),
+    sites.INDEX_QUERY: Place("attention.indexer", "query", shard="tokens"),
+    sites.INDEX_QUERY_USED: Place("attention.indexer", "query_used", shard="tokens"),
+    sites.INDEX_WEIGHTS: Place("attention.indexer", "head_weights", shard="tokens"),
+    sites.SELECTED: Place("attention", "select", same=WHOLE_CALLS),
+    sites.MIXED: Place("attention", "attend", shard="heads"),
+    sites.UNROTATED: Place("attention", "unrotate", shard="heads"),
+    sites.ATTENTION_OUTPUT: Place("attention", "output"),
+    sites.ATTENTION_STREAMS: Place(_A, "write", shard="tokens"),
+    sites.EXPERTS_PRE: Place(_E, "read", 1, "tokens"),
+    sites.EXPERTS_POST: Place(_E, "read", 2, "tokens"),
+    sites.EXPERTS_COMB: Place(_E, "read", 3, "tokens"),
+    sites.EXPERTS_INPUT: Place(_E, "read", 0, "tokens"),
+    sites.EXPERT_IDS: Place("experts", "route", 0, "tokens"),
+    sites.EXPERT_WEIGHTS: Place("experts", "route", 1, "tokens"),
+    sites.ROUTED_GATE: Place("experts.experts", "gate_up", 0),  # of each of a rank's experts, its own
+    sites.ROUTED_UP: Place("experts.experts", "gate_up", 1),
+    sites.SHARED_GATE: Place("experts.shared", "gate_up", 0, "tokens"),
+    sites.SHARED_UP: Place("experts.shared", "gate_up", 1, "tokens"),
+    sites.EXPERTS_OUTPUT: Place("experts", "output", shard="tokens"),
+    sites.STREAMS: Place(_E, "write", shard="tokens", same=WHOLE_CALLS),
+    sites.HIDDEN: Place("", "hidden", same=WHOLE_CALLS),
+    sites.LOGITS: Place("", "logits"),
+}
+
+# The same of the Llama family, whose tensors no probe listens to.
+LLAMA_PLACES: Final[Mapping[Site, Place]] = {
+    sites.STREAM_ATTENDED: Place("", "attended"),
+    sites.STREAM: Place("", "fed_forward"),
+    sites.HIDDEN: Place("", "hidden"),
+    sites.LOGITS: Place("", "logits"),
+}
+
+
+class Observed(Protocol):
+    """A model of any architecture."""
+
+    blocks: Any
+    arithmetic: Arithmetic
+    config: Any
+
+
+class Point(NamedTuple):
+    """A wrapped method of one part of a model."""
+
+    layer: int | None
+    sites: tuple[tuple[Site, Place], ...]
+
+
+class Observer:
+    """What looks at one model. `checking`: whether what must never happen ends the run."""
+
+    def __init__(self, config: Any, ranks: Ranks) -> None:
+        self.config, self.ranks, self.checking = config, ranks, True
+        self.deferred: Deferred | None = None  # where invariants of a call are measured that is captured
+        self.call: Call | None = None  # the one that runs, or ran last
+        self._listeners: dict[Site, list[Listener]] = {}
+
+    @property
+    def listening(self) -> bool:
+        """Whether anybody listens."""
+        return bool(self._listeners)
+
+    @contextmanager
+    def unchecked(self) -> Iterator[None]:
+        """Inside the ``with``, nothing that must never happen ends a run: for who looks at a faulty one."""
+        before, self.checking = self.checking, False
+        try:
+            yield
+        finally:
+            self.checking = before
+
+    @contextmanager
+    def attached(self, listeners: Mapping[Site, Listener]) -> Iterator[None]:
+        """Listen inside the ``with``; whatever happens there, all of these listeners are gone after it.
+
+        Tripwire when a tensor that passes has another shape than its site says.
+        """
+        known = axes(self.config)
+        added = {site: _shaped(site, known, listener) for site, listener in listeners.items()}
+        for site, listener in added.items():
+            self._listeners.setdefault(site, []).append(listener)
+        try:
+            yield
+        finally:
+            for site, listener in added.items():
+                self._listeners[site].remove(listener)
+                if not self._listeners[site]:
+                    del self._listeners[site]
+
+    # --- what wrapped methods tell
+
+    def begun(self, call: Call, tokens: Tensor) -> None:
+        """A call begins, of token ids [t]."""
+        self.call = call
+        self.ranks.note("tokens", None, tokens)
+
+    def stands(self, caches: list[Components], position: int, first: int, coming: int) -> None:
+        """Look at where the caches stand at a position, after a call from `first` on or before `coming` more tokens."""
+        if self.checking:
+            for layer, cache in enumerate(caches):
+                invariants.stands(layer, cache, position, first, coming)
+
+    def passes(self, point: Point, part: Any, given: tuple[Any, ...], out: Any) -> Any:
+        """Look at what a method returned."""
+        for site, place in point.sites:
+            x = out if place.output < 0 else out[place.output]
+            if self.checking and (check := CHECKS.get(site)):
+                check(self, point.layer, part, given, out)
+            if place.same and self.ranks.size > 1:
+                self._compare(site, place, point.layer, x)
+            if self._listeners and (listeners := self._listeners.get(site)):
+                self._show(place, listeners, point.layer, x)
+        return out
+
+    @property
+    def first(self) -> int:
+        """Position of the first of this rank's tokens in the call that runs."""
+        assert self.call is not None, "no call runs"
+        first = self.call.own_first
+        assert isinstance(first, int), "a captured call has its position on the device"
+        return first
+
+    def _compare(self, site: Site, place: Place, layer: int | None, x: Tensor) -> None:
+        assert self.call is not None, "no call runs"
+        if place.same == ALWAYS or not self.call.shard.split:
+            self.ranks.note(site.name, layer, x)
+        if site is sites.HIDDEN or (site is sites.STREAMS and self.call.count > KEPT):  # what is compared is kept
+            self.ranks.settle()
+
+    def _shard(self, place: Place) -> tuple[Share | None, int]:
+        if place.shard == "heads":
+            return self.ranks.shares.heads, 1
+        assert self.call is not None, "no call runs"
+        return (self.call.shard, 0) if place.shard else (None, 0)
+
+    def _show(self, place: Place, listeners: list[Listener], layer: int | None, x: Tensor) -> None:
+        """Show a tensor to listeners, whole where this rank has a shard of it; what they write is taken over."""
+        shard, dim = self._shard(place) if place.shard else (None, 0)
+        whole = x if shard is None else self.ranks.whole(x, dim, shard)
+        for listener in listeners:
+            listener(layer, whole)
+        if shard is not None and shard.split:
+            x.copy_(shard.of(whole, dim))
+
+
+def _shaped(site: Site, known: dict[str, int], listener: Listener) -> Listener:
+    """`listener`, after a look at the shape."""
+    names = site.shape.split()
+
+    def look(layer: int | None, tensor: Tensor) -> None:
+        wanted = [known.get(name, -1) for name in names]
+        found = list(tensor.shape)
+        if len(found) != len(wanted) or any(want not in {-1, got} for want, got in zip(wanted, found, strict=True)):
+            raise Tripwire(site.name, layer, None, f"shape {found}", f"[{', '.join(names)}] = {wanted}")
+        listener(layer, tensor)
+
+    return look
+
+
+# --- what must never happen, by site: the observer, layer, part, what its method was given, and what it returned
+
+Check = Callable[[Observer, int | None, Any, tuple[Any, ...], Any], None]
+
+
+def _finite(site: Site) -> Check:
+    def check(by: Observer, layer: int | None, part: Any, given: tuple[Any, ...], out: Any) -> None:
+        del part, given
+        if by.deferred is not None:
+            by.deferred.finite(site, layer, out)
+        else:
+            invariants.finite(site.name, layer, None if site is sites.LOGITS else by.first, out)
+
+    return check
+
+
+def _columns(site: Site) -> Check:
+    def check(by: Observer, layer: int | None, part: Any, given: tuple[Any, ...], out: Any) -> None:
+        del given
+        assert layer is not None, f"{site.name} outside of all layers"
+        if by.deferred is not None:
+            by.deferred.columns(site, layer, out.comb, part.eps)
+        else:
+            invariants.columns(site.name, layer, by.first, out.comb, part.eps)
+
+    return check
+
+
+def _selection(by: Observer, layer: int | None, part: Any, given: tuple[Any, ...], out: Any) -> None:
+    del part
+    assert layer is not None, "a selection outside of all layers"
+    (_, _, call, cache), keys = given, given[3].keys
+    ratio, top_k = cache.key_frontier.ratio, by.config.index_topk
+    if by.deferred is not None:
+        by.deferred.selection(sites.SELECTED, layer, call.first, ratio, keys.data.shape[0], out)
+    else:
+        invariants.selection(layer, call.first, ratio, top_k, keys.used, out, keys.evicted)
+
+
+def _routing(by: Observer, layer: int | None, part: Any, given: tuple[Any, ...], out: Any) -> None:
+    del part, given
+    assert layer is not None, "experts outside of all layers"
+    (ids, weights), scale, experts = out, by.config.routed_scaling_factor, by.config.n_routed_experts
+    if by.deferred is not None:
+        by.deferred.routing(sites.EXPERT_IDS, layer, ids, weights, scale, experts)
+    else:
+        invariants.routing(layer, by.first, ids, weights, scale, experts)
+
+
+CHECKS: Final[Mapping[Site, Check]] = {
+    sites.ATTENTION_COMB: _columns(sites.ATTENTION_COMB),
+    sites.INDEX_QUERY_USED: _finite(sites.INDEX_QUERY_USED),
+    sites.INDEX_WEIGHTS: _finite(sites.INDEX_WEIGHTS),
+    sites.SELECTED: _selection,
+    sites.ATTENTION_STREAMS: _finite(sites.ATTENTION_STREAMS),
+    sites.EXPERTS_COMB: _columns(sites.EXPERTS_COMB),
+    sites.EXPERT_IDS: _routing,
+    sites.STREAMS: _finite(sites.STREAMS),
+    sites.STREAM_ATTENDED: _finite(sites.STREAM_ATTENDED),
+    sites.STREAM: _finite(sites.STREAM),
+    sites.HIDDEN: _finite(sites.HIDDEN),
+    sites.LOGITS: _finite(sites.LOGITS),
+}
+
+
+# --- wrapping
+
+
+def observed(model: Any) -> Observer:
+    """What looks at a model."""
+    observer: Observer = model.observer
+    return observer
+
+
+def listening(model: Any, listeners: Mapping[Site, Listener]) -> AbstractContextManager[None]:
+    """Listen at sites of a model inside the ``with``, see `Observer.attached`."""
+    return observed(model).attached(listeners)
+
+
+def install(model: Observed, places: Mapping[Site, Place]) -> Observer:
+    """Wrap the methods of a model whose return values are sites; once, when it was built. Returns what looks at it."""
+    observer = Observer(model.config, model.arithmetic.ranks)
+    whole = (sites.EMBEDDED, sites.HIDDEN, sites.LOGITS)
+    _wrap_all(observer, model, None, {site: place for site, place in places.items() if site in whole})
+    of_layers = {site: place for site, place in places.items() if site not in whole}
+    for layer, block in enumerate(model.blocks):
+        _wrap_all(observer, block, layer, of_layers)
+        for site, part in (
+            (sites.ENTRY, "attention.compressor"),
+            (sites.INDEX_KEY_USED, "attention.indexer.compressor"),
+        ):
+            for compressor in _parts(block, part):
+                _wrap_append(observer, compressor, layer, site)
+    _wrap_call(observer, model)
+    return observer
+
+
+def _parts(root: Any, path: str) -> Iterator[Any]:
+    """The part at the end of a path of attributes; all values of a dict; nothing where there is none."""
+    for name in path.split(".") if path else ():
+        root = getattr(root, name, None)
+        if root is None:
+            return
+    if isinstance(root, dict):
+        yield from root.values()
+    else:
+        yield root
+
+
+def _wrap_all(observer: Observer, root: Any, layer: int | None, places: Mapping[Site, Place]) -> None:
+    methods: dict[tuple[str, str], list[tuple[Site, Place]]] = {}
+    for site, place in places.items():
+        methods.setdefault((place.part, place.method), []).append((site, place))
+    for (path, method), found in methods.items():
+        point = Point(layer, tuple(found))
+        for part in _parts(root, path):
+            if hasattr(type(part), method):
+                _wrap(part, method, partial(observer.passes, point))
+
+
+def _wrap(part: Any, method: str, after: Callable[[Any, tuple[Any, ...], Any], Any]) -> None:
+    """Let a part's method be followed by a look at what it returned.
+
+    The method is looked up in its class at each call: a part may become one of a subclass.
+    """
+
+    @wraps(getattr(type(part), method))
+    def wrapped(*given: Any) -> Any:
+        return after(part, given, getattr(type(part), method)(part, *given))
+
+    setattr(part, method, wrapped)
+
+
+def _wrap_append(observer: Observer, compressor: Any, layer: int, site: Site) -> None:
+    """Rows are finite before they are written, and come back as they were."""
+
+    @wraps(type(compressor).append)
+    def wrapped(rows: Any, new: Tensor) -> None:
+        if observer.checking:
+            invariants.finite(site.name, layer, observer.first, new)
+        type(compressor).append(compressor, rows, new)
+        if observer.checking:
+            invariants.stored(site.name, layer, rows.used - new.shape[0], new, rows.data, rows.ratio)
+
+    @wraps(type(compressor).compress)
+    def compressed(kv: Tensor, gate: Tensor, frontier: Any, first: Tensor, rows: Any) -> Tensor:
+        new: Tensor = type(compressor).compress(compressor, kv, gate, frontier, first, rows)
+        if observer.deferred is not None:
+            observer.deferred.stored(site, layer, first, new, rows.data, rows.ratio)
+        return new
+
+    compressor.append, compressor.compress = wrapped, compressed
+
+
+def _wrap_call(observer: Observer, model: Any) -> None:
+    """A call begins with tokens that ranks compare, and runs between two looks at the caches."""
+
+    def begin(tokens: Tensor, first: int | Tensor) -> Call:
+        call: Call = type(model).call(model, tokens, first)
+        observer.begun(call, tokens)
+        return call
+
+    def run(tokens: Tensor, call: Call, state: Any) -> Tensor:
+        first = call.first
+        if not isinstance(first, int):  # on the host, before and after a captured call runs
+            return type(model).run(model, tokens, call, state)  # type: ignore[no-any-return]
+        observer.stands(state.layers, first, first, call.count)
+        out: Tensor = type(model).run(model, tokens, call, state)
+        observer.stands(state.layers, first + call.count, first, 0)
+        return out
+
+    model.call, model.run, model.observer = begin, run, observer

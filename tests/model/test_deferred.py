@@ -1,0 +1,91 @@
+"""What a captured call leaves for the host to look at: numbers, of which one beyond its limit names a place."""
+
+import math
+
+import pytest
+import torch
+
+from kernels import rows
+from kernels.reference.hyper import sinkhorn
+from model.errors import Tripwire
+from model.observe import sites
+from model.observe.deferred import Deferred
+
+CPU = torch.device("cpu")
+
+
+def looked(deferred, position):
+    """What trips at a position: its message, or nothing."""
+    try:
+        deferred.look(position)
+    except Tripwire as trip:
+        return str(trip)
+    return None
+
+
+@pytest.mark.parametrize("make", [
+    lambda: rows.fp8_entries(3, 80, 16, CPU),
+    lambda: rows.fp8_keys(3, 64, CPU),
+    lambda: rows.fp4_keys(3, 64, CPU),
+    lambda: torch.zeros(3, 64),
+])  # fmt: skip
+def test_a_row_with_a_nan_trips_when_its_window_closes(make):
+    kept = make()
+    for value in (1.0, math.nan, math.inf):
+        new = torch.ones(1, rows.width(kept))
+        new[0, 5] = value
+        rows.write(kept, 1, new)
+        deferred = Deferred(1, CPU)
+        deferred.stored(sites.ENTRY, 4, torch.tensor(7), new, kept, 4)
+        for position in (4, 5, 6, 8):
+            deferred.look(position)  # no window closes here: the row is none of this call's
+        found = looked(deferred, 7)
+        assert (found is not None) == (value != 1.0)
+        assert found is None or found.startswith("attention.entry of layer 4 at position 7: values whose sum is")
+
+
+def test_a_row_that_comes_back_otherwise_trips():
+    kept, new = rows.fp8_entries(3, 80, 16, CPU), torch.ones(1, 80)
+    rows.write(kept, 1, new)
+    kept.values.view(torch.uint8)[1, 3] += 1
+    deferred = Deferred(1, CPU)
+    deferred.stored(sites.ENTRY, 4, torch.tensor(7), new, kept, 4)
+    assert looked(deferred, 7) == (
+        "attention.entry of layer 4 at position 7: numbers that come back otherwise from Fp8Entries: 1, expected 0"
+    )
+
+
+def test_columns_routing_and_selection_trip_as_on_the_host():
+    comb = sinkhorn(torch.randn(1, 4, 4, generator=torch.Generator().manual_seed(0)), 20, 1e-6)
+    ids, weights = torch.tensor([[0, 3, 5]]), torch.tensor([[0.5, 1.0, 1.0]])
+    selected = torch.tensor([[0, 1, 2, -1]], dtype=torch.int32)
+
+    def trips(comb=comb, ids=ids, weights=weights, selected=selected, position=12):
+        deferred = Deferred(1, CPU)
+        deferred.columns(sites.ATTENTION_COMB, 2, comb, 1e-6)
+        deferred.routing(sites.EXPERT_IDS, 2, ids, weights, 2.5, 6)
+        deferred.selection(sites.SELECTED, 2, torch.tensor(position), 4, 9, selected)
+        return looked(deferred, position)
+
+    assert trips() is None
+    wrong = comb.clone()
+    wrong[0, 1, 2] += 1e-4
+    assert trips(comb=wrong).startswith("attention.comb of layer 2 at position 12: a column sum off 1 by ")
+    assert "a column sum" in trips(comb=comb * math.nan)
+    for other in ([0, 3, 3], [0, 3, 6], [-1, 3, 5]):
+        assert trips(ids=torch.tensor([other])).startswith("experts.ids of layer 2")
+    assert trips(weights=weights * 1.001).startswith("experts.weights of layer 2")
+    for other in ([0, 1, 3, -1], [0, 1, 1, -1], [0, 2, 1, -1], [0, 1, -1, -1], [-1, 0, 1, 2]):
+        found = trips(selected=torch.tensor([other], dtype=torch.int32))
+        assert found.startswith("indexer.selected of layer 2 at position 12: selected entries that ")
+
+
+def test_measures_of_the_last_call_count_alone():
+    deferred = Deferred(1, CPU)
+    deferred.finite(sites.LOGITS, None, torch.tensor([math.inf]))
+    deferred.begin()
+    deferred.finite(sites.LOGITS, None, torch.ones(2, 2, dtype=torch.bfloat16))
+    deferred.look(0)
+    deferred.finite(sites.STREAMS, 1, torch.tensor([3.0e38, 3.0e38]))
+    with pytest.raises(Tripwire, match=r"streams of layer 1 at position 9: values whose sum is inf"):
+        deferred.look(9)
