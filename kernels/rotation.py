@@ -23,11 +23,10 @@ from kernels import lloyd_max
 from kernels.formats import RotatedRows
 
 __all__ = [
-    "RotatedRows", "between", "dot", "expected_error", "hadamard", "planes", "random_signs", "read", "read_rotated",
-    "rotate", "rotated_rows", "row_norm", "take", "take_rotated", "unrotate", "weighted_sum", "write",
+    "RotatedRows", "between", "expected_error", "hadamard", "planes", "random_signs", "read", "read_rotated",
+    "rotate", "rotated_rows", "row_norm", "take", "take_rotated", "unrotate", "write",
 ]  # fmt: skip
 
-TILE = 1 << 17  # decoded numbers per tile of `dot` and `weighted_sum`: half a MiB of fp32
 _MASK = (1 << 64) - 1
 
 
@@ -154,30 +153,6 @@ def take_rotated(rows: RotatedRows, index: Tensor) -> Tensor:
     """``H(s x)`` of rows `index` [c] int as stored, [c, d] float32."""
     norm, codes = (torch.index_select(plane, 0, index) for plane in (rows.norm, rows.codes))
     return _decoded(rows._replace(norm=norm, codes=codes))
-
-
-def dot(rows: RotatedRows, q: Tensor) -> Tensor:
-    """Dot products of `q` [..., d] with all rows, [..., n] float32; `q` is rotated once, no row is."""
-    n, d = rows.shape
-    turned = rotate(q, rows.signs)
-    out = torch.empty(*q.shape[:-1], n, dtype=torch.float32, device=q.device)
-    step = max(1, TILE // d)
-    for low in range(0, n, step):
-        high = min(low + step, n)
-        torch.matmul(turned, read_rotated(rows, low, high).mT, out=out[..., low:high])
-    return out
-
-
-def weighted_sum(rows: RotatedRows, weights: Tensor) -> Tensor:
-    """Sum of all rows times `weights` [..., n], [..., d] float32: added up as stored, rotated back once."""
-    n, d = rows.shape
-    assert weights.shape[-1] == n, f"{weights.shape[-1]} weights for {n} rows"
-    total = torch.zeros(*weights.shape[:-1], d, dtype=torch.float32, device=weights.device)
-    step = max(1, TILE // d)
-    for low in range(0, n, step):
-        high = min(low + step, n)
-        total += weights[..., low:high].float() @ read_rotated(rows, low, high)
-    return unrotate(total, rows.signs)
 
 
 def _decoded(rows: RotatedRows) -> Tensor:

@@ -39,6 +39,8 @@ ALLOWED: Final[Mapping[tuple[type[Variant], str], Sequence[int]]] = {
     (GroupedCoda, "block"): range(1, SLOTS + 1),
     (GroupedCoda, "values"): (0, 1),
     (GroupedCoda, "published"): (0, 1),
+    (GroupedCoda, "strict"): (0, 1),
+    (GroupedCoda, "start"): range(BANK + 1),
 }
 MOST_DIGITS: Final = 10  # of a number that can be meant
 SMALLEST: Final = 8  # columns, so that codes of any width fill bytes

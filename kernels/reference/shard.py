@@ -28,36 +28,6 @@ def turn(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
     return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
 
 
-def rebuilt_keys(
-    coefficients: Tensor, basis: Tensor, mean: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
-) -> Tensor:
-    """Keys from their coefficients, rotated to their positions.
-
-    Equation: ``k = R_p (c B^T + mu)``.
-
-    Parameters
-    ----------
-    coefficients
-        [n, r].
-    basis
-        [heads * d, r].
-    mean
-        [heads * d].
-    cos, sin
-        [n, d / 2], of the positions.
-    interleaved
-        Whether rotary pairs are neighbours.
-
-    Returns
-    -------
-    Tensor
-        [n, heads, d].
-
-    """
-    plain = coefficients @ basis.mT + mean
-    return turn(plain.unflatten(1, (-1, 2 * cos.shape[1])), cos, sin, interleaved=interleaved)
-
-
 def relative_scores(
     q: Tensor, coefficients: Tensor, basis: Tensor, mean: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool
 ) -> Tensor:

@@ -21,7 +21,8 @@ def coda_settings(variant: GroupedCoda) -> CodaSettings:
     """What the cache of a `coda` layer is set to; ConfigError where it cannot be."""
     made = CodaSettings.published if variant.published else CodaSettings
     settings = made(window=variant.window, exact=variant.exact, summary=variant.summary, rope="half")
-    return replace(settings, route="value" if variant.values else "key")
+    starts = {f"{bank}_at_start": min(variant.start, getattr(variant, bank)) for bank in ("exact", "summary")}
+    return replace(settings, route="value" if variant.values else "key", **(starts if variant.start else {}))
 
 
 def shard_settings(variant: GroupedShard) -> ShardSettings:
@@ -56,7 +57,7 @@ class CodaLayer(GqaCache):
     def __init__(self, shape: KvShape, variant: GroupedCoda, dtype: torch.dtype, device: torch.device) -> None:
         eta_logit = torch.full((shape.heads,), ETA_LOGIT)
         self.coda = CodaCache(coda_settings(variant), shape.heads, shape.head_dim, eta_logit, dtype, device)
-        self.block, self.published = variant.block, bool(variant.published)
+        self.block, self.published, self.strict = variant.block, bool(variant.published), bool(variant.strict)
         super().__init__({"coda": self.coda})
 
     def learnt(self, eta_logit: Tensor) -> None:
@@ -73,9 +74,9 @@ class CodaLayer(GqaCache):
         begun = 0 if self.published else first % self.block  # tokens of the block that an earlier call began
         head = min(t, self.block - begun) if begun else 0
         if not head:
-            return prefill(self.coda, tokens, None, self.block, ops=ops)
-        rows = slice(head), slice(head, t)
-        return torch.cat([prefill(self.coda, tokens.part(some), None, self.block, ops=ops) for some in rows])
+            return prefill(self.coda, tokens, None, self.block, strict=self.strict, ops=ops)
+        parts = [tokens.part(rows) for rows in (slice(head), slice(head, t))]
+        return torch.cat([prefill(self.coda, part, None, self.block, strict=self.strict, ops=ops) for part in parts])
 
 
 class ShardLayer(GqaCache):

@@ -85,6 +85,8 @@ class GroupedCoda:
     block: int = 256  # tokens of a call that attend before any of them is written
     values: int = 0  # 1: means are sought by values, as the package's page says; 0: by keys, as its code does
     published: int = 0  # 1: the rules of the package coda-gqa-l 1.3.1; 0: those of `CodaSettings`
+    strict: int = 0  # 1: in a block too a token sees the newest `window` tokens exactly, and no more
+    start: int = 0  # slots of each bank in use from the start, from which it grows; 0: all
 
     def __str__(self) -> str:
         """Return it as `--kv` spells it, with every setting."""

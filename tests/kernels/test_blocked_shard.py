@@ -9,7 +9,7 @@ from kernels.eigenbasis import measured_distortion
 from kernels.ops import BLOCKED
 from kernels.reference import rope
 from kernels.reference.quantise import hadamard
-from kernels.reference.shard import rebuilt_keys, rotated_values
+from kernels.reference.shard import rotated_values, turn
 from model.cache.shard import causal
 from tests.peak_memory import peak_bytes
 
@@ -55,8 +55,8 @@ def decoded(middle, stream, signs):
         n = codes.shape[0]
         c = eigenbasis.coefficients(stored, 0, n).double() * stored.basis_scale.double()
         angle = torch.arange(middle.first, middle.first + n).double()[:, None] * middle.freqs.double()
-        args = (stored.basis.double(), stored.mean.double(), angle.cos(), angle.sin())
-        keys.append(rebuilt_keys(c, *args, interleaved=middle.interleaved))
+        rebuilt = (c @ stored.basis.double().mT + stored.mean.double()).unflatten(1, (HEADS, -1))
+        keys.append(turn(rebuilt, angle.cos(), angle.sin(), interleaved=middle.interleaved))
         matrix = hadamard(torch.eye(D)).double()
         plain = rotated_values(codes, codebook.double(), largest.double()) @ matrix
         values.append(plain if signs is None else plain * signs)

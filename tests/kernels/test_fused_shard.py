@@ -16,7 +16,7 @@ from kernels.fused import shard, shard_middle
 from kernels.fused.shard import Middle, Stream, attend
 from kernels.reference import rope
 from kernels.reference.quantise import hadamard
-from kernels.reference.shard import rebuilt_keys, rotated_values
+from kernels.reference.shard import rotated_values, turn
 
 CPU = torch.device("cpu")
 HEADS, SHARE, D, SINKS = 2, 2, 32, 4
@@ -71,8 +71,8 @@ def wanted(q, keys, values, middle, stream, signs):
         c = torch.stack((stored.codes & 15, stored.codes >> 4), dim=-1).flatten(1).double() - 8
         c = c * stored.scale.double() * stored.basis_scale.double()
         angle = (torch.arange(middle.first, middle.first + len(c)).float()[:, None] * middle.freqs).double()
-        args = (stored.basis.double(), stored.mean.double(), angle.cos(), angle.sin())
-        keys.append(rebuilt_keys(c, *args, interleaved=middle.interleaved))
+        rebuilt = (c @ stored.basis.double().mT + stored.mean.double()).unflatten(1, (HEADS, -1))
+        keys.append(turn(rebuilt, angle.cos(), angle.sin(), interleaved=middle.interleaved))
         plain = rotated_values(codes, codebook.double(), largest.double()) @ hadamard(torch.eye(q.shape[2])).double()
         values.append(plain if signs is None else plain * signs)
     if stream is not None:

@@ -81,16 +81,23 @@ def bounded_bytes(heads, d, window, exact, summary):
     return 2 * heads * slots * d * 4 + slots + window * 4 + exact * 8 + heads * (exact + summary) * 4
 
 
-def test_the_cache_of_a_layer_gives_what_the_bare_cache_gives():
-    shape = KvShape(2, 16, torch.ones(8), interleaved=False)
-    layer = CodaLayer(shape, GroupedCoda(window=8, exact=4, summary=4, block=5), torch.float32, torch.device("cpu"))
-    settings = CodaSettings(window=8, exact=4, summary=4, rope="half")
+@pytest.mark.parametrize(("strict", "start"), [(0, 0), (1, 0), (0, 2)])
+def test_the_cache_of_a_layer_gives_what_the_bare_cache_gives(strict, start):
+    shape, cpu = KvShape(2, 16, torch.ones(8), interleaved=False), torch.device("cpu")
+    variant = GroupedCoda(window=8, exact=4, summary=4, block=5, strict=strict, start=start)
+    layer = CodaLayer(shape, variant, torch.float32, cpu)
+    settings = CodaSettings(
+        window=8, exact=4, summary=4, rope="half", exact_at_start=start or None, summary_at_start=start or None
+    )
     bare = CodaCache(settings, 2, 16, torch.full((2,), -3.0), torch.float32, torch.device("cpu"))
     q, k, v = (torch.randn(40, heads, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
     gates = torch.rand(40, generator=torch.Generator().manual_seed(5))
     found = layer.attend(Heads(q, k, v, gates), 0, BLOCKED)
-    assert torch.equal(found, prefill(bare, Tokens(q, k, v, gates, None), None, 5))
+    assert torch.equal(found, prefill(bare, Tokens(q, k, v, gates, None), None, 5, strict=bool(strict)))
     assert layer.position == 40
+    plain = CodaLayer(shape, GroupedCoda(window=8, exact=4, summary=4, block=5), torch.float32, cpu)
+    same = torch.equal(found, plain.attend(Heads(q, k, v, gates), 0, BLOCKED))
+    assert same == (not strict and not start), "a setting must change what is seen"
 
 
 @pytest.mark.parametrize("lengths", [[16] * 9 + [6], [64, 64, 22], [48, 96, 6]])

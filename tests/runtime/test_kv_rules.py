@@ -49,12 +49,17 @@ def llama(**changes):
 
 
 def test_layers_with_grouped_heads_have_settings_of_their_own():
-    rules = ["all=shard:rank=32", "1=coda:window=8", "2,3=full", "3=coda:published=1,block=9,exact=0,summary=0"]
+    rules = [
+        "all=shard:rank=32",
+        "1=coda:window=8",
+        "2,3=full",
+        "3=coda:published=1,block=9,exact=0,summary=0,strict=1,start=3",
+    ]
     assert variants(rules, llama()) == (
         GroupedShard(rank=32, bits=8, sinks=4, window=64, dp=0, group=64, qjl=0),
-        GroupedCoda(window=8, exact=64, summary=64, block=256, values=0, published=0),
+        GroupedCoda(window=8, exact=64, summary=64, block=256, values=0, published=0, strict=0, start=0),
         Full(),
-        GroupedCoda(window=256, exact=0, summary=0, block=9, values=0, published=1),
+        GroupedCoda(window=256, exact=0, summary=0, block=9, values=0, published=1, strict=1, start=3),
     )
     assert variants([], llama()) == (Full(),) * 4
 
