@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: the equations (reference), the same in tiles (blocked) and in Triton (fused)."""
+"""Tensors in, tensors out: a folder for each op, with the equation (reference), PyTorch in tiles (cpu) and Triton."""

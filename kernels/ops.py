@@ -1,13 +1,11 @@
 """`Ops`: the set of kernels that a model runs on, chosen once and passed down.
 
-REFERENCE is the equation in fp32: the oracle, slow and unbounded in memory. BLOCKED computes the same in tiles whose
-memory does not grow with the context. Where an op's reference already works on one chunk of tokens in a few passes,
-BLOCKED names the reference itself: there is nothing to tile.
-
-FUSED, in Triton, is `kernels.fused.ops`'.
+REFERENCE is the equation in fp32: the oracle, slow and unbounded in memory. CPU computes the same in tiles whose memory
+does not grow with the context, in PyTorch, on any device. Where an op's reference already works on one chunk of tokens
+in a few passes, CPU names the reference itself: there is nothing to tile. TRITON is in `kernels.triton_ops`.
 
 An op set is a value. To run a model with one op replaced (a fault, a random selection), pass
-``BLOCKED._replace(select=other)``; nothing is patched. An op that is made of others, as `read_streams`, is put together
+``CPU._replace(select=other)``; nothing is patched. An op that is made of others, as `read_streams`, is put together
 anew when one of these is replaced.
 """
 
@@ -18,14 +16,29 @@ from typing import Any, NamedTuple, Protocol, Self, cast
 import torch
 from torch import Tensor
 
-from kernels import blocked, reference
-from kernels.blocked.differential import Noise, Own, Past
-from kernels.blocked.shard import Middle, Stream
-from kernels.formats import Rounding, Rows, Slots, Weight, Window
+from kernels import (
+    attention,
+    compress,
+    differential,
+    experts,
+    gate,
+    grouped,
+    hyper,
+    indexer,
+    linear,
+    norm,
+    quantise,
+    rope,
+    shard,
+    swiglu,
+)
+from kernels.differential.cpu import Noise, Own, Past
+from kernels.formats.stored import Rounding, Rows, Slots, Weight, Window
+from kernels.shard.cpu import Middle, Stream
 
 
 class Ops(Protocol):
-    """The ops that a model calls; the contract of each stands in `kernels.reference`, in the module named here."""
+    """The ops that a model calls; the contract of each stands in the `reference` of the folder named here."""
 
     name: str
 
@@ -165,11 +178,11 @@ class Ops(Protocol):
         ...
 
     def attend_grouped(self, q: Tensor, keys: Tensor, values: Tensor, first: int, window: int | None) -> Tensor:
-        """`gqa`."""
+        """`grouped`."""
         ...
 
     def attend_banks(self, q: Tensor, noise: Noise | None, past: Past, own: Own | None) -> Tensor:
-        """Of CoDA: `kernels.blocked.differential`."""
+        """Of CoDA: `kernels.differential.cpu`."""
         ...
 
     def attend_codes(
@@ -181,7 +194,7 @@ class Ops(Protocol):
         stream: Stream | None,
         signs: Tensor | None,
     ) -> Tensor:
-        """Of Shard: `kernels.blocked.shard`."""
+        """Of Shard: `kernels.shard.cpu`."""
         ...
 
     def _replace(self, **ops: Any) -> "Ops":
@@ -213,7 +226,7 @@ class ReadStreams:
         norm: Tensor,
         norm_out_eps: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`kernels.reference.hyper.read`."""
+        """`kernels.hyper.reference.read`."""
         pre, post, comb = self.hyper_weights(streams, fn, scale, base, iterations, eps, norm_eps)
         return self.rms_norm(self.collapse(streams, pre), norm, norm_out_eps), pre, post, comb
 
@@ -261,14 +274,17 @@ class OpSet(_Fields):
         return super(OpSet, new)._replace(read_streams=ReadStreams(*(getattr(new, op) for op in READ_PARTS)))
 
 
-def room(op: Callable[..., Any]) -> str:
-    """Which room an op comes from: "reference", "blocked" or "fused"; of one from elsewhere, its module."""
+def backend(op: Callable[..., Any]) -> str:
+    """Which backend an op is of: "reference", "cpu" or "triton"; of one from elsewhere, its module."""
     module = op.__module__
-    return module.split(".")[1] if module.startswith("kernels.") else module
+    if not module.startswith("kernels."):
+        return module
+    file = module.rpartition(".")[2]
+    return "triton" if file.startswith("triton") else "cpu" if file.startswith("cpu") else "reference"
 
 
 class Noted:
-    """An op that notes when it runs: `ran` [its name] is the room it comes from. It is equal to the op itself."""
+    """An op that notes when it runs: `ran` [its name] is its backend. It is equal to the op itself."""
 
     def __init__(self, name: str, op: Callable[..., Any], ran: dict[str, str]) -> None:
         self.name, self.ran = name, ran
@@ -276,7 +292,7 @@ class Noted:
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Note it, and run the op."""
-        self.ran[self.name] = room(self.op)
+        self.ran[self.name] = backend(self.op)
         return self.op(*args, **named)
 
     def __eq__(self, other: object) -> bool:
@@ -287,7 +303,7 @@ class Noted:
 
 
 def noted(ops: Ops, ran: dict[str, str]) -> Ops:
-    """The same ops, each of which notes in `ran` when it runs, and from which room."""
+    """The same ops, each of which notes in `ran` when it runs, and of which backend."""
     made = {name: Noted(name, op, ran) for name, op in ops._asdict().items() if name != "name"}
     if isinstance(ops.read_streams, ReadStreams):  # its parts note themselves
         made["read_streams"] = ReadStreams(*(made[op] for op in READ_PARTS))  # type: ignore[assignment]
@@ -296,49 +312,49 @@ def noted(ops: Ops, ran: dict[str, str]) -> Ops:
 
 _REFERENCE = OpSet(
     name="reference",
-    rms_norm=reference.norm.rms_norm,
-    rotate=reference.rope.rotate,
-    linear=reference.linear.linear,
-    grouped_linear=reference.linear.grouped_linear,
-    simulate_fp8=reference.quantise.simulate_fp8,
-    simulate_fp4=reference.quantise.simulate_fp4,
-    hadamard=reference.quantise.hadamard,
-    pool=reference.pool.pool,
-    compress=reference.compress.compress,
-    select=reference.indexer.select,
-    attend=reference.attention.attend,
-    hyper_weights=reference.hyper.hyper_weights,
-    head_weights=reference.hyper.head_weights,
-    collapse=reference.hyper.collapse,
-    read_streams=ReadStreams(reference.hyper.hyper_weights, reference.hyper.collapse, reference.norm.rms_norm),
-    expand=reference.hyper.expand,
-    route=reference.gate.route,
-    route_weights=reference.gate.route_weights,
-    swiglu=reference.swiglu.swiglu,
-    experts=reference.experts.experts,
-    rotate_halves=reference.rope.rotate_halves,
-    attend_grouped=reference.gqa.attend,
-    attend_banks=blocked.differential.attend,  # one implementation of CoDA, one of Shard: no reference run has them
-    attend_codes=blocked.shard.attend,
+    rms_norm=norm.reference.rms_norm,
+    rotate=rope.reference.rotate,
+    linear=linear.reference.linear,
+    grouped_linear=linear.reference.grouped_linear,
+    simulate_fp8=quantise.reference.simulate_fp8,
+    simulate_fp4=quantise.reference.simulate_fp4,
+    hadamard=quantise.reference.hadamard,
+    pool=compress.pool.pool,
+    compress=compress.reference.compress,
+    select=indexer.reference.select,
+    attend=attention.reference.attend,
+    hyper_weights=hyper.reference.hyper_weights,
+    head_weights=hyper.reference.head_weights,
+    collapse=hyper.reference.collapse,
+    read_streams=ReadStreams(hyper.reference.hyper_weights, hyper.reference.collapse, norm.reference.rms_norm),
+    expand=hyper.reference.expand,
+    route=gate.reference.route,
+    route_weights=gate.reference.route_weights,
+    swiglu=swiglu.reference.swiglu,
+    experts=experts.reference.experts,
+    rotate_halves=rope.reference.rotate_halves,
+    attend_grouped=grouped.reference.attend,
+    attend_banks=differential.cpu.attend,  # one implementation of CoDA, one of Shard: no reference run has them
+    attend_codes=shard.cpu.attend,
 )
 REFERENCE = cast("Ops", _REFERENCE)
 
-BLOCKED = REFERENCE._replace(
-    name="blocked",
-    rms_norm=blocked.norm.rms_norm,
-    rotate=blocked.rope.rotate,
-    linear=blocked.linear.linear,
-    grouped_linear=blocked.linear.grouped_linear,
-    select=blocked.indexer.select,
-    attend=blocked.attention.attend,
-    attend_grouped=blocked.gqa.attend,
+CPU = REFERENCE._replace(
+    name="cpu",
+    rms_norm=norm.cpu.rms_norm,
+    rotate=rope.cpu.rotate,
+    linear=linear.cpu.linear,
+    grouped_linear=linear.cpu.grouped_linear,
+    select=indexer.cpu.select,
+    attend=attention.cpu.attend,
+    attend_grouped=grouped.cpu.attend,
     # The rest is bounded by the chunk in the reference too; these, norm and rope are here for time alone
     # (`python -m scripts.bench kernels --only activations`).
-    simulate_fp8=blocked.quantise.simulate_fp8,
-    simulate_fp4=blocked.quantise.simulate_fp4,
-    hyper_weights=blocked.hyper.hyper_weights,
-    head_weights=blocked.hyper.head_weights,
-    collapse=blocked.hyper.collapse,
-    expand=blocked.hyper.expand,
-    swiglu=blocked.swiglu.swiglu,
+    simulate_fp8=quantise.cpu.simulate_fp8,
+    simulate_fp4=quantise.cpu.simulate_fp4,
+    hyper_weights=hyper.cpu.hyper_weights,
+    head_weights=hyper.cpu.head_weights,
+    collapse=hyper.cpu.collapse,
+    expand=hyper.cpu.expand,
+    swiglu=swiglu.cpu.swiglu,
 )

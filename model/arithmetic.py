@@ -2,7 +2,7 @@
 
 `plain` leaves activations unquantised, as Hugging Face transformers does. `deployed` rounds them where DeepSeek's
 serving code does (inputs of FP8 and FP4 linears, KV, indexer queries and keys): the values are those of the narrow
-formats, the products are fp32, see `kernels.reference.quantise`.
+formats, the products are fp32, see `kernels.quantise.reference`.
 """
 
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import Fp4, Fp8, Weight
+from kernels.formats.stored import Fp4, Fp8, Weight
 from kernels.ops import Ops
 from model.cache.formats import CacheFormats
 from model.config import KV_GROUP, LINEAR_GROUP

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kernels.formats import Rows, Slots
+from kernels.formats.stored import Rows, Slots
 from model.arithmetic import Arithmetic
 from model.cache.layers import CsaCache, HcaCache, LayerCache
 from model.call import Call

@@ -8,4 +8,4 @@ ALL_REDUCE, ALL_TO_ALL, AUTO = "all-reduce", "all-to-all", "auto"
 DISPATCHES = (AUTO, ALL_REDUCE, ALL_TO_ALL)  # of tokens to their experts, see `model.ranks`
 CODED_BITS = (8, 4)  # of a number of a bounded cache, in a saved state, see `runtime.quantised_state`
 SHARD_BITS = (2, 3, 4, 6, 8)  # of a number that is coded, those for which there is a packing
-OP_SETS = ("reference", "blocked", "fused")  # see `kernels.ops`
+OP_SETS = ("reference", "cpu", "triton")  # see `kernels.ops`

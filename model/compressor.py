@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from kernels.formats import Dense, Rounding
+from kernels.formats.stored import Dense, Rounding
 from model.arithmetic import Arithmetic
 from model.cache.frontier import Frontier
 from model.cache.layers import AnyEntries, AnyKeys

@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.formats import Dense, Fp4, Fp8, NvFp4, Weight, nbytes, rows
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, nbytes, rows
 from model.binding import Binding, Form
 from model.census import Census
 from model.checkpoint import Checkpoint

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels.formats import Weight, member
+from kernels.formats.stored import Weight, member
 from model.arithmetic import Arithmetic
 from model.call import Call
 from model.config import ModelConfig
@@ -74,7 +74,7 @@ class MoE:
         return len(kinds) > 1 or form(self.experts[0].w1) != form(self.experts[0].w3)
 
     def stacks(self) -> tuple[Weight, Weight, Weight]:
-        """The routed experts' w1, w3 and w2 as `kernels.formats.stack` has them; the experts' own become views of it.
+        """The routed experts' w1, w3 and w2 as `stack` has them; the experts' own become views of it.
 
         No matrix is held twice, but for one of the three while it is made; what the allocator keeps of the memory that
         the loaded ones had is its own affair, and not in the plan.

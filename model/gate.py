@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels.formats import Dense
+from kernels.formats.stored import Dense
 from model.arithmetic import Arithmetic
 from model.config import ModelConfig
 from model.decode import Weights

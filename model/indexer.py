@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels.formats import Dense
+from kernels.formats.stored import Dense
 from model.arithmetic import Arithmetic
 from model.cache.layers import CsaCache
 from model.call import Call
@@ -48,7 +48,7 @@ class Indexer:
         Returns
         -------
         Tensor
-            [t, min(index_topk, keys)] int32, see `kernels.reference.indexer.select`.
+            [t, min(index_topk, keys)] int32, see `kernels.indexer.reference.select`.
 
         """
         self.compressor(x, call, cache.key_frontier, cache.keys)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels.formats import Weight
+from kernels.formats.stored import Weight
 from model.arithmetic import Arithmetic
 from model.ranks import Partial, Share, undivided
 

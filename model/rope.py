@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.reference import rope
+from kernels.rope import reference as rope
 from model.config import LayerKind, ModelConfig
 
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.formats import Dense
+from kernels.formats.stored import Dense
 from model.arithmetic import Arithmetic
 from model.block import Block
 from model.cache.layers import LayerCache

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.formats import Rows
+from kernels.formats.stored import Rows
+from kernels.indexer.reference import visible_entries
 from kernels.ops import Ops
-from kernels.reference.indexer import visible_entries
 from probes.shared.calls import Attend
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.formats import Slots
+from kernels.formats.stored import Slots
 from kernels.ops import Ops
 from model.cache.banked_entries import BankedEntries
 from model.cache.coda import CodaCache, View

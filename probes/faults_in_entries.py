@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import rotation
-from kernels.formats import BasisRows, RotatedRows
+from kernels.formats import rotation
+from kernels.formats.stored import BasisRows, RotatedRows
 from kernels.ops import Ops
 from model.cache.layers import SIGNS, AnyEntries, AnyKeys, CsaCache, HcaCache, LayerCache
 from model.config import LayerKind

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.formats import Dense, Fp4, Fp8, Weight
-from kernels.reference import rope
+from kernels.formats.stored import Dense, Fp4, Fp8, Weight
+from kernels.rope import reference as rope
 from model.attention import Attention, CsaAttention, HcaAttention
 from model.cache.frontier import Frontier
 from model.cache.layers import AnyEntries, AnyKeys, CsaCache, HcaCache, LayerCache

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.formats import Rows, Slots
+from kernels.formats.rows_reference import decode
+from kernels.formats.stored import Rows, Slots
 from kernels.ops import Ops
-from kernels.reference.rows import decode
 from probes.shared.calls import Attend
 
 Score = Callable[[Tensor, Tensor, Tensor], Tensor]  # q [t, h, d], head weights [t, h], keys [n, d] -> [t, n]

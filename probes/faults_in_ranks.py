@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kernels.formats.rows import Rows
 from kernels.ops import Ops
-from kernels.rows import Rows
 from model.attention import CsaAttention
 from model.call import Call
 from model.experts import MoE

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import qjl, rotation
-from kernels.blocked.shard import middle_keys, middle_values
-from kernels.formats import RotatedRows
+from kernels.formats import qjl, rotation
+from kernels.formats.rows_reference import decode
+from kernels.formats.stored import RotatedRows
 from kernels.ops import Ops
-from kernels.reference.rows import decode
+from kernels.shard.cpu import middle_keys, middle_values
 from model.cache.entries import Entries
 from model.cache.layers import CsaCache, HcaCache, LayerCache
 from model.cache.shard import ShardCache, causal

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.formats import Dense, Weight
+from kernels.formats.stored import Dense, Weight
 from kernels.ops import Ops
 from model.attention import Attention, CsaAttention, HcaAttention
 from model.call import Call

@@ -13,8 +13,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import Dense
-from kernels.ops import BLOCKED
+from kernels.formats.stored import Dense
+from kernels.ops import CPU
 from model.attention import Attention
 from model.block import Block
 from model.cache.layers import LayerCache
@@ -264,7 +264,7 @@ class _Case:
 
     def _model(self, faults: Sequence[Fault], *, deployed: bool) -> Transformer:
         """The layer, or the head, as a model of its own, with faults in place."""
-        ops = BLOCKED
+        ops = CPU
         for fault in faults:
             ops = fault.ops(ops)
         full = self.by.config

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kernels.ops import BLOCKED, Ops
+from kernels.ops import CPU, Ops
 from model.census import census
 from model.checkpoint import Checkpoint
 from model.config import LayerKind, ModelConfig
@@ -39,7 +39,7 @@ class Subject:
 
     directory: Path = DEMO
     options: RunOptions = field(default_factory=RunOptions)
-    ops: Ops = BLOCKED
+    ops: Ops = CPU
     fault: Fault | None = None
     seed: int = 0
     prompt: str | None = None  # text to run; None: see `tokens`

@@ -16,9 +16,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.basis_fit import ROPE_BITS, Fitted, Loss, group_of
-from kernels.eigenbasis import DP_BITS
-from kernels.formats import EigenKeys
+from kernels.formats.basis_fit import ROPE_BITS, Fitted, Loss, group_of
+from kernels.formats.eigenbasis import DP_BITS
+from kernels.formats.stored import EigenKeys
 from model import strict_json
 from model.cache.variants import Basis
 from model.config import LayerKind, ModelConfig

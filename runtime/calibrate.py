@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kernels.basis_fit import Fitted, Sample, fit
+from kernels.formats.basis_fit import Fitted, Sample, fit
 from model.config import LayerKind, ModelConfig
 from model.observe import sites
 from model.observe.observer import listening

@@ -71,8 +71,8 @@ def _why_no_graph(config: Config, device: str, ops: Ops, ranks: int) -> str | No
         return f"a {config.model_type} model: only DeepSeek-V4 can be captured"
     if device != "cuda":
         return f"--device {device}: CUDA graphs are of CUDA devices"
-    if ops.name != "fused":
-        return f"--ops {ops.name}: a captured call is of the fused kernels"
+    if ops.name != "triton":
+        return f"--ops {ops.name}: a captured call is of the triton kernels"
     return f"{ranks} ranks: a captured call is of one" if ranks > 1 else None
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kernels.fused.ops import FUSED
+from kernels.triton_ops import TRITON
 from model.cache.layers import LayerCache
 from model.cache.variants import Full
 from model.errors import ConfigError
@@ -28,8 +28,8 @@ def refusal(model: Transformer) -> str | None:
     ranks, arithmetic = model.arithmetic.ranks, model.arithmetic
     if ranks.size > 1:
         return f"{ranks.size} ranks: a captured call is of one"
-    if arithmetic.ops != FUSED:
-        return f"ops {arithmetic.ops.name}: a captured call is of Triton's kernels, ops fused, with none replaced"
+    if arithmetic.ops != TRITON:
+        return f"ops {arithmetic.ops.name}: a captured call is of Triton's kernels, ops triton, with none replaced"
     other = {str(v) for v in arithmetic.formats.variants if not isinstance(v, Full)}
     if other:
         return f"--kv {min(other)}: a captured call writes full caches only"
@@ -51,7 +51,7 @@ class Step:
     Parameters
     ----------
     model
-        On one rank, with the op set FUSED and caches in full; ConfigError, saying why, for another.
+        On one rank, with the op set TRITON and caches in full; ConfigError, saying why, for another.
     state
         Of that model, or of one with the same config and formats; at any position.
 

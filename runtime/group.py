@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from kernels.ops import BLOCKED, Ops
+from kernels.ops import CPU, Ops
 from model.errors import ConfigError
 from model.ranks import ALONE, Group
 from runtime.load import AnyLoaded, Loaded, check_device, load, load_any
@@ -70,7 +70,7 @@ def watched_load(
     watch: Watch | None,
     directory: Path,
     options: RunOptions,
-    ops: Ops = BLOCKED,
+    ops: Ops = CPU,
     group: Group = ALONE,
     *,
     context: int | None = None,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.ops import BLOCKED, Ops
+from kernels.ops import CPU, Ops
 from model.architectures import Config
 from model.census import Census, census
 from model.checkpoint import Checkpoint
@@ -69,7 +69,7 @@ def read_any_config(directory: Path, options: RunOptions) -> Config:
 def load_any(
     directory: Path,
     options: RunOptions,
-    ops: Ops = BLOCKED,
+    ops: Ops = CPU,
     group: Group = ALONE,
     *,
     context: int | None = None,
@@ -85,7 +85,7 @@ def load_any(
 def load(
     directory: Path,
     options: RunOptions,
-    ops: Ops = BLOCKED,
+    ops: Ops = CPU,
     group: Group = ALONE,
     *,
     context: int | None = None,

@@ -7,7 +7,7 @@ forgotten, and what there is no room for goes.
 
 import torch
 
-from kernels.reference.rope import angles
+from kernels.rope.reference import angles
 from model.architectures import Config
 from model.cache.coda_merge import Kept, merge_caches
 from model.cache.grouped import CodaLayer

@@ -1,6 +1,6 @@
 """Which kernels a run computes with, by name: the choice of `--ops`, refused where the run cannot have it."""
 
-from kernels.ops import BLOCKED, REFERENCE, Ops
+from kernels.ops import CPU, REFERENCE, Ops
 from model.architectures import Config
 from model.cache.variants import Full, GroupedCoda, GroupedShard
 from model.choices import OP_SETS
@@ -17,27 +17,27 @@ def op_set(name: str, options: RunOptions, config: Config) -> Ops:
         case "reference":
             _check_reference(options, config)
             return REFERENCE
-        case "blocked":
-            return BLOCKED
-        case "fused":
+        case "cpu":
+            return CPU
+        case "triton":
             _check_fused(options, config)
-            from kernels.fused.ops import FUSED  # noqa: PLC0415 (Triton is not on every platform that runs without it)
+            from kernels.triton_ops import TRITON  # noqa: PLC0415 (Triton is not on every platform that runs without it)
 
-            return FUSED
+            return TRITON
     raise AssertionError(f"op set {name!r}, want one of {OP_SETS}")
 
 
 def _check_reference(options: RunOptions, config: Config) -> None:
     grouped = {str(variant) for variant in cache_formats(options, config).variants if isinstance(variant, Grouped)}
     if grouped:
-        raise ConfigError(f"--ops reference: has no attention of its own for --kv {min(grouped)}; --ops blocked has")
+        raise ConfigError(f"--ops reference: has no attention of its own for --kv {min(grouped)}; --ops cpu has")
 
 
 def _check_fused(options: RunOptions, config: Config) -> None:
     if options.device != "cuda":
-        raise ConfigError(f"--ops fused: Triton's kernels need --device cuda, not {options.device}")
+        raise ConfigError(f"--ops triton: Triton's kernels need --device cuda, not {options.device}")
     other = {str(variant) for variant in cache_formats(options, config).variants if not isinstance(variant, Full)}
     if other:
-        raise ConfigError(f"--ops fused: does not run --kv {min(other)}; --ops blocked does")
+        raise ConfigError(f"--ops triton: does not run --kv {min(other)}; --ops cpu does")
     if options.coda_adapters is not None:
-        raise ConfigError("--ops fused: does not run --coda-adapters; --ops blocked does")
+        raise ConfigError("--ops triton: does not run --coda-adapters; --ops cpu does")

@@ -15,7 +15,7 @@ TIMEOUT = 60.0  # seconds that a rank may keep the others waiting, unless told
 
 def usual(device: str) -> str:
     """The op set of a run that names none: Triton's kernels on a GPU, PyTorch in tiles elsewhere."""
-    return "fused" if device == "cuda" else "blocked"
+    return "triton" if device == "cuda" else "cpu"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Saved states of bounded caches in 8 or 4 bits: a form of its own, made from a state file and loaded by a run.
 
 Every row of keys and of values in a `coda` layer of grouped heads (ring and banks) is rotated by Hadamard and coded by
-Lloyd-Max, with its length in float16: `kernels.rotation`. Whatever says which token a slot holds, and for how long,
-stays as it was: slots in use, gates, times, counts. What the banks compare with is not stored but taken from the coded
-rows, so that a loaded state agrees with itself. Layers with another cache stay exact.
+Lloyd-Max, with its length in float16: `kernels.formats.rotation`. Whatever says which token a slot holds, and for how
+long, stays as it was: slots in use, gates, times, counts. What the banks compare with is not stored but taken from the
+coded rows, so that a loaded state agrees with itself. Layers with another cache stay exact.
 
 Lossy: a run that continues is another one than that of the exact state. Such a file has its own format tag, so that
 nothing takes it for an exact state by mistake, and the exact one cannot be had back from it.
@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import lloyd_max, rotation
-from kernels.formats import RotatedRows
+from kernels.formats import lloyd_max, rotation
+from kernels.formats.stored import RotatedRows
 from model.cache.layers import SIGNS
 from model.choices import CODED_BITS
 from model.errors import StateError, shown

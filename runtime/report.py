@@ -86,7 +86,7 @@ def report(loaded: AnyLoaded, options: RunOptions, state: State, run: Generation
         "options": options.to_json(),
         "variants": [str(variant) for variant in loaded.model.arithmetic.formats.variants],  # of each layer
         "ops": loaded.model.arithmetic.ops.name,
-        "rooms": dict(sorted(loaded.model.arithmetic.ran.items())),  # of `kernels`, of each op that ran
+        "backends": dict(sorted(loaded.model.arithmetic.ran.items())),  # of `kernels`, of each op that ran
         "decode": by.how,  # "graph" or "eager"
         "decode_eager_because": by.why_eager,  # None: by a graph
         "threads": torch.get_num_threads(),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from coda_gqa_l import CoDAGQALandmarkPerf2
 
-from kernels.reference import rope
+from kernels.rope import reference as rope
 from model.cache.coda import CodaCache
 from model.cache.coda_attention import Differential, Tokens, prefill, step
 from model.cache.coda_settings import CodaSettings

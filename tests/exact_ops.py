@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import Dense, Fp4, Fp8, Weight
+from kernels.formats.stored import Dense, Fp4, Fp8, Weight
 from kernels.ops import REFERENCE, Ops
 from tests import deepseek_arithmetic as ds
 from tests.deepseek_arithmetic import FP32, Choices

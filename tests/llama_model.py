@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from kernels.ops import BLOCKED, Ops
+from kernels.ops import CPU, Ops
 from runtime.llama import LoadedLlama
 from runtime.load import load_any
 from runtime.options import RunOptions
@@ -59,7 +59,7 @@ def oracle(
     return made
 
 
-def load_ours(directory: Path, ops: Ops = BLOCKED, dtype: str = "fp32") -> LoadedLlama:
+def load_ours(directory: Path, ops: Ops = CPU, dtype: str = "fp32") -> LoadedLlama:
     """The saved model in this runtime."""
     loaded = load_any(directory, RunOptions("plain", dtype), ops)
     assert isinstance(loaded, LoadedLlama)

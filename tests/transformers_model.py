@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-from kernels.ops import BLOCKED, Ops
+from kernels.ops import CPU, Ops
 from model.transformer import Transformer
 from runtime.load import load
 from runtime.options import RunOptions
@@ -85,7 +85,7 @@ def _randomise(name: str, parameter: Tensor, generator: torch.Generator, config:
         parameter.copy_(noise / math.sqrt(parameter.shape[-1]))
 
 
-def load_ours(directory: Path, ops: Ops = BLOCKED, chunk: int = 512) -> Transformer:
+def load_ours(directory: Path, ops: Ops = CPU, chunk: int = 512) -> Transformer:
     """The saved model in this runtime: plain fp32."""
     return load(directory, RunOptions("plain", "fp32", "cpu", chunk), ops).model
 

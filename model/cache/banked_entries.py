@@ -24,7 +24,7 @@ from math import log
 import torch
 from torch import Tensor
 
-from kernels.formats import Slots
+from kernels.formats.stored import Slots
 from model.cache.variants import Coda
 from model.errors import CapacityError, StateError
 

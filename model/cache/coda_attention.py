@@ -24,13 +24,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.blocked.differential import Noise, Own, Past, differential_attend
-from kernels.ops import BLOCKED, Ops
+from kernels.differential.cpu import Noise, Own, Past, differential_attend
+from kernels.ops import CPU, Ops
 from model.cache.coda import CodaCache
 
 
 class Differential(NamedTuple):
-    """The parameters of a layer's query mechanism, see `kernels.reference.differential`."""
+    """The parameters of a layer's query mechanism, see `kernels.differential.reference`."""
 
     cos: Tensor  # [H, D / 2] float32, of theta
     sin: Tensor
@@ -53,14 +53,14 @@ class Tokens(NamedTuple):
         return Tokens(self.q[rows], self.k[rows], self.v[rows], gates, lam)
 
 
-def step(cache: CodaCache, tokens: Tokens, differential: Differential | None, ops: Ops = BLOCKED) -> Tensor:
+def step(cache: CodaCache, tokens: Tokens, differential: Differential | None, ops: Ops = CPU) -> Tensor:
     """Write one token, which may drive another into the banks, then attend: [1, H, D] in the dtype of the query."""
     cache.write(tokens.k, tokens.v, tokens.gates)
     return attend(cache, tokens.q, tokens.lam, differential, ops)
 
 
 def attend(
-    cache: CodaCache, q: Tensor, lam: Tensor | None, differential: Differential | None, ops: Ops = BLOCKED
+    cache: CodaCache, q: Tensor, lam: Tensor | None, differential: Differential | None, ops: Ops = CPU
 ) -> Tensor:
     """Attend from q [t, H, D] to what the cache holds, and write nothing: [t, H, D]; zeros while it is empty."""
     return _attend(q, lam, differential, Past(*cache.view()), None, ops)
@@ -73,7 +73,7 @@ def prefill(
     block: int,
     *,
     strict: bool = False,
-    ops: Ops = BLOCKED,
+    ops: Ops = CPU,
 ) -> Tensor:
     """Attend and write in blocks, each of which attends before it writes.
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.reference.rope import rotate_halves
+from kernels.rope.reference import rotate_halves
 from model.cache.coda import CodaCache
 from model.cache.coda_banks import ExactBank, SummaryBank
 

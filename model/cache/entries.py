@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from kernels import rows
-from kernels.rows import Rows
+from kernels.formats import rows
+from kernels.formats.rows import Rows
 from model.errors import CapacityError
 
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from kernels import rows
-from kernels.rows import Rows
+from kernels.formats import rows
+from kernels.formats.rows import Rows
 from model.cache.variants import Full, GroupedShard, Variant
 from model.choices import ENTRY_FORMATS, KEY_FORMATS
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from kernels.formats import Window
+from kernels.formats.stored import Window
 
 Pool = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
@@ -76,7 +76,7 @@ class Frontier:
         return pooled
 
     def window(self) -> Window:
-        """Return the buffers themselves, as `kernels.fused.compress` overwrites them."""
+        """Return the buffers themselves, as `kernels.compress.triton` overwrites them."""
         return Window(self.kv, self.gate, self.previous_kv, self.previous_gate)
 
     def advance(self) -> None:

@@ -10,8 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels import basis_rows
-from kernels.rotation import rotated_rows
+from kernels.formats import basis_rows
+from kernels.formats.rotation import rotated_rows
 from model.cache.banked_entries import BankedEntries, NewestKeys, newest_rows
 from model.cache.entries import Entries
 from model.cache.formats import CacheFormats

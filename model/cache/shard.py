@@ -20,11 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import eigenbasis, product_quantise, qjl, rotation
-from kernels.blocked.shard import Middle, Stream
-from kernels.ops import BLOCKED, Ops
-from kernels.reference import rope
-from kernels.reference.shard import turn
+from kernels.formats import eigenbasis, product_quantise, qjl, rotation
+from kernels.ops import CPU, Ops
+from kernels.rope import reference as rope
+from kernels.shard.cpu import Middle, Stream
+from kernels.shard.reference import turn
 from model.errors import CapacityError, ConfigError
 from model.observe.invariants import finite
 
@@ -142,7 +142,7 @@ class ShardCache:
         self.stream_keys = allocate(rows, d, bits, device, seed)
         self.stream_values = rotation.rotated_rows(rows, d, bits, device, seed)
 
-    def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, ops: Ops = BLOCKED) -> Tensor:
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, ops: Ops = CPU) -> Tensor:
         """Take t more tokens and attend from them to themselves and all before.
 
         Parameters

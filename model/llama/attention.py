@@ -7,8 +7,8 @@ nothing of the cache: the noise queries are more heads that read the same keys.
 import torch
 from torch import Tensor
 
-from kernels.formats import Dense
-from kernels.reference.differential import combine, noise_query
+from kernels.differential.reference import combine, noise_query
+from kernels.formats.stored import Dense
 from model.arithmetic import Arithmetic
 from model.cache.gqa import GqaCache, Heads
 from model.call import Call

@@ -81,7 +81,7 @@ class Linear:
 
 @dataclass(frozen=True, slots=True)
 class Llama3:
-    """Llama 3.1's interpolation by wavelength, see `kernels.reference.rope.llama3_frequencies`."""
+    """Llama 3.1's interpolation by wavelength, see `kernels.rope.reference.llama3_frequencies`."""
 
     kind: ClassVar[str] = "llama3"
     factor: float

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from kernels.reference import rope
+from kernels.rope import reference as rope
 from model.llama.config import LlamaConfig
 from model.llama.fields import Linear
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.formats import Dense, Weight
+from kernels.formats.stored import Dense, Weight
 from model.arithmetic import Arithmetic
 from model.cache.gqa import GqaCache
 from model.cache.grouped import CodaLayer

@@ -8,8 +8,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import Rows
-from kernels.rows import take
+from kernels.formats.rows import take
+from kernels.formats.stored import Rows
 from model.errors import Tripwire
 from model.observe import invariants
 from model.observe.sites import Site

@@ -10,10 +10,10 @@ import math
 import torch
 from torch import Tensor
 
-from kernels import rotation
-from kernels.basis_rows import expected_error
-from kernels.lloyd_max import distortion
-from kernels.rows import BasisRows, RotatedRows, Rows, read
+from kernels.formats import rotation
+from kernels.formats.basis_rows import expected_error
+from kernels.formats.lloyd_max import distortion
+from kernels.formats.rows import BasisRows, RotatedRows, Rows, read
 from model.cache.layers import Components
 from model.errors import Tripwire
 
@@ -66,7 +66,7 @@ def selection(
         Entries that are no longer among them: the first that can be selected is this one. A selection counts from it,
         a message names the entries of the sequence.
     selected
-        [t, min(top_k, entries)] int32, see `kernels.reference.indexer.select`; None trips: a CSA layer without a
+        [t, min(top_k, entries)] int32, see `kernels.indexer.reference.select`; None trips: a CSA layer without a
         selection sees its window alone, and still answers short prompts well.
 
     """

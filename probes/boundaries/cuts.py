@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import Rows
+from kernels.formats.stored import Rows
 from kernels.ops import Ops
 from model.state import State
 from model.transformer import Transformer

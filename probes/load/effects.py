@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kernels.formats import Dense, Weight
+from kernels.formats.stored import Dense, Weight
 from model.errors import Tripwire
 from model.observe import sites
 from model.observe.observer import listening

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.ops import BLOCKED, REFERENCE
+from kernels.ops import CPU, REFERENCE
 from model.cache.entries import Entries
 from model.errors import Tripwire
 from model.state import State
@@ -26,7 +26,7 @@ from runtime.load import load
 from runtime.options import RunOptions
 from runtime.report import peak_memory
 
-OPS = {ops.name: ops for ops in (BLOCKED, REFERENCE)}
+OPS = {ops.name: ops for ops in (CPU, REFERENCE)}
 BALLAST = 64 << 20  # bytes that the process takes at the end, to see that its peak shows them
 DECODED = 4  # tokens after each prompt, one by one
 NOISE = 4096  # rows of noise at once: less than a call takes, or it would be the peak

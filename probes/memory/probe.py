@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from kernels.ops import BLOCKED
+from kernels.ops import CPU
 from model.cache.formats import CacheFormats
 from model.cache.layers import Components
 from model.config import ModelConfig
@@ -126,7 +126,7 @@ long-context.md). Most of the peak itself was there before the first token: torc
             sum(cache_bytes(config, long + peak.DECODED + chunk, chunk, item, formats).values()),
             call_bytes(config, chunk, item),
             each * (long - short),
-            subject.ops.name == BLOCKED.name,
+            subject.ops.name == CPU.name,
             # the fingerprint of a small checkpoint reads all of it while loading
             subject.options.device != "cpu" or subject.load().census.nbytes <= HASHED_WHOLE,
         )
@@ -136,8 +136,8 @@ long-context.md). Most of the peak itself was there before the first token: torc
         """Hold a process against what `runtime.plan` says of it."""
         loaded, options = subject.load(), subject.options
         on_cpu = options.device == "cpu"
-        if subject.ops.name != BLOCKED.name:
-            parts.append(Text("The memory plan", f"Not measured: it is of the blocked ops, not of {subject.ops.name}."))
+        if subject.ops.name != CPU.name:
+            parts.append(Text("The memory plan", f"Not measured: it is of the cpu ops, not of {subject.ops.name}."))
             return
         if on_cpu and loaded.census.nbytes > HASHED_WHOLE:
             why = (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels import rows as stored
+from kernels.formats import rows as stored
 from model.cache.frontier import Frontier
 from model.cache.layers import CsaCache, HcaCache, LayerCache
 from model.observe import sites

@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from kernels.ops import BLOCKED, REFERENCE, Ops
+from kernels.ops import CPU, REFERENCE, Ops
 from model.config import check_deployed
 from model.errors import ConfigError
 from model.observe.observer import listening
@@ -97,7 +97,7 @@ class Ran:
 
 def other_ops(ops: Ops) -> Ops:
     """The op set that a run with `ops` is held against."""
-    return BLOCKED if ops.name == REFERENCE.name else REFERENCE
+    return CPU if ops.name == REFERENCE.name else REFERENCE
 
 
 def refused(pair: Pair, subject: Subject) -> str | None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.reference.formats import decode
+from kernels.formats.reference import decode
 from model.census import census
 from model.checkpoint import Checkpoint
 from model.config import LayerKind, ModelConfig

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kernels.formats import Weight, rows
+from kernels.formats.stored import Weight, rows
 from probes.rope.oracle import I64, Table, pairs
 from probes.shared.moe import LAMBDA, U
 from probes.shared.narrow import BF16, E4M3, F64, decoded, nearest, rounded_blocks

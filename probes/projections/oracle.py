@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from kernels.formats import Dense, Fp4, Fp8, Weight
+from kernels.formats.stored import Dense, Fp4, Fp8, Weight
 from model.config import ModelConfig
 from model.decode import Weights
 from probes.projections.known import Known, joined, pooled, product, rms_norm, rotated, times

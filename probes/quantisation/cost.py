@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kernels.formats import Fp4, Fp8
+from kernels.formats.stored import Fp4, Fp8
 from model.config import LayerKind
 from model.observe import sites
 from model.observe.sites import Site

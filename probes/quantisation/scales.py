@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kernels.formats import Dense, Fp4, Fp8, Weight
+from kernels.formats.stored import Dense, Fp4, Fp8, Weight
 from model.census import Census
 from model.decode import Weights
 from model.transformer import Transformer

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.reference.quantise import simulate_fp4
-from kernels.rows import read
+from kernels.formats.rows import read
+from kernels.quantise.reference import simulate_fp4
 from model.cache.layers import CsaCache
 from model.config import LayerKind, ModelConfig
 from model.observe import sites

@@ -4,11 +4,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kernels.formats import Rows, Slots
+from kernels.formats.stored import Rows, Slots
 
 
 class Attend(NamedTuple):
-    """The arguments of `attend`, in its order; see `kernels.reference.attention`."""
+    """The arguments of `attend`, in its order; see `kernels.attention.reference`."""
 
     q: Tensor
     ring: Tensor

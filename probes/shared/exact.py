@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.formats import Rows, Slots, Weight
+from kernels.formats.reference import decode
+from kernels.formats.rows_reference import decode as decode_rows
+from kernels.formats.stored import Rows, Slots, Weight
 from kernels.ops import Ops
-from kernels.reference.formats import decode
-from kernels.reference.quantise import hadamard as reference_hadamard
-from kernels.reference.rows import decode as decode_rows
+from kernels.quantise.reference import hadamard as reference_hadamard
 
 TILE = 32  # rows per matrix product, and tokens per attention
 
@@ -68,14 +68,14 @@ def _product(x: Tensor, matrix: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """`kernels.reference.norm.rms_norm`."""
+    """`kernels.norm.reference.rms_norm`."""
     wide = x.double()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return (wide if weight is None else wide * weight.double()).to(x.dtype)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`kernels.reference.rope.rotate`; in fp32, rows that fill no vector of the processor are rounded once more."""
+    """`kernels.rope.reference.rotate`; in fp32, rows that fill no vector of the processor are rounded once more."""
     half = cos.shape[-1]
     cos, sin = (part.double()[:, None] if x.ndim == 3 else part.double() for part in (cos, sin))
     a, b = x[..., -2 * half :].double().unflatten(-1, (half, 2)).unbind(-1)
@@ -85,21 +85,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """`kernels.reference.quantise.hadamard`."""
+    """`kernels.quantise.reference.hadamard`."""
     signs = reference_hadamard(torch.eye(x.shape[-1], device=x.device)).sign().double()
     scale: float = x.shape[-1] ** -0.5
     return (_product(x.flatten(0, -2), signs) * scale).view(x.shape).to(x.dtype)
 
 
 def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Tensor | None) -> Tensor:
-    """`kernels.reference.pool.pool`."""
+    """`kernels.compress.pool.pool`."""
     if previous_kv is not None and previous_gate is not None:
         kv, gate = torch.cat((previous_kv, kv), dim=1), torch.cat((previous_gate, gate), dim=1)
     return (kv.double() * gate.double().softmax(dim=1)).sum(dim=1).float()
 
 
 def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, k: int) -> Tensor:
-    """`kernels.reference.indexer.select`; scores are rounded to fp32, so that equal ones are equal."""
+    """`kernels.indexer.reference.select`; scores are rounded to fp32, so that equal ones are equal."""
     n = keys.shape[0]
     per_head = (q.double() @ decode_rows(keys).double().T).relu()  # [t, h, n]
     scores = (head_weights.double()[:, None] @ per_head)[:, 0].float()
@@ -120,7 +120,7 @@ def attend(
     selected: Tensor | None,
     sink: Tensor,
 ) -> Tensor:
-    """`kernels.reference.attention.attend`, with every key that a token sees gathered for it."""
+    """`kernels.attention.reference.attend`, with every key that a token sees gathered for it."""
     capacity = ring.shape[0]
     slots = Slots(entries, None, 0) if entries is not None and not isinstance(entries, Slots) else entries
     keys = ring if slots is None else torch.cat((ring, decode_rows(slots.rows)))
@@ -159,7 +159,7 @@ def _mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
 def hyper_weights(
     streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`kernels.reference.hyper.hyper_weights`."""
+    """`kernels.hyper.reference.hyper_weights`."""
     s = streams.shape[1]
     mixes = _mixes(streams, fn, norm_eps)
     scale, base = scale.double(), base.double()
@@ -174,30 +174,30 @@ def hyper_weights(
 
 
 def head_weights(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float) -> Tensor:
-    """`kernels.reference.hyper.head_weights`."""
+    """`kernels.hyper.reference.head_weights`."""
     return (torch.sigmoid(_mixes(streams, fn, norm_eps) * scale.double() + base.double()) + eps).float()
 
 
 def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """`kernels.reference.hyper.expand`."""
+    """`kernels.hyper.reference.expand`."""
     new = post.double()[..., None] * y.double()[:, None]
     return (new + comb.double().mT @ streams.double()).to(streams.dtype)
 
 
 def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
-    """`kernels.reference.gate.route`."""
+    """`kernels.gate.reference.route`."""
     biased = functional.softplus(logits.double()).sqrt() + bias.double()
     ids = biased.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     return ids, route_weights(logits, ids, scale)
 
 
 def route_weights(logits: Tensor, ids: Tensor, scale: float) -> Tensor:
-    """`kernels.reference.gate.route_weights`."""
+    """`kernels.gate.reference.route_weights`."""
     chosen = functional.softplus(logits.double()).sqrt().gather(1, ids)
     return (scale * chosen / chosen.sum(-1, keepdim=True)).float()
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Tensor:
-    """`kernels.reference.swiglu.swiglu`."""
+    """`kernels.swiglu.reference.swiglu`."""
     out = functional.silu(gate.double().clamp(max=limit)) * up.double().clamp(-limit, limit)
     return (out if weight is None else out * weight.double()[:, None]).to(gate.dtype)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.formats import Dense, Fp4, Fp8, NvFp4, Weight, rows
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, rows
 from kernels.ops import Ops
 from model.linear import Embedding, GroupedLinear, Linear
 from model.transformer import Transformer

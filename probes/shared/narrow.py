@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kernels.formats import Dense, Fp4, Fp8, NvFp4, Weight
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
 from probes.shared import file_bytes
 
 F64 = NDArray[np.float64]

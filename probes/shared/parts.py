@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels import lloyd_max
-from kernels.reference import shard
+from kernels.formats import lloyd_max
+from kernels.shard import reference as shard
 from model.cache.coda import CodaCache
 from model.cache.shard import ShardCache
 
@@ -21,8 +21,8 @@ class Parts(NamedTuple):
 
     coda: type[CodaCache]
     shard: type[ShardCache]
-    codebook: Callable[[int, torch.device], Tensor]  # `kernels.lloyd_max.codebook`
-    relative_scores: Callable[..., Tensor]  # `kernels.reference.shard.relative_scores`
+    codebook: Callable[[int, torch.device], Tensor]  # `kernels.formats.lloyd_max.codebook`
+    relative_scores: Callable[..., Tensor]  # `kernels.shard.reference.relative_scores`
 
 
 PARTS = Parts(CodaCache, ShardCache, lloyd_max.codebook, shard.relative_scores)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels import rotation, rows
-from kernels.blocked.attention import KEYS, keys_per_tile
+from kernels.attention.cpu import KEYS, keys_per_tile
+from kernels.formats import rotation, rows
 from kernels.ops import Ops
 from model.cache.banked_entries import BankedEntries
 from model.cache.layers import SIGNS, AnyEntries, AnyKeys, CsaCache, HcaCache

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kernels import basis_fit
-from kernels.formats import BasisRows
-from kernels.reference.rows import decode
+from kernels.formats import basis_fit
+from kernels.formats.rows_reference import decode
+from kernels.formats.stored import BasisRows
 from model.cache.layers import AnyEntries
 from model.cache.variants import Basis, Full, Shard
 from model.config import LayerKind, ModelConfig

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.blocked.shard import middle_keys
+from kernels.shard.cpu import middle_keys
 from model.cache.shard import ShardCache, ShardSettings
 from probes.finding import Finding, at_most, judged
 from probes.shared.parts import Parts

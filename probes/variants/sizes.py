@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.blocked import shard as blocked
+from kernels.shard import cpu as blocked
 from model.cache.coda_settings import CodaSettings
 from model.cache.shard import KvShape, ShardCache, ShardSettings
 from probes.finding import Finding, at_most, exactly, judged

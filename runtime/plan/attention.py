@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from kernels.blocked.attention import ROWS
+from kernels.attention.cpu import ROWS
 from model.config import LayerKind
 from runtime.plan.ops import F32
 from runtime.plan.sizes import Alive, Moment, Sizes, moment

@@ -1,6 +1,6 @@
 """What one call of the model holds beside weights and caches, moment by moment: read off `model/`, file by file.
 
-A call is planned as the model runs it on one rank with the blocked ops: what each function keeps alive while another
+A call is planned as the model runs it on one rank with the cpu ops: what each function keeps alive while another
 runs, and what that one takes itself (`runtime.plan.ops`). The largest moment of the costliest layer is what a call
 needs. It does not grow with the context: index scores and attention's logits exist in tiles only. `untiled_scores` says
 what a runtime needs that makes them at once.

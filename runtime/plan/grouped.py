@@ -1,7 +1,9 @@
 """What attending takes in a layer with grouped heads, by variant of its cache: bounds, read off the functions named."""
 
-from kernels import product_quantise
-from kernels.blocked import differential, gqa, shard
+from kernels.differential import cpu as differential
+from kernels.formats import product_quantise
+from kernels.grouped import cpu as gqa
+from kernels.shard import cpu as shard
 from model.cache.shard import TILE
 from model.cache.variants import Full, GroupedCoda, GroupedShard, Variant
 from model.llama.config import LlamaConfig

@@ -11,8 +11,9 @@ from typing import Final, NamedTuple
 
 import torch
 
-from kernels.blocked import gqa, linear
-from kernels.blocked.linear import _native_bfloat16
+from kernels.grouped import cpu as gqa
+from kernels.linear import cpu as linear
+from kernels.linear.cpu import _native_bfloat16
 from model.binding import Form
 from model.census import Census
 from model.llama.config import LlamaConfig

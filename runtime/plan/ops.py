@@ -1,4 +1,4 @@
-"""What each blocked op takes while it runs: the most bytes alive at one moment beside its operands, result included.
+"""What each cpu op takes while it runs: the most bytes alive at one moment beside its operands, result included.
 
 Read off `kernels.blocked` and `kernels.reference` line by line. Terms that do not grow with the call (a row of scales,
 a list of positions) are left out where a tile beside them is a thousand times larger; `TILE_SLACK` stands for them. A
@@ -7,8 +7,12 @@ test holds each against what torch's profiler counts.
 
 from typing import NamedTuple
 
-from kernels import basis_rows
-from kernels.blocked import attention, hyper, indexer, linear, quantise
+from kernels.attention import cpu as attention
+from kernels.formats import basis_rows
+from kernels.hyper import cpu as hyper
+from kernels.indexer import cpu as indexer
+from kernels.linear import cpu as linear
+from kernels.quantise import cpu as quantise
 from model.binding import Form
 from runtime.plan import selection
 
@@ -22,13 +26,13 @@ class Costs(NamedTuple):
 
     item: int  # bytes of an activation: 2 (bf16) or 4 (fp32)
     deployed: bool  # whether inputs of quantised linears are rounded
-    narrow: bool  # whether products of bf16 with what bf16 holds exactly are made in bf16, see `kernels.blocked.linear`
-    integers: bool = False  # whether the processor multiplies those of 8 bits, see `kernels.blocked.index_bound`
+    narrow: bool  # whether products of bf16 with what bf16 holds exactly are made in bf16, see `kernels.linear.cpu`
+    integers: bool = False  # whether the processor multiplies those of 8 bits, see `kernels.indexer.bound`
     gpu: bool = False
     entries: str = "dtype"  # forms of a cache's rows, see `model.cache.formats`
     keys: str = "dtype"
-    coded: bool = False  # whether some layer's rows are codes, see `kernels.rotation`
-    based: bool = False  # whether some layer's entries are coefficients, see `kernels.basis_rows`
+    coded: bool = False  # whether some layer's rows are codes, see `kernels.formats.rotation`
+    based: bool = False  # whether some layer's entries are coefficients, see `kernels.formats.basis_rows`
     banked: int = 0  # rows that a layer attends to beside those it selects, see `model.cache.banked_entries`
 
     def rms_norm(self, vectors: int, width: int) -> int:
@@ -146,7 +150,7 @@ class Costs(NamedTuple):
         return max(seen * (2 * width + 3 * heads) * F32 + stored, selected * width * self._entries_gathered())
 
     def coding(self, vectors: int, width: int) -> int:
-        """`kernels.basis_rows.write` of so many vectors: exact products, and what a gain loses."""
+        """`kernels.formats.basis_rows.write` of so many vectors: exact products, and what a gain loses."""
         if not self.based:
             return 0
         gains = 4 * F32 * len(basis_rows.GAINS) * min(vectors, basis_rows.ROWS) * width

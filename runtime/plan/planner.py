@@ -11,8 +11,11 @@ from typing import Final
 
 import torch
 
-from kernels.blocked import attention, index_bound, indexer, linear
-from kernels.blocked.linear import _native_bfloat16
+from kernels.attention import cpu as attention
+from kernels.indexer import bound as index_bound
+from kernels.indexer import cpu as indexer
+from kernels.linear import cpu as linear
+from kernels.linear.cpu import _native_bfloat16
 from model.cache.layers import CACHES
 from model.cache.variants import Coda, Shard
 from model.census import Census
@@ -28,7 +31,7 @@ from runtime.plan.sizes import Moment, Sizes, stored_forms
 from runtime.plan.weights import WeightKind, Weights, total, weights
 
 # Beside tensors. Of a GPU: CUDA's context, cuBLAS's workspaces, NCCL's buffers, gaps between blocks, and what fused
-# kernels take beyond the blocked ops (256 MiB of index scores, tens of split sums); assumed, not measured. Of a process
+# kernels take beyond the cpu ops (256 MiB of index scores, tens of split sums); assumed, not measured. Of a process
 # on the CPU: the interpreter, torch's libraries, and what the C library keeps of freed blocks: 237 MiB before the first
 # token in audits/memory.md, 304 at the end of audits/long-context.md.
 RESERVE: Final = {"cuda": 2 << 30, "cpu": 304 << 20}

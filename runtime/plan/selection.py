@@ -1,4 +1,4 @@
-"""What the blocked indexer takes while it selects: read off `kernels.blocked.indexer` and `index_bound`.
+"""What the blocked indexer takes while it selects: read off `kernels.indexer.cpu` and `index_bound`.
 
 How much it takes depends on the scores: of entries that cannot be among a token's best nothing is kept. `few_pass` says
 that few pass these comparisons, as where scores come in no particular order; else all do.
@@ -6,7 +6,8 @@ that few pass these comparisons, as where scores come in no particular order; el
 
 from typing import Final
 
-from kernels.blocked import index_bound, indexer
+from kernels.indexer import bound as index_bound
+from kernels.indexer import cpu as indexer
 
 F32, F64, I64 = 4, 8, 8  # bytes
 PACKED: Final = 3 * F32 + 2 * I64  # of a pair of token and entry: its score, twice as bits, and twice as an integer

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import BLOCKED
+from kernels.ops import CPU
 from model.state import State
 from runtime.load import load_any
 from runtime.memory import new_state
@@ -28,7 +28,7 @@ class Alone:
         torch.set_num_threads(args.threads)
         options = run_options(args)
         self.clock, self.chunk = Clock(args.device), options.prefill_chunk
-        self.model = load_any(args.model, options, self.clock.watch(BLOCKED)).model
+        self.model = load_any(args.model, options, self.clock.watch(CPU)).model
         self.draw = torch.Generator().manual_seed(args.seed)
 
     def tokens(self, count: int) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import BLOCKED
+from kernels.ops import CPU
 from runtime.tensorfile import write_safetensors
 from scripts.bench.clock import Clock
 from scripts.bench.sides import Ours, Side, Theirs
@@ -47,7 +47,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         importlib.import_module("transformers.models.deepseek_v4.modeling_deepseek_v4")
     found: dict[str, Any] = {"memory_before": memory()}
     began = time.perf_counter()
-    ops = BLOCKED if clock is None else clock.watch(BLOCKED)
+    ops = CPU if clock is None else clock.watch(CPU)
     side: Side = Ours(directory, spec["chunk"], ops) if spec["side"] == "ours" else Theirs(directory, spec["dtype"])
     found["load_s"] = time.perf_counter() - began
     found["memory_loaded"] = memory()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from kernels.reference import rope
+from kernels.rope import reference as rope
 from model.cache.coda import CodaCache
 from model.cache.coda_attention import Differential, Tokens, prefill, step
 from model.cache.coda_settings import CodaSettings

@@ -29,7 +29,7 @@ KERNEL_PARTS: Final = (
     "threads",
 )
 GPU_PARTS: Final = (
-    "norm", "activations", "swiglu", "hyper", "streams", "compress", "linear", "experts", "indexer", "topk",
+    "norm", "quantise", "swiglu", "hyper", "streams", "compress", "linear", "experts", "indexer", "topk",
     "attention", "shard", "differential", "banks", "layers",
 )  # fmt: skip
 READ: Final = (1024, 4096, 16384)  # contexts of our side alone

@@ -110,7 +110,7 @@ ABOUT = {
     "decode_ms": "one token and its logits; the tokens are drawn, the same on both sides",
     "memory.VmHWM": "peak resident set, mapped files included: what the target of half the memory is about",
     "sampled_peak_anon": "peak of RssAnon + RssShmem, looked at every 20 ms: what no file backs",
-    "ours": "numerics plain, bf16, ops blocked",
+    "ours": "numerics plain, bf16, ops cpu",
     "same": f"relative difference of logits: median row at most {MEDIAN_APART}, every row at most {ROW_APART}",
 }
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kernels.ops import BLOCKED
+from kernels.ops import CPU
 from runtime.load import load
 from runtime.options import RunOptions
 
@@ -28,7 +28,7 @@ def measure(spec: dict[str, Any], clock: Any) -> dict[str, Any]:
     for name in CHECKS:
         setattr(invariants, name, clock.around("checks", getattr(invariants, name)))
     options = RunOptions(numerics=spec["numerics"], dtype="bf16", device="cpu", prefill_chunk=spec["chunk"])
-    model = load(Path(spec["model"]), options, clock.watch(BLOCKED)).model
+    model = load(Path(spec["model"]), options, clock.watch(CPU)).model
     draw, vocabulary = torch.Generator().manual_seed(spec["seed"]), model.config.vocab_size
     prompt = torch.randint(0, vocabulary, (spec["context"],), generator=draw)
     state = model.new_state(spec["context"] + spec["decode"] + 1, spec["chunk"])

@@ -75,7 +75,7 @@ def measure(parts: Any, replays: int, record: Record, console: Console) -> dict[
         record.write(results, complete=False)
         torch.cuda.empty_cache()
     if LAYERS in parts:
-        layers, fused = modules["layers"], importlib.import_module("kernels.fused.ops").FUSED
+        layers, fused = modules["layers"], importlib.import_module("kernels.triton_ops").TRITON
         for shape in modules["shapes"].MODELS:
             for row in layers.measured_layers(shape, gpu, fused, replays, layers.CONTEXTS, layers.CHUNK):
                 results["layers"].append(row._asdict())

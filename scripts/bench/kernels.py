@@ -14,9 +14,11 @@ from contextlib import ExitStack
 import torch
 from torch import Tensor
 
-from kernels import blocked, reference
-from kernels.formats import Dense, Fp4, Fp8, NvFp4, Weight, rows
-from kernels.ops import BLOCKED, REFERENCE
+from kernels.attention import cpu as attention_cpu
+from kernels.formats import cpu as decode_cpu
+from kernels.formats import reference as formats_reference
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, rows
+from kernels.ops import CPU, REFERENCE
 from scripts.bench.checks import idle_sites, tripwires
 from scripts.bench.pairs import Pair, Timing, measure
 from scripts.bench.record import Record, rendered
@@ -43,7 +45,7 @@ def attend() -> Iterator[Pair]:
                         q, ring, 4 * n, 128, entries, 4, selected, sink,
                     ),
                 ) -> Run:  # fmt: skip
-                    return lambda: blocked.attention.attend(*args, dense_up_to=dense_up_to)
+                    return lambda: attention_cpu.attend(*args, dense_up_to=dense_up_to)
 
                 label = f"{heads} x {width}, {t} tokens, {times:g} x {k}"
                 yield Pair(label, "dense", call(float("inf")), "gather", call(0.0))
@@ -68,9 +70,7 @@ def decode() -> Iterator[Pair]:
         def call(function: Callable[[Weight], Tensor], weight: Weight = weight) -> Run:
             return lambda: function(weight)
 
-        yield Pair(
-            f"{form}, 512 x 1024", "blocked", call(blocked.decode.decode), "reference", call(reference.formats.decode)
-        )
+        yield Pair(f"{form}, 512 x 1024", "cpu", call(decode_cpu.decode), "reference", call(formats_reference.decode))
 
 
 def linear() -> Iterator[Pair]:
@@ -83,7 +83,7 @@ def linear() -> Iterator[Pair]:
                 return lambda: function(x, weight)
 
             label = f"{form}, 2048 x 1024, {t} tokens"
-            yield Pair(label, "blocked", call(BLOCKED.linear), "reference", call(REFERENCE.linear))
+            yield Pair(label, "cpu", call(CPU.linear), "reference", call(REFERENCE.linear))
 
 
 def decoding() -> Iterator[Pair]:
@@ -93,11 +93,11 @@ def decoding() -> Iterator[Pair]:
             x = torch.randn(t, 1024).bfloat16()
 
             def whole(x: Tensor = x, weight: Weight = weight) -> Tensor:
-                return BLOCKED.linear(x, weight)
+                return CPU.linear(x, weight)
 
             def part(weight: Weight = weight) -> None:
                 for start in range(0, 2048, 512):
-                    blocked.decode.decode(rows(weight, start, start + 512))
+                    decode_cpu.decode(rows(weight, start, start + 512))
 
             yield Pair(f"{form}, 2048 x 1024, {t} tokens", "linear", whole, "its decoding", part)
 
@@ -111,7 +111,7 @@ def select() -> Iterator[Pair]:
             return lambda: ops_select(*args)
 
         label = f"{t} tokens, {heads} x {width}, top {k} of {n}"
-        yield Pair(label, "blocked", call(BLOCKED.select), "reference", call(REFERENCE.select))
+        yield Pair(label, "cpu", call(CPU.select), "reference", call(REFERENCE.select))
 
 
 def activations() -> Iterator[Pair]:
@@ -131,7 +131,7 @@ def activations() -> Iterator[Pair]:
             def call(ops: object, name: str = name, args: tuple[object, ...] = args) -> Run:
                 return lambda: getattr(ops, name)(*args)
 
-            yield Pair(f"{name}, {t} tokens", "blocked", call(BLOCKED), "reference", call(REFERENCE))
+            yield Pair(f"{name}, {t} tokens", "cpu", call(CPU), "reference", call(REFERENCE))
 
 
 def threads() -> Iterator[Pair]:
@@ -154,7 +154,7 @@ def threads() -> Iterator[Pair]:
                     def run() -> None:
                         torch.set_num_threads(count)
                         for weight in matrices:
-                            BLOCKED.linear(x, weight)
+                            CPU.linear(x, weight)
 
                     return run
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kernels.ops import BLOCKED, Ops
+from kernels.ops import CPU, Ops
 from runtime.arithmetic import DTYPES
 from runtime.load import load
 from runtime.options import RunOptions
@@ -32,7 +32,7 @@ class Side(Protocol):
 class Ours:
     """Fathom: `plain` numerics, which are what transformers computes."""
 
-    def __init__(self, directory: Path, chunk: int, ops: Ops = BLOCKED) -> None:
+    def __init__(self, directory: Path, chunk: int, ops: Ops = CPU) -> None:
         self.chunk = chunk
         self.model = load(directory, RunOptions("plain", "bf16", "cpu", chunk), ops).model
         self.state = self.model.new_state(1, 1)

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.ops import BLOCKED
-from kernels.reference import rope
-from kernels.rotation import rotated_rows
+from kernels.formats.rotation import rotated_rows
+from kernels.ops import CPU
+from kernels.rope import reference as rope
 from model.cache.entries import Entries
 from model.cache.full import FullCache
 from model.cache.gqa import Heads
 from model.cache.shard import KvShape, ShardCache, ShardSettings
 from scripts.bench.pairs import Pair
 
-CPU = torch.device("cpu")
+ON_CPU = torch.device("cpu")
 SAMPLE = 512  # tokens that are really drawn
 ROOM = 128  # tokens that a cache can take beyond its context: one for each round
 
@@ -68,7 +68,7 @@ def shard_cache(shape: GroupedShape, settings: ShardSettings, n: int, *, streame
 
     def made(tokens: int, room: int) -> ShardCache:
         layer = KvShape(shape.kv_heads, shape.d, _freqs(shape), interleaved=False)
-        return ShardCache(layer, settings, 0 if streamed else tokens, tokens + room, torch.bfloat16, CPU)
+        return ShardCache(layer, settings, 0 if streamed else tokens, tokens + room, torch.bfloat16, ON_CPU)
 
     short = min(n, SAMPLE)
     few = made(short, 0 if short < n else ROOM)
@@ -82,7 +82,7 @@ def shard_cache(shape: GroupedShape, settings: ShardSettings, n: int, *, streame
 
 def full_cache(shape: GroupedShape, n: int) -> FullCache:
     """Return the full cache in BF16 with the same n tokens."""
-    cache = FullCache(shape.kv_heads, shape.d, None, n + 1, torch.bfloat16, CPU)
+    cache = FullCache(shape.kv_heads, shape.d, None, n + 1, torch.bfloat16, ON_CPU)
     _, keys, values = drawn(min(n, SAMPLE), shape)
     for held, rows in ((cache.keys, keys), (cache.values, values)):
         held.write(0, _repeated(rows, (n, *rows.shape[1:])))
@@ -100,7 +100,7 @@ def grouped_step(shape: GroupedShape, n: int, settings: ShardSettings, *, stream
         return shard.attend(*token)
 
     def by_full() -> Tensor:
-        return full.attend(_heads(token), n, BLOCKED)
+        return full.attend(_heads(token), n, CPU)
 
     def by_torch() -> Tensor:
         for held, new in ((full.keys, token[1]), (full.values, token[2])):
@@ -118,13 +118,13 @@ def grouped_prompt(shape: GroupedShape, n: int, settings: ShardSettings, chunk: 
 
     def variant() -> Tensor:
         layer = KvShape(shape.kv_heads, shape.d, _freqs(shape), interleaved=False)
-        cache = ShardCache(layer, settings, n, n, torch.bfloat16, CPU)
+        cache = ShardCache(layer, settings, n, n, torch.bfloat16, ON_CPU)
         return torch.cat([cache.attend(*(part[a : a + chunk] for part in tokens)) for a in range(0, n, chunk)])
 
     def by_full() -> Tensor:
-        cache = FullCache(shape.kv_heads, shape.d, None, n, torch.bfloat16, CPU)
+        cache = FullCache(shape.kv_heads, shape.d, None, n, torch.bfloat16, ON_CPU)
         parts = ((a, _heads(tuple(part[a : a + chunk] for part in tokens))) for a in range(0, n, chunk))
-        return torch.cat([cache.attend(heads, a, BLOCKED) for a, heads in parts])
+        return torch.cat([cache.attend(heads, a, CPU) for a, heads in parts])
 
     return Pair(f"{shape.name}, prompt of {n} tokens", "shard", variant, "full", by_full)
 
@@ -143,13 +143,13 @@ def shared_step(shape: SharedShape, n: int, ratio: int, bits: int, key_bits: int
         def run() -> Tensor:
             chosen = None
             if ratio == 4:
-                chosen = BLOCKED.select(index_q, head_weights, index.view(), n - 1, ratio, shape.top_k)
-            return BLOCKED.attend(q, ring, n - 1, shape.window, rows.view(), ratio, chosen, sink)
+                chosen = CPU.select(index_q, head_weights, index.view(), n - 1, ratio, shape.top_k)
+            return CPU.attend(q, ring, n - 1, shape.window, rows.view(), ratio, chosen, sink)
 
         return run
 
-    coded = Entries(ratio, rotated_rows(count, shape.d, bits, CPU, 0))
-    coded_keys = Entries(ratio, rotated_rows(count, shape.index_d, key_bits, CPU, 0))
+    coded = Entries(ratio, rotated_rows(count, shape.d, bits, ON_CPU, 0))
+    coded_keys = Entries(ratio, rotated_rows(count, shape.index_d, key_bits, ON_CPU, 0))
     plain, plain_keys = (Entries(ratio, torch.empty_like(part)) for part in (entries, keys))
     for held, given in ((coded, entries), (coded_keys, keys), (plain, entries), (plain_keys, keys)):
         held.append(given)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
-from kernels.reference.differential import combine, noise_query
+from kernels.differential.reference import combine, noise_query
 from model.cache.coda import CodaCache
 from model.cache.coda_attention import Differential, Tokens
 from model.cache.coda_settings import CodaSettings

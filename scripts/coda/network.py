@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.reference.differential import combine, noise_query
+from kernels.differential.reference import combine, noise_query
 from model.cache import coda_attention
 from model.cache.coda import CodaCache
 from model.cache.coda_attention import Differential, Tokens

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-from kernels.reference import rope
-from kernels.reference.norm import rms_norm
+from kernels.norm.reference import rms_norm
+from kernels.rope import reference as rope
 from model.llama.config import LlamaConfig
 from model.llama.rope import frequencies
 

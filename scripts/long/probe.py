@@ -44,7 +44,7 @@ entries are only ever added, so it is enough to forget those that came after.
 
 What grows: in a CSA layer the indexer scores every entry for every token, one for each 4 tokens, with 8 heads of 128.
 It does not do so in fp32. Products of 8-bit integers give an upper bound of each score, and only entries whose
-bound lies above a token's k-th best score so far are scored (`kernels/blocked/index_bound.py` has the proof)."""
+bound lies above a token's k-th best score so far are scored (`kernels/indexer/bound.py` has the proof)."""
     noticed: ClassVar[str] = """\
 - Memory beside the caches does not know the context: a call holds as much at the end as where its tiles are first full.
   It was not so before it was counted: where many entries of one token came close to its best, the table into which they

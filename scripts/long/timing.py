@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from kernels.formats import Fp4
+from kernels.formats.stored import Fp4
 from kernels.ops import Ops
 
 REST = "the rest"  # what no op takes: embedding, dispatch, caches, the interpreter

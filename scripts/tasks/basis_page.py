@@ -7,7 +7,7 @@ from typing import Final
 
 from rich.progress import track
 
-from kernels.basis_fit import FIT, Fitted, rotated_bytes, shared_bytes
+from kernels.formats.basis_fit import FIT, Fitted, rotated_bytes, shared_bytes
 from model.config import ModelConfig
 from probes.subject import Subject
 from runtime.calibrate import fit_layers, samples

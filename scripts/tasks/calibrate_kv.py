@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from kernels.basis_fit import Fitted, Loss, rotated_bytes, shared_bytes
+from kernels.formats.basis_fit import Fitted, Loss, rotated_bytes, shared_bytes
 from model.config import ModelConfig
 from model.errors import CapacityError, ConfigError
 from model.files import read_text

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.ops import BLOCKED
+from kernels.ops import CPU
 from model.errors import CapacityError, ConfigError
 from probes import markdown
 from probes.probe import run_probe
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     out = folder(args)
     torch.set_num_threads(args.threads)
     clock = Clock()
-    subject = Subject(args.model, run_options(args), clock.watch(BLOCKED), seed=args.seed)
+    subject = Subject(args.model, run_options(args), clock.watch(CPU), seed=args.seed)
     if args.lengths[-1] > (room := subject.config.max_position_embeddings):
         raise CapacityError(f"--lengths: {args.lengths[-1]} tokens, the model has {room} positions")
     probe = LongContext(clock, args.lengths, args.questions, args.json, args.saved)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from rich.progress import Progress
 
-from kernels.ops import BLOCKED, Ops
+from kernels.ops import CPU, Ops
 from model.errors import ConfigError
 from model.transformer import Transformer
 from probes.ablations import random_selection, without_entries
@@ -74,11 +74,11 @@ Measured in {seconds:.0f} s.
 def variants() -> dict[str, Ops]:
     """What is cut out, by the name of its column."""
     return {
-        "as shipped": BLOCKED,
-        "random selection": random_selection(BLOCKED, seed=0),
-        "CSA window only": without_entries(BLOCKED, csa=True, hca=False),
-        "HCA window only": without_entries(BLOCKED, csa=False, hca=True),
-        "window alone": without_entries(BLOCKED, csa=True, hca=True),
+        "as shipped": CPU,
+        "random selection": random_selection(CPU, seed=0),
+        "CSA window only": without_entries(CPU, csa=True, hca=False),
+        "HCA window only": without_entries(CPU, csa=False, hca=True),
+        "window alone": without_entries(CPU, csa=True, hca=True),
     }
 
 

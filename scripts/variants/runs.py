@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 import torch
 
-from kernels.ops import BLOCKED
+from kernels.ops import CPU
 from model.architectures import Config, Model
 from model.cache.grouped import ShardLayer
 from model.llama.transformer import LlamaTransformer
@@ -66,10 +66,10 @@ def runs(model: Path, options: RunOptions, variants: dict[str, tuple[str, ...]],
 
     `adapters` are trained for a bounded cache of 64 + 16 + 16 slots (`scripts.train_coda`).
     """
-    found = [Run(name, kv, load_any(model, replace(options, kv=kv), BLOCKED).model) for name, kv in variants.items()]
+    found = [Run(name, kv, load_any(model, replace(options, kv=kv), CPU).model) for name, kv in variants.items()]
     if adapters is not None:
         trained = replace(options, kv=("all=coda:window=64,exact=16,summary=16,block=64",), coda_adapters=str(adapters))
-        found.append(Run("coda, 64 + 16 + 16, trained", trained.kv, load_any(model, trained, BLOCKED).model))
+        found.append(Run("coda, 64 + 16 + 16, trained", trained.kv, load_any(model, trained, CPU).model))
     return found
 
 

@@ -11,8 +11,13 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 FILES = sorted(path.stem for path in HERE.glob("compile_*.py") if path.stem != "compile_program")
-FUSED = [path for path in sorted((HERE.parents[1] / "kernels" / "fused").glob("*.py")) if path.stem != "__init__"]
-TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in FUSED}
+SOURCES = sorted((HERE.parents[1] / "kernels").rglob("*.py"))
+TEXTS: dict[str, str] = {}  # by the op, or the part of one, that a file of kernels is
+for path in SOURCES:
+    stem = path.stem.removeprefix("triton_")
+    name = path.parent.name if stem == "triton" else "shard_middle" if stem == "middle" else stem
+    if "@triton.jit" in (text := path.read_text(encoding="utf-8")):
+        TEXTS[name] = text
 SHARED = 227 * 1024  # bytes that a block may have on both: CUDA C++ Programming Guide, compute capability 9.0 and 10.0
 
 
@@ -45,7 +50,7 @@ def launched(text: str) -> set[str]:
     return {name for name in functions if re.search(rf"\b{name}\[", text)}
 
 
-WITH_KERNELS = {stem for stem, text in TEXTS.items() if launched(text)}  # files of kernels/fused
+WITH_KERNELS = {stem for stem, text in TEXTS.items() if launched(text)}
 
 
 def check_every_kernel_that_is_launched(kernels):

@@ -7,8 +7,8 @@ a Hopper's shared memory.
 
 import torch
 
-from kernels.fused.attention import attend
-from kernels.rows import fp8_entries
+from kernels.attention.triton import attend
+from kernels.formats.rows import fp8_entries
 
 D, WINDOW = 512, 128
 CONTEXT = 1 << 20

@@ -2,9 +2,9 @@
 
 import torch
 
-from kernels import rows
-from kernels.formats import Window
-from kernels.fused.compress import compress
+from kernels.compress.triton import compress
+from kernels.formats import rows
+from kernels.formats.stored import Window
 
 HERE = torch.device("cpu")
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.fused.differential import Noise, Own, Past, differential_attend
+from kernels.differential.triton import Noise, Own, Past, differential_attend
 
 
 def tokens(t, *, own):

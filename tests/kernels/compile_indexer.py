@@ -2,8 +2,8 @@
 
 import torch
 
-from kernels import rows
-from kernels.fused.indexer import index_scores, select
+from kernels.formats import rows
+from kernels.indexer.triton import index_scores, select
 
 CPU = torch.device("cpu")
 KEYS = {

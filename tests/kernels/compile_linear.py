@@ -2,8 +2,8 @@
 
 import torch
 
-from kernels.formats import Dense, Fp4, Fp8, NvFp4
-from kernels.fused.linear import grouped_linear, linear
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4
+from kernels.linear.triton import grouped_linear, linear
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 FORMS = {

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.fused.norm import rms_norm
+from kernels.norm.triton import rms_norm
 
 
 def rows(*shape, weighted=True):

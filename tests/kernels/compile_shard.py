@@ -5,8 +5,8 @@ Its middle's kernels are in a file of their own, see compile_shard_middle.
 
 import torch
 
-from kernels import rotation
-from kernels.fused.shard import Stream, attend
+from kernels.formats import rotation
+from kernels.shard.triton import Stream, attend
 
 CPU = torch.device("cpu")
 

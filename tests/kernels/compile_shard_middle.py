@@ -2,9 +2,9 @@
 
 import torch
 
-from kernels import eigenbasis, product_quantise
-from kernels.fused.shard import Middle
-from kernels.fused.shard_middle import fold_basis, score, sums
+from kernels.formats import eigenbasis, product_quantise
+from kernels.shard.triton import Middle
+from kernels.shard.triton_middle import fold_basis, score, sums
 
 CPU = torch.device("cpu")
 

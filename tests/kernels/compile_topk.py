@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.fused.topk import top_k
+from kernels.indexer.topk import top_k
 
 
 def rows(t, k):

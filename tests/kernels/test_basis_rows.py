@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from kernels import basis_fit, basis_rows, rows
-from kernels.basis_fit import Sample
-from kernels.formats import EigenKeys
-from kernels.ops import BLOCKED, REFERENCE
-from kernels.reference.rows import decode
+from kernels.formats import basis_fit, basis_rows, rows
+from kernels.formats.basis_fit import Sample
+from kernels.formats.rows_reference import decode
+from kernels.formats.stored import EigenKeys
+from kernels.ops import CPU, REFERENCE
 
-CPU = torch.device("cpu")
+ON_CPU = torch.device("cpu")
 D, ROPE = 128, 32
 NOPE = D - ROPE
 
@@ -51,7 +51,7 @@ def fitted():
 
 
 def written(x, found):
-    stored = basis_rows.allocate(len(x), found.fit, ROPE, found.rope_bits, 0, CPU)
+    stored = basis_rows.allocate(len(x), found.fit, ROPE, found.rope_bits, 0, ON_CPU)
     rows.write(stored, 0, x)
     return stored
 
@@ -71,7 +71,7 @@ def test_rows_decode_as_the_equation_says(fitted):
 
 
 def test_bytes_of_a_row_and_of_what_rows_share(fitted):
-    few, many = (basis_rows.allocate(n, fitted.fit, ROPE, fitted.rope_bits, 0, CPU) for n in (3, 10))
+    few, many = (basis_rows.allocate(n, fitted.fit, ROPE, fitted.rope_bits, 0, ON_CPU) for n in (3, 10))
     assert rows.nbytes(many) - rows.nbytes(few) == 7 * fitted.row_bytes
     assert rows.nbytes(few) - 3 * fitted.row_bytes == basis_fit.shared_bytes(NOPE) == NOPE * NOPE + 6 * NOPE + 6
     assert sum(plane.nbytes for plane in rows.planes(many).values()) == 10 * fitted.row_bytes
@@ -88,7 +88,7 @@ def test_a_row_is_coded_alike_whatever_is_beside_it(fitted):
     for chunk in (1, 4, 7, 128):
         apart = torch.cat([basis_rows.project(fitted.fit, part) for part in x[:, :NOPE].split(chunk)])
         assert torch.equal(apart, together), chunk
-        stored = basis_rows.allocate(130, fitted.fit, ROPE, fitted.rope_bits, 0, CPU)
+        stored = basis_rows.allocate(130, fitted.fit, ROPE, fitted.rope_bits, 0, ON_CPU)
         for start in range(0, 130, chunk):
             rows.write(stored, start, x[start : start + chunk])
         assert all(torch.equal(plane, whole[name]) for name, plane in rows.planes(stored).items()), chunk
@@ -122,11 +122,11 @@ def test_attention_on_codes_is_attention_to_what_they_stand_for(fitted, how, sin
     selected = torch.stack(picks).int() if k else None
     given = (q, ring, 1595, 16)
     wanted = REFERENCE.attend(*given, stored, 4, selected, sinks)
-    found = BLOCKED.attend(*given, stored, 4, selected, sinks)
+    found = CPU.attend(*given, stored, 4, selected, sinks)
     size = wanted.square().mean().sqrt()
     assert ((found - wanted).abs().max() / size) < 2e-5
     without = stored._replace(nope=stored.nope._replace(mean=torch.zeros_like(stored.nope.mean)))
-    assert ((BLOCKED.attend(*given, without, 4, selected, sinks) - wanted).abs().max() / size) > 0.05
+    assert ((CPU.attend(*given, without, 4, selected, sinks) - wanted).abs().max() / size) > 0.05
 
 
 def test_scores_and_sums_are_those_of_the_rows(fitted):

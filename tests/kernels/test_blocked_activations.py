@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from kernels.blocked import hyper, quantise
-from kernels.ops import BLOCKED, REFERENCE
-from kernels.reference.hyper import sinkhorn
+from kernels.hyper import cpu as hyper
+from kernels.hyper.reference import sinkhorn
+from kernels.ops import CPU, REFERENCE
+from kernels.quantise import cpu as quantise
 
-SETS = (BLOCKED, REFERENCE)
+SETS = (CPU, REFERENCE)
 ULP = 2.0**-23  # of float32, relative; bfloat16's is 2^-7
 
 
@@ -33,16 +34,16 @@ def test_hyper(streams, t):
     streams, s, d = streams[:t], 4, 24
     fn, base = torch.randn((2 + s) * s, s * d, generator=g), torch.randn((2 + s) * s, generator=g)
     scale = torch.tensor([0.5, -1.0, 0.25])
-    weights = [ops.hyper_weights(streams, fn, scale, base, 20, 1e-6, 1e-6) for ops in (BLOCKED, REFERENCE)]
+    weights = [ops.hyper_weights(streams, fn, scale, base, 20, 1e-6, 1e-6) for ops in (CPU, REFERENCE)]
     for ours, expected in zip(*weights, strict=True):
         # a sum of 96 terms of up to 4 sizes in another order, then 40 normalisations of numbers below 1
         assert_near(ours, expected, ulps=100, largest=1)
-    heads = [ops.head_weights(streams, fn[:s], scale[:1], base[:s], 1e-6, 1e-6) for ops in (BLOCKED, REFERENCE)]
+    heads = [ops.head_weights(streams, fn[:s], scale[:1], base[:s], 1e-6, 1e-6) for ops in (CPU, REFERENCE)]
     assert_near(*heads, ulps=100, largest=1)
     pre, post, comb = weights[1]
     y = torch.randn(t, d, generator=g).to(streams.dtype)
-    assert_near(BLOCKED.collapse(streams, pre), REFERENCE.collapse(streams, pre), ulps=4, largest=8)
-    assert_near(BLOCKED.expand(y, streams, post, comb), REFERENCE.expand(y, streams, post, comb), ulps=4, largest=8)
+    assert_near(CPU.collapse(streams, pre), REFERENCE.collapse(streams, pre), ulps=4, largest=8)
+    assert_near(CPU.expand(y, streams, post, comb), REFERENCE.expand(y, streams, post, comb), ulps=4, largest=8)
 
 
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])  # V4's, which the bound below hides, and one that it does not
@@ -60,7 +61,7 @@ def test_a_single_token_has_the_weights_that_it_has_among_others(iterations, siz
     streams, base = torch.randn(40, 4, 24, generator=g), torch.randn(24, generator=g)
     fn, scale = size * torch.randn(24, 96, generator=g) / 96**0.5, torch.tensor([0.5, -40.0, 1.0])
     together = REFERENCE.hyper_weights(streams, fn, scale, base, iterations, 1e-6, 1e-6)
-    alone = [BLOCKED.hyper_weights(token[None], fn, scale, base, iterations, 1e-6, 1e-6) for token in streams]
+    alone = [CPU.hyper_weights(token[None], fn, scale, base, iterations, 1e-6, 1e-6) for token in streams]
     for parts, whole in zip(zip(*alone, strict=True), together, strict=True):
         # mixes of up to 40 * 8 sizes move by some ulp, and a sigmoid or softmax by as much
         assert (torch.cat(parts) - whole).abs().max() < 100 * ULP * 40 * size
@@ -88,7 +89,7 @@ def rows(request):
 def assert_same_values(call, *inputs):
     """The same as the reference but for a few roundings, NaN at the same places; inputs are left as they were."""
     kept = [x.clone() for x in inputs]
-    ours, expected = call(BLOCKED, *inputs), call(REFERENCE, *inputs)
+    ours, expected = call(CPU, *inputs), call(REFERENCE, *inputs)
     for x, before in zip(inputs, kept, strict=True):
         assert torch.equal(x, before), "an input was changed"
     ulp = 2.0**-7 if ours.dtype == torch.bfloat16 else 8 * ULP
@@ -137,8 +138,8 @@ def test_simulation_is_bit_equal(dtype, size, monkeypatch):
     x = (torch.randn(7, 3, 512, generator=torch.Generator().manual_seed(2)) * size).to(dtype)[..., ::2]
     x[0, 0, :3] = x[0, 0].abs().max() * torch.tensor([448.0, 5.0, 1.25]).to(dtype)  # small ones meet subnormal codes
     for group in (64, 128):
-        assert_bit_equal(BLOCKED.simulate_fp8(x, group), REFERENCE.simulate_fp8(x, group))
-    assert_bit_equal(BLOCKED.simulate_fp4(x, 32), REFERENCE.simulate_fp4(x, 32))
+        assert_bit_equal(CPU.simulate_fp8(x, group), REFERENCE.simulate_fp8(x, group))
+    assert_bit_equal(CPU.simulate_fp4(x, 32), REFERENCE.simulate_fp4(x, 32))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -147,7 +148,7 @@ def test_what_rounds_to_zero_keeps_its_sign(simulate, group, dtype):
     x = torch.full((1, group), 1e-6, dtype=dtype)
     x[0, 1::2] = -1e-6
     x[0, 2], x[0, 3], x[0, 4] = 0.0, -0.0, 1.0  # the last fixes the scale
-    outs = [getattr(ops, simulate)(x, group) for ops in (BLOCKED, REFERENCE)]
+    outs = [getattr(ops, simulate)(x, group) for ops in (CPU, REFERENCE)]
     assert_bit_equal(*outs)
     for out in outs:
         assert (out != 0).sum() == 1
@@ -162,14 +163,14 @@ def test_a_block_with_nan_or_inf_is_nan_and_its_neighbours_are_not(simulate, gro
     for fill in (1.0, 0.0):
         x = torch.full((group, 3, group), fill, dtype=dtype)  # one row for each position
         x[:, 1].fill_diagonal_(bad)
-        outs = [getattr(ops, simulate)(x.flatten(1), group).view_as(x) for ops in (BLOCKED, REFERENCE)]
+        outs = [getattr(ops, simulate)(x.flatten(1), group).view_as(x) for ops in (CPU, REFERENCE)]
         assert_bit_equal(*outs)
         for out in outs:
             assert out[:, 1].isnan().all()
             assert (out[:, ::2] == fill).all()
 
 
-@pytest.mark.parametrize("ops", [BLOCKED, REFERENCE], ids=lambda ops: ops.name)
+@pytest.mark.parametrize("ops", [CPU, REFERENCE], ids=lambda ops: ops.name)
 def test_no_tokens_at_all(ops):
     assert ops.simulate_fp8(torch.zeros(0, 128), 128).shape == (0, 128)
     assert ops.simulate_fp4(torch.zeros(0, 4, 64), 32).shape == (0, 4, 64)

@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import torch
 
-from kernels.blocked import attention, indexer
-from kernels.ops import BLOCKED, REFERENCE
+from kernels.attention import cpu as attention
+from kernels.indexer import cpu as indexer
+from kernels.ops import CPU, REFERENCE
 from tests.peak_memory import peak_bytes
 
 ULP = 2.0**-23  # of float32, relative; bfloat16's is 2^-7
@@ -78,7 +79,7 @@ def assert_same(ours, expected, *, rows):
 )
 def test_window_alone(t, window, first, spare, nan, dtype):
     args = make(t, 5, 32, window, first, None, None, spare=spare, nan=nan, dtype=dtype)
-    assert_same(BLOCKED.attend(*args), REFERENCE.attend(*args), rows=4)
+    assert_same(CPU.attend(*args), REFERENCE.attend(*args), rows=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,7 +88,7 @@ def test_window_alone(t, window, first, spare, nan, dtype):
 @pytest.mark.parametrize(("t", "first"), [(1, 0), (1, 2000), (7, 0), (40, 1100)])
 def test_window_and_entries(t, first, n, k, reading, dtype):
     args = make(t, 3, 16, 8, first, n, k, dtype=dtype)
-    for ours in (attention.attend(*args, dense_up_to=reading), BLOCKED.attend(*args)):
+    for ours in (attention.attend(*args, dense_up_to=reading), CPU.attend(*args)):
         assert_same(ours, REFERENCE.attend(*args), rows=4)
 
 
@@ -105,10 +106,10 @@ def test_tile_boundaries(n, reading, monkeypatch):
 @pytest.mark.parametrize("k", [None, 40])
 def test_a_token_does_not_depend_on_its_chunk(k):
     q, ring, first, window, entries, ratio, selected, sink = make(90, 16, 32, 24, 700, 300, k)
-    whole = BLOCKED.attend(q, ring, first, window, entries, ratio, selected, sink)
+    whole = CPU.attend(q, ring, first, window, entries, ratio, selected, sink)
     for i in (0, 1, 63, 64, 65, 89):
         chosen = None if selected is None else selected[i : i + 1]
-        alone = BLOCKED.attend(q[i : i + 1], ring, first + i, window, entries, ratio, chosen, sink)
+        alone = CPU.attend(q[i : i + 1], ring, first + i, window, entries, ratio, chosen, sink)
         assert_same(alone, whole[i : i + 1], rows=4)
 
 
@@ -121,7 +122,7 @@ def test_what_a_token_sees_is_never_lost(place, bad, reading):
     selected = None if place == "visible" else torch.tensor([[3, 7, -1]]).int()
     sink = torch.tensor([-torch.inf, 0.0, torch.inf])
     args = (q, ring, first, window, entries, ratio, selected, sink)
-    ways = (partial(attention.attend, dense_up_to=reading), BLOCKED.attend, REFERENCE.attend)
+    ways = (partial(attention.attend, dense_up_to=reading), CPU.attend, REFERENCE.attend)
     for out in (attend(*args) for attend in ways):
         assert out.isfinite().all()
         assert (out[0, 2] == 0).all()
@@ -135,7 +136,7 @@ def test_the_noise_would_be_noticed():
     """The tests above rest on unseen rows moving the answer: widen the window by one and it must move."""
     q, ring, first, window, *rest = make(5, 24, 32, 8, 50, None, None, spare=4, nan=False)
     wider = REFERENCE.attend(q, ring, first, window + 1, *rest)
-    assert (wider - BLOCKED.attend(q, ring, first, window, *rest)).abs().max() > 10
+    assert (wider - CPU.attend(q, ring, first, window, *rest)).abs().max() > 10
 
 
 def whole_scores(t, h, d, n, k, *, first):
@@ -153,7 +154,7 @@ def whole_scores(t, h, d, n, k, *, first):
 def test_select_with_ties(t, h, n, first):
     for k in (1, 17, 512):
         args = whole_scores(t, h, 4, n, k, first=first)
-        ours, expected = BLOCKED.select(*args), REFERENCE.select(*args)
+        ours, expected = CPU.select(*args), REFERENCE.select(*args)
         assert ours.dtype == expected.dtype
         assert torch.equal(ours, expected)
 
@@ -166,7 +167,7 @@ def test_select_across_merges(n, monkeypatch):
     # 40 tokens see entry counts that differ by ten, which is two merges of five
     for (t, k), first in itertools.product(((1, 5), (3, 7), (3, 19), (3, 20), (40, 5)), (0, 2 * n, 4 * n)):
         args = whole_scores(t, 3, 4, n, k, first=first)
-        assert torch.equal(BLOCKED.select(*args), REFERENCE.select(*args))
+        assert torch.equal(CPU.select(*args), REFERENCE.select(*args))
 
 
 def test_packed_scores_order_as_floats_and_both_zeros_tie():
@@ -177,7 +178,7 @@ def test_packed_scores_order_as_floats_and_both_zeros_tie():
 
 def test_select_where_every_score_is_zero():
     q, keys = torch.full((3, 2, 4), -1.0), torch.ones(5000, 4)
-    out = BLOCKED.select(q, torch.ones(3, 2), keys, 20_000, 4, 512)
+    out = CPU.select(q, torch.ones(3, 2), keys, 20_000, 4, 512)
     assert torch.equal(out, torch.arange(512).int().expand(3, 512))
 
 
@@ -185,7 +186,7 @@ def test_select_where_every_score_is_zero():
 def test_select_of_bad_scores_stays_in_range(bad):
     q, weights, keys, _, ratio, k = whole_scores(6, 2, 4, 400, 50, first=10**6)
     keys[::3] = bad
-    out = BLOCKED.select(q, weights, keys, 1590, ratio, k)
+    out = CPU.select(q, weights, keys, 1590, ratio, k)
     for i, row in enumerate(out.tolist()):
         assert row == sorted(set(row)), "repeated or out of order"
         assert row[0] >= 0
@@ -203,8 +204,8 @@ def test_memory_does_not_grow_with_the_context():
     first, sink = 4 * n, torch.zeros(h)
     weights = torch.randn(t, h, generator=g)
     bound = 16 * 2**20
-    assert peak_bytes(lambda: BLOCKED.attend(q, ring, first, 128, entries, 4, None, sink)) < bound
-    assert peak_bytes(lambda: BLOCKED.select(q, weights, entries, first, 4, k)) < bound
+    assert peak_bytes(lambda: CPU.attend(q, ring, first, 128, entries, 4, None, sink)) < bound
+    assert peak_bytes(lambda: CPU.select(q, weights, entries, first, 4, k)) < bound
     selected = torch.arange(0, n, n // k)[:k].int().expand(t, k)
-    assert peak_bytes(lambda: BLOCKED.attend(q, ring, first, 128, entries, 4, selected, sink)) < bound
+    assert peak_bytes(lambda: CPU.attend(q, ring, first, 128, entries, 4, selected, sink)) < bound
     assert peak_bytes(lambda: torch.einsum("thd,nd->tn", q, entries.float())) > 4 * bound, "the measure is blind"

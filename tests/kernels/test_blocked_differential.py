@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kernels.blocked import differential
-from kernels.blocked.differential import Noise, Own, Past, attend, differential_attend
-from kernels.reference import differential as reference
+from kernels.differential import cpu as differential
+from kernels.differential import reference
+from kernels.differential.cpu import Noise, Own, Past, attend, differential_attend
 from tests.peak_memory import peak_bytes
 
 HEADS, GROUPS, D, SLOTS = 6, 3, 8, 11

@@ -7,16 +7,17 @@ import math
 import pytest
 import torch
 
-from kernels import rows
-from kernels.blocked import index_bound, indexer
-from kernels.ops import BLOCKED, REFERENCE
-from kernels.reference.indexer import index_scores
-from kernels.reference.quantise import simulate_fp4
+from kernels.formats import rows
+from kernels.indexer import bound as index_bound
+from kernels.indexer import cpu as indexer
+from kernels.indexer.reference import index_scores
+from kernels.ops import CPU, REFERENCE
+from kernels.quantise.reference import simulate_fp4
 from tests.peak_memory import peak_bytes
 
-CPU = torch.device("cpu")
+ON_CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf
-native = pytest.mark.skipif(not index_bound.native(CPU), reason="no native product of int8 here")
+native = pytest.mark.skipif(not index_bound.native(ON_CPU), reason="no native product of int8 here")
 
 
 def generator(seed):
@@ -58,7 +59,7 @@ def test_ties_are_those_of_the_reference(t, h, first, tiles, bounded, monkeypatc
         small_tiles(monkeypatch)
     for n, k in itertools.product((90, 400), (1, 16)):
         args = whole_numbers(t, h, n, k, first)
-        assert torch.equal(BLOCKED.select(*args), REFERENCE.select(*args))
+        assert torch.equal(CPU.select(*args), REFERENCE.select(*args))
     assert bounded or first == t == 0 or (first + t) // 4 <= 1
 
 
@@ -72,9 +73,9 @@ def test_scores_of_fp4_numbers_select_as_the_reference_does(bounded, monkeypatch
     weights = torch.randint(-2, 9, (60, 8), generator=g).float()
     args = (q.bfloat16(), weights, keys.bfloat16(), 5900, 4, 16)
     expected = REFERENCE.select(*args)
-    assert torch.equal(BLOCKED.select(*args), expected)
+    assert torch.equal(CPU.select(*args), expected)
     small_tiles(monkeypatch)
-    assert torch.equal(BLOCKED.select(*args), expected)
+    assert torch.equal(CPU.select(*args), expected)
     assert len(bounded) >= 2
 
 
@@ -82,11 +83,11 @@ def test_scores_of_fp4_numbers_select_as_the_reference_does(bounded, monkeypatch
 @pytest.mark.parametrize("form", ["fp8", "fp4"])
 def test_narrow_keys_select_as_their_numbers_do(form, bounded):
     g = generator(7)
-    keys = rows.fp8_keys(3000, 128, CPU) if form == "fp8" else rows.fp4_keys(3000, 128, CPU)
+    keys = rows.fp8_keys(3000, 128, ON_CPU) if form == "fp8" else rows.fp4_keys(3000, 128, ON_CPU)
     rows.write(keys, 0, torch.randn(3000, 128, generator=g))
     q, weights = simulate_fp4(torch.randn(64, 8, 128, generator=g), 32), torch.randn(64, 8, generator=g)
-    ours = BLOCKED.select(q, weights, keys, 12_000, 4, 16)
-    assert torch.equal(ours, BLOCKED.select(q, weights, rows.read(keys, 0, 3000), 12_000, 4, 16))
+    ours = CPU.select(q, weights, keys, 12_000, 4, 16)
+    assert torch.equal(ours, CPU.select(q, weights, rows.read(keys, 0, 3000), 12_000, 4, 16))
     assert len(bounded) == 2
 
 
@@ -98,7 +99,7 @@ def test_real_scores_differ_from_the_reference_by_near_ties_alone(weights_are, b
     q, keys, weights = torch.randn(t, h, d, generator=g), torch.randn(n, d, generator=g), torch.randn(t, h, generator=g)
     if weights_are == "positive":
         weights = weights.abs()
-    ours = BLOCKED.select(q, weights, keys, 10**6, 4, k).long()
+    ours = CPU.select(q, weights, keys, 10**6, 4, k).long()
     assert bounded
     scores = torch.einsum("th,thn->tn", weights.double(), torch.einsum("thd,nd->thn", q.double(), keys.double()).relu())
     least = scores.topk(k).values[:, -1]
@@ -133,7 +134,7 @@ def test_equal_keys_are_taken_in_order(bounded):
     g = generator(10)
     q, weights = torch.randn(40, 8, 128, generator=g), torch.rand(40, 8, generator=g)
     keys = torch.randn(30, 128, generator=g).repeat(100, 1)
-    out = BLOCKED.select(q, weights, keys, 10**6, 4, 16)
+    out = CPU.select(q, weights, keys, 10**6, 4, 16)
     best = torch.einsum("th,thn->tn", weights, torch.einsum("thd,nd->thn", q, keys[:30]).relu()).argmax(1)
     assert torch.equal(out, best[:, None].int() + 30 * torch.arange(16).int())
     assert bounded
@@ -151,7 +152,7 @@ def test_tokens_that_bounds_say_nothing_about_are_scored(case, bounded, monkeypa
     elif case == "shut":
         q[1::2], keys = -q[1::2].abs(), keys.abs()
     args = (q, weights, keys, first, ratio, k)
-    assert torch.equal(BLOCKED.select(*args), REFERENCE.select(*args))
+    assert torch.equal(CPU.select(*args), REFERENCE.select(*args))
     assert bounded
 
 
@@ -165,7 +166,7 @@ def test_bad_numbers_leave_rows_visible_and_distinct_in_merges_too(bad, place, m
         weights[2:4] = bad
     else:
         keys[:: 1 if place == "all keys" else 3] = bad
-    for i, row in enumerate(BLOCKED.select(q, weights, keys, 1590, ratio, k).tolist()):
+    for i, row in enumerate(CPU.select(q, weights, keys, 1590, ratio, k).tolist()):
         assert row == sorted(set(row)), "repeated or out of order"
         assert row[0] >= 0
         assert row[-1] < min((1590 + i + 1) // 4, 400)
@@ -185,7 +186,7 @@ def test_bad_numbers_leave_rows_visible_and_distinct(bad, place, bounded):
     else:
         weights[2:4] = bad
     args = (q, weights, keys, 1590, ratio, k)
-    out = BLOCKED.select(*args)
+    out = CPU.select(*args)
     assert bounded
     for i, row in enumerate(out.tolist()):
         assert row == sorted(set(row)), "repeated or out of order"
@@ -204,7 +205,7 @@ def test_an_infinite_score_is_selected(bounded):
         torch.randn(900, 16, generator=g),
     )
     keys[700, 3], keys[555] = INF, 3e38  # one infinite, one whose product with a query overflows
-    out = BLOCKED.select(q * 10, weights, keys, 10**6, 4, 8)
+    out = CPU.select(q * 10, weights, keys, 10**6, 4, 8)
     assert bounded
     assert (out == 700).any(1).all()
     assert (out == 555).any(1).all()
@@ -216,7 +217,7 @@ def test_memory_of_bounds_does_not_grow_with_the_context():
     g = generator(12)
     q, weights = torch.randn(128, 8, 128, generator=g).bfloat16(), torch.rand(128, 8, generator=g)
     keys = torch.randn(27_000, 128, generator=g).bfloat16()
-    taken = [peak_bytes(functools.partial(BLOCKED.select, q, weights, keys[:n], 4 * n, 4, 16)) for n in (9000, 27_000)]
+    taken = [peak_bytes(functools.partial(CPU.select, q, weights, keys[:n], 4 * n, 4, 16)) for n in (9000, 27_000)]
     assert taken[1] < 12 * 2**20, taken
     assert taken[1] < 1.1 * taken[0], taken
 

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from kernels.blocked import decode, linear
-from kernels.formats import Dense, Fp4, Fp8, NvFp4, rows
-from kernels.ops import BLOCKED, REFERENCE
-from kernels.reference import formats
+from kernels.formats import cpu as decode
+from kernels.formats import reference as formats
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, rows
+from kernels.linear import cpu as linear
+from kernels.ops import CPU, REFERENCE
 from tests.peak_memory import peak_bytes
 
 ULP = 2.0**-23  # of float32, relative; bfloat16's is 2^-7
@@ -65,7 +66,7 @@ def test_linear(form, shape, native, monkeypatch):
     for t in (0, 1, 2, 4, 5, 7, 128):
         for dtype in (torch.bfloat16, torch.float32):
             x = torch.randn(t, 2 * shape[1], generator=g).to(dtype)[:, ::2]
-            ours = BLOCKED.linear(x, weight)
+            ours = CPU.linear(x, weight)
             assert ours.dtype == dtype
             assert_same(ours, REFERENCE.linear(x.float(), weight), x, weight)
 
@@ -80,7 +81,7 @@ def test_grouped_linear_where_groups_cut_tiles(form, groups, rank, monkeypatch):
         for dtype in (torch.bfloat16, torch.float32):
             x = torch.randn(t, groups, 64, generator=g).to(dtype)
             ours, expected = (
-                BLOCKED.grouped_linear(x, weight, groups),
+                CPU.grouped_linear(x, weight, groups),
                 REFERENCE.grouped_linear(x.float(), weight, groups),
             )
             assert ours.shape == (t, groups, rank)
@@ -100,7 +101,7 @@ def test_the_accumulator_is_wider_than_bfloat16(form, native, t, monkeypatch):
         "fp8": Fp8(torch.ones(128, 1024).to(torch.float8_e4m3fn), torch.ones(1, 8).to(torch.float8_e8m0fnu)),
         "fp4": Fp4(torch.full((128, 512), 0x22, dtype=torch.int8), torch.ones(128, 32).to(torch.float8_e8m0fnu)),
     }
-    assert (BLOCKED.linear(torch.ones(t, 1024).bfloat16(), ones[form]) == 1024).all()
+    assert (CPU.linear(torch.ones(t, 1024).bfloat16(), ones[form]) == 1024).all()
 
 
 def assert_same_bits(ours, expected):
@@ -170,7 +171,7 @@ def test_a_nan_weight_stays_nan():
     data = torch.zeros(2, 64, dtype=torch.uint8)
     data[0, 3], data[1, 5] = 0x7F, 0xFF
     weight = Fp8(data.view(torch.float8_e4m3fn), torch.ones(1, 1).to(torch.float8_e8m0fnu))
-    assert BLOCKED.linear(torch.ones(1, 64), weight).isnan().all()
+    assert CPU.linear(torch.ones(1, 64), weight).isnan().all()
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp4", "nvfp4"])
@@ -178,5 +179,5 @@ def test_memory_is_a_few_tiles(form):
     weight = WEIGHTS[form](torch.Generator().manual_seed(2), 16384, 1024)  # 64 MiB decoded
     x = torch.randn(1, 1024)
     # a tile of 2^20 weights is 4 MiB of fp32; a table look-up holds as much again in indices and in results
-    assert peak_bytes(lambda: BLOCKED.linear(x, weight)) < 16 * 2**20
+    assert peak_bytes(lambda: CPU.linear(x, weight)) < 16 * 2**20
     assert peak_bytes(lambda: REFERENCE.linear(x, weight)) > 64 * 2**20

@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from kernels import eigenbasis, product_quantise, qjl, rotation
-from kernels.blocked import shard
-from kernels.eigenbasis import measured_distortion
-from kernels.ops import BLOCKED
-from kernels.reference import rope
-from kernels.reference.quantise import hadamard
-from kernels.reference.shard import rotated_values, turn
+from kernels.formats import eigenbasis, product_quantise, qjl, rotation
+from kernels.formats.eigenbasis import measured_distortion
+from kernels.ops import CPU
+from kernels.quantise.reference import hadamard
+from kernels.rope import reference as rope
+from kernels.shard import cpu as shard
+from kernels.shard.reference import rotated_values, turn
 from model.cache.shard import causal
 from tests.peak_memory import peak_bytes
 
-CPU = torch.device("cpu")
+ON_CPU = torch.device("cpu")
 HEADS, QUERY_HEADS, D, SINKS = 2, 6, 16, 4
 FREQS = rope.frequencies(D, 10_000.0)
 
@@ -27,10 +27,10 @@ def compressed(n, *, distortion=None, interleaved=False, seed=None):
     g = generator(n)
     x = torch.randn(n, 6, generator=g) @ torch.randn(6, HEADS * D, generator=g) + torch.randn(HEADS * D, generator=g)
     groups = 0 if distortion is None else 4
-    keys = eigenbasis.eigen_keys(n, HEADS * D, 16, 16 if distortion is None else 32, groups, CPU)
+    keys = eigenbasis.eigen_keys(n, HEADS * D, 16, 16 if distortion is None else 32, groups, ON_CPU)
     eigenbasis.fit(keys, lambda: iter([x]), distortion)
-    values = product_quantise.codebook_values(n, HEADS, D, CPU)
-    signs = None if seed is None else rotation.random_signs(D, seed, CPU)
+    values = product_quantise.codebook_values(n, HEADS, D, ON_CPU)
+    signs = None if seed is None else rotation.random_signs(D, seed, ON_CPU)
     product_quantise.fit(values, lambda: iter([rotation.rotate(torch.randn(n, HEADS, D, generator=g), signs)]))
     return shard.Middle(keys, values, SINKS, FREQS, interleaved)
 
@@ -38,8 +38,8 @@ def compressed(n, *, distortion=None, interleaved=False, seed=None):
 def streamed(n, bits, *, sketch=False, seed=None, spare=9):
     """`n` tokens encoded one by one, and room for more that holds NaN."""
     allocate = qjl.sketched_rows if sketch else rotation.rotated_rows
-    keys = allocate((n + spare) * HEADS, D, bits, CPU, seed)
-    values = rotation.rotated_rows((n + spare) * HEADS, D, bits, CPU, seed)
+    keys = allocate((n + spare) * HEADS, D, bits, ON_CPU, seed)
+    values = rotation.rotated_rows((n + spare) * HEADS, D, bits, ON_CPU, seed)
     for plane in (*qjl.planes(keys).values(), *rotation.planes(values).values()):
         plane.view(torch.uint8).fill_(0xFF)
     qjl.write(keys, 0, torch.randn(n * HEADS, D, generator=generator(n + 1)))
@@ -99,7 +99,7 @@ def tiles(request, monkeypatch):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("n", "bits"), [(50, None), (None, 4), (50, 8), (65, 2)])
 def test_attention_is_that_over_all_rows_decoded(n, bits, interleaved, distortion, seed):
-    signs = None if seed is None else rotation.random_signs(D, seed, CPU)
+    signs = None if seed is None else rotation.random_signs(D, seed, ON_CPU)
     middle = None if n is None else compressed(n, distortion=distortion, interleaved=interleaved, seed=seed)
     stream = None if bits is None else streamed(33, bits, seed=seed)
     q, keys, values = exact(12)
@@ -118,7 +118,7 @@ def test_the_sketch_enters_the_scores_of_the_stream_alone(bits):
     q, keys, values = exact(12)
     more_keys, more_values = decoded(middle, stream, None)
     rows = qjl.read_rotated(stream.keys, 0, 33 * HEADS)[:, D:].view(33, HEADS, D).double()
-    projected = rotation.rotate(q, None).double() @ qjl.gaussian(D, CPU).double().mT
+    projected = rotation.rotate(q, None).double() @ qjl.gaussian(D, ON_CPU).double().mT
     extra = torch.einsum("thd,nhd->thn", projected, rows.repeat_interleave(QUERY_HEADS // HEADS, dim=1))
     args = (torch.cat((keys, *more_keys)), torch.cat((values, *more_values)))
     got = shard.attend(q, keys, values, middle, stream, None)
@@ -133,8 +133,8 @@ def test_exact_attention_is_causal(first, t):
     q = exact(1, t)[0]
     seen = torch.arange(first + t) <= torch.arange(first, first + t)[:, None]
     wanted = plain_attention(q, keys, values, seen)
-    assert (causal(BLOCKED, q, keys, values, first) - wanted).abs().max() < 2e-5
-    narrow = causal(BLOCKED, q.bfloat16(), keys.bfloat16(), values.bfloat16(), first)
+    assert (causal(CPU, q, keys, values, first) - wanted).abs().max() < 2e-5
+    narrow = causal(CPU, q.bfloat16(), keys.bfloat16(), values.bfloat16(), first)
     assert narrow.dtype == torch.bfloat16
     assert (narrow - wanted).abs().max() < 0.1
 

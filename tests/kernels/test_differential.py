@@ -7,13 +7,7 @@ import torch
 from coda_gqa_l.primitives import HeadwiseRMSNorm, _apply_pairwise_rotation
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.reference.differential import (
-    attend,
-    attend_segments,
-    combine,
-    differential_attend,
-    noise_query,
-)
+from kernels.differential.reference import attend, attend_segments, combine, differential_attend, noise_query
 
 HEADS, GROUPS, D, T, SLOTS = 6, 3, 8, 5, 11
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from kernels import eigenbasis, lloyd_max
-from kernels.eigenbasis import measured_distortion, published_distortion
+from kernels.formats import eigenbasis, lloyd_max
+from kernels.formats.eigenbasis import measured_distortion, published_distortion
 
 CPU = torch.device("cpu")
 

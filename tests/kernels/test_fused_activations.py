@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from kernels.fused import activations
-from kernels.reference import quantise, rope
+from kernels.quantise import reference as quantise
+from kernels.quantise import triton as activations
+from kernels.rope import reference as rope
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 FORMS = pytest.mark.parametrize(

@@ -6,11 +6,11 @@ import zlib
 import pytest
 import torch
 
-from kernels.formats import Fp8Entries, Slots
-from kernels.fused import attention_launch
-from kernels.fused.attention import attend
+from kernels.attention import launch as attention_launch
+from kernels.attention.triton import attend
+from kernels.formats.rows import fp8_entries, write
+from kernels.formats.stored import Fp8Entries, Slots
 from kernels.ops import REFERENCE
-from kernels.rows import fp8_entries, write
 
 ULP = 2.0**-23  # of float32, relative
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
@@ -271,7 +271,7 @@ def test_no_token_and_forms_that_are_not_read():
     q, ring, first, window, entries, ratio, selected, sink = make(1, 3, 64, 8, 100, 25)
     assert attend(q[:0], ring, first, window, entries, ratio, selected, sink).shape == (0, 3, 64)
     for name in ("RotatedRows", "BasisRows"):
-        form = getattr(__import__("kernels.formats", fromlist=[name]), name)
+        form = getattr(__import__("kernels.formats.stored", fromlist=[name]), name)
         for rows in (form(*[None] * len(form._fields)), Slots(form(*[None] * len(form._fields)), None, 0)):
             with pytest.raises(NotImplementedError, match=name):
                 attend(q, ring, first, window, rows, ratio, selected, sink)

@@ -5,13 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels import rows as forms
-from kernels.formats import RotatedRows, Window
-from kernels.fused.compress import compress
+from kernels.compress import reference
+from kernels.compress.triton import compress
+from kernels.formats import rows as forms
+from kernels.formats import rows_reference as stored
+from kernels.formats.stored import RotatedRows, Window
 from kernels.ops import REFERENCE
-from kernels.reference import compress as reference
-from kernels.reference import rows as stored
-from kernels.reference.rope import angles, frequencies, rotate
+from kernels.rope.reference import angles, frequencies, rotate
 from model.arithmetic import Arithmetic
 from model.cache.entries import Entries
 from model.cache.formats import CacheFormats

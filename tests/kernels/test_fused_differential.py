@@ -1,6 +1,6 @@
 """Differential attention in Triton against its equations.
 
-fp32: sums of up to 16 + 100 terms of a few units, 3e-6 as the blocked op; the norm multiplies that by up to 10. bf16
+fp32: sums of up to 16 + 100 terms of a few units, 3e-6 as the cpu op; the norm multiplies that by up to 10. bf16
 products are computed in fp32 here, so that what is off is the output's rounding, 2^-9 of values of a few units, and the
 noise query's, which the reference rounds: 2^-9 of logits of a few units.
 """
@@ -8,10 +8,10 @@ noise query's, which the reference rounds: 2^-9 of logits of a few units.
 import pytest
 import torch
 
-from kernels.blocked import differential as blocked
-from kernels.fused import differential
-from kernels.fused.differential import Noise, Own, Past, differential_attend
-from kernels.reference import differential as reference
+from kernels.differential import cpu as blocked
+from kernels.differential import reference
+from kernels.differential import triton as differential
+from kernels.differential.triton import Noise, Own, Past, differential_attend
 
 HEADS, GROUPS, D, SLOTS = 6, 2, 16, 70
 

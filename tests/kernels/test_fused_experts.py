@@ -7,11 +7,11 @@ routing weights have few bits, so that only the roundings that are part of the e
 import pytest
 import torch
 
-from kernels.formats import Dense, Fp4, Fp8, NvFp4, member, stack
-from kernels.fused import experts as fused
-from kernels.fused.experts import experts
+from kernels.experts import triton as fused
+from kernels.experts.reference import experts as reference
+from kernels.experts.triton import experts
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, member, stack
 from kernels.ops import REFERENCE
-from kernels.reference.experts import experts as reference
 from model import dispatch
 from model.arithmetic import Arithmetic
 

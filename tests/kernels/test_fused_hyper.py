@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.fused import hyper
-from kernels.reference import hyper as reference
+from kernels.hyper import reference
+from kernels.hyper import triton as hyper
 
 ULP = 2.0**-23  # of float32, relative
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

@@ -6,12 +6,12 @@ import pytest
 import torch
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-from kernels import rows
-from kernels.formats import Fp4Keys, Fp8Keys
-from kernels.fused import indexer
-from kernels.fused.indexer import index_scores, select
-from kernels.reference import indexer as reference
-from kernels.reference.rows import decode
+from kernels.formats import rows
+from kernels.formats.rows_reference import decode
+from kernels.formats.stored import Fp4Keys, Fp8Keys
+from kernels.indexer import reference
+from kernels.indexer import triton as indexer
+from kernels.indexer.triton import index_scores, select
 
 CPU = torch.device("cpu")
 NAN, INF = math.nan, math.inf

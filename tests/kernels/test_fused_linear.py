@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from kernels.formats import Dense, Fp4, Fp8, NvFp4
-from kernels.fused import linear as fused
-from kernels.fused.linear import grouped_linear, linear
-from kernels.reference import formats
-from kernels.reference.linear import grouped_linear as reference_grouped
-from kernels.reference.linear import linear as reference
+from kernels.formats import reference as formats
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4
+from kernels.linear import triton as fused
+from kernels.linear.reference import grouped_linear as reference_grouped
+from kernels.linear.reference import linear as reference
+from kernels.linear.triton import grouped_linear, linear
 
 ULP = 2.0**-23  # of float32, relative; bfloat16's is 2^-7
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from kernels.fused.norm import rms_norm
-from kernels.reference import norm
+from kernels.norm import reference as norm
+from kernels.norm.triton import rms_norm
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (3, 5), (2, 3, 64), (4, 1000), (0, 64)])

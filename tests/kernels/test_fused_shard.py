@@ -9,14 +9,15 @@ largest here (about 25), in practice by its root; what bf16 queries and outputs 
 import pytest
 import torch
 
-from kernels import lloyd_max, qjl, rotation
-from kernels.blocked import shard as blocked
-from kernels.formats import CodebookValues, EigenKeys
-from kernels.fused import shard, shard_middle
-from kernels.fused.shard import Middle, Stream, attend
-from kernels.reference import rope
-from kernels.reference.quantise import hadamard
-from kernels.reference.shard import rotated_values, turn
+from kernels.formats import lloyd_max, qjl, rotation
+from kernels.formats.stored import CodebookValues, EigenKeys
+from kernels.quantise.reference import hadamard
+from kernels.rope import reference as rope
+from kernels.shard import cpu as blocked
+from kernels.shard import triton as shard
+from kernels.shard import triton_middle as shard_middle
+from kernels.shard.reference import rotated_values, turn
+from kernels.shard.triton import Middle, Stream, attend
 
 CPU = torch.device("cpu")
 HEADS, SHARE, D, SINKS = 2, 2, 32, 4

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from kernels.fused.swiglu import swiglu
-from kernels.reference.swiglu import swiglu as reference
+from kernels.swiglu.reference import swiglu as reference
+from kernels.swiglu.triton import swiglu
 
 ULP = 2.0**-23  # of float32
 

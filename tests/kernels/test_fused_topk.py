@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from kernels.fused import topk
-from kernels.fused.topk import top_k, top_k_into
-from kernels.reference import indexer
+from kernels.indexer import reference as indexer
+from kernels.indexer import topk
+from kernels.indexer.topk import top_k, top_k_into
 
 NAN, INF = math.nan, math.inf
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.blocked import gqa
-from kernels.ops import BLOCKED, REFERENCE
-from kernels.reference import rope
+from kernels.grouped import cpu as gqa
+from kernels.ops import CPU, REFERENCE
+from kernels.rope import reference as rope
 
 
 def heads(t, n, H, K, d, seed=0, dtype=torch.float32):
@@ -45,13 +45,13 @@ def test_blocked_equals_reference_whatever_the_tiles(monkeypatch, rows, logits, 
     monkeypatch.setattr(gqa, "KEYS", keys)
     q, k, v = heads(t, first + t + 5, 4, 2, 6, seed=t + first, dtype=dtype)
     wanted = REFERENCE.attend_grouped(q, k, v, first, window)
-    found = BLOCKED.attend_grouped(q, k, v, first, window)
+    found = CPU.attend_grouped(q, k, v, first, window)
     assert found.dtype == dtype
     # fp32: rounding of sums of a hundred terms; bf16: one step of the result, of at most 4
     assert (found.float() - wanted.float()).abs().max() <= (2e-6 if dtype == torch.float32 else 2**-6)
 
 
-@pytest.mark.parametrize("ops", [REFERENCE, BLOCKED], ids=lambda ops: ops.name)
+@pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=lambda ops: ops.name)
 def test_the_future_and_what_the_window_left_are_not_read(ops):
     q, k, v = heads(4, 40, 4, 2, 8)
     wanted = ops.attend_grouped(q, k, v, 20, 6)
@@ -65,7 +65,7 @@ def test_the_future_and_what_the_window_left_are_not_read(ops):
 
 def test_large_logits_neither_overflow_nor_vanish():
     q, k, v = heads(3, 50, 2, 1, 4)
-    found, wanted = (ops.attend_grouped(q * 1e4, k, v, 47, None) for ops in (BLOCKED, REFERENCE))
+    found, wanted = (ops.attend_grouped(q * 1e4, k, v, 47, None) for ops in (CPU, REFERENCE))
     assert found.isfinite().all()
     assert (found - wanted).abs().max() < 1e-6
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels import product_quantise
-from kernels.reference.shard import rotated_values
+from kernels.formats import product_quantise
+from kernels.shard.reference import rotated_values
 
 CPU = torch.device("cpu")
 

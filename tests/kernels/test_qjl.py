@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import qjl, rotation
+from kernels.formats import qjl, rotation
 
 CPU = torch.device("cpu")
 

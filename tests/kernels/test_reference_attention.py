@@ -6,8 +6,11 @@ import math
 import pytest
 import torch
 
-from kernels.formats import Dense
-from kernels.reference import attention, hyper, indexer, linear
+from kernels.attention import reference as attention
+from kernels.formats.stored import Dense
+from kernels.hyper import reference as hyper
+from kernels.indexer import reference as indexer
+from kernels.linear import reference as linear
 
 ULP = 2.0**-23  # of float32, relative
 

@@ -9,7 +9,12 @@ from fractions import Fraction
 import pytest
 import torch
 
-from kernels.reference import gate, norm, pool, quantise, rope, swiglu
+from kernels.compress import pool
+from kernels.gate import reference as gate
+from kernels.norm import reference as norm
+from kernels.quantise import reference as quantise
+from kernels.rope import reference as rope
+from kernels.swiglu import reference as swiglu
 
 POSITIONS = (0, 127, 4096, 65535, 10**6)
 ULP = 2.0**-23  # of float32, relative

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from kernels.blocked import shard
-from kernels.eigenbasis import eigen_keys
-from kernels.formats import CodebookValues
-from kernels.reference import rope
-from kernels.reference.quantise import hadamard
-from kernels.reference.shard import relative_scores, rotated_values, turn
-from kernels.rotation import unrotate
+from kernels.formats.eigenbasis import eigen_keys
+from kernels.formats.rotation import unrotate
+from kernels.formats.stored import CodebookValues
+from kernels.quantise.reference import hadamard
+from kernels.rope import reference as rope
+from kernels.shard import cpu as shard
+from kernels.shard.reference import relative_scores, rotated_values, turn
 
 layouts = pytest.mark.parametrize("interleaved", [False, True])
 HEADS, QUERY_HEADS, D, RANK, N, AT = 2, 6, 16, 12, 40, 57

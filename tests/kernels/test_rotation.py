@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kernels import lloyd_max, rotation, rows
-from kernels.reference.indexer import select
-from kernels.reference.quantise import hadamard
+from kernels.formats import lloyd_max, rotation, rows
+from kernels.indexer.reference import select
+from kernels.quantise.reference import hadamard
 
 CPU = torch.device("cpu")
 

@@ -3,16 +3,16 @@
 import pytest
 import torch
 
-from kernels import rows
-from kernels.blocked import attention
-from kernels.formats import Fp4Keys, Fp8Entries, Fp8Keys
-from kernels.ops import BLOCKED, REFERENCE
-from kernels.reference import rows as reference
-from kernels.reference.quantise import simulate_fp4, simulate_fp8
+from kernels.attention import cpu as attention
+from kernels.formats import rows
+from kernels.formats import rows_reference as reference
+from kernels.formats.stored import Fp4Keys, Fp8Entries, Fp8Keys
+from kernels.ops import CPU, REFERENCE
+from kernels.quantise.reference import simulate_fp4, simulate_fp8
 from tests.make_checkpoint import pack_e2m1
 from tests.peak_memory import peak_bytes
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+ON_CPU, META = torch.device("cpu"), torch.device("meta")
 BYTES = torch.arange(256, dtype=torch.uint8)
 E4M3 = BYTES.view(torch.float8_e4m3fn)
 POWERS = [2.0 ** (byte - 127) for byte in range(255)] + [float("nan")]  # of E8M0
@@ -20,9 +20,9 @@ E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 DENSE, GATHERED = float("inf"), 0.0
 
 ALLOCATE = {
-    "fp8 entries": lambda n, d=512, rope=64, device=CPU: rows.fp8_entries(n, d, rope, device),
-    "fp8 keys": lambda n, d=128, device=CPU: rows.fp8_keys(n, d, device),
-    "fp4 keys": lambda n, d=128, device=CPU: rows.fp4_keys(n, d, device),
+    "fp8 entries": lambda n, d=512, rope=64, device=ON_CPU: rows.fp8_entries(n, d, rope, device),
+    "fp8 keys": lambda n, d=128, device=ON_CPU: rows.fp8_keys(n, d, device),
+    "fp4 keys": lambda n, d=128, device=ON_CPU: rows.fp4_keys(n, d, device),
 }
 forms = pytest.mark.parametrize("form", ALLOCATE)
 
@@ -76,7 +76,7 @@ def test_v4_rows_take_584_132_and_68_bytes():
 
 @pytest.mark.parametrize(("d", "rope", "want"), [(128, 64, 200), (80, 16, 104), (144, 16, 168), (64, 0, 72)])
 def test_entries_of_other_widths_are_aligned_too(d, rope, want):
-    assert rows.nbytes(rows.fp8_entries(5, d, rope, CPU)) == 5 * want
+    assert rows.nbytes(rows.fp8_entries(5, d, rope, ON_CPU)) == 5 * want
     assert want % 8 == 0
     assert want - (d - rope + 2 * rope + (d - rope) // 64) in range(8)
 
@@ -310,7 +310,7 @@ def test_select_on_narrow_rows_is_select_on_what_they_decode_to(form, t, first, 
     x[1::3] = x[::3][: len(x[1::3])]
     keys = poisoned(written(form, x), min((first + t) // 4, n))
     q, weights = simulate_fp4(torch.randn(t, 8, 64, generator=g).to(dtype), 32), torch.randn(t, 8, generator=g)
-    for ops in (REFERENCE, BLOCKED):
+    for ops in (REFERENCE, CPU):
         narrow = ops.select(q, weights, keys, first, 4, k)
         assert torch.equal(narrow, ops.select(q, weights, rows.read(keys, 0, n).to(dtype), first, 4, k))
 
@@ -333,7 +333,7 @@ def test_attend_never_decodes_the_cache(t, k):
     entries = repeated("fp8 entries", torch.randn(1000, 128, generator=g), LONG // 1000, rope=64)
     q, ring, sink = torch.randn(t, 2, 128, generator=g), torch.randn(160, 128, generator=g), torch.zeros(2)
     selected = None if k is None else torch.arange(0, LONG, LONG // k)[:k].int().expand(t, -1)
-    assert peak_bytes(lambda: BLOCKED.attend(q, ring, 4 * LONG, 128, entries, 4, selected, sink)) < BOUND
+    assert peak_bytes(lambda: CPU.attend(q, ring, 4 * LONG, 128, entries, 4, selected, sink)) < BOUND
     assert peak_bytes(lambda: reference.decode(entries)) > 4 * BOUND, "the measure is blind"
 
 
@@ -342,5 +342,5 @@ def test_select_never_decodes_the_cache(form):
     g = generator(0)
     keys = repeated(form, torch.randn(1000, 128, generator=g), LONG // 1000)
     q, weights = torch.randn(32, 2, 128, generator=g), torch.randn(32, 2, generator=g)
-    assert peak_bytes(lambda: BLOCKED.select(q, weights, keys, 4 * LONG, 4, 2000)) < BOUND
+    assert peak_bytes(lambda: CPU.select(q, weights, keys, 4 * LONG, 4, 2000)) < BOUND
     assert peak_bytes(lambda: reference.decode(keys)) > 4 * BOUND, "the measure is blind"

@@ -7,20 +7,22 @@ import random
 import pytest
 import torch
 
-from kernels.formats import Slots
-from kernels.ops import BLOCKED, REFERENCE
+from kernels.formats.stored import Slots
+from kernels.ops import CPU, REFERENCE
 from model.cache.banked_entries import HIT, NOVEL, BankedEntries, NewestKeys, newest_rows
 from model.cache.variants import Coda
 from probes.subject import Subject
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
 
-CPU = torch.device("cpu")
+ON_CPU = torch.device("cpu")
 WIDTH, ROPE = 24, 8
 
 
 def banks(variant, ratio=4, chunk=64):
-    return BankedEntries(ratio, variant, WIDTH, ROPE, newest_rows(ratio, variant, chunk, 1 << 30), torch.float32, CPU)
+    return BankedEntries(
+        ratio, variant, WIDTH, ROPE, newest_rows(ratio, variant, chunk, 1 << 30), torch.float32, ON_CPU
+    )
 
 
 def clustered(count, seed, centres=6, noise=0.4):
@@ -125,7 +127,7 @@ def attended(slots, ops, position, ratio, selected=None):
     return ops.attend(q, ring, position - 2, 4, slots, ratio, selected, sink)
 
 
-@pytest.mark.parametrize("ops", [REFERENCE, BLOCKED], ids=lambda ops: ops.name)
+@pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=lambda ops: ops.name)
 def test_a_mean_of_equal_entries_weighs_as_they_did(ops):
     """Forty entries, of three kinds: with one slot for each, attention to the slots is attention to all of them."""
     kinds = torch.eye(3, WIDTH) * 3
@@ -141,7 +143,7 @@ def test_a_mean_of_equal_entries_weighs_as_they_did(ops):
     assert (unweighed - whole).abs().max() > 0.05
 
 
-@pytest.mark.parametrize("ops", [REFERENCE, BLOCKED], ids=lambda ops: ops.name)
+@pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=lambda ops: ops.name)
 @pytest.mark.parametrize("selection", [False, True])
 def test_attention_to_slots_is_that_of_the_equation(ops, selection):
     """Softmax in fp64 over the rows that each token sees, whose mass is that of the entries behind them."""
@@ -171,12 +173,12 @@ def test_gathered_rows_get_their_bias_too():
     rows, bias = torch.randn(60, WIDTH), torch.randn(60)
     selected = torch.stack([torch.randperm(60)[:5].sort().values for _ in range(3)]).int()
     slots = Slots(rows, bias, -20)
-    wanted, found = (attended(slots, ops, 165, 4, selected) for ops in (REFERENCE, BLOCKED))
+    wanted, found = (attended(slots, ops, 165, 4, selected) for ops in (REFERENCE, CPU))
     torch.testing.assert_close(found, wanted, rtol=2e-6, atol=2e-6)
 
 
 def test_keys_are_those_of_the_newest_entries():
-    keys, all_keys = NewestKeys(4, Coda(5, 1, 1), 6, 64, torch.float32, CPU), torch.randn(40, 6)
+    keys, all_keys = NewestKeys(4, Coda(5, 1, 1), 6, 64, torch.float32, ON_CPU), torch.randn(40, 6)
     for part in all_keys.split([1, 7, 16, 2, 14]):
         keys.append(part)
         keys.evict()

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from kernels import basis_fit, basis_rows, rows
-from kernels.basis_fit import Loss
+from kernels.formats import basis_fit, basis_rows, rows
+from kernels.formats.basis_fit import Loss
 from model.cache.variants import Shard
 from model.errors import Tripwire
 from model.observe import invariants, sites

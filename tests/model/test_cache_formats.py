@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kernels import rows
-from kernels.ops import BLOCKED, REFERENCE
+from kernels.formats import rows
+from kernels.ops import CPU, REFERENCE
 from model.cache.entries import Entries
 from model.cache.formats import CacheFormats
 from model.choices import ENTRY_FORMATS, KEY_FORMATS
@@ -35,7 +35,7 @@ def options(entries, keys, dtype="bf16"):
     return RunOptions(dtype=dtype, entry_format=entries, key_format=keys)
 
 
-def ran(directory, chosen, ops=BLOCKED, lengths=LENGTHS):
+def ran(directory, chosen, ops=CPU, lengths=LENGTHS):
     """Logits of all tokens, what each CSA layer selected, and the state."""
     model = load(directory, chosen, ops).model
     state, selected = model.new_state(sum(lengths), max(lengths)), []
@@ -171,7 +171,7 @@ def test_a_row_too_many():
 )
 def test_a_run_whose_rounding_is_lost_trips(entries, keys, op, site):
     """With rows in the run's dtype nothing is asked; a narrow form would have changed them."""
-    left = BLOCKED._replace(**{op: lambda x, _: x})
+    left = CPU._replace(**{op: lambda x, _: x})
     ran(DEMO, options("dtype", "dtype"), left, (8,))
     with pytest.raises(Tripwire) as trip:
         ran(DEMO, options(entries, keys), left, (8,))

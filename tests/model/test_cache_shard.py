@@ -6,14 +6,14 @@ import random
 import pytest
 import torch
 
-from kernels import eigenbasis, qjl, rotation
-from kernels.blocked.shard import middle_keys, middle_values
-from kernels.ops import BLOCKED
-from kernels.reference import rope
+from kernels.formats import eigenbasis, qjl, rotation
+from kernels.ops import CPU
+from kernels.rope import reference as rope
+from kernels.shard.cpu import middle_keys, middle_values
 from model.cache.shard import KvShape, ShardCache, ShardSettings, causal
 from model.errors import CapacityError, ConfigError, Tripwire
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+ON_CPU, META = torch.device("cpu"), torch.device("meta")
 HEADS, QUERY_HEADS, D = 2, 4, 16
 SHAPE = KvShape(HEADS, D, rope.frequencies(D, 10_000.0), interleaved=False)
 SMALL = ShardSettings(window=12, rank=16, group=8, stream_bits=8)
@@ -38,7 +38,7 @@ def drawn(n, seed=0):
 
 
 def made(settings=SMALL, prompt=40, context=100, *, dtype=torch.float32):
-    return ShardCache(SHAPE, settings, prompt, context, dtype, CPU)
+    return ShardCache(SHAPE, settings, prompt, context, dtype, ON_CPU)
 
 
 def fed(cache, tokens, *cuts):
@@ -49,7 +49,7 @@ def fed(cache, tokens, *cuts):
 def full(tokens, *cuts, dtype=torch.float32):
     """The same with a full cache."""
     q, keys, values = (x.to(dtype) for x in tokens)
-    return torch.cat([causal(BLOCKED, q[a:b], keys[:b], values[:b], a) for a, b in zip((0, *cuts), cuts, strict=False)])
+    return torch.cat([causal(CPU, q[a:b], keys[:b], values[:b], a) for a, b in zip((0, *cuts), cuts, strict=False)])
 
 
 def float64(q, keys, values):
@@ -175,7 +175,7 @@ def test_rotation_is_undone_in_the_layout_of_the_layer(interleaved):
     keys = rope.rotate(plain, *rope.angles(torch.arange(40), SHAPE.freqs))  # neighbours
     if not interleaved:
         plain, keys = (x.unflatten(-1, (-1, 2)).mT.flatten(-2) for x in (plain, keys))
-    cache = ShardCache(SHAPE._replace(interleaved=interleaved), SMALL, 40, 40, torch.float32, CPU)
+    cache = ShardCache(SHAPE._replace(interleaved=interleaved), SMALL, 40, 40, torch.float32, ON_CPU)
     cache.attend(torch.zeros(40, QUERY_HEADS, D), keys, torch.ones(40, HEADS, D))
     wanted = plain[4:28].mean(0).flatten()
     assert (cache.middle.keys.mean - wanted).abs().max() < wanted.abs().max() * 2.0**-10
@@ -287,7 +287,7 @@ def test_settings_that_cannot_be(fields, named):
 )
 def test_settings_that_do_not_fit_the_layer(heads, d, settings, named):
     with pytest.raises(ConfigError, match=named):
-        ShardCache(KvShape(heads, d, torch.zeros(d // 2), interleaved=False), settings, 9, 9, torch.float32, CPU)
+        ShardCache(KvShape(heads, d, torch.zeros(d // 2), interleaved=False), settings, 9, 9, torch.float32, ON_CPU)
 
 
 def test_a_full_cache_refuses_the_next_token():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.ops import BLOCKED, REFERENCE
+from kernels.ops import CPU, REFERENCE
 from model.errors import CapacityError
 from tests.transformers_model import load_ours, oracle, our_logits
 
@@ -27,7 +27,7 @@ def directory(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(directory):
-    return load_ours(directory, BLOCKED)
+    return load_ours(directory, CPU)
 
 
 @pytest.fixture(scope="module")

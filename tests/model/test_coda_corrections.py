@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.reference import rope
+from kernels.rope import reference as rope
 from model.cache.coda_attention import prefill
 from model.cache.coda_settings import CodaSettings
 from tests.coda_cases import (

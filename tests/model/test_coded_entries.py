@@ -5,11 +5,11 @@ import json
 import pytest
 import torch
 
-from kernels import rotation, rows
-from kernels.formats import Slots
-from kernels.lloyd_max import distortion
-from kernels.ops import BLOCKED, REFERENCE
-from kernels.reference.rows import decode
+from kernels.formats import rotation, rows
+from kernels.formats.lloyd_max import distortion
+from kernels.formats.rows_reference import decode
+from kernels.formats.stored import Slots
+from kernels.ops import CPU, REFERENCE
 from model.errors import Tripwire
 from model.observe import invariants
 from probes.subject import Subject
@@ -18,12 +18,12 @@ from runtime.options import DEMO, RunOptions
 from scripts import generate
 from scripts.cli import run
 
-CPU = torch.device("cpu")
+ON_CPU = torch.device("cpu")
 BITS = (2, 3, 4, 6, 8)
 
 
 def coded(x, bits, seed=0):
-    stored = rotation.rotated_rows(x.shape[0], x.shape[1], bits, CPU, seed)
+    stored = rotation.rotated_rows(x.shape[0], x.shape[1], bits, ON_CPU, seed)
     rows.write(stored, 0, x)
     return stored
 
@@ -43,8 +43,8 @@ def test_rows_decode_as_the_equation_says(bits, d):
 
 def test_bytes_of_v4s_rows():
     for bits, size in ((4, 258), (6, 386), (8, 514)):
-        assert rows.nbytes(rotation.rotated_rows(10, 512, bits, CPU, 0)) == 10 * size
-    assert rows.nbytes(rotation.rotated_rows(10, 128, 8, CPU, 0)) == 10 * 130
+        assert rows.nbytes(rotation.rotated_rows(10, 512, bits, ON_CPU, 0)) == 10 * size
+    assert rows.nbytes(rotation.rotated_rows(10, 128, 8, ON_CPU, 0)) == 10 * 130
 
 
 @pytest.mark.parametrize("bits", [2, 6, 8])
@@ -59,11 +59,11 @@ def test_attention_on_codes_is_attention_to_what_they_stand_for(bits, how):
     selected = torch.stack(picks).int() if k else None
     given = (q, ring, 1595, 16)
     wanted = REFERENCE.attend(*given, entries, 4, selected, sink)
-    found = BLOCKED.attend(*given, entries, 4, selected, sink)
+    found = CPU.attend(*given, entries, 4, selected, sink)
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
     bias = torch.randn(n, generator=g)
     wanted = REFERENCE.attend(*given, Slots(entries, bias, 3), 4, selected, sink)
-    found = BLOCKED.attend(*given, Slots(entries, bias, 3), 4, selected, sink)
+    found = CPU.attend(*given, Slots(entries, bias, 3), 4, selected, sink)
     torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
 
 
@@ -73,7 +73,7 @@ def test_selection_on_codes_is_that_of_what_they_stand_for(tokens):
     h, d, n, k = 4, 64, 5000, 12
     q, weights = torch.randn(tokens, h, d, generator=g), torch.randn(tokens, h, generator=g)
     keys = coded(torch.randn(n, d, generator=g), 8)
-    found = BLOCKED.select(q, weights, keys, 4 * n - tokens, 4, k)
+    found = CPU.select(q, weights, keys, 4 * n - tokens, 4, k)
     scores = torch.einsum("thn,th->tn", torch.relu(q.double() @ decode(keys).double().T), weights.double())
     position = torch.arange(4 * n - tokens, 4 * n)
     scores[torch.arange(n) >= ((position + 1) // 4)[:, None]] = -torch.inf
@@ -104,7 +104,7 @@ def test_a_row_with_a_long_tail_does_not_trip():
     """After the rotation one column holds half of its energy: 4 bits clip it, which is what they do, and no fault."""
     y = torch.randn(8, 64, generator=torch.Generator().manual_seed(4))
     y[:, 5] = 8
-    x = rotation.unrotate(y, rotation.random_signs(64, 0, CPU))
+    x = rotation.unrotate(y, rotation.random_signs(64, 0, ON_CPU))
     stored = coded(x, 4)
     error = (rows.read(stored, 0, 8) - x).square().sum(1) / x.square().sum(1)
     assert error.min() > 0.03

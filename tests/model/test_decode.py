@@ -8,8 +8,8 @@ from fractions import Fraction
 import pytest
 import torch
 
-from kernels.formats import Dense, Fp4, Fp8, NvFp4, nbytes
-from kernels.reference.formats import decode, e2m1, e8m0
+from kernels.formats.reference import decode, e2m1, e8m0
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, nbytes
 from model.census import census
 from model.checkpoint import Checkpoint
 from model.config import ModelConfig

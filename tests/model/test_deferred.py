@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from kernels import rows
-from kernels.reference.hyper import sinkhorn
+from kernels.formats import rows
+from kernels.hyper.reference import sinkhorn
 from model.errors import Tripwire
 from model.observe import sites
 from model.observe.deferred import Deferred

@@ -6,7 +6,7 @@ No useful bound on logits can be derived from the formats. Therefore the evidenc
 
 1. Wiring, in `test_deployed_wiring`. On `EXACT`, ops in float64 that round once, the model must equal the independent
    forward of `tests.deepseek_forward` in every bit of every tensor: which op gets what, in which dtype, rounded where.
-2. Ops, here. On the very arguments of such a run, REFERENCE and BLOCKED must agree with `EXACT` within one BF16 ulp.
+2. Ops, here. On the very arguments of such a run, REFERENCE and CPU must agree with `EXACT` within one BF16 ulp.
 
 Free runs are then measured against a yardstick that the checkpoint itself gives, see `check_close`.
 """
@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.ops import BLOCKED, REFERENCE, Ops
+from kernels.ops import CPU, REFERENCE, Ops
 from tests.deepseek_arithmetic import DEEPSEEK, FP32, Choices, Simulation, rms_norm_bf16
 from tests.deployed_cases import LENGTH, Case
 from tests.exact_ops import Difference, attend, first_difference, shadowed
@@ -70,7 +70,7 @@ def shadow(case, exact) -> Callable[[Ops], dict[str, Difference]]:
     return run
 
 
-@pytest.mark.parametrize("ops", [REFERENCE, BLOCKED], ids=lambda ops: ops.name)
+@pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=lambda ops: ops.name)
 def test_every_op_is_within_one_rounding_on_the_arguments_of_a_run(shadow, ops):
     differences = shadow(ops)
     assert differences.keys() == set(Ops._fields[1:]) - OF_VARIANTS, "an op was not used"
@@ -124,11 +124,11 @@ def free_runs(model: Case, exact: Tensor) -> dict[str, Tensor]:
     return {
         "exact": exact,
         "reference": model.run(model.model(REFERENCE)),
-        "blocked": model.run(model.model(BLOCKED)),
+        "cpu": model.run(model.model(CPU)),
         "oracle in fp32": model.oracle(own)[0],
         "DeepSeek in fp32": model.oracle(theirs)[0],
-        "plain bf16": model.run(model.model(BLOCKED, "plain")),
-        "plain fp32": model.run(model.model(BLOCKED, "plain", "fp32")),
+        "plain bf16": model.run(model.model(CPU, "plain")),
+        "plain fp32": model.run(model.model(CPU, "plain", "fp32")),
     }
 
 
@@ -152,7 +152,7 @@ def check_close(found: Tensor, exact: Tensor, unrounded: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("one", "other"),
-    [("reference", "exact"), ("blocked", "exact"), ("blocked", "reference"), ("oracle in fp32", "exact")],
+    [("reference", "exact"), ("cpu", "exact"), ("cpu", "reference"), ("oracle in fp32", "exact")],
 )
 def test_free_runs_differ_by_less_than_their_rounding(free, one, other):
     check_close(free[one], free[other], free["plain fp32"])
@@ -219,7 +219,7 @@ def test_what_a_deliberate_difference_changes(chosen, exact, free, choice):
     check_close(logits, free["exact"], free["plain fp32"])
 
 
-@pytest.mark.parametrize("ours", ["reference", "blocked"])
+@pytest.mark.parametrize("ours", ["reference", "cpu"])
 def test_distance_from_deepseek_with_all_its_roundings(free, ours):
     check_close(free[ours], free["DeepSeek in fp32"], free["plain fp32"])
 
@@ -229,10 +229,10 @@ def test_report(case, free, chosen, exact, shadow):
     print("\n| op | numbers | changed by reference | changed by blocked |\n|---|---|---|---|")
     for name, one in shadow(REFERENCE).items():
         if one.numbers:
-            print(f"| {name} | {one.numbers} | {one.changed} | {shadow(BLOCKED)[name].changed} |")
+            print(f"| {name} | {one.numbers} | {one.changed} | {shadow(CPU)[name].changed} |")
     header = "| logits of | against | relative distance | median position | same argmax |\n|---|---|---|---|---|"
     pairs = [(name, "exact") for name in free if name != "exact"]
-    pairs += [("blocked", "reference"), ("reference", "DeepSeek in fp32"), ("blocked", "DeepSeek in fp32")]
+    pairs += [("cpu", "reference"), ("reference", "DeepSeek in fp32"), ("cpu", "DeepSeek in fp32")]
     for title, runs in (("random", free), ("demo", free_runs(case("demo"), exact("demo")[0]))):
         print(f"\n{title}\n\n{header}")
         for one, other in pairs:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.formats import Dense, Fp4, Fp8
+from kernels.formats.stored import Dense, Fp4, Fp8
 from kernels.ops import REFERENCE, Ops
 from model.cache.window import WindowRing
 from model.config import LayerKind, ModelConfig

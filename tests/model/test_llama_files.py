@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.ops import BLOCKED
+from kernels.ops import CPU
 from model.architectures import config_from_file
 from model.errors import CapacityError, CheckpointError, ConfigError
 from model.llama.census import census, parameters
@@ -238,6 +238,6 @@ def test_options_that_the_family_does_not_have_are_refused(saved):
     ):
         load_any(saved, RunOptions())
     with pytest.raises(ConfigError, match="a llama model runs on one rank, this run has 2"):
-        load_any(saved, RunOptions("plain"), BLOCKED, Group(0, 2, None))
+        load_any(saved, RunOptions("plain"), CPU, Group(0, 2, None))
     with pytest.raises(CapacityError, match="a context of 257 positions, max_position_embeddings is 256"):
         load_any(saved, RunOptions("plain"), context=257)

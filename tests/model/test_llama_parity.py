@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from kernels.ops import BLOCKED, REFERENCE
+from kernels.ops import CPU, REFERENCE
 from model.cache.full import FullCache
 from tests.llama_model import LLAMA3, load_ours, oracle, their_logits
 from tests.transformers_model import our_logits
@@ -41,7 +41,7 @@ def test_logits_equal_those_of_transformers(case, tmp_path):
     theirs.save_pretrained(tmp_path)
     wanted = their_logits(theirs, TOKENS)
     assert 0.3 < wanted.std() < 3, "logits of unit scale"
-    for ops in (BLOCKED, REFERENCE):
+    for ops in (CPU, REFERENCE):
         found = our_logits(load_ours(tmp_path, ops).model, TOKENS)
         assert (found - wanted).abs().max() < BOUND, ops.name
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.ops import BLOCKED
+from kernels.ops import CPU
 from model.cache.coda import CodaCache
 from model.cache.coda_attention import Tokens, prefill
 from model.cache.coda_settings import CodaSettings
@@ -92,11 +92,11 @@ def test_the_cache_of_a_layer_gives_what_the_bare_cache_gives(strict, start):
     bare = CodaCache(settings, 2, 16, torch.full((2,), -3.0), torch.float32, torch.device("cpu"))
     q, k, v = (torch.randn(40, heads, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
     gates = torch.rand(40, generator=torch.Generator().manual_seed(5))
-    found = layer.attend(Heads(q, k, v, gates), 0, BLOCKED)
+    found = layer.attend(Heads(q, k, v, gates), 0, CPU)
     assert torch.equal(found, prefill(bare, Tokens(q, k, v, gates, None), None, 5, strict=bool(strict)))
     assert layer.position == 40
     plain = CodaLayer(shape, GroupedCoda(window=8, exact=4, summary=4, block=5), torch.float32, cpu)
-    same = torch.equal(found, plain.attend(Heads(q, k, v, gates), 0, BLOCKED))
+    same = torch.equal(found, plain.attend(Heads(q, k, v, gates), 0, CPU))
     assert same == (not strict and not start), "a setting must change what is seen"
 
 
@@ -133,7 +133,7 @@ def test_layers_of_one_model_may_differ(saved, full):
     assert [type(cache) for cache in state.layers] == [ShardLayer, CodaLayer, FullCache]
     assert state.nbytes().keys() == {"shard", "coda", "keys", "values"}
     ran = made.arithmetic.ran
-    assert {ran[op] for op in ("attend_grouped", "attend_banks", "attend_codes")} == {"blocked"}
+    assert {ran[op] for op in ("attend_grouped", "attend_banks", "attend_codes")} == {"cpu"}
     assert "attend" not in ran
     assert torch.isfinite(logits).all()
     assert 1e-3 < kl(full, logits)[PROMPT:].mean() < 1

@@ -5,10 +5,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.formats import Dense
-from kernels.ops import BLOCKED
-from kernels.reference.hyper import sinkhorn
-from kernels.reference.indexer import select
+from kernels.formats.stored import Dense
+from kernels.hyper.reference import sinkhorn
+from kernels.indexer.reference import select
+from kernels.ops import CPU
 from model.errors import Tripwire
 from model.observe import invariants
 from runtime.load import load
@@ -114,12 +114,12 @@ def test_a_run_that_evicts_reports_a_bad_selection_where_it_is(chunk):
     bad = 500
 
     def select(q, weights, keys, first, ratio, k):
-        selected = BLOCKED.select(q, weights, keys, first, ratio, k)
+        selected = CPU.select(q, weights, keys, first, ratio, k)
         if keys.shape[0] and state.position <= bad < state.position + q.shape[0]:
             selected[bad - state.position, 0] = selected[bad - state.position, 1]
         return selected
 
-    model = load(DEMO, RunOptions(kv=("csa=coda:window=8,exact=4,summary=4",)), BLOCKED._replace(select=select)).model
+    model = load(DEMO, RunOptions(kv=("csa=coda:window=8,exact=4,summary=4",)), CPU._replace(select=select)).model
     state = model.new_state(520, 40)
     ids = torch.arange(520) % model.config.vocab_size
     model(ids[:40], state)  # the rest in calls of `chunk`

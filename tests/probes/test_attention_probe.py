@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.reference import attention
+from kernels.attention import reference as attention
 from probes.ablations import without_entries
 from probes.attention.oracle import attend
 from probes.attention.probe import QUICK, stored_sinks

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.formats import Dense
-from kernels.ops import BLOCKED, REFERENCE
+from kernels.formats.stored import Dense
+from kernels.ops import CPU, REFERENCE
 from probes.boundaries.cuts import Outcome, Tally, compared, prefill_then_decode, prefixes
 from probes.boundaries.probe import FULL, QUICK
 from probes.fault import Fault
@@ -96,7 +96,7 @@ def test_a_cache_that_only_the_next_call_would_miss_is_seen_at_once():
 @pytest.mark.parametrize("name", ["attend", "select"])
 def test_an_op_set_that_is_wrong_where_a_call_does_not_begin_at_0(name):
     """It is not in the exact runs, whose op set is fp64's: only the comparison on the same arguments can see it."""
-    healthy = getattr(BLOCKED, name)
+    healthy = getattr(CPU, name)
 
     def attend(q, ring, first, *rest):
         return healthy(q, ring, first, *rest) * (1 if first == 0 else 1.02)
@@ -104,7 +104,7 @@ def test_an_op_set_that_is_wrong_where_a_call_does_not_begin_at_0(name):
     def select(q, head_weights, keys, first, ratio, k):
         return healthy(q if first == 0 else -q, head_weights, keys, first, ratio, k)
 
-    ops = BLOCKED._replace(**{name: {"attend": attend, "select": select}[name]})
+    ops = CPU._replace(**{name: {"attend": attend, "select": select}[name]})
     found = failed(report(Subject(ops=ops)))
     (finding,) = found.values()
     assert finding.what.startswith({"attend": "the run's own attention", "select": "the run's own selections"}[name])
@@ -168,14 +168,14 @@ def test_the_full_grid_has_every_chunk_and_both_residues():
 def test_exact_ops_are_those_of_an_independent_implementation():
     subject = Subject()
     tokens = subject.tokens(140)
-    mine, theirs = (run_tokens(subject.load(ops=ops).model, tokens, 140)[0] for ops in (exact(BLOCKED), EXACT))
+    mine, theirs = (run_tokens(subject.load(ops=ops).model, tokens, 140)[0] for ops in (exact(CPU), EXACT))
     assert torch.equal(mine, theirs)
 
 
 def test_exact_products_do_not_depend_on_the_batch_and_are_rounded_once():
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(shape, generator=generator) for shape in ((70, 512), (96, 512)))
-    ops = exact(BLOCKED)
+    ops = exact(CPU)
     whole = ops.linear(x, Dense(weight))
     assert torch.equal(whole, (x.double() @ weight.double().T).float())
     for rows in (1, 2, 33):
@@ -186,7 +186,7 @@ def test_exact_products_do_not_depend_on_the_batch_and_are_rounded_once():
 
 def test_prefixes_are_the_prompts_they_stand_for():
     subject = Subject()
-    model = subject.load(ops=exact(BLOCKED)).model
+    model = subject.load(ops=exact(CPU)).model
     ids = torch.tensor(subject.tokens(12))
     for length, found in zip((4, 5, 11), prefixes(model, ids, 4, (4, 5, 11)), strict=True):
         expected, _ = prefill_then_decode(model, ids, length, 0)
@@ -210,7 +210,7 @@ def test_the_tally_allows_one_rounding_and_no_more():
 
     def worst(factor):
         tally = Tally()
-        ops = BLOCKED._replace(attend=lambda *args: (BLOCKED.attend(*args).float() * factor).bfloat16())
+        ops = CPU._replace(attend=lambda *args: (CPU.attend(*args).float() * factor).bfloat16())
         tally.watched(ops).attend(q, ring, 0, 1, None, 0, None, sink)
         return tally.worst
 

@@ -95,7 +95,7 @@ def test_the_front_matter_says_what_ran(subject):
         "checkpoint": "demo",
         "config": config.fingerprint,
         "weights": loaded.weights_fingerprint,
-        "ops": "blocked",
+        "ops": "cpu",
         "numerics": "deployed",
         "dtype": "bf16",
         "device": "cpu",

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from kernels.ops import BLOCKED, REFERENCE
+from kernels.ops import CPU, REFERENCE
 from model.cache.entries import Entries
 from model.cache.window import WindowRing
 from model.observe.observer import listening
@@ -284,11 +284,11 @@ def test_growth_is_judged(changes, verdicts):
 def test_a_call_is_bounded_far_out_and_an_untiled_one_is_not():
     """64 tokens at position 65472: the reference op set holds the scores of every head, 32 MiB."""
     taken = {}
-    for ops in (BLOCKED, REFERENCE):
+    for ops in (CPU, REFERENCE):
         subject = Subject(ops=ops, options=RunOptions(prefill_chunk=64))
         state = peak._noise_up_to(subject.model, 65472, 64)
         taken[ops.name] = live_bytes(subject.model, state, torch.arange(64))
-    assert 0 < taken["blocked"] <= call_bytes(subject.config, 64, 2) < taken["reference"]
+    assert 0 < taken["cpu"] <= call_bytes(subject.config, 64, 2) < taken["reference"]
 
 
 def test_a_process_of_its_own():

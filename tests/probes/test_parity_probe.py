@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
+from kernels.formats.reference import decode
 from kernels.ops import REFERENCE
-from kernels.reference.formats import decode
 from model.census import census
 from model.checkpoint import Checkpoint
 from model.decode import bind

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.formats import Dense
-from kernels.reference import norm, pool, rope
-from kernels.reference.formats import decode
+from kernels.compress import pool
+from kernels.formats.reference import decode
+from kernels.formats.stored import Dense
+from kernels.norm import reference as norm
+from kernels.rope import reference as rope
 from model.config import ModelConfig
 from probes.fault import Fault
 from probes.faults import FAULTS

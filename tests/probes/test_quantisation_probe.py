@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.formats import Dense, Fp4, Fp8, NvFp4
-from kernels.ops import BLOCKED, REFERENCE
-from kernels.reference.formats import decode
+from kernels.formats.reference import decode
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4
+from kernels.ops import CPU, REFERENCE
 from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Report, Table, Verdict
@@ -92,7 +92,7 @@ def test_off_grid_knows_a_scale_that_is_no_power_of_two():
 
 
 def test_the_cases_reach_every_number_of_a_format_and_every_tie():
-    fp4_op = roundings(BLOCKED)[-1]
+    fp4_op = roundings(CPU)[-1]
     given = cases(fp4_op, seed=0)["every number of the format and every midpoint"].abs().unique().tolist()
     assert given == [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.5, 3, 3.5, 4, 5, 6]
 
@@ -200,7 +200,7 @@ def test_one_kind_of_rounding_is_one_kind():
             not torch.equal(op(x, group), x)
             for op, group in ((o.simulate_fp8, 128), (o.simulate_fp8, 64), (o.simulate_fp4, 32))
         ]
-        for name, o in _one_kind(BLOCKED).items()
+        for name, o in _one_kind(CPU).items()
     }
     assert rounded == {
         "inputs of linears alone": [True, False, False],

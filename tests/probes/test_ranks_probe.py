@@ -1,6 +1,6 @@
 import pytest
 
-from kernels.ops import BLOCKED
+from kernels.ops import CPU
 from model.ranks import Group
 from probes.faults import FAULTS
 from probes.finding import Verdict
@@ -74,7 +74,7 @@ def test_a_healthy_run_holds_every_bound_and_counts_every_byte():
 def test_it_says_where_it_does_not_apply():
     assert RanksProbe(sizes=(3,)).needs(Subject()) == "no number of ranks among 3 divides the experts"
     assert "CPU" in RanksProbe().needs(Subject(options=RunOptions(device="cuda")))
-    assert "mine" in RanksProbe().needs(Subject(ops=BLOCKED._replace(name="mine")))
+    assert "mine" in RanksProbe().needs(Subject(ops=CPU._replace(name="mine")))
     assert "2: it starts ranks of its own" in RanksProbe().needs(Subject(group=Group(0, 2, None)))
     assert "positions" in RanksProbe(tokens=1 << 21).needs(Subject())
 

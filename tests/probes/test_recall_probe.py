@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.reference.indexer import index_scores, select
-from kernels.reference.quantise import hadamard
+from kernels.indexer.reference import index_scores, select
+from kernels.quantise.reference import hadamard
 from model.cache.layers import CsaCache
 from model.observe import sites
 from model.observe.observer import listening

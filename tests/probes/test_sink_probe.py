@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.reference import attention
+from kernels.attention import reference as attention
 from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Verdict

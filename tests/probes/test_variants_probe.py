@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels import rotation
-from kernels.ops import BLOCKED
+from kernels.formats import rotation
+from kernels.ops import CPU
 from model.cache.entries import Entries
 from probes.faults import FAULTS
 from probes.finding import Verdict
@@ -213,7 +213,7 @@ def _ids(count):
 
 @pytest.mark.parametrize(("heads", "width"), [(4, 64), (2, 16), (128, 64), (64, 512)])
 def test_scratch_is_that_of_a_full_tile_whatever_the_width_of_a_row(heads, width):
-    assert not failed(banks.scratch(BLOCKED, heads, width, 6))
+    assert not failed(banks.scratch(CPU, heads, width, 6))
 
 
 def test_every_fault_of_a_variant_is_pursued_here():

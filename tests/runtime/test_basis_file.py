@@ -8,8 +8,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kernels import basis_fit
-from kernels.basis_fit import Sample
+from kernels.formats import basis_fit
+from kernels.formats.basis_fit import Sample
 from model.config import ModelConfig
 from model.errors import ConfigError
 from runtime.basis import read_basis, write_basis

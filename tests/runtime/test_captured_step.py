@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.formats import Dense
-from kernels.fused.ops import FUSED
-from kernels.ops import BLOCKED
+from kernels.formats.stored import Dense
+from kernels.ops import CPU
+from kernels.triton_ops import TRITON
 from model.cache.variants import Coda
 from model.errors import CapacityError, ConfigError, Tripwire
 from model.observe import sites
@@ -27,7 +27,7 @@ from tests.make_checkpoint import tiny_config, write_checkpoint
 from tests.recorder import HostRead, Recorder
 from tests.transformers_model import load_ours, oracle
 
-CPU = torch.device("cpu")
+ON_CPU = torch.device("cpu")
 # Each op is within some sqrt(64) roundings of 2^-24 of its exact result (sums of 64 to 256 terms), whichever of the two
 # models computes it; some 25 ops follow each other in a layer, and norms keep what they pass on at its size. Three
 # layers: 75 * 8 * 2^-24 of the largest logit, of one model, and the same of the other. Measured: 2^-21.
@@ -60,7 +60,7 @@ def one_thread():
 
 def pair(directory, ratios, hash_layers) -> Pair:
     oracle(ratios, hash_layers=hash_layers).save_pretrained(directory)
-    return Pair(load_ours(directory), load_ours(directory, FUSED))
+    return Pair(load_ours(directory), load_ours(directory, TRITON))
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_deployed_step_is_the_eager_model_on_the_same_kernels(tmp_path):
     config = tiny_config(compress_ratios=[4], num_hidden_layers=1, num_hash_layers=0, n_routed_experts=4)
     write_checkpoint(tmp_path, config, seed=1)
     options = RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4")
-    blocked, fused = (load(tmp_path, options, ops).model for ops in (BLOCKED, FUSED))
+    blocked, fused = (load(tmp_path, options, ops).model for ops in (CPU, TRITON))
     state, wanted_state = prefilled(blocked, TOKENS[:23], 24), prefilled(blocked, TOKENS[:23], 24)
     found = Step(fused, state)(int(TOKENS[23]))
     wanted = fused.logits(fused(TOKENS[23:24], wanted_state))[0]
@@ -251,11 +251,11 @@ def test_nan_in_the_ring_trips(csa):
 
 def test_refused_are_other_ops_ranks_variants_and_listeners(csa, monkeypatch):
     state = prefilled(csa.blocked, TOKENS[:5], 12, 7)
-    with pytest.raises(ConfigError, match="no captured call: ops blocked"):
+    with pytest.raises(ConfigError, match="no captured call: ops cpu"):
         Step(csa.blocked, state)
     assert refusal(csa.fused) is None
     arithmetic = csa.fused.arithmetic
-    other = arithmetic._replace(ops=FUSED._replace(select=BLOCKED.select))
+    other = arithmetic._replace(ops=TRITON._replace(select=CPU.select))
     monkeypatch.setattr(csa.fused, "arithmetic", other)
     assert "with none replaced" in refusal(csa.fused)
     coda = arithmetic._replace(formats=arithmetic.formats._replace(variants=(Coda(),)))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.ops import BLOCKED
+from kernels.ops import CPU
 from model.errors import ConfigError
 from model.llama.config import LlamaConfig
 from runtime import graph
@@ -113,11 +113,11 @@ def test_generation_decodes_by_the_step_it_is_given():
 
 def test_what_excludes_a_graph_is_known_before_weights_are_read():
     config = read_config(DEMO, RunOptions())
-    fused = BLOCKED._replace(name="fused")
+    fused = CPU._replace(name="triton")
     check_graph(config, "cuda", fused, 1)
     for device, ops, ranks, why in (
         ("cpu", fused, 1, "--graph: --device cpu"),
-        ("cuda", BLOCKED, 1, "--graph: --ops blocked"),
+        ("cuda", CPU, 1, "--graph: --ops cpu"),
         ("cuda", fused, 2, "--graph: 2 ranks"),
     ):
         with pytest.raises(ConfigError, match=why):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kernels.ops import BLOCKED
+from kernels.ops import CPU
 from model.cache.gqa import Heads
 from model.cache.grouped import CodaLayer, ShardLayer
 from model.cache.shard import KvShape
@@ -45,14 +45,14 @@ def test_attention_takes_what_is_planned(dtype, t, H, K, d, first):
     q, n = torch.randn(t, H, d, dtype=DTYPES[dtype]), first + t
     k, v = (torch.randn(K, n, d, dtype=DTYPES[dtype]) for _ in range(2))
     planned = attend_grouped(costs(dtype), t, H, K, d, n)
-    taken = peak_bytes(lambda: BLOCKED.attend_grouped(q, k, v, first, None))
+    taken = peak_bytes(lambda: CPU.attend_grouped(q, k, v, first, None))
     assert taken <= planned <= MARGIN * taken + SMALL
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_rotation_takes_what_is_planned(dtype):
     x, angle = torch.randn(512, 16, 64, dtype=DTYPES[dtype]), torch.randn(512, 32)
-    taken = peak_bytes(lambda: BLOCKED.rotate_halves(x, angle, angle))
+    taken = peak_bytes(lambda: CPU.rotate_halves(x, angle, angle))
     assert taken <= rotate_halves(costs(dtype), x.numel()) <= MARGIN * taken + SMALL
 
 
@@ -103,9 +103,9 @@ def test_attending_to_banks_takes_what_is_planned(dtype, tokens, heads, kv_heads
         parts = (torch.randn(t, n, d, generator=draw).to(dtype) for n in (heads, kv_heads, kv_heads))
         return Heads(*parts, torch.rand(t, generator=draw))
 
-    layer.attend(drawn(1024), 0, BLOCKED)
+    layer.attend(drawn(1024), 0, CPU)
     more = drawn(tokens)
-    taken = peak_bytes(lambda: layer.attend(more, 1024, BLOCKED))
+    taken = peak_bytes(lambda: layer.attend(more, 1024, CPU))
     planned = attend_coda(Costs(dtype.itemsize, deployed=False, narrow=False), variant, tokens, heads, kv_heads, d)
     assert taken <= planned <= 2 * taken + 4 * SMALL
 
@@ -119,7 +119,7 @@ def test_compressing_a_prompt_takes_no_more_than_planned(kv_heads, d, rank):
     )
     draw = torch.Generator().manual_seed(1)
     heads = Heads(*(torch.randn(200, n, d, generator=draw) for n in (2 * kv_heads, kv_heads, kv_heads)), None)
-    taken = peak_bytes(lambda: layer.attend(heads, 0, BLOCKED))
+    taken = peak_bytes(lambda: layer.attend(heads, 0, CPU))
     planned = attend_shard(costs("fp32"), variant, 200, 2 * kv_heads, kv_heads, d, 201)
     assert taken <= planned <= 2 * taken + 4 * SMALL
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from kernels.ops import BLOCKED
+from kernels.ops import CPU
 from model.choices import ALL_REDUCE, ALL_TO_ALL, AUTO
 from model.config import ModelConfig
 from model.errors import ConfigError
@@ -95,7 +95,7 @@ def run_all(group, runs, dispatches):
     found = {}
     for (name, run), dispatch in product(runs.items(), dispatches):
         options = RunOptions(run.numerics, run.dtype, dispatch=dispatch, kv=run.kv)
-        loaded = load(run.directory, options, EXACT if run.exact else BLOCKED, group)
+        loaded = load(run.directory, options, EXACT if run.exact else CPU, group)
         model = loaded.model
         state = model.new_state(len(run.tokens), max(run.lengths))
         parts = torch.tensor(run.tokens).split(run.lengths)
@@ -166,12 +166,12 @@ def test_the_random_model_is_what_the_cases_need(runs, alone):
 
 def test_ranks_that_do_not_divide_the_experts_are_refused_in_one_line():
     with pytest.raises(ConfigError, match=r"^3 ranks: n_routed_experts is 8, which 3 does not divide$"):
-        load(DEMO, RunOptions(), BLOCKED, Group(0, 3, None))
+        load(DEMO, RunOptions(), CPU, Group(0, 3, None))
 
 
 def resident(group, directory):
     """Bytes of the checkpoint's files that this rank has in memory after a run, and of the weights that it holds."""
-    loaded = load(directory, RunOptions("plain", "fp32"), BLOCKED, group)
+    loaded = load(directory, RunOptions("plain", "fp32"), CPU, group)
     state = loaded.model.new_state(64, 64)
     loaded.model.logits(loaded.model(torch.arange(64), state))
     blocks = Path("/proc/self/smaps").read_text(encoding="ascii").split("VmFlags:")

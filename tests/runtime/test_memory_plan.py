@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.ops import BLOCKED
+from kernels.ops import CPU
 from model.census import census
 from model.checkpoint import Checkpoint
 from model.config import LayerKind, ModelConfig
@@ -137,7 +137,7 @@ def built(directory, ranks, rank):
     counted, placement = census(checkpoint.shapes(), config), place(config, ranks)
     group = Ranks(Group(rank, ranks, Fake() if ranks > 1 else None), placement.ranks[rank])
     held = bind(checkpoint, counted, held=lambda name, rows: placement.rows(name, rows, rank))
-    model = Transformer(config, held, arithmetic(RunOptions("plain"), BLOCKED, group, config))
+    model = Transformer(config, held, arithmetic(RunOptions("plain"), CPU, group, config))
     return SimpleNamespace(model=model, config=config, counted=counted, placement=placement, receipt=held.handed())
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.blocked import indexer
+from kernels.indexer import cpu as indexer
 from model.ranks import evenly, undivided
 from probes.memory.peak import _noise_up_to
 from runtime.load import load

@@ -1,17 +1,17 @@
-"""What each blocked op takes, as the memory plan says, against what torch's profiler counts."""
+"""What each cpu op takes, as the memory plan says, against what torch's profiler counts."""
 
 from functools import cache
 
 import pytest
 import torch
 
-from kernels import basis_fit, basis_rows, rows
-from kernels.blocked import indexer
-from kernels.blocked.index_bound import native
-from kernels.blocked.linear import _native_bfloat16
-from kernels.formats import Dense, Fp4, Fp8, NvFp4
-from kernels.ops import BLOCKED
-from kernels.rotation import rotated_rows
+from kernels.formats import basis_fit, basis_rows, rows
+from kernels.formats.rotation import rotated_rows
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4
+from kernels.indexer import cpu as indexer
+from kernels.indexer.bound import native
+from kernels.linear.cpu import _native_bfloat16
+from kernels.ops import CPU
 from model.binding import Form
 from model.cache.formats import CacheFormats
 from runtime.plan import selection
@@ -20,9 +20,9 @@ from tests.peak_memory import peak_bytes
 
 HEADS = 8  # of the indexer
 TILE = 1 << 21  # bytes: half of what the largest tile of an op is
-CPU = torch.device("cpu")
+ON_CPU = torch.device("cpu")
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
-NARROW = _native_bfloat16(CPU)
+NARROW = _native_bfloat16(ON_CPU)
 
 
 def costs(item, **choices):
@@ -66,23 +66,23 @@ items = pytest.mark.parametrize("item", [2, pytest.param(4, marks=pytest.mark.sl
 def test_rms_norm(item, weighted):
     x = torch.randn(512, 4, 256, dtype=DTYPES[item])
     w = torch.ones(256) if weighted else None
-    close(costs(item).rms_norm(512 * 4, 256), lambda: BLOCKED.rms_norm(x, w, 1e-6))
+    close(costs(item).rms_norm(512 * 4, 256), lambda: CPU.rms_norm(x, w, 1e-6))
 
 
 @items
 @pytest.mark.parametrize(("width", "rope"), [(256, 64), (128, 64), (64, 64), (512, 64)])
 def test_rotate(item, width, rope):
     x, angle = torch.randn(512, 8, width, dtype=DTYPES[item]), torch.randn(512, rope // 2)
-    close(costs(item).rotate(512, 8, width, rope), lambda: BLOCKED.rotate(x, angle, angle))
+    close(costs(item).rotate(512, 8, width, rope), lambda: CPU.rotate(x, angle, angle))
 
 
 @items
 @pytest.mark.parametrize("tokens", [4, 2048])
 def test_rounding(item, tokens):
     x = torch.randn(tokens, 1024, dtype=DTYPES[item])
-    close(costs(item).simulate(x.numel()), lambda: BLOCKED.simulate_fp8(x, 128))
-    close(costs(item).simulate(x.numel()), lambda: BLOCKED.simulate_fp4(x, 32))
-    close(costs(item).hadamard(tokens, 1024), lambda: BLOCKED.hadamard(x))
+    close(costs(item).simulate(x.numel()), lambda: CPU.simulate_fp8(x, 128))
+    close(costs(item).simulate(x.numel()), lambda: CPU.simulate_fp4(x, 32))
+    close(costs(item).hadamard(tokens, 1024), lambda: CPU.hadamard(x))
 
 
 @items
@@ -90,14 +90,14 @@ def test_rounding(item, tokens):
 @pytest.mark.parametrize(("tokens", "out", "columns"), [(1, 4096, 1024), (512, 4096, 1024), (2048, 256, 128)])
 def test_linear(item, form, tokens, out, columns):
     x, w = torch.randn(tokens, columns, dtype=DTYPES[item]), weight(form, out, columns)
-    close(costs(item).linear(tokens, out, columns, form), lambda: BLOCKED.linear(x, w))
+    close(costs(item).linear(tokens, out, columns, form), lambda: CPU.linear(x, w))
 
 
 @items
 def test_grouped_linear(item):
     for t, form in ((512, Form.FP8), (512, Form.BF16), (1, Form.BF16), (1, Form.FP8)):
         x, w = torch.randn(t, 4, 512, dtype=DTYPES[item]), weight(form, 1024, 512)
-        close(costs(item).linear(t, 1024, 512, form, 4), lambda x=x, w=w: BLOCKED.grouped_linear(x, w, 4))
+        close(costs(item).linear(t, 1024, 512, form, 4), lambda x=x, w=w: CPU.grouped_linear(x, w, 4))
 
 
 @items
@@ -105,7 +105,7 @@ def test_grouped_linear(item):
 def test_swiglu(item, weighted):
     gate, up = torch.randn(2, 1024, 512, dtype=DTYPES[item])
     routed = torch.ones(1024) if weighted else None
-    close(costs(item).swiglu(gate.numel()), lambda: BLOCKED.swiglu(gate, up, 10.0, routed))
+    close(costs(item).swiglu(gate.numel()), lambda: CPU.swiglu(gate, up, 10.0, routed))
 
 
 @pytest.mark.parametrize("selected", [0, 64, 600])
@@ -126,7 +126,7 @@ def test_attend(form, selected, tokens, heads, width):
     q, ring = torch.randn(tokens, heads, width, dtype=dtype), torch.randn(window + tokens - 1, width, dtype=dtype)
     ratio = 4 if selected else 16
     n = (first + tokens) // ratio
-    entries = CacheFormats(dtype, "fp8" if form == "fp8" else "dtype", "dtype").entry_rows(n, width, 64, CPU)
+    entries = CacheFormats(dtype, "fp8" if form == "fp8" else "dtype", "dtype").entry_rows(n, width, 64, ON_CPU)
     rows.write(entries, 0, torch.randn(selected or n, width))  # no other is read
     chosen = torch.arange(selected, dtype=torch.int32).expand(tokens, selected).contiguous() if selected else None
     sink = torch.zeros(heads)
@@ -134,7 +134,7 @@ def test_attend(form, selected, tokens, heads, width):
     planned = costs(item, entries="fp8" if form == "fp8" else "dtype").attend(
         tokens, heads, width, keys, selected, window
     )
-    close(planned, lambda: BLOCKED.attend(q, ring, first, window, entries, ratio, chosen, sink))
+    close(planned, lambda: CPU.attend(q, ring, first, window, entries, ratio, chosen, sink))
 
 
 def fits(planned, run):
@@ -153,13 +153,13 @@ def test_attend_to_codes(bits, tokens, heads, width, selected):
     first, window, ratio = 40_000, 64, 4 if selected else 16
     q, ring = torch.randn(tokens, heads, width).bfloat16(), torch.randn(window + tokens - 1, width).bfloat16()
     n = (first + tokens) // ratio
-    entries = rotated_rows(n, width, bits, CPU, 0)
+    entries = rotated_rows(n, width, bits, ON_CPU, 0)
     rows.write(entries, 0, torch.randn(selected or n, width))  # no other is read
     chosen = torch.arange(selected, dtype=torch.int32).expand(tokens, selected).contiguous() if selected else None
     planned = costs(2, coded=True).attend(
         tokens, heads, width, max(window + tokens, 0 if selected else n), selected, window
     )
-    fits(planned, lambda: BLOCKED.attend(q, ring, first, window, entries, ratio, chosen, torch.zeros(heads)))
+    fits(planned, lambda: CPU.attend(q, ring, first, window, entries, ratio, chosen, torch.zeros(heads)))
 
 
 @pytest.mark.parametrize(
@@ -169,12 +169,12 @@ def test_attend_to_coefficients(tokens, heads, width, selected):
     first, window, ratio = 40_000, 64, 4 if selected else 16
     q, ring = torch.randn(tokens, heads, width).bfloat16(), torch.randn(window + tokens - 1, width).bfloat16()
     n = (first + tokens) // ratio
-    entries = basis_rows.allocate(n, fitted(width), 64, 8, 0, CPU)
+    entries = basis_rows.allocate(n, fitted(width), 64, 8, 0, ON_CPU)
     rows.write(entries, 0, torch.randn(selected or n, width))  # no other is read
     chosen = torch.arange(selected, dtype=torch.int32).expand(tokens, selected).contiguous() if selected else None
     allowed = costs(2, coded=True, based=True)
     planned = allowed.attend(tokens, heads, width, max(window + tokens, 0 if selected else n), selected, window)
-    fits(planned, lambda: BLOCKED.attend(q, ring, first, window, entries, ratio, chosen, torch.zeros(heads)))
+    fits(planned, lambda: CPU.attend(q, ring, first, window, entries, ratio, chosen, torch.zeros(heads)))
     written = torch.randn(tokens, width)
     fits(allowed.coding(tokens, width), lambda: rows.write(entries, 0, written))
 
@@ -190,10 +190,10 @@ def fitted(width):
 @pytest.mark.parametrize("tokens", [1, 512])
 def test_select_by_codes(bits, tokens):
     q, head_weights, plain = to_select(2, tokens, 10_000, rising=False)
-    keys = rotated_rows(10_000, 128, bits, CPU, 0)
+    keys = rotated_rows(10_000, 128, bits, ON_CPU, 0)
     rows.write(keys, 0, plain)
-    planned = costs(2, coded=True, integers=native(CPU)).select(tokens, HEADS, 128, 10_000, 16)
-    fits(planned, lambda: BLOCKED.select(q, head_weights, keys, 4 * 10_000 - tokens, 4, 16))
+    planned = costs(2, coded=True, integers=native(ON_CPU)).select(tokens, HEADS, 128, 10_000, 16)
+    fits(planned, lambda: CPU.select(q, head_weights, keys, 4 * 10_000 - tokens, 4, 16))
 
 
 def to_select(item, tokens, visible, *, rising):
@@ -216,9 +216,9 @@ SELECTIONS = [(512, 2_500, 16), (1, 10_000, 16), (64, 9_000, 512), (512, 200, 25
 def test_select(item, tokens, visible, k):
     """Of random scores. The last of these is bounded in integers: what passes there is not foreseen so closely."""
     q, head_weights, keys = to_select(item, tokens, visible, rising=False)
-    take = costs(item, integers=native(CPU)).select(tokens, HEADS, 128, visible, k, few_pass=True)
+    take = costs(item, integers=native(ON_CPU)).select(tokens, HEADS, 128, visible, k, few_pass=True)
     more = 2 * indexer.PENDING * selection.MERGED if selection.bounded(HEADS, 128, visible, k, tokens) else 0
-    close(take, lambda: BLOCKED.select(q, head_weights, keys, 4 * visible - tokens, 4, k), more)
+    close(take, lambda: CPU.select(q, head_weights, keys, 4 * visible - tokens, 4, k), more)
 
 
 @items
@@ -226,9 +226,9 @@ def test_select(item, tokens, visible, k):
 def test_select_whatever_the_scores(item, tokens, visible, k):
     """Where each entry scores above all before it, everything passes: a bound, and no more than that."""
     q, head_weights, keys = to_select(item, tokens, visible, rising=True)
-    take = costs(item, integers=native(CPU)).select(tokens, HEADS, 128, visible, k)
+    take = costs(item, integers=native(ON_CPU)).select(tokens, HEADS, 128, visible, k)
     with torch.inference_mode():
-        taken = peak_bytes(lambda: BLOCKED.select(q, head_weights, keys, 4 * visible - tokens, 4, k))
+        taken = peak_bytes(lambda: CPU.select(q, head_weights, keys, 4 * visible - tokens, 4, k))
     assert taken <= take
 
 
@@ -243,10 +243,10 @@ def test_streams(item, tokens):
     take = costs(item)
     close(
         take.hyper_weights(tokens, s, hidden),
-        lambda: BLOCKED.hyper_weights(streams, fn, scale, base, 20, 1e-6, 1e-6),
+        lambda: CPU.hyper_weights(streams, fn, scale, base, 20, 1e-6, 1e-6),
     )
-    close(take.collapse(tokens, s, hidden), lambda: BLOCKED.collapse(streams, weights))
-    close(take.expand(tokens, s, hidden), lambda: BLOCKED.expand(y, streams, weights, comb))
+    close(take.collapse(tokens, s, hidden), lambda: CPU.collapse(streams, weights))
+    close(take.expand(tokens, s, hidden), lambda: CPU.expand(y, streams, weights, comb))
 
 
 @items
@@ -255,4 +255,4 @@ def test_pool(item, overlap):
     del item
     kv, gate = torch.randn(2, 128, 4, 256)
     previous = (kv.clone(), gate.clone()) if overlap else (None, None)
-    close(costs(2).pool(512, 256, overlap=overlap), lambda: BLOCKED.pool(kv, gate, *previous))
+    close(costs(2).pool(512, 256, overlap=overlap), lambda: CPU.pool(kv, gate, *previous))

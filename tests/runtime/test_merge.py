@@ -5,7 +5,7 @@ from copy import deepcopy
 import pytest
 import torch
 
-from kernels.reference.rope import angles, frequencies, rotate_halves
+from kernels.rope.reference import angles, frequencies, rotate_halves
 from model.cache.coda import CodaCache
 from model.cache.coda_merge import merge_caches
 from model.cache.coda_settings import CodaSettings

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.fused.ops import FUSED
-from kernels.ops import BLOCKED, REFERENCE, noted, room
+from kernels.ops import CPU, REFERENCE, backend, noted
+from kernels.triton_ops import TRITON
 from model.choices import OP_SETS
 from model.config import ModelConfig
 from model.errors import ConfigError
@@ -19,23 +19,23 @@ CONFIG = ModelConfig.from_file(DEMO / "config.json")
 
 def test_each_name_is_its_op_set():
     assert op_set("reference", RunOptions(), CONFIG) is REFERENCE
-    assert op_set("blocked", RunOptions(device="cuda"), CONFIG) is BLOCKED
-    assert op_set("fused", RunOptions(device="cuda"), CONFIG) is FUSED
+    assert op_set("cpu", RunOptions(device="cuda"), CONFIG) is CPU
+    assert op_set("triton", RunOptions(device="cuda"), CONFIG) is TRITON
     assert [op_set(name, RunOptions(device="cuda"), CONFIG).name for name in OP_SETS] == list(OP_SETS)
 
 
 def test_triton_is_the_usual_way_on_a_gpu_and_nowhere_else():
-    assert (usual("cpu"), usual("cuda")) == ("blocked", "fused")
-    with pytest.raises(ConfigError, match=r"--ops fused: .* --device cuda, not cpu"):
-        op_set("fused", RunOptions(), CONFIG)
+    assert (usual("cpu"), usual("cuda")) == ("cpu", "triton")
+    with pytest.raises(ConfigError, match=r"--ops triton: .* --device cuda, not cpu"):
+        op_set("triton", RunOptions(), CONFIG)
 
 
 @pytest.mark.parametrize("rule", ["hca=coda", "csa=shard:bits=4"])
 def test_forms_without_kernels_are_refused_before_anything_is_loaded(rule):
     options = RunOptions(device="cuda", kv=(rule,))
-    with pytest.raises(ConfigError, match=f"--ops fused: does not run --kv {rule.split('=')[1]}"):
-        op_set("fused", options, CONFIG)
-    assert op_set("blocked", options, CONFIG) is BLOCKED
+    with pytest.raises(ConfigError, match=f"--ops triton: does not run --kv {rule.split('=')[1]}"):
+        op_set("triton", options, CONFIG)
+    assert op_set("cpu", options, CONFIG) is CPU
 
 
 def test_variants_of_grouped_heads_and_adapters_are_refused_too():
@@ -45,9 +45,9 @@ def test_variants_of_grouped_heads_and_adapters_are_refused_too():
         RunOptions("plain", device="cuda", kv=("all=shard:rank=16",)),
         RunOptions("plain", device="cuda", coda_adapters="adapters.safetensors"),
     ):
-        with pytest.raises(ConfigError, match=r"--ops fused: does not run --(kv|coda-adapters)"):
-            op_set("fused", options, llama)
-    assert op_set("fused", RunOptions("plain", device="cuda"), llama) is FUSED
+        with pytest.raises(ConfigError, match=r"--ops triton: does not run --(kv|coda-adapters)"):
+            op_set("triton", options, llama)
+    assert op_set("triton", RunOptions("plain", device="cuda"), llama) is TRITON
 
 
 @pytest.mark.parametrize("rule", ["all=coda", "all=shard:rank=16"])
@@ -55,33 +55,33 @@ def test_the_reference_has_no_attention_to_banks_or_codes(rule):
     llama, options = LlamaConfig.from_json(LLAMA_3_1_8B, "as published"), RunOptions("plain", kv=(rule,))
     with pytest.raises(ConfigError, match=r"--ops reference: has no attention of its own for --kv (coda|shard)"):
         op_set("reference", options, llama)
-    assert op_set("blocked", options, llama) is BLOCKED
+    assert op_set("cpu", options, llama) is CPU
     assert op_set("reference", RunOptions(kv=("all=shard",)), CONFIG) is REFERENCE  # V4's entries it decodes
 
 
 def test_every_op_has_a_room():
-    assert {room(op) for op in REFERENCE[1:-2]} == {"reference"}
-    assert room(BLOCKED.attend) == "blocked"
-    assert room(BLOCKED.pool) == "reference"
-    assert room(FUSED.attend) == "fused"
-    assert {room(op) for op in FUSED[1:]} <= {"fused", "blocked", "reference"}
-    assert room(test_each_name_is_its_op_set) == __name__
+    assert {backend(op) for op in REFERENCE[1:-2]} == {"reference"}
+    assert backend(CPU.attend) == "cpu"
+    assert backend(CPU.pool) == "reference"
+    assert backend(TRITON.attend) == "triton"
+    assert {backend(op) for op in TRITON[1:]} <= {"triton", "cpu", "reference"}
+    assert backend(test_each_name_is_its_op_set) == __name__
 
 
 def test_ops_note_that_they_ran_and_stay_equal_to_what_they_were():
     ran = {}
-    ops = noted(BLOCKED, ran)
-    assert ops == BLOCKED
-    assert ops._replace(select=FUSED.select) != BLOCKED
+    ops = noted(CPU, ran)
+    assert ops == CPU
+    assert ops._replace(select=TRITON.select) != CPU
     ops.rms_norm(torch.ones(1, 4), None, 1e-6)
     ops.pool(torch.ones(1, 2, 4), torch.ones(1, 2, 4), None, None)
-    assert ran == {"rms_norm": "blocked", "pool": "reference"}
+    assert ran == {"rms_norm": "cpu", "pool": "reference"}
     noted(ops._replace(swiglu=lambda *_: None), more := {}).swiglu()
     assert more == {"swiglu": __name__}
     assert "swiglu" not in ran
 
 
-@pytest.mark.parametrize("name", ["reference", "blocked"])
+@pytest.mark.parametrize("name", ["reference", "cpu"])
 def test_a_run_reports_what_ran_and_nothing_else(name):
     options = RunOptions(prefill_chunk=16)
     model = load(DEMO, options, op_set(name, options, CONFIG)).model

@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kernels.lloyd_max import distortion
+from kernels.formats.lloyd_max import distortion
 from model.errors import StateError
 from runtime.digest import digest
 from runtime.generate import prefill

@@ -1,6 +1,6 @@
 """The page of bases: its cells are ratios of losses, its verdict is what the fits say."""
 
-from kernels.basis_fit import Loss
+from kernels.formats.basis_fit import Loss
 from scripts import basis_page
 from scripts.tasks import basis_page as work
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from kernels.ops import BLOCKED
+from kernels.ops import CPU
 from runtime.options import DEMO
 from scripts.bench import load
 from scripts.bench.clock import OTHER, Clock, component
@@ -44,11 +44,11 @@ def test_the_clock_tells_ops_and_kinds_of_layer_apart_and_what_is_none_of_them(m
     now = iter([0.0, 1.0, 4.0, 10.0, 12.0, 20.0, 21.0, 30.0])
     clock = Clock()
     monkeypatch.setattr(clock, "_now", lambda: next(now))
-    ops = clock.watch(BLOCKED._replace(hadamard=lambda x: x, pool=lambda x: -x))
+    ops = clock.watch(CPU._replace(hadamard=lambda x: x, pool=lambda x: -x))
     clock.start()
     assert (ops.hadamard(1), ops.pool(1), ops.hadamard(2)) == (1, -1, 2)
     assert clock.stop() == {"hadamard": 4.0, "pool": 2.0, OTHER: 24.0}
-    assert ops.name == "blocked"
+    assert ops.name == "cpu"
     q = object()
     assert component("attend", (q, q, 0, 1, None, 1, None, q)) == "attend, SWA"
     assert component("attend", (q, q, 0, 1, q, 128, None, q)) == "attend, HCA"

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from kernels.blocked import shard
+from kernels.shard import cpu as shard
 from model.cache.shard import ShardSettings
 from scripts.bench import coda_pairs, compare_coda, speed_page, variant_pairs, variants
 from scripts.bench.coda_pairs import CodaLayer

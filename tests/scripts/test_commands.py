@@ -65,7 +65,7 @@ def test_the_report_says_what_ran(tmp_path):
         "kv": [],
         "coda_adapters": None,
     }
-    assert data["ops"] == "blocked"
+    assert data["ops"] == "cpu"
     assert (data["decode"], data["decode_eager_because"]) == ("eager", "no --graph")
     assert data["max_context"] == 64
     assert data["prompt_tokens"] == len(data["prompt"])

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.ops import BLOCKED
+from kernels.ops import CPU
 from probes.demo_language import words
 from probes.demo_language.language import needle_sentence
 from probes.demo_language.vocabulary import BOS, vocabulary
@@ -48,7 +48,7 @@ def document():
 def walked(document):
     """A walk to 2048 tokens that asked for four codes at each mark, its marks, and the clock."""
     clock = Clock()
-    model = Subject(options=RunOptions(prefill_chunk=CHUNK), ops=clock.watch(BLOCKED)).model
+    model = Subject(options=RunOptions(prefill_chunk=CHUNK), ops=clock.watch(CPU)).model
     clock.start()
     walk = Walk(model, clock, document, MARKS, CHUNK, 4)
     return walk, [step for step in walk.run() if isinstance(step, Mark)]
@@ -177,7 +177,7 @@ def test_the_clock_gives_each_op_its_time(walked):
             assert sum(components.values()) == pytest.approx(sum(whole) / len(whole), rel=0.5)  # medians of each
             assert components[REST] < 0.5 * sum(components.values())
     clock = Clock()
-    ops = clock.watch(BLOCKED._replace(select=lambda *_: sum(range(2_000_000)), hadamard=lambda x: x))
+    ops = clock.watch(CPU._replace(select=lambda *_: sum(range(2_000_000)), hadamard=lambda x: x))
     clock.start()
     ops.select(1, 2)
     ops.hadamard(1)

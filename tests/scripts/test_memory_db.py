@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kernels import basis_fit
+from kernels.formats import basis_fit
 from model.llama.adapters import shapes
 from runtime.basis import write_basis
 from runtime.generate import prefill

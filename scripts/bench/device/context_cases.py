@@ -6,8 +6,12 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kernels import reference, rows
-from kernels.fused import attention, indexer, topk
+from kernels.attention import reference as attention_reference
+from kernels.attention import triton as attention
+from kernels.formats import rows
+from kernels.indexer import reference as indexer_reference
+from kernels.indexer import topk
+from kernels.indexer import triton as indexer
 from scripts.bench.device import counts
 from scripts.bench.device.case import Call, Case, Target, Tolerance
 from scripts.bench.device.draw import Draw
@@ -66,7 +70,7 @@ def _scores(form: str, n: int) -> Callable[[Draw], Call]:
         q, weights = draw.normal(1, INDEX_HEADS, INDEX_DIM), draw.normal(1, INDEX_HEADS, dtype=torch.float32)
 
         def error(ours: Tensor) -> float:
-            return SCORES.error(ours, reference.indexer.index_scores(q, weights, keys))
+            return SCORES.error(ours, indexer_reference.index_scores(q, weights, keys))
 
         return Call(lambda: indexer.index_scores(q, weights, keys), error)
 
@@ -80,7 +84,7 @@ def _select(shape: V4, form: str, context: int, t: int) -> Callable[[Draw], Call
         position, last = draw.position(first), min(t, CHECKED)
 
         def error(ours: Tensor) -> float:
-            found = reference.indexer.index_scores(q[-last:], weights[-last:], keys)
+            found = indexer_reference.index_scores(q[-last:], weights[-last:], keys)
             return picked_error(found, ours[-last:], context - last, CSA)
 
         return Call(lambda: indexer.select(q, weights, keys, position, CSA, shape.index_topk), error)
@@ -162,7 +166,7 @@ def _attention(shape: V4, kind: str, form: str, context: int, t: int) -> Callabl
 
         def error(ours: Tensor) -> float:
             picks = None if selected is None else selected[-last:]
-            expected = reference.attention.attend(
+            expected = attention_reference.attend(
                 q[-last:], ring, context - last, WINDOW, entries, ratio, picks, sink
             )  # fmt: skip
             size = 1.0 if entries is None else float(rows.read(entries, 0, min(4096, context // ratio)).abs().mean())

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels import rows
-from kernels.formats import Dense, Fp4, Fp4Keys, Fp8, Fp8Entries, Fp8Keys, Rows, Weight
+from kernels.formats import rows
+from kernels.formats.stored import Dense, Fp4, Fp4Keys, Fp8, Fp8Entries, Fp8Keys, Rows, Weight
 from scripts.make.values import E2M1_MEAN_SQUARE, E4M3_DEVIATION
 
 E4M3, E8M0 = torch.float8_e4m3fn, torch.float8_e8m0fnu

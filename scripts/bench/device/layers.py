@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.formats import Weight
+from kernels.formats.stored import Weight
 from kernels.ops import Ops
 from model.block import Block
 from model.cache.layers import CACHES

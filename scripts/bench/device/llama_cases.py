@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kernels import blocked, reference
-from kernels.formats import CodebookValues, EigenKeys, RotatedRows
-from kernels.fused import banks, differential, shard
+from kernels.differential import banks
+from kernels.differential import cpu as differential_cpu
+from kernels.differential import triton as differential
+from kernels.formats.stored import CodebookValues, EigenKeys, RotatedRows
+from kernels.rope import reference as rope_reference
+from kernels.shard import cpu as shard_cpu
+from kernels.shard import triton as shard
 from model.cache.coda import CodaCache
 from model.cache.coda_settings import CodaSettings
 from scripts.bench.device import counts
@@ -52,8 +56,8 @@ def _shard(n: int, prompt: bool) -> Callable[[Draw], Call]:  # noqa: FBT001 -- o
         stream = None if prompt else shard.Stream(_rotated(draw, n, 8), _rotated(draw, n, 4), draw.position(n))
 
         def error(ours: Tensor) -> float:
-            streamed = None if stream is None else blocked.shard.Stream(stream.keys, stream.values, n)
-            expected = blocked.shard.attend(q.float(), keys.float(), values.float(), middle, streamed, None)
+            streamed = None if stream is None else shard_cpu.Stream(stream.keys, stream.values, n)
+            expected = shard_cpu.attend(q.float(), keys.float(), values.float(), middle, streamed, None)
             return SHARD.error(ours, expected)
 
         return Call(lambda: shard.attend(q, keys, values, middle, stream, None), error)
@@ -69,7 +73,7 @@ def _middle(draw: Draw, n: int) -> shard.Middle:
     scales = draw.uniform(RANK, low=0.1).mul(0.002).to(half), draw.uniform(RANK, low=0.1).mul(0.2).to(half)
     stored = EigenKeys(draw.bytes(n, RANK // 2), basis, *scales, draw.normal(KV * D, dtype=half), none)
     codebook, largest = draw.normal(256, 4, dtype=half, scale=0.5), draw.uniform(KV, D, low=0.5).to(half)
-    freqs = reference.rope.frequencies(D, 500_000.0).to(draw.device)
+    freqs = rope_reference.frequencies(D, 500_000.0).to(draw.device)
     values = CodebookValues(draw.bytes(n, KV * D // 4), codebook, largest)
     return shard.Middle(stored, values, EXACT_KEYS // 2, freqs, interleaved=False)
 
@@ -93,14 +97,14 @@ def differentials() -> Iterator[Case]:
             q, weight = draw.normal(t, HEADS, D), draw.uniform(D, low=0.5)
 
             def error(ours: Tensor) -> float:
-                expected = blocked.differential.differential_attend(q, noise, weight, EPS, past, given)
+                expected = differential_cpu.differential_attend(q, noise, weight, EPS, past, given)
                 return NOISE.error(ours, expected)
 
             return Call(lambda: differential.differential_attend(q, noise, weight, EPS, past, given), error)
 
         target = Target(us=8.0) if t == 1 else None
         label = f"{t} token{'s' if t > 1 else ''} to {sum(SLOTS)} slots"
-        yield Case("differential", label, cost, build, str(NOISE), "blocked", target, t == 1)
+        yield Case("differential", label, cost, build, str(NOISE), "cpu", target, t == 1)
 
 
 def scans() -> Iterator[Case]:

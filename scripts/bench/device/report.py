@@ -37,7 +37,7 @@ A time is the median over replays of a CUDA graph, which holds up to 8 calls, ea
 replay a buffer larger than L2 is written. *events*: the call cannot be captured, and its launches are timed. An error
 is in units of the tolerance: up to 1 is right. Tolerances and what results are compared with stand at the end."""
 LAYERS = """\
-One CSA and one HCA layer on the fused op set, launched kernel by kernel as the model runs today, on the wall clock:
+One CSA and one HCA layer on the triton op set, launched kernel by kernel as the model runs today, on the wall clock:
 decode of one token, and a chunk of 4096 tokens, after contexts of 4096, 131072 and 1044480 tokens. Weights are random,
 FP8 and FP4 as published; of V4-Pro 48 experts, those of one of eight ranks, which with six to a token do the work that
 a rank does for the tokens of all. Entries are FP8, index keys FP4. The floor adds up the parts of a layer, each at its

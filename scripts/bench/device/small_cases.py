@@ -7,9 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels import reference, rows
-from kernels.formats import Rounding, Window
-from kernels.fused import activations, compress, hyper, norm, streams, swiglu
+from kernels.compress import reference as compress_reference
+from kernels.compress import triton as compress
+from kernels.formats import rows
+from kernels.formats.stored import Rounding, Window
+from kernels.hyper import reference as hyper_reference
+from kernels.hyper import triton as hyper
+from kernels.hyper import triton_streams as streams
+from kernels.norm import reference as norm_reference
+from kernels.norm import triton as norm
+from kernels.quantise import reference as quantise_reference
+from kernels.quantise import triton as activations
+from kernels.rope import reference as rope_reference
+from kernels.swiglu import reference as swiglu_reference
+from kernels.swiglu import triton as swiglu
 from scripts.bench.device import counts
 from scripts.bench.device.case import Call, Case, Target, Tolerance
 from scripts.bench.device.counts import BF16, FP32, Cost
@@ -57,7 +68,7 @@ def norms() -> Iterator[Case]:
 
             def build(draw: Draw, size: tuple[int, ...] = size, *, weighted: bool = what == "hidden") -> Call:
                 weight = draw.uniform(size[-1]) if weighted else None
-                return alike(norm.rms_norm, reference.norm.rms_norm, (draw.normal(*size), weight, EPS), STEP)
+                return alike(norm.rms_norm, norm_reference.rms_norm, (draw.normal(*size), weight, EPS), STEP)
 
             cost = Cost(2 * BF16 * torch.Size(size).numel(), 0)
             label = f"{shape.name}, {what}, {t} tokens"
@@ -66,7 +77,7 @@ def norms() -> Iterator[Case]:
 
 def roundings() -> Iterator[Case]:
     """Rotation, rounding and the Hadamard transform."""
-    ours, theirs = activations, reference.quantise
+    ours, theirs = activations, quantise_reference
     for t in TOKENS:
         sizes: dict[str, tuple[tuple[int, ...], Tolerance, Callable[..., Tensor], Callable[..., Tensor], Any]] = {
             "simulate_fp8": ((t, PRO.hidden), EXACT, ours.simulate_fp8, theirs.simulate_fp8, 128),
@@ -84,16 +95,16 @@ def roundings() -> Iterator[Case]:
 
             cost = Cost(2 * BF16 * torch.Size(size).numel(), 0)
             label = f"{PRO.name}, {name}, {t} tokens"
-            yield Case("activations", label, cost, build, str(tolerance), "reference", compiled=t == 1)
+            yield Case("quantise", label, cost, build, str(tolerance), "reference", compiled=t == 1)
         yield from _rotations(t)
 
 
 def _rotations(t: int) -> Iterator[Case]:
     given = {
-        f"{PRO.name}, rotate": ((t, PRO.heads, HEAD_DIM), ROPE // 2, activations.rotate, reference.rope.rotate),
+        f"{PRO.name}, rotate": ((t, PRO.heads, HEAD_DIM), ROPE // 2, activations.rotate, rope_reference.rotate),
         "Llama-3.1-8B, rotate_halves": (
             (t, LLAMA.heads, LLAMA.head_dim), LLAMA.head_dim // 2, activations.rotate_halves,
-            reference.rope.rotate_halves,
+            rope_reference.rotate_halves,
         ),
     }  # fmt: skip
     for name, (size, pairs, fused, oracle) in given.items():
@@ -103,7 +114,7 @@ def _rotations(t: int) -> Iterator[Case]:
             return alike(ops[0], ops[1], (draw.normal(*size), angle.cos(), angle.sin()), EXACT)
 
         cost = Cost(2 * BF16 * torch.Size(size).numel() + 2 * FP32 * t * pairs, 0)
-        yield Case("activations", f"{name}, {t} tokens", cost, build, str(EXACT), "reference", compiled=t == 1)
+        yield Case("quantise", f"{name}, {t} tokens", cost, build, str(EXACT), "reference", compiled=t == 1)
 
 
 def swiglus() -> Iterator[Case]:
@@ -112,7 +123,7 @@ def swiglus() -> Iterator[Case]:
 
         def build(draw: Draw, size: tuple[int, int] = (t, shape.intermediate)) -> Call:
             given = (draw.normal(*size), draw.normal(*size), LIMIT, None)
-            return alike(swiglu.swiglu, reference.swiglu.swiglu, given, STEP._replace(of_rms=2**-20))
+            return alike(swiglu.swiglu, swiglu_reference.swiglu, given, STEP._replace(of_rms=2**-20))
 
         cost = Cost(3 * BF16 * t * shape.intermediate, 0)
         label, tolerance = f"{shape.name}, {t} tokens", str(STEP._replace(of_rms=2**-20))
@@ -133,7 +144,7 @@ def hypers() -> Iterator[Case]:
 
         def weights(draw: Draw, d: int = d, t: int = t) -> Call:
             given = (draw.normal(t, STREAMS, d), *_parameters(draw, d), SINKHORN, EPS, EPS)
-            return alike(hyper.hyper_weights, reference.hyper.hyper_weights, given, WEIGHTS)
+            return alike(hyper.hyper_weights, hyper_reference.hyper_weights, given, WEIGHTS)
 
         yield Case("hyper", f"hyper_weights, {label}", moved, weights, str(WEIGHTS), "reference", None, first)
         near = STEP._replace(of_rms=2**-10)
@@ -145,7 +156,7 @@ def hypers() -> Iterator[Case]:
             def build(draw: Draw, d: int = d, t: int = t, name: str = name, near: Tolerance = near) -> Call:
                 x, pre, comb = draw.normal(t, STREAMS, d), draw.uniform(t, STREAMS), draw.uniform(t, STREAMS, STREAMS)
                 given = (x, pre) if name == "collapse" else (draw.normal(t, d), x, pre, comb)
-                return alike(getattr(streams, name), getattr(reference.hyper, name), given, near)
+                return alike(getattr(streams, name), getattr(hyper_reference, name), given, near)
 
             yield Case("streams", f"{name}, {label}", moved, build, str(near), "reference", None, first)
 
@@ -164,7 +175,7 @@ def _read(d: int, t: int) -> Callable[[Draw], Call]:
 
         def error(ours: tuple[Tensor, ...]) -> float:
             near = (TWO_STEPS, WEIGHTS, WEIGHTS, WEIGHTS)
-            expected = reference.hyper.read(*given)
+            expected = hyper_reference.read(*given)
             return max(tol.error(a, b) for tol, a, b in zip(near, ours, expected, strict=True))
 
         return Call(lambda: hyper.read(*given), error)
@@ -210,7 +221,7 @@ def _tail(kind: tuple[int, int, int, Rounding, str], t: int, first: int) -> Call
         def error(_: None) -> float:
             low = first // ratio
             ours = rows.read(cache, low, n).clone()
-            reference.compress.compress(kv, gate, before, first, *rest, cache, torch.bfloat16)
+            compress_reference.compress(kv, gate, before, first, *rest, cache, torch.bfloat16)
             return EDGES.error(ours, rows.read(cache, low, n))
 
         return Call(run, error)
@@ -220,7 +231,7 @@ def _tail(kind: tuple[int, int, int, Rounding, str], t: int, first: int) -> Call
 
 SMALL: dict[str, Callable[[], Iterator[Case]]] = {
     "norm": norms,
-    "activations": roundings,
+    "quantise": roundings,
     "swiglu": swiglus,
     "hyper": lambda: (case for case in hypers() if case.part == "hyper"),
     "streams": lambda: (case for case in hypers() if case.part == "streams"),

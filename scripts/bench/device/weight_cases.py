@@ -3,9 +3,11 @@
 import itertools
 from collections.abc import Callable, Iterator
 
-from kernels import reference
-from kernels.formats import Fp4
-from kernels.fused import experts, linear
+from kernels.experts import reference as experts_reference
+from kernels.experts import triton as experts
+from kernels.formats.stored import Fp4
+from kernels.linear import reference as linear_reference
+from kernels.linear import triton as linear
 from scripts.bench.device import counts
 from scripts.bench.device.case import Call, Case, Target, Tolerance
 from scripts.bench.device.draw import Draw
@@ -45,9 +47,9 @@ def _linear(form: str, out: int, columns: int, t: int, groups: int) -> Callable[
     def build(draw: Draw) -> Call:
         weight = draw.weight(form, out, columns)
         if groups == 1:
-            return alike(linear.linear, reference.linear.linear, (draw.normal(t, columns), weight), PRODUCT)
+            return alike(linear.linear, linear_reference.linear, (draw.normal(t, columns), weight), PRODUCT)
         given = (draw.normal(t, groups, columns), weight, groups)
-        return alike(linear.grouped_linear, reference.linear.grouped_linear, given, PRODUCT)
+        return alike(linear.grouped_linear, linear_reference.grouped_linear, given, PRODUCT)
 
     return build
 
@@ -75,7 +77,7 @@ def _experts(shape: V4, t: int) -> Callable[[Draw], Call]:
 
         def error(ours: object) -> float:
             given = (x[last], ids[last], weights[last], w1, w3, w2, LIMIT, 0)
-            return ROUNDED.error(ours[last], reference.experts.experts(*given, deployed=True))  # type: ignore[index]
+            return ROUNDED.error(ours[last], experts_reference.experts(*given, deployed=True))  # type: ignore[index]
 
         return Call(lambda: experts.experts(x, ids, weights, w1, w3, w2, LIMIT, 0, deployed=True), error)
 

@@ -1,0 +1,274 @@
+"""Shared-KV attention in tiles: memory does not grow with the context.
+
+Tokens are taken a few at a time. For these, keys arrive in tiles (at most two row ranges of the ring, then entries)
+and are folded into a running softmax (peak, total, accumulator, all fp32), so no logits and no gathered rows beyond
+one tile ever exist; entries in a narrow form are decoded tile by tile as well. Those that are stored rotated are never
+rotated back: queries are rotated to them, and their sum once at its end; the window's is kept apart until then. A
+token's result depends on the tiles it fell into by rounding alone. Rows that no token of the tile may see are not read,
+whatever they hold; NaN in any other row reaches every token of the tile, which may be more than saw it, but never
+fewer.
+
+Selected entries can be read in two ways: as masked tiles of all visible ones, or gathered row by row. Time of gathering
+over time of masking, by visible entries over top-k (``bench kernels --only attend``, one core of an AVX-512 Xeon,
+median of 5 to 50 interleaved rounds, spread about 10 %, 40 % for one token):
+
+    heads x width, tokens    1    1.5      2      4     10     20     40
+    16 x 128,   1         1.01   1.01   0.98   0.86   0.61   0.34   0.21
+    16 x 128,  16         1.34   0.98   0.83   0.50   0.24   0.13   0.07
+    16 x 128, 128         1.60   1.13   0.87   0.49   0.22   0.11   0.06
+    16 x 128, 512         1.62   1.14   0.83   0.49   0.22   0.11   0.06
+    64 x 512,   1         1.19   0.91   0.73   0.45   0.20   0.11   0.05
+    64 x 512,  16         1.51   0.99   0.79   0.40   0.17   0.09   0.04
+
+So masking pays until 1.5 times as many entries are visible as are selected, whatever the chunk. In which form entries
+are stored does not enter: it must change no bit of the result, and the two ways differ by rounding.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kernels.formats.rows import Rows, length, read_turned, take_turned, turned, turned_back, width
+from kernels.formats.stored import BasisRows, RotatedRows, Slots
+
+ROWS = 1024  # (token, head) pairs per tile
+LOGITS = 1 << 19  # numbers in a tile of logits: 2 MiB
+KEYS = 1 << 19  # numbers in a tile of keys, shared or gathered: 2 MiB
+DENSE_UP_TO = 1.5  # visible entries over selected ones, up to which masked tiles beat gathered rows: see above
+
+
+class _Softmax(NamedTuple):
+    """Running softmax of the tokens of one tile; updated in place."""
+
+    peak: Tensor  # [t, h] largest logit so far, the sink included
+    total: Tensor  # [t, h] sum of exp(logit - peak), the sink included
+    value: Tensor  # [t, h, d] sum of exp(logit - peak) * key
+
+
+def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks force)
+    q: Tensor,
+    ring: Tensor,
+    first: int,
+    window: int,
+    entries: Rows | Slots | None,
+    ratio: int,
+    selected: Tensor | None,
+    sink: Tensor,
+    *,
+    dense_up_to: float = DENSE_UP_TO,
+) -> Tensor:
+    """Attend from each token to its window and to compressed entries: `kernels.attention.reference.attend`.
+
+    That the entries of a row of `selected` are distinct is not checked here: gathered rows would count one that comes
+    twice twice, masked tiles once.
+
+    `dense_up_to` is for tests and benchmarks, which force one of the two ways to read selected entries. Neither is
+    taken for a single token that sees no more than a tile of keys: put side by side, they have one softmax.
+    """
+    t, h, d = q.shape
+    capacity = ring.shape[0]
+    assert capacity >= window + t - 1, f"a ring of {capacity} cannot hold window {window} and {t} new tokens"
+    out = torch.empty_like(q)
+    tokens = max(1, ROWS // h)
+    slots = Slots(ring[:0], None, 0) if entries is None else entries
+    slots = slots if isinstance(slots, Slots) else Slots(slots, None, 0)
+    if t == 1 and dense_up_to == DENSE_UP_TO:
+        few = _few_keys(ring, first, window, slots, ratio, selected)
+        if few is not None:
+            return _attend_one(q, *few, sink)
+    for start in range(0, t, tokens):
+        stop = min(start + tokens, t)
+        scaled = q[start:stop].float() * d**-0.5
+        state = _begin(scaled, sink)
+        for keys, seen in _window_tiles(ring, first + start, first + stop, window, keys_per_tile(*scaled.shape)):
+            _accumulate(state, scaled, keys, seen)
+        if entries is not None:
+            rows = None if selected is None else selected[start:stop]
+            _attend_as_stored(state, scaled, slots, first + start, ratio, rows, dense_up_to)
+        out[start:stop] = state.value / state.total[..., None]
+    return out
+
+
+def _few_keys(
+    ring: Tensor, first: int, window: int, slots: Slots, ratio: int, selected: Tensor | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """All keys [m, d] float32 that one token sees, and what is added to their logits ([m], None: nothing).
+
+    None where these are more than a tile, or stored in a space of their own.
+    """
+    capacity, d = ring.shape
+    if isinstance(slots.rows, RotatedRows | BasisRows):
+        return None
+    seen = max(0, min((first + 1) // ratio - slots.hidden, length(slots.rows))) if ratio else 0
+    count = seen if selected is None else selected.shape[1] if seen else 0
+    if window + count > KEYS // d:
+        return None
+    low, high = max(0, first - window + 1) % capacity, first % capacity + 1
+    parts = [ring[low:high]] if low < high else [ring[low:], ring[:high]]
+    recent = sum(part.shape[0] for part in parts)
+    bias = None
+    if not count:
+        pass
+    elif selected is None:
+        parts.append(read_turned(slots.rows, 0, seen))
+        bias = _bias(slots, slice(0, seen))
+    else:
+        valid = (selected[0] >= 0) & (selected[0] < seen)
+        index = torch.where(valid, selected[0], 0)
+        parts.append(take_turned(slots.rows, index))
+        bias = torch.where(valid, 0.0 if slots.bias is None else slots.bias[index.long()], float("-inf"))
+    keys = torch.cat([part.float() for part in parts])
+    return keys, None if bias is None else functional.pad(bias, (recent, 0))
+
+
+def _attend_one(q: Tensor, keys: Tensor, bias: Tensor | None, sink: Tensor) -> Tensor:
+    """One token's softmax in one piece: q [1, h, d], keys [m, d] float32, bias [m]."""
+    scale: float = q.shape[2] ** -0.5
+    logits = (q[0].float() * scale) @ keys.T  # [h, m]
+    if bias is not None:
+        logits += bias
+    limits = torch.finfo(torch.float32)  # as in `_begin`
+    peak = torch.maximum(logits.amax(-1), sink.clamp(limits.min, limits.max))
+    mass = logits.sub_(peak[:, None]).exp_()
+    total = mass.sum(-1).add_(torch.exp(sink - peak))
+    out: Tensor = ((mass @ keys) / total[:, None]).to(q.dtype)
+    return out[None]
+
+
+def keys_per_tile(t: int, h: int, d: int) -> int:
+    """Keys per tile for tokens [t, h, d], shared by all: few tokens take long tiles, for fewer calls."""
+    return max(1, min(LOGITS // (t * h), KEYS // d))
+
+
+def _begin(q: Tensor, sink: Tensor) -> _Softmax:
+    """Softmax over the sink alone, which has no value.
+
+    The peak is finite even where the sink is not, so that no difference of peaks is inf - inf. A sink of -inf then
+    leaves a total of 0 and one of +inf a total of inf, which makes the output 0.
+    """
+    limits = torch.finfo(torch.float32)
+    peak = sink.clamp(limits.min, limits.max)
+    total = torch.exp(sink - peak)
+    shape = q.shape[:2]
+    return _Softmax(peak.expand(shape).clone(), total.expand(shape).clone(), torch.zeros_like(q))
+
+
+def _accumulate(state: _Softmax, q: Tensor, keys: Tensor, seen: Tensor | None, bias: Tensor | None = None) -> None:
+    """Fold one tile of keys into the running softmax of tokens `q` [t, h, d], scaled by d^-0.5.
+
+    `keys` is [m, d], shared by the tokens, or [t, m, d]; `seen` [t, m] says which token sees which key, None: all do.
+    `bias`, [m] or [t, 1, m], is added to the logits.
+    """
+    keys = keys.float()
+    logits = q @ keys.mT  # [t, h, m]
+    if bias is not None:
+        logits += bias
+    if seen is not None:
+        logits.masked_fill_(~seen[:, None], float("-inf"))
+    peak = torch.maximum(state.peak, logits.amax(-1))
+    mass = logits.sub_(peak[..., None]).exp_()
+    shrink = torch.exp(state.peak - peak)
+    state.peak.copy_(peak)
+    state.total.mul_(shrink).add_(mass.sum(-1))
+    state.value.mul_(shrink[..., None]).add_(mass @ keys)
+
+
+def _window_tiles(
+    ring: Tensor, start: int, stop: int, window: int, tile: int
+) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Keys that positions `start` to `stop` - 1 see in their windows, at most `tile` at once, with who sees them."""
+    capacity = ring.shape[0]
+    position = torch.arange(start, stop, device=ring.device)[:, None]  # [t, 1]
+    low = max(0, start - window + 1)
+    while low < stop:
+        row = low % capacity
+        high = min(low + tile, stop, low + capacity - row)  # a tile ends where the ring does
+        key = torch.arange(low, high, device=ring.device)  # [m] positions
+        all_see = low > stop - 1 - window and high - 1 <= start
+        seen = None if all_see else (key <= position) & (key > position - window)
+        yield ring[row : row + high - low], seen
+        low = high
+
+
+def _bias(slots: Slots, index: slice | Tensor) -> Tensor | None:
+    """Biases of a tile of rows, [m], or of rows `index` [t, m] as [t, 1, m]: to be added to logits [t, h, m]."""
+    if slots.bias is None:
+        return None
+    return slots.bias[index] if isinstance(index, slice) else slots.bias[index.long()][:, None]
+
+
+def _attend_as_stored(
+    state: _Softmax,
+    q: Tensor,
+    entries: Slots,
+    start: int,
+    ratio: int,
+    selected: Tensor | None,
+    dense_up_to: float,
+) -> None:
+    """`_attend_entries` in the space in which they are stored, see `rows.turned`; the window is in its own."""
+    inside = turned(entries.rows, q)
+    if inside is q:
+        _attend_entries(state, q, entries, start, ratio, selected, dense_up_to)
+        return
+    there = _Softmax(state.peak.clone(), state.total, torch.zeros_like(inside))
+    _attend_entries(there, inside, entries, start, ratio, selected, dense_up_to)
+    del inside
+    shrink = torch.exp(state.peak - there.peak)
+    state.value.mul_(shrink[..., None]).add_(turned_back(entries.rows, there.value))
+    state.peak.copy_(there.peak)
+
+
+def _attend_entries(
+    state: _Softmax,
+    q: Tensor,
+    entries: Slots,
+    start: int,
+    ratio: int,
+    selected: Tensor | None,
+    dense_up_to: float,
+) -> None:
+    """Fold in the entries that positions from `start` on see."""
+    t, n = q.shape[0], length(entries.rows)
+    position = torch.arange(start, start + t, device=q.device)
+    visible = ((position + 1) // ratio - entries.hidden).clamp(0, n)[:, None]  # [t, 1]
+    fewest, most = (max(0, min((at + 1) // ratio - entries.hidden, n)) for at in (start, start + t - 1))
+    if most == 0:
+        return
+    tile = keys_per_tile(*q.shape)
+    if selected is None:
+        for low in range(0, most, tile):
+            high = min(low + tile, most)
+            entry = torch.arange(low, high, device=q.device)
+            seen = None if high <= fewest else entry < visible
+            _accumulate(state, q, read_turned(entries.rows, low, high), seen, _bias(entries, slice(low, high)))
+        return
+    valid = (selected >= 0) & (selected < visible)  # [t, k]
+    if most <= dense_up_to * selected.shape[1]:
+        # One column beyond the last takes all that is invalid. Bounded: at most DENSE_UP_TO * k bytes per token.
+        chosen = torch.zeros(t, most + 1, dtype=torch.bool, device=q.device)
+        chosen.scatter_(1, torch.where(valid, selected, most).long(), value=True)
+        for low in range(0, most, tile):
+            high = min(low + tile, most)
+            part = chosen[:, low:high]
+            _accumulate(state, q, read_turned(entries.rows, low, high), part, _bias(entries, slice(low, high)))
+    else:
+        _attend_gathered(state, q, entries, torch.where(valid, selected, 0), valid)
+
+
+def _attend_gathered(state: _Softmax, q: Tensor, entries: Slots, index: Tensor, valid: Tensor) -> None:
+    """Fold in entries `index` [t, k] row by row; where not `valid`, the index is any entry that may be read."""
+    t, k = index.shape
+    d = width(entries.rows)
+    keys = min(k, 256)
+    tokens = max(1, KEYS // (keys * d))
+    for start in range(0, t, tokens):
+        part = slice(start, start + tokens)
+        for low in range(0, k, keys):
+            chosen = index[part, low : low + keys]  # [t, m]
+            rows = take_turned(entries.rows, chosen.flatten()).unflatten(0, chosen.shape)  # [t, m, d]
+            tile = _Softmax(state.peak[part], state.total[part], state.value[part])
+            _accumulate(tile, q[part], rows, valid[part, low : low + keys], _bias(entries, chosen))

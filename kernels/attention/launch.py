@@ -1,0 +1,62 @@
+"""How a call of fused attention is cut up: a function of shapes, dtypes and the kind of GPU, never of a position."""
+
+from typing import NamedTuple
+
+import triton
+from torch import Tensor
+
+from kernels.formats.triton_rounding import UPCAST
+
+PROGRAMS = 132  # to fill the machine with: multiprocessors of an H200; a B200 has 148
+ROWS = (
+    64  # (token, head) rows of a program: what tensor cores take, and all that 512 fp32 columns of them leave room for
+)
+KEYS = 64  # keys of a tile
+WIDTH = 64  # columns of a tile at least: a group of Fp8Entries
+
+
+def _keys(*, narrow: bool, fp8: bool) -> int:
+    """Keys of a tile, as many as there is room for.
+
+    Decoded ones pass through registers; and the compiler keeps a tile more for Blackwell, whose products run behind.
+    """
+    if not narrow:
+        return min(KEYS, 16)
+    blackwell = not UPCAST and triton.runtime.driver.active.get_current_target().arch >= 100
+    return KEYS // 2 if fp8 or blackwell else KEYS
+
+
+class Launch(NamedTuple):
+    """How one call is cut up."""
+
+    tokens: int  # of a row tile
+    heads: int  # of a row tile
+    keys: int  # of a tile
+    width: int  # columns of a tile, a power of two
+    programs: int  # row tiles
+    splits: int  # programs of a row tile
+    narrow: bool  # whether products are of bf16
+
+
+def launch(q: Tensor, window: int, most: int, *, narrow: bool, fp8: bool, shared: bool) -> Launch:
+    """Cut up a call in which a token sees `most` entries at most; `shared`: tokens may share a tile of them.
+
+    In fp32 no tensor core is used and a tile of 64 rows would not leave room for keys: tiles are small, and slow.
+    """
+    t, h, d = q.shape
+    rows = ROWS if narrow else min(ROWS, 16)
+    keys = _keys(narrow=narrow, fp8=fp8)
+    heads = min(rows, triton.next_power_of_2(h))
+    tokens = min(rows // heads, triton.next_power_of_2(t)) if shared else 1
+    if tokens * heads < 16:  # a dot takes no fewer rows
+        heads = 16 // tokens
+    programs = triton.cdiv(t, tokens) * triton.cdiv(h, heads)
+    room = max(1, PROGRAMS // programs)
+
+    def tiles(size: int) -> int:
+        return -(-(tokens + window - 1) // size) - (-most // size)
+
+    if 2 * tiles(keys) <= room:  # shorter tiles, for more programs
+        keys = max(16, keys // 2)
+    width = max(WIDTH, triton.next_power_of_2(d))
+    return Launch(tokens, heads, keys, width, programs, min(room, tiles(keys)), narrow)

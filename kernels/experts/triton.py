@@ -1,0 +1,210 @@
+"""The routed experts of one rank in five launches, however many experts there are and however tokens fall on them.
+
+Pairs of a token and one of its slots are sorted by expert; a block of pairs of one expert is multiplied by that
+expert's matrices. How many pairs each expert gets stays on the device: the grid has as many blocks as the worst case
+needs, a program finds its expert from the counts, and those that find none return at once. A slot's output is kept for
+itself, so that the sum over a token's slots runs in ascending order of experts, whatever finishes first.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.formats.stored import Fp4, Fp8, Weight
+from kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, simulated
+from kernels.formats.triton_rounding import UPCAST, rounded
+from kernels.linear.weight_tiles import GROUP, Planes, inputs, multiplied, narrow, operand, planes
+from kernels.quantise.triton import simulate_fp8
+from kernels.swiglu.triton import activation
+
+ROWS = 128  # of a matrix per program: one block of `deployed` rounding, whose largest number must be known
+CHUNK = 1024  # pairs that are counted and sorted at once
+
+
+@triton.jit
+def _sort(ids, order, starts, counts, pairs, first, CHUNK: tl.constexpr):
+    """Pairs of this program's expert, ascending, behind those of the experts before it."""
+    expert = tl.program_id(0)
+    before, own = 0, 0
+    for chunk in range(0, pairs, CHUNK):
+        pair = chunk + tl.arange(0, CHUNK)
+        local = tl.load(ids + pair, pair < pairs, first - 1) - first
+        before += tl.sum(((local >= 0) & (local < expert)).to(tl.int32))
+        own += tl.sum((local == expert).to(tl.int32))
+    tl.store(starts + expert, before)
+    tl.store(counts + expert, own)
+    if own > 0:
+        for chunk in range(0, pairs, CHUNK):
+            pair = chunk + tl.arange(0, CHUNK)
+            found = tl.load(ids + pair, pair < pairs, first - 1) - first == expert
+            tl.store(order + before + tl.cumsum(found.to(tl.int32)) - 1, pair, found)
+            before += tl.sum(found.to(tl.int32))
+
+
+@triton.jit
+def _located(block, starts, counts, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
+    """Expert of a block of pairs, and which of the sorted pairs are its own: expert >= experts where there is none."""
+    each = tl.arange(0, EXPERTS)
+    blocks = (tl.load(counts + each, each < experts, 0) + TOKENS - 1) // TOKENS
+    past = tl.cumsum(blocks) <= block
+    expert = tl.sum(past.to(tl.int32))
+    held = expert < experts
+    start = tl.load(starts + expert, held, 0)
+    place = start + (block - tl.sum(tl.where(past, blocks, 0))) * TOKENS + tl.arange(0, TOKENS)
+    return expert, place, place < start + tl.load(counts + expert, held, 0)
+
+
+@triton.jit
+def _gate_up(
+    x, weights, order, starts, counts, data1, scale1, global1, data3, scale3, global3, out,
+    slots, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride, limit,
+    FORM: tl.constexpr, ROUND: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    expert, place, inside = _located(tl.program_id(1), starts, counts, experts, EXPERTS, TOKENS)
+    if expert >= experts:
+        return
+    pair = tl.load(order + place, inside, 0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there, wide = row < rows, expert.to(tl.int64)
+    token = (pair // slots).to(tl.int64) * columns
+    data1, data3 = data1 + wide * jump, data3 + wide * jump
+    scale1, scale3 = scale1 + wide * scale_jump, scale3 + wide * scale_jump
+    gate, up = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
+    for step in range(tl.cdiv(columns, BLOCK)):
+        part = inputs(x, token, inside, columns, step, BLOCK, OPERAND)
+        gate = multiplied(
+            gate, part, data1, scale1, row, there, width, scale_width, stride, scale_stride, step,
+            FORM, BLOCK, OPERAND, UPCAST,
+        )  # fmt: skip
+        up = multiplied(
+            up, part, data3, scale3, row, there, width, scale_width, stride, scale_stride, step,
+            FORM, BLOCK, OPERAND, UPCAST,
+        )  # fmt: skip
+    if FORM == "nvfp4":
+        gate *= tl.load(global1 + expert)
+        up *= tl.load(global3 + expert)
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    gate, up = rounded(gate, DTYPE, UPCAST).to(tl.float32), rounded(up, DTYPE, UPCAST).to(tl.float32)
+    inner = activation(gate, up, limit) * tl.load(weights + pair, inside, 0.0)[None, :]
+    if ROUND:
+        inner = simulated(rounded(inner, DTYPE, UPCAST).to(tl.float32), 0, E4M3_SMALLEST, E4M3_LARGEST, 3, 7)
+    target = out + place.to(tl.int64)[None, :] * rows + row[:, None]
+    tl.store(target, rounded(inner, DTYPE, UPCAST), there[:, None] & inside[None, :])
+
+
+@triton.jit
+def _down(
+    x, order, starts, counts, data, scale, global_scale, out,
+    experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride,
+    FORM: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    OPERAND: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    expert, place, inside = _located(tl.program_id(1), starts, counts, experts, EXPERTS, TOKENS)
+    if expert >= experts:
+        return
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there, wide = row < rows, expert.to(tl.int64)
+    data, scale = data + wide * jump, scale + wide * scale_jump
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    for step in range(tl.cdiv(columns, BLOCK)):
+        part = inputs(x, place.to(tl.int64) * columns, inside, columns, step, BLOCK, OPERAND)
+        total = multiplied(
+            total, part, data, scale, row, there, width, scale_width, stride, scale_stride, step,
+            FORM, BLOCK, OPERAND, UPCAST,
+        )  # fmt: skip
+    if FORM == "nvfp4":
+        total *= tl.load(global_scale + expert)
+    pair = tl.load(order + place, inside, 0).to(tl.int64)
+    target = out + pair[None, :] * rows + row[:, None]
+    tl.store(target, rounded(total, out.dtype.element_ty, UPCAST), there[:, None] & inside[None, :])
+
+
+@triton.jit
+def _sum_slots(y, ids, out, slots, first, experts, columns, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.arange(0, SLOTS)
+    local = tl.load(ids + token * slots + slot, slot < slots, first - 1) - first
+    held = (local >= 0) & (local < experts)
+    earlier = (local[None, :] < local[:, None]) | ((local[None, :] == local[:, None]) & (slot[None, :] < slot[:, None]))
+    rank = tl.sum((earlier & held[None, :]).to(tl.int32), 1)  # how many of this token's come before
+    total = tl.zeros([BLOCK], tl.float32)
+    for turn in range(tl.sum(held.to(tl.int32))):
+        own = tl.sum(tl.where(held & (rank == turn), slot, 0))
+        total += tl.load(y + (token * slots + own) * columns + column, column < columns, 0.0).to(tl.float32)
+    tl.store(out + token * columns + column, total, column < columns)
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Weight, w3: Weight, w2: Weight, limit: float, first: int,
+    *, deployed: bool,
+) -> Tensor:  # fmt: skip
+    """Sum of this rank's experts' weighted outputs: `kernels.experts.reference.experts`."""
+    (t, hidden), slots, (inner, columns) = x.shape, ids.shape[1], w1.shape
+    assert hidden == columns, f"x has {hidden} columns, w1 {columns}"
+    assert (w3.shape, w2.shape) == ((inner, hidden), (hidden, inner)), f"w1 {w1.shape}, w3 {w3.shape}, w2 {w2.shape}"
+    assert type(w1) is type(w3), f"w1 is {type(w1).__name__}, w3 {type(w3).__name__}"
+    assert weights.shape == ids.shape == (t, slots), f"{t} tokens, ids {tuple(ids.shape)}"
+    ids, weights, total, pairs = ids.contiguous(), weights.contiguous(), len(w1.data), t * slots
+    if not pairs:
+        return torch.zeros(t, hidden, device=x.device)
+    order, starts, counts = (
+        torch.empty(n, dtype=torch.int32, device=x.device) for n in (pairs, total, total)
+    )  # each an allocation of its own: a pointer's alignment is part of what is compiled
+    chunk = min(CHUNK, triton.next_power_of_2(pairs))
+    _sort[total,](ids, order, starts, counts, pairs, first, CHUNK=chunk, num_warps=4, enable_fp_fusion=False)
+    tokens = _tokens(pairs, total)
+    where = order, starts, counts
+    blocks = min(pairs, (pairs + total * (tokens - 1)) // tokens)  # a block may lack all but one of its tokens
+    gate, up, down = planes(w1), planes(w3), planes(w2)
+    assert _layout(gate) == _layout(up), "w1 and w3 lie differently"
+    x = simulate_fp8(x, GROUP) if deployed and isinstance(w1, Fp8 | Fp4) else x.contiguous()
+    middle = x.new_empty(pairs, inner)
+    rounding = deployed and isinstance(w2, Fp8 | Fp4)
+    assert not rounding or inner % GROUP == 0, f"{inner} columns are no multiple of the group of {GROUP}"
+    _gate_up[triton.cdiv(inner, ROWS), blocks](
+        x, weights, *where, *gate[1:], *up[1:], middle, slots, total, inner, hidden, *_layout(gate), float(limit),
+        ROUND=rounding, **_constants(x, w1, gate.form, total, tokens),
+    )  # fmt: skip
+    y, out = x.new_empty(pairs, hidden), torch.empty(t, hidden, dtype=torch.float32, device=x.device)
+    _down[triton.cdiv(hidden, ROWS), blocks](
+        middle, *where, *down[1:], y, total, hidden, inner, *_layout(down),
+        **_constants(x, w2, down.form, total, tokens),
+    )  # fmt: skip
+    block = min(1024, triton.next_power_of_2(hidden))
+    _sum_slots[t, triton.cdiv(hidden, block)](
+        y, ids, out, slots, first, total, hidden, SLOTS=triton.next_power_of_2(slots), BLOCK=block, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def _tokens(pairs: int, experts: int) -> int:
+    """Pairs in a block: what an expert gets if all get the same, of which tensor cores take 16 at least."""
+    even = pairs // experts
+    return 16 if even <= 16 else 32 if even <= 32 else 64
+
+
+def _layout(stored: Planes) -> tuple[int, ...]:
+    """Columns as stored, then strides of experts and of rows."""
+    _, data, scale, _ = stored
+    return data.shape[2], scale.shape[2], data.stride(0), data.stride(1), scale.stride(0), scale.stride(1)
+
+
+def _constants(x: Tensor, weight: Weight, form: str, experts: int, tokens: int) -> dict[str, object]:
+    """What a kernel is compiled for. fp32 operands, which no tensor core takes unrounded, have narrow steps."""
+    wide = not narrow(x, weight)
+    return {
+        "FORM": form,
+        "EXPERTS": triton.next_power_of_2(experts),
+        "ROWS": ROWS,
+        "TOKENS": tokens,
+        "BLOCK": 32 if wide else 64 if form == "dense" else 128,
+        "OPERAND": operand(x, weight),
+        "UPCAST": UPCAST,
+        "num_warps": 8,
+        "num_stages": 2 if wide else 4 if tokens == 16 else 3,
+        "enable_fp_fusion": False,
+    }

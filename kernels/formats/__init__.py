@@ -1,0 +1,1 @@
+"""How weights and cache rows are stored, decoded and rounded."""

@@ -1,0 +1,108 @@
+"""Keys with a sketch of their quantisation error: one bit less per code, one sign bit per dim more (QJL).
+
+What is left of a rotated row, ``r = y - decoded``, is stored as the signs of S r, S a fixed Gaussian matrix [d, d],
+and its length in float16. ``sqrt(pi / 2) / d * |r| * (S q) . sign(S r)`` is then an estimate of q . r without bias:
+over S, not for any one S. Source: QJL (arXiv 2406.03482), TurboQuant (arXiv 2504.19874) section 3.2.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.formats import lloyd_max, rotation
+from kernels.formats.stored import RotatedRows
+
+SEED = 20_240_603
+TILE = 1 << 20  # products per tile of S r
+
+
+class SketchedRows(NamedTuple):
+    """Rotated rows and the sketch of what they leave out."""
+
+    rows: RotatedRows
+    residual: Tensor  # [n] float16, length of what is left out
+    sketch: Tensor  # [n, d / 8] uint8, bit i of byte j: is component 8 j + i of S r positive
+
+
+def sketched_rows(n: int, d: int, bits: int, device: torch.device, seed: int | None = None) -> SketchedRows:
+    """Allocate `n` rows of zeros that take `bits` bits per dim in all, 2 to 8, and two lengths."""
+    assert bits >= 2, f"{bits} bits leave no code beside the sketch"
+    return SketchedRows(
+        rotation.rotated_rows(n, d, bits - 1, device, seed),
+        torch.zeros(n, dtype=torch.float16, device=device),
+        torch.zeros(n, d // 8, dtype=torch.uint8, device=device),
+    )
+
+
+StreamKeys = RotatedRows | SketchedRows  # what follows takes either
+
+
+def planes(held: StreamKeys) -> dict[str, Tensor]:
+    """The tensors that hold the rows, [n, ...] each, by name."""
+    match held:
+        case SketchedRows(rows, residual, sketch):
+            return {**rotation.planes(rows), "residual": residual, "sketch": sketch}
+        case _:
+            return rotation.planes(held)
+
+
+def write(held: StreamKeys, start: int, x: Tensor) -> None:
+    """Store `x` [m, d] as rows `start` .. ``start + m - 1``; of special rows see `kernels.formats.rotation`."""
+    if not isinstance(held, SketchedRows):
+        rotation.write(held, start, x)
+        return
+    stop = start + x.shape[0]
+    rotation.write(held.rows, start, x)
+    left = rotation.rotate(x, held.rows.signs) - rotation.read_rotated(held.rows, start, stop)
+    left = torch.where(left.isfinite(), left, 0.0)  # the row itself is NaN then
+    held.residual[start:stop] = rotation.row_norm(left)
+    held.sketch[start:stop] = lloyd_max.pack((projected(left) > 0).to(torch.uint8), 1)
+
+
+def query(held: StreamKeys, q: Tensor) -> Tensor:
+    """Queries [..., d] rotated as the rows are, to be dotted with `read_rotated`; [..., 2 d] for sketched rows."""
+    match held:
+        case SketchedRows(rows, _, _):
+            turned = rotation.rotate(q, rows.signs)
+            return torch.cat((turned, turned @ gaussian(q.shape[-1], q.device).mT), dim=-1)
+        case _:
+            return rotation.rotate(q, held.signs)
+
+
+def read_rotated(held: StreamKeys, low: int, high: int) -> Tensor:
+    """Rows `low` to `high` - 1 as stored, [high - low, d] float32; [.., 2 d] with the signs of sketches, scaled."""
+    match held:
+        case SketchedRows(rows, residual, sketch):
+            signs = lloyd_max.look_up(sketch[low:high], 1, _sign_words(sketch.device))
+            scale = residual[low:high].float() * ((torch.pi / 2) ** 0.5 / rows.shape[1])
+            return torch.cat((rotation.read_rotated(rows, low, high), signs.mul_(scale[:, None])), dim=1)
+        case _:
+            return rotation.read_rotated(held, low, high)
+
+
+def projected(x: Tensor) -> Tensor:
+    """``S x`` of each row [n, d], float32, products added in halves: no bit depends on the rows beside it."""
+    n, d = x.shape
+    out = torch.empty_like(x)
+    matrix = gaussian(d, x.device)
+    step = max(1, TILE // (d * d))
+    for low in range(0, n, step):
+        terms = x[low : low + step, None] * matrix  # [m, d, d]
+        while terms.shape[-1] > 1:
+            left, right = terms.unflatten(-1, (2, -1)).unbind(-2)
+            terms = left + right
+        out[low : low + step] = terms.squeeze(-1)
+    return out
+
+
+@cache
+def gaussian(d: int, device: torch.device) -> Tensor:
+    """The matrix S, [d, d] float32 of N(0, 1), the same for every cache; not to be written to."""
+    return torch.randn(d, d, generator=torch.Generator().manual_seed(SEED)).to(device)
+
+
+@cache
+def _sign_words(device: torch.device) -> Tensor:
+    return lloyd_max.word_table(torch.tensor([-1.0, 1.0], device=device))

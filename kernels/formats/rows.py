@@ -1,0 +1,244 @@
+"""Rows of a cache in their stored form: how they are allocated, written, and read tile by tile.
+
+A cache of entries or index keys is a tensor in the run's dtype, or planes of a narrow form (`kernels.formats.stored`).
+No op decodes more than the tile it works on: `read` and `take` are all that an op may use.
+
+A narrow form is decoded into float32, in which the ops compute, and in which each of its values is exact. The numbers
+are those of `kernels.formats.rows_reference.decode`.
+
+Writing rounds as DeepSeek's code rounds activations (`kernels.quantise.reference`). Rows that were rounded so already,
+as all are in `deployed` numerics, keep every bit: their scale is found again, or half of it where the largest value of
+a group was rounded down to half of what the scale allows, and then all values of the group fit that one too.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.formats import basis_rows, codes, rotation
+from kernels.formats.stored import BasisRows, Fp4Keys, Fp8Entries, Fp8Keys, RotatedRows, Rows
+from kernels.quantise.reference import E2M1_MAX, E4M3_MAX, power_of_two_scale, quantise_fp8, round_e2m1
+
+__all__ = [
+    "BasisRows", "Fp4Keys", "Fp8Entries", "Fp8Keys", "RotatedRows", "Rows", "first", "fp4_keys", "fp8_entries",
+    "fp8_keys", "length", "nbytes", "planes", "read", "read_turned", "take", "take_turned", "turned", "turned_back",
+    "width", "write",
+]  # fmt: skip
+
+ALIGNMENT = 8  # bytes; a row of Fp8Entries is padded to a multiple
+SMALLEST_SCALE = 2.0**-126  # of keys; entries follow DeepSeek's rule, which ends far above
+
+
+def length(rows: Rows) -> int:
+    """Rows there are; ``len`` of a narrow form would count its planes."""
+    return rows.shape[0]
+
+
+def width(rows: Rows) -> int:
+    """Values in a row."""
+    return rows.shape[1]
+
+
+def planes(rows: Rows) -> dict[str, Tensor]:
+    """The tensors that hold the rows, [n, ...] each, by name; a tensor in the run's dtype is one plane, "rows"."""
+    match rows:
+        case Tensor():
+            return {"rows": rows}
+        case RotatedRows():
+            return rotation.planes(rows)
+        case BasisRows():
+            return basis_rows.planes(rows)
+        case _:
+            return rows._asdict()
+
+
+def nbytes(rows: Rows) -> int:
+    """Bytes that the rows occupy, with the basis that they may be stored in."""
+    if isinstance(rows, BasisRows):
+        return basis_rows.nbytes(rows)
+    return sum(plane.nbytes for plane in planes(rows).values())
+
+
+def first(rows: Rows, n: int) -> Rows:
+    """The first n rows, as views, in their stored form."""
+    return _between(rows, 0, n)
+
+
+def read(rows: Rows, low: int, high: int) -> Tensor:
+    """Rows `low` to `high` - 1, [high - low, d]: of a tensor a view in its dtype, else decoded."""
+    return _decoded(_between(rows, low, high))
+
+
+def take(rows: Rows, index: Tensor) -> Tensor:
+    """Rows `index` [c] int, [c, d], copied: of a tensor in its dtype, else decoded."""
+    match rows:
+        case Fp8Entries(values, rope, scale):
+            return _decoded(Fp8Entries(_gather(values, index), _gather(rope, index), _gather(scale, index)))
+        case Fp8Keys(values, scale):
+            return _decoded(Fp8Keys(_gather(values, index), _gather(scale, index)))
+        case Fp4Keys(packed, scale):
+            return _decoded(Fp4Keys(_gather(packed, index), _gather(scale, index)))
+        case RotatedRows():
+            return rotation.take(rows, index)
+        case BasisRows():
+            return basis_rows.take(rows, index)
+        case _:
+            return _gather(rows, index)
+
+
+def turned(rows: Rows, x: Tensor) -> Tensor:
+    """Queries `x` [..., d] in the space in which `read_turned` gives rows: that of what is stored, or as they are.
+
+    Dot products are the same there, and a weighted sum of rows is turned back once, at its end. The space of
+    `BasisRows` has a column more, and queries and rows go into it in different ways.
+    """
+    match rows:
+        case RotatedRows():
+            return rotation.rotate(x, rows.signs)
+        case BasisRows():
+            return basis_rows.turned(rows, x)
+        case _:
+            return x
+
+
+def turned_back(rows: Rows, y: Tensor) -> Tensor:
+    """Sums of `read_turned` as sums of rows."""
+    match rows:
+        case RotatedRows():
+            return rotation.unrotate(y, rows.signs)
+        case BasisRows():
+            return basis_rows.turned_back(rows, y)
+        case _:
+            return y
+
+
+def read_turned(rows: Rows, low: int, high: int) -> Tensor:
+    """`read`, in the space of `turned`: no row is rotated back."""
+    match rows:
+        case RotatedRows():
+            return rotation.read_rotated(rows, low, high)
+        case BasisRows():
+            return basis_rows.read_turned(rows, low, high)
+        case _:
+            return read(rows, low, high)
+
+
+def take_turned(rows: Rows, index: Tensor) -> Tensor:
+    """`take`, in the space of `turned`: no row is rotated back."""
+    match rows:
+        case RotatedRows():
+            return rotation.take_rotated(rows, index)
+        case BasisRows():
+            return basis_rows.take_turned(rows, index)
+        case _:
+            return take(rows, index)
+
+
+def fp8_entries(n: int, d: int, rope: int, device: torch.device) -> Fp8Entries:
+    """Allocate `n` entries of zeros, the last `rope` of their `d` columns in BF16."""
+    nope = d - rope
+    assert nope % 64 == 0, f"{nope} columns before the rope dims are no multiple of 64"
+    groups = nope // 64
+    padding = -(nope + 2 * rope + groups) % ALIGNMENT
+    return Fp8Entries(
+        _zeros(n, nope, torch.float8_e4m3fn, device),
+        torch.zeros(n, rope, dtype=torch.bfloat16, device=device),
+        _zeros(n, groups + padding, torch.float8_e8m0fnu, device),
+    )
+
+
+def fp8_keys(n: int, d: int, device: torch.device) -> Fp8Keys:
+    """Allocate `n` keys of zeros."""
+    return Fp8Keys(_zeros(n, d, torch.float8_e4m3fn, device), torch.zeros(n, dtype=torch.float32, device=device))
+
+
+def fp4_keys(n: int, d: int, device: torch.device) -> Fp4Keys:
+    """Allocate `n` keys of zeros."""
+    assert d % 32 == 0, f"{d} columns are no multiple of 32"
+    return Fp4Keys(_zeros(n, d // 2, torch.uint8, device), _zeros(n, d // 32, torch.float8_e8m0fnu, device))
+
+
+def write(rows: Rows, start: int, x: Tensor) -> None:
+    """Store `x` [m, d] as rows `start` .. ``start + m - 1``, rounded to their form; NaN makes its whole group NaN."""
+    part = _between(rows, start, start + x.shape[0])
+    match part:
+        case Fp8Entries(values, rope, scale):
+            nope = values.shape[1]
+            rounded, scales = quantise_fp8(x[:, :nope], 64)
+            values.copy_(rounded)
+            rope.copy_(x[:, nope:])
+            scale[:, : nope // 64] = scales.to(scale.dtype)
+        case Fp8Keys(values, scale):
+            amax = x.float().abs().amax(1).clamp_min(E4M3_MAX * SMALLEST_SCALE)
+            scale.copy_(power_of_two_scale(amax, E4M3_MAX))
+            values.copy_((x.float() / scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX))
+        case Fp4Keys(packed, scale):
+            blocks = x.float().unflatten(1, (-1, 32))
+            scales = power_of_two_scale(blocks.abs().amax(-1).clamp_min(E2M1_MAX * SMALLEST_SCALE), E2M1_MAX)
+            scale.copy_(scales)
+            packed.copy_(_packed((blocks / scales[..., None]).flatten(1)))
+        case RotatedRows():
+            rotation.write(part, 0, x)
+        case BasisRows():
+            basis_rows.write(part, 0, x)
+        case _:
+            part.copy_(x)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """Round [m, d] to E2M1 and pack: [m, d / 2] uint8."""
+    value = round_e2m1(x.clamp(-E2M1_MAX, E2M1_MAX))
+    size = value.abs()  # 0 to 6; half steps to 2, then 3, 4, 6
+    code = torch.where(size <= 2, 2 * size, torch.where(size <= 4, size + 2, size + 1)).to(torch.uint8)
+    code |= value.signbit().to(torch.uint8) << 3
+    return code[:, ::2] | code[:, 1::2] << 4
+
+
+def _between(rows: Rows, low: int, high: int) -> Rows:
+    match rows:
+        case Fp8Entries(values, rope, scale):
+            return Fp8Entries(values[low:high], rope[low:high], scale[low:high])
+        case Fp8Keys(values, scale):
+            return Fp8Keys(values[low:high], scale[low:high])
+        case Fp4Keys(packed, scale):
+            return Fp4Keys(packed[low:high], scale[low:high])
+        case RotatedRows():
+            return rotation.between(rows, low, high)
+        case BasisRows():
+            return basis_rows.between(rows, low, high)
+        case _:
+            return rows[low:high]
+
+
+def _decoded(rows: Rows) -> Tensor:
+    """All of `rows`; of a tensor itself."""
+    match rows:
+        case Fp8Entries(values, rope, scale):
+            nope = values.shape[1]
+            out = torch.empty(rows.shape, dtype=torch.float32, device=values.device)
+            torch.mul(
+                codes.e4m3(values).unflatten(1, (-1, 64)),
+                codes.e8m0(scale[:, : nope // 64])[..., None],
+                out=out[:, :nope].unflatten(1, (-1, 64)),
+            )
+            out[:, nope:] = rope
+            return out
+        case Fp8Keys(values, scale):
+            return codes.e4m3(values).mul_(scale[:, None])
+        case Fp4Keys(packed, scale):
+            out = codes.e2m1(packed)
+            out.unflatten(1, (-1, 32)).mul_(codes.e8m0(scale)[..., None])
+            return out
+        case RotatedRows():
+            return rotation.read(rows, 0, rows.shape[0])
+        case BasisRows():
+            return basis_rows.read(rows, 0, rows.shape[0])
+        case _:
+            return rows
+
+
+def _gather(plane: Tensor, index: Tensor) -> Tensor:
+    return torch.index_select(plane, 0, index)
+
+
+def _zeros(n: int, d: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros(n, d, dtype=torch.uint8, device=device).view(dtype)

@@ -1,0 +1,85 @@
+"""Narrow formats in registers: codes to numbers (E8M0, E2M1, E4M3), and numbers to codes with a scale per block."""
+
+import triton
+import triton.language as tl
+
+from kernels.quantise.reference import E2M1_MAX, E4M3_MAX
+
+E4M3_LARGEST: tl.constexpr = tl.constexpr(E4M3_MAX)
+E2M1_LARGEST: tl.constexpr = tl.constexpr(E2M1_MAX)
+E4M3_SMALLEST: tl.constexpr = tl.constexpr(1e-4)  # the smallest size of a block that its scale follows
+
+
+@triton.jit
+def e8m0(byte):
+    """2^(byte - 127) in fp32; byte 0 is a subnormal, byte 255 NaN."""
+    wide = byte.to(tl.uint32)
+    return tl.where(wide == 0, 1 << 22, tl.where(wide == 255, 0x7FC00000, wide << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def e2m1(code):
+    """uint32 codes 0 .. 15 in fp32: moved to the place of fp32's exponent they are 2^-126 of their value."""
+    return (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+
+
+@triton.jit
+def e4m3(byte, dtype: tl.constexpr, UPCAST: tl.constexpr):
+    """uint8 codes of E4M3 in `dtype`; of NaN the interpreter makes 480."""
+    x = byte.to(tl.float8e4nv, bitcast=True).to(dtype)
+    if UPCAST:
+        x = tl.where((byte & 0x7F) == 0x7F, float("nan"), x)
+    return x
+
+
+@triton.jit
+def block_exponent(x, axis: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr):
+    """E8M0 code (int32) of the scale of blocks of fp32 `x` along `axis`: that of `power_of_two_scale`, 255 for NaN.
+
+    Sizes are compared as bits, where NaN is the largest of all: a maximum of floats would drop it.
+    """
+    size = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis).to(tl.float32, bitcast=True)
+    ratio = tl.where(size < SMALLEST, SMALLEST, size) * (1.0 / LARGEST)
+    bits = ratio.to(tl.int32, bitcast=True)
+    return tl.where(ratio < float("inf"), (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32), 255)
+
+
+@triton.jit
+def power_of_two(exponent):
+    """fp32 of an E8M0 code (int32); that of its inverse is ``power_of_two(254 - exponent)``, whose products are exact.
+
+    A quotient is not: Triton's division of fp32 is an approximate one.
+    """
+    return tl.where(exponent == 255, float("nan"), (exponent << 23).to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def narrow(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Round fp32 `x` to the format, nearest even, sign of zero kept: as in `kernels.quantise.cpu`."""
+    bits = x.to(tl.int32, bitcast=True)
+    power = tl.maximum(bits & 0x7F800000, (128 - BIAS) << 23).to(tl.float32, bitcast=True)  # 2^(1 - BIAS) at least
+    magic = power * (1.5 * 2.0 ** (23 - MANTISSA))
+    value = (x + magic) - magic
+    return (value.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def code(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN: tl.constexpr):
+    """Bits (int32) of what `narrow` gave, the sign at bit SIGN; NaN has all bits below it."""
+    bits = value.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    wide = size.to(tl.float32, bitcast=True)
+    subnormal = size < ((128 - BIAS) << 23)
+    steps = (tl.where(subnormal, wide, 0.0) * 2.0 ** (BIAS - 1 + MANTISSA)).to(tl.int32)
+    found = tl.where(subnormal, steps, (size >> (23 - MANTISSA)) - ((127 - BIAS) << MANTISSA))
+    found = tl.where(value == value, found, (1 << SIGN) - 1)
+    return found | (((bits >> 31) & 1) << SIGN)
+
+
+@triton.jit
+def simulated(
+    x, AXIS: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr
+):
+    """Round fp32 `x`, whose axis AXIS is one block, to what codes and a scale per block hold."""
+    exponent = tl.expand_dims(block_exponent(x, AXIS, SMALLEST, LARGEST), AXIS)
+    return narrow(x * power_of_two(254 - exponent), MANTISSA, BIAS) * power_of_two(exponent)

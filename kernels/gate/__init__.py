@@ -1,0 +1,5 @@
+"""Which experts a token goes to."""
+
+from kernels.gate import reference
+
+__all__ = ["reference"]

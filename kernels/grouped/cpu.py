@@ -1,0 +1,90 @@
+"""Causal GQA in tiles: memory does not grow with the context.
+
+Tokens are taken a few at a time. For these, positions arrive in tiles, from the oldest on, and are folded into a
+running softmax (peak, total, accumulator, all fp32): no logits and no fp32 copies of keys and values beyond one tile
+ever exist. A token's result depends on the tiles it fell into by rounding alone. Positions that no token of a tile may
+see are not read, whatever they hold; NaN in any other reaches every token of the tile, which may be more than saw it.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+ROWS = 1024  # (token, query head) pairs per tile
+LOGITS = 1 << 19  # numbers in a tile of logits: 2 MiB
+KEYS = 1 << 19  # numbers in a tile of keys, and as many in one of values: 2 MiB each
+
+
+class _Softmax(NamedTuple):
+    """Running softmax of the tokens of one tile, by head of keys; updated in place.
+
+    R is tokens times H / K: the query heads that read a head of keys, and of each the tokens in turn.
+    """
+
+    peak: Tensor  # [K, R] largest logit so far
+    total: Tensor  # [K, R] sum of exp(logit - peak)
+    value: Tensor  # [K, R, d] sum of exp(logit - peak) * value
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, window: int | None) -> Tensor:
+    """Attend causally with grouped heads: `kernels.grouped.reference.attend`."""
+    t, heads, _ = q.shape
+    kv_heads = keys.shape[0]
+    assert heads % kv_heads == 0, f"{heads} query heads for {kv_heads} heads of keys"
+    assert keys.shape[1] >= first + t, f"{keys.shape[1]} rows do not hold positions up to {first + t - 1}"
+    out = torch.empty_like(q)
+    tokens = max(1, ROWS // heads)
+    for start in range(0, t, tokens):
+        stop = min(start + tokens, t)
+        out[start:stop] = _attend_tokens(q[start:stop], keys, values, first + start, window)
+    return out
+
+
+def tile_length(tokens: int, heads: int, kv_heads: int, d: int) -> int:
+    """Positions per tile for so many tokens: few tokens take long tiles, for fewer calls."""
+    return max(1, min(LOGITS // (tokens * heads), KEYS // (kv_heads * d)))
+
+
+def _attend_tokens(q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
+    """Attend from the tokens of one tile, q [s, H, d], at positions ``start ..``; [s, H, d] float32."""
+    tokens, heads, d = q.shape
+    kv_heads, stop = keys.shape[0], start + tokens
+    grouped = (q.float() * d**-0.5).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [K, R, d]
+    # The peak begins finite, so that no difference of peaks is inf - inf where a tile holds nothing that a token sees.
+    peak = grouped.new_full(grouped.shape[:2], torch.finfo(torch.float32).min)
+    state = _Softmax(peak, torch.zeros_like(peak), torch.zeros_like(grouped))
+    tile = tile_length(tokens, heads, kv_heads, d)
+    # Two buffers for all tiles: MiBs that are freed after every tile go back to the kernel, which zeroes them anew.
+    room = [grouped.new_empty(0 if keys.dtype == torch.float32 else kv_heads * min(tile, stop) * d) for _ in range(2)]
+    position = torch.arange(start, stop, device=q.device)[:, None]  # [s, 1]
+    for low in range(0 if window is None else max(0, start - window + 1), stop, tile):
+        high = min(low + tile, stop)
+        seen = None
+        if high - 1 > start or (window is not None and low <= stop - 1 - window):
+            key = torch.arange(low, high, device=q.device)
+            seen = key <= position  # [s, m]
+            if window is not None:
+                seen &= key > position - window
+        wide_keys, wide_values = (_wide(x[:, low:high], buffer) for x, buffer in zip((keys, values), room, strict=True))
+        _accumulate(state, grouped, wide_keys, wide_values, seen)
+    mixed: Tensor = state.value.div_(state.total[..., None]).unflatten(1, (-1, tokens))  # [K, H / K, s, d]
+    return mixed.permute(2, 0, 1, 3).flatten(1, 2)
+
+
+def _wide(x: Tensor, room: Tensor) -> Tensor:
+    """`x` in fp32: itself, or a copy in `room`."""
+    return x if x.dtype == torch.float32 else room[: x.numel()].view(x.shape).copy_(x)
+
+
+def _accumulate(state: _Softmax, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> None:
+    """Fold a tile of keys and values [K, m, d] in; `seen` [s, m] says which token sees which, None: all do."""
+    logits = torch.bmm(q, keys.mT)  # [K, R, m]
+    if seen is not None:
+        logits.unflatten(1, (-1, len(seen))).masked_fill_(~seen, float("-inf"))
+    peak = torch.maximum(state.peak, logits.amax(-1))
+    mass = logits.sub_(peak[..., None]).exp_()
+    shrink = torch.exp(state.peak - peak)
+    state.peak.copy_(peak)
+    state.total.mul_(shrink).add_(mass.sum(-1))
+    state.value.mul_(shrink[..., None]).baddbmm_(mass, values)

@@ -1,0 +1,174 @@
+"""The lightning indexer: scores of a tile of keys against all heads of a token are reduced where they are computed.
+
+Keys are the rows of the product and heads its columns, so that a key's heads lie in one thread and its neighbours. A
+tile of keys is loaded and decoded once, for every token of its program.
+
+All keys of a call, and of all calls with the same heads, width and dtypes, are scored by products of one shape, summed
+in one order: equal keys have equal scores wherever they lie, and a token's scores do not depend on the others.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.formats.stored import Fp4Keys, Fp8Keys, Rows
+from kernels.formats.triton import e2m1, e8m0
+from kernels.formats.triton_rounding import UPCAST
+from kernels.indexer.topk import seen_by, top_k_into
+from kernels.position import position
+
+KEYS = 256  # keys per tile: two warpgroups of Hopper; a query of 64 heads x 128 is read from L2 for each tile
+EXACT_KEYS = 32  # the same in fp32, which tensor cores do not multiply
+TOKENS = 16  # tokens per program, at most
+PROGRAMS = 1024  # programs that tokens are divided for: a few for each of 132 SMs or more
+SCRATCH = 1 << 26  # scores that exist at a time: 256 MiB
+_TENSOR, _FP8, _FP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _keys(values, scales, row, D: tl.constexpr, BLOCK_D: tl.constexpr, FORM: tl.constexpr, dtype: tl.constexpr):
+    """Decoded keys [rows, BLOCK_D], 0 beyond column D; of FP8 the row's scale is left out."""
+    line = row.to(tl.int64)[:, None]
+    if FORM == _FP4:
+        byte, group = tl.arange(0, BLOCK_D // 2)[None, :], tl.arange(0, BLOCK_D // 32)[None, :]
+        packed = tl.load(values + line * (D // 2) + byte, byte < D // 2, 0).to(tl.uint32)
+        scale = e8m0(tl.load(scales + line * (D // 32) + group, group < D // 32, 0))
+        both = tl.join(e2m1(packed & 15), e2m1(packed >> 4))  # the even column in the low nibble
+        grouped = both.reshape(line.shape[0], BLOCK_D // 32, 32) * scale[:, :, None]
+        found = grouped.reshape(line.shape[0], BLOCK_D)
+    else:
+        column = tl.arange(0, BLOCK_D)[None, :]
+        if D == BLOCK_D:
+            found = tl.load(values + line * D + column)
+        else:
+            found = tl.load(values + line * D + column, column < D, 0.0)
+    return found.to(dtype)
+
+
+@triton.jit(do_not_specialize=["start", "tokens", "least", "share"])
+def _scores(
+    q, weights, values, scales, out, first, start, tokens, entries, stride, ratio, least, share,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
+    FORM: tl.constexpr, SEEN: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Score a tile of keys for `share` tokens; if SEEN, unless none of them sees any, or more than `least` keys."""
+    low, begin = tl.program_id(0) * KEYS, tl.program_id(1).to(tl.int64) * share
+    end = tl.minimum(begin + share, tokens)
+    high = entries
+    if SEEN:
+        high = seen_by(first, start + end - 1, ratio, entries)
+        high = tl.where(high > least, high, 0)
+    if low < high:
+        entry, head, column = low + tl.arange(0, KEYS), tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
+        row = tl.minimum(entry, entries - 1)  # the last tile reads its last key again
+        key = _keys(values, scales, row, D, BLOCK_D, FORM, dtype)
+        real = (head[None, :] < HEADS) & (column[:, None] < D)
+        for step in range((end - begin).to(tl.int32)):
+            token = begin + step
+            place, line = q + token * (HEADS * D) + head[None, :] * D + column[:, None], token * HEADS + head
+            if BLOCK_H == HEADS and BLOCK_D == D:
+                query, weight = tl.load(place), tl.load(weights + line)
+            else:
+                query, weight = tl.load(place, real, 0.0), tl.load(weights + line, head < HEADS, 0.0)
+            dots = tl.dot(key, query.to(dtype), input_precision="ieee")
+            weighed = tl.maximum(dots, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight[None, :]
+            if BLOCK_H != HEADS:
+                weighed = tl.where(head[None, :] < HEADS, weighed, 0.0)  # 0 times an infinite key is NaN
+            score = tl.sum(weighed, 1)
+            if FORM == _FP8:
+                score *= tl.load(scales + row)  # a power of two, so it may as well come last
+            tl.store(out + token * stride + entry, score, entry < entries)
+
+
+def _planes(keys: Rows) -> tuple[int, Tensor, Tensor]:
+    """Form, values and scales of keys (a tensor has none) as the kernel takes them."""
+    match keys:
+        case Tensor():
+            assert keys.dtype in {torch.bfloat16, torch.float32}, f"keys: {keys.dtype}, want bfloat16 or float32"
+            keys = keys.contiguous()
+            return _TENSOR.value, keys, keys
+        case Fp8Keys(values, scale):
+            return _FP8.value, values.contiguous(), scale.contiguous()
+        case Fp4Keys(packed, scale):
+            assert 2 * packed.shape[1] % 32 == 0, f"{2 * packed.shape[1]} columns are no multiple of 32"
+            return _FP4.value, packed.contiguous(), scale.contiguous().view(torch.uint8)
+        case _:
+            raise NotImplementedError(f"index keys stored as {type(keys).__name__} have no fused kernel")
+
+
+def _score(
+    out: Tensor, q: Tensor, head_weights: Tensor, planes: tuple[int, Tensor, Tensor],
+    seen: tuple[Tensor, int, int, int] | None,
+) -> None:  # fmt: skip
+    """Fill `out` [t, n], n no more than the keys; of `seen` (first, start, ratio, least) see `_scores`."""
+    (t, heads, d), n = q.shape, out.shape[1]
+    form, values, scales = planes
+    if t == 0 or n == 0:
+        return
+    assert head_weights.dtype == torch.float32, f"head_weights: {head_weights.dtype}, want float32"
+    exact = torch.float32 in {q.dtype, values.dtype}
+    keys = EXACT_KEYS if exact else KEYS
+    tiles = -(-n // keys)
+    share = max(1, min(TOKENS, t * tiles // PROGRAMS))
+    first, start, ratio, least = seen or (out, 0, 1, 0)
+    constants = {
+        "HEADS": heads, "D": d, "KEYS": keys, "FORM": form, "SEEN": seen is not None,
+        "BLOCK_H": max(16, triton.next_power_of_2(heads)), "BLOCK_D": max(32, triton.next_power_of_2(d)),
+        "dtype": tl.float32 if exact or UPCAST else tl.bfloat16, "num_warps": 4 if exact else 8, "num_stages": 3,
+        "maxnreg": None if exact else 128,  # two programs to an SM: one multiplies while the other sums
+    }  # fmt: skip
+    _scores[tiles, -(-t // share)](
+        q.contiguous(), head_weights.contiguous(), values, scales, out, first, start, t, n, out.stride(0), ratio, least,
+        share, **constants, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def index_scores(q: Tensor, head_weights: Tensor, keys: Rows) -> Tensor:
+    """Score every entry for every token: `kernels.indexer.reference.index_scores`.
+
+    Products of bf16 are exact; sums are those of the device's fp32. A product of which a side is fp32 is fp32.
+
+    Raises
+    ------
+    NotImplementedError
+        If the keys are neither a tensor nor `Fp8Keys` nor `Fp4Keys`.
+
+    """
+    out = torch.empty(q.shape[0], keys.shape[0], device=q.device)
+    _score(out, q, head_weights, _planes(keys), None)
+    return out
+
+
+def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int | Tensor, ratio: int, k: int) -> Tensor:
+    """Pick the k best visible entries of each token: `kernels.indexer.reference.select`.
+
+    `first` may be [] int64 on the device; `keys` may hold anything beyond what the last token sees. Scores of a tile of
+    ``SCRATCH // n`` tokens exist at a time, 256 MiB for up to 2^26 entries (of more, one token's: 4 n bytes); counts of
+    `top_k` take less than 2^25 bytes beside. Nothing is scored for tiles of tokens that see no more than k entries.
+
+    A NaN score leaves open which entries its row selects; they are visible and distinct all the same.
+
+    Raises
+    ------
+    NotImplementedError
+        If the keys are neither a tensor nor `Fp8Keys` nor `Fp4Keys`.
+
+    """
+    planes = _planes(keys)
+    t, n = q.shape[0], keys.shape[0]
+    out = torch.empty(t, min(k, n), dtype=torch.int32, device=q.device)
+    if out.numel() == 0:
+        return out
+    if isinstance(first, int):
+        n = min(n, (first + t) // ratio)
+    stride = max(16, -(-n // 16) * 16)  # rows are read 16 bytes at a time
+    tokens = max(1, min(t, SCRATCH // stride))
+    scratch = torch.empty(tokens, stride, device=q.device)
+    at = position(first, q.device)
+    for start in range(0, t, tokens):
+        stop = min(start + tokens, t)
+        scores, rows = scratch[: stop - start, :n], out[start:stop]
+        _score(scores, q[start:stop], head_weights[start:stop], planes, (at, start, ratio, rows.shape[1]))
+        top_k_into(rows, scores, at, start, ratio)
+    return out

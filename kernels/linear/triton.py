@@ -1,0 +1,121 @@
+"""Matrix products with weights in their stored form: tiles decoded in registers, the columns split where rows are few.
+
+A split of the columns leaves its sum in fp32 scratch; a second launch adds the splits in their order. How many there
+are follows from the shapes alone, and up to FEW tokens from the weight's shape alone: there a token's numbers do not
+depend on how many others there are.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.formats.stored import Weight
+from kernels.formats.triton_rounding import UPCAST, rounded
+from kernels.linear.weight_tiles import inputs, multiplied, narrow, operand, planes
+
+FEW = 16  # tokens that fit the narrowest tile: the time is that of reading the weight
+PROGRAMS = 264  # wanted in flight: two for each multiprocessor of an H200
+
+
+class Tile(NamedTuple):
+    """How much of a product one program computes at a time."""
+
+    rows: int  # of W
+    tokens: int
+    columns: int  # per step
+    warps: int
+    stages: int
+
+
+@triton.jit
+def _linear(
+    x, data, scale, global_scale, out, t, rank, columns, width, scale_width, stride, scale_stride, groups, each,
+    FORM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    OPERAND: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    tiles = tl.cdiv(rank, ROWS)
+    group = tl.program_id(1) // tiles
+    own = tl.program_id(1) % tiles * ROWS + tl.arange(0, ROWS)  # rows of this group's part
+    split = tl.program_id(2)
+    row, there, inside = group * rank + own, own < rank, token < t
+    place = (token.to(tl.int64) * groups + group) * columns
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    for step in range(split * each, tl.minimum(tl.cdiv(columns, BLOCK), (split + 1) * each)):
+        part = inputs(x, place, inside, columns, step, BLOCK, OPERAND)
+        total = multiplied(
+            total, part, data, scale, row, there, width, scale_width, stride, scale_stride, step,
+            FORM, BLOCK, OPERAND, UPCAST,
+        )  # fmt: skip
+    if FORM == "nvfp4":
+        total *= tl.load(global_scale)
+    rows = groups * rank
+    target = out + (split.to(tl.int64) * t + token.to(tl.int64))[None, :] * rows + row[:, None]
+    tl.store(target, rounded(total, out.dtype.element_ty, UPCAST), there[:, None] & inside[None, :])
+
+
+@triton.jit
+def _sum_splits(parts, out, size, splits, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    for _ in range(splits):
+        total += tl.load(parts + place, place < size, 0.0)
+        parts += size
+    tl.store(out + place, rounded(total, out.dtype.element_ty, UPCAST), place < size)
+
+
+def linear(x: Tensor, weight: Weight) -> Tensor:
+    """``x @ W^T``: `kernels.linear.reference.linear`."""
+    return grouped_linear(x[:, None], weight, 1)[:, 0]
+
+
+def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
+    """Each group by its own rows of W: `kernels.linear.reference.grouped_linear`."""
+    t, (rows, columns) = x.shape[0], weight.shape
+    assert x.shape[1:] == (groups, columns), f"x is {tuple(x.shape)}, want [t, {groups}, {columns}]"
+    assert rows % groups == 0, f"{rows} rows of the weight are no multiple of {groups} groups"
+    out = torch.empty(t, groups, rows // groups, dtype=x.dtype, device=x.device)
+    if not out.numel():
+        return out
+    x = x.contiguous()
+    form, data, scale, global_scale = planes(weight)
+    tile = _tile(form, t, wide=not narrow(x, weight))
+    grid, each = _grid(t, groups, rows // groups, columns, tile)
+    splits = grid[2]
+    target = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device)
+    constants = {"FORM": form, "ROWS": tile.rows, "TOKENS": tile.tokens, "BLOCK": tile.columns, "UPCAST": UPCAST}
+    _linear[grid](
+        x, data, scale, global_scale, target, t, rows // groups, columns, data.shape[-1], scale.shape[-1],
+        data.stride(0), scale.stride(0), groups, each, **constants, OPERAND=operand(x, weight),
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    if splits > 1:
+        summed = (triton.cdiv(out.numel(), 1024),)
+        _sum_splits[summed](
+            target, out, out.numel(), splits, BLOCK=1024, UPCAST=UPCAST, num_warps=4, enable_fp_fusion=False
+        )
+    return out
+
+
+def _tile(form: str, t: int, *, wide: bool) -> Tile:
+    """Choose the tile of a product of `t` tokens; `wide`: operands in fp32, which no tensor core takes unrounded."""
+    if wide:
+        return Tile(rows=64, tokens=16 if t <= FEW else 32, columns=32, warps=4, stages=2)
+    if t <= FEW:  # 8 to 16 KiB of W a stage, so that enough of it is on its way
+        return Tile(rows=64, tokens=16, columns=256 if form in {"fp4", "nvfp4"} else 128, warps=4, stages=4)
+    tokens = min(128, triton.next_power_of_2(t))
+    return Tile(
+        rows=128, tokens=tokens, columns=64 if form == "dense" else 128, warps=8 if tokens > 32 else 4, stages=3
+    )
+
+
+def _grid(t: int, groups: int, rank: int, columns: int, tile: Tile) -> tuple[tuple[int, int, int], int]:
+    """Tiles of tokens, of rows, and splits of the columns; and the steps of a split."""
+    across, down = triton.cdiv(t, tile.tokens), groups * triton.cdiv(rank, tile.rows)
+    steps = triton.cdiv(columns, tile.columns)
+    splits = max(1, min(triton.cdiv(PROGRAMS, across * down), steps // 4))  # four steps to fill the pipeline
+    each = triton.cdiv(steps, splits)
+    return (across, down, triton.cdiv(steps, each)), each

@@ -1,0 +1,5 @@
+"""RMSNorm."""
+
+from kernels.norm import cpu, reference
+
+__all__ = ["cpu", "reference"]

@@ -1,0 +1,5 @@
+"""Rotary position embedding."""
+
+from kernels.rope import cpu, reference
+
+__all__ = ["cpu", "reference"]

@@ -1,0 +1,153 @@
+"""Attention over keys and values in Shard's forms, tile by tile: scratch memory does not grow with the context.
+
+A tile of compressed keys is rebuilt from its coefficients, rotated to its positions, met by the queries, and gone:
+``kv heads * d * r`` multiplications a token, where the relative identity (`kernels.shard.reference.relative_scores`)
+needs ``query heads * d * r``. Compressed values are added up as they are stored, in the rotated space, and rotated back
+once per query.
+
+Segments share one running softmax: largest logit, sum of exponentials, and two sums of values, of those stored as
+they are and of those stored rotated. That is the merge of segments by their log-sum-exp, without a division and a
+logarithm between them. Everything is computed in fp32.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.formats import qjl, rotation
+from kernels.formats.qjl import StreamKeys
+from kernels.formats.stored import RotatedRows
+from kernels.shard.cpu_middle import Middle, MiddleTiles, middle_keys, middle_values
+
+__all__ = ["Middle", "Stream", "attend", "middle_keys", "middle_values"]
+
+KEYS = 1 << 18  # numbers in a tile of keys: 1 MiB
+LOGITS = 1 << 17  # numbers in a tile of logits
+TOKENS = 64  # queries per tile
+
+
+class Stream(NamedTuple):
+    """Tokens that were encoded one by one, keys as they were rotated; row ``token * kv heads + head``."""
+
+    keys: StreamKeys
+    values: RotatedRows
+    tokens: int
+
+
+class _Softmax(NamedTuple):
+    """Running softmax of queries [kv heads, rows, d]; updated in place."""
+
+    peak: Tensor  # [kv heads, rows] largest logit so far
+    total: Tensor  # [kv heads, rows] sum of exp(logit - peak)
+    plain: Tensor  # [kv heads, rows, d] sum of exp(logit - peak) * value
+    rotated: Tensor  # the same of values that are stored rotated
+
+
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, middle: Middle | None, stream: Stream | None, signs: Tensor | None
+) -> Tensor:
+    """Attend from each query to all keys of all segments.
+
+    Parameters
+    ----------
+    q
+        [t, h, d], rotary embedding applied; every query sees every key.
+    keys, values
+        [n, kv heads, d], exact, in any order; n >= 1.
+    middle, stream
+        Compressed segments, None where there are none.
+    signs
+        [d] applied before values were rotated, or None: of the middle and the stream alike.
+
+    Returns
+    -------
+    Tensor
+        [t, h, d] in the dtype of `q`.
+
+    """
+    out = torch.empty_like(q)
+    for start in range(0, q.shape[0], TOKENS):
+        part = q[start : start + TOKENS]
+        grouped = _grouped(part, keys.shape[1])
+        state = _begin(grouped)
+        for low, high in _tiles(keys.shape[0], grouped):
+            _fold(state, state.plain, grouped, keys[low:high].float(), values[low:high].float())
+        if middle is not None:
+            _fold_middle(state, grouped, middle)
+        if stream is not None:
+            _fold_stream(state, grouped, stream)
+        state.plain.add_(rotation.unrotate(state.rotated, signs))
+        out[start : start + TOKENS] = _finished(state, part.shape)
+    return out
+
+
+def _fold_middle(state: _Softmax, q: Tensor, middle: Middle) -> None:
+    """Fold the middle in; nothing stored rotated may have been before it, because its sum is scaled as a whole."""
+    n = middle.values.codes.shape[0]
+    tiles = MiddleTiles(middle, min(n, _tile(q)))
+    paired = tiles.queries(q)
+    for low, high in _tiles(n, q):
+        _fold(state, state.rotated, paired, tiles.keys(low, high), tiles.values(low, high))
+    state.rotated.mul_(tiles.largest)
+
+
+def _fold_stream(state: _Softmax, q: Tensor, stream: Stream) -> None:
+    heads = q.shape[0]
+    turned = qjl.query(stream.keys, q)
+    for low, high in _tiles(stream.tokens, turned):
+        rows, shape = (low * heads, high * heads), (high - low, heads)
+        keys = qjl.read_rotated(stream.keys, *rows).unflatten(0, shape)
+        values = rotation.read_rotated(stream.values, *rows).unflatten(0, shape)
+        _fold(state, state.rotated, turned, keys, values)
+
+
+def _grouped(q: Tensor, heads: int) -> Tensor:
+    """Queries [t, h, d] scaled by d^-0.5, by the KV head they read: [heads, t * h / heads, d] float32."""
+    t, h, d = q.shape
+    assert h % heads == 0, f"{h} query heads are no multiple of {heads} KV heads"
+    scale: float = d**-0.5
+    return (q.float() * scale).reshape(t, heads, h // heads, d).transpose(0, 1).reshape(heads, -1, d)
+
+
+def _begin(q: Tensor) -> _Softmax:
+    """Softmax over nothing."""
+    peak = q.new_full(q.shape[:2], float("-inf"))
+    return _Softmax(peak, torch.zeros_like(peak), torch.zeros_like(q), torch.zeros_like(q))
+
+
+def _finished(state: _Softmax, shape: torch.Size) -> Tensor:
+    """[t, h, d] from the sums in plain space."""
+    t, h, d = shape
+    out = state.plain / state.total[..., None]
+    return out.view(-1, t, h // out.shape[0], d).transpose(0, 1).reshape(t, h, d)
+
+
+def _tile(q: Tensor) -> int:
+    """Tokens in a tile for queries `q` [heads, rows, d]."""
+    heads, rows, d = q.shape
+    return max(1, min(KEYS // (heads * d), LOGITS // (heads * rows)))
+
+
+def _tiles(n: int, q: Tensor) -> Iterator[tuple[int, int]]:
+    """Ranges of tokens, each a tile for queries `q` [heads, rows, d]."""
+    step = _tile(q)
+    for low in range(0, n, step):
+        yield low, min(low + step, n)
+
+
+def _fold(state: _Softmax, into: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> None:
+    """Fold one tile into the running softmax of `q` [heads, rows, e].
+
+    `keys` is [m, heads, e] and `values` [m, heads, d], which belong to the sum `into` of `state`.
+    """
+    logits = q @ keys.permute(1, 2, 0)  # [heads, rows, m]
+    peak = torch.maximum(state.peak, logits.amax(-1))
+    mass = logits.sub_(peak[..., None]).exp_()
+    shrink = torch.exp(state.peak - peak)
+    state.peak.copy_(peak)
+    state.total.mul_(shrink).add_(mass.sum(-1))
+    state.plain.mul_(shrink[..., None])
+    state.rotated.mul_(shrink[..., None])
+    into.add_(mass @ values.transpose(0, 1))

@@ -1,0 +1,49 @@
+"""The experts' activation, element by element; `experts` applies the same to sums that it has in registers."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.formats.triton_rounding import UPCAST, rounded
+
+BLOCK = 1024
+
+
+@triton.jit
+def activation(gate, up, limit):
+    """Clamped SwiGLU of fp32 numbers; comparisons, unlike a minimum, keep NaN."""
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def _swiglu(
+    gate, up, weight, out, columns, gate_stride, up_stride, limit,
+    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    g = tl.load(gate + row * gate_stride + column, inside, 0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + column, inside, 0.0).to(tl.float32)
+    wide = activation(g, u, limit)
+    if WEIGHTED:
+        wide *= tl.load(weight + row)
+    tl.store(out + row * columns + column, rounded(wide, out.dtype.element_ty, UPCAST), inside)
+
+
+def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Tensor:
+    """Clamped SwiGLU: `kernels.swiglu.reference.swiglu`."""
+    assert gate.shape == up.shape, f"gate is {tuple(gate.shape)}, up {tuple(up.shape)}"
+    gate, up = (part if part.stride(-1) == 1 else part.contiguous() for part in (gate, up))  # halves of one matrix stay
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if out.numel():
+        t, columns = gate.shape
+        factors = gate if weight is None else weight.contiguous()
+        _swiglu[t, triton.cdiv(columns, BLOCK)](
+            gate, up, factors, out, columns, gate.stride(0), up.stride(0),
+            float(limit), WEIGHTED=weight is not None, BLOCK=BLOCK, UPCAST=UPCAST, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out

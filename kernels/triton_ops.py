@@ -1,0 +1,51 @@
+"""TRITON, the op set of NVIDIA GPUs. A module of its own because it needs Triton, which not every platform has.
+
+Rules that every `triton.py` keeps:
+
+- Operands are upcast to fp32 as they are loaded, wherever anything but a `tl.dot` is computed from them. Triton's
+  interpreter, on which the tests run, computes bf16 wrongly without a word. A dot takes its operands in the dtype that
+  tensor cores take, unless `UPCAST` says that the kernel is interpreted.
+- Results are rounded by `kernels.formats.triton_rounding.rounded` before they are stored: the interpreter's own
+  conversion truncates.
+- E8M0 scales, and E2M1 and E4M3 codes where they are taken apart, are passed as uint8 views.
+- Every launch says ``enable_fp_fusion=False``: a product and a sum are rounded as the equation has them, on every
+  version of Triton, whose defaults differ. Dots are not affected.
+- The public op checks shapes, allocates, launches, and reads no value of a tensor: nothing waits for the device, and a
+  step can be captured in a CUDA graph.
+- No autotuning: tile sizes follow from shapes, so that a run computes the same on every machine of a kind.
+"""
+
+from kernels.attention import triton as attention
+from kernels.compress import triton as compress
+from kernels.experts import triton as experts
+from kernels.hyper import triton as hyper
+from kernels.hyper import triton_streams as streams
+from kernels.indexer import triton as indexer
+from kernels.linear import triton as linear
+from kernels.norm import triton as norm
+from kernels.ops import CPU
+from kernels.quantise import triton as activations
+from kernels.swiglu import triton as swiglu
+
+# What has no kernel of its own is CPU's: a few passes over one chunk. `kernels.ops.backend` names each.
+TRITON = CPU._replace(
+    name="triton",
+    rms_norm=norm.rms_norm,
+    rotate=activations.rotate,
+    rotate_halves=activations.rotate_halves,
+    simulate_fp8=activations.simulate_fp8,
+    simulate_fp4=activations.simulate_fp4,
+    hadamard=activations.hadamard,
+    hyper_weights=hyper.hyper_weights,
+    head_weights=hyper.head_weights,
+    collapse=streams.collapse,
+    read_streams=hyper.read,
+    expand=streams.expand,
+    linear=linear.linear,
+    grouped_linear=linear.grouped_linear,
+    compress=compress.compress,
+    select=indexer.select,
+    attend=attention.attend,
+    swiglu=swiglu.swiglu,
+    experts=experts.experts,
+)

@@ -1,0 +1,27 @@
+"""Activations as V4-Pro and V4-Flash round and rotate them."""
+
+import torch
+
+from kernels.quantise.triton import hadamard, rotate, rotate_halves, simulate_fp4, simulate_fp8
+
+
+def x(*shape):
+    return torch.empty(*shape, dtype=torch.bfloat16)
+
+
+def turns(t, pairs):
+    return torch.empty(t, pairs), torch.empty(t, pairs)
+
+
+CASES = {
+    "input of a linear": lambda: simulate_fp8(x(1, 7168), 128),
+    "index query, rounded": lambda: simulate_fp4(x(1, 64, 128)),
+    "index query, turned": lambda: hadamard(x(1, 64, 128)),
+    "query": lambda: rotate(x(1, 128, 512), *turns(1, 32)),
+    "query of the Llama family": lambda: rotate_halves(x(1, 32, 128), *turns(1, 64)),
+}
+MORE = {
+    "window KV": lambda: simulate_fp8(x(1, 448), 64),
+    "KV": lambda: rotate(x(1, 512), *turns(1, 32)),
+    "index query": lambda: rotate(x(1, 64, 128), *turns(1, 32)),
+}
