@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from model.checkpoint.config_json import read_json
 from model.config import ModelConfig
-from model.config_json import read_json
 from model.llama.config import LlamaConfig
 from model.llama.fields import ARCHITECTURES
 

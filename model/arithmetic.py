@@ -14,7 +14,7 @@ from kernels.formats.stored import Fp4, Fp8, Weight
 from kernels.ops import Ops
 from model.cache.formats import CacheFormats
 from model.config import KV_GROUP, LINEAR_GROUP
-from model.ranks import Ranks
+from model.ranks.ranks import Ranks
 
 
 class Arithmetic(NamedTuple):

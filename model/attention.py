@@ -12,9 +12,9 @@ from kernels.formats.stored import Rows, Slots
 from model.arithmetic import Arithmetic
 from model.cache.layers import CsaCache, HcaCache, LayerCache
 from model.call import Call
+from model.checkpoint.weights import Weights
 from model.compressor import EntryCompressor
 from model.config import LayerKind, ModelConfig
-from model.decode import Weights
 from model.indexer import Indexer
 from model.linear import GroupedLinear, Linear
 from model.rope import Rotation

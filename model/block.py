@@ -6,10 +6,10 @@ from model.arithmetic import Arithmetic
 from model.attention import build_attention
 from model.cache.layers import LayerCache
 from model.call import Call
+from model.checkpoint.weights import Weights
 from model.config import ModelConfig
-from model.decode import Weights
-from model.experts import MoE
 from model.hyper import HyperConnection
+from model.moe import MoE
 from model.rope import Rotation
 
 

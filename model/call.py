@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from model.ranks import Ranks, Share
+from model.ranks.ranks import Ranks, Share
 from model.rope import Rotation
 
 

@@ -12,11 +12,11 @@ from kernels.formats.stored import Dense, Rounding
 from model.arithmetic import Arithmetic
 from model.cache.frontier import Frontier
 from model.cache.layers import AnyEntries, AnyKeys
-from model.cache.variants import Shard
 from model.call import Call
+from model.checkpoint.weights import Weights
 from model.config import ModelConfig
-from model.decode import Weights
 from model.rope import Rotation
+from model.variants.choice import Shard
 
 
 class Projections:

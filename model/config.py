@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from model.config_fields import LayerKind, Yarn
-from model.config_json import fields, read_json
+from model.checkpoint.config_fields import LayerKind, Yarn
+from model.checkpoint.config_json import fields, read_json
 from model.errors import ConfigError
 
 __all__ = ["KV_GROUP", "LINEAR_GROUP", "LayerKind", "ModelConfig", "Yarn", "check_deployed"]

@@ -5,8 +5,8 @@ from typing import NamedTuple
 from torch import Tensor
 
 from model.arithmetic import Arithmetic
+from model.checkpoint.weights import Weights
 from model.config import ModelConfig
-from model.decode import Weights
 
 
 class Read(NamedTuple):

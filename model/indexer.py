@@ -6,9 +6,9 @@ from kernels.formats.stored import Dense
 from model.arithmetic import Arithmetic
 from model.cache.layers import CsaCache
 from model.call import Call
+from model.checkpoint.weights import Weights
 from model.compressor import KeyCompressor
 from model.config import ModelConfig
-from model.decode import Weights
 from model.linear import Linear
 from model.rope import Rotation
 

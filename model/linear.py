@@ -4,7 +4,7 @@ from torch import Tensor
 
 from kernels.formats.stored import Weight
 from model.arithmetic import Arithmetic
-from model.ranks import Partial, Share, undivided
+from model.ranks.ranks import Partial, Share, undivided
 
 WHOLE = undivided(0)  # a matrix of which every rank has all rows, or whose output stays in parts
 

@@ -3,13 +3,13 @@
 import torch
 
 from model.cache.formats import CacheFormats
-from model.cache.grouped import grouped_cache
 from model.cache.layers import CACHES, Components
-from model.cache.shard import KvShape
 from model.config import ModelConfig
 from model.errors import CapacityError
 from model.llama.config import LlamaConfig
 from model.llama.rope import frequencies
+from model.variants.grouped import grouped_cache
+from model.variants.shard import KvShape
 
 
 class State:

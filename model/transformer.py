@@ -8,8 +8,8 @@ from model.arithmetic import Arithmetic
 from model.block import Block
 from model.cache.layers import LayerCache
 from model.call import Call
+from model.checkpoint.weights import Weights
 from model.config import ModelConfig
-from model.decode import Weights
 from model.hyper import HyperHead
 from model.linear import Embedding, WideLinear
 from model.rope import Rotation, layer_frequencies

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from kernels.formats.stored import Slots
 from kernels.ops import Ops
-from model.cache.banked_entries import BankedEntries
-from model.cache.coda import CodaCache, View
 from model.cache.layers import HcaCache, LayerCache
 from model.config import LayerKind
 from model.transformer import Transformer
+from model.variants.banked_entries import BankedEntries
+from model.variants.coda import CodaCache, View
 from probes.fault import Fault, needs
 from probes.faults_in_model import become, with_caches
 from probes.shared.calls import Attend

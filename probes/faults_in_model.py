@@ -20,10 +20,9 @@ from model.cache.window import WindowRing
 from model.call import Call
 from model.compressor import EntryCompressor, KeyCompressor
 from model.config import LayerKind
-from model.experts import Expert
-from model.gate import HashGate
 from model.indexer import Indexer
 from model.linear import Linear
+from model.moe import Expert, HashGate
 from model.rope import Rotation
 from model.state import State
 from model.transformer import Transformer

@@ -12,8 +12,8 @@ from kernels.formats.rows import Rows
 from kernels.ops import Ops
 from model.attention import CsaAttention
 from model.call import Call
-from model.experts import MoE
-from model.ranks import Partial
+from model.moe import MoE
+from model.ranks.ranks import Partial
 from model.transformer import Transformer
 
 

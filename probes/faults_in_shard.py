@@ -19,8 +19,8 @@ from kernels.ops import Ops
 from kernels.shard.cpu import middle_keys, middle_values
 from model.cache.entries import Entries
 from model.cache.layers import CsaCache, HcaCache, LayerCache
-from model.cache.shard import ShardCache, causal
 from model.transformer import Transformer
+from model.variants.shard import ShardCache, causal
 from probes.fault import Fault
 from probes.faults_in_entries import ENTRIES
 from probes.faults_in_model import become, with_caches

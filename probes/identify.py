@@ -19,16 +19,16 @@ from model.attention import Attention
 from model.block import Block
 from model.cache.layers import LayerCache
 from model.call import Call
-from model.census import Census
+from model.checkpoint.census import Census
+from model.checkpoint.weights import Weights, bind
 from model.config import ModelConfig
-from model.decode import Weights, bind
 from model.errors import Tripwire
 from model.hyper import HyperHead
 from model.linear import Embedding, WideLinear
 from model.observe import sites
 from model.observe.observer import PLACES, install, listening, observed
 from model.observe.sites import SITES, Listener, Site
-from model.ranks import ALONE, Ranks
+from model.ranks.ranks import ALONE, Ranks
 from model.rope import Rotation, layer_frequencies
 from model.transformer import Transformer
 from probes.checks import Judged, Status
@@ -39,7 +39,7 @@ from probes.oracle import Ends, Layer, Noise, Setting, Unknown
 from probes.recording import CHOICES, OF_ENTRIES, Recording, stored_name
 from runtime.arithmetic import arithmetic
 from runtime.options import RunOptions
-from runtime.placement import place
+from runtime.sharding import place
 
 NAMED: Final = 0.5  # of the difference that a fault explains at least, to be named
 WHOLE: Final = 0.95  # where one fault explains so much, no second one is looked for

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from model.checkpoint import Checkpoint
-from model.decode import fingerprint
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.weights import fingerprint
 from probes import svg
 from probes.finding import FAILURES, JSON, Finding, HeatMap, Part, Plot, Table, Text, number
 from probes.probe import Run
@@ -231,7 +231,7 @@ def _cell(cell: float | str | None) -> str:
 
 def _watched(run: Run) -> str:
     sites = [f"- `{site.name}` [{', '.join(site.shape.split())}]: {site.what}" for site in run.probe.reads]
-    return "\n".join(["Sites of the model, see `model/sites.py`:\n", *sites]) if sites else ""
+    return "\n".join(["Sites of the model, see `model/observe/sites.py`:\n", *sites]) if sites else ""
 
 
 def _as_noticed(subject: Subject, command: str) -> bool:

@@ -25,9 +25,9 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from model.binding import Binding, Form
-from model.census import Census
-from model.checkpoint import Checkpoint
+from model.checkpoint.binding import Binding, Form
+from model.checkpoint.census import Census
+from model.checkpoint.checkpoint import Checkpoint
 from model.config import LayerKind, ModelConfig
 
 F32: Final = torch.float32

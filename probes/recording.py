@@ -17,14 +17,14 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from model import strict_json
-from model.checkpoint import Checkpoint
+from model.checkpoint import strict_json
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.header import read_header
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError, quoted
 from model.files import read_bounded
 from model.observe import sites
 from model.observe.sites import SITES, Site, axes
-from model.safetensors_header import read_header
 
 TOKENS, POSITIONS = "tokens", "positions"
 PAGE: Final = "scripts/exporters/README.md"

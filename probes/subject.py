@@ -10,23 +10,23 @@ import torch
 from torch import Tensor
 
 from kernels.ops import CPU, Ops
-from model.census import census
-from model.checkpoint import Checkpoint
+from model.checkpoint.census import census
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.weights import Weights, bind
 from model.config import LayerKind, ModelConfig
-from model.decode import Weights, bind
 from model.errors import ConfigError
-from model.ranks import ALONE, Group
+from model.ranks.ranks import ALONE, Group
 from model.state import State
 from model.transformer import Transformer
 from probes.demo_language.prompts import needle_prompts
 from probes.demo_language.vocabulary import vocabulary_size
 from probes.fault import Fault
 from probes.shared.parts import PARTS, Parts
-from runtime.group import watched_load
+from runtime.group.processes import watched_load
+from runtime.group.watchdog import Watch
 from runtime.load import Loaded
 from runtime.options import DEMO, RunOptions
-from runtime.tokenizer import Tokenizer
-from runtime.watch import Watch
+from runtime.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)

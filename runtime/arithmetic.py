@@ -6,7 +6,7 @@ from kernels.ops import Ops, noted
 from model.architectures import Config
 from model.arithmetic import Arithmetic
 from model.cache.formats import CacheFormats
-from model.ranks import Ranks
+from model.ranks.ranks import Ranks
 from runtime.kv import variants
 from runtime.options import RunOptions
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from kernels.formats.basis_fit import ROPE_BITS, Fitted, Loss, group_of
 from kernels.formats.eigenbasis import DP_BITS
 from kernels.formats.stored import EigenKeys
-from model import strict_json
-from model.cache.variants import Basis
+from model.checkpoint import strict_json
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError, shown
 from model.files import regular_file_size
+from model.variants.choice import Basis
 from runtime.digest import digest
 from runtime.tensorfile import write_safetensors
 

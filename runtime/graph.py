@@ -13,12 +13,12 @@ from torch import Tensor
 
 from kernels.triton_ops import TRITON
 from model.cache.layers import LayerCache
-from model.cache.variants import Full
 from model.errors import ConfigError
 from model.observe.deferred import Deferred
 from model.observe.observer import observed
 from model.state import State
 from model.transformer import Transformer
+from model.variants.choice import Full
 
 WARM_UPS = 3  # runs before the capture, as PyTorch advises: Triton compiles, cuBLAS and the allocator settle
 
@@ -43,7 +43,7 @@ class Step:
     """The next token of a sequence: `place`, then `run` or a replay of what was captured of it, then `finish`.
 
     ``step(token)`` is all three. Steps, calls of the model and saves of the state may follow each other in any order.
-    The experts' matrices are stacked here (`model.experts.MoE.stacks`), once for each model.
+    The experts' matrices are stacked here (`model.moe.MoE.stacks`), once for each model.
 
     What must never happen is looked at in `place` where it is the caches', and else in `finish`: caches have advanced
     by then, and the state is of no more use. Listeners are refused: nothing of a replay passes Python.

@@ -5,13 +5,13 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final
 
-from model.cache import grouped
-from model.cache.shard import STREAM_BITS
-from model.cache.variants import Basis, Coda, Full, GroupedCoda, GroupedShard, Shard, Variant
 from model.choices import SHARD_BITS
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
 from model.llama.config import LlamaConfig
+from model.variants import grouped
+from model.variants.choice import Basis, Coda, Full, GroupedCoda, GroupedShard, Shard, Variant
+from model.variants.shard import STREAM_BITS
 from runtime.basis import check_weights, read_basis
 
 Names = Mapping[str, type[Variant]]

@@ -7,21 +7,21 @@ from typing import Final, NamedTuple
 import torch
 
 from kernels.ops import Ops
-from model.census import Census
-from model.checkpoint import Checkpoint
-from model.decode import bind, fingerprint
+from model.checkpoint.census import Census
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.weights import bind, fingerprint
 from model.errors import CheckpointError, ConfigError
 from model.llama.adapters import adapters_fingerprint, read_adapters
 from model.llama.census import census, check_tied_head
 from model.llama.config import LlamaConfig
 from model.llama.transformer import LlamaTransformer
 from model.observe.observer import LLAMA_PLACES, install
-from model.ranks import Group, Ranks, Shares, undivided
+from model.ranks.ranks import Group, Ranks, Shares, undivided
 from runtime.arithmetic import arithmetic
 from runtime.memory import check_fits
 from runtime.options import RunOptions
-from runtime.placement import Placement
 from runtime.plan.llama import LlamaPlanner
+from runtime.sharding import Placement
 
 # One rank holds everything: a share that is not split says no more than that.
 WHOLE: Final = Placement(1, (Shares(*(undivided(1),) * len(Shares._fields)),), ())
@@ -32,7 +32,7 @@ class LoadedLlama(NamedTuple):
 
     model: LlamaTransformer
     census: Census
-    weights_fingerprint: str  # see `model.decode.fingerprint`; of the adapters too, where there are some
+    weights_fingerprint: str  # see `model.checkpoint.weights.fingerprint`; of the adapters too, where there are some
     directory: Path
     placement: Placement
     held: dict[str, int]  # bytes of each parameter, as stored

@@ -12,22 +12,22 @@ from torch import Tensor
 
 from kernels.ops import CPU, Ops
 from model.architectures import Config
-from model.census import Census, census
-from model.checkpoint import Checkpoint
+from model.checkpoint.census import Census, census
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.weights import bind, fingerprint, headers_digest
 from model.config import ModelConfig
-from model.decode import bind, fingerprint, headers_digest
 from model.errors import CheckpointError, ConfigError
 from model.llama.config import LlamaConfig
 from model.observe.observer import PLACES, install
-from model.ranks import ALONE, Group, Ranks, evenly
+from model.ranks.ranks import ALONE, Group, Ranks, evenly
 from model.transformer import Transformer
 from runtime.arithmetic import arithmetic, cache_formats
 from runtime.kv import check_bases, variants
 from runtime.llama import LoadedLlama, load_llama
 from runtime.memory import check_fits
 from runtime.options import RunOptions, checked_config
-from runtime.placement import Placement, place
 from runtime.plan.planner import Planner
+from runtime.sharding import Placement, place
 
 
 class Loaded(NamedTuple):
@@ -35,7 +35,7 @@ class Loaded(NamedTuple):
 
     model: Transformer
     census: Census
-    weights_fingerprint: str  # see `model.decode.fingerprint`
+    weights_fingerprint: str  # see `model.checkpoint.weights.fingerprint`
     directory: Path
     placement: Placement
     held: dict[str, int]  # bytes of this rank's part of each parameter, as stored
@@ -97,7 +97,7 @@ def load(
     when ranks found different configs or files. CapacityError, before any weight is read, when a `context` of so many
     positions does not fit the machine (None: not known yet; one must). Nothing is converted: weights stay as stored,
     memory-mapped on the CPU, and of those that other ranks hold no byte is read (but by rank 0, for what
-    `model.decode.fingerprint` covers). `follow` is given the ranks before the first exchange among them.
+    `model.checkpoint.weights.fingerprint` covers). `follow` is given the ranks before the first exchange among them.
     """
     return _load_v4(read_config(directory, options), directory, options, ops, group, context, follow)
 

@@ -1,4 +1,4 @@
-"""Two bounded states of one model made into one: `model.cache.coda_merge`, layer by layer.
+"""Two bounded states of one model made into one: `model.variants.coda_merge`, layer by layer.
 
 Nothing has attended from one document to the other: the second one's keys and values are those of a text that nothing
 precedes, its first token (BOS, where the tokenizer puts one) included. What either document's banks had forgotten stays
@@ -9,13 +9,13 @@ import torch
 
 from kernels.rope.reference import angles
 from model.architectures import Config
-from model.cache.coda_merge import Kept, merge_caches
-from model.cache.grouped import CodaLayer
-from model.cache.variants import GroupedCoda
 from model.errors import StateError
 from model.llama.config import LlamaConfig
 from model.llama.rope import frequencies
 from model.state import State
+from model.variants.choice import GroupedCoda
+from model.variants.coda_merge import Kept, merge_caches
+from model.variants.grouped import CodaLayer
 from runtime.llama import LoadedLlama
 from runtime.load import AnyLoaded
 

@@ -2,9 +2,9 @@
 
 from kernels.ops import CPU, REFERENCE, Ops
 from model.architectures import Config
-from model.cache.variants import Full, GroupedCoda, GroupedShard
 from model.choices import OP_SETS
 from model.errors import ConfigError
+from model.variants.choice import Full, GroupedCoda, GroupedShard
 from runtime.arithmetic import cache_formats
 from runtime.options import RunOptions
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from model.ranks import evenly
+from model.ranks.ranks import evenly
 from model.state import State
 from runtime.decoding import Decoding
 from runtime.generate import Generation
@@ -19,7 +19,7 @@ from runtime.load import AnyLoaded
 from runtime.options import RunOptions
 from runtime.plan.llama import LlamaPlan, LlamaPlanner
 from runtime.plan.planner import Plan, Planner
-from runtime.touched import touched_bytes
+from runtime.resident import touched_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -1,7 +1,7 @@
 """What every script does with its command line, and with an error that is not the code's fault: one line, status 2.
 
 A command line is parsed, and its files looked at, before torch is imported. On several ranks there is one line in all:
-that of the first rank which failed, see `runtime.watch`.
+that of the first rank which failed, see `runtime.group.watchdog`.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from scripts import paths
 from scripts.launch import launched
 
 if TYPE_CHECKING:
-    from runtime.watch import Watch
+    from runtime.group.watchdog import Watch
 
 
 class UsageError(ValueError):
@@ -117,8 +117,8 @@ def _on_ranks(main: RankedMain) -> int:
     launch = launched()
     if launch is None or launch.size == 1:
         return main()
-    from runtime.store import open_store
-    from runtime.watch import Watch
+    from runtime.group.store import open_store
+    from runtime.group.watchdog import Watch
 
     watch = Watch(launch, open_store(launch, TIMEOUT, keep=launch.keeps_store))
     watch.start()

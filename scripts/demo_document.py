@@ -12,8 +12,8 @@ from model.errors import ConfigError
 from probes.demo_language.prompts import common_prompts, needle_prompts
 from probes.demo_language.vocabulary import vocabulary_size
 from runtime.options import DEMO
-from runtime.segments import ASSISTANT, USER, Text
-from runtime.tokenizer import Tokenizer
+from runtime.text.segments import ASSISTANT, USER, Text
+from runtime.text.tokenizer import Tokenizer
 from scripts.cli import arguments, run_alone
 from scripts.console import Console
 from scripts.flags import positive, seed

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from model.errors import ConfigError
-from runtime.encoding import EFFORTS
+from runtime.text.encoding import EFFORTS
 from scripts.cli import arguments, run_on_ranks
 from scripts.flags import (
     add_graph,
@@ -25,7 +25,7 @@ from scripts.paths import Reads, Writes
 from scripts.prompts import read_prompt
 
 if TYPE_CHECKING:
-    from runtime.watch import Watch
+    from runtime.group.watchdog import Watch
 
 
 def parser() -> argparse.ArgumentParser:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 
 from model.errors import ConfigError
-from runtime.store import Launch
+from runtime.group.store import Launch
 
 # Set by every launcher for each process it starts, and by nobody else. (MASTER_ADDR and MASTER_PORT are also found in
 # environments in which nothing was launched.)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model import strict_json
+from model.checkpoint import strict_json
 from model.errors import CapacityError, ConfigError
 from model.files import read_text
 from runtime.options import checked_config
@@ -24,7 +24,7 @@ from scripts.flags import (
 from scripts.paths import Reads, Writes
 
 if TYPE_CHECKING:
-    from runtime.watch import Watch
+    from runtime.group.watchdog import Watch
 
 MAX_TOKENS_BYTES = 64 << 20  # of a file of ids: several times what a million take
 

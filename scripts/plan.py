@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from typing import Final, get_args
 
 from model.architectures import config_from_file
+from model.checkpoint.published import Experts
 from model.errors import ConfigError
 from model.llama.config import LlamaConfig
-from model.published import Experts
 from runtime.options import DEMO
 from scripts.cli import arguments, run_alone
 from scripts.flags import add_json, add_run_options, add_variants, positive

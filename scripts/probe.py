@@ -17,7 +17,7 @@ from scripts.flags import add_model, add_op_set, add_rank_timeout, add_run_optio
 from scripts.paths import ROOT, Fills, Reads
 
 if TYPE_CHECKING:
-    from runtime.watch import Watch
+    from runtime.group.watchdog import Watch
 
 
 def parser() -> argparse.ArgumentParser:

@@ -6,12 +6,12 @@ from typing import NamedTuple
 from model.architectures import Config
 from model.files import read_text
 from model.llama.config import LlamaConfig
-from runtime.encoding import effort_text, encode_messages
 from runtime.errors import PromptError
-from runtime.messages import load_messages, user_message
 from runtime.options import RunOptions, checked_config
-from runtime.segments import BOS, EOS, Control, Segment, Text
-from runtime.tokenizer import Tokenizer
+from runtime.text.encoding import effort_text, encode_messages
+from runtime.text.messages import load_messages, user_message
+from runtime.text.segments import BOS, EOS, Control, Segment, Text
+from runtime.text.tokenizer import Tokenizer
 
 MAX_TEXT_BYTES = 64 << 20  # of a prompt's file: several times what a million tokens take
 
@@ -31,7 +31,7 @@ def read_prompt(args: argparse.Namespace, options: RunOptions) -> Prompt:
     Raises
     ------
     ConfigError, PromptError
-        As `runtime.options.checked_config`, `runtime.tokenizer.Tokenizer` and `prompt_segments`.
+        As `runtime.options.checked_config`, `runtime.text.tokenizer.Tokenizer` and `prompt_segments`.
     """
     check_prompt_flags(args)
     config = checked_config(args.model, options)

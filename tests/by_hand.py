@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore
 
-from runtime.beats import NOTHING
-from runtime.sight import Beat
+from runtime.group.failures import Beat
+from runtime.group.heartbeat import NOTHING
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from model.cache.coda import CodaCache
-from model.cache.coda_attention import Differential, Tokens, step
-from model.cache.coda_settings import CodaSettings
+from model.variants.coda import CodaCache
+from model.variants.coda_attention import Differential, Tokens, step
+from model.variants.coda_settings import CodaSettings
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, D = 4, 2, 8

@@ -7,9 +7,9 @@ import torch
 from coda_gqa_l import CoDAGQALandmarkPerf2
 
 from kernels.rope import reference as rope
-from model.cache.coda import CodaCache
-from model.cache.coda_attention import Differential, Tokens, prefill, step
-from model.cache.coda_settings import CodaSettings
+from model.variants.coda import CodaCache
+from model.variants.coda_attention import Differential, Tokens, prefill, step
+from model.variants.coda_settings import CodaSettings
 
 OUTPUTS, STATES = 2e-5, 5e-5
 BASE = 10_000.0

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from model.ranks import ALONE, Group
+from model.ranks.ranks import ALONE, Group
 
 # Python's fork server imports these once, and a rank starts as its copy: else each would import torch, for 2 s.
 # Nothing of this repository is among them, so a rank imports what is tested from where the test found it. Copies share
@@ -26,7 +26,7 @@ def run(n, function, *args, timeout=120.0):
     """Call ``function(group, *args)`` on `n` ranks and return the list of results, by rank.
 
     `function` is at the top level of a module, `args` and results can be pickled; tensors arrive as copies. `group` is
-    a `model.ranks.Group`, and ALONE where n is 1 (still in a process of its own).
+    a `model.ranks.ranks.Group`, and ALONE where n is 1 (still in a process of its own).
 
     AssertionError when any rank fails: it begins "rank R raised TYPE: message" for the first one that did, and ends
     with the tracebacks of all that did. Whoever is still running `timeout` seconds after the start is killed and named.

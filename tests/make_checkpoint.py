@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from model.checkpoint.names import Parameter, parameters
 from model.config import ModelConfig
-from model.names import Parameter, parameters
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 FORMATS = ("official", "base", "nvfp4", "bf16", "f32")

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from model.errors import ConfigError, Tripwire
-from model.ranks import Ranks, Shares, evenly, undivided
-from runtime.group import connected
+from model.ranks.ranks import Ranks, Shares, evenly, undivided
+from runtime.group.processes import connected
 from scripts.cli import arguments, run_on_ranks
 
 ROUNDS = 10

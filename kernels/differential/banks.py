@@ -1,6 +1,6 @@
 """CoDA's banks: tokens that leave the ring enter the exact and the summary bank one after the other, on the device.
 
-It is the rule of a step (`ExactBank.insert_one` and `SummaryBank.absorb_one` of `model.cache.coda_banks`), n times.
+It is the rule of a step (`ExactBank.insert_one` and `SummaryBank.absorb_one` of `model.variants.coda_banks`), n times.
 Each token is compared with banks that the one before may have changed: a serial scan. And it is routed by the mean of
 its cosines over all KV heads: one program has them all, because heads apart would have to wait for each other with
 every token. Nothing is decided on the host, so a step of decode can be captured in a CUDA graph; what grows with the
@@ -47,7 +47,7 @@ class Banks(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """`model.cache.coda_settings.CodaSettings`, by the same names, as far as the rule of a step asks for it."""
+    """`model.variants.coda_settings.CodaSettings`, by the same names, as far as the rule of a step asks for it."""
 
     gate_exact: float
     gate_summary: float
@@ -114,7 +114,7 @@ def _free(used, slot, active):
 
 @triton.jit
 def _grown(active, pressure, growth, more, now, start, MORE: tl.constexpr):
-    """By how many slots the bank grows: `model.cache.coda_banks.Bank._grow`."""
+    """By how many slots the bank grows: `model.variants.coda_banks.Bank._grow`."""
     step = tl.arange(0, MORE)
     reached = tl.load(growth + step, step < more, 2**62) <= now
     room = start + tl.sum(reached.to(tl.int64), 0) - active
@@ -245,8 +245,9 @@ def evict(
 ) -> None:
     """Offer `n` tokens of the ring to both banks, one after the other, each by the rule of a step.
 
-    What is decided is what `model.cache.coda.CodaCache` decides on the host, unless a cosine is as near to a threshold
-    or to another as sums in another order differ, 2^-20. NotImplementedError for banks that keep normalised copies.
+    What is decided is what `model.variants.coda.CodaCache` decides on the host, unless a cosine is as near to a
+    threshold or to another as sums in another order differ, 2^-20. NotImplementedError for banks that keep normalised
+    copies.
 
     Parameters
     ----------

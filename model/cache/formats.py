@@ -21,8 +21,8 @@ import torch
 
 from kernels.formats import rows
 from kernels.formats.rows import Rows
-from model.cache.variants import Full, GroupedShard, Variant
 from model.choices import ENTRY_FORMATS, KEY_FORMATS
+from model.variants.choice import Full, GroupedShard, Variant
 
 
 class CacheFormats(NamedTuple):

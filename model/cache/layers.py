@@ -12,14 +12,14 @@ from torch import Tensor
 
 from kernels.formats import basis_rows
 from kernels.formats.rotation import rotated_rows
-from model.cache.banked_entries import BankedEntries, NewestKeys, newest_rows
 from model.cache.entries import Entries
 from model.cache.formats import CacheFormats
 from model.cache.frontier import Frontier
-from model.cache.variants import Basis, Coda, Shard
 from model.cache.window import WindowRing
 from model.call import Call
 from model.config import LayerKind, ModelConfig
+from model.variants.banked_entries import BankedEntries, NewestKeys, newest_rows
+from model.variants.choice import Basis, Coda, Shard
 
 SIGNS = 0  # seed of the signs before the rotation of coded rows: those of every run, so that states can be exchanged
 

@@ -12,7 +12,7 @@ from kernels.formats.stored import Dense
 from model.arithmetic import Arithmetic
 from model.cache.gqa import GqaCache, Heads
 from model.call import Call
-from model.decode import Weights
+from model.checkpoint.weights import Weights
 from model.llama.adapters import EPS, GATE_LOGIT, Adapter
 from model.llama.config import LlamaConfig
 from model.rope import Rotation

@@ -7,7 +7,7 @@ from torch import Tensor
 from model.arithmetic import Arithmetic
 from model.cache.gqa import GqaCache
 from model.call import Call
-from model.decode import Weights
+from model.checkpoint.weights import Weights
 from model.llama.adapters import Adapter
 from model.llama.attention import Attention
 from model.llama.config import LlamaConfig

@@ -9,14 +9,14 @@ from typing import Final
 
 import torch
 
-from model.binding import Binding, Form, Stored
-from model.census import Census, Faults, count
-from model.checkpoint import Checkpoint
-from model.drafting import Drafting
+from model.checkpoint.binding import Binding, Form, Stored
+from model.checkpoint.census import Census, Faults, count
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.header import ITEM_BYTES
+from model.checkpoint.mtp import Drafting
+from model.checkpoint.names import Parameter
 from model.errors import CheckpointError, quoted
 from model.llama.config import LlamaConfig
-from model.names import Parameter
-from model.safetensors_header import ITEM_BYTES
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"
@@ -63,7 +63,7 @@ def ignored(stored: str, config: LlamaConfig) -> str | None:
 
 
 def census(tensors: Mapping[str, Stored], config: LlamaConfig, where: str = "") -> Census:
-    """Account for every tensor of a checkpoint: `model.census.census` for this family.
+    """Account for every tensor of a checkpoint: `model.checkpoint.census.census` for this family.
 
     CheckpointError with one line for each kind of fault: unknown name or dtype, missing, misshapen, wrong type.
     """

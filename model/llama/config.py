@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from model.config_json import read_json
+from model.checkpoint.config_json import read_json
 from model.errors import ConfigError
 from model.llama.fields import Linear, Llama3, fields
 

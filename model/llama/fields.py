@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
+from model.checkpoint.json_values import MAX_INTEGER, Json, check_fixed, check_keys, integer, mapping, number, required
 from model.errors import ConfigError, quoted, shown
-from model.json_values import MAX_INTEGER, Json, check_fixed, check_keys, integer, mapping, number, required
 
 ARCHITECTURES: Final = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}  # by model_type
 FIRST_ROPE_THETA: Final = 10000.0

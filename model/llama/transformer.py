@@ -8,9 +8,8 @@ from torch import Tensor
 from kernels.formats.stored import Dense, Weight
 from model.arithmetic import Arithmetic
 from model.cache.gqa import GqaCache
-from model.cache.grouped import CodaLayer
 from model.call import Call
-from model.decode import Weights
+from model.checkpoint.weights import Weights
 from model.linear import Embedding, WideLinear
 from model.llama.adapters import Adapter
 from model.llama.block import Block
@@ -19,6 +18,7 @@ from model.llama.config import LlamaConfig
 from model.llama.rope import frequencies
 from model.rope import Rotation
 from model.state import State
+from model.variants.grouped import CodaLayer
 
 
 class LlamaTransformer:

@@ -18,7 +18,7 @@ from model.call import Call
 from model.errors import Tripwire
 from model.observe import invariants, sites
 from model.observe.sites import Listener, Site, axes
-from model.ranks import KEPT, Ranks, Share
+from model.ranks.ranks import KEPT, Ranks, Share
 
 if TYPE_CHECKING:
     from model.observe.deferred import Deferred

@@ -6,10 +6,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from model.census import census
-from model.checkpoint import Checkpoint
+from model.checkpoint.census import census
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.weights import bind
 from model.config import ModelConfig
-from model.decode import bind
 from model.observe import sites
 from model.observe.observer import listening
 from model.observe.sites import Site

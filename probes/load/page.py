@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from model.census import Census
+from model.checkpoint.census import Census
 from model.config import LayerKind, ModelConfig
 from model.transformer import Transformer
 from probes.finding import JSON, Finding, Part, Table, Text, exactly, judged, measured, tripped

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from model.census import Census
+from model.checkpoint.census import Census
 from model.transformer import Transformer
 from probes.shared.file_bytes import FileBytes, Numbers
 from probes.shared.held import Held, find, used

@@ -11,8 +11,8 @@ from torch import Tensor
 from kernels.ops import CPU
 from model.cache.formats import CacheFormats
 from model.cache.layers import Components
+from model.checkpoint.weights import HASHED_WHOLE
 from model.config import ModelConfig
-from model.decode import HASHED_WHOLE
 from model.errors import Tripwire
 from model.observe import sites
 from model.observe.observer import listening

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from model.checkpoint.weights import Weights
 from model.config import ModelConfig
-from model.decode import Weights
 from probes.shared.narrow import F64, f64
 
 U = 2.0**-24  # half an ulp of fp32, as a share of the number

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
+from model.checkpoint.weights import Weights
 from model.config import ModelConfig
-from model.decode import Weights
 from model.observe import sites
 from model.observe.sites import Listener, Site
 from probes.finding import JSON

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from model.checkpoint.weights import Weights
 from model.config import ModelConfig
-from model.decode import Weights
 from model.observe import sites
 from model.observe.sites import Listener, Site
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from model.census import census
-from model.checkpoint import Checkpoint
+from model.checkpoint.census import census
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.weights import bind
 from model.config import ModelConfig
-from model.decode import bind
 from model.observe.sites import Site
 from probes.finding import Report
 from probes.parity.compare import COMPARED, Comparison, Trace

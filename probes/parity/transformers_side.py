@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from kernels.formats.reference import decode
-from model.census import census
-from model.checkpoint import Checkpoint
+from model.checkpoint.census import census
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.names import Kind, Meaning, Role, expert_name, parameters, translate
+from model.checkpoint.weights import Weights, bind
 from model.config import LayerKind, ModelConfig
-from model.decode import Weights, bind
 from model.errors import CheckpointError
-from model.names import Kind, Meaning, Role, expert_name, parameters, translate
 from model.observe import sites
 from model.observe.sites import Site
 from probes.parity.compare import Sink

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from kernels.formats.stored import Dense, Fp4, Fp8, Weight
+from model.checkpoint.weights import Weights
 from model.config import ModelConfig
-from model.decode import Weights
 from probes.projections.known import Known, joined, pooled, product, rms_norm, rotated, times
 from probes.rope.oracle import I64, Table
 from probes.shared.moe import U

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kernels.formats.stored import Dense, Fp4, Fp8, Weight
-from model.census import Census
-from model.decode import Weights
+from model.checkpoint.census import Census
+from model.checkpoint.weights import Weights
 from model.transformer import Transformer
 from probes.finding import Finding, Table, exactly, judged, measured
 from probes.shared import file_bytes

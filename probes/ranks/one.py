@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from model.errors import RankDisagreement, Tripwire
 from model.observe.observer import listening
-from model.ranks import Group
+from model.ranks.ranks import Group
 from probes.faults import FAULTS
 from probes.memory.peak import OPS
 from probes.parity.compare import Canonical, Comparison, Trace

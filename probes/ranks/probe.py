@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from model.census import census
-from model.checkpoint import Checkpoint
-from model.names import Axis, axis
+from model.checkpoint.census import census
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.names import Axis, axis
 from model.observe.sites import Site
 from probes.finding import Finding, Part, Report, Table, broken, exactly, judged
 from probes.memory.peak import cannot_carry
@@ -14,7 +14,7 @@ from probes.probe import Probe, Progress, one_rank, room
 from probes.ranks.pairs import PAIRS, left_out
 from probes.ranks.start import answers
 from probes.subject import Subject, selects_all
-from runtime.placement import place
+from runtime.sharding import place
 
 NOT_CLAIMED = """\
 Ranks here are processes of one machine that talk through gloo; what NCCL does to the same calls is not shown. Both

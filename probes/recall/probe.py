@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from model.checkpoint.config_json import CSA_RATIO
 from model.config import LayerKind, ModelConfig
-from model.config_json import CSA_RATIO
 from model.observe.observer import listening
 from model.observe.sites import Site
 from probes.finding import Part, Report

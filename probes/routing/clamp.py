@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Ops
-from model.experts import Expert
+from model.moe import Expert
 from model.observe import sites
 from model.observe.observer import listening
 from model.observe.sites import Listener, Site

@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from model.gate import HashGate
+from model.moe import HashGate
 from model.observe import sites
 from model.observe.observer import listening
 from model.observe.sites import Site

@@ -1,7 +1,7 @@
 """What a checkpoint's files hold, read by numpy alone: an oracle for everything between the files and the model.
 
-It shares no code with `model.checkpoint`, `model.decode` or the kernels: headers are parsed again, numbers are built
-from their bits. It is not careful with hostile files; the census was, before this runs.
+It shares no code with `model.checkpoint.checkpoint`, `model.checkpoint.weights` or the kernels: headers are parsed
+again, numbers are built from their bits. It is not careful with hostile files; the census was, before this runs.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.binding import Binding
+from model.checkpoint.binding import Binding
 
 Numbers = NDArray[np.float64]
 Raw = NDArray[Any]

@@ -6,8 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kernels.formats.stored import Fp4, Fp8
+from model.checkpoint.weights import Weights
 from model.config import ModelConfig
-from model.decode import Weights
 from probes.shared.narrow import BF16, E4M3, F64, LINEAR_GROUP, decoded, f64, nearest, rounded_blocks
 from runtime.options import RunOptions
 

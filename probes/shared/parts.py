@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kernels.formats import lloyd_max
 from kernels.shard import reference as shard
-from model.cache.coda import CodaCache
-from model.cache.shard import ShardCache
+from model.variants.coda import CodaCache
+from model.variants.shard import ShardCache
 
 
 class Parts(NamedTuple):

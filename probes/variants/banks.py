@@ -10,10 +10,10 @@ from torch.nn import functional
 from kernels.attention.cpu import KEYS, keys_per_tile
 from kernels.formats import rotation, rows
 from kernels.ops import Ops
-from model.cache.banked_entries import BankedEntries
 from model.cache.layers import SIGNS, AnyEntries, AnyKeys, CsaCache, HcaCache
 from model.state import State
 from model.transformer import Transformer
+from model.variants.banked_entries import BankedEntries
 from probes.finding import Finding, at_least, at_most, exactly, judged
 from probes.recall.oracle import compare, exact_scores
 from probes.shared.alive import peak_bytes

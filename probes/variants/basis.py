@@ -14,10 +14,10 @@ from kernels.formats import basis_fit
 from kernels.formats.rows_reference import decode
 from kernels.formats.stored import BasisRows
 from model.cache.layers import AnyEntries
-from model.cache.variants import Basis, Full, Shard
 from model.config import LayerKind, ModelConfig
 from model.state import State
 from model.transformer import Transformer
+from model.variants.choice import Basis, Full, Shard
 from probes.finding import Finding, at_most, judged
 from probes.variants.banks import WINDOW, attended, caches, fed
 from probes.variants.grouped import CUTS, differing

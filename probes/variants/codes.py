@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.shard.cpu import middle_keys
-from model.cache.shard import ShardCache, ShardSettings
+from model.variants.shard import ShardCache, ShardSettings
 from probes.finding import Finding, at_most, judged
 from probes.shared.parts import Parts
 from probes.variants.drawn import GROUPS, HEADS, WIDTH, draw, frequencies, turned

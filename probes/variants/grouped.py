@@ -6,11 +6,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.cache.coda import CodaCache
-from model.cache.coda_attention import Tokens, prefill, step
-from model.cache.coda_settings import CodaSettings
-from model.cache.shard import KvShape, ShardCache, ShardSettings
 from model.errors import StateError
+from model.variants.coda import CodaCache
+from model.variants.coda_attention import Tokens, prefill, step
+from model.variants.coda_settings import CodaSettings
+from model.variants.shard import KvShape, ShardCache, ShardSettings
 from probes.finding import JSON, Finding, at_most, broken, exactly, judged, measured
 from probes.probe import Progress
 from probes.shared.parts import Parts

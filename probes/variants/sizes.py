@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from kernels.shard import cpu as blocked
-from model.cache.coda_settings import CodaSettings
-from model.cache.shard import KvShape, ShardCache, ShardSettings
+from model.variants.coda_settings import CodaSettings
+from model.variants.shard import KvShape, ShardCache, ShardSettings
 from probes.finding import Finding, at_most, exactly, judged
 from probes.shared.alive import peak_bytes
 from probes.shared.parts import Parts

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from model.config import LayerKind, ModelConfig
-from model.ranks import CHECKED, KEPT
+from model.ranks.ranks import CHECKED, KEPT
 from runtime.plan.attention import attention
 from runtime.plan.experts import experts
 from runtime.plan.ops import F32

@@ -1,4 +1,4 @@
-"""What the mixture of experts holds, moment by moment: read off `model.experts` and `model.dispatch`."""
+"""What the mixture of experts holds, moment by moment: read off `model.moe` and `model.ranks.dispatch`."""
 
 from collections.abc import Iterator
 

@@ -4,9 +4,9 @@ from kernels.differential import cpu as differential
 from kernels.formats import product_quantise
 from kernels.grouped import cpu as gqa
 from kernels.shard import cpu as shard
-from model.cache.shard import TILE
-from model.cache.variants import Full, GroupedCoda, GroupedShard, Variant
 from model.llama.config import LlamaConfig
+from model.variants.choice import Full, GroupedCoda, GroupedShard, Variant
+from model.variants.shard import TILE
 from runtime.plan.ops import F32, TILE_SLACK, Costs
 
 F64 = 8

@@ -14,8 +14,8 @@ import torch
 from kernels.grouped import cpu as gqa
 from kernels.linear import cpu as linear
 from kernels.linear.cpu import _native_bfloat16
-from model.binding import Form
-from model.census import Census
+from model.checkpoint.binding import Form
+from model.checkpoint.census import Census
 from model.llama.config import LlamaConfig
 from model.state import layer_caches
 from runtime.arithmetic import DTYPES, cache_formats

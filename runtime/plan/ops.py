@@ -13,7 +13,7 @@ from kernels.hyper import cpu as hyper
 from kernels.indexer import cpu as indexer
 from kernels.linear import cpu as linear
 from kernels.quantise import cpu as quantise
-from model.binding import Form
+from model.checkpoint.binding import Form
 from runtime.plan import selection
 
 F32, F64, I64 = 4, 8, 8  # bytes
@@ -33,7 +33,7 @@ class Costs(NamedTuple):
     keys: str = "dtype"
     coded: bool = False  # whether some layer's rows are codes, see `kernels.formats.rotation`
     based: bool = False  # whether some layer's entries are coefficients, see `kernels.formats.basis_rows`
-    banked: int = 0  # rows that a layer attends to beside those it selects, see `model.cache.banked_entries`
+    banked: int = 0  # rows that a layer attends to beside those it selects, see `model.variants.banked_entries`
 
     def rms_norm(self, vectors: int, width: int) -> int:
         """`rms_norm` of so many vectors."""

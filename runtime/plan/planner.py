@@ -17,18 +17,18 @@ from kernels.indexer import cpu as indexer
 from kernels.linear import cpu as linear
 from kernels.linear.cpu import _native_bfloat16
 from model.cache.layers import CACHES
-from model.cache.variants import Coda, Shard
-from model.census import Census
+from model.checkpoint.census import Census
 from model.choices import ALL_TO_ALL, AUTO
 from model.config import LayerKind, ModelConfig
-from model.ranks import SPLIT_FROM, Share, evenly, undivided
+from model.ranks.ranks import SPLIT_FROM, Share, evenly, undivided
+from model.variants.choice import Coda, Shard
 from runtime.arithmetic import DTYPES, cache_formats
 from runtime.options import RunOptions
-from runtime.placement import Placement
 from runtime.plan.call import largest, untiled_scores
 from runtime.plan.ops import Costs
 from runtime.plan.sizes import Moment, Sizes, stored_forms
 from runtime.plan.weights import WeightKind, Weights, total, weights
+from runtime.sharding import Placement
 
 # Beside tensors. Of a GPU: CUDA's context, cuBLAS's workspaces, NCCL's buffers, gaps between blocks, and what fused
 # kernels take beyond the cpu ops (256 MiB of index scores, tens of split sums); assumed, not measured. Of a process
@@ -168,7 +168,7 @@ class Planner:
         return max(moments, key=lambda moment: moment.nbytes)
 
     def _tokens(self, count: int) -> Share:
-        """As `model.ranks.Ranks.tokens`; of all ranks the first has the most."""
+        """As `model.ranks.ranks.Ranks.tokens`; of all ranks the first has the most."""
         chosen, ranks = self.options.dispatch, self.placement.size
         split = chosen == ALL_TO_ALL or (chosen == AUTO and count >= SPLIT_FROM * ranks)
         return evenly(count, 0, ranks) if split else undivided(count)

@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from model.binding import Form
-from model.census import Census
+from model.checkpoint.binding import Form
+from model.checkpoint.census import Census
 from model.config import ModelConfig
-from model.ranks import Share, Shares
+from model.ranks.ranks import Share, Shares
 from runtime.plan.ops import F32, Costs
 
 Alive = dict[str, int]  # bytes by what they are

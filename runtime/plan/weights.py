@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Self
 
-from model.binding import Form
-from model.census import Census
+from model.checkpoint.binding import Form
+from model.checkpoint.census import Census
+from model.checkpoint.names import Axis, Parameter, axis
 from model.config import ModelConfig
-from model.names import Axis, Parameter, axis
-from model.ranks import Share
-from runtime.placement import Placement
+from model.ranks.ranks import Share
+from runtime.sharding import Placement
 
 F32, I64 = 4, 8  # bytes
 
@@ -113,7 +113,7 @@ def weights(
     config : ModelConfig
         The architecture.
     census : Census
-        Of a checkpoint, or of `model.published.published_tensors`.
+        Of a checkpoint, or of `model.checkpoint.published.published_tensors`.
     placement : Placement
         Who holds which rows.
     rank : int

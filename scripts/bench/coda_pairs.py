@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from kernels.rope import reference as rope
-from model.cache.coda import CodaCache
-from model.cache.coda_attention import Differential, Tokens, prefill, step
-from model.cache.coda_settings import CodaSettings
+from model.variants.coda import CodaCache
+from model.variants.coda_attention import Differential, Tokens, prefill, step
+from model.variants.coda_settings import CodaSettings
 from scripts.bench.pairs import Pair
 
 PACKAGE = "coda_gqa_l"

@@ -14,7 +14,7 @@ from scripts.flags import add_json, add_model, add_rank_timeout, add_run_options
 from scripts.paths import AUDITS, Fills, Keeps, Reads, Writes
 
 if TYPE_CHECKING:
-    from runtime.watch import Watch
+    from runtime.group.watchdog import Watch
 
 DISPATCH: Final = "dispatch"  # the one that runs on several ranks
 KERNEL_PARTS: Final = (

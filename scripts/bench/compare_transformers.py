@@ -18,7 +18,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from model.config_json import read_json
+from model.checkpoint.config_json import read_json
 from model.errors import ConfigError
 from runtime.output import making
 from scripts.bench import midsize

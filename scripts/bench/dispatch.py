@@ -16,10 +16,10 @@ from rich.table import Table
 
 from model.choices import ALL_REDUCE, ALL_TO_ALL
 from model.errors import ConfigError
-from model.ranks import Group
+from model.ranks.ranks import Group
 from model.transformer import Transformer
-from runtime.group import connected, watched_load
-from runtime.watch import Watch
+from runtime.group.processes import connected, watched_load
+from runtime.group.watchdog import Watch
 from scripts.bench.record import Record
 from scripts.console import Console
 from scripts.flags import run_options

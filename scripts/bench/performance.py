@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from model import strict_json
+from model.checkpoint import strict_json
 from model.errors import ConfigError
 from model.files import read_bounded
 from runtime.output import write_text

@@ -17,7 +17,7 @@ from kernels.rope import reference as rope
 from model.cache.entries import Entries
 from model.cache.full import FullCache
 from model.cache.gqa import Heads
-from model.cache.shard import KvShape, ShardCache, ShardSettings
+from model.variants.shard import KvShape, ShardCache, ShardSettings
 from scripts.bench.pairs import Pair
 
 ON_CPU = torch.device("cpu")

@@ -7,7 +7,7 @@
 import argparse
 from collections.abc import Iterator, Sequence
 
-from model.cache.shard import ShardSettings
+from model.variants.shard import ShardSettings
 from runtime.output import write_text
 from scripts.bench import variant_pairs
 from scripts.bench.pairs import Pair, Timing

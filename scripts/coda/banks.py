@@ -1,4 +1,4 @@
-"""The bounded cache of CoDA-GQA-L with gradients through it: what `model.cache.coda.CodaCache` computes in blocks.
+"""The bounded cache of CoDA-GQA-L with gradients through it: what `model.variants.coda.CodaCache` computes in blocks.
 
 Which token goes to which slot is decided as there, without a gradient: the order of candidates, thresholds, the slot
 that resembles it, the slot that is replaced. What a slot then holds stays in the graph: keys and values of evicted
@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from kernels.differential.reference import combine, noise_query
-from model.cache.coda import CodaCache
-from model.cache.coda_attention import Differential, Tokens
-from model.cache.coda_settings import CodaSettings
+from model.variants.coda import CodaCache
+from model.variants.coda_attention import Differential, Tokens
+from model.variants.coda_settings import CodaSettings
 
 NOWHERE, NEVER = -1e9, -(2**62)
 
@@ -86,7 +86,7 @@ class TrainingCache:
     def attend(self, streams: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend from streams [n, t, H, D] to what is held and, causally, to the block's own k and v [t, K, D].
 
-        The order of a published block (`model.cache.coda_attention`): the whole ring as it was before the block.
+        The order of a published block (`model.variants.coda_attention`): the whole ring as it was before the block.
         """
         keys, values = (torch.cat(parts, 1) for parts in zip(*self._seen(), _rows(k, v), strict=True))  # [K, s, D]
         t = streams.shape[1]
@@ -175,7 +175,7 @@ class TrainingCache:
 
 
 def prefill(cache: TrainingCache, tokens: Tokens, differential: Differential, block: int) -> Tensor:
-    """Attend and write in blocks, as `model.cache.coda_attention.prefill`: [t, H, D]."""
+    """Attend and write in blocks, as `model.variants.coda_attention.prefill`: [t, H, D]."""
     assert tokens.gates is not None
     assert tokens.lam is not None
     out, noise = [], noise_query(tokens.q, differential.cos, differential.sin)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from model.cache.coda_attention import Differential, Tokens
-from model.cache.coda_settings import CodaSettings
+from model.variants.coda_attention import Differential, Tokens
+from model.variants.coda_settings import CodaSettings
 from probes.demo_language.language import Document, needle_document
 from probes.demo_language.prompts import GAP
 from probes.demo_language.vocabulary import PAD
@@ -97,7 +97,7 @@ def documents(length: int, count: int, seed: int) -> list[Document]:
 
 @torch.no_grad()
 def measure(case: Case, length: int, given: list[Document], block: int) -> Line:
-    """Run each document through the cache of inference (`model.cache.coda`) and look at what was thought likely."""
+    """Run each document through the cache of inference (`model.variants.coda`) and look at what was thought likely."""
     losses, answers, right, asked = [], [], [0] * PARTS, [0] * PARTS
     for document in given:
         ids = torch.tensor([document.ids[: len(document.ids) - document.ids.count(PAD)]])

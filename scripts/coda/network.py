@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.differential.reference import combine, noise_query
-from model.cache import coda_attention
-from model.cache.coda import CodaCache
-from model.cache.coda_attention import Differential, Tokens
-from model.cache.coda_settings import CodaSettings
+from model.variants import coda_attention
+from model.variants.coda import CodaCache
+from model.variants.coda_attention import Differential, Tokens
+from model.variants.coda_settings import CodaSettings
 from scripts.coda.banks import TrainingCache, prefill
 from scripts.llama.network import Attention, Network, Rotation, heads
 

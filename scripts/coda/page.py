@@ -48,7 +48,7 @@ first. All are told at least {gaps} before the first question.
 - *phase 2*: after {second_steps} more steps over the bounded cache, with gradients through the banks; also with parts
   of that cache taken away, and over everything.
 
-Every bounded row is computed by the cache of inference (`model/cache/coda.py`), not by the one that trained it.
+Every bounded row is computed by the cache of inference (`model/variants/coda.py`), not by the one that trained it.
 
 ## How it was trained
 

@@ -11,8 +11,8 @@ from typing import Final
 
 import torch
 
-from model.cache.coda_settings import CodaSettings
 from model.errors import ConfigError
+from model.variants.coda_settings import CodaSettings
 from scripts.coda.network import attentions, training_memory
 from scripts.demo.curriculum import Batch, Cell, draw_batch
 from scripts.demo.training import language_loss, learning_rate

@@ -15,10 +15,10 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from model.cache.coda_merge import Kept
-from model.cache.variants import GroupedCoda
 from model.choices import CODED_BITS
 from model.state import State
+from model.variants.choice import GroupedCoda
+from model.variants.coda_merge import Kept
 from probes.demo_language.language import encode, needle_document
 from probes.demo_language.prompts import fact_prompts
 from runtime.generate import prefill

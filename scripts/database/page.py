@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any, Final, NamedTuple
 
-from model.cache.coda_merge import Kept
 from model.choices import CODED_BITS
+from model.variants.coda_merge import Kept
 from scripts.database.measure import (
     ABOUT,
     BOTH,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from model.checkpoint import Checkpoint
+from model.checkpoint.checkpoint import Checkpoint
 from model.errors import ConfigError
 from model.llama.census import HEAD, census, check_tied_head, parameters
 from model.llama.config import LlamaConfig

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from model import strict_json
+from model.checkpoint import strict_json
 from model.errors import ConfigError
 from model.files import read_bounded
 from model.observe.sites import Site

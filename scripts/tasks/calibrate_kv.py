@@ -16,7 +16,7 @@ from runtime.calibrate import fit_layers, samples, with_entries
 from runtime.kv import variants
 from runtime.load import load
 from runtime.options import RunOptions
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 from scripts.calibrate_kv import TOKENS
 from scripts.console import Console
 from scripts.prompts import MAX_TEXT_BYTES

@@ -10,8 +10,8 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from model.census import census
-from model.checkpoint import Checkpoint
+from model.checkpoint.census import census
+from model.checkpoint.checkpoint import Checkpoint
 from model.errors import ConfigError
 from probes.checks import Checks, Difference, Judged, Status
 from probes.console import plain

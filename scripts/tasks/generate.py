@@ -12,25 +12,25 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from rich.table import Table
 
 from model.errors import CapacityError
-from model.ranks import Group
+from model.ranks.ranks import Group
 from model.state import State
 from runtime.decoding import check_graph, decoding
 from runtime.errors import PromptError
 from runtime.generate import Generation, generate
-from runtime.group import connected, watched_load_any
+from runtime.group.processes import connected, watched_load_any
+from runtime.group.watchdog import Watch
 from runtime.load import AnyLoaded
 from runtime.memory import new_state
 from runtime.op_sets import op_set
 from runtime.options import RunOptions, usual
 from runtime.output import write_json
-from runtime.parsing import parse_completion
 from runtime.report import report
 from runtime.sampling import Sampling
-from runtime.segments import THINK_START
 from runtime.statefile import Saved, load_state, read_saved, save_state, saved_position
+from runtime.text.parsing import parse_completion
+from runtime.text.segments import THINK_START
+from runtime.text.tokenizer import StreamDecoder, Tokenizer
 from runtime.threads import set_threads
-from runtime.tokenizer import StreamDecoder, Tokenizer
-from runtime.watch import Watch
 from scripts.console import Console, summary, visible
 from scripts.flags import run_options
 from scripts.prompts import Prompt

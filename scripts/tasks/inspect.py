@@ -11,11 +11,11 @@ from typing import Any
 
 from rich.table import Table
 
-from model import strict_json
 from model.architectures import Config
-from model.binding import Stored
-from model.census import Census, Tally, census
-from model.checkpoint import Checkpoint
+from model.checkpoint import strict_json
+from model.checkpoint.binding import Stored
+from model.checkpoint.census import Census, Tally, census
+from model.checkpoint.checkpoint import Checkpoint
 from model.config import LayerKind, ModelConfig
 from model.errors import CheckpointError, quoted
 from model.files import regular_file_size

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 import torch
 from rich.progress import track
 
-from model.ranks import Group
-from runtime.group import connected, leads, watched_load_any
+from model.ranks.ranks import Group
+from runtime.group.processes import connected, leads, watched_load_any
+from runtime.group.watchdog import Watch
 from runtime.load import read_any_config
 from runtime.memory import new_state
 from runtime.op_sets import op_set
 from runtime.options import usual
 from runtime.output import reserved
 from runtime.threads import set_threads
-from runtime.watch import Watch
 from scripts.console import Console
 from scripts.flags import run_options
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from model.binding import Stored
+from model.checkpoint.binding import Stored
+from model.checkpoint.config_json import read_json
+from model.checkpoint.published import published_tensors
 from model.config import ModelConfig
-from model.config_json import read_json
 from model.errors import CapacityError, ConfigError
-from model.published import published_tensors
 from runtime.output import making, write_json
 from scripts.console import Console
 from scripts.make.selection import chosen_layers, shortened, stored_forms

@@ -23,7 +23,6 @@ from runtime.options import RunOptions
 from runtime.output import write_json
 from runtime.quantised_state import coded_bits, load_any_state, quantise_state, read_any_saved
 from runtime.sampling import Sampling
-from runtime.segments import Text
 from runtime.statefile import (
     Saved,
     forms,
@@ -34,8 +33,9 @@ from runtime.statefile import (
     saved_options,
     saved_position,
 )
+from runtime.text.segments import Text
+from runtime.text.tokenizer import StreamDecoder, Tokenizer
 from runtime.threads import set_threads
-from runtime.tokenizer import StreamDecoder, Tokenizer
 from scripts.console import Console
 from scripts.flags import run_options
 from scripts.prompts import read_prompt

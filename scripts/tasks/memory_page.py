@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from model.checkpoint.config_json import MAX_CONFIG_BYTES
 from model.config import LayerKind
-from model.config_json import MAX_CONFIG_BYTES
 from model.errors import ConfigError
 from model.files import read_bounded
 from probes import svg

@@ -10,19 +10,19 @@ import torch
 from rich.table import Table
 
 from model.architectures import Config
-from model.census import Census, census
-from model.checkpoint import Checkpoint
+from model.checkpoint.census import Census, census
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.config_json import read_json
+from model.checkpoint.published import Experts, published_tensors
 from model.config import ModelConfig
-from model.config_json import read_json
 from model.errors import CapacityError, ConfigError
 from model.llama.config import LlamaConfig
-from model.published import Experts, published_tensors
 from runtime.kv import variants
 from runtime.memory import machine_memory
 from runtime.options import DEMO, RunOptions, check_options
 from runtime.output import write_json
-from runtime.placement import place
 from runtime.plan.planner import Plan, Planner
+from runtime.sharding import place
 from scripts.console import Console
 from scripts.flags import run_options
 from scripts.plan import EXPERTS

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from model.binding import Form
-from model.census import Census
-from model.checkpoint import Checkpoint
+from model.checkpoint.binding import Form
+from model.checkpoint.census import Census
+from model.checkpoint.checkpoint import Checkpoint
 from model.errors import CapacityError, ConfigError
 from model.llama.adapters import check_adapters
 from model.llama.census import census, parameters

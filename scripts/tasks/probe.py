@@ -11,7 +11,7 @@ from rich.text import Text
 
 from model.errors import ConfigError
 from model.files import read_text
-from model.ranks import Group
+from model.ranks.ranks import Group
 from probes import console as shown
 from probes import markdown
 from probes.catalogue import FULL, QUICK
@@ -19,10 +19,10 @@ from probes.faults import FAULTS
 from probes.probe import Probe, Run, attempt, unmet
 from probes.subject import Subject
 from runtime.errors import PromptError
-from runtime.group import connected
+from runtime.group.processes import connected
+from runtime.group.watchdog import Watch
 from runtime.op_sets import op_set
 from runtime.options import DEMO, RunOptions, usual
-from runtime.watch import Watch
 from scripts.console import Console
 from scripts.flags import run_options
 from scripts.paths import AUDITS, fillable, told

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from model.cache.coda_settings import CodaSettings
-from model.checkpoint import Checkpoint
-from model.decode import fingerprint
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.weights import fingerprint
 from model.errors import CapacityError, ConfigError
+from model.variants.coda_settings import CodaSettings
 from probes.demo_language.vocabulary import vocabulary_size
 from runtime.output import write_json, write_text
 from runtime.report import commit

@@ -9,9 +9,9 @@ import torch
 
 from kernels.ops import CPU
 from model.architectures import Config, Model
-from model.cache.grouped import ShardLayer
 from model.llama.transformer import LlamaTransformer
 from model.state import State
+from model.variants.grouped import ShardLayer
 from runtime.load import load_any
 from runtime.options import RunOptions
 

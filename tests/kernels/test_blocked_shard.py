@@ -10,7 +10,7 @@ from kernels.quantise.reference import hadamard
 from kernels.rope import reference as rope
 from kernels.shard import cpu as shard
 from kernels.shard.reference import rotated_values, turn
-from model.cache.shard import causal
+from model.variants.shard import causal
 from tests.peak_memory import peak_bytes
 
 ON_CPU = torch.device("cpu")

@@ -12,8 +12,8 @@ from kernels.experts.reference import experts as reference
 from kernels.experts.triton import experts
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, member, stack
 from kernels.ops import REFERENCE
-from model import dispatch
 from model.arithmetic import Arithmetic
+from model.ranks import dispatch
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 LIMIT = 300.0

@@ -9,8 +9,8 @@ import torch
 
 from kernels.formats.stored import Slots
 from kernels.ops import CPU, REFERENCE
-from model.cache.banked_entries import HIT, NOVEL, BankedEntries, NewestKeys, newest_rows
-from model.cache.variants import Coda
+from model.variants.banked_entries import HIT, NOVEL, BankedEntries, NewestKeys, newest_rows
+from model.variants.choice import Coda
 from probes.subject import Subject
 from runtime.load import load
 from runtime.options import DEMO, RunOptions

@@ -8,10 +8,10 @@ import torch
 
 from kernels.formats import basis_fit, basis_rows, rows
 from kernels.formats.basis_fit import Loss
-from model.cache.variants import Shard
 from model.errors import Tripwire
 from model.observe import invariants, sites
 from model.observe.observer import listening
+from model.variants.choice import Shard
 from probes.subject import Subject
 from runtime import calibrate
 from runtime.basis import write_basis

@@ -10,8 +10,8 @@ from kernels.formats import eigenbasis, qjl, rotation
 from kernels.ops import CPU
 from kernels.rope import reference as rope
 from kernels.shard.cpu import middle_keys, middle_values
-from model.cache.shard import KvShape, ShardCache, ShardSettings, causal
 from model.errors import CapacityError, ConfigError, Tripwire
+from model.variants.shard import KvShape, ShardCache, ShardSettings, causal
 
 ON_CPU, META = torch.device("cpu"), torch.device("meta")
 HEADS, QUERY_HEADS, D = 2, 4, 16

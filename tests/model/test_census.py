@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model import names
-from model.binding import Form
-from model.census import census
-from model.checkpoint import Checkpoint
+from model.checkpoint import names
+from model.checkpoint.binding import Form
+from model.checkpoint.census import census
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.names import Role, parameters, translate
+from model.checkpoint.weights import bind
 from model.config import ModelConfig
-from model.decode import bind
 from model.errors import CheckpointError
-from model.names import Role, parameters, translate
 from tests.make_checkpoint import make_tensors, micro_config, tiny_config, write_checkpoint, write_tensors
 
 CONFIGS = Path(__file__).parent / "data" / "configs"

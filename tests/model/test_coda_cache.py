@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention
 
-from model.cache.coda import CodaCache
-from model.cache.coda_attention import Tokens, attend, prefill
-from model.cache.coda_settings import CodaSettings
 from model.errors import ConfigError, StateError
+from model.variants.coda import CodaCache
+from model.variants.coda_attention import Tokens, attend, prefill
+from model.variants.coda_settings import CodaSettings
 from tests.coda_cases import (
     CPU,
     GROUPS,

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kernels.rope import reference as rope
-from model.cache.coda_attention import prefill
-from model.cache.coda_settings import CodaSettings
+from model.variants.coda_attention import prefill
+from model.variants.coda_settings import CodaSettings
 from tests.coda_cases import (
     CPU,
     ETA,

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.cache.coda import CodaCache
-from model.cache.coda_attention import attend
-from model.cache.coda_settings import CodaSettings
+from model.variants.coda import CodaCache
+from model.variants.coda_attention import attend
+from model.variants.coda_settings import CodaSettings
 from tests.coda_package import CPU, OUTPUTS, Both, close, configuration, run, stream
 
 SEEDS = range(36)

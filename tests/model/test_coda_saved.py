@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from model.cache.banked_entries import BankedEntries, NewestKeys
-from model.cache.coda import CodaCache
-from model.cache.coda_settings import CodaSettings
-from model.cache.variants import Coda
 from model.errors import StateError
+from model.variants.banked_entries import BankedEntries, NewestKeys
+from model.variants.choice import Coda
+from model.variants.coda import CodaCache
+from model.variants.coda_settings import CodaSettings
 
 CPU, W, EXACT, SUMMARY = torch.device("cpu"), 6, 5, 4
 SIZES = {"window": W, "exact": EXACT, "summary": SUMMARY, "rope": "half"}

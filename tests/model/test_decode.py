@@ -10,12 +10,12 @@ import torch
 
 from kernels.formats.reference import decode, e2m1, e8m0
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, nbytes
-from model.census import census
-from model.checkpoint import Checkpoint
+from model.checkpoint.census import census
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.names import parameters
+from model.checkpoint.weights import bind, fingerprint, is_not_negative, is_positive, is_power_of_two
 from model.config import ModelConfig
-from model.decode import bind, fingerprint, is_not_negative, is_positive, is_power_of_two
 from model.errors import CheckpointError
-from model.names import parameters
 from tests.make_checkpoint import FORMATS, make_tensors, micro_config, random_values, write_checkpoint, write_tensors
 
 # The formats as integers and exact fractions, from their definitions; NaN is None.
@@ -329,8 +329,8 @@ def test_fingerprint_is_stable_and_follows_content(checkpoints, tmp_path):
 
 
 def test_fingerprint_of_a_large_checkpoint_reads_the_ends_of_each_tensor(checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr("model.decode.HASHED_WHOLE", 0)
-    monkeypatch.setattr("model.decode.HASHED_END", 16)
+    monkeypatch.setattr("model.checkpoint.weights.HASHED_WHOLE", 0)
+    monkeypatch.setattr("model.checkpoint.weights.HASHED_END", 16)
     before = fingerprint(Checkpoint.open(checkpoints / "official"))
     seen = {}
     for place in (0, 15, 16, -17, -16, -1):

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.checkpoint import INDEX, SINGLE, Checkpoint
+from model.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint
 from model.errors import CheckpointError
 from scripts.cli import run
 from scripts.inspect import main

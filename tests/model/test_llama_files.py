@@ -12,7 +12,7 @@ from model.architectures import config_from_file
 from model.errors import CapacityError, CheckpointError, ConfigError
 from model.llama.census import census, parameters
 from model.llama.config import LlamaConfig
-from model.ranks import Group
+from model.ranks.ranks import Group
 from runtime.load import load_any
 from runtime.options import RunOptions
 from tests.llama_configs import LLAMA_2_7B, LLAMA_3_1_8B, LLAMA_3_2_1B, MISTRAL_7B_V1, SMOLLM2_135M

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from kernels.ops import CPU
-from model.cache.coda import CodaCache
-from model.cache.coda_attention import Tokens, prefill
-from model.cache.coda_settings import CodaSettings
 from model.cache.full import FullCache
 from model.cache.gqa import Heads
-from model.cache.grouped import CodaLayer, ShardLayer, shard_settings
-from model.cache.shard import KvShape
-from model.cache.variants import GroupedCoda, GroupedShard
+from model.variants.choice import GroupedCoda, GroupedShard
+from model.variants.coda import CodaCache
+from model.variants.coda_attention import Tokens, prefill
+from model.variants.coda_settings import CodaSettings
+from model.variants.grouped import CodaLayer, ShardLayer, shard_settings
+from model.variants.shard import KvShape
 from runtime.load import load_any
 from runtime.options import RunOptions
 from tests.llama_model import LLAMA3, oracle

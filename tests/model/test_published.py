@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from model.binding import Form
-from model.census import census
+from model.checkpoint.binding import Form
+from model.checkpoint.census import census
+from model.checkpoint.header import ITEM_BYTES
+from model.checkpoint.published import published_tensors
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
-from model.published import published_tensors
-from model.safetensors_header import ITEM_BYTES
 from tests.make_checkpoint import tiny_config
 
 CONFIGS = Path(__file__).parent / "data" / "configs"

@@ -5,10 +5,10 @@ import functools
 import pytest
 import torch
 
-from model import dispatch
 from model.choices import ALL_REDUCE, ALL_TO_ALL, AUTO
 from model.errors import RankDisagreement, Tripwire
-from model.ranks import ALONE, Partial, Ranks, Shares, evenly, undivided
+from model.ranks import dispatch
+from model.ranks.ranks import ALONE, Partial, Ranks, Shares, evenly, undivided
 from tests import gloo
 
 EXPERTS, HIDDEN, K = 6, 8, 3

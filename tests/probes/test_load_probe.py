@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.binding import Binding, Form, Slice
-from model.gate import Gate
+from model.checkpoint.binding import Binding, Form, Slice
+from model.moe import Gate
 from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Verdict

@@ -8,11 +8,11 @@ import torch
 
 from kernels.formats.reference import decode
 from kernels.ops import REFERENCE
-from model.census import census
-from model.checkpoint import Checkpoint
-from model.decode import bind
+from model.checkpoint.census import census
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.names import Role, translate
+from model.checkpoint.weights import bind
 from model.errors import CheckpointError
-from model.names import Role, translate
 from model.observe import sites
 from model.observe.observer import observed
 from probes.faults import FAULTS

@@ -1,7 +1,7 @@
 import pytest
 
 from kernels.ops import CPU
-from model.ranks import Group
+from model.ranks.ranks import Group
 from probes.faults import FAULTS
 from probes.finding import Verdict
 from probes.probe import run_probe, silent

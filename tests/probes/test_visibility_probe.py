@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from model.config import LayerKind
-from model.gate import HashGate
+from model.moe import HashGate
 from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import Verdict

@@ -14,12 +14,12 @@ from torch import Tensor
 from kernels.formats.stored import Dense
 from kernels.ops import CPU
 from kernels.triton_ops import TRITON
-from model.cache.variants import Coda
 from model.errors import CapacityError, ConfigError, Tripwire
 from model.observe import sites
 from model.observe.observer import listening
 from model.state import State
 from model.transformer import Transformer
+from model.variants.choice import Coda
 from runtime.graph import Step, refusal
 from runtime.load import load
 from runtime.options import RunOptions

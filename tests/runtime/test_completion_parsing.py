@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.encoding import encode_messages
 from runtime.errors import PromptError
-from runtime.messages import check_messages, load_messages
-from runtime.parsing import parse_completion
-from runtime.segments import (
+from runtime.text.encoding import encode_messages
+from runtime.text.messages import check_messages, load_messages
+from runtime.text.parsing import parse_completion
+from runtime.text.segments import (
     ASSISTANT,
     CONTROLS,
     EOS,

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from model.cache.variants import Coda, Full, GroupedCoda, GroupedShard, Shard
 from model.config import ModelConfig
 from model.errors import ConfigError
 from model.llama.config import LlamaConfig
+from model.variants.choice import Coda, Full, GroupedCoda, GroupedShard, Shard
 from runtime.kv import variants
 from scripts.cli import run
 from scripts.generate import main

@@ -6,11 +6,11 @@ from safetensors.torch import save_file
 
 from kernels.ops import CPU
 from model.cache.gqa import Heads
-from model.cache.grouped import CodaLayer, ShardLayer
-from model.cache.shard import KvShape
-from model.cache.variants import GroupedCoda, GroupedShard
 from model.errors import CapacityError
 from model.llama.adapters import shapes
+from model.variants.choice import GroupedCoda, GroupedShard
+from model.variants.grouped import CodaLayer, ShardLayer
+from model.variants.shard import KvShape
 from runtime import memory
 from runtime.arithmetic import DTYPES
 from runtime.load import load_any

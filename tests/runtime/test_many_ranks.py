@@ -13,11 +13,11 @@ from model.config import ModelConfig
 from model.errors import ConfigError
 from model.observe import sites
 from model.observe.observer import listening
-from model.ranks import ALONE, Group
+from model.ranks.ranks import ALONE, Group
 from probes.demo_language.prompts import needle_prompts
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
-from runtime.placement import place
+from runtime.sharding import place
 from tests import gloo
 from tests.exact_ops import EXACT
 from tests.make_checkpoint import tiny_config, write_checkpoint

@@ -8,22 +8,22 @@ import pytest
 import torch
 
 from kernels.ops import CPU
-from model.census import census
-from model.checkpoint import Checkpoint
+from model.checkpoint.census import census
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.published import published_tensors
+from model.checkpoint.weights import bind
 from model.config import LayerKind, ModelConfig
-from model.decode import bind
 from model.errors import CapacityError
-from model.published import published_tensors
-from model.ranks import Group, Ranks
+from model.ranks.ranks import Group, Ranks
 from model.transformer import Transformer
 from runtime import memory
 from runtime.arithmetic import arithmetic
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
-from runtime.placement import place
 from runtime.plan.held import held_caches, held_weights
 from runtime.plan.planner import RESERVE, Planner
 from runtime.plan.weights import WeightKind, total, weights
+from runtime.sharding import place
 from tests.make_checkpoint import FORMATS, make_tensors, tiny_config, write_checkpoint, write_tensors
 
 CONFIGS = Path(__file__).parents[1] / "model" / "data" / "configs"

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kernels.indexer import cpu as indexer
-from model.ranks import evenly, undivided
+from model.ranks.ranks import evenly, undivided
 from probes.memory.peak import _noise_up_to
 from runtime.load import load
 from runtime.options import DEMO, RunOptions

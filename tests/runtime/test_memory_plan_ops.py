@@ -12,8 +12,8 @@ from kernels.indexer import cpu as indexer
 from kernels.indexer.bound import native
 from kernels.linear.cpu import _native_bfloat16
 from kernels.ops import CPU
-from model.binding import Form
 from model.cache.formats import CacheFormats
+from model.checkpoint.binding import Form
 from runtime.plan import selection
 from runtime.plan.ops import Costs
 from tests.peak_memory import peak_bytes

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kernels.rope.reference import angles, frequencies, rotate_halves
-from model.cache.coda import CodaCache
-from model.cache.coda_merge import merge_caches
-from model.cache.coda_settings import CodaSettings
 from model.errors import StateError
+from model.variants.coda import CodaCache
+from model.variants.coda_merge import merge_caches
+from model.variants.coda_settings import CodaSettings
 from runtime.generate import prefill
 from runtime.load import load, load_any
 from runtime.merge import merge, mergeable

@@ -3,14 +3,14 @@ from pathlib import Path
 
 import pytest
 
-from model.census import census
-from model.checkpoint import Checkpoint
+from model.checkpoint.census import census
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.names import Axis, axis, parameters
+from model.checkpoint.weights import bind
 from model.config import ModelConfig
-from model.decode import bind
 from model.errors import ConfigError
-from model.names import Axis, axis, parameters
 from runtime.options import DEMO
-from runtime.placement import place
+from runtime.sharding import place
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "model" / "data" / "configs"

@@ -2,7 +2,20 @@
 
 import pytest
 
-from runtime.sight import DEAD, DONE, FAILED, GONE, LOADING, LOADS, LONGEST, RUNNING, TERMINATED, Beat, Sight, verdict
+from runtime.group.failures import (
+    DEAD,
+    DONE,
+    FAILED,
+    GONE,
+    LOADING,
+    LOADS,
+    LONGEST,
+    RUNNING,
+    TERMINATED,
+    Beat,
+    Sight,
+    verdict,
+)
 
 TIMEOUT = 60.0
 

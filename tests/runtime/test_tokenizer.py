@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from runtime.encoding import encode_messages
 from runtime.errors import PromptError
-from runtime.messages import check_messages, user_message
-from runtime.segments import ASSISTANT, BOS, CONTROLS, THINK_END, USER, Control, Text, render
-from runtime.tokenizer import StreamDecoder, Tokenizer
+from runtime.text.encoding import encode_messages
+from runtime.text.messages import check_messages, user_message
+from runtime.text.segments import ASSISTANT, BOS, CONTROLS, THINK_END, USER, Control, Text, render
+from runtime.text.tokenizer import StreamDecoder, Tokenizer
 
 VOCAB_SIZE = 1024
 CORPUS = [

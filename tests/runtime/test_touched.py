@@ -9,7 +9,7 @@ import torch
 
 from runtime.load import load
 from runtime.options import RunOptions
-from runtime.touched import touched_bytes
+from runtime.resident import touched_bytes
 from tests.gloo import run
 from tests.make_checkpoint import tiny_config, write_checkpoint
 

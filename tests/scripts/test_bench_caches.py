@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.shard import cpu as shard
-from model.cache.shard import ShardSettings
+from model.variants.shard import ShardSettings
 from scripts.bench import coda_pairs, compare_coda, speed_page, variant_pairs, variants
 from scripts.bench.coda_pairs import CodaLayer
 from scripts.bench.command import main

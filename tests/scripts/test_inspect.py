@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint import Checkpoint
+from model.checkpoint.checkpoint import Checkpoint
 from model.config import ModelConfig
 from model.errors import CapacityError, CheckpointError, ConfigError, StateError
 from runtime.errors import PromptError

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from model.errors import ConfigError
-from runtime.store import Launch
+from runtime.group.store import Launch
 from scripts.cli import run_alone
 from scripts.launch import launched
 

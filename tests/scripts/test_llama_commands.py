@@ -14,7 +14,7 @@ from model.llama.adapters import shapes
 from runtime.errors import PromptError
 from runtime.generate import prefill
 from runtime.statefile import load_state, save_state
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 from scripts import generate, inspect, logits, plan
 from scripts.cli import run
 from tests.llama_configs import LLAMA_3_1_8B

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from model.binding import Form
-from model.census import census
-from model.checkpoint import INDEX, Checkpoint
+from model.checkpoint.binding import Form
+from model.checkpoint.census import census
+from model.checkpoint.checkpoint import INDEX, Checkpoint
+from model.checkpoint.published import published_tensors
 from model.config import LayerKind, ModelConfig
-from model.published import published_tensors
 from runtime.load import load
 from runtime.options import RunOptions
 from scripts import inspect, make_checkpoint

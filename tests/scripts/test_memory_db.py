@@ -20,7 +20,7 @@ from runtime.merge import merge, mergeable
 from runtime.options import DEMO, RunOptions
 from runtime.quantised_state import load_any_state
 from runtime.statefile import load_state, read_file, write_file
-from runtime.tokenizer import Tokenizer
+from runtime.text.tokenizer import Tokenizer
 from scripts import generate, memory_db
 from scripts.cli import run
 from tests.llama_model import oracle, write_tokenizer

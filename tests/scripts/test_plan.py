@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from model.checkpoint.header import ITEM_BYTES
+from model.checkpoint.published import published_tensors
 from model.config import ModelConfig
-from model.published import published_tensors
-from model.safetensors_header import ITEM_BYTES
 from runtime import load as loading
 from runtime import memory
 from runtime.options import DEMO

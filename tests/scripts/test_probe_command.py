@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from model.errors import CheckpointError
-from model.ranks import Group
+from model.ranks.ranks import Group
 from probes.fault import Fault
 from probes.faults import FAULTS
 from probes.finding import broken as broken_finding

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from runtime.sight import RUNNING
+from runtime.group.failures import RUNNING
 from scripts import generate, logits
 from tests.by_hand import ROOT, ByHand
 

@@ -8,8 +8,8 @@ import tokenizers
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from runtime.segments import Text
-from runtime.tokenizer import Tokenizer
+from runtime.text.segments import Text
+from runtime.text.tokenizer import Tokenizer
 from scripts import generate, memory_db
 from scripts.cli import run
 from tests.llama_model import oracle

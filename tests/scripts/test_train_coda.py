@@ -13,9 +13,9 @@ from torch.autograd import gradcheck
 from torch.nn.functional import pad
 from torch.utils.checkpoint import CheckpointError
 
-from model.cache import coda_attention
-from model.cache.coda_settings import CodaSettings
 from model.llama.config import LlamaConfig
+from model.variants import coda_attention
+from model.variants.coda_settings import CodaSettings
 from probes.demo_language.language import VALUE_AT
 from probes.demo_language.vocabulary import PAD
 from runtime.load import load_any

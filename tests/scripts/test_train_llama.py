@@ -17,8 +17,8 @@ from probes.demo_language.prompts import Prompt, fact_prompts
 from probes.demo_language.vocabulary import BOS
 from runtime.load import load_any
 from runtime.options import RunOptions
-from runtime.segments import Text
-from runtime.tokenizer import Tokenizer
+from runtime.text.segments import Text
+from runtime.text.tokenizer import Tokenizer
 from scripts import train_llama
 from scripts.demo.curriculum import Cell, draw_batch
 from scripts.llama import measure

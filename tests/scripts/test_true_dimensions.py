@@ -20,7 +20,7 @@ from torch.nn.functional import embedding, linear, softplus
 from transformers import AutoConfig, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
-from model.names import Role, translate
+from model.checkpoint.names import Role, translate
 from runtime.report import peak_memory
 from scripts import compare, logits, make_checkpoint
 from tests.exporter import exporter

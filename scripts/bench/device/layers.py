@@ -12,14 +12,14 @@ from kernels.ops import Ops
 from model.block import Block
 from model.cache.layers import CACHES
 from model.call import Call
+from model.checkpoint.names import parameters
+from model.checkpoint.weights import Weights
 from model.config import ModelConfig
-from model.decode import Weights
-from model.names import parameters
-from model.ranks import ALONE, Ranks
+from model.ranks.ranks import ALONE, Ranks
 from model.rope import Rotation, layer_frequencies
 from runtime.arithmetic import arithmetic
 from runtime.options import RunOptions
-from runtime.placement import place
+from runtime.sharding import place
 from scripts.bench.device import counts
 from scripts.bench.device.counts import Cost
 from scripts.bench.device.draw import E4M3, E8M0, Draw

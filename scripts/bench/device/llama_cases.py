@@ -14,8 +14,8 @@ from kernels.formats.stored import CodebookValues, EigenKeys, RotatedRows
 from kernels.rope import reference as rope_reference
 from kernels.shard import cpu as shard_cpu
 from kernels.shard import triton as shard
-from model.cache.coda import CodaCache
-from model.cache.coda_settings import CodaSettings
+from model.variants.coda import CodaCache
+from model.variants.coda_settings import CodaSettings
 from scripts.bench.device import counts
 from scripts.bench.device.case import Call, Case, Target, Tolerance
 from scripts.bench.device.draw import Draw
@@ -112,8 +112,8 @@ def scans() -> Iterator[Case]:
     for n in (1, 64):
         cost = counts.evictions(n, KV, D, EXACT, SUMMARY)
         yield Case(
-            "banks", f"{n} evicted", cost, _scan(n), f"decisions alike; rows {MOVED}", "model.cache.coda, step by step",
-            Target(us=8.0 * n), n == 1,
+            "banks", f"{n} evicted", cost, _scan(n), f"decisions alike; rows {MOVED}",
+            "model.variants.coda, step by step", Target(us=8.0 * n), n == 1,
         )  # fmt: skip
 
 

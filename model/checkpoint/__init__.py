@@ -1,0 +1,1 @@
+"""A checkpoint's files: headers, names, census, what is stored, config.json."""

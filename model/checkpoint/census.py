@@ -1,0 +1,279 @@
+"""Every stored tensor is bound to one parameter or ignored for a reason, and every parameter is filled; else an error.
+
+The census needs names, dtypes and shapes only, so it runs on a bare list of them as well as on an opened checkpoint.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from model.checkpoint.binding import Binding, Form, Slice, Source, Stored, Wrong, bind_parameter
+from model.checkpoint.header import ITEM_BYTES
+from model.checkpoint.mtp import REASON, Drafting, drafting, stage_and_rest
+from model.checkpoint.names import (
+    INPUT_SCALE_REASON,
+    Meaning,
+    Parameter,
+    Role,
+    expert_name,
+    ignored,
+    parameters,
+    translate,
+)
+from model.config import ModelConfig
+from model.errors import CheckpointError, quoted
+
+NAMES_IN_MESSAGE: Final = 20  # of each kind of fault; the count says how many there are
+
+
+@dataclass(slots=True)
+class Tally:
+    """A count of tensors."""
+
+    tensors: int = 0
+    elements: int = 0
+    nbytes: int = 0
+
+    def add(self, elements: int, nbytes: int) -> None:
+        """Count one more."""
+        self.tensors += 1
+        self.elements += elements
+        self.nbytes += nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Census:
+    """What a checkpoint holds, all of it accounted for."""
+
+    tensors: int  # stored, ignored ones included
+    nbytes: int  # of their data
+    weights: int  # single numbers in all parameters, FP4's counted one by one, scales not counted
+    bindings: Mapping[str, Binding]  # by parameter, official name
+    demanded: Mapping[str, Parameter]  # the same keys: shape and kind
+    ignored: Mapping[str, str]  # stored name -> reason
+    by_dtype: Mapping[str, Tally]  # stored tensors and stored elements
+    by_kind: Mapping[str, Tally]  # the same tensors as matrix, bf16, f32, i64, scale, ignored
+    by_form: Mapping[Form, Tally]  # parameters, their weights, and their bytes with scales
+    mtp_stages: int  # drafting stages; they are ignored
+    mtp_head: str | None  # "preview MTP" or "DSpark"
+    absent: Mapping[str, str]  # parameter -> stored name, of those that are not bound since their file is not there
+
+
+@dataclass(slots=True)
+class Faults:
+    """Everything that is wrong, by kind, so that one message tells all of it."""
+
+    groups: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, kind: str, text: str) -> None:
+        """Note one more."""
+        self.groups.setdefault(kind, []).append(text)
+
+    def check(self, where: str) -> None:
+        """Raise CheckpointError for all that was noted, a line for each kind; nothing where nothing was."""
+        lines = [
+            f"{kind} ({len(texts)}): {'; '.join(texts[:NAMES_IN_MESSAGE])}{'; ...' * (len(texts) > NAMES_IN_MESSAGE)}"
+            for kind, texts in self.groups.items()
+        ]
+        if lines:
+            raise CheckpointError((f"{where}: " if where else "") + "\n".join(lines))
+
+
+def census(tensors: Mapping[str, Stored], config: ModelConfig, where: str = "", absent: Collection[str] = ()) -> Census:
+    """Account for every tensor of a checkpoint.
+
+    Parameters
+    ----------
+    tensors : Mapping[str, tuple[str, Sequence[int]]]
+        Stored name -> dtype as safetensors writes it, and shape.
+    config : ModelConfig
+        What the checkpoint must fill.
+    where : str
+        What messages call the checkpoint, usually its path; may be empty.
+    absent : Collection[str]
+        Stored names that an index has for files that are not there: each must be a parameter's too, which then is not
+        bound.
+
+    Raises
+    ------
+    CheckpointError
+        With one line for each kind of fault (unknown name, missing, duplicate, misshapen, wrong type, scales, drafting
+        head), the number of its tensors, and the first of their names.
+    """
+    demanded = parameters(config)
+    faults = Faults()
+    skipped: dict[str, str] = {}
+    head = _skip_drafting([*tensors, *absent], config, faults, skipped)
+    sources = _sort(tensors, demanded, config, faults, skipped)
+    elsewhere = _elsewhere(absent, sources, demanded, config, faults, skipped)
+    bindings: dict[str, Binding] = {}
+    for name, parameter in demanded.items():
+        if name in elsewhere:
+            continue
+        try:
+            bindings[name] = bind_parameter(name, parameter, sources.get(name, {}), tensors)
+        except Wrong as wrong:
+            faults.add(wrong.kind, wrong.text)
+    _skip_input_scales(sources, bindings, faults, skipped)
+    faults.check(where)
+    return count(tensors, demanded, bindings, skipped, head, elsewhere)
+
+
+def _skip_drafting(tensors: Iterable[str], config: ModelConfig, faults: Faults, skipped: dict[str, str]) -> Drafting:
+    """The `mtp.*` tensors are ignored, provided that they are a drafting head's."""
+    names = {stored: place for stored in tensors if (place := stage_and_rest(stored))}
+    head = drafting(names, config)
+    for stored in names:
+        if stored in head.unexpected:
+            faults.add("unknown name", quoted(stored))
+        skipped[stored] = REASON
+    if head.fault:
+        faults.add("drafting head", head.fault)
+    return head
+
+
+def _sort(
+    tensors: Mapping[str, Stored],
+    demanded: Mapping[str, Parameter],
+    config: ModelConfig,
+    faults: Faults,
+    skipped: dict[str, str],
+) -> dict[str, dict[Role, Source]]:
+    """Each stored tensor to its parameter and role; what has none is ignored for a reason or a fault."""
+    sources: dict[str, dict[Role, Source]] = {}
+    for stored, (dtype, shape) in tensors.items():
+        if dtype not in ITEM_BYTES:
+            faults.add("unknown dtype", f"{quoted(stored)} is {quoted(dtype)}")
+            continue
+        if stored in skipped:
+            continue
+        if reason := ignored(stored, config):
+            skipped[stored] = reason
+            continue
+        readings = _readings(stored, shape, translate(stored), config, faults)
+        for meaning, part in readings:
+            if meaning.parameter not in demanded:
+                faults.add("not in this architecture", quoted(stored))
+                break
+            roles = sources.setdefault(meaning.parameter, {})
+            if meaning.role in roles:
+                faults.add("duplicate", f"{quoted(stored)} and {quoted(roles[meaning.role].name)}")
+            roles[meaning.role] = Source(stored, part)
+    return sources
+
+
+def _elsewhere(
+    absent: Collection[str],
+    sources: Mapping[str, Mapping[Role, Source]],
+    demanded: Mapping[str, Parameter],
+    config: ModelConfig,
+    faults: Faults,
+    skipped: Mapping[str, str],
+) -> dict[str, str]:
+    """Parameters that an absent tensor belongs to, and its stored name."""
+    found: dict[str, str] = {}
+    taken: dict[tuple[str, Role], str] = {}
+    for stored in absent:
+        if stored in skipped or ignored(stored, config):
+            continue
+        for meaning, _ in _readings(stored, None, translate(stored), config, faults):
+            if meaning.parameter not in demanded:
+                faults.add("not in this architecture", quoted(stored))
+                break
+            held = sources.get(meaning.parameter, {}).get(meaning.role)
+            other = held.name if held else taken.get((meaning.parameter, meaning.role))
+            if other is not None:
+                faults.add("duplicate", f"{quoted(stored)} and {quoted(other)}")
+            taken[meaning.parameter, meaning.role] = stored
+            found.setdefault(meaning.parameter, stored)
+    return found
+
+
+def _readings(
+    stored: str, shape: Sequence[int] | None, meaning: Meaning | None, config: ModelConfig, faults: Faults
+) -> list[tuple[Meaning, Slice | None]]:
+    """The parameters that a stored tensor holds: one, or all experts of a layer where it is a stack.
+
+    The shape of one that is not there is not known: None.
+    """
+    if meaning is None:
+        faults.add("unknown name", quoted(stored))
+        return []
+    if meaning.role not in (Role.STACKED_GATE_UP, Role.STACKED_DOWN):
+        return [(meaning, None)]
+    layer = meaning.parameter.split(".")[1]
+    E, D, I = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+    gate_up = meaning.role is Role.STACKED_GATE_UP
+    want = (E, 2 * I, D) if gate_up else (E, D, I)
+    if shape is not None and tuple(shape) != want:
+        # still bound to its parameters, or each of them would be called missing too
+        faults.add("misshapen", f"{quoted(stored)} is {list(shape)}, want {list(want)}")
+    parts = (("w1", 0, I), ("w3", I, 2 * I)) if gate_up else (("w2", 0, D),)
+    return [
+        (Meaning(expert_name(layer, expert, part), Role.WEIGHT), Slice(expert, start, stop))
+        for expert in range(E)
+        for part, start, stop in parts
+    ]
+
+
+def _skip_input_scales(
+    sources: Mapping[str, Mapping[Role, Source]],
+    bindings: Mapping[str, Binding],
+    faults: Faults,
+    skipped: dict[str, str],
+) -> None:
+    """`input_scale` is ignored beside an NVFP4 matrix; anywhere else it belongs to a format that is not read."""
+    for name, roles in sources.items():
+        if source := roles.get(Role.NVFP4_INPUT_SCALE):
+            if name in bindings and bindings[name].form is not Form.NVFP4:
+                faults.add("scale not of this form", quoted(source.name))
+            skipped[source.name] = INPUT_SCALE_REASON
+
+
+def count(
+    tensors: Mapping[str, Stored],
+    demanded: Mapping[str, Parameter],
+    bindings: Mapping[str, Binding],
+    skipped: Mapping[str, str],
+    head: Drafting,
+    absent: Mapping[str, str],
+) -> Census:
+    """Add up what a checkpoint holds: every stored tensor is in `bindings`, `skipped`, or of an `absent` parameter."""
+    kinds: dict[str, str] = dict.fromkeys(skipped, "ignored")
+    by_form: dict[Form, Tally] = {}
+    by_dtype: dict[str, Tally] = {}
+    by_kind: dict[str, Tally] = {}
+    for name, binding in bindings.items():
+        weights = math.prod(demanded[name].shape)
+        kinds[binding.weight] = demanded[name].kind
+        nbytes = _nbytes(tensors[binding.weight])
+        if binding.part is not None:  # its share of the stack
+            nbytes = weights * ITEM_BYTES[tensors[binding.weight][0]]
+        for scale in (binding.scale, binding.global_scale):
+            if scale is not None:
+                kinds[scale] = "scale"
+                nbytes += _nbytes(tensors[scale])
+        by_form.setdefault(binding.form, Tally()).add(weights, nbytes)
+    for stored, (dtype, shape) in tensors.items():
+        elements, nbytes = math.prod(shape), _nbytes((dtype, shape))
+        by_dtype.setdefault(dtype, Tally()).add(elements, nbytes)
+        by_kind.setdefault(kinds.get(stored, "of a parameter that is not whole"), Tally()).add(elements, nbytes)
+    return Census(
+        tensors=len(tensors),
+        nbytes=sum(tally.nbytes for tally in by_dtype.values()),
+        weights=sum(tally.elements for tally in by_form.values()),
+        bindings=bindings,
+        demanded=demanded,
+        ignored=skipped,
+        by_dtype=by_dtype,
+        by_kind=by_kind,
+        by_form=by_form,
+        mtp_stages=head.stages,
+        mtp_head=head.head,
+        absent=absent,
+    )
+
+
+def _nbytes(stored: Stored) -> int:
+    return math.prod(stored[1]) * ITEM_BYTES[stored[0]]

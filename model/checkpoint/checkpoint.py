@@ -1,0 +1,191 @@
+"""A checkpoint directory: its shards, their tensors, and the bytes of a tensor on demand.
+
+Read are a folder with `model.safetensors.index.json` and the shards it names, and a folder with one
+`model.safetensors`; a hub snapshot is such a folder of symbolic links. Index and shards must agree exactly. Data is
+memory-mapped, so opening costs the headers only, and a checkpoint may be larger than memory.
+"""
+
+import mmap
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Self
+
+import torch
+from torch import Tensor
+
+from model.checkpoint import strict_json
+from model.checkpoint.header import ITEM_BYTES, Shard, StoredTensor, read_header
+from model.errors import CheckpointError, quoted
+from model.files import read_bounded, regular_file_size
+
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
+MAX_INDEX_BYTES: Final = 100_000_000
+
+TORCH_DTYPES: Final[dict[str, torch.dtype]] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+
+# Without MAP_NORESERVE, Linux refuses a private mapping of a shard larger than memory and swap together.
+_MAP_NORESERVE: Final = 0x4000 if sys.platform == "linux" else 0  # python names it from 3.13 on
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An opened checkpoint; `Checkpoint.open` makes it."""
+
+    directory: Path
+    shards: tuple[Shard, ...]  # in the order of their names
+    tensors: Mapping[str, StoredTensor]  # by stored name
+    unlisted: tuple[str, ...]  # *.safetensors files in the folder that the index does not name; never read
+    absent: Mapping[str, str] = field(default_factory=dict)  # stored name -> file of the index that is not there
+    _maps: dict[Path, mmap.mmap] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def open(cls, directory: Path, *, partial: bool = False) -> Self:
+        """Read and check the index and every shard's header.
+
+        Parameters
+        ----------
+        directory : Path
+            A checkpoint folder or a hub snapshot folder.
+        partial : bool
+            Whether shards may be missing; what the index says of them is then `absent`.
+
+        Raises
+        ------
+        CheckpointError
+            With one line naming the file, and the tensor where one is at fault.
+        """
+        if not directory.is_dir():
+            raise CheckpointError(f"{directory}: no such folder")
+        index, single = directory / INDEX, directory / SINGLE
+        if index.exists() and single.exists():
+            raise CheckpointError(f"{directory}: holds both {INDEX} and {SINGLE}; want one of them")
+        if index.exists():
+            shards, absent = _sharded(index, partial=partial)
+        elif single.exists():
+            shards, absent = (read_header(single),), {}
+        else:
+            raise CheckpointError(f"{directory}: holds neither {INDEX} nor {SINGLE}")
+        tensors = {name: tensor for shard in shards for name, tensor in shard.tensors.items()}
+        read = {shard.path.name for shard in shards}
+        unlisted = sorted(path.name for path in directory.glob("*.safetensors") if path.name not in read)
+        return cls(directory, shards, tensors, tuple(unlisted), absent)
+
+    def shapes(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Stored name -> (dtype, shape): what `census` takes."""
+        return {name: (tensor.dtype, tensor.shape) for name, tensor in self.tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """One tensor as stored, on the CPU.
+
+        Parameters
+        ----------
+        name : str
+            A stored name.
+
+        Returns
+        -------
+        Tensor
+            A view of the mapped file, not a copy, unless its first byte is misaligned for its dtype. Its pages are
+            read when they are first used. Writing to it changes this process's view, never the file.
+
+        Raises
+        ------
+        CheckpointError
+            For an unknown name, or when the shard changed its size since it was opened.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.directory}: no tensor {quoted(name)}")
+        tensor = self.tensors[name]
+        dtype = TORCH_DTYPES[tensor.dtype]
+        if tensor.nbytes == 0:  # torch.frombuffer wants at least one element
+            return torch.empty(tensor.shape, dtype=dtype)
+        data = torch.frombuffer(self._map(tensor.shard), dtype=torch.uint8, count=tensor.nbytes, offset=tensor.start)
+        if data.data_ptr() % ITEM_BYTES[tensor.dtype] != 0:
+            data = data.clone()
+        return data.view(dtype).view(tensor.shape)
+
+    def _map(self, path: Path) -> mmap.mmap:
+        """The whole shard, mapped on first use: private and writable, as torch wants a buffer that it may write."""
+        if path not in self._maps:
+            size = next(shard.nbytes for shard in self.shards if shard.path == path)
+            with path.open("rb") as file:
+                if regular_file_size(path) != size:
+                    raise CheckpointError(f"{path}: its size changed after it was opened")
+                self._maps[path] = mmap.mmap(
+                    file.fileno(),
+                    size,
+                    flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+                    prot=mmap.PROT_READ | mmap.PROT_WRITE,
+                )
+        return self._maps[path]
+
+
+def _sharded(index: Path, *, partial: bool) -> tuple[tuple[Shard, ...], dict[str, str]]:
+    """Every shard that the index names, each holding exactly the tensors that the index assigns to it.
+
+    Where the folder may be partial, those that are there, and stored name -> file of the others.
+    """
+    weight_map = _weight_map(index)
+    assigned: dict[str, set[str]] = {}
+    for name, file_name in weight_map.items():
+        assigned.setdefault(file_name, set()).add(name)
+    for file_name in sorted(assigned):
+        _check_shard_name(index, file_name)
+    there = {name for name in assigned if not partial or (index.parent / name).exists()}
+    shards = tuple(read_header(index.parent / file_name) for file_name in sorted(there))
+    for shard in shards:
+        held, wanted = shard.tensors.keys(), assigned[shard.path.name]
+        for name in sorted(wanted - held):
+            raise CheckpointError(
+                f"{shard.path}: tensor {quoted(name)}: the index names it, the shard does not hold it"
+            )
+        for name in sorted(held - wanted):
+            if name in weight_map:
+                raise CheckpointError(f"{shard.path}: tensor {quoted(name)}: duplicate, also in {weight_map[name]}")
+            raise CheckpointError(
+                f"{shard.path}: tensor {quoted(name)}: the shard holds it, the index does not name it"
+            )
+    return shards, {name: file_name for name, file_name in weight_map.items() if file_name not in there}
+
+
+def _weight_map(index: Path) -> Mapping[str, str]:
+    data = read_bounded(index, MAX_INDEX_BYTES, CheckpointError)
+    try:
+        obj = strict_json.parse(data)
+    except ValueError as error:
+        raise CheckpointError(f"{index}: {error}") from None
+    # metadata.total_size is not read: NVFP4 exports copy it from another checkpoint
+    weight_map = obj.get("weight_map") if isinstance(obj, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index}: weight_map is missing or empty")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise CheckpointError(f"{index}: tensor {quoted(name)}: its shard is not a file name")
+    return weight_map
+
+
+def _check_shard_name(index: Path, shard: str) -> None:
+    """A shard is a plain file name: the index must not make this process open files elsewhere."""
+    if shard in ("", ".", "..") or "/" in shard or "\\" in shard or not shard.isprintable():
+        raise CheckpointError(f"{index}: shard {quoted(shard)} is not a plain file name in the folder")

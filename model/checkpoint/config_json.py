@@ -1,0 +1,223 @@
+"""config.json of either dialect -> the fields of `ModelConfig`, each one checked."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from model.checkpoint import strict_json
+from model.checkpoint.config_fields import (
+    DEEPSEEK,
+    FIXED,
+    FIXED_DEEPSEEK,
+    FIXED_TRANSFORMERS,
+    IGNORABLE,
+    INTEGERS,
+    NUMBERS,
+    QUANTIZATION_FIXED,
+    QUANTIZATION_IGNORABLE,
+    TOKENS,
+    TRANSFORMERS,
+    LayerKind,
+    Yarn,
+)
+from model.checkpoint.json_values import MAX_INTEGER, Json, check_fixed, check_keys, integer, mapping, number, required
+from model.errors import ConfigError, quoted, shown
+from model.files import read_bounded
+
+MODEL_TYPE = "deepseek_v4"
+MAX_CONFIG_BYTES = 16 << 20
+
+KIND_OF_LAYER_TYPE = {
+    "sliding_attention": LayerKind.SWA,
+    "compressed_sparse_attention": LayerKind.CSA,
+    "heavily_compressed_attention": LayerKind.HCA,
+}
+IS_HASH_OF_MLP_LAYER_TYPE = {"hash_moe": True, "moe": False}
+CSA_RATIO = 4  # the one ratio at which DeepSeek's model.py builds an indexer and overlapping windows
+
+T = TypeVar("T")
+
+
+def read_json(path: Path) -> Json:
+    """Parse a config.json strictly.
+
+    Raises
+    ------
+    ConfigError
+        When there is no such file, or it is not one JSON object.
+    """
+    data = read_bounded(path, MAX_CONFIG_BYTES, ConfigError)
+    try:
+        obj = strict_json.parse(data)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    if not isinstance(obj, dict):
+        raise ConfigError(f"{path}: want a JSON object, found {shown(obj)}")
+    return obj
+
+
+def fields(obj: Json) -> dict[str, Any]:
+    """The constructor arguments of `ModelConfig` for a parsed config.json of either dialect.
+
+    Raises
+    ------
+    ConfigError
+        With one line naming the field at fault; the caller puts the file before it.
+    """
+    _check_model_type(obj)
+    in_dialect = _deepseek if _is_deepseek(obj) else _transformers
+    common: dict[str, Any] = {name: integer(obj, name) for name in INTEGERS}
+    common |= {name: number(obj, name) for name in NUMBERS}
+    common |= {name: integer(obj, name, least=0) for name in TOKENS}
+    check_fixed(obj, FIXED)
+    if obj.get("quantization_config") is not None:
+        _check_quantization(obj["quantization_config"])
+    return common | {"num_mtp_layers": _mtp_layers(obj)} | in_dialect(obj, common)
+
+
+def _check_model_type(obj: Json) -> None:
+    model_type = required(obj, "model_type")
+    if model_type != MODEL_TYPE:
+        raise ConfigError(f"model_type is {shown(model_type)}; supported: {MODEL_TYPE!r}")
+
+
+def _is_deepseek(obj: Json) -> bool:
+    if "compress_ratios" in obj and "layer_types" in obj:
+        raise ConfigError("compress_ratios and layer_types both describe the layers; want one of them")
+    return "layer_types" not in obj
+
+
+def _deepseek(obj: Json, common: Json) -> dict[str, Any]:
+    check_fixed(obj, FIXED_DEEPSEEK)
+    _check_known(obj, FIXED_DEEPSEEK, DEEPSEEK)
+    ratios = _integers(obj, "compress_ratios")
+    layers, stages = common["num_hidden_layers"], _mtp_layers(obj)
+    if len(ratios) not in (layers, layers + stages):
+        want = f"num_hidden_layers {layers}, or {layers + stages} with {stages} mtp stages"
+        raise ConfigError(f"compress_ratios has {len(ratios)} entries; want {want}")
+    if any(ratios[layers:]):
+        raise ConfigError(f"compress_ratios gives mtp stages {shown(list(ratios[layers:]))}; supported: 0")
+    return {
+        "compress_ratios": ratios[:layers],
+        "layer_kinds": tuple(_kind_of_ratio(ratio) for ratio in ratios[:layers]),
+        "num_hash_layers": integer(obj, "num_hash_layers", least=0),
+        "rope_scaling": _yarn(required(obj, "rope_scaling"), "rope_scaling"),
+    }
+
+
+def _kind_of_ratio(ratio: int) -> LayerKind:
+    if ratio == 0:
+        return LayerKind.SWA
+    if ratio == CSA_RATIO:
+        return LayerKind.CSA
+    if ratio < CSA_RATIO:
+        raise ConfigError(f"compress_ratios holds {ratio}; supported: 0 (SWA), {CSA_RATIO} (CSA), more (HCA)")
+    return LayerKind.HCA
+
+
+def _transformers(obj: Json, common: Json) -> dict[str, Any]:
+    carried_over = {name: want for name, want in FIXED_DEEPSEEK.items() if name in obj}
+    check_fixed(obj, FIXED_TRANSFORMERS | carried_over)
+    _check_known(obj, FIXED_TRANSFORMERS | carried_over, TRANSFORMERS)
+    kinds = _labels(obj, "layer_types", KIND_OF_LAYER_TYPE, common["num_hidden_layers"])
+    hashed = _labels(obj, "mlp_layer_types", IS_HASH_OF_MLP_LAYER_TYPE, common["num_hidden_layers"])
+    if sorted(hashed, reverse=True) != list(hashed):
+        raise ConfigError("mlp_layer_types puts hash_moe after moe; supported: hash_moe in the first layers only")
+    rates = mapping(required(obj, "compress_rates"), "compress_rates")
+    check_keys(rates, ("compressed_sparse_attention", "heavily_compressed_attention"), "compress_rates")
+    ratio = {LayerKind.SWA: 0} | {KIND_OF_LAYER_TYPE[name]: integer(rates, name, "compress_rates.") for name in rates}
+    if 1 in ratio.values():
+        raise ConfigError("compress_rates holds 1; want at least 2 tokens for each compressed entry")
+    return {
+        "compress_ratios": tuple(ratio[kind] for kind in kinds),
+        "layer_kinds": kinds,
+        "num_hash_layers": sum(hashed),
+        "rope_scaling": _rope_parameters(obj, common),
+    }
+
+
+def _rope_parameters(obj: Json, common: Json) -> Yarn | None:
+    both = mapping(required(obj, "rope_parameters"), "rope_parameters")
+    check_keys(both, ("main", "compress"), "rope_parameters")
+    rope, head = common["qk_rope_head_dim"], common["head_dim"]
+    _check_rotary_factor(obj, "", rope, head)
+    for name, theta in (("main", "rope_theta"), ("compress", "compress_rope_theta")):
+        part, prefix = mapping(both[name], f"rope_parameters.{name}"), f"rope_parameters.{name}."
+        _check_rotary_factor(part, prefix, rope, head)
+        if number(part, "rope_theta", prefix) != common[theta]:
+            raise ConfigError(f"{prefix}rope_theta is {shown(part['rope_theta'])}, but {theta} is {common[theta]:g}")
+    if (kind := required(both["main"], "rope_type", "rope_parameters.main.")) != "default":
+        raise ConfigError(f"rope_parameters.main.rope_type is {shown(kind)}; supported: 'default'")
+    check_keys(both["main"], ("rope_type", "rope_theta", "partial_rotary_factor"), "rope_parameters.main")
+    own = {key: both["compress"][key] for key in both["compress"] if key not in ("rope_theta", "partial_rotary_factor")}
+    if own == {"rope_type": "default"}:
+        return None
+    return _yarn(own, "rope_parameters.compress")
+
+
+def _check_rotary_factor(obj: Json, prefix: str, rope: int, head: int) -> None:
+    factor = number(obj, "partial_rotary_factor", prefix)
+    if round(factor * head) != rope:
+        raise ConfigError(f"{prefix}partial_rotary_factor is {factor:g}, but qk_rope_head_dim {rope} of {head} dims")
+
+
+def _yarn(value: Any, where: str) -> Yarn | None:
+    """YaRN's parameters; `type` and `rope_type` are two spellings, and transformers writes both."""
+    if value is None:
+        return None
+    obj = mapping(value, where)
+    numbers = ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+    check_keys(obj, numbers, where, may=("type", "rope_type", "attention_factor"))
+    spellings = [obj[key] for key in ("type", "rope_type") if key in obj]
+    if not spellings or any(kind != "yarn" for kind in spellings):
+        raise ConfigError(f"{where}: type is {shown(spellings[-1] if spellings else None)}; supported: 'yarn'")
+    if "attention_factor" in obj and number(obj, "attention_factor", f"{where}.") != 1:
+        raise ConfigError(f"{where}.attention_factor is {shown(obj['attention_factor'])}; supported: 1")
+    return Yarn(
+        factor=number(obj, "factor", f"{where}."),
+        original_max_position_embeddings=integer(obj, "original_max_position_embeddings", f"{where}."),
+        beta_fast=number(obj, "beta_fast", f"{where}."),
+        beta_slow=number(obj, "beta_slow", f"{where}."),
+    )
+
+
+def _mtp_layers(obj: Json) -> int:
+    """Stages that the file announces: 0731 and 0813 ship three and still write num_nextn_predict_layers 1."""
+    announced = integer(obj, "num_nextn_predict_layers", least=0)
+    return len(_integers(obj, "dspark_target_layer_ids")) if "dspark_target_layer_ids" in obj else announced
+
+
+def _check_quantization(value: Any) -> None:
+    obj = mapping(value, "quantization_config")
+    required(obj, "quant_method", "quantization_config.")
+    for key in obj:
+        if key not in QUANTIZATION_FIXED and key not in QUANTIZATION_IGNORABLE:
+            raise ConfigError(f"quantization_config.{quoted(key)[1:-1]}: unknown field")
+    check_fixed(obj, {key: QUANTIZATION_FIXED[key] for key in obj if key in QUANTIZATION_FIXED}, "quantization_config.")
+
+
+def _check_known(obj: Json, fixed: Mapping[str, object], layout: Sequence[str]) -> None:
+    known = {"model_type", *INTEGERS, *NUMBERS, *TOKENS, *FIXED, *fixed, *layout, *IGNORABLE}
+    for name in obj:
+        if name not in known:
+            raise ConfigError(f"{quoted(name)[1:-1]}: unknown field")
+
+
+def _integers(obj: Json, name: str) -> tuple[int, ...]:
+    value = required(obj, name)
+    if not isinstance(value, list):
+        raise ConfigError(f"{name} is {shown(value)}; want a list of integers")
+    for place, item in enumerate(value):
+        if type(item) is not int or not 0 <= item <= MAX_INTEGER:
+            raise ConfigError(f"{name}[{place}] is {shown(item)}; want an integer from 0 to {MAX_INTEGER}")
+    return tuple(value)
+
+
+def _labels(obj: Json, name: str, table: Mapping[str, T], length: int) -> tuple[T, ...]:
+    value = required(obj, name)
+    if not isinstance(value, list) or len(value) != length:
+        raise ConfigError(f"{name} is {shown(value)}; want a list of num_hidden_layers {length} labels")
+    for place, item in enumerate(value):
+        if not isinstance(item, str) or item not in table:
+            raise ConfigError(f"{name}[{place}] is {shown(item)}; supported: {', '.join(table)}")
+    return tuple(table[item] for item in value)

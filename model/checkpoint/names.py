@@ -1,0 +1,318 @@
+"""Checkpoint tensor name <-> parameter, in every dialect: where name strings stand, but those of `mtp`.
+
+A parameter is called by DeepSeek's official name. Files spell it in one of these ways:
+
+- official: `layers.3.attn.indexer.wq_b.weight`, scales beside it as `.scale`
+- transformers at run time: `model.layers.3.self_attn.compressor.indexer.q_b_proj.weight`, scales as
+  `.weight_scale_inv`, experts one by one or stacked into `mlp.experts.gate_up_proj` and `.down_proj`
+- the hybrid that transformers' `save_pretrained` writes: official leaves under `model.layers.N`, except that
+  the attention's `kv_norm` becomes `norm`
+- half renamed: `attn.compressor.indexer.wkv.weight`
+
+Dialects may mix within one checkpoint, and within one name: each tensor is read by its own name, and spellings of a
+module and of its leaves combine freely, because each combination still means one thing; a test shows that no name has
+two readings, and the census that no parameter is filled twice. Nothing is renamed by pattern: a name that is not in the
+tables is unknown.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from itertools import product
+from typing import Final, Literal, NamedTuple
+
+from model.config import LayerKind, ModelConfig
+
+Kind = Literal["matrix", "bf16", "f32", "i64"]
+
+
+class Parameter(NamedTuple):
+    """What the architecture demands of one parameter."""
+
+    shape: tuple[int, ...]
+    kind: Kind  # "matrix": a linear [out, in] in any form; "bf16" and "f32": BF16 or F32; "i64": a table
+
+
+class Role(StrEnum):
+    """What a stored tensor is to its parameter."""
+
+    WEIGHT = "weight"
+    SCALE = "scale"  # block scales of FP8 and FP4
+    NVFP4_SCALE = "weight_scale"  # E4M3 scales of 16 columns
+    NVFP4_GLOBAL_SCALE = "weight_scale_2"
+    NVFP4_INPUT_SCALE = "input_scale"
+    STACKED_GATE_UP = "stacked gate and up"  # [experts, 2 * intermediate, hidden]: w1's rows, then w3's
+    STACKED_DOWN = "stacked down"  # [experts, hidden, intermediate]
+
+
+class Meaning(NamedTuple):
+    """One reading of a stored name."""
+
+    parameter: str  # official name; for the two stacked roles, of the module `layers.N.ffn.experts`
+    role: Role
+
+
+INPUT_SCALE_REASON: Final = "NVFP4 input_scale: for 4-bit activations, which are not used"
+
+_SUFFIXES: Final = {
+    ".weight": Role.WEIGHT,
+    ".scale": Role.SCALE,
+    ".weight_scale_inv": Role.SCALE,
+    ".weight_scale": Role.NVFP4_SCALE,
+    ".weight_scale_2": Role.NVFP4_GLOBAL_SCALE,
+    ".input_scale": Role.NVFP4_INPUT_SCALE,
+}
+
+# official module -> spellings. Those in the first three tables are followed by a suffix, the others stand alone.
+_TOP_MODULES: Final = {
+    "embed": ("embed", "embed_tokens"),
+    "head": ("head", "lm_head"),
+    "norm": ("norm",),
+}
+_COMPRESSOR: Final = {"wkv": ("wkv", "kv_proj"), "wgate": ("wgate", "gate_proj"), "norm": ("norm", "kv_norm")}
+_INDEXER_COMPRESSOR: Final = ("indexer.compressor", "compressor.indexer")
+_INDEXER: Final = ("indexer", "compressor.indexer")
+_ATTENTION_MODULES: Final = {
+    "wq_a": ("wq_a", "q_a_proj"),
+    "q_norm": ("q_norm", "q_a_norm"),
+    "wq_b": ("wq_b", "q_b_proj"),
+    "wkv": ("wkv", "kv_proj"),
+    "kv_norm": ("kv_norm", "norm"),
+    "wo_a": ("wo_a", "o_a_proj"),
+    "wo_b": ("wo_b", "o_b_proj"),
+    **{f"compressor.{leaf}": tuple(f"compressor.{name}" for name in names) for leaf, names in _COMPRESSOR.items()},
+    "indexer.wq_b": tuple(f"{a}.{b}" for a, b in product(_INDEXER, ("wq_b", "q_b_proj"))),
+    "indexer.weights_proj": tuple(f"{a}.{b}" for a, b in product(_INDEXER, ("weights_proj", "scorer.weights_proj"))),
+    **{
+        f"indexer.compressor.{leaf}": tuple(f"{a}.{b}" for a, b in product(_INDEXER_COMPRESSOR, names))
+        for leaf, names in _COMPRESSOR.items()
+    },
+}
+_FEED_FORWARD: Final = {"w1": ("w1", "gate_proj"), "w2": ("w2", "down_proj"), "w3": ("w3", "up_proj")}
+_LAYER_MODULES: Final = {
+    "attn_norm": ("attn_norm", "input_layernorm"),
+    "ffn_norm": ("ffn_norm", "post_attention_layernorm"),
+    **{
+        f"attn.{leaf}": tuple(f"{a}.{b}" for a, b in product(("attn", "self_attn"), names))
+        for leaf, names in _ATTENTION_MODULES.items()
+    },
+    "ffn.gate": ("ffn.gate", "mlp.gate"),
+    **{
+        f"ffn.shared_experts.{leaf}": tuple(f"{a}.shared_experts.{b}" for a, b in product(("ffn", "mlp"), names))
+        for leaf, names in _FEED_FORWARD.items()
+    },
+}
+_TOP_LEAVES: Final = {f"hc_head_{leaf}": (f"hc_head_{leaf}", f"hc_head.hc_{leaf}") for leaf in ("fn", "base", "scale")}
+_APE: Final = ("ape", "position_bias")
+_LAYER_LEAVES: Final = {
+    **{
+        f"hc_{part}_{leaf}": (f"hc_{part}_{leaf}", f"{part}_hc.{leaf}")
+        for part, leaf in product(("attn", "ffn"), ("fn", "base", "scale"))
+    },
+    "attn.attn_sink": tuple(f"{a}.{b}" for a, b in product(("attn", "self_attn"), ("attn_sink", "sinks"))),
+    "attn.compressor.ape": tuple(f"{a}.compressor.{b}" for a, b in product(("attn", "self_attn"), _APE)),
+    "attn.indexer.compressor.ape": tuple(
+        f"{a}.{b}.{c}" for a, b, c in product(("attn", "self_attn"), _INDEXER_COMPRESSOR, _APE)
+    ),
+    "ffn.gate.bias": tuple(f"{a}.gate.{b}" for a, b in product(("ffn", "mlp"), ("bias", "e_score_correction_bias"))),
+    "ffn.gate.tid2eid": ("ffn.gate.tid2eid", "mlp.gate.tid2eid"),
+}
+_STACKS: Final = {"gate_up_proj": Role.STACKED_GATE_UP, "down_proj": Role.STACKED_DOWN}
+
+_LAYER = re.compile(r"(?:model\.)?layers\.(0|[1-9][0-9]{0,5})\.(.+)", re.DOTALL)
+_EXPERT = re.compile(r"(?:ffn|mlp)\.experts\.(0|[1-9][0-9]{0,5})\.(\w+)(\.\w+)", re.ASCII)
+_STACK = re.compile(r"(?:ffn|mlp)\.experts\.(\w+)", re.ASCII)
+# transformers' modules that hold a DeepseekV4RotaryEmbedding: the model, each compressor, each indexer in one.
+_ROTARY_BUFFER = re.compile(
+    r"(?:model\.)?(?:layers\.(?P<layer>0|[1-9][0-9]{0,5})\.self_attn\.compressor\.(?P<indexer>indexer\.)?)?"
+    r"rotary_emb\.\w*inv_freq",
+    re.ASCII,
+)
+
+
+def _spellings(
+    modules: Mapping[str, tuple[str, ...]], leaves: Mapping[str, tuple[str, ...]]
+) -> dict[str, list[Meaning]]:
+    """Every name that the tables allow -> its readings; a test shows that each list holds one."""
+    readings: dict[str, list[Meaning]] = {}
+    for (official, names), (suffix, role) in product(modules.items(), _SUFFIXES.items()):
+        for name in names:
+            readings.setdefault(name + suffix, []).append(Meaning(f"{official}.weight", role))
+    for official, names in leaves.items():
+        for name in names:
+            readings.setdefault(name, []).append(Meaning(official, Role.WEIGHT))
+    return readings
+
+
+_TOP: Final = _spellings(_TOP_MODULES, _TOP_LEAVES)
+_IN_LAYER: Final = _spellings(_LAYER_MODULES, _LAYER_LEAVES)
+_OFFICIAL_FEED_FORWARD: Final = {name: leaf for leaf, names in _FEED_FORWARD.items() for name in names}
+
+
+def translate(stored: str) -> Meaning | None:
+    """What a stored name means, or None for a name that is in no dialect.
+
+    Parameters
+    ----------
+    stored : str
+        The name as the file writes it. Whether the config has such a parameter is not asked here.
+    """
+    in_layer = _LAYER.fullmatch(stored)
+    if in_layer is None:
+        return _only(_TOP, stored.removeprefix("model."))
+    layer, rest = in_layer.groups()
+    meaning = _expert(rest) or _only(_IN_LAYER, rest)
+    return meaning and Meaning(f"layers.{layer}.{meaning.parameter}", meaning.role)
+
+
+def _only(readings: dict[str, list[Meaning]], name: str) -> Meaning | None:
+    return readings[name][0] if name in readings else None
+
+
+def _expert(rest: str) -> Meaning | None:
+    """`experts.7.w1.weight` and its spellings, or a whole layer's stack `experts.gate_up_proj`."""
+    if expert := _EXPERT.fullmatch(rest):
+        number, leaf, suffix = expert.groups()
+        if leaf in _OFFICIAL_FEED_FORWARD and suffix in _SUFFIXES:
+            return Meaning(f"ffn.experts.{number}.{_OFFICIAL_FEED_FORWARD[leaf]}.weight", _SUFFIXES[suffix])
+    elif (stack := _STACK.fullmatch(rest)) and stack[1] in _STACKS:
+        return Meaning("ffn.experts", _STACKS[stack[1]])
+    return None
+
+
+def ignored(stored: str, config: ModelConfig) -> str | None:
+    """The reason why a stored tensor is not part of the model, or None.
+
+    `mtp.*` is the matter of `model.checkpoint.mtp`. `input_scale` is not listed here: it is ignored only beside the
+    matrix it belongs to (`Role`).
+    """
+    buffer = _ROTARY_BUFFER.fullmatch(stored)
+    if buffer is None or (buffer["layer"] and not _has_rotary(int(buffer["layer"]), buffer["indexer"], config)):
+        return None
+    return "rotary buffer: recomputed from the config"
+
+
+def _has_rotary(layer: int, indexer: str | None, config: ModelConfig) -> bool:
+    """Whether a layer has the compressor, or the indexer, that a rotary buffer belongs to."""
+    kinds = (LayerKind.CSA,) if indexer else (LayerKind.CSA, LayerKind.HCA)
+    return layer < config.num_hidden_layers and config.layer_kind(layer) in kinds
+
+
+def expert_name(layer: int | str, expert: int, part: str) -> str:
+    """Official name of one routed expert's matrix: w1 = gate, w3 = up, w2 = down."""
+    return f"layers.{layer}.ffn.experts.{expert}.{part}.weight"
+
+
+class Axis(StrEnum):
+    """What the rows of a parameter belong to, by which they can be sharded."""
+
+    HEADS = "attention heads"
+    GROUPS = "output groups"
+    OUTPUT = "columns of the attention's output"
+    INDEX_HEADS = "indexer heads"
+    VOCABULARY = "vocabulary"
+    EXPERTS = "routed experts"  # a parameter belongs to one of them as a whole
+    NONE = "none"  # read whole by every token
+
+
+_AXES: Final = {
+    "embed.weight": Axis.VOCABULARY,
+    "head.weight": Axis.VOCABULARY,
+    "attn.wq_b.weight": Axis.HEADS,
+    "attn.attn_sink": Axis.HEADS,
+    "attn.wo_a.weight": Axis.GROUPS,
+    "attn.wo_b.weight": Axis.OUTPUT,
+    "attn.indexer.wq_b.weight": Axis.INDEX_HEADS,
+    "attn.indexer.weights_proj.weight": Axis.INDEX_HEADS,
+}
+
+
+def axis(name: str) -> tuple[Axis, int | None]:
+    """What the rows of a parameter (official name) belong to; with `Axis.EXPERTS` also which expert it is."""
+    in_layer = _LAYER.fullmatch(name)
+    rest = in_layer[2] if in_layer else name
+    if expert := _EXPERT.fullmatch(rest):
+        return Axis.EXPERTS, int(expert[1])
+    return _AXES.get(rest, Axis.NONE), None
+
+
+def parameters(config: ModelConfig) -> dict[str, Parameter]:
+    """Every parameter that the architecture demands, by official name (scales are not parameters).
+
+    Parameters
+    ----------
+    config : ModelConfig
+        The architecture.
+
+    Returns
+    -------
+    dict[str, Parameter]
+        In the order embed, layers, head; about 70,000 entries for V4-Pro.
+    """
+    V, D, hc = config.vocab_size, config.hidden_size, config.hc_mult
+    demanded = {"embed.weight": Parameter((V, D), "bf16")}
+    for layer in range(config.num_hidden_layers):
+        demanded |= {f"layers.{layer}.{name}": parameter for name, parameter in _layer(config, layer)}
+    return demanded | {
+        "norm.weight": Parameter((D,), "bf16"),
+        "head.weight": Parameter((V, D), "bf16"),
+        "hc_head_fn": Parameter((hc, hc * D), "f32"),
+        "hc_head_base": Parameter((hc,), "f32"),
+        "hc_head_scale": Parameter((1,), "f32"),
+    }
+
+
+def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Parameter]]:
+    D, hc = config.hidden_size, config.hc_mult
+    for part in ("attn", "ffn"):
+        mixes = hc * hc + 2 * hc  # the combination matrix, then the pre and post weights of each stream
+        yield f"hc_{part}_fn", Parameter((mixes, hc * D), "f32")
+        yield f"hc_{part}_base", Parameter((mixes,), "f32")
+        yield f"hc_{part}_scale", Parameter((3,), "f32")
+        yield f"{part}_norm.weight", Parameter((D,), "bf16")
+    for name, parameter in _attention(config, layer):
+        yield f"attn.{name}", parameter
+    for name, parameter in _feed_forward(config, layer):
+        yield f"ffn.{name}", parameter
+
+
+def _attention(config: ModelConfig, layer: int) -> Iterator[tuple[str, Parameter]]:
+    D, h, d = config.hidden_size, config.num_attention_heads, config.head_dim
+    groups, q_rank, o_rank = config.o_groups, config.q_lora_rank, config.o_lora_rank
+    yield "attn_sink", Parameter((h,), "f32")
+    yield "wq_a.weight", Parameter((q_rank, D), "matrix")
+    yield "q_norm.weight", Parameter((q_rank,), "bf16")
+    yield "wq_b.weight", Parameter((h * d, q_rank), "matrix")
+    yield "wkv.weight", Parameter((d, D), "matrix")
+    yield "kv_norm.weight", Parameter((d,), "bf16")
+    yield "wo_a.weight", Parameter((groups * o_rank, h * d // groups), "matrix")
+    yield "wo_b.weight", Parameter((D, groups * o_rank), "matrix")
+    kind, ratio = config.layer_kind(layer), config.ratio(layer)
+    if kind is not LayerKind.SWA:
+        # CSA pools overlapping windows: the widths hold two sets of projections.
+        yield from _compressor("compressor", ratio, d, 2 if kind is LayerKind.CSA else 1, D)
+    if kind is LayerKind.CSA:
+        yield "indexer.wq_b.weight", Parameter((config.index_n_heads * config.index_head_dim, q_rank), "matrix")
+        yield "indexer.weights_proj.weight", Parameter((config.index_n_heads, D), "bf16")
+        yield from _compressor("indexer.compressor", ratio, config.index_head_dim, 2, D)
+
+
+def _compressor(name: str, ratio: int, width: int, overlap: int, D: int) -> Iterator[tuple[str, Parameter]]:
+    yield f"{name}.ape", Parameter((ratio, overlap * width), "f32")
+    yield f"{name}.wkv.weight", Parameter((overlap * width, D), "bf16")
+    yield f"{name}.wgate.weight", Parameter((overlap * width, D), "bf16")
+    yield f"{name}.norm.weight", Parameter((width,), "bf16")
+
+
+def _feed_forward(config: ModelConfig, layer: int) -> Iterator[tuple[str, Parameter]]:
+    D, I, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+    yield "gate.weight", Parameter((experts, D), "bf16")
+    if config.is_hash(layer):
+        yield "gate.tid2eid", Parameter((config.vocab_size, config.num_experts_per_tok), "i64")
+    else:
+        yield "gate.bias", Parameter((experts,), "f32")
+    modules = [("shared_experts", I * config.n_shared_experts), *((f"experts.{e}", I) for e in range(experts))]
+    for module, width in modules:
+        yield f"{module}.w1.weight", Parameter((width, D), "matrix")
+        yield f"{module}.w2.weight", Parameter((D, width), "matrix")
+        yield f"{module}.w3.weight", Parameter((width, D), "matrix")

@@ -1,0 +1,72 @@
+"""Which tensors a checkpoint of an architecture holds when DeepSeek publishes it: names, dtypes and shapes.
+
+The census reads what a checkpoint holds, in any of the supported forms; this states the one form that is published,
+without a file: for plans of memory and placement, and for writing such a checkpoint. Drafting heads (`mtp.*`) are not
+in it: they are not run.
+"""
+
+from typing import Final, Literal
+
+from model.checkpoint.names import Kind, Parameter, parameters
+from model.config import ModelConfig
+from model.errors import ConfigError
+
+Experts = Literal["fp4", "fp8"]
+ScaleType = Literal["F8_E8M0", "F32"]
+
+FP8_BLOCK: Final = 128  # rows, and columns, that share a scale
+FP4_BLOCK: Final = 32  # columns of one row that share a scale
+
+_PLAIN: Final[dict[Kind, str]] = {"bf16": "BF16", "f32": "F32", "i64": "I64"}
+
+
+def published_tensors(
+    config: ModelConfig, experts: Experts, scale: ScaleType = "F8_E8M0"
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Every tensor of the published checkpoint of an architecture, but for its drafting head.
+
+    Linears are FP8 with a scale for each 128 x 128 block, routed experts are that too or FP4 with a scale for each 32
+    columns of a row; embedding, head, norms, compressors, gates and `weights_proj` are BF16; sinks, `ape`, mHC and the
+    gates' biases F32; `tid2eid` I64.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        The architecture.
+    experts : "fp4" | "fp8"
+        What the routed experts are: FP4 in V4-Flash, V4-Pro and their successors, FP8 in the Base releases.
+        `ModelConfig` does not say it, because the files that do are wrong at times.
+    scale : "F8_E8M0" | "F32"
+        Of all block scales. V4-Flash-Base writes powers of two as F32; FP4 has E8M0 only.
+
+    Returns
+    -------
+    dict[str, tuple[str, tuple[int, ...]]]
+        Stored name -> dtype as safetensors writes it, and shape as stored: two FP4 values share a byte, so an expert
+        [out, in] is I8 [out, in / 2]. In the order of `model.checkpoint.names.parameters`, a scale after its weight.
+
+    Raises
+    ------
+    ConfigError
+        When `hidden_size` or `moe_intermediate_size` is no multiple of 32 and the experts are FP4.
+    """
+    assert experts == "fp8" or scale == "F8_E8M0", f"{experts} experts with {scale} scales: no release has them"
+    stored: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, parameter in parameters(config).items():
+        fp4 = experts == "fp4" and ".ffn.experts." in name
+        stored |= _stored(name, parameter, "fp4" if fp4 else "fp8", scale)
+    return stored
+
+
+def _stored(name: str, parameter: Parameter, form: Experts, scale: ScaleType) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """What one parameter is stored as."""
+    if parameter.kind != "matrix":
+        return {name: (_PLAIN[parameter.kind], parameter.shape)}
+    rows, columns = parameter.shape
+    of_scale = f"{name.removesuffix('.weight')}.scale"
+    if form == "fp8":
+        blocks = (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        return {name: ("F8_E4M3", (rows, columns)), of_scale: (scale, blocks)}
+    if columns % FP4_BLOCK != 0:
+        raise ConfigError(f"{name} has {columns} columns: FP4 wants a multiple of {FP4_BLOCK}")
+    return {name: ("I8", (rows, columns // 2)), of_scale: ("F8_E8M0", (rows, columns // FP4_BLOCK))}

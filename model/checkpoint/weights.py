@@ -1,0 +1,277 @@
+"""Stored tensors -> weights in their stored form, values checked; nothing is converted.
+
+`bind` reads every scale and expert table once and refuses what cannot be meant: these few values each govern many
+weights, and a NaN among them would surface layers later. The weights themselves are not read, they are mapped.
+"""
+
+import hashlib
+from collections.abc import Callable, Collection
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, nbytes, rows
+from model.checkpoint.binding import Binding, Form
+from model.checkpoint.census import Census
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.names import Kind
+from model.errors import CheckpointError, quoted
+from model.ranks.ranks import Share, undivided
+
+CPU: Final = torch.device("cpu")
+HASHED_WHOLE: Final = 256 << 20  # bytes of data up to which `fingerprint` reads all of it
+HASHED_END: Final = 4096  # bytes read of each end of each tensor beyond that
+
+
+# Official name and number of rows of a parameter to the part of them that is held here; None: nothing of it.
+Held = Callable[[str, int], Share | None]
+
+
+def everything(name: str, rows: int) -> Share | None:
+    """All of every parameter: what one rank alone holds."""
+    del name
+    return undivided(rows)
+
+
+class Weights:
+    """The parameters of a checkpoint by official name; `bind` makes it.
+
+    It hands out views of the mapped files (or copies on the device that `bind` was given) and records which. Where
+    `bind` was given a rank's part, these are the rows of that part: no byte of the others is read.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, census: Census, device: torch.device, held: Held) -> None:
+        self._checkpoint, self._census, self._device, self._held = checkpoint, census, device, held
+        self._handed: dict[str, int] = {}  # bytes by name
+
+    def matrix(self, name: str) -> Weight:
+        """One quantisable linear [out, in], or the rows of it that are held here, in its stored form.
+
+        Raises
+        ------
+        CheckpointError
+            When the architecture has no such matrix.
+        """
+        share = self._share(name, ("matrix",))
+        stored = self._stored(self._census.bindings[name])
+        if share.split:
+            stored = rows(stored, share.start, share.stop)
+        self._handed[name] = nbytes(stored)
+        return type(stored)(*(part.to(self._device) for part in stored))
+
+    def vector(self, name: str) -> Tensor:
+        """One parameter that is never quantised (norm, bias, embedding, mHC, ...), bfloat16 or float32 as stored.
+
+        Raises
+        ------
+        CheckpointError
+            When the architecture has no such parameter.
+        """
+        return self._rows(name, ("bf16", "f32")).to(self._device)
+
+    def table(self, name: str) -> Tensor:
+        """One table of expert ids, int64.
+
+        Raises
+        ------
+        CheckpointError
+            When the architecture has no such table.
+        """
+        return self._rows(name, ("i64",)).to(self._device, torch.int64)
+
+    def unread(self) -> list[str]:
+        """Parameters held here that were never asked for, in the order of the architecture."""
+        return [name for name in self._census.bindings if name not in self._handed and self._part(name) is not None]
+
+    def handed(self) -> dict[str, int]:
+        """Bytes handed out, as stored, by parameter: a rank's receipt."""
+        return dict(self._handed)
+
+    def _part(self, name: str) -> Share | None:
+        return self._held(name, self._census.demanded[name].shape[0])
+
+    def _share(self, name: str, kinds: tuple[Kind, ...]) -> Share:
+        """Check that the architecture has this parameter, of one of these kinds, and that a part of it is here."""
+        if name not in self._census.demanded:
+            raise CheckpointError(f"{self._checkpoint.directory}: the architecture has no parameter {quoted(name)}")
+        if (kind := self._census.demanded[name].kind) not in kinds:
+            raise CheckpointError(f"{self._checkpoint.directory}: {name} is {kind}, asked for as {' or '.join(kinds)}")
+        share = self._part(name)
+        assert share is not None, f"{name} is not held by this rank"
+        return share
+
+    def _rows(self, name: str, kinds: tuple[Kind, ...]) -> Tensor:
+        data = self._share(name, kinds).of(self._checkpoint.read(self._census.bindings[name].weight))
+        self._handed[name] = data.nbytes
+        return data
+
+    def _stored(self, binding: Binding) -> Weight:
+        """The whole matrix, as views of the mapped file."""
+        read = self._checkpoint.read
+        data = read(binding.weight)
+        if binding.part is not None:
+            data = data[binding.part.expert, binding.part.start : binding.part.stop]
+        if binding.scale is None:
+            return Dense(data)
+        scale = read(binding.scale)
+        if binding.global_scale is not None:
+            return NvFp4(data, scale, read(binding.global_scale).reshape(()))
+        return Fp4(data, scale) if binding.form is Form.FP4 else Fp8(data, scale)
+
+
+def bind(
+    checkpoint: Checkpoint,
+    census: Census,
+    device: torch.device = CPU,
+    only: Collection[str] | None = None,
+    held: Held = everything,
+) -> Weights:
+    """Check the values of scales and expert tables, and give access to the parameters.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        The opened files.
+    census : Census
+        Of the same checkpoint.
+    device : torch.device
+        Where `Weights` hands tensors out. On the CPU they stay mapped.
+    only : Collection[str] | None
+        Official names whose values are checked. None: all that are held here.
+    held : Held
+        Official name and number of rows to the part of them that is held here, None: nothing of it.
+
+    Raises
+    ------
+    CheckpointError
+        With one line naming the stored tensor and the first place at fault: a scale that is NaN, infinite, negative,
+        zero (but for the block scales of NVFP4), or (FP8 with F32 scales; `scale_fmt` is ue8m0) not a power of two; an
+        expert id outside the experts, or twice in a row.
+    """
+    for name in census.bindings if only is None else only:
+        if name not in census.bindings:
+            raise CheckpointError(f"{checkpoint.directory}: the architecture has no parameter {quoted(name)}")
+        binding, share = census.bindings[name], held(name, census.demanded[name].shape[0])
+        if share is None:
+            continue
+        if binding.scale is not None and binding.global_scale is not None:
+            _check_scale(checkpoint, binding.scale, share, is_not_negative, "a finite number, not negative")
+            _check_scale(checkpoint, binding.global_scale, undivided(1), is_positive, "a finite positive number")
+        elif binding.scale is not None:
+            _check_scale(checkpoint, binding.scale, share, is_power_of_two, "a power of two")
+        if census.demanded[name].kind == "i64":
+            experts = census.demanded[f"{name.rpartition('.')[0]}.weight"].shape[0]  # rows of the gate beside it
+            _check_table(checkpoint, binding.weight, experts)
+    return Weights(checkpoint, census, device, held)
+
+
+def is_power_of_two(scale: Tensor) -> Tensor:
+    """Which scales are a power of two that E8M0 has, 2^-127 to 2^127.
+
+    Parameters
+    ----------
+    scale : Tensor
+        [...] float8_e8m0fnu or float32.
+
+    Returns
+    -------
+    Tensor
+        [...] bool. Of E8M0's bytes only 255, its NaN, is none.
+    """
+    if scale.dtype == torch.float8_e8m0fnu:
+        return scale.view(torch.uint8) != 255
+    assert scale.dtype == torch.float32, f"scale: {scale.dtype}, want float8_e8m0fnu or float32"
+    bits = scale.view(torch.int32)
+    normal = (bits & 0x7FFFFF == 0) & (bits > 0) & (bits < 0x7F800000)
+    return normal | (bits == 1 << 22)  # 2^-127 is a subnormal
+
+
+def is_positive(scale: Tensor) -> Tensor:
+    """Which scales [...], float8_e4m3fn or float32, are finite and above zero; [...] bool."""
+    values = scale.float()
+    return torch.isfinite(values) & (values > 0)
+
+
+def is_not_negative(scale: Tensor) -> Tensor:
+    """Which scales [...] float8_e4m3fn are finite and not below zero; [...] bool.
+
+    Zero is allowed: a block of 16 weights far below the matrix's largest underflows E4M3, and decodes to zeros.
+    """
+    values = scale.float()
+    return torch.isfinite(values) & (values >= 0)
+
+
+def _check_scale(
+    checkpoint: Checkpoint, stored: str, share: Share, fits: Callable[[Tensor], Tensor], want: str
+) -> None:
+    """Check the scales of a share of a matrix's rows: FP8 has a row of scales for 128 of them."""
+    scale, first = checkpoint.read(stored), 0
+    if share.split:
+        each = -(-share.total // scale.shape[0])  # rows of the matrix for a row of scales
+        first = share.start // each
+        scale = scale[first : -(-share.stop // each)]
+    bad = ~fits(scale)
+    if bad.any():
+        place = bad.nonzero()[0].tolist()
+        value = scale[tuple(place)].float().item()
+        if place:
+            place[0] += first
+        raise CheckpointError(f"{_where(checkpoint, stored)}: scale {place} is {value}, want {want}")
+
+
+def _check_table(checkpoint: Checkpoint, stored: str, experts: int) -> None:
+    table = checkpoint.read(stored)  # [vocab, k]
+    outside = (table < 0) | (table >= experts)
+    if outside.any():
+        row, column = outside.nonzero()[0].tolist()
+        found = table[row, column].item()
+        raise CheckpointError(f"{_where(checkpoint, stored)}: row {row} names expert {found} of {experts}")
+    ordered = table.sort(dim=1).values
+    twice = (ordered[:, 1:] == ordered[:, :-1]).any(1)
+    if twice.any():
+        row = int(twice.nonzero()[0])
+        raise CheckpointError(f"{_where(checkpoint, stored)}: row {row} names an expert twice: {table[row].tolist()}")
+
+
+def _where(checkpoint: Checkpoint, stored: str) -> str:
+    return f"{checkpoint.tensors[stored].shard}: tensor {quoted(stored)}"
+
+
+def headers_digest(checkpoint: Checkpoint) -> str:
+    """SHA-256 over every tensor's name, dtype, shape and place in its shard, as 64 hex digits; no data is read."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        place = (name, tensor.dtype, tensor.shape, tensor.shard.name, tensor.start)
+        digest.update(repr(place).encode(errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """A hash that binds saved states and reports to a checkpoint's weights.
+
+    SHA-256 over every tensor's name, dtype and shape and its shard's size, in the order of the names, and over content:
+    all of it where the data is at most 256 MiB, else the first and last 4 KiB of each tensor. So for a large
+    checkpoint it tells releases, quantisations and fine-tunes apart, but not an edit in the middle of one tensor. How
+    tensors are split into shards enters it: the same weights sharded anew have another fingerprint.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        The opened files.
+
+    Returns
+    -------
+    str
+        64 hex digits.
+    """
+    digest = hashlib.sha256()
+    whole = sum(tensor.nbytes for tensor in checkpoint.tensors.values()) <= HASHED_WHOLE
+    sizes = {shard.path: shard.nbytes for shard in checkpoint.shards}
+    for name, tensor in sorted(checkpoint.tensors.items()):
+        # repr keeps name, dtype and shape apart: no two lists of tensors give the same text
+        digest.update(repr((name, tensor.dtype, tensor.shape, sizes[tensor.shard])).encode(errors="surrogatepass"))
+        data = checkpoint.read(name).reshape(-1).view(torch.uint8)
+        for part in (data,) if whole else (data[:HASHED_END], data[-HASHED_END:]):
+            digest.update(part.numpy().data)
+    return digest.hexdigest()

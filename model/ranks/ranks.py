@@ -1,0 +1,261 @@
+"""Who else computes this model: the ranks of a process group, what of each axis is here, and how parts become whole.
+
+Weights are sharded by rows, so that every product is computed by one rank, whole: ranks never add up rounded parts of
+a sum. What they exchange is gathered, or moved as bits, and a run on N ranks computes the numbers of a run on one (to
+the last bit, where a matrix product does not depend on how many rows it has). Three kinds of tensor, and three types:
+
+- a plain tensor is *replicated*: the same on every rank, or it never leaves this one;
+- a *share* of an axis goes with a `Share`, which says what is here; `Ranks.whole` puts the axis together;
+- a `Partial` holds rows of which each rank fills its own; `Ranks.filled` is the only thing it can be given to, and
+  trips unless every row was filled exactly once: a replicated tensor that is summed as if it were partial ends the run.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from model.choices import ALL_REDUCE, ALL_TO_ALL, AUTO, DISPATCHES
+from model.errors import RankDisagreement, Tripwire
+
+# Tokens per rank from which `auto` splits a call over the ranks: somewhat before the two cost the same on two CPU ranks
+# with gloo (audits/dispatch.md), because a split call holds the streams of its own tokens only.
+SPLIT_FROM = 64
+# Tokens up to which what a call notes is kept until its end and compared in one exchange, not one for each layer: of
+# V4-Pro 57 KB of streams for each token and layer.
+KEPT = 8
+CHECKED = 1 << 18  # words in a tile of a checksum, whose temporaries are 8 bytes for each
+
+
+class Share(NamedTuple):
+    """What of an axis this rank holds: ``start .. stop`` of `total`; not split: all of it, as every rank does."""
+
+    start: int
+    stop: int
+    total: int
+    split: bool
+
+    @property
+    def size(self) -> int:
+        """How many are here."""
+        return self.stop - self.start
+
+    def times(self, width: int) -> "Share":
+        """The same of an axis in which each has `width` places."""
+        return Share(self.start * width, self.stop * width, self.total * width, self.split)
+
+    def of(self, x: Tensor, dim: int = 0) -> Tensor:
+        """Return what of the whole axis `dim` of x is this rank's, as a view."""
+        return x.narrow(dim, self.start, self.size) if self.split else x
+
+
+def undivided(total: int) -> Share:
+    """An axis that every rank holds whole."""
+    return Share(0, total, total, split=False)
+
+
+def evenly(total: int, rank: int, size: int) -> Share:
+    """Split an axis into consecutive parts; the first ``total % size`` ranks hold one more than the others."""
+    if size == 1:
+        return undivided(total)
+    short, more = divmod(total, size)
+    start = rank * short + min(rank, more)
+    return Share(start, start + short + (rank < more), total, split=True)
+
+
+class Shares(NamedTuple):
+    """What this rank holds of each axis by which weights are sharded, see `runtime.sharding`."""
+
+    heads: Share  # attention heads: rows of wq_b, sinks
+    groups: Share  # output groups: rows of wo_a. Split only where heads are
+    output: Share  # rows of wo_b: columns of the attention's output
+    index_heads: Share  # rows of the indexer's wq_b and weights_proj
+    vocabulary: Share  # rows of embedding and head
+    experts: Share  # routed experts
+
+
+class Partial(NamedTuple):
+    """Rows of which each rank filled its own."""
+
+    rows: Tensor  # [n, d]; zero where not filled
+    filled: Tensor  # [n] bool
+
+
+class Group(NamedTuple):
+    """The processes that run one model together, and which of them this one is."""
+
+    rank: int
+    size: int
+    processes: dist.ProcessGroup | None  # None: this process alone
+
+
+ALONE = Group(0, 1, None)
+
+
+class _Note(NamedTuple):
+    """A tensor that must be the same on every rank."""
+
+    site: str
+    layer: int | None
+    tensor: Tensor
+
+
+class Ranks:
+    """One rank of a run. With one rank in all, nothing here does anything.
+
+    All ranks must call the same methods in the same order: each is a collective.
+    """
+
+    def __init__(self, group: Group, shares: Shares, dispatch: str = AUTO) -> None:
+        assert dispatch in DISPATCHES, f"dispatch {dispatch!r}"
+        assert (group.processes is None) == (group.size == 1), f"{group}"
+        self.rank, self.size, self.shares, self.dispatch = group.rank, group.size, shares, dispatch
+        self._group = group.processes
+        self._notes: list[_Note] = []
+        self.collectives = 0  # entered so far, and which was last: what a watcher sees of this rank
+        self.at = "start"
+        self.calls = dict.fromkeys((ALL_REDUCE, ALL_TO_ALL), 0)  # calls of the model by the dispatch that ran
+
+    def tokens(self, count: int) -> Share:
+        """Whose rows a call's `count` tokens are between attentions: each rank's own (all-to-all), or everybody's."""
+        if self.size == 1:
+            return undivided(count)
+        chosen = self.dispatch
+        if chosen == AUTO:
+            chosen = ALL_TO_ALL if count >= SPLIT_FROM * self.size else ALL_REDUCE
+        self.calls[chosen] += 1
+        return evenly(count, self.rank, self.size) if chosen == ALL_TO_ALL else undivided(count)
+
+    def whole(self, x: Tensor, dim: int, share: Share) -> Tensor:
+        """Put an axis together from the ranks' shares of it, in the order of ranks.
+
+        Parameters
+        ----------
+        x
+            [..., share.size, ...] of any dtype; the shape of the others' differs in axis `dim` alone.
+        dim
+            The axis.
+        share
+            What of it is here. Where it is not split, x is whole already.
+
+        Returns
+        -------
+        Tensor
+            [..., share.total, ...], replicated.
+
+        """
+        if not share.split:
+            return x
+        self._enter("gather")
+        own = x.movedim(dim, 0)
+        assert own.shape[0] == share.size, f"{own.shape[0]} rows, the share is {share}"
+        longest = -(-share.total // self.size)
+        padded = own.new_zeros(longest, *own.shape[1:])
+        if padded.numel() == 0:  # a selection among no entries, say
+            return own.new_empty(share.total, *own.shape[1:]).movedim(0, dim)
+        padded[: share.size] = own
+        sent = padded.flatten().view(torch.uint8)
+        parts = self._gathered(sent).view(x.dtype).view(self.size, *padded.shape)
+        if share.total == self.size * longest:
+            rows = parts.flatten(0, 1)
+        else:
+            rows = torch.cat([part[: evenly(share.total, r, self.size).size] for r, part in enumerate(parts)])
+        return rows.movedim(0, dim).contiguous()
+
+    def filled(self, site: str, layer: int | None, partial: Partial) -> Tensor:
+        """Give every rank all rows [n, d], each from the rank that filled it; Tripwire unless that is exactly one.
+
+        The bits are added up as integers, so nothing is rounded, and NaN and -0.0 arrive as they were.
+        """
+        rows = partial.rows
+        if self.size == 1:
+            return rows
+        self._enter(site)
+        assert rows.shape[1] * rows.element_size() % 4 == 0, f"rows of {rows.shape[1]} {rows.dtype} are no whole words"
+        words = torch.cat((rows.view(torch.int32), partial.filled[:, None].to(torch.int32)), dim=1)
+        dist.all_reduce(words, group=self._group)
+        if not bool((words[:, -1] == 1).all()):
+            row = int((words[:, -1] != 1).nonzero()[0])
+            raise Tripwire(site, layer, None, f"row {row} filled by {int(words[row, -1])} ranks", "exactly one")
+        return words[:, :-1].contiguous().view(rows.dtype)
+
+    def of_first(self, x: Tensor) -> Tensor:
+        """Return rank 0's x, whose shape and dtype every rank knows."""
+        if self.size > 1:
+            self._enter("broadcast")
+            dist.broadcast(x, group=self._group, group_src=0)
+        return x
+
+    def exchange(self, rows: Tensor, sent: list[int], received: list[int] | None = None) -> tuple[Tensor, list[int]]:
+        """Send rows [n, d], sorted by the rank they go to, `sent` of them to each; get the others', by rank.
+
+        `received`, where it is known, says how many come from each rank. Returned are the rows, sorted by the rank they
+        come from and then as that rank had them, and how many came from each.
+        """
+        self._enter("exchange")
+        if received is None:
+            counts = torch.tensor(sent, device=rows.device)
+            theirs = torch.empty_like(counts)
+            dist.all_to_all_single(theirs, counts, group=self._group)
+            received = theirs.tolist()
+        data = rows.contiguous().view(torch.uint8)  # [n, bytes]
+        got = torch.empty(sum(received), data.shape[1], dtype=torch.uint8, device=rows.device)
+        dist.all_to_all_single(got, data, received, sent, group=self._group)
+        return got.view(rows.dtype), received
+
+    def note(self, site: str, layer: int | None, tensor: Tensor) -> None:
+        """Remember a tensor that must be the same on every rank, until `settle` compares it."""
+        if self.size > 1:
+            self._notes.append(_Note(site, layer, tensor))
+
+    def settle(self) -> None:
+        """Compare all that was noted across ranks, in one exchange; RankDisagreement for the first that differs."""
+        if not self._notes:
+            return
+        notes, self._notes = self._notes, []
+        self._enter("agreement")
+        own = torch.stack([_checksum(note.tensor) for note in notes])  # [notes]
+        every = self._gathered(own)
+        differs = every != every[0]  # [ranks, notes]
+        if not bool(differs.any()):
+            return
+        first = int(differs.any(0).nonzero()[0])
+        self._name_the_value(notes[first], int(differs[:, first].nonzero()[0]))
+
+    def _name_the_value(self, note: _Note, rank: int) -> None:
+        """Fetch the tensor of ranks 0 and `rank` and raise for the first coordinate that differs."""
+        held: list[tuple[torch.Size, Tensor]] = [(note.tensor.shape, note.tensor.cpu())] * self.size
+        dist.all_gather_object(held, (note.tensor.shape, note.tensor.cpu()), group=self._group)
+        (here_shape, here), (there_shape, there) = held[0], held[rank]
+        if here_shape != there_shape:
+            raise RankDisagreement(note.site, note.layer, rank, None, list(here_shape), list(there_shape))
+        differs = (_bits(here).view(here.numel(), -1) != _bits(there).view(here.numel(), -1)).any(1)
+        at = tuple(differs.view(here.shape).nonzero()[0].tolist())
+        raise RankDisagreement(note.site, note.layer, rank, at, here[at].tolist(), there[at].tolist())
+
+    def _gathered(self, own: Tensor) -> Tensor:
+        """Every rank's [n], as [ranks, n]."""
+        every = own.new_empty(self.size, len(own))
+        dist.all_gather(list(every.unbind(0)), own, group=self._group)
+        return every
+
+    def _enter(self, what: str) -> None:
+        self.collectives += 1
+        self.at = what
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.contiguous().flatten().view(torch.uint8)
+
+
+def _checksum(x: Tensor) -> Tensor:
+    """A number that any change of shape, values or their order is all but sure to change: [] int64."""
+    bits = _bits(x)
+    words = bits.view(torch.int32) if bits.numel() % 4 == 0 else bits
+    total = torch.tensor(hash(tuple(x.shape)) % (1 << 62), device=x.device)
+    for start in range(0, words.numel(), CHECKED):
+        tile = words[start : start + CHECKED].long()
+        place = torch.arange(start + 1, start + 1 + tile.numel(), device=x.device)
+        total += (tile.add_(0x9E3779B9) * (place * 0x2545F4914F6CDD1D | 1)).sum()  # wraps around
+    return total

@@ -1,0 +1,94 @@
+"""Which rows of which parameter each rank holds: a pure function of the config and the number of ranks.
+
+Sharded, each where the count divides: attention heads (wq_b, sinks), output groups (wo_a), columns of the attention's
+output (wo_b), indexer heads (indexer.wq_b, weights_proj), the vocabulary (embedding, head), and routed experts, which
+must divide. A rank's rows of a quantisable matrix are whole blocks of 128: FP8 weights have one scale for each.
+All else is replicated: what writes the shared KV, entries and index keys (each rank has all caches), mHC, gate, the
+shared expert, norms. Nothing is sharded by columns, so no product is ever summed over ranks.
+"""
+
+from dataclasses import dataclass
+
+from model.checkpoint.names import Axis, axis
+from model.config import LayerKind, ModelConfig
+from model.errors import ConfigError
+from model.ranks.ranks import Share, Shares, evenly, undivided
+
+BLOCK = 128  # rows that share a scale in FP8
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Who holds what; `place` makes it."""
+
+    size: int
+    ranks: tuple[Shares, ...]  # by rank
+    replicated: tuple[str, ...]  # axes that could not be split, and why
+
+    def rows(self, name: str, rows: int, rank: int) -> Share | None:
+        """What of a parameter's `rows` (its official name, its first axis) `rank` holds; None: it has no part of it."""
+        along, expert = axis(name)
+        shares = self.ranks[rank]
+        if along is Axis.EXPERTS:
+            assert expert is not None
+            return undivided(rows) if shares.experts.start <= expert < shares.experts.stop else None
+        share = {
+            Axis.HEADS: shares.heads,
+            Axis.GROUPS: shares.groups,
+            Axis.OUTPUT: shares.output,
+            Axis.INDEX_HEADS: shares.index_heads,
+            Axis.VOCABULARY: shares.vocabulary,
+        }.get(along)
+        if share is None or not share.split:
+            return undivided(rows)
+        each = rows // share.total  # rows for each head, group, ...
+        return Share(share.start * each, share.stop * each, rows, split=True)
+
+
+def place(config: ModelConfig, size: int) -> Placement:
+    """Place a model on `size` ranks.
+
+    ConfigError when the routed experts do not divide by `size`; every other axis that does not is replicated, and
+    `Placement.replicated` says so.
+    """
+    if config.n_routed_experts % size:
+        raise ConfigError(f"{size} ranks: n_routed_experts is {config.n_routed_experts}, which {size} does not divide")
+    why: list[str] = []
+    heads = _divides("attention heads", config.num_attention_heads, config.head_dim, size, why)
+    groups = _divides("output groups", config.o_groups, config.o_lora_rank, size, why)
+    if groups and not heads:
+        groups = False
+        why.append("output groups: as the attention heads")
+    output = _divides("columns of the attention's output", config.hidden_size, 1, size, why)
+    indexed = LayerKind.CSA in config.layer_kinds
+    index_heads = indexed and _divides("indexer heads", config.index_n_heads, config.index_head_dim, size, why)
+    vocabulary = config.vocab_size % size == 0
+    if not vocabulary:
+        why.append(f"vocabulary: {config.vocab_size} tokens, which {size} does not divide")
+
+    def share(total: int, rank: int, *, split: bool) -> Share:
+        return evenly(total, rank, size) if split else undivided(total)
+
+    ranks = tuple(
+        Shares(
+            heads=share(config.num_attention_heads, rank, split=heads),
+            groups=share(config.o_groups, rank, split=groups),
+            output=share(config.hidden_size, rank, split=output),
+            index_heads=share(config.index_n_heads, rank, split=index_heads),
+            vocabulary=share(config.vocab_size, rank, split=vocabulary),
+            experts=evenly(config.n_routed_experts, rank, size),
+        )
+        for rank in range(size)
+    )
+    return Placement(size, ranks, tuple(why))
+
+
+def _divides(what: str, count: int, rows: int, size: int, why: list[str]) -> bool:
+    """Whether `count` parts of `rows` rows each split over `size` ranks; says why not."""
+    if count % size:
+        why.append(f"{what}: {count}, which {size} does not divide")
+        return False
+    if size > 1 and count // size * rows % BLOCK:
+        why.append(f"{what}: {count // size * rows} rows for each rank, no whole blocks of {BLOCK}")
+        return False
+    return True

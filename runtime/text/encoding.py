@@ -1,0 +1,206 @@
+"""Messages to prompt: the message encoding of DeepSeek-V4, as segments.
+
+The format, as DeepSeek's encoder of the V4 checkpoints writes it: system text stands bare after BOS; a user or
+developer turn opens with `<｜User｜>`; tool results are user turns; what the model is to write next follows
+`<｜Assistant｜>` and either `<think>` or, to switch thinking off, `</think>`; assistant turns end with EOS. Of earlier
+turns the reasoning is left out, unless tools are offered: then all of it stays.
+
+Where DeepSeek's encoder drops something without a word, this one raises. It knows V4 alone: V4.1 writes prompts
+differently.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from types import MappingProxyType
+
+from runtime.errors import PromptError
+from runtime.text.dsml import to_json, tool_calls_block, tools_preamble
+from runtime.text.messages import Message
+from runtime.text.segments import (
+    ASSISTANT,
+    BOS,
+    EOS,
+    LATEST_REMINDER,
+    TASKS,
+    THINK_END,
+    THINK_START,
+    USER,
+    Segment,
+    Text,
+    merge,
+)
+
+_ABSOLUTE = """Reasoning Effort: Absolute maximum with no shortcuts permitted.
+You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, \
+rigorously stress-testing your logic against all potential paths, edge cases, and adversarial scenarios.
+Explicitly write out your entire deliberation process, documenting every intermediate step, considered alternative, \
+and rejected hypothesis to ensure absolutely no assumption is left unchecked.
+
+"""
+_BEYOND = """Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising.
+You MUST reason with the utmost depth and rigor, leaving absolutely nothing to chance: exhaustively decompose the \
+problem into its most fundamental components, trace every causal chain to its root, and resolve the underlying cause \
+rather than any surface symptom.
+Do not stop reasoning until you have independently verified the solution from multiple angles and are certain that no \
+assumption remains unchecked and no error remains undiscovered.
+
+"""
+# Revision of the checkpoint -> level -> the text that asks for it. 0731 (and 0813) moved every level up by one.
+EFFORTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "preview": {"high": "", "max": _ABSOLUTE},
+        "0731": {"low": "", "high": _ABSOLUTE, "max": _BEYOND},
+    }
+)
+
+
+def effort_text(revision: str, level: str) -> str:
+    """The text that asks a checkpoint for a level of reasoning effort.
+
+    Parameters
+    ----------
+    revision
+        "preview" (the first Flash, Pro and DSpark) or "0731" (Flash-0731 and Pro-0813): "max" means different texts.
+    level
+        "high" or "max"; from 0731 on also "low", its default. The default of either revision adds no text.
+
+    Raises
+    ------
+    PromptError
+        No such revision, or the revision has no such level.
+    """
+    if revision not in EFFORTS:
+        raise PromptError(f"reasoning effort: revision {revision!r} is none of {', '.join(EFFORTS)}")
+    levels = EFFORTS[revision]
+    if level not in levels:
+        raise PromptError(f"reasoning effort: {level!r} is none of {', '.join(levels)} of revision {revision}")
+    return levels[level]
+
+
+def encode_messages(messages: Sequence[Message], *, thinking: bool, effort: str = "") -> list[Segment]:
+    """The prompt for a conversation, up to where the model is to continue.
+
+    Parameters
+    ----------
+    messages
+        Checked messages, at least one (`check_messages`, `load_messages`).
+    thinking
+        Whether the model is to reason before it answers.
+    effort
+        What `effort_text` gave; it stands right after BOS and means something in thinking mode only.
+
+    Returns
+    -------
+    list[Segment]
+        Neighbouring texts joined. Ends with EOS, and asks for nothing, when the last message is a finished answer.
+
+    Raises
+    ------
+    PromptError
+        A task that would not reach the prompt, or an effort without thinking.
+    """
+    if effort and not thinking:
+        raise PromptError("reasoning effort: has no effect without thinking")
+    turns = _merge_turns(messages)
+    keep_reasoning = any(turn.tools for turn in turns)
+    if thinking and not keep_reasoning:
+        turns = _without_earlier_developers(turns)
+    _check_tasks(turns)
+    # Turns from here on are the current exchange: only they may show reasoning when earlier reasoning is dropped.
+    reasons_from = 0 if keep_reasoning else _last_user(turns)
+    segments: list[Segment] = [BOS, Text(effort)]
+    for i, turn in enumerate(turns):
+        thinks = thinking and i >= reasons_from
+        answers_task = i > 0 and turns[i - 1].task is not None
+        segments += _turn(turn, thinks=thinks and not answers_task)
+        if i + 1 == len(turns) or turns[i + 1].role in ("assistant", "latest_reminder"):
+            segments += _request(turn, thinks=thinks, thinking=thinking)
+    return merge(segments)
+
+
+def _turn(turn: Message, *, thinks: bool) -> list[Segment]:
+    """What the turn itself says."""
+    if turn.role == "latest_reminder":
+        return [LATEST_REMINDER, Text(turn.content)]
+    if turn.role == "user":
+        return [USER, Text(turn.content)]
+    if turn.role == "assistant":
+        reasoning: list[Segment] = [Text(turn.reasoning), THINK_END] if thinks else []
+        calls = tool_calls_block(turn.tool_calls) if turn.tool_calls else []
+        return [*reasoning, Text(turn.content), *calls, *([EOS] if turn.ends else [])]
+    opening: list[Segment] = [USER] if turn.role == "developer" else []  # a system turn has no token of its own
+    return [*opening, Text(turn.content), *_instructions(turn)]
+
+
+def _instructions(turn: Message) -> list[Segment]:
+    """The tools and the answer format that a system or developer turn sets out after its text."""
+    segments: list[Segment] = []
+    if turn.tools:
+        segments += [Text("\n\n"), *tools_preamble(turn.tools)]
+    if turn.response_format:
+        schema = to_json(turn.response_format)
+        heading = "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+        segments += [Text(heading + schema)]
+    return segments
+
+
+def _request(turn: Message, *, thinks: bool, thinking: bool) -> list[Segment]:
+    """The tokens after a turn that ask for the assistant's."""
+    if turn.task == "action":  # decided where an answer would start, as the first thing thought or said
+        return [ASSISTANT, THINK_START if thinking else THINK_END, TASKS["action"]]
+    if turn.task is not None:
+        return [TASKS[turn.task]]
+    if turn.role in ("user", "developer"):
+        return [ASSISTANT, THINK_START if thinks else THINK_END]
+    return []
+
+
+def _merge_turns(messages: Sequence[Message]) -> list[Message]:
+    """Turn runs of user and tool messages into one user turn each, the tool results in the order of their calls."""
+    runs: list[list[Message]] = []
+    for message in messages:
+        if runs and _joins(message, runs[-1][0]):
+            runs[-1].append(message)
+        else:
+            runs.append([message])
+    return [_one_turn(run) for run in runs]
+
+
+def _joins(message: Message, first: Message) -> bool:
+    if first.role not in ("user", "tool"):
+        return False
+    # A turn with a task is closed: the next question begins a turn of its own.
+    return message.role == "tool" or (message.role == "user" and first.task is None)
+
+
+def _one_turn(run: Sequence[Message]) -> Message:
+    first = run[0]
+    if first.role not in ("user", "tool"):
+        return first
+    for message in run[1:]:
+        if message.task is not None:
+            raise PromptError(f"{message.where}.task: lost, because the turn is merged into the one of {first.where}")
+    # Results move among the places of results only; what the user said in between stays where it is.
+    results = iter(sorted((message for message in run if message.role == "tool"), key=lambda result: result.answers))
+    parts = [
+        f"<tool_result>{next(results).content}</tool_result>" if message.role == "tool" else message.content
+        for message in run
+    ]
+    return replace(first, role="user", content="\n\n".join(parts))
+
+
+def _without_earlier_developers(turns: Sequence[Message]) -> list[Message]:
+    """A developer turn belongs to the exchange it opens and goes with its reasoning."""
+    last = _last_user(turns)
+    return [turn for i, turn in enumerate(turns) if i >= last or turn.role != "developer"]
+
+
+def _last_user(turns: Sequence[Message]) -> int:
+    return max((i for i, turn in enumerate(turns) if turn.role in ("user", "developer")), default=-1)
+
+
+def _check_tasks(turns: Sequence[Message]) -> None:
+    for turn, following in pairwise(turns):
+        if turn.task is not None and following.role not in ("assistant", "latest_reminder"):
+            raise PromptError(f"{turn.where}.task: lost, because no assistant turn follows but {following.where}")
