@@ -20,7 +20,7 @@ from runtime.arithmetic import arithmetic
 from runtime.memory import check_fits
 from runtime.options import RunOptions
 from runtime.placement import Placement
-from runtime.plan.llama import LlamaPlanner
+from runtime.plan.planner import Planner
 
 # One rank holds everything: a share that is not split says no more than that.
 WHOLE: Final = Placement(1, (Shares(*(undivided(1),) * len(Shares._fields)),), ())
@@ -49,7 +49,7 @@ def load_llama(
         raise ConfigError(f"{directory}: a {config.model_type} model runs on one rank, this run has {group.size}")
     checkpoint = Checkpoint.open(directory)
     counted = census(checkpoint.shapes(), config, where=str(directory))
-    check_fits(LlamaPlanner(config, counted, options), context or 1, str(directory))
+    check_fits(Planner(config, counted, WHOLE, options, 0, ops.name), context or 1, str(directory))
     check_tied_head(checkpoint, counted)
     weights, adapters, mark = bind(checkpoint, counted, torch.device(options.device)), None, fingerprint(checkpoint)
     if options.coda_adapters is not None:

@@ -19,11 +19,12 @@ from model.transformer import Transformer
 from runtime import memory
 from runtime.arithmetic import arithmetic
 from runtime.load import load
+from runtime.op_sets import planned
 from runtime.options import DEMO, RunOptions
 from runtime.placement import place
-from runtime.plan.held import held_caches, held_weights
 from runtime.plan.planner import RESERVE, Planner
 from runtime.plan.weights import WeightKind, total, weights
+from tests.held_bytes import held_caches, held_weights
 from tests.make_checkpoint import FORMATS, make_tensors, tiny_config, write_checkpoint, write_tensors
 
 CONFIGS = Path(__file__).parents[1] / "model" / "data" / "configs"
@@ -47,7 +48,7 @@ def thin():
 
 def planner(subject, ranks, options=GPU, rank=0):
     config, counted = subject
-    return Planner(config, counted, place(config, ranks), options, rank)
+    return Planner(config, counted, place(config, ranks), options, rank, planned(options, config))
 
 
 def narrow(entries, keys):
