@@ -1,4 +1,4 @@
-"""What a call of a Llama-family model keeps alive: read off `model/llama/`. It grows with the context by no tensor."""
+"""What a call of a Llama-family model keeps alive: read off `model/llama/`. It does not grow with the context."""
 
 from kernels import product_quantise
 from model.cache.shard import TILE
@@ -17,7 +17,6 @@ def largest(c: LlamaConfig, s: Call, *, adapters: bool) -> Moment:
     live.hold("stream", row)
     live.run("embedding", t * hidden * F32)
     with live.scope():
-        live.run("norm", norm)
         live.hold("sublayer input", row)
         _attention(c, s, live, adapters=adapters)
     with live.scope():  # the stream that the block was given is still its caller's

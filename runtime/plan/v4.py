@@ -15,7 +15,7 @@ def largest(c: ModelConfig, s: Call) -> Moment:
     """The moment of a call that takes the most bytes."""
     live, t, hidden = Live(), s.t, c.hidden_size
     streams, compared = s.m * c.hc_mult * hidden * s.item, _compared(c, s)
-    live.hold("compared", compared)
+    live.hold("compared", compared)  # at the end of the layer, or of the call
     rows = t * hidden * F32  # stored as BF16, or F32; of several ranks looked up, masked, as integers, and as they were
     with live.scope():
         live.hold("streams", streams)
@@ -29,9 +29,8 @@ def largest(c: ModelConfig, s: Call) -> Moment:
     head, rows = s.shares.vocabulary, min(HEAD_ROWS, t)
     live.hold("output", t * hidden * s.item)
     live.hold("rows in fp32", rows * hidden * F32)
-    gathered = s.gather(rows * c.vocab_size, head, first=False, item=F32)
-    live.run("logits", s.linear("head", rows, F32))
-    live.run("logits, gathered", rows * head.size * F32, gathered)
+    gathered = rows * head.size * F32 + s.gather(rows * c.vocab_size, head, first=False, item=F32)
+    live.run("logits", max(s.linear("head", rows, F32), gathered))
     return live.largest
 
 
@@ -68,16 +67,14 @@ def _compared(c: ModelConfig, s: Call) -> int:
 
 
 def _block(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
-    """`Block.__call__`."""
+    """`Block.__call__`; reading for attention and its norm take less than the same for the experts."""
     m, hc, hidden, streams = s.m, c.hc_mult, c.hidden_size, live.alive["streams"]
     row, whole = m * hidden * s.item, s.t * hidden * s.item
     weights = m * hc * (hc + 2) * F32
     read = max(s.op("hyper_weights", m, hc, hidden, s.item), weights + s.op("collapse", m, hc, hidden, s.item))
     norm, written = s.op("rms_norm", m, hidden, s.item), s.op("expand", m, hc, hidden, s.item)
-    live.run("mHC, read", read)
     live.hold("mHC weights", m * hc * (hc + 1) * F32)
     live.hold("sublayer input", row)
-    live.run("norm", norm)
     live.run("norm, gathered", row, s.gather(s.t * hidden, s.tokens))
     live.hold("sublayer input", whole)
     with live.scope():
@@ -88,8 +85,8 @@ def _block(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     live.run("mHC, read", read)
     live.hold("sublayer input", row)
     live.run("norm", norm)
-    live.hold("sublayer input", 2 * row)
     with live.scope():
+        live.hold("sublayer input", 2 * row)
         _experts(c, s, live, layer)
     live.hold("sublayer output", row)
     live.run("mHC, write", written)
