@@ -9,7 +9,7 @@ from model.block import Block
 from model.cache.layers import LayerCache
 from model.call import Call
 from model.checkpoint.weights import Weights
-from model.config import ModelConfig
+from model.config import LayerKind, ModelConfig
 from model.hyper import HyperHead
 from model.linear import Embedding, WideLinear
 from model.rope import Rotation, layer_frequencies
@@ -22,11 +22,12 @@ class Transformer:
     def __init__(self, config: ModelConfig, weights: Weights, arithmetic: Arithmetic) -> None:
         self.config, self.arithmetic = config, arithmetic
         self.embedding = Embedding(weights.vector("embed.weight"), arithmetic)  # [vocab, hidden]
-        rotations = {
-            kind: Rotation(layer_frequencies(config, kind).to(self.device)) for kind in set(config.layer_kinds)
+        rotations = {  # CSA and HCA share one
+            kind is LayerKind.SWA: Rotation(layer_frequencies(config, kind).to(self.device))
+            for kind in sorted(set(config.layer_kinds))
         }
         self.blocks = [
-            Block(config, layer, weights, arithmetic, rotations[config.layer_kind(layer)])
+            Block(config, layer, weights, arithmetic, rotations[config.layer_kind(layer) is LayerKind.SWA])
             for layer in range(config.num_hidden_layers)
         ]
         self.hyper_head = HyperHead(config, weights, arithmetic)
@@ -93,4 +94,8 @@ class Transformer:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[t, hidden] to [t, vocab] float32: the head is fp32 in the reference."""
+        return self.unembed(hidden)
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """Rows of the normed output [t, hidden] to logits [t, vocab] float32."""
         return self.head(hidden)

@@ -20,7 +20,7 @@ from model.ranks.ranks import Group, Ranks, Shares, undivided
 from runtime.arithmetic import arithmetic
 from runtime.memory import check_fits
 from runtime.options import RunOptions
-from runtime.plan.llama import LlamaPlanner
+from runtime.plan.planner import Planner
 from runtime.sharding import Placement
 
 # One rank holds everything: a share that is not split says no more than that.
@@ -50,7 +50,7 @@ def load_llama(
         raise ConfigError(f"{directory}: a {config.model_type} model runs on one rank, this run has {group.size}")
     checkpoint = Checkpoint.open(directory)
     counted = census(checkpoint.shapes(), config, where=str(directory))
-    check_fits(LlamaPlanner(config, counted, options), context or 1, str(directory))
+    check_fits(Planner(config, counted, WHOLE, options, 0, ops.name), context or 1, str(directory))
     check_tied_head(checkpoint, counted)
     weights, adapters, mark = bind(checkpoint, counted, torch.device(options.device)), None, fingerprint(checkpoint)
     if options.coda_adapters is not None:

@@ -121,7 +121,7 @@ def _load_v4(
     ranks.note("config.json", None, _digits(config.fingerprint, device))
     ranks.note("headers of the checkpoint's files", None, _digits(headers_digest(checkpoint), device))
     ranks.settle()
-    planner = Planner(config, counted, placement, options, group.rank)
+    planner = Planner(config, counted, placement, options, group.rank, ops.name)
     check_fits(planner, context or 1, str(directory), processes=_ranks_here(ranks, device))
     weights = bind(checkpoint, counted, device, held=lambda name, rows: placement.rows(name, rows, group.rank))
     model = Transformer(config, weights, arithmetic(options, ops, ranks, config))

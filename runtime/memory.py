@@ -10,7 +10,6 @@ from model.architectures import Model
 from model.errors import CapacityError
 from model.llama.transformer import LlamaTransformer
 from model.state import State
-from runtime.plan.llama import LlamaPlan, LlamaPlanner
 from runtime.plan.planner import Plan, Planner
 
 GIB: Final = 1 << 30
@@ -29,14 +28,14 @@ def machine_memory(device: torch.device) -> int:
     return min([physical, *(int(limit) for limit in limits if limit.isdigit())])
 
 
-def check_fits(planner: Planner | LlamaPlanner, context: int, where: str, *, processes: int = 1) -> Plan | LlamaPlan:
+def check_fits(planner: Planner, context: int, where: str, *, processes: int = 1) -> Plan:
     """Plan a rank of a run, or refuse it because its device has less memory: before any weight is read.
 
     On the CPU the weights are mapped files, which need no memory of their own: a checkpoint larger than memory runs.
 
     Parameters
     ----------
-    planner : Planner | LlamaPlanner
+    planner : Planner
         Of this rank, made from the config and the headers of the checkpoint's files.
     context : int
         Positions that the run holds.
@@ -67,7 +66,7 @@ def check_fits(planner: Planner | LlamaPlanner, context: int, where: str, *, pro
     )
 
 
-def _parts(plan: Plan | LlamaPlan) -> str:
+def _parts(plan: Plan) -> str:
     parts = {
         "weights": plan.own_weights,
         "caches": plan.cache_bytes,

@@ -1,14 +1,16 @@
 """Which kernels a run computes with, by name: the choice of `--ops`, refused where the run cannot have it."""
 
+import importlib.util
+
 from kernels.ops import CPU, REFERENCE, Ops
 from model.architectures import Config
 from model.choices import OP_SETS
 from model.errors import ConfigError
 from model.variants.choice import Full, GroupedCoda, GroupedShard
 from runtime.arithmetic import cache_formats
-from runtime.options import RunOptions
+from runtime.options import RunOptions, usual
 
-Grouped = GroupedCoda | GroupedShard  # one implementation each, in `kernels.blocked`
+Grouped = GroupedCoda | GroupedShard  # one implementation each, of the backend cpu
 
 
 def op_set(name: str, options: RunOptions, config: Config) -> Ops:
@@ -25,6 +27,18 @@ def op_set(name: str, options: RunOptions, config: Config) -> Ops:
 
             return TRITON
     raise AssertionError(f"op set {name!r}, want one of {OP_SETS}")
+
+
+def planned(options: RunOptions, config: Config) -> str:
+    """The name of the op set that a plan is of: the device's usual one, or CPU, where that one does not run it.
+
+    ConfigError where a plan needs Triton, beside whose kernels it is said what they take, and there is none.
+    """
+    full = all(isinstance(variant, Full) for variant in cache_formats(options, config).variants)
+    name = usual(options.device) if full and options.coda_adapters is None else CPU.name
+    if name == "triton" and importlib.util.find_spec("triton") is None:
+        raise ConfigError(f"--device {options.device}: its plan is of Triton's kernels, and there is no Triton")
+    return name
 
 
 def _check_reference(options: RunOptions, config: Config) -> None:

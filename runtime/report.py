@@ -14,11 +14,9 @@ from model.ranks.ranks import evenly
 from model.state import State
 from runtime.decoding import Decoding
 from runtime.generate import Generation
-from runtime.llama import LoadedLlama
 from runtime.load import AnyLoaded
 from runtime.options import RunOptions
-from runtime.plan.llama import LlamaPlan, LlamaPlanner
-from runtime.plan.planner import Plan, Planner
+from runtime.plan.planner import Planner
 from runtime.resident import touched_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -99,7 +97,10 @@ def report(loaded: AnyLoaded, options: RunOptions, state: State, run: Generation
 
 def _planned(loaded: AnyLoaded, options: RunOptions, state: State) -> dict[str, int]:
     """What the memory plan says of this rank: "needed" is the sum of all but "mapped_weights"."""
-    plan = _plan(loaded, options, state)
+    model = loaded.model
+    backend, rank = model.arithmetic.ops.name, model.arithmetic.ranks.rank
+    planner = Planner(model.config, loaded.census, loaded.placement, options, rank, backend)
+    plan = planner.plan(state.max_context, state.chunk)
     return {
         "needed": plan.needed,
         "weights": plan.own_weights,
@@ -108,14 +109,6 @@ def _planned(loaded: AnyLoaded, options: RunOptions, state: State) -> dict[str, 
         "beside_tensors": plan.host + plan.reserve,
         "mapped_weights": plan.mapped_weights,
     }
-
-
-def _plan(loaded: AnyLoaded, options: RunOptions, state: State) -> Plan | LlamaPlan:
-    if isinstance(loaded, LoadedLlama):
-        return LlamaPlanner(loaded.model.config, loaded.census, options).plan(state.max_context, state.chunk)
-    model = loaded.model
-    planner = Planner(model.config, loaded.census, loaded.placement, options, model.arithmetic.ranks.rank)
-    return planner.plan(state.max_context, state.chunk)
 
 
 def _ranks(loaded: AnyLoaded, options: RunOptions) -> dict[str, Any]:

@@ -179,4 +179,5 @@ def shadowed(ops: Ops, allowed: Callable[[Tensor], Tensor], differences: dict[st
 
         return both
 
-    return Ops(ops.name, **{name: shadow(name) for name in Ops._fields[1:]})
+    own = set(ops._asdict()) - {"name", "read_streams"}  # which is made of others
+    return ops._replace(**{name: shadow(name) for name in own})

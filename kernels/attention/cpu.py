@@ -38,6 +38,9 @@ ROWS = 1024  # (token, head) pairs per tile
 LOGITS = 1 << 19  # numbers in a tile of logits: 2 MiB
 KEYS = 1 << 19  # numbers in a tile of keys, shared or gathered: 2 MiB
 DENSE_UP_TO = 1.5  # visible entries over selected ones, up to which masked tiles beat gathered rows: see above
+# Of scratch: bytes of a number of a narrow entry while a tile is decoded to fp32: E4M3 through 16-bit integers; codes
+# by word, centroid, product and code; coefficients are then joined with the rope dims.
+_DECODED = {"fp8": 10, "coded": 14, "based": 22}
 
 
 class _Softmax(NamedTuple):
@@ -90,6 +93,33 @@ def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks 
             _attend_as_stored(state, scaled, slots, first + start, ratio, rows, dense_up_to)
         out[start:stop] = state.value / state.total[..., None]
     return out
+
+
+def attend_scratch(
+    tokens: int, heads: int, width: int, window: int, entries: int, selected: int, form: str, item: int
+) -> int:
+    """Bytes alive at most in `attend` to `entries`, of which each token reads `selected` (0: all), the result included.
+
+    `form` is how entries are stored: dtype, fp8, coded (`RotatedRows`) or based (`BasisRows`).
+    """
+    rows = min(tokens, max(1, ROWS // heads))
+    dense = min(entries, int(DENSE_UP_TO * selected)) if selected else entries
+    queries, decoded = rows * heads * width * 4, _DECODED.get(form, 0 if item == 4 else 4)
+    shared = min(keys_per_tile(rows, heads, width), max(window + rows, dense))
+    tile = queries + shared * (width * decoded + rows * (heads * 4 + 1))
+    gathered = 4 + (decoded + 1 if form in _DECODED else item)  # bytes of a number, in two tiles
+    if selected:
+        keys = min(selected, 256)
+        some = min(rows, max(1, KEYS // (keys * width)))
+        by_row = some * (keys * (width * gathered + heads * 4 + 8) + heads * width * 4)
+        tile = max(tile, by_row) + rows * selected * 15  # which, as they are and as an index; whether each may be seen
+    inside = (2 if form in ("coded", "based") else 0) * queries  # queries and sums in the space of the codes
+    if inside:
+        tile = max(tile, inside + (2 * queries + width**2 * 4 if form == "based" else 0))
+    elif tokens == 1:  # see `_few_keys`
+        seen, stored = min(KEYS // width, window + (selected or entries)), item if form == "dtype" and item < 4 else 0
+        tile = max(tile, seen * (2 * width + 3 * heads) * 4 + selected * width * stored, selected * width * gathered)
+    return tokens * heads * width * item + 2 * queries + inside + tile
 
 
 def _few_keys(

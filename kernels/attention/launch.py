@@ -60,3 +60,13 @@ def launch(q: Tensor, window: int, most: int, *, narrow: bool, fp8: bool, shared
         keys = max(16, keys // 2)
     width = max(WIDTH, triton.next_power_of_2(d))
     return Launch(tokens, heads, keys, width, programs, min(room, tiles(keys)), narrow)
+
+
+def split_rows(tokens: int, heads: int, window: int, most: int, *, narrow: bool) -> int:
+    """(token, head) rows that splits keep sums of, at most, in calls of up to so many tokens; 0: none is split.
+
+    There are no more row tiles times splits than PROGRAMS; on Blackwell tiles have fewer keys, never fewer than 16.
+    """
+    rows = ROWS if narrow else 16
+    splits = min(PROGRAMS, triton.cdiv(rows + window - 1, 16) + triton.cdiv(most, 16))
+    return min(PROGRAMS * rows, tokens * heads * splits) if splits > 1 else 0

@@ -294,3 +294,13 @@ def attend(
             num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+def attend_scratch(
+    tokens: int, heads: int, width: int, window: int, entries: int, selected: int, form: str, item: int
+) -> int:
+    """Bytes allocated in `attend` of up to so many tokens: the result, and in fp32 what splits find of their rows."""
+    del form
+    most = min(entries, selected) if selected else entries
+    rows = attention_launch.split_rows(tokens, heads, window, most, narrow=item == 2)
+    return tokens * heads * width * item + rows * (2 + width) * 4

@@ -29,3 +29,8 @@ def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Te
         kv = torch.cat((previous_kv, kv), dim=1)  # [n, 2r, d]
         gate = torch.cat((previous_gate, gate), dim=1)
     return (kv * gate.softmax(dim=1)).sum(dim=1)
+
+
+def pool_scratch(tokens: int, width: int, series: int) -> int:
+    """Bytes alive at most in `pool` of the windows of so many tokens, the result aside: series joined, and products."""
+    return tokens * width * 4 * (8 if series == 2 else 2)

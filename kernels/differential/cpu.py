@@ -105,6 +105,16 @@ def attend(q: Tensor, noise: Noise | None, past: Past, own: Own | None) -> Tenso
     return out.view(t, heads, d)
 
 
+def attend_scratch(tokens: int, heads: int, kv_heads: int, d: int, slots: int, own: int, item: int) -> int:
+    """Bytes alive at most in `attend`, the result included: all keys and values in fp32, and two tiles of logits.
+
+    `slots` are the past's, `own` how many keys the tokens have themselves; `item` is of the keys as they are stored.
+    """
+    queries, each = tokens * heads * d * 4, heads // kv_heads * (slots + own)  # logits of a token and a KV head
+    rows = 2 * kv_heads * (slots + own) * d * ((item if own else 0) + (0 if item == 4 else 4))
+    return 4 * queries + rows + 2 * max(each, min(LOGITS, kv_heads * tokens * each)) * 4 + own**2
+
+
 def _attend_few(rows: Tensor, lam: Tensor | None, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
     """`attend` in one tile, from tokens that have no keys of their own: [K, H / K, t, D] float32."""
     kv_heads, _, share, t, d = rows.shape

@@ -181,6 +181,15 @@ def experts(
     return out
 
 
+def experts_scratch(
+    tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
+) -> int:
+    """Bytes allocated in `experts`: sorted pairs, rounded inputs, both products of every pair, and the result."""
+    pairs = tokens * slots
+    rounded_inputs = tokens * hidden * item if deployed and form in ("FP8", "FP8_F32", "FP4") else 0
+    return (pairs + 2 * experts) * 4 + rounded_inputs + pairs * (inner + hidden) * item + tokens * hidden * 4
+
+
 def _tokens(pairs: int, experts: int) -> int:
     """Pairs in a block: what an expert gets if all get the same, of which tensor cores take 16 at least."""
     even = pairs // experts

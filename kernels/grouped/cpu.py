@@ -41,6 +41,14 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, window: int | No
     return out
 
 
+def attend_scratch(tokens: int, heads: int, kv_heads: int, d: int, context: int, item: int) -> int:
+    """Bytes alive at most in `attend` to so many positions, the result included: queries and sums, and a tile."""
+    rows = min(tokens, max(1, ROWS // heads))
+    queries, tile = rows * heads * d * 4, min(context, tile_length(rows, heads, kv_heads, d))
+    widened = 0 if item == 4 else 2 * kv_heads * tile * d * 4
+    return tokens * heads * d * item + 2 * queries + max(queries, widened + rows * tile * (heads * 4 + 3))
+
+
 def tile_length(tokens: int, heads: int, kv_heads: int, d: int) -> int:
     """Positions per tile for so many tokens: few tokens take long tiles, for fewer calls."""
     return max(1, min(LOGITS // (tokens * heads), KEYS // (kv_heads * d)))

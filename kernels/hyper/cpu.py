@@ -30,6 +30,13 @@ def hyper_weights(
     return pre, post, sinkhorn(comb, iterations, eps)
 
 
+def hyper_weights_scratch(tokens: int, streams: int, hidden: int, item: int) -> int:
+    """Bytes alive at most in `hyper_weights`, the result included: `fn` transposed, two tiles, the mixes and steps."""
+    mixes = (2 + streams) * streams
+    transposed = mixes * streams * hidden * 4 if tokens > 1 else 0
+    return transposed + 2 * _tile_bytes(tokens, streams, hidden, item) + tokens * (2 * mixes + 6 * streams**2) * 4
+
+
 def head_weights(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float) -> Tensor:
     """Weights of the head: `kernels.hyper.reference.head_weights`."""
     return torch.sigmoid(_mixes(streams, fn, norm_eps) * scale + base) + eps
@@ -105,6 +112,12 @@ def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     return torch.cat([(weights @ part.float())[:, 0].to(streams.dtype) for part, weights in parts])
 
 
+def collapse_scratch(tokens: int, streams: int, hidden: int, item: int) -> int:
+    """Bytes alive at most in `collapse`, the result included: in parts and joined, a tile, and its product."""
+    results = (1 + (tokens > 1)) * tokens * hidden * item
+    return results + _tile_bytes(tokens, streams, hidden, item) + min(TILE // streams, tokens * hidden) * 4
+
+
 def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     """Write the streams: `kernels.hyper.reference.expand`."""
     out = torch.empty_like(streams)
@@ -114,6 +127,12 @@ def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         new = post[part, :, None] * y[part, None].float()  # [t, s, d]
         out[part] = new.baddbmm_(comb[part].mT, streams[part].float())
     return out
+
+
+def expand_scratch(tokens: int, streams: int, hidden: int, item: int) -> int:
+    """Bytes alive at most in `expand`, the result included: it, two tiles in fp32, and of one token an input."""
+    tile = _tile_bytes(tokens, streams, hidden, 0)
+    return tokens * streams * hidden * item + 2 * tile + tile // streams
 
 
 def _mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
@@ -129,3 +148,8 @@ def _mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
 
 def _tokens(streams: Tensor) -> int:
     return max(1, TILE // (streams.shape[1] * streams.shape[2]))
+
+
+def _tile_bytes(tokens: int, streams: int, hidden: int, item: int) -> int:
+    """Bytes of a tile of the streams made fp32; of streams that are fp32 it is a view."""
+    return 0 if item == 4 else min(max(1, TILE // (streams * hidden)), tokens) * streams * hidden * 4

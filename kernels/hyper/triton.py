@@ -187,6 +187,12 @@ def hyper_weights(
     return pre, post, comb
 
 
+def hyper_weights_scratch(tokens: int, streams: int, hidden: int, item: int) -> int:
+    """Bytes allocated in `hyper_weights` of up to so many tokens: the results, and split products and square sums."""
+    del item
+    return tokens * (2 + streams) * streams * 4 + _parts_scratch(tokens, hidden, (2 + streams) * streams)
+
+
 def head_weights(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float) -> Tensor:
     """Weights of the head: `kernels.hyper.reference.head_weights`; s is a power of two."""
     t, s, _ = streams.shape
@@ -234,6 +240,20 @@ def _parts(streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
         enable_fp_fusion=False,
     )  # fmt: skip
     return products, squares
+
+
+def _parts_scratch(tokens: int, hidden: int, rows: int) -> int:
+    """Bytes allocated in `_parts` of up to so many tokens: what its tiles of tokens and of columns find."""
+    tile = WIDE_TOKENS if tokens >= PROGRAMS * WIDE_TOKENS // 2 else TOKENS
+    places: int = max(tokens, min(tokens * triton.cdiv(hidden, 64), PROGRAMS * tile))
+    columns: int = max(16, triton.next_power_of_2(rows))
+    return places * (columns + 1) * 4
+
+
+def read_scratch(tokens: int, streams: int, hidden: int, item: int) -> int:
+    """Bytes allocated in `read` of up to so many tokens: input and weights, and split products."""
+    results = tokens * (hidden * item + (2 + streams) * streams * 4)
+    return results + _parts_scratch(tokens, hidden, (2 + streams) * streams)
 
 
 def read(

@@ -33,6 +33,7 @@ PENDING = 1 << 14  # pairs that are scored and merged together
 BLOCK = 16  # pairs of one token that are scored in one product
 SCORED = 1 << 17  # numbers in the keys of such products
 HARD = 1024  # entries of a token, beside a 32nd of all, that may pass before its bounds are given up
+PAIR = 96  # bytes of scratch of a pair that is merged: token, entry, order, place, score, and copies of these
 _INVISIBLE = torch.iinfo(torch.int64).min  # below every packed score
 _LOW = (1 << 32) - 1
 
@@ -50,8 +51,7 @@ def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, 
     n = rows.length(keys)
     width = min(k, n)
     out = torch.empty(t, width, dtype=torch.int32, device=q.device)
-    many = t * h >= FEW_ROWS and n >= max(FEW_ENTRIES, SPARSE * k)
-    bounded = many and index_bound.native(q.device) and index_bound.finest(h, d) > 0
+    bounded = _bounded(t, h, d, n, k, q.device)
     tokens = max(1, (BOUNDED_ROWS if bounded else ROWS) // h)
     for start in range(0, t, tokens):
         stop = min(start + tokens, t)
@@ -65,6 +65,77 @@ def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, 
             best = way(q[start:stop], head_weights[start:stop], keys, seen, width)
         out[start:stop] = torch.where(best < seen, best, -1)
     return out
+
+
+def _bounded(tokens: int, heads: int, width: int, entries: int, k: int, device: torch.device) -> bool:
+    """Whether a call bounds its scores in integers."""
+    many = tokens * heads >= FEW_ROWS and entries >= max(FEW_ENTRIES, SPARSE * k)
+    return many and index_bound.native(device) and index_bound.finest(heads, width) > 0
+
+
+def select_scratch(  # noqa: PLR0913 (sizes, and what they are stored as)
+    tokens: int, heads: int, width: int, entries: int, k: int, form: str, item: int, device: torch.device, *,
+    few_pass: bool,
+) -> int:  # fmt: skip
+    """Bytes alive at most in `select`, the result included.
+
+    `form` is how keys are stored: dtype, fp8, fp4 or coded (`RotatedRows`). `few_pass`: whether few entries pass the
+    comparisons, as where scores come in no particular order; else all do.
+    """
+    rows, result = min(tokens, max(1, ROWS // heads)), tokens * min(k, entries) * 4
+    if entries <= k:
+        return result + rows * entries * 12
+    decoded = {"dtype": 0 if item == 4 else 4, "coded": 14}.get(form, 6)  # of a number of a key, beside those stored
+    work = _merging(rows, heads, width, entries, k, decoded, few_pass=few_pass)
+    if _bounded(tokens, heads, width, entries, k, device):
+        many = min(tokens, max(1, BOUNDED_ROWS // heads))
+        work = max(work, _bounding(many, heads, width, entries, k, decoded, few_pass=few_pass))
+    return result + work
+
+
+def _merging(rows: int, heads: int, width: int, entries: int, k: int, decoded: int, *, few_pass: bool) -> int:
+    """Bytes of `_best` for `rows` tokens: queries, the best so far, and a tile that is scored, packed and merged."""
+    first = min(max(k, min(FIRST, 2 * MERGED // rows)), entries)
+    step = max(1, min(PER_HEAD // (rows * heads), KEYS // width))
+
+    def scored(count: int) -> int:
+        columns = min(step, count)
+        return rows * count * 4 + columns * width * decoded + rows * heads * columns * 8
+
+    work = max(scored(first), rows * first * 28)  # a pair's score, twice as bits, and twice as an integer
+    if entries > first:
+        more = min(max(k, MERGED // rows), entries - first)
+        passing = -(-more * k // first) if few_pass else more  # of random scores, so many are above the k-th of `first`
+        kept = rows * first * 12  # of the first tile, until the end
+        work = max(work, kept + max(scored(more), rows * (more * 7 + passing * PAIR)))
+    return rows * heads * width * 4 + rows * k * 32 + work
+
+
+def _bounding(rows: int, heads: int, width: int, entries: int, k: int, decoded: int, *, few_pass: bool) -> int:
+    """Bytes of `_best_bounded`: queries and a tile of keys as integers, bounds, and the pairs that pass and are scored.
+
+    Where all pass, tokens are left to `_best` too.
+    """
+    numbers, slots, best = heads * rows * width, heads * rows, rows * k * 8
+    rounding = 2 * numbers + min(index_bound.WEIGHED, numbers) * 48
+    buffers = numbers + slots * 28 + PAIRS * 12
+    columns = min(max(4 * k, KEYS // width), entries)  # keys of a tile
+    keys, tile = columns * width, min(PAIRS, rows * columns)
+    pending = PENDING + min(tile, PENDING)
+    products = SCORED * (8 + decoded) + SCORED // BLOCK * heads * 8
+    together = rows * 2 * -(-pending // rows) if few_pass else max(rows * k, MERGED)
+    merging = pending * PAIR + (pending + rows * BLOCK) * 12 + products + 2 * best + together * 8
+    passed, looking = (0, 4) if few_pass else (tile * 16, 56)
+    work = max(
+        keys * (decoded + 12),
+        keys + slots * 32 + tile * looking,
+        keys + passed + merging,
+        rows * k * PAIR + products,
+    )
+    if not few_pass:
+        left = min(rows, max(1, ROWS // heads))
+        work = max(work, _merging(left, heads, width, entries, k, decoded, few_pass=False))
+    return 2 * best + max(rounding, buffers + work)
 
 
 def _best(q: Tensor, head_weights: Tensor, keys: Rows, seen: Tensor, k: int) -> Tensor:

@@ -207,3 +207,10 @@ def top_k_into(out: Tensor, scores: Tensor, first: Tensor, start: int, ratio: in
     for digit in range(4):
         _count[t, parts](scores, counts, larger, equal, digit, *rows, **options)
     _collect[t, parts](scores, out, counts, larger, equal, *rows, WIDTH=block, PARTS=PARTS, **options)
+
+
+def top_k_scratch(tokens: int, entries: int) -> int:
+    """Bytes allocated in `top_k_into` of up to so many tokens: counts of each digit, of rows split over programs."""
+    if entries <= WHOLE_ENTRIES:
+        return 0
+    return min(tokens, WHOLE_ROWS - 1) * (4 + 2 * min(PARTS, -(-entries // PART))) * 256 * 4

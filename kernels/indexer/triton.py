@@ -15,7 +15,7 @@ from torch import Tensor
 from kernels.formats.stored import Fp4Keys, Fp8Keys, Rows
 from kernels.formats.triton import e2m1, e8m0
 from kernels.formats.triton_rounding import UPCAST
-from kernels.indexer.topk import seen_by, top_k_into
+from kernels.indexer.topk import seen_by, top_k_into, top_k_scratch
 from kernels.position import position
 
 KEYS = 256  # keys per tile: two warpgroups of Hopper; a query of 64 heads x 128 is read from L2 for each tile
@@ -172,3 +172,14 @@ def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int | Tensor, rat
         _score(scores, q[start:stop], head_weights[start:stop], planes, (at, start, ratio, rows.shape[1]))
         top_k_into(rows, scores, at, start, ratio)
     return out
+
+
+def select_scratch(
+    tokens: int, heads: int, width: int, entries: int, k: int, form: str, item: int, device: torch.device, *,
+    few_pass: bool,
+) -> int:  # fmt: skip
+    """Bytes allocated in `select` of up to so many tokens: the result, scores of a tile, and counts of `top_k`."""
+    del heads, width, form, item, device, few_pass  # neither how keys are stored nor their scores matter
+    stride = max(16, -(-entries // 16) * 16)
+    scores = min(tokens * stride, max(SCRATCH, stride)) * 4
+    return tokens * min(k, entries) * 4 + scores + top_k_scratch(tokens, entries)

@@ -16,6 +16,10 @@ from kernels.formats.stored import Dense, Fp4, Fp8, Weight, rows
 FEW = 4  # tokens up to which one `torch.mv` each beats a matrix product in the stored dtype
 TILE = 1 << 20  # weights per decoded tile, 4 MiB of fp32 (or 128 rows, where these hold more)
 ROWS = 1 << 18  # weights per tile where one token reads them: 1 MiB of fp32, which stays in the core's cache
+# Of scratch: forms with the bytes of an operand whose tiles are views of the weight; and bytes of a weight while a tile
+# is decoded, the fp32 result included: E4M3 goes through 16-bit integers, E2M1 through indices and scales.
+_SAME = (("BF16", 2), ("F32", 4))
+_DECODED = {"BF16": 4, "F16": 4, "FP8": 6, "FP8_F32": 6, "FP4": 6.5, "NVFP4": 6.5}
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
@@ -62,6 +66,37 @@ def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
             part = tile[low - start : high - start]  # [rows, in] of this group
             out[:, low:high] = torch.mv(part, wide[0, group]) if t == 1 else wide[:, group] @ part.T
     return out.view(t, groups, rank)
+
+
+def linear_scratch(tokens: int, rows: int, columns: int, form: str, item: int, device: torch.device) -> int:
+    """Bytes alive at most in `linear`, the result included; see `grouped_linear_scratch`."""
+    out = tokens * rows * item
+    if tokens <= FEW and (form, item) in _SAME:
+        return 2 * out
+    if tokens == 1 and form in ("BF16", "F16", "F32"):
+        return min(rows, max(1, ROWS // columns)) * columns * 4 + rows * 4 + out
+    return grouped_linear_scratch(tokens, rows, columns, 1, form, item, device)
+
+
+def grouped_linear_scratch(
+    tokens: int, rows: int, columns: int, groups: int, form: str, item: int, device: torch.device
+) -> int:
+    """Bytes alive at most in `grouped_linear`, the result included: widened inputs, two decoded tiles, a product.
+
+    `form` is how the weight is stored: BF16, F16, F32, FP8 (E8M0 scales), FP8_F32 (those in F32), FP4 or NVFP4.
+    """
+    out = tokens * rows * item
+    if tokens == 1 and (form, item) in _SAME:
+        return 2 * out
+    operand = 2 if item == 2 and form in ("BF16", "FP8", "FP4") and _native_bfloat16(device) else 4
+    wide = 0 if operand == item else tokens * groups * columns * operand
+    step = min(rows, max(128, TILE // columns // 128 * 128))
+    product = tokens * min(step, rows // groups) * operand
+    if (form, operand) in _SAME:  # a view of the weight
+        return out + wide + product
+    tile, decoded = step * columns, max(_DECODED[form], 6 if operand == 2 else 0)
+    before = tile * operand if step < rows else 0  # the tile before is still there
+    return out + wide + max(before + int(tile * decoded), tile * operand + product)
 
 
 def _decoded(tile: Weight, operand: torch.dtype) -> Tensor:

@@ -5,6 +5,7 @@ are follows from the shapes alone, and up to FEW tokens from the weight's shape 
 depend on how many others there are.
 """
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from kernels.linear.weight_tiles import inputs, multiplied, narrow, operand, pla
 
 FEW = 16  # tokens that fit the narrowest tile: the time is that of reading the weight
 PROGRAMS = 264  # wanted in flight: two for each multiprocessor of an H200
+_LAYOUTS = {"FP8": "fp8", "FP8_F32": "fp8", "FP4": "fp4", "NVFP4": "nvfp4"}  # else dense, see `weight_tiles.Planes`
 
 
 class Tile(NamedTuple):
@@ -98,6 +100,28 @@ def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
             target, out, out.numel(), splits, BLOCK=1024, UPCAST=UPCAST, num_warps=4, enable_fp_fusion=False
         )
     return out
+
+
+def linear_scratch(tokens: int, rows: int, columns: int, form: str, item: int, device: torch.device) -> int:
+    """Bytes allocated in `linear` of up to so many tokens: see `grouped_linear_scratch`."""
+    return grouped_linear_scratch(tokens, rows, columns, 1, form, item, device)
+
+
+@cache
+def grouped_linear_scratch(
+    tokens: int, rows: int, columns: int, groups: int, form: str, item: int, device: torch.device
+) -> int:
+    """Bytes allocated in `grouped_linear` of up to so many tokens: the result, and in fp32 the sums of split columns.
+
+    `form` is how the weight is stored, as `kernels.linear.cpu.grouped_linear_scratch` has it.
+    """
+    del device
+    wide, layout = item == 4 or form in ("F16", "F32"), _LAYOUTS.get(form, "dense")
+    sums, step = 0, _tile(layout, tokens, wide=wide).tokens
+    for t in {min(tokens, FEW), *(min(tokens, count * step) for count in range(1, PROGRAMS + 1))}:
+        (_, _, splits), _ = _grid(t, groups, rows // groups, columns, _tile(layout, t, wide=wide))
+        sums = max(sums, splits * t * rows * 4 if splits > 1 else 0)
+    return tokens * rows * item + sums
 
 
 def _tile(form: str, t: int, *, wide: bool) -> Tile:

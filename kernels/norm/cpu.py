@@ -15,3 +15,8 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight is not None:
         wide.mul_(weight)
     return wide.to(x.dtype)
+
+
+def rms_norm_scratch(vectors: int, width: int, item: int) -> int:
+    """Bytes alive at most in `rms_norm`, the result included: the fp32 buffer, a size of each vector, and the copy."""
+    return vectors * (width + 2) * 4 + (0 if item == 4 else vectors * width * item)

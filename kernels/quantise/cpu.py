@@ -17,9 +17,17 @@ def simulate_fp8(x: Tensor, group: int) -> Tensor:
     return _simulate(x, group, smallest=1e-4, largest=E4M3_MAX, mantissa=3, normal=2.0**-6)
 
 
+def simulate_fp8_scratch(numbers: int, item: int) -> int:
+    """Bytes alive at most in `simulate_fp8` or `simulate_fp4`, the result included: it, and a tile three times."""
+    return numbers * item + min(numbers, TILE) * (12 if item == 4 else 16)
+
+
 def simulate_fp4(x: Tensor, group: int = 32) -> Tensor:
     """Round `x` [..., d] to E2M1 blocks: `kernels.quantise.reference.simulate_fp4`."""
     return _simulate(x, group, smallest=E2M1_MAX * 2.0**-126, largest=E2M1_MAX, mantissa=1, normal=1.0)
+
+
+simulate_fp4_scratch = simulate_fp8_scratch
 
 
 def _simulate(x: Tensor, group: int, *, smallest: float, largest: float, mantissa: int, normal: float) -> Tensor:

@@ -103,3 +103,9 @@ def hadamard(x: Tensor) -> Tensor:
         matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)), 0)
     scale: float = d**-0.5
     return (x.float() @ matrix * scale).to(x.dtype)
+
+
+def hadamard_scratch(vectors: int, width: int, item: int) -> int:
+    """Bytes alive at most in `hadamard`, the result included: fp32 twice and the matrix, built of halves."""
+    del item
+    return max(8 * vectors * width + 4 * width**2, 9 * width**2)

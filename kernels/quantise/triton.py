@@ -154,3 +154,22 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, halves: bool) -> Tensor:
             **constants, num_warps=WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return out
+
+
+def simulate_fp8_scratch(numbers: int, item: int) -> int:
+    """Bytes allocated in `simulate_fp8`, `simulate_fp4`: the result."""
+    return numbers * item
+
+
+simulate_fp4_scratch = rotate_halves_scratch = simulate_fp8_scratch
+
+
+def hadamard_scratch(vectors: int, width: int, item: int) -> int:
+    """Bytes allocated in `hadamard`: the result."""
+    return vectors * width * item
+
+
+def rotate_scratch(tokens: int, heads: int, width: int, rope: int, item: int) -> int:
+    """Bytes allocated in `rotate`: the result."""
+    del rope
+    return tokens * heads * width * item

@@ -16,3 +16,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     out = x.clone()
     out[..., -2 * half :] = wide
     return out
+
+
+def rotate_scratch(tokens: int, heads: int, width: int, rope: int, item: int) -> int:
+    """Bytes alive at most in `rotate`, the result included: complex angles, and the rope dims in fp32."""
+    return tokens * heads * (width * item + rope * 4) + tokens * rope * 4

@@ -114,3 +114,8 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.float().chunk(2, dim=-1)  # [t, h, d / 2]
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+def rotate_halves_scratch(numbers: int, item: int) -> int:
+    """Bytes alive at most in `rotate_halves`, the result included: at its end fp32 twice, and the input widened."""
+    return numbers * (8 if item == 4 else 12)

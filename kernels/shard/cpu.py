@@ -83,6 +83,14 @@ def attend(
     return out
 
 
+def attend_scratch(tokens: int, heads: int, kv_heads: int, d: int, rank: int, item: int) -> int:
+    """Bytes alive at most in `attend`, the result included: queries and sums, and a tile of rebuilt keys and values."""
+    rows, width = min(tokens, TOKENS), kv_heads * d
+    tile = max(1, min(KEYS // width, LOGITS // (heads * rows)))
+    rebuilt = tile * (3 * rank + 5 * width) * 4 + width * rank * 8
+    return tokens * heads * d * item + 5 * rows * heads * d * 4 + rebuilt + 3 * rows * heads * tile * 4
+
+
 def _fold_middle(state: _Softmax, q: Tensor, middle: Middle) -> None:
     """Fold the middle in; nothing stored rotated may have been before it, because its sum is scaled as a whole."""
     n = middle.values.codes.shape[0]

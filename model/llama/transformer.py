@@ -100,4 +100,8 @@ class LlamaTransformer:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """[t, hidden] to [t, vocab] float32, the head's product included, as V4's."""
+        return self.unembed(hidden)
+
+    def unembed(self, hidden: Tensor) -> Tensor:
+        """Rows of the normed output [t, hidden] to logits [t, vocab] float32."""
         return self.head(hidden)

@@ -71,7 +71,7 @@ PLACES: Final[Mapping[Site, Place]] = {
     sites.EXPERTS_OUTPUT: Place("experts", "output", shard="tokens"),
     sites.STREAMS: Place(_E, "write", shard="tokens", same=WHOLE_CALLS),
     sites.HIDDEN: Place("", "hidden", same=WHOLE_CALLS),
-    sites.LOGITS: Place("", "logits"),
+    sites.LOGITS: Place("", "unembed"),
 }
 
 # The same of the Llama family, whose tensors no probe listens to.
@@ -79,7 +79,7 @@ LLAMA_PLACES: Final[Mapping[Site, Place]] = {
     sites.STREAM_ATTENDED: Place("", "attended"),
     sites.STREAM: Place("", "fed_forward"),
     sites.HIDDEN: Place("", "hidden"),
-    sites.LOGITS: Place("", "logits"),
+    sites.LOGITS: Place("", "unembed"),
 }
 
 
@@ -97,6 +97,11 @@ class Point(NamedTuple):
     layer: int | None
     sites: tuple[tuple[Site, Place], ...]
 
+    @property
+    def begins(self) -> bool:
+        """Whether it is the first of a layer behind another."""
+        return bool(self.layer) and self.sites[0][0] is sites.ATTENTION_PRE
+
 
 class Observer:
     """What looks at one model. `checking`: whether what must never happen ends the run."""
@@ -104,7 +109,7 @@ class Observer:
     def __init__(self, config: Any, ranks: Ranks) -> None:
         self.config, self.ranks, self.checking = config, ranks, True
         self.deferred: Deferred | None = None  # where invariants of a call are measured that is captured
-        self.call: Call | None = None  # the one that runs, or ran last
+        self.call: Call | None = None  # the one that runs
         self._listeners: dict[Site, list[Listener]] = {}
 
     @property
@@ -154,6 +159,8 @@ class Observer:
 
     def passes(self, point: Point, part: Any, given: tuple[Any, ...], out: Any) -> Any:
         """Look at what a method returned."""
+        if self.ranks.size > 1 and point.begins and self.call is not None and self.call.count > KEPT:
+            self.ranks.settle()  # what the last layer left: of a long call it is not kept longer
         for site, place in point.sites:
             x = out if place.output < 0 else out[place.output]
             if self.checking and (check := CHECKS.get(site)):
@@ -176,7 +183,7 @@ class Observer:
         assert self.call is not None, "no call runs"
         if place.same == ALWAYS or not self.call.shard.split:
             self.ranks.note(site.name, layer, x)
-        if site is sites.HIDDEN or (site is sites.STREAMS and self.call.count > KEPT):  # what is compared is kept
+        if site is sites.HIDDEN:
             self.ranks.settle()
 
     def _shard(self, place: Place) -> tuple[Share | None, int]:
@@ -378,6 +385,7 @@ def _wrap_call(observer: Observer, model: Any) -> None:
         observer.stands(state.layers, first, first, call.count)
         out: Tensor = type(model).run(model, tokens, call, state)
         observer.stands(state.layers, first + call.count, first, 0)
+        observer.call = None  # nothing of it lives on
         return out
 
     model.call, model.run, model.observer = begin, run, observer

@@ -8,7 +8,7 @@ ITEM_BYTES = {"bf16": 2, "fp32": 4}
 F32 = 4
 IN_DTYPE = ("dtype", "dtype")  # how entries and index keys are stored where nothing else was asked for
 
-# What one op of `kernels.blocked` takes beside its operands and its result, whatever the context. A linear decodes
+# What one op of the backend cpu takes beside its operands and its result, whatever the context. A linear decodes
 # tiles of 2^20 weights at up to 12 bytes each; attention and indexer keep theirs, 1 and 2 MiB each, below that.
 TILES = 16 << 20
 

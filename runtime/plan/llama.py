@@ -1,175 +1,77 @@
-"""The memory plan of a Llama-family run on its one rank: weights and caches exactly, a call by a bound.
+"""What a call of a Llama-family model keeps alive: read off `model/llama/`. It does not grow with the context."""
 
-As `runtime.plan.call`, the bound is read off `model/llama/` and the ops that it runs on: what each function keeps alive
-while another runs, and what that one takes itself. It does not grow with the context, except for the full cache.
-"""
-
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, NamedTuple
-
-import torch
-
-from kernels.grouped import cpu as gqa
-from kernels.linear import cpu as linear
-from kernels.linear.cpu import _native_bfloat16
-from model.checkpoint.binding import Form
-from model.checkpoint.census import Census
+from kernels.formats import product_quantise
 from model.llama.config import LlamaConfig
-from model.state import layer_caches
-from runtime.arithmetic import DTYPES, cache_formats
-from runtime.options import RunOptions
-from runtime.plan.grouped import attend
-from runtime.plan.ops import F32, TILE_SLACK, Costs
-from runtime.plan.planner import RESERVE, most
-from runtime.plan.sizes import Alive, Moment, moment
-from runtime.plan.weights import Weights, stored_bytes
+from model.variants.choice import GroupedCoda, GroupedShard, Variant
+from model.variants.shard import TILE
+from runtime.plan.call import F32, HEAD_ROWS, Call, Live, Moment
 
-HEAD_ROWS: Final = 64  # rows of logits made at once, see `scripts.logits`; generation makes one
+F64 = 8  # bytes
 
 
-class LlamaPlan(NamedTuple):
-    """What a run needs, in bytes."""
-
-    context: int  # positions
-    chunk: int  # tokens of a call, at most
-    own_weights: int  # memory that weights take
-    mapped_weights: int  # bytes of mapped files that the model looks at
-    cache_bytes: int
-    call: Moment  # the largest of any call
-    reserve: int  # beside tensors
-    host: int = 0  # no Python list grows with the run
-
-    @property
-    def needed(self) -> int:
-        """Memory without which the run fails: all but mapped files."""
-        return self.own_weights + self.cache_bytes + self.call.nbytes + self.host + self.reserve
-
-
-@dataclass(frozen=True, slots=True)
-class LlamaPlanner:
-    """Plans of a run, for any context and chunk."""
-
-    config: LlamaConfig
-    census: Census
-    options: RunOptions
-
-    def plan(self, context: int, chunk: int | None = None) -> LlamaPlan:
-        """Plan for `context` positions in calls of up to `chunk` tokens (None: the run's own); monotone in both."""
-        options, config = self.options, self.config
-        chunk = min(chunk or options.prefill_chunk, context)
-        held = self._weights()
-        # between these sizes, what a call takes grows with its tokens
-        bounds = {1, linear.FEW, max(1, gqa.ROWS // config.num_attention_heads), chunk}
-        moments = [one for tokens in sorted(bounds) if tokens <= chunk for one in self._moments(tokens, context)]
-        return LlamaPlan(
-            context,
-            chunk,
-            held.own,
-            held.mapped,
-            self._caches(context, chunk),
-            max(moments, key=lambda one: one.nbytes),
-            RESERVE[options.device],
-        )
-
-    def largest_context(self, memory: int, chunk: int | None = None) -> int:
-        """Most positions that fit in so many bytes, at most those that the model has; 0 where none does."""
-        return most(lambda n: self.plan(n, chunk).needed <= memory, self.config.max_position_embeddings)
-
-    def _caches(self, context: int, chunk: int) -> int:
-        """Bytes of all caches; of a layer that depends on the prompt's length, for the length that takes most.
-
-        It takes some bytes for each token of the prompt and others for each that follows: the most at one of the ends.
-        """
-        formats, meta = cache_formats(self.options, self.config), torch.device("meta")
-        sizes = []
-        for prompt in (0, context) if formats.prompted else (None,):
-            caches = layer_caches(self.config, context, chunk, formats, meta, prompt)
-            sizes.append(sum(sum(cache.nbytes().values()) for cache in caches))
-        return max(sizes)
-
-    def _weights(self) -> Weights:
-        """Norms are held in fp32; all else as stored, on the CPU as views of the mapped files."""
-        found = Weights(own=self.config.head_dim // 2 * F32)  # rotary frequencies
-        for name, binding in self.census.bindings.items():
-            shape = self.census.demanded[name].shape
-            stored = stored_bytes(binding.form, shape)
-            if len(shape) == 1 and binding.form is not Form.F32:
-                found += Weights(stored, own=shape[0] * F32)
-            elif self.options.device == "cpu":
-                found += Weights(stored, mapped=stored)
-            else:
-                found += Weights(stored, own=stored)
-        if self.options.coda_adapters is not None:
-            size = Path(self.options.coda_adapters).stat().st_size
-            found += Weights(size, own=size)
-        return found
-
-    def _costs(self) -> Costs:
-        gpu = self.options.device == "cuda"
-        narrow = not gpu and _native_bfloat16(torch.device("cpu"))
-        return Costs(DTYPES[self.options.dtype].itemsize, deployed=False, narrow=narrow, gpu=gpu)
-
-    def _linear(self, costs: Costs, tokens: int, rows: int, columns: int) -> int:
-        """A product in the costliest form that any matrix is stored in."""
-        forms = {binding.form for binding in self.census.bindings.values()}
-        return max(costs.linear(tokens, rows, columns, form) for form in forms)
-
-    def _moments(self, t: int, context: int) -> Iterator[Moment]:
-        """Every moment of a call of t tokens that could be the largest: `LlamaTransformer.__call__` and `logits`."""
-        c, costs = self.config, self._costs()
-        row = t * c.hidden_size * costs.item
-        yield moment("embedding", {"stream": row}, work=t * c.hidden_size * F32)
-        yield from self._attention(t, context, costs)
-        yield from self._feed_forward(t, costs)
-        normed = costs.rms_norm(t, c.hidden_size)
-        yield moment("final norm", {"stream": row}, work=row + normed)
-        rows = min(HEAD_ROWS, t)
-        product = self._linear(Costs(F32, deployed=False, narrow=False), rows, c.vocab_size, c.hidden_size)
-        yield moment("logits", {"output": row, "rows in fp32": rows * c.hidden_size * F32}, work=product)
-
-    def _attention(self, t: int, context: int, costs: Costs) -> Iterator[Moment]:
-        """The first half of `Block.__call__`."""
-        c = self.config
-        D, heads, kv_heads, d = c.hidden_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        row, q, k = t * D * costs.item, t * heads * d * costs.item, t * kv_heads * d * costs.item
-        alive: Alive = {"stream": row}
-        yield moment("norm", alive, work=costs.rms_norm(t, D))
-        alive = alive | {"sublayer input": row}
-        yield moment("queries", alive, work=self._linear(costs, t, heads * d, D))
-        alive = alive | {"heads": q}
-        yield moment("keys and values", alive, work=k + self._linear(costs, t, kv_heads * d, D))
-        alive = alive | {"heads": q + 2 * k, "cosines and sines": t * d * F32}
-        yield moment(
-            "rotation", alive, work=max(rotate_halves(costs, t * heads * d), q + rotate_halves(costs, t * kv_heads * d))
-        )
-        alive = alive | {"heads": 2 * q + 3 * k}
-        streams = 1
-        if self.options.coda_adapters is not None:
-            streams, alive = 2, alive | {"noise queries": 3 * q}
-        kinds = set(cache_formats(self.options, c).variants)
-        yield moment("attend", alive, work=max(attend(kind, costs, c, t, streams * heads, context) for kind in kinds))
-        if streams == 2:  # both streams come back in the run's dtype, and are subtracted in fp32
-            yield moment("subtract", alive, work=2 * q + 6 * t * heads * d * F32 + TILE_SLACK)
-        alive = alive | {"heads": 3 * q + 3 * k}
-        yield moment("output", alive, work=self._linear(costs, t, D, heads * d))
-        yield moment("sum", {"stream": row, "sublayer output": row}, work=row)
-
-    def _feed_forward(self, t: int, costs: Costs) -> Iterator[Moment]:
-        """The second half; the stream that the block was given is still its caller's."""
-        D, I = self.config.hidden_size, self.config.intermediate_size
-        row, wide = t * D * costs.item, t * I * costs.item
-        alive: Alive = {"stream": 2 * row}
-        yield moment("norm", alive, work=costs.rms_norm(t, D))
-        alive = alive | {"sublayer input": row}
-        yield moment("gate and up", alive, work=wide + self._linear(costs, t, I, D))
-        yield moment("SwiGLU", alive | {"gate and up": 2 * wide}, work=costs.swiglu(t * I))
-        yield moment("down", alive | {"SwiGLU": wide}, work=self._linear(costs, t, D, I))
-        yield moment("sum", {"stream": 2 * row, "sublayer output": row}, work=row)
+def largest(c: LlamaConfig, s: Call, *, adapters: bool) -> Moment:
+    """The moment of a call that takes the most bytes: of embedding, either half of a layer, and head."""
+    live, t, hidden, item = Live(), s.t, c.hidden_size, s.item
+    row, inner = t * hidden * item, t * c.intermediate_size * item
+    norm = s.op("rms_norm", t, hidden, item)
+    live.hold("stream", row)
+    live.run("embedding", t * hidden * F32)
+    with live.scope():
+        live.hold("sublayer input", row)
+        _attention(c, s, live, adapters=adapters)
+    with live.scope():  # the stream that the block was given is still its caller's
+        live.hold("stream", 2 * row)
+        live.run("norm", norm)
+        live.hold("sublayer input", row)
+        live.run("gate and up", inner + max(s.linear("mlp.gate_proj", t), s.linear("mlp.up_proj", t)))
+        live.run("SwiGLU", 2 * inner + s.op("swiglu", t * c.intermediate_size, item))
+        live.run("down", inner + s.linear("mlp.down_proj", t))
+    live.run("sum, and final norm", row + max(2 * row, norm))
+    live.hold("rows in fp32", min(HEAD_ROWS, t) * hidden * F32)
+    live.run("logits", s.linear("embed_tokens" if c.tie_word_embeddings else "lm_head", min(HEAD_ROWS, t), F32))
+    return live.largest
 
 
-def rotate_halves(costs: Costs, numbers: int) -> int:
-    """`rotate_halves` of so many numbers: at its end, or for the second half, as much again in fp32 twice."""
-    wide = 0 if costs.item == F32 else numbers * F32
-    return wide + 2 * numbers * F32 + TILE_SLACK
+def _attention(c: LlamaConfig, s: Call, live: Live, *, adapters: bool) -> None:
+    """`Attention.__call__`; with adapters noise queries are heads too."""
+    t, heads, d = s.t, c.num_attention_heads, c.head_dim
+    numbers, kv_numbers = t * heads * d, t * c.num_key_value_heads * d
+    q, k = numbers * s.item, kv_numbers * s.item
+    live.run("queries", s.linear("self_attn.q_proj", t))
+    live.hold("heads", q)
+    live.run("keys and values", k + max(s.linear("self_attn.k_proj", t), s.linear("self_attn.v_proj", t)))
+    live.hold("heads", q + 2 * k)
+    live.hold("cosines and sines", t * d * F32)
+    live.run("rotation", max(s.op("rotate_halves", numbers, s.item), q + s.op("rotate_halves", kv_numbers, s.item)))
+    live.hold("heads", 2 * q + 3 * k)
+    live.hold("noise queries", 3 * q if adapters else 0)
+    sizes = t, (2 if adapters else 1) * heads, c.num_key_value_heads, d
+    variants = {s.formats.variant(layer) for layer in range(c.num_hidden_layers)}
+    live.run("attention", max(attend(s, variant, *sizes, s.context) for variant in variants))
+    if adapters:  # both streams come back in the run's dtype, and are subtracted in fp32
+        live.run("subtraction", 2 * q + 6 * numbers * F32)
+    live.hold("heads", 3 * q + 3 * k)
+    live.run("output", s.linear("self_attn.o_proj", t))
+
+
+def attend(s: Call, variant: Variant, tokens: int, heads: int, kv_heads: int, d: int, context: int) -> int:
+    """Bytes of `GqaCache.attend`: of the op, and of what a variant's cache computes with the tokens of the call."""
+    full = s.op("attend_grouped", tokens, heads, kv_heads, d, context, s.item)
+    out, width = tokens * heads * d * s.item, kv_heads * d
+    match variant:
+        case GroupedCoda():  # `coda_attention.prefill` or `step`
+            block, compared = min(tokens, variant.block), variant.exact + variant.summary
+            slots, own = variant.window + compared, 0 if tokens == 1 else block
+            banks = width * F32 * (2 * compared if tokens == 1 else 4 * compared + 8 * 64)
+            op = s.op("attend_banks", block, heads, kv_heads, d, slots, own, s.item)
+            return out * (2 if tokens > 1 else 1) + max(op, 4 * block * heads * d * F32 + banks)
+        case GroupedShard():  # or what compressing the prompt takes: eigenvectors of keys, clusters of values
+            rows, groups = min(TILE, context), context * width // product_quantise.CHANNELS
+            points = min(product_quantise.POINTS, groups)
+            fit_keys = 6 * (width + rows) * width * F64
+            distances = min(points, product_quantise.TILE) * product_quantise.ENTRIES * F32
+            fit_values = 4 * points * product_quantise.CHANNELS * F64 + distances + 6 * rows * width * F32
+            queries = 5 * min(tokens, 64) * heads * d * F32
+            op = s.op("attend_codes", tokens, heads, kv_heads, d, variant.rank, s.item)
+            return out + max(op, queries + max(full, fit_keys, fit_values))
+    return full

@@ -1,41 +1,37 @@
 """The memory plan: what one rank needs for a context, in bytes, before anything is allocated.
 
 Weights follow from the census and the placement, caches from the state's own classes on torch's meta device; both are
-exact. What a call holds beside them is a bound, read off the code op by op (`runtime.plan.call`), and so close that a
-process's peak is within 5 % of the plan (`python -m scripts.probe memory`).
+exact. What a call holds beside them is a bound: the activations that `model/` keeps alive, and the scratch that the ops
+say they take, so close that on a CPU a process's peak is within 5 % of the plan (`python -m scripts.probe memory`).
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final
 
 import torch
 
-from kernels.attention import cpu as attention
-from kernels.indexer import bound as index_bound
-from kernels.indexer import cpu as indexer
-from kernels.linear import cpu as linear
-from kernels.linear.cpu import _native_bfloat16
-from model.cache.layers import CACHES
+from kernels.ops import CPU
+from model.architectures import Config
 from model.checkpoint.census import Census
 from model.choices import ALL_TO_ALL, AUTO
-from model.config import LayerKind, ModelConfig
+from model.config import ModelConfig
+from model.llama.config import LlamaConfig
 from model.ranks.ranks import SPLIT_FROM, Share, evenly, undivided
-from model.variants.choice import Coda, Shard
-from runtime.arithmetic import DTYPES, cache_formats
+from model.state import layer_caches
+from runtime.arithmetic import cache_formats
 from runtime.options import RunOptions
-from runtime.plan.call import largest, untiled_scores
-from runtime.plan.ops import Costs
-from runtime.plan.sizes import Moment, Sizes, stored_forms
-from runtime.plan.weights import WeightKind, Weights, total, weights
+from runtime.plan import llama, v4
+from runtime.plan.call import Call, Moment
+from runtime.plan.weights import WeightKind, Weights, matrices, total, weights
 from runtime.sharding import Placement
 
-# Beside tensors. Of a GPU: CUDA's context, cuBLAS's workspaces, NCCL's buffers, gaps between blocks, and what fused
-# kernels take beyond the cpu ops (256 MiB of index scores, tens of split sums); assumed, not measured. Of a process
-# on the CPU: the interpreter, torch's libraries, and what the C library keeps of freed blocks: 237 MiB before the first
-# token in audits/memory.md, 304 at the end of audits/long-context.md.
+# Beside tensors. Of a GPU: CUDA's context, cuBLAS's workspaces, NCCL's buffers, and gaps between blocks; assumed, not
+# measured. Of a process on the CPU: the interpreter, torch's libraries, and what the C library keeps of freed blocks:
+# 237 MiB before the first token in audits/memory.md, 304 at the end of audits/long-context.md.
 RESERVE: Final = {"cuda": 2 << 30, "cpu": 304 << 20}
-HELD_POSITION: Final = 40  # bytes of a Python integer and of the list's reference to it
+POSITION: Final = 40  # bytes of a Python integer and of the list's reference to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +43,9 @@ class Plan:
     context: int  # positions
     chunk: int  # tokens of a call, at most
     weights: Mapping[WeightKind, Weights]
-    caches: Mapping[LayerKind, Mapping[str, int]]  # bytes by component, of all layers of a kind
+    caches: Mapping[str, Mapping[str, int]]  # bytes by kind of layer and component, of all its layers
     call: Moment  # the largest of any call, whatever the values: all tokens to one expert, all entries above the best
-    typical_call: (
-        Moment  # the same if tokens spread evenly over experts, and few entries pass the indexer's comparisons
-    )
+    typical_call: Moment  # if tokens spread evenly over experts, and few entries pass the indexer's comparisons
     host: int  # Python's list of the positions in each ring, on the CPU
     reserve: int  # beside tensors
     untiled: int  # not needed here: fp32 index scores of a chunk, made at once
@@ -78,59 +72,65 @@ class Plan:
 
 
 class Planner:
-    """Plans of one rank of a run, for any context and chunk."""
+    """Plans of one rank of a run, for any context and chunk; `backend` is the name of its op set.
+
+    The reference's memory is bounded by nothing, so its plan, as that of any other set, is the one of CPU.
+    """
 
     def __init__(
-        self, config: ModelConfig, census: Census, placement: Placement, options: RunOptions, rank: int
+        self, config: Config, census: Census, placement: Placement, options: RunOptions, rank: int, backend: str
     ) -> None:
         self.config, self.placement, self.options, self.rank = config, placement, options, rank
-        gpu = options.device == "cuda"
-        self.weights = weights(config, census, placement, rank, mapped=not gpu)
-        self.forms = stored_forms(census)
-        item = DTYPES[options.dtype].itemsize
-        narrow = not gpu and _native_bfloat16(torch.device("cpu"))
-        integers = index_bound.native(torch.device(options.device))
-        self.formats = cache_formats(options, config)
-        _, entries, keys, kinds = self.formats
-        coded = any(isinstance(kind, Shard) for kind in kinds)
-        based = any(isinstance(kind, Shard) and kind.basis is not None for kind in kinds)
-        banked = max((kind.exact + kind.summary for kind in kinds if isinstance(kind, Coda)), default=0)
-        self.costs = Costs(
-            item, options.numerics == "deployed", narrow, integers, gpu, entries, keys, coded, based, banked
+        self.weights = weights(config, census, placement, rank, mapped=options.device == "cpu")
+        if options.coda_adapters is not None:
+            size = Path(options.coda_adapters).stat().st_size
+            self.weights[WeightKind.ADAPTERS] = Weights(size, own=size)
+        ops = CPU
+        if backend == "triton":
+            from kernels.triton_ops import TRITON as ops  # noqa: PLC0415 (Triton is not on every platform)
+        self.call = Call(
+            ops=ops,
+            matrices=matrices(census, placement, rank),
+            formats=cache_formats(options, config),
+            deployed=options.numerics == "deployed",
+            device=torch.device(options.device),
+            shares=placement.ranks[rank],
+            ranks=placement.size,
+            tokens=undivided(1),
+            context=1,
+            even=False,
+            few_pass=False,
         )
 
     def plan(self, context: int, chunk: int | None = None) -> Plan:
         """Plan for `context` positions in calls of up to `chunk` tokens (None: the run's own).
 
-        Parameters
-        ----------
-        context : int
-            At least 1. Whether the model has so many positions is not asked.
-        chunk : int | None
-            Longer than the context it is as long as the context.
-
-        Returns
-        -------
-        Plan
-            Monotone in both: a longer context or chunk never needs less.
+        Longer than the context, a chunk is as long as the context. Whether the model has so many positions is not
+        asked. Monotone in both: a longer context or chunk never needs less.
         """
         chunk = min(chunk or self.options.prefill_chunk, context)
-        call, typical_call = (self._largest_moment(context, chunk, typical=typical) for typical in (False, True))
-        rows = self.config.sliding_window + chunk - 1
-        gpu = self.options.device == "cuda"
-        return Plan(
-            self.rank,
-            self.placement.size,
-            context,
-            chunk,
-            self.weights,
-            self._caches(context, chunk),
-            call,
-            typical_call,
-            0 if gpu else self.config.num_hidden_layers * rows * HELD_POSITION,
-            RESERVE[self.options.device],
-            untiled_scores(self.config, chunk, context),
+        # what calls take grows with their tokens, but where an op changes over and where ranks begin to share them out
+        sizes = {1 << power for power in range(chunk.bit_length())} | {chunk}
+        sizes |= {min(chunk, SPLIT_FROM * self.placement.size - 1)}
+        call, typical_call = (
+            max((self.largest(context, n, even=usual, few_pass=usual) for n in sizes), key=lambda one: one.nbytes)
+            for usual in (False, True)
         )
+        host = untiled = 0
+        if isinstance(self.config, ModelConfig):
+            untiled = v4.untiled_scores(self.config, chunk, context)
+            if self.options.device == "cpu":
+                host = self.config.num_hidden_layers * (self.config.sliding_window + chunk - 1) * POSITION
+        caches, reserve = self._caches(context, chunk), RESERVE[self.options.device]
+        size = self.placement.size
+        return Plan(self.rank, size, context, chunk, self.weights, caches, call, typical_call, host, reserve, untiled)
+
+    def largest(self, context: int, tokens: int, *, even: bool, few_pass: bool) -> Moment:
+        """The largest moment of one call, see `Call`."""
+        call = replace(self.call, tokens=self._tokens(tokens), context=context, even=even, few_pass=few_pass)
+        if isinstance(self.config, LlamaConfig):
+            return llama.largest(self.config, call, adapters=self.options.coda_adapters is not None)
+        return v4.largest(self.config, call)
 
     def largest_context(self, memory: int, chunk: int | None = None) -> int:
         """Most positions that fit in so many bytes, at most those that the model has; 0 where none does."""
@@ -140,32 +140,22 @@ class Planner:
         """Most tokens of a call with which a context fits in so many bytes; 0 where not even one does."""
         return most(lambda n: self.plan(context, n).needed <= memory, context)
 
-    def _caches(self, context: int, chunk: int) -> dict[LayerKind, dict[str, int]]:
-        """What the state allocates, asked of one layer of each kind and ratio on the meta device."""
-        config, formats, meta = self.config, self.formats, torch.device("meta")
-        found: dict[LayerKind, dict[str, int]] = {}
-        layers: dict[tuple[LayerKind, int, str], list[int]] = {}
-        for layer, kind in enumerate(config.layer_kinds):
-            layers.setdefault((kind, config.ratio(layer), str(formats.variant(layer))), []).append(layer)
-        for (kind, *_), alike in layers.items():
-            cache = CACHES[kind](config, alike[0], context, chunk, formats, meta)
-            parts = found.setdefault(kind, {})
-            for component, size in cache.nbytes().items():
-                parts[component] = parts.get(component, 0) + len(alike) * size
-        return found
+    def _caches(self, context: int, chunk: int) -> dict[str, dict[str, int]]:
+        """What the state allocates, by kind of layer; where that depends on the prompt, for the length that takes most.
 
-    def _largest_moment(self, context: int, chunk: int, *, typical: bool) -> Moment:
-        """The largest of calls of 1 to `chunk` tokens: what they take grows with their tokens between these sizes."""
-        ranks, shares = self.placement.size, self.placement.ranks[self.rank]
-        bounds = {1, linear.FEW, SPLIT_FROM * ranks - 1, chunk}
-        bounds |= {max(1, attention.ROWS // shares.heads.size), max(1, indexer.ROWS // self.config.index_n_heads)}
-        bounds |= {max(1, indexer.BOUNDED_ROWS // self.config.index_n_heads)}
-        moments = []
-        for tokens in sorted(bound for bound in bounds if bound <= chunk):
-            share = self._tokens(tokens)
-            call = Sizes(self.config, self.costs, self.forms, shares, ranks, share, context, typical, typical)
-            moments.append(largest(call))
-        return max(moments, key=lambda moment: moment.nbytes)
+        It takes some bytes for each token of the prompt and others for each that follows: the most at one of the ends.
+        """
+        formats, found = self.call.formats, []
+        for prompt in (0, context) if formats.prompted else (None,):
+            kinds: dict[str, dict[str, int]] = {}
+            caches = layer_caches(self.config, context, chunk, formats, torch.device("meta"), prompt)
+            for layer, cache in enumerate(caches):
+                kind = self.config.layer_kind(layer) if isinstance(self.config, ModelConfig) else "attention"
+                parts = kinds.setdefault(kind, {})
+                for component, size in cache.nbytes().items():
+                    parts[component] = parts.get(component, 0) + size
+            found.append(kinds)
+        return max(found, key=lambda kinds: sum(sum(parts.values()) for parts in kinds.values()))
 
     def _tokens(self, count: int) -> Share:
         """As `model.ranks.ranks.Ranks.tokens`; of all ranks the first has the most."""

@@ -6,19 +6,18 @@ mHC parameter is held in fp32, every table of experts in int64.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
 from enum import StrEnum
-from typing import Final, Self
+from typing import Final, NamedTuple
 
+from model.architectures import Config
 from model.checkpoint.binding import Form
 from model.checkpoint.census import Census
-from model.checkpoint.names import Axis, Parameter, axis
-from model.config import ModelConfig
-from model.ranks.ranks import Share
+from model.checkpoint.names import Axis, axis
+from model.config import LayerKind
+from model.llama.config import LlamaConfig
+from runtime.plan.call import F32, I64, Matrices
 from runtime.sharding import Placement
-
-F32, I64 = 4, 8  # bytes
 
 # Bytes of the values of one weight, or fewer where two share one; and of a scale, with the rows and columns it is for.
 _VALUES: Final = {
@@ -43,40 +42,32 @@ class WeightKind(StrEnum):
     MHC = "mHC"
     NORMS = "norms"
     ROTARY = "rotary frequencies"  # computed from the config
+    FEED_FORWARD = "feed-forward"  # of the Llama family, as the next
+    ADAPTERS = "adapters"
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+# Parts of a parameter's name that tell its kind; the first that it has. Of none of them: embedding and head.
+_PARTS: Final = {
+    "norm.weight": WeightKind.NORMS,
+    "hc_": WeightKind.MHC,
+    ".ffn.experts.": WeightKind.ROUTED,
+    ".ffn.shared_experts.": WeightKind.SHARED,
+    ".ffn.gate.": WeightKind.GATES,
+    ".attn.indexer.": WeightKind.INDEXER,
+    ".attn.compressor.": WeightKind.COMPRESSORS,
+    ".attn.": WeightKind.ATTENTION,
+    ".self_attn.": WeightKind.ATTENTION,
+    ".mlp.": WeightKind.FEED_FORWARD,
+}
+
+
+class Weights(NamedTuple):
     """Bytes of one kind of weights on one rank."""
 
     stored: int = 0  # of the checkpoint's, as its files hold them: what this rank reads
     mapped: int = 0  # of these, views of the files that the model keeps: none on a GPU
     own: int = 0  # memory of the process: copies and conversions
     whole: int = 0  # of `stored`, what every other rank stores too
-
-    def __add__(self, other: Self) -> "Weights":
-        """Sum, field by field."""
-        return Weights(
-            self.stored + other.stored, self.mapped + other.mapped, self.own + other.own, self.whole + other.whole
-        )
-
-
-def weight_kind(name: str) -> WeightKind:
-    """Which kind a parameter is of, by its official name."""
-    if name.endswith("norm.weight"):
-        return WeightKind.NORMS
-    for part, kind in (
-        ("hc_", WeightKind.MHC),
-        (".ffn.experts.", WeightKind.ROUTED),
-        (".ffn.shared_experts.", WeightKind.SHARED),
-        (".ffn.gate.", WeightKind.GATES),
-        (".attn.indexer.", WeightKind.INDEXER),
-        (".attn.compressor.", WeightKind.COMPRESSORS),
-        (".attn.", WeightKind.ATTENTION),
-    ):
-        if part in name:
-            return kind
-    return WeightKind.EMBEDDING
 
 
 def stored_bytes(form: Form, shape: tuple[int, ...]) -> int:
@@ -89,56 +80,56 @@ def stored_bytes(form: Form, shape: tuple[int, ...]) -> int:
     return int(rows * columns * value) + scales + (F32 if form is Form.NVFP4 else 0)
 
 
-def held(form: Form, parameter: Parameter, share: Share, *, mapped: bool, replicated: bool) -> Weights:
-    """What a rank holds of one parameter, of which `share` says the rows."""
-    shape = (share.size, *parameter.shape[1:])
-    stored = stored_bytes(form, shape)
-    wide = {"f32": F32, "i64": I64}.get(parameter.kind)
-    if parameter.kind == "bf16" and len(shape) == 1:  # a norm; the other vectors are operands of products, as stored
-        wide = F32
-    own = stored if wide is None else math.prod(shape) * wide
-    whole = stored if replicated else 0
-    if mapped and own == stored:
-        return Weights(stored, stored, 0, whole)
-    return Weights(stored, 0, own, whole)
-
-
 def weights(
-    config: ModelConfig, census: Census, placement: Placement, rank: int, *, mapped: bool
+    config: Config, census: Census, placement: Placement, rank: int, *, mapped: bool
 ) -> dict[WeightKind, Weights]:
-    """What a rank holds of a checkpoint, by kind.
+    """Bytes that a rank holds of a checkpoint, by kind; every kind that the family has, in the order of `WeightKind`.
 
-    Parameters
-    ----------
-    config : ModelConfig
-        The architecture.
-    census : Census
-        Of a checkpoint, or of `model.checkpoint.published.published_tensors`.
-    placement : Placement
-        Who holds which rows.
-    rank : int
-        Which rank.
-    mapped : bool
-        Whether weights are views of mapped files, as they are on the CPU, or copied to a device.
-
-    Returns
-    -------
-    dict[WeightKind, Weights]
-        Every kind, in the order of `WeightKind`. Exact, but for a tensor whose first byte is misaligned for its dtype:
-        torch makes no view of such a one, so on the CPU it is a copy. No published file has any.
+    `mapped`: whether weights are views of mapped files, as on the CPU, or copied to a device. Exact, but for a tensor
+    whose first byte is misaligned for its dtype, of which torch makes a copy on the CPU; no published file has any.
     """
-    found = dict.fromkeys(WeightKind, Weights())
+    found: dict[WeightKind, list[Weights]] = {kind: [] for kind in WeightKind}
     for name, binding in census.bindings.items():
         parameter = census.demanded[name]
         share = placement.rows(name, parameter.shape[0], rank)
-        if share is not None:
-            replicated = placement.size > 1 and not share.split and axis(name)[0] is not Axis.EXPERTS
-            found[weight_kind(name)] += held(binding.form, parameter, share, mapped=mapped, replicated=replicated)
-    rotary = len(set(config.layer_kinds)) * config.qk_rope_head_dim // 2 * F32
-    found[WeightKind.ROTARY] = Weights(own=rotary)
-    return found
+        if share is None:
+            continue
+        shape = (share.size, *parameter.shape[1:])
+        stored = own = stored_bytes(binding.form, shape)
+        # a vector in BF16 is a norm; other tensors in BF16 are operands of products, as stored
+        wide = {"f32": F32, "i64": I64, "bf16": F32 if len(shape) == 1 else None}.get(parameter.kind)
+        if wide is not None:
+            own = math.prod(shape) * wide
+        replicated = placement.size > 1 and not share.split and axis(name)[0] is not Axis.EXPERTS
+        view = stored if mapped and own == stored else 0
+        kind = next((kind for part, kind in _PARTS.items() if part in name), WeightKind.EMBEDDING)
+        found[kind].append(Weights(stored, view, 0 if view else own, stored if replicated else 0))
+    if isinstance(config, LlamaConfig):
+        found[WeightKind.ROTARY].append(Weights(own=config.head_dim // 2 * F32))
+        return {kind: _sum(parts) for kind, parts in found.items() if parts}
+    rotations = len({kind is LayerKind.SWA for kind in config.layer_kinds})  # CSA and HCA share one
+    found[WeightKind.ROTARY].append(Weights(own=rotations * config.qk_rope_head_dim // 2 * F32))
+    others = (WeightKind.FEED_FORWARD, WeightKind.ADAPTERS)
+    return {kind: _sum(parts) for kind, parts in found.items() if kind not in others}
 
 
 def total(found: Mapping[WeightKind, Weights]) -> Weights:
     """Sum over kinds."""
-    return sum(found.values(), Weights())
+    return _sum(found.values())
+
+
+def _sum(parts: Collection[Weights]) -> Weights:
+    return Weights(*(sum(sizes) for sizes in zip(Weights(), *parts, strict=True)))
+
+
+def matrices(census: Census, placement: Placement, rank: int) -> Matrices:
+    """The forms and shapes of each matrix on a rank, over all layers and experts."""
+    found: dict[str, set[tuple[Form, int, int]]] = {}
+    for name, binding in census.bindings.items():
+        shape = census.demanded[name].shape
+        share = placement.rows(name, shape[0], rank)
+        if len(shape) == 2 and share is not None:
+            parts = [part for part in name.split(".") if not part.isdigit()]
+            bare = ".".join(part for part in parts if part not in ("model", "layers", "weight"))
+            found.setdefault(bare, set()).add((binding.form, share.size, shape[1]))
+    return {name: frozenset(shapes) for name, shapes in found.items()}

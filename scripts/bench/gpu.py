@@ -1,6 +1,6 @@
 """`gpu`: makes audits/gpu.md: every kernel and whole layers at real dimensions on the GPU of this machine.
 
-For each kernel of `kernels.fused`: whether it is right, how long it takes from memory rather than from L2, and what
+For each Triton kernel of `kernels`: whether it is right, how long it takes from memory rather than from L2, and what
 share that is of what the device allows. Without a GPU the page says that nothing was measured, and gives what is known
 without one: what each case must move and multiply at least, and what kernels take when they are only compiled.
 """

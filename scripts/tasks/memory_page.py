@@ -72,8 +72,9 @@ other runtimes that ran out of memory are of that. Here scores exist in tiles; t
 ## What this does not claim
 
 That a GPU was filled: nothing here was measured on one. The bytes of weights and caches are compared with what is
-allocated, and a process on the CPU with the whole plan (`audits/memory.md`), on models of test size. A call's bound is
-that of the cpu ops; what libraries take inside of a product or a collective is in the reserve.
+allocated, and a process on the CPU with the whole plan (`audits/memory.md`), on models of test size. A call's bound has
+the scratch that the launch code of Triton's kernels allocates; what libraries take inside of a sort or a collective is
+in the reserve.
 
 ## How to run it again
 

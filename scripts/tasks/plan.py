@@ -19,6 +19,7 @@ from model.errors import CapacityError, ConfigError
 from model.llama.config import LlamaConfig
 from runtime.kv import variants
 from runtime.memory import machine_memory
+from runtime.op_sets import planned
 from runtime.options import DEMO, RunOptions, check_options
 from runtime.output import write_json
 from runtime.plan.planner import Plan, Planner
@@ -113,8 +114,8 @@ def _published(path: Path, experts: Experts | None) -> Subject:
 
 def ranked(subject: Subject, options: RunOptions, ranks: int) -> list[Planner]:
     """Return a planner for each rank; ConfigError for ranks or numerics that the model does not allow."""
-    placement = place(subject.config, ranks)
-    return [Planner(subject.config, subject.counted, placement, options, rank) for rank in range(ranks)]
+    config, placement, backend = subject.config, place(subject.config, ranks), planned(options, subject.config)
+    return [Planner(config, subject.counted, placement, options, rank, backend) for rank in range(ranks)]
 
 
 def summary(subject: Subject, planner: Planner, plans: Sequence[Plan], memory: int | None) -> dict[str, Any]:
@@ -132,7 +133,7 @@ def summary(subject: Subject, planner: Planner, plans: Sequence[Plan], memory: i
             kind.value: {"stored": part.stored, "mapped": part.mapped, "own": part.own, "on_every_rank": part.whole}
             for kind, part in plan.weights.items()
         },
-        "caches": {kind.value: dict(parts) for kind, parts in plan.caches.items()},
+        "caches": {str(kind): dict(parts) for kind, parts in plan.caches.items()},
         "call": {"moment": plan.call.name, "bytes": plan.call.nbytes, "parts": dict(plan.call.parts)},
         "typical_call": {"moment": plan.typical_call.name, "bytes": plan.typical_call.nbytes},
         "untiled_index_scores": plan.untiled,

@@ -10,11 +10,13 @@ from model.errors import CapacityError, ConfigError
 from model.llama.adapters import check_adapters
 from model.llama.census import census, parameters
 from model.llama.config import LlamaConfig
+from runtime.llama import WHOLE
+from runtime.op_sets import planned
 from runtime.options import RunOptions, check_options
-from runtime.plan.llama import LlamaPlanner
+from runtime.plan.planner import Planner
 
 
-def llama_planner(config: LlamaConfig, checkpoint: Path | None, options: RunOptions, ranks: int) -> LlamaPlanner:
+def llama_planner(config: LlamaConfig, checkpoint: Path | None, options: RunOptions, ranks: int) -> Planner:
     """Return the planner of a checkpoint's files, or of BF16 weights without them; ConfigError for several ranks."""
     where = Path(config.model_type) if checkpoint is None else checkpoint
     check_options(config, options, where)
@@ -22,7 +24,7 @@ def llama_planner(config: LlamaConfig, checkpoint: Path | None, options: RunOpti
         raise ConfigError(f"--ranks {ranks}: a {config.model_type} model runs on one")
     if options.coda_adapters is not None:
         check_adapters(Path(options.coda_adapters), config)
-    return LlamaPlanner(config, _counted(config, checkpoint), options)
+    return Planner(config, _counted(config, checkpoint), WHOLE, options, 0, planned(options, config))
 
 
 def _counted(config: LlamaConfig, checkpoint: Path | None) -> Census:
@@ -31,7 +33,7 @@ def _counted(config: LlamaConfig, checkpoint: Path | None) -> Census:
     return census({name: (Form.BF16.name, part.shape) for name, part in parameters(config).items()}, config)
 
 
-def llama_summary(planner: LlamaPlanner, source: str, context: int, memory: int | None) -> dict[str, Any]:
+def llama_summary(planner: Planner, source: str, context: int, memory: int | None) -> dict[str, Any]:
     """Everything that is shown, as JSON values; CapacityError for a context beyond the model's positions."""
     if context > (most := planner.config.max_position_embeddings):
         raise CapacityError(f"--context {context}: beyond the model's max_position_embeddings {most}")

@@ -74,7 +74,7 @@ FORMS = ["bf16", "fp8", "fp8, f32 scales", "fp4", "nvfp4"]
 def test_the_reference_is_the_models_loop(form, deployed):
     w1, w3, w2 = layer(form, 4, 128, 128, 0)
     x, ids, weights = tokens(5, 2, 128, 4, 1)
-    arithmetic = Arithmetic(REFERENCE, deployed, torch.bfloat16, None, None, None, {})
+    arithmetic = Arithmetic(REFERENCE, deployed, torch.bfloat16, None, None, {})
 
     def run(expert, rows, weight):
         gate, up = (arithmetic.linear(rows, member(w, expert)) for w in (w1, w3))

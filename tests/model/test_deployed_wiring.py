@@ -169,4 +169,4 @@ def test_inputs_of_fp8_and_fp4_linears_are_rounded_and_no_others(case, numerics)
 
 def is_rounded(path: str) -> bool:
     """Every FP8 and FP4 linear but wo_a; compressors, weights_proj, gate and head are neither on disk."""
-    return re.search(r"(wq_a|wq_b|attention\.wkv|wo_b|w1|w2|w3)$", path) is not None
+    return re.search(r"((wq_a|wq_b|attention\.wkv|wo_b)\.weight|w1|w2|w3)$", path) is not None

@@ -1,9 +1,18 @@
 """A whole model on TRITON, in Triton's interpreter, against CPU: the kernels meet each other's real inputs."""
 
+import gc
+from functools import wraps
+
 import pytest
 import torch
 
 from kernels.triton_ops import TRITON
+from runtime.load import load
+from runtime.options import RunOptions
+from runtime.plan.call import SLACK
+from runtime.plan.planner import Planner
+from tests.live_memory import live_bytes
+from tests.make_checkpoint import tiny_config, write_checkpoint
 from tests.transformers_model import load_ours, oracle, our_logits
 
 # Sums of some hundred fp32 products in another order, through three layers: as of chunking, audits/plain-parity.md.
@@ -24,3 +33,32 @@ def test_logits_of_prefill_and_decode_are_those_of_the_blocked_ops(directory):
     ours = our_logits(load_ours(directory, TRITON), tokens, [6, 2, 1])
     assert want.std() > 0.5
     torch.testing.assert_close(ours, want, rtol=0, atol=BOUND)
+
+
+def collected(op):
+    """The op, after which nothing lives on that the interpreter has put into cycles."""
+
+    @wraps(op)
+    def run(*args, **named):
+        out = op(*args, **named)
+        gc.collect()
+        return out
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_call_takes_what_is_planned(tmp_path):
+    """Of fp32: on a CPU the tripwires of a bf16 run take copies that they do not take on a GPU."""
+    changes = {"hidden_size": 512, "num_hidden_layers": 3, "compress_ratios": [0, 4, 128]}
+    changes["n_routed_experts"] = changes["num_experts_per_tok"] = 2  # every token goes to both
+    write_checkpoint(tmp_path, tiny_config(**changes), seed=1)
+    options, ops = RunOptions("plain", "fp32"), {name: op for name, op in TRITON._asdict().items() if name != "name"}
+    loaded = load(tmp_path, options, TRITON._replace(**{name: collected(op) for name, op in ops.items()}))
+    model, state, tokens = loaded.model, loaded.model.new_state(400, 24), torch.arange(24)
+    gc.freeze()
+    taken = live_bytes(lambda: model.logits(model(tokens, state)))
+    gc.unfreeze()
+    planner = Planner(model.config, loaded.census, loaded.placement, options, 0, "triton")
+    planned = planner.largest(400, 24, even=False, few_pass=True)
+    assert taken <= planned.nbytes <= 1.05 * taken + SLACK, f"{taken:,} taken, {planned.nbytes:,} by {planned}"

@@ -99,7 +99,7 @@ def test_what_could_not_differ_is_vacuous(probe, why):
 
 def test_another_prompt_that_is_the_same_is_vacuous(monkeypatch):
     subject = Subject()
-    loudest = int(subject.model.embedding.float().norm(dim=1).argmax())
+    loudest = int(subject.model.embedding.weight.float().norm(dim=1).argmax())
     monkeypatch.setattr(Subject, "tokens", lambda _, count: [loudest] * count)
     report = run_probe(QUICK, subject, silent).report
     assert [finding.what for finding in report.findings if finding.failed] == ["prompt B differs from A"]

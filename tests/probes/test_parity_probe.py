@@ -111,7 +111,7 @@ def test_other_checkpoints(tmp_path):
     write_checkpoint(tmp_path / "tiny", tiny_config(), seed=3)
     report = run(Subject(tmp_path / "tiny", ops=REFERENCE))
     assert not report.failed, [finding for finding in report.findings if finding.failed]
-    assert report.parts[0].rows[0][1:3] == ["reference, plain, fp32, one call", "blocked, plain, fp32, one call"]
+    assert report.parts[0].rows[0][1:3] == ["reference, plain, fp32, one call", "cpu, plain, fp32, one call"]
     write_checkpoint(tmp_path / "odd", tiny_config(head_dim=32, compress_ratios=[0, 4, 128, 64]), seed=3)
     report = run(Subject(tmp_path / "odd", options=RunOptions("plain", "fp32")), OP_SET, TRANSFORMERS, DEPLOYED_OP_SET)
     assert not report.failed

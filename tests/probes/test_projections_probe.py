@@ -1,6 +1,7 @@
 """The projections probe: healthy runs pass, and each wrong wiring fails on what it wires."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -99,9 +100,10 @@ def _scaled(attention, name, by):
 )
 def test_a_column_that_is_off_by_a_hundredth_shows_in_fp32(name, things, tiny):
     def inject(model):
-        by = torch.ones(getattr(model.blocks[1].attention, name).shape[1])
+        linear = getattr(model.blocks[1].attention, name)
+        by = torch.ones(linear.weight.shape[1])
         by[5] = 1.01
-        _scaled(model.blocks[1].attention, name, by)
+        _scaled(linear, "weight", by)
 
     report = run(SHORT, directory=tiny, fault=Fault("x", "x", "x", inject=inject), options=PLAIN_FP32)
     assert broken(report) == {(thing, PLAIN) for thing in things}
@@ -124,8 +126,8 @@ class _BiasOfTheFirst:
     def __getattr__(self, name):
         return getattr(self.project, name)
 
-    def __call__(self, x, first):
-        return self.project(x, 0 if len(x) == 1 else first)
+    def __call__(self, x, call):
+        return self.project(x, SimpleNamespace(first=0, count=1) if len(x) == 1 else call)
 
 
 class _PoolsNothingBefore:
@@ -159,8 +161,8 @@ def test_an_entry_that_is_wrong_shows(inject, positions, tiny):
 
 def test_rows_of_the_embedding_and_of_the_head_that_are_others_show(tiny):
     def inject(model):
-        model.embedding = model.embedding.roll(1, 0)
-        model.head = Dense(model.head.data.roll(1, 0))
+        model.embedding.weight = model.embedding.weight.roll(1, 0)
+        model.head.weight = Dense(model.head.weight.data.roll(1, 0))
 
     found = broken(run(SHORT, directory=tiny, fault=Fault("x", "x", "x", inject=inject)))
     assert found == {(thing, numerics) for thing in ("embeddings", "logits") for numerics in (PLAIN, OWN)}

@@ -5,19 +5,20 @@ import torch
 from safetensors.torch import save_file
 
 from kernels.ops import CPU
+from kernels.rope.reference import rotate_halves_scratch
 from model.cache.gqa import Heads
 from model.errors import CapacityError
 from model.llama.adapters import shapes
-from model.variants.choice import GroupedCoda, GroupedShard
+from model.variants.choice import Full, GroupedCoda, GroupedShard
 from model.variants.grouped import CodaLayer, ShardLayer
 from model.variants.shard import KvShape
 from runtime import memory
 from runtime.arithmetic import DTYPES
+from runtime.llama import WHOLE
 from runtime.load import load_any
 from runtime.options import RunOptions
-from runtime.plan.grouped import attend_coda, attend_grouped, attend_shard
-from runtime.plan.llama import LlamaPlanner, rotate_halves
-from runtime.plan.ops import Costs
+from runtime.plan.llama import attend
+from runtime.plan.planner import Planner
 from tests.llama_model import load_ours, oracle
 from tests.peak_memory import peak_bytes
 
@@ -35,16 +36,22 @@ def saved(tmp_path_factory):
     return directory
 
 
-def costs(dtype):
-    return Costs(DTYPES[dtype].itemsize, deployed=False, narrow=False)
+def planner(loaded, options):
+    return Planner(loaded.model.config, loaded.census, WHOLE, options, 0, "cpu")
+
+
+def attending(saved, dtype, variant, tokens, heads, kv_heads, d, context):
+    """What the plan says of a variant's `attend`."""
+    call = planner(load_ours(saved), RunOptions("plain", dtype)).call
+    return attend(call, variant, tokens, heads, kv_heads, d, context)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(("t", "H", "K", "d", "first"), [(512, 8, 2, 64, 512), (1, 8, 2, 64, 9000), (64, 4, 4, 128, 0)])
-def test_attention_takes_what_is_planned(dtype, t, H, K, d, first):
+def test_attention_takes_what_is_planned(saved, dtype, t, H, K, d, first):
     q, n = torch.randn(t, H, d, dtype=DTYPES[dtype]), first + t
     k, v = (torch.randn(K, n, d, dtype=DTYPES[dtype]) for _ in range(2))
-    planned = attend_grouped(costs(dtype), t, H, K, d, n)
+    planned = attending(saved, dtype, Full(), t, H, K, d, n)
     taken = peak_bytes(lambda: CPU.attend_grouped(q, k, v, first, None))
     assert taken <= planned <= MARGIN * taken + SMALL
 
@@ -53,15 +60,14 @@ def test_attention_takes_what_is_planned(dtype, t, H, K, d, first):
 def test_rotation_takes_what_is_planned(dtype):
     x, angle = torch.randn(512, 16, 64, dtype=DTYPES[dtype]), torch.randn(512, 32)
     taken = peak_bytes(lambda: CPU.rotate_halves(x, angle, angle))
-    assert taken <= rotate_halves(costs(dtype), x.numel()) <= MARGIN * taken + SMALL
+    assert taken <= rotate_halves_scratch(x.numel(), DTYPES[dtype].itemsize) <= MARGIN * taken + SMALL
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize("chunk", [1, 300])
 def test_a_call_takes_no_more_than_planned(saved, dtype, chunk):
     loaded = load_ours(saved, dtype=dtype)
-    planner = LlamaPlanner(loaded.model.config, loaded.census, RunOptions("plain", dtype))
-    plan = planner.plan(600, chunk)
+    plan = planner(loaded, RunOptions("plain", dtype)).plan(600, chunk)
     state, tokens = loaded.model.new_state(600, chunk), torch.arange(chunk)
     assert sum(state.nbytes().values()) == plan.cache_bytes
 
@@ -82,8 +88,7 @@ def test_variants_take_no_more_than_planned(saved, dtype, prompt, kv):
     """Reading the prompt, which Shard then compresses, and a token after it."""
     options = RunOptions("plain", dtype, kv=(kv,))
     loaded = load_any(saved, options)
-    planner = LlamaPlanner(loaded.model.config, loaded.census, options)
-    plan = planner.plan(600, 300)
+    plan = planner(loaded, options).plan(600, 300)
     state, tokens = loaded.model.new_state(600, 300, prompt), torch.arange(300)
     assert sum(state.nbytes().values()) <= plan.cache_bytes
     for part in (tokens[:prompt], tokens[:1]):
@@ -91,27 +96,27 @@ def test_variants_take_no_more_than_planned(saved, dtype, prompt, kv):
         assert taken <= plan.call.nbytes
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "d"), [(512, 16, 2, 64), (1, 16, 2, 64), (300, 8, 8, 128)])
-def test_attending_to_banks_takes_what_is_planned(dtype, tokens, heads, kv_heads, d):
+def test_attending_to_banks_takes_what_is_planned(saved, dtype, tokens, heads, kv_heads, d):
     """Once every slot holds something; no more than twice what is taken."""
     variant, cpu = GroupedCoda(window=256, exact=64, summary=64, block=512), torch.device("cpu")
     shape = KvShape(kv_heads, d, torch.ones(d // 2), interleaved=False)
-    layer, draw = CodaLayer(shape, variant, dtype, cpu), torch.Generator().manual_seed(1)
+    layer, draw = CodaLayer(shape, variant, DTYPES[dtype], cpu), torch.Generator().manual_seed(1)
 
     def drawn(t):
-        parts = (torch.randn(t, n, d, generator=draw).to(dtype) for n in (heads, kv_heads, kv_heads))
+        parts = (torch.randn(t, n, d, generator=draw).to(DTYPES[dtype]) for n in (heads, kv_heads, kv_heads))
         return Heads(*parts, torch.rand(t, generator=draw))
 
     layer.attend(drawn(1024), 0, CPU)
     more = drawn(tokens)
     taken = peak_bytes(lambda: layer.attend(more, 1024, CPU))
-    planned = attend_coda(Costs(dtype.itemsize, deployed=False, narrow=False), variant, tokens, heads, kv_heads, d)
+    planned = attending(saved, dtype, variant, tokens, heads, kv_heads, d, 2048)
     assert taken <= planned <= 2 * taken + 4 * SMALL
 
 
 @pytest.mark.parametrize(("kv_heads", "d", "rank"), [(8, 128, 192), (2, 64, 64)])
-def test_compressing_a_prompt_takes_no_more_than_planned(kv_heads, d, rank):
+def test_compressing_a_prompt_takes_no_more_than_planned(saved, kv_heads, d, rank):
     """With 1,024 columns the covariance and its eigenvectors outweigh everything else."""
     variant, cpu = GroupedShard(rank=rank), torch.device("cpu")
     layer = ShardLayer(
@@ -120,7 +125,7 @@ def test_compressing_a_prompt_takes_no_more_than_planned(kv_heads, d, rank):
     draw = torch.Generator().manual_seed(1)
     heads = Heads(*(torch.randn(200, n, d, generator=draw) for n in (2 * kv_heads, kv_heads, kv_heads)), None)
     taken = peak_bytes(lambda: layer.attend(heads, 0, CPU))
-    planned = attend_shard(costs("fp32"), variant, 200, 2 * kv_heads, kv_heads, d, 201)
+    planned = attending(saved, "fp32", variant, 200, 2 * kv_heads, kv_heads, d, 201)
     assert taken <= planned <= 2 * taken + 4 * SMALL
 
 
@@ -128,7 +133,7 @@ def test_the_plan_of_variants_is_of_the_prompt_that_takes_most(saved):
     loaded = load_ours(saved)
 
     def planned(context, *kv):
-        return LlamaPlanner(loaded.model.config, loaded.census, RunOptions("plain", kv=kv)).plan(context).cache_bytes
+        return planner(loaded, RunOptions("plain", kv=kv)).plan(context).cache_bytes
 
     full = planned(4000)
     assert full == 2 * 2 * 4000 * 2 * 32 * 2, "bf16: keys and values of 2 layers with 2 heads of 32"
@@ -148,9 +153,7 @@ def test_adapters_are_memory_of_the_process(saved, tmp_path, dtype):
     save_file({f"layer_{layer}.coda.{name}": part.clone() for layer in (0, 1) for name, part in drawn.items()}, path)
     options = RunOptions("plain", dtype, kv=("all=coda:window=64,exact=16,summary=16",), coda_adapters=str(path))
     loaded = load_any(saved, options)
-    with_adapters, without = (
-        LlamaPlanner(loaded.model.config, loaded.census, chosen).plan(600, 300) for chosen in (options, bare)
-    )
+    with_adapters, without = (planner(loaded, chosen).plan(600, 300) for chosen in (options, bare))
     assert with_adapters.own_weights - without.own_weights == path.stat().st_size
     state, tokens = loaded.model.new_state(700, 300), torch.arange(300)
     loaded.model(tokens, state)
@@ -161,20 +164,19 @@ def test_adapters_are_memory_of_the_process(saved, tmp_path, dtype):
 
 def test_weights_are_planned_to_the_byte(saved):
     loaded = load_ours(saved)
-    planner = LlamaPlanner(loaded.model.config, loaded.census, RunOptions("plain"))
     norms = 5 * 256
     matrices = loaded.census.weights - norms
-    plan = planner.plan(10)
+    plan = planner(loaded, RunOptions("plain")).plan(10)
     assert plan.mapped_weights == 2 * matrices, "bf16, mapped"
     assert plan.own_weights == 4 * norms + 4 * 16, "norms in fp32, and frequencies"
-    on_gpu = LlamaPlanner(loaded.model.config, loaded.census, RunOptions("plain", device="cuda")).plan(10)
+    on_gpu = planner(loaded, RunOptions("plain", device="cuda")).plan(10)
     assert (on_gpu.mapped_weights, on_gpu.own_weights) == (0, 2 * matrices + 4 * norms + 4 * 16)
 
 
 def test_a_context_that_does_not_fit_is_refused_before_weights_are_read(saved, monkeypatch):
     loaded = load_ours(saved)
-    planner = LlamaPlanner(loaded.model.config, loaded.census, RunOptions("plain"))
-    monkeypatch.setattr(memory, "machine_memory", lambda _: planner.plan(1000).needed)
+    needed = planner(loaded, RunOptions("plain")).plan(1000).needed
+    monkeypatch.setattr(memory, "machine_memory", lambda _: needed)
     monkeypatch.setattr("runtime.llama.bind", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(CapacityError, match=r"the largest context that fits is 1000$"):
         load_any(saved, RunOptions("plain"), context=1001)

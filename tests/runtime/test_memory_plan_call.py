@@ -4,14 +4,10 @@ import pytest
 import torch
 
 from kernels.indexer import cpu as indexer
-from model.ranks.ranks import evenly, undivided
 from probes.memory.peak import _noise_up_to
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
-from runtime.plan import selection
-from runtime.plan.call import largest
 from runtime.plan.planner import Planner
-from runtime.plan.sizes import Sizes
 from tests.gloo import run
 from tests.live_memory import live_bytes
 from tests.make_checkpoint import tiny_config, write_checkpoint
@@ -49,12 +45,10 @@ def taken_by(model, chunk, count=peak_bytes):
 def taken_and_planned(directory, options, chunk):
     """What a call takes, and its plan: tokens may all go to one expert, of random keys few pass."""
     loaded = load(directory, options)
-    planner = Planner(loaded.model.config, loaded.census, loaded.placement, options, 0)
-    shares, tokens = loaded.placement.ranks[0], undivided(chunk)
-    config, costs, forms = planner.config, planner.costs, planner.forms
-    sizes = Sizes(config, costs, forms, shares, 1, tokens, CONTEXT, even=False, few_pass=True)
-    assert planner.plan(CONTEXT, chunk).call.nbytes >= largest(sizes).nbytes
-    return taken_by(loaded.model, chunk), largest(sizes)
+    planner = Planner(loaded.model.config, loaded.census, loaded.placement, options, 0, "cpu")
+    planned = planner.largest(CONTEXT, chunk, even=False, few_pass=True)
+    assert planner.plan(CONTEXT, chunk).call.nbytes >= planned.nbytes
+    return taken_by(loaded.model, chunk), planned
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -67,7 +61,7 @@ def made(request, tmp_path_factory):
 
 def agree(taken, planned):
     """The plan is a bound, at most 5 % and a tile above what is taken; of a selection, and what may pass unforeseen."""
-    room = TILE + (2 * indexer.PENDING * selection.MERGED if planned.name == "scores and selection" else 0)
+    room = TILE + (2 * indexer.PENDING * indexer.PAIR if planned.name == "scores and selection" else 0)
     assert taken <= planned.nbytes <= 1.05 * taken + room, f"{taken:,} taken, {planned.nbytes:,} by {planned}"
 
 
@@ -101,7 +95,7 @@ def test_variants_of_the_caches(kv, chunk):
     """Caches to the byte, a call by a bound: what the codes of one width or the banks of one layer take is not told."""
     options = RunOptions(kv=(kv,))
     loaded = load(DEMO, options)
-    plan = Planner(loaded.model.config, loaded.census, loaded.placement, options, 0).plan(CONTEXT, chunk)
+    plan = Planner(loaded.model.config, loaded.census, loaded.placement, options, 0, "cpu").plan(CONTEXT, chunk)
     allocated = loaded.model.new_state(CONTEXT, chunk).nbytes()
     assert plan.cache_bytes == sum(allocated.values()) > 0
     state, tokens = loaded.model.new_state(1200, 300), torch.arange(1200) % loaded.model.config.vocab_size
@@ -115,13 +109,10 @@ def of_a_rank(group, directory, dispatch, chunk):
     """What a call takes on this rank, and its plan."""
     options = RunOptions("plain", dispatch=dispatch)
     loaded = load(directory, options, group=group)
-    planner = Planner(loaded.model.config, loaded.census, loaded.placement, options, group.rank)
-    shares = loaded.placement.ranks[group.rank]
-    tokens = evenly(chunk, group.rank, group.size) if dispatch == "all-to-all" else undivided(chunk)
-    config, costs, forms = planner.config, planner.costs, planner.forms
-    sizes = Sizes(config, costs, forms, shares, group.size, tokens, CONTEXT, even=False, few_pass=True)
+    planner = Planner(loaded.model.config, loaded.census, loaded.placement, options, group.rank, "cpu")
     torch.manual_seed(0)  # the same noise on all ranks: they compare what they select
-    return taken_by(loaded.model, chunk, live_bytes), largest(sizes)
+    taken = taken_by(loaded.model, chunk, live_bytes)
+    return taken, planner.largest(CONTEXT, chunk, even=False, few_pass=True)
 
 
 @pytest.mark.parametrize("dispatch", ["all-reduce", "all-to-all"])

@@ -10,7 +10,7 @@ from model.config import ModelConfig
 from model.errors import ConfigError
 from model.llama.config import LlamaConfig
 from runtime.load import load
-from runtime.op_sets import op_set
+from runtime.op_sets import op_set, planned
 from runtime.options import DEMO, RunOptions, usual
 from tests.llama_configs import LLAMA_3_1_8B
 
@@ -89,3 +89,12 @@ def test_a_run_reports_what_ran_and_nothing_else(name):
     model(torch.arange(16), model.new_state(16, 16))
     assert model.arithmetic.ran["attend"] == name
     assert not {"attend_grouped", "attend_banks", "attend_codes", "rotate_halves"} & model.arithmetic.ran.keys()
+
+
+def test_a_plan_is_of_the_ops_that_would_run(monkeypatch):
+    assert planned(RunOptions(), CONFIG) == "cpu"
+    assert planned(RunOptions(device="cuda"), CONFIG) == "triton"
+    assert planned(RunOptions(device="cuda", kv=("all=shard",)), CONFIG) == "cpu"
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"^--device cuda: its plan is of Triton's kernels, and there is no Triton$"):
+        planned(RunOptions(device="cuda"), CONFIG)

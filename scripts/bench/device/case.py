@@ -74,7 +74,7 @@ class Call(NamedTuple):
 class Case(NamedTuple):
     """One row of the table."""
 
-    part: str  # the file of `kernels.fused` that is measured
+    part: str  # the Triton file of `kernels` that is measured
     label: str
     cost: Cost
     build: Callable[[Draw], Call]

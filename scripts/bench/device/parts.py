@@ -1,4 +1,4 @@
-"""Every part by name and the cases of each: a part is a file of `kernels.fused` that the others' ops do not hide."""
+"""Every part by name and the cases of each: a part is a Triton file of `kernels` that the others' ops do not hide."""
 
 from collections.abc import Callable, Iterator, Sequence
 

@@ -49,7 +49,7 @@ def held_weights(model: Transformer) -> dict[WeightKind, tuple[int, int]]:
             own[kind] += tensor.untyped_storage().nbytes()
         else:
             mapped[kind] += tensor.nbytes
-    return {kind: (mapped[kind], own[kind]) for kind in WeightKind}
+    return {kind: (mapped[kind], own[kind]) for kind in _KINDS.values()}
 
 
 def held_caches(state: State) -> int:

@@ -1,0 +1,238 @@
+"""What a call of DeepSeek-V4 keeps alive, sublayer by sublayer: read off `model/`, one layer of each kind.
+
+It does not grow with the context: index scores and attention's logits exist in tiles only. `untiled_scores` says what a
+runtime needs that makes them at once.
+"""
+
+from kernels.formats import basis_rows
+from kernels.ops import ReadStreams
+from model.config import LayerKind, ModelConfig
+from model.ranks.ranks import CHECKED, KEPT
+from model.variants.choice import Coda, Shard
+from runtime.plan.call import F32, HEAD_ROWS, I64, Call, Live, Moment
+
+
+def largest(c: ModelConfig, s: Call) -> Moment:
+    """The moment of a call that takes the most bytes."""
+    live, t, hidden = Live(), s.t, c.hidden_size
+    streams, compared = s.m * c.hc_mult * hidden * s.item, _compared(c, s)
+    live.hold("compared", compared)  # at the end of the layer, or of the call
+    rows = t * hidden * F32  # stored as BF16, or F32; of several ranks looked up, masked, as integers, and as they were
+    with live.scope():
+        live.hold("streams", streams)
+        live.run("embedding", rows, 3 * rows + t * I64 if s.shares.vocabulary.split else 0)
+        if s.ranks > 1:  # 64-bit words of a tile, their places, factors and products
+            live.run("agreement", exchange=4 * I64 * min(CHECKED, max(streams, compared) // F32))
+        live.hold("embedded tokens", t * hidden * s.item)
+        rotations = len({kind is LayerKind.SWA for kind in c.layer_kinds})  # made once, for all layers of a kind
+        live.hold("cosines and sines", rotations * t * c.qk_rope_head_dim * F32)
+        for layer in _distinct(c, s):
+            with live.scope():
+                _block(c, s, live, layer)
+    head, rows = s.shares.vocabulary, min(HEAD_ROWS, t)
+    live.hold("output", t * hidden * s.item)
+    live.hold("rows in fp32", rows * hidden * F32)
+    gathered = rows * head.size * F32 + s.gather(rows * c.vocab_size, head, first=False, item=F32)
+    live.run("logits", max(s.linear("head", rows, F32), gathered))
+    return live.largest
+
+
+def untiled_scores(c: ModelConfig, tokens: int, context: int) -> int:
+    """Bytes of the index scores [tokens, context / ratio] in fp32, which a runtime that does not tile them holds."""
+    ratios = [c.ratio(layer) for layer, kind in enumerate(c.layer_kinds) if kind is LayerKind.CSA]
+    return tokens * (context // min(ratios)) * F32 if ratios else 0
+
+
+def _distinct(c: ModelConfig, s: Call) -> list[int]:
+    """One layer of each kind, ratio, way of routing, and way of remembering."""
+    kinds = enumerate(c.layer_kinds)
+    found = {(kind, c.ratio(at), c.is_hash(at), str(s.formats.variant(at))): at for at, kind in kinds}
+    return list(found.values())
+
+
+def _compared(c: ModelConfig, s: Call) -> int:
+    """Bytes that ranks keep until they compare them, see `Ranks.note`: of a long call one layer's, else of all layers.
+
+    KV, entries, index keys, and where each rank makes it for all tokens the selection; streams are there anyway.
+    """
+    if s.ranks == 1:
+        return 0
+    layers = []
+    for layer, kind in enumerate(c.layer_kinds):
+        kept = s.t * c.head_dim * s.item
+        if kind is not LayerKind.SWA:
+            width = c.head_dim + (c.index_head_dim if kind is LayerKind.CSA else 0)
+            kept += (s.t // c.ratio(layer) + 1) * width * s.item
+        if kind is LayerKind.CSA and not s.tokens.split:
+            kept += s.t * min(c.index_topk, s.context // c.ratio(layer)) * 4
+        layers.append(kept)
+    return max(layers) if s.t > KEPT else sum(layers)
+
+
+def _block(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
+    """`Block.__call__`; reading for attention and its norm take less than the same for the experts."""
+    m, hc, hidden, streams = s.m, c.hc_mult, c.hidden_size, live.alive["streams"]
+    row, whole = m * hidden * s.item, s.t * hidden * s.item
+    if isinstance(s.ops.read_streams, ReadStreams):
+        weights = m * hc * (hc + 2) * F32
+        read = max(s.op("hyper_weights", m, hc, hidden, s.item), weights + s.op("collapse", m, hc, hidden, s.item))
+    else:
+        read = s.op("read_streams", m, hc, hidden, s.item)
+    norm, written = s.op("rms_norm", m, hidden, s.item), s.op("expand", m, hc, hidden, s.item)
+    live.hold("mHC weights", m * hc * (hc + 2) * F32)
+    live.hold("sublayer input", row)
+    live.run("norm, gathered", row, s.gather(s.t * hidden, s.tokens))
+    live.hold("sublayer input", whole)
+    with live.scope():
+        _attention(c, s, live, layer)
+    live.hold("sublayer output", whole)
+    live.run("mHC, write", written)
+    live.hold("streams", 2 * streams)
+    live.run("mHC, read", read)
+    live.hold("sublayer input", row)
+    live.run("norm", norm)
+    with live.scope():
+        live.hold("sublayer input", 2 * row)
+        _experts(c, s, live, layer)
+    live.hold("sublayer output", row)
+    live.run("mHC, write", written)
+
+
+def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
+    """`Attention.__call__`."""
+    t, d, rope, heads, item = s.t, c.head_dim, c.qk_rope_head_dim, s.shares.heads, s.item
+    latent, queries, kv = t * c.q_lora_rank * item, t * heads.size * d * item, t * d * item
+    rotated = s.op("rotate", t, heads.size, d, rope, item)
+    live.run("low-rank query", max(s.linear("attn.wq_a", t), latent + s.op("rms_norm", t, c.q_lora_rank, item)))
+    live.hold("low-rank query", latent)
+    normed = queries + s.op("rms_norm", t * heads.size, d, item)
+    live.run("queries", max(s.linear("attn.wq_b", t), normed, 2 * queries + rotated))
+    live.hold("queries", queries)
+    rounded = 2 * kv + s.op("simulate_fp8", t * (d - rope), item) if s.deployed else 0
+    normed = kv + max(s.op("rms_norm", t, d, item), s.op("rotate", t, 1, d, rope, item))
+    live.run("KV", max(s.linear("attn.wkv", t), normed, rounded))
+    live.hold("KV", kv)
+    _attend(c, s, live, layer)
+    live.hold("mixed values", queries)
+    live.run("output, rotated back", t * rope * F32 // 2 + rotated)
+    groups, output = s.shares.groups, s.shares.output
+    if heads.split and not groups.split:
+        mixed = t * heads.total * d
+        live.run("heads, gathered", exchange=s.gather(mixed, heads, first=False))
+        live.hold("values of all heads", mixed * item)
+    shapes = s.matrices["attn.wo_a"]
+    products = [s.op("grouped_linear", t, r, n, groups.size, form.name, item, s.device) for form, r, n in shapes]
+    live.run("output, low rank", max(products))
+    low, rank = groups.size * c.o_lora_rank, groups.total * c.o_lora_rank
+    live.run("low rank, gathered", t * low * item, s.gather(t * rank, groups, first=False))
+    live.hold("low-rank output", t * rank * item)
+    live.run("output", s.linear("attn.wo_b", t))
+    live.run("output, gathered", t * output.size * item, s.gather(t * c.hidden_size, output, first=False))
+
+
+def _attend(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
+    """`attend` of the layer's kind: compress, select, attend."""
+    kind, variant, form, entries, selected = c.layer_kind(layer), s.formats.variant(layer), s.formats.entries, 0, 0
+    if isinstance(variant, Shard):
+        form = "coded" if variant.basis is None else "based"
+    if kind is not LayerKind.SWA:
+        entries = s.context // c.ratio(layer)
+        _compress(c, s, live, layer, "compressor", c.head_dim)
+    with live.scope():
+        if kind is LayerKind.CSA:
+            banked = variant.exact + variant.summary if isinstance(variant, Coda) else 0
+            selected = min(c.index_topk, entries) + banked
+            with live.scope():
+                _select(c, s, live, layer)
+            live.hold("selection", s.t * (selected + banked) * 4)
+        sizes = s.t, s.shares.heads.size, c.head_dim, c.sliding_window, entries, selected
+        live.run("attention", s.op("attend", *sizes, form, s.item))
+
+
+def _compress(c: ModelConfig, s: Call, live: Live, layer: int, name: str, width: int) -> None:
+    """A compressor: values and gates of all series in fp32, then what is pooled, rounded and stored."""
+    t, ratio, series = s.t, c.ratio(layer), 2 if c.layer_kind(layer) is LayerKind.CSA else 1
+    one = t * series * width * F32
+    biased = 3 * one + ratio * series * width * F32  # values, gates, and the position bias of each token
+    wide = s.widened(t * c.hidden_size)
+    live.run(f"{name}, values and gates", wide + max(one + s.linear(f"attn.{name}.wkv", t, F32), biased))
+    closed = -(-t // ratio)
+    stored = closed * width * (3 * F32 + 2 * s.item)
+    variant = s.formats.variant(layer)
+    if isinstance(variant, Shard) and variant.basis is not None and name == "compressor":
+        stored += coding(closed, width)
+    with live.scope():
+        live.hold("values and gates", 2 * one)
+        live.run(f"{name}, pooling", closed * width * F32 + max(s.op("pool", t, width, series), stored))
+
+
+def coding(vectors: int, width: int) -> int:
+    """Bytes of `kernels.formats.basis_rows.write` of so many vectors: exact products, and what a gain loses."""
+    gains = len(basis_rows.GAINS) * min(vectors, basis_rows.ROWS) * width * 16
+    return vectors * width * 8 + max(vectors * width * 40 + width**2 * 8, gains)
+
+
+def _select(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
+    """`Indexer.__call__`."""
+    t, d, item, share = s.t, c.index_head_dim, s.item, s.shares.index_heads
+    _compress(c, s, live, layer, "indexer.compressor", d)
+    heads, product, numbers = c.index_n_heads, t * share.size * d * item, t * c.index_n_heads * d
+    live.run("index queries", s.linear("attn.indexer.wq_b", t))
+    live.run("index queries, gathered", product, s.gather(numbers, share, first=False))
+    queries = s.m * heads * d * item  # of this rank's tokens, which are a view of all until they are rotated
+    made = [numbers * item + s.op("rotate", s.m, heads, d, c.qk_rope_head_dim, item)]
+    if s.deployed:
+        made.append(queries + s.op("hadamard", s.m * heads, d, item))
+        made.append(2 * queries + s.op("simulate_fp4", s.m * heads * d, item))
+    live.run("index queries", max(made))
+    live.hold("index queries", queries)
+    live.hold("index weights", t * heads * (F32 + item))
+    entries = s.context // c.ratio(layer)
+    form = "coded" if isinstance(s.formats.variant(layer), Shard) else s.formats.keys
+    sizes = s.m, c.index_n_heads, d, entries, c.index_topk
+    live.run("scores and selection", s.op("select", *sizes, form, item, s.device, few_pass=s.few_pass))
+    selected = min(c.index_topk, entries)
+    live.run("selection, gathered", s.m * selected * 4, s.gather(t * selected, s.tokens, item=4))
+
+
+def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
+    """`MoE.__call__`: gate, routed experts by way of `model.ranks.dispatch`, shared expert."""
+    m, hidden, k, item = s.m, c.hidden_size, c.num_experts_per_tok, s.item
+    pairs, scores, wide = m * k, m * c.n_routed_experts, s.widened(m * hidden)
+    live.run("gate", max(wide + s.linear("ffn.gate", m, F32), scores * F32 + s.op("route", m, c.n_routed_experts)))
+    # ids by score are a view of the order of all experts
+    live.hold("expert ids and weights", (pairs if c.is_hash(layer) else scores) * I64 + pairs * F32)
+    n = min(s.t, -(-s.t * k // c.n_routed_experts)) if s.even else s.t  # tokens of one expert
+    run = n * hidden * item + max(_expert(s, "experts", n), n * hidden * item + s.widened(n * hidden))
+    outputs, summed = pairs * hidden * item, m * hidden * (F32 + item) + wide
+    with live.scope():
+        if s.ranks == 1:
+            live.hold("sum over experts", m * hidden * F32)
+            live.hold("routing", 4 * pairs * I64)
+            live.run("routed experts", run)
+        elif not s.tokens.split:  # every rank has all tokens, and fills in the outputs of its own experts
+            live.hold("routing", 4 * pairs * I64)
+            live.hold("expert outputs", outputs)
+            live.run("routed experts", run)
+            words = outputs + pairs * 4  # the same as integers, and by whom each row was filled
+            live.run("routed experts, all-reduce", exchange=words + max(outputs, pairs * 8))
+            live.run("routed experts, summed", summed, outputs)
+        else:  # each rank sends its tokens to the ranks of their experts, and gets their outputs back
+            taken = -(-s.t * k // s.ranks) if s.even else s.t * min(k, s.shares.experts.size)
+            live.hold("routing", 4 * (pairs + taken) * I64)
+            live.hold("tokens received", taken * hidden * item)
+            live.run("routed experts, tokens sent", exchange=outputs)
+            live.hold("expert outputs", taken * hidden * item)
+            live.run("routed experts", run)
+            live.run("routed experts, outputs back", summed, 2 * outputs)
+    live.hold("sum over experts", m * hidden * F32)
+    added = m * hidden * 2 * F32 + (0 if item == F32 else m * hidden * item)
+    live.run("shared expert", max(_expert(s, "shared_experts", m), added))
+
+
+def _expert(s: Call, name: str, n: int) -> int:
+    """Bytes of `Expert.__call__`, of n tokens."""
+    up, down = s.linear(f"ffn.{name}.w1", n), s.linear(f"ffn.{name}.w2", n)
+    width = max(rows for _, rows, _ in s.matrices[f"ffn.{name}.w1"])
+    one = n * width * s.item
+    return max(one + up, 2 * one + s.op("swiglu", n * width, s.item), 3 * one + down)

@@ -1,0 +1,164 @@
+"""The scratch that each fused op says it takes, against the tensors that its launch code allocates.
+
+The kernels themselves are not run: they allocate nothing, and so shapes can be those of a model. The launch code is run
+as it is in Triton's interpreter, where no GPU is asked; `tests.model.test_fused_model` runs kernels, and holds a call
+of a whole model against its plan.
+"""
+
+import sys
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton is not on every platform")
+
+from triton.runtime.interpreter import InterpretedFunction
+
+from kernels.attention import launch as attention_launch
+from kernels.compress.triton import compress
+from kernels.experts.triton import experts, experts_scratch
+from kernels.formats import rows as stored
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Window, stack
+from kernels.hyper import triton as hyper
+from kernels.triton_ops import TRITON
+from tests.live_memory import live_bytes
+
+CPU = torch.device("cpu")
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+POSITION = 8  # bytes of the first token's position, which is not counted
+
+items = pytest.mark.parametrize("item", [2, 4], ids=["bf16", "fp32"])
+
+
+@pytest.fixture(autouse=True)
+def launch_nothing(monkeypatch):
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda *_: lambda *_, **__: None)
+
+
+def scratch(name, *sizes, **more):
+    """What the function says that stands beside an op."""
+    op = getattr(TRITON, name)
+    return getattr(sys.modules[op.__module__], f"{op.__name__}_scratch")(*sizes, **more)
+
+
+def taken(run):
+    with torch.inference_mode():
+        return live_bytes(run)
+
+
+def weight(form, rows, columns):
+    codes, blocks = torch.zeros(rows, columns // 2, dtype=torch.uint8), (-(-rows // 128), -(-columns // 128))
+    match form:
+        case "BF16" | "F32":
+            return Dense(torch.zeros(rows, columns, dtype=DTYPES[2 if form == "BF16" else 4]))
+        case "FP8":
+            return Fp8(torch.zeros(rows, columns).to(torch.float8_e4m3fn), torch.ones(blocks).to(torch.float8_e8m0fnu))
+        case "FP4":
+            return Fp4(codes.view(torch.int8), torch.ones(rows, columns // 32).to(torch.float8_e8m0fnu))
+        case "NVFP4":
+            return NvFp4(codes, torch.ones(rows, columns // 16).to(torch.float8_e4m3fn), torch.tensor(1.0))
+
+
+@items
+def test_ops_that_allocate_their_result(item):
+    t, s, d = 3, 4, 128
+    x, angle = torch.zeros(t, s, d, dtype=DTYPES[item]), torch.zeros(t, 32)
+    flat, y, narrow = x.view(t * s, d), x[:, 0].contiguous(), x[..., :64].contiguous()
+    pre, comb, norm = torch.zeros(t, s), torch.zeros(t, s, s), torch.ones(d)
+    for planned, run in (
+        (scratch("rms_norm", t * s, d, item), lambda: TRITON.rms_norm(x, norm, 1e-6)),
+        (scratch("rotate", t, s, d, 64, item), lambda: TRITON.rotate(x, angle, angle)),
+        (scratch("rotate_halves", t * s * 64, item), lambda: TRITON.rotate_halves(narrow, angle, angle)),
+        (scratch("simulate_fp8", t * s * d, item), lambda: TRITON.simulate_fp8(x, 128)),
+        (scratch("simulate_fp4", t * s * d, item), lambda: TRITON.simulate_fp4(x, 32)),
+        (scratch("hadamard", t * s, d, item), lambda: TRITON.hadamard(x)),
+        (scratch("swiglu", t * s * d, item), lambda: TRITON.swiglu(flat, flat, 10.0, None)),
+        (scratch("collapse", t, s, d, item), lambda: TRITON.collapse(x, pre)),
+        (scratch("expand", t, s, d, item), lambda: TRITON.expand(y, x, pre, comb)),
+    ):
+        assert taken(run) == planned
+
+
+@items
+@pytest.mark.parametrize("t", [1, 16, 100, 4096, 9000])
+def test_mhc(item, t):
+    s, hidden = 4, 1024
+    streams, fn = torch.zeros(t, s, hidden, dtype=DTYPES[item]), torch.zeros((2 + s) * s, s * hidden)
+    scale, base, norm = torch.ones(3), torch.zeros((2 + s) * s), torch.ones(hidden)
+    read = fn, scale, base, 2, 1e-6, 1e-6
+    spare = 0 if t in (1, 16) else t * 25 * 4  # where tiles do not divide the programs
+    for planned, run in (
+        (scratch("hyper_weights", t, s, hidden, item), lambda: TRITON.hyper_weights(streams, *read)),
+        (hyper.read_scratch(t, s, hidden, item), lambda: hyper.read(streams, *read, norm, 1e-6)),
+    ):
+        assert taken(run) <= planned <= taken(run) + max(spare, 0 if t == 1 else 128 * 16 * 33 * 4)
+        if t in (1, 16):
+            assert taken(run) == planned
+
+
+@items
+@pytest.mark.parametrize("form", ["BF16", "F32", "FP8", "FP4", "NVFP4"])
+@pytest.mark.parametrize(("rows", "columns"), [(128, 4096), (1536, 7168), (12800, 512)])
+def test_linear(item, form, rows, columns):
+    """The result, and the largest sums of split columns of calls of up to t tokens: those of most are of few tokens."""
+    x, w = torch.zeros(700, columns, dtype=DTYPES[item]), weight(form, rows, columns)
+    sums = 0
+    for t in (1, 7, 16, *range(32, 700, 32), 700):
+        found, results = taken(lambda t=t: TRITON.linear(x[:t], w)), t * rows * item
+        sums = max(sums, found - results)
+        assert found <= scratch("linear", t, rows, columns, form, item, CPU) == results + sums
+
+
+@items
+def test_grouped_linear(item):
+    for t in (1, 16, 128):
+        x, w = torch.zeros(t, 4, 2048, dtype=DTYPES[item]), weight("FP8", 512, 2048)
+        planned, found = scratch("grouped_linear", t, 512, 2048, 4, "FP8", item, CPU), t * 512 * item
+        assert found < taken(lambda x=x, w=w: TRITON.grouped_linear(x, w, 4)) <= planned
+
+
+@items
+@pytest.mark.parametrize("keys", [64, 32, 16])
+@pytest.mark.parametrize(
+    ("t", "h", "n", "selected"),
+    [(1, 64, 60_000, 0), (1, 128, 60_000, 0), (1, 128, 60_000, 4096), (66, 64, 60_000, 512), (256, 16, 4096, 0)],
+)
+def test_attend(item, keys, t, h, n, selected, monkeypatch):
+    """On every kind of GPU: programs times splits fill the device, where keys are enough for so many splits."""
+    d, window = 64, 128
+    monkeypatch.setattr(attention_launch, "_keys", lambda **_: keys if item == 2 else 16)
+    q, ring = torch.zeros(t, h, d, dtype=DTYPES[item]), torch.zeros(window + t - 1, d, dtype=DTYPES[item])
+    entries, sink = torch.zeros(n, d, dtype=DTYPES[item]), torch.zeros(h)
+    chosen = torch.zeros(t, selected, dtype=torch.int32) if selected else None
+    planned = scratch("attend", t, h, d, window, n, selected, "dtype", item)
+    found = taken(lambda: TRITON.attend(q, ring, 4 * n, window, entries, 4, chosen, sink)) - POSITION
+    assert found <= planned
+    if keys == 16 or not selected:
+        assert planned <= 1.05 * max(found, t * h * d * item + 132 * (64 if item == 2 else 16) * (2 + d) * 4)
+
+
+@pytest.mark.parametrize(("t", "n"), [(1, 900), (1, 20_000), (63, 20_000), (63, 300_000), (300, 300_000)])
+def test_select(t, n):
+    q, weights, keys = torch.zeros(t, 4, 32).bfloat16(), torch.zeros(t, 4), torch.zeros(n, 32).bfloat16()
+    planned = scratch("select", t, 4, 32, n, 512, "dtype", 2, CPU, few_pass=True)
+    found = taken(lambda: TRITON.select(q, weights, keys, 4 * n - t, 4, 512)) - POSITION
+    assert found <= planned <= 1.1 * found
+
+
+@items
+@pytest.mark.parametrize("form", ["BF16", "FP8", "FP4", "NVFP4"])
+@pytest.mark.parametrize("deployed", [False, True])
+def test_experts(item, form, deployed):
+    t, slots, count, hidden, inner = 5, 2, 4, 256, 128
+    x, ids, routed = torch.zeros(t, hidden, dtype=DTYPES[item]), torch.zeros(t, slots).long(), torch.zeros(t, slots)
+    up, down = (stack([weight(form, *shape)] * count) for shape in ((inner, hidden), (hidden, inner)))
+    found = taken(lambda: experts(x, ids, routed, up, up, down, 10.0, 0, deployed=deployed))
+    assert found == experts_scratch(t, slots, count, hidden, inner, form, item, deployed=deployed)
+
+
+def test_compress_allocates_the_rows_that_it_returns():
+    kv, gate = torch.zeros(2, 9, 2 * 128)
+    window = Window(*(torch.zeros(4, 2 * 128) for _ in range(2)), *(torch.zeros(4, 128) for _ in range(2)))
+    entries, first = stored.fp8_entries(9, 128, 64, CPU), torch.tensor(0)
+    run = kv, gate, window, first, torch.ones(128), 1e-6, torch.ones(32), "none", entries, torch.bfloat16
+    assert taken(lambda: compress(*run)) == (9 // 4 + 1) * 128 * 2
