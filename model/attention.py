@@ -34,7 +34,7 @@ class Attention:
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        prefix, (heads, groups, output, *_) = f"layers.{layer}.attn", arithmetic.ranks.shares
+        prefix, (heads, groups, output, *_) = f"layers.{layer}.attn", arithmetic.ranks.shards
 
         def matrix(name: str) -> Linear:
             return Linear(weights.matrix(f"{prefix}.{name}.weight"), arithmetic)

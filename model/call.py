@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from model.ranks.ranks import Ranks, Share
+from model.ranks.ranks import AxisShard, Ranks
 from model.rope import Rotation
 
 
@@ -28,7 +28,7 @@ class Call:
 
     def __init__(self, tokens: Tensor, first: int | Tensor, ranks: Ranks) -> None:
         self.count, self.first = tokens.shape[0], first
-        self.shard: Share = ranks.tokens(self.count)
+        self.shard: AxisShard = ranks.tokens(self.count)
         self.tokens = self.own(tokens)
         self._ranks = ranks
         self._angles: dict[Rotation, tuple[Tensor, Tensor]] = {}

@@ -23,7 +23,7 @@ class Indexer:
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        prefix, heads = f"layers.{layer}.attn.indexer", arithmetic.ranks.shares.index_heads
+        prefix, heads = f"layers.{layer}.attn.indexer", arithmetic.ranks.shards.index_heads
         # from q_lora_rank numbers to index_n_heads * index_head_dim, and from hidden to index_n_heads
         self.wq_b = Linear(weights.matrix(f"{prefix}.wq_b.weight"), arithmetic, heads.times(config.index_head_dim))
         self.weights_proj = Linear(Dense(weights.vector(f"{prefix}.weights_proj.weight")), arithmetic, heads)

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from kernels.formats.stored import Weight
 from model.arithmetic import Arithmetic
-from model.ranks.ranks import Partial, Share, undivided
+from model.ranks.ranks import AxisShard, Partial, undivided
 
 WHOLE = undivided(0)  # a matrix of which every rank has all rows, or whose output stays in parts
 
@@ -23,7 +23,7 @@ class Linear:
 
     """
 
-    def __init__(self, weight: Weight, arithmetic: Arithmetic, gathered: Share = WHOLE) -> None:
+    def __init__(self, weight: Weight, arithmetic: Arithmetic, gathered: AxisShard = WHOLE) -> None:
         self.weight, self.arithmetic, self.gathered = weight, arithmetic, gathered
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class WideLinear(Linear):
 class GroupedLinear(Linear):
     """Groups of heads, each through rows of its own: FP8 on disk, but the input is not rounded (DeepSeek's `wo_a`)."""
 
-    def __init__(self, weight: Weight, arithmetic: Arithmetic, heads: Share, groups: Share) -> None:
+    def __init__(self, weight: Weight, arithmetic: Arithmetic, heads: AxisShard, groups: AxisShard) -> None:
         super().__init__(weight, arithmetic, groups)
         self.heads = WHOLE if groups.split else heads  # a group whose heads are on several ranks needs all of them
 
@@ -64,7 +64,7 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """[t] int64 to [t, hidden] in the run's dtype."""
-        own = self.arithmetic.ranks.shares.vocabulary
+        own = self.arithmetic.ranks.shards.vocabulary
         if not own.split:
             return self.weight[tokens].to(self.arithmetic.dtype)
         present = (tokens >= own.start) & (tokens < own.stop)

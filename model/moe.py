@@ -78,7 +78,7 @@ class MoE:
     """Gate, routed experts, shared expert; the sum over experts is fp32 (DeepSeek `MoE.forward`)."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic) -> None:
-        prefix, limit, here = f"layers.{layer}.ffn", config.swiglu_limit, arithmetic.ranks.shares.experts
+        prefix, limit, here = f"layers.{layer}.ffn", config.swiglu_limit, arithmetic.ranks.shards.experts
         self.gate = build_gate(config, layer, weights, arithmetic)
         self.dispatch = Dispatch(arithmetic.ranks, layer)
         self.experts = {  # this rank's

@@ -32,7 +32,7 @@ class Transformer:
         ]
         self.hyper_head = HyperHead(config, weights, arithmetic)
         self.norm = weights.vector("norm.weight").float()  # [hidden]
-        vocabulary = arithmetic.ranks.shares.vocabulary
+        vocabulary = arithmetic.ranks.shards.vocabulary
         self.head = WideLinear(Dense(weights.vector("head.weight")), arithmetic, vocabulary)  # [vocab, hidden]
 
     @property

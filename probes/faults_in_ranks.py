@@ -74,6 +74,6 @@ def experts_off_by_one(model: Transformer) -> None:
     if model.arithmetic.ranks.size == 1:
         return
     for block in model.blocks:
-        here = block.experts.dispatch.ranks.shares.experts
+        here = block.experts.dispatch.ranks.shards.experts
         if here.size > 1:
             block.experts.experts[here.start] = block.experts.experts[here.start + 1]

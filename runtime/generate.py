@@ -31,8 +31,8 @@ def prefill(model: Model, state: State, tokens: Sequence[int], progress: Callabl
 def _agreed(model: Model, token: int) -> int:
     """The token, which is the same on every rank: RankDisagreement otherwise."""
     ranks = model.arithmetic.ranks
-    ranks.note("sampled token", None, torch.tensor([token], device=model.device))
-    ranks.settle()
+    ranks.record("sampled token", None, torch.tensor([token], device=model.device))
+    ranks.verify()
     return token
 
 

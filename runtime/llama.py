@@ -16,7 +16,7 @@ from model.llama.census import census, check_tied_head
 from model.llama.config import LlamaConfig
 from model.llama.transformer import LlamaTransformer
 from model.observe.observer import LLAMA_PLACES, install
-from model.ranks.ranks import Group, Ranks, Shares, undivided
+from model.ranks.ranks import Group, Ranks, Shards, undivided
 from runtime.arithmetic import arithmetic
 from runtime.memory import check_fits
 from runtime.options import RunOptions
@@ -24,7 +24,7 @@ from runtime.plan.planner import Planner
 from runtime.sharding import Placement
 
 # One rank holds everything: a share that is not split says no more than that.
-WHOLE: Final = Placement(1, (Shares(*(undivided(1),) * len(Shares._fields)),), ())
+WHOLE: Final = Placement(1, (Shards(*(undivided(1),) * len(Shards._fields)),), ())
 
 
 class LoadedLlama(NamedTuple):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from model.checkpoint.names import Axis, axis
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
-from model.ranks.ranks import Share, Shares, evenly, undivided
+from model.ranks.ranks import AxisShard, Shards, evenly, undivided
 
 BLOCK = 128  # rows that share a scale in FP8
 
@@ -22,27 +22,27 @@ class Placement:
     """Who holds what; `place` makes it."""
 
     size: int
-    ranks: tuple[Shares, ...]  # by rank
+    ranks: tuple[Shards, ...]  # by rank
     replicated: tuple[str, ...]  # axes that could not be split, and why
 
-    def rows(self, name: str, rows: int, rank: int) -> Share | None:
+    def rows(self, name: str, rows: int, rank: int) -> AxisShard | None:
         """What of a parameter's `rows` (its official name, its first axis) `rank` holds; None: it has no part of it."""
         along, expert = axis(name)
-        shares = self.ranks[rank]
+        shards = self.ranks[rank]
         if along is Axis.EXPERTS:
             assert expert is not None
-            return undivided(rows) if shares.experts.start <= expert < shares.experts.stop else None
-        share = {
-            Axis.HEADS: shares.heads,
-            Axis.GROUPS: shares.groups,
-            Axis.OUTPUT: shares.output,
-            Axis.INDEX_HEADS: shares.index_heads,
-            Axis.VOCABULARY: shares.vocabulary,
+            return undivided(rows) if shards.experts.start <= expert < shards.experts.stop else None
+        shard = {
+            Axis.HEADS: shards.heads,
+            Axis.GROUPS: shards.groups,
+            Axis.OUTPUT: shards.output,
+            Axis.INDEX_HEADS: shards.index_heads,
+            Axis.VOCABULARY: shards.vocabulary,
         }.get(along)
-        if share is None or not share.split:
+        if shard is None or not shard.split:
             return undivided(rows)
-        each = rows // share.total  # rows for each head, group, ...
-        return Share(share.start * each, share.stop * each, rows, split=True)
+        each = rows // shard.total  # rows for each head, group, ...
+        return AxisShard(shard.start * each, shard.stop * each, rows, split=True)
 
 
 def place(config: ModelConfig, size: int) -> Placement:
@@ -66,16 +66,16 @@ def place(config: ModelConfig, size: int) -> Placement:
     if not vocabulary:
         why.append(f"vocabulary: {config.vocab_size} tokens, which {size} does not divide")
 
-    def share(total: int, rank: int, *, split: bool) -> Share:
+    def shard(total: int, rank: int, *, split: bool) -> AxisShard:
         return evenly(total, rank, size) if split else undivided(total)
 
     ranks = tuple(
-        Shares(
-            heads=share(config.num_attention_heads, rank, split=heads),
-            groups=share(config.o_groups, rank, split=groups),
-            output=share(config.hidden_size, rank, split=output),
-            index_heads=share(config.index_n_heads, rank, split=index_heads),
-            vocabulary=share(config.vocab_size, rank, split=vocabulary),
+        Shards(
+            heads=shard(config.num_attention_heads, rank, split=heads),
+            groups=shard(config.o_groups, rank, split=groups),
+            output=shard(config.hidden_size, rank, split=output),
+            index_heads=shard(config.index_n_heads, rank, split=index_heads),
+            vocabulary=shard(config.vocab_size, rank, split=vocabulary),
             experts=evenly(config.n_routed_experts, rank, size),
         )
         for rank in range(size)

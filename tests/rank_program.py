@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from model.errors import ConfigError, Tripwire
-from model.ranks.ranks import Ranks, Shares, evenly, undivided
+from model.ranks.ranks import Ranks, Shards, evenly, undivided
 from runtime.group.processes import connected
 from scripts.cli import arguments, run_on_ranks
 
@@ -32,7 +32,7 @@ def main(argv=None, watch=None):
         with watch.loading() as follow:
             if args.how == "slow-load" and args.rank == group.rank:
                 time.sleep(2 * args.rank_timeout)
-            ranks = Ranks(group, Shares(*(undivided(2),) * len(Shares._fields)))
+            ranks = Ranks(group, Shards(*(undivided(2),) * len(Shards._fields)))
             follow(ranks)
         for turn in range(ROUNDS):
             if turn == ROUNDS // 2 and args.rank in {-1, group.rank}:
@@ -55,8 +55,8 @@ def fail(how, ranks):
         case "trip":
             raise Tripwire("hidden", 3, 7, "NaN", "finite")
         case "disagree":
-            ranks.note("sampled token", None, torch.tensor([5 + ranks.rank]))
-            ranks.settle()
+            ranks.record("sampled token", None, torch.tensor([5 + ranks.rank]))
+            ranks.verify()
         case "hang":
             time.sleep(1000)
         case "spin":

@@ -17,7 +17,7 @@ from model.checkpoint.census import Census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.names import Kind
 from model.errors import CheckpointError, quoted
-from model.ranks.ranks import Share, undivided
+from model.ranks.ranks import AxisShard, undivided
 
 CPU: Final = torch.device("cpu")
 HASHED_WHOLE: Final = 256 << 20  # bytes of data up to which `fingerprint` reads all of it
@@ -25,10 +25,10 @@ HASHED_END: Final = 4096  # bytes read of each end of each tensor beyond that
 
 
 # Official name and number of rows of a parameter to the part of them that is held here; None: nothing of it.
-Held = Callable[[str, int], Share | None]
+Held = Callable[[str, int], AxisShard | None]
 
 
-def everything(name: str, rows: int) -> Share | None:
+def everything(name: str, rows: int) -> AxisShard | None:
     """All of every parameter: what one rank alone holds."""
     del name
     return undivided(rows)
@@ -53,10 +53,10 @@ class Weights:
         CheckpointError
             When the architecture has no such matrix.
         """
-        share = self._share(name, ("matrix",))
+        shard = self._shard(name, ("matrix",))
         stored = self._stored(self._census.bindings[name])
-        if share.split:
-            stored = rows(stored, share.start, share.stop)
+        if shard.split:
+            stored = rows(stored, shard.start, shard.stop)
         self._handed[name] = nbytes(stored)
         return type(stored)(*(part.to(self._device) for part in stored))
 
@@ -88,21 +88,21 @@ class Weights:
         """Bytes handed out, as stored, by parameter: a rank's receipt."""
         return dict(self._handed)
 
-    def _part(self, name: str) -> Share | None:
+    def _part(self, name: str) -> AxisShard | None:
         return self._held(name, self._census.demanded[name].shape[0])
 
-    def _share(self, name: str, kinds: tuple[Kind, ...]) -> Share:
+    def _shard(self, name: str, kinds: tuple[Kind, ...]) -> AxisShard:
         """Check that the architecture has this parameter, of one of these kinds, and that a part of it is here."""
         if name not in self._census.demanded:
             raise CheckpointError(f"{self._checkpoint.directory}: the architecture has no parameter {quoted(name)}")
         if (kind := self._census.demanded[name].kind) not in kinds:
             raise CheckpointError(f"{self._checkpoint.directory}: {name} is {kind}, asked for as {' or '.join(kinds)}")
-        share = self._part(name)
-        assert share is not None, f"{name} is not held by this rank"
-        return share
+        shard = self._part(name)
+        assert shard is not None, f"{name} is not held by this rank"
+        return shard
 
     def _rows(self, name: str, kinds: tuple[Kind, ...]) -> Tensor:
-        data = self._share(name, kinds).of(self._checkpoint.read(self._census.bindings[name].weight))
+        data = self._shard(name, kinds).of(self._checkpoint.read(self._census.bindings[name].weight))
         self._handed[name] = data.nbytes
         return data
 
@@ -152,14 +152,14 @@ def bind(
     for name in census.bindings if only is None else only:
         if name not in census.bindings:
             raise CheckpointError(f"{checkpoint.directory}: the architecture has no parameter {quoted(name)}")
-        binding, share = census.bindings[name], held(name, census.demanded[name].shape[0])
-        if share is None:
+        binding, shard = census.bindings[name], held(name, census.demanded[name].shape[0])
+        if shard is None:
             continue
         if binding.scale is not None and binding.global_scale is not None:
-            _check_scale(checkpoint, binding.scale, share, is_not_negative, "a finite number, not negative")
+            _check_scale(checkpoint, binding.scale, shard, is_not_negative, "a finite number, not negative")
             _check_scale(checkpoint, binding.global_scale, undivided(1), is_positive, "a finite positive number")
         elif binding.scale is not None:
-            _check_scale(checkpoint, binding.scale, share, is_power_of_two, "a power of two")
+            _check_scale(checkpoint, binding.scale, shard, is_power_of_two, "a power of two")
         if census.demanded[name].kind == "i64":
             experts = census.demanded[f"{name.rpartition('.')[0]}.weight"].shape[0]  # rows of the gate beside it
             _check_table(checkpoint, binding.weight, experts)
@@ -203,14 +203,14 @@ def is_not_negative(scale: Tensor) -> Tensor:
 
 
 def _check_scale(
-    checkpoint: Checkpoint, stored: str, share: Share, fits: Callable[[Tensor], Tensor], want: str
+    checkpoint: Checkpoint, stored: str, shard: AxisShard, fits: Callable[[Tensor], Tensor], want: str
 ) -> None:
-    """Check the scales of a share of a matrix's rows: FP8 has a row of scales for 128 of them."""
+    """Check the scales of a shard of a matrix's rows: FP8 has a row of scales for 128 of them."""
     scale, first = checkpoint.read(stored), 0
-    if share.split:
-        each = -(-share.total // scale.shape[0])  # rows of the matrix for a row of scales
-        first = share.start // each
-        scale = scale[first : -(-share.stop // each)]
+    if shard.split:
+        each = -(-shard.total // scale.shape[0])  # rows of the matrix for a row of scales
+        first = shard.start // each
+        scale = scale[first : -(-shard.stop // each)]
     bad = ~fits(scale)
     if bad.any():
         place = bad.nonzero()[0].tolist()

@@ -18,7 +18,7 @@ from model.call import Call
 from model.errors import Tripwire
 from model.observe import invariants, sites
 from model.observe.sites import Listener, Site, axes
-from model.ranks.ranks import KEPT, Ranks, Share
+from model.ranks.ranks import KEPT, AxisShard, Ranks
 
 if TYPE_CHECKING:
     from model.observe.deferred import Deferred
@@ -149,7 +149,7 @@ class Observer:
     def begun(self, call: Call, tokens: Tensor) -> None:
         """A call begins, of token ids [t]."""
         self.call = call
-        self.ranks.note("tokens", None, tokens)
+        self.ranks.record("tokens", None, tokens)
 
     def stands(self, caches: list[Components], position: int, first: int, coming: int) -> None:
         """Look at where the caches stand at a position, after a call from `first` on or before `coming` more tokens."""
@@ -160,7 +160,7 @@ class Observer:
     def passes(self, point: Point, part: Any, given: tuple[Any, ...], out: Any) -> Any:
         """Look at what a method returned."""
         if self.ranks.size > 1 and point.begins and self.call is not None and self.call.count > KEPT:
-            self.ranks.settle()  # what the last layer left: of a long call it is not kept longer
+            self.ranks.verify()  # what the last layer left: of a long call it is not kept longer
         for site, place in point.sites:
             x = out if place.output < 0 else out[place.output]
             if self.checking and (check := CHECKS.get(site)):
@@ -182,13 +182,13 @@ class Observer:
     def _compare(self, site: Site, place: Place, layer: int | None, x: Tensor) -> None:
         assert self.call is not None, "no call runs"
         if place.same == ALWAYS or not self.call.shard.split:
-            self.ranks.note(site.name, layer, x)
+            self.ranks.record(site.name, layer, x)
         if site is sites.HIDDEN:
-            self.ranks.settle()
+            self.ranks.verify()
 
-    def _shard(self, place: Place) -> tuple[Share | None, int]:
+    def _shard(self, place: Place) -> tuple[AxisShard | None, int]:
         if place.shard == "heads":
-            return self.ranks.shares.heads, 1
+            return self.ranks.shards.heads, 1
         assert self.call is not None, "no call runs"
         return (self.call.shard, 0) if place.shard else (None, 0)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from model.call import Call
-from model.ranks.ranks import Partial, Ranks, Share
+from model.ranks.ranks import AxisShard, Partial, Ranks
 
 # Rows [n, hidden] of one expert's tokens, and their weights [n] float32, to its outputs [n, hidden].
 Experts = Callable[[int, Tensor, Tensor], Tensor]
@@ -32,7 +32,7 @@ class Dispatch:
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call, run: Experts) -> Tensor:
         """Sum of the experts' weighted outputs, of this rank's tokens x [m, hidden]; see `alone`."""
         if self.ranks.size == 1:
-            return alone(x, ids, weights, self.ranks.shares.experts.total, run)
+            return alone(x, ids, weights, self.ranks.shards.experts.total, run)
         if call.shard.split:
             return all_to_all(x, ids, weights, self.ranks, run)
         return all_reduce(x, ids, weights, self.ranks, self.layer, run)
@@ -100,7 +100,7 @@ def all_reduce(x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, layer: int
 
     Tripwire when a slot is filled by no rank or by two: a token is conserved.
     """
-    here = ranks.shares.experts
+    here = ranks.shards.experts
     outputs = x.new_zeros(*ids.shape, x.shape[1])  # [t, k, hidden]
     filled = torch.zeros_like(ids, dtype=torch.bool)
     for expert, rows, slots in by_expert(ids, here.total):
@@ -116,12 +116,12 @@ def all_to_all(x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, run: Exper
     k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)  # (token, slot) pairs, by expert, then token
     wanted = ids.flatten()[order]
-    sent = torch.bincount(_holder(wanted, ranks.shares.experts, ranks.size), minlength=ranks.size).tolist()
+    sent = torch.bincount(_holder(wanted, ranks.shards.experts, ranks.size), minlength=ranks.size).tolist()
     rows, received = ranks.exchange(x[order // k], sent)
     labels = torch.stack((wanted.double(), weights.flatten()[order].double()), dim=1)  # both exact in float64
     labels, _ = ranks.exchange(labels, sent, received)
     outputs = torch.empty_like(rows)
-    for expert, places, _ in by_expert(labels[:, :1].long(), ranks.shares.experts.total):
+    for expert, places, _ in by_expert(labels[:, :1].long(), ranks.shards.experts.total):
         outputs[places] = run(expert, rows[places], labels[places, 1].float())
     back, _ = ranks.exchange(outputs, received, sent)
     slots = x.new_empty(len(order), x.shape[1])
@@ -129,9 +129,9 @@ def all_to_all(x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, run: Exper
     return _summed(slots.unflatten(0, ids.shape), ids)
 
 
-def _holder(expert: Tensor, share: Share, size: int) -> Tensor:
+def _holder(expert: Tensor, shard: AxisShard, size: int) -> Tensor:
     """The rank of each expert: they divide evenly."""
-    return expert // (share.total // size)
+    return expert // (shard.total // size)
 
 
 def _summed(outputs: Tensor, ids: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ a sum. What they exchange is gathered, or moved as bits, and a run on N ranks co
 the last bit, where a matrix product does not depend on how many rows it has). Three kinds of tensor, and three types:
 
 - a plain tensor is *replicated*: the same on every rank, or it never leaves this one;
-- a *share* of an axis goes with a `Share`, which says what is here; `Ranks.whole` puts the axis together;
+- a *shard* of an axis goes with a `AxisShard`, which says what is here; `Ranks.whole` puts the axis together;
 - a `Partial` holds rows of which each rank fills its own; `Ranks.filled` is the only thing it can be given to, and
   trips unless every row was filled exactly once: a replicated tensor that is summed as if it were partial ends the run.
 """
@@ -22,13 +22,13 @@ from model.errors import RankDisagreement, Tripwire
 # Tokens per rank from which `auto` splits a call over the ranks: somewhat before the two cost the same on two CPU ranks
 # with gloo (audits/dispatch.md), because a split call holds the streams of its own tokens only.
 SPLIT_FROM = 64
-# Tokens up to which what a call notes is kept until its end and compared in one exchange, not one for each layer: of
+# Tokens up to which what a call records is kept until its end and compared in one exchange, not one for each layer: of
 # V4-Pro 57 KB of streams for each token and layer.
 KEPT = 8
 CHECKED = 1 << 18  # words in a tile of a checksum, whose temporaries are 8 bytes for each
 
 
-class Share(NamedTuple):
+class AxisShard(NamedTuple):
     """What of an axis this rank holds: ``start .. stop`` of `total`; not split: all of it, as every rank does."""
 
     start: int
@@ -41,38 +41,38 @@ class Share(NamedTuple):
         """How many are here."""
         return self.stop - self.start
 
-    def times(self, width: int) -> "Share":
+    def times(self, width: int) -> "AxisShard":
         """The same of an axis in which each has `width` places."""
-        return Share(self.start * width, self.stop * width, self.total * width, self.split)
+        return AxisShard(self.start * width, self.stop * width, self.total * width, self.split)
 
     def of(self, x: Tensor, dim: int = 0) -> Tensor:
         """Return what of the whole axis `dim` of x is this rank's, as a view."""
         return x.narrow(dim, self.start, self.size) if self.split else x
 
 
-def undivided(total: int) -> Share:
+def undivided(total: int) -> AxisShard:
     """An axis that every rank holds whole."""
-    return Share(0, total, total, split=False)
+    return AxisShard(0, total, total, split=False)
 
 
-def evenly(total: int, rank: int, size: int) -> Share:
+def evenly(total: int, rank: int, size: int) -> AxisShard:
     """Split an axis into consecutive parts; the first ``total % size`` ranks hold one more than the others."""
     if size == 1:
         return undivided(total)
     short, more = divmod(total, size)
     start = rank * short + min(rank, more)
-    return Share(start, start + short + (rank < more), total, split=True)
+    return AxisShard(start, start + short + (rank < more), total, split=True)
 
 
-class Shares(NamedTuple):
+class Shards(NamedTuple):
     """What this rank holds of each axis by which weights are sharded, see `runtime.sharding`."""
 
-    heads: Share  # attention heads: rows of wq_b, sinks
-    groups: Share  # output groups: rows of wo_a. Split only where heads are
-    output: Share  # rows of wo_b: columns of the attention's output
-    index_heads: Share  # rows of the indexer's wq_b and weights_proj
-    vocabulary: Share  # rows of embedding and head
-    experts: Share  # routed experts
+    heads: AxisShard  # attention heads: rows of wq_b, sinks
+    groups: AxisShard  # output groups: rows of wo_a. Split only where heads are
+    output: AxisShard  # rows of wo_b: columns of the attention's output
+    index_heads: AxisShard  # rows of the indexer's wq_b and weights_proj
+    vocabulary: AxisShard  # rows of embedding and head
+    experts: AxisShard  # routed experts
 
 
 class Partial(NamedTuple):
@@ -93,7 +93,7 @@ class Group(NamedTuple):
 ALONE = Group(0, 1, None)
 
 
-class _Note(NamedTuple):
+class _Recorded(NamedTuple):
     """A tensor that must be the same on every rank."""
 
     site: str
@@ -107,17 +107,17 @@ class Ranks:
     All ranks must call the same methods in the same order: each is a collective.
     """
 
-    def __init__(self, group: Group, shares: Shares, dispatch: str = AUTO) -> None:
+    def __init__(self, group: Group, shards: Shards, dispatch: str = AUTO) -> None:
         assert dispatch in DISPATCHES, f"dispatch {dispatch!r}"
         assert (group.processes is None) == (group.size == 1), f"{group}"
-        self.rank, self.size, self.shares, self.dispatch = group.rank, group.size, shares, dispatch
+        self.rank, self.size, self.shards, self.dispatch = group.rank, group.size, shards, dispatch
         self._group = group.processes
-        self._notes: list[_Note] = []
+        self._recorded: list[_Recorded] = []
         self.collectives = 0  # entered so far, and which was last: what a watcher sees of this rank
         self.at = "start"
         self.calls = dict.fromkeys((ALL_REDUCE, ALL_TO_ALL), 0)  # calls of the model by the dispatch that ran
 
-    def tokens(self, count: int) -> Share:
+    def tokens(self, count: int) -> AxisShard:
         """Whose rows a call's `count` tokens are between attentions: each rank's own (all-to-all), or everybody's."""
         if self.size == 1:
             return undivided(count)
@@ -127,40 +127,40 @@ class Ranks:
         self.calls[chosen] += 1
         return evenly(count, self.rank, self.size) if chosen == ALL_TO_ALL else undivided(count)
 
-    def whole(self, x: Tensor, dim: int, share: Share) -> Tensor:
-        """Put an axis together from the ranks' shares of it, in the order of ranks.
+    def whole(self, x: Tensor, dim: int, shard: AxisShard) -> Tensor:
+        """Put an axis together from the ranks' shards of it, in the order of ranks.
 
         Parameters
         ----------
         x
-            [..., share.size, ...] of any dtype; the shape of the others' differs in axis `dim` alone.
+            [..., shard.size, ...] of any dtype; the shape of the others' differs in axis `dim` alone.
         dim
             The axis.
-        share
+        shard
             What of it is here. Where it is not split, x is whole already.
 
         Returns
         -------
         Tensor
-            [..., share.total, ...], replicated.
+            [..., shard.total, ...], replicated.
 
         """
-        if not share.split:
+        if not shard.split:
             return x
         self._enter("gather")
         own = x.movedim(dim, 0)
-        assert own.shape[0] == share.size, f"{own.shape[0]} rows, the share is {share}"
-        longest = -(-share.total // self.size)
+        assert own.shape[0] == shard.size, f"{own.shape[0]} rows, the shard is {shard}"
+        longest = -(-shard.total // self.size)
         padded = own.new_zeros(longest, *own.shape[1:])
         if padded.numel() == 0:  # a selection among no entries, say
-            return own.new_empty(share.total, *own.shape[1:]).movedim(0, dim)
-        padded[: share.size] = own
+            return own.new_empty(shard.total, *own.shape[1:]).movedim(0, dim)
+        padded[: shard.size] = own
         sent = padded.flatten().view(torch.uint8)
         parts = self._gathered(sent).view(x.dtype).view(self.size, *padded.shape)
-        if share.total == self.size * longest:
+        if shard.total == self.size * longest:
             rows = parts.flatten(0, 1)
         else:
-            rows = torch.cat([part[: evenly(share.total, r, self.size).size] for r, part in enumerate(parts)])
+            rows = torch.cat([part[: evenly(shard.total, r, self.size).size] for r, part in enumerate(parts)])
         return rows.movedim(0, dim).contiguous()
 
     def filled(self, site: str, layer: int | None, partial: Partial) -> Tensor:
@@ -204,35 +204,35 @@ class Ranks:
         dist.all_to_all_single(got, data, received, sent, group=self._group)
         return got.view(rows.dtype), received
 
-    def note(self, site: str, layer: int | None, tensor: Tensor) -> None:
-        """Remember a tensor that must be the same on every rank, until `settle` compares it."""
+    def record(self, site: str, layer: int | None, tensor: Tensor) -> None:
+        """Record a tensor that must be the same on every rank, until `verify` compares it."""
         if self.size > 1:
-            self._notes.append(_Note(site, layer, tensor))
+            self._recorded.append(_Recorded(site, layer, tensor))
 
-    def settle(self) -> None:
-        """Compare all that was noted across ranks, in one exchange; RankDisagreement for the first that differs."""
-        if not self._notes:
+    def verify(self) -> None:
+        """Compare all that was recorded across ranks, in one exchange; RankDisagreement for the first that differs."""
+        if not self._recorded:
             return
-        notes, self._notes = self._notes, []
+        recorded, self._recorded = self._recorded, []
         self._enter("agreement")
-        own = torch.stack([_checksum(note.tensor) for note in notes])  # [notes]
+        own = torch.stack([_checksum(one.tensor) for one in recorded])  # [recorded]
         every = self._gathered(own)
-        differs = every != every[0]  # [ranks, notes]
+        differs = every != every[0]  # [ranks, recorded]
         if not bool(differs.any()):
             return
         first = int(differs.any(0).nonzero()[0])
-        self._name_the_value(notes[first], int(differs[:, first].nonzero()[0]))
+        self._name_the_value(recorded[first], int(differs[:, first].nonzero()[0]))
 
-    def _name_the_value(self, note: _Note, rank: int) -> None:
+    def _name_the_value(self, one: _Recorded, rank: int) -> None:
         """Fetch the tensor of ranks 0 and `rank` and raise for the first coordinate that differs."""
-        held: list[tuple[torch.Size, Tensor]] = [(note.tensor.shape, note.tensor.cpu())] * self.size
-        dist.all_gather_object(held, (note.tensor.shape, note.tensor.cpu()), group=self._group)
+        held: list[tuple[torch.Size, Tensor]] = [(one.tensor.shape, one.tensor.cpu())] * self.size
+        dist.all_gather_object(held, (one.tensor.shape, one.tensor.cpu()), group=self._group)
         (here_shape, here), (there_shape, there) = held[0], held[rank]
         if here_shape != there_shape:
-            raise RankDisagreement(note.site, note.layer, rank, None, list(here_shape), list(there_shape))
+            raise RankDisagreement(one.site, one.layer, rank, None, list(here_shape), list(there_shape))
         differs = (_bits(here).view(here.numel(), -1) != _bits(there).view(here.numel(), -1)).any(1)
         at = tuple(differs.view(here.shape).nonzero()[0].tolist())
-        raise RankDisagreement(note.site, note.layer, rank, at, here[at].tolist(), there[at].tolist())
+        raise RankDisagreement(one.site, one.layer, rank, at, here[at].tolist(), there[at].tolist())
 
     def _gathered(self, own: Tensor) -> Tensor:
         """Every rank's [n], as [ranks, n]."""

@@ -87,7 +87,7 @@ the oldest that a token may see is not saved, because nobody should read it."""
         length = self._length(subject.config)
         a = self._calls(torch.tensor(subject.tokens(length), device=model.device))
         ranks = model.arithmetic.ranks
-        norms = ranks.whole(model.embedding.weight.float().norm(dim=1), 0, ranks.shares.vocabulary)
+        norms = ranks.whole(model.embedding.weight.float().norm(dim=1), 0, ranks.shards.vocabulary)
         loudest = norms.argmax()
         b = self._calls(loudest.repeat(length))
         progress(0.0, "prompt A")

@@ -11,7 +11,7 @@ import torch
 from kernels.ops import Ops
 from model.cache.formats import CacheFormats
 from model.checkpoint.binding import Form
-from model.ranks.ranks import Share, Shares
+from model.ranks.ranks import AxisShard, Shards
 
 F32, I64 = 4, 8  # bytes
 SLACK: Final = 1 << 16  # bytes of scratch that no op counts: a row of scales, a list of positions
@@ -67,9 +67,9 @@ class Call:
     formats: CacheFormats
     deployed: bool
     device: torch.device
-    shares: Shares  # this rank's
+    shards: Shards  # this rank's
     ranks: int
-    tokens: Share  # of the call: this rank's between attentions
+    tokens: AxisShard  # of the call: this rank's between attentions
     context: int  # positions that the caches hold
     even: bool  # whether tokens spread evenly over experts; else all go to one expert, or to this rank's
     few_pass: bool  # whether few entries pass the indexer's comparisons; else all do
@@ -110,14 +110,14 @@ class Call:
         """Bytes of as many activations made fp32; none where they are."""
         return 0 if self.item == F32 else numbers * F32
 
-    def gather(self, numbers: int, share: Share, *, first: bool = True, item: int = 0) -> int:
+    def gather(self, numbers: int, shard: AxisShard, *, first: bool = True, item: int = 0) -> int:
         """Bytes of `Ranks.whole` of an axis, with so many numbers in the whole tensor; `first`: it is the first axis.
 
         This rank's part, those of all as the collective lays them out, in order, and where the axis is not the first or
         not even a copy.
         """
-        if not share.split:
+        if not shard.split:
             return 0
         whole = numbers * (item or self.item)
-        copied = 0 if first and share.total % self.ranks == 0 else whole
+        copied = 0 if first and shard.total % self.ranks == 0 else whole
         return -(-whole // self.ranks) + 2 * whole + copied

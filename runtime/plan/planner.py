@@ -18,7 +18,7 @@ from model.checkpoint.census import Census
 from model.choices import ALL_TO_ALL, AUTO
 from model.config import ModelConfig
 from model.llama.config import LlamaConfig
-from model.ranks.ranks import SPLIT_FROM, Share, evenly, undivided
+from model.ranks.ranks import SPLIT_FROM, AxisShard, evenly, undivided
 from model.state import layer_caches
 from runtime.arithmetic import cache_formats
 from runtime.options import RunOptions
@@ -94,7 +94,7 @@ class Planner:
             formats=cache_formats(options, config),
             deployed=options.numerics == "deployed",
             device=torch.device(options.device),
-            shares=placement.ranks[rank],
+            shards=placement.ranks[rank],
             ranks=placement.size,
             tokens=undivided(1),
             context=1,
@@ -157,7 +157,7 @@ class Planner:
             found.append(kinds)
         return max(found, key=lambda kinds: sum(sum(parts.values()) for parts in kinds.values()))
 
-    def _tokens(self, count: int) -> Share:
+    def _tokens(self, count: int) -> AxisShard:
         """As `model.ranks.ranks.Ranks.tokens`; of all ranks the first has the most."""
         chosen, ranks = self.options.dispatch, self.placement.size
         split = chosen == ALL_TO_ALL or (chosen == AUTO and count >= SPLIT_FROM * ranks)

@@ -20,7 +20,7 @@ def largest(c: ModelConfig, s: Call) -> Moment:
     rows = t * hidden * F32  # stored as BF16, or F32; of several ranks looked up, masked, as integers, and as they were
     with live.scope():
         live.hold("streams", streams)
-        live.run("embedding", rows, 3 * rows + t * I64 if s.shares.vocabulary.split else 0)
+        live.run("embedding", rows, 3 * rows + t * I64 if s.shards.vocabulary.split else 0)
         if s.ranks > 1:  # 64-bit words of a tile, their places, factors and products
             live.run("agreement", exchange=4 * I64 * min(CHECKED, max(streams, compared) // F32))
         live.hold("embedded tokens", t * hidden * s.item)
@@ -29,7 +29,7 @@ def largest(c: ModelConfig, s: Call) -> Moment:
         for layer in _distinct(c, s):
             with live.scope():
                 _block(c, s, live, layer)
-    head, rows = s.shares.vocabulary, min(HEAD_ROWS, t)
+    head, rows = s.shards.vocabulary, min(HEAD_ROWS, t)
     live.hold("output", t * hidden * s.item)
     live.hold("rows in fp32", rows * hidden * F32)
     gathered = rows * head.size * F32 + s.gather(rows * c.vocab_size, head, first=False, item=F32)
@@ -51,7 +51,7 @@ def _distinct(c: ModelConfig, s: Call) -> list[int]:
 
 
 def _compared(c: ModelConfig, s: Call) -> int:
-    """Bytes that ranks keep until they compare them, see `Ranks.note`: of a long call one layer's, else of all layers.
+    """Bytes that ranks keep until they compare them (`Ranks.record`): of a long call one layer's, else of all layers.
 
     KV, entries, index keys, and where each rank makes it for all tokens the selection; streams are there anyway.
     """
@@ -100,7 +100,7 @@ def _block(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
 
 def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     """`Attention.__call__`."""
-    t, d, rope, heads, item = s.t, c.head_dim, c.qk_rope_head_dim, s.shares.heads, s.item
+    t, d, rope, heads, item = s.t, c.head_dim, c.qk_rope_head_dim, s.shards.heads, s.item
     latent, queries, kv = t * c.q_lora_rank * item, t * heads.size * d * item, t * d * item
     rotated = s.op("rotate", t, heads.size, d, rope, item)
     live.run("low-rank query", max(s.linear("attn.wq_a", t), latent + s.op("rms_norm", t, c.q_lora_rank, item)))
@@ -115,7 +115,7 @@ def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     _attend(c, s, live, layer)
     live.hold("mixed values", queries)
     live.run("output, rotated back", t * rope * F32 // 2 + rotated)
-    groups, output = s.shares.groups, s.shares.output
+    groups, output = s.shards.groups, s.shards.output
     if heads.split and not groups.split:
         mixed = t * heads.total * d
         live.run("heads, gathered", exchange=s.gather(mixed, heads, first=False))
@@ -145,7 +145,7 @@ def _attend(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
             with live.scope():
                 _select(c, s, live, layer)
             live.hold("selection", s.t * (selected + banked) * 4)
-        sizes = s.t, s.shares.heads.size, c.head_dim, c.sliding_window, entries, selected
+        sizes = s.t, s.shards.heads.size, c.head_dim, c.sliding_window, entries, selected
         live.run("attention", s.op("attend", *sizes, form, s.item))
 
 
@@ -174,11 +174,11 @@ def coding(vectors: int, width: int) -> int:
 
 def _select(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     """`Indexer.__call__`."""
-    t, d, item, share = s.t, c.index_head_dim, s.item, s.shares.index_heads
+    t, d, item, shard = s.t, c.index_head_dim, s.item, s.shards.index_heads
     _compress(c, s, live, layer, "indexer.compressor", d)
-    heads, product, numbers = c.index_n_heads, t * share.size * d * item, t * c.index_n_heads * d
+    heads, product, numbers = c.index_n_heads, t * shard.size * d * item, t * c.index_n_heads * d
     live.run("index queries", s.linear("attn.indexer.wq_b", t))
-    live.run("index queries, gathered", product, s.gather(numbers, share, first=False))
+    live.run("index queries, gathered", product, s.gather(numbers, shard, first=False))
     queries = s.m * heads * d * item  # of this rank's tokens, which are a view of all until they are rotated
     made = [numbers * item + s.op("rotate", s.m, heads, d, c.qk_rope_head_dim, item)]
     if s.deployed:
@@ -218,7 +218,7 @@ def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
             live.run("routed experts, all-reduce", exchange=words + max(outputs, pairs * 8))
             live.run("routed experts, summed", summed, outputs)
         else:  # each rank sends its tokens to the ranks of their experts, and gets their outputs back
-            taken = -(-s.t * k // s.ranks) if s.even else s.t * min(k, s.shares.experts.size)
+            taken = -(-s.t * k // s.ranks) if s.even else s.t * min(k, s.shards.experts.size)
             live.hold("routing", 4 * (pairs + taken) * I64)
             live.hold("tokens received", taken * hidden * item)
             live.run("routed experts, tokens sent", exchange=outputs)

@@ -91,16 +91,16 @@ def weights(
     found: dict[WeightKind, list[Weights]] = {kind: [] for kind in WeightKind}
     for name, binding in census.bindings.items():
         parameter = census.demanded[name]
-        share = placement.rows(name, parameter.shape[0], rank)
-        if share is None:
+        shard = placement.rows(name, parameter.shape[0], rank)
+        if shard is None:
             continue
-        shape = (share.size, *parameter.shape[1:])
+        shape = (shard.size, *parameter.shape[1:])
         stored = own = stored_bytes(binding.form, shape)
         # a vector in BF16 is a norm; other tensors in BF16 are operands of products, as stored
         wide = {"f32": F32, "i64": I64, "bf16": F32 if len(shape) == 1 else None}.get(parameter.kind)
         if wide is not None:
             own = math.prod(shape) * wide
-        replicated = placement.size > 1 and not share.split and axis(name)[0] is not Axis.EXPERTS
+        replicated = placement.size > 1 and not shard.split and axis(name)[0] is not Axis.EXPERTS
         view = stored if mapped and own == stored else 0
         kind = next((kind for part, kind in _PARTS.items() if part in name), WeightKind.EMBEDDING)
         found[kind].append(Weights(stored, view, 0 if view else own, stored if replicated else 0))
@@ -127,9 +127,9 @@ def matrices(census: Census, placement: Placement, rank: int) -> Matrices:
     found: dict[str, set[tuple[Form, int, int]]] = {}
     for name, binding in census.bindings.items():
         shape = census.demanded[name].shape
-        share = placement.rows(name, shape[0], rank)
-        if len(shape) == 2 and share is not None:
+        shard = placement.rows(name, shape[0], rank)
+        if len(shape) == 2 and shard is not None:
             parts = [part for part in name.split(".") if not part.isdigit()]
             bare = ".".join(part for part in parts if part not in ("model", "layers", "weight"))
-            found.setdefault(bare, set()).add((binding.form, share.size, shape[1]))
+            found.setdefault(bare, set()).add((binding.form, shard.size, shape[1]))
     return {name: frozenset(shapes) for name, shapes in found.items()}

@@ -8,7 +8,7 @@ import torch
 from model.choices import ALL_REDUCE, ALL_TO_ALL, AUTO
 from model.errors import RankDisagreement, Tripwire
 from model.ranks import dispatch
-from model.ranks.ranks import ALONE, Partial, Ranks, Shares, evenly, undivided
+from model.ranks.ranks import ALONE, Partial, Ranks, Shards, evenly, undivided
 from tests import gloo
 
 EXPERTS, HIDDEN, K = 6, 8, 3
@@ -16,7 +16,7 @@ EXPERTS, HIDDEN, K = 6, 8, 3
 
 def shares(rank, size):
     whole = undivided(4)
-    return Shares(whole, whole, whole, whole, whole, evenly(EXPERTS, rank, size))
+    return Shards(whole, whole, whole, whole, whole, evenly(EXPERTS, rank, size))
 
 
 def ranks_of(group, chosen=AUTO):
@@ -42,8 +42,8 @@ def test_one_rank_alone_exchanges_nothing():
     x = torch.randn(3, 4)
     assert ranks.whole(x, 0, evenly(3, 0, 1)) is x
     assert ranks.filled("here", None, Partial(x, torch.ones(3, dtype=torch.bool))) is x
-    ranks.note("here", 0, x)
-    ranks.settle()
+    ranks.record("here", 0, x)
+    ranks.verify()
     assert ranks.tokens(5) == (0, 5, 5, False)
     assert ranks.collectives == 0
 
@@ -122,23 +122,23 @@ def faulty(group):
     nobody = torch.tensor([True, False, True]) & (group.rank == 0)
     note(lambda: ranks.filled("experts.routed", 2, Partial(x, nobody)))
     selected = torch.tensor([[0, 1, 5, -1], [2, 3, 4, 7]], dtype=torch.int32)
-    ranks.note("attention.kv", 1, x)
-    ranks.note("indexer.selected", 1, selected)
-    ranks.settle()
+    ranks.record("attention.kv", 1, x)
+    ranks.record("indexer.selected", 1, selected)
+    ranks.verify()
     if group.rank == 1:
         selected[1, 2] = 6
-    ranks.note("attention.kv", 1, x)
-    ranks.note("indexer.selected", 1, selected)
+    ranks.record("attention.kv", 1, x)
+    ranks.record("indexer.selected", 1, selected)
     note(ranks.settle)
     swapped = x.flip(0) if group.rank == 1 else x  # the same values in another order
-    ranks.note("streams", None, swapped)
+    ranks.record("streams", None, swapped)
     note(ranks.settle)
-    ranks.note("indexer.selected", 3, selected[:, : 4 - group.rank])
+    ranks.record("indexer.selected", 3, selected[:, : 4 - group.rank])
     note(ranks.settle)
     zero = torch.tensor([[1.0, 0.0]])
-    ranks.note("attention.kv", 0, -zero if group.rank == 1 else zero)
+    ranks.record("attention.kv", 0, -zero if group.rank == 1 else zero)
     note(ranks.settle)
-    ranks.note("attention.kv", 0, torch.tensor([0.0, -0.0][group.rank]).view(1, 1))  # equal, of other bits
+    ranks.record("attention.kv", 0, torch.tensor([0.0, -0.0][group.rank]).view(1, 1))  # equal, of other bits
     note(ranks.settle)
     return said
 
