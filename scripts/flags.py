@@ -95,8 +95,8 @@ def add_graph(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--graph",
         action="store_true",
-        help="decode by a CUDA graph of one step: on one rank, with --device cuda, --ops triton and all caches in full."
-        " A token decoded so has all tripwires but four, which the report names",
+        help="decode by a CUDA graph of one token: on one rank, with --device cuda, --ops triton and all caches in full."
+        " A token decoded so has all tripwires",
     )
 
 
