@@ -34,7 +34,7 @@ class Attention:
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        prefix, (heads, groups, output, *_) = f"layers.{layer}.attn", arithmetic.ranks.shards
+        prefix = f"layers.{layer}.attn"
 
         def matrix(name: str) -> Linear:
             return Linear(weights.matrix(f"{prefix}.{name}.weight"), arithmetic)
@@ -45,8 +45,8 @@ class Attention:
         self.wkv = matrix("wkv")  # [head_dim, hidden]
         self.kv_norm = weights.vector(f"{prefix}.kv_norm.weight").float()  # [head_dim]
         # by groups of heads to o_groups * o_lora_rank numbers, and from these to hidden
-        self.wo_a = GroupedLinear(weights.matrix(f"{prefix}.wo_a.weight"), arithmetic, heads, groups)
-        self.wo_b = Linear(weights.matrix(f"{prefix}.wo_b.weight"), arithmetic, output)
+        self.wo_a = GroupedLinear(weights.matrix(f"{prefix}.wo_a.weight"), arithmetic)
+        self.wo_b = Linear(weights.matrix(f"{prefix}.wo_b.weight"), arithmetic, "output")
         self.sink = weights.vector(f"{prefix}.attn_sink").float()  # [heads]
         self.arithmetic, self.rotation, self.head_dim = arithmetic, rotation, config.head_dim
         self.window, self.rope_dim, self.eps = config.sliding_window, config.qk_rope_head_dim, config.rms_norm_eps

@@ -33,9 +33,9 @@ class Block:
         Parameters
         ----------
         streams
-            [m, s, hidden], of this rank's tokens.
+            [m, s, hidden], of the call's own tokens.
         call
-            Which tokens, and where they stand. Attention sees all of them, all else this rank's.
+            Which tokens, and where they stand. Attention sees all of them, all else the own ones.
         cache
             The layer's, advanced.
 

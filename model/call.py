@@ -1,10 +1,15 @@
 """One call of a model: some tokens that follow each other, where they stand, and which of them this rank has."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from model.ranks.ranks import AxisShard, Ranks
+from model.arithmetic import Arithmetic
 from model.rope import Rotation
+
+if TYPE_CHECKING:
+    from model.ranks.ranks import AxisShard
 
 
 class Call:
@@ -26,11 +31,11 @@ class Call:
 
     """
 
-    def __init__(self, tokens: Tensor, first: int | Tensor, ranks: Ranks) -> None:
+    def __init__(self, tokens: Tensor, first: int | Tensor, arithmetic: Arithmetic) -> None:
         self.count, self.first = tokens.shape[0], first
-        self.shard: AxisShard = ranks.tokens(self.count)
+        self.shard: AxisShard = arithmetic.ranks.tokens(self.count)
         self.tokens = self.own(tokens)
-        self._ranks = ranks
+        self._ranks = arithmetic.ranks
         self._angles: dict[Rotation, tuple[Tensor, Tensor]] = {}
         self._places: dict[int, Tensor] = {}
 

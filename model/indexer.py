@@ -23,10 +23,10 @@ class Indexer:
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        prefix, heads = f"layers.{layer}.attn.indexer", arithmetic.ranks.shards.index_heads
+        prefix, width = f"layers.{layer}.attn.indexer", config.index_head_dim
         # from q_lora_rank numbers to index_n_heads * index_head_dim, and from hidden to index_n_heads
-        self.wq_b = Linear(weights.matrix(f"{prefix}.wq_b.weight"), arithmetic, heads.times(config.index_head_dim))
-        self.weights_proj = Linear(Dense(weights.vector(f"{prefix}.weights_proj.weight")), arithmetic, heads)
+        self.wq_b = Linear(weights.matrix(f"{prefix}.wq_b.weight"), arithmetic, "index_heads", width)
+        self.weights_proj = Linear(Dense(weights.vector(f"{prefix}.weights_proj.weight")), arithmetic, "index_heads")
         self.compressor = KeyCompressor(config, layer, weights, arithmetic, rotation)
         self.arithmetic, self.rotation = arithmetic, rotation
         self.heads, self.width, self.top_k = config.index_n_heads, config.index_head_dim, config.index_topk
@@ -41,7 +41,7 @@ class Indexer:
         latent
             [t, q_lora_rank], the normed low-rank query of the attention.
         call
-            The tokens. A rank that has some of them selects for those.
+            The tokens, of which those of `own` are selected for here.
         cache
             The layer's; its entries of these tokens may or may not be written yet, the keys are written here.
 

@@ -4,9 +4,9 @@ from torch import Tensor
 
 from kernels.formats.stored import Weight
 from model.arithmetic import Arithmetic
-from model.ranks.ranks import AxisShard, Partial, undivided
+from model.ranks.ranks import Partial, undivided
 
-WHOLE = undivided(0)  # a matrix of which every rank has all rows, or whose output stays in parts
+WHOLE = undivided(0)  # of which every rank has all, or that stays in parts
 
 
 class Linear:
@@ -18,13 +18,15 @@ class Linear:
         [out, in], or a rank's rows of it.
     arithmetic
         What to compute with.
-    gathered
-        Of the output, what this rank computes; all ranks' parts are put together. `WHOLE`: it is left as it is.
+    axis, width
+        The axis of `model.ranks.ranks.Shards` by which rows are cut, and rows for each place of it: all ranks' parts of
+        the output are put together. None: the output is left as it is.
 
     """
 
-    def __init__(self, weight: Weight, arithmetic: Arithmetic, gathered: AxisShard = WHOLE) -> None:
-        self.weight, self.arithmetic, self.gathered = weight, arithmetic, gathered
+    def __init__(self, weight: Weight, arithmetic: Arithmetic, axis: str | None = None, width: int = 1) -> None:
+        self.weight, self.arithmetic = weight, arithmetic
+        self.gathered = WHOLE if axis is None else getattr(arithmetic.ranks.shards, axis).times(width)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[t, in] to [t, out]."""
@@ -43,9 +45,10 @@ class WideLinear(Linear):
 class GroupedLinear(Linear):
     """Groups of heads, each through rows of its own: FP8 on disk, but the input is not rounded (DeepSeek's `wo_a`)."""
 
-    def __init__(self, weight: Weight, arithmetic: Arithmetic, heads: AxisShard, groups: AxisShard) -> None:
-        super().__init__(weight, arithmetic, groups)
-        self.heads = WHOLE if groups.split else heads  # a group whose heads are on several ranks needs all of them
+    def __init__(self, weight: Weight, arithmetic: Arithmetic) -> None:
+        super().__init__(weight, arithmetic, "groups")
+        # A group whose heads are on several ranks needs all of them.
+        self.heads = WHOLE if self.gathered.split else arithmetic.ranks.shards.heads
 
     def __call__(self, x: Tensor) -> Tensor:
         """Outputs of a rank's heads [t, heads, d] to those of all groups [t, groups * rank]."""

@@ -78,17 +78,15 @@ class MoE:
     """Gate, routed experts, shared expert; the sum over experts is fp32 (DeepSeek `MoE.forward`)."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic) -> None:
-        prefix, limit, here = f"layers.{layer}.ffn", config.swiglu_limit, arithmetic.ranks.shards.experts
+        prefix, limit, own = f"layers.{layer}.ffn", config.swiglu_limit, arithmetic.own_experts
         self.gate = build_gate(config, layer, weights, arithmetic)
-        self.dispatch = Dispatch(arithmetic.ranks, layer)
-        self.experts = {  # this rank's
-            e: Expert(f"{prefix}.experts.{e}", weights, arithmetic, limit) for e in range(here.start, here.stop)
-        }
+        self.dispatch = Dispatch(arithmetic, layer)
+        self.experts = {e: Expert(f"{prefix}.experts.{e}", weights, arithmetic, limit) for e in own}
         self._stacks: tuple[Weight, Weight, Weight] | None = None
         self.shared = Expert(f"{prefix}.shared_experts", weights, arithmetic, limit)
 
     def __call__(self, x: Tensor, call: Call) -> Tensor:
-        """[m, hidden] to [m, hidden], of this rank's tokens."""
+        """[m, hidden] to [m, hidden], of the call's own tokens."""
         ids, weights = self.route(x, call)
         return self.output(x, ids, weights, call)
 
@@ -138,5 +136,5 @@ class MoE:
         return stacked
 
     def run(self, expert: int, x: Tensor, weights: Tensor) -> Tensor:
-        """One of this rank's experts, for its tokens x [n, hidden] with weights [n]."""
+        """One of the experts held here, for its tokens x [n, hidden] with weights [n]."""
         return self.experts[expert](x, weights)

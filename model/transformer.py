@@ -32,8 +32,7 @@ class Transformer:
         ]
         self.hyper_head = HyperHead(config, weights, arithmetic)
         self.norm = weights.vector("norm.weight").float()  # [hidden]
-        vocabulary = arithmetic.ranks.shards.vocabulary
-        self.head = WideLinear(Dense(weights.vector("head.weight")), arithmetic, vocabulary)  # [vocab, hidden]
+        self.head = WideLinear(Dense(weights.vector("head.weight")), arithmetic, "vocabulary")  # [vocab, hidden]
 
     @property
     def device(self) -> torch.device:
@@ -71,7 +70,7 @@ class Transformer:
 
     def call(self, tokens: Tensor, first: int | Tensor) -> Call:
         """Begin a call of tokens [t] at positions ``first ..``; [] int64 on the device in one that is captured."""
-        return Call(tokens, first, self.arithmetic.ranks)
+        return Call(tokens, first, self.arithmetic)
 
     def run(self, tokens: Tensor, call: Call, state: State) -> Tensor:
         """Token ids [t] to the normed output [t, hidden]."""

@@ -83,7 +83,7 @@ class LlamaTransformer:
 
     def call(self, tokens: Tensor, first: int) -> Call:
         """Begin a call of tokens [t] at positions ``first ..``."""
-        return Call(tokens, first, self.arithmetic.ranks)
+        return Call(tokens, first, self.arithmetic)
 
     def run(self, tokens: Tensor, call: Call, state: State) -> Tensor:
         """Token ids [t] to the normed output [t, hidden]."""

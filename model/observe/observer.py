@@ -382,10 +382,12 @@ def _wrap_call(observer: Observer, model: Any) -> None:
         first = call.first
         if not isinstance(first, int):  # on the host, before and after a captured call runs
             return type(model).run(model, tokens, call, state)  # type: ignore[no-any-return]
-        observer.stands(state.layers, first, first, call.count)
-        out: Tensor = type(model).run(model, tokens, call, state)
-        observer.stands(state.layers, first + call.count, first, 0)
-        observer.call = None  # nothing of it lives on
+        try:
+            observer.stands(state.layers, first, first, call.count)
+            out: Tensor = type(model).run(model, tokens, call, state)
+            observer.stands(state.layers, first + call.count, first, 0)
+        finally:
+            observer.call = None  # nothing of it lives on
         return out
 
     model.call, model.run, model.observer = begin, run, observer

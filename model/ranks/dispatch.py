@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from model.arithmetic import Arithmetic
 from model.call import Call
 from model.ranks.ranks import AxisShard, Partial, Ranks
 
@@ -26,8 +27,8 @@ Experts = Callable[[int, Tensor, Tensor], Tensor]
 class Dispatch:
     """The way that a call's tokens take: `alone` on one rank; on several, that which the call's shard asks for."""
 
-    def __init__(self, ranks: Ranks, layer: int) -> None:
-        self.ranks, self.layer = ranks, layer
+    def __init__(self, arithmetic: Arithmetic, layer: int) -> None:
+        self.ranks, self.layer = arithmetic.ranks, layer
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call, run: Experts) -> Tensor:
         """Sum of the experts' weighted outputs, of this rank's tokens x [m, hidden]; see `alone`."""

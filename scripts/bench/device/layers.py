@@ -125,7 +125,7 @@ def measured_layers(
         ids = torch.zeros(tokens, dtype=torch.int64, device=gpu.device)
 
         def step(block: Block = blocks[kind], context: int = context, given: Any = (streams, ids, cache)) -> None:
-            block(given[0], Call(given[1], context, numerics.ranks), given[2])
+            block(given[0], Call(given[1], context, numerics), given[2])
 
         times = []
         for _ in range(replays + 1):
