@@ -129,17 +129,17 @@ def faulty(group):
         selected[1, 2] = 6
     ranks.record("attention.kv", 1, x)
     ranks.record("indexer.selected", 1, selected)
-    note(ranks.settle)
+    note(ranks.verify)
     swapped = x.flip(0) if group.rank == 1 else x  # the same values in another order
     ranks.record("streams", None, swapped)
-    note(ranks.settle)
+    note(ranks.verify)
     ranks.record("indexer.selected", 3, selected[:, : 4 - group.rank])
-    note(ranks.settle)
+    note(ranks.verify)
     zero = torch.tensor([[1.0, 0.0]])
     ranks.record("attention.kv", 0, -zero if group.rank == 1 else zero)
-    note(ranks.settle)
+    note(ranks.verify)
     ranks.record("attention.kv", 0, torch.tensor([0.0, -0.0][group.rank]).view(1, 1))  # equal, of other bits
-    note(ranks.settle)
+    note(ranks.verify)
     return said
 
 
