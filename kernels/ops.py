@@ -71,7 +71,7 @@ class Ops(Protocol):
         ...
 
     def pool(self, kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Tensor | None) -> Tensor:
-        """`pool`."""
+        """`compress`: the equation of an entry, of windows of tokens."""
         ...
 
     def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer)
@@ -136,7 +136,7 @@ class Ops(Protocol):
         norm: Tensor,
         norm_out_eps: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`hyper`, as `read`: `hyper_weights`, `collapse` and `rms_norm`."""
+        """`hyper`: `hyper_weights`, `collapse` and `rms_norm`."""
         ...
 
     def expand(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
@@ -208,7 +208,7 @@ class Ops(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ReadStreams:
-    """`Ops.read_streams` as its parts, one after the other."""
+    """`kernels.hyper.reference.read_streams` with the parts of an op set, of which any may be replaced."""
 
     hyper_weights: Callable[..., tuple[Tensor, Tensor, Tensor]]
     collapse: Callable[..., Tensor]
@@ -226,7 +226,7 @@ class ReadStreams:
         norm: Tensor,
         norm_out_eps: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`kernels.hyper.reference.read`."""
+        """Run the parts one after the other."""
         pre, post, comb = self.hyper_weights(streams, fn, scale, base, iterations, eps, norm_eps)
         return self.rms_norm(self.collapse(streams, pre), norm, norm_out_eps), pre, post, comb
 
@@ -319,7 +319,7 @@ _REFERENCE = OpSet(
     simulate_fp8=quantise.reference.simulate_fp8,
     simulate_fp4=quantise.reference.simulate_fp4,
     hadamard=quantise.reference.hadamard,
-    pool=compress.pool.pool,
+    pool=compress.reference.pool,
     compress=compress.reference.compress,
     select=indexer.reference.select,
     attend=attention.reference.attend,

@@ -20,7 +20,7 @@ from model.linear import GroupedLinear, Linear
 from model.rope import Rotation
 
 
-class Compressed(NamedTuple):
+class Beyond(NamedTuple):
     """What a call's tokens attend to beside their window."""
 
     entries: Rows | Slots | None  # None: nothing
@@ -56,8 +56,8 @@ class Attention:
         latent = self.latent(x)
         q, kv = self.query(latent, call), self.kv(x, call)
         cache.write(call, kv)
-        compressed = self.compress(x, latent, call, cache)
-        out = self.attend(q, compressed, call, cache)
+        beyond = self.beyond_window(x, latent, call, cache)
+        out = self.attend(q, beyond, call, cache)
         cache.evict()
         return self.output(self.unrotate(out, call))
 
@@ -76,14 +76,14 @@ class Attention:
         kv = ops.rotate(ops.rms_norm(self.wkv(x), self.kv_norm, self.eps), *call.angles(self.rotation))
         return self.arithmetic.rounded_kv(kv, self.rope_dim)
 
-    def compress(self, x: Tensor, latent: Tensor, call: Call, cache: LayerCache) -> Compressed:
+    def beyond_window(self, x: Tensor, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
         """Nothing is compressed, and nothing seen beside the window."""
         del x, latent, call, cache
-        return Compressed(None, 0, None)
+        return Beyond(None, 0, None)
 
-    def attend(self, q: Tensor, compressed: Compressed, call: Call, cache: LayerCache) -> Tensor:
+    def attend(self, q: Tensor, beyond: Beyond, call: Call, cache: LayerCache) -> Tensor:
         """Attend from q [t, heads, head_dim] to the window, compressed entries and the sink: [t, heads, head_dim]."""
-        return self.arithmetic.ops.attend(q, cache.ring.data, call.first, self.window, *compressed, self.sink)
+        return self.arithmetic.ops.attend(q, cache.ring.data, call.first, self.window, *beyond, self.sink)
 
     def unrotate(self, out: Tensor, call: Call) -> Tensor:
         """Rotate what was attended to back by each token's own position, [t, heads, head_dim]."""
@@ -96,7 +96,10 @@ class Attention:
 
 
 class HcaAttention(Attention):
-    """Window, and every visible compressed entry."""
+    """Window, and every visible compressed entry: a token at position p sees entry e where ``e < (p + 1) // ratio``.
+
+    That is `Ops.attend`'s to see to. Windows of an HCA layer do not overlap, those of a CSA layer do (`CsaCache`).
+    """
 
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
@@ -104,12 +107,12 @@ class HcaAttention(Attention):
         super().__init__(config, layer, weights, arithmetic, rotation)
         self.compressor = EntryCompressor(config, layer, weights, arithmetic, rotation)
 
-    def compress(self, x: Tensor, latent: Tensor, call: Call, cache: LayerCache) -> Compressed:
+    def beyond_window(self, x: Tensor, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
         """Write the entries that x completes; all are seen."""
         del latent
         assert isinstance(cache, HcaCache), f"HCA layer got {type(cache).__name__}"
         self.compressor(x, call, cache.frontier, cache.entries)
-        return Compressed(cache.entries.visible(call.first), cache.frontier.ratio, None)
+        return Beyond(cache.entries.written(call.first), cache.frontier.ratio, None)
 
 
 class CsaAttention(HcaAttention):
@@ -121,10 +124,10 @@ class CsaAttention(HcaAttention):
         super().__init__(config, layer, weights, arithmetic, rotation)
         self.indexer = Indexer(config, layer, weights, arithmetic, rotation)
 
-    def compress(self, x: Tensor, latent: Tensor, call: Call, cache: LayerCache) -> Compressed:
+    def beyond_window(self, x: Tensor, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
         """Write the entries that x completes; those that the indexer selects are seen."""
         assert isinstance(cache, CsaCache), f"CSA layer got {type(cache).__name__}"
-        every = super().compress(x, latent, call, cache)
+        every = super().beyond_window(x, latent, call, cache)
         return every._replace(selected=cache.entries.chosen(self.select(x, latent, call, cache)))
 
     def select(self, x: Tensor, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:

@@ -60,18 +60,22 @@ class Compressor(ABC):
         self.coded = isinstance(arithmetic.formats.variant(layer), Shard)  # the cache rounds, and from the unrounded
 
     def __call__(self, x: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
-        """Append the rows of the windows that tokens x [t, hidden] complete."""
+        """Append the rows of the windows that tokens x [t, hidden] complete.
+
+        The equation of the pooling is `Ops.pool`; `Frontier.push` calls it, and pairs each window with the series of
+        the one before.
+        """
         kv, gate = self.project(x, call)
         if isinstance(call.first, Tensor):  # how many windows close is known on the device alone
-            self.compress(kv, gate, frontier, call.first, rows)
+            self.compress_on_device(kv, gate, frontier, call.first, rows)
             return
         for pooled in frontier.push(kv, gate, self.arithmetic.ops.pool):  # [n, width] float32
             self.append(rows, self.stored(self.row(pooled, rows.count * frontier.ratio, frontier.ratio)))
 
-    def compress(
+    def compress_on_device(
         self, kv: Tensor, gate: Tensor, frontier: Frontier, first: Tensor, rows: AnyEntries | AnyKeys
     ) -> Tensor:
-        """Do all of it in one op: the rows as they are stored, of which those of closed windows count."""
+        """Pool, norm, rotate, round and store in one op: the rows as stored, of which those of closed windows count."""
         rounding = self.rounding if self.arithmetic.deployed else "none"
         window, norm, freqs = frontier.window(), self.project.norm, self.rotation.freqs
         return self.arithmetic.ops.compress(
@@ -104,7 +108,7 @@ class EntryCompressor(Compressor):
         super().__init__(config, layer, f"layers.{layer}.attn.compressor", weights, arithmetic, rotation)
 
     def stored(self, rows: Tensor) -> Tensor:
-        """Rounded as the window's KV is."""
+        """In deployed numerics FP8 (E4M3), as the window's KV; where the cache codes rows, as they are."""
         return rows if self.coded else self.arithmetic.rounded_kv(rows, self.rope_dim)
 
 
@@ -119,5 +123,5 @@ class KeyCompressor(Compressor):
         super().__init__(config, layer, f"layers.{layer}.attn.indexer.compressor", weights, arithmetic, rotation)
 
     def stored(self, rows: Tensor) -> Tensor:
-        """Rounded as index queries are."""
+        """In deployed numerics a Hadamard transform, then FP4 (E2M1); where the cache codes, the transform alone."""
         return self.arithmetic.hadamard(rows) if self.coded else self.arithmetic.rounded_index(rows)

@@ -13,9 +13,9 @@ class Read(NamedTuple):
     """What a sublayer reads, and with which weights the streams are read, written and mixed."""
 
     x: Tensor  # [t, hidden], normed
-    pre: Tensor  # [t, s] float32
-    post: Tensor  # [t, s] float32
-    comb: Tensor  # [t, s, s] float32
+    pre: Tensor  # [t, s] float32: A of the paper
+    post: Tensor  # [t, s] float32: C
+    comb: Tensor  # [t, s, s] float32: B transposed, made doubly stochastic by Sinkhorn
 
 
 class HyperConnection:
@@ -29,12 +29,12 @@ class HyperConnection:
         self.eps, self.norm_eps = config.hc_eps, config.rms_norm_eps
 
     def read(self, streams: Tensor, norm: Tensor) -> Read:
-        """Read streams [t, s, hidden] for the sublayer, whose input goes through a norm with these weights [hidden]."""
+        """Read streams X [t, s, hidden] for the sublayer: ``norm(A X)``, with these weights [hidden] of the norm."""
         mhc = self.fn, self.scale, self.base, self.iterations, self.eps, self.norm_eps
         return Read(*self.ops.read_streams(streams, *mhc, norm, self.norm_eps))
 
     def write(self, y: Tensor, streams: Tensor, read: Read) -> Tensor:
-        """Return the streams [t, s, hidden] after the sublayer's output y [t, hidden]."""
+        """Return the streams [t, s, hidden] after the sublayer's output y [t, hidden]: ``B X + C y``."""
         return self.ops.expand(y, streams, read.post, read.comb)
 
 

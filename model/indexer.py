@@ -53,7 +53,7 @@ class Indexer:
         """
         self.compressor(x, call, cache.key_frontier, cache.keys)
         q = self.query_used(self.query(latent, call))
-        keys, ratio = cache.keys.visible(call.first), cache.key_frontier.ratio
+        keys, ratio = cache.keys.written(call.first), cache.key_frontier.ratio
         first = call.own_first - cache.keys.evicted * ratio  # the first key is that of the first entry from there
         selected = self.arithmetic.ops.select(q, self.head_weights(x, call), keys, first, ratio, self.top_k)
         return call.whole(selected)
@@ -64,7 +64,7 @@ class Indexer:
         return self.arithmetic.ops.rotate(q, *call.own_angles(self.rotation))
 
     def query_used(self, q: Tensor) -> Tensor:
-        """The same as they are scored: rounded as the keys are."""
+        """The same as they are scored; in deployed numerics, as the keys: a Hadamard transform, then FP4 (E2M1)."""
         return self.arithmetic.rounded_index(q)
 
     def head_weights(self, x: Tensor, call: Call) -> Tensor:

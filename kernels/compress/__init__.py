@@ -1,5 +1,5 @@
 """The compressor's tail: pool, norm, rotate, round, store."""
 
-from kernels.compress import pool, reference
+from kernels.compress import reference
 
-__all__ = ["pool", "reference"]
+__all__ = ["reference"]

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from kernels.compress.pool import pool
 from kernels.formats import rows_reference as stored
 from kernels.formats.stored import Rounding, Rows, Window
 from kernels.norm.reference import rms_norm
@@ -12,6 +11,38 @@ from kernels.rope.reference import angles, rotate
 
 KV_GROUP = 64  # columns of an entry that share a scale
 INDEX_GROUP = 32  # columns of an index key that share one
+
+
+def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Tensor | None) -> Tensor:
+    """Pool each window by a softmax over its tokens, channel by channel.
+
+    Equation: ``c[n, d] = sum_j softmax_j(gate[n, :, d]) kv[n, j, d]``; with overlap, j runs over the previous window's
+    first series and this window's second (paper section 2.3.1: Ca and Cb), as one softmax over 2r tokens.
+
+    Parameters
+    ----------
+    kv, gate
+        [n, r, d] float32; `gate` holds the position bias already.
+    previous_kv, previous_gate
+        [n, r, d] float32, or None where windows do not overlap (HCA). A gate of -inf takes a token out: the first
+        window has no predecessor.
+
+    Returns
+    -------
+    Tensor
+        [n, d] float32.
+
+    """
+    assert kv.dtype == torch.float32, f"kv: {kv.dtype}, want float32"
+    if previous_kv is not None and previous_gate is not None:
+        kv = torch.cat((previous_kv, kv), dim=1)  # [n, 2r, d]
+        gate = torch.cat((previous_gate, gate), dim=1)
+    return (kv * gate.softmax(dim=1)).sum(dim=1)
+
+
+def pool_scratch(tokens: int, width: int, series: int) -> int:
+    """Bytes alive at most in `pool` of the windows of so many tokens, the result aside: series joined, and products."""
+    return tokens * width * 4 * (8 if series == 2 else 2)
 
 
 def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer: five ops, the state and the cache)
@@ -30,7 +61,7 @@ def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer: five ops, the stat
 
     Equation: entry e pools, channel by channel, the tokens of its window, ``e ratio .. (e + 1) ratio - 1``; where
     windows overlap, their second series (own) and the first series (next) of the tokens of the window before
-    (`kernels.compress.pool`). It is rounded to `dtype`, normed, rotated as of position ``e ratio``, rounded as
+    (`pool`). It is rounded to `dtype`, normed, rotated as of position ``e ratio``, rounded as
     `rounding` says, and stored as row e. Source: DeepSeek `Compressor.forward`.
 
     Parameters

@@ -78,7 +78,7 @@ def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype)
 
 
-def read(  # noqa: PLR0913, PLR0917 (what its three ops take)
+def read_streams(  # noqa: PLR0913, PLR0917 (what its three ops take)
     streams: Tensor,
     fn: Tensor,
     scale: Tensor,

@@ -1,9 +1,9 @@
 """Manifold-constrained hyper-connections: streams are read and written once, their weights come from two launches.
 
 The first launch cuts the residual streams into tiles of tokens and spans of columns. A program holds the same columns
-of every stream, and leaves its part of the product with `fn` and of the square sum. The
-second adds the parts of a token, in one order whatever ran first, and makes its weights of them; `read` collapses and
-norms the streams there too.
+of every stream, and leaves its part of the product with `fn` and of the square sum. The second adds the parts of a
+token, in one order whatever ran first, and makes its weights of them; `read_streams` collapses and norms the streams
+there too.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from kernels.formats.triton_rounding import UPCAST, rounded, widened
 from kernels.hyper.triton_streams import collapse, expand
 
-__all__ = ["collapse", "expand", "head_weights", "hyper_weights", "read"]
+__all__ = ["collapse", "expand", "head_weights", "hyper_weights", "read_streams"]
 
 PROGRAMS = 128  # about one for each multiprocessor, of which an H200 has 132 and a B200 148
 TOKENS = 16  # of a tile: the least that a dot takes
@@ -250,17 +250,17 @@ def _parts_scratch(tokens: int, hidden: int, rows: int) -> int:
     return places * (columns + 1) * 4
 
 
-def read_scratch(tokens: int, streams: int, hidden: int, item: int) -> int:
-    """Bytes allocated in `read` of up to so many tokens: input and weights, and split products."""
+def read_streams_scratch(tokens: int, streams: int, hidden: int, item: int) -> int:
+    """Bytes allocated in `read_streams` of up to so many tokens: input and weights, and split products."""
     results = tokens * (hidden * item + (2 + streams) * streams * 4)
     return results + _parts_scratch(tokens, hidden, (2 + streams) * streams)
 
 
-def read(
+def read_streams(
     streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float,
     norm: Tensor, norm_out_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Read the streams for a sublayer in two launches: `kernels.hyper.reference.read`; s is a power of two."""
+    """Read the streams for a sublayer in two launches: `kernels.hyper.reference.read_streams`; s is a power of two."""
     t, s, d = streams.shape
     assert fn.shape[0] == (2 + s) * s, f"{fn.shape[0]} rows of fn for {s} streams"
     streams = streams.contiguous()

@@ -56,8 +56,8 @@ class Entries:
         """Return the filled rows as views, [count, d]."""
         return rows.first(self.data, self.count)
 
-    def visible(self, first: int | Tensor) -> Rows:
-        """Return the rows that a call at `first` may see: the filled ones, or all where the device alone knows."""
+    def written(self, first: int | Tensor) -> Rows:
+        """Return the rows written so far, those of a call at `first` included; all where the device alone knows."""
         return self.data if isinstance(first, Tensor) else self.view()
 
     def nbytes(self) -> int:

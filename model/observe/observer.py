@@ -360,14 +360,14 @@ def _wrap_append(observer: Observer, compressor: Any, layer: int, site: Site) ->
         if observer.checking:
             invariants.stored(site.name, layer, rows.used - new.shape[0], new, rows.data, rows.ratio)
 
-    @wraps(type(compressor).compress)
+    @wraps(type(compressor).compress_on_device)
     def compressed(kv: Tensor, gate: Tensor, frontier: Any, first: Tensor, rows: Any) -> Tensor:
-        new: Tensor = type(compressor).compress(compressor, kv, gate, frontier, first, rows)
+        new: Tensor = type(compressor).compress_on_device(compressor, kv, gate, frontier, first, rows)
         if observer.deferred is not None:
             observer.deferred.stored(site, layer, first, new, rows.data, rows.ratio)
         return new
 
-    compressor.append, compressor.compress = wrapped, compressed
+    compressor.append, compressor.compress_on_device = wrapped, compressed
 
 
 def _wrap_call(observer: Observer, model: Any) -> None:

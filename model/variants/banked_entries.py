@@ -91,8 +91,8 @@ class BankedEntries:
             return Slots(self.data[rows], self.bias[rows], 0)
         return Slots(self.data[: self.used], self.bias[: self.used], self.hidden)
 
-    def visible(self, first: int | Tensor) -> Slots:
-        """Return what a call at `first` may see."""
+    def written(self, first: int | Tensor) -> Slots:
+        """Return what was written so far, and the banks."""
         assert not isinstance(first, Tensor), "banks need the position on the host"
         return self.view()
 
@@ -225,8 +225,8 @@ class NewestKeys:
         """Return the keys as a view, [n, d]; the first is of entry `evicted`."""
         return self.data[: self.used]
 
-    def visible(self, first: int | Tensor) -> Tensor:
-        """Return what a call at `first` may see."""
+    def written(self, first: int | Tensor) -> Tensor:
+        """Return the keys written so far."""
         assert not isinstance(first, Tensor), "banks need the position on the host"
         return self.view()
 

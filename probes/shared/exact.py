@@ -92,7 +92,7 @@ def hadamard(x: Tensor) -> Tensor:
 
 
 def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Tensor | None) -> Tensor:
-    """`kernels.compress.pool.pool`."""
+    """`kernels.compress.reference.pool`."""
     if previous_kv is not None and previous_gate is not None:
         kv, gate = torch.cat((previous_kv, kv), dim=1), torch.cat((previous_gate, gate), dim=1)
     return (kv.double() * gate.double().softmax(dim=1)).sum(dim=1).float()

@@ -14,7 +14,7 @@ def shapes(t, d, dtype=torch.bfloat16):
 
 def read(t, d):
     streams, fn, scale, base, _, _ = shapes(t, d)
-    return lambda: hyper.read(streams, fn, scale, base, 20, 1e-6, 1e-6, torch.empty(d), 1e-6)
+    return lambda: hyper.read_streams(streams, fn, scale, base, 20, 1e-6, 1e-6, torch.empty(d), 1e-6)
 
 
 def weights(t, d, dtype):

@@ -91,7 +91,7 @@ def test_collapse_and_expand(t, d, dtype):
 
 
 def arguments(t, d, dtype):
-    """Of `read`: small integers, which are exact in both dtypes."""
+    """Of `read_streams`: small integers, which are exact in both dtypes."""
     streams, fn, scale, base = draw(t, d, dtype)
     g = torch.Generator().manual_seed(t + 1)
     streams = torch.randint(-4, 5, streams.shape, generator=g).to(dtype)
@@ -102,7 +102,7 @@ def arguments(t, d, dtype):
 @SHAPES
 def test_read_is_its_ops_one_after_the_other(t, d, dtype):
     given = arguments(t, d, dtype)
-    ours, expected = hyper.read(*given), reference.read(*given)
+    ours, expected = hyper.read_streams(*given), reference.read_streams(*given)
     assert ours[0].dtype == dtype
     # the norm divides by the mean size, and its rows are sums of four products within 16 ulp; bf16 rounds twice
     bound = 64 * ULP * 8 + expected[0].float().abs() * (2.0**-6 if dtype == torch.bfloat16 else 0)
@@ -116,7 +116,7 @@ def test_read_is_its_ops_one_after_the_other(t, d, dtype):
 
 def test_read_twice_is_the_same_bits():
     given = arguments(3, 130, torch.bfloat16)
-    for first, second in zip(hyper.read(*given), hyper.read(*given), strict=True):
+    for first, second in zip(hyper.read_streams(*given), hyper.read_streams(*given), strict=True):
         assert torch.equal(first, second)
 
 
@@ -124,7 +124,7 @@ def test_read_twice_is_the_same_bits():
 def test_what_is_not_finite_stays_with_its_token(bad):
     given = list(arguments(19, 70, torch.float32))
     given[0][18, 3, 69] = bad
-    for ours, expected in zip(hyper.read(*given), reference.read(*given), strict=True):
+    for ours, expected in zip(hyper.read_streams(*given), reference.read_streams(*given), strict=True):
         assert torch.equal(ours.isfinite(), expected.isfinite())
         assert ours[:18].isfinite().all()
         assert not ours[18].isfinite().all()

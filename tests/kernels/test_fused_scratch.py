@@ -89,7 +89,7 @@ def test_mhc(item, t):
     spare = 0 if t in (1, 16) else t * 25 * 4  # where tiles do not divide the programs
     for planned, run in (
         (scratch("hyper_weights", t, s, hidden, item), lambda: TRITON.hyper_weights(streams, *read)),
-        (hyper.read_scratch(t, s, hidden, item), lambda: hyper.read(streams, *read, norm, 1e-6)),
+        (hyper.read_streams_scratch(t, s, hidden, item), lambda: hyper.read_streams(streams, *read, norm, 1e-6)),
     ):
         assert taken(run) <= planned <= taken(run) + max(spare, 0 if t == 1 else 128 * 16 * 33 * 4)
         if t in (1, 16):

@@ -9,7 +9,7 @@ from fractions import Fraction
 import pytest
 import torch
 
-from kernels.compress import pool
+from kernels.compress import reference as pool
 from kernels.gate import reference as gate
 from kernels.norm import reference as norm
 from kernels.quantise import reference as quantise

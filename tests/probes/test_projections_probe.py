@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.compress import pool
+from kernels.compress import reference as pool
 from kernels.formats.reference import decode
 from kernels.formats.stored import Dense
 from kernels.norm import reference as norm
