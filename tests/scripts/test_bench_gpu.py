@@ -65,8 +65,8 @@ def test_other_formulas_by_hand():
     assert counts.linear("bf16", 6, 5, 7, groups=2) == Cost(2 * 6 * 5 + 2 * 7 * (10 + 6), 2 * 7 * 6 * 5)
     assert counts.attention(128, 1, 8192, 8192, "fp8").flops == 4 * 128 * 512 * 8320
     assert counts.attention(64, 1, 512, 512, "bf16").bytes == 1024 * 512 + 2 * 512 * 128 + 2 * 2 * 64 * 512
-    assert us(counts.hyper_mix(7168, 1)) == pytest.approx(0.67, abs=0.01)
-    assert us(counts.hyper_mix(7168, 8192)) == pytest.approx(274, abs=0.5)
+    assert counts.hyper_read(7168, 3) == Cost(2 * 3 * 7168 * 5 + 4 * 24 * 4 * 7168, 2 * 3 * 24 * 4 * 7168)
+    assert counts.hyper_write(7168, 3) == Cost(2 * 3 * 7168 * (4 + 1 + 4), 0)
     assert us(counts.compressor_tail(8192, 2, 512, 584, 4)) == pytest.approx(16, abs=0.5)
     assert us(counts.top_k(N, 1, 1024)) == pytest.approx(0.244, abs=0.002)
     assert us(counts.differential(1, 384, 32, 8, 128, own=False)) == pytest.approx(0.37, abs=0.01)
