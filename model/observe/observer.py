@@ -18,7 +18,7 @@ from model.call import Call
 from model.errors import Tripwire
 from model.observe import invariants, sites
 from model.observe.sites import Listener, Site, axes
-from model.ranks.ranks import KEPT, AxisShard, Ranks
+from model.ranks.ranks import KEPT, Ranks, undivided
 
 if TYPE_CHECKING:
     from model.observe.deferred import Deferred
@@ -186,19 +186,18 @@ class Observer:
         if site is sites.HIDDEN:
             self.ranks.verify()
 
-    def _shard(self, place: Place) -> tuple[AxisShard | None, int]:
-        if place.shard == "heads":
-            return self.ranks.shards.heads, 1
-        assert self.call is not None, "no call runs"
-        return (self.call.shard, 0) if place.shard else (None, 0)
-
     def _show(self, place: Place, listeners: list[Listener], layer: int | None, x: Tensor) -> None:
         """Show a tensor to listeners, whole where this rank has a shard of it; what they write is taken over."""
-        shard, dim = self._shard(place) if place.shard else (None, 0)
-        whole = x if shard is None else self.ranks.whole(x, dim, shard)
+        shard, dim = undivided(0), 0
+        if place.shard == "heads":
+            shard, dim = self.ranks.shards.heads, 1
+        elif place.shard:
+            assert self.call is not None, "no call runs"
+            shard = self.call.shard
+        whole = self.ranks.whole(x, dim, shard)
         for listener in listeners:
             listener(layer, whole)
-        if shard is not None and shard.split:
+        if shard.split:
             x.copy_(shard.of(whole, dim))
 
 
@@ -380,14 +379,14 @@ def _wrap_call(observer: Observer, model: Any) -> None:
 
     def run(tokens: Tensor, call: Call, state: Any) -> Tensor:
         first = call.first
-        if not isinstance(first, int):  # on the host, before and after a captured call runs
-            return type(model).run(model, tokens, call, state)  # type: ignore[no-any-return]
         try:
-            observer.stands(state.layers, first, first, call.count)
+            if isinstance(first, int):  # what stands when a captured call runs is looked at by who replays it
+                observer.stands(state.layers, first, first, call.count)
             out: Tensor = type(model).run(model, tokens, call, state)
-            observer.stands(state.layers, first + call.count, first, 0)
+            if isinstance(first, int):
+                observer.stands(state.layers, first + call.count, first, 0)
+            return out
         finally:
             observer.call = None  # nothing of it lives on
-        return out
 
     model.call, model.run, model.observer = begin, run, observer
