@@ -42,7 +42,7 @@ class Call:
     @property
     def own_first(self) -> int | Tensor:
         """Position of the first of this rank's tokens."""
-        return self.first + self.shard.start
+        return self.first + self.shard.start if self.shard.split else self.first
 
     def own(self, x: Tensor) -> Tensor:
         """Rows of all tokens [t, ...] to those of this rank's [m, ...], as a view."""

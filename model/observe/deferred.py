@@ -74,8 +74,11 @@ class Deferred:
         made = _Measure("experts.weights", layer, 0, limit, "weights whose sum is off by", f"at most {limit:g}", 1)
         torch.linalg.vector_norm(weights.sum(1) - scale, ord=torch.inf, out=self._next(made))
 
-    def selection(self, site: Site, layer: int, first: Tensor, ratio: int, entries: int, selected: Tensor) -> None:
+    def selection(
+        self, site: Site, layer: int, first: Tensor, ratio: int, top_k: int, entries: int, selected: Tensor
+    ) -> None:
         """The selection [1, k] of one token is of min(k, visible) entries, ascending, then -1."""
+        invariants.selection_shape(layer, None, top_k, entries, selected)
         filled, after, seen = self._visible(first, ratio, entries, selected.shape[1])
         # Behind the selected entries stand numbers that go on beyond them: all rise, or a rule is broken.
         chain = torch.where(filled, selected, torch.where(selected == -1, after, -2))
@@ -103,10 +106,10 @@ class Deferred:
         if not rows.shape[0]:
             return
         self.finite(site, layer, new[:1], ratio)
-        if not isinstance(rows, Tensor):
-            back = take(rows, (first // ratio).clamp(max=rows.shape[0] - 1)[None])
-            differs = back.view(torch.int32) != new[:1].float().view(torch.int32)
-            self._count(site, layer, differs, f"numbers that come back otherwise from {type(rows).__name__}:", ratio)
+        back = take(rows, (first // ratio).clamp(max=rows.shape[0] - 1)[None])
+        whole = torch.int32 if back.dtype == torch.float32 else torch.int16  # bits: zeros have signs
+        differs = back.view(whole) != new[:1].to(back.dtype).view(whole)
+        self._count(site, layer, differs, f"numbers that come back otherwise from {type(rows).__name__}:", ratio)
 
     def look(self, position: int) -> None:
         """Read what the call of one token at `position` left: one copy. Tripwire for the first beyond its limit."""

@@ -48,7 +48,12 @@ def finite(site: str, layer: int | None, first: int | None, x: Tensor) -> None:
     rows = bad.any(1).nonzero()
     at = int(rows[0]) if len(rows) else 0
     measured = f"{int(bad.sum())} of {bad.numel()} values not finite" if len(rows) else "values whose sum overflows"
-    raise Tripwire(site, layer, None if first is None else first + at, measured, "finite")
+    raise Tripwire(site, layer, _at(first, at), measured, "finite")
+
+
+def _at(first: int | None, row: int) -> int | None:
+    """Position of a row; None where a part of a model runs alone."""
+    return None if first is None else first + row
 
 
 def selection(
@@ -70,13 +75,8 @@ def selection(
         selection sees its window alone, and still answers short prompts well.
 
     """
-    site = "indexer.selected"
-    if selected is None:
-        raise Tripwire(site, layer, first, "no selection", "one for every token of a CSA layer")
-    width = min(top_k, entries)
-    if selected.ndim != 2 or selected.shape[1] != width or selected.dtype != torch.int32:
-        found = f"{selected.dtype} {list(selected.shape)}"
-        raise Tripwire(site, layer, first, found, f"int32 [t, {width}]: min(top-k {top_k}, {entries} entries)")
+    selected = selection_shape(layer, first, top_k, entries, selected)
+    width = selected.shape[1]
     if not width:
         return selected
     start = first - evicted * ratio  # where the first token would stand if the sequence began with these entries
@@ -90,6 +90,17 @@ def selection(
         good = bool(_in_order(selected, start, ratio, entries).all())
     if not good:
         _name_the_row(layer, first, ratio, top_k, entries, selected, evicted)
+    return selected
+
+
+def selection_shape(layer: int, first: int | None, top_k: int, entries: int, selected: Tensor | None) -> Tensor:
+    """Return the selection, or trip where there is none, or one of another width or dtype."""
+    site, width = "indexer.selected", min(top_k, entries)
+    if selected is None:
+        raise Tripwire(site, layer, first, "no selection", "one for every token of a CSA layer")
+    if selected.ndim != 2 or selected.shape[1] != width or selected.dtype != torch.int32:
+        found = f"{selected.dtype} {list(selected.shape)}"
+        raise Tripwire(site, layer, first, found, f"int32 [t, {width}]: min(top-k {top_k}, {entries} entries)")
     return selected
 
 
@@ -216,7 +227,7 @@ def column_tolerance(eps: float) -> float:
     return max(COLUMN_TOLERANCE, 10 * eps)
 
 
-def columns(site: str, layer: int, first: int, comb: Tensor, eps: float) -> None:
+def columns(site: str, layer: int, first: int | None, comb: Tensor, eps: float) -> None:
     """Trip where a column of Sinkhorn's comb [t, s, s] is off 1; its last step is a column step."""
     if not comb.shape[0]:  # a rank may own none of a call's tokens
         return
@@ -228,10 +239,10 @@ def columns(site: str, layer: int, first: int, comb: Tensor, eps: float) -> None
     worst = off.max().item()
     if not worst <= tolerance:  # NaN is not
         at = int((~(off <= tolerance)).any(1).nonzero()[0])
-        raise Tripwire(site, layer, first + at, f"a column sum {worst:.3g} off 1", f"at most {tolerance:g}")
+        raise Tripwire(site, layer, _at(first, at), f"a column sum {worst:.3g} off 1", f"at most {tolerance:g}")
 
 
-def routing(layer: int, first: int, ids: Tensor, weights: Tensor, scale: float, experts: int) -> None:
+def routing(layer: int, first: int | None, ids: Tensor, weights: Tensor, scale: float, experts: int) -> None:
     """Trip where the experts of a token are not distinct, or their weights do not sum to the route scale.
 
     Parameters
@@ -256,11 +267,11 @@ def routing(layer: int, first: int, ids: Tensor, weights: Tensor, scale: float, 
     repeated = bool((ordered[:, 1:] == ordered[:, :-1]).any())
     if repeated:
         at = int((ordered[:, 1:] == ordered[:, :-1]).any(1).nonzero()[0])
-        raise Tripwire("experts.ids", layer, first + at, f"experts {ids[at].tolist()}", "distinct ones")
+        raise Tripwire("experts.ids", layer, _at(first, at), f"experts {ids[at].tolist()}", "distinct ones")
     low, high = int(ordered[:, 0].min()), int(ordered[:, -1].max())
     if low < 0 or high >= experts:
         raise Tripwire("experts.ids", layer, first, f"expert {low if low < 0 else high}", f"0 .. {experts - 1}")
     if not off <= WEIGHT_TOLERANCE:
         at = int((~((weights.sum(1) - scale).abs() <= WEIGHT_TOLERANCE * scale)).nonzero()[0])
         total = weights[at].sum().item()
-        raise Tripwire("experts.weights", layer, first + at, f"weights that sum to {total:.6g}", f"{scale:g}")
+        raise Tripwire("experts.weights", layer, _at(first, at), f"weights that sum to {total:.6g}", f"{scale:g}")

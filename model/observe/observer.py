@@ -5,6 +5,7 @@ every rank, and whoever listens. The equations know nothing of it. Before and af
 whether they stand where the position says.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
@@ -80,6 +81,19 @@ LLAMA_PLACES: Final[Mapping[Site, Place]] = {
     sites.STREAM: Place("", "fed_forward"),
     sites.HIDDEN: Place("", "hidden"),
     sites.LOGITS: Place("", "unembed"),
+}
+
+
+# Attentions that have a site; those that are not here are of every layer.
+OF_KINDS: Final[Mapping[Site, tuple[str, ...]]] = {
+    sites.ENTRY: ("HcaAttention", "CsaAttention"),
+    **dict.fromkeys(
+        (
+            *(sites.INDEX_KEY, sites.INDEX_KEY_USED, sites.INDEX_QUERY, sites.INDEX_QUERY_USED),
+            *(sites.INDEX_WEIGHTS, sites.SELECTED),
+        ),
+        ("CsaAttention",),
+    ),
 }
 
 
@@ -163,25 +177,24 @@ class Observer:
             self.ranks.verify()  # what the last layer left: of a long call it is not kept longer
         for site, place in point.sites:
             x = out if place.output < 0 else out[place.output]
+            if self._listeners and (listeners := self._listeners.get(site)):
+                self._show(place, listeners, point.layer, x)  # first: what they write is looked at too
             if self.checking and (check := CHECKS.get(site)):
                 check(self, point.layer, part, given, out)
-            if place.same and self.ranks.size > 1:
-                self._compare(site, place, point.layer, x)
-            if self._listeners and (listeners := self._listeners.get(site)):
-                self._show(place, listeners, point.layer, x)
+            if place.same and self.ranks.size > 1 and self.call is not None:
+                self._compare(site, place, point.layer, x, self.call)
         return out
 
-    @property
-    def first(self) -> int:
-        """Position of the first of this rank's tokens in the call that runs."""
-        assert self.call is not None, "no call runs"
-        first = self.call.own_first
+    def first(self, *, own: bool = False) -> int | None:
+        """Position of the first token of the call that runs, or of this rank's `own`; None where a part runs alone."""
+        if self.call is None:
+            return None
+        first = self.call.own_first if own else self.call.first
         assert isinstance(first, int), "a captured call has its position on the device"
         return first
 
-    def _compare(self, site: Site, place: Place, layer: int | None, x: Tensor) -> None:
-        assert self.call is not None, "no call runs"
-        if place.same == ALWAYS or not self.call.shard.split:
+    def _compare(self, site: Site, place: Place, layer: int | None, x: Tensor, call: Call) -> None:
+        if place.same == ALWAYS or not call.shard.split:
             self.ranks.record(site.name, layer, x)
         if site is sites.HIDDEN:
             self.ranks.verify()
@@ -191,8 +204,7 @@ class Observer:
         shard, dim = undivided(0), 0
         if place.shard == "heads":
             shard, dim = self.ranks.shards.heads, 1
-        elif place.shard:
-            assert self.call is not None, "no call runs"
+        elif place.shard and self.call is not None:
             shard = self.call.shard
         whole = self.ranks.whole(x, dim, shard)
         for listener in listeners:
@@ -226,7 +238,8 @@ def _finite(site: Site) -> Check:
         if by.deferred is not None:
             by.deferred.finite(site, layer, out)
         else:
-            invariants.finite(site.name, layer, None if site is sites.LOGITS else by.first, out)
+            own = PLACES[site].shard == "tokens" if site in PLACES else False
+            invariants.finite(site.name, layer, None if site is sites.LOGITS else by.first(own=own), out)
 
     return check
 
@@ -238,7 +251,7 @@ def _columns(site: Site) -> Check:
         if by.deferred is not None:
             by.deferred.columns(site, layer, out.comb, part.eps)
         else:
-            invariants.columns(site.name, layer, by.first, out.comb, part.eps)
+            invariants.columns(site.name, layer, by.first(own=True), out.comb, part.eps)
 
     return check
 
@@ -249,7 +262,7 @@ def _selection(by: Observer, layer: int | None, part: Any, given: tuple[Any, ...
     (_, _, call, cache), keys = given, given[3].keys
     ratio, top_k = cache.key_frontier.ratio, by.config.index_topk
     if by.deferred is not None:
-        by.deferred.selection(sites.SELECTED, layer, call.first, ratio, keys.data.shape[0], out)
+        by.deferred.selection(sites.SELECTED, layer, call.first, ratio, top_k, keys.data.shape[0], out)
     else:
         invariants.selection(layer, call.first, ratio, top_k, keys.used, out, keys.evicted)
 
@@ -261,7 +274,7 @@ def _routing(by: Observer, layer: int | None, part: Any, given: tuple[Any, ...],
     if by.deferred is not None:
         by.deferred.routing(sites.EXPERT_IDS, layer, ids, weights, scale, experts)
     else:
-        invariants.routing(layer, by.first, ids, weights, scale, experts)
+        invariants.routing(layer, by.first(own=True), ids, weights, scale, experts)
 
 
 CHECKS: Final[Mapping[Site, Check]] = {
@@ -301,13 +314,16 @@ def install(model: Observed, places: Mapping[Site, Place]) -> Observer:
     _wrap_all(observer, model, None, {site: place for site, place in places.items() if site in whole})
     of_layers = {site: place for site, place in places.items() if site not in whole}
     for layer, block in enumerate(model.blocks):
-        _wrap_all(observer, block, layer, of_layers)
+        missing = set(of_layers) - _wrap_all(observer, block, layer, of_layers)
+        kind = type(getattr(block, "attention", None)).__name__
+        allowed = {site for site in missing if site in OF_KINDS and kind not in OF_KINDS[site]}
+        assert missing == allowed, f"layer {layer}: no method for {sorted(site.name for site in missing - allowed)}"
         for site, part in (
             (sites.ENTRY, "attention.compressor"),
             (sites.INDEX_KEY_USED, "attention.indexer.compressor"),
         ):
             for compressor in _parts(block, part):
-                _wrap_append(observer, compressor, layer, site)
+                _wrap_written(observer, compressor, layer, site)
     _wrap_call(observer, model)
     return observer
 
@@ -324,7 +340,9 @@ def _parts(root: Any, path: str) -> Iterator[Any]:
         yield root
 
 
-def _wrap_all(observer: Observer, root: Any, layer: int | None, places: Mapping[Site, Place]) -> None:
+def _wrap_all(observer: Observer, root: Any, layer: int | None, places: Mapping[Site, Place]) -> set[Site]:
+    """Wrap what is there of `places`; returns which that was."""
+    wrapped: set[Site] = set()
     methods: dict[tuple[str, str], list[tuple[Site, Place]]] = {}
     for site, place in places.items():
         methods.setdefault((place.part, place.method), []).append((site, place))
@@ -333,56 +351,69 @@ def _wrap_all(observer: Observer, root: Any, layer: int | None, places: Mapping[
         for part in _parts(root, path):
             if hasattr(type(part), method):
                 _wrap(part, method, partial(observer.passes, point))
+                wrapped |= {site for site, _ in found}
+    return wrapped
 
 
 def _wrap(part: Any, method: str, after: Callable[[Any, tuple[Any, ...], Any], Any]) -> None:
     """Let a part's method be followed by a look at what it returned.
 
-    The method is looked up in its class at each call: a part may become one of a subclass.
+    The method is looked up in its class at each call: a part may become one of a subclass. The part holds what is
+    wrapped around it, which therefore does not hold the part.
     """
+    reference = weakref.ref(part)
 
     @wraps(getattr(type(part), method))
     def wrapped(*given: Any) -> Any:
-        return after(part, given, getattr(type(part), method)(part, *given))
+        own: Any = reference()
+        return after(own, given, getattr(type(own), method)(own, *given))
 
     setattr(part, method, wrapped)
 
 
-def _wrap_append(observer: Observer, compressor: Any, layer: int, site: Site) -> None:
-    """Rows are finite before they are written, and come back as they were."""
+def _wrap_written(observer: Observer, compressor: Any, layer: int, site: Site) -> None:
+    """Rows are finite and as wide as their cache before they are written, and come back as they were."""
+    reference = weakref.ref(compressor)
 
     @wraps(type(compressor).append)
-    def wrapped(rows: Any, new: Tensor) -> None:
+    def append(rows: Any, new: Tensor) -> None:
+        own: Any = reference()
         if observer.checking:
-            invariants.finite(site.name, layer, observer.first, new)
-        type(compressor).append(compressor, rows, new)
+            invariants.width(site.name, layer, rows.data, new.shape[1])
+            invariants.finite(site.name, layer, observer.first(), new)
+        type(own).append(own, rows, new)
         if observer.checking:
             invariants.stored(site.name, layer, rows.used - new.shape[0], new, rows.data, rows.ratio)
 
     @wraps(type(compressor).compress_on_device)
-    def compressed(kv: Tensor, gate: Tensor, frontier: Any, first: Tensor, rows: Any) -> Tensor:
-        new: Tensor = type(compressor).compress_on_device(compressor, kv, gate, frontier, first, rows)
-        if observer.deferred is not None:
+    def compress_on_device(kv: Tensor, gate: Tensor, frontier: Any, first: Tensor, rows: Any) -> Tensor:
+        own: Any = reference()
+        new: Tensor = type(own).compress_on_device(own, kv, gate, frontier, first, rows)
+        if observer.checking and observer.deferred is not None:
+            invariants.width(site.name, layer, rows.data, new.shape[1])
             observer.deferred.stored(site, layer, first, new, rows.data, rows.ratio)
         return new
 
-    compressor.append, compressor.compress_on_device = wrapped, compressed
+    compressor.append, compressor.compress_on_device = append, compress_on_device
 
 
 def _wrap_call(observer: Observer, model: Any) -> None:
     """A call begins with tokens that ranks compare, and runs between two looks at the caches."""
+    reference = weakref.ref(model)
 
     def begin(tokens: Tensor, first: int | Tensor) -> Call:
-        call: Call = type(model).call(model, tokens, first)
+        own: Any = reference()
+        call: Call = type(own).call(own, tokens, first)
         observer.begun(call, tokens)
         return call
 
     def run(tokens: Tensor, call: Call, state: Any) -> Tensor:
+        own: Any = reference()
         first = call.first
         try:
             if isinstance(first, int):  # what stands when a captured call runs is looked at by who replays it
                 observer.stands(state.layers, first, first, call.count)
-            out: Tensor = type(model).run(model, tokens, call, state)
+            out: Tensor = type(own).run(own, tokens, call, state)
             if isinstance(first, int):
                 observer.stands(state.layers, first + call.count, first, 0)
             return out

@@ -44,15 +44,26 @@ def test_a_row_with_a_nan_trips_when_its_window_closes(make):
         assert found is None or found.startswith("attention.entry of layer 4 at position 7: values whose sum is")
 
 
-def test_a_row_that_comes_back_otherwise_trips():
-    kept, new = rows.fp8_entries(3, 80, 16, CPU), torch.ones(1, 80)
+@pytest.mark.parametrize("dense", [False, True])
+def test_a_row_that_comes_back_otherwise_trips(dense):
+    kept, new = torch.zeros(3, 80) if dense else rows.fp8_entries(3, 80, 16, CPU), torch.ones(1, 80)
     rows.write(kept, 1, new)
-    kept.values.view(torch.uint8)[1, 3] += 1
+    if dense:
+        kept[1, 3] = math.nan  # in the cache alone
+    else:
+        kept.values.view(torch.uint8)[1, 3] += 1
     deferred = Deferred(1, CPU)
     deferred.stored(sites.ENTRY, 4, torch.tensor(7), new, kept, 4)
     assert looked(deferred, 7) == (
-        "attention.entry of layer 4 at position 7: numbers that come back otherwise from Fp8Entries: 1, expected 0"
+        "attention.entry of layer 4 at position 7: numbers that come back otherwise from"
+        f" {type(kept).__name__}: 1, expected 0"
     )
+
+
+@pytest.mark.parametrize("selected", [None, torch.zeros(1, 3, dtype=torch.int32), torch.zeros(1, 4)])
+def test_a_selection_of_another_width_or_dtype_trips_when_it_is_captured(selected):
+    with pytest.raises(Tripwire, match=r"indexer\.selected of layer 2"):
+        Deferred(1, CPU).selection(sites.SELECTED, 2, torch.tensor(12), 4, 4, 9, selected)
 
 
 def test_columns_routing_and_selection_trip_as_on_the_host():
@@ -64,7 +75,7 @@ def test_columns_routing_and_selection_trip_as_on_the_host():
         deferred = Deferred(1, CPU)
         deferred.columns(sites.ATTENTION_COMB, 2, comb, 1e-6)
         deferred.routing(sites.EXPERT_IDS, 2, ids, weights, 2.5, 6)
-        deferred.selection(sites.SELECTED, 2, torch.tensor(position), 4, 9, selected)
+        deferred.selection(sites.SELECTED, 2, torch.tensor(position), 4, 4, 9, selected)
         return looked(deferred, position)
 
     assert trips() is None

@@ -40,7 +40,7 @@ RECORDED, REPLAYED, EAGER, STEPPED = 126, range(127, 129), range(129, 131), 131
 # Launches of a step: of Triton's kernels, and of ATen ops that do work. SWA with a hash gate, CSA and HCA with a scored
 # one, and what is outside of layers; of ATen's, about 20 in a layer measure invariants. On 61 layers of V4 a graph has
 # about 80 nodes for each.
-KERNELS, ATEN = 103, 141
+KERNELS, ATEN = 103, 149
 
 
 class Pair(NamedTuple):
