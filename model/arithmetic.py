@@ -25,7 +25,7 @@ class Arithmetic(NamedTuple):
     dtype: torch.dtype  # of activations and caches: bfloat16 or float32
     formats: CacheFormats  # of the caches that `new_state` makes
     ranks: Ranks  # who else computes this model, and which part is here
-    ran: dict[str, str]  # the room of each op that has run so far, see `kernels.ops.noted`
+    ran: dict[str, str]  # the backend of each op that has run so far, see `kernels.ops.noted`
 
     @property
     def own_experts(self) -> range:

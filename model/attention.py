@@ -87,8 +87,7 @@ class Attention:
 
     def unrotate(self, out: Tensor, call: Call) -> Tensor:
         """Rotate what was attended to back by each token's own position, [t, heads, head_dim]."""
-        cos, sin = call.angles(self.rotation)
-        return self.arithmetic.ops.rotate(out, cos, -sin)
+        return self.arithmetic.ops.rotate(out, *call.angles_back(self.rotation))
 
     def output(self, out: Tensor) -> Tensor:
         """Heads' outputs [t, heads, head_dim] to the sublayer's [t, hidden]: low rank, by groups of heads."""

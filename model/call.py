@@ -37,6 +37,7 @@ class Call:
         self.tokens = self.own(tokens)
         self._ranks = arithmetic.ranks
         self._angles: dict[Rotation, tuple[Tensor, Tensor]] = {}
+        self._back: dict[Rotation, tuple[Tensor, Tensor]] = {}
         self._places: dict[int, Tensor] = {}
 
     @property
@@ -57,6 +58,13 @@ class Call:
         if rotation not in self._angles:
             self._angles[rotation] = rotation.at(self.first, self.count)
         return self._angles[rotation]
+
+    def angles_back(self, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """The same of the rotation that undoes it."""
+        if rotation not in self._back:
+            cos, sin = self.angles(rotation)
+            self._back[rotation] = cos, -sin
+        return self._back[rotation]
 
     def places(self, modulus: int) -> Tensor:
         """Positions of all tokens modulo something, [t] int64; made once for all layers."""

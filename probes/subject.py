@@ -130,7 +130,7 @@ class Subject:
 def selects_all(config: ModelConfig) -> int:
     """Tokens up to which the indexer of some CSA layer selects every entry; 0 without such a layer.
 
-    In a run of twice as many, blocked attention reads selected entries in both of its ways: it gathers them from one
+    In a run of twice as many, attention in tiles reads selected entries in both of its ways: it gathers them from one
     and a half times as many on.
     """
     kinds = zip(config.layer_kinds, config.compress_ratios, strict=True)

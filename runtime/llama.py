@@ -23,7 +23,7 @@ from runtime.options import RunOptions
 from runtime.plan.planner import Planner
 from runtime.sharding import Placement
 
-# One rank holds everything: a share that is not split says no more than that.
+# One rank holds everything: a shard that is not split says no more than that.
 WHOLE: Final = Placement(1, (Shards(*(undivided(1),) * len(Shards._fields)),), ())
 
 

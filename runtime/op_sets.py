@@ -22,7 +22,7 @@ def op_set(name: str, options: RunOptions, config: Config) -> Ops:
         case "cpu":
             return CPU
         case "triton":
-            _check_fused(options, config)
+            _check_triton(options, config)
             from kernels.triton_ops import TRITON  # noqa: PLC0415 (Triton is not on every platform that runs without it)
 
             return TRITON
@@ -47,7 +47,7 @@ def _check_reference(options: RunOptions, config: Config) -> None:
         raise ConfigError(f"--ops reference: has no attention of its own for --kv {min(grouped)}; --ops cpu has")
 
 
-def _check_fused(options: RunOptions, config: Config) -> None:
+def _check_triton(options: RunOptions, config: Config) -> None:
     if options.device != "cuda":
         raise ConfigError(f"--ops triton: Triton's kernels need --device cuda, not {options.device}")
     other = {str(variant) for variant in cache_formats(options, config).variants if not isinstance(variant, Full)}

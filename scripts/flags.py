@@ -84,9 +84,8 @@ def add_op_set(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--ops",
         choices=OP_SETS,
-        help="kernels: reference (the equations, whose memory no plan covers), blocked (PyTorch in tiles) or fused"
-        " (Triton); default blocked, and"
-        " fused with --device cuda",
+        help="backend: reference (the equations, whose memory no plan covers), cpu (PyTorch in tiles, on any device) or"
+        " triton; default cpu, and triton with --device cuda",
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore
 
-from runtime.group.failures import Beat
+from runtime.group.failures import Heartbeat
 from runtime.group.heartbeat import NOTHING
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -54,10 +54,10 @@ class ByHand:
             process.kill()
             process.wait()
 
-    def beat(self, rank):
-        """The last beat of a rank, None before the first; for a store that the test keeps."""
-        line = self.store.compare_set(f"beat {rank}", NOTHING, NOTHING).decode()
-        return None if line == NOTHING else Beat.decode(line)
+    def heartbeat(self, rank):
+        """The last heartbeat of a rank, None before the first; for a store that the test keeps."""
+        line = self.store.compare_set(f"heartbeat {rank}", NOTHING, NOTHING).decode()
+        return None if line == NOTHING else Heartbeat.decode(line)
 
     def out(self, rank):
         return (self.folder / f"out {rank}").read_text()

@@ -217,7 +217,7 @@ def _planes(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
             assert rope.shape[1] <= GROUP.value, f"{rope.shape[1]} rope dims, want {GROUP.value} at most"
             return _rows(values.view(torch.uint8)), _rows(rope), _rows(scale.view(torch.uint8))
         case _:
-            raise NotImplementedError(f"fused attention reads no {type(rows).__name__}")
+            raise NotImplementedError(f"attention in Triton reads no {type(rows).__name__}")
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -94,7 +94,7 @@ def _planes(keys: Rows) -> tuple[int, Tensor, Tensor]:
             assert 2 * packed.shape[1] % 32 == 0, f"{2 * packed.shape[1]} columns are no multiple of 32"
             return _FP4.value, packed.contiguous(), scale.contiguous().view(torch.uint8)
         case _:
-            raise NotImplementedError(f"index keys stored as {type(keys).__name__} have no fused kernel")
+            raise NotImplementedError(f"index keys stored as {type(keys).__name__} have no Triton kernel")
 
 
 def _score(

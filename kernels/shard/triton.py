@@ -24,7 +24,7 @@ from kernels.formats import lloyd_max
 from kernels.formats.qjl import StreamKeys
 from kernels.formats.stored import RotatedRows
 from kernels.formats.triton_rounding import UPCAST, rounded
-from kernels.shard import cpu as blocked
+from kernels.shard import cpu
 from kernels.shard import triton_middle as shard_middle
 from kernels.shard.cpu import Middle
 from kernels.shard.triton_middle import LOG2E, SHIFT, Sums, hadamard, sums, unit
@@ -173,7 +173,7 @@ def attend(
     keys: Tensor,
     values: Tensor,
     middle: Middle | None,
-    stream: Stream | blocked.Stream | None,
+    stream: Stream | cpu.Stream | None,
     signs: Tensor | None,
 ) -> Tensor:
     """Attend from each query to all keys of all segments: `kernels.shard.cpu.attend`; see above for what is taken.
@@ -211,7 +211,7 @@ def _attend(
     values: Tensor,
     middle: Middle | None,
     basis: tuple[Tensor, Tensor] | None,
-    stream: Stream | blocked.Stream | None,
+    stream: Stream | cpu.Stream | None,
     signs: Tensor | None,
     *,
     wide: bool,
@@ -248,7 +248,7 @@ def _attend(
 
 def _stream_sums(
     q: Tensor,
-    stream: Stream | blocked.Stream,
+    stream: Stream | cpu.Stream,
     into: Sums,
     slot: int,
     grid: tuple[int, int],

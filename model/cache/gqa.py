@@ -31,9 +31,9 @@ class GqaCache(Components, ABC):
         self.position = 0  # tokens taken so far: the position of the next one
 
     def stands(self, position: int, first: int) -> list[Stand]:
-        """As many tokens were taken as the position says."""
+        """Other tokens were taken than the position says."""
         del first
-        return [Stand("attention.kv", position, self.position, position)]
+        return [] if self.position == position else [Stand("attention.kv", position, self.position, position)]
 
     def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""

@@ -91,7 +91,7 @@ class Components:
         self.components = components
 
     def stands(self, position: int, first: int) -> list[Stand]:
-        """Where its parts stand, and where they should when so many tokens are written.
+        """Which of its parts stand elsewhere than they should when so many tokens are written.
 
         `first` is the earliest token whose window must still be there.
         """
@@ -149,12 +149,17 @@ class LayerCache(Components):
             self.ring.write(call.first, kv)
 
     def stands(self, position: int, first: int) -> list[Stand]:
-        """The ring has the newest position and the oldest that `first` sees; every closed window has its row."""
-        seen = {max(0, first - self.ring.window + 1), position - 1} if position else set[int]()
-        found = [Stand("attention.ring", at, self.ring.held_for(at), at) for at in sorted(seen) if at < position]
+        """The ring lacks the newest position or the oldest that `first` sees, or a closed window has no row."""
+        found, oldest = [], max(0, first - self.ring.window + 1)
+        for at in (oldest, position - 1) if position else ():
+            if at < position and self.ring.held_for(at) != at:
+                found.append(Stand("attention.ring", at, self.ring.held_for(at), at))
         for site, frontier, rows, _ in self.compressed():
-            found.append(Stand(f"{site}, rows", position, rows.count, position // frontier.ratio))
-            found.append(Stand(f"{site}, open window", position, frontier.filled, position % frontier.ratio))
+            closed, opened = divmod(position, frontier.ratio)
+            if rows.count != closed:
+                found.append(Stand(f"{site}, rows", position, rows.count, closed))
+            if frontier.filled != opened:
+                found.append(Stand(f"{site}, open window", position, frontier.filled, opened))
         return found
 
     def evict(self) -> None:

@@ -177,7 +177,7 @@ class Observer:
             self.ranks.verify()  # what the last layer left: of a long call it is not kept longer
         for site, place in point.sites:
             x = out if place.output < 0 else out[place.output]
-            if self._listeners and (listeners := self._listeners.get(site)):
+            if self._listeners and x is not None and (listeners := self._listeners.get(site)):
                 self._show(place, listeners, point.layer, x)  # first: what they write is looked at too
             if self.checking and (check := CHECKS.get(site)):
                 check(self, point.layer, part, given, out)

@@ -40,7 +40,7 @@ class Parity(Probe):
     reads: ClassVar[tuple[Site, ...]] = COMPARED
     background: ClassVar[str] = """\
 A model can be run in many ways that should make no difference: with the equations written out (`reference`) or in tiles
-(`blocked`), the prompt in one call or in many, by this runtime or by another. Where two of them disagree, one is wrong,
+(`cpu`), the prompt in one call or in many, by this runtime or by another. Where two of them disagree, one is wrong,
 and a comparison of the answers alone says neither which nor where: by the end of a few layers everything differs.
 
 So both sides are watched at every site, in the order in which a token passes them, and each row (a token's query, its

@@ -1,7 +1,7 @@
 """What a rank sees of the others, and when that means that one of them died or hangs. No processes here, only rules.
 
-Every rank posts beats. A beat says how many collectives the rank has entered, and which was last; all ranks enter the
-same ones, and none leaves one before all have entered it. So the rank to blame is one that posts no beats, or one whose
+Every rank posts heartbeats. A heartbeat says how many collectives the rank has entered, and which was last; all ranks enter the
+same ones, and none leaves one before all have entered it. So the rank to blame is one that posts no heartbeats, or one whose
 count stands while others wait at the next collective. A false alarm is worse than a late one: silence alone, or a count
 that stands alone, is no reason.
 """
@@ -9,7 +9,7 @@ that stands alone, is no reason.
 from collections.abc import Sequence
 from typing import NamedTuple
 
-DEAD = 10.0  # seconds without a beat, from a thread that only needs a moment's attention twice a second
+DEAD = 10.0  # seconds without a heartbeat, from a thread that only needs a moment's attention twice a second
 GONE = 4.0  # the same once a collective failed, so that the run is over and the only question is who is to blame
 # times the timeout, for a rank that loads: disks differ, and nothing is known of how far it is
 LOADS = 10.0
@@ -23,7 +23,7 @@ ENDED, TERMINATED = "ended", "terminated"  # knowing why the run ended; by the l
 CLOSING = (FAILED, DONE, LEFT, ENDED, TERMINATED)
 
 
-class Beat(NamedTuple):
+class Heartbeat(NamedTuple):
     """A sign of life."""
 
     number: int
@@ -37,7 +37,7 @@ class Beat(NamedTuple):
         return f"{self.number} {self.phase} {self.status} {self.collectives} {self.at}"
 
     @classmethod
-    def decode(cls, line: str) -> "Beat":
+    def decode(cls, line: str) -> "Heartbeat":
         """Read what `encode` wrote."""
         number, phase, status, collectives, at = line.split(" ", 4)
         return cls(int(number), phase, int(status), int(collectives), at)
@@ -50,33 +50,36 @@ class Beat(NamedTuple):
         return f"at collective {self.collectives} ({self.at})" if self.collectives else "before the first collective"
 
 
-class Sight:
+class LastSeen:
     """What was seen of one rank."""
 
     def __init__(self) -> None:
-        self.beat: Beat | None = None  # none came yet
+        self.heartbeat: Heartbeat | None = None  # none came yet
         self.silent = 0.0  # seconds since the last one that was new
         self.stood = 0.0  # seconds since it entered a collective, or another phase
 
-    def look(self, beat: Beat | None, elapsed: float) -> None:
-        """Take in the latest beat, `elapsed` seconds after the last look, of which at most LONGEST count."""
+    def look(self, heartbeat: Heartbeat | None, elapsed: float) -> None:
+        """Take in the latest heartbeat, `elapsed` seconds after the last look, of which at most LONGEST count."""
         self.silent += min(elapsed, LONGEST)
         self.stood += min(elapsed, LONGEST)
-        if beat is None or beat == self.beat:
+        if heartbeat is None or heartbeat == self.heartbeat:
             return
-        if self.beat is None or (beat.phase, beat.collectives) != (self.beat.phase, self.beat.collectives):
+        if self.heartbeat is None or (heartbeat.phase, heartbeat.collectives) != (
+            self.heartbeat.phase,
+            self.heartbeat.collectives,
+        ):
             self.stood = 0.0
-        self.beat, self.silent = beat, 0.0
+        self.heartbeat, self.silent = heartbeat, 0.0
 
 
-def verdict(own: int, sights: Sequence[Sight], timeout: float, *, failed: bool) -> str | None:
+def verdict(own: int, all_seen: Sequence[LastSeen], timeout: float, *, failed: bool) -> str | None:
     """Say which rank ended the run without a word, and how; None while there is no reason to think so.
 
     Parameters
     ----------
     own
         This rank.
-    sights
+    all_seen
         What was seen of each rank, by rank.
     timeout
         Seconds that a rank may keep others waiting.
@@ -84,48 +87,51 @@ def verdict(own: int, sights: Sequence[Sight], timeout: float, *, failed: bool) 
         Whether a collective failed here, as it does when a peer is gone.
 
     """
-    return _died(own, sights, timeout, failed=failed) or _hangs(sights, timeout)
+    return _died(own, all_seen, timeout, failed=failed) or _hangs(all_seen, timeout)
 
 
-def _died(own: int, sights: Sequence[Sight], timeout: float, *, failed: bool) -> str | None:
+def _died(own: int, all_seen: Sequence[LastSeen], timeout: float, *, failed: bool) -> str | None:
     limit = min(GONE if failed else DEAD, timeout)
-    for rank, sight in enumerate(sights):
-        if sight.beat is None and sight.silent >= timeout and rank != own:
+    for rank, seen in enumerate(all_seen):
+        if seen.heartbeat is None and seen.silent >= timeout and rank != own:
             return f"rank {rank} never came, {timeout:g} s after rank {own}"
-    if not failed and sights[own].stood < limit:
+    if not failed and all_seen[own].stood < limit:
         return None  # the others' silence does no harm yet
     gone = [
-        (sight.beat.phase == TERMINATED, -sight.silent, rank)  # who ended at a signal followed another rank
-        for rank, sight in enumerate(sights)
-        if rank != own and sight.beat is not None and sight.silent >= limit and sight.beat.phase not in {DONE, LEFT}
+        (seen.heartbeat.phase == TERMINATED, -seen.silent, rank)  # who ended at a signal followed another rank
+        for rank, seen in enumerate(all_seen)
+        if rank != own
+        and seen.heartbeat is not None
+        and seen.silent >= limit
+        and seen.heartbeat.phase not in {DONE, LEFT}
     ]
     if not gone:
         return None
     terminated, silent, rank = min(gone)
-    beat = sights[rank].beat
-    assert beat is not None
+    heartbeat = all_seen[rank].heartbeat
+    assert heartbeat is not None
     if terminated:
         return f"rank {rank} was terminated by a signal"
-    return f"rank {rank} died or was stopped, last seen {beat.place}: no beat for {-silent:.0f} s"
+    return f"rank {rank} died or was stopped, last seen {heartbeat.place}: no heartbeat for {-silent:.0f} s"
 
 
-def _hangs(sights: Sequence[Sight], timeout: float) -> str | None:
-    beats = [sight.beat for sight in sights if sight.beat is not None]
-    front = max(beats, key=lambda beat: beat.collectives, default=None)
+def _hangs(all_seen: Sequence[LastSeen], timeout: float) -> str | None:
+    heartbeats = [seen.heartbeat for seen in all_seen if seen.heartbeat is not None]
+    front = max(heartbeats, key=lambda heartbeat: heartbeat.collectives, default=None)
     if front is None:
         return None
-    waiting = [s.stood for s in sights if s.beat is not None and s.beat.collectives == front.collectives]
+    waiting = [s.stood for s in all_seen if s.heartbeat is not None and s.heartbeat.collectives == front.collectives]
     behind = [
-        (sight.beat.collectives, rank)
-        for rank, sight in enumerate(sights)
-        if sight.beat is not None
-        and sight.beat.collectives < front.collectives
-        and sight.beat.phase != FAILED
-        and min(sight.stood, *waiting) >= timeout * (LOADS if sight.beat.phase == LOADING else 1)
+        (seen.heartbeat.collectives, rank)
+        for rank, seen in enumerate(all_seen)
+        if seen.heartbeat is not None
+        and seen.heartbeat.collectives < front.collectives
+        and seen.heartbeat.phase != FAILED
+        and min(seen.stood, *waiting) >= timeout * (LOADS if seen.heartbeat.phase == LOADING else 1)
     ]
     if not behind:
         return None
     entered, rank = min(behind)
     name = f" ({front.at})" if front.collectives == entered + 1 else ""  # later ones need not be alike
-    seconds = min(sights[rank].stood, *waiting)
+    seconds = min(all_seen[rank].stood, *waiting)
     return f"rank {rank} hangs: it did not reach collective {entered + 1}{name}, others have waited {seconds:.0f} s"

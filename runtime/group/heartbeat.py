@@ -1,4 +1,4 @@
-"""`Beats`: the thread that posts this rank's signs of life to the store, and reads the others'."""
+"""`HeartbeatThread`: the thread that posts this rank's signs of life to the store, and reads the others'."""
 
 import threading
 from collections.abc import Callable
@@ -7,13 +7,13 @@ from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
 from model.ranks.ranks import Ranks
-from runtime.group.failures import CLOSING, LOADING, Beat
+from runtime.group.failures import CLOSING, LOADING, Heartbeat
 
-PERIOD, SOON = 0.5, 0.05  # seconds between beats: in a run, and at its end
+PERIOD, SOON = 0.5, 0.05  # seconds between heartbeats: in a run, and at its end
 NOTHING = "-"  # in place of a value that is not there
 
 
-class Beats:
+class HeartbeatThread:
     """What this rank shows and what it reads, one request to the store after the other.
 
     Anybody may read the fields that the thread writes: each is replaced as a whole.
@@ -28,7 +28,7 @@ class Beats:
         # What the thread wrote
         self.posted = ""  # the last phase that the others can read
         self.rounds = 0
-        self.read: dict[int, Beat | None] = {}  # of the others, None before the first one came
+        self.read: dict[int, Heartbeat | None] = {}  # of the others, None before the first one came
         self.cause = ""  # why the run ends, as the first rank that knew has published it; "" while it goes on
         self.lost = False  # the store
         self._store, self._rank, self._news = store, rank, news
@@ -54,15 +54,15 @@ class Beats:
         """Let the others see the collectives that these ranks enter."""
         self._followed.append((ranks, 0))
 
-    def own(self) -> Beat:
-        """Return the next beat of this rank."""
+    def own(self) -> Heartbeat:
+        """Return the next heartbeat of this rank."""
         total = 0
         for i, (ranks, before) in enumerate(list(self._followed)):
             entered, at = ranks.collectives, ranks.at
             if entered != before:
                 self._followed[i], self._at = (ranks, entered), at
             total += entered
-        return Beat(self.rounds + 1, self.phase, self.status, total, self._at)
+        return Heartbeat(self.rounds + 1, self.phase, self.status, total, self._at)
 
     def publish(self, cause: str, patience: float) -> bool:
         """Say why the run ends; whether this rank is the first to.
@@ -85,28 +85,28 @@ class Beats:
 
     def is_in(self, rank: int, *phases: str) -> bool:
         """Whether another rank was last seen in one of these phases."""
-        beat = self.read.get(rank)
-        return beat is not None and beat.phase in phases
+        heartbeat = self.read.get(rank)
+        return heartbeat is not None and heartbeat.phase in phases
 
     def _run(self) -> None:
         while not self._stop.is_set() and not self.lost:
-            beat = self.own()
+            heartbeat = self.own()
             try:
-                self._store.set(f"beat {self._rank}", beat.encode())
-                self.posted = beat.phase
+                self._store.set(f"heartbeat {self._rank}", heartbeat.encode())
+                self.posted = heartbeat.phase
                 self.read = {rank: self._beat_of(rank) for rank in self.others}
                 self.cause = self._value("cause")
             except DistError:
                 self.lost = True
-            self.rounds = beat.number
+            self.rounds = heartbeat.number
             if self.lost or self.cause:
                 self._news()
-            self._nudge.wait(SOON if beat.phase in CLOSING else PERIOD)
+            self._nudge.wait(SOON if heartbeat.phase in CLOSING else PERIOD)
             self._nudge.clear()
 
-    def _beat_of(self, rank: int) -> Beat | None:
-        line = self._value(f"beat {rank}")
-        return Beat.decode(line) if line else None
+    def _beat_of(self, rank: int) -> Heartbeat | None:
+        line = self._value(f"heartbeat {rank}")
+        return Heartbeat.decode(line) if line else None
 
     def _value(self, key: str) -> str:
         """The value of a key, "" where there is none: unlike `get`, which would wait for it."""

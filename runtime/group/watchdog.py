@@ -1,6 +1,6 @@
 """`Watch`: every rank ends soon after the first one that fails, and only that one's cause is told.
 
-A thread posts this rank's beats and reads the others' (`runtime.group.heartbeat`); another one judges what was read
+A thread posts this rank's heartbeats and reads the others' (`runtime.group.heartbeat`); another one judges what was read
 (`runtime.group.failures`), and can end the process while the main thread is blocked in a collective, where no exception
 would reach it. Whoever ends for a reason of its own publishes that reason; the first one to do so writes it to the
 console, and nobody else writes anything.
@@ -31,11 +31,11 @@ from runtime.group.failures import (
     LOADING,
     RUNNING,
     TERMINATED,
-    Beat,
-    Sight,
+    Heartbeat,
+    LastSeen,
     verdict,
 )
-from runtime.group.heartbeat import PERIOD, SOON, Beats
+from runtime.group.heartbeat import PERIOD, SOON, HeartbeatThread
 from runtime.group.store import Launch
 from runtime.options import TIMEOUT
 from runtime.output import discard_unfinished
@@ -51,8 +51,8 @@ class Watch:
 
     def __init__(self, launch: Launch, store: Store) -> None:
         self.launch, self.timeout = launch, TIMEOUT
-        self._beats = Beats(store, launch.rank, launch.size, self._wake)
-        self._sights = [Sight() for _ in range(launch.size)]  # written by the guard alone
+        self._heartbeats = HeartbeatThread(store, launch.rank, launch.size, self._wake)
+        self._all_seen = [LastSeen() for _ in range(launch.size)]  # written by the guard alone
         self._ending = threading.Event()  # a thread is ending the process
         self._telling, self._told = threading.Lock(), False
         self._closed = False
@@ -69,15 +69,15 @@ class Watch:
         signal.signal(signal.SIGTERM, lambda *_: None)  # the guard sees to it
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             signal.signal(signal.SIGINT, self._interrupt)
-        self._beats.start()
+        self._heartbeats.start()
         self._guard.start()
 
     @contextlib.contextmanager
     def loading(self) -> Iterator[Callable[[Ranks], None]]:
         """Wait longer for this rank inside the ``with``; call what is yielded with the ranks of the model loaded."""
-        self._beats.show(LOADING)
-        yield self._beats.follow
-        self._beats.show(RUNNING)
+        self._heartbeats.show(LOADING)
+        yield self._heartbeats.follow
+        self._heartbeats.show(RUNNING)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Raise KeyboardInterrupt once: a launcher passes on the Ctrl-C that its processes had already."""
@@ -93,21 +93,21 @@ class Watch:
 
         Until then this rank still watches: one that fails after another is done ends the run for both.
         """
-        beats = self._beats
-        beats.status = status
-        beats.show(DONE)
-        self._wait(lambda: all(beats.is_in(rank, DONE, LEFT) for rank in beats.others))
-        if beats.lost:
+        heartbeats = self._heartbeats
+        heartbeats.status = status
+        heartbeats.show(DONE)
+        self._wait(lambda: all(heartbeats.is_in(rank, DONE, LEFT) for rank in heartbeats.others))
+        if heartbeats.lost:
             time.sleep(FAREWELL)  # the guard ends the process
-        status = max([status, *(beat.status for beat in beats.read.values() if beat is not None)])
-        beats.show(LEFT)
-        self._wait(lambda: beats.posted == LEFT, FAREWELL)
+        status = max([status, *(heartbeat.status for heartbeat in heartbeats.read.values() if heartbeat is not None)])
+        heartbeats.show(LEFT)
+        self._wait(lambda: heartbeats.posted == LEFT, FAREWELL)
         if self.launch.keeps_store:
-            self._wait(lambda: all(beats.is_in(rank, LEFT) for rank in beats.others), FAREWELL)
+            self._wait(lambda: all(heartbeats.is_in(rank, LEFT) for rank in heartbeats.others), FAREWELL)
         self._closed = True
         self._wake()
         self._guard.join(FAREWELL)
-        beats.stop(FAREWELL)
+        heartbeats.stop(FAREWELL)
         signal.set_wakeup_fd(-1)
         return status
 
@@ -131,18 +131,18 @@ class Watch:
 
     def someone_else_failed(self) -> None:
         """Wait for the cause of a collective that failed here, which ends the process; return where there is none."""
-        self._beats.show(FAILED)
+        self._heartbeats.show(FAILED)
         self._wait(lambda: False, GONE + FAREWELL)
 
     # ---- how a process ends
 
     def _end(self, status: int, text: str | None) -> NoReturn:
         first = self._tell(text)
-        self._beats.show(ENDED)
+        self._heartbeats.show(ENDED)
         if first or self.launch.keeps_store:
-            self._wait(lambda: all(self._knows(rank) for rank in self._beats.others), FAREWELL)
+            self._wait(lambda: all(self._knows(rank) for rank in self._heartbeats.others), FAREWELL)
         else:
-            self._wait(lambda: self._beats.posted == ENDED, GRACE)
+            self._wait(lambda: self._heartbeats.posted == ENDED, GRACE)
             time.sleep(GRACE / 2)  # a launcher takes the first process that ends for the culprit
         self._leave(status)
 
@@ -158,31 +158,31 @@ class Watch:
             if self._told:
                 return False
             self._told = True
-        first = self._beats.publish(text or "ended", FAREWELL)
+        first = self._heartbeats.publish(text or "ended", FAREWELL)
         if first and text is not None:
             _show(text)
         return first
 
     def _knows(self, rank: int) -> bool:
         """Whether a rank has read why the run ended, or never will."""
-        silent = self._sights[rank].silent >= min(GONE, self.timeout) / 2
-        return silent or self._beats.is_in(rank, ENDED, LEFT, TERMINATED)
+        silent = self._all_seen[rank].silent >= min(GONE, self.timeout) / 2
+        return silent or self._heartbeats.is_in(rank, ENDED, LEFT, TERMINATED)
 
     def _wait(self, until: Callable[[], bool], timeout: float = float("inf")) -> None:
         """Wait until something is seen, the store is lost, or time is up."""
         deadline = time.monotonic() + timeout
-        while not until() and not self._beats.lost and time.monotonic() < deadline:
+        while not until() and not self._heartbeats.lost and time.monotonic() < deadline:
             time.sleep(SOON)
 
     # ---- the thread that judges
 
     def _watch(self) -> None:
-        beats, last, store, waited = self._beats, time.monotonic(), Sight(), 0.0
+        heartbeats, last, store, waited = self._heartbeats, time.monotonic(), LastSeen(), 0.0
         while not self._closed:
             signals = self._signals()
             now = time.monotonic()
             elapsed, last = now - last, now
-            if self._ending.is_set() or beats.phase == LEFT:
+            if self._ending.is_set() or heartbeats.phase == LEFT:
                 continue
             if signal.SIGTERM in signals:
                 self._terminated()
@@ -190,25 +190,25 @@ class Watch:
                 self._signalled = min(self._signalled, now)
             if now - self._signalled > INTERRUPT:
                 self._end_from_here(INTERRUPTED, "interrupted")
-            if beats.cause:
+            if heartbeats.cause:
                 self._follow_out()
-            self._sights[self.launch.rank].look(beats.own(), elapsed)
-            store.look(Beat(beats.rounds, "", 0, 0, ""), elapsed)
+            self._all_seen[self.launch.rank].look(heartbeats.own(), elapsed)
+            store.look(Heartbeat(heartbeats.rounds, "", 0, 0, ""), elapsed)
             waited += elapsed
             if not store.silent:  # without news from the store, silence of the others means nothing
-                for rank in beats.others:
-                    self._sights[rank].look(beats.read.get(rank), waited)
+                for rank in heartbeats.others:
+                    self._all_seen[rank].look(heartbeats.read.get(rank), waited)
                 waited = 0.0
             self._judge(store.silent)
 
     def _judge(self, mute: float) -> None:
         """End the process where what was seen is reason to; `mute`: seconds without an answer from the store."""
-        here, failed, limit = self.launch.rank, self._beats.phase == FAILED, min(DEAD, self.timeout)
-        if self._beats.lost:
+        here, failed, limit = self.launch.rank, self._heartbeats.phase == FAILED, min(DEAD, self.timeout)
+        if self._heartbeats.lost:
             self._without_store("is gone")
-        elif mute >= limit and (failed or self._sights[here].stood >= limit):
+        elif mute >= limit and (failed or self._all_seen[here].stood >= limit):
             self._without_store(f"did not answer for {mute:.0f} s")
-        elif why := verdict(here, self._sights, self.timeout, failed=failed):
+        elif why := verdict(here, self._all_seen, self.timeout, failed=failed):
             self._end_from_here(1, why)
 
     def _signals(self) -> bytes:
@@ -221,13 +221,13 @@ class Watch:
 
     def _terminated(self) -> None:
         """End at SIGTERM, with which a launcher ends the ranks after one that failed: in silence, but leaving word."""
-        self._beats.show(TERMINATED)
-        self._wait(lambda: self._beats.posted == TERMINATED, GRACE)
+        self._heartbeats.show(TERMINATED)
+        self._wait(lambda: self._heartbeats.posted == TERMINATED, GRACE)
         self._leave(128 + signal.SIGTERM)
 
     def _follow_out(self) -> None:
         """End because another rank did, unless the main thread does so by itself."""
-        if self._beats.phase != FAILED:
+        if self._heartbeats.phase != FAILED:
             self._wait(self._ending.is_set, GRACE)
         self._end_from_here(1 if self._signalled == float("inf") else INTERRUPTED, None)
 
@@ -238,19 +238,19 @@ class Watch:
 
     def _without_store(self, what: str) -> None:
         """End without being able to ask anybody: the lowest of the other ranks that lived when last seen tells why."""
-        if self._ending.is_set() or self._beats.phase == LEFT:
+        if self._ending.is_set() or self._heartbeats.phase == LEFT:
             return
         self._ending.set()
         launcher = self.launch.kept_by_launcher
-        living = [  # this rank's own beats have stopped arriving with everybody's
+        living = [  # this rank's own heartbeats have stopped arriving with everybody's
             rank
-            for rank, sight in enumerate(self._sights)
-            if (launcher or rank) and (rank == self.launch.rank or sight.silent < DEAD)
+            for rank, seen in enumerate(self._all_seen)
+            if (launcher or rank) and (rank == self.launch.rank or seen.silent < DEAD)
         ]
-        if self.launch.rank == min(living) and not self._beats.cause:
-            beat = self._sights[0].beat
+        if self.launch.rank == min(living) and not self._heartbeats.cause:
+            heartbeat = self._all_seen[0].heartbeat
             keeper = "the launcher's store" if launcher else "rank 0 died: the store that it kept"
-            seen = "" if launcher or beat is None else f"; it was last seen {beat.place}"
+            seen = "" if launcher or heartbeat is None else f"; it was last seen {heartbeat.place}"
             _show(f"{keeper} {what}{seen}")
         self._leave(1)
 

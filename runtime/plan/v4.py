@@ -25,7 +25,7 @@ def largest(c: ModelConfig, s: Call) -> Moment:
             live.run("agreement", exchange=4 * I64 * min(CHECKED, max(streams, compared) // F32))
         live.hold("embedded tokens", t * hidden * s.item)
         rotations = len({kind is LayerKind.SWA for kind in c.layer_kinds})  # made once, for all layers of a kind
-        live.hold("cosines and sines", rotations * t * c.qk_rope_head_dim * F32)
+        live.hold("cosines and sines", rotations * t * (c.qk_rope_head_dim // 2 * 3) * F32)
         for layer in _distinct(c, s):
             with live.scope():
                 _block(c, s, live, layer)

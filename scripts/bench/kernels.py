@@ -87,7 +87,7 @@ def linear() -> Iterator[Pair]:
 
 
 def decoding() -> Iterator[Pair]:
-    """How much of a blocked linear is decoding: the ratio is the share."""
+    """How much of a linear in tiles is decoding: the ratio is the share."""
     for form, weight in weights(2048, 1024).items():
         for t in (1, 16, 64, 512):
             x = torch.randn(t, 1024).bfloat16()

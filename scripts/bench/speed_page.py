@@ -98,7 +98,7 @@ def page(
         "---",
         f"command: {command}",
         f"commit: {commit()}",
-        "ops: blocked",
+        "ops: cpu",
         "device: cpu, one thread of a machine that other work shared",
         f"torch: {torch.__version__.split('+', maxsplit=1)[0]}",
         "---",

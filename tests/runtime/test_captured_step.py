@@ -227,7 +227,16 @@ PLACES = {
     sites.ATTENTION_STREAMS: lambda m: (m.blocks[0].attention, "sink"),
     sites.EXPERT_WEIGHTS: lambda m: (m.blocks[0], "experts_norm"),
     sites.HIDDEN: lambda m: (m, "norm"),
+    sites.ATTENTION_COMB: lambda m: (m.blocks[0].attention_streams, "base"),
+    sites.EXPERTS_COMB: lambda m: (m.blocks[0].experts_streams, "scale"),
+    sites.INDEX_WEIGHTS: lambda m: (m.blocks[0].attention.indexer.weights_proj, "weight"),
+    sites.LOGITS: lambda m: (m.head, "weight"),
 }
+
+
+def poisoned(value):
+    """NaN wherever a parameter has a number."""
+    return type(value)(torch.full_like(value.data, math.nan)) if isinstance(value, Dense) else value * math.nan
 
 
 @pytest.mark.parametrize("site", PLACES, ids=lambda site: site.name)
@@ -235,11 +244,11 @@ def test_nan_trips_where_it_is_first_seen(csa, monkeypatch, site):
     state = prefilled(csa.blocked, TOKENS[:7], 12, 7)
     step = Step(csa.fused, state)
     owner, name = PLACES[site](csa.fused)
-    monkeypatch.setattr(owner, name, torch.full_like(getattr(owner, name), math.nan))
+    monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
     with pytest.raises(Tripwire) as trip:
         step(int(TOKENS[7]))
     assert (trip.value.site, trip.value.position) == (site.name, 7)
-    assert trip.value.layer == (None if site is sites.HIDDEN else 0)
+    assert trip.value.layer == (None if site in {sites.HIDDEN, sites.LOGITS} else 0)
 
 
 def test_nan_in_the_ring_trips(csa):

@@ -1,9 +1,11 @@
 """Which op set a run gets, which it is refused, and that its report says where each op came from."""
 
+import inspect
+
 import pytest
 import torch
 
-from kernels.ops import CPU, REFERENCE, backend, noted
+from kernels.ops import CPU, REFERENCE, Ops, backend, noted
 from kernels.triton_ops import TRITON
 from model.choices import OP_SETS
 from model.config import ModelConfig
@@ -59,7 +61,18 @@ def test_the_reference_has_no_attention_to_banks_or_codes(rule):
     assert op_set("reference", RunOptions(kv=("all=shard",)), CONFIG) is REFERENCE  # V4's entries it decodes
 
 
-def test_every_op_has_a_room():
+@pytest.mark.parametrize("ops", [REFERENCE, CPU, TRITON], ids=lambda ops: ops.name)
+def test_every_op_has_the_parameters_that_the_protocol_names(ops):
+    """In their order; what a model passes by name is the same on every backend."""
+    for name, op in ops._asdict().items():
+        if name != "name":
+            wanted = [word for word in inspect.signature(getattr(Ops, name)).parameters if word != "self"]
+            found = inspect.signature(op).parameters.values()
+            taken = [word.name for word in found if word.name in wanted or word.default is inspect.Parameter.empty]
+            assert taken == wanted, name
+
+
+def test_every_op_has_a_backend():
     assert {backend(op) for op in REFERENCE[1:-2]} == {"reference"}
     assert backend(CPU.attend) == "cpu"
     assert backend(CPU.pool) == "reference"

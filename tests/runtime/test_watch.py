@@ -41,17 +41,17 @@ def test_a_user_error_that_all_ranks_find_is_told_once(tmp_path):
 
 
 def test_a_rank_that_is_killed_is_named_by_another(tmp_path):
-    """Blocked in a collective that fails at once, the others still wait until they know whose beats stopped."""
+    """Blocked in a collective that fails at once, the others still wait until they know whose heartbeats stopped."""
     with ByHand(tmp_path, 2, MODULE, "--seconds", "0.5", "--rank-timeout", "4", store="test") as run:
         run.until(lambda: "round 2" in run.out(0))
         run.send(signal.SIGKILL, 1)
         statuses, seconds = run.statuses()
         assert statuses == [1, -signal.SIGKILL]
-        assert 3 < seconds < 8  # from the last beat, which was before the signal
+        assert 3 < seconds < 8  # from the last heartbeat, which was before the signal
         told = [line for line in run.console if not line.startswith("progress")]
         assert len(told) == 1
         assert told[0].startswith("rank 1 died or was stopped, last seen at collective ")
-        assert "(gather): no beat for 4 s" in told[0]
+        assert "(gather): no heartbeat for 4 s" in told[0]
 
 
 @pytest.mark.slow

@@ -137,8 +137,8 @@ def test_a_probe_writes_its_page_once(tmp_path):
 
 
 def in_prefill(run):
-    beat = run.beat(0)
-    return beat is not None and beat.phase == RUNNING and beat.collectives > 50
+    heartbeat = run.heartbeat(0)
+    return heartbeat is not None and heartbeat.phase == RUNNING and heartbeat.collectives > 50
 
 
 def in_decode(run):

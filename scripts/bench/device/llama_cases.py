@@ -44,7 +44,7 @@ def shards() -> Iterator[Case]:
             ("stream, 8 + 4 bits", stream, Target(of_bytes=0.6)),
         ):
             yield Case(
-                "shard", f"{what}, one token at {n}", cost, _shard(n, what[0] == "p"), str(SHARD), "blocked, in fp32",
+                "shard", f"{what}, one token at {n}", cost, _shard(n, what[0] == "p"), str(SHARD), "cpu, in fp32",
                 target, n == 8192,
             )  # fmt: skip
 
