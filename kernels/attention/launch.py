@@ -1,4 +1,4 @@
-"""How a call of attention in Triton is cut up: a function of shapes, dtypes and the kind of GPU, never of a position."""
+"""How a call of attention is cut up: a function of shapes, dtypes and the kind of GPU, never of a position."""
 
 from typing import NamedTuple
 

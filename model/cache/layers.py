@@ -150,10 +150,12 @@ class LayerCache(Components):
 
     def stands(self, position: int, first: int) -> list[Stand]:
         """The ring lacks the newest position or the oldest that `first` sees, or a closed window has no row."""
-        found, oldest = [], max(0, first - self.ring.window + 1)
-        for at in (oldest, position - 1) if position else ():
-            if at < position and self.ring.held_for(at) != at:
-                found.append(Stand("attention.ring", at, self.ring.held_for(at), at))
+        ends = (max(0, first - self.ring.window + 1), position - 1) if position else ()
+        found = [
+            Stand("attention.ring", at, self.ring.held_for(at), at)
+            for at in ends
+            if at < position and self.ring.held_for(at) != at
+        ]
         for site, frontier, rows, _ in self.compressed():
             closed, opened = divmod(position, frontier.ratio)
             if rows.count != closed:

@@ -1,9 +1,9 @@
 """What a rank sees of the others, and when that means that one of them died or hangs. No processes here, only rules.
 
-Every rank posts heartbeats. A heartbeat says how many collectives the rank has entered, and which was last; all ranks enter the
-same ones, and none leaves one before all have entered it. So the rank to blame is one that posts no heartbeats, or one whose
-count stands while others wait at the next collective. A false alarm is worse than a late one: silence alone, or a count
-that stands alone, is no reason.
+Every rank posts heartbeats. A heartbeat says how many collectives the rank has entered, and which was last; all ranks
+enter the same ones, and none leaves one before all have entered it. So the rank to blame is one that posts no
+heartbeats, or one whose count stands while others wait at the next collective. A false alarm is worse than a late one:
+silence alone, or a count that stands alone, is no reason.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """`Watch`: every rank ends soon after the first one that fails, and only that one's cause is told.
 
-A thread posts this rank's heartbeats and reads the others' (`runtime.group.heartbeat`); another one judges what was read
-(`runtime.group.failures`), and can end the process while the main thread is blocked in a collective, where no exception
-would reach it. Whoever ends for a reason of its own publishes that reason; the first one to do so writes it to the
-console, and nobody else writes anything.
+A thread posts this rank's heartbeats and reads the others' (`runtime.group.heartbeat`); another one judges what was
+read (`runtime.group.failures`), and can end the process while the main thread is blocked in a collective, where no
+exception would reach it. Whoever ends for a reason of its own publishes that reason; the first one to do so writes it
+to the console, and nobody else writes anything.
 """
 
 import contextlib
