@@ -1,6 +1,7 @@
 """Logits of Llama-family models equal transformers' on the same files, however the tokens are cut into calls."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from transformers import LlamaForCausalLM
 
 from kernels.ops import CPU, REFERENCE
 from model.cache.full import FullCache
+from model.errors import Tripwire
 from tests.llama_model import LLAMA3, load_ours, oracle, their_logits
 from tests.transformers_model import our_logits
 
@@ -151,3 +153,31 @@ def test_buffers_stay_where_they_are(saved):
         model(part, state)
     assert before == [buffer.data.data_ptr() for cache in state.layers for buffer in (cache.keys, cache.values)]
     assert state.position == len(TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("site", "layer", "poison"),
+    [
+        ("attention.stream", 1, lambda m: (m.blocks[1], "attention_norm")),
+        ("stream", 0, lambda m: (m.blocks[0], "feed_forward_norm")),
+        ("hidden", None, lambda m: (m, "norm")),
+    ],
+)
+def test_a_nan_trips_where_it_is_first_seen(tmp_path, site, layer, poison):
+    oracle().save_pretrained(tmp_path)
+    model = load_ours(tmp_path).model
+    owner, name = poison(model)
+    setattr(owner, name, getattr(owner, name) * math.nan)
+    with pytest.raises(Tripwire) as trip:
+        model(torch.arange(3), model.new_state(8, 8))
+    assert (trip.value.site, trip.value.layer, trip.value.position) == (site, layer, 0)
+
+
+def test_a_cache_that_does_not_stand_where_the_position_says_trips(tmp_path):
+    oracle().save_pretrained(tmp_path)
+    model = load_ours(tmp_path).model
+    state = model.new_state(8, 8)
+    model(torch.arange(3), state)
+    state.layers[1].position = 2
+    with pytest.raises(Tripwire, match=r"attention\.kv of layer 1 at position 3: 2, expected 3"):
+        model(torch.arange(1), state)

@@ -1,5 +1,9 @@
 """Each tripwire: silent on what a correct run produces, and naming the place on everything else."""
 
+import gc
+import weakref
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +13,10 @@ from kernels.formats.stored import Dense
 from kernels.hyper.reference import sinkhorn
 from kernels.indexer.reference import select
 from kernels.ops import CPU
+from model.compressor import EntryCompressor, KeyCompressor
 from model.errors import Tripwire
-from model.observe import invariants
+from model.observe import invariants, sites
+from model.observe.observer import listening
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
 
@@ -232,3 +238,49 @@ def test_a_nan_in_the_head_trips(monkeypatch):
     hidden = model(torch.arange(4), model.new_state(8, 8))
     trip = tripped(model.logits, hidden)
     assert (trip.site, trip.position, trip.measured) == ("logits", None, "4 of 4096 values not finite")
+
+
+class Narrow(EntryCompressor):
+    def stored(self, rows):
+        return super().stored(rows)[:, :1]
+
+
+class NarrowKeys(KeyCompressor):
+    def stored(self, rows):
+        return super().stored(rows)[:, :1]
+
+
+@pytest.mark.parametrize(("part", "faulty", "site"), [
+    (lambda m: m.blocks[1].attention.compressor, Narrow, "attention.entry"),
+    (lambda m: m.blocks[1].attention.indexer.compressor, NarrowKeys, "indexer.key_used"),
+])  # fmt: skip
+def test_rows_narrower_than_their_cache_trip_before_they_are_spread_over_it(part, faulty, site):
+    model = load(DEMO, RunOptions()).model
+    part(model).__class__ = faulty
+    with pytest.raises(Tripwire, match=f"{site} of layer 1: rows 128 wide, expected 1"):
+        model(torch.arange(8), model.new_state(8, 8))
+
+
+@pytest.mark.parametrize("site", [sites.INDEX_WEIGHTS, sites.INDEX_QUERY_USED, sites.STREAMS], ids=lambda s: s.name)
+def test_what_a_listener_writes_is_looked_at_too(model, site):
+    with listening(model, {site: lambda _, x: x.fill_(NAN)}), pytest.raises(Tripwire, match=site.name):
+        model(torch.arange(8), model.new_state(8, 8))
+
+
+def test_a_part_that_runs_alone_trips_without_a_position(model):
+    moe = model.blocks[0].experts
+    with pytest.raises(Tripwire) as trip:
+        moe.route(torch.full((2, 128), NAN, dtype=torch.bfloat16), SimpleNamespace(tokens=torch.arange(2)))
+    assert (trip.value.site, trip.value.position) == ("experts.weights", None)
+
+
+def test_a_model_that_nobody_holds_is_gone_at_once():
+    model = load(DEMO, RunOptions()).model
+    model(torch.arange(3), model.new_state(8, 8))
+    held = weakref.ref(model.blocks[1].attention)
+    gc.disable()
+    try:
+        del model
+        assert held() is None
+    finally:
+        gc.enable()
