@@ -10,7 +10,7 @@ import torch
 from kernels.ops import CPU
 from model.choices import ALL_REDUCE, ALL_TO_ALL, AUTO
 from model.config import ModelConfig
-from model.errors import ConfigError
+from model.errors import ConfigError, Tripwire
 from model.observe import sites
 from model.observe.observer import listening
 from model.ranks.ranks import ALONE, Group
@@ -194,3 +194,23 @@ def test_a_rank_reads_the_bytes_of_its_own_part_only(tmp_path):
             # beside its tensors a rank gets the pages that begin or end in another's, and those that Linux maps ahead
             assert held < read < 1.15 * held + (1 << 20), rank
             assert read < 0.5 * stored, rank
+
+
+def position_of_a_nan(group, site):
+    """At which position a rank says that a site is not finite, when its row 39 of 40 is not."""
+    model = load(DEMO, RunOptions(dispatch=ALL_TO_ALL), group=group).model
+
+    def spoil(_, x):
+        x[39] = torch.nan
+
+    try:
+        with listening(model, {site: spoil}):
+            model(torch.arange(40), model.new_state(40, 40))
+    except Tripwire as trip:
+        return trip.site, trip.position
+    return None
+
+
+def test_a_tripwire_in_a_split_call_names_the_position_of_the_sequence():
+    """The normed output is whole on each rank, whichever tokens were its own."""
+    assert gloo.run(2, position_of_a_nan, sites.HIDDEN) == [("hidden", 39)] * 2
