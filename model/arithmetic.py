@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.formats.groups import INDEX_GROUP, KV_GROUP, LINEAR_GROUP
 from kernels.formats.stored import Fp4, Fp8, Weight
 from kernels.ops import Ops
 from model.cache.formats import CacheFormats
-from model.config import KV_GROUP, LINEAR_GROUP
 from model.ranks.ranks import Ranks
 
 
@@ -66,7 +66,7 @@ class Arithmetic(NamedTuple):
         """Round indexer queries or keys [..., index_head_dim]: Hadamard rotation, then E2M1 per 32 columns."""
         if not self.deployed:
             return x
-        return self.ops.simulate_fp4(self.hadamard(x), 32)
+        return self.ops.simulate_fp4(self.hadamard(x), INDEX_GROUP)
 
     def hadamard(self, x: Tensor) -> Tensor:
         """The Hadamard transform alone, for keys whose cache rounds them itself."""

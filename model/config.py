@@ -13,11 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from kernels.formats.groups import INDEX_GROUP, KV_GROUP, LINEAR_GROUP
 from model.checkpoint.config_fields import LayerKind, Yarn
 from model.checkpoint.config_json import fields, read_json
 from model.errors import ConfigError
 
-__all__ = ["KV_GROUP", "LINEAR_GROUP", "LayerKind", "ModelConfig", "Yarn", "check_deployed"]
+__all__ = ["LayerKind", "ModelConfig", "Yarn", "check_deployed"]
 
 # A file of a few KiB describes every published model; these bounds only keep a hostile one from
 # turning into gigabytes of names.
@@ -27,11 +28,6 @@ MAX_EXPERTS_IN_ALL = 1_000_000
 # token, and each token makes the iterations twice in each layer. Published: 128 and 20.
 MAX_WINDOW = 1 << 16
 MAX_SINKHORN_ITERS = 1000
-
-# Of `deployed` numerics: columns that share a scale.
-KV_GROUP = 64  # of a KV entry
-LINEAR_GROUP = 128  # of a linear's input
-INDEX_GROUP = 32  # of an index query or key
 
 # What the weights and the arithmetic do not depend on.
 NOT_ARCHITECTURE = ("max_position_embeddings", "bos_token_id", "eos_token_id", "num_mtp_layers")

@@ -9,12 +9,11 @@ shared expert, norms. Nothing is sharded by columns, so no product is ever summe
 
 from dataclasses import dataclass
 
+from kernels.formats.groups import FP8_BLOCK
 from model.checkpoint.names import Axis, axis
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
 from model.ranks.ranks import AxisShard, Shards, evenly, undivided
-
-BLOCK = 128  # rows that share a scale in FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ def _divides(what: str, count: int, rows: int, size: int, why: list[str]) -> boo
     if count % size:
         why.append(f"{what}: {count}, which {size} does not divide")
         return False
-    if size > 1 and count // size * rows % BLOCK:
-        why.append(f"{what}: {count // size * rows} rows for each rank, no whole blocks of {BLOCK}")
+    if size > 1 and count // size * rows % FP8_BLOCK:
+        why.append(f"{what}: {count // size * rows} rows for each rank, no whole blocks of {FP8_BLOCK}")
         return False
     return True

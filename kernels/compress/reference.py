@@ -4,13 +4,11 @@ import torch
 from torch import Tensor
 
 from kernels.formats import rows_reference as stored
+from kernels.formats.groups import INDEX_GROUP, KV_GROUP
 from kernels.formats.stored import Rounding, Rows, Window
 from kernels.norm.reference import rms_norm
 from kernels.quantise.reference import hadamard, simulate_fp4, simulate_fp8
 from kernels.rope.reference import angles, rotate
-
-KV_GROUP = 64  # columns of an entry that share a scale
-INDEX_GROUP = 32  # columns of an index key that share one
 
 
 def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Tensor | None) -> Tensor:

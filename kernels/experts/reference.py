@@ -3,12 +3,11 @@
 import torch
 from torch import Tensor
 
+from kernels.formats.groups import LINEAR_GROUP
 from kernels.formats.stored import Fp4, Fp8, Weight, member
 from kernels.linear.reference import linear
 from kernels.quantise.reference import simulate_fp8
 from kernels.swiglu.reference import swiglu
-
-GROUP = 128  # columns of a linear's input that share a scale, in deployed numerics
 
 
 def experts(  # noqa: PLR0913, as many as the equation has
@@ -66,4 +65,4 @@ def experts(  # noqa: PLR0913, as many as the equation has
 
 
 def _linear(x: Tensor, weight: Weight, *, deployed: bool) -> Tensor:
-    return linear(simulate_fp8(x, GROUP) if deployed and isinstance(weight, Fp8 | Fp4) else x, weight)
+    return linear(simulate_fp8(x, LINEAR_GROUP) if deployed and isinstance(weight, Fp8 | Fp4) else x, weight)

@@ -11,10 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.formats.groups import LINEAR_GROUP
 from kernels.formats.stored import Fp4, Fp8, Weight
 from kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, simulated
 from kernels.formats.triton_rounding import UPCAST, rounded
-from kernels.linear.weight_tiles import GROUP, Planes, inputs, multiplied, narrow, operand, planes
+from kernels.linear.weight_tiles import Planes, inputs, multiplied, narrow, operand, planes
 from kernels.quantise.triton import simulate_fp8
 from kernels.swiglu.triton import activation
 
@@ -160,10 +161,10 @@ def experts(
     blocks = min(pairs, (pairs + total * (tokens - 1)) // tokens)  # a block may lack all but one of its tokens
     gate, up, down = planes(w1), planes(w3), planes(w2)
     assert _layout(gate) == _layout(up), "w1 and w3 lie differently"
-    x = simulate_fp8(x, GROUP) if deployed and isinstance(w1, Fp8 | Fp4) else x.contiguous()
+    x = simulate_fp8(x, LINEAR_GROUP) if deployed and isinstance(w1, Fp8 | Fp4) else x.contiguous()
     middle = x.new_empty(pairs, inner)
     rounding = deployed and isinstance(w2, Fp8 | Fp4)
-    assert not rounding or inner % GROUP == 0, f"{inner} columns are no multiple of the group of {GROUP}"
+    assert not rounding or inner % LINEAR_GROUP == 0, f"{inner} columns are no multiple of the group of {LINEAR_GROUP}"
     _gate_up[triton.cdiv(inner, ROWS), blocks](
         x, weights, *where, *gate[1:], *up[1:], middle, slots, total, inner, hidden, *_layout(gate), float(limit),
         ROUND=rounding, **_constants(x, w1, gate.form, total, tokens),

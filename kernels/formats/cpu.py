@@ -8,6 +8,7 @@ FP4 2.0 ns, from a table of all 256 bytes, which yields two weights a look-up (`
 from torch import Tensor
 
 from kernels.formats.codes import e2m1, e4m3, e8m0
+from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
 
 
@@ -18,16 +19,16 @@ def decode(weight: Weight) -> Tensor:
             return data.float()
         case Fp8(data, scale):
             out = e4m3(data)
-            per_column = e8m0(scale).repeat_interleave(128, 1)[:, : data.shape[1]]  # [blocks, in]
-            whole = len(out) // 128  # rows of blocks; one more may be partial
-            out[: whole * 128].view(whole, 128, data.shape[1]).mul_(per_column[:whole, None])
-            out[whole * 128 :].mul_(per_column[-1])
+            per_column = e8m0(scale).repeat_interleave(FP8_BLOCK, 1)[:, : data.shape[1]]  # [blocks, in]
+            whole = len(out) // FP8_BLOCK  # rows of blocks; one more may be partial
+            out[: whole * FP8_BLOCK].view(whole, FP8_BLOCK, data.shape[1]).mul_(per_column[:whole, None])
+            out[whole * FP8_BLOCK :].mul_(per_column[-1])
             return out
         case Fp4(data, scale):
             out = e2m1(data)
-            out.unflatten(1, (-1, 32)).mul_(e8m0(scale)[..., None])
+            out.unflatten(1, (-1, FP4_BLOCK)).mul_(e8m0(scale)[..., None])
             return out
         case NvFp4(data, scale, global_scale):
             out = e2m1(data)
-            out.unflatten(1, (-1, 16)).mul_(e4m3(scale)[..., None])
+            out.unflatten(1, (-1, NVFP4_BLOCK)).mul_(e4m3(scale)[..., None])
             return out.mul_(global_scale)

@@ -8,6 +8,7 @@ times 24, and NvFp4's 2 + 4, whose product with the block scale is exact, times 
 import torch
 from torch import Tensor
 
+from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
 
 
@@ -81,9 +82,9 @@ def decode(weight: Weight) -> Tensor:
         case Dense(data):
             return data.float()
         case Fp8(data, scale):
-            blocks = e8m0(scale).repeat_interleave(128, 0).repeat_interleave(128, 1)
+            blocks = e8m0(scale).repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
             return data.float() * blocks[:rows, :columns]  # blocks at the edges may be partial
         case Fp4(data, scale):
-            return e2m1(data) * e8m0(scale).repeat_interleave(32, 1)
+            return e2m1(data) * e8m0(scale).repeat_interleave(FP4_BLOCK, 1)
         case NvFp4(data, scale, global_scale):
-            return e2m1(data) * scale.float().repeat_interleave(16, 1) * global_scale
+            return e2m1(data) * scale.float().repeat_interleave(NVFP4_BLOCK, 1) * global_scale

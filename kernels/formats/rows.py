@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels.formats import basis_rows, codes, rotation
+from kernels.formats.groups import INDEX_GROUP, KV_GROUP
 from kernels.formats.stored import BasisRows, Fp4Keys, Fp8Entries, Fp8Keys, RotatedRows, Rows
 from kernels.quantise.reference import E2M1_MAX, E4M3_MAX, power_of_two_scale, quantise_fp8, round_e2m1
 
@@ -136,8 +137,8 @@ def take_turned(rows: Rows, index: Tensor) -> Tensor:
 def fp8_entries(n: int, d: int, rope: int, device: torch.device) -> Fp8Entries:
     """Allocate `n` entries of zeros, the last `rope` of their `d` columns in BF16."""
     nope = d - rope
-    assert nope % 64 == 0, f"{nope} columns before the rope dims are no multiple of 64"
-    groups = nope // 64
+    assert nope % KV_GROUP == 0, f"{nope} columns before the rope dims are no multiple of {KV_GROUP}"
+    groups = nope // KV_GROUP
     padding = -(nope + 2 * rope + groups) % ALIGNMENT
     return Fp8Entries(
         _zeros(n, nope, torch.float8_e4m3fn, device),
@@ -153,8 +154,8 @@ def fp8_keys(n: int, d: int, device: torch.device) -> Fp8Keys:
 
 def fp4_keys(n: int, d: int, device: torch.device) -> Fp4Keys:
     """Allocate `n` keys of zeros."""
-    assert d % 32 == 0, f"{d} columns are no multiple of 32"
-    return Fp4Keys(_zeros(n, d // 2, torch.uint8, device), _zeros(n, d // 32, torch.float8_e8m0fnu, device))
+    assert d % INDEX_GROUP == 0, f"{d} columns are no multiple of {INDEX_GROUP}"
+    return Fp4Keys(_zeros(n, d // 2, torch.uint8, device), _zeros(n, d // INDEX_GROUP, torch.float8_e8m0fnu, device))
 
 
 def write(rows: Rows, start: int, x: Tensor) -> None:
@@ -163,16 +164,16 @@ def write(rows: Rows, start: int, x: Tensor) -> None:
     match part:
         case Fp8Entries(values, rope, scale):
             nope = values.shape[1]
-            rounded, scales = quantise_fp8(x[:, :nope], 64)
+            rounded, scales = quantise_fp8(x[:, :nope], KV_GROUP)
             values.copy_(rounded)
             rope.copy_(x[:, nope:])
-            scale[:, : nope // 64] = scales.to(scale.dtype)
+            scale[:, : nope // KV_GROUP] = scales.to(scale.dtype)
         case Fp8Keys(values, scale):
             amax = x.float().abs().amax(1).clamp_min(E4M3_MAX * SMALLEST_SCALE)
             scale.copy_(power_of_two_scale(amax, E4M3_MAX))
             values.copy_((x.float() / scale[:, None]).clamp(-E4M3_MAX, E4M3_MAX))
         case Fp4Keys(packed, scale):
-            blocks = x.float().unflatten(1, (-1, 32))
+            blocks = x.float().unflatten(1, (-1, INDEX_GROUP))
             scales = power_of_two_scale(blocks.abs().amax(-1).clamp_min(E2M1_MAX * SMALLEST_SCALE), E2M1_MAX)
             scale.copy_(scales)
             packed.copy_(_packed((blocks / scales[..., None]).flatten(1)))
@@ -216,9 +217,9 @@ def _decoded(rows: Rows) -> Tensor:
             nope = values.shape[1]
             out = torch.empty(rows.shape, dtype=torch.float32, device=values.device)
             torch.mul(
-                codes.e4m3(values).unflatten(1, (-1, 64)),
-                codes.e8m0(scale[:, : nope // 64])[..., None],
-                out=out[:, :nope].unflatten(1, (-1, 64)),
+                codes.e4m3(values).unflatten(1, (-1, KV_GROUP)),
+                codes.e8m0(scale[:, : nope // KV_GROUP])[..., None],
+                out=out[:, :nope].unflatten(1, (-1, KV_GROUP)),
             )
             out[:, nope:] = rope
             return out
@@ -226,7 +227,7 @@ def _decoded(rows: Rows) -> Tensor:
             return codes.e4m3(values).mul_(scale[:, None])
         case Fp4Keys(packed, scale):
             out = codes.e2m1(packed)
-            out.unflatten(1, (-1, 32)).mul_(codes.e8m0(scale)[..., None])
+            out.unflatten(1, (-1, INDEX_GROUP)).mul_(codes.e8m0(scale)[..., None])
             return out
         case RotatedRows():
             return rotation.read(rows, 0, rows.shape[0])

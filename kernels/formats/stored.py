@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.formats.groups import FP8_BLOCK
+
 
 class Dense(NamedTuple):
     """A matrix stored in BF16, F16 or F32."""
@@ -78,9 +80,9 @@ def rows(weight: Weight, start: int, stop: int) -> Weight:
         case Dense(data):
             return Dense(data[start:stop])
         case Fp8(data, scale):
-            assert start % 128 == 0, f"start {start} does not begin a 128-row block"
-            assert stop % 128 == 0 or stop == data.shape[0], f"stop {stop} cuts a 128-row block"
-            return Fp8(data[start:stop], scale[start // 128 : -(-stop // 128)])
+            assert start % FP8_BLOCK == 0, f"start {start} does not begin a 128-row block"
+            assert stop % FP8_BLOCK == 0 or stop == data.shape[0], f"stop {stop} cuts a 128-row block"
+            return Fp8(data[start:stop], scale[start // FP8_BLOCK : -(-stop // FP8_BLOCK)])
         case Fp4(data, scale):
             return Fp4(data[start:stop], scale[start:stop])
         case NvFp4(data, scale, global_scale):

@@ -22,8 +22,6 @@ from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
 from kernels.formats.triton import e2m1, e4m3, e8m0
 from kernels.formats.triton_rounding import UPCAST
 
-GROUP = 128  # columns of a linear's input that share a scale, in deployed numerics
-
 
 class Planes(NamedTuple):
     """A weight as kernels take it; planes that a form does not have are `data` again and never read."""

@@ -7,15 +7,13 @@ in it: they are not run.
 
 from typing import Final, Literal
 
+from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK
 from model.checkpoint.names import Kind, Parameter, parameters
 from model.config import ModelConfig
 from model.errors import ConfigError
 
 Experts = Literal["fp4", "fp8"]
 ScaleType = Literal["F8_E8M0", "F32"]
-
-FP8_BLOCK: Final = 128  # rows, and columns, that share a scale
-FP4_BLOCK: Final = 32  # columns of one row that share a scale
 
 _PLAIN: Final[dict[Kind, str]] = {"bf16": "BF16", "f32": "F32", "i64": "I64"}
 
