@@ -24,7 +24,7 @@ from probes.fault import Fault
 from probes.shared.parts import PARTS, Parts
 from runtime.group.processes import watched_load
 from runtime.group.watchdog import Watch
-from runtime.load import Loaded
+from runtime.load import LoadedV4
 from runtime.options import DEMO, RunOptions
 from runtime.text.tokenizer import Tokenizer
 
@@ -46,9 +46,9 @@ class Subject:
     group: Group = ALONE  # the ranks that run it: each of them runs the same probes, in the same order
     watch: Watch | None = field(default=None, compare=False, repr=False)  # over these ranks
     # not taken over by `dataclasses.replace`: the models of one fault are not those of another
-    _loaded: dict[tuple[RunOptions, Ops], Loaded] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _loaded: dict[tuple[RunOptions, Ops], LoadedV4] = field(default_factory=dict, init=False, compare=False, repr=False)
 
-    def load(self, options: RunOptions | None = None, ops: Ops | None = None) -> Loaded:
+    def load(self, options: RunOptions | None = None, ops: Ops | None = None) -> LoadedV4:
         """Return the checkpoint loaded with these options and ops (the run's where None), the fault in place.
 
         A model is loaded once for each pair and handed out again; probes leave models as they found them. A fault in

@@ -5,43 +5,52 @@ import platform
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from kernels.ops import CPU, Ops
-from model.architectures import Config
-from model.checkpoint.census import Census, census
+from model.architectures import Config, Model
+from model.arithmetic import Arithmetic
+from model.checkpoint.census import Census
+from model.checkpoint.census import census as v4_census
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.weights import bind, fingerprint, headers_digest
+from model.checkpoint.weights import Weights, bind, fingerprint, headers_digest
 from model.config import ModelConfig
 from model.errors import CheckpointError, ConfigError
+from model.llama.adapters import adapters_fingerprint, read_adapters
+from model.llama.census import census as llama_census
+from model.llama.census import check_tied_head
 from model.llama.config import LlamaConfig
-from model.observe.observer import PLACES, install
+from model.llama.transformer import LlamaTransformer
+from model.observe.observer import LLAMA_PLACES, PLACES, install
 from model.ranks.ranks import ALONE, Group, Ranks, evenly
 from model.transformer import Transformer
 from runtime.arithmetic import arithmetic, cache_formats
 from runtime.kv import check_bases, variants
-from runtime.llama import LoadedLlama, load_llama
 from runtime.memory import check_fits
 from runtime.options import RunOptions, checked_config
 from runtime.plan.planner import Planner
 from runtime.sharding import Placement, place
 
+M = TypeVar("M")
 
-class Loaded(NamedTuple):
-    """A V4 model and where it came from."""
 
-    model: Transformer
+class Loaded(NamedTuple, Generic[M]):
+    """A model and where it came from."""
+
+    model: M
     census: Census
-    weights_fingerprint: str  # see `model.checkpoint.weights.fingerprint`
+    weights_fingerprint: str  # see `model.checkpoint.weights.fingerprint`; of the adapters too, where there are some
     directory: Path
     placement: Placement
     held: dict[str, int]  # bytes of this rank's part of each parameter, as stored
 
 
-AnyLoaded = Loaded | LoadedLlama
+LoadedV4: TypeAlias = Loaded[Transformer]
+LoadedLlama: TypeAlias = Loaded[LlamaTransformer]
+AnyLoaded: TypeAlias = Loaded[Transformer] | Loaded[LlamaTransformer]
 
 
 def check_device(device: str) -> None:
@@ -75,11 +84,8 @@ def load_any(
     context: int | None = None,
     follow: Callable[[Ranks], None] = lambda _: None,
 ) -> AnyLoaded:
-    """Load a checkpoint of the architecture that its config.json names, see `load` and `runtime.llama.load_llama`."""
-    config = read_any_config(directory, options)
-    if isinstance(config, LlamaConfig):
-        return load_llama(config, directory, options, ops, group, context)
-    return _load_v4(config, directory, options, ops, group, context, follow)
+    """Load a checkpoint of the architecture that its config.json names; otherwise `load`."""
+    return _load(read_any_config(directory, options), directory, options, ops, group, context, follow)
 
 
 def load(
@@ -90,7 +96,7 @@ def load(
     *,
     context: int | None = None,
     follow: Callable[[Ranks], None] = lambda _: None,
-) -> Loaded:
+) -> LoadedV4:
     """Read config, census and weights of a V4 checkpoint, strictly, and build this rank's part of the model.
 
     ConfigError or CheckpointError, with one line, for everything that is wrong with the directory; RankDisagreement
@@ -99,20 +105,25 @@ def load(
     memory-mapped on the CPU, and of those that other ranks hold no byte is read (but by rank 0, for what
     `model.checkpoint.weights.fingerprint` covers). `follow` is given the ranks before the first exchange among them.
     """
-    return _load_v4(read_config(directory, options), directory, options, ops, group, context, follow)
+    loaded = _load(read_config(directory, options), directory, options, ops, group, context, follow)
+    assert isinstance(loaded.model, Transformer), "the config is of V4"
+    return loaded
 
 
-def _load_v4(
-    config: ModelConfig,
+def _load(
+    config: Config,
     directory: Path,
     options: RunOptions,
     ops: Ops,
     group: Group,
     context: int | None,
     follow: Callable[[Ranks], None],
-) -> Loaded:
+) -> AnyLoaded:
+    """`load`, of either architecture: they differ in config, census and model."""
+    if isinstance(config, LlamaConfig) and group.size > 1:
+        raise ConfigError(f"{directory}: a {config.model_type} model runs on one rank, this run has {group.size}")
     checkpoint = Checkpoint.open(directory)
-    counted = census(checkpoint.shapes(), config, where=str(directory))
+    counted = _census(checkpoint, config, str(directory))
     device = torch.device(options.device)
     placement = place(config, group.size)
     ranks = Ranks(group, placement.ranks[group.rank], options.dispatch)
@@ -124,16 +135,39 @@ def _load_v4(
     planner = Planner(config, counted, placement, options, group.rank, ops.name)
     check_fits(planner, context or 1, str(directory), processes=_ranks_here(ranks, device))
     weights = bind(checkpoint, counted, device, held=lambda name, rows: placement.rows(name, rows, group.rank))
-    model = Transformer(config, weights, arithmetic(options, ops, ranks, config))
-    install(model, PLACES)
+    numerics = arithmetic(options, ops, ranks, config)
+    model, marks = _built(config, weights, numerics, options)
+    install(model, LLAMA_PLACES if isinstance(config, LlamaConfig) else PLACES)
     if unread := weights.unread():  # a parameter that no layer asked for is a layer that was not built
         raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
     found = _fingerprint(checkpoint, ranks, device)
     check_bases(options.kv, found)
-    return Loaded(model, counted, found, directory, placement, weights.handed())
+    for mark in marks:
+        found = hashlib.sha256(f"{found} {mark}".encode()).hexdigest()
+    return cast("AnyLoaded", Loaded(model, counted, found, directory, placement, weights.handed()))
 
 
-def _options_digest(options: RunOptions, ops: Ops, config: ModelConfig, context: int | None) -> str:
+def _census(checkpoint: Checkpoint, config: Config, where: str) -> Census:
+    """The census of a checkpoint of either architecture; CheckpointError."""
+    if not isinstance(config, LlamaConfig):
+        return v4_census(checkpoint.shapes(), config, where=where)
+    counted = llama_census(checkpoint.shapes(), config, where=where)
+    check_tied_head(checkpoint, counted)
+    return counted
+
+
+def _built(config: Config, weights: Weights, numerics: Arithmetic, options: RunOptions) -> tuple[Model, list[str]]:
+    """The model, and the fingerprints of what it has beside its weights: adapters."""
+    if not isinstance(config, LlamaConfig):
+        return Transformer(config, weights, numerics), []
+    if options.coda_adapters is None:
+        return LlamaTransformer(config, weights, numerics), []
+    path = Path(options.coda_adapters)
+    adapters = read_adapters(path, config, torch.device(options.device))
+    return LlamaTransformer(config, weights, numerics, adapters), [adapters_fingerprint(path)]
+
+
+def _options_digest(options: RunOptions, ops: Ops, config: Config, context: int | None) -> str:
     """SHA-256 of what every rank is asked, as 64 hex digits: on several machines it is typed several times.
 
     Variants are told as well as their rules: a rule may name a file, of which every machine has its own.

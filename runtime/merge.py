@@ -12,12 +12,12 @@ from model.architectures import Config
 from model.errors import StateError
 from model.llama.config import LlamaConfig
 from model.llama.rope import frequencies
+from model.llama.transformer import LlamaTransformer
 from model.state import State
 from model.variants.choice import GroupedCoda
 from model.variants.coda_merge import Kept, merge_caches
 from model.variants.grouped import CodaLayer
-from runtime.llama import LoadedLlama
-from runtime.load import AnyLoaded
+from runtime.load import AnyLoaded, LoadedLlama
 
 
 def check_family(config: Config, where: str) -> None:
@@ -33,7 +33,7 @@ def mergeable(loaded: AnyLoaded, where: str) -> LoadedLlama:
     second component of each rotated pair without the first, and no rotation moves such an average.
     """
     check_family(loaded.model.config, where)
-    assert isinstance(loaded, LoadedLlama), "of that family"
+    assert isinstance(loaded.model, LlamaTransformer), "of that family"
     formats = loaded.model.arithmetic.formats
     for layer in range(loaded.model.config.num_hidden_layers):
         variant = formats.variant(layer)

@@ -8,11 +8,14 @@ shared expert, norms. Nothing is sharded by columns, so no product is ever summe
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from kernels.formats.groups import FP8_BLOCK
+from model.architectures import Config
 from model.checkpoint.names import Axis, axis
-from model.config import LayerKind, ModelConfig
+from model.config import LayerKind
 from model.errors import ConfigError
+from model.llama.config import LlamaConfig
 from model.ranks.ranks import AxisShard, Shards, evenly, undivided
 
 
@@ -44,12 +47,19 @@ class Placement:
         return AxisShard(shard.start * each, shard.stop * each, rows, split=True)
 
 
-def place(config: ModelConfig, size: int) -> Placement:
+# One rank has all of everything: a shard that is not split says no more than that.
+WHOLE: Final = Placement(1, (Shards(*(undivided(1),) * len(Shards._fields)),), ())
+
+
+def place(config: Config, size: int) -> Placement:
     """Place a model on `size` ranks.
 
     ConfigError when the routed experts do not divide by `size`; every other axis that does not is replicated, and
     `Placement.replicated` says so.
     """
+    if isinstance(config, LlamaConfig):
+        assert size == 1, f"{size} ranks: a model of the Llama family runs on one"
+        return WHOLE
     if config.n_routed_experts % size:
         raise ConfigError(f"{size} ranks: n_routed_experts is {config.n_routed_experts}, which {size} does not divide")
     why: list[str] = []

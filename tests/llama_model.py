@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 from kernels.ops import CPU, Ops
-from runtime.llama import LoadedLlama
-from runtime.load import load_any
+from model.llama.transformer import LlamaTransformer
+from runtime.load import LoadedLlama, load_any
 from runtime.options import RunOptions
 
 # Short contexts, so that test prompts of some 50 tokens stand on both sides of the original one, and so few frequencies
@@ -62,7 +62,7 @@ def oracle(
 def load_ours(directory: Path, ops: Ops = CPU, dtype: str = "fp32") -> LoadedLlama:
     """The saved model in this runtime."""
     loaded = load_any(directory, RunOptions("plain", dtype), ops)
-    assert isinstance(loaded, LoadedLlama)
+    assert isinstance(loaded.model, LlamaTransformer)
     return loaded
 
 

@@ -14,7 +14,7 @@ from model.ranks.ranks import ALONE, Group
 from runtime.group.failures import LOADS
 from runtime.group.store import open_store
 from runtime.group.watchdog import Watch
-from runtime.load import AnyLoaded, Loaded, check_device, load, load_any
+from runtime.load import AnyLoaded, LoadedV4, check_device, load, load_any
 from runtime.options import RunOptions
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
@@ -74,7 +74,7 @@ def watched_load(
     group: Group = ALONE,
     *,
     context: int | None = None,
-) -> Loaded:
+) -> LoadedV4:
     """Load a V4 model, see `runtime.load.load`, and let the other ranks see how far this one is in running it."""
     if watch is None:
         return load(directory, options, ops, group, context=context)

@@ -22,7 +22,7 @@ from model.variants.coda_merge import Kept
 from probes.demo_language.language import encode, needle_document
 from probes.demo_language.prompts import fact_prompts
 from runtime.generate import prefill
-from runtime.llama import LoadedLlama
+from runtime.load import LoadedLlama
 from runtime.memory import new_state
 from runtime.merge import merge
 from runtime.quantised_state import load_any_state, quantise_state

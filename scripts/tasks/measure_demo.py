@@ -16,7 +16,7 @@ from model.transformer import Transformer
 from probes.ablations import random_selection, without_entries
 from probes.demo_language.prompts import Prompt, common_prompts, fact_prompts, needle_prompts
 from probes.demo_language.vocabulary import vocabulary_size
-from runtime.load import Loaded, load
+from runtime.load import LoadedV4, load
 from runtime.output import write_json, write_text
 from runtime.report import commit
 from scripts.console import Console
@@ -110,7 +110,7 @@ def score(model: Transformer, prompts: Sequence[Prompt], chunk: int) -> Score:
     return Score(right, total)
 
 
-def measure(args: argparse.Namespace, console: Console) -> tuple[Loaded, dict[str, dict[str, Score]]]:
+def measure(args: argparse.Namespace, console: Console) -> tuple[LoadedV4, dict[str, dict[str, Score]]]:
     """Return the scores: row (task and length) -> column (variant) -> score."""
     options = run_options(args)
     loaded = {name: load(args.model, options, ops) for name, ops in variants().items()}
@@ -140,7 +140,7 @@ def measure(args: argparse.Namespace, console: Console) -> tuple[Loaded, dict[st
     return loaded["as shipped"], scores
 
 
-def page(args: argparse.Namespace, loaded: Loaded, scores: dict[str, dict[str, Score]], seconds: float) -> str:
+def page(args: argparse.Namespace, loaded: LoadedV4, scores: dict[str, dict[str, Score]], seconds: float) -> str:
     """Return the audit as Markdown."""
 
     def percents(kind: str, column: str) -> list[float]:

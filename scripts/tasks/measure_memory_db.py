@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from model.errors import ConfigError
+from model.llama.transformer import LlamaTransformer
 from probes.demo_language.vocabulary import vocabulary_size
-from runtime.llama import LoadedLlama
-from runtime.load import load_any
+from runtime.load import LoadedLlama, load_any
 from runtime.merge import mergeable
 from runtime.options import RunOptions
 from runtime.output import write_json, write_text
@@ -91,7 +91,7 @@ def _models(args: argparse.Namespace) -> dict[str, LoadedLlama]:
     models: dict[str, LoadedLlama] = {}
     for row, each in options.items():
         loaded = load_any(args.model, each)
-        if not isinstance(loaded, LoadedLlama) or loaded.model.config.vocab_size != vocabulary_size():
+        if not isinstance(loaded.model, LlamaTransformer) or loaded.model.config.vocab_size != vocabulary_size():
             raise ConfigError(f"{args.model}: no Llama-family model of the demo language")
         models[row] = loaded
     mergeable(models[BOUNDED], f"--kv {args.kv}")

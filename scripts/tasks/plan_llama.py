@@ -10,10 +10,10 @@ from model.errors import CapacityError, ConfigError
 from model.llama.adapters import check_adapters
 from model.llama.census import census, parameters
 from model.llama.config import LlamaConfig
-from runtime.llama import WHOLE
 from runtime.op_sets import planned
 from runtime.options import RunOptions, check_options
 from runtime.plan.planner import Planner
+from runtime.sharding import WHOLE
 
 
 def llama_planner(config: LlamaConfig, checkpoint: Path | None, options: RunOptions, ranks: int) -> Planner:

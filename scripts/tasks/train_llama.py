@@ -7,7 +7,7 @@ import torch
 from rich.table import Table
 
 from model.llama.config import LlamaConfig
-from runtime.llama import LoadedLlama
+from model.llama.transformer import LlamaTransformer
 from runtime.load import load_any
 from runtime.options import RunOptions
 from runtime.output import making
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         size = write_checkpoint(network, fields, folder)
     console.say(f"{args.out}: {size:,} bytes after {time.process_time() - start:.0f} s of one core")
     loaded = load_any(out, RunOptions("plain"))
-    assert isinstance(loaded, LoadedLlama)
+    assert isinstance(loaded.model, LlamaTransformer)
     table = Table("asked", "answers", "right", title="as loaded, plain numerics, bf16", title_justify="left")
     for asked, (share, answers) in measurements(loaded.model, LENGTHS, args.documents, seed=1).items():
         table.add_row(asked, str(answers), f"{100 * share:.1f} %")

@@ -14,11 +14,11 @@ from model.variants.grouped import CodaLayer, ShardLayer
 from model.variants.shard import KvShape
 from runtime import memory
 from runtime.arithmetic import DTYPES
-from runtime.llama import WHOLE
 from runtime.load import load_any
 from runtime.options import RunOptions
 from runtime.plan.llama import attend
 from runtime.plan.planner import Planner
+from runtime.sharding import WHOLE
 from tests.llama_model import load_ours, oracle
 from tests.peak_memory import peak_bytes
 
@@ -177,6 +177,6 @@ def test_a_context_that_does_not_fit_is_refused_before_weights_are_read(saved, m
     loaded = load_ours(saved)
     needed = planner(loaded, RunOptions("plain")).plan(1000).needed
     monkeypatch.setattr(memory, "machine_memory", lambda _: needed)
-    monkeypatch.setattr("runtime.llama.bind", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("runtime.load.bind", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(CapacityError, match=r"the largest context that fits is 1000$"):
         load_any(saved, RunOptions("plain"), context=1001)
