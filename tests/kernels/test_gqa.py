@@ -39,7 +39,7 @@ def test_reference_is_softmax_attention_with_repeated_heads(H, K, window):
 @pytest.mark.parametrize("window", [None, 1, 7, 40])
 @pytest.mark.parametrize(("t", "first"), [(1, 0), (1, 90), (33, 0), (33, 61)])
 @pytest.mark.parametrize(("rows", "logits", "keys"), [(1024, 1 << 19, 1 << 19), (12, 96, 60), (8, 64, 60), (4, 4, 1)])
-def test_blocked_equals_reference_whatever_the_tiles(monkeypatch, rows, logits, keys, t, first, window, dtype):
+def test_cpu_equals_reference_whatever_the_tiles(monkeypatch, rows, logits, keys, t, first, window, dtype):
     monkeypatch.setattr(gqa, "ROWS", rows)
     monkeypatch.setattr(gqa, "LOGITS", logits)
     monkeypatch.setattr(gqa, "KEYS", keys)

@@ -1,7 +1,7 @@
 """The scratch that each fused op says it takes, against the tensors that its launch code allocates.
 
 The kernels themselves are not run: they allocate nothing, and so shapes can be those of a model. The launch code is run
-as it is in Triton's interpreter, where no GPU is asked; `tests.model.test_fused_model` runs kernels, and holds a call
+as it is in Triton's interpreter, where no GPU is asked; `tests.model.test_triton_model` runs kernels, and holds a call
 of a whole model against its plan.
 """
 
