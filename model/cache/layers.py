@@ -148,14 +148,18 @@ class LayerCache(Components):
         else:
             self.ring.write(call.first, kv)
 
-    def stands(self, position: int, first: int) -> list[Stand]:
-        """The ring lacks the newest position or the oldest that `first` sees, or a closed window has no row."""
+    def ring_stands(self, position: int, first: int) -> list[Stand]:
+        """The ring lacks the newest position, or the oldest that `first` sees."""
         ends = (max(0, first - self.ring.window + 1), position - 1) if position else ()
-        found = [
+        return [
             Stand("attention.ring", at, self.ring.held_for(at), at)
             for at in ends
             if at < position and self.ring.held_for(at) != at
         ]
+
+    def stands(self, position: int, first: int) -> list[Stand]:
+        """The ring lacks a position, or a closed window has no row."""
+        found = self.ring_stands(position, first)
         for site, frontier, rows, _ in self.compressed():
             closed, opened = divmod(position, frontier.ratio)
             if rows.count != closed:

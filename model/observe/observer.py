@@ -318,6 +318,8 @@ def install(model: Observed, places: Mapping[Site, Place]) -> Observer:
         kind = type(getattr(block, "attention", None)).__name__
         allowed = {site for site in missing if site in OF_KINDS and kind not in OF_KINDS[site]}
         assert missing == allowed, f"layer {layer}: no method for {sorted(site.name for site in missing - allowed)}"
+        if sites.MIXED in of_layers:
+            _wrap_attend(observer, block.attention, layer)
         for site, part in (
             (sites.ENTRY, "attention.compressor"),
             (sites.INDEX_KEY_USED, "attention.indexer.compressor"),
@@ -369,6 +371,21 @@ def _wrap(part: Any, method: str, after: Callable[[Any, tuple[Any, ...], Any], A
         return after(own, given, getattr(type(own), method)(own, *given))
 
     setattr(part, method, wrapped)
+
+
+def _wrap_attend(observer: Observer, attention: Any, layer: int) -> None:
+    """What is attended to has been written: the ring is looked at before it is read."""
+    watched = attention.attend
+
+    @wraps(watched)
+    def attend(q: Tensor, beyond: Any, call: Call, cache: Any) -> Tensor:
+        if observer.checking and isinstance(call.first, int):
+            for where in cache.ring_stands(call.first + call.count, call.first):
+                invariants.count(where.site, layer, where.position, where.found, where.wanted)
+        out: Tensor = watched(q, beyond, call, cache)
+        return out
+
+    attention.attend = attend
 
 
 def _wrap_written(observer: Observer, compressor: Any, layer: int, site: Site) -> None:
