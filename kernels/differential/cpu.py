@@ -89,7 +89,7 @@ def attend(q: Tensor, noise: Noise | None, past: Past, own: Own | None) -> Tenso
     each = rows.numel() // (kv_heads * t * d) * values.shape[1]  # logits of a token and a KV head
     tile = max(1, min(t, LOGITS // each))
     beside = max(1, min(kv_heads, LOGITS // (each * tile)))  # KV heads in one product
-    room = [q.new_empty(beside * tile * each, dtype=torch.float32) for _ in range(2)]
+    scratch = [q.new_empty(beside * tile * each, dtype=torch.float32) for _ in range(2)]
     out = q.new_empty(t, kv_heads, heads // kv_heads, d, dtype=torch.float32)
     for start in range(0, t, tile):
         tokens, width = slice(start, min(start + tile, t)), slots if own is None else slots + min(start + tile, t)
@@ -97,9 +97,9 @@ def attend(q: Tensor, noise: Noise | None, past: Past, own: Own | None) -> Tenso
             some = slice(low, low + beside)
             part, share = rows[some, :, :, tokens], None if lam is None else lam[some, :, tokens].flatten(1, 2)
             size, shape = part.numel() // d * width, (part.shape[0], -1, width)
-            scores = torch.bmm(part.flatten(1, 3), keys[some, :, :width], out=room[0][:size].view(shape))
+            scores = torch.bmm(part.flatten(1, 3), keys[some, :, :width], out=scratch[0][:size].view(shape))
             _hide(scores.view(part.shape[0], -1, part.shape[3], width), tokens, slots, seen, own)
-            mass = torch.softmax(scores, -1, out=room[1][:size].view(shape))
+            mass = torch.softmax(scores, -1, out=scratch[1][:size].view(shape))
             summed = torch.bmm(_mixed(mass, share), values[some, :width])
             out[tokens, some] = summed.view(part.shape[0], -1, *part.shape[3:]).permute(2, 0, 1, 3)
     return out.view(t, heads, d)

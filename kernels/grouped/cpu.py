@@ -64,7 +64,8 @@ def _attend_tokens(q: Tensor, keys: Tensor, values: Tensor, start: int, window: 
     state = _Softmax(peak, torch.zeros_like(peak), torch.zeros_like(grouped))
     tile = tile_length(tokens, heads, kv_heads, d)
     # Two buffers for all tiles: MiBs that are freed after every tile go back to the kernel, which zeroes them anew.
-    room = [grouped.new_empty(0 if keys.dtype == torch.float32 else kv_heads * min(tile, stop) * d) for _ in range(2)]
+    widened = 0 if keys.dtype == torch.float32 else kv_heads * min(tile, stop) * d
+    scratch = [grouped.new_empty(widened) for _ in range(2)]
     position = torch.arange(start, stop, device=q.device)[:, None]  # [s, 1]
     for low in range(0 if window is None else max(0, start - window + 1), stop, tile):
         high = min(low + tile, stop)
@@ -74,15 +75,16 @@ def _attend_tokens(q: Tensor, keys: Tensor, values: Tensor, start: int, window: 
             seen = key <= position  # [s, m]
             if window is not None:
                 seen &= key > position - window
-        wide_keys, wide_values = (_wide(x[:, low:high], buffer) for x, buffer in zip((keys, values), room, strict=True))
+        tiles = zip((keys[:, low:high], values[:, low:high]), scratch, strict=True)
+        wide_keys, wide_values = (_wide(x, buffer) for x, buffer in tiles)
         _accumulate(state, grouped, wide_keys, wide_values, seen)
     mixed: Tensor = state.value.div_(state.total[..., None]).unflatten(1, (-1, tokens))  # [K, H / K, s, d]
     return mixed.permute(2, 0, 1, 3).flatten(1, 2)
 
 
-def _wide(x: Tensor, room: Tensor) -> Tensor:
-    """`x` in fp32: itself, or a copy in `room`."""
-    return x if x.dtype == torch.float32 else room[: x.numel()].view(x.shape).copy_(x)
+def _wide(x: Tensor, scratch: Tensor) -> Tensor:
+    """`x` in fp32: itself, or a copy in `scratch`."""
+    return x if x.dtype == torch.float32 else scratch[: x.numel()].view(x.shape).copy_(x)
 
 
 def _accumulate(state: _Softmax, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> None:

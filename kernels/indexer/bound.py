@@ -140,7 +140,7 @@ def round_keys(keys: Tensor) -> Keys:
     return Keys(whole.to(torch.int8), inverse, finite, all_finite, error, norm.max().item() * LOOSE, size, step)
 
 
-class Room(NamedTuple):
+class Scratch(NamedTuple):
     """Buffers of a tile, allocated once; a tile has as many (token, entry) pairs as each of them has numbers."""
 
     product: Tensor  # int32
@@ -148,16 +148,16 @@ class Room(NamedTuple):
     excess: Tensor  # float32
 
 
-def make_room(pairs: int) -> Room:
+def make_scratch(pairs: int) -> Scratch:
     """Buffers for tiles of `pairs` (token, entry) pairs."""
-    return Room(
+    return Scratch(
         torch.empty(pairs, dtype=torch.int32),
         torch.empty(pairs, dtype=torch.int32),
         torch.empty(pairs, dtype=torch.float32),
     )
 
 
-def passing(queries: Queries, keys: Keys, threshold: Tensor, room: Room) -> Iterator[tuple[Tensor, Tensor]]:
+def passing(queries: Queries, keys: Keys, threshold: Tensor, scratch: Scratch) -> Iterator[tuple[Tensor, Tensor]]:
     """Find the entries whose score may lie above a token's threshold.
 
     What is left out has a score, computed in fp32 in any order, of at most the threshold.
@@ -168,7 +168,7 @@ def passing(queries: Queries, keys: Keys, threshold: Tensor, room: Room) -> Iter
         Of T tokens and m entries.
     threshold
         [T] float32. NaN: every entry passes; +inf: none whose key is finite.
-    room
+    scratch
         Buffers.
 
     Yields
@@ -179,12 +179,12 @@ def passing(queries: Queries, keys: Keys, threshold: Tensor, room: Room) -> Iter
     """
     levels, opened, bounded = _levels(queries, keys)
     limit = _in_steps(threshold, queries.step).where(bounded | (threshold == torch.inf), torch.nan)[:, None]
-    tile = room.total.numel() // len(limit)
+    tile = scratch.total.numel() // len(limit)
     tile = max(1, tile // LANES * LANES or tile)
     for low in range(0, len(keys.ints), tile):
         part = slice(low, low + tile)
-        total = _total(queries, keys.ints[part], levels, opened, room)
-        excess = room.excess[: total.numel()].view(total.shape).copy_(total)
+        total = _total(queries, keys.ints[part], levels, opened, scratch)
+        excess = scratch.excess[: total.numel()].view(total.shape).copy_(total)
         excess.addcmul_(limit, keys.inverse[part], value=-1)
         if not keys.all_finite:
             excess[:, ~keys.finite[part]] = torch.nan
@@ -192,11 +192,11 @@ def passing(queries: Queries, keys: Keys, threshold: Tensor, room: Room) -> Iter
         yield place, column + low
 
 
-def largest(queries: Queries, keys: Keys, room: Room, k: int) -> Tensor:
-    """Return the k entries of a tile of at most ``room / T`` with the largest bounds, of each token: [T, k] int64."""
+def largest(queries: Queries, keys: Keys, scratch: Scratch, k: int) -> Tensor:
+    """Return the k entries of a tile of at most ``scratch / T`` with the largest bounds of each token: [T, k]."""
     levels, opened, _ = _levels(queries, keys)
-    total = _total(queries, keys.ints, levels, opened, room)
-    bound = room.excess[: total.numel()].view(total.shape).copy_(total).div_(keys.inverse)
+    total = _total(queries, keys.ints, levels, opened, scratch)
+    bound = scratch.excess[: total.numel()].view(total.shape).copy_(total).div_(keys.inverse)
     return bound.topk(k, dim=1, sorted=False).indices
 
 
@@ -210,10 +210,10 @@ def _levels(queries: Queries, keys: Keys) -> tuple[Tensor, Tensor, Tensor]:
     return torch.where(queries.scale < 0, spare, -spare), opened[:, None], bounded
 
 
-def _total(queries: Queries, ints: Tensor, levels: Tensor, opened: Tensor, room: Room) -> Tensor:
+def _total(queries: Queries, ints: Tensor, levels: Tensor, opened: Tensor, scratch: Scratch) -> Tensor:
     """`opened` and, of each head, ``+-c_h max(A_h . K, -+E_h)``: the bound in units of D d_n, [T, m] int32."""
     t, m = opened.shape[0], ints.shape[0]
-    product, total = (buffer[: t * m].view(t, m) for buffer in (room.product, room.total))
+    product, total = (buffer[: t * m].view(t, m) for buffer in (scratch.product, scratch.total))
     total.copy_(opened.expand(t, m))
     columns = ints.T
     for head, level, scale in zip(queries.ints, levels[..., None], queries.scale[..., None], strict=True):

@@ -17,7 +17,7 @@ from torch import Tensor
 from kernels.formats import rows
 from kernels.formats.rows import Rows
 from kernels.indexer import bound as index_bound
-from kernels.indexer.bound import Queries, Room
+from kernels.indexer.bound import Queries, Scratch
 
 ROWS = 1024  # (token, head) pairs per tile
 PER_HEAD = 1 << 18  # numbers in a tile of per-head scores: 1 MiB, which stays in a core's L2
@@ -176,18 +176,18 @@ def _best_bounded(q: Tensor, head_weights: Tensor, keys: Rows, seen: Tensor, k: 
     """
     t, h, d = q.shape
     best = torch.full((t, k), _INVISIBLE, device=q.device)
-    queries, room = index_bound.round_queries(q, head_weights), index_bound.make_room(PAIRS)
+    queries, scratch = index_bound.round_queries(q, head_weights), index_bound.make_scratch(PAIRS)
     hard = ~queries.size.isfinite()
     passed = torch.zeros(t, dtype=torch.int64, device=q.device)
     most = int(seen.max())
-    reached = _reached(q, head_weights, keys, queries, room, int(seen.min()), k)
+    reached = _reached(q, head_weights, keys, queries, scratch, int(seen.min()), k)
     pending: list[tuple[Tensor, Tensor]] = []
     low, step, waiting = 0, 4 * k, 0
     while low < most and not hard.all():
         high = min(low + step, most)
         tile = index_bound.round_keys(rows.read_turned(keys, low, high))
         limit = torch.fmax(_least(best), reached).masked_fill_(hard, torch.inf)
-        for token, column in _pieces(index_bound.passing(queries, tile, limit, room)):
+        for token, column in _pieces(index_bound.passing(queries, tile, limit, scratch)):
             pending.append((token, column + low))
             waiting += token.numel()
             if waiting < PENDING and high < most:
@@ -206,7 +206,9 @@ def _best_bounded(q: Tensor, head_weights: Tensor, keys: Rows, seen: Tensor, k: 
     return found
 
 
-def _reached(q: Tensor, head_weights: Tensor, keys: Rows, queries: Queries, room: Room, fewest: int, k: int) -> Tensor:
+def _reached(
+    q: Tensor, head_weights: Tensor, keys: Rows, queries: Queries, scratch: Scratch, fewest: int, k: int
+) -> Tensor:
     """Scores [t] that k entries of each token surely exceed; NaN where there is none.
 
     The newest entries that every token sees, since what is near tends to score high: of them those k with the largest
@@ -217,7 +219,7 @@ def _reached(q: Tensor, head_weights: Tensor, keys: Rows, queries: Queries, room
     if count < 2 * k:
         return torch.full((t,), torch.nan, device=q.device)
     recent = index_bound.round_keys(rows.read_turned(keys, fewest - count, fewest))
-    entry = index_bound.largest(queries, recent, room, k).flatten() + (fewest - count)
+    entry = index_bound.largest(queries, recent, scratch, k).flatten() + (fewest - count)
     token = torch.arange(t, device=q.device).repeat_interleave(k)
     least = _scores_of(q, head_weights, keys, token, entry).view(t, k).amin(1)
     return torch.nextafter(least, torch.full_like(least, -torch.inf))

@@ -230,15 +230,15 @@ def test_a_first_limit_is_reached_by_k_entries_of_each_token(monkeypatch):
         torch.randn(30, 4, generator=g),
         torch.randn(500, 32, generator=g),
     )
-    queries, room = index_bound.round_queries(q, weights), index_bound.make_room(1 << 16)
+    queries, scratch = index_bound.round_queries(q, weights), index_bound.make_scratch(1 << 16)
     scores = index_scores(q, weights, keys)
     for recent, fewest in ((1024, 400), (100, 500), (40, 300)):
         monkeypatch.setattr(indexer, "RECENT", recent)
-        reached = indexer._reached(q, weights, keys, queries, room, fewest, 16)
+        reached = indexer._reached(q, weights, keys, queries, scratch, fewest, 16)
         near = scores[:, max(0, fewest - recent) : fewest]
         assert ((near > reached[:, None] - 1e-4).sum(1) >= 16).all()
         assert (reached > near.median(1).values).all() or recent == 40, "hardly better than none"
-    assert indexer._reached(q, weights, keys, queries, room, 31, 16).isnan().all()
+    assert indexer._reached(q, weights, keys, queries, scratch, 31, 16).isnan().all()
     keys[250:] = NAN
-    assert indexer._reached(q, weights, keys, queries, room, 300, 16).isnan().any()
-    assert indexer._reached(q * 0, -weights.abs() * INF, keys[:200], queries, room, 200, 16).isnan().all()
+    assert indexer._reached(q, weights, keys, queries, scratch, 300, 16).isnan().any()
+    assert indexer._reached(q * 0, -weights.abs() * INF, keys[:200], queries, scratch, 200, 16).isnan().all()

@@ -128,8 +128,8 @@ def passing(q, w, keys, threshold, pairs=1 << 14):
     """`index_bound.passing` as [T, n] bool, of tokens in the order given."""
     queries = index_bound.round_queries(q, w)
     found = torch.zeros(q.shape[0], keys.shape[0], dtype=torch.bool)
-    room = index_bound.make_room(max(pairs, q.shape[0]))
-    for place, column in index_bound.passing(queries, index_bound.round_keys(keys), threshold, room):
+    scratch = index_bound.make_scratch(max(pairs, q.shape[0]))
+    for place, column in index_bound.passing(queries, index_bound.round_keys(keys), threshold, scratch):
         assert not found[place, column].any(), "a pair came twice"
         found[place, column] = True
     return found
