@@ -10,7 +10,7 @@ anew when one of these is replaced.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import fields
 from typing import Any, NamedTuple, Protocol, Self, cast
 
 import torch
@@ -34,6 +34,7 @@ from kernels import (
 )
 from kernels.differential.cpu import Noise, Own, Past
 from kernels.formats.stored import Rounding, Rows, Slots, Weight, Window
+from kernels.hyper.reference import ReadStreams
 from kernels.shard.cpu import Middle, Stream
 
 
@@ -206,32 +207,7 @@ class Ops(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ReadStreams:
-    """`kernels.hyper.reference.read_streams` with the parts of an op set, of which any may be replaced."""
-
-    hyper_weights: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    collapse: Callable[..., Tensor]
-    rms_norm: Callable[..., Tensor]
-
-    def __call__(  # noqa: PLR0913, PLR0917 (what its three ops take)
-        self,
-        streams: Tensor,
-        fn: Tensor,
-        scale: Tensor,
-        base: Tensor,
-        iterations: int,
-        eps: float,
-        norm_eps: float,
-        norm: Tensor,
-        norm_out_eps: float,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Run the parts one after the other."""
-        pre, post, comb = self.hyper_weights(streams, fn, scale, base, iterations, eps, norm_eps)
-        return self.rms_norm(self.collapse(streams, pre), norm, norm_out_eps), pre, post, comb
-
-
-READ_PARTS = ("hyper_weights", "collapse", "rms_norm")
+READ_PARTS = tuple(field.name for field in fields(ReadStreams))
 
 
 class _Fields(NamedTuple):
@@ -326,7 +302,7 @@ _REFERENCE = OpSet(
     hyper_weights=hyper.reference.hyper_weights,
     head_weights=hyper.reference.head_weights,
     collapse=hyper.reference.collapse,
-    read_streams=ReadStreams(hyper.reference.hyper_weights, hyper.reference.collapse, norm.reference.rms_norm),
+    read_streams=hyper.reference.read_streams,
     expand=hyper.reference.expand,
     route=gate.reference.route,
     route_weights=gate.reference.route_weights,

@@ -34,7 +34,7 @@ class Linear:
 
 
 class WideLinear(Linear):
-    """A product in fp32 whatever the run's dtype, and without rounding: the gate, the head."""
+    """A product in fp32 whatever the run's dtype, and without rounding: the head."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[t, in] to [t, out] float32."""

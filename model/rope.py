@@ -7,6 +7,11 @@ from kernels.rope import reference as rope
 from model.config import LayerKind, ModelConfig
 
 
+def rotated_as(kind: LayerKind) -> LayerKind:
+    """The kind whose rotation the layers of a kind use: CSA layers share that of HCA."""
+    return LayerKind.HCA if kind is LayerKind.CSA else kind
+
+
 def layer_frequencies(config: ModelConfig, kind: LayerKind) -> Tensor:
     """Radians per position of each rope pair in a layer of this kind: [qk_rope_head_dim / 2] float32.
 

@@ -9,10 +9,10 @@ from model.block import Block
 from model.cache.layers import LayerCache
 from model.call import Call
 from model.checkpoint.weights import Weights
-from model.config import LayerKind, ModelConfig
+from model.config import ModelConfig
 from model.hyper import HyperHead
 from model.linear import Embedding, WideLinear
-from model.rope import Rotation, layer_frequencies
+from model.rope import Rotation, layer_frequencies, rotated_as
 from model.state import State
 
 
@@ -22,12 +22,12 @@ class Transformer:
     def __init__(self, config: ModelConfig, weights: Weights, arithmetic: Arithmetic) -> None:
         self.config, self.arithmetic = config, arithmetic
         self.embedding = Embedding(weights.vector("embed.weight"), arithmetic)  # [vocab, hidden]
-        rotations = {  # CSA and HCA share one
-            kind is LayerKind.SWA: Rotation(layer_frequencies(config, kind).to(self.device))
-            for kind in sorted(set(config.layer_kinds))
+        rotations = {
+            kind: Rotation(layer_frequencies(config, kind).to(self.device))
+            for kind in sorted(set(map(rotated_as, config.layer_kinds)))
         }
         self.blocks = [
-            Block(config, layer, weights, arithmetic, rotations[config.layer_kind(layer) is LayerKind.SWA])
+            Block(config, layer, weights, arithmetic, rotations[rotated_as(config.layer_kind(layer))])
             for layer in range(config.num_hidden_layers)
         ]
         self.hyper_head = HyperHead(config, weights, arithmetic)

@@ -1,5 +1,8 @@
 """Manifold-constrained hyper-connections (mHC): several residual streams, mixed by a doubly stochastic matrix."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -78,34 +81,47 @@ def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
     return (post[..., None] * y.float()[:, None] + mixed).to(streams.dtype)
 
 
-def read_streams(  # noqa: PLR0913, PLR0917 (what its three ops take)
-    streams: Tensor,
-    fn: Tensor,
-    scale: Tensor,
-    base: Tensor,
-    iterations: int,
-    eps: float,
-    norm_eps: float,
-    norm: Tensor,
-    norm_out_eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class ReadStreams:
     """Read the streams for a sublayer: its normed input, and the weights of reading and writing.
 
     Equation: `hyper_weights`, and ``x = rms_norm(collapse(streams, pre))``. The collapsed input is rounded to its dtype
-    before the norm, as where the ops run one by one. Source: DeepSeek `Block.forward`.
-
-    Parameters
-    ----------
-    streams, fn, scale, base, iterations, eps, norm_eps
-        As `hyper_weights` takes them.
-    norm, norm_out_eps
-        [d] float32 and the eps of the norm before the sublayer.
-
-    Returns
-    -------
-    tuple[Tensor, Tensor, Tensor, Tensor]
-        x [t, d] in the dtype of `streams`; pre [t, s], post [t, s] and comb [t, s, s], float32.
-
+    before the norm. Source: DeepSeek `Block.forward`. An op set gives its own three parts; any may be replaced.
     """
-    pre, post, comb = hyper_weights(streams, fn, scale, base, iterations, eps, norm_eps)
-    return rms_norm(collapse(streams, pre), norm, norm_out_eps), pre, post, comb
+
+    hyper_weights: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    collapse: Callable[..., Tensor]
+    rms_norm: Callable[..., Tensor]
+
+    def __call__(  # noqa: PLR0913, PLR0917 (what its three ops take)
+        self,
+        streams: Tensor,
+        fn: Tensor,
+        scale: Tensor,
+        base: Tensor,
+        iterations: int,
+        eps: float,
+        norm_eps: float,
+        norm: Tensor,
+        norm_out_eps: float,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Run the parts one after the other.
+
+        Parameters
+        ----------
+        streams, fn, scale, base, iterations, eps, norm_eps
+            As `hyper_weights` takes them.
+        norm, norm_out_eps
+            [d] float32 and the eps of the norm before the sublayer.
+
+        Returns
+        -------
+        tuple[Tensor, Tensor, Tensor, Tensor]
+            x [t, d] in the dtype of `streams`; pre [t, s], post [t, s] and comb [t, s, s], float32.
+
+        """
+        pre, post, comb = self.hyper_weights(streams, fn, scale, base, iterations, eps, norm_eps)
+        return self.rms_norm(self.collapse(streams, pre), norm, norm_out_eps), pre, post, comb
+
+
+read_streams = ReadStreams(hyper_weights, collapse, rms_norm)

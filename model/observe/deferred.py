@@ -66,9 +66,8 @@ class Deferred:
 
     def routing(self, site: Site, layer: int, ids: Tensor, weights: Tensor, scale: float, experts: int) -> None:
         """Experts [t, k] of a token are distinct, and their weights sum to the route scale."""
-        found = (ids[:, None] == self._numbered(experts, ids.device)).any(
-            2
-        )  # [t, experts]; one that is repeated, or unknown, is not counted
+        # [t, experts]: one that is repeated, or unknown, is not counted
+        found = (ids[:, None] == self._numbered(experts, ids.device)).any(2)
         self._count(site, layer, found, "distinct experts:", wanted=ids.numel())
         limit = invariants.WEIGHT_TOLERANCE * scale
         made = _Measure("experts.weights", layer, 0, limit, "weights whose sum is off by", f"at most {limit:g}", 1)

@@ -1,8 +1,8 @@
 """Watching a model: `install` wraps, once, the methods whose return values are sites.
 
-What is looked at there, in this order: what must never happen (`model.observe.invariants`), what must be the same on
-every rank, and whoever listens. The equations know nothing of it. Before and after each call the caches are looked at,
-whether they stand where the position says.
+Listeners are shown it first, for they may write it; then it is looked at for what must never happen
+(`model.observe.invariants`), and for what must be the same on every rank. The equations know nothing of it. Before and
+after each call the caches are looked at, whether they stand where the position says.
 """
 
 import weakref
@@ -233,12 +233,13 @@ Check = Callable[[Observer, int | None, Any, tuple[Any, ...], Any], None]
 
 
 def _finite(site: Site) -> Check:
+    own = site in PLACES and PLACES[site].shard == "tokens"
+
     def check(by: Observer, layer: int | None, part: Any, given: tuple[Any, ...], out: Any) -> None:
         del part, given
         if by.deferred is not None:
             by.deferred.finite(site, layer, out)
         else:
-            own = PLACES[site].shard == "tokens" if site in PLACES else False
             invariants.finite(site.name, layer, None if site is sites.LOGITS else by.first(own=own), out)
 
     return check

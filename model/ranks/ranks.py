@@ -64,6 +64,13 @@ def evenly(total: int, rank: int, size: int) -> AxisShard:
     return AxisShard(start, start + short + (rank < more), total, split=True)
 
 
+def dispatched(asked: str, tokens: int, ranks: int) -> str:
+    """ALL_TO_ALL or ALL_REDUCE: how the tokens of a call get to experts on several ranks, where `asked` may be AUTO."""
+    if asked != AUTO:
+        return asked
+    return ALL_TO_ALL if tokens >= SPLIT_FROM * ranks else ALL_REDUCE
+
+
 class Shards(NamedTuple):
     """What this rank holds of each axis by which weights are sharded, see `runtime.sharding`."""
 
@@ -121,9 +128,7 @@ class Ranks:
         """Whose rows a call's `count` tokens are between attentions: each rank's own (all-to-all), or everybody's."""
         if self.size == 1:
             return undivided(count)
-        chosen = self.dispatch
-        if chosen == AUTO:
-            chosen = ALL_TO_ALL if count >= SPLIT_FROM * self.size else ALL_REDUCE
+        chosen = dispatched(self.dispatch, count, self.size)
         self.calls[chosen] += 1
         return evenly(count, self.rank, self.size) if chosen == ALL_TO_ALL else undivided(count)
 

@@ -15,10 +15,10 @@ import torch
 from kernels.ops import CPU
 from model.architectures import Config
 from model.checkpoint.census import Census
-from model.choices import ALL_TO_ALL, AUTO
+from model.choices import ALL_TO_ALL
 from model.config import ModelConfig
 from model.llama.config import LlamaConfig
-from model.ranks.ranks import SPLIT_FROM, AxisShard, evenly, undivided
+from model.ranks.ranks import SPLIT_FROM, AxisShard, dispatched, evenly, undivided
 from model.state import layer_caches
 from runtime.arithmetic import cache_formats
 from runtime.options import RunOptions
@@ -159,8 +159,8 @@ class Planner:
 
     def _tokens(self, count: int) -> AxisShard:
         """As `model.ranks.ranks.Ranks.tokens`; of all ranks the first has the most."""
-        chosen, ranks = self.options.dispatch, self.placement.size
-        split = chosen == ALL_TO_ALL or (chosen == AUTO and count >= SPLIT_FROM * ranks)
+        ranks = self.placement.size
+        split = dispatched(self.options.dispatch, count, ranks) == ALL_TO_ALL
         return evenly(count, 0, ranks) if split else undivided(count)
 
 

@@ -5,9 +5,10 @@ runtime needs that makes them at once.
 """
 
 from kernels.formats import basis_rows
-from kernels.ops import ReadStreams
+from kernels.hyper.reference import ReadStreams
 from model.config import LayerKind, ModelConfig
 from model.ranks.ranks import CHECKED, KEPT
+from model.rope import rotated_as
 from model.variants.choice import Coda, Shard
 from runtime.plan.call import F32, HEAD_ROWS, I64, Call, Live, Moment
 
@@ -24,7 +25,7 @@ def largest(c: ModelConfig, s: Call) -> Moment:
         if s.ranks > 1:  # 64-bit words of a tile, their places, factors and products
             live.run("agreement", exchange=4 * I64 * min(CHECKED, max(streams, compared) // F32))
         live.hold("embedded tokens", t * hidden * s.item)
-        rotations = len({kind is LayerKind.SWA for kind in c.layer_kinds})  # made once, for all layers of a kind
+        rotations = len(set(map(rotated_as, c.layer_kinds)))  # made once for all layers that rotate alike
         live.hold("cosines and sines", rotations * t * (c.qk_rope_head_dim // 2 * 3) * F32)
         for layer in _distinct(c, s):
             with live.scope():

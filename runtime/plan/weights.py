@@ -10,21 +10,22 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
+from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
 from model.architectures import Config
 from model.checkpoint.binding import Form
 from model.checkpoint.census import Census
 from model.checkpoint.names import Axis, axis
-from model.config import LayerKind
 from model.llama.config import LlamaConfig
+from model.rope import rotated_as
 from runtime.plan.call import F32, I64, Matrices
 from runtime.sharding import Placement
 
 # Bytes of the values of one weight, or fewer where two share one; and of a scale, with the rows and columns it is for.
 _VALUES: Final = {
-    Form.FP8: (1, 1, 128, 128),
-    Form.FP8_F32: (1, 4, 128, 128),
-    Form.FP4: (0.5, 1, 1, 32),
-    Form.NVFP4: (0.5, 1, 1, 16),
+    Form.FP8: (1, 1, FP8_BLOCK, FP8_BLOCK),
+    Form.FP8_F32: (1, 4, FP8_BLOCK, FP8_BLOCK),
+    Form.FP4: (0.5, 1, 1, FP4_BLOCK),
+    Form.NVFP4: (0.5, 1, 1, NVFP4_BLOCK),
 }
 _PLAIN: Final = {Form.BF16: 2, Form.F16: 2, Form.F32: F32, Form.I64: I64, Form.I32: 4}
 
@@ -107,7 +108,7 @@ def weights(
     if isinstance(config, LlamaConfig):
         found[WeightKind.ROTARY].append(Weights(own=config.head_dim // 2 * F32))
         return {kind: _sum(parts) for kind, parts in found.items() if parts}
-    rotations = len({kind is LayerKind.SWA for kind in config.layer_kinds})  # CSA and HCA share one
+    rotations = len(set(map(rotated_as, config.layer_kinds)))
     found[WeightKind.ROTARY].append(Weights(own=rotations * config.qk_rope_head_dim // 2 * F32))
     others = (WeightKind.FEED_FORWARD, WeightKind.ADAPTERS)
     return {kind: _sum(parts) for kind, parts in found.items() if kind not in others}
