@@ -21,16 +21,29 @@ class Linear:
     axis, width
         The axis of `model.ranks.ranks.Shards` by which rows are cut, and rows for each place of it: all ranks' parts of
         the output are put together. None: the output is left as it is.
+    given, each
+        The same of the input, of which a rank has a part: all ranks' parts are put together before the product.
 
     """
 
-    def __init__(self, weight: Weight, arithmetic: Arithmetic, axis: str | None = None, width: int = 1) -> None:
+    def __init__(
+        self,
+        weight: Weight,
+        arithmetic: Arithmetic,
+        axis: str | None = None,
+        width: int = 1,
+        *,
+        given: str | None = None,
+        each: int = 1,
+    ) -> None:
         self.weight, self.arithmetic = weight, arithmetic
         self.gathered = WHOLE if axis is None else getattr(arithmetic.ranks.shards, axis).times(width)
+        self.given = WHOLE if given is None else getattr(arithmetic.ranks.shards, given).times(each)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[t, in] to [t, out]."""
-        return self.arithmetic.ranks.whole(self.arithmetic.linear(x, self.weight), 1, self.gathered)
+        ranks = self.arithmetic.ranks
+        return ranks.whole(self.arithmetic.linear(ranks.whole(x, 1, self.given), self.weight), 1, self.gathered)
 
 
 class WideLinear(Linear):

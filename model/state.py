@@ -3,6 +3,7 @@
 import torch
 
 from model.cache.formats import CacheFormats
+from model.cache.gqa import KvHeads, all_heads
 from model.cache.layers import CACHES, Components
 from model.config import ModelConfig
 from model.errors import CapacityError
@@ -17,7 +18,8 @@ class State:
 
     All buffers are allocated here, for `max_context` positions and calls of up to `chunk` tokens (or `max_context`,
     where that is less). `prompt` is how many of the positions are the prompt's, which a grouped `shard` layer must
-    know; None where there is no such layer. CapacityError for a context beyond the model's `max_position_embeddings`.
+    know; None where there is no such layer. `heads` are the KV heads of grouped layers that are here; None: all.
+    CapacityError for a context beyond the model's `max_position_embeddings`.
     """
 
     def __init__(
@@ -28,6 +30,7 @@ class State:
         formats: CacheFormats,
         device: torch.device,
         prompt: int | None = None,
+        heads: KvHeads | None = None,
     ) -> None:
         assert max_context > 0, f"max_context {max_context}"
         assert chunk > 0, f"chunk {chunk}"
@@ -41,7 +44,7 @@ class State:
         chunk = min(chunk, max_context)  # longer calls never come
         self.max_context, self.chunk, self.position = max_context, chunk, 0
         self.prompt = prompt if formats.prompted else None
-        self.layers = layer_caches(config, max_context, chunk, formats, device, self.prompt)
+        self.layers = layer_caches(config, max_context, chunk, formats, device, self.prompt, heads)
 
     def reserve(self, tokens: int) -> None:
         """Check that a call of `tokens` fits; CapacityError names the limit."""
@@ -68,10 +71,13 @@ def layer_caches(
     formats: CacheFormats,
     device: torch.device,
     prompt: int | None,
+    heads: KvHeads | None,
 ) -> list[Components]:
     """Return an empty cache for each layer; see `State`."""
     if isinstance(config, LlamaConfig):
-        shape = KvShape(config.num_key_value_heads, config.head_dim, frequencies(config), interleaved=False)
+        if heads is None or not heads.own.split:
+            heads = all_heads(config.num_key_value_heads)
+        shape = KvShape(heads, config.head_dim, frequencies(config), interleaved=False)
         window, context = config.sliding_window, (max_context, prompt)
         return [
             grouped_cache(formats.variant(layer), shape, window, context, formats.dtype, device)

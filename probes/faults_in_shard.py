@@ -120,7 +120,7 @@ class _CodedAgain(ShardCache):
     def _append(self, key: Tensor, value: Tensor) -> None:
         """Decode the stream and code it again with every eighth token."""
         super()._append(key, value)
-        rows = self._streamed(self.count) * self.shape.heads
+        rows = self._streamed(self.count) * self.shape.heads.size
         for held in (self.stream_keys, self.stream_values) if self.count % 8 == 0 else ():
             assert isinstance(held, RotatedRows)
             qjl.write(held, 0, rotation.read(held, 0, rows))
@@ -176,7 +176,7 @@ class _AllRebuilt(ShardCache):
             n = self.middle.values.codes.shape[0]
             keys.append(middle_keys(self.middle, 0, n))
             values.append(rotation.unrotate(middle_values(self.middle, 0, n), self.stream_values.signs))
-        shape = (self._streamed(self.count), self.shape.heads)
+        shape = (self._streamed(self.count), self.shape.heads.size)
         for parts, stream in ((keys, self.stream_keys), (values, self.stream_values)):
             assert isinstance(stream, RotatedRows)
             parts.append(rotation.read(stream, 0, shape[0] * shape[1]).unflatten(0, shape))

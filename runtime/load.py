@@ -120,8 +120,6 @@ def _load(
     follow: Callable[[Ranks], None],
 ) -> AnyLoaded:
     """`load`, of either architecture: they differ in config, census and model."""
-    if isinstance(config, LlamaConfig) and group.size > 1:
-        raise ConfigError(f"{directory}: a {config.model_type} model runs on one rank, this run has {group.size}")
     checkpoint = Checkpoint.open(directory)
     counted = _census(checkpoint, config, str(directory))
     device = torch.device(options.device)
@@ -163,7 +161,7 @@ def _built(config: Config, weights: Weights, numerics: Arithmetic, options: RunO
     if options.coda_adapters is None:
         return LlamaTransformer(config, weights, numerics), []
     path = Path(options.coda_adapters)
-    adapters = read_adapters(path, config, torch.device(options.device))
+    adapters = read_adapters(path, config, torch.device(options.device), numerics.ranks.shards)
     return LlamaTransformer(config, weights, numerics, adapters), [adapters_fingerprint(path)]
 
 

@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from model.architectures import Model
+from model.cache.gqa import kv_heads
 from model.errors import CapacityError
 from model.llama.transformer import LlamaTransformer
 from model.state import State
@@ -87,8 +88,8 @@ def new_state(model: Model, max_context: int, chunk: int, prompt: int | None) ->
 
     The size is that of the same state on torch's meta device, which allocates nothing.
     """
-    formats, meta = model.arithmetic.formats, torch.device("meta")
-    size = sum(State(model.config, max_context, chunk, formats, meta, prompt).nbytes().values())
+    formats, meta, heads = model.arithmetic.formats, torch.device("meta"), kv_heads(model.arithmetic.ranks)
+    size = sum(State(model.config, max_context, chunk, formats, meta, prompt, heads).nbytes().values())
     if size > (memory := machine_memory(model.device)):
         raise CapacityError(
             f"caches for {max_context} positions in calls of {chunk} tokens take {size / GIB:.1f} GiB,"

@@ -77,14 +77,18 @@ class Saved(NamedTuple):
 def save_state(path: Path, state: State, loaded: AnyLoaded, pending: int | None) -> None:
     """Write `state` to `path`; an existing file is replaced only once the new one is complete.
 
-    OSError naming it when it cannot be written.
+    OSError naming it when it cannot be written. All ranks of a run must call it, and the first writes: caches may be
+    split among them.
     """
     metadata = _binding(loaded) | {
         "position": str(state.position),
         "prompt": "" if state.prompt is None else str(state.prompt),
         "pending": "" if pending is None else str(pending),
     }
-    write_file(path, _tensors(state), metadata)
+    writes = loaded.model.arithmetic.ranks.rank == 0
+    tensors = _tensors(state, keep=writes)
+    if writes:
+        write_file(path, tensors, metadata)
 
 
 def write_file(path: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -245,11 +249,13 @@ def check_forms(path: Path, found: Forms, wanted: Forms) -> None:
             raise StateError(f"{path}: {quoted(name)} is {list(shape)} {dtype}, want {list(right)} {kind}")
 
 
-def _tensors(state: State) -> dict[str, Tensor]:
+def _tensors(state: State, *, keep: bool) -> dict[str, Tensor]:
+    """Return what the file holds; nothing of it where it is not to be kept, and only other ranks put it together."""
     return {
         f"layers.{layer}.{name}": part.contiguous()
         for layer, cache in enumerate(state.layers)
         for name, part in cache.tensors(state.position).items()
+        if keep
     }
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from model.cache.gqa import all_heads
 from model.variants.coda import CodaCache
 from model.variants.coda_attention import Differential, Tokens, step
 from model.variants.coda_settings import CodaSettings
@@ -22,7 +23,7 @@ def corrected(window, exact, summary, **changes):
 
 
 def cache_of(settings, groups=GROUPS, d=D, dtype=torch.float32, seed=0):
-    return CodaCache(settings, groups, d, ETA[:groups], dtype, CPU, seed=seed)
+    return CodaCache(settings, all_heads(groups), d, ETA[:groups], dtype, CPU, seed=seed)
 
 
 def random_tokens(t, seed=0, heads=HEADS, groups=GROUPS, d=D):

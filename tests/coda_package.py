@@ -7,6 +7,7 @@ import torch
 from coda_gqa_l import CoDAGQALandmarkPerf2
 
 from kernels.rope import reference as rope
+from model.cache.gqa import all_heads
 from model.variants.coda import CodaCache
 from model.variants.coda_attention import Differential, Tokens, prefill, step
 from model.variants.coda_settings import CodaSettings
@@ -64,7 +65,7 @@ class Both:
                 parameter.data = torch.randn(parameter.shape, generator=g) / (heads * d) ** 0.5
         self.state = self.oracle.init_state(batch_size=1, device=CPU, dtype=torch.float32)
         settings = replace(settings, exact_at_start=growth[0], summary_at_start=growth[1])
-        self.cache = CodaCache(settings, groups, d, self.oracle.summary_eta_logit.data, torch.float32, CPU)
+        self.cache = CodaCache(settings, all_heads(groups), d, self.oracle.summary_eta_logit.data, torch.float32, CPU)
         for buffer, theirs in ((self.cache.keys, self.state.k_buf), (self.cache.values, self.state.v_buf)):
             buffer.copy_(theirs[0])  # the slots' random content
         for bank in (self.cache.exact, self.cache.summary):

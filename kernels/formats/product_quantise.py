@@ -34,30 +34,41 @@ def codebook_values(n: int, heads: int, d: int, device: torch.device) -> Codeboo
     )
 
 
-def fit(values: CodebookValues, tiles: Tiles) -> None:
-    """Fit codebook and largest values to the rows of `tiles`, and store the rows."""
+def fit(values: CodebookValues, tiles: Tiles, whole: Callable[[Tensor], Tensor] = lambda tile: tile) -> None:
+    """Fit codebook and largest values to the rows of `tiles`, and store the rows.
+
+    `values` and `tiles` may be of some of the heads that share the codebook: `whole` then puts all heads of a tile
+    together, of whom the largest values are each head's own.
+    """
     largest = torch.zeros(())
     for v in tiles():
         largest = torch.maximum(largest, v.abs().amax(0))
     values.largest.copy_(largest)
 
-    def groups() -> Iterator[Tensor]:
+    def scaled() -> Iterator[Tensor]:
         scale = torch.where(values.largest > 0, values.largest, 1.0).float()
         for v in tiles():
-            yield (v / scale).flatten(1).unflatten(1, (-1, CHANNELS)).flatten(0, 1)  # [m * heads * d / 4, 4]
+            yield v / scale
 
-    step = -(-values.codes.numel() // POINTS)
-    sample, seen = [], 0
-    for points in groups():
+    sample, seen, step = [], 0, 0
+    for tile in scaled():
+        points = _points(whole(tile))
+        step = step or -(-values.codes.shape[0] * points.shape[0] // tile.shape[0] // POINTS)
         sample.append(points[-seen % step :: step])
         seen += points.shape[0]
     values.codebook.copy_(k_means(torch.cat(sample), ENTRIES, ROUNDS, SEED))
     low = 0
-    for points in groups():
+    for tile in scaled():
+        points = _points(tile)
         index = nearest(points, values.codebook.float()).to(torch.uint8).view(-1, values.codes.shape[1])
         values.codes[low : low + index.shape[0]] = index
         low += index.shape[0]
     assert low == values.codes.shape[0], f"{low} rows for {values.codes.shape[0]}"
+
+
+def _points(tile: Tensor) -> Tensor:
+    """Groups of channels of [m, heads, d]: [m * heads * d / 4, 4]."""
+    return tile.flatten(1).reshape(-1, CHANNELS)
 
 
 def k_means(points: Tensor, entries: int, rounds: int, seed: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.ops import Ops
-from model.cache.gqa import GqaCache, Heads
+from model.cache.gqa import GqaCache, Heads, KvHeads
 from model.errors import CapacityError
 
 
@@ -36,6 +36,10 @@ class Positions:
         heads, _, width = self.data.shape
         return {"rows": (heads, position, width)}
 
+    def by_head(self) -> Mapping[str, tuple[int, int]]:
+        """Rows stand head by head."""
+        return {"rows": (0, 1)}
+
     def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
         del position
@@ -47,8 +51,8 @@ class FullCache(GqaCache):
 
     Parameters
     ----------
-    kv_heads, head_dim
-        K and d of the layer.
+    heads, head_dim
+        Those of the layer's K that are here, and d.
     window
         Positions that a token sees, its own included; None: all before it.
     max_context
@@ -60,7 +64,7 @@ class FullCache(GqaCache):
 
     def __init__(
         self,
-        kv_heads: int,
+        heads: KvHeads,
         head_dim: int,
         window: int | None,
         max_context: int,
@@ -68,9 +72,9 @@ class FullCache(GqaCache):
         device: torch.device,
     ) -> None:
         self.window = window
-        self.keys = Positions(kv_heads, max_context, head_dim, dtype, device)
-        self.values = Positions(kv_heads, max_context, head_dim, dtype, device)
-        super().__init__({"keys": self.keys, "values": self.values})
+        self.keys = Positions(heads.size, max_context, head_dim, dtype, device)
+        self.values = Positions(heads.size, max_context, head_dim, dtype, device)
+        super().__init__({"keys": self.keys, "values": self.values}, heads)
 
     def attend(self, heads: Heads, first: int, ops: Ops) -> Tensor:
         """Store, then attend to all that is held, or to the window of it; see `GqaCache.attend`."""

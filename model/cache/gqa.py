@@ -6,12 +6,56 @@ them, and attends, because only it knows the form in which the past is held.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from kernels.ops import Ops
 from model.cache.layers import Component, Components, Stand
+from model.ranks.ranks import AxisShard, Ranks, undivided
+
+
+class KvHeads(NamedTuple):
+    """The KV heads of a layer that a cache holds: all, or on several ranks this rank's."""
+
+    own: AxisShard
+    ranks: Ranks | None = None  # those among whom they are split
+
+    @property
+    def size(self) -> int:
+        """How many are here."""
+        return self.own.size
+
+    @property
+    def total(self) -> int:
+        """How many the layer has."""
+        return self.own.total
+
+    def whole(self, x: Tensor, dim: int, width: int = 1) -> Tensor:
+        """Put together what all ranks have of their heads, along axis `dim`: any number of times `size` x `width`."""
+        if not self.own.split:
+            return x
+        assert self.ranks is not None, f"heads {self.own} of no ranks"
+        times = x.shape[dim] // (self.size * width)
+        return self.ranks.whole(x.unflatten(dim, (times, self.size, width)), dim + 1, self.own).flatten(dim, dim + 2)
+
+    def part(self, x: Tensor, dim: int, width: int = 1) -> Tensor:
+        """What of a tensor that `whole` made is of the heads that are here."""
+        if not self.own.split:
+            return x
+        times = x.shape[dim] // (self.total * width)
+        return self.own.of(x.unflatten(dim, (times, self.total, width)), dim + 1).flatten(dim, dim + 2)
+
+
+def kv_heads(ranks: Ranks) -> KvHeads | None:
+    """The KV heads of every layer that a rank has; None where it has all."""
+    return KvHeads(ranks.shards.kv_heads, ranks) if ranks.shards.kv_heads.split else None
+
+
+def all_heads(count: int) -> KvHeads:
+    """All KV heads of a layer, in one place."""
+    return KvHeads(undivided(count))
 
 
 class Heads(NamedTuple):
@@ -23,11 +67,24 @@ class Heads(NamedTuple):
     gates: Tensor | None  # [t] float32, how much each token is worth keeping; None: a layer without write gates
 
 
-class GqaCache(Components, ABC):
-    """The cache of one layer with grouped heads."""
+class GroupedComponent(Component, Protocol):
+    """One buffer of a cache with grouped heads."""
 
-    def __init__(self, components: dict[str, Component]) -> None:
-        super().__init__(components)
+    def by_head(self) -> Mapping[str, tuple[int, int]]:
+        """The axis of KV heads in each tensor of `tensors` that has one, and places of a head, see `KvHeads.whole`."""
+        ...
+
+
+class GqaCache(Components, ABC):
+    """The cache of one layer with grouped heads.
+
+    What it saves is that of all heads, whatever ranks they are on, and what it takes back too: a saved state does not
+    depend on their number. All ranks must save together.
+    """
+
+    def __init__(self, grouped: Mapping[str, GroupedComponent], heads: KvHeads) -> None:
+        super().__init__(dict(grouped))
+        self.heads, self.grouped = heads, grouped
         self.position = 0  # tokens taken so far: the position of the next one
 
     def stands(self, position: int, first: int) -> list[Stand]:
@@ -35,10 +92,40 @@ class GqaCache(Components, ABC):
         del first
         return [] if self.position == position else [Stand("attention.kv", position, self.position, position)]
 
+    def tensors(self, position: int) -> dict[str, Tensor]:
+        """Return what a saved state needs, of all heads."""
+        places = self._by_head()
+        return {
+            name: self.heads.whole(part, *places[name]) if name in places else part
+            for name, part in super().tensors(position).items()
+        }
+
+    def shapes(self, position: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of what `tensors` gives at `position`."""
+        found = super().shapes(position)
+        for name, (dim, _) in self._by_head().items():
+            if name in found:
+                shape = found[name]
+                found[name] = (*shape[:dim], shape[dim] // self.heads.size * self.heads.total, *shape[dim + 1 :])
+        return found
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Dtype of each of them, while nothing is held."""
+        return {name: part.dtype for name, part in super().tensors(0).items()}
+
     def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
+        if self.heads.own.split:
+            places = self._by_head()
+            saved = {
+                name: self.heads.part(whole, *places[name]) if name in places else whole
+                for name, whole in saved.items()
+            }
         super().restore(position, saved)
         self.position = position
+
+    def _by_head(self) -> dict[str, tuple[int, int]]:
+        return {f"{name}.{part}": at for name, one in self.grouped.items() for part, at in one.by_head().items()}
 
     @abstractmethod
     def attend(self, heads: Heads, first: int, ops: Ops) -> Tensor:

@@ -208,10 +208,12 @@ class Axis(StrEnum):
 
     HEADS = "attention heads"
     GROUPS = "output groups"
-    OUTPUT = "columns of the attention's output"
+    OUTPUT = "columns of the attention's output"  # and of the feed-forward's, where that is no expert's
     INDEX_HEADS = "indexer heads"
     VOCABULARY = "vocabulary"
     EXPERTS = "routed experts"  # a parameter belongs to one of them as a whole
+    KV_HEADS = "KV heads"
+    INNER = "columns of SwiGLU"
     NONE = "none"  # read whole by every token
 
 
@@ -224,6 +226,16 @@ _AXES: Final = {
     "attn.wo_b.weight": Axis.OUTPUT,
     "attn.indexer.wq_b.weight": Axis.INDEX_HEADS,
     "attn.indexer.weights_proj.weight": Axis.INDEX_HEADS,
+    # of the Llama family, see `model.llama.census`
+    "model.embed_tokens.weight": Axis.VOCABULARY,
+    "lm_head.weight": Axis.VOCABULARY,
+    "self_attn.q_proj.weight": Axis.HEADS,
+    "self_attn.k_proj.weight": Axis.KV_HEADS,
+    "self_attn.v_proj.weight": Axis.KV_HEADS,
+    "self_attn.o_proj.weight": Axis.OUTPUT,
+    "mlp.gate_proj.weight": Axis.INNER,
+    "mlp.up_proj.weight": Axis.INNER,
+    "mlp.down_proj.weight": Axis.OUTPUT,
 }
 
 

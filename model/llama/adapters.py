@@ -21,6 +21,7 @@ from torch import Tensor
 from model.errors import CheckpointError, quoted
 from model.files import regular_file_size
 from model.llama.config import LlamaConfig
+from model.ranks.ranks import Shards
 
 EPS: Final = 1e-6  # of the head norm
 GATE_LOGIT: Final = -2.0  # of a write gate that nothing was learnt for: the package's write_gate_init_bias
@@ -43,7 +44,10 @@ HEAD_NORM: Final = "head_norm.weight"  # only with the head norm "full"; without
 
 
 class Adapter(NamedTuple):
-    """What replaces or joins the parameters of one layer's attention; H query heads, K KV heads of d, hidden E."""
+    """What replaces or joins the parameters of one layer's attention; H query heads, K KV heads of d, hidden E.
+
+    On several ranks those rows of it that are this rank's, as of the checkpoint's own parameters.
+    """
 
     q_proj: Tensor  # [H * d, E]
     k_proj: Tensor  # [K * d, E]
@@ -58,8 +62,8 @@ class Adapter(NamedTuple):
     eta_logit: Tensor | None  # [K], rates of the summary bank; None: as initialised
 
 
-def read_adapters(path: Path, config: LlamaConfig, device: torch.device) -> list[Adapter]:
-    """Read the adapters of every layer, strictly, to a device.
+def read_adapters(path: Path, config: LlamaConfig, device: torch.device, shards: Shards) -> list[Adapter]:
+    """Read the adapters of every layer, strictly, to a device; of several ranks, this rank's rows.
 
     Raises
     ------
@@ -67,10 +71,13 @@ def read_adapters(path: Path, config: LlamaConfig, device: torch.device) -> list
         With one line naming the file and the layer or tensor at fault: missing, unknown, misshapen, not a float, not
         finite.
     """
-    layers = _layers(path, {name: tensor.to(device) for name, tensor in _tensors(path).items()}, config)
+    layers, sharded = _layers(path, _tensors(path), config), _sharded(config)
     for layer, found in enumerate(layers):
         for name, tensor in found.items():
-            if not bool(torch.isfinite(tensor).all()):
+            axis, width = sharded.get(name, (None, 1))
+            own = tensor if axis is None else getattr(shards, axis).times(width).of(tensor)
+            found[name] = own.to(device)
+            if not bool(torch.isfinite(found[name]).all()):
                 raise CheckpointError(f"{path}: tensor 'layer_{layer}.coda.{name}' has a value that is not finite")
     return [_adapter(path, f"layer_{layer}", found, config) for layer, found in enumerate(layers)]
 
@@ -102,6 +109,21 @@ def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
         "write_proj.bias": (1,),
         "summary_eta_logit": (K,),
         HEAD_NORM: (d,),
+    }
+
+
+def _sharded(config: LlamaConfig) -> dict[str, tuple[str, int]]:
+    """The axis of `Shards` by which the rows of a parameter are cut, and rows for each place of it."""
+    d = config.head_dim
+    return {
+        "q_proj.weight": ("heads", d),
+        "k_proj.weight": ("kv_heads", d),
+        "v_proj.weight": ("kv_heads", d),
+        "o_proj.weight": ("output", 1),
+        "lambda_proj.weight": ("heads", 1),
+        "lambda_proj.bias": ("heads", 1),
+        "theta": ("heads", 1),
+        "summary_eta_logit": ("kv_heads", 1),
     }
 
 

@@ -8,6 +8,7 @@ from model.arithmetic import Arithmetic
 from model.cache.gqa import GqaCache
 from model.call import Call
 from model.checkpoint.weights import Weights
+from model.linear import Linear
 from model.llama.adapters import Adapter
 from model.llama.attention import Attention
 from model.llama.config import LlamaConfig
@@ -18,15 +19,15 @@ class FeedForward:
     """``down(silu(gate x) * up x)``, without V4's clamp."""
 
     def __init__(self, prefix: str, weights: Weights, arithmetic: Arithmetic) -> None:
-        self.gate = weights.matrix(f"{prefix}.gate_proj.weight")  # [intermediate, hidden]
-        self.up = weights.matrix(f"{prefix}.up_proj.weight")  # [intermediate, hidden]
-        self.down = weights.matrix(f"{prefix}.down_proj.weight")  # [hidden, intermediate]
+        gate, up, down = (weights.matrix(f"{prefix}.{name}_proj.weight") for name in ("gate", "up", "down"))
+        self.gate = Linear(gate, arithmetic)  # [intermediate, hidden]
+        self.up = Linear(up, arithmetic)  # [intermediate, hidden]
+        self.down = Linear(down, arithmetic, "output", given="inner")  # [hidden, intermediate]
         self.ops = arithmetic.ops
 
     def __call__(self, x: Tensor) -> Tensor:
         """[t, hidden] to [t, hidden]."""
-        linear = self.ops.linear
-        return linear(self.ops.swiglu(linear(x, self.gate), linear(x, self.up), inf, None), self.down)
+        return self.down(self.ops.swiglu(self.gate(x), self.up(x), inf, None))
 
 
 class Block:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kernels.formats.stored import Dense, Weight
 from model.arithmetic import Arithmetic
-from model.cache.gqa import GqaCache
+from model.cache.gqa import GqaCache, kv_heads
 from model.call import Call
 from model.checkpoint.weights import Weights
 from model.linear import Embedding, WideLinear
@@ -24,15 +24,14 @@ from model.variants.grouped import CodaLayer
 class LlamaTransformer:
     """Embedding, layers, final norm, output head. ``model(tokens, state)`` advances `state` in place.
 
-    It computes in `plain` numerics and on one rank: nothing else is defined for the family here. With `adapters`, one
-    for each layer, attention is that of CoDA-GQA-L.
+    It computes in `plain` numerics: nothing else is defined for the family here. With `adapters`, one for each layer,
+    attention is that of CoDA-GQA-L.
     """
 
     def __init__(
         self, config: LlamaConfig, weights: Weights, arithmetic: Arithmetic, adapters: Sequence[Adapter] | None = None
     ) -> None:
         assert not arithmetic.deployed, "deployed numerics are DeepSeek-V4's"
-        assert arithmetic.ranks.size == 1, f"{arithmetic.ranks.size} ranks"
         self.config, self.arithmetic = config, arithmetic
         self.embedding = Embedding(weights.vector(EMBEDDING), arithmetic)  # [vocab, hidden]
         rotation = Rotation(frequencies(config).to(self.device))
@@ -43,7 +42,7 @@ class LlamaTransformer:
         ]
         self.norm = weights.vector(NORM).float()  # [hidden]
         head: Weight = Dense(self.embedding.weight) if config.tie_word_embeddings else weights.matrix(HEAD)
-        self.head = WideLinear(head, arithmetic)
+        self.head = WideLinear(head, arithmetic, "vocabulary")
 
     @property
     def device(self) -> torch.device:
@@ -52,7 +51,8 @@ class LlamaTransformer:
 
     def new_state(self, max_context: int, chunk: int, prompt: int | None = None) -> State:
         """Return an empty state, see `State`: `prompt` must be given where a layer is `shard`."""
-        state = State(self.config, max_context, chunk, self.arithmetic.formats, self.device, prompt)
+        formats, heads = self.arithmetic.formats, kv_heads(self.arithmetic.ranks)
+        state = State(self.config, max_context, chunk, formats, self.device, prompt, heads)
         for cache, adapter in zip(state.layers, self.adapters, strict=True):
             if isinstance(cache, CodaLayer) and adapter is not None and adapter.eta_logit is not None:
                 cache.learnt(adapter.eta_logit)

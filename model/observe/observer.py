@@ -78,8 +78,8 @@ PLACES: Final[Mapping[Site, Place]] = {
 # The same of the Llama family, whose tensors no probe listens to.
 LLAMA_PLACES: Final[Mapping[Site, Place]] = {
     sites.STREAM_ATTENDED: Place("", "attended"),
-    sites.STREAM: Place("", "fed_forward"),
-    sites.HIDDEN: Place("", "hidden"),
+    sites.STREAM: Place("", "fed_forward", same=ALWAYS),
+    sites.HIDDEN: Place("", "hidden", same=ALWAYS),
     sites.LOGITS: Place("", "unembed"),
 }
 
@@ -114,7 +114,7 @@ class Point(NamedTuple):
     @property
     def begins(self) -> bool:
         """Whether it is the first of a layer behind another."""
-        return bool(self.layer) and self.sites[0][0] is sites.ATTENTION_PRE
+        return bool(self.layer) and self.sites[0][0] in {sites.ATTENTION_PRE, sites.STREAM_ATTENDED}
 
 
 class Observer:

@@ -76,10 +76,12 @@ class Shards(NamedTuple):
 
     heads: AxisShard  # attention heads: rows of wq_b, sinks
     groups: AxisShard  # output groups: rows of wo_a. Split only where heads are
-    output: AxisShard  # rows of wo_b: columns of the attention's output
+    output: AxisShard  # rows of wo_b: columns of the attention's output. Of the Llama family, of both sublayers'
     index_heads: AxisShard  # rows of the indexer's wq_b and weights_proj
     vocabulary: AxisShard  # rows of embedding and head
     experts: AxisShard  # routed experts
+    kv_heads: AxisShard  # of the Llama family: rows of k_proj and v_proj. Split together with heads
+    inner: AxisShard  # of the Llama family: rows of gate_proj and up_proj
 
 
 class Partial(NamedTuple):
@@ -126,7 +128,7 @@ class Ranks:
 
     def tokens(self, count: int) -> AxisShard:
         """Whose rows a call's `count` tokens are between attentions: each rank's own (all-to-all), or everybody's."""
-        if self.size == 1:
+        if not self.shards.experts.split:  # of one rank, or without experts to bring tokens to
             return undivided(count)
         chosen = dispatched(self.dispatch, count, self.size)
         self.calls[chosen] += 1

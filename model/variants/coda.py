@@ -40,6 +40,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.cache.gqa import KvHeads
 from model.variants.coda_banks import ExactBank, SummaryBank
 from model.variants.coda_saved import check_saved
 from model.variants.coda_settings import CodaSettings
@@ -60,10 +61,11 @@ class CodaCache:
     ----------
     settings
         Sizes and rules.
-    kv_heads, head_dim
-        Of the layer.
+    heads, head_dim
+        KV heads that are here, and their width. On several ranks each has the slots of its own heads; all decide alike,
+        by cosines that are means over all heads.
     eta_logit
-        [kv_heads]: the summary bank moves by sigmoid of it (summary_eta_logit).
+        [heads]: the summary bank moves by sigmoid of it (summary_eta_logit).
     dtype, device
         Of keys and values.
     seed
@@ -74,7 +76,7 @@ class CodaCache:
     def __init__(
         self,
         settings: CodaSettings,
-        kv_heads: int,
+        heads: KvHeads,
         head_dim: int,
         eta_logit: Tensor,
         dtype: torch.dtype,
@@ -82,24 +84,26 @@ class CodaCache:
         *,
         seed: int = 0,
     ) -> None:
-        assert eta_logit.shape == (kv_heads,), f"eta_logit: {list(eta_logit.shape)}, want [{kv_heads}]"
-        self.settings, self.position = settings, 0  # position: tokens written
+        assert eta_logit.shape == (heads.size,), f"eta_logit: {list(eta_logit.shape)}, want [{heads.size}]"
+        self.settings, self.heads, self.position = settings, heads, 0  # position: tokens written
         window, slots = settings.window, settings.window + settings.exact + settings.summary
-        self._slots = torch.zeros(2, kv_heads, slots, head_dim, dtype=dtype, device=device)  # position p: p % window
+        self._slots = torch.zeros(2, heads.size, slots, head_dim, dtype=dtype, device=device)  # position p: p % window
         self.keys, self.values = self._slots
         self.used = torch.zeros(slots, dtype=torch.bool, device=device)
         self.gates = torch.zeros(window, dtype=torch.float32, device=device)  # of the tokens in the ring
         if settings.memory_init == "normal":
             self._fill(seed)
-        self.exact = ExactBank(settings, *self._part(window, settings.exact))
-        self.summary = SummaryBank(settings, *self._part(window + settings.exact, settings.summary), eta_logit)
+        self.exact = ExactBank(settings, *self._part(window, settings.exact), heads)
+        summary = self._part(window + settings.exact, settings.summary)
+        self.summary = SummaryBank(settings, *summary, heads, eta_logit)
         self._evictions, self._complete = 0, False  # the latter: all slots are known to be in use
 
     def _fill(self, seed: int) -> None:
-        """Give the banks random content, drawn on the CPU so that every device has the same."""
+        """Give the banks random content, drawn on the CPU for all heads so that every device and rank has the same."""
         generator, window = torch.Generator().manual_seed(seed), self.settings.window
         for buffer in (self.keys, self.values):
-            drawn = torch.randn(*buffer[:, window:].shape, generator=generator) * 0.02
+            shape = (self.heads.total, *buffer[:, window:].shape[1:])
+            drawn = self.heads.part(torch.randn(*shape, generator=generator), 0) * 0.02
             buffer[:, window:] = drawn.to(buffer.device, buffer.dtype)
         low = self.settings.low_frequencies(self.keys.shape[-1], self.keys.device)
         self.keys[:, window + self.settings.exact :] *= low
@@ -276,6 +280,10 @@ class CodaCache:
             "active": torch.tensor([self.exact.active, self.summary.active]),
             "counts": torch.tensor(counts),
         }
+
+    def by_head(self) -> Mapping[str, tuple[int, int]]:
+        """Slots stand head by head."""
+        return dict.fromkeys(("keys", "values", "exact_targets", "summary_targets"), (0, 1))
 
     def shapes(self, position: int) -> dict[str, tuple[int, ...]]:
         """Shapes of what `tensors` gives, at any position."""

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from model.cache.gqa import KvHeads
 from model.variants.coda_settings import CodaSettings
 from model.variants.coda_targets import Targets
 
@@ -59,7 +60,7 @@ class ExactBank(Bank):
     a query.
     """
 
-    def __init__(self, settings: CodaSettings, rows: Tensor, used: Tensor) -> None:
+    def __init__(self, settings: CodaSettings, rows: Tensor, used: Tensor, heads: KvHeads) -> None:
         super().__init__(settings, rows, used, settings.exact_at_start)
         # thresholds as fp32 has them: what one token is compared with is what a block's tensors are compared with
         self.least_gate, self.least_hit, self.most_novel = torch.tensor(
@@ -67,7 +68,7 @@ class ExactBank(Bank):
         ).tolist()
         values = self.values
         every = torch.ones(values.shape[-1], dtype=torch.bool)
-        self.targets = Targets(values, every, inverse=settings.inverse_norms)
+        self.targets = Targets(values, every, heads, inverse=settings.inverse_norms)
         self.last_used = torch.zeros(self.size, dtype=torch.int64, device=values.device)  # position, by slot
         names = ("hits", "inserts", "overwrites", "gated_out", "frustrated", "expansions")
         self.counts = dict.fromkeys(names, 0)
@@ -199,7 +200,7 @@ class SummaryBank(Bank):
     comparison with what they were initialised to.
     """
 
-    def __init__(self, settings: CodaSettings, rows: Tensor, used: Tensor, eta_logit: Tensor) -> None:
+    def __init__(self, settings: CodaSettings, rows: Tensor, used: Tensor, heads: KvHeads, eta_logit: Tensor) -> None:
         super().__init__(settings, rows, used, settings.summary_at_start)
         keys, values = self.keys, self.values
         low = settings.low_frequencies(keys.shape[-1], torch.device("cpu"))
@@ -207,7 +208,7 @@ class SummaryBank(Bank):
         self.eta = torch.sigmoid(eta_logit.detach().float()).to(keys.device)  # [K]
         self.blend = (low.float() * math.sqrt(low.numel() / int(low.sum()))).to(keys.device)  # [D]
         compared = torch.ones_like(low) if self.by_value else low
-        self.targets = Targets(values if self.by_value else keys, compared, inverse=settings.inverse_norms)
+        self.targets = Targets(values if self.by_value else keys, compared, heads, inverse=settings.inverse_norms)
         self.counts = dict.fromkeys(("updates", "inserts", "frustrated", "expansions"), 0)
         self.both = torch.stack((self.blend, torch.ones_like(self.blend)))[:, None]  # [2, 1, D], of keys and values
         (self.least_gate,) = torch.tensor([settings.gate_summary]).tolist()  # as fp32 has it

@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from model.cache.gqa import KvHeads
+
 
 class Targets:
     """What cosines with the slots need: normalised copies of their rows, or the inverse norms of these.
@@ -14,13 +16,15 @@ class Targets:
         [K, m, D], a view of the keys or values compared; refreshed slot by slot, when they change.
     dims
         [D] bool, on the CPU: the dims compared. All others of `rows` are 0.
+    heads
+        Which KV heads these rows are of: cosines are means over those of all ranks.
     inverse
         Keep inverse norms [K, m] float32, instead of copies [K, m, dims.sum()] in the dtype of `rows`.
 
     """
 
-    def __init__(self, rows: Tensor, dims: Tensor, *, inverse: bool) -> None:
-        self.rows, self.inverse, self.mask = rows, inverse, dims.float().to(rows.device)
+    def __init__(self, rows: Tensor, dims: Tensor, heads: KvHeads, *, inverse: bool) -> None:
+        self.rows, self.heads, self.inverse, self.mask = rows, heads, inverse, dims.float().to(rows.device)
         index = dims.nonzero()[:, 0]
         first, last = (int(index[place]) for place in (0, -1))
         adjoin = last + 1 - first == len(index)  # then they are a view
@@ -47,7 +51,7 @@ class Targets:
         compared = x.float() * self.mask if self.inverse else x.float()[..., self.columns]
         slots = self.rows if self.inverse else self.data
         by_head = torch.einsum("nhd,hmd->nhm", normalize(compared, dim=-1, eps=1e-6), slots.float())  # [n, K, m]
-        return (by_head * self.data if self.inverse else by_head).mean(1)
+        return self.heads.whole(by_head * self.data if self.inverse else by_head, 1).mean(1)
 
     def compare(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`cosines` of one token [K, D] float32: [m]; and what `remember` takes, should a slot hold just this token."""
@@ -55,8 +59,8 @@ class Targets:
         slots = self.rows if self.inverse else self.data
         by_head = torch.bmm(slots.float(), unit[..., None])[..., 0]  # [K, m]
         if not self.inverse:
-            return by_head.mean(0), unit
-        return by_head.mul_(self.data).mean(0), norm.reciprocal_()[:, 0]
+            return self.heads.whole(by_head, 0).mean(0), unit
+        return self.heads.whole(by_head.mul_(self.data), 0).mean(0), norm.reciprocal_()[:, 0]
 
     def remember(self, slot: int, known: Tensor) -> None:
         """Take in what `compare` found of the token that `slot` now holds."""

@@ -55,13 +55,13 @@ class CodaLayer(GqaCache):
     """
 
     def __init__(self, shape: KvShape, variant: GroupedCoda, dtype: torch.dtype, device: torch.device) -> None:
-        eta_logit = torch.full((shape.heads,), ETA_LOGIT)
+        eta_logit = torch.full((shape.heads.size,), ETA_LOGIT)
         self.coda = CodaCache(coda_settings(variant), shape.heads, shape.head_dim, eta_logit, dtype, device)
         self.block, self.published, self.strict = variant.block, bool(variant.published), bool(variant.strict)
-        super().__init__({"coda": self.coda})
+        super().__init__({"coda": self.coda}, shape.heads)
 
     def learnt(self, eta_logit: Tensor) -> None:
-        """Let the summary bank move at rates that were learnt: sigmoid of `eta_logit` [K]."""
+        """Let the summary bank move at rates that were learnt: sigmoid of `eta_logit`, of the heads that are here."""
         assert eta_logit.shape == self.coda.summary.eta.shape, f"eta_logit: {list(eta_logit.shape)}"
         self.coda.summary.eta = torch.sigmoid(eta_logit.float()).to(self.coda.summary.eta.device)
 
@@ -92,7 +92,7 @@ class ShardLayer(GqaCache):
         device: torch.device,
     ) -> None:
         self.shard = ShardCache(shape, shard_settings(variant), prompt, max_context, dtype, device)
-        super().__init__({"shard": self.shard})
+        super().__init__({"shard": self.shard}, shape.heads)
 
     def attend(self, heads: Heads, first: int, ops: Ops) -> Tensor:
         """Take the tokens and attend to codes; see `GqaCache.attend`."""

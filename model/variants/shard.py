@@ -8,6 +8,10 @@ of the prompt are let go. A token that leaves the window later is encoded by its
 the basis, and nothing that was decoded is ever encoded again. As long as there are no more than sinks and window, the
 result is that of a full cache to the bit.
 
+On several ranks each has the exact rows, the codes of values and the stream of its own KV heads. Keys share one
+eigenbasis over the columns of all heads, so their codes, and the basis, are on every rank, which rebuilds the columns
+of its heads; values share one codebook.
+
 How long the prompt is must be known when buffers are allocated: it decides what the middle and the stream take.
 Tokens after the prompt are attended one by one even where several come in one call, so that which of them are still in
 the window does not depend on how they were grouped.
@@ -15,7 +19,7 @@ the window does not depend on how they were grouped.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +29,12 @@ from kernels.ops import CPU, Ops
 from kernels.rope import reference as rope
 from kernels.shard.cpu import Middle, Stream
 from kernels.shard.reference import turn
+from model.cache.gqa import KvHeads
 from model.errors import CapacityError, ConfigError
 from model.observe.invariants import finite
+
+if TYPE_CHECKING:
+    from kernels.formats.stored import EigenKeys
 
 STREAM_BITS = (2, 3, 4, 8)
 DISTORTIONS = {
@@ -76,7 +84,7 @@ class ShardSettings:
 class KvShape(NamedTuple):
     """What the layer writes."""
 
-    heads: int  # KV heads
+    heads: KvHeads  # that are here
     head_dim: int
     freqs: Tensor  # [head_dim / 2] float32, radians per position, scaled as the model scales them
     interleaved: bool  # whether rotary pairs are neighbours
@@ -112,25 +120,28 @@ class ShardCache:
         device: torch.device,
     ) -> None:
         assert 0 <= prompt <= max_context, f"prompt of {prompt} in a context of {max_context}"
-        settings.check(shape.heads, shape.head_dim)
+        settings.check(shape.heads.total, shape.head_dim)
         self.shape, self.settings = shape, settings
         self.prompt, self.max_context, self.dtype, self.device = prompt, max_context, dtype, device
         self.count = 0  # tokens held
         self.prompt_keys: Tensor | None  # [prompt, heads, d] until the middle is compressed
         self.prompt_values: Tensor | None
         self.exact = settings.sinks + settings.window
-        heads, d = shape.heads, shape.head_dim
+        heads, d = shape.heads.size, shape.head_dim
         # rows 0 .. sinks - 1 stay; position p beyond them is row sinks + (p - sinks) % window
         self.keys, self.values = self._rows(self.exact), self._rows(self.exact)
         self._begin()
         self.middle: Middle | None = None
+        self.key_codes: EigenKeys | None = None  # of the middle, of all heads
         if prompt > self.exact:
-            n, width = prompt - self.exact, heads * d
+            n, width = prompt - self.exact, shape.heads.total * d
             grouped = settings.allocation != "uniform"
             kept = min(width, 2 * settings.rank) if grouped else settings.rank  # the least code takes half of 4 bits
             groups = kept // settings.group if grouped else 0
+            keys = self.key_codes = eigenbasis.eigen_keys(n, width, settings.rank, kept, groups, device)
+            here = shape.heads.own.times(d)  # columns
             self.middle = Middle(
-                eigenbasis.eigen_keys(n, width, settings.rank, kept, groups, device),
+                keys._replace(basis=here.of(keys.basis), mean=here.of(keys.mean)),
                 product_quantise.codebook_values(n, heads, d, device),
                 settings.sinks,
                 shape.freqs.to(device),
@@ -185,6 +196,13 @@ class ShardCache:
         """Shapes of what `tensors` gives at `position`, whatever the cache holds now."""
         return {name: (rows, *shape) for name, (rows, shape) in self._parts(position).items()}
 
+    def by_head(self) -> dict[str, tuple[int, int]]:
+        """Where KV heads are: among a token's codes of values, and one row after the other in streams."""
+        places = {"middle.values.codes": (1, self.shape.head_dim // product_quantise.CHANNELS)}
+        places |= {f"{part}.{kind}": (1, 1) for part in ("exact", "prompt") for kind in ("keys", "values")}
+        streamed = (name for name in self.buffers() if name.startswith("stream."))
+        return places | dict.fromkeys((*streamed, "middle.values.largest"), (0, 1))
+
     def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
         if position < self.prompt:
@@ -197,7 +215,7 @@ class ShardCache:
         self.count = position
 
     def _rows(self, n: int) -> Tensor:
-        return torch.zeros(n, self.shape.heads, self.shape.head_dim, dtype=self.dtype, device=self.device)
+        return torch.zeros(n, self.shape.heads.size, self.shape.head_dim, dtype=self.dtype, device=self.device)
 
     def _begin(self) -> None:
         """Allocate what the prompt needs until its middle is compressed."""
@@ -213,15 +231,15 @@ class ShardCache:
         held = {"exact.keys": self.keys, "exact.values": self.values}
         if self.prompt_keys is not None and self.prompt_values is not None:
             held |= {"prompt.keys": self.prompt_keys, "prompt.values": self.prompt_values}
-        if self.middle is not None:
-            held |= {f"middle.keys.{name}": plane for name, plane in self.middle.keys._asdict().items()}
+        if self.middle is not None and self.key_codes is not None:
+            held |= {f"middle.keys.{name}": plane for name, plane in self.key_codes._asdict().items()}
             held |= {f"middle.values.{name}": plane for name, plane in self.middle.values._asdict().items()}
         held |= {f"stream.keys.{name}": plane for name, plane in qjl.planes(self.stream_keys).items()}
         return held | {f"stream.values.{name}": plane for name, plane in rotation.planes(self.stream_values).items()}
 
     def _parts(self, position: int) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Leading rows that matter at `position`, and the shape of a row, by name of buffer."""
-        row = (self.shape.heads, self.shape.head_dim)
+        row = (self.shape.heads.size, self.shape.head_dim)
         if position < self.prompt:
             return {"prompt.keys": (position, row), "prompt.values": (position, row)}
         parts = {}
@@ -230,7 +248,7 @@ class ShardCache:
             if name.startswith("exact"):
                 rows = min(position, self.exact)
             elif name.startswith("stream"):
-                rows = self._streamed(position) * self.shape.heads
+                rows = self._streamed(position) * self.shape.heads.size
             if not name.startswith("prompt"):
                 parts[name] = (rows, tuple(plane.shape[1:]))
         return parts
@@ -254,15 +272,16 @@ class ShardCache:
         for position in (*range(min(sinks, keys.shape[0])), *range(max(sinks, stop), keys.shape[0])):
             row = self._row(position)
             self.keys[row], self.values[row] = keys[position], values[position]
-        middle = self.middle
-        if middle is None:
+        middle, coded, heads = self.middle, self.key_codes, self.shape.heads
+        if middle is None or coded is None:
             return
         cuts = [(low, min(low + TILE, stop)) for low in range(sinks, stop, TILE)]
 
         def plain_keys() -> Iterator[Tensor]:
             for low, high in cuts:
                 cos, sin = rope.angles(torch.arange(low, high, device=self.device), middle.freqs)
-                yield turn(keys[low:high].float(), cos, -sin, interleaved=middle.interleaved).flatten(1)
+                plain = turn(keys[low:high].float(), cos, -sin, interleaved=middle.interleaved)
+                yield heads.whole(plain, 1).flatten(1)
 
         def rotated_values() -> Iterator[Tensor]:
             for low, high in cuts:
@@ -271,8 +290,8 @@ class ShardCache:
         for low, high in cuts:
             finite("keys", None, low, keys[low:high])
             finite("values", None, low, values[low:high])
-        eigenbasis.fit(middle.keys, plain_keys, DISTORTIONS[self.settings.allocation])
-        product_quantise.fit(middle.values, rotated_values)
+        eigenbasis.fit(coded, plain_keys, DISTORTIONS[self.settings.allocation])
+        product_quantise.fit(middle.values, rotated_values, lambda tile: heads.whole(tile, 1))
 
     def _row(self, position: int) -> int:
         sinks = self.settings.sinks
@@ -282,7 +301,7 @@ class ShardCache:
         """Take one token after the prompt, [heads, d]; what it pushes out of the window goes to the stream."""
         row = self._row(self.count)
         if self.count >= self.exact:
-            place = self._streamed(self.count) * self.shape.heads
+            place = self._streamed(self.count) * self.shape.heads.size
             qjl.write(self.stream_keys, place, self.keys[row])
             rotation.write(self.stream_values, place, self.values[row])
         self.keys[row], self.values[row] = key, value

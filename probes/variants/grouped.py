@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from model.cache.gqa import all_heads
 from model.errors import StateError
 from model.variants.coda import CodaCache
 from model.variants.coda_attention import Tokens, prefill, step
@@ -28,14 +29,14 @@ CODA = (48, 16, 16)  # window, exact, summary: small, so that everything has bee
 def coda_cache(parts: Parts, window: int, exact: int = 0, summary: int = 0) -> CodaCache:
     """An empty cache of the corrected rules, in fp32."""
     settings = CodaSettings(window=window, exact=exact, summary=summary, rope="half")
-    return parts.coda(settings, GROUPS, WIDTH, torch.full((GROUPS,), -3.0), torch.float32, CPU)
+    return parts.coda(settings, all_heads(GROUPS), WIDTH, torch.full((GROUPS,), -3.0), torch.float32, CPU)
 
 
 def shard_cache(
     parts: Parts, prompt: int, context: int, settings: ShardSettings = SHARD, *, interleaved: bool = False
 ) -> ShardCache:
     """An empty cache in fp32."""
-    shape = KvShape(GROUPS, WIDTH, frequencies(), interleaved)
+    shape = KvShape(all_heads(GROUPS), WIDTH, frequencies(), interleaved)
     return parts.shard(shape, settings, prompt, context, torch.float32, CPU)
 
 

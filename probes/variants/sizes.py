@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.shard import cpu as blocked
+from model.cache.gqa import all_heads
 from model.variants.coda_settings import CodaSettings
 from model.variants.shard import KvShape, ShardCache, ShardSettings
 from probes.finding import Finding, at_most, exactly, judged
@@ -39,7 +40,7 @@ class Llama(NamedTuple):
 def llama(parts: Parts) -> list[Llama]:
     """Bytes of shard after a prompt, from tensors on the meta device: nothing is allocated."""
     layers, heads, d = LLAMA
-    shape = KvShape(heads, d, torch.zeros(d // 2, device="meta"), interleaved=False)
+    shape = KvShape(all_heads(heads), d, torch.zeros(d // 2, device="meta"), interleaved=False)
     found = []
     for tokens in ARTICLE:
         cache = parts.shard(shape, ShardSettings(), tokens, tokens, torch.bfloat16, torch.device("meta"))
@@ -60,7 +61,7 @@ def published(parts: Parts, found: Sequence[Llama]) -> Iterator[Finding]:
         ("as published, off the package's", settings, PACKAGE),
         ("with inverse norms, off the formula's", replace(settings, inverse_norms=True, lf_layout="pairs"), formula),
     ):
-        cache = parts.coda(one, heads, d, torch.zeros(heads), torch.bfloat16, CPU)
+        cache = parts.coda(one, all_heads(heads), d, torch.zeros(heads), torch.bfloat16, CPU)
         what = f"GQA, coda, 256 + 64 + 64 slots of 8 heads of 128 {name} {wanted}"
         yield judged(what, cache.nbytes() - wanted, exactly(0), "B")
 

@@ -2,9 +2,10 @@
 
 from kernels.formats import product_quantise
 from model.llama.config import LlamaConfig
+from model.ranks.ranks import CHECKED, KEPT, AxisShard
 from model.variants.choice import GroupedCoda, GroupedShard, Variant
 from model.variants.shard import TILE
-from runtime.plan.call import F32, HEAD_ROWS, Call, Live, Moment
+from runtime.plan.call import F32, HEAD_ROWS, I64, Call, Live, Moment
 
 F64 = 8  # bytes
 
@@ -12,10 +13,14 @@ F64 = 8  # bytes
 def largest(c: LlamaConfig, s: Call, *, adapters: bool) -> Moment:
     """The moment of a call that takes the most bytes: of embedding, either half of a layer, and head."""
     live, t, hidden, item = Live(), s.t, c.hidden_size, s.item
-    row, inner = t * hidden * item, t * c.intermediate_size * item
+    row, rows, columns = t * hidden * item, t * hidden * F32, t * s.shards.inner.size
     norm = s.op("rms_norm", t, hidden, item)
+    output = s.gather(t * hidden, s.shards.output, first=False)
+    if s.ranks > 1:  # streams that ranks compare: of a short call after its last layer
+        live.hold("compared", c.num_hidden_layers * row if t <= KEPT else 0)
+        live.run("agreement", exchange=4 * I64 * min(CHECKED, row // F32))
     live.hold("stream", row)
-    live.run("embedding", t * hidden * F32)
+    live.run("embedding", rows, 3 * rows + t * I64 if s.shards.vocabulary.split else 0)
     with live.scope():
         live.hold("sublayer input", row)
         _attention(c, s, live, adapters=adapters)
@@ -23,19 +28,30 @@ def largest(c: LlamaConfig, s: Call, *, adapters: bool) -> Moment:
         live.hold("stream", 2 * row)
         live.run("norm", norm)
         live.hold("sublayer input", row)
-        live.run("gate and up", inner + max(s.linear("mlp.gate_proj", t), s.linear("mlp.up_proj", t)))
-        live.run("SwiGLU", 2 * inner + s.op("swiglu", t * c.intermediate_size, item))
-        live.run("down", inner + s.linear("mlp.down_proj", t))
+        live.run("gate and up", columns * item + max(s.linear("mlp.gate_proj", t), s.linear("mlp.up_proj", t)))
+        live.run("SwiGLU", 2 * columns * item + s.op("swiglu", columns, item))
+        live.hold("SwiGLU's columns", columns * item)
+        _gathered(s, live, "SwiGLU's columns", t * c.intermediate_size, s.shards.inner)
+        live.run("down", s.linear("mlp.down_proj", t), output)
     live.run("sum, and final norm", row + max(2 * row, norm))
-    live.hold("rows in fp32", min(HEAD_ROWS, t) * hidden * F32)
-    live.run("logits", s.linear("embed_tokens" if c.tie_word_embeddings else "lm_head", min(HEAD_ROWS, t), F32))
+    head, rows = s.shards.vocabulary, min(HEAD_ROWS, t)
+    live.hold("rows in fp32", rows * hidden * F32)
+    logits = s.linear("embed_tokens" if c.tie_word_embeddings else "lm_head", rows, F32)
+    live.run("logits", max(logits, rows * head.size * F32 + s.gather(rows * c.vocab_size, head, first=False, item=F32)))
     return live.largest
+
+
+def _gathered(s: Call, live: Live, name: str, numbers: int, shard: AxisShard) -> None:
+    """From here on all ranks' parts of a tensor are alive beside this rank's."""
+    if shard.split:
+        live.run(f"{name}, gathered", exchange=s.gather(numbers, shard, first=False))
+        live.hold(f"{name}, whole", numbers * s.item)
 
 
 def _attention(c: LlamaConfig, s: Call, live: Live, *, adapters: bool) -> None:
     """`Attention.__call__`; with adapters noise queries are heads too."""
-    t, heads, d = s.t, c.num_attention_heads, c.head_dim
-    numbers, kv_numbers = t * heads * d, t * c.num_key_value_heads * d
+    t, d, heads, kv_heads = s.t, c.head_dim, s.shards.heads.size, s.shards.kv_heads.size
+    numbers, kv_numbers = t * heads * d, t * kv_heads * d
     q, k = numbers * s.item, kv_numbers * s.item
     live.run("queries", s.linear("self_attn.q_proj", t))
     live.hold("heads", q)
@@ -45,13 +61,14 @@ def _attention(c: LlamaConfig, s: Call, live: Live, *, adapters: bool) -> None:
     live.run("rotation", max(s.op("rotate_halves", numbers, s.item), q + s.op("rotate_halves", kv_numbers, s.item)))
     live.hold("heads", 2 * q + 3 * k)
     live.hold("noise queries", 3 * q if adapters else 0)
-    sizes = t, (2 if adapters else 1) * heads, c.num_key_value_heads, d
+    sizes = t, (2 if adapters else 1) * heads, kv_heads, d
     variants = {s.formats.variant(layer) for layer in range(c.num_hidden_layers)}
     live.run("attention", max(attend(s, variant, *sizes, s.context) for variant in variants))
     if adapters:  # both streams come back in the run's dtype, and are subtracted in fp32
         live.run("subtraction", 2 * q + 6 * numbers * F32)
     live.hold("heads", 3 * q + 3 * k)
-    live.run("output", s.linear("self_attn.o_proj", t))
+    _gathered(s, live, "heads", t * c.num_attention_heads * d, s.shards.heads)
+    live.run("output", s.linear("self_attn.o_proj", t), s.gather(t * c.hidden_size, s.shards.output, first=False))
 
 
 def attend(s: Call, variant: Variant, tokens: int, heads: int, kv_heads: int, d: int, context: int) -> int:
@@ -66,6 +83,8 @@ def attend(s: Call, variant: Variant, tokens: int, heads: int, kv_heads: int, d:
             op = s.op("attend_banks", block, heads, kv_heads, d, slots, own, s.item)
             return out * (2 if tokens > 1 else 1) + max(op, 4 * block * heads * d * F32 + banks)
         case GroupedShard():  # or what compressing the prompt takes: eigenvectors of keys, clusters of values
+            if s.shards.kv_heads.split:  # which are of all heads, on every rank
+                width *= s.ranks
             rows, groups = min(TILE, context), context * width // product_quantise.CHANNELS
             points = min(product_quantise.POINTS, groups)
             fit_keys = 6 * (width + rows) * width * F64

@@ -14,6 +14,7 @@ import torch
 
 from kernels.ops import CPU
 from model.architectures import Config
+from model.cache.gqa import KvHeads
 from model.checkpoint.census import Census
 from model.choices import ALL_TO_ALL
 from model.config import ModelConfig
@@ -84,7 +85,7 @@ class Planner:
         self.weights = weights(config, census, placement, rank, mapped=options.device == "cpu")
         if options.coda_adapters is not None:
             size = Path(options.coda_adapters).stat().st_size
-            self.weights[WeightKind.ADAPTERS] = Weights(size, own=size)
+            self.weights[WeightKind.ADAPTERS] = Weights(size, own=size)  # of several ranks, more than they take
         ops = CPU
         if backend == "triton":
             from kernels.triton_ops import TRITON as ops  # noqa: PLC0415 (Triton is not on every platform)
@@ -145,10 +146,10 @@ class Planner:
 
         It takes some bytes for each token of the prompt and others for each that follows: the most at one of the ends.
         """
-        formats, found = self.call.formats, []
+        formats, found, heads = self.call.formats, [], KvHeads(self.call.shards.kv_heads)
         for prompt in (0, context) if formats.prompted else (None,):
             kinds: dict[str, dict[str, int]] = {}
-            caches = layer_caches(self.config, context, chunk, formats, torch.device("meta"), prompt)
+            caches = layer_caches(self.config, context, chunk, formats, torch.device("meta"), prompt, heads)
             for layer, cache in enumerate(caches):
                 kind = self.config.layer_kind(layer) if isinstance(self.config, ModelConfig) else "attention"
                 parts = kinds.setdefault(kind, {})
@@ -160,7 +161,7 @@ class Planner:
     def _tokens(self, count: int) -> AxisShard:
         """As `model.ranks.ranks.Ranks.tokens`; of all ranks the first has the most."""
         ranks = self.placement.size
-        split = dispatched(self.options.dispatch, count, ranks) == ALL_TO_ALL
+        split = self.call.shards.experts.split and dispatched(self.options.dispatch, count, ranks) == ALL_TO_ALL
         return evenly(count, 0, ranks) if split else undivided(count)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from kernels.rope import reference as rope
+from model.cache.gqa import all_heads
 from model.variants.coda import CodaCache
 from model.variants.coda_attention import Differential, Tokens, prefill, step
 from model.variants.coda_settings import CodaSettings
@@ -49,7 +50,9 @@ class CodaLayer:
 
     def cache(self) -> CodaCache:
         """Return an empty cache."""
-        return CodaCache(self.settings, *self.sizes[1:], self.eta_logit, torch.float32, torch.device("cpu"))
+        return CodaCache(
+            self.settings, all_heads(self.sizes[1]), self.sizes[2], self.eta_logit, torch.float32, torch.device("cpu")
+        )
 
     def tokens(self, x: Tensor, first: int) -> Tokens:
         """What the cache is given for x [t, width] at positions ``first ..``."""

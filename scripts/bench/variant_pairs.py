@@ -16,7 +16,7 @@ from kernels.ops import CPU
 from kernels.rope import reference as rope
 from model.cache.entries import Entries
 from model.cache.full import FullCache
-from model.cache.gqa import Heads
+from model.cache.gqa import Heads, all_heads
 from model.variants.shard import KvShape, ShardCache, ShardSettings
 from scripts.bench.pairs import Pair
 
@@ -67,7 +67,7 @@ def shard_cache(shape: GroupedShape, settings: ShardSettings, n: int, *, streame
     """Return a cache that holds n tokens, all of them in the prompt, or none."""
 
     def made(tokens: int, room: int) -> ShardCache:
-        layer = KvShape(shape.kv_heads, shape.d, _freqs(shape), interleaved=False)
+        layer = KvShape(all_heads(shape.kv_heads), shape.d, _freqs(shape), interleaved=False)
         return ShardCache(layer, settings, 0 if streamed else tokens, tokens + room, torch.bfloat16, ON_CPU)
 
     short = min(n, SAMPLE)
@@ -82,7 +82,7 @@ def shard_cache(shape: GroupedShape, settings: ShardSettings, n: int, *, streame
 
 def full_cache(shape: GroupedShape, n: int) -> FullCache:
     """Return the full cache in BF16 with the same n tokens."""
-    cache = FullCache(shape.kv_heads, shape.d, None, n + 1, torch.bfloat16, ON_CPU)
+    cache = FullCache(all_heads(shape.kv_heads), shape.d, None, n + 1, torch.bfloat16, ON_CPU)
     _, keys, values = drawn(min(n, SAMPLE), shape)
     for held, rows in ((cache.keys, keys), (cache.values, values)):
         held.write(0, _repeated(rows, (n, *rows.shape[1:])))
@@ -117,12 +117,12 @@ def grouped_prompt(shape: GroupedShape, n: int, settings: ShardSettings, chunk: 
     tokens = drawn(n, shape)
 
     def variant() -> Tensor:
-        layer = KvShape(shape.kv_heads, shape.d, _freqs(shape), interleaved=False)
+        layer = KvShape(all_heads(shape.kv_heads), shape.d, _freqs(shape), interleaved=False)
         cache = ShardCache(layer, settings, n, n, torch.bfloat16, ON_CPU)
         return torch.cat([cache.attend(*(part[a : a + chunk] for part in tokens)) for a in range(0, n, chunk)])
 
     def by_full() -> Tensor:
-        cache = FullCache(shape.kv_heads, shape.d, None, n, torch.bfloat16, ON_CPU)
+        cache = FullCache(all_heads(shape.kv_heads), shape.d, None, n, torch.bfloat16, ON_CPU)
         parts = ((a, _heads(tuple(part[a : a + chunk] for part in tokens))) for a in range(0, n, chunk))
         return torch.cat([cache.attend(heads, a, CPU) for a, heads in parts])
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
 from kernels.differential.reference import combine, noise_query
+from model.cache.gqa import all_heads
 from model.variants.coda import CodaCache
 from model.variants.coda_attention import Differential, Tokens
 from model.variants.coda_settings import CodaSettings
@@ -70,7 +71,9 @@ class TrainingCache:
         assert s.mask_unused, "slots that hold nothing are not attended to"
         assert s.exact_at_start in (None, s.exact), f"exact_at_start {s.exact_at_start}: growth"
         assert s.summary_at_start in (None, s.summary), f"summary_at_start {s.summary_at_start}: growth"
-        start = CodaCache(s, kv_heads, head_dim, eta_logit.detach(), torch.float32, eta_logit.device, seed=seed)
+        start = CodaCache(
+            s, all_heads(kv_heads), head_dim, eta_logit.detach(), torch.float32, eta_logit.device, seed=seed
+        )
         self.settings, self.position, self.eta = s, 0, torch.sigmoid(eta_logit)
         keys, values = start.keys.to(eta_logit.dtype), start.values.to(eta_logit.dtype)
         ring, exact, summary = slice(0), slice(s.window, s.window + s.exact), slice(s.window + s.exact, None)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from kernels.differential.reference import combine, noise_query
+from model.cache.gqa import all_heads
 from model.variants import coda_attention
 from model.variants.coda import CodaCache
 from model.variants.coda_attention import Differential, Tokens
@@ -117,7 +118,7 @@ def inference_memory(network: Network, settings: CodaSettings, block: int) -> li
     """For each layer, the cache of inference in fp32, for one sequence."""
     kv_heads, width, device = network.config.num_key_value_heads, network.config.head_dim, network.freqs.device
     caches = [
-        CodaCache(settings, kv_heads, width, layer.summary_eta_logit, torch.float32, device)
+        CodaCache(settings, all_heads(kv_heads), width, layer.summary_eta_logit, torch.float32, device)
         for layer in attentions(network)
     ]
     return [[partial(coda_attention.prefill, cache, block=block)] for cache in caches]

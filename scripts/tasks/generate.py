@@ -76,7 +76,7 @@ def _generate(args: argparse.Namespace, given: Prompt, watch: Watch | None, grou
         )
         text = print_text(stream, StreamDecoder(tokenizer))
     data = report(loaded, options, state, record, by)
-    if args.save_state is not None and group.rank == 0:  # nothing that the other ranks wait for comes after it
+    if args.save_state is not None:  # by all ranks; nothing that others wait for comes after it
         save_state(args.save_state, state, loaded, record.pending)
     console.print(_summary(data))
     if args.json is not None and group.rank == 0:
@@ -194,7 +194,8 @@ def _summary(data: dict[str, Any]) -> Table:
 
 
 def _ranks(ranks: dict[str, Any]) -> str:
-    calls = ", ".join(f"{calls} by {dispatch}" for dispatch, calls in ranks["dispatch_calls"].items())
+    ways = [f"{calls} by {dispatch}" for dispatch, calls in ranks["dispatch_calls"].items() if calls]
+    calls = f"calls {', '.join(ways)}; " if ways else ""
     weights = ", ".join(f"{size / MIB:.2f}" for size in ranks["weight_bytes"])
     whole = "; ".join(ranks["replicated"]) or "none that could be sharded"
-    return f"{ranks['count']}; calls {calls}; weights by rank, MiB: {weights}; replicated: {whole}"
+    return f"{ranks['count']}; {calls}weights by rank, MiB: {weights}; replicated: {whole}"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from model.checkpoint.config_json import MAX_CONFIG_BYTES
-from model.config import LayerKind
+from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
 from model.files import read_bounded
 from probes import svg
@@ -225,6 +225,7 @@ def _gib_at_1m(name: str) -> Callable[[Model, RunOptions], str]:
 
 def _one_layer(model: Model, options: RunOptions) -> str:
     config = model.subject.config
+    assert isinstance(config, ModelConfig), "a page of V4 models"
     caches = ranked(model.subject, options, 1)[0].plan(1_000_000).caches
     csa, hca = (config.layer_kinds.count(kind) for kind in (LayerKind.CSA, LayerKind.HCA))
     entries, keys = caches[LayerKind.CSA]["entries"] / csa, caches[LayerKind.CSA]["indexer_keys"] / csa

@@ -9,13 +9,17 @@ from typing import Any, Final
 import torch
 from rich.table import Table
 
-from model.architectures import Config
+from model.architectures import Config, config_from_file
+from model.checkpoint.binding import Form
 from model.checkpoint.census import Census, census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.config_json import read_json
 from model.checkpoint.published import Experts, published_tensors
 from model.config import ModelConfig
 from model.errors import CapacityError, ConfigError
+from model.llama.adapters import check_adapters
+from model.llama.census import census as llama_census
+from model.llama.census import parameters
 from model.llama.config import LlamaConfig
 from runtime.kv import variants
 from runtime.memory import machine_memory
@@ -27,7 +31,6 @@ from runtime.sharding import place
 from scripts.console import Console
 from scripts.flags import run_options
 from scripts.plan import EXPERTS
-from scripts.tasks.plan_llama import llama_planner, llama_rows, llama_summary
 
 GIB: Final = 1 << 30
 DOES_NOT_FIT: Final = 1
@@ -38,8 +41,6 @@ def run(args: argparse.Namespace, config: Config) -> int:
     options = run_options(args)
     check_options(config, options, args.config or args.model or DEMO)
     variants(options.kv, config)
-    if isinstance(config, LlamaConfig):
-        return _plan_llama(config, args, options)
     subject = read_subject(args.model, args.config, args.experts)
     if args.context > (most := subject.config.max_position_embeddings):
         raise CapacityError(f"--context {args.context}: beyond the model's max_position_embeddings {most}")
@@ -58,32 +59,11 @@ def run(args: argparse.Namespace, config: Config) -> int:
     return DOES_NOT_FIT if data["fits"] is False else 0
 
 
-def _plan_llama(config: LlamaConfig, args: argparse.Namespace, options: RunOptions) -> int:
-    planner = llama_planner(config, args.model, options, args.ranks)
-    source = "headers of the checkpoint's files" if args.model else "every parameter in BF16"
-    data = llama_summary(planner, source, args.context, _memory(args.memory_gib, options, 1))
-    table = Table("what", title=f"memory for {data['context']:,} positions in calls of {data['chunk']:,} tokens")
-    for column in ("bytes", "", "share"):
-        table.add_column(column, justify="right")
-    for name, size in llama_rows(data):
-        table.add_row(name, *_cells(size, data["needed"]))
-    console = Console()
-    console.print(table)
-    lines = [f"weights: {data['weights_from']}", f"caches: {' '.join(options.kv) or 'all=full'}"]
-    if mapped := data["weights"]["mapped"]:
-        lines.append(f"mapped from files, {_said(mapped)}: not counted, the system drops pages and reads them again")
-    for line in lines + _verdict(data):
-        console.say(line)
-    if args.json is not None:
-        write_json(args.json, data)
-    return DOES_NOT_FIT if data["fits"] is False else 0
-
-
 @dataclass(frozen=True, slots=True)
 class Subject:
     """What is planned for."""
 
-    config: ModelConfig
+    config: Config
     counted: Census
     source: str  # where the weights' sizes are from
 
@@ -91,15 +71,22 @@ class Subject:
 def read_subject(model: Path | None, config: Path | None, experts: Experts | None) -> Subject:
     """Read a checkpoint's headers, or a config.json alone; ConfigError or CheckpointError naming what is wrong."""
     if config is not None:
-        return _published(config, experts)
+        facts = config_from_file(config)
+        return _published_llama(facts) if isinstance(facts, LlamaConfig) else _published(facts, config, experts)
     directory = model or DEMO
-    facts = ModelConfig.from_file(directory / "config.json")
-    counted = census(Checkpoint.open(directory).shapes(), facts, where=str(directory))
-    return Subject(facts, counted, "headers of the checkpoint's files")
+    facts, stored = config_from_file(directory / "config.json"), Checkpoint.open(directory).shapes()
+    where, source = str(directory), "headers of the checkpoint's files"
+    if isinstance(facts, LlamaConfig):
+        return Subject(facts, llama_census(stored, facts, where), source)
+    return Subject(facts, census(stored, facts, where=where), source)
 
 
-def _published(path: Path, experts: Experts | None) -> Subject:
-    facts = ModelConfig.from_file(path)
+def _published_llama(facts: LlamaConfig) -> Subject:
+    tensors = {name: (Form.BF16.name, part.shape) for name, part in parameters(facts).items()}
+    return Subject(facts, llama_census(tensors, facts), "every parameter in BF16")
+
+
+def _published(facts: ModelConfig, path: Path, experts: Experts | None) -> Subject:
     said = read_json(path).get("expert_dtype")
     chosen = experts or next((form for form in EXPERTS if form == said), None)
     if chosen is None:
@@ -113,7 +100,10 @@ def _published(path: Path, experts: Experts | None) -> Subject:
 
 
 def ranked(subject: Subject, options: RunOptions, ranks: int) -> list[Planner]:
-    """Return a planner for each rank; ConfigError for ranks or numerics that the model does not allow."""
+    """Return a planner for each rank; ConfigError for ranks, numerics or adapters that the model does not allow."""
+    if options.coda_adapters is not None:
+        assert isinstance(subject.config, LlamaConfig), "other models have none"
+        check_adapters(Path(options.coda_adapters), subject.config)
     config, placement, backend = subject.config, place(subject.config, ranks), planned(options, subject.config)
     return [Planner(config, subject.counted, placement, options, rank, backend) for rank in range(ranks)]
 
@@ -142,6 +132,7 @@ def summary(subject: Subject, planner: Planner, plans: Sequence[Plan], memory: i
         "needed": plan.needed,
         "needed_by_rank": [one.needed for one in plans],
         "not_split": list(planner.placement.replicated),
+        "caches_split": planner.call.shards.kv_heads.split,
         "memory": memory,
         "fits": None if memory is None else plan.needed <= memory,
         "largest_context": None if memory is None else planner.largest_context(memory),
@@ -203,15 +194,19 @@ def _remarks(data: dict[str, Any]) -> list[str]:
     lines = [f"weights: {data['weights_from']}"]
     if mapped := sum(part["mapped"] for part in data["weights"].values()):
         lines.append(f"mapped from files, {_said(mapped)}: not counted, the system drops pages and reads them again")
+    lines.append(f"caches: {' '.join(data['options']['kv']) or 'all=full'}")
     call, typical = data["call"], data["typical_call"]
-    lines.append(
-        f"a call holds most at: {call['moment']}, whatever the values; where tokens spread evenly over experts and few"
-        f" entries pass the indexer's comparisons, {_said(typical['bytes'])} at: {typical['moment']}"
-    )
+    lines.append(f"a call holds most at: {call['moment']}, whatever the values")
+    if typical["bytes"] != call["bytes"]:
+        lines.append(
+            "where tokens spread evenly over experts and few entries pass the indexer's comparisons:"
+            f" {_said(typical['bytes'])} at: {typical['moment']}"
+        )
     if data["untiled_index_scores"]:
         lines.append(f"index scores of a call made at once would take {_said(data['untiled_index_scores'])} more")
     if data["ranks"] > 1:
-        lines.append("on every rank, because one KV head serves all attention heads: all caches")
+        if not data["caches_split"]:
+            lines.append("on every rank, because one KV head serves all attention heads: all caches")
         lines += [f"on every rank, because it cannot be split: {why}" for why in data["not_split"]]
     return lines + _verdict(data)
 

@@ -10,12 +10,13 @@ from kernels.formats import eigenbasis, qjl, rotation
 from kernels.ops import CPU
 from kernels.rope import reference as rope
 from kernels.shard.cpu import middle_keys, middle_values
+from model.cache.gqa import all_heads
 from model.errors import CapacityError, ConfigError, Tripwire
 from model.variants.shard import KvShape, ShardCache, ShardSettings, causal
 
 ON_CPU, META = torch.device("cpu"), torch.device("meta")
 HEADS, QUERY_HEADS, D = 2, 4, 16
-SHAPE = KvShape(HEADS, D, rope.frequencies(D, 10_000.0), interleaved=False)
+SHAPE = KvShape(all_heads(HEADS), D, rope.frequencies(D, 10_000.0), interleaved=False)
 SMALL = ShardSettings(window=12, rank=16, group=8, stream_bits=8)
 EVERY_KIND = [
     SMALL,
@@ -67,7 +68,7 @@ def float64(q, keys, values):
 )
 def test_the_articles_bytes_for_llama_3_1_8b(tokens, mib, ratio):
     """32 layers of 8 KV heads of 128, when the prompt has been compressed: counted from tensors, MB read as MiB."""
-    shape = KvShape(8, 128, torch.zeros(64, device=META), interleaved=False)
+    shape = KvShape(all_heads(8), 128, torch.zeros(64, device=META), interleaved=False)
     cache = ShardCache(shape, ShardSettings(), tokens, tokens, torch.bfloat16, META)
     exact = 2 * tokens * 8 * 128 * 2
     assert cache.nbytes() == sum(tensor.nbytes for tensor in cache.buffers().values())
@@ -90,7 +91,7 @@ def test_compression_lets_the_prompt_go_and_nothing_else_is_allocated(settings):
 
 @pytest.mark.parametrize(("bits", "sketch", "want"), [(8, False, 2080), (4, False, 1056), (4, True, 1056 + 16)])
 def test_bytes_of_a_token_in_the_stream(bits, sketch, want):
-    shape = KvShape(8, 128, torch.zeros(64, device=META), interleaved=False)
+    shape = KvShape(all_heads(8), 128, torch.zeros(64, device=META), interleaved=False)
     settings = ShardSettings(stream_bits=bits, sketch=sketch)
     sizes = [ShardCache(shape, settings, 1000, n, torch.bfloat16, META).nbytes() for n in (1000, 1001, 1101)]
     assert (sizes[1] - sizes[0], sizes[2] - sizes[1]) == (want, 100 * want)
@@ -287,7 +288,9 @@ def test_settings_that_cannot_be(fields, named):
 )
 def test_settings_that_do_not_fit_the_layer(heads, d, settings, named):
     with pytest.raises(ConfigError, match=named):
-        ShardCache(KvShape(heads, d, torch.zeros(d // 2), interleaved=False), settings, 9, 9, torch.float32, ON_CPU)
+        ShardCache(
+            KvShape(all_heads(heads), d, torch.zeros(d // 2), interleaved=False), settings, 9, 9, torch.float32, ON_CPU
+        )
 
 
 def test_a_full_cache_refuses_the_next_token():

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention
 
+from model.cache.gqa import all_heads
 from model.errors import ConfigError, StateError
 from model.variants.coda import CodaCache
 from model.variants.coda_attention import Tokens, attend, prefill
@@ -175,7 +176,7 @@ def test_a_state_that_cannot_be_is_refused(name, value, message):
     ],
 )
 def test_bytes_as_published(sizes, groups, d, expected):
-    cache = CodaCache(published(*sizes), groups, d, torch.zeros(groups), torch.bfloat16, CPU)
+    cache = CodaCache(published(*sizes), all_heads(groups), d, torch.zeros(groups), torch.bfloat16, CPU)
     assert cache.nbytes() == expected
     assert cache.nbytes() == sum(
         part.nbytes for name, part in cache.tensors(0).items() if name not in ("active", "counts")
@@ -183,7 +184,7 @@ def test_bytes_as_published(sizes, groups, d, expected):
 
 
 def test_inverse_norms_save_eleven_percent():
-    cache = CodaCache(corrected(256, 64, 64), 8, 128, torch.zeros(8), torch.bfloat16, CPU)
+    cache = CodaCache(corrected(256, 64, 64), all_heads(8), 128, torch.zeros(8), torch.bfloat16, CPU)
     assert cache.nbytes() == 1_578_880  # 1.506 MiB
     assert 1 - cache.nbytes() / 1_771_392 == pytest.approx(0.11, abs=0.002)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from model.cache.gqa import all_heads
 from model.variants.coda import CodaCache
 from model.variants.coda_attention import attend
 from model.variants.coda_settings import CodaSettings
@@ -140,7 +141,7 @@ def test_bytes_are_those_of_the_package(seed, dtype):
     made = configuration(seed)
     both = Both(seed, **made)
     settings, zeros = both.cache.settings, torch.zeros(made["groups"])
-    ours = CodaCache(settings, made["groups"], made["d"], zeros, dtype, CPU).nbytes()
+    ours = CodaCache(settings, all_heads(made["groups"]), made["d"], zeros, dtype, CPU).nbytes()
     assert ours == both.oracle.cache_bytes(batch_size=1, dtype=dtype)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from model.cache.gqa import all_heads
 from model.errors import StateError
 from model.variants.banked_entries import BankedEntries, NewestKeys
 from model.variants.choice import Coda
@@ -15,7 +16,7 @@ SIZES = {"window": W, "exact": EXACT, "summary": SUMMARY, "rope": "half"}
 
 def empty(dtype=torch.float32, *, published=False, **more):
     settings = CodaSettings.published(**SIZES) if published else CodaSettings(**SIZES, **more)
-    return CodaCache(settings, 2, 16, torch.full((2,), -1.0), dtype, CPU)
+    return CodaCache(settings, all_heads(2), 16, torch.full((2,), -1.0), dtype, CPU)
 
 
 def written(cache, n, block, seed=0):

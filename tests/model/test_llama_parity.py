@@ -105,7 +105,7 @@ def test_weights_of_16_bits_are_used_as_stored(dtype, tmp_path):
     oracle().to(dtype).save_pretrained(tmp_path)
     assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {dtype}
     loaded = load_ours(tmp_path)
-    assert loaded.model.blocks[0].attention.q_proj.data.dtype == dtype
+    assert loaded.model.blocks[0].attention.q_proj.weight.data.dtype == dtype
     theirs = LlamaForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32
     ).eval()  # `.to` had rounded its inv_freq too

@@ -5,7 +5,7 @@ import torch
 
 from kernels.ops import CPU
 from model.cache.full import FullCache
-from model.cache.gqa import Heads
+from model.cache.gqa import Heads, all_heads
 from model.variants.choice import GroupedCoda, GroupedShard
 from model.variants.coda import CodaCache
 from model.variants.coda_attention import Tokens, prefill
@@ -83,13 +83,13 @@ def bounded_bytes(heads, d, window, exact, summary):
 
 @pytest.mark.parametrize(("strict", "start"), [(0, 0), (1, 0), (0, 2)])
 def test_the_cache_of_a_layer_gives_what_the_bare_cache_gives(strict, start):
-    shape, cpu = KvShape(2, 16, torch.ones(8), interleaved=False), torch.device("cpu")
+    shape, cpu = KvShape(all_heads(2), 16, torch.ones(8), interleaved=False), torch.device("cpu")
     variant = GroupedCoda(window=8, exact=4, summary=4, block=5, strict=strict, start=start)
     layer = CodaLayer(shape, variant, torch.float32, cpu)
     settings = CodaSettings(
         window=8, exact=4, summary=4, rope="half", exact_at_start=start or None, summary_at_start=start or None
     )
-    bare = CodaCache(settings, 2, 16, torch.full((2,), -3.0), torch.float32, torch.device("cpu"))
+    bare = CodaCache(settings, all_heads(2), 16, torch.full((2,), -3.0), torch.float32, torch.device("cpu"))
     q, k, v = (torch.randn(40, heads, 16, generator=torch.Generator().manual_seed(heads)) for heads in (4, 2, 2))
     gates = torch.rand(40, generator=torch.Generator().manual_seed(5))
     found = layer.attend(Heads(q, k, v, gates), 0, CPU)
@@ -118,7 +118,7 @@ def test_a_call_that_ends_within_a_block_is_continued_at_its_end(saved):
 
 def test_settings_reach_the_caches():
     cpu = torch.device("cpu")
-    shape = KvShape(2, 64, torch.ones(32), interleaved=False)
+    shape = KvShape(all_heads(2), 64, torch.ones(32), interleaved=False)
     by_value = CodaLayer(shape, GroupedCoda(values=1), torch.float32, cpu).coda
     assert (by_value.settings.route, by_value.summary.by_value) == ("value", True)
     assert CodaLayer(shape, GroupedCoda(), torch.float32, cpu).coda.settings.route == "key"

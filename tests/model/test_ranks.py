@@ -16,7 +16,7 @@ EXPERTS, HIDDEN, K = 6, 8, 3
 
 def shares(rank, size):
     whole = undivided(4)
-    return Shards(whole, whole, whole, whole, whole, evenly(EXPERTS, rank, size))
+    return Shards(*(whole,) * len(Shards._fields))._replace(experts=evenly(EXPERTS, rank, size))
 
 
 def ranks_of(group, chosen=AUTO):

@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from kernels.ops import CPU
 from kernels.rope.reference import rotate_halves_scratch
-from model.cache.gqa import Heads
+from model.cache.gqa import Heads, all_heads
 from model.errors import CapacityError
 from model.llama.adapters import shapes
 from model.variants.choice import Full, GroupedCoda, GroupedShard
@@ -18,7 +18,7 @@ from runtime.load import load_any
 from runtime.options import RunOptions
 from runtime.plan.llama import attend
 from runtime.plan.planner import Planner
-from runtime.sharding import WHOLE
+from runtime.sharding import place
 from tests.llama_model import load_ours, oracle
 from tests.peak_memory import peak_bytes
 
@@ -37,7 +37,8 @@ def saved(tmp_path_factory):
 
 
 def planner(loaded, options):
-    return Planner(loaded.model.config, loaded.census, WHOLE, options, 0, "cpu")
+    config = loaded.model.config
+    return Planner(config, loaded.census, place(config, 1), options, 0, "cpu")
 
 
 def attending(saved, dtype, variant, tokens, heads, kv_heads, d, context):
@@ -101,7 +102,7 @@ def test_variants_take_no_more_than_planned(saved, dtype, prompt, kv):
 def test_attending_to_banks_takes_what_is_planned(saved, dtype, tokens, heads, kv_heads, d):
     """Once every slot holds something; no more than twice what is taken."""
     variant, cpu = GroupedCoda(window=256, exact=64, summary=64, block=512), torch.device("cpu")
-    shape = KvShape(kv_heads, d, torch.ones(d // 2), interleaved=False)
+    shape = KvShape(all_heads(kv_heads), d, torch.ones(d // 2), interleaved=False)
     layer, draw = CodaLayer(shape, variant, DTYPES[dtype], cpu), torch.Generator().manual_seed(1)
 
     def drawn(t):
@@ -120,7 +121,7 @@ def test_compressing_a_prompt_takes_no_more_than_planned(saved, kv_heads, d, ran
     """With 1,024 columns the covariance and its eigenvectors outweigh everything else."""
     variant, cpu = GroupedShard(rank=rank), torch.device("cpu")
     layer = ShardLayer(
-        KvShape(kv_heads, d, torch.ones(d // 2), interleaved=False), variant, 200, 201, torch.float32, cpu
+        KvShape(all_heads(kv_heads), d, torch.ones(d // 2), interleaved=False), variant, 200, 201, torch.float32, cpu
     )
     draw = torch.Generator().manual_seed(1)
     heads = Heads(*(torch.randn(200, n, d, generator=draw) for n in (2 * kv_heads, kv_heads, kv_heads)), None)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.rope.reference import angles, frequencies, rotate_halves
+from model.cache.gqa import all_heads
 from model.errors import StateError
 from model.variants.coda import CodaCache
 from model.variants.coda_merge import merge_caches
@@ -37,7 +38,7 @@ def drawn(n, seed):
 def cache(n=0, seed=0, *, start=0, exact=3, summary=4, init="normal"):
     """A cache that was given n tokens in blocks of 4, the first of them at position `start`."""
     settings = CodaSettings(window=W, exact=exact, summary=summary, rope="half", memory_init=init)
-    made = CodaCache(settings, K, D, torch.full((K,), -1.0), torch.float32, torch.device("cpu"))
+    made = CodaCache(settings, all_heads(K), D, torch.full((K,), -1.0), torch.float32, torch.device("cpu"))
     k, v, gates = drawn(n, seed)
     k = rotate_halves(k, *turn(torch.arange(start, start + n)))
     for rows in torch.arange(n).split(4):

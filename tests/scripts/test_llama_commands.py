@@ -1,7 +1,10 @@
 """The commands over a Llama-family checkpoint, from argv to files: what they write, continue and refuse."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 import tokenizers
@@ -17,6 +20,7 @@ from runtime.statefile import load_state, save_state
 from runtime.text.tokenizer import Tokenizer
 from scripts import generate, inspect, logits, plan
 from scripts.cli import run
+from tests.by_hand import ROOT
 from tests.llama_configs import LLAMA_3_1_8B
 from tests.llama_model import LLAMA3, load_ours, oracle, their_logits, write_tokenizer
 
@@ -123,6 +127,23 @@ def test_a_variant_is_run_reported_saved_and_continued(directory, tmp_path, vari
     assert first + rest == whole["tokens"]
     turn = generated(directory, tmp_path, *more, "1", "--raw", "--prompt", "xy", *kv)
     assert turn["position"] == 26 + 6 + 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv", ["full", "shard:rank=8,window=4", "coda:window=4,exact=2,summary=2"])
+def test_two_ranks_say_what_one_says_and_save_its_state(directory, tmp_path, kv):
+    flags = ("--raw", "--prompt", "The quick brown fox jumps", "--max-context", "80", "--kv", f"all={kv}")
+    whole = generated(directory, tmp_path, *flags, "--max-new-tokens", "14")["tokens"]
+    state, out = tmp_path / "state", tmp_path / "both.json"
+    command = ["--model", str(directory), *PLAIN, *flags, "--max-new-tokens", "6", "--save-state", str(state)]
+    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "scripts.generate", *command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*words, "--json", str(out)], check=True, cwd=ROOT, env=environment, capture_output=True)
+    both = json.loads(out.read_text())
+    assert both["ranks"]["replicated"] == []
+    assert sum(both["ranks"]["weight_bytes"]) < 1.02 * (directory / "model.safetensors").stat().st_size
+    more = ("--load-state", str(state), "--max-new-tokens", "8", "--kv", f"all={kv}")
+    assert both["tokens"] + generated(directory, tmp_path, *more)["tokens"] == whole
 
 
 def test_a_state_of_another_variant_is_refused(directory, tmp_path, capsys):
@@ -247,13 +268,17 @@ def planned(tmp_path, *flags, status=0):
     return json.loads(out.read_text())
 
 
+def cached(data):
+    return sum(data["caches"]["attention"].values())
+
+
 def test_the_plan_is_that_of_the_run(directory, tmp_path, capsys):
     kv = ("--kv", "all=coda:window=4,exact=2,summary=2")
     data = planned(tmp_path, "--model", directory, "--context", "40", *PLAIN, *kv)
     run_data = generated(
         directory, tmp_path, "--raw", "--prompt", "x", "--max-new-tokens", "1", "--max-context", "40", *kv
     )
-    assert data["caches"] == sum(run_data["cache_bytes"].values())
+    assert cached(data) == sum(run_data["cache_bytes"].values())
     assert data["needed"] == run_data["planned_bytes"]["needed"]
     assert data["fits"]
     assert data["largest_context"] == 256
@@ -266,17 +291,20 @@ def test_a_config_alone_is_planned_as_published(tmp_path):
     config.write_text(json.dumps(LLAMA_3_1_8B))
     flags = ("--config", config, "--numerics", "plain", "--context", "128000", "--memory-gib", "24")
     full = planned(tmp_path, *flags, "--device", "cuda", status=1)
-    assert full["caches"] == 32 * 2 * 8 * 128 * 2 * 128000 == 16_777_216_000
-    assert full["weights"] == {"mapped": 0, "own": 2 * 8_030_261_248 + 2 * 65 * 4096 + 4 * 64}
+    assert cached(full) == 32 * 2 * 8 * 128 * 2 * 128000 == 16_777_216_000
+    held = {name: sum(part[name] for part in full["weights"].values()) for name in ("mapped", "own")}
+    assert held == {"mapped": 0, "own": 2 * 8_030_261_248 + 2 * 65 * 4096 + 4 * 64}
     coda = planned(tmp_path, *flags, "--device", "cuda", "--kv", "all=coda")
-    assert coda["caches"] == 32 * (2 * 8 * 384 * 128 * 2 + 384 + 4 * 256 + 8 * 64 + 8 * 128 * 4), "1.506 MiB a layer"
+    assert cached(coda) == 32 * (2 * 8 * 384 * 128 * 2 + 384 + 4 * 256 + 8 * 64 + 8 * 128 * 4), "1.506 MiB a layer"
     assert coda["largest_context"] == 131072
+    on_eight = planned(tmp_path, *flags, "--device", "cuda", "--ranks", "8")
+    assert (cached(on_eight), on_eight["not_split"]) == (cached(full) // 8, [])
 
 
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--ranks", "2", *PLAIN), "--ranks 2: a llama model runs on one"),
+        (("--dispatch", "all-to-all", *PLAIN), "--dispatch all-to-all: a llama model has no experts"),
         (("--numerics", "deployed"), "--numerics deployed is DeepSeek-V4's"),
         (("--context", "257", *PLAIN), "--context 257: beyond the model's max_position_embeddings 256"),
         (("--kv", "csa=shard", *PLAIN), "--kv csa=shard: 'csa' names no layers"),

@@ -14,6 +14,7 @@ from kernels.formats.stored import CodebookValues, EigenKeys, RotatedRows
 from kernels.rope import reference as rope_reference
 from kernels.shard import cpu as shard_cpu
 from kernels.shard import triton as shard
+from model.cache.gqa import all_heads
 from model.variants.coda import CodaCache
 from model.variants.coda_settings import CodaSettings
 from scripts.bench.device import counts
@@ -122,7 +123,9 @@ def _scan(n: int) -> Callable[[Draw], Call]:
 
     def build(draw: Draw) -> Call:
         settings = CodaSettings(window=RING, exact=EXACT, summary=SUMMARY, rope="half")
-        cache = CodaCache(settings, KV, D, torch.full((KV,), ETA, device=draw.device), NARROW, draw.device, seed=0)
+        cache = CodaCache(
+            settings, all_heads(KV), D, torch.full((KV,), ETA, device=draw.device), NARROW, draw.device, seed=0
+        )
         if draw.values:
             pool = draw.normal(24, 2, KV, D)
             for i, _ in enumerate(itertools.repeat(None, RING + 48)):
