@@ -7,7 +7,6 @@ nothing of the cache: the noise queries are more heads that read the same keys.
 import torch
 from torch import Tensor
 
-from kernels.differential.reference import combine, noise_query
 from kernels.formats.stored import Dense, Weight
 from model.arithmetic import Arithmetic
 from model.cache.gqa import GqaCache, Heads
@@ -67,11 +66,14 @@ class Attention:
 
     def _differential(self, adapter: Adapter, x: Tensor, heads: Heads, first: int, cache: GqaCache) -> Tensor:
         """Attend with the queries and their noise, as heads of one call, and subtract: [t, H, d]."""
-        noise = noise_query(heads.q, adapter.cos, adapter.sin)
+        ops = self.arithmetic.ops
+        # each head is turned by angles of its own, in neighbouring pairs whichever RoPE itself has
+        noise = ops.rotate(heads.q.transpose(0, 1), adapter.cos, adapter.sin).transpose(0, 1)
         # queries and noise of one group of heads stand together, because the cache gives each KV head a run of heads
         kv_heads = heads.k.shape[1]
         both = torch.stack([part.unflatten(1, (kv_heads, -1)) for part in (heads.q, noise)], 2)  # [t, K, 2, G, d]
-        out = cache.attend(heads._replace(q=both.flatten(1, 3)), first, self.arithmetic.ops).view(both.shape)
+        out = cache.attend(heads._replace(q=both.flatten(1, 3)), first, ops).view(both.shape)
         signal, subtracted = (out[:, :, part].flatten(1, 2).float() for part in (0, 1))  # [t, H, d]
-        logit = self.arithmetic.ops.linear(x, Dense(adapter.lambda_weight)).float() + adapter.lambda_bias  # [t, H]
-        return combine(signal, subtracted, torch.sigmoid(logit), adapter.norm, EPS).to(heads.q.dtype)
+        lam = torch.sigmoid(ops.linear(x, Dense(adapter.lambda_weight)).float() + adapter.lambda_bias)  # [t, H]
+        rest = signal - lam[..., None] * subtracted
+        return (rest if adapter.norm is None else ops.rms_norm(rest, adapter.norm, EPS)).to(heads.q.dtype)

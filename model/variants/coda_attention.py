@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.differential.cpu import Noise, Own, Past, differential_attend
+from kernels.differential.cpu import Noise, Own, Past
 from kernels.ops import CPU, Ops
 from model.variants.coda import CodaCache
 
@@ -120,5 +120,6 @@ def _attend(
     assert (lam is None) == (differential is None), "lambda and the noise query come together"
     if lam is None or differential is None:
         return ops.attend_banks(q, None, past, own).to(q.dtype)
-    noise = Noise(lam, differential.cos, differential.sin)
-    return differential_attend(q, noise, differential.norm, differential.eps, past, own)
+    rest = ops.attend_banks(q, Noise(lam, differential.cos, differential.sin), past, own)
+    normed = rest if differential.norm is None else ops.rms_norm(rest, differential.norm, differential.eps)
+    return normed.to(q.dtype)
