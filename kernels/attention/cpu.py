@@ -25,7 +25,6 @@ are stored does not enter: it must change no bit of the result, and the two ways
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ from torch.nn import functional
 
 from kernels.formats.rows import Rows, length, read_turned, take_turned, turned, turned_back, width
 from kernels.formats.stored import BasisRows, RotatedRows, Slots
+from kernels.softmax import Softmax
 
 ROWS = 1024  # (token, head) pairs per tile
 LOGITS = 1 << 19  # numbers in a tile of logits: 2 MiB
@@ -41,14 +41,6 @@ DENSE_UP_TO = 1.5  # visible entries over selected ones, up to which masked tile
 # Of scratch: bytes of a number of a narrow entry while a tile is decoded to fp32: E4M3 through 16-bit integers; codes
 # by word, centroid, product and code; coefficients are then joined with the rope dims.
 _DECODED = {"fp8": 10, "coded": 14, "based": 22}
-
-
-class _Softmax(NamedTuple):
-    """Running softmax of the tokens of one tile; updated in place."""
-
-    peak: Tensor  # [t, h] largest logit so far, the sink included
-    total: Tensor  # [t, h] sum of exp(logit - peak), the sink included
-    value: Tensor  # [t, h, d] sum of exp(logit - peak) * key
 
 
 def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks force)
@@ -91,7 +83,7 @@ def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks 
         if entries is not None:
             rows = None if selected is None else selected[start:stop]
             _attend_as_stored(state, scaled, slots, first + start, ratio, rows, dense_up_to)
-        out[start:stop] = state.value / state.total[..., None]
+        out[start:stop] = state.values[0] / state.total[..., None]
     return out
 
 
@@ -173,8 +165,8 @@ def keys_per_tile(t: int, h: int, d: int) -> int:
     return max(1, min(LOGITS // (t * h), KEYS // d))
 
 
-def _begin(q: Tensor, sink: Tensor) -> _Softmax:
-    """Softmax over the sink alone, which has no value.
+def _begin(q: Tensor, sink: Tensor) -> Softmax:
+    """Softmax of tokens and heads [t, h] over the sink alone, which has no value.
 
     The peak is finite even where the sink is not, so that no difference of peaks is inf - inf. A sink of -inf then
     leaves a total of 0 and one of +inf a total of inf, which makes the output 0.
@@ -183,10 +175,10 @@ def _begin(q: Tensor, sink: Tensor) -> _Softmax:
     peak = sink.clamp(limits.min, limits.max)
     total = torch.exp(sink - peak)
     shape = q.shape[:2]
-    return _Softmax(peak.expand(shape).clone(), total.expand(shape).clone(), torch.zeros_like(q))
+    return Softmax(peak.expand(shape).clone(), total.expand(shape).clone(), (torch.zeros_like(q),))
 
 
-def _accumulate(state: _Softmax, q: Tensor, keys: Tensor, seen: Tensor | None, bias: Tensor | None = None) -> None:
+def _accumulate(state: Softmax, q: Tensor, keys: Tensor, seen: Tensor | None, bias: Tensor | None = None) -> None:
     """Fold one tile of keys into the running softmax of tokens `q` [t, h, d], scaled by d^-0.5.
 
     `keys` is [m, d], shared by the tokens, or [t, m, d]; `seen` [t, m] says which token sees which key, None: all do.
@@ -198,12 +190,8 @@ def _accumulate(state: _Softmax, q: Tensor, keys: Tensor, seen: Tensor | None, b
         logits += bias
     if seen is not None:
         logits.masked_fill_(~seen[:, None], float("-inf"))
-    peak = torch.maximum(state.peak, logits.amax(-1))
-    mass = logits.sub_(peak[..., None]).exp_()
-    shrink = torch.exp(state.peak - peak)
-    state.peak.copy_(peak)
-    state.total.mul_(shrink).add_(mass.sum(-1))
-    state.value.mul_(shrink[..., None]).add_(mass @ keys)
+    masses = state.fold(logits)
+    state.values[0].add_(masses @ keys)
 
 
 def _window_tiles(
@@ -231,7 +219,7 @@ def _bias(slots: Slots, index: slice | Tensor) -> Tensor | None:
 
 
 def _attend_as_stored(
-    state: _Softmax,
+    state: Softmax,
     q: Tensor,
     entries: Slots,
     start: int,
@@ -244,16 +232,16 @@ def _attend_as_stored(
     if inside is q:
         _attend_entries(state, q, entries, start, ratio, selected, dense_up_to)
         return
-    there = _Softmax(state.peak.clone(), state.total, torch.zeros_like(inside))
+    there = Softmax(state.peak.clone(), state.total, (torch.zeros_like(inside),))
     _attend_entries(there, inside, entries, start, ratio, selected, dense_up_to)
     del inside
     shrink = torch.exp(state.peak - there.peak)
-    state.value.mul_(shrink[..., None]).add_(turned_back(entries.rows, there.value))
+    state.values[0].mul_(shrink[..., None]).add_(turned_back(entries.rows, there.values[0]))
     state.peak.copy_(there.peak)
 
 
 def _attend_entries(
-    state: _Softmax,
+    state: Softmax,
     q: Tensor,
     entries: Slots,
     start: int,
@@ -289,7 +277,7 @@ def _attend_entries(
         _attend_gathered(state, q, entries, torch.where(valid, selected, 0), valid)
 
 
-def _attend_gathered(state: _Softmax, q: Tensor, entries: Slots, index: Tensor, valid: Tensor) -> None:
+def _attend_gathered(state: Softmax, q: Tensor, entries: Slots, index: Tensor, valid: Tensor) -> None:
     """Fold in entries `index` [t, k] row by row; where not `valid`, the index is any entry that may be read."""
     t, k = index.shape
     d = width(entries.rows)
@@ -300,5 +288,5 @@ def _attend_gathered(state: _Softmax, q: Tensor, entries: Slots, index: Tensor, 
         for low in range(0, k, keys):
             chosen = index[part, low : low + keys]  # [t, m]
             rows = take_turned(entries.rows, chosen.flatten()).unflatten(0, chosen.shape)  # [t, m, d]
-            tile = _Softmax(state.peak[part], state.total[part], state.value[part])
+            tile = Softmax(state.peak[part], state.total[part], (state.values[0][part],))
             _accumulate(tile, q[part], rows, valid[part, low : low + keys], _bias(entries, chosen))

@@ -6,25 +6,14 @@ ever exist. A token's result depends on the tiles it fell into by rounding alone
 see are not read, whatever they hold; NaN in any other reaches every token of the tile, which may be more than saw it.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
+
+from kernels.softmax import Softmax
 
 ROWS = 1024  # (token, query head) pairs per tile
 LOGITS = 1 << 19  # numbers in a tile of logits: 2 MiB
 KEYS = 1 << 19  # numbers in a tile of keys, and as many in one of values: 2 MiB each
-
-
-class _Softmax(NamedTuple):
-    """Running softmax of the tokens of one tile, by head of keys; updated in place.
-
-    R is tokens times H / K: the query heads that read a head of keys, and of each the tokens in turn.
-    """
-
-    peak: Tensor  # [K, R] largest logit so far
-    total: Tensor  # [K, R] sum of exp(logit - peak)
-    value: Tensor  # [K, R, d] sum of exp(logit - peak) * value
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, window: int | None) -> Tensor:
@@ -55,13 +44,16 @@ def tile_length(tokens: int, heads: int, kv_heads: int, d: int) -> int:
 
 
 def _attend_tokens(q: Tensor, keys: Tensor, values: Tensor, start: int, window: int | None) -> Tensor:
-    """Attend from the tokens of one tile, q [s, H, d], at positions ``start ..``; [s, H, d] float32."""
+    """Attend from the tokens of one tile, q [s, H, d], at positions ``start ..``; [s, H, d] float32.
+
+    Rows of the softmax are s times H / K: the query heads that read a head of keys, and of each the tokens in turn.
+    """
     tokens, heads, d = q.shape
     kv_heads, stop = keys.shape[0], start + tokens
     grouped = (q.float() * d**-0.5).unflatten(1, (kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)  # [K, R, d]
     # The peak begins finite, so that no difference of peaks is inf - inf where a tile holds nothing that a token sees.
     peak = grouped.new_full(grouped.shape[:2], torch.finfo(torch.float32).min)
-    state = _Softmax(peak, torch.zeros_like(peak), torch.zeros_like(grouped))
+    state = Softmax(peak, torch.zeros_like(peak), (torch.zeros_like(grouped),))
     tile = tile_length(tokens, heads, kv_heads, d)
     # Two buffers for all tiles: MiBs that are freed after every tile go back to the kernel, which zeroes them anew.
     widened = 0 if keys.dtype == torch.float32 else kv_heads * min(tile, stop) * d
@@ -78,7 +70,7 @@ def _attend_tokens(q: Tensor, keys: Tensor, values: Tensor, start: int, window: 
         tiles = zip((keys[:, low:high], values[:, low:high]), scratch, strict=True)
         wide_keys, wide_values = (_wide(x, buffer) for x, buffer in tiles)
         _accumulate(state, grouped, wide_keys, wide_values, seen)
-    mixed: Tensor = state.value.div_(state.total[..., None]).unflatten(1, (-1, tokens))  # [K, H / K, s, d]
+    mixed: Tensor = state.values[0].div_(state.total[..., None]).unflatten(1, (-1, tokens))  # [K, H / K, s, d]
     return mixed.permute(2, 0, 1, 3).flatten(1, 2)
 
 
@@ -87,14 +79,10 @@ def _wide(x: Tensor, scratch: Tensor) -> Tensor:
     return x if x.dtype == torch.float32 else scratch[: x.numel()].view(x.shape).copy_(x)
 
 
-def _accumulate(state: _Softmax, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> None:
+def _accumulate(state: Softmax, q: Tensor, keys: Tensor, values: Tensor, seen: Tensor | None) -> None:
     """Fold a tile of keys and values [K, m, d] in; `seen` [s, m] says which token sees which, None: all do."""
     logits = torch.bmm(q, keys.mT)  # [K, R, m]
     if seen is not None:
         logits.unflatten(1, (-1, len(seen))).masked_fill_(~seen, float("-inf"))
-    peak = torch.maximum(state.peak, logits.amax(-1))
-    mass = logits.sub_(peak[..., None]).exp_()
-    shrink = torch.exp(state.peak - peak)
-    state.peak.copy_(peak)
-    state.total.mul_(shrink).add_(mass.sum(-1))
-    state.value.mul_(shrink[..., None]).baddbmm_(mass, values)
+    masses = state.fold(logits)
+    state.values[0].baddbmm_(masses, values)

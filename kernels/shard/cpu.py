@@ -20,6 +20,7 @@ from kernels.formats import qjl, rotation
 from kernels.formats.qjl import StreamKeys
 from kernels.formats.stored import RotatedRows
 from kernels.shard.cpu_middle import Middle, MiddleTiles, middle_keys, middle_values
+from kernels.softmax import Softmax
 
 __all__ = ["Middle", "Stream", "attend", "middle_keys", "middle_values"]
 
@@ -34,15 +35,6 @@ class Stream(NamedTuple):
     keys: StreamKeys
     values: RotatedRows
     tokens: int
-
-
-class _Softmax(NamedTuple):
-    """Running softmax of queries [kv heads, rows, d]; updated in place."""
-
-    peak: Tensor  # [kv heads, rows] largest logit so far
-    total: Tensor  # [kv heads, rows] sum of exp(logit - peak)
-    plain: Tensor  # [kv heads, rows, d] sum of exp(logit - peak) * value
-    rotated: Tensor  # the same of values that are stored rotated
 
 
 def attend(
@@ -72,13 +64,14 @@ def attend(
         part = q[start : start + TOKENS]
         grouped = _grouped(part, keys.shape[1])
         state = _begin(grouped)
+        plain, rotated = state.values  # of values stored as they are, and of those stored rotated
         for low, high in _tiles(keys.shape[0], grouped):
-            _fold(state, state.plain, grouped, keys[low:high].float(), values[low:high].float())
+            _fold(state, plain, grouped, keys[low:high].float(), values[low:high].float())
         if middle is not None:
             _fold_middle(state, grouped, middle)
         if stream is not None:
             _fold_stream(state, grouped, stream)
-        state.plain.add_(rotation.unrotate(state.rotated, signs))
+        plain.add_(rotation.unrotate(rotated, signs))
         out[start : start + TOKENS] = _finished(state, part.shape)
     return out
 
@@ -91,24 +84,24 @@ def attend_scratch(tokens: int, heads: int, kv_heads: int, d: int, rank: int, it
     return tokens * heads * d * item + 5 * rows * heads * d * 4 + rebuilt + 3 * rows * heads * tile * 4
 
 
-def _fold_middle(state: _Softmax, q: Tensor, middle: Middle) -> None:
+def _fold_middle(state: Softmax, q: Tensor, middle: Middle) -> None:
     """Fold the middle in; nothing stored rotated may have been before it, because its sum is scaled as a whole."""
     n = middle.values.codes.shape[0]
     tiles = MiddleTiles(middle, min(n, _tile(q)))
     paired = tiles.queries(q)
     for low, high in _tiles(n, q):
-        _fold(state, state.rotated, paired, tiles.keys(low, high), tiles.values(low, high))
-    state.rotated.mul_(tiles.largest)
+        _fold(state, state.values[1], paired, tiles.keys(low, high), tiles.values(low, high))
+    state.values[1].mul_(tiles.largest)
 
 
-def _fold_stream(state: _Softmax, q: Tensor, stream: Stream) -> None:
+def _fold_stream(state: Softmax, q: Tensor, stream: Stream) -> None:
     heads = q.shape[0]
     turned = qjl.query(stream.keys, q)
     for low, high in _tiles(stream.tokens, turned):
         rows, shape = (low * heads, high * heads), (high - low, heads)
         keys = qjl.read_rotated(stream.keys, *rows).unflatten(0, shape)
         values = rotation.read_rotated(stream.values, *rows).unflatten(0, shape)
-        _fold(state, state.rotated, turned, keys, values)
+        _fold(state, state.values[1], turned, keys, values)
 
 
 def _grouped(q: Tensor, heads: int) -> Tensor:
@@ -119,16 +112,16 @@ def _grouped(q: Tensor, heads: int) -> Tensor:
     return (q.float() * scale).reshape(t, heads, h // heads, d).transpose(0, 1).reshape(heads, -1, d)
 
 
-def _begin(q: Tensor) -> _Softmax:
-    """Softmax over nothing."""
+def _begin(q: Tensor) -> Softmax:
+    """Softmax of queries [kv heads, rows, d] over nothing."""
     peak = q.new_full(q.shape[:2], float("-inf"))
-    return _Softmax(peak, torch.zeros_like(peak), torch.zeros_like(q), torch.zeros_like(q))
+    return Softmax(peak, torch.zeros_like(peak), (torch.zeros_like(q), torch.zeros_like(q)))
 
 
-def _finished(state: _Softmax, shape: torch.Size) -> Tensor:
+def _finished(state: Softmax, shape: torch.Size) -> Tensor:
     """[t, h, d] from the sums in plain space."""
     t, h, d = shape
-    out = state.plain / state.total[..., None]
+    out = state.values[0] / state.total[..., None]
     return out.view(-1, t, h // out.shape[0], d).transpose(0, 1).reshape(t, h, d)
 
 
@@ -145,17 +138,11 @@ def _tiles(n: int, q: Tensor) -> Iterator[tuple[int, int]]:
         yield low, min(low + step, n)
 
 
-def _fold(state: _Softmax, into: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> None:
+def _fold(state: Softmax, into: Tensor, q: Tensor, keys: Tensor, values: Tensor) -> None:
     """Fold one tile into the running softmax of `q` [heads, rows, e].
 
     `keys` is [m, heads, e] and `values` [m, heads, d], which belong to the sum `into` of `state`.
     """
     logits = q @ keys.permute(1, 2, 0)  # [heads, rows, m]
-    peak = torch.maximum(state.peak, logits.amax(-1))
-    mass = logits.sub_(peak[..., None]).exp_()
-    shrink = torch.exp(state.peak - peak)
-    state.peak.copy_(peak)
-    state.total.mul_(shrink).add_(mass.sum(-1))
-    state.plain.mul_(shrink[..., None])
-    state.rotated.mul_(shrink[..., None])
-    into.add_(mass @ values.transpose(0, 1))
+    masses = state.fold(logits)
+    into.add_(masses @ values.transpose(0, 1))
