@@ -20,7 +20,7 @@ from model.block import Block
 from model.cache.layers import LayerCache
 from model.call import Call
 from model.checkpoint.census import Census
-from model.checkpoint.weights import Weights, bind
+from model.checkpoint.weights import Weights, open_weights
 from model.config import ModelConfig
 from model.errors import Tripwire
 from model.hyper import HyperHead
@@ -39,7 +39,7 @@ from probes.oracle import Ends, Layer, Noise, Setting, Unknown
 from probes.recording import CHOICES, OF_ENTRIES, Recording, stored_name
 from runtime.arithmetic import arithmetic
 from runtime.options import RunOptions
-from runtime.sharding import place
+from runtime.sharding import sharding_plan
 
 NAMED: Final = 0.5  # of the difference that a fault explains at least, to be named
 WHOLE: Final = 0.95  # where one fault explains so much, no second one is looked for
@@ -269,7 +269,7 @@ class _Case:
             ops = fault.ops(ops)
         full = self.by.config
         options = RunOptions("deployed" if deployed else "plain", "fp32")
-        ranks = Ranks(ALONE, place(full, 1).ranks[0])
+        ranks = Ranks(ALONE, sharding_plan(full, 1).ranks[0])
         model = Transformer.__new__(Transformer)
         model.config = self.config
         model.arithmetic = arithmetic(options, ops, ranks, full)
@@ -293,8 +293,8 @@ class _Case:
         parameters, checkpoint = self.setting.parameters, self.setting.parameters.checkpoint
         for name in self.by.census.demanded:
             if name.startswith(prefix):
-                parameters.binding(name)  # Unknown where its file is not here
-        return bind(checkpoint, self.by.census, only=())
+                parameters.mapping(name)  # Unknown where its file is not here
+        return open_weights(checkpoint, self.by.census, only=())
 
     # --- what it is given
 

@@ -25,9 +25,9 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from model.checkpoint.binding import Binding, Form
 from model.checkpoint.census import Census
 from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.tensor_mapping import Form, TensorMapping
 from model.config import LayerKind, ModelConfig
 
 F32: Final = torch.float32
@@ -118,14 +118,14 @@ class Parameters:
     """The parameters of a checkpoint as float64, by official name; those of the layer at hand are kept."""
 
     def __init__(self, checkpoint: Checkpoint, census: Census) -> None:
-        self.checkpoint, self.bindings, self.absent = checkpoint, census.bindings, census.absent
+        self.checkpoint, self.mappings, self.absent = checkpoint, census.mappings, census.absent
         self.kept: dict[str, Tensor] = {}
 
-    def binding(self, name: str) -> Binding:
+    def mapping(self, name: str) -> TensorMapping:
         """Where its bytes are; Unknown, naming the file, where that is not here."""
         if name in self.absent:
             raise Unknown(f"{name} is in {self.checkpoint.absent[self.absent[name]]}, which is not in the directory")
-        return self.bindings[name]
+        return self.mappings[name]
 
     def __getitem__(self, name: str) -> Tensor:
         """Read and decode one; Unknown where its file is not here."""
@@ -135,21 +135,21 @@ class Parameters:
 
     def fresh(self, name: str) -> Tensor:
         """Read and decode one that is not kept: an expert's."""
-        binding, read = self.binding(name), self.checkpoint.read
-        data = read(binding.weight)
-        if binding.part is not None:
-            data = data[binding.part.expert, binding.part.start : binding.part.stop]
-        scale, overall = (None if part is None else read(part) for part in (binding.scale, binding.global_scale))
-        return decoded(binding.form, data, scale, overall)
+        mapping, read = self.mapping(name), self.checkpoint.read
+        data = read(mapping.weight)
+        if mapping.part is not None:
+            data = data[mapping.part.expert, mapping.part.start : mapping.part.stop]
+        scale, overall = (None if part is None else read(part) for part in (mapping.scale, mapping.global_scale))
+        return decoded(mapping.form, data, scale, overall)
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Rows of a table or an embedding, as they are stored; Unknown where its file is not here."""
-        table: Tensor = self.checkpoint.read(self.binding(name).weight)[ids]
+        table: Tensor = self.checkpoint.read(self.mapping(name).weight)[ids]
         return table
 
     def rounds(self, name: str) -> bool:
         """Whether `deployed` numerics round the input of this linear: that of FP8 and FP4 weights."""
-        return self.binding(name).form in (Form.FP8, Form.FP8_F32, Form.FP4)
+        return self.mapping(name).form in (Form.FP8, Form.FP8_F32, Form.FP4)
 
     def forget(self) -> None:
         """Let go of what was kept, when another layer comes."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from kernels.ops import CPU, Ops
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.weights import Weights, bind
+from model.checkpoint.weights import Weights, open_weights
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
 from model.ranks.ranks import ALONE, Group
@@ -91,7 +91,7 @@ class Subject:
     def file_weights(self) -> Weights:
         """The parameters as the files hold them, whatever became of those that a model holds: an oracle's."""
         checkpoint = Checkpoint.open(self.directory)
-        return bind(checkpoint, census(checkpoint.shapes(), self.config), only=())
+        return open_weights(checkpoint, census(checkpoint.shapes(), self.config), only=())
 
     @cached_property
     def speaks_demo_language(self) -> bool:

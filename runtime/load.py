@@ -16,7 +16,7 @@ from model.arithmetic import Arithmetic
 from model.checkpoint.census import Census
 from model.checkpoint.census import census as v4_census
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.weights import Weights, bind, fingerprint, headers_digest
+from model.checkpoint.weights import Weights, fingerprint, headers_digest, open_weights
 from model.config import ModelConfig
 from model.errors import CheckpointError, ConfigError
 from model.llama.adapters import adapters_fingerprint, read_adapters
@@ -32,7 +32,7 @@ from runtime.kv import check_bases, variants
 from runtime.memory import check_fits
 from runtime.options import RunOptions, checked_config
 from runtime.plan.planner import Planner
-from runtime.sharding import Placement, place
+from runtime.sharding import ShardingPlan, sharding_plan
 
 M = TypeVar("M")
 
@@ -44,7 +44,7 @@ class Loaded(NamedTuple, Generic[M]):
     census: Census
     weights_fingerprint: str  # see `model.checkpoint.weights.fingerprint`; of the adapters too, where there are some
     directory: Path
-    placement: Placement
+    sharding: ShardingPlan
     held: dict[str, int]  # bytes of this rank's part of each parameter, as stored
 
 
@@ -123,16 +123,16 @@ def _load(
     checkpoint = Checkpoint.open(directory)
     counted = _census(checkpoint, config, str(directory))
     device = torch.device(options.device)
-    placement = place(config, group.size)
-    ranks = Ranks(group, placement.ranks[group.rank], options.dispatch)
+    sharding = sharding_plan(config, group.size)
+    ranks = Ranks(group, sharding.ranks[group.rank], options.dispatch)
     follow(ranks)
     ranks.record("options of the run", None, _digits(_options_digest(options, ops, config, context), device))
     ranks.record("config.json", None, _digits(config.fingerprint, device))
     ranks.record("headers of the checkpoint's files", None, _digits(headers_digest(checkpoint), device))
     ranks.verify()
-    planner = Planner(config, counted, placement, options, group.rank, ops.name)
+    planner = Planner(config, counted, sharding, options, group.rank, ops.name)
     check_fits(planner, context or 1, str(directory), processes=_ranks_here(ranks, device))
-    weights = bind(checkpoint, counted, device, held=lambda name, rows: placement.rows(name, rows, group.rank))
+    weights = open_weights(checkpoint, counted, device, held=lambda name, rows: sharding.rows(name, rows, group.rank))
     numerics = arithmetic(options, ops, ranks, config)
     model, marks = _built(config, weights, numerics, options)
     install(model, LLAMA_PLACES if isinstance(config, LlamaConfig) else PLACES)
@@ -142,7 +142,7 @@ def _load(
     check_bases(options.kv, found)
     for mark in marks:
         found = hashlib.sha256(f"{found} {mark}".encode()).hexdigest()
-    return cast("AnyLoaded", Loaded(model, counted, found, directory, placement, weights.handed()))
+    return cast("AnyLoaded", Loaded(model, counted, found, directory, sharding, weights.handed()))
 
 
 def _census(checkpoint: Checkpoint, config: Config, where: str) -> Census:

@@ -99,7 +99,7 @@ def _planned(loaded: AnyLoaded, options: RunOptions, state: State) -> dict[str, 
     """What the memory plan says of this rank: "needed" is the sum of all but "mapped_weights"."""
     model = loaded.model
     backend, rank = model.arithmetic.ops.name, model.arithmetic.ranks.rank
-    planner = Planner(model.config, loaded.census, loaded.placement, options, rank, backend)
+    planner = Planner(model.config, loaded.census, loaded.sharding, options, rank, backend)
     plan = planner.plan(state.max_context, state.chunk)
     return {
         "needed": plan.needed,
@@ -121,7 +121,7 @@ def _ranks(loaded: AnyLoaded, options: RunOptions) -> dict[str, Any]:
     return {
         "count": ranks.size,
         "dispatch_calls": dict(ranks.calls),
-        "replicated": list(loaded.placement.replicated),
+        "replicated": list(loaded.sharding.replicated),
         "weight_bytes": by_rank[:, 0].tolist(),
         "peak_memory_bytes": by_rank[:, 1].tolist(),
         "file_bytes_touched": None if touched is None else by_rank[:, 2].tolist(),

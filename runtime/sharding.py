@@ -20,8 +20,8 @@ from model.ranks.ranks import AxisShard, Shards, evenly, undivided
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Who holds what; `place` makes it."""
+class ShardingPlan:
+    """Who holds what; `sharding_plan` makes it."""
 
     size: int
     ranks: tuple[Shards, ...]  # by rank
@@ -49,11 +49,11 @@ class Placement:
         return AxisShard(shard.start * each, shard.stop * each, rows, split=True)
 
 
-def place(config: Config, size: int) -> Placement:
+def sharding_plan(config: Config, size: int) -> ShardingPlan:
     """Place a model on `size` ranks.
 
     ConfigError when the routed experts do not divide by `size`; every other axis that does not is replicated, and
-    `Placement.replicated` says so.
+    `ShardingPlan.replicated` says so.
     """
     why: list[str] = []
     axes = _llama_axes(config, size, why) if isinstance(config, LlamaConfig) else _v4_axes(config, size, why)
@@ -63,7 +63,7 @@ def place(config: Config, size: int) -> Placement:
         return evenly(total, rank, size) if split else undivided(total)
 
     ranks = tuple(Shards(*(shard(axis, rank) for axis in Shards._fields)) for rank in range(size))
-    return Placement(size, ranks, tuple(why))
+    return ShardingPlan(size, ranks, tuple(why))
 
 
 Axes = dict[str, tuple[int, bool]]  # how long each axis of `Shards` is, and whether it is split

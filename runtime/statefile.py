@@ -80,7 +80,7 @@ def save_state(path: Path, state: State, loaded: AnyLoaded, pending: int | None)
     OSError naming it when it cannot be written. All ranks of a run must call it, and the first writes: caches may be
     split among them.
     """
-    metadata = _binding(loaded) | {
+    metadata = _made_by(loaded) | {
         "position": str(state.position),
         "prompt": "" if state.prompt is None else str(state.prompt),
         "pending": "" if pending is None else str(pending),
@@ -104,7 +104,7 @@ def read_saved(path: Path, loaded: AnyLoaded, tag: str = FORMAT) -> Saved:
     """
     metadata = read_metadata(path)
     config = loaded.model.config
-    for key, expected in (_binding(loaded) | {"format": tag}).items():
+    for key, expected in (_made_by(loaded) | {"format": tag}).items():
         if metadata.get(key) != expected:
             llama = key == "weights" and isinstance(config, LlamaConfig)
             more = "; adapters count as weights, see --coda-adapters" if llama else ""
@@ -259,7 +259,7 @@ def _tensors(state: State, *, keep: bool) -> dict[str, Tensor]:
     }
 
 
-def _binding(loaded: AnyLoaded) -> dict[str, str]:
+def _made_by(loaded: AnyLoaded) -> dict[str, str]:
     arithmetic = loaded.model.arithmetic
     return {
         "format": FORMAT,

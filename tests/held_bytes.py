@@ -1,6 +1,6 @@
 """What a model and a state really hold: the bytes behind their tensors, found by walking the objects themselves.
 
-The counterpart of the memory plan, which never sees a tensor; nothing here asks the plan, the census or the placement.
+The counterpart of the memory plan, which never sees a tensor; nothing here asks the plan, the census or the sharding.
 """
 
 from collections import Counter

@@ -77,7 +77,12 @@ def test_one_console_and_one_writer_of_tensors():
 
 def test_the_oracle_shares_no_code_with_what_it_judges():
     """Of `model` it takes the facts of config.json and where bytes are; the exporter takes nothing of this project."""
-    allowed = {"model.checkpoint.binding", "model.checkpoint.census", "model.checkpoint.checkpoint", "model.config"}
+    allowed = {
+        "model.checkpoint.tensor_mapping",
+        "model.checkpoint.census",
+        "model.checkpoint.checkpoint",
+        "model.config",
+    }
     ours = {name for name in imports(ROOT / "probes" / "oracle.py") if name.split(".")[0] in PACKAGES}
     assert ours <= allowed
     exporter = imports(ROOT / "scripts" / "exporters" / "record_transformers.py")

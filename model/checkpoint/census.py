@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from model.checkpoint.binding import Binding, Form, Slice, Source, Stored, Wrong, bind_parameter
 from model.checkpoint.header import ITEM_BYTES
 from model.checkpoint.mtp import REASON, Drafting, drafting, stage_and_rest
 from model.checkpoint.names import (
@@ -21,6 +20,7 @@ from model.checkpoint.names import (
     parameters,
     translate,
 )
+from model.checkpoint.tensor_mapping import Form, Slice, Source, Stored, TensorMapping, Wrong, map_parameter
 from model.config import ModelConfig
 from model.errors import CheckpointError, quoted
 
@@ -49,7 +49,7 @@ class Census:
     tensors: int  # stored, ignored ones included
     nbytes: int  # of their data
     weights: int  # single numbers in all parameters, FP4's counted one by one, scales not counted
-    bindings: Mapping[str, Binding]  # by parameter, official name
+    mappings: Mapping[str, TensorMapping]  # by parameter, official name
     demanded: Mapping[str, Parameter]  # the same keys: shape and kind
     ignored: Mapping[str, str]  # stored name -> reason
     by_dtype: Mapping[str, Tally]  # stored tensors and stored elements
@@ -107,17 +107,17 @@ def census(tensors: Mapping[str, Stored], config: ModelConfig, where: str = "", 
     head = _skip_drafting([*tensors, *absent], config, faults, skipped)
     sources = _sort(tensors, demanded, config, faults, skipped)
     elsewhere = _elsewhere(absent, sources, demanded, config, faults, skipped)
-    bindings: dict[str, Binding] = {}
+    mappings: dict[str, TensorMapping] = {}
     for name, parameter in demanded.items():
         if name in elsewhere:
             continue
         try:
-            bindings[name] = bind_parameter(name, parameter, sources.get(name, {}), tensors)
+            mappings[name] = map_parameter(name, parameter, sources.get(name, {}), tensors)
         except Wrong as wrong:
             faults.add(wrong.kind, wrong.text)
-    _skip_input_scales(sources, bindings, faults, skipped)
+    _skip_input_scales(sources, mappings, faults, skipped)
     faults.check(where)
-    return count(tensors, demanded, bindings, skipped, head, elsewhere)
+    return count(tensors, demanded, mappings, skipped, head, elsewhere)
 
 
 def _skip_drafting(tensors: Iterable[str], config: ModelConfig, faults: Faults, skipped: dict[str, str]) -> Drafting:
@@ -219,14 +219,14 @@ def _readings(
 
 def _skip_input_scales(
     sources: Mapping[str, Mapping[Role, Source]],
-    bindings: Mapping[str, Binding],
+    mappings: Mapping[str, TensorMapping],
     faults: Faults,
     skipped: dict[str, str],
 ) -> None:
     """`input_scale` is ignored beside an NVFP4 matrix; anywhere else it belongs to a format that is not read."""
     for name, roles in sources.items():
         if source := roles.get(Role.NVFP4_INPUT_SCALE):
-            if name in bindings and bindings[name].form is not Form.NVFP4:
+            if name in mappings and mappings[name].form is not Form.NVFP4:
                 faults.add("scale not of this form", quoted(source.name))
             skipped[source.name] = INPUT_SCALE_REASON
 
@@ -234,27 +234,27 @@ def _skip_input_scales(
 def count(
     tensors: Mapping[str, Stored],
     demanded: Mapping[str, Parameter],
-    bindings: Mapping[str, Binding],
+    mappings: Mapping[str, TensorMapping],
     skipped: Mapping[str, str],
     head: Drafting,
     absent: Mapping[str, str],
 ) -> Census:
-    """Add up what a checkpoint holds: every stored tensor is in `bindings`, `skipped`, or of an `absent` parameter."""
+    """Add up what a checkpoint holds: every stored tensor is in `mappings`, `skipped`, or of an `absent` parameter."""
     kinds: dict[str, str] = dict.fromkeys(skipped, "ignored")
     by_form: dict[Form, Tally] = {}
     by_dtype: dict[str, Tally] = {}
     by_kind: dict[str, Tally] = {}
-    for name, binding in bindings.items():
+    for name, mapping in mappings.items():
         weights = math.prod(demanded[name].shape)
-        kinds[binding.weight] = demanded[name].kind
-        nbytes = _nbytes(tensors[binding.weight])
-        if binding.part is not None:  # its share of the stack
-            nbytes = weights * ITEM_BYTES[tensors[binding.weight][0]]
-        for scale in (binding.scale, binding.global_scale):
+        kinds[mapping.weight] = demanded[name].kind
+        nbytes = _nbytes(tensors[mapping.weight])
+        if mapping.part is not None:  # its share of the stack
+            nbytes = weights * ITEM_BYTES[tensors[mapping.weight][0]]
+        for scale in (mapping.scale, mapping.global_scale):
             if scale is not None:
                 kinds[scale] = "scale"
                 nbytes += _nbytes(tensors[scale])
-        by_form.setdefault(binding.form, Tally()).add(weights, nbytes)
+        by_form.setdefault(mapping.form, Tally()).add(weights, nbytes)
     for stored, (dtype, shape) in tensors.items():
         elements, nbytes = math.prod(shape), _nbytes((dtype, shape))
         by_dtype.setdefault(dtype, Tally()).add(elements, nbytes)
@@ -263,7 +263,7 @@ def count(
         tensors=len(tensors),
         nbytes=sum(tally.nbytes for tally in by_dtype.values()),
         weights=sum(tally.elements for tally in by_form.values()),
-        bindings=bindings,
+        mappings=mappings,
         demanded=demanded,
         ignored=skipped,
         by_dtype=by_dtype,

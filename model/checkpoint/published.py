@@ -1,7 +1,7 @@
 """Which tensors a checkpoint of an architecture holds when DeepSeek publishes it: names, dtypes and shapes.
 
 The census reads what a checkpoint holds, in any of the supported forms; this states the one form that is published,
-without a file: for plans of memory and placement, and for writing such a checkpoint. Drafting heads (`mtp.*`) are not
+without a file: for plans of memory and sharding, and for writing such a checkpoint. Drafting heads (`mtp.*`) are not
 in it: they are not run.
 """
 

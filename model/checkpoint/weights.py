@@ -1,7 +1,7 @@
 """Stored tensors -> weights in their stored form, values checked; nothing is converted.
 
-`bind` reads every scale and expert table once and refuses what cannot be meant: these few values each govern many
-weights, and a NaN among them would surface layers later. The weights themselves are not read, they are mapped.
+`open_weights` reads every scale and expert table once and refuses what cannot be meant: these few values each govern
+many weights, and a NaN among them would surface layers later. The weights themselves are not read, they are mapped.
 """
 
 import hashlib
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, nbytes, rows
-from model.checkpoint.binding import Binding, Form
 from model.checkpoint.census import Census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.names import Kind
+from model.checkpoint.tensor_mapping import Form, TensorMapping
 from model.errors import CheckpointError, quoted
 from model.ranks.ranks import AxisShard, undivided
 
@@ -35,10 +35,10 @@ def everything(name: str, rows: int) -> AxisShard | None:
 
 
 class Weights:
-    """The parameters of a checkpoint by official name; `bind` makes it.
+    """The parameters of a checkpoint by official name; `open_weights` makes it.
 
-    It hands out views of the mapped files (or copies on the device that `bind` was given) and records which. Where
-    `bind` was given a rank's part, these are the rows of that part: no byte of the others is read.
+    It hands out views of the mapped files (or copies on the device that `open_weights` was given) and records which.
+    Where it was given a rank's part, these are the rows of that part: no byte of the others is read.
     """
 
     def __init__(self, checkpoint: Checkpoint, census: Census, device: torch.device, held: Held) -> None:
@@ -54,7 +54,7 @@ class Weights:
             When the architecture has no such matrix.
         """
         shard = self._shard(name, ("matrix",))
-        stored = self._stored(self._census.bindings[name])
+        stored = self._stored(self._census.mappings[name])
         if shard.split:
             stored = rows(stored, shard.start, shard.stop)
         self._handed[name] = nbytes(stored)
@@ -82,7 +82,7 @@ class Weights:
 
     def unread(self) -> list[str]:
         """Parameters held here that were never asked for, in the order of the architecture."""
-        return [name for name in self._census.bindings if name not in self._handed and self._part(name) is not None]
+        return [name for name in self._census.mappings if name not in self._handed and self._part(name) is not None]
 
     def handed(self) -> dict[str, int]:
         """Bytes handed out, as stored, by parameter: a rank's receipt."""
@@ -102,25 +102,25 @@ class Weights:
         return shard
 
     def _rows(self, name: str, kinds: tuple[Kind, ...]) -> Tensor:
-        data = self._shard(name, kinds).of(self._checkpoint.read(self._census.bindings[name].weight))
+        data = self._shard(name, kinds).of(self._checkpoint.read(self._census.mappings[name].weight))
         self._handed[name] = data.nbytes
         return data
 
-    def _stored(self, binding: Binding) -> Weight:
+    def _stored(self, mapping: TensorMapping) -> Weight:
         """The whole matrix, as views of the mapped file."""
         read = self._checkpoint.read
-        data = read(binding.weight)
-        if binding.part is not None:
-            data = data[binding.part.expert, binding.part.start : binding.part.stop]
-        if binding.scale is None:
+        data = read(mapping.weight)
+        if mapping.part is not None:
+            data = data[mapping.part.expert, mapping.part.start : mapping.part.stop]
+        if mapping.scale is None:
             return Dense(data)
-        scale = read(binding.scale)
-        if binding.global_scale is not None:
-            return NvFp4(data, scale, read(binding.global_scale).reshape(()))
-        return Fp4(data, scale) if binding.form is Form.FP4 else Fp8(data, scale)
+        scale = read(mapping.scale)
+        if mapping.global_scale is not None:
+            return NvFp4(data, scale, read(mapping.global_scale).reshape(()))
+        return Fp4(data, scale) if mapping.form is Form.FP4 else Fp8(data, scale)
 
 
-def bind(
+def open_weights(
     checkpoint: Checkpoint,
     census: Census,
     device: torch.device = CPU,
@@ -149,20 +149,20 @@ def bind(
         zero (but for the block scales of NVFP4), or (FP8 with F32 scales; `scale_fmt` is ue8m0) not a power of two; an
         expert id outside the experts, or twice in a row.
     """
-    for name in census.bindings if only is None else only:
-        if name not in census.bindings:
+    for name in census.mappings if only is None else only:
+        if name not in census.mappings:
             raise CheckpointError(f"{checkpoint.directory}: the architecture has no parameter {quoted(name)}")
-        binding, shard = census.bindings[name], held(name, census.demanded[name].shape[0])
+        mapping, shard = census.mappings[name], held(name, census.demanded[name].shape[0])
         if shard is None:
             continue
-        if binding.scale is not None and binding.global_scale is not None:
-            _check_scale(checkpoint, binding.scale, shard, is_not_negative, "a finite number, not negative")
-            _check_scale(checkpoint, binding.global_scale, undivided(1), is_positive, "a finite positive number")
-        elif binding.scale is not None:
-            _check_scale(checkpoint, binding.scale, shard, is_power_of_two, "a power of two")
+        if mapping.scale is not None and mapping.global_scale is not None:
+            _check_scale(checkpoint, mapping.scale, shard, is_not_negative, "a finite number, not negative")
+            _check_scale(checkpoint, mapping.global_scale, undivided(1), is_positive, "a finite positive number")
+        elif mapping.scale is not None:
+            _check_scale(checkpoint, mapping.scale, shard, is_power_of_two, "a power of two")
         if census.demanded[name].kind == "i64":
             experts = census.demanded[f"{name.rpartition('.')[0]}.weight"].shape[0]  # rows of the gate beside it
-            _check_table(checkpoint, binding.weight, experts)
+            _check_table(checkpoint, mapping.weight, experts)
     return Weights(checkpoint, census, device, held)
 
 

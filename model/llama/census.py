@@ -9,12 +9,12 @@ from typing import Final
 
 import torch
 
-from model.checkpoint.binding import Binding, Form, Stored
 from model.checkpoint.census import Census, Faults, count
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.header import ITEM_BYTES
 from model.checkpoint.mtp import Drafting
 from model.checkpoint.names import Parameter
+from model.checkpoint.tensor_mapping import Form, Stored, TensorMapping
 from model.errors import CheckpointError, quoted
 from model.llama.config import LlamaConfig
 
@@ -69,7 +69,7 @@ def census(tensors: Mapping[str, Stored], config: LlamaConfig, where: str = "") 
     """
     demanded, faults = parameters(config), Faults()
     skipped: dict[str, str] = {}
-    bindings: dict[str, Binding] = {}
+    mappings: dict[str, TensorMapping] = {}
     for stored, (dtype, shape) in tensors.items():
         if dtype not in ITEM_BYTES:
             faults.add("unknown dtype", f"{quoted(stored)} is {quoted(dtype)}")
@@ -79,7 +79,7 @@ def census(tensors: Mapping[str, Stored], config: LlamaConfig, where: str = "") 
                 continue
             if tuple(shape) != demanded[stored].shape:
                 faults.add("misshapen", f"{quoted(stored)} is {list(shape)}, want {list(demanded[stored].shape)}")
-            bindings[stored] = Binding(_FORMS[dtype], stored)
+            mappings[stored] = TensorMapping(_FORMS[dtype], stored)
         elif reason := ignored(stored, config):
             skipped[stored] = reason
         else:
@@ -88,7 +88,7 @@ def census(tensors: Mapping[str, Stored], config: LlamaConfig, where: str = "") 
         if name not in tensors:
             faults.add("missing", name)
     faults.check(where)
-    in_order = {name: bindings[name] for name in demanded}
+    in_order = {name: mappings[name] for name in demanded}
     return count(tensors, demanded, in_order, skipped, Drafting(), {})
 
 

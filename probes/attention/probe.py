@@ -8,7 +8,7 @@ from torch import Tensor
 
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.weights import bind
+from model.checkpoint.weights import open_weights
 from model.config import ModelConfig
 from model.observe import sites
 from model.observe.observer import listening
@@ -90,7 +90,7 @@ def stored_sinks(directory: Path, config: ModelConfig) -> list[Tensor]:
     """Sinks of every layer as the checkpoint holds them, [h] float32 each."""
     names = [f"layers.{layer}.attn.attn_sink" for layer in range(config.num_hidden_layers)]
     checkpoint = Checkpoint.open(directory)
-    weights = bind(checkpoint, census(checkpoint.shapes(), config, where=str(directory)), only=names)
+    weights = open_weights(checkpoint, census(checkpoint.shapes(), config, where=str(directory)), only=names)
     return [weights.vector(name).float() for name in names]
 
 

@@ -24,12 +24,12 @@ look for its effect."""
 
 def census_findings(census: Census, files: FileBytes, config: ModelConfig) -> list[Finding]:
     """The census against the files' own headers, and against a count of parameters by hand."""
-    extra = unaccounted(files, list(census.bindings.values()), list(census.ignored))
-    moved = [name for name, bound in census.bindings.items() if name in files.places and bound.weight != name]
+    extra = unaccounted(files, list(census.mappings.values()), list(census.ignored))
+    moved = [name for name, bound in census.mappings.items() if name in files.places and bound.weight != name]
     return [
         judged("stored tensors that are neither used nor ignored", len(extra), exactly(0), **_some(extra)),
         judged("bytes accounted for", census.nbytes, exactly(files.data_bytes), "B"),
-        judged("parameters bound", len(census.bindings), exactly(_expected(config))),
+        judged("parameters bound", len(census.mappings), exactly(_expected(config))),
         judged("parameters bound to another tensor than the one of their name", len(moved), exactly(0), **_some(moved)),
     ]
 
@@ -77,7 +77,7 @@ def forms(census: Census, compared: Sequence[Compared]) -> Table:
     """Parameters by the form in which they are stored, and what numpy decoded of them."""
     rows: list[list[float | str | None]] = []
     for form, tally in census.by_form.items():
-        mine = [one for one in compared if census.bindings[one.name].form is form]
+        mine = [one for one in compared if census.mappings[one.name].form is form]
         numbers, wrong = sum(one.numbers for one in mine), sum(one.differing for one in mine)
         zeros = f"{sum(one.zeros for one in mine) / numbers:.2%}" if numbers else None
         largest = max((one.largest for one in mine), default=None)
@@ -130,7 +130,7 @@ def summary(census: Census, compared: Sequence[Compared], ran: Ran) -> str:
     said = f"{wrong:,} of {numbers:,} numbers in {len(compared)} parameters differ from the file's bytes"
     if ran.tripped is not None:
         return f"{said}; then a tripwire ended the run: {ran.tripped}."
-    said += f"; {len(ran.unread)} of {len(census.bindings)} parameters were not read in a forward pass"
+    said += f"; {len(ran.unread)} of {len(census.mappings)} parameters were not read in a forward pass"
     if ran.ineffective is not None:
         said += f", and {len(ran.ineffective)} can be changed without changing anything"
     return said + "."

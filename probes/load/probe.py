@@ -74,7 +74,7 @@ are stored as has the share): a spot check may well be content."""
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """Census, values, reads, effects: what needs no run comes first."""
         loaded, config = subject.load(), subject.config
-        census, names, files = loaded.census, list(loaded.census.bindings), FileBytes(subject.directory)
+        census, names, files = loaded.census, list(loaded.census.mappings), FileBytes(subject.directory)
         chosen = sample(names, files, config.n_routed_experts, subject.seed)
         compared: list[Compared] = []
         for one in compare(loaded.model, census, files, chosen, subject.seed):

@@ -60,7 +60,7 @@ def compare(
         result = Compared(name)
         for low in range(first, last, step):
             high = min(low + step, last)
-            _add(result, files.decode(census.bindings[name], low, high), held, model, low, high)
+            _add(result, files.decode(census.mappings[name], low, high), held, model, low, high)
         yield result
 
 

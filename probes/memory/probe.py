@@ -147,7 +147,7 @@ long-context.md). Most of the peak itself was there before the first token: torc
             return
         context = min(self.planned[0], subject.config.max_position_embeddings)
         chunk = min(self.planned[1], context // 2)
-        planner = Planner(subject.config, loaded.census, loaded.placement, options, 0, subject.ops.name)
+        planner = Planner(subject.config, loaded.census, loaded.sharding, options, 0, subject.ops.name)
         mapped = loaded.census.nbytes if on_cpu else 0
         sizes = _planned(planner.plan(context, chunk), mapped)
         while sum(sizes.values()) < page.SHOWN_BY and 4 * chunk <= context:  # narrow layers: more tokens show it

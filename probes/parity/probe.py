@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.weights import bind
+from model.checkpoint.weights import open_weights
 from model.config import ModelConfig
 from model.observe.sites import Site
 from probes.finding import Report
@@ -94,7 +94,7 @@ each site is compared from equal inputs."""
         """Hold one side of each pair, and compare the other as it runs."""
         tokens = subject.tokens(self.length(subject.config))
         checkpoint = Checkpoint.open(subject.directory)
-        weights = bind(checkpoint, census(checkpoint.shapes(), subject.config, where=str(subject.directory)))
+        weights = open_weights(checkpoint, census(checkpoint.shapes(), subject.config, where=str(subject.directory)))
         held: tuple[Setting, Trace] | None = None  # of one setting at a time: pairs that share it stand together
         ran: list[Ran] = []
         for pair in self.pairs:

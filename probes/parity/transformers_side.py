@@ -19,7 +19,7 @@ from kernels.formats.reference import decode
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.names import Kind, Meaning, Role, expert_name, parameters, translate
-from model.checkpoint.weights import Weights, bind
+from model.checkpoint.weights import Weights, open_weights
 from model.config import LayerKind, ModelConfig
 from model.errors import CheckpointError
 from model.observe import sites
@@ -99,7 +99,7 @@ def build(directory: Path) -> Any:
     config = ModelConfig.from_file(directory / "config.json")
     model = transformers.DeepseekV4ForCausalLM(_their_config(transformers, config)).float().eval()
     checkpoint = Checkpoint.open(directory)
-    weights = bind(checkpoint, census(checkpoint.shapes(), config, where=str(directory)))
+    weights = open_weights(checkpoint, census(checkpoint.shapes(), config, where=str(directory)))
     kinds = {name: parameter.kind for name, parameter in parameters(config).items()}
     for name, parameter in model.state_dict().items():
         values = _values(name, weights, kinds, config.n_routed_experts)

@@ -95,7 +95,7 @@ def survey(model: Transformer, census: Census, weights: Weights, experts: int) -
         if isinstance(filed, Dense):
             continue
         place = find(model, name)
-        form = census.bindings[name].form.value
+        form = census.mappings[name].form.value
         forms.setdefault(form, Stored(form)).add(name, None if place is None else place.value, filed)
     return list(forms.values())
 

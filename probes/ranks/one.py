@@ -88,10 +88,10 @@ def _compared(pair: Pair, subject: Subject, group: Group, tokens: list[int]) -> 
 def _held(subject: Subject, group: Group) -> dict[str, Any]:
     """What of the weights is on this rank."""
     loaded = load(subject.directory, subject.options, subject.ops, group)
-    here = loaded.placement.ranks[group.rank].experts
+    here = loaded.sharding.ranks[group.rank].experts
     return {
         "held": loaded.held,
-        "replicated": list(loaded.placement.replicated),
+        "replicated": list(loaded.sharding.replicated),
         "experts": [here.start, here.stop],
     }
 

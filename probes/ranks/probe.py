@@ -14,7 +14,7 @@ from probes.probe import Probe, Progress, one_rank, room
 from probes.ranks.pairs import PAIRS, left_out
 from probes.ranks.start import answers
 from probes.subject import Subject, selects_all
-from runtime.sharding import place
+from runtime.sharding import sharding_plan
 
 NOT_CLAIMED = """\
 Ranks here are processes of one machine that talk through gloo; what NCCL does to the same calls is not shown. Both
@@ -136,18 +136,18 @@ def _bytes(subject: Subject, size: int, found: list[dict[str, Any]]) -> Finding:
     """Bytes that the ranks hold, and those of the checkpoint with the announced copies."""
     checkpoint = Checkpoint.open(subject.directory)
     counted = census(checkpoint.shapes(), subject.config)
-    announced = [note.partition(":")[0] for note in place(subject.config, size).replicated]
+    announced = [note.partition(":")[0] for note in sharding_plan(subject.config, size).replicated]
     wanted = 0
-    for name, binding in counted.bindings.items():
+    for name, mapping in counted.mappings.items():
         stored = sum(
-            checkpoint.tensors[part].nbytes for part in (binding.weight, binding.scale, binding.global_scale) if part
+            checkpoint.tensors[part].nbytes for part in (mapping.weight, mapping.scale, mapping.global_scale) if part
         )
-        if binding.part is not None:  # one expert of a stack
+        if mapping.part is not None:  # one expert of a stack
             shape = counted.demanded[name].shape
-            stored = checkpoint.tensors[binding.weight].nbytes // _in_stack(checkpoint, binding.weight, shape)
+            stored = checkpoint.tensors[mapping.weight].nbytes // _in_stack(checkpoint, mapping.weight, shape)
         along = axis(name)[0]
         wanted += stored * (size if along is Axis.NONE or along.value in announced else 1)
-        if binding.global_scale is not None and along is not Axis.EXPERTS:
+        if mapping.global_scale is not None and along is not Axis.EXPERTS:
             wanted += 4 * (size - 1) * (along is not Axis.NONE and along.value not in announced)
     held = sum(sum(one["held"].values()) for one in found)
     return judged(f"{size} ranks: bytes of weights held by all", held, exactly(wanted), "B", copies_of=announced)
@@ -173,7 +173,7 @@ def _table(size: int, found: list[dict[str, Any]]) -> list[list[float | str | No
 
 def _places(subject: Subject, size: int, found: list[dict[str, Any]]) -> Table:
     """What each rank holds."""
-    shares = place(subject.config, size).ranks
+    shares = sharding_plan(subject.config, size).ranks
     columns = ("rank", "heads", "output groups", "output columns", "indexer heads", "vocabulary", "experts", "bytes")
     rows: list[list[float | str | None]] = []
     for rank, (share, one) in enumerate(zip(shares, found, strict=True)):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from model.checkpoint.binding import Binding
+from model.checkpoint.tensor_mapping import TensorMapping
 
 Numbers = NDArray[np.float64]
 Raw = NDArray[Any]
@@ -87,7 +87,7 @@ class FileBytes:
         read: Raw = np.fromfile(path, raw, (stop - start) * width, offset=offset + start * width * raw.itemsize)
         return read.reshape(stop - start, *shape[1:])
 
-    def decode(self, bound: Binding, start: int, stop: int) -> Numbers:
+    def decode(self, bound: TensorMapping, start: int, stop: int) -> Numbers:
         """Rows `start` to `stop` of a parameter, decoded; a parameter of one axis is one row for each value.
 
         Equations: FP8 ``W[i, j] s[i // 128, j // 128]``, FP4 ``W[i, j] s[i, j // 32]``, NVFP4
@@ -125,7 +125,7 @@ class FileBytes:
                 return data.astype(np.float64)
 
 
-def unaccounted(files: FileBytes, bindings: Sequence[Binding], ignored: Sequence[str]) -> list[str]:
+def unaccounted(files: FileBytes, mappings: Sequence[TensorMapping], ignored: Sequence[str]) -> list[str]:
     """Stored names that no parameter is made of and that nothing says to ignore."""
-    used = {name for bound in bindings for name in (bound.weight, bound.scale, bound.global_scale) if name}
+    used = {name for bound in mappings for name in (bound.weight, bound.scale, bound.global_scale) if name}
     return sorted(files.places.keys() - used - set(ignored))

@@ -10,7 +10,7 @@ import torch
 
 from kernels.ops import Ops
 from model.cache.formats import CacheFormats
-from model.checkpoint.binding import Form
+from model.checkpoint.tensor_mapping import Form
 from model.ranks.ranks import AxisShard, Shards
 
 F32, I64 = 4, 8  # bytes

@@ -1,6 +1,6 @@
 """The memory plan: what one rank needs for a context, in bytes, before anything is allocated.
 
-Weights follow from the census and the placement, caches from the state's own classes on torch's meta device; both are
+Weights follow from the census and the sharding, caches from the state's own classes on torch's meta device; both are
 exact. What a call holds beside them is a bound: the activations that `model/` keeps alive, and the scratch that the ops
 say they take, so close that on a CPU a process's peak is within 5 % of the plan (`python -m scripts.probe memory`).
 """
@@ -26,7 +26,7 @@ from runtime.options import RunOptions
 from runtime.plan import llama, v4
 from runtime.plan.call import Call, Moment
 from runtime.plan.weights import WeightKind, Weights, matrices, total, weights
-from runtime.sharding import Placement
+from runtime.sharding import ShardingPlan
 
 # Beside tensors. Of a GPU: CUDA's context, cuBLAS's workspaces, NCCL's buffers, and gaps between blocks; assumed, not
 # measured. Of a process on the CPU: the interpreter, torch's libraries, and what the C library keeps of freed blocks:
@@ -79,10 +79,10 @@ class Planner:
     """
 
     def __init__(
-        self, config: Config, census: Census, placement: Placement, options: RunOptions, rank: int, backend: str
+        self, config: Config, census: Census, sharding: ShardingPlan, options: RunOptions, rank: int, backend: str
     ) -> None:
-        self.config, self.placement, self.options, self.rank = config, placement, options, rank
-        self.weights = weights(config, census, placement, rank, mapped=options.device == "cpu")
+        self.config, self.sharding, self.options, self.rank = config, sharding, options, rank
+        self.weights = weights(config, census, sharding, rank, mapped=options.device == "cpu")
         if options.coda_adapters is not None:
             size = Path(options.coda_adapters).stat().st_size
             self.weights[WeightKind.ADAPTERS] = Weights(size, own=size)  # of several ranks, more than they take
@@ -91,12 +91,12 @@ class Planner:
             from kernels.triton_ops import TRITON as ops  # noqa: PLC0415 (Triton is not on every platform)
         self.call = Call(
             ops=ops,
-            matrices=matrices(census, placement, rank),
+            matrices=matrices(census, sharding, rank),
             formats=cache_formats(options, config),
             deployed=options.numerics == "deployed",
             device=torch.device(options.device),
-            shards=placement.ranks[rank],
-            ranks=placement.size,
+            shards=sharding.ranks[rank],
+            ranks=sharding.size,
             tokens=undivided(1),
             context=1,
             even=False,
@@ -112,7 +112,7 @@ class Planner:
         chunk = min(chunk or self.options.prefill_chunk, context)
         # what calls take grows with their tokens, but where an op changes over and where ranks begin to share them out
         sizes = {1 << power for power in range(chunk.bit_length())} | {chunk}
-        sizes |= {min(chunk, SPLIT_FROM * self.placement.size - 1)}
+        sizes |= {min(chunk, SPLIT_FROM * self.sharding.size - 1)}
         call, typical_call = (
             max((self.largest(context, n, even=usual, few_pass=usual) for n in sizes), key=lambda one: one.nbytes)
             for usual in (False, True)
@@ -123,7 +123,7 @@ class Planner:
             if self.options.device == "cpu":
                 host = self.config.num_hidden_layers * (self.config.sliding_window + chunk - 1) * POSITION
         caches, reserve = self._caches(context, chunk), RESERVE[self.options.device]
-        size = self.placement.size
+        size = self.sharding.size
         return Plan(self.rank, size, context, chunk, self.weights, caches, call, typical_call, host, reserve, untiled)
 
     def largest(self, context: int, tokens: int, *, even: bool, few_pass: bool) -> Moment:
@@ -160,7 +160,7 @@ class Planner:
 
     def _tokens(self, count: int) -> AxisShard:
         """As `model.ranks.ranks.Ranks.tokens`; of all ranks the first has the most."""
-        ranks = self.placement.size
+        ranks = self.sharding.size
         split = self.call.shards.experts.split and dispatched(self.options.dispatch, count, ranks) == ALL_TO_ALL
         return evenly(count, 0, ranks) if split else undivided(count)
 

@@ -1,4 +1,4 @@
-"""Bytes of weights that a rank holds, by kind, from the census and the placement: nothing is read.
+"""Bytes of weights that a rank holds, by kind, from the census and the sharding: nothing is read.
 
 A weight stays as the checkpoint stores it: on the CPU a view of the mapped file, whose pages the system may drop and
 read again, on a GPU a copy. What the model converts while it is built is its own on both: every norm, sink, bias and
@@ -12,13 +12,13 @@ from typing import Final, NamedTuple
 
 from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
 from model.architectures import Config
-from model.checkpoint.binding import Form
 from model.checkpoint.census import Census
 from model.checkpoint.names import Axis, axis
+from model.checkpoint.tensor_mapping import Form
 from model.llama.config import LlamaConfig
 from model.rope import rotated_as
 from runtime.plan.call import F32, I64, Matrices
-from runtime.sharding import Placement
+from runtime.sharding import ShardingPlan
 
 # Bytes of the values of one weight, or fewer where two share one; and of a scale, with the rows and columns it is for.
 _VALUES: Final = {
@@ -82,7 +82,7 @@ def stored_bytes(form: Form, shape: tuple[int, ...]) -> int:
 
 
 def weights(
-    config: Config, census: Census, placement: Placement, rank: int, *, mapped: bool
+    config: Config, census: Census, sharding: ShardingPlan, rank: int, *, mapped: bool
 ) -> dict[WeightKind, Weights]:
     """Bytes that a rank holds of a checkpoint, by kind; every kind that the family has, in the order of `WeightKind`.
 
@@ -90,18 +90,18 @@ def weights(
     whose first byte is misaligned for its dtype, of which torch makes a copy on the CPU; no published file has any.
     """
     found: dict[WeightKind, list[Weights]] = {kind: [] for kind in WeightKind}
-    for name, binding in census.bindings.items():
+    for name, mapping in census.mappings.items():
         parameter = census.demanded[name]
-        shard = placement.rows(name, parameter.shape[0], rank)
+        shard = sharding.rows(name, parameter.shape[0], rank)
         if shard is None:
             continue
         shape = (shard.size, *parameter.shape[1:])
-        stored = own = stored_bytes(binding.form, shape)
+        stored = own = stored_bytes(mapping.form, shape)
         # a vector in BF16 is a norm; other tensors in BF16 are operands of products, as stored
         wide = {"f32": F32, "i64": I64, "bf16": F32 if len(shape) == 1 else None}.get(parameter.kind)
         if wide is not None:
             own = math.prod(shape) * wide
-        replicated = placement.size > 1 and not shard.split and axis(name)[0] is not Axis.EXPERTS
+        replicated = sharding.size > 1 and not shard.split and axis(name)[0] is not Axis.EXPERTS
         view = stored if mapped and own == stored else 0
         kind = next((kind for part, kind in _PARTS.items() if part in name), WeightKind.EMBEDDING)
         found[kind].append(Weights(stored, view, 0 if view else own, stored if replicated else 0))
@@ -123,14 +123,14 @@ def _sum(parts: Collection[Weights]) -> Weights:
     return Weights(*(sum(sizes) for sizes in zip(Weights(), *parts, strict=True)))
 
 
-def matrices(census: Census, placement: Placement, rank: int) -> Matrices:
+def matrices(census: Census, sharding: ShardingPlan, rank: int) -> Matrices:
     """The forms and shapes of each matrix on a rank, over all layers and experts."""
     found: dict[str, set[tuple[Form, int, int]]] = {}
-    for name, binding in census.bindings.items():
+    for name, mapping in census.mappings.items():
         shape = census.demanded[name].shape
-        shard = placement.rows(name, shape[0], rank)
+        shard = sharding.rows(name, shape[0], rank)
         if len(shape) == 2 and shard is not None:
             parts = [part for part in name.split(".") if not part.isdigit()]
             bare = ".".join(part for part in parts if part not in ("model", "layers", "weight"))
-            found.setdefault(bare, set()).add((binding.form, shard.size, shape[1]))
+            found.setdefault(bare, set()).add((mapping.form, shard.size, shape[1]))
     return {name: frozenset(shapes) for name, shapes in found.items()}

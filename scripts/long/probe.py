@@ -78,7 +78,7 @@ bound lies above a token's k-th best score so far are scored (`kernels/indexer/b
         item, formats = ITEM_BYTES[options.dtype], (options.entry_format, options.key_format)
         planned = cache_bytes(subject.config, context, options.prefill_chunk, item, formats)
         loaded = subject.load()
-        planner = Planner(subject.config, loaded.census, loaded.placement, options, 0, subject.ops.name)
+        planner = Planner(subject.config, loaded.census, loaded.sharding, options, 0, subject.ops.name)
         return report(found, planned, planner.plan(context))
 
     def _walk(self, subject: Subject, progress: Progress) -> dict[str, Any]:

@@ -88,10 +88,10 @@ def _judged(checks: Checks, layers: Sequence[int] | None, said: Saying) -> list[
     for layer in layers or ():
         if not checks.recorded(layer):
             raise ConfigError(f"--layers {layer}: no site of it is in {checks.recording.path}")
-        for name in [*parameters.bindings, *parameters.absent]:
+        for name in [*parameters.mappings, *parameters.absent]:
             if name.startswith(f"layers.{layer}."):
                 try:
-                    parameters.binding(name)
+                    parameters.mapping(name)
                 except Unknown as unknown:
                     raise ConfigError(f"--layers {layer}: {unknown}") from None
     chosen = range(checks.config.num_hidden_layers) if layers is None else layers

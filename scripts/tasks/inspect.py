@@ -13,9 +13,9 @@ from rich.table import Table
 
 from model.architectures import Config
 from model.checkpoint import strict_json
-from model.checkpoint.binding import Stored
 from model.checkpoint.census import Census, Tally, census
 from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.tensor_mapping import Stored
 from model.config import LayerKind, ModelConfig
 from model.errors import CheckpointError, quoted
 from model.files import regular_file_size
@@ -91,7 +91,7 @@ def summary(config: Config, counted: Census) -> dict[str, Any]:
         "layers": _layers(config),
         "tensors": counted.tensors,
         "bytes": counted.nbytes,
-        "parameters": len(counted.bindings),
+        "parameters": len(counted.mappings),
         "weights": counted.weights,
         "by_form": {form.value: asdict(tally) for form, tally in counted.by_form.items()},
         "by_kind": {kind: asdict(tally) for kind, tally in counted.by_kind.items()},

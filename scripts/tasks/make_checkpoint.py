@@ -10,9 +10,9 @@ from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from model.checkpoint.binding import Stored
 from model.checkpoint.config_json import read_json
 from model.checkpoint.published import published_tensors
+from model.checkpoint.tensor_mapping import Stored
 from model.config import ModelConfig
 from model.errors import CapacityError, ConfigError
 from runtime.output import making, write_json

@@ -187,7 +187,7 @@ def _plot(model: Model, planner: Planner) -> Plot:
         }
         for name, size in sizes.items():
             series.setdefault(name, []).append((1 << power, size / GB))
-    title = f"{model.name}, one of {planner.placement.size} ranks"
+    title = f"{model.name}, one of {planner.sharding.size} ranks"
     return Plot(title, "context in tokens", "GB", dict(series), log_x=True, log_y=True)
 
 

@@ -10,11 +10,11 @@ import torch
 from rich.table import Table
 
 from model.architectures import Config, config_from_file
-from model.checkpoint.binding import Form
 from model.checkpoint.census import Census, census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.config_json import read_json
 from model.checkpoint.published import Experts, published_tensors
+from model.checkpoint.tensor_mapping import Form
 from model.config import ModelConfig
 from model.errors import CapacityError, ConfigError
 from model.llama.adapters import check_adapters
@@ -27,7 +27,7 @@ from runtime.op_sets import planned
 from runtime.options import DEMO, RunOptions, check_options
 from runtime.output import write_json
 from runtime.plan.planner import Plan, Planner
-from runtime.sharding import place
+from runtime.sharding import sharding_plan
 from scripts.console import Console
 from scripts.flags import run_options
 from scripts.plan import EXPERTS
@@ -104,8 +104,8 @@ def ranked(subject: Subject, options: RunOptions, ranks: int) -> list[Planner]:
     if options.coda_adapters is not None:
         assert isinstance(subject.config, LlamaConfig), "other models have none"
         check_adapters(Path(options.coda_adapters), subject.config)
-    config, placement, backend = subject.config, place(subject.config, ranks), planned(options, subject.config)
-    return [Planner(config, subject.counted, placement, options, rank, backend) for rank in range(ranks)]
+    config, sharding, backend = subject.config, sharding_plan(subject.config, ranks), planned(options, subject.config)
+    return [Planner(config, subject.counted, sharding, options, rank, backend) for rank in range(ranks)]
 
 
 def summary(subject: Subject, planner: Planner, plans: Sequence[Plan], memory: int | None) -> dict[str, Any]:
@@ -131,7 +131,7 @@ def summary(subject: Subject, planner: Planner, plans: Sequence[Plan], memory: i
         "reserve": plan.reserve,
         "needed": plan.needed,
         "needed_by_rank": [one.needed for one in plans],
-        "not_split": list(planner.placement.replicated),
+        "not_split": list(planner.sharding.replicated),
         "caches_split": planner.call.shards.kv_heads.split,
         "memory": memory,
         "fits": None if memory is None else plan.needed <= memory,

@@ -201,7 +201,7 @@ def test_the_plan_knows_it(file, chunk):
     """Caches to the byte, a call by a bound."""
     options = RunOptions(kv=(f"all=shard:basis={file}",))
     loaded = load(DEMO, options)
-    plan = Planner(loaded.model.config, loaded.census, loaded.placement, options, 0, "cpu").plan(4000, chunk)
+    plan = Planner(loaded.model.config, loaded.census, loaded.sharding, options, 0, "cpu").plan(4000, chunk)
     assert plan.cache_bytes == sum(loaded.model.new_state(4000, chunk).nbytes().values())
     state, tokens = loaded.model.new_state(1200, 300), torch.arange(1200) % loaded.model.config.vocab_size
     for part in tokens[:600].split(300):

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from model.checkpoint import names
-from model.checkpoint.binding import Form
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.names import Role, parameters, translate
-from model.checkpoint.weights import bind
+from model.checkpoint.tensor_mapping import Form
+from model.checkpoint.weights import open_weights
 from model.config import ModelConfig
 from model.errors import CheckpointError
 from tests.make_checkpoint import make_tensors, micro_config, tiny_config, write_checkpoint, write_tensors
@@ -110,7 +110,7 @@ def test_published_lists_are_accounted_for_to_the_byte(name, tensors, nbytes, el
     assert nbytes in (None, counted.nbytes)
     assert elements in (None, sum(tally.elements for tally in counted.by_dtype.values()))
     assert (counted.mtp_stages, counted.mtp_head) == (mtp, head)
-    assert counted.bindings.keys() == parameters(config).keys()
+    assert counted.mappings.keys() == parameters(config).keys()
     experts = 3 * config.num_hidden_layers * config.n_routed_experts
     linears = sum(parameter.kind == "matrix" for parameter in parameters(config).values()) - experts
     by_form = {form: tally.tensors for form, tally in counted.by_form.items() if form not in (Form.BF16, Form.F32)}
@@ -119,7 +119,7 @@ def test_published_lists_are_accounted_for_to_the_byte(name, tensors, nbytes, el
     assert by_form == want | {Form.I64: 3}
     # every tensor has exactly one place
     bound = [
-        stored for one in counted.bindings.values() for stored in (one.weight, one.scale, one.global_scale) if stored
+        stored for one in counted.mappings.values() for stored in (one.weight, one.scale, one.global_scale) if stored
     ]
     assert len(bound) == len(set(bound)) == tensors - len(counted.ignored)
     assert sum(tally.tensors for tally in counted.by_kind.values()) == tensors
@@ -133,7 +133,7 @@ def test_demo_checkpoint_is_accounted_for():
     assert not counted.ignored
     assert not checkpoint.unlisted
     assert {Form.FP8, Form.FP4} <= counted.by_form.keys()  # it shows the published formats
-    bind(checkpoint, counted)
+    open_weights(checkpoint, counted)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_the_form_is_chosen_for_each_parameter(config, formats, experts, linears
     counted = census(listing(formats), config)
     for name, parameter in parameters(config).items():
         if parameter.kind == "matrix":
-            assert counted.bindings[name].form is (experts if ".ffn.experts." in name else linears), name
+            assert counted.mappings[name].form is (experts if ".ffn.experts." in name else linears), name
     reasons = set(counted.ignored.values())
     assert reasons == ({names.INPUT_SCALE_REASON} if formats == "nvfp4" else set())
 
@@ -160,8 +160,8 @@ def test_forms_may_mix_within_a_layer(config):
     mixed = {name: entry for name, entry in nvfp4.items() if "experts.1." not in name}
     mixed |= {name: entry for name, entry in official.items() if "experts.1." in name}
     counted = census(mixed, config)
-    assert counted.bindings["layers.0.ffn.experts.0.w1.weight"].form is Form.NVFP4
-    assert counted.bindings["layers.0.ffn.experts.1.w1.weight"].form is Form.FP4
+    assert counted.mappings["layers.0.ffn.experts.0.w1.weight"].form is Form.NVFP4
+    assert counted.mappings["layers.0.ffn.experts.1.w1.weight"].form is Form.FP4
 
 
 WQ_A, EXPERT = "layers.1.attn.wq_a", "layers.0.ffn.experts.3.w2"
@@ -258,7 +258,7 @@ def test_vectors_may_be_widened_or_narrowed(config, dtype):
 
 def test_tables_may_be_i32(config):
     tensors = listing() | {"layers.0.ffn.gate.tid2eid": ("I32", (16, 2))}
-    assert census(tensors, config).bindings["layers.0.ffn.gate.tid2eid"].form is Form.I32
+    assert census(tensors, config).mappings["layers.0.ffn.gate.tid2eid"].form is Form.I32
 
 
 @pytest.mark.parametrize(
@@ -402,7 +402,7 @@ def test_half_renamed_indexers_are_read(config):
         tensors[name.replace(known, HALF_RENAMED.get(known, ""))] = entry
     assert len(tensors.keys() - listing().keys()) == 7  # one of them has a scale
     counted = census(tensors, config)
-    assert counted.bindings["layers.1.attn.indexer.wq_b.weight"].scale == "layers.1.attn.compressor.indexer.wq_b.scale"
+    assert counted.mappings["layers.1.attn.indexer.wq_b.weight"].scale == "layers.1.attn.compressor.indexer.wq_b.scale"
 
 
 # transformers is the other implementation here: its rename rules, its saver and its loader, not a copy of them.
@@ -421,7 +421,7 @@ def transformers_model(tmp_path_factory):
 def assert_same_weights(directory, official):
     config = ModelConfig.from_file(directory / "config.json")
     checkpoint = Checkpoint.open(directory)
-    weights = bind(checkpoint, census(checkpoint.shapes(), config))
+    weights = open_weights(checkpoint, census(checkpoint.shapes(), config))
     for name, parameter in parameters(config).items():
         if parameter.kind == "matrix":
             (value,) = weights.matrix(name)
@@ -474,7 +474,7 @@ def test_a_stack_of_another_shape_and_a_stack_beside_its_experts_are_faults(conf
     tensors = {name: entry for name, entry in listing("bf16").items() if "layers.0.ffn.experts." not in name}
     tensors["layers.0.mlp.experts.down_proj"] = ("BF16", (4, 64, 32))
     tensors["layers.0.mlp.experts.gate_up_proj"] = ("BF16", (4, 64, 64))
-    assert census(tensors, config).bindings["layers.0.ffn.experts.3.w3.weight"].part == (3, 32, 64)
+    assert census(tensors, config).mappings["layers.0.ffn.experts.3.w3.weight"].part == (3, 32, 64)
     wrong = tensors | {"layers.0.mlp.experts.gate_up_proj": ("BF16", (4, 32, 64))}
     assert (
         complaint(wrong, config)

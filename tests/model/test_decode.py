@@ -13,7 +13,7 @@ from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, nbytes
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.names import parameters
-from model.checkpoint.weights import bind, fingerprint, is_not_negative, is_positive, is_power_of_two
+from model.checkpoint.weights import fingerprint, is_not_negative, is_positive, is_power_of_two, open_weights
 from model.config import ModelConfig
 from model.errors import CheckpointError
 from tests.make_checkpoint import FORMATS, make_tensors, micro_config, random_values, write_checkpoint, write_tensors
@@ -159,7 +159,7 @@ def checkpoints(tmp_path_factory):
 )
 def test_weights_are_near_what_was_written(checkpoints, formats, share_of_value, share_of_largest):
     checkpoint, counted = opened(checkpoints / formats)
-    weights = bind(checkpoint, counted)
+    weights = open_weights(checkpoint, counted)
     generator = torch.Generator().manual_seed(1)  # as write_checkpoint draws them
     for name, parameter in parameters(ModelConfig.from_json(micro_config(), "")).items():
         written = random_values(name, parameter, 4, generator)
@@ -191,7 +191,7 @@ def test_weights_are_near_what_was_written(checkpoints, formats, share_of_value,
 )
 def test_weights_keep_their_stored_form(checkpoints, formats, expert, linear):
     checkpoint, counted = opened(checkpoints / formats)
-    weights = bind(checkpoint, counted)
+    weights = open_weights(checkpoint, counted)
     one, other = weights.matrix("layers.0.ffn.experts.2.w2.weight"), weights.matrix("layers.1.attn.indexer.wq_b.weight")
     assert (type(one), type(other)) == (expert, linear)
     assert (one.shape, other.shape) == ((64, 32), (64, 32))
@@ -202,7 +202,7 @@ def test_weights_keep_their_stored_form(checkpoints, formats, expert, linear):
 
 
 def test_unread_parameters_are_listed(checkpoints):
-    weights = bind(*opened(checkpoints / "official"))
+    weights = open_weights(*opened(checkpoints / "official"))
     everything = weights.unread()
     assert everything == list(parameters(ModelConfig.from_json(micro_config(), "")))
     weights.vector("norm.weight")
@@ -224,7 +224,7 @@ def test_unread_parameters_are_listed(checkpoints):
     ],
 )
 def test_what_is_not_there_is_refused(checkpoints, method, name, complaint):
-    weights = bind(*opened(checkpoints / "official"))
+    weights = open_weights(*opened(checkpoints / "official"))
     with pytest.raises(CheckpointError, match=complaint):
         getattr(weights, method)(name)
 
@@ -278,26 +278,26 @@ WQ_A, EXPERT, TABLE = "layers.0.attn.wq_a.scale", "layers.1.ffn.experts.2.w3", "
 def test_a_value_that_cannot_be_meant_is_named(tmp_path, formats, name, change, complaint):
     checkpoint, counted = rewritten(tmp_path, formats, name, change)
     with pytest.raises(CheckpointError, match=complaint) as caught:
-        bind(checkpoint, counted)
+        open_weights(checkpoint, counted)
     assert str(checkpoint.tensors[name].shard) in str(caught.value)
     assert f"'{name}'" in str(caught.value)
     assert "\n" not in str(caught.value)
-    of_other_ranks = [parameter for parameter in counted.bindings if not parameter.startswith(name.rpartition(".")[0])]
-    bind(checkpoint, counted, only=of_other_ranks)
+    of_other_ranks = [parameter for parameter in counted.mappings if not parameter.startswith(name.rpartition(".")[0])]
+    open_weights(checkpoint, counted, only=of_other_ranks)
 
 
 def test_a_rank_may_not_ask_for_what_is_not_there(checkpoints):
     with pytest.raises(CheckpointError, match=r"no parameter 'layers\.7\.norm'"):
-        bind(*opened(checkpoints / "official"), only=["layers.7.norm"])
+        open_weights(*opened(checkpoints / "official"), only=["layers.7.norm"])
 
 
 @pytest.mark.parametrize("scale", [2.0**-127, 2.0**-126, 1.0, 2.0**127])
 def test_every_power_of_two_that_e8m0_has_is_accepted_as_f32(tmp_path, scale):
-    bind(*rewritten(tmp_path, "base", WQ_A, put(0, 0, value=scale)))
+    open_weights(*rewritten(tmp_path, "base", WQ_A, put(0, 0, value=scale)))
 
 
 def test_a_block_scale_of_nvfp4_may_underflow_to_zero(tmp_path):
-    bind(*rewritten(tmp_path, "nvfp4", f"{EXPERT}.weight_scale", put(31, 3, byte=0)))
+    open_weights(*rewritten(tmp_path, "nvfp4", f"{EXPERT}.weight_scale", put(31, 3, byte=0)))
 
 
 def test_the_predicates_on_every_byte():

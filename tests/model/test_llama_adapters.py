@@ -12,7 +12,7 @@ from model.errors import CheckpointError
 from model.llama.adapters import read_adapters
 from runtime.load import load_any
 from runtime.options import RunOptions
-from runtime.sharding import place
+from runtime.sharding import sharding_plan
 from tests.coda_adapters import BLOCK, SIZES, adapted, write_pt, write_safetensors
 from tests.transformers_model import our_logits
 
@@ -133,7 +133,7 @@ def test_parameters_are_taken_as_their_numbers(tmp_path):
     assert all(part.requires_grad for part in states["layer_0"].values())
     torch.save(states, path)
     config = ours(tmp_path, None).model.config
-    read = read_adapters(path, config, CPU, place(config, 1).ranks[0])
+    read = read_adapters(path, config, CPU, sharding_plan(config, 1).ranks[0])
     assert torch.equal(read[1].lambda_bias, adapters[1].coda.lambda_proj.bias)
     assert not any(isinstance(part, torch.Tensor) and part.requires_grad for one in read for part in one)
 
@@ -154,7 +154,7 @@ def test_a_damaged_pickle_is_one_line(tmp_path):
             for name, part in parts.items():
                 damaged.writestr(name, bytes(content) if name == pickled else part)
         try:
-            read_adapters(path, config, CPU, place(config, 1).ranks[0])
+            read_adapters(path, config, CPU, sharding_plan(config, 1).ranks[0])
         except CheckpointError as error:
             refused.append(str(error))
     assert len(refused) > 100
@@ -172,7 +172,7 @@ def test_what_torch_may_raise_is_one_line(tmp_path, monkeypatch, kind):
 
     monkeypatch.setattr(torch, "load", load)
     with pytest.raises(CheckpointError, match=r"cannot be read as tensors alone \(of a made-up pickle\)"):
-        read_adapters(path, config, CPU, place(config, 1).ranks[0])
+        read_adapters(path, config, CPU, sharding_plan(config, 1).ranks[0])
 
 
 class Call:
@@ -214,7 +214,7 @@ def test_a_file_that_is_none_is_refused_and_nothing_in_it_is_run(tmp_path, conte
     config = ours(tmp_path, None).model.config
     capsys.readouterr()
     with pytest.raises(CheckpointError) as refused:
-        read_adapters(path, config, CPU, place(config, 1).ranks[0])
+        read_adapters(path, config, CPU, sharding_plan(config, 1).ranks[0])
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
     assert capsys.readouterr().out == ""

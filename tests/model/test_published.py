@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.binding import Form
 from model.checkpoint.census import census
 from model.checkpoint.header import ITEM_BYTES
 from model.checkpoint.published import published_tensors
+from model.checkpoint.tensor_mapping import Form
 from model.config import LayerKind, ModelConfig
 from model.errors import ConfigError
 from tests.make_checkpoint import tiny_config
@@ -97,8 +97,8 @@ def test_every_name_dtype_and_shape_is_the_published_one(name, forms):
 def test_the_census_binds_every_tensor(forms, expert, linear):
     config = ModelConfig.from_json(tiny_config(), "tiny config")  # head_dim 80: blocks that are not full
     counted = census(published_tensors(config, *forms), config)
-    assert counted.bindings["layers.0.ffn.experts.7.w2.weight"].form is expert
-    assert counted.bindings["layers.3.attn.indexer.wq_b.weight"].form is linear
+    assert counted.mappings["layers.0.ffn.experts.7.w2.weight"].form is expert
+    assert counted.mappings["layers.3.attn.indexer.wq_b.weight"].form is linear
     assert not counted.ignored
 
 

@@ -59,6 +59,6 @@ def test_a_call_takes_what_is_planned(tmp_path):
     gc.freeze()
     taken = live_bytes(lambda: model.logits(model(tokens, state)))
     gc.unfreeze()
-    planner = Planner(model.config, loaded.census, loaded.placement, options, 0, "triton")
+    planner = Planner(model.config, loaded.census, loaded.sharding, options, 0, "triton")
     planned = planner.largest(400, 24, even=False, few_pass=True)
     assert taken <= planned.nbytes <= 1.05 * taken + SLACK, f"{taken:,} taken, {planned.nbytes:,} by {planned}"

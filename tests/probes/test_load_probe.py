@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.checkpoint.binding import Binding, Form, Slice
+from model.checkpoint.tensor_mapping import Form, Slice, TensorMapping
 from model.moe import Gate
 from probes.fault import Fault
 from probes.faults import FAULTS
@@ -64,7 +64,7 @@ def test_each_form_decodes_as_it_was_written(tmp_path):
     files = FileBytes(tmp_path)
 
     def rows(start, stop, *bound, part=None):
-        return files.decode(Binding(*bound, part=part), start, stop)
+        return files.decode(TensorMapping(*bound, part=part), start, stop)
 
     np.testing.assert_array_equal(rows(3, 9, Form.F32, "f32"), values[3:9].double())
     np.testing.assert_array_equal(rows(3, 9, Form.BF16, "bf16"), values[3:9].bfloat16().double())
@@ -86,7 +86,7 @@ def test_nibbles_and_blocks_by_hand(tmp_path):
     data = torch.zeros(1, 32, dtype=torch.int8)
     data[0, 0], data[0, 31] = 0x71, 0x2F  # 0.5 then 6; -6 then 1
     save_file({"w": data, "w.scale": scale}, tmp_path / "model.safetensors")
-    row = FileBytes(tmp_path).decode(Binding(Form.FP4, "w", "w.scale"), 0, 1)[0]
+    row = FileBytes(tmp_path).decode(TensorMapping(Form.FP4, "w", "w.scale"), 0, 1)[0]
     assert row[[0, 1, 62, 63]].tolist() == [1, 12, -3, 0.5]
     assert not row[2:62].any()
 
@@ -112,10 +112,10 @@ def test_a_view_is_no_read_and_what_is_made_of_it_is():
 
 def test_a_census_that_misses_something():
     loaded, files = Subject().load(), FileBytes(Subject().directory)
-    bindings = dict(loaded.census.bindings)
-    del bindings["layers.1.attn.indexer.compressor.ape"]
-    bindings["layers.0.attn.wkv.weight"] = bindings["layers.2.attn.wkv.weight"]
-    short = dataclasses.replace(loaded.census, bindings=bindings, nbytes=loaded.census.nbytes - 4096)
+    mappings = dict(loaded.census.mappings)
+    del mappings["layers.1.attn.indexer.compressor.ape"]
+    mappings["layers.0.attn.wkv.weight"] = mappings["layers.2.attn.wkv.weight"]
+    short = dataclasses.replace(loaded.census, mappings=mappings, nbytes=loaded.census.nbytes - 4096)
     found = {finding.what: finding for finding in census_findings(short, files, loaded.model.config)}
     assert all(finding.failed for finding in found.values())
     lost = found["stored tensors that are neither used nor ignored"].evidence["first"]
@@ -212,7 +212,7 @@ def test_what_is_read_and_thrown_away():
 
         return ops._replace(select=select)
 
-    names = [name for name in Subject().load().census.bindings if name.startswith("layers.1.attn.indexer")]
+    names = [name for name in Subject().load().census.mappings if name.startswith("layers.1.attn.indexer")]
     tokens = Subject().tokens(160)
     assert not [name for name, same in without_effect(Subject().model, names, tokens, 64, 0) if same]
     model = Subject(fault=local(ops=newest)).model
@@ -224,7 +224,7 @@ def test_what_is_read_and_thrown_away():
 def test_every_parameter_has_an_effect():
     """Of an SWA layer with a hash gate, and outside of the layers; FULL asks for all of them."""
     names = [
-        name for name in Subject().load().census.bindings if not name.startswith(("layers.1", "layers.2", "layers.3"))
+        name for name in Subject().load().census.mappings if not name.startswith(("layers.1", "layers.2", "layers.3"))
     ]
     names = [name for name in names if ".experts." not in name or ".experts.7." in name]
     found = dict(without_effect(Subject().model, names, Subject().tokens(128), 128, 0))

@@ -11,7 +11,7 @@ from kernels.ops import REFERENCE
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.names import Role, translate
-from model.checkpoint.weights import bind
+from model.checkpoint.weights import open_weights
 from model.errors import CheckpointError
 from model.observe import sites
 from model.observe.observer import observed
@@ -35,7 +35,7 @@ def run(subject, *pairs, probe=QUICK):
 
 def parameters():
     checkpoint, config = Checkpoint.open(DEMO), Subject().config
-    return config, bind(checkpoint, census(checkpoint.shapes(), config))
+    return config, open_weights(checkpoint, census(checkpoint.shapes(), config))
 
 
 def comparison(rows, *, bound=1e-3, steered=False):

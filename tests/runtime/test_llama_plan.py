@@ -18,7 +18,7 @@ from runtime.load import load_any
 from runtime.options import RunOptions
 from runtime.plan.llama import attend
 from runtime.plan.planner import Planner
-from runtime.sharding import place
+from runtime.sharding import sharding_plan
 from tests.llama_model import load_ours, oracle
 from tests.peak_memory import peak_bytes
 
@@ -38,7 +38,7 @@ def saved(tmp_path_factory):
 
 def planner(loaded, options):
     config = loaded.model.config
-    return Planner(config, loaded.census, place(config, 1), options, 0, "cpu")
+    return Planner(config, loaded.census, sharding_plan(config, 1), options, 0, "cpu")
 
 
 def attending(saved, dtype, variant, tokens, heads, kv_heads, d, context):
@@ -178,6 +178,6 @@ def test_a_context_that_does_not_fit_is_refused_before_weights_are_read(saved, m
     loaded = load_ours(saved)
     needed = planner(loaded, RunOptions("plain")).plan(1000).needed
     monkeypatch.setattr(memory, "machine_memory", lambda _: needed)
-    monkeypatch.setattr("runtime.load.bind", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("runtime.load.open_weights", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(CapacityError, match=r"the largest context that fits is 1000$"):
         load_any(saved, RunOptions("plain"), context=1001)

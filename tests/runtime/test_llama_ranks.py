@@ -11,7 +11,7 @@ from model.llama.block import Block
 from runtime.load import load_any
 from runtime.options import RunOptions
 from runtime.plan.planner import Planner
-from runtime.sharding import place
+from runtime.sharding import sharding_plan
 from runtime.statefile import load_state, save_state
 from tests import gloo
 from tests.exact_ops import EXACT
@@ -156,7 +156,7 @@ def test_heads_that_do_not_divide_are_on_every_rank(tmp_path):
         "KV heads, and the heads that read them: 3, which 2 does not divide",
         "vocabulary: 97, which 2 does not divide",
     )
-    assert place(config, 2).replicated == said
+    assert sharding_plan(config, 2).replicated == said
     cases = [(CODA, None)]
     (alone,), both = gloo.run(1, run_all, tmp_path, cases, True), gloo.run(2, run_all, tmp_path, cases, True)
     for ((logits, _, _, cached),) in both:
@@ -214,7 +214,7 @@ def planned(group, directory, kv, adapters):
     """What a call of a prompt and of a token takes beside weights and caches, and what the plan says of it."""
     loaded = loaded_on(group, directory, kv, adapters, dtype="bf16")
     options = RunOptions("plain", "bf16", kv=kv, coda_adapters=adapters)
-    plan = Planner(loaded.model.config, loaded.census, loaded.placement, options, group.rank, "cpu").plan(400, 300)
+    plan = Planner(loaded.model.config, loaded.census, loaded.sharding, options, group.rank, "cpu").plan(400, 300)
     state, tokens = loaded.model.new_state(400, 300, 300), torch.arange(300) % 96
     cached = sum(state.nbytes().values())
     taken = [

@@ -17,7 +17,7 @@ from model.ranks.ranks import ALONE, Group
 from probes.demo_language.prompts import needle_prompts
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
-from runtime.sharding import place
+from runtime.sharding import sharding_plan
 from tests import gloo
 from tests.exact_ops import EXACT
 from tests.make_checkpoint import tiny_config, write_checkpoint
@@ -147,7 +147,7 @@ def test_logits_do_not_depend_on_the_number_of_ranks(runs, alone, size, only):
 
 def test_every_axis_of_the_random_model_is_split():
     config = ModelConfig.from_json(tiny_config(**CONFIG), "random")
-    assert [place(config, size).replicated for size in (2, 4, 8)] == [()] * 3
+    assert [sharding_plan(config, size).replicated for size in (2, 4, 8)] == [()] * 3
 
 
 def test_the_random_model_is_what_the_cases_need(runs, alone):

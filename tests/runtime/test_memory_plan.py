@@ -11,7 +11,7 @@ from kernels.ops import CPU
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.published import published_tensors
-from model.checkpoint.weights import bind
+from model.checkpoint.weights import open_weights
 from model.config import LayerKind, ModelConfig
 from model.errors import CapacityError
 from model.ranks.ranks import Group, Ranks
@@ -23,7 +23,7 @@ from runtime.op_sets import planned
 from runtime.options import DEMO, RunOptions
 from runtime.plan.planner import RESERVE, Planner
 from runtime.plan.weights import WeightKind, total, weights
-from runtime.sharding import place
+from runtime.sharding import sharding_plan
 from tests.held_bytes import held_caches, held_weights
 from tests.make_checkpoint import FORMATS, make_tensors, tiny_config, write_checkpoint, write_tensors
 
@@ -48,7 +48,7 @@ def thin():
 
 def planner(subject, ranks, options=GPU, rank=0):
     config, counted = subject
-    return Planner(config, counted, place(config, ranks), options, rank, planned(options, config))
+    return Planner(config, counted, sharding_plan(config, ranks), options, rank, planned(options, config))
 
 
 def narrow(entries, keys):
@@ -101,7 +101,7 @@ def test_entries_and_keys_of_all_layers(thin, name, context, entries, keys, gb, 
 
 def test_published_weights():
     subject = config, counted = published(config_of("Flash"))
-    found = weights(config, counted, place(config, 1), 0, mapped=True)
+    found = weights(config, counted, sharding_plan(config, 1), 0, mapped=True)
     assert total(found).stored == 156_015_698_140
     assert round(found[WeightKind.ROUTED].stored / 1e9, 2) == 147.17
     eighth = planner(subject, 8).weights
@@ -135,11 +135,11 @@ class Fake:
 
 def built(directory, ranks, rank):
     config, checkpoint = ModelConfig.from_file(directory / "config.json"), Checkpoint.open(directory)
-    counted, placement = census(checkpoint.shapes(), config), place(config, ranks)
-    group = Ranks(Group(rank, ranks, Fake() if ranks > 1 else None), placement.ranks[rank])
-    held = bind(checkpoint, counted, held=lambda name, rows: placement.rows(name, rows, rank))
+    counted, sharding = census(checkpoint.shapes(), config), sharding_plan(config, ranks)
+    group = Ranks(Group(rank, ranks, Fake() if ranks > 1 else None), sharding.ranks[rank])
+    held = open_weights(checkpoint, counted, held=lambda name, rows: sharding.rows(name, rows, rank))
     model = Transformer(config, held, arithmetic(RunOptions("plain"), CPU, group, config))
-    return SimpleNamespace(model=model, config=config, counted=counted, placement=placement, receipt=held.handed())
+    return SimpleNamespace(model=model, config=config, counted=counted, sharding=sharding, receipt=held.handed())
 
 
 def exact(directory, ranks):
@@ -147,11 +147,11 @@ def exact(directory, ranks):
     plans = []
     for rank in range(ranks):
         one = built(directory, ranks, rank)
-        plan = weights(one.config, one.counted, one.placement, rank, mapped=True)
+        plan = weights(one.config, one.counted, one.sharding, rank, mapped=True)
         assert {kind: (part.mapped, part.own) for kind, part in plan.items()} == held_weights(one.model)
         assert total(plan).stored == sum(one.receipt.values())
         plans.append(plan)
-    whole = total(weights(one.config, one.counted, place(one.config, 1), 0, mapped=True)).stored
+    whole = total(weights(one.config, one.counted, sharding_plan(one.config, 1), 0, mapped=True)).stored
     replicated = {total(plan).whole for plan in plans}
     assert len(replicated) == 1
     assert sum(total(plan).stored for plan in plans) == whole + (ranks - 1) * replicated.pop()

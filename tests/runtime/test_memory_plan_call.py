@@ -45,7 +45,7 @@ def taken_by(model, chunk, count=peak_bytes):
 def taken_and_planned(directory, options, chunk):
     """What a call takes, and its plan: tokens may all go to one expert, of random keys few pass."""
     loaded = load(directory, options)
-    planner = Planner(loaded.model.config, loaded.census, loaded.placement, options, 0, "cpu")
+    planner = Planner(loaded.model.config, loaded.census, loaded.sharding, options, 0, "cpu")
     planned = planner.largest(CONTEXT, chunk, even=False, few_pass=True)
     assert planner.plan(CONTEXT, chunk).call.nbytes >= planned.nbytes
     return taken_by(loaded.model, chunk), planned
@@ -95,7 +95,7 @@ def test_variants_of_the_caches(kv, chunk):
     """Caches to the byte, a call by a bound: what the codes of one width or the banks of one layer take is not told."""
     options = RunOptions(kv=(kv,))
     loaded = load(DEMO, options)
-    plan = Planner(loaded.model.config, loaded.census, loaded.placement, options, 0, "cpu").plan(CONTEXT, chunk)
+    plan = Planner(loaded.model.config, loaded.census, loaded.sharding, options, 0, "cpu").plan(CONTEXT, chunk)
     allocated = loaded.model.new_state(CONTEXT, chunk).nbytes()
     assert plan.cache_bytes == sum(allocated.values()) > 0
     state, tokens = loaded.model.new_state(1200, 300), torch.arange(1200) % loaded.model.config.vocab_size
@@ -109,7 +109,7 @@ def of_a_rank(group, directory, dispatch, chunk):
     """What a call takes on this rank, and its plan."""
     options = RunOptions("plain", dispatch=dispatch)
     loaded = load(directory, options, group=group)
-    planner = Planner(loaded.model.config, loaded.census, loaded.placement, options, group.rank, "cpu")
+    planner = Planner(loaded.model.config, loaded.census, loaded.sharding, options, group.rank, "cpu")
     torch.manual_seed(0)  # the same noise on all ranks: they compare what they select
     taken = taken_by(loaded.model, chunk, live_bytes)
     return taken, planner.largest(CONTEXT, chunk, even=False, few_pass=True)

@@ -12,7 +12,7 @@ from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4
 from kernels.indexer import cpu as indexer
 from kernels.ops import CPU
 from model.cache.formats import CacheFormats
-from model.checkpoint.binding import Form
+from model.checkpoint.tensor_mapping import Form
 from runtime.plan.v4 import coding
 from tests.peak_memory import peak_bytes
 

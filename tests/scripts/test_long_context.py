@@ -226,7 +226,7 @@ def test_the_command_writes_a_page_and_can_write_it_again(tmp_path, capsys):
     found = json.loads(data.read_text())
     subject = Subject(options=RunOptions(prefill_chunk=300))
     loaded = subject.load()
-    plan = Planner(subject.config, loaded.census, loaded.placement, subject.options, 0, "cpu").plan(1024)
+    plan = Planner(subject.config, loaded.census, loaded.sharding, subject.options, 0, "cpu").plan(1024)
     by_hand, call, late = found["allocated_bytes"], found["call_bytes"]["1024"], found["marks"][0]
     grown = {
         "marks": [late | {"length": 32768}, late | {"length": 65536}],

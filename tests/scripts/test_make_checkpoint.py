@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from model.checkpoint.binding import Form
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import INDEX, Checkpoint
 from model.checkpoint.published import published_tensors
+from model.checkpoint.tensor_mapping import Form
 from model.config import LayerKind, ModelConfig
 from runtime.load import load
 from runtime.options import RunOptions
@@ -66,7 +66,7 @@ def test_the_census_binds_all_and_logits_have_unit_scale(config_file, tmp_path, 
     config, checkpoint = ModelConfig.from_file(out / "config.json"), Checkpoint.open(out)
     counted = census(checkpoint.shapes(), config)
     assert checkpoint.shapes() == published_tensors(config, "fp4")
-    assert counted.bindings["layers.4.ffn.experts.0.w1.weight"].form is Form.FP4
+    assert counted.mappings["layers.4.ffn.experts.0.w1.weight"].form is Form.FP4
     assert inspect.main(["--model", str(out)]) == 0
 
     for numerics in ("plain", "deployed"):
@@ -138,7 +138,7 @@ def test_a_base_config_gives_fp8_experts_with_f32_scales(config_file, tmp_path):
     out = made(config_file, tmp_path / "out", "--layers", "2")
     model = load(out, RunOptions()).model  # which also checks that every scale is a power of two
     counted = census(Checkpoint.open(out).shapes(), model.config)
-    assert {binding.form for name, binding in counted.bindings.items() if ".experts." in name} == {Form.FP8_F32}
+    assert {mapping.form for name, mapping in counted.mappings.items() if ".experts." in name} == {Form.FP8_F32}
     logits = our_logits(model, torch.arange(64))
     assert 0.8 < logits.std() < 1.25
 

@@ -148,11 +148,11 @@ def test_a_memory_size_is_a_number(size, capsys):
 def small_machine(monkeypatch):
     """A machine on which the demo runs with short contexts, and on which reading a weight is an error."""
 
-    def bind(*_, **__):
+    def open_weights(*_, **__):
         raise AssertionError("weights were bound")
 
     monkeypatch.setattr(memory, "machine_memory", lambda _: 348 << 20)
-    monkeypatch.setattr(loading, "bind", bind)
+    monkeypatch.setattr(loading, "open_weights", open_weights)
 
 
 @pytest.mark.usefixtures("small_machine")

@@ -19,7 +19,7 @@ from model.ranks.ranks import ALONE, Ranks
 from model.rope import Rotation, layer_frequencies
 from runtime.arithmetic import arithmetic
 from runtime.options import RunOptions
-from runtime.sharding import place
+from runtime.sharding import sharding_plan
 from scripts.bench.device import counts
 from scripts.bench.device.counts import Cost
 from scripts.bench.device.draw import E4M3, E8M0, Draw
@@ -109,7 +109,7 @@ def measured_layers(
     """Time the two layers at every context; each call begins from the same cache, and its result is finite."""
     config = ModelConfig.from_json(config_json(shape), shape.name)
     options = RunOptions(device=gpu.device.type, entry_format="fp8", key_format="fp4", prefill_chunk=chunk)
-    numerics = arithmetic(options, ops, Ranks(ALONE, place(config, 1).ranks[0]), config)
+    numerics = arithmetic(options, ops, Ranks(ALONE, sharding_plan(config, 1).ranks[0]), config)
     draw = gpu.draw(0)
     blocks: dict[str, Block] = {}
     for kind, (name, context), tokens in planned(contexts, chunk):

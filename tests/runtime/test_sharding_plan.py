@@ -6,11 +6,11 @@ import pytest
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.names import Axis, axis, parameters
-from model.checkpoint.weights import bind
+from model.checkpoint.weights import open_weights
 from model.config import ModelConfig
 from model.errors import ConfigError
 from runtime.options import DEMO
-from runtime.sharding import place
+from runtime.sharding import sharding_plan
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 PUBLISHED = Path(__file__).resolve().parents[1] / "model" / "data" / "configs"
@@ -31,11 +31,11 @@ def wide_config(**changes):
     return ModelConfig.from_json(tiny_config(**WIDE | changes), "wide")
 
 
-def held(placement, config, rank):
+def held(sharding, config, rank):
     """Rows of each parameter that a rank holds, by its own reading of the contract."""
     found = {}
     for name, parameter in parameters(config).items():
-        share = placement.rows(name, parameter.shape[0], rank)
+        share = sharding.rows(name, parameter.shape[0], rank)
         found[name] = set() if share is None else set(range(share.start, share.stop))
     return found
 
@@ -43,9 +43,9 @@ def held(placement, config, rank):
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_ranks_together_hold_every_row_once_or_every_rank_holds_it(size):
     config = wide_config()
-    placement = place(config, size)
-    assert placement.replicated == ()
-    ranks = [held(placement, config, rank) for rank in range(size)]
+    sharding = sharding_plan(config, size)
+    assert sharding.replicated == ()
+    ranks = [held(sharding, config, rank) for rank in range(size)]
     for name, parameter in parameters(config).items():
         copies = Counter(row for rank in ranks for row in rank[name])
         assert set(copies) == set(range(parameter.shape[0])), name
@@ -54,7 +54,7 @@ def test_the_ranks_together_hold_every_row_once_or_every_rank_holds_it(size):
 
 def test_what_is_sharded():
     config = wide_config()
-    placement = place(config, 4)
+    sharding = sharding_plan(config, 4)
     sharded = {
         "embed.weight": (128, 256),  # of 512 tokens
         "head.weight": (128, 256),
@@ -68,10 +68,10 @@ def test_what_is_sharded():
         "layers.1.ffn.experts.3.w2.weight": (0, 512),
     }
     for name, rows in sharded.items():
-        share = placement.rows(name, parameters(config)[name].shape[0], 1)
+        share = sharding.rows(name, parameters(config)[name].shape[0], 1)
         assert (share.start, share.stop) == rows, name
     for expert in (0, 1, 4, 7):
-        assert placement.rows(f"layers.1.ffn.experts.{expert}.w1.weight", 128, 1) is None
+        assert sharding.rows(f"layers.1.ffn.experts.{expert}.w1.weight", 128, 1) is None
     whole = [name for name in parameters(config) if axis(name)[0] is Axis.NONE and name.startswith("layers.1.")]
     assert {name.removeprefix("layers.1.") for name in whole if name.endswith(("wkv.weight", "w1.weight", "_fn"))} == {
         "attn.wkv.weight",
@@ -82,7 +82,7 @@ def test_what_is_sharded():
         "hc_ffn_fn",
     }
     for name in whole:
-        assert not placement.rows(name, parameters(config)[name].shape[0], 3).split
+        assert not sharding.rows(name, parameters(config)[name].shape[0], 3).split
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_what_is_sharded():
 )
 def test_what_does_not_divide_is_replicated_and_said(changes, size, said):
     config = wide_config(**changes)
-    placement = place(config, size)
-    assert said in placement.replicated
+    sharding = sharding_plan(config, size)
+    assert said in sharding.replicated
     rows = {
         "attention heads": "layers.1.attn.wq_b.weight",
         "output groups": "layers.1.attn.wo_a.weight",
@@ -109,23 +109,23 @@ def test_what_does_not_divide_is_replicated_and_said(changes, size, said):
         "columns of the attention's output": "layers.1.attn.wo_b.weight",
     }[said.split(":")[0]]
     for rank in range(size):
-        share = placement.rows(rows, parameters(config)[rows].shape[0], rank)
+        share = sharding.rows(rows, parameters(config)[rows].shape[0], rank)
         assert (share.start, share.stop) == (0, share.total)
 
 
 def test_output_groups_stay_whole_where_heads_do():
-    placement = place(wide_config(head_dim=80, num_attention_heads=8, o_groups=4, o_lora_rank=128), 4)
-    assert placement.replicated == (
+    sharding = sharding_plan(wide_config(head_dim=80, num_attention_heads=8, o_groups=4, o_lora_rank=128), 4)
+    assert sharding.replicated == (
         "attention heads: 160 rows for each rank, no whole blocks of 128",
         "output groups: as the attention heads",
     )
-    assert not any(shares.groups.split or shares.heads.split for shares in placement.ranks)
+    assert not any(shares.groups.split or shares.heads.split for shares in sharding.ranks)
 
 
 @pytest.mark.parametrize("size", [3, 5, 16])
 def test_experts_that_do_not_divide_are_refused(size):
     with pytest.raises(ConfigError, match=f"^{size} ranks: n_routed_experts is 8, which {size} does not divide$"):
-        place(wide_config(), size)
+        sharding_plan(wide_config(), size)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -135,49 +135,49 @@ def test_bytes_held_sum_to_the_checkpoints_and_the_announced_replication(tmp_pat
     config = ModelConfig.from_file(tmp_path / "config.json")
     checkpoint = Checkpoint.open(tmp_path)
     counted = census(checkpoint.shapes(), config)
-    placement = place(config, size)
+    sharding = sharding_plan(config, size)
     receipts = []
     for rank in range(size):
-        weights = bind(checkpoint, counted, held=lambda name, rows, rank=rank: placement.rows(name, rows, rank))
+        weights = open_weights(checkpoint, counted, held=lambda name, rows, rank=rank: sharding.rows(name, rows, rank))
         for name, parameter in parameters(config).items():
-            if placement.rows(name, parameter.shape[0], rank) is not None:
+            if sharding.rows(name, parameter.shape[0], rank) is not None:
                 {"matrix": weights.matrix, "i64": weights.table}.get(parameter.kind, weights.vector)(name)
         assert weights.unread() == []
         receipts.append(weights.handed())
     stored = {
-        name: sum(checkpoint.tensors[part].nbytes for part in parts(counted.bindings[name]))
-        for name in counted.bindings
+        name: sum(checkpoint.tensors[part].nbytes for part in parts(counted.mappings[name]))
+        for name in counted.mappings
     }
     total = sum(tensor.nbytes for name, tensor in checkpoint.tensors.items() if name not in counted.ignored)
     assert sum(stored.values()) == total
     # what of each is on every rank: all of the axis NONE; with NVFP4 the scale of the matrix beside each part of it
-    splits = {axis_: not any(note.startswith(axis_.value) for note in placement.replicated) for axis_ in Axis}
+    splits = {axis_: not any(note.startswith(axis_.value) for note in sharding.replicated) for axis_ in Axis}
     splits[Axis.NONE] = False
     copies = sum((size - 1) * stored[name] for name in stored if not splits[axis(name)[0]])
     assert sum(sum(receipt.values()) for receipt in receipts) == total + copies
 
 
-def parts(binding):
-    return [name for name in (binding.weight, binding.scale, binding.global_scale) if name is not None]
+def parts(mapping):
+    return [name for name in (mapping.weight, mapping.scale, mapping.global_scale) if name is not None]
 
 
 @pytest.mark.parametrize("model", ["Flash", "Pro"])
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_published_models_split_on_every_axis(model, size):
     config = ModelConfig.from_file(PUBLISHED / f"DeepSeek-V4-{model}.json")
-    placement = place(config, size)
-    assert placement.replicated == ()
+    sharding = sharding_plan(config, size)
+    assert sharding.replicated == ()
     of_llama = ("kv_heads", "inner")
     assert all(
-        share.split != (axis_ in of_llama) for shares in placement.ranks for axis_, share in shares._asdict().items()
+        share.split != (axis_ in of_llama) for shares in sharding.ranks for axis_, share in shares._asdict().items()
     )
 
 
 def test_the_demo_on_two_ranks():
     config = ModelConfig.from_file(DEMO / "config.json")
-    placement = place(config, 2)
-    assert placement.replicated == (
+    sharding = sharding_plan(config, 2)
+    assert sharding.replicated == (
         "output groups: 64 rows for each rank, no whole blocks of 128",
         "columns of the attention's output: 64 rows for each rank, no whole blocks of 128",
     )
-    assert [shares.heads[:3] for shares in placement.ranks] == [(0, 2, 4), (2, 4, 4)]
+    assert [shares.heads[:3] for shares in sharding.ranks] == [(0, 2, 4), (2, 4, 4)]

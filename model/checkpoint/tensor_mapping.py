@@ -40,7 +40,7 @@ class Slice(NamedTuple):
     stop: int
 
 
-class Binding(NamedTuple):
+class TensorMapping(NamedTuple):
     """Which stored tensors make up one parameter."""
 
     form: Form
@@ -65,9 +65,9 @@ class Wrong(Exception):
         self.kind, self.text = kind, text
 
 
-def bind_parameter(
+def map_parameter(
     name: str, parameter: Parameter, roles: Mapping[Role, Source], tensors: Mapping[str, Stored]
-) -> Binding:
+) -> TensorMapping:
     """The form of one parameter, read off its own tensors.
 
     Parameters
@@ -97,34 +97,34 @@ def bind_parameter(
         _want_roles(roles, {Role.WEIGHT})
         if part is None:
             _want_shape(stored, tensors, parameter.shape)
-        return Binding(plain[dtype], stored, part=part)
+        return TensorMapping(plain[dtype], stored, part=part)
     if parameter.kind != "matrix" or part is not None or dtype not in ("F8_E4M3", "I8", "U8"):
         raise Wrong("wrong type", f"{quoted(stored)} is {dtype}, want {' or '.join(plain)}")
-    quantised = {"F8_E4M3": _bind_fp8, "I8": _bind_fp4, "U8": _bind_nvfp4}[dtype]
+    quantised = {"F8_E4M3": _map_fp8, "I8": _map_fp4, "U8": _map_nvfp4}[dtype]
     return quantised(parameter.shape, roles, tensors)
 
 
-def _bind_fp8(shape: tuple[int, ...], roles: Mapping[Role, Source], tensors: Mapping[str, Stored]) -> Binding:
+def _map_fp8(shape: tuple[int, ...], roles: Mapping[Role, Source], tensors: Mapping[str, Stored]) -> TensorMapping:
     _want_roles(roles, {Role.WEIGHT, Role.SCALE})
     weight, scale = roles[Role.WEIGHT].name, roles[Role.SCALE].name
     dtype = tensors[scale][0]
     _want_shape(weight, tensors, shape)
     _want_type(scale, tensors, ("F8_E8M0", "F32"))
     _want_shape(scale, tensors, (-(-shape[0] // 128), -(-shape[1] // 128)))
-    return Binding(Form.FP8 if dtype == "F8_E8M0" else Form.FP8_F32, weight, scale)
+    return TensorMapping(Form.FP8 if dtype == "F8_E8M0" else Form.FP8_F32, weight, scale)
 
 
-def _bind_fp4(shape: tuple[int, ...], roles: Mapping[Role, Source], tensors: Mapping[str, Stored]) -> Binding:
+def _map_fp4(shape: tuple[int, ...], roles: Mapping[Role, Source], tensors: Mapping[str, Stored]) -> TensorMapping:
     _want_roles(roles, {Role.WEIGHT, Role.SCALE})
     weight, scale = roles[Role.WEIGHT].name, roles[Role.SCALE].name
     _want_blocks(weight, shape, 32)
     _want_shape(weight, tensors, (shape[0], shape[1] // 2))
     _want_type(scale, tensors, ("F8_E8M0",))
     _want_shape(scale, tensors, (shape[0], shape[1] // 32))
-    return Binding(Form.FP4, weight, scale)
+    return TensorMapping(Form.FP4, weight, scale)
 
 
-def _bind_nvfp4(shape: tuple[int, ...], roles: Mapping[Role, Source], tensors: Mapping[str, Stored]) -> Binding:
+def _map_nvfp4(shape: tuple[int, ...], roles: Mapping[Role, Source], tensors: Mapping[str, Stored]) -> TensorMapping:
     _want_roles(roles, {Role.WEIGHT, Role.NVFP4_SCALE, Role.NVFP4_GLOBAL_SCALE})
     weight, scale = roles[Role.WEIGHT].name, roles[Role.NVFP4_SCALE].name
     overall = roles[Role.NVFP4_GLOBAL_SCALE].name
@@ -134,7 +134,7 @@ def _bind_nvfp4(shape: tuple[int, ...], roles: Mapping[Role, Source], tensors: M
     _want_shape(scale, tensors, (shape[0], shape[1] // 16))
     _want_type(overall, tensors, ("F32",))
     _want_shape(overall, tensors, (), (1,))
-    return Binding(Form.NVFP4, weight, scale, overall)
+    return TensorMapping(Form.NVFP4, weight, scale, overall)
 
 
 def _want_roles(roles: Mapping[Role, Source], want: set[Role]) -> None:
