@@ -21,7 +21,7 @@ class Linear:
     axis, width
         The axis of `model.ranks.ranks.Shards` by which rows are cut, and rows for each place of it: all ranks' parts of
         the output are put together. None: the output is left as it is.
-    given, each
+    given, given_width
         The same of the input, of which a rank has a part: all ranks' parts are put together before the product.
 
     """
@@ -34,11 +34,11 @@ class Linear:
         width: int = 1,
         *,
         given: str | None = None,
-        each: int = 1,
+        given_width: int = 1,
     ) -> None:
         self.weight, self.arithmetic = weight, arithmetic
         self.gathered = WHOLE if axis is None else getattr(arithmetic.ranks.shards, axis).times(width)
-        self.given = WHOLE if given is None else getattr(arithmetic.ranks.shards, given).times(each)
+        self.given = WHOLE if given is None else getattr(arithmetic.ranks.shards, given).times(given_width)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[t, in] to [t, out]."""

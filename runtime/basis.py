@@ -60,9 +60,9 @@ def write_basis(
 
     """
     tensors = {
-        f"layers.{layer}.{name}": getattr(each.fit, name).clone()
-        for layer, each in found.items()
-        if each.pays
+        f"layers.{layer}.{name}": getattr(of_layer.fit, name).clone()
+        for layer, of_layer in found.items()
+        if of_layer.pays
         for name in PARTS
     }
     metadata = {
@@ -71,7 +71,7 @@ def write_basis(
         "weights": weights,
         "bits": str(bits),
         "made": json.dumps(dict(made)),
-        "layers": json.dumps({layer: told(each) for layer, each in found.items()}),
+        "layers": json.dumps({layer: told(of_layer) for layer, of_layer in found.items()}),
     }
     metadata["sha256"] = digest(tensors, metadata)
     write_safetensors(path, tensors, metadata)

@@ -36,8 +36,8 @@ def samples(model: Transformer, ids: Sequence[int], chunk: int) -> dict[int, Sam
     def keep(kept: dict[int, list[Tensor]]) -> Listener:
         def listen(layer: int | None, made: Tensor) -> None:
             if layer in kept:
-                here = chosen[(chosen >= first) & (chosen < first + len(made))] - first
-                kept[layer].append(made[here.to(made.device)].cpu())
+                rows_of_call = chosen[(chosen >= first) & (chosen < first + len(made))] - first
+                kept[layer].append(made[rows_of_call.to(made.device)].cpu())
 
         return listen
 

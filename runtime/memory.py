@@ -60,10 +60,10 @@ def check_fits(planner: Planner, context: int, where: str, *, processes: int = 1
         return plan
     largest = planner.largest_context(memory)
     instead = f"the largest context that fits is {largest}" if largest else "no context fits"
-    share = f" for each of {processes} processes" if device.type == "cpu" and processes > 1 else ""
+    per_process = f" for each of {processes} processes" if device.type == "cpu" and processes > 1 else ""
     raise CapacityError(
         f"{where}: a context of {context} positions in calls of {plan.chunk} tokens needs {_gib(plan.needed)}"
-        f" ({_parts(plan)}); the {device.type} has {_gib(memory)}{share}: {instead}"
+        f" ({_parts(plan)}); the {device.type} has {_gib(memory)}{per_process}: {instead}"
     )
 
 

@@ -116,8 +116,8 @@ def _ranks(loaded: AnyLoaded, options: RunOptions) -> dict[str, Any]:
     model, ranks = loaded.model, loaded.model.arithmetic.ranks
     touched = touched_bytes(loaded.directory)
     numbers = [sum(loaded.held.values()), peak_memory(options.device), -1 if touched is None else touched]
-    here = torch.tensor([numbers], device=model.device)
-    by_rank = ranks.whole(here, 0, evenly(ranks.size, ranks.rank, ranks.size))  # [ranks, 3]
+    own_numbers = torch.tensor([numbers], device=model.device)
+    by_rank = ranks.whole(own_numbers, 0, evenly(ranks.size, ranks.rank, ranks.size))  # [ranks, 3]
     return {
         "count": ranks.size,
         "dispatch_calls": dict(ranks.calls),

@@ -45,8 +45,8 @@ class ShardingPlan:
         }.get(along)
         if shard is None or not shard.split:
             return undivided(rows)
-        each = rows // shard.total  # rows for each head, group, ...
-        return AxisShard(shard.start * each, shard.stop * each, rows, split=True)
+        rows_per_place = rows // shard.total  # rows for each head, group, ...
+        return AxisShard(shard.start * rows_per_place, shard.stop * rows_per_place, rows, split=True)
 
 
 def sharding_plan(config: Config, size: int) -> ShardingPlan:

@@ -28,7 +28,7 @@ def set_threads(asked: int | None, loaded: AnyLoaded) -> None:
 def token_bytes(loaded: AnyLoaded) -> int:
     """Bytes of weights, as stored, that this rank reads for one token: of the routed experts those that are chosen."""
     config = loaded.model.config
-    share = config.num_experts_per_tok / config.n_routed_experts if isinstance(config, ModelConfig) else 0.0
+    active_part = config.num_experts_per_tok / config.n_routed_experts if isinstance(config, ModelConfig) else 0.0
     sizes = {name: nbytes for name, nbytes in loaded.held.items() if "embed" not in name}
     routed = sum(nbytes for name, nbytes in sizes.items() if ".ffn.experts." in name)
-    return sum(sizes.values()) - routed + int(routed * share)
+    return sum(sizes.values()) - routed + int(routed * active_part)

@@ -103,13 +103,13 @@ def _attend(
 ):  # fmt: skip
     head_tiles = tl.cdiv(heads, HEADS)
     begin_token = tl.program_id(0) // head_tiles * TOKENS
-    each = tl.arange(0, TOKENS * HEADS)
-    token = begin_token + each // HEADS
-    head = tl.program_id(0) % head_tiles * HEADS + each % HEADS
-    mine = (token < tokens) & (head < heads)
+    pair = tl.arange(0, TOKENS * HEADS)
+    token = begin_token + pair // HEADS
+    head = tl.program_id(0) % head_tiles * HEADS + pair % HEADS
+    wanted = (token < tokens) & (head < heads)
     row = token.to(tl.int64) * heads + head
     column = tl.arange(0, BLOCK_D)
-    queries = _plain(q + row * WIDTH, mine, WIDTH, BLOCK_D, OPERAND)
+    queries = _plain(q + row * WIDTH, wanted, WIDTH, BLOCK_D, OPERAND)
 
     start = tl.load(first)
     newest = start + tl.minimum(begin_token + TOKENS, tokens) - 1  # position
@@ -121,18 +121,18 @@ def _attend(
         visible = tl.minimum((start + token + 1) // ratio - hidden, n).to(tl.int32)
         most = tl.minimum((newest + 1) // ratio - hidden, n).to(tl.int32)
         tiles += tl.cdiv(picks if SELECTED else tl.maximum(most, 0), BLOCK_N)
-    share = tl.cdiv(tiles, splits)
-    begin = tl.program_id(1) * share
-    end = tl.minimum(begin + share, tiles)
+    tiles_per_split = tl.cdiv(tiles, splits)
+    begin = tl.program_id(1) * tiles_per_split
+    end = tl.minimum(begin + tiles_per_split, tiles)
 
     peak = tl.full((TOKENS * HEADS,), -LIMIT, tl.float32)
     total = tl.zeros((TOKENS * HEADS,), tl.float32)
     value = tl.zeros((TOKENS * HEADS, BLOCK_D), tl.float32)
     own = (start + token - oldest).to(tl.int32)  # position, counted from the oldest that the tile sees
-    turn = (oldest % capacity).to(tl.int32)
+    first_row = (oldest % capacity).to(tl.int32)
     for tile in tl.range(begin, tl.minimum(end, window_tiles) if FP8 else end):
         key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        place = turn + key
+        place = first_row + key
         place = tl.where(place >= capacity, place - capacity, place)
         loaded = key < span
         seen = (key[None, :] <= own[:, None]) & (key[None, :] > own[:, None] - window)
@@ -166,12 +166,12 @@ def _attend(
                 queries, keys, seen, more, peak, total, value, scale, BIASED, NARROW, OPERAND, UPCAST
             )  # fmt: skip
 
-    inside = mine[:, None] & (column < WIDTH)[None, :]
+    inside = wanted[:, None] & (column < WIDTH)[None, :]
     if SPLIT:
         place = tl.program_id(1).to(tl.int64) * tokens * heads + row
-        used = mine & (begin + tl.zeros_like(each) < end)  # the interpreter makes int32 of a scalar's comparison
-        tl.store(peaks + place, peak, mine)
-        tl.store(totals + place, tl.where(used, total, -1.0), mine)  # -1: no tile fell to this program
+        used = wanted & (begin + tl.zeros_like(pair) < end)  # the interpreter makes int32 of a scalar's comparison
+        tl.store(peaks + place, peak, wanted)
+        tl.store(totals + place, tl.where(used, total, -1.0), wanted)  # -1: no tile fell to this program
         tl.store(sums + place[:, None] * WIDTH + column[None, :], value, inside & used[:, None])
     else:
         total, shrink = _with_sink(peak, total, tl.load(sink + head, head < heads, 0.0))

@@ -154,9 +154,9 @@ def _advanced(
             inside = (token < RATIO) & (column < width)
             position = start - RATIO + token
             new, old = inside & (position >= first), inside & (position < first)
-            here, there = (position - first) * columns + column, token * columns + column
-            v = tl.where(new, tl.load(kv + here, new, 0.0), tl.load(old_kv + there, old, 0.0))
-            g = tl.where(new, tl.load(gate + here, new, 0.0), tl.load(old_gate + there, old, 0.0))
+            source, kept_at = (position - first) * columns + column, token * columns + column
+            v = tl.where(new, tl.load(kv + source, new, 0.0), tl.load(old_kv + kept_at, old, 0.0))
+            g = tl.where(new, tl.load(gate + source, new, 0.0), tl.load(old_gate + kept_at, old, 0.0))
             tl.store(previous_kv + token * width + column, v, inside)
             tl.store(previous_gate + token * width + column, g, inside)
         tl.debug_barrier()  # every thread has read what is overwritten below
@@ -164,9 +164,9 @@ def _advanced(
     for token in range(low, end, TOKENS):
         position = token + row
         inside = (position < end) & (column < columns)
-        here, there = (position - first) * columns + column, (position - start) * columns + column
-        tl.store(old_kv + there, tl.load(kv + here, inside), inside)
-        tl.store(old_gate + there, tl.load(gate + here, inside), inside)
+        source, kept_at = (position - first) * columns + column, (position - start) * columns + column
+        tl.store(old_kv + kept_at, tl.load(kv + source, inside), inside)
+        tl.store(old_gate + kept_at, tl.load(gate + source, inside), inside)
 
 
 @triton.jit

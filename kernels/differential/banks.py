@@ -159,11 +159,11 @@ def _scan(ring, gates, first_at, now_at, exact, exact_used, exact_inverse, last_
             vacant = (exact_slots < exact_active) & (held == 0)
             entry = tl.where(free > 0, tl.argmax(vacant.to(tl.int32), 0), tl.argmin(age, 0))
             slot = tl.where(new, entry, slot).to(tl.int64)
-            touched = new | (keep & (best >= novel_below) & number if BETWEEN else keep & hit)
+            used_again = new | (keep & (best >= novel_below) & number if BETWEEN else keep & hit)
             overwrite = new | (keep & hit) if REFRESH else new
             pressure = tl.where(new & (free == 0), 1, 0)
             tl.debug_barrier()  # all of the bank has been read
-            tl.store(last_used + slot, first + i, touched)
+            tl.store(last_used + slot, first + i, used_again)
             to = exact + slot * exact_slot + head[:, None] * exact_head + column[None, :]
             written = tl.where(real, _flag(overwrite), 0) != 0
             tl.store(to, key, written)
@@ -186,11 +186,11 @@ def _scan(ring, gates, first_at, now_at, exact, exact_used, exact_inverse, last_
             cosine = tl.where(cosine == cosine, cosine, float("inf"))
             slot = tl.argmax(tl.where(summary_slots < summary_active, cosine, -float("inf")), 0).to(tl.int64)
             fresh = tl.load(summary_used + slot) == 0
-            share = tl.where(gate < 1e-6, gate / 1e-6, 1.0)
+            fraction = tl.where(gate < 1e-6, gate / 1e-6, 1.0)
             rate = (tl.load(eta + head, head < K, 0.0) * gate)[:, None]
             to = summary + slot * summary_slot + head[:, None] * summary_head + column[None, :]
-            mean_key = key.to(tl.float32) * tl.load(blend + column)[None, :] * share
-            mean_value = value.to(tl.float32) * share
+            mean_key = key.to(tl.float32) * tl.load(blend + column)[None, :] * fraction
+            mean_value = value.to(tl.float32) * fraction
             old_key = tl.load(to, real, 0.0).to(tl.float32)
             old_value = tl.load(to + summary_part, real, 0.0).to(tl.float32)
             new_key, new_value = _between(old_key, mean_key, rate), _between(old_value, mean_value, rate)

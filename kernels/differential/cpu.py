@@ -86,22 +86,23 @@ def attend(q: Tensor, noise: Noise | None, past: Past, own: Own | None) -> Tenso
         lam = noise.lam.float().T.reshape(kv_heads, -1, t, 1)  # [K, H / K, t, 1]
     if own is None and (seen is None or seen.ndim == 1) and rows.numel() // d * slots <= LOGITS:
         return _attend_few(rows, lam, keys, values, seen).permute(2, 0, 1, 3).reshape(t, heads, d)
-    each = rows.numel() // (kv_heads * t * d) * values.shape[1]  # logits of a token and a KV head
-    tile = max(1, min(t, LOGITS // each))
-    beside = max(1, min(kv_heads, LOGITS // (each * tile)))  # KV heads in one product
-    scratch = [q.new_empty(beside * tile * each, dtype=torch.float32) for _ in range(2)]
+    per_token = rows.numel() // (kv_heads * t * d) * values.shape[1]  # logits of a token and a KV head
+    tile = max(1, min(t, LOGITS // per_token))
+    beside = max(1, min(kv_heads, LOGITS // (per_token * tile)))  # KV heads in one product
+    scratch = [q.new_empty(beside * tile * per_token, dtype=torch.float32) for _ in range(2)]
     out = q.new_empty(t, kv_heads, heads // kv_heads, d, dtype=torch.float32)
     for start in range(0, t, tile):
         tokens, width = slice(start, min(start + tile, t)), slots if own is None else slots + min(start + tile, t)
         for low in range(0, kv_heads, beside):
-            some = slice(low, low + beside)
-            part, share = rows[some, :, :, tokens], None if lam is None else lam[some, :, tokens].flatten(1, 2)
+            kv_range = slice(low, low + beside)
+            part = rows[kv_range, :, :, tokens]
+            strength = None if lam is None else lam[kv_range, :, tokens].flatten(1, 2)
             size, shape = part.numel() // d * width, (part.shape[0], -1, width)
-            scores = torch.bmm(part.flatten(1, 3), keys[some, :, :width], out=scratch[0][:size].view(shape))
+            scores = torch.bmm(part.flatten(1, 3), keys[kv_range, :, :width], out=scratch[0][:size].view(shape))
             _hide(scores.view(part.shape[0], -1, part.shape[3], width), tokens, slots, seen, own)
             mass = torch.softmax(scores, -1, out=scratch[1][:size].view(shape))
-            summed = torch.bmm(_mixed(mass, share), values[some, :width])
-            out[tokens, some] = summed.view(part.shape[0], -1, *part.shape[3:]).permute(2, 0, 1, 3)
+            summed = torch.bmm(_mixed(mass, strength), values[kv_range, :width])
+            out[tokens, kv_range] = summed.view(part.shape[0], -1, *part.shape[3:]).permute(2, 0, 1, 3)
     return out.view(t, heads, d)
 
 
@@ -110,19 +111,19 @@ def attend_scratch(tokens: int, heads: int, kv_heads: int, d: int, slots: int, o
 
     `slots` are the past's, `own` how many keys the tokens have themselves; `item` is of the keys as they are stored.
     """
-    queries, each = tokens * heads * d * 4, heads // kv_heads * (slots + own)  # logits of a token and a KV head
+    queries, per_token = tokens * heads * d * 4, heads // kv_heads * (slots + own)  # logits of a token and a KV head
     rows = 2 * kv_heads * (slots + own) * d * ((item if own else 0) + (0 if item == 4 else 4))
-    return 4 * queries + rows + 2 * max(each, min(LOGITS, kv_heads * tokens * each)) * 4 + own**2
+    return 4 * queries + rows + 2 * max(per_token, min(LOGITS, kv_heads * tokens * per_token)) * 4 + own**2
 
 
 def _attend_few(rows: Tensor, lam: Tensor | None, keys: Tensor, values: Tensor, seen: Tensor | None) -> Tensor:
     """`attend` in one tile, from tokens that have no keys of their own: [K, H / K, t, D] float32."""
-    kv_heads, _, share, t, d = rows.shape
+    kv_heads, _, group, t, d = rows.shape
     logits = torch.bmm(rows.view(kv_heads, -1, d), keys)  # [K, n H / K t, s]
     if seen is not None:
         logits.masked_fill_(~seen, -torch.inf)
     mass = _mixed(torch.softmax(logits, -1), None if lam is None else lam.flatten(1, 2))
-    return torch.bmm(mass, values).view(kv_heads, share, t, d)
+    return torch.bmm(mass, values).view(kv_heads, group, t, d)
 
 
 def _mixed(mass: Tensor, lam: Tensor | None) -> Tensor:

@@ -98,9 +98,9 @@ def attend_segments(streams: Tensor, segments: Sequence[Segment]) -> Tensor:
     peak = lses.amax(0).clamp(min=torch.finfo(torch.float32).min)
     mass = torch.exp(lses - peak)
     total = mass.sum(0)
-    share = mass / total.masked_fill(total == 0, 1)
+    weight = mass / total.masked_fill(total == 0, 1)
     outs = torch.stack([out for out, _ in parts])  # [segments, n, t, H, D]
-    return (share[..., None] * outs).sum(0)
+    return (weight[..., None] * outs).sum(0)
 
 
 def combine(signal: Tensor, noise: Tensor, lam: Tensor, norm: Tensor | None, eps: float) -> Tensor:

@@ -59,8 +59,8 @@ def _finish(total, summed, lam, norm, eps, out, wanted, ROWS: tl.constexpr, D: t
             UPCAST: tl.constexpr):  # fmt: skip
     """Store ``N(signal - lambda noise)`` of stacked rows [2 ROWS, D] at `out` [ROWS], lambda at `lam` [ROWS]."""
     column = tl.arange(0, D)
-    each = summed / tl.where(total == 0, 1.0, total)[:, None]
-    signal, noise = tl.split(tl.permute(tl.reshape(each, (2, ROWS, D)), (1, 2, 0)))
+    mixed = summed / tl.where(total == 0, 1.0, total)[:, None]
+    signal, noise = tl.split(tl.permute(tl.reshape(mixed, (2, ROWS, D)), (1, 2, 0)))
     left = signal - tl.load(lam, wanted, 0.0).to(tl.float32)[:, None] * noise
     if NORMED:
         left = left * tl.rsqrt(tl.sum(left * left, 1) / D + eps)[:, None]
@@ -87,8 +87,8 @@ def _attend(q, lam, cos, sin, norm, eps, keys, values, seen, own_keys, own_value
     peak = tl.full((2 * ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((2 * ROWS,), tl.float32)
     summed = tl.zeros((2 * ROWS, D), tl.float32)
-    each = tl.cdiv(tl.cdiv(slots, TILE), tl.num_programs(2)) * TILE
-    for start in range(split * each, tl.minimum(slots, (split + 1) * each), TILE):
+    slots_per_split = tl.cdiv(tl.cdiv(slots, TILE), tl.num_programs(2)) * TILE
+    for start in range(split * slots_per_split, tl.minimum(slots, (split + 1) * slots_per_split), TILE):
         slot = start + tl.arange(0, TILE)
         inside = slot < slots
         if SEEN == 1:

@@ -46,8 +46,8 @@ def _sort(ids, order, starts, counts, pairs, first, CHUNK: tl.constexpr):
 @triton.jit
 def _located(block, starts, counts, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
     """Expert of a block of pairs, and which of the sorted pairs are its own: expert >= experts where there is none."""
-    each = tl.arange(0, EXPERTS)
-    blocks = (tl.load(counts + each, each < experts, 0) + TOKENS - 1) // TOKENS
+    number = tl.arange(0, EXPERTS)
+    blocks = (tl.load(counts + number, number < experts, 0) + TOKENS - 1) // TOKENS
     past = tl.cumsum(blocks) <= block
     expert = tl.sum(past.to(tl.int32))
     held = expert < experts

@@ -146,9 +146,9 @@ def fit(sample: Sample, rope: int, bits: int, context: int) -> Fitted:
     best = allocate(components.error, _energy(second[:, nope:]), rope, left)
     if best is None:
         return none._replace(why_none=NO_BYTES)
-    each = torch.tensor(best.bits).repeat_interleave(group_of(nope))
+    bits_of_component = torch.tensor(best.bits).repeat_interleave(group_of(nope))
     for level, scale in components.scale.items():
-        keys.scale.copy_(torch.where(each == level, scale, keys.scale.float()))
+        keys.scale.copy_(torch.where(bits_of_component == level, scale, keys.scale.float()))
     keys.bits.copy_(torch.tensor(best.bits, dtype=torch.int8))
     code_bytes = sum(best.bits) * group_of(nope) // 8
     keys = keys._replace(codes=torch.zeros(0, code_bytes, dtype=torch.uint8))

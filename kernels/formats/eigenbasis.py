@@ -229,8 +229,8 @@ def _int4_scale(tiles: Tiles) -> Tensor:
     largest = torch.zeros(())
     for c in tiles():
         largest = torch.maximum(largest, c.abs().amax(0))
-    shares = torch.arange(1, CLIPS + 1, dtype=torch.float32, device=largest.device) / CLIPS
-    return searched_scale(tiles, largest / 7 * shares[:, None], lambda units: units.round().clamp(-7, 7))[0]
+    fractions = torch.arange(1, CLIPS + 1, dtype=torch.float32, device=largest.device) / CLIPS
+    return searched_scale(tiles, largest / 7 * fractions[:, None], lambda units: units.round().clamp(-7, 7))[0]
 
 
 def searched_scale(tiles: Tiles, candidates: Tensor, quantised: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:

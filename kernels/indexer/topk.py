@@ -101,19 +101,19 @@ def _whole(scores, out, first, start, ratio, entries, stride, width, WIDTH: tl.c
 
 @triton.jit(do_not_specialize=["start", "digit"])
 def _count(
-    scores, counts, larger, equal, digit, first, start, ratio, entries, stride, width, share, TILE: tl.constexpr
+    scores, counts, larger, equal, digit, first, start, ratio, entries, stride, width, part_length, TILE: tl.constexpr
 ):
     """Add one part's histogram of a digit to its row's; of the last digit keep what the part itself holds."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seen = seen_by(first, start + token, ratio, entries)
-    low = part * share
+    low = part * part_length
     if (seen > width) & (low < seen):
         bins = tl.arange(0, 256)
         counts += token * 1024
         prefix, need = tl.full([], 0, tl.uint32), tl.full([], 0, tl.int32) + width
         for before in range(digit):
             prefix, need = _pick(tl.load(counts + before * 256 + bins), prefix, need)
-        row, high = scores + token * stride, tl.minimum(low + share, seen)
+        row, high = scores + token * stride, tl.minimum(low + part_length, seen)
         found = _histogram(row, low, high, prefix, digit, TILE)
         tl.atomic_add(counts + digit * 256 + bins, found, found > 0, sem="relaxed")
         if digit == 3:
@@ -129,13 +129,13 @@ def _count(
 
 @triton.jit(do_not_specialize=["start"])
 def _collect(
-    scores, out, counts, larger, equal, first, start, ratio, entries, stride, width, share,
+    scores, out, counts, larger, equal, first, start, ratio, entries, stride, width, part_length,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Write what one part contributes, behind what the parts before it do."""
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seen = seen_by(first, start + token, ratio, entries)
-    low = part * share
+    low = part * part_length
     out += token * width
     if seen <= width:
         if part == 0:
@@ -148,7 +148,7 @@ def _collect(
         parts = tl.arange(0, PARTS)
         at = (token * tl.num_programs(1) + parts) * 256 + (prefix & 255).to(tl.int32)
         over, same = tl.load(larger + at, parts < part, 0), tl.load(equal + at, parts < part, 0)
-        high = tl.minimum(low + share, seen)
+        high = tl.minimum(low + part_length, seen)
         _take(scores + token * stride, out, low, high, prefix, need, tl.sum(over), tl.sum(same), TILE)
 
 
@@ -198,11 +198,11 @@ def top_k_into(out: Tensor, scores: Tensor, first: Tensor, start: int, ratio: in
         options = {"num_warps": tile // 256, "maxnreg": 64, "enable_fp_fusion": False}  # two programs to an SM, or more
         _whole[(t,)](scores, out, first, start, ratio, n, stride, width, WIDTH=block, TILE=tile, **options)
         return
-    share = -(-n // (PARTS * PART)) * PART
-    parts = -(-n // share)
+    part_length = -(-n // (PARTS * PART)) * PART
+    parts = -(-n // part_length)
     counts = torch.zeros(t, 4, 256, dtype=torch.int32, device=scores.device)
     larger, equal = torch.empty(2, t, parts, 256, dtype=torch.int32, device=scores.device)
-    rows = (first, start, ratio, n, stride, width, share)
+    rows = (first, start, ratio, n, stride, width, part_length)
     options = {"TILE": PART, "num_warps": 4, "enable_fp_fusion": False}
     for digit in range(4):
         _count[t, parts](scores, counts, larger, equal, digit, *rows, **options)

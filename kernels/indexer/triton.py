@@ -46,15 +46,15 @@ def _keys(values, scales, row, D: tl.constexpr, BLOCK_D: tl.constexpr, FORM: tl.
     return found.to(dtype)
 
 
-@triton.jit(do_not_specialize=["start", "tokens", "least", "share"])
+@triton.jit(do_not_specialize=["start", "tokens", "least", "tokens_per_program"])
 def _scores(
-    q, weights, values, scales, out, first, start, tokens, entries, stride, ratio, least, share,
+    q, weights, values, scales, out, first, start, tokens, entries, stride, ratio, least, tokens_per_program,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
     FORM: tl.constexpr, SEEN: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Score a tile of keys for `share` tokens; if SEEN, unless none of them sees any, or more than `least` keys."""
-    low, begin = tl.program_id(0) * KEYS, tl.program_id(1).to(tl.int64) * share
-    end = tl.minimum(begin + share, tokens)
+    low, begin = tl.program_id(0) * KEYS, tl.program_id(1).to(tl.int64) * tokens_per_program
+    end = tl.minimum(begin + tokens_per_program, tokens)
     high = entries
     if SEEN:
         high = seen_by(first, start + end - 1, ratio, entries)
@@ -110,7 +110,7 @@ def _score(
     exact = torch.float32 in {q.dtype, values.dtype}
     keys = EXACT_KEYS if exact else KEYS
     tiles = -(-n // keys)
-    share = max(1, min(TOKENS, t * tiles // PROGRAMS))
+    tokens_per_program = max(1, min(TOKENS, t * tiles // PROGRAMS))
     first, start, ratio, least = seen or (out, 0, 1, 0)
     constants = {
         "HEADS": heads, "D": d, "KEYS": keys, "FORM": form, "SEEN": seen is not None,
@@ -118,9 +118,9 @@ def _score(
         "dtype": tl.float32 if exact or UPCAST else tl.bfloat16, "num_warps": 4 if exact else 8, "num_stages": 3,
         "maxnreg": None if exact else 128,  # two programs to an SM: one multiplies while the other sums
     }  # fmt: skip
-    _scores[tiles, -(-t // share)](
+    _scores[tiles, -(-t // tokens_per_program)](
         q.contiguous(), head_weights.contiguous(), values, scales, out, first, start, t, n, out.stride(0), ratio, least,
-        share, **constants, enable_fp_fusion=False,
+        tokens_per_program, **constants, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -141,5 +141,5 @@ def _grid(t: int, groups: int, rank: int, columns: int, tile: Tile) -> tuple[tup
     across, down = triton.cdiv(t, tile.tokens), groups * triton.cdiv(rank, tile.rows)
     steps = triton.cdiv(columns, tile.columns)
     splits = max(1, min(triton.cdiv(PROGRAMS, across * down), steps // 4))  # four steps to fill the pipeline
-    each = triton.cdiv(steps, splits)
-    return (across, down, triton.cdiv(steps, each)), each
+    steps_per_split = triton.cdiv(steps, splits)
+    return (across, down, triton.cdiv(steps, steps_per_split)), steps_per_split

@@ -87,8 +87,8 @@ def llama3_frequencies(
     """
     kept = frequencies(dim, theta)
     turns = original_context / (2 * math.pi / kept)  # within the original context
-    share = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)  # 1: kept
-    return (1 - share) * kept / factor + share * kept
+    kept_part = ((turns - low_freq_factor) / (high_freq_factor - low_freq_factor)).clamp(0, 1)  # 1: kept
+    return (1 - kept_part) * kept / factor + kept_part * kept
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

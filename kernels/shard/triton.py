@@ -68,8 +68,8 @@ def _exact(q, keys, values, peaks, totals, sums, tokens, rows, key_token, key_he
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     summed = tl.zeros((ROWS, D), tl.float32)
-    each = tl.cdiv(tl.cdiv(tokens, TILE), tl.num_programs(0)) * TILE
-    for start in range(split * each, tl.minimum(tokens, (split + 1) * each), TILE):
+    tokens_per_split = tl.cdiv(tl.cdiv(tokens, TILE), tl.num_programs(0)) * TILE
+    for start in range(split * tokens_per_split, tl.minimum(tokens, (split + 1) * tokens_per_split), TILE):
         token = start + tl.arange(0, TILE)
         inside = token < tokens
         at = keys + token[:, None] * key_token + head * key_head + column[None, :]
@@ -116,8 +116,8 @@ def _stream(q, key_norm, key_codes, key_table, key_signs, norm, codes, table, pe
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     summed = tl.zeros((ROWS, D), tl.float32)
-    each = tl.cdiv(tl.cdiv(tokens, TILE), tl.num_programs(0)) * TILE
-    for start in range(split * each, tl.minimum(tokens, (split + 1) * each), TILE):
+    tokens_per_split = tl.cdiv(tl.cdiv(tokens, TILE), tl.num_programs(0)) * TILE
+    for start in range(split * tokens_per_split, tl.minimum(tokens, (split + 1) * tokens_per_split), TILE):
         token = start + tl.arange(0, TILE)
         inside = token < tokens
         stored = token * KV + head

@@ -196,8 +196,8 @@ def splits(middle: Middle, kv: int) -> tuple[int, int, int, int]:
     tile = 128 if tokens >= 128 * PROGRAMS // 2 else 64
     tiles = triton.cdiv(tokens, tile)
     heads = max((n for n in range(1, kv + 1) if kv % n == 0 and tiles * (kv // n) >= PROGRAMS), default=1)
-    each = max(1, triton.cdiv(tiles, PROGRAMS))
-    return triton.cdiv(tiles, each), each, tile, heads
+    tiles_per_program = max(1, triton.cdiv(tiles, PROGRAMS))
+    return triton.cdiv(tiles, tiles_per_program), tiles_per_program, tile, heads
 
 
 def fold_basis(middle: Middle, kv: int, *, wide: bool) -> tuple[Tensor, Tensor]:

@@ -208,9 +208,9 @@ def _check_scale(
     """Check the scales of a shard of a matrix's rows: FP8 has a row of scales for 128 of them."""
     scale, first = checkpoint.read(stored), 0
     if shard.split:
-        each = -(-shard.total // scale.shape[0])  # rows of the matrix for a row of scales
-        first = shard.start // each
-        scale = scale[first : -(-shard.stop // each)]
+        rows_per_scale = -(-shard.total // scale.shape[0])  # rows of the matrix for a row of scales
+        first = shard.start // rows_per_scale
+        scale = scale[first : -(-shard.stop // rows_per_scale)]
     bad = ~fits(scale)
     if bad.any():
         place = bad.nonzero()[0].tolist()

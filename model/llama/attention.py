@@ -39,7 +39,7 @@ class Attention:
         self.q_proj = Linear(matrix("q_proj"), arithmetic)  # [H * d, hidden]
         self.k_proj = Linear(matrix("k_proj"), arithmetic)  # [K * d, hidden]
         self.v_proj = Linear(matrix("v_proj"), arithmetic)  # [K * d, hidden]
-        self.o_proj = Linear(matrix("o_proj"), arithmetic, "output", given="heads", each=d)  # [hidden, H * d]
+        self.o_proj = Linear(matrix("o_proj"), arithmetic, "output", given="heads", given_width=d)  # [hidden, H * d]
         self.arithmetic, self.rotation, self.head_dim, self.adapter = arithmetic, rotation, d, adapter
 
     def __call__(self, x: Tensor, call: Call, cache: GqaCache) -> Tensor:

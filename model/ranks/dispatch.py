@@ -101,11 +101,11 @@ def all_reduce(x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, layer: int
 
     Tripwire when a slot is filled by no rank or by two: a token is conserved.
     """
-    here = ranks.shards.experts
+    own = ranks.shards.experts
     outputs = x.new_zeros(*ids.shape, x.shape[1])  # [t, k, hidden]
     filled = torch.zeros_like(ids, dtype=torch.bool)
-    for expert, rows, slots in by_expert(ids, here.total):
-        if here.start <= expert < here.stop:
+    for expert, rows, slots in by_expert(ids, own.total):
+        if own.start <= expert < own.stop:
             outputs[rows, slots] = run(expert, x[rows], weights[rows, slots])
             filled[rows, slots] = True
     whole = ranks.filled("experts.routed", layer, Partial(outputs.flatten(0, 1), filled.flatten()))

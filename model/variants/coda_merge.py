@@ -101,9 +101,9 @@ def _merge_summary(a: SummaryBank, b: SummaryBank, keys: Tensor) -> tuple[int, i
     ours, theirs = a.used.nonzero()[:, 0], b.used.nonzero()[:, 0]
     pairs = _most_alike(a, ours, (b.values if a.by_value else keys)[:, theirs], len(ours) + len(theirs) - a.size)
     for i, j in pairs:
-        mine, other = ours[i], theirs[j]
+        slot, other = ours[i], theirs[j]
         for stored, given in ((a.keys, keys), (a.values, b.values)):
-            stored[:, mine] = ((stored[:, mine].float() + given[:, other].float()) / 2).to(stored.dtype)
+            stored[:, slot] = ((stored[:, slot].float() + given[:, other].float()) / 2).to(stored.dtype)
     paired = {j for _, j in pairs}
     rest = theirs[[j for j in range(len(theirs)) if j not in paired]]
     free = (~a.used).nonzero()[: len(rest), 0]

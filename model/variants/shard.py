@@ -139,9 +139,9 @@ class ShardCache:
             kept = min(width, 2 * settings.rank) if grouped else settings.rank  # the least code takes half of 4 bits
             groups = kept // settings.group if grouped else 0
             keys = self.key_codes = eigenbasis.eigen_keys(n, width, settings.rank, kept, groups, device)
-            here = shape.heads.own.times(d)  # columns
+            own_columns = shape.heads.own.times(d)  # columns
             self.middle = Middle(
-                keys._replace(basis=here.of(keys.basis), mean=here.of(keys.mean)),
+                keys._replace(basis=own_columns.of(keys.basis), mean=own_columns.of(keys.mean)),
                 product_quantise.codebook_values(n, heads, d, device),
                 settings.sinks,
                 shape.freqs.to(device),

@@ -69,12 +69,12 @@ class HeartbeatThread:
 
         Also true when the store is gone, or does not answer for `patience` seconds: better told twice than never.
         """
-        mine = f"{self._rank} {cause}"
+        own_cause = f"{self._rank} {cause}"
         first = [self.lost]
 
         def ask() -> None:
             try:
-                first[0] = self._store.compare_set("cause", "", mine).decode() == mine
+                first[0] = self._store.compare_set("cause", "", own_cause).decode() == own_cause
             except DistError:
                 first[0] = self.lost = True
 

@@ -203,12 +203,12 @@ class Watch:
 
     def _judge(self, mute: float) -> None:
         """End the process where what was seen is reason to; `mute`: seconds without an answer from the store."""
-        here, failed, limit = self.launch.rank, self._heartbeats.phase == FAILED, min(DEAD, self.timeout)
+        own_rank, failed, limit = self.launch.rank, self._heartbeats.phase == FAILED, min(DEAD, self.timeout)
         if self._heartbeats.lost:
             self._without_store("is gone")
-        elif mute >= limit and (failed or self._all_seen[here].stood >= limit):
+        elif mute >= limit and (failed or self._all_seen[own_rank].stood >= limit):
             self._without_store(f"did not answer for {mute:.0f} s")
-        elif why := verdict(here, self._all_seen, self.timeout, failed=failed):
+        elif why := verdict(own_rank, self._all_seen, self.timeout, failed=failed):
             self._end_from_here(1, why)
 
     def _signals(self) -> bytes:
