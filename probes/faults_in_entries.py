@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.formats import rotation
-from kernels.formats.stored import BasisRows, RotatedRows
+from kernels.formats import coded_rows
+from kernels.formats.stored import BasisRows, CodedRows
 from kernels.ops import Ops
 from model.cache.layers import SIGNS, AnyEntries, AnyKeys, CsaCache, HcaCache, LayerCache
 from model.config import LayerKind
@@ -25,9 +25,9 @@ def _narrowed(part: Callable[[LayerCache], AnyEntries | AnyKeys | None], bits: i
 
     def change(held: LayerCache) -> None:
         of = part(held)
-        if of is not None and isinstance(of.data, RotatedRows):
+        if of is not None and isinstance(of.data, CodedRows):
             n, width = of.data.shape
-            of.data = rotation.rotated_rows(n, width, bits, held.ring.data.device, SIGNS)
+            of.data = coded_rows.allocate(n, width, bits, held.ring.data.device, SIGNS)
 
     return lambda model: with_caches(model, change)
 

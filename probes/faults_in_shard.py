@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.formats import qjl, rotation
+from kernels.formats import coded_rows, qjl
 from kernels.formats.rows_reference import decode
-from kernels.formats.stored import RotatedRows
+from kernels.formats.stored import CodedRows
 from kernels.ops import Ops
 from kernels.shard.cpu import middle_keys, middle_values
 from model.cache.entries import Entries
@@ -34,7 +34,7 @@ def _in_rows(faulty: type) -> Callable[[Transformer], None]:
     def change(held: LayerCache) -> None:
         parts = (held.entries,) if isinstance(held, HcaCache) else ()
         for part in (*parts, held.keys) if isinstance(held, CsaCache) else parts:
-            if isinstance(part, Entries) and isinstance(part.data, RotatedRows):
+            if isinstance(part, Entries) and isinstance(part.data, CodedRows):
                 become(part, faulty)
 
     return lambda model: with_caches(model, change)
@@ -101,7 +101,7 @@ def _scoring(change: Callable[..., tuple[Any, ...]], faulty: type[ShardCache]) -
 class _NormOfTheCall(Entries):
     def append(self, new: Tensor) -> None:
         """Give the rows of a call one length, that of the first."""
-        lengths = rotation.row_norm(new)[:, None]
+        lengths = coded_rows.row_norm(new)[:, None]
         super().append(new / lengths * lengths[:1])
 
 
@@ -122,8 +122,8 @@ class _CodedAgain(ShardCache):
         super()._append(key, value)
         rows = self._streamed(self.count) * self.shape.heads.size
         for held in (self.stream_keys, self.stream_values) if self.count % 8 == 0 else ():
-            assert isinstance(held, RotatedRows)
-            qjl.write(held, 0, rotation.read(held, 0, rows))
+            assert isinstance(held, CodedRows)
+            qjl.write(held, 0, coded_rows.read(held, 0, rows))
 
 
 @cache
@@ -143,12 +143,12 @@ def _stopped_early(bits: int) -> Tensor:
 class _CodedBadly(Entries):
     def append(self, new: Tensor) -> None:
         """Round to the unfinished codebook before the codes are made: they then hold its centroids."""
-        assert isinstance(self.data, RotatedRows)
+        assert isinstance(self.data, CodedRows)
         table, signs, width = _stopped_early(self.data.bits).to(new.device), self.data.signs, new.shape[1]
-        lengths = rotation.row_norm(new)[:, None].clamp(min=1e-30)
-        turned = rotation.rotate(new.float() / lengths, signs) * width**0.5
+        lengths = coded_rows.row_norm(new)[:, None].clamp(min=1e-30)
+        turned = coded_rows.signed_hadamard(new.float() / lengths, signs) * width**0.5
         nearest = torch.bucketize(turned, (table[1:] + table[:-1]) / 2)
-        super().append(rotation.unrotate(table[nearest] * width**-0.5, signs) * lengths)
+        super().append(coded_rows.undo_hadamard(table[nearest] * width**-0.5, signs) * lengths)
 
 
 def _codebook_unfinished(parts: Parts) -> Parts:
@@ -175,11 +175,11 @@ class _AllRebuilt(ShardCache):
         if self.middle is not None:
             n = self.middle.values.codes.shape[0]
             keys.append(middle_keys(self.middle, 0, n))
-            values.append(rotation.unrotate(middle_values(self.middle, 0, n), self.stream_values.signs))
+            values.append(coded_rows.undo_hadamard(middle_values(self.middle, 0, n), self.stream_values.signs))
         shape = (self._streamed(self.count), self.shape.heads.size)
         for parts, stream in ((keys, self.stream_keys), (values, self.stream_values)):
-            assert isinstance(stream, RotatedRows)
-            parts.append(rotation.read(stream, 0, shape[0] * shape[1]).unflatten(0, shape))
+            assert isinstance(stream, CodedRows)
+            parts.append(coded_rows.read(stream, 0, shape[0] * shape[1]).unflatten(0, shape))
         every = torch.cat(keys)
         return causal(ops, q, every, torch.cat(values), len(every) - 1)
 
@@ -189,7 +189,7 @@ def _all_decoded(ops: Ops) -> Ops:
 
     def attend(*given: Any) -> Tensor:
         call = Attend(*given)
-        if isinstance(call.entries, RotatedRows):
+        if isinstance(call.entries, CodedRows):
             call = call._replace(entries=decode(call.entries))
         return ops.attend(*call)
 

@@ -1,7 +1,7 @@
 """Saved states of bounded caches in 8 or 4 bits: a form of its own, made from a state file and loaded by a run.
 
 Every row of keys and of values in a `coda` layer of grouped heads (ring and banks) is rotated by Hadamard and coded by
-Lloyd-Max, with its length in float16: `kernels.formats.rotation`. Whatever says which token a slot holds, and for how
+Lloyd-Max, with its length in float16: `kernels.formats.coded_rows`. Whatever says which token a slot holds, and for how
 long, stays as it was: slots in use, gates, times, counts. What the banks compare with is not stored but taken from the
 coded rows, so that a loaded state agrees with itself. Layers with another cache stay exact.
 
@@ -17,8 +17,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import lloyd_max, rotation
-from kernels.formats.stored import RotatedRows
+from kernels.formats import coded_rows, lloyd_max
+from kernels.formats.stored import CodedRows
 from model.cache.layers import SIGNS
 from model.choices import CODED_BITS
 from model.errors import StateError, shown
@@ -131,18 +131,18 @@ def _coded(path: Path, name: str, part: Tensor, bits: int) -> dict[str, Tensor]:
     if width & (width - 1) or width < 2:
         raise StateError(f"{path}: {name} is {width} wide; only rows whose width is a power of two can be rotated")
     flat = part.flatten(0, 1)
-    rows = rotation.rotated_rows(flat.shape[0], width, bits, part.device, SIGNS)
-    rotation.write(rows, 0, flat)
+    rows = coded_rows.allocate(flat.shape[0], width, bits, part.device, SIGNS)
+    coded_rows.write(rows, 0, flat)
     if not bool(rows.norm.isfinite().all()):
         raise StateError(f"{path}: {name} has a row whose length float16 cannot hold")
-    return {f"{name}.{plane}": stored for plane, stored in rotation.planes(rows).items()}
+    return {f"{name}.{plane}": stored for plane, stored in coded_rows.planes(rows).items()}
 
 
 def _decoded(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, ...], bits: int) -> Tensor:
     """Undo `_coded`: [K, slots, D] float32."""
     norm, codes = tensors[f"{name}.norm"], tensors[f"{name}.codes"]
-    rows = RotatedRows(norm, codes, bits, rotation.random_signs(shape[2], SIGNS, codes.device))
-    return rotation.read(rows, 0, norm.shape[0]).view(shape)
+    rows = CodedRows(norm, codes, bits, coded_rows.random_signs(shape[2], SIGNS, codes.device))
+    return coded_rows.read(rows, 0, norm.shape[0]).view(shape)
 
 
 def _coded_forms(path: Path, exact: Forms, bits: int) -> Forms:

@@ -2,8 +2,8 @@
 
 Tokens are taken a few at a time. For these, keys arrive in tiles (at most two row ranges of the ring, then entries)
 and are folded into a running softmax (peak, total, accumulator, all fp32), so no logits and no gathered rows beyond
-one tile ever exist; entries in a narrow form are decoded tile by tile as well. Those that are stored rotated are never
-rotated back: queries are rotated to them, and their sum once at its end; the window's is kept apart until then. A
+one tile ever exist; entries in a narrow form are decoded tile by tile as well. Those that are stored under a Hadamard
+transform stay there: queries are transformed, and the sum once at its end; the window's is kept apart until then. A
 token's result depends on the tiles it fell into by rounding alone. Rows that no token of the tile may see are not read,
 whatever they hold; NaN in any other row reaches every token of the tile, which may be more than saw it, but never
 fewer.
@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.formats.rows import Rows, length, read_turned, take_turned, turned, turned_back, width
-from kernels.formats.stored import BasisRows, RotatedRows, Slots
+from kernels.formats.rows import Rows, length, query_as_stored, read_as_stored, sum_as_read, take_as_stored, width
+from kernels.formats.stored import BasisRows, CodedRows, Slots
 from kernels.softmax import Softmax
 
 ROWS = 1024  # (token, head) pairs per tile
@@ -92,7 +92,7 @@ def attend_scratch(
 ) -> int:
     """Bytes alive at most in `attend` to `entries`, of which each token reads `selected` (0: all), the result included.
 
-    `form` is how entries are stored: dtype, fp8, coded (`RotatedRows`) or based (`BasisRows`).
+    `form` is how entries are stored: dtype, fp8, coded (`CodedRows`) or based (`BasisRows`).
     """
     rows = min(tokens, max(1, ROWS // heads))
     dense = min(entries, int(DENSE_UP_TO * selected)) if selected else entries
@@ -122,7 +122,7 @@ def _few_keys(
     None where these are more than a tile, or stored in a space of their own.
     """
     capacity, d = ring.shape
-    if isinstance(slots.rows, RotatedRows | BasisRows):
+    if isinstance(slots.rows, CodedRows | BasisRows):
         return None
     seen = max(0, min((first + 1) // ratio - slots.hidden, length(slots.rows))) if ratio else 0
     count = seen if selected is None else selected.shape[1] if seen else 0
@@ -135,12 +135,12 @@ def _few_keys(
     if not count:
         pass
     elif selected is None:
-        parts.append(read_turned(slots.rows, 0, seen))
+        parts.append(read_as_stored(slots.rows, 0, seen))
         bias = _bias(slots, slice(0, seen))
     else:
         valid = (selected[0] >= 0) & (selected[0] < seen)
         index = torch.where(valid, selected[0], 0)
-        parts.append(take_turned(slots.rows, index))
+        parts.append(take_as_stored(slots.rows, index))
         bias = torch.where(valid, 0.0 if slots.bias is None else slots.bias[index.long()], float("-inf"))
     keys = torch.cat([part.float() for part in parts])
     return keys, None if bias is None else functional.pad(bias, (recent, 0))
@@ -227,8 +227,8 @@ def _attend_as_stored(
     selected: Tensor | None,
     dense_up_to: float,
 ) -> None:
-    """`_attend_entries` in the space in which they are stored, see `rows.turned`; the window is in its own."""
-    inside = turned(entries.rows, q)
+    """`_attend_entries` in the space in which they are stored, see `rows.query_as_stored`; the window is in its own."""
+    inside = query_as_stored(entries.rows, q)
     if inside is q:
         _attend_entries(state, q, entries, start, ratio, selected, dense_up_to)
         return
@@ -236,7 +236,7 @@ def _attend_as_stored(
     _attend_entries(there, inside, entries, start, ratio, selected, dense_up_to)
     del inside
     shrink = torch.exp(state.peak - there.peak)
-    state.values[0].mul_(shrink[..., None]).add_(turned_back(entries.rows, there.values[0]))
+    state.values[0].mul_(shrink[..., None]).add_(sum_as_read(entries.rows, there.values[0]))
     state.peak.copy_(there.peak)
 
 
@@ -262,7 +262,7 @@ def _attend_entries(
             high = min(low + tile, most)
             entry = torch.arange(low, high, device=q.device)
             seen = None if high <= fewest else entry < visible
-            _accumulate(state, q, read_turned(entries.rows, low, high), seen, _bias(entries, slice(low, high)))
+            _accumulate(state, q, read_as_stored(entries.rows, low, high), seen, _bias(entries, slice(low, high)))
         return
     valid = (selected >= 0) & (selected < visible)  # [t, k]
     if most <= dense_up_to * selected.shape[1]:
@@ -272,7 +272,7 @@ def _attend_entries(
         for low in range(0, most, tile):
             high = min(low + tile, most)
             part = chosen[:, low:high]
-            _accumulate(state, q, read_turned(entries.rows, low, high), part, _bias(entries, slice(low, high)))
+            _accumulate(state, q, read_as_stored(entries.rows, low, high), part, _bias(entries, slice(low, high)))
     else:
         _attend_gathered(state, q, entries, torch.where(valid, selected, 0), valid)
 
@@ -287,6 +287,6 @@ def _attend_gathered(state: Softmax, q: Tensor, entries: Slots, index: Tensor, v
         part = slice(start, start + tokens)
         for low in range(0, k, keys):
             chosen = index[part, low : low + keys]  # [t, m]
-            rows = take_turned(entries.rows, chosen.flatten()).unflatten(0, chosen.shape)  # [t, m, d]
+            rows = take_as_stored(entries.rows, chosen.flatten()).unflatten(0, chosen.shape)  # [t, m, d]
             tile = Softmax(state.peak[part], state.total[part], (state.values[0][part],))
             _accumulate(tile, q[part], rows, valid[part, low : low + keys], _bias(entries, chosen))

@@ -249,7 +249,7 @@ def attend(
     Raises
     ------
     NotImplementedError
-        If entries are `RotatedRows` or `BasisRows`; what is read: a tensor, `Fp8Entries`, and `Slots` of them.
+        If entries are `CodedRows` or `BasisRows`; what is read: a tensor, `Fp8Entries`, and `Slots` of them.
 
     """
     t, h, d = q.shape

@@ -1,6 +1,6 @@
 """The basis in which a layer's entries are stored, fitted to some of them; and whether it pays.
 
-At the same bytes an entry may be rotated and coded as a whole (`kernels.formats.rotation`), or its nope dims in a
+At the same bytes an entry may be rotated and coded as a whole (`kernels.formats.coded_rows`), or its nope dims in a
 basis, with bits where their variance is (`kernels.formats.basis_rows`). The basis takes bytes too, `nope^2` and a
 little more for the whole layer: so many fewer are left for each entry of a context, and below some context for none.
 
@@ -25,7 +25,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import basis_rows, eigenbasis, lloyd_max, rotation
+from kernels.formats import basis_rows, coded_rows, eigenbasis, lloyd_max
 from kernels.formats.eigenbasis import DP_BITS, DROPPED, measured_distortion
 from kernels.formats.stored import EigenKeys
 
@@ -221,9 +221,9 @@ def _energy(x: Tensor) -> float:
 
 def _rotated(x: Tensor, bits: int) -> Tensor:
     """Rows as they come back from codes."""
-    rows = rotation.rotated_rows(len(x), x.shape[1], bits, torch.device("cpu"), seed=0)
-    rotation.write(rows, 0, x)
-    return rotation.read(rows, 0, len(x))
+    rows = coded_rows.allocate(len(x), x.shape[1], bits, torch.device("cpu"), seed=0)
+    coded_rows.write(rows, 0, x)
+    return coded_rows.read(rows, 0, len(x))
 
 
 def _based(x: Tensor, fit: EigenKeys, rope_bits: int) -> Tensor:

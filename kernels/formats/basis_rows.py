@@ -1,11 +1,11 @@
 """Entries in a basis that was fitted to their layer beforehand: written, read, and used without leaving it.
 
 The nope dims x of an entry, without the layer's mean mu, become coefficients ``c = B^-1 (x - mu)`` of int8 columns,
-each with a scale and bits of its own; the rope dims are rotated and coded as `kernels.formats.rotation` codes any row.
-A query meets them as they are stored (`turned`, `read_turned`): of ``[q B, q . mu, H q_rope]`` and ``[c, 1, H x_rope]``
-dot products are those of the decoded rows, and the sum of rows with weights w comes back as ``B sum(w c) + mu sum(w)``:
-the mean is one more component, whose coefficient is 1. That the weights of attention, of which the sink takes a part,
-do not sum to 1 is no special case.
+each with a scale and bits of its own; the rope dims are coded as `kernels.formats.coded_rows` codes any row.
+A query meets them as they are stored (`query_as_stored`, `read_as_stored`): of ``[q B, q . mu, H q_rope]`` and
+``[c, 1, H x_rope]`` dot products are those of the decoded rows, and the sum of rows with weights w comes back as
+``B sum(w c) + mu sum(w)``: the mean is one more component, whose coefficient is 1. That the weights of attention, of
+which the sink takes a part, do not sum to 1 is no special case.
 
 Nothing is fitted to the sequence: what a row is stored as depends on that row alone, and to the bit. Therefore
 coefficients are exact sums, which have no order: a row, as multiples of a small power of two, times columns of int8, in
@@ -19,12 +19,23 @@ and the text of a run need not be that of the fit. A row with NaN or an infinity
 import torch
 from torch import Tensor
 
-from kernels.formats import eigenbasis, lloyd_max, rotation
+from kernels.formats import coded_rows, eigenbasis, lloyd_max
 from kernels.formats.stored import BasisRows, EigenKeys
 
 __all__ = [
-    "BasisRows", "allocate", "between", "expected_error", "nbytes", "planes", "read", "read_turned", "take",
-    "take_turned", "turned", "turned_back", "write",
+    "BasisRows",
+    "allocate",
+    "between",
+    "expected_error",
+    "nbytes",
+    "planes",
+    "query_as_stored",
+    "read",
+    "read_as_stored",
+    "sum_as_read",
+    "take",
+    "take_as_stored",
+    "write",
 ]  # fmt: skip
 
 MANTISSA = 53  # bits of an integer that float64 holds
@@ -40,24 +51,24 @@ def allocate(n: int, fit: EigenKeys, rope: int, rope_bits: int, seed: int, devic
     basis, basis_scale, scale, mean = (part.to(device) for part in shared)
     nope = EigenKeys(codes, basis, basis_scale, scale, mean, fit.bits)
     gain = torch.zeros(n, dtype=torch.float16, device=device)
-    return BasisRows(nope, gain, rotation.rotated_rows(n, rope, rope_bits, device, seed))
+    return BasisRows(nope, gain, coded_rows.allocate(n, rope, rope_bits, device, seed))
 
 
 def planes(rows: BasisRows) -> dict[str, Tensor]:
     """The tensors that hold the rows, [n, ...] each, by name."""
-    rope = rotation.planes(rows.rope)
+    rope = coded_rows.planes(rows.rope)
     return {"codes": rows.nope.codes, "gain": rows.gain} | {f"rope_{name}": plane for name, plane in rope.items()}
 
 
 def nbytes(rows: BasisRows) -> int:
     """Bytes of the rows, and once those of what they share."""
-    return sum(part.nbytes for part in (*rows.nope, rows.gain, *rotation.planes(rows.rope).values()))
+    return sum(part.nbytes for part in (*rows.nope, rows.gain, *coded_rows.planes(rows.rope).values()))
 
 
 def between(rows: BasisRows, low: int, high: int) -> BasisRows:
     """Rows `low` to `high` - 1 as views, in their stored form."""
     nope = rows.nope._replace(codes=rows.nope.codes[low:high])
-    return BasisRows(nope, rows.gain[low:high], rotation.between(rows.rope, low, high))
+    return BasisRows(nope, rows.gain[low:high], coded_rows.between(rows.rope, low, high))
 
 
 def write(rows: BasisRows, start: int, x: Tensor) -> None:
@@ -69,7 +80,7 @@ def write(rows: BasisRows, start: int, x: Tensor) -> None:
     gain = _gain(part.nope, c)
     eigenbasis.store(part.nope, 0, c / gain)
     part.gain.copy_(torch.where(usable, gain, float("nan"))[:, 0])
-    rotation.write(part.rope, 0, torch.where(usable, rope, float("nan")))
+    coded_rows.write(part.rope, 0, torch.where(usable, rope, float("nan")))
 
 
 def project(keys: EigenKeys, x: Tensor) -> Tensor:
@@ -83,39 +94,40 @@ def project(keys: EigenKeys, x: Tensor) -> Tensor:
 
 def read(rows: BasisRows, low: int, high: int) -> Tensor:
     """Rows `low` to `high` - 1, [high - low, d] float32."""
-    return turned_back(rows, read_turned(rows, low, high))
+    return sum_as_read(rows, read_as_stored(rows, low, high))
 
 
 def take(rows: BasisRows, index: Tensor) -> Tensor:
     """Rows `index` [c] int, [c, d] float32."""
-    return turned_back(rows, take_turned(rows, index))
+    return sum_as_read(rows, take_as_stored(rows, index))
 
 
-def read_turned(rows: BasisRows, low: int, high: int) -> Tensor:
+def read_as_stored(rows: BasisRows, low: int, high: int) -> Tensor:
     """``[c, 1, H x_rope]`` of rows `low` to `high` - 1 as stored, [high - low, d + 1] float32."""
     return _decoded(between(rows, low, high))
 
 
-def take_turned(rows: BasisRows, index: Tensor) -> Tensor:
-    """The same of rows `index` [c] int, [c, d + 1] float32: bit for bit what `read_turned` gives."""
+def take_as_stored(rows: BasisRows, index: Tensor) -> Tensor:
+    """The same of rows `index` [c] int, [c, d + 1] float32: bit for bit what `read_as_stored` gives."""
     codes, gain, norm, rope = (torch.index_select(plane, 0, index) for plane in planes(rows).values())
     nope = rows.nope._replace(codes=codes)
     return _decoded(BasisRows(nope, gain, rows.rope._replace(norm=norm, codes=rope)))
 
 
-def turned(rows: BasisRows, q: Tensor) -> Tensor:
-    """``[q B, q . mu, H q_rope]`` of queries [..., d], [..., d + 1] float32: what `read_turned` is multiplied with."""
+def query_as_stored(rows: BasisRows, q: Tensor) -> Tensor:
+    """``[q B, q . mu, H q_rope]`` of queries [..., d], [..., d + 1] float32: what `read_as_stored` meets."""
     nope, rope = _split(rows, q.float())
     keys = rows.nope
     c = (nope @ keys.basis.float()).mul_(keys.basis_scale)
-    return torch.cat((c, (nope @ keys.mean.float())[..., None], rotation.rotate(rope, rows.rope.signs)), dim=-1)
+    rope = coded_rows.signed_hadamard(rope, rows.rope.signs)
+    return torch.cat((c, (nope @ keys.mean.float())[..., None], rope), dim=-1)
 
 
-def turned_back(rows: BasisRows, y: Tensor) -> Tensor:
-    """``[B y_c + mu y_1, H y_rope]``: weighted sums y [..., d + 1] of `read_turned` as those of rows, [..., d]."""
+def sum_as_read(rows: BasisRows, y: Tensor) -> Tensor:
+    """``[B y_c + mu y_1, H y_rope]``: weighted sums y [..., d + 1] of `read_as_stored` as those of rows, [..., d]."""
     keys, p = rows.nope, rows.nope.basis.shape[1]
     nope = (y[..., :p] * keys.basis_scale) @ keys.basis.float().mT + y[..., p : p + 1] * keys.mean
-    return torch.cat((nope, rotation.unrotate(y[..., p + 1 :], rows.rope.signs)), dim=-1)
+    return torch.cat((nope, coded_rows.undo_hadamard(y[..., p + 1 :], rows.rope.signs)), dim=-1)
 
 
 def expected_error(rows: BasisRows, start: int, x: Tensor) -> Tensor:
@@ -124,16 +136,16 @@ def expected_error(rows: BasisRows, start: int, x: Tensor) -> Tensor:
     gain = rows.gain[start : start + x.shape[0], None].float()
     lost = gain * _lost(rows.nope, project(rows.nope, nope) / gain)
     usual = 2 * lloyd_max.distortion(rows.rope.bits)
-    return ROOM * lost.square().sum(1) + rotation.expected_error(rows.rope, rope).clamp_min(usual) * rope.square().sum(
-        1
-    )
+    return ROOM * lost.square().sum(1) + coded_rows.expected_error(rows.rope, rope).clamp_min(
+        usual
+    ) * rope.square().sum(1)
 
 
 def _decoded(rows: BasisRows) -> Tensor:
-    """All of `rows`, see `read_turned`."""
+    """All of `rows`, see `read_as_stored`."""
     n = rows.shape[0]
     c = eigenbasis.coefficients(rows.nope, 0, n).mul_(rows.gain[:, None])
-    return torch.cat((c, c.new_ones(n, 1), rotation.read_rotated(rows.rope, 0, n)), dim=1)
+    return torch.cat((c, c.new_ones(n, 1), coded_rows.read_hadamard(rows.rope, 0, n)), dim=1)
 
 
 def _gain(keys: EigenKeys, c: Tensor) -> Tensor:
@@ -142,7 +154,7 @@ def _gain(keys: EigenKeys, c: Tensor) -> Tensor:
     found = [c.new_ones(0, 1)]
     for part in c.split(ROWS):
         units = part / gains[..., None]  # [gains, m, p]
-        lost = gains * rotation.row_norm(_padded(_lost(keys, units.flatten(0, 1)))).unflatten(0, units.shape[:2])
+        lost = gains * coded_rows.row_norm(_padded(_lost(keys, units.flatten(0, 1)))).unflatten(0, units.shape[:2])
         found.append(gains[lost.argmin(0)])
     return torch.cat(found)
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import lloyd_max, rotation
-from kernels.formats.stored import RotatedRows
+from kernels.formats import coded_rows, lloyd_max
+from kernels.formats.stored import CodedRows
 
 SEED = 20_240_603
 TILE = 1 << 20  # products per tile of S r
@@ -21,7 +21,7 @@ TILE = 1 << 20  # products per tile of S r
 class SketchedRows(NamedTuple):
     """Rotated rows and the sketch of what they leave out."""
 
-    rows: RotatedRows
+    rows: CodedRows
     residual: Tensor  # [n] float16, length of what is left out
     sketch: Tensor  # [n, d / 8] uint8, bit i of byte j: is component 8 j + i of S r positive
 
@@ -30,56 +30,56 @@ def sketched_rows(n: int, d: int, bits: int, device: torch.device, seed: int | N
     """Allocate `n` rows of zeros that take `bits` bits per dim in all, 2 to 8, and two lengths."""
     assert bits >= 2, f"{bits} bits leave no code beside the sketch"
     return SketchedRows(
-        rotation.rotated_rows(n, d, bits - 1, device, seed),
+        coded_rows.allocate(n, d, bits - 1, device, seed),
         torch.zeros(n, dtype=torch.float16, device=device),
         torch.zeros(n, d // 8, dtype=torch.uint8, device=device),
     )
 
 
-StreamKeys = RotatedRows | SketchedRows  # what follows takes either
+StreamKeys = CodedRows | SketchedRows  # what follows takes either
 
 
 def planes(held: StreamKeys) -> dict[str, Tensor]:
     """The tensors that hold the rows, [n, ...] each, by name."""
     match held:
         case SketchedRows(rows, residual, sketch):
-            return {**rotation.planes(rows), "residual": residual, "sketch": sketch}
+            return {**coded_rows.planes(rows), "residual": residual, "sketch": sketch}
         case _:
-            return rotation.planes(held)
+            return coded_rows.planes(held)
 
 
 def write(held: StreamKeys, start: int, x: Tensor) -> None:
-    """Store `x` [m, d] as rows `start` .. ``start + m - 1``; of special rows see `kernels.formats.rotation`."""
+    """Store `x` [m, d] as rows `start` .. ``start + m - 1``; of special rows see `kernels.formats.coded_rows`."""
     if not isinstance(held, SketchedRows):
-        rotation.write(held, start, x)
+        coded_rows.write(held, start, x)
         return
     stop = start + x.shape[0]
-    rotation.write(held.rows, start, x)
-    left = rotation.rotate(x, held.rows.signs) - rotation.read_rotated(held.rows, start, stop)
+    coded_rows.write(held.rows, start, x)
+    left = coded_rows.signed_hadamard(x, held.rows.signs) - coded_rows.read_hadamard(held.rows, start, stop)
     left = torch.where(left.isfinite(), left, 0.0)  # the row itself is NaN then
-    held.residual[start:stop] = rotation.row_norm(left)
+    held.residual[start:stop] = coded_rows.row_norm(left)
     held.sketch[start:stop] = lloyd_max.pack((projected(left) > 0).to(torch.uint8), 1)
 
 
 def query(held: StreamKeys, q: Tensor) -> Tensor:
-    """Queries [..., d] rotated as the rows are, to be dotted with `read_rotated`; [..., 2 d] for sketched rows."""
+    """Queries [..., d] rotated as the rows are, to be dotted with `read_hadamard`; [..., 2 d] for sketched rows."""
     match held:
         case SketchedRows(rows, _, _):
-            turned = rotation.rotate(q, rows.signs)
+            turned = coded_rows.signed_hadamard(q, rows.signs)
             return torch.cat((turned, turned @ gaussian(q.shape[-1], q.device).mT), dim=-1)
         case _:
-            return rotation.rotate(q, held.signs)
+            return coded_rows.signed_hadamard(q, held.signs)
 
 
-def read_rotated(held: StreamKeys, low: int, high: int) -> Tensor:
+def read_hadamard(held: StreamKeys, low: int, high: int) -> Tensor:
     """Rows `low` to `high` - 1 as stored, [high - low, d] float32; [.., 2 d] with the signs of sketches, scaled."""
     match held:
         case SketchedRows(rows, residual, sketch):
             signs = lloyd_max.look_up(sketch[low:high], 1, _sign_words(sketch.device))
             scale = residual[low:high].float() * ((torch.pi / 2) ** 0.5 / rows.shape[1])
-            return torch.cat((rotation.read_rotated(rows, low, high), signs.mul_(scale[:, None])), dim=1)
+            return torch.cat((coded_rows.read_hadamard(rows, low, high), signs.mul_(scale[:, None])), dim=1)
         case _:
-            return rotation.read_rotated(held, low, high)
+            return coded_rows.read_hadamard(held, low, high)
 
 
 def projected(x: Tensor) -> Tensor:

@@ -14,15 +14,33 @@ a group was rounded down to half of what the scale allows, and then all values o
 import torch
 from torch import Tensor
 
-from kernels.formats import basis_rows, codes, rotation
+from kernels.formats import basis_rows, coded_rows, codes
 from kernels.formats.groups import INDEX_GROUP, KV_GROUP
-from kernels.formats.stored import BasisRows, Fp4Keys, Fp8Entries, Fp8Keys, RotatedRows, Rows
+from kernels.formats.stored import BasisRows, CodedRows, Fp4Keys, Fp8Entries, Fp8Keys, Rows
 from kernels.quantise.reference import E2M1_MAX, E4M3_MAX, power_of_two_scale, quantise_fp8, round_e2m1
 
 __all__ = [
-    "BasisRows", "Fp4Keys", "Fp8Entries", "Fp8Keys", "RotatedRows", "Rows", "first", "fp4_keys", "fp8_entries",
-    "fp8_keys", "length", "nbytes", "planes", "read", "read_turned", "take", "take_turned", "turned", "turned_back",
-    "width", "write",
+    "BasisRows",
+    "CodedRows",
+    "Fp4Keys",
+    "Fp8Entries",
+    "Fp8Keys",
+    "Rows",
+    "first",
+    "fp4_keys",
+    "fp8_entries",
+    "fp8_keys",
+    "length",
+    "nbytes",
+    "planes",
+    "query_as_stored",
+    "read",
+    "read_as_stored",
+    "sum_as_read",
+    "take",
+    "take_as_stored",
+    "width",
+    "write",
 ]  # fmt: skip
 
 ALIGNMENT = 8  # bytes; a row of Fp8Entries is padded to a multiple
@@ -44,8 +62,8 @@ def planes(rows: Rows) -> dict[str, Tensor]:
     match rows:
         case Tensor():
             return {"rows": rows}
-        case RotatedRows():
-            return rotation.planes(rows)
+        case CodedRows():
+            return coded_rows.planes(rows)
         case BasisRows():
             return basis_rows.planes(rows)
         case _:
@@ -78,58 +96,58 @@ def take(rows: Rows, index: Tensor) -> Tensor:
             return _decoded(Fp8Keys(_gather(values, index), _gather(scale, index)))
         case Fp4Keys(packed, scale):
             return _decoded(Fp4Keys(_gather(packed, index), _gather(scale, index)))
-        case RotatedRows():
-            return rotation.take(rows, index)
+        case CodedRows():
+            return coded_rows.take(rows, index)
         case BasisRows():
             return basis_rows.take(rows, index)
         case _:
             return _gather(rows, index)
 
 
-def turned(rows: Rows, x: Tensor) -> Tensor:
-    """Queries `x` [..., d] in the space in which `read_turned` gives rows: that of what is stored, or as they are.
+def query_as_stored(rows: Rows, x: Tensor) -> Tensor:
+    """Queries `x` [..., d] in the space in which `read_as_stored` gives rows: that of what is stored, or as they are.
 
-    Dot products are the same there, and a weighted sum of rows is turned back once, at its end. The space of
+    Dot products are the same there, and a weighted sum of rows is brought back once, at its end. The space of
     `BasisRows` has a column more, and queries and rows go into it in different ways.
     """
     match rows:
-        case RotatedRows():
-            return rotation.rotate(x, rows.signs)
+        case CodedRows():
+            return coded_rows.signed_hadamard(x, rows.signs)
         case BasisRows():
-            return basis_rows.turned(rows, x)
+            return basis_rows.query_as_stored(rows, x)
         case _:
             return x
 
 
-def turned_back(rows: Rows, y: Tensor) -> Tensor:
-    """Sums of `read_turned` as sums of rows."""
+def sum_as_read(rows: Rows, y: Tensor) -> Tensor:
+    """Sums of `read_as_stored` as sums of rows."""
     match rows:
-        case RotatedRows():
-            return rotation.unrotate(y, rows.signs)
+        case CodedRows():
+            return coded_rows.undo_hadamard(y, rows.signs)
         case BasisRows():
-            return basis_rows.turned_back(rows, y)
+            return basis_rows.sum_as_read(rows, y)
         case _:
             return y
 
 
-def read_turned(rows: Rows, low: int, high: int) -> Tensor:
-    """`read`, in the space of `turned`: no row is rotated back."""
+def read_as_stored(rows: Rows, low: int, high: int) -> Tensor:
+    """`read`, in the space of `query_as_stored`: no row is brought back."""
     match rows:
-        case RotatedRows():
-            return rotation.read_rotated(rows, low, high)
+        case CodedRows():
+            return coded_rows.read_hadamard(rows, low, high)
         case BasisRows():
-            return basis_rows.read_turned(rows, low, high)
+            return basis_rows.read_as_stored(rows, low, high)
         case _:
             return read(rows, low, high)
 
 
-def take_turned(rows: Rows, index: Tensor) -> Tensor:
-    """`take`, in the space of `turned`: no row is rotated back."""
+def take_as_stored(rows: Rows, index: Tensor) -> Tensor:
+    """`take`, in the space of `query_as_stored`: no row is brought back."""
     match rows:
-        case RotatedRows():
-            return rotation.take_rotated(rows, index)
+        case CodedRows():
+            return coded_rows.take_hadamard(rows, index)
         case BasisRows():
-            return basis_rows.take_turned(rows, index)
+            return basis_rows.take_as_stored(rows, index)
         case _:
             return take(rows, index)
 
@@ -177,8 +195,8 @@ def write(rows: Rows, start: int, x: Tensor) -> None:
             scales = power_of_two_scale(blocks.abs().amax(-1).clamp_min(E2M1_MAX * SMALLEST_SCALE), E2M1_MAX)
             scale.copy_(scales)
             packed.copy_(_packed((blocks / scales[..., None]).flatten(1)))
-        case RotatedRows():
-            rotation.write(part, 0, x)
+        case CodedRows():
+            coded_rows.write(part, 0, x)
         case BasisRows():
             basis_rows.write(part, 0, x)
         case _:
@@ -202,8 +220,8 @@ def _between(rows: Rows, low: int, high: int) -> Rows:
             return Fp8Keys(values[low:high], scale[low:high])
         case Fp4Keys(packed, scale):
             return Fp4Keys(packed[low:high], scale[low:high])
-        case RotatedRows():
-            return rotation.between(rows, low, high)
+        case CodedRows():
+            return coded_rows.between(rows, low, high)
         case BasisRows():
             return basis_rows.between(rows, low, high)
         case _:
@@ -229,8 +247,8 @@ def _decoded(rows: Rows) -> Tensor:
             out = codes.e2m1(packed)
             out.unflatten(1, (-1, INDEX_GROUP)).mul_(codes.e8m0(scale)[..., None])
             return out
-        case RotatedRows():
-            return rotation.read(rows, 0, rows.shape[0])
+        case CodedRows():
+            return coded_rows.read(rows, 0, rows.shape[0])
         case BasisRows():
             return basis_rows.read(rows, 0, rows.shape[0])
         case _:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels.formats.lloyd_max_reference import codebook
 from kernels.formats.reference import e2m1, e8m0
-from kernels.formats.stored import BasisRows, Fp4Keys, Fp8Entries, Fp8Keys, RotatedRows, Rows
+from kernels.formats.stored import BasisRows, CodedRows, Fp4Keys, Fp8Entries, Fp8Keys, Rows
 from kernels.quantise.reference import E2M1_MAX, E4M3_MAX, hadamard, power_of_two_scale, quantise_fp8, round_e2m1
 
 SMALLEST_SCALE = 2.0**-126  # of keys
@@ -16,8 +16,8 @@ def decode(rows: Rows) -> Tensor:
 
     Equations: Fp8Entries ``v[i, j] s[i, j // 64]`` and the rope dims as they are, Fp8Keys ``v[i, j] s[i]``, Fp4Keys
     ``v[i, j] s[i, j // 32]``. Scales are powers of two, so that a product keeps the few mantissa bits of its value.
-    RotatedRows ``s H(c[code]) |x| d^-0.5``, H the normalised Hadamard matrix, c the centroids, s the signs. BasisRows
-    ``mu + g sum_j c[code_j] scale_j basis_scale_j B_j``, 0 where a group has no bits, and RotatedRows behind it.
+    CodedRows ``s H(c[code]) |x| d^-0.5``, H the normalised Hadamard matrix, c the centroids, s the signs. BasisRows
+    ``mu + g sum_j c[code_j] scale_j basis_scale_j B_j``, 0 where a group has no bits, and CodedRows behind it.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ def decode(rows: Rows) -> Tensor:
             return values.float() * scale[:, None]
         case Fp4Keys(packed, scale):
             return e2m1(packed) * e8m0(scale).repeat_interleave(32, 1)
-        case RotatedRows(norm, packed, bits, signs):
+        case CodedRows(norm, packed, bits, signs):
             d = rows.shape[1]
             turned = hadamard(_centroids(packed, 0, d, bits) * (norm.float()[:, None] * d**-0.5))
             return turned if signs is None else turned * signs

@@ -141,7 +141,7 @@ class Fp4Keys(NamedTuple):
         return self.packed.shape[0], 2 * self.packed.shape[1]
 
 
-class RotatedRows(NamedTuple):
+class CodedRows(NamedTuple):
     """Rows after a Hadamard rotation, as a norm and Lloyd-Max codes: 64 b + 2 bytes for V4's 512 columns at b bits."""
 
     norm: Tensor  # [n] float16, the length of each row
@@ -178,7 +178,7 @@ class BasisRows(NamedTuple):
 
     nope: EigenKeys  # of square basis; components in groups, each with bits of its own
     gain: Tensor  # [n] float16, by which a row's coefficients are multiplied
-    rope: RotatedRows
+    rope: CodedRows
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -188,7 +188,7 @@ class BasisRows(NamedTuple):
 
 # Rows of a cache, [n, d]: a tensor in the run's dtype, or the planes of a narrow form. All but the last two hold what
 # `deployed` numerics rounds to, to the bit.
-Rows = Tensor | Fp8Entries | Fp8Keys | Fp4Keys | RotatedRows | BasisRows
+Rows = Tensor | Fp8Entries | Fp8Keys | Fp4Keys | CodedRows | BasisRows
 
 
 class Slots(NamedTuple):

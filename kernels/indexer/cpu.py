@@ -46,7 +46,7 @@ def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, 
 
     A NaN score leaves open which entries its row selects; they are visible and distinct all the same.
     """
-    q = rows.turned(keys, q)
+    q = rows.query_as_stored(keys, q)
     t, h, d = q.shape
     n = rows.length(keys)
     width = min(k, n)
@@ -79,7 +79,7 @@ def select_scratch(  # noqa: PLR0913 (sizes, and what they are stored as)
 ) -> int:  # fmt: skip
     """Bytes alive at most in `select`, the result included.
 
-    `form` is how keys are stored: dtype, fp8, fp4 or coded (`RotatedRows`). `few_pass`: whether few entries pass the
+    `form` is how keys are stored: dtype, fp8, fp4 or coded (`CodedRows`). `few_pass`: whether few entries pass the
     comparisons, as where scores come in no particular order; else all do.
     """
     rows, result = min(tokens, max(1, ROWS // heads)), tokens * min(k, entries) * 4
@@ -164,7 +164,7 @@ def _scores(q: Tensor, head_weights: Tensor, keys: Rows, low: int, high: int) ->
     step = max(1, min(PER_HEAD // (t * h), KEYS // d))
     for start in range(low, high, step):
         stop = min(start + step, high)
-        per_head = (q @ rows.read_turned(keys, start, stop).float().T).relu_()  # [t, h, m]
+        per_head = (q @ rows.read_as_stored(keys, start, stop).float().T).relu_()  # [t, h, m]
         out[:, start - low : stop - low] = (head_weights[:, None] @ per_head)[:, 0]
     return out
 
@@ -185,7 +185,7 @@ def _best_bounded(q: Tensor, head_weights: Tensor, keys: Rows, seen: Tensor, k: 
     low, step, waiting = 0, 4 * k, 0
     while low < most and not hard.all():
         high = min(low + step, most)
-        tile = index_bound.round_keys(rows.read_turned(keys, low, high))
+        tile = index_bound.round_keys(rows.read_as_stored(keys, low, high))
         limit = torch.fmax(_least(best), reached).masked_fill_(hard, torch.inf)
         for token, column in _pieces(index_bound.passing(queries, tile, limit, scratch)):
             pending.append((token, column + low))
@@ -218,7 +218,7 @@ def _reached(
     count = min(RECENT, PAIRS // t, fewest)
     if count < 2 * k:
         return torch.full((t,), torch.nan, device=q.device)
-    recent = index_bound.round_keys(rows.read_turned(keys, fewest - count, fewest))
+    recent = index_bound.round_keys(rows.read_as_stored(keys, fewest - count, fewest))
     entry = index_bound.largest(queries, recent, scratch, k).flatten() + (fewest - count)
     token = torch.arange(t, device=q.device).repeat_interleave(k)
     least = _scores_of(q, head_weights, keys, token, entry).view(t, k).amin(1)
@@ -253,7 +253,7 @@ def _scores_of(q: Tensor, head_weights: Tensor, keys: Rows, token: Tensor, entry
     step = max(1, SCORED // (BLOCK * d))
     for low in range(0, owner.numel(), step):
         some = owner[low : low + step]
-        key = rows.take_turned(keys, entries[low * BLOCK : (low + step) * BLOCK]).float().view(-1, BLOCK, d)
+        key = rows.take_as_stored(keys, entries[low * BLOCK : (low + step) * BLOCK]).float().view(-1, BLOCK, d)
         per_head = torch.bmm(key, q[some].float().mT).relu_()  # [b, BLOCK, h]
         scores[low : low + step] = (per_head * head_weights[some, None]).sum(-1)
     out = torch.empty_like(token, dtype=torch.float32)

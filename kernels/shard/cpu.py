@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import qjl, rotation
+from kernels.formats import coded_rows, qjl
 from kernels.formats.qjl import StreamKeys
-from kernels.formats.stored import RotatedRows
+from kernels.formats.stored import CodedRows
 from kernels.shard.cpu_middle import Middle, MiddleTiles, middle_keys, middle_values
 from kernels.softmax import Softmax
 
@@ -33,7 +33,7 @@ class Stream(NamedTuple):
     """Tokens that were encoded one by one, keys as they were rotated; row ``token * kv heads + head``."""
 
     keys: StreamKeys
-    values: RotatedRows
+    values: CodedRows
     tokens: int
 
 
@@ -71,7 +71,7 @@ def attend(
             _fold_middle(state, grouped, middle)
         if stream is not None:
             _fold_stream(state, grouped, stream)
-        plain.add_(rotation.unrotate(rotated, signs))
+        plain.add_(coded_rows.undo_hadamard(rotated, signs))
         out[start : start + TOKENS] = _finished(state, part.shape)
     return out
 
@@ -99,8 +99,8 @@ def _fold_stream(state: Softmax, q: Tensor, stream: Stream) -> None:
     turned = qjl.query(stream.keys, q)
     for low, high in _tiles(stream.tokens, turned):
         rows, shape = (low * heads, high * heads), (high - low, heads)
-        keys = qjl.read_rotated(stream.keys, *rows).unflatten(0, shape)
-        values = rotation.read_rotated(stream.values, *rows).unflatten(0, shape)
+        keys = qjl.read_hadamard(stream.keys, *rows).unflatten(0, shape)
+        values = coded_rows.read_hadamard(stream.values, *rows).unflatten(0, shape)
         _fold(state, state.values[1], turned, keys, values)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels.formats import lloyd_max
 from kernels.formats.qjl import StreamKeys
-from kernels.formats.stored import RotatedRows
+from kernels.formats.stored import CodedRows
 from kernels.formats.triton_rounding import UPCAST, rounded
 from kernels.shard import cpu
 from kernels.shard import triton_middle as shard_middle
@@ -40,7 +40,7 @@ class Stream(NamedTuple):
     """`kernels.shard.cpu.Stream`, whose number of tokens may lie on the device."""
 
     keys: StreamKeys
-    values: RotatedRows
+    values: CodedRows
     tokens: int | Tensor  # or [] int64; rows from there on are not read
 
 
@@ -194,7 +194,7 @@ def attend(
     if middle is not None:
         shard_middle.taken(middle, d)
         basis = shard_middle.fold_basis(middle, kv, wide=q.dtype == torch.float32)
-    if stream is not None and not isinstance(stream.keys, RotatedRows):
+    if stream is not None and not isinstance(stream.keys, CodedRows):
         raise NotImplementedError("shard on a GPU: sketched keys (QJL) in the stream")
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     step = max(1, ROWS * kv // h)
@@ -255,7 +255,7 @@ def _stream_sums(
     constants: dict[str, int | float],
 ) -> None:
     keys, values = stream.keys, stream.values
-    assert isinstance(keys, RotatedRows), "checked by `attend`"
+    assert isinstance(keys, CodedRows), "checked by `attend`"
     held = stream.tokens
     if not isinstance(held, Tensor):
         held = torch.full((), held, dtype=torch.int64, device=q.device)

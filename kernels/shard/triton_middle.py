@@ -50,7 +50,7 @@ def unit(size):
 
 @triton.jit
 def hadamard(x, ROWS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr):
-    """`kernels.formats.rotation.hadamard` of rows [ROWS, D] fp32, to the bit but for its last factor: D is 2^STEPS."""
+    """`kernels.formats.coded_rows.hadamard` of rows [ROWS, D] fp32, to the bit but for its factor: D is 2^STEPS."""
     for _ in tl.static_range(STEPS):
         low, high = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, D // 2)), (0, 2, 1)))
         x = tl.reshape(tl.join(low + high, low - high), (ROWS, D))

@@ -10,8 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.formats import basis_rows
-from kernels.formats.rotation import rotated_rows
+from kernels.formats import basis_rows, coded_rows
 from model.cache.entries import Entries
 from model.cache.formats import CacheFormats
 from model.cache.frontier import Frontier
@@ -201,7 +200,7 @@ class HcaCache(LayerCache):
             case Shard(basis=Basis(_, fit, rope_bits)):
                 self.entries = Entries(ratio, basis_rows.allocate(n, fit, rope, rope_bits, SIGNS, device))
             case Shard(bits):
-                self.entries = Entries(ratio, rotated_rows(n, d, bits, device, SIGNS))
+                self.entries = Entries(ratio, coded_rows.allocate(n, d, bits, device, SIGNS))
             case _:
                 self.entries = Entries(ratio, formats.entry_rows(n, d, rope, device))
         self.frontier = Frontier(ratio, config.head_dim, overlap=self.overlap, device=device)
@@ -232,7 +231,7 @@ class CsaCache(HcaCache):
             case Coda() as coda:
                 self.keys = NewestKeys(ratio, coda, width, newest_rows(ratio, coda, chunk, n), formats.dtype, device)
             case Shard(_, bits):
-                self.keys = Entries(ratio, rotated_rows(n, width, bits, device, SIGNS))
+                self.keys = Entries(ratio, coded_rows.allocate(n, width, bits, device, SIGNS))
             case _:
                 self.keys = Entries(ratio, formats.key_rows(n, width, device))
         self.key_frontier = Frontier(ratio, config.index_head_dim, overlap=True, device=device)

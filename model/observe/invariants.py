@@ -10,10 +10,10 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.formats import rotation
+from kernels.formats import coded_rows
 from kernels.formats.basis_rows import expected_error
 from kernels.formats.lloyd_max import distortion
-from kernels.formats.rows import BasisRows, RotatedRows, Rows, read
+from kernels.formats.rows import BasisRows, CodedRows, Rows, read
 from model.cache.layers import Components
 from model.errors import Tripwire
 
@@ -187,7 +187,7 @@ def stored(site: str, layer: int, first: int, new: Tensor, rows: Rows, ratio: in
     """
     if isinstance(rows, Tensor):
         return
-    if isinstance(rows, RotatedRows | BasisRows):
+    if isinstance(rows, CodedRows | BasisRows):
         _coded(site, layer, first, new, rows, ratio)
         return
     back, wanted = read(rows, first, first + new.shape[0]), new.float()
@@ -198,14 +198,14 @@ def stored(site: str, layer: int, first: int, new: Tensor, rows: Rows, ratio: in
     raise Tripwire(site, layer, None, measured, f"{wanted[row, column]:.9g}, as written")
 
 
-def _coded(site: str, layer: int, first: int, new: Tensor, rows: RotatedRows | BasisRows, ratio: int) -> None:
+def _coded(site: str, layer: int, first: int, new: Tensor, rows: CodedRows | BasisRows, ratio: int) -> None:
     """Trip where a coded row comes back farther off than its codebook allows, or is not held by its basis at all."""
     off = read(rows, first, first + new.shape[0]) - new.float()
     length = new.float().square().sum(1).clamp_min(SMALLEST_LENGTH**2)
     error = off.square().sum(1) / length
-    if isinstance(rows, RotatedRows):
+    if isinstance(rows, CodedRows):
         usual, how = torch.full_like(error, 2 * distortion(rows.bits)), f"{rows.bits} bits"
-        allowed = torch.maximum(usual, rotation.expected_error(rows, new)) + CODED_TOLERANCE
+        allowed = torch.maximum(usual, coded_rows.expected_error(rows, new)) + CODED_TOLERANCE
     else:
         allowed, how = expected_error(rows, first, new) / length + CODED_TOLERANCE, "these coefficients"
     lost = ~(error <= allowed)  # NaN is not

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import eigenbasis, product_quantise, qjl, rotation
+from kernels.formats import coded_rows, eigenbasis, product_quantise, qjl
 from kernels.ops import CPU, Ops
 from kernels.rope import reference as rope
 from kernels.shard.cpu import Middle, Stream
@@ -149,9 +149,9 @@ class ShardCache:
             )
         rows = self._streamed(max_context) * heads
         bits, seed = settings.stream_bits, settings.sign_seed
-        allocate: Callable[..., qjl.StreamKeys] = qjl.sketched_rows if settings.sketch else rotation.rotated_rows
+        allocate: Callable[..., qjl.StreamKeys] = qjl.sketched_rows if settings.sketch else coded_rows.allocate
         self.stream_keys = allocate(rows, d, bits, device, seed)
-        self.stream_values = rotation.rotated_rows(rows, d, bits, device, seed)
+        self.stream_values = coded_rows.allocate(rows, d, bits, device, seed)
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, *, ops: Ops = CPU) -> Tensor:
         """Take t more tokens and attend from them to themselves and all before.
@@ -235,7 +235,7 @@ class ShardCache:
             held |= {f"middle.keys.{name}": plane for name, plane in self.key_codes._asdict().items()}
             held |= {f"middle.values.{name}": plane for name, plane in self.middle.values._asdict().items()}
         held |= {f"stream.keys.{name}": plane for name, plane in qjl.planes(self.stream_keys).items()}
-        return held | {f"stream.values.{name}": plane for name, plane in rotation.planes(self.stream_values).items()}
+        return held | {f"stream.values.{name}": plane for name, plane in coded_rows.planes(self.stream_values).items()}
 
     def _parts(self, position: int) -> dict[str, tuple[int, tuple[int, ...]]]:
         """Leading rows that matter at `position`, and the shape of a row, by name of buffer."""
@@ -285,7 +285,7 @@ class ShardCache:
 
         def rotated_values() -> Iterator[Tensor]:
             for low, high in cuts:
-                yield rotation.rotate(values[low:high], self.stream_values.signs)
+                yield coded_rows.signed_hadamard(values[low:high], self.stream_values.signs)
 
         for low, high in cuts:
             finite("keys", None, low, keys[low:high])
@@ -303,7 +303,7 @@ class ShardCache:
         if self.count >= self.exact:
             place = self._streamed(self.count) * self.shape.heads.size
             qjl.write(self.stream_keys, place, self.keys[row])
-            rotation.write(self.stream_values, place, self.values[row])
+            coded_rows.write(self.stream_values, place, self.values[row])
         self.keys[row], self.values[row] = key, value
         self.count += 1
 

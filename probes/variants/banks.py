@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.attention.cpu import KEYS, keys_per_tile
-from kernels.formats import rotation, rows
+from kernels.formats import coded_rows, rows
 from kernels.ops import Ops
 from model.cache.layers import SIGNS, AnyEntries, AnyKeys, CsaCache, HcaCache
 from model.state import State
@@ -108,7 +108,7 @@ def coded(model: Transformer, count: int, seed: int) -> Iterator[Finding]:
             given = clustered(count, _width(part), seed)
             fed(part, given.to(model.device), CUTS[-1])
             data, bits = part.view(), BITS[place]
-            assert isinstance(data, rotation.RotatedRows), f"{place} of layer {layer}: {type(data).__name__}"
+            assert isinstance(data, coded_rows.CodedRows), f"{place} of layer {layer}: {type(data).__name__}"
             lost = (rows.read(data, 0, count).cpu() - given).square().sum(1) / given.square().sum(1)
             what = f"V4, shard, {place} of {bits} bits: squared error of a row over its squared length, mean"
             yield judged(what, float(lost.mean()), at_most(CODED * OPTIMUM[bits]), layer=layer, held=data.bits)
@@ -124,8 +124,8 @@ def attentions(model: Transformer, count: int, seed: int) -> Iterator[Finding]:
             torch.randn(count, width, generator=g), torch.randn(4, HEADS, width, generator=g)))  # fmt: skip
         fed(cache.entries, given.to(model.device), CUTS[-1])
         data = cache.entries.view()
-        assert isinstance(data, rotation.RotatedRows), f"entries of layer {layer}: {type(data).__name__}"
-        logits = (rows.turned(data, q.to(model.device)) @ rows.read_turned(data, 0, count).mT).cpu()
+        assert isinstance(data, coded_rows.CodedRows), f"entries of layer {layer}: {type(data).__name__}"
+        logits = (rows.query_as_stored(data, q.to(model.device)) @ rows.read_as_stored(data, 0, count).mT).cpu()
         sink = torch.linspace(-2, 2, HEADS, dtype=torch.float64)[:, None].expand(4, HEADS, 1)
         wanted, found = (
             torch.cat((sink, scores.double() * width**-0.5), -1).log_softmax(-1)
@@ -217,7 +217,7 @@ def recalls(model: Transformer, count: int, k: int, others: Sequence[int], seed:
     weights, keys = torch.randn(tokens, HEADS, generator=g), torch.randn(count, width, generator=g)
     scores, visible = exact_scores(q, weights, keys), torch.full((tokens,), count)
 
-    def kept(data: rotation.RotatedRows) -> Kept:
+    def kept(data: coded_rows.CodedRows) -> Kept:
         on = model.device
         # each token stands behind the last key
         chosen = model.arithmetic.ops.select(q.to(on), weights.to(on), data, count - 1, 1, k)
@@ -228,11 +228,11 @@ def recalls(model: Transformer, count: int, k: int, others: Sequence[int], seed:
         if isinstance(cache, CsaCache):
             fed(cache.keys, keys.to(model.device), CUTS[-1])
             held = cache.keys.view()
-            assert isinstance(held, rotation.RotatedRows), f"keys of layer {layer}: {type(held).__name__}"
+            assert isinstance(held, coded_rows.CodedRows), f"keys of layer {layer}: {type(held).__name__}"
             found[layer] = [kept(held)]
             for bits in others:
-                data = rotation.rotated_rows(count, width, bits, model.device, SIGNS)
-                rotation.write(data, 0, keys.to(model.device))
+                data = coded_rows.allocate(count, width, bits, model.device, SIGNS)
+                coded_rows.write(data, 0, keys.to(model.device))
                 found[layer].append(kept(data))
     return found
 
@@ -250,11 +250,11 @@ def scratch(ops: Ops, heads: int, width: int, bits: int) -> Iterator[Finding]:
     q, ring, sink = torch.randn(1, heads, width, generator=g), torch.randn(4, width, generator=g), torch.zeros(heads)
     first = keys_per_tile(1, heads, width)
     for count in (first, more := MORE * first):
-        data = rotation.rotated_rows(count, width, bits, torch.device("cpu"), SIGNS)
+        data = coded_rows.allocate(count, width, bits, torch.device("cpu"), SIGNS)
         data.codes.random_(0, 256, generator=g)
         data.norm.fill_(1.0)
 
-        def attend(data: rotation.RotatedRows = data, count: int = count) -> Tensor:
+        def attend(data: coded_rows.CodedRows = data, count: int = count) -> Tensor:
             return ops.attend(q, ring, count - 1, 4, data, 1, None, sink)
 
         attend()  # tables that stay

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.formats.rotation import rotated_rows
+from kernels.formats import coded_rows
 from kernels.ops import CPU
 from kernels.rope import reference as rope
 from model.cache.entries import Entries
@@ -148,8 +148,8 @@ def shared_step(shape: SharedShape, n: int, ratio: int, bits: int, key_bits: int
 
         return run
 
-    coded = Entries(ratio, rotated_rows(count, shape.d, bits, ON_CPU, 0))
-    coded_keys = Entries(ratio, rotated_rows(count, shape.index_d, key_bits, ON_CPU, 0))
+    coded = Entries(ratio, coded_rows.allocate(count, shape.d, bits, ON_CPU, 0))
+    coded_keys = Entries(ratio, coded_rows.allocate(count, shape.index_d, key_bits, ON_CPU, 0))
     plain, plain_keys = (Entries(ratio, torch.empty_like(part)) for part in (entries, keys))
     for held, given in ((coded, entries), (coded_keys, keys), (plain, entries), (plain_keys, keys)):
         held.append(given)

@@ -5,7 +5,7 @@ Its middle's kernels are in a file of their own, see compile_shard_middle.
 
 import torch
 
-from kernels.formats import rotation
+from kernels.formats import coded_rows
 from kernels.shard.triton import Stream, attend
 
 CPU = torch.device("cpu")
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 def streamed(bits, seed):
     q, keys, values = (torch.empty(n, heads, 128, dtype=torch.bfloat16) for n, heads in ((1, 32), (68, 8), (68, 8)))
-    rows = [rotation.rotated_rows(1000 * 8, 128, b, CPU, seed) for b in bits]
+    rows = [coded_rows.allocate(1000 * 8, 128, b, CPU, seed) for b in bits]
     return lambda: attend(q, keys, values, None, Stream(*rows, torch.tensor(7)), rows[1].signs)
 
 

@@ -63,8 +63,8 @@ def test_rows_decode_as_the_equation_says(fitted):
     for found in (rows.read(stored, 0, 200), rows.take(stored, torch.arange(200))):
         assert (found - wanted).abs().max() < 2e-6 * D**0.5
     index = torch.tensor([199, 0, 7, 7])
-    assert torch.equal(rows.take_turned(stored, index), rows.read_turned(stored, 0, 200)[index])
-    assert torch.equal(rows.read_turned(rows.first(stored, 9), 3, 7), rows.read_turned(stored, 3, 7))
+    assert torch.equal(rows.take_as_stored(stored, index), rows.read_as_stored(stored, 0, 200)[index])
+    assert torch.equal(rows.read_as_stored(rows.first(stored, 9), 3, 7), rows.read_as_stored(stored, 3, 7))
     error = (wanted - x).square().sum().item() / x.square().sum().item()
     assert error == pytest.approx(fitted.based.measured, rel=0.1)
     assert error < 0.5 * 6.44e-4, "half of what a rotation loses at the same bytes"
@@ -135,11 +135,11 @@ def test_scores_and_sums_are_those_of_the_rows(fitted):
     plain = decode(stored).double()
     q = torch.randn(8, D, generator=generator(14))
     wanted = q.double() @ plain.mT
-    scores = rows.turned(stored, q) @ rows.read_turned(stored, 0, 300).mT
+    scores = rows.query_as_stored(stored, q) @ rows.read_as_stored(stored, 0, 300).mT
     assert (scores - wanted).abs().max() / wanted.square().mean().sqrt() < 3e-6
     weights = 0.1 * torch.rand(8, 300, generator=generator(15)).softmax(-1)
     total = weights.double() @ plain
-    found = rows.turned_back(stored, weights @ rows.read_turned(stored, 0, 300))
+    found = rows.sum_as_read(stored, weights @ rows.read_as_stored(stored, 0, 300))
     assert (found - total).abs().max() / total.square().mean().sqrt() < 3e-6
     normed = total - 0.9 * torch.cat((stored.nope.mean.double(), torch.zeros(ROPE)))  # as if weights summed to 1
     assert (normed - total).norm() / total.norm() > 1

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.formats import eigenbasis, product_quantise, qjl, rotation
+from kernels.formats import coded_rows, eigenbasis, product_quantise, qjl
 from kernels.formats.eigenbasis import measured_distortion
 from kernels.ops import CPU
 from kernels.quantise.reference import hadamard
@@ -30,20 +30,22 @@ def compressed(n, *, distortion=None, interleaved=False, seed=None):
     keys = eigenbasis.eigen_keys(n, HEADS * D, 16, 16 if distortion is None else 32, groups, ON_CPU)
     eigenbasis.fit(keys, lambda: iter([x]), distortion)
     values = product_quantise.codebook_values(n, HEADS, D, ON_CPU)
-    signs = None if seed is None else rotation.random_signs(D, seed, ON_CPU)
-    product_quantise.fit(values, lambda: iter([rotation.rotate(torch.randn(n, HEADS, D, generator=g), signs)]))
+    signs = None if seed is None else coded_rows.random_signs(D, seed, ON_CPU)
+    product_quantise.fit(
+        values, lambda: iter([coded_rows.signed_hadamard(torch.randn(n, HEADS, D, generator=g), signs)])
+    )
     return shard.Middle(keys, values, SINKS, FREQS, interleaved)
 
 
 def streamed(n, bits, *, sketch=False, seed=None, spare=9):
     """`n` tokens encoded one by one, and room for more that holds NaN."""
-    allocate = qjl.sketched_rows if sketch else rotation.rotated_rows
+    allocate = qjl.sketched_rows if sketch else coded_rows.allocate
     keys = allocate((n + spare) * HEADS, D, bits, ON_CPU, seed)
-    values = rotation.rotated_rows((n + spare) * HEADS, D, bits, ON_CPU, seed)
-    for plane in (*qjl.planes(keys).values(), *rotation.planes(values).values()):
+    values = coded_rows.allocate((n + spare) * HEADS, D, bits, ON_CPU, seed)
+    for plane in (*qjl.planes(keys).values(), *coded_rows.planes(values).values()):
         plane.view(torch.uint8).fill_(0xFF)
     qjl.write(keys, 0, torch.randn(n * HEADS, D, generator=generator(n + 1)))
-    rotation.write(values, 0, torch.randn(n * HEADS, D, generator=generator(n + 2)))
+    coded_rows.write(values, 0, torch.randn(n * HEADS, D, generator=generator(n + 2)))
     return shard.Stream(keys, values, n)
 
 
@@ -62,8 +64,8 @@ def decoded(middle, stream, signs):
         values.append(plain if signs is None else plain * signs)
     if stream is not None:
         rows = stream.keys.rows if isinstance(stream.keys, qjl.SketchedRows) else stream.keys
-        keys.append(rotation.read(rows, 0, stream.tokens * HEADS).double().view(-1, HEADS, D))
-        values.append(rotation.read(stream.values, 0, stream.tokens * HEADS).double().view(-1, HEADS, D))
+        keys.append(coded_rows.read(rows, 0, stream.tokens * HEADS).double().view(-1, HEADS, D))
+        values.append(coded_rows.read(stream.values, 0, stream.tokens * HEADS).double().view(-1, HEADS, D))
     return keys, values
 
 
@@ -99,7 +101,7 @@ def tiles(request, monkeypatch):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("n", "bits"), [(50, None), (None, 4), (50, 8), (65, 2)])
 def test_attention_is_that_over_all_rows_decoded(n, bits, interleaved, distortion, seed):
-    signs = None if seed is None else rotation.random_signs(D, seed, ON_CPU)
+    signs = None if seed is None else coded_rows.random_signs(D, seed, ON_CPU)
     middle = None if n is None else compressed(n, distortion=distortion, interleaved=interleaved, seed=seed)
     stream = None if bits is None else streamed(33, bits, seed=seed)
     q, keys, values = exact(12)
@@ -117,8 +119,8 @@ def test_the_sketch_enters_the_scores_of_the_stream_alone(bits):
     middle, stream = compressed(40), streamed(33, bits, sketch=True)
     q, keys, values = exact(12)
     more_keys, more_values = decoded(middle, stream, None)
-    rows = qjl.read_rotated(stream.keys, 0, 33 * HEADS)[:, D:].view(33, HEADS, D).double()
-    projected = rotation.rotate(q, None).double() @ qjl.gaussian(D, ON_CPU).double().mT
+    rows = qjl.read_hadamard(stream.keys, 0, 33 * HEADS)[:, D:].view(33, HEADS, D).double()
+    projected = coded_rows.signed_hadamard(q, None).double() @ qjl.gaussian(D, ON_CPU).double().mT
     extra = torch.einsum("thd,nhd->thn", projected, rows.repeat_interleave(QUERY_HEADS // HEADS, dim=1))
     args = (torch.cat((keys, *more_keys)), torch.cat((values, *more_values)))
     got = shard.attend(q, keys, values, middle, stream, None)

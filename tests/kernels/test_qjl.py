@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.formats import qjl, rotation
+from kernels.formats import coded_rows, qjl
 
 CPU = torch.device("cpu")
 
@@ -20,14 +20,14 @@ def written(x, bits, seed=None):
 
 def scores(held, q):
     n = held.residual.shape[0] if isinstance(held, qjl.SketchedRows) else held.norm.shape[0]
-    return qjl.query(held, q) @ qjl.read_rotated(held, 0, n).mT
+    return qjl.query(held, q) @ qjl.read_hadamard(held, 0, n).mT
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_a_sketch_takes_one_bit_of_each_code_and_a_length(bits):
     planes = qjl.planes(qjl.sketched_rows(5, 128, bits, CPU))
     assert sum(plane.nbytes for plane in planes.values()) == 5 * (16 * bits + 4)
-    assert sum(plane.nbytes for plane in qjl.planes(rotation.rotated_rows(5, 128, bits, CPU)).values()) == 5 * (
+    assert sum(plane.nbytes for plane in qjl.planes(coded_rows.allocate(5, 128, bits, CPU)).values()) == 5 * (
         16 * bits + 2
     )
 
@@ -38,15 +38,15 @@ def test_scores_are_the_formula(bits, seed):
     """``q . x^ + sqrt(pi / 2) / d |r| (S H q) . sign(S r)`` in float64, from the row itself and what its code says."""
     x, q = torch.randn(30, 64, generator=generator(1)), torch.randn(7, 64, generator=generator(2))
     held = written(x, bits, seed)
-    decoded = rotation.read(held.rows, 0, 30)
-    left = rotation.rotate(x - decoded, held.rows.signs).double()
-    matrix, turned = qjl.gaussian(64, CPU).double(), rotation.rotate(q, held.rows.signs).double()
+    decoded = coded_rows.read(held.rows, 0, 30)
+    left = coded_rows.signed_hadamard(x - decoded, held.rows.signs).double()
+    matrix, turned = qjl.gaussian(64, CPU).double(), coded_rows.signed_hadamard(q, held.rows.signs).double()
     correction = (turned @ matrix.mT) @ (left @ matrix.mT).sign().mT * left.norm(dim=1) * (torch.pi / 2) ** 0.5 / 64
     wanted = q.double() @ decoded.double().mT + correction
     assert (scores(held, q) - wanted).abs().max() < 1e-2 * correction.square().mean().sqrt()  # |r| in float16
-    plain = rotation.rotated_rows(30, 64, bits, CPU, seed)
+    plain = coded_rows.allocate(30, 64, bits, CPU, seed)
     qjl.write(plain, 0, x)
-    assert (scores(plain, q) - q @ rotation.read(plain, 0, 30).mT).abs().max() < 1e-5
+    assert (scores(plain, q) - q @ coded_rows.read(plain, 0, 30).mT).abs().max() < 1e-5
 
 
 def test_codes_alone_shrink_scores_and_the_sketch_puts_it_right():

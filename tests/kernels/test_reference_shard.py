@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from kernels.formats.coded_rows import undo_hadamard
 from kernels.formats.eigenbasis import eigen_keys
-from kernels.formats.rotation import unrotate
 from kernels.formats.stored import CodebookValues
 from kernels.quantise.reference import hadamard
 from kernels.rope import reference as rope
@@ -123,5 +123,5 @@ def test_values_rotated_late_are_values_rotated_early():
         assert torch.equal(stored[i, head, 4 * j : 4 * j + 4], row)
     weights = torch.rand(N, generator=g)
     early = torch.einsum("n,nhd->hd", weights, hadamard(stored))
-    late = unrotate(torch.einsum("n,nhd->hd", weights, stored), None)
+    late = undo_hadamard(torch.einsum("n,nhd->hd", weights, stored), None)
     assert (early - late).abs().max() < 2e-6 * N**0.5

@@ -270,7 +270,7 @@ def test_operands_of_two_dtypes_are_multiplied_in_the_wider(asked, stored):
 def test_no_token_and_forms_that_are_not_read():
     q, ring, first, window, entries, ratio, selected, sink = make(1, 3, 64, 8, 100, 25)
     assert attend(q[:0], ring, first, window, entries, ratio, selected, sink).shape == (0, 3, 64)
-    for name in ("RotatedRows", "BasisRows"):
+    for name in ("CodedRows", "BasisRows"):
         form = getattr(__import__("kernels.formats.stored", fromlist=[name]), name)
         for rows in (form(*[None] * len(form._fields)), Slots(form(*[None] * len(form._fields)), None, 0)):
             with pytest.raises(NotImplementedError, match=name):

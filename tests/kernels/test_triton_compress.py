@@ -9,7 +9,7 @@ from kernels.compress import reference
 from kernels.compress.triton import compress
 from kernels.formats import rows as forms
 from kernels.formats import rows_reference as stored
-from kernels.formats.stored import RotatedRows, Window
+from kernels.formats.stored import CodedRows, Window
 from kernels.ops import REFERENCE
 from kernels.rope.reference import angles, frequencies, rotate
 from model.arithmetic import Arithmetic
@@ -235,9 +235,9 @@ def test_rows_that_do_not_fit_and_forms_that_are_coded_elsewhere_are_refused():
     rest = torch.ones(32), EPS, torch.zeros(2), "none"
     with pytest.raises(AssertionError, match="20 rows for 84 tokens"):
         compress(*draw(4, 2, 32), window(4, 2, 32), 80, *rest, cache("rows", 32, torch.float32), torch.float32)
-    rotated = RotatedRows(torch.zeros(20), torch.zeros(20, 16, dtype=torch.uint8), 4, None)
+    rotated = CodedRows(torch.zeros(20), torch.zeros(20, 16, dtype=torch.uint8), 4, None)
     for op in (compress, reference.compress):
-        with pytest.raises(NotImplementedError, match="RotatedRows"):
+        with pytest.raises(NotImplementedError, match="CodedRows"):
             op(*draw(4, 2, 32), window(4, 2, 32), 0, *rest, rotated, torch.float32)
 
 

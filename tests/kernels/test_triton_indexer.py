@@ -215,8 +215,8 @@ def test_scores_of_a_long_context_never_exist_at_once(first, monkeypatch):
 
 def test_a_form_without_a_kernel_is_named():
     q, weights, _ = whole_numbers(1, 2, 32, 4)
-    keys = rows.RotatedRows(torch.empty(4), torch.empty(4, 16, dtype=torch.uint8), 4, None)
-    with pytest.raises(NotImplementedError, match="RotatedRows"):
+    keys = rows.CodedRows(torch.empty(4), torch.empty(4, 16, dtype=torch.uint8), 4, None)
+    with pytest.raises(NotImplementedError, match="CodedRows"):
         index_scores(q, weights, keys)
-    with pytest.raises(NotImplementedError, match="RotatedRows"):
+    with pytest.raises(NotImplementedError, match="CodedRows"):
         select(q, weights, keys, 100, 4, 2)

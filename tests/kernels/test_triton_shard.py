@@ -9,7 +9,7 @@ largest here (about 25), in practice by its root; what bf16 queries and outputs 
 import pytest
 import torch
 
-from kernels.formats import lloyd_max, qjl, rotation
+from kernels.formats import coded_rows, lloyd_max, qjl
 from kernels.formats.stored import CodebookValues, EigenKeys
 from kernels.quantise.reference import hadamard
 from kernels.rope import reference as rope
@@ -49,12 +49,12 @@ def compressed(n, *, rank=48, interleaved=False, first=SINKS, d=D, scale=1.0):
 def streamed(n, bits=8, value_bits=None, *, seed=None, spare=70, d=D):
     """`n` tokens encoded one by one, and room for more that holds NaN."""
     rows = (n + spare) * HEADS
-    keys = rotation.rotated_rows(rows, d, bits, CPU, seed)
-    values = rotation.rotated_rows(rows, d, value_bits or bits, CPU, None if seed is None else 5)
-    for plane in (*rotation.planes(keys).values(), *rotation.planes(values).values()):
+    keys = coded_rows.allocate(rows, d, bits, CPU, seed)
+    values = coded_rows.allocate(rows, d, value_bits or bits, CPU, None if seed is None else 5)
+    for plane in (*coded_rows.planes(keys).values(), *coded_rows.planes(values).values()):
         plane.view(torch.uint8).fill_(0xFF)
-    rotation.write(keys, 0, torch.randn(n * HEADS, d, generator=drawn(n + 1)))
-    rotation.write(values, 0, torch.randn(n * HEADS, d, generator=drawn(n + 2)))
+    coded_rows.write(keys, 0, torch.randn(n * HEADS, d, generator=drawn(n + 1)))
+    coded_rows.write(values, 0, torch.randn(n * HEADS, d, generator=drawn(n + 2)))
     return Stream(keys, values, n)
 
 
@@ -78,7 +78,7 @@ def wanted(q, keys, values, middle, stream, signs):
         values.append(plain if signs is None else plain * signs)
     if stream is not None:
         for rows, into in ((stream.keys, keys), (stream.values, values)):
-            into.append(rotation.read(rows, 0, int(stream.tokens) * HEADS).double().view(-1, HEADS, q.shape[2]))
+            into.append(coded_rows.read(rows, 0, int(stream.tokens) * HEADS).double().view(-1, HEADS, q.shape[2]))
     share = q.shape[1] // HEADS
     keys, values = (torch.cat(x).repeat_interleave(share, dim=1) for x in (keys, values))
     logits = torch.einsum("thd,nhd->thn", q.double(), keys) * q.shape[2] ** -0.5
@@ -105,7 +105,7 @@ def test_the_middle(n, rank, interleaved):
     ("bits", "value_bits", "seed"), [(8, 4, None), (4, 8, 5), (3, 2, None), (1, 7, 5), (5, 6, None)]
 )
 def test_the_stream(bits, value_bits, seed):
-    signs = None if seed is None else rotation.random_signs(D, 5, CPU)
+    signs = None if seed is None else coded_rows.random_signs(D, 5, CPU)
     args = (*given(5), None, streamed(67, bits, value_bits, seed=None if seed is None else 9), signs)
     assert off(*args) < WIDE
     assert (wanted(*args) - wanted(*args[:3], None, None, None)).abs().max() > 0.1, "it carries weight"
@@ -116,7 +116,7 @@ def test_all_segments_however_they_are_split(parts, monkeypatch):
     monkeypatch.setattr(shard, "PARTS", parts)
     monkeypatch.setattr(shard, "TILE", 16)
     monkeypatch.setattr(shard_middle, "PROGRAMS", 4 if parts == 64 else parts)
-    signs = rotation.random_signs(D, 5, CPU)
+    signs = coded_rows.random_signs(D, 5, CPU)
     args = (*given(37), compressed(330), streamed(50, 4, seed=5), signs)
     assert off(*args) < WIDE
     assert (attend(*args) - blocked.attend(*args)).abs().max() < WIDE
@@ -226,7 +226,7 @@ def test_what_is_not_taken_is_named():
     grouped = grouped._replace(keys=grouped.keys._replace(bits=torch.tensor([4, 4], dtype=torch.int8)))
     with pytest.raises(NotImplementedError, match="bits by group"):
         attend(q, keys, values, grouped, None, None)
-    sketched = blocked.Stream(qjl.sketched_rows(4, D, 8, CPU), rotation.rotated_rows(4, D, 8, CPU), 2)
+    sketched = blocked.Stream(qjl.sketched_rows(4, D, 8, CPU), coded_rows.allocate(4, D, 8, CPU), 2)
     with pytest.raises(NotImplementedError, match="QJL"):
         attend(q, keys, values, None, sketched, None)
     with pytest.raises(NotImplementedError, match="rank 24"):

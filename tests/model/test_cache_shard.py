@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from kernels.formats import eigenbasis, qjl, rotation
+from kernels.formats import coded_rows, eigenbasis, qjl
 from kernels.ops import CPU
 from kernels.rope import reference as rope
 from kernels.shard.cpu import middle_keys, middle_values
@@ -139,12 +139,12 @@ def test_decode_is_attention_over_what_is_held(settings):
     middle = cache.middle
     streamed = n - 12 - 28
     keys = [cache.keys, middle_keys(middle, 0, 24)]
-    values = [cache.values, rotation.unrotate(middle_values(middle, 0, 24), cache.stream_values.signs)]
+    values = [cache.values, coded_rows.undo_hadamard(middle_values(middle, 0, 24), cache.stream_values.signs)]
     rows = streamed * HEADS
-    values.append(rotation.read(cache.stream_values, 0, rows).view(-1, HEADS, D))
+    values.append(coded_rows.read(cache.stream_values, 0, rows).view(-1, HEADS, D))
     for head in range(QUERY_HEADS):  # sketched keys have no rows of their own: the score's two parts are dotted
         query = qjl.query(cache.stream_keys, tokens[0][59, head].double().float())
-        scores = (qjl.read_rotated(cache.stream_keys, 0, rows) @ query).view(-1, HEADS)[:, head // 2]
+        scores = (qjl.read_hadamard(cache.stream_keys, 0, rows) @ query).view(-1, HEADS)[:, head // 2]
         exact = torch.cat(keys)[:, head // 2].double() @ tokens[0][59, head].double()
         mass = (torch.cat((exact, scores.double())) * D**-0.5).softmax(0)
         assert (mass @ torch.cat(values)[:, head // 2].double() - got[head]).abs().max() < 2e-5
@@ -158,12 +158,12 @@ def test_the_middle_and_the_stream_hold_the_right_tokens(settings):
     fed(cache, tokens, 40, 60)
     ours, true = middle_keys(cache.middle, 0, 24), tokens[1][4:28]
     assert (ours - true).square().sum() < 0.02 * true.square().sum()
-    values = rotation.unrotate(middle_values(cache.middle, 0, 24), cache.stream_values.signs)
+    values = coded_rows.undo_hadamard(middle_values(cache.middle, 0, 24), cache.stream_values.signs)
     assert (values - tokens[2][4:28]).square().sum() < 0.1 * values.square().sum()
-    held = rotation.read(cache.stream_values, 0, 20 * HEADS).view(20, HEADS, D)
+    held = coded_rows.read(cache.stream_values, 0, 20 * HEADS).view(20, HEADS, D)
     assert (held - tokens[2][28:48]).square().sum() < 0.06 * held.square().sum()
     rows = getattr(cache.stream_keys, "rows", cache.stream_keys)
-    held = rotation.read(rows, 0, 20 * HEADS).view(20, HEADS, D)
+    held = coded_rows.read(rows, 0, 20 * HEADS).view(20, HEADS, D)
     assert (held - tokens[1][28:48]).square().sum() < 0.2 * held.square().sum()
     assert cache.stream_values.norm[20 * HEADS :].eq(0).all(), "nothing is written beyond the last token"
 

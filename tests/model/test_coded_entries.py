@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from kernels.formats import rotation, rows
+from kernels.formats import coded_rows, rows
 from kernels.formats.lloyd_max import distortion
 from kernels.formats.rows_reference import decode
 from kernels.formats.stored import Slots
@@ -23,7 +23,7 @@ BITS = (2, 3, 4, 6, 8)
 
 
 def coded(x, bits, seed=0):
-    stored = rotation.rotated_rows(x.shape[0], x.shape[1], bits, ON_CPU, seed)
+    stored = coded_rows.allocate(x.shape[0], x.shape[1], bits, ON_CPU, seed)
     rows.write(stored, 0, x)
     return stored
 
@@ -36,15 +36,15 @@ def test_rows_decode_as_the_equation_says(bits, d):
     wanted, size = decode(stored), x.norm(dim=1, keepdim=True)
     for found in (rows.read(stored, 0, 200), rows.take(stored, torch.arange(200))):
         assert ((found - wanted).abs() / size).max() < 1e-6
-    assert (rows.turned_back(stored, rows.read_turned(stored, 0, 200)) - wanted).div(size).abs().max() < 1e-6
+    assert (rows.sum_as_read(stored, rows.read_as_stored(stored, 0, 200)) - wanted).div(size).abs().max() < 1e-6
     error = (wanted - x).square().sum(1) / size[:, 0].square()
     assert error.mean().item() == pytest.approx(distortion(bits), rel=0.1)
 
 
 def test_bytes_of_v4s_rows():
     for bits, size in ((4, 258), (6, 386), (8, 514)):
-        assert rows.nbytes(rotation.rotated_rows(10, 512, bits, ON_CPU, 0)) == 10 * size
-    assert rows.nbytes(rotation.rotated_rows(10, 128, 8, ON_CPU, 0)) == 10 * 130
+        assert rows.nbytes(coded_rows.allocate(10, 512, bits, ON_CPU, 0)) == 10 * size
+    assert rows.nbytes(coded_rows.allocate(10, 128, 8, ON_CPU, 0)) == 10 * 130
 
 
 @pytest.mark.parametrize("bits", [2, 6, 8])
@@ -104,7 +104,7 @@ def test_a_row_with_a_long_tail_does_not_trip():
     """After the rotation one column holds half of its energy: 4 bits clip it, which is what they do, and no fault."""
     y = torch.randn(8, 64, generator=torch.Generator().manual_seed(4))
     y[:, 5] = 8
-    x = rotation.unrotate(y, rotation.random_signs(64, 0, ON_CPU))
+    x = coded_rows.undo_hadamard(y, coded_rows.random_signs(64, 0, ON_CPU))
     stored = coded(x, 4)
     error = (rows.read(stored, 0, 8) - x).square().sum(1) / x.square().sum(1)
     assert error.min() > 0.03

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.formats import rotation
+from kernels.formats import coded_rows
 from kernels.ops import CPU
 from model.cache.entries import Entries
 from probes.faults import FAULTS
@@ -89,7 +89,7 @@ def test_the_unfinished_codebook_is_as_bad_as_measured_elsewhere():
 
 
 def test_bytes_are_those_of_what_was_written():
-    entries = Entries(4, rotation.rotated_rows(10, 64, 8, torch.device("cpu"), 0))
+    entries = Entries(4, coded_rows.allocate(10, 64, 8, torch.device("cpu"), 0))
     before = snapshot(entries)
     assert written(before, snapshot(entries)) == 0
     entries.append(torch.randn(1, 64))

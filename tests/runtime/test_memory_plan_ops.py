@@ -6,8 +6,7 @@ from functools import cache
 import pytest
 import torch
 
-from kernels.formats import basis_fit, basis_rows, rows
-from kernels.formats.rotation import rotated_rows
+from kernels.formats import basis_fit, basis_rows, coded_rows, rows
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4
 from kernels.indexer import cpu as indexer
 from kernels.ops import CPU
@@ -152,7 +151,7 @@ def test_attend_to_codes(bits, tokens, heads, width, selected):
     first, window, ratio = 40_000, 64, 4 if selected else 16
     q, ring = torch.randn(tokens, heads, width).bfloat16(), torch.randn(window + tokens - 1, width).bfloat16()
     n = (first + tokens) // ratio
-    entries = rotated_rows(n, width, bits, ON_CPU, 0)
+    entries = coded_rows.allocate(n, width, bits, ON_CPU, 0)
     rows.write(entries, 0, torch.randn(selected or n, width))  # no other is read
     chosen = torch.arange(selected, dtype=torch.int32).expand(tokens, selected).contiguous() if selected else None
     planned = scratch("attend", tokens, heads, width, window, n, selected, "coded", 2)
@@ -186,7 +185,7 @@ def fitted(width):
 @pytest.mark.parametrize("tokens", [1, 512])
 def test_select_by_codes(bits, tokens):
     q, head_weights, plain = to_select(2, tokens, 10_000, rising=False)
-    keys = rotated_rows(10_000, 128, bits, ON_CPU, 0)
+    keys = coded_rows.allocate(10_000, 128, bits, ON_CPU, 0)
     rows.write(keys, 0, plain)
     planned = scratch("select", tokens, HEADS, 128, 10_000, 16, "coded", 2, ON_CPU, few_pass=False)
     fits(planned, lambda: CPU.select(q, head_weights, keys, 4 * 10_000 - tokens, 4, 16))

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.differential import banks
 from kernels.differential import cpu as differential_cpu
 from kernels.differential import triton as differential
-from kernels.formats.stored import CodebookValues, EigenKeys, RotatedRows
+from kernels.formats.stored import CodebookValues, CodedRows, EigenKeys
 from kernels.rope import reference as rope_reference
 from kernels.shard import cpu as shard_cpu
 from kernels.shard import triton as shard
@@ -79,9 +79,9 @@ def _middle(draw: Draw, n: int) -> shard.Middle:
     return shard.Middle(stored, values, EXACT_KEYS // 2, freqs, interleaved=False)
 
 
-def _rotated(draw: Draw, n: int, bits: int) -> RotatedRows:
+def _rotated(draw: Draw, n: int, bits: int) -> CodedRows:
     norm = draw.uniform(n * KV, low=0.5).mul(D**0.5).to(torch.float16)
-    return RotatedRows(norm, draw.bytes(n * KV, D * bits // 8), bits, None)
+    return CodedRows(norm, draw.bytes(n * KV, D * bits // 8), bits, None)
 
 
 def differentials() -> Iterator[Case]:

@@ -1,11 +1,11 @@
-"""Rows rotated by a Hadamard matrix and quantised to Lloyd-Max codes: written, read, and used without rotating back.
+"""Rows under a Hadamard transform, quantised to Lloyd-Max codes: written, read, and used without undoing it.
 
 A row x of d columns becomes ``y = H(s x) / |x| * sqrt(d)``, whose columns are close to N(0, 1) whatever x was, and is
 stored as the nearest centroids and |x| in float16. H is its own inverse, so ``q . x = H(s q) . H(s x)``: a query is
-rotated once and meets decoded centroids, and a weighted sum of rows is rotated once at its end. Sources: QuaRot (arXiv
-2404.00456) for the rotation, TurboQuant (arXiv 2504.19874) for the signs and the codebook of the normal distribution.
+transformed once and meets centroids, and a weighted sum of rows is transformed once at its end. Sources: QuaRot (arXiv
+2404.00456) for the transform, TurboQuant (arXiv 2504.19874) for the signs and the codebook of the normal distribution.
 
-Nothing is fitted: what a row is stored as depends on that row alone, and to the bit. Therefore rotation and norm are
+Nothing is fitted: what a row is stored as depends on that row alone, and to the bit. Therefore transform and norm are
 sums in a fixed order, element by element, and not matrix products, whose order depends on how many rows there are.
 
 Rows that have no direction or whose length float16 cannot hold:
@@ -20,11 +20,24 @@ import torch
 from torch import Tensor
 
 from kernels.formats import lloyd_max
-from kernels.formats.stored import RotatedRows
+from kernels.formats.stored import CodedRows
 
 __all__ = [
-    "RotatedRows", "between", "expected_error", "hadamard", "planes", "random_signs", "read", "read_rotated",
-    "rotate", "rotated_rows", "row_norm", "take", "take_rotated", "unrotate", "write",
+    "CodedRows",
+    "allocate",
+    "between",
+    "expected_error",
+    "hadamard",
+    "planes",
+    "random_signs",
+    "read",
+    "read_hadamard",
+    "row_norm",
+    "signed_hadamard",
+    "take",
+    "take_hadamard",
+    "undo_hadamard",
+    "write",
 ]  # fmt: skip
 
 _MASK = (1 << 64) - 1
@@ -71,13 +84,13 @@ def random_signs(d: int, seed: int, device: torch.device) -> Tensor:
     return torch.tensor(signs, device=device)
 
 
-def rotate(x: Tensor, signs: Tensor | None) -> Tensor:
+def signed_hadamard(x: Tensor, signs: Tensor | None) -> Tensor:
     """``H(s x)`` of rows [..., d], float32: the space in which rows are stored."""
     return hadamard(x if signs is None else x.float() * signs)
 
 
-def unrotate(y: Tensor, signs: Tensor | None) -> Tensor:
-    """Undo `rotate`: ``s H(y)``, float32."""
+def undo_hadamard(y: Tensor, signs: Tensor | None) -> Tensor:
+    """Undo `signed_hadamard`: ``s H(y)``, float32."""
     return hadamard(y) if signs is None else hadamard(y) * signs
 
 
@@ -90,10 +103,10 @@ def row_norm(x: Tensor) -> Tensor:
     return squares.squeeze(-1).sqrt()
 
 
-def rotated_rows(n: int, d: int, bits: int, device: torch.device, seed: int | None = None) -> RotatedRows:
-    """Allocate `n` rows of zeros; with a `seed`, signs are applied before the rotation."""
+def allocate(n: int, d: int, bits: int, device: torch.device, seed: int | None = None) -> CodedRows:
+    """Allocate `n` rows of zeros; with a `seed`, signs are applied before the transform."""
     assert d & (d - 1) == 0, f"{d} is no power of two"
-    return RotatedRows(
+    return CodedRows(
         torch.zeros(n, dtype=torch.float16, device=device),
         torch.zeros(n, lloyd_max.packed_bytes(d, bits), dtype=torch.uint8, device=device),
         bits,
@@ -101,17 +114,17 @@ def rotated_rows(n: int, d: int, bits: int, device: torch.device, seed: int | No
     )
 
 
-def planes(rows: RotatedRows) -> dict[str, Tensor]:
+def planes(rows: CodedRows) -> dict[str, Tensor]:
     """The tensors that hold the rows, [n, ...] each, by name."""
     return {"norm": rows.norm, "codes": rows.codes}
 
 
-def between(rows: RotatedRows, low: int, high: int) -> RotatedRows:
+def between(rows: CodedRows, low: int, high: int) -> CodedRows:
     """Rows `low` to `high` - 1 as views, in their stored form."""
     return rows._replace(norm=rows.norm[low:high], codes=rows.codes[low:high])
 
 
-def write(rows: RotatedRows, start: int, x: Tensor) -> None:
+def write(rows: CodedRows, start: int, x: Tensor) -> None:
     """Store `x` [m, d] as rows `start` .. ``start + m - 1``; rows that are no numbers become NaN, see above."""
     part = between(rows, start, start + x.shape[0])
     norm = row_norm(x)
@@ -121,41 +134,41 @@ def write(rows: RotatedRows, start: int, x: Tensor) -> None:
     part.codes.copy_(lloyd_max.pack(lloyd_max.encode(y, rows.bits), rows.bits))
 
 
-def expected_error(rows: RotatedRows, x: Tensor) -> Tensor:
+def expected_error(rows: CodedRows, x: Tensor) -> Tensor:
     """Squared error over squared length, [m] float32, of the codes that stand for `x` [m, d]: more in a long tail."""
     y = _normal(x, row_norm(x), rows.signs)
     return (lloyd_max.decode(lloyd_max.encode(y, rows.bits), rows.bits) - y).square().mean(1)
 
 
 def _normal(x: Tensor, norm: Tensor, signs: Tensor | None) -> Tensor:
-    """Rows [m, d] rotated, at a length of sqrt(d): columns are near N(0, 1), or 0 where there is no direction."""
+    """Rows [m, d] transformed, at a length of sqrt(d): columns are near N(0, 1), or 0 where there is no direction."""
     usable = ((norm > 0) & norm.isfinite())[:, None]
-    y = rotate(x.float() / torch.where(usable, norm[:, None], 1.0), signs) * x.shape[1] ** 0.5
+    y = signed_hadamard(x.float() / torch.where(usable, norm[:, None], 1.0), signs) * x.shape[1] ** 0.5
     return torch.where(usable, y, 0.0)
 
 
-def read(rows: RotatedRows, low: int, high: int) -> Tensor:
-    """Rows `low` to `high` - 1, [high - low, d] float32, rotated back."""
-    return unrotate(read_rotated(rows, low, high), rows.signs)
+def read(rows: CodedRows, low: int, high: int) -> Tensor:
+    """Rows `low` to `high` - 1, [high - low, d] float32."""
+    return undo_hadamard(read_hadamard(rows, low, high), rows.signs)
 
 
-def take(rows: RotatedRows, index: Tensor) -> Tensor:
-    """Rows `index` [c] int, [c, d] float32, rotated back: bit for bit what `read` gives."""
-    return unrotate(take_rotated(rows, index), rows.signs)
+def take(rows: CodedRows, index: Tensor) -> Tensor:
+    """Rows `index` [c] int, [c, d] float32: bit for bit what `read` gives."""
+    return undo_hadamard(take_hadamard(rows, index), rows.signs)
 
 
-def read_rotated(rows: RotatedRows, low: int, high: int) -> Tensor:
+def read_hadamard(rows: CodedRows, low: int, high: int) -> Tensor:
     """``H(s x)`` of rows `low` to `high` - 1 as stored, [high - low, d] float32."""
     return _decoded(between(rows, low, high))
 
 
-def take_rotated(rows: RotatedRows, index: Tensor) -> Tensor:
+def take_hadamard(rows: CodedRows, index: Tensor) -> Tensor:
     """``H(s x)`` of rows `index` [c] int as stored, [c, d] float32."""
     norm, codes = (torch.index_select(plane, 0, index) for plane in (rows.norm, rows.codes))
     return _decoded(rows._replace(norm=norm, codes=codes))
 
 
-def _decoded(rows: RotatedRows) -> Tensor:
-    """All of `rows` in the rotated space."""
+def _decoded(rows: CodedRows) -> Tensor:
+    """All of `rows`, transformed."""
     centroids = lloyd_max.decode_packed(rows.codes, rows.bits)
     return centroids.mul_(rows.norm.float()[:, None] * rows.shape[1] ** -0.5)
