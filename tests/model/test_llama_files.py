@@ -7,12 +7,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.ops import CPU
 from model.architectures import config_from_file
 from model.errors import CapacityError, CheckpointError, ConfigError
 from model.llama.census import census, parameters
 from model.llama.config import LlamaConfig
-from model.ranks.ranks import Group
 from runtime.load import load_any
 from runtime.options import RunOptions
 from tests.llama_configs import LLAMA_2_7B, LLAMA_3_1_8B, LLAMA_3_2_1B, MISTRAL_7B_V1, SMOLLM2_135M
@@ -237,7 +235,7 @@ def test_options_that_the_family_does_not_have_are_refused(saved):
         ConfigError, match="--numerics deployed is DeepSeek-V4's; run a llama model with --numerics plain"
     ):
         load_any(saved, RunOptions())
-    with pytest.raises(ConfigError, match="a llama model runs on one rank, this run has 2"):
-        load_any(saved, RunOptions("plain"), CPU, Group(0, 2, None))
+    with pytest.raises(ConfigError, match="--dispatch all-reduce: a llama model has no experts"):
+        load_any(saved, RunOptions("plain", dispatch="all-reduce"))
     with pytest.raises(CapacityError, match="a context of 257 positions, max_position_embeddings is 256"):
         load_any(saved, RunOptions("plain"), context=257)
