@@ -9,7 +9,7 @@ from torch import Tensor
 class Softmax(NamedTuple):
     """Of rows of queries; updated in place, everything float32."""
 
-    peak: Tensor  # [..., rows] largest logit so far; finite, or every tile holds something that a row sees
+    peak: Tensor  # [..., rows] largest logit so far; it begins finite, so that no difference of peaks is inf - inf
     total: Tensor  # [..., rows] sum of exp(logit - peak)
     values: tuple[Tensor, ...]  # [..., rows, d] each, sums of exp(logit - peak) * value
 

@@ -281,7 +281,7 @@ def _attend_gathered(state: Softmax, q: Tensor, entries: Slots, index: Tensor, v
     """Fold in entries `index` [t, k] row by row; where not `valid`, the index is any entry that may be read."""
     t, k = index.shape
     d = width(entries.rows)
-    keys = min(k, 256)
+    keys = max(1, min(k, 256))  # a selection may be of none
     tokens = max(1, KEYS // (keys * d))
     for start in range(0, t, tokens):
         part = slice(start, start + tokens)

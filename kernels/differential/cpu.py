@@ -78,7 +78,7 @@ def attend(q: Tensor, noise: Noise | None, past: Past, own: Own | None) -> Tenso
     if own is not None:
         keys = torch.cat((keys, own.keys.transpose(0, 1).to(keys.dtype)), dim=1)
         values = torch.cat((values, own.values.transpose(0, 1).to(values.dtype)), dim=1)
-    if keys.shape[1] == 0:
+    if t == 0 or keys.shape[1] == 0:
         return q.new_zeros(q.shape, dtype=torch.float32)
     keys, values = keys.float().mT, values.float()  # [K, D, s], [K, s, D]
     rows, lam = _streams(q, noise, kv_heads), None  # [K, n, H / K, t, D]

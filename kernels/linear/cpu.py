@@ -110,8 +110,8 @@ def _operand(x: Tensor, weight: Weight) -> torch.dtype:
     """Dtype in which to multiply; the accumulator is fp32 in both.
 
     bfloat16 holds E4M3 and E2M1 times a power of two exactly, so where the processor multiplies it natively (AMX)
-    nothing is lost; elsewhere it is emulated, four times slower than fp32. Scales stored in fp32 and NVFP4's two
-    scales need more mantissa than bfloat16 has.
+    nothing is lost but weights below 2^-126, which it takes for zero; elsewhere it is emulated, four times slower than
+    fp32. Scales stored in fp32 and NVFP4's two scales need more mantissa than bfloat16 has.
     """
     match weight:
         case Dense(data):

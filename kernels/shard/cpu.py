@@ -114,7 +114,8 @@ def _grouped(q: Tensor, heads: int) -> Tensor:
 
 def _begin(q: Tensor) -> Softmax:
     """Softmax of queries [kv heads, rows, d] over nothing."""
-    peak = q.new_full(q.shape[:2], float("-inf"))
+    # The peak begins finite, so that no difference of peaks is inf - inf where all logits of a tile are -inf.
+    peak = q.new_full(q.shape[:2], torch.finfo(torch.float32).min)
     return Softmax(peak, torch.zeros_like(peak), (torch.zeros_like(q), torch.zeros_like(q)))
 
 

@@ -1,0 +1,241 @@
+"""The experts of a rank on every backend, and the model's loop over experts, against the equation in float64.
+
+Inputs are such that all agree to the bit: gates are between 18 and 300, where silu(g) is g in fp32, and gate, up and
+routing weights have few bits, so that only the roundings that are part of the equation happen.
+"""
+
+import pytest
+import torch
+
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, member, stack
+from kernels.ops import REFERENCE
+from model.arithmetic import Arithmetic
+from model.ranks import dispatch
+from tests.deepseek_arithmetic import act_quant, in_place
+
+E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+LIMIT = 300.0
+NAN = float("nan")
+NO_TRITON = "Triton is not on every platform"
+
+
+@pytest.fixture(params=["reference", "triton"])  # CPU's is the reference's
+def ops(request):
+    if request.param == "triton":
+        return pytest.importorskip("kernels.triton_ops", reason=NO_TRITON).TRITON
+    return REFERENCE
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+# form: rows and columns under one scale, which scales, and whether `deployed` rounds the inputs
+FORMS = {
+    "bf16": (1, 1, [1.0], False),
+    "fp8": (128, 128, [1.0, 2.0], True),
+    "fp8, f32 scales": (128, 128, [1.0, 2.0, 3.0], True),
+    "fp4": (1, 32, [1.0, 2.0], True),
+    "nvfp4": (1, 16, [0.5, 1.0], False),  # E4M3's 1 and 2, times 1/2
+}
+
+
+def encoded(form, g, signs):
+    """A matrix of +-1 (`signs`) times scales that differ from block to block, stored and in float64."""
+    (o, i), (high, wide, scales, _) = signs.shape, FORMS[form]
+    scale = torch.tensor(scales)[torch.randint(len(scales), (-(-o // high), -(-i // wide)), generator=g)]
+    values = signs.double() * scale.double().repeat_interleave(high, 0)[:o].repeat_interleave(wide, 1)[:, :i]
+    code = torch.where(signs > 0, 2, 10).byte()
+    packed = code[:, ::2] | code[:, 1::2] << 4
+    match form:
+        case "bf16":
+            return Dense(signs.bfloat16()), values
+        case "fp8" | "fp8, f32 scales":
+            return Fp8(signs.to(E4M3), scale.to(E8M0) if form == "fp8" else scale), values
+        case "fp4":
+            return Fp4(packed.view(torch.int8), scale.to(E8M0)), values
+    return NvFp4(packed, (2 * scale).to(E4M3), torch.tensor(0.5)), values
+
+
+def signs(g, *shape):
+    return torch.randint(0, 2, shape, generator=g) * 2.0 - 1
+
+
+def layer(form, count, hidden, inner, seed):
+    """w1, w3, w2 of `count` experts, stored and in float64: gates are sums of 128 or so positive numbers."""
+    g = seeded(seed)
+    made = (
+        [encoded(form, g, torch.ones(inner, hidden)) for _ in range(count)],
+        [encoded(form, g, signs(g, inner, hidden)) for _ in range(count)],
+        [encoded(form, g, signs(g, hidden, inner)) for _ in range(count)],
+    )
+    return tuple(stack([held for held, _ in of]) for of in made), tuple([values for _, values in of] for of in made)
+
+
+def tokens(t, k, hidden, of, seed):
+    g = seeded(seed)
+    x = torch.randint(1, 4, (t, hidden), generator=g).div(4).bfloat16()
+    ids = torch.rand(t, of, generator=g).argsort(1)[:, :k]
+    return x, ids, torch.randint(1, 8, (t, k), generator=g) / 4
+
+
+def summed(x, ids, weights, values, limit, first, *, rounding=False):
+    """``sum_e W2_e swiglu(W1_e x, W3_e x, limit, weight_e)``, each rounded to the dtype of `x` as the contract says."""
+
+    def linear(rows, w):
+        rows = in_place(act_quant(rows, 128), rows) if rounding else rows
+        return (rows.double() @ w.T).to(x.dtype)
+
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for expert, (w1, w3, w2) in enumerate(zip(*values, strict=True)):
+        token, slot = (ids == first + expert).nonzero(as_tuple=True)
+        gate, up = (linear(x[token], w).double() for w in (w1, w3))
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        inner = (gate * gate.sigmoid()).float().double() * up * weights[token, slot, None]
+        out.index_add_(0, token, linear(inner.to(x.dtype), w2).double())
+    return out.float()
+
+
+def assert_summed(ops, form, made, x, ids, weights, first=0, *, deployed=False):
+    stacks, values = made
+    ours = ops.experts(x, ids, weights, *stacks, LIMIT, first, deployed=deployed)
+    assert (ours.dtype, ours.shape) == (torch.float32, x.shape)
+    expected = summed(x, ids, weights, values, LIMIT, first, rounding=deployed and FORMS[form][3])
+    assert torch.equal(ours, expected)
+    return ours
+
+
+@pytest.mark.parametrize(
+    ("form", "deployed", "t"),
+    [("fp4", False, 1), *((form, deployed, 6) for form in FORMS for deployed in (False, True))],
+)
+def test_experts_of_one_rank_are_summed(ops, form, deployed, t):
+    """Three experts of five, from 1 on; two tiles of rows, the last cut where nothing forbids it."""
+    hidden, inner = (256, 128) if deployed else (160, 160)
+    if form in {"bf16", "fp8, f32 scales"} or (form == "nvfp4" and deployed):  # one tile of what lies as another does
+        hidden = inner = 128
+    made = layer(form, 3, hidden, inner, t)
+    assert_summed(ops, form, made, *tokens(t, 2, hidden, 5, 3), first=1, deployed=deployed)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("deployed", [False, True])
+def test_the_models_loop_computes_the_same(form, deployed):
+    (w1, w3, w2), values = layer(form, 4, 128, 128, 0)
+    x, ids, weights = tokens(5, 2, 128, 4, 1)
+    arithmetic = Arithmetic(REFERENCE, deployed, torch.bfloat16, None, None, {})
+
+    def run(expert, rows, weight):
+        gate, up = (arithmetic.linear(rows, member(w, expert)) for w in (w1, w3))
+        return arithmetic.linear(REFERENCE.swiglu(gate, up, LIMIT, weight), member(w2, expert))
+
+    expected = summed(x, ids, weights, values, LIMIT, 0, rounding=deployed and FORMS[form][3])
+    assert expected.abs().max() > 1000
+    assert torch.equal(dispatch.alone(x, ids, weights, 4, run), expected)
+
+
+def test_blocks_whose_codes_are_subnormal_or_whose_scale_is_the_smallest(ops):
+    """Ups are E4M3's first hundred numbers times 1.375, so that most fall between two codes of the block's scale.
+
+    Of the routing weights, the last leaves a block below 1e-4, which its scale no longer follows. All else is exact.
+    """
+    codes = torch.arange(1, 101, dtype=torch.uint8).view(E4M3).float()
+    first, third, second = torch.zeros(128, 128), torch.zeros(128, 128), signs(seeded(1), 128, 128)
+    first[:, 1], third[:100, 0] = 1.0, codes * signs(seeded(0), 100)
+    one, values = torch.ones(1, 1).to(E8M0), tuple([w.double()] for w in (first, third, second))
+    made = tuple(stack([Fp8(w.to(E4M3), one)]) for w in (first, third, second)), values
+    x, ids = torch.zeros(3, 128).bfloat16(), torch.zeros(3, 1, dtype=torch.int64)
+    x[:, 0], x[:, 1] = 1.375, 32.0
+    ours = assert_summed(ops, "fp8", made, x, ids, torch.tensor([[1.0], [2.0**-6], [2.0**-28]]), deployed=True)
+    assert (ours != 0).all()
+    assert not torch.equal(ours[2], ours[0] * 2.0**-28), "the smallest scale rounds otherwise"
+
+
+def test_fp32_activations_are_not_narrowed(ops):
+    """Sums of 32 products of which the last bits may fall: in any order within 32 ulp of the sum of sizes."""
+    stacks, values = layer("fp4", 2, 32, 32, 0)
+    x, ids, weights = tokens(3, 2, 32, 2, 1)
+    x = x.float() + 2.0**-12
+    ours = ops.experts(x, ids, weights, *stacks, 20.0, 0, deployed=False)
+    sizes = 32 * 20.0 * 20.0 * 2 * weights.sum(1, keepdim=True)  # 32 columns of gate <= 20, up <= 20, w2 <= 2
+    assert ((ours - summed(x, ids, weights, values, 20.0, 0)).abs() <= 3 * 32 * 2.0**-23 * sizes).all()
+    assert not torch.equal(ours, ops.experts(x.bfloat16(), ids, weights, *stacks, 20.0, 0, deployed=False))
+
+
+@pytest.mark.parametrize("counts", [(17, 17, 1, 1), (36, 0, 0, 0), (0, 16, 0, 20)])
+def test_tokens_may_fall_on_experts_in_any_number(ops, counts):
+    """Blocks of 16: the first needs as many as Triton's grid has; others leave experts without any."""
+    ids = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))[torch.randperm(36, generator=seeded(2))]
+    x, _, weights = tokens(36, 1, 32, 4, 5)
+    if ops.name == "triton":
+        assert pytest.importorskip("kernels.experts.triton")._tokens(36, 4) == 16
+    assert_summed(ops, "bf16", layer("bf16", 4, 32, 32, 0), x, ids[:, None], weights)
+
+
+def test_triton_sorts_more_pairs_than_one_chunk(monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("kernels.experts.triton", reason=NO_TRITON), "CHUNK", 8)
+    triton = pytest.importorskip("kernels.triton_ops").TRITON
+    assert_summed(triton, "bf16", layer("bf16", 2, 32, 32, 0), *tokens(9, 3, 32, 4, 5), first=1)
+
+
+def test_slots_of_other_ranks_are_not_read(ops, monkeypatch):
+    """Scratch that nobody filled is NaN; neither weights nor ids need lie in order."""
+
+    def filled(make):
+        def made(*args, **more):
+            out = make(*args, **more)
+            return out.fill_(NAN) if out.is_floating_point() else out
+
+        return made
+
+    made, (x, ids, weights) = layer("bf16", 2, 32, 32, 0), tokens(5, 3, 32, 8, 5)
+    ids[0], ids[1], weights[ids > 4] = torch.tensor([7, 0, 1]), torch.tensor([4, 7, 3]), NAN
+    monkeypatch.setattr(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty))
+    monkeypatch.setattr(torch, "empty", filled(torch.empty))
+    for first in (3, 0, 6):
+        held = torch.where((ids >= first) & (ids < first + 2), torch.nan_to_num(weights), NAN)
+        ours = assert_summed(ops, "bf16", made, x, ids.T.contiguous().T, held.T.contiguous().T, first)
+        assert ours.isfinite().all()
+
+
+@pytest.mark.parametrize("slots", [(0, 1, 2), (2, 0, 1), (2, 1, 0), (1, 2, 0)])
+def test_outputs_are_summed_in_ascending_order_of_experts(ops, slots):
+    """2^30 and -2^30 first, then 1: any other order loses the 1."""
+    one = Dense(torch.ones(3, 32, 32).bfloat16() / 32)
+    weights = torch.tensor([[2.0**30, -(2.0**30), 1.0]])[:, list(slots)]
+    x = torch.full((1, 32), 32.0).bfloat16()
+    ours = ops.experts(x, torch.tensor([slots]), weights, one, one, one, 100.0, 0, deployed=False)
+    assert (ours == 32 * 32).all()
+
+
+def test_a_token_does_not_depend_on_the_others(ops):
+    stacks, _ = layer("fp4", 3, 128, 128, 0)
+    x, ids, weights = tokens(5, 2, 128, 3, 5)
+    alone = ops.experts(x[:2], ids[:2], weights[:2], *stacks, LIMIT, 0, deployed=True)
+    x[3, 7] = NAN
+    ours = ops.experts(x, ids, weights, *stacks, LIMIT, 0, deployed=True)
+    assert torch.equal(ours[:2], alone)
+    assert ours.isnan().all(1).tolist() == [False, False, False, True, False]
+
+
+def test_without_tokens_or_slots_the_sum_is_zero(ops):
+    stacks, _ = layer("bf16", 2, 32, 32, 0)
+    for t, k in ((0, 2), (3, 0)):
+        x, ids, weights = torch.ones(t, 32).bfloat16(), torch.zeros(t, k, dtype=torch.int64), torch.ones(t, k)
+        assert torch.equal(ops.experts(x, ids, weights, *stacks, 1.0, 0, deployed=False), torch.zeros(t, 32))
+
+
+def test_columns_that_cut_a_rounded_block_are_refused(ops):
+    stacks, _ = layer("fp4", 2, 32, 32, 0)
+    with pytest.raises(AssertionError, match="128"):
+        ops.experts(*tokens(1, 1, 32, 2, 0), *stacks, 1.0, 0, deployed=True)
+
+
+def test_triton_and_stacks_take_matrices_of_one_form():
+    (w1, _, w2), _ = layer("bf16", 2, 32, 32, 0)
+    other = layer("fp4", 2, 32, 32, 0)[0][0]
+    with pytest.raises(AssertionError, match="forms"):
+        stack([member(w1, 0), member(other, 0)])
+    triton = pytest.importorskip("kernels.triton_ops", reason=NO_TRITON).TRITON
+    with pytest.raises(AssertionError, match="w3 Fp4"):
+        triton.experts(*tokens(1, 1, 32, 2, 0), w1, other, w2, 1.0, 0, deployed=False)

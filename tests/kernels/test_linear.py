@@ -1,0 +1,367 @@
+"""Products with stored weights on every backend, and the decoding of these weights, against float64."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+
+from kernels.formats import cpu as decoding_by_tables
+from kernels.formats import reference as formats
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, rows
+from kernels.linear import cpu
+from kernels.ops import CPU, REFERENCE
+from tests.kernels.every_backend import ULP
+from tests.peak_memory import peak_bytes
+
+E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+BYTES = torch.arange(256, dtype=torch.uint8)
+DTYPES = (torch.bfloat16, torch.float32)
+INF, NAN = float("inf"), float("nan")
+NO_TRITON = "Triton is not on every platform"
+
+
+@pytest.fixture(params=["reference", "cpu", "cpu, native bfloat16", "triton"])
+def ops(request, monkeypatch):
+    """Native: as on a processor that multiplies bfloat16 itself; here it is emulated, with the same accumulator."""
+    if request.param == "triton":
+        return pytest.importorskip("kernels.triton_ops", reason=NO_TRITON).TRITON
+    monkeypatch.setattr(cpu, "_native_bfloat16", lambda _: "native" in request.param)
+    return REFERENCE if request.param == "reference" else CPU
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def random_bytes(g, *shape):
+    return torch.randint(0, 256, shape, dtype=torch.uint8, generator=g)
+
+
+def e4m3(g, *shape):
+    return torch.randn(*shape, generator=g).mul(100).clamp(-448, 448).to(E4M3)
+
+
+def e8m0(g, *shape):
+    return torch.randint(118, 128, shape, dtype=torch.uint8, generator=g).view(E8M0)
+
+
+def blocks(n):
+    return -(-n // 128)
+
+
+FORMS = {
+    "bf16": lambda g, o, i: Dense(torch.randn(o, i, generator=g).bfloat16()),
+    "f16": lambda g, o, i: Dense(torch.randn(o, i, generator=g).half()),
+    "f32": lambda g, o, i: Dense(torch.randn(o, i, generator=g)),
+    "fp8": lambda g, o, i: Fp8(e4m3(g, o, i), e8m0(g, blocks(o), blocks(i))),
+    "fp8, f32 scales": lambda g, o, i: Fp8(e4m3(g, o, i), torch.rand(blocks(o), blocks(i), generator=g)),
+    "fp4": lambda g, o, i: Fp4(random_bytes(g, o, i // 2).view(torch.int8), e8m0(g, o, i // 32)),
+    "nvfp4": lambda g, o, i: NvFp4(random_bytes(g, o, i // 2), e4m3(g, o, i // 16), torch.tensor(0.0123)),
+}
+forms = pytest.mark.parametrize("form", FORMS)
+
+
+# --- the oracle
+
+
+def e4m3_value(byte):
+    """From the fields of a code: a sign, four bits of exponent, three of mantissa."""
+    exponent, mantissa = byte >> 3 & 15, byte & 7
+    size = 2.0 ** (exponent - 7) * (1 + mantissa / 8) if exponent else 2.0**-6 * mantissa / 8
+    return (-1.0) ** (byte >> 7) * (NAN if (exponent, mantissa) == (15, 7) else size)
+
+
+POSITIVE = [0, 0.5, 1, 1.5, 2, 3, 4, 6]  # of E2M1
+E2M1_PAIRS = [[(POSITIVE + [-v for v in map(float, POSITIVE)])[code] for code in (b & 15, b >> 4)] for b in range(256)]
+PAIRS, VALUES = torch.tensor(E2M1_PAIRS).double(), torch.tensor([e4m3_value(byte) for byte in range(256)]).double()
+POWERS = torch.tensor([2.0 ** (byte - 127) for byte in range(255)] + [NAN]).double()  # of E8M0
+
+
+def exact(weight):
+    """Product of values and scales, in which float64 rounds nothing: 4 bits times 24, or 2 + 4 + 24."""
+    (o, i), scale = weight.shape, weight[1].double() if len(weight) > 1 and weight[1].dtype == torch.float32 else None
+    match weight:
+        case Dense(data):
+            return data.double()
+        case Fp8(data, codes):
+            scale = POWERS[codes.view(torch.uint8).int()] if scale is None else scale
+            scale = scale.repeat_interleave(128, 0)[:o].repeat_interleave(128, 1)[:, :i]
+            return VALUES[data.view(torch.uint8).int()] * scale
+        case Fp4(data, codes):
+            return PAIRS[data.view(torch.uint8).int()].flatten(1) * POWERS[
+                codes.view(torch.uint8).int()
+            ].repeat_interleave(32, 1)
+        case NvFp4(data, codes, factor):
+            scale = VALUES[codes.view(torch.uint8).int()].repeat_interleave(16, 1)
+            return PAIRS[data.int()].flatten(1) * scale * factor.double()
+
+
+@lru_cache(maxsize=1)  # by identity of the tensors: of one weight, for numbers of tokens in turn
+def decoded(weight):
+    return exact(weight).float().double()
+
+
+def product(x, weight, groups=1):
+    """``y[t, g, r] = sum_d x[t, g, d] W[g * rank + r, d]``, of W as float32 holds it; and the sum of sizes."""
+    x, w = x.double(), decoded(weight).unflatten(0, (groups, -1))
+    return (torch.einsum("tgd,grd->tgr", *both) for both in ((x, w), (x.abs(), w.abs())))
+
+
+def assert_product(ours, x, weight, groups=1):
+    """Hold `ours` [t, groups, rank] against the equation.
+
+    n ulp of the sum of sizes bounds a sum of n terms in any order; 8 hold for the lengths here, as partial sums are of
+    a matrix product's blocks. A scale that is not a power of two rounds once more. In bfloat16 the result is rounded
+    once: half an ulp of it.
+    """
+    total, sizes = product(x, weight, groups)
+    assert (ours.dtype, ours.shape) == (x.dtype, total.shape)
+    error = (ours.double() - total).abs() - (total.abs() * 2.0**-8 if ours.dtype == torch.bfloat16 else 0)
+    assert (error <= 8 * ULP * sizes).all(), f"off by {(error / (ULP * sizes)).max()} ulp of the sum of sizes"
+
+
+def assert_equal(ours, x, weight):
+    """A single product in each sum: the same number, infinity or NaN."""
+    total, _ = product(x[:, None], weight)
+    expected, nan = total[:, 0].float().to(x.dtype), total[:, 0].isnan()
+    assert torch.equal(ours.isnan(), nan)
+    assert torch.equal(ours.masked_fill(nan, 0), expected.masked_fill(nan, 0))
+
+
+# --- products of every form and shape
+
+# (out, in): columns that cut a block of 128, rows that cut a tile, one row. All are multiples of FP4's group of 32
+SHAPES = [(256, 256), (130, 96), (384, 1056), (1, 32), (129, 160)]
+# With numbers of tokens: CPU takes up to 4 one by one
+CASES = {"reference": [(*shape, (0, 1, 7)) for shape in SHAPES], "cpu": [(*s, (0, 1, 2, 4, 5, 7, 128)) for s in SHAPES]}
+# The interpreter is slow: one row; a cut block; a cut tile; many tokens. Tiles of fp32 operands are narrower
+TRITON = {
+    torch.bfloat16: [(1, 32, (0, 1)), (65, 160, (16,)), (130, 96, (3,)), (129, 288, (17,))],
+    torch.float32: [(65, 64, (0, 1)), (2, 96, (33,))],
+}
+
+
+@forms
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_form_and_shape_is_the_product(ops, form, dtype, monkeypatch):
+    for o, i, tokens in TRITON[dtype] if ops.name == "triton" else CASES[ops.name]:
+        monkeypatch.setattr(cpu, "TILE", 2 * 128 * i)  # two blocks of rows
+        monkeypatch.setattr(cpu, "ROWS", 100 * i)
+        weight = FORMS[form](seeded(o), o, i)
+        for t in tokens:
+            x = torch.randn(t, 2 * i, generator=seeded(t)).to(dtype)[:, ::2]  # columns apart
+            assert_product(ops.linear(x, weight)[:, None], x[:, None], weight)
+
+
+# Groups, their rank, tokens
+GROUPS = [(groups, rank, t) for groups, rank in ((1, 130), (3, 43), (2, 128), (4, 96), (5, 1)) for t in (0, 1, 6)]
+TRITON_GROUPS = {torch.bfloat16: [(3, 43, 1), (2, 130, 18), (5, 1, 6)], torch.float32: [(5, 1, 6)]}
+
+
+@forms
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_groups_may_cut_tiles_and_blocks_of_scales(ops, form, dtype, monkeypatch):
+    monkeypatch.setattr(cpu, "TILE", 128 * 96)  # one block of rows
+    for groups, rank, t in TRITON_GROUPS[dtype] if ops.name == "triton" else GROUPS:
+        weight = FORMS[form](seeded(groups), groups * rank, 96)
+        x = torch.randn(t, groups, 96, generator=seeded(t)).to(dtype)
+        assert_product(ops.grouped_linear(x, weight, groups), x, weight, groups)
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4"])
+@pytest.mark.parametrize(("t", "columns"), [(2, 2048), (2, 2080), (18, 2048), (18, 2080)])
+def test_long_sums_are_whole(ops, form, t, columns):
+    """Triton splits 2048 columns; 2080 leave a step cut short in the last split."""
+    g = seeded(columns)
+    weight, x = FORMS[form](g, 3, columns), torch.randn(t, columns, generator=g).bfloat16()
+    if ops.name == "triton":
+        fused = pytest.importorskip("kernels.linear.triton")
+        tile = fused._tile("dense" if form == "bf16" else form, t, wide=False)
+        assert fused._grid(t, 1, 3, columns, tile)[0][2] > 1
+    assert_product(ops.linear(x, weight)[:, None], x[:, None], weight)
+
+
+# --- numbers that must not be lost
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "fp4"])
+def test_the_accumulator_is_wider_than_bfloat16(ops, form):
+    """256 + 1 is 256 in bfloat16: a sum of ones kept in it would stop there."""
+    o, tokens = (2, (1, 18)) if ops.name == "triton" else (128, (1, 2, 5, 64))
+    weight = {
+        "bf16": Dense(torch.ones(o, 1024).bfloat16()),
+        "fp8": Fp8(torch.ones(o, 1024).to(E4M3), torch.ones(1, 8).to(E8M0)),
+        "fp4": Fp4(torch.full((o, 512), 0x22, dtype=torch.int8), torch.ones(o, 32).to(E8M0)),
+    }[form]
+    for t in tokens:
+        assert (ops.linear(torch.ones(t, 1024).bfloat16(), weight) == 1024).all()
+
+
+def test_no_bits_are_lost_on_the_way_to_the_accumulator(ops):
+    """A single product, of a value and scales that take all bits of their form; then fp32 activations."""
+    third = torch.tensor(1 / 3)
+    for weight in (
+        Fp8(torch.full((1, 128), 1.875).to(E4M3), third.view(1, 1)),
+        NvFp4(torch.full((1, 64), 0x55, dtype=torch.uint8), torch.full((1, 8), 1.875).to(E4M3), third),
+        Dense(third.expand(1, 128).contiguous()),
+        Dense(third.expand(1, 128).half()),
+    ):
+        for dtype in DTYPES:
+            x = torch.zeros(1, 128, dtype=dtype)
+            x[0, 5] = 1.0
+            assert_equal(ops.linear(x, weight), x, weight)
+    fine = torch.full((1, 128), 1 + 2.0**-20)  # lost if fp32 activations went through a narrower operand
+    total = ops.linear(fine, Fp8(torch.ones(1, 128).to(E4M3), torch.ones(1, 1).to(E8M0)))
+    assert (total.double() - fine.double().sum()).abs().item() <= 128 * 2.0**-20 / 2  # the sum itself rounds
+
+
+SCALES = torch.tensor([0, 1, 2, 64, 126, 127, 128, 250, 253, 254, 255], dtype=torch.uint8)  # 0 is a subnormal, 255 NaN
+LARGE = 2.0**20  # with it results are no subnormals of bfloat16, which the interpreter makes zero
+# Without native bfloat16: instructions that multiply it, and their emulation, take weights below 2^-126 for zero.
+all_sizes = pytest.mark.parametrize("ops", ["reference", "cpu", "triton"], indirect=True)
+
+
+@all_sizes
+def test_every_fp4_code_counts_under_scales_of_all_sizes(ops):
+    """Sixteen codes in 32 columns, even and odd, under each scale; an infinite or NaN one makes its row NaN."""
+    packed = (BYTES[:16] | BYTES[:16].flip(0) << 4).expand(11, 16).contiguous()
+    weight = Fp4(packed.view(torch.int8), SCALES.view(E8M0)[:, None])
+    for x in (torch.eye(32)[::5], torch.eye(32)[:16].bfloat16() * LARGE):
+        assert_equal(ops.linear(x, weight), x, weight)
+
+
+@all_sizes
+def test_every_byte_of_e4m3_counts_as_a_value_and_as_a_scale(ops):
+    every, x = BYTES[:, None], torch.zeros(1, 128)
+    x[0, 77] = 1.0
+    for scale in (torch.tensor([[1.0], [0.3]]), torch.tensor([[0], [200]], dtype=torch.uint8).view(E8M0)):
+        weight = Fp8(every.expand(256, 128).contiguous().view(E4M3), scale)
+        for one in (x, x.bfloat16() * LARGE):
+            assert_equal(ops.linear(one, weight), one, weight)
+    weight = NvFp4(torch.full((256, 8), 0x73, dtype=torch.uint8), every.view(E4M3), torch.tensor(0.7))
+    assert_equal(ops.linear(torch.eye(16)[:2], weight), torch.eye(16)[:2], weight)
+
+
+@all_sizes
+def test_every_block_of_columns_has_its_own_scale(ops):
+    x = torch.zeros(11, 11 * 128)
+    x[torch.arange(11), torch.arange(11) * 128] = 1.0
+    weight = Fp8(torch.full((1, 11 * 128), 0.5).to(E4M3), SCALES.view(E8M0)[None, :])
+    assert ops.linear(x.bfloat16(), weight).isnan().all()  # of the last block
+    x, weight = x[:-1, :-128].bfloat16() * LARGE, Fp8(weight.data[:, :-128], weight.scale[:, :-1])
+    assert_equal(ops.linear(x, weight), x, weight)
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8", "fp4", "nvfp4"])
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_what_is_not_finite_stays_in_its_token(ops, form, bad):
+    for t in (3, 20):
+        g = seeded(t)
+        weight, x = FORMS[form](g, 5, 96), torch.randn(t, 96, generator=g).bfloat16()
+        x[1, 40] = bad
+        ours, (total, _) = ops.linear(x, weight), product(x[:, None], weight)
+        assert ours.isfinite().all(1).tolist() == [token != 1 for token in range(t)]
+        assert torch.equal(ours.isnan(), total[:, 0].isnan())
+
+
+def test_a_nan_weight_stays_nan(ops):
+    data = torch.zeros(2, 64, dtype=torch.uint8)
+    data[0, 3], data[1, 5] = 0x7F, 0xFF
+    assert ops.linear(torch.ones(1, 64), Fp8(data.view(E4M3), torch.ones(1, 1).to(E8M0))).isnan().all()
+
+
+@pytest.mark.parametrize("t", [2, 20])
+def test_neighbours_in_memory_are_not_read(ops, t):
+    """A weight and rows that are parts of larger tensors: what lies beside them is NaN."""
+    g = seeded(t)
+    x = torch.full((t + 2, 160), NAN).bfloat16()
+    x[1:-1, :96] = torch.randn(t, 96, generator=g)
+    codes = torch.full((8, 128), 0x7F, dtype=torch.uint8).view(E4M3)
+    codes[2:7, :96] = e4m3(g, 5, 96)
+    dense = torch.full((8, 128), NAN).bfloat16()
+    dense[2:7, :96] = codes[2:7, :96].bfloat16()
+    scales = torch.full((3, 3), NAN)
+    scales[1:2, 1:2] = 0.5
+    packed, bytes_beside = random_bytes(g, 8, 64), torch.full((8, 9), 255, dtype=torch.uint8)
+    bytes_beside[2:7, 2:5] = 127
+    own = x[1:-1, :96]
+    for weight in (
+        Dense(dense[2:7, :96]),
+        Fp8(codes[2:7, :96], scales[1:2, 1:2]),
+        Fp4(packed.view(torch.int8)[2:7, :48], bytes_beside.view(E8M0)[2:7, 2:5]),
+    ):
+        assert_product(ops.linear(own, weight)[:, None], own[:, None], weight)
+
+
+def test_inputs_of_another_width_are_refused(ops):
+    with pytest.raises((AssertionError, RuntimeError), match=r"want|the weight 4|size mismatch"):
+        ops.linear(torch.ones(1, 5), Dense(torch.ones(4, 4)))
+
+
+# --- what one backend promises
+
+
+@pytest.mark.parametrize("t", [1, 16, 5])
+def test_triton_few_tokens_do_not_depend_on_one_another(t):
+    linear = pytest.importorskip("kernels.linear.triton", reason=NO_TRITON).linear
+    g = seeded(t)
+    x, weight = torch.randn(16, 1024, generator=g).bfloat16(), FORMS["fp4"](g, 4, 1024)
+    assert torch.equal(linear(x, weight)[:t], linear(x[:t], weight))
+
+
+def test_triton_refuses_columns_that_are_apart_and_groups_of_unequal_rows():
+    fused = pytest.importorskip("kernels.linear.triton", reason=NO_TRITON)
+    with pytest.raises(AssertionError, match="columns of a weight"):
+        fused.linear(torch.ones(1, 4), Dense(torch.ones(4, 4).T))
+    with pytest.raises(AssertionError, match="groups"):
+        fused.grouped_linear(torch.ones(1, 3, 4), Dense(torch.ones(4, 4)), 3)
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp4", "nvfp4"])
+def test_cpu_memory_is_a_few_tiles(form):
+    weight, x = FORMS[form](seeded(2), 8192, 1024), torch.randn(1, 1024)  # 32 MiB decoded
+    # a tile of 2^20 weights is 4 MiB of fp32; a table look-up holds as much again in indices and in results
+    assert peak_bytes(lambda: CPU.linear(x, weight)) < 16 * 2**20
+    assert peak_bytes(lambda: REFERENCE.linear(x, weight)) > 32 * 2**20
+
+
+# --- decoding
+
+
+@pytest.fixture(params=[formats.decode, decoding_by_tables.decode], ids=["reference", "cpu"])
+def decode(request):
+    return request.param
+
+
+def assert_same_bits(ours, expected):
+    """The same bits, so that -0.0 is not 0.0, and NaN, of which there are many, at the same places."""
+    nan = expected.isnan()
+    assert torch.equal(ours.isnan(), nan)
+    assert torch.equal(ours.masked_fill(nan, 0).view(torch.int32), expected.masked_fill(nan, 0).view(torch.int32))
+
+
+EVERY_BYTE, EVERY_SCALE = BYTES.repeat(256, 1), BYTES[:, None].repeat(1, 32)  # [256 scales, 256 bytes]; one in a row
+# All bytes under all scales; under float32's, those that take all 24 bits
+CODES = {
+    "fp8": Fp8(EVERY_BYTE.view(1, -1).view(E4M3), EVERY_SCALE[:, :2].reshape(1, -1).view(E8M0)),
+    "fp4": Fp4(EVERY_BYTE.view(torch.int8), EVERY_SCALE[:, :16].contiguous().view(E8M0)),
+    "fp8, f32 scales": Fp8(BYTES[None].view(E4M3), torch.tensor([[1 / 3, 0.0123]])),
+    "nvfp4": NvFp4(EVERY_BYTE, EVERY_SCALE.contiguous().view(E4M3), torch.tensor(1 / 3)),
+}
+
+
+@pytest.mark.parametrize("form", CODES)
+def test_every_code_is_decoded_exactly_under_a_power_of_two_and_else_rounded_once(decode, form):
+    product = exact(CODES[form])
+    assert_same_bits(decode(CODES[form]), product.float())
+    held = product.abs() <= torch.finfo(torch.float32).max
+    assert torch.equal(product.float().double()[held], product[held]) == (form in {"fp8", "fp4"})
+
+
+@forms
+def test_a_tile_is_decoded_as_that_part_of_the_whole(decode, form):
+    for shape in SHAPES:
+        weight = FORMS[form](seeded(1), *shape)
+        for start in range(0, shape[0], 128):
+            part = slice(start, min(start + 128, shape[0]))
+            assert_same_bits(decode(rows(weight, part.start, part.stop)), exact(weight)[part].float())
