@@ -199,8 +199,6 @@ def test_an_empty_past(backend, slots):
             assert torch.equal(BACKENDS[backend](q, noise, norm, EPS, past, None), torch.zeros_like(q))
 
 
-# The CPU op takes one token at least: it fails to reshape none, where there are slots.
-@pytest.mark.parametrize("backend", NOT_CPU, indirect=True)
 @pytest.mark.parametrize("slots", [0, 5])
 def test_no_tokens(backend, slots):
     q, noise, past, own = drawn(0, slots)
