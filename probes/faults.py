@@ -348,7 +348,7 @@ _ALL = (
     Fault(
         "experts-off-by-one",
         "The first expert of each rank runs with the weights of its second.",
-        "the mistake's kind: a sharding that is off by one",
+        "the mistake's kind: a placement that is off by one",
         inject=ranks.experts_off_by_one,
         between_ranks=True,
     ),

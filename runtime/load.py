@@ -141,7 +141,9 @@ def _load(
     found = _fingerprint(checkpoint, ranks, device)
     check_bases(options.kv, found)
     for mark in marks:
+        ranks.record("adapters", None, _digits(mark, device))
         found = hashlib.sha256(f"{found} {mark}".encode()).hexdigest()
+    ranks.verify()
     return cast("AnyLoaded", Loaded(model, counted, found, directory, sharding, weights.handed()))
 
 

@@ -93,12 +93,12 @@ def _v4_axes(config: ModelConfig, size: int, why: list[str]) -> Axes:
 
 def _llama_axes(config: LlamaConfig, size: int, why: list[str]) -> Axes:
     """The heads that read a KV head are where it is."""
-    heads = _divides("KV heads, and the heads that read them", config.num_key_value_heads, size, why)
+    heads = _divides("KV heads with their caches, and the heads that read them", config.num_key_value_heads, size, why)
     return {
         "heads": (config.num_attention_heads, heads),
         "kv_heads": (config.num_key_value_heads, heads),
         "inner": (config.intermediate_size, _divides("columns of SwiGLU", config.intermediate_size, size, why)),
-        "output": (config.hidden_size, _divides("columns of the attention's output", config.hidden_size, size, why)),
+        "output": (config.hidden_size, _divides("columns of both sublayers' outputs", config.hidden_size, size, why)),
         "vocabulary": (config.vocab_size, _divides("vocabulary", config.vocab_size, size, why)),
     }
 

@@ -78,7 +78,7 @@ def save_state(path: Path, state: State, loaded: AnyLoaded, pending: int | None)
     """Write `state` to `path`; an existing file is replaced only once the new one is complete.
 
     OSError naming it when it cannot be written. All ranks of a run must call it, and the first writes: caches may be
-    split among them.
+    split among them, and are then whole, one tensor at a time and in the first rank's memory all of them.
     """
     metadata = _made_by(loaded) | {
         "position": str(state.position),
@@ -250,11 +250,11 @@ def check_forms(path: Path, found: Forms, wanted: Forms) -> None:
 
 
 def _tensors(state: State, *, keep: bool) -> dict[str, Tensor]:
-    """Return what the file holds; nothing of it where it is not to be kept, and only other ranks put it together."""
+    """Return what the file holds, where heads were put together in the host's memory; nothing where it is not kept."""
     return {
-        f"layers.{layer}.{name}": part.contiguous()
+        f"layers.{layer}.{name}": part.contiguous().cpu()
         for layer, cache in enumerate(state.layers)
-        for name, part in cache.tensors(state.position).items()
+        for name, part in cache.saved(state.position)
         if keep
     }
 

@@ -36,7 +36,7 @@ __all__ = [
     "take",
     "take_as_stored",
     "write",
-]  # fmt: skip
+]
 
 MANTISSA = 53  # bits of an integer that float64 holds
 GAINS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 16.0, 32.0, 64.0)

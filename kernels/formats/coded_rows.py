@@ -38,7 +38,7 @@ __all__ = [
     "take_hadamard",
     "undo_hadamard",
     "write",
-]  # fmt: skip
+]
 
 _MASK = (1 << 64) - 1
 

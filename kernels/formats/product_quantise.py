@@ -34,36 +34,47 @@ def codebook_values(n: int, heads: int, d: int, device: torch.device) -> Codeboo
     )
 
 
-def fit(values: CodebookValues, tiles: Tiles, whole: Callable[[Tensor], Tensor] = lambda tile: tile) -> None:
-    """Fit codebook and largest values to the rows of `tiles`, and store the rows.
+def fit(values: CodebookValues, tiles: Tiles) -> None:
+    """Fit codebook and largest values to the rows of `tiles`, and store the rows: `fit_codebook`, `store`."""
+    fit_codebook(values, tiles, lambda tile: tile)
+    store(values, tiles)
 
-    `values` and `tiles` may be of some of the heads that share the codebook: `whole` then puts all heads of a tile
-    together, of whom the largest values are each head's own.
+
+def fit_codebook(values: CodebookValues, tiles: Tiles, whole: Callable[[Tensor], Tensor]) -> None:
+    """Fit codebook and largest values to the rows of `tiles`, of which none is stored.
+
+    `values` and `tiles` may be of some of the heads that share the codebook: `whole` puts all heads of a tile together.
+    The largest values are each head's own.
     """
     largest = torch.zeros(())
     for v in tiles():
         largest = torch.maximum(largest, v.abs().amax(0))
     values.largest.copy_(largest)
 
-    def scaled() -> Iterator[Tensor]:
-        scale = torch.where(values.largest > 0, values.largest, 1.0).float()
-        for v in tiles():
-            yield v / scale
-
     sample, seen, step = [], 0, 0
-    for tile in scaled():
+    for tile in _scaled(values, tiles):
         points = _points(whole(tile))
         step = step or -(-values.codes.shape[0] * points.shape[0] // tile.shape[0] // POINTS)
-        sample.append(points[-seen % step :: step])
+        sample.append(points[-seen % step :: step].clone())  # a view would keep the tile
         seen += points.shape[0]
     values.codebook.copy_(k_means(torch.cat(sample), ENTRIES, ROUNDS, SEED))
+
+
+def store(values: CodebookValues, tiles: Tiles) -> None:
+    """Give each of the rows of `tiles` its nearest centroids."""
     low = 0
-    for tile in scaled():
+    for tile in _scaled(values, tiles):
         points = _points(tile)
         index = nearest(points, values.codebook.float()).to(torch.uint8).view(-1, values.codes.shape[1])
         values.codes[low : low + index.shape[0]] = index
         low += index.shape[0]
     assert low == values.codes.shape[0], f"{low} rows for {values.codes.shape[0]}"
+
+
+def _scaled(values: CodebookValues, tiles: Tiles) -> Iterator[Tensor]:
+    scale = torch.where(values.largest > 0, values.largest, 1.0).float()
+    for v in tiles():
+        yield v / scale
 
 
 def _points(tile: Tensor) -> Tensor:

@@ -65,8 +65,8 @@ def query(held: StreamKeys, q: Tensor) -> Tensor:
     """Queries [..., d] rotated as the rows are, to be dotted with `read_hadamard`; [..., 2 d] for sketched rows."""
     match held:
         case SketchedRows(rows, _, _):
-            turned = coded_rows.signed_hadamard(q, rows.signs)
-            return torch.cat((turned, turned @ gaussian(q.shape[-1], q.device).mT), dim=-1)
+            transformed = coded_rows.signed_hadamard(q, rows.signs)
+            return torch.cat((transformed, transformed @ gaussian(q.shape[-1], q.device).mT), dim=-1)
         case _:
             return coded_rows.signed_hadamard(q, held.signs)
 

@@ -41,7 +41,7 @@ __all__ = [
     "take_as_stored",
     "width",
     "write",
-]  # fmt: skip
+]
 
 ALIGNMENT = 8  # bytes; a row of Fp8Entries is padded to a multiple
 SMALLEST_SCALE = 2.0**-126  # of keys; entries follow DeepSeek's rule, which ends far above

@@ -96,12 +96,12 @@ def _fold_middle(state: Softmax, q: Tensor, middle: Middle) -> None:
 
 def _fold_stream(state: Softmax, q: Tensor, stream: Stream) -> None:
     heads = q.shape[0]
-    turned = qjl.query(stream.keys, q)
-    for low, high in _tiles(stream.tokens, turned):
+    queries = qjl.query(stream.keys, q)
+    for low, high in _tiles(stream.tokens, queries):
         rows, shape = (low * heads, high * heads), (high - low, heads)
         keys = qjl.read_hadamard(stream.keys, *rows).unflatten(0, shape)
         values = coded_rows.read_hadamard(stream.values, *rows).unflatten(0, shape)
-        _fold(state, state.values[1], turned, keys, values)
+        _fold(state, state.values[1], queries, keys, values)
 
 
 def _grouped(q: Tensor, heads: int) -> Tensor:

@@ -5,14 +5,14 @@ them, and attends, because only it knows the form in which the past is held.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from kernels.ops import Ops
-from model.cache.layers import Component, Components, Stand
+from model.cache.layers import Component, Components, Part, Stand
 from model.ranks.ranks import AxisShard, Ranks, undivided
 
 
@@ -39,6 +39,13 @@ class KvHeads(NamedTuple):
         assert self.ranks is not None, f"heads {self.own} of no ranks"
         times = x.shape[dim] // (self.size * width)
         return self.ranks.whole(x.unflatten(dim, (times, self.size, width)), dim + 1, self.own).flatten(dim, dim + 2)
+
+    def of_first(self, x: Tensor) -> Tensor:
+        """What the first rank has in `x`, in its place: where a fit must be the same on all."""
+        if self.own.split:
+            assert self.ranks is not None, f"heads {self.own} of no ranks"
+            self.ranks.of_first(x.view(torch.uint8))
+        return x
 
     def part(self, x: Tensor, dim: int, width: int = 1) -> Tensor:
         """What of a tensor that `whole` made is of the heads that are here."""
@@ -75,6 +82,19 @@ class GroupedComponent(Component, Protocol):
         ...
 
 
+class _OfHeads(Part):
+    """Of saved tensors what is of the heads that are here, asked for only when it is asked for."""
+
+    def __init__(self, whole: Mapping[str, Tensor], heads: KvHeads, places: Mapping[str, tuple[int, int]]) -> None:
+        super().__init__(whole, "")
+        self.heads, self.places = heads, places
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return one tensor."""
+        whole = super().__getitem__(name)
+        return self.heads.part(whole, *self.places[name]) if name in self.places else whole
+
+
 class GqaCache(Components, ABC):
     """The cache of one layer with grouped heads.
 
@@ -92,13 +112,11 @@ class GqaCache(Components, ABC):
         del first
         return [] if self.position == position else [Stand("attention.kv", position, self.position, position)]
 
-    def tensors(self, position: int) -> dict[str, Tensor]:
-        """Return what a saved state needs, of all heads."""
+    def saved(self, position: int) -> Iterator[tuple[str, Tensor]]:
+        """One after the other, what a saved state needs, of all heads."""
         places = self._by_head()
-        return {
-            name: self.heads.whole(part, *places[name]) if name in places else part
-            for name, part in super().tensors(position).items()
-        }
+        for name, part in super().saved(position):
+            yield name, self.heads.whole(part, *places[name]) if name in places else part
 
     def shapes(self, position: int) -> dict[str, tuple[int, ...]]:
         """Shapes of what `tensors` gives at `position`."""
@@ -111,17 +129,11 @@ class GqaCache(Components, ABC):
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Dtype of each of them, while nothing is held."""
-        return {name: part.dtype for name, part in super().tensors(0).items()}
+        return {name: part.dtype for name, part in super().saved(0)}
 
     def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
-        if self.heads.own.split:
-            places = self._by_head()
-            saved = {
-                name: self.heads.part(whole, *places[name]) if name in places else whole
-                for name, whole in saved.items()
-            }
-        super().restore(position, saved)
+        super().restore(position, _OfHeads(saved, self.heads, self._by_head()))
         self.position = position
 
     def _by_head(self) -> dict[str, tuple[int, int]]:

@@ -106,11 +106,13 @@ class Components:
 
     def tensors(self, position: int) -> dict[str, Tensor]:
         """Return what a saved state needs, by ``component.part``."""
-        return {
-            f"{name}.{part}": tensor
-            for name, component in self.components.items()
-            for part, tensor in component.tensors(position).items()
-        }
+        return dict(self.saved(position))
+
+    def saved(self, position: int) -> Iterator[tuple[str, Tensor]]:
+        """One after the other, what `tensors` gives at once."""
+        for name, component in self.components.items():
+            for part, tensor in component.tensors(position).items():
+                yield f"{name}.{part}", tensor
 
     def shapes(self, position: int) -> dict[str, tuple[int, ...]]:
         """Shapes of what `tensors` gives at `position`, whatever this cache holds now."""

@@ -7,6 +7,7 @@ alike and the bank moves at its initial rate, as in the package.
 """
 
 import hashlib
+import math
 import pickle
 import struct
 import warnings
@@ -86,6 +87,17 @@ def check_adapters(path: Path, config: LlamaConfig) -> None:
     """Refuse a file that is not of this model's adapters, as `read_adapters`, by names, shapes and dtypes alone."""
     for layer, found in enumerate(_layers(path, _tensors(path, values=False), config)):
         _check_whole(path, f"layer_{layer}", found, config)
+
+
+def adapters_nbytes(path: Path, config: LlamaConfig, shards: Shards) -> int:
+    """Bytes of what `read_adapters` reads, as stored; CheckpointError for a tensor that is not one of an adapter."""
+    sharded, total = _sharded(config), 0
+    for found in _layers(path, _tensors(path, values=False), config):
+        for name, tensor in found.items():
+            axis, width = sharded.get(name, (None, 1))
+            rows = tensor.shape[0] if axis is None else getattr(shards, axis).times(width).of(tensor).shape[0]
+            total += rows * math.prod(tensor.shape[1:]) * tensor.element_size()
+    return total
 
 
 def adapters_fingerprint(path: Path) -> str:

@@ -34,7 +34,7 @@ class Basis:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Every entry as codes: rotated by Hadamard (`formats.rotation`), or in a basis (`formats.basis_rows`)."""
+    """Every entry as codes: rotated by Hadamard (`formats.coded_rows`), or in a basis (`formats.basis_rows`)."""
 
     bits: int = 6  # of a value of an entry; in a basis, as many bytes as that takes, the basis included
     keys: int = 8  # of a value of an index key

@@ -290,8 +290,13 @@ class ShardCache:
         for low, high in cuts:
             finite("keys", None, low, keys[low:high])
             finite("values", None, low, values[low:high])
+        # what ranks share is the first's, however a device sums
         eigenbasis.fit(coded, plain_keys, DISTORTIONS[self.settings.allocation])
-        product_quantise.fit(middle.values, rotated_values, lambda tile: heads.whole(tile, 1))
+        for plane in coded:
+            heads.of_first(plane)
+        product_quantise.fit_codebook(middle.values, rotated_values, lambda tile: heads.whole(tile, 1))
+        heads.of_first(middle.values.codebook)
+        product_quantise.store(middle.values, rotated_values)
 
     def _row(self, position: int) -> int:
         sinks = self.settings.sinks

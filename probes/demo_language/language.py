@@ -1,7 +1,7 @@
 """Documents of the demo language, and where their answers are.
 
 Three kinds of document. `facts` holds short true statements about countries, raw or as a conversation. `needles` is a
-long text of filler in which people's codes are told once each, followed by questions for some of them; the mappings
+long text of filler in which people's codes are told once each, followed by questions for some of them; the bindings
 are fresh in every document, so nothing can be learned by heart. `marks` is a long text whose every sentence names a
 color, an animal and a fruit, followed by a little filler and by questions for the most common of each: a property of
 the whole text that no small selection of it holds.

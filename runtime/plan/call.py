@@ -114,7 +114,7 @@ class Call:
         """Bytes of `Ranks.whole` of an axis, with so many numbers in the whole tensor; `first`: it is the first axis.
 
         This rank's part, those of all as the collective lays them out, in order, and where the axis is not the first or
-        not even a copy.
+        not even a copy. What gloo's threads free a moment late, on a busy machine, is the reserve's.
         """
         if not shard.split:
             return 0

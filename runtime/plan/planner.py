@@ -18,6 +18,7 @@ from model.cache.gqa import KvHeads
 from model.checkpoint.census import Census
 from model.choices import ALL_TO_ALL
 from model.config import ModelConfig
+from model.llama.adapters import adapters_nbytes
 from model.llama.config import LlamaConfig
 from model.ranks.ranks import SPLIT_FROM, AxisShard, dispatched, evenly, undivided
 from model.state import layer_caches
@@ -84,8 +85,9 @@ class Planner:
         self.config, self.sharding, self.options, self.rank = config, sharding, options, rank
         self.weights = weights(config, census, sharding, rank, mapped=options.device == "cpu")
         if options.coda_adapters is not None:
-            size = Path(options.coda_adapters).stat().st_size
-            self.weights[WeightKind.ADAPTERS] = Weights(size, own=size)  # of several ranks, more than they take
+            assert isinstance(config, LlamaConfig), "other models have none"
+            size = adapters_nbytes(Path(options.coda_adapters), config, sharding.ranks[rank])
+            self.weights[WeightKind.ADAPTERS] = Weights(size, own=size)
         ops = CPU
         if backend == "triton":
             from kernels.triton_ops import TRITON as ops  # noqa: PLC0415 (Triton is not on every platform)

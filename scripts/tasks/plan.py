@@ -205,7 +205,7 @@ def _remarks(data: dict[str, Any]) -> list[str]:
     if data["untiled_index_scores"]:
         lines.append(f"index scores of a call made at once would take {_said(data['untiled_index_scores'])} more")
     if data["ranks"] > 1:
-        if not data["caches_split"]:
+        if not data["caches_split"] and "attention" not in data["caches"]:  # of V4: kinds of layers
             lines.append("on every rank, because one KV head serves all attention heads: all caches")
         lines += [f"on every rank, because it cannot be split: {why}" for why in data["not_split"]]
     return lines + _verdict(data)

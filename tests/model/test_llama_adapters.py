@@ -106,7 +106,7 @@ def changed(adapters, change):
         (lambda t: t.update({"layer_2.coda.theta": torch.zeros(4, 4)}), "'layer_2.coda.theta' is no adapter's of a"),
         (lambda t: t.update({"layer_0.coda.gate": torch.zeros(1)}), "'layer_0.coda.gate' is no adapter's of a"),
         (lambda t: t.update({"layer_0.coda.theta": torch.zeros(4, 5)}), "[4, 5] torch.float32, want [4, 4]"),
-        (lambda t: t.update({"layer_0.coda.theta": torch.zeros(4, 4, dtype=torch.int64)}), "torch.int64, want"),
+        (lambda t: t.update({"layer_0.coda.theta": torch.zeros(4, 4, dtype=torch.int64)}), "is I64, want"),
         (lambda t: t["layer_1.coda.theta"].fill_(torch.nan), "'layer_1.coda.theta' has a value that is not finite"),
     ],
 )

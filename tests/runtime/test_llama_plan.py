@@ -155,7 +155,8 @@ def test_adapters_are_memory_of_the_process(saved, tmp_path, dtype):
     options = RunOptions("plain", dtype, kv=("all=coda:window=64,exact=16,summary=16",), coda_adapters=str(path))
     loaded = load_any(saved, options)
     with_adapters, without = (planner(loaded, chosen).plan(600, 300) for chosen in (options, bare))
-    assert with_adapters.own_weights - without.own_weights == path.stat().st_size
+    stored = 2 * sum(part.nbytes for part in drawn.values())
+    assert with_adapters.own_weights - without.own_weights == stored <= path.stat().st_size
     state, tokens = loaded.model.new_state(700, 300), torch.arange(300)
     loaded.model(tokens, state)
     for part in (tokens, tokens[:1]):
