@@ -1,0 +1,1146 @@
+"""The table of `scripts.findings`: each published claim, its source, what was found here, and the verdict by a rule.
+
+A figure in “” is the source's, as the source writes it. The rule gets it with what this project computes, and the
+claim must quote it: see `computed`. All numbers in `found` are computed, from config.json files, from the classes of
+the caches and from closed formulas, or are read out of a page in audits or the JSON beside it, strictly: what is not
+there ends the run.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from decimal import Decimal
+from enum import StrEnum
+from functools import cache
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kernels.formats.lloyd_max_reference import BITS, distortion
+from kernels.shard.reference import relative_scores, turn
+from model.checkpoint.config_json import CSA_RATIO, read_json
+from model.checkpoint.names import parameters
+from model.checkpoint.published import published_tensors
+from model.config import LayerKind, ModelConfig
+from model.errors import ConfigError
+from model.llama.config import LlamaConfig
+from model.state import layer_caches
+from model.variants.coda_settings import CodaSettings
+from runtime.arithmetic import cache_formats
+from runtime.options import RunOptions
+from scripts.paths import AUDITS, ROOT
+
+CONFIGS: Final = ROOT / "tests" / "model" / "data" / "configs"
+HERE: Final = "python -m scripts.findings"
+NEAR: Final = 0.01  # of a figure: as good as its own rounding
+
+FIRST: Final = "To begin with"
+CODA: Final = "CoDA-GQA-L"
+SHARD: Final = "Shard"
+V4: Final = "DeepSeek-V4, and what runtimes of it get wrong"
+OUT_OF_REACH: Final = "Quality and speed that cannot be judged without the published weights or a GPU"
+GROUPS: Final = (FIRST, CODA, SHARD, V4, OUT_OF_REACH)
+
+ARTICLE: Final = "CoDA article"
+PACKAGE: Final = "CoDA package page"
+CARD: Final = "CoDA model card"
+PREPRINT: Final = "CoDA preprint"
+SHARD_ARTICLE: Final = "Shard article"
+SHARD_README: Final = "Shard README"
+PAPER: Final = "V4 paper"
+VLLM: Final = "vLLM blog"
+AUDIT: Final = "runtime audit"
+LAYOUT: Final = "FlashMLA"
+TRANSFORMERS: Final = "transformers"
+CONFIG: Final = "config.json"
+VEOMNI: Final = "VeOmni#902"
+ATOM: Final = "ROCm/ATOM#1591"
+DS4: Final = "antirez/ds4#411"
+SOURCES: Final = {
+    ARTICLE: '"CoDA-GQA-L: Bounded-Memory Differential Attention with Value-Routed Landmark Banks", Hugging Face'
+    " community article, 16 February 2026, <https://huggingface.co/blog/anthonym21/coda-gqa-l-attention>",
+    PACKAGE: "the page of the package `coda-gqa-l` 1.3.1, <https://pypi.org/project/coda-gqa-l/1.3.1/>",
+    CARD: "Mistral-7B-v0.3-CoDA-GQA-L, <https://huggingface.co/anthonym21/Mistral-7B-v0.3-CoDA-GQA-L>",
+    PREPRINT: "its abstract, <https://doi.org/10.5281/zenodo.18663265>",
+    SHARD_ARTICLE: '"Shard - getting to 10× KV cache compression", May 2026, <https://krishgarg.com/shard>',
+    SHARD_README: "<https://github.com/krish1905/shard>",
+    PAPER: '"DeepSeek-V4: Towards Highly Efficient Million-Token Context Intelligence", arXiv 2606.19348',
+    VLLM: '"DeepSeek V4 in vLLM: Efficient Long-context Attention", 24 April 2026, <https://vllm.ai/blog/deepseek-v4>',
+    AUDIT: "an audit of another V4 runtime, 2026; no public address of it is known here",
+    LAYOUT: "the layout of its FP8 cache, which vLLM has too, <https://github.com/deepseek-ai/FlashMLA>",
+    TRANSFORMERS: "the library, 5.23: `DeepseekV4ForCausalLM`",
+    CONFIG: "as published with DeepSeek-V4-Flash-0731 and DeepSeek-V4-Pro-0813",
+    VEOMNI: "thread of ByteDance-Seed/VeOmni",
+    ATOM: "thread: in a runtime a constant was stronger than the config file",
+    DS4: "thread: the drafting head of a runtime",
+}  # a row names them; in this order the page lists them
+
+K128: Final = (128_000, 1 << 17)
+M1: Final = (1_000_000, 1 << 20)
+GB: Final = (10**9, 1 << 30)
+MB: Final = (10**6, 1 << 20)
+KB: Final = (10**3, 1 << 10)
+BF16: Final = 2  # bytes
+TOLD: Final = "1024 tokens, 8 codes in each of 24 documents"  # a section of train-coda.md
+A_MILLION: Final = {"ranks": "8", "context": "1M"}  # a row of memory-plan.md
+
+
+class Verdict(StrEnum):
+    """What becomes of a claim."""
+
+    REPRODUCED = "reproduced"
+    CORRECTED = "corrected"
+    CONTRADICTED = "contradicted"
+    UNCHECKED = "not checkable here"
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A claim and what was found of it."""
+
+    group: str
+    claim: str
+    source: tuple[str, ...]  # of `SOURCES`
+    found: str
+    shown: tuple[str, ...]  # pages in audits, and commands
+    verdict: Verdict
+
+
+class Figure(NamedTuple):
+    """A number as a source writes it, and what it is by this project, in each way that it can be read."""
+
+    written: str
+    readings: Sequence[float]
+
+
+# --- rules
+
+
+def agrees(figure: Figure) -> bool:
+    """Whether a reading rounds to the figure, with the digits that it is written with, or is within `NEAR` of it."""
+    value = Decimal(figure.written.replace(",", ""))
+    half = abs(float(Decimal((0, (1,), int(value.as_tuple().exponent))))) / 2
+    wanted = float(value)
+    return any(abs(one - wanted) <= max(half * (1 + 1e-9), NEAR * abs(wanted)) for one in figure.readings)
+
+
+def by_arithmetic(figures: Sequence[Figure]) -> Verdict:
+    """Of a claim whose numbers follow from what it says itself."""
+    return Verdict.REPRODUCED if all(agrees(figure) for figure in figures) else Verdict.CORRECTED
+
+
+def by_measurement(*, held: bool) -> Verdict:
+    """Of a statement that was put to the test here."""
+    return Verdict.REPRODUCED if held else Verdict.CONTRADICTED
+
+
+def by_formula(as_written: float, mended: float, bound: float) -> Verdict:
+    """Of an equation, by its error as it is written and as it is mended."""
+    if as_written <= bound:
+        return Verdict.REPRODUCED
+    return Verdict.CORRECTED if mended <= bound else Verdict.CONTRADICTED
+
+
+def computed(group: str, claim: str, source: tuple[str, ...], found: str, figures: Sequence[Figure]) -> Row:
+    """Return a row whose verdict is by arithmetic; ConfigError for a figure that the claim does not quote."""
+    quoted = " ".join(re.findall("“([^”]*)”", claim))
+    for figure in figures:
+        if figure.written not in quoted:
+            raise ConfigError(f"a claim does not quote {figure.written}: {claim}")
+    return Row(group, claim, source, found, (HERE,), by_arithmetic(figures))
+
+
+# --- what pages say
+
+
+@cache
+def document(name: str) -> Any:
+    """The JSON of a page; ConfigError where it is none."""
+    path = AUDITS / name
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from error
+
+
+def measured(name: str, what: str) -> list[float]:
+    """What the findings of a page of this name measured, layer by layer; ConfigError where there is none."""
+    found = [finding["measured"] for finding in document(name)["findings"] if finding["what"] == what]
+    if not found:
+        raise ConfigError(f"{AUDITS / name}: no finding {what!r}")
+    return found
+
+
+def table(name: str, section: str) -> list[dict[str, str]]:
+    """The first table of a section of a page, a row by its column; ConfigError where there is none."""
+    path = AUDITS / name
+    try:
+        _, found, text = path.read_text(encoding="utf-8").partition(f"\n## {section}\n")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
+    inside = text.partition("\n## ")[0]
+    lines = re.search(r"(?:^\|.*\|\n)+", inside, re.MULTILINE)
+    if not found or lines is None:
+        raise ConfigError(f"{path}: no table in a section {section!r}")
+    head, _, *rows = [[part.strip() for part in line[1:-1].split("|")] for line in lines[0].splitlines()]
+    if any(len(row) != len(head) for row in rows):
+        raise ConfigError(f"{path}, {section}: rows of other lengths than the heads'")
+    return [dict(zip(head, row, strict=True)) for row in rows]
+
+
+def cell(name: str, section: str, row: Mapping[str, str], column: str) -> str:
+    """The cell of the one row of a page's table that has these cells; ConfigError where there is none, or several."""
+    found = [one for one in table(name, section) if row.items() <= one.items()]
+    if len(found) != 1 or column not in found[0]:
+        raise ConfigError(f"{AUDITS / name}, {section}: {len(found)} rows {dict(row)}, want 1 with {column!r}")
+    return found[0][column]
+
+
+def number(text: str) -> float:
+    """The number that a cell begins with; ConfigError where it begins with none."""
+    found = re.match(r"-?[\d,]*\.?\d+", text)
+    if found is None:
+        raise ConfigError(f"no number: {text!r}")
+    return float(found[0].replace(",", ""))
+
+
+# --- what caches take
+
+
+def grouped(layers: int, kv_heads: int = 8, head_dim: int = 128) -> LlamaConfig:
+    """A model of grouped heads, of whose facts only these matter to its caches."""
+    return LlamaConfig(
+        model_type="llama",
+        vocab_size=8,
+        hidden_size=kv_heads * head_dim,
+        intermediate_size=8,
+        num_hidden_layers=layers,
+        num_attention_heads=kv_heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        rope_theta=1e4,
+        rope_scaling=None,
+        rms_norm_eps=1e-5,
+        sliding_window=None,
+        tie_word_embeddings=True,
+        max_position_embeddings=1 << 20,
+        bos_token_id=None,
+        eos_token_ids=(),
+    )
+
+
+SEVENTY: Final = grouped(80)  # Llama 2 and 3, 70B
+SEVEN: Final = grouped(32)  # Mistral 7B, Llama-3.1-8B: the same caches
+TEST_MODEL: Final = grouped(1, kv_heads=2, head_dim=64)  # of the package's own page: "embed_dim=512, num_kv_heads=2"
+
+
+def published(name: str) -> ModelConfig:
+    """Read a published config.json."""
+    return ModelConfig.from_file(CONFIGS / f"DeepSeek-V4-{name}.json")
+
+
+def parts(
+    config: ModelConfig | LlamaConfig,
+    tokens: int,
+    kv: str | None = None,
+    forms: tuple[str, str] = ("dtype", "dtype"),
+    device: str = "meta",
+) -> dict[tuple[str, str], int]:
+    """Bytes of all layers' caches in BF16 after a prompt of so many tokens, by kind of layer and component."""
+    options = RunOptions(
+        numerics="deployed" if isinstance(config, ModelConfig) else "plain",
+        kv=() if kv is None else (kv,),
+        entry_format=forms[0],
+        key_format=forms[1],
+    )
+    formats = cache_formats(options, config)
+    prompt = tokens if formats.prompted else None
+    caches = layer_caches(config, tokens, options.prefill_chunk, formats, torch.device(device), prompt, None)
+    found: dict[tuple[str, str], int] = {}
+    for layer, one in enumerate(caches):
+        kind = str(config.layer_kind(layer)) if isinstance(config, ModelConfig) else ""
+        for component, size in one.nbytes().items():
+            found[kind, component] = found.get((kind, component), 0) + size
+    return found
+
+
+def full(config: LlamaConfig, tokens: int) -> int:
+    """Bytes of full caches."""
+    return sum(parts(config, tokens).values())
+
+
+@cache
+def coda(config: LlamaConfig, window: int = 256, exact: int = 64, summary: int = 64) -> int:
+    """Bytes of CoDA's caches by the rules of its package, whatever the context; all layers are alike."""
+    rule = f"all=coda:published=1,window={window},exact={exact},summary={summary}"
+    layer = parts(replace(config, num_hidden_layers=1), window, rule, device="cpu")  # small, and slow without memory
+    return config.num_hidden_layers * sum(layer.values())
+
+
+def shard(tokens: int) -> int:
+    """Bytes of Shard's caches of Llama-3.1-8B, its prompt compressed: then the prompt's own rows are let go."""
+    return sum(parts(SEVEN, tokens, "all=shard").values()) - full(SEVEN, tokens)
+
+
+def entries(config: ModelConfig, tokens: int, forms: tuple[str, str] = ("dtype", "dtype")) -> int:
+    """Bytes of what grows with the context: entries and index keys."""
+    found = parts(config, tokens, forms=forms)
+    return sum(size for (_, name), size in found.items() if name in ("entries", "indexer_keys"))
+
+
+def each(units: tuple[int, int], *sizes: float) -> list[float]:
+    """Sizes in either unit."""
+    return [size / unit for unit in units for size in sizes]
+
+
+def exactly(*figures: tuple[str, float]) -> list[Figure]:
+    """Figures that can be read in one way."""
+    return [Figure(written, (reading,)) for written, reading in figures]
+
+
+def gb(size: float) -> str:
+    """A size as the page tells it."""
+    return f"{size / GB[0]:,.1f} GB"
+
+
+def mib(size: float) -> str:
+    """A size as the page tells it."""
+    return f"{size / MB[1]:,.1f} MiB"
+
+
+# --- the table: to begin with
+
+
+def rows() -> list[Row]:
+    """Every row, in the order of the page."""
+    found = [*_first(), *_coda_sizes(), *_coda_layers(), *_coda_rules(), *_shard_sizes(), *_shard_codes()]
+    return [*found, *_v4_caches(), *_v4_counts(), *_v4_config(), *_v4_runs(), *_quality(), *_speed()]
+
+
+def _first() -> Iterator[Row]:
+    (long, longer), bounded = K128, coda(SEVENTY)
+    size, most = full(SEVENTY, long), full(SEVENTY, longer)
+    layers, heads, width = SEVENTY.num_hidden_layers, SEVENTY.num_key_value_heads, SEVENTY.head_dim
+    kv, printed = 2, "167,772,160,000"
+    over = int(printed.replace(",", "")) / size
+    yield computed(
+        FIRST,
+        "The KV cache of a 70B model (80 layers, 8 KV heads of 128) takes “160 GB” for 128K tokens; the article prints"
+        f" 2 x 8 x 128,000 x 128 x 2 x 80 bytes = “{printed}”.",
+        (ARTICLE, PACKAGE),
+        f"{gb(size)}. The product {kv} x {heads} x {long:,} x {width} x {BF16} x {layers} is {size:,} bytes: the"
+        f" printed one is {over:g} times as large. For {longer:,} tokens it is {gb(most)}.",
+        [Figure("160", each(GB, size, most)), *exactly((printed, size))],
+    )
+    yield computed(
+        FIRST,
+        "CoDA-GQA-L makes the cache of that model “1,176x” smaller at 128K tokens.",
+        (ARTICLE,),
+        f"{size / bounded:,.0f}x at {long:,} tokens, {most / bounded:,.0f}x at {longer:,}. The bounded cache is as"
+        f" small as claimed; the full one is {over:g} times smaller than claimed.",
+        [Figure("1,176", [size / bounded, most / bounded])],
+    )
+    small, larger = (full(SEVEN, n) for n in K128)
+    for figure, source, model, more in (
+        ("64", CARD, "Mistral 7B", f" The claim is {64 * GB[1] / larger:g} times that."),
+        ("16", SHARD_ARTICLE, "Llama-3.1-8B", " Its layers are those of the claim above, so one of the two was wrong."),
+    ):
+        yield computed(
+            FIRST,
+            f"The KV cache of {model} (32 layers, 8 KV heads of 128) takes “{figure} GB” for 128K tokens.",
+            (source,),
+            f"{gb(small)} for {long:,} tokens; for {longer:,} tokens {larger / GB[1]:g} GiB.{more}",
+            [Figure(figure, each(GB, small, larger))],
+        )
+    yield _lossless()
+    yield _identity()
+    pro = published("Pro")
+    hca, csa = (pro.layer_kinds.count(kind) for kind in (LayerKind.HCA, LayerKind.CSA))
+    yield computed(
+        FIRST,
+        "V4-Pro has “30” HCA layers.",
+        (AUDIT,),
+        f"{hca} HCA layers and {csa} CSA layers, {pro.num_hidden_layers} in all. The last ratio in config.json, a"
+        " zero, is the drafting head's.",
+        exactly(("30", hca)),
+    )
+
+
+def _lossless() -> Row:
+    """Shard's 8 bits, by the texts that models write with them."""
+    told, alike = [], True
+    for model in document("kv-variants.json")["models"]:
+        kind = "the demo checkpoint (V4)" if model["kind"] == "deepseek_v4" else "a small Llama"
+        reference = model["written"]["full"]
+        names = [name for name in model["rules"] if name.startswith("shard") and name.endswith("8 bits")]
+        if not names:
+            raise ConfigError(f"{AUDITS / 'kv-variants.json'}: no row of shard with 8 bits for {model['model']}")
+        counts = [
+            sum(one >= whole for one, whole in zip(model["written"][name], reference, strict=True)) for name in names
+        ]
+        alike &= min(counts) == len(reference)
+        span = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
+        told.append(f"{kind} writes {span} of {len(reference)} texts of {max(reference)} tokens as with full caches")
+    return Row(
+        FIRST,
+        "Shard's 8-bit codes of decoded tokens are “bit-exact lossless across 750/750 measured tokens”.",
+        (SHARD_README, SHARD_ARTICLE),
+        f"The best code of that many bits loses {distortion(8):.2g} of a number's variance: it is not exact, and"
+        f" that no token changed is a count over a few texts. With such codes {'; '.join(told)}. (On the demo"
+        " checkpoint nothing else differs from full caches; of the Llama the prompt is compressed as well.)",
+        ("kv-variants.md", HERE),
+        by_measurement(held=alike),
+    )
+
+
+def _identity() -> Row:
+    """Shard's scores through relative positions, with and without the mean of the keys."""
+    rms, off, spread = scores_without_mean()
+    what = "GQA, shard, relative identity in float64, pairs of {}: largest error over the scores' RMS"
+    exact = max(measured("variants.json", what.format(pairs))[0] for pairs in ("halves", "neighbours"))
+    return Row(
+        FIRST,
+        "Scores of compressed keys follow from the distance of two positions, and no key is rebuilt. The listing uses"
+        " the basis alone, without the mean that was taken off the keys.",
+        (SHARD_ARTICLE,),
+        f"With the mean as one more component the identity is exact: {exact:.1g} of the scores' RMS in float64. As"
+        f" listed, where the mean of the keys is as large as their spread, scores are off by up to {off / rms:.1f}"
+        f" times their RMS, and by another amount for each key (deviation {spread / rms:.2f} of the RMS), which the"
+        " softmax does not cancel.",
+        ("variants.md", HERE),
+        by_formula(off / rms, exact, 1e-12),
+    )
+
+
+def scores_without_mean(seed: int = 0) -> tuple[float, float, float]:
+    """RMS of drawn scores, the largest error without the mean, and the error's deviation over keys."""
+    g = torch.Generator().manual_seed(seed)
+    heads, groups, d, rank, n, at = 8, 2, 128, 48, 256, 977
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64)
+
+    q, c, mean = normal(heads, d), normal(n, rank), normal(groups * d)
+    basis = normal(groups * d, rank) / rank**0.5  # numbers of keys have variance 1 about the mean
+    freqs = 5e5 ** -(torch.arange(d // 2, dtype=torch.float64) * 2 / d)
+    angle = (torch.arange(n, dtype=torch.float64)[:, None] - at) * freqs
+    keys = (c @ basis.mT + mean).unflatten(1, (groups, d)).repeat_interleave(heads // groups, 1)
+    right = torch.einsum("hd,nhd->hn", q, turn(keys, angle.cos(), angle.sin(), interleaved=False))
+    none = torch.zeros_like(mean)
+    error = relative_scores(q, c, basis, none, angle.cos(), angle.sin(), interleaved=False) - right
+    return float(right.square().mean().sqrt()), float(error.abs().max()), float(error.std(1).max())
+
+
+# --- CoDA-GQA-L
+
+
+def _coda_sizes() -> Iterator[Row]:
+    big, small, slots = coda(SEVENTY), coda(SEVEN), 256 + 64 + 64
+    alone = full(SEVENTY, slots), full(SEVEN, slots)  # keys and values of so many tokens
+    yield computed(
+        CODA,
+        "The bounded cache (256 + 64 + 64 slots) takes “136 MB” in a 70B model and “54 MB” in a 7B model.",
+        (ARTICLE, CARD),
+        f"{mib(big)} and {mib(small)}: keys, values, the normalised copies that new tokens are compared with, gates and"
+        " times.",
+        [Figure("136", each(MB, big)), Figure("54", each(MB, small))],
+    )
+    yield computed(
+        CODA,
+        "The same cache takes “120 MB” in a 70B model and “48 MB” in a 7B model.",
+        (PACKAGE,),
+        f"{mib(alone[0])} and {mib(alone[1])} are its keys and values alone. With all that the package keeps it is"
+        f" {mib(big)} and {mib(small)}.",
+        [Figure("120", each(MB, alone[0])), Figure("48", each(MB, alone[1]))],
+    )
+    yield computed(
+        CODA,
+        "“1,185x” smaller at 128K tokens in Mistral 7B (64 GB to 54 MB).",
+        (CARD,),
+        f"{full(SEVEN, K128[0]) / small:,.0f}x, as in every model of such layers: their number cancels.",
+        [Figure("1,185", [full(SEVEN, n) / small for n in K128])],
+    )
+    ratios = [n / slots for n in K128]
+    yield computed(
+        CODA,
+        "“1,365x” smaller at 128K tokens in a 70B model (“160 GB” to 120 MB), “682x” in a 7B model (“32 GB” to 48 MB).",
+        (PACKAGE,),
+        f"{ratios[0]:,.0f}x or {ratios[1]:,.0f}x in both: by keys and values alone the ratio is tokens over slots. The"
+        f" full caches take {gb(full(SEVENTY, K128[0]))} and {gb(full(SEVEN, K128[0]))}.",
+        [
+            Figure("1,365", ratios),
+            Figure("682", ratios),
+            Figure("160", each(GB, *(full(SEVENTY, n) for n in K128))),
+            Figure("32", each(GB, *(full(SEVEN, n) for n in K128))),
+        ],
+    )
+    yield computed(
+        CODA,
+        "The full cache of a 70B model takes “2.56 GB” for 2K tokens, “21.3x” the bounded one, and “40 GB” for 32K,"
+        " “341x”.",
+        (PACKAGE,),
+        f"{full(SEVENTY, 2048) / GB[0]:.2f} GB, {2048 / slots:.1f}x, and {gb(full(SEVENTY, 32768))},"
+        f" {32768 / slots:.1f}x.",
+        [
+            Figure("2.56", each(GB, full(SEVENTY, 2000), full(SEVENTY, 2048))),
+            Figure("21.3", [2000 / slots, 2048 / slots]),
+            Figure("40", each(GB, full(SEVENTY, 32000), full(SEVENTY, 32768))),
+            Figure("341", [32000 / slots, 32768 / slots]),
+        ],
+    )
+    yield computed(
+        CODA,
+        "The full cache of a 7B model takes “512 MB” for 2K tokens, “10.7x” the bounded one.",
+        (PACKAGE,),
+        f"{mib(full(SEVEN, 2048))}, {2048 / slots:.1f}x. The page's own table of one layer has the same as this; the"
+        f" claim's figures are those of {4096:,} tokens.",
+        [Figure("512", each(MB, full(SEVEN, 2000), full(SEVEN, 2048))), Figure("10.7", [2000 / slots, 2048 / slots])],
+    )
+    documents, claimed, of_one = 100, "640", "64"
+    yield computed(
+        CODA,
+        f"States of {documents} documents take “5.4 GB”, where full caches would take “{claimed} GB”.",
+        (ARTICLE,),
+        f"{gb(documents * small)} against {gb(documents * full(SEVEN, K128[0]))} for documents of {K128[0]:,} tokens,"
+        f" in the model whose states these are. By the model card's {of_one} GB for one it would be"
+        f" {documents * int(of_one) / int(claimed):g} times the claim.",
+        [
+            Figure("5.4", each(GB, documents * small)),
+            Figure(claimed, each(GB, *(documents * full(SEVEN, n) for n in K128))),
+        ],
+    )
+
+
+def _coda_layers() -> Iterator[Row]:
+    one, slots, lengths = grouped(1), 256 + 64 + 64, (512, 1024, 2048, 4096, 8192)
+    layer, long = coda(one), full(one, K128[1])
+    sizes, ratios = ("2.0", "4.0", "8.0", "16.0", "32.0"), ("1.3", "2.7", "5.3", "10.7", "21.3")
+    quoted = ", ".join(f"“{size} MB” and “{ratio}x”" for size, ratio in zip(sizes, ratios, strict=True))
+    yield computed(
+        CODA,
+        "What a layer of Mistral 7B takes with the full cache at 512, 1,024 .. 8,192 tokens, and by how much the"
+        f" bounded one (“1.5 MB”) is smaller: {quoted}.",
+        (PACKAGE,),
+        f"All {1 + len(sizes) + len(ratios)} figures follow, in MiB, by keys and values alone. With the rest a layer"
+        f" of the bounded cache is {layer / MB[1]:.2f} MiB.",
+        [
+            Figure("1.5", each(MB, full(one, slots))),
+            *(Figure(size, each(MB, full(one, n))) for size, n in zip(sizes, lengths, strict=True)),
+            *(Figure(ratio, [n / slots]) for ratio, n in zip(ratios, lengths, strict=True)),
+        ],
+    )
+    yield computed(
+        CODA,
+        "At 128K tokens a layer of the full cache takes “32 MB”, “18.8x” the bounded one.",
+        (ARTICLE,),
+        f"{mib(long)}, {long / layer:,.0f}x; {mib(full(one, 8192))} are {8192:,} tokens.",
+        [
+            Figure("32", each(MB, *(full(one, n) for n in K128))),
+            Figure("18.8", [full(one, n) / layer for n in K128]),
+        ],
+    )
+    tiny, window = coda(one, 128, 32, 32), coda(one, 256, 0, 0)
+    yield computed(
+        CODA,
+        "Mistral 7B's full cache takes “512 MB” for 4,096 tokens, “9.5x” the bounded one; a layer of 128 + 32 + 32"
+        " slots takes “865 KB”, of the window alone “1.0 MB”.",
+        (CARD,),
+        f"{mib(full(SEVEN, 4096))}, {full(SEVEN, 4096) / coda(SEVEN):.1f}x; {tiny / KB[1]:.1f} KiB,"
+        f" {window / MB[1]:.2f} MiB.",
+        [
+            Figure("512", each(MB, full(SEVEN, 4096))),
+            Figure("9.5", [full(SEVEN, 4096) / coda(SEVEN)]),
+            Figure("865", each(KB, tiny)),
+            Figure("1.0", each(MB, window)),
+        ],
+    )
+    large = coda(one, 512, 128, 128)
+    yield computed(
+        CODA,
+        "A layer of W=512, Me=128, Ms=128 takes “1.7 MB”.",
+        (ARTICLE,),
+        f"{large / MB[1]:.2f} MiB. Half of each size takes {layer / MB[1]:.2f} MiB.",
+        [Figure("1.7", each(MB, large))],
+    )
+    yield computed(
+        CODA,
+        "CoDA-GQA-L on Mistral-7B-v0.3 has “a fixed 218 KB per-layer cache”.",
+        (PREPRINT,),
+        f"{layer / KB[1]:,.0f} KiB. A layer of the package's test model, {TEST_MODEL.num_key_value_heads} KV heads of"
+        f" {TEST_MODEL.head_dim} where Mistral has {one.num_key_value_heads} of {one.head_dim}, takes"
+        f" {coda(TEST_MODEL) / KB[1]:.1f} KiB.",
+        [Figure("218", each(KB, layer))],
+    )
+
+
+def _coda_rules() -> Iterator[Row]:
+    alike = "1.8e-7"
+    (found,) = measured("variants.json", "GQA, coda, window 96 and 96 tokens: distance from the full cache")
+    yield Row(
+        CODA,
+        f"While nothing is evicted the bounded cache gives what the full one gives, to “{alike}”.",
+        (PACKAGE,),
+        f"To {found:.2g} of the largest output in fp32, over fewer tokens than the source's, in calls of one token and"
+        " of many. That is about the last place of fp32.",
+        ("variants.md",),
+        by_measurement(held=found <= float(alike) + torch.finfo(torch.float32).eps),
+    )
+    llama, name = document("kv-variants.json")["models"][1], "coda, 256 + 64 + 64, published"
+    held, lengths = llama["bytes"][name], ", ".join(f"{int(n):,}" for n in llama["bytes"][name])
+    yield Row(
+        CODA,
+        "What a layer remembers is “a fixed-size buffer that doesn't grow no matter how long the input is”.",
+        (PACKAGE,),
+        f"{max(held.values()):,} bytes of a small Llama after {lengths} tokens. What it still knows is another matter:"
+        f" without training {_codes(name)} codes that its documents tell, where the full cache finds {_codes('full')}.",
+        ("kv-variants.md",),
+        by_measurement(held=len(set(held.values())) == 1),
+    )
+    whole, before, after = (
+        cell("train-coda.md", TOLD, {"": phase}, "codes found")
+        for phase in ("base, full cache", "phase 1, bounded", "phase 2, bounded")
+    )
+    yield Row(
+        CODA,
+        "Both phases of training are needed: “Without Phase 2, bounded eval is catastrophic”.",
+        (PACKAGE,),
+        f"A small Llama finds {before} of the codes in its documents with the bounded cache after the first phase,"
+        f" {after} after the second; the base model finds {whole} with a full cache.",
+        ("train-coda.md",),
+        by_measurement(held=number(after) > 2 * number(before)),
+    )
+    bounded, unbounded, base = 5.94, 5.75, 4.81  # the page's own, quoted in the claim
+    yield computed(
+        CODA,
+        f"A “+23.5% PPL gap between bounded and unbounded at 7B scale”; the page has “{bounded}” bounded, “{unbounded}”"
+        f" unbounded, and “{base}” of Mistral as it was.",
+        (PACKAGE,),
+        f"By these figures it is {bounded / unbounded - 1:.1%}; {bounded / base - 1:.1%} is the gap to Mistral as it"
+        " was. The perplexities themselves cannot be judged here.",
+        [Figure("23.5", [100 * (bounded / unbounded - 1)])],
+    )
+    rules = CodaSettings.published(window=256, exact=64, summary=64, rope="half")
+    yield Row(
+        CODA,
+        "“Memory banks route on Values instead (RoPE-free, pure semantic content)”.",
+        (PACKAGE,),
+        f"The exact bank does. The summary bank of the package's code finds a token's slot by its {rules.route}, as the"
+        " article says: with that rule this project's cache gives the package's output, call by call.",
+        ("python -m pytest tests/model/test_coda_parity.py",),
+        by_measurement(held=rules.route == "value"),
+    )
+    apart, neighbours = fastest_turn("half"), fastest_turn("interleaved")
+    yield Row(
+        CODA,
+        "The last half of a key's dims turns slowly, so that keys of tokens thousands of positions apart may be"
+        " averaged there.",
+        (ARTICLE,),
+        "So it is where RoPE pairs neighbours: with the theta of Mistral-7B-v0.3 the fastest pair of these dims turns"
+        f" once in {neighbours:,.0f} tokens. Llama and Mistral pair dim i with dim i + D/2: these dims then hold one"
+        f" half of every pair, and the fastest turns once in {apart:.1f} tokens.",
+        (HERE,),
+        by_formula(1 / apart, 1 / neighbours, 1e-3),
+    )
+
+
+def fastest_turn(pairing: str, d: int = 128, theta: float = 1e6) -> float:
+    """Tokens in which the fastest pair that has a dim in [d / 2, d) turns once."""
+    first = {"interleaved": d // 4, "half": 0}[pairing]  # pairs are (2i, 2i + 1), or (i, i + d / 2)
+    return 2 * math.pi * math.pow(theta, 2 * first / d)
+
+
+# --- Shard
+
+
+def _shard_sizes() -> Iterator[Row]:
+    lengths, ratios = (2048, 4096, 8192, 16384, 32768), ("7.1", "8.8", "10.0", "10.8", "11.2")
+    sizes = dict(zip(lengths[1:], ("58", "102", "190", "366"), strict=True))
+    held = {n: shard(n) for n in lengths}
+    quoted = ", ".join(
+        f"“{ratio}x”" + (f" (“{sizes[n]} MB”)" if n in sizes else "") for n, ratio in zip(lengths, ratios, strict=True)
+    )
+    yield computed(
+        SHARD,
+        f"Llama-3.1-8B's cache is smaller at 2K, 4K .. 32K tokens by {quoted}.",
+        (SHARD_ARTICLE,),
+        f"All {len(ratios) + len(sizes)} figures, in MiB, counted from tensors: codes, basis, scales, codebook, and"
+        " the exact sinks and window. What is decoded after the prompt is not among them.",
+        [
+            *(Figure(ratio, [full(SEVEN, n) / held[n]]) for n, ratio in zip(lengths, ratios, strict=True)),
+            *(Figure(size, each(MB, held[n])) for n, size in sizes.items()),
+        ],
+    )
+    yield computed(
+        SHARD,
+        "Llama-3.1-8B's full cache takes “1.07 GB” for 8,192 tokens.",
+        (SHARD_ARTICLE,),
+        f"{full(SEVEN, 8192):,} bytes.",
+        [Figure("1.07", each(GB, full(SEVEN, 8192)))],
+    )
+    tokens, rank, width = 8192, 192, SEVEN.num_key_value_heads * SEVEN.head_dim
+    without, whole = (
+        abs(SEVEN.num_hidden_layers * shard_formula(tokens, rank, width, basis) / held[tokens] - 1)
+        for basis in (width, width * rank)
+    )
+    yield Row(
+        SHARD,
+        "In the formula for the bits of a token the basis of the keys counts `H_kv · d · 8 / T`.",
+        (SHARD_ARTICLE,),
+        f"It is `H_kv · d · rank · 8 / T`: {8 * width * rank / tokens:g} bits at {tokens:,} tokens, not"
+        f" {8 * width / tokens:g}. With it the formula gives the bytes of the tensors, without it {without:.0%} less."
+        " The article's megabytes have it.",
+        (HERE, "faults.md"),
+        by_formula(without, whole, 1e-6),
+    )
+    of_key, of_value = 8 * (rank / 2) / width, 8 / 4  # int4 coefficients; a byte for 4 numbers
+    yield computed(
+        SHARD,
+        "“0.75” bits for each number of a key and “2” for each of a value, “~1.5” on average.",
+        (SHARD_ARTICLE,),
+        f"The first two are the codes alone, and {(of_key + of_value) / 2:g} on average. With basis, scales, sinks and"
+        f" window it is {8 * BF16 * held[tokens] / full(SEVEN, tokens):.2f} at {tokens:,} tokens.",
+        exactly(("0.75", of_key), ("2", of_value), ("1.5", (of_key + of_value) / 2)),
+    )
+
+
+def shard_formula(tokens: int, rank: int, width: int, basis: int) -> float:
+    """Bytes of a layer of Shard after its prompt: codes, exact rows, basis, mean, scales, codebook, largest values."""
+    exact = 68  # 4 sinks and a window of 64
+    codes = (tokens - exact) * (rank / 2 + width / 4)
+    return codes + exact * 4 * width + basis + 2 * width + 4 * rank + 2048 + 2 * width
+
+
+def _shard_codes() -> Iterator[Row]:
+    steps, (few, many) = 20, (4, 8)
+    plain, wide = (
+        {bits: lloyd_error(bits, steps, variance) / distortion(bits) for bits in (few, many)} for variance in (1.0, 3.0)
+    )
+    left = lloyd_error(many, steps)
+    yield Row(
+        SHARD,
+        f"The codebooks of the stream are Lloyd-Max's, found in about “{steps}” iterations.",
+        (SHARD_ARTICLE,),
+        f"From the quantiles of the normal distribution {steps} iterations leave {plain[few]:.2f} times the least"
+        f" squared error of {few} bits, and {plain[many]:.1f} times that of {many} bits ({left:.1e} instead of"
+        f" {distortion(many):.2e}): little better than {as_good_as(left)} bits. From quantiles of three times the"
+        f" variance, Panter and Dite's, {wide[many]:.3f} times.",
+        (HERE, "variants.md"),
+        by_formula(max(plain.values()) - 1, max(wide.values()) - 1, NEAR),
+    )
+    low = {bits: distortion(bits) * 3 * 4**bits for bits in (2, 4, 6, 8)}
+    yield Row(
+        SHARD,
+        "When bits are dealt out to components, b bits are taken to lose variance / (3 · 4^b).",
+        (SHARD_ARTICLE,),
+        f"Even the best codebooks of {', '.join(map(str, low))} bits lose"
+        f" {', '.join(f'{ratio:.1f}' for ratio in low.values())} times as much on normal numbers. With `dp=1`"
+        " bits are dealt out by these losses.",
+        (HERE,),
+        by_formula(max(low.values()) - 1, 0.0, NEAR),
+    )
+    factor, scaled = math.sqrt(3) * math.pi / 2, [distortion(bits) * 4**bits for bits in BITS]
+    if not 1 <= min(scaled) <= max(scaled) <= factor:
+        raise ConfigError(
+            f"errors of codebooks, times 4^b, are {scaled}: outside of the bounds that they are shown beside"
+        )
+    yield computed(
+        SHARD,
+        "The squared error of b bits is at least 4^-b and, by a rotation and the best scalar codes, at most “2.72” ·"
+        " 4^-b (bounds of TurboQuant).",
+        (SHARD_ARTICLE,),
+        f"The factor is {factor:.4f}. The codebooks here, of {min(BITS)} to {max(BITS)} bits, have {min(scaled):.2f} to"
+        f" {max(scaled):.2f}.",
+        exactly(("2.72", factor)),
+    )
+
+
+def lloyd_error(bits: int, steps: int, variance: float = 1.0) -> float:
+    """Squared error on N(0, 1) of so many of Lloyd's iterations, from the quantiles of N(0, variance)."""
+    places = (torch.arange(1 << bits, dtype=torch.float64) + 0.5) / (1 << bits)
+    centroids: Tensor = math.sqrt(variance) * torch.special.ndtri(places)
+    for step in range(steps + 1):
+        ends = centroids.new_tensor([math.inf])
+        edges = torch.cat((-ends, (centroids[1:] + centroids[:-1]) / 2, ends))
+        mass, density = torch.special.ndtr(edges).diff(), torch.exp(-edges.square() / 2) / math.sqrt(2 * math.pi)
+        first = density[:-1] - density[1:]  # the integral of x over each cell
+        if step < steps:
+            centroids = first / mass
+    return float(1 - 2 * (centroids * first).sum() + (centroids.square() * mass).sum())
+
+
+def as_good_as(error: float) -> int:
+    """The bits of the best codebook that loses no less."""
+    return max(bits for bits in BITS if distortion(bits) >= error)
+
+
+# --- DeepSeek-V4
+
+V32_LAYERS: Final = 61  # DeepSeek-V3.2: 128 heads on a latent of 512 + 64, 2,048 selected tokens, 64 x 128 index heads
+V32_ACTIVE: Final = 37e9
+V32_TOKEN: Final = {
+    "bf16": BF16 * (512 + 64 + 128),
+    "fp8": 512 + 4 * 4 + BF16 * 64 + 128 + 4,
+}  # bytes, index key included
+
+
+def _v4_caches() -> Iterator[Row]:
+    pro, flash = published("Pro"), published("Flash")
+    (round_million, million), held = M1, parts(pro, M1[0])
+    csa, hca = (pro.layer_kinds.count(kind) for kind in (LayerKind.CSA, LayerKind.HCA))
+    layer = (held["csa", "entries"] / csa, held["csa", "indexer_keys"] / csa, held["hca", "entries"] / hca)
+    yield computed(
+        V4,
+        "At 1M tokens a CSA layer of V4-Pro holds “256 MB” of entries and “64 MB” of index keys, an HCA layer “8 MB”.",
+        (AUDIT,),
+        f"{', '.join(f'{size / MB[0]:.1f}' for size in layer)} MB for {round_million:,} tokens, by the classes of the"
+        " caches.",
+        [Figure(written, each(MB, size)) for written, size in zip(("256", "64", "8"), layer, strict=True)],
+    )
+    sizes = {n: entries(pro, n) for n in M1}
+    beside = sum(held.values()) - sizes[round_million]
+    yield computed(
+        V4,
+        "V4-Pro's KV cache takes “9.9 GB” at 1M tokens.",
+        (AUDIT,),
+        f"{sizes[round_million] / GB[0]:.2f} GB for {round_million:,} tokens, {sizes[million] / GB[0]:.2f} GB for"
+        f" {million:,}: the HCA layer that the audit does not count is too small to show. Windows, and tokens that no"
+        f" entry holds yet, are another {beside / MB[0]:.0f} MB.",
+        [Figure("9.9", each(GB, *sizes.values()))],
+    )
+    v32 = {form: V32_LAYERS * size for form, size in V32_TOKEN.items()}
+    yield computed(
+        V4,
+        "V4-Pro's KV cache takes “9.62 GiB” in BF16 at 1M tokens, “8.7x” less than DeepSeek-V3.2's.",
+        (VLLM,),
+        f"{sizes[million] / GB[1]:.2f} GiB for {million:,} tokens, and {v32['bf16'] * million / sizes[million]:.2f}x"
+        f" less than V3.2's in BF16, {v32['bf16']:,} bytes a token.",
+        [Figure("9.62", [sizes[n] / GB[1] for n in M1]), Figure("8.7", [v32["bf16"] * n / sizes[n] for n in M1])],
+    )
+    yield computed(
+        V4,
+        "DeepSeek-V3.2's KV cache takes “92 GB” at 1M tokens.",
+        (AUDIT,),
+        f"{gb(v32['bf16'] * million)} in BF16 for {million:,} tokens; {gb(v32['fp8'] * million)} in FP8, as it is"
+        " served.",
+        [Figure("92", each(GB, *(v32["bf16"] * n for n in M1)))],
+    )
+    narrow = [[100 * entries(c, n, ("fp8", "fp4")) / (v32["fp8"] * n) for n in M1] for c in (pro, flash)]
+    wide = [100 * entries(c, million) / (v32["bf16"] * million) for c in (pro, flash)]
+    yield computed(
+        V4,
+        "At 1M tokens V4-Pro's KV cache is “10%” of DeepSeek-V3.2's, V4-Flash's “7%”.",
+        (PAPER,),
+        f"{narrow[0][1]:.1f} % and {narrow[1][1]:.1f} % with entries in FP8 and index keys in FP4, against V3.2 in"
+        f" FP8. In BF16 against BF16 it is {wide[0]:.1f} % and {wide[1]:.1f} %.",
+        [Figure("10", narrow[0]), Figure("7", narrow[1])],
+    )
+    rows_of, count = parts(pro, million, forms=("fp8", "fp4")), csa * million / CSA_RATIO
+    entry, key = rows_of["csa", "entries"] / count, rows_of["csa", "indexer_keys"] / count
+    yield computed(
+        V4,
+        "An entry takes “584” bytes in FP8, an index key “68” in FP4.",
+        (LAYOUT,),
+        f"{entry:g} and {key:g}: {pro.head_dim - pro.qk_rope_head_dim} numbers in FP8, {pro.qk_rope_head_dim} in BF16"
+        f" and their scales; {pro.index_head_dim} numbers in FP4 and theirs.",
+        exactly(("584", entry), ("68", key)),
+    )
+    fits = "fits 180 GB"
+    needed, fitting = (cell("memory-plan.md", "DeepSeek-V4-Pro", A_MILLION, column) for column in ("needed", fits))
+    yield Row(
+        V4,
+        "V4-Pro is served on one node of 8 B200.",
+        (VLLM,),
+        f"By the plan, which no GPU has confirmed: {needed} GB of each GPU's {number(fits.removeprefix('fits ')):g},"
+        " with a context of a million tokens whose caches are on every rank.",
+        ("memory-plan.md",),
+        by_measurement(held=fitting.startswith("yes")),
+    )
+
+
+class Operations(NamedTuple):
+    """Operations of one decoded token, in those of FP8: one in BF16 counts as two, one in FP4 as a half."""
+
+    linear: float
+    attention: float
+    indexer: float
+
+
+def v32_operations(tokens: int) -> Operations:
+    """DeepSeek-V3.2: attention in BF16, the rest in FP8."""
+    attention = V32_LAYERS * 128 * 2048 * 2 * (512 + 64 + 512)
+    return Operations(2 * V32_ACTIVE, 2 * attention, V32_LAYERS * 64 * 128 * 2 * tokens)
+
+
+def v4_operations(config: ModelConfig, tokens: int) -> Operations:
+    """DeepSeek-V4: attention in BF16, index scores in FP4, the rest in FP8."""
+    attention = indexer = 0.0
+    for kind, ratio in zip(config.layer_kinds, config.compress_ratios, strict=True):
+        seen = 0 if kind is LayerKind.SWA else tokens / ratio
+        if kind is LayerKind.CSA:
+            indexer += config.index_n_heads * config.index_head_dim * 2 * seen
+            seen = min(seen, config.index_topk)
+        attention += config.num_attention_heads * (seen + config.sliding_window) * 2 * 2 * config.head_dim
+    return Operations(2 * weights(config).active, 2 * attention, indexer / 2)
+
+
+class Weights(NamedTuple):
+    """Numbers that an architecture learns."""
+
+    all: int
+    active: float  # all but the embedding, and the routed experts that a token does not choose
+
+
+@cache
+def weights(config: ModelConfig) -> Weights:
+    """Count them from the shapes that the architecture demands."""
+    sizes = {name: math.prod(one.shape) for name, one in parameters(config).items() if one.kind != "i64"}
+    routed = sum(size for name, size in sizes.items() if ".ffn.experts." in name)
+    everything = sum(sizes.values())
+    idle = routed * (1 - config.num_experts_per_tok / config.n_routed_experts)
+    return Weights(everything, everything - idle - sizes["embed.weight"])
+
+
+def _v4_counts() -> Iterator[Row]:
+    pro, flash = published("Pro"), published("Flash")
+    share = [[100 * sum(v4_operations(c, n)) / sum(v32_operations(n)) for n in M1] for c in (pro, flash)]
+    at, million = v4_operations(pro, M1[0]), M1[0]
+    linear, attention, indexer = (part / sum(at) for part in at)
+    yield computed(
+        V4,
+        "At 1M tokens a decoded token of V4-Pro costs “27%” of DeepSeek-V3.2's operations, of V4-Flash “10%”.",
+        (PAPER,),
+        f"{share[0][0]:.1f} % and {share[1][0]:.1f} % for {million:,} tokens, in operations of FP8: one in BF16 counts"
+        f" as two, in FP4 as a half. Of V4-Pro's, {linear:.0%} are for weights, {attention:.0%} attention,"
+        f" {indexer:.0%} index scores.",
+        [Figure("27", share[0]), Figure("10", share[1])],
+    )
+    billions = [size / 1e9 for c in (pro, flash) for size in weights(c)]
+    yield computed(
+        V4,
+        "V4-Pro has “1.6T” parameters, “49B” of them active; V4-Flash “284B” and “13B”.",
+        (PAPER,),
+        f"{', '.join(f'{size:,.1f}' for size in billions)} billion, counted from shapes, without drafting heads."
+        " Active: without the embedding, and without the routed experts that a token does not choose.",
+        exactly(*zip(("1.6", "49", "284", "13"), (billions[0] / 1e3, *billions[1:]), strict=True)),
+    )
+    names = published_tensors(flash, "fp4")
+    experts = sum(".ffn.experts." in name for name in names)
+    listed = "69,187", "1,199", "365", "66,048", "1,575"
+    everything, direct, scales, routed, drafting = listed
+    others = int(drafting.replace(",", "")), int(scales)
+    yield computed(
+        V4,
+        f"V4-Flash has “{everything}” tensors: “{direct}” direct, “{scales}” scales, “{routed}” of routed experts,"
+        f" “{drafting}” of the drafting head.",
+        (VEOMNI,),
+        f"{len(names):,} by the architecture, without the drafting head; {experts:,} of them are of routed experts.",
+        exactly((everything, len(names) + others[0]), (direct, len(names) - experts - others[1]), (routed, experts)),
+    )
+
+
+def _v4_config() -> Iterator[Row]:
+    pro, flash = published("Pro"), published("Flash")
+    yield computed(
+        V4,
+        "The indexer selects “512” entries.",
+        (ATOM,),
+        f"{flash.index_topk:,} in V4-Flash, {pro.index_topk:,} in V4-Pro. Up to {flash.index_topk * CSA_RATIO:,} and"
+        f" {pro.index_topk * CSA_RATIO:,} tokens every entry is selected, and no test of an indexer shows anything.",
+        exactly(("512", flash.index_topk), ("512", pro.index_topk)),
+    )
+    borrowed = 1
+    of_flash, of_pro = (
+        [layer for layer, kind in enumerate(c.layer_kinds) if kind is LayerKind.SWA] for c in (flash, pro)
+    )
+    yield Row(
+        V4,
+        f"Layer {borrowed} attends to its window alone, so a drafting head may be taken for one of its kind.",
+        (DS4,),
+        f"V4-Flash has {len(of_flash)} such layers ({', '.join(map(str, of_flash))}), V4-Pro {len(of_pro)}: its layer"
+        f" {borrowed} is {pro.layer_kinds[borrowed].upper()}.",
+        ("census.md", HERE),
+        by_formula(float(borrowed not in of_pro), float(borrowed not in of_flash), 0.0),
+    )
+    raw = [read_json(CONFIGS / f"DeepSeek-V4-{name}.json") for name in ("Flash-0731", "Pro-0813")]
+    announced = [str(one["num_nextn_predict_layers"]) for one in raw]
+    stages = [len(one["compress_ratios"]) - one["num_hidden_layers"] for one in raw]
+    yield computed(
+        V4,
+        f"Flash-0731 has “{announced[0]}” drafting stage and Pro-0813 “{announced[1]}”, by num_nextn_predict_layers.",
+        (CONFIG,),
+        f"{stages[0]} and {stages[1]}, by the ratios that the same file lists beyond the layers.",
+        exactly(*zip(announced, stages, strict=True)),
+    )
+
+
+def _v4_runs() -> Iterator[Row]:
+    near, sublayers = "1e-6", document("mhc.json")["parts"][0]
+    columns, lines = (
+        max(row[sublayers["columns"].index(f"{what} off 1")] for row in sublayers["rows"]) for what in ("column", "row")
+    )
+    yield Row(
+        V4,
+        f"Sinkhorn's iterations leave mHC's mixing matrix with rows and columns that sum to 1 within “{near}”.",
+        (AUDIT,),
+        f"On the demo checkpoint columns within {columns:.1e}, rows within {lines:.1e}, and so it is in float64: the"
+        " last step norms columns, and rows are as near as the iterations bring them. No test of sums sees a"
+        " transposed matrix.",
+        ("mhc.md", "faults.md"),
+        by_measurement(held=max(columns, lines) <= float(near)),
+    )
+    same, unrounded, bf16 = _recall("A, mean over rows"), _recall("B, mean over rows"), _recall(BF16_SCORES)
+    run = min(measured("recall.json", "recall, oracle B, mean over rows, lowest over lengths"))
+    gate = "99 %"
+    yield Row(
+        V4,
+        f"A right indexer selects at least “{gate}” of what an FP32 oracle selects.",
+        (AUDIT,),
+        f"That depends on the oracle. Of the entries that score best with the same rounded queries and keys {same:.1%}"
+        f" are selected, of those that score best with unrounded ones {unrounded:.1%} (drawn, at the sizes of"
+        f" published models) and {run:.1%} (demo checkpoint). Scores rounded to BF16, as DeepSeek's published code"
+        f" does before its top-k, alone leave {bf16:.1%}.",
+        ("recall.md",),
+        by_formula(1 - unrounded, 1 - same, 1 - number(gate) / 100),
+    )
+    yield _answers_hide_faults()
+    what = "transformers: distance of any row"
+    (distance,) = measured("parity.json", what)
+    passed = [one["verdict"] == "pass" for one in document("parity.json")["findings"] if one["what"] == what]
+    yield Row(
+        V4,
+        "transformers computes V4 as the paper has it, with activations that are not quantised.",
+        (TRANSFORMERS,),
+        f"Every site of every layer of the demo checkpoint is within {distance:.1e} of this project's, in fp32. What"
+        " is rounded when V4 is served it does not round.",
+        ("parity.md", "plain-parity.md"),
+        by_measurement(held=all(passed)),
+    )
+
+
+def _answers_hide_faults() -> Row:
+    faults = [cells for name, cells in document("faults.json").items() if name]
+    outcomes = [cells["needle"]["outcome"] for cells in faults]
+    caught, missed = outcomes.count("caught"), outcomes.count("missed")
+    by_others = sum(
+        any(one["outcome"] in ("caught", "tripwire") for probe, one in cells.items() if probe != "needle")
+        for cells in faults
+    )
+    facts = document("demo-checkpoint.json")["facts, as chat"]
+    shipped, cut = facts["as shipped"]["right"], facts["CSA window only"]["right"]
+    return Row(
+        V4,
+        "A right answer shows that the layers work: that “Paris” comes back is one of several gates.",
+        (AUDIT,),
+        f"With every entry taken from its CSA layers the demo checkpoint still answers {cut} of"
+        f" {facts['CSA window only']['total']} facts ({shipped} before). Codes from far back are lost then; yet of"
+        f" {caught + missed} other faults that a search for codes could show, and no tripwire stops, it shows"
+        f" {caught}. {by_others} of all {len(faults)} are caught by another probe or a tripwire.",
+        ("demo-checkpoint.md", "faults.md"),
+        by_measurement(held=cut < shipped and missed == 0),
+    )
+
+
+BF16_SCORES: Final = "A, had the scores been rounded to BF16"
+
+
+def _recall(oracle: str) -> float:
+    """The least share of a selection at the sizes of published models."""
+    return min(
+        measured("recall.json", f"drawn, top-k {k}: recall, oracle {oracle}, lowest over sizes")[0] for k in (512, 1024)
+    )
+
+
+# --- what needs weights, data or a GPU
+
+
+def _unchecked(claim: str, source: tuple[str, ...], found: str, shown: str) -> Row:
+    return Row(OUT_OF_REACH, claim, source, found, (shown,), Verdict.UNCHECKED)
+
+
+def _quality() -> Iterator[Row]:
+    yield _unchecked(
+        "Index scores in FP4, or a selection from scores in BF16, keep “99.7%” of the entries; accounts of the paper"
+        " differ in which.",
+        (PAPER,),
+        "No published weights here. Of queries and keys drawn like the demo checkpoint's, at the sizes of published"
+        f" models, FP4 keeps {_recall('B, mean over rows'):.1%} of a selection and scores in BF16"
+        f" {_recall(BF16_SCORES):.1%}.",
+        "recall.md",
+    )
+    (growth,) = measured("mhc.json", "RMS of the largest stream after the last layer, over that of the embeddings")
+    yield _unchecked(
+        "V4-Pro's residual streams grow to “500-700” by layer 60.",
+        (AUDIT,),
+        "No published weights here. Through the layers of the demo checkpoint the RMS of the largest stream grows"
+        f" {growth:.0f}-fold.",
+        "mhc.md",
+    )
+    full_cache, before, after = (
+        cell("train-coda.md", TOLD, {"": phase}, "of answers")
+        for phase in ("base, full cache", "phase 1, bounded", "phase 2, bounded")
+    )
+    yield _unchecked(
+        "Mistral-7B-v0.3 with the bounded cache has a perplexity of “5.94” (“4.81” as it was, “2,464” without phase"
+        " 2), and finds all needles at up to “16K tokens”.",
+        (PACKAGE, PREPRINT),
+        f"No weights of that size here. On a small Llama and {number(TOLD):,.0f} tokens of its own language the"
+        f" perplexity of answers is {full_cache} with full caches, {before} bounded after the first phase and {after}"
+        " after the second.",
+        "train-coda.md",
+    )
+    names = ("shard, rank 64, stream 8 bits", "shard, rank 24, stream 8 bits")
+    yield _unchecked(
+        "With Shard Llama-3.1-8B finds all needles at 4K to 32K tokens (“1.000”), loses “0.05” on LongBench-E, and"
+        " its perplexity on WikiText-2 goes from “6.45” to “6.47”.",
+        (SHARD_README,),
+        "No weights of that size here. Codes that a small Llama finds:"
+        f" {'; '.join(f'{name}: {_codes(name)}' for name in names)}.",
+        "kv-variants.md",
+    )
+    yield _unchecked(
+        "Llama's keys are “effectively rank-192 out of 1024 once you undo the rotation”.",
+        (SHARD_README,),
+        "No weights of that size here, and the keys of a small model that was made for tests say nothing about them.",
+        "kv-variants.md",
+    )
+
+
+def _codes(name: str) -> str:
+    """The codes that the small Llama finds."""
+    found = document("kv-variants.json")["models"][1]["recall"][name].values()
+    return f"{sum(sum(one['right']) for one in found)} of {sum(len(one['right']) for one in found)}"
+
+
+def _speed() -> Iterator[Row]:
+    lengths = (2048, 8192)
+    times = [cell("coda-speed.md", "CoDA", {"case": f"prompt of {n} tokens"}, "other, ms") for n in lengths]
+    rates = [1e3 * n / number(one.rpartition("/ ")[2]) for n, one in zip(lengths, times, strict=True)]
+    yield _unchecked(
+        "On an H200 CoDA reads “210K tok/s” bounded, where the baseline reads “15.2M tok/s”, whatever the length, and"
+        " decodes “2,283 tok/s”.",
+        (PACKAGE,),
+        f"No GPU here. On one core of a CPU a layer of the package reads {rates[0]:,.0f} tokens a second in a prompt"
+        f" of {lengths[0]:,} and {rates[1]:,.0f} in one of {lengths[1]:,}.",
+        "coda-speed.md",
+    )
+    timed = [row for row in table("kv-speed.md", "Shard, grouped heads") if row["other"] == "full"]
+    ratios = [number(row["ratio, median"]) for row in timed if "prompt" not in row["case"]]
+    yield _unchecked(
+        "Shard decodes at “0.4–0.5×” the speed of full caches, on a B200.",
+        (SHARD_README,),
+        f"No GPU here. On one core of a CPU it decodes at {min(ratios):.2f} to {max(ratios):.2f} of the speed of full"
+        f" caches, and is slower in {sum(ratio < 1 for ratio in ratios)} of {len(ratios)} cases.",
+        "kv-speed.md",
+    )
+    yield _unchecked(
+        "Fused kernels of V4 are “1.4–20x” as fast as separate ones; several streams take “5–6%” off the latency.",
+        (VLLM,),
+        "No GPU here. This project's Triton kernels are compiled, and checked in Triton's interpreter; they were"
+        " never timed.",
+        "gpu.md",
+    )
