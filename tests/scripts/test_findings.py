@@ -1,0 +1,211 @@
+"""`scripts.findings`: every claim computes, verdicts follow from the numbers, the committed page is what it makes."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from model.errors import ConfigError
+from scripts.findings import main
+from scripts.tasks import claims, findings
+from scripts.tasks.claims import Figure, Verdict
+
+ROOT = Path(__file__).resolve().parents[2]
+AUDITS = ROOT / "audits"
+NAMES = re.compile(r"`[^`]*`|\b[A-Za-z][\w./-]*\d[\w./]*")  # FP8, V3.2, D/2, Mistral-7B-v0.3
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return claims.rows()
+
+
+def test_every_claim_is_whole(rows):
+    assert len({row.claim for row in rows}) == len(rows) > 50
+    for row in rows:
+        assert row.group in claims.GROUPS
+        assert row.claim
+        assert row.found
+        assert "|" not in row.claim + row.found, "a cell of a table"
+        assert row.source, row.claim
+        assert row.shown, row.claim
+        for one in row.shown:
+            path = AUDITS / one if one.endswith(".md") else ROOT / one.split()[-1]
+            assert path.exists() or one == claims.HERE, one
+    assert {name for row in rows for name in row.source} == set(claims.SOURCES)
+
+
+def test_the_page_begins_with_the_claims_that_matter_most(rows):
+    first = [row for row in rows if row.group == claims.FIRST]
+    assert rows[: len(first)] == first
+    wanted = ["160 GB", "1,176x", "64 GB", "16 GB", "lossless", "listing", "“30” HCA"]
+    assert all(word in row.claim for word, row in zip(wanted, first, strict=True))
+    found = ["41,943,040,000", "296x", "16.8 GB", "16 GiB", "7 of 8", "mean", "31 HCA"]
+    assert all(word in row.found for word, row in zip(found, first, strict=True))
+    verdicts = [row.verdict for row in first]
+    assert verdicts.pop(3) is Verdict.REPRODUCED
+    assert verdicts.pop(3) is Verdict.CONTRADICTED
+    assert set(verdicts) == {Verdict.CORRECTED}
+
+
+def test_what_cannot_be_judged_is_not(rows):
+    for row in rows:
+        assert (row.verdict is Verdict.UNCHECKED) == (row.group == claims.OUT_OF_REACH)
+
+
+# --- rules
+
+
+@pytest.mark.parametrize(
+    ("written", "reading", "right"),
+    [
+        ("1,176", 1176.4, True),
+        ("1,176", 296.0, False),
+        ("2.56", 2.5649, True),
+        ("2.56", 2.53, False),
+        ("9.62", 9.6199, True),
+        ("10", 10.49, True),  # by its own rounding
+        ("10", 10.51, False),
+        ("136", 135.15, True),  # within 1 %
+        ("136", 134.5, False),
+        ("160", 161.5, True),
+        ("160", 161.7, False),
+        ("0.75", 0.75, True),
+    ],
+)
+def test_a_figure_agrees_as_it_is_written(written, reading, right):
+    figure = Figure(written, (1e9, reading))
+    assert claims.agrees(figure) == right
+    assert claims.by_arithmetic([figure]) is (Verdict.REPRODUCED if right else Verdict.CORRECTED)
+    assert claims.by_arithmetic([Figure("1", (1,)), figure]) is claims.by_arithmetic([figure])
+
+
+def test_statements_and_equations():
+    assert claims.by_measurement(held=True) is Verdict.REPRODUCED
+    assert claims.by_measurement(held=False) is Verdict.CONTRADICTED
+    assert claims.by_formula(0.1, 9.0, 0.2) is Verdict.REPRODUCED
+    assert claims.by_formula(0.3, 0.1, 0.2) is Verdict.CORRECTED
+    assert claims.by_formula(0.3, 0.3, 0.2) is Verdict.CONTRADICTED
+
+
+def test_a_figure_must_be_quoted():
+    with pytest.raises(ConfigError, match="does not quote 12"):
+        claims.computed(claims.V4, "It takes 12 MB, or “13 MB”.", (claims.PAPER,), "", [Figure("12", (12,))])
+
+
+def test_verdicts_follow_the_pages(monkeypatch):
+    """With other numbers in them the same rows say the opposite."""
+    real = claims.document
+
+    def changed(name):
+        data = real(name)
+        if name == "kv-variants.json":
+            models = [
+                one | {"written": dict.fromkeys(one["written"], one["written"]["full"])} for one in data["models"]
+            ]
+            return data | {"models": models}
+        if name == "mhc.json":
+            part = data["parts"][0]
+            exact = [[0.0 if isinstance(cell, float) else cell for cell in row] for row in part["rows"]]
+            return data | {"parts": [part | {"rows": exact}]}
+        return data
+
+    before = claims._lossless().verdict, next(claims._v4_runs()).verdict
+    monkeypatch.setattr(claims, "document", changed)
+    assert before == (Verdict.CONTRADICTED, Verdict.CONTRADICTED)
+    assert (claims._lossless().verdict, next(claims._v4_runs()).verdict) == (Verdict.REPRODUCED, Verdict.REPRODUCED)
+
+
+def test_closed_formulas():
+    """Each against a figure that does not come from here."""
+    assert claims.full(claims.SEVENTY, 128_000) == 2 * 8 * 128_000 * 128 * 2 * 80
+    assert claims.coda(claims.grouped(1)) == 1_771_392  # the package's cache_bytes
+    assert round(claims.shard(8192) / 2**20, 2) == 101.98  # the article's
+    assert claims.lloyd_error(1, 50) == pytest.approx(0.3634, rel=1e-4)  # Max, 1960
+    assert claims.lloyd_error(8, 20) > claims.lloyd_error(8, 200) > 4.12e-5
+    assert claims.as_good_as(0.12) == 1
+    assert claims.as_good_as(0.1) == 2
+    assert claims.fastest_turn("interleaved", theta=1e4) == pytest.approx(628.3, rel=1e-4)
+    assert sum(claims.v32_operations(0)) == pytest.approx(2 * 37e9 + 2 * 34.8e9, rel=1e-3)
+
+
+# --- no number is typed
+
+
+def test_no_found_number_is_typed():
+    """Text of what was found holds no digit but in names: numbers come out of braces."""
+    source = Path(claims.__file__).read_text(encoding="utf-8")
+    at = {"computed": 3, "Row": 3, "_unchecked": 2}
+    calls = [
+        (call.args[at[call.func.id]], call.lineno)
+        for call in ast.walk(ast.parse(source))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id in at
+    ]
+    assert len(calls) > 50
+    for found, line in calls:
+        for text in typed(found):
+            assert not re.search(r"\d", NAMES.sub("", text)), f"line {line}: {text}"
+
+
+def typed(node):
+    """Literal text of an expression, what is in braces left out."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.JoinedStr):
+        yield from (part.value for part in node.values if isinstance(part, ast.Constant))
+    elif isinstance(node, ast.BinOp):
+        yield from (*typed(node.left), *typed(node.right))
+
+
+def test_typed_numbers_would_be_found():
+    (body,) = ast.parse('f"It is 12 GB, not {x:,.3f}."').body
+    assert list(typed(body.value)) == ["It is 12 GB, not ", "."]
+
+
+# --- readers
+
+
+@pytest.mark.parametrize(
+    ("read", "why"),
+    [
+        (lambda: claims.document("nowhere.json"), "No such file"),
+        (lambda: claims.measured("mhc.json", "columns of comb"), "no finding 'columns of comb'"),
+        (lambda: claims.table("nowhere.md", "x"), "No such file"),
+        (lambda: claims.table("train-coda.md", "The rows"), "no table in a section 'The rows'"),
+        (lambda: claims.table("train-coda.md", "512 tokens"), "no table in a section '512 tokens'"),
+        (lambda: claims.cell("train-coda.md", claims.TOLD, {"": "phase 3"}, "codes found"), "0 rows"),
+        (lambda: claims.cell("train-coda.md", claims.TOLD, {"": "phase 2, bounded"}, "codes"), "want 1 with 'codes'"),
+        (lambda: claims.cell("memory-plan.md", "DeepSeek-V4-Pro", {"ranks": "8"}, "needed"), "3 rows"),
+        (lambda: claims.number("yes"), "no number: 'yes'"),
+    ],
+)
+def test_what_is_not_there_is_an_error(read, why):
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        read()
+
+
+def test_a_cell():
+    assert claims.cell("memory-plan.md", "DeepSeek-V4-Pro", claims.A_MILLION, "needed") == "127.9"
+    assert claims.number("1,204.5 (3)") == 1204.5
+
+
+# --- the page
+
+
+def test_the_committed_page_is_what_the_command_makes(tmp_path):
+    out = tmp_path / "FINDINGS.md"
+    assert main(["--out", str(out)]) == 0
+    made, kept = (
+        re.sub("^commit: .*\n", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        for path in (out, AUDITS / "FINDINGS.md")
+    )
+    assert made.replace(f" --out {out.name}", "") == kept
+
+
+def test_the_count(rows):
+    said = findings.headline(rows)
+    assert [int(n) for n in re.findall(r"\d+", said)] == [
+        len(rows),
+        *(sum(row.verdict is verdict for row in rows) for verdict in Verdict),
+    ]
