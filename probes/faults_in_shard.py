@@ -228,7 +228,7 @@ SHARD = (
     ),
     Fault(
         "shard-codebook-unfinished",
-        "The codebook is that of twenty iterations from quantiles, as published: at 8 bits no better than 5.",
+        "The codebook is that of twenty iterations from quantiles, as published: at 8 bits little better than 6.",
         "the Shard article",
         inject=_in_rows(_CodedBadly),
         parts=_codebook_unfinished,
