@@ -32,6 +32,7 @@ from scripts.paths import told
 
 DTYPES: Final = dict(zip(DTYPE_NAMES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 QUIET: Final = 20  # seconds between lines of progress where there is no terminal to draw on
+CHOSEN_FIRST: Final = ("indexer.selected", "experts.ids")  # without them a wrong choice hides
 WIDE: Final = 0.1  # a bound in units of a row's length that is said to be wide
 CURVES: Final = 8  # of the picture: the sites that are furthest off
 COLOURS: Final = {Status.AGREES: "green", Status.DIFFERS: "bold red", Status.NOT_JUDGED: "yellow"}
@@ -195,10 +196,12 @@ def _show(out: Console, results: Sequence[Judged], found: Sequence[Place], other
         if j.status is Status.AGREES and j.bound > WIDE and j.site not in CHOICES and not j.site.endswith("_used")
     ]
     if wide:
-        most = max(wide, key=lambda judged: judged.bound)
+        most, recorded = max(wide, key=lambda judged: judged.bound), {judged.site for judged in results}
+        missing = [site for site in CHOSEN_FIRST if site not in recorded]
+        more = f" Record the sites between, {' and '.join(missing)} first." if missing else ""
         out.say(
             f"Bounds are as wide as {most.bound:.0%} of a row at {most.name}: rounding may do so much between recorded"
-            " tensors, and a fault may hide in it. Record the sites between, indexer.selected and experts.ids first."
+            f" tensors, and a fault may hide in it.{more}"
         )
     out.print(_table(results))
     out.say("worst: distance from the oracle over the length of a row. In rows of several sites: over the bound.")

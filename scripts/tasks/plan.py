@@ -174,7 +174,8 @@ def _memory_table(data: dict[str, Any]) -> Table:
     table.add_section()
     for kind, parts in data["caches"].items():
         for component, size in parts.items():
-            table.add_row(f"{kind.upper()} layers: {component.replace('_', ' ')}", *_cells(size, needed))
+            layers = "layers" if kind == "attention" else f"{kind.upper()} layers"
+            table.add_row(f"{layers}: {component.replace('_', ' ')}", *_cells(size, needed))
     table.add_section()
     for name, size in data["call"]["parts"].items():
         if size:
@@ -196,7 +197,7 @@ def _remarks(data: dict[str, Any]) -> list[str]:
         lines.append(f"mapped from files, {_said(mapped)}: not counted, the system drops pages and reads them again")
     lines.append(f"caches: {' '.join(data['options']['kv']) or 'all=full'}")
     call, typical = data["call"], data["typical_call"]
-    lines.append(f"a call holds most at: {call['moment']}, whatever the values")
+    lines.append(f"a call holds most at: {call['moment']}; no values of tensors make it more")
     if typical["bytes"] != call["bytes"]:
         lines.append(
             "where tokens spread evenly over experts and few entries pass the indexer's comparisons:"

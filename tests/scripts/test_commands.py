@@ -1,7 +1,11 @@
 """`scripts.generate` and `scripts.logits` from argv to files: what they write, where they stop, what they refuse."""
 
 import json
+import os
+import re
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -12,6 +16,7 @@ from runtime.load import load
 from runtime.options import DEMO, RunOptions
 from scripts import generate, logits
 from scripts.cli import run
+from tests.by_hand import ROOT
 from tests.make_checkpoint import tiny_config, write_checkpoint
 from tests.transformers_model import our_logits
 
@@ -278,3 +283,15 @@ def test_decode_from_beyond_the_end(checkpoint, tmp_path, capsys):
     (tmp_path / "t").write_text("[5, 6]")
     flags = ("--model", str(checkpoint), "--tokens", str(tmp_path / "t"), "--out", str(tmp_path / "o"))
     assert "--decode-from 3" in refused(logits, capsys, *flags, "--decode-from", "3")
+
+
+def test_the_python_of_the_readme_runs(tmp_path):
+    """It keeps the streams after each layer of the demo."""
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    assert len(blocks) == 1
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run([sys.executable, "-c", blocks[0]], check=True, cwd=tmp_path, env=environment)
+    kept = torch.load(tmp_path / "streams.pt", weights_only=True)
+    assert {tuple(streams.shape) for streams in kept.values()} == {(300, 4, 128)}

@@ -43,6 +43,7 @@ def test_our_own_run_agrees_in_deployed_numerics_at_every_site(recording, capsys
     assert len(report["sites"]) == 102
     assert {site["status"] for site in report["sites"]} == {"agrees"}
     out = capsys.readouterr().out
+    assert "Record the sites" not in out, "all are"
     assert "AGREES: 102 sites agree" in out
     assert "bf16, as its numbers say" in out
     assert len([line for line in out.splitlines() if "agrees" in line]) == 2  # layers together, and what is of no layer
@@ -204,6 +205,17 @@ def test_all_rows_scaled_alike_differ(folder, recording):
     save_file(tensors, path)
     _, report = compared(path, "--layers", "1", "--no-identify")
     assert "experts.output" in {site["site"] for site in report["sites"] if site["status"] == "differs"}
+
+
+@pytest.mark.parametrize(
+    ("kept", "first"), [((), "indexer.selected and experts.ids"), (("experts.ids",), "indexer.selected")]
+)
+def test_what_would_make_bounds_narrow_is_said_where_it_is_not_recorded(folder, recording, capsys, kept, first):
+    tensors = load_file(recording)
+    parts = {name: x for name, x in tensors.items() if name == "tokens" or name.endswith((".streams", *kept))}
+    save_file(parts, folder / "streams.safetensors")
+    assert compared(folder / "streams.safetensors", "--layers", "2", "--rows", "8")[0] == 0
+    assert f"Record the sites between, {first} first." in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_rows_that_are_wrong_are_not_forgiven_where_no_input_is_recorded(folder, recording):
