@@ -152,7 +152,7 @@ def _memory(gib: float | None, options: RunOptions, ranks: int) -> int | None:
 
 def _weight_table(data: dict[str, Any]) -> Table:
     table = Table("kind", title=f"weights of rank {data['rank']} of {data['ranks']}")
-    for column in ("bytes", "", "share", "on every rank"):
+    for column in ("bytes", "", "share", "on every rank, as stored"):
         table.add_column(column, justify="right")
     sizes = {name: part["mapped"] + part["own"] for name, part in data["weights"].items()}
     whole = {name: part["on_every_rank"] for name, part in data["weights"].items()}
