@@ -1,34 +1,245 @@
-"""Fast decoding of stored weights; the same numbers, bit for bit, as `kernels.formats.reference.decode`.
+"""Stored weights in compiled loops: a row times a vector, and parts of rows decoded; straight from the stored bytes.
 
-The plain conversions are what makes a decode step slow on CPU: on one core of an AVX-512 Xeon the reference takes 6 ns
-for an E4M3 weight and 9 ns for an FP4 one. Here E4M3 takes 2.3 ns, through float16, which the hardware converts, and
-FP4 2.0 ns, from a table of all 256 bytes, which yields two weights a look-up (``scripts.bench kernels --only decode``).
+A decoded number is that of `kernels.formats.reference.decode`, bit for bit. A row's product with a vector adds up in
+one order whatever stands around it: a token has the same bits alone and among a few, on every number of threads.
+
+Loops are written once for all forms: what they call, `row_times` and `decode_part`, has an implementation for each.
 """
 
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numba import types
+from numba.extending import overload
 from torch import Tensor
 
-from kernels.formats.codes import e2m1, e4m3, e8m0
+from kernels.compiled import array, compiled, each, loop
 from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
+from kernels.lanes import (
+    bits, fma, interleaved, load, load_pairs, load_some, load_some_pairs, splat, splat_halves, store, store_some, total,
+)  # fmt: skip
+
+ZERO: Final = np.float32(0)
+BYTES: Final = 16  # that `load_pairs` takes: 32 columns, two groups of NVFP4
 
 
-def decode(weight: Weight) -> Tensor:
-    """Decode a tile of rows to [rows, in] float32, which the caller may overwrite unless it is `Dense`."""
+class DenseArrays(NamedTuple):
+    """BF16, F16 or F32, flat."""
+
+    data: Any
+
+
+class Fp8Arrays(NamedTuple):
+    """E4M3, flat, and the scales of blocks of 128 x 128."""
+
+    data: Any
+    scale: Any
+
+
+class Fp4Arrays(NamedTuple):
+    """Two E2M1 a byte, flat, and E8M0 scales of 32 columns."""
+
+    data: Any
+    scale: Any
+
+
+class NvFp4Arrays(NamedTuple):
+    """Two E2M1 a byte, flat, and E4M3 scales of 16 columns; the scale of the whole matrix is its caller's."""
+
+    data: Any
+    scale: Any
+
+
+Arrays = DenseArrays | Fp8Arrays | Fp4Arrays | NvFp4Arrays
+_U8, _F32 = types.uint8[::1], types.float32[::1]
+FORMS: Final = (  # all types that a weight's arrays have
+    types.BaseTuple.from_types((types.uint16[::1],), DenseArrays),
+    types.BaseTuple.from_types((types.int16[::1],), DenseArrays),
+    types.BaseTuple.from_types((_F32,), DenseArrays),
+    types.BaseTuple.from_types((_U8, _U8), Fp8Arrays),
+    types.BaseTuple.from_types((_U8, _F32), Fp8Arrays),
+    types.BaseTuple.from_types((_U8, _U8), Fp4Arrays),
+    types.BaseTuple.from_types((_U8, _U8), NvFp4Arrays),
+)
+
+
+def arrays(weight: Weight) -> Arrays:
+    """Return a weight as compiled loops take it."""
     match weight:
         case Dense(data):
-            return data.float()
+            return DenseArrays(array(data))
         case Fp8(data, scale):
-            out = e4m3(data)
-            per_column = e8m0(scale).repeat_interleave(FP8_BLOCK, 1)[:, : data.shape[1]]  # [blocks, in]
-            whole = len(out) // FP8_BLOCK  # rows of blocks; one more may be partial
-            out[: whole * FP8_BLOCK].view(whole, FP8_BLOCK, data.shape[1]).mul_(per_column[:whole, None])
-            out[whole * FP8_BLOCK :].mul_(per_column[-1])
-            return out
+            return Fp8Arrays(array(data), array(scale))
         case Fp4(data, scale):
-            out = e2m1(data)
-            out.unflatten(1, (-1, FP4_BLOCK)).mul_(e8m0(scale)[..., None])
-            return out
-        case NvFp4(data, scale, global_scale):
-            out = e2m1(data)
-            out.unflatten(1, (-1, NVFP4_BLOCK)).mul_(e4m3(scale)[..., None])
-            return out.mul_(global_scale)
+            return Fp4Arrays(array(data), array(scale))
+        case NvFp4(data, scale, _):
+            return NvFp4Arrays(array(data), array(scale))
+
+
+def decode(weight: Weight, first: int, out: Tensor) -> Tensor:
+    """Decode rows of a matrix, from `first` on, to `out` [rows, in] float32: `kernels.formats.reference.decode`."""
+    _decode(arrays(weight), first, *out.shape, array(out))
+    return out.mul_(weight.global_scale) if isinstance(weight, NvFp4) else out
+
+
+@loop
+def _decode_rows(low, high, weight, first, columns, out):
+    for row in range(low, high):
+        decode_part(weight, first + row, columns, 0, columns, out, row * columns)
+
+
+@compiled(*((form, types.int64, types.int64, types.int64, _F32) for form in FORMS))
+def _decode(weight, first, rows, columns, out):
+    each(_decode_rows, rows, (weight, first, columns, out))
+
+
+# --- what a form has of its own
+
+
+def row_times(weight: Arrays, row: int, columns: int, x: Any, at: int) -> Any:
+    """One row times the vector that begins in x at `at`, with its even columns first where weights share a byte."""
+    raise NotImplementedError  # of compiled loops alone
+
+
+def decode_part(weight: Arrays, row: int, columns: int, low: int, high: int, out: Any, to: int) -> None:
+    """Decode columns low .. high - 1 of a row to `out` from `to` on; `low` is a multiple of 128, `high` too or the end."""
+    raise NotImplementedError
+
+
+def _dense_times(weight, row, columns, x, at):
+    data, begin, whole = weight.data, row * columns, columns // 64 * 64
+    a = b = c = d = splat(ZERO)
+    for i in range(0, whole, 64):
+        a = fma(load(data, begin + i), load(x, at + i), a)
+        b = fma(load(data, begin + i + 16), load(x, at + i + 16), b)
+        c = fma(load(data, begin + i + 32), load(x, at + i + 32), c)
+        d = fma(load(data, begin + i + 48), load(x, at + i + 48), d)
+    for i in range(whole, columns, 16):
+        a = fma(load_some(data, begin + i, columns - i), load_some(x, at + i, columns - i), a)
+    return total((a + b) + (c + d))
+
+
+def _dense_part(weight, row, columns, low, high, out, to):
+    begin, whole = row * columns, low + (high - low) // 16 * 16
+    for i in range(low, whole, 16):
+        store(out, to + i - low, load(weight.data, begin + i))
+    if whole < high:
+        store_some(out, to + whole - low, load_some(weight.data, begin + whole, high - whole), high - whole)
+
+
+def _fp8_times(weight, row, columns, x, at):
+    data, begin, blocks = weight.data, row * columns, (columns + FP8_BLOCK - 1) // FP8_BLOCK
+    a = b = c = d = splat(ZERO)
+    for block in range(blocks):
+        s = splat(scale_of(weight.scale, row // FP8_BLOCK * blocks + block))
+        high = min((block + 1) * FP8_BLOCK, columns)
+        whole = block * FP8_BLOCK + (high - block * FP8_BLOCK) // 64 * 64
+        for i in range(block * FP8_BLOCK, whole, 64):
+            a = fma(load(data, begin + i) * s, load(x, at + i), a)
+            b = fma(load(data, begin + i + 16) * s, load(x, at + i + 16), b)
+            c = fma(load(data, begin + i + 32) * s, load(x, at + i + 32), c)
+            d = fma(load(data, begin + i + 48) * s, load(x, at + i + 48), d)
+        for i in range(whole, high, 16):
+            a = fma(load_some(data, begin + i, high - i) * s, load_some(x, at + i, high - i), a)
+    return total((a + b) + (c + d))
+
+
+def _fp8_part(weight, row, columns, low, high, out, to):
+    blocks = (columns + FP8_BLOCK - 1) // FP8_BLOCK
+    for begin in range(low, high, FP8_BLOCK):
+        s = splat(scale_of(weight.scale, row // FP8_BLOCK * blocks + begin // FP8_BLOCK))
+        i, end = begin, min(begin + FP8_BLOCK, high)
+        while i + 16 <= end:
+            store(out, to + i - low, load(weight.data, row * columns + i) * s)
+            i += 16
+        if i < end:
+            store_some(out, to + i - low, load_some(weight.data, row * columns + i, end - i) * s, end - i)
+
+
+def _fp4_times(weight, row, columns, x, at):
+    groups, odd = columns // FP4_BLOCK, at + columns // 2
+    a = b = splat(ZERO)
+    for group in range(groups):
+        s, place = splat(e8m0(weight.scale[row * groups + group])), group * BYTES
+        even_weights, odd_weights = load_pairs(weight.data, row * groups * BYTES + place)
+        a = fma(even_weights * s, load(x, at + place), a)
+        b = fma(odd_weights * s, load(x, odd + place), b)
+    return total(a + b)
+
+
+def _fp4_part(weight, row, columns, low, high, out, to):
+    for i in range(low, high, FP4_BLOCK):
+        group = (row * columns + i) // FP4_BLOCK
+        s = splat(e8m0(weight.scale[group]))
+        even, odd = load_pairs(weight.data, group * BYTES)
+        one, other = interleaved(even * s, odd * s)
+        store(out, to + i - low, one)
+        store(out, to + i - low + 16, other)
+
+
+def _nvfp4_times(weight, row, columns, x, at):
+    groups, width = columns // NVFP4_BLOCK, columns // 2
+    a = b = splat(ZERO)
+    for place in range(0, width, BYTES):
+        first, there = row * groups + place // 8, width - place  # 8 of the last 16 bytes may be another row's
+        s = splat_halves(e4m3(weight.scale[first]), e4m3(weight.scale[min(first + 1, len(weight.scale) - 1)]))
+        even_weights, odd_weights = load_some_pairs(weight.data, row * width + place, there)
+        a = fma(even_weights * s, load_some(x, at + place, there), a)
+        b = fma(odd_weights * s, load_some(x, at + width + place, there), b)
+    return total(a + b)
+
+
+def _nvfp4_part(weight, row, columns, low, high, out, to):
+    for i in range(low, high, NVFP4_BLOCK):
+        group = (row * columns + i) // NVFP4_BLOCK
+        s = splat(e4m3(weight.scale[group]))
+        even, odd = load_some_pairs(weight.data, group * 8, 8)
+        store(out, to + i - low, interleaved(even * s, odd * s)[0])
+
+
+@overload(row_times)
+def _row_times(weight, row, columns, x, at):
+    return {
+        DenseArrays: _dense_times, Fp8Arrays: _fp8_times, Fp4Arrays: _fp4_times, NvFp4Arrays: _nvfp4_times,
+    }[weight.instance_class]  # fmt: skip
+
+
+@overload(decode_part)
+def _decode_part(weight, row, columns, low, high, out, to):
+    return {
+        DenseArrays: _dense_part, Fp8Arrays: _fp8_part, Fp4Arrays: _fp4_part, NvFp4Arrays: _nvfp4_part,
+    }[weight.instance_class]  # fmt: skip
+
+
+@loop
+def e8m0(byte):
+    """``2^(byte - 127)``: 255 is NaN, 0 a subnormal number."""
+    if byte == 0:
+        return bits(np.uint32(0x400000))
+    return bits(np.uint32(0x7FC00000)) if byte == 255 else bits(np.uint32(np.uint32(byte) << np.uint32(23)))
+
+
+@loop
+def e4m3(byte):
+    """A scale of NVFP4."""
+    size = byte & 127
+    if size == 127:
+        return np.float32(np.nan)
+    fraction, power = size & 7, size >> 3
+    value = np.float32(fraction) * bits(np.uint32(118 << 23))  # 2^-9
+    if power:
+        value = np.float32(8 + fraction) * bits(np.uint32(np.uint32(117 + power) << np.uint32(23)))
+    return -value if byte & 128 else value
+
+
+def scale_of(scale: Any, index: int) -> Any:
+    """Return a scale of `Fp8`, stored in E8M0 or float32."""
+    raise NotImplementedError
+
+
+@overload(scale_of)
+def _scale_of(scale, index):
+    if scale.dtype == types.float32:
+        return lambda scale, index: scale[index]
+    return lambda scale, index: e8m0(scale[index])
