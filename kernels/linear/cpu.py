@@ -22,7 +22,7 @@ FEW: Final = 4  # tokens up to which rows are multiplied as they are decoded
 SOME: Final = 48  # tokens up to which eight rows are
 TILE: Final = 1 << 18  # weights of a decoded tile: 1 MiB of fp32
 SIDE: Final = 16  # tokens side by side
-PART: Final = 2048  # columns of eight rows that are decoded at once: 32 KiB
+PART: Final = 512  # columns of eight rows that are decoded at once: 16 KiB
 _SIGNATURES: Final = tuple(
     (form, types.int64, types.int64, types.float32[::1], types.int64, types.int64, types.float32[::1]) for form in FORMS
 )
