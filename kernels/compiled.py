@@ -56,17 +56,17 @@ class Compiled:
     def build(self) -> Callable[..., Any]:
         """Compile it, or read it from disk."""
         _link()
-        folder, before = _folder(), config.CACHE_DIR
-        config.CACHE_DIR = str(folder or "")
+        where, before = folder(), config.CACHE_DIR
+        config.CACHE_DIR = str(where or "")
         try:
-            made = njit(cache=folder is not None, nogil=True, error_model="numpy", boundscheck=False)(self.function)
+            made = njit(cache=where is not None, nogil=True, error_model="numpy", boundscheck=False)(self.function)
             for signature in self.signatures:
                 made.compile(signature)
         finally:
             config.CACHE_DIR = before
         made.disable_compile()
         self.code = made
-        return made
+        return self.code
 
 
 def compiled(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Compiled]:
@@ -79,8 +79,8 @@ loop: Final = njit(nogil=True, error_model="numpy", boundscheck=False)  # of a p
 
 def kept() -> bool:
     """Whether all that a run may call is on disk already."""
-    folder = _folder()
-    return folder is not None and (folder / "complete").exists()
+    where = folder()
+    return where is not None and (where / "complete").exists()
 
 
 def prepare() -> Iterator[str]:
@@ -89,24 +89,24 @@ def prepare() -> Iterator[str]:
         if one.code is None:
             one.build()
         yield f"{one.function.__module__}.{one.function.__name__}"
-    folder = _folder()
-    if folder is not None:
-        (folder / "complete").touch()
+    where = folder()
+    if where is not None:
+        (where / "complete").touch()
 
 
 @cache
-def _folder() -> Path | None:
+def folder() -> Path | None:
     """Where compiled code is kept: beside Python's own, else in the user's cache; None where neither can be written."""
     own = Path(__file__).parent
     sources = sorted(own.glob("**/*.py"))
     digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    for folder in (own / "__pycache__" / f"compiled-{digest}", Path.home() / ".cache" / "fathom" / digest):
+    for where in (own / "__pycache__" / f"compiled-{digest}", Path.home() / ".cache" / "fathom" / digest):
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "writable").touch()
+            where.mkdir(parents=True, exist_ok=True)
+            (where / "writable").touch()
         except OSError:
             continue
-        return folder
+        return where
     return None
 
 
@@ -134,7 +134,9 @@ def each(typing: Any, body: Any, count: Any, given: Any) -> Any:
         part = ir.Function(module, ir.FunctionType(ir.VoidType(), [raw]), module.get_unique_name("part"))
         part.linkage = "internal"
         own = ir.IRBuilder(part.append_basic_block())
-        total, arguments = (own.extract_value(own.load(own.bitcast(part.args[0], held.as_pointer())), i) for i in (0, 1))
+        total, arguments = (
+            own.extract_value(own.load(own.bitcast(part.args[0], held.as_pointer())), i) for i in (0, 1)
+        )
 
         def asked(name: str) -> Any:
             function = cgutils.get_or_insert_function(module, ir.FunctionType(number, []), name)
@@ -156,3 +158,16 @@ def each(typing: Any, body: Any, count: Any, given: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(body, types.int64, given), generate
+
+
+@intrinsic
+def moved(typing: Any, like: Any, address: Any) -> Any:
+    """The array at an address, of the type and length of another: a matrix of several that lie apart."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        one = context.make_array(like)(context, builder, value=values[0])
+        one.data = builder.inttoptr(values[1], one.data.type)
+        one.meminfo, one.parent = (ir.Constant(part.type, None) for part in (one.meminfo, one.parent))
+        return one._getvalue()  # noqa: SLF001 (numba's own way to put an array together)
+
+    return like(like, types.int64), generate

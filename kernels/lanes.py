@@ -19,7 +19,7 @@ WIDTH: Final = 16
 _F32, _I32, _I16, _I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
 
 
-class _Lanes(types.Type):
+class _Lanes(types.Type):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__("lanes")
 
@@ -40,7 +40,7 @@ def _splat(builder: Any, value: Any) -> Any:
     return builder.shuffle_vector(one, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(_I32, WIDTH), 0))
 
 
-def _constant(kind: Any, value: int | float) -> Any:
+def _constant(kind: Any, value: float) -> Any:
     return ir.Constant(ir.VectorType(kind, WIDTH), [value] * WIDTH)
 
 
@@ -164,9 +164,7 @@ def store_some(typing: Any, array: Any, index: Any, x: Any, count: Any) -> Any:
     """`store` the first `count` of them."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        pointer = builder.bitcast(
-            _element(context, builder, signature.args[0], values[0], values[1]), _V.as_pointer()
-        )
+        pointer = builder.bitcast(_element(context, builder, signature.args[0], values[0], values[1]), _V.as_pointer())
         steps = ir.Constant(ir.VectorType(_I32, WIDTH), list(range(WIDTH)))
         mask = builder.icmp_signed("<", steps, _splat(builder, builder.trunc(values[3], _I32)))
         _called(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), values[2], pointer, _I32(4), mask)
@@ -211,14 +209,15 @@ def load_splat(typing: Any, array: Any, index: Any) -> Any:
 
 
 @intrinsic
-def splat_halves(typing: Any, low: Any, high: Any) -> Any:
-    """One number in the first eight lanes, another in the others."""
+def splat_e4m3(typing: Any, low: Any, high: Any) -> Any:
+    """The number of one E4M3 code in the first eight lanes, that of another in the others."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         order = ir.Constant(ir.VectorType(_I32, WIDTH), [0] * 8 + [WIDTH] * 8)
-        return builder.shuffle_vector(_splat(builder, values[0]), _splat(builder, values[1]), order)
+        codes = builder.shuffle_vector(_splat(builder, values[0]), _splat(builder, values[1]), order)
+        return _e4m3(builder, codes)
 
-    return lanes(types.float32, types.float32), generate
+    return lanes(types.uint8, types.uint8), generate
 
 
 @intrinsic
@@ -274,5 +273,10 @@ def _operator(function: Callable[..., Any], name: str) -> None:
         return getattr(builder, name)(*values)
 
 
-for _function, _name in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")):
+for _function, _name in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
     _operator(_function, _name)

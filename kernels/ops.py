@@ -33,7 +33,7 @@ from kernels import (
     swiglu,
 )
 from kernels.differential.cpu import Noise, Own, Past
-from kernels.formats.stored import Rounding, Rows, Slots, Weight, Window
+from kernels.formats.stored import Rounding, Rows, Slots, Stack, Weight, Window
 from kernels.hyper.reference import ReadStreams
 from kernels.shard.cpu import Middle, Stream
 
@@ -161,15 +161,15 @@ class Ops(Protocol):
         x: Tensor,
         ids: Tensor,
         weights: Tensor,
-        w1: Weight,
-        w3: Weight,
-        w2: Weight,
+        w1: Stack,
+        w3: Stack,
+        w2: Stack,
         limit: float,
         first: int,
         *,
         deployed: bool,
     ) -> Tensor:
-        """`experts`, of matrices that are stacked; where the position is on the device."""
+        """`experts`."""
         ...
 
     # of the Llama family alone, which shares rms_norm, linear and swiglu with V4
@@ -321,6 +321,7 @@ CPU = REFERENCE._replace(
     rotate=rope.cpu.rotate,
     linear=linear.cpu.linear,
     grouped_linear=linear.cpu.grouped_linear,
+    experts=experts.cpu.experts,
     select=indexer.cpu.select,
     attend=attention.cpu.attend,
     attend_grouped=grouped.cpu.attend,

@@ -3,14 +3,19 @@
 The gate says which experts each token goes to: in the first layers a table by token id, later the scores.
 """
 
+from functools import cached_property
+from typing import Final
+
 from torch import Tensor
 
-from kernels.formats.stored import Dense, Weight, member
+from kernels.formats.stored import Apart, Dense, Stack, Weight, member
 from model.arithmetic import Arithmetic
 from model.call import Call
 from model.checkpoint.weights import Weights
 from model.config import ModelConfig
 from model.ranks.dispatch import Dispatch
+
+FEW: Final = 4  # tokens of a call up to which a CPU takes their experts together
 
 
 class Gate:
@@ -82,7 +87,7 @@ class MoE:
         self.gate = build_gate(config, layer, weights, arithmetic)
         self.dispatch = Dispatch(arithmetic, layer)
         self.experts = {e: Expert(f"{prefix}.experts.{e}", weights, arithmetic, limit) for e in own}
-        self._stacks: tuple[Weight, Weight, Weight] | None = None
+        self._stacks: tuple[Stack, Stack, Stack] | None = None
         self.shared = Expert(f"{prefix}.shared_experts", weights, arithmetic, limit)
 
     def __call__(self, x: Tensor, call: Call) -> Tensor:
@@ -100,11 +105,26 @@ class MoE:
 
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
         """Sum of the routed experts' weighted outputs: [m, hidden] float32."""
-        if isinstance(call.first, Tensor):  # who goes where is known on the device alone
-            arithmetic = self.shared.arithmetic
-            limit, deployed = self.shared.limit, arithmetic.deployed
-            return arithmetic.ops.experts(x, ids, weights, *self.stacks(), limit, 0, deployed=deployed)
-        return self.dispatch(x, ids, weights, call, self.run)
+        if not self.together(call):
+            return self.dispatch(x, ids, weights, call, self.run)
+        arithmetic, limit = self.shared.arithmetic, self.experts[0].limit
+        return arithmetic.ops.experts(x, ids, weights, *self.stacks(), limit, 0, deployed=arithmetic.deployed)
+
+    def together(self, call: Call) -> bool:
+        """Whether a call's routed experts run in one op.
+
+        They must where it is captured: who goes where is known on the device alone. On a CPU they do where tokens are
+        few, so that each expert has one or two.
+        """
+        if isinstance(call.first, Tensor):
+            return True
+        few = call.count <= FEW and call.tokens.device.type == "cpu"
+        return few and self.dispatch.ranks.size == 1 and self.alike
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether the routed experts were all stored in one form when this was first asked."""
+        return not self.mixed()
 
     def mixed(self) -> bool:
         """Whether the routed experts are stored in several forms, so that they cannot be stacked."""
@@ -115,20 +135,23 @@ class MoE:
         kinds = {tuple(form(w) for w in (e.w1, e.w3, e.w2)) for e in self.experts.values()}
         return len(kinds) > 1 or form(self.experts[0].w1) != form(self.experts[0].w3)
 
-    def stacks(self) -> tuple[Weight, Weight, Weight]:
-        """The routed experts' w1, w3 and w2 as `stack` has them; the experts' own become views of it.
+    def stacks(self) -> tuple[Stack, Stack, Stack]:
+        """The routed experts' w1, w3 and w2; on a CPU where they are.
 
-        No matrix is held twice, but for one of the three while it is made; what the allocator keeps of the memory that
-        the loaded ones had is its own affair, and not in the plan.
+        Elsewhere they are stacked, and the experts' own become views of it: no matrix is held twice, but for one of the
+        three while it is made. What the allocator keeps of the memory that the loaded ones had is its own affair, and
+        not in the plan.
         """
         if self._stacks is None:
             assert not self.mixed(), "experts of several forms"
             self._stacks = self._stack("w1"), self._stack("w3"), self._stack("w2")
         return self._stacks
 
-    def _stack(self, name: str) -> Weight:
-        count, one = len(self.experts), getattr(self.experts[0], name)
-        stacked: Weight = type(one)(*(plane.new_empty(count, *plane.shape) for plane in one))
+    def _stack(self, name: str) -> Stack:
+        matrices: list[Weight] = [getattr(expert, name) for expert in self.experts.values()]
+        if matrices[0].data.device.type == "cpu":
+            return Apart(matrices)
+        stacked: Weight = type(matrices[0])(*(plane.new_empty(len(matrices), *plane.shape) for plane in matrices[0]))
         for index, expert in self.experts.items():
             for plane, own in zip(member(stacked, index), getattr(expert, name), strict=True):
                 plane.copy_(own)

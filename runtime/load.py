@@ -2,14 +2,16 @@
 
 import hashlib
 import platform
+import sys
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from kernels import compiled
 from kernels.ops import CPU, Ops
 from model.architectures import Config, Model
 from model.arithmetic import Arithmetic
@@ -36,6 +38,7 @@ from runtime.plan.planner import Planner
 from runtime.sharding import ShardingPlan, sharding_plan
 
 M = TypeVar("M")
+COMPILING: Final = 20  # seconds, on two cores
 
 
 class Loaded(NamedTuple, Generic[M]):
@@ -52,6 +55,16 @@ class Loaded(NamedTuple, Generic[M]):
 LoadedV4: TypeAlias = Loaded[Transformer]
 LoadedLlama: TypeAlias = Loaded[LlamaTransformer]
 AnyLoaded: TypeAlias = Loaded[Transformer] | Loaded[LlamaTransformer]
+
+
+def prepare_loops(*, say: bool) -> None:
+    """Compile what the CPU runs, and `say` so on stderr where that takes long: nothing is compiled after the load."""
+    if say and not compiled.kept():
+        where = compiled.folder()
+        after = f"kept in {where}" if where else "anew in each run, as no folder for them can be written"
+        print(f"compiling loops for this processor, about {COMPILING} s, {after}", file=sys.stderr, flush=True)
+    for _ in compiled.prepare():
+        pass
 
 
 def check_device(device: str) -> None:
@@ -124,6 +137,8 @@ def _load(
     checkpoint = Checkpoint.open(directory)
     counted = _census(checkpoint, config, str(directory))
     device = torch.device(options.device)
+    if device.type == "cpu":
+        prepare_loops(say=group.rank == 0)
     sharding = sharding_plan(config, group.size)
     ranks = Ranks(group, sharding.ranks[group.rank], options.dispatch)
     follow(ranks)

@@ -1,7 +1,9 @@
-"""How many threads a CPU computes with, when nobody says: one for small models, torch's own number for others."""
+"""How many threads a CPU computes with, when nobody says: one for small models, the cores that are free for others."""
 
+import os
 from typing import Final
 
+import psutil
 import torch
 
 from model.config import ModelConfig
@@ -9,20 +11,31 @@ from runtime.load import AnyLoaded
 
 # Bytes of weights that a decoded token reads, from which on more threads than one pay.
 SMALL: Final = 64 << 20
+LOOK: Final = 0.1  # seconds for which it is looked at how busy the cores are
 
 
 def set_threads(asked: int | None, loaded: AnyLoaded) -> None:
-    """Let torch compute with so many threads, or with as many as suit the model; the run's report says how many.
+    """Compute with so many threads, or with as many as suit the model; the run's report says how many.
 
-    On an idle machine a second thread makes a token's linears faster whatever their size; where it shares its core with
-    anything else, all wait for it, and they take longer than with one (`scripts.bench kernels --only threads` measures
-    both). A large model is worth that risk. A small one is not: its tokens come fast with one thread, most of their
-    time is in ops too short to be shared, and a wait at each of them makes it many times slower.
+    torch and the compiled loops have the same threads. On an idle machine a second thread makes a token's linears
+    faster whatever their size; where it shares its core with anything else, all wait for it, and they take longer than
+    with one (`scripts.bench kernels --only threads` measures both). So a large model takes the cores that nothing else
+    is using as it begins. A small one takes one: its tokens come fast with it, and most of their time is in ops too
+    short to be shared.
     """
     if asked is not None:
         torch.set_num_threads(asked)
     elif token_bytes(loaded) < SMALL:
         torch.set_num_threads(1)
+    else:
+        torch.set_num_threads(min(torch.get_num_threads(), free_cores()))
+
+
+def free_cores() -> int:
+    """Cores that this process may use and that nothing is using now; at least 1."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    busy = psutil.cpu_percent(interval=LOOK) / 100 * (os.cpu_count() or 1)
+    return max(1, int(cores - round(busy)))
 
 
 def token_bytes(loaded: AnyLoaded) -> int:

@@ -43,7 +43,7 @@ DENSE_UP_TO = 1.5  # visible entries over selected ones, up to which masked tile
 _DECODED = {"fp8": 10, "coded": 14, "based": 22}
 
 
-def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks force)
+def attend(
     q: Tensor,
     ring: Tensor,
     first: int,

@@ -9,15 +9,27 @@ Loops are written once for all forms: what they call, `row_times` and `decode_pa
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import torch
 from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each, loop
+from kernels.compiled import array, compiled, each, loop, moved
 from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
 from kernels.lanes import (
-    bits, fma, interleaved, load, load_pairs, load_some, load_some_pairs, splat, splat_halves, store, store_some, total,
+    bits,
+    fma,
+    interleaved,
+    load,
+    load_pairs,
+    load_some,
+    load_some_pairs,
+    splat,
+    splat_e4m3,
+    store,
+    store_some,
+    total,
 )  # fmt: skip
 
 ZERO: Final = np.float32(0)
@@ -77,21 +89,28 @@ def arrays(weight: Weight) -> Arrays:
             return NvFp4Arrays(array(data), array(scale))
 
 
-def decode(weight: Weight, first: int, out: Tensor) -> Tensor:
-    """Decode rows of a matrix, from `first` on, to `out` [rows, in] float32: `kernels.formats.reference.decode`."""
+def decode_rows(weight: Weight, first: int, out: Tensor) -> Tensor:
+    """Decode rows of a matrix, from `first` on, to `out` [rows, in] float32, without the scale of a whole matrix."""
     _decode(arrays(weight), first, *out.shape, array(out))
-    return out.mul_(weight.global_scale) if isinstance(weight, NvFp4) else out
+    return out
 
 
 @loop
-def _decode_rows(low, high, weight, first, columns, out):
+def _decode_part_rows(low, high, weight, first, columns, out):
     for row in range(low, high):
         decode_part(weight, first + row, columns, 0, columns, out, row * columns)
 
 
 @compiled(*((form, types.int64, types.int64, types.int64, _F32) for form in FORMS))
 def _decode(weight, first, rows, columns, out):
-    each(_decode_rows, rows, (weight, first, columns, out))
+    each(_decode_part_rows, rows, (weight, first, columns, out))
+
+
+def even_first(x: Tensor, weight: Weight) -> Tensor:
+    """[..., in] float32, in the order in which `row_times` takes it for this form: contiguous."""
+    if isinstance(weight, Fp4 | NvFp4):
+        return torch.stack((x[..., ::2], x[..., 1::2]), dim=-2)
+    return x.contiguous()
 
 
 # --- what a form has of its own
@@ -103,7 +122,7 @@ def row_times(weight: Arrays, row: int, columns: int, x: Any, at: int) -> Any:
 
 
 def decode_part(weight: Arrays, row: int, columns: int, low: int, high: int, out: Any, to: int) -> None:
-    """Decode columns low .. high - 1 of a row to `out` from `to` on; `low` is a multiple of 128, `high` too or the end."""
+    """Decode columns low .. high - 1 of a row to `out` from `to` on; both are multiples of 128, or `high` is the end."""
     raise NotImplementedError
 
 
@@ -181,19 +200,25 @@ def _fp4_part(weight, row, columns, low, high, out, to):
 def _nvfp4_times(weight, row, columns, x, at):
     groups, width = columns // NVFP4_BLOCK, columns // 2
     a = b = splat(ZERO)
-    for place in range(0, width, BYTES):
-        first, there = row * groups + place // 8, width - place  # 8 of the last 16 bytes may be another row's
-        s = splat_halves(e4m3(weight.scale[first]), e4m3(weight.scale[min(first + 1, len(weight.scale) - 1)]))
-        even_weights, odd_weights = load_some_pairs(weight.data, row * width + place, there)
-        a = fma(even_weights * s, load_some(x, at + place, there), a)
-        b = fma(odd_weights * s, load_some(x, at + width + place, there), b)
+    for pair in range(groups // 2):
+        group, place = row * groups + 2 * pair, pair * BYTES
+        s = splat_e4m3(weight.scale[group], weight.scale[group + 1])
+        even_weights, odd_weights = load_pairs(weight.data, row * width + place)
+        a = fma(even_weights * s, load(x, at + place), a)
+        b = fma(odd_weights * s, load(x, at + width + place), b)
+    if groups % 2:
+        group, place = row * groups + groups - 1, width - 8
+        s = splat_e4m3(weight.scale[group], weight.scale[group])
+        even_weights, odd_weights = load_some_pairs(weight.data, row * width + place, 8)
+        a = fma(even_weights * s, load_some(x, at + place, 8), a)
+        b = fma(odd_weights * s, load_some(x, at + width + place, 8), b)
     return total(a + b)
 
 
 def _nvfp4_part(weight, row, columns, low, high, out, to):
     for i in range(low, high, NVFP4_BLOCK):
         group = (row * columns + i) // NVFP4_BLOCK
-        s = splat(e4m3(weight.scale[group]))
+        s = splat_e4m3(weight.scale[group], weight.scale[group])
         even, odd = load_some_pairs(weight.data, group * 8, 8)
         store(out, to + i - low, interleaved(even * s, odd * s)[0])
 
@@ -214,23 +239,25 @@ def _decode_part(weight, row, columns, low, high, out, to):
 
 @loop
 def e8m0(byte):
-    """``2^(byte - 127)``: 255 is NaN, 0 a subnormal number."""
-    if byte == 0:
-        return bits(np.uint32(0x400000))
-    return bits(np.uint32(0x7FC00000)) if byte == 255 else bits(np.uint32(np.uint32(byte) << np.uint32(23)))
+    """``2^(byte - 127)``: 255 is NaN, 0 a subnormal number; both are told from the others by one more bit."""
+    code = np.uint32(byte)
+    beyond = np.uint32(code - np.uint32(1)) >= np.uint32(254)
+    return bits(np.uint32((code << np.uint32(23)) | (np.uint32(beyond) << np.uint32(22))))
 
 
-@loop
-def e4m3(byte):
-    """A scale of NVFP4."""
-    size = byte & 127
-    if size == 127:
-        return np.float32(np.nan)
-    fraction, power = size & 7, size >> 3
-    value = np.float32(fraction) * bits(np.uint32(118 << 23))  # 2^-9
-    if power:
-        value = np.float32(8 + fraction) * bits(np.uint32(np.uint32(117 + power) << np.uint32(23)))
-    return -value if byte & 128 else value
+def placed(weight: Arrays, data: int, scale: int) -> Arrays:
+    """A matrix of the same form and shape at other addresses."""
+    raise NotImplementedError
+
+
+@overload(placed)
+def _placed(weight, data, scale):
+    return {
+        DenseArrays: lambda weight, data, scale: DenseArrays(moved(weight.data, data)),
+        Fp8Arrays: lambda weight, data, scale: Fp8Arrays(moved(weight.data, data), moved(weight.scale, scale)),
+        Fp4Arrays: lambda weight, data, scale: Fp4Arrays(moved(weight.data, data), moved(weight.scale, scale)),
+        NvFp4Arrays: lambda weight, data, scale: NvFp4Arrays(moved(weight.data, data), moved(weight.scale, scale)),
+    }[weight.instance_class]
 
 
 def scale_of(scale: Any, index: int) -> Any:

@@ -10,6 +10,7 @@ can be gathered by row.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal, NamedTuple
 
 import torch
@@ -96,8 +97,42 @@ def stack(weights: Sequence[Weight]) -> Weight:
     return form(*(torch.stack(plane) for plane in zip(*weights, strict=True)))
 
 
-def member(stacked: Weight, index: int) -> Weight:
+class Apart:
+    """Matrices of one form and shape, each where it lies: those of a mapped checkpoint, which nobody copies."""
+
+    def __init__(self, matrices: Sequence[Weight]) -> None:
+        self.matrices = tuple(matrices)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in] of each, in weights."""
+        return self.matrices[0].shape
+
+    @cached_property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Addresses of values and scales [E, 2] int64, and the factor of each whole matrix [E] float32."""
+        return places(self.matrices)
+
+
+Stack = Weight | Apart
+
+
+def places(matrices: Sequence[Weight]) -> tuple[Tensor, Tensor]:
+    """Where matrices lie, see `Apart.places`. These must live on while the addresses are used."""
+    addresses = torch.tensor([[plane.data_ptr() for plane in (weight * 2)[:2]] for weight in matrices])
+    factors = [float(weight.global_scale) if isinstance(weight, NvFp4) else 1.0 for weight in matrices]
+    return addresses, torch.tensor(factors)
+
+
+def members(stacked: Stack) -> int:
+    """How many matrices there are."""
+    return len(stacked.matrices) if isinstance(stacked, Apart) else stacked.data.shape[0]
+
+
+def member(stacked: Stack, index: int) -> Weight:
     """One matrix of a `stack`, as views."""
+    if isinstance(stacked, Apart):
+        return stacked.matrices[index]
     return type(stacked)(*(plane[index] for plane in stacked))
 
 

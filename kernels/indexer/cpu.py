@@ -73,7 +73,7 @@ def _bounded(tokens: int, heads: int, width: int, entries: int, k: int, device: 
     return many and index_bound.native(device) and index_bound.finest(heads, width) > 0
 
 
-def select_scratch(  # noqa: PLR0913 (sizes, and what they are stored as)
+def select_scratch(
     tokens: int, heads: int, width: int, entries: int, k: int, form: str, item: int, device: torch.device, *,
     few_pass: bool,
 ) -> int:  # fmt: skip

@@ -14,8 +14,8 @@ from numba import types
 from torch import Tensor
 
 from kernels.compiled import array, compiled, each, loop
-from kernels.formats.cpu import FORMS, arrays, decode, decode_part, row_times
-from kernels.formats.stored import Dense, Fp4, NvFp4, Weight
+from kernels.formats.cpu import FORMS, arrays, decode_part, decode_rows, even_first, row_times
+from kernels.formats.stored import Dense, NvFp4, Weight
 from kernels.lanes import fma, load, load_splat, splat, store
 
 FEW: Final = 4  # tokens up to which rows are multiplied as they are decoded
@@ -102,41 +102,63 @@ def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
     """Each group by its own rows of W: `kernels.linear.reference.grouped_linear`."""
     t, (height, columns) = x.shape[0], weight.shape
     assert x.shape[1:] == (groups, columns), f"x is {tuple(x.shape)}, want [t, {groups}, {columns}]"
-    wide = x.float().contiguous()
     if t > FEW:
-        out = _side_by_side(wide, weight, groups)
+        wide = _side_by_side(x, weight, groups)
     else:
-        out = torch.empty(t, height)
-        if isinstance(weight, Fp4 | NvFp4):
-            wide = torch.stack((wide[..., ::2], wide[..., 1::2]), dim=-2)
-        _few(arrays(weight), height, columns, array(wide), t, groups, array(out))
-        if isinstance(weight, NvFp4):
-            out *= weight.global_scale
-    return out.to(x.dtype).view(t, groups, height // groups)
+        wide = torch.empty(t, height)
+        _few(arrays(weight), height, columns, array(even_first(x.float(), weight)), t, groups, array(wide))
+    if isinstance(weight, NvFp4):
+        wide *= weight.global_scale
+    out = wide if t <= FEW and x.dtype == torch.float32 else torch.empty(t, height, dtype=x.dtype).copy_(wide)
+    return out.view(t, groups, height // groups)
 
 
 def _side_by_side(x: Tensor, weight: Weight, groups: int) -> Tensor:
-    """[t, groups, in] float32 to [t, out] float32, of tokens filled up to a multiple of SIDE with zeros."""
+    """[t, groups, in] to [t, out] float32, of tokens filled up to a multiple of SIDE with zeros."""
     t, (height, columns) = x.shape[0], weight.shape
     rank, step = height // groups, max(1, TILE // columns)
     side = torch.zeros(groups, columns, -(-t // SIDE) * SIDE)
     side[..., :t] = x.permute(1, 2, 0)
     out = torch.empty(height, side.shape[2])
-    if t <= SOME and rank >= 8:
+    if _of_eight(t, rank):
         _some(arrays(weight), height, columns, array(side), side.shape[2], groups, array(out))
-        if isinstance(weight, NvFp4):
-            out *= weight.global_scale
-        return out[:, :t].T
-    buffer = torch.empty(min(step, height), columns)
-    for group in range(groups):
-        for low in range(group * rank, (group + 1) * rank, step):
-            part = slice(low, min(low + step, (group + 1) * rank))
-            torch.mm(_tile(weight, part, buffer), side[group], out=out[part])
+    else:
+        buffer = torch.empty(min(step, rank), columns)
+        for group in range(groups):
+            for low in range(group * rank, (group + 1) * rank, step):
+                part = slice(low, min(low + step, (group + 1) * rank))
+                torch.mm(_tile(weight, part, buffer), side[group], out=out[part])
     return out[:, :t].T
+
+
+def _of_eight(tokens: int, rank: int) -> bool:
+    return tokens <= SOME and rank >= 8
 
 
 def _tile(weight: Weight, part: slice, buffer: Tensor) -> Tensor:
     """Some rows of a weight in fp32, in the buffer where they are not stored so."""
     if isinstance(weight, Dense) and weight.data.dtype == torch.float32:
         return weight.data[part]
-    return decode(weight, part.start, buffer[: part.stop - part.start])
+    return decode_rows(weight, part.start, buffer[: part.stop - part.start])
+
+
+def linear_scratch(tokens: int, rows: int, columns: int, form: str, item: int, device: torch.device) -> int:
+    """Bytes alive at most in `linear`, the result included; see `grouped_linear_scratch`."""
+    return grouped_linear_scratch(tokens, rows, columns, 1, form, item, device)
+
+
+def grouped_linear_scratch(
+    tokens: int, rows: int, columns: int, groups: int, form: str, item: int, device: torch.device
+) -> int:
+    """Bytes alive at most in `grouped_linear`, the result included: inputs in fp32, fp32 results, a decoded tile.
+
+    `form` is how the weight is stored: BF16, F16, F32, FP8 (E8M0 scales), FP8_F32 (those in F32), FP4 or NVFP4.
+    """
+    del device
+    given, out = groups * columns * 4, rows * (4 + item)
+    if tokens <= FEW:
+        reordered = given if form in ("FP4", "NVFP4") else 0
+        return tokens * (max(given if item < 4 else 0, reordered) + reordered + (out if item < 4 else rows * 4))
+    side, rank = -(-tokens // SIDE) * SIDE, rows // groups
+    tile = 0 if _of_eight(tokens, rank) else min(max(1, TILE // columns), rank) * columns * 4
+    return side * (given + rows * 4) + max(tile, tokens * rows * item)

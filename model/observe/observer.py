@@ -131,6 +131,10 @@ class Observer:
         """Whether anybody listens."""
         return bool(self._listeners)
 
+    def listens(self, site: Site) -> bool:
+        """Whether anybody listens at a site."""
+        return site in self._listeners
+
     @contextmanager
     def unchecked(self) -> Iterator[None]:
         """Inside the ``with``, nothing that must never happen ends a run: for who looks at a faulty one."""
@@ -321,6 +325,7 @@ def install(model: Observed, places: Mapping[Site, Place]) -> Observer:
         assert missing == allowed, f"layer {layer}: no method for {sorted(site.name for site in missing - allowed)}"
         if sites.MIXED in of_layers:
             _wrap_attend(observer, block.attention, layer)
+            _wrap_together(observer, block.experts)
         for site, part in (
             (sites.ENTRY, "attention.compressor"),
             (sites.INDEX_KEY_USED, "attention.indexer.compressor"),
@@ -387,6 +392,19 @@ def _wrap_attend(observer: Observer, attention: Any, layer: int) -> None:
         return out
 
     attention.attend = attend
+
+
+def _wrap_together(observer: Observer, experts: Any) -> None:
+    """While somebody listens to what an expert computes inside, experts run one by one; the bits are the same."""
+    watched = experts.together
+
+    @wraps(watched)
+    def together(call: Call) -> bool:
+        inside = observer.listens(sites.ROUTED_GATE) or observer.listens(sites.ROUTED_UP)
+        answer: bool = watched(call) and not inside
+        return answer
+
+    experts.together = together
 
 
 def _wrap_written(observer: Observer, compressor: Any, layer: int, site: Site) -> None:

@@ -7,6 +7,7 @@ runtime needs that makes them at once.
 from kernels.formats import basis_rows
 from kernels.hyper.reference import ReadStreams
 from model.config import LayerKind, ModelConfig
+from model.moe import FEW
 from model.ranks.ranks import CHECKED, KEPT
 from model.rope import rotated_as
 from model.variants.choice import Coda, Shard
@@ -203,7 +204,9 @@ def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     run = n * hidden * item + max(_expert(s, "experts", n), n * hidden * item + s.widened(n * hidden))
     outputs, summed = pairs * hidden * item, m * hidden * (F32 + item) + wide
     with live.scope():
-        if s.ranks == 1:
+        if s.ranks == 1 and s.t <= FEW and s.device.type == "cpu":
+            live.run("routed experts", s.op("experts", m, k, hidden, c.moe_intermediate_size, item))
+        elif s.ranks == 1:
             live.hold("sum over experts", m * hidden * F32)
             live.hold("routing", 4 * pairs * I64)
             live.run("routed experts", run)

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from kernels.attention import cpu as attention_cpu
-from kernels.formats import cpu as decode_cpu
 from kernels.formats import reference as formats_reference
-from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, rows
+from kernels.formats.cpu import decode_rows
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
+from kernels.linear import cpu as linear_cpu
 from kernels.ops import CPU, REFERENCE
 from model.observe import invariants, sites
 from model.observe.observer import PLACES, Point, listening, observed
@@ -44,7 +45,7 @@ Run = Callable[[], Any]
 def kernels(args: argparse.Namespace) -> Iterator[Case]:
     """Choices of the CPU's kernels, pair by pair.
 
-    Times are processor time of one core. attend, select, linear, decoding, decode and activations are the measurements
+    Times are processor time of one core. attend, select, linear, turn-over, decode and activations are the measurements
     behind choices in `kernels`; tripwires and sites are what being watched costs the demo: the ratio is their share of
     a run; threads, on the wall clock, says from which size of a model on more threads than one pay.
     """
@@ -94,8 +95,11 @@ def weights(height: int, columns: int) -> dict[str, Weight]:
 def decode() -> Iterator[Case]:
     """Decode one tile of weights."""
     for form, weight in weights(512, 1024).items():
-        ways = {"cpu": decode_cpu.decode, "reference": formats_reference.decode}
-        sides = {name: partial(way, weight) for name, way in ways.items()}
+        out = torch.empty(512, 1024)
+        sides = {
+            "cpu": partial(decode_rows, weight, 0, out),
+            "reference": partial(formats_reference.decode, weight),
+        }
         yield _case("decode", f"{form}, 512 x 1024", sides, BF16_NEAR)
 
 
@@ -112,17 +116,22 @@ def linear() -> Iterator[Case]:
         yield _both("linear", f"{form}, 2048 x 1024, {t} tokens", "linear", (x, weight))
 
 
-def decoding() -> Iterator[Case]:
-    """How much of a linear in tiles is decoding: the ratio is the share."""
+def turn_over() -> Iterator[Case]:
+    """From how many tokens on a linear decodes eight rows at once, and from how many larger tiles."""
 
-    def tiles(weight: Weight) -> None:
-        for start in range(0, 2048, 512):
-            decode_cpu.decode(rows(weight, start, start + 512))
+    def by(few: int, some: int, x: Tensor, weight: Weight) -> Tensor:
+        linear_cpu.FEW, linear_cpu.SOME = few, some
+        try:
+            return linear_cpu.linear(x, weight)
+        finally:
+            linear_cpu.FEW, linear_cpu.SOME = usual
 
-    for (form, weight), t in product(weights(2048, 1024).items(), (1, 16, 64, 512)):
-        whole = partial(CPU.linear, torch.randn(t, 1024).bfloat16(), weight)
-        sides: dict[str, Run] = {"linear": whole, "its decoding": partial(tiles, weight)}
-        yield _case("decoding", f"{form}, 2048 x 1024, {t} tokens", sides)
+    usual = linear_cpu.FEW, linear_cpu.SOME
+    ways = {"rows": (1 << 20, 0), "eight rows": (0, 1 << 20), "tiles": (0, 0)}
+    for (form, weight), t in product(weights(2048, 4096).items(), (1, 2, 4, 8, 16, 32, 48, 64, 96)):
+        x = torch.randn(t, 4096).bfloat16()
+        sides: dict[str, Run] = {way: partial(by, *limits, x, weight) for way, limits in ways.items()}
+        yield _case("turn-over", f"{form}, 2048 x 4096, {t} tokens", sides)
 
 
 def select() -> Iterator[Case]:
@@ -247,7 +256,7 @@ PARTS: Final[dict[str, Callable[[], Iterator[Case]]]] = {
     "attend": attend,
     "select": select,
     "linear": linear,
-    "decoding": decoding,
+    "turn-over": turn_over,
     "decode": decode,
     "activations": activations,
     "tripwires": tripwires,
