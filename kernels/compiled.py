@@ -13,7 +13,7 @@ Compiled code is kept on disk, in a folder named after what it was compiled from
 
 import ctypes
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 from typing import Any, Final
@@ -42,31 +42,36 @@ def array(x: Tensor) -> Any:
 
 
 class Compiled:
-    """A function that is compiled when it is called first, or before a run by `prepare`."""
+    """A function that is compiled for each of its types when it is first called with them, or before by `prepare`."""
 
     def __init__(self, function: Callable[..., Any], signatures: tuple[tuple[Any, ...], ...]) -> None:
         self.function, self.signatures = function, signatures
-        self.code: Callable[..., Any] | None = None
+        self.code: Any = None
         _ALL.append(self)
+
+    @property
+    def name(self) -> str:
+        """Module and name."""
+        return f"{self.function.__module__}.{self.function.__name__}"
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
-        return (self.code or self.build())(*args)
+        return (self.code or self.made())(*args)
 
-    def build(self) -> Callable[..., Any]:
-        """Compile it, or read it from disk."""
+    def made(self) -> Any:
+        """Return what numba makes of it."""
         _link()
         where, before = folder(), config.CACHE_DIR
         config.CACHE_DIR = str(where or "")
         try:
-            made = njit(cache=where is not None, nogil=True, error_model="numpy", boundscheck=False)(self.function)
-            for signature in self.signatures:
-                made.compile(signature)
+            self.code = njit(cache=where is not None, nogil=True, error_model="numpy", boundscheck=False)(self.function)
         finally:
             config.CACHE_DIR = before
-        made.disable_compile()
-        self.code = made
         return self.code
+
+    def compile(self, signature: tuple[Any, ...]) -> None:
+        """Compile it for arguments of these types, or read that from disk."""
+        (self.code or self.made()).compile(signature)
 
 
 def compiled(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Compiled]:
@@ -77,21 +82,31 @@ def compiled(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Com
 loop: Final = njit(nogil=True, error_model="numpy", boundscheck=False)  # of a part; compiled with what calls it
 
 
-def kept() -> bool:
-    """Whether all that a run may call is on disk already."""
+def kept(without: Collection[Any] = ()) -> bool:
+    """Whether all that `prepare` makes ready is on disk already."""
     where = folder()
-    return where is not None and (where / "complete").exists()
+    return where is not None and _mark(where, _wanted(without)).exists()
 
 
-def prepare() -> Iterator[str]:
-    """Compile everything, or read it from disk; yields the name of each function that was made ready."""
-    for one in _ALL:
-        if one.code is None:
-            one.build()
-        yield f"{one.function.__module__}.{one.function.__name__}"
+def prepare(without: Collection[Any] = ()) -> None:
+    """Compile everything, or read it from disk, but for what takes arguments of the types `without`."""
+    wanted = _wanted(without)
+    for one, signature in wanted:
+        one.compile(signature)
     where = folder()
     if where is not None:
-        (where / "complete").touch()
+        _mark(where, wanted).touch()
+
+
+def _wanted(without: Collection[Any]) -> list[tuple[Compiled, tuple[Any, ...]]]:
+    return [(one, signature) for one in _ALL for signature in one.signatures if not set(signature) & set(without)]
+
+
+def _mark(where: Path, wanted: list[tuple[Compiled, tuple[Any, ...]]]) -> Path:
+    """A file that says that these are there, compiled for the processor that LLVM finds here."""
+    processor = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten()
+    told = repr([processor, [(one.name, signature) for one, signature in wanted]])
+    return where / hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 @cache

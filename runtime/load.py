@@ -4,7 +4,7 @@ import hashlib
 import platform
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from kernels import compiled
+from kernels.formats.cpu import FORMS
 from kernels.ops import CPU, Ops
 from model.architectures import Config, Model
 from model.arithmetic import Arithmetic
 from model.checkpoint.census import Census
 from model.checkpoint.census import census as v4_census
 from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.tensor_mapping import Form
 from model.checkpoint.weights import Weights, fingerprint, headers_digest, open_weights
 from model.config import ModelConfig
 from model.errors import CheckpointError, ConfigError
@@ -57,14 +59,17 @@ LoadedLlama: TypeAlias = Loaded[LlamaTransformer]
 AnyLoaded: TypeAlias = Loaded[Transformer] | Loaded[LlamaTransformer]
 
 
-def prepare_loops(*, say: bool) -> None:
-    """Compile what the CPU runs, and `say` so on stderr where that takes long: nothing is compiled after the load."""
-    if say and not compiled.kept():
+def prepare_loops(forms: Collection[Form], *, say: bool) -> None:
+    """Compile what a CPU runs of a checkpoint with weights in these forms; nothing is compiled after the load.
+
+    `say`: on stderr, where that is not on disk already and takes long.
+    """
+    without = [kind for name, kind in FORMS.items() if name not in {form.name for form in forms}]
+    if say and not compiled.kept(without):
         where = compiled.folder()
         after = f"kept in {where}" if where else "anew in each run, as no folder for them can be written"
         print(f"compiling loops for this processor, about {COMPILING} s, {after}", file=sys.stderr, flush=True)
-    for _ in compiled.prepare():
-        pass
+    compiled.prepare(without)
 
 
 def check_device(device: str) -> None:
@@ -138,7 +143,7 @@ def _load(
     counted = _census(checkpoint, config, str(directory))
     device = torch.device(options.device)
     if device.type == "cpu":
-        prepare_loops(say=group.rank == 0)
+        prepare_loops(set(counted.by_form) | {Form.F32}, say=group.rank == 0)
     sharding = sharding_plan(config, group.size)
     ranks = Ranks(group, sharding.ranks[group.rank], options.dispatch)
     follow(ranks)

@@ -79,7 +79,7 @@ def _pair_rows(low, high, weight, addresses, factors, chosen, k, rows, columns, 
             out[item] = row_times(matrix, row, columns, x, pair // k * columns) * factors[expert]
 
 
-@compiled(*((form, *_MATRICES, types.int64[::1], _I64, _I64, _I64, _F32, _F32) for form in FORMS))
+@compiled(*((form, *_MATRICES, types.int64[::1], _I64, _I64, _I64, _F32, _F32) for form in FORMS.values()))
 def _each_pair(weight, addresses, factors, chosen, k, rows, columns, x, out):
     """``out[pair, r] = W_expert[r] . x[token]`` of pairs of a token and one of its k experts."""
     each(_pair_rows, len(chosen) * rows, (weight, addresses, factors, chosen, k, rows, columns, x, out))
@@ -99,7 +99,9 @@ def _sum_rows(low, high, weight, addresses, factors, chosen, k, rows, columns, x
             out[token * rows + row] = total
 
 
-@compiled(*((form, *_MATRICES, types.int64[::1], _I64, _I64, _I64, _F32, types.boolean, _F32) for form in FORMS))
+@compiled(
+    *((form, *_MATRICES, types.int64[::1], _I64, _I64, _I64, _F32, types.boolean, _F32) for form in FORMS.values())
+)
 def _summed(weight, addresses, factors, chosen, k, rows, columns, x, narrow, out):
     """``out[token, r] = sum_pairs W_expert[r] . x[pair]``, each product rounded to bfloat16 where `narrow`."""
     each(_sum_rows, rows, (weight, addresses, factors, chosen, k, rows, columns, x, narrow, out))

@@ -65,15 +65,16 @@ class NvFp4Arrays(NamedTuple):
 
 Arrays = DenseArrays | Fp8Arrays | Fp4Arrays | NvFp4Arrays
 _U8, _F32 = types.uint8[::1], types.float32[::1]
-FORMS: Final = (  # all types that a weight's arrays have
-    types.BaseTuple.from_types((types.uint16[::1],), DenseArrays),
-    types.BaseTuple.from_types((types.int16[::1],), DenseArrays),
-    types.BaseTuple.from_types((_F32,), DenseArrays),
-    types.BaseTuple.from_types((_U8, _U8), Fp8Arrays),
-    types.BaseTuple.from_types((_U8, _F32), Fp8Arrays),
-    types.BaseTuple.from_types((_U8, _U8), Fp4Arrays),
-    types.BaseTuple.from_types((_U8, _U8), NvFp4Arrays),
-)
+_ARRAYS: Final = {  # the types of a weight's arrays, by the name of its form
+    "BF16": ((types.uint16[::1],), DenseArrays),
+    "F16": ((types.int16[::1],), DenseArrays),
+    "F32": ((_F32,), DenseArrays),
+    "FP8": ((_U8, _U8), Fp8Arrays),
+    "FP8_F32": ((_U8, _F32), Fp8Arrays),
+    "FP4": ((_U8, _U8), Fp4Arrays),
+    "NVFP4": ((_U8, _U8), NvFp4Arrays),
+}
+FORMS: Final = {name: types.BaseTuple.from_types(*planes) for name, planes in _ARRAYS.items()}
 
 
 def arrays(weight: Weight) -> Arrays:
@@ -101,7 +102,7 @@ def _decode_part_rows(low, high, weight, first, columns, out):
         decode_part(weight, first + row, columns, 0, columns, out, row * columns)
 
 
-@compiled(*((form, types.int64, types.int64, types.int64, _F32) for form in FORMS))
+@compiled(*((form, types.int64, types.int64, types.int64, _F32) for form in FORMS.values()))
 def _decode(weight, first, rows, columns, out):
     each(_decode_part_rows, rows, (weight, first, columns, out))
 
@@ -122,7 +123,7 @@ def row_times(weight: Arrays, row: int, columns: int, x: Any, at: int) -> Any:
 
 
 def decode_part(weight: Arrays, row: int, columns: int, low: int, high: int, out: Any, to: int) -> None:
-    """Decode columns low .. high - 1 of a row to `out` from `to` on; both are multiples of 128, or `high` is the end."""
+    """Decode columns low .. high - 1 of a row to `out` from `to` on; multiples of 128, or `high` is the end."""
     raise NotImplementedError
 
 

@@ -18,13 +18,14 @@ from kernels.formats.cpu import FORMS, arrays, decode_part, decode_rows, even_fi
 from kernels.formats.stored import Dense, NvFp4, Weight
 from kernels.lanes import fma, load, load_splat, splat, store
 
-FEW: Final = 4  # tokens up to which rows are multiplied as they are decoded
-SOME: Final = 48  # tokens up to which eight rows are
+FEW = 4  # tokens up to which rows are multiplied as they are decoded
+SOME = 48  # tokens up to which eight rows are
 TILE: Final = 1 << 18  # weights of a decoded tile: 1 MiB of fp32
 SIDE: Final = 16  # tokens side by side
 PART: Final = 512  # columns of eight rows that are decoded at once: 16 KiB
 _SIGNATURES: Final = tuple(
-    (form, types.int64, types.int64, types.float32[::1], types.int64, types.int64, types.float32[::1]) for form in FORMS
+    (form, types.int64, types.int64, types.float32[::1], types.int64, types.int64, types.float32[::1])
+    for form in FORMS.values()
 )
 
 
