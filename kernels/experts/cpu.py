@@ -51,7 +51,7 @@ def experts(
     gate, up = products.to(x.dtype)
     wide = _input(swiglu(gate, up, limit, weights.gather(1, slots).flatten()), other, deployed=deployed)
     out = torch.empty(t, hidden)
-    _summed(arrays(other), *_places(w2), chosen, k, hidden, inner, wide, x.dtype == torch.bfloat16, array(out))
+    _summed(arrays(other), *_places(w2), chosen, t, k, hidden, inner, wide, x.dtype == torch.bfloat16, array(out))
     return out
 
 
@@ -86,9 +86,9 @@ def _each_pair(weight, addresses, factors, chosen, k, rows, columns, x, out):
 
 
 @loop
-def _sum_rows(low, high, weight, addresses, factors, chosen, k, rows, columns, x, narrow, out):
+def _sum_rows(low, high, weight, addresses, factors, chosen, tokens, k, rows, columns, x, narrow, out):
     for row in range(low, high):
-        for token in range(len(chosen) // k):
+        for token in range(tokens):
             total = np.float32(0)
             for pair in range(token * k, token * k + k):
                 expert = chosen[pair]
@@ -100,11 +100,14 @@ def _sum_rows(low, high, weight, addresses, factors, chosen, k, rows, columns, x
 
 
 @compiled(
-    *((form, *_MATRICES, types.int64[::1], _I64, _I64, _I64, _F32, types.boolean, _F32) for form in FORMS.values())
+    *(
+        (form, *_MATRICES, types.int64[::1], _I64, _I64, _I64, _I64, _F32, types.boolean, _F32)
+        for form in FORMS.values()
+    )
 )
-def _summed(weight, addresses, factors, chosen, k, rows, columns, x, narrow, out):
+def _summed(weight, addresses, factors, chosen, tokens, k, rows, columns, x, narrow, out):
     """``out[token, r] = sum_pairs W_expert[r] . x[pair]``, each product rounded to bfloat16 where `narrow`."""
-    each(_sum_rows, rows, (weight, addresses, factors, chosen, k, rows, columns, x, narrow, out))
+    each(_sum_rows, rows, (weight, addresses, factors, chosen, tokens, k, rows, columns, x, narrow, out))
 
 
 @loop

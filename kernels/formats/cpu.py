@@ -78,8 +78,8 @@ FORMS: Final = {name: types.BaseTuple.from_types(*planes) for name, planes in _A
 
 
 def arrays(weight: Weight) -> Arrays:
-    """Return a weight as compiled loops take it."""
-    match weight:
+    """Return a weight as compiled loops take it; of one whose rows lie apart a copy."""
+    match type(weight)(*(plane.contiguous() for plane in weight)):
         case Dense(data):
             return DenseArrays(array(data))
         case Fp8(data, scale):

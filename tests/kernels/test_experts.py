@@ -7,8 +7,9 @@ routing weights have few bits, so that only the roundings that are part of the e
 import pytest
 import torch
 
-from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, member, stack
-from kernels.ops import REFERENCE
+from kernels.experts import reference as experts_reference
+from kernels.formats.stored import Apart, Dense, Fp4, Fp8, NvFp4, member, stack
+from kernels.ops import CPU, REFERENCE
 from model.arithmetic import Arithmetic
 from model.ranks import dispatch
 from tests.deepseek_arithmetic import act_quant, in_place
@@ -19,11 +20,11 @@ NAN = float("nan")
 NO_TRITON = "Triton is not on every platform"
 
 
-@pytest.fixture(params=["reference", "triton"])  # CPU's is the reference's
+@pytest.fixture(params=["reference", "cpu", "triton"])
 def ops(request):
     if request.param == "triton":
         return pytest.importorskip("kernels.triton_ops", reason=NO_TRITON).TRITON
-    return REFERENCE
+    return CPU if request.param == "cpu" else REFERENCE
 
 
 def seeded(seed):
@@ -107,7 +108,7 @@ def assert_summed(ops, form, made, x, ids, weights, first=0, *, deployed=False):
 
 @pytest.mark.parametrize(
     ("form", "deployed", "t"),
-    [("fp4", False, 1), *((form, deployed, 6) for form in FORMS for deployed in (False, True))],
+    [("fp4", False, 1), *((form, deployed, t) for t in (3, 6) for form in FORMS for deployed in (False, True))],
 )
 def test_experts_of_one_rank_are_summed(ops, form, deployed, t):
     """Three experts of five, from 1 on; two tiles of rows, the last cut where nothing forbids it."""
@@ -229,6 +230,21 @@ def test_columns_that_cut_a_rounded_block_are_refused(ops):
     stacks, _ = layer("fp4", 2, 32, 32, 0)
     with pytest.raises(AssertionError, match="128"):
         ops.experts(*tokens(1, 1, 32, 2, 0), *stacks, 1.0, 0, deployed=True)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("deployed", [False, True])
+def test_cpu_experts_together_have_the_bits_of_one_after_the_other(form, dtype, deployed):
+    """Of matrices that lie apart, as a mapped checkpoint's; numbers of which every sum rounds."""
+    g = seeded(3)
+    made = [[encoded(form, g, signs(g, *s))[0] for _ in range(4)] for s in ((256, 128), (256, 128), (128, 256))]
+    x, ids, weights = torch.randn(4, 128, generator=g).to(dtype), *tokens(4, 3, 128, 4, 1)[1:]
+    stacks = [Apart(of) for of in made]
+    ours = CPU.experts(x, ids, weights, *stacks, 2.0, 0, deployed=deployed)
+    parts = experts_reference.Experts(CPU.linear, CPU.swiglu, CPU.simulate_fp8)
+    assert torch.equal(ours, parts(x, ids, weights, *stacks, 2.0, 0, deployed=deployed))
+    assert torch.equal(ours, CPU.experts(x, ids, weights, *(stack(of) for of in made), 2.0, 0, deployed=deployed))
 
 
 def test_triton_and_stacks_take_matrices_of_one_form():
