@@ -110,7 +110,7 @@ def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
         _few(arrays(weight), height, columns, array(even_first(x.float(), weight)), t, groups, array(wide))
     if isinstance(weight, NvFp4):
         wide *= weight.global_scale
-    out = wide if t <= FEW and x.dtype == torch.float32 else torch.empty(t, height, dtype=x.dtype).copy_(wide)
+    out = wide.contiguous().to(x.dtype)  # one pass each takes a third of the time of both in one
     return out.view(t, groups, height // groups)
 
 
@@ -162,4 +162,4 @@ def grouped_linear_scratch(
         return tokens * (max(given if item < 4 else 0, reordered) + reordered + (out if item < 4 else rows * 4))
     side, rank = -(-tokens // SIDE) * SIDE, rows // groups
     tile = 0 if _of_eight(tokens, rank) else min(max(1, TILE // columns), rank) * columns * 4
-    return side * (given + rows * 4) + max(tile, tokens * rows * item)
+    return side * rows * 4 + max(side * given + tile, tokens * (out if item < 4 else rows * 4))
