@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -100,10 +101,15 @@ READ: Final = (
     add_model, add_run_options, SEED, _count("context", (1024, 4096, 16384)), _count("repetitions", 5),
     _count("threads", 1),
 )  # fmt: skip
-GAINS: Final = (
+PERFORMANCE: Final = (
+    _flag(
+        "--layers", "two layers of V4-Flash, as `make_checkpoint --layers 2,3` writes them", required=True,
+        action=Reads, metavar="DIR",
+    ),
     _flag("--before", "the commit to compare this folder with", required=True, metavar="COMMIT"), CHECKPOINT, SEED,
-    _count("context", 4096), _count("decode", 16), _count("chunk", 512), _count("pairs", 5), _count("threads", 1),
-    _flag("--numerics", "of both", choices=NUMERICS, default="plain"),
+    _count("threads", (1, 2)), _count("tokens", (64, 512, 4096)), _count("decode", 16), _count("pairs", 5),
+    _count("context", (1024, 8192)), _count("our-chunk", 2048),
+    _flag("--theirs-dtype", "in which transformers computes", choices=DTYPES, default="fp32"),
 )  # fmt: skip
 LOAD: Final = (
     add_model,
@@ -114,19 +120,17 @@ RANKS: Final = (
     add_model, add_run_options, add_rank_timeout, _count("tokens", [1 << k for k in range(10)]), _count("rounds", 15),
 )  # fmt: skip
 TITLE: Final = "How fast, how large, beside transformers in {theirs_dtype}"
-GAINED: Final = "Where the time goes, before and after, in {numerics} numerics"
 BENCHES: Final = {
     "performance": Bench(
-        "beside.beside", (*BESIDE, _count("ours-only", (32768, 131072))), "performance", TITLE, "theirs_dtype", AUDITS
+        "performance.performance", PERFORMANCE, "performance", "What a CPU takes, and what it could take", "", AUDITS
     ),
     "compare-transformers": Bench(
-        "beside.beside", (*BESIDE, _count("ours-only", ())), "performance", TITLE, "theirs_dtype"
+        "beside.beside", (*BESIDE, _count("ours-only", ())), "beside-transformers", TITLE, "theirs_dtype"
     ),
     "prefill": Bench("alone.prefill", READ, "prefill", "Where the time of a prompt goes"),
     "decode": Bench("alone.decode", (*READ, _count("steps", 16)), "decode", "Where the time of a token goes"),
     "load": Bench("alone.load", LOAD, "loading", "How long a checkpoint takes to load"),
     "kernels": Bench("ops.kernels", (_only(KERNEL_PARTS),), "kernels", "What the CPU's kernels choose between"),
-    "gains": Bench("gains.gains", GAINS, "cpu-gains", GAINED, "numerics"),
     "gpu": Bench("gpu.gpu", (_only(GPU_PARTS), _count("replays", 20)), "gpu", "The kernels on a GPU", "", AUDITS),
     "variants": Bench(
         "caches.variants", (_count("context", (8192, 16384, 32768)), SECONDS), "kv-speed",
@@ -185,22 +189,30 @@ def main(argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int
     source = importlib.import_module(f"scripts.bench.{module}")
     cases, tables = getattr(source, function), getattr(source, f"{function}_tables", None)
     if watch is None or args.name != DISPATCH:
-        return _finish(args, bench, _measured(kept, cases(args), [] if tables is None else tables(args)))
+        return _finish(
+            args, bench, _measured(kept, cases(args), partial(tables, args) if tables is not None else _none)
+        )
     from runtime.group.processes import connected
 
     with connected(watch, args.device, args.rank_timeout) as group:
-        document = _measured(kept, cases(args, watch, group), [])
+        document = _measured(kept, cases(args, watch, group), _none)
         return _finish(args, bench, document) if group.rank == 0 else 0
 
 
-def _measured(record: Any, cases: Iterable[Any], tables: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _none(rows: Sequence[Any]) -> list[Any]:
+    """No tables but those of the rows."""
+    del rows
+    return []
+
+
+def _measured(record: Any, cases: Iterable[Any], tables: Callable[[list[Any]], list[Any]]) -> dict[str, Any]:
     from scripts.bench import turns
 
-    rows = []
+    rows: list[Any] = []
     for case in cases:
         rows.append(turns.run(case))
-        record.write(record.document(rows, tables, complete=False))
-    document: dict[str, Any] = record.document(rows, tables)
+        record.write(record.document(rows, [], complete=False))
+    document: dict[str, Any] = record.document(rows, tables(rows))
     record.write(document)
     return document
 

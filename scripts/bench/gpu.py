@@ -228,8 +228,9 @@ def filling(name: str, shape: tuple[int, ...], dtype: torch.dtype, draw: Draw) -
 # --- what is known without a device
 
 
-def gpu_tables(args: argparse.Namespace) -> list[JSON]:
+def gpu_tables(args: argparse.Namespace, rows: list[JSON]) -> list[JSON]:
     """Floors of every case and layer; without a device also what its kernels take when they are compiled."""
+    del rows
     parts = args.only or GPU_PARTS
     costs: dict[str, list[tuple[Any, ...]]] = {}
     for case in kernels.cases(parts):

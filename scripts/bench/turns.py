@@ -148,9 +148,9 @@ class Clock:
     def around(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a call that calls no other with a clock, with this clock around it as part `name`."""
 
-        def clocked(*given: Any) -> Any:
+        def clocked(*given: Any, **named: Any) -> Any:
             began = wall(self.device)
-            computed = call(*given)
+            computed = call(*given, **named)
             part = component(name, given)
             self.spent[part] = self.spent.get(part, 0.0) + wall(self.device) - began
             return computed
