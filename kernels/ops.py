@@ -331,6 +331,7 @@ CPU = REFERENCE._replace(
     hyper_weights=hyper.cpu.hyper_weights,
     head_weights=hyper.cpu.head_weights,
     collapse=hyper.cpu.collapse,
+    read_streams=hyper.cpu.read_streams,
     expand=hyper.cpu.expand,
     swiglu=swiglu.cpu.swiglu,
 )
