@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.compiled import array, compiled, each_of, loop
 from kernels.lanes import fma, load, load_some, load_splat, splat, store, store_some, total
-from kernels.norm.cpu import norm_row
+from kernels.norm.cpu import NONE, norm_row
 
 PART: Final = 1024  # columns that eight products are carried on by: four rows of them are 16 KiB, of tokens 2 or 4
 SIDE: Final = 16  # tokens between which these rows stay in the core's first cache
@@ -103,27 +103,12 @@ def _mix_tiles(low, high, x, tokens, columns, fn, rows, mixes):
                 mixes[(first + t) * (rows + 1) + r + i] = total(load(sums, t * 64 + i * 16))
 
 
-@loop
-def _mix(x, tokens, columns, fn, rows):
-    """Return products of tokens with the rows of `fn`, and sums of squares: flat [tokens, rows + 1]."""
-    mixes = np.empty(tokens * (rows + 1), np.float32)
-    tiles = (tokens + SIDE - 1) // SIDE * ((rows + 3) // 4 + 1)
-    each_of(_mix_tiles, tiles, tokens * rows * columns, (x, tokens, columns, fn, rows, mixes))
-    return mixes
-
-
 # --- a token's weights, of its sums
 
 
 @loop
 def _sigmoid(x):
     return np.float32(1) / (np.float32(1) + np.exp(-x))
-
-
-@loop
-def _size(mixes, at, rows, columns, norm_eps):
-    """What a token's products are multiplied by: 1 by the root of its mean square."""
-    return np.float32(1) / np.sqrt(mixes[at + rows] / np.float32(columns) + np.float32(norm_eps))
 
 
 @loop
@@ -149,63 +134,44 @@ def _sinkhorn(comb, at, s, iterations, eps):
 
 
 @loop
-def _token_weights(t, mixes, columns, scale, base, s, iterations, eps, norm_eps, pre, post, comb):
-    rows = (2 + s) * s
+def _token_weights(t, mixes, rows, columns, scale, base, s, iterations, eps, norm_eps, pre, post, comb):
+    """Of the head, which has no more rows than streams, `pre` alone."""
     at, small = t * (rows + 1), np.float32(eps)
-    factor = _size(mixes, at, rows, columns, norm_eps)
+    factor = np.float32(1) / np.sqrt(mixes[at + rows] / np.float32(columns) + np.float32(norm_eps))
     for i in range(s):
         pre[t * s + i] = _sigmoid(mixes[at + i] * factor * scale[0] + base[i]) + small
-        post[t * s + i] = np.float32(2) * _sigmoid(mixes[at + s + i] * factor * scale[1] + base[s + i])
-    for i in range(s * s):
-        comb[t * s * s + i] = mixes[at + 2 * s + i] * factor * scale[2] + base[2 * s + i]
-    _sinkhorn(comb, t * s * s, s, iterations, small)
-
-
-@loop
-def _all_weights(low, high, mixes, columns, scale, base, s, iterations, eps, norm_eps, pre, post, comb):
-    for t in range(low, high):
-        _token_weights(t, mixes, columns, scale, base, s, iterations, eps, norm_eps, pre, post, comb)
-
-
-@compiled(*((x, _INT, _INT, _INT, _F32, _F32, _F32, _INT, _REAL, _REAL, _F32, _F32, _F32) for x in _STREAMS))
-def _weigh(x, tokens, s, d, fn, scale, base, iterations, eps, norm_eps, pre, post, comb):
-    mixes = _mix(x, tokens, s * d, fn, (2 + s) * s)
-    given = (mixes, s * d, scale, base, s, iterations, eps, norm_eps, pre, post, comb)
-    each_of(_all_weights, tokens, tokens * 1024, given)
-
-
-@compiled(*((x, _INT, _INT, _F32, _INT, _F32, _F32, _REAL, _REAL, _F32) for x in _STREAMS))
-def _head(x, tokens, columns, fn, rows, scale, base, eps, norm_eps, out):
-    mixes = _mix(x, tokens, columns, fn, rows)
-    for t in range(tokens):
-        at = t * (rows + 1)
-        factor = _size(mixes, at, rows, columns, norm_eps)
-        for i in range(rows):
-            out[t * rows + i] = _sigmoid(mixes[at + i] * factor * scale[0] + base[i]) + np.float32(eps)
+    if rows > s:
+        for i in range(s):
+            post[t * s + i] = np.float32(2) * _sigmoid(mixes[at + s + i] * factor * scale[1] + base[s + i])
+        for i in range(s * s):
+            comb[t * s * s + i] = mixes[at + 2 * s + i] * factor * scale[2] + base[2 * s + i]
+        _sinkhorn(comb, t * s * s, s, iterations, small)
 
 
 # --- reading and writing
 
 
 @loop
-def _collapse_token(t, x, s, d, pre, out):
-    at, whole = t * s * d, d // 16 * 16
+def _weighted(first, begin, factor, x, at, count, d, factors, place, step, out, to):
+    """Sum a row of `first` times `factor` and `count` rows of x times factors that lie `step` apart: one of `out`."""
+    whole = d // 16 * 16
     for i in range(0, whole, 16):
-        a = load(x, at + i) * load_splat(pre, t * s)
-        for k in range(1, s):
-            a = fma(load(x, at + k * d + i), load_splat(pre, t * s + k), a)
-        store(out, t * d + i, a)
+        a = load(first, begin + i) * splat(factor)
+        for j in range(count):
+            a = fma(load(x, at + j * d + i), load_splat(factors, place + j * step), a)
+        store(out, to + i, a)
     if whole < d:
-        a = load_some(x, at + whole, d - whole) * load_splat(pre, t * s)
-        for k in range(1, s):
-            a = fma(load_some(x, at + k * d + whole, d - whole), load_splat(pre, t * s + k), a)
-        store_some(out, t * d + whole, a, d - whole)
+        a = load_some(first, begin + whole, d - whole) * splat(factor)
+        for j in range(count):
+            a = fma(load_some(x, at + j * d + whole, d - whole), load_splat(factors, place + j * step), a)
+        store_some(out, to + whole, a, d - whole)
 
 
 @loop
 def _collapse_tokens(low, high, x, s, d, pre, out):
     for t in range(low, high):
-        _collapse_token(t, x, s, d, pre, out)
+        at = t * s * d
+        _weighted(x, at, pre[t * s], x, at + d, s - 1, d, pre, t * s + 1, 1, out, t * d)
 
 
 @compiled(*((x, _INT, _INT, _INT, _F32, x) for x in _STREAMS))
@@ -214,49 +180,43 @@ def _collapse(x, tokens, s, d, pre, out):
 
 
 @loop
-def _read_tokens(
-    low, high, x, s, d, mixes, scale, base, iterations, eps, norm_eps, norm, out_eps, out, pre, post, comb
-):
-    for t in range(low, high):
-        _token_weights(t, mixes, s * d, scale, base, s, iterations, eps, norm_eps, pre, post, comb)
-        _collapse_token(t, x, s, d, pre, out)
-        norm_row(out, t * d, d, norm, out_eps, out, t * d)
-
-
-@compiled(
-    *(
-        (x, _INT, _INT, _INT, _F32, _F32, _F32, _INT, _REAL, _REAL, _F32, _REAL, x, _F32, _F32, _F32)
-        for x in _STREAMS
-    )
-)
-def _read(x, tokens, s, d, fn, scale, base, iterations, eps, norm_eps, norm, out_eps, out, pre, post, comb):
-    mixes = _mix(x, tokens, s * d, fn, (2 + s) * s)
-    given = (x, s, d, mixes, scale, base, iterations, eps, norm_eps, norm, out_eps, out, pre, post, comb)
-    each_of(_read_tokens, tokens, tokens * s * d, given)
-
-
-@loop
 def _expand_tokens(low, high, y, x, s, d, post, comb, out):
-    whole = d // 16 * 16
     for t in range(low, high):
-        at, first = t * s * d, t * s * s
-        for i in range(0, whole, 16):
-            for k in range(s):
-                a = load(y, t * d + i) * load_splat(post, t * s + k)
-                for j in range(s):
-                    a = fma(load(x, at + j * d + i), load_splat(comb, first + j * s + k), a)
-                store(out, at + k * d + i, a)
-        if whole < d:
-            for k in range(s):
-                a = load_some(y, t * d + whole, d - whole) * load_splat(post, t * s + k)
-                for j in range(s):
-                    a = fma(load_some(x, at + j * d + whole, d - whole), load_splat(comb, first + j * s + k), a)
-                store_some(out, at + k * d + whole, a, d - whole)
+        at, place = t * s * d, t * s * s
+        for k in range(s):
+            _weighted(y, t * d, post[t * s + k], x, at, s, d, comb, place + k, s, out, at + k * d)
 
 
 @compiled(*((x, x, _INT, _INT, _INT, _F32, _F32, x) for x in _STREAMS))
 def _expand(y, x, tokens, s, d, post, comb, out):
     each_of(_expand_tokens, tokens, tokens * s * d, (y, x, s, d, post, comb, out))
+
+
+@loop
+def _read_tokens(
+    low, high, x, s, d, mixes, rows, scale, base, iterations, eps, norm_eps, pre, post, comb, norm, out_eps, out
+):
+    for t in range(low, high):
+        _token_weights(t, mixes, rows, s * d, scale, base, s, iterations, eps, norm_eps, pre, post, comb)
+        if len(out):
+            at = t * s * d
+            _weighted(x, at, pre[t * s], x, at + d, s - 1, d, pre, t * s + 1, 1, out, t * d)
+            norm_row(out, t * d, d, norm, out_eps, out, t * d)
+
+
+@compiled(
+    *(
+        (x, _INT, _INT, _INT, _F32, _INT, _F32, _F32, _INT, _REAL, _REAL, _F32, _F32, _F32, _F32, _REAL, x)
+        for x in _STREAMS
+    )
+)
+def _read(x, tokens, s, d, fn, rows, scale, base, iterations, eps, norm_eps, pre, post, comb, norm, out_eps, out):
+    """Weights of reading and writing, and what is read with them where `out` has room for it."""
+    mixes = np.empty(tokens * (rows + 1), np.float32)
+    tiles = (tokens + SIDE - 1) // SIDE * ((rows + 3) // 4 + 1)
+    each_of(_mix_tiles, tiles, tokens * rows * s * d, (x, tokens, s * d, fn, rows, mixes))
+    given = (x, s, d, mixes, rows, scale, base, iterations, eps, norm_eps, pre, post, comb, norm, out_eps, out)
+    each_of(_read_tokens, tokens, tokens * (s * d + 1024), given)
 
 
 # --- the ops
@@ -266,12 +226,12 @@ def hyper_weights(
     streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weights of one sublayer: `kernels.hyper.reference.hyper_weights`."""
-    t, s, d = streams.shape
+    (t, s, d), x = streams.shape, array(streams.contiguous())
     assert fn.shape == ((2 + s) * s, s * d), f"fn is {tuple(fn.shape)}, want [{(2 + s) * s}, {s * d}]"
     pre, post, comb = torch.empty(t, s), torch.empty(t, s), torch.empty(t, s, s)
-    _weigh(
-        array(streams.contiguous()), t, s, d, array(fn), array(scale), array(base), iterations, eps, norm_eps,
-        array(pre), array(post), array(comb),
+    _read(
+        x, t, s, d, array(fn), len(fn), array(scale), array(base), iterations, eps, norm_eps,
+        array(pre), array(post), array(comb), NONE, 0.0, x[:0],
     )  # fmt: skip
     return pre, post, comb
 
@@ -284,13 +244,14 @@ def hyper_weights_scratch(tokens: int, streams: int, hidden: int, item: int) -> 
 
 def head_weights(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float) -> Tensor:
     """Weights of the head: `kernels.hyper.reference.head_weights`."""
-    (t, s, d), rows = streams.shape, fn.shape[0]
-    assert fn.shape == (rows, s * d), f"fn is {tuple(fn.shape)}, want {s * d} columns"
-    out = torch.empty(t, rows)
-    _head(
-        array(streams.contiguous()), t, s * d, array(fn), rows, array(scale), array(base), eps, norm_eps, array(out)
+    (t, s, d), x = streams.shape, array(streams.contiguous())
+    assert fn.shape == (s, s * d), f"fn is {tuple(fn.shape)}, want [{s}, {s * d}]"
+    pre = torch.empty(t, s)
+    _read(
+        x, t, s, d, array(fn), s, array(scale), array(base), 0, eps, norm_eps,
+        array(pre), NONE, NONE, NONE, 0.0, x[:0],
     )  # fmt: skip
-    return out
+    return pre
 
 
 def collapse(streams: Tensor, pre: Tensor) -> Tensor:
@@ -324,8 +285,8 @@ def read_streams(  # noqa: PLR0913, PLR0917 (what its three parts take)
     x = torch.empty(t, d, dtype=streams.dtype)
     pre, post, comb = torch.empty(t, s), torch.empty(t, s), torch.empty(t, s, s)
     _read(
-        array(streams.contiguous()), t, s, d, array(fn), array(scale), array(base), iterations, eps, norm_eps,
-        array(norm), norm_out_eps, array(x), array(pre), array(post), array(comb),
+        array(streams.contiguous()), t, s, d, array(fn), len(fn), array(scale), array(base), iterations, eps, norm_eps,
+        array(pre), array(post), array(comb), array(norm), norm_out_eps, array(x),
     )  # fmt: skip
     return x, pre, post, comb
 
