@@ -60,7 +60,7 @@ class Compiled:
         folder, before = _folder(), config.CACHE_DIR
         config.CACHE_DIR = str(folder or "")
         try:
-            made = njit(cache=folder is not None, nogil=True, error_model="numpy", boundscheck=False)(self.function)
+            made = njit(cache=folder is not None, nogil=True, error_model="numpy", boundscheck=False, no_cfunc_wrapper=True)(self.function)
             for signature in self.signatures:
                 made.compile(signature)
         finally:
@@ -75,7 +75,9 @@ def compiled(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Com
     return lambda function: Compiled(function, signatures)
 
 
-loop: Final = njit(nogil=True, error_model="numpy", boundscheck=False)  # of a part; compiled with what calls it
+loop: Final = njit(  # of a part, which Python never calls; compiled with what calls it
+    nogil=True, error_model="numpy", boundscheck=False, no_cpython_wrapper=True, no_cfunc_wrapper=True
+)
 
 
 def kept() -> bool:
