@@ -1,23 +1,62 @@
-"""Rotary embedding as a product of complex numbers, of the rope dims alone: three times as fast in prefill.
-
-Before and after are in audits/cpu-gains.md.
-"""
+"""Rotary embedding of interleaved pairs, a row at a time."""
 
 import torch
+from numba import types
 from torch import Tensor
+
+from kernels.compiled import array, compiled, each_of, loop
+from kernels.lanes import apart, interleaved, load, load_some, store, store_some
+
+_INT, _F32, _KINDS = types.int64, types.float32[::1], (types.uint16[::1], types.float32[::1])
+
+
+@loop
+def rotate_row(x, at, width, cos, sin, turn, half, out, to):
+    """Rotate the last `half` pairs of a row of x by angles from `turn` on; x and `out` may be one array."""
+    kept = width - 2 * half
+    for i in range(kept):
+        out[to + i] = x[at + i]
+    at, to, whole = at + kept, to + kept, half // 16 * 16
+    for i in range(0, whole, 16):
+        c, s = load(cos, turn + i), load(sin, turn + i)
+        a, b = apart(load(x, at + 2 * i), load(x, at + 2 * i + 16))
+        low, high = interleaved(a * c - b * s, a * s + b * c)
+        store(out, to + 2 * i, low)
+        store(out, to + 2 * i + 16, high)
+    if whole < half:
+        rest = half - whole
+        c, s = load_some(cos, turn + whole, rest), load_some(sin, turn + whole, rest)
+        at, to, rest = at + 2 * whole, to + 2 * whole, 2 * rest
+        a, b = apart(load_some(x, at, rest), load_some(x, at + 16, rest - 16))
+        low, high = interleaved(a * c - b * s, a * s + b * c)
+        store_some(out, to, low, rest)
+        store_some(out, to + 16, high, rest - 16)
+
+
+@loop
+def _rotate_rows(low, high, x, width, heads, cos, sin, half, out):
+    for row in range(low, high):
+        rotate_row(x, row * width, width, cos, sin, row // heads * half, half, out, row * width)
+
+
+@compiled(*((x, _INT, _INT, _INT, _F32, _F32, _INT, x) for x in _KINDS))
+def _rotate(x, rows, width, heads, cos, sin, half, out):
+    each_of(_rotate_rows, rows, rows * width, (x, width, heads, cos, sin, half, out))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the trailing dims by interleaved pairs: `kernels.rope.reference.rotate`."""
-    half = cos.shape[-1]
-    turn = torch.complex(cos, sin)
-    wide = x[..., -2 * half :].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    torch.view_as_complex(wide.unflatten(-1, (half, 2))).mul_(turn[:, None] if x.ndim == 3 else turn)
-    out = x.clone()
-    out[..., -2 * half :] = wide
+    width, (t, half), heads = x.shape[-1], cos.shape, x.shape[1] if x.ndim == 3 else 1
+    assert cos.shape == sin.shape, f"cosines {tuple(cos.shape)}, sines {tuple(sin.shape)}"
+    assert t == x.shape[0], f"angles of {t} tokens for {x.shape[0]}"
+    assert 2 * half <= width, f"{half} pairs in {width} columns"
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _rotate(array(x), t * heads, width, heads, array(cos.contiguous()), array(sin.contiguous()), half, array(out))
     return out
 
 
 def rotate_scratch(tokens: int, heads: int, width: int, rope: int, item: int) -> int:
-    """Bytes alive at most in `rotate`, the result included: complex angles, and the rope dims in fp32."""
-    return tokens * heads * (width * item + rope * 4) + tokens * rope * 4
+    """Bytes alive at most in `rotate`: the result."""
+    del rope
+    return tokens * heads * width * item
