@@ -410,3 +410,16 @@ def exp(typing: Any, x: Any) -> Any:
         return y
 
     return lanes(lanes), generate
+
+
+@intrinsic
+def copy(typing: Any, x: Any, at: Any, count: Any, out: Any, to: Any) -> Any:
+    """Copy `count` elements of a flat array, from `at` on, to another of its kind or to itself, from `to` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        source, target = (_element(context, builder, x, values[i], values[i + 1]) for i in (0, 3))
+        size = builder.mul(values[2], ir.Constant(ir.IntType(64), x.dtype.bitwidth // 8))
+        cgutils.raw_memmove(builder, target, source, size, 1)
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, types.int64, x, types.int64), generate

@@ -129,8 +129,9 @@ def _sinkhorn(comb, at, s, iterations, eps):
             mass = eps
             for j in range(line, line + s * along, along):
                 mass += comb[j]
+            factor = np.float32(1) / mass
             for j in range(line, line + s * along, along):
-                comb[j] /= mass
+                comb[j] *= factor
 
 
 @loop

@@ -15,6 +15,7 @@ from kernels.compiled import array, compiled, each_of, loop
 from kernels.lanes import (
     apart,
     at_least,
+    copy,
     bits,
     larger,
     largest,
@@ -82,8 +83,7 @@ def _round_rows(low, high, x, width, kept, group, form, out):
     for row in range(low, high):
         at = row * width
         round_row(x, at, width - kept, group, form, out, at)
-        for i in range(at + width - kept, at + width):
-            out[i] = x[i]
+        copy(x, at + width - kept, kept, out, at + width - kept)
 
 
 @compiled(*((x, _INT, _INT, _INT, _INT, _FORM, x) for x in _KINDS))
@@ -93,28 +93,28 @@ def _round(x, rows, width, kept, group, form, out):
 
 @loop
 def hadamard_row(x, at, width, near, far, out, to):
-    """Transform a row of x, from `at` on, to `out` from `to` on; `near` and `far` have room for two rows in float32.
+    """Transform a row of x, from `at` on, to `out` from `to` on; `near` and `far` have room for a row and 32 numbers more, float32.
 
     The same step for each bit of an index, sums of neighbours to the first half and differences to the second, is the
     transform: it also turns the bits round by one.
     """
     half, factor = width // 2, splat(np.float32(width**-0.5))
     for i in range(0, width, 16):
-        store_some(near, i, load_some(x, at + i, width - i), width - i)
+        store(near, i, load_some(x, at + i, width - i))
     step = 1
     while step < width:
         for i in range(0, half, 16):
-            even, odd = apart(load_some(near, 2 * i, width - 2 * i), load_some(near, 2 * i + 16, width - 2 * i - 16))
-            store_some(far, i, even + odd, half - i)
-            store_some(far, half + i, even - odd, half - i)
+            even, odd = apart(load(near, 2 * i), load(near, 2 * i + 16))
+            store(far, i, even + odd)
+            store(far, half + i, even - odd)
         near, far, step = far, near, 2 * step
     for i in range(0, width, 16):
-        store_some(out, to + i, load_some(near, i, width - i) * factor, width - i)
+        store_some(out, to + i, load(near, i) * factor, width - i)
 
 
 @loop
 def _hadamard_rows(low, high, x, width, group, form, out):
-    near, far = np.empty(width, np.float32), np.empty(width, np.float32)
+    near, far = np.zeros(width + 32, np.float32), np.zeros(width + 32, np.float32)
     for row in range(low, high):
         at = row * width
         hadamard_row(x, at, width, near, far, out, at)

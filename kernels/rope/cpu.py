@@ -5,7 +5,7 @@ from numba import types
 from torch import Tensor
 
 from kernels.compiled import array, compiled, each_of, loop
-from kernels.lanes import apart, interleaved, load, load_some, store, store_some
+from kernels.lanes import apart, copy, interleaved, load, load_some, store, store_some
 
 _INT, _F32, _KINDS = types.int64, types.float32[::1], (types.uint16[::1], types.float32[::1])
 
@@ -14,8 +14,7 @@ _INT, _F32, _KINDS = types.int64, types.float32[::1], (types.uint16[::1], types.
 def rotate_row(x, at, width, cos, sin, turn, half, out, to):
     """Rotate the last `half` pairs of a row of x by angles from `turn` on; x and `out` may be one array."""
     kept = width - 2 * half
-    for i in range(kept):
-        out[to + i] = x[at + i]
+    copy(x, at, kept, out, to)
     at, to, whole = at + kept, to + kept, half // 16 * 16
     for i in range(0, whole, 16):
         c, s = load(cos, turn + i), load(sin, turn + i)
@@ -34,14 +33,15 @@ def rotate_row(x, at, width, cos, sin, turn, half, out, to):
 
 
 @loop
-def _rotate_rows(low, high, x, width, heads, cos, sin, half, out):
-    for row in range(low, high):
-        rotate_row(x, row * width, width, cos, sin, row // heads * half, half, out, row * width)
+def _rotate_tokens(low, high, x, width, heads, cos, sin, half, out):
+    for t in range(low, high):
+        for at in range(t * heads * width, (t + 1) * heads * width, width):
+            rotate_row(x, at, width, cos, sin, t * half, half, out, at)
 
 
 @compiled(*((x, _INT, _INT, _INT, _F32, _F32, _INT, x) for x in _KINDS))
-def _rotate(x, rows, width, heads, cos, sin, half, out):
-    each_of(_rotate_rows, rows, rows * width, (x, width, heads, cos, sin, half, out))
+def _rotate(x, tokens, width, heads, cos, sin, half, out):
+    each_of(_rotate_tokens, tokens, tokens * heads * width, (x, width, heads, cos, sin, half, out))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     assert 2 * half <= width, f"{half} pairs in {width} columns"
     x = x.contiguous()
     out = torch.empty_like(x)
-    _rotate(array(x), t * heads, width, heads, array(cos.contiguous()), array(sin.contiguous()), half, array(out))
+    _rotate(array(x), t, width, heads, array(cos.contiguous()), array(sin.contiguous()), half, array(out))
     return out
 
 
