@@ -13,11 +13,11 @@ from numba import types
 from torch import Tensor
 
 from kernels.compiled import array, compiled, each_of, loop
-from kernels.lanes import fma, load, load_some, load_splat, splat, store, store_some, total
+from kernels.lanes import at_least, exp, fma, load, load_some, load_splat, splat, store, store_some, total
 from kernels.norm.cpu import NONE, norm_row
 
 PART: Final = 1024  # columns that eight products are carried on by: four rows of them are 16 KiB, of tokens 2 or 4
-SIDE: Final = 16  # tokens between which these rows stay in the core's first cache
+SIDE: Final = 16  # tokens side by side, between which these rows stay in the core's first cache
 _F32, _STREAMS = types.float32[::1], (types.uint16[::1], types.float32[::1])
 _INT, _REAL = types.int64, types.float64
 
@@ -103,50 +103,57 @@ def _mix_tiles(low, high, x, tokens, columns, fn, rows, mixes):
                 mixes[(first + t) * (rows + 1) + r + i] = total(load(sums, t * 64 + i * 16))
 
 
-# --- a token's weights, of its sums
+# --- weights, of the sums; sixteen tokens side by side
 
 
 @loop
-def _sigmoid(x):
-    return np.float32(1) / (np.float32(1) + np.exp(-x))
-
-
-@loop
-def _sinkhorn(comb, at, s, iterations, eps):
+def _sinkhorn(side, at, s, iterations, eps):
     """Push logits [s, s] from `at` on towards a doubly stochastic matrix: rows of the softmax, columns, rows, ..."""
-    for i in range(at, at + s * s, s):
-        top, mass = comb[i], np.float32(0)
-        for j in range(i, i + s):
-            top = max(top, comb[j])
-        for j in range(i, i + s):
-            comb[j] = np.exp(comb[j] - top)
-            mass += comb[j]
-        for j in range(i, i + s):
-            comb[j] = comb[j] / mass + eps
+    row, end = 16 * s, at + 16 * s * s
+    for i in range(at, end, row):
+        top, mass = load(side, i), splat(np.float32(0))
+        for j in range(i, i + row, 16):
+            top = at_least(top, load(side, j))
+        for j in range(i, i + row, 16):
+            x = exp(load(side, j) - top)
+            store(side, j, x)
+            mass = mass + x
+        for j in range(i, i + row, 16):
+            store(side, j, load(side, j) / mass + eps)
     for step in range(2 * iterations - 1):
-        apart, along = (s, 1) if step % 2 else (1, s)  # of lines, and of a line's numbers
+        apart, along = (row, 16) if step % 2 else (16, row)  # of lines, and of a line's numbers
         for line in range(at, at + s * apart, apart):
             mass = eps
             for j in range(line, line + s * along, along):
-                mass += comb[j]
-            factor = np.float32(1) / mass
+                mass = mass + load(side, j)
+            factor = splat(np.float32(1)) / mass
             for j in range(line, line + s * along, along):
-                comb[j] *= factor
+                store(side, j, load(side, j) * factor)
 
 
 @loop
-def _token_weights(t, mixes, rows, columns, scale, base, s, iterations, eps, norm_eps, pre, post, comb):
-    """Of the head, which has no more rows than streams, `pre` alone."""
-    at, small = t * (rows + 1), np.float32(eps)
-    factor = np.float32(1) / np.sqrt(mixes[at + rows] / np.float32(columns) + np.float32(norm_eps))
-    for i in range(s):
-        pre[t * s + i] = _sigmoid(mixes[at + i] * factor * scale[0] + base[i]) + small
+def _weigh(first, count, mixes, rows, columns, scale, base, s, iterations, eps, norm_eps, pre, post, comb, side):
+    """Weights of up to sixteen tokens; of the head, which has no more rows than streams, `pre` alone."""
+    for lane in range(count):
+        at = (first + lane) * (rows + 1)
+        factor = np.float32(1) / np.sqrt(mixes[at + rows] / np.float32(columns) + np.float32(norm_eps))
+        for row in range(rows):
+            side[row * 16 + lane] = mixes[at + row] * factor * scale[min(row // s, 2)] + base[row]
+    zero, one, small = splat(np.float32(0)), splat(np.float32(1)), splat(np.float32(eps))
+    for row in range(min(rows, 2 * s)):
+        x = one / (one + exp(zero - load(side, row * 16)))
+        store(side, row * 16, x + small if row < s else x + x)
     if rows > s:
+        _sinkhorn(side, 32 * s, s, iterations, small)
+    for lane in range(count):
+        t = first + lane
         for i in range(s):
-            post[t * s + i] = np.float32(2) * _sigmoid(mixes[at + s + i] * factor * scale[1] + base[s + i])
-        for i in range(s * s):
-            comb[t * s * s + i] = mixes[at + 2 * s + i] * factor * scale[2] + base[2 * s + i]
-        _sinkhorn(comb, t * s * s, s, iterations, small)
+            pre[t * s + i] = side[i * 16 + lane]
+        if rows > s:
+            for i in range(s):
+                post[t * s + i] = side[(s + i) * 16 + lane]
+            for i in range(s * s):
+                comb[t * s * s + i] = side[(2 * s + i) * 16 + lane]
 
 
 # --- reading and writing
@@ -194,15 +201,18 @@ def _expand(y, x, tokens, s, d, post, comb, out):
 
 
 @loop
-def _read_tokens(
-    low, high, x, s, d, mixes, rows, scale, base, iterations, eps, norm_eps, pre, post, comb, norm, out_eps, out
+def _read_tiles(
+    low, high, x, tokens, s, d, mixes, rows, scale, base, iterations, eps, norm_eps, pre, post, comb, norm, out_eps, out
 ):
-    for t in range(low, high):
-        _token_weights(t, mixes, rows, s * d, scale, base, s, iterations, eps, norm_eps, pre, post, comb)
+    side = np.zeros(rows * 16, np.float32)
+    for first in range(low * SIDE, min(high * SIDE, tokens), SIDE):
+        count = min(SIDE, tokens - first)
+        _weigh(first, count, mixes, rows, s * d, scale, base, s, iterations, eps, norm_eps, pre, post, comb, side)
         if len(out):
-            at = t * s * d
-            _weighted(x, at, pre[t * s], x, at + d, s - 1, d, pre, t * s + 1, 1, out, t * d)
-            norm_row(out, t * d, d, norm, out_eps, out, t * d)
+            for t in range(first, first + count):
+                at = t * s * d
+                _weighted(x, at, pre[t * s], x, at + d, s - 1, d, pre, t * s + 1, 1, out, t * d)
+                norm_row(out, t * d, d, norm, out_eps, out, t * d)
 
 
 @compiled(
@@ -214,10 +224,11 @@ def _read_tokens(
 def _read(x, tokens, s, d, fn, rows, scale, base, iterations, eps, norm_eps, pre, post, comb, norm, out_eps, out):
     """Weights of reading and writing, and what is read with them where `out` has room for it."""
     mixes = np.empty(tokens * (rows + 1), np.float32)
-    tiles = (tokens + SIDE - 1) // SIDE * ((rows + 3) // 4 + 1)
-    each_of(_mix_tiles, tiles, tokens * rows * s * d, (x, tokens, s * d, fn, rows, mixes))
-    given = (x, s, d, mixes, rows, scale, base, iterations, eps, norm_eps, pre, post, comb, norm, out_eps, out)
-    each_of(_read_tokens, tokens, tokens * (s * d + 1024), given)
+    tiles = (tokens + SIDE - 1) // SIDE
+    parts = tiles * ((rows + 3) // 4 + 1)
+    each_of(_mix_tiles, parts, tokens * rows * s * d, (x, tokens, s * d, fn, rows, mixes))
+    given = (x, tokens, s, d, mixes, rows, scale, base, iterations, eps, norm_eps, pre, post, comb, norm, out_eps, out)
+    each_of(_read_tiles, tiles, tokens * s * d, given)
 
 
 # --- the ops
