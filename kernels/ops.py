@@ -36,6 +36,7 @@ from kernels.differential.cpu import Noise, Own, Past
 from kernels.formats.stored import Rounding, Rows, Slots, Weight, Window
 from kernels.hyper.reference import ReadStreams
 from kernels.quantise.reference import RoundIndex, RoundKv
+from kernels.rope.reference import NormRotate
 from kernels.shard.cpu import Middle, Stream
 
 
@@ -78,6 +79,12 @@ class Ops(Protocol):
 
     def round_index(self, x: Tensor, group: int) -> Tensor:
         """`quantise`: `hadamard` and `simulate_fp4`."""
+        ...
+
+    def norm_rotate(
+        self, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv_group: int
+    ) -> Tensor:
+        """`rope`: `rms_norm`, `rotate`, and `round_kv` where there is a group."""
         ...
 
     def pool(self, kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Tensor | None) -> Tensor:
@@ -216,7 +223,12 @@ class Ops(Protocol):
         ...
 
 
-COMPOSED: Final = {"read_streams": ReadStreams, "round_kv": RoundKv, "round_index": RoundIndex}  # of other ops
+COMPOSED: Final = {  # of other ops
+    "read_streams": ReadStreams,
+    "round_kv": RoundKv,
+    "round_index": RoundIndex,
+    "norm_rotate": NormRotate,
+}
 
 
 class _Fields(NamedTuple):
@@ -230,6 +242,7 @@ class _Fields(NamedTuple):
     hadamard: Callable[..., Any]
     round_kv: Callable[..., Any]
     round_index: Callable[..., Any]
+    norm_rotate: Callable[..., Any]
     pool: Callable[..., Any]
     compress: Callable[..., Any]
     select: Callable[..., Any]
@@ -319,6 +332,7 @@ _REFERENCE = OpSet(
     hadamard=quantise.reference.hadamard,
     round_kv=quantise.reference.round_kv,
     round_index=quantise.reference.round_index,
+    norm_rotate=rope.reference.norm_rotate,
     pool=compress.reference.pool,
     compress=compress.reference.compress,
     select=indexer.reference.select,
@@ -355,6 +369,7 @@ CPU = REFERENCE._replace(
     hadamard=quantise.cpu.hadamard,
     round_kv=quantise.cpu.round_kv,
     round_index=quantise.cpu.round_index,
+    norm_rotate=rope.cpu.norm_rotate,
     hyper_weights=hyper.cpu.hyper_weights,
     head_weights=hyper.cpu.head_weights,
     collapse=hyper.cpu.collapse,

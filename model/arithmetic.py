@@ -56,6 +56,11 @@ class Arithmetic(NamedTuple):
     def _rounds(self, weight: Weight) -> bool:
         return self.deployed and isinstance(weight, Fp8 | Fp4)
 
+    @property
+    def kv_group(self) -> int:
+        """Columns of the blocks to which window KV is rounded; 0: it is not."""
+        return KV_GROUP if self.deployed else 0
+
     def rounded_kv(self, kv: Tensor, rope_dim: int) -> Tensor:
         """Round window KV or compressed entries [n, d] as they are cached: E4M3 per 64 columns, rope dims untouched."""
         if not self.deployed:

@@ -35,7 +35,7 @@ from kernels.quantise.reference import E2M1_MAX, E4M3_MAX
 # of m bits of mantissa at a power of two p: adding it rounds, as the hardware rounds, and subtracting it is exact.
 E4M3: Final = 1e-4, 1 / E4M3_MAX, 1.5 * 2.0**20, 2.0**-6
 E2M1: Final = E2M1_MAX * 2.0**-126, 1 / E2M1_MAX, 1.5 * 2.0**22, 1.0
-_INT, _FORM = types.int64, types.UniTuple(types.float64, 4)
+_INT, FORM = types.int64, types.UniTuple(types.float64, 4)
 _KINDS: Final = (types.uint16[::1], types.float32[::1])
 
 
@@ -86,7 +86,7 @@ def _round_rows(low, high, x, width, kept, group, form, out):
         copy(x, at + width - kept, kept, out, at + width - kept)
 
 
-@compiled(*((x, _INT, _INT, _INT, _INT, _FORM, x) for x in _KINDS))
+@compiled(*((x, _INT, _INT, _INT, _INT, FORM, x) for x in _KINDS))
 def _round(x, rows, width, kept, group, form, out):
     each_of(_round_rows, rows, rows * width, (x, width, kept, group, form, out))
 
@@ -122,7 +122,7 @@ def _hadamard_rows(low, high, x, width, group, form, out):
             round_row(out, at, width, group, form, out, at)
 
 
-@compiled(*((x, _INT, _INT, _INT, _FORM, x) for x in _KINDS))
+@compiled(*((x, _INT, _INT, _INT, FORM, x) for x in _KINDS))
 def _hadamard(x, rows, width, group, form, out):
     """Transform rows, and round them where there is a group."""
     each_of(_hadamard_rows, rows, rows * width * 8, (x, width, group, form, out))

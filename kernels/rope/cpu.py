@@ -1,4 +1,4 @@
-"""Rotary embedding of interleaved pairs, a row at a time."""
+"""Rotary embedding of interleaved pairs, a row at a time; and the norm before it and the rounding behind it."""
 
 import torch
 from numba import types
@@ -6,6 +6,8 @@ from torch import Tensor
 
 from kernels.compiled import array, compiled, each_of, loop
 from kernels.lanes import apart, copy, interleaved, load, load_some, store, store_some
+from kernels.norm.cpu import NONE, norm_row
+from kernels.quantise.cpu import E4M3, FORM, round_row
 
 _INT, _F32, _KINDS = types.int64, types.float32[::1], (types.uint16[::1], types.float32[::1])
 
@@ -56,7 +58,43 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return out
 
 
+@loop
+def _norm_rotate_tokens(low, high, x, width, heads, weight, eps, cos, sin, half, group, form, out):
+    for t in range(low, high):
+        for at in range(t * heads * width, (t + 1) * heads * width, width):
+            norm_row(x, at, width, weight, eps, out, at)
+            rotate_row(out, at, width, cos, sin, t * half, half, out, at)
+            if group:
+                round_row(out, at, width - 2 * half, group, form, out, at)
+
+
+@compiled(*((x, _INT, _INT, _INT, _F32, types.float64, _F32, _F32, _INT, _INT, FORM, x) for x in _KINDS))
+def _norm_rotate(x, tokens, width, heads, weight, eps, cos, sin, half, group, form, out):
+    given = (x, width, heads, weight, eps, cos, sin, half, group, form, out)
+    each_of(_norm_rotate_tokens, tokens, tokens * heads * width, given)
+
+
+def norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv_group: int) -> Tensor:
+    """Norm, rotate and round rows: `kernels.rope.reference.NormRotate`."""
+    width, half, heads = x.shape[-1], cos.shape[1], x.shape[1] if x.ndim == 3 else 1
+    assert cos.shape == sin.shape == (x.shape[0], half), f"angles of {cos.shape[0]} tokens for {x.shape[0]}"
+    assert 2 * half <= width, f"{half} pairs in {width} columns"
+    assert not kv_group or (width - 2 * half) % kv_group == 0, f"{width - 2 * half} columns in groups of {kv_group}"
+    x = x.contiguous()
+    out, factors = torch.empty_like(x), NONE if weight is None else array(weight.contiguous())
+    _norm_rotate(
+        array(x), x.shape[0], width, heads, factors, eps,
+        array(cos.contiguous()), array(sin.contiguous()), half, kv_group, E4M3, array(out),
+    )  # fmt: skip
+    return out
+
+
 def rotate_scratch(tokens: int, heads: int, width: int, rope: int, item: int) -> int:
     """Bytes alive at most in `rotate`: the result."""
     del rope
+    return tokens * heads * width * item
+
+
+def norm_rotate_scratch(tokens: int, heads: int, width: int, item: int) -> int:
+    """Bytes alive at most in `norm_rotate`: the result."""
     return tokens * heads * width * item
