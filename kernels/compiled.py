@@ -60,7 +60,9 @@ class Compiled:
         folder, before = _folder(), config.CACHE_DIR
         config.CACHE_DIR = str(folder or "")
         try:
-            made = njit(cache=folder is not None, nogil=True, error_model="numpy", boundscheck=False, no_cfunc_wrapper=True)(self.function)
+            made = njit(
+                cache=folder is not None, nogil=True, error_model="numpy", boundscheck=False, no_cfunc_wrapper=True
+            )(self.function)
             for signature in self.signatures:
                 made.compile(signature)
         finally:
@@ -135,7 +137,9 @@ def _each(typing: Any, body: Any, given: Any, work: tuple[Any, ...]) -> Any:
         part = ir.Function(module, ir.FunctionType(ir.VoidType(), [raw]), module.get_unique_name("part"))
         part.linkage = "internal"
         own = ir.IRBuilder(part.append_basic_block())
-        total, arguments = (own.extract_value(own.load(own.bitcast(part.args[0], held.as_pointer())), i) for i in (0, 1))
+        total, arguments = (
+            own.extract_value(own.load(own.bitcast(part.args[0], held.as_pointer())), i) for i in (0, 1)
+        )
 
         def asked(name: str) -> Any:
             function = cgutils.get_or_insert_function(module, ir.FunctionType(number, []), name)
@@ -172,4 +176,3 @@ def each(typing: Any, body: Any, count: Any, given: Any) -> Any:
 def each_of(typing: Any, body: Any, count: Any, work: Any, given: Any) -> Any:
     """`each`; on this thread alone where the `work` of all items, in numbers read, is less than waking others costs."""
     return _each(typing, body, given, (types.int64,))
-

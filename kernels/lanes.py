@@ -286,7 +286,12 @@ def _operator(function: Callable[..., Any], name: str) -> None:
         return getattr(builder, name)(*values)
 
 
-for _function, _name in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")):
+for _function, _name in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
     _operator(_function, _name)
 
 
