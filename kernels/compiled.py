@@ -31,6 +31,7 @@ _RAW: Final = {  # what numba has no name for, by the integers that `lanes.load`
     torch.float8_e4m3fn: torch.uint8, torch.float8_e8m0fnu: torch.uint8,
 }  # fmt: skip
 _OPENMP: Final = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+ALONE: Final = 1 << 15  # numbers that one thread reads in the time in which others wake
 _ALL: Final[list["Compiled"]] = []
 
 
@@ -38,7 +39,7 @@ def array(x: Tensor) -> Any:
     """Return the numbers of a contiguous tensor as a flat array; bfloat16 as uint16, narrower ones as uint8."""
     assert x.is_contiguous(), f"a tensor of strides {x.stride()}"
     raw = _RAW.get(x.dtype)
-    return (x if raw is None else x.view(raw)).view(-1).numpy()
+    return (x if raw is None else x.view(raw)).numpy().reshape(-1)  # numpy's reshape is the cheaper one
 
 
 class Compiled:
@@ -64,7 +65,9 @@ class Compiled:
         where, before = folder(), config.CACHE_DIR
         config.CACHE_DIR = str(where or "")
         try:
-            self.code = njit(cache=where is not None, nogil=True, error_model="numpy", boundscheck=False)(self.function)
+            self.code = njit(
+                cache=where is not None, nogil=True, error_model="numpy", boundscheck=False, no_cfunc_wrapper=True
+            )(self.function)
         finally:
             config.CACHE_DIR = before
         return self.code
@@ -79,7 +82,9 @@ def compiled(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Com
     return lambda function: Compiled(function, signatures)
 
 
-loop: Final = njit(nogil=True, error_model="numpy", boundscheck=False)  # of a part; compiled with what calls it
+loop: Final = njit(  # of a part, which Python never calls; compiled with what calls it
+    nogil=True, error_model="numpy", boundscheck=False, no_cpython_wrapper=True, no_cfunc_wrapper=True
+)
 
 
 def kept(without: Collection[Any] = ()) -> bool:
@@ -133,9 +138,7 @@ def _link() -> None:
         llvmlite.binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
 
 
-@intrinsic
-def each(typing: Any, body: Any, count: Any, given: Any) -> Any:
-    """``each(body, count, given)``: ``body(low, high, *given)`` on every thread, with its part of ``range(count)``."""
+def _each(typing: Any, body: Any, given: Any, work: tuple[Any, ...]) -> Any:
     wanted = (types.int64, types.int64, *given.types)
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -144,7 +147,7 @@ def each(typing: Any, body: Any, count: Any, given: Any) -> Any:
         made = body.dispatcher.get_compile_result(called)
         context.add_linking_libs((made.library,))
         integer, number, raw = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer()
-        held = ir.LiteralStructType([integer, values[2].type])
+        held = ir.LiteralStructType([integer, values[-1].type])
         module = builder.module
         part = ir.Function(module, ir.FunctionType(ir.VoidType(), [raw]), module.get_unique_name("part"))
         part.linkage = "internal"
@@ -166,13 +169,28 @@ def each(typing: Any, body: Any, count: Any, given: Any) -> Any:
         own.ret_void()
         slot = cgutils.alloca_once(builder, held)
         packed = builder.insert_value(ir.Constant(held, ir.Undefined), values[1], 0)
-        builder.store(builder.insert_value(packed, values[2], 1), slot)
+        builder.store(builder.insert_value(packed, values[-1], 1), slot)
         shape = ir.FunctionType(ir.VoidType(), [part.type, raw, number, number])
         run = cgutils.get_or_insert_function(module, shape, "GOMP_parallel")
-        builder.call(run, [part, builder.bitcast(slot, raw), number(0), number(0)])  # 0: as many threads as torch says
+        threads = number(0)  # as many as torch says
+        if work:
+            threads = builder.zext(builder.icmp_signed("<", values[2], integer(ALONE)), number)
+        builder.call(run, [part, builder.bitcast(slot, raw), threads, number(0)])
         return context.get_dummy_value()
 
-    return types.void(body, types.int64, given), generate
+    return types.void(body, types.int64, *work, given), generate
+
+
+@intrinsic
+def each(typing: Any, body: Any, count: Any, given: Any) -> Any:
+    """``each(body, count, given)``: ``body(low, high, *given)`` on every thread, with its part of ``range(count)``."""
+    return _each(typing, body, given, ())
+
+
+@intrinsic
+def each_of(typing: Any, body: Any, count: Any, work: Any, given: Any) -> Any:
+    """`each`; on this thread alone where the `work` of all items, in numbers read, is less than waking others costs."""
+    return _each(typing, body, given, (types.int64,))
 
 
 @intrinsic

@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
+import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -147,13 +148,24 @@ def load_some_pairs(typing: Any, array: Any, index: Any, count: Any) -> Any:
     return _pairs(array, (types.int64,))
 
 
+def _stored(builder: Any, array: Any, x: Any) -> Any:
+    """Numbers as an array's elements: fp32, or bfloat16 rounded to nearest even as torch does, of NaN one."""
+    if array.dtype == types.float32:
+        return x
+    wide = builder.bitcast(x, ir.VectorType(_I32, WIDTH))
+    odd = builder.and_(builder.lshr(wide, _constant(_I32, 16)), _constant(_I32, 1))
+    near = builder.lshr(builder.add(wide, builder.add(odd, _constant(_I32, 0x7FFF))), _constant(_I32, 16))
+    found = builder.select(builder.fcmp_unordered("uno", x, x), _constant(_I32, 0x7FC0), near)
+    return builder.trunc(found, ir.VectorType(_I16, WIDTH))
+
+
 @intrinsic
 def store(typing: Any, array: Any, index: Any, x: Any) -> Any:
-    """Store sixteen numbers to a flat float32 array."""
+    """Store sixteen numbers to a flat array of float32, or of uint16, which is bfloat16."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        pointer = _element(context, builder, signature.args[0], values[0], values[1])
-        builder.store(values[2], builder.bitcast(pointer, _V.as_pointer()), align=4)
+        pointer, x = _element(context, builder, array, values[0], values[1]), _stored(builder, array, values[2])
+        builder.store(x, builder.bitcast(pointer, x.type.as_pointer()), align=2)
         return context.get_dummy_value()
 
     return types.void(array, types.int64, lanes), generate
@@ -164,10 +176,12 @@ def store_some(typing: Any, array: Any, index: Any, x: Any, count: Any) -> Any:
     """`store` the first `count` of them."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        pointer = builder.bitcast(_element(context, builder, signature.args[0], values[0], values[1]), _V.as_pointer())
+        pointer, x = _element(context, builder, array, values[0], values[1]), _stored(builder, array, values[2])
+        pointer = builder.bitcast(pointer, x.type.as_pointer())
         steps = ir.Constant(ir.VectorType(_I32, WIDTH), list(range(WIDTH)))
         mask = builder.icmp_signed("<", steps, _splat(builder, builder.trunc(values[3], _I32)))
-        _called(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), values[2], pointer, _I32(4), mask)
+        name = "f32" if array.dtype == types.float32 else "i16"
+        _called(builder, f"llvm.masked.store.v16{name}.p0", ir.VoidType(), x, pointer, _I32(2), mask)
         return context.get_dummy_value()
 
     return types.void(array, types.int64, lanes, types.int64), generate
@@ -280,3 +294,138 @@ for _function, _name in (
     (operator.truediv, "fdiv"),
 ):
     _operator(_function, _name)
+
+
+# --- element by element
+
+
+def _integers(builder: Any, x: Any) -> Any:
+    return builder.bitcast(x, ir.VectorType(_I32, WIDTH))
+
+
+def _masked(builder: Any, x: Any, mask: int) -> Any:
+    return builder.bitcast(builder.and_(_integers(builder, x), _constant(_I32, mask)), _V)
+
+
+@intrinsic
+def size(typing: Any, x: Any) -> Any:
+    """Numbers without their signs."""
+    return lanes(lanes), lambda context, builder, signature, values: _masked(builder, values[0], 0x7FFFFFFF)
+
+
+@intrinsic
+def power(typing: Any, x: Any) -> Any:
+    """The powers of two at or below the sizes of numbers, 0 below the normal ones; infinity of what is not finite."""
+    return lanes(lanes), lambda context, builder, signature, values: _masked(builder, values[0], 0x7F800000)
+
+
+@intrinsic
+def signed(typing: Any, x: Any, like: Any) -> Any:
+    """The sizes of x with the signs of `like`."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _called(builder, "llvm.copysign.v16f32", _V, *values)
+
+    return lanes(lanes, lanes), generate
+
+
+@intrinsic
+def larger(typing: Any, x: Any, y: Any) -> Any:
+    """The larger ones of sizes, numbers without signs: NaN is larger than all."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kind = ir.VectorType(_I32, WIDTH)
+        found = _called(builder, "llvm.umax.v16i32", kind, *(_integers(builder, x) for x in values))
+        return builder.bitcast(found, _V)
+
+    return lanes(lanes, lanes), generate
+
+
+@intrinsic
+def largest(typing: Any, x: Any) -> Any:
+    """The largest of sixteen sizes: NaN is larger than all."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        found = _called(builder, "llvm.vector.reduce.umax.v16i32", _I32, _integers(builder, values[0]))
+        return builder.bitcast(found, _F32)
+
+    return types.float32(lanes), generate
+
+
+def _limited(order: str) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(order, *values), values[1], values[0])
+
+    return lanes(lanes, lanes), generate
+
+
+@intrinsic
+def at_most(typing: Any, x: Any, limit: Any) -> Any:
+    """``limit where x > limit, else x``: NaN of x stays."""
+    return _limited(">")
+
+
+@intrinsic
+def at_least(typing: Any, x: Any, limit: Any) -> Any:
+    """``limit where x < limit, else x``: NaN of x stays."""
+    return _limited("<")
+
+
+@intrinsic
+def apart(typing: Any, low: Any, high: Any) -> Any:
+    """The numbers at even and at odd places of two times sixteen: what `interleaved` puts together."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        orders = (range(first, 2 * WIDTH, 2) for first in (0, 1))
+        both = [builder.shuffle_vector(*values, ir.Constant(ir.VectorType(_I32, WIDTH), list(o))) for o in orders]
+        return context.make_tuple(builder, signature.return_type, both)
+
+    return types.UniTuple(lanes, 2)(lanes, lanes), generate
+
+
+_EXP: Final = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)  # Taylor: 2e-9 of the value at ln(2) / 2
+_ROUND: Final = 1.5 * 2.0**23  # a sum with it is rounded to a whole number, which stands in its last bits
+
+
+@intrinsic
+def exp(typing: Any, x: Any) -> Any:
+    """``e^x`` within 2 ulp: 0 of -inf, infinity above the largest number, NaN of NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        def fma(x: Any, y: Any, z: Any) -> Any:
+            return _called(builder, "llvm.fma.v16f32", _V, x, y, z)
+
+        def number(value: float) -> Any:
+            return _constant(_F32, float(np.float32(value)))
+
+        x = values[0]
+        for order, limit in ((">", 89.0), ("<", -104.0)):
+            x = builder.select(builder.fcmp_ordered(order, x, number(limit)), number(limit), x)
+        shifted = fma(x, number(1.4426950408889634), number(_ROUND))
+        whole = builder.fsub(shifted, number(_ROUND))
+        rest = fma(whole, number(-0.693359375), x)  # x - whole ln(2), whose first nine bits times `whole` are exact
+        rest = fma(whole, number(2.12194440e-4), rest)
+        y = number(_EXP[0])
+        for factor in _EXP[1:]:
+            y = fma(y, rest, number(factor))
+        count = builder.sub(_integers(builder, shifted), _constant(_I32, 0x4B400000))
+        half = builder.ashr(count, _constant(_I32, 1))
+        for part in (half, builder.sub(count, half)):  # two powers, as 2^count may be no normal number
+            biased = builder.shl(builder.add(part, _constant(_I32, 127)), _constant(_I32, 23))
+            y = builder.fmul(y, builder.bitcast(biased, _V))
+        return y
+
+    return lanes(lanes), generate
+
+
+@intrinsic
+def copy(typing: Any, x: Any, at: Any, count: Any, out: Any, to: Any) -> Any:
+    """Copy `count` elements of a flat array, from `at` on, to another of its kind or to itself, from `to` on."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        source, target = (_element(context, builder, x, values[i], values[i + 1]) for i in (0, 3))
+        size = builder.mul(values[2], ir.Constant(ir.IntType(64), x.dtype.bitwidth // 8))
+        cgutils.raw_memmove(builder, target, source, size, 1)
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, types.int64, x, types.int64), generate

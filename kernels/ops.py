@@ -9,9 +9,9 @@ An op set is a value. To run a model with one op replaced (a fault, a random sel
 anew when one of these is replaced.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple, Protocol, Self, cast
+from typing import Any, Final, NamedTuple, Protocol, Self, cast
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ from kernels import (
 from kernels.differential.cpu import Noise, Own, Past
 from kernels.formats.stored import Rounding, Rows, Slots, Stack, Weight, Window
 from kernels.hyper.reference import ReadStreams
+from kernels.quantise.reference import RoundIndex, RoundKv
+from kernels.rope.reference import NormRotate
 from kernels.shard.cpu import Middle, Stream
 
 
@@ -69,6 +71,20 @@ class Ops(Protocol):
 
     def hadamard(self, x: Tensor) -> Tensor:
         """`quantise`."""
+        ...
+
+    def round_kv(self, x: Tensor, group: int, kept: int) -> Tensor:
+        """`quantise`: `simulate_fp8` of all but some columns."""
+        ...
+
+    def round_index(self, x: Tensor, group: int) -> Tensor:
+        """`quantise`: `hadamard` and `simulate_fp4`."""
+        ...
+
+    def norm_rotate(
+        self, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv_group: int
+    ) -> Tensor:
+        """`rope`: `rms_norm`, `rotate`, and `round_kv` where there is a group."""
         ...
 
     def pool(self, kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Tensor | None) -> Tensor:
@@ -207,7 +223,12 @@ class Ops(Protocol):
         ...
 
 
-READ_PARTS = tuple(field.name for field in fields(ReadStreams))
+COMPOSED: Final = {  # of other ops
+    "read_streams": ReadStreams,
+    "round_kv": RoundKv,
+    "round_index": RoundIndex,
+    "norm_rotate": NormRotate,
+}
 
 
 class _Fields(NamedTuple):
@@ -219,6 +240,9 @@ class _Fields(NamedTuple):
     simulate_fp8: Callable[..., Any]
     simulate_fp4: Callable[..., Any]
     hadamard: Callable[..., Any]
+    round_kv: Callable[..., Any]
+    round_index: Callable[..., Any]
+    norm_rotate: Callable[..., Any]
     pool: Callable[..., Any]
     compress: Callable[..., Any]
     select: Callable[..., Any]
@@ -245,9 +269,19 @@ class OpSet(_Fields):
 
     def _replace(self, **ops: Any) -> Self:
         new = super()._replace(**ops)
-        if "read_streams" in ops or not set(READ_PARTS) & set(ops):
-            return new
-        return super(OpSet, new)._replace(read_streams=ReadStreams(*(getattr(new, op) for op in READ_PARTS)))
+        anew = [name for name in COMPOSED if name not in ops and set(parts(name)) & set(ops)]
+        return super(OpSet, new)._replace(**{name: composed(name, new._asdict()) for name in anew})
+
+
+def parts(name: str) -> tuple[str, ...]:
+    """Names of the ops that an op is made of."""
+    return tuple(field.name for field in fields(COMPOSED[name]))
+
+
+def composed(name: str, ops: Mapping[str, Any]) -> Callable[..., Any]:
+    """Make an op of others."""
+    made: Callable[..., Any] = COMPOSED[name](*(ops[part] for part in parts(name)))
+    return made
 
 
 def backend(op: Callable[..., Any]) -> str:
@@ -281,8 +315,9 @@ class Noted:
 def noted(ops: Ops, ran: dict[str, str]) -> Ops:
     """The same ops, each of which notes in `ran` when it runs, and of which backend."""
     made = {name: Noted(name, op, ran) for name, op in ops._asdict().items() if name != "name"}
-    if isinstance(ops.read_streams, ReadStreams):  # its parts note themselves
-        made["read_streams"] = ReadStreams(*(made[op] for op in READ_PARTS))  # type: ignore[assignment]
+    for name, kind in COMPOSED.items():
+        if isinstance(getattr(ops, name), kind):  # its parts note themselves
+            made[name] = composed(name, made)  # type: ignore[assignment]
     return cast("Ops", OpSet(ops.name, **made))
 
 
@@ -295,6 +330,9 @@ _REFERENCE = OpSet(
     simulate_fp8=quantise.reference.simulate_fp8,
     simulate_fp4=quantise.reference.simulate_fp4,
     hadamard=quantise.reference.hadamard,
+    round_kv=quantise.reference.round_kv,
+    round_index=quantise.reference.round_index,
+    norm_rotate=rope.reference.norm_rotate,
     pool=compress.reference.pool,
     compress=compress.reference.compress,
     select=indexer.reference.select,
@@ -329,9 +367,16 @@ CPU = REFERENCE._replace(
     # (`python -m scripts.bench kernels --only activations`).
     simulate_fp8=quantise.cpu.simulate_fp8,
     simulate_fp4=quantise.cpu.simulate_fp4,
+    hadamard=quantise.cpu.hadamard,
+    round_kv=quantise.cpu.round_kv,
+    round_index=quantise.cpu.round_index,
+    norm_rotate=rope.cpu.norm_rotate,
     hyper_weights=hyper.cpu.hyper_weights,
     head_weights=hyper.cpu.head_weights,
     collapse=hyper.cpu.collapse,
+    read_streams=hyper.cpu.read_streams,
     expand=hyper.cpu.expand,
+    route=gate.cpu.route,
+    route_weights=gate.cpu.route_weights,
     swiglu=swiglu.cpu.swiglu,
 )

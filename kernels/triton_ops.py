@@ -18,6 +18,7 @@ Rules that every `triton.py` keeps:
 from kernels.attention import triton as attention
 from kernels.compress import triton as compress
 from kernels.experts import triton as experts
+from kernels.gate import reference as gate
 from kernels.hyper import triton as hyper
 from kernels.hyper import triton_streams as streams
 from kernels.indexer import triton as indexer
@@ -41,6 +42,8 @@ TRITON = CPU._replace(
     collapse=streams.collapse,
     read_streams=hyper.read_streams,
     expand=streams.expand,
+    route=gate.route,
+    route_weights=gate.route_weights,
     linear=linear.linear,
     grouped_linear=linear.grouped_linear,
     compress=compress.compress,

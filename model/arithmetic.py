@@ -56,17 +56,22 @@ class Arithmetic(NamedTuple):
     def _rounds(self, weight: Weight) -> bool:
         return self.deployed and isinstance(weight, Fp8 | Fp4)
 
+    @property
+    def kv_group(self) -> int:
+        """Columns of the blocks to which window KV is rounded; 0: it is not."""
+        return KV_GROUP if self.deployed else 0
+
     def rounded_kv(self, kv: Tensor, rope_dim: int) -> Tensor:
         """Round window KV or compressed entries [n, d] as they are cached: E4M3 per 64 columns, rope dims untouched."""
         if not self.deployed:
             return kv
-        return torch.cat((self.ops.simulate_fp8(kv[:, :-rope_dim], KV_GROUP), kv[:, -rope_dim:]), dim=-1)
+        return self.ops.round_kv(kv, KV_GROUP, rope_dim)
 
     def rounded_index(self, x: Tensor) -> Tensor:
         """Round indexer queries or keys [..., index_head_dim]: Hadamard rotation, then E2M1 per 32 columns."""
         if not self.deployed:
             return x
-        return self.ops.simulate_fp4(self.hadamard(x), INDEX_GROUP)
+        return self.ops.round_index(x, INDEX_GROUP)
 
     def hadamard(self, x: Tensor) -> Tensor:
         """The Hadamard transform alone, for keys whose cache rounds them itself."""

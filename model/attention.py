@@ -68,13 +68,12 @@ class Attention:
     def query(self, latent: Tensor, call: Call) -> Tensor:
         """Queries [t, heads, head_dim], normed head by head without weights, then rotated."""
         ops, q = self.arithmetic.ops, self.wq_b(latent).unflatten(-1, (-1, self.head_dim))
-        return ops.rotate(ops.rms_norm(q, None, self.eps), *call.angles(self.rotation))
+        return ops.norm_rotate(q, None, self.eps, *call.angles(self.rotation), 0)
 
     def kv(self, x: Tensor, call: Call) -> Tensor:
         """Key and value of each token in one [t, head_dim]: normed, rotated, rounded as the window keeps it."""
-        ops = self.arithmetic.ops
-        kv = ops.rotate(ops.rms_norm(self.wkv(x), self.kv_norm, self.eps), *call.angles(self.rotation))
-        return self.arithmetic.rounded_kv(kv, self.rope_dim)
+        given = self.wkv(x), self.kv_norm, self.eps, *call.angles(self.rotation), self.arithmetic.kv_group
+        return self.arithmetic.ops.norm_rotate(*given)
 
     def beyond_window(self, x: Tensor, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
         """Nothing is compressed, and nothing seen beside the window."""

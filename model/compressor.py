@@ -84,9 +84,9 @@ class Compressor(ABC):
 
     def row(self, pooled: Tensor, first: int, ratio: int) -> Tensor:
         """Norm and rotate pooled windows [n, width], the first of which begins at position `first`."""
-        ops = self.arithmetic.ops
-        rows = ops.rms_norm(pooled.to(self.arithmetic.dtype), self.project.norm, self.eps)
-        return ops.rotate(rows, *self.rotation.at(first, rows.shape[0], ratio))
+        cos, sin = self.rotation.at(first, pooled.shape[0], ratio)
+        rows = pooled.to(self.arithmetic.dtype)
+        return self.arithmetic.ops.norm_rotate(rows, self.project.norm, self.eps, cos, sin, 0)
 
     @abstractmethod
     def stored(self, rows: Tensor) -> Tensor:

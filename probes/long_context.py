@@ -118,8 +118,8 @@ def code_places(length: int, most: int) -> list[int]:
 # --- where the time goes
 
 REST: Final = "the rest"  # what no op takes: embedding, dispatch, caches, the interpreter
-STREAMS: Final = frozenset({"hyper_weights", "head_weights", "collapse", "expand"})
-ROUNDING: Final = frozenset({"simulate_fp8", "simulate_fp4", "hadamard"})
+STREAMS: Final = frozenset({"hyper_weights", "head_weights", "collapse", "read_streams", "expand"})
+ROUNDING: Final = frozenset({"simulate_fp8", "simulate_fp4", "hadamard", "round_kv", "round_index"})
 COMPONENTS: Final = (
     "select", "attend, CSA", "attend, HCA", "attend, SWA", "linears, FP4 experts", "linears, others", "mHC", "rounding",
     "other ops", REST,

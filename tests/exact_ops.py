@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels.formats.stored import Dense, Fp4, Fp8, Weight
-from kernels.ops import REFERENCE, Ops
+from kernels.ops import COMPOSED, REFERENCE, Ops
 from tests import deepseek_arithmetic as ds
 from tests.deepseek_arithmetic import FP32, Choices
 
@@ -179,5 +179,5 @@ def shadowed(ops: Ops, allowed: Callable[[Tensor], Tensor], differences: dict[st
 
         return both
 
-    own = set(ops._asdict()) - {"name", "read_streams"}  # which is made of others
+    own = set(ops._asdict()) - {"name", *COMPOSED}
     return ops._replace(**{name: shadow(name) for name in own})

@@ -1,58 +1,188 @@
-"""Rounding of activations to E4M3 and E2M1 without narrow dtypes, whose conversions take most of the time on CPU.
+"""Rounding of activations to E4M3 and E2M1 blocks, and the Hadamard transform, a row at a time.
 
-The numbers are those of `kernels.quantise.reference` bit for bit, signed zeros included, and NaN stands at the same
-places; which of the many NaNs it is is left open.
+What is rounded has the numbers of `kernels.quantise.reference` bit for bit, signed zeros included, and NaN stands at
+the same places; which of the many NaNs it is is left open.
 """
 
+from typing import Final
+
+import numpy as np
 import torch
+from numba import types
 from torch import Tensor
 
-from kernels.quantise.reference import E2M1_MAX, E4M3_MAX, power_of_two_scale
+from kernels.compiled import array, compiled, each_of, loop
+from kernels.lanes import (
+    apart,
+    at_least,
+    copy,
+    bits,
+    larger,
+    largest,
+    load,
+    load_some,
+    power,
+    signed,
+    size,
+    splat,
+    store,
+    store_some,
+)  # fmt: skip
+from kernels.quantise.reference import E2M1_MAX, E4M3_MAX
 
-TILE = 1 << 17  # numbers per tile: half a MiB of fp32
+# A narrow format: the smallest size of a block that its scale follows, the inverse of the largest code, what rounds a
+# number between 1 and 2, and the smallest normal number. 1.5 * 2^(23 - m) p is a float32 whose last bit is the spacing
+# of m bits of mantissa at a power of two p: adding it rounds, as the hardware rounds, and subtracting it is exact.
+E4M3: Final = 1e-4, 1 / E4M3_MAX, 1.5 * 2.0**20, 2.0**-6
+E2M1: Final = E2M1_MAX * 2.0**-126, 1 / E2M1_MAX, 1.5 * 2.0**22, 1.0
+_INT, FORM = types.int64, types.UniTuple(types.float64, 4)
+_KINDS: Final = (types.uint16[::1], types.float32[::1])
+
+
+@loop
+def _power_of_two_scale(amax, form):
+    """`kernels.quantise.reference.power_of_two_scale`."""
+    if amax < np.float32(form[0]):  # noqa: PLR1730 (NaN stays)
+        amax = np.float32(form[0])
+    ratio = amax * np.float32(form[1])
+    if ratio < np.float32(np.inf):
+        return bits(np.uint32((bits(ratio) + np.uint32(0x7FFFFF)) & np.uint32(0x7F800000)))
+    return np.float32(np.nan)
+
+
+@loop
+def _rounded(x, scale, inverse, step, normal):
+    """Nearest even, with the sign of x; no clamp to the largest code, which x exceeds by an ulp at most."""
+    x = x * inverse
+    shift = at_least(power(x), normal) * step
+    return signed((x + shift) - shift, x) * scale
+
+
+@loop
+def round_row(x, at, columns, group, form, out, to):
+    """Round columns of a row of x, from `at` on, to `out` from `to` on; both may be one array."""
+    step, normal, part = splat(np.float32(form[2])), splat(np.float32(form[3])), group // 16 * 16
+    for low in range(0, columns, group):
+        whole, high = low + part, low + group
+        top = splat(np.float32(0))
+        for i in range(low, whole, 16):
+            top = larger(top, size(load(x, at + i)))
+        if whole < high:
+            top = larger(top, size(load_some(x, at + whole, high - whole)))
+        one = _power_of_two_scale(largest(top), form)
+        scale, inverse = splat(one), splat(np.float32(1) / one)  # exact: both are powers of two
+        for i in range(low, whole, 16):
+            store(out, to + i, _rounded(load(x, at + i), scale, inverse, step, normal))
+        if whole < high:
+            numbers = load_some(x, at + whole, high - whole)
+            store_some(out, to + whole, _rounded(numbers, scale, inverse, step, normal), high - whole)
+
+
+@loop
+def _round_rows(low, high, x, width, kept, group, form, out):
+    for row in range(low, high):
+        at = row * width
+        round_row(x, at, width - kept, group, form, out, at)
+        copy(x, at + width - kept, kept, out, at + width - kept)
+
+
+@compiled(*((x, _INT, _INT, _INT, _INT, FORM, x) for x in _KINDS))
+def _round(x, rows, width, kept, group, form, out):
+    each_of(_round_rows, rows, rows * width, (x, width, kept, group, form, out))
+
+
+@loop
+def hadamard_row(x, at, width, near, far, out, to):
+    """Transform a row of x, from `at` on, to `out` from `to` on; `near` and `far` have room for a row and 32 numbers more, float32.
+
+    The same step for each bit of an index, sums of neighbours to the first half and differences to the second, is the
+    transform: it also turns the bits round by one.
+    """
+    half, factor = width // 2, splat(np.float32(width**-0.5))
+    for i in range(0, width, 16):
+        store(near, i, load_some(x, at + i, width - i))
+    step = 1
+    while step < width:
+        for i in range(0, half, 16):
+            even, odd = apart(load(near, 2 * i), load(near, 2 * i + 16))
+            store(far, i, even + odd)
+            store(far, half + i, even - odd)
+        near, far, step = far, near, 2 * step
+    for i in range(0, width, 16):
+        store_some(out, to + i, load(near, i) * factor, width - i)
+
+
+@loop
+def _hadamard_rows(low, high, x, width, group, form, out):
+    near, far = np.zeros(width + 32, np.float32), np.zeros(width + 32, np.float32)
+    for row in range(low, high):
+        at = row * width
+        hadamard_row(x, at, width, near, far, out, at)
+        if group:
+            round_row(out, at, width, group, form, out, at)
+
+
+@compiled(*((x, _INT, _INT, _INT, FORM, x) for x in _KINDS))
+def _hadamard(x, rows, width, group, form, out):
+    """Transform rows, and round them where there is a group."""
+    each_of(_hadamard_rows, rows, rows * width * 8, (x, width, group, form, out))
 
 
 def simulate_fp8(x: Tensor, group: int) -> Tensor:
     """Round `x` [..., d] to E4M3 blocks: `kernels.quantise.reference.simulate_fp8`."""
-    return _simulate(x, group, smallest=1e-4, largest=E4M3_MAX, mantissa=3, normal=2.0**-6)
-
-
-def simulate_fp8_scratch(numbers: int, item: int) -> int:
-    """Bytes alive at most in `simulate_fp8` or `simulate_fp4`, the result included: it, and a tile three times."""
-    return numbers * item + min(numbers, TILE) * (12 if item == 4 else 16)
+    return _simulated(x, group, 0, E4M3)
 
 
 def simulate_fp4(x: Tensor, group: int = 32) -> Tensor:
     """Round `x` [..., d] to E2M1 blocks: `kernels.quantise.reference.simulate_fp4`."""
-    return _simulate(x, group, smallest=E2M1_MAX * 2.0**-126, largest=E2M1_MAX, mantissa=1, normal=1.0)
+    return _simulated(x, group, 0, E2M1)
 
 
-simulate_fp4_scratch = simulate_fp8_scratch
+def round_kv(x: Tensor, group: int, kept: int) -> Tensor:
+    """Round `x` [..., d] to E4M3 blocks but for its last columns: `kernels.quantise.reference.RoundKv`."""
+    return _simulated(x, group, kept, E4M3)
 
 
-def _simulate(x: Tensor, group: int, *, smallest: float, largest: float, mantissa: int, normal: float) -> Tensor:
-    assert x.shape[-1] % group == 0, f"{x.shape[-1]} columns are no multiple of the group of {group}"
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    source, target, tile = x.reshape(-1, group), out.view(-1, group), TILE // group
-    for start in range(0, source.shape[0], tile):
-        wide = source[start : start + tile].float()
-        amax = wide.abs().amax(-1, keepdim=True)
-        scale = power_of_two_scale(amax.clamp_min_(smallest), largest)
-        torch.mul(_round(wide / scale, mantissa, normal), scale, out=target[start : start + tile])
+def simulate_fp8_scratch(numbers: int, item: int) -> int:
+    """Bytes alive at most in `simulate_fp8` or `simulate_fp4`: the result."""
+    return numbers * item
+
+
+simulate_fp4_scratch = round_kv_scratch = simulate_fp8_scratch
+
+
+def _simulated(x: Tensor, group: int, kept: int, form: tuple[float, ...]) -> Tensor:
+    width = x.shape[-1]
+    assert (width - kept) % group == 0, f"{width - kept} columns are no multiple of the group of {group}"
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _round(array(x), x.numel() // width, width, kept, group, form, array(out))
     return out
 
 
-def _round(x: Tensor, mantissa: int, normal: float) -> Tensor:
-    """Round float32 to so many bits of mantissa, nearest even, with the spacing of `normal` below it; overwrites `x`.
+def hadamard(x: Tensor) -> Tensor:
+    """Hadamard transform of the last dim: `kernels.quantise.reference.hadamard`, up to the order of its sums."""
+    return _transformed(x, 0)
 
-    With p the power of two at or below abs(x), ``1.5 * 2^(23 - mantissa) * p`` is a float32 whose last bit is the
-    spacing wanted: adding it rounds, as the hardware rounds, and subtracting it is exact.
-    What became zero is +0.0 then, so the sign is put back. No clamp to the largest code: with the scale of the caller,
-    x exceeds it by an ulp at most.
-    """
-    bits = x.view(torch.int32)
-    sign = bits.bitwise_and(torch.iinfo(torch.int32).min)
-    power = bits.bitwise_and(0x7F800000).view(torch.float32)
-    magic = power.clamp_min_(normal).mul_(1.5 * 2.0 ** (23 - mantissa))
-    x.add_(magic).sub_(magic)
-    return bits.bitwise_or_(sign).view(torch.float32)
+
+def round_index(x: Tensor, group: int) -> Tensor:
+    """Transform `x` [..., d] and round it to E2M1 blocks: `kernels.quantise.reference.RoundIndex`."""
+    assert x.shape[-1] % group == 0, f"{x.shape[-1]} columns are no multiple of the group of {group}"
+    return _transformed(x, group)
+
+
+def hadamard_scratch(vectors: int, width: int, item: int) -> int:
+    """Bytes alive at most in `hadamard` or `round_index`: the result, and two rows of each of up to 64 threads."""
+    return vectors * width * item + 64 * 2 * width * 4
+
+
+round_index_scratch = hadamard_scratch
+
+
+def _transformed(x: Tensor, group: int) -> Tensor:
+    width = x.shape[-1]
+    assert width & (width - 1) == 0, f"{width} is no power of two"
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    _hadamard(array(x), x.numel() // width, width, group, E2M1, array(out))
+    return out

@@ -8,6 +8,9 @@ A block that holds NaN or an infinity becomes NaN as a whole: its scale is NaN, 
 neighbour that looks healthy. What rounds to zero keeps its sign.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -109,3 +112,30 @@ def hadamard_scratch(vectors: int, width: int, item: int) -> int:
     """Bytes alive at most in `hadamard`, the result included: fp32 twice and the matrix, built of halves."""
     del item
     return max(8 * vectors * width + 4 * width**2, 9 * width**2)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundKv:
+    """Round window KV or compressed entries as they are cached: rope dims stay as they are. Of an op set's own part."""
+
+    simulate_fp8: Callable[..., Tensor]
+
+    def __call__(self, x: Tensor, group: int, kept: int) -> Tensor:
+        """Round `x` [n, d] to E4M3 blocks of `group` columns, all but its last `kept` columns."""
+        return torch.cat((self.simulate_fp8(x[:, :-kept], group), x[:, -kept:]), dim=-1)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundIndex:
+    """Round index queries or keys as they are cached. Of an op set's own parts."""
+
+    hadamard: Callable[..., Tensor]
+    simulate_fp4: Callable[..., Tensor]
+
+    def __call__(self, x: Tensor, group: int) -> Tensor:
+        """Transform `x` [..., d] and round it to E2M1 blocks of `group` columns."""
+        return self.simulate_fp4(self.hadamard(x), group)
+
+
+round_kv = RoundKv(simulate_fp8)
+round_index = RoundIndex(hadamard, simulate_fp4)

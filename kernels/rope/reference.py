@@ -1,9 +1,14 @@
 """Rotary position embedding: interleaved pairs on the trailing dims, with YaRN where a layer uses it; and in halves."""
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from kernels.norm.reference import rms_norm
+from kernels.quantise.reference import RoundKv, simulate_fp8
 
 
 def frequencies(dim: int, theta: float) -> Tensor:
@@ -119,3 +124,36 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotate_halves_scratch(numbers: int, item: int) -> int:
     """Bytes alive at most in `rotate_halves`, the result included: at its end fp32 twice, and the input widened."""
     return numbers * (8 if item == 4 else 12)
+
+
+@dataclass(frozen=True, slots=True)
+class NormRotate:
+    """Norm, rotate and round queries, window KV or compressed rows. Of an op set's own parts."""
+
+    rms_norm: Callable[..., Tensor]
+    rotate: Callable[..., Tensor]
+    simulate_fp8: Callable[..., Tensor]
+
+    def __call__(self, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv_group: int) -> Tensor:
+        """Run the parts one after the other; each rounds to the dtype of `x`.
+
+        Parameters
+        ----------
+        x, weight, eps
+            As `rms_norm` takes them.
+        cos, sin
+            As `rotate` takes them.
+        kv_group
+            Columns of the E4M3 blocks to which all but the rotated columns are rounded; 0: they are not.
+
+        Returns
+        -------
+        Tensor
+            As `x`.
+
+        """
+        rows = self.rotate(self.rms_norm(x, weight, eps), cos, sin)
+        return RoundKv(self.simulate_fp8)(rows, kv_group, 2 * cos.shape[-1]) if kv_group else rows
+
+
+norm_rotate = NormRotate(rms_norm, rotate, simulate_fp8)

@@ -1,18 +1,52 @@
-"""Clamped SwiGLU in two fp32 buffers."""
+"""Clamped SwiGLU, sixteen numbers at a time."""
 
+import numpy as np
+import torch
+from numba import types
 from torch import Tensor
-from torch.nn import functional
+
+from kernels.compiled import array, compiled, each_of, loop
+from kernels.lanes import at_least, at_most, exp, load, load_some, splat, store, store_some
+from kernels.norm.cpu import NONE
+
+_INT, _F32, _KINDS = types.int64, types.float32[::1], (types.uint16[::1], types.float32[::1])
+
+
+@loop
+def _activated(gate, up, top, bottom, factor):
+    gate = at_most(gate, top)
+    silu = gate / (splat(np.float32(1)) + exp(splat(np.float32(0)) - gate))
+    return silu * at_least(at_most(up, top), bottom) * factor
+
+
+@loop
+def _activate_rows(low, high, gate, up, columns, limit, weight, out):
+    top, bottom, whole = splat(np.float32(limit)), splat(np.float32(-limit)), columns // 16 * 16
+    for row in range(low, high):
+        at, factor = row * columns, splat(weight[row] if len(weight) else np.float32(1))
+        for i in range(at, at + whole, 16):
+            store(out, i, _activated(load(gate, i), load(up, i), top, bottom, factor))
+        if whole < columns:
+            i, rest = at + whole, columns - whole
+            numbers = _activated(load_some(gate, i, rest), load_some(up, i, rest), top, bottom, factor)
+            store_some(out, i, numbers, rest)
+
+
+@compiled(*((x, x, _INT, _INT, types.float64, _F32, x) for x in _KINDS))
+def _activate(gate, up, rows, columns, limit, weight, out):
+    each_of(_activate_rows, rows, rows * columns * 8, (gate, up, columns, limit, weight, out))
 
 
 def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Tensor:
     """Activate an expert: `kernels.swiglu.reference.swiglu`."""
-    out = functional.silu(gate.float().clamp(max=limit), inplace=True)
-    out.mul_(up.float().clamp(-limit, limit))
-    if weight is not None:
-        out.mul_(weight[:, None])
-    return out.to(gate.dtype)
+    assert (gate.shape, gate.dtype) == (up.shape, up.dtype), f"gate is {tuple(gate.shape)}, up {tuple(up.shape)}"
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    factors = NONE if weight is None else array(weight.contiguous())
+    _activate(array(gate), array(up), *gate.shape, limit, factors, array(out))
+    return out
 
 
 def swiglu_scratch(numbers: int, item: int) -> int:
-    """Bytes alive at most in `swiglu` of so many numbers of gate and of up, the result included: fp32 buffers."""
-    return (2 if item == 4 else 3) * 4 * numbers
+    """Bytes alive at most in `swiglu` of so many numbers of gate and of up: the result."""
+    return numbers * item

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kernels.ops import CPU, REFERENCE
-from kernels.quantise import cpu
 from kernels.quantise import reference as quantise
 from tests.kernels.every_backend import ULP
 
@@ -74,8 +73,7 @@ def assert_simulated(ops, simulate, x, group):
 
 @DTYPES
 @FORMS
-def test_blocks_of_all_sizes_are_rounded(ops, simulate, group, dtype, monkeypatch):
-    monkeypatch.setattr(cpu, "TILE", 4 * 128)  # cuts the rows below
+def test_blocks_of_all_sizes_are_rounded(ops, simulate, group, dtype):
     for size in (0.0, 1e-38, 1e-30, 1e-6, 1.0, 1e4, 1e30, 5e37):
         x = (draw(2, 5, 3, 512) * size).to(dtype)[..., ::2]
         x[0, 0, :3] = x[0, 0].abs().max() * torch.tensor([448.0, 5.0, 1.25]).to(dtype)  # small ones: subnormal codes
@@ -203,9 +201,7 @@ def test_reference_scale_of_every_bf16_amax_is_the_smallest_that_fits(largest):
     assert (have < 2 * need).all()
 
 
-# --- the Hadamard transform; CPU's is the reference's
-
-transforms = pytest.mark.parametrize("ops", ["reference", "triton"], indirect=True)
+# --- the Hadamard transform
 
 
 def signs(d):
@@ -214,7 +210,6 @@ def signs(d):
     return 1.0 - 2 * (ones[torch.arange(d)[:, None] & torch.arange(d)] % 2).double()
 
 
-@transforms
 @DTYPES
 @pytest.mark.parametrize("shape", [(3, 1), (5, 2), (2, 9, 128), (1, 512), (40, 64), (0, 8)])
 def test_hadamard_is_the_sum_of_its_equation(ops, shape, dtype):
@@ -228,7 +223,6 @@ def test_hadamard_is_the_sum_of_its_equation(ops, shape, dtype):
     assert ((ours.double() - expected).abs() <= bound).all()
 
 
-@transforms
 def test_hadamard_of_whole_numbers_is_exact_and_in_natural_order(ops):
     """Of whole numbers every sum is exact: a root and a product round, of 64 columns not even these."""
     assert torch.equal(ops.hadamard(torch.eye(64)).double(), signs(64) / 8)
@@ -237,7 +231,6 @@ def test_hadamard_of_whole_numbers_is_exact_and_in_natural_order(ops):
     assert ops.hadamard(x).tolist() == pytest.approx(expected.tolist(), rel=4 * ULP, abs=1e-12)
 
 
-@transforms
 def test_hadamard_is_its_own_inverse_and_keeps_dot_products(ops):
     q, k = draw(5, 2, 10, 128).unbind()
     rotated_q, rotated_k = ops.hadamard(q), ops.hadamard(k)
@@ -246,10 +239,37 @@ def test_hadamard_is_its_own_inverse_and_keeps_dot_products(ops):
     assert (ops.hadamard(rotated_q) - q).abs().max() < 128 * ULP * q.norm(dim=-1).max()
 
 
-@transforms
 def test_hadamard_keeps_nan_in_its_row_and_refuses_other_widths(ops):
     x = torch.ones(3, 32)
     x[1, 7] = torch.nan
     assert ops.hadamard(x).isnan().sum(1).tolist() == [0, 32, 0]
     with pytest.raises(AssertionError, match="no power of two"):
         ops.hadamard(torch.ones(3, 24))
+
+
+# --- what is put together of these
+
+
+@DTYPES
+@pytest.mark.parametrize(("rows", "width", "kept"), [(5, 512, 64), (1, 70, 6), (0, 80, 16), (300, 72, 8)])
+def test_kv_is_rounded_but_for_its_last_columns(ops, rows, width, kept, dtype):
+    x = (draw(9, rows, 2 * width) * 3).to(dtype)[:, ::2]
+    x[-1:, 3], x[-1:, -2] = torch.nan, torch.inf
+    ours, integers = (
+        ops.round_kv(x, 64 if kept != 16 else 32, kept),
+        torch.int16 if dtype == torch.bfloat16 else torch.int32,
+    )
+    assert torch.equal(ours[:, -kept:].contiguous().view(integers), x[:, -kept:].contiguous().view(integers))
+    expected = simulated("simulate_fp8", x[:, :-kept], 64 if kept != 16 else 32)
+    assert torch.equal(ours[:, :-kept].isnan(), expected.isnan())
+    assert torch.equal(ours[:, :-kept].nan_to_num(0), expected.nan_to_num(0))
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(7, 32), (2, 9, 128), (1, 512), (0, 64)])
+def test_index_rows_are_transformed_then_rounded(ops, shape, dtype):
+    x = draw(8, *shape).to(dtype)
+    x[-1:, ..., 5] = torch.nan
+    ours, apart = ops.round_index(x, 32), ops.simulate_fp4(ops.hadamard(x), 32)
+    assert torch.equal(ours.isnan(), apart.isnan())
+    assert torch.equal(ours.nan_to_num(9), apart.nan_to_num(9))

@@ -148,3 +148,18 @@ def test_triton_refuses_more_pairs_than_columns(ops):
     for rotate, x in ((ops.rotate, torch.zeros(2, 6)), (ops.rotate_halves, torch.zeros(2, 1, 10))):
         with pytest.raises(AssertionError, match="pairs"):
             rotate(x, torch.ones(2, 4), torch.ones(2, 4))
+
+
+@every_backend
+@both_dtypes
+@pytest.mark.parametrize(("t", "heads", "d", "r", "kv_group"), [
+    (5, None, 512, 64, 64), (3, 4, 96, 6, 0), (1, None, 80, 16, 32), (0, None, 72, 8, 64), (300, 2, 40, 8, 0),
+])  # fmt: skip
+def test_rows_are_normed_rotated_and_rounded_as_one_after_the_other(ops, dtype, t, heads, d, r, kv_group):
+    x = draw(t, *([heads] if heads else []), 2 * d).to(dtype)[..., ::2]
+    x[-1:, ..., 5] = torch.nan
+    angles = rope.angles(torch.arange(t) * 9977, rope.frequencies(r, 1e4))
+    for weight in (None, draw(d)):
+        ours = ops.norm_rotate(x, weight, 1e-6, *angles, kv_group)
+        apart = ops.rotate(ops.rms_norm(x, weight, 1e-6), *angles)
+        assert_bit_equal(ours, ops.round_kv(apart, kv_group, r) if kv_group else apart)

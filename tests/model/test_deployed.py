@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.ops import CPU, REFERENCE, Ops
+from kernels.ops import COMPOSED, CPU, REFERENCE, Ops
 from tests.deepseek_arithmetic import DEEPSEEK, FP32, Choices, Simulation, rms_norm_bf16
 from tests.deployed_cases import LENGTH, Case
 from tests.exact_ops import Difference, attend, first_difference, shadowed
@@ -28,7 +28,7 @@ from tests.exact_ops import Difference, attend, first_difference, shadowed
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 OTHERS = {"rotate_halves", "attend_grouped", "attend_codes", "attend_banks"}  # no V4 run has them
-OTHERS |= {"name", "read_streams", "compress", "experts"}  # made of others, or of captured calls
+OTHERS |= {"name", *COMPOSED, "compress", "experts"}  # made of others, or of captured calls
 
 
 # --- ops ---
