@@ -12,11 +12,17 @@ Compiled code is kept on disk, in a folder named after what it was compiled from
 """
 
 import ctypes
+import fcntl
 import hashlib
+import importlib
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import llvmlite.binding
 import torch
@@ -32,6 +38,7 @@ _RAW: Final = {  # what numba has no name for, by the integers that `lanes.load`
 }  # fmt: skip
 _OPENMP: Final = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 ALONE: Final = 1 << 15  # numbers that one thread reads in the time in which others wake
+PROCESSES: Final = 8  # at most, that compile
 _ALL: Final[list["Compiled"]] = []
 
 
@@ -77,6 +84,9 @@ class Compiled:
         (self.code or self.made()).compile(signature)
 
 
+Wanted: TypeAlias = tuple[Compiled, tuple[Any, ...]]
+
+
 def compiled(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Compiled]:
     """Compile a function for arguments of these types, those of numba."""
     return lambda function: Compiled(function, signatures)
@@ -94,20 +104,60 @@ def kept(without: Collection[Any] = ()) -> bool:
 
 
 def prepare(without: Collection[Any] = ()) -> None:
-    """Compile everything, or read it from disk, but for what takes arguments of the types `without`."""
-    wanted = _wanted(without)
+    """Compile everything, or read it from disk, but for what takes arguments of the types `without`.
+
+    What is not on disk is compiled by several processes at once, as LLVM in one of them has one thread. Who else wants
+    the same waits for it.
+    """
+    wanted, where = _wanted(without), folder()
+    if where is not None:
+        with (where / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            mark = _mark(where, wanted)
+            if not mark.exists():
+                _compile_in_processes(wanted)
+                mark.touch()
     for one, signature in wanted:
         one.compile(signature)
-    where = folder()
-    if where is not None:
-        _mark(where, wanted).touch()
 
 
-def _wanted(without: Collection[Any]) -> list[tuple[Compiled, tuple[Any, ...]]]:
+def _compile_in_processes(wanted: list[Wanted]) -> None:
+    """Leave compiled code on disk; all types of a function by one process, as numba keeps one list of them."""
+    functions = sorted({one for one, _ in wanted}, key=lambda one: (-len(one.signatures), one.name))
+    count = min(PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    places = [
+        [(one.function.__module__, one.function.__name__, one.signatures.index(signature)) for one, signature in wanted
+         if one in functions[process::count]]
+        for process in range(count)
+    ]  # fmt: skip
+    program = (
+        "import json, sys; path, *found = json.load(sys.stdin); sys.path[:] = path;"
+        " import kernels.compiled; kernels.compiled.compile_only(found)"
+    )
+    running = [
+        subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, text=True)  # noqa: S603
+        for _ in places
+    ]
+    for process, found in zip(running, places, strict=True):
+        assert process.stdin is not None, "a pipe was asked for"
+        with process.stdin as pipe:
+            json.dump([sys.path, *found], pipe)
+    for process in running:
+        process.wait()  # what one left undone is compiled by who called
+
+
+def compile_only(found: list[tuple[str, str, int]]) -> None:
+    """In a process of its own: compile functions, by module, name and number of the signature."""
+    for module, name, number in found:
+        one: Compiled = getattr(importlib.import_module(module), name)
+        one.compile(one.signatures[number])
+
+
+def _wanted(without: Collection[Any]) -> list[Wanted]:
     return [(one, signature) for one in _ALL for signature in one.signatures if not set(signature) & set(without)]
 
 
-def _mark(where: Path, wanted: list[tuple[Compiled, tuple[Any, ...]]]) -> Path:
+def _mark(where: Path, wanted: list[Wanted]) -> Path:
     """A file that says that these are there, compiled for the processor that LLVM finds here."""
     processor = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten()
     told = repr([processor, [(one.name, signature) for one, signature in wanted]])

@@ -280,7 +280,7 @@ def collapse_scratch(tokens: int, streams: int, hidden: int, item: int) -> int:
     return tokens * hidden * item
 
 
-def read_streams(  # noqa: PLR0913, PLR0917 (what its three parts take)
+def read_streams(
     streams: Tensor,
     fn: Tensor,
     scale: Tensor,

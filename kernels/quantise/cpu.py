@@ -15,8 +15,8 @@ from kernels.compiled import array, compiled, each_of, loop
 from kernels.lanes import (
     apart,
     at_least,
-    copy,
     bits,
+    copy,
     larger,
     largest,
     load,
@@ -93,7 +93,7 @@ def _round(x, rows, width, kept, group, form, out):
 
 @loop
 def hadamard_row(x, at, width, near, far, out, to):
-    """Transform a row of x, from `at` on, to `out` from `to` on; `near` and `far` have room for a row and 32 numbers more, float32.
+    """Transform a row of x, from `at` on, to `out` from `to` on; `near` and `far` have room for 32 more.
 
     The same step for each bit of an index, sums of neighbours to the first half and differences to the second, is the
     transform: it also turns the bits round by one.
