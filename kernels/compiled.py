@@ -19,7 +19,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -50,10 +50,14 @@ def array(x: Tensor) -> Any:
 
 
 class Compiled:
-    """A function that is compiled for each of its types when it is first called with them, or before by `prepare`."""
+    """A function that is compiled for the types it is given here, before a run by `prepare` or when it is first called.
+
+    A call with other types is a TypeError: nothing is compiled for them in the middle of a run.
+    """
 
     def __init__(self, function: Callable[..., Any], signatures: tuple[tuple[Any, ...], ...]) -> None:
         self.function, self.signatures = function, signatures
+        self.missing = list(signatures)
         self.code: Any = None
         _ALL.append(self)
 
@@ -64,24 +68,32 @@ class Compiled:
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
-        return (self.code or self.made())(*args)
-
-    def made(self) -> Any:
-        """Return what numba makes of it."""
-        _link()
-        where, before = folder(), config.CACHE_DIR
-        config.CACHE_DIR = str(where or "")
         try:
-            self.code = njit(
-                cache=where is not None, nogil=True, error_model="numpy", boundscheck=False, no_cfunc_wrapper=True
-            )(self.function)
-        finally:
-            config.CACHE_DIR = before
-        return self.code
+            return self.code(*args)
+        except TypeError:
+            if not self.missing:
+                raise
+        self.compile(self.signatures)
+        return self.code(*args)
 
-    def compile(self, signature: tuple[Any, ...]) -> None:
-        """Compile it for arguments of these types, or read that from disk."""
-        (self.code or self.made()).compile(signature)
+    def compile(self, signatures: Iterable[tuple[Any, ...]]) -> None:
+        """Compile it for these types, or read that from disk."""
+        if self.code is None:
+            _link()
+            where, before = folder(), config.CACHE_DIR
+            config.CACHE_DIR = str(where or "")
+            try:
+                self.code = njit(
+                    cache=where is not None, nogil=True, error_model="numpy", boundscheck=False, no_cfunc_wrapper=True
+                )(self.function)
+            finally:
+                config.CACHE_DIR = before
+        self.code.disable_compile(val=False)
+        for signature in signatures:
+            if signature in self.missing:
+                self.code.compile(signature)
+                self.missing.remove(signature)
+        self.code.disable_compile()
 
 
 Wanted: TypeAlias = tuple[Compiled, tuple[Any, ...]]
@@ -118,7 +130,7 @@ def prepare(without: Collection[Any] = ()) -> None:
                 _compile_in_processes(wanted)
                 mark.touch()
     for one, signature in wanted:
-        one.compile(signature)
+        one.compile([signature])
 
 
 def _compile_in_processes(wanted: list[Wanted]) -> None:
@@ -150,7 +162,7 @@ def compile_only(found: list[tuple[str, str, int]]) -> None:
     """In a process of its own: compile functions, by module, name and number of the signature."""
     for module, name, number in found:
         one: Compiled = getattr(importlib.import_module(module), name)
-        one.compile(one.signatures[number])
+        one.compile([one.signatures[number]])
 
 
 def _wanted(without: Collection[Any]) -> list[Wanted]:

@@ -419,6 +419,26 @@ def exp(typing: Any, x: Any) -> Any:
 
 
 @intrinsic
+def bfloat16(typing: Any, x: Any) -> Any:
+    """The nearest bfloat16, of two the even one; NaN of NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _bfloat16(builder, _stored(builder, types.uint16[::1], values[0]))
+
+    return lanes(lanes), generate
+
+
+@intrinsic
+def first_of(typing: Any, x: Any) -> Any:
+    """The first of sixteen numbers."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.extract_element(values[0], _I32(0))
+
+    return types.float32(lanes), generate
+
+
+@intrinsic
 def copy(typing: Any, x: Any, at: Any, count: Any, out: Any, to: Any) -> Any:
     """Copy `count` elements of a flat array, from `at` on, to another of its kind or to itself, from `to` on."""
 

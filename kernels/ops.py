@@ -299,10 +299,11 @@ class Noted:
     def __init__(self, name: str, op: Callable[..., Any], ran: dict[str, str]) -> None:
         self.name, self.ran = name, ran
         self.op: Callable[..., Any] = op.op if isinstance(op, Noted) else op
+        self.backend = backend(self.op)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
         """Note it, and run the op."""
-        self.ran[self.name] = backend(self.op)
+        self.ran[self.name] = self.backend
         return self.op(*args, **named)
 
     def __eq__(self, other: object) -> bool:

@@ -12,17 +12,16 @@ from torch import Tensor
 
 from kernels.compiled import array, compiled, each, loop
 from kernels.experts.reference import Experts
-from kernels.formats.cpu import FORMS, arrays, even_first, placed, row_times
+from kernels.formats.cpu import FORMS, arrays, lay_out, placed, row_times
 from kernels.formats.groups import LINEAR_GROUP
-from kernels.formats.stored import Apart, Fp4, Fp8, Stack, Weight, member, members, places
-from kernels.lanes import bits
+from kernels.formats.stored import Apart, Fp4, Fp8, Stack, member, members, places
+from kernels.lanes import bfloat16, first_of, load_some, splat, store_some
 from kernels.linear.cpu import FEW, linear
-from kernels.quantise.cpu import simulate_fp8
-from kernels.swiglu.cpu import swiglu
+from kernels.quantise.cpu import E4M3, round_row, simulate_fp8
+from kernels.swiglu.cpu import activate_row, swiglu
 
 several: Final = Experts(linear, swiglu, simulate_fp8)  # of more tokens than FEW
-_I64, _F32 = types.int64, types.float32[::1]
-_MATRICES: Final = types.int64[::1], _F32  # see `Apart.places`
+_INT, _F32, _PLACES = types.int64, types.float32[::1], (types.int64[::1], types.float32[::1])
 
 
 def experts(
@@ -39,25 +38,26 @@ def experts(
 ) -> Tensor:
     """Sum of the weighted outputs of a token's experts: `kernels.experts.reference.Experts`."""
     (t, hidden), k, (inner, _) = x.shape, ids.shape[1], w1.shape
-    if t > FEW:
+    up, down = member(w1, 0), member(w2, 0)
+    if t > FEW or type(up) is not type(down):
         return several(x, ids, weights, w1, w3, w2, limit, first, deployed=deployed)
+    group = LINEAR_GROUP if deployed and isinstance(up, Fp8 | Fp4) else 0
+    assert not group or (hidden % group == 0 and inner % group == 0), (
+        f"{hidden} and {inner} columns, want groups of 128"
+    )
     ordered, slots = ids.sort(dim=1)
-    chosen = array(ordered - first)
-    one, other = member(w1, 0), member(w2, 0)
-    products = torch.empty(2, t * k, inner)
-    wide = _input(x, one, deployed=deployed)
-    for w, out in zip((w1, w3), products, strict=True):
-        _each_pair(arrays(one), *_places(w), chosen, k, inner, hidden, wide, array(out))
-    gate, up = products.to(x.dtype)
-    wide = _input(swiglu(gate, up, limit, weights.gather(1, slots).flatten()), other, deployed=deployed)
     out = torch.empty(t, hidden)
-    _summed(arrays(other), *_places(w2), chosen, t, k, hidden, inner, wide, x.dtype == torch.bfloat16, array(out))
+    _experts(
+        arrays(up), arrays(down), *_places(w1), *_places(w3), *_places(w2), array(ordered), first,
+        array(weights.gather(1, slots)), array(x.float()), t, k, hidden, inner, limit, group, x.dtype == torch.bfloat16,
+        array(out),
+    )  # fmt: skip
     return out
 
 
-def _input(x: Tensor, weight: Weight, *, deployed: bool) -> Any:
-    rounded = simulate_fp8(x, LINEAR_GROUP) if deployed and isinstance(weight, Fp8 | Fp4) else x
-    return array(even_first(rounded.float(), weight))
+def experts_scratch(tokens: int, hidden: int) -> int:
+    """Bytes alive at most in `experts` of up to FEW tokens, the result included: it, and inputs in fp32."""
+    return tokens * hidden * 8
 
 
 def _places(stacked: Stack) -> tuple[Any, Any]:
@@ -70,60 +70,80 @@ def _places(stacked: Stack) -> tuple[Any, Any]:
 
 
 @loop
-def _pair_rows(low, high, weight, addresses, factors, chosen, k, rows, columns, x, out):
-    for item in range(low, high):
-        pair, row = item // rows, item % rows
-        expert = chosen[pair]
-        if 0 <= expert < len(factors):
-            matrix = placed(weight, addresses[2 * expert], addresses[2 * expert + 1])
-            out[item] = row_times(matrix, row, columns, x, pair // k * columns) * factors[expert]
-
-
-@compiled(*((form, *_MATRICES, types.int64[::1], _I64, _I64, _I64, _F32, _F32) for form in FORMS.values()))
-def _each_pair(weight, addresses, factors, chosen, k, rows, columns, x, out):
-    """``out[pair, r] = W_expert[r] . x[token]`` of pairs of a token and one of its k experts."""
-    each(_pair_rows, len(chosen) * rows, (weight, addresses, factors, chosen, k, rows, columns, x, out))
+def _rounded(x, rows, columns, group, narrow, out):
+    """What a linear takes of rows of x: in bfloat16 where `narrow`, then in E4M3 where there is a group."""
+    for i in range(0, rows * columns, 16):
+        there = rows * columns - i
+        numbers = load_some(x, i, there)
+        store_some(out, i, bfloat16(numbers) if narrow else numbers, there)
+    if group:
+        for row in range(rows):
+            round_row(out, row * columns, columns, group, E4M3, out, row * columns)
 
 
 @loop
-def _sum_rows(low, high, weight, addresses, factors, chosen, tokens, k, rows, columns, x, narrow, out):
+def _times(weight, addresses, factors, expert, row, columns, x, at, narrow):
+    """One row of an expert's matrix times a vector, as a linear returns it."""
+    matrix = placed(weight, addresses[2 * expert], addresses[2 * expert + 1])
+    product = row_times(matrix, row, columns, x, at) * factors[expert]
+    return first_of(bfloat16(splat(product))) if narrow else product
+
+
+@loop
+def _gate_and_up(low, high, weight, at1, by1, at3, by3, chosen, first, k, rows, columns, x, narrow, gate, up):
+    for item in range(low, high):
+        pair, row = item // rows, item % rows
+        expert, at = chosen[pair] - first, pair // k * columns
+        if 0 <= expert < len(by1):
+            gate[item] = _times(weight, at1, by1, expert, row, columns, x, at, narrow)
+            up[item] = _times(weight, at3, by3, expert, row, columns, x, at, narrow)
+
+
+@loop
+def _activate(low, high, weight, gate, up, chosen, first, count, weights, columns, limit, group, narrow, out, laid):
+    for pair in range(low, high):
+        if 0 <= chosen[pair] - first < count:
+            at = pair * columns
+            activate_row(gate, up, at, columns, limit, weights[pair], out)
+            _rounded(out[at : at + columns], 1, columns, group, narrow, out[at : at + columns])
+            lay_out(weight, out, at, columns, laid)
+
+
+@loop
+def _down(low, high, weight, at2, by2, chosen, first, tokens, k, rows, columns, x, narrow, out):
     for row in range(low, high):
         for token in range(tokens):
             total = np.float32(0)
             for pair in range(token * k, token * k + k):
-                expert = chosen[pair]
-                if 0 <= expert < len(factors):
-                    matrix = placed(weight, addresses[2 * expert], addresses[2 * expert + 1])
-                    value = row_times(matrix, row, columns, x, pair * columns) * factors[expert]
-                    total += bfloat16(value) if narrow else value
+                expert = chosen[pair] - first
+                if 0 <= expert < len(by2):
+                    total += _times(weight, at2, by2, expert, row, columns, x, pair * columns, narrow)
             out[token * rows + row] = total
 
 
 @compiled(
     *(
-        (form, *_MATRICES, types.int64[::1], _I64, _I64, _I64, _I64, _F32, types.boolean, _F32)
+        (form, form, *_PLACES, *_PLACES, *_PLACES, types.int64[::1], _INT, _F32, _F32, _INT, _INT, _INT, _INT,
+         types.float64, _INT, types.boolean, _F32)
         for form in FORMS.values()
     )
-)
-def _summed(weight, addresses, factors, chosen, tokens, k, rows, columns, x, narrow, out):
-    """``out[token, r] = sum_pairs W_expert[r] . x[pair]``, each product rounded to bfloat16 where `narrow`."""
-    each(_sum_rows, rows, (weight, addresses, factors, chosen, tokens, k, rows, columns, x, narrow, out))
-
-
-@loop
-def bfloat16(x):
-    """Round to the nearest bfloat16, of two the even one."""
-    if x != x:
-        return x
-    u = bits(x)
-    up = np.uint32(0x7FFF) + ((u >> np.uint32(16)) & np.uint32(1))
-    return bits(np.uint32(np.uint32(u + up) & np.uint32(0xFFFF0000)))
-
-
-def experts_scratch(tokens: int, k: int, hidden: int, inner: int, item: int) -> int:
-    """Bytes alive at most in `experts` of up to FEW tokens, the result included.
-
-    Gates and ups in fp32 and as they are rounded, what is activated of them, rounded and in fp32 in two orders.
-    """
-    pairs = tokens * k
-    return tokens * hidden * 12 + pairs * (inner * (8 + 3 * item + 12) + 32)
+)  # fmt: skip
+def _experts(
+    up1, down1, at1, by1, at3, by3, at2, by2, chosen, first, weights, x, tokens, k, hidden, inner, limit, group, narrow,
+    out,
+):  # fmt: skip
+    """All at once: gates and ups, what is activated of them, and the sum of downs; `chosen` ascends in each token."""
+    given, laid = np.empty(tokens * hidden, np.float32), np.empty(tokens * hidden, np.float32)
+    _rounded(x, tokens, hidden, group, narrow, given)
+    for token in range(tokens):
+        lay_out(up1, given, token * hidden, hidden, laid)
+    pairs, count = tokens * k, len(by1)
+    gate, up = np.empty(pairs * inner, np.float32), np.empty(pairs * inner, np.float32)
+    active, ordered = np.empty(pairs * inner, np.float32), np.empty(pairs * inner, np.float32)
+    each(
+        _gate_and_up, pairs * inner, (up1, at1, by1, at3, by3, chosen, first, k, inner, hidden, laid, narrow, gate, up)
+    )
+    each(
+        _activate, pairs, (down1, gate, up, chosen, first, count, weights, inner, limit, group, narrow, active, ordered)
+    )
+    each(_down, hidden, (down1, at2, by2, chosen, first, tokens, k, hidden, inner, ordered, narrow, out))

@@ -9,7 +9,6 @@ Loops are written once for all forms: what they call, `row_times` and `decode_pa
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import torch
 from numba import types
 from numba.extending import overload
 from torch import Tensor
@@ -18,6 +17,7 @@ from kernels.compiled import array, compiled, each, loop, moved
 from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
 from kernels.lanes import (
+    apart,
     bits,
     fma,
     interleaved,
@@ -34,6 +34,9 @@ from kernels.lanes import (
 
 ZERO: Final = np.float32(0)
 BYTES: Final = 16  # that `load_pairs` takes: 32 columns, two groups of NVFP4
+
+
+_KEPT: Final = "compiled_arrays"  # the attribute of a weight's tensor
 
 
 class DenseArrays(NamedTuple):
@@ -78,16 +81,24 @@ FORMS: Final = {name: types.BaseTuple.from_types(*planes) for name, planes in _A
 
 
 def arrays(weight: Weight) -> Arrays:
-    """Return a weight as compiled loops take it; of one whose rows lie apart a copy."""
-    match type(weight)(*(plane.contiguous() for plane in weight)):
-        case Dense(data):
-            return DenseArrays(array(data))
-        case Fp8(data, scale):
-            return Fp8Arrays(array(data), array(scale))
-        case Fp4(data, scale):
-            return Fp4Arrays(array(data), array(scale))
-        case NvFp4(data, scale, _):
-            return NvFp4Arrays(array(data), array(scale))
+    """Return a weight as compiled loops take it; of one whose rows lie apart a copy.
+
+    What is made of tensors that stay where they are is kept with them: a token asks for it at every product.
+    """
+    found: Arrays | None = getattr(weight.data, _KEPT, None)
+    if found is None:
+        match type(weight)(*(plane.contiguous() for plane in weight)):
+            case Dense(data):
+                found = DenseArrays(array(data))
+            case Fp8(data, scale):
+                found = Fp8Arrays(array(data), array(scale))
+            case Fp4(data, scale):
+                found = Fp4Arrays(array(data), array(scale))
+            case NvFp4(data, scale, _):
+                found = NvFp4Arrays(array(data), array(scale))
+        if all(plane.is_contiguous() for plane in weight):
+            setattr(weight.data, _KEPT, found)
+    return found
 
 
 def decode_rows(weight: Weight, first: int, out: Tensor) -> Tensor:
@@ -107,13 +118,6 @@ def _decode(weight, first, rows, columns, out):
     each(_decode_part_rows, rows, (weight, first, columns, out))
 
 
-def even_first(x: Tensor, weight: Weight) -> Tensor:
-    """[..., in] float32, in the order in which `row_times` takes it for this form: contiguous."""
-    if isinstance(weight, Fp4 | NvFp4):
-        return torch.stack((x[..., ::2], x[..., 1::2]), dim=-2)
-    return x.contiguous()
-
-
 # --- what a form has of its own
 
 
@@ -122,9 +126,41 @@ def row_times(weight: Arrays, row: int, columns: int, x: Any, at: int) -> Any:
     raise NotImplementedError  # of compiled loops alone
 
 
+def lay_out(weight: Arrays, x: Any, at: int, columns: int, out: Any) -> None:
+    """Copy the vector that begins in x at `at` to the same place of `out`, in the order that `row_times` wants."""
+    raise NotImplementedError
+
+
 def decode_part(weight: Arrays, row: int, columns: int, low: int, high: int, out: Any, to: int) -> None:
     """Decode columns low .. high - 1 of a row to `out` from `to` on; multiples of 128, or `high` is the end."""
     raise NotImplementedError
+
+
+@loop
+def convert(x, at, count, out, to):
+    """Copy numbers of a flat array, from `at` on, to another of any kind, from `to` on."""
+    whole = count // 16 * 16
+    for i in range(0, whole, 16):
+        store(out, to + i, load(x, at + i))
+    if whole < count:
+        store_some(out, to + whole, load_some(x, at + whole, count - whole), count - whole)
+
+
+def _in_order(weight, x, at, columns, out):
+    convert(x, at, columns, out, at)
+
+
+def _even_first(weight, x, at, columns, out):
+    """Of each row half the columns, then the other half; a row has a multiple of 16."""
+    half, whole = columns // 2, columns // 32 * 32
+    for i in range(0, whole, 32):
+        even, odd = apart(load(x, at + i), load(x, at + i + 16))
+        store(out, at + i // 2, even)
+        store(out, at + half + i // 2, odd)
+    if whole < columns:
+        even, odd = apart(load(x, at + whole), splat(ZERO))
+        store_some(out, at + whole // 2, even, 8)
+        store_some(out, at + half + whole // 2, odd, 8)
 
 
 def _dense_times(weight, row, columns, x, at):
@@ -228,6 +264,13 @@ def _nvfp4_part(weight, row, columns, low, high, out, to):
 def _row_times(weight, row, columns, x, at):
     return {
         DenseArrays: _dense_times, Fp8Arrays: _fp8_times, Fp4Arrays: _fp4_times, NvFp4Arrays: _nvfp4_times,
+    }[weight.instance_class]  # fmt: skip
+
+
+@overload(lay_out)
+def _lay_out(weight, x, at, columns, out):
+    return {
+        DenseArrays: _in_order, Fp8Arrays: _in_order, Fp4Arrays: _even_first, NvFp4Arrays: _even_first,
     }[weight.instance_class]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from numba import types
 from torch import Tensor
 
 from kernels.compiled import array, compiled, each, loop
-from kernels.formats.cpu import FORMS, arrays, decode_part, decode_rows, even_first, row_times
+from kernels.formats.cpu import FORMS, arrays, convert, decode_part, decode_rows, lay_out, row_times
 from kernels.formats.stored import Dense, NvFp4, Weight
 from kernels.lanes import fma, load, load_splat, splat, store
 
@@ -23,24 +23,25 @@ SOME = 48  # tokens up to which eight rows are
 TILE: Final = 1 << 18  # weights of a decoded tile: 1 MiB of fp32
 SIDE: Final = 16  # tokens side by side
 PART: Final = 512  # columns of eight rows that are decoded at once: 16 KiB
-_SIGNATURES: Final = tuple(
-    (form, types.int64, types.int64, types.float32[::1], types.int64, types.int64, types.float32[::1])
-    for form in FORMS.values()
-)
+_INT, _F32, _KINDS = types.int64, types.float32[::1], (types.uint16[::1], types.float32[::1])
 
 
 @loop
-def _few_rows(low, high, weight, rows, columns, x, tokens, groups, out):
+def _few_rows(low, high, weight, rows, columns, x, tokens, groups, factor, out):
     for row in range(low, high):
         for t in range(tokens):
             at = (t * groups + row // (rows // groups)) * columns
-            out[t * rows + row] = row_times(weight, row, columns, x, at)
+            out[t * rows + row] = row_times(weight, row, columns, x, at) * np.float32(factor)
 
 
-@compiled(*_SIGNATURES)
-def _few(weight, rows, columns, x, tokens, groups, out):
-    """``out[t, r] = W[r] . x[t, group of r]``."""
-    each(_few_rows, rows, (weight, rows, columns, x, tokens, groups, out))
+@compiled(*((form, _INT, _INT, x, _INT, _INT, types.float64, x) for form in FORMS.values() for x in _KINDS))
+def _few(weight, rows, columns, x, tokens, groups, factor, out):
+    """``out[t, r] = factor W[r] . x[t, group of r]``."""
+    laid, wide = np.empty(tokens * groups * columns, np.float32), np.empty(tokens * rows, np.float32)
+    for vector in range(tokens * groups):
+        lay_out(weight, x, vector * columns, columns, laid)
+    each(_few_rows, rows, (weight, rows, columns, laid, tokens, groups, factor, wide))
+    convert(wide, 0, tokens * rows, out, 0)
 
 
 @loop
@@ -88,7 +89,7 @@ def _eight(part, width, x, at, side, out, to, more):
     store(out, to + 3 * side, h)
 
 
-@compiled(*_SIGNATURES)
+@compiled(*((form, _INT, _INT, _F32, _INT, _INT, _F32) for form in FORMS.values()))
 def _some(weight, rows, columns, x, side, groups, out):
     """``out[r, t] = W[r] . x[group of r, :, t]`` of tokens that lie side by side, a multiple of sixteen."""
     each(_some_rows, groups * ((rows // groups + 7) // 8), (weight, rows, columns, x, side, groups, out))
@@ -96,6 +97,8 @@ def _some(weight, rows, columns, x, side, groups, out):
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """``x @ W^T``: `kernels.linear.reference.linear`."""
+    if x.shape[0] <= FEW:
+        return _rows_of_few(x, weight, 1)
     return grouped_linear(x[:, None], weight, 1)[:, 0]
 
 
@@ -103,15 +106,23 @@ def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
     """Each group by its own rows of W: `kernels.linear.reference.grouped_linear`."""
     t, (height, columns) = x.shape[0], weight.shape
     assert x.shape[1:] == (groups, columns), f"x is {tuple(x.shape)}, want [t, {groups}, {columns}]"
-    if t > FEW:
-        wide = _side_by_side(x, weight, groups)
-    else:
-        wide = torch.empty(t, height)
-        _few(arrays(weight), height, columns, array(even_first(x.float(), weight)), t, groups, array(wide))
+    if t <= FEW:
+        return _rows_of_few(x, weight, groups).view(t, groups, height // groups)
+    wide = _side_by_side(x, weight, groups)
     if isinstance(weight, NvFp4):
         wide *= weight.global_scale
     out = wide.contiguous().to(x.dtype)  # one pass each takes a third of the time of both in one
     return out.view(t, groups, height // groups)
+
+
+def _rows_of_few(x: Tensor, weight: Weight, groups: int) -> Tensor:
+    """[t, ..., in] to [t, out] in the dtype of x."""
+    t, (height, columns) = x.shape[0], weight.shape
+    assert x.shape[-1] == columns, f"x is {tuple(x.shape)}, want columns of the weight {columns}"
+    out = torch.empty(t, height, dtype=x.dtype)
+    factor = float(weight.global_scale) if isinstance(weight, NvFp4) else 1.0
+    _few(arrays(weight), height, columns, array(x.contiguous()), t, groups, factor, array(out))
+    return out
 
 
 def _side_by_side(x: Tensor, weight: Weight, groups: int) -> Tensor:
@@ -156,10 +167,9 @@ def grouped_linear_scratch(
     `form` is how the weight is stored: BF16, F16, F32, FP8 (E8M0 scales), FP8_F32 (those in F32), FP4 or NVFP4.
     """
     del device
-    given, out = groups * columns * 4, rows * (4 + item)
     if tokens <= FEW:
-        reordered = given if form in ("FP4", "NVFP4") else 0
-        return tokens * (max(given if item < 4 else 0, reordered) + reordered + (out if item < 4 else rows * 4))
+        return tokens * rows * item
+    given, out = groups * columns * 4, rows * (4 + item)
     side, rank = -(-tokens // SIDE) * SIDE, rows // groups
     tile = 0 if _of_eight(tokens, rank) else min(max(1, TILE // columns), rank) * columns * 4
     return side * rows * 4 + max(side * given + tile, tokens * (out if item < 4 else rows * 4))

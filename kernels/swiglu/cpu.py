@@ -20,16 +20,21 @@ def _activated(gate, up, top, bottom, factor):
 
 
 @loop
+def activate_row(gate, up, at, columns, limit, weight, out):
+    """Activate the row that begins at `at` in all three arrays."""
+    top, bottom, factor = splat(np.float32(limit)), splat(np.float32(-limit)), splat(weight)
+    whole = columns // 16 * 16
+    for i in range(at, at + whole, 16):
+        store(out, i, _activated(load(gate, i), load(up, i), top, bottom, factor))
+    if whole < columns:
+        i, rest = at + whole, columns - whole
+        store_some(out, i, _activated(load_some(gate, i, rest), load_some(up, i, rest), top, bottom, factor), rest)
+
+
+@loop
 def _activate_rows(low, high, gate, up, columns, limit, weight, out):
-    top, bottom, whole = splat(np.float32(limit)), splat(np.float32(-limit)), columns // 16 * 16
     for row in range(low, high):
-        at, factor = row * columns, splat(weight[row] if len(weight) else np.float32(1))
-        for i in range(at, at + whole, 16):
-            store(out, i, _activated(load(gate, i), load(up, i), top, bottom, factor))
-        if whole < columns:
-            i, rest = at + whole, columns - whole
-            numbers = _activated(load_some(gate, i, rest), load_some(up, i, rest), top, bottom, factor)
-            store_some(out, i, numbers, rest)
+        activate_row(gate, up, row * columns, columns, limit, weight[row] if len(weight) else np.float32(1), out)
 
 
 @compiled(*((x, x, _INT, _INT, types.float64, _F32, x) for x in _KINDS))

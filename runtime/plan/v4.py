@@ -205,7 +205,7 @@ def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     outputs, summed = pairs * hidden * item, m * hidden * (F32 + item) + wide
     with live.scope():
         if s.ranks == 1 and s.t <= FEW and s.device.type == "cpu":
-            live.run("routed experts", s.op("experts", m, k, hidden, c.moe_intermediate_size, item))
+            live.run("routed experts", s.op("experts", m, hidden))
         elif s.ranks == 1:
             live.hold("sum over experts", m * hidden * F32)
             live.hold("routing", 4 * pairs * I64)
