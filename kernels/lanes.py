@@ -164,9 +164,7 @@ def store_some(typing: Any, array: Any, index: Any, x: Any, count: Any) -> Any:
     """`store` the first `count` of them."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        pointer = builder.bitcast(
-            _element(context, builder, signature.args[0], values[0], values[1]), _V.as_pointer()
-        )
+        pointer = builder.bitcast(_element(context, builder, signature.args[0], values[0], values[1]), _V.as_pointer())
         steps = ir.Constant(ir.VectorType(_I32, WIDTH), list(range(WIDTH)))
         mask = builder.icmp_signed("<", steps, _splat(builder, builder.trunc(values[3], _I32)))
         _called(builder, "llvm.masked.store.v16f32.p0", ir.VoidType(), values[2], pointer, _I32(4), mask)
@@ -274,5 +272,157 @@ def _operator(function: Callable[..., Any], name: str) -> None:
         return getattr(builder, name)(*values)
 
 
-for _function, _name in ((operator.add, "fadd"), (operator.sub, "fsub"), (operator.mul, "fmul"), (operator.truediv, "fdiv")):
+for _function, _name in (
+    (operator.add, "fadd"),
+    (operator.sub, "fsub"),
+    (operator.mul, "fmul"),
+    (operator.truediv, "fdiv"),
+):
     _operator(_function, _name)
+
+
+# --- softmax and blocks of rows
+
+
+def _where(builder: Any, predicate: str, x: Any, y: Any, yes: Any, no: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(predicate, x, y), yes, no)
+
+
+@intrinsic
+def larger(typing: Any, x: Any, y: Any) -> Any:
+    """The larger of two numbers, lane by lane: `y` where one is NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _where(builder, ">", *values, *values)
+
+    return lanes(lanes, lanes), generate
+
+
+@intrinsic
+def relu(typing: Any, x: Any) -> Any:
+    """0 where it is negative; NaN stays."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        zero = _constant(_F32, 0.0)
+        return _where(builder, "<", values[0], zero, zero, values[0])
+
+    return lanes(lanes), generate
+
+
+@intrinsic
+def first(typing: Any, x: Any, count: Any, other: Any) -> Any:
+    """The first `count` lanes of x, and those of `other`."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        steps = ir.Constant(ir.VectorType(_I32, WIDTH), list(range(WIDTH)))
+        mask = builder.icmp_signed("<", steps, _splat(builder, builder.trunc(values[1], _I32)))
+        return builder.select(mask, values[0], values[2])
+
+    return lanes(lanes, types.int64, lanes), generate
+
+
+@intrinsic
+def highest(typing: Any, x: Any) -> Any:
+    """The largest lane; which it is where some are NaN is open."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        (x,), width = values, WIDTH
+        while width > 1:
+            width //= 2
+            orders = (ir.Constant(ir.VectorType(_I32, width), list(range(at, at + width))) for at in (0, width))
+            parts = [builder.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), order) for order in orders]
+            x = _where(builder, ">", *parts, *parts)
+        return builder.extract_element(x, _I32(0))
+
+    return types.float32(lanes), generate
+
+
+_EXP: Final = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)  # Taylor's, to 2^-28 of it below ln(2) / 2
+_LN2: Final = (0.693145751953125, 1.428606765330187e-06)  # of few bits, so that multiples are exact; and what is left
+_ROUND: Final = 12582912.0  # 1.5 * 2^23: added to a number, it leaves its nearest integer in the lowest bits
+
+
+@intrinsic
+def exp(typing: Any, x: Any) -> Any:
+    """``e^x`` to two ulp: 0 and infinity beyond what float32 holds, subnormal numbers below 2^-126; NaN stays."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        integers = ir.VectorType(_I32, WIDTH)
+        low, high = _constant(_F32, -104.0), _constant(_F32, 89.0)
+        (x,) = values
+        x = _where(builder, "<", x, low, low, x)
+        x = _where(builder, ">", x, high, high, x)
+        moved = _called(builder, "llvm.fma.v16f32", _V, x, _constant(_F32, 1.4426950408889634), _constant(_F32, _ROUND))
+        power = builder.sub(builder.bitcast(moved, integers), builder.bitcast(_constant(_F32, _ROUND), integers))
+        whole = builder.fsub(moved, _constant(_F32, _ROUND))
+        for part in _LN2:
+            x = _called(builder, "llvm.fma.v16f32", _V, whole, _constant(_F32, -part), x)
+        y = _constant(_F32, _EXP[0])
+        for factor in _EXP[1:]:
+            y = _called(builder, "llvm.fma.v16f32", _V, y, x, _constant(_F32, factor))
+        half = builder.ashr(power, _constant(_I32, 1))
+        for some in (half, builder.sub(power, half)):  # 2^power itself may be none that float32 holds
+            scale = builder.shl(builder.add(some, _constant(_I32, 127)), _constant(_I32, 23))
+            y = builder.fmul(y, builder.bitcast(scale, _V))
+        return y
+
+    return lanes(lanes), generate
+
+
+@intrinsic
+def store_bfloat16(typing: Any, array: Any, index: Any, x: Any, count: Any) -> Any:
+    """Store the first `count` numbers to a flat array of bfloat16 (uint16), rounded to the nearest, ties to even."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        wide, narrow = ir.VectorType(_I32, WIDTH), ir.VectorType(_I16, WIDTH)
+        word = builder.bitcast(values[2], wide)
+        odd = builder.and_(builder.lshr(word, _constant(_I32, 16)), _constant(_I32, 1))
+        rounded = builder.add(word, builder.add(odd, _constant(_I32, 0x7FFF)))
+        is_nan = builder.fcmp_unordered("uno", values[2], values[2])
+        rounded = builder.select(is_nan, _constant(_I32, 0x7FC00000), rounded)
+        upper = builder.trunc(builder.lshr(rounded, _constant(_I32, 16)), narrow)
+        pointer = _element(context, builder, signature.args[0], values[0], values[1])
+        steps = ir.Constant(ir.VectorType(_I32, WIDTH), list(range(WIDTH)))
+        mask = builder.icmp_signed("<", steps, _splat(builder, builder.trunc(values[3], _I32)))
+        where = builder.bitcast(pointer, narrow.as_pointer())
+        _called(builder, "llvm.masked.store.v16i16.p0", ir.VoidType(), upper, where, _I32(1), mask)
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64, lanes, types.int64), generate
+
+
+@intrinsic
+def dots(typing: Any, x: Any, at: Any, block: Any, groups: Any) -> Any:
+    """Products of a vector, in x from `at` on, with the sixteen rows of a block; each adds up as by `total`.
+
+    A block holds sixteen columns of every row, then the next sixteen, and so on.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        sums = [cgutils.alloca_once(builder, _V) for _ in range(WIDTH)]
+        for one in sums:
+            builder.store(ir.Constant(_V, None), one)
+
+        def loaded(kind: Any, array: Any, index: Any) -> Any:
+            pointer = _element(context, builder, kind, array, index)
+            return builder.load(builder.bitcast(pointer, _V.as_pointer()), align=4)
+
+        integer = ir.IntType(64)
+        with cgutils.for_range(builder, values[3]) as run:
+            step = builder.mul(run.index, integer(WIDTH))
+            y = loaded(signature.args[0], values[0], builder.add(values[1], step))
+            begin = builder.mul(run.index, integer(WIDTH * WIDTH))
+            for row, one in enumerate(sums):
+                key = loaded(signature.args[2], values[2], builder.add(begin, integer(row * WIDTH)))
+                builder.store(_called(builder, "llvm.fma.v16f32", _V, y, key, builder.load(one)), one)
+        found, group = [builder.load(one) for one in sums], WIDTH
+        while len(found) > 1:  # two vectors whose lanes are parts of `group` each become one of half as many
+            group //= 2
+            starts = range(0, WIDTH, 2 * group)
+            order = [s + n + i for s in starts for n in (0, WIDTH) for i in range(group)]
+            orders = [ir.Constant(ir.VectorType(_I32, WIDTH), [i + more for i in order]) for more in (0, group)]
+            pairs = zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True)
+            found = [builder.fadd(*(builder.shuffle_vector(*pair, part) for part in orders)) for pair in pairs]
+        return found[0]
+
+    return lanes(x, types.int64, block, types.int64), generate

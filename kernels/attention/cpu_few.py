@@ -1,0 +1,266 @@
+"""Attention of a few tokens: every key is decoded once for sixteen heads, from its stored form, in registers' reach.
+
+The keys of a token, those of its window first, are cut into parts, whose number follows from how many there are and
+nothing else. A part is a running softmax of sixteen heads; parts are put together in their order. So a token has the
+same bits alone and among others, on every number of threads.
+"""
+
+from typing import Final
+
+import numpy as np
+import torch
+from numba import types
+from torch import Tensor
+
+from kernels.compiled import address, compiled, each, loop, numbers
+from kernels.formats.cpu_rows import KIND, addresses, decode_row, row_arrays
+from kernels.formats.rows import length
+from kernels.formats.stored import Slots
+from kernels.lanes import (
+    dots,
+    exp,
+    first,
+    fma,
+    highest,
+    load,
+    load_some,
+    load_splat,
+    splat,
+    store,
+    store_bfloat16,
+    store_some,
+    total,
+)
+
+HEADS: Final = 16  # that share a decoded key
+KEYS: Final = 64  # of a part, at least
+PARTS: Final = 32  # of a token's keys, at most
+SERIAL: Final = 1 << 17  # products up to which one thread computes them
+_LIMIT: Final = np.float32(np.finfo(np.float32).max)  # of peaks, which begin finite so that none differ by inf - inf
+_INFINITY: Final = np.float32(np.inf)
+_ZERO: Final = np.float32(0)
+_I64: Final = types.int64
+
+
+def attend_few(
+    q: Tensor, ring: Tensor, position: int, window: int, entries: Slots | None, ratio: int, selected: Tensor | None,
+    sink: Tensor,
+) -> Tensor:  # fmt: skip
+    """`kernels.attention.reference.attend` of a few tokens, in one compiled call."""
+    t, h, d = q.shape
+    recent, ring = addresses(ring)
+    older, rows, n, hidden, bias = recent, None, 0, 0, None
+    if entries is not None:
+        older, rows = addresses(entries.rows)
+        hidden, bias = entries.hidden, None if entries.bias is None else entries.bias.contiguous()
+        n = max(0, min((position + t) // ratio - hidden, length(entries.rows)))  # that the last token sees
+    selected = None if selected is None or entries is None else selected.contiguous()
+    picks = -1 if selected is None else selected.shape[1]
+    parts = most_parts(window, n if picks < 0 else picks)
+    state = torch.empty(t * -(-h // HEADS) * parts * state_of_part(d))
+    q, sink, out = q.contiguous(), sink.contiguous(), torch.empty(t, h, d, dtype=q.dtype)
+    _attend(
+        address(q), q.dtype == torch.bfloat16, d**-0.5, recent, ring.shape[0], position, window, older, n, ratio,
+        hidden, address(bias), address(selected), picks, address(sink), t, h, parts, address(state), address(out),
+    )  # fmt: skip
+    del rows  # a copy lay where its address said, until now
+    return out
+
+
+def most_parts(window: int, entries: int) -> int:
+    """Parts of a token's keys, at most."""
+    return min(PARTS, -(-(window + entries) // KEYS))
+
+
+def state_of_part(width: int) -> int:
+    """Numbers in the running softmax of HEADS heads: peaks, totals, sums of columns filled up to 32."""
+    return HEADS * (2 + (width + 31) // 32 * 32)
+
+
+@loop
+def _part_size(count):
+    """Keys of a part, a multiple of 16."""
+    return max(KEYS, (count + 16 * PARTS - 1) // (16 * PARTS) * 16)
+
+
+@loop
+def _seen(position, window, n, ratio, hidden, picks):
+    """The oldest position of a token's window, the entries that are visible, and places of keys in all."""
+    oldest = max(0, position - window + 1)
+    visible = max(0, min((position + 1) // ratio - hidden, n)) if n > 0 else 0
+    return oldest, visible, position + 1 - oldest + (visible if picks < 0 else picks)
+
+
+@loop
+def _parts(
+    low, high, q, narrow, scale, ring, capacity, position, window, entries, n, ratio, hidden, bias, selected,
+    picks, heads, parts, state,
+):  # fmt: skip
+    width = ring.width
+    wide, blocks = (width + 31) // 32 * 32, (heads + HEADS - 1) // HEADS
+    keys, queries = np.zeros(16 * wide, np.float32), np.zeros(HEADS * wide, np.float32)
+    masses, biases = np.zeros(HEADS * 16, np.float32), np.zeros(16, np.float32)
+    held = -1
+    for item in range(low, high):
+        part, group = item % parts, item // parts
+        token, head = group // blocks, group % blocks * HEADS
+        some = min(HEADS, heads - head)
+        oldest, visible, count = _seen(position + token, window, n, ratio, hidden, picks)
+        recent, size = position + token + 1 - oldest, _part_size(count)
+        end = min((part + 1) * size, count)
+        if part * size >= count:
+            continue
+        if group != held:
+            _scaled(q, narrow, (token * heads + head) * width, some, width, scale, queries, wide)
+            held = group
+        at = item * HEADS * (2 + wide)
+        for i in range(HEADS):
+            state[at + i] = -_LIMIT
+        for i in range(at + HEADS, at + HEADS * (2 + wide), 16):
+            store(state, i, splat(_ZERO))
+        filled = 0
+        for place in range(part * size, end):
+            if place < recent:
+                decode_row(ring, (oldest + place) % capacity, keys, filled * 16, 256)
+                biases[filled] = _ZERO
+                filled += 1
+            else:
+                entry = place - recent
+                if picks >= 0:
+                    entry = np.int64(numbers(selected, np.int32)[token * picks + entry])
+                if 0 <= entry < visible:
+                    decode_row(entries, entry, keys, filled * 16, 256)
+                    biases[filled] = numbers(bias, np.float32)[entry] if bias != 0 else _ZERO
+                    filled += 1
+            if filled == 16 or (place == end - 1 and filled > 0):
+                _fold(queries, keys, biases, filled, some, wide, masses, state, at)
+                filled = 0
+
+
+@loop
+def _scaled(q, narrow, begin, heads, width, scale, queries, wide):
+    """Queries of some heads, in rows that are filled up."""
+    s, of_bf16, of_fp32 = splat(np.float32(scale)), numbers(q, np.uint16), numbers(q, np.float32)
+    for head in range(heads):
+        for i in range(0, width, 16):
+            at = begin + head * width + i
+            x = load_some(of_bf16, at, width - i) if narrow else load_some(of_fp32, at, width - i)
+            store(queries, head * wide + i, x * s)
+
+
+@loop
+def _fold(queries, keys, biases, count, heads, wide, masses, state, at):
+    """Take a block of up to sixteen keys into the running softmax in `state` from `at` on."""
+    groups, old = wide // 16, load(state, at)
+    for head in range(heads):
+        logits = dots(queries, head * wide, keys, groups) + load(biases, 0)
+        logits = first(logits, count, splat(-_INFINITY))
+        store(masses, head * 16, logits)
+        top = highest(logits)
+        if top > state[at + head]:
+            state[at + head] = top
+    shrink = exp(old - load(state, at))
+    for head in range(heads):
+        store(masses, head * 16, exp(load(masses, head * 16) - load_splat(state, at + head)))
+    totals = at + HEADS
+    store(state, totals, load(state, totals) * shrink)
+    for head in range(heads):
+        state[totals + head] += total(load(masses, head * 16))
+    factors = np.empty(16, np.float32)
+    store(factors, 0, shrink)
+    for head in range(0, heads, 4):
+        _weigh(masses, head * 16, keys, count, groups, factors, head, state, at + 2 * HEADS + head * wide, wide)
+
+
+@loop
+def _weigh(masses, mass, keys, count, groups, factors, head, state, to, wide):
+    """Shrink the sums of four heads and add keys by their masses, 32 columns at a time."""
+    p, r, s, u = (load_splat(factors, head), load_splat(factors, head + 1), load_splat(factors, head + 2),
+                  load_splat(factors, head + 3))  # fmt: skip
+    for group in range(0, groups, 2):
+        a, b = load(state, to) * p, load(state, to + 16) * p
+        c, d = load(state, to + wide) * r, load(state, to + wide + 16) * r
+        e, f = load(state, to + 2 * wide) * s, load(state, to + 2 * wide + 16) * s
+        g, h = load(state, to + 3 * wide) * u, load(state, to + 3 * wide + 16) * u
+        begin = group * 256
+        for j in range(count):
+            one, other = load(keys, begin + j * 16), load(keys, begin + 256 + j * 16)
+            m = load_splat(masses, mass + j)
+            a, b = fma(m, one, a), fma(m, other, b)
+            m = load_splat(masses, mass + 16 + j)
+            c, d = fma(m, one, c), fma(m, other, d)
+            m = load_splat(masses, mass + 32 + j)
+            e, f = fma(m, one, e), fma(m, other, f)
+            m = load_splat(masses, mass + 48 + j)
+            g, h = fma(m, one, g), fma(m, other, h)
+        store(state, to, a)
+        store(state, to + 16, b)
+        store(state, to + wide, c)
+        store(state, to + wide + 16, d)
+        store(state, to + 2 * wide, e)
+        store(state, to + 2 * wide + 16, f)
+        store(state, to + 3 * wide, g)
+        store(state, to + 3 * wide + 16, h)
+        to += 32
+
+
+@loop
+def _merge(low, high, position, window, n, ratio, hidden, picks, sink, heads, width, parts, state, out, narrow):
+    """Put the parts of (token, head) pairs together, and the sink, which has a mass and no value."""
+    wide, blocks = (width + 31) // 32 * 32, (heads + HEADS - 1) // HEADS
+    factors, totals = np.empty(PARTS + 16, np.float32), np.empty(PARTS + 1, np.float32)
+    for pair in range(low, high):
+        token, head = pair // heads, pair % heads
+        count = _seen(position + token, window, n, ratio, hidden, picks)[2]
+        size = _part_size(count)
+        used = (count + size - 1) // size
+        stride, lane = HEADS * (2 + wide), head % HEADS
+        begin = (token * blocks + head // HEADS) * parts * stride
+        peak = max(-_LIMIT, min(_LIMIT, sink[head])) if sink[head] == sink[head] else -_LIMIT
+        for part in range(used):
+            factors[part] = state[begin + part * stride + lane]
+            totals[part] = state[begin + part * stride + HEADS + lane]
+            if factors[part] > peak:
+                peak = factors[part]
+        factors[used], totals[used] = sink[head], np.float32(1)
+        for i in range(0, used + 1, 16):
+            store(factors, i, exp(load(factors, i) - splat(peak)))
+        mass = _ZERO
+        for part in range(used + 1):
+            mass += totals[part] * factors[part]
+        for i in range(0, width, 16):
+            at = begin + 2 * HEADS + lane * wide + i
+            y = splat(_ZERO)
+            for part in range(used):
+                y = fma(load(state, at + part * stride), load_splat(factors, part), y)
+            if narrow:
+                store_bfloat16(numbers(out, np.uint16), pair * width + i, y / splat(mass), width - i)
+            else:
+                store_some(numbers(out, np.float32), pair * width + i, y / splat(mass), width - i)
+
+
+@compiled(
+    (
+        _I64, types.boolean, types.float64, KIND, _I64, _I64, _I64, KIND, _I64, _I64, _I64, _I64, _I64, _I64, _I64,
+        _I64, _I64, _I64, _I64, _I64,
+    )
+)  # fmt: skip
+def _attend(
+    q, narrow, scale, ring, capacity, position, window, entries, n, ratio, hidden, bias, selected, picks, sink, tokens,
+    heads, parts, state, out,
+):  # fmt: skip
+    recent, pairs = row_arrays(ring), tokens * heads
+    width, items, sums = recent.width, tokens * ((heads + HEADS - 1) // HEADS) * parts, numbers(state, np.float32)
+    of_parts = (
+        q, narrow, scale, recent, capacity, position, window, row_arrays(entries), n, ratio, hidden, bias, selected,
+        picks, heads, parts, sums,
+    )  # fmt: skip
+    of_pairs = (
+        position, window, n, ratio, hidden, picks, numbers(sink, np.float32), heads, width, parts, sums, out, narrow,
+    )  # fmt: skip
+    if pairs * width * (window + (n if picks < 0 else picks)) <= SERIAL:
+        _parts(0, items, *of_parts)
+        _merge(0, pairs, *of_pairs)
+    else:
+        each(_parts, items, of_parts)
+        each(_merge, pairs, of_pairs)
