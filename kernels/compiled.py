@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import llvmlite.binding
+import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, config, njit, types
@@ -101,6 +102,14 @@ loop: Final = njit(nogil=True, error_model="numpy", boundscheck=False)  # of a p
 def numbers(at, kind):
     """The flat array at an `address`, of a numpy type; how long it is, is not known."""
     return carray(_pointer(at, kind), (1 << 40,))
+
+
+@loop
+def aligned(count):
+    """A flat array of float32 zeros that begins a cache line: of vectors of 64 bytes, none then lies in two."""
+    given = np.zeros(count + 16, np.float32)
+    begin = (64 - given.ctypes.data % 64) // 4
+    return given[begin : begin + count]
 
 
 def kept() -> bool:

@@ -391,38 +391,59 @@ def store_bfloat16(typing: Any, array: Any, index: Any, x: Any, count: Any) -> A
     return types.void(array, types.int64, lanes, types.int64), generate
 
 
-@intrinsic
-def dots(typing: Any, x: Any, at: Any, block: Any, groups: Any) -> Any:
-    """Products of a vector, in x from `at` on, with the sixteen rows of a block; each adds up as by `total`.
+def _products(context: Any, builder: Any, arrays: Any, at: Any, rows: range) -> Any:
+    """Four vectors times four rows of a block: [vector 0's with each row, vector 1's, ...], as by `total`."""
+    (kind, x, begin, stride), (block_kind, block, groups), integer = arrays, at, ir.IntType(64)
+    sums = [cgutils.alloca_once(builder, _V) for _ in range(WIDTH)]
+    for one in sums:
+        builder.store(ir.Constant(_V, None), one)
 
-    A block holds sixteen columns of every row, then the next sixteen, and so on.
+    def loaded(kind: Any, array: Any, index: Any) -> Any:
+        pointer = _element(context, builder, kind, array, index)
+        return builder.load(builder.bitcast(pointer, _V.as_pointer()), align=4)
+
+    with cgutils.for_range(builder, groups) as run:
+        step = builder.add(begin, builder.mul(run.index, integer(WIDTH)))
+        vectors = [loaded(kind, x, builder.add(step, builder.mul(stride, integer(i)))) for i in range(4)]
+        first_row = builder.mul(run.index, integer(WIDTH * WIDTH))
+        for i, row in enumerate(rows):
+            y = loaded(block_kind, block, builder.add(first_row, integer(row * WIDTH)))
+            for j, vector in enumerate(vectors):
+                one = sums[4 * j + i]
+                builder.store(_called(builder, "llvm.fma.v16f32", _V, vector, y, builder.load(one)), one)
+    found, group = [builder.load(one) for one in sums], WIDTH
+    while len(found) > 1:  # two vectors whose lanes are parts of `group` each become one of half as many
+        group //= 2
+        order = [s + n + i for s in range(0, WIDTH, 2 * group) for n in (0, WIDTH) for i in range(group)]
+        orders = [ir.Constant(ir.VectorType(_I32, WIDTH), [i + more for i in order]) for more in (0, group)]
+        pairs = zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True)
+        found = [builder.fadd(*(builder.shuffle_vector(*pair, part) for part in orders)) for pair in pairs]
+    return found[0]
+
+
+@intrinsic
+def dots(typing: Any, x: Any, at: Any, stride: Any, block: Any, groups: Any) -> Any:
+    """Products of four vectors, in x from `at` on and `stride` apart, with the sixteen rows of a block: four lanes.
+
+    Each adds up as by `total`. A block holds sixteen columns of every row, then the next sixteen: `groups` times.
     """
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        sums = [cgutils.alloca_once(builder, _V) for _ in range(WIDTH)]
-        for one in sums:
-            builder.store(ir.Constant(_V, None), one)
+        kinds = signature.args
+        parts = [
+            _products(context, builder, (kinds[0], *values[:3]), (kinds[3], values[3], values[4]), range(row, row + 4))
+            for row in range(0, WIDTH, 4)
+        ]
 
-        def loaded(kind: Any, array: Any, index: Any) -> Any:
-            pointer = _element(context, builder, kind, array, index)
-            return builder.load(builder.bitcast(pointer, _V.as_pointer()), align=4)
+        def shuffled(x: Any, y: Any, order: Any) -> Any:
+            return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, WIDTH), order))
 
-        integer = ir.IntType(64)
-        with cgutils.for_range(builder, values[3]) as run:
-            step = builder.mul(run.index, integer(WIDTH))
-            y = loaded(signature.args[0], values[0], builder.add(values[1], step))
-            begin = builder.mul(run.index, integer(WIDTH * WIDTH))
-            for row, one in enumerate(sums):
-                key = loaded(signature.args[2], values[2], builder.add(begin, integer(row * WIDTH)))
-                builder.store(_called(builder, "llvm.fma.v16f32", _V, y, key, builder.load(one)), one)
-        found, group = [builder.load(one) for one in sums], WIDTH
-        while len(found) > 1:  # two vectors whose lanes are parts of `group` each become one of half as many
-            group //= 2
-            starts = range(0, WIDTH, 2 * group)
-            order = [s + n + i for s in starts for n in (0, WIDTH) for i in range(group)]
-            orders = [ir.Constant(ir.VectorType(_I32, WIDTH), [i + more for i in order]) for more in (0, group)]
-            pairs = zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True)
-            found = [builder.fadd(*(builder.shuffle_vector(*pair, part) for part in orders)) for pair in pairs]
-        return found[0]
+        vectors = []
+        for vector in range(4):
+            quad = [4 * vector + i for i in range(4)]
+            order = [*quad, *(i + WIDTH for i in quad), *quad, *(i + WIDTH for i in quad)]
+            low, high = (shuffled(*pair, order) for pair in (parts[:2], parts[2:]))
+            vectors.append(shuffled(low, high, [*range(8), *range(WIDTH, WIDTH + 8)]))
+        return context.make_tuple(builder, signature.return_type, vectors)
 
-    return lanes(x, types.int64, block, types.int64), generate
+    return types.UniTuple(lanes, 4)(x, types.int64, types.int64, block, types.int64), generate

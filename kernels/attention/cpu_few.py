@@ -1,7 +1,7 @@
-"""Attention of a few tokens: every key is decoded once for sixteen heads, from its stored form, in registers' reach.
+"""Attention of a few tokens: every key is decoded once for HEADS heads, straight from its stored form.
 
 The keys of a token, those of its window first, are cut into parts, whose number follows from how many there are and
-nothing else. A part is a running softmax of sixteen heads; parts are put together in their order. So a token has the
+nothing else. A part is a running softmax of some heads; parts are put together in their order. So a token has the
 same bits alone and among others, on every number of threads.
 """
 
@@ -12,7 +12,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import address, compiled, each, loop, numbers
+from kernels.compiled import address, aligned, compiled, each, loop, numbers
 from kernels.formats.cpu_rows import KIND, addresses, decode_row, row_arrays
 from kernels.formats.rows import length
 from kernels.formats.stored import Slots
@@ -32,7 +32,7 @@ from kernels.lanes import (
     total,
 )
 
-HEADS: Final = 16  # that share a decoded key
+HEADS: Final = 32  # that share a decoded key, sixteen at a time: a multiple of 16
 KEYS: Final = 64  # of a part, at least
 PARTS: Final = 32  # of a token's keys, at most
 SERIAL: Final = 1 << 17  # products up to which one thread computes them
@@ -98,8 +98,8 @@ def _parts(
 ):  # fmt: skip
     width = ring.width
     wide, blocks = (width + 31) // 32 * 32, (heads + HEADS - 1) // HEADS
-    keys, queries = np.zeros(16 * wide, np.float32), np.zeros(HEADS * wide, np.float32)
-    masses, biases = np.zeros(HEADS * 16, np.float32), np.zeros(16, np.float32)
+    keys, queries = aligned(16 * wide), aligned(HEADS * wide)
+    masses, biases = aligned(256), aligned(16)
     held = -1
     for item in range(low, high):
         part, group = item % parts, item // parts
@@ -114,10 +114,10 @@ def _parts(
             _scaled(q, narrow, (token * heads + head) * width, some, width, scale, queries, wide)
             held = group
         at = item * HEADS * (2 + wide)
-        for i in range(HEADS):
-            state[at + i] = -_LIMIT
-        for i in range(at + HEADS, at + HEADS * (2 + wide), 16):
-            store(state, i, splat(_ZERO))
+        for begin in range(at, at + some * (2 + wide), 16 * (2 + wide)):
+            store(state, begin, splat(-_LIMIT))
+            for i in range(begin + 16, begin + 16 * (2 + wide), 16):
+                store(state, i, splat(_ZERO))
         filled = 0
         for place in range(part * size, end):
             if place < recent:
@@ -133,7 +133,9 @@ def _parts(
                     biases[filled] = numbers(bias, np.float32)[entry] if bias != 0 else _ZERO
                     filled += 1
             if filled == 16 or (place == end - 1 and filled > 0):
-                _fold(queries, keys, biases, filled, some, wide, masses, state, at)
+                for i in range(0, some, 16):
+                    sixteen = min(16, some - i)
+                    _fold(queries, i * wide, keys, biases, filled, sixteen, wide, masses, state, at + i * (2 + wide))
                 filled = 0
 
 
@@ -149,27 +151,36 @@ def _scaled(q, narrow, begin, heads, width, scale, queries, wide):
 
 
 @loop
-def _fold(queries, keys, biases, count, heads, wide, masses, state, at):
-    """Take a block of up to sixteen keys into the running softmax in `state` from `at` on."""
+def _fold(queries, query, keys, biases, count, heads, wide, masses, state, at):
+    """Take a block of up to sixteen keys into the running softmax of sixteen heads in `state` from `at` on."""
     groups, old = wide // 16, load(state, at)
-    for head in range(heads):
-        logits = dots(queries, head * wide, keys, groups) + load(biases, 0)
-        logits = first(logits, count, splat(-_INFINITY))
-        store(masses, head * 16, logits)
-        top = highest(logits)
-        if top > state[at + head]:
-            state[at + head] = top
+    for head in range(0, heads, 4):
+        a, b, c, d = dots(queries, query + head * wide, wide, keys, groups)
+        _logits(a, biases, count, masses, head, state, at)
+        _logits(b, biases, count, masses, head + 1, state, at)
+        _logits(c, biases, count, masses, head + 2, state, at)
+        _logits(d, biases, count, masses, head + 3, state, at)
     shrink = exp(old - load(state, at))
     for head in range(heads):
         store(masses, head * 16, exp(load(masses, head * 16) - load_splat(state, at + head)))
-    totals = at + HEADS
+    totals = at + 16
     store(state, totals, load(state, totals) * shrink)
     for head in range(heads):
         state[totals + head] += total(load(masses, head * 16))
     factors = np.empty(16, np.float32)
     store(factors, 0, shrink)
     for head in range(0, heads, 4):
-        _weigh(masses, head * 16, keys, count, groups, factors, head, state, at + 2 * HEADS + head * wide, wide)
+        _weigh(masses, head * 16, keys, count, groups, factors, head, state, at + 32 + head * wide, wide)
+
+
+@loop
+def _logits(products, biases, count, logits, head, state, at):
+    """Keep the logits of a head, and the peak."""
+    found = first(products + load(biases, 0), count, splat(-_INFINITY))
+    store(logits, head * 16, found)
+    top = highest(found)
+    if top > state[at + head]:
+        state[at + head] = top
 
 
 @loop
@@ -214,12 +225,12 @@ def _merge(low, high, position, window, n, ratio, hidden, picks, sink, heads, wi
         count = _seen(position + token, window, n, ratio, hidden, picks)[2]
         size = _part_size(count)
         used = (count + size - 1) // size
-        stride, lane = HEADS * (2 + wide), head % HEADS
-        begin = (token * blocks + head // HEADS) * parts * stride
+        stride, lane = HEADS * (2 + wide), head % 16
+        begin = (token * blocks + head // HEADS) * parts * stride + head % HEADS // 16 * 16 * (2 + wide)
         peak = max(-_LIMIT, min(_LIMIT, sink[head])) if sink[head] == sink[head] else -_LIMIT
         for part in range(used):
             factors[part] = state[begin + part * stride + lane]
-            totals[part] = state[begin + part * stride + HEADS + lane]
+            totals[part] = state[begin + part * stride + 16 + lane]
             if factors[part] > peak:
                 peak = factors[part]
         factors[used], totals[used] = sink[head], np.float32(1)
@@ -229,7 +240,7 @@ def _merge(low, high, position, window, n, ratio, hidden, picks, sink, heads, wi
         for part in range(used + 1):
             mass += totals[part] * factors[part]
         for i in range(0, width, 16):
-            at = begin + 2 * HEADS + lane * wide + i
+            at = begin + 32 + lane * wide + i
             y = splat(_ZERO)
             for part in range(used):
                 y = fma(load(state, at + part * stride), load_splat(factors, part), y)
