@@ -13,7 +13,7 @@ from numba import types
 from torch import Tensor
 
 from kernels.compiled import address, aligned, compiled, each, loop, numbers
-from kernels.formats.cpu_rows import KIND, addresses, decode_row, row_arrays
+from kernels.formats.cpu_rows import BF16, KIND, addresses, decode_row, row_arrays
 from kernels.formats.rows import length
 from kernels.formats.stored import Slots
 from kernels.lanes import (
@@ -23,7 +23,6 @@ from kernels.lanes import (
     fma,
     highest,
     load,
-    load_some,
     load_splat,
     splat,
     store,
@@ -58,9 +57,10 @@ def attend_few(
     picks = -1 if selected is None else selected.shape[1]
     parts = most_parts(window, n if picks < 0 else picks)
     state = torch.empty(t * -(-h // HEADS) * parts * state_of_part(d))
-    q, sink, out = q.contiguous(), sink.contiguous(), torch.empty(t, h, d, dtype=q.dtype)
+    sink, out = sink.contiguous(), torch.empty(t, h, d, dtype=q.dtype)
+    queries, q = addresses(q.reshape(t * h, d))
     _attend(
-        address(q), q.dtype == torch.bfloat16, d**-0.5, recent, ring.shape[0], position, window, older, n, ratio,
+        queries, d**-0.5, recent, ring.shape[0], position, window, older, n, ratio,
         hidden, address(bias), address(selected), picks, address(sink), t, h, parts, address(state), address(out),
     )  # fmt: skip
     del rows  # a copy lay where its address said, until now
@@ -93,7 +93,7 @@ def _seen(position, window, n, ratio, hidden, picks):
 
 @loop
 def _parts(
-    low, high, q, narrow, scale, ring, capacity, position, window, entries, n, ratio, hidden, bias, selected,
+    low, high, q, scale, ring, capacity, position, window, entries, n, ratio, hidden, bias, selected,
     picks, heads, parts, state,
 ):  # fmt: skip
     width = ring.width
@@ -111,7 +111,7 @@ def _parts(
         if part * size >= count:
             continue
         if group != held:
-            _scaled(q, narrow, (token * heads + head) * width, some, width, scale, queries, wide)
+            _scaled(q, token * heads + head, some, scale, queries, wide)
             held = group
         at = item * HEADS * (2 + wide)
         for begin in range(at, at + some * (2 + wide), 16 * (2 + wide)):
@@ -140,14 +140,13 @@ def _parts(
 
 
 @loop
-def _scaled(q, narrow, begin, heads, width, scale, queries, wide):
+def _scaled(q, row, heads, scale, queries, wide):
     """Queries of some heads, in rows that are filled up."""
-    s, of_bf16, of_fp32 = splat(np.float32(scale)), numbers(q, np.uint16), numbers(q, np.float32)
+    s = splat(np.float32(scale))
     for head in range(heads):
-        for i in range(0, width, 16):
-            at = begin + head * width + i
-            x = load_some(of_bf16, at, width - i) if narrow else load_some(of_fp32, at, width - i)
-            store(queries, head * wide + i, x * s)
+        decode_row(q, row + head, queries, head * wide, 16)
+    for i in range(0, heads * wide, 16):
+        store(queries, i, load(queries, i) * s)
 
 
 @loop
@@ -252,22 +251,23 @@ def _merge(low, high, position, window, n, ratio, hidden, picks, sink, heads, wi
 
 @compiled(
     (
-        _I64, types.boolean, types.float64, KIND, _I64, _I64, _I64, KIND, _I64, _I64, _I64, _I64, _I64, _I64, _I64,
+        KIND, types.float64, KIND, _I64, _I64, _I64, KIND, _I64, _I64, _I64, _I64, _I64, _I64, _I64,
         _I64, _I64, _I64, _I64, _I64,
     )
 )  # fmt: skip
 def _attend(
-    q, narrow, scale, ring, capacity, position, window, entries, n, ratio, hidden, bias, selected, picks, sink, tokens,
+    q, scale, ring, capacity, position, window, entries, n, ratio, hidden, bias, selected, picks, sink, tokens,
     heads, parts, state, out,
 ):  # fmt: skip
-    recent, pairs = row_arrays(ring), tokens * heads
+    queries, recent, pairs = row_arrays(q), row_arrays(ring), tokens * heads
     width, items, sums = recent.width, tokens * ((heads + HEADS - 1) // HEADS) * parts, numbers(state, np.float32)
     of_parts = (
-        q, narrow, scale, recent, capacity, position, window, row_arrays(entries), n, ratio, hidden, bias, selected,
+        queries, scale, recent, capacity, position, window, row_arrays(entries), n, ratio, hidden, bias, selected,
         picks, heads, parts, sums,
     )  # fmt: skip
     of_pairs = (
-        position, window, n, ratio, hidden, picks, numbers(sink, np.float32), heads, width, parts, sums, out, narrow,
+        position, window, n, ratio, hidden, picks, numbers(sink, np.float32), heads, width, parts, sums, out,
+        queries.form == BF16,
     )  # fmt: skip
     if pairs * width * (window + (n if picks < 0 else picks)) <= SERIAL:
         _parts(0, items, *of_parts)
