@@ -321,6 +321,7 @@ CPU = REFERENCE._replace(
     rotate=rope.cpu.rotate,
     linear=linear.cpu.linear,
     grouped_linear=linear.cpu.grouped_linear,
+    pool=compress.cpu.pool,
     select=indexer.cpu.select,
     attend=attention.cpu.attend,
     attend_grouped=grouped.cpu.attend,
