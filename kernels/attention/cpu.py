@@ -68,19 +68,18 @@ def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks 
     t, h, d = q.shape
     capacity = ring.shape[0]
     assert capacity >= window + t - 1, f"a ring of {capacity} cannot hold window {window} and {t} new tokens"
+    slots = entries if entries is None or isinstance(entries, Slots) else Slots(entries, None, 0)
+    if t <= FEW and dense_up_to == DENSE_UP_TO and (slots is None or readable(slots.rows)):
+        return attend_few(q, ring, first, window, slots, ratio, selected, sink)
     out = torch.empty_like(q)
     tokens = max(1, ROWS // h)
-    slots = Slots(ring[:0], None, 0) if entries is None else entries
-    slots = slots if isinstance(slots, Slots) else Slots(slots, None, 0)
-    if t <= FEW and dense_up_to == DENSE_UP_TO and readable(slots.rows):
-        return attend_few(q, ring, first, window, None if entries is None else slots, ratio, selected, sink)
     for start in range(0, t, tokens):
         stop = min(start + tokens, t)
         scaled = q[start:stop].float() * d**-0.5
         state = _begin(scaled, sink)
         for keys, seen in _window_tiles(ring, first + start, first + stop, window, keys_per_tile(*scaled.shape)):
             _accumulate(state, scaled, keys, seen)
-        if entries is not None:
+        if slots is not None:
             rows = None if selected is None else selected[start:stop]
             _attend_as_stored(state, scaled, slots, first + start, ratio, rows, dense_up_to)
         out[start:stop] = state.values[0] / state.total[..., None]
@@ -95,8 +94,8 @@ def attend_scratch(
     `form` is how entries are stored: dtype, fp8, coded (`CodedRows`) or based (`BasisRows`).
     """
     if tokens <= FEW and form in ("dtype", "fp8"):
-        state = -(-heads // HEADS) * most_parts(window, selected or entries) * state_of_part(width)
-        return tokens * (heads * width * item + state * 4)
+        state = -(-heads // HEADS) * most_parts(window, selected or entries, heads) * state_of_part(width)
+        return tokens * heads * width * item + state * 4
     rows = min(tokens, max(1, ROWS // heads))
     dense = min(entries, int(DENSE_UP_TO * selected)) if selected else entries
     queries, decoded = rows * heads * width * 4, _DECODED.get(form, 0 if item == 4 else 4)

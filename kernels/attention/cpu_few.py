@@ -33,7 +33,7 @@ from kernels.lanes import (
 
 HEADS: Final = 32  # that share a decoded key, sixteen at a time: a multiple of 16
 KEYS: Final = 64  # of a part, at least
-PARTS: Final = 32  # of a token's keys, at most
+PARTS: Final = 32  # of a token's keys, at most, times its blocks of heads
 SERIAL: Final = 1 << 17  # products up to which one thread computes them
 _LIMIT: Final = np.float32(np.finfo(np.float32).max)  # of peaks, which begin finite so that none differ by inf - inf
 _INFINITY: Final = np.float32(np.inf)
@@ -55,8 +55,8 @@ def attend_few(
         n = max(0, min((position + t) // ratio - hidden, length(entries.rows)))  # that the last token sees
     selected = None if selected is None or entries is None else selected.contiguous()
     picks = -1 if selected is None else selected.shape[1]
-    parts = most_parts(window, n if picks < 0 else picks)
-    state = torch.empty(t * -(-h // HEADS) * parts * state_of_part(d))
+    parts = most_parts(window, n if picks < 0 else picks, h)
+    state = torch.empty(-(-h // HEADS) * parts * state_of_part(d))
     sink, out = sink.contiguous(), torch.empty(t, h, d, dtype=q.dtype)
     queries, q = addresses(q.reshape(t * h, d))
     _attend(
@@ -67,9 +67,9 @@ def attend_few(
     return out
 
 
-def most_parts(window: int, entries: int) -> int:
+def most_parts(window: int, entries: int, heads: int) -> int:
     """Parts of a token's keys, at most."""
-    return min(PARTS, -(-(window + entries) // KEYS))
+    return min(max(1, PARTS // -(-heads // HEADS)), -(-(window + entries) // KEYS))
 
 
 def state_of_part(width: int) -> int:
@@ -78,9 +78,10 @@ def state_of_part(width: int) -> int:
 
 
 @loop
-def _part_size(count):
+def _part_size(count, blocks):
     """Keys of a part, a multiple of 16."""
-    return max(KEYS, (count + 16 * PARTS - 1) // (16 * PARTS) * 16)
+    parts = max(1, PARTS // blocks)
+    return max(KEYS, (count + 16 * parts - 1) // (16 * parts) * 16)
 
 
 @loop
@@ -93,26 +94,24 @@ def _seen(position, window, n, ratio, hidden, picks):
 
 @loop
 def _parts(
-    low, high, q, scale, ring, capacity, position, window, entries, n, ratio, hidden, bias, selected,
-    picks, heads, parts, state,
+    low, high, token, q, scale, ring, capacity, position, window, entries, n, ratio, hidden, bias, selected, picks,
+    heads, parts, state,
 ):  # fmt: skip
+    """Parts of a token's keys, each for some of its heads; `position` is the token's."""
     width = ring.width
     wide, blocks = (width + 31) // 32 * 32, (heads + HEADS - 1) // HEADS
     keys, queries = aligned(16 * wide), aligned(HEADS * wide)
     masses, biases = aligned(256), aligned(16)
-    held = -1
+    oldest, visible, count = _seen(position, window, n, ratio, hidden, picks)
+    recent, size, held = position + 1 - oldest, _part_size(count, blocks), -1
     for item in range(low, high):
-        part, group = item % parts, item // parts
-        token, head = group // blocks, group % blocks * HEADS
-        some = min(HEADS, heads - head)
-        oldest, visible, count = _seen(position + token, window, n, ratio, hidden, picks)
-        recent, size = position + token + 1 - oldest, _part_size(count)
-        end = min((part + 1) * size, count)
+        part, head = item % parts, item // parts * HEADS
+        some, end = min(HEADS, heads - head), min((part + 1) * size, count)
         if part * size >= count:
             continue
-        if group != held:
+        if head != held:
             _scaled(q, token * heads + head, some, scale, queries, wide)
-            held = group
+            held = head
         at = item * HEADS * (2 + wide)
         for begin in range(at, at + some * (2 + wide), 16 * (2 + wide)):
             store(state, begin, splat(-_LIMIT))
@@ -215,17 +214,16 @@ def _weigh(masses, mass, keys, count, groups, factors, head, state, to, wide):
 
 
 @loop
-def _merge(low, high, position, window, n, ratio, hidden, picks, sink, heads, width, parts, state, out, narrow):
-    """Put the parts of (token, head) pairs together, and the sink, which has a mass and no value."""
+def _merge(low, high, token, position, window, n, ratio, hidden, picks, sink, heads, width, parts, state, out, narrow):
+    """Put the parts of a token's heads together, and the sink, which has a mass and no value."""
     wide, blocks = (width + 31) // 32 * 32, (heads + HEADS - 1) // HEADS
     factors, totals = np.empty(PARTS + 16, np.float32), np.empty(PARTS + 1, np.float32)
-    for pair in range(low, high):
-        token, head = pair // heads, pair % heads
-        count = _seen(position + token, window, n, ratio, hidden, picks)[2]
-        size = _part_size(count)
-        used = (count + size - 1) // size
-        stride, lane = HEADS * (2 + wide), head % 16
-        begin = (token * blocks + head // HEADS) * parts * stride + head % HEADS // 16 * 16 * (2 + wide)
+    count, stride = _seen(position, window, n, ratio, hidden, picks)[2], HEADS * (2 + wide)
+    size = _part_size(count, blocks)
+    used = (count + size - 1) // size
+    for head in range(low, high):
+        to, lane = (token * heads + head) * width, head % 16
+        begin = head // HEADS * parts * stride + head % HEADS // 16 * 16 * (2 + wide)
         peak = max(-_LIMIT, min(_LIMIT, sink[head])) if sink[head] == sink[head] else -_LIMIT
         for part in range(used):
             factors[part] = state[begin + part * stride + lane]
@@ -244,9 +242,9 @@ def _merge(low, high, position, window, n, ratio, hidden, picks, sink, heads, wi
             for part in range(used):
                 y = fma(load(state, at + part * stride), load_splat(factors, part), y)
             if narrow:
-                store_bfloat16(numbers(out, np.uint16), pair * width + i, y / splat(mass), width - i)
+                store_bfloat16(numbers(out, np.uint16), to + i, y / splat(mass), width - i)
             else:
-                store_some(numbers(out, np.float32), pair * width + i, y / splat(mass), width - i)
+                store_some(numbers(out, np.float32), to + i, y / splat(mass), width - i)
 
 
 @compiled(
@@ -259,19 +257,22 @@ def _attend(
     q, scale, ring, capacity, position, window, entries, n, ratio, hidden, bias, selected, picks, sink, tokens,
     heads, parts, state, out,
 ):  # fmt: skip
-    queries, recent, pairs = row_arrays(q), row_arrays(ring), tokens * heads
-    width, items, sums = recent.width, tokens * ((heads + HEADS - 1) // HEADS) * parts, numbers(state, np.float32)
-    of_parts = (
-        queries, scale, recent, capacity, position, window, row_arrays(entries), n, ratio, hidden, bias, selected,
-        picks, heads, parts, sums,
-    )  # fmt: skip
-    of_pairs = (
-        position, window, n, ratio, hidden, picks, numbers(sink, np.float32), heads, width, parts, sums, out,
-        queries.form == BF16,
-    )  # fmt: skip
-    if pairs * width * (window + (n if picks < 0 else picks)) <= SERIAL:
-        _parts(0, items, *of_parts)
-        _merge(0, pairs, *of_pairs)
-    else:
-        each(_parts, items, of_parts)
-        each(_merge, pairs, of_pairs)
+    queries, recent, older = row_arrays(q), row_arrays(ring), row_arrays(entries)
+    width, items, sums = recent.width, (heads + HEADS - 1) // HEADS * parts, numbers(state, np.float32)
+    serial = heads * width * (window + (n if picks < 0 else picks)) <= SERIAL
+    for token in range(tokens):
+        at = position + token
+        of_parts = (
+            token, queries, scale, recent, capacity, at, window, older, n, ratio, hidden, bias, selected, picks, heads,
+            parts, sums,
+        )  # fmt: skip
+        of_heads = (
+            token, at, window, n, ratio, hidden, picks, numbers(sink, np.float32), heads, width, parts, sums, out,
+            queries.form == BF16,
+        )  # fmt: skip
+        if serial:
+            _parts(0, items, *of_parts)
+            _merge(0, heads, *of_heads)
+        else:
+            each(_parts, items, of_parts)
+            each(_merge, heads, of_heads)

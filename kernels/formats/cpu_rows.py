@@ -46,8 +46,10 @@ def readable(rows: Rows) -> bool:
 
 def addresses(rows: Rows) -> tuple[tuple[int, ...], Rows]:
     """Return rows as `row_arrays` takes them, and what the caller keeps: planes that lay apart are copied."""
-    if not all(plane.is_contiguous() for plane in ((rows,) if isinstance(rows, Tensor) else rows)):
-        rows = rows.contiguous() if isinstance(rows, Tensor) else type(rows)(*(plane.contiguous() for plane in rows))
+    if isinstance(rows, Tensor):
+        rows = rows.contiguous()
+    elif not all(plane.is_contiguous() for plane in rows):
+        rows = type(rows)(*(plane.contiguous() for plane in rows))
     match rows:
         case Tensor():
             d, at = rows.shape[1], rows.data_ptr()
