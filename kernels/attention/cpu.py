@@ -40,9 +40,9 @@ ROWS = 1024  # (token, head) pairs per tile
 LOGITS = 1 << 19  # numbers in a tile of logits: 2 MiB
 KEYS = 1 << 19  # numbers in a tile of keys, shared or gathered: 2 MiB
 DENSE_UP_TO = 1.5  # visible entries over selected ones, up to which masked tiles beat gathered rows: see above
-# Of scratch: bytes of a number of a narrow entry while a tile is decoded to fp32: E4M3 through 16-bit integers; codes
+# Of scratch: bytes of a number of a narrow entry while a tile is decoded to fp32: E4M3 at once; codes
 # by word, centroid, product and code; coefficients are then joined with the rope dims.
-_DECODED = {"fp8": 10, "coded": 14, "based": 22}
+_DECODED = {"fp8": 4, "coded": 14, "based": 22}
 
 
 def attend(  # noqa: PLR0913 (the op's eight, and one that tests and benchmarks force)

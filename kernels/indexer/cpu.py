@@ -93,7 +93,7 @@ def select_scratch(  # noqa: PLR0913 (sizes, and what they are stored as)
         return result + tokens * columns(entries) * 4
     if entries <= k:
         return result + rows * entries * 12
-    decoded = {"dtype": 0 if item == 4 else 4, "coded": 14}.get(form, 6)  # of a number of a key, beside those stored
+    decoded = {"dtype": 0 if item == 4 else 4, "coded": 14}.get(form, 4)  # of a number of a key, beside those stored
     work = _merging(rows, heads, width, entries, k, decoded, few_pass=few_pass)
     if bounded:
         many = min(tokens, max(1, BOUNDED_ROWS // heads))
