@@ -95,7 +95,9 @@ def compiled(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Com
     return lambda function: Compiled(function, signatures)
 
 
-loop: Final = njit(nogil=True, error_model="numpy", boundscheck=False)  # of a part; compiled with what calls it
+loop: Final = njit(  # of a part; compiled with what calls it, and by nothing else
+    nogil=True, error_model="numpy", boundscheck=False, no_cpython_wrapper=True, no_cfunc_wrapper=True
+)
 
 
 @loop
@@ -156,6 +158,18 @@ def _link() -> None:
 @intrinsic
 def each(typing: Any, body: Any, count: Any, given: Any) -> Any:
     """``each(body, count, given)``: ``body(low, high, *given)`` on every thread, with its part of ``range(count)``."""
+    generate = _dealt(typing, body, given)
+    return types.void(body, types.int64, given), generate
+
+
+@intrinsic
+def each_if(typing: Any, many: Any, body: Any, count: Any, given: Any) -> Any:
+    """`each` where there are `many` items, else on this thread alone: what is small takes less time than a thread."""
+    generate = _dealt(typing, body, given)
+    return types.void(types.boolean, body, types.int64, given), generate
+
+
+def _dealt(typing: Any, body: Any, given: Any) -> Any:
     wanted = (types.int64, types.int64, *given.types)
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
@@ -164,7 +178,7 @@ def each(typing: Any, body: Any, count: Any, given: Any) -> Any:
         made = body.dispatcher.get_compile_result(called)
         context.add_linking_libs((made.library,))
         integer, number, raw = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer()
-        held = ir.LiteralStructType([integer, values[2].type])
+        held = ir.LiteralStructType([integer, values[-1].type])
         module = builder.module
         part = ir.Function(module, ir.FunctionType(ir.VoidType(), [raw]), module.get_unique_name("part"))
         part.linkage = "internal"
@@ -185,11 +199,14 @@ def each(typing: Any, body: Any, count: Any, given: Any) -> Any:
         context.call_conv.call_function(own, function, called.return_type, wanted, [low, high, *unpacked])
         own.ret_void()
         slot = cgutils.alloca_once(builder, held)
-        packed = builder.insert_value(ir.Constant(held, ir.Undefined), values[1], 0)
-        builder.store(builder.insert_value(packed, values[2], 1), slot)
+        packed = builder.insert_value(ir.Constant(held, ir.Undefined), values[-2], 0)
+        builder.store(builder.insert_value(packed, values[-1], 1), slot)
         shape = ir.FunctionType(ir.VoidType(), [part.type, raw, number, number])
         run = cgutils.get_or_insert_function(module, shape, "GOMP_parallel")
-        builder.call(run, [part, builder.bitcast(slot, raw), number(0), number(0)])  # 0: as many threads as torch says
+        threads = number(0)  # as many as torch says
+        if len(values) == 4:
+            threads = builder.select(builder.trunc(values[0], ir.IntType(1)), threads, number(1))
+        builder.call(run, [part, builder.bitcast(slot, raw), threads, number(0)])
         return context.get_dummy_value()
 
-    return types.void(body, types.int64, given), generate
+    return generate

@@ -391,9 +391,9 @@ def store_bfloat16(typing: Any, array: Any, index: Any, x: Any, count: Any) -> A
     return types.void(array, types.int64, lanes, types.int64), generate
 
 
-def _products(context: Any, builder: Any, arrays: Any, at: Any, rows: range) -> Any:
+def _products(context: Any, builder: Any, vectors_of: Any, block_of: Any, first_row: Any) -> Any:
     """Four vectors times four rows of a block: [vector 0's with each row, vector 1's, ...], as by `total`."""
-    (kind, x, begin, stride), (block_kind, block, groups), integer = arrays, at, ir.IntType(64)
+    (kind, x, begin, stride), (block_kind, block, groups), integer = vectors_of, block_of, ir.IntType(64)
     sums = [cgutils.alloca_once(builder, _V) for _ in range(WIDTH)]
     for one in sums:
         builder.store(ir.Constant(_V, None), one)
@@ -405,9 +405,9 @@ def _products(context: Any, builder: Any, arrays: Any, at: Any, rows: range) -> 
     with cgutils.for_range(builder, groups) as run:
         step = builder.add(begin, builder.mul(run.index, integer(WIDTH)))
         vectors = [loaded(kind, x, builder.add(step, builder.mul(stride, integer(i)))) for i in range(4)]
-        first_row = builder.mul(run.index, integer(WIDTH * WIDTH))
-        for i, row in enumerate(rows):
-            y = loaded(block_kind, block, builder.add(first_row, integer(row * WIDTH)))
+        here = builder.add(builder.mul(run.index, integer(WIDTH * WIDTH)), builder.mul(first_row, integer(WIDTH)))
+        for i in range(4):
+            y = loaded(block_kind, block, builder.add(here, integer(i * WIDTH)))
             for j, vector in enumerate(vectors):
                 one = sums[4 * j + i]
                 builder.store(_called(builder, "llvm.fma.v16f32", _V, vector, y, builder.load(one)), one)
@@ -430,10 +430,12 @@ def dots(typing: Any, x: Any, at: Any, stride: Any, block: Any, groups: Any) -> 
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         kinds = signature.args
-        parts = [
-            _products(context, builder, (kinds[0], *values[:3]), (kinds[3], values[3], values[4]), range(row, row + 4))
-            for row in range(0, WIDTH, 4)
-        ]
+        slots = cgutils.alloca_once(builder, _V, size=4)
+        with cgutils.for_range(builder, ir.IntType(64)(4)) as quad_of_rows:
+            row = builder.mul(quad_of_rows.index, ir.IntType(64)(4))
+            found = _products(context, builder, (kinds[0], *values[:3]), (kinds[3], values[3], values[4]), row)
+            builder.store(found, builder.gep(slots, [quad_of_rows.index]))
+        parts = [builder.load(builder.gep(slots, [_I32(i)])) for i in range(4)]
 
         def shuffled(x: Any, y: Any, order: Any) -> Any:
             return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, WIDTH), order))

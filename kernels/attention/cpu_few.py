@@ -12,7 +12,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import address, aligned, compiled, each, loop, numbers
+from kernels.compiled import address, aligned, compiled, each_if, loop, numbers
 from kernels.formats.cpu_rows import BF16, KIND, addresses, decode_row, row_arrays
 from kernels.formats.rows import length
 from kernels.formats.stored import Slots
@@ -259,7 +259,7 @@ def _attend(
 ):  # fmt: skip
     queries, recent, older = row_arrays(q), row_arrays(ring), row_arrays(entries)
     width, items, sums = recent.width, (heads + HEADS - 1) // HEADS * parts, numbers(state, np.float32)
-    serial = heads * width * (window + (n if picks < 0 else picks)) <= SERIAL
+    many = heads * width * (window + (n if picks < 0 else picks)) > SERIAL
     for token in range(tokens):
         at = position + token
         of_parts = (
@@ -270,9 +270,5 @@ def _attend(
             token, at, window, n, ratio, hidden, picks, numbers(sink, np.float32), heads, width, parts, sums, out,
             queries.form == BF16,
         )  # fmt: skip
-        if serial:
-            _parts(0, items, *of_parts)
-            _merge(0, heads, *of_heads)
-        else:
-            each(_parts, items, of_parts)
-            each(_merge, heads, of_heads)
+        each_if(many, _parts, items, of_parts)
+        each_if(many, _merge, heads, of_heads)

@@ -7,7 +7,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import address, compiled, each, loop, numbers
+from kernels.compiled import address, compiled, each_if, loop, numbers
 from kernels.lanes import exp, fma, larger, load_some, splat, store_some
 
 SERIAL: Final = 1 << 14  # gates up to which one thread pools them
@@ -78,7 +78,5 @@ def _added(kv, gate, window, tokens, column, some, peak, total, values):
 @compiled((_I64, _I64, _I64, _SERIES, _SERIES, _SERIES, _SERIES, _I64))
 def _pool(windows, tokens, width, kv, gate, previous_kv, previous_gate, out):
     items = windows * ((width + 15) // 16)
-    if windows * tokens * width <= SERIAL:
-        _items(0, items, tokens, width, kv, gate, previous_kv, previous_gate, out)
-    else:
-        each(_items, items, (tokens, width, kv, gate, previous_kv, previous_gate, out))
+    many = windows * tokens * width > SERIAL
+    each_if(many, _items, items, (tokens, width, kv, gate, previous_kv, previous_gate, out))

@@ -11,7 +11,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import address, compiled, each, loop, numbers
+from kernels.compiled import address, compiled, each_if, loop, numbers
 from kernels.formats.cpu import e8m0
 from kernels.formats.groups import INDEX_GROUP, KV_GROUP
 from kernels.formats.stored import Fp4Keys, Fp8Entries, Fp8Keys, Rows
@@ -131,10 +131,7 @@ def _decode_rows(low, high, rows, out):
 @compiled((KIND, types.int64, types.int64))
 def _decode(given, count, out):
     rows, to = row_arrays(given), numbers(out, np.float32)
-    if count * rows.width <= _SERIAL:
-        _decode_rows(0, count, rows, to)
-    else:
-        each(_decode_rows, count, (rows, to))
+    each_if(count * rows.width > _SERIAL, _decode_rows, count, (rows, to))
 
 
 def decoded(rows: Rows) -> Tensor:

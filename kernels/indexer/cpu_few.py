@@ -11,7 +11,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import address, aligned, compiled, each, loop, numbers
+from kernels.compiled import address, aligned, compiled, each_if, loop, numbers
 from kernels.formats.cpu_rows import KIND, addresses, decode_row, row_arrays
 from kernels.formats.rows import length
 from kernels.formats.stored import Rows
@@ -83,10 +83,8 @@ def _scores(low, high, queries, weights, keys, tokens, heads, count, scores):
 @loop
 def _score(queries, weights, keys, tokens, heads, count, scores):
     blocks = (count + BLOCK - 1) // BLOCK
-    if count * keys.width * heads * tokens <= SERIAL:
-        _scores(0, blocks, queries, weights, keys, tokens, heads, count, scores)
-    else:
-        each(_scores, blocks, (queries, weights, keys, tokens, heads, count, scores))
+    many = count * keys.width * heads * tokens > SERIAL
+    each_if(many, _scores, blocks, (queries, weights, keys, tokens, heads, count, scores))
 
 
 @loop
@@ -147,10 +145,7 @@ def _select(queries, weights, keys, tokens, heads, first, ratio, n, k, scores, o
             numbers(scores, np.float32),
         )  # fmt: skip
     given = (first, ratio, n, k, (most + BLOCK - 1) // BLOCK * BLOCK, scores, numbers(out, np.int32))
-    if tokens == 1 or most <= k:
-        _picks(0, tokens, *given)
-    else:
-        each(_picks, tokens, given)
+    each_if(tokens > 1 and most > k, _picks, tokens, given)
 
 
 @compiled((KIND, _I64, KIND, _I64, _I64, _I64, _I64))
