@@ -182,6 +182,7 @@ def _dealt(typing: Any, body: Any, given: Any) -> Any:
         module = builder.module
         part = ir.Function(module, ir.FunctionType(ir.VoidType(), [raw]), module.get_unique_name("part"))
         part.linkage = "internal"
+        part.attributes.add("noinline")  # there is one of it, for one thread and for many
         own = ir.IRBuilder(part.append_basic_block())
         total, arguments = (
             own.extract_value(own.load(own.bitcast(part.args[0], held.as_pointer())), i) for i in (0, 1)
@@ -203,10 +204,12 @@ def _dealt(typing: Any, body: Any, given: Any) -> Any:
         builder.store(builder.insert_value(packed, values[-1], 1), slot)
         shape = ir.FunctionType(ir.VoidType(), [part.type, raw, number, number])
         run = cgutils.get_or_insert_function(module, shape, "GOMP_parallel")
-        threads = number(0)  # as many as torch says
-        if len(values) == 4:
-            threads = builder.select(builder.trunc(values[0], ir.IntType(1)), threads, number(1))
-        builder.call(run, [part, builder.bitcast(slot, raw), threads, number(0)])
+        data, always = builder.bitcast(slot, raw), ir.IntType(1)(1)
+        with builder.if_else(builder.trunc(values[0], ir.IntType(1)) if len(values) == 4 else always) as (many, one):
+            with many:
+                builder.call(run, [part, data, number(0), number(0)])  # 0: as many threads as torch says
+            with one:
+                builder.call(part, [data])
         return context.get_dummy_value()
 
     return generate

@@ -119,18 +119,18 @@ def _parts(
                 store(state, i, splat(_ZERO))
         filled = 0
         for place in range(part * size, end):
-            if place < recent:
-                decode_row(ring, (oldest + place) % capacity, keys, filled * 16, 256)
-                biases[filled] = _ZERO
-                filled += 1
-            else:
-                entry = place - recent
+            row, source, seen, more = (oldest + place) % capacity, ring, True, _ZERO
+            if place >= recent:
+                row, source = place - recent, entries
                 if picks >= 0:
-                    entry = np.int64(numbers(selected, np.int32)[token * picks + entry])
-                if 0 <= entry < visible:
-                    decode_row(entries, entry, keys, filled * 16, 256)
-                    biases[filled] = numbers(bias, np.float32)[entry] if bias != 0 else _ZERO
-                    filled += 1
+                    row = np.int64(numbers(selected, np.int32)[token * picks + row])
+                seen = 0 <= row < visible
+                if seen and bias != 0:
+                    more = numbers(bias, np.float32)[row]
+            if seen:
+                decode_row(source, row, keys, filled * 16, np.int64(256))
+                biases[filled] = more
+                filled += 1
             if filled == 16 or (place == end - 1 and filled > 0):
                 for i in range(0, some, 16):
                     sixteen = min(16, some - i)
@@ -143,7 +143,7 @@ def _scaled(q, row, heads, scale, queries, wide):
     """Queries of some heads, in rows that are filled up."""
     s = splat(np.float32(scale))
     for head in range(heads):
-        decode_row(q, row + head, queries, head * wide, 16)
+        decode_row(q, row + head, queries, head * wide, np.int64(16))
     for i in range(0, heads * wide, 16):
         store(queries, i, load(queries, i) * s)
 

@@ -80,7 +80,10 @@ def row_arrays(given):
 
 @loop
 def decode_row(rows, row, out, to, step):
-    """Decode a row to `out` from `to` on: every sixteen columns `step` behind those before them."""
+    """Decode a row to `out` from `to` on: every sixteen columns `step` behind those before them.
+
+    `step` is an int64: of a number that stands in the code, another loop would be compiled.
+    """
     width, form = rows.width, rows.form
     if form == BF16:
         _copied(rows.narrow, row * width, width, out, to, step)
@@ -125,7 +128,7 @@ def _copied(data, begin, count, out, to, step):
 @loop
 def _decode_rows(low, high, rows, out):
     for row in range(low, high):
-        decode_row(rows, row, out, row * rows.width, 16)
+        decode_row(rows, row, out, row * rows.width, np.int64(16))
 
 
 @compiled((KIND, types.int64, types.int64))

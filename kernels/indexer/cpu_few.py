@@ -61,10 +61,10 @@ def _scores(low, high, queries, weights, keys, tokens, heads, count, scores):
     width = (count + BLOCK - 1) // BLOCK * BLOCK
     for token in range(tokens):
         for head in range(heads):
-            decode_row(queries, token * heads + head, q, (token * four + head) * wide, 16)
+            decode_row(queries, token * heads + head, q, (token * four + head) * wide, np.int64(16))
     for begin in range(low * BLOCK, min(high * BLOCK, count), BLOCK):
         for i in range(min(BLOCK, count - begin)):
-            decode_row(keys, begin + i, block, i * 16, 256)
+            decode_row(keys, begin + i, block, i * 16, np.int64(256))
         for token in range(tokens):
             score = splat(_ZERO)
             for head in range(0, heads, 4):
