@@ -176,7 +176,7 @@ def _logits(products, biases, count, logits, head, state, at):
     """Keep the logits of a head, and the peak."""
     found = first(products + load(biases, 0), count, splat(-_INFINITY))
     store(logits, head * 16, found)
-    top = highest(found)
+    top = highest(found)  # a comparison leaves out NaN: masses will be NaN
     if top > state[at + head]:
         state[at + head] = top
 

@@ -48,7 +48,7 @@ def addresses(rows: Rows) -> tuple[tuple[int, ...], Rows]:
     """Return rows as `row_arrays` takes them, and what the caller keeps: planes that lay apart are copied."""
     if isinstance(rows, Tensor):
         rows = rows.contiguous()
-    elif not all(plane.is_contiguous() for plane in rows):
+    elif isinstance(rows, Fp8Entries | Fp8Keys | Fp4Keys) and not all(plane.is_contiguous() for plane in rows):
         rows = type(rows)(*(plane.contiguous() for plane in rows))
     match rows:
         case Tensor():

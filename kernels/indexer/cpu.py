@@ -4,9 +4,10 @@
 and its entry are packed into one int64 whose order is "higher score, then lower entry". All packed values differ, the
 k largest are therefore unique, and any top-k of them is the exact answer.
 
-A few tokens keep all their scores: `kernels.indexer.cpu_few`. Of more, entries come in ascending order: once k of them are held, only a score above the least of these can enter, and in a long
-context few are. So only what passes that comparison is packed and merged. And where the processor multiplies 8-bit
-integers natively, a call of many tokens scores in fp32 only those entries that `index_bound` cannot rule out.
+A few tokens keep all their scores: `kernels.indexer.cpu_few`. Of more, entries come in ascending order: once k of them
+are held, only a score above the least of these can enter, and in a long context few are. So only what passes that
+comparison is packed and merged. And where the processor multiplies 8-bit integers natively, a call of many tokens
+scores in fp32 only those entries that `index_bound` cannot rule out.
 """
 
 from collections.abc import Iterator
