@@ -4,9 +4,9 @@ This is for many tokens, and for entries in a coded form: others have `kernels.a
 few at a time. For these, keys arrive in tiles (at most two row ranges of the ring, then entries) and are folded into a
 running softmax (peak, total, accumulator, all fp32), so no logits and no gathered rows beyond one tile ever exist;
 entries in a narrow form are decoded tile by tile as well. Those that are stored under a Hadamard transform stay there:
-queries are transformed, and the sum once at its end; the window's is kept apart until then. A token's result depends on the tiles it fell into by rounding alone. Rows that no token of the tile may see are not read,
-whatever they hold; NaN in any other row reaches every token of the tile, which may be more than saw it, but never
-fewer.
+queries are transformed, and the sum once at its end; the window's is kept apart until then. A token's result depends on
+the tiles it fell into by rounding alone. Rows that no token of the tile may see are not read, whatever they hold; NaN
+in any other row reaches every token of the tile, which may be more than saw it, but never fewer.
 
 Selected entries can be read in two ways: as masked tiles of all visible ones, or gathered row by row. Time of gathering
 over time of masking, by visible entries over top-k (``bench kernels --only attend``, one core of an AVX-512 Xeon,
