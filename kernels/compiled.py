@@ -25,9 +25,10 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import llvmlite.binding
+import numpy as np
 import torch
 from llvmlite import ir
-from numba import config, njit, types
+from numba import carray, config, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
@@ -47,6 +48,26 @@ def array(x: Tensor) -> Any:
     assert x.is_contiguous(), f"a tensor of strides {x.stride()}"
     raw = _RAW.get(x.dtype)
     return (x if raw is None else x.view(raw)).numpy().reshape(-1)  # numpy's reshape is the cheaper one
+
+
+def address(x: Tensor | None) -> int:
+    """Where the numbers of a contiguous tensor lie, 0 for None: for `numbers`, and quicker than `array`.
+
+    The caller keeps the tensor.
+    """
+    assert x is None or x.is_contiguous(), f"a tensor of strides {x.stride()}"
+    return 0 if x is None else x.data_ptr()
+
+
+@intrinsic
+def _pointer(typing: Any, at: Any, kind: Any) -> Any:
+    """An address as a pointer to numbers of a type."""
+    wanted = types.CPointer(kind.dtype)
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return builder.inttoptr(values[0], context.get_value_type(wanted))
+
+    return wanted(types.int64, kind), generate
 
 
 class Compiled:
@@ -107,6 +128,20 @@ def compiled(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Com
 loop: Final = njit(  # of a part, which Python never calls; compiled with what calls it
     nogil=True, error_model="numpy", boundscheck=False, no_cpython_wrapper=True, no_cfunc_wrapper=True
 )
+
+
+@loop
+def numbers(at, kind):
+    """The flat array at an `address`, of a numpy type; how long it is, is not known."""
+    return carray(_pointer(at, kind), (1 << 40,))
+
+
+@loop
+def aligned(count):
+    """A flat array of float32 zeros that begins a cache line: of vectors of 64 bytes, none then lies in two."""
+    given = np.zeros(count + 16, np.float32)
+    begin = (64 - given.ctypes.data % 64) // 4
+    return given[begin : begin + count]
 
 
 def kept(without: Collection[Any] = ()) -> bool:
@@ -213,6 +248,7 @@ def _each(typing: Any, body: Any, given: Any, work: tuple[Any, ...]) -> Any:
         module = builder.module
         part = ir.Function(module, ir.FunctionType(ir.VoidType(), [raw]), module.get_unique_name("part"))
         part.linkage = "internal"
+        part.attributes.add("noinline")  # there is one of it, for one thread and for many
         own = ir.IRBuilder(part.append_basic_block())
         total, arguments = (
             own.extract_value(own.load(own.bitcast(part.args[0], held.as_pointer())), i) for i in (0, 1)

@@ -329,6 +329,10 @@ def signed(typing: Any, x: Any, like: Any) -> Any:
     return lanes(lanes, lanes), generate
 
 
+def _where(builder: Any, predicate: str, x: Any, y: Any, yes: Any, no: Any) -> Any:
+    return builder.select(builder.fcmp_ordered(predicate, x, y), yes, no)
+
+
 @intrinsic
 def larger(typing: Any, x: Any, y: Any) -> Any:
     """The larger ones of sizes, numbers without signs: NaN is larger than all."""
@@ -449,3 +453,115 @@ def copy(typing: Any, x: Any, at: Any, count: Any, out: Any, to: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(x, types.int64, types.int64, x, types.int64), generate
+
+
+# --- softmax, and blocks of rows
+
+
+@intrinsic
+def maximum(typing: Any, x: Any, y: Any) -> Any:
+    """The larger of two numbers, lane by lane: `y` where one is NaN."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        return _where(builder, ">", *values, *values)
+
+    return lanes(lanes, lanes), generate
+
+
+@intrinsic
+def relu(typing: Any, x: Any) -> Any:
+    """0 where it is negative; NaN stays."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        zero = _constant(_F32, 0.0)
+        return _where(builder, "<", values[0], zero, zero, values[0])
+
+    return lanes(lanes), generate
+
+
+@intrinsic
+def first(typing: Any, x: Any, count: Any, other: Any) -> Any:
+    """The first `count` lanes of x, and those of `other`."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        steps = ir.Constant(ir.VectorType(_I32, WIDTH), list(range(WIDTH)))
+        mask = builder.icmp_signed("<", steps, _splat(builder, builder.trunc(values[1], _I32)))
+        return builder.select(mask, values[0], values[2])
+
+    return lanes(lanes, types.int64, lanes), generate
+
+
+@intrinsic
+def highest(typing: Any, x: Any) -> Any:
+    """The largest lane; which it is where some are NaN is open."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        (x,), width = values, WIDTH
+        while width > 1:
+            width //= 2
+            orders = (ir.Constant(ir.VectorType(_I32, width), list(range(at, at + width))) for at in (0, width))
+            parts = [builder.shuffle_vector(x, ir.Constant(x.type, ir.Undefined), order) for order in orders]
+            x = _where(builder, ">", *parts, *parts)
+        return builder.extract_element(x, _I32(0))
+
+    return types.float32(lanes), generate
+
+
+def _products(context: Any, builder: Any, vectors_of: Any, block_of: Any, first_row: Any) -> Any:
+    """Four vectors times four rows of a block: [vector 0's with each row, vector 1's, ...], as by `total`."""
+    (kind, x, begin, stride), (block_kind, block, groups), integer = vectors_of, block_of, ir.IntType(64)
+    sums = [cgutils.alloca_once(builder, _V) for _ in range(WIDTH)]
+    for one in sums:
+        builder.store(ir.Constant(_V, None), one)
+
+    def loaded(kind: Any, array: Any, index: Any) -> Any:
+        pointer = _element(context, builder, kind, array, index)
+        return builder.load(builder.bitcast(pointer, _V.as_pointer()), align=4)
+
+    with cgutils.for_range(builder, groups) as run:
+        step = builder.add(begin, builder.mul(run.index, integer(WIDTH)))
+        vectors = [loaded(kind, x, builder.add(step, builder.mul(stride, integer(i)))) for i in range(4)]
+        here = builder.add(builder.mul(run.index, integer(WIDTH * WIDTH)), builder.mul(first_row, integer(WIDTH)))
+        for i in range(4):
+            y = loaded(block_kind, block, builder.add(here, integer(i * WIDTH)))
+            for j, vector in enumerate(vectors):
+                one = sums[4 * j + i]
+                builder.store(_called(builder, "llvm.fma.v16f32", _V, vector, y, builder.load(one)), one)
+    found, group = [builder.load(one) for one in sums], WIDTH
+    while len(found) > 1:  # two vectors whose lanes are parts of `group` each become one of half as many
+        group //= 2
+        order = [s + n + i for s in range(0, WIDTH, 2 * group) for n in (0, WIDTH) for i in range(group)]
+        orders = [ir.Constant(ir.VectorType(_I32, WIDTH), [i + more for i in order]) for more in (0, group)]
+        pairs = zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True)
+        found = [builder.fadd(*(builder.shuffle_vector(*pair, part) for part in orders)) for pair in pairs]
+    return found[0]
+
+
+@intrinsic
+def dots(typing: Any, x: Any, at: Any, stride: Any, block: Any, groups: Any) -> Any:
+    """Products of four vectors, in x from `at` on and `stride` apart, with the sixteen rows of a block: four lanes.
+
+    Each adds up as by `total`. A block holds sixteen columns of every row, then the next sixteen: `groups` times.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kinds = signature.args
+        slots = cgutils.alloca_once(builder, _V, size=4)
+        with cgutils.for_range(builder, ir.IntType(64)(4)) as quad_of_rows:
+            row = builder.mul(quad_of_rows.index, ir.IntType(64)(4))
+            found = _products(context, builder, (kinds[0], *values[:3]), (kinds[3], values[3], values[4]), row)
+            builder.store(found, builder.gep(slots, [quad_of_rows.index]))
+        parts = [builder.load(builder.gep(slots, [_I32(i)])) for i in range(4)]
+
+        def shuffled(x: Any, y: Any, order: Any) -> Any:
+            return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, WIDTH), order))
+
+        vectors = []
+        for vector in range(4):
+            quad = [4 * vector + i for i in range(4)]
+            order = [*quad, *(i + WIDTH for i in quad), *quad, *(i + WIDTH for i in quad)]
+            low, high = (shuffled(*pair, order) for pair in (parts[:2], parts[2:]))
+            vectors.append(shuffled(low, high, [*range(8), *range(WIDTH, WIDTH + 8)]))
+        return context.make_tuple(builder, signature.return_type, vectors)
+
+    return types.UniTuple(lanes, 4)(x, types.int64, types.int64, block, types.int64), generate

@@ -361,6 +361,7 @@ CPU = REFERENCE._replace(
     linear=linear.cpu.linear,
     grouped_linear=linear.cpu.grouped_linear,
     experts=experts.cpu.experts,
+    pool=compress.cpu.pool,
     select=indexer.cpu.select,
     attend=attention.cpu.attend,
     attend_grouped=grouped.cpu.attend,

@@ -1,12 +1,12 @@
 """Shared-KV attention in tiles: memory does not grow with the context.
 
-Tokens are taken a few at a time. For these, keys arrive in tiles (at most two row ranges of the ring, then entries)
-and are folded into a running softmax (peak, total, accumulator, all fp32), so no logits and no gathered rows beyond
-one tile ever exist; entries in a narrow form are decoded tile by tile as well. Those that are stored under a Hadamard
-transform stay there: queries are transformed, and the sum once at its end; the window's is kept apart until then. A
-token's result depends on the tiles it fell into by rounding alone. Rows that no token of the tile may see are not read,
-whatever they hold; NaN in any other row reaches every token of the tile, which may be more than saw it, but never
-fewer.
+This is for many tokens, and for entries in a coded form: others have `kernels.attention.cpu_few`. Tokens are taken a
+few at a time. For these, keys arrive in tiles (at most two row ranges of the ring, then entries) and are folded into a
+running softmax (peak, total, accumulator, all fp32), so no logits and no gathered rows beyond one tile ever exist;
+entries in a narrow form are decoded tile by tile as well. Those that are stored under a Hadamard transform stay there:
+queries are transformed, and the sum once at its end; the window's is kept apart until then. A token's result depends on
+the tiles it fell into by rounding alone. Rows that no token of the tile may see are not read, whatever they hold; NaN
+in any other row reaches every token of the tile, which may be more than saw it, but never fewer.
 
 Selected entries can be read in two ways: as masked tiles of all visible ones, or gathered row by row. Time of gathering
 over time of masking, by visible entries over top-k (``bench kernels --only attend``, one core of an AVX-512 Xeon,
@@ -28,19 +28,21 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
+from kernels.attention.cpu_few import HEADS, attend_few, most_parts, state_of_part
+from kernels.formats.cpu_rows import readable
 from kernels.formats.rows import Rows, length, query_as_stored, read_as_stored, sum_as_read, take_as_stored, width
-from kernels.formats.stored import BasisRows, CodedRows, Slots
+from kernels.formats.stored import Slots
 from kernels.softmax import Softmax
 
+FEW = 8  # tokens up to which keys are read one by one
 ROWS = 1024  # (token, head) pairs per tile
 LOGITS = 1 << 19  # numbers in a tile of logits: 2 MiB
 KEYS = 1 << 19  # numbers in a tile of keys, shared or gathered: 2 MiB
 DENSE_UP_TO = 1.5  # visible entries over selected ones, up to which masked tiles beat gathered rows: see above
-# Of scratch: bytes of a number of a narrow entry while a tile is decoded to fp32: E4M3 through 16-bit integers; codes
+# Of scratch: bytes of a number of a narrow entry while a tile is decoded to fp32: E4M3 at once; codes
 # by word, centroid, product and code; coefficients are then joined with the rope dims.
-_DECODED = {"fp8": 10, "coded": 14, "based": 22}
+_DECODED = {"fp8": 4, "coded": 14, "based": 22}
 
 
 def attend(
@@ -60,27 +62,24 @@ def attend(
     That the entries of a row of `selected` are distinct is not checked here: gathered rows would count one that comes
     twice twice, masked tiles once.
 
-    `dense_up_to` is for tests and benchmarks, which force one of the two ways to read selected entries. Neither is
-    taken for a single token that sees no more than a tile of keys: put side by side, they have one softmax.
+    `dense_up_to` is for tests and benchmarks, which force one of the two ways to read selected entries, for a few
+    tokens too.
     """
     t, h, d = q.shape
     capacity = ring.shape[0]
     assert capacity >= window + t - 1, f"a ring of {capacity} cannot hold window {window} and {t} new tokens"
+    slots = entries if entries is None or isinstance(entries, Slots) else Slots(entries, None, 0)
+    if t <= FEW and dense_up_to == DENSE_UP_TO and (slots is None or readable(slots.rows)):
+        return attend_few(q, ring, first, window, slots, ratio, selected, sink)
     out = torch.empty_like(q)
     tokens = max(1, ROWS // h)
-    slots = Slots(ring[:0], None, 0) if entries is None else entries
-    slots = slots if isinstance(slots, Slots) else Slots(slots, None, 0)
-    if t == 1 and dense_up_to == DENSE_UP_TO:
-        few = _few_keys(ring, first, window, slots, ratio, selected)
-        if few is not None:
-            return _attend_one(q, *few, sink)
     for start in range(0, t, tokens):
         stop = min(start + tokens, t)
         scaled = q[start:stop].float() * d**-0.5
         state = _begin(scaled, sink)
         for keys, seen in _window_tiles(ring, first + start, first + stop, window, keys_per_tile(*scaled.shape)):
             _accumulate(state, scaled, keys, seen)
-        if entries is not None:
+        if slots is not None:
             rows = None if selected is None else selected[start:stop]
             _attend_as_stored(state, scaled, slots, first + start, ratio, rows, dense_up_to)
         out[start:stop] = state.values[0] / state.total[..., None]
@@ -94,6 +93,9 @@ def attend_scratch(
 
     `form` is how entries are stored: dtype, fp8, coded (`CodedRows`) or based (`BasisRows`).
     """
+    if tokens <= FEW and form in ("dtype", "fp8"):
+        state = -(-heads // HEADS) * most_parts(window, selected or entries, heads) * state_of_part(width)
+        return tokens * heads * width * item + state * 4
     rows = min(tokens, max(1, ROWS // heads))
     dense = min(entries, int(DENSE_UP_TO * selected)) if selected else entries
     queries, decoded = rows * heads * width * 4, _DECODED.get(form, 0 if item == 4 else 4)
@@ -108,56 +110,7 @@ def attend_scratch(
     inside = (2 if form in ("coded", "based") else 0) * queries  # queries and sums in the space of the codes
     if inside:
         tile = max(tile, inside + (2 * queries + width**2 * 4 if form == "based" else 0))
-    elif tokens == 1:  # see `_few_keys`
-        seen, stored = min(KEYS // width, window + (selected or entries)), item if form == "dtype" and item < 4 else 0
-        tile = max(tile, seen * (2 * width + 3 * heads) * 4 + selected * width * stored, selected * width * gathered)
     return tokens * heads * width * item + 2 * queries + inside + tile
-
-
-def _few_keys(
-    ring: Tensor, first: int, window: int, slots: Slots, ratio: int, selected: Tensor | None
-) -> tuple[Tensor, Tensor | None] | None:
-    """All keys [m, d] float32 that one token sees, and what is added to their logits ([m], None: nothing).
-
-    None where these are more than a tile, or stored in a space of their own.
-    """
-    capacity, d = ring.shape
-    if isinstance(slots.rows, CodedRows | BasisRows):
-        return None
-    seen = max(0, min((first + 1) // ratio - slots.hidden, length(slots.rows))) if ratio else 0
-    count = seen if selected is None else selected.shape[1] if seen else 0
-    if window + count > KEYS // d:
-        return None
-    low, high = max(0, first - window + 1) % capacity, first % capacity + 1
-    parts = [ring[low:high]] if low < high else [ring[low:], ring[:high]]
-    recent = sum(part.shape[0] for part in parts)
-    bias = None
-    if not count:
-        pass
-    elif selected is None:
-        parts.append(read_as_stored(slots.rows, 0, seen))
-        bias = _bias(slots, slice(0, seen))
-    else:
-        valid = (selected[0] >= 0) & (selected[0] < seen)
-        index = torch.where(valid, selected[0], 0)
-        parts.append(take_as_stored(slots.rows, index))
-        bias = torch.where(valid, 0.0 if slots.bias is None else slots.bias[index.long()], float("-inf"))
-    keys = torch.cat([part.float() for part in parts])
-    return keys, None if bias is None else functional.pad(bias, (recent, 0))
-
-
-def _attend_one(q: Tensor, keys: Tensor, bias: Tensor | None, sink: Tensor) -> Tensor:
-    """One token's softmax in one piece: q [1, h, d], keys [m, d] float32, bias [m]."""
-    scale: float = q.shape[2] ** -0.5
-    logits = (q[0].float() * scale) @ keys.T  # [h, m]
-    if bias is not None:
-        logits += bias
-    limits = torch.finfo(torch.float32)  # as in `_begin`
-    peak = torch.maximum(logits.amax(-1), sink.clamp(limits.min, limits.max))
-    mass = logits.sub_(peak[:, None]).exp_()
-    total = mass.sum(-1).add_(torch.exp(sink - peak))
-    out: Tensor = ((mass @ keys) / total[:, None]).to(q.dtype)
-    return out[None]
 
 
 def keys_per_tile(t: int, h: int, d: int) -> int:

@@ -14,7 +14,7 @@ a group was rounded down to half of what the scale allows, and then all values o
 import torch
 from torch import Tensor
 
-from kernels.formats import basis_rows, coded_rows, codes
+from kernels.formats import basis_rows, coded_rows, cpu_rows, rows_reference
 from kernels.formats.groups import INDEX_GROUP, KV_GROUP
 from kernels.formats.stored import BasisRows, CodedRows, Fp4Keys, Fp8Entries, Fp8Keys, Rows
 from kernels.quantise.reference import E2M1_MAX, E4M3_MAX, power_of_two_scale, quantise_fp8, round_e2m1
@@ -213,22 +213,9 @@ def _between(rows: Rows, low: int, high: int) -> Rows:
 def _decoded(rows: Rows) -> Tensor:
     """All of `rows`; of a tensor itself."""
     match rows:
-        case Fp8Entries(values, rope, scale):
-            nope = values.shape[1]
-            out = torch.empty(rows.shape, dtype=torch.float32, device=values.device)
-            torch.mul(
-                codes.e4m3(values).unflatten(1, (-1, KV_GROUP)),
-                codes.e8m0(scale[:, : nope // KV_GROUP])[..., None],
-                out=out[:, :nope].unflatten(1, (-1, KV_GROUP)),
-            )
-            out[:, nope:] = rope
-            return out
-        case Fp8Keys(values, scale):
-            return codes.e4m3(values).mul_(scale[:, None])
-        case Fp4Keys(packed, scale):
-            out = codes.e2m1(packed)
-            out.unflatten(1, (-1, INDEX_GROUP)).mul_(codes.e8m0(scale)[..., None])
-            return out
+        case Fp8Entries() | Fp8Keys() | Fp4Keys():
+            compiled = rows[0].device.type == "cpu"
+            return cpu_rows.decoded(rows) if compiled else rows_reference.decode(rows)
         case CodedRows():
             return coded_rows.read(rows, 0, rows.shape[0])
         case BasisRows():

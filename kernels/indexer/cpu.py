@@ -4,9 +4,10 @@
 and its entry are packed into one int64 whose order is "higher score, then lower entry". All packed values differ, the
 k largest are therefore unique, and any top-k of them is the exact answer.
 
-Entries come in ascending order: once k of them are held, only a score above the least of these can enter, and in a long
-context few are. So only what passes that comparison is packed and merged. And where the processor multiplies 8-bit
-integers natively, a call of many tokens scores in fp32 only those entries that `index_bound` cannot rule out.
+A few tokens keep all their scores: `kernels.indexer.cpu_few`. Of more, entries come in ascending order: once k of them
+are held, only a score above the least of these can enter, and in a long context few are. So only what passes that
+comparison is packed and merged. And where the processor multiplies 8-bit integers natively, a call of many tokens
+scores in fp32 only those entries that `index_bound` cannot rule out.
 """
 
 from collections.abc import Iterator
@@ -15,10 +16,13 @@ import torch
 from torch import Tensor
 
 from kernels.formats import rows
+from kernels.formats.cpu_rows import readable
 from kernels.formats.rows import Rows
 from kernels.indexer import bound as index_bound
 from kernels.indexer.bound import Queries, Scratch
+from kernels.indexer.cpu_few import columns, select_few
 
+FEW = 8  # tokens up to which all scores are kept
 ROWS = 1024  # (token, head) pairs per tile
 PER_HEAD = 1 << 18  # numbers in a tile of per-head scores: 1 MiB, which stays in a core's L2
 KEYS = 1 << 18  # numbers in a tile of keys: 1 MiB in fp32
@@ -46,12 +50,14 @@ def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, 
 
     A NaN score leaves open which entries its row selects; they are visible and distinct all the same.
     """
-    q = rows.query_as_stored(keys, q)
-    t, h, d = q.shape
     n = rows.length(keys)
+    bounded = _bounded(*q.shape, n, k, q.device)
+    if q.shape[0] <= FEW and not bounded and readable(keys):
+        return select_few(q, head_weights, keys, first, ratio, k)
+    q = rows.query_as_stored(keys, q)
+    t, h, _ = q.shape
     width = min(k, n)
     out = torch.empty(t, width, dtype=torch.int32, device=q.device)
-    bounded = _bounded(t, h, d, n, k, q.device)
     tokens = max(1, (BOUNDED_ROWS if bounded else ROWS) // h)
     for start in range(0, t, tokens):
         stop = min(start + tokens, t)
@@ -83,11 +89,14 @@ def select_scratch(
     comparisons, as where scores come in no particular order; else all do.
     """
     rows, result = min(tokens, max(1, ROWS // heads)), tokens * min(k, entries) * 4
+    bounded = _bounded(tokens, heads, width, entries, k, device)
+    if tokens <= FEW and not bounded and form != "coded":
+        return result + tokens * columns(entries) * 4
     if entries <= k:
         return result + rows * entries * 12
-    decoded = {"dtype": 0 if item == 4 else 4, "coded": 14}.get(form, 6)  # of a number of a key, beside those stored
+    decoded = {"dtype": 0 if item == 4 else 4, "coded": 14}.get(form, 4)  # of a number of a key, beside those stored
     work = _merging(rows, heads, width, entries, k, decoded, few_pass=few_pass)
-    if _bounded(tokens, heads, width, entries, k, device):
+    if bounded:
         many = min(tokens, max(1, BOUNDED_ROWS // heads))
         work = max(work, _bounding(many, heads, width, entries, k, decoded, few_pass=few_pass))
     return result + work

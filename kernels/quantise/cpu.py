@@ -42,7 +42,7 @@ _KINDS: Final = (types.uint16[::1], types.float32[::1])
 @loop
 def _power_of_two_scale(amax, form):
     """`kernels.quantise.reference.power_of_two_scale`."""
-    if amax < np.float32(form[0]):  # noqa: PLR1730 (NaN stays)
+    if amax < np.float32(form[0]):
         amax = np.float32(form[0])
     ratio = amax * np.float32(form[1])
     if ratio < np.float32(np.inf):

@@ -249,6 +249,28 @@ def test_an_fp8_scale_of_nan_is_not_infinite(way):
     assert way(torch.full((1, 1, 80), -1.0), torch.zeros(1, 80), 4, 1, rows, 4, None, torch.zeros(1)).isnan().all()
 
 
+def test_cpu_a_token_has_the_same_bits_among_others_and_on_any_number_of_threads():
+    before = torch.get_num_threads()
+    for h, d, n, k in ((20, 80, 700, None), (3, 16, 40, 9), (64, 128, 9000, 300), (5, 512, 3000, None)):
+        q, ring, first, window, entries, ratio, selected, sink = make(8, h, d, 24, 4 * n - 5, n, k, dtype=BF16)
+        whole = CPU.attend(q, ring, first, window, entries, ratio, selected, sink)
+        try:
+            for threads in (1, 3):
+                torch.set_num_threads(threads)
+                for i in range(8):
+                    chosen = None if selected is None else selected[i : i + 1]
+                    alone = CPU.attend(q[i : i + 1], ring, first + i, window, entries, ratio, chosen, sink)
+                    assert torch.equal(alone[0].nan_to_num(7), whole[i].nan_to_num(7))
+        finally:
+            torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("n", [64, 1000, 1985, 1986, 2048, 2049, 4100])  # with a window of 63: around 32 parts of 64
+def test_cpu_keys_of_a_token_fall_into_parts(n):
+    q, ring, first, window, entries, ratio, _, sink = make(1, 40, 48, 63, 4 * n + 1, n)
+    check(WAYS[1], (q, ring, first, window, entries, ratio, None, sink))
+
+
 @every_way
 def test_v4_rows(way):
     """One token of 512 columns, from rows of 584 bytes, in bf16."""

@@ -135,6 +135,26 @@ def test_pool_is_one_softmax_per_channel(overlap):
         assert ((ops.pool(kv, gates, *before) - exact).abs() <= 16 * ULP * exact.abs().clamp(min=1)).all()
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("n", "r", "d"), [(0, 4, 16), (1, 1, 1), (1, 4, 128), (3, 5, 33), (70, 8, 80)])
+def test_pool_of_cpu_is_that_of_the_reference(n, r, d, overlap):
+    g = torch.Generator().manual_seed(n)
+    kv, gates = (torch.randn(n, r, 2 * d, generator=g)[..., -d:] * size for size in (1, 30))  # rows lie apart
+    before = tuple(torch.randn(n, r, d, generator=g).mT.contiguous().mT for _ in range(2)) if overlap else (None, None)
+    if n > 1:
+        kv[0, 0, 0], kv[1, 0, 1], kv[1, 1, 1] = torch.nan, torch.inf, -torch.inf
+        gates[2, :, 0], gates[2, 0, 1], gates[2, 0, 2] = -torch.inf, torch.inf, torch.nan
+        gates[2, :, 3], gates[2, 0, 3] = -torch.inf, 2.0
+        gates[2, 1:, 4] = gates[2, 0, 4] - 90  # masses that are subnormal
+    if n > 1 and overlap:
+        before[1][0], before[1][2, :, 0] = -torch.inf, -torch.inf
+    ours, expected = CPU.pool(kv, gates, *before), REFERENCE.pool(kv, gates, *before)
+    assert ours.shape == (n, d)
+    assert torch.equal(ours.isnan(), expected.isnan())
+    assert n < 3 or expected[:3].isnan().any(1).all()
+    assert ((ours - expected).abs().nan_to_num(0) <= 32 * ULP * expected.abs().nan_to_num(0).clamp(min=1)).all()
+
+
 @pytest.mark.parametrize(("ratio", "series", "width"), GEOMETRY)
 @EVERY_BACKEND
 def test_entries_and_state_are_those_of_all_tokens_at_once(compress, ratio, series, width):

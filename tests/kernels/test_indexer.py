@@ -13,7 +13,7 @@ from kernels.formats import rows
 from kernels.formats.rows_reference import decode
 from kernels.formats.stored import Fp4Keys, Fp8Keys
 from kernels.indexer import bound as index_bound
-from kernels.indexer import cpu, reference
+from kernels.indexer import cpu, cpu_few, reference
 from kernels.ops import CPU, REFERENCE
 from kernels.quantise.reference import simulate_fp4
 from tests.kernels.every_backend import HAS_TRITON, every_backend, on_triton
@@ -27,6 +27,7 @@ NATIVE = pytest.mark.skipif(not index_bound.native(HERE), reason="no native prod
 SCORES = {
     "reference": reference.index_scores,
     "cpu": lambda q, weights, keys: cpu._scores(q.float(), weights, keys, 0, rows.length(keys)),
+    "cpu few": cpu_few.scores_of,
 }
 ALL_BOUNDED = {"FEW_ROWS": 0, "FEW_ENTRIES": 0, "SPARSE": 0}
 SMALL_TILES = {"KEYS": 4 * 90, "PAIRS": 40 * 64, "PENDING": 50, "BLOCK": 3, "SCORED": 60}
@@ -34,11 +35,16 @@ SMALL_TILES = {"KEYS": 4 * 90, "PAIRS": 40 * 64, "PENDING": 50, "BLOCK": 3, "SCO
 WAYS = {
     "reference": (REFERENCE.select, reference, {}),
     "cpu": (CPU.select, cpu, {}),
-    "cpu, small tiles": (CPU.select, cpu, {"PER_HEAD": 21, "FIRST": 1, "MERGED": 20}),  # k entries, then 20 numbers
+    "cpu, all as few": (CPU.select, cpu, {"FEW": 1 << 30}),
+    "cpu, small tiles": (
+        CPU.select,
+        cpu,
+        {"FEW": 0, "PER_HEAD": 21, "FIRST": 1, "MERGED": 20},
+    ),  # k entries, then 20 numbers
     "bounds": (CPU.select, cpu, ALL_BOUNDED),
     "bounds, small tiles": (CPU.select, cpu, ALL_BOUNDED | SMALL_TILES),
 }
-PICKS = ["reference", "cpu"]
+PICKS = ["reference", "cpu", "cpu few"]
 if HAS_TRITON:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
@@ -290,7 +296,9 @@ def in_order(monkeypatch):
         monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
 
 
-@ways("bounds", "triton")  # BLAS, in the other ways, sums by place: nothing says that equal keys have equal scores
+@ways(
+    "cpu, all as few", "bounds", "triton"
+)  # BLAS, in the other ways, sums by place: nothing says that equal keys have equal scores
 @pytest.mark.usefixtures("in_order")
 def test_equal_keys_are_taken_in_order(way):
     # Scores of these are not exact, so what is equal is so by the arithmetic alone.
@@ -386,7 +394,18 @@ def pick(request, monkeypatch):
     if request.param == "reference":
         monkeypatch.setattr(reference, "index_scores", lambda scores, *_: scores)
         return lambda scores, *rest: reference.select(scores, None, scores.T, *rest)
+    if request.param == "cpu few":  # a number is the score of a key that holds it: relu(x) - relu(-x)
+
+        def alone(row, first, ratio, k):
+            q, weights = torch.tensor([[[1.0], [-1.0]]]), torch.tensor([[1.0, -1.0]])
+            return cpu_few.select_few(q, weights, row[:, None], first, ratio, k)
+
+        return lambda scores, first, *rest: torch.cat(
+            [alone(row, first + i, *rest) for i, row in enumerate(scores)]
+            or [torch.zeros(0, min(rest[1], scores.shape[1])).int()]
+        )
     if request.param == "cpu":
+        monkeypatch.setattr(cpu, "FEW", 0)
         monkeypatch.setattr(cpu, "FIRST", 1)
         monkeypatch.setattr(cpu, "MERGED", 20)
 
@@ -480,6 +499,20 @@ def test_cpu_packed_scores_order_as_floats_and_both_zeros_tie():
     scores = torch.tensor([[3.0, -INF, 0.0, -0.0, 1e-45, -1e-45, INF, -2.0, 0.0, 3.0]])
     order = cpu._pack(scores, 7).argsort(descending=True)[0].tolist()
     assert order == [6, 0, 9, 4, 2, 3, 8, 5, 7, 1]
+
+
+def test_cpu_scores_of_a_few_tokens_depend_on_nothing_around_them():
+    q, weights, keys = real_numbers(8, 6, 100, 3, seed=2)  # heads and columns that fill no block
+    which = torch.randint(3, (5000,), generator=torch.Generator().manual_seed(1))
+    one = cpu_few.scores_of(q, weights, keys)
+    for threads in (1, 2, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            assert torch.equal(cpu_few.scores_of(q, weights, keys[which]), one[:, which])
+            assert torch.equal(cpu_few.scores_of(q[5:6], weights[5:6], keys[which[:17]]), one[5:6, which[:17]])
+        finally:
+            torch.set_num_threads(before)
 
 
 @NATIVE
