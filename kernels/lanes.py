@@ -553,15 +553,15 @@ def dots(typing: Any, x: Any, at: Any, stride: Any, block: Any, groups: Any) -> 
             builder.store(found, builder.gep(slots, [quad_of_rows.index]))
         parts = [builder.load(builder.gep(slots, [_I32(i)])) for i in range(4)]
 
-        def shuffled(x: Any, y: Any, order: Any) -> Any:
-            return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(_I32, WIDTH), order))
+        def shuffled(pair: Any, order: Any) -> Any:
+            return builder.shuffle_vector(*pair, ir.Constant(ir.VectorType(_I32, WIDTH), order))
 
         vectors = []
         for vector in range(4):
             quad = [4 * vector + i for i in range(4)]
             order = [*quad, *(i + WIDTH for i in quad), *quad, *(i + WIDTH for i in quad)]
-            low, high = (shuffled(*pair, order) for pair in (parts[:2], parts[2:]))
-            vectors.append(shuffled(low, high, [*range(8), *range(WIDTH, WIDTH + 8)]))
+            low, high = (shuffled(pair, order) for pair in (parts[:2], parts[2:]))
+            vectors.append(shuffled((low, high), [*range(8), *range(WIDTH, WIDTH + 8)]))
         return context.make_tuple(builder, signature.return_type, vectors)
 
     return types.UniTuple(lanes, 4)(x, types.int64, types.int64, block, types.int64), generate

@@ -33,6 +33,7 @@ from kernels import (
     swiglu,
 )
 from kernels.differential.cpu import Noise, Own, Past
+from kernels.experts.reference import Experts
 from kernels.formats.stored import Rounding, Rows, Slots, Stack, Weight, Window
 from kernels.hyper.reference import ReadStreams
 from kernels.quantise.reference import RoundIndex, RoundKv
@@ -228,6 +229,7 @@ COMPOSED: Final = {  # of other ops
     "round_kv": RoundKv,
     "round_index": RoundIndex,
     "norm_rotate": NormRotate,
+    "experts": Experts,
 }
 
 
@@ -270,7 +272,8 @@ class OpSet(_Fields):
     def _replace(self, **ops: Any) -> Self:
         new = super()._replace(**ops)
         anew = [name for name in COMPOSED if name not in ops and set(parts(name)) & set(ops)]
-        return super(OpSet, new)._replace(**{name: composed(name, new._asdict()) for name in anew})
+        made: dict[str, Any] = {name: composed(name, new._asdict()) for name in anew}
+        return super(OpSet, new)._replace(**made)
 
 
 def parts(name: str) -> tuple[str, ...]:

@@ -45,7 +45,7 @@ def attend_few(
 ) -> Tensor:  # fmt: skip
     """`kernels.attention.reference.attend` of a few tokens, in one compiled call."""
     t, h, d = q.shape
-    recent, ring = addresses(ring)
+    recent, kept = addresses(ring)
     older, rows, n, hidden, bias = recent, None, 0, 0, None
     if entries is not None:
         older, rows = addresses(entries.rows)
@@ -56,12 +56,12 @@ def attend_few(
     parts = most_parts(window, n if picks < 0 else picks, h)
     state = torch.empty(-(-h // HEADS) * parts * state_of_part(d))
     sink, out = sink.contiguous(), torch.empty(t, h, d, dtype=q.dtype)
-    queries, q = addresses(q.reshape(t * h, d))
+    queries, given = addresses(q.reshape(t * h, d))
     _attend(
-        queries, d**-0.5, recent, ring.shape[0], position, window, older, n, ratio,
+        queries, d**-0.5, recent, kept.shape[0], position, window, older, n, ratio,
         hidden, address(bias), address(selected), picks, address(sink), t, h, parts, address(state), address(out),
     )  # fmt: skip
-    del rows  # a copy lay where its address said, until now
+    del rows, given  # copies lay where their addresses said, until now
     return out
 
 

@@ -51,11 +51,11 @@ def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, 
     A NaN score leaves open which entries its row selects; they are visible and distinct all the same.
     """
     n = rows.length(keys)
-    bounded = _bounded(*q.shape, n, k, q.device)
-    if q.shape[0] <= FEW and not bounded and readable(keys):
+    t, h, d = q.shape
+    bounded = _bounded(t, h, d, n, k, q.device)
+    if t <= FEW and not bounded and readable(keys):
         return select_few(q, head_weights, keys, first, ratio, k)
     q = rows.query_as_stored(keys, q)
-    t, h, _ = q.shape
     width = min(k, n)
     out = torch.empty(t, width, dtype=torch.int32, device=q.device)
     tokens = max(1, (BOUNDED_ROWS if bounded else ROWS) // h)

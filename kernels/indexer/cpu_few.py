@@ -28,23 +28,12 @@ def select_few(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: i
     """`kernels.indexer.reference.select` of a few tokens, in one compiled call."""
     t, h, d = q.shape
     n = length(keys)
-    queries, q = addresses(q.reshape(t * h, d))
-    stored, keys = addresses(keys)
+    (queries, given), (stored, kept) = addresses(q.reshape(t * h, d)), addresses(keys)
     head_weights, out = head_weights.contiguous(), torch.empty(t, min(k, n), dtype=torch.int32)
     scores = torch.empty(t * columns(min((first + t) // ratio, n)))
     _select(queries, address(head_weights), stored, t, h, first, ratio, n, min(k, n), address(scores), address(out))
+    del given, kept  # copies lay where their addresses said, until now
     return out
-
-
-def scores_of(q: Tensor, head_weights: Tensor, keys: Rows) -> Tensor:
-    """`kernels.indexer.reference.index_scores` as `select_few` has them: [t, n] float32."""
-    t, h, d = q.shape
-    n = length(keys)
-    queries, q = addresses(q.reshape(t * h, d))
-    stored, keys = addresses(keys)
-    head_weights, scores = head_weights.contiguous(), torch.empty(t, columns(n))
-    _score_all(queries, address(head_weights), stored, t, h, n, address(scores))
-    return scores[:, :n]
 
 
 def columns(entries: int) -> int:
@@ -145,11 +134,3 @@ def _select(queries, weights, keys, tokens, heads, first, ratio, n, k, scores, o
         )  # fmt: skip
     given = (first, ratio, n, k, (most + BLOCK - 1) // BLOCK * BLOCK, scores, numbers(out, np.int32))
     each_of(_picks, tokens, np.int64(tokens - 1) * most, given)
-
-
-@compiled((KIND, _I64, KIND, _I64, _I64, _I64, _I64))
-def _score_all(queries, weights, keys, tokens, heads, count, scores):
-    _score(
-        row_arrays(queries), numbers(weights, np.float32), row_arrays(keys), tokens, heads, count,
-        numbers(scores, np.float32),
-    )  # fmt: skip

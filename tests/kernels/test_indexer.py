@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from numba import types
 
+from kernels.compiled import address, compiled, numbers
 from kernels.formats import rows
+from kernels.formats.cpu_rows import KIND, addresses, row_arrays
 from kernels.formats.rows_reference import decode
 from kernels.formats.stored import Fp4Keys, Fp8Keys
 from kernels.indexer import bound as index_bound
@@ -22,12 +25,34 @@ from tests.peak_memory import peak_bytes
 HERE = torch.device("cpu")
 NAN, INF = math.nan, math.inf
 FORMS = ("bf16", "fp32", "fp8", "fp4")
+_I64 = types.int64
 FAR = 10**6  # a position from which every entry is seen
 NATIVE = pytest.mark.skipif(not index_bound.native(HERE), reason="no native product of int8 here")
+
+
+@compiled((KIND, _I64, KIND, _I64, _I64, _I64, _I64))
+def _score_all(queries, weights, keys, tokens, heads, count, scores):
+    cpu_few._score(
+        row_arrays(queries), numbers(weights, np.float32), row_arrays(keys), tokens, heads, count,
+        numbers(scores, np.float32),
+    )  # fmt: skip
+
+
+def scores_of_few(q, head_weights, keys):
+    """`kernels.indexer.reference.index_scores` as `select_few` has them."""
+    t, h, d = q.shape
+    n = rows.length(keys)
+    (queries, given), (stored, kept) = addresses(q.reshape(t * h, d)), addresses(keys)
+    head_weights, scores = head_weights.contiguous(), torch.empty(t, cpu_few.columns(n))
+    _score_all(queries, address(head_weights), stored, t, h, n, address(scores))
+    del given, kept
+    return scores[:, :n]
+
+
 SCORES = {
     "reference": reference.index_scores,
     "cpu": lambda q, weights, keys: cpu._scores(q.float(), weights, keys, 0, rows.length(keys)),
-    "cpu few": cpu_few.scores_of,
+    "cpu few": scores_of_few,
 }
 ALL_BOUNDED = {"FEW_ROWS": 0, "FEW_ENTRIES": 0, "SPARSE": 0}
 SMALL_TILES = {"KEYS": 4 * 90, "PAIRS": 40 * 64, "PENDING": 50, "BLOCK": 3, "SCORED": 60}
@@ -504,13 +529,13 @@ def test_cpu_packed_scores_order_as_floats_and_both_zeros_tie():
 def test_cpu_scores_of_a_few_tokens_depend_on_nothing_around_them():
     q, weights, keys = real_numbers(8, 6, 100, 3, seed=2)  # heads and columns that fill no block
     which = torch.randint(3, (5000,), generator=torch.Generator().manual_seed(1))
-    one = cpu_few.scores_of(q, weights, keys)
+    one = scores_of_few(q, weights, keys)
     for threads in (1, 2, 3):
         before = torch.get_num_threads()
         torch.set_num_threads(threads)
         try:
-            assert torch.equal(cpu_few.scores_of(q, weights, keys[which]), one[:, which])
-            assert torch.equal(cpu_few.scores_of(q[5:6], weights[5:6], keys[which[:17]]), one[5:6, which[:17]])
+            assert torch.equal(scores_of_few(q, weights, keys[which]), one[:, which])
+            assert torch.equal(scores_of_few(q[5:6], weights[5:6], keys[which[:17]]), one[5:6, which[:17]])
         finally:
             torch.set_num_threads(before)
 
