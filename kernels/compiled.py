@@ -19,7 +19,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterable
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -117,7 +118,9 @@ class Compiled:
         self.code.disable_compile()
 
 
-Wanted: TypeAlias = tuple[Compiled, tuple[Any, ...]]
+Signature: TypeAlias = tuple[Any, ...]
+Wanted: TypeAlias = dict[Compiled, list[Signature]]
+Wants: TypeAlias = Callable[[str, Signature], bool]  # whether a run calls a function, by its name, with these types
 
 
 def compiled(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Compiled]:
@@ -144,19 +147,19 @@ def aligned(count):
     return given[begin : begin + count]
 
 
-def kept(without: Collection[Any] = ()) -> bool:
+def kept(wants: Wants) -> bool:
     """Whether all that `prepare` makes ready is on disk already."""
     where = folder()
-    return where is not None and _mark(where, _wanted(without)).exists()
+    return where is not None and _mark(where, _wanted(wants)).exists()
 
 
-def prepare(without: Collection[Any] = ()) -> None:
-    """Compile everything, or read it from disk, but for what takes arguments of the types `without`.
+def prepare(wants: Wants) -> None:
+    """Compile what a run may call, or read it from disk: of each function the types that it `wants`.
 
-    What is not on disk is compiled by several processes at once, as LLVM in one of them has one thread. Who else wants
-    the same waits for it.
+    What is not on disk is compiled by several processes at once, as numba has one thread in each. Who else wants the
+    same waits for it.
     """
-    wanted, where = _wanted(without), folder()
+    wanted, where = _wanted(wants), folder()
     if where is not None:
         with (where / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -164,50 +167,51 @@ def prepare(without: Collection[Any] = ()) -> None:
             if not mark.exists():
                 _compile_in_processes(wanted)
                 mark.touch()
-    for one, signature in wanted:
-        one.compile([signature])
+    for one, signatures in wanted.items():
+        one.compile(signatures)
 
 
-def _compile_in_processes(wanted: list[Wanted]) -> None:
-    """Leave compiled code on disk; all types of a function by one process, as numba keeps one list of them."""
-    functions = sorted({one for one, _ in wanted}, key=lambda one: (-len(one.signatures), one.name))
-    count = min(PROCESSES, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-    places = [
-        [(one.function.__module__, one.function.__name__, one.signatures.index(signature)) for one, signature in wanted
-         if one in functions[process::count]]
-        for process in range(count)
-    ]  # fmt: skip
-    program = (
-        "import json, sys; path, *found = json.load(sys.stdin); sys.path[:] = path;"
-        " import kernels.compiled; kernels.compiled.compile_only(found)"
-    )
-    running = [
-        subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, text=True)  # noqa: S603
-        for _ in places
-    ]
-    for process, found in zip(running, places, strict=True):
-        assert process.stdin is not None, "a pipe was asked for"
-        with process.stdin as pipe:
-            json.dump([sys.path, *found], pipe)
-    for process in running:
-        process.wait()  # what one left undone is compiled by who called
+def _compile_in_processes(wanted: Wanted) -> None:
+    """Leave compiled code on disk. Each process takes the next function that none has taken, what is long first."""
+    numbers = {one: [one.signatures.index(signature) for signature in own] for one, own in wanted.items()}
+    order = sorted(wanted, key=lambda one: -len(numbers[one]) * Path(one.function.__code__.co_filename).stat().st_size)
+    functions = [(one.function.__module__, one.function.__name__, numbers[one]) for one in order]
+    program = "import json, sys; path, *rest = json.load(open(sys.argv[1])); sys.path[:] = path;"
+    program += " import kernels.compiled; kernels.compiled.compile_free(*rest)"
+    with tempfile.TemporaryDirectory() as taken:
+        task = Path(taken) / "task.json"
+        task.write_text(json.dumps([sys.path, taken, functions]))
+        count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        command = [sys.executable, "-c", program, str(task)]
+        for process in [subprocess.Popen(command) for _ in range(min(count, PROCESSES))]:  # noqa: S603
+            process.wait()  # what one leaves undone is compiled by who called
 
 
-def compile_only(found: list[tuple[str, str, int]]) -> None:
-    """In a process of its own: compile functions, by module, name and number of the signature."""
-    for module, name, number in found:
+def compile_free(taken: str, functions: Sequence[tuple[str, str, Sequence[int]]]) -> None:
+    """In a process of its own: compile functions, by module, name and numbers of signatures, that none has taken."""
+    for module, name, numbers in functions:
+        try:
+            Path(taken, f"{module}.{name}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
         one: Compiled = getattr(importlib.import_module(module), name)
-        one.compile([one.signatures[number]])
+        one.compile([one.signatures[number] for number in numbers])
 
 
-def _wanted(without: Collection[Any]) -> list[Wanted]:
-    return [(one, signature) for one in _ALL for signature in one.signatures if not set(signature) & set(without)]
+def signatures(name: str) -> tuple[Signature, ...]:
+    """All types of a function."""
+    return next(one.signatures for one in _ALL if one.name == name)
 
 
-def _mark(where: Path, wanted: list[Wanted]) -> Path:
+def _wanted(wants: Wants) -> Wanted:
+    found = {one: [signature for signature in one.signatures if wants(one.name, signature)] for one in _ALL}
+    return {one: signatures for one, signatures in found.items() if signatures}
+
+
+def _mark(where: Path, wanted: Wanted) -> Path:
     """A file that says that these are there, compiled for the processor that LLVM finds here."""
     processor = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten()
-    told = repr([processor, [(one.name, signature) for one, signature in wanted]])
+    told = repr([processor, [(one.name, signatures) for one, signatures in wanted.items()]])
     return where / hashlib.sha256(told.encode()).hexdigest()[:16]
 
 

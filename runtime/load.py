@@ -2,24 +2,20 @@
 
 import hashlib
 import platform
-import sys
 import zlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Generic, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from kernels import compiled
-from kernels.formats.cpu import FORMS
 from kernels.ops import CPU, Ops
 from model.architectures import Config, Model
 from model.arithmetic import Arithmetic
 from model.checkpoint.census import Census
 from model.checkpoint.census import census as v4_census
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.tensor_mapping import Form
 from model.checkpoint.weights import Weights, fingerprint, headers_digest, open_weights
 from model.config import ModelConfig
 from model.errors import CheckpointError, ConfigError
@@ -34,13 +30,13 @@ from model.ranks.ranks import ALONE, Group, Ranks, evenly
 from model.transformer import Transformer
 from runtime.arithmetic import arithmetic, cache_formats
 from runtime.kv import check_bases, variants
+from runtime.loops import prepare_loops
 from runtime.memory import check_fits
 from runtime.options import RunOptions, checked_config
 from runtime.plan.planner import Planner
 from runtime.sharding import ShardingPlan, sharding_plan
 
 M = TypeVar("M")
-COMPILING: Final = 20  # seconds, on two cores
 
 
 class Loaded(NamedTuple, Generic[M]):
@@ -57,19 +53,6 @@ class Loaded(NamedTuple, Generic[M]):
 LoadedV4: TypeAlias = Loaded[Transformer]
 LoadedLlama: TypeAlias = Loaded[LlamaTransformer]
 AnyLoaded: TypeAlias = Loaded[Transformer] | Loaded[LlamaTransformer]
-
-
-def prepare_loops(forms: Collection[Form], *, say: bool) -> None:
-    """Compile what a CPU runs of a checkpoint with weights in these forms; nothing is compiled after the load.
-
-    `say`: on stderr, where that is not on disk already and takes long.
-    """
-    without = [kind for name, kind in FORMS.items() if name not in {form.name for form in forms}]
-    if say and not compiled.kept(without):
-        where = compiled.folder()
-        after = f"kept in {where}" if where else "anew in each run, as no folder for them can be written"
-        print(f"compiling loops for this processor, about {COMPILING} s, {after}", file=sys.stderr, flush=True)
-    compiled.prepare(without)
 
 
 def check_device(device: str) -> None:
@@ -143,7 +126,7 @@ def _load(
     counted = _census(checkpoint, config, str(directory))
     device = torch.device(options.device)
     if device.type == "cpu":
-        prepare_loops(set(counted.by_form) | {Form.F32}, say=group.rank == 0)
+        prepare_loops(counted, options.dtype, say=group.rank == 0)
     sharding = sharding_plan(config, group.size)
     ranks = Ranks(group, sharding.ranks[group.rank], options.dispatch)
     follow(ranks)
