@@ -38,6 +38,7 @@ _RAW: Final = {  # what numba has no name for, by the integers that `lanes.load`
     torch.bfloat16: torch.uint16, torch.float16: torch.int16, torch.int8: torch.uint8,
     torch.float8_e4m3fn: torch.uint8, torch.float8_e8m0fnu: torch.uint8,
 }  # fmt: skip
+_KEPT: Final = "compiled_array"  # the attribute of a tensor
 _OPENMP: Final = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 ALONE: Final = 1 << 15  # numbers that one thread reads in the time in which others wake
 PROCESSES: Final = 8  # at most, that compile
@@ -49,6 +50,18 @@ def array(x: Tensor) -> Any:
     assert x.is_contiguous(), f"a tensor of strides {x.stride()}"
     raw = _RAW.get(x.dtype)
     return (x if raw is None else x.view(raw)).numpy().reshape(-1)  # numpy's reshape is the cheaper one
+
+
+def kept_array(x: Tensor) -> Any:
+    """`array` of a parameter, or of what all layers of a call share: made once, and kept with the tensor."""
+    found = getattr(x, _KEPT, None)
+    if found is None:
+        # of a view, as the array holds what it is made of, and this tensor the array
+        if not x.is_contiguous():
+            return array(x.contiguous())  # a copy of its own time
+        found = array(x.view(-1))
+        setattr(x, _KEPT, found)
+    return found
 
 
 def address(x: Tensor | None) -> int:

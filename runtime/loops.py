@@ -29,21 +29,16 @@ def prepare_loops(census: Census, dtype: str, *, say: bool) -> None:
 
 
 def wanted(census: Census, dtype: str) -> compiled.Wants:
-    """Which functions a run calls, and with which types: of its forms of weights, and of activations in its dtype.
-
-    Dense weights are multiplied in both dtypes: the gate, the compressors and the head are fp32 whatever the run is.
-    """
+    """Which functions a run calls, and with which types: of its forms of weights, and of activations in its dtype."""
     forms = {name: mapping.form for name, mapping in census.mappings.items() if name.endswith(".weight")}
     held = {_kind(form) for form in forms.values()}
     routed = {_kind(form) for name, form in forms.items() if ".ffn.experts." in name}
-    dense = {FORMS["BF16"], FORMS["F16"], FORMS["F32"]}
 
     def wants(name: str, signature: compiled.Signature) -> bool:
         weights = [kind for kind in signature if kind in _KINDS]
         if any(kind not in (routed if name.endswith("_experts") else held) for kind in weights):
             return False
-        twin = _TWINS[dtype]
-        return twin not in signature or bool(dense & set(weights)) or not _paired(name, signature, twin)
+        return _TWINS[dtype] not in signature or not _paired(name, signature, _TWINS[dtype])
 
     return wants
 

@@ -13,7 +13,7 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each, loop, moved
+from kernels.compiled import array, compiled, each, kept_array, loop, moved
 from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
 from kernels.lanes import (
@@ -34,9 +34,6 @@ from kernels.lanes import (
 
 ZERO: Final = np.float32(0)
 BYTES: Final = 16  # that `load_pairs` takes: 32 columns, two groups of NVFP4
-
-
-_KEPT: Final = "compiled_arrays"  # the attribute of a weight's tensor
 
 
 class DenseArrays(NamedTuple):
@@ -81,24 +78,16 @@ FORMS: Final = {name: types.BaseTuple.from_types(*planes) for name, planes in _A
 
 
 def arrays(weight: Weight) -> Arrays:
-    """Return a weight as compiled loops take it; of one whose rows lie apart a copy.
-
-    What is made of tensors that stay where they are is kept with them: a token asks for it at every product.
-    """
-    found: Arrays | None = getattr(weight.data, _KEPT, None)
-    if found is None:
-        match type(weight)(*(plane.contiguous() for plane in weight)):
-            case Dense(data):
-                found = DenseArrays(array(data))
-            case Fp8(data, scale):
-                found = Fp8Arrays(array(data), array(scale))
-            case Fp4(data, scale):
-                found = Fp4Arrays(array(data), array(scale))
-            case NvFp4(data, scale, _):
-                found = NvFp4Arrays(array(data), array(scale))
-        if all(plane.is_contiguous() for plane in weight):
-            setattr(weight.data, _KEPT, found)
-    return found
+    """Return a weight as compiled loops take it; of one whose rows lie apart a copy."""
+    match weight:
+        case Dense(data):
+            return DenseArrays(kept_array(data))
+        case Fp8(data, scale):
+            return Fp8Arrays(kept_array(data), kept_array(scale))
+        case Fp4(data, scale):
+            return Fp4Arrays(kept_array(data), kept_array(scale))
+        case NvFp4(data, scale, _):
+            return NvFp4Arrays(kept_array(data), kept_array(scale))
 
 
 def decode_rows(weight: Weight, first: int, out: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each_of, loop
+from kernels.compiled import array, compiled, each_of, kept_array, loop
 
 _INT, _F32, _IDS = types.int64, types.float32[::1], types.int64[::1]
 
@@ -58,7 +58,7 @@ def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, T
     t, experts = logits.shape
     assert k <= experts, f"{k} of {experts} experts"
     ids, weights = torch.empty(t, k, dtype=torch.int64), torch.empty(t, k)
-    _route(array(logits.contiguous()), array(bias), t, experts, k, scale, array(ids), array(weights))
+    _route(array(logits.contiguous()), kept_array(bias), t, experts, k, scale, array(ids), array(weights))
     return ids, weights
 
 

@@ -12,7 +12,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each_of, loop
+from kernels.compiled import array, compiled, each_of, kept_array, loop
 from kernels.lanes import at_least, exp, fma, load, load_some, load_splat, splat, store, store_some, total
 from kernels.norm.cpu import NONE, norm_row
 
@@ -242,7 +242,7 @@ def hyper_weights(
     assert fn.shape == ((2 + s) * s, s * d), f"fn is {tuple(fn.shape)}, want [{(2 + s) * s}, {s * d}]"
     pre, post, comb = torch.empty(t, s), torch.empty(t, s), torch.empty(t, s, s)
     _read(
-        x, t, s, d, array(fn), len(fn), array(scale), array(base), iterations, eps, norm_eps,
+        x, t, s, d, kept_array(fn), len(fn), kept_array(scale), kept_array(base), iterations, eps, norm_eps,
         array(pre), array(post), array(comb), NONE, 0.0, x[:0],
     )  # fmt: skip
     return pre, post, comb
@@ -260,7 +260,7 @@ def head_weights(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, eps: 
     assert fn.shape == (s, s * d), f"fn is {tuple(fn.shape)}, want [{s}, {s * d}]"
     pre = torch.empty(t, s)
     _read(
-        x, t, s, d, array(fn), s, array(scale), array(base), 0, eps, norm_eps,
+        x, t, s, d, kept_array(fn), s, kept_array(scale), kept_array(base), 0, eps, norm_eps,
         array(pre), NONE, NONE, NONE, 0.0, x[:0],
     )  # fmt: skip
     return pre
@@ -297,8 +297,9 @@ def read_streams(
     x = torch.empty(t, d, dtype=streams.dtype)
     pre, post, comb = torch.empty(t, s), torch.empty(t, s), torch.empty(t, s, s)
     _read(
-        array(streams.contiguous()), t, s, d, array(fn), len(fn), array(scale), array(base), iterations, eps, norm_eps,
-        array(pre), array(post), array(comb), array(norm), norm_out_eps, array(x),
+        array(streams.contiguous()), t, s, d, kept_array(fn), len(fn), kept_array(scale), kept_array(base),
+        iterations, eps, norm_eps,
+        array(pre), array(post), array(comb), kept_array(norm), norm_out_eps, array(x),
     )  # fmt: skip
     return x, pre, post, comb
 

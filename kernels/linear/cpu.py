@@ -13,7 +13,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each, loop
+from kernels.compiled import address, array, compiled, each, each_of, loop, numbers
 from kernels.formats.cpu import FORMS, arrays, convert, decode_part, decode_rows, lay_out, row_times
 from kernels.formats.stored import Dense, NvFp4, Weight
 from kernels.lanes import fma, load, load_splat, splat, store
@@ -23,7 +23,7 @@ SOME = 48  # tokens up to which eight rows are
 TILE: Final = 1 << 18  # weights of a decoded tile: 1 MiB of fp32
 SIDE: Final = 16  # tokens side by side
 PART: Final = 512  # columns of eight rows that are decoded at once: 16 KiB
-_INT, _F32, _KINDS = types.int64, types.float32[::1], (types.uint16[::1], types.float32[::1])
+_INT, _F32 = types.int64, types.float32[::1]
 
 
 @loop
@@ -34,14 +34,21 @@ def _few_rows(low, high, weight, rows, columns, x, tokens, groups, factor, out):
             out[t * rows + row] = row_times(weight, row, columns, x, at) * np.float32(factor)
 
 
-@compiled(*((form, _INT, _INT, x, _INT, _INT, types.float64, x) for form in FORMS.values() for x in _KINDS))
-def _few(weight, rows, columns, x, tokens, groups, factor, out):
-    """``out[t, r] = factor W[r] . x[t, group of r]``."""
+@compiled(*((form, _INT, _INT, _INT, _INT, _INT, types.float64, types.boolean, _INT) for form in FORMS.values()))
+def _few(weight, rows, columns, x, tokens, groups, factor, narrow, out):
+    """``out[t, r] = factor W[r] . x[t, group of r]``; x and out lie at addresses, in bfloat16 where `narrow`."""
     laid, wide = np.empty(tokens * groups * columns, np.float32), np.empty(tokens * rows, np.float32)
-    for vector in range(tokens * groups):
-        lay_out(weight, x, vector * columns, columns, laid)
-    each(_few_rows, rows, (weight, rows, columns, laid, tokens, groups, factor, wide))
-    convert(wide, 0, tokens * rows, out, 0)
+    for at in range(0, tokens * groups * columns, columns):
+        if narrow:
+            lay_out(weight, numbers(x, np.uint16), at, columns, laid)
+        else:
+            lay_out(weight, numbers(x, np.float32), at, columns, laid)
+    given = (weight, rows, columns, laid, tokens, groups, factor, wide)
+    each_of(_few_rows, rows, rows * columns * tokens, given)
+    if narrow:
+        convert(wide, 0, tokens * rows, numbers(out, np.uint16), 0)
+    else:
+        convert(wide, 0, tokens * rows, numbers(out, np.float32), 0)
 
 
 @loop
@@ -120,8 +127,9 @@ def _rows_of_few(x: Tensor, weight: Weight, groups: int) -> Tensor:
     t, (height, columns) = x.shape[0], weight.shape
     assert x.shape[-1] == columns, f"x is {tuple(x.shape)}, want columns of the weight {columns}"
     out = torch.empty(t, height, dtype=x.dtype)
-    factor = float(weight.global_scale) if isinstance(weight, NvFp4) else 1.0
-    _few(arrays(weight), height, columns, array(x.contiguous()), t, groups, factor, array(out))
+    factor, x = float(weight.global_scale) if isinstance(weight, NvFp4) else 1.0, x.contiguous()
+    narrow = x.dtype == torch.bfloat16
+    _few(arrays(weight), height, columns, address(x), t, groups, factor, narrow, address(out))
     return out
 
 

@@ -5,7 +5,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each_of, loop
+from kernels.compiled import array, compiled, each_of, kept_array, loop
 from kernels.lanes import fma, load, load_some, splat, store, store_some, total
 
 NONE = np.empty(0, np.float32)  # a weight that there is none of
@@ -51,7 +51,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Scale rows to unit mean square: `kernels.norm.reference.rms_norm`."""
     x, columns = x.contiguous(), x.shape[-1]
     out = torch.empty_like(x)
-    factors = NONE if weight is None else array(weight.contiguous())
+    factors = NONE if weight is None else kept_array(weight)
     _norm(array(x), x.numel() // max(1, columns), columns, factors, eps, array(out))
     return out
 

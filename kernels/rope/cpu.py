@@ -4,7 +4,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each_of, loop
+from kernels.compiled import array, compiled, each_of, kept_array, loop
 from kernels.lanes import apart, copy, interleaved, load, load_some, store, store_some
 from kernels.norm.cpu import NONE, norm_row
 from kernels.quantise.cpu import E4M3, FORM, round_row
@@ -54,7 +54,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     assert 2 * half <= width, f"{half} pairs in {width} columns"
     x = x.contiguous()
     out = torch.empty_like(x)
-    _rotate(array(x), t, width, heads, array(cos.contiguous()), array(sin.contiguous()), half, array(out))
+    _rotate(array(x), t, width, heads, kept_array(cos), kept_array(sin), half, array(out))
     return out
 
 
@@ -81,10 +81,10 @@ def norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: 
     assert 2 * half <= width, f"{half} pairs in {width} columns"
     assert not kv_group or (width - 2 * half) % kv_group == 0, f"{width - 2 * half} columns in groups of {kv_group}"
     x = x.contiguous()
-    out, factors = torch.empty_like(x), NONE if weight is None else array(weight.contiguous())
+    out, factors = torch.empty_like(x), NONE if weight is None else kept_array(weight)
     _norm_rotate(
         array(x), x.shape[0], width, heads, factors, eps,
-        array(cos.contiguous()), array(sin.contiguous()), half, kv_group, E4M3, array(out),
+        kept_array(cos), kept_array(sin), half, kv_group, E4M3, array(out),
     )  # fmt: skip
     return out
 

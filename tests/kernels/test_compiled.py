@@ -1,0 +1,170 @@
+"""Compiled loops: how they are dealt to threads, kept on disk and refused, and the numbers that lanes hold."""
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from numba import types
+
+from kernels import compiled, lanes
+
+ROOT = Path(__file__).parents[2]
+F32, U32 = types.float32[::1], types.uint32[::1]
+THREADS = pytest.mark.parametrize("threads", [1, 2, 3])
+
+
+@compiled.loop
+def _mark(low, high, out, by):
+    for i in range(low, high):
+        out[i] += by
+
+
+@compiled.compiled((F32, types.float32))
+def mark_all(out, by):
+    compiled.each(_mark, len(out), (out, by))
+
+
+@compiled.compiled((F32, types.float32, types.int64))
+def mark_some(out, by, work):
+    compiled.each_of(_mark, len(out), work, (out, by))
+
+
+@compiled.compiled((F32, F32))
+def exponentials(x, out):
+    for i in range(0, len(x), 16):
+        lanes.store(out, i, lanes.exp(lanes.load(x, i)))
+
+
+@compiled.compiled((F32, types.uint16[::1]))
+def narrowed(x, out):
+    for i in range(0, len(x), 16):
+        lanes.store(out, i, lanes.load(x, i))
+
+
+@compiled.compiled((F32, F32))
+def totals(x, out):
+    for i in range(len(out)):
+        out[i] = lanes.total(lanes.load(x, 16 * i))
+
+
+@pytest.fixture
+def on(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    yield threads
+    torch.set_num_threads(before)
+
+
+@THREADS
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 1000])
+def test_every_item_is_dealt_once(on, count):
+    out = np.zeros(count, np.float32)
+    mark_all(out, 3.0)
+    mark_some(out, 4.0, 0)
+    mark_some(out, 5.0, 1 << 40)
+    assert (out == 12).all()
+
+
+def test_other_types_than_those_compiled_for_are_refused():
+    with pytest.raises(TypeError):
+        mark_all(np.zeros(4), 1.0)
+
+
+def test_exponentials_are_within_two_ulp_and_keep_what_is_not_finite():
+    x = torch.cat(
+        (torch.linspace(-104, 89, 160_000), torch.tensor([0.0, -0.0, 1e-30, -87.4, -103.9, 88.7, 88.8, -1e38] * 2))
+    )
+    out = torch.empty_like(x)
+    exponentials(x.numpy(), out.numpy())
+    exact = x.double().exp()
+    held = exact < torch.finfo(torch.float32).max
+    step = torch.nextafter(exact[held].float(), torch.tensor(np.inf)).double() - exact[held].float().double()
+    assert ((out[held].double() - exact[held]).abs() <= 2 * step).all()
+    assert out[~held].isinf().all()
+    odd = torch.tensor([np.nan, np.inf, -np.inf, 1000.0, -1000.0, 0.0] + [0.0] * 10)
+    exponentials(odd.numpy(), out.numpy())
+    assert out[0].isnan()
+    assert out[1:6].tolist() == [np.inf, 0.0, np.inf, 0.0, 1.0]
+
+
+def test_bfloat16_is_rounded_as_torch_rounds_it():
+    """Random bits, and each number half way between two of bfloat16, with its neighbours."""
+    words = torch.randint(-(1 << 31), 1 << 31, (1 << 20,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    halves = ((torch.arange(1 << 16) << 16) + 0x8000).to(torch.int32)
+    x = torch.cat((words, halves, halves - 1, halves + 1)).view(torch.float32)
+    out = torch.empty(len(x), dtype=torch.bfloat16)
+    narrowed(x.numpy(), out.view(torch.uint16).numpy())
+    expected, nan = x.bfloat16(), x.isnan()
+    assert torch.equal(out.isnan(), nan)
+    assert torch.equal(out[~nan].view(torch.int16), expected[~nan].view(torch.int16))
+
+
+def test_lanes_add_up_in_halves():
+    x = np.array([2.0**24, *([1.0] * 7), -(2.0**24), *([1.0] * 7)], np.float32)
+    out = np.zeros(1, np.float32)
+    totals(x, out)
+    parts = x
+    while len(parts) > 1:
+        parts = parts[: len(parts) // 2] + parts[len(parts) // 2 :]
+    assert out[0] == parts[0] == 14.0
+
+
+def test_an_array_that_is_kept_with_a_tensor_lets_it_go():
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.ones(64, dtype=dtype)
+        first = compiled.kept_array(x)
+        assert compiled.kept_array(x) is first
+        x[3] = 2
+        assert np.shares_memory(first, compiled.array(x))
+        gone = weakref.ref(x)
+        del x, first
+        gc.collect()
+        assert gone() is None
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from kernels import compiled
+from kernels.norm.cpu import rms_norm
+compiled.folder.cache_clear()
+print(compiled.folder())
+print(rms_norm(torch.full((1, 32), 3.0), None, 0.0)[0, 0].item())
+"""
+
+
+def test_without_a_folder_that_can_be_written_loops_run_all_the_same(tmp_path):
+    """The project's folder and the user's are read-only here, as far as the program can tell."""
+    blocked = "import pathlib\ndef no(*a, **k): raise OSError('read-only')\npathlib.Path.mkdir = no\n"
+    environment = os.environ | {"HOME": str(tmp_path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", blocked + PROGRAM, str(ROOT)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
+    assert ran.stdout.split() == ["None", "1.0"]
+
+
+def test_code_is_kept_under_a_name_that_changes_with_any_source(monkeypatch):
+    compiled.folder.cache_clear()
+    before = compiled.folder()
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b" " * (path.name == "lanes.py"))
+    compiled.folder.cache_clear()
+    try:
+        assert before is not None
+        assert compiled.folder() != before
+        compiled.folder().joinpath("writable").unlink()
+        compiled.folder().rmdir()
+    finally:
+        monkeypatch.undo()
+        compiled.folder.cache_clear()

@@ -1,0 +1,49 @@
+"""What is compiled before a run is all that the run calls, and the first run says what it waits for."""
+
+import pytest
+import torch
+
+from kernels import compiled
+from model.checkpoint.checkpoint import Checkpoint
+from runtime import loops
+from runtime.load import _census, load_any, read_any_config
+from runtime.options import DEMO, RunOptions
+
+
+def ready():
+    return {one.name: len(one.missing) for one in compiled._ALL}
+
+
+@pytest.mark.parametrize(("numerics", "dtype"), [("deployed", "bf16"), ("plain", "fp32")])
+@pytest.mark.parametrize("formats", [{}, {"entry_format": "fp8", "key_format": "fp4"}])
+def test_nothing_is_compiled_after_the_load(numerics, dtype, formats, monkeypatch):
+    """Functions that other tests have compiled count as not ready."""
+    if formats and numerics == "plain":
+        formats = {}
+    for one in compiled._ALL:
+        monkeypatch.setattr(one, "missing", list(one.signatures))
+        monkeypatch.setattr(one, "code", None)
+    model = load_any(DEMO, RunOptions(numerics, dtype, **formats)).model
+    before = ready()
+    state = model.new_state(400, 300)
+    tokens = torch.arange(340) % model.config.vocab_size
+    for part in (tokens[:300], *tokens[300:304].split(2), *tokens[304:].split(1)):
+        model.logits(model(part, state)[-1:])
+    assert ready() == before
+    assert 0 < sum(before.values()) < sum(len(one.signatures) for one in compiled._ALL)
+
+
+def test_a_first_run_says_what_it_does_and_a_second_does_not(tmp_path, monkeypatch, capfd):
+    census = _census(Checkpoint.open(DEMO), read_any_config(DEMO, RunOptions()), "demo")
+    monkeypatch.setattr(compiled, "folder", lambda: tmp_path)
+    monkeypatch.setattr(compiled, "_compile_in_processes", lambda wanted: None)
+    monkeypatch.setattr(compiled.Compiled, "compile", lambda self, signatures: None)
+    loops.prepare_loops(census, "bf16", say=True)
+    assert capfd.readouterr().err.startswith("compiling loops for this processor")
+    loops.prepare_loops(census, "bf16", say=True)
+    assert capfd.readouterr().err == ""
+    loops.prepare_loops(census, "fp32", say=False)
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(compiled, "folder", lambda: None)
+    loops.prepare_loops(census, "bf16", say=True)
+    assert "anew in each run" in capfd.readouterr().err
