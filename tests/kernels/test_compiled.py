@@ -16,7 +16,6 @@ from kernels import compiled, lanes
 
 ROOT = Path(__file__).parents[2]
 F32, U32 = types.float32[::1], types.uint32[::1]
-THREADS = pytest.mark.parametrize("threads", [1, 2, 3])
 
 
 @compiled.loop
@@ -54,16 +53,17 @@ def totals(x, out):
 
 
 @pytest.fixture
-def on(threads):
+def on_threads(request):
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    yield threads
+    torch.set_num_threads(request.param)
+    yield
     torch.set_num_threads(before)
 
 
-@THREADS
+@pytest.mark.usefixtures("on_threads")
+@pytest.mark.parametrize("on_threads", [1, 2, 3], indirect=True)
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 1000])
-def test_every_item_is_dealt_once(on, count):
+def test_every_item_is_dealt_once(count):
     out = np.zeros(count, np.float32)
     mark_all(out, 3.0)
     mark_some(out, 4.0, 0)

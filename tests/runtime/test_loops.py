@@ -36,8 +36,8 @@ def test_nothing_is_compiled_after_the_load(numerics, dtype, formats, monkeypatc
 def test_a_first_run_says_what_it_does_and_a_second_does_not(tmp_path, monkeypatch, capfd):
     census = _census(Checkpoint.open(DEMO), read_any_config(DEMO, RunOptions()), "demo")
     monkeypatch.setattr(compiled, "folder", lambda: tmp_path)
-    monkeypatch.setattr(compiled, "_compile_in_processes", lambda wanted: None)
-    monkeypatch.setattr(compiled.Compiled, "compile", lambda self, signatures: None)
+    monkeypatch.setattr(compiled, "_compile_in_processes", lambda _: None)
+    monkeypatch.setattr(compiled.Compiled, "compile", lambda *_: None)
     loops.prepare_loops(census, "bf16", say=True)
     assert capfd.readouterr().err.startswith("compiling loops for this processor")
     loops.prepare_loops(census, "bf16", say=True)
