@@ -20,7 +20,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -42,7 +43,9 @@ _KEPT: Final = "compiled_array"  # the attribute of a tensor
 _OPENMP: Final = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 ALONE: Final = 1 << 15  # numbers that one thread reads in the time in which others wake
 PROCESSES: Final = 8  # at most, that compile
+Reader: TypeAlias = Callable[[int, int], None]  # of an address and a number of bytes
 _ALL: Final[list["Compiled"]] = []
+_readers: Final[list[Reader]] = []
 
 
 def array(x: Tensor) -> Any:
@@ -69,8 +72,38 @@ def address(x: Tensor | None) -> int:
 
     The caller keeps the tensor.
     """
-    assert x is None or x.is_contiguous(), f"a tensor of strides {x.stride()}"
-    return 0 if x is None else x.data_ptr()
+    if x is None:
+        return 0
+    assert x.is_contiguous(), f"a tensor of strides {x.stride()}"
+    if _readers:
+        note_read(x)
+    return x.data_ptr()
+
+
+@contextmanager
+def reading(note: Reader) -> Iterator[None]:
+    """Inside the ``with``, tell of all memory that compiled loops are given, as torch cannot see what they read."""
+    _readers.append(note)
+    try:
+        yield
+    finally:
+        _readers.remove(note)
+
+
+def watched() -> bool:
+    """Whether anybody wants to know what is read."""
+    return bool(_readers)
+
+
+def note_read(*given: Any) -> None:
+    """Tell of tensors and arrays that a loop is given, also of those inside of tuples."""
+    for x in given:
+        if isinstance(x, tuple):
+            note_read(*x)
+        elif isinstance(x, Tensor | np.ndarray):
+            at = x.data_ptr() if isinstance(x, Tensor) else x.ctypes.data
+            for note in _readers:
+                note(at, x.nbytes)
 
 
 @intrinsic
@@ -103,6 +136,8 @@ class Compiled:
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
+        if _readers:
+            note_read(*args)
         try:
             return self.code(*args)
         except TypeError:

@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, Self
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from kernels import compiled
 from kernels.formats.stored import Dense, Weight
 from model.cache.layers import LayerCache
 from model.checkpoint.census import Census
@@ -169,6 +170,7 @@ _METADATA = {
     "data_ptr",
     "element_size",
     "is_contiguous",
+    "numpy",
     "empty_like",
     "zeros_like",
     "ones_like",
@@ -180,7 +182,7 @@ _METADATA = {
 
 
 class Reads(TorchFunctionMode):
-    """Inside the ``with``, note the bytes of watched tensors that are operands of torch's functions.
+    """Inside the ``with``, note the bytes of watched tensors that are operands of torch's functions or compiled loops.
 
     A call whose result lies in the operand's own memory is a view and reads nothing; what is done with the view does.
     An operand counts whole, from its first byte to its last: a row gathered from a table is a read of the table.
@@ -217,17 +219,30 @@ class Reads(TorchFunctionMode):
                     self._note(operand)
         return result
 
+    def __enter__(self) -> Self:
+        """Watch, and what compiled loops are given too."""
+        self._compiled = compiled.reading(self._note_range)
+        self._compiled.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """Watch no longer."""
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._compiled.__exit__(None, None, None)
+
     def _note(self, operand: Tensor) -> None:
-        if operand.numel() == 0:
-            return
-        start = operand.data_ptr()
+        if operand.numel() > 0:
+            reach = sum((n - 1) * step for n, step in zip(operand.shape, operand.stride(), strict=True)) + 1
+            self._note_range(operand.data_ptr(), reach * operand.element_size())
+
+    def _note_range(self, start: int, nbytes: int) -> None:
         i = bisect_right(self._starts, start) - 1
         if i < 0:
             return
         name, low = self._names[i], start - self._starts[i]
-        reach = sum((n - 1) * step for n, step in zip(operand.shape, operand.stride(), strict=True)) + 1
         if low < self._nbytes[name]:
-            self._ranges[name].add((low, min(low + reach * operand.element_size(), self._nbytes[name])))
+            self._ranges[name].add((low, min(low + nbytes, self._nbytes[name])))
 
     def share(self, name: str) -> float:
         """How much of a watched tensor was read, 0 .. 1."""

@@ -10,7 +10,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each, loop
+from kernels.compiled import array, compiled, each, loop, note_read, watched
 from kernels.experts.reference import Experts
 from kernels.formats.cpu import FORMS, arrays, lay_out, placed, row_times
 from kernels.formats.groups import LINEAR_GROUP
@@ -47,6 +47,10 @@ def experts(
     )
     ordered, slots = ids.sort(dim=1)
     out = torch.empty(t, hidden)
+    if watched():
+        note_read(
+            *(member(w, e - first) for w in (w1, w3, w2) for e in ids.flatten().tolist() if 0 <= e - first < members(w))
+        )
     _experts(
         arrays(up), arrays(down), *_places(w1), *_places(w3), *_places(w2), array(ordered), first,
         array(weights.gather(1, slots)), array(x.float()), t, k, hidden, inner, limit, group, x.dtype == torch.bfloat16,

@@ -1,4 +1,4 @@
-"""`compare-transformers` and `performance`: Fathom beside Hugging Face transformers, on the same files."""
+"""`compare-transformers`: Fathom beside Hugging Face transformers, on the same files."""
 
 import argparse
 import importlib
@@ -70,7 +70,7 @@ def beside(args: argparse.Namespace) -> Iterator[Case]:
     * *peak memory*: the peak resident set, mapped files included, which the system could take back; *not file-backed*:
       the peak of what no file backs, looked at every 20 ms.
 
-    Fathom alone is run once at each context; parts of prefill and decode, by a clock around every op, are in ms/token.
+    Fathom alone is run once at each of --ours-only; parts, by a clock around every op, are in ms/token.
 
     Logits after the prompt and after each decoded token are held side by side in every pair: the relative difference of
     the median row is at most 0.1, of every row at most 0.5, or nothing is timed.
@@ -87,9 +87,10 @@ def beside(args: argparse.Namespace) -> Iterator[Case]:
             sides = {side: partial(measured, run) for side, run in runs.items()}
             table, asked = f"Beside transformers in {args.theirs_dtype}", WANTED.get(n, {}) | WANTED_ANYWHERE
             yield Case(table, f"{n} tokens", sides, Rounds.exactly(args.pairs), apart, asked, warm=False)
-        parts = args.name == "performance"
-        contexts = sorted({*args.ours_only, *(args.context if parts else ())})
-        runs = {f"{n} tokens": Run(OURS, model, n, args.our_chunk, *sizes, thp=paged, parts=parts) for n in contexts}
+        runs = {
+            f"{n} tokens": Run(OURS, model, n, args.our_chunk, *sizes, thp=paged, parts=True)
+            for n in sorted({*args.ours_only})
+        }
         if runs:
             sides = {context: partial(measured, run) for context, run in runs.items()}
             yield Case("Fathom alone", "after", sides, Rounds.exactly(1), warm=False, compared=False)

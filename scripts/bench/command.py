@@ -103,10 +103,10 @@ READ: Final = (
 )  # fmt: skip
 PERFORMANCE: Final = (
     _flag(
-        "--layers", "two layers of V4-Flash, as `make_checkpoint --layers 2,3` writes them", required=True,
+        "--layers", "two layers of V4-Flash, as `make_checkpoint --layers 2,3` writes them",
         action=Reads, metavar="DIR",
     ),
-    _flag("--before", "the commit to compare this folder with", required=True, metavar="COMMIT"), CHECKPOINT, SEED,
+    _flag("--before", "the commit to compare this folder with", metavar="COMMIT"), CHECKPOINT, SEED,
     _count("threads", (1, 2)), _count("tokens", (64, 512, 4096)), _count("decode", 16), _count("pairs", 5),
     _count("context", (1024, 8192)), _count("our-chunk", 2048),
     _flag("--theirs-dtype", "in which transformers computes", choices=DTYPES, default="fp32"),

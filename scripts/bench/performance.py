@@ -69,6 +69,8 @@ def performance(args: argparse.Namespace) -> Iterator[Case]:
     Sides take turns, each run in a process of its own, files in the page cache; those of --before are run from a
     worktree that git makes. Parts are by a clock around every op.
     """
+    if args.layers is None or args.before is None:
+        raise ConfigError("want --layers, a folder that `make_checkpoint --layers 2,3` made, and --before, a commit")
     transformers()
     rounds, steps = Rounds.exactly(args.pairs), args.decode
     with worktree(args.before) as (before, commit), checkpoint(args.checkpoint, args.seed) as middle:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from kernels.ops import CPU
 from kernels.shard import cpu as shard
 from model.errors import ConfigError
 from probes.child import ChildError
-from runtime.options import DEMO
-from scripts.bench import alone, beside, caches, command, gains, ops, page, record, turns
+from runtime.load import load_any
+from runtime.options import DEMO, RunOptions
+from scripts.bench import alone, beside, caches, command, ops, page, performance, record, turns
 from scripts.bench.command import main
 from scripts.bench.turns import OTHER, Case, Clock, Rounds, Spread, component, constant, near, ratios, timed
 from scripts.cli import arguments, run
@@ -182,16 +184,16 @@ def test_kernels_measures_what_is_asked_for_and_says_what_it_ran(tmp_path, monke
 
 def test_the_command_names_folders_of_this_repository_whole_and_others_by_their_last_part(tmp_path):
     for folder, told in ((DEMO, "model/demo"), (tmp_path / "mine", "mine")):
-        args = arguments(command.parser(), ["gains", "--before", "x", "--checkpoint", str(folder)])
+        args = arguments(command.parser(), ["compare-transformers", "--checkpoint", str(folder)])
         assert record.settings(args)["checkpoint"] == told
-        assert args.command_line == f"python -m scripts.bench gains --before x --checkpoint {told}"
+        assert args.command_line == f"python -m scripts.bench compare-transformers --checkpoint {told}"
 
 
 def test_pages_of_settings_that_make_another_page_have_names_of_their_own():
     for name, settings, told in (
-        ("performance", {"theirs_dtype": "bf16"}, "performance"),
-        ("performance", {"theirs_dtype": "fp32"}, "performance-fp32"),
-        ("gains", {"numerics": "deployed"}, "cpu-gains-deployed"),
+        ("compare-transformers", {"theirs_dtype": "bf16"}, "beside-transformers"),
+        ("compare-transformers", {"theirs_dtype": "fp32"}, "beside-transformers-fp32"),
+        ("performance", {}, "performance"),
         ("gpu", {}, "gpu"),
     ):
         assert page.page_name(command.BENCHES[name], settings) == told
@@ -240,7 +242,7 @@ def test_both_sides_run_and_compute_the_same(tiny, tmp_path, monkeypatch):
     out = tmp_path / "out.json"
     flags = ["--context", "200", "--chunk", "64", "--our-chunk", "128", "--decode", "2", "--ours-only", "200"]
     files = ["--checkpoint", str(tiny), "--json", str(out), "--out", str(tmp_path)]
-    assert main(["performance", *flags, "--pairs", "1", *files]) == 0
+    assert main(["compare-transformers", *flags, "--pairs", "1", *files]) == 0
     pair, lone = json.loads(out.read_text(encoding="utf-8"))["rows"]
     assert pair["sides"] == ["Fathom", "transformers"]
     for found in pair["rounds"][0].values():
@@ -259,7 +261,7 @@ def test_both_sides_run_and_compute_the_same(tiny, tmp_path, monkeypatch):
             assert {f"{kind}: {part}" for part in kinds - {"pool"}} < parts.keys()
             assert parts[f"{kind}: all"] == pytest.approx(found[whole], rel=0.3)
             assert sum(parts.values()) == pytest.approx(2 * parts[f"{kind}: all"])
-    text = (tmp_path / "performance.md").read_text(encoding="utf-8")
+    text = (tmp_path / "beside-transformers.md").read_text(encoding="utf-8")
     assert "of 2 targets are reached" in text
     assert str(tmp_path) not in text
 
@@ -400,28 +402,63 @@ def test_load_is_timed_cold_and_warm_beside_reading_the_files(tmp_path, monkeypa
         assert "none" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_a_worktree_has_the_files_of_its_commit_and_goes_again(capsys):
-    with gains.worktree("HEAD") as (folder, commit):
+def test_a_worktree_has_the_files_of_its_commit_and_goes_again():
+    with performance.worktree("HEAD") as (folder, commit):
         assert (folder / "model" / "config.py").is_file()
         assert len(commit) == 40
     listed = subprocess.run(["git", "worktree", "list"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert str(folder) not in listed
-    assert run(lambda: main(["gains", "--before", "no-such-commit", "--checkpoint", str(DEMO)])) == 2
-    assert capsys.readouterr().err == "--before no-such-commit: git knows no such commit here\n"
+    with pytest.raises(ConfigError, match="--before no-such-commit: git knows no such commit here"):
+        performance.worktree("no-such-commit").__enter__()
 
 
-def test_a_profile_is_of_the_code_of_its_folder_and_covers_the_whole_run(tmp_path):
-    asked = {"context": 40, "decode": 2, "chunk": 32, "threads": 1, "numerics": "deployed", "seed": 0}
-    found = gains.call(gains.profile, ROOT, DEMO, asked)
-    for kind in ("prefill", "decode"):
-        parts = {"all", "linear", "attend, CSA", "attend, HCA", "select", "checks", OTHER}
-        assert {f"{kind}: {part}" for part in parts} <= found.keys()
-        assert all(ms > 0 for name, ms in found.items() if name.startswith(kind))
+def test_a_profile_is_of_the_code_of_its_folder_and_covers_the_whole_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(performance, "BEFORE_DECODE", 40)
+    asked = {"kind": "decode", "threads": 1, "decode": 2, "head": True, "seed": 0}
+    found = performance.call(performance.profile, ROOT, DEMO, asked)
+    parts = {"all", "linear", "attend, CSA", "attend, HCA", "select", "experts", OTHER}
+    assert {f"token: {part}" for part in parts} <= found.keys()
+    assert all(ms > 0 for name, ms in found.items() if name.startswith("token"))
+    assert found["tokens/s"] == pytest.approx(1e3 / found[performance.TOKEN])
+    found = performance.call(performance.profile, ROOT, DEMO, asked | {"kind": 24})
+    assert 0 < found["call, s"] <= found["call: all"] / 1e3
     (tmp_path / "kernels").mkdir()
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "__init__.py").write_text("raise ValueError('another commit')")
+    (tmp_path / "kernels" / "__init__.py").write_text("raise ValueError('another commit')")
     with pytest.raises(ChildError, match="ValueError: another commit"):
-        gains.call(gains.profile, tmp_path, DEMO, asked)
+        performance.call(performance.profile, tmp_path, DEMO, asked)
+
+
+def test_a_floor_is_the_bytes_of_a_token_or_what_a_call_multiplies(monkeypatch):
+    """The demo: of its experts' bytes a token reads its share, by counting tensors."""
+    monkeypatch.setattr(performance, "reading", lambda: 1e9)
+    monkeypatch.setattr(performance, "multiplying", lambda: 1e30)
+    loaded = load_any(DEMO, RunOptions())
+    config, held = loaded.model.config, loaded.held
+    routed = sum(size for name, size in held.items() if ".experts." in name and "shared" not in name)
+    others = sum(size for name, size in held.items() if "embed" not in name and name != "head.weight") - routed
+    share = config.num_experts_per_tok / config.n_routed_experts
+    found = performance.floor(DEMO, "decode")
+    assert found[performance.TOKEN] == pytest.approx((others + routed * share) / 1e6, rel=1e-6)
+    assert found[performance.HEAD] == pytest.approx(held["head.weight"] / 1e6)
+    many = performance.floor(DEMO, 10_000)["call, s"]
+    assert many == pytest.approx((others + routed) / 1e9)
+    monkeypatch.setattr(performance, "multiplying", lambda: 1e9)
+    assert performance.floor(DEMO, 20_000)["call, s"] == pytest.approx(2 * performance.floor(DEMO, 10_000)["call, s"])
+
+
+def test_the_estimate_is_the_layers_of_the_whole_over_two(monkeypatch):
+    monkeypatch.setattr(performance, "_token_bytes", lambda _: 2e9)
+    monkeypatch.setattr(performance, "_head_bytes", lambda _: 1e9)
+
+    def row(case, **measures):
+        rounds = [{performance.OURS: measures}]
+        return {"table": "Two layers of V4-Flash, 1 thread", "case": case, "rounds": rounds}
+
+    token = {performance.TOKEN: 100.0, performance.HEAD: 50.0}
+    rows = [row(f"after {performance.BEFORE_DECODE} tokens", **token), row("a call of 512", **{"call, s": 4.0})]
+    (told,) = performance.performance_tables(SimpleNamespace(threads=[1], layers=DEMO), rows)
+    assert [cells[2] for cells in told["rows"]] == ["2.2 s", "0.137 s", "86 s", "5.38 s"]
+    assert "44 GB are read" in told["rows"][1][1]
 
 
 # --- caches

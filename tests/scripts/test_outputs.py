@@ -131,7 +131,7 @@ def files(tmp_path, monkeypatch):
         (memory_db, ("ingest", "--text", "x", "--out", DEMO / "x"), f"lies in the model's directory {DEMO}"),
         (
             bench,
-            ("gains", "--before", "x", "--checkpoint", DEMO, "--json", DEMO / "config.json"),
+            ("compare-transformers", "--checkpoint", DEMO, "--json", DEMO / "config.json"),
             "the model's directory",
         ),
         (evaluate, ("--text", "prompt", "--json", DEMO / "config.json"), f"lies in the model's directory {DEMO}"),
@@ -148,7 +148,7 @@ def files(tmp_path, monkeypatch):
         (train_demo, ("--out", "."), ".: exists and is not empty"),
         (train_coda, (DEMO, "--out", "."), ".: exists and is not empty"),
         (train_coda, (DEMO, "--out", "x", "--page", "y"), "--page y: want a name that ends in .md"),
-        (bench, ("gains", "--before", "x", "--checkpoint", "."), ".: exists and is not empty"),
+        (bench, ("compare-transformers", "--checkpoint", "."), ".: exists and is not empty"),
     ],
 )
 def test_no_output_is_an_input_another_output_or_in_the_models_directory(files, capsys, main, flags, says):
@@ -177,7 +177,9 @@ def test_every_path_says_what_is_done_with_it():
     for parser in parsers():
         for action in parser._actions:
             assert action.type is not Path or isinstance(action, paths.ACTIONS), f"{parser.prog} {action.dest}"
-    assert {"bench gains checkpoint json", "evaluate text out", "plan config json"} <= {pair.id for pair in PAIRS}
+    assert {"bench compare-transformers checkpoint json", "evaluate text out", "plan config json"} <= {
+        pair.id for pair in PAIRS
+    }
 
 
 def refusal(parser, *given):
