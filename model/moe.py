@@ -4,18 +4,16 @@ The gate says which experts each token goes to: in the first layers a table by t
 """
 
 from functools import cached_property
-from typing import Final
 
 from torch import Tensor
 
 from kernels.formats.stored import Apart, Dense, Stack, Weight, member
+from kernels.linear.cpu import FEW
 from model.arithmetic import Arithmetic
 from model.call import Call
 from model.checkpoint.weights import Weights
 from model.config import ModelConfig
 from model.ranks.dispatch import Dispatch
-
-FEW: Final = 4  # tokens of a call up to which a CPU takes their experts together
 
 
 class Gate:

@@ -123,7 +123,7 @@ def _planned(path: Path, options: RunOptions, memory: int) -> Model:
 
 def _planner(config: ModelConfig, counted: Census, options: RunOptions, ranks: int) -> Planner:
     """Of the first rank, which needs the most."""
-    return Planner(config, counted, sharding_plan(config, ranks), options, 0, planned(options, config))
+    return Planner(config, counted, sharding_plan(config, ranks), options, 0, planned(options))
 
 
 def _findings(model: Model, options: RunOptions) -> Iterator[Finding]:

@@ -20,22 +20,25 @@ def op_set(name: str, options: RunOptions, config: Config) -> Ops:
             _check_reference(options, config)
             return REFERENCE
         case "cpu":
+            if options.device != "cpu":
+                raise ConfigError(f"--ops cpu: its loops are compiled for a CPU; --device {options.device} has triton")
             return CPU
         case "triton":
-            _check_triton(options, config)
-            from kernels.triton_ops import TRITON  # noqa: PLC0415 (Triton is not on every platform that runs without it)
+            if options.device != "cuda":
+                raise ConfigError(f"--ops triton: Triton's kernels need --device cuda, not {options.device}")
+            from kernels.triton_ops import TILES, TRITON  # noqa: PLC0415 (Triton is not on every platform)
 
-            return TRITON
+            full = all(isinstance(variant, Full) for variant in cache_formats(options, config).variants)
+            return TRITON if full else TILES
     raise AssertionError(f"op set {name!r}, want one of {OP_SETS}")
 
 
-def planned(options: RunOptions, config: Config) -> str:
-    """The name of the op set that a plan is of: the device's usual one, or CPU, where that one does not run it.
+def planned(options: RunOptions) -> str:
+    """The name of the op set that a plan is of, the device's usual one.
 
     ConfigError where a plan needs Triton, beside whose kernels it is said what they take, and there is none.
     """
-    full = all(isinstance(variant, Full) for variant in cache_formats(options, config).variants)
-    name = usual(options.device) if full and options.coda_adapters is None else CPU.name
+    name = usual(options.device)
     if name == "triton" and importlib.util.find_spec("triton") is None:
         raise ConfigError(f"--device {options.device}: its plan is of Triton's kernels, and there is no Triton")
     return name
@@ -45,13 +48,3 @@ def _check_reference(options: RunOptions, config: Config) -> None:
     grouped = {str(variant) for variant in cache_formats(options, config).variants if isinstance(variant, Grouped)}
     if grouped:
         raise ConfigError(f"--ops reference: has no attention of its own for --kv {min(grouped)}; --ops cpu has")
-
-
-def _check_triton(options: RunOptions, config: Config) -> None:
-    if options.device != "cuda":
-        raise ConfigError(f"--ops triton: Triton's kernels need --device cuda, not {options.device}")
-    other = {str(variant) for variant in cache_formats(options, config).variants if not isinstance(variant, Full)}
-    if other:
-        raise ConfigError(f"--ops triton: does not run --kv {min(other)}; --ops cpu does")
-    if options.coda_adapters is not None:
-        raise ConfigError("--ops triton: does not run --coda-adapters; --ops cpu does")

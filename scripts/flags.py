@@ -194,7 +194,7 @@ def add_threads(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--threads",
         type=positive,
-        help="on a CPU (default: 1 for a small model, whose ops are slower with more; for others the cores that are free)",
+        help="on a CPU (default: 1 for a small model, whose ops are slower with more; else the cores that are free)",
     )
 
 

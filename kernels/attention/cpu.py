@@ -69,7 +69,7 @@ def attend(
     capacity = ring.shape[0]
     assert capacity >= window + t - 1, f"a ring of {capacity} cannot hold window {window} and {t} new tokens"
     slots = entries if entries is None or isinstance(entries, Slots) else Slots(entries, None, 0)
-    if t <= FEW and dense_up_to == DENSE_UP_TO and (slots is None or readable(slots.rows)):
+    if t <= FEW and dense_up_to == DENSE_UP_TO and readable(ring if slots is None else slots.rows):
         return attend_few(q, ring, first, window, slots, ratio, selected, sink)
     out = torch.empty_like(q)
     tokens = max(1, ROWS // h)

@@ -37,10 +37,10 @@ KIND: Final = types.UniTuple(types.int64, 8)  # `RowArrays` with addresses for a
 
 
 def readable(rows: Rows) -> bool:
-    """Whether compiled loops read this form."""
+    """Whether compiled loops read rows in this form, where they are."""
     if isinstance(rows, Tensor):
-        return rows.dtype in {torch.bfloat16, torch.float32}
-    return isinstance(rows, Fp8Entries | Fp8Keys | Fp4Keys)
+        return rows.device.type == "cpu" and rows.dtype in {torch.bfloat16, torch.float32}
+    return isinstance(rows, Fp8Entries | Fp8Keys | Fp4Keys) and rows[0].device.type == "cpu"
 
 
 def addresses(rows: Rows) -> tuple[tuple[int, ...], Rows]:

@@ -23,6 +23,7 @@ from model.llama.config import LlamaConfig
 from model.ranks.ranks import SPLIT_FROM, AxisShard, dispatched, evenly, undivided
 from model.state import layer_caches
 from runtime.arithmetic import cache_formats
+from runtime.op_sets import op_set
 from runtime.options import RunOptions
 from runtime.plan import llama, v4
 from runtime.plan.call import Call, Moment
@@ -88,9 +89,7 @@ class Planner:
             assert isinstance(config, LlamaConfig), "other models have none"
             size = adapters_nbytes(Path(options.coda_adapters), config, sharding.ranks[rank])
             self.weights[WeightKind.ADAPTERS] = Weights(size, own=size)
-        ops = CPU
-        if backend == "triton":
-            from kernels.triton_ops import TRITON as ops  # noqa: PLC0415 (Triton is not on every platform)
+        ops = op_set(backend, options, config) if backend == "triton" else CPU
         self.call = Call(
             ops=ops,
             matrices=matrices(census, sharding, rank),

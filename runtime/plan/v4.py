@@ -6,8 +6,8 @@ runtime needs that makes them at once.
 
 from kernels.formats import basis_rows
 from kernels.hyper.reference import ReadStreams
+from kernels.linear.cpu import FEW
 from model.config import LayerKind, ModelConfig
-from model.moe import FEW
 from model.ranks.ranks import CHECKED, KEPT
 from model.rope import rotated_as
 from model.variants.choice import Coda, Shard

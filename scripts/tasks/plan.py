@@ -114,13 +114,13 @@ def ranked(subject: Subject, options: RunOptions, ranks: int) -> list[Planner]:
     if options.coda_adapters is not None:
         assert isinstance(subject.config, LlamaConfig), "other models have none"
         check_adapters(Path(options.coda_adapters), subject.config, variants(options.kv, subject.config))
-    config, sharding, backend = subject.config, sharding_plan(subject.config, ranks), planned(options, subject.config)
+    config, sharding, backend = subject.config, sharding_plan(subject.config, ranks), planned(options)
     return [Planner(config, subject.counted, sharding, options, rank, backend) for rank in range(ranks)]
 
 
 def by_ranks(subject: Subject, options: RunOptions) -> Iterator[tuple[int, Planner]]:
     """Numbers of ranks that the model can be on, and the planner of the first one, which needs the most."""
-    backend = planned(options, subject.config)
+    backend = planned(options)
     for ranks in RANKS if options.device == "cuda" else (1,):
         try:
             sharding = sharding_plan(subject.config, ranks)

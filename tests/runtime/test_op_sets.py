@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels.ops import CPU, REFERENCE, Ops, backend, noted
-from kernels.triton_ops import TRITON
+from kernels.triton_ops import TILES, TRITON
 from model.choices import OP_SETS
 from model.config import ModelConfig
 from model.errors import ConfigError
@@ -21,35 +21,39 @@ CONFIG = ModelConfig.from_file(DEMO / "config.json")
 
 def test_each_name_is_its_op_set():
     assert op_set("reference", RunOptions(), CONFIG) is REFERENCE
-    assert op_set("cpu", RunOptions(device="cuda"), CONFIG) is CPU
+    assert op_set("reference", RunOptions(device="cuda"), CONFIG) is REFERENCE
+    assert op_set("cpu", RunOptions(), CONFIG) is CPU
     assert op_set("triton", RunOptions(device="cuda"), CONFIG) is TRITON
-    assert [op_set(name, RunOptions(device="cuda"), CONFIG).name for name in OP_SETS] == list(OP_SETS)
+    assert set(OP_SETS) == {"reference", "cpu", "triton"}
 
 
-def test_triton_is_the_usual_way_on_a_gpu_and_nowhere_else():
+def test_each_device_has_its_usual_op_set_and_refuses_the_others():
     assert (usual("cpu"), usual("cuda")) == ("cpu", "triton")
     with pytest.raises(ConfigError, match=r"--ops triton: .* --device cuda, not cpu"):
         op_set("triton", RunOptions(), CONFIG)
+    with pytest.raises(ConfigError, match=r"--ops cpu: .* --device cuda has triton"):
+        op_set("cpu", RunOptions(device="cuda"), CONFIG)
+
+
+def test_no_op_of_a_gpu_is_compiled_for_a_cpu():
+    """What torch runs in tiles asks where its tensors are; nothing else of the backend `cpu` is there."""
+    tiles = {"attend", "select", "attend_grouped", "attend_banks", "attend_codes"}
+    for ops in (TRITON, TILES):
+        assert {name for name, op in ops._asdict().items() if name != "name" and backend(op) == "cpu"} <= tiles
 
 
 @pytest.mark.parametrize("rule", ["hca=coda", "csa=shard:bits=4"])
-def test_forms_without_kernels_are_refused_before_anything_is_loaded(rule):
-    options = RunOptions(device="cuda", kv=(rule,))
-    with pytest.raises(ConfigError, match=f"--ops triton: does not run --kv {rule.split('=')[1]}"):
-        op_set("triton", options, CONFIG)
-    assert op_set("cpu", options, CONFIG) is CPU
+def test_forms_that_kernels_cannot_read_are_read_in_tiles(rule):
+    assert op_set("triton", RunOptions(device="cuda", kv=(rule,)), CONFIG) is TILES
 
 
-def test_variants_of_grouped_heads_and_adapters_are_refused_too():
+def test_variants_of_grouped_heads_and_adapters_run_too():
     llama = LlamaConfig.from_json(LLAMA_3_1_8B, "as published")
-    for options in (
-        RunOptions("plain", device="cuda", kv=("all=coda",)),
-        RunOptions("plain", device="cuda", kv=("all=shard:rank=16",)),
-        RunOptions("plain", device="cuda", coda_adapters="adapters.safetensors"),
-    ):
-        with pytest.raises(ConfigError, match=r"--ops triton: does not run --(kv|coda-adapters)"):
-            op_set("triton", options, llama)
-    assert op_set("triton", RunOptions("plain", device="cuda"), llama) is TRITON
+    for rule in ("all=coda", "all=shard:rank=16"):
+        assert op_set("triton", RunOptions("plain", device="cuda", kv=(rule,)), llama) is TILES
+    adapted = RunOptions("plain", device="cuda", coda_adapters="adapters.safetensors")
+    for options in (adapted, RunOptions("plain", device="cuda")):
+        assert op_set("triton", options, llama) is TRITON
 
 
 @pytest.mark.parametrize("rule", ["all=coda", "all=shard:rank=16"])
@@ -75,7 +79,7 @@ def test_every_op_has_the_parameters_that_the_protocol_names(ops):
 def test_every_op_has_a_backend():
     assert {backend(op) for op in REFERENCE[1:-2]} == {"reference"}
     assert backend(CPU.attend) == "cpu"
-    assert backend(CPU.pool) == "reference"
+    assert backend(CPU.rotate_halves) == "reference"
     assert backend(TRITON.attend) == "triton"
     assert {backend(op) for op in TRITON[1:]} <= {"triton", "cpu", "reference"}
     assert backend(test_each_name_is_its_op_set) == __name__
@@ -87,8 +91,8 @@ def test_ops_note_that_they_ran_and_stay_equal_to_what_they_were():
     assert ops == CPU
     assert ops._replace(select=TRITON.select) != CPU
     ops.rms_norm(torch.ones(1, 4), None, 1e-6)
-    ops.pool(torch.ones(1, 2, 4), torch.ones(1, 2, 4), None, None)
-    assert ran == {"rms_norm": "cpu", "pool": "reference"}
+    ops.rotate_halves(torch.ones(1, 1, 4), torch.ones(1, 2), torch.zeros(1, 2))
+    assert ran == {"rms_norm": "cpu", "rotate_halves": "reference"}
     noted(ops._replace(swiglu=lambda *_: None), more := {}).swiglu()
     assert more == {"swiglu": __name__}
     assert "swiglu" not in ran
@@ -105,9 +109,8 @@ def test_a_run_reports_what_ran_and_nothing_else(name):
 
 
 def test_a_plan_is_of_the_ops_that_would_run(monkeypatch):
-    assert planned(RunOptions(), CONFIG) == "cpu"
-    assert planned(RunOptions(device="cuda"), CONFIG) == "triton"
-    assert planned(RunOptions(device="cuda", kv=("all=shard",)), CONFIG) == "cpu"
+    assert planned(RunOptions()) == "cpu"
+    assert planned(RunOptions(device="cuda")) == planned(RunOptions(device="cuda", kv=("all=shard",))) == "triton"
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"^--device cuda: its plan is of Triton's kernels, and there is no Triton$"):
-        planned(RunOptions(device="cuda"), CONFIG)
+        planned(RunOptions(device="cuda"))
