@@ -1,7 +1,7 @@
 """Matrix products with weights in their stored form.
 
 For a few tokens every row of the weight is decoded in registers and multiplied at once: what a token takes is the time
-in which memory gives the stored bytes. For more, eight rows at a time are decoded to fp32 in the core's first cache and
+in which memory gives the stored bytes. For more, a few rows at a time are decoded to fp32 in the core's first cache and
 multiplied by sixteen tokens that lie side by side. For many, larger tiles are decoded and multiplied by torch's
 product, which is the fastest where it has as much to do.
 """
@@ -16,13 +16,14 @@ from torch import Tensor
 from kernels.compiled import address, array, compiled, each, each_of, loop, numbers
 from kernels.formats.cpu import FORMS, arrays, convert, decode_part, decode_rows, lay_out, row_times
 from kernels.formats.stored import Dense, NvFp4, Weight
-from kernels.lanes import fma, load, load_splat, splat, store
+from kernels.lanes import ROWS, add_products
 
 FEW = 4  # tokens up to which rows are multiplied as they are decoded
-SOME = 48  # tokens up to which eight rows are
+SOME = 48  # tokens up to which a few rows are
 TILE: Final = 1 << 18  # weights of a decoded tile: 1 MiB of fp32
 SIDE: Final = 16  # tokens side by side
-PART: Final = 512  # columns of eight rows that are decoded at once: 16 KiB
+LEAST: Final = 16  # rows of which some are taken at once, on every processor
+PART: Final = 512  # columns of ROWS rows that are decoded at once: 16 KiB
 _INT, _F32 = types.int64, types.float32[::1]
 
 
@@ -53,53 +54,24 @@ def _few(weight, rows, columns, x, tokens, groups, factor, narrow, out):
 
 @loop
 def _some_rows(low, high, weight, rows, columns, x, side, groups, out):
-    part = np.empty(8 * PART, np.float32)
+    part = np.empty(ROWS * PART, np.float32)
     rank = rows // groups
-    blocks = (rank + 7) // 8  # of a group; the last one may reach into rows that count twice
+    blocks = (rank + ROWS - 1) // ROWS  # of a group; the last one begins so early that it is whole
     for block in range(low, high):
-        group, first = block // blocks, block // blocks * rank + min(block % blocks * 8, max(0, rank - 8))
+        group, first = block // blocks, block // blocks * rank + min(block % blocks * ROWS, rank - ROWS)
         for begin in range(0, columns, PART):
             width = min(PART, columns - begin)
-            for r in range(min(8, rank)):
+            for r in range(ROWS):
                 decode_part(weight, first + r, columns, begin, begin + width, part, r * PART)
             for t in range(0, side, 16):
-                _eight(part, width, x, (group * columns + begin) * side + t, side, out, first * side + t, begin > 0)
-
-
-@loop
-def _eight(part, width, x, at, side, out, to, more):
-    """Eight rows of `part` times sixteen tokens of x, added to what is there."""
-    a = b = c = d = e = f = g = h = splat(np.float32(0))
-    if more:
-        a, b, c, d = load(out, to), load(out, to + side), load(out, to + 2 * side), load(out, to + 3 * side)
-        to += 4 * side
-        e, f, g, h = load(out, to), load(out, to + side), load(out, to + 2 * side), load(out, to + 3 * side)
-        to -= 4 * side
-    for i in range(width):
-        y = load(x, at + i * side)
-        a = fma(load_splat(part, i), y, a)
-        b = fma(load_splat(part, PART + i), y, b)
-        c = fma(load_splat(part, 2 * PART + i), y, c)
-        d = fma(load_splat(part, 3 * PART + i), y, d)
-        e = fma(load_splat(part, 4 * PART + i), y, e)
-        f = fma(load_splat(part, 5 * PART + i), y, f)
-        g = fma(load_splat(part, 6 * PART + i), y, g)
-        h = fma(load_splat(part, 7 * PART + i), y, h)
-    store(out, to, a)
-    store(out, to + side, b)
-    store(out, to + 2 * side, c)
-    store(out, to + 3 * side, d)
-    to += 4 * side
-    store(out, to, e)
-    store(out, to + side, f)
-    store(out, to + 2 * side, g)
-    store(out, to + 3 * side, h)
+                place = (group * columns + begin) * side + t
+                add_products(part, PART, width, x, place, side, out, first * side + t, side, begin > 0)
 
 
 @compiled(*((form, _INT, _INT, _F32, _INT, _INT, _F32) for form in FORMS.values()))
 def _some(weight, rows, columns, x, side, groups, out):
     """``out[r, t] = W[r] . x[group of r, :, t]`` of tokens that lie side by side, a multiple of sixteen."""
-    each(_some_rows, groups * ((rows // groups + 7) // 8), (weight, rows, columns, x, side, groups, out))
+    each(_some_rows, groups * ((rows // groups + ROWS - 1) // ROWS), (weight, rows, columns, x, side, groups, out))
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
@@ -140,7 +112,7 @@ def _side_by_side(x: Tensor, weight: Weight, groups: int) -> Tensor:
     side = torch.zeros(groups, columns, -(-t // SIDE) * SIDE)
     side[..., :t] = x.permute(1, 2, 0)
     out = torch.empty(height, side.shape[2])
-    if _of_eight(t, rank):
+    if _in_parts(t, rank):
         _some(arrays(weight), height, columns, array(side), side.shape[2], groups, array(out))
     else:
         buffer = torch.empty(min(step, rank), columns)
@@ -151,8 +123,8 @@ def _side_by_side(x: Tensor, weight: Weight, groups: int) -> Tensor:
     return out[:, :t].T
 
 
-def _of_eight(tokens: int, rank: int) -> bool:
-    return tokens <= SOME and rank >= 8
+def _in_parts(tokens: int, rank: int) -> bool:
+    return tokens <= SOME and rank >= LEAST
 
 
 def _tile(weight: Weight, part: slice, buffer: Tensor) -> Tensor:
@@ -179,5 +151,5 @@ def grouped_linear_scratch(
         return tokens * rows * item
     given, out = groups * columns * 4, rows * (4 + item)
     side, rank = -(-tokens // SIDE) * SIDE, rows // groups
-    tile = 0 if _of_eight(tokens, rank) else min(max(1, TILE // columns), rank) * columns * 4
+    tile = 0 if _in_parts(tokens, rank) else min(max(1, TILE // columns), rank) * columns * 4
     return side * rows * 4 + max(side * given + tile, tokens * (out if item < 4 else rows * 4))
