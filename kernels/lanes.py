@@ -585,7 +585,7 @@ def add_products(
     step: Any,
     more: Any,
 ) -> Any:
-    """Products of ROWS rows with sixteen vectors that lie side by side, added to what is in `out` where there is `more`.
+    """Products of ROWS rows with sixteen vectors side by side, added to what is in `out` where there is `more`.
 
     Row r is the `count` numbers of `rows` from ``r apart`` on, number i of the vectors the sixteen of `x` from
     ``at + i stride`` on. The products with row r go to `out`, from ``to + r step`` on. All are flat and float32.

@@ -296,6 +296,12 @@ def backend(op: Callable[..., Any]) -> str:
     return "triton" if file.startswith("triton") else "cpu" if file.startswith("cpu") else "reference"
 
 
+def reads_apart(ops: Ops) -> bool:
+    """Whether the op `experts` reads matrices where they lie; Triton's wants them stacked."""
+    op = ops.experts
+    return backend(op.op if isinstance(op, Noted) else op) != "triton"
+
+
 class Noted:
     """An op that notes when it runs: `ran` [its name] is its backend. It is equal to the op itself."""
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kernels.formats.stored import Apart, Dense, Stack, Weight, member
 from kernels.linear.cpu import FEW
+from kernels.ops import reads_apart
 from model.arithmetic import Arithmetic
 from model.call import Call
 from model.checkpoint.weights import Weights
@@ -85,7 +86,7 @@ class MoE:
         self.gate = build_gate(config, layer, weights, arithmetic)
         self.dispatch = Dispatch(arithmetic, layer)
         self.experts = {e: Expert(f"{prefix}.experts.{e}", weights, arithmetic, limit) for e in own}
-        self._stacks: tuple[Stack, Stack, Stack] | None = None
+        self._stacks: tuple[Weight, Weight, Weight] | None = None
         self.shared = Expert(f"{prefix}.shared_experts", weights, arithmetic, limit)
 
     def __call__(self, x: Tensor, call: Call) -> Tensor:
@@ -106,7 +107,8 @@ class MoE:
         if not self.together(call):
             return self.dispatch(x, ids, weights, call, self.run)
         arithmetic, limit = self.shared.arithmetic, self.experts[0].limit
-        return arithmetic.ops.experts(x, ids, weights, *self.stacks(), limit, 0, deployed=arithmetic.deployed)
+        matrices = self.stacks() if isinstance(call.first, Tensor) else self.apart
+        return arithmetic.ops.experts(x, ids, weights, *matrices, limit, 0, deployed=arithmetic.deployed)
 
     def together(self, call: Call) -> bool:
         """Whether a call's routed experts run in one op.
@@ -121,8 +123,8 @@ class MoE:
 
     @cached_property
     def alike(self) -> bool:
-        """Whether the routed experts were all stored in one form when this was first asked."""
-        return not self.mixed()
+        """Whether one op takes the routed experts where they are: they were of one form when this was first asked."""
+        return reads_apart(self.shared.arithmetic.ops) and not self.mixed()
 
     def mixed(self) -> bool:
         """Whether the routed experts are stored in several forms, so that they cannot be stacked."""
@@ -133,28 +135,31 @@ class MoE:
         kinds = {tuple(form(w) for w in (e.w1, e.w3, e.w2)) for e in self.experts.values()}
         return len(kinds) > 1 or form(self.experts[0].w1) != form(self.experts[0].w3)
 
-    def stacks(self) -> tuple[Stack, Stack, Stack]:
-        """The routed experts' w1, w3 and w2; on a CPU where they are.
+    def stacks(self) -> tuple[Weight, Weight, Weight]:
+        """The routed experts' w1, w3 and w2 as `stack` has them; the experts' own become views of it.
 
-        Elsewhere they are stacked, and the experts' own become views of it: no matrix is held twice, but for one of the
-        three while it is made. What the allocator keeps of the memory that the loaded ones had is its own affair, and
-        not in the plan.
+        No matrix is held twice, but for one of the three while it is made; what the allocator keeps of the memory that
+        the loaded ones had is its own affair, and not in the plan.
         """
         if self._stacks is None:
             assert not self.mixed(), "experts of several forms"
             self._stacks = self._stack("w1"), self._stack("w3"), self._stack("w2")
         return self._stacks
 
-    def _stack(self, name: str) -> Stack:
-        matrices: list[Weight] = [getattr(expert, name) for expert in self.experts.values()]
-        if matrices[0].data.device.type == "cpu":
-            return Apart(matrices)
-        stacked: Weight = type(matrices[0])(*(plane.new_empty(len(matrices), *plane.shape) for plane in matrices[0]))
+    def _stack(self, name: str) -> Weight:
+        count, one = len(self.experts), getattr(self.experts[0], name)
+        stacked: Weight = type(one)(*(plane.new_empty(count, *plane.shape) for plane in one))
         for index, expert in self.experts.items():
             for plane, own in zip(member(stacked, index), getattr(expert, name), strict=True):
                 plane.copy_(own)
             setattr(expert, name, member(stacked, index))
         return stacked
+
+    @cached_property
+    def apart(self) -> tuple[Stack, Stack, Stack]:
+        """The routed experts' w1, w3 and w2 where they are."""
+        experts = self.experts.values()
+        return Apart([e.w1 for e in experts]), Apart([e.w3 for e in experts]), Apart([e.w2 for e in experts])
 
     def run(self, expert: int, x: Tensor, weights: Tensor) -> Tensor:
         """One of the experts held here, for its tokens x [n, hidden] with weights [n]."""

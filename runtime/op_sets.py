@@ -26,11 +26,16 @@ def op_set(name: str, options: RunOptions, config: Config) -> Ops:
         case "triton":
             if options.device != "cuda":
                 raise ConfigError(f"--ops triton: Triton's kernels need --device cuda, not {options.device}")
-            from kernels.triton_ops import TILES, TRITON  # noqa: PLC0415 (Triton is not on every platform)
-
-            full = all(isinstance(variant, Full) for variant in cache_formats(options, config).variants)
-            return TRITON if full else TILES
+            return of_triton(options, config)
     raise AssertionError(f"op set {name!r}, want one of {OP_SETS}")
+
+
+def of_triton(options: RunOptions, config: Config) -> Ops:
+    """Triton's kernels, with attention in tiles where they cannot read a cache."""
+    from kernels.triton_ops import TILES, TRITON  # noqa: PLC0415 (Triton is not on every platform)
+
+    full = all(isinstance(variant, Full) for variant in cache_formats(options, config).variants)
+    return TRITON if full else TILES
 
 
 def planned(options: RunOptions) -> str:

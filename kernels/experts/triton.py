@@ -142,7 +142,7 @@ def experts(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Weight, w3: Weight, w2: Weight, limit: float, first: int,
     *, deployed: bool,
 ) -> Tensor:  # fmt: skip
-    """Sum of this rank's experts' weighted outputs: `kernels.experts.reference.experts`."""
+    """Sum of this rank's experts' weighted outputs: `kernels.experts.reference.Experts`."""
     (t, hidden), slots, (inner, columns) = x.shape, ids.shape[1], w1.shape
     assert hidden == columns, f"x has {hidden} columns, w1 {columns}"
     assert (w3.shape, w2.shape) == ((inner, hidden), (hidden, inner)), f"w1 {w1.shape}, w3 {w3.shape}, w2 {w2.shape}"

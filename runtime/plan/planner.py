@@ -23,7 +23,7 @@ from model.llama.config import LlamaConfig
 from model.ranks.ranks import SPLIT_FROM, AxisShard, dispatched, evenly, undivided
 from model.state import layer_caches
 from runtime.arithmetic import cache_formats
-from runtime.op_sets import op_set
+from runtime.op_sets import of_triton
 from runtime.options import RunOptions
 from runtime.plan import llama, v4
 from runtime.plan.call import Call, Moment
@@ -89,7 +89,7 @@ class Planner:
             assert isinstance(config, LlamaConfig), "other models have none"
             size = adapters_nbytes(Path(options.coda_adapters), config, sharding.ranks[rank])
             self.weights[WeightKind.ADAPTERS] = Weights(size, own=size)
-        ops = op_set(backend, options, config) if backend == "triton" else CPU
+        ops = of_triton(options, config) if backend == "triton" else CPU
         self.call = Call(
             ops=ops,
             matrices=matrices(census, sharding, rank),

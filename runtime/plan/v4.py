@@ -205,7 +205,9 @@ def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     outputs, summed = pairs * hidden * item, m * hidden * (F32 + item) + wide
     with live.scope():
         if s.ranks == 1 and s.t <= FEW and s.device.type == "cpu":
-            live.run("routed experts", s.op("experts", m, hidden))
+            form = next(iter(s.matrices["ffn.experts.w1"]))[0].name
+            sizes = m, k, c.n_routed_experts, hidden, c.moe_intermediate_size
+            live.run("routed experts", s.op("experts", *sizes, form, item, deployed=s.deployed))
         elif s.ranks == 1:
             live.hold("sum over experts", m * hidden * F32)
             live.hold("routing", 4 * pairs * I64)
