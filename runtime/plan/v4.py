@@ -113,6 +113,7 @@ def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     _attend(c, s, live, layer)
     live.hold("mixed values", queries)
     live.run("output, rotated back", t * rope * F32 // 2 + rotated)
+    live.hold("values rotated back", queries)
     groups, output = s.shards.groups, s.shards.output
     if heads.split and not groups.split:
         mixed = t * heads.total * d
