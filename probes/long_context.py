@@ -162,9 +162,9 @@ class Clock:
         return ops._replace(**timed)
 
     def _timed(self, name: str, op: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*given: Any) -> Any:
+        def timed(*given: Any, **named: Any) -> Any:
             began = time.process_time()
-            out = op(*given)
+            out = op(*given, **named)
             self.spent[component(name, given)] += time.process_time() - began
             return out
 
