@@ -284,7 +284,12 @@ def _link() -> None:
     """Tell LLVM where torch's own OpenMP is: of several in a process each would have threads of its own."""
     library = ctypes.CDLL(torch._C.__file__)  # noqa: SLF001 (its dependencies are searched too)
     for name in _OPENMP:
-        llvmlite.binding.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+        found = getattr(library, name, None)
+        if found is None:
+            raise OSError(
+                f"torch's OpenMP has no {name}: compiled loops need a torch that was built with GNU's or LLVM's"
+            )
+        llvmlite.binding.add_symbol(name, ctypes.cast(found, ctypes.c_void_p).value)
 
 
 def _each(typing: Any, body: Any, given: Any, work: tuple[Any, ...]) -> Any:
