@@ -12,7 +12,6 @@ import pytest
 
 from probes.catalogue import EXPERIMENTS, FULL
 from runtime import report
-from scripts.bench import beside
 from scripts.bench.turns import ratios
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,17 +38,23 @@ def test_the_list_has_every_page_and_quotes_what_was_found():
         assert found in page, f"{name} does not say: {found}"
 
 
-def test_the_readme_has_the_ratios_of_the_pages():
-    told = re.findall(
-        r"^\| [^|]+ \| (\d+) \| (.+) \| \[`(performance.*)\.md`\]", (ROOT / "README.md").read_text(), re.MULTILINE
-    )
-    assert len(told) == 3
-    for context, cells, page in told:
-        rows = json.loads((AUDITS / f"{page}.json").read_text())["rows"]
-        (row,) = (row for row in rows if row["case"] == f"{context} tokens")
-        measures = (beside.LOAD, beside.PREFILL, beside.DECODE, beside.PEAK)
-        found = [median(ratios(row, beside.THEIRS, measure)) for measure in measures]
+def test_the_readme_has_the_ratios_of_the_page():
+    """In the order of the cases: a token, its head, and calls, by Fathom and before, on one thread and on two."""
+    rows = json.loads((AUDITS / "performance.json").read_text())["rows"]
+    before = next(side for row in rows for side in row["sides"] if side.startswith("before"))
+    readme = (ROOT / "README.md").read_text()
+    told = re.findall(r"^\| (?:a|its) [^|]+, over [^|]+ \| (.+) \|$", readme, re.MULTILINE)
+    measures = [("after 256 tokens", "token, ms"), ("after 256 tokens", "head, ms")]
+    measures += [(f"a call of {n}", "call, s") for n in (64, 512)]
+    for cells, (case, measure) in zip(told, measures, strict=True):
+        cases = [row for row in rows if row["case"] == case and "layers" in row["table"]]
+        of_threads = [next(row for row in cases if f", {n} thread" in row["table"]) for n in (1, 2)]
+        found = [median(ratios(row, side, measure)) for side in ("Fathom", before) for row in of_threads]
         assert cells.split(" | ") == [f"{ratio:.2g}" for ratio in found]
+    demo = next(row for row in rows if row["table"].startswith("The demo"))
+    beside = next(row for row in rows if row["table"].startswith("Beside transformers"))
+    longer = [median(ratios(demo, before, "token, ms")), median(ratios(beside, "transformers", "decode, ms/token"))]
+    assert re.findall(r"(?:took|takes) ([\d.]+) times as\s+long", readme) == [f"{ratio:.2g}" for ratio in longer]
 
 
 def test_every_page_says_the_commit_that_it_was_made_at():
