@@ -48,7 +48,7 @@ def thin():
 
 def planner(subject, ranks, options=GPU, rank=0):
     config, counted = subject
-    return Planner(config, counted, sharding_plan(config, ranks), options, rank, planned(options, config))
+    return Planner(config, counted, sharding_plan(config, ranks), options, rank, planned(options))
 
 
 def narrow(entries, keys):
