@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -161,7 +161,14 @@ class Compiled:
         self.code.disable_compile(val=False)
         for signature in signatures:
             if signature in self.missing:
-                self.code.compile(signature)
+                try:
+                    self.code.compile(signature)
+                except OSError:  # it is compiled and cannot be kept, on a full disk: without keeping it, then
+                    self.code = njit(nogil=True, error_model="numpy", boundscheck=False, no_cfunc_wrapper=True)(
+                        self.function
+                    )
+                    self.missing = list(self.signatures)
+                    self.code.compile(signature)
                 self.missing.remove(signature)
         self.code.disable_compile()
 
@@ -198,7 +205,7 @@ def aligned(count):
 def kept(wants: Wants) -> bool:
     """Whether all that `prepare` makes ready is on disk already."""
     where = folder()
-    return where is not None and _mark(where, _wanted(wants)).exists()
+    return where is not None and all(mark.exists() for mark in _marks(where, _wanted(wants)))
 
 
 def prepare(wants: Wants) -> None:
@@ -211,10 +218,12 @@ def prepare(wants: Wants) -> None:
     if where is not None:
         with (where / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            mark = _mark(where, wanted)
-            if not mark.exists():
+            marks = _marks(where, wanted)
+            if not all(mark.exists() for mark in marks):
                 _compile_in_processes(wanted)
-                mark.touch()
+                with suppress(OSError):  # a full disk: the next run compiles again
+                    for mark in marks:
+                        mark.touch()
     for one, signatures in wanted.items():
         one.compile(signatures)
 
@@ -256,11 +265,11 @@ def _wanted(wants: Wants) -> Wanted:
     return {one: signatures for one, signatures in found.items() if signatures}
 
 
-def _mark(where: Path, wanted: Wanted) -> Path:
-    """A file that says that these are there, compiled for the processor that LLVM finds here."""
+def _marks(where: Path, wanted: Wanted) -> list[Path]:
+    """Files that say that each of these is there, compiled for the processor that LLVM finds here."""
     processor = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten()
-    told = repr([processor, [(one.name, signatures) for one, signatures in wanted.items()]])
-    return where / hashlib.sha256(told.encode()).hexdigest()[:16]
+    told = [repr((processor, one.name, signature)) for one, signatures in wanted.items() for signature in signatures]
+    return [where / hashlib.sha256(one.encode()).hexdigest()[:16] for one in told]
 
 
 @cache

@@ -1,9 +1,9 @@
 """Matrix products with weights in their stored form.
 
 For a few tokens every row of the weight is decoded in registers and multiplied at once: what a token takes is the time
-in which memory gives the stored bytes. For more, a few rows at a time are decoded to fp32 in the core's first cache and
-multiplied by sixteen tokens that lie side by side. For many, larger tiles are decoded and multiplied by torch's
-product, which is the fastest where it has as much to do.
+in which memory gives the stored bytes. For more, as many rows as registers have sums for are decoded to fp32 in the
+core's first cache and multiplied by sixteen tokens that lie side by side. For many, larger tiles are decoded and
+multiplied by torch's product, which is the fastest where it has as much to do.
 """
 
 from typing import Final
