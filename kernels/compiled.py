@@ -20,7 +20,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -41,6 +41,7 @@ _RAW: Final = {  # what numba has no name for, by the integers that `lanes.load`
 }  # fmt: skip
 _KEPT: Final = "compiled_array"  # the attribute of a tensor
 _OPENMP: Final = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+_OPTIONS: Final = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}  # of numba
 ALONE: Final = 1 << 15  # numbers that one thread reads in the time in which others wake
 PROCESSES: Final = 8  # at most, that compile
 Reader: TypeAlias = Callable[[int, int], None]  # of an address and a number of bytes
@@ -146,29 +147,30 @@ class Compiled:
         self.compile(self.signatures)
         return self.code(*args)
 
-    def compile(self, signatures: Iterable[tuple[Any, ...]]) -> None:
+    def compile(self, signatures: Sequence[tuple[Any, ...]]) -> None:
         """Compile it for these types, or read that from disk."""
+        wanted = [
+            signature for signature in self.signatures if signature in signatures or signature not in self.missing
+        ]
+        try:
+            self._add(wanted, folder())
+        except OSError:  # what is compiled cannot be kept, on a full disk: once more, without keeping it
+            self.code, self.missing = None, list(self.signatures)
+            self._add(wanted, None)
+
+    def _add(self, signatures: Sequence[tuple[Any, ...]], where: Path | None) -> None:
         if self.code is None:
             _link()
-            where, before = folder(), config.CACHE_DIR
+            before = config.CACHE_DIR
             config.CACHE_DIR = str(where or "")
             try:
-                self.code = njit(
-                    cache=where is not None, nogil=True, error_model="numpy", boundscheck=False, no_cfunc_wrapper=True
-                )(self.function)
+                self.code = njit(cache=where is not None, **_OPTIONS)(self.function)
             finally:
                 config.CACHE_DIR = before
         self.code.disable_compile(val=False)
         for signature in signatures:
             if signature in self.missing:
-                try:
-                    self.code.compile(signature)
-                except OSError:  # it is compiled and cannot be kept, on a full disk: without keeping it, then
-                    self.code = njit(nogil=True, error_model="numpy", boundscheck=False, no_cfunc_wrapper=True)(
-                        self.function
-                    )
-                    self.missing = list(self.signatures)
-                    self.code.compile(signature)
+                self.code.compile(signature)
                 self.missing.remove(signature)
         self.code.disable_compile()
 
@@ -183,9 +185,7 @@ def compiled(*signatures: tuple[Any, ...]) -> Callable[[Callable[..., Any]], Com
     return lambda function: Compiled(function, signatures)
 
 
-loop: Final = njit(  # of a part, which Python never calls; compiled with what calls it
-    nogil=True, error_model="numpy", boundscheck=False, no_cpython_wrapper=True, no_cfunc_wrapper=True
-)
+loop: Final = njit(no_cpython_wrapper=True, **_OPTIONS)  # of a part, which Python never calls; compiled with its caller
 
 
 @loop
@@ -228,31 +228,35 @@ def prepare(wants: Wants) -> None:
         one.compile(signatures)
 
 
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _compile_in_processes(wanted: Wanted) -> None:
     """Leave compiled code on disk. Each process takes the next function that none has taken, what is long first."""
-    numbers = {one: [one.signatures.index(signature) for signature in own] for one, own in wanted.items()}
-    order = sorted(wanted, key=lambda one: -len(numbers[one]) * Path(one.function.__code__.co_filename).stat().st_size)
-    functions = [(one.function.__module__, one.function.__name__, numbers[one]) for one in order]
+    which = {one: [one.signatures.index(signature) for signature in own] for one, own in wanted.items()}
+    order = sorted(wanted, key=lambda one: -len(which[one]) * Path(one.function.__code__.co_filename).stat().st_size)
+    functions = [(one.function.__module__, one.function.__name__, which[one]) for one in order]
     program = "import json, sys; path, *rest = json.load(open(sys.argv[1])); sys.path[:] = path;"
     program += " import kernels.compiled; kernels.compiled.compile_free(*rest)"
     with tempfile.TemporaryDirectory() as taken:
         task = Path(taken) / "task.json"
         task.write_text(json.dumps([sys.path, taken, functions]))
-        count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         command = [sys.executable, "-c", program, str(task)]
-        for process in [subprocess.Popen(command) for _ in range(min(count, PROCESSES))]:  # noqa: S603
+        for process in [subprocess.Popen(command) for _ in range(min(cores(), PROCESSES))]:  # noqa: S603
             process.wait()  # what one leaves undone is compiled by who called
 
 
 def compile_free(taken: str, functions: Sequence[tuple[str, str, Sequence[int]]]) -> None:
     """In a process of its own: compile functions, by module, name and numbers of signatures, that none has taken."""
-    for module, name, numbers in functions:
+    for module, name, which in functions:
         try:
             Path(taken, f"{module}.{name}").touch(exist_ok=False)
         except FileExistsError:
             continue
         one: Compiled = getattr(importlib.import_module(module), name)
-        one.compile([one.signatures[number] for number in numbers])
+        one.compile([one.signatures[number] for number in which])
 
 
 def signatures(name: str) -> tuple[Signature, ...]:
@@ -262,7 +266,7 @@ def signatures(name: str) -> tuple[Signature, ...]:
 
 def _wanted(wants: Wants) -> Wanted:
     found = {one: [signature for signature in one.signatures if wants(one.name, signature)] for one in _ALL}
-    return {one: signatures for one, signatures in found.items() if signatures}
+    return {one: own for one, own in found.items() if own}
 
 
 def _marks(where: Path, wanted: Wanted) -> list[Path]:

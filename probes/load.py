@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Final
 
 import torch
 from safetensors import safe_open
@@ -182,7 +182,7 @@ _METADATA = {
 
 
 class Reads(TorchFunctionMode):
-    """Inside the ``with``, note the bytes of watched tensors that are operands of torch's functions or compiled loops.
+    """Inside the ``with``, note the bytes of watched tensors that are operands of torch's functions.
 
     A call whose result lies in the operand's own memory is a view and reads nothing; what is done with the view does.
     An operand counts whole, from its first byte to its last: a row gathered from a table is a read of the table.
@@ -219,24 +219,13 @@ class Reads(TorchFunctionMode):
                     self._note(operand)
         return result
 
-    def __enter__(self) -> Self:
-        """Watch, and what compiled loops are given too."""
-        self._compiled = compiled.reading(self._note_range)
-        self._compiled.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *raised: object) -> None:
-        """Watch no longer."""
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-        self._compiled.__exit__(None, None, None)
-
     def _note(self, operand: Tensor) -> None:
         if operand.numel() > 0:
             reach = sum((n - 1) * step for n, step in zip(operand.shape, operand.stride(), strict=True)) + 1
-            self._note_range(operand.data_ptr(), reach * operand.element_size())
+            self.note(operand.data_ptr(), reach * operand.element_size())
 
-    def _note_range(self, start: int, nbytes: int) -> None:
+    def note(self, start: int, nbytes: int) -> None:
+        """Note that bytes from an address on were read: what compiled loops do, torch's functions cannot show."""
         i = bisect_right(self._starts, start) - 1
         if i < 0:
             return
@@ -301,7 +290,7 @@ def watch(model: Transformer, names: Sequence[str], tokens: list[int], chunk: in
     places = {name: held for name in names if (held := find(model, name)) is not None}
     watched = {f"{name} {i}": part for name, held in places.items() for i, part in enumerate(held.tensors())}
     listeners = {sites.EXPERTS_INPUT: lambda layer, x: inputs.update({layer: x[:1].clone()}), sites.EXPERT_IDS: ids}
-    with listening(model, listeners), Reads(watched) as reads:
+    with listening(model, listeners), Reads(watched) as reads, compiled.reading(reads.note):
         model.logits(run_tokens(model, tokens, chunk)[0][-1:])
         for layer, counts in ran.experts.items():
             for expert in (counts == 0).nonzero()[:, 0].tolist():

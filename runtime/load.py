@@ -125,7 +125,7 @@ def _load(
     checkpoint = Checkpoint.open(directory)
     counted = _census(checkpoint, config, str(directory))
     device = torch.device(options.device)
-    if device.type == "cpu":
+    if ops.name == CPU.name:
         prepare_loops(counted, options.dtype, say=group.rank == 0)
     sharding = sharding_plan(config, group.size)
     ranks = Ranks(group, sharding.ranks[group.rank], options.dispatch)

@@ -6,6 +6,7 @@ from typing import Final
 import psutil
 import torch
 
+from kernels.compiled import cores
 from model.config import ModelConfig
 from runtime.load import AnyLoaded
 
@@ -33,9 +34,8 @@ def set_threads(asked: int | None, loaded: AnyLoaded) -> None:
 
 def free_cores() -> int:
     """Cores that this process may use and that nothing is using now; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     busy = psutil.cpu_percent(interval=LOOK) / 100 * (os.cpu_count() or 1)
-    return max(1, int(cores - round(busy)))
+    return max(1, int(cores() - round(busy)))
 
 
 def token_bytes(loaded: AnyLoaded) -> int:

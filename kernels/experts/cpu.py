@@ -39,6 +39,7 @@ def experts(
     """Sum of the weighted outputs of a token's experts: `kernels.experts.reference.Experts`."""
     (t, hidden), k, (inner, _) = x.shape, ids.shape[1], w1.shape
     up, down = member(w1, 0), member(w2, 0)
+    assert type(up) is type(member(w3, 0)), f"w1 is {type(up).__name__}, w3 {type(member(w3, 0)).__name__}"
     if t > FEW or type(up) is not type(down):
         return several(x, ids, weights, w1, w3, w2, limit, first, deployed=deployed)
     group = LINEAR_GROUP if deployed and isinstance(up, Fp8 | Fp4) else 0
@@ -52,9 +53,9 @@ def experts(
             *(member(w, e - first) for w in (w1, w3, w2) for e in ids.flatten().tolist() if 0 <= e - first < members(w))
         )
     _experts(
-        arrays(up), arrays(down), *_places(w1), *_places(w3), *_places(w2), array(ordered), first,
-        array(weights.gather(1, slots)), array(x.float()), t, k, hidden, inner, limit, group, x.dtype == torch.bfloat16,
-        array(out),
+        arrays(up), arrays(down), *_places(w1), *_places(w3), *_places(w2), array(ordered.contiguous()), first,
+        array(weights.gather(1, slots).contiguous()), array(x.float().contiguous()), t, k, hidden, inner,
+        limit, group, x.dtype == torch.bfloat16, array(out),
     )  # fmt: skip
     return out
 

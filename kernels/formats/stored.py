@@ -119,6 +119,7 @@ Stack = Weight | Apart
 
 def places(matrices: Sequence[Weight]) -> tuple[Tensor, Tensor]:
     """Where matrices lie, see `Apart.places`. These must live on while the addresses are used."""
+    assert all(plane.is_contiguous() for weight in matrices for plane in weight), "rows of a matrix lie apart"
     addresses = torch.tensor([[plane.data_ptr() for plane in (weight * 2)[:2]] for weight in matrices])
     factors = [float(weight.global_scale) if isinstance(weight, NvFp4) else 1.0 for weight in matrices]
     return addresses, torch.tensor(factors)

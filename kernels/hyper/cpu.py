@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.compiled import array, compiled, each_of, kept_array, loop
 from kernels.lanes import at_least, exp, fma, load, load_some, load_splat, splat, store, store_some, total
-from kernels.norm.cpu import NONE, norm_row
+from kernels.norm.cpu import NONE, norm_row, square_sum
 
 PART: Final = 1024  # columns that eight products are carried on by: four rows of them are 16 KiB, of tokens 2 or 4
 SIDE: Final = 16  # tokens side by side, between which these rows stay in the core's first cache
@@ -23,19 +23,6 @@ _INT, _REAL = types.int64, types.float64
 
 
 # --- sums over all columns
-
-
-@loop
-def _square_sum(x, at, columns):
-    whole = columns // 16 * 16
-    a = b = splat(np.float32(0))
-    for i in range(0, whole, 16):
-        part = load(x, at + i)
-        a, b = b, fma(part, part, a)
-    if whole < columns:
-        part = load_some(x, at + whole, columns - whole)
-        a = fma(part, part, a)
-    return total(a + b)
 
 
 @loop
@@ -86,7 +73,7 @@ def _mix_tiles(low, high, x, tokens, columns, fn, rows, mixes):
         count = min(SIDE, tokens - first)
         if block == blocks:
             for t in range(first, first + count):
-                mixes[t * (rows + 1) + rows] = _square_sum(x, t * columns, columns)
+                mixes[t * (rows + 1) + rows] = square_sum(x, t * columns, columns)
             continue
         r, last = block * 4, rows - 1  # a row that there is none of is the last one once more, and so a token
         sums[:] = 0

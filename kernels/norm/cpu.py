@@ -12,8 +12,8 @@ NONE = np.empty(0, np.float32)  # a weight that there is none of
 
 
 @loop
-def norm_row(x, at, columns, weight, eps, out, to):
-    """Norm a row of x, from `at` on, to `out` from `to` on; both may be one array. A weight of no numbers is 1."""
+def square_sum(x, at, columns):
+    """Of a row of x, from `at` on."""
     whole = columns // 16 * 16
     a = b = splat(np.float32(0))
     for i in range(0, whole, 16):
@@ -22,7 +22,14 @@ def norm_row(x, at, columns, weight, eps, out, to):
     if whole < columns:
         part = load_some(x, at + whole, columns - whole)
         a = fma(part, part, a)
-    factor = splat(np.float32(1) / np.sqrt(total(a + b) / np.float32(columns) + np.float32(eps)))
+    return total(a + b)
+
+
+@loop
+def norm_row(x, at, columns, weight, eps, out, to):
+    """Norm a row of x, from `at` on, to `out` from `to` on; both may be one array. A weight of no numbers is 1."""
+    whole = columns // 16 * 16
+    factor = splat(np.float32(1) / np.sqrt(square_sum(x, at, columns) / np.float32(columns) + np.float32(eps)))
     for i in range(0, whole, 16):
         part = load(x, at + i) * factor
         store(out, to + i, part * load(weight, i) if len(weight) else part)

@@ -105,7 +105,8 @@ def performance_tables(args: argparse.Namespace, rows: list[JSON]) -> list[JSON]
             found[row["case"]] = {name: median(values(row, OURS, name)) for name in row["rounds"][0][OURS]}
     token = found[f"after {BEFORE_DECODE} tokens"]
     layers, head = token[TOKEN] / 1e3 * WHOLE_LAYERS / 2, token[HEAD] / 1e3
-    bytes_read = (_token_bytes(args.layers) * WHOLE_LAYERS / 2 + _head_bytes(args.layers)) / 1e9
+    token_bytes_read, head_bytes = _token_and_head(args.layers)
+    bytes_read = (token_bytes_read * WHOLE_LAYERS / 2 + head_bytes) / 1e9
     one = f"{token[TOKEN]:.3g} ms for two layers x {WHOLE_LAYERS} / 2 + {token[HEAD]:.3g} ms of head"
     many = f"over {WHOLE_CORES}, where memory gives {WHOLE_CORES} times as much; {bytes_read:.3g} GB are read"
     cells = [
@@ -190,7 +191,8 @@ def floor(model: Path, kind: str | int) -> Measures:
     reads, multiplies = reading(), multiplying()
     rates = {"reading, GB/s": reads / 1e9, "products, GFLOP/s": multiplies / 1e9}
     if isinstance(kind, str):
-        return {TOKEN: 1e3 * _token_bytes(model) / reads, HEAD: 1e3 * _head_bytes(model) / reads, **rates}
+        token, head = _token_and_head(model)
+        return {TOKEN: 1e3 * token / reads, HEAD: 1e3 * head / reads, **rates}
     loaded = load(model, RunOptions("deployed", "bf16", "cpu", 512))
     config, held, weights = loaded.model.config, 0.0, 0.0
     assert isinstance(config, ModelConfig)
@@ -205,12 +207,11 @@ def floor(model: Path, kind: str | int) -> Measures:
     return {"call, s": max(held / reads, 2 * kind * weights / multiplies), **rates}
 
 
-def _token_bytes(model: Path) -> float:
-    return token_bytes(load(model, RunOptions("deployed", "bf16", "cpu", 512))) - _head_bytes(model)
-
-
-def _head_bytes(model: Path) -> int:
-    return load(model, RunOptions("deployed", "bf16", "cpu", 512)).held["head.weight"]
+def _token_and_head(model: Path) -> tuple[int, int]:
+    """Bytes of weights that a token reads in all layers, and those of the head."""
+    loaded = load(model, RunOptions("deployed", "bf16", "cpu", 512))
+    head = loaded.held["head.weight"]
+    return token_bytes(loaded) - head, head
 
 
 def reading() -> float:

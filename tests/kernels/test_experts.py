@@ -247,6 +247,23 @@ def test_cpu_experts_together_have_the_bits_of_one_after_the_other(form, dtype, 
     assert torch.equal(ours, CPU.experts(x, ids, weights, *(stack(of) for of in made), 2.0, 0, deployed=deployed))
 
 
+@pytest.mark.parametrize("ops", ["reference", "cpu"], indirect=True)
+def test_a_few_tokens_whose_ids_lie_column_by_column_are_taken_as_they_are(ops):
+    made, (x, ids, weights) = layer("bf16", 4, 32, 32, 0), tokens(4, 3, 32, 4, 5)
+    assert_summed(ops, "bf16", made, x.T.contiguous().T, ids.T.contiguous().T, weights.T.contiguous().T)
+
+
+def test_cpu_refuses_what_it_would_read_at_wrong_places():
+    (w1, w3, w2), _ = layer("bf16", 2, 32, 32, 0)
+    given = tokens(1, 1, 32, 2, 0)
+    apart = [Apart([Dense(member(of, e).data.T) for e in range(2)]) for of in (w1, w3, w2)]
+    with pytest.raises(AssertionError, match="rows of a matrix lie apart"):
+        CPU.experts(*given, *apart, 1.0, 0, deployed=False)
+    other = layer("fp4", 2, 32, 32, 0)[0][1]
+    with pytest.raises(AssertionError, match="w3 Fp4"):
+        CPU.experts(*given, w1, other, w2, 1.0, 0, deployed=False)
+
+
 def test_triton_and_stacks_take_matrices_of_one_form():
     (w1, _, w2), _ = layer("bf16", 2, 32, 32, 0)
     other = layer("fp4", 2, 32, 32, 0)[0][0]

@@ -447,8 +447,7 @@ def test_a_floor_is_the_bytes_of_a_token_or_what_a_call_multiplies(monkeypatch):
 
 
 def test_the_estimate_is_the_layers_of_the_whole_over_two(monkeypatch):
-    monkeypatch.setattr(performance, "_token_bytes", lambda _: 2e9)
-    monkeypatch.setattr(performance, "_head_bytes", lambda _: 1e9)
+    monkeypatch.setattr(performance, "_token_and_head", lambda _: (2e9, 1e9))
 
     def row(case, **measures):
         rounds = [{performance.OURS: measures}]
