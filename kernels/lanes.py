@@ -18,9 +18,10 @@ from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, register_model
 
 WIDTH: Final = 16
-# Rows that `add_products` takes: as many sums as registers hold beside an operand, of 32 with AVX-512, else of 16 or of
-# 32 smaller ones. It changes no bit of a product.
-ROWS: Final = 16 if llvmlite.binding.get_host_cpu_features().get("avx512f") else 4
+_AVX512: Final = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+# Vectors and rows that are multiplied at once, as registers hold their sums: of 32 with AVX-512, else of 16 or of 32
+# smaller ones. It changes no bit of a product.
+BLOCK: Final = 4 if _AVX512 else 2
 _F32, _I32, _I16, _I8 = ir.FloatType(), ir.IntType(32), ir.IntType(16), ir.IntType(8)
 
 
@@ -85,16 +86,20 @@ def _bfloat16(builder: Any, x: Any) -> Any:
 
 
 def _e4m3(builder: Any, x: Any) -> Any:
-    code = builder.zext(x, ir.VectorType(_I16, WIDTH))
-    size = builder.and_(code, _constant(_I16, 0x7F))
-    sign = builder.shl(builder.and_(code, _constant(_I16, 0x80)), _constant(_I16, 8))
-    is_nan = builder.icmp_unsigned("==", size, _constant(_I16, 0x7F))
-    bits = builder.select(is_nan, _constant(_I16, 0x7E00), builder.shl(size, _constant(_I16, 7)))
-    return _halves(builder, builder.or_(bits, sign), 256.0)
+    twice = builder.shl(builder.sext(x, ir.VectorType(_I16, WIDTH)), _constant(_I16, 7))  # the sign, two times
+    bits = builder.and_(twice, _constant(_I16, 0xBFFF))
+    is_nan = builder.icmp_unsigned("==", builder.and_(bits, _constant(_I16, 0x3F80)), _constant(_I16, 0x3F80))
+    return _halves(builder, builder.select(is_nan, _constant(_I16, 0x7E00), bits), 256.0)
 
 
 def _e2m1(builder: Any, code: Any) -> Any:
-    """Codes in the low four bits of 16-bit integers."""
+    """Codes in the low four bits of 32-bit integers: one instruction where a register holds sixteen numbers."""
+    if _AVX512:
+        table = ir.Constant(
+            _V, [sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+        )
+        return _called(builder, "llvm.x86.avx512.permvar.sf.512", _V, table, code)
+    code = builder.trunc(code, ir.VectorType(_I16, WIDTH))
     size = builder.shl(builder.and_(code, _constant(_I16, 7)), _constant(_I16, 9))
     sign = builder.shl(builder.and_(code, _constant(_I16, 8)), _constant(_I16, 12))
     return _halves(builder, builder.or_(size, sign), 2.0**14)
@@ -133,11 +138,23 @@ def _pairs(array: Any, rest: tuple[Any, ...]) -> Any:
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         count = values[2] if rest else None
         found = _loaded(context, builder, signature.args[0], values[0], values[1], count)
-        code = builder.zext(found, ir.VectorType(_I16, WIDTH))
-        both = [_e2m1(builder, code), _e2m1(builder, builder.lshr(code, _constant(_I16, 4)))]
+        code = builder.zext(found, ir.VectorType(_I32, WIDTH))
+        both = [_e2m1(builder, code), _e2m1(builder, builder.lshr(code, _constant(_I32, 4)))]
         return context.make_tuple(builder, signature.return_type, both)
 
     return types.UniTuple(lanes, 2)(array, types.int64, *rest), generate
+
+
+@intrinsic
+def fetch(typing: Any, array: Any, index: Any) -> Any:
+    """Ask memory for the cache line of an element of a flat array, which may lie beyond its end."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        place = builder.bitcast(_element(context, builder, signature.args[0], *values), _I8.as_pointer())
+        _called(builder, "llvm.prefetch.p0", ir.VoidType(), place, _I32(0), _I32(2), _I32(1))
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
 
 
 @intrinsic
@@ -511,34 +528,62 @@ def highest(typing: Any, x: Any) -> Any:
     return types.float32(lanes), generate
 
 
-def _products(context: Any, builder: Any, vectors_of: Any, block_of: Any, first_row: Any) -> Any:
-    """Four vectors times four rows of a block: [vector 0's with each row, vector 1's, ...], as by `total`."""
-    (kind, x, begin, stride), (block_kind, block, groups), integer = vectors_of, block_of, ir.IntType(64)
-    sums = [cgutils.alloca_once(builder, _V) for _ in range(WIDTH)]
-    for one in sums:
-        builder.store(ir.Constant(_V, None), one)
+def _vectors(context: Any, builder: Any, kind: Any, array: Any, begin: Any, step: int, count: int) -> list[Any]:
+    """Pointers to vectors in a flat float32 array, `step` numbers apart."""
+    places = [builder.add(begin, ir.IntType(64)(i * step)) for i in range(count)]
+    return [builder.bitcast(_element(context, builder, kind, array, at), _V.as_pointer()) for at in places]
 
-    def loaded(kind: Any, array: Any, index: Any) -> Any:
-        pointer = _element(context, builder, kind, array, index)
-        return builder.load(builder.bitcast(pointer, _V.as_pointer()), align=4)
 
-    with cgutils.for_range(builder, groups) as run:
-        step = builder.add(begin, builder.mul(run.index, integer(WIDTH)))
-        vectors = [loaded(kind, x, builder.add(step, builder.mul(stride, integer(i)))) for i in range(4)]
-        here = builder.add(builder.mul(run.index, integer(WIDTH * WIDTH)), builder.mul(first_row, integer(WIDTH)))
-        for i in range(4):
-            y = loaded(block_kind, block, builder.add(here, integer(i * WIDTH)))
-            for j, vector in enumerate(vectors):
-                one = sums[4 * j + i]
-                builder.store(_called(builder, "llvm.fma.v16f32", _V, vector, y, builder.load(one)), one)
-    found, group = [builder.load(one) for one in sums], WIDTH
-    while len(found) > 1:  # two vectors whose lanes are parts of `group` each become one of half as many
+def _products(context: Any, builder: Any, kinds: Any, given: Any, row: Any, finish: Callable[..., None]) -> None:
+    """Four vectors times four rows of a block from `row` on, lane by lane, as many at once as registers hold.
+
+    `finish` is called with a vector, a row, and where the sum of their products is.
+    """
+    (x, at, stride, block, groups), integer = given, ir.IntType(64)
+    for vector, other in [(v, r) for v in range(0, 4, BLOCK) for r in range(0, 4, BLOCK)]:
+        pairs = [(v, r) for v in range(vector, vector + BLOCK) for r in range(other, other + BLOCK)]
+        sums = {pair: cgutils.alloca_once(builder, _V) for pair in pairs}
+        for one in sums.values():
+            builder.store(ir.Constant(_V, None), one)
+        with cgutils.for_range(builder, groups) as run:
+            step = builder.add(at, builder.mul(run.index, integer(WIDTH)))
+            here = builder.add(builder.mul(run.index, integer(WIDTH * WIDTH)), builder.mul(row, integer(WIDTH)))
+            starts = {v: builder.add(step, builder.mul(stride, integer(v))) for v, _ in pairs}
+            vectors = {v: _vectors(context, builder, kinds[0], x, start, 0, 1)[0] for v, start in starts.items()}
+            rows = {r: _vectors(context, builder, kinds[3], block, here, WIDTH, 4)[r] for _, r in pairs}
+            numbers = {place: builder.load(place, align=4) for place in (*vectors.values(), *rows.values())}
+            for (v, r), one in sums.items():
+                parts = numbers[vectors[v]], numbers[rows[r]], builder.load(one)
+                builder.store(_called(builder, "llvm.fma.v16f32", _V, *parts), one)
+        for (v, r), one in sums.items():
+            finish(v, r, builder.load(one))
+
+
+def _totals(builder: Any, sums: list[Any]) -> Any:
+    """The totals of sixteen vectors, each added up as by `total`."""
+    group = WIDTH
+    while len(sums) > 1:  # two vectors whose lanes are parts of `group` each become one of half as many
         group //= 2
         order = [s + n + i for s in range(0, WIDTH, 2 * group) for n in (0, WIDTH) for i in range(group)]
         orders = [ir.Constant(ir.VectorType(_I32, WIDTH), [i + more for i in order]) for more in (0, group)]
-        pairs = zip(found[: len(found) // 2], found[len(found) // 2 :], strict=True)
-        found = [builder.fadd(*(builder.shuffle_vector(*pair, part) for part in orders)) for pair in pairs]
-    return found[0]
+        pairs = zip(sums[: len(sums) // 2], sums[len(sums) // 2 :], strict=True)
+        sums = [builder.fadd(*(builder.shuffle_vector(*pair, part) for part in orders)) for pair in pairs]
+    return sums[0]
+
+
+def _by_vector(context: Any, builder: Any, kind: Any, parts: list[Any]) -> Any:
+    """Of each of four quads of rows the products of four vectors, [vector 0 with each row, ...]: a tuple by vector."""
+
+    def shuffled(pair: Any, order: Any) -> Any:
+        return builder.shuffle_vector(*pair, ir.Constant(ir.VectorType(_I32, WIDTH), order))
+
+    vectors = []
+    for vector in range(4):
+        quad = [4 * vector + i for i in range(4)]
+        order = [*quad, *(i + WIDTH for i in quad), *quad, *(i + WIDTH for i in quad)]
+        low, high = (shuffled(pair, order) for pair in (parts[:2], parts[2:]))
+        vectors.append(shuffled((low, high), [*range(8), *range(WIDTH, WIDTH + 8)]))
+    return context.make_tuple(builder, kind, vectors)
 
 
 @intrinsic
@@ -549,78 +594,49 @@ def dots(typing: Any, x: Any, at: Any, stride: Any, block: Any, groups: Any) -> 
     """
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        kinds = signature.args
         slots = cgutils.alloca_once(builder, _V, size=4)
-        with cgutils.for_range(builder, ir.IntType(64)(4)) as quad_of_rows:
-            row = builder.mul(quad_of_rows.index, ir.IntType(64)(4))
-            found = _products(context, builder, (kinds[0], *values[:3]), (kinds[3], values[3], values[4]), row)
-            builder.store(found, builder.gep(slots, [quad_of_rows.index]))
+        with cgutils.for_range(builder, ir.IntType(64)(4)) as quad:
+            row, found = builder.mul(quad.index, ir.IntType(64)(4)), {}
+            _products(context, builder, signature.args, values, row, lambda v, r, one: found.update({(v, r): one}))
+            builder.store(_totals(builder, [found[pair] for pair in sorted(found)]), builder.gep(slots, [quad.index]))
         parts = [builder.load(builder.gep(slots, [_I32(i)])) for i in range(4)]
-
-        def shuffled(pair: Any, order: Any) -> Any:
-            return builder.shuffle_vector(*pair, ir.Constant(ir.VectorType(_I32, WIDTH), order))
-
-        vectors = []
-        for vector in range(4):
-            quad = [4 * vector + i for i in range(4)]
-            order = [*quad, *(i + WIDTH for i in quad), *quad, *(i + WIDTH for i in quad)]
-            low, high = (shuffled(pair, order) for pair in (parts[:2], parts[2:]))
-            vectors.append(shuffled((low, high), [*range(8), *range(WIDTH, WIDTH + 8)]))
-        return context.make_tuple(builder, signature.return_type, vectors)
+        return _by_vector(context, builder, signature.return_type, parts)
 
     return types.UniTuple(lanes, 4)(x, types.int64, types.int64, block, types.int64), generate
 
 
 @intrinsic
-def add_products(
-    typing: Any,
-    rows: Any,
-    apart: Any,
-    count: Any,
-    x: Any,
-    at: Any,
-    stride: Any,
-    out: Any,
-    to: Any,
-    step: Any,
-    more: Any,
-) -> Any:
-    """Products of ROWS rows with sixteen vectors side by side, added to what is in `out` where there is `more`.
-
-    Row r is the `count` numbers of `rows` from ``r apart`` on, number i of the vectors the sixteen of `x` from
-    ``at + i stride`` on. The products with row r go to `out`, from ``to + r step`` on. All are flat and float32.
-    """
+def add_products(typing: Any, x: Any, at: Any, stride: Any, block: Any, groups: Any, sums: Any, to: Any) -> Any:
+    """Add products as of `dots` to `sums` from `to` on, lane by lane: what `totals` adds up."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        rows, apart, count, x, at, stride, out, to, step, more = values
-        integer = ir.IntType(64)
-        kinds = {"rows": signature.args[0], "x": signature.args[3], "out": signature.args[6]}
-        sums = [cgutils.alloca_once(builder, _V) for _ in range(ROWS)]
+        *given, sums, to = values
+        with cgutils.for_range(builder, ir.IntType(64)(4)) as quad:
+            row = builder.mul(quad.index, ir.IntType(64)(4))
+            begin = builder.add(to, builder.mul(row, ir.IntType(64)(4 * WIDTH)))
+            places = _vectors(context, builder, signature.args[5], sums, begin, WIDTH, WIDTH)
 
-        def place(kind: str, array: Any, index: Any) -> Any:
-            return _element(context, builder, kinds[kind], array, index)
+            def finish(v: int, r: int, one: Any, places: Any = places) -> None:
+                place = places[4 * v + r]
+                builder.store(builder.fadd(builder.load(place, align=4), one), place, align=4)
 
-        def target(r: int) -> Any:
-            pointer = place("out", out, builder.add(to, builder.mul(step, integer(r))))
-            return builder.bitcast(pointer, _V.as_pointer())
-
-        with builder.if_else(more) as (there, fresh):
-            with there:
-                for r, one in enumerate(sums):
-                    builder.store(builder.load(target(r), align=4), one)
-            with fresh:
-                for one in sums:
-                    builder.store(ir.Constant(_V, None), one)
-        with cgutils.for_range(builder, count) as run:
-            vectors = place("x", x, builder.add(at, builder.mul(run.index, stride)))
-            y = builder.load(builder.bitcast(vectors, _V.as_pointer()), align=4)
-            for r, one in enumerate(sums):
-                number = builder.load(place("rows", rows, builder.add(builder.mul(apart, integer(r)), run.index)))
-                total = _called(builder, "llvm.fma.v16f32", _V, _splat(builder, number), y, builder.load(one))
-                builder.store(total, one)
-        for r, one in enumerate(sums):
-            builder.store(builder.load(one), target(r), align=4)
+            _products(context, builder, signature.args, given, row, finish)
         return context.get_dummy_value()
 
-    i64 = types.int64
-    return types.void(rows, i64, i64, x, i64, i64, out, i64, i64, types.boolean), generate
+    return types.void(x, types.int64, types.int64, block, types.int64, sums, types.int64), generate
+
+
+@intrinsic
+def totals(typing: Any, sums: Any, at: Any) -> Any:
+    """What `add_products` added to `sums` from `at` on, added up: four vectors times sixteen rows, as of `dots`."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        array, at = values
+        parts = []
+        for quad in range(4):
+            begin = builder.add(at, ir.IntType(64)(quad * WIDTH * WIDTH))
+            places = _vectors(context, builder, signature.args[0], array, begin, WIDTH, WIDTH)
+            parts.append(_totals(builder, [builder.load(place, align=4) for place in places]))
+        return _by_vector(context, builder, signature.return_type, parts)
+
+    return types.UniTuple(lanes, 4)(sums, types.int64), generate

@@ -10,7 +10,7 @@ from kernels.formats.cpu import FORMS
 from model.checkpoint.census import Census
 from model.checkpoint.tensor_mapping import Form
 
-SECONDS: Final = 25  # that it takes on two cores
+SECONDS: Final = 20  # that it takes on two cores
 _WIDE, _NARROW = types.float32[::1], types.uint16[::1]  # activations in fp32 and in bfloat16
 _TWINS: Final = {"bf16": _WIDE, "fp32": _NARROW}  # activations that a run of the other dtype has
 

@@ -114,7 +114,7 @@ def _activate(low, high, weight, gate, up, chosen, first, count, weights, column
             at = pair * columns
             activate_row(gate, up, at, columns, limit, weights[pair], out)
             _rounded(out[at : at + columns], 1, columns, group, narrow, out[at : at + columns])
-            lay_out(weight, out, at, columns, laid)
+            lay_out(weight, out, at, columns, laid, at)
 
 
 @loop
@@ -144,7 +144,7 @@ def _experts(
     given, laid = np.empty(tokens * hidden, np.float32), np.empty(tokens * hidden, np.float32)
     _rounded(x, tokens, hidden, group, narrow, given)
     for token in range(tokens):
-        lay_out(up1, given, token * hidden, hidden, laid)
+        lay_out(up1, given, token * hidden, hidden, laid, token * hidden)
     pairs, count = tokens * k, len(by1)
     gate, up = np.empty(pairs * inner, np.float32), np.empty(pairs * inner, np.float32)
     active, ordered = np.empty(pairs * inner, np.float32), np.empty(pairs * inner, np.float32)

@@ -19,8 +19,8 @@ from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
 from kernels.lanes import (
     apart,
     bits,
+    fetch,
     fma,
-    interleaved,
     load,
     load_pairs,
     load_some,
@@ -91,7 +91,10 @@ def arrays(weight: Weight) -> Arrays:
 
 
 def decode_rows(weight: Weight, first: int, out: Tensor) -> Tensor:
-    """Decode rows of a matrix, from `first` on, to `out` [rows, in] float32, without the scale of a whole matrix."""
+    """Decode rows of a matrix, from `first` on, to `out` [rows, in] float32, in the order of `lay_out`.
+
+    The scale of a whole matrix is not in them.
+    """
     _decode(arrays(weight), first, *out.shape, array(out))
     return out
 
@@ -99,7 +102,7 @@ def decode_rows(weight: Weight, first: int, out: Tensor) -> Tensor:
 @loop
 def _decode_part_rows(low, high, weight, first, columns, out):
     for row in range(low, high):
-        decode_part(weight, first + row, columns, 0, columns, out, row * columns)
+        decode_part(weight, first + row, columns, 0, columns, out, row * columns, np.int64(16))
 
 
 @compiled(*((form, types.int64, types.int64, types.int64, _F32) for form in FORMS.values()))
@@ -111,17 +114,28 @@ def _decode(weight, first, rows, columns, out):
 
 
 def row_times(weight: Arrays, row: int, columns: int, x: Any, at: int) -> Any:
-    """One row times the vector that begins in x at `at`, with its even columns first where weights share a byte."""
+    """One row times the vector that begins in x at `at`, in the order of `lay_out`."""
     raise NotImplementedError  # of compiled loops alone
 
 
-def lay_out(weight: Arrays, x: Any, at: int, columns: int, out: Any) -> None:
-    """Copy the vector that begins in x at `at` to the same place of `out`, in the order that `row_times` wants."""
+def lay_out(weight: Arrays, x: Any, at: int, columns: int, out: Any, to: int) -> None:
+    """Copy the vector that begins in x at `at` to `out` from `to` on, in the order in which numbers are decoded.
+
+    That is theirs; where two share a byte, of 32 the sixteen at even places, then the others, of a last 16 eight each.
+    """
     raise NotImplementedError
 
 
-def decode_part(weight: Arrays, row: int, columns: int, low: int, high: int, out: Any, to: int) -> None:
-    """Decode columns low .. high - 1 of a row to `out` from `to` on; multiples of 128, or `high` is the end."""
+def decode_part(weight: Arrays, row: int, columns: int, low: int, high: int, out: Any, to: int, step: Any) -> None:
+    """Decode columns low .. high - 1 of a row to `out` from `to` on, each sixteen `step` numbers after those before.
+
+    Both are multiples of 128, or `high` is the end. The order is that of `lay_out`.
+    """
+    raise NotImplementedError
+
+
+def fetch_part(weight: Arrays, row: int, columns: int, low: int, high: int) -> None:
+    """Ask memory for the stored bytes of columns low .. high - 1 of a row, of one beyond the last too."""
     raise NotImplementedError
 
 
@@ -135,21 +149,20 @@ def convert(x, at, count, out, to):
         store_some(out, to + whole, load_some(x, at + whole, count - whole), count - whole)
 
 
-def _in_order(weight, x, at, columns, out):
-    convert(x, at, columns, out, at)
+def _in_order(weight, x, at, columns, out, to):
+    convert(x, at, columns, out, to)
 
 
-def _even_first(weight, x, at, columns, out):
-    """Of each row half the columns, then the other half; a row has a multiple of 16."""
-    half, whole = columns // 2, columns // 32 * 32
+def _even_first(weight, x, at, columns, out, to):
+    whole = columns // 32 * 32
     for i in range(0, whole, 32):
         even, odd = apart(load(x, at + i), load(x, at + i + 16))
-        store(out, at + i // 2, even)
-        store(out, at + half + i // 2, odd)
+        store(out, to + i, even)
+        store(out, to + i + 16, odd)
     if whole < columns:
         even, odd = apart(load(x, at + whole), splat(ZERO))
-        store_some(out, at + whole // 2, even, 8)
-        store_some(out, at + half + whole // 2, odd, 8)
+        store_some(out, to + whole, even, 8)
+        store_some(out, to + whole + 8, odd, 8)
 
 
 def _dense_times(weight, row, columns, x, at):
@@ -165,12 +178,13 @@ def _dense_times(weight, row, columns, x, at):
     return total((a + b) + (c + d))
 
 
-def _dense_part(weight, row, columns, low, high, out, to):
+def _dense_part(weight, row, columns, low, high, out, to, step):
     begin, whole = row * columns, low + (high - low) // 16 * 16
     for i in range(low, whole, 16):
-        store(out, to + i - low, load(weight.data, begin + i))
+        store(out, to, load(weight.data, begin + i))
+        to += step
     if whole < high:
-        store_some(out, to + whole - low, load_some(weight.data, begin + whole, high - whole), high - whole)
+        store_some(out, to, load_some(weight.data, begin + whole, high - whole), high - whole)
 
 
 def _fp8_times(weight, row, columns, x, at):
@@ -190,63 +204,89 @@ def _fp8_times(weight, row, columns, x, at):
     return total((a + b) + (c + d))
 
 
-def _fp8_part(weight, row, columns, low, high, out, to):
+def _fp8_part(weight, row, columns, low, high, out, to, step):
     blocks = (columns + FP8_BLOCK - 1) // FP8_BLOCK
     for begin in range(low, high, FP8_BLOCK):
         s = splat(scale_of(weight.scale, row // FP8_BLOCK * blocks + begin // FP8_BLOCK))
         i, end = begin, min(begin + FP8_BLOCK, high)
         while i + 16 <= end:
-            store(out, to + i - low, load(weight.data, row * columns + i) * s)
+            store(out, to, load(weight.data, row * columns + i) * s)
             i += 16
+            to += step
         if i < end:
-            store_some(out, to + i - low, load_some(weight.data, row * columns + i, end - i) * s, end - i)
+            store_some(out, to, load_some(weight.data, row * columns + i, end - i) * s, end - i)
 
 
 def _fp4_times(weight, row, columns, x, at):
-    groups, odd = columns // FP4_BLOCK, at + columns // 2
+    groups = columns // FP4_BLOCK
     a = b = splat(ZERO)
     for group in range(groups):
-        s, place = splat(e8m0(weight.scale[row * groups + group])), group * BYTES
-        even_weights, odd_weights = load_pairs(weight.data, row * groups * BYTES + place)
-        a = fma(even_weights * s, load(x, at + place), a)
-        b = fma(odd_weights * s, load(x, odd + place), b)
+        s, place = splat(e8m0(weight.scale[row * groups + group])), at + group * FP4_BLOCK
+        even, odd = load_pairs(weight.data, (row * groups + group) * BYTES)
+        a = fma(even * s, load(x, place), a)
+        b = fma(odd * s, load(x, place + 16), b)
     return total(a + b)
 
 
-def _fp4_part(weight, row, columns, low, high, out, to):
+def _fp4_part(weight, row, columns, low, high, out, to, step):
     for i in range(low, high, FP4_BLOCK):
         group = (row * columns + i) // FP4_BLOCK
         s = splat(e8m0(weight.scale[group]))
         even, odd = load_pairs(weight.data, group * BYTES)
-        one, other = interleaved(even * s, odd * s)
-        store(out, to + i - low, one)
-        store(out, to + i - low + 16, other)
+        store(out, to, even * s)
+        store(out, to + step, odd * s)
+        to += 2 * step
 
 
 def _nvfp4_times(weight, row, columns, x, at):
     groups, width = columns // NVFP4_BLOCK, columns // 2
     a = b = splat(ZERO)
     for pair in range(groups // 2):
-        group, place = row * groups + 2 * pair, pair * BYTES
+        group, place = row * groups + 2 * pair, at + 2 * pair * NVFP4_BLOCK
         s = splat_e4m3(weight.scale[group], weight.scale[group + 1])
-        even_weights, odd_weights = load_pairs(weight.data, row * width + place)
-        a = fma(even_weights * s, load(x, at + place), a)
-        b = fma(odd_weights * s, load(x, at + width + place), b)
+        even, odd = load_pairs(weight.data, row * width + pair * BYTES)
+        a = fma(even * s, load(x, place), a)
+        b = fma(odd * s, load(x, place + 16), b)
     if groups % 2:
-        group, place = row * groups + groups - 1, width - 8
+        group, place = row * groups + groups - 1, at + columns - NVFP4_BLOCK
         s = splat_e4m3(weight.scale[group], weight.scale[group])
-        even_weights, odd_weights = load_some_pairs(weight.data, row * width + place, 8)
-        a = fma(even_weights * s, load_some(x, at + place, 8), a)
-        b = fma(odd_weights * s, load_some(x, at + width + place, 8), b)
+        even, odd = load_some_pairs(weight.data, row * width + width - 8, 8)
+        a = fma(even * s, load_some(x, place, 8), a)
+        b = fma(odd * s, load_some(x, place + 8, 8), b)
     return total(a + b)
 
 
-def _nvfp4_part(weight, row, columns, low, high, out, to):
-    for i in range(low, high, NVFP4_BLOCK):
+def _nvfp4_part(weight, row, columns, low, high, out, to, step):
+    for i in range(low, high // 32 * 32, 32):
         group = (row * columns + i) // NVFP4_BLOCK
+        s = splat_e4m3(weight.scale[group], weight.scale[group + 1])
+        even, odd = load_pairs(weight.data, group * 8)
+        store(out, to, even * s)
+        store(out, to + step, odd * s)
+        to += 2 * step
+    if high % 32:
+        group = (row * columns + high) // NVFP4_BLOCK - 1
         s = splat_e4m3(weight.scale[group], weight.scale[group])
         even, odd = load_some_pairs(weight.data, group * 8, 8)
-        store(out, to + i - low, interleaved(even * s, odd * s)[0])
+        store_some(out, to, even * s, 8)
+        store_some(out, to + 8, odd * s, 8)
+
+
+def _one_each(weight, row, columns, low, high):
+    for i in range(low, high, 64 // weight.data.itemsize):
+        fetch(weight.data, row * columns + i)
+
+
+def _two_a_byte(weight, row, columns, low, high):
+    for i in range(low, high, 128):
+        fetch(weight.data, (row * columns + i) // 2)
+
+
+@overload(fetch_part)
+def _fetch_part(weight, row, columns, low, high):
+    return {
+        DenseArrays: _one_each, Fp8Arrays: _one_each, Fp4Arrays: _two_a_byte, NvFp4Arrays: _two_a_byte,
+    }[weight.instance_class]  # fmt: skip
 
 
 @overload(row_times)
@@ -257,14 +297,14 @@ def _row_times(weight, row, columns, x, at):
 
 
 @overload(lay_out)
-def _lay_out(weight, x, at, columns, out):
+def _lay_out(weight, x, at, columns, out, to):
     return {
         DenseArrays: _in_order, Fp8Arrays: _in_order, Fp4Arrays: _even_first, NvFp4Arrays: _even_first,
     }[weight.instance_class]  # fmt: skip
 
 
 @overload(decode_part)
-def _decode_part(weight, row, columns, low, high, out, to):
+def _decode_part(weight, row, columns, low, high, out, to, step):
     return {
         DenseArrays: _dense_part, Fp8Arrays: _fp8_part, Fp4Arrays: _fp4_part, NvFp4Arrays: _nvfp4_part,
     }[weight.instance_class]  # fmt: skip

@@ -1,9 +1,9 @@
 """Matrix products with weights in their stored form.
 
 For a few tokens every row of the weight is decoded in registers and multiplied at once: what a token takes is the time
-in which memory gives the stored bytes. For more, as many rows as registers have sums for are decoded to fp32 in the
-core's first cache and multiplied by sixteen tokens that lie side by side. For many, larger tiles are decoded and
-multiplied by torch's product, which is the fastest where it has as much to do.
+in which memory gives the stored bytes. For more, sixteen rows are decoded to fp32 in the core's first cache and
+multiplied by four tokens after the other. For many, larger tiles are decoded and multiplied by torch's product, which
+is the fastest where it has as much to do.
 """
 
 from typing import Final
@@ -13,18 +13,18 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import address, array, compiled, each, each_of, loop, numbers
-from kernels.formats.cpu import FORMS, arrays, convert, decode_part, decode_rows, lay_out, row_times
+from kernels.compiled import address, aligned, compiled, each, each_of, loop, numbers
+from kernels.formats.cpu import FORMS, ZERO, arrays, convert, decode_part, decode_rows, fetch_part, lay_out, row_times
 from kernels.formats.stored import Dense, NvFp4, Weight
-from kernels.lanes import ROWS, add_products
+from kernels.lanes import add_products, splat, store, store_some, totals
 
 FEW = 4  # tokens up to which rows are multiplied as they are decoded
 SOME = 48  # tokens up to which a few rows are
-TILE: Final = 1 << 18  # weights of a decoded tile: 1 MiB of fp32
-SIDE: Final = 16  # tokens side by side
-LEAST: Final = 16  # rows of which some are taken at once, on every processor
-PART: Final = 512  # columns of ROWS rows that are decoded at once: 16 KiB
-_INT, _F32 = types.int64, types.float32[::1]
+TILE: Final = 1 << 20  # weights of a decoded tile: 4 MiB of fp32
+SIXTEEN: Final = 16  # rows that are decoded at once
+PART: Final = 256  # columns of these: 16 KiB
+SUMS: Final = SIXTEEN * SIXTEEN * 4  # numbers that products of four tokens with these add up in
+_INT: Final = types.int64
 
 
 @loop
@@ -35,15 +35,20 @@ def _few_rows(low, high, weight, rows, columns, x, tokens, groups, factor, out):
             out[t * rows + row] = row_times(weight, row, columns, x, at) * np.float32(factor)
 
 
+@loop
+def _lay_rows(low, high, weight, x, apart, columns, narrow, wide, out):
+    for row in range(low, high):
+        if narrow:
+            lay_out(weight, numbers(x, np.uint16), row * apart, columns, out, row * wide)
+        else:
+            lay_out(weight, numbers(x, np.float32), row * apart, columns, out, row * wide)
+
+
 @compiled(*((form, _INT, _INT, _INT, _INT, _INT, types.float64, types.boolean, _INT) for form in FORMS.values()))
 def _few(weight, rows, columns, x, tokens, groups, factor, narrow, out):
     """``out[t, r] = factor W[r] . x[t, group of r]``; x and out lie at addresses, in bfloat16 where `narrow`."""
     laid, wide = np.empty(tokens * groups * columns, np.float32), np.empty(tokens * rows, np.float32)
-    for at in range(0, tokens * groups * columns, columns):
-        if narrow:
-            lay_out(weight, numbers(x, np.uint16), at, columns, laid)
-        else:
-            lay_out(weight, numbers(x, np.float32), at, columns, laid)
+    _lay_rows(0, tokens * groups, weight, x, columns, columns, narrow, columns, laid)
     given = (weight, rows, columns, laid, tokens, groups, factor, wide)
     each_of(_few_rows, rows, rows * columns * tokens, given)
     if narrow:
@@ -53,31 +58,56 @@ def _few(weight, rows, columns, x, tokens, groups, factor, narrow, out):
 
 
 @loop
-def _some_rows(low, high, weight, rows, columns, x, side, groups, out):
-    part = np.empty(ROWS * PART, np.float32)
-    rank = rows // groups
-    blocks = (rank + ROWS - 1) // ROWS  # of a group; the last one begins so early that it is whole
+def _keep(out, at, x, count, narrow):
+    if narrow:
+        store_some(numbers(out, np.uint16), at, x, count)
+    else:
+        store_some(numbers(out, np.float32), at, x, count)
+
+
+@loop
+def _some_rows(low, high, weight, rows, columns, x, tokens, groups, wide, factor, narrow, out):
+    """Sixteen rows of a group, of as many blocks, times all tokens, filled up to fours; rows of `x` are `wide`."""
+    part, sums = aligned(SIXTEEN * PART), aligned((tokens + 3) // 4 * SUMS)
+    rank, row, scale = rows // groups, groups * wide, splat(np.float32(factor))
+    blocks = (rank + SIXTEEN - 1) // SIXTEEN  # of a group
     for block in range(low, high):
-        group, first = block // blocks, block // blocks * rank + min(block % blocks * ROWS, rank - ROWS)
+        group, first = block // blocks, block // blocks * rank + block % blocks * SIXTEEN
+        some = min(SIXTEEN, (group + 1) * rank - first)
+        for i in range(0, len(sums), 16):
+            store(sums, i, splat(ZERO))
         for begin in range(0, columns, PART):
             width = min(PART, columns - begin)
-            for r in range(ROWS):
-                decode_part(weight, first + r, columns, begin, begin + width, part, r * PART)
-            for t in range(0, side, 16):
-                place = (group * columns + begin) * side + t
-                add_products(part, PART, width, x, place, side, out, first * side + t, side, begin > 0)
+            if width % 16:  # what a last sixteen lacks counts nothing
+                for i in range(width // 16 * 256, width // 16 * 256 + 256, 16):
+                    store(part, i, splat(ZERO))
+            for r in range(some):
+                fetch_part(weight, first + SIXTEEN + r, columns, begin, begin + width)  # else reading begins too late
+                decode_part(weight, first + r, columns, begin, begin + width, part, r * 16, np.int64(256))
+            for t in range(0, tokens, 4):
+                add_products(x, t * row + group * wide + begin, row, part, (width + 15) // 16, sums, t // 4 * SUMS)
+        for t in range(0, tokens, 4):
+            a, b, c, d = totals(sums, t // 4 * SUMS)
+            _keep(out, t * rows + first, a * scale, some, narrow)
+            if t + 1 < tokens:
+                _keep(out, (t + 1) * rows + first, b * scale, some, narrow)
+            if t + 2 < tokens:
+                _keep(out, (t + 2) * rows + first, c * scale, some, narrow)
+            if t + 3 < tokens:
+                _keep(out, (t + 3) * rows + first, d * scale, some, narrow)
 
 
-@compiled(*((form, _INT, _INT, _F32, _INT, _INT, _F32) for form in FORMS.values()))
-def _some(weight, rows, columns, x, side, groups, out):
-    """``out[r, t] = W[r] . x[group of r, :, t]`` of tokens that lie side by side, a multiple of sixteen."""
-    each(_some_rows, groups * ((rows // groups + ROWS - 1) // ROWS), (weight, rows, columns, x, side, groups, out))
+@compiled(*((form, _INT, _INT, _INT, _INT, _INT, types.float64, types.boolean, _INT) for form in FORMS.values()))
+def _some(weight, rows, columns, x, tokens, groups, factor, narrow, out):
+    """`_few` of more tokens."""
+    wide, blocks = (columns + 15) // 16 * 16, groups * ((rows // groups + SIXTEEN - 1) // SIXTEEN)
+    laid = aligned((tokens + 3) // 4 * 4 * groups * wide)
+    each(_lay_rows, tokens * groups, (weight, x, columns, columns, narrow, wide, laid))
+    each(_some_rows, blocks, (weight, rows, columns, laid, tokens, groups, wide, factor, narrow, out))
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """``x @ W^T``: `kernels.linear.reference.linear`."""
-    if x.shape[0] <= FEW:
-        return _rows_of_few(x, weight, 1)
     return grouped_linear(x[:, None], weight, 1)[:, 0]
 
 
@@ -85,46 +115,36 @@ def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
     """Each group by its own rows of W: `kernels.linear.reference.grouped_linear`."""
     t, (height, columns) = x.shape[0], weight.shape
     assert x.shape[1:] == (groups, columns), f"x is {tuple(x.shape)}, want [t, {groups}, {columns}]"
-    if t <= FEW:
-        return _rows_of_few(x, weight, groups).view(t, groups, height // groups)
-    wide = _side_by_side(x, weight, groups)
-    if isinstance(weight, NvFp4):
-        wide *= weight.global_scale
-    out = wide.contiguous().to(x.dtype)  # one pass each takes a third of the time of both in one
-    return out.view(t, groups, height // groups)
-
-
-def _rows_of_few(x: Tensor, weight: Weight, groups: int) -> Tensor:
-    """[t, ..., in] to [t, out] in the dtype of x."""
-    t, (height, columns) = x.shape[0], weight.shape
-    assert x.shape[-1] == columns, f"x is {tuple(x.shape)}, want columns of the weight {columns}"
-    out = torch.empty(t, height, dtype=x.dtype)
-    factor, x = float(weight.global_scale) if isinstance(weight, NvFp4) else 1.0, x.contiguous()
-    narrow = x.dtype == torch.bfloat16
-    _few(arrays(weight), height, columns, address(x), t, groups, factor, narrow, address(out))
+    x = x.contiguous()
+    if t > SOME:
+        return _by_tiles(x, weight, groups)
+    out = torch.empty(t, groups, height // groups, dtype=x.dtype)
+    factor = float(weight.global_scale) if isinstance(weight, NvFp4) else 1.0
+    run = _few if t <= FEW else _some
+    run(arrays(weight), height, columns, address(x), t, groups, factor, x.dtype == torch.bfloat16, address(out))
     return out
 
 
-def _side_by_side(x: Tensor, weight: Weight, groups: int) -> Tensor:
-    """[t, groups, in] to [t, out] float32, of tokens filled up to a multiple of SIDE with zeros."""
+@compiled(*((form, _INT, _INT, _INT, _INT, types.boolean, _INT) for form in FORMS.values()))
+def _lay(weight, columns, x, apart, vectors, narrow, out):
+    """Vectors that begin `apart` in fp32, in the order of `lay_out`; x and out lie at addresses."""
+    each(_lay_rows, vectors, (weight, x, apart, columns, narrow, columns, numbers(out, np.float32)))
+
+
+def _by_tiles(x: Tensor, weight: Weight, groups: int) -> Tensor:
+    """[t, groups, in] to [t, groups, out], with torch's product."""
     t, (height, columns) = x.shape[0], weight.shape
     rank, step = height // groups, max(1, TILE // columns)
-    side = torch.zeros(groups, columns, -(-t // SIDE) * SIDE)
-    side[..., :t] = x.permute(1, 2, 0)
-    out = torch.empty(height, side.shape[2])
-    if _in_parts(t, rank):
-        _some(arrays(weight), height, columns, array(side), side.shape[2], groups, array(out))
-    else:
-        buffer = torch.empty(min(step, rank), columns)
-        for group in range(groups):
-            for low in range(group * rank, (group + 1) * rank, step):
-                part = slice(low, min(low + step, (group + 1) * rank))
-                torch.mm(_tile(weight, part, buffer), side[group], out=out[part])
-    return out[:, :t].T
-
-
-def _in_parts(tokens: int, rank: int) -> bool:
-    return tokens <= SOME and rank >= LEAST
+    out, laid = torch.empty(t, height, dtype=x.dtype), torch.empty(t, columns)
+    tile, made = torch.empty(min(step, rank), columns), torch.empty(t, min(step, rank))
+    for group in range(groups):
+        begin = address(x) + group * columns * x.itemsize
+        _lay(arrays(weight), columns, begin, groups * columns, t, x.dtype == torch.bfloat16, address(laid))
+        for low in range(group * rank, (group + 1) * rank, step):
+            part = slice(low, min(low + step, (group + 1) * rank))
+            product = torch.mm(laid, _tile(weight, part, tile).T, out=made[:, : part.stop - low])
+            out[:, part] = product * weight.global_scale if isinstance(weight, NvFp4) else product
+    return out.view(t, groups, rank)
 
 
 def _tile(weight: Weight, part: slice, buffer: Tensor) -> Tensor:
@@ -147,9 +167,11 @@ def grouped_linear_scratch(
     `form` is how the weight is stored: BF16, F16, F32, FP8 (E8M0 scales), FP8_F32 (those in F32), FP4 or NVFP4.
     """
     del device
+    made = tokens * rows
     if tokens <= FEW:
-        return tokens * rows * item
-    given, out = groups * columns * 4, rows * (4 + item)
-    side, rank = -(-tokens // SIDE) * SIDE, rows // groups
-    tile = 0 if _in_parts(tokens, rank) else min(max(1, TILE // columns), rank) * columns * 4
-    return side * rows * 4 + max(side * given + tile, tokens * (out if item < 4 else rows * 4))
+        return made * item
+    if tokens <= SOME:
+        return made * item + tokens * groups * columns * 4
+    tile = min(max(1, TILE // columns), rows // groups)
+    parts = 2 if form == "NVFP4" else 1  # of results, with the scale of the matrix and without
+    return made * item + (tokens * columns + tile * columns + parts * tokens * tile) * 4

@@ -67,7 +67,7 @@ def performance(args: argparse.Namespace) -> Iterator[Case]:
       pair, or nothing is timed.
 
     Sides take turns, each run in a process of its own, files in the page cache; those of --before are run from a
-    worktree that git makes. Parts are by a clock around every op.
+    worktree that git makes. Parts are by a clock around every op; a decoded token is timed in a run without it.
     """
     if args.layers is None or args.before is None:
         raise ConfigError("want --layers, a folder that `make_checkpoint --layers 2,3` made, and --before, a commit")
@@ -130,12 +130,13 @@ def performance_tables(args: argparse.Namespace, rows: list[JSON]) -> list[JSON]
 
 def _run(folder: Path, model: Path, asked: dict[str, Any]) -> tuple[Measures, None]:
     warm(model)
-    environment = dict.fromkeys(THREADS, str(asked["threads"]))
-    return call(profile, folder, model, asked, environment=environment), None
+    run = partial(call, profile, folder, model, environment=dict.fromkeys(THREADS, str(asked["threads"])))
+    parts = run({**asked, "clock": True})
+    return (parts if asked["kind"] != "decode" else parts | run({**asked, "clock": False})), None
 
 
 def profile(folder: Path, model: Path, asked: dict[str, Any]) -> Measures:
-    """In a process of its own: a call or decoded tokens with the code of `folder`, and its parts in ms."""
+    """In a process of its own: a call or decoded tokens with the code of `folder`; with a clock, parts in ms too."""
     for name in list(sys.modules):  # what the process was started with is of this folder
         if name.partition(".")[0] in {"kernels", "model", "runtime"}:
             del sys.modules[name]
@@ -146,7 +147,8 @@ def profile(folder: Path, model: Path, asked: dict[str, Any]) -> Measures:
     assert str(loading.__file__).startswith(str(folder)), "the code of that commit, and not of this one"
     count = BEFORE_DECODE if kind == "decode" else kind
     options = importlib.import_module("runtime.options").RunOptions("deployed", "bf16", "cpu", count)
-    ops = clock.watch(importlib.import_module("kernels.ops").CPU)
+    ops = importlib.import_module("kernels.ops").CPU
+    ops = clock.watch(ops) if asked["clock"] else ops
     runs = loading.load(model, options, ops).model
     draw, vocabulary = torch.Generator().manual_seed(asked["seed"]), runs.config.vocab_size
     prompt = torch.randint(0, vocabulary, (count,), generator=draw)
@@ -169,7 +171,7 @@ def profile(folder: Path, model: Path, asked: dict[str, Any]) -> Measures:
         if asked["head"]:
             int(runs.logits(hidden)[0].argmax())
         times.append(1e3 * (time.perf_counter() - began))
-    parts = clock.stop("token", 1e3 / asked["decode"])
+    parts = clock.stop("token", 1e3 / asked["decode"]) if asked["clock"] else {}
     if asked["head"]:
         return {TOKEN: median(times), "tokens/s": 1e3 / median(times), **parts}
     for _ in range(3):

@@ -414,12 +414,16 @@ def test_a_worktree_has_the_files_of_its_commit_and_goes_again():
 
 def test_a_profile_is_of_the_code_of_its_folder_and_covers_the_whole_run(tmp_path, monkeypatch):
     monkeypatch.setattr(performance, "BEFORE_DECODE", 40)
-    asked = {"kind": "decode", "threads": 1, "decode": 2, "head": True, "seed": 0}
+    asked = {"kind": "decode", "threads": 1, "decode": 2, "head": True, "seed": 0, "clock": True}
     found = performance.call(performance.profile, ROOT, DEMO, asked)
     parts = {"all", "linear", "attend, CSA", "attend, HCA", "select", "experts", OTHER}
     assert {f"token: {part}" for part in parts} <= found.keys()
     assert all(ms > 0 for name, ms in found.items() if name.startswith("token"))
     assert found["tokens/s"] == pytest.approx(1e3 / found[performance.TOKEN])
+    assert performance.call(performance.profile, ROOT, DEMO, asked | {"clock": False}).keys() == {
+        performance.TOKEN,
+        "tokens/s",
+    }
     found = performance.call(performance.profile, ROOT, DEMO, asked | {"kind": 24})
     assert 0 < found["call, s"] <= found["call: all"] / 1e3
     (tmp_path / "kernels").mkdir()
