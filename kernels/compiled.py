@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
+from threading import RLock
 from typing import Any, Final, TypeAlias
 
 import llvmlite.binding
@@ -48,6 +49,7 @@ PROCESSES: Final = 8  # at most, that compile
 Reader: TypeAlias = Callable[[int, int], None]  # of an address and a number of bytes
 _ALL: Final[list["Compiled"]] = []
 _readers: Final[list[Reader]] = []
+_settings: Final = RLock()
 
 
 def array(x: Tensor) -> Any:
@@ -179,15 +181,16 @@ def _compiling(where: Path | None) -> Iterator[None]:
     Loops have their vectors already: LLVM's levels above 1 find nothing and take a sixth of the time, Python's search
     for cycles among millions of nodes a tenth.
     """
-    before, collects = (config.CACHE_DIR, config.OPT), gc.isenabled()
-    config.CACHE_DIR, config.OPT = str(where or ""), type(config.OPT)(1)
-    gc.disable()
-    try:
-        yield
-    finally:
-        config.CACHE_DIR, config.OPT = before
-        if collects:
-            gc.enable()
+    with _settings:
+        before, collects = (config.CACHE_DIR, config.OPT), gc.isenabled()
+        config.CACHE_DIR, config.OPT = str(where or ""), type(config.OPT)(1)
+        gc.disable()
+        try:
+            yield
+        finally:
+            config.CACHE_DIR, config.OPT = before
+            if collects:
+                gc.enable()
 
 
 Signature: TypeAlias = tuple[Any, ...]
@@ -260,9 +263,11 @@ def _compile_in_processes(wanted: Wanted) -> None:
         task.write_text(json.dumps([sys.path, taken, functions]))
         command = [sys.executable, "-c", program, str(task)]
         others = [subprocess.Popen(command) for _ in range(min(cores(), PROCESSES) - 1)]  # noqa: S603
-        compile_free(taken, functions)
-        for process in others:
-            process.wait()  # what one leaves undone is compiled by who called
+        try:
+            compile_free(taken, functions)
+        finally:
+            for process in others:
+                process.wait()  # what one leaves undone is compiled by who called
 
 
 def compile_free(taken: str, functions: Sequence[tuple[str, str, Sequence[int]]]) -> None:

@@ -8,17 +8,17 @@ import operator
 from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
-import llvmlite.binding
 import numpy as np
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
+from numba.core.codegen import get_host_cpu_features
 from numba.core.datamodel import models
 from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, register_model
 
 WIDTH: Final = 16
-_AVX512: Final = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+_AVX512: Final = "+avx512f" in (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES)
 # Vectors and rows that are multiplied at once, as registers hold their sums: of 32 with AVX-512, else of 16 or of 32
 # smaller ones. It changes no bit of a product.
 BLOCK: Final = 4 if _AVX512 else 2

@@ -115,6 +115,8 @@ def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
     """Each group by its own rows of W: `kernels.linear.reference.grouped_linear`."""
     t, (height, columns) = x.shape[0], weight.shape
     assert x.shape[1:] == (groups, columns), f"x is {tuple(x.shape)}, want [t, {groups}, {columns}]"
+    assert height % groups == 0, f"{height} rows in {groups} groups"
+    assert x.dtype in {torch.bfloat16, torch.float32}, f"x is {x.dtype}, want bfloat16 or float32"
     x = x.contiguous()
     if t > SOME:
         return _by_tiles(x, weight, groups)
@@ -171,7 +173,7 @@ def grouped_linear_scratch(
     if tokens <= FEW:
         return made * item
     if tokens <= SOME:
-        return made * item + tokens * groups * columns * 4
+        return made * item + -(-tokens // 4) * 4 * groups * -(-columns // 16) * 16 * 4
     tile = min(max(1, TILE // columns), rows // groups)
     parts = 2 if form == "NVFP4" else 1  # of results, with the scale of the matrix and without
     return made * item + (tokens * columns + tile * columns + parts * tokens * tile) * 4

@@ -134,7 +134,7 @@ def assert_equal(ours, x, weight):
 
 # (out, in): columns that cut a block of 128, rows that cut a tile, one row. All are multiples of FP4's group of 32
 SHAPES = [(256, 256), (130, 96), (384, 1056), (1, 32), (129, 160)]
-CASES = {"reference": [(*s, (0, 1, 7)) for s in SHAPES], "cpu": [(*s, (0, 1, 2, 4, 5, 17, 48, 49)) for s in SHAPES]}
+CASES = {"reference": [(*s, (0, 1, 7)) for s in SHAPES], "cpu": [(*s, (0, 1, 2, 4, 5, 17, 96, 97)) for s in SHAPES]}
 # The interpreter is slow: one row; a cut block; a cut tile; many tokens. Tiles of fp32 operands are narrower
 TRITON = {
     torch.bfloat16: [(1, 32, (0, 1)), (65, 160, (16,)), (130, 96, (3,)), (129, 288, (17,))],
@@ -151,6 +151,39 @@ def test_every_form_and_shape_is_the_product(ops, form, dtype, monkeypatch):
         for t in tokens:
             x = torch.randn(t, 2 * i, generator=seeded(t)).to(dtype)[:, ::2]  # columns apart
             assert_product(ops.linear(x, weight)[:, None], x[:, None], weight)
+
+
+# Columns that end amid sixteen, amid 32, and behind a part of 256
+ODD = [(form, columns) for form in ("bf16", "f16", "f32", "fp8", "fp8, f32 scales") for columns in (5, 100, 257, 270)]
+ODD += [("nvfp4", columns) for columns in (16, 48, 272)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("form", "columns"), ODD)
+@pytest.mark.parametrize("limits", [(1 << 20, 1 << 20), (-1, 1 << 20), (-1, -1)], ids=["rows", "blocks", "tiles"])
+def test_columns_may_end_anywhere(limits, form, columns, dtype, monkeypatch):
+    few, some = limits
+    monkeypatch.setattr(cpu, "FEW", few)
+    monkeypatch.setattr(cpu, "SOME", some)
+    weight = FORMS[form](seeded(3), 34, columns)  # rows of two blocks, and two of a third
+    for t in (1, 6):
+        x = torch.randn(t, columns, generator=seeded(t)).to(dtype)
+        assert_product(CPU.linear(x, weight)[:, None], x[:, None], weight)
+
+
+def test_what_the_last_columns_lack_adds_no_nan():
+    """270 columns are parts of 256 and 14: behind the 14 stands what the first part had there, here infinity."""
+    weight = Dense(torch.ones(16, 270).index_fill(1, torch.tensor([14, 15]), INF))
+    for t in (1, 6, cpu.SOME + 1):
+        assert torch.equal(CPU.linear(torch.ones(t, 270), weight), torch.full((t, 16), INF))
+
+
+def test_the_cpu_refuses_groups_of_unequal_rows_and_other_dtypes():
+    with pytest.raises(AssertionError, match="4 rows in 3 groups"):
+        CPU.grouped_linear(torch.ones(1, 3, 4), Dense(torch.ones(4, 4)), 3)
+    for dtype in (torch.float16, torch.float64):
+        with pytest.raises(AssertionError, match=f"x is {dtype}"):
+            CPU.linear(torch.ones(1, 4, dtype=dtype), Dense(torch.ones(4, 4)))
 
 
 # Groups, their rank, tokens
@@ -332,7 +365,7 @@ def test_triton_refuses_columns_that_are_apart_and_groups_of_unequal_rows():
 def test_cpu_memory_is_a_few_tiles(form):
     weight, x = FORMS[form](seeded(2), 8192, 1024), torch.randn(1, 1024)  # 32 MiB decoded
     assert peak_bytes(lambda: CPU.linear(x, weight)) < 2**20
-    assert peak_bytes(lambda: CPU.linear(x.expand(100, -1), weight)) < 12 * 2**20  # results in two orders, and a tile
+    assert peak_bytes(lambda: CPU.linear(x.expand(100, -1), weight)) < 12 * 2**20  # results, and a tile
     assert peak_bytes(lambda: REFERENCE.linear(x, weight)) > 32 * 2**20
 
 
