@@ -213,10 +213,10 @@ def numbers(at, kind):
 
 
 @loop
-def aligned(count):
-    """A flat array of float32 zeros that begins a cache line: of vectors of 64 bytes, none then lies in two."""
-    given = np.zeros(count + 16, np.float32)
-    begin = (64 - given.ctypes.data % 64) // 4
+def aligned(count, like):
+    """A flat array of zeros, of a type as another, that begins a cache line: of 64 bytes, none then lies in two."""
+    given = np.zeros(count + 64 // like.itemsize, like.dtype)
+    begin = (64 - given.ctypes.data % 64) // like.itemsize
     return given[begin : begin + count]
 
 

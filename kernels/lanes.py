@@ -18,7 +18,9 @@ from numba.core.typing.templates import ConcreteTemplate, infer_global
 from numba.extending import intrinsic, lower_builtin, register_model
 
 WIDTH: Final = 16
-_AVX512: Final = "+avx512f" in (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES)
+PIECE: Final = 2 * WIDTH  # columns that are taken of a row at a time
+_FEATURES: Final = (get_host_cpu_features() if config.CPU_FEATURES is None else config.CPU_FEATURES).split(",")
+_AVX512: Final = "+avx512f" in _FEATURES
 # Vectors and rows that are multiplied at once, as registers hold their sums: of 32 with AVX-512, else of 16 or of 32
 # smaller ones. It changes no bit of a product.
 BLOCK: Final = 4 if _AVX512 else 2
@@ -75,9 +77,11 @@ def _loaded(context: Any, builder: Any, kind: Any, array: Any, index: Any, count
 
 
 def _halves(builder: Any, bits: Any, scale: float) -> Any:
-    """Bits of float16 [16] as fp32, times a power of two. float16 holds E4M3 / 256 and E2M1 / 2^14, subnormals too."""
-    half = builder.bitcast(bits, ir.VectorType(ir.HalfType(), WIDTH))
-    return builder.fmul(builder.fpext(half, _V), _constant(_F32, scale))
+    """Bits of float16 as fp32, times a power of two. float16 holds E4M3 / 256 and E2M1 / 2^14, subnormals too."""
+    count = bits.type.count
+    half = builder.bitcast(bits, ir.VectorType(ir.HalfType(), count))
+    wide = builder.fpext(half, ir.VectorType(_F32, count))
+    return builder.fmul(wide, ir.Constant(wide.type, [scale] * count))
 
 
 def _bfloat16(builder: Any, x: Any) -> Any:
@@ -86,10 +90,15 @@ def _bfloat16(builder: Any, x: Any) -> Any:
 
 
 def _e4m3(builder: Any, x: Any) -> Any:
-    twice = builder.shl(builder.sext(x, ir.VectorType(_I16, WIDTH)), _constant(_I16, 7))  # the sign, two times
-    bits = builder.and_(twice, _constant(_I16, 0xBFFF))
-    is_nan = builder.icmp_unsigned("==", builder.and_(bits, _constant(_I16, 0x3F80)), _constant(_I16, 0x3F80))
-    return _halves(builder, builder.select(is_nan, _constant(_I16, 0x7E00), bits), 256.0)
+    kind = ir.VectorType(_I16, x.type.count)
+
+    def all_of(value: int) -> Any:
+        return ir.Constant(kind, [value] * kind.count)
+
+    twice = builder.shl(builder.sext(x, kind), all_of(7))  # the sign, two times
+    bits = builder.and_(twice, all_of(0xBFFF))
+    is_nan = builder.icmp_unsigned("==", builder.and_(bits, all_of(0x3F80)), all_of(0x3F80))
+    return _halves(builder, builder.select(is_nan, all_of(0x7E00), bits), 256.0)
 
 
 def _e2m1(builder: Any, code: Any) -> Any:
@@ -134,6 +143,26 @@ def load_some(typing: Any, array: Any, index: Any, count: Any) -> Any:
     return _load(array, (types.int64,))
 
 
+@intrinsic
+def load_piece(typing: Any, array: Any, index: Any) -> Any:
+    """Thirty-two numbers of a flat array, as two times sixteen: `load`, but cheaper of E4M3, as its codes are small."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        element = context.get_data_type(array.dtype)
+        place = _element(context, builder, signature.args[0], *values)
+        found = builder.load(builder.bitcast(place, ir.VectorType(element, PIECE).as_pointer()), align=1)
+        orders = [ir.Constant(ir.VectorType(_I32, WIDTH), list(range(at, at + WIDTH))) for at in (0, WIDTH)]
+        if array.dtype == types.uint8:
+            wide = _e4m3(builder, found)
+            both = [builder.shuffle_vector(wide, ir.Constant(wide.type, ir.Undefined), order) for order in orders]
+        else:
+            halves = [builder.shuffle_vector(found, ir.Constant(found.type, ir.Undefined), order) for order in orders]
+            both = [_NUMBERS[array.dtype](builder, half) for half in halves]
+        return context.make_tuple(builder, signature.return_type, both)
+
+    return types.UniTuple(lanes, 2)(array, types.int64), generate
+
+
 def _pairs(array: Any, rest: tuple[Any, ...]) -> Any:
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         count = values[2] if rest else None
@@ -146,12 +175,12 @@ def _pairs(array: Any, rest: tuple[Any, ...]) -> Any:
 
 
 @intrinsic
-def fetch(typing: Any, array: Any, index: Any) -> Any:
+def fetch_line(typing: Any, array: Any, index: Any) -> Any:
     """Ask memory for the cache line of an element of a flat array, which may lie beyond its end."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         place = builder.bitcast(_element(context, builder, signature.args[0], *values), _I8.as_pointer())
-        _called(builder, "llvm.prefetch.p0", ir.VoidType(), place, _I32(0), _I32(2), _I32(1))
+        _called(builder, "llvm.prefetch.p0", ir.VoidType(), place, _I32(0), _I32(3), _I32(1))
         return context.get_dummy_value()
 
     return types.void(array, types.int64), generate
@@ -528,35 +557,34 @@ def highest(typing: Any, x: Any) -> Any:
     return types.float32(lanes), generate
 
 
-def _vectors(context: Any, builder: Any, kind: Any, array: Any, begin: Any, step: int, count: int) -> list[Any]:
-    """Pointers to vectors in a flat float32 array, `step` numbers apart."""
-    places = [builder.add(begin, ir.IntType(64)(i * step)) for i in range(count)]
-    return [builder.bitcast(_element(context, builder, kind, array, at), _V.as_pointer()) for at in places]
+def _multiply(builder: Any, x: Any, y: Any, total: Any) -> Any:
+    """A total plus the products of two registers: of sixteen fp32, or of thirty-two bfloat16, two for each lane."""
+    if x.type == _V:
+        return _called(builder, "llvm.fma.v16f32", _V, x, y, total)
+    pairs = (builder.bitcast(one, ir.VectorType(_BFloat(), 2 * WIDTH)) for one in (x, y))
+    return _called(builder, "llvm.x86.avx512bf16.dpbf16ps.512", _V, total, *pairs)
 
 
-def _products(context: Any, builder: Any, kinds: Any, given: Any, row: Any, finish: Callable[..., None]) -> None:
-    """Four vectors times four rows of a block from `row` on, lane by lane, as many at once as registers hold.
+def _products(builder: Any, sums: dict[tuple[int, int], Any], steps: Any, vector: Any, row: Any) -> None:
+    """Add the products of four vectors and four rows to `sums`, by vector and row, as many at once as registers hold.
 
-    `finish` is called with a vector, a row, and where the sum of their products is.
+    ``vector(v, step)`` and ``row(r, step)`` give the registers that are multiplied in one of `steps`.
     """
-    (x, at, stride, block, groups), integer = given, ir.IntType(64)
-    for vector, other in [(v, r) for v in range(0, 4, BLOCK) for r in range(0, 4, BLOCK)]:
-        pairs = [(v, r) for v in range(vector, vector + BLOCK) for r in range(other, other + BLOCK)]
-        sums = {pair: cgutils.alloca_once(builder, _V) for pair in pairs}
-        for one in sums.values():
-            builder.store(ir.Constant(_V, None), one)
-        with cgutils.for_range(builder, groups) as run:
-            step = builder.add(at, builder.mul(run.index, integer(WIDTH)))
-            here = builder.add(builder.mul(run.index, integer(WIDTH * WIDTH)), builder.mul(row, integer(WIDTH)))
-            starts = {v: builder.add(step, builder.mul(stride, integer(v))) for v, _ in pairs}
-            vectors = {v: _vectors(context, builder, kinds[0], x, start, 0, 1)[0] for v, start in starts.items()}
-            rows = {r: _vectors(context, builder, kinds[3], block, here, WIDTH, 4)[r] for _, r in pairs}
-            numbers = {place: builder.load(place, align=4) for place in (*vectors.values(), *rows.values())}
-            for (v, r), one in sums.items():
-                parts = numbers[vectors[v]], numbers[rows[r]], builder.load(one)
-                builder.store(_called(builder, "llvm.fma.v16f32", _V, *parts), one)
-        for (v, r), one in sums.items():
-            finish(v, r, builder.load(one))
+    for low, other in [(v, r) for v in range(0, 4, BLOCK) for r in range(0, 4, BLOCK)]:
+        some = {(v, r): sums[v, r] for v in range(low, low + BLOCK) for r in range(other, other + BLOCK)}
+        held = {pair: cgutils.alloca_once(builder, _V) for pair in some}
+        for pair, place in some.items():
+            builder.store(builder.load(place, align=4), held[pair])
+        with cgutils.for_range(builder, steps) as run:
+            vectors = {v: vector(v, run.index) for v in range(low, low + BLOCK)}
+            rows = {r: row(r, run.index) for r in range(other, other + BLOCK)}
+            for (v, r), place in held.items():
+                total = builder.load(place)
+                for x, y in zip(vectors[v], rows[r], strict=True):
+                    total = _multiply(builder, x, y, total)
+                builder.store(total, place)
+        for pair, place in some.items():
+            builder.store(builder.load(held[pair]), place, align=4)
 
 
 def _totals(builder: Any, sums: list[Any]) -> Any:
@@ -586,6 +614,23 @@ def _by_vector(context: Any, builder: Any, kind: Any, parts: list[Any]) -> Any:
     return context.make_tuple(builder, kind, vectors)
 
 
+def _places(context: Any, builder: Any, kind: Any, array: Any, begin: Any) -> dict[tuple[int, int], Any]:
+    """Where sums of four vectors and four rows lie, from `begin` on."""
+    places = {}
+    for i in range(WIDTH):
+        place = _element(context, builder, kind, array, builder.add(begin, ir.IntType(64)(i * WIDTH)))
+        places[i // 4, i % 4] = builder.bitcast(place, _V.as_pointer())
+    return places
+
+
+def _added(builder: Any, *terms: Any) -> Any:
+    """The sum of products of integers: each term a number, or a number times another."""
+    total = ir.IntType(64)(0)
+    for term in terms:
+        total = builder.add(total, builder.mul(*(ir.IntType(64)(one) if isinstance(one, int) else one for one in term)))
+    return total
+
+
 @intrinsic
 def dots(typing: Any, x: Any, at: Any, stride: Any, block: Any, groups: Any) -> Any:
     """Products of four vectors, in x from `at` on and `stride` apart, with the sixteen rows of a block: four lanes.
@@ -594,49 +639,210 @@ def dots(typing: Any, x: Any, at: Any, stride: Any, block: Any, groups: Any) -> 
     """
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        slots = cgutils.alloca_once(builder, _V, size=4)
+        vectors, at, stride, rows, groups = values
+        kinds = signature.args
+
+        def vector(v: int, step: Any) -> list[Any]:
+            place = _added(builder, (at, 1), (stride, v), (step, WIDTH))
+            return [_loaded(context, builder, kinds[0], vectors, place, None)]
+
+        slots, sums = cgutils.alloca_once(builder, _V, size=4), cgutils.alloca_once(builder, _V, size=WIDTH)
+        places = {(i // 4, i % 4): builder.gep(sums, [_I32(i)]) for i in range(WIDTH)}
         with cgutils.for_range(builder, ir.IntType(64)(4)) as quad:
-            row, found = builder.mul(quad.index, ir.IntType(64)(4)), {}
-            _products(context, builder, signature.args, values, row, lambda v, r, one: found.update({(v, r): one}))
-            builder.store(_totals(builder, [found[pair] for pair in sorted(found)]), builder.gep(slots, [quad.index]))
+
+            def row(r: int, step: Any) -> list[Any]:
+                place = _added(builder, (step, WIDTH * WIDTH), (quad.index, 4 * WIDTH), (r, WIDTH))
+                return [_loaded(context, builder, kinds[3], rows, place, None)]
+
+            for place in places.values():
+                builder.store(ir.Constant(_V, None), place)
+            _products(builder, places, groups, vector, row)
+            total = _totals(builder, [builder.load(place) for place in places.values()])
+            builder.store(total, builder.gep(slots, [quad.index]))
         parts = [builder.load(builder.gep(slots, [_I32(i)])) for i in range(4)]
         return _by_vector(context, builder, signature.return_type, parts)
 
     return types.UniTuple(lanes, 4)(x, types.int64, types.int64, block, types.int64), generate
 
 
+# --- pieces: 32 columns of a row, as products take them
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """LLVM's bfloat, which llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+PAIRS: Final = "+avx512bf16" in _FEATURES  # the processor multiplies bfloat16
+
+
+class _Pairs(types.Type):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__("pairs")
+
+
+pairs, _two = _Pairs(), types.UniTuple(lanes, 2)
+_P: Final = ir.VectorType(_I32, WIDTH)
+
+
+@register_model(_Pairs)
+class _PairsModel(models.PrimitiveModel):  # type: ignore[misc]
+    def __init__(self, manager: Any, kind: Any) -> None:
+        super().__init__(manager, kind, _P)
+
+
+def _piece(array: Any) -> Any:
+    """The type of pieces that lie in an array: 32 bfloat16 in one register, or two times sixteen fp32."""
+    return {types.uint16: pairs, types.float32: _two}[array.dtype]
+
+
+def _registers(context: Any, builder: Any, kind: Any, array: Any, at: Any) -> list[Any]:
+    """What is multiplied of a piece that lies in an array."""
+    if _piece(kind) == pairs:
+        return [builder.load(builder.bitcast(_element(context, builder, kind, array, at), _P.as_pointer()), align=2)]
+    return [_loaded(context, builder, kind, array, _added(builder, (at, 1), (more, 1)), None) for more in (0, WIDTH)]
+
+
 @intrinsic
-def add_products(typing: Any, x: Any, at: Any, stride: Any, block: Any, groups: Any, sums: Any, to: Any) -> Any:
-    """Add products as of `dots` to `sums` from `to` on, lane by lane: what `totals` adds up."""
+def piece(typing: Any, array: Any, at: Any) -> Any:
+    """The piece that begins in an array at `at`."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        *given, sums, to = values
-        with cgutils.for_range(builder, ir.IntType(64)(4)) as quad:
-            row = builder.mul(quad.index, ir.IntType(64)(4))
-            begin = builder.add(to, builder.mul(row, ir.IntType(64)(4 * WIDTH)))
-            places = _vectors(context, builder, signature.args[5], sums, begin, WIDTH, WIDTH)
+        found = _registers(context, builder, signature.args[0], *values)
+        return found[0] if len(found) == 1 else context.make_tuple(builder, signature.return_type, found)
 
-            def finish(v: int, r: int, one: Any, places: Any = places) -> None:
-                place = places[4 * v + r]
-                builder.store(builder.fadd(builder.load(place, align=4), one), place, align=4)
+    return _piece(array)(array, types.int64), generate
 
-            _products(context, builder, signature.args, given, row, finish)
+
+@intrinsic
+def as_piece(typing: Any, low: Any, high: Any, like: Any) -> Any:
+    """Sixteen numbers and sixteen more as a piece of such an array: bfloat16 must hold them, no subnormal ones.
+
+    Infinity and NaN stay, subnormal numbers become 0.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        if signature.return_type == _two:
+            return context.make_tuple(builder, signature.return_type, values[:2])
+        kind = ir.VectorType(_BFloat(), PIECE)
+        return builder.bitcast(
+            _called(builder, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", kind, values[1], values[0]), _P
+        )
+
+    return _piece(like)(lanes, lanes, like), generate
+
+
+_E2M1: Final = [
+    code << 12 & 0x8000 | size
+    for code, size in enumerate(
+        2 * [0, *(int(np.float32(size).view(np.uint32)) >> 16 for size in (0.5, 1, 1.5, 2, 3, 4, 6))]
+    )
+]  # by code, the bits of bfloat16
+
+
+@intrinsic
+def e2m1_pairs(typing: Any, array: Any, index: Any, code: Any) -> Any:
+    """The piece of the E2M1 numbers in sixteen bytes from `index` on, under an E8M0 scale: low halves, then high ones.
+
+    The scale's code is 2 to 250, so that no product leaves the normal numbers. It is added to the exponents.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kind, half = ir.VectorType(_I16, PIECE), ir.VectorType(_I16, WIDTH)
+        low = builder.zext(_loaded(context, builder, signature.args[0], values[0], values[1], None), half)
+        high = builder.lshr(low, _constant(_I16, 4))
+        codes = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(_I32, PIECE), list(range(PIECE))))
+        number = builder.shl(builder.zext(values[2], _I16), _I16(7))
+        every = builder.insert_element(ir.Constant(kind, ir.Undefined), number, _I32(0))
+        every = builder.shuffle_vector(
+            every, ir.Constant(kind, ir.Undefined), ir.Constant(ir.VectorType(_I32, PIECE), None)
+        )
+        table = 2 * _E2M1  # of a code and four bits, of which the fifth is another's
+        shifted = builder.add(ir.Constant(kind, [(bits - (127 << 7)) % (1 << 16) for bits in table]), every)
+        filled = ir.Constant(ir.VectorType(ir.IntType(1), PIECE), [bits & 0x7FFF != 0 for bits in table])
+        table = builder.select(filled, shifted, ir.Constant(kind, table))
+        return builder.bitcast(_called(builder, "llvm.x86.avx512.permvar.hi.512", kind, table, codes), _P)
+
+    return pairs(array, types.int64, types.uint8), generate
+
+
+@intrinsic
+def put(typing: Any, array: Any, at: Any, x: Any) -> Any:
+    """Store a piece."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        array, at, x = values
+        parts = [x] if signature.args[2] == pairs else cgutils.unpack_tuple(builder, x, 2)
+        for part, more in zip(parts, (0, WIDTH), strict=False):
+            place = _element(context, builder, signature.args[0], array, _added(builder, (at, 1), (more, 1)))
+            builder.store(part, builder.bitcast(place, part.type.as_pointer()), align=2)
         return context.get_dummy_value()
 
-    return types.void(x, types.int64, types.int64, block, types.int64, sums, types.int64), generate
+    return types.void(array, types.int64, _piece(array)), generate
+
+
+@intrinsic
+def multiply(typing: Any, x: Any, y: Any, total: Any) -> Any:
+    """A total in lanes plus the products of two pieces."""
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        x, y, total = values
+        if signature.args[0] == pairs:
+            return _multiply(builder, x, y, total)
+        for one, other in zip(*(cgutils.unpack_tuple(builder, pair, 2) for pair in (x, y)), strict=True):
+            total = _multiply(builder, one, other, total)
+        return total
+
+    return lanes(x, x, lanes), generate
+
+
+@intrinsic
+def add_products(typing: Any, x: Any, at: Any, stride: Any, block: Any, pieces: Any, sums: Any, to: Any) -> Any:
+    """Add products of four vectors, in x from `at` on and `stride` apart, and the sixteen rows of a block, to `sums`.
+
+    They add up lane by lane in the order of `multiply`, in fp32 from `to` on: what `totals` adds up. A block holds four
+    rows, then the next four; of each four a piece of every row, then the next `pieces`.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        (vectors, at, stride, rows, pieces, sums, to), kinds = values, signature.args
+
+        def vector(v: int, step: Any) -> list[Any]:
+            place = _added(builder, (at, 1), (stride, v), (step, PIECE))
+            return _registers(context, builder, kinds[0], vectors, place)
+
+        with cgutils.for_range(builder, ir.IntType(64)(4)) as quad:
+
+            def row(r: int, step: Any) -> list[Any]:
+                four = _added(builder, (quad.index, pieces), (step, 1))
+                return _registers(context, builder, kinds[3], rows, _added(builder, (four, 4 * PIECE), (r, PIECE)))
+
+            begin = _added(builder, (to, 1), (quad.index, WIDTH * WIDTH))
+            _products(builder, _places(context, builder, kinds[5], sums, begin), pieces, vector, row)
+        return context.get_dummy_value()
+
+    return types.void(x, types.int64, types.int64, x, types.int64, sums, types.int64), generate
 
 
 @intrinsic
 def totals(typing: Any, sums: Any, at: Any) -> Any:
-    """What `add_products` added to `sums` from `at` on, added up: four vectors times sixteen rows, as of `dots`."""
+    """What `add_products` added to `sums` from `at` on, added up as by `total`: of each vector sixteen rows."""
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         array, at = values
         parts = []
         for quad in range(4):
             begin = builder.add(at, ir.IntType(64)(quad * WIDTH * WIDTH))
-            places = _vectors(context, builder, signature.args[0], array, begin, WIDTH, WIDTH)
-            parts.append(_totals(builder, [builder.load(place, align=4) for place in places]))
+            places = _places(context, builder, signature.args[0], array, begin)
+            parts.append(_totals(builder, [builder.load(place, align=4) for place in places.values()]))
         return _by_vector(context, builder, signature.return_type, parts)
 
     return types.UniTuple(lanes, 4)(sums, types.int64), generate

@@ -7,8 +7,8 @@ from functools import cached_property
 
 from torch import Tensor
 
+from kernels.experts.cpu import FEW
 from kernels.formats.stored import Apart, Dense, Stack, Weight, member
-from kernels.linear.cpu import FEW
 from kernels.ops import reads_apart
 from model.arithmetic import Arithmetic
 from model.call import Call

@@ -38,6 +38,8 @@ def wanted(census: Census, dtype: str) -> compiled.Wants:
         weights = [kind for kind in signature if kind in _KINDS]
         if any(kind not in (routed if name.endswith("_experts") else held) for kind in weights):
             return False
+        if name.endswith("_linear") and FORMS["BF16"] in signature and dtype == "bf16":
+            return True  # of the compressors and the router too, which are given fp32
         return _TWINS[dtype] not in signature or not _paired(name, signature, _TWINS[dtype])
 
     return wants

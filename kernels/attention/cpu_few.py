@@ -98,8 +98,8 @@ def _parts(
     """Parts of a token's keys, each for some of its heads; `position` is the token's."""
     width = ring.width
     wide, blocks = (width + 31) // 32 * 32, (heads + HEADS - 1) // HEADS
-    keys, queries = aligned(16 * wide), aligned(HEADS * wide)
-    masses, biases = aligned(256), aligned(16)
+    keys, queries = aligned(16 * wide, state), aligned(HEADS * wide, state)
+    masses, biases = aligned(256, state), aligned(16, state)
     oldest, visible, count = _seen(position, window, n, ratio, hidden, picks)
     recent, size, held = position + 1 - oldest, _part_size(count, blocks), -1
     for item in range(low, high):

@@ -10,17 +10,18 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each, loop, note_read, watched
+from kernels.compiled import aligned, array, compiled, each, loop, note_read, watched
 from kernels.experts.reference import Experts
-from kernels.formats.cpu import FORMS, arrays, lay_out, placed, row_times
+from kernels.formats.cpu import arrays, lay_out, placed
 from kernels.formats.groups import LINEAR_GROUP
 from kernels.formats.stored import Apart, Fp4, Fp8, Stack, member, members, places
 from kernels.lanes import bfloat16, first_of, load_some, splat, store_some
-from kernels.linear.cpu import FEW, linear
+from kernels.linear.cpu import KINDS, WIDE, four_rows, linear, padded, pieces_of
 from kernels.quantise.cpu import E4M3, round_row, simulate_fp8
 from kernels.swiglu.cpu import activate_row, swiglu
 
-several: Final = Experts(linear, swiglu, simulate_fp8)  # of more tokens than FEW
+FEW = 4  # tokens of whose experts few have two: each is read once then, but by those of several tokens
+several: Final = Experts(linear, swiglu, simulate_fp8)  # of more tokens
 _INT, _F32, _PLACES = types.int64, types.float32[::1], (types.int64[::1], types.float32[::1])
 
 
@@ -40,7 +41,9 @@ def experts(
     (t, hidden), k, (inner, _) = x.shape, ids.shape[1], w1.shape
     up, down = member(w1, 0), member(w2, 0)
     assert type(up) is type(member(w3, 0)), f"w1 is {type(up).__name__}, w3 {type(member(w3, 0)).__name__}"
-    if t > FEW or type(up) is not type(down):
+    chosen = [member(w, e - first) for w in (w1, w3, w2) for e in ids.flatten().tolist() if 0 <= e - first < members(w)]
+    like = pieces_of(x, *chosen)
+    if t > FEW or type(up) is not type(down) or (like is WIDE and pieces_of(x) is not WIDE):
         return several(x, ids, weights, w1, w3, w2, limit, first, deployed=deployed)
     group = LINEAR_GROUP if deployed and isinstance(up, Fp8 | Fp4) else 0
     assert not group or (hidden % group == 0 and inner % group == 0), (
@@ -49,13 +52,11 @@ def experts(
     ordered, slots = ids.sort(dim=1)
     out = torch.empty(t, hidden)
     if watched():
-        note_read(
-            *(member(w, e - first) for w in (w1, w3, w2) for e in ids.flatten().tolist() if 0 <= e - first < members(w))
-        )
+        note_read(*chosen)
     _experts(
         arrays(up), arrays(down), *_places(w1), *_places(w3), *_places(w2), array(ordered.contiguous()), first,
         array(weights.gather(1, slots).contiguous()), array(x.float().contiguous()), t, k, hidden, inner,
-        limit, group, x.dtype == torch.bfloat16, array(out),
+        limit, group, x.dtype == torch.bfloat16, array(out), like,
     )  # fmt: skip
     return out
 
@@ -90,21 +91,26 @@ def _rounded(x, rows, columns, group, narrow, out):
 
 
 @loop
-def _times(weight, addresses, factors, expert, row, columns, x, at, narrow):
-    """One row of an expert's matrix times a vector, as a linear returns it."""
-    matrix = placed(weight, addresses[2 * expert], addresses[2 * expert + 1])
-    product = row_times(matrix, row, columns, x, at) * factors[expert]
-    return first_of(bfloat16(splat(product))) if narrow else product
+def _four(weight, addresses, factors, expert, row, last, columns, x, at, narrow, out):
+    """Four rows of an expert's matrix, up to the last, times a vector, as a linear returns them, to `out`."""
+    matrix, scale = placed(weight, addresses[2 * expert], addresses[2 * expert + 1]), factors[expert]
+    out[0], out[1], out[2], out[3] = four_rows(matrix, row, last, columns, x, at)
+    for i in range(4):
+        out[i] = first_of(bfloat16(splat(out[i] * scale))) if narrow else out[i] * scale
 
 
 @loop
 def _gate_and_up(low, high, weight, at1, by1, at3, by3, chosen, first, k, rows, columns, x, narrow, gate, up):
+    """Fours of rows, of every pair of a token and an expert."""
+    fours, found = (rows + 3) // 4, np.empty((2, 4), np.float32)
     for item in range(low, high):
-        pair, row = item // rows, item % rows
-        expert, at = chosen[pair] - first, pair // k * columns
+        pair, row = item // fours, item % fours * 4
+        expert, at, stop = chosen[pair] - first, pair // k * padded(columns), min(row + 4, rows)
         if 0 <= expert < len(by1):
-            gate[item] = _times(weight, at1, by1, expert, row, columns, x, at, narrow)
-            up[item] = _times(weight, at3, by3, expert, row, columns, x, at, narrow)
+            _four(weight, at1, by1, expert, row, rows - 1, columns, x, at, narrow, found[0])
+            _four(weight, at3, by3, expert, row, rows - 1, columns, x, at, narrow, found[1])
+            for r in range(row, stop):
+                gate[pair * rows + r], up[pair * rows + r] = found[0, r - row], found[1, r - row]
 
 
 @loop
@@ -114,44 +120,52 @@ def _activate(low, high, weight, gate, up, chosen, first, count, weights, column
             at = pair * columns
             activate_row(gate, up, at, columns, limit, weights[pair], out)
             _rounded(out[at : at + columns], 1, columns, group, narrow, out[at : at + columns])
-            lay_out(weight, out, at, columns, laid, at)
+            lay_out(weight, out, at, columns, laid, pair * padded(columns))
 
 
 @loop
 def _down(low, high, weight, at2, by2, chosen, first, tokens, k, rows, columns, x, narrow, out):
-    for row in range(low, high):
+    """Fours of rows, of every token the sum over its experts."""
+    found, total = np.empty(4, np.float32), np.empty(4, np.float32)
+    for row in range(low * 4, min(high * 4, rows), 4):
         for token in range(tokens):
-            total = np.float32(0)
+            total[:] = np.float32(0)
             for pair in range(token * k, token * k + k):
                 expert = chosen[pair] - first
                 if 0 <= expert < len(by2):
-                    total += _times(weight, at2, by2, expert, row, columns, x, pair * columns, narrow)
-            out[token * rows + row] = total
+                    _four(weight, at2, by2, expert, row, rows - 1, columns, x, pair * padded(columns), narrow, found)
+                    total += found
+            for r in range(row, min(row + 4, rows)):
+                out[token * rows + r] = total[r - row]
 
 
 @compiled(
     *(
         (form, form, *_PLACES, *_PLACES, *_PLACES, types.int64[::1], _INT, _F32, _F32, _INT, _INT, _INT, _INT,
-         types.float64, _INT, types.boolean, _F32)
-        for form in FORMS.values()
+         types.float64, _INT, types.boolean, _F32, kind)
+        for form, kind in KINDS
     )
 )  # fmt: skip
 def _experts(
     up1, down1, at1, by1, at3, by3, at2, by2, chosen, first, weights, x, tokens, k, hidden, inner, limit, group, narrow,
-    out,
+    out, like,
 ):  # fmt: skip
     """All at once: gates and ups, what is activated of them, and the sum of downs; `chosen` ascends in each token."""
-    given, laid = np.empty(tokens * hidden, np.float32), np.empty(tokens * hidden, np.float32)
+    pairs, count, fours = tokens * k, len(by1), (inner + 3) // 4
+    given, laid = np.empty(tokens * hidden, np.float32), aligned(tokens * padded(hidden), like)
     _rounded(x, tokens, hidden, group, narrow, given)
     for token in range(tokens):
-        lay_out(up1, given, token * hidden, hidden, laid, token * hidden)
-    pairs, count = tokens * k, len(by1)
+        lay_out(up1, given, token * hidden, hidden, laid, token * padded(hidden))
     gate, up = np.empty(pairs * inner, np.float32), np.empty(pairs * inner, np.float32)
-    active, ordered = np.empty(pairs * inner, np.float32), np.empty(pairs * inner, np.float32)
+    active, ordered = np.empty(pairs * inner, np.float32), aligned(pairs * padded(inner), like)
     each(
-        _gate_and_up, pairs * inner, (up1, at1, by1, at3, by3, chosen, first, k, inner, hidden, laid, narrow, gate, up)
+        _gate_and_up, pairs * fours, (up1, at1, by1, at3, by3, chosen, first, k, inner, hidden, laid, narrow, gate, up)
     )
     each(
         _activate, pairs, (down1, gate, up, chosen, first, count, weights, inner, limit, group, narrow, active, ordered)
     )
-    each(_down, hidden, (down1, at2, by2, chosen, first, tokens, k, hidden, inner, ordered, narrow, out))
+    each(
+        _down,
+        (hidden + 3) // 4,
+        (down1, at2, by2, chosen, first, tokens, k, hidden, inner, ordered, narrow, out),
+    )

@@ -1,14 +1,16 @@
-"""Stored weights in compiled loops: a row times a vector, and parts of rows decoded; straight from the stored bytes.
+"""Stored weights in compiled loops: a piece of a row decoded, straight from the stored bytes.
 
-A decoded number is that of `kernels.formats.reference.decode`, bit for bit. A row's product with a vector adds up in
-one order whatever stands around it: a token has the same bits alone and among a few, on every number of threads.
+A decoded number is that of `kernels.formats.reference.decode`, bit for bit. Products take it as fp32; or as bfloat16,
+where the activations are, bfloat16 holds every number of the matrix, and the processor multiplies it.
 
-Loops are written once for all forms: what they call, `row_times` and `decode_part`, has an implementation for each.
+Loops are written once for all forms: what they call, `decoded`, has an implementation for each.
 """
 
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import numpy as np
+import torch
 from numba import types
 from numba.extending import overload
 from torch import Tensor
@@ -17,23 +19,34 @@ from kernels.compiled import array, compiled, each, kept_array, loop, moved
 from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
 from kernels.lanes import (
+    PIECE,
     apart,
-    bits,
-    fetch,
-    fma,
+    as_piece,
+    at_most,
+    e2m1_pairs,
+    fetch_line,
+    first,
+    highest,
     load,
     load_pairs,
+    load_piece,
     load_some,
     load_some_pairs,
+    maximum,
+    piece,
+    size,
     splat,
     splat_e4m3,
     store,
     store_some,
-    total,
 )  # fmt: skip
 
 ZERO: Final = np.float32(0)
 BYTES: Final = 16  # that `load_pairs` takes: 32 columns, two groups of NVFP4
+LEAST: Final = 9 - 126  # exponent of scales: E4M3 begins at 2^-9, numbers that are not subnormal at 2^-126
+MOST: Final = 127 - 9  # E4M3 ends at 448
+_POWERS: Final = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))  # by code of E8M0
+_ASKED: Final = "held_in_bfloat16"  # the attribute of a tensor
 
 
 class DenseArrays(NamedTuple):
@@ -90,52 +103,92 @@ def arrays(weight: Weight) -> Arrays:
             return NvFp4Arrays(kept_array(data), kept_array(scale))
 
 
-def decode_rows(weight: Weight, first: int, out: Tensor) -> Tensor:
-    """Decode rows of a matrix, from `first` on, to `out` [rows, in] float32, in the order of `lay_out`.
+def held_in_bfloat16(weight: Weight) -> bool:
+    """Whether bfloat16 has every number of a matrix, and products lose none: but for zeros, none is subnormal.
 
-    The scale of a whole matrix is not in them.
+    Its scales are looked at once, of `Dense` the numbers, and those of a common size are wanted: then none is NaN, nor
+    made infinite. The scale of a whole matrix is not in them.
     """
-    _decode(arrays(weight), first, *out.shape, array(out))
-    return out
+    match weight:
+        case Dense(data):
+            return data.dtype == torch.bfloat16 and _once(data, _no_subnormal)
+        case Fp8(_, scale):
+            return _once(scale, _powers_of_two if scale.dtype == torch.float32 else _ordinary)
+        case Fp4(_, scale):
+            return _once(scale, _ordinary)
+        case NvFp4():  # two bits times four
+            return True
+
+
+def _once(x: Tensor, asked: Callable[[Tensor], bool]) -> bool:
+    """What is asked of a parameter, kept with its tensor."""
+    found: bool | None = getattr(x, _ASKED, None)
+    if found is None:
+        found = asked(x)
+        setattr(x, _ASKED, found)
+    return found
+
+
+def _ordinary(scale: Tensor) -> bool:
+    """Whether every scale in E8M0 is at least LEAST, and no product with it beyond the largest number, or NaN."""
+    codes = scale.view(torch.uint8)
+    return bool(((codes >= LEAST + 127) & (codes <= MOST + 127)).all())
+
+
+def _powers_of_two(scale: Tensor) -> bool:
+    """The same of scales in fp32, which are powers of two."""
+    fraction, exponent = torch.frexp(scale)  # of a power of two 1/2 of the next
+    return bool(((fraction == 0.5) & (exponent > LEAST) & (exponent <= MOST + 1)).all())
+
+
+def _no_subnormal(data: Tensor) -> bool:
+    found = np.zeros(1, np.int64)
+    _find_subnormal(array(data.contiguous()), data.numel(), found)
+    return not found[0]
 
 
 @loop
-def _decode_part_rows(low, high, weight, first, columns, out):
-    for row in range(low, high):
-        decode_part(weight, first + row, columns, 0, columns, out, row * columns, np.int64(16))
+def _subnormal_in(low, high, data, count, found):
+    """Set a mark where one of these sixteens has a number between 0 and the smallest normal one."""
+    one, most = splat(np.float32(1)), splat(ZERO)
+    for sixteen in range(low, high):
+        i = 16 * sixteen
+        x = load(data, i) if i + 16 <= count else load_some(data, i, count - i)
+        part = at_most(size(x) * splat(np.float32(2.0**126)), one)
+        most = maximum(part * (one - part), most)  # NaN is none
+    if highest(most) > 0:
+        found[0] = 1
 
 
-@compiled(*((form, types.int64, types.int64, types.int64, _F32) for form in FORMS.values()))
-def _decode(weight, first, rows, columns, out):
-    each(_decode_part_rows, rows, (weight, first, columns, out))
+@compiled((types.uint16[::1], types.int64, types.int64[::1]))
+def _find_subnormal(data, count, found):
+    each(_subnormal_in, (count + 15) // 16, (data, count, found))
 
 
 # --- what a form has of its own
 
 
-def row_times(weight: Arrays, row: int, columns: int, x: Any, at: int) -> Any:
-    """One row times the vector that begins in x at `at`, in the order of `lay_out`."""
+def decoded(weight: Arrays, row: int, columns: int, i: int) -> Any:
+    """Columns i to i + 31 of a row in the order of `lay_out`, as two times sixteen numbers; 0 beyond the last."""
     raise NotImplementedError  # of compiled loops alone
 
 
 def lay_out(weight: Arrays, x: Any, at: int, columns: int, out: Any, to: int) -> None:
     """Copy the vector that begins in x at `at` to `out` from `to` on, in the order in which numbers are decoded.
 
-    That is theirs; where two share a byte, of 32 the sixteen at even places, then the others, of a last 16 eight each.
+    That is theirs; where two share a byte, of 32 the sixteen at even places, then the others, of a last 16 eight each
+    in its half. To whole pieces of `out` nothing is added.
     """
     raise NotImplementedError
 
 
-def decode_part(weight: Arrays, row: int, columns: int, low: int, high: int, out: Any, to: int, step: Any) -> None:
-    """Decode columns low .. high - 1 of a row to `out` from `to` on, each sixteen `step` numbers after those before.
-
-    Both are multiples of 128, or `high` is the end. The order is that of `lay_out`.
-    """
+def fetch(weight: Arrays, row: int, columns: int, i: int) -> None:
+    """Ask memory for the stored bytes of columns i to i + 31 of a row, which may lie beyond the last."""
     raise NotImplementedError
 
 
-def fetch_part(weight: Arrays, row: int, columns: int, low: int, high: int) -> None:
-    """Ask memory for the stored bytes of columns low .. high - 1 of a row, of one beyond the last too."""
+def taken(weight: Arrays, row: int, columns: int, i: int, like: Any) -> Any:
+    """Columns i to i + 31 of a row as a piece of such an array; one of bfloat16 where `held_in_bfloat16` alone."""
     raise NotImplementedError
 
 
@@ -162,138 +215,75 @@ def _even_first(weight, x, at, columns, out, to):
     if whole < columns:
         even, odd = apart(load(x, at + whole), splat(ZERO))
         store_some(out, to + whole, even, 8)
-        store_some(out, to + whole + 8, odd, 8)
+        store_some(out, to + whole + 16, odd, 8)
 
 
-def _dense_times(weight, row, columns, x, at):
-    data, begin, whole = weight.data, row * columns, columns // 64 * 64
-    a = b = c = d = splat(ZERO)
-    for i in range(0, whole, 64):
-        a = fma(load(data, begin + i), load(x, at + i), a)
-        b = fma(load(data, begin + i + 16), load(x, at + i + 16), b)
-        c = fma(load(data, begin + i + 32), load(x, at + i + 32), c)
-        d = fma(load(data, begin + i + 48), load(x, at + i + 48), d)
-    for i in range(whole, columns, 16):
-        a = fma(load_some(data, begin + i, columns - i), load_some(x, at + i, columns - i), a)
-    return total((a + b) + (c + d))
+def _dense(weight, row, columns, i):
+    at, there = row * columns + i, columns - i
+    if there >= 32:
+        return load_piece(weight.data, at)
+    return load_some(weight.data, at, there), load_some(weight.data, at + 16, there - 16)
 
 
-def _dense_part(weight, row, columns, low, high, out, to, step):
-    begin, whole = row * columns, low + (high - low) // 16 * 16
-    for i in range(low, whole, 16):
-        store(out, to, load(weight.data, begin + i))
-        to += step
-    if whole < high:
-        store_some(out, to, load_some(weight.data, begin + whole, high - whole), high - whole)
+def _fp8(weight, row, columns, i):
+    at, there, blocks = row * columns + i, columns - i, (columns + FP8_BLOCK - 1) // FP8_BLOCK
+    s = splat(scale_of(weight.scale, np.uint64(row // FP8_BLOCK * blocks + i // FP8_BLOCK)))
+    if there >= 32:
+        low, high = load_piece(weight.data, at)
+        return low * s, high * s
+    # what is not there is 0, also under a scale that is not finite
+    some, more = load_some(weight.data, at, there) * s, load_some(weight.data, at + 16, there - 16) * s
+    return first(some, there, splat(ZERO)), first(more, there - 16, splat(ZERO))
 
 
-def _fp8_times(weight, row, columns, x, at):
-    data, begin, blocks = weight.data, row * columns, (columns + FP8_BLOCK - 1) // FP8_BLOCK
-    a = b = c = d = splat(ZERO)
-    for block in range(blocks):
-        s = splat(scale_of(weight.scale, row // FP8_BLOCK * blocks + block))
-        high = min((block + 1) * FP8_BLOCK, columns)
-        whole = block * FP8_BLOCK + (high - block * FP8_BLOCK) // 64 * 64
-        for i in range(block * FP8_BLOCK, whole, 64):
-            a = fma(load(data, begin + i) * s, load(x, at + i), a)
-            b = fma(load(data, begin + i + 16) * s, load(x, at + i + 16), b)
-            c = fma(load(data, begin + i + 32) * s, load(x, at + i + 32), c)
-            d = fma(load(data, begin + i + 48) * s, load(x, at + i + 48), d)
-        for i in range(whole, high, 16):
-            a = fma(load_some(data, begin + i, high - i) * s, load_some(x, at + i, high - i), a)
-    return total((a + b) + (c + d))
+def _fp4(weight, row, columns, i):
+    group = (row * columns + i) // FP4_BLOCK
+    s = splat(e8m0(weight.scale[np.uint64(group)]))
+    even, odd = load_pairs(weight.data, group * BYTES)
+    return even * s, odd * s
 
 
-def _fp8_part(weight, row, columns, low, high, out, to, step):
-    blocks = (columns + FP8_BLOCK - 1) // FP8_BLOCK
-    for begin in range(low, high, FP8_BLOCK):
-        s = splat(scale_of(weight.scale, row // FP8_BLOCK * blocks + begin // FP8_BLOCK))
-        i, end = begin, min(begin + FP8_BLOCK, high)
-        while i + 16 <= end:
-            store(out, to, load(weight.data, row * columns + i) * s)
-            i += 16
-            to += step
-        if i < end:
-            store_some(out, to, load_some(weight.data, row * columns + i, end - i) * s, end - i)
-
-
-def _fp4_times(weight, row, columns, x, at):
-    groups = columns // FP4_BLOCK
-    a = b = splat(ZERO)
-    for group in range(groups):
-        s, place = splat(e8m0(weight.scale[row * groups + group])), at + group * FP4_BLOCK
-        even, odd = load_pairs(weight.data, (row * groups + group) * BYTES)
-        a = fma(even * s, load(x, place), a)
-        b = fma(odd * s, load(x, place + 16), b)
-    return total(a + b)
-
-
-def _fp4_part(weight, row, columns, low, high, out, to, step):
-    for i in range(low, high, FP4_BLOCK):
-        group = (row * columns + i) // FP4_BLOCK
-        s = splat(e8m0(weight.scale[group]))
-        even, odd = load_pairs(weight.data, group * BYTES)
-        store(out, to, even * s)
-        store(out, to + step, odd * s)
-        to += 2 * step
-
-
-def _nvfp4_times(weight, row, columns, x, at):
-    groups, width = columns // NVFP4_BLOCK, columns // 2
-    a = b = splat(ZERO)
-    for pair in range(groups // 2):
-        group, place = row * groups + 2 * pair, at + 2 * pair * NVFP4_BLOCK
-        s = splat_e4m3(weight.scale[group], weight.scale[group + 1])
-        even, odd = load_pairs(weight.data, row * width + pair * BYTES)
-        a = fma(even * s, load(x, place), a)
-        b = fma(odd * s, load(x, place + 16), b)
-    if groups % 2:
-        group, place = row * groups + groups - 1, at + columns - NVFP4_BLOCK
-        s = splat_e4m3(weight.scale[group], weight.scale[group])
-        even, odd = load_some_pairs(weight.data, row * width + width - 8, 8)
-        a = fma(even * s, load_some(x, place, 8), a)
-        b = fma(odd * s, load_some(x, place + 8, 8), b)
-    return total(a + b)
-
-
-def _nvfp4_part(weight, row, columns, low, high, out, to, step):
-    for i in range(low, high // 32 * 32, 32):
-        group = (row * columns + i) // NVFP4_BLOCK
-        s = splat_e4m3(weight.scale[group], weight.scale[group + 1])
+def _nvfp4(weight, row, columns, i):
+    group = (row * columns + i) // NVFP4_BLOCK
+    if columns - i >= 32:
+        s = splat_e4m3(weight.scale[np.uint64(group)], weight.scale[np.uint64(group + 1)])
         even, odd = load_pairs(weight.data, group * 8)
-        store(out, to, even * s)
-        store(out, to + step, odd * s)
-        to += 2 * step
-    if high % 32:
-        group = (row * columns + high) // NVFP4_BLOCK - 1
-        s = splat_e4m3(weight.scale[group], weight.scale[group])
-        even, odd = load_some_pairs(weight.data, group * 8, 8)
-        store_some(out, to, even * s, 8)
-        store_some(out, to + 8, odd * s, 8)
+        return even * s, odd * s
+    s = splat_e4m3(weight.scale[np.uint64(group)], weight.scale[np.uint64(group)])
+    even, odd = load_some_pairs(weight.data, group * 8, 8)
+    return even * s, odd * s
 
 
-def _one_each(weight, row, columns, low, high):
-    for i in range(low, high, 64 // weight.data.itemsize):
-        fetch(weight.data, row * columns + i)
+@overload(decoded)
+def _decoded(weight, row, columns, i):
+    return {DenseArrays: _dense, Fp8Arrays: _fp8, Fp4Arrays: _fp4, NvFp4Arrays: _nvfp4}[weight.instance_class]
 
 
-def _two_a_byte(weight, row, columns, low, high):
-    for i in range(low, high, 128):
-        fetch(weight.data, (row * columns + i) // 2)
+def _as_piece(weight, row, columns, i, like):
+    low, high = decoded(weight, row, columns, i)
+    return as_piece(low, high, like)
 
 
-@overload(fetch_part)
-def _fetch_part(weight, row, columns, low, high):
-    return {
-        DenseArrays: _one_each, Fp8Arrays: _one_each, Fp4Arrays: _two_a_byte, NvFp4Arrays: _two_a_byte,
-    }[weight.instance_class]  # fmt: skip
+def _bfloat16_as_it_is(weight, row, columns, i, like):
+    if columns - i >= PIECE:
+        return piece(weight.data, row * columns + i)
+    low, high = decoded(weight, row, columns, i)
+    return as_piece(low, high, like)
 
 
-@overload(row_times)
-def _row_times(weight, row, columns, x, at):
-    return {
-        DenseArrays: _dense_times, Fp8Arrays: _fp8_times, Fp4Arrays: _fp4_times, NvFp4Arrays: _nvfp4_times,
-    }[weight.instance_class]  # fmt: skip
+def _fp4_by_bits(weight, row, columns, i, like):
+    group = (row * columns + i) // FP4_BLOCK
+    return e2m1_pairs(weight.data, group * BYTES, weight.scale[np.uint64(group)])
+
+
+@overload(taken)
+def _taken(weight, row, columns, i, like):
+    if like.dtype == types.uint16:
+        if weight.instance_class == Fp4Arrays:
+            return _fp4_by_bits
+        if weight.instance_class == DenseArrays and weight[0].dtype == types.uint16:
+            return _bfloat16_as_it_is
+    return _as_piece
 
 
 @overload(lay_out)
@@ -303,19 +293,25 @@ def _lay_out(weight, x, at, columns, out, to):
     }[weight.instance_class]  # fmt: skip
 
 
-@overload(decode_part)
-def _decode_part(weight, row, columns, low, high, out, to, step):
+def _one_each(weight, row, columns, i):
+    fetch_line(weight.data, row * columns + i)
+
+
+def _two_a_byte(weight, row, columns, i):
+    fetch_line(weight.data, (row * columns + i) // 2)
+
+
+@overload(fetch)
+def _fetch(weight, row, columns, i):
     return {
-        DenseArrays: _dense_part, Fp8Arrays: _fp8_part, Fp4Arrays: _fp4_part, NvFp4Arrays: _nvfp4_part,
+        DenseArrays: _one_each, Fp8Arrays: _one_each, Fp4Arrays: _two_a_byte, NvFp4Arrays: _two_a_byte,
     }[weight.instance_class]  # fmt: skip
 
 
 @loop
 def e8m0(byte):
-    """``2^(byte - 127)``: 255 is NaN, 0 a subnormal number; both are told from the others by one more bit."""
-    code = np.uint32(byte)
-    beyond = np.uint32(code - np.uint32(1)) >= np.uint32(254)
-    return bits(np.uint32((code << np.uint32(23)) | (np.uint32(beyond) << np.uint32(22))))
+    """``2^(byte - 127)``: of 0 a subnormal number, of 255 NaN."""
+    return _POWERS[byte]
 
 
 def placed(weight: Arrays, data: int, scale: int) -> Arrays:
@@ -333,7 +329,7 @@ def _placed(weight, data, scale):
     }[weight.instance_class]
 
 
-def scale_of(scale: Any, index: int) -> Any:
+def scale_of(scale: Any, index: Any) -> Any:
     """Return a scale of `Fp8`, stored in E8M0 or float32."""
     raise NotImplementedError
 

@@ -45,7 +45,7 @@ def columns(entries: int) -> int:
 def _scores(low, high, queries, weights, keys, tokens, heads, count, scores):
     """Score blocks of sixteen keys for all tokens."""
     wide, four = (keys.width + 15) // 16 * 16, (heads + 3) // 4 * 4
-    block, q = aligned(BLOCK * wide), aligned(tokens * four * wide)
+    block, q = aligned(BLOCK * wide, scores), aligned(tokens * four * wide, scores)
     width = (count + BLOCK - 1) // BLOCK * BLOCK
     for token in range(tokens):
         for head in range(heads):

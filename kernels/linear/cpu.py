@@ -1,60 +1,84 @@
 """Matrix products with weights in their stored form.
 
-For a few tokens every row of the weight is decoded in registers and multiplied at once: what a token takes is the time
-in which memory gives the stored bytes. For more, sixteen rows are decoded to fp32 in the core's first cache and
-multiplied by four tokens after the other. For many, larger tiles are decoded and multiplied by torch's product, which
-is the fastest where it has as much to do.
+A token alone is multiplied by four rows at once as they are decoded, in registers: what it takes is the time in which
+memory gives the stored bytes. For more, sixteen rows are decoded to the core's cache and multiplied by four tokens
+after the other. Both add up in one order: a token's numbers do not depend on those beside it, nor on how a prompt is
+cut into calls, nor on threads.
+
+Where activations are bfloat16, and the processor multiplies that (AVX512-BF16), so are weights whose numbers it all
+holds: products are exact, sums in fp32, as everywhere; an activation or a sum below 2^-126 counts as 0, as the
+processor's instruction has it.
 """
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import address, aligned, compiled, each, each_of, loop, numbers
-from kernels.formats.cpu import FORMS, ZERO, arrays, convert, decode_part, decode_rows, fetch_part, lay_out, row_times
-from kernels.formats.stored import Dense, NvFp4, Weight
-from kernels.lanes import add_products, splat, store, store_some, totals
+from kernels.compiled import address, aligned, compiled, each_of, loop, numbers
+from kernels.formats.cpu import FORMS, ZERO, arrays, fetch, held_in_bfloat16, lay_out, taken
+from kernels.formats.stored import NvFp4, Weight
+from kernels.lanes import (
+    PAIRS,
+    PIECE,
+    add_products,
+    load,
+    multiply,
+    piece,
+    put,
+    splat,
+    store,
+    store_some,
+    total,
+    totals,
+)
 
-FEW = 4  # tokens up to which rows are multiplied as they are decoded
-SOME = 48  # tokens up to which a few rows are
-TILE: Final = 1 << 20  # weights of a decoded tile: 4 MiB of fp32
 SIXTEEN: Final = 16  # rows that are decoded at once
-PART: Final = 256  # columns of these: 16 KiB
+PART: Final = 2048  # bytes of each, before the next part of their columns: 32 KiB, which the first cache holds
 SUMS: Final = SIXTEEN * SIXTEEN * 4  # numbers that products of four tokens with these add up in
+PANEL = 256  # tokens that are multiplied by them: 2 MiB of 4,096 columns in bfloat16, which the last cache holds
 _INT: Final = types.int64
+WIDE, NARROW = np.empty(0, np.float32), np.empty(0, np.uint16)  # what pieces lie in, see `pieces_of`
+IN_BFLOAT16: Final = {"BF16", "FP8", "FP8_F32", "FP4", "NVFP4"} if PAIRS else set()
+KINDS: Final = [  # the types of a weight and of pieces
+    (form, kind)
+    for name, form in FORMS.items()
+    for kind in ((types.float32[::1], types.uint16[::1]) if name in IN_BFLOAT16 else (types.float32[::1],))
+]
+
+
+def pieces_of(x: Tensor, *weights: Weight) -> Any:
+    """An array of the kind in which pieces of x and of weights lie: of bfloat16, or of fp32."""
+    if not PAIRS or x.dtype != torch.bfloat16:
+        return WIDE
+    for weight in weights:
+        if not held_in_bfloat16(weight):
+            return WIDE
+    return NARROW
 
 
 @loop
-def _few_rows(low, high, weight, rows, columns, x, tokens, groups, factor, out):
-    for row in range(low, high):
-        for t in range(tokens):
-            at = (t * groups + row // (rows // groups)) * columns
-            out[t * rows + row] = row_times(weight, row, columns, x, at) * np.float32(factor)
+def padded(columns):
+    """Columns filled up to whole pieces."""
+    return (columns + PIECE - 1) // PIECE * PIECE
 
 
 @loop
-def _lay_rows(low, high, weight, x, apart, columns, narrow, wide, out):
-    for row in range(low, high):
-        if narrow:
-            lay_out(weight, numbers(x, np.uint16), row * apart, columns, out, row * wide)
-        else:
-            lay_out(weight, numbers(x, np.float32), row * apart, columns, out, row * wide)
-
-
-@compiled(*((form, _INT, _INT, _INT, _INT, _INT, types.float64, types.boolean, _INT) for form in FORMS.values()))
-def _few(weight, rows, columns, x, tokens, groups, factor, narrow, out):
-    """``out[t, r] = factor W[r] . x[t, group of r]``; x and out lie at addresses, in bfloat16 where `narrow`."""
-    laid, wide = np.empty(tokens * groups * columns, np.float32), np.empty(tokens * rows, np.float32)
-    _lay_rows(0, tokens * groups, weight, x, columns, columns, narrow, columns, laid)
-    given = (weight, rows, columns, laid, tokens, groups, factor, wide)
-    each_of(_few_rows, rows, rows * columns * tokens, given)
-    if narrow:
-        convert(wide, 0, tokens * rows, numbers(out, np.uint16), 0)
-    else:
-        convert(wide, 0, tokens * rows, numbers(out, np.float32), 0)
+def four_rows(weight, row, last, columns, x, at):
+    """Four rows from `row` on, up to the last, times the vector that begins in x at `at`, laid out: their products."""
+    r1, r2, r3 = min(row + 1, last), min(row + 2, last), min(row + 3, last)
+    a = b = c = d = splat(ZERO)
+    for i in range(0, columns, PIECE):
+        given = piece(x, at + i)
+        for ahead in range(8, 12):  # else reading begins too late
+            fetch(weight, row + ahead, columns, i)
+        a = multiply(taken(weight, row, columns, i, x), given, a)
+        b = multiply(taken(weight, r1, columns, i, x), given, b)
+        c = multiply(taken(weight, r2, columns, i, x), given, c)
+        d = multiply(taken(weight, r3, columns, i, x), given, d)
+    return total(a), total(b), total(c), total(d)
 
 
 @loop
@@ -66,26 +90,43 @@ def _keep(out, at, x, count, narrow):
 
 
 @loop
-def _some_rows(low, high, weight, rows, columns, x, tokens, groups, wide, factor, narrow, out):
-    """Sixteen rows of a group, of as many blocks, times all tokens, filled up to fours; rows of `x` are `wide`."""
-    part, sums = aligned(SIXTEEN * PART), aligned((tokens + 3) // 4 * SUMS)
-    rank, row, scale = rows // groups, groups * wide, splat(np.float32(factor))
-    blocks = (rank + SIXTEEN - 1) // SIXTEEN  # of a group
+def _lay_rows(low, high, weight, x, columns, wide, narrow, out):
+    for row in range(low, high):
+        if narrow:
+            lay_out(weight, numbers(x, np.uint16), row * columns, columns, out, row * wide)
+        else:
+            lay_out(weight, numbers(x, np.float32), row * columns, columns, out, row * wide)
+
+
+@loop
+def _sixteen_rows(low, high, weight, rows, columns, x, tokens, groups, factor, narrow, out):
+    """Sixteen rows of a group, of as many blocks, times all tokens, filled up to fours and to whole pieces."""
+    wide, rank, scale, step = padded(columns), rows // groups, splat(np.float32(factor)), PART // x.itemsize
+    found, part = np.empty(SIXTEEN, np.float32), aligned(SIXTEEN * step if tokens > 1 else 0, x)
+    sums = aligned((tokens + 3) // 4 * SUMS if tokens > 1 else 0, found)
+    blocks, stride = (rank + SIXTEEN - 1) // SIXTEEN, groups * wide
     for block in range(low, high):
         group, first = block // blocks, block // blocks * rank + block % blocks * SIXTEEN
         some = min(SIXTEEN, (group + 1) * rank - first)
+        if tokens == 1:
+            for r in range(0, some, 4):
+                four = four_rows(weight, first + r, first + some - 1, columns, x, group * wide)
+                found[r], found[r + 1], found[r + 2], found[r + 3] = four
+            _keep(out, first, load(found, 0) * scale, some, narrow)
+            continue
         for i in range(0, len(sums), 16):
             store(sums, i, splat(ZERO))
-        for begin in range(0, columns, PART):
-            width = min(PART, columns - begin)
-            if width % 16:  # what a last sixteen lacks counts nothing
-                for i in range(width // 16 * 256, width // 16 * 256 + 256, 16):
-                    store(part, i, splat(ZERO))
+        for begin in range(0, columns, step):
+            width, following = min(step, wide - begin), begin + step
+            ahead = 0 if following < columns else SIXTEEN  # rows; else reading begins too late
             for r in range(some):
-                fetch_part(weight, first + SIXTEEN + r, columns, begin, begin + width)  # else reading begins too late
-                decode_part(weight, first + r, columns, begin, begin + width, part, r * 16, np.int64(256))
+                at = r // 4 * 4 * width + r % 4 * PIECE
+                for i in range(0, width, PIECE):
+                    fetch(weight, first + r + ahead, columns, i if ahead else following + i)
+                    put(part, at + 4 * i, taken(weight, first + r, columns, begin + i, x))
             for t in range(0, tokens, 4):
-                add_products(x, t * row + group * wide + begin, row, part, (width + 15) // 16, sums, t // 4 * SUMS)
+                at = t * stride + group * wide + begin
+                add_products(x, at, stride, part, width // PIECE, sums, t // 4 * SUMS)
         for t in range(0, tokens, 4):
             a, b, c, d = totals(sums, t // 4 * SUMS)
             _keep(out, t * rows + first, a * scale, some, narrow)
@@ -97,63 +138,41 @@ def _some_rows(low, high, weight, rows, columns, x, tokens, groups, wide, factor
                 _keep(out, (t + 3) * rows + first, d * scale, some, narrow)
 
 
-@compiled(*((form, _INT, _INT, _INT, _INT, _INT, types.float64, types.boolean, _INT) for form in FORMS.values()))
-def _some(weight, rows, columns, x, tokens, groups, factor, narrow, out):
-    """`_few` of more tokens."""
-    wide, blocks = (columns + 15) // 16 * 16, groups * ((rows // groups + SIXTEEN - 1) // SIXTEEN)
-    laid = aligned((tokens + 3) // 4 * 4 * groups * wide)
-    each(_lay_rows, tokens * groups, (weight, x, columns, columns, narrow, wide, laid))
-    each(_some_rows, blocks, (weight, rows, columns, laid, tokens, groups, wide, factor, narrow, out))
+@compiled(*((form, _INT, _INT, _INT, _INT, _INT, types.float64, types.boolean, _INT, kind) for form, kind in KINDS))
+def _linear(weight, rows, columns, x, tokens, groups, factor, narrow, out, like):
+    """``out[t, r] = factor W[r] . x[t, group of r]``; x and out lie at addresses, in bfloat16 where `narrow`."""
+    wide, blocks = padded(columns), groups * ((rows // groups + SIXTEEN - 1) // SIXTEEN)
+    laid = aligned((tokens + 3) // 4 * 4 * groups * wide, like)
+    each_of(_lay_rows, tokens * groups, tokens * groups * columns, (weight, x, columns, wide, narrow, laid))
+    given = (weight, rows, columns, laid, tokens, groups, factor, narrow, out)
+    each_of(_sixteen_rows, blocks, rows * columns * tokens, given)
 
 
 def linear(x: Tensor, weight: Weight) -> Tensor:
     """``x @ W^T``: `kernels.linear.reference.linear`."""
-    return grouped_linear(x[:, None], weight, 1)[:, 0]
+    height, columns = weight.shape
+    assert x.shape[1:] == (columns,), f"x is {tuple(x.shape)}, want [t, {columns}]"
+    return _product(x, weight, 1, torch.empty(x.shape[0], height, dtype=x.dtype))
 
 
 def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
     """Each group by its own rows of W: `kernels.linear.reference.grouped_linear`."""
-    t, (height, columns) = x.shape[0], weight.shape
+    height, columns = weight.shape
     assert x.shape[1:] == (groups, columns), f"x is {tuple(x.shape)}, want [t, {groups}, {columns}]"
     assert height % groups == 0, f"{height} rows in {groups} groups"
+    return _product(x, weight, groups, torch.empty(x.shape[0], groups, height // groups, dtype=x.dtype))
+
+
+def _product(x: Tensor, weight: Weight, groups: int, out: Tensor) -> Tensor:
     assert x.dtype in {torch.bfloat16, torch.float32}, f"x is {x.dtype}, want bfloat16 or float32"
-    x = x.contiguous()
-    if t > SOME:
-        return _by_tiles(x, weight, groups)
-    out = torch.empty(t, groups, height // groups, dtype=x.dtype)
+    x, t, item, (height, columns) = x.contiguous(), x.shape[0], x.itemsize, weight.shape
     factor = float(weight.global_scale) if isinstance(weight, NvFp4) else 1.0
-    run = _few if t <= FEW else _some
-    run(arrays(weight), height, columns, address(x), t, groups, factor, x.dtype == torch.bfloat16, address(out))
+    planes, like, narrow = arrays(weight), pieces_of(x, weight), item == 2
+    given, made = address(x), address(out)
+    for begin in range(0, t, PANEL):
+        at, to = given + begin * groups * columns * item, made + begin * height * item
+        _linear(planes, height, columns, at, min(PANEL, t - begin), groups, factor, narrow, to, like)
     return out
-
-
-@compiled(*((form, _INT, _INT, _INT, _INT, types.boolean, _INT) for form in FORMS.values()))
-def _lay(weight, columns, x, apart, vectors, narrow, out):
-    """Vectors that begin `apart` in fp32, in the order of `lay_out`; x and out lie at addresses."""
-    each(_lay_rows, vectors, (weight, x, apart, columns, narrow, columns, numbers(out, np.float32)))
-
-
-def _by_tiles(x: Tensor, weight: Weight, groups: int) -> Tensor:
-    """[t, groups, in] to [t, groups, out], with torch's product."""
-    t, (height, columns) = x.shape[0], weight.shape
-    rank, step = height // groups, max(1, TILE // columns)
-    out, laid = torch.empty(t, height, dtype=x.dtype), torch.empty(t, columns)
-    tile, made = torch.empty(min(step, rank), columns), torch.empty(t, min(step, rank))
-    for group in range(groups):
-        begin = address(x) + group * columns * x.itemsize
-        _lay(arrays(weight), columns, begin, groups * columns, t, x.dtype == torch.bfloat16, address(laid))
-        for low in range(group * rank, (group + 1) * rank, step):
-            part = slice(low, min(low + step, (group + 1) * rank))
-            product = torch.mm(laid, _tile(weight, part, tile).T, out=made[:, : part.stop - low])
-            out[:, part] = product * weight.global_scale if isinstance(weight, NvFp4) else product
-    return out.view(t, groups, rank)
-
-
-def _tile(weight: Weight, part: slice, buffer: Tensor) -> Tensor:
-    """Some rows of a weight in fp32, in the buffer where they are not stored so."""
-    if isinstance(weight, Dense) and weight.data.dtype == torch.float32:
-        return weight.data[part]
-    return decode_rows(weight, part.start, buffer[: part.stop - part.start])
 
 
 def linear_scratch(tokens: int, rows: int, columns: int, form: str, item: int, device: torch.device) -> int:
@@ -164,16 +183,10 @@ def linear_scratch(tokens: int, rows: int, columns: int, form: str, item: int, d
 def grouped_linear_scratch(
     tokens: int, rows: int, columns: int, groups: int, form: str, item: int, device: torch.device
 ) -> int:
-    """Bytes alive at most in `grouped_linear`, the result included: inputs in fp32, fp32 results, a decoded tile.
+    """Bytes alive at most in `grouped_linear`, the result included: it, and the inputs of a panel, laid out.
 
     `form` is how the weight is stored: BF16, F16, F32, FP8 (E8M0 scales), FP8_F32 (those in F32), FP4 or NVFP4.
     """
     del device
-    made = tokens * rows
-    if tokens <= FEW:
-        return made * item
-    if tokens <= SOME:
-        return made * item + -(-tokens // 4) * 4 * groups * -(-columns // 16) * 16 * 4
-    tile = min(max(1, TILE // columns), rows // groups)
-    parts = 2 if form == "NVFP4" else 1  # of results, with the scale of the matrix and without
-    return made * item + (tokens * columns + tile * columns + parts * tokens * tile) * 4
+    laid = -(-min(tokens, PANEL) // 4) * 4 * groups * -(-columns // PIECE) * PIECE
+    return tokens * rows * item + laid * (2 if item == 2 and form in IN_BFLOAT16 else 4)

@@ -4,9 +4,9 @@ It does not grow with the context: index scores and attention's logits exist in 
 runtime needs that makes them at once.
 """
 
+from kernels.experts.cpu import FEW
 from kernels.formats import basis_rows
 from kernels.hyper.reference import ReadStreams
-from kernels.linear.cpu import FEW
 from model.config import LayerKind, ModelConfig
 from model.ranks.ranks import CHECKED, KEPT
 from model.rope import rotated_as

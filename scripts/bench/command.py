@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 DISPATCH: Final = "dispatch"  # the one that runs on several ranks
 KERNEL_PARTS: Final = (
-    "attend", "select", "linear", "turn-over", "decode", "activations", "tripwires", "sites", "threads",
+    "attend", "select", "linear", "gemm", "activations", "tripwires", "sites", "threads",
 )  # fmt: skip
 GPU_PARTS: Final = (
     "norm", "quantise", "swiglu", "hyper", "streams", "compress", "linear", "experts", "indexer", "topk",

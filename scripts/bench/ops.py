@@ -14,12 +14,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from kernels.attention import cpu as attention_cpu
 from kernels.formats import reference as formats_reference
-from kernels.formats.cpu import decode_rows
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
-from kernels.linear import cpu as linear_cpu
 from kernels.ops import CPU, REFERENCE
 from model.observe import invariants, sites
 from model.observe.observer import PLACES, Point, listening, observed
@@ -45,8 +44,8 @@ Run = Callable[[], Any]
 def kernels(args: argparse.Namespace) -> Iterator[Case]:
     """Choices of the CPU's kernels, pair by pair.
 
-    Times are processor time of one core. attend, select, linear, turn-over, decode and activations are the measurements
-    behind choices in `kernels`; tripwires and sites are what being watched costs the demo: the ratio is their share of
+    Times are processor time of one core. attend, select, linear, gemm and activations are the measurements behind
+    choices in `kernels`; tripwires and sites are what being watched costs the demo: the ratio is their share of
     a run; threads, on the wall clock, says from which size of a model on more threads than one pay.
     """
     torch.set_num_threads(1)
@@ -92,24 +91,6 @@ def weights(height: int, columns: int) -> dict[str, Weight]:
     }
 
 
-def decode() -> Iterator[Case]:
-    """Decode one tile of weights."""
-    for form, weight in weights(512, 1024).items():
-        out = torch.empty(512, 1024)
-        sides = {
-            "cpu": partial(decode_rows, weight, 0, out),
-            "reference": partial(formats_reference.decode, weight),
-        }
-        yield _case("decode", f"{form}, 512 x 1024", sides, partial(_near_in_order, weight))
-
-
-def _near_in_order(weight: Weight, laid: Tensor, *rest: Any) -> JSON:
-    """BF16_NEAR of what `decode_rows` gives, in its order and without the scale of the matrix, and the whole."""
-    if isinstance(weight, Fp4 | NvFp4):
-        laid = laid.unflatten(1, (-1, 2, 16)).transpose(2, 3).flatten(1)
-    return BF16_NEAR(laid * weight.global_scale if isinstance(weight, NvFp4) else laid, *rest)
-
-
 def _both(table: str, label: str, op: str, given: tuple[object, ...]) -> Case:
     """An op of both sets."""
     sides = {ops.name: partial(getattr(ops, op), *given) for ops in (CPU, REFERENCE)}
@@ -123,22 +104,14 @@ def linear() -> Iterator[Case]:
         yield _both("linear", f"{form}, 2048 x 1024, {t} tokens", "linear", (x, weight))
 
 
-def turn_over() -> Iterator[Case]:
-    """From how many tokens on a linear decodes sixteen rows at once, and from how many larger tiles."""
-
-    def by(few: int, some: int, x: Tensor, weight: Weight) -> Tensor:
-        linear_cpu.FEW, linear_cpu.SOME = few, some
-        try:
-            return linear_cpu.linear(x, weight)
-        finally:
-            linear_cpu.FEW, linear_cpu.SOME = usual
-
-    usual = linear_cpu.FEW, linear_cpu.SOME
-    ways = {"rows": (1 << 20, 1 << 20), "sixteen rows": (0, 1 << 20), "tiles": (0, 0)}
-    for (form, weight), t in product(weights(2048, 4096).items(), (1, 2, 4, 8, 16, 32, 64, 96, 128)):
-        x = torch.randn(t, 4096).bfloat16()
-        sides: dict[str, Run] = {way: partial(by, *limits, x, weight) for way, limits in ways.items()}
-        yield _case("turn-over", f"{form}, 2048 x 4096, {t} tokens", sides)
+def gemm() -> Iterator[Case]:
+    """Linears beside torch's product of a matrix that is decoded already, in fp32 and in bfloat16."""
+    for (form, weight), t in product(weights(2048, 4096).items(), (1, 4, 16, 64, 256)):
+        x, whole = torch.randn(t, 4096).bfloat16(), formats_reference.decode(weight)
+        sides: dict[str, Run] = {"cpu": partial(CPU.linear, x, weight)}
+        for dtype, name in ((torch.float32, "torch, fp32"), (torch.bfloat16, "torch, bf16")):
+            sides[name] = partial(functional.linear, x.to(dtype), whole.to(dtype))
+        yield _case("gemm", f"{form}, 2048 x 4096, {t} tokens", sides, BF16_NEAR)
 
 
 def select() -> Iterator[Case]:
@@ -263,8 +236,7 @@ PARTS: Final[dict[str, Callable[[], Iterator[Case]]]] = {
     "attend": attend,
     "select": select,
     "linear": linear,
-    "turn-over": turn_over,
-    "decode": decode,
+    "gemm": gemm,
     "activations": activations,
     "tripwires": tripwires,
     "sites": idle_sites,

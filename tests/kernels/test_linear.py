@@ -4,10 +4,15 @@ from functools import lru_cache
 
 import pytest
 import torch
+from numba import types
 
+from kernels.compiled import array, compiled, each, loop
+from kernels.formats import cpu as cpu_formats
 from kernels.formats import reference as formats
-from kernels.formats.cpu import decode_rows
+from kernels.formats.cpu import decoded as decoded_piece
+from kernels.formats.cpu import held_in_bfloat16
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, rows
+from kernels.lanes import store_some
 from kernels.linear import cpu
 from kernels.ops import CPU, REFERENCE
 from tests.kernels.every_backend import ULP
@@ -20,14 +25,13 @@ INF, NAN = float("inf"), float("nan")
 NO_TRITON = "Triton is not on every platform"
 
 
-@pytest.fixture(params=["reference", "cpu", "cpu, blocks", "cpu, tiles", "triton"])
+@pytest.fixture(params=["reference", "cpu", "cpu, fp32", "triton"])
 def ops(request, monkeypatch):
-    """CPU multiplies few tokens row by row, some by blocks of rows, more by tiles; each is made to do it for all."""
+    """CPU multiplies bfloat16 where the processor can; as where it cannot too."""
     if request.param == "triton":
         return pytest.importorskip("kernels.triton_ops", reason=NO_TRITON).TRITON
-    if request.param in {"cpu, blocks", "cpu, tiles"}:
-        monkeypatch.setattr(cpu, "FEW", -1)
-        monkeypatch.setattr(cpu, "SOME", -1 if request.param == "cpu, tiles" else 1 << 20)
+    if request.param == "cpu, fp32":
+        monkeypatch.setattr(cpu, "PAIRS", False)
     return REFERENCE if request.param == "reference" else CPU
 
 
@@ -134,7 +138,7 @@ def assert_equal(ours, x, weight):
 
 # (out, in): columns that cut a block of 128, rows that cut a tile, one row. All are multiples of FP4's group of 32
 SHAPES = [(256, 256), (130, 96), (384, 1056), (1, 32), (129, 160)]
-CASES = {"reference": [(*s, (0, 1, 7)) for s in SHAPES], "cpu": [(*s, (0, 1, 2, 4, 5, 17, 96, 97)) for s in SHAPES]}
+CASES = {"reference": [(*s, (0, 1, 7)) for s in SHAPES], "cpu": [(*s, (0, 1, 2, 4, 5, 17, 96)) for s in SHAPES]}
 # The interpreter is slow: one row; a cut block; a cut tile; many tokens. Tiles of fp32 operands are narrower
 TRITON = {
     torch.bfloat16: [(1, 32, (0, 1)), (65, 160, (16,)), (130, 96, (3,)), (129, 288, (17,))],
@@ -145,37 +149,39 @@ TRITON = {
 @forms
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_form_and_shape_is_the_product(ops, form, dtype, monkeypatch):
+    monkeypatch.setattr(cpu, "PANEL", 40)
     for o, i, tokens in TRITON[dtype] if ops.name == "triton" else CASES[ops.name]:
-        monkeypatch.setattr(cpu, "TILE", 100 * i)
         weight = FORMS[form](seeded(o), o, i)
         for t in tokens:
             x = torch.randn(t, 2 * i, generator=seeded(t)).to(dtype)[:, ::2]  # columns apart
             assert_product(ops.linear(x, weight)[:, None], x[:, None], weight)
 
 
-# Columns that end amid sixteen, amid 32, and behind a part of 256
-ODD = [(form, columns) for form in ("bf16", "f16", "f32", "fp8", "fp8, f32 scales") for columns in (5, 100, 257, 270)]
-ODD += [("nvfp4", columns) for columns in (16, 48, 272)]
+# Columns that end amid sixteen, amid 32, and behind a part of 2 KiB
+LONG = (5, 100, 257, 1030)
+ODD = [(form, columns) for form in ("bf16", "f16", "f32", "fp8", "fp8, f32 scales") for columns in LONG]
+ODD += [("nvfp4", columns) for columns in (16, 48, 1040)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("form", "columns"), ODD)
-@pytest.mark.parametrize("limits", [(1 << 20, 1 << 20), (-1, 1 << 20), (-1, -1)], ids=["rows", "blocks", "tiles"])
-def test_columns_may_end_anywhere(limits, form, columns, dtype, monkeypatch):
-    few, some = limits
-    monkeypatch.setattr(cpu, "FEW", few)
-    monkeypatch.setattr(cpu, "SOME", some)
+@pytest.mark.parametrize("in_pairs", [True, False])
+def test_columns_may_end_anywhere(in_pairs, form, columns, dtype, monkeypatch):
+    monkeypatch.setattr(cpu, "PAIRS", cpu.PAIRS and in_pairs)
     weight = FORMS[form](seeded(3), 34, columns)  # rows of two blocks, and two of a third
     for t in (1, 6):
         x = torch.randn(t, columns, generator=seeded(t)).to(dtype)
         assert_product(CPU.linear(x, weight)[:, None], x[:, None], weight)
 
 
-def test_what_the_last_columns_lack_adds_no_nan():
-    """270 columns are parts of 256 and 14: behind the 14 stands what the first part had there, here infinity."""
-    weight = Dense(torch.ones(16, 270).index_fill(1, torch.tensor([14, 15]), INF))
-    for t in (1, 6, cpu.SOME + 1):
-        assert torch.equal(CPU.linear(torch.ones(t, 270), weight), torch.full((t, 16), INF))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [270, 1038])
+def test_what_the_last_columns_lack_adds_no_nan(columns, dtype):
+    """Behind the last 14 of 1038 stands what the part before had there, here infinity."""
+    weight = Dense(torch.ones(16, columns).index_fill(1, torch.tensor([14, 15]), INF).to(dtype))
+    scaled = Fp8(torch.ones(16, columns).to(E4M3), torch.full((1, blocks(columns)), INF))
+    for t, one in ((t, one) for t in (1, 6, 50) for one in (weight, scaled)):
+        assert torch.equal(CPU.linear(torch.ones(t, columns, dtype=dtype), one), torch.full((t, 16), INF, dtype=dtype))
 
 
 def test_the_cpu_refuses_groups_of_unequal_rows_and_other_dtypes():
@@ -193,8 +199,7 @@ TRITON_GROUPS = {torch.bfloat16: [(3, 43, 1), (2, 130, 18), (5, 1, 6)], torch.fl
 
 @forms
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_groups_may_cut_tiles_and_blocks_of_scales(ops, form, dtype, monkeypatch):
-    monkeypatch.setattr(cpu, "TILE", 40 * 96)
+def test_groups_may_cut_blocks_of_rows_and_of_scales(ops, form, dtype):
     for groups, rank, t in TRITON_GROUPS[dtype] if ops.name == "triton" else GROUPS:
         weight = FORMS[form](seeded(groups), groups * rank, 96)
         x = torch.randn(t, groups, 96, generator=seeded(t)).to(dtype)
@@ -330,19 +335,58 @@ def test_inputs_of_another_width_are_refused(ops):
 
 
 @forms
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("threads", [1, 2])
-def test_cpu_a_token_has_the_same_bits_alone_among_a_few_and_on_all_threads(form, threads):
+def test_cpu_a_token_has_the_same_bits_alone_among_others_and_on_all_threads(form, dtype, threads, monkeypatch):
+    """Beside it is NaN, and a panel ends."""
+    monkeypatch.setattr(cpu, "PANEL", 16)
     g = seeded(7)
-    weight, x = FORMS[form](g, 65, 288), torch.randn(4, 288, generator=g)
+    weight, x = FORMS[form](g, 130, 1056), torch.randn(37, 1056, generator=g).to(dtype)
     alone = torch.cat([CPU.linear(token[None], weight) for token in x])
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        assert torch.equal(CPU.linear(x, weight), alone)
-        some = torch.cat((x, torch.full((3, 288), NAN)))
-        assert torch.equal(CPU.linear(some, weight)[:4], CPU.linear(torch.cat((x, x)), weight)[:4])
+        for t in (2, 3, 4, 5, 37):
+            assert torch.equal(CPU.linear(x[:t], weight), alone[:t])
+        x[1::2] = NAN
+        assert torch.equal(CPU.linear(x, weight)[::2], alone[::2])
     finally:
         torch.set_num_threads(before)
+
+
+# Numbers below 2^-126, which the processor's product of bfloat16 would take as 0
+TINY = {
+    "bf16": Dense(torch.tensor([[2.0**-130, 1.0]]).bfloat16().repeat(1, 16)),
+    "fp8": Fp8(torch.full((1, 32), 2.0**-9).to(E4M3), torch.tensor([[9]], dtype=torch.uint8).view(E8M0)),
+    "fp8, f32 scales": Fp8(torch.full((1, 32), 2.0**-9).to(E4M3), torch.full((1, 1), 2.0**-118)),
+    "fp4": Fp4(torch.full((1, 16), 0x11, dtype=torch.int8), torch.tensor([[1]], dtype=torch.uint8).view(E8M0)),
+}
+
+
+@pytest.mark.parametrize("form", TINY)
+def test_a_subnormal_weight_counts(form):
+    x = torch.zeros(2, 32).bfloat16()
+    x[:, 0] = 2.0**100
+    for t in (1, 2):
+        assert_equal(CPU.linear(x[:t], TINY[form]), x[:t], TINY[form])
+    assert not held_in_bfloat16(TINY[form])
+
+
+def test_ordinary_weights_are_multiplied_as_bfloat16():
+    g = seeded(1)
+    held = {form for form in FORMS if held_in_bfloat16(FORMS[form](g, 256, 256))}
+    assert held == {"bf16", "fp8", "fp4", "nvfp4"}
+    powers = Fp8(e4m3(g, 256, 256), torch.tensor([[1.0, 2.0**-117], [2.0**118, 0.5]]))
+    assert held_in_bfloat16(powers)
+    for other in (0.75, -1.0, 0.0, 2.0**-118, 2.0**119, INF, NAN):
+        assert not held_in_bfloat16(powers._replace(scale=powers.scale.index_fill(1, torch.tensor([1]), other)))
+    codes = torch.arange(256, dtype=torch.uint8)[:, None]
+    fours = [Fp4(torch.zeros(1, 16, dtype=torch.int8), code[None].view(E8M0)) for code in codes]
+    assert [code for code in range(256) if held_in_bfloat16(fours[code])] == list(range(10, 246))
+    zeros = torch.tensor([0.0, -0.0, NAN, INF, 2.0**-126] * 7).bfloat16()
+    assert held_in_bfloat16(Dense(zeros[None]))
+    for at in (0, 33, 34):
+        assert not held_in_bfloat16(Dense(zeros.index_fill(0, torch.tensor([at]), -(2.0**-127))[None]))
 
 
 @pytest.mark.parametrize("t", [1, 16, 5])
@@ -362,18 +406,33 @@ def test_triton_refuses_columns_that_are_apart_and_groups_of_unequal_rows():
 
 
 @pytest.mark.parametrize("form", ["fp8", "fp4", "nvfp4"])
-def test_cpu_memory_is_a_few_tiles(form):
+def test_cpu_decodes_no_whole_matrix(form):
     weight, x = FORMS[form](seeded(2), 8192, 1024), torch.randn(1, 1024)  # 32 MiB decoded
     assert peak_bytes(lambda: CPU.linear(x, weight)) < 2**20
-    assert peak_bytes(lambda: CPU.linear(x.expand(100, -1), weight)) < 12 * 2**20  # results, and a tile
+    assert peak_bytes(lambda: CPU.linear(x.expand(100, -1), weight)) < 6 * 2**20  # results, and inputs
     assert peak_bytes(lambda: REFERENCE.linear(x, weight)) > 32 * 2**20
 
 
 # --- decoding
 
 
+@loop
+def _rows(low, high, weight, columns, out):
+    for row in range(low, high):
+        for i in range(0, columns, 32):
+            first, second = decoded_piece(weight, row, columns, i)
+            store_some(out, row * columns + i, first, columns - i)
+            store_some(out, row * columns + i + 16, second, columns - i - 16)
+
+
+@compiled(*((form, types.int64, types.int64, types.float32[::1]) for form in cpu_formats.FORMS.values()))
+def decode_all(weight, rows, columns, out):
+    each(_rows, rows, (weight, columns, out))
+
+
 def decode_on_cpu(weight):
-    laid = decode_rows(weight, 0, torch.full(weight.shape, NAN))
+    laid = torch.full(weight.shape, NAN)
+    decode_all(cpu_formats.arrays(weight), *weight.shape, array(laid))
     out = laid.clone()
     if isinstance(weight, Fp4 | NvFp4):  # of 32 the even columns first, of a last sixteen too
         for low in range(0, laid.shape[1], 32):
