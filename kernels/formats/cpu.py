@@ -131,8 +131,10 @@ def _once(x: Tensor, asked: Callable[[Tensor], bool]) -> bool:
 
 def _ordinary(scale: Tensor) -> bool:
     """Whether every scale in E8M0 is at least LEAST, and no product with it beyond the largest number, or NaN."""
-    codes = scale.view(torch.uint8)
-    return bool(((codes >= LEAST + 127) & (codes <= MOST + 127)).all())
+    if scale.numel() == 0:
+        return True
+    lowest, highest = torch.aminmax(scale.view(torch.uint8))
+    return bool(lowest >= LEAST + 127) and bool(highest <= MOST + 127)
 
 
 def _powers_of_two(scale: Tensor) -> bool:

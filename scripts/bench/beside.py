@@ -26,6 +26,7 @@ from runtime.arithmetic import DTYPES
 from runtime.load import load
 from runtime.options import RunOptions
 from runtime.output import making
+from runtime.process import keep_memory
 from runtime.report import peak_memory
 from runtime.tensorfile import system_errors
 from scripts.bench.turns import JSON, Case, Clock, Measures, Rounds
@@ -188,6 +189,7 @@ class Ours:
     """Fathom: `plain` numerics, which are what transformers computes."""
 
     def __init__(self, run: Run, ops: Ops) -> None:
+        keep_memory()
         self.chunk = run.chunk
         self.model = load(run.model, RunOptions("plain", "bf16", "cpu", run.chunk), ops).model
         self.state = self.model.new_state(1, 1)

@@ -6,6 +6,7 @@ than this file, so it asks little of them: `load`, `RunOptions`, the op set.
 
 import argparse
 import importlib
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -25,7 +26,7 @@ from model.errors import ConfigError
 from probes.child import call
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
-from runtime.threads import token_bytes
+from runtime.process import token_bytes
 from scripts.bench.beside import (
     OURS,
     THEIRS,
@@ -143,6 +144,8 @@ def profile(folder: Path, model: Path, asked: dict[str, Any]) -> Measures:
     loading = importlib.import_module("runtime.load")
     assert str(loading.__file__).startswith(str(folder)), "the code of that commit, and not of this one"
     count = BEFORE_DECODE if kind == "decode" else kind
+    if importlib.util.find_spec("runtime.process") is not None:  # commits before it keep no memory
+        importlib.import_module("runtime.process").keep_memory()
     options = importlib.import_module("runtime.options").RunOptions("deployed", "bf16", "cpu", count)
     ops = importlib.import_module("kernels.ops").CPU
     ops = clock.watch(ops) if asked["clock"] else ops
@@ -187,8 +190,10 @@ def _floor(model: Path, kind: str | int, threads: int) -> tuple[Measures, None]:
 
 def floor(model: Path, kind: str | int) -> Measures:
     """In a process of its own: the least that a token, or a call of so many, can take here."""
-    reads, multiplies = reading(), multiplying()
-    rates = {"reading, GB/s": reads / 1e9, "products, GFLOP/s": multiplies / 1e9}
+    reads, wide, narrow = reading(), multiplying(torch.float32), multiplying(torch.bfloat16)
+    rates = {
+        "reading, GB/s": reads / 1e9, "fp32 products, GFLOP/s": wide / 1e9, "bf16 products, GFLOP/s": narrow / 1e9,
+    }  # fmt: skip
     if isinstance(kind, str):
         token, head = _token_and_head(model)
         return {TOKEN: 1e3 * token / reads, HEAD: 1e3 * head / reads, **rates}
@@ -203,7 +208,7 @@ def floor(model: Path, kind: str | int) -> Measures:
         held += nbytes * (1 - (1 - share) ** kind if routed else 1)  # of the experts those that some token goes to
         shape = loaded.census.demanded[name].shape
         weights += shape[0] * shape[1] * (share if routed else 1) if len(shape) == 2 else 0
-    return {"call, s": max(held / reads, 2 * kind * weights / multiplies), **rates}
+    return {"call, s": max(held / reads, 2 * kind * weights / max(wide, narrow)), **rates}
 
 
 def _token_and_head(model: Path) -> tuple[int, int]:
@@ -218,16 +223,10 @@ def reading() -> float:
     return READ / _best(torch.ones(READ // 8, dtype=torch.int64).sum)
 
 
-def multiplying() -> float:
-    """Floating-point operations a second of torch's product, the best of several times.
-
-    Of matrices in fp32 or in bfloat16, whichever this processor multiplies faster.
-    """
-    rates = []
-    for dtype in (torch.float32, torch.bfloat16):
-        one, other, out = (torch.ones(SQUARE, SQUARE, dtype=dtype) for _ in range(3))
-        rates.append(2 * SQUARE**3 / _best(partial(torch.mm, one, other, out=out)))
-    return max(rates)
+def multiplying(dtype: torch.dtype) -> float:
+    """Floating-point operations a second of torch's product, the best of several times."""
+    one, other, out = (torch.ones(SQUARE, SQUARE, dtype=dtype) for _ in range(3))
+    return 2 * SQUARE**3 / _best(partial(torch.mm, one, other, out=out))
 
 
 def _best(run: Any) -> float:

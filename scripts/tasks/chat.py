@@ -24,10 +24,10 @@ from runtime.group.watchdog import Watch
 from runtime.op_sets import op_set
 from runtime.options import usual
 from runtime.output import write_json
+from runtime.process import set_process
 from runtime.report import report
 from runtime.sampling import Sampling
 from runtime.text.tokenizer import StreamDecoder, Tokenizer
-from runtime.threads import set_threads
 from scripts.chat import CONTEXT
 from scripts.console import Console
 from scripts.flags import run_options
@@ -53,7 +53,7 @@ def _chat(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, watch:
     console = Console(stderr=True)
     with console.loading(args.model):
         loaded = watched_load_any(watch, args.model, options, ops, group, context=context)
-    set_threads(args.threads, loaded)
+    set_process(args.threads, loaded)
     talk = Conversation(loaded, options, tokenizer, form, context, graph=args.graph)
     user = User(args, console, watch)
     chat = Chat(args, talk, console, user)

@@ -18,8 +18,8 @@ from runtime.group.watchdog import Watch
 from runtime.load import AnyLoaded, read_any_config
 from runtime.op_sets import op_set
 from runtime.output import write_json
+from runtime.process import set_process
 from runtime.report import commit
-from runtime.threads import set_threads
 from scripts.console import Console, grid, progress
 from scripts.evaluate import Asked
 from scripts.tasks.evaluate_codes import Codes
@@ -43,7 +43,7 @@ def _evaluate(args: argparse.Namespace, asked: Sequence[Asked], watch: Watch | N
     for one, chosen in zip(asked, ops, strict=True):
         with err.loading(args.model):
             loaded.append(watched_load_any(watch, args.model, one.options, chosen, group, context=task.room))
-    set_threads(args.threads, loaded[0])
+    set_process(args.threads, loaded[0])
     runs = [Run(one.name, made.model, one.options.prefill_chunk) for one, made in zip(asked, loaded, strict=True)]
     with progress(err, task.work(len(runs))) as advance:
         found = task.measure(runs, advance)

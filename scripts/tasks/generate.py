@@ -24,13 +24,13 @@ from runtime.memory import new_state
 from runtime.op_sets import op_set
 from runtime.options import RunOptions, usual
 from runtime.output import write_json
+from runtime.process import set_process
 from runtime.report import report
 from runtime.sampling import Sampling
 from runtime.statefile import Saved, load_state, read_saved, save_state, saved_position
 from runtime.text.parsing import parse_completion
 from runtime.text.segments import THINK_START, Segment
 from runtime.text.tokenizer import StreamDecoder, Tokenizer
-from runtime.threads import set_threads
 from scripts.console import Console, summary, visible
 from scripts.flags import run_options
 from scripts.prompts import Prompt
@@ -58,7 +58,7 @@ def _generate(args: argparse.Namespace, given: Prompt, watch: Watch | None, grou
     console = Console(stderr=True)
     with console.loading(args.model):
         loaded = watched_load_any(watch, args.model, options, ops, group, context=context)
-    set_threads(args.threads, loaded)
+    set_process(args.threads, loaded)
     state, prompt = _state(args, loaded, options, prompt)
     by = decoding(loaded.model, state, graph=args.graph, steps=args.max_new_tokens - 1)
     record = Generation()

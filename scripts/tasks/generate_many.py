@@ -28,10 +28,10 @@ from runtime.memory import new_state
 from runtime.op_sets import op_set
 from runtime.options import RunOptions, usual
 from runtime.output import adding_lines, write_json
+from runtime.process import set_process
 from runtime.report import report
 from runtime.sampling import Sampling
 from runtime.text.tokenizer import StreamDecoder, Tokenizer
-from runtime.threads import set_threads
 from scripts.console import Console
 from scripts.flags import run_options
 from scripts.prompts import Entry, Prompts
@@ -64,7 +64,7 @@ def _run(args: argparse.Namespace, prompts: Prompts, done: Done, watch: Watch | 
     console = Console(stderr=True)
     with console.loading(args.model):
         loaded = watched_load_any(watch, args.model, options, ops, group, context=args.max_context or most)
-    set_threads(args.threads, loaded)
+    set_process(args.threads, loaded)
     mark = _mark(args, loaded, options, sampling)
     for entry, answer in zip(entries, done.answers, strict=False):
         if answer["run"] != mark:

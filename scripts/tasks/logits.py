@@ -15,7 +15,7 @@ from runtime.memory import new_state
 from runtime.op_sets import op_set
 from runtime.options import usual
 from runtime.output import reserved
-from runtime.threads import set_threads
+from runtime.process import set_process
 from scripts.console import Console
 from scripts.flags import run_options
 
@@ -35,7 +35,7 @@ def _logits(
     config = read_any_config(args.model, options)
     ops = op_set(args.ops or usual(options.device), options, config)
     loaded = watched_load_any(watch, args.model, options, ops, group, context=len(ids))
-    set_threads(args.threads, loaded)
+    set_process(args.threads, loaded)
     model = loaded.model
     tokens = torch.tensor(ids, device=model.device)
     state = new_state(model, len(tokens), max(lengths), args.decode_from or len(tokens))

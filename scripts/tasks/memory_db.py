@@ -20,11 +20,11 @@ from runtime.memory_db import Memory
 from runtime.merge import check_family
 from runtime.options import RunOptions
 from runtime.output import write_json
+from runtime.process import set_process
 from runtime.quantised_state import quantise_state
 from runtime.statefile import forms, read_metadata, saved_options, saved_position
 from runtime.text.segments import Text
 from runtime.text.tokenizer import Tokenizer
-from runtime.threads import set_threads
 from scripts.console import Console, visible
 from scripts.flags import run_options
 from scripts.prompts import read_prompt
@@ -47,7 +47,7 @@ def ingest(args: argparse.Namespace) -> dict[str, Any]:
     tokens = read_prompt(args, options).ids
     with console.loading(args.model):
         memory = Memory.open(args.model, options, context=len(tokens))
-    set_threads(args.threads, memory.loaded)
+    set_process(args.threads, memory.loaded)
     started = time.perf_counter()
     with prefill_progress(console, len(tokens)) as advance:
         memory.ingest(tokens, advance)
@@ -120,7 +120,7 @@ def _load(args: argparse.Namespace, state: Path, basis: Path | None, context: in
             chunk=args.prefill_chunk,
             context=context,
         )
-    set_threads(args.threads, memory.loaded)
+    set_process(args.threads, memory.loaded)
     return memory
 
 

@@ -15,7 +15,7 @@ from probes.recording import KEPT, record
 from runtime.load import load, read_config
 from runtime.op_sets import op_set
 from runtime.options import usual
-from runtime.threads import set_threads
+from runtime.process import set_process
 from scripts.console import Console
 from scripts.flags import run_options
 from scripts.probe import check_name
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, ids: Sequence[int], lengths: Sequence[int]) ->
     loaded = load(args.model, options, ops if fault is None else fault.ops(ops), context=len(ids))
     if fault is not None:
         fault.inject(loaded.model)
-    set_threads(args.threads, loaded)
+    set_process(args.threads, loaded)
     kept = [site for site in KEPT if site.name in chosen]
     console = Console(stderr=True)
     # A fault that a tripwire would end is to be seen to its end.

@@ -1,6 +1,8 @@
-"""How many threads a CPU computes with, when nobody says: one for small models, the cores that are free for others."""
+"""What a run on a CPU sets for its whole process: how many threads compute, and that freed memory is kept."""
 
+import ctypes
 import os
+import sys
 from typing import Final
 
 import psutil
@@ -12,11 +14,13 @@ from runtime.load import AnyLoaded
 
 # Bytes of weights that a decoded token reads, from which on more threads than one pay.
 SMALL: Final = 64 << 20
+M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1  # malloc.h
+NEVER: Final = 2**31 - 1  # bytes at the top of the heap that are given back; an int
 LOOK: Final = 0.1  # seconds for which it is looked at how busy the cores are
 
 
-def set_threads(asked: int | None, loaded: AnyLoaded) -> None:
-    """Compute with so many threads, or with as many as suit the model; the run's report says how many.
+def set_process(asked: int | None, loaded: AnyLoaded) -> None:
+    """Compute with so many threads, or with as many as suit the model; the run's report says how many. Keep memory.
 
     torch and the compiled loops have the same threads. On an idle machine a second thread makes a token's linears
     faster whatever their size; where it shares its core with anything else, all wait for it, and they take longer than
@@ -24,12 +28,26 @@ def set_threads(asked: int | None, loaded: AnyLoaded) -> None:
     is using as it begins. A small one takes one: its tokens come fast with it, and most of their time is in ops too
     short to be shared.
     """
+    keep_memory()
     if asked is not None:
         torch.set_num_threads(asked)
     elif token_bytes(loaded) < SMALL:
         torch.set_num_threads(1)
     else:
         torch.set_num_threads(min(torch.get_num_threads(), free_cores()))
+
+
+def keep_memory() -> None:
+    """Let glibc keep what is freed for what is allocated next.
+
+    Else each large activation is memory that the system hands out anew and clears page by page, which takes longer than
+    to fill it. A process holds its peak until it ends, which is what the memory plan counts. Elsewhere than with glibc
+    nothing is done.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        mallopt(M_MMAP_MAX, 0)  # blocks of their own, which are given back when they are freed
+        mallopt(M_TRIM_THRESHOLD, NEVER)
 
 
 def free_cores() -> int:
