@@ -1,1 +1,1 @@
-"""Tensors in, tensors out: a folder for each op, with the equation (reference), PyTorch in tiles (cpu) and Triton."""
+"""Tensors in, tensors out: a folder for each op, with the equation (reference), a CPU's loops and tiles, and Triton."""

@@ -5,8 +5,8 @@ all of them at once: nothing is compiled in the middle of a run. `each` deals th
 threads, by the call of OpenMP that a C compiler makes of a parallel loop, so that there is one pool of threads, and
 `torch.set_num_threads` is the one place that says how many.
 
-No fast-math flag is set: sums have the order that is written, whatever the processor and the number of threads, NaN and
-infinity pass on, and only `lanes.fma` fuses a product with a sum.
+No fast-math flag is set: sums have the order that is written, whatever the number of threads, NaN and infinity pass on,
+and only `lanes.fma` fuses a product with a sum, and `lanes.multiply`.
 
 Compiled code is kept on disk, in a folder named after what it was compiled from: a change of any source makes another.
 """
@@ -336,15 +336,14 @@ def _each(typing: Any, body: Any, given: Any, work: tuple[Any, ...]) -> Any:
         made = body.dispatcher.get_compile_result(called)
         context.add_linking_libs((made.library,))
         integer, number, raw = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer()
-        held = ir.LiteralStructType([integer, values[-1].type])
+        held = ir.LiteralStructType([integer, number.as_pointer(), values[-1].type])
         module = builder.module
         part = ir.Function(module, ir.FunctionType(ir.VoidType(), [raw]), module.get_unique_name("part"))
         part.linkage = "internal"
         part.attributes.add("noinline")  # there is one of it, for one thread and for many
         own = ir.IRBuilder(part.append_basic_block())
-        total, arguments = (
-            own.extract_value(own.load(own.bitcast(part.args[0], held.as_pointer())), i) for i in (0, 1)
-        )
+        given_here = own.load(own.bitcast(part.args[0], held.as_pointer()))
+        total, failed, arguments = (own.extract_value(given_here, i) for i in range(3))
 
         def asked(name: str) -> Any:
             function = cgutils.get_or_insert_function(module, ir.FunctionType(number, []), name)
@@ -355,17 +354,25 @@ def _each(typing: Any, body: Any, given: Any, work: tuple[Any, ...]) -> Any:
         high = own.sdiv(own.mul(total, own.add(thread, integer(1))), threads)
         unpacked = [own.extract_value(arguments, i) for i in range(len(given.types))]
         function = context.declare_function(module, made.fndesc)
-        context.call_conv.call_function(own, function, called.return_type, wanted, [low, high, *unpacked])
+        status, _ = context.call_conv.call_function(own, function, called.return_type, wanted, [low, high, *unpacked])
+        with own.if_then(status.is_error, likely=False):
+            own.store(number(1), failed)  # of several threads any
         own.ret_void()
         slot = cgutils.alloca_once(builder, held)
-        packed = builder.insert_value(ir.Constant(held, ir.Undefined), values[1], 0)
-        builder.store(builder.insert_value(packed, values[-1], 1), slot)
+        failed = cgutils.alloca_once_value(builder, number(0))
+        builder.store(number(0), failed)
+        packed = ir.Constant(held, ir.Undefined)
+        for i, one in enumerate((values[1], failed, values[-1])):
+            packed = builder.insert_value(packed, one, i)
+        builder.store(packed, slot)
         shape = ir.FunctionType(ir.VoidType(), [part.type, raw, number, number])
         run = cgutils.get_or_insert_function(module, shape, "GOMP_parallel")
         threads = number(0)  # as many as torch says
         if work:
             threads = builder.zext(builder.icmp_signed("<", values[2], integer(ALONE)), number)
         builder.call(run, [part, builder.bitcast(slot, raw), threads, number(0)])
+        with builder.if_then(builder.icmp_unsigned("!=", builder.load(failed), number(0)), likely=False):
+            context.call_conv.return_user_exc(builder, MemoryError, ("a loop has no memory for what it needs",))
         return context.get_dummy_value()
 
     return types.void(body, types.int64, *work, given), generate

@@ -1,7 +1,7 @@
 """Sixteen fp32 numbers at once, in compiled loops: loaded from any stored form, multiplied, added, stored.
 
 One value of type `lanes` is one register of AVX-512, two of AVX2, four of NEON: LLVM splits it. Lanes are added up in
-one order everywhere, so that a sum has the same bits on each of them.
+one order everywhere, so that a sum has the same bits on each of them; products of bfloat16 (`pairs`) are AVX-512's own.
 """
 
 import operator
@@ -163,7 +163,7 @@ def load_piece(typing: Any, array: Any, index: Any) -> Any:
     return types.UniTuple(lanes, 2)(array, types.int64), generate
 
 
-def _pairs(array: Any, rest: tuple[Any, ...]) -> Any:
+def _codes(array: Any, rest: tuple[Any, ...]) -> Any:
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
         count = values[2] if rest else None
         found = _loaded(context, builder, signature.args[0], values[0], values[1], count)
@@ -187,15 +187,15 @@ def fetch_line(typing: Any, array: Any, index: Any) -> Any:
 
 
 @intrinsic
-def load_pairs(typing: Any, array: Any, index: Any) -> Any:
+def load_e2m1(typing: Any, array: Any, index: Any) -> Any:
     """The E2M1 numbers in the low and in the high halves of sixteen bytes from `index` on."""
-    return _pairs(array, ())
+    return _codes(array, ())
 
 
 @intrinsic
-def load_some_pairs(typing: Any, array: Any, index: Any, count: Any) -> Any:
-    """`load_pairs`, of which the first `count` bytes are read; the others are 0."""
-    return _pairs(array, (types.int64,))
+def load_some_e2m1(typing: Any, array: Any, index: Any, count: Any) -> Any:
+    """`load_e2m1`, of which the first `count` bytes are read; the others are 0."""
+    return _codes(array, (types.int64,))
 
 
 def _stored(builder: Any, array: Any, x: Any) -> Any:
@@ -752,7 +752,8 @@ _E2M1: Final = [
 def e2m1_pairs(typing: Any, array: Any, index: Any, code: Any) -> Any:
     """The piece of the E2M1 numbers in sixteen bytes from `index` on, under an E8M0 scale: low halves, then high ones.
 
-    The scale's code is 2 to 250, so that no product leaves the normal numbers. It is added to the exponents.
+    The scale is one that `held_in_bfloat16` allows, so that no product leaves the normal numbers: it is added to the
+    exponents.
     """
 
     def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:

@@ -12,6 +12,9 @@ from model.checkpoint.tensor_mapping import Form
 
 SECONDS: Final = 20  # that it takes on two cores
 _WIDE, _NARROW = types.float32[::1], types.uint16[::1]  # activations in fp32 and in bfloat16
+# Forms that a run in bfloat16 may multiply in fp32 too: the compressors and the router are given that, and of scales in
+# fp32 it is known when they are read whether they are powers of two.
+_WIDE_TOO: Final = {"kernels.linear.cpu._linear": ("BF16", "FP8_F32"), "kernels.experts.cpu._experts": ("FP8_F32",)}
 _TWINS: Final = {"bf16": _WIDE, "fp32": _NARROW}  # activations that a run of the other dtype has
 
 
@@ -38,8 +41,8 @@ def wanted(census: Census, dtype: str) -> compiled.Wants:
         weights = [kind for kind in signature if kind in _KINDS]
         if any(kind not in (routed if name.endswith("_experts") else held) for kind in weights):
             return False
-        if name.endswith("_linear") and FORMS["BF16"] in signature and dtype == "bf16":
-            return True  # of the compressors and the router too, which are given fp32
+        if dtype == "bf16" and any(FORMS[form] in signature for form in _WIDE_TOO.get(name, ())):
+            return True
         return _TWINS[dtype] not in signature or not _paired(name, signature, _TWINS[dtype])
 
     return wants

@@ -14,8 +14,9 @@ from runtime.load import AnyLoaded
 
 # Bytes of weights that a decoded token reads, from which on more threads than one pay.
 SMALL: Final = 64 << 20
-M_MMAP_MAX, M_TRIM_THRESHOLD = -4, -1  # malloc.h
-NEVER: Final = 2**31 - 1  # bytes at the top of the heap that are given back; an int
+M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # malloc.h
+LARGE: Final = 32 << 20  # bytes, glibc's most: larger blocks are given back when they are freed
+KEPT: Final = 512 << 20  # bytes free at the end of the heap
 LOOK: Final = 0.1  # seconds for which it is looked at how busy the cores are
 
 
@@ -38,16 +39,15 @@ def set_process(asked: int | None, loaded: AnyLoaded) -> None:
 
 
 def keep_memory() -> None:
-    """Let glibc keep what is freed for what is allocated next.
+    """Let glibc keep half a gigabyte of what is freed for what is allocated next.
 
-    Else each large activation is memory that the system hands out anew and clears page by page, which takes longer than
-    to fill it. A process holds its peak until it ends, which is what the memory plan counts. Elsewhere than with glibc
-    nothing is done.
+    Else each large activation is memory that the system hands out anew and clears page by page, which may take longer
+    than to fill it. Elsewhere than with glibc nothing is done.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None:
-        mallopt(M_MMAP_MAX, 0)  # blocks of their own, which are given back when they are freed
-        mallopt(M_TRIM_THRESHOLD, NEVER)
+        mallopt(M_MMAP_THRESHOLD, LARGE)
+        mallopt(M_TRIM_THRESHOLD, KEPT)
 
 
 def free_cores() -> int:

@@ -16,7 +16,7 @@ from kernels.formats.cpu import arrays, lay_out, placed
 from kernels.formats.groups import LINEAR_GROUP
 from kernels.formats.stored import Apart, Fp4, Fp8, Stack, member, members, places
 from kernels.lanes import bfloat16, first_of, load_some, splat, store_some
-from kernels.linear.cpu import KINDS, WIDE, four_rows, linear, padded, pieces_of
+from kernels.linear.cpu import KINDS, four_rows, linear, padded, pieces_of
 from kernels.quantise.cpu import E4M3, round_row, simulate_fp8
 from kernels.swiglu.cpu import activate_row, swiglu
 
@@ -41,9 +41,13 @@ def experts(
     (t, hidden), k, (inner, _) = x.shape, ids.shape[1], w1.shape
     up, down = member(w1, 0), member(w2, 0)
     assert type(up) is type(member(w3, 0)), f"w1 is {type(up).__name__}, w3 {type(member(w3, 0)).__name__}"
+    if t > FEW or type(up) is not type(down):
+        return several(x, ids, weights, w1, w3, w2, limit, first, deployed=deployed)
     chosen = [member(w, e - first) for w in (w1, w3, w2) for e in ids.flatten().tolist() if 0 <= e - first < members(w)]
-    like = pieces_of(x, *chosen)
-    if t > FEW or type(up) is not type(down) or (like is WIDE and pieces_of(x) is not WIDE):
+    if not chosen:
+        return torch.zeros(t, hidden)
+    like = pieces_of(x, chosen[0])
+    if any(pieces_of(x, matrix) is not like for matrix in chosen):
         return several(x, ids, weights, w1, w3, w2, limit, first, deployed=deployed)
     group = LINEAR_GROUP if deployed and isinstance(up, Fp8 | Fp4) else 0
     assert not group or (hidden % group == 0 and inner % group == 0), (

@@ -3,7 +3,7 @@
 A decoded number is that of `kernels.formats.reference.decode`, bit for bit. Products take it as fp32; or as bfloat16,
 where the activations are, bfloat16 holds every number of the matrix, and the processor multiplies it.
 
-Loops are written once for all forms: what they call, `decoded`, has an implementation for each.
+Loops are written once for all forms: what they call, `taken` and `lay_out`, has an implementation for each.
 """
 
 from collections.abc import Callable
@@ -28,10 +28,10 @@ from kernels.lanes import (
     first,
     highest,
     load,
-    load_pairs,
+    load_e2m1,
     load_piece,
     load_some,
-    load_some_pairs,
+    load_some_e2m1,
     maximum,
     piece,
     size,
@@ -42,7 +42,7 @@ from kernels.lanes import (
 )  # fmt: skip
 
 ZERO: Final = np.float32(0)
-BYTES: Final = 16  # that `load_pairs` takes: 32 columns, two groups of NVFP4
+BYTES: Final = 16  # that `load_e2m1` takes: 32 columns, two groups of NVFP4
 LEAST: Final = 9 - 126  # exponent of scales: E4M3 begins at 2^-9, numbers that are not subnormal at 2^-126
 MOST: Final = 127 - 9  # E4M3 ends at 448
 _POWERS: Final = np.append(np.ldexp(np.float32(1), np.arange(255) - 127), np.float32(np.nan))  # by code of E8M0
@@ -104,10 +104,11 @@ def arrays(weight: Weight) -> Arrays:
 
 
 def held_in_bfloat16(weight: Weight) -> bool:
-    """Whether bfloat16 has every number of a matrix, and products lose none: but for zeros, none is subnormal.
+    """Whether a matrix may be multiplied as bfloat16: that has all its numbers, and no subnormal one among them.
 
-    Its scales are looked at once, of `Dense` the numbers, and those of a common size are wanted: then none is NaN, nor
-    made infinite. The scale of a whole matrix is not in them.
+    Of `Dense` the numbers are looked at; else the scales, which must be powers of two (of NVFP4 E4M3) of a common size.
+    It is found out once for a tensor. Where a matrix is cut over ranks, each finds it out for its rows: only then, and
+    with such numbers in some rows alone, may sums of others be rounded otherwise than on one rank.
     """
     match weight:
         case Dense(data):
@@ -116,17 +117,23 @@ def held_in_bfloat16(weight: Weight) -> bool:
             return _once(scale, _powers_of_two if scale.dtype == torch.float32 else _ordinary)
         case Fp4(_, scale):
             return _once(scale, _ordinary)
-        case NvFp4():  # two bits times four
-            return True
+        case NvFp4(_, _, factor):  # two bits times four
+            return _once(factor, _of_a_common_size)
 
 
 def _once(x: Tensor, asked: Callable[[Tensor], bool]) -> bool:
-    """What is asked of a parameter, kept with its tensor."""
-    found: bool | None = getattr(x, _ASKED, None)
-    if found is None:
-        found = asked(x)
+    """What is asked of a parameter, kept with its tensor until that is changed."""
+    version = 0 if x.is_inference() else x._version  # noqa: SLF001
+    found: tuple[int, bool] | None = getattr(x, _ASKED, None)
+    if found is None or found[0] != version:
+        found = version, asked(x)
         setattr(x, _ASKED, found)
-    return found
+    return found[1]
+
+
+def _of_a_common_size(factor: Tensor) -> bool:
+    """Whether sums that are large enough before it are no larger after it, by far."""
+    return 2.0**-64 <= float(factor) <= 2.0**64
 
 
 def _ordinary(scale: Tensor) -> bool:
@@ -185,7 +192,7 @@ def lay_out(weight: Arrays, x: Any, at: int, columns: int, out: Any, to: int) ->
 
 
 def fetch(weight: Arrays, row: int, columns: int, i: int) -> None:
-    """Ask memory for the stored bytes of columns i to i + 31 of a row, which may lie beyond the last."""
+    """Ask memory for the stored bytes of columns i to i + 31 of a row, which may lie beyond the last; scales too."""
     raise NotImplementedError
 
 
@@ -241,7 +248,7 @@ def _fp8(weight, row, columns, i):
 def _fp4(weight, row, columns, i):
     group = (row * columns + i) // FP4_BLOCK
     s = splat(e8m0(weight.scale[np.uint64(group)]))
-    even, odd = load_pairs(weight.data, group * BYTES)
+    even, odd = load_e2m1(weight.data, group * BYTES)
     return even * s, odd * s
 
 
@@ -249,10 +256,10 @@ def _nvfp4(weight, row, columns, i):
     group = (row * columns + i) // NVFP4_BLOCK
     if columns - i >= 32:
         s = splat_e4m3(weight.scale[np.uint64(group)], weight.scale[np.uint64(group + 1)])
-        even, odd = load_pairs(weight.data, group * 8)
+        even, odd = load_e2m1(weight.data, group * 8)
         return even * s, odd * s
     s = splat_e4m3(weight.scale[np.uint64(group)], weight.scale[np.uint64(group)])
-    even, odd = load_some_pairs(weight.data, group * 8, 8)
+    even, odd = load_some_e2m1(weight.data, group * 8, 8)
     return even * s, odd * s
 
 
@@ -295,18 +302,24 @@ def _lay_out(weight, x, at, columns, out, to):
     }[weight.instance_class]  # fmt: skip
 
 
-def _one_each(weight, row, columns, i):
+def _fetch_alone(weight, row, columns, i):
     fetch_line(weight.data, row * columns + i)
 
 
-def _two_a_byte(weight, row, columns, i):
+def _fetch_fp4(weight, row, columns, i):
     fetch_line(weight.data, (row * columns + i) // 2)
+    fetch_line(weight.scale, (row * columns + i) // FP4_BLOCK)
+
+
+def _fetch_nvfp4(weight, row, columns, i):
+    fetch_line(weight.data, (row * columns + i) // 2)
+    fetch_line(weight.scale, (row * columns + i) // NVFP4_BLOCK)
 
 
 @overload(fetch)
 def _fetch(weight, row, columns, i):
     return {
-        DenseArrays: _one_each, Fp8Arrays: _one_each, Fp4Arrays: _two_a_byte, NvFp4Arrays: _two_a_byte,
+        DenseArrays: _fetch_alone, Fp8Arrays: _fetch_alone, Fp4Arrays: _fetch_fp4, NvFp4Arrays: _fetch_nvfp4,
     }[weight.instance_class]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from kernels.compiled import address, compiled, each_of, loop, numbers
 from kernels.formats.cpu import e8m0
 from kernels.formats.groups import INDEX_GROUP, KV_GROUP
 from kernels.formats.stored import Fp4Keys, Fp8Entries, Fp8Keys, Rows
-from kernels.lanes import interleaved, load, load_pairs, load_some, splat, store, store_some
+from kernels.lanes import interleaved, load, load_e2m1, load_some, splat, store, store_some
 
 BF16, FP32, FP8_ENTRIES, FP8_KEYS, FP4_KEYS = range(5)
 
@@ -107,7 +107,7 @@ def decode_row(rows, row, out, to, step):
     else:
         for group in range(width // INDEX_GROUP):
             s = splat(e8m0(rows.scale[row * rows.scales + group]))
-            even, odd = load_pairs(rows.codes, (row * width + group * INDEX_GROUP) // 2)
+            even, odd = load_e2m1(rows.codes, (row * width + group * INDEX_GROUP) // 2)
             one, other = interleaved(even * s, odd * s)
             store(out, to, one)
             store(out, to + step, other)

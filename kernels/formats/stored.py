@@ -1,6 +1,6 @@
 """The four forms in which a checkpoint stores a matrix, and the five of a cache's rows, as tuples of tensors.
 
-A weight stays in its stored form for the whole run; the linear op that uses it decodes it tile by tile. Which form a
+A weight stays in its stored form for the whole run; the op that uses it decodes a part at a time. Which form a
 tensor has is read off the stored tensors themselves (dtype and the scales beside it), never off a global key of
 config.json: checkpoints mix forms.
 

@@ -6,8 +6,8 @@ after the other. Both add up in one order: a token's numbers do not depend on th
 cut into calls, nor on threads.
 
 Where activations are bfloat16, and the processor multiplies that (AVX512-BF16), so are weights whose numbers it all
-holds: products are exact, sums in fp32, as everywhere; an activation or a sum below 2^-126 counts as 0, as the
-processor's instruction has it.
+holds: products are exact, sums in fp32, as everywhere. An activation or a sum below 2^-126 counts as 0 there, also
+beside infinity, as the processor's instruction has it.
 """
 
 from typing import Any, Final
@@ -38,7 +38,7 @@ from kernels.lanes import (
 SIXTEEN: Final = 16  # rows that are decoded at once
 PART: Final = 2048  # bytes of each, before the next part of their columns: 32 KiB, which the first cache holds
 SUMS: Final = SIXTEEN * SIXTEEN * 4  # numbers that products of four tokens with these add up in
-PANEL = 256  # tokens that are multiplied by them: 2 MiB of 4,096 columns in bfloat16, which the last cache holds
+PANEL = 256  # tokens that are multiplied by them: of a group 2 MiB for 4,096 columns in bfloat16
 _INT: Final = types.int64
 WIDE, NARROW = np.empty(0, np.float32), np.empty(0, np.uint16)  # what pieces lie in, see `pieces_of`
 IN_BFLOAT16: Final = {"BF16", "FP8", "FP8_F32", "FP4", "NVFP4"} if PAIRS else set()
@@ -183,10 +183,13 @@ def linear_scratch(tokens: int, rows: int, columns: int, form: str, item: int, d
 def grouped_linear_scratch(
     tokens: int, rows: int, columns: int, groups: int, form: str, item: int, device: torch.device
 ) -> int:
-    """Bytes alive at most in `grouped_linear`, the result included: it, and the inputs of a panel, laid out.
+    """Bytes alive at most in `grouped_linear`: the result, the inputs of a panel, laid out, and each thread's sums.
 
     `form` is how the weight is stored: BF16, F16, F32, FP8 (E8M0 scales), FP8_F32 (those in F32), FP4 or NVFP4.
     """
     del device
-    laid = -(-min(tokens, PANEL) // 4) * 4 * groups * -(-columns // PIECE) * PIECE
-    return tokens * rows * item + laid * (2 if item == 2 and form in IN_BFLOAT16 else 4)
+    fours = -(-min(tokens, PANEL) // 4)
+    laid = fours * 4 * groups * -(-columns // PIECE) * PIECE
+    narrow = item == 2 and form in IN_BFLOAT16 - {"BF16", "FP8_F32"}  # those may be multiplied in fp32
+    each_thread = (fours * SUMS * 4 + SIXTEEN * PART) if tokens > 1 else 0
+    return tokens * rows * item + laid * (2 if narrow else 4) + torch.get_num_threads() * each_thread

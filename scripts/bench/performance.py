@@ -189,7 +189,7 @@ def _floor(model: Path, kind: str | int, threads: int) -> tuple[Measures, None]:
 
 
 def floor(model: Path, kind: str | int) -> Measures:
-    """In a process of its own: the least that a token, or a call of so many, can take here."""
+    """In a process of its own: what a token, or a call of so many, takes at the rates of torch's sum and product."""
     reads, wide, narrow = reading(), multiplying(torch.float32), multiplying(torch.bfloat16)
     rates = {
         "reading, GB/s": reads / 1e9, "fp32 products, GFLOP/s": wide / 1e9, "bf16 products, GFLOP/s": narrow / 1e9,
@@ -224,9 +224,10 @@ def reading() -> float:
 
 
 def multiplying(dtype: torch.dtype) -> float:
-    """Floating-point operations a second of torch's product, the best of several times."""
+    """Floating-point operations a second of torch's product, the best of several times, with the second transposed or not."""
     one, other, out = (torch.ones(SQUARE, SQUARE, dtype=dtype) for _ in range(3))
-    return 2 * SQUARE**3 / _best(partial(torch.mm, one, other, out=out))
+    taken = min(_best(partial(torch.mm, one, second, out=out)) for second in (other, other.T))
+    return 2 * SQUARE**3 / taken
 
 
 def _best(run: Any) -> float:

@@ -34,6 +34,17 @@ def mark_some(out, by, work):
     compiled.each_of(_mark, len(out), work, (out, by))
 
 
+@compiled.loop
+def _greedy(low, high, out):
+    for i in range(low, high):
+        out[i] = np.empty(int(out[i])).size
+
+
+@compiled.compiled((F32,))
+def allocate(out):
+    compiled.each(_greedy, len(out), (out,))
+
+
 @compiled.compiled((F32, F32))
 def exponentials(x, out):
     for i in range(0, len(x), 16):
@@ -69,6 +80,17 @@ def test_every_item_is_dealt_once(count):
     mark_some(out, 4.0, 0)
     mark_some(out, 5.0, 1 << 40)
     assert (out == 12).all()
+
+
+@pytest.mark.usefixtures("on_threads")
+@pytest.mark.parametrize("on_threads", [1, 2], indirect=True)
+@pytest.mark.parametrize("which", [0, 3])
+def test_memory_that_a_loop_does_not_get_is_an_error(which):
+    sizes = np.ones(4, np.float32)
+    allocate(sizes)
+    sizes[which] = 2.0**58
+    with pytest.raises(MemoryError):
+        allocate(sizes)
 
 
 def test_other_types_than_those_compiled_for_are_refused():

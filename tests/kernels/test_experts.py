@@ -226,6 +226,13 @@ def test_without_tokens_or_slots_the_sum_is_zero(ops):
         assert torch.equal(ops.experts(x, ids, weights, *stacks, 1.0, 0, deployed=False), torch.zeros(t, 32))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_none_of_whose_experts_is_here_add_nothing(ops, dtype):
+    one, (x, _, weights) = Dense(torch.ones(2, 32, 32, dtype=dtype)), tokens(3, 2, 32, 2, 0)
+    ids = torch.tensor([[0, 1], [5, 1], [0, 6]])
+    assert torch.equal(ops.experts(x, ids, weights, one, one, one, 1.0, 2, deployed=False), torch.zeros(3, 32))
+
+
 def test_columns_that_cut_a_rounded_block_are_refused(ops):
     stacks, _ = layer("fp4", 2, 32, 32, 0)
     with pytest.raises(AssertionError, match="128"):
@@ -245,6 +252,20 @@ def test_cpu_experts_together_have_the_bits_of_one_after_the_other(form, dtype, 
     parts = experts_reference.Experts(CPU.linear, CPU.swiglu, CPU.simulate_fp8)
     assert torch.equal(ours, parts(x, ids, weights, *stacks, 2.0, 0, deployed=deployed))
     assert torch.equal(ours, CPU.experts(x, ids, weights, *(stack(of) for of in made), 2.0, 0, deployed=deployed))
+
+
+@pytest.mark.parametrize("odd", [None, 0, 2])
+def test_cpu_experts_some_of_which_bfloat16_does_not_hold_have_the_bits_of_one_after_the_other(odd):
+    g = seeded(3)
+    made = [[encoded("fp8", g, signs(g, *s))[0] for _ in range(4)] for s in ((256, 128), (256, 128), (128, 256))]
+    made = [[Fp8(one.data, one.scale.float()) for one in of] for of in made]
+    if odd is not None:
+        made[0][odd].scale.mul_(0.75)
+    x, (_, ids, weights) = torch.randn(4, 128, generator=g).bfloat16(), tokens(4, 3, 128, 4, 1)
+    stacks = [Apart(of) for of in made]
+    parts = experts_reference.Experts(CPU.linear, CPU.swiglu, CPU.simulate_fp8)
+    expected = parts(x, ids, weights, *stacks, 2.0, 0, deployed=True)
+    assert torch.equal(CPU.experts(x, ids, weights, *stacks, 2.0, 0, deployed=True), expected)
 
 
 @pytest.mark.parametrize("ops", ["reference", "cpu"], indirect=True)

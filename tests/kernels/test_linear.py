@@ -1,5 +1,7 @@
 """Products with stored weights on every backend, and the decoding of these weights, against float64."""
 
+import resource
+import sys
 from functools import lru_cache
 
 import pytest
@@ -10,13 +12,13 @@ from kernels.compiled import array, compiled, each, loop
 from kernels.formats import cpu as cpu_formats
 from kernels.formats import reference as formats
 from kernels.formats.cpu import decoded as decoded_piece
-from kernels.formats.cpu import held_in_bfloat16
+from kernels.formats.cpu import held_in_bfloat16, taken
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, rows
-from kernels.lanes import store_some
+from kernels.lanes import put, store_some
 from kernels.linear import cpu
 from kernels.ops import CPU, REFERENCE
+from probes.child import call
 from tests.kernels.every_backend import ULP
-from tests.peak_memory import peak_bytes
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 BYTES = torch.arange(256, dtype=torch.uint8)
@@ -383,6 +385,11 @@ def test_ordinary_weights_are_multiplied_as_bfloat16():
     codes = torch.arange(256, dtype=torch.uint8)[:, None]
     fours = [Fp4(torch.zeros(1, 16, dtype=torch.int8), code[None].view(E8M0)) for code in codes]
     assert [code for code in range(256) if held_in_bfloat16(fours[code])] == list(range(10, 246))
+    nvfp4 = FORMS["nvfp4"](g, 16, 32)
+    for size, common in ((1.0, True), (2.0**-64, True), (2.0**65, False), (2.0**-65, False), (NAN, False)):
+        assert held_in_bfloat16(nvfp4._replace(global_scale=torch.tensor(size))) == common
+    powers.scale[0, 0] = 3.0  # what is changed is looked at again
+    assert not held_in_bfloat16(powers)
     zeros = torch.tensor([0.0, -0.0, NAN, INF, 2.0**-126] * 7).bfloat16()
     assert held_in_bfloat16(Dense(zeros[None]))
     for at in (0, 33, 34):
@@ -405,12 +412,23 @@ def test_triton_refuses_columns_that_are_apart_and_groups_of_unequal_rows():
         fused.grouped_linear(torch.ones(1, 3, 4), Dense(torch.ones(4, 4)), 3)
 
 
-@pytest.mark.parametrize("form", ["fp8", "fp4", "nvfp4"])
-def test_cpu_decodes_no_whole_matrix(form):
-    weight, x = FORMS[form](seeded(2), 8192, 1024), torch.randn(1, 1024)  # 32 MiB decoded
-    assert peak_bytes(lambda: CPU.linear(x, weight)) < 2**20
-    assert peak_bytes(lambda: CPU.linear(x.expand(100, -1), weight)) < 6 * 2**20  # results, and inputs
-    assert peak_bytes(lambda: REFERENCE.linear(x, weight)) > 32 * 2**20
+def resident_beyond(tokens):
+    """Bytes that the process takes at most for a product beyond what it had: of 128 MiB of fp32, in FP4."""
+    small = Fp4(torch.zeros(1, 16, dtype=torch.int8), torch.full((1, 1), 127).byte().view(E8M0))
+    x = torch.randn(tokens, 4096).bfloat16()
+    weight = Fp4(random_bytes(seeded(2), 8192, 2048).view(torch.int8), torch.full((8192, 128), 127).byte().view(E8M0))
+    CPU.linear(x[:, :32], small)  # what is loaded for the first
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    CPU.linear(x, weight)
+    return 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another system counts in another unit")
+@pytest.mark.parametrize("tokens", [1, 256])
+def test_cpu_decodes_no_whole_matrix_and_its_plan_counts_what_it_takes(tokens):
+    planned = cpu.linear_scratch(tokens, 8192, 4096, "FP4", 2, torch.device("cpu"))
+    assert call(resident_beyond, tokens) < planned + 2**20
+    assert planned < 8 * 2**20
 
 
 # --- decoding
@@ -469,6 +487,45 @@ def test_every_code_is_decoded_exactly_under_a_power_of_two_and_else_rounded_onc
     assert_same_bits(decode(CODES[form]), product.float())
     held = product.abs() <= torch.finfo(torch.float32).max
     assert torch.equal(product.float().double()[held], product[held]) == (form in {"fp8", "fp4"})
+
+
+@loop
+def _rows_of_bfloat16(low, high, weight, columns, out):
+    for row in range(low, high):
+        for i in range(0, columns, 32):
+            put(out, row * columns + i, taken(weight, row, columns, i, out))
+
+
+NARROW = [(form, kind) for form, kind in cpu.KINDS if kind.dtype == types.uint16]
+
+
+@compiled(*((form, types.int64, types.int64, kind) for form, kind in NARROW))
+def decode_as_bfloat16(weight, rows, columns, out):
+    each(_rows_of_bfloat16, rows, (weight, columns, out))
+
+
+@pytest.mark.skipif(not cpu.PAIRS, reason="this processor does not multiply bfloat16")
+@pytest.mark.parametrize("form", ["fp8", "fp4", "nvfp4"])
+def test_every_code_is_decoded_to_bfloat16_under_every_scale_that_is_taken(form):
+    """All bytes in a row, under one scale."""
+    scales = range(256) if form == "nvfp4" else range(10, 246)
+    width = 128 if form == "fp8" else 16 if form == "nvfp4" else 32
+    for code in scales:
+        if form == "fp8":
+            weight = Fp8(BYTES[None].view(E4M3), torch.full((1, 2), code, dtype=torch.uint8).view(E8M0))
+        else:
+            scale = torch.full((1, 512 // width), code, dtype=torch.uint8)
+            weight = Fp4(BYTES[None].view(torch.int8), scale.view(E8M0))
+            if form == "nvfp4":
+                weight = NvFp4(BYTES[None], scale.view(E4M3), torch.tensor(1.0))
+        assert held_in_bfloat16(weight)
+        laid, expected = torch.full(weight.shape, NAN).bfloat16(), exact(weight)
+        decode_as_bfloat16(cpu_formats.arrays(weight), *weight.shape, array(laid))
+        if form != "fp8":  # of 32 the even columns first
+            expected = expected.unflatten(1, (-1, 16, 2)).transpose(2, 3).flatten(1)
+        nan = expected.isnan()
+        assert torch.equal(laid.isnan(), nan)
+        assert torch.equal(laid.double().masked_fill(nan, 0), expected.masked_fill(nan, 0))
 
 
 @forms

@@ -1,13 +1,20 @@
 """What is compiled before a run is all that the run calls, and the first run says what it waits for."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from numba import types
 
 from kernels import compiled
+from kernels.formats.cpu import FORMS
+from kernels.linear.cpu import KINDS
 from model.checkpoint.checkpoint import Checkpoint
 from runtime import loops
 from runtime.load import _census, load_any, read_any_config
 from runtime.options import DEMO, RunOptions
+
+F32 = types.float32[::1]
 
 
 def ready():
@@ -31,6 +38,18 @@ def test_nothing_is_compiled_after_the_load(numerics, dtype, formats, monkeypatc
         model.logits(model(part, state)[-1:])
     assert ready() == before
     assert 0 < sum(before.values()) < sum(len(one.signatures) for one in compiled._ALL)
+
+
+def test_what_a_run_in_bfloat16_may_multiply_in_fp32_is_compiled_too():
+    """The router and the compressors are given fp32; scales in fp32 may be no powers of two."""
+    mapping = SimpleNamespace(form=SimpleNamespace(name="FP8_F32"))
+    census = SimpleNamespace(mappings={"layers.0.ffn.experts.0.w1.weight": mapping})
+    for dtype, kinds in (("bf16", {kind for form, kind in KINDS if form == FORMS["FP8_F32"]}), ("fp32", {F32})):
+        wants = loops.wanted(census, dtype)
+        for name in ("kernels.linear.cpu._linear", "kernels.experts.cpu._experts"):
+            wanted = [signature for signature in compiled.signatures(name) if wants(name, signature)]
+            assert {signature[-1] for signature in wanted} == kinds
+            assert all(FORMS["FP8_F32"] in signature for signature in wanted)
 
 
 def test_a_first_run_says_what_it_does_and_a_second_does_not(tmp_path, monkeypatch, capfd):

@@ -19,6 +19,7 @@ HEADS = 8  # of the indexer
 TILE = 1 << 21  # bytes: half of what the largest tile of an op is
 ON_CPU = torch.device("cpu")
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
+LOOPS = 1 << 22  # bytes at most that a linear's loops take themselves, uncounted: tests/kernels/test_linear.py
 SLACK = 1 << 16  # bytes that no op counts
 
 
@@ -89,7 +90,7 @@ def test_rounding(item, tokens):
 @pytest.mark.parametrize(("tokens", "out", "columns"), [(1, 4096, 1024), (512, 4096, 1024), (2048, 256, 128)])
 def test_linear(item, form, tokens, out, columns):
     x, w = torch.randn(tokens, columns, dtype=DTYPES[item]), weight(form, out, columns)
-    close(scratch("linear", tokens, out, columns, form.name, item, ON_CPU), lambda: CPU.linear(x, w))
+    close(scratch("linear", tokens, out, columns, form.name, item, ON_CPU), lambda: CPU.linear(x, w), LOOPS)
 
 
 @items
@@ -97,7 +98,7 @@ def test_grouped_linear(item):
     for t, form in ((512, Form.FP8), (512, Form.BF16), (1, Form.BF16), (1, Form.FP8)):
         x, w = torch.randn(t, 4, 512, dtype=DTYPES[item]), weight(form, 1024, 512)
         taken = scratch("grouped_linear", t, 1024, 512, 4, form.name, item, ON_CPU)
-        close(taken, lambda x=x, w=w: CPU.grouped_linear(x, w, 4))
+        close(taken, lambda x=x, w=w: CPU.grouped_linear(x, w, 4), LOOPS)
 
 
 @items

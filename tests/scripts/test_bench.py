@@ -435,7 +435,7 @@ def test_a_profile_is_of_the_code_of_its_folder_and_covers_the_whole_run(tmp_pat
 def test_a_floor_is_the_bytes_of_a_token_or_what_a_call_multiplies(monkeypatch):
     """The demo: of its experts' bytes a token reads its share, by counting tensors."""
     monkeypatch.setattr(performance, "reading", lambda: 1e9)
-    monkeypatch.setattr(performance, "multiplying", lambda dtype: 1e30)
+    monkeypatch.setattr(performance, "multiplying", lambda _: 1e30)
     loaded = load_any(DEMO, RunOptions())
     config, held = loaded.model.config, loaded.held
     routed = sum(size for name, size in held.items() if ".experts." in name and "shared" not in name)
@@ -446,7 +446,7 @@ def test_a_floor_is_the_bytes_of_a_token_or_what_a_call_multiplies(monkeypatch):
     assert found[performance.HEAD] == pytest.approx(held["head.weight"] / 1e6)
     many = performance.floor(DEMO, 10_000)["call, s"]
     assert many == pytest.approx((others + routed) / 1e9)
-    monkeypatch.setattr(performance, "multiplying", lambda dtype: 1e9)
+    monkeypatch.setattr(performance, "multiplying", lambda _: 1e9)
     assert performance.floor(DEMO, 20_000)["call, s"] == pytest.approx(2 * performance.floor(DEMO, 10_000)["call, s"])
 
 
