@@ -224,7 +224,7 @@ def reading() -> float:
 
 
 def multiplying(dtype: torch.dtype) -> float:
-    """Floating-point operations a second of torch's product, the best of several times, with the second transposed or not."""
+    """Floating-point operations a second of torch's product, the second matrix transposed or not: the best."""
     one, other, out = (torch.ones(SQUARE, SQUARE, dtype=dtype) for _ in range(3))
     taken = min(_best(partial(torch.mm, one, second, out=out)) for second in (other, other.T))
     return 2 * SQUARE**3 / taken
