@@ -18,6 +18,8 @@ import hashlib
 import importlib
 import json
 import os
+import pickle
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,6 +47,7 @@ _KEPT: Final = "compiled_array"  # the attribute of a tensor
 _OPENMP: Final = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _OPTIONS: Final = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}  # of numba
 ALONE: Final = 1 << 15  # numbers that one thread reads in the time in which others wake
+DAMAGED: Final = (EOFError, pickle.UnpicklingError)  # a file of numba's that was cut off
 PROCESSES: Final = 8  # at most, that compile
 Reader: TypeAlias = Callable[[int, int], None]  # of an address and a number of bytes
 _ALL: Final[list["Compiled"]] = []
@@ -157,9 +160,19 @@ class Compiled:
         ]
         try:
             self._add(wanted, folder())
+        except DAMAGED:
+            where = folder()
+            print(f"compiled loops in {where} are damaged: compiling them again", file=sys.stderr, flush=True)
+            if where is not None:
+                shutil.rmtree(where, ignore_errors=True)
+            folder.cache_clear()
+            self._again(wanted, folder())
         except OSError:  # what is compiled cannot be kept, on a full disk: once more, without keeping it
-            self.code, self.missing = None, list(self.signatures)
-            self._add(wanted, None)
+            self._again(wanted, None)
+
+    def _again(self, signatures: Sequence[tuple[Any, ...]], where: Path | None) -> None:
+        self.code, self.missing = None, list(self.signatures)
+        self._add(signatures, where)
 
     def _add(self, signatures: Sequence[tuple[Any, ...]], where: Path | None) -> None:
         with _compiling(where):
@@ -307,7 +320,8 @@ def folder() -> Path | None:
     for where in (own / "__pycache__" / f"compiled-{digest}", Path.home() / ".cache" / "fathom" / digest):
         try:
             where.mkdir(parents=True, exist_ok=True)
-            (where / "writable").touch()
+            with tempfile.TemporaryFile(dir=where):  # its owner may touch a file of a folder that nobody may write
+                pass
         except OSError:
             continue
         return where

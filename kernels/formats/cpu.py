@@ -132,12 +132,12 @@ def _once(x: Tensor, asked: Callable[[Tensor], bool]) -> bool:
 
 
 def _of_a_common_size(factor: Tensor) -> bool:
-    """Whether sums that are large enough before it are no larger after it, by far."""
+    """Whether a sum that counts as 0 before it, below 2^-126, is next to nothing behind it too."""
     return 2.0**-64 <= float(factor) <= 2.0**64
 
 
 def _ordinary(scale: Tensor) -> bool:
-    """Whether every scale in E8M0 is at least LEAST, and no product with it beyond the largest number, or NaN."""
+    """Whether every scale in E8M0 is from 2^LEAST to 2^MOST: no number is subnormal with it, infinite, or NaN."""
     if scale.numel() == 0:
         return True
     lowest, highest = torch.aminmax(scale.view(torch.uint8))
@@ -145,7 +145,7 @@ def _ordinary(scale: Tensor) -> bool:
 
 
 def _powers_of_two(scale: Tensor) -> bool:
-    """The same of scales in fp32, which are powers of two."""
+    """The same of scales in fp32, and whether they are powers of two."""
     fraction, exponent = torch.frexp(scale)  # of a power of two 1/2 of the next
     return bool(((fraction == 0.5) & (exponent > LEAST) & (exponent <= MOST + 1)).all())
 
@@ -186,7 +186,7 @@ def lay_out(weight: Arrays, x: Any, at: int, columns: int, out: Any, to: int) ->
     """Copy the vector that begins in x at `at` to `out` from `to` on, in the order in which numbers are decoded.
 
     That is theirs; where two share a byte, of 32 the sixteen at even places, then the others, of a last 16 eight each
-    in its half. To whole pieces of `out` nothing is added.
+    in its half. What a last piece has beyond the columns stays as it is in `out`.
     """
     raise NotImplementedError
 

@@ -150,6 +150,11 @@ def test_an_array_that_is_kept_with_a_tensor_lets_it_go():
         assert gone() is None
 
 
+LOADED = """
+import torch
+from kernels.norm.cpu import rms_norm
+print(rms_norm(torch.full((1, 32), 3.0), None, 0.0)[0, 0].item())
+"""
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -176,6 +181,25 @@ def test_without_a_folder_that_can_be_written_loops_run_all_the_same(tmp_path):
     assert ran.stdout.split() == ["None", "1.0"]
 
 
+@pytest.mark.parametrize("ending", ["nbi", "nbc"])
+@pytest.mark.parametrize("length", [0, 20])
+def test_kept_code_that_was_cut_off_is_compiled_again(ending, length, tmp_path):
+    """Both kinds of files that numba keeps; the run after it finds them whole."""
+    said = []
+    for cut in (False, True, False):
+        for path in tmp_path.glob(f"**/*.{ending}") if cut else ():
+            os.truncate(path, length)
+        program = f"import kernels.compiled, pathlib; place = pathlib.Path({str(tmp_path / 'kept')!r})\n"
+        program += "def where():\n    place.mkdir(exist_ok=True)\n    return place\n"
+        program += "where.cache_clear = lambda: None\nkernels.compiled.folder = where\n"
+        ran = subprocess.run(
+            [sys.executable, "-c", program + LOADED], capture_output=True, text=True, check=True, cwd=ROOT
+        )
+        said.append("damaged" in ran.stderr)
+        assert ran.stdout.split() == ["1.0"]
+    assert said == [False, True, False]
+
+
 def test_code_is_kept_under_a_name_that_changes_with_any_source(monkeypatch):
     compiled.folder.cache_clear()
     before = compiled.folder()
@@ -185,7 +209,6 @@ def test_code_is_kept_under_a_name_that_changes_with_any_source(monkeypatch):
     try:
         assert before is not None
         assert compiled.folder() != before
-        compiled.folder().joinpath("writable").unlink()
         compiled.folder().rmdir()
     finally:
         monkeypatch.undo()

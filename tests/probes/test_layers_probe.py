@@ -111,7 +111,8 @@ OF_NUMBERS = [
 
 
 @pytest.mark.parametrize("site", OF_NUMBERS, ids=lambda site: site.name)
-def test_one_row_off_by_twice_its_bound_is_found(demo, tmp_path, monkeypatch, site):
+def test_one_row_off_by_three_times_its_bound_is_found(demo, tmp_path, monkeypatch, site):
+    """Once its bound; once for its own rounding, which may point the other way; once as bounds are drawn each time."""
     name = f"layers.1.{site.name}"
 
     def judged(by):
@@ -133,7 +134,7 @@ def test_one_row_off_by_twice_its_bound_is_found(demo, tmp_path, monkeypatch, si
     bound = judged(lambda row: 10 * row.norm()).first.bound
     (row, length), *_ = rows
     assert bound < 0.3 * length  # what is allowed is no free pass
-    found = judged(lambda _: 2 * bound or length / 1000)  # what is stored narrow may not be off its grid at all
+    found = judged(lambda _: 3 * bound or length / 1000)  # what is stored narrow may not be off its grid at all
     assert found.status is Status.DIFFERS
     assert set(found.wrong) == {row}
 
