@@ -14,19 +14,20 @@ from tests.make_checkpoint import tiny_config, write_checkpoint
 from tests.peak_memory import peak_bytes
 
 TILE = 1 << 21  # bytes; a call of few tokens takes tiles only
+LOOPS = 1 << 21  # bytes that a linear's loops take themselves, which torch's profiler does not count
 CONTEXT = 20_000
 SHORT = 16_000  # from few entries on, the indexer works in another way, which takes less
 # What is large in a model, and the moment that is then the largest of a call.
 MODELS = {
-    "wide": ({"hidden_size": 1024}, "routed experts"),
+    "wide": ({"hidden_size": 1024}, "shared expert"),
     "experts": ({"moe_intermediate_size": 2048, "n_routed_experts": 4}, "routed experts"),
     "heads": ({"num_attention_heads": 32, "o_groups": 4, "index_n_heads": 16}, "output, low rank"),
-    "window alone": ({"compress_ratios": [0, 0], "num_hidden_layers": 2, "num_attention_heads": 8}, "routed experts"),
+    "window alone": ({"compress_ratios": [0, 0], "num_hidden_layers": 2, "num_attention_heads": 8}, "shared expert"),
     "entries": (
         {"compress_ratios": [128, 4], "num_hidden_layers": 2, "head_dim": 528, "index_n_heads": 16},
-        "output, low rank",
+        "compressor, values and gates",
     ),
-    "output": ({"o_lora_rank": 1024, "o_groups": 4}, "output, low rank"),
+    "output": ({"o_lora_rank": 1024, "o_groups": 4}, "output"),
 }
 
 
@@ -63,8 +64,11 @@ def made(request, tmp_path_factory):
 
 
 def agree(taken, planned):
-    """The plan is a bound, at most 5 % and a tile above what is taken; of a selection, and what may pass unforeseen."""
-    room = TILE + (2 * indexer.PENDING * indexer.PAIR if planned.name == "scores and selection" else 0)
+    """The plan is a bound, at most 5 %, a tile and what is uncounted above what is taken.
+
+    Of a selection what may pass unforeseen too.
+    """
+    room = TILE + LOOPS + (2 * indexer.PENDING * indexer.PAIR if planned.name == "scores and selection" else 0)
     assert taken <= planned.nbytes <= 1.05 * taken + room, f"{taken:,} taken, {planned.nbytes:,} by {planned}"
 
 
