@@ -6,7 +6,7 @@ threads, by the call of OpenMP that a C compiler makes of a parallel loop, so th
 `torch.set_num_threads` is the one place that says how many.
 
 No fast-math flag is set: sums have the order that is written, whatever the number of threads, NaN and infinity pass on,
-and only `lanes.fma` fuses a product with a sum, and `lanes.multiply`.
+and only `lanes.fma` and `lanes.multiply` fuse a product with a sum.
 
 Compiled code is kept on disk, in a folder named after what it was compiled from: a change of any source makes another.
 """

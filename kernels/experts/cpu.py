@@ -43,7 +43,9 @@ def experts(
     assert type(up) is type(member(w3, 0)), f"w1 is {type(up).__name__}, w3 {type(member(w3, 0)).__name__}"
     if t > FEW or type(up) is not type(down):
         return several(x, ids, weights, w1, w3, w2, limit, first, deployed=deployed)
-    chosen = [member(w, e - first) for w in (w1, w3, w2) for e in ids.flatten().tolist() if 0 <= e - first < members(w)]
+    count = members(w1)
+    held = [e - first for e in ids.flatten().tolist() if 0 <= e - first < count]
+    chosen = [member(w, e) for w in (w1, w3, w2) for e in held]
     if not chosen:
         return torch.zeros(t, hidden)
     like = pieces_of(x, chosen[0])

@@ -60,7 +60,7 @@ def _verdict(document: JSON) -> str:
         told.append(f"{len(wrong)} of {len(rows)} cases do NOT compute the same on all sides: {', '.join(wrong)}")
     if asked := turns.asked(rows):
         missed = [
-            target.label if target.measure in turns.UNITS else f"{target.measure.split(',')[0]} of {target.label}"
+            target.label if target.measure in turns.UNITS else f"{target.label}: {target.measure}"
             for target in asked if not target.reached
         ]  # fmt: skip
         reached = f"{len(asked) - len(missed)} of {len(asked)} targets are reached"
@@ -77,7 +77,7 @@ def _tables(document: JSON) -> list[Table]:
             [
                 target.label,
                 target.measure,
-                f">= {target.least:g}",
+                target.told,
                 str(target.found),
                 "reached" if target.reached else "missed",
             ]

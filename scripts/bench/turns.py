@@ -47,6 +47,7 @@ class Case(NamedTuple):
     rounds: Rounds
     agree: Callable[..., JSON] | None = None  # of what the sides computed: {"same": whether it is, and how near}
     asked: Mapping[str, float] | None = None  # by measure: the least ratio of the second side over the first
+    at_most: Mapping[str, float] | None = None  # the same, but the largest: where the first is a floor
     warm: bool = True  # whether a round that does not count comes first
     compared: bool = True  # whether a ratio of its sides says anything
 
@@ -172,12 +173,13 @@ def run(case: Case) -> JSON:
     Returns
     -------
     JSON
-        table, case, compared, asked; `rounds`: of each round, by side, what was measured; `agreement`: of each round
-        that was judged, what `agree` found. Where one is not the same, the round is the last and `rounds` is empty.
+        table, case, compared, asked, at most; `rounds`: of each round, by side, what was measured; `agreement`: of
+        each round that was judged, what `agree` found. Where one is not the same, the round is the last and `rounds`
+        is empty.
     """
     row: JSON = {
         "table": case.table, "case": case.label, "sides": list(case.sides), "compared": case.compared,
-        "asked": dict(case.asked or {}), "agreement": [], "rounds": [],
+        "asked": dict(case.asked or {}), "at most": dict(case.at_most or {}), "agreement": [], "rounds": [],
     }  # fmt: skip
     rounds, began = case.rounds.least, time.perf_counter()
     if case.warm:
@@ -271,21 +273,29 @@ class Asked(NamedTuple):
 
     label: str
     measure: str
-    least: float
+    limit: float
     found: Spread
+    at_most: bool  # the limit; else at least
 
     @property
     def reached(self) -> bool:
-        """Whether the median is at least what was asked for."""
-        return self.found.median >= self.least
+        """Whether the median is what was asked for."""
+        return self.found.median <= self.limit if self.at_most else self.found.median >= self.limit
+
+    @property
+    def told(self) -> str:
+        """The limit, and which it is."""
+        return f"{'<=' if self.at_most else '>='} {self.limit:g}"
 
 
 def asked(rows: Sequence[JSON]) -> list[Asked]:
-    """Every ratio that was asked for and could be measured."""
+    """Every ratio that was asked for and could be measured; cases of several tables are named with their tables."""
+    several = len({row["table"] for row in rows if row["asked"] or row["at most"]}) > 1
     return [
-        Asked(row["case"], measure, least, Spread.of(found))
+        Asked(f"{row['table']}, {row['case']}" if several else row["case"], measure, limit, Spread.of(found), at_most)
         for row in rows
-        for measure, least in row["asked"].items()
+        for at_most, limits in ((False, row["asked"]), (True, row["at most"]))
+        for measure, limit in limits.items()
         if len(row["sides"]) > 1 and (found := ratios(row, row["sides"][1], measure))
     ]
 

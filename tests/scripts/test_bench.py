@@ -75,6 +75,16 @@ def test_sides_take_turns_and_a_ratio_is_of_one_round():
     assert [(target.found, target.reached) for target in turns.asked([row])] == [(Spread(2.0, 2.0, 2.0), False)]
 
 
+def test_a_floor_may_be_exceeded_by_so_much():
+    rows = []
+    for table, limit in (("one thread", 2.5), ("two threads", 2.4)):
+        sides = {"floor": side([1.0]), "ours": side([2.5])}
+        rows.append(turns.run(Case(table, "c", sides, Rounds.exactly(1), at_most={"ms": limit}, warm=False)))
+    found = [(target.label, target.told, target.reached) for target in turns.asked(rows)]
+    assert found == [("one thread, c", "<= 2.5", True), ("two threads, c", "<= 2.4", False)]
+    assert [target.label for target in turns.asked(rows[1:])] == ["c"]
+
+
 def test_a_slower_side_is_told_to_be_slower(capsys):
     sides = {"fast": timed(lambda: torch.zeros(1)), "slow": timed(lambda: torch.randn(400_000).sort().values)}
     row = turns.run(Case("t", "c", sides, Rounds(0.0, 5, 30)))
