@@ -33,7 +33,7 @@ from kernels import (
     swiglu,
 )
 from kernels.differential.cpu import Noise, Own, Past
-from kernels.experts.reference import Experts
+from kernels.experts.reference import ExpertOutputs, Experts
 from kernels.formats.stored import Rounding, Rows, Slots, Stack, Weight, Window
 from kernels.hyper.reference import ReadStreams
 from kernels.quantise.reference import RoundIndex, RoundKv
@@ -189,6 +189,22 @@ class Ops(Protocol):
         """`experts`."""
         ...
 
+    def expert_outputs(  # noqa: PLR0913 (as many as the equation has)
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        w1: Stack,
+        w3: Stack,
+        w2: Stack,
+        limit: float,
+        first: int,
+        *,
+        deployed: bool,
+    ) -> Tensor:
+        """`experts`: what they sum, each in its slot."""
+        ...
+
     # of the Llama family alone, which shares rms_norm, linear and swiglu with V4
 
     def rotate_halves(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -230,6 +246,7 @@ COMPOSED: Final = {  # of other ops
     "round_index": RoundIndex,
     "norm_rotate": NormRotate,
     "experts": Experts,
+    "expert_outputs": ExpertOutputs,
 }
 
 
@@ -258,6 +275,7 @@ class _Fields(NamedTuple):
     route_weights: Callable[..., Any]
     swiglu: Callable[..., Any]
     experts: Callable[..., Any]
+    expert_outputs: Callable[..., Any]
     rotate_halves: Callable[..., Any]
     attend_grouped: Callable[..., Any]
     attend_banks: Callable[..., Any]
@@ -356,6 +374,7 @@ _REFERENCE = OpSet(
     route_weights=gate.reference.route_weights,
     swiglu=swiglu.reference.swiglu,
     experts=experts.reference.experts,
+    expert_outputs=experts.reference.expert_outputs,
     rotate_halves=rope.reference.rotate_halves,
     attend_grouped=grouped.reference.attend,
     attend_banks=differential.cpu.attend,  # one implementation of CoDA, one of Shard: no reference run has them

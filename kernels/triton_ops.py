@@ -54,6 +54,7 @@ TRITON = CPU._replace(
     attend=attention.attend,
     swiglu=swiglu.swiglu,
     experts=experts.experts,
+    expert_outputs=experts.expert_outputs,
     pool=compress_reference.pool,
 )
 

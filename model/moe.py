@@ -3,12 +3,13 @@
 The gate says which experts each token goes to: in the first layers a table by token id, later the scores.
 """
 
-from functools import cached_property
+from collections.abc import Callable, Iterable
+from operator import is_not
 
 from torch import Tensor
 
-from kernels.experts.cpu import FEW
-from kernels.formats.stored import Apart, Dense, Stack, Weight, member
+from kernels.experts.reference import by_expert
+from kernels.formats.stored import Dense, Stack, Weight, as_stack
 from kernels.ops import reads_apart
 from model.arithmetic import Arithmetic
 from model.call import Call
@@ -60,12 +61,10 @@ def build_gate(config: ModelConfig, layer: int, weights: Weights, arithmetic: Ar
 
 
 class Expert:
-    """One SwiGLU expert: w1 gate, w3 up, w2 down."""
+    """One SwiGLU expert of three matrices: w1 gate [intermediate, hidden], w3 up, w2 down [hidden, intermediate]."""
 
-    def __init__(self, prefix: str, weights: Weights, arithmetic: Arithmetic, limit: float) -> None:
-        self.w1 = weights.matrix(f"{prefix}.w1.weight")  # [intermediate, hidden]
-        self.w3 = weights.matrix(f"{prefix}.w3.weight")  # [intermediate, hidden]
-        self.w2 = weights.matrix(f"{prefix}.w2.weight")  # [hidden, intermediate]
+    def __init__(self, matrices: Iterable[Weight], arithmetic: Arithmetic, limit: float) -> None:
+        self.w1, self.w3, self.w2 = matrices
         self.arithmetic, self.limit = arithmetic, limit
 
     def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -85,9 +84,15 @@ class MoE:
         prefix, limit, own = f"layers.{layer}.ffn", config.swiglu_limit, arithmetic.own_experts
         self.gate = build_gate(config, layer, weights, arithmetic)
         self.dispatch = Dispatch(arithmetic, layer)
-        self.experts = {e: Expert(f"{prefix}.experts.{e}", weights, arithmetic, limit) for e in own}
-        self._stacks: tuple[Weight, Weight, Weight] | None = None
-        self.shared = Expert(f"{prefix}.shared_experts", weights, arithmetic, limit)
+        together = not reads_apart(arithmetic.ops)
+        three = [
+            weights.matrices([f"{prefix}.experts.{e}.{name}.weight" for e in own], together=together)
+            for name in ("w1", "w3", "w2")
+        ]
+        self.experts = {e: Expert(of, arithmetic, limit) for e, of in zip(own, zip(*three, strict=True), strict=True)}
+        self._given: list[Weight] = []
+        shared = [weights.matrix(f"{prefix}.shared_experts.{name}.weight") for name in ("w1", "w3", "w2")]
+        self.shared = Expert(shared, arithmetic, limit)
 
     def __call__(self, x: Tensor, call: Call) -> Tensor:
         """[m, hidden] to [m, hidden], of the call's own tokens."""
@@ -104,63 +109,32 @@ class MoE:
 
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
         """Sum of the routed experts' weighted outputs: [m, hidden] float32."""
-        if not self.together(call):
-            return self.dispatch(x, ids, weights, call, self.run)
-        arithmetic, limit = self.shared.arithmetic, self.experts[0].limit
-        matrices = self.stacks() if isinstance(call.first, Tensor) else self.apart
-        return arithmetic.ops.experts(x, ids, weights, *matrices, limit, 0, deployed=arithmetic.deployed)
+        if self.dispatch.ranks.size == 1 and self.together():
+            return self._run(self.shared.arithmetic.ops.experts, x, ids, weights)
+        return self.dispatch(x, ids, weights, call, self.outputs)
 
-    def together(self, call: Call) -> bool:
-        """Whether a call's routed experts run in one op.
+    def outputs(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Weighted outputs [n, k, hidden] of those experts that are held here, zero for the others: what ranks send."""
+        if self.together():
+            return self._run(self.shared.arithmetic.ops.expert_outputs, x, ids, weights)
+        out, own = x.new_zeros(*ids.shape, x.shape[1]), self.shared.arithmetic.own_experts
+        for expert, rows, slots in by_expert(ids, own.start, len(own)):
+            out[rows, slots] = self.experts[own[expert]](x[rows], weights[rows, slots])
+        return out
 
-        They must where it is captured: who goes where is known on the device alone. On a CPU they do where tokens are
-        few, so that each expert has one or two.
-        """
-        if isinstance(call.first, Tensor):
-            return True
-        few = call.count <= FEW and call.tokens.device.type == "cpu"
-        return few and self.dispatch.ranks.size == 1 and self.alike
+    def together(self) -> bool:
+        """Whether one op runs the routed experts, as ever, but while somebody listens to what one computes inside."""
+        return True
 
-    @cached_property
-    def alike(self) -> bool:
-        """Whether one op takes the routed experts where they are: they were of one form when this was first asked."""
-        return reads_apart(self.shared.arithmetic.ops) and not self.mixed()
+    @property
+    def matrices(self) -> tuple[Stack, Stack, Stack]:
+        """The routed experts' w1, w3 and w2, as ops take them; made anew when an expert was given another matrix."""
+        given = [matrix for expert in self.experts.values() for matrix in (expert.w1, expert.w3, expert.w2)]
+        if len(given) != len(self._given) or any(map(is_not, given, self._given)):
+            self._given, self._matrices = given, (as_stack(given[::3]), as_stack(given[1::3]), as_stack(given[2::3]))
+        return self._matrices
 
-    def mixed(self) -> bool:
-        """Whether the routed experts are stored in several forms, so that they cannot be stacked."""
-
-        def form(weight: Weight) -> tuple[object, ...]:
-            return type(weight), *((plane.dtype, plane.shape) for plane in weight)
-
-        kinds = {tuple(form(w) for w in (e.w1, e.w3, e.w2)) for e in self.experts.values()}
-        return len(kinds) > 1 or form(self.experts[0].w1) != form(self.experts[0].w3)
-
-    def stacks(self) -> tuple[Weight, Weight, Weight]:
-        """The routed experts' w1, w3 and w2 as `stack` has them; the experts' own become views of it.
-
-        No matrix is held twice, but for one of the three while it is made; what the allocator keeps of the memory that
-        the loaded ones had is its own affair, and not in the plan.
-        """
-        if self._stacks is None:
-            assert not self.mixed(), "experts of several forms"
-            self._stacks = self._stack("w1"), self._stack("w3"), self._stack("w2")
-        return self._stacks
-
-    def _stack(self, name: str) -> Weight:
-        count, one = len(self.experts), getattr(self.experts[0], name)
-        stacked: Weight = type(one)(*(plane.new_empty(count, *plane.shape) for plane in one))
-        for index, expert in self.experts.items():
-            for plane, own in zip(member(stacked, index), getattr(expert, name), strict=True):
-                plane.copy_(own)
-            setattr(expert, name, member(stacked, index))
-        return stacked
-
-    @cached_property
-    def apart(self) -> tuple[Stack, Stack, Stack]:
-        """The routed experts' w1, w3 and w2 where they are."""
-        experts = self.experts.values()
-        return Apart([e.w1 for e in experts]), Apart([e.w3 for e in experts]), Apart([e.w2 for e in experts])
-
-    def run(self, expert: int, x: Tensor, weights: Tensor) -> Tensor:
-        """One of the experts held here, for its tokens x [n, hidden] with weights [n]."""
-        return self.experts[expert](x, weights)
+    def _run(self, op: Callable[..., Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        arithmetic, limit = self.shared.arithmetic, next(iter(self.experts.values())).limit
+        own = arithmetic.own_experts
+        return op(x, ids, weights, *self.matrices, limit, own.start, deployed=arithmetic.deployed)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from kernels.formats.stored import Apart
 from kernels.triton_ops import TRITON
 from model.cache.layers import LayerCache
 from model.errors import ConfigError
@@ -34,7 +35,7 @@ def refusal(model: Transformer) -> str | None:
     if other:
         return f"--kv {min(other)}: a captured call writes full caches only"
     for layer, block in enumerate(model.blocks):
-        if block.experts.mixed():
+        if any(isinstance(of, Apart) for of in block.experts.matrices):
             return f"layer {layer}: its routed experts are stored in several forms"
     return None
 
@@ -43,7 +44,6 @@ class Step:
     """The next token of a sequence: `place`, then `run` or a replay of what was captured of it, then `finish`.
 
     ``step(token)`` is all three. Steps, calls of the model and saves of the state may follow each other in any order.
-    The experts' matrices are stacked here (`model.moe.MoE.stacks`), once for each model.
 
     What must never happen is looked at in `place` where it is the caches', and else in `finish`: caches have advanced
     by then, and the state is of no more use. Listeners are refused: nothing of a replay passes Python.
@@ -69,9 +69,8 @@ class Step:
             raise ConfigError(f"no captured call: {why}")
         self.model, self.state = model, state
         self.caches: list[LayerCache] = []
-        for block, cache in zip(model.blocks, state.layers, strict=True):
+        for cache in state.layers:
             assert isinstance(cache, LayerCache), f"a V4 layer got {type(cache).__name__}"
-            block.experts.stacks()
             self.caches.append(cache)
         device, vocabulary = model.device, model.head.weight.shape[0]
         self.token = torch.zeros(1, dtype=torch.int64, device=device)

@@ -11,16 +11,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.experts.reference import ExpertOutputs, Experts
 from kernels.formats.groups import LINEAR_GROUP
-from kernels.formats.stored import Fp4, Fp8, Weight
+from kernels.formats.stored import Apart, Fp4, Fp8, Stack, Weight, members
 from kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, simulated
 from kernels.formats.triton_rounding import UPCAST, rounded
+from kernels.linear.triton import linear
 from kernels.linear.weight_tiles import Planes, inputs, multiplied, narrow, operand, planes
 from kernels.quantise.triton import simulate_fp8
-from kernels.swiglu.triton import activation
+from kernels.swiglu.triton import activation, swiglu
 
 ROWS = 128  # of a matrix per program: one block of `deployed` rounding, whose largest number must be known
 CHUNK = 1024  # pairs that are counted and sorted at once
+_APART = Experts(linear, swiglu, simulate_fp8)  # matrices of several forms, which no launch takes together
+_APART_OUTPUTS = ExpertOutputs(linear, swiglu, simulate_fp8)
 
 
 @triton.jit
@@ -139,26 +143,59 @@ def _sum_slots(y, ids, out, slots, first, experts, columns, SLOTS: tl.constexpr,
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, w1: Weight, w3: Weight, w2: Weight, limit: float, first: int,
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, first: int,
     *, deployed: bool,
 ) -> Tensor:  # fmt: skip
     """Sum of this rank's experts' weighted outputs: `kernels.experts.reference.Experts`."""
+    if isinstance(w1, Apart) or isinstance(w3, Apart) or isinstance(w2, Apart):
+        return _APART(x, ids, weights, w1, w3, w2, limit, first, deployed=deployed)
+    (t, hidden), slots, held = x.shape, ids.shape[1], members(w1)
+    out = torch.empty(t, hidden, dtype=torch.float32, device=x.device)
+    if not ids.numel():
+        return out.zero_()
+    ids = ids.contiguous()
+    y = x.new_empty(t, slots, hidden)
+    _write_outputs(y, x, ids, weights, w1, w3, w2, limit, first, deployed=deployed)
+    block = min(1024, triton.next_power_of_2(hidden))
+    _sum_slots[t, triton.cdiv(hidden, block)](
+        y, ids, out, slots, first, held, hidden, SLOTS=triton.next_power_of_2(slots), BLOCK=block, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def expert_outputs(
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, first: int,
+    *, deployed: bool,
+) -> Tensor:  # fmt: skip
+    """Each of this rank's experts' weighted outputs, in its slot: `kernels.experts.reference.ExpertOutputs`."""
+    if isinstance(w1, Apart) or isinstance(w3, Apart) or isinstance(w2, Apart):
+        return _APART_OUTPUTS(x, ids, weights, w1, w3, w2, limit, first, deployed=deployed)
+    y = x.new_zeros(*ids.shape, x.shape[1])
+    if ids.numel():
+        _write_outputs(y, x, ids.contiguous(), weights, w1, w3, w2, limit, first, deployed=deployed)
+    return y
+
+
+def _write_outputs(
+    y: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w1: Weight, w3: Weight, w2: Weight, limit: float, first: int,
+    *, deployed: bool,
+) -> None:  # fmt: skip
+    """Write the weighted outputs of this rank's experts to their slots of y [t, k, hidden]; the others' stay."""
     (t, hidden), slots, (inner, columns) = x.shape, ids.shape[1], w1.shape
     assert hidden == columns, f"x has {hidden} columns, w1 {columns}"
     assert (w3.shape, w2.shape) == ((inner, hidden), (hidden, inner)), f"w1 {w1.shape}, w3 {w3.shape}, w2 {w2.shape}"
     assert type(w1) is type(w3), f"w1 is {type(w1).__name__}, w3 {type(w3).__name__}"
     assert weights.shape == ids.shape == (t, slots), f"{t} tokens, ids {tuple(ids.shape)}"
-    ids, weights, total, pairs = ids.contiguous(), weights.contiguous(), len(w1.data), t * slots
-    if not pairs:
-        return torch.zeros(t, hidden, device=x.device)
+    weights, held, pairs = weights.contiguous(), members(w1), t * slots
     order, starts, counts = (
-        torch.empty(n, dtype=torch.int32, device=x.device) for n in (pairs, total, total)
+        torch.empty(n, dtype=torch.int32, device=x.device) for n in (pairs, held, held)
     )  # each an allocation of its own: a pointer's alignment is part of what is compiled
     chunk = min(CHUNK, triton.next_power_of_2(pairs))
-    _sort[total,](ids, order, starts, counts, pairs, first, CHUNK=chunk, num_warps=4, enable_fp_fusion=False)
-    tokens = _tokens(pairs, total)
+    _sort[held,](ids, order, starts, counts, pairs, first, CHUNK=chunk, num_warps=4, enable_fp_fusion=False)
+    tokens = _tokens(pairs, held)
     where = order, starts, counts
-    blocks = min(pairs, (pairs + total * (tokens - 1)) // tokens)  # a block may lack all but one of its tokens
+    blocks = min(pairs, (pairs + held * (tokens - 1)) // tokens)  # a block may lack all but one of its tokens
     gate, up, down = planes(w1), planes(w3), planes(w2)
     assert _layout(gate) == _layout(up), "w1 and w3 lie differently"
     x = simulate_fp8(x, LINEAR_GROUP) if deployed and isinstance(w1, Fp8 | Fp4) else x.contiguous()
@@ -166,29 +203,32 @@ def experts(
     rounding = deployed and isinstance(w2, Fp8 | Fp4)
     assert not rounding or inner % LINEAR_GROUP == 0, f"{inner} columns are no multiple of the group of {LINEAR_GROUP}"
     _gate_up[triton.cdiv(inner, ROWS), blocks](
-        x, weights, *where, *gate[1:], *up[1:], middle, slots, total, inner, hidden, *_layout(gate), float(limit),
-        ROUND=rounding, **_constants(x, w1, gate.form, total, tokens),
+        x, weights, *where, *gate[1:], *up[1:], middle, slots, held, inner, hidden, *_layout(gate), float(limit),
+        ROUND=rounding, **_constants(x, w1, gate.form, held, tokens),
     )  # fmt: skip
-    y, out = x.new_empty(pairs, hidden), torch.empty(t, hidden, dtype=torch.float32, device=x.device)
     _down[triton.cdiv(hidden, ROWS), blocks](
-        middle, *where, *down[1:], y, total, hidden, inner, *_layout(down),
-        **_constants(x, w2, down.form, total, tokens),
+        middle, *where, *down[1:], y, held, hidden, inner, *_layout(down),
+        **_constants(x, w2, down.form, held, tokens),
     )  # fmt: skip
-    block = min(1024, triton.next_power_of_2(hidden))
-    _sum_slots[t, triton.cdiv(hidden, block)](
-        y, ids, out, slots, first, total, hidden, SLOTS=triton.next_power_of_2(slots), BLOCK=block, num_warps=4,
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
 
 
 def experts_scratch(
     tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
 ) -> int:
-    """Bytes allocated in `experts`: sorted pairs, rounded inputs, both products of every pair, and the result."""
+    """Bytes allocated in `experts`: what `expert_outputs` does, and the sum."""
+    return (
+        expert_outputs_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
+        + tokens * hidden * 4
+    )
+
+
+def expert_outputs_scratch(
+    tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
+) -> int:
+    """Bytes allocated in `expert_outputs`: sorted pairs, rounded inputs, and both products of every pair."""
     pairs = tokens * slots
     rounded_inputs = tokens * hidden * item if deployed and form in ("FP8", "FP8_F32", "FP4") else 0
-    return (pairs + 2 * experts) * 4 + rounded_inputs + pairs * (inner + hidden) * item + tokens * hidden * 4
+    return (pairs + 2 * experts) * 4 + rounded_inputs + pairs * (inner + hidden) * item
 
 
 def _tokens(pairs: int, experts: int) -> int:

@@ -117,6 +117,31 @@ class Apart:
 Stack = Weight | Apart
 
 
+def layout(weight: Weight) -> tuple[object, ...]:
+    """Form, dtypes and shapes of a matrix: of matrices in which these agree a stack can be made."""
+    return type(weight), *((plane.dtype, plane.shape) for plane in weight)
+
+
+def as_stack(matrices: Sequence[Weight]) -> Stack:
+    """Matrices that lie at equal distances of one tensor as the stack that this tensor is; others apart.
+
+    Nothing is copied: a stack is made where matrices are loaded (`model.checkpoint.weights.Weights.matrices`).
+    """
+    if len(set(map(layout, matrices))) > 1:
+        return Apart(matrices)
+    stacked = []
+    for planes in zip(*matrices, strict=True):
+        first, at = planes[0], [plane.data_ptr() for plane in planes]
+        step = at[1] - at[0] if len(at) > 1 else first.nbytes
+        evenly = step > 0 and step % first.element_size() == 0 and at == [at[0] + i * step for i in range(len(at))]
+        held_in = {(plane.untyped_storage().data_ptr(), plane.stride()) for plane in planes}
+        if not evenly or len(held_in) > 1:
+            return Apart(matrices)
+        stacked.append(first.as_strided((len(at), *first.shape), (step // first.element_size(), *first.stride())))
+    made: Weight = type(matrices[0])(*stacked)
+    return made
+
+
 def places(matrices: Sequence[Weight]) -> tuple[Tensor, Tensor]:
     """Where matrices lie, see `Apart.places`. These must live on while the addresses are used."""
     assert all(plane.is_contiguous() for weight in matrices for plane in weight), "rows of a matrix lie apart"

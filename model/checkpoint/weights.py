@@ -5,13 +5,13 @@ many weights, and a NaN among them would surface layers later. The weights thems
 """
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, nbytes, rows
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, layout, member, nbytes, rows
 from model.checkpoint.census import Census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.names import Kind
@@ -53,12 +53,29 @@ class Weights:
         CheckpointError
             When the architecture has no such matrix.
         """
-        shard = self._shard(name, ("matrix",))
-        stored = self._stored(self._census.mappings[name])
-        if shard.split:
-            stored = rows(stored, shard.start, shard.stop)
+        stored = self._held_rows(name)
         self._handed[name] = nbytes(stored)
         return type(stored)(*(part.to(self._device) for part in stored))
+
+    def matrices(self, names: Sequence[str], *, together: bool) -> list[Weight]:
+        """Quantisable linears [out, in] of one shape, as `matrix`; `together`: one behind another in memory.
+
+        Those of several forms lie each for itself in any case. Memory for all is allocated first and filled then: no
+        matrix is held twice.
+        """
+        if not together:
+            return [self.matrix(name) for name in names]
+        found = [self._held_rows(name) for name in names]
+        if len(set(map(layout, found))) > 1:
+            return [self.matrix(name) for name in names]
+        planes = [torch.empty(len(names), *plane.shape, dtype=plane.dtype, device=self._device) for plane in found[0]]
+        stacked: Weight = type(found[0])(*planes)
+        made = [member(stacked, index) for index in range(len(names))]
+        for name, own, stored in zip(names, made, found, strict=True):
+            for plane, source in zip(own, stored, strict=True):
+                plane.copy_(source)
+            self._handed[name] = nbytes(stored)
+        return made
 
     def vector(self, name: str) -> Tensor:
         """One parameter that is never quantised (norm, bias, embedding, mHC, ...), bfloat16 or float32 as stored.
@@ -100,6 +117,12 @@ class Weights:
         shard = self._part(name)
         assert shard is not None, f"{name} is not held by this rank"
         return shard
+
+    def _held_rows(self, name: str) -> Weight:
+        """What is held here of a matrix, as views of the mapped file."""
+        shard = self._shard(name, ("matrix",))
+        stored = self._stored(self._census.mappings[name])
+        return rows(stored, shard.start, shard.stop) if shard.split else stored
 
     def _rows(self, name: str, kinds: tuple[Kind, ...]) -> Tensor:
         data = self._shard(name, kinds).of(self._checkpoint.read(self._census.mappings[name].weight))

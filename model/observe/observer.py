@@ -399,9 +399,9 @@ def _wrap_together(observer: Observer, experts: Any) -> None:
     watched = experts.together
 
     @wraps(watched)
-    def together(call: Call) -> bool:
+    def together() -> bool:
         inside = observer.listens(sites.ROUTED_GATE) or observer.listens(sites.ROUTED_UP)
-        answer: bool = watched(call) and not inside
+        answer: bool = watched() and not inside
         return answer
 
     experts.together = together

@@ -11,135 +11,68 @@ so by the rank that holds it, then by token; those that it receives by the rank 
 sent them.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from kernels.experts.reference import summed
 from model.arithmetic import Arithmetic
 from model.call import Call
 from model.ranks.ranks import AxisShard, Partial, Ranks
 
-# Rows [n, hidden] of one expert's tokens, and their weights [n] float32, to its outputs [n, hidden].
-Experts = Callable[[int, Tensor, Tensor], Tensor]
+# Rows [n, hidden], the experts [n, k] int64 of each and their weights [n, k] float32, to the outputs [n, k, hidden] of
+# those experts that are held here, zero for the others: the op `expert_outputs`.
+Outputs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Dispatch:
-    """The way that a call's tokens take: `alone` on one rank; on several, that which the call's shard asks for."""
+    """The way that a call's tokens take: none on one rank; on several, that which the call's shard asks for."""
 
     def __init__(self, arithmetic: Arithmetic, layer: int) -> None:
         self.ranks, self.layer = arithmetic.ranks, layer
 
-    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call, run: Experts) -> Tensor:
-        """Sum of the experts' weighted outputs, of this rank's tokens x [m, hidden]; see `alone`."""
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call, outputs: Outputs) -> Tensor:
+        """Sum of the experts' weighted outputs [m, hidden] float32, of this rank's tokens x [m, hidden]."""
         if self.ranks.size == 1:
-            return alone(x, ids, weights, self.ranks.shards.experts.total, run)
+            return summed(outputs(x, ids, weights), ids)
         if call.shard.split:
-            return all_to_all(x, ids, weights, self.ranks, run)
-        return all_reduce(x, ids, weights, self.ranks, self.layer, run)
+            return all_to_all(x, ids, weights, self.ranks, outputs)
+        return all_reduce(x, ids, weights, self.ranks, self.layer, outputs)
 
 
-def by_expert(ids: Tensor, experts: int) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Group routed tokens by expert.
-
-    Parameters
-    ----------
-    ids
-        [t, k] int64, the experts of each token, distinct within a row.
-    experts
-        Number of experts.
-
-    Yields
-    ------
-    tuple[int, Tensor, Tensor]
-        Each expert that has tokens, in ascending order, with the rows [n] of its tokens, ascending, and their slots [n]
-        in 0 .. k - 1.
-
-    """
-    order = ids.flatten().argsort(stable=True)
-    counts = torch.bincount(ids.flatten(), minlength=experts).tolist()
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            places = order[start : start + count]
-            yield expert, places // ids.shape[1], places % ids.shape[1]
-            start += count
-
-
-def alone(x: Tensor, ids: Tensor, weights: Tensor, experts: int, run: Experts) -> Tensor:
-    """Sum of the experts' weighted outputs, all of them here.
-
-    Parameters
-    ----------
-    x
-        [t, hidden].
-    ids, weights
-        [t, k] int64 and float32: the experts of each token.
-    experts
-        Number of experts.
-    run
-        Runs one of them.
-
-    Returns
-    -------
-    Tensor
-        [t, hidden] float32.
-
-    """
-    out = torch.zeros_like(x, dtype=torch.float32)
-    if x.shape[0] == 1:  # decode: nothing to group
-        for expert, slot in sorted((expert, slot) for slot, expert in enumerate(ids[0].tolist())):
-            out += run(expert, x, weights[:, slot])
-        return out
-    for expert, rows, slots in by_expert(ids, experts):
-        out.index_add_(0, rows, run(expert, x.index_select(0, rows), weights[rows, slots]).float())
-    return out
-
-
-def all_reduce(x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, layer: int, run: Experts) -> Tensor:
-    """Sum as `alone`, of tokens that every rank has, with each expert on one rank; replicated.
+def all_reduce(x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, layer: int, outputs: Outputs) -> Tensor:
+    """Sum of outputs of tokens x [t, hidden] that every rank has, with each expert on one rank; replicated.
 
     Tripwire when a slot is filled by no rank or by two: a token is conserved.
     """
     own = ranks.shards.experts
-    outputs = x.new_zeros(*ids.shape, x.shape[1])  # [t, k, hidden]
-    filled = torch.zeros_like(ids, dtype=torch.bool)
-    for expert, rows, slots in by_expert(ids, own.total):
-        if own.start <= expert < own.stop:
-            outputs[rows, slots] = run(expert, x[rows], weights[rows, slots])
-            filled[rows, slots] = True
-    whole = ranks.filled("experts.routed", layer, Partial(outputs.flatten(0, 1), filled.flatten()))
-    return _summed(whole.view_as(outputs), ids)
+    found = outputs(x, ids, weights)  # [t, k, hidden]
+    filled = (ids >= own.start) & (ids < own.stop)
+    whole = ranks.filled("experts.routed", layer, Partial(found.flatten(0, 1), filled.flatten()))
+    return summed(whole.view_as(found), ids)
 
 
-def all_to_all(x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, run: Experts) -> Tensor:
-    """Sum as `alone`, of this rank's own tokens x [m, hidden], m >= 0; [m, hidden] float32, of these tokens."""
+def all_to_all(x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, outputs: Outputs) -> Tensor:
+    """The same of this rank's own tokens x [m, hidden], m >= 0; [m, hidden] float32, of these tokens.
+
+    How many rows go where must be known to the host before they can be sent: the one wait of a layer.
+    """
     k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)  # (token, slot) pairs, by expert, then token
     wanted = ids.flatten()[order]
-    sent = torch.bincount(_holder(wanted, ranks.shards.experts, ranks.size), minlength=ranks.size).tolist()
-    rows, received = ranks.exchange(x[order // k], sent)
+    sent, received = ranks.counted(
+        torch.bincount(_holder(wanted, ranks.shards.experts, ranks.size), minlength=ranks.size)
+    )
+    rows = ranks.exchange(x[order // k], sent, received)
     labels = torch.stack((wanted.double(), weights.flatten()[order].double()), dim=1)  # both exact in float64
-    labels, _ = ranks.exchange(labels, sent, received)
-    outputs = torch.empty_like(rows)
-    for expert, places, _ in by_expert(labels[:, :1].long(), ranks.shards.experts.total):
-        outputs[places] = run(expert, rows[places], labels[places, 1].float())
-    back, _ = ranks.exchange(outputs, received, sent)
+    labels = ranks.exchange(labels, sent, received)
+    found = outputs(rows, labels[:, :1].long(), labels[:, 1:].float())[:, 0]
     slots = x.new_empty(len(order), x.shape[1])
-    slots[order] = back
-    return _summed(slots.unflatten(0, ids.shape), ids)
+    slots[order] = ranks.exchange(found, received, sent)
+    return summed(slots.unflatten(0, ids.shape), ids)
 
 
 def _holder(expert: Tensor, shard: AxisShard, size: int) -> Tensor:
     """The rank of each expert: they divide evenly."""
     return expert // (shard.total // size)
-
-
-def _summed(outputs: Tensor, ids: Tensor) -> Tensor:
-    """Add up outputs [t, k, hidden] of experts `ids` [t, k] in ascending order of experts, in fp32: [t, hidden]."""
-    total = torch.zeros(outputs.shape[0], outputs.shape[2], device=outputs.device)
-    order = ids.argsort(dim=1)
-    token = torch.arange(outputs.shape[0], device=outputs.device)
-    for slot in order.unbind(1):
-        total += outputs[token, slot].float()
-    return total

@@ -201,22 +201,24 @@ class Ranks:
             dist.broadcast(x, group=self._group, group_src=0)
         return x
 
-    def exchange(self, rows: Tensor, sent: list[int], received: list[int] | None = None) -> tuple[Tensor, list[int]]:
-        """Send rows [n, d], sorted by the rank they go to, `sent` of them to each; get the others', by rank.
+    def counted(self, sent: Tensor) -> tuple[list[int], list[int]]:
+        """How many rows this rank sends to each, [ranks] int64, and how many it gets from each: both on the host."""
+        self._enter("exchange")
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=self._group)
+        both: list[list[int]] = torch.stack((sent, received)).tolist()
+        return both[0], both[1]
 
-        `received`, where it is known, says how many come from each rank. Returned are the rows, sorted by the rank they
-        come from and then as that rank had them, and how many came from each.
+    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send rows [n, d], sorted by the rank they go to, `sent` of them to each; get the others', `received` of each.
+
+        Returned are rows sorted by the rank they come from and then as that rank had them.
         """
         self._enter("exchange")
-        if received is None:
-            counts = torch.tensor(sent, device=rows.device)
-            theirs = torch.empty_like(counts)
-            dist.all_to_all_single(theirs, counts, group=self._group)
-            received = theirs.tolist()
         data = rows.contiguous().view(torch.uint8)  # [n, bytes]
         got = torch.empty(sum(received), data.shape[1], dtype=torch.uint8, device=rows.device)
         dist.all_to_all_single(got, data, received, sent, group=self._group)
-        return got.view(rows.dtype), received
+        return got.view(rows.dtype)
 
     def record(self, site: str, layer: int | None, tensor: Tensor) -> None:
         """Record a tensor that must be the same on every rank, until `verify` compares it."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -31,7 +31,9 @@ class _Count(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         del types
-        given = {_place(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        leaves = tree_leaves((args, kwargs))
+        given = {_place(x) for x in leaves if isinstance(x, Tensor)}
+        given |= {x.data_ptr() for x in leaves if isinstance(x, UntypedStorage)}  # of `set_`, which allocates nothing
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
             if isinstance(x, Tensor) and x.numel() and _place(x) not in given | self.known:

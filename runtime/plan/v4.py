@@ -7,6 +7,7 @@ runtime needs that makes them at once.
 from kernels.experts.cpu import FEW
 from kernels.formats import basis_rows
 from kernels.hyper.reference import ReadStreams
+from kernels.ops import reads_apart
 from model.config import LayerKind, ModelConfig
 from model.ranks.ranks import CHECKED, KEPT
 from model.rope import rotated_as
@@ -201,36 +202,61 @@ def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     live.run("gate", max(wide + s.linear("ffn.gate", m, F32), scores * F32 + s.op("route", m, c.n_routed_experts)))
     # ids by score are a view of the order of all experts
     live.hold("expert ids and weights", (pairs if c.is_hash(layer) else scores) * I64 + pairs * F32)
-    n = min(s.t, -(-s.t * k // c.n_routed_experts)) if s.even else s.t  # tokens of one expert
-    run = n * hidden * item + max(_expert(s, "experts", n), n * hidden * item + s.widened(n * hidden))
     outputs, summed = pairs * hidden * item, m * hidden * (F32 + item) + wide
     with live.scope():
-        if s.ranks == 1 and s.t <= FEW and s.device.type == "cpu":
-            form = next(iter(s.matrices["ffn.experts.w1"]))[0].name
-            sizes = m, k, c.n_routed_experts, hidden, c.moe_intermediate_size
-            live.run("routed experts", s.op("experts", *sizes, form, item, deployed=s.deployed))
+        if s.ranks == 1 and (_grouped(s) or s.t <= FEW):
+            live.run("routed experts", _all_experts(c, s, "experts", m, k))
         elif s.ranks == 1:
             live.hold("sum over experts", m * hidden * F32)
             live.hold("routing", 4 * pairs * I64)
-            live.run("routed experts", run)
+            live.run("routed experts", _one_expert(c, s))
         elif not s.tokens.split:  # every rank has all tokens, and fills in the outputs of its own experts
-            live.hold("routing", 4 * pairs * I64)
-            live.hold("expert outputs", outputs)
-            live.run("routed experts", run)
+            _expert_outputs(c, s, live, m, k)
             words = outputs + pairs * 4  # the same as integers, and by whom each row was filled
             live.run("routed experts, all-reduce", exchange=words + max(outputs, pairs * 8))
             live.run("routed experts, summed", summed, outputs)
         else:  # each rank sends its tokens to the ranks of their experts, and gets their outputs back
             taken = -(-s.t * k // s.ranks) if s.even else s.t * min(k, s.shards.experts.size)
-            live.hold("routing", 4 * (pairs + taken) * I64)
+            live.hold("routing", 4 * pairs * I64)
             live.hold("tokens received", taken * hidden * item)
             live.run("routed experts, tokens sent", exchange=outputs)
-            live.hold("expert outputs", taken * hidden * item)
-            live.run("routed experts", run)
+            _expert_outputs(c, s, live, taken, 1)
             live.run("routed experts, outputs back", summed, 2 * outputs)
     live.hold("sum over experts", m * hidden * F32)
     added = m * hidden * 2 * F32 + (0 if item == F32 else m * hidden * item)
     live.run("shared expert", max(_expert(s, "shared_experts", m), added))
+
+
+def _grouped(s: Call) -> bool:
+    """Whether one op runs all experts at once, whatever the number of tokens."""
+    return not reads_apart(s.ops)
+
+
+def _expert_outputs(c: ModelConfig, s: Call, live: Live, rows: int, k: int) -> None:
+    """The op `expert_outputs` of so many rows of k experts each, and its result."""
+    outputs = rows * k * c.hidden_size * s.item
+    if _grouped(s):
+        live.run("routed experts", _all_experts(c, s, "expert_outputs", rows, k))
+        live.hold("expert outputs", outputs)
+    else:
+        live.hold("sorting by expert", 4 * rows * k * I64)
+        live.hold("expert outputs", outputs)
+        live.run("routed experts", _one_expert(c, s))
+
+
+def _all_experts(c: ModelConfig, s: Call, op: str, rows: int, k: int) -> int:
+    """Bytes of an op that runs all of a rank's experts at once."""
+    sizes = rows, k, s.shards.experts.size, c.hidden_size, c.moe_intermediate_size
+    forms = {form.name for form, _, _ in s.matrices["ffn.experts.w1"]}
+    return max(s.op(op, *sizes, form, s.item, deployed=s.deployed) for form in forms)
+
+
+def _one_expert(c: ModelConfig, s: Call) -> int:
+    """Bytes of one expert's run, of the tokens that go to it: its rows, outputs, and these in fp32."""
+    n, hidden = s.t, c.hidden_size
+    if s.even:
+        n = min(n, -(-s.t * c.num_experts_per_tok // c.n_routed_experts))
+    return n * hidden * s.item + max(_expert(s, "experts", n), n * hidden * s.item + s.widened(n * hidden))
 
 
 def _expert(s: Call, name: str, n: int) -> int:

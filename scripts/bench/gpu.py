@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.formats.stored import Weight
+from kernels.formats.stored import Weight, member, stack
 from kernels.ops import Ops
 from kernels.triton_ops import TRITON
 from model.block import Block
@@ -172,6 +172,14 @@ class DrawnWeights(Weights):
         """FP4 for routed experts, FP8 for the rest."""
         out, columns = self.demanded[name].shape
         return self.drawn.weight("fp4" if ".ffn.experts." in name else "fp8", out, columns)
+
+    def matrices(self, names: Sequence[str], *, together: bool) -> list[Weight]:
+        """As `matrix` each; `together`: one behind another in memory."""
+        made = [self.matrix(name) for name in names]
+        if not together:
+            return made
+        stacked = stack(made)
+        return [member(stacked, index) for index in range(len(names))]
 
     def vector(self, name: str) -> Tensor:
         """As `scripts.make_checkpoint` draws it."""

@@ -1,4 +1,4 @@
-"""The experts of a rank on every backend, and the model's loop over experts, against the equation in float64.
+"""The experts of a rank on every backend, summed and each in its slot, against the equation in float64.
 
 Inputs are such that all agree to the bit: gates are between 18 and 300, where silu(g) is g in fp32, and gate, up and
 routing weights have few bits, so that only the roundings that are part of the equation happen.
@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from kernels.experts import reference as experts_reference
-from kernels.formats.stored import Apart, Dense, Fp4, Fp8, NvFp4, member, stack
+from kernels.formats import reference as formats
+from kernels.formats.stored import Apart, Dense, Fp4, Fp8, NvFp4, as_stack, member, stack
 from kernels.ops import CPU, REFERENCE
-from model.arithmetic import Arithmetic
-from model.ranks import dispatch
 from tests.deepseek_arithmetic import act_quant, in_place
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
@@ -121,18 +120,50 @@ def test_experts_of_one_rank_are_summed(ops, form, deployed, t):
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("deployed", [False, True])
-def test_the_models_loop_computes_the_same(form, deployed):
-    (w1, w3, w2), values = layer(form, 4, 128, 128, 0)
-    x, ids, weights = tokens(5, 2, 128, 4, 1)
-    arithmetic = Arithmetic(REFERENCE, deployed, torch.bfloat16, None, None, {})
+def test_a_slot_has_its_experts_output_and_no_bit_where_it_is_another_ranks(ops, form, deployed):
+    stacks, values = layer(form, 3, 128, 128, 0)
+    x, ids, weights = tokens(5, 2, 128, 5, 1)
+    found = ops.expert_outputs(x, ids, weights, *stacks, LIMIT, 1, deployed=deployed)
+    others = (ids < 1) | (ids > 3)
+    assert (found.dtype, found.shape) == (x.dtype, (5, 2, 128))
+    assert 0 < others.sum() < others.numel()
+    assert not found[others].view(torch.int16).any()
+    for slot in range(2):
+        one = ids[:, slot : slot + 1], weights[:, slot : slot + 1]
+        expected = summed(x, *one, values, LIMIT, 1, rounding=deployed and FORMS[form][3])
+        assert expected.abs().max() > 1000
+        assert torch.equal(found[:, slot].float(), expected)
+    assert torch.equal(
+        experts_reference.summed(found, ids), ops.experts(x, ids, weights, *stacks, LIMIT, 1, deployed=deployed)
+    )
 
-    def run(expert, rows, weight):
-        gate, up = (arithmetic.linear(rows, member(w, expert)) for w in (w1, w3))
-        return arithmetic.linear(REFERENCE.swiglu(gate, up, LIMIT, weight), member(w2, expert))
 
-    expected = summed(x, ids, weights, values, LIMIT, 0, rounding=deployed and FORMS[form][3])
-    assert expected.abs().max() > 1000
-    assert torch.equal(dispatch.alone(x, ids, weights, 4, run), expected)
+@pytest.mark.parametrize("op", ["experts", "expert_outputs"])
+def test_experts_of_several_forms_are_run_one_by_one(ops, op):
+    """Of one form in one tensor, apart, and one of them in another form: the same numbers."""
+    (w1, w3, w2), _ = layer("fp8", 3, 128, 128, 7)
+    x, ids, weights = tokens(5, 2, 128, 5, 1)
+    apart = [[member(of, e) for e in range(3)] for of in (w1, w3, w2)]
+    apart[2][1] = Dense(formats.decode(apart[2][1]).bfloat16())  # E4M3 times a power of two: as it was
+    found, wanted = (
+        getattr(ops, op)(x, ids, weights, *made, LIMIT, 1, deployed=False)
+        for made in ([as_stack(of) for of in apart], (w1, w3, w2))
+    )
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_lies_one_behind_another_is_a_stack_where_it_lies(form):
+    (w1, _, w2), _ = layer(form, 3, 128, 128, 7)
+    for stacked in (w1, w2):
+        found = as_stack([member(stacked, e) for e in range(3)])
+        assert type(found) is type(stacked)
+        for plane, own in zip(found, stacked, strict=True):
+            assert (plane.data_ptr(), plane.shape, plane.stride()) == (own.data_ptr(), own.shape, own.stride())
+        assert isinstance(as_stack([member(stacked, e) for e in (0, 2, 1)]), Apart)
+        assert isinstance(as_stack([member(stacked, e) for e in (0, 1, 1)]), Apart)
+        assert isinstance(as_stack([type(stacked)(*map(torch.clone, member(stacked, e))) for e in range(3)]), Apart)
+        assert as_stack([member(stacked, 2)]).data.shape[0] == 1
 
 
 def test_blocks_whose_codes_are_subnormal_or_whose_scale_is_the_smallest(ops):

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 
+from kernels.experts.reference import by_expert, summed
 from model.choices import ALL_REDUCE, ALL_TO_ALL, AUTO
 from model.errors import RankDisagreement, Tripwire
 from model.ranks import dispatch
@@ -89,12 +90,12 @@ def collectives(group):
     # rank r sends r + 1 rows to each of the others, none to itself
     sent = [0 if to == group.rank else group.rank + 1 for to in range(group.size)]
     rows = torch.tensor([[group.rank, to, i] for to, n in enumerate(sent) for i in range(n)])
-    got, received = ranks.exchange(rows.view(-1, 3), sent)
+    told, received = ranks.counted(torch.tensor(sent))
+    assert told == sent
     assert received == [0 if source == group.rank else source + 1 for source in range(group.size)]
+    got = ranks.exchange(rows.view(-1, 3), sent, received)
     assert got.tolist() == [[source, group.rank, i] for source, n in enumerate(received) for i in range(n)]
-    back, again = ranks.exchange(got, received, sent)
-    assert back.equal(rows.view(-1, 3))
-    assert again == sent
+    assert ranks.exchange(got, received, sent).equal(rows.view(-1, 3))
     found["calls"] = [ranks.tokens(n).split for n in (1, 64 * group.size - 1, 64 * group.size)]
     found["ran"] = ranks.calls
     return found
@@ -169,14 +170,18 @@ def routed(tokens, seed):
 
 
 class Calls:
-    """A stand-in for experts, each of another slope; notes which rows each was given, and how often it was run."""
+    """A stand-in for a rank's experts, each of another slope; notes which rows each was given, and how often it ran."""
 
-    def __init__(self):
-        self.rows = []
+    def __init__(self, own):
+        self.own, self.rows = own, []
 
-    def __call__(self, expert, x, weights):
-        self.rows.append((expert, x[:, 0].tolist()))
-        return (x * (expert + 1) + expert) * weights[:, None]
+    def __call__(self, x, ids, weights):
+        out = x.new_zeros(*ids.shape, x.shape[1])
+        for held, rows, slots in by_expert(ids, self.own.start, self.own.size):
+            expert = self.own.start + held
+            self.rows.append((expert, x[rows, 0].tolist()))
+            out[rows, slots] = (x[rows] * (expert + 1) + expert) * weights[rows, slots][:, None]
+        return out
 
 
 def by_hand(x, ids, weights):
@@ -192,7 +197,8 @@ def dispatched(group, tokens):
     x, ids, weights = routed(tokens, seed=tokens)
     found = {}
     for way in (ALL_REDUCE, ALL_TO_ALL):
-        ranks, calls = ranks_of(group, way), Calls()
+        ranks = ranks_of(group, way)
+        calls = Calls(ranks.shards.experts)
         part = ranks.tokens(tokens)
         mine = (part.of(x), part.of(ids), part.of(weights))
         if way == ALL_REDUCE:
@@ -206,8 +212,8 @@ def dispatched(group, tokens):
 @pytest.mark.parametrize(("size", "tokens"), [(size, tokens) for size, each in DISPATCHED.items() for tokens in each])
 def test_both_ways_give_an_expert_all_its_tokens_once_and_a_token_its_sum(on_ranks, size, tokens):
     x, ids, weights = routed(tokens, seed=tokens)
-    wanted, calls = by_hand(x, ids, weights), Calls()
-    assert dispatch.alone(x, ids, weights, EXPERTS, calls).equal(wanted)
+    wanted, calls = by_hand(x, ids, weights), Calls(undivided(EXPERTS))
+    assert summed(calls(x, ids, weights), ids).equal(wanted)
     assert not (ids == 4).any()
     per_expert = dict(calls.rows)
     assert sorted(per_expert) == sorted(set(ids.flatten().tolist()))
