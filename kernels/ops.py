@@ -54,7 +54,7 @@ class Ops(Protocol):
         """`rope`."""
         ...
 
-    def linear(self, x: Tensor, weight: Weight) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, *, wide: bool = False) -> Tensor:
         """`linear`."""
         ...
 

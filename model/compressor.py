@@ -20,7 +20,7 @@ from model.variants.choice import Shard
 
 
 class Projections:
-    """Value and gate projections of one compressor, in fp32 as DeepSeek's are (the weights are stored in BF16)."""
+    """Value and gate projections of one compressor: not rounded, as DeepSeek computes them in fp32."""
 
     def __init__(self, prefix: str, weights: Weights, arithmetic: Arithmetic) -> None:
         self.wkv = Dense(weights.vector(f"{prefix}.wkv.weight"))  # [series * width, hidden]
@@ -31,9 +31,8 @@ class Projections:
 
     def __call__(self, x: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Project x [t, hidden] into kv and gate, each [t, series * width] float32, the gate with its position bias."""
-        wide = x.float()
-        kv = self.arithmetic.ops.linear(wide, self.wkv)
-        return kv, self.arithmetic.ops.linear(wide, self.wgate).add_(self.bias(call))
+        linear = self.arithmetic.ops.linear
+        return linear(x, self.wkv, wide=True), linear(x, self.wgate, wide=True).add_(self.bias(call))
 
     def bias(self, call: Call) -> Tensor:
         """Position bias of a call's tokens: [t, series * width]."""

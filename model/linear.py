@@ -45,11 +45,11 @@ class Linear:
 
 
 class WideLinear(Linear):
-    """A product in fp32 whatever the run's dtype, and without rounding: the head."""
+    """A product that is not rounded, neither its input nor its output: the head."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[t, in] to [t, out] float32."""
-        product = self.arithmetic.ops.linear(x.float(), self.weight)
+        product = self.arithmetic.ops.linear(x, self.weight, wide=True)
         return self.arithmetic.ranks.whole(product, 1, self.gathered)
 
 

@@ -38,8 +38,8 @@ class Gate:
         return self.arithmetic.ops.route(self.logits(x), self.bias, self.k, self.scale)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Return the scores' logits [t, experts], in fp32 as the reference computes them."""
-        return self.arithmetic.ops.linear(x.float(), self.weight)
+        """Return the scores' logits [t, experts] float32, not rounded, as DeepSeek computes them in fp32."""
+        return self.arithmetic.ops.linear(x, self.weight, wide=True)
 
 
 class HashGate(Gate):
@@ -90,7 +90,7 @@ class MoE:
             for name in ("w1", "w3", "w2")
         ]
         self.experts = {e: Expert(of, arithmetic, limit) for e, of in zip(own, zip(*three, strict=True), strict=True)}
-        self._given: list[Weight] = []
+        self._given: tuple[Weight, ...] = ()
         shared = [weights.matrix(f"{prefix}.shared_experts.{name}.weight") for name in ("w1", "w3", "w2")]
         self.shared = Expert(shared, arithmetic, limit)
 
@@ -129,7 +129,7 @@ class MoE:
     @property
     def matrices(self) -> tuple[Stack, Stack, Stack]:
         """The routed experts' w1, w3 and w2, as ops take them; made anew when an expert was given another matrix."""
-        given = [matrix for expert in self.experts.values() for matrix in (expert.w1, expert.w3, expert.w2)]
+        given = tuple(matrix for expert in self.experts.values() for matrix in (expert.w1, expert.w3, expert.w2))
         if len(given) != len(self._given) or any(map(is_not, given, self._given)):
             self._given, self._matrices = given, (as_stack(given[::3]), as_stack(given[1::3]), as_stack(given[2::3]))
         return self._matrices

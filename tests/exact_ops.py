@@ -33,8 +33,8 @@ def decoded(weight: Weight) -> Tensor:
     raise AssertionError(type(weight))
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
-    return (x.to(WIDE) @ decoded(weight).T).to(x.dtype)
+def linear(x: Tensor, weight: Weight, *, wide: bool = False) -> Tensor:
+    return (x.to(WIDE) @ decoded(weight).T).to(torch.float32 if wide else x.dtype)
 
 
 def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
@@ -170,8 +170,8 @@ def shadowed(ops: Ops, allowed: Callable[[Tensor], Tensor], differences: dict[st
     )
 
     def shadow(name: str) -> Callable[..., Any]:
-        def both(*args: Any) -> Any:
-            found, expected = getattr(ops, name)(*args), getattr(exact, name)(*args)
+        def both(*args: Any, **how: Any) -> Any:
+            found, expected = getattr(ops, name)(*args, **how), getattr(exact, name)(*args, **how)
             pairs = [(found, expected)] if isinstance(expected, Tensor) else list(zip(found, expected, strict=True))
             for one, other in pairs:
                 differences[name] = differences.get(name, Difference()).updated(one, other, allowed(other))

@@ -65,7 +65,7 @@ def attend(
     `dense_up_to` is for tests and benchmarks, which force one of the two ways to read selected entries, for a few
     tokens too.
     """
-    t, h, d = q.shape
+    t, h, _ = q.shape
     capacity = ring.shape[0]
     assert capacity >= window + t - 1, f"a ring of {capacity} cannot hold window {window} and {t} new tokens"
     slots = entries if entries is None or isinstance(entries, Slots) else Slots(entries, None, 0)
@@ -74,16 +74,24 @@ def attend(
     out = torch.empty_like(q)
     tokens = max(1, ROWS // h)
     for start in range(0, t, tokens):
-        stop = min(start + tokens, t)
-        scaled = q[start:stop].float() * d**-0.5
-        state = _begin(scaled, sink)
-        for keys, seen in _window_tiles(ring, first + start, first + stop, window, keys_per_tile(*scaled.shape)):
-            _accumulate(state, scaled, keys, seen)
-        if slots is not None:
-            rows = None if selected is None else selected[start:stop]
-            _attend_as_stored(state, scaled, slots, first + start, ratio, rows, dense_up_to)
-        out[start:stop] = state.values[0] / state.total[..., None]
+        own = slice(start, min(start + tokens, t))
+        rows = None if selected is None else selected[own]
+        out[own] = _attended(q[own], ring, first + start, window, slots, ratio, rows, sink, dense_up_to)
     return out
+
+
+def _attended(
+    q: Tensor, ring: Tensor, first: int, window: int, slots: Slots | None, ratio: int, selected: Tensor | None,
+    sink: Tensor, dense_up_to: float,
+) -> Tensor:  # fmt: skip
+    """`attend` of a tile of tokens: [t, h, d] float32. Nothing of one tile is alive while the next runs."""
+    scaled = q.float() * q.shape[2] ** -0.5
+    state = _begin(scaled, sink)
+    for keys, seen in _window_tiles(ring, first, first + len(q), window, keys_per_tile(*scaled.shape)):
+        _accumulate(state, scaled, keys, seen)
+    if slots is not None:
+        _attend_as_stored(state, scaled, slots, first, ratio, selected, dense_up_to)
+    return state.values[0] / state.total[..., None]
 
 
 def attend_scratch(

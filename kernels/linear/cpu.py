@@ -82,8 +82,8 @@ def four_rows(weight, row, last, columns, x, at):
 
 
 @loop
-def _keep(out, at, x, count, narrow):
-    if narrow:
+def _keep(out, at, x, count, rounded):
+    if rounded:
         store_some(numbers(out, np.uint16), at, x, count)
     else:
         store_some(numbers(out, np.float32), at, x, count)
@@ -99,7 +99,7 @@ def _lay_rows(low, high, weight, x, columns, wide, narrow, out):
 
 
 @loop
-def _sixteen_rows(low, high, weight, rows, columns, x, tokens, groups, factor, narrow, out):
+def _sixteen_rows(low, high, weight, rows, columns, x, tokens, groups, factor, rounded, out):
     """Sixteen rows of a group, of as many blocks, times all tokens, filled up to fours and to whole pieces."""
     wide, rank, scale, step = padded(columns), rows // groups, splat(np.float32(factor)), PART // x.itemsize
     found, part = np.empty(SIXTEEN, np.float32), aligned(SIXTEEN * step if tokens > 1 else 0, x)
@@ -112,7 +112,7 @@ def _sixteen_rows(low, high, weight, rows, columns, x, tokens, groups, factor, n
             for r in range(0, some, 4):
                 four = four_rows(weight, first + r, first + some - 1, columns, x, group * wide)
                 found[r], found[r + 1], found[r + 2], found[r + 3] = four
-            _keep(out, first, load(found, 0) * scale, some, narrow)
+            _keep(out, first, load(found, 0) * scale, some, rounded)
             continue
         for i in range(0, len(sums), 16):
             store(sums, i, splat(ZERO))
@@ -129,30 +129,35 @@ def _sixteen_rows(low, high, weight, rows, columns, x, tokens, groups, factor, n
                 add_products(x, at, stride, part, width // PIECE, sums, t // 4 * SUMS)
         for t in range(0, tokens, 4):
             a, b, c, d = totals(sums, t // 4 * SUMS)
-            _keep(out, t * rows + first, a * scale, some, narrow)
+            _keep(out, t * rows + first, a * scale, some, rounded)
             if t + 1 < tokens:
-                _keep(out, (t + 1) * rows + first, b * scale, some, narrow)
+                _keep(out, (t + 1) * rows + first, b * scale, some, rounded)
             if t + 2 < tokens:
-                _keep(out, (t + 2) * rows + first, c * scale, some, narrow)
+                _keep(out, (t + 2) * rows + first, c * scale, some, rounded)
             if t + 3 < tokens:
-                _keep(out, (t + 3) * rows + first, d * scale, some, narrow)
+                _keep(out, (t + 3) * rows + first, d * scale, some, rounded)
 
 
-@compiled(*((form, _INT, _INT, _INT, _INT, _INT, types.float64, types.boolean, _INT, kind) for form, kind in KINDS))
-def _linear(weight, rows, columns, x, tokens, groups, factor, narrow, out, like):
-    """``out[t, r] = factor W[r] . x[t, group of r]``; x and out lie at addresses, in bfloat16 where `narrow`."""
+@compiled(
+    *(
+        (form, _INT, _INT, _INT, _INT, _INT, types.float64, types.boolean, types.boolean, _INT, kind)
+        for form, kind in KINDS
+    )
+)
+def _linear(weight, rows, columns, x, tokens, groups, factor, narrow, rounded, out, like):
+    """``out[t, r] = factor W[r] . x[t, group of r]``; x, bfloat16 if `narrow`, and out, if `rounded`, at addresses."""
     wide, blocks = padded(columns), groups * ((rows // groups + SIXTEEN - 1) // SIXTEEN)
     laid = aligned((tokens + 3) // 4 * 4 * groups * wide, like)
     each_of(_lay_rows, tokens * groups, tokens * groups * columns, (weight, x, columns, wide, narrow, laid))
-    given = (weight, rows, columns, laid, tokens, groups, factor, narrow, out)
+    given = (weight, rows, columns, laid, tokens, groups, factor, rounded, out)
     each_of(_sixteen_rows, blocks, rows * columns * tokens, given)
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
+def linear(x: Tensor, weight: Weight, *, wide: bool = False) -> Tensor:
     """``x @ W^T``: `kernels.linear.reference.linear`."""
     height, columns = weight.shape
     assert x.shape[1:] == (columns,), f"x is {tuple(x.shape)}, want [t, {columns}]"
-    return _product(x, weight, 1, torch.empty(x.shape[0], height, dtype=x.dtype))
+    return _product(x, weight, 1, torch.empty(x.shape[0], height, dtype=torch.float32 if wide else x.dtype))
 
 
 def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
@@ -170,14 +175,17 @@ def _product(x: Tensor, weight: Weight, groups: int, out: Tensor) -> Tensor:
     planes, like, narrow = arrays(weight), pieces_of(x, weight), item == 2
     given, made = address(x), address(out)
     for begin in range(0, t, PANEL):
-        at, to = given + begin * groups * columns * item, made + begin * height * item
-        _linear(planes, height, columns, at, min(PANEL, t - begin), groups, factor, narrow, to, like)
+        at, to = given + begin * groups * columns * item, made + begin * height * out.itemsize
+        _linear(planes, height, columns, at, min(PANEL, t - begin), groups, factor, narrow, out.itemsize == 2, to, like)
     return out
 
 
-def linear_scratch(tokens: int, rows: int, columns: int, form: str, item: int, device: torch.device) -> int:
+def linear_scratch(
+    tokens: int, rows: int, columns: int, form: str, item: int, device: torch.device, *, wide: bool = False
+) -> int:
     """Bytes alive at most in `linear`, the result included; see `grouped_linear_scratch`."""
-    return grouped_linear_scratch(tokens, rows, columns, 1, form, item, device)
+    more = tokens * rows * (4 - item) if wide else 0
+    return grouped_linear_scratch(tokens, rows, columns, 1, form, item, device) + more
 
 
 def grouped_linear_scratch(

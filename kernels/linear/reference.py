@@ -7,7 +7,7 @@ from kernels.formats.reference import decode
 from kernels.formats.stored import Weight
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
+def linear(x: Tensor, weight: Weight, *, wide: bool = False) -> Tensor:
     """``x @ W^T`` with W decoded to fp32 and an fp32 accumulator.
 
     Parameters
@@ -16,15 +16,19 @@ def linear(x: Tensor, weight: Weight) -> Tensor:
         [t, in] bfloat16 or float32.
     weight
         Any stored form of [out, in].
+    wide
+        Whether the result is not rounded to the dtype of `x`, as of what DeepSeek multiplies in fp32: of bfloat16
+        operands products are exact, and their sum is kept as it is.
 
     Returns
     -------
     Tensor
-        [t, out] in the dtype of `x`.
+        [t, out] in the dtype of `x`, or float32 where `wide`.
 
     """
     assert x.shape[-1] == weight.shape[1], f"x has {x.shape[-1]} columns, the weight {weight.shape[1]}"
-    return (x.float() @ decode(weight).T).to(x.dtype)
+    product = x.float() @ decode(weight).T
+    return product if wide else product.to(x.dtype)
 
 
 def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:

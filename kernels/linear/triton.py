@@ -69,17 +69,21 @@ def _sum_splits(parts, out, size, splits, BLOCK: tl.constexpr, UPCAST: tl.conste
     tl.store(out + place, rounded(total, out.dtype.element_ty, UPCAST), place < size)
 
 
-def linear(x: Tensor, weight: Weight) -> Tensor:
+def linear(x: Tensor, weight: Weight, *, wide: bool = False) -> Tensor:
     """``x @ W^T``: `kernels.linear.reference.linear`."""
-    return grouped_linear(x[:, None], weight, 1)[:, 0]
+    return _product(x[:, None], weight, 1, torch.float32 if wide else x.dtype)[:, 0]
 
 
 def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
     """Each group by its own rows of W: `kernels.linear.reference.grouped_linear`."""
+    return _product(x, weight, groups, x.dtype)
+
+
+def _product(x: Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> Tensor:
     t, (rows, columns) = x.shape[0], weight.shape
     assert x.shape[1:] == (groups, columns), f"x is {tuple(x.shape)}, want [t, {groups}, {columns}]"
     assert rows % groups == 0, f"{rows} rows of the weight are no multiple of {groups} groups"
-    out = torch.empty(t, groups, rows // groups, dtype=x.dtype, device=x.device)
+    out = torch.empty(t, groups, rows // groups, dtype=dtype, device=x.device)
     if not out.numel():
         return out
     x = x.contiguous()
@@ -102,9 +106,12 @@ def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
     return out
 
 
-def linear_scratch(tokens: int, rows: int, columns: int, form: str, item: int, device: torch.device) -> int:
+def linear_scratch(
+    tokens: int, rows: int, columns: int, form: str, item: int, device: torch.device, *, wide: bool = False
+) -> int:
     """Bytes allocated in `linear` of up to so many tokens: see `grouped_linear_scratch`."""
-    return grouped_linear_scratch(tokens, rows, columns, 1, form, item, device)
+    more = tokens * rows * (4 - item) if wide else 0
+    return grouped_linear_scratch(tokens, rows, columns, 1, form, item, device) + more
 
 
 @cache

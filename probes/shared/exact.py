@@ -31,8 +31,8 @@ def exact_linears(ops: Ops) -> Ops:
     def decoded(weight: Weight) -> Tensor:
         return decode(weight).double().T.contiguous()  # [in, out]
 
-    def linear(x: Tensor, weight: Weight) -> Tensor:
-        return _product(x, decoded(weight)).to(x.dtype)
+    def linear(x: Tensor, weight: Weight, *, wide: bool = False) -> Tensor:
+        return _product(x, decoded(weight)).to(torch.float32 if wide else x.dtype)
 
     def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
         parts = decoded(weight).chunk(groups, dim=1)

@@ -95,12 +95,12 @@ class Call:
         found: int = getattr(sys.modules[op.__module__], f"{op.__name__}_scratch")(*sizes, **more)
         return found
 
-    def linear(self, name: str, tokens: int, item: int = 0) -> int:
-        """`Arithmetic.linear` with a matrix of this name, the costliest; `item` of inputs that are not of the run's."""
+    def linear(self, name: str, tokens: int, *, wide: bool = False) -> int:
+        """`Arithmetic.linear` with a matrix of this name, the costliest; `wide`: of what is not rounded."""
         found = []
         for form, rows, columns in self.matrices[name]:
-            taken = self.op("linear", tokens, rows, columns, form.name, item or self.item, self.device)
-            if self.deployed and not item and form in ROUNDED:
+            taken = self.op("linear", tokens, rows, columns, form.name, self.item, self.device, wide=wide)
+            if self.deployed and not wide and form in ROUNDED:
                 rounded = self.op("simulate_fp8", tokens * columns, self.item)
                 taken = max(rounded, tokens * columns * self.item + taken)
             found.append(taken)
@@ -111,12 +111,11 @@ class Call:
         rows = self.t * hidden * F32
         live.run("embedding", rows, 3 * rows + self.t * I64 if self.shards.vocabulary.split else 0)
 
-    def unembed(self, live: Live, name: str, hidden: int, vocabulary: int) -> None:
+    def unembed(self, live: Live, name: str, vocabulary: int) -> None:
         """Run the head, a matrix of this name, on as many rows as are made into logits at once."""
         head, rows = self.shards.vocabulary, min(HEAD_ROWS, self.t)
-        live.hold("rows in fp32", rows * hidden * F32)
         gathered = rows * head.size * F32 + self.gather(rows * vocabulary, head, first=False, item=F32)
-        live.run("logits", max(self.linear(name, rows, F32), gathered))
+        live.run("logits", max(self.linear(name, rows, wide=True), gathered))
 
     def widened(self, numbers: int) -> int:
         """Bytes of as many activations made fp32; none where they are."""

@@ -34,7 +34,7 @@ def largest(c: LlamaConfig, s: Call, *, adapters: bool) -> Moment:
         _gathered(s, live, "SwiGLU's columns", t * c.intermediate_size, s.shards.inner)
         live.run("down", s.linear("mlp.down_proj", t), output)
     live.run("sum, and final norm", row + max(2 * row, norm))
-    s.unembed(live, "embed_tokens" if c.tie_word_embeddings else "lm_head", hidden, c.vocab_size)
+    s.unembed(live, "embed_tokens" if c.tie_word_embeddings else "lm_head", c.vocab_size)
     return live.largest
 
 

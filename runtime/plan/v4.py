@@ -32,7 +32,7 @@ def largest(c: ModelConfig, s: Call) -> Moment:
             with live.scope():
                 _block(c, s, live, layer)
     live.hold("output", t * hidden * s.item)
-    s.unembed(live, "head", hidden, c.vocab_size)
+    s.unembed(live, "head", c.vocab_size)
     return live.largest
 
 
@@ -154,8 +154,7 @@ def _compress(c: ModelConfig, s: Call, live: Live, layer: int, name: str, width:
     t, ratio, series = s.t, c.ratio(layer), 2 if c.layer_kind(layer) is LayerKind.CSA else 1
     one = t * series * width * F32
     biased = 3 * one + ratio * series * width * F32  # values, gates, and the position bias of each token
-    wide = s.widened(t * c.hidden_size)
-    live.run(f"{name}, values and gates", wide + max(one + s.linear(f"attn.{name}.wkv", t, F32), biased))
+    live.run(f"{name}, values and gates", max(one + s.linear(f"attn.{name}.wkv", t, wide=True), biased))
     closed = -(-t // ratio)
     stored = closed * width * (3 * F32 + 2 * s.item)
     variant = s.formats.variant(layer)
@@ -198,11 +197,11 @@ def _select(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
 def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     """`MoE.__call__`: gate, routed experts by way of `model.ranks.dispatch`, shared expert."""
     m, hidden, k, item = s.m, c.hidden_size, c.num_experts_per_tok, s.item
-    pairs, scores, wide = m * k, m * c.n_routed_experts, s.widened(m * hidden)
-    live.run("gate", max(wide + s.linear("ffn.gate", m, F32), scores * F32 + s.op("route", m, c.n_routed_experts)))
+    pairs, scores = m * k, m * c.n_routed_experts
+    live.run("gate", max(s.linear("ffn.gate", m, wide=True), scores * F32 + s.op("route", m, c.n_routed_experts)))
     # ids by score are a view of the order of all experts
     live.hold("expert ids and weights", (pairs if c.is_hash(layer) else scores) * I64 + pairs * F32)
-    outputs, summed = pairs * hidden * item, m * hidden * (F32 + item) + wide
+    outputs, summed = pairs * hidden * item, m * hidden * (F32 + item) + s.widened(m * hidden)
     with live.scope():
         if s.ranks == 1 and (_grouped(s) or s.t <= FEW):
             live.run("routed experts", _all_experts(c, s, "experts", m, k))

@@ -342,7 +342,7 @@ def config_json(shape: V4) -> dict[str, Any]:
     """A config.json in DeepSeek's dialect: one CSA layer, then one HCA layer, and the experts that a GPU holds."""
     return {
         "model_type": "deepseek_v4", "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
-        "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False, "vocab_size": 129280,
+        "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False, "vocab_size": kernels.VOCABULARY,
         "max_position_embeddings": MILLION, "hidden_size": shape.hidden, "num_hidden_layers": 2,
         "compress_ratios": list(RATIOS.values()), "compress_rope_theta": 160000, "rope_theta": 10000,
         "rope_scaling": {

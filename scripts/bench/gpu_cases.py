@@ -76,6 +76,7 @@ HEADS, KV, D, RANK = 32, 8, 128, 192  # RANK of Shard's basis
 RING, EXACT, SUMMARY = SLOTS = (256, 64, 64)  # of CoDA
 EXACT_KEYS: Final = 68  # keys at both ends of Shard's context that are kept as they are
 MILLION: Final = 1 << 20
+VOCABULARY: Final = 129280
 CONTEXTS: Final = {"4K": 4096, "128K": 131072, "1M": MILLION}
 CHUNK: Final = 8192  # tokens of a prefill
 CHECKED: Final = 4  # tokens of it that are compared, where comparing takes long
@@ -471,6 +472,8 @@ def linears() -> Iterator[Case]:
             ("wq_b", "fp8", inner, shape.q_lora, 0),
             ("wkv", "fp8", HEAD_DIM, shape.hidden, 0),
             ("compressor", "bf16", 2 * HEAD_DIM, shape.hidden, 0),
+            ("gate", "bf16", shape.experts, shape.hidden, 0),
+            *([("head", "bf16", VOCABULARY, shape.hidden, 0)] if t == 1 else ()),
             ("wo_a, in groups", "fp8", low, inner // shape.o_groups, shape.o_groups),
             ("wo_b", "fp8", shape.hidden, low, 0),
             ("shared w1", "fp8", shape.intermediate, shape.hidden, 0),
@@ -480,7 +483,8 @@ def linears() -> Iterator[Case]:
             op, label = "grouped_linear" if groups else "linear", f"{shape.name}, {name} ({form}), {t} tokens"
             cost, first = linear_cost(form, out, columns, t, groups or 1), (shape, t) == (FLASH, 1)
             compiled = first and name in {"wq_a", "compressor"}
-            yield Case("linear", label, cost, op, given, PRODUCT, compiled=compiled)
+            options = {"wide": True} if form == "bf16" else {}  # as the model multiplies them
+            yield Case("linear", label, cost, op, given, PRODUCT, compiled=compiled, options=options)
 
 
 def routed() -> Iterator[Case]:

@@ -16,8 +16,8 @@ FORMS = {
 }
 
 
-def of(form, out, columns, t, dtype=torch.bfloat16):
-    return lambda: linear(torch.empty(t, columns, dtype=dtype), FORMS[form](out, columns))
+def of(form, out, columns, t, dtype=torch.bfloat16, **how):
+    return lambda: linear(torch.empty(t, columns, dtype=dtype), FORMS[form](out, columns), **how)
 
 
 def in_groups(groups, rank, columns, t):
@@ -28,12 +28,12 @@ def in_groups(groups, rank, columns, t):
 BLACKWELL = {"an expert, V4-Flash, one token": of("fp4", 2048, 4096, 1)}
 CASES = BLACKWELL | {
     "low-rank query, V4-Flash": of("fp8", 1024, 4096, 512),
-    "compressor, V4-Pro, one token": of("bf16", 1024, 7168, 1),
+    "compressor, V4-Pro, one token": of("bf16", 1024, 7168, 1, wide=True),
     "NVFP4, one token": of("nvfp4", 3072, 7168, 1),
     "output in groups, V4-Flash, one token": in_groups(8, 1024, 4096, 1),
 }
 MORE = {
-    "head, V4-Flash": of("bf16", 129280, 4096, 512),
+    "head, V4-Flash": of("bf16", 129280, 4096, 512, wide=True),
     "an expert, V4-Pro": of("fp4", 3072, 7168, 512),
     "fp32 activations": of("fp8", 1024, 4096, 512, torch.float32),
 }

@@ -156,7 +156,10 @@ def test_every_form_and_shape_is_the_product(ops, form, dtype, monkeypatch):
         weight = FORMS[form](seeded(o), o, i)
         for t in tokens:
             x = torch.randn(t, 2 * i, generator=seeded(t)).to(dtype)[:, ::2]  # columns apart
-            assert_product(ops.linear(x, weight)[:, None], x[:, None], weight)
+            ours, wide = ops.linear(x, weight), ops.linear(x, weight, wide=True)
+            assert_product(ours[:, None], x[:, None], weight)
+            assert_product(wide[:, None], x[:, None].float(), weight)
+            assert torch.equal(wide.to(dtype), ours)  # the same sum, rounded or not
 
 
 # Columns that end amid sixteen, amid 32, and behind a part of 2 KiB

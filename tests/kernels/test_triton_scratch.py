@@ -99,14 +99,15 @@ def test_mhc(item, t):
 @items
 @pytest.mark.parametrize("form", ["BF16", "F32", "FP8", "FP4", "NVFP4"])
 @pytest.mark.parametrize(("rows", "columns"), [(128, 4096), (1536, 7168), (12800, 512)])
-def test_linear(item, form, rows, columns):
+@pytest.mark.parametrize("wide", [False, True])
+def test_linear(item, form, rows, columns, wide):
     """The result, and the largest sums of split columns of calls of up to t tokens: those of most are of few tokens."""
     x, w = torch.zeros(700, columns, dtype=DTYPES[item]), weight(form, rows, columns)
     sums = 0
     for t in (1, 7, 16, *range(32, 700, 32), 700):
-        found, results = taken(lambda t=t: TRITON.linear(x[:t], w)), t * rows * item
+        found, results = taken(lambda t=t: TRITON.linear(x[:t], w, wide=wide)), t * rows * (4 if wide else item)
         sums = max(sums, found - results)
-        assert found <= scratch("linear", t, rows, columns, form, item, CPU) == results + sums
+        assert found <= scratch("linear", t, rows, columns, form, item, CPU, wide=wide) == results + sums
 
 
 @items

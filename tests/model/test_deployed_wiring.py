@@ -142,9 +142,9 @@ def noting(inputs: dict[int, set[bool]], groups: set[tuple[int, int]]) -> Ops:
         rounded[id(out)] = out
         return out
 
-    def linear(x: Tensor, weight: Any) -> Tensor:
+    def linear(x: Tensor, weight: Any, **how: bool) -> Tensor:
         inputs.setdefault(id(weight), set()).add(id(x) in rounded)
-        return REFERENCE.linear(x, weight)
+        return REFERENCE.linear(x, weight, **how)
 
     def grouped_linear(x: Tensor, weight: Any, n: int) -> Tensor:
         inputs.setdefault(id(weight), set()).add(id(x) in rounded)

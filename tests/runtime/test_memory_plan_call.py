@@ -24,7 +24,7 @@ MODELS = {
     "heads": ({"num_attention_heads": 32, "o_groups": 4, "index_n_heads": 16}, "output, low rank"),
     "window alone": ({"compress_ratios": [0, 0], "num_hidden_layers": 2, "num_attention_heads": 8}, "shared expert"),
     "entries": (
-        {"compress_ratios": [128, 4], "num_hidden_layers": 2, "head_dim": 528, "index_n_heads": 16},
+        {"compress_ratios": [128, 4], "num_hidden_layers": 2, "head_dim": 528, "num_attention_heads": 2, "o_groups": 2},
         "compressor, values and gates",
     ),
     "output": ({"o_lora_rank": 1024, "o_groups": 4}, "output"),
