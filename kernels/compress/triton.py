@@ -18,6 +18,7 @@ from kernels.formats.triton import (
     E4M3_SMALLEST,
     block_exponent,
     code,
+    encoded,
     narrow,
     power_of_two,
     simulated,
@@ -112,14 +113,13 @@ def _stored(
     if FORM == 1:
         nope = width - rope_width
         group = tl.reshape(x, [BLOCK // 64, 64])
-        exponent = block_exponent(group, 1, E4M3_SMALLEST, E4M3_LARGEST)
-        codes = code(narrow(group * power_of_two(254 - exponent)[:, None], 3, 7), 3, 7, 7)
-        codes = tl.where(exponent[:, None] == 255, 0x7F, codes)
+        codes, exponent = encoded(group, 1, E4M3_SMALLEST, E4M3_LARGEST, 3, 7, 7)
+        codes = tl.where(exponent == 255, 0x7F, codes)
         tl.store(values + entry * nope + column, tl.reshape(codes, [BLOCK]).to(tl.uint8), column < nope)
         place = entry * rope_width + column - nope
         tl.store(rope + place, rounded(x, tl.bfloat16, UPCAST), (column >= nope) & (column < width))
         row = tl.arange(0, BLOCK // 64)
-        tl.store(scales + entry * scale_width + row, exponent.to(tl.uint8), row < nope // 64)
+        tl.store(scales + entry * scale_width + row, tl.reshape(exponent, [BLOCK // 64]), row < nope // 64)
     if FORM == 2:
         exponent = block_exponent(x, 0, E4M3_LARGEST * _KEY, E4M3_LARGEST)
         codes = code(narrow(x * power_of_two(254 - exponent), 3, 7), 3, 7, 7)
@@ -128,13 +128,12 @@ def _stored(
         tl.store(scales + entry, power_of_two(exponent))
     if FORM == 3:
         group = tl.reshape(x, [BLOCK // 32, 32])
-        exponent = block_exponent(group, 1, E2M1_LARGEST * _KEY, E2M1_LARGEST)
-        codes = code(narrow(group * power_of_two(254 - exponent)[:, None], 1, 1), 1, 1, 3)
+        codes, exponent = encoded(group, 1, E2M1_LARGEST * _KEY, E2M1_LARGEST, 1, 1, 3)
         low, high = tl.split(tl.reshape(codes, [BLOCK // 2, 2]))
         pair = tl.arange(0, BLOCK // 2)
-        tl.store(values + entry * (width // 2) + pair, (low | (high << 4)).to(tl.uint8), pair < width // 2)
+        tl.store(values + entry * (width // 2) + pair, low | (high << 4), pair < width // 2)
         row = tl.arange(0, BLOCK // 32)
-        tl.store(scales + entry * scale_width + row, exponent.to(tl.uint8), row < width // 32)
+        tl.store(scales + entry * scale_width + row, tl.reshape(exponent, [BLOCK // 32]), row < width // 32)
 
 
 @triton.jit

@@ -6,6 +6,8 @@ needs, a program finds its expert from the counts, and those that find none retu
 itself, so that the sum over a token's slots runs in ascending order of experts, whatever finishes first.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -14,11 +16,23 @@ from torch import Tensor
 from kernels.experts.reference import ExpertOutputs, Experts
 from kernels.formats.groups import LINEAR_GROUP
 from kernels.formats.stored import Apart, Fp4, Fp8, Stack, Weight, members
-from kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, simulated
+from kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, encoded, simulated
 from kernels.formats.triton_rounding import UPCAST, rounded
-from kernels.linear.triton import linear
-from kernels.linear.weight_tiles import Planes, inputs, multiplied, narrow, operand, planes
-from kernels.quantise.triton import simulate_fp8
+from kernels.linear.triton import FEW, PROGRAMS, linear
+from kernels.linear.weight_tiles import (
+    COUNTERS,
+    Planes,
+    arrived_last,
+    counters,
+    input_powers,
+    inputs,
+    multiplied,
+    narrow,
+    operand,
+    planes,
+    summed,
+)
+from kernels.quantise.triton import fp8_codes, simulate_fp8
 from kernels.swiglu.triton import activation, swiglu
 
 ROWS = 128  # of a matrix per program: one block of `deployed` rounding, whose largest number must be known
@@ -62,9 +76,10 @@ def _located(block, starts, counts, experts, EXPERTS: tl.constexpr, TOKENS: tl.c
 
 @triton.jit
 def _gate_up(
-    x, weights, order, starts, counts, data1, scale1, global1, data3, scale3, global3, out,
-    slots, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride, limit,
-    FORM: tl.constexpr, ROUND: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    x, powers, weights, order, starts, counts, data1, scale1, global1, data3, scale3, global3, out, out_powers,
+    parts, counters, pairs, slots, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride,
+    each, limit,
+    SPLIT: tl.constexpr, FORM: tl.constexpr, ROUND: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     expert, place, inside = _located(tl.program_id(1), starts, counts, experts, EXPERTS, TOKENS)
@@ -77,34 +92,55 @@ def _gate_up(
     data1, data3 = data1 + wide * jump, data3 + wide * jump
     scale1, scale3 = scale1 + wide * scale_jump, scale3 + wide * scale_jump
     gate, up = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
-    for step in range(tl.cdiv(columns, BLOCK)):
+    begin = tl.program_id(2) * each
+    for step in range(begin, tl.minimum(tl.cdiv(columns, BLOCK), begin + each)):
         part = inputs(x, token, inside, columns, step, BLOCK, OPERAND)
+        power = input_powers(powers, token, inside, columns, step, BLOCK) if part.dtype == tl.uint8 else None
         gate = multiplied(
-            gate, part, data1, scale1, row, there, width, scale_width, stride, scale_stride, step,
+            gate, part, power, data1, scale1, row, there, width, scale_width, stride, scale_stride, step,
             FORM, BLOCK, OPERAND, UPCAST,
         )  # fmt: skip
         up = multiplied(
-            up, part, data3, scale3, row, there, width, scale_width, stride, scale_stride, step,
+            up, part, power, data3, scale3, row, there, width, scale_width, stride, scale_stride, step,
             FORM, BLOCK, OPERAND, UPCAST,
         )  # fmt: skip
-    if FORM == "nvfp4":
-        gate *= tl.load(global1 + expert)
-        up *= tl.load(global3 + expert)
-    DTYPE: tl.constexpr = out.dtype.element_ty
-    gate, up = rounded(gate, DTYPE, UPCAST).to(tl.float32), rounded(up, DTYPE, UPCAST).to(tl.float32)
-    inner = activation(gate, up, limit) * tl.load(weights + pair, inside, 0.0)[None, :]
-    if ROUND:
-        inner = simulated(rounded(inner, DTYPE, UPCAST).to(tl.float32), 0, E4M3_SMALLEST, E4M3_LARGEST, 3, 7)
-    target = out + place.to(tl.int64)[None, :] * rows + row[:, None]
-    tl.store(target, rounded(inner, DTYPE, UPCAST), there[:, None] & inside[None, :])
+    at, mask = place.to(tl.int64)[None, :] * rows + row[:, None], there[:, None] & inside[None, :]
+    last = True
+    if SPLIT:
+        size, splits = pairs * rows, tl.num_programs(2)
+        own = parts + tl.program_id(2).to(tl.int64) * size
+        tl.store(own + at, gate, mask)
+        tl.store(own + splits.to(tl.int64) * size + at, up, mask)
+        last = arrived_last(counters, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), splits)
+        if last:
+            gate = summed(parts, at, mask, splits, size)
+            up = summed(parts + splits.to(tl.int64) * size, at, mask, splits, size)
+    if last:
+        if FORM == "nvfp4":
+            gate *= tl.load(global1 + expert)
+            up *= tl.load(global3 + expert)
+        DTYPE: tl.constexpr = tl.bfloat16 if out.dtype.element_ty == tl.uint8 else out.dtype.element_ty
+        gate, up = rounded(gate, DTYPE, UPCAST).to(tl.float32), rounded(up, DTYPE, UPCAST).to(tl.float32)
+        inner = activation(gate, up, limit) * tl.load(weights + pair, inside, 0.0)[None, :]
+        if ROUND:
+            inner = rounded(inner, DTYPE, UPCAST).to(tl.float32)
+        if out.dtype.element_ty == tl.uint8:  # ROWS is the group of 128
+            codes, exponent = encoded(inner, 0, E4M3_SMALLEST, E4M3_LARGEST, 3, 7, 7)
+            tl.store(out + at, codes, mask)
+            target = place.to(tl.int64)[None, :] * (rows // 128) + tl.program_id(0)
+            tl.store(out_powers + target, exponent, inside[None, :])
+        else:
+            if ROUND:
+                inner = simulated(inner, 0, E4M3_SMALLEST, E4M3_LARGEST, 3, 7)
+            tl.store(out + at, rounded(inner, DTYPE, UPCAST), mask)
 
 
 @triton.jit
 def _down(
-    x, order, starts, counts, data, scale, global_scale, out,
-    experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride,
-    FORM: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    OPERAND: tl.constexpr, UPCAST: tl.constexpr,
+    x, powers, order, starts, counts, data, scale, global_scale, out, parts, counters,
+    pairs, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride, each,
+    SPLIT: tl.constexpr, FORM: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, OPERAND: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     expert, place, inside = _located(tl.program_id(1), starts, counts, experts, EXPERTS, TOKENS)
     if expert >= experts:
@@ -113,17 +149,27 @@ def _down(
     there, wide = row < rows, expert.to(tl.int64)
     data, scale = data + wide * jump, scale + wide * scale_jump
     total = tl.zeros([ROWS, TOKENS], tl.float32)
-    for step in range(tl.cdiv(columns, BLOCK)):
-        part = inputs(x, place.to(tl.int64) * columns, inside, columns, step, BLOCK, OPERAND)
+    begin, start = tl.program_id(2) * each, place.to(tl.int64) * columns
+    for step in range(begin, tl.minimum(tl.cdiv(columns, BLOCK), begin + each)):
+        part = inputs(x, start, inside, columns, step, BLOCK, OPERAND)
+        power = input_powers(powers, start, inside, columns, step, BLOCK) if part.dtype == tl.uint8 else None
         total = multiplied(
-            total, part, data, scale, row, there, width, scale_width, stride, scale_stride, step,
+            total, part, power, data, scale, row, there, width, scale_width, stride, scale_stride, step,
             FORM, BLOCK, OPERAND, UPCAST,
         )  # fmt: skip
     if FORM == "nvfp4":
         total *= tl.load(global_scale + expert)
     pair = tl.load(order + place, inside, 0).to(tl.int64)
-    target = out + pair[None, :] * rows + row[:, None]
-    tl.store(target, rounded(total, out.dtype.element_ty, UPCAST), there[:, None] & inside[None, :])
+    at, mask = pair[None, :] * rows + row[:, None], there[:, None] & inside[None, :]
+    last = True
+    if SPLIT:
+        size, splits = pairs * rows, tl.num_programs(2)
+        tl.store(parts + tl.program_id(2).to(tl.int64) * size + at, total, mask)
+        last = arrived_last(counters, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), splits)
+        if last:
+            total = summed(parts, at, mask, splits, size)
+    if last:
+        tl.store(out + at, rounded(total, out.dtype.element_ty, UPCAST), mask)
 
 
 @triton.jit
@@ -198,17 +244,35 @@ def _write_outputs(
     blocks = min(pairs, (pairs + held * (tokens - 1)) // tokens)  # a block may lack all but one of its tokens
     gate, up, down = planes(w1), planes(w3), planes(w2)
     assert _layout(gate) == _layout(up), "w1 and w3 lie differently"
-    x = simulate_fp8(x, LINEAR_GROUP) if deployed and isinstance(w1, Fp8 | Fp4) else x.contiguous()
-    middle = x.new_empty(pairs, inner)
-    rounding = deployed and isinstance(w2, Fp8 | Fp4)
-    assert not rounding or inner % LINEAR_GROUP == 0, f"{inner} columns are no multiple of the group of {LINEAR_GROUP}"
-    _gate_up[triton.cdiv(inner, ROWS), blocks](
-        x, weights, *where, *gate[1:], *up[1:], middle, slots, held, inner, hidden, *_layout(gate), float(limit),
-        ROUND=rounding, **_constants(x, w1, gate.form, held, tokens),
+    rounds, rounds_inner = (deployed and isinstance(w, Fp8 | Fp4) for w in (w1, w2))
+    assert not rounds_inner or inner % LINEAR_GROUP == 0, f"{inner} columns are no multiple of {LINEAR_GROUP}"
+    first_constants, constants = (
+        _constants(x, w, form, held, tokens) for w, form in ((w1, gate.form), (w2, down.form))
+    )
+    first_cut = _cut(t, slots, inner, hidden, first_constants["BLOCK"])
+    cut = _cut(t, slots, hidden, inner, constants["BLOCK"])
+    assert blocks * triton.cdiv(max(inner, hidden), ROWS) <= COUNTERS or first_cut.splits == cut.splits == 1
+    size = max(2 * inner * first_cut.sums, hidden * cut.sums)
+    sums = torch.empty(pairs * size, dtype=torch.float32, device=x.device)
+    if rounds and _as_codes(x, w1):
+        given, powers = fp8_codes(x, LINEAR_GROUP)
+    else:
+        given = powers = simulate_fp8(x, LINEAR_GROUP) if rounds else x.contiguous()
+    if rounds_inner and _as_codes(x, w2):
+        middle, middle_powers = (
+            torch.empty(pairs, wide, dtype=torch.uint8, device=x.device) for wide in (inner, inner // LINEAR_GROUP)
+        )
+    else:
+        middle = middle_powers = x.new_empty(pairs, inner)
+    tiles = counters(x.device)
+    _gate_up[triton.cdiv(inner, ROWS), blocks, first_cut.splits](
+        given, powers, weights, *where, *gate[1:], *up[1:], middle, middle_powers, sums, tiles, pairs, slots, held,
+        inner, hidden, *_layout(gate), first_cut.steps, float(limit), SPLIT=first_cut.splits > 1, ROUND=rounds_inner,
+        **first_constants,
     )  # fmt: skip
-    _down[triton.cdiv(hidden, ROWS), blocks](
-        middle, *where, *down[1:], y, held, hidden, inner, *_layout(down),
-        **_constants(x, w2, down.form, held, tokens),
+    _down[triton.cdiv(hidden, ROWS), blocks, cut.splits](
+        middle, middle_powers, *where, *down[1:], y, sums, tiles, pairs, held, hidden, inner, *_layout(down),
+        cut.steps, SPLIT=cut.splits > 1, **constants,
     )  # fmt: skip
 
 
@@ -225,10 +289,47 @@ def experts_scratch(
 def expert_outputs_scratch(
     tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
 ) -> int:
-    """Bytes allocated in `expert_outputs`: sorted pairs, rounded inputs, and both products of every pair."""
-    pairs = tokens * slots
+    """Bytes allocated in `expert_outputs` of up to so many tokens; where inputs are codes it is less.
+
+    Sorted pairs, rounded inputs, both products of every pair, and of few tokens the sums of split columns.
+    """
+    pairs, few = tokens * slots, min(tokens, FEW)
+    block = 32 if item == 4 or form in ("F16", "F32") else 64 if form == "BF16" else 128
+    up, down = _cut(few, slots, inner, hidden, block), _cut(few, slots, hidden, inner, block)
     rounded_inputs = tokens * hidden * item if deployed and form in ("FP8", "FP8_F32", "FP4") else 0
-    return (pairs + 2 * experts) * 4 + rounded_inputs + pairs * (inner + hidden) * item
+    sums = few * slots * max(2 * inner * up.sums, hidden * down.sums) * 4
+    whole = (pairs + 2 * experts) * 4 + rounded_inputs + pairs * (inner + hidden) * item
+    return whole + sums if tokens <= FEW else max(whole, whole + sums - (pairs - few * slots) * (inner + hidden) * item)
+
+
+class _Cut(NamedTuple):
+    """How the columns of a product are split."""
+
+    splits: int
+    steps: int  # of a split
+
+    @property
+    def sums(self) -> int:
+        """Sums that are stored for each number."""
+        return self.splits if self.splits > 1 else 0
+
+
+def _cut(t: int, slots: int, rows: int, columns: int, block: int) -> _Cut:
+    """Split columns so that one token's programs fill the machine; of up to FEW tokens as of one, of more not at all.
+
+    So the numbers of a token of a few do not depend on how many others there are.
+    """
+    steps = triton.cdiv(columns, block)
+    splits = min(triton.cdiv(PROGRAMS, triton.cdiv(rows, ROWS) * slots), steps // 4) if t <= FEW else 1
+    each = triton.cdiv(steps, max(1, splits))
+    return _Cut(triton.cdiv(steps, each), each)
+
+
+def _as_codes(x: Tensor, weight: Weight) -> bool:
+    """Whether rounded inputs are multiplied as codes: beside E2M1 by Blackwell's tensor cores, and the interpreter."""
+    if not isinstance(weight, Fp4) or x.dtype != torch.bfloat16:
+        return False
+    return UPCAST or triton.runtime.driver.active.get_current_target().arch >= 100
 
 
 def _tokens(pairs: int, experts: int) -> int:
@@ -243,7 +344,7 @@ def _layout(stored: Planes) -> tuple[int, ...]:
     return data.shape[2], scale.shape[2], data.stride(0), data.stride(1), scale.stride(0), scale.stride(1)
 
 
-def _constants(x: Tensor, weight: Weight, form: str, experts: int, tokens: int) -> dict[str, object]:
+def _constants(x: Tensor, weight: Weight, form: str, experts: int, tokens: int) -> dict[str, Any]:
     """What a kernel is compiled for. fp32 operands, which no tensor core takes unrounded, have narrow steps."""
     wide = not narrow(x, weight)
     return {

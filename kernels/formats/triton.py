@@ -77,6 +77,17 @@ def code(value, MANTISSA: tl.constexpr, BIAS: tl.constexpr, SIGN: tl.constexpr):
 
 
 @triton.jit
+def encoded(
+    x, AXIS: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    SIGN: tl.constexpr,
+):  # fmt: skip
+    """Bytes of `simulated`: codes, and of each block the E8M0 code of its scale, with an axis of one."""
+    exponent = tl.expand_dims(block_exponent(x, AXIS, SMALLEST, LARGEST), AXIS)
+    codes = code(narrow(x * power_of_two(254 - exponent), MANTISSA, BIAS), MANTISSA, BIAS, SIGN)
+    return codes.to(tl.uint8), exponent.to(tl.uint8)
+
+
+@triton.jit
 def simulated(
     x, AXIS: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr
 ):

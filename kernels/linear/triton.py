@@ -1,8 +1,7 @@
 """Matrix products with weights in their stored form: tiles decoded in registers, the columns split where rows are few.
 
-A split of the columns leaves its sum in fp32 scratch; a second launch adds the splits in their order. How many there
-are follows from the shapes alone, and up to FEW tokens from the weight's shape alone: there a token's numbers do not
-depend on how many others there are.
+How many splits there are follows from the shapes alone, and up to FEW tokens from the weight's shape alone: there a
+token's numbers do not depend on how many others there are.
 """
 
 from functools import cache
@@ -15,7 +14,17 @@ from torch import Tensor
 
 from kernels.formats.stored import Weight
 from kernels.formats.triton_rounding import UPCAST, rounded
-from kernels.linear.weight_tiles import inputs, multiplied, narrow, operand, planes
+from kernels.linear.weight_tiles import (
+    COUNTERS,
+    arrived_last,
+    counters,
+    inputs,
+    multiplied,
+    narrow,
+    operand,
+    planes,
+    summed,
+)
 
 FEW = 16  # tokens that fit the narrowest tile: the time is that of reading the weight
 PROGRAMS = 264  # wanted in flight: two for each multiprocessor of an H200
@@ -34,8 +43,9 @@ class Tile(NamedTuple):
 
 @triton.jit
 def _linear(
-    x, data, scale, global_scale, out, t, rank, columns, width, scale_width, stride, scale_stride, groups, each,
-    FORM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    x, data, scale, global_scale, out, parts, counters, t, rank, columns, width, scale_width, stride, scale_stride,
+    groups, each,
+    SPLIT: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     OPERAND: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
@@ -49,24 +59,21 @@ def _linear(
     for step in range(split * each, tl.minimum(tl.cdiv(columns, BLOCK), (split + 1) * each)):
         part = inputs(x, place, inside, columns, step, BLOCK, OPERAND)
         total = multiplied(
-            total, part, data, scale, row, there, width, scale_width, stride, scale_stride, step,
+            total, part, None, data, scale, row, there, width, scale_width, stride, scale_stride, step,
             FORM, BLOCK, OPERAND, UPCAST,
         )  # fmt: skip
     if FORM == "nvfp4":
         total *= tl.load(global_scale)
     rows = groups * rank
-    target = out + (split.to(tl.int64) * t + token.to(tl.int64))[None, :] * rows + row[:, None]
-    tl.store(target, rounded(total, out.dtype.element_ty, UPCAST), there[:, None] & inside[None, :])
-
-
-@triton.jit
-def _sum_splits(parts, out, size, splits, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for _ in range(splits):
-        total += tl.load(parts + place, place < size, 0.0)
-        parts += size
-    tl.store(out + place, rounded(total, out.dtype.element_ty, UPCAST), place < size)
+    target, mask = token.to(tl.int64)[None, :] * rows + row[:, None], there[:, None] & inside[None, :]
+    if SPLIT:
+        size, splits = t * rows, tl.num_programs(2)
+        tl.store(parts + split.to(tl.int64) * size + target, total, mask)
+        if arrived_last(counters, tl.program_id(0) * tl.num_programs(1) + tl.program_id(1), splits):
+            total = summed(parts, target, mask, splits, size)
+            tl.store(out + target, rounded(total, out.dtype.element_ty, UPCAST), mask)
+    else:
+        tl.store(out + target, rounded(total, out.dtype.element_ty, UPCAST), mask)
 
 
 def linear(x: Tensor, weight: Weight, *, wide: bool = False) -> Tensor:
@@ -90,19 +97,16 @@ def _product(x: Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> Tens
     form, data, scale, global_scale = planes(weight)
     tile = _tile(form, t, wide=not narrow(x, weight))
     grid, each = _grid(t, groups, rows // groups, columns, tile)
-    splits = grid[2]
-    target = out if splits == 1 else torch.empty(splits, *out.shape, dtype=torch.float32, device=x.device)
+    split = grid[2] > 1
+    parts = torch.empty(grid[2], *out.shape, dtype=torch.float32, device=x.device) if split else out
+    assert not split or grid[0] * grid[1] <= COUNTERS, f"{grid} tiles"
     constants = {"FORM": form, "ROWS": tile.rows, "TOKENS": tile.tokens, "BLOCK": tile.columns, "UPCAST": UPCAST}
     _linear[grid](
-        x, data, scale, global_scale, target, t, rows // groups, columns, data.shape[-1], scale.shape[-1],
-        data.stride(0), scale.stride(0), groups, each, **constants, OPERAND=operand(x, weight),
+        x, data, scale, global_scale, out, parts, counters(x.device), t, rows // groups, columns, data.shape[-1],
+        scale.shape[-1], data.stride(0), scale.stride(0), groups, each, SPLIT=split, **constants,
+        OPERAND=operand(x, weight),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
-    if splits > 1:
-        summed = (triton.cdiv(out.numel(), 1024),)
-        _sum_splits[summed](
-            target, out, out.numel(), splits, BLOCK=1024, UPCAST=UPCAST, num_warps=4, enable_fp_fusion=False
-        )
     return out
 
 

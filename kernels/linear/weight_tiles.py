@@ -1,17 +1,22 @@
-"""Tiles of stored weights, decoded in registers and multiplied: what `linear` and `experts` have in common.
+"""Tiles of stored weights, multiplied as they are stored, and sums of split columns: of `linear` and of `experts`.
 
 A tile of W is the left operand of a product ``W x^T``: rows of W fill the tensor core's long side, so that a few tokens
 cost no more than the bytes of W. It is decoded to bfloat16 where nothing is lost by it, and it never is for bfloat16 x:
 
-- Fp4: two bits of mantissa times a power of two.
+- Fp4: two bits of mantissa times a power of two; the compiler has a product of this format. Where x is codes of E4M3
+  with a power of two for each 128 columns, which is what deployed numerics round it to, Blackwell multiplies both as
+  they are. Under the smallest scale, 2^-127, an older compiler (Triton 3.6) counts weights as 0.
 - NvFp4: 2 bits times the 4 of the block's scale are at most 6. The scale of the matrix multiplies the sum, in fp32.
 - Fp8: the values themselves. The block's scale, whichever form it has, multiplies the sum over the block's 128 columns,
   in fp32 (the sum of ``x W`` before the scale must stay below 3e38).
 
 Other operands (fp32 x, matrices stored in F16 or F32) are multiplied in fp32, with no rounding before the sum.
+
+Where columns are split, a program leaves its sum in fp32, and the last of a tile adds all of them in their order.
 """
 
-from typing import NamedTuple
+from functools import cache
+from typing import Final, NamedTuple
 
 import torch
 import triton
@@ -59,20 +64,63 @@ def operand(x: Tensor, weight: Weight) -> tl.dtype:
     return tl.bfloat16 if narrow(x, weight) and not UPCAST else tl.float32
 
 
+COUNTERS: Final = 1 << 16  # tiles of split columns in one launch, at most
+
+
+@cache
+def counters(device: torch.device) -> Tensor:
+    """How many programs have arrived at each tile, [COUNTERS] int32: zero between launches, which follow each other.
+
+    Made once for a device, before anything is captured there.
+    """
+    return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
+
+
+@triton.jit
+def arrived_last(counters, tile, splits):
+    """Whether this program is the last of a tile's to have stored its sum, so that it may read those of all."""
+    tl.debug_barrier()  # what all threads stored comes before the count
+    last = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu") == splits - 1
+    if last:
+        tl.store(counters + tile, 0)
+    return last
+
+
+@triton.jit
+def summed(parts, place, mask, splits, size):
+    """Sums of all splits, `size` numbers apart, added in their order; from L2, where other programs' stores are."""
+    total = tl.zeros(place.shape, tl.float32)
+    for _ in range(splits):
+        total += tl.load(parts + place, mask, 0.0, cache_modifier=".cg")
+        parts += size
+    return total
+
+
 @triton.jit
 def inputs(x, place, inside, columns, step, BLOCK: tl.constexpr, OPERAND: tl.constexpr):
-    """BLOCK columns of rows of x, transposed: [BLOCK, tokens]; `place` [tokens] is where rows begin."""
+    """BLOCK columns of rows of x, transposed: [BLOCK, tokens]; codes stay codes. `place` [tokens]: where rows begin."""
     column = step * BLOCK + tl.arange(0, BLOCK)
     mask = (column < columns)[:, None] & inside[None, :]
-    return tl.load(x + place[None, :] + column[:, None], mask, 0.0).to(OPERAND)
+    found = tl.load(x + place[None, :] + column[:, None], mask, 0)
+    return found if found.dtype == tl.uint8 else found.to(OPERAND)
+
+
+@triton.jit
+def input_powers(powers, place, inside, columns, step, BLOCK: tl.constexpr):
+    """E8M0 of `inputs` that are codes, one for 128 columns, told for each 32: [tokens, BLOCK / 32]."""
+    group = (step * (BLOCK // 32) + tl.arange(0, BLOCK // 32)) // 4
+    mask = inside[:, None] & (group < columns // 128)[None, :]
+    return tl.load(powers + (place // 128)[:, None] + group[None, :], mask, 127)
 
 
 @triton.jit
 def multiplied(
-    total, x, data, scale, row, there, width, scale_width, stride, scale_stride, step,
+    total, x, powers, data, scale, row, there, width, scale_width, stride, scale_stride, step,
     FORM: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """`total` [rows, tokens] plus BLOCK columns of rows of W times `inputs`; of Fp8, BLOCK divides 128.
+
+    `powers` are `input_powers` where inputs are codes.
 
     `width` and `scale_width`: columns of `data` and of `scale` as stored. Places are multiples of `step`, and masks
     compare with arguments of the kernel: of a quotient the compiler would not know that 16 bytes may be read at once.
@@ -89,6 +137,16 @@ def multiplied(
         if scale.dtype.element_ty == tl.uint8:
             s = e8m0(s)
         total += tl.dot(e4m3(w, OPERAND, UPCAST), x, input_precision="ieee") * s[:, None]
+    elif FORM == "fp4" and x.dtype != tl.float32:
+        byte = step * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
+        w = tl.load(start + byte[None, :], there[:, None] & (byte < width)[None, :], 0)
+        group = step * (BLOCK // 32) + tl.arange(0, BLOCK // 32)
+        mask = there[:, None] & (group < scale_width)[None, :]
+        s = tl.load(scale + row.to(tl.int64)[:, None] * scale_stride + group[None, :], mask, 0)
+        if x.dtype == tl.uint8:
+            total = tl.dot_scaled(w, s, "e2m1", x, powers, "e4m3", total)
+        else:
+            total = tl.dot_scaled(w, s, "e2m1", x, None, "bf16", total)
     else:
         SHARED: tl.constexpr = 16 if FORM == "fp4" else 8  # bytes under one scale
         ROWS: tl.constexpr = row.shape[0]

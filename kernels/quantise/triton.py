@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.formats.triton import E4M3_SMALLEST, simulated
+from kernels.formats.triton import E4M3_SMALLEST, encoded, simulated
 from kernels.formats.triton_rounding import UPCAST, rounded, widened
 from kernels.quantise.reference import E2M1_MAX, E4M3_MAX
 
@@ -41,15 +41,20 @@ def walsh(x, ROWS: tl.constexpr, D: tl.constexpr, LOG: tl.constexpr):
 
 @triton.jit
 def _simulate(
-    x, out, blocks, GROUP: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, UPCAST: tl.constexpr,
-    SMALLEST: tl.constexpr, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    x, out, powers, blocks, CODES: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
+    UPCAST: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
     inside = (block < blocks) & (column < GROUP)
     wide = widened(tl.load(x + block * GROUP + column, inside, 0.0), UPCAST)
-    wide = simulated(wide, 1, SMALLEST, LARGEST, MANTISSA, BIAS)
-    tl.store(out + block * GROUP + column, rounded(wide, out.dtype.element_ty, UPCAST), inside)
+    if CODES:
+        codes, exponent = encoded(wide, 1, SMALLEST, LARGEST, MANTISSA, BIAS, 7)
+        tl.store(out + block * GROUP + column, codes, inside)
+        tl.store(powers + block, exponent, block < blocks)
+    else:
+        wide = simulated(wide, 1, SMALLEST, LARGEST, MANTISSA, BIAS)
+        tl.store(out + block * GROUP + column, rounded(wide, out.dtype.element_ty, UPCAST), inside)
 
 
 @triton.jit
@@ -100,16 +105,30 @@ def simulate_fp4(x: Tensor, group: int = 32) -> Tensor:
 
 
 def _simulated(x: Tensor, group: int, form: dict[str, float]) -> Tensor:
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch(x, out, out, group, form)
+    return out
+
+
+def fp8_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """What `simulate_fp8` rounds `x` [..., d] to, as bytes: codes of E4M3 [..., d] and of E8M0 [..., d / group]."""
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    powers = torch.empty(*x.shape[:-1], x.shape[-1] // group, dtype=torch.uint8, device=x.device)
+    _launch(x, codes, powers, group, E4M3)
+    return codes, powers
+
+
+def _launch(x: Tensor, out: Tensor, powers: Tensor, group: int, form: dict[str, float]) -> None:
     assert x.shape[-1] % group == 0, f"{x.shape[-1]} columns are no multiple of the group of {group}"
     x = x.contiguous()
-    out = torch.empty_like(x)
     blocks = x.numel() // group
     if blocks:
         padded = triton.next_power_of_2(group)
         rows = max(1, TILE // padded)
         constants = {"GROUP": group, "PADDED": padded, "ROWS": rows, "UPCAST": UPCAST, **form}
-        _simulate[(triton.cdiv(blocks, rows),)](x, out, blocks, **constants, num_warps=WARPS, enable_fp_fusion=False)
-    return out
+        _simulate[(triton.cdiv(blocks, rows),)](
+            x, out, powers, blocks, CODES=powers is not out, **constants, num_warps=WARPS, enable_fp_fusion=False
+        )
 
 
 def hadamard(x: Tensor) -> Tensor:

@@ -264,6 +264,24 @@ def test_tokens_none_of_whose_experts_is_here_add_nothing(ops, dtype):
     assert torch.equal(ops.experts(x, ids, weights, one, one, one, 1.0, 2, deployed=False), torch.zeros(3, 32))
 
 
+@pytest.mark.parametrize(("form", "deployed"), [("fp4", True), ("fp4", False), ("nvfp4", True), ("bf16", False)])
+def test_triton_splits_the_columns_of_few_tokens_and_adds_in_one_order(form, deployed):
+    """Sums of a few bits, which are exact; and of numbers that round: a token has the same bits alone as with others."""
+    triton = pytest.importorskip("kernels.triton_ops", reason=NO_TRITON).TRITON
+    kernel = pytest.importorskip("kernels.experts.triton", reason=NO_TRITON)
+    assert [kernel._cut(t, 2, 128, 1024, 128).splits for t in (1, 16, 17)] == [2, 2, 1]
+    made, (x, ids, weights) = layer(form, 2, 1024, 1024, 4), tokens(3, 2, 1024, 3, 5)
+    assert_summed(triton, form, made, x, ids, weights, deployed=deployed)
+    x = torch.randn(3, 1024, generator=seeded(6)).bfloat16()
+    together = triton.experts(x, ids, weights, *made[0], LIMIT, 0, deployed=deployed)
+    alone = [
+        triton.experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], *made[0], LIMIT, 0, deployed=deployed)
+        for i in range(3)
+    ]
+    assert torch.equal(together, torch.cat(alone))
+    assert not pytest.importorskip("kernels.linear.weight_tiles").counters(x.device).any()
+
+
 def test_columns_that_cut_a_rounded_block_are_refused(ops):
     stacks, _ = layer("fp4", 2, 32, 32, 0)
     with pytest.raises(AssertionError, match="128"):
