@@ -10,6 +10,7 @@ A faulty part is a subclass, and the part that is there becomes one: everything 
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -1664,8 +1665,9 @@ def drawing(keep: Nucleus, *, cold: bool = False) -> Callable[[Parts], Parts]:
             heated = (order.values - order.values[0]) / sampling.temperature
             kept = keep((order.values if cold else heated).softmax(0), sampling.top_p)
             kept[0] = True  # the likeliest stays, whatever its mass
-            masses = heated.exp().where(kept, 0.0)
-            return int(order.indices[torch.multinomial(masses, 1, generator=generator)])
+            # drawn as ever among those that stay, so that the nucleus is all that differs
+            among = logits.index_fill(0, order.indices[~kept], torch.finfo(logits.dtype).min)
+            return parts.sample(among, replace(sampling, top_p=1.0), generator)
 
         return parts._replace(sample=sample)
 
