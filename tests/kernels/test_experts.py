@@ -266,7 +266,7 @@ def test_tokens_none_of_whose_experts_is_here_add_nothing(ops, dtype):
 
 @pytest.mark.parametrize(("form", "deployed"), [("fp4", True), ("fp4", False), ("nvfp4", True), ("bf16", False)])
 def test_triton_splits_the_columns_of_few_tokens_and_adds_in_one_order(form, deployed):
-    """Sums of a few bits, which are exact; and of numbers that round: a token has the same bits alone as with others."""
+    """Sums of a few bits, which are exact; and of numbers that round: a token has the same bits alone too."""
     triton = pytest.importorskip("kernels.triton_ops", reason=NO_TRITON).TRITON
     kernel = pytest.importorskip("kernels.experts.triton", reason=NO_TRITON)
     assert [kernel._cut(t, 2, 128, 1024, 128).splits for t in (1, 16, 17)] == [2, 2, 1]

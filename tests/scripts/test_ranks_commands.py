@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from runtime.group.failures import RUNNING
@@ -87,6 +88,13 @@ def test_a_broken_environment_is_one_line_for_each_process(tmp_path):
         assert run.console == ["environment: MASTER_PORT='no': want 1 to 65535"] * 2
 
 
+def rows_matter():
+    """Whether torch's product of each token with its own keys depends, on this machine, on how many heads it has."""
+    draw = torch.Generator().manual_seed(0)
+    q, keys = torch.randn(146, 4, 128, generator=draw), torch.randn(146, 16, 128, generator=draw)
+    return not (q @ keys.mT)[:, :2].equal(q[:, :2].contiguous() @ keys.mT)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dispatch", ["all-reduce", "all-to-all"])
 def test_logits_are_written_once_and_are_those_of_one_rank(tmp_path, dispatch):
@@ -96,7 +104,11 @@ def test_logits_are_written_once_and_are_those_of_one_rank(tmp_path, dispatch):
     assert done.returncode == 0, done.stderr
     assert logits.main([*flags, str(tmp_path / "alone")]) == 0
     alone, both = load_file(tmp_path / "alone")["logits"], load_file(tmp_path / "both")["logits"]
-    assert both.equal(alone)
+    if rows_matter():  # as README says; a rounding of bf16 then falls to the other side here and there
+        assert (both - alone).abs().max() <= 2.0**-6 * alone.abs().max()
+        assert (both.argmax(1) == alone.argmax(1)).float().mean() > 0.95
+    else:
+        assert both.equal(alone)
     assert done.stderr.count("logits [146, ") == 1
     assert not list(tmp_path.glob("*.partial"))
 
