@@ -20,7 +20,7 @@ from kernels.attention import triton as attention
 from kernels.compress import reference as compress_reference
 from kernels.compress import triton as compress
 from kernels.experts import triton as experts
-from kernels.gate import reference as gate
+from kernels.gate import triton as gate
 from kernels.hyper import triton as hyper
 from kernels.hyper import triton_streams as streams
 from kernels.indexer import cpu as indexer_tiles
@@ -37,6 +37,7 @@ TRITON = CPU._replace(
     rms_norm=norm.rms_norm,
     rotate=activations.rotate,
     rotate_halves=activations.rotate_halves,
+    norm_rotate=activations.norm_rotate,
     simulate_fp8=activations.simulate_fp8,
     simulate_fp4=activations.simulate_fp4,
     hadamard=activations.hadamard,

@@ -25,7 +25,7 @@ from kernels.formats.triton import (
 )
 from kernels.formats.triton_rounding import UPCAST, rounded
 from kernels.position import position
-from kernels.quantise.triton import held, walsh
+from kernels.quantise.triton import held, kv_rounded, turned, walsh
 
 TOKENS = 16  # of a tile of the pool
 COLUMNS = 128  # of a program of the second launch
@@ -88,12 +88,9 @@ def _finished(
     turns = (pair >= 0) & (pair < half)
     angle = position.to(tl.float32) * tl.load(freqs + pair, turns, 0.0)
     c, s = tl.cos(angle), tl.sin(angle)
-    a, b = tl.split(tl.reshape(x, [BLOCK // 2, 2]))
-    turned = tl.join(tl.where(turns, a * c - b * s, a), tl.where(turns, a * s + b * c, b))
-    x = held(tl.reshape(turned, [BLOCK]), DTYPE, UPCAST)
+    x = held(turned(x, c, s, turns, BLOCK), DTYPE, UPCAST)
     if ROUNDING == 1:
-        group = simulated(tl.reshape(x, [BLOCK // 64, 64]), 1, E4M3_SMALLEST, E4M3_LARGEST, 3, 7)
-        x = tl.where(column < width - 2 * half, held(tl.reshape(group, [BLOCK]), DTYPE, UPCAST), x)
+        x = kv_rounded(x, width - 2 * half, 64, BLOCK, DTYPE, UPCAST)
     if ROUNDING == 2:
         x = held(walsh(tl.reshape(x, [1, BLOCK]), 1, BLOCK, LOG) * shrink, DTYPE, UPCAST)
         group = simulated(tl.reshape(x, [BLOCK // 32, 32]), 1, E2M1_LARGEST * _KEY, E2M1_LARGEST, 1, 1)
@@ -236,7 +233,7 @@ def compress(
     first = position(first, kv.device)
     if not t:
         return out[:0]
-    values, tail, scales, form = _planes(rows)
+    values, tail, scales, form = planes(rows)
     state = kv.contiguous(), gate.contiguous(), *window, first
     tile = min(TOKENS, triton.next_power_of_2(ratio * series))
     block = max(64 if rounding == "kv" or isinstance(rows, Fp8Entries) else 32, triton.next_power_of_2(width))
@@ -255,7 +252,7 @@ def compress(
     return out[:count]
 
 
-def _planes(rows: Rows) -> tuple[Tensor, Tensor, Tensor, int]:
+def planes(rows: Rows) -> tuple[Tensor, Tensor, Tensor, int]:
     """Planes that the kernel writes: values, rope dims, scales; narrow ones as bytes. A plane that is not there: rows.
 
     And the number of the form.

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.formats.triton import E4M3_SMALLEST, encoded, simulated
+from kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, encoded, simulated
 from kernels.formats.triton_rounding import UPCAST, rounded, widened
 from kernels.quantise.reference import E2M1_MAX, E4M3_MAX
 
@@ -37,6 +37,43 @@ def walsh(x, ROWS: tl.constexpr, D: tl.constexpr, LOG: tl.constexpr):
         a, b = tl.split(tl.reshape(x, [ROWS, D // 2, 2]))
         x = tl.reshape(tl.permute(tl.join(a + b, a - b), (0, 2, 1)), [ROWS, D])
     return x
+
+
+@triton.jit
+def turned(x, c, s, turns, BLOCK: tl.constexpr):
+    """Rotate those pairs of neighbours of fp32 `x` [BLOCK] that `turns` [BLOCK / 2] names, by these angles."""
+    a, b = tl.split(tl.reshape(x, [BLOCK // 2, 2]))
+    both = tl.join(tl.where(turns, a * c - b * s, a), tl.where(turns, a * s + b * c, b))
+    return tl.reshape(both, [BLOCK])
+
+
+@triton.jit
+def kv_rounded(x, count, GROUP: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """Round the first `count` columns of fp32 `x` [BLOCK] to E4M3 blocks of GROUP, and to the run's dtype."""
+    group = simulated(tl.reshape(x, [BLOCK // GROUP, GROUP]), 1, E4M3_SMALLEST, E4M3_LARGEST, 3, 7)
+    return tl.where(tl.arange(0, BLOCK) < count, held(tl.reshape(group, [BLOCK]), DTYPE, UPCAST), x)
+
+
+@triton.jit
+def _norm_rotate(
+    x, weight, cos, sin, out, heads, width, eps, half,
+    WEIGHTED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    wide = widened(tl.load(x + row * width + column, inside, 0.0), UPCAST)
+    wide *= tl.rsqrt(tl.sum(wide * wide) / width + eps)
+    if WEIGHTED:
+        wide *= tl.load(weight + column, inside, 0.0)
+    pair = tl.arange(0, BLOCK // 2) - (width // 2 - half)
+    turns, angle = (pair >= 0) & (pair < half), row // heads * half + pair
+    c, s = tl.load(cos + angle, turns, 1.0), tl.load(sin + angle, turns, 0.0)
+    wide = held(turned(held(wide, DTYPE, UPCAST), c, s, turns, BLOCK), DTYPE, UPCAST)
+    if GROUP > 0:
+        wide = kv_rounded(wide, width - 2 * half, GROUP, BLOCK, DTYPE, UPCAST)
+    tl.store(out + row * width + column, rounded(wide, DTYPE, UPCAST), inside)
 
 
 @triton.jit
@@ -142,6 +179,24 @@ def hadamard(x: Tensor) -> Tensor:
         rows = max(1, TILE // d)
         constants = {"D": d, "LOG": d.bit_length() - 1, "ROWS": rows, "UPCAST": UPCAST}
         _hadamard[(triton.cdiv(n, rows),)](x, out, n, d**-0.5, **constants, num_warps=WARPS, enable_fp_fusion=False)
+    return out
+
+
+def norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv_group: int) -> Tensor:
+    """Norm rows [t, (h,) d], rotate them, round KV where there is a group: `kernels.rope.reference.NormRotate`."""
+    width, half = x.shape[-1], cos.shape[-1]
+    assert 2 * half <= width, f"{half} pairs in {width} columns"
+    assert width % 2 == 0, f"{width} columns"
+    assert not kv_group or (width - 2 * half) % kv_group == 0, f"{width - 2 * half} columns in groups of {kv_group}"
+    x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+    out = torch.empty_like(x)
+    if rows := x.numel() // width:
+        block = max(2, kv_group, triton.next_power_of_2(width))
+        constants = {"WEIGHTED": weight is not None, "GROUP": kv_group, "BLOCK": block, "UPCAST": UPCAST}
+        _norm_rotate[(rows,)](
+            x, weight, cos, sin, out, x.shape[1] if x.ndim == 3 else 1, width, eps, half, **constants,
+            num_warps=max(1, min(8, block // 256)), enable_fp_fusion=False,
+        )  # fmt: skip
     return out
 
 

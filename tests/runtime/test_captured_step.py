@@ -38,11 +38,12 @@ TOKENS = torch.randint(0, 320, (CONTEXT,), generator=torch.Generator().manual_se
 # CSA closes windows at 127 and 131, HCA at 127. In between the eager model takes over.
 RECORDED, REPLAYED, EAGER, STEPPED = 126, range(127, 129), range(129, 131), 131
 # Launches of a step: of Triton's kernels, and of ATen ops that do work. SWA with a hash gate, CSA and HCA with a scored
-# one, and what is outside of layers; of ATen's, about 20 in a layer measure invariants. On 61 layers of V4 a graph has
-# about 80 nodes for each.
-KERNELS, ATEN = 103, 149
+# one, and what is outside of layers.
+KERNELS, ATEN = 113, 52
 # The same of a chunk of prefill, without invariants. One expert after the other it was some 4,000 for each layer of V4.
-CHUNK_KERNELS, CHUNK_ATEN = 107, 142
+CHUNK_KERNELS, CHUNK_ATEN = 100, 114
+# Both, of a layer of each kind in deployed numerics with caches in FP8 and FP4: nodes of a graph
+NODES = {"SWA": (0, 42), "HCA": (128, 57), "CSA": (4, 79)}
 
 
 class Pair(NamedTuple):
@@ -149,6 +150,26 @@ def test_a_chunk_of_any_length_is_launched_without_a_wait(tmp_path):
     kernels, aten = counted[0]
     assert kernels <= CHUNK_KERNELS
     assert aten <= CHUNK_ATEN
+
+
+@pytest.mark.parametrize("kind", NODES)
+def test_nodes_of_a_layer(tmp_path, kind):
+    """What a second layer adds to one that remembers its window alone; cosines of its rotation are made once for all."""
+    ratio, most = NODES[kind]
+    counted = []
+    for ratios in ([0], [0, ratio]):
+        directory = tmp_path / str(len(ratios))
+        config = tiny_config(
+            compress_ratios=ratios, num_hidden_layers=len(ratios), num_hash_layers=0, n_routed_experts=4
+        )
+        write_checkpoint(directory, config, seed=1)
+        model = load(directory, RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4"), TRITON).model
+        step, recorder = Step(model, prefilled(model, TOKENS[:20], 64, 64)), Recorder()
+        step.place(3)
+        with recorder.recording():
+            step.run()
+        counted.append(sum(recorder.kernels.values()) + sum(recorder.names.values()))
+    assert counted[1] - counted[0] <= most
 
 
 def test_recorder_refuses_what_a_capture_refuses(csa):

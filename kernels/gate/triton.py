@@ -1,0 +1,77 @@
+"""Routing in one launch: a program scores a token's experts, takes the best one after the other, and weighs them."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_TAKEN: tl.constexpr = tl.constexpr(-(1 << 31))  # below the key of -inf
+
+
+@triton.jit
+def _scores(logit):
+    """``sqrt(softplus(logit))``; of a small e, log(1 + e) is what the rounding of 1 + e is taken back from."""
+    e = tl.exp(-tl.abs(logit))
+    wide = 1.0 + e
+    log = tl.where(wide == 1.0, e, tl.log(wide) * tl.div_rn(e, tl.where(wide == 1.0, 1.0, wide - 1.0)))
+    positive = tl.where(logit < 0.0, 0.0, logit)  # a comparison, unlike a maximum, keeps NaN
+    return tl.sqrt_rn(positive + log)
+
+
+@triton.jit
+def _route(
+    logits, bias, ids, weights, experts, k, scale,
+    GIVEN: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """Weigh the experts of a token: GIVEN ones, or the k of largest biased score, which are written too."""
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.arange(0, SLOTS)
+    if GIVEN:
+        chosen = tl.load(ids + token * k + slot, slot < k, 0)
+        score = tl.where(slot < k, _scores(tl.load(logits + token * experts + chosen, slot < k, 0.0)), 0.0)
+    else:
+        expert = tl.arange(0, EXPERTS)
+        every = _scores(tl.load(logits + token * experts + expert, expert < experts, 0.0))
+        biased = every + tl.load(bias + expert, expert < experts, 0.0) + 0.0  # -0 is 0
+        bits = biased.to(tl.int32, bitcast=True)
+        key = tl.where(biased == biased, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)  # in order; NaN comes first
+        key = tl.where(expert < experts, key, _TAKEN)
+        chosen, score = tl.zeros([SLOTS], tl.int64), tl.zeros([SLOTS], tl.float32)
+        for turn in range(k):
+            best = tl.min(tl.where(key == tl.max(key, 0), expert, EXPERTS), 0)  # of equal ones the lower
+            chosen = tl.where(slot == turn, best.to(tl.int64), chosen)
+            score = tl.where(slot == turn, tl.sum(tl.where(expert == best, every, 0.0), 0), score)
+            key = tl.where(expert == best, _TAKEN, key)
+        tl.store(ids + token * k + slot, chosen, slot < k)
+    total = tl.sum(score, 0) + tl.zeros([SLOTS], tl.float32)
+    tl.store(weights + token * k + slot, tl.div_rn(scale * score, total), slot < k)
+
+
+def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
+    """Pick and weigh experts: `kernels.gate.reference.route`."""
+    assert k <= logits.shape[1] == bias.shape[0], f"{k} of {logits.shape[1]} experts, {bias.shape[0]} biases"
+    ids = torch.empty(logits.shape[0], k, dtype=torch.int64, device=logits.device)
+    return ids, _launch(logits, bias, ids, scale, given=False)
+
+
+def route_weights(logits: Tensor, ids: Tensor, scale: float) -> Tensor:
+    """Weigh given experts: `kernels.gate.reference.route_weights`."""
+    return _launch(logits, logits, ids.contiguous(), scale, given=True)
+
+
+def _launch(logits: Tensor, bias: Tensor, ids: Tensor, scale: float, *, given: bool) -> Tensor:
+    (t, experts), k = logits.shape, ids.shape[1]
+    assert logits.dtype == torch.float32, f"logits: {logits.dtype}, want float32"
+    weights = torch.empty(t, k, dtype=torch.float32, device=logits.device)
+    if weights.numel():
+        _route[(t,)](
+            logits.contiguous(), bias.contiguous(), ids, weights, experts, k, float(scale), GIVEN=given,
+            EXPERTS=triton.next_power_of_2(experts), SLOTS=triton.next_power_of_2(k), num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return weights
+
+
+def route_scratch(tokens: int, experts: int) -> int:
+    """Bytes allocated in `route` or `route_weights`, at most: ids and weights, of no more than all experts."""
+    return tokens * experts * 12

@@ -1,0 +1,139 @@
+"""What must never happen, measured in one launch each: a number, or two, in cells that the host reads after the call.
+
+The equations are those of `model.observe.invariants`; `model.observe.deferred` says what a cell may hold. Sizes are
+compared as bits, where NaN is the largest of all.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.compress.triton import planes
+from kernels.formats.stored import Rows
+from kernels.formats.triton import e2m1, e4m3, e8m0
+from kernels.formats.triton_rounding import UPCAST, rounded
+
+
+@triton.jit
+def _largest(x):
+    """Bits of the largest size of fp32 numbers [n]."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+
+
+@triton.jit(do_not_specialize=["cell"])
+def _columns(comb, cells, cell, tokens, STREAMS: tl.constexpr, BLOCK: tl.constexpr):
+    row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
+    inside, found = (row < STREAMS) & (column < STREAMS), tl.program_id(0)  # 0
+    for token in range(tokens):
+        x = tl.load(comb + token * STREAMS * STREAMS + row * STREAMS + column, inside, 0.0)
+        found = tl.maximum(found, _largest(tl.where(tl.arange(0, BLOCK) < STREAMS, tl.sum(x, 0) - 1.0, 0.0)))
+    tl.store(cells + cell, found.to(tl.float32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["cell"])
+def _routing(ids, weights, cells, cell, tokens, k, experts, scale, SLOTS: tl.constexpr):
+    slot = tl.arange(0, SLOTS)
+    count, found = tl.program_id(0), tl.program_id(0)  # 0
+    for token in range(tokens):
+        own = tl.load(ids + token * k + slot, slot < k, -1)
+        again = (own[:, None] == own[None, :]) & (slot[None, :] < slot[:, None])  # the same in an earlier slot
+        once = (own >= 0) & (own < experts) & (tl.sum(again.to(tl.int32), 1) == 0)
+        count += tl.sum(once.to(tl.int32), 0)
+        total = tl.sum(tl.load(weights + token * k + slot, slot < k, 0.0), 0)
+        found = tl.maximum(found, _largest(total - scale + tl.zeros([1], tl.float32)))
+    tl.store(cells + cell, count.to(tl.float32))
+    tl.store(cells + cell + 1, found.to(tl.float32, bitcast=True))
+
+
+@triton.jit(do_not_specialize=["cell"])
+def _selection(selected, first, cells, cell, ratio, entries, width, WIDTH: tl.constexpr):
+    place = tl.arange(0, WIDTH)
+    inside = place < width
+    seen = tl.minimum((tl.load(first) + 1) // ratio, entries).to(tl.int32)
+    own = tl.load(selected + place, inside, 0)
+    before = tl.load(selected + place - 1, inside & (place > 0), -1)
+    # Behind the selected entries stand numbers that go on beyond them: all rise, or a rule is broken.
+    chain = tl.where(place < seen, own, tl.where(own == -1, seen + place, -2))
+    last = tl.where(place <= seen, before, tl.where(before == -1, seen + place - 1, -2))
+    last = tl.where(place > 0, last, -1)
+    tl.store(cells + cell, tl.sum((inside & (chain <= last)).to(tl.int32), 0).to(tl.float32))
+    unfinished = inside & (own >= seen) & (place < seen)
+    tl.store(cells + cell + 1, tl.sum(unfinished.to(tl.int32), 0).to(tl.float32))
+
+
+@triton.jit(do_not_specialize=["cell"])
+def _stored(
+    new, values, rope, scales, first, cells, cell, ratio, rows, width, rope_width, scale_width,
+    FORM: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    inside = column < width
+    row = tl.minimum(tl.load(first) // ratio, rows - 1)
+    given = tl.load(new + column, inside, 0.0)
+    total = tl.sum(given.to(tl.float32), 0)
+    if FORM == 0:
+        back = tl.load(values + row * width + column, inside, 0.0)
+    elif FORM == 1:
+        nope = width - rope_width
+        code = e4m3(tl.load(values + row * nope + column, column < nope, 0), tl.float32, UPCAST)
+        power = e8m0(tl.load(scales + row * scale_width + column // 64, column < nope, 127))
+        last = tl.load(rope + row * rope_width + column - nope, inside & (column >= nope), 0.0).to(tl.float32)
+        back = tl.where(column < nope, code * power, last)
+    elif FORM == 2:
+        back = e4m3(tl.load(values + row * width + column, inside, 0), tl.float32, UPCAST) * tl.load(scales + row)
+    else:
+        byte = tl.load(values + row * (width // 2) + column // 2, inside, 0).to(tl.uint32)
+        power = e8m0(tl.load(scales + row * scale_width + column // 32, inside, 127))
+        back = e2m1(tl.where(column % 2 == 0, byte & 15, byte >> 4)) * power
+    KEPT: tl.constexpr = values.dtype.element_ty if FORM == 0 else tl.bfloat16
+    back, given = rounded(back.to(tl.float32), KEPT, UPCAST), rounded(given.to(tl.float32), KEPT, UPCAST)
+    WHOLE: tl.constexpr = tl.int32 if tl.float32 == KEPT else tl.int16  # bits: zeros have signs
+    differs = inside & (back.to(WHOLE, bitcast=True) != given.to(WHOLE, bitcast=True))
+    tl.store(cells + cell, total)
+    tl.store(cells + cell + 1, tl.sum(differs.to(tl.int32), 0).to(tl.float32))
+
+
+def columns(comb: Tensor, cells: Tensor, cell: int) -> None:
+    """By how much a column sum of Sinkhorn's comb [t, s, s] float32 is off 1 at most, to `cells` [n] float32."""
+    t, streams, _ = comb.shape
+    _columns[(1,)](
+        comb.contiguous(), cells, cell, t, STREAMS=streams, BLOCK=triton.next_power_of_2(streams), num_warps=1,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def routing(ids: Tensor, weights: Tensor, scale: float, experts: int, cells: Tensor, cell: int) -> None:
+    """How many of ids [t, k] int64 are known experts and distinct; how far a token's weights are off `scale`."""
+    t, k = ids.shape
+    _routing[(1,)](
+        ids.contiguous(), weights.contiguous(), cells, cell, t, k, experts, float(scale),
+        SLOTS=triton.next_power_of_2(k), num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def selection(selected: Tensor, first: Tensor, ratio: int, entries: int, cells: Tensor, cell: int) -> None:
+    """Of a selection [1, k] int32 of the token at `first`: how many break the order, how many are not finished yet."""
+    width = selected.shape[1]
+    if not width:
+        cells[cell : cell + 2].zero_()
+        return
+    _selection[(1,)](
+        selected.contiguous(), first, cells, cell, ratio, entries, width, WIDTH=triton.next_power_of_2(width),
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def stored(new: Tensor, rows: Rows, first: Tensor, ratio: int, cells: Tensor, cell: int) -> None:
+    """The sum of a new row [1, d], and how many of its numbers come back otherwise from row ``first // ratio``."""
+    values, rope, scales, form = planes(rows)
+    n, width = rows.shape
+    _stored[(1,)](
+        new.contiguous(), values, rope, scales, first, cells, cell, ratio, n, width, rope.shape[-1], scales.shape[-1],
+        FORM=form, BLOCK=triton.next_power_of_2(width), UPCAST=UPCAST, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def finite(x: Tensor, cells: Tensor, cell: int) -> None:
+    """The sum of `x`, of any shape, which is finite where its numbers are."""
+    torch.sum(x, dim=tuple(range(x.ndim)), dtype=torch.float32, out=cells[cell])
