@@ -8,7 +8,13 @@ merges what they found: how many follows from shapes, and the tiles of each from
 The sink enters once, at the end. Masses are rounded to bf16 before they multiply bf16 keys; their sum is of what they
 were before. As in `kernels.attention.cpu`, rows that no token of the tile may see are not read, whatever they hold,
 and NaN in any other row reaches every token of the tile: more than saw it where a tile has several, but never fewer.
+
+`CodedRows` are attended to as they are stored: their tiles come first, met by queries that were rotated, and what they
+sum to is rotated back, a row at once, before the window's tiles are added to it. A row's length multiplies its logit
+and its mass, so that the operand of both products is its centroids, of fp16 where the others are bf16.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,12 +22,17 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.attention import launch as attention_launch
-from kernels.formats.stored import Fp8Entries, Rows, Slots
-from kernels.formats.triton import e4m3, e8m0
+from kernels.formats import lloyd_max
+from kernels.formats.stored import CodedRows, Fp8Entries, Rows, Slots
+from kernels.formats.triton import centroids, e4m3, e8m0, hadamard, rotated_query
 from kernels.formats.triton_rounding import UPCAST, rounded
 from kernels.position import position
 
 GROUP = tl.constexpr(attention_launch.WIDTH)  # columns of Fp8Entries to a scale
+LEAST = 16  # columns of coded rows: what a product takes
+_TENSOR = tl.constexpr(attention_launch.TENSOR)
+_FP8 = tl.constexpr(attention_launch.FP8)
+_CODED = tl.constexpr(attention_launch.CODED)
 LIMIT = tl.constexpr(torch.finfo(torch.float32).max)  # of peaks, which stay finite so that none differ by inf - inf
 
 
@@ -66,11 +77,13 @@ def _fp8(
 
 @triton.jit
 def _fold(
-    q, keys, seen, bias, peak, total, value, scale,
-    BIASED: tl.constexpr, NARROW: tl.constexpr, OPERAND: tl.constexpr, UPCAST: tl.constexpr,
+    q, keys, seen, bias, length, peak, total, value, scale,
+    BIASED: tl.constexpr, LONG: tl.constexpr, NARROW: tl.constexpr, OPERAND: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Fold a tile of keys into the running softmax."""
+    """Fold a tile of keys into the running softmax; LONG: keys are to be multiplied by their `length`, in fp16."""
     logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    if LONG:
+        logits *= length[None, :]
     if BIASED:
         logits += bias[None, :]
     logits = tl.where(seen, logits, float("-inf"))
@@ -78,8 +91,10 @@ def _fold(
     mass = tl.exp(logits - higher[:, None])
     shrink = tl.exp(peak - higher)
     total = total * shrink + tl.sum(mass, 1)
+    if LONG:
+        mass *= length[None, :]
     if NARROW:
-        mass = rounded(mass, tl.bfloat16, UPCAST)
+        mass = rounded(mass, tl.float16 if LONG else tl.bfloat16, UPCAST)
     value = tl.dot(mass.to(OPERAND), keys, value * shrink[:, None], input_precision="ieee")
     return higher, total, value
 
@@ -94,13 +109,15 @@ def _with_sink(peak, total, sink):
 
 @triton.jit
 def _attend(
-    q, ring, first, entries, rope, scales, bias, selected, sink, out, peaks, totals, sums,
-    tokens, heads, capacity, ring_stride, window, n, ratio, hidden, picks,
+    q, ring, first, entries, rope, scales, norm, table, signs, bias, selected, sink, out, peaks, totals,
+    sums, tokens, heads, capacity, ring_stride, window, n, ratio, hidden, picks,
     entries_stride, rope_stride, scales_stride, selected_stride, scale, splits,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, NOPE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, ENTRIES: tl.constexpr, FP8: tl.constexpr, ALIGNED: tl.constexpr, SELECTED: tl.constexpr,
-    BIASED: tl.constexpr, SPLIT: tl.constexpr, OPERAND: tl.constexpr, NARROW: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_D: tl.constexpr, ENTRIES: tl.constexpr, FORM: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr,
+    SIGNED: tl.constexpr, ALIGNED: tl.constexpr, SELECTED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr,
+    OPERAND: tl.constexpr, NARROW: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    ROWS: tl.constexpr = TOKENS * HEADS
     head_tiles = tl.cdiv(heads, HEADS)
     begin_token = tl.program_id(0) // head_tiles * TOKENS
     pair = tl.arange(0, TOKENS * HEADS)
@@ -109,18 +126,21 @@ def _attend(
     wanted = (token < tokens) & (head < heads)
     row = token.to(tl.int64) * heads + head
     column = tl.arange(0, BLOCK_D)
-    queries = _plain(q + row * WIDTH, wanted, WIDTH, BLOCK_D, OPERAND)
+    if FORM != _CODED:
+        queries = _plain(q + row * WIDTH, wanted, WIDTH, BLOCK_D, OPERAND)
 
     start = tl.load(first)
     newest = start + tl.minimum(begin_token + TOKENS, tokens) - 1  # position
     oldest = tl.maximum(start + begin_token - window + 1, 0)
     span = (newest + 1 - oldest).to(tl.int32)
     window_tiles = tl.cdiv(span, BLOCK_N)
-    tiles = window_tiles
+    tiles, border = window_tiles, 0  # window tiles begin at the border
     if ENTRIES:
         visible = tl.minimum((start + token + 1) // ratio - hidden, n).to(tl.int32)
         most = tl.minimum((newest + 1) // ratio - hidden, n).to(tl.int32)
         tiles += tl.cdiv(picks if SELECTED else tl.maximum(most, 0), BLOCK_N)
+    if FORM == _CODED:
+        border = tiles - window_tiles
     tiles_per_split = tl.cdiv(tiles, splits)
     begin = tl.program_id(1) * tiles_per_split
     end = tl.minimum(begin + tiles_per_split, tiles)
@@ -128,16 +148,43 @@ def _attend(
     peak = tl.full((TOKENS * HEADS,), -LIMIT, tl.float32)
     total = tl.zeros((TOKENS * HEADS,), tl.float32)
     value = tl.zeros((TOKENS * HEADS, BLOCK_D), tl.float32)
+    if FORM == _CODED:
+        turned, size = rotated_query(
+            _plain(q + row * WIDTH, wanted, WIDTH, BLOCK_D, tl.float32), signs, ROWS, BLOCK_D, STEPS, SIGNED
+        )  # fmt: skip
+        turned = turned.to(table.dtype.element_ty)
+        for tile in tl.range(begin, tl.minimum(end, border)):
+            entry = _entry(
+                selected, tile * BLOCK_N + tl.arange(0, BLOCK_N), begin_token, picks, selected_stride, SELECTED
+            )  # fmt: skip
+            present = (entry >= 0) & (entry < most)
+            seen = present[None, :] & (entry[None, :] < visible[:, None])
+            keys = centroids(entries, table, entry, present, BLOCK_D, BITS)
+            length = tl.load(norm + entry, present, 0.0).to(tl.float32) * (WIDTH**-0.5)
+            more = tl.load(bias + entry, present, 0.0) if BIASED else None
+            peak, total, value = _fold(
+                turned, keys, seen, more, length, peak, total, value, (size * scale)[:, None],
+                BIASED, LONG=True, NARROW=NARROW, OPERAND=table.dtype.element_ty, UPCAST=UPCAST,
+            )  # fmt: skip
+        value = hadamard(value, ROWS, BLOCK_D, STEPS) * (WIDTH**-0.5)
+        if SIGNED:
+            value *= tl.load(signs + column)[None, :]
+        queries = _plain(q + row * WIDTH, wanted, WIDTH, BLOCK_D, OPERAND)
     own = (start + token - oldest).to(tl.int32)  # position, counted from the oldest that the tile sees
     first_row = (oldest % capacity).to(tl.int32)
-    for tile in tl.range(begin, tl.minimum(end, window_tiles) if FP8 else end):
-        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    low, high = begin, end
+    if FORM == _FP8:
+        high = tl.minimum(end, window_tiles)
+    if FORM == _CODED:
+        low = tl.maximum(begin, border)
+    for tile in tl.range(low, high):
+        key = (tile - border) * BLOCK_N + tl.arange(0, BLOCK_N)
         place = first_row + key
         place = tl.where(place >= capacity, place - capacity, place)
         loaded = key < span
         seen = (key[None, :] <= own[:, None]) & (key[None, :] > own[:, None] - window)
         at = ring + place.to(tl.int64) * ring_stride
-        if ENTRIES and not FP8:  # one loop over both, whose keys are fetched ahead across the border
+        if ENTRIES and FORM == _TENSOR:  # one loop over both, whose keys are fetched ahead across the border
             recent = key < window_tiles * BLOCK_N
             entry = _entry(selected, key - window_tiles * BLOCK_N, begin_token, picks, selected_stride, SELECTED)
             present = (entry >= 0) & (entry < most)
@@ -147,11 +194,12 @@ def _attend(
             loaded = tl.where(recent, loaded, present)
             seen = tl.where(recent[None, :], seen, present[None, :] & (entry[None, :] < visible[:, None]))
         keys = _plain(at, loaded, WIDTH, BLOCK_D, OPERAND)
-        more = tl.load(bias + entry, present, 0.0) if BIASED and not FP8 else None
+        more = tl.load(bias + entry, present, 0.0) if BIASED and FORM == _TENSOR else None
         peak, total, value = _fold(
-            queries, keys, seen, more, peak, total, value, scale, BIASED and not FP8, NARROW, OPERAND, UPCAST
+            queries, keys, seen, more, None, peak, total, value, scale,
+            BIASED and FORM == _TENSOR, LONG=False, NARROW=NARROW, OPERAND=OPERAND, UPCAST=UPCAST,
         )  # fmt: skip
-    if FP8:
+    if FORM == _FP8:
         for tile in tl.range(tl.maximum(begin, window_tiles), end):
             key = (tile - window_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
             entry = _entry(selected, key, begin_token, picks, selected_stride, SELECTED)
@@ -163,7 +211,8 @@ def _attend(
             )  # fmt: skip
             more = tl.load(bias + entry, present, 0.0) if BIASED else None
             peak, total, value = _fold(
-                queries, keys, seen, more, peak, total, value, scale, BIASED, NARROW, OPERAND, UPCAST
+                queries, keys, seen, more, None, peak, total, value, scale, BIASED, LONG=False, NARROW=NARROW,
+                OPERAND=OPERAND, UPCAST=UPCAST,
             )  # fmt: skip
 
     inside = wanted[:, None] & (column < WIDTH)[None, :]
@@ -207,15 +256,34 @@ def _merge(
     tl.store(out + row * WIDTH + column, rounded(value, out.dtype.element_ty, UPCAST), column < WIDTH)
 
 
-def _planes(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, rope dims and scales; all three are the tensor where it is no narrow form."""
+class _Planes(NamedTuple):
+    """Entries as the kernel takes them; of what a form does not have, any tensor."""
+
+    form: int
+    values: Tensor  # rows, E4M3 values, or codes
+    rope: Tensor  # [n, r] of Fp8Entries
+    scales: Tensor  # [n, g] of Fp8Entries
+    norm: Tensor  # [n] of CodedRows
+    table: Tensor  # [2^bits], centroids
+    signs: Tensor | None  # [d], or none
+    bits: int
+
+
+def _planes(rows: Rows, *, narrow: bool) -> _Planes:
+    """The tensors of entries; `narrow`: those that products take are of 16 bits."""
     match rows:
         case Tensor():
             rows = _rows(rows)
-            return rows, rows, rows
+            return _Planes(_TENSOR.value, rows, rows, rows, rows, rows, None, 0)
         case Fp8Entries(values, rope, scale):
             assert rope.shape[1] <= GROUP.value, f"{rope.shape[1]} rope dims, want {GROUP.value} at most"
-            return _rows(values.view(torch.uint8)), _rows(rope), _rows(scale.view(torch.uint8))
+            values, rope = _rows(values.view(torch.uint8)), _rows(rope)
+            return _Planes(_FP8.value, values, rope, _rows(scale.view(torch.uint8)), rope, rope, None, 0)
+        case CodedRows(norm, codes, bits, signs):
+            if rows.shape[1] < LEAST:
+                raise NotImplementedError(f"attention in Triton: coded rows of {rows.shape[1]}, want {LEAST} at least")
+            table = lloyd_max.rounded_codebook(bits, torch.float16 if narrow else torch.float32, codes.device)
+            return _Planes(_CODED.value, codes.contiguous(), table, table, norm.contiguous(), table, signs, bits)
         case _:
             raise NotImplementedError(f"attention in Triton reads no {type(rows).__name__}")
 
@@ -243,13 +311,14 @@ def attend(
 
     `first` may be a [] int64 on the device; `entries` may then be given at full capacity, for rows that are not
     visible are not read. `q`, `ring` and `entries` are bfloat16 or float32, a tensor of entries as `ring` is; products
-    are of bf16 where all are.
+    are of bf16 where all are, and of fp16 with `CodedRows`, of which a number of 65 520 or more is infinite.
     That the entries of a row of `selected` are distinct is not checked: one that comes twice counts twice.
 
     Raises
     ------
     NotImplementedError
-        If entries are `CodedRows` or `BasisRows`; what is read: a tensor, `Fp8Entries`, and `Slots` of them.
+        If entries are `BasisRows`, or `CodedRows` of less than 16 columns; what is read: a tensor, `Fp8Entries`,
+        `CodedRows`, and `Slots` of them.
 
     """
     t, h, d = q.shape
@@ -258,31 +327,34 @@ def attend(
     assert sink.dtype == torch.float32, f"sink: {sink.dtype}, want float32"
     assert selected is None or selected.dtype == torch.int32, f"selected: {selected.dtype}, want int32"
     slots = entries if isinstance(entries, Slots) else Slots(ring[:0] if entries is None else entries, None, 0)
-    values, rope, scales = _planes(slots.rows)
-    dtypes = {x.dtype for x in (q, ring, rope)}
-    assert isinstance(slots.rows, Fp8Entries) or rope.dtype == ring.dtype, f"{rope.dtype} entries, {ring.dtype} ring"
+    dtypes = {q.dtype, ring.dtype} | ({slots.rows.rope.dtype} if isinstance(slots.rows, Fp8Entries) else set())
+    if isinstance(slots.rows, Tensor):
+        assert slots.rows.dtype == ring.dtype, f"{slots.rows.dtype} entries, {ring.dtype} ring"
     assert dtypes <= {torch.bfloat16, torch.float32}, f"{dtypes}: want bfloat16 or float32"
+    narrow = dtypes == {torch.bfloat16}
+    rows = _planes(slots.rows, narrow=narrow)
     out = torch.empty(t, h, d, dtype=q.dtype, device=q.device)
     if t == 0:
         return out
     ring, q, sink = _rows(ring), q.contiguous(), sink.contiguous()
     selected = None if selected is None else _rows(selected)
     bias = None if slots.bias is None else slots.bias.contiguous()
-    n, picks = values.shape[0], 0 if selected is None else selected.shape[1]
+    n, picks = rows.values.shape[0], 0 if selected is None else selected.shape[1]
     most = n if selected is None else min(n, picks)
-    fp8, narrow = most > 0 and isinstance(slots.rows, Fp8Entries), dtypes == {torch.bfloat16}
-    cut = attention_launch.launch(q, window, most, narrow=narrow, fp8=fp8, shared=selected is None or most == 0)
+    form = rows.form if most > 0 else _TENSOR.value
+    cut = attention_launch.launch(q, window, most, narrow=narrow, form=form, shared=selected is None or most == 0)
     first = position(first, q.device)
     split = cut.splits > 1
     found = torch.empty(2, cut.splits, t, h, dtype=torch.float32, device=q.device) if split else sink.expand(2, -1)
     sums = torch.empty(cut.splits, t, h, d, dtype=torch.float32, device=q.device) if split else sink
     _attend[(cut.programs, cut.splits)](
-        q, ring, first, values, rope, scales, bias, selected, sink, out, found[0], found[1], sums,
-        t, h, capacity, ring.stride(0), window, n, ratio, slots.hidden, picks,
-        values.stride(0), rope.stride(0), scales.stride(0), 0 if selected is None else selected.stride(0), d**-0.5,
-        cut.splits,
-        TOKENS=cut.tokens, HEADS=cut.heads, WIDTH=d, NOPE=values.shape[1], BLOCK_N=cut.keys, BLOCK_D=cut.width,
-        ENTRIES=most > 0, FP8=fp8, ALIGNED=_aligned(ring) and _aligned(values), SELECTED=selected is not None,
+        q, ring, first, *rows[1:6], q if rows.signs is None else rows.signs, bias, selected, sink, out, found[0],
+        found[1], sums, t, h, capacity, ring.stride(0), window, n, ratio, slots.hidden, picks,
+        rows.values.stride(0), rows.rope.stride(0), rows.scales.stride(0),
+        0 if selected is None else selected.stride(0), d**-0.5, cut.splits,
+        TOKENS=cut.tokens, HEADS=cut.heads, WIDTH=d, NOPE=rows.values.shape[1], BLOCK_N=cut.keys, BLOCK_D=cut.width,
+        ENTRIES=most > 0, FORM=form, BITS=rows.bits, STEPS=d.bit_length() - 1, SIGNED=rows.signs is not None,
+        ALIGNED=_aligned(ring) and _aligned(rows.values), SELECTED=selected is not None,
         BIASED=bias is not None, SPLIT=split,
         OPERAND=tl.bfloat16 if cut.narrow and not UPCAST else tl.float32, NARROW=cut.narrow, UPCAST=UPCAST,
         num_warps=8 if cut.tokens * cut.heads * cut.width >= 64 * 256 else 4, num_stages=2, enable_fp_fusion=False,

@@ -17,6 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from kernels.attention import launch as attention_launch
 from kernels.compress.triton import compress
 from kernels.experts.triton import experts, experts_scratch
+from kernels.formats import coded_rows, lloyd_max
 from kernels.formats import rows as stored
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Window, stack
 from kernels.hyper import triton as hyper
@@ -117,30 +118,42 @@ def test_grouped_linear(item):
         assert found < taken(lambda x=x, w=w: TRITON.grouped_linear(x, w, 4)) <= planned
 
 
+def held(form, n, d, item):
+    """Rows of a cache; the codebook that all calls share is there before."""
+    lloyd_max.rounded_codebook(6, torch.float16 if item == 2 else torch.float32, CPU)
+    return coded_rows.allocate(n, d, 6, CPU, seed=0) if form == "coded" else torch.zeros(n, d, dtype=DTYPES[item])
+
+
+forms = pytest.mark.parametrize("form", ["dtype", "coded"])
+
+
 @items
+@forms
 @pytest.mark.parametrize("keys", [64, 32, 16])
 @pytest.mark.parametrize(
     ("t", "h", "n", "selected"),
     [(1, 64, 60_000, 0), (1, 128, 60_000, 0), (1, 128, 60_000, 4096), (66, 64, 60_000, 512), (256, 16, 4096, 0)],
 )
-def test_attend(item, keys, t, h, n, selected, monkeypatch):
+def test_attend(item, form, keys, t, h, n, selected, monkeypatch):
     """On every kind of GPU: programs times splits fill the device, where keys are enough for so many splits."""
     d, window = 64, 128
     monkeypatch.setattr(attention_launch, "_keys", lambda **_: keys if item == 2 else 16)
     q, ring = torch.zeros(t, h, d, dtype=DTYPES[item]), torch.zeros(window + t - 1, d, dtype=DTYPES[item])
-    entries, sink = torch.zeros(n, d, dtype=DTYPES[item]), torch.zeros(h)
+    entries, sink = held(form, n, d, item), torch.zeros(h)
     chosen = torch.zeros(t, selected, dtype=torch.int32) if selected else None
-    planned = scratch("attend", t, h, d, window, n, selected, "dtype", item)
+    planned = scratch("attend", t, h, d, window, n, selected, form, item)
     found = taken(lambda: TRITON.attend(q, ring, 4 * n, window, entries, 4, chosen, sink)) - POSITION
     assert found <= planned
     if keys == 16 or not selected:
         assert planned <= 1.05 * max(found, t * h * d * item + 132 * (64 if item == 2 else 16) * (2 + d) * 4)
 
 
+@items
+@forms
 @pytest.mark.parametrize(("t", "n"), [(1, 900), (1, 20_000), (63, 20_000), (63, 300_000), (300, 300_000)])
-def test_select(t, n):
-    q, weights, keys = torch.zeros(t, 4, 32).bfloat16(), torch.zeros(t, 4), torch.zeros(n, 32).bfloat16()
-    planned = scratch("select", t, 4, 32, n, 512, "dtype", 2, CPU, few_pass=True)
+def test_select(item, form, t, n):
+    q, weights, keys = torch.zeros(t, 4, 32, dtype=DTYPES[item]), torch.zeros(t, 4), held(form, n, 32, item)
+    planned = scratch("select", t, 4, 32, n, 512, form, item, CPU, few_pass=True)
     found = taken(lambda: TRITON.select(q, weights, keys, 4 * n - t, 4, 512)) - POSITION
     assert found <= planned <= 1.1 * found
 
