@@ -19,6 +19,7 @@ from kernels.attention import cpu as attention_tiles
 from kernels.attention import triton as attention
 from kernels.compress import reference as compress_reference
 from kernels.compress import triton as compress
+from kernels.differential import triton as differential
 from kernels.experts import triton as experts
 from kernels.gate import reference as gate
 from kernels.hyper import triton as hyper
@@ -29,6 +30,7 @@ from kernels.linear import triton as linear
 from kernels.norm import triton as norm
 from kernels.ops import CPU
 from kernels.quantise import triton as activations
+from kernels.shard import triton as shard
 from kernels.swiglu import triton as swiglu
 
 # What has no kernel of its own is a few passes of torch over one chunk. `kernels.ops.backend` names each.
@@ -52,6 +54,8 @@ TRITON = CPU._replace(
     compress=compress.compress,
     select=indexer.select,
     attend=attention.attend,
+    attend_banks=differential.attend,
+    attend_codes=shard.attend,
     swiglu=swiglu.swiglu,
     experts=experts.experts,
     pool=compress_reference.pool,

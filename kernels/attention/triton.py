@@ -355,7 +355,7 @@ def attend(
         TOKENS=cut.tokens, HEADS=cut.heads, WIDTH=d, NOPE=rows.values.shape[1], BLOCK_N=cut.keys, BLOCK_D=cut.width,
         ENTRIES=most > 0, FORM=form, BITS=rows.bits, STEPS=d.bit_length() - 1, SIGNED=rows.signs is not None,
         ALIGNED=_aligned(ring) and _aligned(rows.values), SELECTED=selected is not None,
-        BIASED=bias is not None, SPLIT=split,
+        BIASED=bias is not None and most > 0, SPLIT=split,
         OPERAND=tl.bfloat16 if cut.narrow and not UPCAST else tl.float32, NARROW=cut.narrow, UPCAST=UPCAST,
         num_warps=8 if cut.tokens * cut.heads * cut.width >= 64 * 256 else 4, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip

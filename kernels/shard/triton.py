@@ -253,3 +253,14 @@ def _stream_sums(
         BITS=values.bits, SIGNED=keys.signs is not None, WIDE=q.dtype == torch.float32, ROOT=d**-0.5,
         num_warps=4, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def attend_scratch(tokens: int, heads: int, kv_heads: int, d: int, rank: int, item: int) -> int:
+    """Bytes allocated in `attend` of up to so many tokens, however long the segments are.
+
+    The result; a copy of the basis for products; and parts of the sums of as many queries as fill one product.
+    """
+    basis = kv_heads * d * rank * (4 if item == 4 else 2)
+    queries = min(tokens, max(1, ROWS * kv_heads // heads))
+    parts = (2 * PARTS + shard_middle.PROGRAMS) * queries * heads * (2 + d) * 4
+    return tokens * heads * d * item + basis + parts

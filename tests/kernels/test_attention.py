@@ -179,7 +179,7 @@ def rotation(way, dtype, q, rows):
     logit by as much of both lengths' product, and all masses by twice that; and of the sum, whose length is no more
     than the longest row's. In bf16 Triton's operands are fp16: a query, centroids, and masses are off by 2^-12 each.
     """
-    length, d = decode(rows).nan_to_num(0).norm(dim=1).max().item(), rows.shape[1]
+    length, d = max([0.0, *decode(rows).nan_to_num(0).norm(dim=1).tolist()]), rows.shape[1]
     logit = q.float().norm(dim=-1).max().item() * length * d**-0.5
     steps = math.log2(d) * ULP / 2
     narrow = 2.0**-11 if way.backend == "triton" and dtype == BF16 else 0.0
@@ -363,6 +363,16 @@ def test_positions_beyond_int32_and_on_the_device(way, k, form):
             on_device = torch.tensor(first)
             assert torch.equal(way(q, ring, on_device, *args), ours)
             assert on_device.item() == first
+
+
+@every_way
+@pytest.mark.parametrize("form", STORED)
+def test_slots_that_are_none_yet(way, form):
+    d = 64 if form == "coded" else 80
+    q, ring, first, window, _, ratio, _, sink = make(1, 3, d, 8, 2)
+    slots = Slots(STORED[form](torch.zeros(0, d)), torch.zeros(0), 0)
+    for selected in (None, torch.full((1, 2), -1, dtype=torch.int32)):
+        check(way, (q, ring, first, window, slots, ratio, selected, sink))
 
 
 @every_way

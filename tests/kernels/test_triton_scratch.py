@@ -16,11 +16,14 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from kernels.attention import launch as attention_launch
 from kernels.compress.triton import compress
+from kernels.differential.cpu import Own, Past
 from kernels.experts.triton import experts, experts_scratch
-from kernels.formats import coded_rows, lloyd_max
+from kernels.formats import coded_rows, eigenbasis, lloyd_max, product_quantise
 from kernels.formats import rows as stored
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Window, stack
 from kernels.hyper import triton as hyper
+from kernels.shard import triton_middle
+from kernels.shard.cpu import Middle, Stream
 from kernels.triton_ops import TRITON
 from probes.shared.alive import peak_alive
 
@@ -156,6 +159,37 @@ def test_select(item, form, t, n):
     planned = scratch("select", t, 4, 32, n, 512, form, item, CPU, few_pass=True)
     found = taken(lambda: TRITON.select(q, weights, keys, 4 * n - t, 4, 512)) - POSITION
     assert found <= planned <= 1.1 * found
+
+
+@items
+@pytest.mark.parametrize(("heads", "kv"), [(32, 8), (64, 8), (8, 8), (4, 1)])
+@pytest.mark.parametrize("slots", [40, 384, 4000])
+def test_attend_banks(item, heads, kv, slots):
+    """The result, and the most that splits of calls of up to t tokens find."""
+    d, parts = 32, 0
+    past = Past(*torch.zeros(2, kv, slots, d, dtype=DTYPES[item]), None)
+    for t in (1, 2, 3, 5, 8, 13, 16, 24, 64, 300):
+        q, own = torch.zeros(t, heads, d, dtype=DTYPES[item]), Own(*torch.zeros(2, t, kv, d, dtype=DTYPES[item]), None)
+        found, result = taken(lambda q=q, own=own: TRITON.attend_banks(q, None, past, own)), t * heads * d * 4
+        parts = max(parts, found - result)
+        planned = scratch("attend_banks", t, heads, kv, d, slots, t, item)
+        assert found <= planned
+        assert parts <= planned - result <= 2 * parts + 132 * 64 * (d + 2) * 4 * (t > 16)
+
+
+@items
+@pytest.mark.parametrize(("t", "heads", "kv", "rank"), [(1, 32, 8, 192), (5, 16, 2, 64), (1, 4, 4, 32)])
+def test_attend_codes(item, t, heads, kv, rank):
+    """With segments so long that they have all programs there are; the codebook is there before."""
+    lloyd_max.codebook(8, CPU)
+    d, n = 64, triton_middle.PROGRAMS * 128
+    keys = eigenbasis.eigen_keys(n, kv * d, rank, rank, 0, CPU)
+    values = product_quantise.codebook_values(n, kv, d, CPU)
+    rows = [coded_rows.allocate(64 * 64 * kv, d, 8, CPU) for _ in range(2)]
+    middle, stream = Middle(keys, values, 4, torch.ones(d // 2), False), Stream(*rows, torch.tensor(5))
+    q, exact = torch.zeros(t, heads, d, dtype=DTYPES[item]), torch.zeros(64 * 64, kv, d, dtype=DTYPES[item])
+    planned = scratch("attend_codes", t, heads, kv, d, rank, item)
+    assert planned == taken(lambda: TRITON.attend_codes(q, exact, exact, middle, stream, None)) - 4  # a factor
 
 
 @items
