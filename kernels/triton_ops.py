@@ -15,7 +15,6 @@ Rules that every `triton.py` keeps:
 - No autotuning: tile sizes follow from shapes, so that a run computes the same on every machine of a kind.
 """
 
-from kernels.attention import cpu as attention_tiles
 from kernels.attention import triton as attention
 from kernels.compress import reference as compress_reference
 from kernels.compress import triton as compress
@@ -24,7 +23,6 @@ from kernels.experts import triton as experts
 from kernels.gate import reference as gate
 from kernels.hyper import triton as hyper
 from kernels.hyper import triton_streams as streams
-from kernels.indexer import cpu as indexer_tiles
 from kernels.indexer import triton as indexer
 from kernels.linear import triton as linear
 from kernels.norm import triton as norm
@@ -60,6 +58,3 @@ TRITON = CPU._replace(
     experts=experts.experts,
     pool=compress_reference.pool,
 )
-
-# For caches that its kernels cannot read: attention and selection in torch's tiles, which run on any device.
-TILES = TRITON._replace(attend=attention_tiles.attend, select=indexer_tiles.select)

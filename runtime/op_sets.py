@@ -33,15 +33,14 @@ def op_set(name: str, options: RunOptions, config: Config) -> Ops:
 
 
 def of_triton(options: RunOptions, config: Config) -> Ops:
-    """Triton's kernels, with V4's attention in tiles where entries are in a basis; ConfigError for what they refuse."""
-    from kernels.triton_ops import TILES, TRITON  # noqa: PLC0415 (Triton is not on every platform)
+    """Triton's kernels; ConfigError, naming the variant and why, for a cache that they do not read."""
+    from kernels.triton_ops import TRITON  # noqa: PLC0415 (Triton is not on every platform)
 
     variants = {str(variant): variant for variant in cache_formats(options, config).variants}
     for named, variant in sorted(variants.items()):
         if (why := unread(variant, config)) is not None:
             raise ConfigError(f"--ops triton: no kernel for --kv {named}: {why}")
-    based = any(isinstance(variant, Shard) and variant.basis is not None for variant in variants.values())
-    return TILES if based else TRITON
+    return TRITON
 
 
 def unread(variant: Variant, config: Config) -> str | None:

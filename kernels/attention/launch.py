@@ -12,7 +12,7 @@ ROWS = (
     64  # (token, head) rows of a program: what tensor cores take, and all that 512 fp32 columns of them leave room for
 )
 KEYS = 64  # keys of a tile
-TENSOR, FP8, CODED = 0, 1, 2  # forms of entries
+TENSOR, FP8, CODED, BASED = 0, 1, 2, 3  # forms of entries; queries are met as they are in the first two
 WIDTH = 64  # columns of a tile at least: a group of Fp8Entries
 
 
@@ -42,7 +42,7 @@ class Launch(NamedTuple):
 def launch(q: Tensor, window: int, most: int, *, narrow: bool, form: int, shared: bool) -> Launch:
     """Cut up a call in which a token sees `most` entries at most; `shared`: tokens may share a tile of them.
 
-    `form` of entries is TENSOR, FP8 or CODED; what is rotated, as the last is, has no columns beside its own.
+    `form` of entries is TENSOR, FP8, CODED or BASED; what CODED rotates has no columns beside its own.
 
     In fp32 no tensor core is used and a tile of 64 rows would not leave room for keys: tiles are small, and slow.
     """

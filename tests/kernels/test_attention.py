@@ -14,7 +14,7 @@ from kernels.attention import cpu
 from kernels.formats import coded_rows, lloyd_max
 from kernels.formats.rows import fp8_entries, write
 from kernels.formats.rows_reference import decode
-from kernels.formats.stored import BasisRows, CodedRows, Fp8Entries, Slots
+from kernels.formats.stored import CodedRows, Fp8Entries, Fp8Keys, Slots
 from kernels.ops import CPU, REFERENCE
 from tests.kernels.every_backend import HALF_BF16, HAS_TRITON, ULP, on_triton, seeded, strided
 from tests.peak_memory import peak_bytes
@@ -495,8 +495,8 @@ def test_memory_of_cpu_does_not_grow_with_the_context():
 @on_triton
 def test_forms_that_triton_does_not_read_are_refused():
     q, ring, first, window, entries, ratio, selected, sink = make(1, 3, 8, 8, 100, 25)
-    based = BasisRows(*[None] * len(BasisRows._fields))
-    for rows, named in ((based, "BasisRows"), (in_codes(entries), "coded rows of 8, want 16")):
+    keys = Fp8Keys(*[None] * len(Fp8Keys._fields))
+    for rows, named in ((keys, "Fp8Keys"), (in_codes(entries), "coded rows of 8, want 16")):
         for given in (rows, Slots(rows, None, 0)):
             with pytest.raises(NotImplementedError, match=named):
                 attention_triton.attend(q, ring, first, window, given, ratio, selected, sink)

@@ -15,10 +15,11 @@ pytest.importorskip("triton", reason="Triton is not on every platform")
 from triton.runtime.interpreter import InterpretedFunction
 
 from kernels.attention import launch as attention_launch
+from kernels.attention import triton as attention
 from kernels.compress.triton import compress
 from kernels.differential.cpu import Own, Past
 from kernels.experts.triton import experts, experts_scratch
-from kernels.formats import coded_rows, eigenbasis, lloyd_max, product_quantise
+from kernels.formats import basis_rows, coded_rows, eigenbasis, lloyd_max, product_quantise
 from kernels.formats import rows as stored
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Window, stack
 from kernels.hyper import triton as hyper
@@ -124,7 +125,18 @@ def test_grouped_linear(item):
 def held(form, n, d, item):
     """Rows of a cache; the codebook that all calls share is there before."""
     lloyd_max.rounded_codebook(6, torch.float16 if item == 2 else torch.float32, CPU)
-    return coded_rows.allocate(n, d, 6, CPU, seed=0) if form == "coded" else torch.zeros(n, d, dtype=DTYPES[item])
+    match form:
+        case "coded":
+            return coded_rows.allocate(n, d, 6, CPU, seed=0)
+        case "based":
+            fit = eigenbasis.eigen_keys(0, d - 32, d - 32, d - 32, 2, CPU)
+            fit.basis.copy_(torch.eye(d - 32))
+            fit.basis_scale.fill_(1)
+            fit.bits.fill_(4)
+            rows = basis_rows.allocate(n, fit, 32, 6, 0, CPU)
+            attention._columns(rows)  # what all calls share
+            return rows
+    return torch.zeros(n, d, dtype=DTYPES[item])
 
 
 forms = pytest.mark.parametrize("form", ["dtype", "coded"])
@@ -149,6 +161,24 @@ def test_attend(item, form, keys, t, h, n, selected, monkeypatch):
     assert found <= planned
     if keys == 16 or not selected:
         assert planned <= 1.05 * max(found, t * h * d * item + 132 * (64 if item == 2 else 16) * (2 + d) * 4)
+
+
+@items
+@pytest.mark.parametrize("limit", [1 << 15, 2 * 64])
+@pytest.mark.parametrize(
+    ("t", "h", "n", "selected"), [(1, 64, 60_000, 0), (1, 128, 60_000, 4096), (66, 64, 60_000, 512)]
+)
+def test_attend_in_a_basis(item, limit, t, h, n, selected, monkeypatch):
+    """Of calls of up to t tokens, those of fewer may be split more; a product's own memory is torch's."""
+    monkeypatch.setattr(attention, "QUERIES", limit)
+    d, window, most = 64, 128, 0
+    entries, sink = held("based", n, d, item), torch.zeros(h)
+    for size in {1, t // 2 or 1, t}:
+        q, ring = torch.zeros(size, h, d, dtype=DTYPES[item]), torch.zeros(window + t - 1, d, dtype=DTYPES[item])
+        chosen = torch.zeros(size, selected, dtype=torch.int32) if selected else None
+        most = max(most, taken(lambda: TRITON.attend(q, ring, 4 * n, window, entries, 4, chosen, sink)) - POSITION)  # noqa: B023
+    planned = scratch("attend", t, h, d, window, n, selected, "based", item)
+    assert most <= planned <= 1.6 * most
 
 
 @items

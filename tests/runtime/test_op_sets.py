@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from kernels.ops import CPU, REFERENCE, Ops, backend, noted
-from kernels.triton_ops import TILES, TRITON
-from model.cache.formats import CacheFormats
+from kernels.triton_ops import TRITON
 from model.choices import OP_SETS
 from model.config import ModelConfig
 from model.errors import ConfigError
 from model.llama.config import LlamaConfig
-from model.variants.choice import Basis, Coda, GroupedCoda, GroupedShard, Shard
-from runtime import op_sets
+from model.variants.choice import Coda, GroupedCoda, GroupedShard, Shard
 from runtime.load import load
 from runtime.op_sets import op_set, planned, unread
 from runtime.options import DEMO, RunOptions, usual
@@ -43,19 +41,14 @@ def test_each_device_has_its_usual_op_set_and_refuses_the_others():
 
 def test_no_op_of_a_gpu_is_compiled_for_a_cpu():
     """What torch runs in tiles asks where its tensors are; nothing else of the backend `cpu` is there."""
-    for ops, tiles in ((TRITON, {"attend_grouped"}), (TILES, {"attend_grouped", "attend", "select"})):
-        assert {name for name, op in ops._asdict().items() if name != "name" and backend(op) == "cpu"} == tiles
+    assert [name for name, op in TRITON._asdict().items() if name != "name" and backend(op) == "cpu"] == [
+        "attend_grouped"
+    ]
 
 
 @pytest.mark.parametrize("rule", ["hca=coda", "csa=shard:bits=4", "all=shard"])
 def test_variants_of_v4_are_read_by_the_same_kernels(rule):
     assert op_set("triton", RunOptions(device="cuda", kv=(rule,)), CONFIG) is TRITON
-
-
-def test_entries_in_a_basis_are_read_in_tiles(monkeypatch):
-    based = CacheFormats(torch.bfloat16, "dtype", "dtype", (Shard(basis=Basis("0", None, 8)),))
-    monkeypatch.setattr(op_sets, "cache_formats", lambda *_: based)
-    assert op_set("triton", RunOptions(device="cuda"), CONFIG) is TILES
 
 
 def test_variants_of_grouped_heads_and_adapters_run_too():
