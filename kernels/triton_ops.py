@@ -15,20 +15,20 @@ Rules that every `triton.py` keeps:
 - No autotuning: tile sizes follow from shapes, so that a run computes the same on every machine of a kind.
 """
 
-from kernels.attention import cpu as attention_tiles
 from kernels.attention import triton as attention
 from kernels.compress import reference as compress_reference
 from kernels.compress import triton as compress
+from kernels.differential import triton as differential
 from kernels.experts import triton as experts
 from kernels.gate import triton as gate
 from kernels.hyper import triton as hyper
 from kernels.hyper import triton_streams as streams
-from kernels.indexer import cpu as indexer_tiles
 from kernels.indexer import triton as indexer
 from kernels.linear import triton as linear
 from kernels.norm import triton as norm
 from kernels.ops import CPU
 from kernels.quantise import triton as activations
+from kernels.shard import triton as shard
 from kernels.swiglu import triton as swiglu
 
 # What has no kernel of its own is a few passes of torch over one chunk. `kernels.ops.backend` names each.
@@ -53,11 +53,10 @@ TRITON = CPU._replace(
     compress=compress.compress,
     select=indexer.select,
     attend=attention.attend,
+    attend_banks=differential.attend,
+    attend_codes=shard.attend,
     swiglu=swiglu.swiglu,
     experts=experts.experts,
     expert_outputs=experts.expert_outputs,
     pool=compress_reference.pool,
 )
-
-# For caches that its kernels cannot read: attention and selection in torch's tiles, which run on any device.
-TILES = TRITON._replace(attend=attention_tiles.attend, select=indexer_tiles.select)

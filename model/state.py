@@ -19,6 +19,9 @@ class State:
     All buffers are allocated here, for `max_context` positions and calls of up to `chunk` tokens (or `max_context`,
     where that is less). `prompt` is how many of the positions are the prompt's, which a grouped `shard` layer must
     know; None where there is no such layer. `heads` are the KV heads of grouped layers that are here; None: all.
+
+    Such a prompt may come in one call, longer than `chunk`: layers read it one after the other, and one at a time holds
+    it exactly. In several calls all of them do until the last.
     CapacityError for a context beyond the model's `max_position_embeddings`.
     """
 
@@ -46,9 +49,14 @@ class State:
         self.prompt = prompt if formats.prompted else None
         self.layers = layer_caches(config, max_context, chunk, formats, device, self.prompt, heads)
 
+    @property
+    def unread(self) -> int:
+        """Tokens of a prompt yet to come that one call may have, however long its pieces are."""
+        return max(0, (self.prompt or 0) - self.position)
+
     def reserve(self, tokens: int) -> None:
         """Check that a call of `tokens` fits; CapacityError names the limit."""
-        if tokens > self.chunk:
+        if tokens > max(self.chunk, self.unread):
             raise CapacityError(f"a call of {tokens} tokens exceeds the chunk of {self.chunk} that the state holds")
         if self.position + tokens > self.max_context:
             raise CapacityError(

@@ -113,7 +113,8 @@ def compare(
     out = [Scores(run.name) for run in runs]
     for text in texts:
         states = [new_state(run.model, len(text.ids) - 1, run.chunk, text.prompt) for run in runs]
-        for first, stop in _steps(text, max(run.chunk for run in runs), decode=decode):
+        prompted = any(state.prompt is not None for state in states)  # what a prompt is read in is one step then
+        for first, stop in _steps(text, max(run.chunk for run in runs), decode=decode, prompted=prompted):
             rows = [
                 _called(run, state, text.ids[first:stop], scores)
                 for run, state, scores in zip(runs, states, out, strict=True)
@@ -167,10 +168,11 @@ def summary(scores: Scores, reference: Scores) -> dict[str, Any]:
     }
 
 
-def _steps(text: Window, chunk: int, *, decode: bool) -> Iterator[tuple[int, int]]:
-    """Calls of a window, as spans of its tokens; the prompt ends one."""
+def _steps(text: Window, chunk: int, *, decode: bool, prompted: bool) -> Iterator[tuple[int, int]]:
+    """Calls of a window, as spans of its tokens; the prompt ends one, and is one where it is `prompted`."""
     end = len(text.ids) - 1  # the last token is predicted and not run
-    sizes = [*calls(text.prompt, chunk), *([1] * (end - text.prompt) if decode else calls(end - text.prompt, chunk))]
+    read = [text.prompt] if prompted and text.prompt else calls(text.prompt, chunk)
+    sizes = [*read, *([1] * (end - text.prompt) if decode else calls(end - text.prompt, chunk))]
     first = 0
     for size in sizes:
         yield first, first + size
@@ -229,9 +231,15 @@ def calls(tokens: int, chunk: int) -> list[int]:
 
 
 def read(model: Model, state: State, ids: Sequence[int], chunk: int) -> Tensor:
-    """Run tokens in calls of `chunk`: the normed output [t, hidden] of all of them."""
-    parts = torch.tensor(ids, dtype=torch.int64, device=model.device).split(chunk)
-    return torch.cat([model(part, state) for part in parts])
+    """Run tokens in calls of `chunk`: the normed output [t, hidden] of all of them.
+
+    What is `unread` of a prompt that layers read one after the other is one call.
+    """
+    left, found = torch.tensor(ids, dtype=torch.int64, device=model.device), []
+    while len(left):
+        part, left = left.tensor_split([max(chunk, state.unread)])
+        found.append(model(part, state))
+    return torch.cat(found)
 
 
 def varied_layers(model: Model, prompt: int, call: tuple[int, int]) -> dict[int, bool]:
@@ -362,7 +370,7 @@ def right_answers(run: Run, prompt: Prompt) -> list[bool]:
     ids, model = torch.tensor(prompt.ids, device=run.model.device), run.model
     state = new_state(model, len(ids), run.chunk, len(ids))
     found: list[bool] = []
-    for part in ids.split(run.chunk):
+    for part in [ids] if state.unread else ids.split(run.chunk):
         first, hidden = state.position, model(part, state)
         asked = [answer for answer in prompt.answers if first <= answer.position < state.position]
         if asked:

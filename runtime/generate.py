@@ -14,16 +14,19 @@ from runtime.sampling import Likelihood, Sampling, likelihood, sample
 
 
 def prefill(model: Model, state: State, tokens: Sequence[int], progress: Callable[[int], None]) -> Tensor:
-    """Run `tokens` (at least one) in chunks of ``state.chunk``; returns the logits after the last, [vocab] float32.
+    """Run `tokens` (at least one) in calls of ``state.chunk``; returns the logits after the last, [vocab] float32.
 
-    `progress` is called after each chunk with the number of tokens it held.
+    What is `unread` of a prompt that layers read one after the other is one call. `progress` is called after each with
+    the number of tokens it held.
     """
     assert tokens, "prefill of no tokens"
     hidden: Tensor | None = None
-    for start in range(0, len(tokens), state.chunk):
-        chunk = torch.tensor(tokens[start : start + state.chunk], dtype=torch.int64, device=model.device)
-        hidden = model(chunk, state)
-        progress(len(chunk))
+    start = 0
+    while start < len(tokens):
+        stop = start + max(state.chunk, state.unread)
+        part = torch.tensor(tokens[start:stop], dtype=torch.int64, device=model.device)
+        hidden, start = model(part, state), stop
+        progress(len(part))
     assert hidden is not None
     return model.logits(hidden[-1:])[0]
 

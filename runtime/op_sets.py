@@ -6,10 +6,12 @@ from kernels.ops import CPU, REFERENCE, Ops
 from model.architectures import Config
 from model.choices import OP_SETS
 from model.errors import ConfigError
-from model.variants.choice import Full, GroupedCoda, GroupedShard
+from model.llama.config import LlamaConfig
+from model.variants.choice import GroupedCoda, GroupedShard, Shard, Variant
 from runtime.arithmetic import cache_formats
 from runtime.options import RunOptions, usual
 
+LEAST = 16  # of a dimension of a product on tensor cores
 Grouped = GroupedCoda | GroupedShard  # one implementation each, of the backend cpu
 
 
@@ -31,11 +33,40 @@ def op_set(name: str, options: RunOptions, config: Config) -> Ops:
 
 
 def of_triton(options: RunOptions, config: Config) -> Ops:
-    """Triton's kernels, with attention in tiles where they cannot read a cache."""
-    from kernels.triton_ops import TILES, TRITON  # noqa: PLC0415 (Triton is not on every platform)
+    """Triton's kernels; ConfigError, naming the variant and why, for a cache that they do not read."""
+    from kernels.triton_ops import TRITON  # noqa: PLC0415 (Triton is not on every platform)
 
-    full = all(isinstance(variant, Full) for variant in cache_formats(options, config).variants)
-    return TRITON if full else TILES
+    variants = {str(variant): variant for variant in cache_formats(options, config).variants}
+    for named, variant in sorted(variants.items()):
+        if (why := unread(variant, config)) is not None:
+            raise ConfigError(f"--ops triton: no kernel for --kv {named}: {why}")
+    return TRITON
+
+
+def unread(variant: Variant, config: Config) -> str | None:
+    """What of a layer's cache Triton's kernels do not read; None where they read it.
+
+    Products on tensor cores have 16 columns at least.
+    """
+    if isinstance(variant, Shard):
+        assert not isinstance(config, LlamaConfig), "a variant of V4's layers"
+        width = min(config.head_dim, config.index_head_dim)
+        return None if width >= LEAST else f"rotated rows of {width} columns, want {LEAST} at least"
+    if isinstance(variant, GroupedCoda):
+        d = config.head_dim
+        return None if d >= LEAST and d & (d - 1) == 0 else f"heads of {d}, want a power of two from {LEAST} on"
+    return _unread_codes(variant, config.head_dim) if isinstance(variant, GroupedShard) else None
+
+
+def _unread_codes(variant: GroupedShard, d: int) -> str | None:
+    if variant.dp:
+        return "components have bits by group, and those of equally many bits alone are read"
+    if variant.qjl:
+        return "the error of keys is sketched, and codes alone are read"
+    for what, size in (("components", variant.rank), ("columns of a head", d)):
+        if size < 2 * LEAST:
+            return f"{size} {what}, of which each half makes a product: want {2 * LEAST} at least"
+    return None
 
 
 def planned(options: RunOptions) -> str:

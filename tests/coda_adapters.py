@@ -11,9 +11,9 @@ SIZES = {"window": 12, "num_landmarks_exact": 6, "num_landmarks_summary": 5}
 BLOCK = 8  # no more evicted at once than the exact bank's candidates
 
 
-def adapted(directory, *, bounded, norm="identity", seed=3):
+def adapted(directory, *, bounded, norm="identity", seed=3, head_dim=8):
     """Save a random Llama model; return it with every attention replaced by the package's, its parameters random."""
-    model = oracle(head_dim=8, num_hidden_layers=2)
+    model = oracle(head_dim=head_dim, hidden_size=4 * head_dim, num_hidden_layers=2)
     model.save_pretrained(directory)
     more = SIZES | {"block_size": BLOCK} if bounded else {}
     with pytest.warns(UserWarning, match="settings differ"):  # the adapter's own pairing and norm, which are Llama's

@@ -12,10 +12,11 @@ ROWS = (
     64  # (token, head) rows of a program: what tensor cores take, and all that 512 fp32 columns of them leave room for
 )
 KEYS = 64  # keys of a tile
+TENSOR, FP8, CODED, BASED = 0, 1, 2, 3  # forms of entries; queries are met as they are in the first two
 WIDTH = 64  # columns of a tile at least: a group of Fp8Entries
 
 
-def _keys(*, narrow: bool, fp8: bool) -> int:
+def _keys(*, narrow: bool, decoded: bool) -> int:
     """Keys of a tile, as many as there is room for.
 
     Decoded ones pass through registers; and the compiler keeps a tile more for Blackwell, whose products run behind.
@@ -23,7 +24,7 @@ def _keys(*, narrow: bool, fp8: bool) -> int:
     if not narrow:
         return min(KEYS, 16)
     blackwell = not UPCAST and triton.runtime.driver.active.get_current_target().arch >= 100
-    return KEYS // 2 if fp8 or blackwell else KEYS
+    return KEYS // 2 if decoded or blackwell else KEYS
 
 
 class Launch(NamedTuple):
@@ -38,14 +39,16 @@ class Launch(NamedTuple):
     narrow: bool  # whether products are of bf16
 
 
-def launch(q: Tensor, window: int, most: int, *, narrow: bool, fp8: bool, shared: bool) -> Launch:
+def launch(q: Tensor, window: int, most: int, *, narrow: bool, form: int, shared: bool) -> Launch:
     """Cut up a call in which a token sees `most` entries at most; `shared`: tokens may share a tile of them.
+
+    `form` of entries is TENSOR, FP8, CODED or BASED; what CODED rotates has no columns beside its own.
 
     In fp32 no tensor core is used and a tile of 64 rows would not leave room for keys: tiles are small, and slow.
     """
     t, h, d = q.shape
     rows = ROWS if narrow else min(ROWS, 16)
-    keys = _keys(narrow=narrow, fp8=fp8)
+    keys = _keys(narrow=narrow, decoded=form != TENSOR)
     heads = min(rows, triton.next_power_of_2(h))
     tokens = min(rows // heads, triton.next_power_of_2(t)) if shared else 1
     if tokens * heads < 16:  # a dot takes no fewer rows
@@ -58,7 +61,7 @@ def launch(q: Tensor, window: int, most: int, *, narrow: bool, fp8: bool, shared
 
     if 2 * tiles(keys) <= room:  # shorter tiles, for more programs
         keys = max(16, keys // 2)
-    width = max(WIDTH, triton.next_power_of_2(d))
+    width = d if form == CODED else max(WIDTH, triton.next_power_of_2(d))
     return Launch(tokens, heads, keys, width, programs, min(room, tiles(keys)), narrow)
 
 

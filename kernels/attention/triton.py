@@ -8,20 +8,40 @@ merges what they found: how many follows from shapes, and the tiles of each from
 The sink enters once, at the end. Masses are rounded to bf16 before they multiply bf16 keys; their sum is of what they
 were before. As in `kernels.attention.cpu`, rows that no token of the tile may see are not read, whatever they hold,
 and NaN in any other row reaches every token of the tile: more than saw it where a tile has several, but never fewer.
+
+`CodedRows` are attended to as they are stored: their tiles come first, met by queries that were rotated, and what they
+sum to is rotated back, a row at once, before the window's tiles are added to it. A row's length multiplies its logit
+and its mass, so that the operand of both products is its centroids, of fp16 where the others are bf16.
+
+`BasisRows` are too, in programs of their own: what these sum to is brought back by a matrix product, before it is
+merged with what the window's programs found. The layer's mean has coefficients in its basis, which are added to a
+row's, so that it is no case of its own.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from kernels.attention import launch as attention_launch
-from kernels.formats.stored import Fp8Entries, Rows, Slots
-from kernels.formats.triton import e4m3, e8m0
+from kernels.formats import lloyd_max
+from kernels.formats.stored import BasisRows, CodedRows, Fp8Entries, Rows, Slots
+from kernels.formats.triton import centroids, e4m3, e8m0, hadamard, rotated_query, unit
 from kernels.formats.triton_rounding import UPCAST, rounded
 from kernels.position import position
+from kernels.quantise.triton import hadamard as hadamard_rows
 
 GROUP = tl.constexpr(attention_launch.WIDTH)  # columns of Fp8Entries to a scale
+LEAST = 16  # columns of coded rows: what a product takes
+_TENSOR = tl.constexpr(attention_launch.TENSOR)
+_FP8 = tl.constexpr(attention_launch.FP8)
+_CODED = tl.constexpr(attention_launch.CODED)
+_BASED = tl.constexpr(attention_launch.BASED)
+QUERIES = 1 << 15  # (token, head) rows of queries that exist in a basis at a time
 LIMIT = tl.constexpr(torch.finfo(torch.float32).max)  # of peaks, which stay finite so that none differ by inf - inf
 
 
@@ -65,12 +85,39 @@ def _fp8(
 
 
 @triton.jit
-def _fold(
-    q, keys, seen, bias, peak, total, value, scale,
-    BIASED: tl.constexpr, NARROW: tl.constexpr, OPERAND: tl.constexpr, UPCAST: tl.constexpr,
+def _coefficients(
+    codes, rope, gain, norm, table, places, factors, index, loaded, codes_stride, rope_stride,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, BLOCK_D: tl.constexpr, FINE: tl.constexpr,
 ):  # fmt: skip
-    """Fold a tile of keys into the running softmax."""
+    """Rows `index` of `BasisRows` as stored, [keys, BLOCK_D]: coefficients with those of the mean, then rope dims.
+
+    Of a column `places` says at which bit its code begins, how many there are, and where its codebook is in `table`;
+    `factors` by what a centroid is multiplied, and what is added.
+    """
+    column = tl.arange(0, BLOCK_D)
+    bit, bits = tl.load(places + column), tl.load(places + BLOCK_D + column)
+    book = tl.load(places + 2 * BLOCK_D + column)
+    row, nope = index.to(tl.int64)[:, None], (column < NOPE)[None, :]
+    at = tl.where(nope, codes + row * codes_stride, rope + row * rope_stride) + (bit // 8)[None, :]
+    shift, inside = (bit % 8)[None, :], loaded[:, None] & (bits > 0)[None, :]
+    word = tl.load(at, inside, 0).to(tl.int32)
+    word |= tl.load(at + 1, inside & (shift + bits[None, :] > 8), 0).to(tl.int32) << 8
+    centroid = tl.load(table + book[None, :] + ((word >> shift) & ((1 << bits) - 1)[None, :]))
+    of_nope = tl.load(gain + index, loaded, 0.0).to(tl.float32)[:, None]
+    of_rope = tl.load(norm + index, loaded, 0.0).to(tl.float32)[:, None] * (ROPE**-0.5)
+    scaled = centroid * tl.load(factors + column)[None, :] * tl.where(nope, of_nope, of_rope)
+    return (scaled + tl.load(factors + BLOCK_D + column)[None, :]).to(FINE)
+
+
+@triton.jit
+def _fold(
+    q, keys, seen, bias, length, peak, total, value, scale,
+    BIASED: tl.constexpr, LONG: tl.constexpr, NARROW: tl.constexpr, OPERAND: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Fold a tile of keys into the running softmax; LONG: keys are to be multiplied by their `length`, in fp16."""
     logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    if LONG:
+        logits *= length[None, :]
     if BIASED:
         logits += bias[None, :]
     logits = tl.where(seen, logits, float("-inf"))
@@ -78,8 +125,10 @@ def _fold(
     mass = tl.exp(logits - higher[:, None])
     shrink = tl.exp(peak - higher)
     total = total * shrink + tl.sum(mass, 1)
+    if LONG:
+        mass *= length[None, :]
     if NARROW:
-        mass = rounded(mass, tl.bfloat16, UPCAST)
+        mass = rounded(mass, tl.float16 if LONG else tl.bfloat16, UPCAST)
     value = tl.dot(mass.to(OPERAND), keys, value * shrink[:, None], input_precision="ieee")
     return higher, total, value
 
@@ -94,13 +143,16 @@ def _with_sink(peak, total, sink):
 
 @triton.jit
 def _attend(
-    q, ring, first, entries, rope, scales, bias, selected, sink, out, peaks, totals, sums,
-    tokens, heads, capacity, ring_stride, window, n, ratio, hidden, picks,
+    q, ring, first, entries, rope, scales, norm, table, places, signs, bias, selected, sink, out, peaks,
+    totals, sums, tokens, heads, capacity, ring_stride, window, n, ratio, hidden, picks,
     entries_stride, rope_stride, scales_stride, selected_stride, scale, splits,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, NOPE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, ENTRIES: tl.constexpr, FP8: tl.constexpr, ALIGNED: tl.constexpr, SELECTED: tl.constexpr,
-    BIASED: tl.constexpr, SPLIT: tl.constexpr, OPERAND: tl.constexpr, NARROW: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_D: tl.constexpr, ENTRIES: tl.constexpr, FORM: tl.constexpr, BITS: tl.constexpr, STEPS: tl.constexpr,
+    SIGNED: tl.constexpr, ALIGNED: tl.constexpr, SELECTED: tl.constexpr, BIASED: tl.constexpr, SPLIT: tl.constexpr,
+    OPERAND: tl.constexpr, FINE: tl.constexpr, NARROW: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    """FINE is the operand of products with codes. Of `BasisRows` the window is not attended to here."""
+    ROWS: tl.constexpr = TOKENS * HEADS
     head_tiles = tl.cdiv(heads, HEADS)
     begin_token = tl.program_id(0) // head_tiles * TOKENS
     pair = tl.arange(0, TOKENS * HEADS)
@@ -109,18 +161,21 @@ def _attend(
     wanted = (token < tokens) & (head < heads)
     row = token.to(tl.int64) * heads + head
     column = tl.arange(0, BLOCK_D)
-    queries = _plain(q + row * WIDTH, wanted, WIDTH, BLOCK_D, OPERAND)
+    if FORM < _CODED:
+        queries = _plain(q + row * WIDTH, wanted, WIDTH, BLOCK_D, OPERAND)
 
     start = tl.load(first)
     newest = start + tl.minimum(begin_token + TOKENS, tokens) - 1  # position
     oldest = tl.maximum(start + begin_token - window + 1, 0)
     span = (newest + 1 - oldest).to(tl.int32)
-    window_tiles = tl.cdiv(span, BLOCK_N)
-    tiles = window_tiles
+    window_tiles = 0 if FORM == _BASED else tl.cdiv(span, BLOCK_N)
+    tiles, border = window_tiles, 0  # window tiles begin at the border
     if ENTRIES:
         visible = tl.minimum((start + token + 1) // ratio - hidden, n).to(tl.int32)
         most = tl.minimum((newest + 1) // ratio - hidden, n).to(tl.int32)
         tiles += tl.cdiv(picks if SELECTED else tl.maximum(most, 0), BLOCK_N)
+    if FORM == _CODED:
+        border = tiles - window_tiles
     tiles_per_split = tl.cdiv(tiles, splits)
     begin = tl.program_id(1) * tiles_per_split
     end = tl.minimum(begin + tiles_per_split, tiles)
@@ -128,30 +183,78 @@ def _attend(
     peak = tl.full((TOKENS * HEADS,), -LIMIT, tl.float32)
     total = tl.zeros((TOKENS * HEADS,), tl.float32)
     value = tl.zeros((TOKENS * HEADS, BLOCK_D), tl.float32)
-    own = (start + token - oldest).to(tl.int32)  # position, counted from the oldest that the tile sees
-    first_row = (oldest % capacity).to(tl.int32)
-    for tile in tl.range(begin, tl.minimum(end, window_tiles) if FP8 else end):
-        key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        place = first_row + key
-        place = tl.where(place >= capacity, place - capacity, place)
-        loaded = key < span
-        seen = (key[None, :] <= own[:, None]) & (key[None, :] > own[:, None] - window)
-        at = ring + place.to(tl.int64) * ring_stride
-        if ENTRIES and not FP8:  # one loop over both, whose keys are fetched ahead across the border
-            recent = key < window_tiles * BLOCK_N
-            entry = _entry(selected, key - window_tiles * BLOCK_N, begin_token, picks, selected_stride, SELECTED)
-            present = (entry >= 0) & (entry < most)
-            at = tl.where(recent, at, entries + entry.to(tl.int64) * entries_stride)
-            if ALIGNED:  # which the compiler no longer sees behind the choice, and without it fetches nothing ahead
-                at = tl.multiple_of(at, 16)
-            loaded = tl.where(recent, loaded, present)
-            seen = tl.where(recent[None, :], seen, present[None, :] & (entry[None, :] < visible[:, None]))
-        keys = _plain(at, loaded, WIDTH, BLOCK_D, OPERAND)
-        more = tl.load(bias + entry, present, 0.0) if BIASED and not FP8 else None
-        peak, total, value = _fold(
-            queries, keys, seen, more, peak, total, value, scale, BIASED and not FP8, NARROW, OPERAND, UPCAST
+    if FORM == _CODED:
+        turned, size = rotated_query(
+            _plain(q + row * WIDTH, wanted, WIDTH, BLOCK_D, tl.float32), signs, ROWS, BLOCK_D, STEPS, SIGNED
         )  # fmt: skip
-    if FP8:
+        turned = turned.to(FINE)
+        for tile in tl.range(begin, tl.minimum(end, border)):
+            entry = _entry(
+                selected, tile * BLOCK_N + tl.arange(0, BLOCK_N), begin_token, picks, selected_stride, SELECTED
+            )  # fmt: skip
+            present = (entry >= 0) & (entry < most)
+            seen = present[None, :] & (entry[None, :] < visible[:, None])
+            keys = centroids(entries, table, entry, present, BLOCK_D, BITS)
+            length = tl.load(norm + entry, present, 0.0).to(tl.float32) * (WIDTH**-0.5)
+            more = tl.load(bias + entry, present, 0.0) if BIASED else None
+            peak, total, value = _fold(
+                turned, keys, seen, more, length, peak, total, value, (size * scale)[:, None],
+                BIASED, LONG=True, NARROW=NARROW, OPERAND=FINE, UPCAST=UPCAST,
+            )  # fmt: skip
+        value = hadamard(value, ROWS, BLOCK_D, STEPS) * (WIDTH**-0.5)
+        if SIGNED:
+            value *= tl.load(signs + column)[None, :]
+        queries = _plain(q + row * WIDTH, wanted, WIDTH, BLOCK_D, OPERAND)
+    if FORM == _BASED:
+        wide = _plain(q + row * WIDTH, wanted, WIDTH, BLOCK_D, tl.float32)
+        size = unit(tl.max(tl.abs(wide), 1))
+        queries, length = (wide / size[:, None]).to(FINE), tl.full((BLOCK_N,), 1.0, tl.float32)
+        for tile in tl.range(begin, end):
+            entry = _entry(
+                selected, tile * BLOCK_N + tl.arange(0, BLOCK_N), begin_token, picks, selected_stride, SELECTED
+            )  # fmt: skip
+            present = (entry >= 0) & (entry < most)
+            seen = present[None, :] & (entry[None, :] < visible[:, None])
+            keys = _coefficients(
+                entries, rope, scales, norm, table, places, signs, entry, present, entries_stride, rope_stride,
+                NOPE, WIDTH - NOPE, BLOCK_D, FINE,
+            )  # fmt: skip
+            more = tl.load(bias + entry, present, 0.0) if BIASED else None
+            peak, total, value = _fold(
+                queries, keys, seen, more, length, peak, total, value, (size * scale)[:, None],
+                BIASED, LONG=True, NARROW=NARROW, OPERAND=FINE, UPCAST=UPCAST,
+            )  # fmt: skip
+    if FORM != _BASED:
+        own = (start + token - oldest).to(tl.int32)  # position, counted from the oldest that the tile sees
+        first_row = (oldest % capacity).to(tl.int32)
+        low, high = begin, end
+        if FORM == _FP8:
+            high = tl.minimum(end, window_tiles)
+        if FORM == _CODED:
+            low = tl.maximum(begin, border)
+        for tile in tl.range(low, high):
+            key = (tile - border) * BLOCK_N + tl.arange(0, BLOCK_N)
+            place = first_row + key
+            place = tl.where(place >= capacity, place - capacity, place)
+            loaded = key < span
+            seen = (key[None, :] <= own[:, None]) & (key[None, :] > own[:, None] - window)
+            at = ring + place.to(tl.int64) * ring_stride
+            if ENTRIES and FORM == _TENSOR:  # one loop over both, whose keys are fetched ahead across the border
+                recent = key < window_tiles * BLOCK_N
+                entry = _entry(selected, key - window_tiles * BLOCK_N, begin_token, picks, selected_stride, SELECTED)
+                present = (entry >= 0) & (entry < most)
+                at = tl.where(recent, at, entries + entry.to(tl.int64) * entries_stride)
+                if ALIGNED:  # which the compiler no longer sees behind the choice, and without it fetches nothing ahead
+                    at = tl.multiple_of(at, 16)
+                loaded = tl.where(recent, loaded, present)
+                seen = tl.where(recent[None, :], seen, present[None, :] & (entry[None, :] < visible[:, None]))
+            keys = _plain(at, loaded, WIDTH, BLOCK_D, OPERAND)
+            more = tl.load(bias + entry, present, 0.0) if BIASED and FORM == _TENSOR else None
+            peak, total, value = _fold(
+                queries, keys, seen, more, None, peak, total, value, scale,
+                BIASED and FORM == _TENSOR, LONG=False, NARROW=NARROW, OPERAND=OPERAND, UPCAST=UPCAST,
+            )  # fmt: skip
+    if FORM == _FP8:
         for tile in tl.range(tl.maximum(begin, window_tiles), end):
             key = (tile - window_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
             entry = _entry(selected, key, begin_token, picks, selected_stride, SELECTED)
@@ -163,7 +266,8 @@ def _attend(
             )  # fmt: skip
             more = tl.load(bias + entry, present, 0.0) if BIASED else None
             peak, total, value = _fold(
-                queries, keys, seen, more, peak, total, value, scale, BIASED, NARROW, OPERAND, UPCAST
+                queries, keys, seen, more, None, peak, total, value, scale, BIASED, LONG=False, NARROW=NARROW,
+                OPERAND=OPERAND, UPCAST=UPCAST,
             )  # fmt: skip
 
     inside = wanted[:, None] & (column < WIDTH)[None, :]
@@ -207,17 +311,79 @@ def _merge(
     tl.store(out + row * WIDTH + column, rounded(value, out.dtype.element_ty, UPCAST), column < WIDTH)
 
 
-def _planes(rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-    """Values, rope dims and scales; all three are the tensor where it is no narrow form."""
+class _Planes(NamedTuple):
+    """Entries as the kernel takes them; of what a form does not have, any tensor."""
+
+    form: int
+    values: Tensor  # rows, E4M3 values, or codes
+    rope: Tensor  # [n, r] of Fp8Entries
+    scales: Tensor  # [n, g] of Fp8Entries; gains [n] of BasisRows
+    norm: Tensor  # [n] of CodedRows, or of rope dims
+    table: Tensor  # [2^bits], centroids; of all bits, one after the other
+    places: Tensor  # [3, columns] int32 of BasisRows
+    signs: Tensor | None  # [d] of CodedRows, or none; [2, columns] float32, factors of BasisRows
+    bits: int
+    nope: int = 0  # columns of BasisRows before the rope dims
+
+
+def _planes(rows: Rows, *, narrow: bool) -> _Planes:
+    """The tensors of entries; `narrow`: those that products take are of 16 bits."""
     match rows:
         case Tensor():
             rows = _rows(rows)
-            return rows, rows, rows
+            return _Planes(_TENSOR.value, rows, rows, rows, rows, rows, rows, None, 0)
         case Fp8Entries(values, rope, scale):
             assert rope.shape[1] <= GROUP.value, f"{rope.shape[1]} rope dims, want {GROUP.value} at most"
-            return _rows(values.view(torch.uint8)), _rows(rope), _rows(scale.view(torch.uint8))
+            values, rope = _rows(values.view(torch.uint8)), _rows(rope)
+            scale, nope = _rows(scale.view(torch.uint8)), values.shape[1]
+            return _Planes(_FP8.value, values, rope, scale, rope, rope, rope, None, 0, nope)
+        case CodedRows(norm, codes, bits, signs):
+            if rows.shape[1] < LEAST:
+                raise NotImplementedError(f"attention in Triton: coded rows of {rows.shape[1]}, want {LEAST} at least")
+            table = lloyd_max.rounded_codebook(bits, torch.float16 if narrow else torch.float32, codes.device)
+            return _Planes(_CODED.value, codes.contiguous(), table, table, norm.contiguous(), table, table, signs, bits)
+        case BasisRows(nope, gain, rope):
+            columns, norm, gain = _columns(rows), rope.norm.contiguous(), gain.contiguous()
+            codes, rope_codes, p = nope.codes.contiguous(), rope.codes.contiguous(), nope.basis.shape[0]
+            return _Planes(
+                _BASED.value, codes, rope_codes, gain, norm, columns.table, columns.places, columns.factors, 0, p
+            )
         case _:
             raise NotImplementedError(f"attention in Triton reads no {type(rows).__name__}")
+
+
+class _Columns(NamedTuple):
+    """How the columns of a layer's `BasisRows` are stored."""
+
+    places: Tensor  # [3, width] int32: first bit of a code, bits of it, and where its codebook begins
+    factors: Tensor  # [2, width] float32: by what a centroid is multiplied, and what is added, of the mean
+    table: Tensor  # [511] float32: the codebooks of 1 to 8 bits, and a 0 for what is not stored
+
+
+_OF_BASES = WeakTensorKeyDictionary()  # what `_columns` found, by the basis of a layer
+
+
+def _columns(rows: BasisRows) -> _Columns:
+    """Of a layer, found once: the mean's coefficients are those with which the basis gives the mean."""
+    keys = rows.nope
+    if keys.basis not in _OF_BASES:
+        p, bits = keys.basis.shape[0], keys.bits.long().repeat_interleave(keys.basis.shape[1] // len(keys.bits))
+        bits = torch.cat((bits, torch.full((rows.rope.shape[1],), rows.rope.bits)))
+        begin = torch.cat([part.cumsum(0) - part for part in bits.split([p, len(bits) - p])])
+        book = torch.where(bits > 0, 2**bits - 2, 510)
+        width = max(attention_launch.WIDTH, triton.next_power_of_2(len(bits)))
+        beyond = (0, width - len(bits))
+        places = torch.stack((pad(begin, beyond), pad(bits, beyond), pad(book, beyond, value=510)))
+        basis, scales = keys.basis.cpu().double(), keys.basis_scale.cpu().double()
+        mean = torch.linalg.solve(basis * scales, keys.mean.cpu().double())
+        added = torch.cat((mean, torch.zeros(len(bits) - p)))
+        scale = torch.cat((keys.scale.cpu().double(), torch.ones(len(bits) - p)))
+        factors = torch.stack((pad(scale, beyond), pad(added, beyond))).float()
+        table = torch.cat([lloyd_max.codebook(b, torch.device("cpu")) for b in lloyd_max.BITS] + [torch.zeros(1)])
+        device = keys.codes.device
+        _OF_BASES[keys.basis] = _Columns(places.int().to(device), factors.to(device), table.to(device))
+    found: _Columns = _OF_BASES[keys.basis]
+    return found
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -243,13 +409,14 @@ def attend(
 
     `first` may be a [] int64 on the device; `entries` may then be given at full capacity, for rows that are not
     visible are not read. `q`, `ring` and `entries` are bfloat16 or float32, a tensor of entries as `ring` is; products
-    are of bf16 where all are.
+    are of bf16 where all are, and of fp16 with `CodedRows` and `BasisRows`, of which a number of 65 520 or more is
+    infinite.
     That the entries of a row of `selected` are distinct is not checked: one that comes twice counts twice.
 
     Raises
     ------
     NotImplementedError
-        If entries are `CodedRows` or `BasisRows`; what is read: a tensor, `Fp8Entries`, and `Slots` of them.
+        If entries are `CodedRows` of less than 16 columns, or in a form of index keys.
 
     """
     t, h, d = q.shape
@@ -258,49 +425,154 @@ def attend(
     assert sink.dtype == torch.float32, f"sink: {sink.dtype}, want float32"
     assert selected is None or selected.dtype == torch.int32, f"selected: {selected.dtype}, want int32"
     slots = entries if isinstance(entries, Slots) else Slots(ring[:0] if entries is None else entries, None, 0)
-    values, rope, scales = _planes(slots.rows)
-    dtypes = {x.dtype for x in (q, ring, rope)}
-    assert isinstance(slots.rows, Fp8Entries) or rope.dtype == ring.dtype, f"{rope.dtype} entries, {ring.dtype} ring"
+    dtypes = {q.dtype, ring.dtype} | ({slots.rows.rope.dtype} if isinstance(slots.rows, Fp8Entries) else set())
+    if isinstance(slots.rows, Tensor):
+        assert slots.rows.dtype == ring.dtype, f"{slots.rows.dtype} entries, {ring.dtype} ring"
     assert dtypes <= {torch.bfloat16, torch.float32}, f"{dtypes}: want bfloat16 or float32"
+    rows = _planes(slots.rows, narrow=dtypes == {torch.bfloat16})
+    bias = None if slots.bias is None else slots.bias.contiguous()
+    selected = None if selected is None else _rows(selected)
+    given = _Given(rows, bias, slots.hidden, ratio, selected, _rows(ring), window, dtypes == {torch.bfloat16})
+    q, first, sink = q.contiguous(), position(first, q.device), sink.contiguous()
     out = torch.empty(t, h, d, dtype=q.dtype, device=q.device)
     if t == 0:
         return out
-    ring, q, sink = _rows(ring), q.contiguous(), sink.contiguous()
-    selected = None if selected is None else _rows(selected)
-    bias = None if slots.bias is None else slots.bias.contiguous()
-    n, picks = values.shape[0], 0 if selected is None else selected.shape[1]
-    most = n if selected is None else min(n, picks)
-    fp8, narrow = most > 0 and isinstance(slots.rows, Fp8Entries), dtypes == {torch.bfloat16}
-    cut = attention_launch.launch(q, window, most, narrow=narrow, fp8=fp8, shared=selected is None or most == 0)
-    first = position(first, q.device)
-    split = cut.splits > 1
-    found = torch.empty(2, cut.splits, t, h, dtype=torch.float32, device=q.device) if split else sink.expand(2, -1)
-    sums = torch.empty(cut.splits, t, h, d, dtype=torch.float32, device=q.device) if split else sink
+    if isinstance(slots.rows, BasisRows) and given.most > 0:
+        step = max(1, QUERIES // h)
+        for start in range(0, t, step):
+            part = slice(start, start + step)
+            _attend_in_basis(out[part], q[part], slots.rows, given.of(part), first + start, sink)
+        return out
+    cut = given.cut(q)
+    found = _Parts.empty(cut.splits, q) if cut.splits > 1 else _Parts(sink, sink, sink)
+    _run(q, first, given, cut, sink, out, found, split=cut.splits > 1)
+    if cut.splits > 1:
+        _merged(out, found, sink, cut.splits)
+    return out
+
+
+class _Parts(NamedTuple):
+    """What programs found of each row."""
+
+    peaks: Tensor  # [splits, t, h] float32
+    totals: Tensor  # [splits, t, h]; -1: no tile fell to a program
+    sums: Tensor  # [splits, t, h, d]
+
+    @classmethod
+    def empty(cls, splits: int, q: Tensor) -> "_Parts":
+        """Allocate those of `splits` programs of each row."""
+        peaks, totals = torch.empty(2, splits, *q.shape[:2], dtype=torch.float32, device=q.device)
+        return cls(peaks, totals, torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device))
+
+    def of(self, splits: slice) -> "_Parts":
+        """Those of some programs."""
+        return _Parts(*(part[splits] for part in self))
+
+
+class _Given(NamedTuple):
+    """What tokens attend to."""
+
+    rows: _Planes
+    bias: Tensor | None
+    hidden: int
+    ratio: int
+    selected: Tensor | None
+    ring: Tensor
+    window: int
+    narrow: bool
+
+    @property
+    def most(self) -> int:
+        """Entries that a token sees at most."""
+        n = self.rows.values.shape[0]
+        return n if self.selected is None else min(n, self.selected.shape[1])
+
+    @property
+    def form(self) -> int:
+        """How entries are stored; where there are none, as a tensor."""
+        return self.rows.form if self.most > 0 else _TENSOR.value
+
+    def of(self, tokens: slice) -> "_Given":
+        """The same for some of the tokens."""
+        return self._replace(selected=None if self.selected is None else self.selected[tokens])
+
+    def cut(self, q: Tensor) -> attention_launch.Launch:
+        """How a call of queries is cut up; entries in a basis are attended to without the window."""
+        window, shared = (0 if self.form == _BASED.value else self.window), self.selected is None or self.most == 0
+        return attention_launch.launch(q, window, self.most, narrow=self.narrow, form=self.form, shared=shared)
+
+
+def _run(
+    q: Tensor, first: Tensor, given: _Given, cut: attention_launch.Launch, sink: Tensor, out: Tensor, found: _Parts, *,
+    split: bool,
+) -> None:  # fmt: skip
+    (t, h, d), (rows, bias, hidden, ratio, selected, ring, window, _) = q.shape, given
+    picks, picks_stride = (0, 0) if selected is None else (selected.shape[1], selected.stride(0))
     _attend[(cut.programs, cut.splits)](
-        q, ring, first, values, rope, scales, bias, selected, sink, out, found[0], found[1], sums,
-        t, h, capacity, ring.stride(0), window, n, ratio, slots.hidden, picks,
-        values.stride(0), rope.stride(0), scales.stride(0), 0 if selected is None else selected.stride(0), d**-0.5,
-        cut.splits,
-        TOKENS=cut.tokens, HEADS=cut.heads, WIDTH=d, NOPE=values.shape[1], BLOCK_N=cut.keys, BLOCK_D=cut.width,
-        ENTRIES=most > 0, FP8=fp8, ALIGNED=_aligned(ring) and _aligned(values), SELECTED=selected is not None,
-        BIASED=bias is not None, SPLIT=split,
-        OPERAND=tl.bfloat16 if cut.narrow and not UPCAST else tl.float32, NARROW=cut.narrow, UPCAST=UPCAST,
+        q, ring, first, *rows[1:7], q if rows.signs is None else rows.signs, bias, selected, sink, out, *found,
+        t, h, ring.shape[0], ring.stride(0), window, rows.values.shape[0], ratio, hidden, picks,
+        rows.values.stride(0), rows.rope.stride(0), rows.scales.stride(0), picks_stride, d**-0.5, cut.splits,
+        TOKENS=cut.tokens, HEADS=cut.heads, WIDTH=d, NOPE=rows.nope, BLOCK_N=cut.keys, BLOCK_D=cut.width,
+        ENTRIES=given.most > 0, FORM=given.form, BITS=rows.bits, STEPS=d.bit_length() - 1,
+        SIGNED=rows.signs is not None, ALIGNED=_aligned(ring) and _aligned(rows.values), SELECTED=selected is not None,
+        BIASED=bias is not None and given.most > 0, SPLIT=split,
+        OPERAND=tl.bfloat16 if cut.narrow and not UPCAST else tl.float32,
+        FINE=tl.float16 if cut.narrow else tl.float32, NARROW=cut.narrow, UPCAST=UPCAST,
         num_warps=8 if cut.tokens * cut.heads * cut.width >= 64 * 256 else 4, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
-    if split:
-        _merge[(t * h, triton.cdiv(d, 128))](
-            found[0], found[1], sums, sink, out, t * h, h, cut.splits,
-            WIDTH=d, SPLITS=triton.next_power_of_2(cut.splits), CHUNK=16, BLOCK_D=min(128, cut.width), UPCAST=UPCAST,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-    return out
+
+
+def _merged(out: Tensor, found: _Parts, sink: Tensor, splits: int) -> None:
+    """Fill `out` [t, h, d] from what programs found."""
+    t, h, d = out.shape
+    _merge[(t * h, triton.cdiv(d, 128))](
+        *found, sink, out, t * h, h, splits,
+        WIDTH=d, SPLITS=triton.next_power_of_2(splits), CHUNK=16,
+        BLOCK_D=min(128, max(attention_launch.WIDTH, triton.next_power_of_2(d))), UPCAST=UPCAST,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _attend_in_basis(out: Tensor, q: Tensor, entries: BasisRows, given: _Given, first: Tensor, sink: Tensor) -> None:
+    """Fill `out` [t, h, d]: programs of the window, and programs of the entries, whose sums are then brought back."""
+    keys, p, signs = entries.nope, entries.nope.basis.shape[0], entries.rope.signs
+    inside = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    flat, wide = inside.flatten(0, 1), q.flatten(0, 1).float()
+    flat[:, :p] = wide[:, :p] @ (keys.basis.float() * keys.basis_scale)
+    flat[:, p:] = hadamard_rows(wide[:, p:] if signs is None else wide[:, p:] * signs)
+    del wide
+    recent = given._replace(rows=_planes(given.ring[:0], narrow=given.narrow), bias=None, selected=None)
+    cuts = recent.cut(q), given.cut(q)
+    splits = cuts[0].splits + cuts[1].splits
+    found = _Parts.empty(splits, q)
+    _run(q, first, recent, cuts[0], sink, out, found.of(slice(cuts[0].splits)), split=True)
+    _run(inside, first, given, cuts[1], sink, out, stored := found.of(slice(cuts[0].splits, None)), split=True)
+    del inside, flat
+    sums = stored.sums.flatten(0, 2)
+    sums[:, :p] = sums[:, :p] @ (keys.basis.float() * keys.basis_scale).mT
+    rope = hadamard_rows(sums[:, p:])
+    sums[:, p:] = rope if signs is None else rope.mul_(signs)
+    _merged(out, found, sink, splits)
 
 
 def attend_scratch(
     tokens: int, heads: int, width: int, window: int, entries: int, selected: int, form: str, item: int
 ) -> int:
-    """Bytes allocated in `attend` of up to so many tokens: the result, and in fp32 what splits find of their rows."""
-    del form
-    most = min(entries, selected) if selected else entries
-    rows = attention_launch.split_rows(tokens, heads, window, most, narrow=item == 2)
-    return tokens * heads * width * item + rows * (2 + width) * 4
+    """Bytes allocated in `attend` of up to so many tokens: the result, and in fp32 what splits find of their rows.
+
+    Of entries in a basis, for as many rows as are in it at a time: queries as they are stored, made of wide ones; what
+    all programs find; and what a product makes of their sums.
+    """
+    most, result = min(entries, selected) if selected else entries, tokens * heads * width * item
+    if form != "based" or most == 0:
+        rows = attention_launch.split_rows(tokens, heads, window, most, narrow=item == 2)
+        return result + rows * (2 + width) * 4
+    some = min(tokens, max(1, QUERIES // heads))
+    inside, basis = some * heads * width * 4, 2 * width * width * 4
+    recent, stored = (
+        max(some * heads, attention_launch.split_rows(some, heads, *seen, narrow=item == 2))
+        for seen in ((window, 0), (0, most))
+    )
+    found = (recent + stored) * (2 + width) * 4
+    made = (2 if item == 4 else 3) * inside + basis
+    return result + max(made, inside + found, found + stored * width * 4 + basis)

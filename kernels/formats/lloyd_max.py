@@ -14,8 +14,8 @@ from torch import Tensor
 from kernels.formats.lloyd_max_reference import BITS, codebook, distortion
 
 __all__ = [
-    "BITS", "codebook", "decode", "decode_packed", "distortion", "encode", "look_up", "pack", "packed_bytes", "unpack",
-    "word_table",
+    "BITS", "codebook", "decode", "decode_packed", "distortion", "encode", "look_up", "pack", "packed_bytes",
+    "rounded_codebook", "unpack", "word_table",
 ]  # fmt: skip
 
 
@@ -101,6 +101,12 @@ def _word(bits: int) -> tuple[int, int]:
     assert bits in BITS, f"{bits} bits, want 1 to 8"
     common = math.gcd(8, bits)
     return 8 // common, bits // common
+
+
+@cache
+def rounded_codebook(bits: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """`codebook` in another dtype, [2^bits]; shared, not to be written to."""
+    return codebook(bits, device).to(dtype)
 
 
 @cache

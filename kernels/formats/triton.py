@@ -1,4 +1,4 @@
-"""Narrow formats in registers: codes to numbers (E8M0, E2M1, E4M3), and numbers to codes with a scale per block."""
+"""Narrow formats in registers: codes to numbers, numbers to codes with a scale per block, and Hadamard's rotation."""
 
 import triton
 import triton.language as tl
@@ -30,6 +30,51 @@ def e4m3(byte, dtype: tl.constexpr, UPCAST: tl.constexpr):
     if UPCAST:
         x = tl.where((byte & 0x7F) == 0x7F, float("nan"), x)
     return x
+
+
+@triton.jit
+def centroids(codes, table, row, inside, D: tl.constexpr, BITS: tl.constexpr):
+    """What the codes of rows `row` [n] mean in `table` [2^BITS], [n, D] in its dtype; code 0 where not `inside` [n].
+
+    Packed as in `kernels.formats.lloyd_max`, rows of D * BITS / 8 bytes: RUN codes begin and end with a byte.
+    """
+    RUN: tl.constexpr = 8 if BITS % 2 else 4 if BITS % 4 else 2 if BITS % 8 else 1
+    SIZE: tl.constexpr = RUN * BITS // 8
+    at = codes + row.to(tl.int64)[:, None] * (D * BITS // 8) + tl.arange(0, D // RUN)[None, :] * SIZE
+    word = tl.load(at, inside[:, None], 0).to(tl.int64 if SIZE > 3 else tl.int32)
+    for byte in tl.static_range(1, SIZE):
+        word |= tl.load(at + byte, inside[:, None], 0).to(word.dtype) << (8 * byte)
+    code = (word[:, :, None] >> (tl.arange(0, RUN) * BITS)[None, None, :]).to(tl.int32) & ((1 << BITS) - 1)
+    return tl.load(table + tl.reshape(code, (row.shape[0], D)))
+
+
+@triton.jit
+def unit(size):
+    """The power of two at or below `size`, fp32; 1 for 0 and what is smaller than any normal number."""
+    power = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    return tl.where(power > 0, power, 1.0)
+
+
+@triton.jit
+def hadamard(x, ROWS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr):
+    """`kernels.formats.coded_rows.hadamard` of rows [ROWS, D] fp32, to the bit but for its factor: D is 2^STEPS."""
+    for _ in tl.static_range(STEPS):
+        low, high = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, D // 2)), (0, 2, 1)))
+        x = tl.reshape(tl.join(low + high, low - high), (ROWS, D))
+    return x
+
+
+@triton.jit
+def rotated_query(x, signs, ROWS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, SIGNED: tl.constexpr):
+    """Rows [ROWS, D] fp32 in the space of `CodedRows`, over the powers of two [ROWS] below their largest: both.
+
+    Then fp16 holds them, 8 times finer than bf16.
+    """
+    size = unit(tl.max(tl.abs(x), 1))
+    x = x / size[:, None]
+    if SIGNED:
+        x *= tl.load(signs + tl.arange(0, D))[None, :]
+    return hadamard(x, ROWS, D, STEPS) * (D**-0.5), size
 
 
 @triton.jit

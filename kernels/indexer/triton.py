@@ -5,16 +5,22 @@ tile of keys is loaded and decoded once, for every token of its program.
 
 All keys of a call, and of all calls with the same heads, width and dtypes, are scored by products of one shape, summed
 in one order: equal keys have equal scores wherever they lie, and a token's scores do not depend on the others.
+
+`CodedRows` are scored as they are stored, by queries that a kernel of its own has rotated: in fp16 where they come in
+bf16, over powers of two that their heads' weights get back.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.formats.stored import Fp4Keys, Fp8Keys, Rows
-from kernels.formats.triton import e2m1, e8m0
-from kernels.formats.triton_rounding import UPCAST
+from kernels.formats import lloyd_max
+from kernels.formats.stored import CodedRows, Fp4Keys, Fp8Keys, Rows
+from kernels.formats.triton import centroids, e2m1, e8m0, rotated_query
+from kernels.formats.triton_rounding import UPCAST, widened
 from kernels.indexer.topk import seen_by, top_k_into, top_k_scratch
 from kernels.position import position
 
@@ -23,14 +29,21 @@ EXACT_KEYS = 32  # the same in fp32, which tensor cores do not multiply
 TOKENS = 16  # tokens per program, at most
 PROGRAMS = 1024  # programs that tokens are divided for: a few for each of 132 SMs or more
 SCRATCH = 1 << 26  # scores that exist at a time: 256 MiB
-_TENSOR, _FP8, _FP4 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+ROTATED = 16  # rows of queries that a program rotates
+LEAST = 16  # columns of coded keys: what a product takes
+_TENSOR, _FP8, _FP4, _CODED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
-def _keys(values, scales, row, D: tl.constexpr, BLOCK_D: tl.constexpr, FORM: tl.constexpr, dtype: tl.constexpr):
-    """Decoded keys [rows, BLOCK_D], 0 beyond column D; of FP8 the row's scale is left out."""
+def _keys(
+    values, scales, table, row,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, FORM: tl.constexpr, BITS: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Decoded keys [rows, BLOCK_D], 0 beyond column D; of FP8 and of codes what multiplies a row is left out."""
     line = row.to(tl.int64)[:, None]
-    if FORM == _FP4:
+    if FORM == _CODED:
+        found = centroids(values, table, row, row >= 0, BLOCK_D, BITS)
+    elif FORM == _FP4:
         byte, group = tl.arange(0, BLOCK_D // 2)[None, :], tl.arange(0, BLOCK_D // 32)[None, :]
         packed = tl.load(values + line * (D // 2) + byte, byte < D // 2, 0).to(tl.uint32)
         scale = e8m0(tl.load(scales + line * (D // 32) + group, group < D // 32, 0))
@@ -48,9 +61,9 @@ def _keys(values, scales, row, D: tl.constexpr, BLOCK_D: tl.constexpr, FORM: tl.
 
 @triton.jit(do_not_specialize=["start", "tokens", "least", "tokens_per_program"])
 def _scores(
-    q, weights, values, scales, out, first, start, tokens, entries, stride, ratio, least, tokens_per_program,
+    q, weights, values, scales, table, out, first, start, tokens, entries, stride, ratio, least, tokens_per_program,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
-    FORM: tl.constexpr, SEEN: tl.constexpr, dtype: tl.constexpr,
+    FORM: tl.constexpr, BITS: tl.constexpr, SEEN: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Score a tile of keys for `share` tokens; if SEEN, unless none of them sees any, or more than `least` keys."""
     low, begin = tl.program_id(0) * KEYS, tl.program_id(1).to(tl.int64) * tokens_per_program
@@ -62,7 +75,7 @@ def _scores(
     if low < high:
         entry, head, column = low + tl.arange(0, KEYS), tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
         row = tl.minimum(entry, entries - 1)  # the last tile reads its last key again
-        key = _keys(values, scales, row, D, BLOCK_D, FORM, dtype)
+        key = _keys(values, scales, table, row, D, BLOCK_D, FORM, BITS, dtype)
         real = (head[None, :] < HEADS) & (column[:, None] < D)
         for step in range((end - begin).to(tl.int32)):
             token = begin + step
@@ -78,48 +91,94 @@ def _scores(
             score = tl.sum(weighed, 1)
             if FORM == _FP8:
                 score *= tl.load(scales + row)  # a power of two, so it may as well come last
+            if FORM == _CODED:  # a length is not below 0, and may come behind the ReLU
+                score *= tl.load(scales + row).to(tl.float32) * (D**-0.5)
             tl.store(out + token * stride + entry, score, entry < entries)
 
 
-def _planes(keys: Rows) -> tuple[int, Tensor, Tensor]:
-    """Form, values and scales of keys (a tensor has none) as the kernel takes them."""
+@triton.jit
+def _rotate(
+    q, weights, signs, out, out_weights, n,
+    D: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, SIGNED: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Rotate rows of queries, and give the powers of two that they are divided by to the weights."""
+    row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
+    inside = row < n
+    at = row[:, None] * D + column[None, :]
+    x, size = rotated_query(widened(tl.load(q + at, inside[:, None], 0.0), UPCAST), signs, ROWS, D, STEPS, SIGNED)
+    tl.store(out + at, x.to(out.dtype.element_ty), inside[:, None])
+    tl.store(out_weights + row, tl.load(weights + row, inside, 0.0) * size, inside)
+
+
+class _Planes(NamedTuple):
+    """Keys as the kernel takes them; of what a form does not have, any tensor."""
+
+    form: int
+    values: Tensor
+    scales: Tensor  # or the lengths of CodedRows
+    signs: Tensor | None  # [d] of CodedRows, or none
+    bits: int
+
+
+def _planes(keys: Rows) -> _Planes:
     match keys:
         case Tensor():
             assert keys.dtype in {torch.bfloat16, torch.float32}, f"keys: {keys.dtype}, want bfloat16 or float32"
             keys = keys.contiguous()
-            return _TENSOR.value, keys, keys
+            return _Planes(_TENSOR.value, keys, keys, None, 0)
         case Fp8Keys(values, scale):
-            return _FP8.value, values.contiguous(), scale.contiguous()
+            return _Planes(_FP8.value, values.contiguous(), scale.contiguous(), None, 0)
         case Fp4Keys(packed, scale):
             assert 2 * packed.shape[1] % 32 == 0, f"{2 * packed.shape[1]} columns are no multiple of 32"
-            return _FP4.value, packed.contiguous(), scale.contiguous().view(torch.uint8)
+            return _Planes(_FP4.value, packed.contiguous(), scale.contiguous().view(torch.uint8), None, 0)
+        case CodedRows(norm, codes, bits, signs):
+            if keys.shape[1] < LEAST:
+                raise NotImplementedError(f"index keys in Triton: coded rows of {keys.shape[1]}, want {LEAST} at least")
+            return _Planes(_CODED.value, codes.contiguous(), norm.contiguous(), signs, bits)
         case _:
             raise NotImplementedError(f"index keys stored as {type(keys).__name__} have no Triton kernel")
 
 
+def _met(q: Tensor, head_weights: Tensor, planes: _Planes) -> tuple[Tensor, Tensor]:
+    """Queries and weights as the keys are met: rotated where these are coded."""
+    assert head_weights.dtype == torch.float32, f"head_weights: {head_weights.dtype}, want float32"
+    q, head_weights = q.contiguous(), head_weights.contiguous()
+    if planes.form != _CODED.value or q.numel() == 0:
+        return q, head_weights
+    d, n = q.shape[2], head_weights.numel()
+    rotated = torch.empty(q.shape, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16, device=q.device)
+    weights = torch.empty_like(head_weights)
+    _rotate[(triton.cdiv(n, ROTATED),)](
+        q, head_weights, q if planes.signs is None else planes.signs, rotated, weights, n, D=d,
+        STEPS=d.bit_length() - 1, ROWS=ROTATED, SIGNED=planes.signs is not None, UPCAST=UPCAST,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return rotated, weights
+
+
 def _score(
-    out: Tensor, q: Tensor, head_weights: Tensor, planes: tuple[int, Tensor, Tensor],
-    seen: tuple[Tensor, int, int, int] | None,
-) -> None:  # fmt: skip
-    """Fill `out` [t, n], n no more than the keys; of `seen` (first, start, ratio, least) see `_scores`."""
+    out: Tensor, q: Tensor, head_weights: Tensor, planes: _Planes, seen: tuple[Tensor, int, int, int] | None
+) -> None:
+    """Fill `out` [t, n], n no more than the keys, by what `_met` gives; `seen`: first, start, ratio, least."""
     (t, heads, d), n = q.shape, out.shape[1]
-    form, values, scales = planes
     if t == 0 or n == 0:
         return
-    assert head_weights.dtype == torch.float32, f"head_weights: {head_weights.dtype}, want float32"
-    exact = torch.float32 in {q.dtype, values.dtype}
+    coded, exact = planes.form == _CODED.value, torch.float32 in {q.dtype, planes.values.dtype}
+    table = lloyd_max.rounded_codebook(planes.bits, q.dtype, q.device) if coded else planes.scales
     keys = EXACT_KEYS if exact else KEYS
     tiles = -(-n // keys)
     tokens_per_program = max(1, min(TOKENS, t * tiles // PROGRAMS))
     first, start, ratio, least = seen or (out, 0, 1, 0)
     constants = {
-        "HEADS": heads, "D": d, "KEYS": keys, "FORM": form, "SEEN": seen is not None,
-        "BLOCK_H": max(16, triton.next_power_of_2(heads)), "BLOCK_D": max(32, triton.next_power_of_2(d)),
-        "dtype": tl.float32 if exact or UPCAST else tl.bfloat16, "num_warps": 4 if exact else 8, "num_stages": 3,
+        "HEADS": heads, "D": d, "KEYS": keys, "FORM": planes.form, "BITS": planes.bits, "SEEN": seen is not None,
+        "BLOCK_H": max(16, triton.next_power_of_2(heads)),
+        "BLOCK_D": d if coded else max(32, triton.next_power_of_2(d)),
+        "dtype": tl.float16 if coded and not exact else tl.float32 if exact or UPCAST else tl.bfloat16,
+        "num_warps": 4 if exact else 8, "num_stages": 3,
         "maxnreg": None if exact else 128,  # two programs to an SM: one multiplies while the other sums
     }  # fmt: skip
     _scores[tiles, -(-t // tokens_per_program)](
-        q.contiguous(), head_weights.contiguous(), values, scales, out, first, start, t, n, out.stride(0), ratio, least,
+        q, head_weights, planes.values, planes.scales, table, out, first, start, t, n, out.stride(0), ratio, least,
         tokens_per_program, **constants, enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -127,16 +186,18 @@ def _score(
 def index_scores(q: Tensor, head_weights: Tensor, keys: Rows) -> Tensor:
     """Score every entry for every token: `kernels.indexer.reference.index_scores`.
 
-    Products of bf16 are exact; sums are those of the device's fp32. A product of which a side is fp32 is fp32.
+    Products of bf16 are exact; sums are those of the device's fp32. A product of which a side is fp32 is fp32. Of
+    `CodedRows` and bf16 queries both sides are rounded to fp16.
 
     Raises
     ------
     NotImplementedError
-        If the keys are neither a tensor nor `Fp8Keys` nor `Fp4Keys`.
+        If the keys are neither a tensor nor `Fp8Keys` nor `Fp4Keys` nor `CodedRows` of 16 columns or more.
 
     """
+    planes = _planes(keys)
     out = torch.empty(q.shape[0], keys.shape[0], device=q.device)
-    _score(out, q, head_weights, _planes(keys), None)
+    _score(out, *_met(q, head_weights, planes), planes, None)
     return out
 
 
@@ -152,7 +213,7 @@ def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int | Tensor, rat
     Raises
     ------
     NotImplementedError
-        If the keys are neither a tensor nor `Fp8Keys` nor `Fp4Keys`.
+        As `index_scores`.
 
     """
     planes = _planes(keys)
@@ -164,6 +225,7 @@ def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int | Tensor, rat
         n = min(n, (first + t) // ratio)
     stride = max(16, -(-n // 16) * 16)  # rows are read 16 bytes at a time
     tokens = max(1, min(t, SCRATCH // stride))
+    q, head_weights = _met(q, head_weights, planes)
     scratch = torch.empty(tokens, stride, device=q.device)
     at = position(first, q.device)
     for start in range(0, t, tokens):
@@ -178,8 +240,12 @@ def select_scratch(
     tokens: int, heads: int, width: int, entries: int, k: int, form: str, item: int, device: torch.device, *,
     few_pass: bool,
 ) -> int:  # fmt: skip
-    """Bytes allocated in `select` of up to so many tokens: the result, scores of a tile, and counts of `top_k`."""
-    del heads, width, form, item, device, few_pass  # neither how keys are stored nor their scores matter
+    """Bytes allocated in `select` of up to so many tokens: the result, scores of a tile, and counts of `top_k`.
+
+    Beside them, for coded keys, rotated queries and their weights.
+    """
+    del device, few_pass  # scores do not matter
+    rotated = tokens * heads * (width * item + 4) if form == "coded" else 0
     stride = max(16, -(-entries // 16) * 16)
     scores = min(tokens * stride, max(SCRATCH, stride)) * 4
-    return tokens * min(k, entries) * 4 + scores + top_k_scratch(tokens, entries)
+    return tokens * min(k, entries) * 4 + scores + top_k_scratch(tokens, entries) + rotated

@@ -23,11 +23,12 @@ from torch import Tensor
 from kernels.formats import lloyd_max
 from kernels.formats.qjl import StreamKeys
 from kernels.formats.stored import CodedRows
+from kernels.formats.triton import centroids, hadamard, rotated_query
 from kernels.formats.triton_rounding import UPCAST, rounded
 from kernels.shard import cpu
 from kernels.shard import triton_middle as shard_middle
 from kernels.shard.cpu import Middle
-from kernels.shard.triton_middle import LOG2E, SHIFT, Sums, hadamard, sums, unit
+from kernels.shard.triton_middle import LOG2E, SHIFT, Sums, sums
 
 __all__ = ["Middle", "Stream", "attend"]
 
@@ -85,18 +86,6 @@ def _exact(q, keys, values, peaks, totals, sums, tokens, rows, key_token, key_he
 
 
 @triton.jit
-def _centroids(codes, table, row, inside, D: tl.constexpr, BITS: tl.constexpr):
-    """Centroids of packed rows [TILE, D] fp32: code i of a row takes bits ``i b .. i b + b - 1`` of its bytes."""
-    bit = tl.arange(0, D)[None, :] * BITS
-    at = codes + row[:, None] * (D * BITS // 8) + bit // 8
-    shift = bit % 8
-    word = tl.load(at, inside[:, None], 0).to(tl.int32)
-    if 8 % BITS:
-        word |= tl.load(at + 1, inside[:, None] & (shift + BITS > 8), 0).to(tl.int32) << 8
-    return tl.load(table + ((word >> shift) & ((1 << BITS) - 1)))
-
-
-@triton.jit
 def _stream(q, key_norm, key_codes, key_table, key_signs, norm, codes, table, peaks, totals, sums, held, rows, slot,
             KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr,
             TILE: tl.constexpr, KEY_BITS: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, WIDE: tl.constexpr,
@@ -108,11 +97,8 @@ def _stream(q, key_norm, key_codes, key_table, key_signs, norm, codes, table, pe
     wanted = row < rows // KV
     query = row // GROUP * (KV * GROUP) + head * GROUP + row % GROUP  # of [t, h]
     x = tl.load(q + query[:, None] * D + column[None, :], wanted[:, None], 0.0).to(tl.float32)
-    size = unit(tl.max(tl.abs(x), 1))
-    x = x / size[:, None]
-    if SIGNED:
-        x *= tl.load(key_signs + column)[None, :]
-    x = (hadamard(x, ROWS, D, STEPS) * ROOT).to(operand)
+    x, size = rotated_query(x, key_signs, ROWS, D, STEPS, SIGNED)
+    x = x.to(operand)
     peak = tl.full((ROWS,), -float("inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     summed = tl.zeros((ROWS, D), tl.float32)
@@ -121,12 +107,12 @@ def _stream(q, key_norm, key_codes, key_table, key_signs, norm, codes, table, pe
         token = start + tl.arange(0, TILE)
         inside = token < tokens
         stored = token * KV + head
-        key = _centroids(key_codes, key_table, stored, inside, D, KEY_BITS).to(operand)
+        key = centroids(key_codes, key_table, stored, inside, D, KEY_BITS).to(operand)
         length = tl.load(key_norm + stored, inside, 0.0).to(tl.float32) * ROOT
         logits = tl.dot(x, tl.trans(key), input_precision="ieee") * (size * SCALE)[:, None] * length[None, :]
         logits = tl.where(inside[None, :], logits, -float("inf"))
         length = tl.load(norm + stored, inside, 0.0).to(tl.float32) * ROOT
-        value = (_centroids(codes, table, stored, inside, D, BITS) * length[:, None]).to(operand)
+        value = (centroids(codes, table, stored, inside, D, BITS) * length[:, None]).to(operand)
         peak, total, summed = _fold(peak, total, summed, logits, value, operand, SHIFT)
     out = (slot + split) * rows + query
     tl.store(peaks + out, peak, wanted)
@@ -267,3 +253,14 @@ def _stream_sums(
         BITS=values.bits, SIGNED=keys.signs is not None, WIDE=q.dtype == torch.float32, ROOT=d**-0.5,
         num_warps=4, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def attend_scratch(tokens: int, heads: int, kv_heads: int, d: int, rank: int, item: int) -> int:
+    """Bytes allocated in `attend` of up to so many tokens, however long the segments are.
+
+    The result; a copy of the basis for products; and parts of the sums of as many queries as fill one product.
+    """
+    basis = kv_heads * d * rank * (4 if item == 4 else 2)
+    queries = min(tokens, max(1, ROWS * kv_heads // heads))
+    parts = (2 * PARTS + shard_middle.PROGRAMS) * queries * heads * (2 + d) * 4
+    return tokens * heads * d * item + basis + parts

@@ -7,7 +7,7 @@ coefficients and columns are folded in, over the largest of them, the two compon
 low nibbles' components come before the high ones': 16-bit operands, of no range that fp16 does not hold.
 
 Running sums of a head lie in the program's own scratch from one tile to the next, in L2: registers do not hold those of
-all heads. The form of these sums and the Hadamard transform are `kernels.shard.triton`'s too.
+all heads. The form of these sums is `kernels.shard.triton`'s too.
 """
 
 import math
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.formats.triton import unit
 from kernels.shard.cpu import Middle
 
 LOG2E = math.log2(math.e)
@@ -39,22 +40,6 @@ def sums(slots: int, q: Tensor) -> Sums:
     t, h, d = q.shape
     shapes = ((slots, t * h), (slots, t * h), (slots, t * h, d))
     return Sums(*(torch.empty(shape, dtype=torch.float32, device=q.device) for shape in shapes))
-
-
-@triton.jit
-def unit(size):
-    """The power of two at or below `size`, fp32; 1 for 0 and what is smaller than any normal number."""
-    power = (size.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
-    return tl.where(power > 0, power, 1.0)
-
-
-@triton.jit
-def hadamard(x, ROWS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr):
-    """`kernels.formats.coded_rows.hadamard` of rows [ROWS, D] fp32, to the bit but for its factor: D is 2^STEPS."""
-    for _ in tl.static_range(STEPS):
-        low, high = tl.split(tl.permute(tl.reshape(x, (ROWS, 2, D // 2)), (0, 2, 1)))
-        x = tl.reshape(tl.join(low + high, low - high), (ROWS, D))
-    return x
 
 
 @triton.jit

@@ -1,7 +1,9 @@
 """One layer of the Llama family: attention, then SwiGLU, each reading a norm of the stream and adding to it."""
 
+from collections.abc import Callable, Sequence
 from math import inf
 
+import torch
 from torch import Tensor
 
 from model.arithmetic import Arithmetic
@@ -49,14 +51,32 @@ class Block:
         self.feed_forward = FeedForward(f"{prefix}.mlp", weights, arithmetic)
         self.norm, self.eps = arithmetic.ops.rms_norm, config.rms_norm_eps
 
-    def __call__(self, x: Tensor, call: Call, cache: GqaCache) -> Tensor:
-        """Run a call's tokens x [t, hidden] through the layer; [t, hidden]."""
-        return self.fed_forward(self.attended(x, call, cache))
+    def __call__(self, x: Tensor, pieces: Sequence[Call], cache: GqaCache) -> Tensor:
+        """Run the tokens x [t, hidden] of a call, or of its pieces, through the layer; [t, hidden]."""
+        return self.fed_forward(self.attended(x, pieces, cache), pieces)
 
-    def attended(self, x: Tensor, call: Call, cache: GqaCache) -> Tensor:
+    def attended(self, x: Tensor, pieces: Sequence[Call], cache: GqaCache) -> Tensor:
         """The residual stream [t, hidden] after the attention."""
-        return x + self.attention(self.norm(x, self.attention_norm, self.eps), call, cache)
 
-    def fed_forward(self, x: Tensor) -> Tensor:
+        def attend(x: Tensor, call: Call) -> Tensor:
+            return x + self.attention(self.norm(x, self.attention_norm, self.eps), call, cache)
+
+        return in_pieces(attend, x, pieces)
+
+    def fed_forward(self, x: Tensor, pieces: Sequence[Call]) -> Tensor:
         """The residual stream [t, hidden] after the layer."""
-        return x + self.feed_forward(self.norm(x, self.feed_forward_norm, self.eps))
+
+        def feed(x: Tensor, _: Call) -> Tensor:
+            return x + self.feed_forward(self.norm(x, self.feed_forward_norm, self.eps))
+
+        return in_pieces(feed, x, pieces)
+
+
+def in_pieces(run: Callable[[Tensor, Call], Tensor], x: Tensor, pieces: Sequence[Call]) -> Tensor:
+    """`run` of each piece's rows of x [t, hidden], which gives as many: [t, hidden]."""
+    if len(pieces) == 1:
+        return run(x, pieces[0])
+    out, lengths = torch.empty_like(x), [call.count for call in pieces]
+    for rows, given, call in zip(out.split(lengths), x.split(lengths), pieces, strict=True):
+        rows.copy_(run(given, call))
+    return out

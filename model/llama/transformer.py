@@ -12,7 +12,7 @@ from model.call import Call
 from model.checkpoint.weights import Weights
 from model.linear import Embedding, WideLinear
 from model.llama.adapters import Adapter
-from model.llama.block import Block
+from model.llama.block import Block, in_pieces
 from model.llama.census import EMBEDDING, HEAD, NORM
 from model.llama.config import LlamaConfig
 from model.llama.rope import frequencies
@@ -65,7 +65,8 @@ class LlamaTransformer:
         Parameters
         ----------
         tokens
-            [t] int64 ids, 1 <= t <= state.chunk.
+            [t] int64 ids, 1 <= t <= state.chunk; or up to what is `state.unread` of a prompt: layers read it one after
+            the other, each in pieces of a chunk.
         state
             Advanced by t positions. CapacityError, before anything is changed, when they do not fit.
 
@@ -87,15 +88,32 @@ class LlamaTransformer:
 
     def run(self, tokens: Tensor, call: Call, state: State) -> Tensor:
         """Token ids [t] to the normed output [t, hidden]."""
-        x = self.embedding(tokens)
+        pieces = self.pieces(tokens, call, state.chunk)
+        x = self.embedded(tokens, pieces)
         for block, cache in zip(self.blocks, state.layers, strict=True):
             assert isinstance(cache, GqaCache), f"a layer with grouped heads got {type(cache).__name__}"
-            x = block(x, call, cache)
-        return self.hidden(x)
+            x = block(x, pieces, cache)
+        return self.hidden(x, pieces)
 
-    def hidden(self, x: Tensor) -> Tensor:
+    def pieces(self, tokens: Tensor, call: Call, chunk: int) -> list[Call]:
+        """A call of tokens [t] as calls of a chunk; one that is no longer is its only piece."""
+        assert isinstance(call.first, int), "grouped caches need the position on the host"
+        if call.count <= chunk:
+            return [call]
+        starts = range(0, call.count, chunk)
+        return [Call(tokens[start : start + chunk], call.first + start, self.arithmetic) for start in starts]
+
+    def embedded(self, tokens: Tensor, pieces: Sequence[Call]) -> Tensor:
+        """Rows of the embedding, [t, hidden]."""
+        if len(pieces) == 1:
+            return self.embedding(tokens)
+        x = torch.empty(len(tokens), self.config.hidden_size, dtype=self.arithmetic.dtype, device=self.device)
+        return in_pieces(lambda _, call: self.embedding(call.tokens), x, pieces)
+
+    def hidden(self, x: Tensor, pieces: Sequence[Call]) -> Tensor:
         """The residual stream [t, hidden] after the last layer, normed."""
-        return self.arithmetic.ops.rms_norm(x, self.norm, self.config.rms_norm_eps)
+        norm, eps = self.arithmetic.ops.rms_norm, self.config.rms_norm_eps
+        return in_pieces(lambda rows, _: norm(rows, self.norm, eps), x, pieces)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -4,9 +4,10 @@
      positions 0-3      4 .. prompt - window - 1                     the last 64     what left the window since
 
 While the prompt is read, everything is exact. With its last token the middle is compressed; the exact keys and values
-of the prompt are let go. A token that leaves the window later is encoded by itself and goes to the stream, never into
-the basis, and nothing that was decoded is ever encoded again. As long as there are no more than sinks and window, the
-result is that of a full cache to the bit.
+of the prompt are let go. Room for these is taken with the prompt's first token: where layers read it one after the
+other (`model.state.State`), one of them has it at a time. A token that leaves the window later is encoded by itself and
+goes to the stream, never into the basis, and nothing that was decoded is ever encoded again. As long as there are no
+more than sinks and window, the result is that of a full cache to the bit.
 
 On several ranks each has the exact rows, the codes of values and the stream of its own KV heads. Keys share one
 eigenbasis over the columns of all heads, so their codes, and the basis, are on every rank, which rebuilds the columns
@@ -124,13 +125,11 @@ class ShardCache:
         self.shape, self.settings = shape, settings
         self.prompt, self.max_context, self.dtype, self.device = prompt, max_context, dtype, device
         self.count = 0  # tokens held
-        self.prompt_keys: Tensor | None  # [prompt, heads, d] until the middle is compressed
-        self.prompt_values: Tensor | None
+        self.prompt_keys, self.prompt_values = self._rows(0), self._rows(0)  # [prompt, heads, d] while it is read
         self.exact = settings.sinks + settings.window
         heads, d = shape.heads.size, shape.head_dim
         # rows 0 .. sinks - 1 stay; position p beyond them is row sinks + (p - sinks) % window
         self.keys, self.values = self._rows(self.exact), self._rows(self.exact)
-        self._begin()
         self.middle: Middle | None = None
         self.key_codes: EigenKeys | None = None  # of the middle, of all heads
         if prompt > self.exact:
@@ -205,10 +204,9 @@ class ShardCache:
 
     def restore(self, position: int, saved: Mapping[str, Tensor]) -> None:
         """Put back what `tensors` gave at `position`."""
-        if position < self.prompt:
+        self._let_go()
+        if 0 < position < self.prompt:
             self._begin()
-        else:
-            self.prompt_keys = self.prompt_values = None
         buffers = self.buffers()
         for name, (rows, _) in self._parts(position).items():
             buffers[name][:rows] = saved[name]
@@ -219,8 +217,11 @@ class ShardCache:
 
     def _begin(self) -> None:
         """Allocate what the prompt needs until its middle is compressed."""
-        self.prompt_keys = self._rows(self.prompt) if self.prompt else None
-        self.prompt_values = self._rows(self.prompt) if self.prompt else None
+        self.prompt_keys, self.prompt_values = self._rows(self.prompt), self._rows(self.prompt)
+
+    def _let_go(self) -> None:
+        """Free it."""
+        self.prompt_keys = self.prompt_values = self._rows(0)
 
     def _streamed(self, position: int) -> int:
         """Tokens in the stream when `position` tokens are held."""
@@ -229,8 +230,7 @@ class ShardCache:
     def buffers(self) -> dict[str, Tensor]:
         """All tensors held, by name."""
         held = {"exact.keys": self.keys, "exact.values": self.values}
-        if self.prompt_keys is not None and self.prompt_values is not None:
-            held |= {"prompt.keys": self.prompt_keys, "prompt.values": self.prompt_values}
+        held |= {"prompt.keys": self.prompt_keys, "prompt.values": self.prompt_values}
         if self.middle is not None and self.key_codes is not None:
             held |= {f"middle.keys.{name}": plane for name, plane in self.key_codes._asdict().items()}
             held |= {f"middle.values.{name}": plane for name, plane in self.middle.values._asdict().items()}
@@ -255,15 +255,15 @@ class ShardCache:
 
     def _read_prompt(self, q: Tensor, keys: Tensor, values: Tensor, ops: Ops) -> Tensor:
         """Attend from tokens of the prompt; compress when the last of them is in."""
-        assert self.prompt_keys is not None, "the prompt was compressed"
-        assert self.prompt_values is not None, "the prompt was compressed"
         first, stop = self.count, self.count + q.shape[0]
+        if not first:
+            self._begin()
         self.prompt_keys[first:stop], self.prompt_values[first:stop] = keys, values
         out = causal(ops, q, self.prompt_keys[:stop], self.prompt_values[:stop], first)
         self.count = stop
         if stop == self.prompt:
             self._compress(self.prompt_keys, self.prompt_values)
-            self.prompt_keys = self.prompt_values = None
+            self._let_go()
         return out
 
     def _compress(self, keys: Tensor, values: Tensor) -> None:

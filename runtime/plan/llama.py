@@ -1,4 +1,8 @@
-"""What a call of a Llama-family model keeps alive: read off `model/llama/`. It does not grow with the context."""
+"""What a call of a Llama-family model keeps alive: read off `model/llama/`.
+
+It does not grow with the context, but where layers read a prompt one after the other: then the streams of all its
+tokens are alive, and the exact keys and values of one layer.
+"""
 
 from kernels.formats import product_quantise
 from model.llama.config import LlamaConfig
@@ -19,6 +23,10 @@ def largest(c: LlamaConfig, s: Call, *, adapters: bool) -> Moment:
     if s.ranks > 1:  # streams that ranks compare: of a short call after its last layer
         live.hold("compared", c.num_hidden_layers * row if t <= KEPT else 0)
         live.run("agreement", exchange=4 * I64 * min(CHECKED, row // F32))
+    if s.formats.prompted:  # by a prompt as long as the context, whose pieces are calls
+        live.hold("prompt, exact, of a layer", 2 * s.context * s.shards.kv_heads.size * c.head_dim * item)
+        if s.context > t:  # what the block before gave, what is left of attention, and what is made of that
+            live.hold("streams of the prompt", 3 * s.context * hidden * item)
     live.hold("stream", row)
     s.embed(live, hidden)
     with live.scope():

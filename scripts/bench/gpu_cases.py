@@ -16,7 +16,7 @@ from torch import Tensor
 from kernels.differential import banks
 from kernels.differential import cpu as differential_cpu
 from kernels.differential import triton as differential
-from kernels.formats import rows
+from kernels.formats import coded_rows, rows
 from kernels.formats.stored import (
     CodebookValues,
     CodedRows,
@@ -85,7 +85,12 @@ CHECKED: Final = 4  # tokens of it that are compared, where comparing takes long
 
 BF16, FP32 = 2, 4
 KEY_BYTES: Final = {"bf16": 2 * INDEX_DIM, "fp8": INDEX_DIM + 4, "fp4": INDEX_DIM // 2 + INDEX_DIM // 32}
-ENTRY_BYTES: Final = {"bf16": 2 * HEAD_DIM, "fp8": 584}  # 448 E4M3, 64 BF16, 7 scales, 1 of padding
+CODE_BITS: Final = 6  # of `--kv shard`
+ENTRY_BYTES: Final = {
+    "bf16": 2 * HEAD_DIM,
+    "fp8": 584,  # 448 E4M3, 64 BF16, 7 scales, 1 of padding
+    "codes": HEAD_DIM * CODE_BITS // 8 + 2,
+}
 ROOFS: Final = {  # by a part of the device's name: bytes a second read, and FLOPs a second in BF16
     "H200": (4.3e12, 790e12),  # measured on one
     "H100 80GB HBM3": (3.35e12, 790e12),
@@ -237,9 +242,16 @@ class Draw:
         return Fp4(packed, self.scales(*lead, out, columns // 32, power=power))
 
     def rows(self, form: str, n: int, d: int) -> Rows:
-        """Compressed entries (of `HEAD_DIM`) or index keys of about unit size: "bf16", "fp8" or, of keys, "fp4"."""
+        """Compressed entries (of `HEAD_DIM`) or index keys of about unit size.
+
+        "bf16", "fp8"; of keys "fp4"; of entries "codes", which are rotated and all equally likely.
+        """
         if form == "bf16":
             return self.normal(n, d)
+        if form == "codes":
+            norm = self.uniform(n, low=0.5).mul((d / 2.7) ** 0.5).half()  # 2.7 is the mean square of the centroids
+            signs = coded_rows.random_signs(d, 0, self.device)
+            return CodedRows(norm, self.bytes(n, d * CODE_BITS // 8), CODE_BITS, signs)
         if form == "fp4":
             return Fp4Keys(self.bytes(n, d // 2), self.scales(n, d // 32, power=-2))
         if d == HEAD_DIM:
@@ -573,8 +585,10 @@ def _top_k_off(ours: Tensor, _: Given, fresh: Given) -> float:
 def attentions() -> Iterator[Case]:
     """One token and a chunk: the window alone, selected entries, all entries."""
     kinds = (("SWA", "4K"), ("CSA", "1M"), ("HCA", "4K"), ("HCA", "128K"), ("HCA", "1M"))
-    for shape, t, (kind, context), form in product(MODELS, (1, CHUNK), kinds, ("fp8", "bf16")):
-        if kind == "SWA" and form == "bf16":  # it reads no entries
+    for shape, t, (kind, context), form in product(MODELS, (1, CHUNK), kinds, ("fp8", "bf16", "codes")):
+        if kind == "SWA" and form != "fp8":  # it reads no entries
+            continue
+        if form == "codes" and (shape is PRO or (kind, context) not in {("CSA", "1M"), ("HCA", "128K")}):
             continue
         end, ratio = max(CONTEXTS[context], t), RATIOS.get(kind, 0)
         n = end // ratio if ratio else 0
@@ -585,7 +599,7 @@ def attentions() -> Iterator[Case]:
         q, ring = of.normal(t, shape.heads, HEAD_DIM), of.normal(WINDOW + t - 1, HEAD_DIM)
         given = (q, ring, of.position(end - t), WINDOW, entries, ratio, selected, fp32(shape.heads))
         label = f"{kind}{f', {form} entries' if ratio else ''}, {shape.name}, {t} tokens at {context}"
-        us = None if kind == "SWA" else 15.0 if t == 1 else cost.at(of_flops=0.5)
+        us = None if kind == "SWA" or form == "codes" else 15.0 if t == 1 else cost.at(of_flops=0.5)
         first = (shape, t, kind, context, form) == (FLASH, 1, "CSA", "1M", "fp8")
         told = f"{STEP} + {KEYS:.2g} of a key's size, from reference, last {min(t, CHECKED)} tokens"
         yield Case("attention", label, cost, "attend", given, STEP, us, first, _attention_off, told)

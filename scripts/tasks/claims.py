@@ -285,8 +285,8 @@ def coda(config: LlamaConfig, window: int = 256, exact: int = 64, summary: int =
 
 
 def shard(tokens: int) -> int:
-    """Bytes of Shard's caches of Llama-3.1-8B, its prompt compressed: then the prompt's own rows are let go."""
-    return sum(parts(SEVEN, tokens, "all=shard").values()) - full(SEVEN, tokens)
+    """Bytes of Shard's caches of Llama-3.1-8B, its prompt compressed."""
+    return sum(parts(SEVEN, tokens, "all=shard").values())
 
 
 def entries(config: ModelConfig, tokens: int, forms: tuple[str, str] = ("dtype", "dtype")) -> int:

@@ -38,7 +38,10 @@ def _logits(
     set_process(args.threads, loaded)
     model = loaded.model
     tokens = torch.tensor(ids, device=model.device)
-    state = new_state(model, len(tokens), max(lengths), args.decode_from or len(tokens))
+    prompt = args.decode_from or len(tokens)
+    state = new_state(model, len(tokens), max(lengths), prompt)
+    if state.unread:  # which layers read one after the other
+        lengths = [prompt, *[1] * (len(tokens) - prompt)]
     console, start, shape = Console(stderr=True), 0, [len(tokens), config.vocab_size]
     file = reserved(args.out, {"logits": ("F32", shape)}) if leads(watch) else contextlib.nullcontext(lambda *_: None)
     with file as write:

@@ -1,8 +1,8 @@
-"""Selection of V4-Flash (top 512) and V4-Pro (top 1024), whose indexers are alike, in the three forms of keys."""
+"""Selection of V4-Flash (top 512) and V4-Pro (top 1024), whose indexers are alike, in the four forms of keys."""
 
 import torch
 
-from kernels.formats import rows
+from kernels.formats import coded_rows, rows
 from kernels.indexer.triton import index_scores, select
 
 CPU = torch.device("cpu")
@@ -10,6 +10,7 @@ KEYS = {
     "bf16": torch.empty(262144, 128, dtype=torch.bfloat16),
     "fp8": rows.fp8_keys(262144, 128, CPU),
     "fp4": rows.fp4_keys(262144, 128, CPU),
+    "codes": coded_rows.allocate(262144, 128, 8, CPU, seed=0),
 }
 
 
@@ -19,7 +20,7 @@ def selection(t, keys, k):
 
 
 DECODE = {form: {f"decode, V4-Flash, {form}": selection(1, keys, 512)} for form, keys in KEYS.items()}
-BLACKWELL = DECODE["fp4"]
+BLACKWELL = DECODE["fp4"] | DECODE["codes"]
 CASES = BLACKWELL | DECODE["fp8"] | DECODE["bf16"]
 MORE = {f"prefill, V4-Pro, {form}": selection(512, keys, 1024) for form, keys in KEYS.items()}
 MORE["fp32"] = lambda: index_scores(torch.empty(8, 64, 128), torch.empty(8, 64), KEYS["fp8"])

@@ -1,7 +1,6 @@
 """`attend` of every backend against its equation in float64; rows that no token may see hold NaN or noise.
 
-Entries in the coded forms, `CodedRows` and `BasisRows`, are attended to in `tests/model/test_coded_entries` and
-`test_basis_rows`.
+Entries in a basis, `BasisRows`, are attended to in `test_basis_rows`.
 """
 
 import itertools
@@ -12,8 +11,10 @@ import pytest
 import torch
 
 from kernels.attention import cpu
+from kernels.formats import coded_rows, lloyd_max
 from kernels.formats.rows import fp8_entries, write
-from kernels.formats.stored import BasisRows, CodedRows, Fp8Entries, Slots
+from kernels.formats.rows_reference import decode
+from kernels.formats.stored import CodedRows, Fp8Entries, Fp8Keys, Slots
 from kernels.ops import CPU, REFERENCE
 from tests.kernels.every_backend import HALF_BF16, HAS_TRITON, ULP, on_triton, seeded, strided
 from tests.peak_memory import peak_bytes
@@ -111,8 +112,17 @@ def in_fp8(entries, rope):
     return rows
 
 
+def in_codes(entries, bits=6, seed=0):
+    """Rows as codes; what is NaN stays so, in its norm."""
+    rows = coded_rows.allocate(*entries.shape, bits, torch.device("cpu"), seed)
+    write(rows, 0, entries)
+    return rows
+
+
 def numbers(rows):
-    """Entries in float64."""
+    """Entries in float64; of codes what the reference's equation of them gives, which `test_coded_rows` holds."""
+    if isinstance(rows, CodedRows):
+        return decode(rows).double()
     if isinstance(rows, Fp8Entries):
         scale = rows.scale[:, : rows.values.shape[1] // 64].double()
         return torch.cat((rows.values.double() * scale.repeat_interleave(64, 1), rows.rope.double()), 1)
@@ -138,25 +148,42 @@ def equation(q, ring, first, window, entries, ratio, selected, sink):
     return out
 
 
-def assert_same(way, ours, exact, *, dtype, largest=4.0):
+def assert_same(way, ours, exact, *, dtype, largest=4.0, more=0.0):
     """Compare with the equation, where keys are at most `largest` and all operands are of `dtype` (None: of two).
 
     Where they are bf16, Triton rounds masses to bf16 before they multiply keys: half an ulp of a mean of keys.
+    `more` is what else may be rounded.
     """
     assert torch.equal(ours.isfinite(), exact.isfinite()), "a row that must not be read was read, or one was lost"
     assert (ours[exact == 0] == 0).all(), "a sink of +inf takes all mass"
     bound = SUMS[way.backend] * ULP * largest + (largest * 2.0**-9 if way.backend == "triton" and dtype == BF16 else 0)
-    bound += exact.nan_to_num(0).abs() * (HALF_BF16 if ours.dtype == BF16 else 0)
+    bound += exact.nan_to_num(0).abs() * (HALF_BF16 if ours.dtype == BF16 else 0) + more
     error = (ours.double() - exact).abs().nan_to_num(0)
     assert (error <= bound).all(), f"off by {error.max()} at {(error - bound).argmax()}"
 
 
 def check(way, args, largest=4.0):
     q, ring = args[:2]
-    ours = way(*args)
+    ours, dtype = way(*args), q.dtype if q.dtype == ring.dtype else None
     assert (ours.dtype, ours.shape) == (q.dtype, q.shape)
-    assert_same(way, ours, equation(*args), dtype=q.dtype if q.dtype == ring.dtype else None, largest=largest)
+    rows = args[4].rows if isinstance(args[4], Slots) else args[4]
+    more = rotation(way, dtype, q, rows) if isinstance(rows, CodedRows) else 0.0
+    assert_same(way, ours, equation(*args), dtype=dtype, largest=largest, more=more)
     return ours
+
+
+def rotation(way, dtype, q, rows):
+    """What rotations may round of an output, where all but them is as without.
+
+    Each of the log2 d steps rounds a number by half an ulp of at most the length of its row: of queries, which moves a
+    logit by as much of both lengths' product, and all masses by twice that; and of the sum, whose length is no more
+    than the longest row's. In bf16 Triton's operands are fp16: a query, centroids, and masses are off by 2^-12 each.
+    """
+    length, d = max([0.0, *decode(rows).nan_to_num(0).norm(dim=1).tolist()]), rows.shape[1]
+    logit = q.float().norm(dim=-1).max().item() * length * d**-0.5
+    steps = math.log2(d) * ULP / 2
+    narrow = 2.0**-11 if way.backend == "triton" and dtype == BF16 else 0.0
+    return (2 * logit * (steps + narrow) + steps + narrow) * length
 
 
 @crossed(
@@ -221,6 +248,32 @@ def test_fp8_entries(way, dtype, d, rope):
         check(way, (q * 2.0**-6, ring, first, window, rows, ratio, selected, sink), largest)
 
 
+@crossed("d, bits, seed", [(64, 6, 0), (128, 4, None)], [(16, 8, 0), (64, 2, 0), (64, 3, None)])
+def test_coded_entries(way, dtype, d, bits, seed):
+    """Tokens of a tile that see different numbers of entries, a selection, and no entry at all."""
+    for t, k, start in ((3, None, 90), (2, 17, 150), (1, None, 0)):
+        q, ring, first, window, entries, ratio, selected, sink = make(t, 3, d, 8, start, 40, k, dtype=dtype)
+        rows = in_codes(entries * 2.0 ** torch.arange(-2, 3).repeat(8)[:, None], bits, seed)  # lengths that differ
+        for form in (rows, Slots(rows, None, 0)):
+            check(way, (q * 0.5, ring, first, window, form, ratio, selected, sink), largest=32.0)
+
+
+@every_way
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codes_of_every_width_are_decoded(way, bits):
+    """A key alone beside a window of mass 0 is the output itself, and its codes are all that there are."""
+    codes = torch.arange(64 * 4).view(4, 64).sub(128 - 2 ** (bits - 1)).clamp(0, 2**bits - 1).to(torch.uint8)
+    rows = in_codes(torch.randn(4, 64, generator=seeded(bits)), bits)
+    rows.codes.copy_(lloyd_max.pack(codes, bits))
+    assert codes.unique().tolist() == list(range(2**bits))
+    q, ring, sink = torch.zeros(4, 1, 64), torch.zeros(4, 64), torch.full((1,), -torch.inf)
+    selected = torch.arange(4).int()[:, None]
+    ours = way(q, ring, 16, 1, Slots(rows, torch.full((4,), 300.0), 0), 4, selected, sink)[:, 0]
+    wanted = numbers(rows)
+    # a rotation here and one in `numbers`, of six steps each
+    assert ((ours - wanted).abs() <= 12 * ULP * wanted.norm(dim=1, keepdim=True)).all()
+
+
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[1], *WAYS[3:5]], ids=lambda way: way.name)
 def test_every_fp8_code_is_decoded(way):
     """A key alone beside a window of mass 0 is the output itself: its logit is above all others.
@@ -281,30 +334,56 @@ def test_v4_rows(way):
         check(way, (q, ring, first, window, rows, 4, chosen, sink))
 
 
+STORED = {"dtype": lambda entries: entries, "fp8": lambda entries: in_fp8(entries, 16), "coded": in_codes}
+
+
 @every_way
-@pytest.mark.parametrize(("k", "fp8"), [(None, True), (17, False), (17, True), (None, False)])
-def test_slots_have_biases_and_lag_behind(way, k, fp8):
+@pytest.mark.parametrize("k", [None, 17])
+@pytest.mark.parametrize("form", STORED)
+def test_slots_have_biases_and_lag_behind(way, k, form):
+    d = 64 if form == "coded" else 80
     for hidden, start in ((5, 74), (30, 20)):  # the second token sees one more, or neither sees any
-        q, ring, first, window, entries, ratio, selected, sink = make(2, 3, 80, 8, start, 40, k, hidden=hidden)
+        q, ring, first, window, entries, ratio, selected, sink = make(2, 3, d, 8, start, 40, k, hidden=hidden)
         bias = torch.randn(40, generator=seeded(k, hidden))
         bias[::3] = -torch.inf  # empty rows, the last that the first token sees among them
         bias[max(0, (first + 2) // ratio - hidden) :] = torch.nan
-        slots = Slots(in_fp8(entries, 16) if fp8 else entries, strided(bias), hidden)
+        slots = Slots(STORED[form](entries), strided(bias), hidden)
         check(way, (q, ring, first, window, slots, ratio, selected, sink))
 
 
 @every_way
-@pytest.mark.parametrize(("k", "fp8"), [(None, True), (None, False), (9, True)])
-def test_positions_beyond_int32_and_on_the_device(way, k, fp8):
+@pytest.mark.parametrize(("k", "form"), [(None, "fp8"), (None, "dtype"), (9, "fp8"), (9, "coded"), (None, "coded")])
+def test_positions_beyond_int32_and_on_the_device(way, k, form):
     """Entries are given at full capacity. A position on the device is for Triton alone."""
     for first in (66, 10_000_000_000):
-        q, ring, _, window, entries, ratio, selected, sink = make(1, 3, 80, 8, first, 30, k)
-        args = (window, in_fp8(entries, 16) if fp8 else entries, ratio, selected, sink)
+        q, ring, _, window, entries, ratio, selected, sink = make(1, 3, 64 if form == "coded" else 80, 8, first, 30, k)
+        args = (window, STORED[form](entries), ratio, selected, sink)
         ours = check(way, (q, ring, first, *args))
         if way.backend == "triton":
             on_device = torch.tensor(first)
             assert torch.equal(way(q, ring, on_device, *args), ours)
             assert on_device.item() == first
+
+
+@every_way
+@pytest.mark.parametrize("form", STORED)
+def test_slots_that_are_none_yet(way, form):
+    d = 64 if form == "coded" else 80
+    q, ring, first, window, _, ratio, _, sink = make(1, 3, d, 8, 2)
+    slots = Slots(STORED[form](torch.zeros(0, d)), torch.zeros(0), 0)
+    for selected in (None, torch.full((1, 2), -1, dtype=torch.int32)):
+        check(way, (q, ring, first, window, slots, ratio, selected, sink))
+
+
+@every_way
+@pytest.mark.parametrize("k", [None, 17])
+def test_a_coded_entry_of_no_number_is_never_lost(way, k):
+    q, ring, first, window, entries, ratio, selected, _ = make(1, 3, 16, 8, 100, 25, k)
+    entries[entries.isnan()] = 1.0
+    rows, sink = in_codes(entries), torch.tensor([-torch.inf, 0.0, torch.inf])
+    assert way(q, ring, first, window, rows, ratio, selected, sink).isfinite().all()
+    rows.norm[24 if k is None else selected[0][(selected[0] >= 0) & (selected[0] < 25)][0]] = torch.nan
+    assert way(q, ring, first, window, rows, ratio, selected, sink).isnan().all()
 
 
 @every_way
@@ -415,12 +494,12 @@ def test_memory_of_cpu_does_not_grow_with_the_context():
 
 @on_triton
 def test_forms_that_triton_does_not_read_are_refused():
-    q, ring, first, window, _, ratio, selected, sink = make(1, 3, 64, 8, 100, 25)
-    for form in (CodedRows, BasisRows):
-        rows = form(*[None] * len(form._fields))
-        for entries in (rows, Slots(rows, None, 0)):
-            with pytest.raises(NotImplementedError, match=form.__name__):
-                attention_triton.attend(q, ring, first, window, entries, ratio, selected, sink)
+    q, ring, first, window, entries, ratio, selected, sink = make(1, 3, 8, 8, 100, 25)
+    keys = Fp8Keys(*[None] * len(Fp8Keys._fields))
+    for rows, named in ((keys, "Fp8Keys"), (in_codes(entries), "coded rows of 8, want 16")):
+        for given in (rows, Slots(rows, None, 0)):
+            with pytest.raises(NotImplementedError, match=named):
+                attention_triton.attend(q, ring, first, window, given, ratio, selected, sink)
 
 
 @on_triton
@@ -428,10 +507,13 @@ def test_how_a_call_of_triton_is_cut_up_follows_from_shapes():
     """One token fills the machine with programs; a chunk has one program a row tile."""
 
     def cut(t, h, most, shared):
-        return launch.launch(torch.empty(t, h, 512).bfloat16(), 128, most, narrow=True, fp8=False, shared=shared)
+        q = torch.empty(t, h, 512).bfloat16()
+        return launch.launch(q, 128, most, narrow=True, form=launch.TENSOR, shared=shared)
 
     assert cut(1, 64, 8192, shared=True)[:6] == (1, 64, 64, 512, 1, 130)
     assert cut(1, 128, 1024, shared=False)[:6] == (1, 64, 32, 512, 2, 36)
     assert cut(512, 64, 512, shared=False)[:6] == (1, 64, 64, 512, 512, 1)
     assert cut(512, 16, 8192, shared=True)[:6] == (4, 16, 64, 512, 128, 1)
     assert cut(32, 64, 8192, shared=True)[4:6] == (32, 4)
+    q = torch.empty(1, 3, 32).bfloat16()
+    assert launch.launch(q, 128, 9, narrow=True, form=launch.CODED, shared=True).width == 32

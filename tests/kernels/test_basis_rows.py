@@ -8,10 +8,16 @@ import torch
 from kernels.formats import basis_fit, basis_rows, rows
 from kernels.formats.basis_fit import Sample
 from kernels.formats.rows_reference import decode
-from kernels.formats.stored import EigenKeys
-from kernels.ops import CPU, REFERENCE
+from kernels.formats.stored import EigenKeys, Slots
+from kernels.ops import REFERENCE
+from tests.kernels.every_backend import HAS_TRITON, OP_SETS, on_triton
+
+if HAS_TRITON:
+    from kernels.attention import triton as attention_triton
 
 ON_CPU = torch.device("cpu")
+BACKENDS = {ops.name: ops.attend for ops in OP_SETS if ops is not REFERENCE}
+WAYS = [("cpu", -2.0), ("cpu", 6.0), ("cpu", 30.0), *([("triton", 6.0)] if HAS_TRITON else [])]
 D, ROPE = 128, 32
 NOPE = D - ROPE
 
@@ -110,11 +116,13 @@ def test_coefficients_are_those_of_the_inverse():
 
 
 @pytest.mark.parametrize("how", ["all", "masked", "gathered"])
-@pytest.mark.parametrize("sink", [-2.0, 6.0, 30.0])
-def test_attention_on_codes_is_attention_to_what_they_stand_for(fitted, how, sink):
+@pytest.mark.parametrize(("ops", "sink"), WAYS, ids=str)
+def test_attention_on_codes_is_attention_to_what_they_stand_for(fitted, ops, how, sink, monkeypatch):
     """With a mean, and sinks that take a little, most and nearly all of the mass: weights of entries sum to less."""
     g = generator(11)
-    t, h, n = 9, 4, 400
+    t, h, n = 9 if ops == "cpu" else 3, 4, 400
+    if ops == "triton":  # of which a call's queries are in the basis two tokens at a time
+        monkeypatch.setattr(attention_triton, "QUERIES", 2 * h)
     q, ring = 2 * torch.randn(t, h, D, generator=g), torch.randn(40, D, generator=g)
     stored, sinks = written(entries(n, seed=12), fitted), torch.full((h,), sink)
     k = {"all": 0, "masked": 390, "gathered": 20}[how]
@@ -122,11 +130,47 @@ def test_attention_on_codes_is_attention_to_what_they_stand_for(fitted, how, sin
     selected = torch.stack(picks).int() if k else None
     given = (q, ring, 1595, 16)
     wanted = REFERENCE.attend(*given, stored, 4, selected, sinks)
-    found = CPU.attend(*given, stored, 4, selected, sinks)
+    attend = BACKENDS[ops]
+    found = attend(*given, stored, 4, selected, sinks)
     size = wanted.square().mean().sqrt()
     assert ((found - wanted).abs().max() / size) < 2e-5
-    without = stored._replace(nope=stored.nope._replace(mean=torch.zeros_like(stored.nope.mean)))
-    assert ((CPU.attend(*given, without, 4, selected, sinks) - wanted).abs().max() / size) > 0.05
+    nope = stored.nope._replace(mean=torch.zeros_like(stored.nope.mean), basis=stored.nope.basis.clone())
+    without = stored._replace(nope=nope)
+    assert ((attend(*given, without, 4, selected, sinks) - wanted).abs().max() / size) > 0.05
+
+
+@pytest.mark.parametrize("ops", BACKENDS)
+@pytest.mark.parametrize("k", [None, 20])
+def test_biases_lag_and_what_is_not_seen(fitted, ops, k):
+    """One token, whose programs are several; then one that sees the window alone; and no row is lost that it sees."""
+    g = generator(17)
+    q, ring, sinks = 2 * torch.randn(1, 4, D, generator=g), torch.randn(20, D, generator=g), torch.zeros(4)
+    stored, bias = written(entries(60, seed=18), fitted), torch.randn(60, generator=g)
+    stored.gain[40:] = torch.nan
+    selected = None if k is None else torch.randperm(60, generator=g)[None, :k].int()
+    for first, hidden in ((4 * 45, 5), (10, 5)):
+        for first_at in (first, *([torch.tensor(first)] if ops == "triton" else [])):
+            given = (q, ring, first, 16, Slots(stored, bias, hidden), 4, selected, sinks)
+            found = BACKENDS[ops](q, ring, first_at, *given[3:])
+            wanted = REFERENCE.attend(*given)
+            assert ((found - wanted).abs().max() / wanted.square().mean().sqrt()) < 2e-5
+    stored.gain[:40] = torch.nan
+    assert BACKENDS[ops](q, ring, 4 * 45, 16, Slots(stored, bias, 5), 4, selected, sinks).isnan().all()
+
+
+@on_triton
+def test_narrow_products_of_triton_err_by_fp16(fitted):
+    """A logit by 2^-11 of both lengths, and a sum by 2^-11 of a row's, queries, keys and masses 2^-12 each; BF16's half
+    an ulp of masses for the window's keys, and of the result.
+    """
+    g = generator(19)
+    q, ring = torch.randn(1, 4, D, generator=g).bfloat16(), torch.randn(20, D, generator=g).bfloat16()
+    stored, sinks = written(entries(60, seed=20), fitted), torch.zeros(4)
+    given = (q, ring, 4 * 60, 16, stored, 4, None, sinks)
+    found, wanted = BACKENDS["triton"](*given).float(), REFERENCE.attend(q.float(), ring.float(), *given[2:])
+    length = max(decode(stored).norm(dim=1).max(), ring.float().norm(dim=1).max())
+    logit = q.float().norm(dim=-1).max() * length * D**-0.5
+    assert (found - wanted).abs().max() <= (2 * logit + 1) * 2**-11 * length + 2**-8 * 4
 
 
 def test_scores_and_sums_are_those_of_the_rows(fitted):

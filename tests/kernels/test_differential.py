@@ -8,8 +8,7 @@ from coda_gqa_l.primitives import HeadwiseRMSNorm, _apply_pairwise_rotation
 
 from kernels.differential import cpu, reference
 from kernels.differential.cpu import Noise, Own, Past
-from kernels.ops import CPU, REFERENCE
-from tests.kernels.every_backend import HAS_TRITON, on_triton
+from tests.kernels.every_backend import HAS_TRITON, every_backend, on_triton
 from tests.peak_memory import peak_bytes
 
 if HAS_TRITON:
@@ -37,7 +36,13 @@ def by_reference(q, noise, norm, eps, past, own):
 
 BACKENDS = {"reference": by_reference, "cpu": cpu.differential_attend}
 if HAS_TRITON:
-    BACKENDS["triton"] = triton.differential_attend
+
+    def by_triton(q, noise, norm, eps, past, own):
+        if noise is None:
+            return triton.attend(q, None, past, own).to(q.dtype)
+        return triton.differential_attend(q, noise, norm, eps, past, own)
+
+    BACKENDS["triton"] = by_triton
 
 # How far results may be off. fp32: sums of up to 300 terms of a few units; the norm multiplies what is off by up to 10.
 # BF16: the output is rounded, 2^-9 of values of a few units; the reference also rounds the noise query, 2^-9 of logits
@@ -144,7 +149,7 @@ def test_it_is_the_equation(backend, t, slots, seen, own_window):
         past = past._replace(seen=half(slots) if seen == "slots" else half(t, slots))
     weight = torch.linspace(-1, 2, D)
     ways = {1: [(noise, None)], 7: [(noise, None), (noise, weight)], 13: [(noise, weight)], 40: [(noise, None)]}[t]
-    for streams, norm in ways if backend == "triton" else [(None, None), *ways]:  # Triton's op has both streams
+    for streams, norm in [(None, None), *ways]:
         want = wanted(q, streams, norm, past, own)
         given = spoiled(backend, past) if seen == "slots" else past
         bound = (FP32 if norm is None else NORMED)[backend]
@@ -230,9 +235,9 @@ def test_the_dtype_is_that_of_the_query(backend, dtype, heads):
     assert (got - wanted(q, noise, None, past, own)).abs().max() < NARROW[backend][dtype]
 
 
-@pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=lambda ops: ops.name)
+@every_backend
 def test_attend_banks_is_what_is_left_before_the_norm_in_float32(ops):
-    q, noise, past, own = drawn(7, 11, torch.bfloat16, d=8)  # a scale of 8^-0.5, which BF16 would round
+    q, noise, past, own = drawn(7, 11, torch.bfloat16, d=32)  # a scale of 32^-0.5, which BF16 would round
     for streams in (noise, None):
         got = ops.attend_banks(q, streams, past, own)
         assert got.dtype == torch.float32

@@ -11,7 +11,7 @@ import torch
 from numba import types
 
 from kernels.compiled import address, compiled, numbers
-from kernels.formats import rows
+from kernels.formats import coded_rows, lloyd_max, rows
 from kernels.formats.cpu_rows import KIND, addresses, row_arrays
 from kernels.formats.rows_reference import decode
 from kernels.formats.stored import Fp4Keys, Fp8Keys
@@ -276,6 +276,46 @@ def test_real_scores_differ_from_the_equation_by_near_ties_alone(way, weights_ar
     off = (d + h + 2) * 2.0**-24 * size.amax(1)  # what fp32 may round of a score
     assert (scores.gather(1, ours).amin(1) >= scores.topk(k).values[:, -1] - 2 * off).all()
     assert (ours.diff(dim=1) > 0).all()
+
+
+@ways("reference", "cpu", "cpu, small tiles", "bounds", "triton")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("d", "bits", "seed"), [(128, 8, 0), (64, 3, None), (16, 6, 0)])
+def test_coded_keys_select_as_what_they_stand_for(way, dtype, d, bits, seed):
+    """But near ties: a step of a rotation rounds half an ulp of a row, Triton's fp16 of both sides 2^-12 each."""
+    t, h, k, n = 2 if way.triton else 50, 8, 16, 100 if way.triton else 1000
+    g = torch.Generator().manual_seed(d)
+    q, weights = torch.randn(t, h, d, generator=g).to(dtype), torch.randn(t, h, generator=g)
+    keys = coded_rows.allocate(n, d, bits, HERE, seed)
+    rows.write(keys, 0, torch.randn(n, d, generator=g) * torch.rand(n, 1, generator=g))
+    numbers = decode(keys)
+    scores = exact_scores(q, weights, numbers)
+    size = torch.einsum("th,n->tn", weights.double().abs() * q.double().norm(dim=-1), numbers.double().norm(dim=-1))
+    narrow = way.triton and dtype == torch.bfloat16
+    off = ((d + h + 2 + 2 * math.log2(d)) * 2.0**-24 + (2.0**-11 if narrow else 0)) * size.amax(1)
+    for first in (FAR, 4 * n - 20, *([torch.tensor(FAR)] if way.triton else [])):
+        spoilt = keys._replace(norm=keys.norm.clone())
+        spoilt.norm[(int(first) + t) // 4 :] = NAN
+        ours = way.select(q, weights, spoilt, first, 4, k).long()
+        seen = scores.masked_fill(torch.arange(n) >= ((int(first) + torch.arange(t) + 1) // 4)[:, None], -INF)
+        assert (seen.gather(1, ours).amin(1) >= seen.topk(k).values[:, -1] - 2 * off).all()
+        assert (ours.diff(dim=1) > 0).all()
+
+
+@pytest.mark.parametrize("name", [name for name in SCORES if "cpu" not in name])  # those rotate queries elsewhere
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_codes_of_every_width_are_scored(name, bits):
+    codes = torch.arange(64 * 4).view(4, 64).sub(128 - 2 ** (bits - 1)).clamp(0, 2**bits - 1).to(torch.uint8)
+    keys = coded_rows.allocate(4, 64, bits, HERE, 1)
+    keys.codes.copy_(lloyd_max.pack(codes, bits))
+    keys.norm.copy_(torch.tensor([1.0, 2.0, NAN, 0.5]))
+    q = torch.randn(2, 3, 64, generator=torch.Generator().manual_seed(bits))
+    weights = torch.tensor([[1.0, -2.0, 0.5], [0.25, 1.0, -1.0]])
+    found, wanted = SCORES[name](q, weights, keys), exact_scores(q, weights, decode(keys))
+    assert found[:, 2].isnan().all()
+    length = decode(keys)[[0, 1, 3]].norm(dim=1).max()
+    bound = (64 + 3 + 2 + 12) * 2.0**-24 * (weights.abs() * q.norm(dim=-1)).sum(1).max() * length
+    assert (found - wanted)[:, [0, 1, 3]].abs().max() <= bound
 
 
 @ways(*WAYS)
@@ -654,11 +694,12 @@ def test_triton_scores_of_a_long_context_never_exist_at_once(first, monkeypatch)
 
 @on_triton
 def test_triton_names_a_form_without_a_kernel():
-    q, weights, _ = whole_numbers(1, 2, 32, 4)
-    keys = rows.CodedRows(torch.empty(4), torch.empty(4, 16, dtype=torch.uint8), 4, None)
-    for op, rest in ((triton.index_scores, ()), (triton.select, (100, 4, 2))):
-        with pytest.raises(NotImplementedError, match="CodedRows"):
-            op(q, weights, keys, *rest)
+    q, weights, _ = whole_numbers(1, 2, 8, 4)
+    based = rows.BasisRows(*[None] * len(rows.BasisRows._fields))
+    for keys, named in ((based, "BasisRows"), (coded_rows.allocate(4, 8, 4, HERE), "coded rows of 8, want 16")):
+        for op, rest in ((triton.index_scores, ()), (triton.select, (100, 4, 2))):
+            with pytest.raises(NotImplementedError, match=named):
+                op(q, weights, keys, *rest)
 
 
 @on_triton

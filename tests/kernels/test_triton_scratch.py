@@ -15,11 +15,16 @@ pytest.importorskip("triton", reason="Triton is not on every platform")
 from triton.runtime.interpreter import InterpretedFunction
 
 from kernels.attention import launch as attention_launch
+from kernels.attention import triton as attention
 from kernels.compress.triton import compress
+from kernels.differential.cpu import Own, Past
 from kernels.experts.triton import experts, experts_scratch
+from kernels.formats import basis_rows, coded_rows, eigenbasis, lloyd_max, product_quantise
 from kernels.formats import rows as stored
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Window, stack
 from kernels.hyper import triton as hyper
+from kernels.shard import triton_middle
+from kernels.shard.cpu import Middle, Stream
 from kernels.triton_ops import TRITON
 from probes.shared.alive import peak_alive
 
@@ -118,32 +123,104 @@ def test_grouped_linear(item):
         assert found < taken(lambda x=x, w=w: TRITON.grouped_linear(x, w, 4)) <= planned
 
 
+def held(form, n, d, item):
+    """Rows of a cache; the codebook that all calls share is there before."""
+    lloyd_max.rounded_codebook(6, torch.float16 if item == 2 else torch.float32, CPU)
+    match form:
+        case "coded":
+            return coded_rows.allocate(n, d, 6, CPU, seed=0)
+        case "based":
+            fit = eigenbasis.eigen_keys(0, d - 32, d - 32, d - 32, 2, CPU)
+            fit.basis.copy_(torch.eye(d - 32))
+            fit.basis_scale.fill_(1)
+            fit.bits.fill_(4)
+            rows = basis_rows.allocate(n, fit, 32, 6, 0, CPU)
+            attention._columns(rows)  # what all calls share
+            return rows
+    return torch.zeros(n, d, dtype=DTYPES[item])
+
+
+forms = pytest.mark.parametrize("form", ["dtype", "coded"])
+
+
 @items
+@forms
 @pytest.mark.parametrize("keys", [64, 32, 16])
 @pytest.mark.parametrize(
     ("t", "h", "n", "selected"),
     [(1, 64, 60_000, 0), (1, 128, 60_000, 0), (1, 128, 60_000, 4096), (66, 64, 60_000, 512), (256, 16, 4096, 0)],
 )
-def test_attend(item, keys, t, h, n, selected, monkeypatch):
+def test_attend(item, form, keys, t, h, n, selected, monkeypatch):
     """On every kind of GPU: programs times splits fill the device, where keys are enough for so many splits."""
     d, window = 64, 128
     monkeypatch.setattr(attention_launch, "_keys", lambda **_: keys if item == 2 else 16)
     q, ring = torch.zeros(t, h, d, dtype=DTYPES[item]), torch.zeros(window + t - 1, d, dtype=DTYPES[item])
-    entries, sink = torch.zeros(n, d, dtype=DTYPES[item]), torch.zeros(h)
+    entries, sink = held(form, n, d, item), torch.zeros(h)
     chosen = torch.zeros(t, selected, dtype=torch.int32) if selected else None
-    planned = scratch("attend", t, h, d, window, n, selected, "dtype", item)
+    planned = scratch("attend", t, h, d, window, n, selected, form, item)
     found = taken(lambda: TRITON.attend(q, ring, 4 * n, window, entries, 4, chosen, sink)) - POSITION
     assert found <= planned
     if keys == 16 or not selected:
         assert planned <= 1.05 * max(found, t * h * d * item + 132 * (64 if item == 2 else 16) * (2 + d) * 4)
 
 
+@items
+@pytest.mark.parametrize("limit", [1 << 15, 2 * 64])
+@pytest.mark.parametrize(
+    ("t", "h", "n", "selected"), [(1, 64, 60_000, 0), (1, 128, 60_000, 4096), (66, 64, 60_000, 512)]
+)
+def test_attend_in_a_basis(item, limit, t, h, n, selected, monkeypatch):
+    """Of calls of up to t tokens, those of fewer may be split more; a product's own memory is torch's."""
+    monkeypatch.setattr(attention, "QUERIES", limit)
+    d, window, most = 64, 128, 0
+    entries, sink = held("based", n, d, item), torch.zeros(h)
+    for size in {1, t // 2 or 1, t}:
+        q, ring = torch.zeros(size, h, d, dtype=DTYPES[item]), torch.zeros(window + t - 1, d, dtype=DTYPES[item])
+        chosen = torch.zeros(size, selected, dtype=torch.int32) if selected else None
+        most = max(most, taken(lambda: TRITON.attend(q, ring, 4 * n, window, entries, 4, chosen, sink)) - POSITION)  # noqa: B023
+    planned = scratch("attend", t, h, d, window, n, selected, "based", item)
+    assert most <= planned <= 1.6 * most
+
+
+@items
+@forms
 @pytest.mark.parametrize(("t", "n"), [(1, 900), (1, 20_000), (63, 20_000), (63, 300_000), (300, 300_000)])
-def test_select(t, n):
-    q, weights, keys = torch.zeros(t, 4, 32).bfloat16(), torch.zeros(t, 4), torch.zeros(n, 32).bfloat16()
-    planned = scratch("select", t, 4, 32, n, 512, "dtype", 2, CPU, few_pass=True)
+def test_select(item, form, t, n):
+    q, weights, keys = torch.zeros(t, 4, 32, dtype=DTYPES[item]), torch.zeros(t, 4), held(form, n, 32, item)
+    planned = scratch("select", t, 4, 32, n, 512, form, item, CPU, few_pass=True)
     found = taken(lambda: TRITON.select(q, weights, keys, 4 * n - t, 4, 512)) - POSITION
     assert found <= planned <= 1.1 * found
+
+
+@items
+@pytest.mark.parametrize(("heads", "kv"), [(32, 8), (64, 8), (8, 8), (4, 1)])
+@pytest.mark.parametrize("slots", [40, 384, 4000])
+def test_attend_banks(item, heads, kv, slots):
+    """The result, and the most that splits of calls of up to t tokens find."""
+    d, parts = 32, 0
+    past = Past(*torch.zeros(2, kv, slots, d, dtype=DTYPES[item]), None)
+    for t in (1, 2, 3, 5, 8, 13, 16, 24, 64, 300):
+        q, own = torch.zeros(t, heads, d, dtype=DTYPES[item]), Own(*torch.zeros(2, t, kv, d, dtype=DTYPES[item]), None)
+        found, result = taken(lambda q=q, own=own: TRITON.attend_banks(q, None, past, own)), t * heads * d * 4
+        parts = max(parts, found - result)
+        planned = scratch("attend_banks", t, heads, kv, d, slots, t, item)
+        assert found <= planned
+        assert parts <= planned - result <= 2 * parts + 132 * 64 * (d + 2) * 4 * (t > 16)
+
+
+@items
+@pytest.mark.parametrize(("t", "heads", "kv", "rank"), [(1, 32, 8, 192), (5, 16, 2, 64), (1, 4, 4, 32)])
+def test_attend_codes(item, t, heads, kv, rank):
+    """With segments so long that they have all programs there are; the codebook is there before."""
+    lloyd_max.codebook(8, CPU)
+    d, n = 64, triton_middle.PROGRAMS * 128
+    keys = eigenbasis.eigen_keys(n, kv * d, rank, rank, 0, CPU)
+    values = product_quantise.codebook_values(n, kv, d, CPU)
+    rows = [coded_rows.allocate(64 * 64 * kv, d, 8, CPU) for _ in range(2)]
+    middle, stream = Middle(keys, values, 4, torch.ones(d // 2), False), Stream(*rows, torch.tensor(5))
+    q, exact = torch.zeros(t, heads, d, dtype=DTYPES[item]), torch.zeros(64 * 64, kv, d, dtype=DTYPES[item])
+    planned = scratch("attend_codes", t, heads, kv, d, rank, item)
+    assert planned == taken(lambda: TRITON.attend_codes(q, exact, exact, middle, stream, None)) - 4  # a factor
 
 
 @items

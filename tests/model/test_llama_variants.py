@@ -10,6 +10,7 @@ from coda_gqa_l import CoDAGQALandmarkPerf2
 from kernels.ops import CPU
 from model.cache.full import FullCache
 from model.cache.gqa import Heads, all_heads
+from model.errors import CapacityError
 from model.variants.choice import GroupedCoda, GroupedShard
 from model.variants.coda import CodaCache
 from model.variants.coda_attention import prefill
@@ -66,6 +67,35 @@ def test_the_prompt_of_shard_is_read_exactly_and_what_follows_is_near(saved, ful
     divergence = {rank: kl(full, logits)[PROMPT:].mean().item() for rank, logits in found.items()}
     assert 1e-6 < divergence[32] < 1e-3
     assert divergence[32] < divergence[16] < divergence[4]
+
+
+@pytest.mark.parametrize("kv", [("all=shard:rank=16",), ("all=shard:rank=16", "1=coda:window=32,exact=8,summary=8")])
+def test_a_prompt_in_one_call_is_the_same_prompt_in_pieces(saved, kv):
+    """To the bit, caches and all: layers one after the other, each in pieces of a chunk."""
+    made, calls = model(saved, *kv), [*[16] * 6, 4, *[1] * 6]
+    states = [made.new_state(LENGTH, 16, PROMPT) for _ in range(2)]
+    assert [state.unread for state in states] == [PROMPT, PROMPT]
+    parts = torch.cat([made(part, states[0]) for part in TOKENS[: sum(calls)].split(calls)])
+    assert states[0].unread == 0
+    whole = torch.cat(
+        [made(TOKENS[:PROMPT], states[1]), *(made(one, states[1]) for one in TOKENS[PROMPT:106].split(1))]
+    )
+    assert torch.equal(whole, parts)
+    for one, other in zip(*(state.layers for state in states), strict=True):
+        kept = dict(other.saved(106))
+        assert all(torch.equal(part, kept[name]) for name, part in one.saved(106))
+
+
+def test_of_a_prompt_one_call_may_have_what_is_left(saved):
+    made = model(saved, "all=shard:rank=16")
+    state = made.new_state(LENGTH, 16, PROMPT)
+    made(TOKENS[:16], state)
+    with pytest.raises(CapacityError, match="a call of 85 tokens exceeds the chunk of 16"):
+        made(TOKENS[16 : PROMPT + 1], state)
+    made(TOKENS[16:PROMPT], state)
+    for kept in (state, model(saved, f"all={SMALL}").new_state(LENGTH, 16, PROMPT)):
+        with pytest.raises(CapacityError, match="a call of 17 tokens exceeds the chunk of 16"):
+            made(TOKENS[:17], kept)
 
 
 def kl(wanted, found):

@@ -6,12 +6,14 @@ from functools import wraps
 import pytest
 import torch
 
+from kernels.ops import CPU
 from kernels.triton_ops import TRITON
 from probes.shared.alive import peak_alive
-from runtime.load import load
+from runtime.load import load, load_any
 from runtime.options import RunOptions
 from runtime.plan.call import SLACK
 from runtime.plan.planner import Planner
+from tests.coda_adapters import adapted, write_safetensors
 from tests.make_checkpoint import tiny_config, write_checkpoint
 from tests.transformers_model import load_ours, oracle, our_logits
 
@@ -26,12 +28,48 @@ def directory(tmp_path_factory):
     return folder
 
 
-def test_logits_of_prefill_and_decode_are_those_of_the_blocked_ops(directory):
-    """Windows of 4 close in a call and between calls; of the two entries one is selected."""
+@pytest.mark.parametrize("kv", [(), ("all=shard:bits=4,keys=3",), ("all=coda:window=1,exact=1,summary=1",)])
+def test_logits_of_prefill_and_decode_are_those_of_the_blocked_ops(directory, kv):
+    """Windows of 4 close in a call and between calls; of the two entries one is selected, or the first is a slot."""
     tokens = torch.randint(0, 320, (9,), generator=torch.Generator().manual_seed(0))
-    want = our_logits(load_ours(directory), tokens)
-    ours = our_logits(load_ours(directory, TRITON), tokens, [6, 2, 1])
+    options = RunOptions("plain", "fp32", kv=kv)
+    want, ours = (our_logits(load(directory, options, ops).model, tokens, [6, 2, 1]) for ops in (CPU, TRITON))
     assert want.std() > 0.5
+    torch.testing.assert_close(ours, want, rtol=0, atol=BOUND)
+    if "shard" in str(kv):
+        assert (want - our_logits(load_ours(directory), tokens)).abs().max() > 100 * BOUND, "codes matter"
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("llama")
+    _, adapters = adapted(folder, bounded=False, head_dim=32)
+    write_safetensors(folder / "adapters.safetensors", adapters)
+    return folder
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("kv", ["all=coda:window=16,exact=4,summary=4,block=8", "all=shard:rank=32,window=16"])
+def test_variants_of_grouped_heads_decode_as_on_a_cpu(llama, kv, adapters):
+    """After a prompt that both read with the ops of a CPU: a basis is fitted to keys, and follows their last bits."""
+    path = str(llama / "adapters.safetensors") if adapters else None
+    options = RunOptions("plain", "fp32", kv=(kv,), coda_adapters=path)
+    tokens, found = torch.randint(96, (66,), generator=torch.Generator().manual_seed(1)), []
+    reader = load_any(llama, options).model
+    for ops in (CPU, TRITON):
+        state = reader.new_state(66, 60, 60)
+        reader(tokens[:60], state)
+        decoder = load_any(llama, options, ops).model
+        found.append(torch.cat([decoder.logits(decoder(token, state)) for token in tokens[60:].split(1)]))
+        assert decoder.arithmetic.ran["attend_codes" if "shard" in kv else "attend_banks"] == ops.name
+    assert found[0].std() > 0.2
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=BOUND)
+
+
+def test_coda_reads_a_prompt_in_blocks_as_on_a_cpu(llama):
+    options = RunOptions("plain", "fp32", kv=("all=coda:window=16,exact=4,summary=4,block=8",))
+    tokens = torch.randint(96, (30,), generator=torch.Generator().manual_seed(1))
+    want, ours = (our_logits(load_any(llama, options, ops).model, tokens, [24, 5, 1]) for ops in (CPU, TRITON))
     torch.testing.assert_close(ours, want, rtol=0, atol=BOUND)
 
 

@@ -1,21 +1,25 @@
 """Which op set a run gets, which it is refused, and that its report says where each op came from."""
 
 import inspect
+import re
+from dataclasses import replace
 
 import pytest
 import torch
 
 from kernels.ops import CPU, REFERENCE, Ops, backend, noted
-from kernels.triton_ops import TILES, TRITON
+from kernels.triton_ops import TRITON
 from model.choices import OP_SETS
 from model.config import ModelConfig
 from model.errors import ConfigError
 from model.llama.config import LlamaConfig
+from model.variants.choice import Coda, GroupedCoda, GroupedShard, Shard
 from runtime.load import load
-from runtime.op_sets import op_set, planned
+from runtime.op_sets import op_set, planned, unread
 from runtime.options import DEMO, RunOptions, usual
 from tests.llama_configs import LLAMA_3_1_8B
 
+LLAMA = LlamaConfig.from_json(LLAMA_3_1_8B, "as published")
 CONFIG = ModelConfig.from_file(DEMO / "config.json")
 
 
@@ -37,28 +41,58 @@ def test_each_device_has_its_usual_op_set_and_refuses_the_others():
 
 def test_no_op_of_a_gpu_is_compiled_for_a_cpu():
     """What torch runs in tiles asks where its tensors are; nothing else of the backend `cpu` is there."""
-    tiles = {"attend", "select", "attend_grouped", "attend_banks", "attend_codes"}
-    for ops in (TRITON, TILES):
-        assert {name for name, op in ops._asdict().items() if name != "name" and backend(op) == "cpu"} <= tiles
+    assert [name for name, op in TRITON._asdict().items() if name != "name" and backend(op) == "cpu"] == [
+        "attend_grouped"
+    ]
 
 
-@pytest.mark.parametrize("rule", ["hca=coda", "csa=shard:bits=4"])
-def test_forms_that_kernels_cannot_read_are_read_in_tiles(rule):
-    assert op_set("triton", RunOptions(device="cuda", kv=(rule,)), CONFIG) is TILES
+@pytest.mark.parametrize("rule", ["hca=coda", "csa=shard:bits=4", "all=shard"])
+def test_variants_of_v4_are_read_by_the_same_kernels(rule):
+    assert op_set("triton", RunOptions(device="cuda", kv=(rule,)), CONFIG) is TRITON
 
 
 def test_variants_of_grouped_heads_and_adapters_run_too():
-    llama = LlamaConfig.from_json(LLAMA_3_1_8B, "as published")
-    for rule in ("all=coda", "all=shard:rank=16"):
-        assert op_set("triton", RunOptions("plain", device="cuda", kv=(rule,)), llama) is TILES
+    llama = LLAMA
+    for rule in ("all=coda", "all=shard", "all=shard:rank=32,bits=3"):
+        assert op_set("triton", RunOptions("plain", device="cuda", kv=(rule,)), llama) is TRITON
     adapted = RunOptions("plain", device="cuda", coda_adapters="adapters.safetensors")
     for options in (adapted, RunOptions("plain", device="cuda")):
         assert op_set("triton", options, llama) is TRITON
 
 
+REFUSED = {
+    "all=shard:dp=1": r"shard:.*dp=1.*: components have bits by group",
+    "all=shard:qjl=1": r"shard:.*qjl=1: the error of keys is sketched",
+    "all=shard:rank=30": r"shard:rank=30.*: 30 components, .* want 32 at least",
+}
+
+
+@pytest.mark.parametrize("rule", REFUSED)
+def test_what_no_kernel_reads_is_refused_by_name(rule):
+    llama, options = LLAMA, RunOptions("plain", device="cuda", kv=(rule,))
+    with pytest.raises(ConfigError, match=rf"^--ops triton: no kernel for --kv {REFUSED[rule]}"):
+        op_set("triton", options, llama)
+    assert op_set("cpu", replace(options, device="cpu"), llama) is CPU
+
+
+def test_heads_too_narrow_for_a_product_are_refused():
+    narrow = replace(CONFIG, head_dim=8, index_head_dim=8, qk_rope_head_dim=4)
+    for variant, config, refused in (
+        (Shard(), CONFIG, None),
+        (Shard(), narrow, "rotated rows of 8 columns"),
+        (Coda(), narrow, None),
+        (GroupedCoda(), replace(LLAMA, head_dim=48), "heads of 48, want a power of two"),
+        (GroupedCoda(), replace(LLAMA, head_dim=8), "heads of 8, want a power of two"),
+        (GroupedShard(), replace(LLAMA, head_dim=16), "16 columns of a head, .* want 32"),
+        (GroupedShard(), LLAMA, None),
+    ):
+        why = unread(variant, config)
+        assert why is None if refused is None else re.match(refused, why), why
+
+
 @pytest.mark.parametrize("rule", ["all=coda", "all=shard:rank=16"])
 def test_the_reference_has_no_attention_to_banks_or_codes(rule):
-    llama, options = LlamaConfig.from_json(LLAMA_3_1_8B, "as published"), RunOptions("plain", kv=(rule,))
+    llama, options = LLAMA, RunOptions("plain", kv=(rule,))
     with pytest.raises(ConfigError, match=r"--ops reference: has no attention of its own for --kv (coda|shard)"):
         op_set("reference", options, llama)
     assert op_set("cpu", options, llama) is CPU
@@ -81,6 +115,7 @@ def test_every_op_has_a_backend():
     assert backend(CPU.attend) == "cpu"
     assert backend(CPU.rotate_halves) == "reference"
     assert backend(TRITON.attend) == "triton"
+    assert backend(TRITON.attend_banks) == backend(TRITON.attend_codes) == "triton"
     assert {backend(op) for op in TRITON[1:]} <= {"triton", "cpu", "reference"}
     assert backend(test_each_name_is_its_op_set) == __name__
 

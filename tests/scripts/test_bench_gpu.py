@@ -125,7 +125,8 @@ def test_drawn_weights_and_rows_are_of_unit_size():
     for form in ("bf16", "fp8", "fp4"):
         y = CPU.linear(x, draw.weight(form, 256, 512)).float()
         assert 0.5 < y.square().mean().sqrt() < 2, form
-    for held in (draw.rows("fp8", 64, 512), draw.rows("fp8", 64, 128), draw.rows("fp4", 64, 128)):
+    stored = [("fp8", 512), ("codes", 512), ("fp8", 128), ("fp4", 128)]
+    for held in (draw.rows(form, 64, width) for form, width in stored):
         assert 0.5 < rows.read(held, 0, 64).square().mean().sqrt() < 2, type(held)
     assert all(len(set(row)) == 6 for row in draw.experts_of(50, 6, 8).tolist())
     chosen = draw.chosen(9, 5, 64)
