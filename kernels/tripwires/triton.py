@@ -68,16 +68,18 @@ def _stored(
     FORM: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, BLOCK)
-    inside = column < width
-    row = tl.minimum(tl.load(first) // ratio, rows - 1)
+    position = tl.load(first)
+    left = (position + 1) % ratio + tl.zeros_like(column)  # the interpreter makes int32 of a scalar's comparison
+    inside = (column < width) & (left == 0)  # else no window closes, and the row holds anything
+    row = tl.minimum(position // ratio, rows - 1)
     given = tl.load(new + column, inside, 0.0)
     total = tl.sum(given.to(tl.float32), 0)
     if FORM == 0:
         back = tl.load(values + row * width + column, inside, 0.0)
     elif FORM == 1:
         nope = width - rope_width
-        code = e4m3(tl.load(values + row * nope + column, column < nope, 0), tl.float32, UPCAST)
-        power = e8m0(tl.load(scales + row * scale_width + column // 64, column < nope, 127))
+        code = e4m3(tl.load(values + row * nope + column, inside & (column < nope), 0), tl.float32, UPCAST)
+        power = e8m0(tl.load(scales + row * scale_width + column // 64, inside & (column < nope), 127))
         last = tl.load(rope + row * rope_width + column - nope, inside & (column >= nope), 0.0).to(tl.float32)
         back = tl.where(column < nope, code * power, last)
     elif FORM == 2:
@@ -125,7 +127,7 @@ def selection(selected: Tensor, first: Tensor, ratio: int, entries: int, cells: 
 
 
 def stored(new: Tensor, rows: Rows, first: Tensor, ratio: int, cells: Tensor, cell: int) -> None:
-    """The sum of a new row [1, d], and how many of its numbers come back otherwise from row ``first // ratio``."""
+    """Where `first` closes a window: the sum of the new row [1, d], and how many of it come back otherwise."""
     values, rope, scales, form = planes(rows)
     n, width = rows.shape
     _stored[(1,)](

@@ -154,15 +154,13 @@ def test_a_chunk_of_any_length_is_launched_without_a_wait(tmp_path):
 
 @pytest.mark.parametrize("kind", NODES)
 def test_nodes_of_a_layer(tmp_path, kind):
-    """What a second layer adds to one that remembers its window alone; cosines of its rotation are made once for all."""
+    """What a second layer adds to one that remembers its window alone; of its kind's first, with its cosines."""
     ratio, most = NODES[kind]
     counted = []
     for ratios in ([0], [0, ratio]):
         directory = tmp_path / str(len(ratios))
-        config = tiny_config(
-            compress_ratios=ratios, num_hidden_layers=len(ratios), num_hash_layers=0, n_routed_experts=4
-        )
-        write_checkpoint(directory, config, seed=1)
+        layers = {"compress_ratios": ratios, "num_hidden_layers": len(ratios), "num_hash_layers": 0}
+        write_checkpoint(directory, tiny_config(**layers, n_routed_experts=4), seed=1)
         model = load(directory, RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4"), TRITON).model
         step, recorder = Step(model, prefilled(model, TOKENS[:20], 64, 64)), Recorder()
         step.place(3)
