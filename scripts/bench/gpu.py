@@ -5,6 +5,8 @@ least, and what kernels take when they are only compiled, for Hopper and Blackwe
 """
 
 import argparse
+import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -15,6 +17,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -42,6 +45,7 @@ from scripts.make.values import E4M3_DEVIATION, moments
 
 LAYERS: Final = "layers"
 CAPABILITIES: Final = (90, 100)  # H100 and H200; B200
+TAKEN: Final = {"registers": "registers", "stack": "stack, bytes", "shared": "shared memory, bytes"}
 SHARED: Final = 227 * 1024  # bytes of shared memory that a block may have on both: CUDA C++ Programming Guide
 WARM: Final = 3  # calls before any is timed, which compile and allocate
 COPIES: Final = 8  # calls in a graph, at most
@@ -73,8 +77,7 @@ def gpu(args: argparse.Namespace) -> Iterator[Case]:
     six to a token do the work that a rank does for the tokens of all. Entries are FP8, index keys FP4. The floor adds
     up the parts of a layer, each at its own limit. What a call prints, checks and waits for is in its time.
 
-    Compiled ahead of time, one case or a few stand for each kernel; given is the most bytes of shared memory that one
-    of them takes.
+    Compiled ahead of time, one case or a few stand for each kernel; given is the most that one of them takes.
     """
     parts = args.only or GPU_PARTS
     if not torch.cuda.is_available():
@@ -237,50 +240,53 @@ def filling(name: str, shape: tuple[int, ...], dtype: torch.dtype, draw: Draw) -
 
 
 def gpu_tables(args: argparse.Namespace, rows: list[JSON]) -> list[JSON]:
-    """Floors of every case and layer; without a device also what its kernels take when they are compiled."""
+    """Floors of every case and layer in one table; without a device also what kernels take when they are compiled."""
     del rows
     parts = args.only or GPU_PARTS
-    costs: dict[str, list[tuple[Any, ...]]] = {}
+    costs: list[tuple[Any, ...]] = []
     for case in kernels.cases(parts):
         floors = [case.cost.floor_us(roof) for roof in ROOFS.values()]
-        costs.setdefault(f"{case.part}: floors", []).append((case.label, *case.cost, *floors, case.us))
+        costs.append((case.part, case.label, *case.cost, *floors, case.us))
     for shape, kind, (after, context), tokens in product(MODELS, RATIOS, AFTER.items(), (1, CHUNK)):
         if LAYERS in parts:
             cost = [sum(part) for part in zip(*layer_costs(shape, kind, context, tokens).values(), strict=True)]
             floors = [layer_floor(shape, kind, context, tokens, roof) for roof in ROOFS.values()]
             label = f"{shape.name}, {kind}, {tokens} tokens at {after}"
-            costs.setdefault("whole layers: floors", []).append((label, *cost, *floors, None))
-    columns = ["case", "MB", "GFLOP", *(f"floor on {name}, us" for name in ROOFS), "asked for on H200, us"]
-    tables = [
-        {
-            "title": title,
-            "columns": columns,
-            "rows": [
-                [label, f"{size / 1e6:.4g}", f"{flops / 1e9:.3g}", *("" if us is None else f"{us:.3g}" for us in times)]
-                for label, size, flops, *times in rows
-            ],
-            "note": "",
-        }
-        for title, rows in costs.items()
+            costs.append(("whole layers", label, *cost, *floors, None))
+    columns = ["part", "case", "MB", "GFLOP", *(f"floor on {name}, us" for name in ROOFS), "asked for on H200, us"]
+    told = [
+        [part, label, f"{size / 1e6:.4g}", f"{flops / 1e9:.3g}", *("" if us is None else f"{us:.3g}" for us in times)]
+        for part, label, size, flops, *times in costs
     ]
-    return tables if torch.cuda.is_available() else [*tables, compiled_table(parts)]
+    floors_table: JSON = {"title": "Floors", "columns": columns, "rows": told, "note": ""}
+    return [floors_table] if torch.cuda.is_available() else [compiled_table(parts), floors_table]
 
 
 def compiled_table(parts: Sequence[str]) -> JSON:
-    """Kernels of the cases that stand for these parts, with the most shared memory that one of them takes."""
+    """Kernels of the cases that stand for these parts, with the most of each kind of memory that one of them takes."""
     with tempfile.TemporaryDirectory() as folder:
         found = call(compiled, parts, environment={"TRITON_INTERPRET": None, "TRITON_CACHE_DIR": folder})
-    most: dict[tuple[str, str], dict[int, int]] = {}
+    most: dict[tuple[str, str], dict[tuple[int, str], int]] = {}
     for kernel in found:
         taken = most.setdefault((kernel["part"], kernel["kernel"]), {})
-        taken[kernel["capability"]] = max(kernel["shared"], taken.get(kernel["capability"], 0))
+        for kind in TAKEN:
+            at = kernel["capability"], kind
+            taken[at] = max(kernel[kind], taken.get(at, 0))
     fits = all(kernel["shared"] <= SHARED for kernel in found)
+    spilled = {
+        name for (_, name), taken in most.items() for (_, kind), size in taken.items() if kind == "stack" and size
+    }
+    places = list(product(CAPABILITIES, TAKEN))
     rows = [
-        [f"{part}: `{name}`", *(str(taken.get(capability, "NOT compiled")) for capability in CAPABILITIES)]
+        [f"{part}: `{name}`", *(str(taken.get(place, "NOT compiled")) for place in places)]
         for (part, name), taken in most.items()
     ]
-    note = f"{len(rows)} kernels {'fit' if fits else 'do NOT all fit'} in the {SHARED} bytes that a block may have."
-    columns = ["part: kernel", *(f"shared memory, sm_{capability}, bytes" for capability in CAPABILITIES)]
+    note = (
+        f"{len(rows)} kernels {'fit' if fits else 'do NOT all fit'} in the {SHARED} bytes of shared memory that a block"
+        f" may have. A stack is mostly of registers that were spilled: {len(spilled)} kernels have one"
+        f" ({', '.join(f'`{name}`' for name in sorted(spilled))})."
+    )
+    columns = ["part: kernel", *(f"{TAKEN[kind]}, sm_{capability}" for capability, kind in places)]
     return {"title": "Compiled ahead of time", "columns": columns, "rows": rows, "note": note}
 
 
@@ -318,10 +324,23 @@ def only_compile(tell: Callable[[JSON], None]) -> None:
     def compile_only(self: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         del warmup
         kernel = launch(self, *given, grid=grid, warmup=True, **options)
-        tell({"kernel": self.__name__, "shared": kernel.metadata.shared, "cubin": len(kernel.asm["cubin"])})
+        cubin = kernel.asm["cubin"]
+        tell({"kernel": self.__name__, "shared": kernel.metadata.shared, "cubin": len(cubin), **resources(cubin)})
         return kernel
 
     JITFunction.run = compile_only
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers of a thread, and bytes of its stack, as `cuobjdump`, which Triton brings, reads them."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
+    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
+    assert found is not None, f"cuobjdump says {told!r}"
+    return {"registers": int(found[1]), "stack": int(found[2])}
 
 
 def compiled(parts: Sequence[str]) -> list[JSON]:

@@ -38,6 +38,7 @@ from kernels.ops import REFERENCE, Ops
 from kernels.rope.reference import frequencies
 from kernels.shard import cpu as shard_cpu
 from kernels.shard import triton as shard
+from kernels.tripwires import triton as tripwires
 from kernels.triton_ops import TRITON
 from model.cache.gqa import all_heads
 from model.variants.coda import CodaCache
@@ -407,15 +408,40 @@ def activations() -> Iterator[Case]:
             ("V4-Pro", "simulate_fp4", (t, INDEX_HEADS, INDEX_DIM), BITS, (32,)),
             ("V4-Pro", "hadamard", (t, INDEX_HEADS, INDEX_DIM), NEAR_STEP, ()),
             ("V4-Pro", "rotate", (t, PRO.heads, HEAD_DIM), BITS, 2 * (of.uniform(t, ROPE // 2),)),
+            ("V4-Pro", "norm_rotate", (t, PRO.heads, HEAD_DIM), STEP, (None, EPS, *2 * (of.uniform(t, ROPE // 2),), 0)),
             ("Llama-3.1-8B", "rotate_halves", (t, HEADS, D), BITS, 2 * (of.uniform(t, D // 2),)),
         ):
-            angles = 2 * FP32 * t * {"rotate": ROPE // 2, "rotate_halves": D // 2}.get(op, 0)
+            angles = 2 * FP32 * t * {"rotate": ROPE // 2, "norm_rotate": ROPE // 2, "rotate_halves": D // 2}.get(op, 0)
             cost, given = Cost(moved(*size).bytes + angles, 0), (of.normal(*size), *rest)
             yield Case("quantise", f"{model}, {op}, {t} tokens", cost, op, given, right, compiled=t == 1)
     for shape, t in product(MODELS, (1, CHUNK)):
         gate, up = 2 * (of.normal(t, shape.intermediate),)
         cost, label, first = moved(t, shape.intermediate, times=3), f"{shape.name}, {t} tokens", (shape, t) == (PRO, 1)
         yield Case("swiglu", label, cost, "swiglu", (gate, up, LIMIT, None), NEAR_STEP, compiled=first)
+
+
+def gates() -> Iterator[Case]:
+    """Routing by score of one token, and what a captured call measures of it."""
+    for shape in MODELS:
+        size, scale = shape.experts, shape.routed_scaling
+        given = fp32(1, size), fp32(size, scale=0.1), CHOSEN, scale
+        cost, label, first = Cost(2 * FP32 * size + 12 * CHOSEN, 0), f"{shape.name}, one token", shape == PRO
+        yield Case("gate", label, cost, "route", given, (BITS, WEIGHTS), compiled=first)
+        ids, cost = of.experts_of(1, CHOSEN, size), Cost(12 * CHOSEN, 0)
+        watched = ids, of.uniform(1, CHOSEN), scale, size
+        label = f"experts of a token, {label}"
+        yield Case("tripwires", label, cost, (_routing, _routing_equation), watched, NEAR_STEP, compiled=first)
+
+
+def _routing(ids: Tensor, weights: Tensor, scale: float, experts: int) -> Tensor:
+    cells = torch.zeros(2, device=ids.device)
+    tripwires.routing(ids, weights, scale, experts, cells, 0)
+    return cells
+
+
+def _routing_equation(ids: Tensor, weights: Tensor, scale: float, experts: int) -> Tensor:
+    known = ids[(ids >= 0) & (ids < experts)].unique().numel()
+    return torch.stack((torch.tensor(float(known), device=ids.device), (weights.sum(1) - scale).abs().max()))
 
 
 def hypers() -> Iterator[Case]:
@@ -731,7 +757,7 @@ def _scan_off(n: int, _: None, given: Given, fresh: Given) -> float:
     return max(MOVED.error(ours.rows, bank.rows) for ours, bank in rows_of)
 
 
-FAMILIES: Final = (activations, hypers, compressors, linears, routed, indexers, attentions, variants)
+FAMILIES: Final = (activations, gates, hypers, compressors, linears, routed, indexers, attentions, variants)
 
 
 def cases(parts: Sequence[str]) -> list[Case]:

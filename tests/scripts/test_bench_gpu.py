@@ -221,9 +221,11 @@ def test_the_page_without_a_device(monkeypatch, tmp_path):
         assert function is gpu.compiled
         assert parts == ["topk", "indexer", "layers"]
         assert environment["TRITON_INTERPRET"] is None
-        found = {"part": "topk", "case": "a", "kernel": "_whole", "cubin": 9}
-        kernels = [found | {"capability": c, "shared": s} for c, s in ((90, 100), (90, 300), (100, 200))]
-        return [*kernels, {"part": "p", "kernel": "k", "capability": 90, "shared": 1 << 20}]
+        found = {"part": "topk", "case": "a", "kernel": "_whole", "cubin": 9, "stack": 0}
+        taken = ((90, 100, 40), (90, 300, 32), (100, 200, 64))
+        kernels = [found | {"capability": c, "shared": s, "registers": r} for c, s, r in taken]
+        large = {"part": "p", "kernel": "k", "capability": 90, "shared": 1 << 20, "registers": 255, "stack": 8}
+        return [*kernels, large]
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(gpu, "call", call)
@@ -232,8 +234,9 @@ def test_the_page_without_a_device(monkeypatch, tmp_path):
     assert page.split("\n\n")[1].startswith(
         "**NOTHING on this page was measured on a GPU: the machine that wrote it has"
     )
-    assert "| topk: `_whole` | 300 | 200 |" in page
-    assert "| p: `k` | 1048576 | NOT compiled |" in page
+    assert "| topk: `_whole` | 40 | 0 | 300 | 64 | 0 | 200 |" in page
+    assert "| p: `k` | 255 | 8 | 1048576 | NOT compiled | NOT compiled | NOT compiled |" in page
     assert "2 kernels do NOT all fit" in page
-    assert "| scores, fp8 keys, one token at 1M | 35.67 | 4.29 | 8.29 | 10.6 | 4.46 | 20 |" in page
-    assert "| V4-Pro, CSA, 1 tokens at 1M | 653.7 |" in page
+    assert "1 kernels have one (`k`)" in page
+    assert "| indexer | scores, fp8 keys, one token at 1M | 35.67 | 4.29 | 8.29 | 10.6 | 4.46 | 20 |" in page
+    assert "| whole layers | V4-Pro, CSA, 1 tokens at 1M | 653.7 |" in page
