@@ -5,7 +5,7 @@ from typing import NamedTuple
 import triton
 from torch import Tensor
 
-from kernels.formats.triton_rounding import UPCAST
+from kernels.target import blackwell
 
 PROGRAMS = 132  # to fill the machine with: multiprocessors of an H200; a B200 has 148
 ROWS = (
@@ -23,8 +23,7 @@ def _keys(*, narrow: bool, decoded: bool) -> int:
     """
     if not narrow:
         return min(KEYS, 16)
-    blackwell = not UPCAST and triton.runtime.driver.active.get_current_target().arch >= 100
-    return KEYS // 2 if decoded or blackwell else KEYS
+    return KEYS // 2 if decoded or blackwell() else KEYS
 
 
 class Launch(NamedTuple):

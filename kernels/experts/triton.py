@@ -34,6 +34,7 @@ from kernels.linear.weight_tiles import (
 )
 from kernels.quantise.triton import fp8_codes, simulate_fp8
 from kernels.swiglu.triton import activation, swiglu
+from kernels.target import blackwell
 
 ROWS = 128  # of a matrix per program: one block of `deployed` rounding, whose largest number must be known
 CHUNK = 1024  # pairs that are counted and sorted at once
@@ -329,7 +330,7 @@ def _as_codes(x: Tensor, weight: Weight) -> bool:
     """Whether rounded inputs are multiplied as codes: beside E2M1 by Blackwell's tensor cores, and the interpreter."""
     if not isinstance(weight, Fp4) or x.dtype != torch.bfloat16:
         return False
-    return UPCAST or triton.runtime.driver.active.get_current_target().arch >= 100
+    return UPCAST or blackwell()
 
 
 def _tokens(pairs: int, experts: int) -> int:

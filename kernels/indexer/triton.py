@@ -23,6 +23,7 @@ from kernels.formats.triton import centroids, e2m1, e8m0, rotated_query
 from kernels.formats.triton_rounding import UPCAST, widened
 from kernels.indexer.topk import seen_by, top_k_into, top_k_scratch
 from kernels.position import position
+from kernels.target import blackwell
 
 KEYS = 256  # keys per tile: two warpgroups of Hopper; a query of 64 heads x 128 is read from L2 for each tile
 EXACT_KEYS = 32  # the same in fp32, which tensor cores do not multiply
@@ -175,7 +176,8 @@ def _score(
         "BLOCK_D": d if coded else max(32, triton.next_power_of_2(d)),
         "dtype": tl.float16 if coded and not exact else tl.float32 if exact or UPCAST else tl.bfloat16,
         "num_warps": 4 if exact else 8, "num_stages": 3,
-        "maxnreg": None if exact else 128,  # two programs to an SM: one multiplies while the other sums
+        # two programs to an SM: one multiplies while the other sums; Blackwell, whose sums lie elsewhere, would spill
+        "maxnreg": None if exact or blackwell() else 128,
     }  # fmt: skip
     _scores[tiles, -(-t // tokens_per_program)](
         q, head_weights, planes.values, planes.scales, table, out, first, start, t, n, out.stride(0), ratio, least,
