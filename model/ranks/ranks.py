@@ -253,7 +253,7 @@ class Ranks:
     def _gathered(self, own: Tensor) -> Tensor:
         """Every rank's [n], as [ranks, n]."""
         every = own.new_empty(self.size, len(own))
-        dist.all_gather(list(every.unbind(0)), own, group=self._group)
+        dist.all_gather_into_tensor(every.view(-1), own, group=self._group)
         return every
 
     def _enter(self, what: str) -> None:
@@ -269,7 +269,7 @@ def _checksum(x: Tensor) -> Tensor:
     """A number that any change of shape, values or their order is all but sure to change: [] int64."""
     bits = _bits(x)
     words = bits.view(torch.int32) if bits.numel() % 4 == 0 else bits
-    total = torch.tensor(hash(tuple(x.shape)) % (1 << 62), device=x.device)
+    total = torch.full((), hash(tuple(x.shape)) % (1 << 62), device=x.device)  # filled there: nothing is brought over
     for start in range(0, words.numel(), CHECKED):
         tile = words[start : start + CHECKED].long()
         place = torch.arange(start + 1, start + 1 + tile.numel(), device=x.device)
