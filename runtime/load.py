@@ -140,7 +140,8 @@ def _load(
     numerics = arithmetic(options, ops, ranks, config)
     found = _fingerprint(checkpoint, ranks, device)
     check_bases(options.kv, found)
-    model, marks = _built(config, weights, numerics, options, found)
+    with weights.filling():  # what is copied to a device arrives while the model is built
+        model, marks = _built(config, weights, numerics, options, found)
     install(model, LLAMA_PLACES if isinstance(config, LlamaConfig) else PLACES)
     if unread := weights.unread():  # a parameter that no layer asked for is a layer that was not built
         raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")

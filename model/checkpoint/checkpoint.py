@@ -125,6 +125,16 @@ class Checkpoint:
             data = data.clone()
         return data.view(dtype).view(tensor.shape)
 
+    def outline(self, name: str) -> Tensor:
+        """Dtype and shape of a tensor, on torch's meta device: no byte of it is read, nor its file mapped.
+
+        A view's `storage_offset` says where in the tensor it begins. CheckpointError for an unknown name.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.directory}: no tensor {quoted(name)}")
+        tensor = self.tensors[name]
+        return torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device="meta")
+
     def _map(self, path: Path) -> mmap.mmap:
         """The whole shard, mapped on first use: private and writable, as torch wants a buffer that it may write."""
         if path not in self._maps:
