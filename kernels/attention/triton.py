@@ -92,7 +92,7 @@ def _with_sink(peak, total, sink):
     return total * shrink + tl.exp(sink - higher), shrink
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "n", "picks", "selected_stride", "splits"])
 def _attend(
     q, ring, first, entries, rope, scales, bias, selected, sink, out, peaks, totals, sums,
     tokens, heads, capacity, ring_stride, window, n, ratio, hidden, picks,
@@ -179,7 +179,7 @@ def _attend(
         tl.store(out + row[:, None] * WIDTH + column[None, :], rounded(value, out.dtype.element_ty, UPCAST), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _merge(
     peaks, totals, sums, sink, out, rows, heads, splits,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr,
@@ -270,8 +270,8 @@ def attend(
     bias = None if slots.bias is None else slots.bias.contiguous()
     n, picks = values.shape[0], 0 if selected is None else selected.shape[1]
     most = n if selected is None else min(n, picks)
-    fp8, narrow = most > 0 and isinstance(slots.rows, Fp8Entries), dtypes == {torch.bfloat16}
-    cut = attention_launch.launch(q, window, most, narrow=narrow, fp8=fp8, shared=selected is None or most == 0)
+    fp8, narrow = isinstance(slots.rows, Fp8Entries), dtypes == {torch.bfloat16}
+    cut = attention_launch.launch(q, window, most, narrow=narrow, fp8=fp8, shared=selected is None)
     first = position(first, q.device)
     split = cut.splits > 1
     found = torch.empty(2, cut.splits, t, h, dtype=torch.float32, device=q.device) if split else sink.expand(2, -1)
@@ -282,16 +282,16 @@ def attend(
         values.stride(0), rope.stride(0), scales.stride(0), 0 if selected is None else selected.stride(0), d**-0.5,
         cut.splits,
         TOKENS=cut.tokens, HEADS=cut.heads, WIDTH=d, NOPE=values.shape[1], BLOCK_N=cut.keys, BLOCK_D=cut.width,
-        ENTRIES=most > 0, FP8=fp8, ALIGNED=_aligned(ring) and _aligned(values), SELECTED=selected is not None,
-        BIASED=bias is not None, SPLIT=split,
+        ENTRIES=entries is not None, FP8=fp8, ALIGNED=_aligned(ring) and _aligned(values),
+        SELECTED=selected is not None, BIASED=bias is not None, SPLIT=split,
         OPERAND=tl.bfloat16 if cut.narrow and not UPCAST else tl.float32, NARROW=cut.narrow, UPCAST=UPCAST,
         num_warps=8 if cut.tokens * cut.heads * cut.width >= 64 * 256 else 4, num_stages=2, enable_fp_fusion=False,
     )  # fmt: skip
     if split:
         _merge[(t * h, triton.cdiv(d, 128))](
             found[0], found[1], sums, sink, out, t * h, h, cut.splits,
-            WIDTH=d, SPLITS=triton.next_power_of_2(cut.splits), CHUNK=16, BLOCK_D=min(128, cut.width), UPCAST=UPCAST,
-            num_warps=4, enable_fp_fusion=False,
+            WIDTH=d, SPLITS=triton.next_power_of_2(attention_launch.PROGRAMS), CHUNK=16, BLOCK_D=min(128, cut.width),
+            UPCAST=UPCAST, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -27,7 +27,7 @@ _APART = Experts(linear, swiglu, simulate_fp8)  # matrices of several forms, whi
 _APART_OUTPUTS = ExpertOutputs(linear, swiglu, simulate_fp8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _sort(ids, order, starts, counts, pairs, first, CHUNK: tl.constexpr):
     """Pairs of this program's expert, ascending, behind those of the experts before it."""
     expert = tl.program_id(0)
@@ -191,7 +191,7 @@ def _write_outputs(
     order, starts, counts = (
         torch.empty(n, dtype=torch.int32, device=x.device) for n in (pairs, held, held)
     )  # each an allocation of its own: a pointer's alignment is part of what is compiled
-    chunk = min(CHUNK, triton.next_power_of_2(pairs))
+    chunk = 64 if pairs <= 64 else CHUNK  # two sizes, for each is compiled
     _sort[held,](ids, order, starts, counts, pairs, first, CHUNK=chunk, num_warps=4, enable_fp_fusion=False)
     tokens = _tokens(pairs, held)
     where = order, starts, counts

@@ -46,7 +46,7 @@ def _keys(values, scales, row, D: tl.constexpr, BLOCK_D: tl.constexpr, FORM: tl.
     return found.to(dtype)
 
 
-@triton.jit(do_not_specialize=["start", "tokens", "least", "tokens_per_program"])
+@triton.jit(do_not_specialize=["start", "tokens", "entries", "least", "tokens_per_program"])
 def _scores(
     q, weights, values, scales, out, first, start, tokens, entries, stride, ratio, least, tokens_per_program,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,

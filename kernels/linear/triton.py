@@ -32,7 +32,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t"])
 def _linear(
     x, data, scale, global_scale, out, t, rank, columns, width, scale_width, stride, scale_stride, groups, each,
     FORM: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
@@ -59,7 +59,7 @@ def _linear(
     tl.store(target, rounded(total, out.dtype.element_ty, UPCAST), there[:, None] & inside[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _sum_splits(parts, out, size, splits, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
