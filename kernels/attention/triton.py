@@ -274,8 +274,10 @@ def attend(
     cut = attention_launch.launch(q, window, most, narrow=narrow, fp8=fp8, shared=selected is None)
     first = position(first, q.device)
     split = cut.splits > 1
-    found = torch.empty(2, cut.splits, t, h, dtype=torch.float32, device=q.device) if split else sink.expand(2, -1)
-    sums = torch.empty(cut.splits, t, h, d, dtype=torch.float32, device=q.device) if split else sink
+    # two allocations: a pointer's alignment is part of what is compiled
+    parts = (cut.splits, t, h)
+    found = [torch.empty(*parts, dtype=torch.float32, device=q.device) if split else sink for _ in range(2)]
+    sums = torch.empty(*parts, d, dtype=torch.float32, device=q.device) if split else sink
     _attend[(cut.programs, cut.splits)](
         q, ring, first, values, rope, scales, bias, selected, sink, out, found[0], found[1], sums,
         t, h, capacity, ring.stride(0), window, n, ratio, slots.hidden, picks,

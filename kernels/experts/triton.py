@@ -60,7 +60,7 @@ def _located(block, starts, counts, experts, EXPERTS: tl.constexpr, TOKENS: tl.c
     return expert, place, place < start + tl.load(counts + expert, held, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots"])
 def _gate_up(
     x, weights, order, starts, counts, data1, scale1, global1, data3, scale3, global3, out,
     slots, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride, limit,
