@@ -142,12 +142,13 @@ class Checkpoint:
             with path.open("rb") as file:
                 if regular_file_size(path) != size:
                     raise CheckpointError(f"{path}: its size changed after it was opened")
-                self._maps[path] = mmap.mmap(
+                made = mmap.mmap(
                     file.fileno(),
                     size,
                     flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
                     prot=mmap.PROT_READ | mmap.PROT_WRITE,
                 )
+            self._maps.setdefault(path, made)  # another thread may have come first
         return self._maps[path]
 
 

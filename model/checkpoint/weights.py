@@ -7,6 +7,7 @@ many weights, and a NaN among them would surface layers later. The weights thems
 import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, layout, member, nbytes, rows
 from model.checkpoint.census import Census
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.filling import Filler, Source
+from model.checkpoint.filling import THREADS, Filler, Source
 from model.checkpoint.names import Kind
 from model.checkpoint.tensor_mapping import Form, TensorMapping
 from model.errors import CheckpointError, quoted
@@ -245,12 +246,14 @@ def open_weights(
         zero (but for the block scales of NVFP4), or (FP8 with F32 scales; `scale_fmt` is ue8m0) not a power of two; an
         expert id outside the experts, or twice in a row.
     """
-    for name in census.mappings if only is None else only:
+    names = census.mappings if only is None else only
+
+    def check(name: str) -> None:
         if name not in census.mappings:
             raise CheckpointError(f"{checkpoint.directory}: the architecture has no parameter {quoted(name)}")
         mapping, shard = census.mappings[name], held(name, census.demanded[name].shape[0])
         if shard is None:
-            continue
+            return
         if mapping.scale is not None and mapping.global_scale is not None:
             _check_scale(checkpoint, mapping.scale, shard, is_not_negative, "a finite number, not negative")
             _check_scale(checkpoint, mapping.global_scale, undivided(1), is_positive, "a finite positive number")
@@ -259,6 +262,11 @@ def open_weights(
         if census.demanded[name].kind == "i64":
             experts = census.demanded[f"{name.rpartition('.')[0]}.weight"].shape[0]  # rows of the gate beside it
             _check_table(checkpoint, mapping.weight, experts)
+
+    # Scales are a seventeenth of FP4: one thread would take half as long to check them as a load onto a GPU takes.
+    with ThreadPoolExecutor(THREADS if device.type != "cpu" else 1, "check") as threads:
+        for _ in threads.map(check, names):  # in the order of the names, and so with the first fault
+            pass
     return Weights(checkpoint, census, device, held, copied=copied)
 
 

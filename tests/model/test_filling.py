@@ -174,6 +174,18 @@ def test_a_buffer_is_read_into_again_only_when_its_copy_is_done(checkpoints, mon
         assert_same(copy, views.matrix(name))
 
 
+def test_scales_that_several_threads_check_are_refused_in_the_order_of_names(tmp_path):
+    """As a load onto a device does; for the check alone it need not be one that holds anything."""
+    tensors = make_tensors(CONFIG, seed=1, formats="official")
+    for expert in (6, 1, 3):
+        tensors[f"layers.1.ffn.experts.{expert}.w2.scale"].view(torch.uint8)[5, 0] = 255
+    write_checkpoint(tmp_path, CONFIG, seed=1, shards=2)
+    write_tensors(tmp_path, tensors, shards=2)
+    checkpoint, config = Checkpoint.open(tmp_path), ModelConfig.from_json(CONFIG, "")
+    with pytest.raises(CheckpointError, match=r"layers\.1\.ffn\.experts\.1\.w2\.scale': scale \[5, 0\] is nan"):
+        open_weights(checkpoint, census(checkpoint.shapes(), config), torch.device("meta"))
+
+
 # What goes wrong
 
 
