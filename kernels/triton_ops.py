@@ -12,6 +12,9 @@ Rules that every `triton.py` keeps:
   version of Triton, whose defaults differ. Dots are not affected.
 - The public op checks shapes, allocates, launches, and reads no value of a tensor: nothing waits for the device, and a
   step can be captured in a CUDA graph.
+- An argument that grows with a position, or with a call's tokens, is in `do_not_specialize` of its kernel, and no
+  constant follows a position: each value would compile anew. Widths and strides of the model are specialised, because
+  16-byte loads hang on their alignment.
 - No autotuning: tile sizes follow from shapes, so that a run computes the same on every machine of a kind.
 """
 

@@ -23,8 +23,8 @@ class Projections:
     """Value and gate projections of one compressor: not rounded, as DeepSeek computes them in fp32."""
 
     def __init__(self, prefix: str, weights: Weights, arithmetic: Arithmetic) -> None:
-        self.wkv = Dense(weights.vector(f"{prefix}.wkv.weight"))  # [series * width, hidden]
-        self.wgate = Dense(weights.vector(f"{prefix}.wgate.weight"))
+        self.wkv = Dense(weights.operand(f"{prefix}.wkv.weight"))  # [series * width, hidden]
+        self.wgate = Dense(weights.operand(f"{prefix}.wgate.weight"))
         self.position_bias = weights.vector(f"{prefix}.ape").float()  # [ratio, series * width]
         self.norm = weights.vector(f"{prefix}.norm.weight").float()  # [width]
         self.arithmetic = arithmetic

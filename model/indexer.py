@@ -26,7 +26,7 @@ class Indexer:
         prefix, width = f"layers.{layer}.attn.indexer", config.index_head_dim
         # from q_lora_rank numbers to index_n_heads * index_head_dim, and from hidden to index_n_heads
         self.wq_b = Linear(weights.matrix(f"{prefix}.wq_b.weight"), arithmetic, "index_heads", width)
-        self.weights_proj = Linear(Dense(weights.vector(f"{prefix}.weights_proj.weight")), arithmetic, "index_heads")
+        self.weights_proj = Linear(Dense(weights.operand(f"{prefix}.weights_proj.weight")), arithmetic, "index_heads")
         self.compressor = KeyCompressor(config, layer, weights, arithmetic, rotation)
         self.arithmetic, self.rotation = arithmetic, rotation
         self.heads, self.width, self.top_k = config.index_n_heads, config.index_head_dim, config.index_topk

@@ -23,7 +23,7 @@ class Gate:
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic) -> None:
         prefix = f"layers.{layer}.ffn.gate"
-        self.weight = Dense(weights.vector(f"{prefix}.weight"))  # [experts, hidden]
+        self.weight = Dense(weights.operand(f"{prefix}.weight"))  # [experts, hidden]
         self.arithmetic = arithmetic
         self.k, self.scale = config.num_experts_per_tok, config.routed_scaling_factor
         self.choose_by(prefix, weights)

@@ -21,7 +21,7 @@ class Transformer:
 
     def __init__(self, config: ModelConfig, weights: Weights, arithmetic: Arithmetic) -> None:
         self.config, self.arithmetic = config, arithmetic
-        self.embedding = Embedding(weights.vector("embed.weight"), arithmetic)  # [vocab, hidden]
+        self.embedding = Embedding(weights.operand("embed.weight"), arithmetic)  # [vocab, hidden]
         rotations = {
             kind: Rotation(layer_frequencies(config, kind).to(self.device))
             for kind in sorted(set(map(rotated_as, config.layer_kinds)))
@@ -32,7 +32,7 @@ class Transformer:
         ]
         self.hyper_head = HyperHead(config, weights, arithmetic)
         self.norm = weights.vector("norm.weight").float()  # [hidden]
-        self.head = WideLinear(Dense(weights.vector("head.weight")), arithmetic, "vocabulary")  # [vocab, hidden]
+        self.head = WideLinear(Dense(weights.operand("head.weight")), arithmetic, "vocabulary")  # [vocab, hidden]
 
     @property
     def device(self) -> torch.device:

@@ -29,6 +29,7 @@ from model.observe.observer import LLAMA_PLACES, PLACES, install
 from model.ranks.ranks import ALONE, Group, Ranks, evenly
 from model.transformer import Transformer
 from runtime.arithmetic import arithmetic, cache_formats
+from runtime.kernels import prepare_kernels
 from runtime.kv import check_bases, variants
 from runtime.loops import prepare_loops
 from runtime.memory import check_fits
@@ -140,7 +141,10 @@ def _load(
     numerics = arithmetic(options, ops, ranks, config)
     found = _fingerprint(checkpoint, ranks, device)
     check_bases(options.kv, found)
-    model, marks = _built(config, weights, numerics, options, found)
+    with weights.filling():  # what is copied to a device arrives while the model is built
+        model, marks = _built(config, weights, numerics, options, found)
+    if ops.name == "triton" and device.type == "cuda":  # before anything watches it, while other ranks wait longer
+        prepare_kernels(model, options.prefill_chunk, context, say=group.rank == 0)
     install(model, LLAMA_PLACES if isinstance(config, LlamaConfig) else PLACES)
     if unread := weights.unread():  # a parameter that no layer asked for is a layer that was not built
         raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")

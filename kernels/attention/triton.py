@@ -141,7 +141,7 @@ def _with_sink(peak, total, sink):
     return total * shrink + tl.exp(sink - higher), shrink
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "n", "picks", "selected_stride", "splits"])
 def _attend(
     q, ring, first, entries, rope, scales, norm, table, places, signs, bias, selected, sink, out, peaks,
     totals, sums, tokens, heads, capacity, ring_stride, window, n, ratio, hidden, picks,
@@ -283,7 +283,7 @@ def _attend(
         tl.store(out + row[:, None] * WIDTH + column[None, :], rounded(value, out.dtype.element_ty, UPCAST), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _merge(
     peaks, totals, sums, sink, out, rows, heads, splits,
     WIDTH: tl.constexpr, SPLITS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr,
@@ -432,7 +432,8 @@ def attend(
     rows = _planes(slots.rows, narrow=dtypes == {torch.bfloat16})
     bias = None if slots.bias is None else slots.bias.contiguous()
     selected = None if selected is None else _rows(selected)
-    given = _Given(rows, bias, slots.hidden, ratio, selected, _rows(ring), window, dtypes == {torch.bfloat16})
+    narrow = dtypes == {torch.bfloat16}
+    given = _Given(rows, entries is not None, bias, slots.hidden, ratio, selected, _rows(ring), window, narrow)
     q, first, sink = q.contiguous(), position(first, q.device), sink.contiguous()
     out = torch.empty(t, h, d, dtype=q.dtype, device=q.device)
     if t == 0:
@@ -460,8 +461,8 @@ class _Parts(NamedTuple):
 
     @classmethod
     def empty(cls, splits: int, q: Tensor) -> "_Parts":
-        """Allocate those of `splits` programs of each row."""
-        peaks, totals = torch.empty(2, splits, *q.shape[:2], dtype=torch.float32, device=q.device)
+        """Allocate those of `splits` programs of each row, each apart: a pointer's alignment is compiled in."""
+        peaks, totals = (torch.empty(splits, *q.shape[:2], dtype=torch.float32, device=q.device) for _ in range(2))
         return cls(peaks, totals, torch.empty(splits, *q.shape, dtype=torch.float32, device=q.device))
 
     def of(self, splits: slice) -> "_Parts":
@@ -473,6 +474,7 @@ class _Given(NamedTuple):
     """What tokens attend to."""
 
     rows: _Planes
+    entries: bool  # whether there may be any, if not yet
     bias: Tensor | None
     hidden: int
     ratio: int
@@ -488,9 +490,14 @@ class _Given(NamedTuple):
         return n if self.selected is None else min(n, self.selected.shape[1])
 
     @property
+    def used(self) -> bool:
+        """Whether the kernel looks for entries: the same before the first of them, but of those in a basis."""
+        return self.entries and (self.most > 0 or self.rows.form != _BASED.value)
+
+    @property
     def form(self) -> int:
-        """How entries are stored; where there are none, as a tensor."""
-        return self.rows.form if self.most > 0 else _TENSOR.value
+        """How entries are stored; where none are looked for, as a tensor."""
+        return self.rows.form if self.used else _TENSOR.value
 
     def of(self, tokens: slice) -> "_Given":
         """The same for some of the tokens."""
@@ -498,7 +505,7 @@ class _Given(NamedTuple):
 
     def cut(self, q: Tensor) -> attention_launch.Launch:
         """How a call of queries is cut up; entries in a basis are attended to without the window."""
-        window, shared = (0 if self.form == _BASED.value else self.window), self.selected is None or self.most == 0
+        window, shared = (0 if self.form == _BASED.value else self.window), self.selected is None or not self.used
         return attention_launch.launch(q, window, self.most, narrow=self.narrow, form=self.form, shared=shared)
 
 
@@ -506,16 +513,16 @@ def _run(
     q: Tensor, first: Tensor, given: _Given, cut: attention_launch.Launch, sink: Tensor, out: Tensor, found: _Parts, *,
     split: bool,
 ) -> None:  # fmt: skip
-    (t, h, d), (rows, bias, hidden, ratio, selected, ring, window, _) = q.shape, given
+    (t, h, d), (rows, _, bias, hidden, ratio, selected, ring, window, _) = q.shape, given
     picks, picks_stride = (0, 0) if selected is None else (selected.shape[1], selected.stride(0))
     _attend[(cut.programs, cut.splits)](
         q, ring, first, *rows[1:7], q if rows.signs is None else rows.signs, bias, selected, sink, out, *found,
         t, h, ring.shape[0], ring.stride(0), window, rows.values.shape[0], ratio, hidden, picks,
         rows.values.stride(0), rows.rope.stride(0), rows.scales.stride(0), picks_stride, d**-0.5, cut.splits,
         TOKENS=cut.tokens, HEADS=cut.heads, WIDTH=d, NOPE=rows.nope, BLOCK_N=cut.keys, BLOCK_D=cut.width,
-        ENTRIES=given.most > 0, FORM=given.form, BITS=rows.bits, STEPS=d.bit_length() - 1,
+        ENTRIES=given.used, FORM=given.form, BITS=rows.bits, STEPS=d.bit_length() - 1,
         SIGNED=rows.signs is not None, ALIGNED=_aligned(ring) and _aligned(rows.values), SELECTED=selected is not None,
-        BIASED=bias is not None and given.most > 0, SPLIT=split,
+        BIASED=bias is not None and given.used, SPLIT=split,
         OPERAND=tl.bfloat16 if cut.narrow and not UPCAST else tl.float32,
         FINE=tl.float16 if cut.narrow else tl.float32, NARROW=cut.narrow, UPCAST=UPCAST,
         num_warps=8 if cut.tokens * cut.heads * cut.width >= 64 * 256 else 4, num_stages=2, enable_fp_fusion=False,
@@ -527,7 +534,7 @@ def _merged(out: Tensor, found: _Parts, sink: Tensor, splits: int) -> None:
     t, h, d = out.shape
     _merge[(t * h, triton.cdiv(d, 128))](
         *found, sink, out, t * h, h, splits,
-        WIDTH=d, SPLITS=triton.next_power_of_2(splits), CHUNK=16,
+        WIDTH=d, SPLITS=triton.next_power_of_2(max(splits, attention_launch.PROGRAMS)), CHUNK=16,
         BLOCK_D=min(128, max(attention_launch.WIDTH, triton.next_power_of_2(d))), UPCAST=UPCAST,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
@@ -541,7 +548,7 @@ def _attend_in_basis(out: Tensor, q: Tensor, entries: BasisRows, given: _Given, 
     flat[:, :p] = wide[:, :p] @ (keys.basis.float() * keys.basis_scale)
     flat[:, p:] = hadamard_rows(wide[:, p:] if signs is None else wide[:, p:] * signs)
     del wide
-    recent = given._replace(rows=_planes(given.ring[:0], narrow=given.narrow), bias=None, selected=None)
+    recent = given._replace(rows=_planes(given.ring[:0], narrow=given.narrow), entries=False, bias=None, selected=None)
     cuts = recent.cut(q), given.cut(q)
     splits = cuts[0].splits + cuts[1].splits
     found = _Parts.empty(splits, q)

@@ -165,7 +165,7 @@ def _advanced(
         tl.store(old_gate + kept_at, tl.load(gate + source, inside), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t"])
 def _compress(
     kv, gate, old_kv, old_gate, previous_kv, previous_gate, first, norm, freqs, values, rope, scales, out,
     t, width, rope_width, scale_width, eps, half, shrink,
@@ -194,7 +194,7 @@ def _compress(
             )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t"])
 def _advance(
     kv, gate, old_kv, old_gate, previous_kv, previous_gate, first, t, width,
     RATIO: tl.constexpr, SERIES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,

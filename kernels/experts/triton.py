@@ -42,7 +42,7 @@ _APART = Experts(linear, swiglu, simulate_fp8)  # matrices of several forms, whi
 _APART_OUTPUTS = ExpertOutputs(linear, swiglu, simulate_fp8)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _sort(ids, order, starts, counts, pairs, first, CHUNK: tl.constexpr):
     """Pairs of this program's expert, ascending, behind those of the experts before it."""
     expert = tl.program_id(0)
@@ -75,7 +75,7 @@ def _located(block, starts, counts, experts, EXPERTS: tl.constexpr, TOKENS: tl.c
     return expert, place, place < start + tl.load(counts + expert, held, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots", "pairs"])
 def _gate_up(
     x, powers, weights, order, starts, counts, data1, scale1, global1, data3, scale3, global3, out, out_powers,
     parts, counters, pairs, slots, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride,
@@ -136,7 +136,7 @@ def _gate_up(
             tl.store(out + at, rounded(inner, DTYPE, UPCAST), mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _down(
     x, powers, order, starts, counts, data, scale, global_scale, out, parts, counters,
     pairs, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride, each,
@@ -238,7 +238,7 @@ def _write_outputs(
     order, starts, counts = (
         torch.empty(n, dtype=torch.int32, device=x.device) for n in (pairs, held, held)
     )  # each an allocation of its own: a pointer's alignment is part of what is compiled
-    chunk = min(CHUNK, triton.next_power_of_2(pairs))
+    chunk = 64 if pairs <= 64 else CHUNK  # two sizes, for each is compiled
     _sort[held,](ids, order, starts, counts, pairs, first, CHUNK=chunk, num_warps=4, enable_fp_fusion=False)
     tokens = _tokens(pairs, held)
     where = order, starts, counts

@@ -42,7 +42,7 @@ def _product(x, w, acc, UPCAST: tl.constexpr, NARROW: tl.constexpr):
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _partials(
     streams, fn, products, squares, tokens, d, span, rows,
     S: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
@@ -126,7 +126,7 @@ def _weights(
     tl.store(comb + token[:, None] * (S * S) + place, tl.reshape(matrix, [T, S * S]), present[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _weigh(
     products, squares, scale, base, pre, post, comb, tokens, splits, columns, iterations, eps, norm_eps,
     HEAD: tl.constexpr, T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
@@ -143,7 +143,7 @@ def _weigh(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _read(
     products, squares, scale, base, streams, norm_weight, weights, post, comb, out, tokens, splits, d, iterations, eps,
     norm_eps, norm_out_eps, T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,

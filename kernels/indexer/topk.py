@@ -20,6 +20,7 @@ from kernels.position import position
 WHOLE_ROWS = 64  # rows from which a program each fills the device: a program of 16 warps, 132 SMs or more
 WHOLE_ENTRIES = 1 << 14  # entries up to which one program is faster than five launches
 TILE = 1 << 12  # scores that one program holds at a time: 8 in each of 512 threads
+WIDTH = 1 << 10  # columns of a row that are written at once, at least: fewer would compile anew as a context grows
 PART = 1 << 11  # the same where rows are split: 262144 entries are 128 parts
 PARTS = 128  # of a row, at most
 
@@ -83,7 +84,7 @@ def seen_by(first, token, ratio, entries):
     return tl.minimum((tl.load(first) + token + 1) // ratio, entries).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit(do_not_specialize=["start", "entries", "width"])
 def _whole(scores, out, first, start, ratio, entries, stride, width, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """All passes of one row."""
     token = tl.program_id(0).to(tl.int64)
@@ -99,7 +100,7 @@ def _whole(scores, out, first, start, ratio, entries, stride, width, WIDTH: tl.c
         _take(row, out, 0, seen, prefix, need, zero, zero, TILE)
 
 
-@triton.jit(do_not_specialize=["start", "digit"])
+@triton.jit(do_not_specialize=["start", "digit", "entries", "width", "part_length"])
 def _count(
     scores, counts, larger, equal, digit, first, start, ratio, entries, stride, width, part_length, TILE: tl.constexpr
 ):
@@ -127,7 +128,7 @@ def _count(
             tl.store(equal + at, found)
 
 
-@triton.jit(do_not_specialize=["start"])
+@triton.jit(do_not_specialize=["start", "entries", "width", "part_length"])
 def _collect(
     scores, out, counts, larger, equal, first, start, ratio, entries, stride, width, part_length,
     WIDTH: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr,
@@ -192,11 +193,10 @@ def top_k_into(out: Tensor, scores: Tensor, first: Tensor, start: int, ratio: in
         return
     if scores.stride(1) != 1:
         scores = scores.contiguous()
-    stride, block = scores.stride(0), triton.next_power_of_2(width)
+    stride, block = scores.stride(0), max(WIDTH, triton.next_power_of_2(width))
     if t >= WHOLE_ROWS or n <= WHOLE_ENTRIES:
-        tile = min(TILE, max(1024, triton.next_power_of_2(n)))
-        options = {"num_warps": tile // 256, "maxnreg": 64, "enable_fp_fusion": False}  # two programs to an SM, or more
-        _whole[(t,)](scores, out, first, start, ratio, n, stride, width, WIDTH=block, TILE=tile, **options)
+        options = {"num_warps": TILE // 256, "maxnreg": 64, "enable_fp_fusion": False}  # two programs to an SM, or more
+        _whole[(t,)](scores, out, first, start, ratio, n, stride, width, WIDTH=block, TILE=TILE, **options)
         return
     part_length = -(-n // (PARTS * PART)) * PART
     parts = -(-n // part_length)

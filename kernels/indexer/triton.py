@@ -60,7 +60,7 @@ def _keys(
     return found.to(dtype)
 
 
-@triton.jit(do_not_specialize=["start", "tokens", "least", "tokens_per_program"])
+@triton.jit(do_not_specialize=["start", "tokens", "entries", "least", "tokens_per_program"])
 def _scores(
     q, weights, values, scales, table, out, first, start, tokens, entries, stride, ratio, least, tokens_per_program,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,

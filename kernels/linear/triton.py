@@ -41,7 +41,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["t"])
 def _linear(
     x, data, scale, global_scale, out, parts, counters, t, rank, columns, width, scale_width, stride, scale_stride,
     groups, each,

@@ -76,7 +76,7 @@ def _norm_rotate(
     tl.store(out + row * width + column, rounded(wide, DTYPE, UPCAST), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _simulate(
     x, out, powers, blocks, CODES: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
     UPCAST: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
@@ -94,7 +94,7 @@ def _simulate(
         tl.store(out + block * GROUP + column, rounded(wide, out.dtype.element_ty, UPCAST), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _hadamard(x, out, rows, scale, D: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr, UPCAST: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     place = row * D + tl.arange(0, D)[None, :]
@@ -102,7 +102,7 @@ def _hadamard(x, out, rows, scale, D: tl.constexpr, LOG: tl.constexpr, ROWS: tl.
     tl.store(out + place, rounded(wide, out.dtype.element_ty, UPCAST), row < rows)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rotate(
     x, cos, sin, out, rows, heads, kept, half,
     KEPT: tl.constexpr, HALF: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, UPCAST: tl.constexpr,

@@ -125,6 +125,16 @@ class Checkpoint:
             data = data.clone()
         return data.view(dtype).view(tensor.shape)
 
+    def outline(self, name: str) -> Tensor:
+        """Dtype and shape of a tensor, on torch's meta device: no byte of it is read, nor its file mapped.
+
+        A view's `storage_offset` says where in the tensor it begins. CheckpointError for an unknown name.
+        """
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.directory}: no tensor {quoted(name)}")
+        tensor = self.tensors[name]
+        return torch.empty(tensor.shape, dtype=TORCH_DTYPES[tensor.dtype], device="meta")
+
     def _map(self, path: Path) -> mmap.mmap:
         """The whole shard, mapped on first use: private and writable, as torch wants a buffer that it may write."""
         if path not in self._maps:
@@ -132,12 +142,13 @@ class Checkpoint:
             with path.open("rb") as file:
                 if regular_file_size(path) != size:
                     raise CheckpointError(f"{path}: its size changed after it was opened")
-                self._maps[path] = mmap.mmap(
+                made = mmap.mmap(
                     file.fileno(),
                     size,
                     flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
                     prot=mmap.PROT_READ | mmap.PROT_WRITE,
                 )
+            self._maps.setdefault(path, made)  # another thread may have come first
         return self._maps[path]
 
 

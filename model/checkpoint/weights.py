@@ -4,8 +4,10 @@
 many weights, and a NaN among them would surface layers later. The weights themselves are not read, they are mapped.
 """
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, layout, member, nbytes, rows
 from model.checkpoint.census import Census
 from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.filling import THREADS, Filler, Source
 from model.checkpoint.names import Kind
 from model.checkpoint.tensor_mapping import Form, TensorMapping
 from model.errors import CheckpointError, quoted
@@ -37,13 +40,41 @@ def everything(name: str, rows: int) -> AxisShard | None:
 class Weights:
     """The parameters of a checkpoint by official name; `open_weights` makes it.
 
-    It hands out views of the mapped files (or copies on the device that `open_weights` was given) and records which.
+    It hands out views of the mapped files, or copies on the device that `open_weights` was given, and records which.
     Where it was given a rank's part, these are the rows of that part: no byte of the others is read.
     """
 
-    def __init__(self, checkpoint: Checkpoint, census: Census, device: torch.device, held: Held) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, census: Census, device: torch.device, held: Held, *, copied: bool = False
+    ) -> None:
         self._checkpoint, self._census, self._device, self._held = checkpoint, census, device, held
+        self._copied = copied or device.type != "cpu"
+        self._filler: Filler | None = None
         self._handed: dict[str, int] = {}  # bytes by name
+
+    @contextlib.contextmanager
+    def filling(self) -> Iterator[Filler]:
+        """Copies that are handed out inside the ``with`` are filled by threads: they hold their values after it.
+
+        Those of `matrix`, `matrices` and `operand`, which outside of one wait for their values. Inside another one
+        this does nothing.
+
+        Raises
+        ------
+        CheckpointError
+            At its end: with one line naming the file that changed its size, or cannot be read.
+        """
+        if self._filler is not None:
+            yield self._filler
+            return
+        filler = Filler(self._device, {shard.path: shard.nbytes for shard in self._checkpoint.shards})
+        with contextlib.closing(filler):
+            self._filler = filler
+            try:
+                yield filler
+                filler.finish()
+            finally:
+                self._filler = None
 
     def matrix(self, name: str) -> Weight:
         """One quantisable linear [out, in], or the rows of it that are held here, in its stored form.
@@ -53,29 +84,43 @@ class Weights:
         CheckpointError
             When the architecture has no such matrix.
         """
+        if self._copied:
+            return self._copies([name])[0]
         stored = self._held_rows(name)
         self._handed[name] = nbytes(stored)
-        return type(stored)(*(part.to(self._device) for part in stored))
+        return stored
 
     def matrices(self, names: Sequence[str], *, together: bool) -> list[Weight]:
-        """Quantisable linears [out, in] of one shape, as `matrix`; `together`: one behind another in memory.
+        """Quantisable linears [out, in] of one shape, as `matrix`; `together`: copies one behind another in memory.
 
         Those of several forms lie each for itself in any case. Memory for all is allocated first and filled then: no
         matrix is held twice.
         """
-        if not together:
+        if not together or len({layout(self._outline(name)) for name in names}) > 1:
             return [self.matrix(name) for name in names]
-        found = [self._held_rows(name) for name in names]
-        if len(set(map(layout, found))) > 1:
-            return [self.matrix(name) for name in names]
-        planes = [torch.empty(len(names), *plane.shape, dtype=plane.dtype, device=self._device) for plane in found[0]]
-        stacked: Weight = type(found[0])(*planes)
-        made = [member(stacked, index) for index in range(len(names))]
-        for name, own, stored in zip(names, made, found, strict=True):
-            for plane, source in zip(own, stored, strict=True):
-                plane.copy_(source)
-            self._handed[name] = nbytes(stored)
-        return made
+        return self._copies(names)
+
+    def operand(self, name: str) -> Tensor:
+        """One parameter as `vector`, that is read as stored and not converted while the model is built.
+
+        As `matrix`, a copy of it may be filled later: embedding, head, gate, compressors.
+        """
+        if not self._copied:
+            return self.vector(name)
+        shard = self._shard(name, ("bf16", "f32"))
+        stored = self._census.mappings[name].weight
+        outline = shard.of(self._checkpoint.outline(stored))
+        copy = torch.empty(outline.shape, dtype=outline.dtype, device=self._device)
+        with self.filling() as filler:
+            filler.fill(copy, [self._source(stored, outline)])
+        self._handed[name] = copy.nbytes
+        return copy
+
+    def sources(self, name: str) -> list[Source]:
+        """Where in the files each plane of what is held of a matrix is; CheckpointError as `matrix`."""
+        outline, mapping = self._outline(name), self._census.mappings[name]
+        stored = [part for part in (mapping.weight, mapping.scale, mapping.global_scale) if part is not None]
+        return [self._source(part, plane) for part, plane in zip(stored, outline, strict=True)]
 
     def vector(self, name: str) -> Tensor:
         """One parameter that is never quantised (norm, bias, embedding, mHC, ...), bfloat16 or float32 as stored.
@@ -118,29 +163,54 @@ class Weights:
         assert shard is not None, f"{name} is not held by this rank"
         return shard
 
+    def _copies(self, names: Sequence[str]) -> list[Weight]:
+        """Copies of matrices of one layout, one behind another in memory, which the threads of `filling` fill."""
+        outlines = [self._outline(name) for name in names]
+        form, first = type(outlines[0]), outlines[0]
+        planes = [torch.empty(len(names), *plane.shape, dtype=plane.dtype, device=self._device) for plane in first]
+        with self.filling() as filler:
+            for plane, sources in zip(planes, zip(*map(self.sources, names), strict=True), strict=True):
+                filler.fill(plane, sources)
+        self._handed |= {name: nbytes(outline) for name, outline in zip(names, outlines, strict=True)}
+        stacked: Weight = form(*planes)
+        return [member(stacked, index) for index in range(len(names))]
+
     def _held_rows(self, name: str) -> Weight:
         """What is held here of a matrix, as views of the mapped file."""
+        return self._part_of(name, self._checkpoint.read)
+
+    def _outline(self, name: str) -> Weight:
+        """The same without data, see `Checkpoint.outline`."""
+        return self._part_of(name, self._checkpoint.outline)
+
+    def _part_of(self, name: str, read: Callable[[str], Tensor]) -> Weight:
         shard = self._shard(name, ("matrix",))
-        stored = self._stored(self._census.mappings[name])
+        stored = _stored(self._census.mappings[name], read)
         return rows(stored, shard.start, shard.stop) if shard.split else stored
+
+    def _source(self, stored: str, outline: Tensor) -> Source:
+        assert outline.is_contiguous(), f"what is held of {stored} lies apart"
+        tensor = self._checkpoint.tensors[stored]
+        start = tensor.start + int(outline.storage_offset()) * outline.element_size()
+        return Source(tensor.shard, start, outline.nbytes)
 
     def _rows(self, name: str, kinds: tuple[Kind, ...]) -> Tensor:
         data = self._shard(name, kinds).of(self._checkpoint.read(self._census.mappings[name].weight))
         self._handed[name] = data.nbytes
         return data
 
-    def _stored(self, mapping: TensorMapping) -> Weight:
-        """The whole matrix, as views of the mapped file."""
-        read = self._checkpoint.read
-        data = read(mapping.weight)
-        if mapping.part is not None:
-            data = data[mapping.part.expert, mapping.part.start : mapping.part.stop]
-        if mapping.scale is None:
-            return Dense(data)
-        scale = read(mapping.scale)
-        if mapping.global_scale is not None:
-            return NvFp4(data, scale, read(mapping.global_scale).reshape(()))
-        return Fp4(data, scale) if mapping.form is Form.FP4 else Fp8(data, scale)
+
+def _stored(mapping: TensorMapping, read: Callable[[str], Tensor]) -> Weight:
+    """The whole matrix, as views of what `read` gives for the stored tensors' names."""
+    data = read(mapping.weight)
+    if mapping.part is not None:
+        data = data[mapping.part.expert, mapping.part.start : mapping.part.stop]
+    if mapping.scale is None:
+        return Dense(data)
+    scale = read(mapping.scale)
+    if mapping.global_scale is not None:
+        return NvFp4(data, scale, read(mapping.global_scale).reshape(()))
+    return Fp4(data, scale) if mapping.form is Form.FP4 else Fp8(data, scale)
 
 
 def open_weights(
@@ -149,6 +219,8 @@ def open_weights(
     device: torch.device = CPU,
     only: Collection[str] | None = None,
     held: Held = everything,
+    *,
+    copied: bool = False,
 ) -> Weights:
     """Check the values of scales and expert tables, and give access to the parameters.
 
@@ -159,11 +231,13 @@ def open_weights(
     census : Census
         Of the same checkpoint.
     device : torch.device
-        Where `Weights` hands tensors out. On the CPU they stay mapped.
+        Where `Weights` hands tensors out. On the CPU they stay mapped, but for matrices that are to lie together.
     only : Collection[str] | None
         Official names whose values are checked. None: all that are held here.
     held : Held
         Official name and number of rows to the part of them that is held here, None: nothing of it.
+    copied : bool
+        Whether matrices are copied on the CPU too.
 
     Raises
     ------
@@ -172,12 +246,14 @@ def open_weights(
         zero (but for the block scales of NVFP4), or (FP8 with F32 scales; `scale_fmt` is ue8m0) not a power of two; an
         expert id outside the experts, or twice in a row.
     """
-    for name in census.mappings if only is None else only:
+    names = census.mappings if only is None else only
+
+    def check(name: str) -> None:
         if name not in census.mappings:
             raise CheckpointError(f"{checkpoint.directory}: the architecture has no parameter {quoted(name)}")
         mapping, shard = census.mappings[name], held(name, census.demanded[name].shape[0])
         if shard is None:
-            continue
+            return
         if mapping.scale is not None and mapping.global_scale is not None:
             _check_scale(checkpoint, mapping.scale, shard, is_not_negative, "a finite number, not negative")
             _check_scale(checkpoint, mapping.global_scale, undivided(1), is_positive, "a finite positive number")
@@ -186,7 +262,12 @@ def open_weights(
         if census.demanded[name].kind == "i64":
             experts = census.demanded[f"{name.rpartition('.')[0]}.weight"].shape[0]  # rows of the gate beside it
             _check_table(checkpoint, mapping.weight, experts)
-    return Weights(checkpoint, census, device, held)
+
+    # Scales are a seventeenth of FP4: one thread would take half as long to check them as a load onto a GPU takes.
+    with ThreadPoolExecutor(THREADS if device.type != "cpu" else 1, "check") as threads:
+        for _ in threads.map(check, names):  # in the order of the names, and so with the first fault
+            pass
+    return Weights(checkpoint, census, device, held, copied=copied)
 
 
 def is_power_of_two(scale: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class LlamaTransformer:
     ) -> None:
         assert not arithmetic.deployed, "deployed numerics are DeepSeek-V4's"
         self.config, self.arithmetic = config, arithmetic
-        self.embedding = Embedding(weights.vector(EMBEDDING), arithmetic)  # [vocab, hidden]
+        self.embedding = Embedding(weights.operand(EMBEDDING), arithmetic)  # [vocab, hidden]
         rotation = Rotation(frequencies(config).to(self.device))
         none: Sequence[Adapter | None] = [None] * config.num_hidden_layers
         self.adapters = none if adapters is None else adapters

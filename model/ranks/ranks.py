@@ -10,6 +10,8 @@ the last bit, where a matrix product does not depend on how many rows it has). T
   trips unless every row was filled exactly once: a replicated tensor that is summed as if it were partial ends the run.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -129,9 +131,23 @@ class Ranks:
         self.rank, self.size, self.shards, self.dispatch = group.rank, group.size, shards, dispatch
         self._group = group.processes
         self._recorded: list[_Recorded] = []
+        self._apart = False
         self.collectives = 0  # entered so far, and which was last: what a watcher sees of this rank
         self.at = "start"
         self.calls = dict.fromkeys((ALL_REDUCE, ALL_TO_ALL), 0)  # calls of the model by the dispatch that ran
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, nothing is exchanged, recorded or counted, and no rank waits for another: for a rehearsal.
+
+        What other ranks would bring has its shape and dtype, and means nothing.
+        """
+        calls, self._apart = dict(self.calls), True
+        try:
+            yield
+        finally:
+            self._apart = False
+            self.calls.update(calls)
 
     def tokens(self, count: int) -> AxisShard:
         """Whose rows a call's `count` tokens are between attentions: each rank's own (all-to-all), or everybody's."""
@@ -188,6 +204,8 @@ class Ranks:
         self._enter(site)
         assert rows.shape[1] * rows.element_size() % 4 == 0, f"rows of {rows.shape[1]} {rows.dtype} are no whole words"
         words = torch.cat((rows.view(torch.int32), partial.filled[:, None].to(torch.int32)), dim=1)
+        if self._apart:
+            return words[:, :-1].contiguous().view(rows.dtype)
         dist.all_reduce(words, group=self._group)
         if not bool((words[:, -1] == 1).all()):
             row = int((words[:, -1] != 1).nonzero()[0])
@@ -196,7 +214,7 @@ class Ranks:
 
     def of_first(self, x: Tensor) -> Tensor:
         """Return rank 0's x, whose shape and dtype every rank knows."""
-        if self.size > 1:
+        if self.size > 1 and not self._apart:
             self._enter("broadcast")
             dist.broadcast(x, group=self._group, group_src=0)
         return x
@@ -204,8 +222,9 @@ class Ranks:
     def counted(self, sent: Tensor) -> tuple[list[int], list[int]]:
         """How many rows this rank sends to each, [ranks] int64, and how many it gets from each: both on the host."""
         self._enter("exchange")
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self._group)
+        received = sent.clone()
+        if not self._apart:
+            dist.all_to_all_single(received, sent, group=self._group)
         both: list[list[int]] = torch.stack((sent, received)).tolist()
         return both[0], both[1]
 
@@ -216,13 +235,15 @@ class Ranks:
         """
         self._enter("exchange")
         data = rows.contiguous().view(torch.uint8)  # [n, bytes]
+        if self._apart:
+            return data.view(rows.dtype)
         got = torch.empty(sum(received), data.shape[1], dtype=torch.uint8, device=rows.device)
         dist.all_to_all_single(got, data, received, sent, group=self._group)
         return got.view(rows.dtype)
 
     def record(self, site: str, layer: int | None, tensor: Tensor) -> None:
         """Record a tensor that must be the same on every rank, until `verify` compares it."""
-        if self.size > 1:
+        if self.size > 1 and not self._apart:
             self._recorded.append(_Recorded(site, layer, tensor))
 
     def verify(self) -> None:
@@ -252,11 +273,15 @@ class Ranks:
 
     def _gathered(self, own: Tensor) -> Tensor:
         """Every rank's [n], as [ranks, n]."""
+        if self._apart:
+            return own.repeat(self.size, 1)
         every = own.new_empty(self.size, len(own))
         dist.all_gather_into_tensor(every.view(-1), own, group=self._group)
         return every
 
     def _enter(self, what: str) -> None:
+        if self._apart:
+            return
         self.collectives += 1
         self.at = what
 

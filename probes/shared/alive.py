@@ -36,7 +36,7 @@ class _Count(TorchDispatchMode):
         given |= {x.data_ptr() for x in leaves if isinstance(x, UntypedStorage)}  # of `set_`, which allocates nothing
         out = func(*args, **(kwargs or {}))
         for x in tree_leaves(out):
-            if isinstance(x, Tensor) and x.numel() and _place(x) not in given | self.known:
+            if isinstance(x, Tensor) and not x.is_meta and x.numel() and _place(x) not in given | self.known:
                 storage = x.untyped_storage()
                 self.known.add(_place(x))
                 self.total += storage.nbytes()

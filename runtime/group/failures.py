@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 DEAD = 10.0  # seconds without a heartbeat, from a thread that only needs a moment's attention twice a second
 GONE = 4.0  # the same once a collective failed, so that the run is over and the only question is who is to blame
-# times the timeout, for a rank that loads: disks differ, and nothing is known of how far it is
+# times the timeout, for a rank that loads: disks differ, kernels are compiled, and nothing is known of how far it is
 LOADS = 10.0
 
 LONGEST = 1.0  # seconds that count between two looks: after a pause of this process the others' silence means nothing

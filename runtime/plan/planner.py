@@ -34,6 +34,7 @@ from runtime.sharding import ShardingPlan
 # measured. Of a process on the CPU: the interpreter, torch's libraries, and what the C library keeps of freed blocks:
 # 237 MiB before the first token in audits/memory.md, 304 at the end of audits/long-context.md.
 RESERVE: Final = {"cuda": 2 << 30, "cpu": 304 << 20}
+LOADED: Final = 10e9  # bytes of weights that a rank copies to its GPU in a second; assumed, not measured
 POSITION: Final = 40  # bytes of a Python integer and of the list's reference to it
 
 
@@ -57,6 +58,11 @@ class Plan:
     def own_weights(self) -> int:
         """Memory that weights take; those of mapped files take none that could not be dropped."""
         return total(self.weights).own
+
+    @property
+    def load_seconds(self) -> float:
+        """How long all weights of the rank take to load at the assumed rate; on a CPU next to none are copied."""
+        return self.own_weights / LOADED
 
     @property
     def mapped_weights(self) -> int:

@@ -1,12 +1,14 @@
 """`prefill`, `decode`, `load` and `dispatch`: Fathom alone, and where its time goes."""
 
 import argparse
+import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Final
+from unittest import mock
 
 import psutil
 import torch
@@ -15,7 +17,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from kernels.ops import CPU
+from model.checkpoint import filling
+from model.checkpoint.census import census
+from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.names import parameters
+from model.checkpoint.weights import CPU as MEMORY
+from model.checkpoint.weights import open_weights
 from model.choices import ALL_REDUCE, ALL_TO_ALL
+from model.config import ModelConfig
 from model.errors import ConfigError
 from model.ranks.ranks import Group
 from model.state import State
@@ -103,6 +112,10 @@ def load(args: argparse.Namespace) -> Iterator[Case]:
     token: config, census, checks, a model. *safetensors* opens every tensor of the files, and like Fathom maps them
     without reading. *bytes* reads all of the files and does nothing with them. For *cold* the system is asked to forget
     the files first; what came from the disk is counted, because it need not comply.
+
+    *Copies* are those of the matrices of --copies, from cached files into memory of the CPU that was written to before:
+    by one thread out of the mapped files plane by plane, or as a load onto a GPU makes them, by threads that read
+    pieces into buffers and copy from there. A GPU copies by itself while a thread reads on: *reads* leaves that out.
     """
     model = args.model.resolve()
     if not model.is_dir():
@@ -117,6 +130,15 @@ def load(args: argparse.Namespace) -> Iterator[Case]:
     for state in ("cold", "warm"):
         sides = {way: partial(side, way, state) for way in WAYS}
         yield Case("Loading", f"{state} files", sides, Rounds.exactly(args.repetitions), warm=False)
+    if args.copies is not None:
+        copies = {way: partial(copying, way, args.copies.resolve()) for way in COPIES}
+        yield Case("Copies", "matrices, cached files", copies, Rounds.exactly(args.repetitions))
+
+
+def copying(way: str, model: Path) -> tuple[Measures, None]:
+    """Time one of `COPIES` with all files in the page cache."""
+    warm(model)
+    return call(copied, way, model), None
 
 
 def forget(folder: Path) -> None:
@@ -142,6 +164,49 @@ def loaded(way: str, model: Path, numerics: str) -> Measures:
     took, after = time.perf_counter() - began, process.io_counters().read_bytes
     del held
     return {"s": took, "MB from disk": (after - before) / 1e6}
+
+
+def copied(way: str, model: Path) -> Measures:
+    """Copy all matrices of a V4 checkpoint in one of the ways of `COPIES`, in a process of its own."""
+    checkpoint, config = Checkpoint.open(model), ModelConfig.from_file(model / "config.json")
+    weights = open_weights(checkpoint, census(checkpoint.shapes(), config), only=())
+    matrices = [name for name, parameter in parameters(config).items() if parameter.kind == "matrix"]
+    planes = [plane.flatten().view(torch.uint8) for name in matrices for plane in weights.matrix(name)]
+    sources = [source for name in matrices for source in weights.sources(name)]
+    targets, (threads, lane) = [torch.ones_like(plane) for plane in planes], COPIES[way]
+    began = time.perf_counter()
+    if threads is None:
+        for target, plane in zip(targets, planes, strict=True):
+            target.copy_(plane)
+    else:
+        sizes = {shard.path: shard.nbytes for shard in checkpoint.shards}
+        with (
+            mock.patch.object(filling, "HostLane", lane),
+            contextlib.closing(filling.Filler(MEMORY, sizes, threads)) as filler,
+        ):
+            for target, source in zip(targets, sources, strict=True):
+                filler.fill(target, [source])
+            filler.finish()
+    took = time.perf_counter() - began
+    return {"s": took, "GB/s": sum(target.nbytes for target in targets) / took / 1e9}
+
+
+class ReadsAlone(filling.HostLane):
+    """Copies nothing."""
+
+    def copy(self, target: Tensor, source: Tensor, ready: torch.cuda.Event | None) -> filling.Done:
+        """Leave the buffer as it is."""
+        del target, source, ready
+        return self
+
+
+COPIES: Final[dict[str, tuple[int | None, type[filling.HostLane]]]] = {  # threads, and what one does
+    "plane by plane": (None, filling.HostLane),
+    "1 thread": (1, filling.HostLane),
+    "2 threads": (2, filling.HostLane),
+    "reads, 1 thread": (1, ReadsAlone),
+    "reads, 2 threads": (2, ReadsAlone),
+}
 
 
 def dispatch(args: argparse.Namespace, watch: Watch, group: Group) -> Iterator[Case]:

@@ -115,6 +115,9 @@ LOAD: Final = (
     add_model,
     _count("repetitions", 5),
     _flag("--numerics", "of ours", choices=NUMERICS, default="deployed"),
+    _flag(
+        "--copies", "of a V4 checkpoint larger than caches, to time copies of its matrices", action=Reads, metavar="DIR"
+    ),
 )
 RANKS: Final = (
     add_model, add_run_options, add_rank_timeout, _count("tokens", [1 << k for k in range(10)]), _count("rounds", 15),
@@ -129,7 +132,7 @@ BENCHES: Final = {
     ),
     "prefill": Bench("alone.prefill", READ, "prefill", "Where the time of a prompt goes"),
     "decode": Bench("alone.decode", (*READ, _count("steps", 16)), "decode", "Where the time of a token goes"),
-    "load": Bench("alone.load", LOAD, "loading", "How long a checkpoint takes to load"),
+    "load": Bench("alone.load", LOAD, "loading", "How long a checkpoint takes to load", "", AUDITS),
     "kernels": Bench("ops.kernels", (_only(KERNEL_PARTS),), "kernels", "What the CPU's kernels choose between"),
     "gpu": Bench("gpu.gpu", (_only(GPU_PARTS), _count("replays", 20)), "gpu", "The kernels on a GPU", "", AUDITS),
     "variants": Bench(

@@ -191,6 +191,10 @@ class DrawnWeights(Weights):
         dtype = torch.float32 if parameter.kind == "f32" else torch.bfloat16
         return self.drawn.normal(*parameter.shape, dtype=dtype, scale=deviation).add_(mean)
 
+    def operand(self, name: str) -> Tensor:
+        """As `vector`."""
+        return self.vector(name)
+
 
 def layer_floor(shape: V4, kind: str, context: int, tokens: int, roof: tuple[float, float]) -> float:
     """Microseconds that a layer takes at least: parts one after the other, each at its own limit."""

@@ -13,6 +13,7 @@ from model.architectures import Config, config_from_file
 from model.checkpoint.census import Census, census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.config_json import read_json
+from model.checkpoint.filling import HOST_BYTES
 from model.checkpoint.published import Experts, published_tensors, released_scale
 from model.checkpoint.tensor_mapping import Form, Stored
 from model.config import ModelConfig
@@ -27,7 +28,7 @@ from runtime.op_sets import planned
 from runtime.options import DEMO, RunOptions, check_options
 from runtime.output import write_json
 from runtime.plan.gpus import GPUS
-from runtime.plan.planner import Plan, Planner
+from runtime.plan.planner import LOADED, Plan, Planner
 from runtime.sharding import sharding_plan
 from scripts.console import Console
 from scripts.flags import run_options
@@ -155,6 +156,7 @@ def summary(subject: Subject, planner: Planner, plans: Sequence[Plan], memory: i
         "untiled_index_scores": plan.untiled,
         "host": plan.host,
         "reserve": plan.reserve,
+        "load_seconds": plan.load_seconds if planner.options.device == "cuda" else None,
         "needed": plan.needed,
         "needed_by_rank": [one.needed for one in plans],
         "not_split": list(planner.sharding.replicated),
@@ -223,6 +225,9 @@ def _remarks(data: dict[str, Any]) -> list[str]:
     lines = [f"weights: {data['weights_from']}"]
     if mapped := sum(part["mapped"] for part in data["weights"].values()):
         lines.append(f"mapped from files, {said(mapped)}: not counted, the system drops pages and reads them again")
+    if data["load_seconds"] is not None:
+        buffers = f"through {said(HOST_BYTES)} of pinned buffers on the host"
+        lines.append(f"load at {LOADED / 1e9:g} GB/s, assumed: {data['load_seconds']:.2g} s for each rank, {buffers}")
     lines.append(f"caches: {' '.join(data['options']['kv']) or 'all=full'}")
     call, typical = data["call"], data["typical_call"]
     lines.append(f"a call holds most at: {call['moment']}; no values of tensors make it more")

@@ -401,9 +401,11 @@ def test_load_is_timed_cold_and_warm_beside_reading_the_files(tmp_path, monkeypa
     monkeypatch.setattr(alone, "call", lambda function, *given: (asked.append(given[0]), function(*given))[1])
     monkeypatch.setattr(alone, "forget", forgotten.append)
     out = tmp_path / "out.json"
-    assert main(["load", "--repetitions", "2", "--json", str(out)]) == 0
-    cold, warm = json.loads(out.read_text(encoding="utf-8"))["rows"]
-    assert asked == 2 * [*alone.WAYS, *reversed(alone.WAYS)]
+    assert main(["load", "--repetitions", "2", "--copies", str(DEMO), "--json", str(out), "--out", str(tmp_path)]) == 0
+    cold, warm, copies = json.loads(out.read_text(encoding="utf-8"))["rows"]
+    assert asked[:12] == 2 * [*alone.WAYS, *reversed(alone.WAYS)]
+    assert list(copies["sides"]) == list(alone.COPIES) == asked[12 : 12 + len(alone.COPIES)]
+    assert all(found["GB/s"] > 0 for taken in copies["rounds"] for found in taken.values())
     assert forgotten == [DEMO.resolve()] * 6
     assert [row["case"] for row in (cold, warm)] == ["cold files", "warm files"]
     assert all(found["s"] > 0 for row in (cold, warm) for taken in row["rounds"] for found in taken.values())
