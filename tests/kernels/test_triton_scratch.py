@@ -23,6 +23,7 @@ from kernels.formats import basis_rows, coded_rows, eigenbasis, lloyd_max, produ
 from kernels.formats import rows as stored
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Window, stack
 from kernels.hyper import triton as hyper
+from kernels.linear.weight_tiles import counters
 from kernels.shard import triton_middle
 from kernels.shard.cpu import Middle, Stream
 from kernels.triton_ops import TRITON
@@ -33,6 +34,12 @@ DTYPES = {2: torch.bfloat16, 4: torch.float32}
 POSITION = 8  # bytes of the first token's position, which is not counted
 
 items = pytest.mark.parametrize("item", [2, 4], ids=["bf16", "fp32"])
+
+
+@pytest.fixture(autouse=True)
+def _counters_are_there():
+    """Made once for a device, by the first launch whose columns are split; in the plan they are the reserve's."""
+    counters(CPU)
 
 
 @pytest.fixture(autouse=True)
