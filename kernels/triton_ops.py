@@ -11,10 +11,11 @@ Rules that every `triton.py` keeps:
 - Every launch says ``enable_fp_fusion=False``: a product and a sum are rounded as the equation has them, on every
   version of Triton, whose defaults differ. Dots are not affected.
 - The public op checks shapes, allocates, launches, and reads no value of a tensor: nothing waits for the device, and a
-  step can be captured in a CUDA graph.
+  step can be captured in a CUDA graph. But of entries in a basis, whose mean is solved for once for each cache.
+- Launches of a device follow each other, on one stream at a time: sums of split columns count on one set of counters.
 - An argument that grows with a position, or with a call's tokens, is in `do_not_specialize` of its kernel, and no
-  constant follows a position: each value would compile anew. Widths and strides of the model are specialised, because
-  16-byte loads hang on their alignment.
+  constant follows a position: what is 1, or a multiple of 16, would compile anew. Widths and strides of the model are
+  specialised, because 16-byte loads hang on their alignment.
 - No autotuning: tile sizes follow from shapes, so that a run computes the same on every machine of a kind.
 """
 

@@ -19,8 +19,9 @@ def prepare_kernels(model: Model, chunk: int, context: int | None, *, say: bool)
 
     The model must be as it is built: nothing watches what a rehearsal computes, which means nothing on several ranks.
     Compiled later, kernel by kernel, is what a rehearsal cannot reach: rows of more than 16,384 index scores are split
-    (65,536 positions of CSA), HCA has longer tiles beyond 262,144 positions, and tiles of experts follow the tokens
-    that other ranks send. CapacityError where its caches do not fit, which are no larger than those of a run.
+    (65,536 positions of CSA), HCA has longer tiles beyond 262,144 positions, tiles of experts follow the tokens that
+    other ranks send, banks of CoDA grow, and a graph has kernels for its tripwires, which its own warm-up compiles.
+    CapacityError where its caches do not fit, which are no larger than those of a run.
 
     Parameters
     ----------

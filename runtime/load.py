@@ -143,11 +143,11 @@ def _load(
     check_bases(options.kv, found)
     with weights.filling():  # what is copied to a device arrives while the model is built
         model, marks = _built(config, weights, numerics, options, found)
+    if unread := weights.unread():  # a parameter that no layer asked for is a layer that was not built
+        raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
     if ops.name == "triton" and device.type == "cuda":  # before anything watches it, while other ranks wait longer
         prepare_kernels(model, options.prefill_chunk, context, say=group.rank == 0)
     install(model, LLAMA_PLACES if isinstance(config, LlamaConfig) else PLACES)
-    if unread := weights.unread():  # a parameter that no layer asked for is a layer that was not built
-        raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
     for mark in marks:
         ranks.record("adapters", None, _digits(mark, device))
         found = hashlib.sha256(f"{found} {mark}".encode()).hexdigest()

@@ -73,7 +73,7 @@ def _finish(total, summed, lam, norm, eps, out, wanted, STREAMS: tl.constexpr, R
     tl.store(out[:, None] + column[None, :], rounded(left, out.dtype.element_ty, UPCAST), wanted[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "slots", "window", "seen_token"])
 def _attend(q, lam, cos, sin, norm, eps, keys, values, seen, own_keys, own_values, out, peaks, totals, sums,
             tokens, slots, window, q_token, q_head, key_head, key_slot, value_head, value_slot, seen_token,
             own_key_token, own_key_head, own_value_token, own_value_head, H: tl.constexpr, GROUP: tl.constexpr,
@@ -134,7 +134,7 @@ def _attend(q, lam, cos, sin, norm, eps, keys, values, seen, own_keys, own_value
         _finish(total, summed, lam + place, norm, eps, out + place * D, wanted, STREAMS, ROWS, D, NORMED, UPCAST)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _combine(lam, norm, eps, out, peaks, totals, sums, tokens, splits, H: tl.constexpr, GROUP: tl.constexpr,
              STREAMS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, TOKENS: tl.constexpr, NORMED: tl.constexpr,
              UPCAST: tl.constexpr):  # fmt: skip

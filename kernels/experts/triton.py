@@ -318,10 +318,11 @@ class _Cut(NamedTuple):
 def _cut(t: int, slots: int, rows: int, columns: int, block: int) -> _Cut:
     """Split columns so that one token's programs fill the machine; of up to FEW tokens as of one, of more not at all.
 
-    So the numbers of a token of a few do not depend on how many others there are.
+    So the numbers of a token of a few do not depend on how many others there are. Rows of one expert each, which other
+    ranks send, are never split: how many they are is the other ranks' affair.
     """
     steps = triton.cdiv(columns, block)
-    splits = min(triton.cdiv(PROGRAMS, triton.cdiv(rows, ROWS) * slots), steps // 4) if t <= FEW else 1
+    splits = min(triton.cdiv(PROGRAMS, triton.cdiv(rows, ROWS) * slots), steps // 4) if t <= FEW and slots > 1 else 1
     each = triton.cdiv(steps, max(1, splits))
     return _Cut(triton.cdiv(steps, each), each)
 

@@ -97,7 +97,7 @@ def _scores(
             tl.store(out + token * stride + entry, score, entry < entries)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _rotate(
     q, weights, signs, out, out_weights, n,
     D: tl.constexpr, STEPS: tl.constexpr, ROWS: tl.constexpr, SIGNED: tl.constexpr, UPCAST: tl.constexpr,

@@ -71,8 +71,10 @@ COUNTERS: Final = 1 << 16  # tiles of split columns in one launch, at most
 def counters(device: torch.device) -> Tensor:
     """How many programs have arrived at each tile, [COUNTERS] int32: zero between launches, which follow each other.
 
-    Made once for a device, before anything is captured there.
+    Made once for a device, before anything is captured there: a graph's own memory would end with it.
     """
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    assert not captured, "the first product with split columns is captured: run one before"
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)
 
 

@@ -56,7 +56,7 @@ def _fold(peak, total, summed, logits, values, operand: tl.constexpr, SHIFT: tl.
     return new, total, tl.dot(mass.to(operand), values, summed * shrink[:, None], input_precision="ieee")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows"])
 def _exact(q, keys, values, peaks, totals, sums, tokens, rows, key_token, key_head, value_token, value_head,
            KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr,
            WIDE: tl.constexpr, SCALE: tl.constexpr, SHIFT: tl.constexpr):  # fmt: skip
@@ -85,7 +85,7 @@ def _exact(q, keys, values, peaks, totals, sums, tokens, rows, key_token, key_he
     tl.store(sums + out[:, None] * D + column[None, :], summed, wanted[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _stream(q, key_norm, key_codes, key_table, key_signs, norm, codes, table, peaks, totals, sums, held, rows, slot,
             KV: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr,
             TILE: tl.constexpr, KEY_BITS: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, WIDE: tl.constexpr,
@@ -120,7 +120,7 @@ def _stream(q, key_norm, key_codes, key_table, key_signs, norm, codes, table, pe
     tl.store(sums + out[:, None] * D + column[None, :], summed, wanted[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "exact", "middle", "slots"])
 def _combine(peaks, totals, sums, largest, signs, out, rows, exact, middle, slots, H: tl.constexpr,
              GROUP: tl.constexpr, D: tl.constexpr, STEPS: tl.constexpr, MANY: tl.constexpr, SCALED: tl.constexpr,
              SIGNED: tl.constexpr, ROOT: tl.constexpr, UPCAST: tl.constexpr):  # fmt: skip

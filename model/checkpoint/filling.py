@@ -198,16 +198,18 @@ class Filler:
             buffers = [lane.buffer() for _ in range(BUFFERS)]
             copied: list[tuple[Done, Tensor] | None] = [None] * BUFFERS  # with the target: it lives until then
             turn = 0
-            while (piece := self._pieces.get()) is not None and not self._stopped.is_set():
-                if (before := copied[turn]) is not None:
-                    before[0].synchronize()
-                buffer = buffers[turn][: piece.target.nbytes]
-                self._read(piece.sources, buffer.numpy().data)
-                copied[turn] = lane.copy(piece.target, buffer, piece.ready), piece.target
-                turn = (turn + 1) % BUFFERS
-            for last in copied:
-                if last is not None:
-                    last[0].synchronize()
+            try:
+                while (piece := self._pieces.get()) is not None and not self._stopped.is_set():
+                    if (before := copied[turn]) is not None:
+                        before[0].synchronize()
+                    buffer = buffers[turn][: piece.target.nbytes]
+                    self._read(piece.sources, buffer.numpy().data)
+                    copied[turn] = lane.copy(piece.target, buffer, piece.ready), piece.target
+                    turn = (turn + 1) % BUFFERS
+            finally:  # whatever was met: nothing is written any more to memory that may be given to others
+                for last in copied:
+                    if last is not None:
+                        last[0].synchronize()
 
     def _read(self, sources: Sequence[Source], into: memoryview) -> None:
         """Read sources one behind another; a read may bring less than was asked for."""

@@ -1,7 +1,8 @@
 """Bringing tokens to experts and their outputs back, on one rank or between ranks.
 
 Whatever the way, an expert gets its tokens in ascending order, all of a call at once, and a token's outputs are added
-up in ascending order of experts in fp32: the ways compute the same numbers.
+up in ascending order of experts in fp32: the ways compute the same numbers, but for the order of sums inside a product
+where an op set takes few tokens otherwise (`kernels.experts.triton`).
 
 Between ranks there are two. *All-reduce*: every rank has all tokens, runs its own experts, and fills in their outputs;
 one exchange gives every rank all of them. It moves k outputs per token to every rank, in one step: for decode.
@@ -61,9 +62,9 @@ def all_to_all(x: Tensor, ids: Tensor, weights: Tensor, ranks: Ranks, outputs: O
     k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)  # (token, slot) pairs, by expert, then token
     wanted = ids.flatten()[order]
-    sent, received = ranks.counted(
-        torch.bincount(_holder(wanted, ranks.shards.experts, ranks.size), minlength=ranks.size)
-    )
+    holder = _holder(wanted, ranks.shards.experts, ranks.size)
+    counts = torch.zeros(ranks.size, dtype=torch.int64, device=x.device)  # a bincount would wait for its largest number
+    sent, received = ranks.counted(counts.scatter_add_(0, holder, torch.ones_like(holder)))
     rows = ranks.exchange(x[order // k], sent, received)
     labels = torch.stack((wanted.double(), weights.flatten()[order].double()), dim=1)  # both exact in float64
     labels = ranks.exchange(labels, sent, received)

@@ -28,6 +28,8 @@ SPLIT_FROM = 64
 # V4-Pro 57 KB of streams for each token and layer.
 KEPT = 8
 CHECKED = 1 << 18  # words in a tile of a checksum, whose temporaries are 8 bytes for each
+# One tensor of all ranks' parts; under its name of torch 2.13, or the one that it had before.
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class AxisShard(NamedTuple):
@@ -276,7 +278,7 @@ class Ranks:
         if self._apart:
             return own.repeat(self.size, 1)
         every = own.new_empty(self.size, len(own))
-        dist.all_gather_into_tensor(every.view(-1), own, group=self._group)
+        _gather(every.view(-1), own, group=self._group)
         return every
 
     def _enter(self, what: str) -> None:

@@ -219,6 +219,7 @@ def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
             live.hold("routing", 4 * pairs * I64)
             live.hold("tokens received", taken * hidden * item)
             live.run("routed experts, tokens sent", exchange=outputs)
+            live.hold("labels received", taken * (3 * I64 + F32))  # expert and weight in one, and each for itself
             _expert_outputs(c, s, live, taken, 1)
             live.run("routed experts, outputs back", summed, 2 * outputs)
     live.hold("sum over experts", m * hidden * F32)
