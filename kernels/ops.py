@@ -33,7 +33,7 @@ from kernels import (
     swiglu,
 )
 from kernels.differential.cpu import Noise, Own, Past
-from kernels.experts.reference import ExpertOutputs, Experts
+from kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
 from kernels.formats.stored import Rounding, Rows, Slots, Stack, Weight, Window
 from kernels.hyper.reference import ReadStreams
 from kernels.quantise.reference import RoundIndex, RoundKv
@@ -173,36 +173,20 @@ class Ops(Protocol):
         """`swiglu`."""
         ...
 
-    def experts(  # noqa: PLR0913 (as many as the equation has)
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        w1: Stack,
-        w3: Stack,
-        w2: Stack,
-        limit: float,
-        first: int,
-        *,
-        deployed: bool,
+    def experts(
+        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool
     ) -> Tensor:
         """`experts`."""
         ...
 
-    def expert_outputs(  # noqa: PLR0913 (as many as the equation has)
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        w1: Stack,
-        w3: Stack,
-        w2: Stack,
-        limit: float,
-        first: int,
-        *,
-        deployed: bool,
+    def experts_up(
+        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, limit: float, *, deployed: bool
     ) -> Tensor:
-        """`experts`: what they sum, each in its slot."""
+        """`experts`: the first half, before ranks exchange."""
+        ...
+
+    def experts_down(self, a: Tensor, ids: Tensor, w2: Stack, *, deployed: bool) -> Tensor:
+        """`experts`: the second half."""
         ...
 
     # of the Llama family alone, which shares rms_norm, linear and swiglu with V4
@@ -246,7 +230,8 @@ COMPOSED: Final = {  # of other ops
     "round_index": RoundIndex,
     "norm_rotate": NormRotate,
     "experts": Experts,
-    "expert_outputs": ExpertOutputs,
+    "experts_up": ExpertsUp,
+    "experts_down": ExpertsDown,
 }
 
 
@@ -275,7 +260,8 @@ class _Fields(NamedTuple):
     route_weights: Callable[..., Any]
     swiglu: Callable[..., Any]
     experts: Callable[..., Any]
-    expert_outputs: Callable[..., Any]
+    experts_up: Callable[..., Any]
+    experts_down: Callable[..., Any]
     rotate_halves: Callable[..., Any]
     attend_grouped: Callable[..., Any]
     attend_banks: Callable[..., Any]
@@ -374,7 +360,8 @@ _REFERENCE = OpSet(
     route_weights=gate.reference.route_weights,
     swiglu=swiglu.reference.swiglu,
     experts=experts.reference.experts,
-    expert_outputs=experts.reference.expert_outputs,
+    experts_up=experts.reference.experts_up,
+    experts_down=experts.reference.experts_down,
     rotate_halves=rope.reference.rotate_halves,
     attend_grouped=grouped.reference.attend,
     attend_banks=differential.cpu.attend,  # one implementation of CoDA, one of Shard: no reference run has them

@@ -61,6 +61,7 @@ TRITON = CPU._replace(
     attend_codes=shard.attend,
     swiglu=swiglu.swiglu,
     experts=experts.experts,
-    expert_outputs=experts.expert_outputs,
+    experts_up=experts.experts_up,
+    experts_down=experts.experts_down,
     pool=compress_reference.pool,
 )

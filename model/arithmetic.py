@@ -28,12 +28,6 @@ class Arithmetic(NamedTuple):
     ran: dict[str, str]  # the backend of each op that has run so far, see `kernels.ops.noted`
 
     @property
-    def own_experts(self) -> range:
-        """Ids of the routed experts that are held here."""
-        own = self.ranks.shards.experts
-        return range(own.start, own.stop)
-
-    @property
     def numerics(self) -> str:
         """Return the name that `--numerics` takes."""
         return "deployed" if self.deployed else "plain"

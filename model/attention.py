@@ -46,20 +46,20 @@ class Attention:
         self.kv_norm = weights.vector(f"{prefix}.kv_norm.weight").float()  # [head_dim]
         # by groups of heads to o_groups * o_lora_rank numbers, and from these to hidden
         self.wo_a = GroupedLinear(weights.matrix(f"{prefix}.wo_a.weight"), arithmetic)
-        self.wo_b = Linear(weights.matrix(f"{prefix}.wo_b.weight"), arithmetic, "output")
+        self.wo_b = matrix("wo_b")  # [hidden, o_groups * o_lora_rank], or a rank's rows of it
         self.sink = weights.vector(f"{prefix}.attn_sink").float()  # [heads]
         self.arithmetic, self.rotation, self.head_dim = arithmetic, rotation, config.head_dim
         self.window, self.rope_dim, self.eps = config.sliding_window, config.qk_rope_head_dim, config.rms_norm_eps
 
     def __call__(self, x: Tensor, call: Call, cache: LayerCache) -> Tensor:
-        """Attend from x [t, hidden], and advance the layer's cache. Returns [t, hidden]."""
+        """Attend from x [t, hidden], and advance the layer's cache. Returns the own tokens' [m, hidden]."""
         latent = self.latent(x)
         q, kv = self.query(latent, call), self.kv(x, call)
         cache.write(call, kv)
         beyond = self.beyond_window(x, latent, call, cache)
         out = self.attend(q, beyond, call, cache)
         cache.evict()
-        return self.output(self.unrotate(out, call))
+        return self.output(self.unrotate(out, call), call)
 
     def latent(self, x: Tensor) -> Tensor:
         """Normed low-rank query [t, q_lora_rank], which the indexer reads too."""
@@ -88,9 +88,9 @@ class Attention:
         """Rotate what was attended to back by each token's own position, [t, heads, head_dim]."""
         return self.arithmetic.ops.rotate(out, *call.angles_back(self.rotation))
 
-    def output(self, out: Tensor) -> Tensor:
-        """Heads' outputs [t, heads, head_dim] to the sublayer's [t, hidden]: low rank, by groups of heads."""
-        return self.wo_b(self.wo_a(out))
+    def output(self, out: Tensor, call: Call) -> Tensor:
+        """Heads' outputs [t, heads, head_dim] to the sublayer's [m, hidden]: low rank, by groups of heads."""
+        return call.columns(self.wo_b(self.wo_a(out)), self.arithmetic.ranks.shards.output)
 
 
 class HcaAttention(Attention):

@@ -35,7 +35,7 @@ class Block:
         streams
             [m, s, hidden], of the call's own tokens.
         call
-            Which tokens, and where they stand. Attention sees all of them, all else the own ones.
+            Which tokens, and where they stand. Attention reads all of them, all else the own ones.
         cache
             The layer's, advanced.
 
@@ -47,7 +47,7 @@ class Block:
         """
         read = self.attention_streams.read(streams, self.attention_norm)
         y = self.attention(call.whole(read.x), call, cache)
-        streams = self.attention_streams.write(call.own(y), streams, read)
+        streams = self.attention_streams.write(y, streams, read)
         read = self.experts_streams.read(streams, self.experts_norm)
         y = self.experts(read.x, call)
         return self.experts_streams.write(y, streams, read)

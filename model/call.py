@@ -53,6 +53,14 @@ class Call:
         """Rows of this rank's tokens [m, ...] to those of all [t, ...]."""
         return self._ranks.whole(x, 0, self.shard)
 
+    def columns(self, x: Tensor, columns: "AxisShard") -> Tensor:
+        """Lead from a rank's columns of all tokens [t, columns.size] to all columns of its own [m, columns.total]."""
+        if not columns.split:
+            return self.own(x)
+        if not self.shard.split:
+            return self._ranks.whole(x, 1, columns)
+        return self._ranks.turned(x, columns, self.shard)
+
     def angles(self, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Cosines and sines of all tokens, each [t, r / 2] float32; made once for the layers that share a rotation."""
         if rotation not in self._angles:

@@ -23,10 +23,10 @@ class Indexer:
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        prefix, width = f"layers.{layer}.attn.indexer", config.index_head_dim
+        prefix = f"layers.{layer}.attn.indexer"
         # from q_lora_rank numbers to index_n_heads * index_head_dim, and from hidden to index_n_heads
-        self.wq_b = Linear(weights.matrix(f"{prefix}.wq_b.weight"), arithmetic, "index_heads", width)
-        self.weights_proj = Linear(Dense(weights.operand(f"{prefix}.weights_proj.weight")), arithmetic, "index_heads")
+        self.wq_b = Linear(weights.matrix(f"{prefix}.wq_b.weight"), arithmetic)
+        self.weights_proj = Linear(Dense(weights.operand(f"{prefix}.weights_proj.weight")), arithmetic)
         self.compressor = KeyCompressor(config, layer, weights, arithmetic, rotation)
         self.arithmetic, self.rotation = arithmetic, rotation
         self.heads, self.width, self.top_k = config.index_n_heads, config.index_head_dim, config.index_topk
@@ -60,7 +60,7 @@ class Indexer:
 
     def query(self, latent: Tensor, call: Call) -> Tensor:
         """Index queries [m, heads, width], rotated."""
-        q = call.own(self.wq_b(latent)).unflatten(-1, (-1, self.width))
+        q = self.wq_b(call.own(latent)).unflatten(-1, (-1, self.width))
         return self.arithmetic.ops.rotate(q, *call.own_angles(self.rotation))
 
     def query_used(self, q: Tensor) -> Tensor:
@@ -70,4 +70,4 @@ class Indexer:
     def head_weights(self, x: Tensor, call: Call) -> Tensor:
         """How much each index head counts [m, heads] float32, in DeepSeek's scale, which changes no order."""
         scale: float = self.width**-0.5 * self.heads**-0.5
-        return call.own(self.weights_proj(x)).float() * scale
+        return self.weights_proj(call.own(x)).float() * scale

@@ -3,9 +3,10 @@
 The gate says which experts each token goes to: in the first layers a table by token id, later the scores.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from operator import is_not
 
+import torch
 from torch import Tensor
 
 from kernels.experts.reference import by_expert
@@ -15,7 +16,6 @@ from model.arithmetic import Arithmetic
 from model.call import Call
 from model.checkpoint.weights import Weights
 from model.config import ModelConfig
-from model.ranks.dispatch import Dispatch
 
 
 class Gate:
@@ -61,38 +61,53 @@ def build_gate(config: ModelConfig, layer: int, weights: Weights, arithmetic: Ar
 
 
 class Expert:
-    """One SwiGLU expert of three matrices: w1 gate [intermediate, hidden], w3 up, w2 down [hidden, intermediate]."""
+    """One SwiGLU expert of three matrices: w1 gate [inner, hidden], w3 up, w2 down [hidden, inner].
+
+    Of several ranks each has rows of all three: `up` gives its columns, `down` takes all of them and gives its own.
+    """
 
     def __init__(self, matrices: Iterable[Weight], arithmetic: Arithmetic, limit: float) -> None:
         self.w1, self.w3, self.w2 = matrices
         self.arithmetic, self.limit = arithmetic, limit
 
-    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        """[n, hidden] to [n, hidden]; `weight` [n] float32 scales routed tokens, None for the shared expert."""
-        gate, up = self.gate_up(x)
-        return self.arithmetic.linear(self.arithmetic.ops.swiglu(gate, up, self.limit, weight), self.w2)
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, hidden] to [n, hidden], on one rank."""
+        return self.down(self.up(x))
+
+    def up(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
+        """[n, hidden] to [n, inner]; `weight` [n] float32 scales routed tokens, None for the shared expert."""
+        return self.arithmetic.ops.swiglu(*self.gate_up(x), self.limit, weight)
 
     def gate_up(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """SwiGLU's two factors [n, intermediate], before the clamp."""
+        """SwiGLU's two factors [n, inner], before the clamp."""
         return self.arithmetic.linears(x, self.w1, self.w3)
+
+    def down(self, a: Tensor) -> Tensor:
+        """[n, inner] to [n, hidden]."""
+        return self.arithmetic.linear(a, self.w2)
 
 
 class MoE:
-    """Gate, routed experts, shared expert; the sum over experts is fp32 (DeepSeek `MoE.forward`)."""
+    """Gate, routed experts, shared expert; the sum over experts is fp32 (DeepSeek `MoE.forward`).
+
+    Ranks hold rows of every expert: all of them run every token, each its columns of both halves of an expert, and put
+    these together after each half. So no sum crosses ranks, and none waits to know which tokens an expert gets.
+    """
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic) -> None:
-        prefix, limit, own = f"layers.{layer}.ffn", config.swiglu_limit, arithmetic.own_experts
-        self.gate = build_gate(config, layer, weights, arithmetic)
-        self.dispatch = Dispatch(arithmetic, layer)
+        prefix, self.limit, self.layer = f"layers.{layer}.ffn", config.swiglu_limit, layer
+        self.gate, self.arithmetic = build_gate(config, layer, weights, arithmetic), arithmetic
         together = not reads_apart(arithmetic.ops)
         three = [
-            weights.matrices([f"{prefix}.experts.{e}.{name}.weight" for e in own], together=together)
+            weights.matrices(
+                [f"{prefix}.experts.{e}.{name}.weight" for e in range(config.n_routed_experts)], together=together
+            )
             for name in ("w1", "w3", "w2")
         ]
-        self.experts = {e: Expert(of, arithmetic, limit) for e, of in zip(own, zip(*three, strict=True), strict=True)}
+        self.experts = [Expert(of, arithmetic, self.limit) for of in zip(*three, strict=True)]
         self._given: tuple[Weight, ...] = ()
         shared = [weights.matrix(f"{prefix}.shared_experts.{name}.weight") for name in ("w1", "w3", "w2")]
-        self.shared = Expert(shared, arithmetic, limit)
+        self.shared = Expert(shared, arithmetic, self.limit)
 
     def __call__(self, x: Tensor, call: Call) -> Tensor:
         """[m, hidden] to [m, hidden], of the call's own tokens."""
@@ -105,22 +120,37 @@ class MoE:
 
     def output(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
         """Routed experts and the shared one: [m, hidden]."""
-        return (self.routed(x, ids, weights, call) + self.shared(x).float()).to(x.dtype)
+        shards = self.arithmetic.ranks.shards
+        x, ids, weights = (call.whole(one) for one in (x, ids, weights))
+        if shards.inner.split:
+            up = torch.cat((self.routed_up(x, ids, weights), self.shared.up(x)[:, None]), dim=1)  # [t, k + 1, inner]
+            up = self.arithmetic.ranks.whole(up, 2, shards.inner)
+            routed, shared = self.routed_down(up[:, :-1], ids), self.shared.down(up[:, -1])
+        else:
+            routed, shared = self.routed(x, ids, weights), self.shared(x)
+        return call.columns((routed + shared.float()).to(x.dtype), shards.output)
 
-    def routed(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
-        """Sum of the routed experts' weighted outputs: [m, hidden] float32."""
-        if self.dispatch.ranks.size == 1 and self.together():
-            return self._run(self.shared.arithmetic.ops.experts, x, ids, weights)
-        return self.dispatch(x, ids, weights, call, self.outputs)
+    def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Sum of the routed experts' weighted outputs: [t, hidden] float32."""
+        if not self.together():
+            return self.routed_down(self.routed_up(x, ids, weights), ids)
+        ops, deployed = self.arithmetic.ops, self.arithmetic.deployed
+        return ops.experts(x, ids, weights, *self.matrices, self.limit, deployed=deployed)
 
-    def outputs(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Weighted outputs [n, k, hidden] of those experts that are held here, zero for the others: what ranks send."""
+    def routed_up(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """What w2 of each of a token's experts is given: [t, k, inner]."""
+        w1, w3, _ = self.matrices
         if self.together():
-            return self._run(self.shared.arithmetic.ops.expert_outputs, x, ids, weights)
-        out, own = x.new_zeros(*ids.shape, x.shape[1]), self.shared.arithmetic.own_experts
-        for expert, rows, slots in by_expert(ids, own.start, len(own)):
-            out[rows, slots] = self.experts[own[expert]](x[rows], weights[rows, slots])
+            ops, deployed = self.arithmetic.ops, self.arithmetic.deployed
+            return ops.experts_up(x, ids, weights, w1, w3, self.limit, deployed=deployed)
+        out = x.new_empty(*ids.shape, w1.shape[0])
+        for expert, rows, slots in by_expert(ids, len(self.experts)):
+            out[rows, slots] = self.experts[expert].up(x[rows], weights[rows, slots])
         return out
+
+    def routed_down(self, a: Tensor, ids: Tensor) -> Tensor:
+        """Sum of the outputs of a token's experts: [t, hidden] float32."""
+        return self.arithmetic.ops.experts_down(a, ids, self.matrices[2], deployed=self.arithmetic.deployed)
 
     def together(self) -> bool:
         """Whether one op runs the routed experts, as ever, but while somebody listens to what one computes inside."""
@@ -129,12 +159,7 @@ class MoE:
     @property
     def matrices(self) -> tuple[Stack, Stack, Stack]:
         """The routed experts' w1, w3 and w2, as ops take them; made anew when an expert was given another matrix."""
-        given = tuple(matrix for expert in self.experts.values() for matrix in (expert.w1, expert.w3, expert.w2))
+        given = tuple(matrix for expert in self.experts for matrix in (expert.w1, expert.w3, expert.w2))
         if len(given) != len(self._given) or any(map(is_not, given, self._given)):
             self._given, self._matrices = given, (as_stack(given[::3]), as_stack(given[1::3]), as_stack(given[2::3]))
         return self._matrices
-
-    def _run(self, op: Callable[..., Tensor], x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        arithmetic, limit = self.shared.arithmetic, next(iter(self.experts.values())).limit
-        own = arithmetic.own_experts
-        return op(x, ids, weights, *self.matrices, limit, own.start, deployed=arithmetic.deployed)

@@ -202,7 +202,7 @@ def mixtures(model: Transformer) -> list[MoE]:
 
 
 def routed_experts(model: Transformer) -> list[Expert]:
-    return [expert for mixture in mixtures(model) for expert in mixture.experts.values()]
+    return [expert for mixture in mixtures(model) for expert in mixture.experts]
 
 
 def shared_experts(model: Transformer) -> list[Expert]:
@@ -1033,8 +1033,8 @@ def gate_up_swapped(ops: Ops) -> Ops:
 @in_model("shared-expert-dropped", "The shared expert is left out.", seen=PORTING)
 @instead_of(shared_experts)
 class SharedExpertDropped(Expert):
-    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        return 0 * super().__call__(x, weight)
+    def down(self, a: Tensor) -> Tensor:
+        return 0 * super().down(a)
 
 
 @in_model("routed-clamp-dropped", "Routed experts do not clamp.", seen="sglang#23776, transformers#46018")
@@ -1074,10 +1074,10 @@ def hash_table_zeroed(mixture: MoE) -> None:
 @in_model("shared-expert-twice", "A replicated output is summed as if it were partial.", seen="sglang#31699, exo#1996")
 @instead_of(shared_experts)
 class SharedExpertTwice(Expert):
-    """Every rank holds it: it is summed over two."""
+    """Every rank has it: it is summed over two."""
 
-    def __call__(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
-        return 2 * super().__call__(x, weight)
+    def down(self, a: Tensor) -> Tensor:
+        return 2 * super().down(a)
 
 
 @in_model(
@@ -1166,10 +1166,10 @@ def sinks_of_rank_0(attention: Attention) -> None:
 )
 @instead_of(mixtures)
 class ReplicatedSummedAsPartial(MoE):
-    def routed(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
-        total = super().routed(x, ids, weights, call)
-        everybody = torch.ones(len(total), dtype=torch.bool, device=total.device)
-        return self.dispatch.ranks.filled("experts.routed", self.dispatch.layer, Partial(total, everybody))
+    def output(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
+        out = super().output(x, ids, weights, call)
+        everybody = torch.ones(len(out), dtype=torch.bool, device=out.device)
+        return self.arithmetic.ranks.filled("experts.output", self.layer, Partial(out, everybody))
 
 
 @between_ranks(
@@ -1195,26 +1195,24 @@ def top_k_of_a_rank_differs(indexer: Indexer) -> None:
 
 @between_ranks(
     "replicated-weight-of-a-rank-differs",
-    "On rank 1 gate and up of the last layer's shared expert are swapped; every rank reads its logits off its own.",
+    "On rank 1 the norm before the last layer's experts has its weights in another order.",
     seen="the mistake's kind: a weight that every rank should hold alike",
 )
 def replicated_weight_of_a_rank_differs(model: Transformer) -> None:
     if model.arithmetic.ranks.rank == 1:
-        shared = model.blocks[-1].experts.shared
-        shared.w1, shared.w3 = shared.w3, shared.w1
+        model.blocks[-1].experts_norm = model.blocks[-1].experts_norm.roll(1)
 
 
 @between_ranks(
     "experts-off-by-one",
-    "The first expert of each rank runs with the weights of its second.",
+    "On the last rank each expert runs with the rows of the one behind it.",
     seen="the mistake's kind: a placement that is off by one",
 )
 @each(mixtures)
 def experts_off_by_one(mixture: MoE) -> None:
-    ranks = mixture.dispatch.ranks
-    held = ranks.shards.experts
-    if ranks.size > 1 and held.size > 1:
-        mixture.experts[held.start] = mixture.experts[held.start + 1]
+    ranks = mixture.arithmetic.ranks
+    if ranks.size > 1 and ranks.rank == ranks.size - 1:
+        mixture.experts.append(mixture.experts.pop(0))
 
 
 # --- state

@@ -294,7 +294,7 @@ def watch(model: Transformer, names: Sequence[str], tokens: list[int], chunk: in
         model.logits(run_tokens(model, tokens, chunk)[0][-1:])
         for layer, counts in ran.experts.items():
             for expert in (counts == 0).nonzero()[:, 0].tolist():
-                model.blocks[layer].experts.experts[expert](inputs[layer], torch.ones(1, device=model.device))
+                model.blocks[layer].experts.experts[expert](inputs[layer])
     shares = {name: min(reads.share(f"{name} {i}") for i in range(len(places[name].tensors()))) for name in places}
     ran.unread += [f"{name} ({share:.0%} read)" for name, share in shares.items() if share < 1]
 

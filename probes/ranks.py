@@ -14,8 +14,9 @@ import torch.distributed as dist
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.names import Axis, axis
-from model.choices import ALL_REDUCE, ALL_TO_ALL
-from model.errors import RankDisagreement, Tripwire
+from model.choices import ALL, OWN
+from model.config import ModelConfig
+from model.errors import ConfigError, RankDisagreement, Tripwire
 from model.observe.observer import listening
 from model.observe.sites import Site
 from model.ranks.ranks import Group
@@ -36,10 +37,10 @@ PLAIN = Pair("", Setting(), Setting(), SAME)
 # back on the first, and a quarter of a site's rows may hold such a value (as in `probes.parity`).
 DEPLOYED = Pair("", Setting("deployed", "bf16"), Setting("deployed", "bf16"), SAME, share=0.75, steered=True)
 PAIRS = {
-    replace(PLAIN, name="all-reduce"): ALL_REDUCE,
-    replace(PLAIN, name="all-to-all"): ALL_TO_ALL,
-    replace(DEPLOYED, name="all-reduce, deployed"): ALL_REDUCE,
-    replace(DEPLOYED, name="all-to-all, deployed"): ALL_TO_ALL,
+    replace(PLAIN, name="all tokens"): ALL,
+    replace(PLAIN, name="own tokens"): OWN,
+    replace(DEPLOYED, name="all tokens, deployed"): ALL,
+    replace(DEPLOYED, name="own tokens, deployed"): OWN,
 }
 
 NOT_CLAIMED = """\
@@ -57,18 +58,18 @@ class Ranks(Probe):
     reads: ClassVar[tuple[Site, ...]] = COMPARED
     of_fathom: ClassVar[bool] = True
     background: ClassVar[str] = """\
-Spread over ranks, a model keeps its meaning only if every rank holds the right rows of every weight, every token finds
-its experts wherever they are, and what is the same on every rank is never added up over them. The public record of
-getting this wrong is long: a replicated tensor that was summed as if each rank held a part of it (activations grow by
-the number of ranks in each layer), sinks of rank 0 used by all, experts off by a rank, a selection of entries that
-differs between ranks, after which their caches tell different stories.
+Spread over ranks, a model keeps its meaning only if every rank holds the right rows of every weight, a token's experts
+get all of their inputs, and what is the same on every rank is never added up over them. The public record of getting
+this wrong is long: a replicated tensor that was summed as if each rank held a part of it (activations grow by the
+number of ranks in each layer), sinks of rank 0 used by all, experts off by a rank, a selection of entries that differs
+between ranks, after which their caches tell different stories.
 
 Here weights are sharded by rows, so no product is ever summed over ranks, and what ranks exchange is moved as bits. A
 group of processes is started; each runs the prompt alone, then with the others, and compares the two at every site,
-with tokens dispatched to experts by all-reduce and by all-to-all. In `plain` numerics only the order of sums is left to
-differ. With activations rounded as deployed the second run is put back on the first after every site, as in `parity`.
-Then the bytes that the ranks hold are added up: the checkpoint's, and one more copy per further rank of exactly what
-the placement says is replicated."""
+once with all tokens on every rank between attentions and once with each its own. In `plain` numerics only the order of
+sums is left to differ. With activations rounded as deployed the second run is put back on the first after every site,
+as in `parity`. Then the bytes that the ranks hold are added up: the checkpoint's, and one more copy per further rank of
+exactly what the placement says is replicated, and of scales whose blocks of rows it divides."""
     between_ranks: ClassVar[bool] = True
     noticed: ClassVar[str] = """\
 - Nothing is summed over ranks, and yet in `plain` numerics fewer than half of the rows are bit-equal: a matrix product
@@ -77,7 +78,7 @@ the placement says is replicated."""
 - A rank holds more than its share of the demo: matrices of the attention's output stay whole on every rank, since
   scales cover blocks of rows and a rank's part would be less than one of them."""
 
-    sizes: tuple[int, ...] = (2, 4)  # ranks; those that do not divide the experts are left out
+    sizes: tuple[int, ...] = (2, 4)  # ranks; those that do not divide the experts' columns are left out
     tokens: int = 264  # two entries of HCA and 66 of CSA; made more where the model needs more
 
     def needs(self, subject: Subject) -> str | None:
@@ -89,7 +90,7 @@ the placement says is replicated."""
         if (why := cannot_travel(subject)) is not None:
             return why
         if not self._possible(subject):
-            return f"no number of ranks among {', '.join(map(str, self.sizes))} divides the experts"
+            return f"no number of ranks among {', '.join(map(str, self.sizes))} divides the experts' columns"
         if len(left := left_out(subject)) == len(PAIRS):
             return f"none of its pairs can run: {next(iter(left.values()))}"
         return room(subject, self._length(subject))
@@ -99,7 +100,7 @@ the placement says is replicated."""
         return max(self.tokens, 2 * max(config.compress_ratios) + 8, selects_all(config) + 32)
 
     def _possible(self, subject: Subject) -> list[int]:
-        return [size for size in self.sizes if subject.config.n_routed_experts % size == 0]
+        return [size for size in self.sizes if _divides(subject.config, size)]
 
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """One group after the other."""
@@ -133,6 +134,14 @@ the placement says is replicated."""
         return Report(summary, tuple(findings), (whole, *places), NOT_CLAIMED)
 
 
+def _divides(config: ModelConfig, size: int) -> bool:
+    try:
+        sharding_plan(config, size)
+    except ConfigError:
+        return False
+    return True
+
+
 def left_out(subject: Subject) -> dict[str, str]:
     """Names of pairs whose numerics the model cannot run, and why."""
     return {pair.name: why for pair in PAIRS if (why := pair.refused(subject))}
@@ -145,7 +154,7 @@ class Answer(NamedTuple):
     """What a rank found, and what it holds."""
 
     findings: list[Finding]  # of each pair
-    calls: list[dict[str, int]]  # of each dispatch, in the run of each pair
+    calls: list[dict[str, int]]  # by the tokens that a rank had, in the run of each pair
     held: int  # bytes of weights
     replicated: list[str]
 
@@ -182,10 +191,10 @@ def answer(group: Group, subject: Subject, tokens: list[int]) -> Answer:
     Each process holds the whole tensor at every site (`model.observe.sites`), so each of them can tell where it parts.
     """
     left, findings, calls = left_out(subject), [], []
-    for pair, dispatch in PAIRS.items():
+    for pair, tokens_of in PAIRS.items():
         if pair.name in left:
             continue
-        options = subject.with_options(numerics=pair.one.numerics, dtype=pair.one.dtype, dispatch=dispatch)
+        options = subject.with_options(numerics=pair.one.numerics, dtype=pair.one.dtype, rank_tokens=tokens_of)
         alone, held = subject.load(options).model, Trace()
         with listening(alone, Canonical(subject.config, held).listeners()):
             alone.logits(run_tokens(alone, tokens, len(tokens))[0])
@@ -227,11 +236,20 @@ def _bytes(subject: Subject, size: int, answers: Sequence[Answer]) -> Finding:
         stored = sum(tensor.nbytes for tensor in tensors)
         if mapping.part is not None:  # one expert of a stack
             stored = tensors[0].nbytes * prod(counted.demanded[name].shape) // prod(tensors[0].shape)
-        along = axis(name)[0]
+        along = axis(name)
         everywhere = along is Axis.NONE or along.value in announced
         wanted += stored * (size if everywhere else 1)
-        if mapping.global_scale is not None and along is not Axis.EXPERTS and not everywhere:
+        if everywhere:
+            continue
+        if mapping.global_scale is not None:
             wanted += 4 * (size - 1)
+        elif mapping.scale is not None:  # a scale of several rows is held by each rank that has one of them
+            rows, scale = counted.demanded[name].shape[0], checkpoint.tensors[mapping.scale]
+            several = -(-rows // scale.shape[0])
+            each = rows // size
+            ends = [(rank * each // several, ((rank + 1) * each - 1) // several) for rank in range(size)]
+            copies = sum(last - first + 1 for first, last in ends) - scale.shape[0]
+            wanted += copies * scale.nbytes // scale.shape[0]
     held = sum(one.held for one in answers)
     return judged(f"{size} ranks: bytes of weights held by all", held, exactly(wanted), "B", copies_of=announced)
 
@@ -248,10 +266,11 @@ def _rows(size: int, findings: Sequence[Finding], answers: Sequence[Answer], pai
 
 def _places(subject: Subject, size: int, answers: Sequence[Answer]) -> Table:
     """What each rank holds."""
-    columns = ("rank", "heads", "output groups", "output columns", "indexer heads", "vocabulary", "experts", "bytes")
+    columns = ("rank", "heads", "output groups", "output columns", "vocabulary", "SwiGLU's columns", "bytes")
     rows: list[list[float | str | None]] = []
     for rank, (shard, one) in enumerate(zip(sharding_plan(subject.config, size).ranks, answers, strict=True)):
-        parts = [f"{part.start} .. {part.stop - 1}" if part.split else "all" for part in shard]
+        places = (shard.heads, shard.groups, shard.output, shard.vocabulary, shard.inner)
+        parts = [f"{part.start} .. {part.stop - 1}" if part.split else "all" for part in places]
         rows.append([rank, *parts, one.held])
     note = "; ".join(["Replicated: all else", *answers[0].replicated])
     return Table(f"{size} ranks: who holds what", columns, rows, f"{note}.")

@@ -129,7 +129,7 @@ def _load(
     if ops.name == CPU.name:
         prepare_loops(counted, options.dtype, say=group.rank == 0)
     sharding = sharding_plan(config, group.size)
-    ranks = Ranks(group, sharding.ranks[group.rank], options.dispatch)
+    ranks = Ranks(group, sharding.ranks[group.rank], options.rank_tokens)
     follow(ranks)
     ranks.record("options of the run", None, _digits(_options_digest(options, ops, config, context), device))
     ranks.record("config.json", None, _digits(config.fingerprint, device))

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from model.architectures import Config, config_from_file
-from model.choices import AUTO
+from model.choices import AUTO, OWN
 from model.config import check_deployed
 from model.errors import ConfigError
 from model.llama.config import LlamaConfig
@@ -29,7 +29,7 @@ class RunOptions:
     prefill_chunk: int = 512  # tokens per call during prefill
     entry_format: str = "dtype"  # of compressed entries: dtype | fp8
     key_format: str = "dtype"  # of index keys: dtype | fp8 | fp4
-    dispatch: str = AUTO  # with several ranks: all-reduce | all-to-all | auto
+    rank_tokens: str = AUTO  # of a call that a rank of several has between attentions: all | own | auto
     kv: tuple[str, ...] = ()  # how layers remember: rules of `runtime.kv`; none: every layer in full
     coda_adapters: str | None = None  # file of adapters over a Llama-family checkpoint; None: ordinary attention
 
@@ -78,8 +78,8 @@ def check_options(config: Config, options: RunOptions, where: Path) -> None:
                 f"{where}: --numerics {options.numerics} is DeepSeek-V4's; run a {config.model_type} model with"
                 " --numerics plain"
             )
-        if options.dispatch != AUTO:
-            raise ConfigError(f"{where}: --dispatch {options.dispatch}: a {config.model_type} model has no experts")
+        if options.rank_tokens == OWN:
+            raise ConfigError(f"{where}: --rank-tokens {OWN}: each rank of a {config.model_type} model has all tokens")
         return
     if options.numerics == "deployed":
         check_deployed(config)

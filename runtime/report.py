@@ -126,7 +126,7 @@ def _planned(loaded: AnyLoaded, options: RunOptions, state: State) -> dict[str, 
 
 
 def _ranks(loaded: AnyLoaded, options: RunOptions) -> dict[str, Any]:
-    """Who ran it: how tokens got to experts, which axes every rank holds whole, and bytes by rank."""
+    """Who ran it: which tokens a rank had in how many calls, which axes every rank holds whole, and bytes by rank."""
     model, ranks = loaded.model, loaded.model.arithmetic.ranks
     touched = touched_bytes(loaded.directory)
     numbers = [sum(loaded.held.values()), peak_memory(options.device), -1 if touched is None else touched]
@@ -134,7 +134,7 @@ def _ranks(loaded: AnyLoaded, options: RunOptions) -> dict[str, Any]:
     by_rank = ranks.whole(own_numbers, 0, evenly(ranks.size, ranks.rank, ranks.size))  # [ranks, 3]
     return {
         "count": ranks.size,
-        "dispatch_calls": dict(ranks.calls),
+        "calls_by_tokens": dict(ranks.calls),
         "replicated": list(loaded.sharding.replicated),
         "weight_bytes": by_rank[:, 0].tolist(),
         "peak_memory_bytes": by_rank[:, 1].tolist(),

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from model.choices import DISPATCHES, DTYPES, ENTRY_FORMATS, KEY_FORMATS, NUMERICS, OP_SETS
+from model.choices import DTYPES, ENTRY_FORMATS, KEY_FORMATS, NUMERICS, OP_SETS, RANK_TOKENS
 from model.errors import ConfigError
 from runtime.options import DEMO, TIMEOUT, RunOptions
 from runtime.text.encoding import EFFORTS
@@ -142,11 +142,11 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
         " instead of 256 (V4)",
     )
     p.add_argument(
-        "--dispatch",
-        choices=DISPATCHES,
-        default=default.dispatch,
-        help="on several ranks, how tokens get to those that hold their experts: all-reduce (each has all tokens),"
-        " all-to-all (each has its own), or auto, by the number of tokens (default)",
+        "--rank-tokens",
+        choices=RANK_TOKENS,
+        default=default.rank_tokens,
+        help="on several ranks, which of a call's tokens each has between attentions: all, its own, or auto, by their"
+        " number (default) (V4)",
     )
 
 
@@ -235,4 +235,4 @@ def check_sampling(args: argparse.Namespace) -> None:
 def run_options(args: argparse.Namespace) -> RunOptions:
     """Return what `add_run_options` parsed."""
     formats, held = (args.entry_format, args.key_format), (tuple(args.kv), args.coda_adapters) if "kv" in args else ()
-    return RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.dispatch, *held)
+    return RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.rank_tokens, *held)

@@ -33,7 +33,6 @@ def experts(
     w3: Stack,
     w2: Stack,
     limit: float,
-    first: int,
     *,
     deployed: bool,
 ) -> Tensor:
@@ -42,15 +41,13 @@ def experts(
     up, down = member(w1, 0), member(w2, 0)
     assert type(up) is type(member(w3, 0)), f"w1 is {type(up).__name__}, w3 {type(member(w3, 0)).__name__}"
     if t > FEW or type(up) is not type(down):
-        return several(x, ids, weights, w1, w3, w2, limit, first, deployed=deployed)
-    count = members(w1)
-    held = [e - first for e in ids.flatten().tolist() if 0 <= e - first < count]
-    chosen = [member(w, e) for w in (w1, w3, w2) for e in held]
+        return several(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
+    chosen = [member(w, e) for w in (w1, w3, w2) for e in ids.flatten().tolist()]
     if not chosen:
         return torch.zeros(t, hidden)
     like = pieces_of(x, chosen[0])
     if any(pieces_of(x, matrix) is not like for matrix in chosen):
-        return several(x, ids, weights, w1, w3, w2, limit, first, deployed=deployed)
+        return several(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
     group = LINEAR_GROUP if deployed and isinstance(up, Fp8 | Fp4) else 0
     assert not group or (hidden % group == 0 and inner % group == 0), (
         f"{hidden} and {inner} columns, want groups of 128"
@@ -60,7 +57,7 @@ def experts(
     if watched():
         note_read(*chosen)
     _experts(
-        arrays(up), arrays(down), *_places(w1), *_places(w3), *_places(w2), array(ordered.contiguous()), first,
+        arrays(up), arrays(down), *_places(w1), *_places(w3), *_places(w2), array(ordered.contiguous()),
         array(weights.gather(1, slots).contiguous()), array(x.float().contiguous()), t, k, hidden, inner,
         limit, group, x.dtype == torch.bfloat16, array(out), like,
     )  # fmt: skip
@@ -106,72 +103,65 @@ def _four(weight, addresses, factors, expert, row, last, columns, x, at, narrow,
 
 
 @loop
-def _gate_and_up(low, high, weight, at1, by1, at3, by3, chosen, first, k, rows, columns, x, narrow, gate, up):
+def _gate_and_up(low, high, weight, at1, by1, at3, by3, chosen, k, rows, columns, x, narrow, gate, up):
     """Fours of rows, of every pair of a token and an expert."""
     fours, found = (rows + 3) // 4, np.empty((2, 4), np.float32)
     for item in range(low, high):
         pair, row = item // fours, item % fours * 4
-        expert, at, stop = chosen[pair] - first, pair // k * padded(columns), min(row + 4, rows)
-        if 0 <= expert < len(by1):
-            _four(weight, at1, by1, expert, row, rows - 1, columns, x, at, narrow, found[0])
-            _four(weight, at3, by3, expert, row, rows - 1, columns, x, at, narrow, found[1])
-            for r in range(row, stop):
-                gate[pair * rows + r], up[pair * rows + r] = found[0, r - row], found[1, r - row]
+        expert, at, stop = chosen[pair], pair // k * padded(columns), min(row + 4, rows)
+        _four(weight, at1, by1, expert, row, rows - 1, columns, x, at, narrow, found[0])
+        _four(weight, at3, by3, expert, row, rows - 1, columns, x, at, narrow, found[1])
+        for r in range(row, stop):
+            gate[pair * rows + r], up[pair * rows + r] = found[0, r - row], found[1, r - row]
 
 
 @loop
-def _activate(low, high, weight, gate, up, chosen, first, count, weights, columns, limit, group, narrow, out, laid):
+def _activate(low, high, weight, gate, up, weights, columns, limit, group, narrow, out, laid):
     for pair in range(low, high):
-        if 0 <= chosen[pair] - first < count:
-            at = pair * columns
-            activate_row(gate, up, at, columns, limit, weights[pair], out)
-            _rounded(out[at : at + columns], 1, columns, group, narrow, out[at : at + columns])
-            lay_out(weight, out, at, columns, laid, pair * padded(columns))
+        at = pair * columns
+        activate_row(gate, up, at, columns, limit, weights[pair], out)
+        _rounded(out[at : at + columns], 1, columns, group, narrow, out[at : at + columns])
+        lay_out(weight, out, at, columns, laid, pair * padded(columns))
 
 
 @loop
-def _down(low, high, weight, at2, by2, chosen, first, tokens, k, rows, columns, x, narrow, out):
+def _down(low, high, weight, at2, by2, chosen, tokens, k, rows, columns, x, narrow, out):
     """Fours of rows, of every token the sum over its experts."""
     found, total = np.empty(4, np.float32), np.empty(4, np.float32)
     for row in range(low * 4, min(high * 4, rows), 4):
         for token in range(tokens):
             total[:] = np.float32(0)
             for pair in range(token * k, token * k + k):
-                expert = chosen[pair] - first
-                if 0 <= expert < len(by2):
-                    _four(weight, at2, by2, expert, row, rows - 1, columns, x, pair * padded(columns), narrow, found)
-                    total += found
+                expert = chosen[pair]
+                _four(weight, at2, by2, expert, row, rows - 1, columns, x, pair * padded(columns), narrow, found)
+                total += found
             for r in range(row, min(row + 4, rows)):
                 out[token * rows + r] = total[r - row]
 
 
 @compiled(
     *(
-        (form, form, *_PLACES, *_PLACES, *_PLACES, types.int64[::1], _INT, _F32, _F32, _INT, _INT, _INT, _INT,
+        (form, form, *_PLACES, *_PLACES, *_PLACES, types.int64[::1], _F32, _F32, _INT, _INT, _INT, _INT,
          types.float64, _INT, types.boolean, _F32, kind)
         for form, kind in KINDS
     )
 )  # fmt: skip
 def _experts(
-    up1, down1, at1, by1, at3, by3, at2, by2, chosen, first, weights, x, tokens, k, hidden, inner, limit, group, narrow,
+    up1, down1, at1, by1, at3, by3, at2, by2, chosen, weights, x, tokens, k, hidden, inner, limit, group, narrow,
     out, like,
 ):  # fmt: skip
     """All at once: gates and ups, what is activated of them, and the sum of downs; `chosen` ascends in each token."""
-    pairs, count, fours = tokens * k, len(by1), (inner + 3) // 4
+    pairs, fours = tokens * k, (inner + 3) // 4
     given, laid = np.empty(tokens * hidden, np.float32), aligned(tokens * padded(hidden), like)
     _rounded(x, tokens, hidden, group, narrow, given)
     for token in range(tokens):
         lay_out(up1, given, token * hidden, hidden, laid, token * padded(hidden))
     gate, up = np.empty(pairs * inner, np.float32), np.empty(pairs * inner, np.float32)
     active, ordered = np.empty(pairs * inner, np.float32), aligned(pairs * padded(inner), like)
-    each(
-        _gate_and_up, pairs * fours, (up1, at1, by1, at3, by3, chosen, first, k, inner, hidden, laid, narrow, gate, up)
-    )
-    each(
-        _activate, pairs, (down1, gate, up, chosen, first, count, weights, inner, limit, group, narrow, active, ordered)
-    )
+    each(_gate_and_up, pairs * fours, (up1, at1, by1, at3, by3, chosen, k, inner, hidden, laid, narrow, gate, up))
+    each(_activate, pairs, (down1, gate, up, weights, inner, limit, group, narrow, active, ordered))
     each(
         _down,
         (hidden + 3) // 4,
-        (down1, at2, by2, chosen, first, tokens, k, hidden, inner, ordered, narrow, out),
+        (down1, at2, by2, chosen, tokens, k, hidden, inner, ordered, narrow, out),
     )

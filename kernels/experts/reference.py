@@ -1,6 +1,6 @@
-"""The routed experts of one rank."""
+"""The routed experts, and the two halves between which ranks exchange what they have computed."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,29 +13,29 @@ from kernels.quantise.reference import simulate_fp8
 from kernels.swiglu.reference import swiglu
 
 
-def by_expert(ids: Tensor, first: int, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
+def by_expert(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Group routed tokens by expert.
 
     Parameters
     ----------
     ids
-        [t, k] int64, the experts of each token, distinct within a row.
-    first, count
-        The experts that are asked for: ``first .. first + count - 1``.
+        [t, k] int64, the experts of each token, distinct within a row, in 0 .. count - 1.
+    count
+        How many experts there are.
 
     Yields
     ------
     tuple[int, Tensor, Tensor]
-        Each of them that has tokens, counted from `first`, in ascending order, with the rows [n] of its tokens,
-        ascending, and their slots [n] in 0 .. k - 1.
+        Each expert that has tokens, in ascending order, with the rows [n] of its tokens, ascending, and their slots [n]
+        in 0 .. k - 1.
 
     """
     order = ids.flatten().argsort(stable=True)
     start = 0
-    for expert, found in enumerate(torch.bincount(ids.flatten(), minlength=first + count).tolist()):
-        if found and first <= expert < first + count:
+    for expert, found in enumerate(torch.bincount(ids.flatten(), minlength=count).tolist()):
+        if found:
             places = order[start : start + found]
-            yield expert - first, places // ids.shape[1], places % ids.shape[1]
+            yield expert, places // ids.shape[1], places % ids.shape[1]
         start += found
 
 
@@ -47,70 +47,87 @@ class _Parts:
     swiglu: Callable[..., Tensor]
     simulate_fp8: Callable[..., Tensor]
 
-    def one(self, x: Tensor, weights: Tensor, matrices: Iterable[Weight], limit: float, *, deployed: bool) -> Tensor:
-        """One expert, of w1, w3 and w2: its tokens x [n, hidden] to its outputs, weighted by weights [n]."""
+    def product(self, x: Tensor, weight: Weight, *, deployed: bool) -> Tensor:
+        """``x @ W^T``, of an input [n, in] that is rounded where deployed numerics do."""
+        rounds = deployed and isinstance(weight, Fp8 | Fp4)
+        return self.linear(self.simulate_fp8(x, LINEAR_GROUP) if rounds else x, weight)
 
-        def product(x: Tensor, weight: Weight) -> Tensor:
-            rounds = deployed and isinstance(weight, Fp8 | Fp4)
-            return self.linear(self.simulate_fp8(x, LINEAR_GROUP) if rounds else x, weight)
-
-        w1, w3, w2 = matrices
-        return product(self.swiglu(product(x, w1), product(x, w3), limit, weights), w2)
+    def up(self, x: Tensor, weights: Tensor, w1: Weight, w3: Weight, limit: float, *, deployed: bool) -> Tensor:
+        """What an expert's last matrix is given, [n, inner], of its tokens x [n, hidden] with weights [n]."""
+        gate, up = (self.product(x, weight, deployed=deployed) for weight in (w1, w3))
+        return self.swiglu(gate, up, limit, weights)
 
 
-class ExpertOutputs(_Parts):
-    """Weighted outputs of those of a token's experts that this rank holds, each in its slot: what ranks exchange.
+class ExpertsUp(_Parts):
+    """The first half of the routed experts: what the last matrix of each of a token's experts is given.
 
-    Equation: ``y[t, s] = W2_e swiglu(W1_e x[t], W3_e x[t], limit, weights[t, s])`` with ``e = ids[t, s]``, rounded to
-    the dtype of `x` (DeepSeek `Expert.forward`).
+    Equation: ``a[t, s] = swiglu(W1_e x[t], W3_e x[t], limit, weights[t, s])`` with ``e = ids[t, s]``, rounded to the
+    dtype of `x` (DeepSeek `Expert.forward`). Of rows of w1 and w3 these are columns of a: a rank's.
     """
 
     __slots__ = ()
 
-    def __call__(  # noqa: PLR0913 (as many as the equation has)
-        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, first: int,
-        *, deployed: bool,
-    ) -> Tensor:  # fmt: skip
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, limit: float, *, deployed: bool
+    ) -> Tensor:
         """Run one expert after the other.
 
         Parameters
         ----------
-        x, ids, weights, w1, w3, w2, limit, first, deployed
+        x, ids, weights, w1, w3, limit, deployed
             As `Experts` has them.
 
         Returns
         -------
         Tensor
-            [t, k, hidden] in the dtype of `x`; zero, with all bits zero, where the expert is another rank's.
+            [t, k, inner] in the dtype of `x`, not yet rounded as the input of w2.
 
         """
-        out = x.new_zeros(*ids.shape, x.shape[1])
-        for expert, tokens, slots in by_expert(ids, first, members(w1)):
-            three = (member(w, expert) for w in (w1, w3, w2))
-            out[tokens, slots] = self.one(x[tokens], weights[tokens, slots], three, limit, deployed=deployed)
+        out = x.new_empty(*ids.shape, w1.shape[0])
+        for expert, tokens, slots in by_expert(ids, members(w1)):
+            matrices = member(w1, expert), member(w3, expert)
+            out[tokens, slots] = self.up(x[tokens], weights[tokens, slots], *matrices, limit, deployed=deployed)
         return out
 
 
-class Experts(_Parts):
-    """Sum of the weighted outputs of those of a token's experts that this rank holds, in ascending order of experts.
+class ExpertsDown(_Parts):
+    """The second half: the sum of a token's experts' outputs, in ascending order of experts.
 
-    Equation: ``sum_e y_e`` in fp32 of what `ExpertOutputs` gives (DeepSeek `MoE.forward`).
+    Equation: ``sum_s W2_e a[t, s]`` with ``e = ids[t, s]``, each rounded to the dtype of `a`, added in fp32 (DeepSeek
+    `MoE.forward`). Of rows of w2 these are columns of the sum: a rank's.
     """
 
     __slots__ = ()
 
-    def __call__(  # noqa: PLR0913 (as many as the equation has)
-        self,
-        x: Tensor,
-        ids: Tensor,
-        weights: Tensor,
-        w1: Stack,
-        w3: Stack,
-        w2: Stack,
-        limit: float,
-        first: int,
-        *,
-        deployed: bool,
+    def __call__(self, a: Tensor, ids: Tensor, w2: Stack, *, deployed: bool) -> Tensor:
+        """Run one expert after the other.
+
+        Parameters
+        ----------
+        a
+            [t, k, inner], as `ExpertsUp` gives it, whole.
+        ids, w2, deployed
+            As `Experts` has them.
+
+        Returns
+        -------
+        Tensor
+            [t, hidden] float32.
+
+        """
+        out = torch.zeros(a.shape[0], w2.shape[0], device=a.device)
+        for expert, tokens, slots in by_expert(ids, members(w2)):
+            out.index_add_(0, tokens, self.product(a[tokens, slots], member(w2, expert), deployed=deployed).float())
+        return out
+
+
+class Experts(_Parts):
+    """Both halves in one: sum of the weighted outputs of a token's experts, in ascending order of experts."""
+
+    __slots__ = ()
+
+    def __call__(
+        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool
     ) -> Tensor:
         """Run one expert after the other.
 
@@ -119,21 +136,18 @@ class Experts(_Parts):
         x
             [t, hidden] bfloat16 or float32.
         ids
-            [t, k] int64, the experts of each token, distinct within a row. Those outside of ``first .. first + E - 1``
-            are other ranks': nothing is added for them.
+            [t, k] int64, the experts of each token, distinct within a row.
         weights
             [t, k] float32 routing weights.
         w1, w3
-            Gate and up, E matrices [intermediate, hidden], both of one form.
+            Gate and up, E matrices [inner, hidden], both of one form.
         w2
-            Down, E matrices [hidden, intermediate].
+            Down, E matrices [hidden, inner].
         limit
             `swiglu_limit`.
-        first
-            Id of the expert whose matrices come first.
         deployed
-            Whether inputs of Fp8 and Fp4 matrices are rounded to E4M3 per 128 columns first. `intermediate` and
-            `hidden` are multiples of 128 then.
+            Whether inputs of Fp8 and Fp4 matrices are rounded to E4M3 per 128 columns first. `inner` and `hidden` are
+            multiples of 128 then.
 
         Returns
         -------
@@ -142,22 +156,13 @@ class Experts(_Parts):
 
         """
         out = torch.zeros_like(x, dtype=torch.float32)
-        for expert, tokens, slots in by_expert(ids, first, members(w1)):
-            three = (member(w, expert) for w in (w1, w3, w2))
-            found = self.one(x[tokens], weights[tokens, slots], three, limit, deployed=deployed)
-            out.index_add_(0, tokens, found.float())
+        for expert, tokens, slots in by_expert(ids, members(w1)):
+            one, three, two = (member(w, expert) for w in (w1, w3, w2))
+            a = self.up(x[tokens], weights[tokens, slots], one, three, limit, deployed=deployed)
+            out.index_add_(0, tokens, self.product(a, two, deployed=deployed).float())
         return out
 
 
 experts = Experts(linear, swiglu, simulate_fp8)
-expert_outputs = ExpertOutputs(linear, swiglu, simulate_fp8)
-
-
-def summed(outputs: Tensor, ids: Tensor) -> Tensor:
-    """Add up outputs [t, k, hidden] of experts `ids` [t, k] in ascending order of experts, in fp32: [t, hidden]."""
-    total = torch.zeros(outputs.shape[0], outputs.shape[2], device=outputs.device)
-    order = ids.argsort(dim=1)
-    token = torch.arange(outputs.shape[0], device=outputs.device)
-    for slot in order.unbind(1):
-        total += outputs[token, slot].float()
-    return total
+experts_up = ExpertsUp(linear, swiglu, simulate_fp8)
+experts_down = ExpertsDown(linear, swiglu, simulate_fp8)

@@ -1,4 +1,4 @@
-"""The routed experts of one rank in five launches, however many experts there are and however tokens fall on them.
+"""The routed experts in five launches, however many experts there are and however tokens fall on them.
 
 Pairs of a token and one of its slots are sorted by expert; a block of pairs of one expert is multiplied by that
 expert's matrices. How many pairs each expert gets stays on the device: the grid has as many blocks as the worst case
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.experts.reference import ExpertOutputs, Experts
+from kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
 from kernels.formats.groups import LINEAR_GROUP
 from kernels.formats.stored import Apart, Fp4, Fp8, Stack, Weight, members
 from kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, encoded, simulated
@@ -39,25 +39,25 @@ from kernels.target import blackwell
 ROWS = 128  # of a matrix per program: one block of `deployed` rounding, whose largest number must be known
 CHUNK = 1024  # pairs that are counted and sorted at once
 _APART = Experts(linear, swiglu, simulate_fp8)  # matrices of several forms, which no launch takes together
-_APART_OUTPUTS = ExpertOutputs(linear, swiglu, simulate_fp8)
+_APART_UP, _APART_DOWN = ExpertsUp(linear, swiglu, simulate_fp8), ExpertsDown(linear, swiglu, simulate_fp8)
 
 
 @triton.jit(do_not_specialize=["pairs"])
-def _sort(ids, order, starts, counts, pairs, first, CHUNK: tl.constexpr):
+def _sort(ids, order, starts, counts, pairs, CHUNK: tl.constexpr):
     """Pairs of this program's expert, ascending, behind those of the experts before it."""
     expert = tl.program_id(0)
     before, own = 0, 0
     for chunk in range(0, pairs, CHUNK):
         pair = chunk + tl.arange(0, CHUNK)
-        local = tl.load(ids + pair, pair < pairs, first - 1) - first
-        before += tl.sum(((local >= 0) & (local < expert)).to(tl.int32))
-        own += tl.sum((local == expert).to(tl.int32))
+        found = tl.load(ids + pair, pair < pairs, -1)
+        before += tl.sum(((found >= 0) & (found < expert)).to(tl.int32))
+        own += tl.sum((found == expert).to(tl.int32))
     tl.store(starts + expert, before)
     tl.store(counts + expert, own)
     if own > 0:
         for chunk in range(0, pairs, CHUNK):
             pair = chunk + tl.arange(0, CHUNK)
-            found = tl.load(ids + pair, pair < pairs, first - 1) - first == expert
+            found = tl.load(ids + pair, pair < pairs, -1) == expert
             tl.store(order + before + tl.cumsum(found.to(tl.int32)) - 1, pair, found)
             before += tl.sum(found.to(tl.int32))
 
@@ -105,7 +105,7 @@ def _gate_up(
             up, part, power, data3, scale3, row, there, width, scale_width, stride, scale_stride, step,
             FORM, BLOCK, OPERAND, UPCAST,
         )  # fmt: skip
-    at, mask = place.to(tl.int64)[None, :] * rows + row[:, None], there[:, None] & inside[None, :]
+    at, mask = pair.to(tl.int64)[None, :] * rows + row[:, None], there[:, None] & inside[None, :]
     last = True
     if SPLIT:
         size, splits = pairs * rows, tl.num_programs(2)
@@ -128,7 +128,7 @@ def _gate_up(
         if out.dtype.element_ty == tl.uint8:  # ROWS is the group of 128
             codes, exponent = encoded(inner, 0, E4M3_SMALLEST, E4M3_LARGEST, 3, 7, 7)
             tl.store(out + at, codes, mask)
-            target = place.to(tl.int64)[None, :] * (rows // 128) + tl.program_id(0)
+            target = pair.to(tl.int64)[None, :] * (rows // 128) + tl.program_id(0)
             tl.store(out_powers + target, exponent, inside[None, :])
         else:
             if ROUND:
@@ -150,7 +150,8 @@ def _down(
     there, wide = row < rows, expert.to(tl.int64)
     data, scale = data + wide * jump, scale + wide * scale_jump
     total = tl.zeros([ROWS, TOKENS], tl.float32)
-    begin, start = tl.program_id(2) * each, place.to(tl.int64) * columns
+    pair = tl.load(order + place, inside, 0).to(tl.int64)
+    begin, start = tl.program_id(2) * each, pair * columns
     for step in range(begin, tl.minimum(tl.cdiv(columns, BLOCK), begin + each)):
         part = inputs(x, start, inside, columns, step, BLOCK, OPERAND)
         power = input_powers(powers, start, inside, columns, step, BLOCK) if part.dtype == tl.uint8 else None
@@ -160,7 +161,6 @@ def _down(
         )  # fmt: skip
     if FORM == "nvfp4":
         total *= tl.load(global_scale + expert)
-    pair = tl.load(order + place, inside, 0).to(tl.int64)
     at, mask = pair[None, :] * rows + row[:, None], there[:, None] & inside[None, :]
     last = True
     if SPLIT:
@@ -174,133 +174,193 @@ def _down(
 
 
 @triton.jit
-def _sum_slots(y, ids, out, slots, first, experts, columns, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_slots(y, ids, out, slots, columns, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.arange(0, SLOTS)
-    local = tl.load(ids + token * slots + slot, slot < slots, first - 1) - first
-    held = (local >= 0) & (local < experts)
-    earlier = (local[None, :] < local[:, None]) | ((local[None, :] == local[:, None]) & (slot[None, :] < slot[:, None]))
-    rank = tl.sum((earlier & held[None, :]).to(tl.int32), 1)  # how many of this token's come before
+    held = slot < slots
+    expert = tl.load(ids + token * slots + slot, held, -1)
+    earlier = held[None, :] & (expert[None, :] < expert[:, None])
+    rank = tl.sum(earlier.to(tl.int32), 1)  # how many of this token's come before
     total = tl.zeros([BLOCK], tl.float32)
-    for turn in range(tl.sum(held.to(tl.int32))):
+    for turn in range(slots):
         own = tl.sum(tl.where(held & (rank == turn), slot, 0))
         total += tl.load(y + (token * slots + own) * columns + column, column < columns, 0.0).to(tl.float32)
     tl.store(out + token * columns + column, total, column < columns)
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, first: int,
-    *, deployed: bool,
-) -> Tensor:  # fmt: skip
-    """Sum of this rank's experts' weighted outputs: `kernels.experts.reference.Experts`."""
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool
+) -> Tensor:
+    """Sum of the experts' weighted outputs: `kernels.experts.reference.Experts`."""
     if isinstance(w1, Apart) or isinstance(w3, Apart) or isinstance(w2, Apart):
-        return _APART(x, ids, weights, w1, w3, w2, limit, first, deployed=deployed)
-    (t, hidden), slots, held = x.shape, ids.shape[1], members(w1)
-    out = torch.empty(t, hidden, dtype=torch.float32, device=x.device)
+        return _APART(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
     if not ids.numel():
-        return out.zero_()
+        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     ids = ids.contiguous()
-    y = x.new_empty(t, slots, hidden)
-    _write_outputs(y, x, ids, weights, w1, w3, w2, limit, first, deployed=deployed)
+    pairs, rounds, inner = _sorted(ids, members(w1)), deployed and isinstance(w2, Fp8 | Fp4), w1.shape[0]
+    assert not rounds or inner % LINEAR_GROUP == 0, f"{inner} columns are no multiple of {LINEAR_GROUP}"
+    if rounds and _as_codes(x, w2):  # w2's input is rounded where it is made
+        given = _Given(*(x.new_empty(ids.numel(), n, dtype=torch.uint8) for n in (inner, inner // LINEAR_GROUP)))
+    else:
+        given = _Given(*2 * (x.new_empty(ids.numel(), inner),))
+    _up(given, pairs, x, weights, w1, w3, limit, deployed=deployed, rounds=rounds)
+    return _down_and_sum(given, pairs, x, ids, w2)
+
+
+def experts_up(
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, limit: float, *, deployed: bool
+) -> Tensor:
+    """What w2 of each of a token's experts is given: `kernels.experts.reference.ExpertsUp`."""
+    if isinstance(w1, Apart) or isinstance(w3, Apart):
+        return _APART_UP(x, ids, weights, w1, w3, limit, deployed=deployed)
+    out = x.new_empty(*ids.shape, w1.shape[0])
+    if ids.numel():
+        pairs = _sorted(ids.contiguous(), members(w1))
+        _up(_Given(out, out), pairs, x, weights, w1, w3, limit, deployed=deployed, rounds=False)
+    return out
+
+
+def experts_down(a: Tensor, ids: Tensor, w2: Stack, *, deployed: bool) -> Tensor:
+    """Sum of the experts' outputs: `kernels.experts.reference.ExpertsDown`."""
+    if isinstance(w2, Apart):
+        return _APART_DOWN(a, ids, w2, deployed=deployed)
+    if not ids.numel():
+        return torch.zeros(ids.shape[0], w2.shape[0], device=a.device)
+    ids = ids.contiguous()
+    return _down_and_sum(_given(a.flatten(0, 1), w2, deployed=deployed), _sorted(ids, members(w2)), a, ids, w2)
+
+
+class _Given(NamedTuple):
+    """Inputs of a product: numbers, or codes of E4M3 with a power of two for each 128 of them."""
+
+    x: Tensor  # [n, columns], or uint8
+    powers: Tensor  # [n, columns / 128] uint8; beside numbers any tensor
+
+
+def _given(x: Tensor, weight: Weight, *, deployed: bool) -> _Given:
+    """Rows as a matrix takes them: rounded where it is of a form that deployed numerics round for."""
+    if not (deployed and isinstance(weight, Fp8 | Fp4)):
+        x = x.contiguous()
+        return _Given(x, x)
+    if _as_codes(x, weight):
+        return _Given(*fp8_codes(x, LINEAR_GROUP))
+    x = simulate_fp8(x, LINEAR_GROUP)
+    return _Given(x, x)
+
+
+class _Pairs(NamedTuple):
+    """Pairs of a token and one of its slots, sorted by expert, and how they are divided into blocks."""
+
+    order: Tensor  # [pairs] int32
+    starts: Tensor  # [experts] int32
+    counts: Tensor  # [experts] int32
+    slots: int
+    tokens: int  # of a block
+    blocks: int  # in the worst case: each may lack all but one of its tokens
+
+
+def _sorted(ids: Tensor, experts: int) -> _Pairs:
+    pairs = ids.numel()
+    order, starts, counts = (
+        torch.empty(n, dtype=torch.int32, device=ids.device) for n in (pairs, experts, experts)
+    )  # each an allocation of its own: a pointer's alignment is part of what is compiled
+    chunk = 64 if pairs <= 64 else CHUNK  # two sizes, for each is compiled
+    _sort[experts,](ids, order, starts, counts, pairs, CHUNK=chunk, num_warps=4, enable_fp_fusion=False)
+    tokens = _tokens(pairs, experts)
+    return _Pairs(order, starts, counts, ids.shape[1], tokens, min(pairs, (pairs + experts * (tokens - 1)) // tokens))
+
+
+def _up(
+    out: _Given, pairs: _Pairs, x: Tensor, weights: Tensor, w1: Weight, w3: Weight, limit: float,
+    *, deployed: bool, rounds: bool,
+) -> None:  # fmt: skip
+    """Write what w2 is given, rounded as its input if `rounds`."""
+    (t, hidden), (inner, columns), held = x.shape, w1.shape, members(w1)
+    assert hidden == columns, f"x has {hidden} columns, w1 {columns}"
+    assert w3.shape == w1.shape, f"w1 {w1.shape}, w3 {w3.shape}"
+    assert type(w1) is type(w3), f"w1 is {type(w1).__name__}, w3 {type(w3).__name__}"
+    assert weights.shape == (t, pairs.slots), f"{t} tokens of {pairs.slots} slots, weights {tuple(weights.shape)}"
+    gate, up, given = planes(w1), planes(w3), _given(x, w1, deployed=deployed)
+    assert _layout(gate) == _layout(up), "w1 and w3 lie differently"
+    constants, n = _constants(x, w1, gate.form, held, pairs.tokens), len(pairs.order)
+    cut = _cut(t, pairs.slots, inner, hidden, constants["BLOCK"])
+    _check_counters(pairs, inner, cut)
+    sums = torch.empty(n * 2 * inner * cut.sums, dtype=torch.float32, device=x.device)
+    _gate_up[triton.cdiv(inner, ROWS), pairs.blocks, cut.splits](
+        *given, weights.contiguous(), *pairs[:3], *gate[1:], *up[1:], *out, sums, counters(x.device), n, pairs.slots,
+        held, inner, hidden, *_layout(gate), cut.steps, float(limit), SPLIT=cut.splits > 1, ROUND=rounds, **constants,
+    )  # fmt: skip
+
+
+def _down_and_sum(given: _Given, pairs: _Pairs, like: Tensor, ids: Tensor, w2: Weight) -> Tensor:
+    """[t, hidden] float32 of inputs that are rounded already; products are of the dtype of `like`."""
+    (t, slots), (hidden, inner), held = ids.shape, w2.shape, members(w2)
+    assert given.x.shape == (t * slots, inner), f"given {tuple(given.x.shape)} for {t * slots} pairs, w2 {w2.shape}"
+    down, y = planes(w2), like.new_empty(t, slots, hidden)
+    constants, n = _constants(like, w2, down.form, held, pairs.tokens), len(pairs.order)
+    cut = _cut(t, slots, hidden, inner, constants["BLOCK"])
+    _check_counters(pairs, hidden, cut)
+    sums = torch.empty(n * hidden * cut.sums, dtype=torch.float32, device=ids.device)
+    _down[triton.cdiv(hidden, ROWS), pairs.blocks, cut.splits](
+        *given, *pairs[:3], *down[1:], y, sums, counters(ids.device), n, held, hidden, inner, *_layout(down), cut.steps,
+        SPLIT=cut.splits > 1, **constants,
+    )  # fmt: skip
+    out = torch.empty(t, hidden, dtype=torch.float32, device=ids.device)
     block = min(1024, triton.next_power_of_2(hidden))
     _sum_slots[t, triton.cdiv(hidden, block)](
-        y, ids, out, slots, first, held, hidden, SLOTS=triton.next_power_of_2(slots), BLOCK=block, num_warps=4,
+        y, ids, out, slots, hidden, SLOTS=triton.next_power_of_2(slots), BLOCK=block, num_warps=4,
         enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
-def expert_outputs(
-    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, first: int,
-    *, deployed: bool,
-) -> Tensor:  # fmt: skip
-    """Each of this rank's experts' weighted outputs, in its slot: `kernels.experts.reference.ExpertOutputs`."""
-    if isinstance(w1, Apart) or isinstance(w3, Apart) or isinstance(w2, Apart):
-        return _APART_OUTPUTS(x, ids, weights, w1, w3, w2, limit, first, deployed=deployed)
-    y = x.new_zeros(*ids.shape, x.shape[1])
-    if ids.numel():
-        _write_outputs(y, x, ids.contiguous(), weights, w1, w3, w2, limit, first, deployed=deployed)
-    return y
-
-
-def _write_outputs(
-    y: Tensor, x: Tensor, ids: Tensor, weights: Tensor, w1: Weight, w3: Weight, w2: Weight, limit: float, first: int,
-    *, deployed: bool,
-) -> None:  # fmt: skip
-    """Write the weighted outputs of this rank's experts to their slots of y [t, k, hidden]; the others' stay."""
-    (t, hidden), slots, (inner, columns) = x.shape, ids.shape[1], w1.shape
-    assert hidden == columns, f"x has {hidden} columns, w1 {columns}"
-    assert (w3.shape, w2.shape) == ((inner, hidden), (hidden, inner)), f"w1 {w1.shape}, w3 {w3.shape}, w2 {w2.shape}"
-    assert type(w1) is type(w3), f"w1 is {type(w1).__name__}, w3 {type(w3).__name__}"
-    assert weights.shape == ids.shape == (t, slots), f"{t} tokens, ids {tuple(ids.shape)}"
-    weights, held, pairs = weights.contiguous(), members(w1), t * slots
-    order, starts, counts = (
-        torch.empty(n, dtype=torch.int32, device=x.device) for n in (pairs, held, held)
-    )  # each an allocation of its own: a pointer's alignment is part of what is compiled
-    chunk = 64 if pairs <= 64 else CHUNK  # two sizes, for each is compiled
-    _sort[held,](ids, order, starts, counts, pairs, first, CHUNK=chunk, num_warps=4, enable_fp_fusion=False)
-    tokens = _tokens(pairs, held)
-    where = order, starts, counts
-    blocks = min(pairs, (pairs + held * (tokens - 1)) // tokens)  # a block may lack all but one of its tokens
-    gate, up, down = planes(w1), planes(w3), planes(w2)
-    assert _layout(gate) == _layout(up), "w1 and w3 lie differently"
-    rounds, rounds_inner = (deployed and isinstance(w, Fp8 | Fp4) for w in (w1, w2))
-    assert not rounds_inner or inner % LINEAR_GROUP == 0, f"{inner} columns are no multiple of {LINEAR_GROUP}"
-    first_constants, constants = (
-        _constants(x, w, form, held, tokens) for w, form in ((w1, gate.form), (w2, down.form))
-    )
-    first_cut = _cut(t, slots, inner, hidden, first_constants["BLOCK"])
-    cut = _cut(t, slots, hidden, inner, constants["BLOCK"])
-    assert blocks * triton.cdiv(max(inner, hidden), ROWS) <= COUNTERS or first_cut.splits == cut.splits == 1
-    size = max(2 * inner * first_cut.sums, hidden * cut.sums)
-    sums = torch.empty(pairs * size, dtype=torch.float32, device=x.device)
-    if rounds and _as_codes(x, w1):
-        given, powers = fp8_codes(x, LINEAR_GROUP)
-    else:
-        given = powers = simulate_fp8(x, LINEAR_GROUP) if rounds else x.contiguous()
-    if rounds_inner and _as_codes(x, w2):
-        middle, middle_powers = (
-            torch.empty(pairs, wide, dtype=torch.uint8, device=x.device) for wide in (inner, inner // LINEAR_GROUP)
-        )
-    else:
-        middle = middle_powers = x.new_empty(pairs, inner)
-    tiles = counters(x.device)
-    _gate_up[triton.cdiv(inner, ROWS), blocks, first_cut.splits](
-        given, powers, weights, *where, *gate[1:], *up[1:], middle, middle_powers, sums, tiles, pairs, slots, held,
-        inner, hidden, *_layout(gate), first_cut.steps, float(limit), SPLIT=first_cut.splits > 1, ROUND=rounds_inner,
-        **first_constants,
-    )  # fmt: skip
-    _down[triton.cdiv(hidden, ROWS), blocks, cut.splits](
-        middle, middle_powers, *where, *down[1:], y, sums, tiles, pairs, held, hidden, inner, *_layout(down),
-        cut.steps, SPLIT=cut.splits > 1, **constants,
-    )  # fmt: skip
+def _check_counters(pairs: _Pairs, rows: int, cut: "_Cut") -> None:
+    tiles = pairs.blocks * triton.cdiv(rows, ROWS)
+    assert cut.splits == 1 or tiles <= COUNTERS, f"{tiles} tiles of split columns, {COUNTERS} counters"
 
 
 def experts_scratch(
     tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
 ) -> int:
-    """Bytes allocated in `experts`: what `expert_outputs` does, and the sum."""
-    return (
-        expert_outputs_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
-        + tokens * hidden * 4
-    )
+    """Bytes allocated in `experts` of up to so many tokens; where inputs are codes it is less.
+
+    What w2 is given beside the more of both halves.
+    """
+    middle = tokens * slots * inner * item
+    up = experts_up_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
+    down = experts_down_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=False)
+    return max(up, middle + down)
 
 
-def expert_outputs_scratch(
+def experts_up_scratch(
     tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
 ) -> int:
-    """Bytes allocated in `expert_outputs` of up to so many tokens; where inputs are codes it is less.
+    """Bytes allocated in `experts_up`, its result included: sorted pairs, rounded inputs, sums of split columns."""
+    taken = _pairs_nbytes(tokens, slots, experts) + tokens * slots * inner * item
+    if deployed and form in ("FP8", "FP8_F32", "FP4"):
+        taken += tokens * hidden * item
+    return taken + _sums_nbytes(tokens, slots, inner, hidden, form, item, 2)
 
-    Sorted pairs, rounded inputs, both products of every pair, and of few tokens the sums of split columns.
-    """
-    pairs, few = tokens * slots, min(tokens, FEW)
+
+def experts_down_scratch(
+    tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
+) -> int:
+    """Bytes allocated in `experts_down`: the same, a product for each pair, and their sum."""
+    taken = _pairs_nbytes(tokens, slots, experts) + tokens * hidden * (slots * item + 4)
+    if deployed and form in ("FP8", "FP8_F32", "FP4"):
+        taken += tokens * slots * inner * item
+    return taken + _sums_nbytes(tokens, slots, hidden, inner, form, item, 1)
+
+
+def _pairs_nbytes(tokens: int, slots: int, experts: int) -> int:
+    return (tokens * slots + 2 * experts) * 4
+
+
+def _sums_nbytes(tokens: int, slots: int, rows: int, columns: int, form: str, item: int, products: int) -> int:
+    """Bytes of sums of split columns; of more than FEW tokens there are none, but their plan is no less than of FEW."""
     block = 32 if item == 4 or form in ("F16", "F32") else 64 if form == "BF16" else 128
-    up, down = _cut(few, slots, inner, hidden, block), _cut(few, slots, hidden, inner, block)
-    rounded_inputs = tokens * hidden * item if deployed and form in ("FP8", "FP8_F32", "FP4") else 0
-    sums = few * slots * max(2 * inner * up.sums, hidden * down.sums) * 4
-    whole = (pairs + 2 * experts) * 4 + rounded_inputs + pairs * (inner + hidden) * item
-    return whole + sums if tokens <= FEW else max(whole, whole + sums - (pairs - few * slots) * (inner + hidden) * item)
+    return 0 if tokens > FEW else tokens * slots * products * rows * _cut(tokens, slots, rows, columns, block).sums * 4
 
 
 class _Cut(NamedTuple):
@@ -318,11 +378,10 @@ class _Cut(NamedTuple):
 def _cut(t: int, slots: int, rows: int, columns: int, block: int) -> _Cut:
     """Split columns so that one token's programs fill the machine; of up to FEW tokens as of one, of more not at all.
 
-    So the numbers of a token of a few do not depend on how many others there are. Rows of one expert each, which other
-    ranks send, are never split: how many they are is the other ranks' affair.
+    So the numbers of a token of a few do not depend on how many others there are.
     """
     steps = triton.cdiv(columns, block)
-    splits = min(triton.cdiv(PROGRAMS, triton.cdiv(rows, ROWS) * slots), steps // 4) if t <= FEW and slots > 1 else 1
+    splits = min(triton.cdiv(PROGRAMS, triton.cdiv(rows, ROWS) * slots), steps // 4) if t <= FEW else 1
     each = triton.cdiv(steps, max(1, splits))
     return _Cut(triton.cdiv(steps, each), each)
 

@@ -76,13 +76,14 @@ def nbytes(weight: Weight) -> int:
 
 
 def rows(weight: Weight, start: int, stop: int) -> Weight:
-    """Rows `start` to `stop` of a weight as views; for `Fp8` both must be multiples of 128 or the end."""
+    """Rows `start` to `stop` of a weight as views; of `Fp8` whole blocks of 128, up to the end, or a part of one."""
     match weight:
         case Dense(data):
             return Dense(data[start:stop])
         case Fp8(data, scale):
-            assert start % FP8_BLOCK == 0, f"start {start} does not begin a 128-row block"
-            assert stop % FP8_BLOCK == 0 or stop == data.shape[0], f"stop {stop} cuts a 128-row block"
+            whole = start % FP8_BLOCK == 0 and (stop % FP8_BLOCK == 0 or stop == data.shape[0])
+            within = start // FP8_BLOCK == (stop - 1) // FP8_BLOCK
+            assert whole or within, f"rows {start} to {stop} cut blocks of {FP8_BLOCK}"
             return Fp8(data[start:stop], scale[start // FP8_BLOCK : -(-stop // FP8_BLOCK)])
         case Fp4(data, scale):
             return Fp4(data[start:stop], scale[start:stop])

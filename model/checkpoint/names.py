@@ -229,10 +229,8 @@ class Axis(StrEnum):
 
     HEADS = "attention heads"
     GROUPS = "output groups"
-    OUTPUT = "columns of the attention's output"  # and of the feed-forward's, where that is no expert's
-    INDEX_HEADS = "indexer heads"
+    OUTPUT = "columns of both sublayers' outputs"
     VOCABULARY = "vocabulary"
-    EXPERTS = "routed experts"  # a parameter belongs to one of them as a whole
     KV_HEADS = "KV heads"
     INNER = "columns of SwiGLU"
     NONE = "none"  # read whole by every token
@@ -245,8 +243,9 @@ _AXES: Final = {
     "attn.attn_sink": Axis.HEADS,
     "attn.wo_a.weight": Axis.GROUPS,
     "attn.wo_b.weight": Axis.OUTPUT,
-    "attn.indexer.wq_b.weight": Axis.INDEX_HEADS,
-    "attn.indexer.weights_proj.weight": Axis.INDEX_HEADS,
+    "ffn.shared_experts.w1.weight": Axis.INNER,
+    "ffn.shared_experts.w3.weight": Axis.INNER,
+    "ffn.shared_experts.w2.weight": Axis.OUTPUT,
     # of the Llama family, see `model.llama.census`
     "model.embed_tokens.weight": Axis.VOCABULARY,
     "lm_head.weight": Axis.VOCABULARY,
@@ -258,15 +257,16 @@ _AXES: Final = {
     "mlp.up_proj.weight": Axis.INNER,
     "mlp.down_proj.weight": Axis.OUTPUT,
 }
+_OF_EXPERTS: Final = {"w1": Axis.INNER, "w3": Axis.INNER, "w2": Axis.OUTPUT}
 
 
-def axis(name: str) -> tuple[Axis, int | None]:
-    """What the rows of a parameter (official name) belong to; with `Axis.EXPERTS` also which expert it is."""
+def axis(name: str) -> Axis:
+    """What the rows of a parameter (official name) belong to."""
     in_layer = _LAYER.fullmatch(name)
     rest = in_layer[2] if in_layer else name
     if expert := _EXPERT.fullmatch(rest):
-        return Axis.EXPERTS, int(expert[1])
-    return _AXES.get(rest, Axis.NONE), None
+        return _OF_EXPERTS[expert[2]]
+    return _AXES.get(rest, Axis.NONE)
 
 
 def parameters(config: ModelConfig) -> dict[str, Parameter]:

@@ -27,11 +27,11 @@ HASHED_WHOLE: Final = 256 << 20  # bytes of data up to which `fingerprint` reads
 HASHED_END: Final = 4096  # bytes read of each end of each tensor beyond that
 
 
-# Official name and number of rows of a parameter to the part of them that is held here; None: nothing of it.
-Held = Callable[[str, int], AxisShard | None]
+# Official name and number of rows of a parameter to the part of them that is held here.
+Held = Callable[[str, int], AxisShard]
 
 
-def everything(name: str, rows: int) -> AxisShard | None:
+def everything(name: str, rows: int) -> AxisShard:
     """All of every parameter: what one rank alone holds."""
     del name
     return undivided(rows)
@@ -144,24 +144,19 @@ class Weights:
 
     def unread(self) -> list[str]:
         """Parameters held here that were never asked for, in the order of the architecture."""
-        return [name for name in self._census.mappings if name not in self._handed and self._part(name) is not None]
+        return [name for name in self._census.mappings if name not in self._handed]
 
     def handed(self) -> dict[str, int]:
         """Bytes handed out, as stored, by parameter: a rank's receipt."""
         return dict(self._handed)
 
-    def _part(self, name: str) -> AxisShard | None:
-        return self._held(name, self._census.demanded[name].shape[0])
-
     def _shard(self, name: str, kinds: tuple[Kind, ...]) -> AxisShard:
-        """Check that the architecture has this parameter, of one of these kinds, and that a part of it is here."""
+        """What is here of a parameter that the architecture must have, as one of these kinds."""
         if name not in self._census.demanded:
             raise CheckpointError(f"{self._checkpoint.directory}: the architecture has no parameter {quoted(name)}")
         if (kind := self._census.demanded[name].kind) not in kinds:
             raise CheckpointError(f"{self._checkpoint.directory}: {name} is {kind}, asked for as {' or '.join(kinds)}")
-        shard = self._part(name)
-        assert shard is not None, f"{name} is not held by this rank"
-        return shard
+        return self._held(name, self._census.demanded[name].shape[0])
 
     def _copies(self, names: Sequence[str]) -> list[Weight]:
         """Copies of matrices of one layout, one behind another in memory, which the threads of `filling` fill."""
@@ -233,9 +228,9 @@ def open_weights(
     device : torch.device
         Where `Weights` hands tensors out. On the CPU they stay mapped, but for matrices that are to lie together.
     only : Collection[str] | None
-        Official names whose values are checked. None: all that are held here.
+        Official names whose values are checked. None: all.
     held : Held
-        Official name and number of rows to the part of them that is held here, None: nothing of it.
+        Official name and number of rows to the part of them that is held here.
     copied : bool
         Whether matrices are copied on the CPU too.
 
@@ -252,8 +247,6 @@ def open_weights(
         if name not in census.mappings:
             raise CheckpointError(f"{checkpoint.directory}: the architecture has no parameter {quoted(name)}")
         mapping, shard = census.mappings[name], held(name, census.demanded[name].shape[0])
-        if shard is None:
-            return
         if mapping.scale is not None and mapping.global_scale is not None:
             _check_scale(checkpoint, mapping.scale, shard, is_not_negative, "a finite number, not negative")
             _check_scale(checkpoint, mapping.global_scale, undivided(1), is_positive, "a finite positive number")

@@ -33,7 +33,7 @@ class Place(NamedTuple):
     part: str  # attributes that lead to it, from its layer or, outside of all layers, from the model
     method: str
     output: int = -1  # of several that it returns; -1: it returns one
-    shard: str = ""  # of which axis a rank has a shard: "tokens" of the call, the first, or "heads", the second
+    shard: str = ""  # of which axis a rank has a shard: the first, "tokens" of the call; the second, "heads" or "inner"
     same: str = ""  # when it must be the same on every rank: ALWAYS, WHOLE_CALLS, or never
 
 
@@ -57,18 +57,18 @@ PLACES: Final[Mapping[Site, Place]] = {
     sites.SELECTED: Place("attention", "select", same=WHOLE_CALLS),
     sites.MIXED: Place("attention", "attend", shard="heads"),
     sites.UNROTATED: Place("attention", "unrotate", shard="heads"),
-    sites.ATTENTION_OUTPUT: Place("attention", "output"),
+    sites.ATTENTION_OUTPUT: Place("attention", "output", shard="tokens"),
     sites.ATTENTION_STREAMS: Place(_A, "write", shard="tokens"),
     sites.EXPERTS_PRE: Place(_E, "read", 1, "tokens"),
     sites.EXPERTS_POST: Place(_E, "read", 2, "tokens"),
     sites.EXPERTS_COMB: Place(_E, "read", 3, "tokens"),
     sites.EXPERTS_INPUT: Place(_E, "read", 0, "tokens"),
-    sites.EXPERT_IDS: Place("experts", "route", 0, "tokens"),
-    sites.EXPERT_WEIGHTS: Place("experts", "route", 1, "tokens"),
-    sites.ROUTED_GATE: Place("experts.experts", "gate_up", 0),  # of each of a rank's experts, its own
-    sites.ROUTED_UP: Place("experts.experts", "gate_up", 1),
-    sites.SHARED_GATE: Place("experts.shared", "gate_up", 0, "tokens"),
-    sites.SHARED_UP: Place("experts.shared", "gate_up", 1, "tokens"),
+    sites.EXPERT_IDS: Place("experts", "route", 0, "tokens", same=WHOLE_CALLS),
+    sites.EXPERT_WEIGHTS: Place("experts", "route", 1, "tokens", same=WHOLE_CALLS),
+    sites.ROUTED_GATE: Place("experts.experts", "gate_up", 0, "inner"),  # of each expert
+    sites.ROUTED_UP: Place("experts.experts", "gate_up", 1, "inner"),
+    sites.SHARED_GATE: Place("experts.shared", "gate_up", 0, "inner"),
+    sites.SHARED_UP: Place("experts.shared", "gate_up", 1, "inner"),
     sites.EXPERTS_OUTPUT: Place("experts", "output", shard="tokens"),
     sites.STREAMS: Place(_E, "write", shard="tokens", same=WHOLE_CALLS),
     sites.HIDDEN: Place("", "hidden", same=WHOLE_CALLS),
@@ -206,8 +206,8 @@ class Observer:
     def _show(self, place: Place, listeners: list[Listener], layer: int | None, x: Tensor) -> None:
         """Show a tensor to listeners, whole where this rank has a shard of it; what they write is taken over."""
         shard, dim = undivided(0), 0
-        if place.shard == "heads":
-            shard, dim = self.ranks.shards.heads, 1
+        if place.shard in {"heads", "inner"}:
+            shard, dim = self.ranks.shards.along(place.shard), 1
         elif place.shard and self.call is not None:
             shard = self.call.shard
         whole = self.ranks.whole(x, dim, shard)
@@ -337,13 +337,13 @@ def install(model: Observed, places: Mapping[Site, Place]) -> Observer:
 
 
 def _parts(root: Any, path: str) -> Iterator[Any]:
-    """The part at the end of a path of attributes; all values of a dict; nothing where there is none."""
+    """The part at the end of a path of attributes; all of a list; nothing where there is none."""
     for name in path.split(".") if path else ():
         root = getattr(root, name, None)
         if root is None:
             return
-    if isinstance(root, dict):
-        yield from root.values()
+    if isinstance(root, list):
+        yield from root
     else:
         yield root
 

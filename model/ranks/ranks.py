@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from model.choices import ALL_REDUCE, ALL_TO_ALL, AUTO, DISPATCHES
+from model.choices import ALL, AUTO, OWN, RANK_TOKENS
 from model.errors import RankDisagreement, Tripwire
 
-# Tokens per rank from which `auto` splits a call over the ranks: somewhat before the two cost the same on two CPU ranks
-# with gloo (audits/dispatch.md), because a split call holds the streams of its own tokens only.
+# Tokens per rank from which `auto` splits a call over the ranks: TODO
 SPLIT_FROM = 64
 # Tokens up to which what a call records is kept until its end and compared in one exchange, not one for each layer: of
 # V4-Pro 57 KB of streams for each token and layer.
@@ -68,11 +67,9 @@ def evenly(total: int, rank: int, size: int) -> AxisShard:
     return AxisShard(start, start + short + (rank < more), total, split=True)
 
 
-def dispatched(asked: str, tokens: int, ranks: int) -> str:
-    """ALL_TO_ALL or ALL_REDUCE: how the tokens of a call get to experts on several ranks, where `asked` may be AUTO."""
-    if asked != AUTO:
-        return asked
-    return ALL_TO_ALL if tokens >= SPLIT_FROM * ranks else ALL_REDUCE
+def splits(asked: str, tokens: int, ranks: int) -> bool:
+    """Whether each of several ranks has its own part of a call's tokens between attentions; `asked` may be AUTO."""
+    return asked == OWN or (asked == AUTO and tokens >= SPLIT_FROM * ranks)
 
 
 class Shards(NamedTuple):
@@ -80,12 +77,10 @@ class Shards(NamedTuple):
 
     heads: AxisShard  # attention heads: rows of wq_b, sinks
     groups: AxisShard  # output groups: rows of wo_a. Split only where heads are
-    output: AxisShard  # rows of wo_b: columns of the attention's output. Of the Llama family, of both sublayers'
-    index_heads: AxisShard  # rows of the indexer's wq_b and weights_proj
+    output: AxisShard  # rows of wo_b and of every w2: columns of both sublayers' outputs
     vocabulary: AxisShard  # rows of embedding and head
-    experts: AxisShard  # routed experts
     kv_heads: AxisShard  # of the Llama family: rows of k_proj and v_proj. Split together with heads
-    inner: AxisShard  # of the Llama family: rows of gate_proj and up_proj
+    inner: AxisShard  # rows of every w1 and w3: SwiGLU's columns
 
     def along(self, axis: str | None, width: int = 1) -> AxisShard:
         """What is here of the axis of this name, `width` places for each of its own; None: of what nobody splits."""
@@ -127,16 +122,16 @@ class Ranks:
     All ranks must call the same methods in the same order: each is a collective.
     """
 
-    def __init__(self, group: Group, shards: Shards, dispatch: str = AUTO) -> None:
-        assert dispatch in DISPATCHES, f"dispatch {dispatch!r}"
+    def __init__(self, group: Group, shards: Shards, tokens: str = AUTO) -> None:
+        assert tokens in RANK_TOKENS, f"tokens {tokens!r}"
         assert (group.processes is None) == (group.size == 1), f"{group}"
-        self.rank, self.size, self.shards, self.dispatch = group.rank, group.size, shards, dispatch
+        self.rank, self.size, self.shards, self.asked = group.rank, group.size, shards, tokens
         self._group = group.processes
         self._recorded: list[_Recorded] = []
         self._apart = False
         self.collectives = 0  # entered so far, and which was last: what a watcher sees of this rank
         self.at = "start"
-        self.calls = dict.fromkeys((ALL_REDUCE, ALL_TO_ALL), 0)  # calls of the model by the dispatch that ran
+        self.calls = dict.fromkeys((ALL, OWN), 0)  # calls of the model by which tokens a rank had
 
     @contextmanager
     def apart(self) -> Iterator[None]:
@@ -152,12 +147,12 @@ class Ranks:
             self.calls.update(calls)
 
     def tokens(self, count: int) -> AxisShard:
-        """Whose rows a call's `count` tokens are between attentions: each rank's own (all-to-all), or everybody's."""
-        if not self.shards.experts.split:  # of one rank, or without experts to bring tokens to
+        """Which of a call's `count` tokens this rank has between attentions: all of them, or its own part."""
+        if self.size == 1:
             return undivided(count)
-        chosen = dispatched(self.dispatch, count, self.size)
-        self.calls[chosen] += 1
-        return evenly(count, self.rank, self.size) if chosen == ALL_TO_ALL else undivided(count)
+        split = splits(self.asked, count, self.size)
+        self.calls[OWN if split else ALL] += 1
+        return evenly(count, self.rank, self.size) if split else undivided(count)
 
     def whole(self, x: Tensor, dim: int, shard: AxisShard) -> Tensor:
         """Put an axis together from the ranks' shards of it, in the order of ranks.
@@ -183,10 +178,13 @@ class Ranks:
         own = x.movedim(dim, 0)
         assert own.shape[0] == shard.size, f"{own.shape[0]} rows, the shard is {shard}"
         longest = -(-shard.total // self.size)
-        padded = own.new_zeros(longest, *own.shape[1:])
+        if shard.total == self.size * longest:
+            padded = own.contiguous()
+        else:
+            padded = own.new_zeros(longest, *own.shape[1:])
+            padded[: shard.size] = own
         if padded.numel() == 0:  # a selection among no entries, say
             return own.new_empty(shard.total, *own.shape[1:]).movedim(0, dim)
-        padded[: shard.size] = own
         sent = padded.flatten().view(torch.uint8)
         parts = self._gathered(sent).view(x.dtype).view(self.size, *padded.shape)
         if shard.total == self.size * longest:
@@ -194,6 +192,33 @@ class Ranks:
         else:
             rows = torch.cat([part[: evenly(shard.total, r, self.size).size] for r, part in enumerate(parts)])
         return rows.movedim(0, dim).contiguous()
+
+    def turned(self, x: Tensor, columns: AxisShard, rows: AxisShard) -> Tensor:
+        """From this rank's columns of every row to every column of this rank's rows: what each lacks and no more.
+
+        Parameters
+        ----------
+        x
+            [rows.total, columns.size] of any dtype.
+        columns, rows
+            What of each axis is here; both are split, columns evenly.
+
+        Returns
+        -------
+        Tensor
+            [rows.size, columns.total].
+
+        """
+        assert x.shape == (rows.total, columns.size), f"{list(x.shape)}, want {rows.total} of {columns.size}"
+        assert columns.total == columns.size * self.size, f"{columns} on {self.size} ranks"
+        self._enter("exchange")
+        data = x.contiguous().view(torch.uint8)  # [rows, bytes], sorted by the rank that they go to
+        got = data.new_empty(self.size, rows.size, data.shape[1])
+        if not self._apart:
+            sent = [evenly(rows.total, rank, self.size).size for rank in range(self.size)]
+            received = [rows.size] * self.size
+            dist.all_to_all_single(got.flatten(0, 1), data, received, sent, group=self._group)
+        return got.view(x.dtype).movedim(0, 1).reshape(rows.size, columns.total)
 
     def filled(self, site: str, layer: int | None, partial: Partial) -> Tensor:
         """Give every rank all rows [n, d], each from the rank that filled it; Tripwire unless that is exactly one.
@@ -220,28 +245,6 @@ class Ranks:
             self._enter("broadcast")
             dist.broadcast(x, group=self._group, group_src=0)
         return x
-
-    def counted(self, sent: Tensor) -> tuple[list[int], list[int]]:
-        """How many rows this rank sends to each, [ranks] int64, and how many it gets from each: both on the host."""
-        self._enter("exchange")
-        received = sent.clone()
-        if not self._apart:
-            dist.all_to_all_single(received, sent, group=self._group)
-        both: list[list[int]] = torch.stack((sent, received)).tolist()
-        return both[0], both[1]
-
-    def exchange(self, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        """Send rows [n, d], sorted by the rank they go to, `sent` of them to each; get the others', `received` of each.
-
-        Returned are rows sorted by the rank they come from and then as that rank had them.
-        """
-        self._enter("exchange")
-        data = rows.contiguous().view(torch.uint8)  # [n, bytes]
-        if self._apart:
-            return data.view(rows.dtype)
-        got = torch.empty(sum(received), data.shape[1], dtype=torch.uint8, device=rows.device)
-        dist.all_to_all_single(got, data, received, sent, group=self._group)
-        return got.view(rows.dtype)
 
     def record(self, site: str, layer: int | None, tensor: Tensor) -> None:
         """Record a tensor that must be the same on every rank, until `verify` compares it."""

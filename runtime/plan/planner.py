@@ -16,11 +16,10 @@ from kernels.ops import CPU
 from model.architectures import Config
 from model.cache.gqa import KvHeads
 from model.checkpoint.census import Census
-from model.choices import ALL_TO_ALL
 from model.config import ModelConfig
 from model.llama.adapters import adapters_nbytes
 from model.llama.config import LlamaConfig
-from model.ranks.ranks import SPLIT_FROM, AxisShard, dispatched, evenly, undivided
+from model.ranks.ranks import SPLIT_FROM, AxisShard, evenly, splits, undivided
 from model.state import layer_caches
 from runtime.arithmetic import cache_formats
 from runtime.op_sets import of_triton
@@ -168,8 +167,8 @@ class Planner:
     def _tokens(self, count: int) -> AxisShard:
         """As `model.ranks.ranks.Ranks.tokens`; of all ranks the first has the most."""
         ranks = self.sharding.size
-        split = self.call.shards.experts.split and dispatched(self.options.dispatch, count, ranks) == ALL_TO_ALL
-        return evenly(count, 0, ranks) if split else undivided(count)
+        own = isinstance(self.config, ModelConfig) and splits(self.options.rank_tokens, count, ranks)
+        return evenly(count, 0, ranks) if own else undivided(count)
 
 
 def most(fits: Callable[[int], bool], largest: int) -> int:

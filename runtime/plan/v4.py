@@ -84,7 +84,7 @@ def _block(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     live.hold("sublayer input", whole)
     with live.scope():
         _attention(c, s, live, layer)
-    live.hold("sublayer output", whole)
+    live.hold("sublayer output", row)
     live.run("mHC, write", written)
     live.hold("streams", 2 * streams)
     live.run("mHC, read", read)
@@ -127,7 +127,15 @@ def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     live.run("low rank, gathered", t * low * item, s.gather(t * rank, groups, first=False))
     live.hold("low-rank output", t * rank * item)
     live.run("output", s.linear("attn.wo_b", t))
-    live.run("output, gathered", t * output.size * item, s.gather(t * c.hidden_size, output, first=False))
+    live.run("output, put together", t * output.size * item, _columns(c, s))
+
+
+def _columns(c: ModelConfig, s: Call) -> int:
+    """Bytes of `Call.columns` of a sublayer's output: gathered, or exchanged for all columns of the own tokens."""
+    output = s.shards.output
+    if output.split and s.tokens.split:
+        return 2 * s.m * c.hidden_size * s.item
+    return s.gather(s.t * c.hidden_size, output, first=False)
 
 
 def _attend(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
@@ -173,19 +181,16 @@ def coding(vectors: int, width: int) -> int:
 
 def _select(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     """`Indexer.__call__`."""
-    t, d, item, shard = s.t, c.index_head_dim, s.item, s.shards.index_heads
+    t, m, d, item, heads = s.t, s.m, c.index_head_dim, s.item, c.index_n_heads
     _compress(c, s, live, layer, "indexer.compressor", d)
-    heads, product, numbers = c.index_n_heads, t * shard.size * d * item, t * c.index_n_heads * d
-    live.run("index queries", s.linear("attn.indexer.wq_b", t))
-    live.run("index queries, gathered", product, s.gather(numbers, shard, first=False))
-    queries = s.m * heads * d * item  # of this rank's tokens, which are a view of all until they are rotated
-    made = [numbers * item + s.op("rotate", s.m, heads, d, c.qk_rope_head_dim, item)]
+    queries = m * heads * d * item
+    made = [s.linear("attn.indexer.wq_b", m), 2 * queries + s.op("rotate", m, heads, d, c.qk_rope_head_dim, item)]
     if s.deployed:
-        made.append(queries + s.op("hadamard", s.m * heads, d, item))
-        made.append(2 * queries + s.op("simulate_fp4", s.m * heads * d, item))
+        made.append(queries + s.op("hadamard", m * heads, d, item))
+        made.append(2 * queries + s.op("simulate_fp4", m * heads * d, item))
     live.run("index queries", max(made))
     live.hold("index queries", queries)
-    live.hold("index weights", t * heads * (F32 + item))
+    live.hold("index weights", m * heads * (F32 + item))
     entries = s.context // c.ratio(layer)
     form = "coded" if isinstance(s.formats.variant(layer), Shard) else s.formats.keys
     sizes = s.m, c.index_n_heads, d, entries, c.index_topk
@@ -195,36 +200,72 @@ def _select(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
 
 
 def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
-    """`MoE.__call__`: gate, routed experts by way of `model.ranks.dispatch`, shared expert."""
-    m, hidden, k, item = s.m, c.hidden_size, c.num_experts_per_tok, s.item
-    pairs, scores = m * k, m * c.n_routed_experts
+    """`MoE.__call__`: gate, routed experts, shared expert."""
+    m, t, hidden, k, item = s.m, s.t, c.hidden_size, c.num_experts_per_tok, s.item
+    scores, out = m * c.n_routed_experts, t * s.shards.output.size
     live.run("gate", max(s.linear("ffn.gate", m, wide=True), scores * F32 + s.op("route", m, c.n_routed_experts)))
     # ids by score are a view of the order of all experts
-    live.hold("expert ids and weights", (pairs if c.is_hash(layer) else scores) * I64 + pairs * F32)
-    outputs, summed = pairs * hidden * item, m * hidden * (F32 + item) + s.widened(m * hidden)
+    live.hold("expert ids and weights", (m * k if c.is_hash(layer) else scores) * I64 + m * k * F32)
     with live.scope():
-        if s.ranks == 1 and (_grouped(s) or s.t <= FEW):
-            live.run("routed experts", _all_experts(c, s, "experts", m, k))
-        elif s.ranks == 1:
-            live.hold("sum over experts", m * hidden * F32)
-            live.hold("routing", 4 * pairs * I64)
-            live.run("routed experts", _one_expert(c, s))
-        elif not s.tokens.split:  # every rank has all tokens, and fills in the outputs of its own experts
-            _expert_outputs(c, s, live, m, k)
-            words = outputs + pairs * 4  # the same as integers, and by whom each row was filled
-            live.run("routed experts, all-reduce", exchange=words + max(outputs, pairs * 8))
-            live.run("routed experts, summed", summed, outputs)
-        else:  # each rank sends its tokens to the ranks of their experts, and gets their outputs back
-            taken = -(-s.t * k // s.ranks) if s.even else s.t * min(k, s.shards.experts.size)
-            live.hold("routing", 4 * pairs * I64)
-            live.hold("tokens received", taken * hidden * item)
-            live.run("routed experts, tokens sent", exchange=outputs)
-            live.hold("labels received", taken * (3 * I64 + F32))  # expert and weight in one, and each for itself
-            _expert_outputs(c, s, live, taken, 1)
-            live.run("routed experts, outputs back", summed, 2 * outputs)
-    live.hold("sum over experts", m * hidden * F32)
-    added = m * hidden * 2 * F32 + (0 if item == F32 else m * hidden * item)
-    live.run("shared expert", max(_expert(s, "shared_experts", m), added))
+        if s.tokens.split:
+            live.run("experts' input, gathered", exchange=s.gather(t * hidden, s.tokens))
+            live.hold("input, ids and weights of all tokens", t * hidden * item + t * k * (I64 + F32))
+        if s.shards.inner.split:
+            _halves(c, s, live)
+        else:
+            _whole(c, s, live)
+        live.run("routed and shared, added", out * (2 * F32 + item), _columns(c, s))
+
+
+def _whole(c: ModelConfig, s: Call, live: Live) -> None:
+    """`MoE.routed` and the shared expert."""
+    t, hidden, k, item, inner = s.t, c.hidden_size, c.num_experts_per_tok, s.item, c.moe_intermediate_size
+    summed = t * hidden * F32
+    if _grouped(s) or t <= FEW:
+        live.run("routed experts", _op(c, s, "experts", hidden, inner))
+    else:
+        with live.scope():
+            live.hold("sum over experts", summed)
+            live.hold("routing", 4 * t * k * I64)
+            n = _tokens_of_one(c, s)
+            down = s.linear("ffn.experts.w2", n) + s.widened(n * hidden)
+            rows, columns = n * hidden * item, n * inner * item
+            live.run("routed experts", rows + max(_up(s, "experts", n), columns + down, n * hidden * item))
+    live.hold("sum over experts", summed)
+    down = t * inner * item + s.linear("ffn.shared_experts.w2", t)
+    live.run("shared expert", max(_up(s, "shared_experts", t), down))
+    live.hold("shared expert's output", t * hidden * item)
+
+
+def _halves(c: ModelConfig, s: Call, live: Live) -> None:
+    """`MoE.routed_up`, all ranks' columns put together, `MoE.routed_down`."""
+    t, k, item, inner, out = s.t, c.num_experts_per_tok, s.item, s.shards.inner, s.shards.output.size
+    n, own, whole = _tokens_of_one(c, s), t * inner.size * item, t * (k + 1) * inner.total * item
+    with live.scope():
+        if _grouped(s):
+            live.run("routed experts, up", _op(c, s, "experts_up", c.hidden_size, inner.size))
+            live.hold("routed experts' columns", k * own)
+        else:
+            live.hold("routed experts' columns", k * own)
+            live.hold("routing", 4 * t * k * I64)
+            live.run("routed experts, up", n * c.hidden_size * item + _up(s, "experts", n))
+        live.run("shared expert, up", max(_up(s, "shared_experts", t), (k + 2) * own))
+    live.hold("experts' columns", (k + 1) * own)
+    live.run("experts' columns, gathered", exchange=s.gather(whole // item, inner, first=False))
+    live.hold("experts' columns", whole)
+    summed = t * out * F32
+    with live.scope():
+        if _grouped(s):
+            copied = t * k * inner.total * item  # of the routed ones, without the shared one among them
+            live.run("routed experts, down", copied + _op(c, s, "experts_down", out, inner.total))
+        else:
+            live.hold("sum over experts", summed)
+            live.hold("routing", 4 * t * k * I64)
+            rows, product = n * inner.total * item, s.linear("ffn.experts.w2", n) + s.widened(n * out)
+            live.run("routed experts, down", rows + product)
+    live.hold("sum over experts", summed)
+    live.run("shared expert, down", t * inner.total * item + s.linear("ffn.shared_experts.w2", t))
+    live.hold("shared expert's output", t * out * item)
 
 
 def _grouped(s: Call) -> bool:
@@ -232,36 +273,21 @@ def _grouped(s: Call) -> bool:
     return not reads_apart(s.ops)
 
 
-def _expert_outputs(c: ModelConfig, s: Call, live: Live, rows: int, k: int) -> None:
-    """The op `expert_outputs` of so many rows of k experts each, and its result."""
-    outputs = rows * k * c.hidden_size * s.item
-    if _grouped(s):
-        live.run("routed experts", _all_experts(c, s, "expert_outputs", rows, k))
-        live.hold("expert outputs", outputs)
-    else:
-        live.hold("sorting by expert", 4 * rows * k * I64)
-        live.hold("expert outputs", outputs)
-        live.run("routed experts", _one_expert(c, s))
-
-
-def _all_experts(c: ModelConfig, s: Call, op: str, rows: int, k: int) -> int:
-    """Bytes of an op that runs all of a rank's experts at once."""
-    sizes = rows, k, s.shards.experts.size, c.hidden_size, c.moe_intermediate_size
+def _op(c: ModelConfig, s: Call, op: str, hidden: int, inner: int) -> int:
+    """Bytes of an op that runs all experts at once, of matrices of such rows and columns."""
+    sizes = s.t, c.num_experts_per_tok, c.n_routed_experts, hidden, inner
     forms = {form.name for form, _, _ in s.matrices["ffn.experts.w1"]}
     return max(s.op(op, *sizes, form, s.item, deployed=s.deployed) for form in forms)
 
 
-def _one_expert(c: ModelConfig, s: Call) -> int:
-    """Bytes of one expert's run, of the tokens that go to it: its rows, outputs, and these in fp32."""
-    n, hidden = s.t, c.hidden_size
-    if s.even:
-        n = min(n, -(-s.t * c.num_experts_per_tok // c.n_routed_experts))
-    return n * hidden * s.item + max(_expert(s, "experts", n), n * hidden * s.item + s.widened(n * hidden))
+def _tokens_of_one(c: ModelConfig, s: Call) -> int:
+    """Tokens of the expert that gets most."""
+    even = -(-s.t * c.num_experts_per_tok // c.n_routed_experts)
+    return min(s.t, even) if s.even else s.t
 
 
-def _expert(s: Call, name: str, n: int) -> int:
-    """Bytes of `Expert.__call__`, of n tokens."""
-    up, down = s.linear(f"ffn.{name}.w1", n), s.linear(f"ffn.{name}.w2", n)
+def _up(s: Call, name: str, n: int) -> int:
+    """Bytes of `Expert.up` of n tokens, its result included."""
     width = max(rows for _, rows, _ in s.matrices[f"ffn.{name}.w1"])
     one = n * width * s.item
-    return max(one + up, 2 * one + s.op("swiglu", n * width, s.item), 3 * one + down)
+    return max(one + s.linear(f"ffn.{name}.w1", n), 2 * one + s.op("swiglu", n * width, s.item))

@@ -13,7 +13,6 @@ from typing import Final, NamedTuple
 from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
 from model.architectures import Config
 from model.checkpoint.census import Census
-from model.checkpoint.names import Axis, axis
 from model.checkpoint.tensor_mapping import Form
 from model.llama.config import LlamaConfig
 from model.rope import rotated_as
@@ -93,15 +92,13 @@ def weights(
     for name, mapping in census.mappings.items():
         parameter = census.demanded[name]
         shard = sharding.rows(name, parameter.shape[0], rank)
-        if shard is None:
-            continue
         shape = (shard.size, *parameter.shape[1:])
         stored = own = stored_bytes(mapping.form, shape)
         # a vector in BF16 is a norm; other tensors in BF16 are operands of products, as stored
         wide = {"f32": F32, "i64": I64, "bf16": F32 if len(shape) == 1 else None}.get(parameter.kind)
         if wide is not None:
             own = math.prod(shape) * wide
-        replicated = sharding.size > 1 and not shard.split and axis(name)[0] is not Axis.EXPERTS
+        replicated = sharding.size > 1 and not shard.split
         view = stored if mapped and own == stored else 0
         kind = next((kind for part, kind in _PARTS.items() if part in name), WeightKind.EMBEDDING)
         found[kind].append(Weights(stored, view, 0 if view else own, stored if replicated else 0))
@@ -129,7 +126,7 @@ def matrices(census: Census, sharding: ShardingPlan, rank: int) -> Matrices:
     for name, mapping in census.mappings.items():
         shape = census.demanded[name].shape
         shard = sharding.rows(name, shape[0], rank)
-        if len(shape) == 2 and shard is not None:
+        if len(shape) == 2:
             parts = [part for part in name.split(".") if not part.isdigit()]
             bare = ".".join(part for part in parts if part not in ("model", "layers", "weight"))
             found.setdefault(bare, set()).add((mapping.form, shard.size, shape[1]))

@@ -1,4 +1,4 @@
-"""`prefill`, `decode`, `load` and `dispatch`: Fathom alone, and where its time goes."""
+"""`prefill`, `decode`, `load` and `rank-tokens`: Fathom alone, and where its time goes."""
 
 import argparse
 import contextlib
@@ -23,7 +23,7 @@ from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.names import parameters
 from model.checkpoint.weights import CPU as MEMORY
 from model.checkpoint.weights import open_weights
-from model.choices import ALL_REDUCE, ALL_TO_ALL
+from model.choices import ALL, OWN
 from model.config import ModelConfig
 from model.errors import ConfigError
 from model.ranks.ranks import Group
@@ -209,10 +209,10 @@ COPIES: Final[dict[str, tuple[int | None, type[filling.HostLane]]]] = {  # threa
 }
 
 
-def dispatch(args: argparse.Namespace, watch: Watch, group: Group) -> Iterator[Case]:
-    """What a call costs by each of the two dispatches of tokens to experts, on several ranks.
+def rank_tokens(args: argparse.Namespace, watch: Watch, group: Group) -> Iterator[Case]:
+    """What a call costs on several ranks that have all of its tokens between attentions, or each its own.
 
-    Whole calls of the model, from an empty state, in turn by all-reduce and by all-to-all, round after round; wall
+    Whole calls of the model, from an empty state, in turn, round after round; wall
     time, from when all ranks are there until all are done, because a rank that waits takes none of its processor's.
     """
     torch.set_num_threads(1)
@@ -220,7 +220,7 @@ def dispatch(args: argparse.Namespace, watch: Watch, group: Group) -> Iterator[C
 
     def side(ids: Tensor, way: str) -> tuple[Measures, None]:
         state = model.new_state(len(ids), len(ids))
-        model.arithmetic.ranks.dispatch = way
+        model.arithmetic.ranks.asked = way
         dist.barrier(group=group.processes)
         began = wall()
         model(ids, state)
@@ -230,5 +230,5 @@ def dispatch(args: argparse.Namespace, watch: Watch, group: Group) -> Iterator[C
     for count in args.tokens:
         draw = torch.Generator().manual_seed(0)
         ids = torch.randint(0, model.config.vocab_size, (count,), generator=draw).to(model.device)
-        sides: dict[str, Side] = {way: partial(side, ids, way) for way in (ALL_REDUCE, ALL_TO_ALL)}
+        sides: dict[str, Side] = {way: partial(side, ids, way) for way in (ALL, OWN)}
         yield Case(f"{group.size} ranks", f"{count} tokens", sides, Rounds.exactly(args.rounds))

@@ -20,7 +20,7 @@ from scripts.paths import AUDITS, Fills, Keeps, Reads
 if TYPE_CHECKING:
     from runtime.group.watchdog import Watch
 
-DISPATCH: Final = "dispatch"  # the one that runs on several ranks
+RANK_TOKENS: Final = "rank-tokens"  # the one that runs on several ranks
 KERNEL_PARTS: Final = (
     "attend", "select", "linear", "gemm", "activations", "tripwires", "sites", "threads",
 )  # fmt: skip
@@ -143,7 +143,7 @@ BENCHES: Final = {
         "caches.compare_coda", (_count("context", (2048, 8192)), SECONDS), "coda-speed",
         "A layer of CoDA-GQA-L beside its package",
     ),
-    DISPATCH: Bench("alone.dispatch", RANKS, "dispatch", "Tokens to experts: all-reduce or all-to-all?"),
+    RANK_TOKENS: Bench("alone.rank_tokens", RANKS, "rank-tokens", "All tokens on every rank, or each its own?"),
 }  # fmt: skip
 
 
@@ -179,8 +179,8 @@ def main(argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int
         return 0
     if args.name is None:
         raise ConfigError("want the NAME of a bench, or --list")
-    if args.name == DISPATCH and watch is None and args.saved is None:
-        raise ConfigError("one rank alone dispatches nothing: start several, with torchrun")
+    if args.name == RANK_TOKENS and watch is None and args.saved is None:
+        raise ConfigError("one rank alone has all tokens: start several, with torchrun")
     if args.name == "gpu" and importlib.util.find_spec("triton") is None:
         raise ConfigError("triton is not installed, and these kernels are written in it: it has builds for Linux alone")
     from scripts.bench import record
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int
     module, function = bench.source.split(".")
     source = importlib.import_module(f"scripts.bench.{module}")
     cases, tables = getattr(source, function), getattr(source, f"{function}_tables", None)
-    if watch is None or args.name != DISPATCH:
+    if watch is None or args.name != RANK_TOKENS:
         return _finish(
             args, bench, _measured(kept, cases(args), partial(tables, args) if tables is not None else _none)
         )

@@ -254,8 +254,7 @@ def _banks(layers: list[dict[str, Any]]) -> str:
 
 
 def _ranks(ranks: dict[str, Any]) -> str:
-    ways = [f"{calls} by {dispatch}" for dispatch, calls in ranks["dispatch_calls"].items() if calls]
-    calls = f"calls {', '.join(ways)}; " if ways else ""
+    calls = ", ".join(f"{calls} with {tokens} tokens" for tokens, calls in ranks["calls_by_tokens"].items() if calls)
     weights = ", ".join(f"{size / MIB:.2f}" for size in ranks["weight_bytes"])
     whole = "; ".join(ranks["replicated"]) or "none that could be sharded"
-    return f"{ranks['count']}; {calls}weights by rank, MiB: {weights}; replicated: {whole}"
+    return f"{ranks['count']}; calls on each rank: {calls}; weights by rank, MiB: {weights}; replicated: {whole}"

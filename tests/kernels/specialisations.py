@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 
 from kernels.attention.triton import attend
 from kernels.compress.triton import compress
-from kernels.experts.triton import expert_outputs, experts
+from kernels.experts.triton import experts, experts_down, experts_up
 from kernels.formats import rows
 from kernels.formats.stored import Fp4, Fp8, Window
 from kernels.hyper.triton import read_streams
@@ -101,9 +101,9 @@ def products(t):
     parts.append("linear")
     linear(x, MATRIX)
     parts.append("experts")
-    experts(x, ids, weights, W1, W1, W2, 10.0, 0, deployed=True)
+    experts(x, ids, weights, W1, W1, W2, 10.0, deployed=True)
     parts.append("experts of a rank")
-    expert_outputs(x, ids, weights, W1, W1, W2, 10.0, HELD, deployed=True)
+    experts_down(experts_up(x, ids, weights, W1, W1, 10.0, deployed=True), ids, W2, deployed=True)
     parts.append("activations")
     simulate_fp8(x, 128)
     parts.append("index queries")

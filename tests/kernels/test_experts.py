@@ -1,4 +1,4 @@
-"""The experts of a rank on every backend, summed and each in its slot, against the equation in float64.
+"""The experts on every backend, both halves and the whole, against the equation in float64.
 
 Inputs are such that all agree to the bit: gates are between 18 and 300, where silu(g) is g in fp32, and gate, up and
 routing weights have few bits, so that only the roundings that are part of the equation happen.
@@ -9,7 +9,7 @@ import torch
 
 from kernels.experts import reference as experts_reference
 from kernels.formats import reference as formats
-from kernels.formats.stored import Apart, Dense, Fp4, Fp8, NvFp4, as_stack, member, stack
+from kernels.formats.stored import Apart, Dense, Fp4, Fp8, NvFp4, as_stack, member, rows, stack
 from kernels.ops import CPU, REFERENCE
 from tests.deepseek_arithmetic import act_quant, in_place
 
@@ -79,29 +79,47 @@ def tokens(t, k, hidden, of, seed):
     return x, ids, torch.randint(1, 8, (t, k), generator=g) / 4
 
 
-def summed(x, ids, weights, values, limit, first, *, rounding=False):
+def summed(x, ids, weights, values, limit, *, rounding=False):
     """``sum_e W2_e swiglu(W1_e x, W3_e x, limit, weight_e)``, each rounded to the dtype of `x` as the contract says."""
+    return summed_down(inner(x, ids, weights, values, limit, rounding=rounding), ids, values[2], rounding=rounding)
 
-    def linear(rows, w):
-        rows = in_place(act_quant(rows, 128), rows) if rounding else rows
-        return (rows.double() @ w.T).to(x.dtype)
 
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for expert, (w1, w3, w2) in enumerate(zip(*values, strict=True)):
-        token, slot = (ids == first + expert).nonzero(as_tuple=True)
-        gate, up = (linear(x[token], w).double() for w in (w1, w3))
+def product(rows, w, *, rounding):
+    rows = in_place(act_quant(rows, 128), rows) if rounding else rows
+    return (rows.double() @ w.T).to(rows.dtype)
+
+
+def inner(x, ids, weights, values, limit, *, rounding=False):
+    """The first half: [t, k, inner]."""
+    out = x.new_zeros(*ids.shape, values[0][0].shape[0])
+    for expert, (w1, w3) in enumerate(zip(*values[:2], strict=True)):
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        gate, up = (product(x[token], w, rounding=rounding).double() for w in (w1, w3))
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        inner = (gate * gate.sigmoid()).float().double() * up * weights[token, slot, None]
-        out.index_add_(0, token, linear(inner.to(x.dtype), w2).double())
+        out[token, slot] = ((gate * gate.sigmoid()).float().double() * up * weights[token, slot, None]).to(x.dtype)
+    return out
+
+
+def summed_down(a, ids, w2, *, rounding=False):
+    """The second half: [t, hidden]."""
+    out = torch.zeros(a.shape[0], w2[0].shape[0], dtype=torch.float64)
+    for expert, w in enumerate(w2):
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        out.index_add_(0, token, product(a[token, slot], w, rounding=rounding).double())
     return out.float()
 
 
-def assert_summed(ops, form, made, x, ids, weights, first=0, *, deployed=False):
-    stacks, values = made
-    ours = ops.experts(x, ids, weights, *stacks, LIMIT, first, deployed=deployed)
+def assert_summed(ops, form, made, x, ids, weights, *, deployed=False):
+    """Both halves in one, and one after the other."""
+    (w1, w3, w2), values = made
+    ours = ops.experts(x, ids, weights, w1, w3, w2, LIMIT, deployed=deployed)
     assert (ours.dtype, ours.shape) == (torch.float32, x.shape)
-    expected = summed(x, ids, weights, values, LIMIT, first, rounding=deployed and FORMS[form][3])
-    assert torch.equal(ours, expected)
+    rounding = deployed and FORMS[form][3]
+    assert torch.equal(ours, summed(x, ids, weights, values, LIMIT, rounding=rounding))
+    up = ops.experts_up(x, ids, weights, w1, w3, LIMIT, deployed=deployed)
+    assert (up.dtype, up.shape) == (x.dtype, (*ids.shape, w1.shape[0]))
+    assert torch.equal(up, inner(x, ids, weights, values, LIMIT, rounding=rounding))
+    assert torch.equal(ours, ops.experts_down(up, ids, w2, deployed=deployed))
     return ours
 
 
@@ -109,47 +127,48 @@ def assert_summed(ops, form, made, x, ids, weights, first=0, *, deployed=False):
     ("form", "deployed", "t"),
     [("fp4", False, 1), *((form, deployed, t) for t in (3, 6) for form in FORMS for deployed in (False, True))],
 )
-def test_experts_of_one_rank_are_summed(ops, form, deployed, t):
-    """Three experts of five, from 1 on; two tiles of rows, the last cut where nothing forbids it."""
-    hidden, inner = (256, 128) if deployed else (160, 160)
+def test_experts_are_summed(ops, form, deployed, t):
+    """Four experts, some without a token; two tiles of rows, the last cut where nothing forbids it."""
+    hidden, columns = (256, 128) if deployed else (160, 160)
     if form in {"bf16", "fp8, f32 scales"} or (form == "nvfp4" and deployed):  # one tile of what lies as another does
-        hidden = inner = 128
-    made = layer(form, 3, hidden, inner, t)
-    assert_summed(ops, form, made, *tokens(t, 2, hidden, 5, 3), first=1, deployed=deployed)
+        hidden = columns = 128
+    made = layer(form, 4, hidden, columns, t)
+    assert_summed(ops, form, made, *tokens(t, 2, hidden, 4, 3), deployed=deployed)
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("deployed", [False, True])
-def test_a_slot_has_its_experts_output_and_no_bit_where_it_is_another_ranks(ops, form, deployed):
-    stacks, values = layer(form, 3, 128, 128, 0)
-    x, ids, weights = tokens(5, 2, 128, 5, 1)
-    found = ops.expert_outputs(x, ids, weights, *stacks, LIMIT, 1, deployed=deployed)
-    others = (ids < 1) | (ids > 3)
-    assert (found.dtype, found.shape) == (x.dtype, (5, 2, 128))
-    assert 0 < others.sum() < others.numel()
-    assert not found[others].view(torch.int16).any()
-    for slot in range(2):
-        one = ids[:, slot : slot + 1], weights[:, slot : slot + 1]
-        expected = summed(x, *one, values, LIMIT, 1, rounding=deployed and FORMS[form][3])
-        assert expected.abs().max() > 1000
-        assert torch.equal(found[:, slot].float(), expected)
-    assert torch.equal(
-        experts_reference.summed(found, ids), ops.experts(x, ids, weights, *stacks, LIMIT, 1, deployed=deployed)
-    )
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_parts_by_rows_make_up_the_whole(ops, form, deployed, ranks):
+    """Rows of w1 and w3 are columns of what w2 is given, and rows of w2 columns of the sum: of parts of a block too."""
+    (w1, w3, w2), _ = layer(form, 3, 128, 128, 0)
+    x, ids, weights = tokens(5, 2, 128, 3, 1)
+
+    def part(stacked, rank):
+        of = [member(stacked, expert) for expert in range(3)]
+        return as_stack([rows(one, rank * 128 // ranks, (rank + 1) * 128 // ranks) for one in of])
+
+    up = [
+        ops.experts_up(x, ids, weights, part(w1, rank), part(w3, rank), LIMIT, deployed=deployed)
+        for rank in range(ranks)
+    ]
+    a = torch.cat(up, dim=2)
+    assert torch.equal(a, ops.experts_up(x, ids, weights, w1, w3, LIMIT, deployed=deployed))
+    down = [ops.experts_down(a, ids, part(w2, rank), deployed=deployed) for rank in range(ranks)]
+    assert torch.equal(torch.cat(down, dim=1), ops.experts(x, ids, weights, w1, w3, w2, LIMIT, deployed=deployed))
 
 
-@pytest.mark.parametrize("op", ["experts", "expert_outputs"])
-def test_experts_of_several_forms_are_run_one_by_one(ops, op):
+def test_experts_of_several_forms_are_run_one_by_one(ops):
     """Of one form in one tensor, apart, and one of them in another form: the same numbers."""
     (w1, w3, w2), _ = layer("fp8", 3, 128, 128, 7)
-    x, ids, weights = tokens(5, 2, 128, 5, 1)
+    x, ids, weights = tokens(5, 2, 128, 3, 1)
     apart = [[member(of, e) for e in range(3)] for of in (w1, w3, w2)]
     apart[2][1] = Dense(formats.decode(apart[2][1]).bfloat16())  # E4M3 times a power of two: as it was
-    found, wanted = (
-        getattr(ops, op)(x, ids, weights, *made, LIMIT, 1, deployed=False)
-        for made in ([as_stack(of) for of in apart], (w1, w3, w2))
-    )
-    assert torch.equal(found, wanted)
+    one, three, two = (as_stack(of) for of in apart)
+    wanted = ops.experts(x, ids, weights, w1, w3, w2, LIMIT, deployed=False)
+    assert torch.equal(ops.experts(x, ids, weights, one, three, two, LIMIT, deployed=False), wanted)
+    up = ops.experts_up(x, ids, weights, one, three, LIMIT, deployed=False)
+    assert torch.equal(ops.experts_down(up, ids, two, deployed=False), wanted)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -188,10 +207,10 @@ def test_fp32_activations_are_not_narrowed(ops):
     stacks, values = layer("fp4", 2, 32, 32, 0)
     x, ids, weights = tokens(3, 2, 32, 2, 1)
     x = x.float() + 2.0**-12
-    ours = ops.experts(x, ids, weights, *stacks, 20.0, 0, deployed=False)
+    ours = ops.experts(x, ids, weights, *stacks, 20.0, deployed=False)
     sizes = 32 * 20.0 * 20.0 * 2 * weights.sum(1, keepdim=True)  # 32 columns of gate <= 20, up <= 20, w2 <= 2
-    assert ((ours - summed(x, ids, weights, values, 20.0, 0)).abs() <= 3 * 32 * 2.0**-23 * sizes).all()
-    assert not torch.equal(ours, ops.experts(x.bfloat16(), ids, weights, *stacks, 20.0, 0, deployed=False))
+    assert ((ours - summed(x, ids, weights, values, 20.0)).abs() <= 3 * 32 * 2.0**-23 * sizes).all()
+    assert not torch.equal(ours, ops.experts(x.bfloat16(), ids, weights, *stacks, 20.0, deployed=False))
 
 
 @pytest.mark.parametrize("counts", [(17, 17, 1, 1), (36, 0, 0, 0), (0, 16, 0, 20)])
@@ -207,10 +226,10 @@ def test_tokens_may_fall_on_experts_in_any_number(ops, counts):
 def test_triton_sorts_more_pairs_than_one_chunk(monkeypatch):
     monkeypatch.setattr(pytest.importorskip("kernels.experts.triton", reason=NO_TRITON), "CHUNK", 8)
     triton = pytest.importorskip("kernels.triton_ops").TRITON
-    assert_summed(triton, "bf16", layer("bf16", 2, 32, 32, 0), *tokens(9, 3, 32, 4, 5), first=1)
+    assert_summed(triton, "bf16", layer("bf16", 2, 32, 32, 0), *tokens(9, 2, 32, 2, 5))
 
 
-def test_slots_of_other_ranks_are_not_read(ops, monkeypatch):
+def test_scratch_is_filled_before_it_is_read(ops, monkeypatch):
     """Scratch that nobody filled is NaN; neither weights nor ids need lie in order."""
 
     def filled(make):
@@ -220,14 +239,10 @@ def test_slots_of_other_ranks_are_not_read(ops, monkeypatch):
 
         return made
 
-    made, (x, ids, weights) = layer("bf16", 2, 32, 32, 0), tokens(5, 3, 32, 8, 5)
-    ids[0], ids[1], weights[ids > 4] = torch.tensor([7, 0, 1]), torch.tensor([4, 7, 3]), NAN
+    made, (x, ids, weights) = layer("bf16", 4, 32, 32, 0), tokens(5, 3, 32, 4, 5)
     monkeypatch.setattr(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty))
     monkeypatch.setattr(torch, "empty", filled(torch.empty))
-    for first in (3, 0, 6):
-        held = torch.where((ids >= first) & (ids < first + 2), torch.nan_to_num(weights), NAN)
-        ours = assert_summed(ops, "bf16", made, x, ids.T.contiguous().T, held.T.contiguous().T, first)
-        assert ours.isfinite().all()
+    assert assert_summed(ops, "bf16", made, x, ids.T.contiguous().T, weights.T.contiguous().T).isfinite().all()
 
 
 @pytest.mark.parametrize("slots", [(0, 1, 2), (2, 0, 1), (2, 1, 0), (1, 2, 0)])
@@ -236,16 +251,16 @@ def test_outputs_are_summed_in_ascending_order_of_experts(ops, slots):
     one = Dense(torch.ones(3, 32, 32).bfloat16() / 32)
     weights = torch.tensor([[2.0**30, -(2.0**30), 1.0]])[:, list(slots)]
     x = torch.full((1, 32), 32.0).bfloat16()
-    ours = ops.experts(x, torch.tensor([slots]), weights, one, one, one, 100.0, 0, deployed=False)
+    ours = ops.experts(x, torch.tensor([slots]), weights, one, one, one, 100.0, deployed=False)
     assert (ours == 32 * 32).all()
 
 
 def test_a_token_does_not_depend_on_the_others(ops):
     stacks, _ = layer("fp4", 3, 128, 128, 0)
     x, ids, weights = tokens(5, 2, 128, 3, 5)
-    alone = ops.experts(x[:2], ids[:2], weights[:2], *stacks, LIMIT, 0, deployed=True)
+    alone = ops.experts(x[:2], ids[:2], weights[:2], *stacks, LIMIT, deployed=True)
     x[3, 7] = NAN
-    ours = ops.experts(x, ids, weights, *stacks, LIMIT, 0, deployed=True)
+    ours = ops.experts(x, ids, weights, *stacks, LIMIT, deployed=True)
     assert torch.equal(ours[:2], alone)
     assert ours.isnan().all(1).tolist() == [False, False, False, True, False]
 
@@ -254,14 +269,7 @@ def test_without_tokens_or_slots_the_sum_is_zero(ops):
     stacks, _ = layer("bf16", 2, 32, 32, 0)
     for t, k in ((0, 2), (3, 0)):
         x, ids, weights = torch.ones(t, 32).bfloat16(), torch.zeros(t, k, dtype=torch.int64), torch.ones(t, k)
-        assert torch.equal(ops.experts(x, ids, weights, *stacks, 1.0, 0, deployed=False), torch.zeros(t, 32))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_tokens_none_of_whose_experts_is_here_add_nothing(ops, dtype):
-    one, (x, _, weights) = Dense(torch.ones(2, 32, 32, dtype=dtype)), tokens(3, 2, 32, 2, 0)
-    ids = torch.tensor([[0, 1], [5, 1], [0, 6]])
-    assert torch.equal(ops.experts(x, ids, weights, one, one, one, 1.0, 2, deployed=False), torch.zeros(3, 32))
+        assert torch.equal(ops.experts(x, ids, weights, *stacks, 1.0, deployed=False), torch.zeros(t, 32))
 
 
 @pytest.mark.parametrize(("form", "deployed"), [("fp4", True), ("fp4", False), ("nvfp4", True), ("bf16", False)])
@@ -270,12 +278,12 @@ def test_triton_splits_the_columns_of_few_tokens_and_adds_in_one_order(form, dep
     triton = pytest.importorskip("kernels.triton_ops", reason=NO_TRITON).TRITON
     kernel = pytest.importorskip("kernels.experts.triton", reason=NO_TRITON)
     assert [kernel._cut(t, 2, 128, 1024, 128).splits for t in (1, 16, 17)] == [2, 2, 1]
-    made, (x, ids, weights) = layer(form, 2, 1024, 1024, 4), tokens(3, 2, 1024, 3, 5)
+    made, (x, ids, weights) = layer(form, 2, 1024, 1024, 4), tokens(3, 2, 1024, 2, 5)
     assert_summed(triton, form, made, x, ids, weights, deployed=deployed)
     x = torch.randn(3, 1024, generator=seeded(6)).bfloat16()
-    together = triton.experts(x, ids, weights, *made[0], LIMIT, 0, deployed=deployed)
+    together = triton.experts(x, ids, weights, *made[0], LIMIT, deployed=deployed)
     alone = [
-        triton.experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], *made[0], LIMIT, 0, deployed=deployed)
+        triton.experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], *made[0], LIMIT, deployed=deployed)
         for i in range(3)
     ]
     assert torch.equal(together, torch.cat(alone))
@@ -285,7 +293,7 @@ def test_triton_splits_the_columns_of_few_tokens_and_adds_in_one_order(form, dep
 def test_columns_that_cut_a_rounded_block_are_refused(ops):
     stacks, _ = layer("fp4", 2, 32, 32, 0)
     with pytest.raises(AssertionError, match="128"):
-        ops.experts(*tokens(1, 1, 32, 2, 0), *stacks, 1.0, 0, deployed=True)
+        ops.experts(*tokens(1, 1, 32, 2, 0), *stacks, 1.0, deployed=True)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -297,10 +305,10 @@ def test_cpu_experts_together_have_the_bits_of_one_after_the_other(form, dtype, 
     made = [[encoded(form, g, signs(g, *s))[0] for _ in range(4)] for s in ((256, 128), (256, 128), (128, 256))]
     x, ids, weights = torch.randn(4, 128, generator=g).to(dtype), *tokens(4, 3, 128, 4, 1)[1:]
     stacks = [Apart(of) for of in made]
-    ours = CPU.experts(x, ids, weights, *stacks, 2.0, 0, deployed=deployed)
+    ours = CPU.experts(x, ids, weights, *stacks, 2.0, deployed=deployed)
     parts = experts_reference.Experts(CPU.linear, CPU.swiglu, CPU.simulate_fp8)
-    assert torch.equal(ours, parts(x, ids, weights, *stacks, 2.0, 0, deployed=deployed))
-    assert torch.equal(ours, CPU.experts(x, ids, weights, *(stack(of) for of in made), 2.0, 0, deployed=deployed))
+    assert torch.equal(ours, parts(x, ids, weights, *stacks, 2.0, deployed=deployed))
+    assert torch.equal(ours, CPU.experts(x, ids, weights, *(stack(of) for of in made), 2.0, deployed=deployed))
 
 
 @pytest.mark.parametrize("odd", [None, 0, 2])
@@ -313,8 +321,8 @@ def test_cpu_experts_some_of_which_bfloat16_does_not_hold_have_the_bits_of_one_a
     x, (_, ids, weights) = torch.randn(4, 128, generator=g).bfloat16(), tokens(4, 3, 128, 4, 1)
     stacks = [Apart(of) for of in made]
     parts = experts_reference.Experts(CPU.linear, CPU.swiglu, CPU.simulate_fp8)
-    expected = parts(x, ids, weights, *stacks, 2.0, 0, deployed=True)
-    assert torch.equal(CPU.experts(x, ids, weights, *stacks, 2.0, 0, deployed=True), expected)
+    expected = parts(x, ids, weights, *stacks, 2.0, deployed=True)
+    assert torch.equal(CPU.experts(x, ids, weights, *stacks, 2.0, deployed=True), expected)
 
 
 @pytest.mark.parametrize("ops", ["reference", "cpu"], indirect=True)
@@ -328,10 +336,10 @@ def test_cpu_refuses_what_it_would_read_at_wrong_places():
     given = tokens(1, 1, 32, 2, 0)
     apart = [Apart([Dense(member(of, e).data.T) for e in range(2)]) for of in (w1, w3, w2)]
     with pytest.raises(AssertionError, match="rows of a matrix lie apart"):
-        CPU.experts(*given, *apart, 1.0, 0, deployed=False)
+        CPU.experts(*given, *apart, 1.0, deployed=False)
     other = layer("fp4", 2, 32, 32, 0)[0][1]
     with pytest.raises(AssertionError, match="w3 Fp4"):
-        CPU.experts(*given, w1, other, w2, 1.0, 0, deployed=False)
+        CPU.experts(*given, w1, other, w2, 1.0, deployed=False)
 
 
 def test_triton_and_stacks_take_matrices_of_one_form():
@@ -341,4 +349,4 @@ def test_triton_and_stacks_take_matrices_of_one_form():
         stack([member(w1, 0), member(other, 0)])
     triton = pytest.importorskip("kernels.triton_ops", reason=NO_TRITON).TRITON
     with pytest.raises(AssertionError, match="w3 Fp4"):
-        triton.experts(*tokens(1, 1, 32, 2, 0), w1, other, w2, 1.0, 0, deployed=False)
+        triton.experts(*tokens(1, 1, 32, 2, 0), w1, other, w2, 1.0, deployed=False)

@@ -233,7 +233,7 @@ def test_every_expert_is_read_however_many_there_are(tmp_path):
     assert next(finding for finding in report.findings if finding.what == GOT).measured < 0.9
 
     def deaf(model):
-        for expert in model.blocks[3].experts.experts.values():
+        for expert in model.blocks[3].experts.experts:
             expert.w3 = expert.w1
 
     failed = failures(measured(local(inject=deaf), directory=tmp_path, options=options))

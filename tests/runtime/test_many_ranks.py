@@ -1,4 +1,4 @@
-"""A model on N ranks is the model on one: both dispatches, uneven experts, short prompts, prefill and decode."""
+"""A model on N ranks is the model on one: with all tokens or its own, uneven experts, short prompts, decode."""
 
 from itertools import product
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kernels.ops import CPU
-from model.choices import ALL_REDUCE, ALL_TO_ALL, AUTO
+from model.choices import ALL, AUTO, OWN
 from model.config import ModelConfig
 from model.errors import ConfigError, Tripwire
 from model.observe import sites
@@ -89,18 +89,18 @@ def distinct(name, values):
     return torch.stack([allowed[torch.randperm(7, generator=draw)[: values.shape[1]]] for _ in range(len(values))])
 
 
-def run_all(group, runs, dispatches):
-    """Logits of each run by each dispatch, the calls by dispatch, bytes held, experts that got tokens."""
+def run_all(group, runs, ways):
+    """Logits of each run by each way, the calls by way, bytes held, fingerprints."""
     torch.set_num_threads(1)
     found = {}
-    for (name, run), dispatch in product(runs.items(), dispatches):
-        options = RunOptions(run.numerics, run.dtype, dispatch=dispatch, kv=run.kv)
+    for (name, run), way in product(runs.items(), ways):
+        options = RunOptions(run.numerics, run.dtype, rank_tokens=way, kv=run.kv)
         loaded = load(run.directory, options, EXACT if run.exact else CPU, group)
         model = loaded.model
         state = model.new_state(len(run.tokens), max(run.lengths))
         parts = torch.tensor(run.tokens).split(run.lengths)
         logits = torch.cat([model.logits(model(part, state)) for part in parts])
-        found[name, dispatch] = (
+        found[name, way] = (
             logits,
             model.arithmetic.ranks.calls,
             sum(loaded.held.values()),
@@ -129,7 +129,7 @@ OF_EIGHT = ("random, deployed, exact sums", "shorter than the ranks")
     ids=["2", "4", "8, few", "8"],
 )
 def test_logits_do_not_depend_on_the_number_of_ranks(runs, alone, size, only):
-    ways = (ALL_REDUCE, ALL_TO_ALL)
+    ways = (ALL, OWN)
     runs = {name: run for name, run in runs.items() if size == 2 or not run.kv}  # caches are whole on every rank
     runs = {name: run for name, run in runs.items() if not only or name in only}
     for rank, found in enumerate(gloo.run(size, run_all, runs, ways, timeout=400)):
@@ -164,41 +164,15 @@ def test_the_random_model_is_what_the_cases_need(runs, alone):
     assert alone["random, plain"][0].std() > 0.3
 
 
-def test_ranks_that_do_not_divide_the_experts_are_refused_in_one_line():
-    with pytest.raises(ConfigError, match=r"^3 ranks: n_routed_experts is 8, which 3 does not divide$"):
+def test_ranks_that_do_not_divide_the_experts_columns_are_refused_in_one_line():
+    said = r"^3 ranks: moe_intermediate_size, columns of SwiGLU: 128, which 3 does not divide$"
+    with pytest.raises(ConfigError, match=said):
         load(DEMO, RunOptions(), CPU, Group(0, 3, None))
-
-
-def resident(group, directory):
-    """Bytes of the checkpoint's files that this rank has in memory after a run, and of the weights that it holds."""
-    loaded = load(directory, RunOptions("plain", "fp32"), CPU, group)
-    state = loaded.model.new_state(64, 64)
-    loaded.model.logits(loaded.model(torch.arange(64), state))
-    blocks = Path("/proc/self/smaps").read_text(encoding="ascii").split("VmFlags:")
-    mapped = [block for block in blocks if str(directory) in block]
-    assert mapped
-    return sum(int(block.partition("\nRss:")[2].split()[0]) * 1024 for block in mapped), sum(loaded.held.values())
-
-
-@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads Linux's account of a process's pages")
-def test_a_rank_reads_the_bytes_of_its_own_part_only(tmp_path):
-    config = tiny_config(
-        **CONFIG | {"moe_intermediate_size": 1024, "num_hidden_layers": 2, "compress_ratios": [4, 128]}
-    )
-    write_checkpoint(tmp_path, config, seed=2, formats="bf16")
-    stored = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
-    found = gloo.run(4, resident, tmp_path)
-    assert sum(held for _, held in found) < 2.2 * stored  # one of each, and the copies of what is replicated
-    for rank, (read, held) in enumerate(found):
-        if rank:  # rank 0 has read all of a small checkpoint for its fingerprint
-            # beside its tensors a rank gets the pages that begin or end in another's, and those that Linux maps ahead
-            assert held < read < 1.15 * held + (1 << 20), rank
-            assert read < 0.5 * stored, rank
 
 
 def position_of_a_nan(group, site):
     """At which position a rank says that a site is not finite, when its row 39 of 40 is not."""
-    model = load(DEMO, RunOptions(dispatch=ALL_TO_ALL), group=group).model
+    model = load(DEMO, RunOptions(rank_tokens=OWN), group=group).model
 
     def spoil(_, x):
         x[39] = torch.nan

@@ -112,9 +112,9 @@ def test_variants_of_the_caches(kv, chunk):
     assert taken <= plan.call.nbytes
 
 
-def of_a_rank(group, directory, dispatch, chunk):
+def of_a_rank(group, directory, tokens, chunk):
     """What a call takes on this rank, and its plan."""
-    options = RunOptions("plain", dispatch=dispatch)
+    options = RunOptions("plain", rank_tokens=tokens)
     loaded = load(directory, options, group=group)
     planner = Planner(loaded.model.config, loaded.census, loaded.sharding, options, group.rank, "cpu")
     torch.manual_seed(0)  # the same noise on all ranks: they compare what they select
@@ -122,9 +122,9 @@ def of_a_rank(group, directory, dispatch, chunk):
     return taken, planner.largest(CONTEXT, chunk, even=False, few_pass=True)
 
 
-@pytest.mark.parametrize("dispatch", ["all-reduce", "all-to-all"])
-def test_a_call_of_two_ranks(tmp_path, dispatch):
-    """Heads, experts and vocabulary are divided, and with all-to-all the tokens: the plan is of a rank's own share."""
+@pytest.mark.parametrize("tokens", ["all", "own"])
+def test_a_call_of_two_ranks(tmp_path, tokens):
+    """Heads, experts and vocabulary are divided, and with own tokens the streams: the plan is of a rank's own share."""
     write_checkpoint(tmp_path, tiny_config(), seed=1)
-    for taken, planned in run(2, of_a_rank, tmp_path, dispatch, 600):
+    for taken, planned in run(2, of_a_rank, tmp_path, tokens, 600):
         agree(taken, planned)

@@ -6,6 +6,7 @@ import pytest
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.names import Axis, axis, parameters
+from model.checkpoint.tensor_mapping import Form
 from model.checkpoint.weights import open_weights
 from model.config import ModelConfig
 from model.errors import ConfigError
@@ -14,17 +15,16 @@ from runtime.sharding import sharding_plan
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "model" / "published"
-# wide enough for every axis to split over four ranks in whole blocks of 128 rows
+# every axis splits over four ranks in whole blocks of 128 rows, but SwiGLU's columns, 32 of a block for each
 WIDE = {
     "head_dim": 144,
     "hidden_size": 512,
-    "index_head_dim": 64,
-    "index_n_heads": 8,
     "num_attention_heads": 32,
     "o_groups": 8,
     "o_lora_rank": 64,
     "q_lora_rank": 128,
 }
+OUTPUT, NO_BLOCKS = "columns of both sublayers' outputs", "neither whole blocks of 128 nor a part of one"
 
 
 def wide_config(**changes):
@@ -36,7 +36,7 @@ def held(sharding, config, rank):
     found = {}
     for name, parameter in parameters(config).items():
         share = sharding.rows(name, parameter.shape[0], rank)
-        found[name] = set() if share is None else set(range(share.start, share.stop))
+        found[name] = set(range(share.start, share.stop))
     return found
 
 
@@ -49,7 +49,7 @@ def test_the_ranks_together_hold_every_row_once_or_every_rank_holds_it(size):
     for name, parameter in parameters(config).items():
         copies = Counter(row for rank in ranks for row in rank[name])
         assert set(copies) == set(range(parameter.shape[0])), name
-        assert set(copies.values()) == {1 if axis(name)[0] is not Axis.NONE else size}, name
+        assert set(copies.values()) == {1 if axis(name) is not Axis.NONE else size}, name
 
 
 def test_what_is_sharded():
@@ -62,22 +62,20 @@ def test_what_is_sharded():
         "layers.1.attn.attn_sink": (8, 16),
         "layers.1.attn.wo_a.weight": (128, 256),  # groups 2 and 3
         "layers.1.attn.wo_b.weight": (128, 256),  # of 512 columns of the output
-        "layers.1.attn.indexer.wq_b.weight": (128, 256),  # heads 2 and 3
-        "layers.1.attn.indexer.weights_proj.weight": (2, 4),
-        "layers.1.ffn.experts.2.w1.weight": (0, 128),
-        "layers.1.ffn.experts.3.w2.weight": (0, 512),
+        "layers.1.ffn.experts.7.w1.weight": (32, 64),
+        "layers.1.ffn.experts.0.w3.weight": (32, 64),
+        "layers.1.ffn.experts.3.w2.weight": (128, 256),
+        "layers.1.ffn.shared_experts.w1.weight": (32, 64),
+        "layers.1.ffn.shared_experts.w2.weight": (128, 256),
     }
     for name, rows in sharded.items():
         share = sharding.rows(name, parameters(config)[name].shape[0], 1)
         assert (share.start, share.stop) == rows, name
-    for expert in (0, 1, 4, 7):
-        assert sharding.rows(f"layers.1.ffn.experts.{expert}.w1.weight", 128, 1) is None
-    whole = [name for name in parameters(config) if axis(name)[0] is Axis.NONE and name.startswith("layers.1.")]
+    whole = [name for name in parameters(config) if axis(name) is Axis.NONE and name.startswith("layers.1.")]
     assert {name.removeprefix("layers.1.") for name in whole if name.endswith(("wkv.weight", "w1.weight", "_fn"))} == {
         "attn.wkv.weight",
         "attn.compressor.wkv.weight",
         "attn.indexer.compressor.wkv.weight",
-        "ffn.shared_experts.w1.weight",
         "hc_attn_fn",
         "hc_ffn_fn",
     }
@@ -90,11 +88,9 @@ def test_what_is_sharded():
     [
         ({"num_attention_heads": 6, "o_groups": 2}, 4, "attention heads: 6, which 4 does not divide"),
         ({"o_groups": 2}, 4, "output groups: 2, which 4 does not divide"),
-        ({"index_n_heads": 6}, 4, "indexer heads: 6, which 4 does not divide"),
         ({"vocab_size": 510}, 4, "vocabulary: 510, which 4 does not divide"),
-        ({"hidden_size": 256}, 4, "columns of the attention's output: 64 rows for each rank, no whole blocks of 128"),
-        ({"index_n_heads": 4}, 4, "indexer heads: 64 rows for each rank, no whole blocks of 128"),
-        ({"o_lora_rank": 32}, 4, "output groups: 64 rows for each rank, no whole blocks of 128"),
+        ({"hidden_size": 768}, 4, f"{OUTPUT}: 192 rows for each rank, {NO_BLOCKS}"),
+        ({"o_lora_rank": 96}, 4, f"output groups: 192 rows for each rank, {NO_BLOCKS}"),
     ],
 )
 def test_what_does_not_divide_is_replicated_and_said(changes, size, said):
@@ -104,9 +100,8 @@ def test_what_does_not_divide_is_replicated_and_said(changes, size, said):
     rows = {
         "attention heads": "layers.1.attn.wq_b.weight",
         "output groups": "layers.1.attn.wo_a.weight",
-        "indexer heads": "layers.1.attn.indexer.wq_b.weight",
         "vocabulary": "embed.weight",
-        "columns of the attention's output": "layers.1.attn.wo_b.weight",
+        OUTPUT: "layers.1.ffn.experts.0.w2.weight",
     }[said.split(":")[0]]
     for rank in range(size):
         share = sharding.rows(rows, parameters(config)[rows].shape[0], rank)
@@ -116,16 +111,22 @@ def test_what_does_not_divide_is_replicated_and_said(changes, size, said):
 def test_output_groups_stay_whole_where_heads_do():
     sharding = sharding_plan(wide_config(head_dim=80, num_attention_heads=8, o_groups=4, o_lora_rank=128), 4)
     assert sharding.replicated == (
-        "attention heads: 160 rows for each rank, no whole blocks of 128",
+        f"attention heads: 160 rows for each rank, {NO_BLOCKS}",
         "output groups: as the attention heads",
     )
     assert not any(shares.groups.split or shares.heads.split for shares in sharding.ranks)
 
 
-@pytest.mark.parametrize("size", [3, 5, 16])
+@pytest.mark.parametrize("size", [3, 5])
 def test_experts_that_do_not_divide_are_refused(size):
-    with pytest.raises(ConfigError, match=f"^{size} ranks: n_routed_experts is 8, which {size} does not divide$"):
+    said = f"^{size} ranks: moe_intermediate_size, columns of SwiGLU: 128, which {size} does not divide$"
+    with pytest.raises(ConfigError, match=said):
         sharding_plan(wide_config(), size)
+
+
+def test_experts_whose_blocks_would_be_cut_are_refused():
+    with pytest.raises(ConfigError, match=f"^2 ranks: moe_intermediate_size, .*: 192 rows for each rank, {NO_BLOCKS}$"):
+        sharding_plan(wide_config(moe_intermediate_size=384), 2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -140,8 +141,7 @@ def test_bytes_held_sum_to_the_checkpoints_and_the_announced_replication(tmp_pat
     for rank in range(size):
         weights = open_weights(checkpoint, counted, held=lambda name, rows, rank=rank: sharding.rows(name, rows, rank))
         for name, parameter in parameters(config).items():
-            if sharding.rows(name, parameter.shape[0], rank) is not None:
-                {"matrix": weights.matrix, "i64": weights.table}.get(parameter.kind, weights.vector)(name)
+            {"matrix": weights.matrix, "i64": weights.table}.get(parameter.kind, weights.vector)(name)
         assert weights.unread() == []
         receipts.append(weights.handed())
     stored = {
@@ -150,10 +150,17 @@ def test_bytes_held_sum_to_the_checkpoints_and_the_announced_replication(tmp_pat
     }
     total = sum(tensor.nbytes for name, tensor in checkpoint.tensors.items() if name not in counted.ignored)
     assert sum(stored.values()) == total
-    # what of each is on every rank: all of the axis NONE; with NVFP4 the scale of the matrix beside each part of it
+    # what of each is on every rank: all of the axis NONE
     splits = {axis_: not any(note.startswith(axis_.value) for note in sharding.replicated) for axis_ in Axis}
     splits[Axis.NONE] = False
-    copies = sum((size - 1) * stored[name] for name in stored if not splits[axis(name)[0]])
+    copies = sum((size - 1) * stored[name] for name in stored if not splits[axis(name)])
+    # and with each part NVFP4's scale of the whole matrix; where blocks of 128 rows are cut, the scales of its block
+    for name, mapping in counted.mappings.items():
+        each = parameters(config)[name].shape[0] // size
+        if mapping.global_scale is not None and splits[axis(name)]:
+            copies += (size - 1) * checkpoint.tensors[mapping.global_scale].nbytes
+        if mapping.form in (Form.FP8, Form.FP8_F32) and splits[axis(name)] and each < 128:
+            copies += checkpoint.tensors[mapping.scale].nbytes * (128 // each - 1)
     assert sum(sum(receipt.values()) for receipt in receipts) == total + copies
 
 
@@ -167,17 +174,15 @@ def test_published_models_split_on_every_axis(model, size):
     config = ModelConfig.from_file(PUBLISHED / f"DeepSeek-V4-{model}.json")
     sharding = sharding_plan(config, size)
     assert sharding.replicated == ()
-    of_llama = ("kv_heads", "inner")
     assert all(
-        share.split != (axis_ in of_llama) for shares in sharding.ranks for axis_, share in shares._asdict().items()
+        share.split != (axis_ == "kv_heads") for shares in sharding.ranks for axis_, share in shares._asdict().items()
     )
 
 
 def test_the_demo_on_two_ranks():
     config = ModelConfig.from_file(DEMO / "config.json")
     sharding = sharding_plan(config, 2)
-    assert sharding.replicated == (
-        "output groups: 64 rows for each rank, no whole blocks of 128",
-        "columns of the attention's output: 64 rows for each rank, no whole blocks of 128",
-    )
+    assert sharding.replicated == ()
     assert [shares.heads[:3] for shares in sharding.ranks] == [(0, 2, 4), (2, 4, 4)]
+    assert [shares.groups[:3] for shares in sharding.ranks] == [(0, 1, 2), (1, 2, 2)]
+    assert [shares.inner[:3] for shares in sharding.ranks] == [(0, 64, 128), (64, 128, 128)]
