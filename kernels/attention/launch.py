@@ -1,29 +1,25 @@
-"""How a call of attention is cut up: a function of shapes, dtypes and the kind of GPU, never of a position."""
+"""How a call of attention is cut up: a function of shapes and dtypes, never of a position.
+
+A call of up to SHORT tokens is cut up as so many calls of one token: each token has the bits that it has alone. More
+entries than a token sees, which a capacity or another token brings, change none of its numbers: see `_attend`.
+
+In bf16 a program has 64 rows, because sums of 128 rows of 512 columns are all registers that a Hopper's multiprocessor
+has, and all of a Blackwell's tensor memory. A tile has 32 keys: then the next two are fetched while one is multiplied,
+three tiles of 512 columns beside the queries in shared memory; tiles of 64 would leave room for two.
+"""
 
 from typing import NamedTuple
 
 import triton
-from torch import Tensor
-
-from kernels.target import blackwell
 
 PROGRAMS = 132  # to fill the machine with: multiprocessors of an H200; a B200 has 148
-ROWS = (
-    64  # (token, head) rows of a program: what tensor cores take, and all that 512 fp32 columns of them leave room for
-)
-KEYS = 64  # keys of a tile
+SHORT = 8  # tokens of a call, at most, that are treated as calls of one
+ROWS = 64  # (token, head) rows of a program
+KEYS = 32  # keys of a tile
+EXACT = 16  # rows, and keys, in fp32: no tensor core multiplies it, and more would not leave room
+LEAST = 16  # rows that a dot takes
 TENSOR, FP8, CODED, BASED = 0, 1, 2, 3  # forms of entries; queries are met as they are in the first two
 WIDTH = 64  # columns of a tile at least: a group of Fp8Entries
-
-
-def _keys(*, narrow: bool, decoded: bool) -> int:
-    """Keys of a tile, as many as there is room for.
-
-    Decoded ones pass through registers; and the compiler keeps a tile more for Blackwell, whose products run behind.
-    """
-    if not narrow:
-        return min(KEYS, 16)
-    return KEYS // 2 if decoded or blackwell() else KEYS
 
 
 class Launch(NamedTuple):
@@ -36,39 +32,41 @@ class Launch(NamedTuple):
     programs: int  # row tiles
     splits: int  # programs of a row tile
     narrow: bool  # whether products are of bf16
+    stages: int  # steps of fetching and multiplying that are under way at a time
 
 
-def launch(q: Tensor, window: int, most: int, *, narrow: bool, form: int, shared: bool) -> Launch:
-    """Cut up a call in which a token sees `most` entries at most; `shared`: tokens may share a tile of them.
+def launch(t: int, h: int, d: int, window: int, most: int, *, narrow: bool, form: int, shared: bool) -> Launch:
+    """Cut up a call of queries [t, h, d] in which a token sees `most` entries at most.
 
-    `form` of entries is TENSOR, FP8, CODED or BASED; what CODED rotates has no columns beside its own.
-
-    In fp32 no tensor core is used and a tile of 64 rows would not leave room for keys: tiles are small, and slow.
+    `shared`: tokens may share a tile of entries. `form` of entries is TENSOR, FP8, CODED or BASED; what CODED rotates
+    has no columns beside its own.
     """
-    t, h, d = q.shape
-    rows = ROWS if narrow else min(ROWS, 16)
-    keys = _keys(narrow=narrow, decoded=form != TENSOR)
+    rows, keys = (ROWS, KEYS) if narrow else (min(ROWS, EXACT), min(KEYS, EXACT))
     heads = min(rows, triton.next_power_of_2(h))
-    tokens = min(rows // heads, triton.next_power_of_2(t)) if shared else 1
-    if tokens * heads < 16:  # a dot takes no fewer rows
-        heads = 16 // tokens
-    programs = triton.cdiv(t, tokens) * triton.cdiv(h, heads)
-    room = max(1, PROGRAMS // programs)
-
-    def tiles(size: int) -> int:
-        return -(-(tokens + window - 1) // size) - (-most // size)
-
-    if 2 * tiles(keys) <= room:  # shorter tiles, for more programs
-        keys = max(16, keys // 2)
+    tokens = min(rows // heads, triton.next_power_of_2(t)) if shared and t > SHORT else 1
+    heads = max(heads, LEAST // tokens)
+    of_token = triton.cdiv(h, heads)
+    programs = triton.cdiv(t, tokens) * of_token
+    tiles = triton.cdiv(tokens + window - 1, keys) + triton.cdiv(most, keys)
+    splits = min(tiles, max(1, PROGRAMS // (of_token if t <= SHORT else programs)))
     width = d if form == CODED else max(WIDTH, triton.next_power_of_2(d))
-    return Launch(tokens, heads, keys, width, programs, min(room, tiles(keys)), narrow)
+    stages = 3
+    if form in {CODED, BASED}:  # what is decoded by many steps leaves no room
+        stages = 2
+    elif form == TENSOR and not shared:  # the list of what is selected is fetched ahead of the keys
+        stages = 5
+    return Launch(tokens, heads, keys, width, programs, splits, narrow, stages)
 
 
 def split_rows(tokens: int, heads: int, window: int, most: int, *, narrow: bool) -> int:
     """(token, head) rows that splits keep sums of, at most, in calls of up to so many tokens; 0: none is split.
 
-    There are no more row tiles times splits than PROGRAMS; on Blackwell tiles have fewer keys, never fewer than 16.
+    In calls of more than SHORT there are no more row tiles times splits than PROGRAMS, and no more splits than tiles.
     """
-    rows = ROWS if narrow else 16
-    splits = min(PROGRAMS, triton.cdiv(rows + window - 1, 16) + triton.cdiv(most, 16))
-    return min(PROGRAMS * rows, tokens * heads * splits) if splits > 1 else 0
+    short, rows = min(tokens, SHORT), ROWS if narrow else EXACT
+    cut = launch(short, heads, WIDTH, window, most, narrow=narrow, form=TENSOR, shared=False)
+    kept = short * heads * cut.splits if cut.splits > 1 else 0
+    if tokens > SHORT:
+        tiles = triton.cdiv(rows + window - 1, cut.keys) + triton.cdiv(most, cut.keys)
+        kept = max(kept, min(PROGRAMS * rows, tokens * heads * tiles))
+    return kept

@@ -2,8 +2,11 @@
 
 A program holds up to 64 rows: heads of one token, or all heads of several where there are few. It walks over tiles of
 the window, then of the entries (in place, or gathered where they are selected), and keeps a running softmax (peak,
-total, value, all fp32). Where rows are few, the tiles are dealt to several programs a row tile, and a second kernel
-merges what they found: how many follows from shapes, and the tiles of each from the position, read on the device.
+total, value, all fp32; logits and peaks count in powers of two). Where rows are few, the tiles are dealt to several
+programs a row tile, one to each in turn, and a second kernel merges what they found: how many programs follows from
+shapes, and how many tiles from the position, read on the device. A tile beyond these, of which no row sees anything,
+changes no number, and so none depends on how many entries there might be. Masks are for tiles at the border of what
+the rows see.
 
 The sink enters once, at the end. Masses are rounded to bf16 before they multiply bf16 keys; their sum is of what they
 were before. As in `kernels.attention.cpu`, rows that no token of the tile may see are not read, whatever they hold,
@@ -18,6 +21,7 @@ merged with what the window's programs found. The layer's mean has coefficients 
 row's, so that it is no case of its own.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -42,6 +46,8 @@ _FP8 = tl.constexpr(attention_launch.FP8)
 _CODED = tl.constexpr(attention_launch.CODED)
 _BASED = tl.constexpr(attention_launch.BASED)
 QUERIES = 1 << 15  # (token, head) rows of queries that exist in a basis at a time
+LAST = tl.constexpr(torch.iinfo(torch.int32).max)
+LOG2E = tl.constexpr(math.log2(math.e))
 LIMIT = tl.constexpr(torch.finfo(torch.float32).max)  # of peaks, which stay finite so that none differ by inf - inf
 
 
@@ -56,10 +62,10 @@ def _plain(rows, loaded, WIDTH: tl.constexpr, BLOCK_D: tl.constexpr, OPERAND: tl
 
 
 @triton.jit
-def _entry(selected, key, token, picks, stride, SELECTED: tl.constexpr):
+def _listed(selected, key, token, picks, stride, SELECTED: tl.constexpr):
     """Entries that stand at places `key` of a token's list; the list of all of them is every entry in order."""
     if SELECTED:
-        key = tl.load(selected + token.to(tl.int64) * stride + key, (key >= 0) & (key < picks), -1)
+        key = tl.load(selected + token.to(tl.int64) * stride + key, key < picks, -1)
     return key
 
 
@@ -77,7 +83,7 @@ def _fp8(
     at = row[:, None] * values_stride + group[None, :] * GROUP
     code = tl.load(values + at[:, :, None] + column[None, None, :], stored[:, :, None], 0)
     power = e8m0(tl.load(scale + row[:, None] * scale_stride + group[None, :], stored, 127))
-    narrow = e4m3(code, OPERAND, UPCAST) * power.to(OPERAND)[:, :, None]
+    narrow = (e4m3(code, tl.float32, UPCAST) * power[:, :, None]).to(OPERAND)
     inside = loaded[:, None] & (column < WIDTH - NOPE)[None, :]
     last = tl.load(rope + row[:, None] * rope_stride + column[None, :], inside, 0.0).to(OPERAND)
     wide = tl.where((group == NOPE // GROUP)[None, :, None], last[:, None, :], narrow)
@@ -110,20 +116,38 @@ def _coefficients(
 
 
 @triton.jit
+def _whole(at, first, low, high, BLOCK_N: tl.constexpr, SELECTED: tl.constexpr):
+    """Whether all keys of a tile stand `at` places between `low` and `high`: from `first` on, unless SELECTED."""
+    if SELECTED:
+        found = tl.min(((at > low) & (at < high)).to(tl.int32)) == 1
+    else:
+        found = (first > low) & (first + BLOCK_N <= high)
+    return found
+
+
+@triton.jit
 def _fold(
-    q, keys, seen, bias, length, peak, total, value, scale,
+    q, keys, at, low, high, whole, bias, length, peak, total, value, scale,
     BIASED: tl.constexpr, LONG: tl.constexpr, NARROW: tl.constexpr, OPERAND: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Fold a tile of keys into the running softmax; LONG: keys are to be multiplied by their `length`, in fp16."""
-    logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
+    """Fold a tile of keys into the running softmax; LONG: keys are to be multiplied by their `length`, in fp16.
+
+    A row sees the keys that stand `at` places between its `low` and its `high`; `whole`: every row sees all of them.
+    """
+    logits = tl.dot(q, tl.trans(keys), input_precision="ieee")
     if LONG:
         logits *= length[None, :]
+    if not whole:
+        seen = (at[None, :] > low[:, None]) & (at[None, :] < high[:, None])
+        logits = tl.where(seen, logits, float("-inf"))
     if BIASED:
-        logits += bias[None, :]
-    logits = tl.where(seen, logits, float("-inf"))
-    higher = tl.maximum(peak, tl.max(logits, 1))
-    mass = tl.exp(logits - higher[:, None])
-    shrink = tl.exp(peak - higher)
+        logits = logits * scale[:, None] + bias[None, :] * LOG2E
+        higher = tl.maximum(peak, tl.max(logits, 1))
+        mass = tl.exp2(logits - higher[:, None])
+    else:  # a scale is above 0
+        higher = tl.maximum(peak, tl.max(logits, 1) * scale)
+        mass = tl.exp2(tl.fma(logits, scale[:, None], -higher[:, None]))
+    shrink = tl.exp2(peak - higher)
     total = total * shrink + tl.sum(mass, 1)
     if LONG:
         mass *= length[None, :]
@@ -136,9 +160,10 @@ def _fold(
 @triton.jit
 def _with_sink(peak, total, sink):
     """Total with the sink among it, and by how much what was summed below the old peak shrinks."""
+    sink *= LOG2E
     higher = tl.maximum(peak, tl.minimum(tl.maximum(sink, -LIMIT), LIMIT))
-    shrink = tl.exp(peak - higher)
-    return total * shrink + tl.exp(sink - higher), shrink
+    shrink = tl.exp2(peak - higher)
+    return total * shrink + tl.exp2(sink - higher), shrink
 
 
 @triton.jit(do_not_specialize=["tokens", "n", "picks", "selected_stride", "splits"])
@@ -168,37 +193,39 @@ def _attend(
     newest = start + tl.minimum(begin_token + TOKENS, tokens) - 1  # position
     oldest = tl.maximum(start + begin_token - window + 1, 0)
     span = (newest + 1 - oldest).to(tl.int32)
+    position = start + tl.minimum(token if TOKENS > 1 else begin_token + tl.arange(0, 1), tokens - 1)
+    recent_high = (position - oldest + 1).to(tl.int32)  # counted from the oldest that the tile sees
+    recent_low = recent_high - window - 1
     window_tiles = 0 if FORM == _BASED else tl.cdiv(span, BLOCK_N)
-    tiles, border = window_tiles, 0  # window tiles begin at the border
+    tiles, visible = window_tiles, recent_high
     if ENTRIES:
-        visible = tl.minimum((start + token + 1) // ratio - hidden, n).to(tl.int32)
+        visible = tl.minimum((position + 1) // ratio - hidden, n).to(tl.int32)
         most = tl.minimum((newest + 1) // ratio - hidden, n).to(tl.int32)
         tiles += tl.cdiv(picks if SELECTED else tl.maximum(most, 0), BLOCK_N)
-    if FORM == _CODED:
-        border = tiles - window_tiles
-    tiles_per_split = tl.cdiv(tiles, splits)
-    begin = tl.program_id(1) * tiles_per_split
-    end = tl.minimum(begin + tiles_per_split, tiles)
+    # every so many tiles are a program's: more tiles, of which no row sees anything, change no number
+    begin, step = tl.program_id(1), splits if SPLIT else 1
+    begin_entries = begin + tl.cdiv(tl.maximum(window_tiles - begin, 0), step) * step
+    none, all_visible = tl.full(visible.shape, -1, tl.int32), tl.min(visible)
 
     peak = tl.full((TOKENS * HEADS,), -LIMIT, tl.float32)
     total = tl.zeros((TOKENS * HEADS,), tl.float32)
     value = tl.zeros((TOKENS * HEADS, BLOCK_D), tl.float32)
+    scale = tl.full((TOKENS * HEADS,), 1.0, tl.float32) * scale
     if FORM == _CODED:
         turned, size = rotated_query(
             _plain(q + row * WIDTH, wanted, WIDTH, BLOCK_D, tl.float32), signs, ROWS, BLOCK_D, STEPS, SIGNED
         )  # fmt: skip
         turned = turned.to(FINE)
-        for tile in tl.range(begin, tl.minimum(end, border)):
-            entry = _entry(
-                selected, tile * BLOCK_N + tl.arange(0, BLOCK_N), begin_token, picks, selected_stride, SELECTED
-            )  # fmt: skip
+        for tile in tl.range(begin_entries, tiles, step):
+            key = (tile - window_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+            entry = _listed(selected, key, begin_token, picks, selected_stride, SELECTED)
             present = (entry >= 0) & (entry < most)
-            seen = present[None, :] & (entry[None, :] < visible[:, None])
             keys = centroids(entries, table, entry, present, BLOCK_D, BITS)
             length = tl.load(norm + entry, present, 0.0).to(tl.float32) * (WIDTH**-0.5)
             more = tl.load(bias + entry, present, 0.0) if BIASED else None
+            whole = _whole(entry, (tile - window_tiles) * BLOCK_N, -1, all_visible, BLOCK_N, SELECTED)
             peak, total, value = _fold(
-                turned, keys, seen, more, length, peak, total, value, (size * scale)[:, None],
+                turned, keys, entry, none, visible, whole, more, length, peak, total, value, size * scale,
                 BIASED, LONG=True, NARROW=NARROW, OPERAND=FINE, UPCAST=UPCAST,
             )  # fmt: skip
         value = hadamard(value, ROWS, BLOCK_D, STEPS) * (WIDTH**-0.5)
@@ -209,71 +236,75 @@ def _attend(
         wide = _plain(q + row * WIDTH, wanted, WIDTH, BLOCK_D, tl.float32)
         size = unit(tl.max(tl.abs(wide), 1))
         queries, length = (wide / size[:, None]).to(FINE), tl.full((BLOCK_N,), 1.0, tl.float32)
-        for tile in tl.range(begin, end):
-            entry = _entry(
-                selected, tile * BLOCK_N + tl.arange(0, BLOCK_N), begin_token, picks, selected_stride, SELECTED
-            )  # fmt: skip
+        for tile in tl.range(begin, tiles, step):
+            key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+            entry = _listed(selected, key, begin_token, picks, selected_stride, SELECTED)
             present = (entry >= 0) & (entry < most)
-            seen = present[None, :] & (entry[None, :] < visible[:, None])
             keys = _coefficients(
                 entries, rope, scales, norm, table, places, signs, entry, present, entries_stride, rope_stride,
                 NOPE, WIDTH - NOPE, BLOCK_D, FINE,
             )  # fmt: skip
             more = tl.load(bias + entry, present, 0.0) if BIASED else None
+            whole = _whole(entry, tile * BLOCK_N, -1, all_visible, BLOCK_N, SELECTED)
             peak, total, value = _fold(
-                queries, keys, seen, more, length, peak, total, value, (size * scale)[:, None],
+                queries, keys, entry, none, visible, whole, more, length, peak, total, value, size * scale,
                 BIASED, LONG=True, NARROW=NARROW, OPERAND=FINE, UPCAST=UPCAST,
             )  # fmt: skip
     if FORM != _BASED:
-        own = (start + token - oldest).to(tl.int32)  # position, counted from the oldest that the tile sees
-        first_row = (oldest % capacity).to(tl.int32)
-        low, high = begin, end
-        if FORM == _FP8:
-            high = tl.minimum(end, window_tiles)
-        if FORM == _CODED:
-            low = tl.maximum(begin, border)
-        for tile in tl.range(low, high):
-            key = (tile - border) * BLOCK_N + tl.arange(0, BLOCK_N)
-            place = first_row + key
-            place = tl.where(place >= capacity, place - capacity, place)
-            loaded = key < span
-            seen = (key[None, :] <= own[:, None]) & (key[None, :] > own[:, None] - window)
-            at = ring + place.to(tl.int64) * ring_stride
-            if ENTRIES and FORM == _TENSOR:  # one loop over both, whose keys are fetched ahead across the border
-                recent = key < window_tiles * BLOCK_N
-                entry = _entry(selected, key - window_tiles * BLOCK_N, begin_token, picks, selected_stride, SELECTED)
-                present = (entry >= 0) & (entry < most)
-                at = tl.where(recent, at, entries + entry.to(tl.int64) * entries_stride)
-                if ALIGNED:  # which the compiler no longer sees behind the choice, and without it fetches nothing ahead
-                    at = tl.multiple_of(at, 16)
-                loaded = tl.where(recent, loaded, present)
-                seen = tl.where(recent[None, :], seen, present[None, :] & (entry[None, :] < visible[:, None]))
-            keys = _plain(at, loaded, WIDTH, BLOCK_D, OPERAND)
-            more = tl.load(bias + entry, present, 0.0) if BIASED and FORM == _TENSOR else None
+        first_row, all_low, all_high = (oldest % capacity).to(tl.int32), tl.max(recent_low), tl.min(recent_high)
+        BOTH: tl.constexpr = ENTRIES and FORM == _TENSOR  # in one loop, whose keys are fetched ahead across the border
+        for tile in tl.range(begin, tiles if BOTH else window_tiles, step):
+            ahead = tile * BLOCK_N
+            at = ahead + tl.arange(0, BLOCK_N)
+            base, stride, turn, end, count = ring, ring_stride, first_row, capacity, span
+            low, high, lowest, highest = recent_low, recent_high, all_low, all_high
+            if BOTH:
+                recent = tile < window_tiles
+                ahead -= tl.where(recent, 0, window_tiles * BLOCK_N)
+                at = ahead + tl.arange(0, BLOCK_N)
+                if SELECTED:
+                    listed = _listed(selected, at, begin_token, tl.where(recent, 0, picks), selected_stride, SELECTED)
+                    at = tl.where(recent, at, listed)
+                base, stride = tl.where(recent, base, entries), tl.where(recent, stride, entries_stride)
+                turn, end = tl.where(recent, turn, 0), tl.where(recent, end, LAST)
+                count = tl.where(recent, count, most)
+                low, high = tl.where(recent, low, none), tl.where(recent, high, visible)
+                lowest, highest = tl.where(recent, lowest, -1), tl.where(recent, highest, all_visible)
+            present = (at >= 0) & (at < count)
+            line = at + turn
+            line = tl.where(line >= end, line - end, line)
+            begins = base + line.to(tl.int64) * stride
+            if BOTH and ALIGNED:  # which the compiler no longer sees behind the choice, and fetches nothing ahead
+                begins = tl.multiple_of(begins, 16)
+            keys = _plain(begins, present, WIDTH, BLOCK_D, OPERAND)
+            # the interpreter makes int32 of a scalar's comparison
+            of_entry = present & (tile + tl.zeros_like(at) >= window_tiles)
+            more = tl.load(bias + at, of_entry, 0.0) if BOTH and BIASED else None
+            whole = _whole(at, ahead, lowest, highest, BLOCK_N, BOTH and SELECTED)
             peak, total, value = _fold(
-                queries, keys, seen, more, None, peak, total, value, scale,
-                BIASED and FORM == _TENSOR, LONG=False, NARROW=NARROW, OPERAND=OPERAND, UPCAST=UPCAST,
+                queries, keys, at, low, high, whole, more, None, peak, total, value, scale,
+                BOTH and BIASED, LONG=False, NARROW=NARROW, OPERAND=OPERAND, UPCAST=UPCAST,
             )  # fmt: skip
     if FORM == _FP8:
-        for tile in tl.range(tl.maximum(begin, window_tiles), end):
+        for tile in tl.range(begin_entries, tiles, step):
             key = (tile - window_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-            entry = _entry(selected, key, begin_token, picks, selected_stride, SELECTED)
+            entry = _listed(selected, key, begin_token, picks, selected_stride, SELECTED)
             present = (entry >= 0) & (entry < most)
-            seen = present[None, :] & (entry[None, :] < visible[:, None])
             keys = _fp8(
                 entries, rope, scales, entry, present, entries_stride, rope_stride, scales_stride,
                 WIDTH, NOPE, BLOCK_D, BLOCK_N, OPERAND, UPCAST,
             )  # fmt: skip
             more = tl.load(bias + entry, present, 0.0) if BIASED else None
+            whole = _whole(entry, (tile - window_tiles) * BLOCK_N, -1, all_visible, BLOCK_N, SELECTED)
             peak, total, value = _fold(
-                queries, keys, seen, more, None, peak, total, value, scale, BIASED, LONG=False, NARROW=NARROW,
-                OPERAND=OPERAND, UPCAST=UPCAST,
+                queries, keys, entry, none, visible, whole, more, None, peak, total, value, scale,
+                BIASED, LONG=False, NARROW=NARROW, OPERAND=OPERAND, UPCAST=UPCAST,
             )  # fmt: skip
 
     inside = wanted[:, None] & (column < WIDTH)[None, :]
     if SPLIT:
         place = tl.program_id(1).to(tl.int64) * tokens * heads + row
-        used = wanted & (begin + tl.zeros_like(pair) < end)  # the interpreter makes int32 of a scalar's comparison
+        used = wanted & (begin + tl.zeros_like(pair) < tiles)  # the interpreter makes int32 of a scalar's comparison
         tl.store(peaks + place, peak, wanted)
         tl.store(totals + place, tl.where(used, total, -1.0), wanted)  # -1: no tile fell to this program
         tl.store(sums + place[:, None] * WIDTH + column[None, :], value, inside & used[:, None])
@@ -296,14 +327,14 @@ def _merge(
     used = total != -1
     peak = tl.load(peaks + split * rows + row, used, -LIMIT)
     highest = tl.max(peak, 0)
-    total = tl.sum(tl.where(used, total * tl.exp(peak - highest), 0.0), 0)
+    total = tl.sum(tl.where(used, total * tl.exp2(peak - highest), 0.0), 0)
     total, shrink = _with_sink(highest, total, tl.load(sink + row % heads))
     value = tl.zeros((BLOCK_D,), tl.float32)
-    for begin in tl.range(0, splits, CHUNK):
+    for begin in tl.range(0, tl.max(tl.where(used, split + 1, 0), 0), CHUNK):
         some = begin + tl.arange(0, CHUNK)
         at = some * rows + row
         there = tl.load(totals + at, some < splits, -1.0) != -1
-        weight = tl.exp(tl.load(peaks + at, there, -LIMIT) - highest)
+        weight = tl.exp2(tl.load(peaks + at, there, -LIMIT) - highest)
         inside = there[:, None] & (column < WIDTH)[None, :]
         part = tl.load(sums + at[:, None] * WIDTH + column[None, :], inside, 0.0)
         value += tl.sum(tl.where(inside, part * weight[:, None], 0.0), 0)
@@ -506,7 +537,8 @@ class _Given(NamedTuple):
     def cut(self, q: Tensor) -> attention_launch.Launch:
         """How a call of queries is cut up; entries in a basis are attended to without the window."""
         window, shared = (0 if self.form == _BASED.value else self.window), self.selected is None or not self.used
-        return attention_launch.launch(q, window, self.most, narrow=self.narrow, form=self.form, shared=shared)
+        t, h, d = q.shape
+        return attention_launch.launch(t, h, d, window, self.most, narrow=self.narrow, form=self.form, shared=shared)
 
 
 def _run(
@@ -518,14 +550,16 @@ def _run(
     _attend[(cut.programs, cut.splits)](
         q, ring, first, *rows[1:7], q if rows.signs is None else rows.signs, bias, selected, sink, out, *found,
         t, h, ring.shape[0], ring.stride(0), window, rows.values.shape[0], ratio, hidden, picks,
-        rows.values.stride(0), rows.rope.stride(0), rows.scales.stride(0), picks_stride, d**-0.5, cut.splits,
+        rows.values.stride(0), rows.rope.stride(0), rows.scales.stride(0), picks_stride, d**-0.5 * LOG2E.value,
+        cut.splits,
         TOKENS=cut.tokens, HEADS=cut.heads, WIDTH=d, NOPE=rows.nope, BLOCK_N=cut.keys, BLOCK_D=cut.width,
         ENTRIES=given.used, FORM=given.form, BITS=rows.bits, STEPS=d.bit_length() - 1,
         SIGNED=rows.signs is not None, ALIGNED=_aligned(ring) and _aligned(rows.values), SELECTED=selected is not None,
         BIASED=bias is not None and given.used, SPLIT=split,
         OPERAND=tl.bfloat16 if cut.narrow and not UPCAST else tl.float32,
         FINE=tl.float16 if cut.narrow else tl.float32, NARROW=cut.narrow, UPCAST=UPCAST,
-        num_warps=8 if cut.tokens * cut.heads * cut.width >= 64 * 256 else 4, num_stages=2, enable_fp_fusion=False,
+        num_warps=8 if cut.tokens * cut.heads * cut.width >= 64 * 256 else 4, num_stages=cut.stages,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import torch
 
 from kernels.attention import cpu
 from kernels.formats import coded_rows, lloyd_max
+from kernels.formats.rows import first as first_rows
 from kernels.formats.rows import fp8_entries, write
 from kernels.formats.rows_reference import decode
 from kernels.formats.stored import CodedRows, Fp8Entries, Fp8Keys, Slots
@@ -502,18 +503,53 @@ def test_forms_that_triton_does_not_read_are_refused():
                 attention_triton.attend(q, ring, first, window, given, ratio, selected, sink)
 
 
+KINDS = {"SWA": (None, None), "HCA": (90, None), "CSA": (90, 17)}  # entries, and selected ones
+
+
+@on_triton
+@pytest.mark.parametrize("programs", [3, 132])  # with several tiles to a program, and with one at most
+@pytest.mark.parametrize("form", ["dtype", "fp8"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_rows_of_a_short_call_have_the_bits_of_calls_of_one_token(kind, form, programs, monkeypatch):
+    """Whatever the call, and whether entries, and places of a selection, are as many as a token sees or more."""
+    monkeypatch.setattr(launch, "PROGRAMS", programs)
+    (n, k), rows = KINDS[kind], None
+    q, ring, first, window, entries, ratio, selected, sink = make(8, 3, 80, 40, 277, n, k, dtype=BF16)
+    sink[:] = torch.tensor([0.5, -torch.inf, -1.0])
+    if n is not None:
+        rows = STORED[form](entries)
+
+    def given(columns):
+        return None if selected is None else torch.nn.functional.pad(selected, (0, columns), value=-1)
+
+    alone = []
+    for i in range(8):
+        seen = rows if rows is None else first_rows(rows, (first + i + 1) // ratio)
+        one = None if selected is None else given(0)[i : i + 1]
+        args = (q[i : i + 1], ring, first + i, window, seen, ratio, one, sink)
+        alone.append(attention_triton.attend(*args))
+        assert_same(WAYS[-1], alone[i], equation(*args), dtype=BF16)
+    for t in range(1, 9):
+        chosen = None if selected is None else given(40)[:t]
+        together = attention_triton.attend(q[:t], ring, first, window, rows, ratio, chosen, sink)
+        assert torch.equal(together, torch.cat(alone[:t]))
+
+
 @on_triton
 def test_how_a_call_of_triton_is_cut_up_follows_from_shapes():
-    """One token fills the machine with programs; a chunk has one program a row tile."""
+    """One token fills the machine with programs, as does each of a short call; a chunk has one program a row tile."""
 
     def cut(t, h, most, shared):
-        q = torch.empty(t, h, 512).bfloat16()
-        return launch.launch(q, 128, most, narrow=True, form=launch.TENSOR, shared=shared)
+        return launch.launch(t, h, 512, 128, most, narrow=True, form=launch.TENSOR, shared=shared)
 
-    assert cut(1, 64, 8192, shared=True)[:6] == (1, 64, 64, 512, 1, 130)
+    assert cut(1, 64, 8192, shared=True)[:6] == (1, 64, 32, 512, 1, 132)
     assert cut(1, 128, 1024, shared=False)[:6] == (1, 64, 32, 512, 2, 36)
-    assert cut(512, 64, 512, shared=False)[:6] == (1, 64, 64, 512, 512, 1)
-    assert cut(512, 16, 8192, shared=True)[:6] == (4, 16, 64, 512, 128, 1)
+    assert cut(512, 64, 512, shared=False)[:6] == (1, 64, 32, 512, 512, 1)
+    assert cut(512, 16, 8192, shared=True)[:6] == (4, 16, 32, 512, 128, 1)
     assert cut(32, 64, 8192, shared=True)[4:6] == (32, 4)
-    q = torch.empty(1, 3, 32).bfloat16()
-    assert launch.launch(q, 128, 9, narrow=True, form=launch.CODED, shared=True).width == 32
+    assert (cut(512, 64, 512, shared=True).stages, cut(512, 64, 512, shared=False).stages) == (3, 5)
+    for h, most, shared in ((64, 8192, True), (16, 100, True), (128, 1024, False)):
+        one = cut(1, h, most, shared)
+        for t in range(2, launch.SHORT + 1):
+            assert cut(t, h, most, shared) == one._replace(programs=t * one.programs)
+    assert launch.launch(1, 3, 32, 128, 9, narrow=True, form=launch.CODED, shared=True).width == 32
