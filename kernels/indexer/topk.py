@@ -7,7 +7,7 @@ first ones, each to the place that a prefix sum gives it: ascending order, and o
 
 Only integers are added up, so nothing depends on the order in which programs run. Where there are many rows, or short
 ones, a program does all passes of one row in one launch; else a row is split over programs, and there is a launch for
-each pass, with counts kept in between. Both find the same.
+each pass, with counts kept in between; the first pass may be that of who computes the scores. All find the same.
 """
 
 import torch
@@ -26,10 +26,22 @@ PARTS = 128  # of a row, at most
 
 
 @triton.jit
-def _ordered(row, entry, inside):
+def ordered(scores):
     """Scores as uint32 of the same order: negative ones are complemented, the others, and -0.0, get the upper bit."""
-    bits = tl.load(row + entry, inside, 0.0).to(tl.uint32, bitcast=True)
+    bits = scores.to(tl.uint32, bitcast=True)
     return tl.where(bits > 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
+
+
+@triton.jit
+def _ordered(row, entry, inside):
+    return ordered(tl.load(row + entry, inside, 0.0))
+
+
+@triton.jit
+def count_first_digits(counts, scores, member):
+    """Add the first digits of the scores that are a `member` to a row's counts, as the first pass would."""
+    found = tl.histogram((ordered(scores) >> 24).to(tl.int32), 256, member)
+    tl.atomic_add(counts + tl.arange(0, 256), found, found > 0, sem="relaxed")
 
 
 @triton.jit
@@ -179,14 +191,25 @@ def top_k(scores: Tensor, first: int | Tensor, ratio: int, k: int) -> Tensor:
     assert scores.dtype == torch.float32, f"scores: {scores.dtype}, want float32"
     t, n = scores.shape
     out = torch.empty(t, min(k, n), dtype=torch.int32, device=scores.device)
-    top_k_into(out, scores, position(first, scores.device), 0, ratio)
+    top_k_into(out, scores, position(first, scores.device), 0, ratio, None)
     return out
 
 
-def top_k_into(out: Tensor, scores: Tensor, first: Tensor, start: int, ratio: int) -> None:
+def first_counts(t: int, n: int, device: torch.device) -> Tensor | None:
+    """Counts of each digit, [t, 4, 256] int32, all 0, of rows that are split over programs; None where they are not.
+
+    What computes the scores may add their first digits by `count_first_digits`: a launch, and a pass over them, less.
+    Where a program does all passes of a row, counting there costs more than the pass that it saves.
+    """
+    whole = t >= WHOLE_ROWS or n <= WHOLE_ENTRIES
+    return None if whole else torch.zeros(t, 4, 256, dtype=torch.int32, device=device)
+
+
+def top_k_into(out: Tensor, scores: Tensor, first: Tensor, start: int, ratio: int, counts: Tensor | None) -> None:
     """`top_k` of tokens that stand `start` and more behind `first`, as many as `out` [t, k] int32 has columns.
 
-    `scores` [t, n] may have fewer columns than `out`, if no token sees more.
+    `scores` [t, n] may have fewer columns than `out`, if no token sees more. `counts`: as `first_counts` gives them,
+    with the first digits of all that tokens see of which more than `out` has columns; None: not counted yet.
     """
     (t, n), width = scores.shape, out.shape[1]
     if out.numel() == 0:
@@ -194,17 +217,17 @@ def top_k_into(out: Tensor, scores: Tensor, first: Tensor, start: int, ratio: in
     if scores.stride(1) != 1:
         scores = scores.contiguous()
     stride, block = scores.stride(0), max(WIDTH, triton.next_power_of_2(width))
-    if t >= WHOLE_ROWS or n <= WHOLE_ENTRIES:
+    counted, counts = counts is not None, first_counts(t, n, scores.device) if counts is None else counts
+    if counts is None:
         options = {"num_warps": TILE // 256, "maxnreg": 64, "enable_fp_fusion": False}  # two programs to an SM, or more
         _whole[(t,)](scores, out, first, start, ratio, n, stride, width, WIDTH=block, TILE=TILE, **options)
         return
     part_length = -(-n // (PARTS * PART)) * PART
     parts = -(-n // part_length)
-    counts = torch.zeros(t, 4, 256, dtype=torch.int32, device=scores.device)
     larger, equal = torch.empty(2, t, parts, 256, dtype=torch.int32, device=scores.device)
     rows = (first, start, ratio, n, stride, width, part_length)
     options = {"TILE": PART, "num_warps": 4, "enable_fp_fusion": False}
-    for digit in range(4):
+    for digit in range(1 if counted else 0, 4):
         _count[t, parts](scores, counts, larger, equal, digit, *rows, **options)
     _collect[t, parts](scores, out, counts, larger, equal, *rows, WIDTH=block, PARTS=PARTS, **options)
 

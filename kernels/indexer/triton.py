@@ -21,7 +21,7 @@ from kernels.formats import lloyd_max
 from kernels.formats.stored import CodedRows, Fp4Keys, Fp8Keys, Rows
 from kernels.formats.triton import centroids, e2m1, e8m0, rotated_query
 from kernels.formats.triton_rounding import UPCAST, widened
-from kernels.indexer.topk import seen_by, top_k_into, top_k_scratch
+from kernels.indexer.topk import count_first_digits, first_counts, seen_by, top_k_into, top_k_scratch
 from kernels.position import position
 from kernels.target import blackwell
 
@@ -62,11 +62,15 @@ def _keys(
 
 @triton.jit(do_not_specialize=["start", "tokens", "entries", "least", "tokens_per_program"])
 def _scores(
-    q, weights, values, scales, table, out, first, start, tokens, entries, stride, ratio, least, tokens_per_program,
+    q, weights, values, scales, table, out, counts, first, start, tokens, entries, stride, ratio, least,
+    tokens_per_program,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KEYS: tl.constexpr,
-    FORM: tl.constexpr, BITS: tl.constexpr, SEEN: tl.constexpr, dtype: tl.constexpr,
+    FORM: tl.constexpr, BITS: tl.constexpr, SEEN: tl.constexpr, COUNTED: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
-    """Score a tile of keys for `share` tokens; if SEEN, unless none of them sees any, or more than `least` keys."""
+    """Score a tile of keys for some tokens; if SEEN, unless none of them sees any, or more than `least` keys.
+
+    COUNTED: first digits of what a token sees are counted for `top_k`.
+    """
     low, begin = tl.program_id(0) * KEYS, tl.program_id(1).to(tl.int64) * tokens_per_program
     end = tl.minimum(begin + tokens_per_program, tokens)
     high = entries
@@ -95,6 +99,8 @@ def _scores(
             if FORM == _CODED:  # a length is not below 0, and may come behind the ReLU
                 score *= tl.load(scales + row).to(tl.float32) * (D**-0.5)
             tl.store(out + token * stride + entry, score, entry < entries)
+            if COUNTED:
+                count_first_digits(counts + token * 1024, score, entry < seen_by(first, start + token, ratio, entries))
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -158,9 +164,13 @@ def _met(q: Tensor, head_weights: Tensor, planes: _Planes) -> tuple[Tensor, Tens
 
 
 def _score(
-    out: Tensor, q: Tensor, head_weights: Tensor, planes: _Planes, seen: tuple[Tensor, int, int, int] | None
-) -> None:
-    """Fill `out` [t, n], n no more than the keys, by what `_met` gives; `seen`: first, start, ratio, least."""
+    out: Tensor, q: Tensor, head_weights: Tensor, planes: _Planes, seen: tuple[Tensor, int, int, int] | None,
+    counts: Tensor | None,
+) -> None:  # fmt: skip
+    """Fill `out` [t, n], n no more than the keys, by what `_met` gives; `seen`: first, start, ratio, least.
+
+    `counts` are those of `first_counts`, to be added to, or None.
+    """
     (t, heads, d), n = q.shape, out.shape[1]
     if t == 0 or n == 0:
         return
@@ -172,6 +182,7 @@ def _score(
     first, start, ratio, least = seen or (out, 0, 1, 0)
     constants = {
         "HEADS": heads, "D": d, "KEYS": keys, "FORM": planes.form, "BITS": planes.bits, "SEEN": seen is not None,
+        "COUNTED": counts is not None,
         "BLOCK_H": max(16, triton.next_power_of_2(heads)),
         "BLOCK_D": d if coded else max(32, triton.next_power_of_2(d)),
         "dtype": tl.float16 if coded and not exact else tl.float32 if exact or UPCAST else tl.bfloat16,
@@ -180,8 +191,8 @@ def _score(
         "maxnreg": None if exact or blackwell() else 128,
     }  # fmt: skip
     _scores[tiles, -(-t // tokens_per_program)](
-        q, head_weights, planes.values, planes.scales, table, out, first, start, t, n, out.stride(0), ratio, least,
-        tokens_per_program, **constants, enable_fp_fusion=False,
+        q, head_weights, planes.values, planes.scales, table, out, counts, first, start, t, n, out.stride(0), ratio,
+        least, tokens_per_program, **constants, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -199,7 +210,7 @@ def index_scores(q: Tensor, head_weights: Tensor, keys: Rows) -> Tensor:
     """
     planes = _planes(keys)
     out = torch.empty(q.shape[0], keys.shape[0], device=q.device)
-    _score(out, *_met(q, head_weights, planes), planes, None)
+    _score(out, *_met(q, head_weights, planes), planes, None, None)
     return out
 
 
@@ -233,8 +244,9 @@ def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int | Tensor, rat
     for start in range(0, t, tokens):
         stop = min(start + tokens, t)
         scores, rows = scratch[: stop - start, :n], out[start:stop]
-        _score(scores, q[start:stop], head_weights[start:stop], planes, (at, start, ratio, rows.shape[1]))
-        top_k_into(rows, scores, at, start, ratio)
+        counts = first_counts(stop - start, n, q.device)
+        _score(scores, q[start:stop], head_weights[start:stop], planes, (at, start, ratio, rows.shape[1]), counts)
+        top_k_into(rows, scores, at, start, ratio, counts)
     return out
 
 

@@ -668,7 +668,7 @@ def test_triton_scores_nothing_that_nobody_sees_or_that_is_selected_anyway(monke
         monkeypatch.setattr(triton, name, value)
     q, weights, keys = whole_numbers(4, 2, 32, 128)
     out, at = torch.full((4, 128), NAN), torch.tensor(28)
-    triton._score(out, q, weights, triton._planes(keys), (at, 1, 1, 31))  # seen: 30, 31 | 32, 33
+    triton._score(out, q, weights, triton._planes(keys), (at, 1, 1, 31), None)  # seen: 30, 31 | 32, 33
     scored = ~out.isnan()
     assert not scored[:2].any()
     assert scored[2:].sum(1).tolist() == [64, 64]
@@ -679,7 +679,8 @@ def test_triton_scores_nothing_that_nobody_sees_or_that_is_selected_anyway(monke
 def test_triton_scores_of_a_long_context_never_exist_at_once(first, monkeypatch):
     scratches, tokens = set(), []
 
-    def score(out, q, _weights, _planes, seen):
+    def score(out, q, _weights, _planes, seen, counts):
+        assert counts is None
         scratches.add(out.untyped_storage().data_ptr())
         assert out.untyped_storage().nbytes() <= 1 << 28
         tokens.extend(range(seen[1], seen[1] + len(q)))
@@ -708,9 +709,45 @@ def test_triton_tokens_stand_behind_the_first_and_write_their_rows_alone(pick):
     del pick
     scores = torch.stack((torch.arange(100.0), torch.full((100,), -2.5)))  # of what is equal, more could be taken
     out = torch.full((4, 20), -7, dtype=torch.int32)
-    topk.top_k_into(out[1:3], scores, torch.tensor(100), 120, 3)
+    topk.top_k_into(out[1:3], scores, torch.tensor(100), 120, 3, None)
     assert torch.equal(out[1:3], best(scores, 220, 3, 20))
     assert (out[[0, 3]] == -7).all()
+
+
+@on_triton
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("spoil", [False, True])
+def test_triton_first_digits_are_counted_with_the_scores(form, spoil, monkeypatch):
+    """The counts are those of the first pass, and so the selection is: of tokens that see enough, ties among them."""
+    small = {"WHOLE_ROWS": 1 << 30, "WHOLE_ENTRIES": 0, "PART": 64, "PARTS": 4}
+    for name, value in small.items():
+        monkeypatch.setattr(topk, name, value)
+    for name, value in {"KEYS": 32, "EXACT_KEYS": 32, "PROGRAMS": 4}.items():  # several tokens to a program
+        monkeypatch.setattr(triton, name, value)
+    t, n, k, first, kept = 5, 150, 13, 9, []
+    q, weights, keys = (whole_numbers if spoil else real_numbers)(t, 3, 32, n)
+    keys = stored(form, keys)
+    if spoil:  # infinite scores, and NaN
+        q[1, 0], weights[2, 1], q[3, 2] = INF, -INF, NAN
+    collect = topk.top_k_into
+
+    def spy(out, scores, at, start, ratio, counts):
+        counted, again = counts.clone(), out.clone()
+        collect(again, scores, at, start, ratio, None)
+        collect(out, scores, at, start, ratio, counts)
+        assert torch.equal(out, again)
+        kept.append((scores.clone(), counted))
+
+    monkeypatch.setattr(triton, "top_k_into", spy)
+    triton.select(q.to(torch.bfloat16), weights, keys, first, 1, k)
+    (scores, counts), seen = kept[0], torch.arange(t) + first + 1
+    bits = scores.view(torch.int32).long() & 0xFFFFFFFF
+    digits = torch.where(bits > 1 << 31, bits ^ 0xFFFFFFFF, bits | 1 << 31) >> 24
+    assert not counts[:, 1:].any()
+    assert (seen > k).any()
+    for i in range(t):
+        if seen[i] > k:
+            assert torch.equal(counts[i, 0].long(), digits[i, : seen[i]].bincount(minlength=256))
 
 
 @on_triton
@@ -721,6 +758,11 @@ def test_triton_many_rows_and_long_ones_go_their_ways(monkeypatch):
         monkeypatch.setattr(topk, name, type("Spy", (), {"__getitem__": run})())
     topk.top_k(torch.empty(1, 262144), 1 << 20, 4, 512)
     assert launched == [("_count", (1, 128))] * 4 + [("_collect", (1, 128))]
+    launched.clear()
+    monkeypatch.setattr(triton, "_score", lambda *_: None)  # counts first digits
+    q, keys = torch.empty(1, 2, 32).bfloat16(), torch.empty(262144, 32).bfloat16()
+    triton.select(q, torch.empty(1, 2), keys, 1 << 20, 4, 512)
+    assert launched == [("_count", (1, 128))] * 3 + [("_collect", (1, 128))]
     launched.clear()
     topk.top_k(torch.empty(3, 300001), 1 << 21, 4, 512)  # parts of two tiles
     assert launched[-1] == ("_collect", (3, 74))
