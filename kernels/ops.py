@@ -36,6 +36,7 @@ from kernels.differential.cpu import Noise, Own, Past
 from kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
 from kernels.formats.stored import Rounding, Rows, Slots, Stack, Weight, Window
 from kernels.hyper.reference import ReadStreams
+from kernels.indexer.reference import SelectFp8
 from kernels.quantise.reference import RoundIndex, RoundKv
 from kernels.rope.reference import NormRotate
 from kernels.shard.cpu import Middle, Stream
@@ -110,6 +111,12 @@ class Ops(Protocol):
 
     def select(self, q: Tensor, head_weights: Tensor, keys: Rows, first: int | Tensor, ratio: int, k: int) -> Tensor:
         """`indexer`."""
+        ...
+
+    def select_fp8(
+        self, q: Tensor, head_weights: Tensor, keys: Rows, first: int | Tensor, ratio: int, k: int
+    ) -> Tensor:
+        """`indexer`: `simulate_fp8` of the queries, and `select`."""
         ...
 
     def attend(
@@ -225,6 +232,7 @@ class Ops(Protocol):
 
 
 COMPOSED: Final = {  # of other ops
+    "select_fp8": SelectFp8,
     "read_streams": ReadStreams,
     "round_kv": RoundKv,
     "round_index": RoundIndex,
@@ -250,6 +258,7 @@ class _Fields(NamedTuple):
     pool: Callable[..., Any]
     compress: Callable[..., Any]
     select: Callable[..., Any]
+    select_fp8: Callable[..., Any]
     attend: Callable[..., Any]
     hyper_weights: Callable[..., Any]
     head_weights: Callable[..., Any]
@@ -350,6 +359,7 @@ _REFERENCE = OpSet(
     pool=compress.reference.pool,
     compress=compress.reference.compress,
     select=indexer.reference.select,
+    select_fp8=SelectFp8(quantise.reference.simulate_fp8, indexer.reference.select),
     attend=attention.reference.attend,
     hyper_weights=hyper.reference.hyper_weights,
     head_weights=hyper.reference.head_weights,

@@ -56,6 +56,7 @@ TRITON = CPU._replace(
     grouped_linear=linear.grouped_linear,
     compress=compress.compress,
     select=indexer.select,
+    select_fp8=indexer.select_fp8,
     attend=attention.attend,
     attend_banks=differential.attend,
     attend_codes=shard.attend,

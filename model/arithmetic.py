@@ -5,6 +5,7 @@ serving code does (inputs of FP8 and FP4 linears, KV, indexer queries and keys):
 formats, the products are fp32, see `kernels.quantise.reference`.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,11 +27,17 @@ class Arithmetic(NamedTuple):
     formats: CacheFormats  # of the caches that `new_state` makes
     ranks: Ranks  # who else computes this model, and which part is here
     ran: dict[str, str]  # the backend of each op that has run so far, see `kernels.ops.noted`
+    fp8_scores: bool = False  # whether index queries are rounded to E4M3 before they are scored, an approximation
 
     @property
     def numerics(self) -> str:
         """Return the name that `--numerics` takes."""
         return "deployed" if self.deployed else "plain"
+
+    @property
+    def select(self) -> Callable[..., Tensor]:
+        """The op that selects entries, by exact scores or by those of E4M3 queries."""
+        return self.ops.select_fp8 if self.fp8_scores else self.ops.select
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
         """``x @ W^T``; deployed, the input of an FP8 or FP4 weight is rounded to E4M3 per 128 columns first.

@@ -4,6 +4,7 @@ NUMERICS = ("deployed", "plain")  # see `model.arithmetic`
 DTYPES = ("bf16", "fp32")  # of activations and caches
 ENTRY_FORMATS = ("dtype", "fp8")  # of compressed entries, see `model.cache.formats`
 KEY_FORMATS = ("dtype", "fp8", "fp4")  # of index keys
+INDEX_SCORES = EXACT, FP8_SCORES = ("exact", "fp8")  # products of index queries and keys
 ALL, OWN, AUTO = "all", "own", "auto"
 RANK_TOKENS = (AUTO, ALL, OWN)  # which of a call's tokens a rank has between attentions, see `model.ranks.ranks`
 CODED_BITS = (8, 4)  # of a number of a bounded cache, in a saved state, see `runtime.quantised_state`

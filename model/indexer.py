@@ -55,7 +55,7 @@ class Indexer:
         q = self.query_used(self.query(latent, call))
         keys, ratio = cache.keys.written(call.first), cache.key_frontier.ratio
         first = call.own_first - cache.keys.evicted * ratio  # the first key is that of the first entry from there
-        selected = self.arithmetic.ops.select(q, self.head_weights(x, call), keys, first, ratio, self.top_k)
+        selected = self.arithmetic.select(q, self.head_weights(x, call), keys, first, ratio, self.top_k)
         return call.whole(selected)
 
     def query(self, latent: Tensor, call: Call) -> Tensor:

@@ -419,7 +419,7 @@ def draw(
     found = []
     for k, n in ((k, n) for k in top_ks for n in sizes if n > k):
         # every token stands behind the last of n entries of one token each, and so sees all of them
-        chosen = arithmetic.ops.select(q_used, head_weights.to(model.device), used[:n], n - 1, 1, k).cpu()
+        chosen = arithmetic.select(q_used, head_weights.to(model.device), used[:n], n - 1, 1, k).cpu()
         at = torch.full((tokens,), n - 1)
         found.append(Group.of(None, n, k, 1, at, chosen[:, :k], scores[:, :n], truth[:, :n], error))
         progress(1 - 0.2 / (len(found) + 1), f"top {k} of {n} drawn entries")
@@ -475,7 +475,7 @@ def constructed_selections(model: Transformer, seed: int) -> Iterator[Finding]:
             seen = (torch.arange(first, first + tokens) + 1) // CSA_RATIO
             visible = scores.masked_fill(torch.arange(most) >= seen[:, None], -torch.inf)
             wanted = visible.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
-            found = model.arithmetic.ops.select(*given, keys.to(device, dtype), first, CSA_RATIO, k).cpu().long()
+            found = model.arithmetic.select(*given, keys.to(device, dtype), first, CSA_RATIO, k).cpu().long()
             rows[end > LIMIT] += tokens
             for row in (found != wanted).any(1).nonzero()[:, 0].tolist():
                 missed = min({*wanted[row].tolist()} - {*found[row].tolist()}, default=None)

@@ -6,6 +6,7 @@ from kernels.ops import Ops, noted
 from model.architectures import Config
 from model.arithmetic import Arithmetic
 from model.cache.formats import CacheFormats
+from model.choices import FP8_SCORES
 from model.ranks.ranks import Ranks
 from runtime.kv import variants
 from runtime.options import RunOptions
@@ -23,4 +24,4 @@ def arithmetic(options: RunOptions, ops: Ops, ranks: Ranks, config: Config) -> A
     """What a model of this run computes with; ConfigError as `cache_formats`."""
     formats, ran = cache_formats(options, config), dict[str, str]()
     deployed = options.numerics == "deployed"
-    return Arithmetic(noted(ops, ran), deployed, formats.dtype, formats, ranks, ran)
+    return Arithmetic(noted(ops, ran), deployed, formats.dtype, formats, ranks, ran, options.index_scores == FP8_SCORES)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from model.architectures import Config, config_from_file
-from model.choices import AUTO, OWN
+from model.choices import AUTO, EXACT, OWN
 from model.config import check_deployed
 from model.errors import ConfigError
 from model.llama.config import LlamaConfig
@@ -29,12 +29,20 @@ class RunOptions:
     prefill_chunk: int = 512  # tokens per call during prefill
     entry_format: str = "dtype"  # of compressed entries: dtype | fp8
     key_format: str = "dtype"  # of index keys: dtype | fp8 | fp4
+    index_scores: str = EXACT  # exact | fp8, which rounds index queries to E4M3
     rank_tokens: str = AUTO  # of a call that a rank of several has between attentions: all | own | auto
     kv: tuple[str, ...] = ()  # how layers remember: rules of `runtime.kv`; none: every layer in full
     coda_adapters: str | None = None  # file of adapters over a Llama-family checkpoint; None: ordinary attention
 
     def __post_init__(self) -> None:
-        """Refuse cache formats that do not hold the values of this numerics and dtype: ConfigError naming the flag."""
+        """Refuse cache formats that do not hold the values of this numerics and dtype, and FP8 scores of other keys.
+
+        Raises
+        ------
+        ConfigError
+            Naming the flag.
+
+        """
         narrow = {"--entry-format": self.entry_format, "--key-format": self.key_format}
         for flag, form in narrow.items():
             if form != "dtype" and self.numerics != "deployed":
@@ -45,6 +53,11 @@ class RunOptions:
             raise ConfigError(
                 f"--entry-format {self.entry_format}: keeps rope dims in bf16, which cannot hold those of"
                 f" --dtype {self.dtype}"
+            )
+
+        if self.index_scores != EXACT and (self.key_format != "fp8" or self.kv):
+            raise ConfigError(
+                f"--index-scores {self.index_scores}: multiplies FP8 keys; want --key-format fp8 and no --kv"
             )
 
     @classmethod

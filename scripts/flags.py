@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from model.choices import DTYPES, ENTRY_FORMATS, KEY_FORMATS, NUMERICS, OP_SETS, RANK_TOKENS
+from model.choices import DTYPES, ENTRY_FORMATS, INDEX_SCORES, KEY_FORMATS, NUMERICS, OP_SETS, RANK_TOKENS
 from model.errors import ConfigError
 from runtime.options import DEMO, TIMEOUT, RunOptions
 from runtime.text.encoding import EFFORTS
@@ -142,6 +142,13 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
         " instead of 256 (V4)",
     )
     p.add_argument(
+        "--index-scores",
+        choices=INDEX_SCORES,
+        default=default.index_scores,
+        help="how the indexer scores keys: exact (default), or fp8, an approximation: queries rounded to E4M3 with a"
+        " power of two per head, for products at the rate of FP8; with --key-format fp8 (V4)",
+    )
+    p.add_argument(
         "--rank-tokens",
         choices=RANK_TOKENS,
         default=default.rank_tokens,
@@ -234,5 +241,6 @@ def check_sampling(args: argparse.Namespace) -> None:
 
 def run_options(args: argparse.Namespace) -> RunOptions:
     """Return what `add_run_options` parsed."""
-    formats, held = (args.entry_format, args.key_format), (tuple(args.kv), args.coda_adapters) if "kv" in args else ()
+    formats = args.entry_format, args.key_format, args.index_scores
+    held = (tuple(args.kv), args.coda_adapters) if "kv" in args else ()
     return RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.rank_tokens, *held)

@@ -8,6 +8,9 @@ in one order: equal keys have equal scores wherever they lie, and a token's scor
 
 `CodedRows` are scored as they are stored, by queries that a kernel of its own has rotated: in fp16 where they come in
 bf16, over powers of two that their heads' weights get back.
+
+`select_fp8` multiplies codes with codes. Of such products a Hopper's tensor cores keep fewer bits than fp32 has while
+they add up the columns of a head, which is why nothing else takes that way.
 """
 
 from typing import NamedTuple
@@ -19,7 +22,7 @@ from torch import Tensor
 
 from kernels.formats import lloyd_max
 from kernels.formats.stored import CodedRows, Fp4Keys, Fp8Keys, Rows
-from kernels.formats.triton import centroids, e2m1, e8m0, rotated_query
+from kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, centroids, e2m1, e8m0, encoded, rotated_query
 from kernels.formats.triton_rounding import UPCAST, widened
 from kernels.indexer.topk import count_first_digits, first_counts, seen_by, top_k_into, top_k_scratch
 from kernels.position import position
@@ -30,7 +33,7 @@ EXACT_KEYS = 32  # the same in fp32, which tensor cores do not multiply
 TOKENS = 16  # tokens per program, at most
 PROGRAMS = 1024  # programs that tokens are divided for: a few for each of 132 SMs or more
 SCRATCH = 1 << 26  # scores that exist at a time: 256 MiB
-ROTATED = 16  # rows of queries that a program rotates
+ROTATED = 16  # rows of queries that a program rotates, or makes codes of
 LEAST = 16  # columns of coded keys: what a product takes
 _TENSOR, _FP8, _FP4, _CODED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
@@ -117,6 +120,21 @@ def _rotate(
     tl.store(out_weights + row, tl.load(weights + row, inside, 0.0) * size, inside)
 
 
+@triton.jit(do_not_specialize=["n"])
+def _code(
+    q, weights, out, out_weights, n, D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, UPCAST: tl.constexpr
+):
+    """Make E4M3 of rows of queries, and give the powers of two that they are divided by to the weights."""
+    row, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    inside = (row < n)[:, None] & (column < D)[None, :]
+    at = row[:, None] * D + column[None, :]
+    x = widened(tl.load(q + at, inside, 0.0), UPCAST)
+    codes, exponent = encoded(x, 1, E4M3_SMALLEST, E4M3_LARGEST, 3, 7, 7)
+    tl.store(out + at, codes, inside)
+    size = tl.reshape(e8m0(exponent), (ROWS,))
+    tl.store(out_weights + row, tl.load(weights + row, row < n, 0.0) * size, row < n)
+
+
 class _Planes(NamedTuple):
     """Keys as the kernel takes them; of what a form does not have, any tensor."""
 
@@ -146,12 +164,23 @@ def _planes(keys: Rows) -> _Planes:
             raise NotImplementedError(f"index keys stored as {type(keys).__name__} have no Triton kernel")
 
 
-def _met(q: Tensor, head_weights: Tensor, planes: _Planes) -> tuple[Tensor, Tensor]:
+class _Queries(NamedTuple):
+    """Queries as the keys are met."""
+
+    values: Tensor  # [t, h, d], or codes of E4M3
+    weights: Tensor  # [t, h] float32; of what was divided by a power of two, with that power
+
+    def of(self, tokens: slice) -> "_Queries":
+        """Those of some tokens."""
+        return _Queries(self.values[tokens], self.weights[tokens])
+
+
+def _met(q: Tensor, head_weights: Tensor, planes: _Planes) -> _Queries:
     """Queries and weights as the keys are met: rotated where these are coded."""
     assert head_weights.dtype == torch.float32, f"head_weights: {head_weights.dtype}, want float32"
     q, head_weights = q.contiguous(), head_weights.contiguous()
     if planes.form != _CODED.value or q.numel() == 0:
-        return q, head_weights
+        return _Queries(q, head_weights)
     d, n = q.shape[2], head_weights.numel()
     rotated = torch.empty(q.shape, dtype=torch.float32 if q.dtype == torch.float32 else torch.float16, device=q.device)
     weights = torch.empty_like(head_weights)
@@ -160,17 +189,17 @@ def _met(q: Tensor, head_weights: Tensor, planes: _Planes) -> tuple[Tensor, Tens
         STEPS=d.bit_length() - 1, ROWS=ROTATED, SIGNED=planes.signs is not None, UPCAST=UPCAST,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    return rotated, weights
+    return _Queries(rotated, weights)
 
 
 def _score(
-    out: Tensor, q: Tensor, head_weights: Tensor, planes: _Planes, seen: tuple[Tensor, int, int, int] | None,
-    counts: Tensor | None,
-) -> None:  # fmt: skip
-    """Fill `out` [t, n], n no more than the keys, by what `_met` gives; `seen`: first, start, ratio, least.
+    out: Tensor, queries: _Queries, planes: _Planes, seen: tuple[Tensor, int, int, int] | None, counts: Tensor | None
+) -> None:
+    """Fill `out` [t, n], n no more than the keys, for queries of `_met`; `seen`: first, start, ratio, least.
 
     `counts` are those of `first_counts`, to be added to, or None.
     """
+    q, weights = queries
     (t, heads, d), n = q.shape, out.shape[1]
     if t == 0 or n == 0:
         return
@@ -180,19 +209,20 @@ def _score(
     tiles = -(-n // keys)
     tokens_per_program = max(1, min(TOKENS, t * tiles // PROGRAMS))
     first, start, ratio, least = seen or (out, 0, 1, 0)
+    operand = tl.float16 if coded else tl.float8e4nv if q.dtype == torch.float8_e4m3fn else tl.bfloat16
     constants = {
         "HEADS": heads, "D": d, "KEYS": keys, "FORM": planes.form, "BITS": planes.bits, "SEEN": seen is not None,
         "COUNTED": counts is not None,
         "BLOCK_H": max(16, triton.next_power_of_2(heads)),
         "BLOCK_D": d if coded else max(32, triton.next_power_of_2(d)),
-        "dtype": tl.float16 if coded and not exact else tl.float32 if exact or UPCAST else tl.bfloat16,
+        "dtype": tl.float32 if exact or (UPCAST and not coded) else operand,
         "num_warps": 4 if exact else 8, "num_stages": 3,
         # two programs to an SM: one multiplies while the other sums; Blackwell, whose sums lie elsewhere, would spill
         "maxnreg": None if exact or blackwell() else 128,
     }  # fmt: skip
     _scores[tiles, -(-t // tokens_per_program)](
-        q, head_weights, planes.values, planes.scales, table, out, counts, first, start, t, n, out.stride(0), ratio,
-        least, tokens_per_program, **constants, enable_fp_fusion=False,
+        q, weights, planes.values, planes.scales, table, out, counts, first, start, t, n, out.stride(0), ratio, least,
+        tokens_per_program, **constants, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -210,7 +240,7 @@ def index_scores(q: Tensor, head_weights: Tensor, keys: Rows) -> Tensor:
     """
     planes = _planes(keys)
     out = torch.empty(q.shape[0], keys.shape[0], device=q.device)
-    _score(out, *_met(q, head_weights, planes), planes, None, None)
+    _score(out, _met(q, head_weights, planes), planes, None, None)
     return out
 
 
@@ -230,22 +260,50 @@ def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int | Tensor, rat
 
     """
     planes = _planes(keys)
-    t, n = q.shape[0], keys.shape[0]
-    out = torch.empty(t, min(k, n), dtype=torch.int32, device=q.device)
+    return _select(_met(q, head_weights, planes), planes, keys.shape[0], first, ratio, k)
+
+
+def select_fp8(q: Tensor, head_weights: Tensor, keys: Rows, first: int | Tensor, ratio: int, k: int) -> Tensor:
+    """As `select`, by E4M3 queries times E4M3 keys: `kernels.indexer.reference.SelectFp8`.
+
+    A head's sum over the columns is what tensor cores make of such products: on Hopper with fewer bits than fp32.
+
+    Raises
+    ------
+    NotImplementedError
+        If the keys are not `Fp8Keys`.
+
+    """
+    if not isinstance(keys, Fp8Keys):
+        raise NotImplementedError(f"FP8 scores in Triton: index keys stored as {type(keys).__name__}, want Fp8Keys")
+    assert head_weights.dtype == torch.float32, f"head_weights: {head_weights.dtype}, want float32"
+    q, head_weights, (t, h, d) = q.contiguous(), head_weights.contiguous(), q.shape
+    codes, weights = torch.empty(q.shape, dtype=torch.uint8, device=q.device), torch.empty_like(head_weights)
+    if t > 0:
+        _code[(triton.cdiv(t * h, ROTATED),)](
+            q, head_weights, codes, weights, t * h, D=d, BLOCK_D=triton.next_power_of_2(d), ROWS=ROTATED,
+            UPCAST=UPCAST, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    queries = _Queries(codes.view(torch.float8_e4m3fn), weights)
+    return _select(queries, _planes(keys), keys.shape[0], first, ratio, k)
+
+
+def _select(queries: _Queries, planes: _Planes, n: int, first: int | Tensor, ratio: int, k: int) -> Tensor:
+    t, device = len(queries.values), queries.values.device
+    out = torch.empty(t, min(k, n), dtype=torch.int32, device=device)
     if out.numel() == 0:
         return out
     if isinstance(first, int):
         n = min(n, (first + t) // ratio)
     stride = max(16, -(-n // 16) * 16)  # rows are read 16 bytes at a time
     tokens = max(1, min(t, SCRATCH // stride))
-    q, head_weights = _met(q, head_weights, planes)
-    scratch = torch.empty(tokens, stride, device=q.device)
-    at = position(first, q.device)
+    scratch = torch.empty(tokens, stride, device=device)
+    at = position(first, device)
     for start in range(0, t, tokens):
         stop = min(start + tokens, t)
         scores, rows = scratch[: stop - start, :n], out[start:stop]
-        counts = first_counts(stop - start, n, q.device)
-        _score(scores, q[start:stop], head_weights[start:stop], planes, (at, start, ratio, rows.shape[1]), counts)
+        counts = first_counts(stop - start, n, device)
+        _score(scores, queries.of(slice(start, stop)), planes, (at, start, ratio, rows.shape[1]), counts)
         top_k_into(rows, scores, at, start, ratio, counts)
     return out
 

@@ -73,6 +73,7 @@ class Call:
     context: int  # positions that the caches hold
     even: bool  # whether tokens spread evenly over experts; else all go to one expert, or to this rank's
     few_pass: bool  # whether few entries pass the indexer's comparisons; else all do
+    fp8_scores: bool  # whether index queries are rounded to E4M3
 
     @property
     def t(self) -> int:

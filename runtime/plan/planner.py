@@ -16,6 +16,7 @@ from kernels.ops import CPU
 from model.architectures import Config
 from model.cache.gqa import KvHeads
 from model.checkpoint.census import Census
+from model.choices import FP8_SCORES
 from model.config import ModelConfig
 from model.llama.adapters import adapters_nbytes
 from model.llama.config import LlamaConfig
@@ -107,6 +108,7 @@ class Planner:
             context=1,
             even=False,
             few_pass=False,
+            fp8_scores=options.index_scores == FP8_SCORES,
         )
 
     def plan(self, context: int, chunk: int | None = None) -> Plan:

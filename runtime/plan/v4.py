@@ -194,7 +194,9 @@ def _select(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     entries = s.context // c.ratio(layer)
     form = "coded" if isinstance(s.formats.variant(layer), Shard) else s.formats.keys
     sizes = s.m, c.index_n_heads, d, entries, c.index_topk
-    live.run("scores and selection", s.op("select", *sizes, form, item, s.device, few_pass=s.few_pass))
+    scored = s.op("select", *sizes, form, item, s.device, few_pass=s.few_pass)
+    rounded = queries if s.fp8_scores else 0  # or their codes, which take less
+    live.run("scores and selection", rounded + scored)
     selected = min(c.index_topk, entries)
     live.run("selection, gathered", s.m * selected * 4, s.gather(t * selected, s.tokens, item=4))
 

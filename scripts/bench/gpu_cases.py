@@ -337,6 +337,9 @@ ROUNDED: Final = Tolerance(of_each=2**-7, of_rms=2**-4)
 SCORES: Final = Tolerance(of_each=2**-12, of_rms=2**-11)
 # A selected entry may score below the k-th by this share of the row's largest score: the two are as good as equal
 PICKED: Final = 2**-12
+# The same by FP8 products, of whose sums a Hopper keeps some 14 bits: 2^-13 of a sum for each of four steps, where what
+# is left of it is an eighth
+PICKED_FP8: Final = 2**-8
 # Masses are rounded to BF16 before they multiply keys: half a step of it, 2^-9, of the mean size of keys; and a step of
 # the result each. `KEYS` is in the numbers of the keys, which are of unit size
 KEYS: Final = 2**-9
@@ -568,6 +571,13 @@ def indexers() -> Iterator[Case]:
             f"{PICKED:.2g} of the row's largest score, from reference, last {min(t, CHECKED)} tokens",
         )  # fmt: skip
     n = MILLION // CSA
+    for shape, t in product(MODELS, (1, CHUNK)):
+        cost, given = scores_cost("fp8", n, t, stored=False), (of.position(MILLION - t), CSA, shape.index_topk)
+        yield Case(
+            "indexer", f"select by FP8 scores, {shape.name}, {t} tokens at 1M", cost, "select_fp8",
+            (*index("fp8", MILLION, t), *given), BITS, compiled=(shape, t) == (PRO, 1), error=_fp8_selection_off,
+            told=f"{PICKED_FP8:.2g} of the row's largest score, from reference, last {min(t, CHECKED)} tokens",
+        )  # fmt: skip
     for shape, t in product(MODELS, (1, 32, 512)):
         k, label = shape.index_topk, f"{shape.index_topk} of {n}, {t} rows"
         cost, us, first = Cost(FP32 * t * (n + k), 0), {1: 35.0, 32: 60.0}.get(t), (shape, t) == (PRO, 1)
@@ -580,6 +590,12 @@ def _selection_off(ours: Tensor, _: Given, fresh: Given) -> float:
     last = min(len(q), CHECKED)
     scores = indexer_reference.index_scores(q[-last:], weights[-last:], keys)
     return picked_off(scores, ours[-last:], int(position) + len(q) - last, ratio)
+
+
+def _fp8_selection_off(ours: Tensor, given: Given, fresh: Given) -> float:
+    q, *rest = fresh
+    rounded = REFERENCE.simulate_fp8(q, q.shape[-1])
+    return _selection_off(ours, given, [rounded, *rest]) * PICKED / PICKED_FP8
 
 
 def picked_off(scores: Tensor, picked: Tensor, first: int, ratio: int) -> float:

@@ -18,7 +18,7 @@ from kernels.formats.stored import Fp4Keys, Fp8Keys
 from kernels.indexer import bound as index_bound
 from kernels.indexer import cpu, cpu_few, reference
 from kernels.ops import CPU, REFERENCE
-from kernels.quantise.reference import simulate_fp4
+from kernels.quantise.reference import quantise_fp8, simulate_fp4
 from tests.kernels.every_backend import HAS_TRITON, every_backend, on_triton
 from tests.peak_memory import peak_bytes
 
@@ -557,6 +557,91 @@ def test_more_entries_than_a_tile_holds(pick, request, monkeypatch):
         assert torch.equal(pick(scores, 4 * n - 5, 4, k), best(scores, 4 * n - 5, 4, k))
 
 
+# --- selections by FP8 scores, which round the queries
+
+
+OPS = [REFERENCE, CPU, *([TRITON] if HAS_TRITON else [])]
+every_op_set = pytest.mark.parametrize("ops", OPS, ids=lambda ops: ops.name)
+
+
+def fp8_rounded(q):
+    """The equation in float64: E4M3 times a power of two for each head."""
+    scale = 2.0 ** (q.double().abs().amax(-1, keepdim=True).clamp_min(1e-4) / 448).log2().ceil()
+    return (q.double() / scale).to(torch.float8_e4m3fn).double() * scale
+
+
+@every_op_set
+@pytest.mark.parametrize(("t", "h", "d", "n"), [(3, 5, 32, 90), (2, 3, 20, 70), (1, 64, 128, 40)])
+def test_fp8_scores_of_queries_that_fit_are_exact(ops, t, h, d, n):
+    """Heads of sizes far apart, each with a power of its own; ties are common."""
+    q, weights, keys = whole_numbers(t, h, d, n)
+    size = 2.0 ** torch.arange(-4, 4).repeat(8)[:h]
+    found = ops.select_fp8((q * size[:, None]).bfloat16(), weights / size, stored("fp8", keys), 2 * n - 5, 2, 17)
+    assert torch.equal(found, best(exact_scores(q, weights, keys), 2 * n - 5, 2, 17))
+    assert ops.select_fp8(q[:0].bfloat16(), weights[:0], stored("fp8", keys), 9, 2, 17).shape == (0, 17)
+
+
+@every_op_set
+def test_fp8_scores_round_the_queries_and_nothing_else(ops):
+    """A selection is that of exact scores of rounded queries, but for near ties; with exact ones it is another."""
+    t, n, k = 6, 400, 50
+    q, weights, keys = real_numbers(t, 8, 128, n, seed=3)
+    q, keys = q.bfloat16(), stored("fp8", keys)
+    found = ops.select_fp8(q, weights, keys, FAR, 4, k)
+    assert torch.equal(found, found.sort(1).values)
+    scores, other = (exact_scores(x, weights, decode(keys)) for x in (fp8_rounded(q), q))
+    noise = 1024 * 2.0**-24 * exact_scores(q.abs(), weights.abs(), decode(keys).abs()).amax(1)  # of 8 x 128 sums
+    for row, chosen, bound in zip(scores, found.long(), 2 * noise, strict=True):
+        assert row[chosen].min() >= row.topk(k).values[-1] - bound
+    assert not torch.equal(found, best(other.float(), FAR, 4, k))
+
+
+def test_fp8_scores_keep_what_deployed_queries_select():
+    """Of rotated queries, rounded to E2M1 per 32 columns, nothing is lost; of unrounded ones what lies near the cut.
+
+    A query moves by 2^-4 of each of its numbers at most, or by half of the smallest of E4M3: so do scores.
+    """
+    t, h, d, n, k = 8, 16, 128, 3000, 512
+    g = torch.Generator().manual_seed(5)
+    q, weights = torch.randn(t, h, d, generator=g).bfloat16(), torch.randn(t, h, generator=g)
+    keys = stored("fp8", CPU.round_index(torch.randn(n, d, generator=g), 32))
+    deployed = CPU.round_index(q, 32)
+    assert torch.equal(CPU.simulate_fp8(deployed, d), deployed)
+    assert torch.equal(
+        CPU.select_fp8(deployed, weights, keys, FAR, 4, k), CPU.select(deployed, weights, keys, FAR, 4, k)
+    )
+    exact, found = CPU.select(q, weights, keys, FAR, 4, k), CPU.select_fp8(q, weights, keys, FAR, 4, k)
+    wide, scores = decode(keys).double(), exact_scores(q, weights, decode(keys))
+    moved = 2.0**-4 * q.double().abs() + q.double().abs().amax(-1, keepdim=True) / 224 * 2.0**-10
+    bound = torch.einsum("th,thd,nd->tn", weights.double().abs(), moved, wide.abs())
+    for i in range(t):
+        lost, new = (list(set(a[i].tolist()) - set(b[i].tolist())) for a, b in ((exact, found), (found, exact)))
+        assert 0 < len(lost) == len(new) < k
+        for e, f in itertools.product(lost, new):
+            assert scores[i, e] - scores[i, f] <= bound[i, e] + bound[i, f]
+
+
+@on_triton
+def test_triton_fp8_scores_are_those_of_codes_times_powers_of_heads():
+    q, weights, keys = real_numbers(3, 8, 128, 70, seed=4)
+    q[1, 2], q[2, 3, 5] = 0.0, NAN
+    q, keys, kept = q.bfloat16(), stored("fp8", keys), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "_select", lambda queries, *_: kept.append(queries))
+        triton.select_fp8(q, weights, keys, FAR, 4, 7)
+    codes, powers = quantise_fp8(q, 128)
+    assert torch.equal(kept[0].values.float().nan_to_num(7), codes.float().nan_to_num(7))
+    assert torch.equal(kept[0].weights.nan_to_num(7), (weights * powers[..., 0]).nan_to_num(7))
+
+
+@on_triton
+def test_triton_fp8_scores_are_of_fp8_keys_alone():
+    q, weights, keys = whole_numbers(1, 2, 32, 4)
+    for form in ("bf16", "fp4"):
+        with pytest.raises(NotImplementedError, match=r"FP8 scores in Triton: .*, want Fp8Keys"):
+            TRITON.select_fp8(q, weights, stored(form, keys), FAR, 4, 2)
+
+
 # --- what one backend alone has
 
 
@@ -668,7 +753,8 @@ def test_triton_scores_nothing_that_nobody_sees_or_that_is_selected_anyway(monke
         monkeypatch.setattr(triton, name, value)
     q, weights, keys = whole_numbers(4, 2, 32, 128)
     out, at = torch.full((4, 128), NAN), torch.tensor(28)
-    triton._score(out, q, weights, triton._planes(keys), (at, 1, 1, 31), None)  # seen: 30, 31 | 32, 33
+    planes = triton._planes(keys)
+    triton._score(out, triton._met(q, weights, planes), planes, (at, 1, 1, 31), None)  # seen: 30, 31 | 32, 33
     scored = ~out.isnan()
     assert not scored[:2].any()
     assert scored[2:].sum(1).tolist() == [64, 64]
@@ -679,11 +765,11 @@ def test_triton_scores_nothing_that_nobody_sees_or_that_is_selected_anyway(monke
 def test_triton_scores_of_a_long_context_never_exist_at_once(first, monkeypatch):
     scratches, tokens = set(), []
 
-    def score(out, q, _weights, _planes, seen, counts):
+    def score(out, queries, _planes, seen, counts):
         assert counts is None
         scratches.add(out.untyped_storage().data_ptr())
         assert out.untyped_storage().nbytes() <= 1 << 28
-        tokens.extend(range(seen[1], seen[1] + len(q)))
+        tokens.extend(range(seen[1], seen[1] + len(queries.values)))
 
     monkeypatch.setattr(triton, "_score", score)
     monkeypatch.setattr(triton, "top_k_into", lambda *_: None)

@@ -1,6 +1,7 @@
 """Caches in narrow forms: the same run to the bit in fewer bytes, and a tripwire where a form does not hold a value."""
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,21 @@ def test_every_format_gives_the_same_logits_and_selections(entries, keys, plainl
     assert held == {{"dtype": "Tensor", "fp8": "Fp8Entries"}[entries]}
     held = {type(cache.keys.data).__name__ for cache in found[2].layers if hasattr(cache, "keys")}
     assert held == {{"dtype": "Tensor", "fp8": "Fp8Keys", "fp4": "Fp4Keys"}[keys]}
+
+
+def test_fp8_scores_of_deployed_queries_change_nothing_and_the_model_says_so(plainly_stored):
+    """What is rounded to E2M1 per 32 columns fits E4M3 with a power of two per head."""
+    chosen = replace(options("dtype", "fp8"), index_scores="fp8")
+    same(ran(DEMO, chosen), plainly_stored)
+    model = load(DEMO, chosen, CPU).model
+    model(TOKENS[:9] % model.config.vocab_size, model.new_state(9, 9))
+    assert model.arithmetic.fp8_scores
+    asked = []
+    spied = CPU._replace(select=lambda q, *given: asked.append(q) or CPU.select(q, *given))
+    model = load(DEMO, chosen, spied).model
+    model(TOKENS[:9] % model.config.vocab_size, model.new_state(9, 9))
+    assert asked
+    assert all(torch.equal(q, CPU.simulate_fp8(q, q.shape[-1])) for q in asked)
 
 
 @pytest.mark.parametrize("name", ["flash", "uneven"])
@@ -219,6 +235,9 @@ def test_the_tripwire_sees_every_bit(form):
         ({"numerics": "plain", "key_format": "fp8"}, "--key-format fp8: .* --numerics plain"),
         ({"numerics": "plain", "key_format": "fp4", "dtype": "fp32"}, "--key-format fp4: .* --numerics plain"),
         ({"dtype": "fp32", "entry_format": "fp8"}, "--entry-format fp8: .* --dtype fp32"),
+        ({"index_scores": "fp8"}, "--index-scores fp8: .* --key-format fp8"),
+        ({"index_scores": "fp8", "key_format": "fp4"}, "--index-scores fp8: .* --key-format fp8"),
+        ({"index_scores": "fp8", "key_format": "fp8", "kv": ("csa=shard",)}, "--index-scores fp8: .* no --kv"),
     ],
 )
 def test_a_format_that_cannot_hold_the_values_is_refused(given, culprit):

@@ -104,6 +104,7 @@ def test_the_foot_says_what_ran(subject):
         "prefill_chunk": 512,
         "entry_format": "dtype",
         "key_format": "dtype",
+        "index_scores": "exact",
         "dispatch": "auto",
         "kv": [],
         "coda_adapters": None,
