@@ -9,7 +9,7 @@ Rules that every `triton.py` keeps:
   conversion truncates.
 - E8M0 scales, and E2M1 and E4M3 codes where they are taken apart, are passed as uint8 views.
 - Every launch says ``enable_fp_fusion=False``: a product and a sum are rounded as the equation has them, on every
-  version of Triton, whose defaults differ. Dots are not affected.
+  version of Triton, whose defaults differ. Dots are not affected, nor a `tl.fma` that is written out.
 - The public op checks shapes, allocates, launches, and reads no value of a tensor: nothing waits for the device, and a
   step can be captured in a CUDA graph. But of entries in a basis, whose mean is solved for once for each cache.
 - Launches of a device follow each other, on one stream at a time: sums of split columns count on one set of counters.

@@ -11,6 +11,7 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from model.choices import EXACT
 from model.errors import CapacityError
 from model.ranks.ranks import Group
 from model.state import State
@@ -213,7 +214,8 @@ def summary_table(data: dict[str, Any]) -> Table:
     by = data["decode"] if data["decode_eager_because"] is None else f"eager ({data['decode_eager_because']})"
     caches = ", ".join(f"{name.replace('_', ' ')} {part / MIB:.2f}" for name, part in size.items())
     peak = f"peak {data['peak_memory_bytes'] / MIB:.0f} MiB"
-    chosen = f"numerics {o['numerics']}, {o['dtype']}, chunk {o['prefill_chunk']}, {data['threads']} threads"
+    scores = "" if o["index_scores"] == EXACT else f"index scores {o['index_scores']}, "
+    chosen = f"numerics {o['numerics']}, {o['dtype']}, {scores}chunk {o['prefill_chunk']}, {data['threads']} threads"
     rows = {
         "prompt": prompt,
         "answer": f"{answer}, ended by {data['ended']}",

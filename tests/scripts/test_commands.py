@@ -94,6 +94,16 @@ def test_narrow_caches_give_the_same_answer_in_fewer_bytes(tmp_path):
     assert (entries, keys) == (200 / 256, 68 / 256)  # 64 + 2 * 64 + 1 + 7 of padding; 64 + 4
 
 
+def test_fp8_scores_are_said_where_they_are_asked_for(tmp_path, capsys):
+    flags = ("--raw", "--prompt", "The old farmer", "--max-new-tokens", "4", "--key-format", "fp8")
+    exact, told = generated(tmp_path, *flags), capsys.readouterr()
+    assert "index scores" not in told.out + told.err
+    narrow, told = generated(tmp_path, *flags, "--index-scores", "fp8"), capsys.readouterr()
+    assert narrow["tokens"] == exact["tokens"], "deployed queries fit E4M3"
+    assert (exact["options"]["index_scores"], narrow["options"]["index_scores"]) == ("exact", "fp8")
+    assert "index scores fp8" in " ".join((told.out + told.err).split())
+
+
 def test_a_seed_repeats_a_sampled_run(tmp_path):
     flags = ("--raw", "--prompt", "The", "--max-new-tokens", "8", "--temperature", "2", "--top-p", "0.95")
     one = generated(tmp_path, *flags, "--seed", "1")["tokens"]
