@@ -26,9 +26,7 @@ WARM_UPS = 3  # runs before the capture, as PyTorch advises: Triton compiles, cu
 
 def refusal(model: Transformer) -> str | None:
     """Why no call of this model can be captured; None where it can."""
-    ranks, arithmetic = model.arithmetic.ranks, model.arithmetic
-    if ranks.size > 1:
-        return f"{ranks.size} ranks: a captured call is of one"
+    arithmetic = model.arithmetic
     if arithmetic.ops != TRITON:
         return f"ops {arithmetic.ops.name}: a captured call is of Triton's kernels, ops triton, with none replaced"
     other = {str(v) for v in arithmetic.formats.variants if not isinstance(v, Full)}
@@ -51,7 +49,7 @@ class Step:
     Parameters
     ----------
     model
-        On one rank, with the op set TRITON and caches in full; ConfigError, saying why, for another.
+        With the op set TRITON and caches in full; ConfigError, saying why, for another.
     state
         Of that model, or of one with the same config and formats; at any position.
 
@@ -72,7 +70,7 @@ class Step:
         for cache in state.layers:
             assert isinstance(cache, LayerCache), f"a V4 layer got {type(cache).__name__}"
             self.caches.append(cache)
-        device, vocabulary = model.device, model.head.weight.shape[0]
+        device, vocabulary = model.device, model.config.vocab_size
         self.token = torch.zeros(1, dtype=torch.int64, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         self.logits = torch.zeros(vocabulary, dtype=torch.float32, device=device)
@@ -106,14 +104,18 @@ class Step:
         self.deferred.begin()
         observer.deferred = self.deferred
         try:
-            hidden = self.model.run(self.token, self.model.call(self.token, self.position), self.state)
-            self.logits.copy_(self.model.logits(hidden)[0])
+            with self.model.arithmetic.ranks.leaving(self.deferred.left):
+                hidden = self.model.run(self.token, self.model.call(self.token, self.position), self.state)
+                self.logits.copy_(self.model.logits(hidden)[0])
         finally:
             observer.deferred = None
 
     @torch.inference_mode()
     def finish(self) -> Tensor:
-        """Advance the state's bookkeeping, then look at what was measured: Tripwire. Returns `logits`."""
+        """Advance the state's bookkeeping, then look at what was measured: Tripwire or RankDisagreement.
+
+        Returns `logits`.
+        """
         observer, at = observed(self.model), self.state.position
         for cache in self.caches:
             cache.advance(at)
@@ -121,6 +123,7 @@ class Step:
         observer.stands(self.state.layers, at + 1, at, 0)
         if observer.checking:
             self.deferred.look(at)
+        self.model.arithmetic.ranks.look(self.deferred.left)
         return self.logits
 
     @contextmanager
@@ -174,7 +177,8 @@ class Captured:
                 for _ in range(WARM_UPS):
                     step.run()
             torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(self.graph):
+            # What other threads do meanwhile ends no capture: NCCL's looks at its events.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 step.run()
 
     def __call__(self, token: int) -> Tensor:

@@ -13,6 +13,7 @@ from kernels.tripwires import triton as tripwires
 from model.errors import Tripwire
 from model.observe import invariants
 from model.observe.sites import Site
+from model.ranks.ranks import Left
 
 CELLS: Final = 16  # a layer's measures at most; see `model.observe.observer`
 FINITE: Final = 3.5e38  # beyond every fp32 number
@@ -44,10 +45,12 @@ class Deferred:
     def __init__(self, layers: int, device: torch.device) -> None:
         self.values = torch.zeros(CELLS * layers + 2, dtype=torch.float32, device=device)
         self._made: list[_Measure] = []
+        self.left = Left(tripwires.checksums)  # what ranks have to agree on
 
     def begin(self) -> None:
         """Begin a call."""
         self._made.clear()
+        self.left = Left(tripwires.checksums)
 
     def finite(self, site: Site, layer: int | None, x: Tensor, ratio: int = 1) -> None:
         """`x`, of any shape, has a sum: see `model.observe.invariants.finite`."""

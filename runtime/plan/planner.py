@@ -26,6 +26,7 @@ from runtime.op_sets import of_triton
 from runtime.options import RunOptions
 from runtime.plan import llama, v4
 from runtime.plan.call import Call, Moment
+from runtime.plan.token import Token, token
 from runtime.plan.weights import WeightKind, Weights, matrices, total, weights
 from runtime.sharding import ShardingPlan
 
@@ -138,6 +139,12 @@ class Planner:
         if isinstance(self.config, LlamaConfig):
             return llama.largest(self.config, call, adapters=self.options.coda_adapters is not None)
         return v4.largest(self.config, call)
+
+    def token(self, context: int, bandwidth: float) -> Token | None:
+        """What a token after so many positions asks of this rank; None but of V4 with full caches on a GPU."""
+        if not isinstance(self.config, ModelConfig) or self.options.device != "cuda" or self.options.kv:
+            return None
+        return token(self.config, self.call, self.weights, self._caches(context, 1), context, bandwidth)
 
     def largest_context(self, memory: int, chunk: int | None = None) -> int:
         """Most positions that fit in so many bytes, at most those that the model has; 0 where none does."""

@@ -43,6 +43,7 @@ from kernels.triton_ops import TRITON
 from model.cache.gqa import all_heads
 from model.variants.coda import CodaCache
 from model.variants.coda_settings import CodaSettings
+from runtime.plan.gpus import GPUS
 from scripts.make.values import E2M1_MEAN_SQUARE, E4M3_DEVIATION
 
 # --- the models, as published
@@ -92,10 +93,18 @@ ENTRY_BYTES: Final = {
     "fp8": 584,  # 448 E4M3, 64 BF16, 7 scales, 1 of padding
     "codes": HEAD_DIM * CODE_BITS // 8 + 2,
 }
+
+
+def _bandwidth(gpu: str) -> float:
+    found = GPUS[gpu].bandwidth
+    assert found is not None, f"nobody told the bandwidth of {gpu}"
+    return found
+
+
 ROOFS: Final = {  # by a part of the device's name: bytes a second read, and FLOPs a second in BF16
-    "H200": (4.3e12, 790e12),  # measured on one
-    "H100 80GB HBM3": (3.35e12, 790e12),
-    "B200": (8e12, 2250e12),  # nominal
+    "H200": (_bandwidth("h200"), 790e12),  # measured on one
+    "H100 80GB HBM3": (_bandwidth("h100"), 790e12),
+    "B200": (_bandwidth("b200"), 2250e12),  # nominal
 }
 ASKED_OF: Final = "H200"
 
