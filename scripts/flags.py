@@ -167,7 +167,7 @@ def add_graph(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--graph",
         action="store_true",
-        help="decode by a CUDA graph of one token: on one rank, with --device cuda, --ops triton, all caches in full."
+        help="decode by a CUDA graph of one token: with --device cuda, --ops triton, all caches in full."
         " A token decoded so has all tripwires",
     )
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from kernels.tripwires.reference import bits, checksums
 from model.choices import ALL, AUTO, OWN, RANK_TOKENS
 from model.errors import RankDisagreement, Tripwire
+from model.ranks.multicast import Multicast
 
 # Tokens per rank from which `auto` splits a call over the ranks: TODO
 SPLIT_FROM = 64
@@ -148,11 +149,12 @@ class Ranks:
     All ranks must call the same methods in the same order: each is a collective.
     """
 
-    def __init__(self, group: Group, shards: Shards, tokens: str = AUTO) -> None:
+    def __init__(self, group: Group, shards: Shards, tokens: str = AUTO, multicast: Multicast | None = None) -> None:
         assert tokens in RANK_TOKENS, f"tokens {tokens!r}"
         assert (group.processes is None) == (group.size == 1), f"{group}"
         self.rank, self.size, self.shards, self.asked = group.rank, group.size, shards, tokens
-        self._group = group.processes
+        self._group, self._multicast = group.processes, multicast
+        self.gathers = {"multicast": 0, "collective": 0}  # by what carries them; of a captured call once
         self._recorded: list[_Recorded] = []
         self._arriving: _Compared | None = None  # what was gathered and nobody has looked at
         self._left: Left | None = None  # where a captured call leaves what is not looked at while it runs
@@ -351,7 +353,12 @@ class Ranks:
         if self._apart:
             return own.repeat(self.size, 1)
         every = own.new_empty(self.size, len(own))
-        _gather(every.view(-1), own, group=self._group)
+        if self._multicast is not None and self._multicast.takes(own):
+            self.gathers["multicast"] += 1
+            self._multicast(every.view(-1), own)
+        else:
+            self.gathers["collective"] += 1
+            _gather(every.view(-1), own, group=self._group)
         return every
 
     def _enter(self, what: str) -> None:

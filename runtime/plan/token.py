@@ -38,7 +38,7 @@ class Token(NamedTuple):
 
     read: Mapping[str, int]  # bytes, by what is read
     exchanges: tuple[Exchange, ...]
-    launches: int  # of layers, exchanges not among them
+    launches: int  # of layers, and of the checksums that ranks compare
     bandwidth: float  # bytes that the device reads in a second
     cut_from: int | None  # positions from which on caches that are cut over ranks would save time; None: one rank
     spared: int  # bytes of caches that a rank would not hold then
@@ -89,7 +89,7 @@ def token(
     return Token(
         read,
         tuple(exchanges(c, s)),
-        sum(count * LAUNCHES[kind] for kind, count in counts.items()),
+        sum(count * LAUNCHES[kind] for kind, count in counts.items()) + (_compared(c) if s.ranks > 1 else 0),
         bandwidth,
         int(paid / saved) + 1 if saved else None,
         int((keys + selected) * kept),

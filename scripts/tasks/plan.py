@@ -250,7 +250,7 @@ def _token_table(data: dict[str, Any], gpu: str) -> Table:
     for one in token["exchanges"]:
         taken = one["times"] * (EXCHANGE + one["nbytes"] / LINK)
         table.add_row(f"exchange: {one['what']}", f"{one['times']:,}", f"{one['nbytes']:,}", f"{1e6 * taken:,.1f}")
-    table.add_row("launches of layers", f"{token['launches']:,}", "", f"{1e6 * seconds['launching']:,.1f}")
+    table.add_row("launches", f"{token['launches']:,}", "", f"{1e6 * seconds['launching']:,.1f}")
     table.add_section()
     table.add_row("one after the other", "", f"{sum(token['read'].values()):,}", f"{1e6 * sum(seconds.values()):,.1f}")
     return table
@@ -283,8 +283,8 @@ def _remarks(data: dict[str, Any]) -> list[str]:
         lines += [f"on every rank, because it cannot be split: {why}" for why in data["not_split"]]
     if token := data.get("token"):
         lines.append(
-            f"a token's arithmetic assumes {token['bandwidth'] / 1e12:g} TB/s of memory, {LINK / 1e9:g} GB/s between ranks,"
-            f" {1e6 * EXCHANGE:g} microseconds an exchange, {1e6 * LAUNCH:g} a launch; nothing of it was measured"
+            f"a token's arithmetic assumes {token['bandwidth'] / 1e12:g} TB/s of memory, {LINK / 1e9:g} GB/s between"
+            f" ranks, {1e6 * EXCHANGE:g} microseconds an exchange, {1e6 * LAUNCH:g} a launch: not measured"
         )
         if token["caches_cut_from"] is not None and data["ranks"] > 1:
             lines.append(
