@@ -1,13 +1,11 @@
 """Checksums by which ranks compare what must be the same on all of them."""
 
-from typing import Final
-
 import torch
 from torch import Tensor
 
-ADDED: Final = 0x9E3779B9
-FACTOR: Final = 0x2545F4914F6CDD1D
-CHECKED: Final = 1 << 18  # words in a tile, whose temporaries are 8 bytes for each
+ADDED = 0x9E3779B9
+FACTOR = 0x2545F4914F6CDD1D
+CHECKED = 1 << 18  # words in a tile, whose temporaries are 8 bytes for each
 
 
 def checksums(tensors: list[Tensor]) -> Tensor:

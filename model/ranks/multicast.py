@@ -1,7 +1,7 @@
 """Gathers by NVLink's multicast: each rank writes its part into the memory of all of them at once, in one kernel.
 
-The kernel is torch's; it is meant for the few bytes of a decoded token. Not run yet: it takes GPUs that a switch connects.
-Tests put a gather of gloo in its place.
+The kernel is torch's; it is meant for the few bytes of a decoded token. Not run yet: it takes GPUs that a switch
+connects. Tests put a gather of gloo in its place.
 """
 
 from typing import Final
