@@ -157,15 +157,17 @@ class Experts(_Parts):
         """
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert, tokens, slots in by_expert(ids, members(w1)):
-            out.index_add_(0, tokens, self.one(x[tokens], weights[tokens, slots], expert, w1, w3, w2, limit, deployed))
+            matrices = (member(w, expert) for w in (w1, w3, w2))
+            found = self.one(x[tokens], weights[tokens, slots], *matrices, limit, deployed=deployed)
+            out.index_add_(0, tokens, found.float())
         return out
 
-    def one(  # noqa: PLR0917
-        self, x: Tensor, weights: Tensor, expert: int, w1: Stack, w3: Stack, w2: Stack, limit: float, deployed: bool
+    def one(
+        self, x: Tensor, weights: Tensor, w1: Weight, w3: Weight, w2: Weight, limit: float, *, deployed: bool
     ) -> Tensor:
-        """Both halves of one expert, of its tokens [n, hidden]: [n, hidden] float32."""
-        a = self.up(x, weights, member(w1, expert), member(w3, expert), limit, deployed=deployed)
-        return self.product(a, member(w2, expert), deployed=deployed).float()
+        """Both halves of one expert, of its tokens [n, hidden]: [n, hidden]."""
+        a = self.up(x, weights, w1, w3, limit, deployed=deployed)
+        return self.product(a, w2, deployed=deployed)
 
 
 experts = Experts(linear, swiglu, simulate_fp8)
