@@ -157,8 +157,8 @@ class Experts(_Parts):
         """
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert, tokens, slots in by_expert(ids, members(w1)):
-            matrices = (member(w, expert) for w in (w1, w3, w2))
-            found = self.one(x[tokens], weights[tokens, slots], *matrices, limit, deployed=deployed)
+            one, three, two = (member(w, expert) for w in (w1, w3, w2))
+            found = self.one(x[tokens], weights[tokens, slots], one, three, two, limit, deployed=deployed)
             out.index_add_(0, tokens, found.float())
         return out
 
