@@ -75,7 +75,7 @@ exactly what the placement says is replicated, and of scales whose blocks of row
 - Nothing is summed over ranks, and yet in `plain` numerics fewer than half of the rows are bit-equal: a matrix product
   with fewer rows is another kernel of BLAS, which sums in another order. Put back on the one rank's values after every
   site, nearly all rows are equal in all their bits.
-- Of the demo's matrices a rank holds less than one block of 128 rows: it has the block's scale, and so have others."""
+- Of the demo's matrices a rank holds fewer rows than a scale covers: it has that scale, and so have others."""
 
     sizes: tuple[int, ...] = (2, 4)  # ranks; those that do not divide the experts' columns are left out
     tokens: int = 264  # two entries of HCA and 66 of CSA; made more where the model needs more

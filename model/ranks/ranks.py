@@ -24,8 +24,8 @@ from model.choices import ALL, AUTO, OWN, RANK_TOKENS
 from model.errors import RankDisagreement, Tripwire
 from model.ranks.multicast import Multicast
 
-# Tokens per rank from which `auto` splits a call over the ranks: somewhat before the two ways cost the same on two CPU
-# ranks (audits/rank-tokens.md), because a rank then holds the streams of its own tokens only, and selects for them alone.
+# Tokens per rank from which `auto` splits a call over the ranks: before the two ways cost the same on two CPU ranks
+# (audits/rank-tokens.md), because a rank then holds the streams of its own tokens only, and selects for them alone.
 SPLIT_FROM = 64
 # Tokens up to which what a call records is kept until its end and compared in one exchange; of a longer call, a layer's
 # is compared while the next one runs: of V4-Pro it has 57 KB of streams for each token.
