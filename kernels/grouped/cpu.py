@@ -1,9 +1,10 @@
 """Causal GQA in tiles: memory does not grow with the context.
 
-Tokens are taken a few at a time, and one at a time where a call has few. For these, positions arrive in tiles, from the oldest on, and are folded into a
-running softmax (peak, total, accumulator, all fp32): no logits and no fp32 copies of keys and values beyond one tile
-ever exist. A token's result depends on the tiles it fell into by rounding alone. Positions that no token of a tile may
-see are not read, whatever they hold; NaN in any other reaches every token of the tile, which may be more than saw it.
+Tokens are taken a few at a time, and one at a time where a call has few. For these, positions arrive in tiles, from the
+oldest on, and are folded into a running softmax (peak, total, accumulator, all fp32): no logits and no fp32 copies of
+keys and values beyond one tile ever exist. A token's result depends on the tiles it fell into by rounding alone.
+Positions that no token of a tile may see are not read, whatever they hold; NaN in any other reaches every token of the
+tile, which may be more than saw it.
 """
 
 import torch

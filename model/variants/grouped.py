@@ -93,7 +93,7 @@ class ShardLayer(GqaCache):
         max_context: int,
         dtype: torch.dtype,
         device: torch.device,
-        rewind: int,
+        rewind: int = 0,
     ) -> None:
         self.shard = ShardCache(shape, shard_settings(variant), prompt, max_context, dtype, device, rewind)
         super().__init__({"shard": self.shard}, shape.heads)

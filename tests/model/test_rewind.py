@@ -1,4 +1,4 @@
-"""Tokens that were run and taken back leave nothing: what a later call may read is that of a run without them, bit by bit.
+"""Tokens that were run and taken back leave nothing: what a later call may read is, to the bit, as without them.
 
 In a block the first tokens are the sequence's own, the others are wrong, and are taken back once they have run. What a
 save would hold is all that a later call reads.
@@ -92,9 +92,9 @@ def started(model, rewind: int, chunk: int = 50, prompt: int = PROMPT) -> State:
     return state
 
 
-def plain(model, tokens: int, prompt: int = PROMPT) -> Run:
+def plain(model, tokens: int, prompt: int = PROMPT, chunk: int = 50) -> Run:
     """One token in each call, from a state that keeps nothing more."""
-    state = started(model, 0, prompt=prompt)
+    state = started(model, 0, chunk, prompt)
     rows = [model.logits(model(part, state)) for part in TOKENS[state.position : tokens].split(1)]
     return Run(torch.cat(rows), state)
 
@@ -153,6 +153,15 @@ def test_calls_of_one_token(v4, ops, options):
 def test_from_the_first_tokens_on(v4, prompt):
     """Windows with none before them are closed by tokens that are taken back; all is shorter than a window at first."""
     check(load(v4, V4["narrow"], CPU).model, SCHEDULES["mixed"], together=True, prompt=prompt)
+
+
+def test_calls_shorter_than_what_is_kept(v4):
+    """The ring of a window has rows for what is taken back, however short a call is."""
+    model = load(v4, IN_BF16, CPU).model
+    found = drafted(model, started(model, TAKEN_BACK, chunk=1), SCHEDULES["mixed"][:5], together=False)
+    wanted = plain(model, found.state.position, chunk=1)
+    assert torch.equal(found.logits, wanted.logits)
+    assert_same(found.state, wanted.state)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
