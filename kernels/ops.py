@@ -34,7 +34,7 @@ from kernels import (
 )
 from kernels.differential.cpu import Noise, Own, Past
 from kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
-from kernels.formats.stored import Rounding, Rows, Slots, Stack, Weight, Window
+from kernels.formats.stored import Rounding, Rows, Slots, Stack, TokenRing, Weight
 from kernels.hyper.reference import ReadStreams
 from kernels.quantise.reference import RoundIndex, RoundKv
 from kernels.rope.reference import NormRotate
@@ -96,8 +96,9 @@ class Ops(Protocol):
         self,
         kv: Tensor,
         gate: Tensor,
-        window: Window,
+        ring: TokenRing,
         first: int | Tensor,
+        ratio: int,
         norm: Tensor,
         eps: float,
         freqs: Tensor,

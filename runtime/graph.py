@@ -5,9 +5,6 @@ nothing is read on the host between the token and the logits, and no Python valu
 `model.observe` is measured on the device, and looked at when the token has run. `Captured` is a step as a CUDA graph.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -126,35 +123,12 @@ class Step:
         self.model.arithmetic.ranks.look(self.deferred.left)
         return self.logits
 
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Inside, `run` may be called at the state's position, and leaves nothing behind that a later call reads.
-
-        What it writes there lies in rows that the token at this position will write: of the ring the one that has left
-        the window, of frontiers and caches one that is not filled. But where it ends a window, it moves on the series
-        that the next one pools with: those are put back.
-        """
-        self.place(0)
-        kept = [
-            (part, part.clone())
-            for cache in self.caches
-            for written in cache.compressed()
-            for part in (written.frontier.previous_kv, written.frontier.previous_gate)
-        ]
-        try:
-            yield
-        finally:
-            with torch.inference_mode():
-                for part, old in kept:
-                    part.copy_(old)
-
 
 class Captured:
     """A step that was captured once; ``captured(token)`` replays it, and is `Step.__call__`.
 
-    The state is as it was when this is made: warm-up runs at its position, whose rows are the next token's anyway, and
-    what else they change is put back (`Step.rehearsal`). A capture runs nothing. A state that is full has no position
-    for that: CapacityError.
+    The state is as it was when this is made: warm-up runs at its position, and writes the rows of the next token alone.
+    A capture runs nothing. A state that is full has no position for that: CapacityError.
 
     The graph holds the addresses of the model's weights, the state's caches and the step's buffers: they live as long
     as it does. The memory in which it keeps what its launches hand to each other is its own, and is not used for
@@ -170,7 +144,8 @@ class Captured:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(step.model.device), step.rehearsal():
+        step.place(0)
+        with torch.cuda.device(step.model.device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):

@@ -14,6 +14,7 @@ import torch
 
 from kernels.ops import CPU
 from model.architectures import Config
+from model.cache import window
 from model.cache.gqa import KvHeads
 from model.checkpoint.census import Census
 from model.config import ModelConfig
@@ -128,7 +129,8 @@ class Planner:
         if isinstance(self.config, ModelConfig):
             untiled = v4.untiled_scores(self.config, chunk, context)
             if self.options.device == "cpu":
-                host = self.config.num_hidden_layers * (self.config.sliding_window + chunk - 1) * POSITION
+                ring_rows = window.rows(self.config.sliding_window, chunk, self.options.draft_tokens)
+                host = self.config.num_hidden_layers * ring_rows * POSITION
         caches, reserve = self._caches(context, chunk), RESERVE[self.options.device]
         size = self.sharding.size
         return Plan(self.rank, size, context, chunk, self.weights, caches, call, typical_call, host, reserve, untiled)
@@ -160,9 +162,10 @@ class Planner:
         It takes some bytes for each token of the prompt and others for each that follows: the most at one of the ends.
         """
         formats, found, heads = self.call.formats, [], KvHeads(self.call.shards.kv_heads)
+        rewind = self.options.draft_tokens
         for prompt in (0, context) if formats.prompted else (None,):
             kinds: dict[str, dict[str, int]] = {}
-            caches = layer_caches(self.config, context, chunk, formats, torch.device("meta"), prompt, heads)
+            caches = layer_caches(self.config, context, chunk, formats, torch.device("meta"), prompt, heads, rewind)
             for layer, cache in enumerate(caches):
                 kind = self.config.layer_kind(layer) if isinstance(self.config, ModelConfig) else "attention"
                 parts = kinds.setdefault(kind, {})

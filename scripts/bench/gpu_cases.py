@@ -28,8 +28,8 @@ from kernels.formats.stored import (
     Fp8Entries,
     Fp8Keys,
     Rows,
+    TokenRing,
     Weight,
-    Window,
 )  # fmt: skip
 from kernels.indexer import reference as indexer_reference
 from kernels.indexer import topk
@@ -497,8 +497,8 @@ def compressors() -> Iterator[Case]:
         cost = Cost(2 * FP32 * t * wide + kept + row * max(1, t // ratio), 0)
         cache = of.rows(form, (first + t) // ratio, width)
         given = (
-            fp32(t, wide), fp32(t, wide), partial(_window, series, width, ratio), of.position(first), of.uniform(width),
-            EPS, fp32(ROPE // 2), rounding, cache, torch.bfloat16,
+            fp32(t, wide), fp32(t, wide), partial(_tokens, series, width, ratio), of.position(first), ratio,
+            of.uniform(width), EPS, fp32(ROPE // 2), rounding, cache, torch.bfloat16,
         )  # fmt: skip
         yield Case(
             "compress", f"{what} ({form}), {t} tokens", cost, "compress", given, EDGES,
@@ -506,17 +506,15 @@ def compressors() -> Iterator[Case]:
         )  # fmt: skip
 
 
-def _window(series: int, width: int, ratio: int, draw: Draw) -> Window:
-    kept = ratio if series == 2 else 0
-    sizes = ((ratio, series * width), (ratio, series * width), (kept, width), (kept, width))
-    return Window(*(draw.normal(*size, dtype=torch.float32) for size in sizes))
+def _tokens(series: int, width: int, ratio: int, draw: Draw) -> TokenRing:
+    return TokenRing(*(draw.normal(series * ratio, series * width, dtype=torch.float32) for _ in range(2)))
 
 
 def _entries_off(ratio: int, _: object, given: Given, fresh: Given) -> float:
     first = fresh[3] = int(fresh[3])
     REFERENCE.compress(*fresh)
     span = (first // ratio, (first + len(fresh[0])) // ratio)
-    return EDGES.error(rows.read(given[8], *span), rows.read(fresh[8], *span))
+    return EDGES.error(rows.read(given[9], *span), rows.read(fresh[9], *span))
 
 
 # --- what reads weights

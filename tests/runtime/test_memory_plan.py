@@ -234,12 +234,14 @@ def test_what_is_mapped_is_what_the_system_maps():
         RunOptions("plain", "fp32", prefill_chunk=7),
         RunOptions(entry_format="fp8", key_format="fp4", prefill_chunk=100),
         RunOptions(key_format="fp8"),
+        RunOptions(draft_tokens=7),
+        RunOptions(draft_tokens=9, prefill_chunk=3),
     ],
 )
 @pytest.mark.parametrize("context", [1, 130, 5000])
 def test_caches_are_allocated_to_the_byte(options, context):
     loaded = load(DEMO, options)
-    state = loaded.model.new_state(context, options.prefill_chunk)
+    state = loaded.model.new_state(context, options.prefill_chunk, rewind=options.draft_tokens)
     plan = planner((loaded.model.config, loaded.census), 1, options).plan(context)
     assert plan.cache_bytes == held_caches(state) == sum(state.nbytes().values())
     by_component = {}
