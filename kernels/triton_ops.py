@@ -54,6 +54,7 @@ TRITON = CPU._replace(
     route_weights=gate.route_weights,
     linear=linear.linear,
     grouped_linear=linear.grouped_linear,
+    linears=linear.linears,
     compress=compress.compress,
     select=indexer.select,
     attend=attention.attend,

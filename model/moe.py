@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.experts.reference import by_expert
 from kernels.formats.stored import Dense, Stack, Weight, as_stack
+from kernels.linear.reference import Product
 from kernels.ops import reads_apart
 from model.arithmetic import Arithmetic
 from model.call import Call
@@ -80,7 +81,8 @@ class Expert:
 
     def gate_up(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """SwiGLU's two factors [n, inner], before the clamp."""
-        return self.arithmetic.linears(x, self.w1, self.w3)
+        gate, up = self.arithmetic.linears(x, Product(self.w1), Product(self.w3))
+        return gate, up
 
     def down(self, a: Tensor) -> Tensor:
         """[n, inner] to [n, hidden]."""
