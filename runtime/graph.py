@@ -108,6 +108,7 @@ class Step:
         try:
             hidden = self.model.run(self.token, self.model.call(self.token, self.position), self.state)
             self.logits.copy_(self.model.logits(hidden)[0])
+            self.deferred.end()
         finally:
             observer.deferred = None
 

@@ -138,7 +138,7 @@ def _project(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
         compressors = ("compressor", "indexer.compressor") if kind is LayerKind.CSA else ("compressor",)
         products |= {f"attn.{name}.{part}": True for name in compressors for part in ("wkv", "wgate")}
         series = 2 if kind is LayerKind.CSA else 1
-        bias = s.t * (series * c.head_dim * F32 + 2 * I64)
+        bias = (s.t + 2 * c.ratio(layer)) * series * c.head_dim * F32
     if kind is LayerKind.CSA:
         products["attn.indexer.weights_proj"] = True
     held = s.made(s.t, products)
