@@ -33,9 +33,12 @@ class Arithmetic(NamedTuple):
         """Return the name that `--numerics` takes."""
         return "deployed" if self.deployed else "plain"
 
-    def linear(self, x: Tensor, weight: Weight) -> Tensor:
-        """``x @ W^T``; deployed, the input of an FP8 or FP4 weight is rounded to E4M3 per 128 columns first."""
-        return self.linears(x, Product(weight))[0]
+    def linear(self, x: Tensor, weight: Weight, added: Tensor | None = None) -> Tensor:
+        """``x @ W^T``; deployed, the input of an FP8 or FP4 weight is rounded to E4M3 per 128 columns first.
+
+        To the product `added`, float32, may be added in fp32.
+        """
+        return self.linears(x, Product(weight, added=added))[0]
 
     def linears(self, x: Tensor, *products: Product) -> list[Tensor]:
         """Several products with the same input, in one op: `kernels.linear.reference.Linears`."""

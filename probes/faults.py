@@ -1033,8 +1033,9 @@ def gate_up_swapped(ops: Ops) -> Ops:
 @in_model("shared-expert-dropped", "The shared expert is left out.", seen=PORTING)
 @instead_of(shared_experts)
 class SharedExpertDropped(Expert):
-    def down(self, a: Tensor) -> Tensor:
-        return 0 * super().down(a)
+    def down(self, a: Tensor, added: Tensor | None = None) -> Tensor:
+        assert added is not None, "a shared expert is added to the others"
+        return added.to(a.dtype)
 
 
 @in_model("routed-clamp-dropped", "Routed experts do not clamp.", seen="sglang#23776, transformers#46018")
@@ -1076,8 +1077,9 @@ def hash_table_zeroed(mixture: MoE) -> None:
 class SharedExpertTwice(Expert):
     """Every rank has it: it is summed over two."""
 
-    def down(self, a: Tensor) -> Tensor:
-        return 2 * super().down(a)
+    def down(self, a: Tensor, added: Tensor | None = None) -> Tensor:
+        assert added is not None, "a shared expert is added to the others"
+        return (added + 2 * super().down(a).float()).to(a.dtype)
 
 
 @in_model(

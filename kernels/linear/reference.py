@@ -85,6 +85,7 @@ class Product(NamedTuple):
     wide: bool = False  # as `linear` has it
     bias: ByPosition | None = None  # added to a wide product
     factor: float | None = None  # the product, when it is rounded, is multiplied by it in fp32 and stays so
+    added: Tensor | None = None  # [t, out] float32, added to the product, when it is rounded, in fp32: rounded again
 
 
 def rounds(weight: Weight, *, deployed: bool) -> bool:
@@ -129,6 +130,8 @@ class Linears:
         out = self.linear(x, product.weight, wide=product.wide)
         if product.bias is not None:
             out.add_(product.bias.rows(x.shape[0]))
+        if product.added is not None:
+            out = (product.added + out.float()).to(out.dtype)
         return out if product.factor is None else out.float() * product.factor
 
 

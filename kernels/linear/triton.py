@@ -86,27 +86,27 @@ def _linear(
 @triton.jit
 def _matrix_of(program, matrices, COUNT: tl.constexpr):
     """Which of some matrices a program works at: they begin at programs in their order."""
-    begin, tiles, splits, each, rows, data, scale, global_scale, out, sums, bias, period, factor = matrices[0]
+    begin, tiles, splits, each, rows, data, scale, global_scale, out, sums, beside, period, factor = matrices[0]
     for i in tl.static_range(1, COUNT):
         one = matrices[i]
         own = program >= one[0]
         begin, tiles, splits = tl.where(own, one[0], begin), tl.where(own, one[1], tiles), tl.where(own, one[2], splits)
         each, rows, data = tl.where(own, one[3], each), tl.where(own, one[4], rows), tl.where(own, one[5], data)
         scale, global_scale = tl.where(own, one[6], scale), tl.where(own, one[7], global_scale)
-        out, sums, bias = tl.where(own, one[8], out), tl.where(own, one[9], sums), tl.where(own, one[10], bias)
+        out, sums, beside = tl.where(own, one[8], out), tl.where(own, one[9], sums), tl.where(own, one[10], beside)
         period, factor = tl.where(own, one[11], period), tl.where(own, one[12], factor)
-    return begin, tiles, splits, each, rows, data, scale, global_scale, out, sums, bias, period, factor
+    return begin, tiles, splits, each, rows, data, scale, global_scale, out, sums, beside, period, factor
 
 
 @triton.jit
 def _tile_of_one(
     x, first, parts, counters, program, matrices, columns, width, scale_width, stride, scale_stride,
     COUNT: tl.constexpr, FORM: tl.constexpr, ROUND: tl.constexpr, SPLIT: tl.constexpr, BIASED: tl.constexpr,
-    SCALED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr,
-    UPCAST: tl.constexpr,
+    SCALED: tl.constexpr, ADDED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    OPERAND: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows, or a split of one, of a matrix of one kind."""
-    begin, tiles, splits, each, rows, data, scale, global_scale, out, sums, bias, period, factor = _matrix_of(
+    begin, tiles, splits, each, rows, data, scale, global_scale, out, sums, beside, period, factor = _matrix_of(
         program, matrices, COUNT
     )
     tile, split = (program - begin) % tiles, (program - begin) // tiles
@@ -134,8 +134,10 @@ def _tile_of_one(
         if BIASED:
             place = (tl.load(first) % tl.maximum(period, 1)).to(tl.int32)
             biased = period + tl.zeros_like(target) > 0  # the interpreter makes int32 of a scalar's comparison
-            added = total + tl.load(bias + place * rows + target, mask & biased, 0.0)
+            added = total + tl.load(beside + place * rows + target, mask & biased, 0.0)
             total = tl.where(biased, added, total)
+        if ADDED:
+            total = tl.load(beside + target, mask, 0.0) + widened(rounded(total, x.dtype.element_ty, UPCAST), UPCAST)
         if SCALED:
             narrow = widened(rounded(total, x.dtype.element_ty, UPCAST), UPCAST)
             total = tl.where(factor + tl.zeros_like(total) != 0, narrow * factor, total)
@@ -152,7 +154,7 @@ def _linears(x, first, parts, counters, kinds, HOW: tl.constexpr, TOKENS: tl.con
             _tile_of_one(
                 x, first, parts, counters, program, matrices, columns, width, scale_width, stride, scale_stride,
                 HOW[kind][0], HOW[kind][1], HOW[kind][2], HOW[kind][3], HOW[kind][4], HOW[kind][5], HOW[kind][6],
-                TOKENS, HOW[kind][7], HOW[kind][8], UPCAST,
+                HOW[kind][7], TOKENS, HOW[kind][8], HOW[kind][9], UPCAST,
             )  # fmt: skip
 
 
@@ -199,6 +201,7 @@ class _Kind(NamedTuple):
     form: str
     rounds: bool
     split: bool
+    added: bool
     operand: tl.dtype
     tile: Tile
     dtype: torch.dtype  # of the product
@@ -224,17 +227,19 @@ def linears(x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[T
             rows, columns = product.weight.shape
             (_, tiles, splits), each = _grid(1, 1, rows, columns, kind.tile)
             out = found[number] = torch.empty(1, rows, dtype=kind.dtype, device=x.device)
-            bias, period = (out, 0) if product.bias is None else (product.bias.table, product.bias.table.shape[0])
-            assert bias.is_contiguous(), "rows of a position bias lie apart"
+            beside, period = out if product.added is None else product.added, 0
+            if product.bias is not None:
+                beside, period = product.bias.table, product.bias.table.shape[0]
+            assert beside.is_contiguous(), "rows of what is added to a product lie apart"
             matrices.append(
-                (programs, tiles, splits, each, rows, *form[1:], out, sums, bias, period, product.factor or 0.0)
+                (programs, tiles, splits, each, rows, *form[1:], out, sums, beside, period, product.factor or 0.0)
             )
             programs, sums = programs + tiles * splits, sums + (splits * rows if kind.split else 0)
         given.append((tuple(matrices), programs, x.shape[1], *kind.widths))
         biased, scaled = (any(products[n][field] is not None for n in members) for field in (2, 3))
         how.append(
-            (len(members), kind.form, kind.rounds, kind.split, biased, scaled, kind.tile.rows, kind.tile.columns,
-             kind.operand)
+            (len(members), kind.form, kind.rounds, kind.split, biased, scaled, kind.added, kind.tile.rows,
+             kind.tile.columns, kind.operand)
         )  # fmt: skip
     assert programs <= COUNTERS, f"{programs} programs"
     parts = torch.empty(sums, dtype=torch.float32, device=x.device)
@@ -250,16 +255,19 @@ def linears(x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[T
 def _by_kind(x: Tensor, products: Sequence[Product], *, deployed: bool) -> dict[_Kind, list[int]]:
     """Numbers of products, of each kind."""
     kinds: dict[_Kind, list[int]] = {}
-    for number, (weight, wide, bias, factor) in enumerate(products):
+    for number, (weight, wide, bias, factor, added) in enumerate(products):
         assert weight.shape[1] == x.shape[1], f"x has {x.shape[1]} columns, the weight {weight.shape[1]}"
         assert bias is None or wide, "a position bias of a product that is rounded"
+        assert added is None or not (wide or factor), "something is added to a product that is not rounded again"
         form, data, scale, _ = planes(weight)
         tile = _tile(form, 1, wide=not narrow(x, weight))
         (_, _, splits), _ = _grid(1, 1, *weight.shape, tile)
         dtype = torch.float32 if wide or factor is not None else x.dtype
         widths = data.shape[-1], scale.shape[-1], data.stride(0), scale.stride(0)
         rounded_input = rounds(weight, deployed=deployed)
-        kind = _Kind(form, rounded_input, splits > 1, operand(x, weight), tile, dtype, scale.dtype, widths)
+        kind = _Kind(
+            form, rounded_input, splits > 1, added is not None, operand(x, weight), tile, dtype, scale.dtype, widths
+        )
         kinds.setdefault(kind, []).append(number)
     return kinds
 

@@ -245,6 +245,7 @@ def test_several_products_are_one_after_the_other(ops, dtype, deployed, t, colum
         products = [Product(weight) for weight in weights[:-1]]
         products += [Product(weights[2], wide=True), Product(weights[7], wide=True, bias=bias)]
         products += [Product(weights[2], factor=0.3), Product(weights[0], wide=True)]
+        products += [Product(one, added=torch.randn(t, one.shape[0], generator=g)) for one in weights[::3]]
         found = ops.linears(x, products, deployed=deployed)
         rounded = ops.simulate_fp8(x, 128) if deployed else x
         for product, ours in zip(products, found, strict=True):
@@ -252,6 +253,8 @@ def test_several_products_are_one_after_the_other(ops, dtype, deployed, t, colum
             wanted = ops.linear(given, product.weight, wide=product.wide)
             if product.bias is not None:
                 wanted = wanted + table[(int(first) + torch.arange(t)) % 3]
+            if product.added is not None:
+                wanted = (product.added + wanted.float()).to(dtype)
             if product.factor is not None:
                 wanted = wanted.float() * product.factor
             assert ours.dtype == wanted.dtype
