@@ -45,6 +45,7 @@ TRITON = CPU._replace(
     simulate_fp8=activations.simulate_fp8,
     simulate_fp4=activations.simulate_fp4,
     hadamard=activations.hadamard,
+    round_index=activations.round_index,
     hyper_weights=hyper.hyper_weights,
     head_weights=hyper.head_weights,
     collapse=streams.collapse,

@@ -5,7 +5,8 @@ expert's matrices. How many pairs each expert gets stays on the device: the grid
 needs, a program finds its expert from the counts, and those that find none return at once. A slot's output is kept for
 itself, so that the sum over a token's slots runs in ascending order of experts, whatever finishes first.
 
-A token alone takes three launches: its pairs need no sorting, and its input is rounded where it is multiplied.
+A token alone takes two launches: its pairs need no sorting, its input is rounded where it is multiplied, and the last
+program of a tile of rows adds up the slots.
 """
 
 from typing import Any, NamedTuple
@@ -76,7 +77,8 @@ def _located(
     """
     if ALONE:
         found = tl.load(order + block)
-        expert = tl.where(found < 0, experts, found).to(tl.int32)
+        known = (found >= 0) & (found < experts)  # else a tripwire's; all programs of a tile have to arrive
+        expert = tl.where(known, found, 0).to(tl.int32)
         pair, inside = block + tl.arange(0, TOKENS), tl.arange(0, TOKENS) == 0
     else:
         number = tl.arange(0, EXPERTS)
@@ -171,10 +173,10 @@ def _gate_up(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _down(
-    x, powers, order, starts, counts, data, scale, global_scale, out, parts, counters,
+    x, powers, order, starts, counts, data, scale, global_scale, out, total_out, parts, counters,
     pairs, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride, each,
     SPLIT: tl.constexpr, FORM: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, OPERAND: tl.constexpr, ALONE: tl.constexpr, UPCAST: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr, ALONE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     expert, pair, inside = _located(tl.program_id(1), order, starts, counts, experts, EXPERTS, TOKENS, ALONE)
     if expert >= experts:
@@ -204,21 +206,37 @@ def _down(
             total = summed(parts, at, mask, splits, size)
     if last:
         tl.store(out + at, rounded(total, out.dtype.element_ty, UPCAST), mask)
+        if ALONE:  # the last slot of a tile of rows adds up all of them
+            tiles = tl.num_programs(0)
+            if arrived_last(counters, tl.num_programs(1) * tiles + tl.program_id(0), pairs):
+                tl.store(total_out + row, _sum_of_slots(out, order, pairs, row, rows, ROWS, SLOTS), there)
+
+
+@triton.jit
+def _sum_of_slots(y, ids, slots, column, columns, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
+    """Outputs [slots, columns] of a token's experts, added in ascending order of experts `ids` [slots]: [BLOCK] fp32.
+
+    From L2, where other programs' stores are.
+    """
+    slot = tl.arange(0, SLOTS)
+    held = slot < slots
+    expert = tl.load(ids + slot, held, -1)
+    earlier = held[None, :] & (expert[None, :] < expert[:, None])
+    rank = tl.sum(earlier.to(tl.int32), 1)  # how many of this token's come before
+    total = tl.zeros([BLOCK], tl.float32)
+    for turn in range(slots):
+        own = tl.sum(tl.where(held & (rank == turn), slot, 0)).to(tl.int64)
+        found = tl.load(y + own * columns + column, column < columns, 0.0, cache_modifier=".cg")
+        total += found.to(tl.float32)
+    return total
 
 
 @triton.jit
 def _sum_slots(y, ids, out, slots, columns, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.arange(0, SLOTS)
-    held = slot < slots
-    expert = tl.load(ids + token * slots + slot, held, -1)
-    earlier = held[None, :] & (expert[None, :] < expert[:, None])
-    rank = tl.sum(earlier.to(tl.int32), 1)  # how many of this token's come before
-    total = tl.zeros([BLOCK], tl.float32)
-    for turn in range(slots):
-        own = tl.sum(tl.where(held & (rank == turn), slot, 0))
-        total += tl.load(y + (token * slots + own) * columns + column, column < columns, 0.0).to(tl.float32)
+    y, ids = y + token * slots * columns, ids + token * slots
+    total = _sum_of_slots(y, ids, slots, column, columns, BLOCK, SLOTS)
     tl.store(out + token * columns + column, total, column < columns)
 
 
@@ -347,22 +365,24 @@ def _down_and_sum(given: _Given, pairs: _Pairs, like: Tensor, ids: Tensor, w2: W
     cut = _cut(t, slots, hidden, inner, constants["BLOCK"])
     _check_counters(pairs, hidden, cut)
     sums = torch.empty(n * hidden * cut.sums, dtype=torch.float32, device=ids.device)
-    _down[triton.cdiv(hidden, ROWS), pairs.blocks, cut.splits](
-        *given, *pairs[:3], *down[1:], y, sums, counters(ids.device), n, held, hidden, inner, *_layout(down), cut.steps,
-        SPLIT=cut.splits > 1, ALONE=pairs.alone, **constants,
-    )  # fmt: skip
     out = torch.empty(t, hidden, dtype=torch.float32, device=ids.device)
-    block = min(1024, triton.next_power_of_2(hidden))
-    _sum_slots[t, triton.cdiv(hidden, block)](
-        y, ids, out, slots, hidden, SLOTS=triton.next_power_of_2(slots), BLOCK=block, num_warps=4,
-        enable_fp_fusion=False,
+    _down[triton.cdiv(hidden, ROWS), pairs.blocks, cut.splits](
+        *given, *pairs[:3], *down[1:], y, out, sums, counters(ids.device), n, held, hidden, inner, *_layout(down),
+        cut.steps, SPLIT=cut.splits > 1, ALONE=pairs.alone, SLOTS=triton.next_power_of_2(slots), **constants,
     )  # fmt: skip
+    if not pairs.alone:
+        block = min(1024, triton.next_power_of_2(hidden))
+        _sum_slots[t, triton.cdiv(hidden, block)](
+            y, ids, out, slots, hidden, SLOTS=triton.next_power_of_2(slots), BLOCK=block, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return out
 
 
 def _check_counters(pairs: _Pairs, rows: int, cut: "_Cut") -> None:
-    tiles = pairs.blocks * triton.cdiv(rows, ROWS)
-    assert cut.splits == 1 or tiles <= COUNTERS, f"{tiles} tiles of split columns, {COUNTERS} counters"
+    tiles = (pairs.blocks + pairs.alone) * triton.cdiv(rows, ROWS)
+    used = cut.splits > 1 or pairs.alone
+    assert not used or tiles <= COUNTERS, f"{tiles} tiles of split columns, {COUNTERS} counters"
 
 
 def experts_scratch(

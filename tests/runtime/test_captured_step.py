@@ -43,7 +43,7 @@ KERNELS, ATEN = 113, 52
 # The same of a chunk of prefill, without invariants. One expert after the other it was some 4,000 for each layer of V4.
 CHUNK_KERNELS, CHUNK_ATEN = 100, 114
 # Both, of a layer of each kind in deployed numerics with caches in FP8 and FP4: nodes of a graph
-NODES = {"SWA": (0, 25), "HCA": (128, 33), "CSA": (4, 41)}
+NODES = {"SWA": (0, 24), "HCA": (128, 32), "CSA": (4, 39)}
 
 
 class Pair(NamedTuple):
