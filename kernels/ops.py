@@ -9,7 +9,7 @@ An op set is a value. To run a model with one op replaced (a fault, a random sel
 anew when one of these is replaced.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final, NamedTuple, Protocol, Self, cast
 
@@ -36,6 +36,7 @@ from kernels.differential.cpu import Noise, Own, Past
 from kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
 from kernels.formats.stored import Rounding, Rows, Slots, Stack, TokenRing, Weight
 from kernels.hyper.reference import ReadStreams
+from kernels.linear.reference import Linears, Product
 from kernels.quantise.reference import RoundIndex, RoundKv
 from kernels.rope.reference import NormRotate
 from kernels.shard.cpu import Middle, Stream
@@ -60,6 +61,10 @@ class Ops(Protocol):
 
     def grouped_linear(self, x: Tensor, weight: Weight, groups: int) -> Tensor:
         """`linear`."""
+        ...
+
+    def linears(self, x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[Tensor]:
+        """`linear`: of several matrices, whose input is rounded with `simulate_fp8`."""
         ...
 
     def simulate_fp8(self, x: Tensor, group: int) -> Tensor:
@@ -226,6 +231,7 @@ class Ops(Protocol):
 
 
 COMPOSED: Final = {  # of other ops
+    "linears": Linears,
     "read_streams": ReadStreams,
     "round_kv": RoundKv,
     "round_index": RoundIndex,
@@ -242,6 +248,7 @@ class _Fields(NamedTuple):
     rotate: Callable[..., Any]
     linear: Callable[..., Any]
     grouped_linear: Callable[..., Any]
+    linears: Callable[..., Any]
     simulate_fp8: Callable[..., Any]
     simulate_fp4: Callable[..., Any]
     hadamard: Callable[..., Any]
@@ -342,6 +349,7 @@ _REFERENCE = OpSet(
     rotate=rope.reference.rotate,
     linear=linear.reference.linear,
     grouped_linear=linear.reference.grouped_linear,
+    linears=linear.reference.linears,
     simulate_fp8=quantise.reference.simulate_fp8,
     simulate_fp4=quantise.reference.simulate_fp4,
     hadamard=quantise.reference.hadamard,

@@ -104,6 +104,7 @@ class Step:
             with self.model.arithmetic.ranks.leaving(self.deferred.left):
                 hidden = self.model.run(self.token, self.model.call(self.token, self.position), self.state)
                 self.logits.copy_(self.model.logits(hidden)[0])
+            self.deferred.end()
         finally:
             observer.deferred = None
 

@@ -112,16 +112,17 @@ def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     t, d, rope, heads, item = s.t, c.head_dim, c.qk_rope_head_dim, s.shards.heads, s.item
     latent, queries, kv = t * c.q_lora_rank * item, t * heads.size * d * item, t * d * item
     rotated = s.op("rotate", t, heads.size, d, rope, item)
-    live.run("low-rank query", max(s.linear("attn.wq_a", t), latent + s.op("rms_norm", t, c.q_lora_rank, item)))
+    _project(c, s, live, layer)
+    live.run("low-rank query", s.op("rms_norm", t, c.q_lora_rank, item))
     live.hold("low-rank query", latent)
     normed = queries + s.op("rms_norm", t * heads.size, d, item)
     live.run("queries", max(s.linear("attn.wq_b", t), normed, 2 * queries + rotated))
     live.hold("queries", queries)
     rounded = 2 * kv + s.op("simulate_fp8", t * (d - rope), item) if s.deployed else 0
-    normed = kv + max(s.op("rms_norm", t, d, item), s.op("rotate", t, 1, d, rope, item))
-    live.run("KV", max(s.linear("attn.wkv", t), normed, rounded))
+    live.run("KV", max(s.op("rms_norm", t, d, item), kv + s.op("rotate", t, 1, d, rope, item), rounded))
     live.hold("KV", kv)
     _attend(c, s, live, layer)
+    live.hold("projections", 0)
     live.hold("mixed values", queries)
     live.run("output, rotated back", t * rope * F32 // 2 + rotated)
     live.hold("values rotated back", queries)
@@ -138,6 +139,21 @@ def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     live.hold("low-rank output", t * rank * item)
     live.run("output", s.linear("attn.wo_b", t))
     live.run("output, put together", t * output.size * item, _columns(c, s))
+
+
+def _project(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
+    """`Attention.project`; the position bias of each token is added to gates in place."""
+    kind, products, bias = c.layer_kind(layer), {"attn.wq_a": False, "attn.wkv": False}, 0
+    if kind is not LayerKind.SWA:
+        compressors = ("compressor", "indexer.compressor") if kind is LayerKind.CSA else ("compressor",)
+        products |= {f"attn.{name}.{part}": True for name in compressors for part in ("wkv", "wgate")}
+        series = 2 if kind is LayerKind.CSA else 1
+        bias = (s.t + 2 * c.ratio(layer)) * series * c.head_dim * F32
+    if kind is LayerKind.CSA:
+        products["attn.indexer.weights_proj"] = True
+    held = s.made(s.t, products)
+    live.run("projections", max(s.linears(s.t, products), held + bias))
+    live.hold("projections", held)
 
 
 def _columns(c: ModelConfig, s: Call) -> int:
@@ -163,24 +179,20 @@ def _attend(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
             with live.scope():
                 _select(c, s, live, layer)
             live.hold("selection", s.t * (selected + banked) * 4)
+        live.hold("projections", 0)
         sizes = s.t, s.shards.heads.size, c.head_dim, c.sliding_window, entries, selected
         live.run("attention", s.op("attend", *sizes, form, s.item))
 
 
 def _compress(c: ModelConfig, s: Call, live: Live, layer: int, name: str, width: int) -> None:
-    """A compressor: values and gates of all series in fp32, then what is pooled, rounded and stored."""
-    t, ratio, series = s.t, c.ratio(layer), 2 if c.layer_kind(layer) is LayerKind.CSA else 1
-    one = t * series * width * F32
-    biased = 3 * one + ratio * series * width * F32  # values, gates, and the position bias of each token
-    live.run(f"{name}, values and gates", max(one + s.linear(f"attn.{name}.wkv", t, wide=True), biased))
-    closed = -(-t // ratio)
+    """A compressor: what is pooled of values and gates, rounded and stored."""
+    t, series = s.t, 2 if c.layer_kind(layer) is LayerKind.CSA else 1
+    closed = -(-t // c.ratio(layer))
     stored = closed * width * (3 * F32 + 2 * s.item)
     variant = s.formats.variant(layer)
     if isinstance(variant, Shard) and variant.basis is not None and name == "compressor":
         stored += coding(closed, width)
-    with live.scope():
-        live.hold("values and gates", 2 * one)
-        live.run(f"{name}, pooling", closed * width * F32 + max(s.op("pool", t, width, series), stored))
+    live.run(f"{name}, pooling", closed * width * F32 + max(s.op("pool", t, width, series), stored))
 
 
 def coding(vectors: int, width: int) -> int:
@@ -200,7 +212,6 @@ def _select(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
         made.append(2 * queries + s.op("simulate_fp4", m * heads * d, item))
     live.run("index queries", max(made))
     live.hold("index queries", queries)
-    live.hold("index weights", m * heads * (F32 + item))
     entries = s.context // c.ratio(layer)
     form = "coded" if isinstance(s.formats.variant(layer), Shard) else s.formats.keys
     sizes = s.m, c.index_n_heads, d, entries, c.index_topk
@@ -298,6 +309,6 @@ def _tokens_of_one(c: ModelConfig, s: Call) -> int:
 
 def _up(s: Call, name: str, n: int) -> int:
     """Bytes of `Expert.up` of n tokens, its result included."""
-    width = max(rows for _, rows, _ in s.matrices[f"ffn.{name}.w1"])
-    one = n * width * s.item
-    return max(one + s.linear(f"ffn.{name}.w1", n), 2 * one + s.op("swiglu", n * width, s.item))
+    products = {f"ffn.{name}.{half}": False for half in ("w1", "w3")}
+    made = s.made(n, products)
+    return max(s.linears(n, products), made + s.op("swiglu", made // (2 * s.item), s.item))

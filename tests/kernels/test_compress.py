@@ -275,15 +275,14 @@ def test_it_is_what_the_model_does(compress, kind, rounding, form, shape):
     norm = norm_of(width)
     freqs = torch.zeros(ROPE // 2) if kind is KeyCompressor else frequencies(ROPE, 1e4)
     model = model_compressor(kind, width, freqs, dtype, rounding != "none")
+    model.project = SimpleNamespace(norm=norm)
     frontier = Frontier(ratio, width, overlap=series == 2, device=HERE)
     for part in frontier.ring():
         part.fill_(torch.nan)
     entries = Entries(ratio, cache(form, width, dtype))
     ring, rows = first_ring(*shape), cache(form, width, dtype)
     for first, *part in chunks(kv, gate):
-        model.project = lambda _x, _first, part=part: part
-        model.project.norm = norm
-        model(part[0], SimpleNamespace(first=first), frontier, entries)
+        model(*part, SimpleNamespace(first=first), frontier, entries)
         compress(*part, ring, first, ratio, norm, EPS, freqs, rounding, rows, dtype)
         assert_same_ring(frontier.ring(), ring)
     ours, expected = (bits(forms.first(x, entries.count)) for x in (rows, entries.data))

@@ -21,11 +21,22 @@ SHORT = 16_000  # from few entries on, the indexer works in another way, which t
 MODELS = {
     "wide": ({"hidden_size": 1024}, "routed and shared, added"),
     "experts": ({"moe_intermediate_size": 2048, "n_routed_experts": 4}, "routed experts"),
-    "heads": ({"num_attention_heads": 32, "o_groups": 4, "index_n_heads": 16}, "output, low rank"),
+    "heads": ({"num_attention_heads": 40, "o_groups": 4, "index_n_heads": 8}, "output, low rank"),
     "window alone": ({"compress_ratios": [0, 0], "num_hidden_layers": 2, "num_attention_heads": 8}, "routed experts"),
     "entries": (
         {"compress_ratios": [128, 4], "num_hidden_layers": 2, "head_dim": 528, "num_attention_heads": 2, "o_groups": 2},
-        "compressor, values and gates",
+        "scores and selection",
+    ),
+    "one head": (
+        {
+            "compress_ratios": [128, 128],
+            "num_hidden_layers": 2,
+            "head_dim": 528,
+            "num_attention_heads": 1,
+            "o_groups": 1,
+            "o_lora_rank": 128,
+        },
+        "attention",  # of a call of few tokens, projections
     ),
     "output": ({"o_lora_rank": 1024, "o_groups": 4}, "output"),
 }
