@@ -9,7 +9,7 @@ An op set is a value. To run a model with one op replaced (a fault, a random sel
 anew when one of these is replaced.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, Final, NamedTuple, Protocol, Self, cast
 
@@ -34,9 +34,10 @@ from kernels import (
 )
 from kernels.differential.cpu import Noise, Own, Past
 from kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
-from kernels.formats.stored import Rounding, Rows, Slots, Stack, Weight, Window
+from kernels.formats.stored import Rounding, Rows, Slots, Stack, TokenRing, Weight
 from kernels.hyper.reference import ReadStreams
 from kernels.indexer.reference import SelectFp8
+from kernels.linear.reference import Linears, Product
 from kernels.quantise.reference import RoundIndex, RoundKv
 from kernels.rope.reference import NormRotate
 from kernels.shard.cpu import Middle, Stream
@@ -61,6 +62,10 @@ class Ops(Protocol):
 
     def grouped_linear(self, x: Tensor, weight: Weight, groups: int) -> Tensor:
         """`linear`."""
+        ...
+
+    def linears(self, x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[Tensor]:
+        """`linear`: of several matrices, whose input is rounded with `simulate_fp8`."""
         ...
 
     def simulate_fp8(self, x: Tensor, group: int) -> Tensor:
@@ -97,8 +102,9 @@ class Ops(Protocol):
         self,
         kv: Tensor,
         gate: Tensor,
-        window: Window,
+        ring: TokenRing,
         first: int | Tensor,
+        ratio: int,
         norm: Tensor,
         eps: float,
         freqs: Tensor,
@@ -233,6 +239,7 @@ class Ops(Protocol):
 
 COMPOSED: Final = {  # of other ops
     "select_fp8": SelectFp8,
+    "linears": Linears,
     "read_streams": ReadStreams,
     "round_kv": RoundKv,
     "round_index": RoundIndex,
@@ -249,6 +256,7 @@ class _Fields(NamedTuple):
     rotate: Callable[..., Any]
     linear: Callable[..., Any]
     grouped_linear: Callable[..., Any]
+    linears: Callable[..., Any]
     simulate_fp8: Callable[..., Any]
     simulate_fp4: Callable[..., Any]
     hadamard: Callable[..., Any]
@@ -350,6 +358,7 @@ _REFERENCE = OpSet(
     rotate=rope.reference.rotate,
     linear=linear.reference.linear,
     grouped_linear=linear.reference.grouped_linear,
+    linears=linear.reference.linears,
     simulate_fp8=quantise.reference.simulate_fp8,
     simulate_fp4=quantise.reference.simulate_fp4,
     hadamard=quantise.reference.hadamard,

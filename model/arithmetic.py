@@ -11,8 +11,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats.groups import INDEX_GROUP, KV_GROUP, LINEAR_GROUP
-from kernels.formats.stored import Fp4, Fp8, Weight
+from kernels.formats.groups import INDEX_GROUP, KV_GROUP
+from kernels.formats.stored import Weight
+from kernels.linear.reference import Product
 from kernels.ops import Ops
 from model.cache.formats import CacheFormats
 from model.ranks.ranks import Ranks
@@ -39,23 +40,16 @@ class Arithmetic(NamedTuple):
         """The op that selects entries, by exact scores or by those of E4M3 queries."""
         return self.ops.select_fp8 if self.fp8_scores else self.ops.select
 
-    def linear(self, x: Tensor, weight: Weight) -> Tensor:
+    def linear(self, x: Tensor, weight: Weight, added: Tensor | None = None) -> Tensor:
         """``x @ W^T``; deployed, the input of an FP8 or FP4 weight is rounded to E4M3 per 128 columns first.
 
-        NVFP4 weights are used weight-only in both numerics: the scale of their inputs is calibrated, not dynamic, and
-        belongs to another serving stack.
+        To the product `added`, float32, may be added in fp32.
         """
-        return self.ops.linear(self.ops.simulate_fp8(x, LINEAR_GROUP) if self._rounds(weight) else x, weight)
+        return self.linears(x, Product(weight, added=added))[0]
 
-    def linears(self, x: Tensor, one: Weight, other: Weight) -> tuple[Tensor, Tensor]:
-        """Two products with the same input, which is rounded once where both round it."""
-        if not (self._rounds(one) and self._rounds(other)):
-            return self.linear(x, one), self.linear(x, other)
-        x = self.ops.simulate_fp8(x, LINEAR_GROUP)
-        return self.ops.linear(x, one), self.ops.linear(x, other)
-
-    def _rounds(self, weight: Weight) -> bool:
-        return self.deployed and isinstance(weight, Fp8 | Fp4)
+    def linears(self, x: Tensor, *products: Product) -> list[Tensor]:
+        """Several products with the same input, in one op: `kernels.linear.reference.Linears`."""
+        return self.ops.linears(x, products, deployed=self.deployed)
 
     @property
     def kv_group(self) -> int:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kernels.formats.stored import Rows, Slots
+from kernels.linear.reference import Product
 from model.arithmetic import Arithmetic
 from model.cache.layers import CsaCache, HcaCache, LayerCache
 from model.call import Call
@@ -16,7 +17,7 @@ from model.checkpoint.weights import Weights
 from model.compressor import EntryCompressor
 from model.config import LayerKind, ModelConfig
 from model.indexer import Indexer
-from model.linear import GroupedLinear, Linear
+from model.linear import GroupedLinear, Linear, Projected
 from model.rope import Rotation
 
 
@@ -53,31 +54,42 @@ class Attention:
 
     def __call__(self, x: Tensor, call: Call, cache: LayerCache) -> Tensor:
         """Attend from x [t, hidden], and advance the layer's cache. Returns the own tokens' [m, hidden]."""
-        latent = self.latent(x)
-        q, kv = self.query(latent, call), self.kv(x, call)
+        projected = self.project(x, call)
+        latent = self.latent(projected)
+        q, kv = self.query(latent, call), self.kv(projected, call)
         cache.write(call, kv)
-        beyond = self.beyond_window(x, latent, call, cache)
+        beyond = self.beyond_window(projected, latent, call, cache)
+        del projected  # of a long call it is large
         out = self.attend(q, beyond, call, cache)
         cache.evict()
         return self.output(self.unrotate(out, call), call)
 
-    def latent(self, x: Tensor) -> Tensor:
+    def project(self, x: Tensor, call: Call) -> Projected:
+        """All that is read off x [t, hidden]."""
+        return Projected(*self.arithmetic.linears(x, *self.projections(call)))
+
+    def projections(self, call: Call) -> tuple[Product, ...]:
+        """Products of x that make what `Projected` holds, in its order."""
+        del call
+        return Product(self.wq_a.weight), Product(self.wkv.weight)
+
+    def latent(self, projected: Projected) -> Tensor:
         """Normed low-rank query [t, q_lora_rank], which the indexer reads too."""
-        return self.arithmetic.ops.rms_norm(self.wq_a(x), self.q_norm, self.eps)
+        return self.arithmetic.ops.rms_norm(projected.query, self.q_norm, self.eps)
 
     def query(self, latent: Tensor, call: Call) -> Tensor:
         """Queries [t, heads, head_dim], normed head by head without weights, then rotated."""
         ops, q = self.arithmetic.ops, self.wq_b(latent).unflatten(-1, (-1, self.head_dim))
         return ops.norm_rotate(q, None, self.eps, *call.angles(self.rotation), 0)
 
-    def kv(self, x: Tensor, call: Call) -> Tensor:
+    def kv(self, projected: Projected, call: Call) -> Tensor:
         """Key and value of each token in one [t, head_dim]: normed, rotated, rounded as the window keeps it."""
-        given = self.wkv(x), self.kv_norm, self.eps, *call.angles(self.rotation), self.arithmetic.kv_group
+        given = projected.kv, self.kv_norm, self.eps, *call.angles(self.rotation), self.arithmetic.kv_group
         return self.arithmetic.ops.norm_rotate(*given)
 
-    def beyond_window(self, x: Tensor, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
+    def beyond_window(self, projected: Projected, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
         """Nothing is compressed, and nothing seen beside the window."""
-        del x, latent, call, cache
+        del projected, latent, call, cache
         return Beyond(None, 0, None)
 
     def attend(self, q: Tensor, beyond: Beyond, call: Call, cache: LayerCache) -> Tensor:
@@ -105,11 +117,18 @@ class HcaAttention(Attention):
         super().__init__(config, layer, weights, arithmetic, rotation)
         self.compressor = EntryCompressor(config, layer, weights, arithmetic, rotation)
 
-    def beyond_window(self, x: Tensor, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
-        """Write the entries that x completes; all are seen."""
+    def projections(self, call: Call) -> tuple[Product, ...]:
+        """Also what the compressor pools."""
+        return *super().projections(call), *self.compressor.project.products(call)
+
+    def beyond_window(self, projected: Projected, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
+        """Write the entries that the call's tokens complete; all are seen."""
         del latent
         assert isinstance(cache, HcaCache), f"HCA layer got {type(cache).__name__}"
-        self.compressor(x, call, cache.frontier, cache.entries)
+        kv, gate = projected.entry_kv, projected.entry_gate
+        assert kv is not None, "nothing to pool"
+        assert gate is not None, "nothing to pool with"
+        self.compressor(kv, gate, call, cache.frontier, cache.entries)
         return Beyond(cache.entries.written(call.first), cache.frontier.ratio, None)
 
 
@@ -122,15 +141,19 @@ class CsaAttention(HcaAttention):
         super().__init__(config, layer, weights, arithmetic, rotation)
         self.indexer = Indexer(config, layer, weights, arithmetic, rotation)
 
-    def beyond_window(self, x: Tensor, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
-        """Write the entries that x completes; those that the indexer selects are seen."""
-        assert isinstance(cache, CsaCache), f"CSA layer got {type(cache).__name__}"
-        every = super().beyond_window(x, latent, call, cache)
-        return every._replace(selected=cache.entries.chosen(self.select(x, latent, call, cache)))
+    def projections(self, call: Call) -> tuple[Product, ...]:
+        """Also what the indexer reads."""
+        return *super().projections(call), *self.indexer.projections(call)
 
-    def select(self, x: Tensor, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
+    def beyond_window(self, projected: Projected, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
+        """Write the entries that the call's tokens complete; those that the indexer selects are seen."""
+        assert isinstance(cache, CsaCache), f"CSA layer got {type(cache).__name__}"
+        every = super().beyond_window(projected, latent, call, cache)
+        return every._replace(selected=cache.entries.chosen(self.select(projected, latent, call, cache)))
+
+    def select(self, projected: Projected, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
         """Entries that each token sees: [t, min(index_topk, entries)] int32."""
-        return self.indexer(x, latent, call, cache)
+        return self.indexer(projected, latent, call, cache)
 
 
 def build_attention(

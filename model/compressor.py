@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from torch import Tensor
 
 from kernels.formats.stored import Dense, Rounding
+from kernels.linear.reference import ByPosition, Product
 from model.arithmetic import Arithmetic
 from model.cache.frontier import Frontier
 from model.cache.layers import AnyEntries, AnyKeys
@@ -20,29 +21,21 @@ from model.variants.choice import Shard
 
 
 class Projections:
-    """Value and gate projections of one compressor: not rounded, as DeepSeek computes them in fp32."""
+    """Value and gate projections of one compressor: not rounded, as DeepSeek computes them in fp32.
 
-    def __init__(self, prefix: str, weights: Weights, arithmetic: Arithmetic) -> None:
+    They read what the attention's query and KV are projected from, and are computed with these.
+    """
+
+    def __init__(self, prefix: str, weights: Weights) -> None:
         self.wkv = Dense(weights.operand(f"{prefix}.wkv.weight"))  # [series * width, hidden]
         self.wgate = Dense(weights.operand(f"{prefix}.wgate.weight"))
         self.position_bias = weights.vector(f"{prefix}.ape").float()  # [ratio, series * width]
         self.norm = weights.vector(f"{prefix}.norm.weight").float()  # [width]
-        self.arithmetic = arithmetic
 
-    def __call__(self, x: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        """Project x [t, hidden] into kv and gate, each [t, series * width] float32, the gate with its position bias."""
-        linear = self.arithmetic.ops.linear
-        return linear(x, self.wkv, wide=True), linear(x, self.wgate, wide=True).add_(self.bias(call))
-
-    def bias(self, call: Call) -> Tensor:
-        """Position bias of a call's tokens: [t, series * width]."""
-        ratio, count = self.position_bias.shape[0], call.count
-        if isinstance(call.first, Tensor):
-            return self.position_bias.index_select(0, call.places(ratio))
-        place = call.first % ratio
-        if place + count <= ratio:  # decode: no index to build
-            return self.position_bias[place : place + count]
-        return self.position_bias.repeat((place + count + ratio - 1) // ratio, 1)[place : place + count]
+    def products(self, call: Call) -> tuple[Product, Product]:
+        """Of x [t, hidden]: kv and gate, each [t, series * width] float32, the gate with its position bias."""
+        bias = ByPosition(self.position_bias, call.first)
+        return Product(self.wkv, wide=True), Product(self.wgate, wide=True, bias=bias)
 
 
 class Compressor(ABC):
@@ -53,18 +46,17 @@ class Compressor(ABC):
     def __init__(
         self, config: ModelConfig, layer: int, prefix: str, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        self.project = Projections(prefix, weights, arithmetic)
+        self.project = Projections(prefix, weights)
         self.arithmetic, self.rotation, self.eps = arithmetic, rotation, config.rms_norm_eps
         self.rope_dim = config.qk_rope_head_dim
         self.coded = isinstance(arithmetic.formats.variant(layer), Shard)  # the cache rounds, and from the unrounded
 
-    def __call__(self, x: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
-        """Append the rows of the windows that tokens x [t, hidden] complete.
+    def __call__(self, kv: Tensor, gate: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
+        """Append the rows of the windows that tokens complete, of their kv and gate: see `Projections.products`.
 
         The equation of the pooling is `Ops.pool`; `Frontier.push` calls it, and pairs each window with the series of
         the one before.
         """
-        kv, gate = self.project(x, call)
         if isinstance(call.first, Tensor):  # how many windows close is known on the device alone
             self.compress_on_device(kv, gate, frontier, call.first, rows)
             return
@@ -76,9 +68,9 @@ class Compressor(ABC):
     ) -> Tensor:
         """Pool, norm, rotate, round and store in one op: the rows as stored, of which those of closed windows count."""
         rounding = self.rounding if self.arithmetic.deployed else "none"
-        window, norm, freqs = frontier.window(), self.project.norm, self.rotation.freqs
+        ring, norm, freqs = frontier.ring(), self.project.norm, self.rotation.freqs
         return self.arithmetic.ops.compress(
-            kv, gate, window, first, norm, self.eps, freqs, rounding, rows.data, self.arithmetic.dtype
+            kv, gate, ring, first, frontier.ratio, norm, self.eps, freqs, rounding, rows.data, self.arithmetic.dtype
         )
 
     def row(self, pooled: Tensor, first: int, ratio: int) -> Tensor:

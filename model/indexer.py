@@ -3,13 +3,14 @@
 from torch import Tensor
 
 from kernels.formats.stored import Dense
+from kernels.linear.reference import Product
 from model.arithmetic import Arithmetic
 from model.cache.layers import CsaCache
 from model.call import Call
 from model.checkpoint.weights import Weights
 from model.compressor import KeyCompressor
 from model.config import ModelConfig
-from model.linear import Linear
+from model.linear import Linear, Projected
 from model.rope import Rotation
 
 
@@ -31,13 +32,21 @@ class Indexer:
         self.arithmetic, self.rotation = arithmetic, rotation
         self.heads, self.width, self.top_k = config.index_n_heads, config.index_head_dim, config.index_topk
 
-    def __call__(self, x: Tensor, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
-        """Write the keys of the windows that x completes, then select for every token.
+    def projections(self, call: Call) -> tuple[Product, ...]:
+        """Products of the layer's input: what the compressor pools, and the weights of the heads in DeepSeek's scale.
+
+        The scale changes no order.
+        """
+        scale: float = self.width**-0.5 * self.heads**-0.5
+        return *self.compressor.project.products(call), Product(self.weights_proj.weight, factor=scale)
+
+    def __call__(self, projected: Projected, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
+        """Write the keys of the windows that the call's tokens complete, then select for every token.
 
         Parameters
         ----------
-        x
-            [t, hidden], normed input of the layer.
+        projected
+            What the attention reads off its input.
         latent
             [t, q_lora_rank], the normed low-rank query of the attention.
         call
@@ -51,11 +60,15 @@ class Indexer:
             [t, min(index_topk, keys)] int32, see `kernels.indexer.reference.select`.
 
         """
-        self.compressor(x, call, cache.key_frontier, cache.keys)
+        assert projected.key_kv is not None, "nothing to pool"
+        assert projected.key_gate is not None, "nothing to pool with"
+        self.compressor(projected.key_kv, projected.key_gate, call, cache.key_frontier, cache.keys)
         q = self.query_used(self.query(latent, call))
         keys, ratio = cache.keys.written(call.first), cache.key_frontier.ratio
-        first = call.own_first - cache.keys.evicted * ratio  # the first key is that of the first entry from there
-        selected = self.arithmetic.select(q, self.head_weights(x, call), keys, first, ratio, self.top_k)
+        first = call.own_first  # counted from the first token of the first key
+        if cache.keys.evicted:
+            first = first - cache.keys.evicted * ratio
+        selected = self.arithmetic.select(q, self.head_weights(projected, call), keys, first, ratio, self.top_k)
         return call.whole(selected)
 
     def query(self, latent: Tensor, call: Call) -> Tensor:
@@ -67,7 +80,7 @@ class Indexer:
         """The same as they are scored; in deployed numerics, as the keys: a Hadamard transform, then FP4 (E2M1)."""
         return self.arithmetic.rounded_index(q)
 
-    def head_weights(self, x: Tensor, call: Call) -> Tensor:
-        """How much each index head counts [m, heads] float32, in DeepSeek's scale, which changes no order."""
-        scale: float = self.width**-0.5 * self.heads**-0.5
-        return self.weights_proj(call.own(x)).float() * scale
+    def head_weights(self, projected: Projected, call: Call) -> Tensor:
+        """How much each index head counts [m, heads] float32."""
+        assert projected.index_weights is not None, "no weights of index heads"
+        return call.own(projected.index_weights)

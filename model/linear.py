@@ -1,10 +1,24 @@
 """Matrices as the model applies them: what ranks hold in parts is put together on return."""
 
+from typing import NamedTuple
+
 from torch import Tensor
 
 from kernels.formats.stored import Weight
 from model.arithmetic import Arithmetic
 from model.ranks.ranks import Partial
+
+
+class Projected(NamedTuple):
+    """What a layer's attention reads off its input [t, hidden], all in one op; None where it has no such part."""
+
+    query: Tensor  # [t, q_lora_rank], not normed yet
+    kv: Tensor  # [t, head_dim], the same
+    entry_kv: Tensor | None = None  # what the compressor pools, see `model.compressor.Projections`
+    entry_gate: Tensor | None = None
+    key_kv: Tensor | None = None  # and the indexer's
+    key_gate: Tensor | None = None
+    index_weights: Tensor | None = None  # [t, index_n_heads] float32, scaled
 
 
 class Linear:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kernels.experts.reference import by_expert
 from kernels.formats.stored import Dense, Stack, Weight, as_stack
+from kernels.linear.reference import Product
 from kernels.ops import reads_apart
 from model.arithmetic import Arithmetic
 from model.call import Call
@@ -70,9 +71,9 @@ class Expert:
         self.w1, self.w3, self.w2 = matrices
         self.arithmetic, self.limit = arithmetic, limit
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[n, hidden] to [n, hidden], on one rank."""
-        return self.down(self.up(x))
+    def __call__(self, x: Tensor, added: Tensor) -> Tensor:
+        """[n, hidden] to [n, hidden], on one rank: see `down`."""
+        return self.down(self.up(x), added)
 
     def up(self, x: Tensor, weight: Tensor | None = None) -> Tensor:
         """[n, hidden] to [n, inner]; `weight` [n] float32 scales routed tokens, None for the shared expert."""
@@ -80,11 +81,12 @@ class Expert:
 
     def gate_up(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """SwiGLU's two factors [n, inner], before the clamp."""
-        return self.arithmetic.linears(x, self.w1, self.w3)
+        gate, up = self.arithmetic.linears(x, Product(self.w1), Product(self.w3))
+        return gate, up
 
-    def down(self, a: Tensor) -> Tensor:
-        """[n, inner] to [n, hidden]."""
-        return self.arithmetic.linear(a, self.w2)
+    def down(self, a: Tensor, added: Tensor | None = None) -> Tensor:
+        """[n, inner] to [n, hidden]; to the shared expert's the sum of the others is `added` [n, hidden], in fp32."""
+        return self.arithmetic.linear(a, self.w2, added)
 
 
 class MoE:
@@ -95,7 +97,7 @@ class MoE:
     """
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic) -> None:
-        prefix, self.limit, self.layer = f"layers.{layer}.ffn", config.swiglu_limit, layer
+        prefix, self.layer = f"layers.{layer}.ffn", layer
         self.gate, self.arithmetic = build_gate(config, layer, weights, arithmetic), arithmetic
         together = not reads_apart(arithmetic.ops)
         three = [
@@ -104,10 +106,10 @@ class MoE:
             )
             for name in ("w1", "w3", "w2")
         ]
-        self.experts = [Expert(of, arithmetic, self.limit) for of in zip(*three, strict=True)]
+        self.experts = [Expert(of, arithmetic, config.swiglu_limit) for of in zip(*three, strict=True)]
         self._given: tuple[Weight, ...] = ()
         shared = [weights.matrix(f"{prefix}.shared_experts.{name}.weight") for name in ("w1", "w3", "w2")]
-        self.shared = Expert(shared, arithmetic, self.limit)
+        self.shared = Expert(shared, arithmetic, config.swiglu_limit)
 
     def __call__(self, x: Tensor, call: Call) -> Tensor:
         """[m, hidden] to [m, hidden], of the call's own tokens."""
@@ -125,24 +127,24 @@ class MoE:
         if shards.inner.split:
             up = torch.cat((self.routed_up(x, ids, weights), self.shared.up(x)[:, None]), dim=1)  # [t, k + 1, inner]
             up = self.arithmetic.ranks.whole(up, 2, shards.inner)
-            routed, shared = self.routed_down(up[:, :-1], ids), self.shared.down(up[:, -1])
+            y = self.shared.down(up[:, -1], self.routed_down(up[:, :-1], ids))
         else:
-            routed, shared = self.routed(x, ids, weights), self.shared(x)
-        return call.columns((routed + shared.float()).to(x.dtype), shards.output)
+            y = self.shared(x, self.routed(x, ids, weights))
+        return call.columns(y, shards.output)
 
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Sum of the routed experts' weighted outputs: [t, hidden] float32."""
         if not self.together():
             return self.routed_down(self.routed_up(x, ids, weights), ids)
         ops, deployed = self.arithmetic.ops, self.arithmetic.deployed
-        return ops.experts(x, ids, weights, *self.matrices, self.limit, deployed=deployed)
+        return ops.experts(x, ids, weights, *self.matrices, self.experts[0].limit, deployed=deployed)
 
     def routed_up(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """What w2 of each of a token's experts is given: [t, k, inner]."""
         w1, w3, _ = self.matrices
         if self.together():
             ops, deployed = self.arithmetic.ops, self.arithmetic.deployed
-            return ops.experts_up(x, ids, weights, w1, w3, self.limit, deployed=deployed)
+            return ops.experts_up(x, ids, weights, w1, w3, self.experts[0].limit, deployed=deployed)
         out = x.new_empty(*ids.shape, w1.shape[0])
         for expert, rows, slots in by_expert(ids, len(self.experts)):
             out[rows, slots] = self.experts[expert].up(x[rows], weights[rows, slots])

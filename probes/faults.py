@@ -35,7 +35,7 @@ from model.call import Call
 from model.compressor import Compressor, EntryCompressor, KeyCompressor
 from model.config import LayerKind, ModelConfig
 from model.indexer import Indexer
-from model.linear import GroupedLinear, Linear
+from model.linear import GroupedLinear, Linear, Projected
 from model.moe import Expert, HashGate, MoE
 from model.ranks.ranks import Partial
 from model.rope import Rotation
@@ -68,8 +68,8 @@ def _in_new_caches(change: Callable[[LayerCache], None]) -> Callable[[Transforme
 
     def inject(model: Transformer) -> None:
         class Changed(Transformer):
-            def new_state(self, max_context: int, chunk: int) -> State:
-                state = super().new_state(max_context, chunk)
+            def new_state(self, max_context: int, chunk: int, *, rewind: int = 0) -> State:
+                state = super().new_state(max_context, chunk, rewind=rewind)
                 for held in state.layers:
                     assert isinstance(held, LayerCache)
                     change(held)
@@ -334,8 +334,8 @@ def indexer_compressor_not_loaded(compressor: KeyCompressor) -> None:
 )
 @instead_of(indexers)
 class IndexerReturnsNone(Indexer):
-    def __call__(self, x: Tensor, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
-        super().__call__(x, latent, call, cache)
+    def __call__(self, projected: Projected, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
+        super().__call__(projected, latent, call, cache)
         return None  # type: ignore[return-value]
 
 
@@ -652,8 +652,8 @@ def series_swapped(compressor: Compressor) -> None:
 )
 @instead_of(indexers)
 class IndexWeightsWithoutSign(Indexer):
-    def head_weights(self, x: Tensor, call: Call) -> Tensor:
-        return super().head_weights(x, call).abs()  # a head can then only add to a score
+    def head_weights(self, projected: Projected, call: Call) -> Tensor:
+        return super().head_weights(projected, call).abs()  # a head can then only add to a score
 
 
 @in_model(
@@ -675,8 +675,8 @@ def index_weights_permuted(indexer: Indexer) -> None:
 )
 @instead_of(hca_attentions)
 class LeakOfOneEntryInDecode(HcaAttention):
-    def beyond_window(self, x: Tensor, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
-        beyond = super().beyond_window(x, latent, call, cache)
+    def beyond_window(self, projected: Projected, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
+        beyond = super().beyond_window(projected, latent, call, cache)
         assert isinstance(cache, HcaCache), type(cache)
         if call.count > 1 or not isinstance(cache.entries, Entries):
             return beyond
@@ -814,8 +814,8 @@ def future_block_visible(call: Attend) -> Attend:
 def _forget(frontier: Frontier) -> None:
     frontier.kv.zero_()
     frontier.gate.zero_()
-    frontier.previous_kv.zero_()
-    frontier.previous_gate.fill_(-math.inf)
+    if frontier.overlap:
+        frontier.gate[:, : frontier.width] = -math.inf
 
 
 @in_model(
@@ -826,17 +826,17 @@ def _forget(frontier: Frontier) -> None:
 )
 @instead_of(entry_compressors)
 class FrontierOfEntriesLost(EntryCompressor):
-    def __call__(self, x: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
+    def __call__(self, kv: Tensor, gate: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
         _forget(frontier)
-        super().__call__(x, call, frontier, rows)
+        super().__call__(kv, gate, call, frontier, rows)
 
 
 @in_model.too("frontier-lost")
 @instead_of(key_compressors)
 class FrontierOfKeysLost(KeyCompressor):
-    def __call__(self, x: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
+    def __call__(self, kv: Tensor, gate: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
         _forget(frontier)
-        super().__call__(x, call, frontier, rows)
+        super().__call__(kv, gate, call, frontier, rows)
 
 
 @in_ops("ring-off-by-one", "The window is read one row off.", seen="an off-by-one")
@@ -1033,8 +1033,9 @@ def gate_up_swapped(ops: Ops) -> Ops:
 @in_model("shared-expert-dropped", "The shared expert is left out.", seen=PORTING)
 @instead_of(shared_experts)
 class SharedExpertDropped(Expert):
-    def down(self, a: Tensor) -> Tensor:
-        return 0 * super().down(a)
+    def down(self, a: Tensor, added: Tensor | None = None) -> Tensor:
+        assert added is not None, "a shared expert is added to the others"
+        return added.to(a.dtype)
 
 
 @in_model("routed-clamp-dropped", "Routed experts do not clamp.", seen="sglang#23776, transformers#46018")
@@ -1076,8 +1077,9 @@ def hash_table_zeroed(mixture: MoE) -> None:
 class SharedExpertTwice(Expert):
     """Every rank has it: it is summed over two."""
 
-    def down(self, a: Tensor) -> Tensor:
-        return 2 * super().down(a)
+    def down(self, a: Tensor, added: Tensor | None = None) -> Tensor:
+        assert added is not None, "a shared expert is added to the others"
+        return (added + 2 * super().down(a).float()).to(a.dtype)
 
 
 @in_model(
@@ -1225,16 +1227,23 @@ def experts_off_by_one(mixture: MoE) -> None:
     needs=layers(CSA),
 )
 def stale_frontier(model: Transformer) -> None:
+    class Left(Frontier):
+        def before(self, entry: int) -> tuple[Tensor | None, Tensor | None]:
+            return super().before(entry or self.kv.shape[0] // self.ratio)  # the last window of the ring
+
     class Stale(Transformer):
         last: State | None = None
 
-        def new_state(self, max_context: int, chunk: int) -> State:
-            state = super().new_state(max_context, chunk)
+        def new_state(self, max_context: int, chunk: int, *, rewind: int = 0) -> State:
+            state = super().new_state(max_context, chunk, rewind=rewind)
             if self.last is not None:
                 for new, old in zip(state.layers, self.last.layers, strict=True):
-                    if isinstance(new, HcaCache) and isinstance(old, HcaCache):
-                        new.frontier.previous_kv.copy_(old.frontier.previous_kv)
-                        new.frontier.previous_gate.copy_(old.frontier.previous_gate)
+                    if isinstance(new, CsaCache) and isinstance(old, CsaCache):
+                        ratio = old.frontier.ratio
+                        for left, kept in zip(new.frontier.ring(), old.frontier.ring(), strict=True):
+                            windows = kept.unflatten(0, (-1, ratio))
+                            left[-ratio:] = windows[(old.frontier.position // ratio - 1) % len(windows)]
+                        new.frontier.__class__ = Left
             self.last = state
             return state
 

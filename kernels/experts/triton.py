@@ -4,6 +4,9 @@ Pairs of a token and one of its slots are sorted by expert; a block of pairs of 
 expert's matrices. How many pairs each expert gets stays on the device: the grid has as many blocks as the worst case
 needs, a program finds its expert from the counts, and those that find none return at once. A slot's output is kept for
 itself, so that the sum over a token's slots runs in ascending order of experts, whatever finishes first.
+
+A token alone takes two launches: its pairs need no sorting, its input is rounded where it is multiplied, and the last
+program of a tile of rows adds up the slots.
 """
 
 from typing import Any, NamedTuple
@@ -17,13 +20,14 @@ from kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
 from kernels.formats.groups import LINEAR_GROUP
 from kernels.formats.stored import Apart, Fp4, Fp8, Stack, Weight, members
 from kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, encoded, simulated
-from kernels.formats.triton_rounding import UPCAST, rounded
+from kernels.formats.triton_rounding import UPCAST, rounded, widened
 from kernels.linear.triton import FEW, PROGRAMS, linear
 from kernels.linear.weight_tiles import (
     COUNTERS,
     Planes,
     arrived_last,
     counters,
+    input_of_one,
     input_powers,
     inputs,
     multiplied,
@@ -38,6 +42,7 @@ from kernels.target import blackwell
 
 ROWS = 128  # of a matrix per program: one block of `deployed` rounding, whose largest number must be known
 CHUNK = 1024  # pairs that are counted and sorted at once
+TOKENS_OF_ONE = 16  # the tile of a token alone: the least that tensor cores take
 _APART = Experts(linear, swiglu, simulate_fp8)  # matrices of several forms, which no launch takes together
 _APART_UP, _APART_DOWN = ExpertsUp(linear, swiglu, simulate_fp8), ExpertsDown(linear, swiglu, simulate_fp8)
 
@@ -63,16 +68,39 @@ def _sort(ids, order, starts, counts, pairs, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _located(block, starts, counts, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
-    """Expert of a block of pairs, and which of the sorted pairs are its own: expert >= experts where there is none."""
-    number = tl.arange(0, EXPERTS)
-    blocks = (tl.load(counts + number, number < experts, 0) + TOKENS - 1) // TOKENS
-    past = tl.cumsum(blocks) <= block
-    expert = tl.sum(past.to(tl.int32))
-    held = expert < experts
-    start = tl.load(starts + expert, held, 0)
-    place = start + (block - tl.sum(tl.where(past, blocks, 0))) * TOKENS + tl.arange(0, TOKENS)
-    return expert, place, place < start + tl.load(counts + expert, held, 0)
+def _located(
+    block, order, starts, counts, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, ALONE: tl.constexpr
+):  # fmt: skip
+    """Expert of a block of pairs, and its own pairs: expert >= experts where there is none.
+
+    ALONE: of one token every slot is a block, and `order` has its experts.
+    """
+    if ALONE:
+        found = tl.load(order + block)
+        known = (found >= 0) & (found < experts)  # else a tripwire's; all programs of a tile have to arrive
+        expert = tl.where(known, found, 0).to(tl.int32)
+        pair, inside = block + tl.arange(0, TOKENS), tl.arange(0, TOKENS) == 0
+    else:
+        number = tl.arange(0, EXPERTS)
+        blocks = (tl.load(counts + number, number < experts, 0) + TOKENS - 1) // TOKENS
+        past = tl.cumsum(blocks) <= block
+        expert = tl.sum(past.to(tl.int32))
+        held = expert < experts
+        start = tl.load(starts + expert, held, 0)
+        place = start + (block - tl.sum(tl.where(past, blocks, 0))) * TOKENS + tl.arange(0, TOKENS)
+        inside = place < start + tl.load(counts + expert, held, 0)
+        pair = tl.load(order + place, inside, 0)
+    return expert, pair, inside
+
+
+@triton.jit
+def _codes_of_one(x, columns, step, TOKENS: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
+    """`input_of_one` in codes, and `input_powers` of them; BLOCK is a group of 128."""
+    column = step * BLOCK + tl.arange(0, BLOCK)[None, :]
+    found = widened(tl.load(x + column, column < columns, 0.0), UPCAST)
+    codes, exponent = encoded(found, 1, E4M3_SMALLEST, E4M3_LARGEST, 3, 7, 7)
+    codes = tl.broadcast_to(tl.trans(codes), [BLOCK, TOKENS])
+    return codes, tl.broadcast_to(exponent, [TOKENS, BLOCK // 32])
 
 
 @triton.jit(do_not_specialize=["slots", "pairs"])
@@ -81,12 +109,13 @@ def _gate_up(
     parts, counters, pairs, slots, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride,
     each, limit,
     SPLIT: tl.constexpr, FORM: tl.constexpr, ROUND: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr, UPCAST: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr, ALONE: tl.constexpr, GIVEN: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
-    expert, place, inside = _located(tl.program_id(1), starts, counts, experts, EXPERTS, TOKENS)
+    """GIVEN: "rounded" inputs, or numbers or codes that a token alone is rounded to here."""
+    expert, pair, inside = _located(tl.program_id(1), order, starts, counts, experts, EXPERTS, TOKENS, ALONE)
     if expert >= experts:
         return
-    pair = tl.load(order + place, inside, 0)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there, wide = row < rows, expert.to(tl.int64)
     token = (pair // slots).to(tl.int64) * columns
@@ -95,8 +124,14 @@ def _gate_up(
     gate, up = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
     begin = tl.program_id(2) * each
     for step in range(begin, tl.minimum(tl.cdiv(columns, BLOCK), begin + each)):
-        part = inputs(x, token, inside, columns, step, BLOCK, OPERAND)
-        power = input_powers(powers, token, inside, columns, step, BLOCK) if part.dtype == tl.uint8 else None
+        power = None
+        if GIVEN == "codes":
+            part, power = _codes_of_one(x, columns, step, TOKENS, BLOCK, UPCAST)
+        elif GIVEN == "numbers":
+            part = input_of_one(x, columns, step, GIVEN == "numbers", TOKENS, BLOCK, OPERAND, UPCAST)
+        else:
+            part = inputs(x, token, inside, columns, step, BLOCK, OPERAND)
+            power = input_powers(powers, token, inside, columns, step, BLOCK) if part.dtype == tl.uint8 else None
         gate = multiplied(
             gate, part, power, data1, scale1, row, there, width, scale_width, stride, scale_stride, step,
             FORM, BLOCK, OPERAND, UPCAST,
@@ -138,19 +173,19 @@ def _gate_up(
 
 @triton.jit(do_not_specialize=["pairs"])
 def _down(
-    x, powers, order, starts, counts, data, scale, global_scale, out, parts, counters,
+    x, powers, order, starts, counts, data, scale, global_scale, out, total_out, parts, counters,
     pairs, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride, each,
     SPLIT: tl.constexpr, FORM: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    BLOCK: tl.constexpr, OPERAND: tl.constexpr, UPCAST: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr, ALONE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    expert, place, inside = _located(tl.program_id(1), starts, counts, experts, EXPERTS, TOKENS)
+    expert, pair, inside = _located(tl.program_id(1), order, starts, counts, experts, EXPERTS, TOKENS, ALONE)
     if expert >= experts:
         return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there, wide = row < rows, expert.to(tl.int64)
     data, scale = data + wide * jump, scale + wide * scale_jump
     total = tl.zeros([ROWS, TOKENS], tl.float32)
-    pair = tl.load(order + place, inside, 0).to(tl.int64)
+    pair = pair.to(tl.int64)
     begin, start = tl.program_id(2) * each, pair * columns
     for step in range(begin, tl.minimum(tl.cdiv(columns, BLOCK), begin + each)):
         part = inputs(x, start, inside, columns, step, BLOCK, OPERAND)
@@ -171,21 +206,37 @@ def _down(
             total = summed(parts, at, mask, splits, size)
     if last:
         tl.store(out + at, rounded(total, out.dtype.element_ty, UPCAST), mask)
+        if ALONE:  # the last slot of a tile of rows adds up all of them
+            tiles = tl.num_programs(0)
+            if arrived_last(counters, tl.num_programs(1) * tiles + tl.program_id(0), pairs):
+                tl.store(total_out + row, _sum_of_slots(out, order, pairs, row, rows, ROWS, SLOTS), there)
+
+
+@triton.jit
+def _sum_of_slots(y, ids, slots, column, columns, BLOCK: tl.constexpr, SLOTS: tl.constexpr):
+    """Outputs [slots, columns] of a token's experts, added in ascending order of experts `ids` [slots]: [BLOCK] fp32.
+
+    From L2, where other programs' stores are.
+    """
+    slot = tl.arange(0, SLOTS)
+    held = slot < slots
+    expert = tl.load(ids + slot, held, -1)
+    earlier = held[None, :] & (expert[None, :] < expert[:, None])
+    rank = tl.sum(earlier.to(tl.int32), 1)  # how many of this token's come before
+    total = tl.zeros([BLOCK], tl.float32)
+    for turn in range(slots):
+        own = tl.sum(tl.where(held & (rank == turn), slot, 0)).to(tl.int64)
+        found = tl.load(y + own * columns + column, column < columns, 0.0, cache_modifier=".cg")
+        total += found.to(tl.float32)
+    return total
 
 
 @triton.jit
 def _sum_slots(y, ids, out, slots, columns, SLOTS: tl.constexpr, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.arange(0, SLOTS)
-    held = slot < slots
-    expert = tl.load(ids + token * slots + slot, held, -1)
-    earlier = held[None, :] & (expert[None, :] < expert[:, None])
-    rank = tl.sum(earlier.to(tl.int32), 1)  # how many of this token's come before
-    total = tl.zeros([BLOCK], tl.float32)
-    for turn in range(slots):
-        own = tl.sum(tl.where(held & (rank == turn), slot, 0))
-        total += tl.load(y + (token * slots + own) * columns + column, column < columns, 0.0).to(tl.float32)
+    y, ids = y + token * slots * columns, ids + token * slots
+    total = _sum_of_slots(y, ids, slots, column, columns, BLOCK, SLOTS)
     tl.store(out + token * columns + column, total, column < columns)
 
 
@@ -250,7 +301,10 @@ def _given(x: Tensor, weight: Weight, *, deployed: bool) -> _Given:
 
 
 class _Pairs(NamedTuple):
-    """Pairs of a token and one of its slots, sorted by expert, and how they are divided into blocks."""
+    """Pairs of a token and one of its slots, sorted by expert, and how they are divided into blocks.
+
+    Of a token alone nothing is sorted: `order`, `starts` and `counts` are its experts [pairs] int64.
+    """
 
     order: Tensor  # [pairs] int32
     starts: Tensor  # [experts] int32
@@ -258,17 +312,22 @@ class _Pairs(NamedTuple):
     slots: int
     tokens: int  # of a block
     blocks: int  # in the worst case: each may lack all but one of its tokens
+    alone: bool
 
 
 def _sorted(ids: Tensor, experts: int) -> _Pairs:
     pairs = ids.numel()
+    if ids.shape[0] == 1:
+        chosen = ids[0]
+        return _Pairs(chosen, chosen, chosen, pairs, TOKENS_OF_ONE, pairs, alone=True)
     order, starts, counts = (
         torch.empty(n, dtype=torch.int32, device=ids.device) for n in (pairs, experts, experts)
     )  # each an allocation of its own: a pointer's alignment is part of what is compiled
     chunk = 64 if pairs <= 64 else CHUNK  # two sizes, for each is compiled
     _sort[experts,](ids, order, starts, counts, pairs, CHUNK=chunk, num_warps=4, enable_fp_fusion=False)
     tokens = _tokens(pairs, experts)
-    return _Pairs(order, starts, counts, ids.shape[1], tokens, min(pairs, (pairs + experts * (tokens - 1)) // tokens))
+    blocks = min(pairs, (pairs + experts * (tokens - 1)) // tokens)
+    return _Pairs(order, starts, counts, ids.shape[1], tokens, blocks, alone=False)
 
 
 def _up(
@@ -281,7 +340,10 @@ def _up(
     assert w3.shape == w1.shape, f"w1 {w1.shape}, w3 {w3.shape}"
     assert type(w1) is type(w3), f"w1 is {type(w1).__name__}, w3 {type(w3).__name__}"
     assert weights.shape == (t, pairs.slots), f"{t} tokens of {pairs.slots} slots, weights {tuple(weights.shape)}"
-    gate, up, given = planes(w1), planes(w3), _given(x, w1, deployed=deployed)
+    gate, up = planes(w1), planes(w3)
+    rounds_here = pairs.alone and deployed and isinstance(w1, Fp8 | Fp4) and x.dtype == torch.bfloat16
+    given = _Given(*2 * (x.contiguous(),)) if rounds_here else _given(x, w1, deployed=deployed)
+    how = ("codes" if _as_codes(x, w1) else "numbers") if rounds_here else "rounded"
     assert _layout(gate) == _layout(up), "w1 and w3 lie differently"
     constants, n = _constants(x, w1, gate.form, held, pairs.tokens), len(pairs.order)
     cut = _cut(t, pairs.slots, inner, hidden, constants["BLOCK"])
@@ -289,7 +351,8 @@ def _up(
     sums = torch.empty(n * 2 * inner * cut.sums, dtype=torch.float32, device=x.device)
     _gate_up[triton.cdiv(inner, ROWS), pairs.blocks, cut.splits](
         *given, weights.contiguous(), *pairs[:3], *gate[1:], *up[1:], *out, sums, counters(x.device), n, pairs.slots,
-        held, inner, hidden, *_layout(gate), cut.steps, float(limit), SPLIT=cut.splits > 1, ROUND=rounds, **constants,
+        held, inner, hidden, *_layout(gate), cut.steps, float(limit),
+        SPLIT=cut.splits > 1, ROUND=rounds, ALONE=pairs.alone, GIVEN=how, **constants,
     )  # fmt: skip
 
 
@@ -302,22 +365,24 @@ def _down_and_sum(given: _Given, pairs: _Pairs, like: Tensor, ids: Tensor, w2: W
     cut = _cut(t, slots, hidden, inner, constants["BLOCK"])
     _check_counters(pairs, hidden, cut)
     sums = torch.empty(n * hidden * cut.sums, dtype=torch.float32, device=ids.device)
-    _down[triton.cdiv(hidden, ROWS), pairs.blocks, cut.splits](
-        *given, *pairs[:3], *down[1:], y, sums, counters(ids.device), n, held, hidden, inner, *_layout(down), cut.steps,
-        SPLIT=cut.splits > 1, **constants,
-    )  # fmt: skip
     out = torch.empty(t, hidden, dtype=torch.float32, device=ids.device)
-    block = min(1024, triton.next_power_of_2(hidden))
-    _sum_slots[t, triton.cdiv(hidden, block)](
-        y, ids, out, slots, hidden, SLOTS=triton.next_power_of_2(slots), BLOCK=block, num_warps=4,
-        enable_fp_fusion=False,
+    _down[triton.cdiv(hidden, ROWS), pairs.blocks, cut.splits](
+        *given, *pairs[:3], *down[1:], y, out, sums, counters(ids.device), n, held, hidden, inner, *_layout(down),
+        cut.steps, SPLIT=cut.splits > 1, ALONE=pairs.alone, SLOTS=triton.next_power_of_2(slots), **constants,
     )  # fmt: skip
+    if not pairs.alone:
+        block = min(1024, triton.next_power_of_2(hidden))
+        _sum_slots[t, triton.cdiv(hidden, block)](
+            y, ids, out, slots, hidden, SLOTS=triton.next_power_of_2(slots), BLOCK=block, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
     return out
 
 
 def _check_counters(pairs: _Pairs, rows: int, cut: "_Cut") -> None:
-    tiles = pairs.blocks * triton.cdiv(rows, ROWS)
-    assert cut.splits == 1 or tiles <= COUNTERS, f"{tiles} tiles of split columns, {COUNTERS} counters"
+    tiles = (pairs.blocks + pairs.alone) * triton.cdiv(rows, ROWS)
+    used = cut.splits > 1 or pairs.alone
+    assert not used or tiles <= COUNTERS, f"{tiles} tiles of split columns, {COUNTERS} counters"
 
 
 def experts_scratch(
@@ -396,7 +461,7 @@ def _as_codes(x: Tensor, weight: Weight) -> bool:
 def _tokens(pairs: int, experts: int) -> int:
     """Pairs in a block: what an expert gets if all get the same, of which tensor cores take 16 at least."""
     even = pairs // experts
-    return 16 if even <= 16 else 32 if even <= 32 else 64
+    return TOKENS_OF_ONE if even <= 16 else 32 if even <= 32 else 64
 
 
 def _layout(stored: Planes) -> tuple[int, ...]:

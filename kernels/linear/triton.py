@@ -1,9 +1,12 @@
 """Matrix products with weights in their stored form: tiles decoded in registers, the columns split where rows are few.
 
+A token alone is multiplied by several matrices in one launch, whatever their forms, and rounded as their input there.
+
 How many splits there are follows from the shapes alone, and up to FEW tokens from the weight's shape alone: there a
 token's numbers do not depend on how many others there are.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -13,11 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.formats.stored import Weight
-from kernels.formats.triton_rounding import UPCAST, rounded
+from kernels.formats.triton_rounding import UPCAST, rounded, widened
+from kernels.linear.reference import Linears, Product, rounds
 from kernels.linear.weight_tiles import (
     COUNTERS,
     arrived_last,
     counters,
+    input_of_one,
     inputs,
     multiplied,
     narrow,
@@ -25,6 +30,8 @@ from kernels.linear.weight_tiles import (
     planes,
     summed,
 )
+from kernels.position import position
+from kernels.quantise.triton import simulate_fp8
 
 FEW = 16  # tokens that fit the narrowest tile: the time is that of reading the weight
 PROGRAMS = 264  # wanted in flight: two for each multiprocessor of an H200
@@ -76,6 +83,81 @@ def _linear(
         tl.store(out + target, rounded(total, out.dtype.element_ty, UPCAST), mask)
 
 
+@triton.jit
+def _matrix_of(program, matrices, COUNT: tl.constexpr):
+    """Which of some matrices a program works at: they begin at programs in their order."""
+    begin, tiles, splits, each, rows, data, scale, global_scale, out, sums, beside, period, factor = matrices[0]
+    for i in tl.static_range(1, COUNT):
+        one = matrices[i]
+        own = program >= one[0]
+        begin, tiles, splits = tl.where(own, one[0], begin), tl.where(own, one[1], tiles), tl.where(own, one[2], splits)
+        each, rows, data = tl.where(own, one[3], each), tl.where(own, one[4], rows), tl.where(own, one[5], data)
+        scale, global_scale = tl.where(own, one[6], scale), tl.where(own, one[7], global_scale)
+        out, sums, beside = tl.where(own, one[8], out), tl.where(own, one[9], sums), tl.where(own, one[10], beside)
+        period, factor = tl.where(own, one[11], period), tl.where(own, one[12], factor)
+    return begin, tiles, splits, each, rows, data, scale, global_scale, out, sums, beside, period, factor
+
+
+@triton.jit
+def _tile_of_one(
+    x, first, parts, counters, program, matrices, columns, width, scale_width, stride, scale_stride,
+    COUNT: tl.constexpr, FORM: tl.constexpr, ROUND: tl.constexpr, SPLIT: tl.constexpr, BIASED: tl.constexpr,
+    SCALED: tl.constexpr, ADDED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    OPERAND: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows, or a split of one, of a matrix of one kind."""
+    begin, tiles, splits, each, rows, data, scale, global_scale, out, sums, beside, period, factor = _matrix_of(
+        program, matrices, COUNT
+    )
+    tile, split = (program - begin) % tiles, (program - begin) // tiles
+    row = tile * ROWS + tl.arange(0, ROWS)
+    there = row < rows
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    for step in range(split * each, tl.minimum(tl.cdiv(columns, BLOCK), (split + 1) * each)):
+        part = input_of_one(x, columns, step, ROUND, TOKENS, BLOCK, OPERAND, UPCAST)
+        total = multiplied(
+            total, part, None, data, scale, row, there, width, scale_width, stride, scale_stride, step,
+            FORM, BLOCK, OPERAND, UPCAST,
+        )  # fmt: skip
+    if FORM == "nvfp4":
+        total *= tl.load(global_scale)
+    mask = there[:, None] & (tl.arange(0, TOKENS) == 0)[None, :]
+    target = row[:, None] + tl.zeros_like(mask).to(tl.int32)
+    last = True
+    if SPLIT:
+        parts += sums
+        tl.store(parts + split.to(tl.int64) * rows + target, total, mask)
+        last = arrived_last(counters, begin + tile, splits)
+        if last:
+            total = summed(parts, target, mask, splits, rows)
+    if last:
+        if BIASED:
+            place = (tl.load(first) % tl.maximum(period, 1)).to(tl.int32)
+            biased = period + tl.zeros_like(target) > 0  # the interpreter makes int32 of a scalar's comparison
+            added = total + tl.load(beside + place * rows + target, mask & biased, 0.0)
+            total = tl.where(biased, added, total)
+        if ADDED:
+            total = tl.load(beside + target, mask, 0.0) + widened(rounded(total, x.dtype.element_ty, UPCAST), UPCAST)
+        if SCALED:
+            narrow = widened(rounded(total, x.dtype.element_ty, UPCAST), UPCAST)
+            total = tl.where(factor + tl.zeros_like(total) != 0, narrow * factor, total)
+        tl.store(out + target, rounded(total, out.dtype.element_ty, UPCAST), mask)
+
+
+@triton.jit
+def _linears(x, first, parts, counters, kinds, HOW: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr):
+    """Products of a token alone; a program finds its kind of matrix, whose way of being multiplied is in HOW."""
+    program = tl.program_id(0)
+    for kind in tl.static_range(len(HOW)):
+        matrices, stop, columns, width, scale_width, stride, scale_stride = kinds[kind]
+        if (program >= matrices[0][0]) & (program < stop):
+            _tile_of_one(
+                x, first, parts, counters, program, matrices, columns, width, scale_width, stride, scale_stride,
+                HOW[kind][0], HOW[kind][1], HOW[kind][2], HOW[kind][3], HOW[kind][4], HOW[kind][5], HOW[kind][6],
+                HOW[kind][7], TOKENS, HOW[kind][8], HOW[kind][9], UPCAST,
+            )  # fmt: skip
+
+
 def linear(x: Tensor, weight: Weight, *, wide: bool = False) -> Tensor:
     """``x @ W^T``: `kernels.linear.reference.linear`."""
     return _product(x[:, None], weight, 1, torch.float32 if wide else x.dtype)[:, 0]
@@ -108,6 +190,93 @@ def _product(x: Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> Tens
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+_APART = Linears(linear, simulate_fp8)  # of several tokens, whose rounded input is made once
+
+
+class _Kind(NamedTuple):
+    """What matrices have in common that a program multiplies in the same way."""
+
+    form: str
+    rounds: bool
+    split: bool
+    added: bool
+    operand: tl.dtype
+    tile: Tile
+    dtype: torch.dtype  # of the product
+    scales: torch.dtype
+    widths: tuple[int, int, int, int]  # columns of data and of scales as stored, and their strides
+
+
+def linears(x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[Tensor]:
+    """Products of several matrices: `kernels.linear.reference.Linears`; those of a token alone in one launch.
+
+    Its numbers are those of `linear`, for tiles and splits are.
+    """
+    narrow_inputs = x.dtype == torch.bfloat16 or not any(rounds(of.weight, deployed=deployed) for of in products)
+    if x.shape[0] != 1 or not narrow_inputs:  # a step of fp32 operands is shorter than a group that is rounded
+        return _APART(x, products, deployed=deployed)
+    x, kinds = x.contiguous(), _by_kind(x, products, deployed=deployed)
+    found: list[Tensor] = [x] * len(products)
+    programs, sums, given, how = 0, 0, [], []
+    for kind, members in kinds.items():
+        matrices = []
+        for number in members:
+            product, form = products[number], planes(products[number].weight)
+            rows, columns = product.weight.shape
+            (_, tiles, splits), each = _grid(1, 1, rows, columns, kind.tile)
+            out = found[number] = torch.empty(1, rows, dtype=kind.dtype, device=x.device)
+            beside, period = out if product.added is None else product.added, 0
+            if product.bias is not None:
+                beside, period = product.bias.table, product.bias.table.shape[0]
+            assert beside.is_contiguous(), "rows of what is added to a product lie apart"
+            matrices.append(
+                (programs, tiles, splits, each, rows, *form[1:], out, sums, beside, period, product.factor or 0.0)
+            )
+            programs, sums = programs + tiles * splits, sums + (splits * rows if kind.split else 0)
+        given.append((tuple(matrices), programs, x.shape[1], *kind.widths))
+        biased, scaled = (any(products[n][field] is not None for n in members) for field in (2, 3))
+        how.append(
+            (len(members), kind.form, kind.rounds, kind.split, biased, scaled, kind.added, kind.tile.rows,
+             kind.tile.columns, kind.operand)
+        )  # fmt: skip
+    assert programs <= COUNTERS, f"{programs} programs"
+    parts = torch.empty(sums, dtype=torch.float32, device=x.device)
+    tiles_of_one = [kind.tile for kind in kinds]
+    _linears[programs,](
+        x, _first(x, products), parts, counters(x.device), tuple(given), HOW=tuple(how),
+        TOKENS=tiles_of_one[0].tokens, UPCAST=UPCAST, num_warps=tiles_of_one[0].warps,
+        num_stages=min(tile.stages for tile in tiles_of_one), enable_fp_fusion=False,
+    )  # fmt: skip
+    return found
+
+
+def _by_kind(x: Tensor, products: Sequence[Product], *, deployed: bool) -> dict[_Kind, list[int]]:
+    """Numbers of products, of each kind."""
+    kinds: dict[_Kind, list[int]] = {}
+    for number, (weight, wide, bias, factor, added) in enumerate(products):
+        assert weight.shape[1] == x.shape[1], f"x has {x.shape[1]} columns, the weight {weight.shape[1]}"
+        assert bias is None or wide, "a position bias of a product that is rounded"
+        assert added is None or not (wide or factor), "something is added to a product that is not rounded again"
+        form, data, scale, _ = planes(weight)
+        tile = _tile(form, 1, wide=not narrow(x, weight))
+        (_, _, splits), _ = _grid(1, 1, *weight.shape, tile)
+        dtype = torch.float32 if wide or factor is not None else x.dtype
+        widths = data.shape[-1], scale.shape[-1], data.stride(0), scale.stride(0)
+        rounded_input = rounds(weight, deployed=deployed)
+        kind = _Kind(
+            form, rounded_input, splits > 1, added is not None, operand(x, weight), tile, dtype, scale.dtype, widths
+        )
+        kinds.setdefault(kind, []).append(number)
+    return kinds
+
+
+def _first(x: Tensor, products: Sequence[Product]) -> Tensor:
+    """Position of the token, where a bias follows it; else nothing is read."""
+    firsts = {id(of.bias.first): of.bias.first for of in products if of.bias is not None}
+    assert len(firsts) <= 1, "one token stands at several positions"
+    return position(next(iter(firsts.values())), x.device) if firsts else x
 
 
 def linear_scratch(

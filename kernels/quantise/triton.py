@@ -95,10 +95,18 @@ def _simulate(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _hadamard(x, out, rows, scale, D: tl.constexpr, LOG: tl.constexpr, ROWS: tl.constexpr, UPCAST: tl.constexpr):
+def _hadamard(
+    x, out, rows, scale,
+    D: tl.constexpr, LOG: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, UPCAST: tl.constexpr,
+    SMALLEST: tl.constexpr, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """GROUP: columns of the blocks to which rows are rounded then; 0: they are not."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     place = row * D + tl.arange(0, D)[None, :]
     wide = walsh(tl.load(x + place, row < rows, 0.0).to(tl.float32), ROWS, D, LOG) * scale
+    if GROUP > 0:
+        groups = tl.reshape(held(wide, out.dtype.element_ty, UPCAST), [ROWS, D // GROUP, GROUP])
+        wide = tl.reshape(simulated(groups, 2, SMALLEST, LARGEST, MANTISSA, BIAS), [ROWS, D])
     tl.store(out + place, rounded(wide, out.dtype.element_ty, UPCAST), row < rows)
 
 
@@ -170,6 +178,16 @@ def _launch(x: Tensor, out: Tensor, powers: Tensor, group: int, form: dict[str, 
 
 def hadamard(x: Tensor) -> Tensor:
     """Walsh-Hadamard transform of the last dim: `kernels.quantise.reference.hadamard`, up to the order of its sums."""
+    return _transformed(x, 0)
+
+
+def round_index(x: Tensor, group: int) -> Tensor:
+    """The same, rounded to E2M1 blocks: `kernels.quantise.reference.RoundIndex`."""
+    assert x.shape[-1] % group == 0, f"{x.shape[-1]} columns are no multiple of the group of {group}"
+    return _transformed(x, group)
+
+
+def _transformed(x: Tensor, group: int) -> Tensor:
     d = x.shape[-1]
     assert d & (d - 1) == 0, f"{d} is no power of two"
     x = x.contiguous()
@@ -177,7 +195,7 @@ def hadamard(x: Tensor) -> Tensor:
     n = x.numel() // d
     if n:
         rows = max(1, TILE // d)
-        constants = {"D": d, "LOG": d.bit_length() - 1, "ROWS": rows, "UPCAST": UPCAST}
+        constants = {"D": d, "LOG": d.bit_length() - 1, "GROUP": group, "ROWS": rows, "UPCAST": UPCAST, **E2M1}
         _hadamard[(triton.cdiv(n, rows),)](x, out, n, d**-0.5, **constants, num_warps=WARPS, enable_fp_fusion=False)
     return out
 

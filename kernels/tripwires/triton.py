@@ -1,8 +1,12 @@
-"""What must never happen, measured in one launch each: a number, or two, in cells that the host reads after the call.
+"""What must never happen, measured many at once: a number each, or two, in cells that the host reads after the call.
+
+Of one launch every program measures something else.
 
 The equations are those of `model.observe.invariants`; `model.observe.deferred` says what a cell may hold. Sizes are
 compared as bits, where NaN is the largest of all.
 """
+
+from typing import Any, Final, NamedTuple
 
 import torch
 import triton
@@ -12,7 +16,11 @@ from torch import Tensor
 from kernels.compress.triton import planes
 from kernels.formats.stored import Rows
 from kernels.formats.triton import e2m1, e4m3, e8m0
-from kernels.formats.triton_rounding import UPCAST, rounded
+from kernels.formats.triton_rounding import UPCAST, rounded, widened
+from kernels.tripwires.reference import ADDED, FACTOR, mark, words
+
+SPAN: Final = 1 << 14  # numbers of a sum, at most: a program adds them up alone
+WORDS: Final = 1024  # of a program of a checksum
 
 
 @triton.jit
@@ -21,20 +29,22 @@ def _largest(x):
     return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
 
 
-@triton.jit(do_not_specialize=["cell"])
-def _columns(comb, cells, cell, tokens, STREAMS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit
+def _columns(cell, given, STREAMS: tl.constexpr, BLOCK: tl.constexpr):
+    comb, tokens = given
     row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
-    inside, found = (row < STREAMS) & (column < STREAMS), tl.program_id(0)  # 0
+    inside, found = (row < STREAMS) & (column < STREAMS), tl.full([], 0, tl.int32)
     for token in range(tokens):
         x = tl.load(comb + token * STREAMS * STREAMS + row * STREAMS + column, inside, 0.0)
         found = tl.maximum(found, _largest(tl.where(tl.arange(0, BLOCK) < STREAMS, tl.sum(x, 0) - 1.0, 0.0)))
-    tl.store(cells + cell, found.to(tl.float32, bitcast=True))
+    tl.store(cell, found.to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["cell"])
-def _routing(ids, weights, cells, cell, tokens, k, experts, scale, SLOTS: tl.constexpr):
+@triton.jit
+def _routing(cell, given, SLOTS: tl.constexpr):
+    ids, weights, tokens, k, experts, scale = given
     slot = tl.arange(0, SLOTS)
-    count, found = tl.program_id(0), tl.program_id(0)  # 0
+    count, found = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
     for token in range(tokens):
         own = tl.load(ids + token * k + slot, slot < k, -1)
         again = (own[:, None] == own[None, :]) & (slot[None, :] < slot[:, None])  # the same in an earlier slot
@@ -42,12 +52,13 @@ def _routing(ids, weights, cells, cell, tokens, k, experts, scale, SLOTS: tl.con
         count += tl.sum(once.to(tl.int32), 0)
         total = tl.sum(tl.load(weights + token * k + slot, slot < k, 0.0), 0)
         found = tl.maximum(found, _largest(total - scale + tl.zeros([1], tl.float32)))
-    tl.store(cells + cell, count.to(tl.float32))
-    tl.store(cells + cell + 1, found.to(tl.float32, bitcast=True))
+    tl.store(cell, count.to(tl.float32))
+    tl.store(cell + 1, found.to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["cell"])
-def _selection(selected, first, cells, cell, ratio, entries, width, WIDTH: tl.constexpr):
+@triton.jit
+def _selection(cell, given, WIDTH: tl.constexpr):
+    selected, first, ratio, entries, width = given
     place = tl.arange(0, WIDTH)
     inside = place < width
     seen = tl.minimum((tl.load(first) + 1) // ratio, entries).to(tl.int32)
@@ -57,16 +68,14 @@ def _selection(selected, first, cells, cell, ratio, entries, width, WIDTH: tl.co
     chain = tl.where(place < seen, own, tl.where(own == -1, seen + place, -2))
     last = tl.where(place <= seen, before, tl.where(before == -1, seen + place - 1, -2))
     last = tl.where(place > 0, last, -1)
-    tl.store(cells + cell, tl.sum((inside & (chain <= last)).to(tl.int32), 0).to(tl.float32))
+    tl.store(cell, tl.sum((inside & (chain <= last)).to(tl.int32), 0).to(tl.float32))
     unfinished = inside & (own >= seen) & (place < seen)
-    tl.store(cells + cell + 1, tl.sum(unfinished.to(tl.int32), 0).to(tl.float32))
+    tl.store(cell + 1, tl.sum(unfinished.to(tl.int32), 0).to(tl.float32))
 
 
-@triton.jit(do_not_specialize=["cell"])
-def _stored(
-    new, values, rope, scales, first, cells, cell, ratio, rows, width, rope_width, scale_width,
-    FORM: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
+@triton.jit
+def _stored(cell, given, FORM: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
+    new, values, rope, scales, first, ratio, rows, width, rope_width, scale_width = given
     column = tl.arange(0, BLOCK)
     position = tl.load(first)
     left = (position + 1) % ratio + tl.zeros_like(column)  # the interpreter makes int32 of a scalar's comparison
@@ -92,50 +101,113 @@ def _stored(
     back, given = rounded(back.to(tl.float32), KEPT, UPCAST), rounded(given.to(tl.float32), KEPT, UPCAST)
     WHOLE: tl.constexpr = tl.int32 if tl.float32 == KEPT else tl.int16  # bits: zeros have signs
     differs = inside & (back.to(WHOLE, bitcast=True) != given.to(WHOLE, bitcast=True))
-    tl.store(cells + cell, total)
-    tl.store(cells + cell + 1, tl.sum(differs.to(tl.int32), 0).to(tl.float32))
+    tl.store(cell, total)
+    tl.store(cell + 1, tl.sum(differs.to(tl.int32), 0).to(tl.float32))
 
 
-def columns(comb: Tensor, cells: Tensor, cell: int) -> None:
-    """By how much a column sum of Sinkhorn's comb [t, s, s] float32 is off 1 at most, to `cells` [n] float32."""
+@triton.jit
+def _finite(cell, given, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
+    x, start, stop = given
+    total = tl.zeros([BLOCK], tl.float32)
+    for begin in range(start, stop, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        total += widened(tl.load(x + place, place < stop, 0.0), UPCAST)
+    tl.store(cell, tl.sum(total, 0))
+
+
+@triton.jit(do_not_specialize=["first"])
+def _measure(cells, first, given, HOW: tl.constexpr, UPCAST: tl.constexpr):
+    """HOW: what each program measures, behind how many cells, and constants of that."""
+    program = tl.program_id(0)
+    for number in tl.static_range(len(HOW)):
+        if program == number:
+            cell = cells + first + HOW[number][1]
+            if HOW[number][0] == "columns":
+                _columns(cell, given[number], HOW[number][2], HOW[number][3])
+            elif HOW[number][0] == "routing":
+                _routing(cell, given[number], HOW[number][2])
+            elif HOW[number][0] == "selection":
+                _selection(cell, given[number], HOW[number][2])
+            elif HOW[number][0] == "stored":
+                _stored(cell, given[number], HOW[number][2], HOW[number][3], UPCAST)
+            elif HOW[number][0] == "finite":
+                _finite(cell, given[number], HOW[number][2], UPCAST)
+
+
+class Measure(NamedTuple):
+    """What a program measures."""
+
+    what: str  # the kernel's name for it
+    cells: int  # that it fills
+    given: tuple[Any, ...]  # tensors, which must stay as they are until it runs, and sizes
+    how: tuple[int, ...]  # constants
+
+
+@triton.jit(do_not_specialize=["n", "first", "cell"])
+def _checksum(given, sums, cell, n, first, ADDED: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up this program's words; sums of integers that wrap around do not depend on who comes first."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(given + place, place < n, 0).to(tl.int64) + tl.full([BLOCK], ADDED, tl.int64)
+    total = tl.sum(tl.where(place < n, word * ((place + 1) * tl.full([BLOCK], FACTOR, tl.int64) | 1), 0), 0)
+    tl.atomic_add(sums + cell, total + tl.where(tl.program_id(0) == 0, first, 0))
+
+
+def checksums(tensors: list[Tensor]) -> Tensor:
+    """A launch for each: `kernels.tripwires.reference.checksums`."""
+    sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+    for cell, x in enumerate(tensors):
+        given = words(x)
+        _checksum[(max(1, triton.cdiv(len(given), WORDS)),)](
+            given, sums, cell, len(given), mark(x), ADDED=ADDED, FACTOR=FACTOR, BLOCK=WORDS, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return sums
+
+
+def columns(comb: Tensor) -> Measure:
+    """By how much a column sum of Sinkhorn's comb [t, s, s] float32 is off 1 at most."""
     t, streams, _ = comb.shape
-    _columns[(1,)](
-        comb.contiguous(), cells, cell, t, STREAMS=streams, BLOCK=triton.next_power_of_2(streams), num_warps=1,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    return Measure("columns", 1, (comb.contiguous(), t), (streams, triton.next_power_of_2(streams)))
 
 
-def routing(ids: Tensor, weights: Tensor, scale: float, experts: int, cells: Tensor, cell: int) -> None:
+def routing(ids: Tensor, weights: Tensor, scale: float, experts: int) -> Measure:
     """How many of ids [t, k] int64 are known experts and distinct; how far a token's weights are off `scale`."""
     t, k = ids.shape
-    _routing[(1,)](
-        ids.contiguous(), weights.contiguous(), cells, cell, t, k, experts, float(scale),
-        SLOTS=triton.next_power_of_2(k), num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
+    given = ids.contiguous(), weights.contiguous(), t, k, experts, float(scale)
+    return Measure("routing", 2, given, (triton.next_power_of_2(k),))
 
 
-def selection(selected: Tensor, first: Tensor, ratio: int, entries: int, cells: Tensor, cell: int) -> None:
+def selection(selected: Tensor, first: Tensor, ratio: int, entries: int) -> Measure:
     """Of a selection [1, k] int32 of the token at `first`: how many break the order, how many are not finished yet."""
     width = selected.shape[1]
-    if not width:
-        cells[cell : cell + 2].zero_()
-        return
-    _selection[(1,)](
-        selected.contiguous(), first, cells, cell, ratio, entries, width, WIDTH=triton.next_power_of_2(width),
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    return Measure(
+        "selection", 2, (selected.contiguous(), first, ratio, entries, width), (triton.next_power_of_2(max(1, width)),)
+    )
 
 
-def stored(new: Tensor, rows: Rows, first: Tensor, ratio: int, cells: Tensor, cell: int) -> None:
+def stored(new: Tensor, rows: Rows, first: Tensor, ratio: int) -> Measure:
     """Where `first` closes a window: the sum of the new row [1, d], and how many of it come back otherwise."""
     values, rope, scales, form = planes(rows)
     n, width = rows.shape
-    _stored[(1,)](
-        new.contiguous(), values, rope, scales, first, cells, cell, ratio, n, width, rope.shape[-1], scales.shape[-1],
-        FORM=form, BLOCK=triton.next_power_of_2(width), UPCAST=UPCAST, num_warps=4, enable_fp_fusion=False,
+    given = new.contiguous(), values, rope, scales, first, ratio, n, width, rope.shape[-1], scales.shape[-1]
+    return Measure("stored", 2, given, (form, triton.next_power_of_2(width)))
+
+
+def finite(x: Tensor) -> list[Measure]:
+    """Sums of `x`, of any shape, SPAN numbers each, which are finite where its numbers are."""
+    x, n = x.contiguous(), x.numel()
+    block = min(2048, triton.next_power_of_2(min(n, SPAN)))
+    spans = [(start, min(start + SPAN, n)) for start in range(0, n, SPAN)]
+    return [Measure("finite", 1, (x, *span), (block,)) for span in spans]
+
+
+def measure(measures: list[Measure], cells: Tensor, first: int) -> None:
+    """Run some of them in one launch, and fill `cells` [n] float32 from `first` on, in their order."""
+    how, before = [], 0
+    for one in measures:
+        how.append((one.what, before, *one.how))
+        before += one.cells
+    _measure[len(measures),](
+        cells, first, tuple(one.given for one in measures), HOW=tuple(how), UPCAST=UPCAST, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def finite(x: Tensor, cells: Tensor, cell: int) -> None:
-    """The sum of `x`, of any shape, which is finite where its numbers are."""
-    torch.sum(x, dim=tuple(range(x.ndim)), dtype=torch.float32, out=cells[cell])

@@ -98,14 +98,30 @@ class Call:
 
     def linear(self, name: str, tokens: int, *, wide: bool = False) -> int:
         """`Arithmetic.linear` with a matrix of this name, the costliest; `wide`: of what is not rounded."""
-        found = []
-        for form, rows, columns in self.matrices[name]:
-            taken = self.op("linear", tokens, rows, columns, form.name, self.item, self.device, wide=wide)
-            if self.deployed and not wide and form in ROUNDED:
-                rounded = self.op("simulate_fp8", tokens * columns, self.item)
-                taken = max(rounded, tokens * columns * self.item + taken)
-            found.append(taken)
-        return max(found)
+        return self.linears(tokens, {name: wide})
+
+    def linears(self, tokens: int, products: Mapping[str, bool]) -> int:
+        """`Arithmetic.linears` with matrices of these names, wide or not, the costliest of each; results included.
+
+        One after the other, the rounded input beside them; or, of a token alone, all at once.
+        """
+        made, largest, at_once, rounded, rounding = 0, 0, 0, 0, 0
+        for name, wide in products.items():
+            found = []
+            for form, rows, columns in self.matrices[name]:
+                sizes = rows, columns, form.name, self.item, self.device
+                found.append([self.op("linear", n, *sizes, wide=wide) for n in (tokens, 1)])
+                if self.deployed and not wide and form in ROUNDED:
+                    rounded = tokens * columns * self.item
+                    rounding = self.op("simulate_fp8", tokens * columns, self.item)
+            taken, alone = (max(of) for of in zip(*found, strict=True))
+            largest, at_once, made = max(largest, made + taken), at_once + alone, made + self.made(tokens, {name: wide})
+        return max(rounding, rounded + largest, at_once)
+
+    def made(self, tokens: int, products: Mapping[str, bool]) -> int:
+        """Bytes of the results of `linears`."""
+        rows = {name: max(rows for _, rows, _ in self.matrices[name]) for name in products}
+        return sum(tokens * rows[name] * (F32 if wide else self.item) for name, wide in products.items())
 
     def embed(self, live: Live, hidden: int) -> None:
         """Run the embedding: rows as stored; of several ranks looked up, masked, as integers, as they were."""

@@ -8,8 +8,9 @@ from kernels.experts.cpu import FEW
 from kernels.formats import basis_rows
 from kernels.hyper.reference import ReadStreams
 from kernels.ops import reads_apart
+from kernels.tripwires.reference import CHECKED
 from model.config import LayerKind, ModelConfig
-from model.ranks.ranks import CHECKED, KEPT
+from model.ranks.ranks import KEPT
 from model.rope import rotated_as
 from model.variants.choice import Coda, Shard
 from runtime.plan.call import F32, I64, Call, Live, Moment
@@ -50,9 +51,10 @@ def _distinct(c: ModelConfig, s: Call) -> list[int]:
 
 
 def _compared(c: ModelConfig, s: Call) -> int:
-    """Bytes that ranks keep until they compare them (`Ranks.record`): of a long call one layer's, else of all layers.
+    """Bytes that ranks keep until they compare them (`Ranks.record`): of a long call two layers', else of all layers.
 
-    KV, entries, index keys, and where each rank makes it for all tokens the selection; streams are there anyway.
+    KV, entries, index keys, and where each rank makes them for all tokens the selection and the experts; streams are
+    there anyway.
     """
     if s.ranks == 1:
         return 0
@@ -64,8 +66,16 @@ def _compared(c: ModelConfig, s: Call) -> int:
             kept += (s.t // c.ratio(layer) + 1) * width * s.item
         if kind is LayerKind.CSA and not s.tokens.split:
             kept += s.t * min(c.index_topk, s.context // c.ratio(layer)) * 4
+        if not s.tokens.split:
+            kept += _routing(c, s, layer)
         layers.append(kept)
-    return max(layers) if s.t > KEPT else sum(layers)
+    return sum(sorted(layers)[-2:]) if s.t > KEPT else sum(layers)
+
+
+def _routing(c: ModelConfig, s: Call, layer: int) -> int:
+    """Bytes of experts' ids and weights; ids by score are a view of the order of all experts."""
+    ids = c.num_experts_per_tok if c.is_hash(layer) else c.n_routed_experts
+    return s.m * (ids * I64 + c.num_experts_per_tok * F32)
 
 
 def _block(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
@@ -102,16 +112,17 @@ def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     t, d, rope, heads, item = s.t, c.head_dim, c.qk_rope_head_dim, s.shards.heads, s.item
     latent, queries, kv = t * c.q_lora_rank * item, t * heads.size * d * item, t * d * item
     rotated = s.op("rotate", t, heads.size, d, rope, item)
-    live.run("low-rank query", max(s.linear("attn.wq_a", t), latent + s.op("rms_norm", t, c.q_lora_rank, item)))
+    _project(c, s, live, layer)
+    live.run("low-rank query", s.op("rms_norm", t, c.q_lora_rank, item))
     live.hold("low-rank query", latent)
     normed = queries + s.op("rms_norm", t * heads.size, d, item)
     live.run("queries", max(s.linear("attn.wq_b", t), normed, 2 * queries + rotated))
     live.hold("queries", queries)
     rounded = 2 * kv + s.op("simulate_fp8", t * (d - rope), item) if s.deployed else 0
-    normed = kv + max(s.op("rms_norm", t, d, item), s.op("rotate", t, 1, d, rope, item))
-    live.run("KV", max(s.linear("attn.wkv", t), normed, rounded))
+    live.run("KV", max(s.op("rms_norm", t, d, item), kv + s.op("rotate", t, 1, d, rope, item), rounded))
     live.hold("KV", kv)
     _attend(c, s, live, layer)
+    live.hold("projections", 0)
     live.hold("mixed values", queries)
     live.run("output, rotated back", t * rope * F32 // 2 + rotated)
     live.hold("values rotated back", queries)
@@ -128,6 +139,21 @@ def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     live.hold("low-rank output", t * rank * item)
     live.run("output", s.linear("attn.wo_b", t))
     live.run("output, put together", t * output.size * item, _columns(c, s))
+
+
+def _project(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
+    """`Attention.project`; the position bias of each token is added to gates in place."""
+    kind, products, bias = c.layer_kind(layer), {"attn.wq_a": False, "attn.wkv": False}, 0
+    if kind is not LayerKind.SWA:
+        compressors = ("compressor", "indexer.compressor") if kind is LayerKind.CSA else ("compressor",)
+        products |= {f"attn.{name}.{part}": True for name in compressors for part in ("wkv", "wgate")}
+        series = 2 if kind is LayerKind.CSA else 1
+        bias = (s.t + 2 * c.ratio(layer)) * series * c.head_dim * F32
+    if kind is LayerKind.CSA:
+        products["attn.indexer.weights_proj"] = True
+    held = s.made(s.t, products)
+    live.run("projections", max(s.linears(s.t, products), held + bias))
+    live.hold("projections", held)
 
 
 def _columns(c: ModelConfig, s: Call) -> int:
@@ -153,24 +179,20 @@ def _attend(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
             with live.scope():
                 _select(c, s, live, layer)
             live.hold("selection", s.t * (selected + banked) * 4)
+        live.hold("projections", 0)
         sizes = s.t, s.shards.heads.size, c.head_dim, c.sliding_window, entries, selected
         live.run("attention", s.op("attend", *sizes, form, s.item))
 
 
 def _compress(c: ModelConfig, s: Call, live: Live, layer: int, name: str, width: int) -> None:
-    """A compressor: values and gates of all series in fp32, then what is pooled, rounded and stored."""
-    t, ratio, series = s.t, c.ratio(layer), 2 if c.layer_kind(layer) is LayerKind.CSA else 1
-    one = t * series * width * F32
-    biased = 3 * one + ratio * series * width * F32  # values, gates, and the position bias of each token
-    live.run(f"{name}, values and gates", max(one + s.linear(f"attn.{name}.wkv", t, wide=True), biased))
-    closed = -(-t // ratio)
+    """A compressor: what is pooled of values and gates, rounded and stored."""
+    t, series = s.t, 2 if c.layer_kind(layer) is LayerKind.CSA else 1
+    closed = -(-t // c.ratio(layer))
     stored = closed * width * (3 * F32 + 2 * s.item)
     variant = s.formats.variant(layer)
     if isinstance(variant, Shard) and variant.basis is not None and name == "compressor":
         stored += coding(closed, width)
-    with live.scope():
-        live.hold("values and gates", 2 * one)
-        live.run(f"{name}, pooling", closed * width * F32 + max(s.op("pool", t, width, series), stored))
+    live.run(f"{name}, pooling", closed * width * F32 + max(s.op("pool", t, width, series), stored))
 
 
 def coding(vectors: int, width: int) -> int:
@@ -190,7 +212,6 @@ def _select(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
         made.append(2 * queries + s.op("simulate_fp4", m * heads * d, item))
     live.run("index queries", max(made))
     live.hold("index queries", queries)
-    live.hold("index weights", m * heads * (F32 + item))
     entries = s.context // c.ratio(layer)
     form = "coded" if isinstance(s.formats.variant(layer), Shard) else s.formats.keys
     sizes = s.m, c.index_n_heads, d, entries, c.index_topk
@@ -206,8 +227,7 @@ def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     m, t, hidden, k, item = s.m, s.t, c.hidden_size, c.num_experts_per_tok, s.item
     scores, out = m * c.n_routed_experts, t * s.shards.output.size
     live.run("gate", max(s.linear("ffn.gate", m, wide=True), scores * F32 + s.op("route", m, c.n_routed_experts)))
-    # ids by score are a view of the order of all experts
-    live.hold("expert ids and weights", (m * k if c.is_hash(layer) else scores) * I64 + m * k * F32)
+    live.hold("expert ids and weights", _routing(c, s, layer))
     with live.scope():
         if s.tokens.split:
             live.run("experts' input, gathered", exchange=s.gather(t * hidden, s.tokens))
@@ -216,7 +236,8 @@ def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
             _halves(c, s, live)
         else:
             _whole(c, s, live)
-        live.run("routed and shared, added", out * (2 * F32 + item), _columns(c, s))
+        live.run("routed and shared, added", out * F32 + max(s.widened(out), 0 if item == F32 else out * item))
+        live.run("experts' output, put together", out * item, _columns(c, s))
 
 
 def _whole(c: ModelConfig, s: Call, live: Live) -> None:
@@ -290,6 +311,6 @@ def _tokens_of_one(c: ModelConfig, s: Call) -> int:
 
 def _up(s: Call, name: str, n: int) -> int:
     """Bytes of `Expert.up` of n tokens, its result included."""
-    width = max(rows for _, rows, _ in s.matrices[f"ffn.{name}.w1"])
-    one = n * width * s.item
-    return max(one + s.linear(f"ffn.{name}.w1", n), 2 * one + s.op("swiglu", n * width, s.item))
+    products = {f"ffn.{name}.{half}": False for half in ("w1", "w3")}
+    made = s.made(n, products)
+    return max(s.linears(n, products), made + s.op("swiglu", made // (2 * s.item), s.item))

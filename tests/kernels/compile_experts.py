@@ -15,11 +15,13 @@ FORMS = {
 def of(form, held, hidden, inner, t, *, deployed, dtype=torch.bfloat16):
     w1, w2 = FORMS[form](held, inner, hidden), FORMS[form](held, hidden, inner)
     x, ids, weights = torch.empty(t, hidden, dtype=dtype), torch.empty(t, 6, dtype=torch.int64), torch.empty(t, 6)
-    return lambda: experts(x, ids, weights, w1, w1, w2, 10.0, 0, deployed=deployed)
+    return lambda: experts(x, ids, weights, w1, w1, w2, 10.0, deployed=deployed)
 
 
-BLACKWELL = {"V4-Flash, one token": of("fp4", 256, 4096, 2048, 1, deployed=True)}
-CASES = {"V4-Pro, 512 tokens, a rank of eight": of("fp4", 48, 7168, 3072, 512, deployed=True)}
+ONE = {"V4-Flash, one token": of("fp4", 256, 4096, 2048, 1, deployed=True)}
+BLACKWELL = ONE | {"V4-Flash, five tokens": of("fp4", 256, 4096, 2048, 5, deployed=True)}
+CASES = ONE | {"V4-Pro, 512 tokens, a rank of eight": of("fp4", 48, 7168, 3072, 512, deployed=True)}
 MORE = BLACKWELL | {
+    "FP8 experts, one token": of("fp8", 8, 4096, 2048, 1, deployed=True),
     "FP8 experts": of("fp8", 8, 4096, 2048, 512, deployed=True),
 }

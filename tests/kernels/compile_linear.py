@@ -3,7 +3,8 @@
 import torch
 
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4
-from kernels.linear.triton import grouped_linear, linear
+from kernels.linear.reference import ByPosition, Product
+from kernels.linear.triton import grouped_linear, linear, linears
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 FORMS = {
@@ -25,7 +26,29 @@ def in_groups(groups, rank, columns, t):
     return lambda: grouped_linear(x, FORMS["fp8"](groups * rank, columns), groups)
 
 
-BLACKWELL = {"an expert, V4-Flash, one token": of("fp4", 2048, 4096, 1)}
+def together(columns, *products):
+    x = torch.empty(1, columns, dtype=torch.bfloat16)
+    return lambda: linears(x, [make() for make in products], deployed=True)
+
+
+def read_by_csa(hidden, query):
+    """What a CSA layer's attention reads off its input: query, KV, both compressors, index weights."""
+    position, sizes = torch.empty((), dtype=torch.int64), ((query, "fp8"), (512, "fp8"))
+    pooled = [
+        make
+        for width in (1024, 256)
+        for make in (
+            lambda width=width: Product(FORMS["bf16"](width, hidden), wide=True),
+            lambda width=width: Product(
+                FORMS["bf16"](width, hidden), wide=True, bias=ByPosition(torch.empty(4, width), position)
+            ),
+        )
+    ]
+    made = [lambda rows=rows, form=form: Product(FORMS[form](rows, hidden)) for rows, form in sizes]
+    return together(hidden, *made, *pooled, lambda: Product(FORMS["bf16"](64, hidden), factor=0.01))
+
+
+BLACKWELL = {"an expert, V4-Flash, one token": of("fp4", 2048, 4096, 1), "CSA, V4-Flash": read_by_csa(4096, 1024)}
 CASES = BLACKWELL | {
     "low-rank query, V4-Flash": of("fp8", 1024, 4096, 512),
     "compressor, V4-Pro, one token": of("bf16", 1024, 7168, 1, wide=True),
@@ -33,6 +56,11 @@ CASES = BLACKWELL | {
     "output in groups, V4-Flash, one token": in_groups(8, 1024, 4096, 1),
 }
 MORE = {
+    "CSA, V4-Pro": read_by_csa(7168, 1536),
+    "query, V4-Flash, one token": together(1024, lambda: Product(FORMS["fp8"](32768, 1024))),
+    "NVFP4 and FP4, one token": together(
+        4096, lambda: Product(FORMS["nvfp4"](2048, 4096)), lambda: Product(FORMS["fp4"](2048, 4096))
+    ),
     "head, V4-Flash": of("bf16", 129280, 4096, 512, wide=True),
     "an expert, V4-Pro": of("fp4", 3072, 7168, 512),
     "fp32 activations": of("fp8", 1024, 4096, 512, torch.float32),

@@ -2,7 +2,16 @@
 
 import torch
 
-from kernels.quantise.triton import fp8_codes, hadamard, norm_rotate, rotate, rotate_halves, simulate_fp4, simulate_fp8
+from kernels.quantise.triton import (
+    fp8_codes,
+    hadamard,
+    norm_rotate,
+    rotate,
+    rotate_halves,
+    round_index,
+    simulate_fp4,
+    simulate_fp8,
+)
 
 
 def x(*shape):
@@ -17,6 +26,7 @@ CASES = {
     "input of a linear": lambda: simulate_fp8(x(1, 7168), 128),
     "index query, rounded": lambda: simulate_fp4(x(1, 64, 128)),
     "index query, turned": lambda: hadamard(x(1, 64, 128)),
+    "index query, turned and rounded": lambda: round_index(x(1, 64, 128), 32),
     "codes of an expert's input": lambda: fp8_codes(x(1, 7168), 128),
     "query": lambda: norm_rotate(x(1, 128, 512), None, 1e-6, *turns(1, 32), 0),
     "KV": lambda: norm_rotate(x(1, 512), torch.empty(512), 1e-6, *turns(1, 32), 64),

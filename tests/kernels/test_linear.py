@@ -16,6 +16,7 @@ from kernels.formats.cpu import held_in_bfloat16, taken
 from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, rows
 from kernels.lanes import put, store_some
 from kernels.linear import cpu
+from kernels.linear.reference import ByPosition, Product
 from kernels.ops import CPU, REFERENCE
 from probes.child import call
 from tests.kernels.every_backend import ULP
@@ -222,6 +223,42 @@ def test_long_sums_are_whole(ops, form, t, columns):
         tile = fused._tile("dense" if form == "bf16" else form, t, wide=False)
         assert fused._grid(t, 1, 3, columns, tile)[0][2] > 1
     assert_product(ops.linear(x, weight)[:, None], x[:, None], weight)
+
+
+# --- several products of one input
+
+SIZES = {"fp8": 130, "fp8, f32 scales": 3, "bf16": 70, "fp4": 5, "nvfp4": 6, "f32": 2}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("deployed", [False, True])
+@pytest.mark.parametrize(("t", "columns"), [(0, 256), (1, 256), (1, 1152), (3, 256)])
+def test_several_products_are_one_after_the_other(ops, dtype, deployed, t, columns):
+    """To the bit, of every form beside every other: rounded inputs, biases at any position and factors too."""
+    g = seeded(t)
+    weights = [FORMS[form](g, rows, columns) for form, rows in SIZES.items()]
+    weights += [FORMS[form](g, SIZES[form] + 7, columns) for form in ("fp8", "bf16", "f32")]
+    x, table = torch.randn(t, columns, generator=g).to(dtype), torch.randn(3, 77, generator=g)
+    x[:1, 5], x[:1, 200] = 0.0, -3e4
+    for first in (1, torch.tensor(5)) if t else (0,):
+        bias = ByPosition(table, first)
+        products = [Product(weight) for weight in weights[:-1]]
+        products += [Product(weights[2], wide=True), Product(weights[7], wide=True, bias=bias)]
+        products += [Product(weights[2], factor=0.3), Product(weights[0], wide=True)]
+        products += [Product(one, added=torch.randn(t, one.shape[0], generator=g)) for one in weights[::3]]
+        found = ops.linears(x, products, deployed=deployed)
+        rounded = ops.simulate_fp8(x, 128) if deployed else x
+        for product, ours in zip(products, found, strict=True):
+            given = rounded if isinstance(product.weight, Fp8 | Fp4) else x
+            wanted = ops.linear(given, product.weight, wide=product.wide)
+            if product.bias is not None:
+                wanted = wanted + table[(int(first) + torch.arange(t)) % 3]
+            if product.added is not None:
+                wanted = (product.added + wanted.float()).to(dtype)
+            if product.factor is not None:
+                wanted = wanted.float() * product.factor
+            assert ours.dtype == wanted.dtype
+            assert torch.equal(ours, wanted), product
 
 
 # --- numbers that must not be lost

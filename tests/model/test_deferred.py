@@ -11,12 +11,14 @@ from model.errors import Tripwire
 from model.observe import sites
 
 Deferred = pytest.importorskip("model.observe.deferred", reason="Triton is not on every platform").Deferred
+tripwires = pytest.importorskip("kernels.tripwires.triton")
 
 CPU = torch.device("cpu")
 
 
 def looked(deferred, position):
     """What trips at a position: its message, or nothing."""
+    deferred.end()
     try:
         deferred.look(position)
     except Tripwire as trip:
@@ -38,6 +40,7 @@ def test_a_row_with_a_nan_trips_when_its_window_closes(make):
         rows.write(kept, 1, new)
         deferred = Deferred(1, CPU)
         deferred.stored(sites.ENTRY, 4, torch.tensor(7), new, kept, 4)
+        deferred.end()
         for position in (4, 5, 6, 8):
             deferred.look(position)  # no window closes here: the row is none of this call's
         found = looked(deferred, 7)
@@ -92,12 +95,46 @@ def test_columns_routing_and_selection_trip_as_on_the_host():
         assert found.startswith("indexer.selected of layer 2 at position 12: selected entries that ")
 
 
+@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of the interpreter
 def test_measures_of_the_last_call_count_alone():
     deferred = Deferred(1, CPU)
     deferred.finite(sites.LOGITS, None, torch.tensor([math.inf]))
     deferred.begin()
     deferred.finite(sites.LOGITS, None, torch.ones(2, 2, dtype=torch.bfloat16))
+    deferred.end()
     deferred.look(0)
     deferred.finite(sites.STREAMS, 1, torch.tensor([3.0e38, 3.0e38]))
+    deferred.end()
     with pytest.raises(Tripwire, match=r"streams of layer 1 at position 9: values whose sum is inf"):
         deferred.look(9)
+
+
+def test_all_of_a_layer_is_measured_in_one_launch_and_of_each_span(monkeypatch):
+    """Whatever stands elsewhere in it: each trips at its place alone, in the last number of a sum too."""
+    launched, run = [], tripwires.measure
+    monkeypatch.setattr(
+        tripwires, "measure", lambda measures, *rest: (launched.append(len(measures)), run(measures, *rest))
+    )
+    kept, new = rows.fp8_entries(3, 80, 16, CPU), torch.ones(1, 80)
+    rows.write(kept, 1, new)
+    comb, ids, weights = torch.full((1, 4, 4), 0.25), torch.tensor([[0, 3, 5]]), torch.tensor([[0.5, 1.0, 1.0]])
+    streams = torch.ones(2, tripwires.SPAN + 3, dtype=torch.bfloat16)
+
+    def trips(streams=streams, comb=comb, weights=weights):
+        deferred = Deferred(2, CPU)
+        deferred.begin()
+        for layer in (0, 1):
+            deferred.columns(sites.ATTENTION_COMB, layer, comb if layer else torch.full((1, 4, 4), 0.25), 1e-6)
+            deferred.stored(sites.ENTRY, layer, torch.tensor(7), new, kept, 4)
+            deferred.routing(sites.EXPERT_IDS, layer, ids, weights if layer else weights * 0 + 2.5 / 3, 2.5, 6)
+            deferred.finite(sites.STREAMS, layer, streams if layer else torch.ones(1))
+        deferred.finite(sites.HIDDEN, None, torch.ones(5))
+        deferred.finite(sites.LOGITS, None, torch.ones(5))
+        return looked(deferred, 7)
+
+    assert trips() is None
+    assert launched == [4, 6, 2]
+    streams[1, -1] = math.nan
+    assert trips() == "streams of layer 1 at position 7: values whose sum is nan, expected finite"
+    assert trips(streams=torch.ones(1), comb=comb * 1.01).startswith("attention.comb of layer 1")
+    assert trips(streams=torch.ones(1), weights=weights * 2).startswith("experts.weights of layer 1")

@@ -19,13 +19,24 @@ CONTEXT = 20_000
 SHORT = 16_000  # from few entries on, the indexer works in another way, which takes less
 # What is large in a model, and the moment that is then the largest of a call.
 MODELS = {
-    "wide": ({"hidden_size": 1024}, "shared expert"),
+    "wide": ({"hidden_size": 1024}, "routed and shared, added"),
     "experts": ({"moe_intermediate_size": 2048, "n_routed_experts": 4}, "routed experts"),
-    "heads": ({"num_attention_heads": 32, "o_groups": 4, "index_n_heads": 16}, "output, low rank"),
-    "window alone": ({"compress_ratios": [0, 0], "num_hidden_layers": 2, "num_attention_heads": 8}, "shared expert"),
+    "heads": ({"num_attention_heads": 40, "o_groups": 4, "index_n_heads": 8}, "output, low rank"),
+    "window alone": ({"compress_ratios": [0, 0], "num_hidden_layers": 2, "num_attention_heads": 8}, "routed experts"),
     "entries": (
         {"compress_ratios": [128, 4], "num_hidden_layers": 2, "head_dim": 528, "num_attention_heads": 2, "o_groups": 2},
-        "compressor, values and gates",
+        "scores and selection",
+    ),
+    "one head": (
+        {
+            "compress_ratios": [128, 128],
+            "num_hidden_layers": 2,
+            "head_dim": 528,
+            "num_attention_heads": 1,
+            "o_groups": 1,
+            "o_lora_rank": 128,
+        },
+        "attention",  # of a call of few tokens, projections
     ),
     "output": ({"o_lora_rank": 1024, "o_groups": 4}, "output"),
 }

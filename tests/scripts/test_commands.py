@@ -67,7 +67,7 @@ def test_the_report_says_what_ran(tmp_path):
         "entry_format": "dtype",
         "key_format": "dtype",
         "index_scores": "exact",
-        "dispatch": "auto",
+        "rank_tokens": "auto",
         "kv": [],
         "coda_adapters": None,
     }
