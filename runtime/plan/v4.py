@@ -225,7 +225,8 @@ def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
             _halves(c, s, live)
         else:
             _whole(c, s, live)
-        live.run("routed and shared, added", out * F32 + s.widened(out), _columns(c, s))
+        live.run("routed and shared, added", out * F32 + max(s.widened(out), 0 if item == F32 else out * item))
+        live.run("experts' output, put together", out * item, _columns(c, s))
 
 
 def _whole(c: ModelConfig, s: Call, live: Live) -> None:
