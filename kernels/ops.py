@@ -34,7 +34,7 @@ from kernels import (
 )
 from kernels.differential.cpu import Noise, Own, Past
 from kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
-from kernels.formats.stored import Rounding, Rows, Slots, Stack, Weight, Window
+from kernels.formats.stored import Rounding, Rows, Slots, Stack, TokenRing, Weight
 from kernels.hyper.reference import ReadStreams
 from kernels.linear.reference import Linears, Product
 from kernels.quantise.reference import RoundIndex, RoundKv
@@ -101,8 +101,9 @@ class Ops(Protocol):
         self,
         kv: Tensor,
         gate: Tensor,
-        window: Window,
+        ring: TokenRing,
         first: int | Tensor,
+        ratio: int,
         norm: Tensor,
         eps: float,
         freqs: Tensor,

@@ -68,9 +68,9 @@ class Compressor(ABC):
     ) -> Tensor:
         """Pool, norm, rotate, round and store in one op: the rows as stored, of which those of closed windows count."""
         rounding = self.rounding if self.arithmetic.deployed else "none"
-        window, norm, freqs = frontier.window(), self.project.norm, self.rotation.freqs
+        ring, norm, freqs = frontier.ring(), self.project.norm, self.rotation.freqs
         return self.arithmetic.ops.compress(
-            kv, gate, window, first, norm, self.eps, freqs, rounding, rows.data, self.arithmetic.dtype
+            kv, gate, ring, first, frontier.ratio, norm, self.eps, freqs, rounding, rows.data, self.arithmetic.dtype
         )
 
     def row(self, pooled: Tensor, first: int, ratio: int) -> Tensor:

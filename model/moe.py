@@ -97,7 +97,7 @@ class MoE:
     """
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic) -> None:
-        prefix, self.limit, self.layer = f"layers.{layer}.ffn", config.swiglu_limit, layer
+        prefix, self.layer = f"layers.{layer}.ffn", layer
         self.gate, self.arithmetic = build_gate(config, layer, weights, arithmetic), arithmetic
         together = not reads_apart(arithmetic.ops)
         three = [
@@ -106,10 +106,10 @@ class MoE:
             )
             for name in ("w1", "w3", "w2")
         ]
-        self.experts = [Expert(of, arithmetic, self.limit) for of in zip(*three, strict=True)]
+        self.experts = [Expert(of, arithmetic, config.swiglu_limit) for of in zip(*three, strict=True)]
         self._given: tuple[Weight, ...] = ()
         shared = [weights.matrix(f"{prefix}.shared_experts.{name}.weight") for name in ("w1", "w3", "w2")]
-        self.shared = Expert(shared, arithmetic, self.limit)
+        self.shared = Expert(shared, arithmetic, config.swiglu_limit)
 
     def __call__(self, x: Tensor, call: Call) -> Tensor:
         """[m, hidden] to [m, hidden], of the call's own tokens."""
@@ -137,14 +137,14 @@ class MoE:
         if not self.together():
             return self.routed_down(self.routed_up(x, ids, weights), ids)
         ops, deployed = self.arithmetic.ops, self.arithmetic.deployed
-        return ops.experts(x, ids, weights, *self.matrices, self.limit, deployed=deployed)
+        return ops.experts(x, ids, weights, *self.matrices, self.experts[0].limit, deployed=deployed)
 
     def routed_up(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """What w2 of each of a token's experts is given: [t, k, inner]."""
         w1, w3, _ = self.matrices
         if self.together():
             ops, deployed = self.arithmetic.ops, self.arithmetic.deployed
-            return ops.experts_up(x, ids, weights, w1, w3, self.limit, deployed=deployed)
+            return ops.experts_up(x, ids, weights, w1, w3, self.experts[0].limit, deployed=deployed)
         out = x.new_empty(*ids.shape, w1.shape[0])
         for expert, rows, slots in by_expert(ids, len(self.experts)):
             out[rows, slots] = self.experts[expert].up(x[rows], weights[rows, slots])

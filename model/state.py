@@ -6,7 +6,7 @@ from model.cache.formats import CacheFormats
 from model.cache.gqa import KvHeads, all_heads
 from model.cache.layers import CACHES, Components
 from model.config import ModelConfig
-from model.errors import CapacityError
+from model.errors import CapacityError, ConfigError
 from model.llama.config import LlamaConfig
 from model.llama.rope import frequencies
 from model.variants.grouped import grouped_cache
@@ -22,7 +22,10 @@ class State:
 
     Such a prompt may come in one call, longer than `chunk`: layers read it one after the other, and one at a time holds
     it exactly. In several calls all of them do until the last.
-    CapacityError for a context beyond the model's `max_position_embeddings`.
+    Of its last `rewind` tokens any number can be taken back (`rewind`), as if they had never been run.
+
+    CapacityError for a context beyond the model's `max_position_embeddings`; ConfigError for a layer out of whose cache
+    no token can be taken back, where some are to be.
     """
 
     def __init__(
@@ -34,7 +37,9 @@ class State:
         device: torch.device,
         prompt: int | None = None,
         heads: KvHeads | None = None,
+        rewind: int = 0,
     ) -> None:
+        assert rewind >= 0, f"rewind {rewind}"
         assert max_context > 0, f"max_context {max_context}"
         assert chunk > 0, f"chunk {chunk}"
         if max_context > config.max_position_embeddings:
@@ -47,7 +52,15 @@ class State:
         chunk = min(chunk, max_context)  # longer calls never come
         self.max_context, self.chunk, self.position = max_context, chunk, 0
         self.prompt = prompt if formats.prompted else None
-        self.layers = layer_caches(config, max_context, chunk, formats, device, self.prompt, heads)
+        self.kept = rewind
+        self._furthest = self._restored = 0  # where the sequence has been, and where a saved state was put back
+        self.layers = layer_caches(config, max_context, chunk, formats, device, self.prompt, heads, rewind)
+        for layer, cache in enumerate(self.layers if rewind else ()):
+            if stuck := cache.irreversible():
+                raise ConfigError(
+                    f"layer {layer}: {formats.variant(layer)} cannot take tokens back, as drafts need: what enters its"
+                    f" {' and '.join(stuck)} stays"
+                )
 
     @property
     def unread(self) -> int:
@@ -62,6 +75,32 @@ class State:
             raise CapacityError(
                 f"{self.position + tokens} tokens exceed the context of {self.max_context} that the state was made for"
             )
+
+    @property
+    def earliest(self) -> int:
+        """The first position to which the state can go back."""
+        furthest = max(self._furthest, self.position)
+        prompt = self.prompt if self.prompt is not None and furthest >= self.prompt else 0  # it was compressed
+        return min(self.position, max(furthest - self.kept, self._restored, prompt))
+
+    def rewind(self, position: int) -> None:
+        """Take back the tokens from `position` on: no later call reads anything of them.
+
+        CapacityError, before anything is changed, for a position before `earliest`.
+        """
+        assert position <= self.position, f"position {position} of a state at {self.position}"
+        if position < self.earliest:
+            raise CapacityError(
+                f"position {position} is out of reach from {self.position}: this state goes back to {self.earliest}"
+            )
+        self._furthest = max(self._furthest, self.position)
+        for cache in self.layers if position < self.position else ():
+            cache.rewind(position, self.position)
+        self.position = position
+
+    def restored(self, position: int) -> None:
+        """Note that all caches were put back as they were at `position`: what was before it is not there."""
+        self.position = self._furthest = self._restored = position
 
     def nbytes(self) -> dict[str, int]:
         """Bytes allocated per component, summed over layers."""
@@ -88,6 +127,7 @@ def layer_caches(
     device: torch.device,
     prompt: int | None,
     heads: KvHeads | None,
+    rewind: int,
 ) -> list[Components]:
     """Return an empty cache for each layer; see `State`."""
     if isinstance(config, LlamaConfig):
@@ -95,10 +135,10 @@ def layer_caches(
         shape = KvShape(heads, config.head_dim, frequencies(config), interleaved=False)
         window, context = config.sliding_window, (max_context, prompt)
         return [
-            grouped_cache(formats.variant(layer), shape, window, context, formats.dtype, device)
+            grouped_cache(formats.variant(layer), shape, window, context, formats.dtype, device, rewind)
             for layer in range(config.num_hidden_layers)
         ]
     return [
-        CACHES[kind](config, layer, max_context, chunk, formats, device)
+        CACHES[kind](config, layer, max_context, chunk, formats, device, rewind)
         for layer, kind in enumerate(config.layer_kinds)
     ]

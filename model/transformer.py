@@ -39,9 +39,9 @@ class Transformer:
         """Where the weights are, and so where state and tokens must be."""
         return self.embedding.weight.device
 
-    def new_state(self, max_context: int, chunk: int) -> State:
-        """Return an empty state for `max_context` positions and calls of up to `chunk` tokens."""
-        return State(self.config, max_context, chunk, self.arithmetic.formats, self.device)
+    def new_state(self, max_context: int, chunk: int, *, rewind: int = 0) -> State:
+        """Return an empty state for `max_context` positions and calls of up to `chunk` tokens, see `State`."""
+        return State(self.config, max_context, chunk, self.arithmetic.formats, self.device, rewind=rewind)
 
     @torch.inference_mode()
     def __call__(self, tokens: Tensor, state: State) -> Tensor:

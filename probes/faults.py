@@ -68,8 +68,8 @@ def _in_new_caches(change: Callable[[LayerCache], None]) -> Callable[[Transforme
 
     def inject(model: Transformer) -> None:
         class Changed(Transformer):
-            def new_state(self, max_context: int, chunk: int) -> State:
-                state = super().new_state(max_context, chunk)
+            def new_state(self, max_context: int, chunk: int, *, rewind: int = 0) -> State:
+                state = super().new_state(max_context, chunk, rewind=rewind)
                 for held in state.layers:
                     assert isinstance(held, LayerCache)
                     change(held)
@@ -814,8 +814,8 @@ def future_block_visible(call: Attend) -> Attend:
 def _forget(frontier: Frontier) -> None:
     frontier.kv.zero_()
     frontier.gate.zero_()
-    frontier.previous_kv.zero_()
-    frontier.previous_gate.fill_(-math.inf)
+    if frontier.overlap:
+        frontier.gate[:, : frontier.width] = -math.inf
 
 
 @in_model(
@@ -1227,16 +1227,23 @@ def experts_off_by_one(mixture: MoE) -> None:
     needs=layers(CSA),
 )
 def stale_frontier(model: Transformer) -> None:
+    class Left(Frontier):
+        def before(self, entry: int) -> tuple[Tensor | None, Tensor | None]:
+            return super().before(entry or self.kv.shape[0] // self.ratio)  # the last window of the ring
+
     class Stale(Transformer):
         last: State | None = None
 
-        def new_state(self, max_context: int, chunk: int) -> State:
-            state = super().new_state(max_context, chunk)
+        def new_state(self, max_context: int, chunk: int, *, rewind: int = 0) -> State:
+            state = super().new_state(max_context, chunk, rewind=rewind)
             if self.last is not None:
                 for new, old in zip(state.layers, self.last.layers, strict=True):
-                    if isinstance(new, HcaCache) and isinstance(old, HcaCache):
-                        new.frontier.previous_kv.copy_(old.frontier.previous_kv)
-                        new.frontier.previous_gate.copy_(old.frontier.previous_gate)
+                    if isinstance(new, CsaCache) and isinstance(old, CsaCache):
+                        ratio = old.frontier.ratio
+                        for left, kept in zip(new.frontier.ring(), old.frontier.ring(), strict=True):
+                            windows = kept.unflatten(0, (-1, ratio))
+                            left[-ratio:] = windows[(old.frontier.position // ratio - 1) % len(windows)]
+                        new.frontier.__class__ = Left
             self.last = state
             return state
 

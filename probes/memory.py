@@ -245,16 +245,15 @@ def layer_bytes(
     A ring holds the window of a call's first token and the whole call: window + chunk - 1 rows. A compressed layer has
     an entry for each closed window of `ratio` tokens, and keeps values and gates of the open one in fp32, so that the
     pooling does not depend on where calls end. In a CSA layer windows overlap: each token brings two series, and the
-    first series of the last closed window is kept as well, 3 x ratio rows in all; and beside every entry lies an index
-    key, `index_head_dim` wide, one for all index heads, with a frontier of its own. `formats` are those of entries and
-    of keys.
+    tokens of the last closed window are kept as well; and beside every entry lies an index key, `index_head_dim` wide,
+    one for all index heads, with a frontier of its own. `formats` are those of entries and of keys.
     """
     d, di, ratio = config.head_dim, config.index_head_dim, config.ratio(layer)
     sizes = {"window": (config.sliding_window + min(chunk, context) - 1) * d * item}
     kind = config.layer_kind(layer)
     if kind is LayerKind.SWA:
         return sizes
-    rows = 3 * ratio if kind is LayerKind.CSA else ratio
+    rows = 2 * 2 * ratio if kind is LayerKind.CSA else ratio  # windows, and series of each of their tokens
     entry, key = entry_bytes(config, item, formats[0]), key_bytes(config, item, formats[1])
     sizes |= {"entries": context // ratio * entry, "frontier": 2 * rows * d * F32}
     if kind is LayerKind.CSA:
@@ -477,11 +476,7 @@ class Written:
 
 
 def poison(state: State) -> None:
-    """Fill every row that nothing may read before it is written with NaN, which would end the run.
-
-    The first series of "the window before the first" is not among them: its gates of -inf are read, and mean that
-    there is none.
-    """
+    """Fill every row, none of which anything may read before it is written, with NaN, which would end the run."""
     for cache in state.layers:
         assert isinstance(cache, LayerCache)
         buffers = [cache.ring.data]
@@ -542,12 +537,15 @@ def _rows(layer: int, component: str, position: int, held: stored.Rows, rows: di
 
 
 def _frontier(layer: int, component: str, position: int, frontier: Frontier) -> Rows:
-    """The open window must be there; rows that no token was ever put in must be poison, the others may be old."""
-    filled, ever = position % frontier.ratio, min(position, frontier.ratio)
+    """Tokens to be pooled must be there; rows that no token was ever put in must be poison, the others may be old."""
+    count, windows = len(frontier.kv), position // frontier.ratio - (1 if frontier.overlap else 0)
+    needed = {at % count for at in range(max(0, windows * frontier.ratio), position)}
     touched = ~(frontier.kv.isnan() | frontier.gate.isnan()).any(1)
-    wrong = [row for row, there in enumerate(touched.tolist()) if there != (row < filled) and not filled <= row < ever]
+    wrong = [
+        row for row, there in enumerate(touched.tolist()) if (not there if row in needed else there and row >= position)
+    ]
     row_bytes = frontier.kv[:1].nbytes + frontier.gate[:1].nbytes
-    return Rows(layer, component, position, frontier.ratio, filled, int(touched.sum()), row_bytes, wrong)
+    return Rows(layer, component, position, count, len(needed), int(touched.sum()), row_bytes, wrong)
 
 
 def row_findings(rows: Sequence[Rows]) -> list[Finding]:
@@ -800,8 +798,8 @@ def _caches_table(layers: Sequence[Allocated], rows: Sequence[Rows]) -> Table:
         name = component.replace("_", " ")
         lines.append([name, holding, predicted, held, *(touched if buffers else [None] * 4)])
     note = (
-        "Of a frontier the open window must be there; rows of windows that are closed may be left in it."
-        " Its bytes allocated include, in CSA layers, the first series of the last closed window."
+        "Of a frontier the tokens must be there that an entry is yet to pool: those of the open window, in CSA layers"
+        " of the last closed one too. Others may be left in it."
     )
     heads = ("component", "layers", "bytes predicted", "allocated", "rows", "must be there", "written", "bytes written")
     return Table(f"Caches after {last} tokens", heads, lines, note)

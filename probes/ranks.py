@@ -75,8 +75,7 @@ exactly what the placement says is replicated, and of scales whose blocks of row
 - Nothing is summed over ranks, and yet in `plain` numerics fewer than half of the rows are bit-equal: a matrix product
   with fewer rows is another kernel of BLAS, which sums in another order. Put back on the one rank's values after every
   site, nearly all rows are equal in all their bits.
-- A rank holds more than its share of the demo: matrices of the attention's output stay whole on every rank, since
-  scales cover blocks of rows and a rank's part would be less than one of them."""
+- Of the demo's matrices a rank holds fewer rows than a scale covers: it has that scale, and so have others."""
 
     sizes: tuple[int, ...] = (2, 4)  # ranks; those that do not divide the experts' columns are left out
     tokens: int = 264  # two entries of HCA and 66 of CSA; made more where the model needs more

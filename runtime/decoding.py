@@ -34,9 +34,9 @@ def eager(model: Model, state: State) -> Step:
     return step
 
 
-def check_graph(config: Config, device: str, ops: Ops, ranks: int) -> None:
+def check_graph(config: Config, device: str, ops: Ops) -> None:
     """Refuse --graph before any weight is read, where that can be known by then: ConfigError, saying why."""
-    if (why := _why_no_graph(config, device, ops, ranks)) is not None:
+    if (why := _why_no_graph(config, device, ops)) is not None:
         raise ConfigError(f"--graph: {why}")
 
 
@@ -66,18 +66,18 @@ def decoding(model: Model, state: State, *, graph: bool, steps: int) -> Decoding
     return Decoding("eager", why, eager(model, state))
 
 
-def _why_no_graph(config: Config, device: str, ops: Ops, ranks: int) -> str | None:
+def _why_no_graph(config: Config, device: str, ops: Ops) -> str | None:
     if not isinstance(config, ModelConfig):
         return f"a {config.model_type} model: only DeepSeek-V4 can be captured"
     if device != "cuda":
         return f"--device {device}: CUDA graphs are of CUDA devices"
     if ops.name != "triton":
         return f"--ops {ops.name}: a captured call is of the triton kernels"
-    return f"{ranks} ranks: a captured call is of one" if ranks > 1 else None
+    return None
 
 
 def _why_eager(model: Model) -> str | None:
-    why = _why_no_graph(model.config, model.device.type, model.arithmetic.ops, model.arithmetic.ranks.size)
+    why = _why_no_graph(model.config, model.device.type, model.arithmetic.ops)
     if why is not None:
         return why
     from runtime.graph import refusal  # noqa: PLC0415 (Triton is not on every platform)

@@ -5,9 +5,6 @@ nothing is read on the host between the token and the logits, and no Python valu
 `model.observe` is measured on the device, and looked at when the token has run. `Captured` is a step as a CUDA graph.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import torch
 from torch import Tensor
 
@@ -26,9 +23,7 @@ WARM_UPS = 3  # runs before the capture, as PyTorch advises: Triton compiles, cu
 
 def refusal(model: Transformer) -> str | None:
     """Why no call of this model can be captured; None where it can."""
-    ranks, arithmetic = model.arithmetic.ranks, model.arithmetic
-    if ranks.size > 1:
-        return f"{ranks.size} ranks: a captured call is of one"
+    arithmetic = model.arithmetic
     if arithmetic.ops != TRITON:
         return f"ops {arithmetic.ops.name}: a captured call is of Triton's kernels, ops triton, with none replaced"
     other = {str(v) for v in arithmetic.formats.variants if not isinstance(v, Full)}
@@ -51,7 +46,7 @@ class Step:
     Parameters
     ----------
     model
-        On one rank, with the op set TRITON and caches in full; ConfigError, saying why, for another.
+        With the op set TRITON and caches in full; ConfigError, saying why, for another.
     state
         Of that model, or of one with the same config and formats; at any position.
 
@@ -72,7 +67,7 @@ class Step:
         for cache in state.layers:
             assert isinstance(cache, LayerCache), f"a V4 layer got {type(cache).__name__}"
             self.caches.append(cache)
-        device, vocabulary = model.device, model.head.weight.shape[0]
+        device, vocabulary = model.device, model.config.vocab_size
         self.token = torch.zeros(1, dtype=torch.int64, device=device)
         self.position = torch.zeros((), dtype=torch.int64, device=device)
         self.logits = torch.zeros(vocabulary, dtype=torch.float32, device=device)
@@ -106,15 +101,19 @@ class Step:
         self.deferred.begin()
         observer.deferred = self.deferred
         try:
-            hidden = self.model.run(self.token, self.model.call(self.token, self.position), self.state)
-            self.logits.copy_(self.model.logits(hidden)[0])
+            with self.model.arithmetic.ranks.leaving(self.deferred.left):
+                hidden = self.model.run(self.token, self.model.call(self.token, self.position), self.state)
+                self.logits.copy_(self.model.logits(hidden)[0])
             self.deferred.end()
         finally:
             observer.deferred = None
 
     @torch.inference_mode()
     def finish(self) -> Tensor:
-        """Advance the state's bookkeeping, then look at what was measured: Tripwire. Returns `logits`."""
+        """Advance the state's bookkeeping, then look at what was measured: Tripwire or RankDisagreement.
+
+        Returns `logits`.
+        """
         observer, at = observed(self.model), self.state.position
         for cache in self.caches:
             cache.advance(at)
@@ -122,37 +121,15 @@ class Step:
         observer.stands(self.state.layers, at + 1, at, 0)
         if observer.checking:
             self.deferred.look(at)
+        self.model.arithmetic.ranks.look(self.deferred.left)
         return self.logits
-
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """Inside, `run` may be called at the state's position, and leaves nothing behind that a later call reads.
-
-        What it writes there lies in rows that the token at this position will write: of the ring the one that has left
-        the window, of frontiers and caches one that is not filled. But where it ends a window, it moves on the series
-        that the next one pools with: those are put back.
-        """
-        self.place(0)
-        kept = [
-            (part, part.clone())
-            for cache in self.caches
-            for written in cache.compressed()
-            for part in (written.frontier.previous_kv, written.frontier.previous_gate)
-        ]
-        try:
-            yield
-        finally:
-            with torch.inference_mode():
-                for part, old in kept:
-                    part.copy_(old)
 
 
 class Captured:
     """A step that was captured once; ``captured(token)`` replays it, and is `Step.__call__`.
 
-    The state is as it was when this is made: warm-up runs at its position, whose rows are the next token's anyway, and
-    what else they change is put back (`Step.rehearsal`). A capture runs nothing. A state that is full has no position
-    for that: CapacityError.
+    The state is as it was when this is made: warm-up runs at its position, and writes the rows of the next token alone.
+    A capture runs nothing. A state that is full has no position for that: CapacityError.
 
     The graph holds the addresses of the model's weights, the state's caches and the step's buffers: they live as long
     as it does. The memory in which it keeps what its launches hand to each other is its own, and is not used for
@@ -168,14 +145,16 @@ class Captured:
     def __init__(self, step: Step) -> None:
         self.step = step
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(step.model.device), step.rehearsal():
+        step.place(0)
+        with torch.cuda.device(step.model.device):
             side = torch.cuda.Stream()
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 for _ in range(WARM_UPS):
                     step.run()
             torch.cuda.current_stream().wait_stream(side)
-            with torch.cuda.graph(self.graph):
+            # What other threads do meanwhile ends no capture: NCCL's looks at its events.
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
                 step.run()
 
     def __call__(self, token: int) -> Tensor:

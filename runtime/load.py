@@ -26,6 +26,7 @@ from model.llama.config import LlamaConfig
 from model.llama.trained import check_learnt, check_trained
 from model.llama.transformer import LlamaTransformer
 from model.observe.observer import LLAMA_PLACES, PLACES, install
+from model.ranks.multicast import multicast
 from model.ranks.ranks import ALONE, Group, Ranks, evenly
 from model.transformer import Transformer
 from runtime.arithmetic import arithmetic, cache_formats
@@ -129,7 +130,8 @@ def _load(
     if ops.name == CPU.name:
         prepare_loops(counted, options.dtype, say=group.rank == 0)
     sharding = sharding_plan(config, group.size)
-    ranks = Ranks(group, sharding.ranks[group.rank], options.rank_tokens)
+    shards = sharding.ranks[group.rank]
+    ranks = Ranks(group, shards, options.rank_tokens, multicast(group.processes, device))
     follow(ranks)
     ranks.record("options of the run", None, _digits(_options_digest(options, ops, config, context), device))
     ranks.record("config.json", None, _digits(config.fingerprint, device))

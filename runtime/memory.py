@@ -81,20 +81,20 @@ def _gib(size: int) -> str:
     return f"{size / GIB:.2f} GiB" if size >= GIB else f"{size / (1 << 20):.1f} MiB"
 
 
-def new_state(model: Model, max_context: int, chunk: int, prompt: int | None) -> State:
+def new_state(model: Model, max_context: int, chunk: int, prompt: int | None, rewind: int = 0) -> State:
     """Return an empty state, or raise CapacityError naming its size when the machine has less memory than that.
 
-    `prompt`: of the positions, those of the prompt, see `State`.
+    `prompt`: of the positions, those of the prompt; `rewind`: tokens that can be taken back; see `State`.
 
     The size is that of the same state on torch's meta device, which allocates nothing.
     """
     formats, meta, heads = model.arithmetic.formats, torch.device("meta"), kv_heads(model.arithmetic.ranks)
-    size = sum(State(model.config, max_context, chunk, formats, meta, prompt, heads).nbytes().values())
+    size = sum(State(model.config, max_context, chunk, formats, meta, prompt, heads, rewind).nbytes().values())
     if size > (memory := machine_memory(model.device)):
         raise CapacityError(
             f"caches for {max_context} positions in calls of {chunk} tokens take {size / GIB:.1f} GiB,"
             f" {model.device} has {memory / GIB:.1f} GiB"
         )
     if isinstance(model, LlamaTransformer):
-        return model.new_state(max_context, chunk, prompt)
-    return model.new_state(max_context, chunk)
+        return model.new_state(max_context, chunk, prompt, rewind=rewind)
+    return model.new_state(max_context, chunk, rewind=rewind)

@@ -135,6 +135,7 @@ def _ranks(loaded: AnyLoaded, options: RunOptions) -> dict[str, Any]:
     return {
         "count": ranks.size,
         "calls_by_tokens": dict(ranks.calls),
+        "gathers": dict(ranks.gathers),
         "replicated": list(loaded.sharding.replicated),
         "weight_bytes": by_rank[:, 0].tolist(),
         "peak_memory_bytes": by_rank[:, 1].tolist(),

@@ -28,7 +28,7 @@ from runtime.load import AnyLoaded
 from runtime.options import RunOptions
 from runtime.tensorfile import write_safetensors
 
-FORMAT = "fathom-state-4"  # 2: cache formats; 3: variants; 4: the prompt's length
+FORMAT = "fathom-state-5"  # 2: cache formats; 3: variants; 4: the prompt's length; 5: frontiers by position
 
 
 BASIS: Final = "basis="  # setting of a variant, told as a digest
@@ -263,14 +263,14 @@ def _restore(state: State, position: int, tensors: Mapping[str, Tensor]) -> None
             cache.restore(position, Part(tensors, f"layers.{layer}."))
         except StateError as error:
             raise StateError(f"layer {layer}: {error}") from None
-    state.position = position
+    state.restored(position)
 
 
 def copy_state(source: State, target: State) -> None:
     """Fill the empty `target`, of the same model and as many positions or more, with what `source` holds."""
     for cache, other in zip(source.layers, target.layers, strict=True):
         other.restore(source.position, cache.tensors(source.position))
-    target.position = source.position
+    target.restored(source.position)
 
 
 def forms(state: State, position: int) -> Forms:

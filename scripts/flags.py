@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from model.choices import DTYPES, ENTRY_FORMATS, KEY_FORMATS, NUMERICS, OP_SETS, RANK_TOKENS
+from model.choices import ALL, DTYPES, ENTRY_FORMATS, KEY_FORMATS, NUMERICS, OP_SETS, OWN, RANK_TOKENS
 from model.errors import ConfigError
 from runtime.options import DEMO, TIMEOUT, RunOptions
 from runtime.text.encoding import EFFORTS
@@ -143,7 +143,9 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
     )
     p.add_argument(
         "--rank-tokens",
+        "--dispatch",  # its name, and its values, while experts lay whole on ranks
         choices=RANK_TOKENS,
+        type=lambda given: {"all-reduce": ALL, "all-to-all": OWN}.get(given, given),
         default=default.rank_tokens,
         help="on several ranks, which of a call's tokens each has between attentions: all, its own, or auto, by their"
         " number (default) (V4)",
@@ -165,7 +167,7 @@ def add_graph(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--graph",
         action="store_true",
-        help="decode by a CUDA graph of one token: on one rank, with --device cuda, --ops triton, all caches in full."
+        help="decode by a CUDA graph of one token: with --device cuda, --ops triton, all caches in full."
         " A token decoded so has all tripwires",
     )
 

@@ -1,9 +1,9 @@
 """What a CUDA graph does, without CUDA: the launches of one call, recorded with their tensors, and run again.
 
-`Recorder` sees every call of an ATen op and every launch of a Triton kernel, and refuses what a capture refuses: values
-read on the host, and tensors made of values of the host. A replay runs the same calls on the same tensors with the same
-Python numbers, in order; what a call returned then is overwritten with what it returns now. Memory that was allocated
-without a value holds NaN or -1 each time.
+`Recorder` sees every call of an ATen op, every launch of a Triton kernel and every exchange between ranks, and refuses
+what a capture refuses: values read on the host, and tensors made of values of the host. A replay runs the same calls on
+the same tensors with the same Python numbers, in order; what a call returned then is overwritten with what it returns
+now. Memory that was allocated without a value holds NaN or -1 each time.
 """
 
 import contextlib
@@ -11,10 +11,13 @@ from collections import Counter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
+
+from model.ranks import ranks as between
 
 # by the op's name without its overload; `index` and the like by their arguments
 READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "allclose", "bincount"}
@@ -41,6 +44,7 @@ class Recorder(TorchDispatchMode):
         self.calls = []  # ATen: func, args, kwargs, outputs that are no views of inputs
         self.names = Counter()  # of ATen ops that do work on the device
         self.kernels = Counter()
+        self.exchanges = Counter()
         self.busy = False  # inside of Triton's interpreter, whose calls are no part of the record
 
     @classmethod
@@ -76,10 +80,29 @@ class Recorder(TorchDispatchMode):
         self.kernels[kernel.fn.__name__] += 1
         self.calls.append(("launch", kernel, args, grid, kwargs, None))
 
+    def exchanging(self, name, exchange):
+        """The same exchange, recorded."""
+
+        def exchanged(*args, **kwargs):
+            self.exchanges[name] += 1
+            self.calls.append(("exchange", exchange, args, kwargs, None, None))
+            self.busy = True
+            try:
+                exchange(*args, **kwargs)
+            finally:
+                self.busy = False
+
+        return exchanged
+
     @contextlib.contextmanager
     def recording(self):
         """Record what happens inside."""
-        run, tolist = interpreter.InterpretedFunction.run, Tensor.tolist
+        run, tolist, gather, reduce = (
+            interpreter.InterpretedFunction.run,
+            Tensor.tolist,
+            between._gather,
+            dist.all_reduce,
+        )
 
         def noted(kernel, *args, grid, warmup, **kwargs):
             assert not callable(grid), "a grid of a function"
@@ -94,11 +117,13 @@ class Recorder(TorchDispatchMode):
             raise HostRead("tolist")
 
         interpreter.InterpretedFunction.run, Tensor.tolist = noted, refused
+        between._gather, dist.all_reduce = self.exchanging("gather", gather), self.exchanging("reduce", reduce)
         try:
             with self:
                 yield self
         finally:
             interpreter.InterpretedFunction.run, Tensor.tolist = run, tolist
+            between._gather, dist.all_reduce = gather, reduce
 
     @torch.inference_mode()
     def replay(self):
@@ -108,6 +133,9 @@ class Recorder(TorchDispatchMode):
                 what.run(*args, grid=grid, warmup=False, **kwargs)
                 continue
             args, kwargs, out, fresh = rest
+            if name == "exchange":
+                what(*args, **kwargs)
+                continue
             if name in UNFILLED:
                 for x in fresh:
                     poison(x)

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels.formats import rows_reference as stored
 from kernels.formats.groups import INDEX_GROUP, KV_GROUP
-from kernels.formats.stored import Rounding, Rows, Window
+from kernels.formats.stored import Rounding, Rows, TokenRing
 from kernels.norm.reference import rms_norm
 from kernels.quantise.reference import hadamard, simulate_fp4, simulate_fp8
 from kernels.rope.reference import angles, rotate
@@ -22,8 +22,8 @@ def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Te
     kv, gate
         [n, r, d] float32; `gate` holds the position bias already.
     previous_kv, previous_gate
-        [n, r, d] float32, or None where windows do not overlap (HCA). A gate of -inf takes a token out: the first
-        window has no predecessor.
+        [n, r, d] float32, or None where there is no window before: windows do not overlap (HCA), or it is the first.
+        A gate of -inf takes a token out.
 
     Returns
     -------
@@ -46,8 +46,9 @@ def pool_scratch(tokens: int, width: int, series: int) -> int:
 def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer: five ops, the state and the cache)
     kv: Tensor,
     gate: Tensor,
-    window: Window,
+    ring: TokenRing,
     first: int | Tensor,
+    ratio: int,
     norm: Tensor,
     eps: float,
     freqs: Tensor,
@@ -55,7 +56,7 @@ def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer: five ops, the stat
     rows: Rows,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Take t tokens, write the entries ``first // ratio .. (first + t) // ratio - 1`` and keep the rest in `window`.
+    """Take t tokens, write the entries ``first // ratio .. (first + t) // ratio - 1``, and the tokens into `ring`.
 
     Equation: entry e pools, channel by channel, the tokens of its window, ``e ratio .. (e + 1) ratio - 1``; where
     windows overlap, their second series (own) and the first series (next) of the tokens of the window before
@@ -66,10 +67,13 @@ def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer: five ops, the stat
     ----------
     kv, gate
         [t, series * width] float32, of the tokens at positions ``first ..``; `gate` holds the position bias.
-    window
-        The state after the tokens before `first`; overwritten.
+    ring
+        Of the tokens before `first`, at least ``series * ratio - 1``; the rows of these t, or the last of them, are
+        overwritten.
     first
         Position of the first token, or [] int64 on the device.
+    ratio
+        Tokens of a window.
     norm, eps
         [width] float32 and the eps of the norm.
     freqs
@@ -87,32 +91,27 @@ def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer: five ops, the stat
         [n, width] in `dtype`, the entries that were stored.
 
     """
-    first = int(first)
-    ratio, width = window.kv.shape[0], norm.shape[0]
-    start = first // ratio * ratio  # of the open window
-    count = (first + kv.shape[0]) // ratio - first // ratio
-    kept = slice(0, first - start)
-    kv, gate = torch.cat((window.kv[kept], kv)), torch.cat((window.gate[kept], gate))
-    closed = count * ratio
-    if count:
-        kvs, gates = (x[:closed].unflatten(0, (count, ratio)) for x in (kv, gate))
-        before: tuple[Tensor | None, Tensor | None] = (None, None)
-        if len(window.previous_kv) > 0:
-            series = zip((kvs, gates), (window.previous_kv, window.previous_gate), strict=True)
-            before_kv, before_gate = (torch.cat((last[None], x[:-1, :, :width])) for x, last in series)
-            before = before_kv, before_gate
-            window.previous_kv.copy_(kvs[-1, :, :width])
-            window.previous_gate.copy_(gates[-1, :, :width])
-        entries = rms_norm(pool(kvs[..., -width:], gates[..., -width:], *before).to(dtype), norm, eps)
-        positions = torch.arange(start, start + closed, ratio, device=kv.device)
-        entries = rotate(entries, *angles(positions, freqs))
-        entries = _rounded(entries, rounding, 2 * freqs.shape[0])
-        stored.write(rows, start // ratio, entries)
-        kept = slice(0, 0)
-    else:
-        entries = kv.new_empty(0, width, dtype=dtype)
-    window.kv[kept.stop : len(kv) - closed] = kv[closed:][kept.stop :]
-    window.gate[kept.stop : len(kv) - closed] = gate[closed:][kept.stop :]
+    first, (t, columns), width = int(first), kv.shape, norm.shape[0]
+    series, begin, end = columns // width, first // ratio, (first + t) // ratio
+    oldest = (begin - series + 1) * ratio  # of the tokens that entry `begin` pools; before position 0 there is none
+    before = torch.arange(oldest, first, device=kv.device)
+    row = before % ring.kv.shape[0]
+    none = (before < 0)[:, None]
+    known_kv = torch.cat((ring.kv[row].masked_fill(none, 0), kv))
+    known_gate = torch.cat((ring.gate[row].masked_fill(none, -torch.inf), gate))
+    last = torch.arange(t, device=kv.device)[-ring.kv.shape[0] :]
+    for part, new in zip(ring, (kv, gate), strict=True):
+        part[(first + last) % part.shape[0]] = new[last]
+    if begin == end:
+        return kv.new_empty(0, width, dtype=dtype)
+    windows = (end - begin + series - 1, ratio)
+    kvs, gates = (x[: windows[0] * ratio].unflatten(0, windows) for x in (known_kv, known_gate))
+    own = kvs[series - 1 :, :, -width:], gates[series - 1 :, :, -width:]
+    previous = (kvs[:-1, :, :width], gates[:-1, :, :width]) if series == 2 else (None, None)
+    entries = rms_norm(pool(*own, *previous).to(dtype), norm, eps)
+    positions = torch.arange(begin, end, device=kv.device) * ratio
+    entries = _rounded(rotate(entries, *angles(positions, freqs)), rounding, 2 * freqs.shape[0])
+    stored.write(rows, begin, entries)
     return entries
 
 

@@ -1,9 +1,8 @@
 """The compressor's tail: a program pools, norms, rotates, rounds and stores one entry, whose row stays in registers.
 
-What is read and what is overwritten. A program reads the open window of the state and the series before it, and
-`_advance` overwrites both. Fewer tokens than a window close one at most: one program does all, and what it overwrites
-it has read. More take a second launch for the state: the program of another entry may yet have to read the window that
-the first one closes, and a second copy of the state would move with every call, which a captured graph cannot follow.
+What is read and what is overwritten. A program reads the tokens that its entry pools, from the ring those before the
+call. Where the ring has room for the call's tokens beside these, each program writes the rows of its own window, and no
+program reads a row that another one writes. More tokens take a second launch for the ring.
 """
 
 import torch
@@ -11,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.formats.stored import Fp4Keys, Fp8Entries, Fp8Keys, Rounding, Rows, Window
+from kernels.formats.stored import Fp4Keys, Fp8Entries, Fp8Keys, Rounding, Rows, TokenRing
 from kernels.formats.triton import (
     E2M1_LARGEST,
     E4M3_LARGEST,
@@ -38,12 +37,12 @@ _KEY: tl.constexpr = tl.constexpr(2.0**-126)  # the smallest scale of a key
 
 @triton.jit
 def _pooled(
-    kv, gate, old_kv, old_gate, previous_kv, previous_gate, first, entry, width,
-    RATIO: tl.constexpr, SERIES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    kv, gate, ring_kv, ring_gate, first, entry, width,
+    RATIO: tl.constexpr, SERIES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Pool entry `entry`: [BLOCK] fp32. A softmax per channel over tiles of tokens, rescaled as the maximum grows."""
     column = tl.arange(0, BLOCK)[None, :]
-    start = first // RATIO * RATIO  # of the open window
+    columns = SERIES * width
     largest = tl.full([BLOCK], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([BLOCK], tl.float32)
@@ -53,17 +52,13 @@ def _pooled(
         own = token >= RATIO * (SERIES - 1)
         position = (entry - SERIES + 1) * RATIO + token
         new = position >= first
-        old = (position >= start) & (position < first)
-        before = position < start
-        from_new = (position - first) * (SERIES * width) + tl.where(own, (SERIES - 1) * width, 0) + column
-        from_old = (token % RATIO) * (SERIES * width) + tl.where(own, (SERIES - 1) * width, 0) + column
+        old = (position >= 0) & (position < first)  # before position 0 there is no token: its gate is -inf
+        source = tl.where(own, (SERIES - 1) * width, 0) + column
+        from_new, from_ring = (position - first) * columns + source, position % ROWS * columns + source
         g = tl.load(gate + from_new, inside & new, float("-inf"))
         v = tl.load(kv + from_new, inside & new, 0.0)
-        g = tl.where(old, tl.load(old_gate + from_old, inside & old, float("-inf")), g)
-        v = tl.where(old, tl.load(old_kv + from_old, inside & old, 0.0), v)
-        if SERIES == 2:
-            g = tl.where(before, tl.load(previous_gate + token * width + column, inside & before, float("-inf")), g)
-            v = tl.where(before, tl.load(previous_kv + token * width + column, inside & before, 0.0), v)
+        g = tl.where(old, tl.load(ring_gate + from_ring, inside & old, float("-inf")), g)
+        v = tl.where(old, tl.load(ring_kv + from_ring, inside & old, 0.0), v)
         grown = tl.maximum(largest, tl.max(g, 0))
         shift = tl.where(grown == float("-inf"), 0.0, grown)  # a tile of tokens that are all taken out weighs 0
         weight = tl.exp(g - shift[None, :])
@@ -134,80 +129,62 @@ def _stored(
 
 
 @triton.jit
-def _advanced(
-    kv, gate, old_kv, old_gate, previous_kv, previous_gate, first, t, width, begin,
-    RATIO: tl.constexpr, SERIES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+def _kept(
+    kv, gate, ring_kv, ring_gate, first, low, high, columns, begin,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Columns ``begin .. begin + BLOCK - 1`` of the state after t more tokens."""
-    columns = SERIES * width
+    """Columns ``begin .. begin + BLOCK - 1`` of the ring after the tokens at positions ``low .. high - 1``."""
     column = begin + tl.arange(0, BLOCK)[None, :]
-    row = tl.arange(0, TOKENS)[:, None]
-    end = first + t
-    start = end // RATIO * RATIO  # of the window that stays open
-    if SERIES == 2 and start > first:  # and the one before it was closed now
-        for low in range(0, RATIO, TOKENS):
-            token = low + row
-            inside = (token < RATIO) & (column < width)
-            position = start - RATIO + token
-            new, old = inside & (position >= first), inside & (position < first)
-            source, kept_at = (position - first) * columns + column, token * columns + column
-            v = tl.where(new, tl.load(kv + source, new, 0.0), tl.load(old_kv + kept_at, old, 0.0))
-            g = tl.where(new, tl.load(gate + source, new, 0.0), tl.load(old_gate + kept_at, old, 0.0))
-            tl.store(previous_kv + token * width + column, v, inside)
-            tl.store(previous_gate + token * width + column, g, inside)
-        tl.debug_barrier()  # every thread has read what is overwritten below
-    low = tl.maximum(start, first)
-    for token in range(low, end, TOKENS):
-        position = token + row
-        inside = (position < end) & (column < columns)
-        source, kept_at = (position - first) * columns + column, (position - start) * columns + column
-        tl.store(old_kv + kept_at, tl.load(kv + source, inside), inside)
-        tl.store(old_gate + kept_at, tl.load(gate + source, inside), inside)
+    for token in range(low, high, TOKENS):
+        position = token + tl.arange(0, TOKENS)[:, None]
+        inside = (position < high) & (column < columns)
+        source, place = (position - first) * columns + column, position % ROWS * columns + column
+        tl.store(ring_kv + place, tl.load(kv + source, inside), inside)
+        tl.store(ring_gate + place, tl.load(gate + source, inside), inside)
 
 
 @triton.jit(do_not_specialize=["t"])
 def _compress(
-    kv, gate, old_kv, old_gate, previous_kv, previous_gate, first, norm, freqs, values, rope, scales, out,
+    kv, gate, ring_kv, ring_gate, first, norm, freqs, values, rope, scales, out,
     t, width, rope_width, scale_width, eps, half, shrink,
-    RATIO: tl.constexpr, SERIES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, LOG: tl.constexpr,
-    ROUNDING: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr, ALONE: tl.constexpr, UPCAST: tl.constexpr,
+    RATIO: tl.constexpr, SERIES: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    LOG: tl.constexpr, ROUNDING: tl.constexpr, FORM: tl.constexpr, DTYPE: tl.constexpr, FEW: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Entry ``first // ratio + program``, if it is closed; ALONE: there is no other program, and this one advances."""
+    """Entry ``first // ratio + program``, if it is closed; FEW: and the ring's rows of the tokens of its window."""
     position = tl.load(first)
     entry = position // RATIO + tl.program_id(0)
     if (entry + 1) * RATIO <= position + t:
         x = _pooled(
-            kv, gate, old_kv, old_gate, previous_kv, previous_gate, position, entry, width, RATIO, SERIES, TOKENS,
-            BLOCK,
+            kv, gate, ring_kv, ring_gate, position, entry, width, RATIO, SERIES, ROWS, TOKENS, BLOCK
         )  # fmt: skip
         x = _finished(x, norm, freqs, entry * RATIO, width, eps, half, shrink, BLOCK, LOG, ROUNDING, DTYPE, UPCAST)
         _stored(x, values, rope, scales, entry, width, rope_width, scale_width, BLOCK, FORM, UPCAST)
         column = tl.arange(0, BLOCK)
         place = tl.program_id(0).to(tl.int64) * width + column
         tl.store(out + place, rounded(x, out.dtype.element_ty, UPCAST), column < width)
-    if ALONE:
-        tl.debug_barrier()  # every thread has read what is overwritten below
+    if FEW:
+        low, high = tl.maximum(entry * RATIO, position), tl.minimum((entry + 1) * RATIO, position + t)
         for begin in range(0, SERIES * width, BLOCK):
-            _advanced(
-                kv, gate, old_kv, old_gate, previous_kv, previous_gate, position, t, width, begin,
-                RATIO, SERIES, TOKENS, BLOCK,
+            _kept(
+                kv, gate, ring_kv, ring_gate, position, low, high, SERIES * width, begin, ROWS, TOKENS, BLOCK
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["t"])
-def _advance(
-    kv, gate, old_kv, old_gate, previous_kv, previous_gate, first, t, width,
-    RATIO: tl.constexpr, SERIES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+def _keep(
+    kv, gate, ring_kv, ring_gate, first, t, columns, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program has columns of its own: of the last series it reads the first, before it overwrites them."""
-    _advanced(
-        kv, gate, old_kv, old_gate, previous_kv, previous_gate, tl.load(first), t, width, tl.program_id(0) * BLOCK,
-        RATIO, SERIES, TOKENS, BLOCK,
+    """Columns of the ring after t more tokens, of which it takes the last."""
+    position = tl.load(first)
+    low, begin = position + tl.maximum(t - ROWS, 0), tl.program_id(0) * BLOCK
+    _kept(
+        kv, gate, ring_kv, ring_gate, position, low, position + t, columns, begin, ROWS, TOKENS, BLOCK
     )  # fmt: skip
 
 
 def compress(
-    kv: Tensor, gate: Tensor, window: Window, first: int | Tensor, norm: Tensor, eps: float, freqs: Tensor,
+    kv: Tensor, gate: Tensor, ring: TokenRing, first: int | Tensor, ratio: int, norm: Tensor, eps: float, freqs: Tensor,
     rounding: Rounding, rows: Rows, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """Take t tokens and write the entries that they close: `kernels.compress.reference.compress`.
@@ -215,17 +192,19 @@ def compress(
     `first` may be a tensor, [] int64 on the device. Whether the entries fit the cache is then for the caller to see to,
     and of the rows returned, ``t // ratio + 1``, those of windows that are not closed hold anything.
     """
-    (t, columns), (ratio, width) = kv.shape, (window.kv.shape[0], norm.shape[0])
-    series = 2 if len(window.previous_kv) > 0 else 1
+    (t, columns), width = kv.shape, norm.shape[0]
+    series, held = columns // width, ring.kv.shape[0]
     rope = 2 * freqs.shape[0]
-    assert columns == window.kv.shape[1] == series * width, f"{columns} columns, want {series} x {width}"
+    assert columns == ring.kv.shape[1] == series * width, f"{columns} columns, want 1 or 2 x {width}"
+    assert series in {1, 2}, f"{series} series of {width} columns"
+    assert held >= series * ratio, f"a ring of {held} tokens, an entry reads {series * ratio}"
     assert dtype in {torch.float32, torch.bfloat16}, f"a run in {dtype}"
     assert rope <= width, f"{rope} columns to rotate, of {width}"
     assert width % 2 == 0, f"{width} columns"
     assert rounding != "kv" or (width - rope) % 64 == 0, f"{width - rope} columns are no multiple of 64"
     assert rounding != "index" or (width >= 32 and width & (width - 1) == 0), f"{width} is no power of two from 32 on"
     assert rows.shape[1] == width, f"rows of {rows.shape[1]}, want {width}"
-    assert all(part.is_contiguous() for part in window), "the state is written in place"
+    assert all(part.is_contiguous() for part in ring), "the ring is written in place"
     if not isinstance(first, Tensor):
         assert (first + t) // ratio <= rows.shape[0], f"{rows.shape[0]} rows for {first + t} tokens"
     count = t // ratio + 1 if isinstance(first, Tensor) else (first + t) // ratio - first // ratio
@@ -234,20 +213,21 @@ def compress(
     if not t:
         return out[:0]
     values, tail, scales, form = planes(rows)
-    state = kv.contiguous(), gate.contiguous(), *window, first
+    state = kv.contiguous(), gate.contiguous(), *ring, first
     tile = min(TOKENS, triton.next_power_of_2(ratio * series))
     block = max(64 if rounding == "kv" or isinstance(rows, Fp8Entries) else 32, triton.next_power_of_2(width))
-    sizes = {"RATIO": ratio, "SERIES": series, "TOKENS": tile}
+    few = t <= held - series * ratio + 1  # no row that an entry of this call reads is written
+    sizes = {"RATIO": ratio, "SERIES": series, "ROWS": held, "TOKENS": tile}
     constants = {"BLOCK": block, "LOG": block.bit_length() - 1, "ROUNDING": _ROUNDINGS[rounding], "FORM": form}
-    constants |= {"DTYPE": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "ALONE": t < ratio}
-    _compress[(t // ratio + 1,)](
+    constants |= {"DTYPE": tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, "FEW": few}
+    _compress[(triton.cdiv(t - 1, ratio) + 1,)](  # windows of t tokens, wherever in one they begin
         *state, norm, freqs, values, tail, scales, out, t, width, tail.shape[-1], scales.shape[-1], eps, rope // 2,
         width**-0.5, **sizes, **constants, UPCAST=UPCAST,
         num_warps=8 if tile * block > 2048 else 4, enable_fp_fusion=False,
     )  # fmt: skip
-    if t >= ratio:
-        _advance[(triton.cdiv(columns, COLUMNS),)](
-            *state, t, width, **sizes, BLOCK=COLUMNS, num_warps=4, enable_fp_fusion=False
+    if not few:
+        _keep[(triton.cdiv(columns, COLUMNS),)](
+            *state, t, columns, ROWS=held, TOKENS=tile, BLOCK=COLUMNS, num_warps=4, enable_fp_fusion=False
         )
     return out[:count]
 

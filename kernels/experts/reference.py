@@ -158,9 +158,16 @@ class Experts(_Parts):
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert, tokens, slots in by_expert(ids, members(w1)):
             one, three, two = (member(w, expert) for w in (w1, w3, w2))
-            a = self.up(x[tokens], weights[tokens, slots], one, three, limit, deployed=deployed)
-            out.index_add_(0, tokens, self.product(a, two, deployed=deployed).float())
+            found = self.one(x[tokens], weights[tokens, slots], one, three, two, limit, deployed=deployed)
+            out.index_add_(0, tokens, found.float())
         return out
+
+    def one(
+        self, x: Tensor, weights: Tensor, w1: Weight, w3: Weight, w2: Weight, limit: float, *, deployed: bool
+    ) -> Tensor:
+        """Both halves of one expert, of its tokens [n, hidden]: [n, hidden]."""
+        a = self.up(x, weights, w1, w3, limit, deployed=deployed)
+        return self.product(a, w2, deployed=deployed)
 
 
 experts = Experts(linear, swiglu, simulate_fp8)

@@ -274,16 +274,15 @@ class CodebookValues(NamedTuple):
     largest: Tensor  # [heads, d] float16
 
 
-class Window(NamedTuple):
-    """The open window of a compressor, and where windows overlap the first series of the last closed one.
+class TokenRing(NamedTuple):
+    """What a compressor keeps of the last tokens: the token at position p lies in row ``p % rows``.
 
-    The token at position p lies in row ``p % ratio``. Rows that no token of the open window fills mean nothing.
+    A row is written by its token alone, so that going back to an earlier position needs nothing but that position.
+    There are at least as many rows as an entry reads, and as many more as tokens can be taken back.
     """
 
-    kv: Tensor  # [ratio, series * width] float32; two series, [next | own], where windows overlap, else one
-    gate: Tensor  # [ratio, series * width] float32
-    previous_kv: Tensor  # [ratio, width] float32; 0 rows where windows do not overlap
-    previous_gate: Tensor  # as previous_kv; -inf before the first window is closed
+    kv: Tensor  # [rows, series * width] float32; two series, [next | own], where windows overlap, else one
+    gate: Tensor  # [rows, series * width] float32, the position bias included
 
 
 Rounding = Literal["none", "kv", "index"]  # of what enters a cache: `kernels.compress.reference`

@@ -1,9 +1,10 @@
 """Causal GQA in tiles: memory does not grow with the context.
 
-Tokens are taken a few at a time. For these, positions arrive in tiles, from the oldest on, and are folded into a
-running softmax (peak, total, accumulator, all fp32): no logits and no fp32 copies of keys and values beyond one tile
-ever exist. A token's result depends on the tiles it fell into by rounding alone. Positions that no token of a tile may
-see are not read, whatever they hold; NaN in any other reaches every token of the tile, which may be more than saw it.
+Tokens are taken a few at a time, and one at a time where a call has few. For these, positions arrive in tiles, from the
+oldest on, and are folded into a running softmax (peak, total, accumulator, all fp32): no logits and no fp32 copies of
+keys and values beyond one tile ever exist. A token's result depends on the tiles it fell into by rounding alone.
+Positions that no token of a tile may see are not read, whatever they hold; NaN in any other reaches every token of the
+tile, which may be more than saw it.
 """
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from kernels.softmax import Softmax
 
+FEW = 8  # tokens up to which each has a tile of its own, and so the bits that it has alone: a draft and its rows
 ROWS = 1024  # (token, query head) pairs per tile
 LOGITS = 1 << 19  # numbers in a tile of logits: 2 MiB
 KEYS = 1 << 19  # numbers in a tile of keys, and as many in one of values: 2 MiB each
@@ -23,7 +25,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, window: int | No
     assert heads % kv_heads == 0, f"{heads} query heads for {kv_heads} heads of keys"
     assert keys.shape[1] >= first + t, f"{keys.shape[1]} rows do not hold positions up to {first + t - 1}"
     out = torch.empty_like(q)
-    tokens = max(1, ROWS // heads)
+    tokens = 1 if t <= FEW else max(1, ROWS // heads)
     for start in range(0, t, tokens):
         stop = min(start + tokens, t)
         out[start:stop] = _attend_tokens(q[start:stop], keys, values, first + start, window)
@@ -32,7 +34,7 @@ def attend(q: Tensor, keys: Tensor, values: Tensor, first: int, window: int | No
 
 def attend_scratch(tokens: int, heads: int, kv_heads: int, d: int, context: int, item: int) -> int:
     """Bytes alive at most in `attend` to so many positions, the result included: queries and sums, and a tile."""
-    rows = min(tokens, max(1, ROWS // heads))
+    rows = 1 if tokens <= FEW else min(tokens, max(1, ROWS // heads))
     queries, tile = rows * heads * d * 4, min(context, tile_length(rows, heads, kv_heads, d))
     widened = 0 if item == 4 else 2 * kv_heads * tile * d * 4
     return tokens * heads * d * item + 2 * queries + max(queries, widened + rows * tile * (heads * 4 + 3))

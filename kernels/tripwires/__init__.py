@@ -1,1 +1,1 @@
-"""What must never happen, measured on the device: for calls that a CUDA graph holds."""
+"""What must never happen and what ranks must agree on, measured on the device."""

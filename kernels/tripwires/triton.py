@@ -8,6 +8,7 @@ compared as bits, where NaN is the largest of all.
 
 from typing import Any, Final, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,8 +17,10 @@ from kernels.compress.triton import planes
 from kernels.formats.stored import Rows
 from kernels.formats.triton import e2m1, e4m3, e8m0
 from kernels.formats.triton_rounding import UPCAST, rounded, widened
+from kernels.tripwires.reference import ADDED, FACTOR, mark, words
 
 SPAN: Final = 1 << 14  # numbers of a sum, at most: a program adds them up alone
+WORDS: Final = 1024  # of a program of a checksum
 
 
 @triton.jit
@@ -138,6 +141,27 @@ class Measure(NamedTuple):
     cells: int  # that it fills
     given: tuple[Any, ...]  # tensors, which must stay as they are until it runs, and sizes
     how: tuple[int, ...]  # constants
+
+
+@triton.jit(do_not_specialize=["n", "first", "cell"])
+def _checksum(given, sums, cell, n, first, ADDED: tl.constexpr, FACTOR: tl.constexpr, BLOCK: tl.constexpr):
+    """Add up this program's words; sums of integers that wrap around do not depend on who comes first."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(given + place, place < n, 0).to(tl.int64) + tl.full([BLOCK], ADDED, tl.int64)
+    total = tl.sum(tl.where(place < n, word * ((place + 1) * tl.full([BLOCK], FACTOR, tl.int64) | 1), 0), 0)
+    tl.atomic_add(sums + cell, total + tl.where(tl.program_id(0) == 0, first, 0))
+
+
+def checksums(tensors: list[Tensor]) -> Tensor:
+    """A launch for each: `kernels.tripwires.reference.checksums`."""
+    sums = torch.zeros(len(tensors), dtype=torch.int64, device=tensors[0].device)
+    for cell, x in enumerate(tensors):
+        given = words(x)
+        _checksum[(max(1, triton.cdiv(len(given), WORDS)),)](
+            given, sums, cell, len(given), mark(x), ADDED=ADDED, FACTOR=FACTOR, BLOCK=WORDS, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return sums
 
 
 def columns(comb: Tensor) -> Measure:

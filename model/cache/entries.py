@@ -52,6 +52,11 @@ class Entries:
         """Note that a captured call has written the next row; CapacityError where there is none."""
         self.count = self._room_for(1)
 
+    def rewind(self, position: int, end: int) -> None:
+        """Forget the rows of windows that tokens from `position` on have closed."""
+        del end
+        self.count = position // self.ratio
+
     def view(self) -> Rows:
         """Return the filled rows as views, [count, d]."""
         return rows.first(self.data, self.count)

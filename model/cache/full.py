@@ -23,6 +23,9 @@ class Positions:
             raise CapacityError(f"cache of {capacity} positions cannot take position {stop - 1}")
         self.data[:, first:stop] = new.transpose(0, 1)
 
+    def rewind(self, position: int, end: int) -> None:
+        """Forget the last tokens: rows are read up to the position, and overwritten from there on."""
+
     def nbytes(self) -> int:
         """Bytes allocated."""
         return self.data.nbytes

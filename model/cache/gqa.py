@@ -112,6 +112,11 @@ class GqaCache(Components, ABC):
         del first
         return [] if self.position == position else [Stand("attention.kv", position, self.position, position)]
 
+    def rewind(self, position: int, end: int) -> None:
+        """Forget the tokens at positions ``position .. end - 1``, the last ones."""
+        super().rewind(position, end)
+        self.position = position
+
     def saved(self, position: int) -> Iterator[tuple[str, Tensor]]:
         """One after the other, what a saved state needs, of all heads."""
         places = self._by_head()

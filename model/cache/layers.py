@@ -84,6 +84,15 @@ class Component(Protocol):
 
 
 @runtime_checkable
+class Rewindable(Component, Protocol):
+    """A buffer out of which its last tokens can be taken again."""
+
+    def rewind(self, position: int, end: int) -> None:
+        """Forget the tokens at positions ``position .. end - 1``, the last ones it was given."""
+        ...
+
+
+@runtime_checkable
 class Banked(Component, Protocol):
     """A buffer of bounded size, which can tell what became of the tokens or entries that it was given."""
 
@@ -122,6 +131,16 @@ class Components:
             for name, value in part.stats().items()
         }
 
+    def irreversible(self) -> list[str]:
+        """Components that cannot forget what they were given last."""
+        return [name for name, component in self.components.items() if not isinstance(component, Rewindable)]
+
+    def rewind(self, position: int, end: int) -> None:
+        """Forget the tokens at positions ``position .. end - 1``, the last ones, of a cache with room for that."""
+        for component in self.components.values():
+            assert isinstance(component, Rewindable), f"{type(component).__name__}: see irreversible"
+            component.rewind(position, end)
+
     def tensors(self, position: int) -> dict[str, Tensor]:
         """Return what a saved state needs, by ``component.part``."""
         return dict(self.saved(position))
@@ -154,10 +173,17 @@ class LayerCache(Components):
     """The cache of a V4 layer; this class itself is that of an SWA layer, which remembers its window alone."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, max_context: int, chunk: int, formats: CacheFormats, device: torch.device
+        self,
+        config: ModelConfig,
+        layer: int,
+        max_context: int,
+        chunk: int,
+        formats: CacheFormats,
+        device: torch.device,
+        rewind: int = 0,
     ) -> None:
         del layer, max_context  # a window depends on neither
-        self.ring = WindowRing(config.sliding_window, chunk, config.head_dim, formats.dtype, device)
+        self.ring = WindowRing(config.sliding_window, chunk, config.head_dim, formats.dtype, device, rewind)
         super().__init__({"window": self.ring})
 
     def write(self, call: Call, kv: Tensor) -> None:
@@ -180,11 +206,11 @@ class LayerCache(Components):
         """The ring lacks a position, or a closed window has no row."""
         found = self.ring_stands(position, first)
         for site, frontier, rows, _ in self.compressed():
-            closed, opened = divmod(position, frontier.ratio)
+            closed = position // frontier.ratio
             if rows.count != closed:
                 found.append(Stand(f"{site}, rows", position, rows.count, closed))
-            if frontier.filled != opened:
-                found.append(Stand(f"{site}, open window", position, frontier.filled, opened))
+            if frontier.position != position:
+                found.append(Stand(f"{site}, tokens", position, frontier.position, position))
         return found
 
     def evict(self) -> None:
@@ -196,7 +222,7 @@ class LayerCache(Components):
         for _, frontier, rows, _ in self.compressed():
             assert isinstance(rows, Entries), f"a captured call writes no {type(rows).__name__}"
             frontier.advance()
-            if not frontier.filled:
+            if frontier.position % frontier.ratio == 0:
                 rows.advance()
 
 
@@ -206,9 +232,16 @@ class HcaCache(LayerCache):
     overlap = False
 
     def __init__(
-        self, config: ModelConfig, layer: int, max_context: int, chunk: int, formats: CacheFormats, device: torch.device
+        self,
+        config: ModelConfig,
+        layer: int,
+        max_context: int,
+        chunk: int,
+        formats: CacheFormats,
+        device: torch.device,
+        rewind: int = 0,
     ) -> None:
-        super().__init__(config, layer, max_context, chunk, formats, device)
+        super().__init__(config, layer, max_context, chunk, formats, device, rewind)
         ratio = config.ratio(layer)
         n, d, rope = max_context // ratio, config.head_dim, config.qk_rope_head_dim
         self.entries: AnyEntries
@@ -223,7 +256,7 @@ class HcaCache(LayerCache):
                 self.entries = Entries(ratio, coded_rows.allocate(n, d, bits, device, SIGNS))
             case _:
                 self.entries = Entries(ratio, formats.entry_rows(n, d, rope, device))
-        self.frontier = Frontier(ratio, config.head_dim, overlap=self.overlap, device=device)
+        self.frontier = Frontier(ratio, config.head_dim, overlap=self.overlap, device=device, rewind=rewind)
         self.components |= {"entries": self.entries, "frontier": self.frontier}
 
     def compressed(self) -> list[Written]:
@@ -241,9 +274,16 @@ class CsaCache(HcaCache):
     overlap = True
 
     def __init__(
-        self, config: ModelConfig, layer: int, max_context: int, chunk: int, formats: CacheFormats, device: torch.device
+        self,
+        config: ModelConfig,
+        layer: int,
+        max_context: int,
+        chunk: int,
+        formats: CacheFormats,
+        device: torch.device,
+        rewind: int = 0,
     ) -> None:
-        super().__init__(config, layer, max_context, chunk, formats, device)
+        super().__init__(config, layer, max_context, chunk, formats, device, rewind)
         ratio, width = config.ratio(layer), config.index_head_dim
         n = max_context // ratio
         self.keys: AnyKeys
@@ -254,7 +294,7 @@ class CsaCache(HcaCache):
                 self.keys = Entries(ratio, coded_rows.allocate(n, width, bits, device, SIGNS))
             case _:
                 self.keys = Entries(ratio, formats.key_rows(n, width, device))
-        self.key_frontier = Frontier(ratio, config.index_head_dim, overlap=True, device=device)
+        self.key_frontier = Frontier(ratio, config.index_head_dim, overlap=True, device=device, rewind=rewind)
         self.components |= {"indexer_keys": self.keys, "indexer_frontier": self.key_frontier}
 
     def compressed(self) -> list[Written]:

@@ -49,10 +49,10 @@ class LlamaTransformer:
         """Where the weights are, and so where state and tokens must be."""
         return self.embedding.weight.device
 
-    def new_state(self, max_context: int, chunk: int, prompt: int | None = None) -> State:
+    def new_state(self, max_context: int, chunk: int, prompt: int | None = None, *, rewind: int = 0) -> State:
         """Return an empty state, see `State`: `prompt` must be given where a layer is `shard`."""
         formats, heads = self.arithmetic.formats, kv_heads(self.arithmetic.ranks)
-        state = State(self.config, max_context, chunk, formats, self.device, prompt, heads)
+        state = State(self.config, max_context, chunk, formats, self.device, prompt, heads, rewind)
         for cache, adapter in zip(state.layers, self.adapters, strict=True):
             if isinstance(cache, CodaLayer) and adapter is not None and adapter.eta_logit is not None:
                 cache.learnt(adapter.eta_logit)

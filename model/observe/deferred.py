@@ -14,6 +14,7 @@ from kernels.tripwires import triton as tripwires
 from model.errors import Tripwire
 from model.observe import invariants
 from model.observe.sites import Site
+from model.ranks.ranks import Left
 
 CELLS: Final = 32  # a layer's measures at most, and those outside of layers; see `model.observe.observer`
 FINITE: Final = 3.5e38  # beyond every fp32 number
@@ -45,11 +46,13 @@ class Deferred:
     def __init__(self, layers: int, device: torch.device) -> None:
         self.values = torch.zeros(CELLS * (layers + 1), dtype=torch.float32, device=device)
         self._made: list[_Measure] = []
+        self.left = Left(tripwires.checksums)  # what ranks have to agree on
         self._waiting: list[tripwires.Measure] = []  # those of the last ones that were made which have not run
 
     def begin(self) -> None:
         """Begin a call."""
         self._made.clear()
+        self.left = Left(tripwires.checksums)
         self._waiting.clear()
 
     def end(self) -> None:

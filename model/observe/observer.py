@@ -178,7 +178,7 @@ class Observer:
     def passes(self, point: Point, part: Any, given: tuple[Any, ...], out: Any) -> Any:
         """Look at what a method returned."""
         if self.ranks.size > 1 and point.begins and self.call is not None and self.call.count > KEPT:
-            self.ranks.verify()  # what the last layer left: of a long call it is not kept longer
+            self.ranks.verify(wait=False)  # what the last layer left: of a long call it is kept for one more
         for site, place in point.sites:
             x = out if place.output < 0 else out[place.output]
             if self._listeners and x is not None and (listeners := self._listeners.get(site)):

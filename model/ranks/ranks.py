@@ -10,23 +10,26 @@ the last bit, where a matrix product does not depend on how many rows it has). T
   trips unless every row was filled exactly once: a replicated tensor that is summed as if it were partial ends the run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels.tripwires.reference import bits, checksums
 from model.choices import ALL, AUTO, OWN, RANK_TOKENS
 from model.errors import RankDisagreement, Tripwire
+from model.ranks.multicast import Multicast
 
-# Tokens per rank from which `auto` splits a call over the ranks: TODO
+# Tokens per rank from which `auto` splits a call over the ranks: before the two ways cost the same on two CPU ranks
+# (audits/rank-tokens.md), because a rank then holds the streams of its own tokens only, and selects for them alone.
 SPLIT_FROM = 64
-# Tokens up to which what a call records is kept until its end and compared in one exchange, not one for each layer: of
-# V4-Pro 57 KB of streams for each token and layer.
+# Tokens up to which what a call records is kept until its end and compared in one exchange; of a longer call, a layer's
+# is compared while the next one runs: of V4-Pro it has 57 KB of streams for each token.
 KEPT = 8
-CHECKED = 1 << 18  # words in a tile of a checksum, whose temporaries are 8 bytes for each
 # One tensor of all ranks' parts; under its name of torch 2.13, or the one that it had before.
 _gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -116,18 +119,46 @@ class _Recorded(NamedTuple):
     tensor: Tensor
 
 
+class _Filled(NamedTuple):
+    """By how many ranks each row was filled: [n] int32, of a `Partial`."""
+
+    site: str
+    layer: int | None
+    ranks: Tensor
+
+
+class _Compared(NamedTuple):
+    """Checksums of what was recorded, of every rank."""
+
+    recorded: list[_Recorded]
+    every: Tensor  # [ranks, recorded] int64, on the host once `arrived`
+    arrived: torch.cuda.Event | None = None  # None: it has
+
+
+@dataclass
+class Left:
+    """What a captured call leaves for `Ranks.look`: its replays write these tensors anew."""
+
+    checksums: Callable[[list[Tensor]], Tensor]  # as that of `kernels.tripwires.reference`
+    filled: list[_Filled] = field(default_factory=list)
+    compared: list[_Compared] = field(default_factory=list)
+
+
 class Ranks:
     """One rank of a run. With one rank in all, nothing here does anything.
 
     All ranks must call the same methods in the same order: each is a collective.
     """
 
-    def __init__(self, group: Group, shards: Shards, tokens: str = AUTO) -> None:
+    def __init__(self, group: Group, shards: Shards, tokens: str = AUTO, multicast: Multicast | None = None) -> None:
         assert tokens in RANK_TOKENS, f"tokens {tokens!r}"
         assert (group.processes is None) == (group.size == 1), f"{group}"
         self.rank, self.size, self.shards, self.asked = group.rank, group.size, shards, tokens
-        self._group = group.processes
+        self._group, self._multicast = group.processes, multicast
+        self.gathers = {"multicast": 0, "collective": 0}  # by what carries them; of a captured call once
         self._recorded: list[_Recorded] = []
+        self._arriving: _Compared | None = None  # what was gathered and nobody has looked at
+        self._left: Left | None = None  # where a captured call leaves what is not looked at while it runs
         self._apart = False
         self.collectives = 0  # entered so far, and which was last: what a watcher sees of this rank
         self.at = "start"
@@ -145,6 +176,24 @@ class Ranks:
         finally:
             self._apart = False
             self.calls.update(calls)
+
+    @contextmanager
+    def leaving(self, left: Left) -> Iterator[None]:
+        """Inside, what ranks must agree on is computed and exchanged; `look` looks at it, after each replay."""
+        self._left = left
+        try:
+            yield
+        finally:
+            self._left = None
+
+    def look(self, left: Left) -> None:
+        """Look at what a captured call left: Tripwire or RankDisagreement, as in a call that is not captured."""
+        if self.size > 1:
+            self._enter("captured call")
+        for filled in left.filled:
+            _check_filled(filled)
+        for compared in left.compared:
+            self._compare(compared._replace(every=compared.every.cpu()))
 
     def tokens(self, count: int) -> AxisShard:
         """Which of a call's `count` tokens this rank has between attentions: all of them, or its own part."""
@@ -234,9 +283,11 @@ class Ranks:
         if self._apart:
             return words[:, :-1].contiguous().view(rows.dtype)
         dist.all_reduce(words, group=self._group)
-        if not bool((words[:, -1] == 1).all()):
-            row = int((words[:, -1] != 1).nonzero()[0])
-            raise Tripwire(site, layer, None, f"row {row} filled by {int(words[row, -1])} ranks", "exactly one")
+        filled = _Filled(site, layer, words[:, -1])
+        if self._left is None:
+            _check_filled(filled)
+        else:
+            self._left.filled.append(filled)
         return words[:, :-1].contiguous().view(rows.dtype)
 
     def of_first(self, x: Tensor) -> Tensor:
@@ -251,19 +302,41 @@ class Ranks:
         if self.size > 1 and not self._apart:
             self._recorded.append(_Recorded(site, layer, tensor))
 
-    def verify(self) -> None:
-        """Compare all that was recorded across ranks, in one exchange; RankDisagreement for the first that differs."""
+    def verify(self, *, wait: bool = True) -> None:
+        """Compare all that was recorded across ranks, in one exchange; RankDisagreement for the first that differs.
+
+        Without `wait` it is looked at in the next `verify`: a GPU has computed the checksums by then, and goes on.
+        """
+        if self._arriving is not None:
+            compared, self._arriving = self._arriving, None
+            if compared.arrived is not None:
+                compared.arrived.synchronize()
+            self._compare(compared)
         if not self._recorded:
             return
         recorded, self._recorded = self._recorded, []
         self._enter("agreement")
-        own = torch.stack([_checksum(one.tensor) for one in recorded])  # [recorded]
-        every = self._gathered(own)
-        differs = every != every[0]  # [ranks, recorded]
+        given = [one.tensor for one in recorded]
+        if self._left is not None:
+            self._left.compared.append(_Compared(recorded, self._gathered(self._left.checksums(given))))
+            return
+        every = self._gathered(checksums(given))
+        if wait:
+            self._compare(_Compared(recorded, every.cpu()))
+            return
+        if every.device.type != "cuda":
+            self._arriving = _Compared(recorded, every)
+            return
+        host = torch.empty(every.shape, dtype=every.dtype, pin_memory=True).copy_(every, non_blocking=True)
+        self._arriving = _Compared(recorded, host, arrived := torch.cuda.Event())
+        arrived.record()
+
+    def _compare(self, compared: _Compared) -> None:
+        differs = compared.every != compared.every[0]  # [ranks, recorded]
         if not bool(differs.any()):
             return
         first = int(differs.any(0).nonzero()[0])
-        self._name_the_value(recorded[first], int(differs[:, first].nonzero()[0]))
+        self._name_the_value(compared.recorded[first], int(differs[:, first].nonzero()[0]))
 
     def _name_the_value(self, one: _Recorded, rank: int) -> None:
         """Fetch the tensor of ranks 0 and `rank` and raise for the first coordinate that differs."""
@@ -272,7 +345,7 @@ class Ranks:
         (here_shape, here), (there_shape, there) = held[0], held[rank]
         if here_shape != there_shape:
             raise RankDisagreement(one.site, one.layer, rank, None, list(here_shape), list(there_shape))
-        differs = (_bits(here).view(here.numel(), -1) != _bits(there).view(here.numel(), -1)).any(1)
+        differs = (bits(here).view(here.numel(), -1) != bits(there).view(here.numel(), -1)).any(1)
         at = tuple(differs.view(here.shape).nonzero()[0].tolist())
         raise RankDisagreement(one.site, one.layer, rank, at, here[at].tolist(), there[at].tolist())
 
@@ -281,7 +354,12 @@ class Ranks:
         if self._apart:
             return own.repeat(self.size, 1)
         every = own.new_empty(self.size, len(own))
-        _gather(every.view(-1), own, group=self._group)
+        if self._multicast is not None and self._multicast.takes(own):
+            self.gathers["multicast"] += 1
+            self._multicast(every.view(-1), own)
+        else:
+            self.gathers["collective"] += 1
+            _gather(every.view(-1), own, group=self._group)
         return every
 
     def _enter(self, what: str) -> None:
@@ -291,17 +369,10 @@ class Ranks:
         self.at = what
 
 
-def _bits(x: Tensor) -> Tensor:
-    return x.contiguous().flatten().view(torch.uint8)
-
-
-def _checksum(x: Tensor) -> Tensor:
-    """A number that any change of shape, values or their order is all but sure to change: [] int64."""
-    bits = _bits(x)
-    words = bits.view(torch.int32) if bits.numel() % 4 == 0 else bits
-    total = torch.full((), hash(tuple(x.shape)) % (1 << 62), device=x.device)  # filled there: nothing is brought over
-    for start in range(0, words.numel(), CHECKED):
-        tile = words[start : start + CHECKED].long()
-        place = torch.arange(start + 1, start + 1 + tile.numel(), device=x.device)
-        total += (tile.add_(0x9E3779B9) * (place * 0x2545F4914F6CDD1D | 1)).sum()  # wraps around
-    return total
+def _check_filled(filled: _Filled) -> None:
+    """Tripwire unless each row was filled by exactly one rank."""
+    if bool((filled.ranks == 1).all()):
+        return
+    row = int((filled.ranks != 1).nonzero()[0])
+    found = f"row {row} filled by {int(filled.ranks[row])} ranks"
+    raise Tripwire(filled.site, filled.layer, None, found, "exactly one")

@@ -93,8 +93,9 @@ class ShardLayer(GqaCache):
         max_context: int,
         dtype: torch.dtype,
         device: torch.device,
+        rewind: int = 0,
     ) -> None:
-        self.shard = ShardCache(shape, shard_settings(variant), prompt, max_context, dtype, device)
+        self.shard = ShardCache(shape, shard_settings(variant), prompt, max_context, dtype, device, rewind)
         super().__init__({"shard": self.shard}, shape.heads)
 
     def attend(self, heads: Heads, first: int, ops: Ops) -> Tensor:
@@ -115,6 +116,7 @@ def grouped_cache(
     context: tuple[int, int | None],
     dtype: torch.dtype,
     device: torch.device,
+    rewind: int,
 ) -> GqaCache:
     """Return the empty cache of one layer.
 
@@ -132,6 +134,8 @@ def grouped_cache(
         needs to.
     dtype, device
         Of what is kept exact, of all buffers.
+    rewind
+        Tokens that can be taken back, where the variant can at all.
 
     """
     max_context, prompt = context
@@ -144,6 +148,6 @@ def grouped_cache(
         case GroupedShard():
             assert window is None, "a sliding window has a full cache"
             assert prompt is not None, "a shard layer must know how long the prompt is"
-            return ShardLayer(shape, variant, prompt, max_context, dtype, device)
+            return ShardLayer(shape, variant, prompt, max_context, dtype, device, rewind)
         case Shard() | Coda():
             raise AssertionError(f"{variant}: of layers with compressed entries")

@@ -108,6 +108,8 @@ class ShardCache:
         Of what is kept exact: the run's.
     device
         Of all buffers.
+    rewind
+        Tokens after the prompt that can be taken back: so many that have left the window last are kept exact too.
 
     """
 
@@ -119,6 +121,7 @@ class ShardCache:
         max_context: int,
         dtype: torch.dtype,
         device: torch.device,
+        rewind: int = 0,
     ) -> None:
         assert 0 <= prompt <= max_context, f"prompt of {prompt} in a context of {max_context}"
         settings.check(shape.heads.total, shape.head_dim)
@@ -130,6 +133,8 @@ class ShardCache:
         heads, d = shape.heads.size, shape.head_dim
         # rows 0 .. sinks - 1 stay; position p beyond them is row sinks + (p - sinks) % window
         self.keys, self.values = self._rows(self.exact), self._rows(self.exact)
+        # what the token at position p has pushed out of the window: row p % rewind
+        self.left_keys, self.left_values = self._rows(rewind), self._rows(rewind)
         self.middle: Middle | None = None
         self.key_codes: EigenKeys | None = None  # of the middle, of all heads
         if prompt > self.exact:
@@ -212,6 +217,13 @@ class ShardCache:
             buffers[name][:rows] = saved[name]
         self.count = position
 
+    def rewind(self, position: int, end: int) -> None:
+        """Forget the last tokens, all of the prompt or all behind it: the window holds again what it did."""
+        for last in reversed(range(max(position, self.prompt, self.exact), end)):
+            row, kept = self._row(last), last % self.left_keys.shape[0]
+            self.keys[row], self.values[row] = self.left_keys[kept], self.left_values[kept]
+        self.count = position
+
     def _rows(self, n: int) -> Tensor:
         return torch.zeros(n, self.shape.heads.size, self.shape.head_dim, dtype=self.dtype, device=self.device)
 
@@ -230,6 +242,7 @@ class ShardCache:
     def buffers(self) -> dict[str, Tensor]:
         """All tensors held, by name."""
         held = {"exact.keys": self.keys, "exact.values": self.values}
+        held |= {"left.keys": self.left_keys, "left.values": self.left_values}
         held |= {"prompt.keys": self.prompt_keys, "prompt.values": self.prompt_values}
         if self.middle is not None and self.key_codes is not None:
             held |= {f"middle.keys.{name}": plane for name, plane in self.key_codes._asdict().items()}
@@ -249,7 +262,7 @@ class ShardCache:
                 rows = min(position, self.exact)
             elif name.startswith("stream"):
                 rows = self._streamed(position) * self.shape.heads.size
-            if not name.startswith("prompt"):
+            if not name.startswith(("prompt", "left")):
                 parts[name] = (rows, tuple(plane.shape[1:]))
         return parts
 
@@ -309,6 +322,9 @@ class ShardCache:
             place = self._streamed(self.count) * self.shape.heads.size
             qjl.write(self.stream_keys, place, self.keys[row])
             coded_rows.write(self.stream_values, place, self.values[row])
+            if rewind := self.left_keys.shape[0]:
+                kept = self.count % rewind
+                self.left_keys[kept], self.left_values[kept] = self.keys[row], self.values[row]
         self.keys[row], self.values[row] = key, value
         self.count += 1
 

@@ -5,8 +5,9 @@ tokens are alive, and the exact keys and values of one layer.
 """
 
 from kernels.formats import product_quantise
+from kernels.tripwires.reference import CHECKED
 from model.llama.config import LlamaConfig
-from model.ranks.ranks import CHECKED, KEPT, AxisShard
+from model.ranks.ranks import KEPT, AxisShard
 from model.variants.choice import GroupedCoda, GroupedShard, Variant
 from model.variants.shard import TILE
 from runtime.plan.call import F32, I64, Call, Live, Moment

@@ -14,6 +14,7 @@ import torch
 
 from kernels.ops import CPU
 from model.architectures import Config
+from model.cache import window
 from model.cache.gqa import KvHeads
 from model.checkpoint.census import Census
 from model.config import ModelConfig
@@ -26,6 +27,7 @@ from runtime.op_sets import of_triton
 from runtime.options import RunOptions
 from runtime.plan import llama, v4
 from runtime.plan.call import Call, Moment
+from runtime.plan.token import Token, token
 from runtime.plan.weights import WeightKind, Weights, matrices, total, weights
 from runtime.sharding import ShardingPlan
 
@@ -127,7 +129,8 @@ class Planner:
         if isinstance(self.config, ModelConfig):
             untiled = v4.untiled_scores(self.config, chunk, context)
             if self.options.device == "cpu":
-                host = self.config.num_hidden_layers * (self.config.sliding_window + chunk - 1) * POSITION
+                ring_rows = window.rows(self.config.sliding_window, chunk, self.options.draft_tokens)
+                host = self.config.num_hidden_layers * ring_rows * POSITION
         caches, reserve = self._caches(context, chunk), RESERVE[self.options.device]
         size = self.sharding.size
         return Plan(self.rank, size, context, chunk, self.weights, caches, call, typical_call, host, reserve, untiled)
@@ -138,6 +141,12 @@ class Planner:
         if isinstance(self.config, LlamaConfig):
             return llama.largest(self.config, call, adapters=self.options.coda_adapters is not None)
         return v4.largest(self.config, call)
+
+    def token(self, context: int, bandwidth: float) -> Token | None:
+        """What a token after so many positions asks of this rank; None but of V4 with full caches on a GPU."""
+        if not isinstance(self.config, ModelConfig) or self.options.device != "cuda" or self.options.kv:
+            return None
+        return token(self.config, self.call, self.weights, self._caches(context, 1), context, bandwidth)
 
     def largest_context(self, memory: int, chunk: int | None = None) -> int:
         """Most positions that fit in so many bytes, at most those that the model has; 0 where none does."""
@@ -153,9 +162,10 @@ class Planner:
         It takes some bytes for each token of the prompt and others for each that follows: the most at one of the ends.
         """
         formats, found, heads = self.call.formats, [], KvHeads(self.call.shards.kv_heads)
+        rewind = self.options.draft_tokens
         for prompt in (0, context) if formats.prompted else (None,):
             kinds: dict[str, dict[str, int]] = {}
-            caches = layer_caches(self.config, context, chunk, formats, torch.device("meta"), prompt, heads)
+            caches = layer_caches(self.config, context, chunk, formats, torch.device("meta"), prompt, heads, rewind)
             for layer, cache in enumerate(caches):
                 kind = self.config.layer_kind(layer) if isinstance(self.config, ModelConfig) else "attention"
                 parts = kinds.setdefault(kind, {})

@@ -8,8 +8,9 @@ from kernels.experts.cpu import FEW
 from kernels.formats import basis_rows
 from kernels.hyper.reference import ReadStreams
 from kernels.ops import reads_apart
+from kernels.tripwires.reference import CHECKED
 from model.config import LayerKind, ModelConfig
-from model.ranks.ranks import CHECKED, KEPT
+from model.ranks.ranks import KEPT
 from model.rope import rotated_as
 from model.variants.choice import Coda, Shard
 from runtime.plan.call import F32, I64, Call, Live, Moment
@@ -50,9 +51,10 @@ def _distinct(c: ModelConfig, s: Call) -> list[int]:
 
 
 def _compared(c: ModelConfig, s: Call) -> int:
-    """Bytes that ranks keep until they compare them (`Ranks.record`): of a long call one layer's, else of all layers.
+    """Bytes that ranks keep until they compare them (`Ranks.record`): of a long call two layers', else of all layers.
 
-    KV, entries, index keys, and where each rank makes it for all tokens the selection; streams are there anyway.
+    KV, entries, index keys, and where each rank makes them for all tokens the selection and the experts; streams are
+    there anyway.
     """
     if s.ranks == 1:
         return 0
@@ -64,8 +66,16 @@ def _compared(c: ModelConfig, s: Call) -> int:
             kept += (s.t // c.ratio(layer) + 1) * width * s.item
         if kind is LayerKind.CSA and not s.tokens.split:
             kept += s.t * min(c.index_topk, s.context // c.ratio(layer)) * 4
+        if not s.tokens.split:
+            kept += _routing(c, s, layer)
         layers.append(kept)
-    return max(layers) if s.t > KEPT else sum(layers)
+    return sum(sorted(layers)[-2:]) if s.t > KEPT else sum(layers)
+
+
+def _routing(c: ModelConfig, s: Call, layer: int) -> int:
+    """Bytes of experts' ids and weights; ids by score are a view of the order of all experts."""
+    ids = c.num_experts_per_tok if c.is_hash(layer) else c.n_routed_experts
+    return s.m * (ids * I64 + c.num_experts_per_tok * F32)
 
 
 def _block(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
@@ -215,8 +225,7 @@ def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     m, t, hidden, k, item = s.m, s.t, c.hidden_size, c.num_experts_per_tok, s.item
     scores, out = m * c.n_routed_experts, t * s.shards.output.size
     live.run("gate", max(s.linear("ffn.gate", m, wide=True), scores * F32 + s.op("route", m, c.n_routed_experts)))
-    # ids by score are a view of the order of all experts
-    live.hold("expert ids and weights", (m * k if c.is_hash(layer) else scores) * I64 + m * k * F32)
+    live.hold("expert ids and weights", _routing(c, s, layer))
     with live.scope():
         if s.tokens.split:
             live.run("experts' input, gathered", exchange=s.gather(t * hidden, s.tokens))

@@ -71,11 +71,11 @@ def gpu(args: argparse.Namespace) -> Iterator[Case]:
     a buffer larger than L2 is written. Where the call cannot be captured, its launches are timed, and its case says so.
     A case is apart from what it is held against by so many of its tolerance: up to 1 is right.
 
-    Whole layers, one CSA and one HCA layer on the triton op set, are launched kernel by kernel as the model runs today,
-    on the wall clock: decode of one token, and a chunk of 4096 tokens, after contexts of 4096, 131072 and 1044480
-    tokens. Weights are random, FP8 and FP4 as published; of V4-Pro 48 experts, those of one of eight ranks, which with
-    six to a token do the work that a rank does for the tokens of all. Entries are FP8, index keys FP4. The floor adds
-    up the parts of a layer, each at its own limit. What a call prints, checks and waits for is in its time.
+    Whole layers, one CSA and one HCA layer on the triton op set, as they are on one rank, after contexts of 4096,
+    131072 and 1044480 tokens: a decoded token by the replay of a graph, as `--graph` runs it but for its tripwires; a
+    chunk of 4096 tokens launched kernel by kernel, on the wall clock, with what it waits for. Weights are random, FP8
+    and FP4 as published. Entries are FP8, index keys FP4. The floor adds up the parts of a layer, each at its own
+    limit.
 
     Compiled ahead of time, one case or a few stand for each kernel; given is the most that one of them takes.
     """
@@ -212,9 +212,9 @@ def layers(
     draw, most = Draw(device.device, 0), max(contexts.values()) + chunk
 
     @torch.inference_mode()
-    def side(block: Block, given: Any, context: int, saved: dict[str, Tensor]) -> tuple[Measures, None]:
+    def side(given: Any, context: int, saved: dict[str, Tensor], time: Callable[[], float]) -> tuple[Measures, None]:
         given[2].restore(context, saved)
-        return {"us": device.wall_us(partial(block, *given))}, None
+        return {"us": time()}, None
 
     for layer, kind in enumerate(RATIOS):
         rotation = Rotation(layer_frequencies(config, config.layer_kind(layer)).to(device.device))
@@ -223,11 +223,18 @@ def layers(
             cache = CACHES[config.layer_kind(layer)](config, layer, most, chunk, numerics.formats, device.device)
             sizes, dtypes = cache.shapes(context), cache.dtypes()
             saved = {name: filling(name, size, dtypes[name], draw) for name, size in sizes.items()}
+            cache.restore(context, saved)
             ids = torch.zeros(tokens, dtype=torch.int64, device=device.device)
-            given = (draw.normal(tokens, STREAMS, shape.hidden), Call(ids, context, numerics), cache)
+            first = torch.tensor(context, device=device.device) if tokens == 1 else context  # on the device: captured
+            given = (draw.normal(tokens, STREAMS, shape.hidden), Call(ids, first, numerics), cache)
+            run, why = partial(block, *given), ""
+            timed = partial(device.wall_us, run)
+            if tokens == 1:
+                work, why = device.captured([run])
+                timed = partial(device.us, work)
             floor = limits(device, partial(layer_floor, shape, kind, context, tokens))
-            label = f"{shape.name}, {kind}, {tokens} tokens at {after}"
-            sides: dict[str, Side] = {"triton": partial(side, block, given, context, saved), **floor}
+            label = f"{shape.name}, {kind}, {tokens} tokens at {after}" + (why and f", launched: {why}")
+            sides: dict[str, Side] = {"triton": partial(side, given, context, saved, timed), **floor}
             yield Case("whole layers", label, sides, rounds)
 
 
@@ -376,7 +383,7 @@ def config_json(shape: V4) -> dict[str, Any]:
         "o_lora_rank": shape.o_lora, "sliding_window": kernels.WINDOW, "index_head_dim": kernels.INDEX_DIM,
         "index_n_heads": kernels.INDEX_HEADS, "index_topk": shape.index_topk, "rms_norm_eps": kernels.EPS,
         "hc_eps": kernels.EPS, "hc_mult": STREAMS, "hc_sinkhorn_iters": kernels.SINKHORN,
-        "moe_intermediate_size": shape.intermediate, "n_routed_experts": shape.held, "n_shared_experts": 1,
+        "moe_intermediate_size": shape.intermediate, "n_routed_experts": shape.experts, "n_shared_experts": 1,
         "num_experts_per_tok": kernels.CHOSEN, "num_hash_layers": 0, "num_nextn_predict_layers": 0,
         "expert_dtype": "fp4", "norm_topk_prob": True, "routed_scaling_factor": shape.routed_scaling,
         "scoring_func": "sqrtsoftplus", "swiglu_limit": kernels.LIMIT, "topk_method": "noaux_tc",

@@ -28,8 +28,8 @@ from kernels.formats.stored import (
     Fp8Entries,
     Fp8Keys,
     Rows,
+    TokenRing,
     Weight,
-    Window,
 )  # fmt: skip
 from kernels.indexer import reference as indexer_reference
 from kernels.indexer import topk
@@ -43,6 +43,7 @@ from kernels.triton_ops import TRITON
 from model.cache.gqa import all_heads
 from model.variants.coda import CodaCache
 from model.variants.coda_settings import CodaSettings
+from runtime.plan.gpus import GPUS
 from scripts.make.values import E2M1_MEAN_SQUARE, E4M3_DEVIATION
 
 # --- the models, as published
@@ -58,18 +59,18 @@ class V4(NamedTuple):
     o_groups: int
     o_lora: int
     index_topk: int
-    experts: int  # of the whole model
-    held: int  # of them on one GPU: all of Flash's, an EP-8 rank's of Pro
+    experts: int
     intermediate: int
     routed_scaling: float
 
 
-FLASH: Final = V4("V4-Flash", 4096, 64, 1024, 8, 1024, 512, 256, 256, 2048, 1.5)
-PRO: Final = V4("V4-Pro", 7168, 128, 1536, 16, 1024, 1024, 384, 48, 3072, 2.5)
+FLASH: Final = V4("V4-Flash", 4096, 64, 1024, 8, 1024, 512, 256, 2048, 1.5)
+PRO: Final = V4("V4-Pro", 7168, 128, 1536, 16, 1024, 1024, 384, 3072, 2.5)
 MODELS: Final = (FLASH, PRO)
 HEAD_DIM, ROPE, WINDOW, STREAMS, CHOSEN = 512, 64, 128, 4, 6  # what the two agree in
 INDEX_HEADS, INDEX_DIM = 64, 128
 SINKHORN, EPS, LIMIT = 20, 1e-6, 10.0
+RANKS: Final = 8  # that Pro is cut over where a case is of one
 RATIOS: Final = {"CSA": 4, "HCA": 128}
 CSA, HCA = RATIOS.values()
 # Llama-3.1-8B's attention, with the sizes of Shard and CoDA that the project runs it with
@@ -92,10 +93,18 @@ ENTRY_BYTES: Final = {
     "fp8": 584,  # 448 E4M3, 64 BF16, 7 scales, 1 of padding
     "codes": HEAD_DIM * CODE_BITS // 8 + 2,
 }
+
+
+def _bandwidth(gpu: str) -> float:
+    found = GPUS[gpu].bandwidth
+    assert found is not None, f"nobody told the bandwidth of {gpu}"
+    return found
+
+
 ROOFS: Final = {  # by a part of the device's name: bytes a second read, and FLOPs a second in BF16
-    "H200": (4.3e12, 790e12),  # measured on one
-    "H100 80GB HBM3": (3.35e12, 790e12),
-    "B200": (8e12, 2250e12),  # nominal
+    "H200": (_bandwidth("h200"), 790e12),  # measured on one
+    "H100 80GB HBM3": (_bandwidth("h100"), 790e12),
+    "B200": (_bandwidth("b200"), 2250e12),  # nominal
 }
 ASKED_OF: Final = "H200"
 
@@ -134,9 +143,21 @@ def linear_cost(form: str, out: int, columns: int, t: int, groups: int = 1) -> C
 
 def experts_cost(shape: V4, t: int) -> Cost:
     """Routed FP4 experts for t tokens of six each, all equally likely; the sum is fp32."""
-    read = round(shape.held * (1 - (1 - CHOSEN / shape.held) ** t))
-    weights = read * 3 * weight_bytes("fp4", shape.intermediate, shape.hidden)
+    weights = _experts_read(shape, t) * 3 * weight_bytes("fp4", shape.intermediate, shape.hidden)
     return Cost(weights + t * shape.hidden * (BF16 + FP32), 6 * t * CHOSEN * shape.hidden * shape.intermediate)
+
+
+def halves_costs(shape: V4, t: int, ranks: int) -> tuple[Cost, Cost]:
+    """The same of a rank's rows: up to its columns of what w2 is given, and down to its columns of the sum."""
+    read, inner, out = _experts_read(shape, t), shape.intermediate // ranks, shape.hidden // ranks
+    up = read * 2 * weight_bytes("fp4", inner, shape.hidden) + BF16 * t * (shape.hidden + CHOSEN * inner)
+    down = read * weight_bytes("fp4", out, shape.intermediate) + t * (BF16 * CHOSEN * shape.intermediate + FP32 * out)
+    return Cost(up, 4 * t * CHOSEN * shape.hidden * inner), Cost(down, 2 * t * CHOSEN * out * shape.intermediate)
+
+
+def _experts_read(shape: V4, t: int) -> int:
+    """How many experts some of t tokens go to."""
+    return round(shape.experts * (1 - (1 - CHOSEN / shape.experts) ** t))
 
 
 def scores_cost(form: str, n: int, t: int, *, stored: bool) -> Cost:
@@ -176,7 +197,7 @@ def layer_costs(shape: V4, kind: str, context: int, t: int) -> dict[str, Cost]:
         "attention": attention_cost(shape.heads, t, seen, min(n, t * seen), "fp8"),
         "output, in groups": linear_cost("fp8", low, inner // shape.o_groups, t, shape.o_groups),
         "output": linear_cost("fp8", hidden, low, t),
-        "router": linear_cost("bf16", shape.held, hidden, t),
+        "router": linear_cost("bf16", shape.experts, hidden, t),
         "experts": experts_cost(shape, t),
         "shared expert": Cost(
             3 * weight_bytes("fp8", shape.intermediate, hidden), 6 * t * hidden * shape.intermediate
@@ -476,8 +497,8 @@ def compressors() -> Iterator[Case]:
         cost = Cost(2 * FP32 * t * wide + kept + row * max(1, t // ratio), 0)
         cache = of.rows(form, (first + t) // ratio, width)
         given = (
-            fp32(t, wide), fp32(t, wide), partial(_window, series, width, ratio), of.position(first), of.uniform(width),
-            EPS, fp32(ROPE // 2), rounding, cache, torch.bfloat16,
+            fp32(t, wide), fp32(t, wide), partial(_tokens, series, width, ratio), of.position(first), ratio,
+            of.uniform(width), EPS, fp32(ROPE // 2), rounding, cache, torch.bfloat16,
         )  # fmt: skip
         yield Case(
             "compress", f"{what} ({form}), {t} tokens", cost, "compress", given, EDGES,
@@ -485,17 +506,15 @@ def compressors() -> Iterator[Case]:
         )  # fmt: skip
 
 
-def _window(series: int, width: int, ratio: int, draw: Draw) -> Window:
-    kept = ratio if series == 2 else 0
-    sizes = ((ratio, series * width), (ratio, series * width), (kept, width), (kept, width))
-    return Window(*(draw.normal(*size, dtype=torch.float32) for size in sizes))
+def _tokens(series: int, width: int, ratio: int, draw: Draw) -> TokenRing:
+    return TokenRing(*(draw.normal(series * ratio, series * width, dtype=torch.float32) for _ in range(2)))
 
 
 def _entries_off(ratio: int, _: object, given: Given, fresh: Given) -> float:
     first = fresh[3] = int(fresh[3])
     REFERENCE.compress(*fresh)
     span = (first // ratio, (first + len(fresh[0])) // ratio)
-    return EDGES.error(rows.read(given[8], *span), rows.read(fresh[8], *span))
+    return EDGES.error(rows.read(given[9], *span), rows.read(fresh[9], *span))
 
 
 # --- what reads weights
@@ -526,22 +545,35 @@ def linears() -> Iterator[Case]:
 
 
 def routed() -> Iterator[Case]:
-    """FP4 experts: an EP-8 rank of Pro with its share of eight ranks' tokens, and all of Flash."""
-    for shape, t in product(MODELS, (1, 8, 32, 512, CHUNK)):
-        up, down = (shape.held, shape.intermediate, shape.hidden), (shape.held, shape.hidden, shape.intermediate)
-        tokens = (of.normal(t, shape.hidden), of.experts_of(t, CHOSEN, shape.held), of.uniform(t, CHOSEN))
-        given = (*tokens, *(of.weight("fp4", *size) for size in (up, up, down)), LIMIT, 0)
-        cost, checked = experts_cost(shape, t), 64 if t > 512 else t
-        yield Case(
-            "experts", f"{shape.name}, {shape.held} experts, {t} tokens", cost, "experts", given, ROUNDED,
-            cost.at(of_bytes=0.45) if t <= 512 else cost.at(of_flops=0.5), (shape, t) == (PRO, 1),
-            partial(_experts_off, checked), f"{ROUNDED}, from reference, last {checked} tokens", {"deployed": True},
-        )  # fmt: skip
+    """FP4 experts: all rows of Flash, and those of Pro that one of eight ranks has, in both halves."""
+    for t in (1, 8, 32, 512, CHUNK):
+        for shape, ranks in ((FLASH, 1), (PRO, RANKS)):
+            e, hidden, inner = shape.experts, shape.hidden, shape.intermediate
+            ids, weights, x = of.experts_of(t, CHOSEN, e), of.uniform(t, CHOSEN), of.normal(t, hidden)
+            up, down = of.weight("fp4", e, inner // ranks, hidden), of.weight("fp4", e, hidden // ranks, inner)
+            ops: dict[str, tuple[tuple[Any, ...], int, Cost]]
+            if ranks == 1:
+                ops = {"experts": ((x, ids, weights, up, up, down, LIMIT), 3, experts_cost(shape, t))}
+            else:
+                costs = halves_costs(shape, t, ranks)
+                ops = {
+                    "experts_up": ((x, ids, weights, up, up, LIMIT), 3, costs[0]),
+                    "experts_down": ((of.normal(t, CHOSEN, inner), ids, down), 2, costs[1]),
+                }
+            for op, (given, of_tokens, cost) in ops.items():
+                checked, name = 64 if t > 512 else t, shape.name if ranks == 1 else f"{shape.name}, a rank of {ranks}"
+                yield Case(
+                    "experts", f"{op}, {name}, {e} experts, {t} tokens", cost, op, given, ROUNDED,
+                    cost.at(of_bytes=0.45) if t <= 512 else cost.at(of_flops=0.5), t == 1,
+                    partial(_experts_off, op, of_tokens, checked), f"{ROUNDED}, from reference, last {checked} tokens",
+                    {"deployed": True},
+                )  # fmt: skip
 
 
-def _experts_off(last: int, ours: Tensor, _: Given, fresh: Given) -> float:
-    tokens = [part[-last:] for part in fresh[:3]]
-    return ROUNDED.error(ours[-last:], REFERENCE.experts(*tokens, *fresh[3:], deployed=True))
+def _experts_off(op: str, of_tokens: int, last: int, ours: Tensor, _: Given, fresh: Given) -> float:
+    """The first so many arguments are of tokens, of which the last are compared."""
+    tokens = [part[-last:] for part in fresh[:of_tokens]]
+    return ROUNDED.error(ours[-last:], getattr(REFERENCE, op)(*tokens, *fresh[of_tokens:], deployed=True))
 
 
 # --- what reads the context

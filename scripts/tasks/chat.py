@@ -48,7 +48,7 @@ def _chat(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, watch:
         sys.stdout.reconfigure(errors="replace")
     ops = op_set(args.ops or usual(options.device), options, config)
     if args.graph:
-        check_graph(config, options.device, ops, group.size)
+        check_graph(config, options.device, ops)
     context = args.max_context or min(CONTEXT, config.max_position_embeddings)
     console = Console(stderr=True)
     with console.loading(args.model):

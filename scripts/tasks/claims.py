@@ -262,7 +262,7 @@ def parts(
     )
     formats = cache_formats(options, config)
     prompt = tokens if formats.prompted else None
-    caches = layer_caches(config, tokens, options.prefill_chunk, formats, torch.device(device), prompt, None)
+    caches = layer_caches(config, tokens, options.prefill_chunk, formats, torch.device(device), prompt, None, 0)
     found: dict[tuple[str, str], int] = {}
     for layer, one in enumerate(caches):
         kind = str(config.layer_kind(layer)) if isinstance(config, ModelConfig) else ""

@@ -29,12 +29,14 @@ from runtime.options import DEMO, RunOptions, check_options
 from runtime.output import write_json
 from runtime.plan.gpus import GPUS
 from runtime.plan.planner import LOADED, Plan, Planner
+from runtime.plan.token import EXCHANGE, LAUNCH, LINK, Token
 from runtime.sharding import sharding_plan
 from scripts.console import Console
 from scripts.flags import run_options
 from scripts.plan import EXPERTS
 
 GIB: Final = 1 << 30
+HOME: Final = "b200"  # whose bandwidth a token's arithmetic takes where no GPU is named
 DOES_NOT_FIT: Final = 1
 RANKS: Final = (1, 2, 4, 8, 16, 32, 64)  # that are tried; each divides the next, so that a rank never gets more
 
@@ -55,9 +57,13 @@ def run(args: argparse.Namespace, config: Config) -> int:
     if memory is not None and options.device == "cuda":  # ranks on a CPU share one memory
         fitting = (n for n, planner in by_ranks(subject, options) if planner.plan(args.context).needed <= memory)
         data["fits_from_ranks"] = next(fitting, None)
+    if (bandwidth := GPUS[args.gpu or HOME].bandwidth) is not None:
+        data["token"] = _token(planners[worst].token(args.context, bandwidth))
     console = Console()
     for table in (_weight_table(data), _memory_table(data)):
         console.print(table)
+    if data.get("token"):
+        console.print(_token_table(data, args.gpu or HOME))
     for line in _remarks(data):
         console.say(line)
     if args.json is not None:
@@ -217,6 +223,39 @@ def _memory_table(data: dict[str, Any]) -> Table:
     return table
 
 
+def _token(token: Token | None) -> dict[str, Any] | None:
+    if token is None:
+        return None
+    return {
+        "read": dict(token.read),
+        "exchanges": [one._asdict() for one in token.exchanges],
+        "launches": token.launches,
+        "bandwidth": token.bandwidth,
+        "seconds": {"reading": token.reading, "exchanging": token.exchanging, "launching": token.launching},
+        "caches_cut_from": token.cut_from,
+        "caches_cut_spare": token.spared,
+    }
+
+
+def _token_table(data: dict[str, Any], gpu: str) -> Table:
+    token = data["token"]
+    seconds, bandwidth = token["seconds"], token["bandwidth"]
+    table = Table("what", title=f"a decoded token after {data['context']:,} positions, on {gpu}: by arithmetic")
+    for column in ("count", "bytes of each", "microseconds"):
+        table.add_column(column, justify="right")
+    for name, size in token["read"].items():
+        if size:
+            table.add_row(f"read: {name}", "", f"{size:,}", f"{1e6 * size / bandwidth:,.1f}")
+    table.add_section()
+    for one in token["exchanges"]:
+        taken = one["times"] * (EXCHANGE + one["nbytes"] / LINK)
+        table.add_row(f"exchange: {one['what']}", f"{one['times']:,}", f"{one['nbytes']:,}", f"{1e6 * taken:,.1f}")
+    table.add_row("launches", f"{token['launches']:,}", "", f"{1e6 * seconds['launching']:,.1f}")
+    table.add_section()
+    table.add_row("one after the other", "", f"{sum(token['read'].values()):,}", f"{1e6 * sum(seconds.values()):,.1f}")
+    return table
+
+
 def _cells(size: int, of: int) -> tuple[str, str, str]:
     return f"{size:,}", said(size), f"{100 * size / of:.1f} %"
 
@@ -242,6 +281,16 @@ def _remarks(data: dict[str, Any]) -> list[str]:
         if not data["caches_split"] and "attention" not in data["caches"]:  # of V4: kinds of layers
             lines.append("on every rank, because one KV head serves all attention heads: all caches")
         lines += [f"on every rank, because it cannot be split: {why}" for why in data["not_split"]]
+    if token := data.get("token"):
+        lines.append(
+            f"a token's arithmetic assumes {token['bandwidth'] / 1e12:g} TB/s of memory, {LINK / 1e9:g} GB/s between"
+            f" ranks, {1e6 * EXCHANGE:g} microseconds an exchange, {1e6 * LAUNCH:g} a launch: not measured"
+        )
+        if token["caches_cut_from"] is not None and data["ranks"] > 1:
+            lines.append(
+                "CSA's caches, cut over ranks instead of whole on each, would save a token time from"
+                f" {token['caches_cut_from']:,} positions on, and each rank {said(token['caches_cut_spare'])}"
+            )
     return lines + _verdict(data)
 
 

@@ -4,19 +4,16 @@ import torch
 
 from kernels.compress.triton import compress
 from kernels.formats import rows
-from kernels.formats.stored import Window
+from kernels.formats.stored import TokenRing
 
 HERE = torch.device("cpu")
 
 
-def tail(t, ratio, series, width, rounding, cache):
-    kept = ratio if series == 2 else 0
-
+def tail(t, ratio, series, width, rounding, cache, more=0):
     def run():
-        kv, own = torch.empty(t, series * width), torch.empty(ratio, series * width)
-        window = Window(own, own, torch.empty(kept, width), torch.empty(kept, width))
-        position = torch.zeros((), dtype=torch.int64)
-        compress(kv, kv, window, position, torch.empty(width), 1e-6, torch.empty(32), rounding, cache, torch.bfloat16)
+        kv, own = torch.empty(t, series * width), torch.empty((series + more) * ratio, series * width)
+        ring, position, norm = TokenRing(own, own), torch.zeros((), dtype=torch.int64), torch.empty(width)
+        compress(kv, kv, ring, position, ratio, norm, 1e-6, torch.empty(32), rounding, cache, torch.bfloat16)
 
     return run
 
@@ -27,4 +24,9 @@ CASES = BLACKWELL | {
     "HCA entry, decode": tail(1, 128, 1, 512, "none", torch.empty(8, 512, dtype=torch.bfloat16)),
     "CSA key, fp8, a chunk": tail(4096, 4, 2, 128, "index", rows.fp8_keys(8, 128, HERE)),
 }
-MORE = {"CSA key, fp4, decode": tail(1, 4, 2, 128, "index", rows.fp4_keys(8, 128, HERE))}
+MORE = {
+    "CSA key, fp4, decode": tail(1, 4, 2, 128, "index", rows.fp4_keys(8, 128, HERE)),
+    "CSA entry, fp8, six tokens of which five may be taken back": tail(
+        6, 4, 2, 512, "kv", rows.fp8_entries(8, 512, 64, HERE), more=2
+    ),
+}

@@ -20,7 +20,7 @@ from kernels.attention.triton import attend
 from kernels.compress.triton import compress
 from kernels.experts.triton import experts, experts_down, experts_up
 from kernels.formats import rows
-from kernels.formats.stored import Fp4, Fp8, Window
+from kernels.formats.stored import Fp4, Fp8, TokenRing
 from kernels.hyper.triton import read_streams
 from kernels.indexer.triton import select
 from kernels.linear.triton import linear
@@ -89,10 +89,9 @@ def compressors(position, t):
         (4, 2, D, "kv", ENTRIES["fp8"]), (128, 1, D, "none", ENTRIES["bf16"]), (4, 2, 128, "index", INDEX_KEYS["fp4"]),
     ):  # fmt: skip
         parts.append(f"compress {ratio} {width}")
-        kept = ratio if series == 2 else 0
-        new, own = torch.empty(t, series * width), torch.empty(ratio, series * width)
-        window = Window(own, own, torch.empty(kept, width), torch.empty(kept, width))
-        compress(new, new, window, position, torch.empty(width), 1e-6, torch.empty(32), rounding, cache, BF16)
+        new, own = torch.empty(t, series * width), torch.empty(series * ratio, series * width)
+        ring, norm = TokenRing(own, own), torch.empty(width)
+        compress(new, new, ring, position, ratio, norm, 1e-6, torch.empty(32), rounding, cache, BF16)
 
 
 def products(t):

@@ -8,7 +8,7 @@ import torch
 from kernels.compress import reference
 from kernels.formats import rows as forms
 from kernels.formats import rows_reference as stored
-from kernels.formats.stored import CodedRows, Window
+from kernels.formats.stored import CodedRows, TokenRing
 from kernels.ops import CPU, REFERENCE
 from kernels.rope.reference import angles, frequencies
 from model.arithmetic import Arithmetic
@@ -53,21 +53,21 @@ def bits(rows):
     return torch.cat([plane.view(torch.uint8).reshape(len(plane), -1) for plane in forms.planes(rows).values()], dim=1)
 
 
-def state_of(kv, gate, ratio, series, width):
-    """The state after these tokens: what a model starts with, and NaN where nothing is stored."""
-    kept, end = ratio if series == 2 else 0, len(kv)
-    own, start = torch.full((2, ratio, series * width), torch.nan), end // ratio * ratio
-    own[0, : end - start], own[1, : end - start] = kv[start:], gate[start:]
-    state = Window(own[0], own[1], torch.zeros(kept, width), torch.full((kept, width), -torch.inf))
-    if kept and start:
-        state.previous_kv.copy_(kv[start - ratio : start, :width])
-        state.previous_gate.copy_(gate[start - ratio : start, :width])
-    return state
+def rows_of(ratio, series, more=0):
+    """Rows of a ring: what an entry reads, and windows for tokens that are taken back."""
+    return (series + more) * ratio
 
 
-def first_state(ratio, series, width):
-    nothing = torch.empty(0, series * width)
-    return state_of(nothing, nothing, ratio, series, width)
+def ring_of(kv, gate, first, rows):
+    """The ring after the tokens at positions ``first ..``, NaN where no token was."""
+    ring = TokenRing(*torch.full((2, rows, kv.shape[1]), torch.nan))
+    for token in range(len(kv)):
+        ring.kv[(first + token) % rows], ring.gate[(first + token) % rows] = kv[token], gate[token]
+    return ring
+
+
+def first_ring(ratio, series, width, more=0):
+    return ring_of(*torch.empty(2, 0, series * width), 0, rows_of(ratio, series, more))
 
 
 def draw(n, series, width, seed=0):
@@ -93,11 +93,9 @@ def chunks(*tensors):
         first += t
 
 
-def assert_same_state(ours, expected, filled):
-    for name in ("kv", "gate"):
-        assert torch.equal(getattr(ours, name)[:filled], getattr(expected, name)[:filled]), name
-    for name in ("previous_kv", "previous_gate"):
-        assert torch.equal(getattr(ours, name), getattr(expected, name)), name
+def assert_same_ring(ours, expected):
+    for name, part in expected._asdict().items():
+        assert torch.equal(getattr(ours, name).view(torch.int32), part.view(torch.int32)), name
 
 
 def exact_entries(kv, gate, ratio, series, width, norm, freqs, origin=0):
@@ -155,16 +153,17 @@ def test_pool_of_cpu_is_that_of_the_reference(n, r, d, overlap):
     assert ((ours - expected).abs().nan_to_num(0) <= 32 * ULP * expected.abs().nan_to_num(0).clamp(min=1)).all()
 
 
+@pytest.mark.parametrize("more", [0, 2])
 @pytest.mark.parametrize(("ratio", "series", "width"), GEOMETRY)
 @EVERY_BACKEND
-def test_entries_and_state_are_those_of_all_tokens_at_once(compress, ratio, series, width):
+def test_entries_and_ring_are_those_of_all_tokens_at_once(compress, ratio, series, width, more):
     kv, gate = draw(TOTAL, series, width)
     norm, freqs = norm_of(width), frequencies(ROPE, 1e4)
-    state, rows, given = first_state(ratio, series, width), cache("rows", width, torch.float32), []
+    ring, rows, given = first_ring(ratio, series, width, more), cache("rows", width, torch.float32), []
     for first, *part in chunks(kv, gate):
-        given.append(compress(*part, state, first, norm, EPS, freqs, "none", rows, torch.float32))
+        given.append(compress(*part, ring, first, ratio, norm, EPS, freqs, "none", rows, torch.float32))
         end = first + len(part[0])
-        assert_same_state(state, state_of(kv[:end], gate[:end], ratio, series, width), end % ratio)
+        assert_same_ring(ring, ring_of(kv[:end], gate[:end], 0, len(ring.kv)))
     exact, bound = exact_entries(kv, gate, ratio, series, width, norm, freqs)
     assert len(exact) == TOTAL // ratio
     assert ((rows[: len(exact)] - exact).abs() <= bound).all()
@@ -181,17 +180,44 @@ def test_the_position_may_be_a_tensor_far_into_a_context(compress, deferred, t):
     origin, filled = first // ratio * ratio - ratio, first % ratio
     kv, gate = draw(ratio + filled + t, 2, width, seed=4)
     norm, freqs, past = torch.ones(width), frequencies(ROPE, 1e4), ratio + filled
-    state = state_of(kv[:past], gate[:past], ratio, 2, width)  # where it is NaN, it must not be read
+    ring = ring_of(kv[:past], gate[:past], origin, rows_of(ratio, 2))  # where it is NaN, it must not be read
     rows = torch.full(((first + t) // ratio + 1, width), torch.nan)
     where = torch.tensor(first) if deferred else first
-    given = compress(kv[past:], gate[past:], state, where, norm, EPS, freqs, "none", rows, torch.float32)
+    given = compress(kv[past:], gate[past:], ring, where, ratio, norm, EPS, freqs, "none", rows, torch.float32)
     exact = exact_entries(kv, gate, ratio, 2, width, norm, freqs, origin)[0][1:]  # of the first, one window is known
     found = rows[first // ratio :]
     assert ((found[: len(exact)] - exact).abs() <= 5e-6).all()
     assert torch.equal(given[: len(exact)], found[: len(exact)])
     assert found[len(exact) :].isnan().all()
     assert rows[: first // ratio].isnan().all()
-    assert_same_state(state, state_of(kv, gate, ratio, 2, width), (first + t) % ratio)
+    assert_same_ring(ring, ring_of(kv, gate, origin, rows_of(ratio, 2)))
+
+
+@pytest.mark.parametrize(("ratio", "series", "width"), GEOMETRY)
+@EVERY_BACKEND
+def test_tokens_that_are_taken_back_leave_nothing(compress, ratio, series, width):
+    """Of every call some tokens are rejected, and the next one begins before them: entries are those of a plain run."""
+    most, g = 2 * ratio, torch.Generator().manual_seed(ratio)
+    kv, gate = draw(TOTAL, series, width)
+    wrong = draw(TOTAL + most, series, width, seed=9)
+    tail = norm_of(width), EPS, frequencies(ROPE, 1e4), "none"
+    plain, ring = first_ring(ratio, series, width, 2), first_ring(ratio, series, width, 2)
+    wanted, rows = cache("rows", width, torch.float32), cache("rows", width, torch.float32)
+    for first in range(TOTAL):
+        compress(kv[first : first + 1], gate[first : first + 1], plain, first, ratio, *tail, wanted, torch.float32)
+    first = 0
+    while first < TOTAL:
+        right = min(int(torch.randint(1, 4, (), generator=g)), TOTAL - first)
+        rejected = min(int(torch.randint(0, most + 1, (), generator=g)), CAPACITY * ratio - first - right)
+        parts = (
+            torch.cat((x[first : first + right], other[first + right : first + right + rejected]))
+            for x, other in zip((kv, gate), wrong, strict=True)
+        )
+        compress(*parts, ring, first, ratio, *tail, rows, torch.float32)
+        first += right
+    assert torch.equal(rows[: TOTAL // ratio], wanted[: TOTAL // ratio])
+    needed = torch.arange(max(0, (TOTAL // ratio - series + 1) * ratio), TOTAL) % len(ring.kv)
+    assert_same_ring(TokenRing(*(part[needed] for part in ring)), TokenRing(*(part[needed] for part in plain)))
 
 
 FORMS = [
@@ -214,12 +240,12 @@ def test_triton_and_the_reference_store_the_same_bits_where_every_sum_is_exact(d
     ratio, series, width = (8, 1, 80) if rounding == "kv" or form == "entries" else (4, 2, 64)
     kv, gate = whole_numbers(TOTAL, series, width)
     norm, freqs = norm_of(width), torch.zeros(ROPE // 2)
-    sides = [(op, first_state(ratio, series, width), cache(form, width, dtype)) for op in BACKENDS.values()]
+    sides = [(op, first_ring(ratio, series, width), cache(form, width, dtype)) for op in BACKENDS.values()]
     for first, *part in chunks(kv, gate):
-        given = [op(*part, state, first, norm, EPS, freqs, rounding, rows, dtype) for op, state, rows in sides]
+        given = [op(*part, ring, first, ratio, norm, EPS, freqs, rounding, rows, dtype) for op, ring, rows in sides]
         end = first + len(part[0])
-        for _, state, _ in sides:
-            assert_same_state(state, state_of(kv[:end], gate[:end], ratio, series, width), end % ratio)
+        for _, ring, _ in sides:
+            assert_same_ring(ring, ring_of(kv[:end], gate[:end], 0, len(ring.kv)))
         assert torch.equal(*given)
         assert torch.equal(bits(sides[0][2]), bits(sides[1][2]))  # those that are not written stay, too
         assert (bits(sides[0][2])[end // ratio :] == 0xFF).all()
@@ -251,12 +277,14 @@ def test_it_is_what_the_model_does(compress, kind, rounding, form, shape):
     model = model_compressor(kind, width, freqs, dtype, rounding != "none")
     model.project = SimpleNamespace(norm=norm)
     frontier = Frontier(ratio, width, overlap=series == 2, device=HERE)
+    for part in frontier.ring():
+        part.fill_(torch.nan)
     entries = Entries(ratio, cache(form, width, dtype))
-    state, rows = first_state(*shape), cache(form, width, dtype)
+    ring, rows = first_ring(*shape), cache(form, width, dtype)
     for first, *part in chunks(kv, gate):
         model(*part, SimpleNamespace(first=first), frontier, entries)
-        compress(*part, state, first, norm, EPS, freqs, rounding, rows, dtype)
-        assert_same_state(state, frontier, frontier.filled)
+        compress(*part, ring, first, ratio, norm, EPS, freqs, rounding, rows, dtype)
+        assert_same_ring(frontier.ring(), ring)
     ours, expected = (bits(forms.first(x, entries.count)) for x in (rows, entries.data))
     if kind is KeyCompressor:
         assert torch.equal(ours, expected)
@@ -276,8 +304,8 @@ def test_what_is_not_finite_spoils_the_entries_that_it_enters(form, where):
         {"kv": kv, "gate": gate}[where][token, 5] = value  # 5 is of the first series, where there are two
     spoilt = []
     for compress in BACKENDS.values():
-        state, rows = first_state(ratio, series, width), cache(form, width, torch.bfloat16)
-        compress(kv, gate, state, 0, torch.ones(width), EPS, torch.zeros(ROPE // 2), "none", rows, torch.bfloat16)
+        ring, rows, freqs = first_ring(ratio, series, width), cache(form, width, torch.bfloat16), torch.zeros(ROPE // 2)
+        compress(kv, gate, ring, 0, ratio, torch.ones(width), EPS, freqs, "none", rows, torch.bfloat16)
         spoilt.append(stored.decode(rows).isnan()[: 40 // ratio])
     assert all(torch.equal(spoilt[0], other) for other in spoilt)
     harmful = [token for token, value in bad.items() if where == "kv" or value != -torch.inf]
@@ -286,11 +314,11 @@ def test_what_is_not_finite_spoils_the_entries_that_it_enters(form, where):
 
 @EVERY_BACKEND
 def test_no_tokens_change_nothing(compress):
-    state, rows = first_state(4, 2, 32), cache("rows", 32, torch.float32)
-    given = compress(*draw(0, 2, 32), state, 7, torch.ones(32), EPS, torch.zeros(2), "none", rows, torch.float32)
+    ring, rows = first_ring(4, 2, 32), cache("rows", 32, torch.float32)
+    given = compress(*draw(0, 2, 32), ring, 7, 4, torch.ones(32), EPS, torch.zeros(2), "none", rows, torch.float32)
     assert given.shape == (0, 32)
     assert rows.isnan().all()
-    assert state.kv.isnan().all()
+    assert ring.kv.isnan().all()
 
 
 @EVERY_BACKEND
@@ -298,14 +326,14 @@ def test_forms_that_are_coded_elsewhere_are_refused(compress):
     rotated = CodedRows(torch.zeros(20), torch.zeros(20, 16, dtype=torch.uint8), 4, None)
     rest = torch.ones(32), EPS, torch.zeros(2), "none", rotated, torch.float32
     with pytest.raises(NotImplementedError, match="CodedRows"):
-        compress(*draw(4, 2, 32), first_state(4, 2, 32), 0, *rest)
+        compress(*draw(4, 2, 32), first_ring(4, 2, 32), 0, 4, *rest)
 
 
 @on_triton
 def test_triton_refuses_rows_that_do_not_fit():
     rest = torch.ones(32), EPS, torch.zeros(2), "none", cache("rows", 32, torch.float32), torch.float32
     with pytest.raises(AssertionError, match="20 rows for 84 tokens"):
-        triton.compress(*draw(4, 2, 32), first_state(4, 2, 32), 80, *rest)
+        triton.compress(*draw(4, 2, 32), first_ring(4, 2, 32), 80, 4, *rest)
 
 
 @pytest.mark.parametrize("form", ["rows", "entries", "fp8", "fp4"])

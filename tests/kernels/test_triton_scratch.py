@@ -21,7 +21,7 @@ from kernels.differential.cpu import Own, Past
 from kernels.experts.triton import experts, experts_scratch
 from kernels.formats import basis_rows, coded_rows, eigenbasis, lloyd_max, product_quantise
 from kernels.formats import rows as stored
-from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Window, stack
+from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, TokenRing, stack
 from kernels.hyper import triton as hyper
 from kernels.linear.weight_tiles import counters
 from kernels.shard import triton_middle
@@ -247,7 +247,7 @@ def test_experts(item, form, deployed, t, hidden, inner):
 
 def test_compress_allocates_the_rows_that_it_returns():
     kv, gate = torch.zeros(2, 9, 2 * 128)
-    window = Window(*(torch.zeros(4, 2 * 128) for _ in range(2)), *(torch.zeros(4, 128) for _ in range(2)))
+    ring = TokenRing(*torch.zeros(2, 8, 2 * 128))
     entries, first = stored.fp8_entries(9, 128, 64, CPU), torch.tensor(0)
-    run = kv, gate, window, first, torch.ones(128), 1e-6, torch.ones(32), "none", entries, torch.bfloat16
+    run = kv, gate, ring, first, 4, torch.ones(128), 1e-6, torch.ones(32), "none", entries, torch.bfloat16
     assert taken(lambda: compress(*run)) == (9 // 4 + 1) * 128 * 2

@@ -240,7 +240,7 @@ def test_options_that_the_family_does_not_have_are_refused(saved):
         ConfigError, match="--numerics deployed is DeepSeek-V4's; run a llama model with --numerics plain"
     ):
         load_any(saved, RunOptions())
-    with pytest.raises(ConfigError, match="--dispatch all-reduce: a llama model has no experts"):
-        load_any(saved, RunOptions("plain", dispatch="all-reduce"))
+    with pytest.raises(ConfigError, match="--rank-tokens own: each rank of a llama model has all tokens"):
+        load_any(saved, RunOptions("plain", rank_tokens="own"))
     with pytest.raises(CapacityError, match="a context of 257 positions, max_position_embeddings is 256"):
         load_any(saved, RunOptions("plain"), context=257)

@@ -4,9 +4,12 @@ import functools
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed import _symmetric_memory as symmetric
 
 from model.choices import ALL, AUTO, OWN
 from model.errors import RankDisagreement, Tripwire
+from model.ranks.multicast import LARGEST, Multicast
 from model.ranks.ranks import ALONE, Partial, Ranks, Shards, evenly, undivided
 from tests import gloo
 
@@ -77,6 +80,7 @@ def collectives(group):
             every = (torch.arange(total * 12) * 37 % 101).view(total, 12).to(dtype)
             rows, columns = (evenly(n, group.rank, group.size) for n in (total, 12))
             assert ranks.turned(columns.of(every, 1), columns, rows).equal(rows.of(every)), (dtype, total)
+    found["multicast"] = by_multicast(group)
     found["calls"] = [ranks.tokens(n).split for n in (1, 64 * group.size - 1, 64 * group.size)]
     found["ran"] = ranks.calls
     for tokens, split in ((ALL, False), (OWN, True)):
@@ -84,9 +88,46 @@ def collectives(group):
     return found
 
 
+class Memory:
+    """What stands for memory that all ranks write to, and for the kernel of torch that does: a gather of gloo."""
+
+    def __init__(self, monkeypatch):
+        self.asked, self.written = [], 0
+        monkeypatch.setattr(symmetric, "empty", lambda n, dtype, **_: torch.full((n,), 255, dtype=dtype))
+        monkeypatch.setattr(symmetric, "rendezvous", lambda memory, group: self.asked.append((memory, group.size())))
+        monkeypatch.setattr(torch.ops.symm_mem, "multimem_all_gather_out", self.gather)
+
+    def gather(self, own, name, every):
+        ((memory, size),) = self.asked
+        assert (own.dtype, every.dtype, every.data_ptr()) == (torch.uint8, torch.uint8, memory.data_ptr())
+        assert len(every) == size * len(own)
+        assert name == dist.group.WORLD.group_name
+        dist.all_gather_into_tensor(every, own)
+        self.written += 1
+
+
+def by_multicast(group):
+    """What arrives by it and what does not, beside plain tensors."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        memory = Memory(monkeypatch)
+        ranks = Ranks(group, Shards(*(undivided(4),) * len(Shards._fields)), AUTO, Multicast(group.processes, "cpu"))
+        for dtype, width in ((torch.bfloat16, 6), (torch.int32, 5), (torch.float32, 1)):
+            whole = (torch.arange(group.size * width) * 37 % 101).view(group.size, width).to(dtype)
+            part = evenly(group.size, group.rank, group.size)
+            first = ranks.whole(part.of(whole), 0, part)
+            assert ranks.whole(part.of(-whole), 0, part).equal(-whole), dtype
+            assert first.equal(whole), "the next gather writes to the same memory"
+        assert ranks.gathers == {"multicast": 6, "collective": 0}
+        for shape in ((group.size, 3), (group.size, LARGEST // group.size + 4)):  # no whole word, and too many bytes
+            large = torch.ones(shape, dtype=torch.uint8)
+            assert ranks.whole(part.of(large), 0, part).equal(large)
+        return memory.written, ranks.gathers
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_axes_rows_and_bits_arrive_whole(on_ranks, size):
     for found in on_ranks(size):
+        assert found["collectives"].pop("multicast") == (6, {"multicast": 6, "collective": 2})
         assert found["collectives"] == {"calls": [False, False, True], "ran": {ALL: 2, OWN: 1}}
 
 

@@ -190,8 +190,8 @@ def advanced(model, position):
     [
         (lambda s: s.layers[0].ring._held.__setitem__(slice(None), range(271)), "attention.ring"),
         (lambda s: setattr(s.layers[1].entries, "count", 74), "attention.entry, rows"),
-        (lambda s: setattr(s.layers[2].frontier, "filled", 0), "attention.entry, open window"),
-        (lambda s: setattr(s.layers[3].key_frontier, "filled", 1), "indexer.key_used, open window"),
+        (lambda s: setattr(s.layers[2].frontier, "position", 0), "attention.entry, tokens"),
+        (lambda s: setattr(s.layers[3].key_frontier, "position", 1), "indexer.key_used, tokens"),
         (lambda s: setattr(s.layers[3].keys, "count", 76), "indexer.key_used, rows"),
         (lambda s: s.layers[0].ring.data.fill_(NAN), "attention.streams"),
         (lambda s: setattr(s.layers[1].keys, "data", torch.zeros(150, 512)), "indexer.key"),

@@ -79,7 +79,7 @@ def test_bytes_by_hand():
     """The demo: head_dim 128, index_head_dim 128, window 16; 1000 positions in calls of 64, BF16."""
     config = Subject().config
     ring, csa, hca = (16 + 63) * 128 * 2, 250 * 128 * 2, 7 * 128 * 2
-    frontier = 4 * 2 * (4 * 256 + 4 * 128)  # values and gates; the open window of two series, one of the window before
+    frontier = 4 * 2 * (4 + 4) * 256  # values and gates; of the open window and the one before, two series
     wanted = [
         {"window": ring},
         {"window": ring, "entries": csa, "frontier": frontier, "indexer_keys": csa, "indexer_frontier": frontier},

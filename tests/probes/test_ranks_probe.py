@@ -18,9 +18,9 @@ from tests.make_checkpoint import tiny_config, write_checkpoint
 
 BETWEEN = {
     "sinks-of-rank-0": "first apart at attention.mixed, layer 0",
-    "replicated-summed-as-partial": "experts.routed of layer 0: row 0 filled by 2 ranks, expected exactly one",
+    "replicated-summed-as-partial": "experts.output of layer 0: row 0 filled by 2 ranks, expected exactly one",
     "top-k-of-a-rank-differs": "RankDisagreement: indexer.selected of layer 1",
-    "replicated-weight-of-a-rank-differs": "RankDisagreement: streams of layer 3",
+    "replicated-weight-of-a-rank-differs": "RankDisagreement: experts.ids of layer 3",
     "experts-off-by-one": "first apart at experts.output, layer 0",
 }
 
@@ -68,15 +68,15 @@ def test_a_healthy_run_holds_every_bound_and_counts_every_byte():
     assert [finding.verdict for finding in report.findings] == [Verdict.PASS] * 5
     held = report.findings[-1]
     assert held.what == "2 ranks: bytes of weights held by all"
-    assert held.measured == held.bound.value == 5145672
+    assert held.measured == held.bound.value == 5018712
     table = report.parts[0]
     ways = {row[1]: row[2] for row in table.rows}
-    assert ways["all-reduce"] == "all-reduce 1"
-    assert ways["all-to-all"] == "all-to-all 1"
+    assert ways["all tokens"] == "all 1"
+    assert ways["own tokens"] == "own 1"
 
 
 def test_it_says_where_it_does_not_apply():
-    assert Ranks(sizes=(3,)).needs(Subject()) == "no number of ranks among 3 divides the experts"
+    assert Ranks(sizes=(3,)).needs(Subject()) == "no number of ranks among 3 divides the experts' columns"
     assert "CPU" in Ranks().needs(Subject(options=RunOptions(device="cuda")))
     assert "mine" in Ranks().needs(Subject(ops=CPU._replace(name="mine")))
     assert "2: it starts ranks of its own" in Ranks().needs(Subject(group=Group(0, 2, None)))
@@ -89,8 +89,8 @@ def test_pairs_that_the_model_cannot_run_are_left_out_and_named(tmp_path, monkey
     monkeypatch.setattr(ranks, "answers_of", forked)
     report = run_probe(QUICK, subject, silent).report
     assert not report.failed
-    assert [row[1] for row in report.parts[0].rows] == ["all-reduce", "all-to-all"]
-    assert "; left out, all-reduce, deployed and all-to-all, deployed: --numerics deployed: hidden" in report.summary
+    assert [row[1] for row in report.parts[0].rows] == ["all tokens", "own tokens"]
+    assert "; left out, all tokens, deployed and own tokens, deployed: --numerics deployed: hidden" in report.summary
     monkeypatch.setattr(ranks, "PAIRS", dict(list(PAIRS.items())[2:]))
     assert "none of its pairs can run: --numerics deployed: hidden_size is 192" in QUICK.needs(subject)
 

@@ -69,7 +69,8 @@ class FakeCuda:
         assert side.side
         return self.noted("side stream")
 
-    def graph(self, _):
+    def graph(self, _, capture_error_mode):
+        assert capture_error_mode == "thread_local"
         return self.noted("capture")
 
 
@@ -114,13 +115,9 @@ def test_generation_decodes_by_the_step_it_is_given():
 def test_what_excludes_a_graph_is_known_before_weights_are_read():
     config = read_config(DEMO, RunOptions())
     fused = CPU._replace(name="triton")
-    check_graph(config, "cuda", fused, 1)
-    for device, ops, ranks, why in (
-        ("cpu", fused, 1, "--graph: --device cpu"),
-        ("cuda", CPU, 1, "--graph: --ops cpu"),
-        ("cuda", fused, 2, "--graph: 2 ranks"),
-    ):
+    check_graph(config, "cuda", fused)
+    for device, ops, why in (("cpu", fused, "--graph: --device cpu"), ("cuda", CPU, "--graph: --ops cpu")):
         with pytest.raises(ConfigError, match=why):
-            check_graph(config, device, ops, ranks)
+            check_graph(config, device, ops)
     with pytest.raises(ConfigError, match="--graph: a llama model"):
-        check_graph(LlamaConfig.from_json(LLAMA_3_2_1B, "config.json"), "cuda", fused, 1)
+        check_graph(LlamaConfig.from_json(LLAMA_3_2_1B, "config.json"), "cuda", fused)

@@ -44,7 +44,7 @@ def test_a_rehearsal_waits_for_nobody_and_leaves_nothing(rank, capfd):
     config, checkpoint, options = ModelConfig.from_file(DEMO / "config.json"), Checkpoint.open(DEMO), RunOptions()
     sharding = sharding_plan(config, 2)
     ranks = Ranks(Group(rank, 2, object()), sharding.ranks[rank])
-    ranks.calls["all-reduce"] = 7
+    ranks.calls["all"] = 7
     counted = census(checkpoint.shapes(), config)
     weights = open_weights(checkpoint, counted, only=(), held=lambda name, rows: sharding.rows(name, rows, rank))
     numerics = arithmetic(options, CPU, ranks, config)
@@ -55,7 +55,7 @@ def test_a_rehearsal_waits_for_nobody_and_leaves_nothing(rank, capfd):
         "compiling kernels for this GPU, minutes where none are kept of an earlier run:"
         " calls of 300, 128, 64, 32, 16, 8, 4, 2, 1 tokens\n"
     )
-    assert (ranks.collectives, ranks.at, ranks.calls) == (0, "start", {"all-reduce": 7, "all-to-all": 0})
+    assert (ranks.collectives, ranks.at, ranks.calls) == (0, "start", {"all": 7, "own": 0})
     assert numerics.ran == {"linear": "somewhere"}
     ranks.verify()  # nothing was recorded
     with pytest.raises((TypeError, AttributeError, ValueError)):  # and from now on exchanges are real ones

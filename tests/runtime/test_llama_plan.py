@@ -1,5 +1,7 @@
 """The memory plan of a Llama-family run: weights and caches to the byte, a call by a bound that is close."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -147,6 +149,11 @@ def test_the_plan_of_variants_is_of_the_prompt_that_takes_most(saved):
     options = RunOptions("plain", kv=("all=shard:rank=16",))
     model = load_any(saved, options).model
     assert coded == max(sum(model.new_state(4000, 64, prompt).nbytes().values()) for prompt in (0, 1000, 3900, 4000))
+    options = replace(options, draft_tokens=5)
+    kept = planner(loaded, options).plan(4000).cache_bytes - coded
+    assert kept == 2 * 2 * 5 * 2 * 32 * 2, "bf16: keys and values of 5 tokens that have left the window"
+    state = model.new_state(4000, 64, 4000, rewind=5)
+    assert sum(state.nbytes().values()) == sum(model.new_state(4000, 64, 4000).nbytes().values()) + kept
     assert 0.5 * full < coded < 0.6 * full, "of no prompt: every token in 8 bits, and norms"
     prompt = sum(model.new_state(4000, 64, 4000).nbytes().values())
     assert prompt < 0.25 * full, "exact rows of the prompt are no part of any cache before it comes"

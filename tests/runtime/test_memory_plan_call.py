@@ -19,10 +19,10 @@ CONTEXT = 20_000
 SHORT = 16_000  # from few entries on, the indexer works in another way, which takes less
 # What is large in a model, and the moment that is then the largest of a call.
 MODELS = {
-    "wide": ({"hidden_size": 1024}, "shared expert"),
+    "wide": ({"hidden_size": 1024}, "routed and shared, added"),
     "experts": ({"moe_intermediate_size": 2048, "n_routed_experts": 4}, "routed experts"),
     "heads": ({"num_attention_heads": 40, "o_groups": 4, "index_n_heads": 8}, "output, low rank"),
-    "window alone": ({"compress_ratios": [0, 0], "num_hidden_layers": 2, "num_attention_heads": 8}, "shared expert"),
+    "window alone": ({"compress_ratios": [0, 0], "num_hidden_layers": 2, "num_attention_heads": 8}, "routed experts"),
     "entries": (
         {"compress_ratios": [128, 4], "num_hidden_layers": 2, "head_dim": 528, "num_attention_heads": 2, "o_groups": 2},
         "scores and selection",

@@ -140,7 +140,7 @@ def test_what_is_no_exact_state_of_a_bounded_cache_is_refused(directory, loaded,
     saved(full, tmp_path / "full")
     with pytest.raises(StateError, match=r"full: no layer has a bounded cache"):
         quantise_state(tmp_path / "full", 8, out)
-    with pytest.raises(StateError, match="saved with format 'fathom-coded-state-1', this run has 'fathom-state-4'"):
+    with pytest.raises(StateError, match="saved with format 'fathom-coded-state-1', this run has 'fathom-state-5'"):
         load_state(tmp_path / "coded", loaded.model.new_state(80, 16), loaded)
     with pytest.raises(StateError, match="saved with kv "):
         read_any_saved(tmp_path / "coded", loaded_with(directory, ("all=coda:window=7,exact=4,summary=4,block=8",)))

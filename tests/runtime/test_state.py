@@ -46,9 +46,9 @@ def test_nbytes_is_what_the_config_says(loaded):
         "window": sum(layers.values()) * (config.sliding_window + chunk - 1) * d * 2,
         "entries": (layers[4] * (context // 4) + layers[128] * (context // 128)) * d * 2,
         "indexer_keys": layers[4] * (context // 4) * di * 2,
-        # fp32: the open window's values and gates; with overlap two series, and one series of the window before
-        "frontier": 4 * 2 * (layers[4] * (4 * 2 * d + 4 * d) + layers[128] * 128 * d),
-        "indexer_frontier": 4 * 2 * layers[4] * (4 * 2 * di + 4 * di),
+        # fp32: values and gates of the open window's tokens; with overlap of two series, and of the window before
+        "frontier": 4 * 2 * (layers[4] * 8 * 2 * d + layers[128] * 128 * d),
+        "indexer_frontier": 4 * 2 * layers[4] * 8 * 2 * di,
     }
 
 

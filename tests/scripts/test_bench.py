@@ -226,13 +226,13 @@ def test_bad_flags_are_refused(flags, says, capsys):
     assert says in line
 
 
-def test_the_list_says_what_each_measures_and_dispatch_alone_is_refused(capsys):
+def test_the_list_says_what_each_measures_and_one_rank_alone_is_refused(capsys):
     assert main(["--list"]) == 0
     told = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in told] == list(command.BENCHES)
     assert all(len(line.split()) > 5 for line in told)
-    assert run(lambda: main(["dispatch"])) == 2
-    assert capsys.readouterr().err == "one rank alone dispatches nothing: start several, with torchrun\n"
+    assert run(lambda: main(["rank-tokens"])) == 2
+    assert capsys.readouterr().err == "one rank alone has all tokens: start several, with torchrun\n"
 
 
 # --- beside transformers

@@ -66,7 +66,7 @@ def test_the_report_says_what_ran(tmp_path):
         "prefill_chunk": 4,
         "entry_format": "dtype",
         "key_format": "dtype",
-        "dispatch": "auto",
+        "rank_tokens": "auto",
         "kv": [],
         "coda_adapters": None,
     }

@@ -310,7 +310,7 @@ def test_a_config_alone_is_planned_as_published(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--dispatch", "all-to-all", *PLAIN), "--dispatch all-to-all: a llama model has no experts"),
+        (("--rank-tokens", "own", *PLAIN), "--rank-tokens own: each rank of a llama model has all tokens"),
         (("--numerics", "deployed"), "--numerics deployed is DeepSeek-V4's"),
         (("--context", "257", *PLAIN), "--context 257: beyond the model's max_position_embeddings 256"),
         (("--kv", "csa=shard", *PLAIN), "--kv csa=shard: 'csa' names no layers"),

@@ -80,8 +80,8 @@ def test_options_change_the_plan(tmp_path, config):
     for flags in (["--dtype", "fp32", "--numerics", "plain"], ["--prefill-chunk", "4096"]):
         assert asked(tmp_path, *here, *flags)["needed"] > plain["needed"], flags
     split, whole = (
-        asked(tmp_path, *here, "--ranks", 2, "--prefill-chunk", 2000, "--dispatch", dispatch)
-        for dispatch in ("all-to-all", "all-reduce")
+        asked(tmp_path, *here, "--ranks", 2, "--prefill-chunk", 2000, "--rank-tokens", tokens)
+        for tokens in ("own", "all")
     )
     assert split["call"]["bytes"] < whole["call"]["bytes"]
 
@@ -111,7 +111,10 @@ def test_without_a_gpu_and_without_a_size_nothing_is_judged(tmp_path, config, mo
     ("flags", "said"),
     [
         (["--context", "2000000"], "--context 2000000: beyond the model's max_position_embeddings 1048576"),
-        (["--context", "10", "--ranks", "3"], "3 ranks: n_routed_experts is 8, which 3 does not divide"),
+        (
+            ["--context", "10", "--ranks", "3"],
+            "3 ranks: moe_intermediate_size, columns of SwiGLU: 128, which 3 does not",
+        ),
         (
             ["--context", "10", "--coda-adapters", __file__],
             "--coda-adapters: of Llama-family checkpoints; DeepSeek-V4's",
@@ -145,7 +148,7 @@ def test_a_memory_size_is_a_number(size, capsys):
 def test_without_a_context_the_largest_by_number_of_ranks(tmp_path, config, capsys):
     data = asked(tmp_path, "--config", config, "--memory-gib", 2.15)
     said = capsys.readouterr().out
-    assert [row["ranks"] for row in data["by_ranks"]] == [1, 2, 4, 8]  # of 8 experts
+    assert [row["ranks"] for row in data["by_ranks"]] == [1, 2, 4, 8, 16, 32, 64]  # of 128 columns of SwiGLU
     two = asked(tmp_path, "--config", config, "--context", 9, "--ranks", 2, "--memory-gib", 2.15)
     assert data["by_ranks"][1]["largest_context"] == two["largest_context"] > 0
     assert all(f"{row['largest_context']:,}" in said for row in data["by_ranks"])
@@ -155,7 +158,46 @@ def test_without_a_context_the_largest_by_number_of_ranks(tmp_path, config, caps
     assert told in said
     assert len(asked(tmp_path, "--config", config, "--memory-gib", 2.15, "--ranks", 2)["by_ranks"]) == 1
     assert asked(tmp_path, "--config", config, "--memory-gib", 2, status=1)["gpus"] is None
-    assert "no context fits in 2.00 GiB, on none of 1, 2, 4, 8 ranks" in capsys.readouterr().out
+    assert "no context fits in 2.00 GiB, on none of 1, 2, 4, 8, 16, 32, 64 ranks" in capsys.readouterr().out
+
+
+def test_a_token_by_arithmetic(tmp_path, capsys):
+    """Of V4-Pro on eight ranks, by numbers of its config.json written out here."""
+    flags = ("--model", "DeepSeek-V4-Pro", "--device", "cuda", "--context", "1M", "--ranks", 8)
+    token = asked(tmp_path, *flags, "--gpu", "b200")["token"]
+    layers, csa, hidden, inner, expert = 61, 30, 7168, 3072, 0.5 + 1 / 32
+    assert token["read"]["routed experts"] == layers * 6 * 3 * inner * hidden * expert / 8
+    assert token["read"]["index keys"] == csa * (1 << 20) // 4 * 128 * 2
+    assert token["read"]["selected entries"] == csa * 1024 * 512 * 2
+    assert token["read"]["head"] == 129280 * hidden * 2 / 8
+    times = {one["what"]: one["times"] for one in token["exchanges"]}
+    assert sum(times.values()) == 4 * layers + 3
+    between = next(one for one in token["exchanges"] if "between" in one["what"])
+    assert between["nbytes"] == 7 * inner * 2 * 7 // 8
+    said = capsys.readouterr().out
+    assert "after 1,048,576 positions, on b200: by arithmetic" in said
+    # what a position's keys take, seven eighths of which would be saved, against two exchanges and three launches
+    rows = 1024 * 512 * 2 * 7 / 8 / 450e9
+    per_position = 128 * 2 / 4 * 7 / 8 / 8e12
+    assert token["caches_cut_from"] == int((2 * 10e-6 + 3 * 1.5e-6 + rows) / per_position) + 1
+    assert f"save a token time from {token['caches_cut_from']:,} positions on" in said
+
+
+def test_a_token_where_there_is_no_exchange_and_where_there_is_no_arithmetic(tmp_path, config, capsys):
+    flags = ("--config", config, "--device", "cuda", "--context", 1000)
+    two, slower = (asked(tmp_path, *flags, "--ranks", 2, "--gpu", gpu)["token"] for gpu in ("b200", "h200"))
+    assert slower["seconds"]["reading"] == pytest.approx(two["seconds"]["reading"] * 8 / 4.3)
+    assert slower["seconds"]["exchanging"] == two["seconds"]["exchanging"]
+    alone = asked(tmp_path, *flags)["token"]
+    assert (alone["exchanges"], alone["caches_cut_from"]) == ([], None)
+    capsys.readouterr()
+    assert asked(tmp_path, *flags, "--kv", "all=shard")["token"] is None
+    for others in (
+        asked(tmp_path, *flags, "--gpu", "b300"),
+        asked(tmp_path, *flags[:2], *flags[4:], "--device", "cpu"),
+    ):
+        assert not others.get("token")
+    assert "by arithmetic" not in capsys.readouterr().out
 
 
 def test_a_release_by_its_name_on_a_gpu_by_its_name(tmp_path, config, capsys):

@@ -45,11 +45,8 @@ def test_two_ranks_say_what_one_says_and_say_it_once(tmp_path, capsys):
     assert {name: both[name] for name in same} == {name: alone[name] for name in same}
     ranks = both["ranks"]
     assert ranks["count"] == 2
-    assert ranks["dispatch_calls"] == {"all-reduce": len(both["tokens"]), "all-to-all": 0}
-    assert [axis.partition(":")[0] for axis in ranks["replicated"]] == [
-        "output groups",
-        "columns of the attention's output",
-    ]
+    assert ranks["calls_by_tokens"] == {"all": len(both["tokens"]), "own": 0}
+    assert ranks["replicated"] == []
     assert max(ranks["weight_bytes"]) < alone["ranks"]["weight_bytes"][0] < sum(ranks["weight_bytes"])
     assert len(ranks["peak_memory_bytes"]) == 2
     assert all(touched > 0 for touched in ranks["file_bytes_touched"])
@@ -75,10 +72,12 @@ def test_a_user_error_is_one_line(flags, said):
 
 
 @pytest.mark.slow
-def test_experts_that_do_not_divide_are_refused():
+def test_experts_columns_that_do_not_divide_are_refused():
     done, ours = torchrun(3, GENERATE, "--prompt", "a")
     assert (done.returncode, done.stdout) == (1, "")
-    assert [line.partition(": ")[2] for line in ours] == ["3 ranks: n_routed_experts is 8, which 3 does not divide"]
+    assert [line.partition(": ")[2] for line in ours] == [
+        "3 ranks: moe_intermediate_size, columns of SwiGLU: 128, which 3 does not divide"
+    ]
 
 
 @pytest.mark.slow
@@ -96,10 +95,10 @@ def rows_matter():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dispatch", ["all-reduce", "all-to-all"])
-def test_logits_are_written_once_and_are_those_of_one_rank(tmp_path, dispatch):
+@pytest.mark.parametrize("tokens", ["all", "own"])
+def test_logits_are_written_once_and_are_those_of_one_rank(tmp_path, tokens):
     (tmp_path / "tokens").write_text(json.dumps([2, *range(5, 150)]))
-    flags = ("--tokens", str(tmp_path / "tokens"), "--decode-from", "140", "--dispatch", dispatch, "--out")
+    flags = ("--tokens", str(tmp_path / "tokens"), "--decode-from", "140", "--rank-tokens", tokens, "--out")
     done, _ = torchrun(2, "scripts.logits", *flags, str(tmp_path / "both"))
     assert done.returncode == 0, done.stderr
     assert logits.main([*flags, str(tmp_path / "alone")]) == 0

@@ -1,0 +1,132 @@
+"""What a decoded token asks of one rank, by arithmetic: bytes, exchanges and launches, and how long these take.
+
+A token of a graph waits for nothing but these. Bytes are those of weights and caches, each read once; of the routed
+experts those of a token's k, of which every rank has rows. Exchanges follow from what is cut (`runtime.sharding`), and
+launches are counted by a recorder of what is captured (`tests/runtime/test_captured_step.py`). What each of them takes
+is assumed: nothing of it was measured.
+
+Caches are on every rank. Cut over ranks by rows, index keys would be scored by the rank that has them, the best of all
+merged, and selected entries brought to every rank: two more exchanges and three more launches in a CSA layer.
+`Token.cut_from` says how long a context must be for that to take less than it saves.
+"""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from model.config import LayerKind, ModelConfig
+from runtime.plan.call import F32, I64, Call
+from runtime.plan.weights import WeightKind, Weights, stored_bytes
+
+EXCHANGE: Final = 10e-6  # seconds of a collective of NCCL in a graph, whose bytes are few; assumed
+LINK: Final = 450e9  # bytes that a rank receives in a second, of NVLink's 900 both ways; assumed
+LAUNCH: Final = 1.5e-6  # seconds of a node of a graph; assumed
+# Nodes of a captured layer on one rank, tripwires among them, in deployed numerics with caches in FP8 and FP4
+LAUNCHES: Final = {LayerKind.SWA: 24, LayerKind.HCA: 32, LayerKind.CSA: 39}
+MERGED: Final = (2, 3)  # exchanges and launches by which a CSA layer would grow whose caches were cut over ranks
+
+
+class Exchange(NamedTuple):
+    """Exchanges of one kind, of all layers."""
+
+    what: str
+    times: int
+    nbytes: int  # that this rank receives in each
+
+
+class Token(NamedTuple):
+    """A decoded token at the end of a context, on one rank."""
+
+    read: Mapping[str, int]  # bytes, by what is read
+    exchanges: tuple[Exchange, ...]
+    launches: int  # of layers, and of the checksums that ranks compare
+    bandwidth: float  # bytes that the device reads in a second
+    cut_from: int | None  # positions from which on caches that are cut over ranks would save time; None: one rank
+    spared: int  # bytes of caches that a rank would not hold then
+
+    @property
+    def reading(self) -> float:
+        """Seconds that bytes take."""
+        return sum(self.read.values()) / self.bandwidth
+
+    @property
+    def exchanging(self) -> float:
+        """Seconds that exchanges take."""
+        return sum(one.times * (EXCHANGE + one.nbytes / LINK) for one in self.exchanges)
+
+    @property
+    def launching(self) -> float:
+        """Seconds that launches take, did they all wait for each other."""
+        return self.launches * LAUNCH
+
+
+def token(
+    c: ModelConfig,
+    s: Call,
+    weights: Mapping[WeightKind, Weights],
+    caches: Mapping[str, Mapping[str, int]],
+    context: int,
+    bandwidth: float,
+) -> Token:
+    """A token after `context` positions, for which `caches` are: bytes by kind of layer and component, in full."""
+    read = {kind.value: part.own for kind, part in weights.items() if kind is not WeightKind.EMBEDDING}
+    read[WeightKind.ROUTED.value] = read[WeightKind.ROUTED.value] * c.num_experts_per_tok // c.n_routed_experts
+    tables = sum(map(c.is_hash, range(c.num_hidden_layers))) * c.num_experts_per_tok * c.vocab_size * I64
+    read[WeightKind.GATES.value] -= tables
+    read["head"] = max(stored_bytes(form, (rows, columns)) for form, rows, columns in s.matrices["head"])
+    counts = {kind: c.layer_kinds.count(kind) for kind in LayerKind}
+    read["window"] = c.num_hidden_layers * min(c.sliding_window, context) * c.head_dim * s.item
+    entries, keys, selected = (caches.get(kind, {}).get(name, 0) for kind, name in _PARTS)
+    read["entries of HCA"], read["index keys"] = entries, keys
+    ratios = [c.ratio(layer) for layer, kind in enumerate(c.layer_kinds) if kind is LayerKind.CSA]
+    if ratios:
+        read["selected entries"] = int(selected * min(1.0, c.index_topk / max(1, context // ratios[0])))
+    kept = (s.ranks - 1) / s.ranks
+    saved = keys * kept / bandwidth / context  # seconds of a position
+    paid = MERGED[0] * EXCHANGE + MERGED[1] * LAUNCH
+    if ratios and s.ranks > 1:
+        rows = read["selected entries"] // len(ratios)
+        paid = len(ratios) * (paid + rows * kept / LINK)
+    return Token(
+        read,
+        tuple(exchanges(c, s)),
+        sum(count * LAUNCHES[kind] for kind, count in counts.items()) + (_compared(c) if s.ranks > 1 else 0),
+        bandwidth,
+        int(paid / saved) + 1 if saved else None,
+        int((keys + selected) * kept),
+    )
+
+
+_PARTS: Final = (LayerKind.HCA, "entries"), (LayerKind.CSA, "indexer_keys"), (LayerKind.CSA, "entries")
+
+
+def exchanges(c: ModelConfig, s: Call) -> list[Exchange]:
+    """What ranks exchange for a token, in the order in which it comes: of each kind how often, and how many bytes."""
+    if s.ranks == 1:
+        return []
+    layers, k, item, shards = c.num_hidden_layers, c.num_experts_per_tok, s.item, s.shards
+    found = []
+
+    def gathered(what: str, count: int, nbytes: int) -> None:
+        found.append(Exchange(what, count, nbytes * (s.ranks - 1) // s.ranks))
+
+    if shards.vocabulary.split:  # an all-reduce sends and receives what it sums up, and which rank filled it
+        found.append(Exchange("embedded token", 1, 2 * (c.hidden_size * item + F32)))
+    if shards.heads.split and not shards.groups.split:
+        gathered("attention, heads", layers, c.num_attention_heads * c.head_dim * item)
+    if shards.groups.split:
+        gathered("attention, low rank", layers, c.o_groups * c.o_lora_rank * item)
+    if shards.output.split:
+        gathered("attention, output", layers, c.hidden_size * item)
+    gathered("experts, between their matrices", layers, (k + 1) * c.moe_intermediate_size * item)
+    if shards.output.split:
+        gathered("experts, output", layers, c.hidden_size * item)
+    if shards.vocabulary.split:
+        gathered("logits", 1, c.vocab_size * F32)
+    found.append(Exchange("what ranks compare", 1, (s.ranks - 1) * I64 * _compared(c)))
+    return found
+
+
+def _compared(c: ModelConfig) -> int:
+    """Tensors whose checksums a token's ranks compare: see `same` in `model.observe.observer`."""
+    of_layer = {LayerKind.SWA: 4, LayerKind.HCA: 5, LayerKind.CSA: 7}
+    return 2 + sum(of_layer[kind] for kind in c.layer_kinds)
