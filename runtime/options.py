@@ -31,8 +31,8 @@ class RunOptions:
     key_format: str = "dtype"  # of index keys: dtype | fp8 | fp4
     rank_tokens: str = AUTO  # of a call that a rank of several has between attentions: all | own | auto
     kv: tuple[str, ...] = ()  # how layers remember: rules of `runtime.kv`; none: every layer in full
-    draft_tokens: int = 0  # drafted for one call at most, and so taken back where they are rejected; 0: no drafts
     coda_adapters: str | None = None  # file of adapters over a Llama-family checkpoint; None: ordinary attention
+    draft_tokens: int = 0  # drafted for one call at most, and so taken back where they are rejected; 0: no drafts
 
     def __post_init__(self) -> None:
         """Refuse cache formats that do not hold the values of this numerics and dtype: ConfigError naming the flag."""

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from model.choices import DTYPES, ENTRY_FORMATS, KEY_FORMATS, NUMERICS, OP_SETS, RANK_TOKENS
@@ -170,6 +171,18 @@ def add_graph(p: argparse.ArgumentParser) -> None:
     )
 
 
+def add_draft(p: argparse.ArgumentParser) -> None:
+    """Add the flags of scripts that draft tokens."""
+    p.add_argument(
+        "--draft",
+        choices=("off", "lookup"),
+        default="off",
+        help="lookup: guess that what followed the last tokens before follows again, and verify it in one call of the"
+        " model; the text stays the same (--ops cpu) (default off)",
+    )
+    p.add_argument("--draft-tokens", type=positive, default=5, help="drafted at a time, at most 7 (default 5)")
+
+
 def add_variants(p: argparse.ArgumentParser) -> None:
     """Add the flag of scripts that run any variant of a layer's cache; probes hold the full one."""
     p.add_argument(
@@ -235,4 +248,6 @@ def check_sampling(args: argparse.Namespace) -> None:
 def run_options(args: argparse.Namespace) -> RunOptions:
     """Return what `add_run_options` parsed."""
     formats, held = (args.entry_format, args.key_format), (tuple(args.kv), args.coda_adapters) if "kv" in args else ()
-    return RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.rank_tokens, *held)
+    options = RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.rank_tokens, *held)
+    drafts = "draft" in args and args.draft != "off"
+    return replace(options, draft_tokens=args.draft_tokens) if drafts else options
