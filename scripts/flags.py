@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from model.choices import ALL, DTYPES, ENTRY_FORMATS, INDEX_SCORES, KEY_FORMATS, NUMERICS, OP_SETS, OWN, RANK_TOKENS
@@ -179,6 +180,18 @@ def add_graph(p: argparse.ArgumentParser) -> None:
     )
 
 
+def add_draft(p: argparse.ArgumentParser) -> None:
+    """Add the flags of scripts that draft tokens."""
+    p.add_argument(
+        "--draft",
+        choices=("off", "lookup"),
+        default="off",
+        help="lookup: guess that what followed the last tokens before follows again, and verify it in one call of the"
+        " model; the text stays the same (--ops cpu) (default off)",
+    )
+    p.add_argument("--draft-tokens", type=positive, default=5, help="drafted at a time, at most 7 (default 5)")
+
+
 def add_variants(p: argparse.ArgumentParser) -> None:
     """Add the flag of scripts that run any variant of a layer's cache; probes hold the full one."""
     p.add_argument(
@@ -245,4 +258,6 @@ def run_options(args: argparse.Namespace) -> RunOptions:
     """Return what `add_run_options` parsed."""
     formats = args.entry_format, args.key_format, args.index_scores
     held = (tuple(args.kv), args.coda_adapters) if "kv" in args else ()
-    return RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.rank_tokens, *held)
+    options = RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.rank_tokens, *held)
+    drafts = "draft" in args and args.draft != "off"
+    return replace(options, draft_tokens=args.draft_tokens) if drafts else options

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from scripts.cli import arguments, run_on_ranks
 from scripts.flags import (
+    add_draft,
     add_graph,
     add_json,
     add_model,
@@ -63,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     add_run_options(p)
     add_op_set(p)
     add_graph(p)
+    add_draft(p)
     add_variants(p)
     add_threads(p)
     add_rank_timeout(p)

@@ -16,6 +16,7 @@ from model.errors import CapacityError
 from model.ranks.ranks import Group
 from model.state import State
 from runtime.decoding import check_graph, decoding
+from runtime.drafting import check_draft, drafting
 from runtime.errors import PromptError
 from runtime.generate import Generation, generate
 from runtime.group.processes import connected, watched_load_any
@@ -54,6 +55,7 @@ def _generate(args: argparse.Namespace, given: Prompt, watch: Watch | None, grou
     ops = op_set(args.ops or usual(options.device), options, config)
     if args.graph and args.max_new_tokens > 1:
         check_graph(config, options.device, ops)
+    check_draft(config, options, ops)
     held = 0 if args.load_state is None else saved_position(args.load_state) + 2  # a pending token, and an EOS after it
     context = args.max_context or held + len(prompt) + args.max_new_tokens - 1
     console = Console(stderr=True)
@@ -74,6 +76,7 @@ def _generate(args: argparse.Namespace, given: Prompt, watch: Watch | None, grou
             progress=advance,
             record=record,
             decode=by.step,
+            drafting=drafting(options),
             alternatives=args.logprobs,
         )
         text = print_text(stream, StreamDecoder(tokenizer))
@@ -144,7 +147,7 @@ def _state(
     if context < needed:
         parts = f"{held} saved, {len(prompt)} prompt and {args.max_new_tokens} new tokens"
         raise CapacityError(f"--max-context {context}: {parts} need {needed}")
-    state = new_state(loaded.model, context, options.prefill_chunk, read_as_prompt)
+    state = new_state(loaded.model, context, options.prefill_chunk, read_as_prompt, options.draft_tokens)
     if args.load_state is not None:
         load_state(args.load_state, state, loaded)
     return state, prompt
@@ -221,11 +224,21 @@ def summary_table(data: dict[str, Any]) -> Table:
         "answer": f"{answer}, ended by {data['ended']}",
         "memory": f"{peak}; caches for {data['max_context']} tokens, MiB: {caches}",
     }
+    if data["drafts"] is not None:
+        rows["drafts"] = _drafts(data["drafts"])
     if data["banks"]:
         rows["banks"] = _banks(data["banks"])
     if data["ranks"]["count"] > 1:
         rows["ranks"] = _ranks(data["ranks"])
     return summary(rows | {"ran on": f"{o['device']}, ops {data['ops']}, decode {by}, {chosen}"})
+
+
+def _drafts(drafts: dict[str, Any]) -> str:
+    """How many tokens were drafted and accepted, and how many by their place in a draft."""
+    drafted, accepted = drafts["drafted"], drafts["accepted"]
+    places = ", ".join(f"{some} of {all_}" for some, all_ in zip(accepted, drafted, strict=True))
+    told = f"{drafts['drafter']}, {drafts['calls']} calls, accepted {sum(accepted)} of {sum(drafted)} tokens"
+    return f"{told}, by place {places}" if drafted else told
 
 
 def _banks(layers: list[dict[str, Any]]) -> str:

@@ -20,6 +20,7 @@ from model.files import read_bounded
 from model.ranks.ranks import Group
 from model.state import State
 from runtime.decoding import Decoding, check_graph, decoding
+from runtime.drafting import check_draft, drafting
 from runtime.generate import Generation, generate
 from runtime.group.processes import connected, leads, watched_load_any
 from runtime.group.watchdog import Watch
@@ -60,6 +61,7 @@ def _run(args: argparse.Namespace, prompts: Prompts, done: Done, watch: Watch | 
     ops = op_set(args.ops or usual(options.device), options, config)
     if args.graph and args.max_new_tokens > 1:
         check_graph(config, options.device, ops)
+    check_draft(config, options, ops)
     most = max(len(entry.ids) for entry in entries) + args.max_new_tokens - 1
     console = Console(stderr=True)
     with console.loading(args.model):
@@ -80,7 +82,7 @@ def _run(args: argparse.Namespace, prompts: Prompts, done: Done, watch: Watch | 
         for entry in track(left, "prompts", console=console, transient=True, disable=not console.is_terminal):
             record, state, by = Generation(), None, None  # the state before is let go
             context = args.max_context or len(entry.ids) + args.max_new_tokens - 1
-            state = new_state(model, context, options.prefill_chunk, len(entry.ids))
+            state = new_state(model, context, options.prefill_chunk, len(entry.ids), options.draft_tokens)
             by = decoding(model, state, graph=args.graph, steps=args.max_new_tokens - 1)
             text = _text(args, loaded, (tokenizer, sampling), entry, state, by, record)
             answer = _answer(args, tokenizer, entry, record) | {"text": text, "run": mark}
@@ -117,6 +119,7 @@ def _text(
         progress=lambda _: None,
         record=record,
         decode=by.step,
+        drafting=drafting(run_options(args)),
         alternatives=args.logprobs,
     )
     return "".join(map(decoder.push, tokens)) + decoder.finish()

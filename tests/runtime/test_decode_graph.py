@@ -25,12 +25,6 @@ class FakeStep:
     def __init__(self, log):
         self.log = log
 
-    @contextlib.contextmanager
-    def rehearsal(self):
-        self.log.append("rehearsal")
-        yield
-        self.log.append("put back")
-
     def place(self, token):
         self.log.append(("place", token))
 
@@ -80,8 +74,8 @@ def test_a_step_is_warmed_up_aside_captured_once_and_replayed(monkeypatch):
     step = Captured(FakeStep(log))
     flat = [entry[0] if isinstance(entry, tuple) else entry for entry in log]
     assert flat == [
-        *("rehearsal", "side waits", "side stream", "run", "run", "run", "end of side stream", "waits for side"),
-        *("capture", "run", "end of capture", "put back"),
+        *("place", "side waits", "side stream", "run", "run", "run", "end of side stream", "waits for side"),
+        *("capture", "run", "end of capture"),
     ]
     log.clear()
     assert step(7).shape == (3,)

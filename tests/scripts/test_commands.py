@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from model.config import ModelConfig
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
+from runtime.statefile import read_file
 from scripts import generate, logits
 from scripts.cli import run
 from tests.by_hand import ROOT
@@ -70,7 +71,9 @@ def test_the_report_says_what_ran(tmp_path):
         "rank_tokens": "auto",
         "kv": [],
         "coda_adapters": None,
+        "draft_tokens": 0,
     }
+    assert data["drafts"] is None
     assert data["ops"] == "cpu"
     assert (data["decode"], data["decode_eager_because"]) == ("eager", "no --graph")
     assert data["max_context"] == 64
@@ -111,6 +114,33 @@ def test_a_seed_repeats_a_sampled_run(tmp_path):
     assert generated(tmp_path, *flags, "--seed", "2")["tokens"] != one
 
 
+@pytest.mark.parametrize("sampled", [(), ("--temperature", "0.3", "--seed", "2")], ids=["greedy", "sampled"])
+def test_drafts_change_the_number_of_calls_and_nothing_else(tmp_path, capsys, sampled):
+    flags = (
+        "--raw",
+        "--prompt",
+        "The old farmer carried a letter to the town. " * 4,
+        "--max-new-tokens",
+        "60",
+        *sampled,
+    )
+    state = tmp_path / "state"
+    plain = generated(tmp_path, *flags, "--save-state", str(state))
+    saved = read_file(state)
+    drafted = generated(tmp_path, *flags, "--save-state", str(state), "--draft", "lookup", "--draft-tokens", "4")
+    (own, said), (other, expected) = read_file(state), saved
+    assert said == expected
+    assert own.keys() == other.keys()
+    assert all(torch.equal(own[name].float(), part.float()) for name, part in other.items())
+    assert (drafted["tokens"], drafted["text"]) == (plain["tokens"], plain["text"])
+    told = drafted["drafts"]
+    assert (plain["drafts"], told["drafter"], drafted["options"]["draft_tokens"]) == (None, "lookup", 4)
+    assert told["calls"] + sum(told["accepted"]) + 1 == len(plain["tokens"])
+    assert sum(told["accepted"]) > 0, "no draft was accepted: vacuous"
+    assert len(told["drafted"]) == 4
+    assert f"drafts  lookup, {told['calls']} calls, accepted {sum(told['accepted'])} of" in capsys.readouterr().err
+
+
 def test_stopping_saving_and_continuing_is_the_same_run(tmp_path):
     prompt = ("--raw", "--prompt", "The old farmer")
     straight = generated(tmp_path, *prompt, "--max-new-tokens", "12")["tokens"]
@@ -148,6 +178,9 @@ def test_a_loaded_state_takes_another_question(tmp_path):
         (("--prompt", "a", "--numerics", "plain", "--key-format", "fp4"), "--key-format fp4"),
         (("--prompt", "a", "--dtype", "fp32", "--entry-format", "fp8"), "--entry-format fp8"),
         (("--prompt", "a", "--graph"), "--graph: --device cpu"),
+        (("--prompt", "a", "--draft", "lookup", "--draft-tokens", "8"), "--draft-tokens 8"),
+        (("--prompt", "a", "--draft", "lookup", "--ops", "reference"), "--draft: ops reference"),
+        (("--prompt", "a", "--draft", "lookup", "--kv", "2=coda"), "layer 2: coda"),
         (("--prompt", "a", "--model", "nowhere"), "nowhere"),
         (("--prompt-file", "nothing.txt"), "nothing.txt"),
         (("--messages", "nothing.json"), "nothing.json"),
@@ -344,4 +377,4 @@ def test_the_python_of_a_page_runs(block, tmp_path):
 
 
 def test_every_page_of_the_api_has_its_python():
-    assert len(BLOCKS) == 4
+    assert len(BLOCKS) == 5

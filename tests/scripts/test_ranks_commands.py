@@ -53,6 +53,18 @@ def test_two_ranks_say_what_one_says_and_say_it_once(tmp_path, capsys):
     assert len(ranks["file_bytes_touched"]) == 2
 
 
+def test_two_ranks_draft_alike(tmp_path):
+    """And as one does."""
+    flags = ("--raw", "--prompt", "The old farmer carried a letter to the town. " * 4, "--max-new-tokens", "24")
+    flags = (*flags, "--draft", "lookup", "--json")
+    assert generate.main([*flags, str(tmp_path / "alone")]) == 0
+    done, _ = torchrun(2, GENERATE, *flags, str(tmp_path / "both"))
+    assert done.returncode == 0, done.stderr
+    alone, both = (json.loads((tmp_path / name).read_text()) for name in ("alone", "both"))
+    assert {name: both[name] for name in ("tokens", "drafts")} == {name: alone[name] for name in ("tokens", "drafts")}
+    assert sum(both["drafts"]["accepted"]) > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "said"),
