@@ -35,6 +35,7 @@ from kernels import (
 from kernels.differential.cpu import Noise, Own, Past
 from kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
 from kernels.formats.stored import Rounding, Rows, Slots, Stack, TokenRing, Weight
+from kernels.gate.reference import Gate
 from kernels.hyper.reference import ReadStreams
 from kernels.indexer.reference import SelectFp8
 from kernels.linear.reference import Linears, Product
@@ -182,6 +183,12 @@ class Ops(Protocol):
         """`gate`."""
         ...
 
+    def gate(
+        self, x: Tensor, weight: Weight, bias: Tensor | None, ids: Tensor | None, k: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """`gate`: `linear`, then `route` or `route_weights`."""
+        ...
+
     def swiglu(self, gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Tensor:
         """`swiglu`."""
         ...
@@ -244,6 +251,7 @@ COMPOSED: Final = {  # of other ops
     "round_kv": RoundKv,
     "round_index": RoundIndex,
     "norm_rotate": NormRotate,
+    "gate": Gate,
     "experts": Experts,
     "experts_up": ExpertsUp,
     "experts_down": ExpertsDown,
@@ -275,6 +283,7 @@ class _Fields(NamedTuple):
     expand: Callable[..., Any]
     route: Callable[..., Any]
     route_weights: Callable[..., Any]
+    gate: Callable[..., Any]
     swiglu: Callable[..., Any]
     experts: Callable[..., Any]
     experts_up: Callable[..., Any]
@@ -377,6 +386,7 @@ _REFERENCE = OpSet(
     expand=hyper.reference.expand,
     route=gate.reference.route,
     route_weights=gate.reference.route_weights,
+    gate=gate.reference.gate,
     swiglu=swiglu.reference.swiglu,
     experts=experts.reference.experts,
     experts_up=experts.reference.experts_up,

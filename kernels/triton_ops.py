@@ -53,6 +53,7 @@ TRITON = CPU._replace(
     expand=streams.expand,
     route=gate.route,
     route_weights=gate.route_weights,
+    gate=gate.gate,
     linear=linear.linear,
     grouped_linear=linear.grouped_linear,
     linears=linear.linears,

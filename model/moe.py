@@ -36,11 +36,7 @@ class Gate:
     def __call__(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Expert ids [t, k] int64 and weights [t, k] float32 for x [t, hidden] and its token ids [t]."""
         del tokens
-        return self.arithmetic.ops.route(self.logits(x), self.bias, self.k, self.scale)
-
-    def logits(self, x: Tensor) -> Tensor:
-        """Return the scores' logits [t, experts] float32, not rounded, as DeepSeek computes them in fp32."""
-        return self.arithmetic.ops.linear(x, self.weight, wide=True)
+        return self.arithmetic.ops.gate(x, self.weight, self.bias, None, self.k, self.scale)
 
 
 class HashGate(Gate):
@@ -52,8 +48,7 @@ class HashGate(Gate):
 
     def __call__(self, x: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Expert ids [t, k] int64 and weights [t, k] float32 for x [t, hidden] and its token ids [t]."""
-        ids = self.table[tokens]
-        return ids, self.arithmetic.ops.route_weights(self.logits(x), ids, self.scale)
+        return self.arithmetic.ops.gate(x, self.weight, None, self.table[tokens], self.k, self.scale)
 
 
 def build_gate(config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic) -> Gate:

@@ -1,9 +1,19 @@
-"""Routing in one launch: a program scores a token's experts, takes the best one after the other, and weighs them."""
+"""Routing in one launch: a program scores a token's experts, takes the best one after the other, and weighs them.
+
+Of a token alone the logits are of that launch too: the last program to have some routes.
+"""
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from kernels.formats.stored import Weight
+from kernels.formats.triton_rounding import UPCAST
+from kernels.gate.reference import Gate
+from kernels.linear.reference import Product
+from kernels.linear.triton import alone, linear, tile_of_one
+from kernels.linear.weight_tiles import COUNTERS, arrived_last, counters
 
 _TAKEN: tl.constexpr = tl.constexpr(-(1 << 31))  # below the key of -inf
 
@@ -19,19 +29,22 @@ def _scores(logit):
 
 
 @triton.jit
-def _route(
-    logits, bias, ids, weights, experts, k, scale,
+def _routed(
+    logits, bias, ids, weights, token, experts, k, scale,
     GIVEN: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Weigh the experts of a token: GIVEN ones, or the k of largest biased score, which are written too."""
-    token = tl.program_id(0).to(tl.int64)
+    """Weigh the experts of a token: GIVEN ones, or the k of largest biased score, which are written too.
+
+    Logits come from L2, where other programs' stores are.
+    """
     slot = tl.arange(0, SLOTS)
     if GIVEN:
         chosen = tl.load(ids + token * k + slot, slot < k, 0)
-        score = tl.where(slot < k, _scores(tl.load(logits + token * experts + chosen, slot < k, 0.0)), 0.0)
+        logit = tl.load(logits + token * experts + chosen, slot < k, 0.0, cache_modifier=".cg")
+        score = tl.where(slot < k, _scores(logit), 0.0)
     else:
         expert = tl.arange(0, EXPERTS)
-        every = _scores(tl.load(logits + token * experts + expert, expert < experts, 0.0))
+        every = _scores(tl.load(logits + token * experts + expert, expert < experts, 0.0, cache_modifier=".cg"))
         biased = every + tl.load(bias + expert, expert < experts, 0.0) + 0.0  # -0 is 0
         bits = biased.to(tl.int32, bitcast=True)
         key = tl.where(biased == biased, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)  # in order; NaN comes first
@@ -45,6 +58,28 @@ def _route(
         tl.store(ids + token * k + slot, chosen, slot < k)
     total = tl.sum(score, 0) + tl.zeros([SLOTS], tl.float32)
     tl.store(weights + token * k + slot, tl.div_rn(scale * score, total), slot < k)
+
+
+@triton.jit
+def _route(
+    logits, bias, ids, weights, experts, k, scale,
+    GIVEN: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    _routed(logits, bias, ids, weights, token, experts, k, scale, GIVEN, EXPERTS, SLOTS)
+
+
+@triton.jit
+def _gate(
+    x, logits, ids, weights, bias, parts, counters, kind, tiles, experts, k, scale,
+    GIVEN: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, HOW: tl.constexpr, TOKENS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Logits of a token alone, as `linears` has them; then its experts."""
+    stored = tile_of_one(x, x, parts, counters, tl.program_id(0), kind, HOW, TOKENS, UPCAST)
+    if stored:  # noqa: SIM102 (`and` would count for every program)
+        if arrived_last(counters, tl.num_programs(0), tiles):
+            _routed(logits, bias, ids, weights, 0, experts, k, scale, GIVEN, EXPERTS, SLOTS)
 
 
 def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -70,6 +105,35 @@ def _launch(logits: Tensor, bias: Tensor, ids: Tensor, scale: float, *, given: b
             enable_fp_fusion=False,
         )  # fmt: skip
     return weights
+
+
+_APART = Gate(linear, route, route_weights)  # of several tokens
+
+
+def gate(
+    x: Tensor, weight: Weight, bias: Tensor | None, ids: Tensor | None, k: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Logits and routing: `kernels.gate.reference.Gate`; of a token alone in one launch."""
+    if x.shape[0] != 1:
+        return _APART(x, weight, bias, ids, k, scale)
+    assert (bias is None) != (ids is None), "experts are selected or given"
+    experts, device = weight.shape[0], x.device
+    plan = alone(x, [Product(weight, wide=True)], deployed=False)
+    (logits,), (kind,), (how,) = plan.found, plan.kinds, plan.how
+    tiles = kind[0][0][1]
+    given = ids is not None
+    ids = torch.empty(1, k, dtype=torch.int64, device=device) if ids is None else ids.contiguous()
+    weights = torch.empty(1, k, dtype=torch.float32, device=device)
+    assert ids.shape == (1, k), f"ids {tuple(ids.shape)} of {k} experts"
+    assert given or k <= experts == len(bias), f"{k} of {experts} experts"  # type: ignore[arg-type]
+    assert plan.programs < COUNTERS, f"{plan.programs} programs"
+    _gate[plan.programs,](
+        plan.x, logits, ids, weights, logits if bias is None else bias.contiguous(), plan.parts, counters(device), kind,
+        tiles, experts, k, float(scale), GIVEN=given, EXPERTS=triton.next_power_of_2(experts),
+        SLOTS=triton.next_power_of_2(k), HOW=how, TOKENS=plan.tile.tokens, UPCAST=UPCAST, num_warps=plan.tile.warps,
+        num_stages=plan.tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    return ids, weights
 
 
 def route_scratch(tokens: int, experts: int) -> int:

@@ -8,7 +8,7 @@ token's numbers do not depend on how many others there are.
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -99,13 +99,21 @@ def _matrix_of(program, matrices, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _tile_of_one(
-    x, first, parts, counters, program, matrices, columns, width, scale_width, stride, scale_stride,
-    COUNT: tl.constexpr, FORM: tl.constexpr, ROUND: tl.constexpr, SPLIT: tl.constexpr, BIASED: tl.constexpr,
-    SCALED: tl.constexpr, ADDED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-    OPERAND: tl.constexpr, UPCAST: tl.constexpr,
+def tile_of_one(
+    x, first, parts, counters, program, kind, HOW: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr
 ):  # fmt: skip
-    """A tile of rows, or a split of one, of a matrix of one kind."""
+    """A tile of rows, or a split of one, of a matrix of one kind; whether this program has stored the tile."""
+    matrices, _, columns, width, scale_width, stride, scale_stride = kind
+    COUNT: tl.constexpr = HOW[0]
+    FORM: tl.constexpr = HOW[1]
+    ROUND: tl.constexpr = HOW[2]
+    SPLIT: tl.constexpr = HOW[3]
+    BIASED: tl.constexpr = HOW[4]
+    SCALED: tl.constexpr = HOW[5]
+    ADDED: tl.constexpr = HOW[6]
+    ROWS: tl.constexpr = HOW[7]
+    BLOCK: tl.constexpr = HOW[8]
+    OPERAND: tl.constexpr = HOW[9]
     begin, tiles, splits, each, rows, data, scale, global_scale, out, sums, beside, period, factor = _matrix_of(
         program, matrices, COUNT
     )
@@ -142,6 +150,7 @@ def _tile_of_one(
             narrow = widened(rounded(total, x.dtype.element_ty, UPCAST), UPCAST)
             total = tl.where(factor + tl.zeros_like(total) != 0, narrow * factor, total)
         tl.store(out + target, rounded(total, out.dtype.element_ty, UPCAST), mask)
+    return last
 
 
 @triton.jit
@@ -149,13 +158,8 @@ def _linears(x, first, parts, counters, kinds, HOW: tl.constexpr, TOKENS: tl.con
     """Products of a token alone; a program finds its kind of matrix, whose way of being multiplied is in HOW."""
     program = tl.program_id(0)
     for kind in tl.static_range(len(HOW)):
-        matrices, stop, columns, width, scale_width, stride, scale_stride = kinds[kind]
-        if (program >= matrices[0][0]) & (program < stop):
-            _tile_of_one(
-                x, first, parts, counters, program, matrices, columns, width, scale_width, stride, scale_stride,
-                HOW[kind][0], HOW[kind][1], HOW[kind][2], HOW[kind][3], HOW[kind][4], HOW[kind][5], HOW[kind][6],
-                HOW[kind][7], TOKENS, HOW[kind][8], HOW[kind][9], UPCAST,
-            )  # fmt: skip
+        if (program >= kinds[kind][0][0][0]) & (program < kinds[kind][1]):
+            tile_of_one(x, first, parts, counters, program, kinds[kind], HOW[kind], TOKENS, UPCAST)
 
 
 def linear(x: Tensor, weight: Weight, *, wide: bool = False) -> Tensor:
@@ -217,6 +221,29 @@ def linears(x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[T
     narrow_inputs = x.dtype == torch.bfloat16 or not any(rounds(of.weight, deployed=deployed) for of in products)
     if x.shape[0] != 1 or not narrow_inputs:  # a step of fp32 operands is shorter than a group that is rounded
         return _APART(x, products, deployed=deployed)
+    plan = alone(x, products, deployed=deployed)
+    _linears[plan.programs,](
+        plan.x, _first(x, products), plan.parts, counters(x.device), tuple(plan.kinds), HOW=tuple(plan.how),
+        TOKENS=plan.tile.tokens, UPCAST=UPCAST, num_warps=plan.tile.warps, num_stages=plan.tile.stages,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    return plan.found
+
+
+class Alone(NamedTuple):
+    """What a launch of a token's products is given."""
+
+    x: Tensor
+    found: list[Tensor]  # the products, which it fills
+    parts: Tensor  # sums of split columns
+    kinds: list[tuple[Any, ...]]  # matrices and sizes, of each kind
+    how: list[tuple[Any, ...]]  # constants
+    programs: int
+    tile: Tile  # whose tokens, warps and stages are those of all
+
+
+def alone(x: Tensor, products: Sequence[Product], *, deployed: bool) -> Alone:
+    """Cut up the products of a token alone."""
     x, kinds = x.contiguous(), _by_kind(x, products, deployed=deployed)
     found: list[Tensor] = [x] * len(products)
     programs, sums, given, how = 0, 0, [], []
@@ -243,13 +270,8 @@ def linears(x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[T
         )  # fmt: skip
     assert programs <= COUNTERS, f"{programs} programs"
     parts = torch.empty(sums, dtype=torch.float32, device=x.device)
-    tiles_of_one = [kind.tile for kind in kinds]
-    _linears[programs,](
-        x, _first(x, products), parts, counters(x.device), tuple(given), HOW=tuple(how),
-        TOKENS=tiles_of_one[0].tokens, UPCAST=UPCAST, num_warps=tiles_of_one[0].warps,
-        num_stages=min(tile.stages for tile in tiles_of_one), enable_fp_fusion=False,
-    )  # fmt: skip
-    return found
+    tile = min((kind.tile for kind in kinds), key=lambda one: one.stages)
+    return Alone(x, found, parts, given, how, programs, tile)
 
 
 def _by_kind(x: Tensor, products: Sequence[Product], *, deployed: bool) -> dict[_Kind, list[int]]:

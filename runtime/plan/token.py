@@ -21,7 +21,7 @@ EXCHANGE: Final = 10e-6  # seconds of a collective of NCCL in a graph, whose byt
 LINK: Final = 450e9  # bytes that a rank receives in a second, of NVLink's 900 both ways; assumed
 LAUNCH: Final = 1.5e-6  # seconds of a node of a graph; assumed
 # Nodes of a captured layer on one rank, tripwires among them, in deployed numerics with caches in FP8 and FP4
-LAUNCHES: Final = {LayerKind.SWA: 24, LayerKind.HCA: 32, LayerKind.CSA: 39}
+LAUNCHES: Final = {LayerKind.SWA: 23, LayerKind.HCA: 31, LayerKind.CSA: 38}
 MERGED: Final = (2, 3)  # exchanges and launches by which a CSA layer would grow whose caches were cut over ranks
 
 

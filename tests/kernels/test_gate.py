@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from kernels.formats.stored import Dense
 from kernels.gate import reference
 from tests.kernels.every_backend import ULP, every_backend, seeded
 
@@ -63,3 +64,24 @@ def test_all_experts_may_be_chosen_and_rows_need_not_lie_in_order(ops, k):
     assert torch.equal(ids, expected[0])
     torch.testing.assert_close(weights, expected[1], rtol=8 * ULP, atol=0)
     assert torch.equal(weights, ops.route_weights(logits, ids, 2.0))
+
+
+@every_backend
+@pytest.mark.parametrize("t", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_logits_and_routing_in_one_are_one_after_the_other(ops, t, dtype):
+    """To the bit, again and again, of experts that fill tiles and of some that do not; columns are split."""
+    for experts in (4, 70, 128):
+        g = seeded(experts)
+        weight = Dense(torch.randn(experts, 2048, generator=g).to(dtype))
+        x, bias = torch.randn(t, 2048, generator=g).to(dtype), torch.randn(experts, generator=g)
+        logits = ops.linear(x, weight, wide=True)
+        for _ in range(2):
+            ids, weights = ops.gate(x, weight, bias, None, 3, 1.5)
+            wanted = ops.route(logits, bias, 3, 1.5)
+            assert torch.equal(ids, wanted[0])
+            assert torch.equal(weights, wanted[1])
+            given = ids.flip(1)
+            found = ops.gate(x, weight, None, given, 3, 1.5)
+            assert torch.equal(found[0], given)
+            assert torch.equal(found[1], ops.route_weights(logits, given, 1.5))

@@ -40,7 +40,7 @@ def note(self: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> Non
     _, key_cache, _, _, binder = self.device_caches[driver.active.get_current_device()]
     _, specialisation, found = binder(*given, **options)
     launched.add((self.__name__, compute_cache_key(key_cache, specialisation, found)))
-    if self.__name__ == "_route":  # experts are looked up by what it finds
+    if self.__name__ in {"_route", "_gate"}:  # experts are looked up by what it finds
         ids = given[2]
         ids.copy_(torch.arange(ids.shape[1]))
 

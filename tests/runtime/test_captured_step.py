@@ -46,7 +46,7 @@ TOKENS = torch.randint(0, 320, (CONTEXT,), generator=torch.Generator().manual_se
 RECORDED, REPLAYED, EAGER, STEPPED = 126, range(127, 129), range(129, 131), 131
 # Launches of a step: of Triton's kernels, and of ATen ops that do work. SWA with a hash gate, CSA and HCA with a scored
 # one, and what is outside of layers.
-KERNELS, ATEN = 85, 25
+KERNELS, ATEN = 82, 25
 # The same of a chunk of prefill, without invariants. One expert after the other it was some 4,000 for each layer of V4.
 CHUNK_KERNELS, CHUNK_ATEN = 98, 73
 KINDS = {LayerKind.SWA: 0, LayerKind.HCA: 128, LayerKind.CSA: 4}
