@@ -3,7 +3,7 @@
 import torch
 
 from kernels.formats import rows
-from kernels.tripwires.triton import columns, finite, measure, routing, selection, stored
+from kernels.tripwires.triton import checksums, columns, finite, measure, routing, selection, stored
 
 ON_CPU = torch.device("cpu")
 
@@ -43,7 +43,8 @@ def layer(hidden, k, entries, keys, dtype=torch.bfloat16):
 CASES = {
     "CSA, FP8 entries and FP4 keys": layer(
         4096, 512, lambda: rows.fp8_entries(64, 512, 64, ON_CPU), lambda: rows.fp4_keys(64, 128, ON_CPU)
-    )
+    ),
+    "what ranks compare": lambda: checksums([new(512)]),
 }
 MORE = {
     "CSA, entries in fp32 and FP8 keys": layer(
