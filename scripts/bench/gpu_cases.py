@@ -34,6 +34,7 @@ from kernels.formats.stored import (
 from kernels.indexer import reference as indexer_reference
 from kernels.indexer import topk
 from kernels.indexer import triton as indexer
+from kernels.linear.reference import ByPosition, Product
 from kernels.ops import REFERENCE, Ops
 from kernels.rope.reference import frequencies
 from kernels.shard import cpu as shard_cpu
@@ -451,6 +452,11 @@ def gates() -> Iterator[Case]:
         given = fp32(1, size), fp32(size, scale=0.1), CHOSEN, scale
         cost, label, first = Cost(2 * FP32 * size + 12 * CHOSEN, 0), f"{shape.name}, one token", shape == PRO
         yield Case("gate", label, cost, "route", given, (BITS, WEIGHTS), compiled=first)
+        x, weight = of.normal(1, shape.hidden), of.weight("bf16", size, shape.hidden)
+        product, label = linear_cost("bf16", size, shape.hidden, 1), f"{label}, with its logits"
+        routed = x, weight, fp32(size, scale=0.1), None, CHOSEN, scale
+        yield Case("gate", label, product, "gate", routed, (BITS, WEIGHTS), compiled=first)
+        label = f"{shape.name}, one token"
         ids, cost = of.experts_of(1, CHOSEN, size), Cost(12 * CHOSEN, 0)
         watched = ids, of.uniform(1, CHOSEN), scale, size
         label = f"experts of a token, {label}"
@@ -545,6 +551,29 @@ def linears() -> Iterator[Case]:
             compiled = first and name in {"wq_a", "compressor"}
             options = {"wide": True} if form == "bf16" else {}  # as the model multiplies them
             yield Case("linear", label, cost, op, given, PRODUCT, compiled=compiled, options=options)
+
+
+def projections() -> Iterator[Case]:
+    """What a CSA layer reads off its input for one token, in one op."""
+    for shape in MODELS:
+        sizes = [
+            *[("fp8", shape.q_lora, None), ("fp8", HEAD_DIM, None), ("bf16", INDEX_HEADS, None)],
+            *[("bf16", 2 * width, wide) for width in (HEAD_DIM, INDEX_DIM) for wide in (False, True)],
+        ]
+        costs = [linear_cost(form, out, shape.hidden, 1) for form, out, _ in sizes]
+        given = of.normal(1, shape.hidden), partial(_products, shape.hidden, sizes)
+        cost, label = Cost(*map(sum, zip(*costs, strict=True))), f"linears, {shape.name}, CSA, 1 tokens"
+        right, options = tuple(PRODUCT for _ in sizes), {"deployed": True}
+        yield Case("linear", label, cost, "linears", given, right, compiled=shape == PRO, options=options)
+
+
+def _products(hidden: int, sizes: list[tuple[str, int, bool | None]], draw: Draw) -> list[Product]:
+    """Of these forms and rows; what a compressor pools is wide, and to its gates a position's bias is added."""
+    made = []
+    for form, out, biased in sizes:
+        bias = ByPosition(draw.normal(4, out, dtype=torch.float32), 3) if biased else None
+        made.append(Product(draw.weight(form, out, hidden), biased is not None, bias))
+    return made
 
 
 def routed() -> Iterator[Case]:
@@ -805,7 +834,18 @@ def _scan_off(n: int, _: None, given: Given, fresh: Given) -> float:
     return max(MOVED.error(ours.rows, bank.rows) for ours, bank in rows_of)
 
 
-FAMILIES: Final = (activations, gates, hypers, compressors, linears, routed, indexers, attentions, variants)
+FAMILIES: Final = (
+    activations,
+    gates,
+    hypers,
+    compressors,
+    linears,
+    projections,
+    routed,
+    indexers,
+    attentions,
+    variants,
+)
 
 
 def cases(parts: Sequence[str]) -> list[Case]:

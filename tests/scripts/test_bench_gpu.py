@@ -161,7 +161,7 @@ def test_cases_hold_the_ops_of_the_cpu_to_be_right_and_a_wrong_one_to_be_wrong(c
             int(part) if getattr(part, "ndim", 1) == 0 else part for part in given
         ]  # the CPU's have it on the host
         given[0] *= scale
-        off = case.off(getattr(CPU, case.op)(*given), given, Draw(ON_CPU, 0))
+        off = case.off(getattr(CPU, case.op)(*given, **case.options), given, Draw(ON_CPU, 0))
         assert (off <= 1) == right
 
 
