@@ -66,7 +66,7 @@ class Expert:
         self.w1, self.w3, self.w2 = matrices
         self.arithmetic, self.limit = arithmetic, limit
 
-    def __call__(self, x: Tensor, added: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
         """[n, hidden] to [n, hidden], on one rank: see `down`."""
         return self.down(self.up(x), added)
 

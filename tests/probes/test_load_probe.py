@@ -165,7 +165,7 @@ def test_a_decoding_op_is_judged_with_what_it_is_given():
 class Elsewhere(Gate):
     def __call__(self, x, tokens):
         del tokens
-        return self.arithmetic.ops.route(self.logits(x), self.elsewhere, self.k, self.scale)
+        return self.arithmetic.ops.gate(x, self.weight, self.elsewhere, None, self.k, self.scale)
 
 
 def test_what_no_object_holds():

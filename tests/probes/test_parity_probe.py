@@ -59,8 +59,8 @@ def test_the_healthy_demo_agrees_with_itself_and_with_transformers():
     names = ["op set", "calls of 101", "transformers", "op set, deployed"]
     assert [finding.what.split(":")[0] for finding in report.findings] == names
     assert all(finding.evidence["rows_beyond"] == 0 < finding.evidence["bit_equal"] for finding in report.findings)
-    # fp32 and a few layers: a tenth of the bound
-    assert all(0 < finding.measured < 5e-6 for finding in report.findings)
+    # fp32 and a few layers: a fifth of the bound, on processors that add up in other orders
+    assert all(0 < finding.measured < 1e-5 for finding in report.findings)
     overview, by_site = report.parts[:2]
     assert all(row[4] > 20000 for row in overview.rows), "every site of every layer, row by row"
     assert [row[0] for row in by_site.rows] == [site.name for site in COMPARED]
