@@ -19,6 +19,12 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m scripts.fault_matrix", description=__doc__)
     add_model(p)
     p.add_argument("--out", action=Pages, default=PAGE, help="page to write, F.md; its picture and JSON go beside it")
+    p.add_argument(
+        "--again",
+        nargs="+",
+        metavar="FAULT",
+        help="run these faults and the healthy run alone; the page keeps its rows of the others, and says so",
+    )
     p.add_argument("--jobs", type=positive, default=1, help="processes that run probes at a time (default 1)")
     add_run_options(p)
     return p

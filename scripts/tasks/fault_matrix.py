@@ -1,6 +1,7 @@
 """What `scripts.fault_matrix` does once its command line is known to be good."""
 
 import argparse
+import json
 import multiprocessing
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import Final
 import torch
 from rich.progress import Progress
 
+from model.errors import ConfigError, did_you_mean
 from probes.catalogue import QUICK
 from probes.faults import FAULTS
 from probes.finding import JSON, HeatMap, Part, Table, Text
@@ -169,22 +171,44 @@ def _row(model: Path, options: RunOptions, fault: str | None) -> Row:
     return row(Subject(directory=model, options=options, fault=None if fault is None else FAULTS[fault]), QUICK)
 
 
+def _kept(out: Path, again: Sequence[str]) -> tuple[dict[str, Row], dict[str, JSON]]:
+    """The rows of a page that stay, and the facts at its foot; ConfigError where it lacks one, or a fault is unknown."""
+    if unknown := [name for name in again if name not in FAULTS]:
+        raise ConfigError(f"--again {unknown[0]}: no such fault{did_you_mean(unknown[0], FAULTS)}")
+    try:
+        said = json.loads(out.with_suffix(".json").read_text("utf-8"))
+        foot = out.read_text("utf-8").rpartition("```yaml\n")[2].partition("```")[0]
+    except OSError as error:
+        raise ConfigError(f"--again: {out}: {error.strerror}: only a page that is there has rows to keep") from None
+    rows = {
+        name: {probe: Cell(Outcome(cell["outcome"]), cell["evidence"]) for probe, cell in cells.items()}
+        for name, cells in said.items()
+    }
+    if missing := [name for name in FAULTS if name not in rows and name not in again]:
+        raise ConfigError(f"--again: {out} has no row of {missing[0]}: name it too")
+    facts = {key: json.loads(value) for key, value in (line.split(": ", 1) for line in foot.splitlines())}
+    del facts["verdict"]
+    return rows, facts
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the command line; returns the exit status."""
     options = run_options(args)
+    kept, earlier = _kept(args.out, args.again) if args.again else ({}, {})
     healthy = Subject(directory=args.model, options=options)
     console, started, rows = Console(stderr=True), time.perf_counter(), dict[str | None, Row]()
     pool = ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"))
     with Progress(console=console, transient=True) as bar, pool:
-        task = bar.add_task("faults", total=len(FAULTS) + 1)
-        names = {pool.submit(_row, args.model, options, fault): fault for fault in (None, *FAULTS)}
+        asked = args.again or FAULTS
+        task = bar.add_task("faults", total=len(asked) + 1)
+        names = {pool.submit(_row, args.model, options, fault): fault for fault in (None, *asked)}
         for done in as_completed(names):
             name = names[done]
             rows[name] = done.result()
             by = [probe for probe, cell in rows[name].items() if cell.outcome in SEEN]
             bar.advance(task)
             console.say(f"{name or HEALTHY}: {', '.join(by) or 'NOTHING'}")
-    clean, matrix = rows[None], {name: rows[name] for name in FAULTS}
+    clean, matrix = rows[None], {name: rows[name] if name in rows else kept[name] for name in FAULTS}
     loaded = healthy.load()
     facts = {
         "commit": str(commit()),
@@ -199,6 +223,8 @@ def run(args: argparse.Namespace) -> int:
         "seed": healthy.seed,
         "seconds": round(time.perf_counter() - started),
     }
+    if args.again:
+        facts = earlier | {"again": args.again, "again, command": args.command_line, "again, at": facts["commit"]}
     told = noticed(matrix) if args.model.resolve() == DEMO and options == RunOptions() else ""
     write(page(args.out.stem, matrix, clean, facts, told), args.out.parent)
     print(f"wrote {args.out}", file=sys.stderr)
