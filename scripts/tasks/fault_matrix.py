@@ -172,7 +172,7 @@ def _row(model: Path, options: RunOptions, fault: str | None) -> Row:
 
 
 def _kept(out: Path, again: Sequence[str]) -> tuple[dict[str, Row], dict[str, JSON]]:
-    """The rows of a page that stay, and the facts at its foot; ConfigError where it lacks one, or a fault is unknown."""
+    """The rows of a page that stay, and the facts at its foot; ConfigError for a row or a fault that is not there."""
     if unknown := [name for name in again if name not in FAULTS]:
         raise ConfigError(f"--again {unknown[0]}: no such fault{did_you_mean(unknown[0], FAULTS)}")
     try:

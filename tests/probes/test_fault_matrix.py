@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from model.errors import ConfigError
 from probes.catalogue import QUICK
 from probes.faults import FAULTS
 from probes.matrix import Cell, Outcome, row
 from probes.subject import Subject
-from scripts.tasks.fault_matrix import NOT_CLAIMED, noticed, page
+from scripts.tasks.fault_matrix import NOT_CLAIMED, _kept, noticed, page
 
 ROOT = Path(__file__).resolve().parents[2]
 SAID = json.loads((ROOT / "audits" / "faults.json").read_text(encoding="utf-8"))
@@ -74,6 +75,21 @@ def test_the_committed_page_is_that_of_the_matrix():
     made, facts = page("faults", found, healthy, {}, noticed(found)).markdown(), "\n## How this page was made\n"
     assert made.partition(facts)[0] == text.partition(facts)[0]
     assert CARRIED in NOT_CLAIMED
+
+
+def test_rows_that_are_not_made_again_are_those_of_the_page(tmp_path):
+    page_there = ROOT / "audits" / "faults.md"
+    rows, facts = _kept(page_there, ["relu-dropped"])
+    assert {name: {probe: cell.to_json() for probe, cell in cells.items()} for name, cells in rows.items()} == SAID
+    assert f'commit: "{facts["commit"]}"' in page_there.read_text(encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"--again relu-droped: no such fault \(did you mean relu-dropped\?\)"):
+        _kept(page_there, ["relu-droped"])
+    with pytest.raises(ConfigError, match=r"none\.md: No such file or directory: only a page that is there"):
+        _kept(tmp_path / "none.md", ["relu-dropped"])
+    (tmp_path / "some.md").write_text(page_there.read_text(encoding="utf-8"), encoding="utf-8")
+    (tmp_path / "some.json").write_text(json.dumps({"relu-dropped": SAID["relu-dropped"]}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="has no row of "):
+        _kept(tmp_path / "some.md", ["keys-lost"])
 
 
 @pytest.mark.parametrize(
