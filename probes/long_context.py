@@ -117,7 +117,7 @@ def code_places(length: int, most: int) -> list[int]:
 
 # --- where the time goes
 
-REST: Final = "the rest"  # what no op takes: embedding, dispatch, caches, the interpreter
+REST: Final = "the rest"  # what no op takes: embedding, calls of ops, caches, the interpreter
 STREAMS: Final = frozenset({"hyper_weights", "head_weights", "collapse", "read_streams", "expand"})
 ROUNDING: Final = frozenset({"simulate_fp8", "simulate_fp4", "hadamard", "round_kv", "round_index"})
 COMPONENTS: Final = (

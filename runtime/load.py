@@ -26,7 +26,6 @@ from model.llama.config import LlamaConfig
 from model.llama.trained import check_learnt, check_trained
 from model.llama.transformer import LlamaTransformer
 from model.observe.observer import LLAMA_PLACES, PLACES, install
-from model.ranks.multicast import multicast
 from model.ranks.ranks import ALONE, Group, Ranks, evenly
 from model.transformer import Transformer
 from runtime.arithmetic import arithmetic, cache_formats
@@ -130,15 +129,17 @@ def _load(
     if ops.name == CPU.name:
         prepare_loops(counted, options.dtype, say=group.rank == 0)
     sharding = sharding_plan(config, group.size)
-    shards = sharding.ranks[group.rank]
-    ranks = Ranks(group, shards, options.rank_tokens, multicast(group.processes, device))
+    ranks = Ranks(group, sharding.ranks[group.rank], options.rank_tokens)
     follow(ranks)
     ranks.record("options of the run", None, _digits(_options_digest(options, ops, config, context), device))
     ranks.record("config.json", None, _digits(config.fingerprint, device))
     ranks.record("headers of the checkpoint's files", None, _digits(headers_digest(checkpoint), device))
     ranks.verify()
     planner = Planner(config, counted, sharding, options, group.rank, ops.name)
-    check_fits(planner, context or 1, str(directory), processes=_ranks_here(ranks, device))
+    here = _ranks_here(ranks, device)
+    check_fits(planner, context or 1, str(directory), processes=here)
+    if here == ranks.size:
+        ranks.connect(device)
     weights = open_weights(checkpoint, counted, device, held=lambda name, rows: sharding.rows(name, rows, group.rank))
     numerics = arithmetic(options, ops, ranks, config)
     found = _fingerprint(checkpoint, ranks, device)

@@ -156,7 +156,7 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
         type=lambda given: {"all-reduce": ALL, "all-to-all": OWN}.get(given, given),
         default=default.rank_tokens,
         help="on several ranks, which of a call's tokens each has between attentions: all, its own, or auto, by their"
-        " number (default) (V4)",
+        " number (default) (V4); --dispatch, all-reduce and all-to-all are its name and values of before",
     )
 
 

@@ -226,7 +226,8 @@ def _sum_of_slots(y, ids, slots, column, columns, BLOCK: tl.constexpr, SLOTS: tl
     total = tl.zeros([BLOCK], tl.float32)
     for turn in range(slots):
         own = tl.sum(tl.where(held & (rank == turn), slot, 0)).to(tl.int64)
-        found = tl.load(y + own * columns + column, column < columns, 0.0, cache_modifier=".cg")
+        inside = column < tl.where(own < slots, columns, 0)  # of slots with the same expert, which a tripwire sees
+        found = tl.load(y + own * columns + column, inside, 0.0, cache_modifier=".cg")
         total += found.to(tl.float32)
     return total
 

@@ -428,6 +428,9 @@ def _wrap_written(observer: Observer, compressor: Any, layer: int, site: Site) -
         if observer.checking and observer.deferred is not None:
             invariants.width(site.name, layer, rows.data, new.shape[1])
             observer.deferred.stored(site, layer, first, new, rows.data, rows.ratio)
+        if observer.ranks.size > 1:  # a row of a window that stays open holds anything
+            still_open = (first + 1) % rows.ratio != 0
+            observer.ranks.record(site.name, layer, new[:1].masked_fill(still_open, 0))
         return new
 
     compressor.append, compressor.compress_on_device = append, compress_on_device

@@ -40,12 +40,12 @@ class Multicast:
         every.view(torch.uint8).copy_(found)
 
 
-def multicast(processes: dist.ProcessGroup | None, device: torch.device) -> Multicast | None:
-    """The gather of these processes; None of one process, and on devices that no multicast connects."""
-    if processes is None or device.type != "cuda":
-        return None
+def has_multicast(device: torch.device) -> bool:
+    """Whether a device is one that others' multicasts reach."""
+    if device.type != "cuda":
+        return False
     from torch._C._autograd import DeviceType  # noqa: PLC0415 (not on every platform)
     from torch._C._distributed_c10d import _SymmetricMemory  # noqa: PLC0415
 
     index = torch.cuda.current_device() if device.index is None else device.index
-    return Multicast(processes, device) if _SymmetricMemory.has_multicast_support(DeviceType.CUDA, index) else None
+    return bool(_SymmetricMemory.has_multicast_support(DeviceType.CUDA, index))

@@ -10,6 +10,7 @@ the last bit, where a matrix product does not depend on how many rows it has). T
   trips unless every row was filled exactly once: a replicated tensor that is summed as if it were partial ends the run.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,10 +23,11 @@ from torch import Tensor
 from kernels.tripwires.reference import bits, checksums
 from model.choices import ALL, AUTO, OWN, RANK_TOKENS
 from model.errors import RankDisagreement, Tripwire
-from model.ranks.multicast import Multicast
+from model.ranks.multicast import Multicast, has_multicast
 
-# Tokens per rank from which `auto` splits a call over the ranks: before the two ways cost the same on two CPU ranks
-# (audits/rank-tokens.md), because a rank then holds the streams of its own tokens only, and selects for them alone.
+# Tokens per rank from which `auto` splits a call over the ranks. It is for memory: a rank then holds the streams of its
+# own tokens only, and selects for them alone. It costs time on two CPU ranks, less for longer calls
+# (audits/rank-tokens.md); nothing measured says that it should be this number.
 SPLIT_FROM = 64
 # Tokens up to which what a call records is kept until its end and compared in one exchange; of a longer call, a layer's
 # is compared while the next one runs: of V4-Pro it has 57 KB of streams for each token.
@@ -142,6 +144,7 @@ class Left:
     checksums: Callable[[list[Tensor]], Tensor]  # as that of `kernels.tripwires.reference`
     filled: list[_Filled] = field(default_factory=list)
     compared: list[_Compared] = field(default_factory=list)
+    counted: Counter[tuple[str, str]] = field(default_factory=Counter)  # what each replay adds to counts of `Ranks`
 
 
 class Ranks:
@@ -150,12 +153,13 @@ class Ranks:
     All ranks must call the same methods in the same order: each is a collective.
     """
 
-    def __init__(self, group: Group, shards: Shards, tokens: str = AUTO, multicast: Multicast | None = None) -> None:
+    def __init__(self, group: Group, shards: Shards, tokens: str = AUTO) -> None:
         assert tokens in RANK_TOKENS, f"tokens {tokens!r}"
         assert (group.processes is None) == (group.size == 1), f"{group}"
         self.rank, self.size, self.shards, self.asked = group.rank, group.size, shards, tokens
-        self._group, self._multicast = group.processes, multicast
-        self.gathers = {"multicast": 0, "collective": 0}  # by what carries them; of a captured call once
+        self._group = group.processes
+        self._multicast: Multicast | None = None
+        self.gathers = {"multicast": 0, "collective": 0}  # by what carries them
         self._recorded: list[_Recorded] = []
         self._arriving: _Compared | None = None  # what was gathered and nobody has looked at
         self._left: Left | None = None  # where a captured call leaves what is not looked at while it runs
@@ -177,19 +181,37 @@ class Ranks:
             self._apart = False
             self.calls.update(calls)
 
+    def connect(self, device: torch.device) -> None:
+        """Let gathers of few bytes go by multicast, where every rank has it: ranks of one machine."""
+        if self._group is None:
+            return
+        able = torch.tensor([int(has_multicast(device))], device=device)
+        if bool(self._gathered(able).all()):
+            self._multicast = Multicast(self._group, device)
+
     @contextmanager
     def leaving(self, left: Left) -> Iterator[None]:
-        """Inside, what ranks must agree on is computed and exchanged; `look` looks at it, after each replay."""
+        """Inside, what ranks must agree on is computed and exchanged; `look` looks at it, after each replay.
+
+        Calls and gathers are counted by `look` too: what is captured, or runs to warm up, is none.
+        """
+        counts = {name: dict(getattr(self, name)) for name in ("calls", "gathers")}
         self._left = left
         try:
             yield
         finally:
             self._left = None
+            for name, before in counts.items():
+                now = getattr(self, name)
+                left.counted.update({(name, key): now[key] - count for key, count in before.items()})
+                now.update(before)
 
     def look(self, left: Left) -> None:
         """Look at what a captured call left: Tripwire or RankDisagreement, as in a call that is not captured."""
         if self.size > 1:
             self._enter("captured call")
+        for (name, key), count in left.counted.items():
+            getattr(self, name)[key] += count
         for filled in left.filled:
             _check_filled(filled)
         for compared in left.compared:

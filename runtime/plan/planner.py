@@ -145,8 +145,8 @@ class Planner:
         return v4.largest(self.config, call)
 
     def token(self, context: int, bandwidth: float) -> Token | None:
-        """What a token after so many positions asks of this rank; None but of V4 with full caches on a GPU."""
-        if not isinstance(self.config, ModelConfig) or self.options.device != "cuda" or self.options.kv:
+        """What a token after so many positions asks of this rank's device; None but of V4 with full caches."""
+        if not isinstance(self.config, ModelConfig) or self.options.kv:
             return None
         return token(self.config, self.call, self.weights, self._caches(context, 1), context, bandwidth)
 

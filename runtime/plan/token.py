@@ -22,6 +22,10 @@ LINK: Final = 450e9  # bytes that a rank receives in a second, of NVLink's 900 b
 LAUNCH: Final = 1.5e-6  # seconds of a node of a graph; assumed
 # Nodes of a captured layer on one rank, tripwires among them, in deployed numerics with caches in FP8 and FP4
 LAUNCHES: Final = {LayerKind.SWA: 23, LayerKind.HCA: 31, LayerKind.CSA: 38}
+# Nodes that several ranks add, exchanges not among them: to a layer; for each row that a compressor writes, which is
+# compared where it ends a window; outside of layers, where an embedding is put together. By multicast each gather is
+# copied once more.
+ON_RANKS: Final = (4, 4, 10)
 MERGED: Final = (2, 3)  # exchanges and launches by which a CSA layer would grow whose caches were cut over ranks
 
 
@@ -38,7 +42,7 @@ class Token(NamedTuple):
 
     read: Mapping[str, int]  # bytes, by what is read
     exchanges: tuple[Exchange, ...]
-    launches: int  # of layers, and of the checksums that ranks compare
+    launches: int  # of layers, and of what several ranks add: checksums of what they compare among it
     bandwidth: float  # bytes that the device reads in a second
     cut_from: int | None  # positions from which on caches that are cut over ranks would save time; None: one rank
     spared: int  # bytes of caches that a rank would not hold then
@@ -89,7 +93,7 @@ def token(
     return Token(
         read,
         tuple(exchanges(c, s)),
-        sum(count * LAUNCHES[kind] for kind, count in counts.items()) + (_compared(c) if s.ranks > 1 else 0),
+        sum(count * LAUNCHES[kind] for kind, count in counts.items()) + (_on_ranks(c) if s.ranks > 1 else 0),
         bandwidth,
         int(paid / saved) + 1 if saved else None,
         int((keys + selected) * kept),
@@ -124,6 +128,13 @@ def exchanges(c: ModelConfig, s: Call) -> list[Exchange]:
         gathered("logits", 1, c.vocab_size * F32)
     found.append(Exchange("what ranks compare", 1, (s.ranks - 1) * I64 * _compared(c)))
     return found
+
+
+def _on_ranks(c: ModelConfig) -> int:
+    """Launches that several ranks add to a token."""
+    of_layer, of_row, outside = ON_RANKS
+    rows = sum({LayerKind.SWA: 0, LayerKind.HCA: 1, LayerKind.CSA: 2}[kind] for kind in c.layer_kinds)
+    return _compared(c) + of_layer * c.num_hidden_layers + of_row * rows + outside
 
 
 def _compared(c: ModelConfig) -> int:

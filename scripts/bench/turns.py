@@ -121,7 +121,7 @@ class Clock:
     """Where the time of a run goes: every op of a set with a clock around it, no profiler, wall time.
 
     An op calls no other op of its set, so what a clock shows is the op's own time; what no op took is `OTHER`:
-    embedding, dispatch of tokens to experts, caches, checks, the interpreter. On a CPU the clock costs less than a
+    embedding, exchanges between ranks, caches, checks, the interpreter. On a CPU the clock costs less than a
     microsecond a call; on a GPU ops no longer overlap, so the whole takes longer.
     """
 

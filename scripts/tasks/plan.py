@@ -57,7 +57,8 @@ def run(args: argparse.Namespace, config: Config) -> int:
     if memory is not None and options.device == "cuda":  # ranks on a CPU share one memory
         fitting = (n for n, planner in by_ranks(subject, options) if planner.plan(args.context).needed <= memory)
         data["fits_from_ranks"] = next(fitting, None)
-    if (bandwidth := GPUS[args.gpu or HOME].bandwidth) is not None:
+    bandwidth = GPUS[args.gpu or HOME].bandwidth
+    if bandwidth is not None and options.device == "cuda":
         data["token"] = _token(planners[worst].token(args.context, bandwidth))
     console = Console()
     for table in (_weight_table(data), _memory_table(data)):

@@ -9,7 +9,8 @@ from torch.distributed import _symmetric_memory as symmetric
 
 from model.choices import ALL, AUTO, OWN
 from model.errors import RankDisagreement, Tripwire
-from model.ranks.multicast import LARGEST, Multicast
+from model.ranks import ranks as between
+from model.ranks.multicast import LARGEST
 from model.ranks.ranks import ALONE, Partial, Ranks, Shards, evenly, undivided
 from tests import gloo
 
@@ -110,7 +111,13 @@ def by_multicast(group):
     """What arrives by it and what does not, beside plain tensors."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         memory = Memory(monkeypatch)
-        ranks = Ranks(group, Shards(*(undivided(4),) * len(Shards._fields)), AUTO, Multicast(group.processes, "cpu"))
+        ranks = ranks_of(group)
+        monkeypatch.setattr(between, "has_multicast", lambda _: group.rank > 0)
+        ranks.connect(torch.device("cpu"))
+        assert not memory.asked, "a rank has none"
+        monkeypatch.setattr(between, "has_multicast", lambda _: True)
+        ranks.connect(torch.device("cpu"))
+        ranks.gathers.update(dict.fromkeys(ranks.gathers, 0))
         for dtype, width in ((torch.bfloat16, 6), (torch.int32, 5), (torch.float32, 1)):
             whole = (torch.arange(group.size * width) * 37 % 101).view(group.size, width).to(dtype)
             part = evenly(group.size, group.rank, group.size)

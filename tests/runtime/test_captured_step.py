@@ -27,7 +27,7 @@ from runtime.graph import Step, refusal
 from runtime.load import load
 from runtime.options import RunOptions
 from runtime.plan.planner import Planner
-from runtime.plan.token import LAUNCHES, exchanges
+from runtime.plan.token import LAUNCHES
 from tests import gloo
 from tests.interpreter import patched_once
 from tests.make_checkpoint import tiny_config, write_checkpoint
@@ -339,8 +339,17 @@ def test_a_state_out_of_step_trips_before_anything_runs(csa):
 # --- on several ranks
 
 
+class Stepped(NamedTuple):
+    logits: Tensor  # of captured steps
+    eager: Tensor  # of calls
+    exchanges: dict[str, int]
+    nodes: int  # of a captured step, exchanges not among them
+    planner: Planner
+    said: list[str]  # by what ranks that differ end
+    calls: dict[str, int]  # as the report counts them
+
+
 def stepped(group, directory):
-    """Logits of captured steps and eager calls, exchanges found and planned, and what a rank that differs ends with."""
     with patched_once():
         return _stepped(group, directory)
 
@@ -361,28 +370,42 @@ def _stepped(group, directory):
             recorder.replay()
         found.append(step.finish().clone())
         eager.append(model.logits(model(TOKENS[at : at + 1], other))[0])
-    said = None
-    if group.rank == 1:
-        model.blocks[1].attention.kv_norm[3] += 1
-    step.place(int(TOKENS[8]))
-    try:
-        recorder.replay()
-        step.finish()
-    except RankDisagreement as error:
-        said = str(error)
-    planned = Planner(model.config, loaded.census, loaded.sharding, options, group.rank, "triton").call
-    wanted = sum(one.times for one in exchanges(model.config, planned))
-    return torch.stack(found), torch.stack(eager), recorder.exchanges, wanted, said
+    said, first = [], model.blocks[0].attention
+    for at, weights in (
+        (8, model.blocks[1].attention.kv_norm),
+        (11, first.compressor.project.norm),
+    ):  # 11 ends a window
+        while state.position < at:
+            step.place(3)
+            recorder.replay()
+            step.finish()
+        before = weights.clone()
+        weights[3] += group.rank
+        step.place(3)
+        try:
+            recorder.replay()
+            step.finish()
+        except RankDisagreement as error:
+            said.append(str(error))
+        weights.copy_(before)
+    planner = Planner(model.config, loaded.census, loaded.sharding, options, group.rank, "triton")
+    nodes = sum(recorder.kernels.values()) + sum(recorder.names.values())
+    ran = {name: count for name, count in model.arithmetic.ranks.calls.items() if count}
+    return Stepped(torch.stack(found), torch.stack(eager), recorder.exchanges, nodes, planner, said, ran)
 
 
 def test_a_captured_step_on_ranks_is_that_of_one(tmp_path):
     """Nothing that ranks exchange is read by the host, and what they do not agree on ends a replay by its name."""
     config = tiny_config(compress_ratios=[4, 128], num_hidden_layers=2, num_hash_layers=1, n_routed_experts=4)
     write_checkpoint(tmp_path, config, seed=1)
-    alone, alone_eager, *nothing = stepped(ALONE, tmp_path)
-    assert nothing == [{}, 0, None]
-    for found, eager, exchanged, wanted, disagreement in gloo.run(2, stepped, tmp_path):
-        assert found.equal(alone)
-        assert eager.equal(alone_eager)
-        assert exchanged == {"gather": wanted - 1, "reduce": 1}
-        assert re.fullmatch(r"attention.kv of layer 1, at \[0, 3\]: \S+ on rank 0, \S+ on rank 1", disagreement)
+    alone = stepped(ALONE, tmp_path)
+    assert (alone.exchanges, alone.said, alone.calls) == ({}, [], {})
+    for rank in gloo.run(2, stepped, tmp_path):
+        assert rank.logits.equal(alone.logits)
+        assert rank.eager.equal(alone.eager)
+        planned, of_one = (one.planner.token(16, 1.0) for one in (rank, alone))
+        assert rank.exchanges == {"gather": sum(one.times for one in planned.exchanges) - 1, "reduce": 1}
+        assert rank.nodes - alone.nodes == planned.launches - of_one.launches
+        for site, said in zip(("attention.kv of layer 1", "attention.entry of layer 0"), rank.said, strict=True):
+            assert re.fullmatch(rf"{site}, at \[0, 3\]: \S+ on rank 0, \S+ on rank 1", said)
+        assert rank.calls == {"all": 2 + 2 + 6}  # prompts, eager calls, and a call for each replay
