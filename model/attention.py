@@ -35,7 +35,7 @@ class Attention:
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        prefix = f"layers.{layer}.attn"
+        prefix = f"{config.prefix(layer)}.attn"
 
         def matrix(name: str) -> Linear:
             return Linear(weights.matrix(f"{prefix}.{name}.weight"), arithmetic)

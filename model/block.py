@@ -19,7 +19,7 @@ class Block:
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        prefix, self.layer = f"layers.{layer}", layer
+        prefix, self.layer = config.prefix(layer), layer
         self.attention_streams = HyperConnection(config, f"{prefix}.hc_attn", weights, arithmetic)
         self.attention_norm = weights.vector(f"{prefix}.attn_norm.weight").float()  # [hidden]
         self.attention = build_attention(config, layer, weights, arithmetic, rotation)

@@ -96,7 +96,7 @@ class EntryCompressor(Compressor):
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        super().__init__(config, layer, f"layers.{layer}.attn.compressor", weights, arithmetic, rotation)
+        super().__init__(config, layer, f"{config.prefix(layer)}.attn.compressor", weights, arithmetic, rotation)
 
     def stored(self, rows: Tensor) -> Tensor:
         """In deployed numerics FP8 (E4M3), as the window's KV; where the cache codes rows, as they are."""
@@ -111,7 +111,7 @@ class KeyCompressor(Compressor):
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        super().__init__(config, layer, f"layers.{layer}.attn.indexer.compressor", weights, arithmetic, rotation)
+        super().__init__(config, layer, f"{config.prefix(layer)}.attn.indexer.compressor", weights, arithmetic, rotation)
 
     def stored(self, rows: Tensor) -> Tensor:
         """In deployed numerics a Hadamard transform, then FP4 (E2M1); where the cache codes, the transform alone."""

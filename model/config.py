@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from kernels.formats.groups import INDEX_GROUP, KV_GROUP, LINEAR_GROUP
-from model.checkpoint.config_fields import LayerKind, Yarn
+from model.checkpoint.config_fields import Dspark, LayerKind, Yarn
 from model.checkpoint.config_json import fields, read_json
 from model.errors import ConfigError
 
-__all__ = ["LayerKind", "ModelConfig", "Yarn", "check_deployed"]
+__all__ = ["Dspark", "LayerKind", "ModelConfig", "Yarn", "check_deployed"]
 
 # A file of a few KiB describes every published model; these bounds only keep a hostile one from
 # turning into gigabytes of names.
@@ -28,9 +28,10 @@ MAX_EXPERTS_IN_ALL = 1_000_000
 # token, and each token makes the iterations twice in each layer. Published: 128 and 20.
 MAX_WINDOW = 1 << 16
 MAX_SINKHORN_ITERS = 1000
+MAX_DRAFTS = 64  # slots of a pass of DSpark; published: 5
 
 # What the weights and the arithmetic do not depend on.
-NOT_ARCHITECTURE = ("max_position_embeddings", "bos_token_id", "eos_token_id", "num_mtp_layers")
+NOT_ARCHITECTURE = ("max_position_embeddings", "bos_token_id", "eos_token_id", "num_mtp_layers", "dspark")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,8 @@ class ModelConfig:
     max_position_embeddings: int
     bos_token_id: int
     eos_token_id: int
-    num_mtp_layers: int  # stages that the file announces; they are not run
+    num_mtp_layers: int  # stages of a drafting head that the file announces
+    dspark: Dspark | None  # what they are, where it is DSpark's
 
     def __post_init__(self) -> None:
         for wrong, message in self._contradictions():
@@ -86,6 +88,7 @@ class ModelConfig:
         layers, rope = self.num_hidden_layers, self.qk_rope_head_dim
         experts, chosen = self.n_routed_experts, self.num_experts_per_tok
         window, context = self.sliding_window, self.max_position_embeddings
+        drafts = self.dspark
         return (
             (layers > MAX_LAYERS, f"num_hidden_layers is {layers}, more than {MAX_LAYERS}"),
             (layers * experts > MAX_EXPERTS_IN_ALL, f"n_routed_experts is {experts} in each of {layers} layers"),
@@ -111,6 +114,19 @@ class ModelConfig:
             (chosen > experts, f"num_experts_per_tok is {chosen}, more than n_routed_experts {experts}"),
             (self.bos_token_id >= self.vocab_size, f"bos_token_id is {self.bos_token_id}, outside the vocabulary"),
             (self.eos_token_id >= self.vocab_size, f"eos_token_id is {self.eos_token_id}, outside the vocabulary"),
+            *(() if drafts is None else self._contradictions_of(drafts)),
+        )
+
+    def _contradictions_of(self, drafts: Dspark) -> tuple[tuple[bool, str], ...]:
+        noise, targets = drafts.noise_token_id, list(drafts.target_layer_ids)
+        return (
+            (drafts.block_size > MAX_DRAFTS, f"dspark_block_size is {drafts.block_size}, more than {MAX_DRAFTS}"),
+            (noise >= self.vocab_size, f"dspark_noise_token_id is {noise}, outside the vocabulary"),
+            (
+                len(set(targets)) < len(targets) or any(layer >= self.num_hidden_layers for layer in targets),
+                f"dspark_target_layer_ids is {targets}, want different layers below {self.num_hidden_layers}",
+            ),
+            (not targets, "dspark_target_layer_ids names no layer"),
         )
 
     @property
@@ -119,22 +135,29 @@ class ModelConfig:
         return (self.eos_token_id,)
 
     def layer_kind(self, layer: int) -> LayerKind:
-        """SWA, CSA or HCA."""
-        return self.layer_kinds[layer]
+        """SWA, CSA or HCA; layers behind the last one are stages of a drafting head, all of them SWA."""
+        return self.layer_kinds[layer] if layer < self.num_hidden_layers else LayerKind.SWA
 
     def ratio(self, layer: int) -> int:
         """Tokens for each compressed entry; 0 in an SWA layer."""
-        return self.compress_ratios[layer]
+        return self.compress_ratios[layer] if layer < self.num_hidden_layers else 0
 
     def is_hash(self, layer: int) -> bool:
         """Whether the layer's experts are looked up by token id (`tid2eid`) instead of chosen by score."""
         return layer < self.num_hash_layers
 
+    def prefix(self, layer: int) -> str:
+        """What names of a layer's parameters begin with; stage 0 of a drafting head is the layer behind the last."""
+        behind = layer - self.num_hidden_layers
+        return f"layers.{layer}" if behind < 0 else f"mtp.{behind}"
+
     def to_json(self) -> dict[str, Any]:
         """Every field as JSON values, in the order of the class; both dialects give the same."""
+        drafts = self.dspark
         return asdict(self) | {
             "compress_ratios": list(self.compress_ratios),
             "layer_kinds": [kind.value for kind in self.layer_kinds],
+            "dspark": drafts and asdict(drafts) | {"target_layer_ids": list(drafts.target_layer_ids)},
         }
 
     @property

@@ -24,7 +24,7 @@ class Indexer:
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        prefix = f"layers.{layer}.attn.indexer"
+        prefix = f"{config.prefix(layer)}.attn.indexer"
         # from q_lora_rank numbers to index_n_heads * index_head_dim, and from hidden to index_n_heads
         self.wq_b = Linear(weights.matrix(f"{prefix}.wq_b.weight"), arithmetic)
         self.weights_proj = Linear(Dense(weights.operand(f"{prefix}.weights_proj.weight")), arithmetic)

@@ -23,7 +23,7 @@ class Gate:
     """Scored routing: top k of biased scores, weights of unbiased ones."""
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic) -> None:
-        prefix = f"layers.{layer}.ffn.gate"
+        prefix = f"{config.prefix(layer)}.ffn.gate"
         self.weight = Dense(weights.operand(f"{prefix}.weight"))  # [experts, hidden]
         self.arithmetic = arithmetic
         self.k, self.scale = config.num_experts_per_tok, config.routed_scaling_factor
@@ -92,7 +92,7 @@ class MoE:
     """
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic) -> None:
-        prefix, self.layer = f"layers.{layer}.ffn", layer
+        prefix, self.layer = f"{config.prefix(layer)}.ffn", layer
         self.gate, self.arithmetic = build_gate(config, layer, weights, arithmetic), arithmetic
         together = not reads_apart(arithmetic.ops)
         three = [

@@ -642,8 +642,8 @@ def _values(theirs: str, weights: Weights, kinds: dict[str, Kind], experts: int)
         raise CheckpointError(f"transformers: its parameter {theirs} is in no dialect")
 
     def stack(meaning: Meaning, *parts: str) -> Tensor:
-        layer = meaning.parameter.split(".")[1]
-        names = [[expert_name(layer, n, part) for part in parts] for n in range(experts)]
+        prefix = meaning.parameter.removesuffix(".ffn.experts")
+        names = [[expert_name(prefix, n, part) for part in parts] for n in range(experts)]
         return torch.stack([torch.cat([decode(weights.matrix(name)) for name in of_one]) for of_one in names])
 
     match meaning.role, kinds.get(meaning.parameter):

@@ -8,8 +8,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field
 from typing import Final
 
+from model.checkpoint.config_fields import DSPARK
 from model.checkpoint.header import ITEM_BYTES
-from model.checkpoint.mtp import REASON, Drafting, drafting, stage_and_rest
+from model.checkpoint.mtp import COPIES, NOT_RUN, Drafting, Head, copied, drafting, head_parameters, stage_and_rest
+from model.checkpoint.mtp import meaning as meaning_in_head
 from model.checkpoint.names import (
     INPUT_SCALE_REASON,
     Meaning,
@@ -57,8 +59,8 @@ class Census:
     by_dtype: Mapping[str, Tally]  # stored tensors and stored elements
     by_kind: Mapping[str, Tally]  # the same tensors as matrix, bf16, f32, i64, scale, ignored
     by_form: Mapping[Form, Tally]  # parameters, their weights, and their bytes with scales
-    mtp_stages: int  # drafting stages; they are ignored
-    mtp_head: str | None  # "preview MTP" or "DSpark"
+    mtp_stages: int  # drafting stages
+    mtp_head: Head | None  # whose they are
     absent: Mapping[str, str]  # parameter -> stored name, of those that are not bound since their file is not there
 
 
@@ -93,7 +95,14 @@ class Faults:
             raise CheckpointError((f"{where}: " if where else "") + "\n".join(lines))
 
 
-def census(tensors: Mapping[str, Stored], config: ModelConfig, where: str = "", absent: Collection[str] = ()) -> Census:
+def census(
+    tensors: Mapping[str, Stored],
+    config: ModelConfig,
+    where: str = "",
+    absent: Collection[str] = (),
+    *,
+    head: bool = False,
+) -> Census:
     """Account for every tensor of a checkpoint.
 
     Parameters
@@ -107,6 +116,9 @@ def census(tensors: Mapping[str, Stored], config: ModelConfig, where: str = "", 
     absent : Collection[str]
         Stored names that an index has for files that are not there: each must be a parameter's too, which then is not
         bound.
+    head : bool
+        Whether a drafting head, where there is one, is a part of the model; else it is ignored, once its names are
+        known to be a head's.
 
     Raises
     ------
@@ -117,7 +129,9 @@ def census(tensors: Mapping[str, Stored], config: ModelConfig, where: str = "", 
     demanded = parameters(config)
     faults = Faults()
     skipped: dict[str, str] = {}
-    head = _skip_drafting([*tensors, *absent], config, faults, skipped)
+    drafts = _drafting([*tensors, *absent], config, faults, skipped, bound=head)
+    if head and drafts.head is not None:
+        demanded |= head_parameters(drafts.head, config)
     sources = _sort(tensors, demanded, config, faults, skipped)
     elsewhere = _elsewhere(absent, sources, demanded, config, faults, skipped)
     mappings: dict[str, TensorMapping] = {}
@@ -131,7 +145,7 @@ def census(tensors: Mapping[str, Stored], config: ModelConfig, where: str = "", 
     _skip_input_scales(sources, mappings, faults, skipped)
     lacking = demanded.keys() - mappings.keys()
     faults.check(where, lambda stored: did_you_mean(stored, _unfilled(stored, lacking, sources)))
-    return count(tensors, demanded, mappings, skipped, head, elsewhere)
+    return count(tensors, demanded, mappings, skipped, drafts, elsewhere)
 
 
 def _unfilled(stored: str, lacking: Collection[str], sources: Mapping[str, Mapping[Role, Source]]) -> Iterator[str]:
@@ -141,17 +155,29 @@ def _unfilled(stored: str, lacking: Collection[str], sources: Mapping[str, Mappi
             yield name
 
 
-def _skip_drafting(tensors: Iterable[str], config: ModelConfig, faults: Faults, skipped: dict[str, str]) -> Drafting:
-    """The `mtp.*` tensors are ignored, provided that they are a drafting head's."""
+def _drafting(
+    tensors: Iterable[str], config: ModelConfig, faults: Faults, skipped: dict[str, str], *, bound: bool
+) -> Drafting:
+    """The drafting head that `mtp.*` tensors must be one of; they are ignored where it is not `bound`."""
     names = {stored: place for stored in tensors if (place := stage_and_rest(stored))}
     head = drafting(names, config)
     for stored in names:
         if stored in head.unexpected:
             faults.add_unknown(stored)
-        skipped[stored] = REASON
+        if copied(stored):
+            skipped[stored] = COPIES
+        elif not bound or stored in head.unexpected or head.fault:
+            skipped[stored] = NOT_RUN
     if head.fault:
         faults.add("drafting head", head.fault)
+    elif bound and head.head is Head.DSPARK and config.dspark is None:
+        faults.add("drafting head", f"{Head.DSPARK}, and config.json lacks some of {', '.join(DSPARK)}")
     return head
+
+
+def _meaning(stored: str) -> Meaning | None:
+    """What a stored name means, in the model or in a drafting head."""
+    return meaning_in_head(stored) if stage_and_rest(stored) else translate(stored)
 
 
 def _sort(
@@ -172,7 +198,7 @@ def _sort(
         if reason := ignored(stored, config):
             skipped[stored] = reason
             continue
-        readings = _readings(stored, shape, translate(stored), config, faults)
+        readings = _readings(stored, shape, _meaning(stored), config, faults)
         for meaning, part in readings:
             if meaning.parameter not in demanded:
                 faults.add("not in this architecture", quoted(stored))
@@ -198,7 +224,7 @@ def _elsewhere(
     for stored in absent:
         if stored in skipped or ignored(stored, config):
             continue
-        for meaning, _ in _readings(stored, None, translate(stored), config, faults):
+        for meaning, _ in _readings(stored, None, _meaning(stored), config, faults):
             if meaning.parameter not in demanded:
                 faults.add("not in this architecture", quoted(stored))
                 break
@@ -223,7 +249,7 @@ def _readings(
         return []
     if meaning.role not in (Role.STACKED_GATE_UP, Role.STACKED_DOWN):
         return [(meaning, None)]
-    layer = meaning.parameter.split(".")[1]
+    prefix = meaning.parameter.removesuffix(".ffn.experts")
     E, D, I = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
     gate_up = meaning.role is Role.STACKED_GATE_UP
     want = (E, 2 * I, D) if gate_up else (E, D, I)
@@ -232,7 +258,7 @@ def _readings(
         faults.add("misshapen", f"{quoted(stored)} is {list(shape)}, want {list(want)}")
     parts = (("w1", 0, I), ("w3", I, 2 * I)) if gate_up else (("w2", 0, D),)
     return [
-        (Meaning(expert_name(layer, expert, part), Role.WEIGHT), Slice(expert, start, stop))
+        (Meaning(expert_name(prefix, expert, part), Role.WEIGHT), Slice(expert, start, stop))
         for expert in range(E)
         for part, start, stop in parts
     ]
@@ -257,7 +283,7 @@ def count(
     demanded: Mapping[str, Parameter],
     mappings: Mapping[str, TensorMapping],
     skipped: Mapping[str, str],
-    head: Drafting,
+    drafts: Drafting,
     absent: Mapping[str, str],
 ) -> Census:
     """Add up what a checkpoint holds: every stored tensor is in `mappings`, `skipped`, or of an `absent` parameter."""
@@ -290,8 +316,8 @@ def count(
         by_dtype=by_dtype,
         by_kind=by_kind,
         by_form=by_form,
-        mtp_stages=head.stages,
-        mtp_head=head.head,
+        mtp_stages=drafts.stages,
+        mtp_head=drafts.head,
         absent=absent,
     )
 

@@ -33,6 +33,16 @@ class Yarn:
             raise ConfigError(f"rope_scaling: beta_slow is {self.beta_slow}, want less than beta_fast {self.beta_fast}")
 
 
+@dataclass(frozen=True, slots=True)
+class Dspark:
+    """What DSpark's stages are: all that config.json says of a drafting head."""
+
+    block_size: int  # tokens that one pass drafts
+    noise_token_id: int  # stands where nothing is known yet
+    target_layer_ids: tuple[int, ...]  # main layers whose streams the head reads, each after its last mHC
+    markov_rank: int  # columns of the embedding by which a drafted token moves the next one's logits
+
+
 # Positive integers, named as in DeepSeek's config.json. Both dialects write them.
 INTEGERS: Final = (
     "vocab_size",
@@ -85,6 +95,9 @@ FIXED: Final[dict[str, object]] = {
 FIXED_DEEPSEEK: Final[dict[str, object]] = {"topk_method": "noaux_tc"}
 FIXED_TRANSFORMERS: Final[dict[str, object]] = {"mlp_bias": False}
 
+# Fields of DSpark's stages: without any of them these cannot be run, and the model is complete without them.
+DSPARK: Final = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids")
+
 # Fields that say which layer is what, in each dialect.
 DEEPSEEK: Final = ("compress_ratios", "num_hash_layers", "rope_scaling")
 TRANSFORMERS: Final = ("layer_types", "mlp_layer_types", "compress_rates", "rope_parameters", "partial_rotary_factor")
@@ -94,17 +107,13 @@ IGNORABLE: Final[dict[str, str]] = {
     "architectures": "names a Python class; model_type decides",
     "attention_dropout": "training only",
     "chunk_size_feed_forward": "a transformers run option; the result is the same",
-    "dspark_block_size": "describes mtp stages, which are not run",
-    "dspark_markov_rank": "describes mtp stages, which are not run",
-    "dspark_noise_token_id": "describes mtp stages, which are not run",
-    "dspark_target_layer_ids": "describes mtp stages, which are not run; its length counts them",
     "dtype": "stored dtypes are read from each tensor",
     "expert_dtype": "absent or wrong in published files; stored dtypes are read from each tensor",
     "id2label": "classification heads only",
     "initializer_range": "training only",
     "is_encoder_decoder": "transformers' generation; the architecture is a decoder",
     "label2id": "classification heads only",
-    "num_nextn_predict_layers": "counts mtp stages, which are not run",
+    "num_nextn_predict_layers": "counts mtp stages, and is 1 beside three of them",
     "output_attentions": "a transformers run option",
     "output_hidden_states": "a transformers run option",
     "output_router_logits": "a transformers run option",

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 from model.checkpoint import strict_json
 from model.checkpoint.config_fields import (
     DEEPSEEK,
+    DSPARK,
     FIXED,
     FIXED_DEEPSEEK,
     FIXED_TRANSFORMERS,
@@ -17,6 +18,7 @@ from model.checkpoint.config_fields import (
     QUANTIZATION_IGNORABLE,
     TOKENS,
     TRANSFORMERS,
+    Dspark,
     LayerKind,
     Yarn,
 )
@@ -77,14 +79,14 @@ def fields(obj: Json) -> dict[str, Any]:
     _check_model_type(obj)
     in_dialect, layout = (_deepseek, DEEPSEEK) if _is_deepseek(obj) else (_transformers, TRANSFORMERS)
     fixed = {*FIXED, *FIXED_DEEPSEEK, *(FIXED_TRANSFORMERS if layout is TRANSFORMERS else ())}
-    check_known(obj, {"model_type", *INTEGERS, *NUMBERS, *TOKENS, *fixed, *layout, *IGNORABLE})
+    check_known(obj, {"model_type", *INTEGERS, *NUMBERS, *TOKENS, *fixed, *layout, *DSPARK, *IGNORABLE})
     common: dict[str, Any] = {name: integer(obj, name) for name in INTEGERS}
     common |= {name: number(obj, name) for name in NUMBERS}
     common |= {name: integer(obj, name, least=0) for name in TOKENS}
     check_fixed(obj, FIXED)
     if obj.get("quantization_config") is not None:
         _check_quantization(obj["quantization_config"])
-    return common | {"num_mtp_layers": _mtp_layers(obj)} | in_dialect(obj, common)
+    return common | {"num_mtp_layers": _mtp_layers(obj), "dspark": _dspark(obj)} | in_dialect(obj, common)
 
 
 def _check_model_type(obj: Json) -> None:
@@ -195,6 +197,18 @@ def _mtp_layers(obj: Json) -> int:
     """Stages that the file announces: 0731 and 0813 ship three and still write num_nextn_predict_layers 1."""
     announced = integer(obj, "num_nextn_predict_layers", least=0)
     return len(_integers(obj, "dspark_target_layer_ids")) if "dspark_target_layer_ids" in obj else announced
+
+
+def _dspark(obj: Json) -> Dspark | None:
+    """What the file says of DSpark's stages; None where it does not say all of it: then none can be run."""
+    if not all(name in obj for name in DSPARK):
+        return None
+    return Dspark(
+        block_size=integer(obj, "dspark_block_size"),
+        noise_token_id=integer(obj, "dspark_noise_token_id", least=0),
+        target_layer_ids=_integers(obj, "dspark_target_layer_ids"),
+        markov_rank=integer(obj, "dspark_markov_rank"),
+    )
 
 
 def _check_quantization(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""The drafting heads in `mtp.*`: which names they may have. They are not run, but nothing else may hide there.
+"""The drafting heads in `mtp.*`: what they hold, by name and shape.
 
 Two heads share the prefix, and each has its own layout:
 
@@ -9,65 +9,49 @@ Every stage holds a block like an SWA layer with scored experts, spelled in any 
 what a head adds to it has one spelling, since only DeepSeek's own files hold it (transformers drops `mtp.*`).
 
 Stages are counted against these layouts and not against the config: `num_nextn_predict_layers` is 1 in every published
-config, also beside three stages. A head may lack tensors, since none of them is used, but not a whole stage.
+config, also beside three stages. A head that is not run may lack tensors, but not a whole stage; one that is run is
+bound as strictly as the model.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
-from model.checkpoint.names import Kind, Role, parameters, translate
-from model.config import LayerKind, ModelConfig
+from model.checkpoint.names import Meaning, Parameter, Role, of_layer, translate
+from model.config import ModelConfig
 from model.errors import shown
 
-REASON: Final = "mtp: a drafting head; the main model is complete without it"
+NOT_RUN: Final = "mtp: a drafting head that is not run; the main model is complete without it"
+COPIES: Final = "mtp: copies of embedding and output head; the drafting head uses the main model's"
 
 _MTP = re.compile(r"(?:model\.)?mtp\.(0|[1-9][0-9]{0,5})\.(.+)", re.DOTALL)
-
-_FINAL: Final = ("norm.weight", "hc_head_fn", "hc_head_base", "hc_head_scale")
-
-
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    head: str
-    marker: str  # a module of stage 0 that the other head does not have
-    matrices: tuple[frozenset[str], ...]  # by stage: modules beside the block's, with scales in some files
-    others: tuple[frozenset[str], ...]  # by stage: whole names beside the block's
+_COPIED: Final = ("emb.tok_emb.weight", "head.weight")  # beside stage 0 of MTP
 
 
-_LAYOUTS: Final = (
-    _Layout(
-        "preview MTP",
-        "e_proj",
-        (frozenset({"e_proj", "h_proj"}),),
-        (frozenset({"enorm.weight", "hnorm.weight", *_FINAL, "emb.tok_emb.weight", "head.weight"}),),
-    ),
-    _Layout(
-        "DSpark",
-        "main_proj",
-        (frozenset({"main_proj"}), frozenset(), frozenset()),
-        (
-            frozenset({"main_norm.weight"}),
-            frozenset(),
-            frozenset(
-                {
-                    *_FINAL,
-                    "markov_head.markov_w1.weight",
-                    "markov_head.markov_w2.weight",
-                    "confidence_head.proj.weight",
-                }
-            ),
-        ),
-    ),
-)
+class Head(StrEnum):
+    """A kind of drafting head."""
+
+    MTP = "preview MTP"
+    DSPARK = "DSpark"
+
+    @property
+    def stages(self) -> int:
+        """How many blocks it has."""
+        return {Head.MTP: 1, Head.DSPARK: 3}[self]
+
+    @property
+    def marker(self) -> str:
+        """A module of stage 0 that the other head does not have."""
+        return {Head.MTP: "e_proj", Head.DSPARK: "main_proj"}[self]
 
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
     """The drafting head of a checkpoint, and what is wrong with it."""
 
-    head: str | None = None  # "preview MTP" or "DSpark"; None without one, or when it cannot be told
+    head: Head | None = None  # None without one, or when it cannot be told
     stages: int = 0
     unexpected: frozenset[str] = frozenset()  # stored names that the head does not have
     fault: str | None = None  # of the head as a whole
@@ -77,6 +61,63 @@ def stage_and_rest(stored: str) -> tuple[int, str] | None:
     """Stage and the name within it of an `mtp.N.` tensor, or None for any other."""
     match = _MTP.fullmatch(stored)
     return (int(match[1]), match[2]) if match else None
+
+
+def head_parameters(head: Head, config: ModelConfig) -> dict[str, Parameter]:
+    """Every parameter that a drafting head has, by official name.
+
+    Shapes of DSpark's are those of `ModelConfig.dspark`; without it there are names alone.
+    """
+    demanded: dict[str, Parameter] = {}
+    for stage in range(head.stages):
+        demanded |= of_layer(config, config.num_hidden_layers + stage)
+        demanded |= {f"mtp.{stage}.{name}": parameter for name, parameter in _added(head, stage, config)}
+    return demanded
+
+
+def _added(head: Head, stage: int, config: ModelConfig) -> Iterator[tuple[str, Parameter]]:
+    """What a stage has beside its block."""
+    V, D, hc, drafts = config.vocab_size, config.hidden_size, config.hc_mult, config.dspark
+    rank, targets = (0, 0) if drafts is None else (drafts.markov_rank, len(drafts.target_layer_ids))
+    if head is Head.MTP:
+        yield "e_proj.weight", Parameter((D, D), "matrix")
+        yield "h_proj.weight", Parameter((D, D), "matrix")
+        yield "enorm.weight", Parameter((D,), "bf16")
+        yield "hnorm.weight", Parameter((D,), "bf16")
+    elif stage == 0:
+        yield "main_proj.weight", Parameter((D, targets * D), "matrix")
+        yield "main_norm.weight", Parameter((D,), "bf16")
+    if stage < head.stages - 1:
+        return
+    yield "norm.weight", Parameter((D,), "bf16")
+    yield "hc_head_fn", Parameter((hc, hc * D), "f32")
+    yield "hc_head_base", Parameter((hc,), "f32")
+    yield "hc_head_scale", Parameter((1,), "f32")
+    if head is Head.DSPARK:
+        yield "markov_head.markov_w1.weight", Parameter((V, rank), "bf16")
+        yield "markov_head.markov_w2.weight", Parameter((V, rank), "bf16")
+        yield "confidence_head.proj.weight", Parameter((1, D + rank), "bf16")
+
+
+def copied(stored: str) -> bool:
+    """Whether a stored tensor is a copy of the main model's embedding or head."""
+    place = stage_and_rest(stored)
+    return place is not None and place[0] == 0 and place[1] in _COPIED
+
+
+def meaning(stored: str) -> Meaning | None:
+    """What the stored name of an `mtp.*` tensor means, as `model.checkpoint.names.translate` says of others."""
+    place = stage_and_rest(stored)
+    if place is None:
+        return None
+    stage, rest = place
+    of_block = translate(f"layers.0.{rest}")
+    if of_block is not None:
+        return Meaning(f"mtp.{stage}.{of_block.parameter.removeprefix('layers.0.')}", of_block.role)
+    module, _, suffix = rest.rpartition(".")
+    if suffix == "scale":
+        return Meaning(f"mtp.{stage}.{module}.weight", Role.SCALE)
+    return Meaning(f"mtp.{stage}.{rest}", Role.WEIGHT)
 
 
 def drafting(names: Mapping[str, tuple[int, str]], config: ModelConfig) -> Drafting:
@@ -92,34 +133,25 @@ def drafting(names: Mapping[str, tuple[int, str]], config: ModelConfig) -> Draft
     if not names:
         return Drafting()
     first = {rest.split(".")[0] for stage, rest in names.values() if stage == 0}
-    layouts = [layout for layout in _LAYOUTS if layout.marker in first]
-    if len(layouts) != 1:
-        markers = " nor ".join(f"{layout.marker} ({layout.head})" for layout in _LAYOUTS)
-        both = " and ".join(layout.marker for layout in layouts)
+    heads = [head for head in Head if head.marker in first]
+    if len(heads) != 1:
+        markers = " nor ".join(f"{head.marker} ({head})" for head in Head)
+        both = " and ".join(head.marker for head in heads)
         return Drafting(fault=f"mtp.0 holds both {both}" if both else f"mtp.0 holds neither {markers}")
-    (layout,) = layouts
-    block = _block(config)
-    unexpected = {stored for stored, (stage, rest) in names.items() if not _belongs(layout, stage, rest, block)}
+    (head,) = heads
+    demanded = head_parameters(head, config)
+    unexpected = {stored for stored in names if not _belongs(stored, head, demanded)}
     found = {stage for stored, (stage, _) in names.items() if stored not in unexpected}
-    want = list(range(len(layout.others)))
+    want = list(range(head.stages))
     whole = sorted(found) == want
-    fault = None if whole else f"mtp stages {shown(sorted(found))}; {layout.head} has {want}"
-    return Drafting(layout.head, len(found), frozenset(unexpected), fault)
+    fault = None if whole else f"mtp stages {shown(sorted(found))}; {head} has {want}"
+    return Drafting(head, len(found), frozenset(unexpected), fault)
 
 
-def _belongs(layout: _Layout, stage: int, rest: str, block: Mapping[str, Kind]) -> bool:
-    if stage >= len(layout.others):
-        return False
-    module, _, suffix = rest.rpartition(".")
-    if rest in layout.others[stage] or (module in layout.matrices[stage] and suffix in ("weight", "scale")):
+def _belongs(stored: str, head: Head, demanded: Mapping[str, Parameter]) -> bool:
+    if head is Head.MTP and copied(stored):
         return True
-    meaning = translate(f"layers.0.{rest}")
-    if meaning is None or meaning.parameter not in block:
+    found = meaning(stored)
+    if found is None or found.parameter not in demanded:
         return False
-    return meaning.role is Role.WEIGHT or block[meaning.parameter] == "matrix"
-
-
-def _block(config: ModelConfig) -> dict[str, Kind]:
-    """The parameters of a stage's block, called as those of layer 0: SWA, experts chosen by score."""
-    one = replace(config, num_hidden_layers=1, compress_ratios=(0,), layer_kinds=(LayerKind.SWA,), num_hash_layers=0)
-    return {name: parameter.kind for name, parameter in parameters(one).items() if name.startswith("layers.0.")}
+    return found.role is Role.WEIGHT or demanded[found.parameter].kind == "matrix"

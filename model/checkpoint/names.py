@@ -1,4 +1,4 @@
-"""Checkpoint tensor name <-> parameter, in every dialect: where name strings stand, but those of `mtp`.
+"""Checkpoint tensor name <-> parameter, in every dialect: where name strings stand, but those that `mtp` adds.
 
 A parameter is called by DeepSeek's official name. Files spell it in one of these ways:
 
@@ -120,6 +120,7 @@ _LAYER_LEAVES: Final = {
 _STACKS: Final = {"gate_up_proj": Role.STACKED_GATE_UP, "down_proj": Role.STACKED_DOWN}
 
 _LAYER = re.compile(r"(?:model\.)?layers\.(0|[1-9][0-9]{0,5})\.(.+)", re.DOTALL)
+_STAGE = re.compile(r"mtp\.(0|[1-9][0-9]{0,5})\.(.+)", re.DOTALL)
 _SOME_LAYER = re.compile(r"(?:^|\.)(0|[1-9][0-9]{0,5})\.(.+)", re.DOTALL)
 _SOME_EXPERT = re.compile(r"\.(0|[1-9][0-9]{0,5})\.")
 _EXPERT = re.compile(r"(?:ffn|mlp)\.experts\.(0|[1-9][0-9]{0,5})\.(\w+)(\.\w+)", re.ASCII)
@@ -219,9 +220,9 @@ def _has_rotary(layer: int, indexer: str | None, config: ModelConfig) -> bool:
     return layer < config.num_hidden_layers and config.layer_kind(layer) in kinds
 
 
-def expert_name(layer: int | str, expert: int, part: str) -> str:
-    """Official name of one routed expert's matrix: w1 = gate, w3 = up, w2 = down."""
-    return f"layers.{layer}.ffn.experts.{expert}.{part}.weight"
+def expert_name(prefix: str, expert: int, part: str) -> str:
+    """Official name of one routed expert's matrix of a layer (`ModelConfig.prefix`): w1 = gate, w3 = up, w2 = down."""
+    return f"{prefix}.ffn.experts.{expert}.{part}.weight"
 
 
 class Axis(StrEnum):
@@ -262,7 +263,7 @@ _OF_EXPERTS: Final = {"w1": Axis.INNER, "w3": Axis.INNER, "w2": Axis.OUTPUT}
 
 def axis(name: str) -> Axis:
     """What the rows of a parameter (official name) belong to."""
-    in_layer = _LAYER.fullmatch(name)
+    in_layer = _LAYER.fullmatch(name) or _STAGE.fullmatch(name)
     rest = in_layer[2] if in_layer else name
     if expert := _EXPERT.fullmatch(rest):
         return _OF_EXPERTS[expert[2]]
@@ -285,7 +286,7 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
     V, D, hc = config.vocab_size, config.hidden_size, config.hc_mult
     demanded = {"embed.weight": Parameter((V, D), "bf16")}
     for layer in range(config.num_hidden_layers):
-        demanded |= {f"layers.{layer}.{name}": parameter for name, parameter in _layer(config, layer)}
+        demanded |= of_layer(config, layer)
     return demanded | {
         "norm.weight": Parameter((D,), "bf16"),
         "head.weight": Parameter((V, D), "bf16"),
@@ -293,6 +294,11 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
         "hc_head_base": Parameter((hc,), "f32"),
         "hc_head_scale": Parameter((1,), "f32"),
     }
+
+
+def of_layer(config: ModelConfig, layer: int) -> dict[str, Parameter]:
+    """The parameters of a layer, or of a stage's block (`ModelConfig.prefix`), by official name."""
+    return {f"{config.prefix(layer)}.{name}": parameter for name, parameter in _layer(config, layer)}
 
 
 def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Parameter]]:

@@ -389,6 +389,7 @@ def config_again(config):
     data = config.to_json()
     yarn = data.pop("rope_scaling")
     kinds, stages = data.pop("layer_kinds"), data.pop("num_mtp_layers")
+    drafts = {f"dspark_{name}": value for name, value in (data.pop("dspark") or {}).items()}
     assert kinds == [{0: "swa", 4: "csa"}.get(ratio, "hca") for ratio in data["compress_ratios"]]
     fixed = {
         name: tiny_config()[name]
@@ -397,4 +398,4 @@ def config_again(config):
             "tie_word_embeddings", "topk_method",
         )
     }  # fmt: skip
-    return data | fixed | {"rope_scaling": yarn and yarn | {"type": "yarn"}, "num_nextn_predict_layers": stages}
+    return data | fixed | drafts | {"rope_scaling": yarn and yarn | {"type": "yarn"}, "num_nextn_predict_layers": stages}
