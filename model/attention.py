@@ -56,7 +56,7 @@ class Attention:
         """Attend from x [t, hidden], and advance the layer's cache. Returns the own tokens' [m, hidden]."""
         projected = self.project(x, call)
         latent = self.latent(projected)
-        q, kv = self.query(latent, call), self.kv(projected, call)
+        q, kv = self.query(latent, call), self.kv(projected.kv, call)
         cache.write(call, kv)
         beyond = self.beyond_window(projected, latent, call, cache)
         del projected  # of a long call it is large
@@ -82,9 +82,9 @@ class Attention:
         ops, q = self.arithmetic.ops, self.wq_b(latent).unflatten(-1, (-1, self.head_dim))
         return ops.norm_rotate(q, None, self.eps, *call.angles(self.rotation), 0)
 
-    def kv(self, projected: Projected, call: Call) -> Tensor:
+    def kv(self, kv: Tensor, call: Call) -> Tensor:
         """Key and value of each token in one [t, head_dim]: normed, rotated, rounded as the window keeps it."""
-        given = projected.kv, self.kv_norm, self.eps, *call.angles(self.rotation), self.arithmetic.kv_group
+        given = kv, self.kv_norm, self.eps, *call.angles(self.rotation), self.arithmetic.kv_group
         return self.arithmetic.ops.norm_rotate(*given)
 
     def beyond_window(self, projected: Projected, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:

@@ -1,9 +1,11 @@
 """One layer: attention, then experts, each reading and writing the residual streams through its own mHC."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from model.arithmetic import Arithmetic
-from model.attention import build_attention
+from model.attention import Attention, build_attention
 from model.cache.layers import LayerCache
 from model.call import Call
 from model.checkpoint.weights import Weights
@@ -17,12 +19,18 @@ class Block:
     """A layer of the model."""
 
     def __init__(
-        self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
+        self,
+        config: ModelConfig,
+        layer: int,
+        weights: Weights,
+        arithmetic: Arithmetic,
+        rotation: Rotation,
+        attention: Callable[..., Attention] = build_attention,
     ) -> None:
         prefix, self.layer = config.prefix(layer), layer
         self.attention_streams = HyperConnection(config, f"{prefix}.hc_attn", weights, arithmetic)
         self.attention_norm = weights.vector(f"{prefix}.attn_norm.weight").float()  # [hidden]
-        self.attention = build_attention(config, layer, weights, arithmetic, rotation)
+        self.attention = attention(config, layer, weights, arithmetic, rotation)
         self.experts_streams = HyperConnection(config, f"{prefix}.hc_ffn", weights, arithmetic)
         self.experts_norm = weights.vector(f"{prefix}.ffn_norm.weight").float()  # [hidden]
         self.experts = MoE(config, layer, weights, arithmetic)

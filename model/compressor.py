@@ -111,7 +111,9 @@ class KeyCompressor(Compressor):
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        super().__init__(config, layer, f"{config.prefix(layer)}.attn.indexer.compressor", weights, arithmetic, rotation)
+        super().__init__(
+            config, layer, f"{config.prefix(layer)}.attn.indexer.compressor", weights, arithmetic, rotation
+        )
 
     def stored(self, rows: Tensor) -> Tensor:
         """In deployed numerics a Hadamard transform, then FP4 (E2M1); where the cache codes, the transform alone."""

@@ -39,12 +39,12 @@ class HyperConnection:
 
 
 class HyperHead:
-    """The last reading of the streams, before the final norm."""
+    """The last reading of the streams, before the final norm; its parameters begin with `prefix`."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, arithmetic: Arithmetic) -> None:
-        self.fn = weights.vector("hc_head_fn").float()  # [s, s * hidden]
-        self.base = weights.vector("hc_head_base").float()  # [s]
-        self.scale = weights.vector("hc_head_scale").float()  # [1]
+    def __init__(self, config: ModelConfig, prefix: str, weights: Weights, arithmetic: Arithmetic) -> None:
+        self.fn = weights.vector(f"{prefix}hc_head_fn").float()  # [s, s * hidden]
+        self.base = weights.vector(f"{prefix}hc_head_base").float()  # [s]
+        self.scale = weights.vector(f"{prefix}hc_head_scale").float()  # [1]
         self.ops, self.eps, self.norm_eps = arithmetic.ops, config.hc_eps, config.rms_norm_eps
 
     def __call__(self, streams: Tensor) -> Tensor:

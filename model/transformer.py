@@ -30,7 +30,7 @@ class Transformer:
             Block(config, layer, weights, arithmetic, rotations[rotated_as(config.layer_kind(layer))])
             for layer in range(config.num_hidden_layers)
         ]
-        self.hyper_head = HyperHead(config, weights, arithmetic)
+        self.hyper_head = HyperHead(config, "", weights, arithmetic)
         self.norm = weights.vector("norm.weight").float()  # [hidden]
         self.head = WideLinear(Dense(weights.operand("head.weight")), arithmetic, "vocabulary")  # [vocab, hidden]
 

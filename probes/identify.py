@@ -279,7 +279,7 @@ class _Case:
             rotation = Rotation(layer_frequencies(full, full.layer_kind(self.judged.layer)))
             model.blocks = [Block(full, self.judged.layer, weights, model.arithmetic, rotation)]
         else:
-            model.hyper_head = HyperHead(full, weights, model.arithmetic)
+            model.hyper_head = HyperHead(full, "", weights, model.arithmetic)
             model.norm = weights.vector("norm.weight").float()
             model.head = WideLinear(Dense(weights.vector("head.weight")), model.arithmetic)
         install(model, PLACES)

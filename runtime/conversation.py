@@ -22,6 +22,7 @@ import torch
 from model.checkpoint import strict_json
 from model.errors import CapacityError, StateError
 from runtime.decoding import Decoding, decoding
+from runtime.drafting import Drafting, drafting
 from runtime.generate import Generation, generate, prefill
 from runtime.load import AnyLoaded
 from runtime.memory import machine_memory, new_state
@@ -113,6 +114,7 @@ class Conversation:
         self.max_context, self.graph = max_context, graph
         self.state: State | None = None
         self.by: Decoding | None = None
+        self.drafting: Drafting | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -268,6 +270,8 @@ class Conversation:
                 progress=progress,
                 record=record,
                 decode=self.by.step,
+                drafting=self.drafting,
+                before=self.held,
             )
         except (Stopped, GeneratorExit):  # between two calls
             raise
@@ -307,7 +311,9 @@ class Conversation:
         """Make an empty state in place of what there is: never two at once."""
         self._drop()
         self.prompt = prompt
-        self.state = new_state(self.loaded.model, self.max_context, self.options.prefill_chunk, prompt)
+        rewind = self.options.draft_tokens
+        self.state = new_state(self.loaded.model, self.max_context, self.options.prefill_chunk, prompt, rewind)
+        self.drafting = drafting(self.options, self.loaded.head)
         if self.form.thinking:
             size, there = sum(self.state.nbytes().values()), machine_memory(torch.device("cpu"))
             if size * (2 if self.options.device == "cpu" else 1) > there:

@@ -6,13 +6,21 @@ The text is that of a run without drafts, to the token, because rows of one call
 the op set `cpu`, for up to `ROWS` rows (`tests.kernels.test_few_rows`). Where that is not shown no draft is made.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
 
 from kernels.ops import Ops
 from model.architectures import Config
+from model.checkpoint.mtp import HEADS_BY_NAME
+from model.choices import LOOKUP, OFF
+from model.config import ModelConfig
+from model.draft import DraftHead, Heard
 from model.errors import ConfigError
+from model.observe import sites
+from model.observe.sites import Listener, Site
 from model.variants.choice import Shard
 from runtime.arithmetic import cache_formats
 from runtime.options import RunOptions
@@ -29,8 +37,8 @@ class Drafter(Protocol):
     """Guesses what follows.
 
     On several ranks each has its own, and all must guess alike: from the tokens, and from what is the same on all. One
-    that reads rows of the model as well (an MTP head, DSpark) listens to their sites. How many rows of the last call
-    have stayed, the number of tokens says: all but the last one were run.
+    that reads rows of the model as well listens to their sites. How many rows of the last call have stayed, the number
+    of tokens says: all but the last one were run.
     """
 
     def __call__(self, tokens: "array[int]", most: int) -> list[int]:
@@ -44,6 +52,7 @@ class Drafting(NamedTuple):
     name: str
     drafter: Drafter
     most: int  # tokens at a time
+    listeners: Mapping[Site, Listener] = MappingProxyType({})  # through which the drafter reads the model
 
 
 def lookup(tokens: "array[int]", most: int) -> list[int]:
@@ -68,15 +77,50 @@ def lookup(tokens: "array[int]", most: int) -> list[int]:
     return drafted
 
 
-def drafting(options: RunOptions) -> Drafting | None:
-    """By what a run drafts; None where it does not."""
-    return Drafting("lookup", lookup, options.draft_tokens) if options.draft_tokens else None
+class HeadDrafter:
+    """A drafting head over the sequence of one run."""
+
+    def __init__(self, head: DraftHead, most: int, confidence: float) -> None:
+        self.head, self.confidence = head, confidence
+        self.heard, self.state = Heard(head), head.new_state(most)
+        self.before: int | None = None  # tokens of a restored state, which are in front of those that are given
+
+    def __call__(self, tokens: "array[int]", most: int) -> list[int]:
+        """Draft, as `Drafter`."""
+        if self.before is None:  # nothing was taken back yet
+            self.before = self.heard.stop - (len(tokens) - 1)
+        following = tokens[-self.head.config.sliding_window :].tolist()
+        drafts = self.head.draft(self.heard, following, self.before + len(tokens) - 1, most, self.state)
+        if drafts.confidence is None:
+            return drafts.tokens
+        chances = drafts.confidence.sigmoid().cumprod(0)  # that all up to it are accepted
+        return drafts.tokens[: int((chances >= self.confidence).sum())]
+
+
+def drafts_by(options: RunOptions, head: DraftHead | None = None) -> str | None:
+    """By what a run drafts, with the head that was loaded for it; None where it does not."""
+    if options.draft == OFF:
+        return None
+    return LOOKUP if head is None else next(name for name, kind in HEADS_BY_NAME.items() if kind is head.kind)
+
+
+def drafting(options: RunOptions, head: DraftHead | None = None) -> Drafting | None:
+    """What drafts over one sequence, with the head that was loaded for the run; None where nothing does."""
+    if (name := drafts_by(options, head)) is None:
+        return None
+    if head is None:
+        return Drafting(name, lookup, options.draft_tokens)
+    most = min(options.draft_tokens, head.most)
+    drafter = HeadDrafter(head, most, options.draft_confidence)
+    return Drafting(name, drafter, most, {sites.STREAMS: drafter.heard})
 
 
 def check_draft(config: Config, options: RunOptions, ops: Ops) -> None:
     """Refuse drafts where text would not be that of a run without them, before any weight is read: ConfigError."""
-    if not options.draft_tokens:
+    if options.draft == OFF:
         return
+    if options.draft in HEADS_BY_NAME and not isinstance(config, ModelConfig):
+        raise ConfigError(f"--draft {options.draft}: a {config.model_type} model has no drafting head here")
     if options.draft_tokens >= ROWS:
         raise ConfigError(f"--draft-tokens {options.draft_tokens}: want at most {ROWS - 1}")
     if options.draft_tokens >= options.prefill_chunk:

@@ -3,12 +3,14 @@
 import time
 from array import array
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from model.architectures import Model
+from model.observe.observer import listening
 from model.state import State
 from runtime.decoding import Step, eager
 from runtime.drafting import Drafting
@@ -84,6 +86,7 @@ def generate(  # noqa: PLR0913 (all but the first three by name)
     record: Generation,
     decode: Step | None = None,
     drafting: Drafting | None = None,
+    before: Sequence[int] = (),
     alternatives: int | None = None,
 ) -> Iterator[int]:
     """Yield chosen tokens until one of `eos` (not yielded) or `limit` of them, filling `record` on the way.
@@ -91,46 +94,48 @@ def generate(  # noqa: PLR0913 (all but the first three by name)
     The last chosen token is never run through the model: the state ends before it, and `record.pending` names it, so
     that a saved state continues exactly where the run stopped; also where whoever takes the tokens stops. `decode` runs
     each of the others, and advances `state`, see `runtime.decoding`; None: the model itself. With `drafting` they are
-    run together with what is drafted behind them, by a state that can go back so far; the tokens are the same. With
+    run together with what is drafted behind them, by a state that can go back so far; the tokens are the same. `before`
+    are tokens that the state holds, where they are known: drafters may look among them. With
     `alternatives` it is recorded how likely each token was, and so many others; None: nothing of that.
     """
     assert drafting is None or state.kept >= drafting.most, f"a state that goes back {state.kept} tokens"
-    generator, decode = sampling.generator(), decode or eager(model, state)
-    started = time.perf_counter()
-    rows = prefill(model, state, prompt, progress)[None]  # [n, vocab]: after the last token run, and drafted ones
-    record.prompt += len(prompt)
-    record.prefill_s += time.perf_counter() - started
-    started = time.perf_counter()
-    sequence, drafted = array("q", prompt), list[int]()
-    while True:
-        for row, logits in enumerate(rows):
-            token = _agreed(model, sample(logits, sampling, generator))
-            record.choose(token, logits, alternatives)
-            record.decode_s = time.perf_counter() - started
-            sequence.append(token)
-            ended = token in eos or len(record.tokens) == limit
-            accepted = not ended and drafted[row : row + 1] == [token]
-            before = state.position - len(drafted) + row  # of the token: how many were run before it
-            if accepted:
-                record.accepted[row] += 1
-            elif drafted:
-                state.rewind(before)
-                drafted = []
-            if token in eos:
-                record.ended = "eos"
-                return
-            try:
-                yield token
-            except BaseException:  # whoever takes the tokens wants no more
-                if drafted:
-                    state.rewind(before)
-                raise
-            if ended:
-                return
-            if not accepted:
-                break
-        drafted = [] if drafting is None else _drafted(drafting, state, sequence, limit, record)
-        rows = _verified(model, state, [token, *drafted]) if drafted else decode(token)[None]
+    with listening(model, drafting.listeners) if drafting and drafting.listeners else nullcontext():
+        generator, decode = sampling.generator(), decode or eager(model, state)
+        started = time.perf_counter()
+        rows = prefill(model, state, prompt, progress)[None]  # [n, vocab]: after the last token run, and drafted ones
+        record.prompt += len(prompt)
+        record.prefill_s += time.perf_counter() - started
+        started = time.perf_counter()
+        sequence, drafted = array("q", [*before, *prompt]), list[int]()
+        while True:
+            for row, logits in enumerate(rows):
+                token = _agreed(model, sample(logits, sampling, generator))
+                record.choose(token, logits, alternatives)
+                record.decode_s = time.perf_counter() - started
+                sequence.append(token)
+                ended = token in eos or len(record.tokens) == limit
+                accepted = not ended and drafted[row : row + 1] == [token]
+                stands = state.position - len(drafted) + row  # of the token: how many were run before it
+                if accepted:
+                    record.accepted[row] += 1
+                elif drafted:
+                    state.rewind(stands)
+                    drafted = []
+                if token in eos:
+                    record.ended = "eos"
+                    return
+                try:
+                    yield token
+                except BaseException:  # whoever takes the tokens wants no more
+                    if drafted:
+                        state.rewind(stands)
+                    raise
+                if ended:
+                    return
+                if not accepted:
+                    break
+            drafted = [] if drafting is None else _drafted(drafting, state, sequence, limit, record)
+            rows = _verified(model, state, [token, *drafted]) if drafted else decode(token)[None]
 
 
 def _drafted(drafting: Drafting, state: State, sequence: "array[int]", limit: int, record: Generation) -> list[int]:

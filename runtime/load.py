@@ -16,8 +16,11 @@ from model.arithmetic import Arithmetic
 from model.checkpoint.census import Census
 from model.checkpoint.census import census as v4_census
 from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.mtp import HEADS_BY_NAME, Head
 from model.checkpoint.weights import Weights, fingerprint, headers_digest, open_weights
+from model.choices import AUTO
 from model.config import ModelConfig
+from model.draft import HEADS, DraftHead
 from model.errors import CheckpointError, ConfigError
 from model.llama.adapters import adapters_fingerprint, read_adapters
 from model.llama.census import census as llama_census
@@ -49,6 +52,7 @@ class Loaded(NamedTuple, Generic[M]):
     directory: Path
     sharding: ShardingPlan
     held: dict[str, int]  # bytes of this rank's part of each parameter, as stored
+    head: DraftHead | None = None  # what drafts tokens for it, where it is asked for
 
 
 LoadedV4: TypeAlias = Loaded[Transformer]
@@ -124,7 +128,7 @@ def _load(
 ) -> AnyLoaded:
     """`load`, of either architecture: they differ in config, census and model."""
     checkpoint = Checkpoint.open(directory)
-    counted = _census(checkpoint, config, str(directory))
+    counted = _census(checkpoint, config, str(directory), options.draft)
     device = torch.device(options.device)
     if ops.name == CPU.name:
         prepare_loops(counted, options.dtype, say=group.rank == 0)
@@ -146,22 +150,28 @@ def _load(
     check_bases(options.kv, found)
     with weights.filling():  # what is copied to a device arrives while the model is built
         model, marks = _built(config, weights, numerics, options, found)
+        head = None if counted.head is None else _head(counted.head, model, weights)
     if unread := weights.unread():  # a parameter that no layer asked for is a layer that was not built
         raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
     if ops.name == "triton" and device.type == "cuda":  # before anything watches it, while other ranks wait longer
         prepare_kernels(model, options.prefill_chunk, context, say=group.rank == 0)
     install(model, LLAMA_PLACES if isinstance(config, LlamaConfig) else PLACES)
+    if head is not None:
+        install(head, PLACES, head.config.num_hidden_layers)
     for mark in marks:
         ranks.record("adapters", None, _digits(mark, device))
         found = hashlib.sha256(f"{found} {mark}".encode()).hexdigest()
     ranks.verify()
-    return cast("AnyLoaded", Loaded(model, counted, found, directory, sharding, weights.handed()))
+    return cast("AnyLoaded", Loaded(model, counted, found, directory, sharding, weights.handed(), head))
 
 
-def _census(checkpoint: Checkpoint, config: Config, where: str) -> Census:
-    """The census of a checkpoint of either architecture; CheckpointError."""
+def _census(checkpoint: Checkpoint, config: Config, where: str, draft: str) -> Census:
+    """The census of a checkpoint of either architecture, with the drafting head that is asked for; CheckpointError."""
     if not isinstance(config, LlamaConfig):
-        return v4_census(checkpoint.shapes(), config, where=where)
+        counted = v4_census(checkpoint.shapes(), config, where=where, head=draft in {AUTO, *HEADS_BY_NAME})
+        if draft in HEADS_BY_NAME and counted.head is not HEADS_BY_NAME[draft]:
+            raise ConfigError(f"--draft {draft}: {where} has {counted.mtp_head or 'no drafting head'}")
+        return counted
     counted = llama_census(checkpoint.shapes(), config, where=where)
     check_tied_head(checkpoint, counted)
     return counted
@@ -182,6 +192,11 @@ def _built(
     adapters = read_adapters(path, config, torch.device(options.device), numerics.ranks.shards)
     check_learnt(variants, [adapter.eta_logit is not None for adapter in adapters])
     return LlamaTransformer(config, weights, numerics, adapters), [adapters_fingerprint(path)]
+
+
+def _head(kind: Head, model: Model, weights: Weights) -> DraftHead:
+    assert isinstance(model, Transformer), "the census is of V4"
+    return HEADS[kind](model, weights)
 
 
 def _options_digest(options: RunOptions, ops: Ops, config: Config, context: int | None) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from model.architectures import Config, config_from_file
-from model.choices import AUTO, EXACT, OWN
+from model.choices import AUTO, EXACT, OFF, OWN
 from model.config import check_deployed
 from model.errors import ConfigError
 from model.llama.config import LlamaConfig
@@ -33,7 +33,9 @@ class RunOptions:
     rank_tokens: str = AUTO  # of a call that a rank of several has between attentions: all | own | auto
     kv: tuple[str, ...] = ()  # how layers remember: rules of `runtime.kv`; none: every layer in full
     coda_adapters: str | None = None  # file of adapters over a Llama-family checkpoint; None: ordinary attention
-    draft_tokens: int = 0  # drafted for one call at most, and so taken back where they are rejected; 0: no drafts
+    draft: str = OFF  # what drafts tokens: off | lookup | mtp | dspark | auto
+    draft_tokens: int = 0  # drafted for one call at most, and so taken back where they are rejected
+    draft_confidence: float = 0.0  # least chance of being accepted, as DSpark tells it, of a draft that is run
 
     def __post_init__(self) -> None:
         """Refuse cache formats that do not hold the values of this numerics and dtype, and FP8 scores of other keys.
@@ -44,6 +46,7 @@ class RunOptions:
             Naming the flag.
 
         """
+        assert (self.draft == OFF) == (self.draft_tokens == 0), f"draft {self.draft} of {self.draft_tokens} tokens"
         narrow = {"--entry-format": self.entry_format, "--key-format": self.key_format}
         for flag, form in narrow.items():
             if form != "dtype" and self.numerics != "deployed":

@@ -15,7 +15,7 @@ import torch
 from model.ranks.ranks import evenly
 from model.state import State
 from runtime.decoding import Decoding
-from runtime.drafting import drafting
+from runtime.drafting import drafts_by
 from runtime.generate import Generation
 from runtime.hub import told
 from runtime.load import AnyLoaded
@@ -102,7 +102,7 @@ def report(
         "ops": loaded.model.arithmetic.ops.name,
         "backends": dict(sorted(loaded.model.arithmetic.ran.items())),  # of `kernels`, of each op that ran
         "decode": by.how,  # "graph" or "eager"
-        "drafts": _drafts(options, runs),
+        "drafts": _drafts(loaded, options, runs),
         "decode_eager_because": by.why_eager,  # None: by a graph
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
@@ -112,16 +112,16 @@ def report(
     }
 
 
-def _drafts(options: RunOptions, runs: Sequence[Generation]) -> dict[str, Any] | None:
+def _drafts(loaded: AnyLoaded, options: RunOptions, runs: Sequence[Generation]) -> dict[str, Any] | None:
     """What was drafted, and what of it was accepted, by place in a draft; None where nothing was to be."""
-    if (by := drafting(options)) is None:
+    if (by := drafts_by(options, loaded.head)) is None:
         return None
 
     def by_place(parts: Iterable[Sequence[int]]) -> list[int]:
         return [sum(place) for place in zip_longest(*parts, fillvalue=0)]
 
     return {
-        "drafter": by.name,
+        "drafter": by,
         "calls": sum(run.calls for run in runs),  # of the model, after the prompts
         "drafted": by_place(run.drafted for run in runs),
         "accepted": by_place(run.accepted for run in runs),

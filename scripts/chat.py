@@ -17,6 +17,7 @@ from runtime.text.messages import user_message
 from runtime.text.tokenizer import Tokenizer
 from scripts.cli import arguments, run_on_ranks
 from scripts.flags import (
+    add_draft,
     add_graph,
     add_json,
     add_model,
@@ -54,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add_run_options(p)
     add_op_set(p)
     add_graph(p)
+    add_draft(p)
     add_variants(p)
     add_threads(p)
     add_rank_timeout(p)

@@ -5,7 +5,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from model.choices import ALL, DTYPES, ENTRY_FORMATS, INDEX_SCORES, KEY_FORMATS, NUMERICS, OP_SETS, OWN, RANK_TOKENS
+from model.choices import (
+    ALL,
+    DRAFTS,
+    DTYPES,
+    ENTRY_FORMATS,
+    INDEX_SCORES,
+    KEY_FORMATS,
+    NUMERICS,
+    OFF,
+    OP_SETS,
+    OWN,
+    RANK_TOKENS,
+)
 from model.errors import ConfigError
 from runtime.options import DEMO, TIMEOUT, RunOptions
 from runtime.text.encoding import EFFORTS
@@ -26,6 +38,17 @@ def positive(text: str) -> int:
 def count(text: str) -> int:
     """Argparse type: a whole number of at least 0."""
     return 0 if text == "0" else positive(text)
+
+
+def chance(text: str) -> float:
+    """Argparse type: a number from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
+    return value
 
 
 def positions(text: str) -> int:
@@ -184,12 +207,20 @@ def add_draft(p: argparse.ArgumentParser) -> None:
     """Add the flags of scripts that draft tokens."""
     p.add_argument(
         "--draft",
-        choices=("off", "lookup"),
-        default="off",
-        help="lookup: guess that what followed the last tokens before follows again, and verify it in one call of the"
-        " model; the text stays the same (--ops cpu) (default off)",
+        choices=DRAFTS,
+        default=OFF,
+        help="guess tokens and verify them in one call of the model; the text stays the same (--ops cpu). lookup: what"
+        " followed the last tokens before follows again; mtp, dspark: by the checkpoint's drafting head; auto: by the"
+        " one that it has, or lookup (default off)",
     )
     p.add_argument("--draft-tokens", type=positive, default=5, help="drafted at a time, at most 7 (default 5)")
+    p.add_argument(
+        "--draft-confidence",
+        type=chance,
+        default=0.3,
+        metavar="P",
+        help="with dspark: run drafts as long as the head gives them all such a chance to be accepted (default 0.3)",
+    )
 
 
 def add_variants(p: argparse.ArgumentParser) -> None:
@@ -259,5 +290,7 @@ def run_options(args: argparse.Namespace) -> RunOptions:
     formats = args.entry_format, args.key_format, args.index_scores
     held = (tuple(args.kv), args.coda_adapters) if "kv" in args else ()
     options = RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.rank_tokens, *held)
-    drafts = "draft" in args and args.draft != "off"
-    return replace(options, draft_tokens=args.draft_tokens) if drafts else options
+    if "draft" not in args or args.draft == OFF:
+        return options
+    by, tokens, confidence = args.draft, args.draft_tokens, args.draft_confidence
+    return replace(options, draft=by, draft_tokens=tokens, draft_confidence=confidence)

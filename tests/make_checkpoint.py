@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from model.checkpoint.mtp import Head, head_parameters
 from model.checkpoint.names import Parameter, parameters
 from model.config import ModelConfig
 
@@ -79,6 +80,14 @@ def tiny_config(**overrides: Any) -> dict[str, Any]:
     } | overrides
 
 
+DSPARK = {
+    "dspark_block_size": 5,
+    "dspark_noise_token_id": 510,
+    "dspark_target_layer_ids": [1, 2, 3],
+    "dspark_markov_rank": 32,
+}  # of `tiny_config`
+
+
 def micro_config(**overrides: Any) -> dict[str, Any]:
     """A config of an SWA and a CSA layer, a few KB of weights: for tests of files, not of values."""
     return (
@@ -111,7 +120,7 @@ def random_values(name: str, parameter: Parameter, experts: int, generator: torc
     noise = torch.randn(shape, generator=generator)
     if len(shape) == 1 and leaf.endswith("norm"):
         return 1 + 0.1 * noise
-    of_leaf = {"embed": 1, "attn_sink": 1, "ape": 0.5, "bias": 0.2}
+    of_leaf = {"embed": 1, "markov_w1": 1, "attn_sink": 1, "ape": 0.5, "bias": 0.2}
     if leaf.endswith("base"):  # of mHC
         return 0.5 * noise
     return of_leaf.get(leaf, shape[-1] ** -0.5) * noise  # most are linears, and so is hc_*_fn
@@ -184,12 +193,14 @@ def make_tensors(
     seed: int,
     formats: str = "official",
     adjust: Callable[[str, Tensor], Tensor] = lambda _, values: values,
+    head: Head | None = None,
 ) -> dict[str, Tensor]:
     """Every tensor of a random checkpoint in official naming; see `write_checkpoint`."""
     checked = ModelConfig.from_json(config, "tiny config")
     generator = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
-    for name, parameter in parameters(checked).items():
+    wanted = parameters(checked) | ({} if head is None else head_parameters(head, checked))
+    for name, parameter in wanted.items():
         values = adjust(name, random_values(name, parameter, checked.n_routed_experts, generator))
         tensors |= stored(name, parameter, values, formats)
     return tensors
@@ -218,6 +229,7 @@ def write_checkpoint(
     formats: str = "official",
     shards: int = 2,
     adjust: Callable[[str, Tensor], Tensor] = lambda _, values: values,
+    head: Head | None = None,
 ) -> None:
     """Write config.json and a random valid checkpoint.
 
@@ -236,8 +248,10 @@ def write_checkpoint(
         1 writes model.safetensors without an index.
     adjust
         ``adjust(name, values) -> values``, called on every parameter before it is stored.
+    head
+        A drafting head that the checkpoint has too; the model's values are the same without it.
 
     """
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config, indent=2))
-    write_tensors(directory, make_tensors(config, seed=seed, formats=formats, adjust=adjust), shards=shards)
+    write_tensors(directory, make_tensors(config, seed=seed, formats=formats, adjust=adjust, head=head), shards=shards)

@@ -63,6 +63,11 @@ class Census:
     mtp_head: Head | None  # whose they are
     absent: Mapping[str, str]  # parameter -> stored name, of those that are not bound since their file is not there
 
+    @property
+    def head(self) -> Head | None:
+        """The drafting head that is a part of the model."""
+        return self.mtp_head if any(map(stage_and_rest, self.demanded)) else None
+
 
 @dataclass(slots=True)
 class Faults:

@@ -20,6 +20,7 @@ from enum import StrEnum
 from typing import Final
 
 from model.checkpoint.names import Meaning, Parameter, Role, of_layer, translate
+from model.choices import DSPARK, MTP
 from model.config import ModelConfig
 from model.errors import shown
 
@@ -45,6 +46,9 @@ class Head(StrEnum):
     def marker(self) -> str:
         """A module of stage 0 that the other head does not have."""
         return {Head.MTP: "e_proj", Head.DSPARK: "main_proj"}[self]
+
+
+HEADS_BY_NAME: Final = {MTP: Head.MTP, DSPARK: Head.DSPARK}  # as `--draft` calls them
 
 
 @dataclass(frozen=True, slots=True)

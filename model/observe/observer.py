@@ -312,13 +312,16 @@ def listening(model: Any, listeners: Mapping[Site, Listener]) -> AbstractContext
     return observed(model).attached(listeners)
 
 
-def install(model: Observed, places: Mapping[Site, Place]) -> Observer:
-    """Wrap the methods of a model whose return values are sites; once, when it was built. Returns what looks at it."""
+def install(model: Observed, places: Mapping[Site, Place], first_layer: int = 0) -> Observer:
+    """Wrap the methods of a model whose return values are sites; once, when it was built. Returns what looks at it.
+
+    A drafting head is such a model too: its stages are layers behind those of the model that it drafts for.
+    """
     observer = Observer(model.config, model.arithmetic.ranks)
     whole = (sites.EMBEDDED, sites.HIDDEN, sites.LOGITS)
     _wrap_all(observer, model, None, {site: place for site, place in places.items() if site in whole})
     of_layers = {site: place for site, place in places.items() if site not in whole}
-    for layer, block in enumerate(model.blocks):
+    for layer, block in enumerate(model.blocks, first_layer):
         missing = set(of_layers) - _wrap_all(observer, block, layer, of_layers)
         kind = type(getattr(block, "attention", None)).__name__
         allowed = {site for site in missing if site in OF_KINDS and kind not in OF_KINDS[site]}
@@ -446,13 +449,13 @@ def _wrap_call(observer: Observer, model: Any) -> None:
         observer.begun(call, tokens)
         return call
 
-    def run(tokens: Tensor, call: Call, state: Any) -> Tensor:
+    def run(tokens: Tensor, call: Call, state: Any, *given: Tensor) -> Tensor:
         own: Any = reference()
         first = call.first
         try:
             if isinstance(first, int):  # what stands when a captured call runs is looked at by who replays it
                 observer.stands(state.layers, first, first, call.count)
-            out: Tensor = type(own).run(own, tokens, call, state)
+            out: Tensor = type(own).run(own, tokens, call, state, *given)
             if isinstance(first, int):
                 observer.stands(state.layers, first + call.count, first, 0)
             return out

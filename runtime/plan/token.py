@@ -63,6 +63,9 @@ class Token(NamedTuple):
         return self.launches * LAUNCH
 
 
+_NOT_READ: Final = (WeightKind.EMBEDDING, WeightKind.DRAFTING)  # by the layers of the model
+
+
 def token(
     c: ModelConfig,
     s: Call,
@@ -72,7 +75,7 @@ def token(
     bandwidth: float,
 ) -> Token:
     """A token after `context` positions, for which `caches` are: bytes by kind of layer and component, in full."""
-    read = {kind.value: part.own for kind, part in weights.items() if kind is not WeightKind.EMBEDDING}
+    read = {kind.value: part.own for kind, part in weights.items() if kind not in _NOT_READ}
     read[WeightKind.ROUTED.value] = read[WeightKind.ROUTED.value] * c.num_experts_per_tok // c.n_routed_experts
     tables = sum(map(c.is_hash, range(c.num_hidden_layers))) * c.num_experts_per_tok * c.vocab_size * I64
     read[WeightKind.GATES.value] -= tables

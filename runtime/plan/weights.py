@@ -41,6 +41,7 @@ class WeightKind(StrEnum):
     GATES = "gates and hash tables"
     MHC = "mHC"
     NORMS = "norms"
+    DRAFTING = "drafting head"
     ROTARY = "rotary frequencies"  # computed from the config
     FEED_FORWARD = "feed-forward"  # of the Llama family, as the next
     ADAPTERS = "adapters"
@@ -48,6 +49,7 @@ class WeightKind(StrEnum):
 
 # Parts of a parameter's name that tell its kind; the first that it has. Of none of them: embedding and head.
 _PARTS: Final = {
+    "mtp.": WeightKind.DRAFTING,
     "norm.weight": WeightKind.NORMS,
     "hc_": WeightKind.MHC,
     ".ffn.experts.": WeightKind.ROUTED,
@@ -107,7 +109,7 @@ def weights(
         return {kind: _sum(parts) for kind, parts in found.items() if parts}
     rotations = len(set(map(rotated_as, config.layer_kinds)))
     found[WeightKind.ROTARY].append(Weights(own=rotations * config.qk_rope_head_dim // 2 * F32))
-    others = (WeightKind.FEED_FORWARD, WeightKind.ADAPTERS)
+    others = {WeightKind.FEED_FORWARD, WeightKind.ADAPTERS} | ({WeightKind.DRAFTING} if census.head is None else set())
     return {kind: _sum(parts) for kind, parts in found.items() if kind not in others}
 
 

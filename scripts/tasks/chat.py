@@ -17,6 +17,7 @@ from model.errors import CapacityError, StateError
 from model.ranks.ranks import Group
 from runtime.conversation import Conversation, Format, Stopped
 from runtime.decoding import check_graph
+from runtime.drafting import check_draft
 from runtime.errors import PromptError
 from runtime.generate import Generation
 from runtime.group.processes import connected, watched_load_any
@@ -49,6 +50,7 @@ def _chat(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, watch:
     ops = op_set(args.ops or usual(options.device), options, config)
     if args.graph:
         check_graph(config, options.device, ops)
+    check_draft(config, options, ops)
     context = args.max_context or min(CONTEXT, config.max_position_embeddings)
     console = Console(stderr=True)
     with console.loading(args.model):

@@ -76,7 +76,7 @@ def _generate(args: argparse.Namespace, given: Prompt, watch: Watch | None, grou
             progress=advance,
             record=record,
             decode=by.step,
-            drafting=drafting(options),
+            drafting=drafting(options, loaded.head),
             alternatives=args.logprobs,
         )
         text = print_text(stream, StreamDecoder(tokenizer))

@@ -119,7 +119,7 @@ def _text(
         progress=lambda _: None,
         record=record,
         decode=by.step,
-        drafting=drafting(run_options(args)),
+        drafting=drafting(run_options(args), loaded.head),
         alternatives=args.logprobs,
     )
     return "".join(map(decoder.push, tokens)) + decoder.finish()

@@ -398,4 +398,6 @@ def config_again(config):
             "tie_word_embeddings", "topk_method",
         )
     }  # fmt: skip
-    return data | fixed | drafts | {"rope_scaling": yarn and yarn | {"type": "yarn"}, "num_nextn_predict_layers": stages}
+    return (
+        data | fixed | drafts | {"rope_scaling": yarn and yarn | {"type": "yarn"}, "num_nextn_predict_layers": stages}
+    )

@@ -158,7 +158,7 @@ def test_what_is_looked_up(tokens, most, drafted):
 
 
 def test_drafts_that_could_change_the_text_are_refused():
-    options, config = RunOptions(draft_tokens=5), config_from_file(DEMO / "config.json")
+    options, config = RunOptions(draft="lookup", draft_tokens=5), config_from_file(DEMO / "config.json")
     check_draft(config, options, CPU)
     check_draft(config, RunOptions(), REFERENCE)
     assert drafting(RunOptions()) is None

@@ -149,7 +149,7 @@ def test_the_plan_of_variants_is_of_the_prompt_that_takes_most(saved):
     options = RunOptions("plain", kv=("all=shard:rank=16",))
     model = load_any(saved, options).model
     assert coded == max(sum(model.new_state(4000, 64, prompt).nbytes().values()) for prompt in (0, 1000, 3900, 4000))
-    options = replace(options, draft_tokens=5)
+    options = replace(options, draft="lookup", draft_tokens=5)
     kept = planner(loaded, options).plan(4000).cache_bytes - coded
     assert kept == 2 * 2 * 5 * 2 * 32 * 2, "bf16: keys and values of 5 tokens that have left the window"
     state = model.new_state(4000, 64, 4000, rewind=5)

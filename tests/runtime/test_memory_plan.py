@@ -234,8 +234,8 @@ def test_what_is_mapped_is_what_the_system_maps():
         RunOptions("plain", "fp32", prefill_chunk=7),
         RunOptions(entry_format="fp8", key_format="fp4", prefill_chunk=100),
         RunOptions(key_format="fp8"),
-        RunOptions(draft_tokens=7),
-        RunOptions(draft_tokens=9, prefill_chunk=3),
+        RunOptions(draft="lookup", draft_tokens=7),
+        RunOptions(draft="lookup", draft_tokens=9, prefill_chunk=3),
     ],
 )
 @pytest.mark.parametrize("context", [1, 130, 5000])

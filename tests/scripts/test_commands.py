@@ -71,7 +71,9 @@ def test_the_report_says_what_ran(tmp_path):
         "rank_tokens": "auto",
         "kv": [],
         "coda_adapters": None,
+        "draft": "off",
         "draft_tokens": 0,
+        "draft_confidence": 0.0,
     }
     assert data["drafts"] is None
     assert data["ops"] == "cpu"
