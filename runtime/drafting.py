@@ -14,8 +14,9 @@ import numpy as np
 
 from kernels.ops import Ops
 from model.architectures import Config
+from model.checkpoint.census import Census
 from model.checkpoint.mtp import HEADS_BY_NAME
-from model.choices import LOOKUP, OFF
+from model.choices import AUTO, LOOKUP, OFF
 from model.config import ModelConfig
 from model.draft import DraftHead, Heard
 from model.errors import ConfigError
@@ -113,6 +114,17 @@ def drafting(options: RunOptions, head: DraftHead | None = None) -> Drafting | N
     most = min(options.draft_tokens, head.most)
     drafter = HeadDrafter(head, most, options.draft_confidence)
     return Drafting(name, drafter, most, {sites.STREAMS: drafter.heard})
+
+
+def bound(draft: str) -> bool:
+    """Whether a run that drafts so wants the checkpoint's drafting head."""
+    return draft in {AUTO, *HEADS_BY_NAME}
+
+
+def check_head(counted: Census, draft: str, where: str) -> None:
+    """Refuse a checkpoint without the drafting head that is asked for by name: ConfigError."""
+    if draft in HEADS_BY_NAME and counted.head is not HEADS_BY_NAME[draft]:
+        raise ConfigError(f"--draft {draft}: {where} has {counted.mtp_head or 'no drafting head'}")
 
 
 def check_draft(config: Config, options: RunOptions, ops: Ops) -> None:

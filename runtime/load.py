@@ -16,9 +16,8 @@ from model.arithmetic import Arithmetic
 from model.checkpoint.census import Census
 from model.checkpoint.census import census as v4_census
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.mtp import HEADS_BY_NAME, Head
+from model.checkpoint.mtp import Head
 from model.checkpoint.weights import Weights, fingerprint, headers_digest, open_weights
-from model.choices import AUTO
 from model.config import ModelConfig
 from model.draft import HEADS, DraftHead
 from model.errors import CheckpointError, ConfigError
@@ -32,6 +31,7 @@ from model.observe.observer import LLAMA_PLACES, PLACES, install
 from model.ranks.ranks import ALONE, Group, Ranks, evenly
 from model.transformer import Transformer
 from runtime.arithmetic import arithmetic, cache_formats
+from runtime.drafting import bound, check_head
 from runtime.kernels import prepare_kernels
 from runtime.kv import check_bases, variants
 from runtime.loops import prepare_loops
@@ -168,9 +168,8 @@ def _load(
 def _census(checkpoint: Checkpoint, config: Config, where: str, draft: str) -> Census:
     """The census of a checkpoint of either architecture, with the drafting head that is asked for; CheckpointError."""
     if not isinstance(config, LlamaConfig):
-        counted = v4_census(checkpoint.shapes(), config, where=where, head=draft in {AUTO, *HEADS_BY_NAME})
-        if draft in HEADS_BY_NAME and counted.head is not HEADS_BY_NAME[draft]:
-            raise ConfigError(f"--draft {draft}: {where} has {counted.mtp_head or 'no drafting head'}")
+        counted = v4_census(checkpoint.shapes(), config, where=where, head=bound(draft))
+        check_head(counted, draft, where)
         return counted
     counted = llama_census(checkpoint.shapes(), config, where=where)
     check_tied_head(checkpoint, counted)

@@ -22,7 +22,7 @@ from model.llama.config import LlamaConfig
 from runtime.options import DEMO
 from runtime.plan.gpus import GPUS
 from scripts.cli import arguments, run_alone
-from scripts.flags import add_json, add_model, add_run_options, add_variants, positions, positive
+from scripts.flags import add_draft, add_json, add_model, add_run_options, add_variants, positions, positive
 from scripts.hub import HEADERS
 from scripts.paths import Models, Reads
 
@@ -80,6 +80,7 @@ def parser() -> argparse.ArgumentParser:
         "--gpu", type=str.lower, choices=GPUS, metavar="GPU", help=f"the same of one of {', '.join(GPUS)}"
     )
     add_run_options(p, device="cuda")
+    add_draft(p)
     add_variants(p)
     add_json(p, "the same")
     return p

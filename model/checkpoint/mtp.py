@@ -61,6 +61,13 @@ class Drafting:
     fault: str | None = None  # of the head as a whole
 
 
+def announced(config: ModelConfig) -> Head | None:
+    """The drafting head that config.json says there is."""
+    if config.dspark is not None:
+        return Head.DSPARK
+    return Head.MTP if config.num_mtp_layers == Head.MTP.stages else None
+
+
 def stage_and_rest(stored: str) -> tuple[int, str] | None:
     """Stage and the name within it of an `mtp.N.` tensor, or None for any other."""
     match = _MTP.fullmatch(stored)

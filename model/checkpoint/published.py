@@ -1,14 +1,15 @@
 """Which tensors a checkpoint of an architecture holds when DeepSeek publishes it: names, dtypes and shapes.
 
 The census reads what a checkpoint holds, in any of the supported forms; this states the one form that is published,
-without a file: for plans of memory and sharding, and for writing such a checkpoint. Drafting heads (`mtp.*`) are not
-in it: they are not run. The config.json of each release is in the folder `model/published`, as it was published.
+without a file: for plans of memory and sharding, and for writing such a checkpoint. Drafting heads (`mtp.*`) are in it
+where they are asked for. The config.json of each release is in the folder `model/published`, as it was published.
 """
 
 from pathlib import Path
 from typing import Final, Literal
 
 from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK
+from model.checkpoint.mtp import Head, head_parameters
 from model.checkpoint.names import Kind, Parameter, parameters
 from model.config import ModelConfig
 from model.errors import ConfigError
@@ -32,9 +33,9 @@ def released_scale(experts: Experts) -> ScaleType:
 
 
 def published_tensors(
-    config: ModelConfig, experts: Experts, scale: ScaleType = "F8_E8M0"
+    config: ModelConfig, experts: Experts, scale: ScaleType = "F8_E8M0", head: Head | None = None
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Every tensor of the published checkpoint of an architecture, but for its drafting head.
+    """Every tensor of the published checkpoint of an architecture, without or with its drafting head.
 
     Linears are FP8 with a scale for each 128 x 128 block, routed experts are that too or FP4 with a scale for each 32
     columns of a row; embedding, head, norms, compressors, gates and `weights_proj` are BF16; sinks, `ape`, mHC and the
@@ -49,6 +50,8 @@ def published_tensors(
         `ModelConfig` does not say it, because the files that do are wrong at times.
     scale : "F8_E8M0" | "F32"
         Of all block scales. V4-Flash-Base writes powers of two as F32; FP4 has E8M0 only.
+    head : Head | None
+        A drafting head that belongs to it.
 
     Returns
     -------
@@ -63,7 +66,8 @@ def published_tensors(
     """
     assert experts == "fp8" or scale == "F8_E8M0", f"{experts} experts with {scale} scales: no release has them"
     stored: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for name, parameter in parameters(config).items():
+    added = {} if head is None else head_parameters(head, config)
+    for name, parameter in (parameters(config) | added).items():
         fp4 = experts == "fp4" and ".ffn.experts." in name
         stored |= _stored(name, parameter, "fp4" if fp4 else "fp8", scale)
     return stored

@@ -19,6 +19,7 @@ from model.cache.gqa import KvHeads
 from model.checkpoint.census import Census
 from model.choices import FP8_SCORES
 from model.config import ModelConfig
+from model.draft import draft_caches
 from model.llama.adapters import adapters_nbytes
 from model.llama.config import LlamaConfig
 from model.ranks.ranks import SPLIT_FROM, AxisShard, evenly, splits, undivided
@@ -37,6 +38,7 @@ from runtime.sharding import ShardingPlan
 # 237 MiB before the first token in audits/memory.md, 304 at the end of audits/long-context.md.
 RESERVE: Final = {"cuda": 2 << 30, "cpu": 304 << 20}
 LOADED: Final = 10e9  # bytes of weights that a rank copies to its GPU in a second; assumed, not measured
+DRAFTING: Final = "drafting head"  # among kinds of layers, what holds its rings
 POSITION: Final = 40  # bytes of a Python integer and of the list's reference to it
 
 
@@ -92,6 +94,7 @@ class Planner:
         self, config: Config, census: Census, sharding: ShardingPlan, options: RunOptions, rank: int, backend: str
     ) -> None:
         self.config, self.sharding, self.options, self.rank = config, sharding, options, rank
+        self.head = census.head
         self.weights = weights(config, census, sharding, rank, mapped=options.device == "cpu")
         if options.coda_adapters is not None:
             assert isinstance(config, LlamaConfig), "other models have none"
@@ -142,7 +145,7 @@ class Planner:
         call = replace(self.call, tokens=self._tokens(tokens), context=context, even=even, few_pass=few_pass)
         if isinstance(self.config, LlamaConfig):
             return llama.largest(self.config, call, adapters=self.options.coda_adapters is not None)
-        return v4.largest(self.config, call)
+        return v4.largest(self.config, call, self.head)
 
     def token(self, context: int, bandwidth: float) -> Token | None:
         """What a token after so many positions asks of this rank's device; None but of V4 with full caches."""
@@ -174,7 +177,11 @@ class Planner:
                 for component, size in cache.nbytes().items():
                     parts[component] = parts.get(component, 0) + size
             found.append(kinds)
-        return max(found, key=lambda kinds: sum(sum(parts.values()) for parts in kinds.values()))
+        largest = max(found, key=lambda kinds: sum(sum(parts.values()) for parts in kinds.values()))
+        if self.head is None or not isinstance(self.config, ModelConfig):
+            return largest
+        stages = draft_caches(self.head, self.config, formats, torch.device("meta"), rewind)
+        return largest | {DRAFTING: {"window": sum(sum(stage.nbytes().values()) for stage in stages)}}
 
     def _tokens(self, count: int) -> AxisShard:
         """As `model.ranks.ranks.Ranks.tokens`; of all ranks the first has the most."""

@@ -4,23 +4,31 @@ It does not grow with the context: index scores and attention's logits exist in 
 runtime needs that makes them at once.
 """
 
+from dataclasses import replace
+from typing import Final
+
 from kernels.experts.cpu import FEW
 from kernels.formats import basis_rows
 from kernels.hyper.reference import ReadStreams
 from kernels.ops import reads_apart
 from kernels.tripwires.reference import CHECKED
+from model.checkpoint.mtp import Head
 from model.config import LayerKind, ModelConfig
-from model.ranks.ranks import KEPT
+from model.ranks.ranks import KEPT, undivided
 from model.rope import rotated_as
-from model.variants.choice import Coda, Shard
+from model.variants.choice import Coda, Full, Shard
 from runtime.plan.call import F32, I64, Call, Live, Moment
 
+MAX_DRAFTED: Final = 7  # tokens whose logits are kept, see `runtime.drafting.ROWS`
 
-def largest(c: ModelConfig, s: Call) -> Moment:
-    """The moment of a call that takes the most bytes."""
+
+def largest(c: ModelConfig, s: Call, head: Head | None = None) -> Moment:
+    """The moment of a call that takes the most bytes, or of a draft by this head."""
     live, t, hidden = Live(), s.t, c.hidden_size
     streams, compared = s.m * c.hc_mult * hidden * s.item, _compared(c, s)
     live.hold("compared", compared)  # at the end of the layer, or of the call
+    if head is not None:
+        _draft(c, s, live, head)
     with live.scope():
         live.hold("streams", streams)
         s.embed(live, hidden)
@@ -35,6 +43,33 @@ def largest(c: ModelConfig, s: Call) -> Moment:
     live.hold("output", t * hidden * s.item)
     s.unembed(live, "head", c.vocab_size)
     return live.largest
+
+
+def _draft(c: ModelConfig, s: Call, live: Live, head: Head) -> None:
+    """Hold what a drafting head has heard, and run it: `DraftHead.draft`."""
+    slots = 1 if head is Head.MTP or c.dspark is None else c.dspark.block_size
+    read = c.hc_mult if head is Head.MTP or c.dspark is None else len(c.dspark.target_layer_ids)  # rows for each token
+    n, hidden, item = c.sliding_window, c.hidden_size, s.item
+    rows = n * read * hidden * item
+    live.hold("heard by the drafting head", 2 * rows)  # those of the last call beside those of the window
+    matrices = {name.removeprefix("mtp."): found for name, found in s.matrices.items() if name.startswith("mtp.")}
+    variants = (*s.formats.variants, *[Full()] * head.stages) if s.formats.variants else ()
+    one = replace(
+        s, matrices=s.matrices | matrices, tokens=undivided(slots), formats=s.formats._replace(variants=variants)
+    )
+    with live.scope():
+        live.hold("rows to remember", rows)
+        given = [("e_proj", n), ("h_proj", n * read)] if head is Head.MTP else [("main_proj", n)]
+        for name, count in given:
+            out = count * hidden * item
+            live.run("drafting head, input", out + max(one.linear(name, count), s.op("rms_norm", count, hidden, item)))
+            live.hold(name, out)
+        live.run("drafting head, KV", 2 * n * (hidden + 2 * c.head_dim) * item + one.linear("attn.wkv", n))
+    with live.scope():
+        live.hold("streams", slots * c.hc_mult * hidden * item)
+        _block(c, one, live, c.num_hidden_layers)
+        live.hold("logits of drafts", 2 * max(slots, MAX_DRAFTED) * c.vocab_size * F32)
+        live.run("drafting head, logits", s.linear("head", slots, wide=True))
 
 
 def untiled_scores(c: ModelConfig, tokens: int, context: int) -> int:

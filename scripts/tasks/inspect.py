@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
         counted = llama_census(tensors, config, where)
     else:
         counted = census(tensors, config, where)
-    data = summary(config, counted) | {"files_not_read": list(unlisted)}
+    data = summary(config, counted) | {"files_not_read": list(unlisted), "head": _head(tensors, config, counted)}
     console = Console()
     layers = _llama_layer_table if isinstance(config, LlamaConfig) else _layer_table
     for table in (_config_table(config), layers(data["layers"]), *_census_tables(counted)):
@@ -102,6 +102,19 @@ def summary(config: Config, counted: Census) -> dict[str, Any]:
         "mtp_stages": counted.mtp_stages,
         "mtp_head": counted.mtp_head,
     }
+
+
+def _head(tensors: Mapping[str, Stored], config: Config, counted: Census) -> dict[str, Any] | None:
+    """The drafting head, and why it cannot be run, where it cannot; None where there is none."""
+    if isinstance(config, LlamaConfig) or counted.mtp_head is None:
+        return None
+    told = {"kind": counted.mtp_head.value, "stages": counted.mtp_stages}
+    try:
+        whole = census(tensors, config, head=True)
+    except CheckpointError as error:
+        return told | {"not_run_because": str(error), "weights": None, "bytes": None}
+    sizes = [sum(tally.nbytes for tally in one.by_form.values()) for one in (whole, counted)]
+    return told | {"not_run_because": None, "weights": whole.weights - counted.weights, "bytes": sizes[0] - sizes[1]}
 
 
 def _layers(config: Config) -> list[dict[str, Any]]:
@@ -176,8 +189,12 @@ def _fill(table: Table, tallies: Mapping[str, Tally]) -> None:
 
 def _remarks(data: Mapping[str, Any]) -> list[str]:
     lines = [f"ignored, {count:,} tensors: {reason}" for reason, count in data["ignored"].items()]
-    if data["mtp_stages"]:
-        lines.append(f"drafting head, not run: {data['mtp_head']}, stages: {data['mtp_stages']}")
+    if head := data["head"]:
+        why = head["not_run_because"]
+        told = (
+            f"{head['weights']:,} weights, {head['bytes']:,} bytes; run by --draft" if why is None else f"no run: {why}"
+        )
+        lines.append(f"drafting head: {head['kind']}, stages: {head['stages']}, {told}")
     lines += [f"not named by the index, not read: {name}" for name in data["files_not_read"]]
     lines.append(f"config fingerprint {data['config_fingerprint']}")
     used, skipped = data["tensors"] - sum(data["ignored"].values()), sum(data["ignored"].values())

@@ -14,21 +14,24 @@ from model.checkpoint.census import Census, census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.config_json import read_json
 from model.checkpoint.filling import HOST_BYTES
+from model.checkpoint.mtp import announced
 from model.checkpoint.published import Experts, published_tensors, released_scale
 from model.checkpoint.tensor_mapping import Form, Stored
+from model.choices import OFF
 from model.config import ModelConfig
 from model.errors import CapacityError, ConfigError
 from model.llama.adapters import check_adapters
 from model.llama.census import census as llama_census
 from model.llama.census import parameters
 from model.llama.config import LlamaConfig
+from runtime.drafting import bound, check_head
 from runtime.kv import variants
 from runtime.memory import machine_memory
 from runtime.op_sets import planned
 from runtime.options import DEMO, RunOptions, check_options
 from runtime.output import write_json
 from runtime.plan.gpus import GPUS
-from runtime.plan.planner import LOADED, Plan, Planner
+from runtime.plan.planner import DRAFTING, LOADED, Plan, Planner
 from runtime.plan.token import EXCHANGE, LAUNCH, LINK, Token
 from runtime.sharding import sharding_plan
 from scripts.console import Console
@@ -46,7 +49,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
     options = run_options(args)
     check_options(config, options, args.config or args.model or DEMO)
     variants(options.kv, config)
-    subject = read_subject(args.model, args.config, args.experts, args.headers)
+    subject = read_subject(args.model, args.config, args.experts, args.headers, options.draft)
     if args.context > (most := subject.config.max_position_embeddings):
         raise CapacityError(f"--context {args.context}: beyond the model's max_position_embeddings {most}")
     planners = ranked(subject, options, args.ranks or 1)
@@ -82,22 +85,28 @@ class Subject:
 
 
 def read_subject(
-    model: Path | None, config: Path | None, experts: Experts | None, headers: Mapping[str, Stored] | None = None
+    model: Path | None,
+    config: Path | None,
+    experts: Experts | None,
+    headers: Mapping[str, Stored] | None = None,
+    draft: str = OFF,
 ) -> Subject:
     """Read a checkpoint's headers, or a config.json alone; ConfigError or CheckpointError naming what is wrong.
 
-    `headers` are those that the hub told, where the files are not here.
+    `headers` are those that the hub told, where the files are not here. `draft` is what drafts tokens.
     """
     if config is not None:
         facts = config_from_file(config)
-        return _published_llama(facts) if isinstance(facts, LlamaConfig) else _published(facts, config, experts)
+        return _published_llama(facts) if isinstance(facts, LlamaConfig) else _published(facts, config, experts, draft)
     directory = model or DEMO
     facts = config_from_file(directory / "config.json")
     stored = Checkpoint.open(directory).shapes() if headers is None else headers
     where, source = str(directory), "headers of the checkpoint's files"
     if isinstance(facts, LlamaConfig):
         return Subject(facts, llama_census(stored, facts, where), source)
-    return Subject(facts, census(stored, facts, where=where), source)
+    counted = census(stored, facts, where=where, head=bound(draft))
+    check_head(counted, draft, where)
+    return Subject(facts, counted, source)
 
 
 def _published_llama(facts: LlamaConfig) -> Subject:
@@ -105,16 +114,20 @@ def _published_llama(facts: LlamaConfig) -> Subject:
     return Subject(facts, llama_census(tensors, facts), "every parameter in BF16")
 
 
-def _published(facts: ModelConfig, path: Path, experts: Experts | None) -> Subject:
+def _published(facts: ModelConfig, path: Path, experts: Experts | None, draft: str) -> Subject:
     said = read_json(path).get("expert_dtype")
     chosen = experts or next((form for form in EXPERTS if form == said), None)
     if chosen is None:
         found = "no expert_dtype" if said is None else f"expert_dtype {said!r:.40}"
         raise ConfigError(f"{path}: {found}: say how routed experts are stored, with --experts fp4 or fp8")
-    tensors = published_tensors(facts, chosen, released_scale(chosen))
+    head = announced(facts) if bound(draft) else None
+    tensors = published_tensors(facts, chosen, released_scale(chosen), head)
     told = "config.json" if experts is None else f"--experts, config.json says {said or 'nothing'}"
-    source = f"as DeepSeek publishes such a model, routed experts in {chosen} ({told}), without drafting head"
-    return Subject(facts, census(tensors, facts), source)
+    without = f"with drafting head {head}" if head else "without drafting head"
+    source = f"as DeepSeek publishes such a model, routed experts in {chosen} ({told}), {without}"
+    counted = census(tensors, facts, head=head is not None)
+    check_head(counted, draft, str(path))
+    return Subject(facts, counted, source)
 
 
 def ranked(subject: Subject, options: RunOptions, ranks: int) -> list[Planner]:
@@ -211,7 +224,7 @@ def _memory_table(data: dict[str, Any]) -> Table:
     table.add_section()
     for kind, parts in data["caches"].items():
         for component, size in parts.items():
-            layers = "layers" if kind == "attention" else f"{kind.upper()} layers"
+            layers = {"attention": "layers", DRAFTING: DRAFTING}.get(kind, f"{kind.upper()} layers")
             table.add_row(f"{layers}: {component.replace('_', ' ')}", *_cells(size, needed))
     table.add_section()
     for name, size in data["call"]["parts"].items():

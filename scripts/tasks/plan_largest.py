@@ -23,7 +23,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
     options = run_options(args)
     check_options(config, options, args.config or args.model or DEMO)
     variants(options.kv, config)
-    subject = read_subject(args.model, args.config, args.experts, args.headers)
+    subject = read_subject(args.model, args.config, args.experts, args.headers, options.draft)
     most = subject.config.max_position_embeddings
     chosen = [(args.ranks, ranked(subject, options, args.ranks)[0])] if args.ranks else by_ranks(subject, options)
     contexts = sorted({context for context in CONTEXTS if context < most} | {most})
