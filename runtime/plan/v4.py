@@ -55,7 +55,7 @@ def _draft(c: ModelConfig, s: Call, live: Live, head: Head) -> None:
     matrices = {name.removeprefix("mtp."): found for name, found in s.matrices.items() if name.startswith("mtp.")}
     variants = (*s.formats.variants, *[Full()] * head.stages) if s.formats.variants else ()
     one = replace(
-        s, matrices=s.matrices | matrices, tokens=undivided(slots), formats=s.formats._replace(variants=variants)
+        s, matrices={**s.matrices, **matrices}, tokens=undivided(slots), formats=s.formats._replace(variants=variants)
     )
     with live.scope():
         live.hold("rows to remember", rows)

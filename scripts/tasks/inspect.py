@@ -190,11 +190,11 @@ def _fill(table: Table, tallies: Mapping[str, Tally]) -> None:
 def _remarks(data: Mapping[str, Any]) -> list[str]:
     lines = [f"ignored, {count:,} tensors: {reason}" for reason, count in data["ignored"].items()]
     if head := data["head"]:
-        why = head["not_run_because"]
-        told = (
-            f"{head['weights']:,} weights, {head['bytes']:,} bytes; run by --draft" if why is None else f"no run: {why}"
+        kind, why = f"{head['kind']}, stages: {head['stages']}", head["not_run_because"]
+        sizes = "" if why else f"{head['weights']:,} weights, {head['bytes']:,} bytes"
+        lines.append(
+            f"drafting head, not run: {kind}; {why}" if why else f"drafting head: {kind}, {sizes}, see --draft"
         )
-        lines.append(f"drafting head: {head['kind']}, stages: {head['stages']}, {told}")
     lines += [f"not named by the index, not read: {name}" for name in data["files_not_read"]]
     lines.append(f"config fingerprint {data['config_fingerprint']}")
     used, skipped = data["tensors"] - sum(data["ignored"].values()), sum(data["ignored"].values())
