@@ -332,6 +332,10 @@ class Part:
         """Official name of one of this part's parameters."""
         return f"{self.prefix}{parameter}"
 
+    def looked_up(self, parameter: str, ids: Tensor) -> Tensor:
+        """Rows [r, n, width] of an embedding."""
+        return self.noise.stored(self.parameters.rows(self.name(parameter), ids).to(F64)[None])
+
     def linear(self, x: Tensor, parameter: str) -> Tensor:
         """``x W^T``, the input rounded where `deployed` numerics round it."""
         name = self.name(parameter)
@@ -361,11 +365,21 @@ class Part:
         mixes = flat @ fn.T * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
         return self.noise.moved(self.noise.summed(mixes, length(fn)[None, None] * flat.shape[-1] ** 0.5), F32)
 
-    def collapsed(self, streams: Tensor, pre: Tensor, norm: str) -> Tensor:
-        """What reads the streams [r, n, s, hidden] by their weights [r, n, s], normed."""
+    def collapsed(self, streams: Tensor, pre: Tensor) -> Tensor:
+        """What reads the streams [r, n, s, hidden] by their weights [r, n, s]."""
         parts = pre[..., None] * streams
-        x = self.noise.moved(self.noise.summed(parts.sum(2), parts.abs().sum(2)))
-        return self.rms_norm(x, self.parameters[self.name(norm)])
+        return self.noise.moved(self.noise.summed(parts.sum(2), parts.abs().sum(2)))
+
+    def hyper_head(self, streams: Tensor) -> Tensor:
+        """The streams [r, n, s, hidden] behind the last layer as one, [r, n, hidden], not normed."""
+        fn, scale, base = (self.parameters[self.name(f"hc_head_{leaf}")] for leaf in ("fn", "scale", "base"))
+        pre = torch.sigmoid(self.mixes(streams, fn) * scale[0] + base) + self.config.hc_eps
+        return self.collapsed(streams, self.noise.moved(pre, F32))
+
+    def _alike(self, *parts: Tensor) -> Iterator[Tensor]:
+        """The same number of replicas for all, as einsum wants it."""
+        most = max(part.shape[0] for part in parts)
+        return (part if part.shape[0] == most else part.expand(most, *part.shape[1:]) for part in parts)
 
 
 class Ends(Part):
@@ -378,7 +392,7 @@ class Ends(Part):
     def computed(self, site: str, at: Tensor) -> Tensor:
         """One of the sites that are of no layer, [r, n, ...]; Unknown where there is nothing to compute it from."""
         if site == "embedded":
-            return self.noise.stored(self.parameters.rows("embed.weight", self.setting.tokens[at]).to(F64)[None])
+            return self.looked_up("embed.weight", self.setting.tokens[at])
         if site == "hidden":
             return self.hidden(at)
         theirs = self.setting.theirs.rows("hidden", at)
@@ -390,9 +404,7 @@ class Ends(Part):
         last = Layer(self.setting, self.config.num_hidden_layers - 1, at)
         streams = last.value("streams", at)
         self.freely = last.freely
-        fn, scale, base = (self.parameters[f"hc_head_{leaf}"] for leaf in ("fn", "scale", "base"))
-        pre = torch.sigmoid(self.mixes(streams, fn) * scale[0] + base) + self.config.hc_eps
-        return self.collapsed(streams, self.noise.moved(pre, F32), "norm.weight")
+        return self.rms_norm(self.hyper_head(streams), self.parameters["norm.weight"])
 
 
 Equation = Callable[["Layer", Tensor], Tensor]
@@ -425,6 +437,8 @@ class Layer(Part):
         super().__init__(setting, f"layers.{layer}.")
         self.layer, self.at = layer, at
         self.kind, self.ratio = self.config.layer_kind(layer), self.config.ratio(layer)
+        self.rope_theta = self.config.compress_rope_theta if self.ratio else self.config.rope_theta
+        self.yarn = self.config.rope_scaling if self.ratio else None
         self.entries = torch.arange(len(setting.tokens) // self.ratio if self.ratio else 0)
         self.held: dict[tuple[str, str], tuple[Tensor, bool]] = {}
         self.freely = False  # whether a value was computed by way of the layers before
@@ -500,12 +514,10 @@ class Layer(Part):
         The angle is rounded to fp32, as DeepSeek's and everybody's is; beyond some ten thousand positions it is far off
         the exact one.
         """
-        config, dim = self.config, self.config.qk_rope_head_dim
-        theta = config.compress_rope_theta if self.ratio else config.rope_theta
+        dim, theta, yarn = self.config.qk_rope_head_dim, self.rope_theta, self.yarn
         pair = torch.arange(0, dim, 2, dtype=torch.float32)
         frequency = 1.0 / (theta ** (pair / dim))
-        yarn = config.rope_scaling
-        if self.ratio and yarn is not None:
+        if yarn is not None:
 
             def turning(times: float) -> float:
                 """The pair that turns so often within the original context."""
@@ -543,6 +555,12 @@ class Layer(Part):
         nope = self.config.head_dim - self.config.qk_rope_head_dim
         return torch.cat((rounded_e4m3(self.noise.rounding(kv[..., :nope]), KV_BLOCK), kv[..., nope:]), -1)
 
+    def keys(self, x: Tensor, at: Tensor) -> Tensor:
+        """What is remembered of tokens [r, n, hidden] at their positions, [r, n, d]."""
+        kv = self.linear(x, "attn.wkv.weight")
+        kv = self.rms_norm(kv, self.parameters[self.name("attn.kv_norm.weight")])
+        return self.cached(self.rotated(kv, at))
+
     def index_rounded(self, x: Tensor) -> Tensor:
         """An index query or key as it is scored: Hadamard, then E2M1 by 32, in `deployed` numerics."""
         if not self.deployed:
@@ -569,11 +587,6 @@ class Layer(Part):
         mixed = torch.einsum("rnjk,rnjd->rnkd", *self._alike(comb, streams))
         size = torch.einsum("rnjk,rnjd->rnkd", *self._alike(comb, streams.abs()))
         return self.noise.moved(self.noise.summed(own + mixed, own.abs() + size))
-
-    def _alike(self, *parts: Tensor) -> Iterator[Tensor]:
-        """The same number of replicas for all, as einsum wants it."""
-        most = max(part.shape[0] for part in parts)
-        return (part if part.shape[0] == most else part.expand(most, *part.shape[1:]) for part in parts)
 
     def compressed(self, parameter: str, width: int, at: Tensor) -> Tensor:
         """Entries `at`, [r, n, width]: tokens of a window pooled by their gates, normed and turned.
@@ -624,7 +637,8 @@ class Layer(Part):
 
     @_site("attention.input")
     def _attention_input(self, at: Tensor) -> Tensor:
-        return self.collapsed(self.before(at), self.value("attention.pre", at), "attn_norm.weight")
+        x = self.collapsed(self.before(at), self.value("attention.pre", at))
+        return self.rms_norm(x, self.parameters[self.name("attn_norm.weight")])
 
     @_site("attention.latent")
     def _latent(self, at: Tensor) -> Tensor:
@@ -638,12 +652,7 @@ class Layer(Part):
 
     @_site("attention.kv")
     def _kv(self, at: Tensor) -> Tensor:
-        parts = []
-        for some in at.split(TOKENS):
-            kv = self.linear(self.value("attention.input", some), "attn.wkv.weight")
-            kv = self.rms_norm(kv, self.parameters[self.name("attn.kv_norm.weight")])
-            parts.append(self.cached(self.rotated(kv, some)))
-        return torch.cat(parts, 1)
+        return torch.cat([self.keys(self.value("attention.input", some), some) for some in at.split(TOKENS)], 1)
 
     @_site("attention.entry")
     def _entry(self, at: Tensor) -> Tensor:
@@ -741,7 +750,7 @@ class Layer(Part):
     def _softmax(
         self, q: Tensor, at: Tensor, keys: Tensor, entries: Tensor | None, selected: Tensor | None, sink: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Softmax over the window's keys [r, n, w, d], the entries that are seen, and the sink, which has no value."""
+        """`softmax_over` the window's keys [r, n, w, d], the entries that are seen, and the sink."""
         hidden = at[:, None] < torch.arange(self.config.sliding_window - 1, -1, -1)  # before the first token
         near = hidden.shape[-1]
         if entries is not None and selected is None:
@@ -754,6 +763,23 @@ class Layer(Part):
         if entries is not None:
             hidden = torch.cat((hidden.expand(*hide.shape[:-1], -1), hide), -1)
             keys = torch.cat(tuple(self._alike(keys, more)), 2)
+        return self.softmax_over(q, keys, hidden, sink, near)
+
+    def softmax_over(self, q: Tensor, keys: Tensor, hidden: Tensor, sink: Tensor, near: int) -> tuple[Tensor, Tensor]:
+        """Output [r, n, heads, d] and `masses` of the softmax over keys and the sink, which has no value.
+
+        Parameters
+        ----------
+        q, keys
+            [r, n, heads, d] and [r, n, k, d].
+        hidden
+            Bool [(r,) n, k]: keys that a query does not see.
+        sink
+            [heads].
+        near
+            How many of the keys are the window's; they come first.
+
+        """
         scale = self.config.head_dim**-0.5
         scores = torch.einsum("rnhd,rnkd->rnhk", *self._alike(q, keys)) * scale
         scores = self.noise.moved(self.noise.summed(scores, length(q)[..., None] * length(keys)[:, :, None] * scale))
@@ -801,7 +827,7 @@ class Layer(Part):
     @_site("experts.input")
     def _experts_input(self, at: Tensor) -> Tensor:
         streams, pre = self.value("attention.streams", at), self.value("experts.pre", at)
-        return self.collapsed(streams, pre, "ffn_norm.weight")
+        return self.rms_norm(self.collapsed(streams, pre), self.parameters[self.name("ffn_norm.weight")])
 
     def expert_scores(self, at: Tensor) -> Tensor:
         """``sqrt(softplus(x . w))`` of each expert, [r, n, experts]."""
