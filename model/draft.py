@@ -179,6 +179,10 @@ class DraftHead:
         self.hyper_head = HyperHead(config, f"{last}.", weights, arithmetic)
         self.norm = weights.vector(f"{last}.norm.weight").float()  # [hidden]
 
+    def listener(self) -> Heard:
+        """Return what listens to the model over one sequence."""
+        return Heard(self)
+
     def tap(self, streams: Tensor) -> Tensor:
         """What the head reads of the streams [n, s, hidden] after one layer: [n, ...], a copy."""
         raise NotImplementedError

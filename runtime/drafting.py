@@ -18,7 +18,7 @@ from model.checkpoint.census import Census
 from model.checkpoint.mtp import HEADS_BY_NAME
 from model.choices import AUTO, LOOKUP, OFF
 from model.config import ModelConfig
-from model.draft import DraftHead, Heard
+from model.draft import DraftHead
 from model.errors import ConfigError
 from model.observe import sites
 from model.observe.sites import Listener, Site
@@ -83,7 +83,7 @@ class HeadDrafter:
 
     def __init__(self, head: DraftHead, most: int, confidence: float) -> None:
         self.head, self.confidence = head, confidence
-        self.heard, self.state = Heard(head), head.new_state(most)
+        self.heard, self.state = head.listener(), head.new_state(most)
         self.before: int | None = None  # tokens of a restored state, which are in front of those that are given
 
     def __call__(self, tokens: "array[int]", most: int) -> list[int]:
