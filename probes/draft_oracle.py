@@ -13,7 +13,7 @@ Source: DeepSeek's inference code, model.py; for drafting with MTP, vLLM's deeps
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ class Reading:
 
     # Base and YaRN of a stage's RoPE.
     rotation: Callable[[ModelConfig], tuple[float, Yarn | None]]
+    # MTP: streams [r, n, s, hidden] of the main model's tokens as heard, from them and the positions [n].
+    heard: Callable[[Tensor, Tensor], Tensor]
     # MTP: embeddings [r, n, hidden] of the following ids, from them and the positions [n].
     embedded: Callable[[Tensor, Tensor], Tensor]
     # MTP: the streams of the next draft, from the stage's [r, 1, s, hidden] and their hyper head [r, 1, hidden].
@@ -48,6 +50,7 @@ class Reading:
 
 RIGHT: Final = Reading(
     rotation=lambda config: (config.rope_theta, None),
+    heard=lambda streams, _: streams,
     embedded=lambda rows, _: rows,
     fed_back=lambda streams, _: streams,
     main_rows=lambda rows, _: rows,
@@ -60,15 +63,20 @@ RIGHT: Final = Reading(
 
 
 def skipping(positions: Collection[int]) -> Reading:
-    """The fault that the main model's rows of these positions were never written."""
+    """The fault that what the main model gives of these positions was never heard."""
     absent = torch.tensor(sorted(positions))
-    return replace(RIGHT, main_rows=lambda rows, at: rows.masked_fill(torch.isin(at, absent)[:, None], 0))
+    return replace(
+        RIGHT,
+        heard=lambda streams, at: streams.masked_fill(torch.isin(at, absent)[:, None, None], 0),
+        main_rows=lambda rows, at: rows.masked_fill(torch.isin(at, absent)[:, None], 0),
+    )
 
 
 FAULTS: Final[Mapping[str, Reading]] = {
     "rope-of-compressed-layers": replace(
         RIGHT, rotation=lambda config: (config.compress_rope_theta, config.rope_scaling)
     ),
+    "yarn-beside-their-own-base": replace(RIGHT, rotation=lambda config: (config.rope_theta, config.rope_scaling)),
     "first-embedding-zero": replace(RIGHT, embedded=lambda rows, at: rows.masked_fill((at == 0)[:, None], 0)),
     "collapsed-fed-back": replace(RIGHT, fed_back=lambda streams, h: h[:, :, None].expand_as(streams)),
     "block-one-early": replace(RIGHT, first_slot=lambda last: last),
@@ -78,6 +86,11 @@ FAULTS: Final[Mapping[str, Reading]] = {
     "window-slides": replace(RIGHT, hidden=lambda slots, keys, window: keys <= slots - window),
     "confidence-normed": replace(RIGHT, confident=lambda _, normed: normed),
 }
+
+
+def acts(reading: Reading, head: "type[Head]") -> bool:
+    """Whether a reading differs from the right one in a point that a head has."""
+    return any(getattr(reading, point) is not getattr(RIGHT, point) for point in head.points)
 
 
 class _NothingRecorded:
@@ -105,6 +118,8 @@ class Head(Part):
         `RIGHT`, or one of the faults.
 
     """
+
+    points: ClassVar[tuple[str, ...]]  # fields of `Reading` that it has
 
     def __init__(
         self,
@@ -209,6 +224,8 @@ class MtpDraft:
 class Mtp(Head):
     """Preview MTP: one stage, whose streams it takes again for each further draft."""
 
+    points = ("rotation", "heard", "embedded", "fed_back")
+
     def entered(self, streams: Tensor, following: Tensor, at: Tensor) -> Tensor:
         """The stage's input [r, n, s, hidden].
 
@@ -244,7 +261,7 @@ class Mtp(Head):
         """
         n = len(streams)
         at = torch.arange(n)
-        entered = self.entered(streams[None], following, at)
+        entered = self.entered(self.reading.heard(streams[None], at), following, at)
         behind = [Block(self, 0, at, entered, 0).value("streams", at)]
         h, _, logits = self.outcome(behind[0][:, -1:])
         found, ids = [logits], [logits[0, 0].argmax()]
@@ -278,6 +295,8 @@ class Dspark(Head):
 
     `main_keys` is what is remembered of the tokens that the main model has run, `draft` a pass behind them.
     """
+
+    points = ("rotation", "main_rows", "first_slot", "key_positions", "block_keys", "hidden", "confident")
 
     def main_keys(self, taps: Tensor) -> tuple[Tensor, ...]:
         """Keys [r, n, d] of each stage.

@@ -9,7 +9,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_po
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
 from model.config import ModelConfig
-from probes.draft_oracle import FAULTS, RIGHT, Block, Dspark, Mtp, SlotBlock, skipping
+from probes.draft_oracle import FAULTS, RIGHT, Block, Dspark, Mtp, SlotBlock, acts, skipping
 from probes.oracle import KV_BLOCK, LINEAR_BLOCK, Noise, Parameters, rounded_e4m3
 from tests.draft_parameters import Given, random_head
 from tests.make_checkpoint import tiny_config
@@ -19,7 +19,7 @@ CONFIG = ModelConfig.from_json(tiny_config(), "tiny")  # window 16
 WINDOW, VOCAB = CONFIG.sliding_window, CONFIG.vocab_size
 N = 24  # rows of the main model
 SLOTS = torch.tensor([7, 500, 500, 500, 500])
-BOTH = {"rope-of-compressed-layers"}
+BOTH = {"rope-of-compressed-layers", "yarn-beside-their-own-base"}
 OF_MTP = {"first-embedding-zero", "collapsed-fed-back"}
 
 
@@ -317,8 +317,8 @@ def differing(some, others):
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_changes_the_head_that_has_it(name, mtp_values, dspark_values, right):
     mtp, dspark = map(differing, right, parts((mtp_values, dspark_values), exact(), FAULTS[name]))
-    assert bool(mtp) == (name in BOTH | OF_MTP)
-    assert bool(dspark) == (name not in OF_MTP)
+    assert bool(mtp) == (name in BOTH | OF_MTP) == acts(FAULTS[name], Mtp)
+    assert bool(dspark) == (name not in OF_MTP) == acts(FAULTS[name], Dspark)
     if name == "confidence-normed":
         assert dspark == {"confidence"}
     if name == "collapsed-fed-back":
@@ -326,6 +326,7 @@ def test_each_fault_changes_the_head_that_has_it(name, mtp_values, dspark_values
 
 
 def test_rows_that_were_skipped_are_zero_and_change_the_draft(mtp_values, dspark_values, right):
-    _, dspark = parts((mtp_values, dspark_values), exact(), skipping({5, N - 2}))
+    mtp, dspark = parts((mtp_values, dspark_values), exact(), skipping({5, N - 2}))
+    assert differing(right[0], mtp) == set(mtp)
     assert differing(right[1], dspark) == set(dspark)
     assert (dspark["keys"] == 0).all(-1).nonzero()[:, -1].unique().tolist() == [5, N - 2]
