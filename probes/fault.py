@@ -15,6 +15,7 @@ from kernels.formats import lloyd_max
 from kernels.ops import Ops
 from kernels.shard import reference as shard
 from model.config import LayerKind, ModelConfig
+from model.draft import DraftHead
 from model.transformer import Transformer
 from model.variants.coda import CodaCache
 from model.variants.shard import ShardCache
@@ -73,6 +74,11 @@ def healthy_model(model: Transformer) -> None:
     del model
 
 
+def healthy_head(head: DraftHead) -> None:
+    """Change nothing."""
+    del head
+
+
 def healthy_parts(parts: Parts) -> Parts:
     """Change nothing."""
     return parts
@@ -89,17 +95,19 @@ def always(config: ModelConfig) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is replaced in the op set before loading or beside a model, or changed in a model that was just loaded."""
+    """What is replaced in the op set before loading or beside a model, or changed in what was just loaded."""
 
     name: str
     what: str  # one sentence, read in audits/faults.md
     seen: str  # where: a public thread, "the story" of the indexer that was off for months, or the mistake's kind
     ops: Callable[[Ops], Ops] = healthy_ops
     inject: Callable[[Transformer], None] = healthy_model
+    head: Callable[[DraftHead], None] = healthy_head
     parts: Callable[[Parts], Parts] = healthy_parts
     between_ranks: bool = False  # on one rank alone it does nothing
     in_variants: bool = False  # where every layer remembers in full it does nothing
     in_runtime: bool = False  # in what is read and drawn, in no tensor
+    in_drafts: bool = False  # where no token is drafted, or taken back, it does nothing
     inapplicable: Condition = always
 
 
@@ -132,7 +140,7 @@ class Place(Generic[Change]):
         Faults by name, in the order of their rows.
     put
         A fault with one more change in place.
-    between_ranks, in_variants, in_runtime
+    between_ranks, in_variants, in_runtime, in_drafts
         See `Fault`.
 
     """
@@ -142,12 +150,21 @@ class Place(Generic[Change]):
     between_ranks: bool = False
     in_variants: bool = False
     in_runtime: bool = False
+    in_drafts: bool = False
 
     def __call__(self, name: str, what: str, *, seen: str, needs: Condition = always) -> Callable[[Change], Change]:
         """Begin the row of a fault."""
         assert name not in self.table, f"two faults are called {name}"
-        flags = (self.between_ranks, self.in_variants, self.in_runtime)
-        self.table[name] = Fault(name, what, seen, healthy_ops, healthy_model, healthy_parts, *flags, needs)
+        self.table[name] = Fault(
+            name,
+            what,
+            seen,
+            between_ranks=self.between_ranks,
+            in_variants=self.in_variants,
+            in_runtime=self.in_runtime,
+            in_drafts=self.in_drafts,
+            inapplicable=needs,
+        )
         return self.too(name)
 
     def too(self, name: str) -> Callable[[Change], Change]:
@@ -173,6 +190,16 @@ def put_in_model(fault: Fault, change: Callable[[Transformer], None]) -> Fault:
         change(model)
 
     return replace(fault, inject=inject)
+
+
+def put_in_head(fault: Fault, change: Callable[[DraftHead], None]) -> Fault:
+    """Return a fault that changes a loaded drafting head so, too."""
+
+    def inject(head: DraftHead) -> None:
+        fault.head(head)
+        change(head)
+
+    return replace(fault, head=inject)
 
 
 def put_in_parts(fault: Fault, change: Callable[[Parts], Parts]) -> Fault:

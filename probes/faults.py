@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,21 +34,39 @@ from model.cache.window import WindowRing
 from model.call import Call
 from model.compressor import Compressor, EntryCompressor, KeyCompressor
 from model.config import LayerKind, ModelConfig
+from model.draft import BlockAttention, DraftHead, Drafts, DraftState, Heard, MtpHead
 from model.indexer import Indexer
 from model.linear import GroupedLinear, Linear, Projected
 from model.moe import Expert, HashGate, MoE
+from model.observe import sites
+from model.observe.observer import observed
 from model.ranks.ranks import Partial
-from model.rope import Rotation
+from model.rope import Rotation, layer_frequencies
 from model.state import State
 from model.transformer import Transformer
 from model.variants.banked_entries import BankedEntries
 from model.variants.coda import CodaCache, View
 from model.variants.shard import ShardCache, causal
-from probes.fault import Fault, Parts, Place, all_of, become, layers, put_in_model, put_in_ops, put_in_parts
+from probes.fault import (
+    Fault,
+    Parts,
+    Place,
+    all_of,
+    become,
+    layers,
+    put_in_head,
+    put_in_model,
+    put_in_ops,
+    put_in_parts,
+)
 from probes.shared.calls import Attend
+from runtime.drafting import Drafting
 from runtime.sampling import Sampling
 from runtime.text.messages import Message
 from runtime.text.segments import BOS, EOS, THINK_END, THINK_START, Segment, Text, merge, render, split_controls
+
+if TYPE_CHECKING:
+    from array import array
 
 FAULTS: Final[dict[str, Fault]] = {}
 
@@ -63,25 +81,26 @@ STATES = "the mistake's kind: a part of the state that is not saved"
 # --- where faults act: each of these begins a row
 
 
-def _in_new_caches(change: Callable[[LayerCache], None]) -> Callable[[Transformer], None]:
-    """Change the caches of every new state of a model."""
-
+def _put_in_states(fault: Fault, change: Callable[[State], None]) -> Fault:
     def inject(model: Transformer) -> None:
         class Changed(Transformer):
             def new_state(self, max_context: int, chunk: int, *, rewind: int = 0) -> State:
                 state = super().new_state(max_context, chunk, rewind=rewind)
-                for held in state.layers:
-                    assert isinstance(held, LayerCache)
-                    change(held)
+                change(state)
                 return state
 
         become(model, Changed)
 
-    return inject
+    return put_in_model(fault, inject)
 
 
 def _put_in_caches(fault: Fault, change: Callable[[LayerCache], None]) -> Fault:
-    return put_in_model(fault, _in_new_caches(change))
+    def change_all(state: State) -> None:
+        for held in state.layers:
+            assert isinstance(held, LayerCache)
+            change(held)
+
+    return _put_in_states(fault, change_all)
 
 
 def _put_in_coda(fault: Fault, faulty: type[CodaCache]) -> Fault:
@@ -102,6 +121,10 @@ in_coda = Place(FAULTS, _put_in_coda, in_variants=True)  # coda's cache of a gro
 in_shard = Place(FAULTS, _put_in_shard, in_variants=True)  # shard's cache of a grouped-query layer
 in_variant_parts = Place(FAULTS, put_in_parts, in_variants=True)  # what these caches rest on
 in_runtime = Place(FAULTS, put_in_parts, in_runtime=True)  # how messages become ids, and logits a token
+in_head = Place(FAULTS, put_in_head, in_drafts=True)  # a drafting head that was just loaded
+in_rewound_states = Place(FAULTS, _put_in_states, in_drafts=True)  # how every new state of a model goes back
+in_rewound_caches = Place(FAULTS, _put_in_caches, in_drafts=True)
+in_accepting = Place(FAULTS, put_in_parts, in_drafts=True)  # which drafts become tokens
 
 
 # --- parts of a model and of a layer's cache, and what is done with each of them
@@ -213,6 +236,10 @@ def rings(held: LayerCache) -> list[WindowRing]:
     return [held.ring]
 
 
+def frontiers(held: LayerCache) -> list[Frontier]:
+    return [frontier for _, frontier, _, _ in held.compressed()]
+
+
 def banks(held: LayerCache) -> list[BankedEntries]:
     return [held.entries] if isinstance(held, HcaCache) and isinstance(held.entries, BankedEntries) else []
 
@@ -229,6 +256,22 @@ def coded(held: LayerCache) -> list[Entries]:
     """Entries, and the index keys beside them, that are kept as codes."""
     rows = (*entries(held), *index_keys(held))
     return [part for part in rows if isinstance(part, Entries) and isinstance(part.data, CodedRows)]
+
+
+def rewound(state: State) -> list[State]:
+    return [state]
+
+
+def mtp_heads(head: DraftHead) -> list[MtpHead]:
+    return [head] if isinstance(head, MtpHead) else []
+
+
+def stage_attentions(head: DraftHead) -> list[Attention]:
+    return [block.attention for block in head.blocks]
+
+
+def block_attentions(head: DraftHead) -> list[BlockAttention]:
+    return [attention for attention in stage_attentions(head) if isinstance(attention, BlockAttention)]
 
 
 # --- ops that are right but for one thing
@@ -264,6 +307,20 @@ def index_scores(q: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
 def attending(change: Callable[[Attend], Attend]) -> Callable[[Ops], Ops]:
     """An `attend` that is right, of changed arguments."""
     return lambda ops: ops._replace(attend=lambda *given: ops.attend(*change(Attend(*given))))
+
+
+def yarn_of_window_layers(config: ModelConfig) -> Tensor:
+    """Frequencies [rope / 2] of SWA layers, if they had YaRN."""
+    scaling = config.rope_scaling
+    assert scaling is not None
+    return rope.yarn_frequencies(
+        config.qk_rope_head_dim,
+        config.rope_theta,
+        factor=scaling.factor,
+        original_context=scaling.original_max_position_embeddings,
+        beta_fast=scaling.beta_fast,
+        beta_slow=scaling.beta_slow,
+    )
 
 
 def without_rotation(ops: Ops) -> Ops:
@@ -447,17 +504,8 @@ def window_theta(model: Transformer) -> None:
 
 @in_model("yarn-on-window-layers", "SWA layers rotate with YaRN.", seen="vllm#54815", needs=all_of(yarn, layers(SWA)))
 def yarn_on_window_layers(model: Transformer) -> None:
-    scaling = model.config.rope_scaling
-    assert scaling is not None
     for attention in window_attentions(model):
-        attention.rotation.freqs = rope.yarn_frequencies(
-            attention.rope_dim,
-            model.config.rope_theta,
-            factor=scaling.factor,
-            original_context=scaling.original_max_position_embeddings,
-            beta_fast=scaling.beta_fast,
-            beta_slow=scaling.beta_slow,
-        )
+        attention.rotation.freqs = yarn_of_window_layers(model.config)
 
 
 @in_model(
@@ -1836,3 +1884,159 @@ def prompt_one_short(prompt: Sequence[int], how: dict[str, Any]) -> Asked:
 @generating
 def eos_ignored(prompt: Sequence[int], how: dict[str, Any]) -> Asked:
     return prompt, how | {"eos": ()}
+
+
+# --- what is drafted, and taken back
+
+
+@in_head(
+    "draft-stages-with-yarn",
+    "The stages of a drafting head rotate with YaRN.",
+    seen="vllm#48304, where it cost 12 of 69 % of the drafts",
+    needs=yarn,
+)
+def draft_stages_with_yarn(head: DraftHead) -> None:
+    for attention in stage_attentions(head):
+        attention.rotation.freqs = yarn_of_window_layers(head.config)
+
+
+@in_head(
+    "draft-stages-rotate-as-compressed",
+    "The stages of a drafting head rotate as HCA layers do.",
+    seen="antirez/ds4#411, which borrowed a layer of another kind",
+)
+def draft_stages_rotate_as_compressed(head: DraftHead) -> None:
+    for attention in stage_attentions(head):
+        attention.rotation.freqs = layer_frequencies(head.config, HCA)
+
+
+@in_head(
+    "draft-taps-one-layer-early",
+    "A drafting head reads the streams that enter its layers, not those that leave them.",
+    seen="V4.1, of which it is no fault",
+)
+def draft_taps_one_layer_early(head: DraftHead) -> None:
+    head.taps = tuple(layer - 1 for layer in head.taps)
+
+
+@in_head(
+    "draft-collapsed-fed-back",
+    "The second draft of MTP is made from what the hyper head read, not from the streams.",
+    seen="GDzhu01/vllm-ascend-deepseekv4#132",
+)
+@instead_of(mtp_heads)
+class DraftCollapsedFedBack(MtpHead):
+    collapsed: Tensor | None = None  # of the last draft
+
+    def draft(self, heard: Heard, following: Sequence[int], position: int, k: int, state: DraftState) -> Drafts:
+        self.collapsed = None
+        return super().draft(heard, following, position, k, state)
+
+    def hidden(self, collapsed: Tensor) -> Tensor:
+        self.collapsed = collapsed
+        return super().hidden(collapsed)
+
+    def streams(self, given: Tensor, following: Tensor, call: Call) -> Tensor:
+        fed = given if self.collapsed is None else self.collapsed[:, None].expand_as(given)
+        return super().streams(fed, following, call)
+
+
+class _OfDraftsAlone(Heard):
+    """Hears nothing of calls of one token."""
+
+    def __call__(self, layer: int | None, streams: Tensor) -> None:
+        call = observed(self.head.model).call
+        assert call is not None, "streams outside of a call"
+        super().__call__(layer, torch.zeros_like(streams) if call.count == 1 else streams)
+
+
+@in_head(
+    "draft-features-skipped",
+    "A drafting head is not given the streams of tokens behind which nothing was drafted.",
+    seen="a fork of antirez/ds4",
+)
+def draft_features_skipped(head: DraftHead) -> None:
+    class Changed(type(head)):  # type: ignore[misc]
+        def listener(self) -> Heard:
+            return _OfDraftsAlone(self)
+
+    become(head, Changed)
+
+
+@in_head("draft-block-causal", "A slot of DSpark's block sees the slots before it alone.", seen=PORTING)
+@each(block_attentions)
+def draft_block_causal(attention: BlockAttention) -> None:
+    become(attention, CausalBlock)
+
+
+class CausalBlock(BlockAttention):
+    def attend(self, q: Tensor, beyond: Beyond, call: Call, cache: LayerCache) -> Tensor:
+        first, attend = call.first, self.arithmetic.ops.attend
+        assert isinstance(first, int), "a block is not captured"
+        slots = enumerate(q.split(1))
+        return torch.cat(
+            [attend(one, cache.ring.data, first + i, self.window + i + 1, *beyond, self.sink) for i, one in slots]
+        )
+
+
+@in_rewound_caches(
+    "open-window-of-rejected-tokens",
+    "A frontier that goes back keeps rejected tokens in the window that is open again.",
+    seen="lucebox#713, sglang#34189",
+    needs=layers(CSA, HCA),
+)
+@instead_of(frontiers)
+class OpenWindowOfRejectedTokens(Frontier):
+    """As one of `ratio` rows does, in which the next window overwrites this one."""
+
+    def rewind(self, position: int, end: int) -> None:
+        super().rewind(position, end)
+        start, rows = position // self.ratio * self.ratio, len(self.kv)
+        for rejected in range(position, end):
+            place = start + rejected % self.ratio
+            if place < position:
+                for held in (self.kv, self.gate):
+                    held[place % rows] = held[rejected % rows]
+
+
+@in_rewound_states(
+    "rewind-of-the-position-alone",
+    "Where tokens are rejected the position goes back, and caches keep their rows.",
+    seen="the mistake's kind: a rollback that leaves out what is not counted by the position",
+)
+@instead_of(rewound)
+class RewindOfThePositionAlone(State):
+    def rewind(self, position: int) -> None:
+        self._furthest = max(self._furthest, self.position)
+        self.position = position
+
+
+class _Unseen:
+    """A drafter, the first of whose drafts is made the likeliest token."""
+
+    def __init__(self, drafting: Drafting) -> None:
+        self.drafter, self.drafts = drafting.drafter, list[list[int]]()
+
+    def __call__(self, tokens: "array[int]", most: int) -> list[int]:
+        drafted = self.drafter(tokens, most)
+        if drafted:
+            self.drafts.append(drafted)
+        return drafted
+
+    def write(self, layer: int | None, logits: Tensor) -> None:
+        """Change the first logits [n, vocab] after a draft."""
+        del layer
+        if len(self.drafts) == 1 and len(logits) == 1 + len(self.drafts[0]):
+            logits[0, self.drafts[0][0]] = logits[0].max() + 1e4
+            self.drafts.append([])
+
+
+@in_accepting("draft-taken-unseen", "The first draft of a run is taken without being compared.", seen="an off-by-one")
+@generating
+def draft_taken_unseen(prompt: Sequence[int], how: dict[str, Any]) -> Asked:
+    drafting: Drafting | None = how.get("drafting")
+    if drafting is None:
+        return prompt, how
+    unseen = _Unseen(drafting)
+    listeners = {**drafting.listeners, sites.LOGITS: unseen.write}
+    return prompt, how | {"drafting": drafting._replace(drafter=unseen, listeners=listeners)}

@@ -142,7 +142,7 @@ class Identifier:
         faults = {
             name: fault
             for name, fault in FAULTS.items()
-            if not (fault.between_ranks or fault.in_variants or fault.inapplicable(config))
+            if not (fault.between_ranks or fault.in_variants or fault.in_drafts or fault.inapplicable(config))
         }
         if not in_layer:  # the head has ops, and nothing else that a fault changes
             return [name for name, fault in faults.items() if fault.inject is healthy_model]

@@ -49,6 +49,8 @@ def _cannot_show(probe: Probe, fault: Fault) -> str | None:
         return "in full caches the fault does nothing"
     if fault.in_runtime and not probe.in_runtime:
         return "the fault is in how messages become ids, or logits a token"
+    if fault.in_drafts and not probe.in_drafts:
+        return "where no token is drafted the fault does nothing"
     return None
 
 

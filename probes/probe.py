@@ -26,6 +26,7 @@ class Probe(Protocol):
     between_ranks: ClassVar[bool] = False  # sees what differs between ranks, and nothing that is wrong on one alone
     in_variants: ClassVar[bool] = False  # runs the cache variants; all others run full caches
     in_runtime: ClassVar[bool] = False  # reads messages and draws tokens; all others are given ids
+    in_drafts: ClassVar[bool] = False  # drafts tokens and takes them back; all others run each token once
     by_name: ClassVar[bool] = False  # an experiment that takes long or needs more than a model: never in `all`
     of_llama: ClassVar[bool] = False  # runs Llama-family checkpoints
     options: ClassVar[RunOptions] = RunOptions()  # of the run whose page is in audits

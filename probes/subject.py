@@ -92,6 +92,8 @@ class Subject:
             if self.fault is not None:
                 assert isinstance(loaded.model, Transformer), "faults are of V4"
                 self.fault.inject(loaded.model)
+                if loaded.head is not None:
+                    self.fault.head(loaded.head)
             self._loaded[options, chosen] = loaded
         return self._loaded[options, chosen]
 

@@ -37,9 +37,9 @@ HEALTHY: Final = "no fault"
 HEAD: Final = """\
 Each row is a runtime with one fault in it, each column a probe that was run on it: every cell is a run, none a claim.
 Empty: the probe passed, it does not look at this. A probe cannot tell where one rank shows no fault between ranks,
-where several ranks share a fault that each of them has, where a full cache has no fault of a variant, where the model
-cannot express the fault, or where the probe does not apply to the model. The first row is the runtime without a fault:
-anything in it would be a false alarm."""
+where several ranks share a fault that each of them has, where a full cache has no fault of a variant, where nothing is
+drafted, where the model cannot express the fault, or where the probe does not apply to the model. The first row is the
+runtime without a fault: anything in it would be a false alarm."""
 
 NOTICED: Final = """\
 **Answers hide faults.** Of the {asked} faults that `needle` could see and that no tripwire stops there, it catches

@@ -50,6 +50,7 @@ def _fault(name: str, config: ModelConfig) -> Fault:
     fault = FAULTS[name]
     none_here = "it acts between ranks alone" if fault.between_ranks else None
     none_here = "it acts in cache variants alone" if fault.in_variants else none_here
+    none_here = "it acts on drafts alone" if fault.in_drafts else none_here
     if why := none_here or fault.inapplicable(config):
         raise ConfigError(f"--inject {name}: {why}")
     return fault

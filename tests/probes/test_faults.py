@@ -67,7 +67,8 @@ def test_a_fault_changes_the_run_or_trips(name, healthy):
         assert TRIPS[name] in str(trip.value)
     else:
         hidden, _ = run_tokens(subject.model, subject.tokens(TOKENS), CHUNK)
-        elsewhere = FAULTS[name].between_ranks or FAULTS[name].in_variants or FAULTS[name].in_runtime
+        fault = FAULTS[name]
+        elsewhere = fault.between_ranks or fault.in_variants or fault.in_runtime or fault.in_drafts
         assert torch.equal(hidden, healthy) == (name in QUIET or elsewhere)
 
 

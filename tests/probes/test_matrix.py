@@ -16,6 +16,7 @@ from scripts.tasks.fault_matrix import page
 class Fake:
     between_ranks = False
     in_variants = False
+    in_drafts = False
     name: str
     report: Report | Tripwire
     idle: bool = False
@@ -67,6 +68,11 @@ def test_a_fault_that_the_model_cannot_express_is_not_run():
 
 def test_a_fault_of_a_variant_is_run_by_probes_that_run_variants_alone():
     fault = replace(FAULT, in_variants=True)
+    assert row(Subject(fault=fault), (Fake("a", BAD),))["a"].outcome is Outcome.NOT_APPLICABLE
+
+
+def test_a_fault_of_drafts_is_run_by_probes_that_draft_alone():
+    fault = replace(FAULT, in_drafts=True)
     assert row(Subject(fault=fault), (Fake("a", BAD),))["a"].outcome is Outcome.NOT_APPLICABLE
 
 
