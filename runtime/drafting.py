@@ -18,7 +18,7 @@ from model.checkpoint.census import Census
 from model.checkpoint.mtp import HEADS_BY_NAME
 from model.choices import AUTO, LOOKUP, OFF
 from model.config import ModelConfig
-from model.draft import DraftHead
+from model.draft import DraftHead, Drafts
 from model.errors import ConfigError
 from model.observe import sites
 from model.observe.sites import Listener, Site
@@ -84,6 +84,7 @@ class HeadDrafter:
     def __init__(self, head: DraftHead, most: int, confidence: float) -> None:
         self.head, self.confidence = head, confidence
         self.heard, self.state = head.listener(), head.new_state(most)
+        self.drafts: Drafts | None = None  # what was drafted last
         self.before: int | None = None  # tokens of a restored state, which are in front of those that are given
 
     def __call__(self, tokens: "array[int]", most: int) -> list[int]:
@@ -92,6 +93,7 @@ class HeadDrafter:
             self.before = self.heard.stop - (len(tokens) - 1)
         following = tokens[-self.head.config.sliding_window :].tolist()
         drafts = self.head.draft(self.heard, following, self.before + len(tokens) - 1, most, self.state)
+        self.drafts = drafts
         if drafts.confidence is None:
             return drafts.tokens
         chances = drafts.confidence.sigmoid().cumprod(0)  # that all up to it are accepted
