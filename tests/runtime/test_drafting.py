@@ -164,10 +164,14 @@ def test_drafts_that_could_change_the_text_are_refused():
     assert drafting(RunOptions()) is None
     for changed, ops, why in (
         (options, REFERENCE, "--draft: ops reference: rows of one call"),
-        (options, CPU._replace(name="triton"), "--draft: ops triton"),
+        (options, CPU._replace(name="other"), "--draft: ops other: .*; those of --ops cpu and triton have"),
         (replace(options, draft_tokens=8), CPU, "--draft-tokens 8: want at most 7"),
         (replace(options, prefill_chunk=5), CPU, "--draft-tokens 5: .* --prefill-chunk is 5"),
         (replace(options, kv=("2=shard",)), CPU, "--draft: layer 2: shard:bits=6,keys=8: rows of one call"),
     ):
         with pytest.raises(ConfigError, match=why):
             check_draft(config, changed, ops)
+    check_draft(config, options, CPU, graph=True)
+    for draft in ("mtp", "dspark", "auto"):
+        with pytest.raises(ConfigError, match=f"--draft {draft}: a drafting head hears nothing of a captured call"):
+            check_draft(config, replace(options, draft=draft), CPU, graph=True)
