@@ -2,9 +2,9 @@
 
 Tokens are chosen from the rows of that call as they would be from calls of one token, with the same sampler and
 generator, until one is not what was drafted: what is behind it was rejected, and the state goes back (`State.rewind`).
-The text is that of a run without drafts, to the token, because rows of one call have the bits of calls of one row: on
-the op sets `ALIKE`, for up to `ROWS` rows (`tests.kernels.test_few_rows`; of Triton's kernels in its interpreter). Where
-that is not shown no draft is made.
+The text is that of a run without drafts, to the token, because rows of one call have the bits of calls of one row: of
+the op sets `ALIKE`, for up to `ROWS` rows (`tests.kernels.test_few_rows`; Triton's in its interpreter). Where that is
+not shown no draft is made.
 """
 
 from collections.abc import Mapping
