@@ -164,8 +164,9 @@ def test_tokens_and_caches_with_a_head(headed, length, sampling):
     prompt = (PROMPT * 2)[:length]
     plain, drafted = (run(loaded.model, one, sampling, prompt=prompt, limit=12) for one in (None, by))
     assert_same(drafted, plain, length)
-    assert drafted[0].drafted[0] == 10
-    assert by.drafter.state.position == length + 9, "behind the tenth new token it drafts for the last time"
+    record = drafted[0]
+    assert record.calls + sum(record.accepted) + 1 == 12
+    assert record.drafted[0] in {record.calls, record.calls - 1}, "behind the eleventh there is no room"
 
 
 def test_confidence_chooses_how_many_are_run(headed):
