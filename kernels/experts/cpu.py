@@ -20,7 +20,7 @@ from kernels.linear.cpu import KINDS, four_rows, linear, padded, pieces_of
 from kernels.quantise.cpu import E4M3, round_row, simulate_fp8
 from kernels.swiglu.cpu import activate_row, swiglu
 
-FEW = 4  # tokens of whose experts few have two: each is read once then, but by those of several tokens
+FEW = 8  # tokens, as many as a draft and its token are: of V4's experts hardly one is of two of them, and read twice
 several: Final = Experts(linear, swiglu, simulate_fp8)  # of more tokens
 _INT, _F32, _PLACES = types.int64, types.float32[::1], (types.int64[::1], types.float32[::1])
 
