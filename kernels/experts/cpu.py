@@ -14,7 +14,7 @@ from kernels.compiled import aligned, array, compiled, each, loop, note_read, wa
 from kernels.experts.reference import Experts
 from kernels.formats.cpu import arrays, lay_out, placed
 from kernels.formats.groups import LINEAR_GROUP
-from kernels.formats.stored import Apart, Fp4, Fp8, Stack, member, members, places
+from kernels.formats.stored import Apart, Fp4, Fp8, Stack, layout, member, members, places
 from kernels.lanes import bfloat16, first_of, load_some, splat, store_some
 from kernels.linear.cpu import KINDS, four_rows, linear, padded, pieces_of
 from kernels.quantise.cpu import E4M3, round_row, simulate_fp8
@@ -40,7 +40,8 @@ def experts(
     (t, hidden), k, (inner, _) = x.shape, ids.shape[1], w1.shape
     up, down = member(w1, 0), member(w2, 0)
     assert type(up) is type(member(w3, 0)), f"w1 is {type(up).__name__}, w3 {type(member(w3, 0)).__name__}"
-    if t > FEW or type(up) is not type(down):
+    one_form = layout(up) == layout(member(w3, 0)) and all(not isinstance(w, Apart) or w.alike for w in (w1, w3, w2))
+    if t > FEW or type(up) is not type(down) or not one_form:
         return several(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
     chosen = [member(w, e) for w in (w1, w3, w2) for e in ids.flatten().tolist()]
     if not chosen:
