@@ -168,6 +168,10 @@ def test_a_conversation_with_drafts_is_the_same(tmp_path, tokenizer, form, draft
         told.append(said)
         if chosen.draft != "off":
             assert record.drafted, "nothing was drafted"
+            if draft != "lookup":
+                drafter = talk.drafting.drafter
+                assert (drafter.before, drafter.state.position <= talk.state.position) == (0, True)
+                assert talk.state.position - drafter.state.position <= 5, "behind the last draft nothing is left but it"
     ours, wanted = told
     for one, other in zip(ours, wanted, strict=True):
         assert one == other if isinstance(one, list) else torch.equal(one, other)
