@@ -1,1 +1,1 @@
-"""Training of the demo checkpoint, of a small Llama, and of CoDA adapters over any Llama-family checkpoint."""
+"""Training: the demo checkpoint, drafting heads for it, a small Llama, CoDA adapters over any Llama-family checkpoint."""
