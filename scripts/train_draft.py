@@ -13,7 +13,7 @@ from scripts.cli import arguments, run_alone
 from scripts.flags import add_model, positive
 from scripts.paths import Makes
 
-STEPS = {"mtp": 600, "dspark": 600}
+STEPS = {"mtp": 450, "dspark": 400}
 
 
 def parser() -> argparse.ArgumentParser:

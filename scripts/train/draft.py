@@ -18,7 +18,7 @@ from runtime.load import load
 from runtime.options import RunOptions
 from runtime.output import making
 from scripts.console import Console
-from scripts.train.draft_learning import Line, measure, train_draft
+from scripts.train.draft_learning import Line, held_out, measure, train_draft
 from scripts.train.draft_network import DSpark, DSparkShape, Frozen, Head, Mtp
 from scripts.train.files import write_draft
 from scripts.train.initial import initialise_draft
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     with making(out) as folder:
         size = write_draft(head, args.model, fields(head), folder)
     console.say(f"{args.out}: {size:,} bytes of drafting head after {time.process_time() - start:.0f} s of one core")
-    console.print(table(measure(head, model, args.seed)))
+    console.print(table(measure(head, model, held_out(args.seed + 1))))
     return 0
 
 
@@ -81,7 +81,7 @@ def fields(head: Head) -> dict[str, Any]:
 def table(lines: Sequence[Line]) -> Table:
     """How often drafts are right."""
     told = Table(
-        "after", "tokens", *lines[0].by_place, "tokens per step", "sure", "right",
+        "behind", "tokens", *lines[0].by_place, "tokens per step", "confidence", "right",
         title="drafts equal to the main model's greedy choice, those before them being right", title_justify="left",
     )  # fmt: skip
     for line in lines:

@@ -5,7 +5,8 @@ the main model ends them greedily: it drafts for what that model writes, which r
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from math import nan
 from typing import Final, NamedTuple
 
 import torch
@@ -15,8 +16,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits, pad
 from model.observe import sites
 from model.observe.observer import listening
 from model.transformer import Transformer
-from probes.demo_language.vocabulary import EOS, PAD
-from scripts.train.documents import V4_CELLS, Cell, draw_batch
+from probes.demo_language.prompts import common_replies, fact_prompts, needle_replies
+from probes.demo_language.vocabulary import END_THINK, EOS, PAD
+from scripts.train.documents import V4_CELLS, Cell, draw_batch, draw_document
 from scripts.train.draft_network import Anchors, Drafts, Head, Run
 from scripts.train.learning import SIMULATED_FROM, Loss, Numbers, balance, fit, linear, optimisers, projects
 
@@ -26,6 +28,7 @@ CONTINUED: Final = 0.75  # part of the documents that the main model ends
 MOST_OWN: Final = 64  # tokens that it says
 ANCHORS: Final = 256  # of a step
 CONFIDENCE: Final = 0.1  # weight of its loss
+LENGTH, PROMPTS = 256, 48  # of documents to measure on, and how many of a kind
 CELLS: Final = tuple(cell for cell in V4_CELLS if cell.length <= LONGEST)
 
 
@@ -115,6 +118,17 @@ def shares(judged: Judged) -> Numbers:
     return {f"place {place}": share for place, share in enumerate(right.tolist(), 1)}
 
 
+def confidence_loss(confidence: Tensor, judged: Judged, own: Tensor) -> Tensor:
+    """Cross-entropy of being right to logits [n, k], behind tokens that the main model has said: own [n] bool.
+
+    A document's own words are often a surprise to the main model, and drafts of its guesses are wrong more often than
+    drafts of what it writes.
+    """
+    asked = judged.counts & judged.before & own.unsqueeze(1)
+    by_draft = binary_cross_entropy_with_logits(confidence, judged.right.float(), reduction="none")
+    return by_draft[asked].sum() / asked.sum().clamp(min=1)  # a batch may have none
+
+
 def train_draft(head: Head, model: Transformer, steps: int, seed: int, tell: Callable[[Numbers], None]) -> None:
     """Train in place. The same seed and steps give the same documents and anchors."""
     rng = random.Random(seed)  # noqa: S311 -- documents, not secrets
@@ -129,8 +143,7 @@ def train_draft(head: Head, model: Transformer, steps: int, seed: int, tell: Cal
         loss = judged.loss[judged.counts].mean()
         numbers = {"loss": loss.item()} | shares(judged)
         if drafts.confidence is not None:
-            asked = judged.counts & judged.before
-            unsure = binary_cross_entropy_with_logits(drafts.confidence[asked], judged.right[asked].float())
+            unsure = confidence_loss(drafts.confidence, judged, text.own[anchors.rows, anchors.positions + 1])
             loss, numbers = loss + CONFIDENCE * unsure, numbers | {"confidence": unsure.item()}
         return loss, numbers
 
@@ -147,7 +160,7 @@ def is_projection(name: str) -> bool:
 
 
 class Line(NamedTuple):
-    """What a head drafts of what the main model says after documents of one kind."""
+    """What a head drafts of what the main model says behind prompts of one kind."""
 
     kind: str
     tokens: int  # said
@@ -157,41 +170,48 @@ class Line(NamedTuple):
     right: float  # part of the same drafts that are right
 
 
-HELD_OUT: Final = {
-    "facts": Cell(64, (2, 3), (2, 3), 1.0, 1.0, 0.0),
-    "codes": Cell(256, (4, 12), (4, 12), 1.0, 0.0, 0.0),
-    "marks": Cell(256, (4, 12), (4, 12), 1.0, 0.0, 1.0),
-}
-DRAWS: Final = 12  # of each kind
+def held_out(seed: int) -> dict[str, list[tuple[int, ...]]]:
+    """Prompts that are not trained on; of the facts, which all are, every fourth."""
+    rng = random.Random(f"drafts {seed}")  # noqa: S311 -- documents, not secrets
+    documents = [draw_document(rng, rng.choice(CELLS)).ids for _ in range(PROMPTS)]
+    facts = (prompt.ids for prompt in fact_prompts(chat=True)[::4])
+    return {
+        "facts, chat": [ids[: ids.index(END_THINK) + 1] for ids in facts],
+        "codes, chat": [asked.ids[: asked.answers[0].position + 1] for asked in needle_replies(LENGTH, PROMPTS, seed)],
+        "marks, chat": [asked.ids[: asked.answers[0].position + 1] for asked in common_replies(LENGTH, PROMPTS, seed)],
+        "any text": [tuple(ids[: rng.randrange(2, len(ids) - ids.count(PAD))]) for ids in documents],
+    }
 
 
 @torch.no_grad()
-def measure(head: Head, model: Transformer, seed: int) -> list[Line]:
-    """Draft as deployed, at every token that the main model says after documents that were not trained on."""
+def measure(head: Head, model: Transformer, prompts: Mapping[str, Sequence[Sequence[int]]]) -> list[Line]:
+    """Draft as deployed, behind every token that the main model says."""
     head.simulate(on=True)
-    lines = []
-    for kind, cell in HELD_OUT.items():
-        rng = random.Random(f"{kind} held out {seed}")  # noqa: S311 -- documents, not secrets
-        parts, sure, tokens, steps = list[Judged](), list[Tensor](), 0, 0
-        for _ in range(DRAWS):
-            text = draw_text(model, rng, (cell,), continued=1.0)
-            run = run_main(model, text.ids)
-            anchors = Anchors(*(possible(text.ids) & text.own[:, 1:-1]).nonzero(as_tuple=True))
-            drafts = head(run, anchors)
-            parts.append(judge(run, anchors, drafts))
-            if drafts.confidence is not None:
-                sure.append(drafts.confidence.sigmoid())
-            tokens += len(anchors.rows)
-            steps += walk(parts[-1])
-        judged = Judged(*(torch.cat(part) for part in zip(*parts, strict=True)))
-        asked = judged.counts & judged.before
-        right, said = float(judged.right[asked].float().mean()), torch.cat(sure)[asked].mean() if sure else torch.nan
-        lines.append(Line(kind, tokens, shares(judged), tokens / steps, float(said), right))
-    return lines
+    return [_line(head, model, kind, of_kind) for kind, of_kind in prompts.items()]
+
+
+def _line(head: Head, model: Transformer, kind: str, prompts: Sequence[Sequence[int]]) -> Line:
+    parts, sure, tokens, steps = list[Judged](), list[Tensor](), 0, 0
+    for prompt in map(torch.tensor, prompts):
+        run = run_main(model, torch.cat([prompt, say(model, prompt, MOST_OWN)])[None])
+        positions = torch.arange(len(prompt) - 1, run.ids.shape[1] - 2)
+        if not len(positions):  # it said nothing but the end
+            continue
+        anchors = Anchors(torch.zeros_like(positions), positions)
+        drafts = head(run, anchors)
+        parts.append(judge(run, anchors, drafts))
+        if drafts.confidence is not None:
+            sure.append(drafts.confidence.sigmoid())
+        tokens += len(positions)
+        steps += walk(parts[-1])
+    judged = Judged(*(torch.cat(part) for part in zip(*parts, strict=True)))
+    asked = judged.counts & judged.before
+    right, said = judged.right[asked].float().mean(), float(torch.cat(sure)[asked].mean()) if sure else nan
+    return Line(kind, tokens, shares(judged), tokens / steps, said, float(right))
 
 
 def walk(judged: Judged) -> int:
-    """Steps of the main model through texts whose every position is an anchor, when each takes what is right."""
+    """Steps of the main model through a text whose every position is an anchor, when each takes what is right."""
     taken = (judged.right & judged.before & judged.counts).sum(1).tolist()
     at, steps = 0, 0
     while at < len(taken):

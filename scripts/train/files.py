@@ -4,7 +4,7 @@ Of a V4 network attention, indexer queries and shared experts become E4M3 with a
 experts E2M1 (two per byte, the even column in the low nibble) with a scale per 32 input channels, both scales E8M0.
 Embedding, head, norms, compressors, routers and `weights_proj` become BF16; sinks, `ape`, hyper-connections and router
 biases stay F32; the hash table is I64. One shard for the embedding, one for each layer, one for the head, as DeepSeek
-cuts them.
+cuts them. A drafting head is stored alike, its Markov and confidence heads in BF16, in a shard of its own.
 """
 
 import json

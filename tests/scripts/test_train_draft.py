@@ -9,6 +9,7 @@ import torch
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.mtp import drafting, stage_and_rest
 from model.config import ModelConfig
+from model.errors import ConfigError
 from probes.demo_language.vocabulary import EOS, PAD, build_tokenizer
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
@@ -76,10 +77,10 @@ WANTED = {"mtp": ("preview MTP", MTP), "dspark": ("DSpark", DSPARK)}
 
 @pytest.fixture(scope="module", params=WANTED)
 def made(request, tmp_path_factory):
-    """The head's name, its checkpoint after two steps on tiny documents, and what the command said."""
+    """The head's name, and its checkpoint after two steps on tiny documents."""
     folder = tmp_path_factory.mktemp("draft") / "made"
     with pytest.MonkeyPatch.context() as patched:
-        for name, value in {"CELLS": (SHORT,), "TOKENS": 128, "HELD_OUT": {"short": SHORT}, "DRAWS": 1}.items():
+        for name, value in {"CELLS": (SHORT,), "TOKENS": 128, "PROMPTS": 1}.items():
             patched.setattr(draft_learning, name, value)
         assert command.main([request.param, "--out", str(folder), "--steps", "2", "--seed", "3"]) == 0
     return request.param, folder
@@ -116,6 +117,12 @@ def test_the_config_says_what_head_it_is(made):
         wanted["dspark_target_layer_ids"] = [1, 2, 3]
     assert changed == wanted
     assert load(folder, RunOptions()).census.mtp_stages == stages
+
+
+def test_a_checkpoint_that_has_a_head_is_not_given_another(made, tmp_path):
+    _, folder = made
+    with pytest.raises(ConfigError, match="has a drafting head"):
+        command.main(["mtp", "--model", str(folder), "--out", str(tmp_path / "out")])
 
 
 def test_no_text_holds_the_noise_token():
