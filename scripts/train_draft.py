@@ -9,11 +9,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from model.choices import DSPARK, MTP
 from scripts.cli import arguments, run_alone
 from scripts.flags import add_model, positive
 from scripts.paths import Makes
 
-STEPS = {"mtp": 450, "dspark": 400}
+STEPS = {MTP: 450, DSPARK: 400}
 
 
 def parser() -> argparse.ArgumentParser:

@@ -4,6 +4,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from math import isnan
 from typing import Any, Final
 
@@ -11,7 +12,8 @@ import torch
 from rich.table import Table
 
 from model.checkpoint.checkpoint import Checkpoint
-from model.config import ModelConfig
+from model.choices import MTP
+from model.config import Dspark, ModelConfig
 from model.errors import ConfigError
 from probes.demo_language.vocabulary import vocabulary_size
 from runtime.load import load
@@ -19,7 +21,7 @@ from runtime.options import RunOptions
 from runtime.output import making
 from scripts.console import Console
 from scripts.train.draft_learning import Line, held_out, measure, train_draft
-from scripts.train.draft_network import DSpark, DSparkShape, Frozen, Head, Mtp
+from scripts.train.draft_network import DSpark, Frozen, Head, Mtp
 from scripts.train.files import write_draft
 from scripts.train.initial import initialise_draft
 from scripts.train.learning import curve
@@ -63,17 +65,17 @@ def _check(args: argparse.Namespace, config: ModelConfig) -> None:
 def new_head(name: str, config: ModelConfig, checkpoint: Checkpoint) -> Head:
     """The head without its weights."""
     frozen = Frozen(checkpoint.read("embed.weight").float(), checkpoint.read("head.weight").float())
-    if name == "mtp":
+    if name == MTP:
         return Mtp(config, frozen, MTP_PLACES)
     layers = config.num_hidden_layers
-    return DSpark(config, frozen, DSparkShape(BLOCK_SIZE, NOISE, tuple(range(layers - TARGETS, layers)), MARKOV_RANK))
+    return DSpark(config, frozen, Dspark(BLOCK_SIZE, NOISE, tuple(range(layers - TARGETS, layers)), MARKOV_RANK))
 
 
 def fields(head: Head) -> dict[str, Any]:
     """What config.json says of a head. Its stages are layers without a compressor; every release announces one."""
     ratios = [*head.config.compress_ratios, *(0 for _ in head.blocks())]
     shape = (
-        {f"dspark_{name}": value for name, value in head.shape._asdict().items()} if isinstance(head, DSpark) else {}
+        {f"dspark_{name}": value for name, value in asdict(head.settings).items()} if isinstance(head, DSpark) else {}
     )
     return {"num_nextn_predict_layers": 1, "compress_ratios": ratios} | shape
 

@@ -71,7 +71,7 @@ def run_main(model: Transformer, ids: Tensor) -> Run:
     with listening(model, {sites.STREAMS: lambda _, x: streams.append(x)}):
         logits = [model.logits(model(row, model.new_state(len(row), len(row)))) for row in ids]
     layers = len(model.blocks)
-    stacked = torch.stack(streams).float().unflatten(0, (len(ids), layers)).transpose(0, 1)
+    stacked = torch.stack(streams).unflatten(0, (len(ids), layers)).transpose(0, 1)
     return Run(ids, stacked, torch.stack(logits).float())
 
 

@@ -1,16 +1,15 @@
 """The two drafting heads of DeepSeek-V4 as batched, differentiable networks over what the main model computed.
 
-A stage is a block like that of an SWA layer with scored experts; embedding and output head are the main model's and
-stay as they are. An anchor is a position p that the main model has run, and whose next token is chosen: place j of its
-drafts, from 1, is the token at p + 1 + j. Tokens of a document between them are taken as given (teacher forcing), which
-is what a head sees as long as its drafts are right.
+A stage is a block like that of an SWA layer with scored experts, numbered as if it stood behind the last one; embedding
+and output head are the main model's and stay as they are. An anchor is a position p that the main model has run, and
+whose next token is chosen: place j of its drafts, from 1, is the token at p + 1 + j. Tokens of a document between them
+are taken as given (teacher forcing), which is what a head sees as long as its drafts are right.
 
 Equations: preview MTP as vLLM runs it, DSpark as DeepSeek's `inference/model.py` does. Parameters carry the
 checkpoint's names, except that the experts of a stage are stacked.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from kernels.rope.reference import angles
-from model.config import LayerKind, ModelConfig
+from model.config import Dspark, LayerKind, ModelConfig
 from model.rope import layer_frequencies
 from scripts.train.layers import HyperHead, Norm, Quantised
 from scripts.train.v4_network import Angles, Attention, Block, Rounding
@@ -28,7 +27,7 @@ class Run(NamedTuple):
     """Documents as the main model ran them."""
 
     ids: Tensor  # [b, t], pads behind the end
-    streams: Tensor  # [layers, b, t, streams, d] after every layer
+    streams: Tensor  # [layers, b, t, streams, d] after every layer, in the main model's dtype
     logits: Tensor  # [b, t, vocab]
 
 
@@ -56,11 +55,6 @@ class Frozen(NamedTuple):
 
     embedding: Tensor  # [vocab, d]
     head: Tensor  # [vocab, d]
-
-
-def of_a_stage(config: ModelConfig) -> ModelConfig:
-    """The config of a model whose only layer is a stage's block."""
-    return replace(config, num_hidden_layers=1, compress_ratios=(0,), layer_kinds=(LayerKind.SWA,), num_hash_layers=0)
 
 
 def windows(kv: Tensor, width: int) -> Tensor:
@@ -127,7 +121,7 @@ class MtpStage(Block):
     """The only stage of preview MTP."""
 
     def __init__(self, config: ModelConfig) -> None:
-        super().__init__(of_a_stage(config), 0)
+        super().__init__(config, config.num_hidden_layers)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         self.e_proj, self.h_proj = Quantised(hidden, hidden), Quantised(hidden, hidden)
         self.enorm, self.hnorm, self.norm = (Norm(hidden, eps) for _ in range(3))
@@ -154,7 +148,7 @@ class Mtp(Head):
     def forward(self, run: Run, anchors: Anchors) -> Drafts:
         """Every position is an anchor here; those asked for are told of."""
         stage, (b, t) = self.stage, run.ids.shape
-        X, ids = run.streams[-1].flatten(0, 1), run.ids.roll(-1, 1)
+        X, ids = run.streams[-1].flatten(0, 1).float(), run.ids.roll(-1, 1)
         positions = torch.arange(t).repeat(b)
         turns, visible = self.turns(positions), self.in_window(positions)
         embedded = stage.e_proj(stage.enorm(self.embedding[ids.flatten()]))
@@ -192,7 +186,7 @@ class FirstStage(Block):
     """Stage 0 of DSpark, which makes what all stages know of the main model."""
 
     def __init__(self, config: ModelConfig, targets: int) -> None:
-        super().__init__(of_a_stage(config), 0)
+        super().__init__(config, config.num_hidden_layers)
         self.main_proj = Quantised(targets * config.hidden_size, config.hidden_size)
         self.main_norm = Norm(config.hidden_size, config.rms_norm_eps)
 
@@ -217,29 +211,20 @@ class LastStage(Block):
     """The last stage of DSpark, which turns streams into drafts."""
 
     def __init__(self, config: ModelConfig, rank: int) -> None:
-        super().__init__(of_a_stage(config), 0)
+        super().__init__(config, config.num_hidden_layers)
         self.norm, self.hc_head = Norm(config.hidden_size, config.rms_norm_eps), HyperHead(config)
         self.markov_head = MarkovHead(config.vocab_size, rank)
         self.confidence_head = ConfidenceHead(config.hidden_size + rank)
 
 
-class DSparkShape(NamedTuple):
-    """What config.json says of a DSpark head."""
-
-    block_size: int
-    noise_token_id: int
-    target_layer_ids: tuple[int, ...]
-    markov_rank: int
-
-
 class DSpark(Head):
     """DSpark: one pass drafts a block, whose slots see the main model's window and each other."""
 
-    def __init__(self, config: ModelConfig, frozen: Frozen, shape: DSparkShape) -> None:
-        first, last = FirstStage(config, len(shape.target_layer_ids)), LastStage(config, shape.markov_rank)
-        between = [Block(of_a_stage(config), 0) for _ in shape.target_layer_ids[2:]]
-        super().__init__(config, frozen, [first, *between, last], shape.block_size)
-        self.shape = shape
+    def __init__(self, config: ModelConfig, frozen: Frozen, settings: Dspark) -> None:
+        first, last = FirstStage(config, len(settings.target_layer_ids)), LastStage(config, settings.markov_rank)
+        between = [Block(config, config.num_hidden_layers) for _ in settings.target_layer_ids[2:]]
+        super().__init__(config, frozen, [first, *between, last], settings.block_size)
+        self.settings = settings
 
     @property
     def first(self) -> FirstStage:
@@ -257,7 +242,7 @@ class DSpark(Head):
 
     def main_x(self, run: Run) -> Tensor:
         """What all stages know of the main model's positions: [b * t, d]."""
-        tapped = run.streams[list(self.shape.target_layer_ids)].mean(3).bfloat16().float()  # [targets, b, t, d]
+        tapped = run.streams[list(self.settings.target_layer_ids)].mean(3).float()  # [targets, b, t, d]
         out: Tensor = self.first.main_norm(self.first.main_proj(tapped.permute(1, 2, 0, 3).flatten(2).flatten(0, 1)))
         return out
 
@@ -268,7 +253,7 @@ class DSpark(Head):
         ahead = 1 + torch.arange(slots)
         turns = self.turns((anchors.positions[:, None] + ahead).flatten())
         known = anchors.of(run.ids, ahead)  # [n, slots], the token before each place
-        ids = torch.full((n, slots), self.shape.noise_token_id)
+        ids = torch.full((n, slots), self.settings.noise_token_id)
         ids[:, 0] = known[:, 0]
         visible = torch.cat([self.in_window(anchors.positions), torch.ones(n, slots, dtype=torch.bool)], 1)
         X = self.embedding[ids.flatten()].unsqueeze(1).expand(-1, self.config.hc_mult, -1).contiguous()

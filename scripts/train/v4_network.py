@@ -120,7 +120,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.config, self.ratio, self.simulated = config, config.compress_ratios[layer], False
+        self.config, self.ratio, self.simulated = config, config.ratio(layer), False
         hidden, width = config.hidden_size, config.num_attention_heads * config.head_dim
         self.wq_a = Quantised(hidden, config.q_lora_rank)
         self.q_norm = Norm(config.q_lora_rank, config.rms_norm_eps)

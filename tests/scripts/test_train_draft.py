@@ -5,22 +5,27 @@ import random
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.mtp import drafting, stage_and_rest
 from model.config import ModelConfig
 from model.errors import ConfigError
+from model.observe import sites
+from model.observe.observer import listening
 from probes.demo_language.vocabulary import EOS, PAD, build_tokenizer
 from runtime.load import load
 from runtime.options import DEMO, RunOptions
 from scripts import train_draft as command
 from scripts.train import draft_learning
 from scripts.train.documents import Cell
-from scripts.train.draft import NOISE, new_head
+from scripts.train.draft import NOISE, fields, new_head
 from scripts.train.draft_learning import draw_text, is_projection, judge, run_main, shares, walk
 from scripts.train.draft_network import Anchors, Drafts, Run
+from scripts.train.files import write_draft
 from scripts.train.initial import initialise_draft
 from scripts.train.layers import merge
+from tests.stored_weights import decoded
 
 CONFIG = ModelConfig.from_file(DEMO / "config.json")
 SHORT = Cell(64, (2, 3), (2, 3), 1.0, 0.5, 0.0)
@@ -141,7 +146,7 @@ def random_head(name, seed=0):
 
 def random_run(length, seed=0):
     generator = torch.Generator().manual_seed(seed)
-    streams = torch.randn(4, 2, length, 4, 128, generator=generator).bfloat16().float()
+    streams = torch.randn(4, 2, length, 4, 128, generator=generator).bfloat16()
     ids = torch.randint(15, CONFIG.vocab_size, (2, length), generator=generator)
     return Run(ids, streams, torch.randn(2, length, CONFIG.vocab_size, generator=generator))
 
@@ -185,7 +190,7 @@ def mtp_drafts(head, run, document, p):
     """Logits of the places behind one anchor: a ring of rows up to p, then each place's own."""
     stage, ids, ring, logits, X = head.stage, run.ids[document], {}, [], None
     for position in range(p + head.places):
-        fed = run.streams[-1, document, position] if position <= p else X
+        fed = run.streams[-1, document, position].float() if position <= p else X
         u = stage.e_proj.weight @ normed(head.embedding[ids[position + 1]], stage.enorm.weight)
         X = u + torch.stack([stage.h_proj.weight @ normed(h, stage.hnorm.weight) for h in fed])
 
@@ -205,7 +210,7 @@ def dspark_drafts(head, run, document, p):
     first, last, ids = head.first, head.last, run.ids[document]
     main = {}
     for position in range(max(0, p - 15), p + 1):
-        tapped = torch.cat([run.streams[i, document, position].mean(0).bfloat16().float() for i in (1, 2, 3)])
+        tapped = torch.cat([run.streams[i, document, position].mean(0).float() for i in (1, 2, 3)])
         main[position] = normed(first.main_proj.weight @ tapped, first.main_norm.weight)
     slots = [head.embedding[token].expand(4, -1) for token in (ids[p + 1], *[NOISE] * 4)]
     for stage in head.blocks():
@@ -236,6 +241,33 @@ def test_drafts_are_those_of_the_equations_written_for_one_anchor(name, drafted)
         assert (found.logits[n] - logits).abs().max() < 1e-4
         if confidence is not None:
             assert (found.confidence[n] - confidence).abs().max() < 1e-4
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", WANTED)
+def test_the_product_drafts_what_was_trained(name, tmp_path):
+    """Plain numerics to rounding; of the deployed ones, what is simulated in training is nearer than plain ones are."""
+    head, far = random_head(name, 1), {}
+    write_draft(head, DEMO, fields(head), tmp_path)
+    stored = load_file(tmp_path / "model-mtp.safetensors")
+    experts = CONFIG.n_routed_experts
+    head.load_state_dict({part: decoded(stored, part, experts) for part in head.state_dict()})
+    ids = torch.randint(15, CONFIG.vocab_size, (40,), generator=torch.Generator().manual_seed(2))
+    for numerics in ("plain", "deployed"):
+        loaded = load(tmp_path, RunOptions(numerics, "fp32", draft=name, draft_tokens=3))
+        heard = loaded.head.listener()
+        with listening(loaded.model, {sites.STREAMS: heard}):
+            loaded.model(ids[:-1], loaded.model.new_state(40, 40))
+        drafted = loaded.head.draft(heard, ids.tolist(), 39, head.places, loaded.head.new_state(head.places))
+        run = run_main(loaded.model, torch.cat([ids, torch.tensor(drafted.tokens)])[None])
+        for simulated in (False, True):
+            head.simulate(on=simulated)
+            found = head(run, Anchors(torch.tensor([0]), torch.tensor([38])))
+            far[numerics, simulated] = (found.logits[0] - drafted.logits).abs().mean()
+            if name == "dspark" and (numerics, simulated) == ("plain", False):
+                assert (found.confidence[0] - drafted.confidence).abs().max() < 1e-4
+    assert far["plain", False] < 1e-5
+    assert far["deployed", True] < far["deployed", False]
 
 
 def test_drafts_are_counted_while_those_before_them_are_right():
