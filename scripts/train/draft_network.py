@@ -264,8 +264,7 @@ class DSpark(Head):
         h = self.last.hc_head(X).view(n, slots, -1)
         before = self.last.markov_head.markov_w1(known)  # [n, slots, rank]
         logits = linear(self.last.norm(h), self.head) + self.last.markov_head.markov_w2(before)
-        # how sure it is must not change what it drafts
-        confidence = self.last.confidence_head.proj(torch.cat([h, before], -1).detach()).squeeze(-1)
+        confidence = self.last.confidence_head.proj(torch.cat([h, before], -1)).squeeze(-1)
         return Drafts(logits, confidence)
 
     @staticmethod
