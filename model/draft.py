@@ -110,6 +110,8 @@ class Heard:
 
     def take(self, position: int) -> tuple[int, Tensor]:
         """All rows before `position`, which are forgotten: the position of the first, and [n, ...] of one window."""
+        assert self.rows, "nothing was heard"
+        assert position <= self.stop, f"position {position}, and all was heard before {self.stop}"
         self._end(position)
         rows, self.rows = self.rows, []
         assert rows, f"nothing was heard before position {position}"

@@ -271,7 +271,7 @@ class Conversation:
                 record=record,
                 decode=self.by.step,
                 drafting=self.drafting,
-                before=self.held,
+                before=tokens[: state.position],
             )
         except (Stopped, GeneratorExit):  # between two calls
             raise

@@ -2,8 +2,9 @@
 
 Tokens are chosen from the rows of that call as they would be from calls of one token, with the same sampler and
 generator, until one is not what was drafted: what is behind it was rejected, and the state goes back (`State.rewind`).
-The text is that of a run without drafts, to the token, because rows of one call have the bits of calls of one row: on
-the op set `cpu`, for up to `ROWS` rows (`tests.kernels.test_few_rows`). Where that is not shown no draft is made.
+The text is that of a run without drafts, to the token, because rows of one call have the bits of calls of one row: of
+the op sets `ALIKE`, for up to `ROWS` rows (`tests.kernels.test_few_rows`; Triton's in its interpreter). Where that is
+not shown no draft is made.
 """
 
 from collections.abc import Mapping
@@ -22,13 +23,14 @@ from model.draft import DraftHead, Drafts
 from model.errors import ConfigError
 from model.observe import sites
 from model.observe.sites import Listener, Site
-from model.variants.choice import Shard
+from model.variants.choice import GroupedShard, Shard
 from runtime.arithmetic import cache_formats
 from runtime.options import RunOptions
 
 if TYPE_CHECKING:
     from array import array
 
+ALIKE: Final = ("cpu", "triton")  # op sets
 ROWS: Final = 8  # of a call that verifies, at most: the last chosen token and what is drafted behind it
 LONGEST: Final = 4  # tokens that `lookup` compares
 SHORTEST: Final = 2  # of which so many agree at least: single tokens recur everywhere
@@ -129,12 +131,14 @@ def check_head(counted: Census, draft: str, where: str) -> None:
         raise ConfigError(f"--draft {draft}: {where} has {counted.mtp_head or 'no drafting head'}")
 
 
-def check_draft(config: Config, options: RunOptions, ops: Ops) -> None:
+def check_draft(config: Config, options: RunOptions, ops: Ops, *, graph: bool = False) -> None:
     """Refuse drafts where text would not be that of a run without them, before any weight is read: ConfigError."""
     if options.draft == OFF:
         return
     if options.draft in HEADS_BY_NAME and not isinstance(config, ModelConfig):
         raise ConfigError(f"--draft {options.draft}: a {config.model_type} model has no drafting head here")
+    if graph and bound(options.draft):
+        raise ConfigError(f"--draft {options.draft}: a drafting head hears nothing of a captured call, see --graph")
     if options.draft_tokens >= ROWS:
         raise ConfigError(f"--draft-tokens {options.draft_tokens}: want at most {ROWS - 1}")
     if options.draft_tokens >= options.prefill_chunk:
@@ -143,8 +147,9 @@ def check_draft(config: Config, options: RunOptions, ops: Ops) -> None:
             f" {options.prefill_chunk}"
         )
     alike = "rows of one call are not shown to have the bits of calls of one token"
-    if ops.name != "cpu":
-        raise ConfigError(f"--draft: ops {ops.name}: {alike}; those of --ops cpu have")
+    if ops.name not in ALIKE:
+        raise ConfigError(f"--draft: ops {ops.name}: {alike}; those of --ops {' and '.join(ALIKE)} have")
+    unlike = (Shard,) if ops.name == "cpu" else (Shard, GroupedShard)
     for layer, variant in enumerate(cache_formats(options, config).variants):
-        if isinstance(variant, Shard):
+        if isinstance(variant, unlike):
             raise ConfigError(f"--draft: layer {layer}: {variant}: {alike}")

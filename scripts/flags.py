@@ -209,9 +209,9 @@ def add_draft(p: argparse.ArgumentParser) -> None:
         "--draft",
         choices=DRAFTS,
         default=OFF,
-        help="guess tokens and verify them in one call of the model; the text stays the same (--ops cpu). lookup: what"
-        " followed the last tokens before follows again; mtp, dspark: by the checkpoint's drafting head; auto: by the"
-        " one that it has, or lookup (default off)",
+        help="guess tokens and verify them in one call of the model; the text stays the same (--ops cpu or triton)."
+        " lookup: what followed the last tokens before follows again; mtp, dspark: by the checkpoint's drafting head;"
+        " auto: by the one that it has, or lookup (default off)",
     )
     p.add_argument("--draft-tokens", type=positive, default=5, help="drafted at a time, at most 7 (default 5)")
     p.add_argument(

@@ -14,13 +14,13 @@ from kernels.compiled import aligned, array, compiled, each, loop, note_read, wa
 from kernels.experts.reference import Experts
 from kernels.formats.cpu import arrays, lay_out, placed
 from kernels.formats.groups import LINEAR_GROUP
-from kernels.formats.stored import Apart, Fp4, Fp8, Stack, member, members, places
+from kernels.formats.stored import Apart, Fp4, Fp8, Stack, layout, member, members, places
 from kernels.lanes import bfloat16, first_of, load_some, splat, store_some
 from kernels.linear.cpu import KINDS, four_rows, linear, padded, pieces_of
 from kernels.quantise.cpu import E4M3, round_row, simulate_fp8
 from kernels.swiglu.cpu import activate_row, swiglu
 
-FEW = 4  # tokens of whose experts few have two: each is read once then, but by those of several tokens
+FEW = 8  # tokens, as many as a draft and its token are: of V4's experts hardly one is of two of them, and read twice
 several: Final = Experts(linear, swiglu, simulate_fp8)  # of more tokens
 _INT, _F32, _PLACES = types.int64, types.float32[::1], (types.int64[::1], types.float32[::1])
 
@@ -40,7 +40,8 @@ def experts(
     (t, hidden), k, (inner, _) = x.shape, ids.shape[1], w1.shape
     up, down = member(w1, 0), member(w2, 0)
     assert type(up) is type(member(w3, 0)), f"w1 is {type(up).__name__}, w3 {type(member(w3, 0)).__name__}"
-    if t > FEW or type(up) is not type(down):
+    one_form = layout(up) == layout(member(w3, 0)) and all(not isinstance(w, Apart) or w.alike for w in (w1, w3, w2))
+    if t > FEW or type(up) is not type(down) or not one_form:
         return several(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
     chosen = [member(w, e) for w in (w1, w3, w2) for e in ids.flatten().tolist()]
     if not chosen:

@@ -99,7 +99,7 @@ def stack(weights: Sequence[Weight]) -> Weight:
 
 
 class Apart:
-    """Matrices of one form and shape, each where it lies: those of a mapped checkpoint, which nobody copies."""
+    """Matrices of one shape, each where it lies: those of a mapped checkpoint, which nobody copies."""
 
     def __init__(self, matrices: Sequence[Weight]) -> None:
         self.matrices = tuple(matrices)
@@ -108,6 +108,11 @@ class Apart:
     def shape(self) -> tuple[int, int]:
         """[out, in] of each, in weights."""
         return self.matrices[0].shape
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all of them are stored in one form."""
+        return len(set(map(layout, self.matrices))) == 1
 
     @cached_property
     def places(self) -> tuple[Tensor, Tensor]:

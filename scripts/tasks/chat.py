@@ -50,7 +50,7 @@ def _chat(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, watch:
     ops = op_set(args.ops or usual(options.device), options, config)
     if args.graph:
         check_graph(config, options.device, ops)
-    check_draft(config, options, ops)
+    check_draft(config, options, ops, graph=args.graph)
     context = args.max_context or min(CONTEXT, config.max_position_embeddings)
     console = Console(stderr=True)
     with console.loading(args.model):

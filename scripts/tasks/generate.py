@@ -55,7 +55,7 @@ def _generate(args: argparse.Namespace, given: Prompt, watch: Watch | None, grou
     ops = op_set(args.ops or usual(options.device), options, config)
     if args.graph and args.max_new_tokens > 1:
         check_graph(config, options.device, ops)
-    check_draft(config, options, ops)
+    check_draft(config, options, ops, graph=args.graph)
     held = 0 if args.load_state is None else saved_position(args.load_state) + 2  # a pending token, and an EOS after it
     context = args.max_context or held + len(prompt) + args.max_new_tokens - 1
     console = Console(stderr=True)

@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace, prompts: Prompts, done: Done, watch: Watch | 
     ops = op_set(args.ops or usual(options.device), options, config)
     if args.graph and args.max_new_tokens > 1:
         check_graph(config, options.device, ops)
-    check_draft(config, options, ops)
+    check_draft(config, options, ops, graph=args.graph)
     most = max(len(entry.ids) for entry in entries) + args.max_new_tokens - 1
     console = Console(stderr=True)
     with console.loading(args.model):

@@ -1,1 +1,1 @@
-"""Training of the demo checkpoint, of a small Llama, and of CoDA adapters over any Llama-family checkpoint."""
+"""Training of the demo, of drafting heads for it, of a small Llama, and of CoDA adapters over any of its family."""

@@ -4,20 +4,22 @@ Of a V4 network attention, indexer queries and shared experts become E4M3 with a
 experts E2M1 (two per byte, the even column in the low nibble) with a scale per 32 input channels, both scales E8M0.
 Embedding, head, norms, compressors, routers and `weights_proj` become BF16; sinks, `ape`, hyper-connections and router
 biases stay F32; the hash table is I64. One shard for the embedding, one for each layer, one for the head, as DeepSeek
-cuts them.
+cuts them. A drafting head is stored alike, its Markov and confidence heads in BF16, in a shard of its own.
 """
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from tokenizers.processors import TemplateProcessing
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels.formats.groups import FP4_BLOCK
 from kernels.formats.stored import Fp4
 from kernels.quantise.reference import E2M1_MAX, power_of_two_scale, round_e2m1
-from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.checkpoint import INDEX, Checkpoint
 from model.errors import ConfigError
 from model.llama.census import HEAD, census, check_tied_head, parameters
 from model.llama.config import LlamaConfig
@@ -27,12 +29,14 @@ from probes.demo_language.vocabulary import BOS, EOS, PAD, SPECIAL, build_tokeni
 from runtime.options import DEMO
 from runtime.output import write_json, write_text
 from runtime.tensorfile import write_safetensors
+from scripts.train import draft_network as draft
 from scripts.train import llama_network as llama
 from scripts.train import v4_network as v4
 from scripts.train.coda_network import attentions
 from scripts.train.layers import Quantised, fp8_blocks
 
 E2M1: Final = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+DRAFT: Final = "model-mtp.safetensors"
 ADAPTERS: Final = "coda_adapters.safetensors"
 KEPT_IN_F32: Final = ("attn_sink", "ape", "fn", "base", "scale", "gate.bias")
 LLAMA: Final[dict[str, Any]] = {  # config.json of the small Llama
@@ -70,7 +74,7 @@ def fp4_groups(W: Tensor) -> Fp4:
     return Fp4(packed.to(torch.uint8).view(torch.int8), scale.squeeze(2).to(torch.float8_e8m0fnu))
 
 
-def stored_tensors(network: v4.Network) -> dict[str, Tensor]:
+def stored_tensors(network: nn.Module) -> dict[str, Tensor]:
     """Every tensor of the checkpoint under its official name: hyper-connections have no module of their own there."""
     quantised = {name for name, module in network.named_modules() if isinstance(module, Quantised)}
     tensors: dict[str, Tensor] = {}
@@ -100,17 +104,39 @@ def write_v4(network: v4.Network, folder: Path) -> int:
     for name, tensor in stored_tensors(network).items():
         part = int(name.split(".")[1]) + 1 if name.startswith("layers.") else 0 if name.startswith("embed") else -1
         parts[part][name] = tensor.contiguous()
-    weight_map: dict[str, str] = {}
+    files: dict[str, str] = {}
     for i, tensors in enumerate(parts):
         file = f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
         write_safetensors(folder / file, tensors, {"format": "pt"})
-        weight_map |= dict.fromkeys(tensors, file)
-    total = sum(tensor.nbytes for tensors in parts for tensor in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_json(folder / "model.safetensors.index.json", index, indent=2)
+        files |= dict.fromkeys(tensors, file)
+    write_index(folder, files, sum(tensor.nbytes for tensors in parts for tensor in tensors.values()))
     write_text(folder / "config.json", (DEMO / "config.json").read_text(encoding="utf-8"))
     write_text(folder / "tokenizer.json", build_tokenizer().to_str(pretty=True))
-    return sum((folder / file).stat().st_size for file in set(weight_map.values()))
+    return sum((folder / file).stat().st_size for file in set(files.values()))
+
+
+def write_index(folder: Path, files: dict[str, str], size: int) -> None:
+    """Write what says which file each stored name is in; `size` is the bytes of all tensors."""
+    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(files.items()))}
+    write_json(folder / INDEX, index, indent=2)
+
+
+def write_draft(head: draft.Head, source: Path, changes: dict[str, Any], folder: Path) -> int:
+    """Write a checkpoint with a drafting head in a shard of its own into `folder`; the size of that shard in bytes.
+
+    Everything else is that of the checkpoint `source`, byte for byte; its config.json takes in `changes`.
+    """
+    checkpoint = Checkpoint.open(source)
+    for file in (*(shard.path.name for shard in checkpoint.shards), "tokenizer.json"):
+        shutil.copyfile(source / file, folder / file)
+    tensors = {name: tensor.contiguous() for name, tensor in stored_tensors(head).items()}
+    write_safetensors(folder / DRAFT, tensors, {"format": "pt"})
+    files = {name: tensor.shard.name for name, tensor in checkpoint.tensors.items()} | dict.fromkeys(tensors, DRAFT)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    write_index(folder, files, size + sum(tensor.nbytes for tensor in checkpoint.tensors.values()))
+    fields = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    write_json(folder / "config.json", fields | changes, indent=2)
+    return (folder / DRAFT).stat().st_size
 
 
 def write_llama(network: llama.Network, fields: dict[str, Any], folder: Path) -> int:

@@ -27,6 +27,7 @@ from model.config import ModelConfig
 from model.llama.config import LlamaConfig
 from scripts.train import llama_network as llama
 from scripts.train import v4_network as v4
+from scripts.train.draft_network import DSpark, Head, Mtp
 from scripts.train.layers import Gate, HyperConnection, HyperHead, MoE
 
 NOISE = 0.3  # on a projection that is set by hand
@@ -56,15 +57,38 @@ def initialise_v4(network: v4.Network, seed: int) -> None:
     fan_in(network.head.weight, generator)
     hyper_site(network.hc_head, generator)
     for block in network.blocks():
-        hyper_site(block.hc_attn, generator)
-        hyper_site(block.hc_ffn, generator)
-        experts(block.ffn, config, generator)
-        attention(block.attn, config, generator)
+        layer(block, config, generator)
         if block.attn.ratio == 4:
             read_alike(block.attn, config, u, generator)
         if block.attn.ratio == 128:
             attend_to_everything(block.attn, config, u)
     attend_to_previous(network.blocks()[0].attn, config, u)
+
+
+@torch.no_grad()
+def initialise_draft(head: Head, seed: int) -> None:
+    """Fill every parameter of a drafting head from `seed`. The Markov head adds nothing at first."""
+    generator = torch.Generator().manual_seed(seed)
+    for stage in head.blocks():
+        layer(stage, head.config, generator)
+    if isinstance(head, Mtp):
+        fan_in(head.stage.e_proj.weight, generator)
+        fan_in(head.stage.h_proj.weight, generator)
+        hyper_site(head.stage.hc_head, generator)
+    if isinstance(head, DSpark):
+        fan_in(head.first.main_proj.weight, generator)
+        hyper_site(head.last.hc_head, generator)
+        head.last.markov_head.markov_w1.weight.normal_(generator=generator)
+        head.last.markov_head.markov_w2.weight.zero_()
+        head.last.confidence_head.proj.weight.zero_()
+
+
+def layer(block: v4.Block, config: ModelConfig, generator: torch.Generator) -> None:
+    """Any block: both hyper-connections, experts, attention."""
+    hyper_site(block.hc_attn, generator)
+    hyper_site(block.hc_ffn, generator)
+    experts(block.ffn, config, generator)
+    attention(block.attn, config, generator)
 
 
 def hyper_site(site: HyperConnection | HyperHead, generator: torch.Generator) -> None:

@@ -227,7 +227,7 @@ def indexer_loss(batch: Batch, seen: list[v4.Seen]) -> Tensor:
     return torch.stack(losses).mean()
 
 
-def balance(network: v4.Network) -> None:
+def balance(network: nn.Module) -> None:
     """Nudge each expert's bias towards the mean load."""
     for module in network.modules():
         if isinstance(module, Gate) and not module.hashed:

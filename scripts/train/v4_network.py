@@ -7,6 +7,7 @@ stand one after the other; t is a multiple of the window.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -119,7 +120,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
-        self.config, self.ratio, self.simulated = config, config.compress_ratios[layer], False
+        self.config, self.ratio, self.simulated = config, config.ratio(layer), False
         hidden, width = config.hidden_size, config.num_attention_heads * config.head_dim
         self.wq_a = Quantised(hidden, config.q_lora_rank)
         self.q_norm = Norm(config.q_lora_rank, config.rms_norm_eps)
@@ -142,14 +143,34 @@ class Attention(nn.Module):
         rounded = torch.cat([simulate_fp8(kv.detach()[..., :nope], KV_GROUP).bfloat16(), stored[..., nope:]], -1)
         return straight_through(kv, rounded.float())
 
+    def latent(self, x: Tensor) -> Tensor:
+        """Map x [..., d] -> [..., q_lora], what queries and the indexer's are made from."""
+        out: Tensor = self.q_norm(self.wq_a(x))
+        return out
+
+    def query(self, latent: Tensor, turns: Angles) -> Tensor:
+        """Map [tokens, q_lora] -> rotated queries [tokens, h, head_dim]."""
+        q: Tensor = self.wq_b(latent).unflatten(1, (self.config.num_attention_heads, -1))
+        return rotate(rms_norm(q, None, self.config.rms_norm_eps), *turns)
+
+    def kv(self, x: Tensor, turns: Angles) -> Tensor:
+        """Map x [tokens, d] -> rows of the window [tokens, head_dim], rotated and rounded."""
+        return self.rounded_kv(rotate(self.kv_norm(self.wkv(x)), *turns))
+
+    def output(self, out: Tensor, turns: Angles) -> Tensor:
+        """Map what was attended to [tokens, h, head_dim] -> [tokens, d]."""
+        config, (cos, sin) = self.config, turns
+        out = rotate(out, cos, -sin).view(len(out), config.o_groups, -1)  # [tokens, g, heads * head_dim / g]
+        W = self.wo_a.deployed_weight().view(config.o_groups, config.o_lora_rank, -1)
+        y: Tensor = self.wo_b(torch.einsum("tgi,goi->tgo", out, W).flatten(1))
+        return y
+
     def forward(self, x: Tensor, turns: Angles, run: Run) -> Tensor:
         """Map x [b, t, d] -> [b, t, d]."""
-        config, (b, t) = self.config, x.shape[:2]
-        cos, sin = turns
-        qr = self.q_norm(self.wq_a(x))
-        q = self.wq_b(qr).view(b * t, config.num_attention_heads, config.head_dim)
-        q = rotate(rms_norm(q, None, config.rms_norm_eps), cos, sin).unflatten(0, (b, t))
-        kv = self.rounded_kv(rotate(self.kv_norm(self.wkv(x)).flatten(0, 1), cos, sin).unflatten(0, (b, t)))
+        b, t = x.shape[:2]
+        qr = self.latent(x)
+        q = self.query(qr.flatten(0, 1), turns).unflatten(0, (b, t))
+        kv = self.kv(x.flatten(0, 1), turns).unflatten(0, (b, t))
         entries, visible, scores = kv[:, :0], torch.zeros(b, t, 0, dtype=torch.bool), kv[:, :, :0]
         if self.ratio and t >= self.ratio:
             entries = self.rounded_kv(self.compressor(x, turns))
@@ -162,10 +183,7 @@ class Attention(nn.Module):
         out, probs = self.attend(q, kv, entries, visible)
         if self.ratio == 4:
             run.seen.append(Seen(probs, scores, visible))
-        out = rotate(out.flatten(0, 1), cos, -sin).view(b, t, config.o_groups, -1)  # [b, t, g, heads * head_dim / g]
-        W = self.wo_a.deployed_weight().view(config.o_groups, config.o_lora_rank, -1)
-        y: Tensor = self.wo_b(torch.einsum("btgi,goi->btgo", out, W).flatten(2))
-        return y
+        return self.output(out.flatten(0, 1), turns).view(b, t, -1)
 
     def attend(self, q: Tensor, kv: Tensor, entries: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
         """Map q [b, t, h, d], kv [b, t, d], entries [b, n, d] to output [b, t, h, d] and p on entries [b, t, h, n]."""
@@ -213,14 +231,27 @@ class Block(nn.Module):
 
     def forward(self, X: Tensor, ids: Tensor, turns: Angles, run: Run) -> Tensor:
         """X [b * t, streams, d], ids [b, t] -> X."""
+        return self.around(X, ids, lambda x: self.attn(x.view(*ids.shape, -1), turns, run).flatten(0, 1))
+
+    def around(self, X: Tensor, ids: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+        """X [tokens, streams, d], ids of as many tokens -> X; `attend` maps [tokens, d] to as much."""
         x, post, comb = self.hc_attn(X)
-        y = self.attn(self.attn_norm(x).view(*ids.shape, -1), turns, run)
-        X = merge(X, y.flatten(0, 1), post, comb)
+        X = merge(X, attend(self.attn_norm(x)), post, comb)
         x, post, comb = self.hc_ffn(X)
         return merge(X, self.ffn(self.ffn_norm(x), ids.flatten()), post, comb)
 
 
-class Network(nn.Module):
+class Rounding(nn.Module):
+    """A network whose layers can round as the deployed model does."""
+
+    def simulate(self, *, on: bool) -> None:
+        """Switch the rounding of the deployed model on or off."""
+        for module in self.modules():
+            if isinstance(module, Attention | Indexer | MoE | Quantised):
+                module.simulated = on
+
+
+class Network(Rounding):
     """ids [b, t] -> logits [b, t, vocab]."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -235,12 +266,6 @@ class Network(nn.Module):
     def blocks(self) -> list[Block]:
         """The layers, in order."""
         return [block for block in self.layers if isinstance(block, Block)]
-
-    def simulate(self, *, on: bool) -> None:
-        """Switch the rounding of the deployed model on or off."""
-        for module in self.modules():
-            if isinstance(module, Attention | Indexer | MoE | Quantised):
-                module.simulated = on
 
     def forward(self, ids: Tensor, run: Run) -> Tensor:
         """Logits at every position."""

@@ -1,10 +1,10 @@
-"""On the CPU's op set rows of one call have the bits of calls of one row, for as many as a draft and its token are.
+"""Rows of one call have the bits of calls of one row, for as many as a draft and its token are: on the CPU and Triton.
 
-One table of all ops that a model calls, at the widths of the demo and of V4-Flash; `tests.model.test_rewind` has whole
-models. That nothing of another row enters is tested with each op.
+One table of all ops that a model calls, at the widths of the demo and, on the CPU, of V4-Flash; whole models are in
+`tests.model.test_rewind` and `test_triton_model`. That nothing of another row enters is tested with each op.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kernels.formats import rows as forms
 from kernels.formats.stored import Dense
+from kernels.linear.reference import Product
 from kernels.ops import CPU, Ops
-from tests.kernels.every_backend import seeded
+from tests.kernels.every_backend import TRITON, both_dtypes, on_triton, seeded
 from tests.kernels.test_experts import layer
 from tests.kernels.test_linear import FORMS
 
@@ -143,6 +144,14 @@ def products(ops: Ops, of: Widths, dtype: torch.dtype) -> dict[str, Rows]:
             made[f"grouped_linear, {name}"] = some(
                 ops.grouped_linear, rand(ROWS, 2, of.hidden), rest=(form(g, 256, of.hidden), 2)
             )
+    several = [Product(FORMS["fp8"](g, 200, of.hidden)), Product(FORMS["bf16"](g, 72, of.hidden), wide=True)]
+    for deployed in (False, True):
+        made[f"linears, deployed {deployed}"] = some(
+            lambda y, deployed=deployed: ops.linears(y, several, deployed=deployed), x
+        )
+    scored, bias = Dense(rand(of.experts, of.hidden).bfloat16()), rand(of.experts).float()
+    made["gate"] = some(ops.gate, x, rest=(scored, bias, None, 6, 1.5))
+    made["gate, by token id"] = some(lambda y, ids: ops.gate(y, scored, None, ids, 6, 1.5), x, chosen)
     for form in ("fp4", "bf16"):
         w1, w3, w2 = layer(form, of.experts, of.hidden, of.inner, 3)[0]
         deployed = form == "fp4"
@@ -156,24 +165,35 @@ def parts(found: object) -> list[Tensor]:
     return [found] if isinstance(found, Tensor) else list(found)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
-@pytest.mark.parametrize("widths", WIDTHS)
-def test_rows_of_a_call_are_calls_of_a_row(widths, dtype, threads):
+def differing(ops: Ops, of: Widths, dtype: torch.dtype, threads: int, counts: Sequence[int]) -> list[str]:
+    """Calls of so many rows whose bits are not those of calls of one row on one thread."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        of = WIDTHS[widths]
-        made = cases(CPU, of, dtype) | products(CPU, of, dtype)
+        made = cases(ops, of, dtype) | products(ops, of, dtype)
         alone = {name: [parts(run(row, 1)) for row in range(ROWS)] for name, run in made.items()}
         torch.set_num_threads(threads)
         wrong = []
         for name, run in made.items():
-            for n in range(1, ROWS + 1):
+            for n in counts:
                 for at, found in enumerate(parts(run(0, n))):
                     wanted = torch.cat([row[at] for row in alone[name][:n]])
                     if not torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8)):
                         wrong.append(f"{name}, {n} rows")
-        assert not wrong
+        return wrong
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@both_dtypes
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_rows_of_a_call_are_calls_of_a_row(widths, dtype, threads):
+    assert not differing(CPU, WIDTHS[widths], dtype, threads, range(1, ROWS + 1))
+
+
+@on_triton
+@both_dtypes
+def test_rows_of_a_launch_are_launches_of_a_row(dtype):
+    """In the interpreter, whose programs are those of a GPU: a program that sums otherwise shows here as there."""
+    assert not differing(TRITON, WIDTHS["demo"], dtype, 1, (2, 5, ROWS))

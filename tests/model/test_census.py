@@ -3,6 +3,7 @@ import hashlib
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from safetensors.torch import save_file
 from model.checkpoint import names
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.mtp import Head, announced, copied, head_parameters
 from model.checkpoint.names import Role, parameters, translate
+from model.checkpoint.published import published_tensors
 from model.checkpoint.tensor_mapping import Form
 from model.checkpoint.weights import open_weights
 from model.config import ModelConfig
@@ -389,6 +392,103 @@ def test_what_a_drafting_head_does_not_have_is_unknown(config, head, stored):
 )
 def test_stages_that_are_no_head_are_refused(config, stored, want):
     assert complaint(drafting(*stored), config) == f"drafting head (1): {want}"
+
+
+# The same, bound as a part of the model: nothing of it may lack.
+
+
+@pytest.fixture(scope="module", params=list(Head))
+def whole(request):
+    """A config, and the list of a checkpoint with this head."""
+    added = {f"dspark_{name}": value for name, value in SMALL.items()} if request.param is Head.DSPARK else {}
+    config = micro_config(**added)
+    tensors = make_tensors(config, seed=1, head=request.param)
+    names = {safetensors_name(tensor.dtype): None for tensor in tensors.values()}
+    assert None not in names
+    listed = {name: (safetensors_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in tensors.items()}
+    return request.param, ModelConfig.from_json(config, "micro"), listed
+
+
+SMALL = {"block_size": 3, "noise_token_id": 15, "target_layer_ids": [0, 1], "markov_rank": 4}
+
+
+def safetensors_name(dtype):
+    of = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64", torch.int8: "I8"}
+    return (of | {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e8m0fnu: "F8_E8M0"})[dtype]
+
+
+def test_a_head_that_is_bound_is_whole(whole):
+    head, config, listed = whole
+    counted = census(listed, config, head=True)
+    assert (counted.head, census(listed, config).head) == (head, None)
+    bound = {name for name in counted.mappings if name.startswith("mtp.")}
+    assert bound == head_parameters(head, config).keys()
+    assert not counted.ignored
+    dialect = {f"model.{name}" if name.startswith("mtp.") else name: form for name, form in listed.items()}
+    assert census(dialect, config, head=True).mappings.keys() == counted.mappings.keys()
+
+
+def test_every_tensor_of_a_head_must_be_there_and_as_it_should_be(whole):
+    """But where it is not run: then any of it may be missing, and of any shape."""
+    _, config, listed = whole
+
+    def told(changed):
+        with pytest.raises(CheckpointError) as caught:
+            census(changed, config, head=True)
+        return str(caught.value)
+
+    for name, (dtype, shape) in listed.items():
+        if not name.startswith("mtp.") or re.search(r"experts\.[1-3]\.", name):
+            continue
+        less = {other: form for other, form in listed.items() if other != name}
+        assert name.removesuffix(".scale").removesuffix(".weight") in told(less)
+        assert name in told(listed | {name: (dtype, (*shape[:-1], shape[-1] + 1))})
+        assert name in told(listed | {name: ("I64" if dtype != "I64" else "F32", shape)})
+        assert census(less, config).head is None
+
+
+def test_copies_of_embedding_and_head_are_not_bound(config):
+    listed = {
+        name: ("F32", tuple(tensor.shape))
+        for name, tensor in make_tensors(micro_config(), seed=1, formats="f32", head=Head.MTP).items()
+        if tensor.dtype != torch.int64
+    }
+    listed |= {name: form for name, form in listing("f32").items() if form[0] == "I64"}
+    copies = {"mtp.0.emb.tok_emb.weight": ("F32", (16, 64)), "mtp.0.head.weight": ("F32", (16, 64))}
+    assert census(listed | copies, config, head=True).ignored.keys() == copies.keys()
+
+
+def test_dspark_needs_all_that_config_says_of_it(whole):
+    head, config, listed = whole
+    if head is Head.MTP:
+        assert announced(replace(config, num_mtp_layers=1)) is Head.MTP
+        assert announced(config) is None
+        return
+    assert announced(config) is Head.DSPARK
+    with pytest.raises(CheckpointError, match=r"DSpark, and config\.json lacks some of dspark_block_size"):
+        census(listed, replace(config, dspark=None), head=True)
+
+
+@needs_lists
+@pytest.mark.parametrize(
+    ("name", "head"),
+    [
+        ("Flash", "preview MTP"),
+        ("Flash-0731", "DSpark"),
+        ("Flash-Base", "preview MTP"),
+        pytest.param("Pro", "preview MTP", marks=pytest.mark.slow),
+        pytest.param("Pro-0813", "DSpark", marks=pytest.mark.slow),
+    ],
+)
+def test_published_heads_are_bound_to_the_last_tensor(name, head):
+    config, listed = ModelConfig.from_file(CONFIGS / f"DeepSeek-V4-{name}.json"), published(name)
+    counted = census(listed, config, head=True)
+    assert counted.head == announced(config) == head
+    scales = sum(mapping.scale is not None for mapping in counted.mappings.values())
+    assert len(counted.mappings) + scales == len(listed) - len(counted.ignored)
+    assert all(copied(stored) for stored in counted.ignored)
+    experts, scale = ("fp8", "F32") if name == "Flash-Base" else ("fp4", "F8_E8M0")
+    assert published_tensors(config, experts, scale, counted.head).keys() == listed.keys() - counted.ignored.keys()
 
 
 # Names

@@ -8,13 +8,17 @@ import torch
 
 from kernels.ops import CPU
 from kernels.triton_ops import TRITON
+from model.checkpoint.mtp import Head
+from model.observe import sites
+from model.observe.observer import listening
 from probes.shared.alive import peak_alive
 from runtime.load import load, load_any
 from runtime.options import RunOptions
 from runtime.plan.call import SLACK
 from runtime.plan.planner import Planner
+from runtime.statefile import snapshot
 from tests.coda_adapters import adapted, write_safetensors
-from tests.make_checkpoint import tiny_config, write_checkpoint
+from tests.make_checkpoint import DSPARK, tiny_config, write_checkpoint
 from tests.transformers_model import load_ours, oracle, our_logits
 
 # Sums of some hundred fp32 products in another order, through three layers: as of chunking, audits/plain-parity.md.
@@ -38,6 +42,42 @@ def test_logits_of_prefill_and_decode_are_those_of_the_blocked_ops(directory, kv
     torch.testing.assert_close(ours, want, rtol=0, atol=BOUND)
     if "shard" in str(kv):
         assert (want - our_logits(load_ours(directory), tokens)).abs().max() > 100 * BOUND, "codes matter"
+
+
+def test_rows_of_a_call_are_calls_of_a_row(tmp_path):
+    """As drafts need: logits and caches to the bit, in the dtype and numerics that are served; windows of 4 close."""
+    write_checkpoint(tmp_path, tiny_config(), seed=2)
+    model = load(tmp_path, RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4"), TRITON).model
+    tokens = torch.randint(0, 500, (17,), generator=torch.Generator().manual_seed(0))[:14]
+    found = []
+    for sizes in ([6, 5, 3], [6, *[1] * 8]):
+        state = model.new_state(14, 8, rewind=4)
+        logits = torch.cat([model.logits(model(part, state)) for part in tokens.split(sizes)])
+        found.append((logits[6:], snapshot(state).tensors))
+    (ours, caches), (wanted, others) = found
+    assert torch.equal(ours, wanted)
+    assert caches.keys() == others.keys()
+    assert not [name for name, part in caches.items() if not equal_bits(part, others[name])]
+
+
+def equal_bits(one, other):
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("head", list(Head))
+def test_drafts_of_heads_are_those_of_the_cpu(tmp_path, head):
+    write_checkpoint(tmp_path, tiny_config(**(DSPARK if head is Head.DSPARK else {})), seed=3, head=head)
+    sequence = torch.randint(0, 500, (24,), generator=torch.Generator().manual_seed(1)).tolist()
+    found = []
+    for ops in (CPU, TRITON):
+        loaded = load(tmp_path, RunOptions("plain", "fp32", draft="auto", draft_tokens=3), ops)
+        heard, state = loaded.head.listener(), loaded.model.new_state(32, 23, rewind=3)
+        with listening(loaded.model, {sites.STREAMS: heard}):
+            loaded.model(torch.tensor(sequence[:-1]), state)
+        found.append(loaded.head.draft(heard, sequence, 23, 3, loaded.head.new_state(3)))
+    want, ours = found
+    assert ours.tokens == want.tokens
+    torch.testing.assert_close(ours.logits, want.logits, rtol=0, atol=5 * BOUND)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_po
 
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.mtp import Head
 from model.config import ModelConfig
 from probes.draft_oracle import FAULTS, RIGHT, Block, Dspark, Mtp, SlotBlock, acts, skipping
 from probes.oracle import KV_BLOCK, LINEAR_BLOCK, Noise, Parameters, rounded_e4m3
@@ -29,12 +30,12 @@ def exact(replicas=0):
 
 @pytest.fixture(scope="module")
 def mtp_values():
-    return random_head(CONFIG, "mtp")
+    return random_head(CONFIG, Head.MTP)
 
 
 @pytest.fixture(scope="module")
 def dspark_values():
-    return random_head(CONFIG, "dspark")
+    return random_head(CONFIG, Head.DSPARK)
 
 
 def mtp_of(values, *, deployed=True, noise=None, reading=RIGHT, config=CONFIG):

@@ -2,10 +2,12 @@
 is that of these tokens, however it came to them."""
 
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import torch
 
+from model.checkpoint.mtp import Head
 from model.errors import CapacityError, StateError
 from model.state import State
 from runtime import conversation as module
@@ -15,11 +17,12 @@ from runtime.generate import Generation, generate, prefill
 from runtime.load import load, load_any
 from runtime.options import DEMO, RunOptions
 from runtime.sampling import Sampling
-from runtime.statefile import load_state, save_state
+from runtime.statefile import copy_state, load_state, save_state
 from runtime.text.encoding import encode_messages
 from runtime.text.messages import check_messages
 from runtime.text.tokenizer import Tokenizer
 from tests.llama_model import LLAMA3, oracle, write_tokenizer
+from tests.make_checkpoint import DSPARK, tiny_config, write_checkpoint
 
 PLAIN = RunOptions("plain", "fp32", prefill_chunk=8)
 QUESTIONS = ("What is the capital of France?", "What is the capital of Japan?", "What is the currency of Japan?")
@@ -141,6 +144,44 @@ def test_an_answer_that_is_spelled_otherwise_is_read_as_its_text_is_encoded(talk
     chosen = said(talk, QUESTIONS[0])
     assert talk.tokens == encoded(talk, talk.turns[:-1]) + chosen
     assert talk.loaded.model.read == talk.tokens[:-1]
+
+
+@pytest.mark.parametrize("form", [CHAT, THINKING], ids=["chat", "thinking"])
+@pytest.mark.parametrize("draft", ["lookup", "mtp", "dspark"])
+def test_a_conversation_with_drafts_is_the_same(tmp_path, tokenizer, form, draft):
+    """Also broken off, and over turns: what is looked up are tokens of all turns, and a head goes on from the last."""
+    if draft != "lookup":
+        kind, more = {"mtp": (Head.MTP, {}), "dspark": (Head.DSPARK, DSPARK)}[draft]
+        write_checkpoint(tmp_path, tiny_config(vocab_size=1024, **more), seed=4, head=kind)
+    options = replace(PLAIN, draft=draft, draft_tokens=4)
+    both = load(DEMO if draft == "lookup" else tmp_path, options)
+    told = []
+    for chosen in (options, PLAIN):
+        talk = Conversation(both._replace(directory=DEMO), chosen, tokenizer, form, 512)
+        said = []
+        for text, taken in zip(QUESTIONS, (20, 7, 20), strict=True):
+            record = Generation()
+            reply = talk.reply(text, sampling=Sampling(0.7, 1.0, 5), record=record, limit=20).tokens
+            said.append([token for _, token in zip(range(taken), reply, strict=False)])
+            reply.close()
+            said.append(logits_of(talk))
+        told.append(said)
+        if chosen.draft != "off":
+            assert record.drafted, "nothing was drafted"
+            if draft != "lookup":
+                drafter = talk.drafting.drafter
+                assert (drafter.before, drafter.state.position <= talk.state.position) == (0, True)
+                assert talk.state.position - drafter.state.position <= 5, "behind the last draft nothing is left but it"
+    ours, wanted = told
+    for one, other in zip(ours, wanted, strict=True):
+        assert one == other if isinstance(one, list) else torch.equal(one, other)
+
+
+def logits_of(talk):
+    """What the state says next; a state in use is not moved on by it."""
+    copy = talk.loaded.model.new_state(512, 8, rewind=talk.state.kept)
+    copy_state(talk.state, copy)
+    return talk.loaded.model.logits(talk.loaded.model(torch.tensor([5]), copy))[0]
 
 
 @pytest.mark.parametrize("form", [CHAT, THINKING], ids=["chat", "thinking"])

@@ -8,6 +8,7 @@ import torch
 
 from kernels.ops import CPU, REFERENCE
 from model.architectures import config_from_file
+from model.checkpoint.mtp import Head
 from model.errors import ConfigError
 from runtime.drafting import Drafting, check_draft, drafting, lookup
 from runtime.generate import Generation, generate
@@ -16,7 +17,8 @@ from runtime.memory import new_state
 from runtime.options import DEMO, RunOptions
 from runtime.sampling import Sampling
 from runtime.statefile import snapshot
-from tests.make_checkpoint import tiny_config, write_checkpoint
+from tests import gloo
+from tests.make_checkpoint import DSPARK, tiny_config, write_checkpoint
 
 MOST = 5
 PROMPT = torch.randint(2, 300, (117,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -42,7 +44,7 @@ def one_thread():
 
 def run(model, drafter, sampling=SAMPLED, *, eos=(), limit=LIMIT, taken=None, prompt=PROMPT):
     """The record, the state, and the tokens that were taken, of which there may be a largest number."""
-    by = None if drafter is None else Drafting("test", drafter, MOST)
+    by = Drafting("test", drafter, MOST) if callable(drafter) else drafter
     state, record = new_state(model, len(prompt) + limit - 1, 64, None, MOST if by else 0), Generation()
     how = {"eos": eos, "limit": limit, "sampling": sampling, "progress": lambda _: None, "record": record}
     stream, tokens = generate(model, state, prompt, drafting=by, alternatives=1, **how), []
@@ -54,13 +56,13 @@ def run(model, drafter, sampling=SAMPLED, *, eos=(), limit=LIMIT, taken=None, pr
     return record, state, tokens
 
 
-def assert_same(found, wanted):
+def assert_same(found, wanted, length=117):
     (ours, state, tokens), (theirs, other, expected) = found, wanted
     assert tokens == expected
     assert (ours.tokens, ours.ended, ours.pending) == (theirs.tokens, theirs.ended, theirs.pending)
     assert ours.likelihoods == theirs.likelihoods
     a, b = snapshot(state), snapshot(other)
-    assert a.position == b.position == len(PROMPT) + len(ours.tokens) - 1
+    assert a.position == b.position == length + len(ours.tokens) - 1
     for name, part in b.tensors.items():
         assert torch.equal(a.tensors[name].contiguous().view(torch.uint8), part.contiguous().view(torch.uint8)), name
 
@@ -138,6 +140,80 @@ def test_a_text_that_repeats_itself_is_looked_up(sampling):
     assert record.calls < 119
 
 
+# --- heads
+
+
+@pytest.fixture(scope="module", params=list(Head))
+def headed(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("head")
+    write_checkpoint(path, tiny_config(**(DSPARK if request.param is Head.DSPARK else {})), seed=11, head=request.param)
+    return request.param, path
+
+
+HEADED = RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4", draft="auto", draft_tokens=MOST)
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 16, 117, 127, 128])
+def test_tokens_and_caches_with_a_head(headed, length, sampling):
+    """Its drafts are random here, and hardly any is right: what is rejected leaves no trace."""
+    kind, path = headed
+    loaded = load(path, HEADED, CPU)
+    by = drafting(HEADED, loaded.head)
+    assert by.name == {Head.MTP: "mtp", Head.DSPARK: "dspark"}[kind]
+    prompt = (PROMPT * 2)[:length]
+    plain, drafted = (run(loaded.model, one, sampling, prompt=prompt, limit=12) for one in (None, by))
+    assert_same(drafted, plain, length)
+    record = drafted[0]
+    assert record.calls + sum(record.accepted) + 1 == 12
+    assert record.drafted[0] in {record.calls, record.calls - 1}, "behind the eleventh there is no room"
+
+
+def test_confidence_chooses_how_many_are_run(headed):
+    kind, path = headed
+    loaded = load(path, HEADED, CPU)
+    counts = {}
+    for least in (0.0, 0.2, 0.6, 1.0):
+        by = drafting(replace(HEADED, draft_confidence=least), loaded.head)
+        counts[least] = sum(run(loaded.model, by, limit=20)[0].drafted)
+    if kind is Head.MTP:
+        assert len(set(counts.values())) == 1, "it has none"
+    else:
+        assert counts[0.0] > counts[0.2] > counts[0.6] > counts[1.0] == 0
+
+
+def test_a_head_that_is_not_there_is_refused(headed):
+    kind, path = headed
+    other = "dspark" if kind is Head.MTP else "mtp"
+    with pytest.raises(ConfigError, match=f"--draft {other}: .* has {kind}$"):
+        load(path, replace(HEADED, draft=other), CPU)
+    with pytest.raises(ConfigError, match=f"--draft {other}: .* has no drafting head$"):
+        load(DEMO, replace(HEADED, draft=other), CPU)
+    assert load(DEMO, HEADED, CPU).head is None
+    assert load(path, RunOptions(), CPU).head is None, "nothing of it is read"
+
+
+def on_ranks(group, path, drafted):
+    options = RunOptions("plain", "fp32", draft="auto", draft_tokens=MOST)
+    loaded = load(path, options, CPU, group)
+    by = drafting(options, loaded.head) if drafted else None
+    record, _, tokens = run(loaded.model, by, Sampling(), limit=12)
+    return tokens, record.drafted, sum(loaded.held.values())
+
+
+def test_a_head_on_two_ranks(headed):
+    _, path = headed
+    ((wanted, _, whole),) = gloo.run(1, on_ranks, path, False)
+    first, second = gloo.run(2, on_ranks, path, True)
+    assert first[:2] == second[:2]
+    assert first[0] == wanted
+    assert sum(first[1]) > 0
+    assert first[2] < whole, "a stage's experts, heads and rows of outputs are cut as the model's are"
+
+
+# --- looking up
+
+
 @pytest.mark.parametrize(
     ("tokens", "most", "drafted"),
     [
@@ -164,10 +240,14 @@ def test_drafts_that_could_change_the_text_are_refused():
     assert drafting(RunOptions()) is None
     for changed, ops, why in (
         (options, REFERENCE, "--draft: ops reference: rows of one call"),
-        (options, CPU._replace(name="triton"), "--draft: ops triton"),
+        (options, CPU._replace(name="other"), "--draft: ops other: .*; those of --ops cpu and triton have"),
         (replace(options, draft_tokens=8), CPU, "--draft-tokens 8: want at most 7"),
         (replace(options, prefill_chunk=5), CPU, "--draft-tokens 5: .* --prefill-chunk is 5"),
         (replace(options, kv=("2=shard",)), CPU, "--draft: layer 2: shard:bits=6,keys=8: rows of one call"),
     ):
         with pytest.raises(ConfigError, match=why):
             check_draft(config, changed, ops)
+    check_draft(config, options, CPU, graph=True)
+    for draft in ("mtp", "dspark", "auto"):
+        with pytest.raises(ConfigError, match=f"--draft {draft}: a drafting head hears nothing of a captured call"):
+            check_draft(config, replace(options, draft=draft), CPU, graph=True)

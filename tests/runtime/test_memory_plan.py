@@ -10,11 +10,14 @@ import torch
 from kernels.ops import CPU
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
+from model.checkpoint.mtp import Head
 from model.checkpoint.published import published_tensors
 from model.checkpoint.tensor_mapping import Form
 from model.checkpoint.weights import open_weights
 from model.config import LayerKind, ModelConfig
 from model.errors import CapacityError
+from model.observe import sites
+from model.observe.observer import listening
 from model.ranks.ranks import Group, Ranks
 from model.transformer import Transformer
 from runtime import memory
@@ -25,8 +28,10 @@ from runtime.options import DEMO, RunOptions
 from runtime.plan.planner import RESERVE, Planner
 from runtime.plan.weights import WeightKind, total, weights
 from runtime.sharding import sharding_plan
+from tests import held_bytes
 from tests.held_bytes import held_caches, held_weights
-from tests.make_checkpoint import FORMATS, make_tensors, tiny_config, write_checkpoint, write_tensors
+from tests.make_checkpoint import DSPARK, FORMATS, make_tensors, tiny_config, write_checkpoint, write_tensors
+from tests.peak_memory import peak_bytes
 
 CONFIGS = Path(__file__).parents[2] / "model" / "published"
 GPU = RunOptions(device="cuda", prefill_chunk=8192)
@@ -249,6 +254,45 @@ def test_caches_are_allocated_to_the_byte(options, context):
         for component, size in parts.items():
             by_component[component] = by_component.get(component, 0) + size
     assert by_component == state.nbytes()
+
+
+# --- drafting heads
+
+
+@pytest.fixture(scope="module", params=list(Head))
+def headed(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("head")
+    write_checkpoint(path, tiny_config(**(DSPARK if request.param is Head.DSPARK else {})), seed=1, head=request.param)
+    options = RunOptions(draft="auto", draft_tokens=5, prefill_chunk=6)
+    return load(path, options), options
+
+
+def test_weights_and_rings_of_a_head(headed):
+    loaded, options = headed
+    plan = planner((loaded.model.config, loaded.census), 1, options).plan(500)
+    model = {tensor.data_ptr() for _, tensor in held_bytes._once(loaded.model)}
+    found = [part for _, part in held_bytes._once(loaded.head) if part.data_ptr() not in model]
+    mapped = sum(part.nbytes for part in found if not part.untyped_storage().resizable())
+    own = sum(part.untyped_storage().nbytes() for part in found if part.untyped_storage().resizable())
+    frequencies = loaded.model.config.qk_rope_head_dim // 2 * 4
+    planned = plan.weights[WeightKind.DRAFTING]
+    assert (planned.mapped, planned.own) == (mapped, own - frequencies)
+    assert plan.weights[WeightKind.ROTARY].own == 3 * frequencies
+    assert plan.caches["drafting head"] == {"window": loaded.head.new_state(options.draft_tokens).nbytes()}
+
+
+def test_what_a_draft_holds(headed):
+    """Of a call as short as a draft: in a longer one the model holds more than its head ever does."""
+    loaded, options = headed
+    head, heard, ids = loaded.head, loaded.head.listener(), torch.arange(300)
+    state, drafts = loaded.model.new_state(310, options.prefill_chunk), head.new_state(options.draft_tokens)
+    with listening(loaded.model, {sites.STREAMS: heard}):
+        for part in ids.split(6):
+            loaded.model(part, state)
+    k = min(options.draft_tokens, head.most)
+    taken = peak_bytes(lambda: head.draft(heard, [*ids.tolist(), 3], 300, k, drafts))
+    planned = planner((loaded.model.config, loaded.census), 1, options).largest(310, 6, even=False, few_pass=False)
+    assert taken <= planned.nbytes
 
 
 # --- what fits

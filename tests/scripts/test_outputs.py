@@ -37,6 +37,7 @@ from scripts import (
     plan,
     train_coda,
     train_demo,
+    train_draft,
     train_llama,
 )
 from scripts.bench import command as bench
@@ -146,6 +147,8 @@ def files(tmp_path, monkeypatch):
         (fault_matrix, ("--out", "page.json"), "--out page.json: is the name of the JSON that goes beside the page"),
         (train_llama, ("--out", "."), ".: exists and is not empty"),
         (train_demo, ("--out", "."), ".: exists and is not empty"),
+        (train_draft, ("mtp", "--out", "."), ".: exists and is not empty"),
+        (train_draft, ("mtp", "--out", DEMO / "x"), f"the model's directory {DEMO}"),
         (train_coda, (DEMO, "--out", "."), ".: exists and is not empty"),
         (train_coda, (DEMO, "--out", "x", "--page", "y"), "--page y: want a name that ends in .md"),
         (bench, ("compare-transformers", "--checkpoint", "."), ".: exists and is not empty"),
@@ -496,6 +499,7 @@ except SystemExit as end:
         ("memory_db", ("ask", "--state", "nowhere", "--question", "?"), "nowhere: No such file or directory"),
         ("train_llama", ("--out", "model/demo"), "model/demo: exists and is not empty"),
         ("train_demo", ("--out", "model/demo"), "model/demo: exists and is not empty"),
+        ("train_draft", ("dspark", "--model", "nowhere", "--out", "/tmp/x"), "nowhere/config.json: No such file"),
         ("demo_document", ("needle", "--tokens", "3"), "--tokens 3: a document of this kind has at least 64"),
         ("demo_document", ("common", "--tokens", "191"), "--tokens 191: a document of this kind has at least 192"),
     ],

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from kernels.formats.reference import decode
-from kernels.formats.stored import Fp4, Fp8
 from kernels.quantise.reference import simulate_fp4, simulate_fp8
 from model.config import ModelConfig
 from probes.demo_language.prompts import fact_prompts
@@ -25,6 +24,7 @@ from scripts.train.initial import initialise_v4
 from scripts.train.layers import fp8_blocks, sinkhorn
 from scripts.train.learning import train_v4
 from scripts.train.v4_network import Network, Run
+from tests.stored_weights import decoded
 
 CONFIG = ModelConfig.from_file(DEMO / "config.json")
 
@@ -180,23 +180,13 @@ def test_stored_weights_decode_to_what_training_rounded_them_to():
     assert torch.equal(decode(fp8_blocks(W)), expected)
 
 
-def decoded(stored, name: str) -> torch.Tensor:
-    """What a file holds for a parameter or buffer of the network, experts stacked."""
-    if name.endswith(("ffn.w1", "ffn.w2", "ffn.w3")):
-        stems = [f"{name[:-2]}experts.{e}.{name[-2:]}" for e in range(CONFIG.n_routed_experts)]
-        return torch.stack([decode(Fp4(stored[f"{stem}.weight"], stored[f"{stem}.scale"])) for stem in stems])
-    name = re.sub(r"(hc_\w+)\.", r"\1_", name)
-    scale = stored.get(f"{name.removesuffix('.weight')}.scale")
-    return stored[name] if scale is None else decode(Fp8(stored[name], scale))
-
-
 @torch.no_grad()
 def test_the_product_computes_what_was_trained(tmp_path):
     """Plain numerics to rounding; of the deployed ones, what is simulated in training is nearer than plain ones are."""
     network, far = perturbed(2), {}
     write_v4(network, tmp_path)
     stored = {name: part for file in tmp_path.glob("*.safetensors") for name, part in load_file(file).items()}
-    network.load_state_dict({name: decoded(stored, name) for name in network.state_dict()})
+    network.load_state_dict({name: decoded(stored, name, CONFIG.n_routed_experts) for name in network.state_dict()})
     ids = torch.randint(0, CONFIG.vocab_size, (64,), generator=torch.Generator().manual_seed(3))
     for numerics in ("plain", "deployed"):
         model = load(tmp_path, RunOptions(numerics, "fp32")).model
