@@ -60,7 +60,7 @@ NAMES: Final = {kind: name for name, kind in HEADS_BY_NAME.items()}  # as `--dra
 ORACLES: Final = {Head.MTP: Mtp, Head.DSPARK: Dspark}
 SEEDED: Final = Sampling(0.8, 0.95)
 OWN, NONE = -1, -2  # turns: the head drafts, nobody does; others are how many drafts are the right tokens
-TURNS: Final = (OWN, NONE, 2, OWN, 0, NONE, OWN)
+TURNS: Final = (OWN, NONE, OWN, 2, OWN, 0, NONE, OWN)
 EARLY: Final = "taps-one-layer-early"
 SKIPPED: Final = "skipped-where-nothing-was-drafted"
 
@@ -695,4 +695,4 @@ model accepts one with another probability, as rejection sampling does, are made
 machine and one thread: on a GPU a call of six rows costs about what a call of one does."""
 
 FULL = DraftingProbe()
-QUICK = DraftingProbe(apart=3, every=False, chains=2, texts=4, new_tokens=12, read=(40,), written=12, moments=2)
+QUICK = DraftingProbe(apart=3, every=False, chains=2, texts=4, new_tokens=12, read=(40,), written=20, moments=2)
