@@ -23,7 +23,8 @@ def parser() -> argparse.ArgumentParser:
         "--again",
         nargs="+",
         metavar="FAULT",
-        help="run these faults and the healthy run alone; the page keeps its rows of the others, and says so",
+        help="run these faults and the healthy run alone, and probes that the page has no column of; it keeps the other"
+        " cells, and says so",
     )
     p.add_argument("--jobs", type=positive, default=1, help="processes that run probes at a time (default 1)")
     add_run_options(p)

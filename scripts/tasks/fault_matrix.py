@@ -165,10 +165,12 @@ def noticed(matrix: Mapping[str, Row]) -> str:
     return NOTICED.format(asked=caught + passed, caught=caught, passed=passed)
 
 
-def _row(model: Path, options: RunOptions, fault: str | None) -> Row:
-    """Run all probes on one fault; one thread, as several processes may run."""
+def _row(model: Path, options: RunOptions, fault: str | None, kept: Row) -> Row:
+    """Run the probes that have no cell yet on one fault; one thread, as several processes may run."""
     torch.set_num_threads(1)
-    return row(Subject(directory=model, options=options, fault=None if fault is None else FAULTS[fault]), QUICK)
+    subject = Subject(directory=model, options=options, fault=None if fault is None else FAULTS[fault])
+    made = row(subject, [probe for probe in QUICK if probe.name not in kept])
+    return {probe.name: made[probe.name] if probe.name in made else kept[probe.name] for probe in QUICK}
 
 
 def _kept(out: Path, again: Sequence[str]) -> tuple[dict[str, Row], dict[str, JSON]]:
@@ -199,9 +201,14 @@ def run(args: argparse.Namespace) -> int:
     console, started, rows = Console(stderr=True), time.perf_counter(), dict[str | None, Row]()
     pool = ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"))
     with Progress(console=console, transient=True) as bar, pool:
-        asked = args.again or FAULTS
+        # of a page that was made before there were some of the probes, rows that stay lack their cells
+        stays = {fault: kept.get(fault, {}) if args.again and fault not in args.again else {} for fault in FAULTS}
+        asked = [fault for fault, cells in stays.items() if any(probe.name not in cells for probe in QUICK)]
         task = bar.add_task("faults", total=len(asked) + 1)
-        names = {pool.submit(_row, args.model, options, fault): fault for fault in (None, *asked)}
+        names = {
+            pool.submit(_row, args.model, options, fault, stays[fault] if fault else {}): fault
+            for fault in (None, *asked)
+        }
         for done in as_completed(names):
             name = names[done]
             rows[name] = done.result()
@@ -224,7 +231,9 @@ def run(args: argparse.Namespace) -> int:
         "seconds": round(time.perf_counter() - started),
     }
     if args.again:
+        lacked = sorted({probe.name for cells in kept.values() for probe in QUICK if probe.name not in cells})
         facts = earlier | {"again": args.again, "again, command": args.command_line, "again, at": facts["commit"]}
+        facts |= {"again, columns": lacked} if lacked else {}
     told = noticed(matrix) if args.model.resolve() == DEMO and options == RunOptions() else ""
     write(page(args.out.stem, matrix, clean, facts, told), args.out.parent)
     print(f"wrote {args.out}", file=sys.stderr)
