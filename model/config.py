@@ -88,7 +88,6 @@ class ModelConfig:
         layers, rope = self.num_hidden_layers, self.qk_rope_head_dim
         experts, chosen = self.n_routed_experts, self.num_experts_per_tok
         window, context = self.sliding_window, self.max_position_embeddings
-        drafts = self.dspark
         return (
             (layers > MAX_LAYERS, f"num_hidden_layers is {layers}, more than {MAX_LAYERS}"),
             (layers * experts > MAX_EXPERTS_IN_ALL, f"n_routed_experts is {experts} in each of {layers} layers"),
@@ -114,19 +113,6 @@ class ModelConfig:
             (chosen > experts, f"num_experts_per_tok is {chosen}, more than n_routed_experts {experts}"),
             (self.bos_token_id >= self.vocab_size, f"bos_token_id is {self.bos_token_id}, outside the vocabulary"),
             (self.eos_token_id >= self.vocab_size, f"eos_token_id is {self.eos_token_id}, outside the vocabulary"),
-            *(() if drafts is None else self._contradictions_of(drafts)),
-        )
-
-    def _contradictions_of(self, drafts: Dspark) -> tuple[tuple[bool, str], ...]:
-        noise, targets = drafts.noise_token_id, list(drafts.target_layer_ids)
-        return (
-            (drafts.block_size > MAX_DRAFTS, f"dspark_block_size is {drafts.block_size}, more than {MAX_DRAFTS}"),
-            (noise >= self.vocab_size, f"dspark_noise_token_id is {noise}, outside the vocabulary"),
-            (
-                len(set(targets)) < len(targets) or any(layer >= self.num_hidden_layers for layer in targets),
-                f"dspark_target_layer_ids is {targets}, want different layers below {self.num_hidden_layers}",
-            ),
-            (not targets, "dspark_target_layer_ids names no layer"),
         )
 
     @property

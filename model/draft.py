@@ -61,14 +61,14 @@ class DraftState:
         self.first = self.position = 0
 
     @property
-    def place(self) -> int:
-        """Where the next row is in the rings' count."""
+    def written(self) -> int:
+        """Rows that were given, and so the place of the next one in the rings' count."""
         return self.position - self.first
 
     def begin(self, position: int) -> None:
         """Forget all: the next row is of `position`."""
         for cache in self.layers:
-            cache.rewind(max(0, self.place - cache.ring.data.shape[0]), self.place)
+            cache.rewind(max(0, self.written - cache.ring.data.shape[0]), self.written)
         self.first = self.position = position
 
     def nbytes(self) -> int:
@@ -76,57 +76,59 @@ class DraftState:
         return sum(sum(cache.nbytes().values()) for cache in self.layers)
 
 
-class Heard:
-    """What a head reads of the model, row by row: a listener at `model.observe.sites.STREAMS`.
+class StreamListener:
+    """Listens at `model.observe.sites.STREAMS` for a head: it keeps what the head reads, row by row.
 
-    It keeps what the last window of rows needs. A call from a position that was heard before, because what followed was
-    taken back, replaces what was heard from there on.
+    As many rows as the last window has, and as may be taken back behind it. A call from a position that was passed
+    before, because what followed was taken back, replaces the rows from there on.
     """
 
-    def __init__(self, head: "DraftHead") -> None:
+    def __init__(self, head: "DraftHead", drafts: int) -> None:
         self.head = head
+        self.kept = head.config.sliding_window + drafts
         self.rows: list[tuple[int, Tensor]] = []  # position of the first of them, and rows; in order, without a gap
-        self._layers: dict[int, Tensor] = {}  # of the call that runs, what was heard so far
+        self._layers: dict[int, Tensor] = {}  # of the call that runs, what was read so far
 
     def __call__(self, layer: int | None, streams: Tensor) -> None:
         """Take rows from the streams [t, s, hidden] after a layer."""
-        if layer not in self.head.taps:
+        if layer not in self.head.target_layers:
             return
-        window = self.head.config.sliding_window
-        self._layers[layer] = self.head.tap(streams[-window:])
-        if layer != max(self.head.taps):
+        self._layers[layer] = self.head.read(streams[-self.kept :])
+        if layer != max(self.head.target_layers):
             return
-        rows = torch.cat([self._layers[tap] for tap in self.head.taps], -1)
+        rows = torch.cat([self._layers[target] for target in self.head.target_layers], -1)
         self._layers.clear()
         call = observed(self.head.model).call
         assert call is not None, "streams outside of a call"
-        assert isinstance(call.first, int), "a captured call is not heard"
-        self._end(call.first)
+        assert isinstance(call.first, int), "a captured call passes no listener"
+        self._forget(call.first)
         stop = call.first + call.count
         if self.rows and self.stop < call.first:
             self.rows.clear()
         self.rows.append((stop - rows.shape[0], rows))
-        self.rows = [(first, part) for first, part in self.rows if first + part.shape[0] > stop - window]
+        self.rows = [(first, part) for first, part in self.rows if first + part.shape[0] > stop - self.kept]
 
-    def take(self, position: int) -> tuple[int, Tensor]:
-        """All rows before `position`, which are forgotten: the position of the first, and [n, ...] of one window."""
-        assert self.rows, "nothing was heard"
-        assert position <= self.stop, f"position {position}, and all was heard before {self.stop}"
-        self._end(position)
+    def take(self, position: int, most: int) -> tuple[int, Tensor]:
+        """The last rows before `position`, at most so many and one window; all are let go.
+
+        Returns the position of the first, and [n, ...].
+        """
+        assert self.rows, "nothing was run"
+        assert position <= self.stop, f"position {position}, and rows end at {self.stop}"
+        self._forget(position)
         rows, self.rows = self.rows, []
-        assert rows, f"nothing was heard before position {position}"
-        window = self.head.config.sliding_window
-        found = torch.cat([part for _, part in rows])[-window:]
+        assert rows, f"no row before position {position}"
+        found = torch.cat([part for _, part in rows])[-min(most, self.head.config.sliding_window) :]
         return position - found.shape[0], found
 
     @property
     def stop(self) -> int:
-        """Position behind the last row that was heard."""
+        """Position behind the last row."""
         first, last = self.rows[-1]
         return first + last.shape[0]
 
-    def _end(self, position: int) -> None:
-        """Forget rows from a position on."""
+    def _forget(self, position: int) -> None:
+        """Let go of rows from a position on."""
         self.rows = [(first, part[: position - first]) for first, part in self.rows if first < position]
 
 
@@ -158,7 +160,7 @@ class DraftHead:
 
     Attributes
     ----------
-    taps
+    target_layers
         Layers of the model whose streams the head reads, in the order in which it does.
     most
         Tokens that it can draft at a time.
@@ -166,7 +168,7 @@ class DraftHead:
     """
 
     kind: Head
-    taps: tuple[int, ...]
+    target_layers: tuple[int, ...]
     most: int
 
     def __init__(self, model: Transformer, weights: Weights, attention: type[Attention]) -> None:
@@ -181,29 +183,31 @@ class DraftHead:
         self.hyper_head = HyperHead(config, f"{last}.", weights, arithmetic)
         self.norm = weights.vector(f"{last}.norm.weight").float()  # [hidden]
 
-    def listener(self) -> Heard:
-        """Return what listens to the model over one sequence."""
-        return Heard(self)
+    def listener(self, drafts: int) -> StreamListener:
+        """Return what listens to the model over one sequence, for up to so many drafts at a time."""
+        return StreamListener(self, drafts)
 
-    def tap(self, streams: Tensor) -> Tensor:
+    def read(self, streams: Tensor) -> Tensor:
         """What the head reads of the streams [n, s, hidden] after one layer: [n, ...], a copy."""
         raise NotImplementedError
 
-    def draft(self, heard: Heard, following: Sequence[int], position: int, k: int, state: DraftState) -> Drafts:
-        """Draft up to `k` tokens behind the last of a sequence, and remember what was heard of those before it.
+    def draft(
+        self, listener: StreamListener, following: Sequence[int], position: int, k: int, state: DraftState
+    ) -> Drafts:
+        """Draft up to `k` tokens behind the last of a sequence, and remember the tokens before it.
 
         Parameters
         ----------
-        heard
-            Streams of the tokens before the last one, which are all taken.
+        listener
+            Has the streams of the tokens before the last one, which are all taken.
         following
-            Ids of the last tokens of the sequence, at least as many as were heard; the last one has not been run.
+            Ids of the last tokens of the sequence, as many as are known of a window; the last one has not been run.
         position
             Where that one is in the sequence.
         k
             1 to `most`.
         state
-            Advanced to the position of the last token. Where it does not join what was heard, it begins anew.
+            Advanced to the position of the last token. Where it does not join the rows there are, it begins anew.
 
         """
         raise NotImplementedError
@@ -240,9 +244,9 @@ class DraftHead:
         """[t] int64 on the device."""
         return torch.tensor(tokens, dtype=torch.int64, device=self.model.device)
 
-    def joined(self, heard: Heard, position: int, state: DraftState) -> Tensor:
-        """Rows before `position` that were heard; the state joins them, or begins with them."""
-        first, rows = heard.take(position)
+    def joined(self, listener: StreamListener, position: int, most: int, state: DraftState) -> Tensor:
+        """Rows before `position` that the listener has, at most so many; the state joins them, or begins with them."""
+        first, rows = listener.take(position, most)
         if first != state.position:
             state.begin(first)
         return rows
@@ -265,10 +269,10 @@ class MtpHead(DraftHead):
         self.embed_norm, self.streams_norm = (
             weights.vector(f"mtp.0.{name}.weight").float() for name in ("enorm", "hnorm")
         )  # [hidden]
-        self.taps = (self.config.num_hidden_layers - 1,)
+        self.target_layers = (self.config.num_hidden_layers - 1,)
         self.most = MAX_DRAFTS  # every further draft is another run of the stage
 
-    def tap(self, streams: Tensor) -> Tensor:
+    def read(self, streams: Tensor) -> Tensor:
         """The streams [n, s, hidden] themselves."""
         return streams.clone()
 
@@ -282,27 +286,29 @@ class MtpHead(DraftHead):
         return embedded[:, None] + self.h_proj(normed).view(m, s, hidden)
 
     @torch.inference_mode()
-    def draft(self, heard: Heard, following: Sequence[int], position: int, k: int, state: DraftState) -> Drafts:
+    def draft(
+        self, listener: StreamListener, following: Sequence[int], position: int, k: int, state: DraftState
+    ) -> Drafts:
         """See `DraftHead.draft`."""
-        rows = self.joined(heard, position, state)
+        rows = self.joined(listener, position, len(following), state)
         ids = self.ids(following[-rows.shape[0] :])
         self._remember(rows[:-1], ids[:-1], state)
         state.position = position
         given, token, tokens, logits = rows[-1:], ids[-1:], list[int](), list[Tensor]()
-        for place in range(state.place - 1, state.place - 1 + k):
+        for place in range(state.written - 1, state.written - 1 + k):
             call = self.call(token, place)
             given = call.whole(self.run(token, call, state, self.streams(given, token, call)))
             logits.append(self.unembed(self.hidden(self.hyper_head(given))))
             token = logits[-1].argmax(-1)
             tokens.append(int(token))
-        state.layers[0].rewind(state.place, state.place - 1 + k)
+        state.layers[0].rewind(state.written, state.written - 1 + k)
         return Drafts(tokens, torch.cat(logits), None)
 
     def _remember(self, rows: Tensor, following: Tensor, state: DraftState) -> None:
         """Write the KV of rows that no draft is made from."""
         if not rows.shape[0]:
             return
-        (stage,), call = self.blocks, Call(following, state.place, self.arithmetic)
+        (stage,), call = self.blocks, Call(following, state.written, self.arithmetic)
         read = stage.attention_streams.read(self.streams(rows, following, call), stage.attention_norm)
         stage.remember(call.whole(read.x), call, state.layers[0])
 
@@ -328,19 +334,21 @@ class DsparkHead(DraftHead):
             for name in ("markov_head.markov_w1", "markov_head.markov_w2", "confidence_head.proj")
         )
         self.markov_out, self.confidence = Dense(markov_out), Dense(confidence)  # [vocab, rank], [1, hidden + rank]
-        self.taps, self.most = self.settings.target_layer_ids, self.settings.block_size
+        self.target_layers, self.most = self.settings.target_layer_ids, self.settings.block_size
 
-    def tap(self, streams: Tensor) -> Tensor:
+    def read(self, streams: Tensor) -> Tensor:
         """Mean [n, hidden] over the streams [n, s, hidden]."""
         return streams.mean(1)
 
     @torch.inference_mode()
-    def draft(self, heard: Heard, following: Sequence[int], position: int, k: int, state: DraftState) -> Drafts:
+    def draft(
+        self, listener: StreamListener, following: Sequence[int], position: int, k: int, state: DraftState
+    ) -> Drafts:
         """See `DraftHead.draft`. All slots are run, whatever k: fewer are not what the head was trained on."""
-        self._remember(self.joined(heard, position, state), state)
+        self._remember(self.joined(listener, position, len(following), state), state)
         state.position = position
         slots = [following[-1], *[self.settings.noise_token_id] * (self.settings.block_size - 1)]
-        tokens, place = self.ids(slots), state.place
+        tokens, place = self.ids(slots), state.written
         call = self.call(tokens, place)
         streams = call.own(self.embed(tokens))[:, None].repeat(1, self.config.hc_mult, 1)
         collapsed = call.whole(self.hyper_head(self.run(tokens, call, state, streams)))
@@ -351,7 +359,7 @@ class DsparkHead(DraftHead):
     def _remember(self, rows: Tensor, state: DraftState) -> None:
         """Write the KV of rows [n, targets * hidden] in every stage."""
         x = self.arithmetic.ops.rms_norm(self.main_proj(rows), self.main_norm, self.config.rms_norm_eps)
-        call = Call(self.ids([0] * rows.shape[0]), state.place, self.arithmetic)  # ids are not read
+        call = Call(self.ids([0] * rows.shape[0]), state.written, self.arithmetic)  # ids are not read
         for stage, cache in zip(self.blocks, state.layers, strict=True):
             stage.remember(x, call, cache)
 

@@ -28,6 +28,8 @@ class State:
     no token can be taken back, where some are to be.
     """
 
+    first = 0  # the position that caches count from
+
     def __init__(
         self,
         config: ModelConfig | LlamaConfig,
@@ -55,12 +57,6 @@ class State:
         self.kept = rewind
         self._furthest = self._restored = 0  # where the sequence has been, and where a saved state was put back
         self.layers = layer_caches(config, max_context, chunk, formats, device, self.prompt, heads, rewind)
-        for layer, cache in enumerate(self.layers if rewind else ()):
-            if stuck := cache.irreversible():
-                raise ConfigError(
-                    f"layer {layer}: {formats.variant(layer)} cannot take tokens back, as drafts need: what enters its"
-                    f" {' and '.join(stuck)} stays"
-                )
 
     @property
     def unread(self) -> int:
@@ -130,6 +126,26 @@ def layer_caches(
     rewind: int,
 ) -> list[Components]:
     """Return an empty cache for each layer; see `State`."""
+    found = _layer_caches(config, max_context, chunk, formats, device, prompt, heads, rewind)
+    for layer, cache in enumerate(found if rewind else ()):
+        if stuck := cache.irreversible():
+            raise ConfigError(
+                f"layer {layer}: {formats.variant(layer)} cannot take tokens back, as drafts need: what enters its"
+                f" {' and '.join(stuck)} stays"
+            )
+    return found
+
+
+def _layer_caches(
+    config: ModelConfig | LlamaConfig,
+    max_context: int,
+    chunk: int,
+    formats: CacheFormats,
+    device: torch.device,
+    prompt: int | None,
+    heads: KvHeads | None,
+    rewind: int,
+) -> list[Components]:
     if isinstance(config, LlamaConfig):
         heads = heads or all_heads(config.num_key_value_heads)
         shape = KvShape(heads, config.head_dim, frequencies(config), interleaved=False)

@@ -34,7 +34,7 @@ from model.cache.window import WindowRing
 from model.call import Call
 from model.compressor import Compressor, EntryCompressor, KeyCompressor
 from model.config import LayerKind, ModelConfig
-from model.draft import BlockAttention, DraftHead, Drafts, DraftState, Heard, MtpHead
+from model.draft import BlockAttention, DraftHead, Drafts, DraftState, MtpHead, StreamListener
 from model.indexer import Indexer
 from model.linear import GroupedLinear, Linear, Projected
 from model.moe import Expert, HashGate, MoE
@@ -1916,7 +1916,7 @@ def draft_stages_rotate_as_compressed(head: DraftHead) -> None:
     seen="V4.1, of which it is no fault",
 )
 def draft_taps_one_layer_early(head: DraftHead) -> None:
-    head.taps = tuple(layer - 1 for layer in head.taps)
+    head.target_layers = tuple(layer - 1 for layer in head.target_layers)
 
 
 @in_head(
@@ -1928,9 +1928,11 @@ def draft_taps_one_layer_early(head: DraftHead) -> None:
 class DraftCollapsedFedBack(MtpHead):
     collapsed: Tensor | None = None  # of the last draft
 
-    def draft(self, heard: Heard, following: Sequence[int], position: int, k: int, state: DraftState) -> Drafts:
+    def draft(
+        self, listener: StreamListener, following: Sequence[int], position: int, k: int, state: DraftState
+    ) -> Drafts:
         self.collapsed = None
-        return super().draft(heard, following, position, k, state)
+        return super().draft(listener, following, position, k, state)
 
     def hidden(self, collapsed: Tensor) -> Tensor:
         self.collapsed = collapsed
@@ -1941,8 +1943,8 @@ class DraftCollapsedFedBack(MtpHead):
         return super().streams(fed, following, call)
 
 
-class _OfDraftsAlone(Heard):
-    """Hears nothing of calls of one token."""
+class _OfDraftsAlone(StreamListener):
+    """Is given nothing of calls of one token."""
 
     def __call__(self, layer: int | None, streams: Tensor) -> None:
         call = observed(self.head.model).call
@@ -1957,8 +1959,8 @@ class _OfDraftsAlone(Heard):
 )
 def draft_features_skipped(head: DraftHead) -> None:
     class Changed(type(head)):  # type: ignore[misc]
-        def listener(self) -> Heard:
-            return _OfDraftsAlone(self)
+        def listener(self, drafts: int) -> StreamListener:
+            return _OfDraftsAlone(self, drafts)
 
     become(head, Changed)
 

@@ -13,6 +13,7 @@ Raw text has no such form: there the sequence is what was read and what was chos
 import json
 import time
 from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -292,7 +293,8 @@ class Conversation:
             return
         assert self.state is not None, "caught up"
         started = time.perf_counter()
-        prefill(self.loaded.model, self.state, tokens, progress)
+        with nullcontext() if self.drafting is None else self.drafting.listening(self.loaded.model):
+            prefill(self.loaded.model, self.state, tokens, progress)
         record.prompt, record.prefill_s = len(tokens), time.perf_counter() - started
 
     def _caught_up(self, tokens: list[int]) -> list[int]:

@@ -7,14 +7,16 @@ the op sets `ALIKE`, for up to `ROWS` rows (`tests.kernels.test_few_rows`; Trito
 not shown no draft is made.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import numpy as np
+from torch import Tensor
 
 from kernels.ops import Ops
-from model.architectures import Config
+from model.architectures import Config, Model
 from model.checkpoint.census import Census
 from model.checkpoint.mtp import HEADS_BY_NAME
 from model.choices import AUTO, LOOKUP, OFF
@@ -22,6 +24,7 @@ from model.config import ModelConfig
 from model.draft import DraftHead, Drafts
 from model.errors import ConfigError
 from model.observe import sites
+from model.observe.observer import listening
 from model.observe.sites import Listener, Site
 from model.variants.choice import GroupedShard, Shard
 from runtime.arithmetic import cache_formats
@@ -56,6 +59,12 @@ class Drafting(NamedTuple):
     drafter: Drafter
     most: int  # tokens at a time
     listeners: Mapping[Site, Listener] = MappingProxyType({})  # through which the drafter reads the model
+    begin: Callable[[], None] = lambda: None  # tells the drafter that a run begins, of other tokens than the last
+
+    def listening(self, model: Model) -> AbstractContextManager[None]:
+        """Let the drafter read the model inside the ``with``, where a run begins."""
+        self.begin()
+        return listening(model, self.listeners) if self.listeners else nullcontext()
 
 
 def lookup(tokens: "array[int]", most: int) -> list[int]:
@@ -85,21 +94,30 @@ class HeadDrafter:
 
     def __init__(self, head: DraftHead, most: int, confidence: float) -> None:
         self.head, self.confidence = head, confidence
-        self.heard, self.state = head.listener(), head.new_state(most)
+        self.listener, self.state = head.listener(most), head.new_state(most)
         self.drafts: Drafts | None = None  # what was drafted last
         self.before: int | None = None  # tokens of a restored state, which are in front of those that are given
+
+    def begin(self) -> None:
+        """Begin a run: how many tokens are in front of those that will be given is not known."""
+        self.before = None
 
     def __call__(self, tokens: "array[int]", most: int) -> list[int]:
         """Draft, as `Drafter`."""
         if self.before is None:  # nothing was taken back yet
-            self.before = self.heard.stop - (len(tokens) - 1)
+            self.before = self.listener.stop - (len(tokens) - 1)
         following = tokens[-self.head.config.sliding_window :].tolist()
-        drafts = self.head.draft(self.heard, following, self.before + len(tokens) - 1, most, self.state)
+        drafts = self.head.draft(self.listener, following, self.before + len(tokens) - 1, most, self.state)
         self.drafts = drafts
         if drafts.confidence is None:
             return drafts.tokens
-        chances = drafts.confidence.sigmoid().cumprod(0)  # that all up to it are accepted
-        return drafts.tokens[: int((chances >= self.confidence).sum())]
+        return drafts.tokens[: likely(drafts.confidence, self.confidence)]
+
+
+def likely(confidence: Tensor, least: float) -> int:
+    """How many drafts have such a chance, at least, that they and all before them are accepted; from logits [k]."""
+    chances = confidence.sigmoid().cumprod(0)
+    return int((chances >= least).sum())
 
 
 def drafts_by(options: RunOptions, head: DraftHead | None = None) -> str | None:
@@ -117,7 +135,7 @@ def drafting(options: RunOptions, head: DraftHead | None = None) -> Drafting | N
         return Drafting(name, lookup, options.draft_tokens)
     most = min(options.draft_tokens, head.most)
     drafter = HeadDrafter(head, most, options.draft_confidence)
-    return Drafting(name, drafter, most, {sites.STREAMS: drafter.heard})
+    return Drafting(name, drafter, most, {sites.STREAMS: drafter.listener}, drafter.begin)
 
 
 def bound(draft: str) -> bool:

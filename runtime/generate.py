@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from model.architectures import Model
-from model.observe.observer import listening
 from model.state import State
 from runtime.decoding import Step, eager
 from runtime.drafting import Drafting
@@ -99,7 +98,7 @@ def generate(  # noqa: PLR0913 (all but the first three by name)
     `alternatives` it is recorded how likely each token was, and so many others; None: nothing of that.
     """
     assert drafting is None or state.kept >= drafting.most, f"a state that goes back {state.kept} tokens"
-    with listening(model, drafting.listeners) if drafting and drafting.listeners else nullcontext():
+    with nullcontext() if drafting is None else drafting.listening(model):
         generator, decode = sampling.generator(), decode or eager(model, state)
         started = time.perf_counter()
         rows = prefill(model, state, prompt, progress)[None]  # [n, vocab]: after the last token run, and drafted ones

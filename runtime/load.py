@@ -18,6 +18,7 @@ from model.checkpoint.census import census as v4_census
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.mtp import Head
 from model.checkpoint.weights import Weights, fingerprint, headers_digest, open_weights
+from model.choices import OFF
 from model.config import ModelConfig
 from model.draft import HEADS, DraftHead
 from model.errors import CheckpointError, ConfigError
@@ -165,7 +166,7 @@ def _load(
     return cast("AnyLoaded", Loaded(model, counted, found, directory, sharding, weights.handed(), head))
 
 
-def _census(checkpoint: Checkpoint, config: Config, where: str, draft: str) -> Census:
+def _census(checkpoint: Checkpoint, config: Config, where: str, draft: str = OFF) -> Census:
     """The census of a checkpoint of either architecture, with the drafting head that is asked for; CheckpointError."""
     if not isinstance(config, LlamaConfig):
         counted = v4_census(checkpoint.shapes(), config, where=where, head=bound(draft))

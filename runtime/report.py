@@ -123,6 +123,7 @@ def _drafts(loaded: AnyLoaded, options: RunOptions, runs: Sequence[Generation]) 
     return {
         "drafter": by,
         "calls": sum(run.calls for run in runs),  # of the model, after the prompts
+        "ring_bytes": 0 if loaded.head is None else loaded.head.new_state(options.draft_tokens).nbytes(),
         "drafted": by_place(run.drafted for run in runs),
         "accepted": by_place(run.accepted for run in runs),
     }

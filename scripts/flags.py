@@ -7,7 +7,9 @@ from pathlib import Path
 
 from model.choices import (
     ALL,
+    AUTO,
     DRAFTS,
+    DSPARK,
     DTYPES,
     ENTRY_FORMATS,
     INDEX_SCORES,
@@ -25,6 +27,7 @@ from scripts.hub import WEIGHTS
 from scripts.paths import Models, Reads, Reports
 
 SHORTEST = 2  # seconds of --rank-timeout: a rank shows twice a second that it lives
+DRAFT_TOKENS, DRAFT_CONFIDENCE = 5, 0.3
 UNITS = {"K": 1 << 10, "M": 1 << 20}  # of a number of positions
 
 
@@ -213,13 +216,13 @@ def add_draft(p: argparse.ArgumentParser) -> None:
         " lookup: what followed the last tokens before follows again; mtp, dspark: by the checkpoint's drafting head;"
         " auto: by the one that it has, or lookup (default off)",
     )
-    p.add_argument("--draft-tokens", type=positive, default=5, help="drafted at a time, at most 7 (default 5)")
+    p.add_argument("--draft-tokens", type=positive, help=f"drafted at a time, at most 7 (default {DRAFT_TOKENS})")
     p.add_argument(
         "--draft-confidence",
         type=chance,
-        default=0.3,
         metavar="P",
-        help="with dspark: run drafts as long as the head gives them all such a chance to be accepted (default 0.3)",
+        help="with dspark: run drafts as long as the head gives them all such a chance to be accepted"
+        f" (default {DRAFT_CONFIDENCE})",
     )
 
 
@@ -290,7 +293,14 @@ def run_options(args: argparse.Namespace) -> RunOptions:
     formats = args.entry_format, args.key_format, args.index_scores
     held = (tuple(args.kv), args.coda_adapters) if "kv" in args else ()
     options = RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.rank_tokens, *held)
-    if "draft" not in args or args.draft == OFF:
+    if "draft" not in args:
         return options
     by, tokens, confidence = args.draft, args.draft_tokens, args.draft_confidence
-    return replace(options, draft=by, draft_tokens=tokens, draft_confidence=confidence)
+    if by == OFF and tokens is not None:
+        raise ConfigError(f"--draft-tokens {tokens}: needs --draft")
+    if by not in {AUTO, DSPARK} and confidence is not None:
+        raise ConfigError(f"--draft-confidence {confidence:g}: is DSpark's, see --draft")
+    if by == OFF:
+        return options
+    confidence = DRAFT_CONFIDENCE if confidence is None else confidence
+    return replace(options, draft=by, draft_tokens=tokens or DRAFT_TOKENS, draft_confidence=confidence)

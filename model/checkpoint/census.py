@@ -5,12 +5,22 @@ The census needs names, dtypes and shapes only, so it runs on a bare list of the
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from model.checkpoint.config_fields import DSPARK
 from model.checkpoint.header import ITEM_BYTES
-from model.checkpoint.mtp import COPIES, NOT_RUN, Drafting, Head, copied, drafting, head_parameters, stage_and_rest
+from model.checkpoint.mtp import (
+    COPIES,
+    NOT_RUN,
+    FoundHead,
+    Head,
+    contradiction,
+    copied,
+    found_head,
+    head_parameters,
+    stage_and_rest,
+)
 from model.checkpoint.mtp import meaning as meaning_in_head
 from model.checkpoint.names import (
     INPUT_SCALE_REASON,
@@ -135,7 +145,7 @@ def census(
     faults = Faults()
     skipped: dict[str, str] = {}
     drafts = _drafting([*tensors, *absent], config, faults, skipped, bound=head)
-    if head and drafts.head is not None:
+    if head and drafts.head is not None and drafts.fault is None:
         demanded |= head_parameters(drafts.head, config)
     sources = _sort(tensors, demanded, config, faults, skipped)
     elsewhere = _elsewhere(absent, sources, demanded, config, faults, skipped)
@@ -162,10 +172,13 @@ def _unfilled(stored: str, lacking: Collection[str], sources: Mapping[str, Mappi
 
 def _drafting(
     tensors: Iterable[str], config: ModelConfig, faults: Faults, skipped: dict[str, str], *, bound: bool
-) -> Drafting:
+) -> FoundHead:
     """The drafting head that `mtp.*` tensors must be one of; they are ignored where it is not `bound`."""
     names = {stored: place for stored in tensors if (place := stage_and_rest(stored))}
-    head = drafting(names, config)
+    head = found_head(names, config)
+    if bound and head.head is Head.DSPARK and head.fault is None:
+        lacks = f"{Head.DSPARK}, and config.json lacks some of {', '.join(DSPARK)}"
+        head = replace(head, fault=lacks if config.dspark is None else contradiction(config.dspark, config))
     for stored in names:
         if stored in head.unexpected:
             faults.add_unknown(stored)
@@ -175,8 +188,6 @@ def _drafting(
             skipped[stored] = NOT_RUN
     if head.fault:
         faults.add("drafting head", head.fault)
-    elif bound and head.head is Head.DSPARK and config.dspark is None:
-        faults.add("drafting head", f"{Head.DSPARK}, and config.json lacks some of {', '.join(DSPARK)}")
     return head
 
 
@@ -288,7 +299,7 @@ def count(
     demanded: Mapping[str, Parameter],
     mappings: Mapping[str, TensorMapping],
     skipped: Mapping[str, str],
-    drafts: Drafting,
+    drafts: FoundHead,
     absent: Mapping[str, str],
 ) -> Census:
     """Add up what a checkpoint holds: every stored tensor is in `mappings`, `skipped`, or of an `absent` parameter."""

@@ -21,7 +21,7 @@ from typing import Final
 
 from model.checkpoint.names import Meaning, Parameter, Role, of_layer, translate
 from model.choices import DSPARK, MTP
-from model.config import ModelConfig
+from model.config import MAX_DRAFTS, Dspark, ModelConfig
 from model.errors import shown
 
 NOT_RUN: Final = "mtp: a drafting head that is not run; the main model is complete without it"
@@ -52,7 +52,7 @@ HEADS_BY_NAME: Final = {MTP: Head.MTP, DSPARK: Head.DSPARK}  # as `--draft` call
 
 
 @dataclass(frozen=True, slots=True)
-class Drafting:
+class FoundHead:
     """The drafting head of a checkpoint, and what is wrong with it."""
 
     head: Head | None = None  # None without one, or when it cannot be told
@@ -66,6 +66,18 @@ def announced(config: ModelConfig) -> Head | None:
     if config.dspark is not None:
         return Head.DSPARK
     return Head.MTP if config.num_mtp_layers == Head.MTP.stages else None
+
+
+def contradiction(drafts: Dspark, config: ModelConfig) -> str | None:
+    """What config.json says of DSpark's stages that the model cannot have."""
+    layers, targets = config.num_hidden_layers, list(drafts.target_layer_ids)
+    if drafts.block_size > MAX_DRAFTS:
+        return f"dspark_block_size is {drafts.block_size}, more than {MAX_DRAFTS}"
+    if drafts.noise_token_id >= config.vocab_size:
+        return f"dspark_noise_token_id is {drafts.noise_token_id}, outside the vocabulary"
+    if not targets or len(set(targets)) < len(targets) or max(targets) >= layers:
+        return f"dspark_target_layer_ids is {targets}, want different layers below {layers}"
+    return None
 
 
 def stage_and_rest(stored: str) -> tuple[int, str] | None:
@@ -131,7 +143,7 @@ def meaning(stored: str) -> Meaning | None:
     return Meaning(f"mtp.{stage}.{rest}", Role.WEIGHT)
 
 
-def drafting(names: Mapping[str, tuple[int, str]], config: ModelConfig) -> Drafting:
+def found_head(names: Mapping[str, tuple[int, str]], config: ModelConfig) -> FoundHead:
     """Hold the `mtp.*` names of a checkpoint against the two layouts.
 
     Parameters
@@ -142,13 +154,13 @@ def drafting(names: Mapping[str, tuple[int, str]], config: ModelConfig) -> Draft
         Of the main model; a stage's block has as many experts as its layers.
     """
     if not names:
-        return Drafting()
+        return FoundHead()
     first = {rest.split(".")[0] for stage, rest in names.values() if stage == 0}
     heads = [head for head in Head if head.marker in first]
     if len(heads) != 1:
         markers = " nor ".join(f"{head.marker} ({head})" for head in Head)
         both = " and ".join(head.marker for head in heads)
-        return Drafting(fault=f"mtp.0 holds both {both}" if both else f"mtp.0 holds neither {markers}")
+        return FoundHead(fault=f"mtp.0 holds both {both}" if both else f"mtp.0 holds neither {markers}")
     (head,) = heads
     demanded = head_parameters(head, config)
     unexpected = {stored for stored in names if not _belongs(stored, head, demanded)}
@@ -156,7 +168,7 @@ def drafting(names: Mapping[str, tuple[int, str]], config: ModelConfig) -> Draft
     want = list(range(head.stages))
     whole = sorted(found) == want
     fault = None if whole else f"mtp stages {shown(sorted(found))}; {head} has {want}"
-    return Drafting(head, len(found), frozenset(unexpected), fault)
+    return FoundHead(head, len(found), frozenset(unexpected), fault)
 
 
 def _belongs(stored: str, head: Head, demanded: Mapping[str, Parameter]) -> bool:

@@ -12,7 +12,7 @@ import torch
 from model.checkpoint.census import Census, Faults, count
 from model.checkpoint.checkpoint import Checkpoint
 from model.checkpoint.header import ITEM_BYTES
-from model.checkpoint.mtp import Drafting
+from model.checkpoint.mtp import FoundHead
 from model.checkpoint.names import Parameter
 from model.checkpoint.tensor_mapping import Form, Stored, TensorMapping
 from model.errors import CheckpointError, did_you_mean, quoted
@@ -89,7 +89,7 @@ def census(tensors: Mapping[str, Stored], config: LlamaConfig, where: str = "") 
             faults.add("missing", name)
     faults.check(where, lambda stored: did_you_mean(stored, (name for name in demanded if name not in tensors)))
     in_order = {name: mappings[name] for name in demanded}
-    return count(tensors, demanded, in_order, skipped, Drafting(), {})
+    return count(tensors, demanded, in_order, skipped, FoundHead(), {})
 
 
 def check_tied_head(checkpoint: Checkpoint, counted: Census) -> None:

@@ -124,6 +124,7 @@ class Observer:
         self.config, self.ranks, self.checking = config, ranks, True
         self.deferred: Deferred | None = None  # where invariants of a call are measured that is captured
         self.call: Call | None = None  # the one that runs
+        self.origin = 0  # the position that it counts from
         self._listeners: dict[Site, list[Listener]] = {}
 
     @property
@@ -195,7 +196,7 @@ class Observer:
             return None
         first = self.call.own_first if own else self.call.first
         assert isinstance(first, int), "a captured call has its position on the device"
-        return first
+        return self.origin + first
 
     def _compare(self, site: Site, place: Place, layer: int | None, x: Tensor, call: Call) -> None:
         if place.same == ALWAYS or not call.shard.split:
@@ -336,6 +337,8 @@ def install(model: Observed, places: Mapping[Site, Place], first_layer: int = 0)
             for compressor in _parts(block, part):
                 _wrap_written(observer, compressor, layer, site)
     _wrap_call(observer, model)
+    if hasattr(model, "draft"):
+        _wrap_draft(observer, model)
     return observer
 
 
@@ -439,6 +442,20 @@ def _wrap_written(observer: Observer, compressor: Any, layer: int, site: Site) -
     compressor.append, compressor.compress_on_device = append, compress_on_device
 
 
+def _wrap_draft(observer: Observer, head: Any) -> None:
+    """What a drafting head says at its end is finite: a broken one is not to pass for a bad one."""
+
+    def look(own: Any, given: tuple[Any, ...], drafts: Any) -> Any:
+        del own
+        if observer.checking:
+            invariants.finite("drafts.logits", None, given[2], drafts.logits)
+            if drafts.confidence is not None:
+                invariants.finite("drafts.confidence", None, given[2], drafts.confidence[:, None])
+        return drafts
+
+    _wrap(head, "draft", look)
+
+
 def _wrap_call(observer: Observer, model: Any) -> None:
     """A call begins with tokens that ranks compare, and runs between two looks at the caches."""
     reference = weakref.ref(model)
@@ -451,7 +468,7 @@ def _wrap_call(observer: Observer, model: Any) -> None:
 
     def run(tokens: Tensor, call: Call, state: Any, *given: Tensor) -> Tensor:
         own: Any = reference()
-        first = call.first
+        first, observer.origin = call.first, state.first
         try:
             if isinstance(first, int):  # what stands when a captured call runs is looked at by who replays it
                 observer.stands(state.layers, first, first, call.count)

@@ -145,7 +145,7 @@ class Planner:
         call = replace(self.call, tokens=self._tokens(tokens), context=context, even=even, few_pass=few_pass)
         if isinstance(self.config, LlamaConfig):
             return llama.largest(self.config, call, adapters=self.options.coda_adapters is not None)
-        return v4.largest(self.config, call, self.head)
+        return v4.largest(self.config, call, self.head, self.options.draft_tokens)
 
     def token(self, context: int, bandwidth: float) -> Token | None:
         """What a token after so many positions asks of this rank's device; None but of V4 with full caches."""

@@ -5,7 +5,6 @@ runtime needs that makes them at once.
 """
 
 from dataclasses import replace
-from typing import Final
 
 from kernels.experts.cpu import FEW
 from kernels.formats import basis_rows
@@ -19,16 +18,14 @@ from model.rope import rotated_as
 from model.variants.choice import Coda, Full, Shard
 from runtime.plan.call import F32, I64, Call, Live, Moment
 
-MAX_DRAFTED: Final = 7  # tokens whose logits are kept, see `runtime.drafting.ROWS`
 
-
-def largest(c: ModelConfig, s: Call, head: Head | None = None) -> Moment:
-    """The moment of a call that takes the most bytes, or of a draft by this head."""
+def largest(c: ModelConfig, s: Call, head: Head | None = None, drafts: int = 0) -> Moment:
+    """The moment of a call that takes the most bytes, or of a draft by this head of up to so many tokens at a time."""
     live, t, hidden = Live(), s.t, c.hidden_size
     streams, compared = s.m * c.hc_mult * hidden * s.item, _compared(c, s)
     live.hold("compared", compared)  # at the end of the layer, or of the call
     if head is not None:
-        _draft(c, s, live, head)
+        draft(c, s, live, head, drafts)
     with live.scope():
         live.hold("streams", streams)
         s.embed(live, hidden)
@@ -45,13 +42,15 @@ def largest(c: ModelConfig, s: Call, head: Head | None = None) -> Moment:
     return live.largest
 
 
-def _draft(c: ModelConfig, s: Call, live: Live, head: Head) -> None:
-    """Hold what a drafting head has heard, and run it: `DraftHead.draft`."""
+def draft(c: ModelConfig, s: Call, live: Live, head: Head, drafts: int) -> None:
+    """Hold the rows that a drafting head has of the model, and run it: `DraftHead.draft`."""
     slots = 1 if head is Head.MTP or c.dspark is None else c.dspark.block_size
     read = c.hc_mult if head is Head.MTP or c.dspark is None else len(c.dspark.target_layer_ids)  # rows for each token
     n, hidden, item = c.sliding_window, c.hidden_size, s.item
     rows = n * read * hidden * item
-    live.hold("heard by the drafting head", 2 * rows)  # those of the last call beside those of the window
+    # in a call those that were kept, those of each layer, and all of these in one; a mean is taken in fp32
+    mean = 0 if head is Head.MTP else c.hc_mult * F32
+    live.hold("rows for the drafting head", (n + drafts) * hidden * (3 * read * item + mean))
     matrices = {name.removeprefix("mtp."): found for name, found in s.matrices.items() if name.startswith("mtp.")}
     variants = (*s.formats.variants, *[Full()] * head.stages) if s.formats.variants else ()
     one = replace(
@@ -68,7 +67,7 @@ def _draft(c: ModelConfig, s: Call, live: Live, head: Head) -> None:
     with live.scope():
         live.hold("streams", slots * c.hc_mult * hidden * item)
         _block(c, one, live, c.num_hidden_layers)
-        live.hold("logits of drafts", 2 * max(slots, MAX_DRAFTED) * c.vocab_size * F32)
+        live.hold("logits of drafts", 2 * max(slots, drafts) * c.vocab_size * F32)
         live.run("drafting head, logits", s.linear("head", slots, wide=True))
 
 

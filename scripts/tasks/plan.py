@@ -24,7 +24,7 @@ from model.llama.adapters import check_adapters
 from model.llama.census import census as llama_census
 from model.llama.census import parameters
 from model.llama.config import LlamaConfig
-from runtime.drafting import bound, check_head
+from runtime.drafting import bound, check_draft, check_head
 from runtime.kv import variants
 from runtime.memory import machine_memory
 from runtime.op_sets import planned
@@ -53,6 +53,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
     if args.context > (most := subject.config.max_position_embeddings):
         raise CapacityError(f"--context {args.context}: beyond the model's max_position_embeddings {most}")
     planners = ranked(subject, options, args.ranks or 1)
+    check_draft(subject.config, options, planners[0].call.ops)
     plans = [planner.plan(args.context) for planner in planners]
     worst = max(range(len(plans)), key=lambda rank: plans[rank].needed)
     memory = memory_of_rank(args, options, len(plans))

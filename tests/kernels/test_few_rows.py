@@ -195,5 +195,5 @@ def test_rows_of_a_call_are_calls_of_a_row(widths, dtype, threads):
 @on_triton
 @both_dtypes
 def test_rows_of_a_launch_are_launches_of_a_row(dtype):
-    """In the interpreter, whose programs are those of a GPU: a program that sums otherwise shows here as there."""
+    """In the interpreter: what a program adds up, in which splits, is the same; how a tensor core adds is not seen."""
     assert not differing(TRITON, WIDTHS["demo"], dtype, 1, (2, 5, ROWS))

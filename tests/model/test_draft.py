@@ -5,6 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from kernels.formats.stored import Dense
 from kernels.ops import CPU, REFERENCE
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
@@ -19,10 +20,10 @@ from runtime.load import load
 from runtime.options import RunOptions
 from tests.make_checkpoint import DSPARK, tiny_config, write_checkpoint
 
-PLAIN = RunOptions("plain", "fp32", draft="auto", draft_tokens=5)
-DEPLOYED = RunOptions("deployed", "fp32", draft="auto", draft_tokens=5)
+PLAIN = RunOptions("plain", "fp32", draft="auto", draft_tokens=7)
+DEPLOYED = RunOptions("deployed", "fp32", draft="auto", draft_tokens=7)
 PROMPT = torch.randint(2, 300, (75,), generator=torch.Generator().manual_seed(5)).tolist()
-DRAFTS = 5
+DRAFTS = 7  # that a call verifies, at most
 
 
 class Made(NamedTuple):
@@ -46,22 +47,22 @@ class Run:
     def __init__(self, made, options, ops=CPU):
         loaded = load(made.directory, options, ops)
         self.model, self.head = loaded.model, loaded.head
-        self.heard, self.drafts = self.head.listener(), self.head.new_state(DRAFTS)
+        self.listener, self.drafts = self.head.listener(DRAFTS), self.head.new_state(DRAFTS)
         self.state = self.model.new_state(256, 32, rewind=DRAFTS)
         self.streams: list[list[torch.Tensor]] = [[] for _ in self.model.blocks]
 
     def read(self, tokens):
         def note(layer, streams):
-            self.heard(layer, streams)
+            self.listener(layer, streams)
             self.streams[layer].append(streams.clone())
 
         with listening(self.model, {sites.STREAMS: note}):
             for part in torch.tensor(tokens).split(32):
                 self.model(part, self.state)
 
-    def draft(self, sequence, k=DRAFTS):
+    def draft(self, sequence, k=5):
         """Behind a sequence whose last token has not been run."""
-        return self.head.draft(self.heard, sequence, len(sequence) - 1, k, self.drafts)
+        return self.head.draft(self.listener, sequence, len(sequence) - 1, k, self.drafts)
 
 
 def judged(made, run, sequence, drafts, *, deployed):
@@ -151,8 +152,50 @@ def test_a_run_that_joins_late_begins_anew(made):
 
 
 def test_a_tripwire_watches_a_head(made):
+    """Position and layer are those of the sequence and of the stage, though rings count from where rows began."""
     run = Run(made, PLAIN)
-    run.head.norm[3] = float("nan")
+    run.head.blocks[0].attention.sink[0] = float("nan")
+    for part in torch.tensor(PROMPT[:20]).split(32):
+        run.model(part, run.state)
+    run.read(PROMPT[20:29])
+    position = 28 if made.kind is Head.MTP else 29
+    with pytest.raises(Tripwire, match=rf"attention.streams of layer 4 at position {position}") as caught:
+        run.draft(PROMPT[:30])
+    assert caught.value.position == position
+
+
+@pytest.mark.parametrize("broken", ["markov_out", "confidence", "head"])
+def test_what_a_head_says_at_its_end_is_looked_at(made, broken):
+    """A broken tensor there is not to pass for a head that is bad at drafting."""
+    run = Run(made, PLAIN)
+    if broken == "head":
+        run.head.hyper_head.base[0] = float("nan")
+    elif made.kind is Head.DSPARK:
+        values = getattr(run.head, broken).data.clone()
+        values[0, 0] = float("nan")
+        setattr(run.head, broken, Dense(values))
+    else:
+        return
     run.read(PROMPT[:9])
-    with pytest.raises(Tripwire, match="hidden"):
+    site = {"markov_out": "drafts.logits", "confidence": "drafts.confidence", "head": "hidden"}[broken]
+    with pytest.raises(Tripwire, match=site):
         run.draft(PROMPT[:10])
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 16])
+@pytest.mark.parametrize("kept", [1, 3, 8])
+def test_more_drafts_than_the_window_has_rows(tmp_path_factory, made, window, kept):
+    """All rows of a call may be of tokens that are taken back, but the first: the window before it is still there."""
+    directory = tmp_path_factory.mktemp("narrow")
+    more = DSPARK if made.kind is Head.DSPARK else {}
+    write_checkpoint(directory, tiny_config(sliding_window=window, **more), seed=3, head=made.kind)
+    narrow = made._replace(directory=directory)
+    plain, taken_back = Run(narrow, PLAIN), Run(narrow, PLAIN)
+    plain.read(PROMPT[: 20 + kept])
+    taken_back.read(PROMPT[:20])
+    taken_back.draft(PROMPT[:21])
+    taken_back.read([*PROMPT[20 : 20 + kept], *[7] * (8 - kept)])
+    taken_back.state.rewind(20 + kept)
+    ours, theirs = (run.draft(PROMPT[: 21 + kept]) for run in (taken_back, plain))
+    assert ours.tokens == theirs.tokens
+    assert far(ours.logits, theirs.logits.double()) < 1e-5

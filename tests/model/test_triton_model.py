@@ -71,10 +71,10 @@ def test_drafts_of_heads_are_those_of_the_cpu(tmp_path, head):
     found = []
     for ops in (CPU, TRITON):
         loaded = load(tmp_path, RunOptions("plain", "fp32", draft="auto", draft_tokens=3), ops)
-        heard, state = loaded.head.listener(), loaded.model.new_state(32, 23, rewind=3)
-        with listening(loaded.model, {sites.STREAMS: heard}):
+        listener, state = loaded.head.listener(3), loaded.model.new_state(32, 23, rewind=3)
+        with listening(loaded.model, {sites.STREAMS: listener}):
             loaded.model(torch.tensor(sequence[:-1]), state)
-        found.append(loaded.head.draft(heard, sequence, 23, 3, loaded.head.new_state(3)))
+        found.append(loaded.head.draft(listener, sequence, 23, 3, loaded.head.new_state(3)))
     want, ours = found
     assert ours.tokens == want.tokens
     torch.testing.assert_close(ours.logits, want.logits, rtol=0, atol=5 * BOUND)

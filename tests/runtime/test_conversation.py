@@ -168,6 +168,10 @@ def test_a_conversation_with_drafts_is_the_same(tmp_path, tokenizer, form, draft
         told.append(said)
         if chosen.draft != "off":
             assert record.drafted, "nothing was drafted"
+            if draft != "lookup" and form is THINKING:
+                assert talk.drafting.drafter.state.first < talk.state.position - record.prompt, (
+                    "the prompt was read too"
+                )
             if draft != "lookup":
                 drafter = talk.drafting.drafter
                 assert (drafter.before, drafter.state.position <= talk.state.position) == (0, True)

@@ -25,6 +25,8 @@ from runtime.arithmetic import arithmetic
 from runtime.load import load
 from runtime.op_sets import planned
 from runtime.options import DEMO, RunOptions
+from runtime.plan import v4
+from runtime.plan.call import Live
 from runtime.plan.planner import RESERVE, Planner
 from runtime.plan.weights import WeightKind, total, weights
 from runtime.sharding import sharding_plan
@@ -281,18 +283,36 @@ def test_weights_and_rings_of_a_head(headed):
     assert plan.caches["drafting head"] == {"window": loaded.head.new_state(options.draft_tokens).nbytes()}
 
 
-def test_what_a_draft_holds(headed):
-    """Of a call as short as a draft: in a longer one the model holds more than its head ever does."""
-    loaded, options = headed
-    head, heard, ids = loaded.head, loaded.head.listener(), torch.arange(300)
-    state, drafts = loaded.model.new_state(310, options.prefill_chunk), head.new_state(options.draft_tokens)
-    with listening(loaded.model, {sites.STREAMS: heard}):
-        for part in ids.split(6):
-            loaded.model(part, state)
+@pytest.fixture(scope="module", params=list(Head))
+def wide(request, tmp_path_factory):
+    """A head whose rows are many: a window as long as a call."""
+    path = tmp_path_factory.mktemp("wide")
+    more = DSPARK if request.param is Head.DSPARK else {}
+    write_checkpoint(path, tiny_config(sliding_window=1024, **more), seed=1, head=request.param)
+    options = RunOptions(draft="auto", draft_tokens=5, prefill_chunk=1024)
+    return load(path, options), options
+
+
+def test_a_call_with_a_head_and_a_draft_take_what_is_planned(wide):
+    """A call that is listened to, and a draft alone, each against its own moments."""
+    loaded, options = wide
+    head, listener, ids = loaded.head, loaded.head.listener(5), torch.arange(1024 + 300) % 512
+    state, drafts = loaded.model.new_state(1400, 1024), head.new_state(5)
+    with listening(loaded.model, {sites.STREAMS: listener}):
+        loaded.model(ids[:300], state)
+        kept = sum(rows.nbytes for _, rows in listener.rows)
+        taken = peak_bytes(lambda: loaded.model(ids[300:], state))
+    of_head = planner((loaded.model.config, loaded.census), 1, options)
+    bare = census(Checkpoint.open(loaded.directory).shapes(), loaded.model.config)
+    alone = planner((loaded.model.config, bare), 1, options)
+    planned, without = (one.largest(1400, 1024, even=True, few_pass=True).nbytes for one in (of_head, alone))
+    assert without < taken + kept <= planned
+    live, call = Live(), dataclasses.replace(of_head.call, context=1400)
+    v4.draft(loaded.model.config, call, live, head.kind, 5)
     k = min(options.draft_tokens, head.most)
-    taken = peak_bytes(lambda: head.draft(heard, [*ids.tolist(), 3], 300, k, drafts))
-    planned = planner((loaded.model.config, loaded.census), 1, options).largest(310, 6, even=False, few_pass=False)
-    assert taken <= planned.nbytes
+    drafted = peak_bytes(lambda: head.draft(listener, [*ids.tolist(), 3], len(ids), k, drafts))
+    of_draft = live.largest.nbytes - live.largest.parts["rows for the drafting head"]
+    assert of_draft / 3 < drafted <= of_draft
 
 
 # --- what fits

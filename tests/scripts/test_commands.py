@@ -379,4 +379,4 @@ def test_the_python_of_a_page_runs(block, tmp_path):
 
 
 def test_every_page_of_the_api_has_its_python():
-    assert len(BLOCKS) == 5
+    assert len(BLOCKS) == 6
