@@ -146,7 +146,10 @@ def bound(draft: str) -> bool:
 def check_head(counted: Census, draft: str, where: str) -> None:
     """Refuse a checkpoint without the drafting head that is asked for by name: ConfigError."""
     if draft in HEADS_BY_NAME and counted.head is not HEADS_BY_NAME[draft]:
-        raise ConfigError(f"--draft {draft}: {where} has {counted.mtp_head or 'no drafting head'}")
+        found, instead = counted.mtp_head, "lookup"
+        if found is not None:
+            instead = next(name for name, kind in HEADS_BY_NAME.items() if kind is found)
+        raise ConfigError(f"--draft {draft}: {where} has {found or 'no drafting head'}, see --draft {instead}")
 
 
 def check_draft(config: Config, options: RunOptions, ops: Ops, *, graph: bool = False) -> None:

@@ -221,7 +221,7 @@ def add_draft(p: argparse.ArgumentParser) -> None:
         "--draft-confidence",
         type=chance,
         metavar="P",
-        help="with dspark: run drafts as long as the head gives them all such a chance to be accepted"
+        help="of DSpark: run the longest beginning of a draft that is accepted as a whole with such a chance"
         f" (default {DRAFT_CONFIDENCE})",
     )
 
@@ -299,7 +299,7 @@ def run_options(args: argparse.Namespace) -> RunOptions:
     if by == OFF and tokens is not None:
         raise ConfigError(f"--draft-tokens {tokens}: needs --draft")
     if by not in {AUTO, DSPARK} and confidence is not None:
-        raise ConfigError(f"--draft-confidence {confidence:g}: is DSpark's, see --draft")
+        raise ConfigError(f"--draft-confidence {confidence:g}: only with --draft dspark or auto")
     if by == OFF:
         return options
     confidence = DRAFT_CONFIDENCE if confidence is None else confidence

@@ -24,7 +24,7 @@ from model.choices import DSPARK, MTP
 from model.config import MAX_DRAFTS, Dspark, ModelConfig
 from model.errors import shown
 
-NOT_RUN: Final = "mtp: a drafting head that is not run; the main model is complete without it"
+NOT_RUN: Final = "mtp: a drafting head, which --draft alone runs; the main model is complete without it"
 COPIES: Final = "mtp: copies of embedding and output head; the drafting head uses the main model's"
 
 _MTP = re.compile(r"(?:model\.)?mtp\.(0|[1-9][0-9]{0,5})\.(.+)", re.DOTALL)

@@ -107,7 +107,9 @@ def weights(
     if isinstance(config, LlamaConfig):
         found[WeightKind.ROTARY].append(Weights(own=config.head_dim // 2 * F32))
         return {kind: _sum(parts) for kind, parts in found.items() if parts}
-    rotations = len(set(map(rotated_as, config.layer_kinds))) + (census.head is not None)  # a head has its own
+    rotations = len(set(map(rotated_as, config.layer_kinds)))
+    if census.head is not None:  # a head has its own
+        found[WeightKind.DRAFTING].append(Weights(own=config.qk_rope_head_dim // 2 * F32))
     found[WeightKind.ROTARY].append(Weights(own=rotations * config.qk_rope_head_dim // 2 * F32))
     others = {WeightKind.FEED_FORWARD, WeightKind.ADAPTERS} | ({WeightKind.DRAFTING} if census.head is None else set())
     return {kind: _sum(parts) for kind, parts in found.items() if kind not in others}

@@ -255,7 +255,9 @@ def _token(token: Token | None) -> dict[str, Any] | None:
 def _token_table(data: dict[str, Any], gpu: str) -> Table:
     token = data["token"]
     seconds, bandwidth = token["seconds"], token["bandwidth"]
-    table = Table("what", title=f"a decoded token after {data['context']:,} positions, on {gpu}: by arithmetic")
+    table = Table(
+        "what", title=f"a decoded token after {data['context']:,} positions, on {gpu}: by arithmetic, no drafts"
+    )
     for column in ("count", "bytes of each", "microseconds"):
         table.add_column(column, justify="right")
     for name, size in token["read"].items():

@@ -204,10 +204,10 @@ def test_confidence_chooses_how_many_are_run(headed):
 
 def test_a_head_that_is_not_there_is_refused(headed):
     kind, path = headed
-    other = "dspark" if kind is Head.MTP else "mtp"
-    with pytest.raises(ConfigError, match=f"--draft {other}: .* has {kind}$"):
+    own, other = ("mtp", "dspark") if kind is Head.MTP else ("dspark", "mtp")
+    with pytest.raises(ConfigError, match=f"--draft {other}: .* has {kind}, see --draft {own}$"):
         load(path, replace(HEADED, draft=other), CPU)
-    with pytest.raises(ConfigError, match=f"--draft {other}: .* has no drafting head$"):
+    with pytest.raises(ConfigError, match=f"--draft {other}: .* has no drafting head, see --draft lookup$"):
         load(DEMO, replace(HEADED, draft=other), CPU)
     assert load(DEMO, HEADED, CPU).head is None
     assert load(path, RunOptions(), CPU).head is None, "nothing of it is read"
