@@ -61,6 +61,7 @@ ORACLES: Final = {Head.MTP: Mtp, Head.DSPARK: Dspark}
 SEEDED: Final = Sampling(0.8, 0.95)
 OWN, NONE = -1, -2  # turns: the head drafts, nobody does; others are how many drafts are the right tokens
 TURNS: Final = (OWN, NONE, OWN, 2, OWN, 0, NONE, OWN)
+TOLD: Final = "one who knows them"  # drafts texts of a checkpoint whose own drafters may be right in none
 EARLY: Final = "taps-one-layer-early"
 SKIPPED: Final = "skipped-where-nothing-was-drafted"
 
@@ -143,12 +144,12 @@ All wrong readings of the equations move the drafts by many times the bound, and
             ended = []
         except Tripwire as trip:  # what states have shown is not lost
             ended = [tripped(trip)]
-        accepted = {name: _acceptance(of) for name, of in pairs.items()}
+        accepted = {name: _acceptance(of) for name, of in pairs.items() if name != TOLD}
         findings = [
             *_state_findings(rolled),
             *(finding for kind, of in moments.items() for finding in _equation_findings(kind, of)),
-            *(finding for name, of in pairs.items() for finding in _text_findings(name, of)),
-            *(finding for name, of in pairs.items() for finding in _measured(name, accepted[name], of)),
+            *(finding for name, of in pairs.items() for finding in _text_findings(name, of, shown=TOLD in pairs)),
+            *(finding for name, of in accepted.items() for finding in _measured(name, of, pairs[name])),
             *ended,
         ]
         parts: list[Part] = [_acceptance_table(accepted), _state_table(rolled)]
@@ -201,14 +202,18 @@ All wrong readings of the equations move the drafts by many times the bound, and
     def _texts(self, subject: Subject, heads: Mapping[Head, Subject], progress: Progress) -> dict[str, list["Pair"]]:
         """The same texts without drafts and with them, in turn, by what drafts."""
         by_name = {LOOKUP: subject} | {NAMES[kind]: of_head for kind, of_head in heads.items()}
+        if not subject.speaks_demo_language:
+            by_name[TOLD] = subject
         pairs: dict[str, list[Pair]] = {name: [] for name in by_name}
         for number, text in enumerate(_chosen_texts(subject, self.texts)):
             progress(0.7 + 0.3 * number / self.texts, f"text {number} of {self.texts}")
             plain = _written(subject, subject.model, text, self.new_tokens, None)
             for name, of_name in by_name.items():
-                options = of_name.with_options(draft=name, draft_tokens=DRAFTS)
-                loaded = of_name.load(of_name.options if name == LOOKUP else options)
+                options = of_name.with_options(draft=LOOKUP if name == TOLD else name, draft_tokens=DRAFTS)
+                loaded = of_name.load(of_name.options if name in {LOOKUP, TOLD} else options)
                 by = _drafting(options, loaded)
+                if name == TOLD:
+                    by = by._replace(drafter=Told([*text.prompt, *plain.record.tokens], subject.config.vocab_size))
                 kept = Kept(by.drafter)
                 run = _written(of_name, loaded.model, text, self.new_tokens, by._replace(drafter=kept))
                 pairs[name].append(Pair(text, plain, run, kept.confidence))
@@ -387,8 +392,26 @@ class Turns:
         if turn == NONE:
             self.alone.append(known - 1)
             return []
-        after = self.ahead[known : known + most]
-        return [token if place < turn else (token + 1) % self.vocabulary for place, token in enumerate(after)]
+        return _mixed(self.ahead[known : known + most], turn, self.vocabulary)
+
+
+class Told:
+    """Drafts of which the first are right, by what it was told: none, one, two and so on, in turn."""
+
+    def __init__(self, ahead: Sequence[int], vocabulary: int) -> None:
+        self.ahead, self.vocabulary = ahead, vocabulary
+        self.count = 0
+
+    def __call__(self, tokens: "array[int]", most: int) -> list[int]:
+        """Draft."""
+        right, known = self.count % (most + 1), len(tokens)
+        self.count += 1
+        return _mixed(self.ahead[known : known + most], right, self.vocabulary)
+
+
+def _mixed(ahead: Sequence[int], right: int, vocabulary: int) -> list[int]:
+    """Tokens that come, so many of them; and others for the rest."""
+    return [token if place < right else (token + 1) % vocabulary for place, token in enumerate(ahead)]
 
 
 class Moment(NamedTuple):
@@ -606,8 +629,11 @@ def _document(subject: Subject, length: int | None, number: int) -> list[int]:
     return list(document.ids[:length])
 
 
-def _text_findings(name: str, pairs: Sequence[Pair]) -> Iterator[Finding]:
-    """Texts, and what their runs left; where all drafts were accepted, or none, that nothing changes shows nothing."""
+def _text_findings(name: str, pairs: Sequence[Pair], *, shown: bool = False) -> Iterator[Finding]:
+    """Texts, and what their runs left; where all drafts were accepted, or none, that nothing changes shows nothing.
+
+    `shown`: the same texts are drafted by one who is right at times, so that others need not be.
+    """
     apart = [place for pair in pairs if (place := pair.apart)]
     left = [
         f"{pair.text}: {named(*parts[0])}"
@@ -621,6 +647,8 @@ def _text_findings(name: str, pairs: Sequence[Pair]) -> Iterator[Finding]:
     ):
         if places or 0 < accepted < drafted:
             yield judged(what + (f", first {places[0]}" if places else ""), len(places), exactly(0), **some(places))
+        elif shown and name != TOLD:
+            yield measured(what, 0, accepted=accepted, drafted=drafted)
         else:
             yield vacuous(what, f"{accepted} of {drafted} drafts were accepted")
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.mtp import drafting, stage_and_rest
+from model.checkpoint.mtp import found_head, stage_and_rest
 from model.config import ModelConfig
 from model.errors import ConfigError
 from model.observe import sites
@@ -97,7 +97,7 @@ def test_tensors_are_those_of_the_release_at_the_demos_widths(made):
     stored = Checkpoint.open(folder).shapes()
     wanted = {f"mtp.{stage}.{rest}": kind for stage, own in stages.items() for rest, kind in (block() | own).items()}
     assert {stored_name: kind for stored_name, kind in stored.items() if stored_name.startswith("mtp.")} == wanted
-    found = drafting({stored_name: stage_and_rest(stored_name) for stored_name in wanted}, CONFIG)
+    found = found_head({stored_name: stage_and_rest(stored_name) for stored_name in wanted}, CONFIG)
     assert (found.head, found.stages, found.unexpected, found.fault) == (head, len(stages), frozenset(), None)
 
 
@@ -255,10 +255,10 @@ def test_the_product_drafts_what_was_trained(name, tmp_path):
     ids = torch.randint(15, CONFIG.vocab_size, (40,), generator=torch.Generator().manual_seed(2))
     for numerics in ("plain", "deployed"):
         loaded = load(tmp_path, RunOptions(numerics, "fp32", draft=name, draft_tokens=3))
-        heard = loaded.head.listener()
-        with listening(loaded.model, {sites.STREAMS: heard}):
+        listener = loaded.head.listener(head.places)
+        with listening(loaded.model, {sites.STREAMS: listener}):
             loaded.model(ids[:-1], loaded.model.new_state(40, 40))
-        drafted = loaded.head.draft(heard, ids.tolist(), 39, head.places, loaded.head.new_state(head.places))
+        drafted = loaded.head.draft(listener, ids.tolist(), 39, head.places, loaded.head.new_state(head.places))
         run = run_main(loaded.model, torch.cat([ids, torch.tensor(drafted.tokens)])[None])
         for simulated in (False, True):
             head.simulate(on=simulated)
