@@ -188,7 +188,7 @@ class DraftHead:
         return StreamListener(self, drafts)
 
     def read(self, streams: Tensor) -> Tensor:
-        """What the head reads of the streams [n, s, hidden] after one layer: [n, ...], a copy."""
+        """What the head reads of the streams [n, s, hidden] after one layer: [n, ...]."""
         raise NotImplementedError
 
     def draft(
@@ -274,7 +274,7 @@ class MtpHead(DraftHead):
 
     def read(self, streams: Tensor) -> Tensor:
         """The streams [n, s, hidden] themselves."""
-        return streams.clone()
+        return streams
 
     def streams(self, given: Tensor, following: Tensor, call: Call) -> Tensor:
         """Streams H [t, s, hidden] and ids [t] of the tokens that follow to the block's input, of the own tokens."""

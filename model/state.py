@@ -125,8 +125,21 @@ def layer_caches(
     heads: KvHeads | None,
     rewind: int,
 ) -> list[Components]:
-    """Return an empty cache for each layer; see `State`."""
-    found = _layer_caches(config, max_context, chunk, formats, device, prompt, heads, rewind)
+    """Return an empty cache for each layer; ConfigError for one that cannot go back, where some are to: see `State`."""
+    found: list[Components]
+    if isinstance(config, LlamaConfig):
+        heads = heads or all_heads(config.num_key_value_heads)
+        shape = KvShape(heads, config.head_dim, frequencies(config), interleaved=False)
+        window, context = config.sliding_window, (max_context, prompt)
+        found = [
+            grouped_cache(formats.variant(layer), shape, window, context, formats.dtype, device, rewind)
+            for layer in range(config.num_hidden_layers)
+        ]
+    else:
+        found = [
+            CACHES[kind](config, layer, max_context, chunk, formats, device, rewind)
+            for layer, kind in enumerate(config.layer_kinds)
+        ]
     for layer, cache in enumerate(found if rewind else ()):
         if stuck := cache.irreversible():
             raise ConfigError(
@@ -134,27 +147,3 @@ def layer_caches(
                 f" {' and '.join(stuck)} stays"
             )
     return found
-
-
-def _layer_caches(
-    config: ModelConfig | LlamaConfig,
-    max_context: int,
-    chunk: int,
-    formats: CacheFormats,
-    device: torch.device,
-    prompt: int | None,
-    heads: KvHeads | None,
-    rewind: int,
-) -> list[Components]:
-    if isinstance(config, LlamaConfig):
-        heads = heads or all_heads(config.num_key_value_heads)
-        shape = KvShape(heads, config.head_dim, frequencies(config), interleaved=False)
-        window, context = config.sliding_window, (max_context, prompt)
-        return [
-            grouped_cache(formats.variant(layer), shape, window, context, formats.dtype, device, rewind)
-            for layer in range(config.num_hidden_layers)
-        ]
-    return [
-        CACHES[kind](config, layer, max_context, chunk, formats, device, rewind)
-        for layer, kind in enumerate(config.layer_kinds)
-    ]

@@ -18,7 +18,7 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from model.config import LayerKind, ModelConfig, Yarn
+from model.config import ModelConfig, Yarn
 from probes.oracle import MOST, Layer, Noise, Parameters, Part, Setting
 
 
@@ -132,15 +132,9 @@ class Head(Part):
         reading: Reading = RIGHT,
     ) -> None:
         self.stages, self.reading = stages, reading
-        longer = replace(
-            config,
-            num_hidden_layers=config.num_hidden_layers + stages,
-            compress_ratios=config.compress_ratios + (0,) * stages,
-            layer_kinds=config.layer_kinds + (LayerKind.SWA,) * stages,
-        )
         tokens = torch.empty(0, dtype=torch.int64)
         freely = noise.through_layers()  # nothing within a block is taken as it was recorded
-        setting = Setting(longer, parameters, tokens, deployed, _NothingRecorded(), freely)
+        setting = Setting(config, parameters, tokens, deployed, _NothingRecorded(), freely)
         super().__init__(setting, f"mtp.{stages - 1}.")
         self.main = Part(self.setting, "")
 
@@ -166,7 +160,7 @@ class Stage(Layer):
     """
 
     def __init__(self, head: Head, stage: int, at: Tensor) -> None:
-        super().__init__(head.setting, head.config.num_hidden_layers - head.stages + stage, at)
+        super().__init__(head.setting, head.config.num_hidden_layers + stage, at)
         self.prefix, self.reading = f"mtp.{stage}.", head.reading
         self.rope_theta, self.yarn = self.reading.rotation(self.config)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.checkpoint.census import census
 from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.mtp import HEADS_BY_NAME, Head
+from model.checkpoint.mtp import Head
 from model.choices import LOOKUP
 from model.config import ModelConfig
 from model.draft import Drafts
@@ -56,7 +56,6 @@ HEADS_OF_DEMO: Final = (DEMO.parent / "demo-mtp", DEMO.parent / "demo-dspark")  
 DRAFTS: Final = 5  # at a time in runs that generate, as the flag has it
 SHORTEST: Final = 192  # tokens of a document, of which a text may be the beginning
 NOTHING: Final = 2.0**-20  # of a bound: more than roundings of float64 are, in sums of another shape
-NAMES: Final = {kind: name for name, kind in HEADS_BY_NAME.items()}  # as `--draft` calls them
 ORACLES: Final = {Head.MTP: Mtp, Head.DSPARK: Dspark}
 SEEDED: Final = Sampling(0.8, 0.95)
 OWN, NONE = -1, -2  # turns: the head drafts, nobody does; others are how many drafts are the right tokens
@@ -184,7 +183,7 @@ All wrong readings of the equations move the drafts by many times the bound, and
         return [moment for length in self.read for moment in self._moments_behind(subject, kind, length)]
 
     def _moments_behind(self, subject: Subject, kind: Head, length: int) -> Iterator["Moment"]:
-        options = subject.with_options(numerics="plain", dtype="fp32", draft=NAMES[kind], draft_tokens=DRAFTS)
+        options = subject.with_options(numerics="plain", dtype="fp32", draft=kind.option, draft_tokens=DRAFTS)
         loaded, text = subject.load(options), Text(subject.tokens(length), Sampling())
         greedy = _written(subject, loaded.model, text, self.written, None).record.tokens
         by = _drafting(options, loaded)
@@ -201,7 +200,7 @@ All wrong readings of the equations move the drafts by many times the bound, and
 
     def _texts(self, subject: Subject, heads: Mapping[Head, Subject], progress: Progress) -> dict[str, list["Pair"]]:
         """The same texts without drafts and with them, in turn, by what drafts."""
-        by_name = {LOOKUP: subject} | {NAMES[kind]: of_head for kind, of_head in heads.items()}
+        by_name = {LOOKUP: subject} | {kind.option: of_head for kind, of_head in heads.items()}
         if not subject.speaks_demo_language:
             by_name[TOLD] = subject
         pairs: dict[str, list[Pair]] = {name: [] for name in by_name}

@@ -311,16 +311,8 @@ def attending(change: Callable[[Attend], Attend]) -> Callable[[Ops], Ops]:
 
 def yarn_of_window_layers(config: ModelConfig) -> Tensor:
     """Frequencies [rope / 2] of SWA layers, if they had YaRN."""
-    scaling = config.rope_scaling
-    assert scaling is not None
-    return rope.yarn_frequencies(
-        config.qk_rope_head_dim,
-        config.rope_theta,
-        factor=scaling.factor,
-        original_context=scaling.original_max_position_embeddings,
-        beta_fast=scaling.beta_fast,
-        beta_slow=scaling.beta_slow,
-    )
+    assert config.rope_scaling is not None, "no YaRN to have"
+    return layer_frequencies(replace(config, compress_rope_theta=config.rope_theta), HCA)
 
 
 def without_rotation(ops: Ops) -> Ops:

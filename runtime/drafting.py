@@ -124,7 +124,7 @@ def drafts_by(options: RunOptions, head: DraftHead | None = None) -> str | None:
     """By what a run drafts, with the head that was loaded for it; None where it does not."""
     if options.draft == OFF:
         return None
-    return LOOKUP if head is None else next(name for name, kind in HEADS_BY_NAME.items() if kind is head.kind)
+    return LOOKUP if head is None else head.kind.option
 
 
 def drafting(options: RunOptions, head: DraftHead | None = None) -> Drafting | None:
@@ -146,9 +146,8 @@ def bound(draft: str) -> bool:
 def check_head(counted: Census, draft: str, where: str) -> None:
     """Refuse a checkpoint without the drafting head that is asked for by name: ConfigError."""
     if draft in HEADS_BY_NAME and counted.head is not HEADS_BY_NAME[draft]:
-        found, instead = counted.mtp_head, "lookup"
-        if found is not None:
-            instead = next(name for name, kind in HEADS_BY_NAME.items() if kind is found)
+        found = counted.mtp_head
+        instead = LOOKUP if found is None else found.option
         raise ConfigError(f"--draft {draft}: {where} has {found or 'no drafting head'}, see --draft {instead}")
 
 

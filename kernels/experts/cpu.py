@@ -38,10 +38,9 @@ def experts(
 ) -> Tensor:
     """Sum of the weighted outputs of a token's experts: `kernels.experts.reference.Experts`."""
     (t, hidden), k, (inner, _) = x.shape, ids.shape[1], w1.shape
-    up, down = member(w1, 0), member(w2, 0)
-    assert type(up) is type(member(w3, 0)), f"w1 is {type(up).__name__}, w3 {type(member(w3, 0)).__name__}"
-    one_form = layout(up) == layout(member(w3, 0)) and all(not isinstance(w, Apart) or w.alike for w in (w1, w3, w2))
-    if t > FEW or type(up) is not type(down) or not one_form:
+    up, gate, down = (member(w, 0) for w in (w1, w3, w2))
+    assert type(up) is type(gate), f"w1 is {type(up).__name__}, w3 {type(gate).__name__}"
+    if t > FEW or type(up) is not type(down) or not _of_one_form(w1, w3, w2) or layout(up) != layout(gate):
         return several(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
     chosen = [member(w, e) for w in (w1, w3, w2) for e in ids.flatten().tolist()]
     if not chosen:
@@ -63,6 +62,11 @@ def experts(
         limit, group, x.dtype == torch.bfloat16, array(out), like,
     )  # fmt: skip
     return out
+
+
+def _of_one_form(*stacks: Stack) -> bool:
+    """Whether the matrices of each are: a loop takes all of them for what the first one is."""
+    return all(not isinstance(stacked, Apart) or stacked.alike for stacked in stacks)
 
 
 def experts_scratch(

@@ -71,12 +71,8 @@ class Census:
     by_form: Mapping[Form, Tally]  # parameters, their weights, and their bytes with scales
     mtp_stages: int  # drafting stages
     mtp_head: Head | None  # whose they are
+    head: Head | None  # the same, where it is a part of the model
     absent: Mapping[str, str]  # parameter -> stored name, of those that are not bound since their file is not there
-
-    @property
-    def head(self) -> Head | None:
-        """The drafting head that is a part of the model."""
-        return self.mtp_head if any(map(stage_and_rest, self.demanded)) else None
 
 
 @dataclass(slots=True)
@@ -145,7 +141,7 @@ def census(
     faults = Faults()
     skipped: dict[str, str] = {}
     drafts = _drafting([*tensors, *absent], config, faults, skipped, bound=head)
-    if head and drafts.head is not None and drafts.fault is None:
+    if drafts.bound and drafts.head is not None:
         demanded |= head_parameters(drafts.head, config)
     sources = _sort(tensors, demanded, config, faults, skipped)
     elsewhere = _elsewhere(absent, sources, demanded, config, faults, skipped)
@@ -188,12 +184,12 @@ def _drafting(
             skipped[stored] = NOT_RUN
     if head.fault:
         faults.add("drafting head", head.fault)
-    return head
+    return replace(head, bound=bound and head.head is not None and head.fault is None)
 
 
 def _meaning(stored: str) -> Meaning | None:
     """What a stored name means, in the model or in a drafting head."""
-    return meaning_in_head(stored) if stage_and_rest(stored) else translate(stored)
+    return translate(stored) or meaning_in_head(stored)
 
 
 def _sort(
@@ -334,6 +330,7 @@ def count(
         by_form=by_form,
         mtp_stages=drafts.stages,
         mtp_head=drafts.head,
+        head=drafts.head if drafts.bound else None,
         absent=absent,
     )
 

@@ -38,6 +38,11 @@ class Head(StrEnum):
     DSPARK = "DSpark"
 
     @property
+    def option(self) -> str:
+        """What `--draft` calls it."""
+        return {Head.MTP: MTP, Head.DSPARK: DSPARK}[self]
+
+    @property
     def stages(self) -> int:
         """How many blocks it has."""
         return {Head.MTP: 1, Head.DSPARK: 3}[self]
@@ -48,7 +53,7 @@ class Head(StrEnum):
         return {Head.MTP: "e_proj", Head.DSPARK: "main_proj"}[self]
 
 
-HEADS_BY_NAME: Final = {MTP: Head.MTP, DSPARK: Head.DSPARK}  # as `--draft` calls them
+HEADS_BY_NAME: Final = {head.option: head for head in Head}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class FoundHead:
     stages: int = 0
     unexpected: frozenset[str] = frozenset()  # stored names that the head does not have
     fault: str | None = None  # of the head as a whole
+    bound: bool = False  # whether it is a part of the model
 
 
 def announced(config: ModelConfig) -> Head | None:

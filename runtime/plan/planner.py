@@ -19,7 +19,7 @@ from model.cache.gqa import KvHeads
 from model.checkpoint.census import Census
 from model.choices import FP8_SCORES
 from model.config import ModelConfig
-from model.draft import draft_caches
+from model.draft import DraftState, draft_caches
 from model.llama.adapters import adapters_nbytes
 from model.llama.config import LlamaConfig
 from model.ranks.ranks import SPLIT_FROM, AxisShard, evenly, splits, undivided
@@ -181,7 +181,7 @@ class Planner:
         if self.head is None or not isinstance(self.config, ModelConfig):
             return largest
         stages = draft_caches(self.head, self.config, formats, torch.device("meta"), rewind)
-        return largest | {DRAFTING: {"window": sum(sum(stage.nbytes().values()) for stage in stages)}}
+        return largest | {DRAFTING: {"window": DraftState(stages).nbytes()}}
 
     def _tokens(self, count: int) -> AxisShard:
         """As `model.ranks.ranks.Ranks.tokens`; of all ranks the first has the most."""

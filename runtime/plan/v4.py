@@ -48,9 +48,9 @@ def draft(c: ModelConfig, s: Call, live: Live, head: Head, drafts: int) -> None:
     read = c.hc_mult if head is Head.MTP or c.dspark is None else len(c.dspark.target_layer_ids)  # rows for each token
     n, hidden, item = c.sliding_window, c.hidden_size, s.item
     rows = n * read * hidden * item
-    # in a call those that were kept, those of each layer, and all of these in one; a mean is taken in fp32
-    mean = 0 if head is Head.MTP else c.hc_mult * F32
-    live.hold("rows for the drafting head", (n + drafts) * hidden * (3 * read * item + mean))
+    # in a call those that were kept, and the new ones; of DSpark those of each layer too, whose mean is taken in fp32
+    beside = 0 if head is Head.MTP else read * item + c.hc_mult * F32
+    live.hold("rows for the drafting head", (n + drafts) * hidden * (2 * read * item + beside))
     matrices = {name.removeprefix("mtp."): found for name, found in s.matrices.items() if name.startswith("mtp.")}
     variants = (*s.formats.variants, *[Full()] * head.stages) if s.formats.variants else ()
     one = replace(

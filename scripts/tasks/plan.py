@@ -33,7 +33,7 @@ from runtime.output import write_json
 from runtime.plan.gpus import GPUS
 from runtime.plan.planner import DRAFTING, LOADED, Plan, Planner
 from runtime.plan.token import EXCHANGE, LAUNCH, LINK, Token
-from runtime.sharding import sharding_plan
+from runtime.sharding import ShardingPlan, sharding_plan
 from scripts.console import Console
 from scripts.flags import run_options
 from scripts.plan import EXPERTS
@@ -53,7 +53,6 @@ def run(args: argparse.Namespace, config: Config) -> int:
     if args.context > (most := subject.config.max_position_embeddings):
         raise CapacityError(f"--context {args.context}: beyond the model's max_position_embeddings {most}")
     planners = ranked(subject, options, args.ranks or 1)
-    check_draft(subject.config, options, planners[0].call.ops)
     plans = [planner.plan(args.context) for planner in planners]
     worst = max(range(len(plans)), key=lambda rank: plans[rank].needed)
     memory = memory_of_rank(args, options, len(plans))
@@ -132,23 +131,29 @@ def _published(facts: ModelConfig, path: Path, experts: Experts | None, draft: s
 
 
 def ranked(subject: Subject, options: RunOptions, ranks: int) -> list[Planner]:
-    """Return a planner for each rank; ConfigError for ranks, numerics or adapters that the model does not allow."""
+    """Return a planner for each rank; ConfigError for ranks, numerics, adapters or drafts that are not allowed."""
     if options.coda_adapters is not None:
         assert isinstance(subject.config, LlamaConfig), "other models have none"
         check_adapters(Path(options.coda_adapters), subject.config, variants(options.kv, subject.config))
-    config, sharding, backend = subject.config, sharding_plan(subject.config, ranks), planned(options)
-    return [Planner(config, subject.counted, sharding, options, rank, backend) for rank in range(ranks)]
+    sharding = sharding_plan(subject.config, ranks)
+    return [_planner(subject, sharding, options, rank) for rank in range(ranks)]
 
 
 def by_ranks(subject: Subject, options: RunOptions) -> Iterator[tuple[int, Planner]]:
     """Numbers of ranks that the model can be on, and the planner of the first one, which needs the most."""
-    backend = planned(options)
     for ranks in RANKS if options.device == "cuda" else (1,):
         try:
             sharding = sharding_plan(subject.config, ranks)
         except ConfigError:  # experts that do not divide
             continue
-        yield ranks, Planner(subject.config, subject.counted, sharding, options, 0, backend)
+        yield ranks, _planner(subject, sharding, options, 0)
+
+
+def _planner(subject: Subject, sharding: ShardingPlan, options: RunOptions, rank: int) -> Planner:
+    """Return a rank's planner; ConfigError for drafts that no run would make."""
+    planner = Planner(subject.config, subject.counted, sharding, options, rank, planned(options))
+    check_draft(subject.config, options, planner.call.ops)
+    return planner
 
 
 def fits_from(needed: Mapping[int, int], memory: int) -> int | None:

@@ -7,7 +7,6 @@ from typing import Any, Final
 from rich.table import Table
 
 from model.architectures import Config
-from runtime.drafting import check_draft
 from runtime.kv import variants
 from runtime.options import DEMO, check_options
 from runtime.output import write_json
@@ -25,7 +24,6 @@ def run(args: argparse.Namespace, config: Config) -> int:
     check_options(config, options, args.config or args.model or DEMO)
     variants(options.kv, config)
     subject = read_subject(args.model, args.config, args.experts, args.headers, options.draft)
-    check_draft(subject.config, options, ranked(subject, options, 1)[0].call.ops)
     most = subject.config.max_position_embeddings
     chosen = [(args.ranks, ranked(subject, options, args.ranks)[0])] if args.ranks else by_ranks(subject, options)
     contexts = sorted({context for context in CONTEXTS if context < most} | {most})
