@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+LINT := $(VENV)/lint
 STEP := @printf '\n\033[1m%s\033[0m\n'
 
 .PHONY: demo test slow lint clean
@@ -17,11 +18,11 @@ test: $(VENV)/.dev lint
 slow: $(VENV)/.dev  ## evidence that takes minutes
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m slow
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev $(LINT)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports --no-cache
+	MYPYPATH=$(LINT) $(BIN)/mypy
+	cd $(LINT) && ../bin/lint-imports --no-cache --config ../../pyproject.toml
 
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	@cat scripts/welcome.txt
@@ -39,6 +40,11 @@ $(VENV)/.dev: $(VENV)/.runtime
 	$(STEP) "the packages that only the tests need (transformers is their oracle)"
 	$(PIP) install --quiet --no-compile --constraint constraints.txt --group dev
 	@touch $@
+
+# The package as it is installed: type checkers and import-linter do not run fathom.py to find its folders.
+$(LINT):
+	@mkdir -p $@/fathom
+	@for folder in kernels model runtime probes scripts; do ln -s ../../../$$folder $@/fathom/$$folder; done
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build ./*.egg-info

@@ -270,7 +270,7 @@ def _compile_in_processes(wanted: Wanted) -> None:
     order = sorted(wanted, key=lambda one: -len(which[one]) * Path(one.function.__code__.co_filename).stat().st_size)
     functions = [(one.function.__module__, one.function.__name__, which[one]) for one in order]
     program = "import json, sys; path, *rest = json.load(open(sys.argv[1])); sys.path[:] = path;"
-    program += " import kernels.compiled; kernels.compiled.compile_free(*rest)"
+    program += " from fathom.kernels import compiled; compiled.compile_free(*rest)"
     with tempfile.TemporaryDirectory() as taken:
         task = Path(taken) / "task.json"
         task.write_text(json.dumps([sys.path, taken, functions]))

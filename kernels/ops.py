@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple, Protocol, Self, cast
 import torch
 from torch import Tensor
 
-from kernels import (
+from fathom.kernels import (
     attention,
     compress,
     differential,
@@ -32,16 +32,16 @@ from kernels import (
     shard,
     swiglu,
 )
-from kernels.differential.cpu import Noise, Own, Past
-from kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
-from kernels.formats.stored import Rounding, Rows, Slots, Stack, TokenRing, Weight
-from kernels.gate.reference import Gate
-from kernels.hyper.reference import ReadStreams
-from kernels.indexer.reference import SelectFp8
-from kernels.linear.reference import Linears, Product
-from kernels.quantise.reference import RoundIndex, RoundKv
-from kernels.rope.reference import NormRotate
-from kernels.shard.cpu import Middle, Stream
+from fathom.kernels.differential.cpu import Noise, Own, Past
+from fathom.kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
+from fathom.kernels.formats.stored import Rounding, Rows, Slots, Stack, TokenRing, Weight
+from fathom.kernels.gate.reference import Gate
+from fathom.kernels.hyper.reference import ReadStreams
+from fathom.kernels.indexer.reference import SelectFp8
+from fathom.kernels.linear.reference import Linears, Product
+from fathom.kernels.quantise.reference import RoundIndex, RoundKv
+from fathom.kernels.rope.reference import NormRotate
+from fathom.kernels.shard.cpu import Middle, Stream
 
 
 class Ops(Protocol):
@@ -320,7 +320,7 @@ def composed(name: str, ops: Mapping[str, Any]) -> Callable[..., Any]:
 def backend(op: Callable[..., Any]) -> str:
     """Which backend an op is of: "reference", "cpu" or "triton"; of one from elsewhere, its module."""
     module = op.__module__
-    if not module.startswith("kernels."):
+    if not module.startswith("fathom.kernels."):
         return module
     file = module.rpartition(".")[2]
     return "triton" if file.startswith("triton") else "cpu" if file.startswith("cpu") else "reference"

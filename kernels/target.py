@@ -2,7 +2,7 @@
 
 import triton
 
-from kernels.formats.triton_rounding import UPCAST
+from fathom.kernels.formats.triton_rounding import UPCAST
 
 BLACKWELL = 100  # its first compute capability
 

@@ -19,21 +19,21 @@ Rules that every `triton.py` keeps:
 - No autotuning: tile sizes follow from shapes, so that a run computes the same on every machine of a kind.
 """
 
-from kernels.attention import triton as attention
-from kernels.compress import reference as compress_reference
-from kernels.compress import triton as compress
-from kernels.differential import triton as differential
-from kernels.experts import triton as experts
-from kernels.gate import triton as gate
-from kernels.hyper import triton as hyper
-from kernels.hyper import triton_streams as streams
-from kernels.indexer import triton as indexer
-from kernels.linear import triton as linear
-from kernels.norm import triton as norm
-from kernels.ops import CPU
-from kernels.quantise import triton as activations
-from kernels.shard import triton as shard
-from kernels.swiglu import triton as swiglu
+from fathom.kernels.attention import triton as attention
+from fathom.kernels.compress import reference as compress_reference
+from fathom.kernels.compress import triton as compress
+from fathom.kernels.differential import triton as differential
+from fathom.kernels.experts import triton as experts
+from fathom.kernels.gate import triton as gate
+from fathom.kernels.hyper import triton as hyper
+from fathom.kernels.hyper import triton_streams as streams
+from fathom.kernels.indexer import triton as indexer
+from fathom.kernels.linear import triton as linear
+from fathom.kernels.norm import triton as norm
+from fathom.kernels.ops import CPU
+from fathom.kernels.quantise import triton as activations
+from fathom.kernels.shard import triton as shard
+from fathom.kernels.swiglu import triton as swiglu
 
 # What has no kernel of its own is a few passes of torch over one chunk. `kernels.ops.backend` names each.
 TRITON = CPU._replace(

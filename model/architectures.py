@@ -3,14 +3,14 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from model.checkpoint.config_json import read_json
-from model.config import ModelConfig
-from model.llama.config import LlamaConfig
-from model.llama.fields import ARCHITECTURES
+from fathom.model.checkpoint.config_json import read_json
+from fathom.model.config import ModelConfig
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.llama.fields import ARCHITECTURES
 
 if TYPE_CHECKING:
-    from model.llama.transformer import LlamaTransformer
-    from model.transformer import Transformer
+    from fathom.model.llama.transformer import LlamaTransformer
+    from fathom.model.transformer import Transformer
 
 Config = ModelConfig | LlamaConfig
 Model: TypeAlias = "Transformer | LlamaTransformer"  # a config is read before torch is

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats.groups import INDEX_GROUP, KV_GROUP
-from kernels.formats.stored import Weight
-from kernels.linear.reference import Product
-from kernels.ops import Ops
-from model.cache.formats import CacheFormats
-from model.ranks.ranks import Ranks
+from fathom.kernels.formats.groups import INDEX_GROUP, KV_GROUP
+from fathom.kernels.formats.stored import Weight
+from fathom.kernels.linear.reference import Product
+from fathom.kernels.ops import Ops
+from fathom.model.cache.formats import CacheFormats
+from fathom.model.ranks.ranks import Ranks
 
 
 class Arithmetic(NamedTuple):

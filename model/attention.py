@@ -8,17 +8,17 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kernels.formats.stored import Rows, Slots
-from kernels.linear.reference import Product
-from model.arithmetic import Arithmetic
-from model.cache.layers import CsaCache, HcaCache, LayerCache
-from model.call import Call
-from model.checkpoint.weights import Weights
-from model.compressor import EntryCompressor
-from model.config import LayerKind, ModelConfig
-from model.indexer import Indexer
-from model.linear import GroupedLinear, Linear, Projected
-from model.rope import Rotation
+from fathom.kernels.formats.stored import Rows, Slots
+from fathom.kernels.linear.reference import Product
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.cache.layers import CsaCache, HcaCache, LayerCache
+from fathom.model.call import Call
+from fathom.model.checkpoint.weights import Weights
+from fathom.model.compressor import EntryCompressor
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.indexer import Indexer
+from fathom.model.linear import GroupedLinear, Linear, Projected
+from fathom.model.rope import Rotation
 
 
 class Beyond(NamedTuple):

@@ -4,15 +4,15 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from model.arithmetic import Arithmetic
-from model.attention import Attention, build_attention
-from model.cache.layers import LayerCache
-from model.call import Call
-from model.checkpoint.weights import Weights
-from model.config import ModelConfig
-from model.hyper import HyperConnection
-from model.moe import MoE
-from model.rope import Rotation
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.attention import Attention, build_attention
+from fathom.model.cache.layers import LayerCache
+from fathom.model.call import Call
+from fathom.model.checkpoint.weights import Weights
+from fathom.model.config import ModelConfig
+from fathom.model.hyper import HyperConnection
+from fathom.model.moe import MoE
+from fathom.model.rope import Rotation
 
 
 class Block:

@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from model.arithmetic import Arithmetic
-from model.rope import Rotation
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.rope import Rotation
 
 if TYPE_CHECKING:
-    from model.ranks.ranks import AxisShard
+    from fathom.model.ranks.ranks import AxisShard
 
 
 class Call:

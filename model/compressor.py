@@ -8,16 +8,16 @@ from abc import ABC, abstractmethod
 
 from torch import Tensor
 
-from kernels.formats.stored import Dense, Rounding
-from kernels.linear.reference import ByPosition, Product
-from model.arithmetic import Arithmetic
-from model.cache.frontier import Frontier
-from model.cache.layers import AnyEntries, AnyKeys
-from model.call import Call
-from model.checkpoint.weights import Weights
-from model.config import ModelConfig
-from model.rope import Rotation
-from model.variants.choice import Shard
+from fathom.kernels.formats.stored import Dense, Rounding
+from fathom.kernels.linear.reference import ByPosition, Product
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.cache.frontier import Frontier
+from fathom.model.cache.layers import AnyEntries, AnyKeys
+from fathom.model.call import Call
+from fathom.model.checkpoint.weights import Weights
+from fathom.model.config import ModelConfig
+from fathom.model.rope import Rotation
+from fathom.model.variants.choice import Shard
 
 
 class Projections:

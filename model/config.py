@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from kernels.formats.groups import INDEX_GROUP, KV_GROUP, LINEAR_GROUP
-from model.checkpoint.config_fields import Dspark, LayerKind, Yarn
-from model.checkpoint.config_json import fields, read_json
-from model.errors import ConfigError
+from fathom.kernels.formats.groups import INDEX_GROUP, KV_GROUP, LINEAR_GROUP
+from fathom.model.checkpoint.config_fields import Dspark, LayerKind, Yarn
+from fathom.model.checkpoint.config_json import fields, read_json
+from fathom.model.errors import ConfigError
 
 __all__ = ["Dspark", "LayerKind", "ModelConfig", "Yarn", "check_deployed"]
 

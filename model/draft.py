@@ -17,21 +17,21 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Dense
-from kernels.linear.reference import Product
-from model.attention import Attention, Beyond
-from model.block import Block
-from model.cache.formats import CacheFormats
-from model.cache.layers import LayerCache
-from model.call import Call
-from model.checkpoint.mtp import Head
-from model.checkpoint.weights import Weights
-from model.config import MAX_DRAFTS, LayerKind, ModelConfig
-from model.hyper import HyperHead
-from model.linear import Linear
-from model.observe.observer import observed
-from model.rope import Rotation, layer_frequencies
-from model.transformer import Transformer
+from fathom.kernels.formats.stored import Dense
+from fathom.kernels.linear.reference import Product
+from fathom.model.attention import Attention, Beyond
+from fathom.model.block import Block
+from fathom.model.cache.formats import CacheFormats
+from fathom.model.cache.layers import LayerCache
+from fathom.model.call import Call
+from fathom.model.checkpoint.mtp import Head
+from fathom.model.checkpoint.weights import Weights
+from fathom.model.config import MAX_DRAFTS, LayerKind, ModelConfig
+from fathom.model.hyper import HyperHead
+from fathom.model.linear import Linear
+from fathom.model.observe.observer import observed
+from fathom.model.rope import Rotation, layer_frequencies
+from fathom.model.transformer import Transformer
 
 
 class Drafts(NamedTuple):

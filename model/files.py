@@ -4,7 +4,7 @@ import os
 import stat
 from pathlib import Path
 
-from model.errors import CheckpointError
+from fathom.model.errors import CheckpointError
 
 
 def status(path: Path, error: type[ValueError] = CheckpointError) -> os.stat_result:

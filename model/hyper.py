@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from model.arithmetic import Arithmetic
-from model.checkpoint.weights import Weights
-from model.config import ModelConfig
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.checkpoint.weights import Weights
+from fathom.model.config import ModelConfig
 
 
 class Read(NamedTuple):

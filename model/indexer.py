@@ -2,16 +2,16 @@
 
 from torch import Tensor
 
-from kernels.formats.stored import Dense
-from kernels.linear.reference import Product
-from model.arithmetic import Arithmetic
-from model.cache.layers import CsaCache
-from model.call import Call
-from model.checkpoint.weights import Weights
-from model.compressor import KeyCompressor
-from model.config import ModelConfig
-from model.linear import Linear, Projected
-from model.rope import Rotation
+from fathom.kernels.formats.stored import Dense
+from fathom.kernels.linear.reference import Product
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.cache.layers import CsaCache
+from fathom.model.call import Call
+from fathom.model.checkpoint.weights import Weights
+from fathom.model.compressor import KeyCompressor
+from fathom.model.config import ModelConfig
+from fathom.model.linear import Linear, Projected
+from fathom.model.rope import Rotation
 
 
 class Indexer:

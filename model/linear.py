@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kernels.formats.stored import Weight
-from model.arithmetic import Arithmetic
-from model.ranks.ranks import Partial
+from fathom.kernels.formats.stored import Weight
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.ranks.ranks import Partial
 
 
 class Projected(NamedTuple):

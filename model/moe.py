@@ -9,14 +9,14 @@ from operator import is_not
 import torch
 from torch import Tensor
 
-from kernels.experts.reference import by_expert
-from kernels.formats.stored import Dense, Stack, Weight, as_stack
-from kernels.linear.reference import Product
-from kernels.ops import reads_apart
-from model.arithmetic import Arithmetic
-from model.call import Call
-from model.checkpoint.weights import Weights
-from model.config import ModelConfig
+from fathom.kernels.experts.reference import by_expert
+from fathom.kernels.formats.stored import Dense, Stack, Weight, as_stack
+from fathom.kernels.linear.reference import Product
+from fathom.kernels.ops import reads_apart
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.call import Call
+from fathom.model.checkpoint.weights import Weights
+from fathom.model.config import ModelConfig
 
 
 class Gate:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.rope import reference as rope
-from model.config import LayerKind, ModelConfig
+from fathom.kernels.rope import reference as rope
+from fathom.model.config import LayerKind, ModelConfig
 
 
 def rotated_as(kind: LayerKind) -> LayerKind:

@@ -2,15 +2,15 @@
 
 import torch
 
-from model.cache.formats import CacheFormats
-from model.cache.gqa import KvHeads, all_heads
-from model.cache.layers import CACHES, Components
-from model.config import ModelConfig
-from model.errors import CapacityError, ConfigError
-from model.llama.config import LlamaConfig
-from model.llama.rope import frequencies
-from model.variants.grouped import grouped_cache
-from model.variants.shard import KvShape
+from fathom.model.cache.formats import CacheFormats
+from fathom.model.cache.gqa import KvHeads, all_heads
+from fathom.model.cache.layers import CACHES, Components
+from fathom.model.config import ModelConfig
+from fathom.model.errors import CapacityError, ConfigError
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.llama.rope import frequencies
+from fathom.model.variants.grouped import grouped_cache
+from fathom.model.variants.shard import KvShape
 
 
 class State:

@@ -3,17 +3,17 @@
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Dense
-from model.arithmetic import Arithmetic
-from model.block import Block
-from model.cache.layers import LayerCache
-from model.call import Call
-from model.checkpoint.weights import Weights
-from model.config import ModelConfig
-from model.hyper import HyperHead
-from model.linear import Embedding, WideLinear
-from model.rope import Rotation, layer_frequencies, rotated_as
-from model.state import State
+from fathom.kernels.formats.stored import Dense
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.block import Block
+from fathom.model.cache.layers import LayerCache
+from fathom.model.call import Call
+from fathom.model.checkpoint.weights import Weights
+from fathom.model.config import ModelConfig
+from fathom.model.hyper import HyperHead
+from fathom.model.linear import Embedding, WideLinear
+from fathom.model.rope import Rotation, layer_frequencies, rotated_as
+from fathom.model.state import State
 
 
 class Transformer:

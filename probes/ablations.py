@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Rows
-from kernels.indexer.reference import visible_entries
-from kernels.ops import Ops
-from probes.shared.calls import Attend
+from fathom.kernels.formats.stored import Rows
+from fathom.kernels.indexer.reference import visible_entries
+from fathom.kernels.ops import Ops
+from fathom.probes.shared.calls import Attend
 
 
 def random_selection(ops: Ops, seed: int) -> Ops:

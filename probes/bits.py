@@ -8,25 +8,37 @@ from typing import Any, ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Rows
-from kernels.ops import Ops
-from model.cache.entries import Entries
-from model.cache.layers import LayerCache
-from model.cache.window import WindowRing
-from model.config import LayerKind, ModelConfig
-from model.errors import Tripwire
-from model.observe import sites
-from model.observe.observer import listening
-from model.observe.sites import Site
-from model.state import State
-from model.transformer import Transformer
-from probes.finding import JSON, Finding, HeatMap, Report, Table, at_most, broken, exactly, judged, measured, vacuous
-from probes.probe import Probe, Progress, room
-from probes.shared.calls import Attend
-from probes.shared.exact import exact, exact_linears
-from probes.shared.recorder import Recorder
-from probes.shared.trace import OF_TOKENS, Difference, Passed, Trace, named, traced
-from probes.subject import Subject, run_tokens
+from fathom.kernels.formats.stored import Rows
+from fathom.kernels.ops import Ops
+from fathom.model.cache.entries import Entries
+from fathom.model.cache.layers import LayerCache
+from fathom.model.cache.window import WindowRing
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.errors import Tripwire
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.model.observe.sites import Site
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
+from fathom.probes.finding import (
+    JSON,
+    Finding,
+    HeatMap,
+    Report,
+    Table,
+    at_most,
+    broken,
+    exactly,
+    judged,
+    measured,
+    vacuous,
+)
+from fathom.probes.probe import Probe, Progress, room
+from fathom.probes.shared.calls import Attend
+from fathom.probes.shared.exact import exact, exact_linears
+from fathom.probes.shared.recorder import Recorder
+from fathom.probes.shared.trace import OF_TOKENS, Difference, Passed, Trace, named, traced
+from fathom.probes.subject import Subject, run_tokens
 
 # A key whose share of a token's softmax is below the last bit of all numbers of the output moves nothing: with bf16 and
 # a few hundred numbers in an output row, about 1e-5. Trained models give that to few keys that they attend to at all.

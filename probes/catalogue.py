@@ -5,8 +5,8 @@ import pkgutil
 from collections.abc import Iterator
 from typing import Final
 
-import probes
-from probes.probe import Probe
+from fathom import probes
+from fathom.probes.probe import Probe
 
 # Probes that are not here come last, by name.
 ORDER: Final = ("load", "text", "recall", "attention", "projections", "bits", "rope", "mhc", "sink", "routing", "ops")
@@ -14,7 +14,7 @@ ORDER: Final = ("load", "text", "recall", "attention", "projections", "bits", "r
 
 def _found(size: str) -> Iterator[Probe]:
     """What modules call `FULL`, or `QUICK`: a probe, or several."""
-    for module in pkgutil.iter_modules(probes.__path__, "probes."):
+    for module in pkgutil.iter_modules(probes.__path__, "fathom.probes."):
         name = f"{module.name}.probe" if module.ispkg else module.name
         if importlib.util.find_spec(name) is None:
             continue

@@ -15,9 +15,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig
-from model.observe import sites
-from probes.oracle import (
+from fathom.model.config import ModelConfig
+from fathom.model.observe import sites
+from fathom.probes.oracle import (
     F64,
     FACTOR,
     KV_BLOCK,
@@ -33,7 +33,7 @@ from probes.oracle import (
     rounded_e4m3,
     sites_of,
 )
-from probes.recording import CHOICES, OF_ENTRIES, WHOLE_MODEL, Recording, stored_name
+from fathom.probes.recording import CHOICES, OF_ENTRIES, WHOLE_MODEL, Recording, stored_name
 
 OFF_GRID: Final = "numbers that the narrow format of deployed numerics does not have"
 NOT_FINITE: Final = "what it follows from is not finite"

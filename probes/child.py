@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from types import MappingProxyType
 from typing import Any, Self
 
-from model.errors import (
+from fathom.model.errors import (
     CapacityError,
     CheckpointError,
     ConfigError,
@@ -27,8 +27,8 @@ from model.errors import (
     Tripwire,
     one_line,
 )
-from probes.finding import ROOT, raised_at
-from runtime.errors import PromptError
+from fathom.probes.finding import ROOT, raised_at
+from fathom.runtime.errors import PromptError
 
 # Errors whose message says all: raised again as they are.
 DIAGNOSTICS = (CapacityError, CheckpointError, ConfigError, PromptError, RankDisagreement, StateError, Tripwire)

@@ -14,9 +14,9 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from model.errors import one_line
-from probes.finding import Verdict, rows, worst_first
-from probes.probe import Probe, Progress, Run
+from fathom.model.errors import one_line
+from fathom.probes.finding import Verdict, rows, worst_first
+from fathom.probes.probe import Probe, Progress, Run
 
 QUIET = 20  # seconds between lines of progress where there is no terminal to draw on
 COLOURS = {

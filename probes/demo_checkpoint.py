@@ -4,16 +4,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from kernels.ops import Ops
-from model.observe.sites import Site
-from probes.ablations import random_selection, without_entries
-from probes.demo_language.language import NEEDLE_TOKENS
-from probes.demo_language.prompts import SHORTEST, Prompt, common_prompts, fact_prompts, needle_prompts
-from probes.demo_language.words import FACTS, NAMES, RELATIONS
-from probes.evaluation import Run, Share, right_answers
-from probes.finding import Finding, Report, Table, at_least, at_most, judged, measured, vacuous
-from probes.probe import Probe, Progress, room
-from probes.subject import Subject
+from fathom.kernels.ops import Ops
+from fathom.model.observe.sites import Site
+from fathom.probes.ablations import random_selection, without_entries
+from fathom.probes.demo_language.language import NEEDLE_TOKENS
+from fathom.probes.demo_language.prompts import SHORTEST, Prompt, common_prompts, fact_prompts, needle_prompts
+from fathom.probes.demo_language.words import FACTS, NAMES, RELATIONS
+from fathom.probes.evaluation import Run, Share, right_answers
+from fathom.probes.finding import Finding, Report, Table, at_least, at_most, judged, measured, vacuous
+from fathom.probes.probe import Probe, Progress, room
+from fathom.probes.subject import Subject
 
 SHIPPED, RANDOM, NO_CSA, NO_HCA, WINDOW = WAYS = (
     "as shipped",

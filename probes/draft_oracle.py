@@ -18,8 +18,8 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from model.config import ModelConfig, Yarn
-from probes.oracle import MOST, Layer, Noise, Parameters, Part, Setting
+from fathom.model.config import ModelConfig, Yarn
+from fathom.probes.oracle import MOST, Layer, Noise, Parameters, Part, Setting
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,21 +11,21 @@ from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.mtp import Head
-from model.choices import LOOKUP
-from model.config import ModelConfig
-from model.draft import Drafts
-from model.errors import ConfigError, Tripwire
-from model.observe import sites
-from model.observe.observer import listening
-from model.observe.sites import Site
-from model.state import State
-from model.transformer import Transformer
-from probes.demo_language import prompts
-from probes.draft_oracle import FAULTS, RIGHT, Dspark, Mtp, Reading, acts, skipping
-from probes.finding import (
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.mtp import Head
+from fathom.model.choices import LOOKUP
+from fathom.model.config import ModelConfig
+from fathom.model.draft import Drafts
+from fathom.model.errors import ConfigError, Tripwire
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.model.observe.sites import Site
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
+from fathom.probes.demo_language import prompts
+from fathom.probes.draft_oracle import FAULTS, RIGHT, Dspark, Mtp, Reading, acts, skipping
+from fathom.probes.finding import (
     JSON,
     Finding,
     Part,
@@ -39,15 +39,15 @@ from probes.finding import (
     tripped,
     vacuous,
 )
-from probes.oracle import F64, FACTOR, REPLICAS, Noise, Parameters
-from probes.probe import Probe, Progress, one_rank, room
-from probes.shared.trace import Trace, named
-from probes.subject import Subject, run_tokens
-from runtime.drafting import Drafter, Drafting, HeadDrafter, check_draft, drafting
-from runtime.generate import Generation
-from runtime.load import LoadedV4
-from runtime.options import DEMO, RunOptions
-from runtime.sampling import Sampling
+from fathom.probes.oracle import F64, FACTOR, REPLICAS, Noise, Parameters
+from fathom.probes.probe import Probe, Progress, one_rank, room
+from fathom.probes.shared.trace import Trace, named
+from fathom.probes.subject import Subject, run_tokens
+from fathom.runtime.drafting import Drafter, Drafting, HeadDrafter, check_draft, drafting
+from fathom.runtime.generate import Generation
+from fathom.runtime.load import LoadedV4
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.sampling import Sampling
 
 if TYPE_CHECKING:
     from array import array

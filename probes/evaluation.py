@@ -14,15 +14,15 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from model.architectures import Model
-from model.cache.entries import Entries
-from model.cache.full import Positions
-from model.cache.gqa import GqaCache
-from model.llama.config import LlamaConfig
-from model.state import State
-from model.variants.choice import Coda, Full, GroupedCoda, GroupedShard, Shard, Variant
-from probes.demo_language.prompts import Prompt
-from runtime.memory import new_state
+from fathom.model.architectures import Model
+from fathom.model.cache.entries import Entries
+from fathom.model.cache.full import Positions
+from fathom.model.cache.gqa import GqaCache
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.state import State
+from fathom.model.variants.choice import Coda, Full, GroupedCoda, GroupedShard, Shard, Variant
+from fathom.probes.demo_language.prompts import Prompt
+from fathom.runtime.memory import new_state
 
 PIECE: Final = 1 << 21  # logits at a time: of a whole call they would be the largest tensors of the run
 BLOCKS: Final = 32  # of a text, whose means give a standard error

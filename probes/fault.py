@@ -11,20 +11,20 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from kernels.formats import lloyd_max
-from kernels.ops import Ops
-from kernels.shard import reference as shard
-from model.config import LayerKind, ModelConfig
-from model.draft import DraftHead
-from model.transformer import Transformer
-from model.variants.coda import CodaCache
-from model.variants.shard import ShardCache
-from runtime.conversation import Conversation
-from runtime.generate import generate
-from runtime.sampling import Likelihood, Sampling, likelihood, sample
-from runtime.text.encoding import encode_messages, raw_text
-from runtime.text.segments import Segment
-from runtime.text.tokenizer import Tokenizer
+from fathom.kernels.formats import lloyd_max
+from fathom.kernels.ops import Ops
+from fathom.kernels.shard import reference as shard
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.draft import DraftHead
+from fathom.model.transformer import Transformer
+from fathom.model.variants.coda import CodaCache
+from fathom.model.variants.shard import ShardCache
+from fathom.runtime.conversation import Conversation
+from fathom.runtime.generate import generate
+from fathom.runtime.sampling import Likelihood, Sampling, likelihood, sample
+from fathom.runtime.text.encoding import encode_messages, raw_text
+from fathom.runtime.text.segments import Segment
+from fathom.runtime.text.tokenizer import Tokenizer
 
 # --- what a fault is
 

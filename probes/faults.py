@@ -18,36 +18,36 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.formats import coded_rows, qjl
-from kernels.formats.rows_reference import decode
-from kernels.formats.stored import BasisRows, CodedRows, Dense, Fp4, Fp8, Rows, Slots, Weight
-from kernels.ops import Ops
-from kernels.rope import reference as rope
-from kernels.shard.cpu import Middle, middle_keys, middle_values
-from model.arithmetic import Arithmetic
-from model.attention import Attention, Beyond, CsaAttention, HcaAttention
-from model.block import Block
-from model.cache.entries import Entries
-from model.cache.frontier import Frontier
-from model.cache.layers import SIGNS, AnyEntries, AnyKeys, CsaCache, HcaCache, LayerCache
-from model.cache.window import WindowRing
-from model.call import Call
-from model.compressor import Compressor, EntryCompressor, KeyCompressor
-from model.config import LayerKind, ModelConfig
-from model.draft import BlockAttention, DraftHead, Drafts, DraftState, MtpHead, StreamListener
-from model.indexer import Indexer
-from model.linear import GroupedLinear, Linear, Projected
-from model.moe import Expert, HashGate, MoE
-from model.observe import sites
-from model.observe.observer import observed
-from model.ranks.ranks import Partial
-from model.rope import Rotation, layer_frequencies
-from model.state import State
-from model.transformer import Transformer
-from model.variants.banked_entries import BankedEntries
-from model.variants.coda import CodaCache, View
-from model.variants.shard import ShardCache, causal
-from probes.fault import (
+from fathom.kernels.formats import coded_rows, qjl
+from fathom.kernels.formats.rows_reference import decode
+from fathom.kernels.formats.stored import BasisRows, CodedRows, Dense, Fp4, Fp8, Rows, Slots, Weight
+from fathom.kernels.ops import Ops
+from fathom.kernels.rope import reference as rope
+from fathom.kernels.shard.cpu import Middle, middle_keys, middle_values
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.attention import Attention, Beyond, CsaAttention, HcaAttention
+from fathom.model.block import Block
+from fathom.model.cache.entries import Entries
+from fathom.model.cache.frontier import Frontier
+from fathom.model.cache.layers import SIGNS, AnyEntries, AnyKeys, CsaCache, HcaCache, LayerCache
+from fathom.model.cache.window import WindowRing
+from fathom.model.call import Call
+from fathom.model.compressor import Compressor, EntryCompressor, KeyCompressor
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.draft import BlockAttention, DraftHead, Drafts, DraftState, MtpHead, StreamListener
+from fathom.model.indexer import Indexer
+from fathom.model.linear import GroupedLinear, Linear, Projected
+from fathom.model.moe import Expert, HashGate, MoE
+from fathom.model.observe import sites
+from fathom.model.observe.observer import observed
+from fathom.model.ranks.ranks import Partial
+from fathom.model.rope import Rotation, layer_frequencies
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
+from fathom.model.variants.banked_entries import BankedEntries
+from fathom.model.variants.coda import CodaCache, View
+from fathom.model.variants.shard import ShardCache, causal
+from fathom.probes.fault import (
     Fault,
     Parts,
     Place,
@@ -59,11 +59,11 @@ from probes.fault import (
     put_in_ops,
     put_in_parts,
 )
-from probes.shared.calls import Attend
-from runtime.drafting import Drafting
-from runtime.sampling import Sampling
-from runtime.text.messages import Message
-from runtime.text.segments import BOS, EOS, THINK_END, THINK_START, Segment, Text, merge, render, split_controls
+from fathom.probes.shared.calls import Attend
+from fathom.runtime.drafting import Drafting
+from fathom.runtime.sampling import Sampling
+from fathom.runtime.text.messages import Message
+from fathom.runtime.text.segments import BOS, EOS, THINK_END, THINK_START, Segment, Text, merge, render, split_controls
 
 if TYPE_CHECKING:
     from array import array

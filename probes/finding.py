@@ -15,7 +15,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from model.errors import Tripwire, one_line
+from fathom.model.errors import Tripwire, one_line
 
 JSON = Any  # what `json.dumps` takes
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,32 +13,32 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Dense
-from kernels.ops import CPU
-from model.attention import Attention
-from model.block import Block
-from model.cache.layers import LayerCache
-from model.call import Call
-from model.checkpoint.census import Census
-from model.checkpoint.weights import Weights, open_weights
-from model.config import ModelConfig
-from model.errors import Tripwire
-from model.hyper import HyperHead
-from model.linear import Embedding, WideLinear
-from model.observe import sites
-from model.observe.observer import PLACES, install, listening, observed
-from model.observe.sites import SITES, Listener, Site
-from model.ranks.ranks import ALONE, Ranks
-from model.rope import Rotation, layer_frequencies
-from model.transformer import Transformer
-from probes.checks import Judged, Status
-from probes.fault import Fault, become, healthy_model
-from probes.faults import FAULTS
-from probes.oracle import Ends, Layer, Noise, Setting, Unknown
-from probes.recording import CHOICES, OF_ENTRIES, Recording, stored_name
-from runtime.arithmetic import arithmetic
-from runtime.options import RunOptions
-from runtime.sharding import sharding_plan
+from fathom.kernels.formats.stored import Dense
+from fathom.kernels.ops import CPU
+from fathom.model.attention import Attention
+from fathom.model.block import Block
+from fathom.model.cache.layers import LayerCache
+from fathom.model.call import Call
+from fathom.model.checkpoint.census import Census
+from fathom.model.checkpoint.weights import Weights, open_weights
+from fathom.model.config import ModelConfig
+from fathom.model.errors import Tripwire
+from fathom.model.hyper import HyperHead
+from fathom.model.linear import Embedding, WideLinear
+from fathom.model.observe import sites
+from fathom.model.observe.observer import PLACES, install, listening, observed
+from fathom.model.observe.sites import SITES, Listener, Site
+from fathom.model.ranks.ranks import ALONE, Ranks
+from fathom.model.rope import Rotation, layer_frequencies
+from fathom.model.transformer import Transformer
+from fathom.probes.checks import Judged, Status
+from fathom.probes.fault import Fault, become, healthy_model
+from fathom.probes.faults import FAULTS
+from fathom.probes.oracle import Ends, Layer, Noise, Setting, Unknown
+from fathom.probes.recording import CHOICES, OF_ENTRIES, Recording, stored_name
+from fathom.runtime.arithmetic import arithmetic
+from fathom.runtime.options import RunOptions
+from fathom.runtime.sharding import sharding_plan
 
 NAMED: Final = 0.5  # of the difference that a fault explains at least, to be named
 WHOLE: Final = 0.95  # where one fault explains so much, no second one is looked for

@@ -4,13 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Final
 
-from kernels.formats.basis_fit import FIT, Fitted, rotated_bytes, shared_bytes
-from model.config import ModelConfig
-from model.observe.sites import Site
-from probes.finding import Finding, Part, Report, Table, at_most, judged, vacuous
-from probes.probe import Probe, Progress, room
-from probes.subject import Subject
-from runtime.calibrate import fit_layers, samples, with_entries
+from fathom.kernels.formats.basis_fit import FIT, Fitted, rotated_bytes, shared_bytes
+from fathom.model.config import ModelConfig
+from fathom.model.observe.sites import Site
+from fathom.probes.finding import Finding, Part, Report, Table, at_most, judged, vacuous
+from fathom.probes.probe import Probe, Progress, room
+from fathom.probes.subject import Subject
+from fathom.runtime.calibrate import fit_layers, samples, with_entries
 
 Fits = Mapping[tuple[int, int], Mapping[int, Fitted]]  # (bits, context) -> layer -> fit
 

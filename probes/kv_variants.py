@@ -8,22 +8,34 @@ from typing import ClassVar, Final, NamedTuple
 
 import torch
 
-from model.errors import ConfigError
-from model.llama.config import LlamaConfig
-from model.observe.sites import Site
-from model.state import State
-from model.variants.grouped import ShardLayer
-from probes.demo_language.prompts import fact_prompts, needle_prompts
-from probes.evaluation import Run, Share, Window, ask, compare, read, summary
-from probes.finding import Finding, HeatMap, Part, Report, Scatter, Table, Text, at_least, exactly, judged, vacuous
-from probes.needle import asked, begun, of_prompt
-from probes.probe import Probe, Progress, room
-from probes.subject import Subject, speaks_demo_language
-from runtime.generate import Generation, generate
-from runtime.load import load_any
-from runtime.memory import new_state
-from runtime.options import RunOptions
-from runtime.sampling import Sampling
+from fathom.model.errors import ConfigError
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.observe.sites import Site
+from fathom.model.state import State
+from fathom.model.variants.grouped import ShardLayer
+from fathom.probes.demo_language.prompts import fact_prompts, needle_prompts
+from fathom.probes.evaluation import Run, Share, Window, ask, compare, read, summary
+from fathom.probes.finding import (
+    Finding,
+    HeatMap,
+    Part,
+    Report,
+    Scatter,
+    Table,
+    Text,
+    at_least,
+    exactly,
+    judged,
+    vacuous,
+)
+from fathom.probes.needle import asked, begun, of_prompt
+from fathom.probes.probe import Probe, Progress, room
+from fathom.probes.subject import Subject, speaks_demo_language
+from fathom.runtime.generate import Generation, generate
+from fathom.runtime.load import load_any
+from fathom.runtime.memory import new_state
+from fathom.runtime.options import RunOptions
+from fathom.runtime.sampling import Sampling
 
 FULL_CACHE: Final = "full"
 PLAIN: Final = RunOptions("plain", "fp32")  # so that what differs is the cache, see `DEPLOYED`

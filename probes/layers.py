@@ -21,20 +21,33 @@ from typing import ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.config import LayerKind, ModelConfig
-from model.observe import sites
-from model.observe.sites import SITES, Listener, Site
-from model.transformer import Transformer
-from probes.checks import Checks, Judged, Status, View
-from probes.finding import JSON, Finding, HeatMap, Part, Plot, Report, Table, at_most, broken, judged, measured, vacuous
-from probes.oracle import F64, FACTOR, Ends, Layer, Noise, Parameters, Setting
-from probes.probe import Probe, Progress
-from probes.recording import CHOICES, OF_ENTRIES, Recording, has_site, record, stored_name
-from probes.subject import Subject
-from runtime.arithmetic import DTYPES
-from runtime.options import RunOptions
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.observe import sites
+from fathom.model.observe.sites import SITES, Listener, Site
+from fathom.model.transformer import Transformer
+from fathom.probes.checks import Checks, Judged, Status, View
+from fathom.probes.finding import (
+    JSON,
+    Finding,
+    HeatMap,
+    Part,
+    Plot,
+    Report,
+    Table,
+    at_most,
+    broken,
+    judged,
+    measured,
+    vacuous,
+)
+from fathom.probes.oracle import F64, FACTOR, Ends, Layer, Noise, Parameters, Setting
+from fathom.probes.probe import Probe, Progress
+from fathom.probes.recording import CHOICES, OF_ENTRIES, Recording, has_site, record, stored_name
+from fathom.probes.subject import Subject
+from fathom.runtime.arithmetic import DTYPES
+from fathom.runtime.options import RunOptions
 
 SMALL: Final = (-10, -20, -30)  # the RMS of stressed streams, as powers of two, for a third of the tokens each
 AROUND: Final = 1  # tokens before and after the end of a block that come one by one

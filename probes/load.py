@@ -15,22 +15,22 @@ from safetensors import safe_open
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from kernels import compiled
-from kernels.formats.stored import Dense, Weight
-from model.cache.layers import LayerCache
-from model.checkpoint.census import Census
-from model.checkpoint.tensor_mapping import Form, TensorMapping
-from model.config import LayerKind, ModelConfig
-from model.errors import Tripwire
-from model.observe import sites
-from model.observe.observer import listening
-from model.observe.sites import Site
-from model.transformer import Transformer
-from probes.finding import JSON, Finding, Part, Report, Table, Text, exactly, judged, measured, some, tripped
-from probes.oracle import F64, decoded
-from probes.probe import Probe, Progress, one_rank
-from probes.shared.held import Held, find, used
-from probes.subject import Subject, run_tokens, selects_all
+from fathom.kernels import compiled
+from fathom.kernels.formats.stored import Dense, Weight
+from fathom.model.cache.layers import LayerCache
+from fathom.model.checkpoint.census import Census
+from fathom.model.checkpoint.tensor_mapping import Form, TensorMapping
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.errors import Tripwire
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.model.observe.sites import Site
+from fathom.model.transformer import Transformer
+from fathom.probes.finding import JSON, Finding, Part, Report, Table, Text, exactly, judged, measured, some, tripped
+from fathom.probes.oracle import F64, decoded
+from fathom.probes.probe import Probe, Progress, one_rank
+from fathom.probes.shared.held import Held, find, used
+from fathom.probes.subject import Subject, run_tokens, selects_all
 
 WHOLE: Final = 256 << 20  # bytes of tensor data up to which every number is compared
 ROWS: Final = 128  # rows of a matrix compared beyond that: one row of FP8 blocks

@@ -14,13 +14,13 @@ from typing import Any, ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Fp4
-from kernels.ops import Ops
-from model.observe.sites import Site
-from model.state import State
-from model.transformer import Transformer
-from probes.demo_language import words
-from probes.demo_language.language import (
+from fathom.kernels.formats.stored import Fp4
+from fathom.kernels.ops import Ops
+from fathom.model.observe.sites import Site
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
+from fathom.probes.demo_language import words
+from fathom.probes.demo_language.language import (
     NEEDLE_TOKENS,
     VALUE_AT,
     encode,
@@ -30,14 +30,14 @@ from probes.demo_language.language import (
     first_word_opens,
     needle_sentence,
 )
-from probes.demo_language.vocabulary import BOS
-from probes.evaluation import Snapshot, ask, margin, restore, snapshot
-from probes.finding import Finding, HeatMap, Part, Plot, Report, Table, Text, at_most, exactly, judged, measured
-from probes.memory import ITEM_BYTES, cache_bytes, live_bytes
-from probes.probe import Probe, Progress, room
-from probes.subject import Subject
-from runtime.plan.planner import Plan, Planner
-from runtime.report import cpuinfo, peak_memory
+from fathom.probes.demo_language.vocabulary import BOS
+from fathom.probes.evaluation import Snapshot, ask, margin, restore, snapshot
+from fathom.probes.finding import Finding, HeatMap, Part, Plot, Report, Table, Text, at_most, exactly, judged, measured
+from fathom.probes.memory import ITEM_BYTES, cache_bytes, live_bytes
+from fathom.probes.probe import Probe, Progress, room
+from fathom.probes.subject import Subject
+from fathom.runtime.plan.planner import Plan, Planner
+from fathom.runtime.report import cpuinfo, peak_memory
 
 MIB: Final = 1 << 20
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from probes.fault import Fault
-from probes.finding import JSON, TRIPWIRE
-from probes.probe import Probe, attempt, silent
-from probes.subject import Subject
+from fathom.probes.fault import Fault
+from fathom.probes.finding import JSON, TRIPWIRE
+from fathom.probes.probe import Probe, attempt, silent
+from fathom.probes.subject import Subject
 
 
 class Outcome(StrEnum):

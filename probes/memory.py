@@ -19,22 +19,22 @@ import torch
 from torch import Tensor
 from torch.autograd.profiler import profile  # torch.profiler imports torch's compiler first, which takes 3 s
 
-from kernels.formats import rows as stored
-from kernels.ops import CPU
-from model.cache.entries import Entries
-from model.cache.formats import CacheFormats
-from model.cache.frontier import Frontier
-from model.cache.layers import Components, CsaCache, HcaCache, LayerCache
-from model.checkpoint.weights import HASHED_WHOLE
-from model.config import LayerKind, ModelConfig
-from model.errors import Tripwire
-from model.observe import sites
-from model.observe.observer import listening
-from model.observe.sites import Listener, Site
-from model.state import State
-from model.transformer import Transformer
-from probes.child import call
-from probes.finding import (
+from fathom.kernels.formats import rows as stored
+from fathom.kernels.ops import CPU
+from fathom.model.cache.entries import Entries
+from fathom.model.cache.formats import CacheFormats
+from fathom.model.cache.frontier import Frontier
+from fathom.model.cache.layers import Components, CsaCache, HcaCache, LayerCache
+from fathom.model.checkpoint.weights import HASHED_WHOLE
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.errors import Tripwire
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.model.observe.sites import Listener, Site
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
+from fathom.probes.child import call
+from fathom.probes.finding import (
     JSON,
     Bars,
     Finding,
@@ -49,11 +49,11 @@ from probes.finding import (
     tripped,
     vacuous,
 )
-from probes.probe import Probe, Progress, one_rank, room
-from probes.subject import Subject, cannot_travel
-from runtime.load import load
-from runtime.plan.planner import Plan, Planner
-from runtime.report import peak_memory
+from fathom.probes.probe import Probe, Progress, one_rank, room
+from fathom.probes.subject import Subject, cannot_travel
+from fathom.runtime.load import load
+from fathom.runtime.plan.planner import Plan, Planner
+from fathom.runtime.report import peak_memory
 
 ITEM_BYTES: Final = {"bf16": 2, "fp32": 4}
 IN_DTYPE: Final = ("dtype", "dtype")  # how entries and index keys are stored where nothing else was asked for

@@ -15,24 +15,24 @@ from typing import ClassVar, Final, NamedTuple
 
 from torch import Tensor, equal
 
-from model.choices import CODED_BITS
-from model.errors import ConfigError
-from model.llama.transformer import LlamaTransformer
-from model.observe.sites import Site
-from model.state import State
-from model.variants.choice import GroupedCoda
-from model.variants.coda_merge import Kept
-from probes.demo_language.language import encode, needle_document
-from probes.demo_language.prompts import fact_prompts
-from probes.evaluation import Share, ask, divergence, read
-from probes.finding import Finding, Part, Report, Table, Text, at_least, exactly, judged, vacuous
-from probes.probe import Probe, Progress
-from probes.subject import Subject
-from runtime.load import LoadedLlama
-from runtime.memory import new_state
-from runtime.merge import merge, mergeable
-from runtime.quantised_state import load_any_state, quantise_state
-from runtime.statefile import save_state
+from fathom.model.choices import CODED_BITS
+from fathom.model.errors import ConfigError
+from fathom.model.llama.transformer import LlamaTransformer
+from fathom.model.observe.sites import Site
+from fathom.model.state import State
+from fathom.model.variants.choice import GroupedCoda
+from fathom.model.variants.coda_merge import Kept
+from fathom.probes.demo_language.language import encode, needle_document
+from fathom.probes.demo_language.prompts import fact_prompts
+from fathom.probes.evaluation import Share, ask, divergence, read
+from fathom.probes.finding import Finding, Part, Report, Table, Text, at_least, exactly, judged, vacuous
+from fathom.probes.probe import Probe, Progress
+from fathom.probes.subject import Subject
+from fathom.runtime.load import LoadedLlama
+from fathom.runtime.memory import new_state
+from fathom.runtime.merge import merge, mergeable
+from fathom.runtime.quantised_state import load_any_state, quantise_state
+from fathom.runtime.statefile import save_state
 
 CODES: Final = 8  # told and asked for in each document
 FACTS: Final = 8  # asked after each document: the model knows them by heart

@@ -6,22 +6,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple
 
-from model.checkpoint.census import Census, census
-from model.checkpoint.config_json import MAX_CONFIG_BYTES, read_json
-from model.checkpoint.published import published_configs, published_tensors, released_scale
-from model.config import ModelConfig
-from model.errors import ConfigError
-from model.files import read_bounded
-from model.observe.sites import Site
-from probes.finding import Bars, Finding, Part, Report, Table, Text, exactly, judged
-from probes.memory import ITEM_BYTES, cache_bytes
-from probes.probe import Probe, Progress, one_rank
-from probes.subject import Subject
-from runtime.op_sets import planned
-from runtime.options import RunOptions
-from runtime.plan.planner import Plan, Planner
-from runtime.plan.weights import WeightKind
-from runtime.sharding import sharding_plan
+from fathom.model.checkpoint.census import Census, census
+from fathom.model.checkpoint.config_json import MAX_CONFIG_BYTES, read_json
+from fathom.model.checkpoint.published import published_configs, published_tensors, released_scale
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.model.files import read_bounded
+from fathom.model.observe.sites import Site
+from fathom.probes.finding import Bars, Finding, Part, Report, Table, Text, exactly, judged
+from fathom.probes.memory import ITEM_BYTES, cache_bytes
+from fathom.probes.probe import Probe, Progress, one_rank
+from fathom.probes.subject import Subject
+from fathom.runtime.op_sets import planned
+from fathom.runtime.options import RunOptions
+from fathom.runtime.plan.planner import Plan, Planner
+from fathom.runtime.plan.weights import WeightKind
+from fathom.runtime.sharding import sharding_plan
 
 GB: Final = 10**9
 CONTEXTS: Final = {"8K": 1 << 13, "128K": 1 << 17, "1M": 1 << 20}

@@ -15,23 +15,35 @@ from typing import ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from model.config import LayerKind
-from model.errors import ConfigError
-from model.files import read_text
-from model.observe.sites import Site
-from model.state import State
-from probes.ablations import random_selection, without_entries, without_selection
-from probes.demo_language import words
-from probes.demo_language.language import VALUE_AT, filler, needle_sentence
-from probes.demo_language.prompts import Prompt, common_prompts, needle_prompts
-from probes.demo_language.vocabulary import vocabulary
-from probes.evaluation import Run, ask, read
-from probes.finding import Finding, HeatMap, Part, Report, Table, Text, at_least, at_most, judged, measured, vacuous
-from probes.probe import Probe, Progress, room
-from probes.subject import Subject, selects_all
-from runtime.memory import new_state
-from runtime.text.segments import Text as Said
-from runtime.text.tokenizer import Tokenizer
+from fathom.model.config import LayerKind
+from fathom.model.errors import ConfigError
+from fathom.model.files import read_text
+from fathom.model.observe.sites import Site
+from fathom.model.state import State
+from fathom.probes.ablations import random_selection, without_entries, without_selection
+from fathom.probes.demo_language import words
+from fathom.probes.demo_language.language import VALUE_AT, filler, needle_sentence
+from fathom.probes.demo_language.prompts import Prompt, common_prompts, needle_prompts
+from fathom.probes.demo_language.vocabulary import vocabulary
+from fathom.probes.evaluation import Run, ask, read
+from fathom.probes.finding import (
+    Finding,
+    HeatMap,
+    Part,
+    Report,
+    Table,
+    Text,
+    at_least,
+    at_most,
+    judged,
+    measured,
+    vacuous,
+)
+from fathom.probes.probe import Probe, Progress, room
+from fathom.probes.subject import Subject, selects_all
+from fathom.runtime.memory import new_state
+from fathom.runtime.text.segments import Text as Said
+from fathom.runtime.text.tokenizer import Tokenizer
 
 WRONG: Final = 9  # other codes that the right one is held against, in English: a guess is right one time in ten
 DIGITS: Final = 5  # of a code, in English

@@ -13,16 +13,16 @@ from typing import ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.ops import Ops
-from model.attention import CsaAttention, HcaAttention
-from model.config import LayerKind, ModelConfig, Yarn
-from model.observe.sites import Site
-from model.rope import Rotation
-from model.transformer import Transformer
-from probes.finding import JSON, Finding, HeatMap, Part, Plot, Report, Table, at_most, exactly, judged
-from probes.probe import Probe, Progress
-from probes.subject import Subject
-from runtime.arithmetic import DTYPES
+from fathom.kernels.ops import Ops
+from fathom.model.attention import CsaAttention, HcaAttention
+from fathom.model.config import LayerKind, ModelConfig, Yarn
+from fathom.model.observe.sites import Site
+from fathom.model.rope import Rotation
+from fathom.model.transformer import Transformer
+from fathom.probes.finding import JSON, Finding, HeatMap, Part, Plot, Report, Table, at_most, exactly, judged
+from fathom.probes.probe import Probe, Progress
+from fathom.probes.subject import Subject
+from fathom.runtime.arithmetic import DTYPES
 
 F64: Final = torch.float64
 U: Final = 2.0**-24  # half an ulp of fp32, as a share of the number

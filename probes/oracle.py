@@ -25,10 +25,10 @@ from typing import Final, Protocol
 import torch
 from torch import Tensor
 
-from model.checkpoint.census import Census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.tensor_mapping import Form, TensorMapping
-from model.config import LayerKind, ModelConfig
+from fathom.model.checkpoint.census import Census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.tensor_mapping import Form, TensorMapping
+from fathom.model.config import LayerKind, ModelConfig
 
 F32: Final = torch.float32
 F64: Final = torch.float64

@@ -18,20 +18,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.formats.reference import decode
-from kernels.ops import CPU, REFERENCE, Ops
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.names import Kind, Meaning, Role, expert_name, parameters, translate
-from model.checkpoint.weights import Weights, open_weights
-from model.config import LayerKind, ModelConfig, check_deployed
-from model.errors import CheckpointError, ConfigError
-from model.observe import sites
-from model.observe.observer import listening
-from model.observe.sites import Listener, Site
-from probes.finding import JSON, Bound, Finding, Plot, Report, Table, at_most, judged, measured, number
-from probes.probe import Probe, Progress, room
-from probes.subject import Subject, run_tokens, selects_all
+from fathom.kernels.formats.reference import decode
+from fathom.kernels.ops import CPU, REFERENCE, Ops
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.names import Kind, Meaning, Role, expert_name, parameters, translate
+from fathom.model.checkpoint.weights import Weights, open_weights
+from fathom.model.config import LayerKind, ModelConfig, check_deployed
+from fathom.model.errors import CheckpointError, ConfigError
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.model.observe.sites import Listener, Site
+from fathom.probes.finding import JSON, Bound, Finding, Plot, Report, Table, at_most, judged, measured, number
+from fathom.probes.probe import Probe, Progress, room
+from fathom.probes.subject import Subject, run_tokens, selects_all
 
 # Largest relative distance of two rows that only the order of sums keeps apart. fp32 rounds by 2^-24 = 6e-8, so a sum
 # of 512 terms in another order is off by some sqrt(512) of that, 1.4e-6, in each of a layer's few sums. transformers

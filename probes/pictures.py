@@ -26,7 +26,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, 
 from matplotlib.transforms import Bbox
 from numpy import ma
 
-from probes.finding import Bars, HeatMap, Picture, Plot, Scatter, number
+from fathom.probes.finding import Bars, HeatMap, Picture, Plot, Scatter, number
 
 Point = tuple[float, float]
 

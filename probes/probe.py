@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from model.errors import Tripwire
-from model.observe.sites import Site
-from probes.finding import Report, Verdict, crashed, raised_at, tripped, vacuous
-from probes.subject import Subject
-from runtime.options import RunOptions
-from runtime.report import commit
+from fathom.model.errors import Tripwire
+from fathom.model.observe.sites import Site
+from fathom.probes.finding import Report, Verdict, crashed, raised_at, tripped, vacuous
+from fathom.probes.subject import Subject
+from fathom.runtime.options import RunOptions
+from fathom.runtime.report import commit
 
 # Called as work goes on, with the share done in 0 .. 1 and what is being done.
 Progress = Callable[[float, str], None]

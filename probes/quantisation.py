@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.formats.stored import Dense, Fp4, Fp8, Weight
-from kernels.ops import Ops
-from model.checkpoint.census import Census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.weights import Weights
-from model.config import LayerKind, ModelConfig, check_deployed
-from model.errors import ConfigError
-from model.observe import sites
-from model.observe.observer import listening
-from model.observe.sites import Listener, Site
-from model.state import State
-from model.transformer import Transformer
-from probes.finding import (
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, Weight
+from fathom.kernels.ops import Ops
+from fathom.model.checkpoint.census import Census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.weights import Weights
+from fathom.model.config import LayerKind, ModelConfig, check_deployed
+from fathom.model.errors import ConfigError
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.model.observe.sites import Listener, Site
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
+from fathom.probes.finding import (
     JSON,
     Finding,
     Part,
@@ -35,7 +35,7 @@ from probes.finding import (
     measured,
     vacuous,
 )
-from probes.oracle import (
+from fathom.probes.oracle import (
     E2M1,
     E2M1_PAIRS,
     E4M3,
@@ -52,10 +52,10 @@ from probes.oracle import (
     rounded_e2m1,
     rounded_e4m3,
 )
-from probes.probe import Probe, Progress, one_rank
-from probes.shared.held import find
-from probes.shared.recorder import Recorder
-from probes.subject import Subject
+from fathom.probes.probe import Probe, Progress, one_rank
+from fathom.probes.shared.held import find
+from fathom.probes.shared.recorder import Recorder
+from fathom.probes.subject import Subject
 
 # What the demo is known by, and no other model is held to: 18 documents of 192 to 2048 tokens gave a mean KL of 3.4e-5
 # to 1.7e-4 nats, and not one decided position at which the likeliest token changed. KL grows by the square of the

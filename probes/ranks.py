@@ -11,22 +11,22 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 import torch.distributed as dist
 
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.names import Axis, axis
-from model.choices import ALL, OWN
-from model.config import ModelConfig
-from model.errors import ConfigError, RankDisagreement, Tripwire
-from model.observe.observer import listening
-from model.observe.sites import Site
-from model.ranks.ranks import Group
-from probes.child import call_together
-from probes.finding import Finding, Part, Report, Table, broken, exactly, judged
-from probes.parity import COMPARED, SAME, Canonical, Comparison, Pair, Setting, Trace
-from probes.probe import Probe, Progress, one_rank, room
-from probes.subject import Subject, cannot_travel, run_tokens, selects_all
-from runtime.load import load
-from runtime.sharding import sharding_plan
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.names import Axis, axis
+from fathom.model.choices import ALL, OWN
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError, RankDisagreement, Tripwire
+from fathom.model.observe.observer import listening
+from fathom.model.observe.sites import Site
+from fathom.model.ranks.ranks import Group
+from fathom.probes.child import call_together
+from fathom.probes.finding import Finding, Part, Report, Table, broken, exactly, judged
+from fathom.probes.parity import COMPARED, SAME, Canonical, Comparison, Pair, Setting, Trace
+from fathom.probes.probe import Probe, Progress, one_rank, room
+from fathom.probes.subject import Subject, cannot_travel, run_tokens, selects_all
+from fathom.runtime.load import load
+from fathom.runtime.sharding import sharding_plan
 
 LIMIT, GRACE = 300.0, 5.0  # seconds for the ranks of a group, and for the others once one has ended early
 TIMEOUT = timedelta(seconds=60)  # for a collective: the others may be loading

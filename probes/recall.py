@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from kernels.formats.rows import read
-from model.cache.layers import CsaCache
-from model.checkpoint.config_json import CSA_RATIO
-from model.config import LayerKind, ModelConfig
-from model.observe import sites
-from model.observe.observer import listening
-from model.observe.sites import Site
-from model.state import State
-from model.transformer import Transformer
-from probes.finding import (
+from fathom.kernels.formats.rows import read
+from fathom.model.cache.layers import CsaCache
+from fathom.model.checkpoint.config_json import CSA_RATIO
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.model.observe.sites import Site
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
+from fathom.probes.finding import (
     JSON,
     Bound,
     Finding,
@@ -35,10 +35,10 @@ from probes.finding import (
     some,
     vacuous,
 )
-from probes.oracle import hadamard, rounded_e2m1
-from probes.probe import Probe, Progress, room
-from probes.shared.recorder import Recorder
-from probes.subject import Subject, run_tokens, selects_all
+from fathom.probes.oracle import hadamard, rounded_e2m1
+from fathom.probes.probe import Probe, Progress, room
+from fathom.probes.shared.recorder import Recorder
+from fathom.probes.subject import Subject, run_tokens, selects_all
 
 SITES: Final = (
     sites.INDEX_QUERY, sites.INDEX_QUERY_USED, sites.INDEX_KEY, sites.INDEX_KEY_USED, sites.INDEX_WEIGHTS,

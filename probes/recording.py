@@ -17,17 +17,17 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from model.checkpoint import strict_json
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.header import read_header
-from model.config import LayerKind, ModelConfig
-from model.errors import ConfigError, quoted
-from model.files import read_bounded
-from model.observe import sites
-from model.observe.observer import listening
-from model.observe.sites import SITES, Listener, Site, axes
-from model.transformer import Transformer
-from runtime.output import reserved
+from fathom.model.checkpoint import strict_json
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.header import read_header
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.errors import ConfigError, quoted
+from fathom.model.files import read_bounded
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.model.observe.sites import SITES, Listener, Site, axes
+from fathom.model.transformer import Transformer
+from fathom.runtime.output import reserved
 
 TOKENS, POSITIONS = "tokens", "positions"
 PAGE: Final = "scripts/exporters/README.md"

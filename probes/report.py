@@ -18,9 +18,9 @@ from typing import Final
 import torch
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.weights import fingerprint
-from probes.finding import (
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.weights import fingerprint
+from fathom.probes.finding import (
     FAILURES,
     JSON,
     Finding,
@@ -34,9 +34,9 @@ from probes.finding import (
     rows,
     worst_first,
 )
-from probes.probe import Probe, Run
-from probes.subject import Subject
-from runtime.options import DEMO
+from fathom.probes.probe import Probe, Run
+from fathom.probes.subject import Subject
+from fathom.runtime.options import DEMO
 
 LONGEST_SLUG: Final = 60  # characters of a title in the name of a picture
 QUANTITY: Final = re.compile(r"([-+]?[\d.,]+(e[-+]?\d+)?( ?(%|[A-Za-z]{1,3}))?( \(.*\))?|)")
@@ -198,7 +198,7 @@ def _template() -> Template:
 
 
 def _drawn(name: str, part: Picture) -> str:
-    from probes.pictures import picture  # noqa: PLC0415 -- it brings matplotlib
+    from fathom.probes.pictures import picture  # noqa: PLC0415 -- it brings matplotlib
 
     return _mark(name) + picture(part)
 

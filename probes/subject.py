@@ -11,25 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import CPU, REFERENCE, Ops
-from model.architectures import config_from_file
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.weights import Weights, open_weights
-from model.config import LayerKind, ModelConfig
-from model.errors import ConfigError
-from model.ranks.ranks import ALONE, Group
-from model.state import State
-from model.transformer import Transformer
-from probes.demo_language.prompts import needle_prompts
-from probes.demo_language.vocabulary import vocabulary_size
-from probes.fault import PARTS, Fault, Parts
-from probes.faults import FAULTS
-from runtime.group.processes import watched_load_any
-from runtime.group.watchdog import Watch
-from runtime.load import AnyLoaded, LoadedV4
-from runtime.options import DEMO, RunOptions
-from runtime.text.tokenizer import Tokenizer
+from fathom.kernels.ops import CPU, REFERENCE, Ops
+from fathom.model.architectures import config_from_file
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.weights import Weights, open_weights
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.model.ranks.ranks import ALONE, Group
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
+from fathom.probes.demo_language.prompts import needle_prompts
+from fathom.probes.demo_language.vocabulary import vocabulary_size
+from fathom.probes.fault import PARTS, Fault, Parts
+from fathom.probes.faults import FAULTS
+from fathom.runtime.group.processes import watched_load_any
+from fathom.runtime.group.watchdog import Watch
+from fathom.runtime.load import AnyLoaded, LoadedV4
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.text.tokenizer import Tokenizer
 
 OPS = {ops.name: ops for ops in (CPU, REFERENCE)}  # that another process finds by name
 

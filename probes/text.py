@@ -19,22 +19,22 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from model.errors import one_line
-from model.observe import sites
-from model.observe.observer import listening
-from model.observe.sites import Site
-from probes.fault import Parts
-from probes.finding import Finding, Part, Plot, Report, Table, Text, at_most, exactly, judged, vacuous
-from probes.probe import Probe, Progress, room
-from probes.subject import Subject
-from runtime.conversation import Conversation as Chat
-from runtime.conversation import Format
-from runtime.errors import PromptError
-from runtime.generate import Generation
-from runtime.sampling import Sampling
-from runtime.text.messages import check_messages
-from runtime.text.parsing import parse_completion
-from runtime.text.tokenizer import StreamDecoder, Tokenizer
+from fathom.model.errors import one_line
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.model.observe.sites import Site
+from fathom.probes.fault import Parts
+from fathom.probes.finding import Finding, Part, Plot, Report, Table, Text, at_most, exactly, judged, vacuous
+from fathom.probes.probe import Probe, Progress, room
+from fathom.probes.subject import Subject
+from fathom.runtime.conversation import Conversation as Chat
+from fathom.runtime.conversation import Format
+from fathom.runtime.errors import PromptError
+from fathom.runtime.generate import Generation
+from fathom.runtime.sampling import Sampling
+from fathom.runtime.text.messages import check_messages
+from fathom.runtime.text.parsing import parse_completion
+from fathom.runtime.text.tokenizer import StreamDecoder, Tokenizer
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 USER, ASSISTANT, REMINDER = "<｜User｜>", "<｜Assistant｜>", "<｜latest_reminder｜>"

@@ -14,27 +14,27 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention.cpu import KEYS, keys_per_tile
-from kernels.formats import basis_fit, coded_rows, rows
-from kernels.formats.rows_reference import decode
-from kernels.formats.stored import BasisRows
-from kernels.ops import Ops
-from kernels.shard import cpu as shard_cpu
-from model.cache.gqa import all_heads
-from model.cache.layers import SIGNS, AnyEntries, AnyKeys, CsaCache, HcaCache
-from model.config import LayerKind, ModelConfig
-from model.errors import StateError
-from model.observe.sites import Site
-from model.state import State
-from model.transformer import Transformer
-from model.variants.banked_entries import BankedEntries
-from model.variants.choice import Basis, Full, Shard
-from model.variants.coda import CodaCache
-from model.variants.coda_attention import Tokens, prefill, step
-from model.variants.coda_settings import CodaSettings
-from model.variants.shard import KvShape, ShardCache, ShardSettings
-from probes.fault import Parts
-from probes.finding import (
+from fathom.kernels.attention.cpu import KEYS, keys_per_tile
+from fathom.kernels.formats import basis_fit, coded_rows, rows
+from fathom.kernels.formats.rows_reference import decode
+from fathom.kernels.formats.stored import BasisRows
+from fathom.kernels.ops import Ops
+from fathom.kernels.shard import cpu as shard_cpu
+from fathom.model.cache.gqa import all_heads
+from fathom.model.cache.layers import SIGNS, AnyEntries, AnyKeys, CsaCache, HcaCache
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.errors import StateError
+from fathom.model.observe.sites import Site
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
+from fathom.model.variants.banked_entries import BankedEntries
+from fathom.model.variants.choice import Basis, Full, Shard
+from fathom.model.variants.coda import CodaCache
+from fathom.model.variants.coda_attention import Tokens, prefill, step
+from fathom.model.variants.coda_settings import CodaSettings
+from fathom.model.variants.shard import KvShape, ShardCache, ShardSettings
+from fathom.probes.fault import Parts
+from fathom.probes.finding import (
     JSON,
     Finding,
     Part,
@@ -49,9 +49,9 @@ from probes.finding import (
     judged,
     measured,
 )
-from probes.probe import Probe, Progress, one_rank, room
-from probes.shared.alive import peak_alive
-from probes.subject import Subject
+from fathom.probes.probe import Probe, Progress, one_rank, room
+from fathom.probes.shared.alive import peak_alive
+from fathom.probes.subject import Subject
 
 # --- bounds
 
@@ -663,7 +663,7 @@ def _reached(part: object, name: str, seen: set[int]) -> Iterator[tuple[int | st
     elif isinstance(part, list | tuple):
         for place, item in enumerate(part):
             yield from _reached(item, f"{name}.{place}", seen)
-    elif hasattr(part, "__dict__") and type(part).__module__.split(".")[0] in {"model", "kernels", "probes"}:
+    elif hasattr(part, "__dict__") and type(part).__module__.startswith("fathom."):
         for key, item in vars(part).items():
             yield from _reached(item, f"{name}.{key}", seen)
 

@@ -2,14 +2,14 @@
 
 import torch
 
-from kernels.ops import Ops, noted
-from model.architectures import Config
-from model.arithmetic import Arithmetic
-from model.cache.formats import CacheFormats
-from model.choices import FP8_SCORES
-from model.ranks.ranks import Ranks
-from runtime.kv import variants
-from runtime.options import RunOptions
+from fathom.kernels.ops import Ops, noted
+from fathom.model.architectures import Config
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.cache.formats import CacheFormats
+from fathom.model.choices import FP8_SCORES
+from fathom.model.ranks.ranks import Ranks
+from fathom.runtime.kv import variants
+from fathom.runtime.options import RunOptions
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 

@@ -16,16 +16,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kernels.formats.basis_fit import ROPE_BITS, Fitted, Loss, group_of
-from kernels.formats.eigenbasis import DP_BITS
-from kernels.formats.stored import EigenKeys
-from model.checkpoint import strict_json
-from model.config import LayerKind, ModelConfig
-from model.errors import ConfigError, shown
-from model.files import regular_file_size
-from model.variants.choice import Basis
-from runtime.digest import digest
-from runtime.tensorfile import write_safetensors
+from fathom.kernels.formats.basis_fit import ROPE_BITS, Fitted, Loss, group_of
+from fathom.kernels.formats.eigenbasis import DP_BITS
+from fathom.kernels.formats.stored import EigenKeys
+from fathom.model.checkpoint import strict_json
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.errors import ConfigError, shown
+from fathom.model.files import regular_file_size
+from fathom.model.variants.choice import Basis
+from fathom.runtime.digest import digest
+from fathom.runtime.tensorfile import write_safetensors
 
 FORMAT: Final = "fathom-basis-1"
 PARTS: Final = {  # of a layer's basis, by name

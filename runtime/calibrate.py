@@ -5,12 +5,12 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from kernels.formats.basis_fit import Fitted, Sample, fit
-from model.config import LayerKind, ModelConfig
-from model.observe import sites
-from model.observe.observer import listening
-from model.observe.sites import Listener
-from model.transformer import Transformer
+from fathom.kernels.formats.basis_fit import Fitted, Sample, fit
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.model.observe.sites import Listener
+from fathom.model.transformer import Transformer
 
 QUERIES = 2048  # of a layer that are kept, heads of a token counted one by one
 

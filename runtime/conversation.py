@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from model.checkpoint import strict_json
-from model.errors import CapacityError, StateError
-from runtime.decoding import Decoding, decoding
-from runtime.drafting import Drafting, drafting
-from runtime.generate import Generation, generate, prefill
-from runtime.load import AnyLoaded
-from runtime.memory import machine_memory, new_state
-from runtime.options import RunOptions
-from runtime.sampling import Sampling
-from runtime.statefile import (
+from fathom.model.checkpoint import strict_json
+from fathom.model.errors import CapacityError, StateError
+from fathom.runtime.decoding import Decoding, decoding
+from fathom.runtime.drafting import Drafting, drafting
+from fathom.runtime.generate import Generation, generate, prefill
+from fathom.runtime.load import AnyLoaded
+from fathom.runtime.memory import machine_memory, new_state
+from fathom.runtime.options import RunOptions
+from fathom.runtime.sampling import Sampling
+from fathom.runtime.statefile import (
     Snapshot,
     check_context,
     check_forms,
@@ -40,13 +40,13 @@ from runtime.statefile import (
     save_state,
     snapshot,
 )
-from runtime.text.encoding import check_chat_format, encode_messages, raw_text
-from runtime.text.messages import check_messages
-from runtime.text.segments import THINK_END, Text
-from runtime.text.tokenizer import StreamDecoder, Tokenizer
+from fathom.runtime.text.encoding import check_chat_format, encode_messages, raw_text
+from fathom.runtime.text.messages import check_messages
+from fathom.runtime.text.segments import THINK_END, Text
+from fathom.runtime.text.tokenizer import StreamDecoder, Tokenizer
 
 if TYPE_CHECKING:
-    from model.state import State
+    from fathom.model.state import State
 
 Turn = dict[str, Any]  # a message: role, content, and of an answer with thinking its reasoning_content
 

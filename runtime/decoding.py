@@ -6,12 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.ops import Ops
-from model.architectures import Config, Model
-from model.config import ModelConfig
-from model.errors import ConfigError
-from model.state import State
-from model.transformer import Transformer
+from fathom.kernels.ops import Ops
+from fathom.model.architectures import Config, Model
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
 
 # The next token to the logits after it, [vocab] float32, which the next call may overwrite.
 Step = Callable[[int], Tensor]
@@ -57,7 +57,7 @@ def decoding(model: Model, state: State, *, graph: bool, steps: int) -> Decoding
     if why is None and steps < 1:
         why = "no token to decode"
     if why is None:
-        from runtime import graph as graphs  # noqa: PLC0415 (Triton is not on every platform)
+        from fathom.runtime import graph as graphs  # noqa: PLC0415 (Triton is not on every platform)
 
         assert isinstance(model, Transformer), f"a captured call of a {type(model).__name__}"
         return Decoding("graph", None, graphs.Captured(graphs.Step(model, state)))
@@ -80,7 +80,7 @@ def _why_eager(model: Model) -> str | None:
     why = _why_no_graph(model.config, model.device.type, model.arithmetic.ops)
     if why is not None:
         return why
-    from runtime.graph import refusal  # noqa: PLC0415 (Triton is not on every platform)
+    from fathom.runtime.graph import refusal  # noqa: PLC0415 (Triton is not on every platform)
 
     assert isinstance(model, Transformer), f"a V4 config of a {type(model).__name__}"
     return refusal(model)

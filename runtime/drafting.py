@@ -15,20 +15,20 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from kernels.ops import Ops
-from model.architectures import Config, Model
-from model.checkpoint.census import Census
-from model.checkpoint.mtp import HEADS_BY_NAME
-from model.choices import AUTO, LOOKUP, OFF
-from model.config import ModelConfig
-from model.draft import DraftHead, Drafts
-from model.errors import ConfigError
-from model.observe import sites
-from model.observe.observer import listening
-from model.observe.sites import Listener, Site
-from model.variants.choice import GroupedShard, Shard
-from runtime.arithmetic import cache_formats
-from runtime.options import RunOptions
+from fathom.kernels.ops import Ops
+from fathom.model.architectures import Config, Model
+from fathom.model.checkpoint.census import Census
+from fathom.model.checkpoint.mtp import HEADS_BY_NAME
+from fathom.model.choices import AUTO, LOOKUP, OFF
+from fathom.model.config import ModelConfig
+from fathom.model.draft import DraftHead, Drafts
+from fathom.model.errors import ConfigError
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.model.observe.sites import Listener, Site
+from fathom.model.variants.choice import GroupedShard, Shard
+from fathom.runtime.arithmetic import cache_formats
+from fathom.runtime.options import RunOptions
 
 if TYPE_CHECKING:
     from array import array

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from model.architectures import Model
-from model.state import State
-from runtime.decoding import Step, eager
-from runtime.drafting import Drafting
-from runtime.sampling import Likelihood, Sampling, likelihood, sample
+from fathom.model.architectures import Model
+from fathom.model.state import State
+from fathom.runtime.decoding import Step, eager
+from fathom.runtime.drafting import Drafting
+from fathom.runtime.sampling import Likelihood, Sampling, likelihood, sample
 
 
 def prefill(model: Model, state: State, tokens: Sequence[int], progress: Callable[[int], None]) -> Tensor:

@@ -8,15 +8,15 @@ nothing is read on the host between the token and the logits, and no Python valu
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Apart
-from kernels.triton_ops import TRITON
-from model.cache.layers import LayerCache
-from model.errors import ConfigError
-from model.observe.deferred import Deferred
-from model.observe.observer import observed
-from model.state import State
-from model.transformer import Transformer
-from model.variants.choice import Full
+from fathom.kernels.formats.stored import Apart
+from fathom.kernels.triton_ops import TRITON
+from fathom.model.cache.layers import LayerCache
+from fathom.model.errors import ConfigError
+from fathom.model.observe.deferred import Deferred
+from fathom.model.observe.observer import observed
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
+from fathom.model.variants.choice import Full
 
 WARM_UPS = 3  # runs before the capture, as PyTorch advises: Triton compiles, cuBLAS and the allocator settle
 

@@ -13,11 +13,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from model.checkpoint.checkpoint import INDEX, SINGLE, weight_map
-from model.checkpoint.names import translate
-from model.checkpoint.tensor_mapping import Stored
-from model.errors import CheckpointError, ConfigError
-from runtime.output import NO_ROOM
+from fathom.model.checkpoint.checkpoint import INDEX, SINGLE, weight_map
+from fathom.model.checkpoint.names import translate
+from fathom.model.checkpoint.tensor_mapping import Stored
+from fathom.model.errors import CheckpointError, ConfigError
+from fathom.runtime.output import NO_ROOM
 
 CONFIG: Final = "config.json"
 TOKENIZER: Final = "tokenizer.json"

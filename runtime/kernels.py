@@ -5,8 +5,8 @@ from typing import Final
 
 import torch
 
-from model.architectures import Model
-from runtime.memory import new_state
+from fathom.model.architectures import Model
+from fathom.runtime.memory import new_state
 
 # Tokens of calls, after those of a chunk, which launch what calls of other sizes do: tiles of attention and of products
 # follow powers of two up to 128 tokens, and a compressor has a way for fewer tokens than its window, and one for more.

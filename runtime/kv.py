@@ -6,14 +6,14 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from model.choices import SHARD_BITS
-from model.config import LayerKind, ModelConfig
-from model.errors import ConfigError
-from model.llama.config import LlamaConfig
-from model.variants import grouped
-from model.variants.choice import Basis, Coda, Full, GroupedCoda, GroupedShard, Shard, Variant
-from model.variants.shard import STREAM_BITS
-from runtime.basis import check_weights, read_basis
+from fathom.model.choices import SHARD_BITS
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.variants import grouped
+from fathom.model.variants.choice import Basis, Coda, Full, GroupedCoda, GroupedShard, Shard, Variant
+from fathom.model.variants.shard import STREAM_BITS
+from fathom.runtime.basis import check_weights, read_basis
 
 Names = Mapping[str, type[Variant]]
 

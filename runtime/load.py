@@ -10,36 +10,36 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
-from kernels.ops import CPU, Ops
-from model.architectures import Config, Model
-from model.arithmetic import Arithmetic
-from model.checkpoint.census import Census
-from model.checkpoint.census import census as v4_census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.mtp import Head
-from model.checkpoint.weights import Weights, fingerprint, headers_digest, open_weights
-from model.choices import OFF
-from model.config import ModelConfig
-from model.draft import HEADS, DraftHead
-from model.errors import CheckpointError, ConfigError
-from model.llama.adapters import adapters_fingerprint, read_adapters
-from model.llama.census import census as llama_census
-from model.llama.census import check_tied_head
-from model.llama.config import LlamaConfig
-from model.llama.trained import check_learnt, check_trained
-from model.llama.transformer import LlamaTransformer
-from model.observe.observer import LLAMA_PLACES, PLACES, install
-from model.ranks.ranks import ALONE, Group, Ranks, evenly
-from model.transformer import Transformer
-from runtime.arithmetic import arithmetic, cache_formats
-from runtime.drafting import bound, check_head
-from runtime.kernels import prepare_kernels
-from runtime.kv import check_bases, variants
-from runtime.loops import prepare_loops
-from runtime.memory import check_fits
-from runtime.options import RunOptions, checked_config
-from runtime.plan.planner import Planner
-from runtime.sharding import ShardingPlan, sharding_plan
+from fathom.kernels.ops import CPU, Ops
+from fathom.model.architectures import Config, Model
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.checkpoint.census import Census
+from fathom.model.checkpoint.census import census as v4_census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.mtp import Head
+from fathom.model.checkpoint.weights import Weights, fingerprint, headers_digest, open_weights
+from fathom.model.choices import OFF
+from fathom.model.config import ModelConfig
+from fathom.model.draft import HEADS, DraftHead
+from fathom.model.errors import CheckpointError, ConfigError
+from fathom.model.llama.adapters import adapters_fingerprint, read_adapters
+from fathom.model.llama.census import census as llama_census
+from fathom.model.llama.census import check_tied_head
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.llama.trained import check_learnt, check_trained
+from fathom.model.llama.transformer import LlamaTransformer
+from fathom.model.observe.observer import LLAMA_PLACES, PLACES, install
+from fathom.model.ranks.ranks import ALONE, Group, Ranks, evenly
+from fathom.model.transformer import Transformer
+from fathom.runtime.arithmetic import arithmetic, cache_formats
+from fathom.runtime.drafting import bound, check_head
+from fathom.runtime.kernels import prepare_kernels
+from fathom.runtime.kv import check_bases, variants
+from fathom.runtime.loops import prepare_loops
+from fathom.runtime.memory import check_fits
+from fathom.runtime.options import RunOptions, checked_config
+from fathom.runtime.plan.planner import Planner
+from fathom.runtime.sharding import ShardingPlan, sharding_plan
 
 M = TypeVar("M")
 

@@ -5,16 +5,19 @@ from typing import Any, Final
 
 from numba import types
 
-from kernels import compiled
-from kernels.formats.cpu import FORMS
-from model.checkpoint.census import Census
-from model.checkpoint.tensor_mapping import Form
+from fathom.kernels import compiled
+from fathom.kernels.formats.cpu import FORMS
+from fathom.model.checkpoint.census import Census
+from fathom.model.checkpoint.tensor_mapping import Form
 
 SECONDS: Final = 20  # that it takes on two cores
 _WIDE, _NARROW = types.float32[::1], types.uint16[::1]  # activations in fp32 and in bfloat16
 # Forms that a run in bfloat16 may multiply in fp32 too: the compressors and the router are given that, and of scales in
 # fp32 it is known when they are read whether they are powers of two.
-_WIDE_TOO: Final = {"kernels.linear.cpu._linear": ("BF16", "FP8_F32"), "kernels.experts.cpu._experts": ("FP8_F32",)}
+_WIDE_TOO: Final = {
+    "fathom.kernels.linear.cpu._linear": ("BF16", "FP8_F32"),
+    "fathom.kernels.experts.cpu._experts": ("FP8_F32",),
+}
 _TWINS: Final = {"bf16": _WIDE, "fp32": _NARROW}  # activations that a run of the other dtype has
 
 

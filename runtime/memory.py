@@ -6,12 +6,12 @@ from typing import Final
 import psutil
 import torch
 
-from model.architectures import Model
-from model.cache.gqa import kv_heads
-from model.errors import CapacityError
-from model.llama.transformer import LlamaTransformer
-from model.state import State
-from runtime.plan.planner import Plan, Planner
+from fathom.model.architectures import Model
+from fathom.model.cache.gqa import kv_heads
+from fathom.model.errors import CapacityError
+from fathom.model.llama.transformer import LlamaTransformer
+from fathom.model.state import State
+from fathom.runtime.plan.planner import Plan, Planner
 
 GIB: Final = 1 << 30
 CGROUP_LIMITS: Final = (  # of a container, versions 2 and 1; the file holds bytes, or "max"

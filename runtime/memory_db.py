@@ -16,22 +16,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from model.architectures import config_from_file
-from model.errors import StateError
-from model.llama.config import LlamaConfig
-from model.state import State
-from model.variants.coda_merge import Kept
-from runtime.errors import PromptError
-from runtime.generate import Generation, generate, prefill
-from runtime.load import AnyLoaded, load_any, read_any_config
-from runtime.memory import new_state
-from runtime.merge import merge, mergeable
-from runtime.options import RunOptions
-from runtime.quantised_state import coded_bits, load_any_state, read_any_saved
-from runtime.sampling import Sampling
-from runtime.statefile import copy_state, save_state, saved_options, saved_position
-from runtime.text.segments import BOS, Text
-from runtime.text.tokenizer import StreamDecoder, Tokenizer
+from fathom.model.architectures import config_from_file
+from fathom.model.errors import StateError
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.state import State
+from fathom.model.variants.coda_merge import Kept
+from fathom.runtime.errors import PromptError
+from fathom.runtime.generate import Generation, generate, prefill
+from fathom.runtime.load import AnyLoaded, load_any, read_any_config
+from fathom.runtime.memory import new_state
+from fathom.runtime.merge import merge, mergeable
+from fathom.runtime.options import RunOptions
+from fathom.runtime.quantised_state import coded_bits, load_any_state, read_any_saved
+from fathom.runtime.sampling import Sampling
+from fathom.runtime.statefile import copy_state, save_state, saved_options, saved_position
+from fathom.runtime.text.segments import BOS, Text
+from fathom.runtime.text.tokenizer import StreamDecoder, Tokenizer
 
 GREEDY = Sampling()
 

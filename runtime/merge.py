@@ -7,17 +7,17 @@ forgotten, and what there is no room for goes.
 
 import torch
 
-from kernels.rope.reference import angles
-from model.architectures import Config
-from model.errors import StateError
-from model.llama.config import LlamaConfig
-from model.llama.rope import frequencies
-from model.llama.transformer import LlamaTransformer
-from model.state import State
-from model.variants.choice import GroupedCoda
-from model.variants.coda_merge import Kept, merge_caches
-from model.variants.grouped import CodaLayer
-from runtime.load import AnyLoaded, LoadedLlama
+from fathom.kernels.rope.reference import angles
+from fathom.model.architectures import Config
+from fathom.model.errors import StateError
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.llama.rope import frequencies
+from fathom.model.llama.transformer import LlamaTransformer
+from fathom.model.state import State
+from fathom.model.variants.choice import GroupedCoda
+from fathom.model.variants.coda_merge import Kept, merge_caches
+from fathom.model.variants.grouped import CodaLayer
+from fathom.runtime.load import AnyLoaded, LoadedLlama
 
 
 def check_family(config: Config, where: str) -> None:

@@ -2,14 +2,14 @@
 
 import importlib.util
 
-from kernels.ops import CPU, REFERENCE, Ops
-from model.architectures import Config
-from model.choices import OP_SETS
-from model.errors import ConfigError
-from model.llama.config import LlamaConfig
-from model.variants.choice import GroupedCoda, GroupedShard, Shard, Variant
-from runtime.arithmetic import cache_formats
-from runtime.options import RunOptions, usual
+from fathom.kernels.ops import CPU, REFERENCE, Ops
+from fathom.model.architectures import Config
+from fathom.model.choices import OP_SETS
+from fathom.model.errors import ConfigError
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.variants.choice import GroupedCoda, GroupedShard, Shard, Variant
+from fathom.runtime.arithmetic import cache_formats
+from fathom.runtime.options import RunOptions, usual
 
 LEAST = 16  # of a dimension of a product on tensor cores
 Grouped = GroupedCoda | GroupedShard  # one implementation each, of the backend cpu
@@ -34,7 +34,7 @@ def op_set(name: str, options: RunOptions, config: Config) -> Ops:
 
 def of_triton(options: RunOptions, config: Config) -> Ops:
     """Triton's kernels; ConfigError, naming the variant and why, for a cache that they do not read."""
-    from kernels.triton_ops import TRITON  # noqa: PLC0415 (Triton is not on every platform)
+    from fathom.kernels.triton_ops import TRITON  # noqa: PLC0415 (Triton is not on every platform)
 
     variants = {str(variant): variant for variant in cache_formats(options, config).variants}
     for named, variant in sorted(variants.items()):

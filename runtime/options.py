@@ -4,11 +4,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from model.architectures import Config, config_from_file
-from model.choices import AUTO, EXACT, OFF, OWN
-from model.config import check_deployed
-from model.errors import ConfigError
-from model.llama.config import LlamaConfig
+from fathom.model.architectures import Config, config_from_file
+from fathom.model.choices import AUTO, EXACT, OFF, OWN
+from fathom.model.config import check_deployed
+from fathom.model.errors import ConfigError
+from fathom.model.llama.config import LlamaConfig
 
 DEMO = Path(__file__).resolve().parents[1] / "model" / "demo"  # the checkpoint that ships with the project
 TIMEOUT = 60.0  # seconds that a rank may keep the others waiting, unless told

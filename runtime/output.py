@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from model.checkpoint.header import ITEM_BYTES
+from fathom.model.checkpoint.header import ITEM_BYTES
 
 _unfinished: set[Path] = set()  # of this process, see `discard_unfinished`
 

@@ -8,9 +8,9 @@ from typing import Final
 import psutil
 import torch
 
-from kernels.compiled import cores
-from model.config import ModelConfig
-from runtime.load import AnyLoaded
+from fathom.kernels.compiled import cores
+from fathom.model.config import ModelConfig
+from fathom.runtime.load import AnyLoaded
 
 # Bytes of weights that a decoded token reads, from which on more threads than one pay.
 SMALL: Final = 64 << 20

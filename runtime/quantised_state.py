@@ -17,14 +17,14 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import coded_rows, lloyd_max
-from kernels.formats.stored import CodedRows
-from model.cache.layers import SIGNS
-from model.choices import CODED_BITS
-from model.errors import StateError, shown
-from model.state import State
-from runtime.load import AnyLoaded
-from runtime.statefile import (
+from fathom.kernels.formats import coded_rows, lloyd_max
+from fathom.kernels.formats.stored import CodedRows
+from fathom.model.cache.layers import SIGNS
+from fathom.model.choices import CODED_BITS
+from fathom.model.errors import StateError, shown
+from fathom.model.state import State
+from fathom.runtime.load import AnyLoaded
+from fathom.runtime.statefile import (
     FORMAT,
     Forms,
     Saved,

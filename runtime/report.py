@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 
 import torch
 
-from model.ranks.ranks import evenly
-from model.state import State
-from runtime.decoding import Decoding
-from runtime.drafting import drafts_by
-from runtime.generate import Generation
-from runtime.hub import told
-from runtime.load import AnyLoaded
-from runtime.options import RunOptions
-from runtime.plan.planner import Planner
-from runtime.resident import touched_bytes
+from fathom.model.ranks.ranks import evenly
+from fathom.model.state import State
+from fathom.runtime.decoding import Decoding
+from fathom.runtime.drafting import drafts_by
+from fathom.runtime.generate import Generation
+from fathom.runtime.hub import told
+from fathom.runtime.load import AnyLoaded
+from fathom.runtime.options import RunOptions
+from fathom.runtime.plan.planner import Planner
+from fathom.runtime.resident import touched_bytes
 
 ROOT = Path(__file__).resolve().parents[1]
 

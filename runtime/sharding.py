@@ -12,13 +12,13 @@ over ranks.
 
 from dataclasses import dataclass
 
-from kernels.formats.groups import FP8_BLOCK
-from model.architectures import Config
-from model.checkpoint.names import Axis, axis
-from model.config import ModelConfig
-from model.errors import ConfigError
-from model.llama.config import LlamaConfig
-from model.ranks.ranks import AxisShard, Shards, evenly, undivided
+from fathom.kernels.formats.groups import FP8_BLOCK
+from fathom.model.architectures import Config
+from fathom.model.checkpoint.names import Axis, axis
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.ranks.ranks import AxisShard, Shards, evenly, undivided
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,18 +15,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.architectures import Config
-from model.cache.layers import Part
-from model.choices import ENTRY_FORMATS, KEY_FORMATS, NUMERICS
-from model.errors import StateError, quoted, shown
-from model.files import regular_file_size
-from model.llama.config import LlamaConfig
-from model.state import State
-from runtime.arithmetic import DTYPES
-from runtime.digest import digest
-from runtime.load import AnyLoaded
-from runtime.options import RunOptions
-from runtime.tensorfile import write_safetensors
+from fathom.model.architectures import Config
+from fathom.model.cache.layers import Part
+from fathom.model.choices import ENTRY_FORMATS, KEY_FORMATS, NUMERICS
+from fathom.model.errors import StateError, quoted, shown
+from fathom.model.files import regular_file_size
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.state import State
+from fathom.runtime.arithmetic import DTYPES
+from fathom.runtime.digest import digest
+from fathom.runtime.load import AnyLoaded
+from fathom.runtime.options import RunOptions
+from fathom.runtime.tensorfile import write_safetensors
 
 FORMAT = "fathom-state-5"  # 2: cache formats; 3: variants; 4: the prompt's length; 5: frontiers by position
 

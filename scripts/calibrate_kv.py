@@ -9,10 +9,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from model.choices import SHARD_BITS
-from scripts.cli import arguments, run_alone
-from scripts.flags import positions, positive
-from scripts.paths import Models, Reads, Writes
+from fathom.model.choices import SHARD_BITS
+from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.flags import positions, positive
+from fathom.scripts.paths import Models, Reads, Writes
 
 TOKENS = 32768
 CONTEXT = 131072
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = arguments(parser(), argv)
-    from scripts.tasks.calibrate_kv import run
+    from fathom.scripts.tasks.calibrate_kv import run
 
     return run(args)
 

@@ -10,13 +10,13 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
-from runtime.errors import PromptError
-from runtime.options import checked_config
-from runtime.text.encoding import check_chat_format, encode_messages
-from runtime.text.messages import user_message
-from runtime.text.tokenizer import Tokenizer
-from scripts.cli import arguments, run_on_ranks
-from scripts.flags import (
+from fathom.runtime.errors import PromptError
+from fathom.runtime.options import checked_config
+from fathom.runtime.text.encoding import check_chat_format, encode_messages
+from fathom.runtime.text.messages import user_message
+from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.scripts.cli import arguments, run_on_ranks
+from fathom.scripts.flags import (
     add_draft,
     add_graph,
     add_json,
@@ -33,10 +33,10 @@ from scripts.flags import (
     positive,
     run_options,
 )
-from scripts.prompts import check_prompt_flags, effort
+from fathom.scripts.prompts import check_prompt_flags, effort
 
 if TYPE_CHECKING:
-    from runtime.group.watchdog import Watch
+    from fathom.runtime.group.watchdog import Watch
 
 CONTEXT: Final = 8192  # positions, where the model has so many
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int
     if not args.raw:  # before the weights: what the format needs should be there
         check_chat_format(config, args.model)
         tokenizer.encode(encode_messages(user_message("?"), thinking=args.think, effort=effort(args.effort)))
-    from scripts.tasks.chat import run
+    from fathom.scripts.tasks.chat import run
 
     return run(args, config, tokenizer, watch)
 

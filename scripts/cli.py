@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from model.errors import (
+from fathom.model.errors import (
     CapacityError,
     CheckpointError,
     ConfigError,
@@ -28,14 +28,14 @@ from model.errors import (
     did_you_mean,
     one_line,
 )
-from runtime.errors import PromptError
-from runtime.options import TIMEOUT
-from runtime.output import NO_ROOM, discard_unfinished
-from scripts import hub, paths
-from scripts.launch import launched
+from fathom.runtime.errors import PromptError
+from fathom.runtime.options import TIMEOUT
+from fathom.runtime.output import NO_ROOM, discard_unfinished
+from fathom.scripts import hub, paths
+from fathom.scripts.launch import launched
 
 if TYPE_CHECKING:
-    from runtime.group.watchdog import Watch
+    from fathom.runtime.group.watchdog import Watch
 
 
 class UsageError(ValueError):
@@ -119,8 +119,8 @@ def _on_ranks(main: RankedMain) -> int:
     launch = launched()
     if launch is None or launch.size == 1:
         return main()
-    from runtime.group.store import open_store
-    from runtime.group.watchdog import Watch
+    from fathom.runtime.group.store import open_store
+    from fathom.runtime.group.watchdog import Watch
 
     watch = Watch(launch, open_store(launch, TIMEOUT, keep=launch.keeps_store))
     watch.start()

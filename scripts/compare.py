@@ -10,14 +10,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from model.choices import NUMERICS
-from model.errors import ConfigError
-from runtime.options import RunOptions, checked_config
-from scripts.cli import arguments, run_alone
-from scripts.flags import add_json, add_model, numbers, positive
-from scripts.hub import INDEX
-from scripts.paths import Reads, Writes
-from scripts.record import check_layers
+from fathom.model.choices import NUMERICS
+from fathom.model.errors import ConfigError
+from fathom.runtime.options import RunOptions, checked_config
+from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.flags import add_json, add_model, numbers, positive
+from fathom.scripts.hub import INDEX
+from fathom.scripts.paths import Reads, Writes
+from fathom.scripts.record import check_layers
 
 DTYPE_NAMES = ("bf16", "fp16", "fp32")
 
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_layers(args.layers, config.num_hidden_layers)
     if args.picture is not None and args.picture.suffix != ".svg":
         raise ConfigError(f"--picture {args.picture}: want a name that ends in .svg")
-    from scripts.tasks.compare import run
+    from fathom.scripts.tasks.compare import run
 
     return run(args)
 

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from model.errors import one_line
-from probes import finding
+from fathom.model.errors import one_line
+from fathom.probes import finding
 
 WIDE = 1 << 16  # columns of what is no terminal: nothing is wrapped or cut
 QUIET: Final = 20  # seconds between lines of progress where there is no terminal to draw on

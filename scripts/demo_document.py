@@ -8,15 +8,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from model.errors import ConfigError
-from probes.demo_language.prompts import SHORTEST, common_prompts, needle_prompts
-from probes.demo_language.vocabulary import vocabulary_size
-from runtime.options import DEMO
-from runtime.text.segments import ASSISTANT, USER, Text
-from runtime.text.tokenizer import Tokenizer
-from scripts.cli import arguments, run_alone
-from scripts.console import Console
-from scripts.flags import positive, seed
+from fathom.model.errors import ConfigError
+from fathom.probes.demo_language.prompts import SHORTEST, common_prompts, needle_prompts
+from fathom.probes.demo_language.vocabulary import vocabulary_size
+from fathom.runtime.options import DEMO
+from fathom.runtime.text.segments import ASSISTANT, USER, Text
+from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.console import Console
+from fathom.scripts.flags import positive, seed
 
 KINDS = {"needle": needle_prompts, "common": common_prompts}
 

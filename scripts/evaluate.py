@@ -17,12 +17,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from model.errors import ConfigError
-from probes.demo_language.words import NAMES
-from runtime.options import RunOptions, usual
-from scripts import paths
-from scripts.cli import arguments, parsed, run_on_ranks
-from scripts.flags import (
+from fathom.model.errors import ConfigError
+from fathom.probes.demo_language.words import NAMES
+from fathom.runtime.options import RunOptions, usual
+from fathom.scripts import paths
+from fathom.scripts.cli import arguments, parsed, run_on_ranks
+from fathom.scripts.flags import (
     add_json,
     add_model,
     add_op_set,
@@ -36,10 +36,10 @@ from scripts.flags import (
     run_options,
     seed,
 )
-from scripts.paths import Fills, Reads
+from fathom.scripts.paths import Fills, Reads
 
 if TYPE_CHECKING:
-    from runtime.group.watchdog import Watch
+    from fathom.runtime.group.watchdog import Watch
 
 FULL = "full cache"
 LENGTHS = (1024, 4096)
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int
     args = arguments(parser(), argv, watch)
     _check(args)
     runs = asked_for(args)
-    from scripts.tasks.evaluate import run
+    from fathom.scripts.tasks.evaluate import run
 
     return run(args, runs, watch)
 

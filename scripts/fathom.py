@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Sequence
 from difflib import get_close_matches
 
-from scripts.paths import ROOT
+from fathom.scripts.paths import ROOT
 
 INNER = ("cli", "console", "fathom", "flags", "hub", "launch", "paths", "prompts")  # modules beside the commands
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fathom: no command {name!r}; {hint}", file=sys.stderr)
         return 2
     sys.argv = [f"fathom {name}", *rest]
-    runpy.run_module(f"scripts.{name.replace('-', '_')}", run_name="__main__", alter_sys=True)
+    runpy.run_module(f"fathom.scripts.{name.replace('-', '_')}", run_name="__main__", alter_sys=True)
     return 0
 
 

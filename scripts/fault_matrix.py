@@ -7,9 +7,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from scripts.cli import arguments, run_alone
-from scripts.flags import add_model, add_run_options, positive
-from scripts.paths import AUDITS, Pages
+from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.flags import add_model, add_run_options, positive
+from fathom.scripts.paths import AUDITS, Pages
 
 PAGE = AUDITS / "faults.md"
 
@@ -34,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = arguments(parser(), argv)
-    from scripts.tasks.fault_matrix import run
+    from fathom.scripts.tasks.fault_matrix import run
 
     return run(args)
 

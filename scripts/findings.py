@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
-from scripts.cli import arguments, run_alone
-from scripts.paths import AUDITS, Writes
+from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.paths import AUDITS, Writes
 
 PAGE: Final = AUDITS / "FINDINGS.md"
 
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = arguments(parser(), argv)
-    from scripts.tasks.findings import run
+    from fathom.scripts.tasks.findings import run
 
     return run(args)
 

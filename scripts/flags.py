@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from model.choices import (
+from fathom.model.choices import (
     ALL,
     AUTO,
     DRAFTS,
@@ -20,11 +20,11 @@ from model.choices import (
     OWN,
     RANK_TOKENS,
 )
-from model.errors import ConfigError
-from runtime.options import DEMO, TIMEOUT, RunOptions
-from runtime.text.encoding import EFFORTS
-from scripts.hub import WEIGHTS
-from scripts.paths import Models, Reads, Reports
+from fathom.model.errors import ConfigError
+from fathom.runtime.options import DEMO, TIMEOUT, RunOptions
+from fathom.runtime.text.encoding import EFFORTS
+from fathom.scripts.hub import WEIGHTS
+from fathom.scripts.paths import Models, Reads, Reports
 
 SHORTEST = 2  # seconds of --rank-timeout: a rank shows twice a second that it lives
 DRAFT_TOKENS, DRAFT_CONFIDENCE = 5, 0.3

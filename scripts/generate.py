@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from scripts.cli import arguments, run_on_ranks
-from scripts.flags import (
+from fathom.scripts.cli import arguments, run_on_ranks
+from fathom.scripts.flags import (
     add_draft,
     add_graph,
     add_json,
@@ -28,11 +28,11 @@ from scripts.flags import (
     positive,
     run_options,
 )
-from scripts.paths import Reads, Writes
-from scripts.prompts import check_logprobs, check_prompts_file, read_prompt, read_prompts
+from fathom.scripts.paths import Reads, Writes
+from fathom.scripts.prompts import check_logprobs, check_prompts_file, read_prompt, read_prompts
 
 if TYPE_CHECKING:
-    from runtime.group.watchdog import Watch
+    from fathom.runtime.group.watchdog import Watch
 
 
 def parser() -> argparse.ArgumentParser:
@@ -91,12 +91,12 @@ def main(argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int
     check_prompts_file(args)
     if args.prompts_file is not None:
         prompts = read_prompts(args, run_options(args))
-        from scripts.tasks.generate_many import run_many
+        from fathom.scripts.tasks.generate_many import run_many
 
         return run_many(args, prompts, watch)
     prompt = read_prompt(args, run_options(args))  # before torch and the weights: a bad one should not wait for them
     check_logprobs(args.logprobs, prompt.config)
-    from scripts.tasks.generate import run
+    from fathom.scripts.tasks.generate import run
 
     return run(args, prompt, watch)
 

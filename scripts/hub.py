@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Final
 
 from rich.text import Text
 
-from model.errors import ConfigError
-from scripts.console import Console
-from scripts.paths import HUB_NAME, Models, Named
+from fathom.model.errors import ConfigError
+from fathom.scripts.console import Console
+from fathom.scripts.paths import HUB_NAME, Models, Named
 
 if TYPE_CHECKING:
-    from runtime.group.watchdog import Watch
+    from fathom.runtime.group.watchdog import Watch
 
 WEIGHTS: Final = "weights"  # all shards
 HEADERS: Final = "headers"  # of all shards, and no weight: `args.headers` where the cache has not all of them
@@ -45,7 +45,7 @@ def locate(args: argparse.Namespace, watch: "Watch | None") -> None:
 
 
 def _found(args: argparse.Namespace, name: str) -> Path:
-    from runtime import hub
+    from fathom.runtime import hub
 
     with Console(stderr=True).status(Text(f"asking for {name}"), spinner="line"):
         args.hub = hub.locate(name, args.revision)

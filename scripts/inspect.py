@@ -8,13 +8,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from model.architectures import config_from_file
-from model.errors import ConfigError
-from runtime.options import DEMO
-from scripts.cli import arguments, run_alone
-from scripts.flags import add_json, add_model
-from scripts.hub import HEADERS
-from scripts.paths import Reads
+from fathom.model.architectures import config_from_file
+from fathom.model.errors import ConfigError
+from fathom.runtime.options import DEMO
+from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.flags import add_json, add_model
+from fathom.scripts.hub import HEADERS
+from fathom.scripts.paths import Reads
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (args.config is None) != (args.tensors is None) or (args.config is not None and args.model is not None):
         raise ConfigError("--config and --tensors go together, and without --model")
     config = config_from_file(args.config or (args.model or DEMO) / "config.json")
-    from scripts.tasks.inspect import run
+    from fathom.scripts.tasks.inspect import run
 
     return run(args, config)
 

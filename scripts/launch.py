@@ -3,8 +3,8 @@
 import os
 from collections.abc import Mapping
 
-from model.errors import ConfigError
-from runtime.group.store import Launch
+from fathom.model.errors import ConfigError
+from fathom.runtime.group.store import Launch
 
 # Set by every launcher for each process it starts, and by nobody else. (MASTER_ADDR and MASTER_PORT are also found in
 # environments in which nothing was launched.)

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from model.checkpoint import strict_json
-from model.errors import CapacityError, ConfigError
-from model.files import read_text
-from runtime.options import checked_config
-from scripts.cli import arguments, run_on_ranks
-from scripts.flags import (
+from fathom.model.checkpoint import strict_json
+from fathom.model.errors import CapacityError, ConfigError
+from fathom.model.files import read_text
+from fathom.runtime.options import checked_config
+from fathom.scripts.cli import arguments, run_on_ranks
+from fathom.scripts.flags import (
     add_model,
     add_op_set,
     add_rank_timeout,
@@ -21,10 +21,10 @@ from scripts.flags import (
     positive,
     run_options,
 )
-from scripts.paths import Reads, Writes
+from fathom.scripts.paths import Reads, Writes
 
 if TYPE_CHECKING:
-    from runtime.group.watchdog import Watch
+    from fathom.runtime.group.watchdog import Watch
 
 MAX_TOKENS_BYTES = 64 << 20  # of a file of ids: several times what a million take
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int
     options = run_options(args)
     ids = read_tokens(args.tokens, checked_config(args.model, options).vocab_size)
     lengths = chunk_lengths(len(ids), options.prefill_chunk, args.decode_from)
-    from scripts.tasks.logits import run
+    from fathom.scripts.tasks.logits import run
 
     return run(args, ids, lengths, watch)
 

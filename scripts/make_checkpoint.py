@@ -9,8 +9,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from scripts.cli import arguments, run_alone
-from scripts.paths import Makes, Reads
+from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.paths import Makes, Reads
 
 
 def parser() -> argparse.ArgumentParser:
@@ -26,7 +26,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = arguments(parser(), argv)
-    from scripts.tasks.make_checkpoint import run
+    from fathom.scripts.tasks.make_checkpoint import run
 
     return run(args)
 

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from model.choices import CODED_BITS
-from runtime.options import RunOptions
-from scripts.cli import arguments, run_alone
-from scripts.flags import add_json, add_model, add_run_options, add_threads, add_variants, positive
-from scripts.paths import Reads, Writes
+from fathom.model.choices import CODED_BITS
+from fathom.runtime.options import RunOptions
+from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.flags import add_json, add_model, add_run_options, add_threads, add_variants, positive
+from fathom.scripts.paths import Reads, Writes
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,7 +80,7 @@ def _add_saved_run(p: argparse.ArgumentParser) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = arguments(parser(), argv)
-    from scripts.tasks.memory_db import run
+    from fathom.scripts.tasks.memory_db import run
 
     return run(args)
 

@@ -11,14 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from model.errors import ConfigError
-from model.files import regular_file_size, status
-from runtime.options import DEMO
-from runtime.output import unfinished
+from fathom.model.errors import ConfigError
+from fathom.model.files import regular_file_size, status
+from fathom.runtime.options import DEMO
+from fathom.runtime.output import unfinished
 
 HUB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 ROOT: Final = Path(__file__).resolve().parents[1]  # of the repository
 AUDITS: Final = ROOT / "audits"
+CHECKOUT: Final = (ROOT / "pyproject.toml").is_file()  # else ROOT is where the package is installed
 
 
 class Named(NamedTuple):

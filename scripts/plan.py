@@ -15,16 +15,16 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from model.architectures import config_from_file
-from model.checkpoint.published import Experts, published_configs
-from model.errors import ConfigError
-from model.llama.config import LlamaConfig
-from runtime.options import DEMO
-from runtime.plan.gpus import GPUS
-from scripts.cli import arguments, run_alone
-from scripts.flags import add_draft, add_json, add_model, add_run_options, add_variants, positions, positive
-from scripts.hub import HEADERS
-from scripts.paths import Models, Reads
+from fathom.model.architectures import config_from_file
+from fathom.model.checkpoint.published import Experts, published_configs
+from fathom.model.errors import ConfigError
+from fathom.model.llama.config import LlamaConfig
+from fathom.runtime.options import DEMO
+from fathom.runtime.plan.gpus import GPUS
+from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.flags import add_draft, add_json, add_model, add_run_options, add_variants, positions, positive
+from fathom.scripts.hub import HEADERS
+from fathom.scripts.paths import Models, Reads
 
 EXPERTS: Final[tuple[Experts, ...]] = get_args(Experts)
 
@@ -97,9 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.gpu is not None and args.device != "cuda":
         raise ConfigError(f"--gpu {args.gpu}: --device is {args.device}")
     if args.context is None:
-        from scripts.tasks.plan_largest import run
+        from fathom.scripts.tasks.plan_largest import run
     else:
-        from scripts.tasks.plan import run
+        from fathom.scripts.tasks.plan import run
 
     return run(args, config)
 

@@ -11,13 +11,13 @@ from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from model.errors import ConfigError, quoted
-from scripts.cli import arguments, run_on_ranks
-from scripts.flags import add_model, add_op_set, add_rank_timeout, add_run_options, positive, seed
-from scripts.paths import Fills, Reads
+from fathom.model.errors import ConfigError, quoted
+from fathom.scripts.cli import arguments, run_on_ranks
+from fathom.scripts.flags import add_model, add_op_set, add_rank_timeout, add_run_options, positive, seed
+from fathom.scripts.paths import Fills, Reads
 
 if TYPE_CHECKING:
-    from runtime.group.watchdog import Watch
+    from fathom.runtime.group.watchdog import Watch
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int
     if args.set and len(args.names) != 1:
         raise ConfigError(f"--set {args.set[0]}: name the one probe whose knob it is")
     seed(args)
-    from scripts.tasks.probe import run
+    from fathom.scripts.tasks.probe import run
 
     return run(args, watch)
 

@@ -3,16 +3,16 @@
 import argparse
 from typing import NamedTuple
 
-from model.architectures import Config
-from model.errors import CapacityError, ConfigError, quoted, shown
-from model.files import read_text
-from runtime.errors import PromptError
-from runtime.options import RunOptions, checked_config
-from runtime.text.dsml import from_json
-from runtime.text.encoding import check_chat_format, effort_text, encode_messages, raw_text
-from runtime.text.messages import Message, check_messages, load_messages, user_message
-from runtime.text.segments import BOS, EOS, Control, Segment, Text
-from runtime.text.tokenizer import Tokenizer
+from fathom.model.architectures import Config
+from fathom.model.errors import CapacityError, ConfigError, quoted, shown
+from fathom.model.files import read_text
+from fathom.runtime.errors import PromptError
+from fathom.runtime.options import RunOptions, checked_config
+from fathom.runtime.text.dsml import from_json
+from fathom.runtime.text.encoding import check_chat_format, effort_text, encode_messages, raw_text
+from fathom.runtime.text.messages import Message, check_messages, load_messages, user_message
+from fathom.runtime.text.segments import BOS, EOS, Control, Segment, Text
+from fathom.runtime.text.tokenizer import Tokenizer
 
 MAX_TEXT_BYTES = 64 << 20  # of a prompt's file: several times what a million tokens take
 

@@ -7,12 +7,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from model.errors import ConfigError, quoted
-from runtime.options import checked_config
-from scripts.cli import arguments, run_alone
-from scripts.flags import add_model, add_op_set, add_run_options, add_threads, numbers, positive, run_options
-from scripts.logits import chunk_lengths, read_tokens
-from scripts.paths import Reads, Writes
+from fathom.model.errors import ConfigError, quoted
+from fathom.runtime.options import checked_config
+from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.flags import add_model, add_op_set, add_run_options, add_threads, numbers, positive, run_options
+from fathom.scripts.logits import chunk_lengths, read_tokens
+from fathom.scripts.paths import Reads, Writes
 
 
 def parser() -> argparse.ArgumentParser:
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_layers(args.layers, config.num_hidden_layers)
     ids = read_tokens(args.tokens, config.vocab_size)
     lengths = chunk_lengths(len(ids), options.prefill_chunk, args.decode_from)
-    from scripts.tasks.record import run
+    from fathom.scripts.tasks.record import run
 
     return run(args, ids, lengths)
 

@@ -12,11 +12,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from scripts.cli import arguments, run_alone
-from scripts.flags import positive
-from scripts.hub import WEIGHTS
-from scripts.paths import Makes, Models, Pages, Reads
-from scripts.train.recipe import add_recipe
+from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.flags import positive
+from fathom.scripts.hub import WEIGHTS
+from fathom.scripts.paths import Makes, Models, Pages, Reads
+from fathom.scripts.train.recipe import add_recipe
 
 
 def parser() -> argparse.ArgumentParser:
@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = arguments(parser(), argv)
-    from scripts.train.coda import run
+    from fathom.scripts.train.coda import run
 
     return run(args)
 

@@ -9,10 +9,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from model.choices import DSPARK, MTP
-from scripts.cli import arguments, run_alone
-from scripts.flags import add_model, positive
-from scripts.paths import Makes
+from fathom.model.choices import DSPARK, MTP
+from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.flags import add_model, positive
+from fathom.scripts.paths import Makes
 
 STEPS = {MTP: 450, DSPARK: 400}
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = arguments(parser(), argv)
     args.steps = args.steps or STEPS[args.head]
-    from scripts.train.draft import run
+    from fathom.scripts.train.draft import run
 
     return run(args)
 

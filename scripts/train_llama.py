@@ -8,9 +8,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from scripts.cli import arguments, run_alone
-from scripts.flags import positive
-from scripts.paths import Makes
+from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.flags import positive
+from fathom.scripts.paths import Makes
 
 STEPS = 500
 
@@ -28,7 +28,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = arguments(parser(), argv)
-    from scripts.train.llama import run
+    from fathom.scripts.train.llama import run
 
     return run(args)
 

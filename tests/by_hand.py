@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore
 
-from runtime.group.failures import Heartbeat
-from runtime.group.heartbeat import NOTHING
+from fathom.runtime.group.failures import Heartbeat
+from fathom.runtime.group.heartbeat import NOTHING
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import torch
 
-from model.cache.gqa import all_heads
-from model.variants.coda import CodaCache
-from model.variants.coda_attention import Differential, Tokens, step
-from model.variants.coda_settings import CodaSettings
+from fathom.model.cache.gqa import all_heads
+from fathom.model.variants.coda import CodaCache
+from fathom.model.variants.coda_attention import Differential, Tokens, step
+from fathom.model.variants.coda_settings import CodaSettings
 
 CPU = torch.device("cpu")
 HEADS, GROUPS, D = 4, 2, 8

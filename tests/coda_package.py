@@ -6,11 +6,11 @@ import pytest
 import torch
 from coda_gqa_l import CoDAGQALandmarkPerf2
 
-from kernels.rope import reference as rope
-from model.cache.gqa import all_heads
-from model.variants.coda import CodaCache
-from model.variants.coda_attention import Differential, Tokens, prefill, step
-from model.variants.coda_settings import CodaSettings
+from fathom.kernels.rope import reference as rope
+from fathom.model.cache.gqa import all_heads
+from fathom.model.variants.coda import CodaCache
+from fathom.model.variants.coda_attention import Differential, Tokens, prefill, step
+from fathom.model.variants.coda_settings import CodaSettings
 
 OUTPUTS, STATES = 2e-5, 5e-5
 BASE = 10_000.0

@@ -24,7 +24,7 @@ def patched_interpreter() -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _loops_are_compiled():
     """Compiled before the first test: what a command says while it compiles stands in a test of its own."""
-    import kernels.ops  # noqa: F401, PLC0415 (its loops are known then)
-    from kernels import compiled  # noqa: PLC0415
+    import fathom.kernels.ops  # noqa: F401, PLC0415 (its loops are known then)
+    from fathom.kernels import compiled  # noqa: PLC0415
 
     compiled.prepare(lambda *_: True)

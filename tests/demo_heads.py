@@ -6,8 +6,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from model.checkpoint.mtp import Head
-from runtime.options import DEMO
+from fathom.model.checkpoint.mtp import Head
+from fathom.runtime.options import DEMO
 from tests.make_checkpoint import DSPARK, make_tensors, write_tensors
 
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.ops import Ops
-from model.transformer import Transformer
-from probes.demo_language.prompts import needle_prompts
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
+from fathom.kernels.ops import Ops
+from fathom.model.transformer import Transformer
+from fathom.probes.demo_language.prompts import needle_prompts
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
 from tests.deepseek_arithmetic import Choices
 from tests.deepseek_forward import Forward, read
 from tests.make_checkpoint import tiny_config, write_checkpoint

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from model.checkpoint.mtp import Head, head_parameters
-from model.checkpoint.names import parameters
-from model.config import Dspark, ModelConfig
+from fathom.model.checkpoint.mtp import Head, head_parameters
+from fathom.model.checkpoint.names import parameters
+from fathom.model.config import Dspark, ModelConfig
 from tests.make_checkpoint import random_values
 
 

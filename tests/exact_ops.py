@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Dense, Fp4, Fp8, Weight
-from kernels.ops import COMPOSED, REFERENCE, Ops
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, Weight
+from fathom.kernels.ops import COMPOSED, REFERENCE, Ops
 from tests import deepseek_arithmetic as ds
 from tests.deepseek_arithmetic import FP32, Choices
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from model.errors import Tripwire
-from model.observe import sites
-from probes.finding import Finding, Part, Report, at_least, broken, judged, measured, vacuous
-from probes.probe import Probe, run_probe, silent
+from fathom.model.errors import Tripwire
+from fathom.model.observe import sites
+from fathom.probes.finding import Finding, Part, Report, at_least, broken, judged, measured, vacuous
+from fathom.probes.probe import Probe, run_probe, silent
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from model.ranks.ranks import ALONE, Group
+from fathom.model.ranks.ranks import ALONE, Group
 
 # Python's fork server imports these once, and a rank starts as its copy: else each would import torch, for 2 s.
 # Nothing of this repository is among them, so a rank imports what is tested from where the test found it. Copies share

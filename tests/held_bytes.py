@@ -9,9 +9,9 @@ from typing import Any, Final
 
 from torch import Tensor
 
-from model.state import State
-from model.transformer import Transformer
-from runtime.plan.weights import WeightKind
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
+from fathom.runtime.plan.weights import WeightKind
 
 # Attributes of the model's objects -> kind; the first of these that a path has.
 _KINDS: Final = {
@@ -89,7 +89,7 @@ def _inside(at: Any) -> Iterable[tuple[Any, Any]]:
         return at.items()
     if isinstance(at, list | tuple):
         return enumerate(at)
-    if type(at).__module__.startswith("model.") and hasattr(at, "__dict__"):
+    if type(at).__module__.startswith("fathom.model.") and hasattr(at, "__dict__"):
         attributes: dict[str, Any] = vars(at)
         return attributes.items()
     return ()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import triton.language as tl
 from triton.runtime import interpreter
 
-from kernels.norm.triton import _rms_norm
+from fathom.kernels.norm.triton import _rms_norm
 
 
 @contextlib.contextmanager

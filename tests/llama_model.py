@@ -10,10 +10,10 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from kernels.ops import CPU, Ops
-from model.llama.transformer import LlamaTransformer
-from runtime.load import LoadedLlama, load_any
-from runtime.options import RunOptions
+from fathom.kernels.ops import CPU, Ops
+from fathom.model.llama.transformer import LlamaTransformer
+from fathom.runtime.load import LoadedLlama, load_any
+from fathom.runtime.options import RunOptions
 
 # Short contexts, so that test prompts of some 50 tokens stand on both sides of the original one, and so few frequencies
 # that each of the three ranges (kept, interpolated, slowed) holds some.

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from model.checkpoint.mtp import Head, head_parameters
-from model.checkpoint.names import Parameter, parameters
-from model.config import ModelConfig
+from fathom.model.checkpoint.mtp import Head, head_parameters
+from fathom.model.checkpoint.names import Parameter, parameters
+from fathom.model.config import ModelConfig
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 FORMATS = ("official", "base", "nvfp4", "bf16", "f32")

@@ -7,10 +7,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from model.errors import ConfigError, Tripwire
-from model.ranks.ranks import Ranks, Shards, evenly, undivided
-from runtime.group.processes import connected
-from scripts.cli import arguments, run_on_ranks
+from fathom.model.errors import ConfigError, Tripwire
+from fathom.model.ranks.ranks import Ranks, Shards, evenly, undivided
+from fathom.runtime.group.processes import connected
+from fathom.scripts.cli import arguments, run_on_ranks
 
 ROUNDS = 10
 

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime import interpreter
 
-from model.ranks import ranks as between
+from fathom.model.ranks import ranks as between
 
 # by the op's name without its overload; `index` and the like by their arguments
 READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "allclose", "bincount"}

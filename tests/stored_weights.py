@@ -4,8 +4,8 @@ import re
 
 import torch
 
-from kernels.formats.reference import decode
-from kernels.formats.stored import Fp4, Fp8
+from fathom.kernels.formats.reference import decode
+from fathom.kernels.formats.stored import Fp4, Fp8
 
 
 def decoded(stored, name: str, experts: int) -> torch.Tensor:

@@ -10,9 +10,9 @@ from statistics import median
 
 import pytest
 
-from probes.catalogue import EXPERIMENTS, FULL
-from runtime import report
-from scripts.bench.turns import ratios
+from fathom.probes.catalogue import EXPERIMENTS, FULL
+from fathom.runtime import report
+from fathom.scripts.bench.turns import ratios
 
 ROOT = Path(__file__).resolve().parents[1]
 AUDITS = ROOT / "audits"

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-from kernels.ops import CPU, Ops
-from model.transformer import Transformer
-from runtime.load import load
-from runtime.options import RunOptions
+from fathom.kernels.ops import CPU, Ops
+from fathom.model.transformer import Transformer
+from fathom.runtime.load import load
+from fathom.runtime.options import RunOptions
 
 LAYER_TYPES = {0: "sliding_attention", 4: "compressed_sparse_attention", 128: "heavily_compressed_attention"}
 YARN = {

@@ -1,5 +1,5 @@
 """Attention of a V4 layer: window, compressed entries and a sink, key and value at once."""
 
-from kernels.attention import cpu, reference
+from fathom.kernels.attention import cpu, reference
 
 __all__ = ["cpu", "reference"]

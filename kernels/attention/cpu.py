@@ -29,11 +29,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kernels.attention.cpu_few import HEADS, attend_few, most_parts, state_of_part
-from kernels.formats.cpu_rows import readable
-from kernels.formats.rows import Rows, length, query_as_stored, read_as_stored, sum_as_read, take_as_stored, width
-from kernels.formats.stored import Slots
-from kernels.softmax import Softmax
+from fathom.kernels.attention.cpu_few import HEADS, attend_few, most_parts, state_of_part
+from fathom.kernels.formats.cpu_rows import readable
+from fathom.kernels.formats.rows import (
+    Rows,
+    length,
+    query_as_stored,
+    read_as_stored,
+    sum_as_read,
+    take_as_stored,
+    width,
+)
+from fathom.kernels.formats.stored import Slots
+from fathom.kernels.softmax import Softmax
 
 FEW = 8  # tokens up to which keys are read one by one
 ROWS = 1024  # (token, head) pairs per tile

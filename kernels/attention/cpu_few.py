@@ -12,11 +12,11 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import address, aligned, compiled, each_of, loop, numbers
-from kernels.formats.cpu_rows import BF16, KIND, addresses, decode_row, row_arrays
-from kernels.formats.rows import length
-from kernels.formats.stored import Slots
-from kernels.lanes import (
+from fathom.kernels.compiled import address, aligned, compiled, each_of, loop, numbers
+from fathom.kernels.formats.cpu_rows import BF16, KIND, addresses, decode_row, row_arrays
+from fathom.kernels.formats.rows import length
+from fathom.kernels.formats.stored import Slots
+from fathom.kernels.lanes import (
     dots,
     exp,
     first,

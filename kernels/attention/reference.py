@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from kernels.formats.rows_reference import decode
-from kernels.formats.stored import Rows, Slots
+from fathom.kernels.formats.rows_reference import decode
+from fathom.kernels.formats.stored import Rows, Slots
 
 
 def attend(

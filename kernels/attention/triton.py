@@ -31,13 +31,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from kernels.attention import launch as attention_launch
-from kernels.formats import lloyd_max
-from kernels.formats.stored import BasisRows, CodedRows, Fp8Entries, Rows, Slots
-from kernels.formats.triton import centroids, e4m3, e8m0, hadamard, rotated_query, unit
-from kernels.formats.triton_rounding import UPCAST, rounded
-from kernels.position import position
-from kernels.quantise.triton import hadamard as hadamard_rows
+from fathom.kernels.attention import launch as attention_launch
+from fathom.kernels.formats import lloyd_max
+from fathom.kernels.formats.stored import BasisRows, CodedRows, Fp8Entries, Rows, Slots
+from fathom.kernels.formats.triton import centroids, e4m3, e8m0, hadamard, rotated_query, unit
+from fathom.kernels.formats.triton_rounding import UPCAST, rounded
+from fathom.kernels.position import position
+from fathom.kernels.quantise.triton import hadamard as hadamard_rows
 
 GROUP = tl.constexpr(attention_launch.WIDTH)  # columns of Fp8Entries to a scale
 LEAST = 16  # columns of coded rows: what a product takes

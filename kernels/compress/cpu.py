@@ -7,8 +7,8 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import address, compiled, each_of, loop, numbers
-from kernels.lanes import exp, fma, load_some, maximum, splat, store_some
+from fathom.kernels.compiled import address, compiled, each_of, loop, numbers
+from fathom.kernels.lanes import exp, fma, load_some, maximum, splat, store_some
 
 _ZERO: Final = np.float32(0)
 _I64: Final = types.int64

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from kernels.formats import rows_reference as stored
-from kernels.formats.groups import INDEX_GROUP, KV_GROUP
-from kernels.formats.stored import Rounding, Rows, TokenRing
-from kernels.norm.reference import rms_norm
-from kernels.quantise.reference import hadamard, simulate_fp4, simulate_fp8
-from kernels.rope.reference import angles, rotate
+from fathom.kernels.formats import rows_reference as stored
+from fathom.kernels.formats.groups import INDEX_GROUP, KV_GROUP
+from fathom.kernels.formats.stored import Rounding, Rows, TokenRing
+from fathom.kernels.norm.reference import rms_norm
+from fathom.kernels.quantise.reference import hadamard, simulate_fp4, simulate_fp8
+from fathom.kernels.rope.reference import angles, rotate
 
 
 def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Tensor | None) -> Tensor:

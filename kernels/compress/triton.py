@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.formats.stored import Fp4Keys, Fp8Entries, Fp8Keys, Rounding, Rows, TokenRing
-from kernels.formats.triton import (
+from fathom.kernels.formats.stored import Fp4Keys, Fp8Entries, Fp8Keys, Rounding, Rows, TokenRing
+from fathom.kernels.formats.triton import (
     E2M1_LARGEST,
     E4M3_LARGEST,
     E4M3_SMALLEST,
@@ -22,9 +22,9 @@ from kernels.formats.triton import (
     power_of_two,
     simulated,
 )
-from kernels.formats.triton_rounding import UPCAST, rounded
-from kernels.position import position
-from kernels.quantise.triton import held, kv_rounded, turned, walsh
+from fathom.kernels.formats.triton_rounding import UPCAST, rounded
+from fathom.kernels.position import position
+from fathom.kernels.quantise.triton import held, kv_rounded, turned, walsh
 
 TOKENS = 16  # of a tile of the pool
 COLUMNS = 128  # of a program of the second launch

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.formats.triton_rounding import UPCAST, rounded
+from fathom.kernels.formats.triton_rounding import UPCAST, rounded
 
 NUMBERS = 1 << 15  # of a bank's rows in registers at a time
 COUNTS = (

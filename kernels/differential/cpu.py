@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.norm.reference import rms_norm
+from fathom.kernels.norm.reference import rms_norm
 
 FEW = 16  # tokens up to which slots that none of them sees are masked, and above which they are left out
 LOGITS = 1 << 18  # numbers in a tile of logits: 1 MiB

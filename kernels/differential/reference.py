@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.norm.reference import rms_norm
-from kernels.rope.reference import rotate
+from fathom.kernels.norm.reference import rms_norm
+from fathom.kernels.rope.reference import rotate
 
 # Keys [K, s, D], values [K, s, D], which are seen ([s] or [t, s] bool; None: all), bias of the logits ([s]; None: 0).
 Segment = tuple[Tensor, Tensor, Tensor | None, Tensor | None]

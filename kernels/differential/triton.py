@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.differential.cpu import Noise, Own, Past
-from kernels.formats.triton_rounding import UPCAST, rounded
+from fathom.kernels.differential.cpu import Noise, Own, Past
+from fathom.kernels.formats.triton_rounding import UPCAST, rounded
 
 __all__ = ["Noise", "Own", "Past", "attend", "differential_attend"]
 

@@ -1,5 +1,5 @@
 """The routed experts of a rank, grouped."""
 
-from kernels.experts import cpu, reference
+from fathom.kernels.experts import cpu, reference
 
 __all__ = ["cpu", "reference"]

@@ -10,15 +10,15 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import aligned, array, compiled, each, loop, note_read, watched
-from kernels.experts.reference import Experts
-from kernels.formats.cpu import arrays, lay_out, placed
-from kernels.formats.groups import LINEAR_GROUP
-from kernels.formats.stored import Apart, Fp4, Fp8, Stack, layout, member, members, places
-from kernels.lanes import bfloat16, first_of, load_some, splat, store_some
-from kernels.linear.cpu import KINDS, four_rows, linear, padded, pieces_of
-from kernels.quantise.cpu import E4M3, round_row, simulate_fp8
-from kernels.swiglu.cpu import activate_row, swiglu
+from fathom.kernels.compiled import aligned, array, compiled, each, loop, note_read, watched
+from fathom.kernels.experts.reference import Experts
+from fathom.kernels.formats.cpu import arrays, lay_out, placed
+from fathom.kernels.formats.groups import LINEAR_GROUP
+from fathom.kernels.formats.stored import Apart, Fp4, Fp8, Stack, layout, member, members, places
+from fathom.kernels.lanes import bfloat16, first_of, load_some, splat, store_some
+from fathom.kernels.linear.cpu import KINDS, four_rows, linear, padded, pieces_of
+from fathom.kernels.quantise.cpu import E4M3, round_row, simulate_fp8
+from fathom.kernels.swiglu.cpu import activate_row, swiglu
 
 FEW = 8  # tokens, as many as a draft and its token are: of V4's experts hardly one is of two of them, and read twice
 several: Final = Experts(linear, swiglu, simulate_fp8)  # of more tokens

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.formats.groups import LINEAR_GROUP
-from kernels.formats.stored import Fp4, Fp8, Stack, Weight, member, members
-from kernels.linear.reference import linear
-from kernels.quantise.reference import simulate_fp8
-from kernels.swiglu.reference import swiglu
+from fathom.kernels.formats.groups import LINEAR_GROUP
+from fathom.kernels.formats.stored import Fp4, Fp8, Stack, Weight, member, members
+from fathom.kernels.linear.reference import linear
+from fathom.kernels.quantise.reference import simulate_fp8
+from fathom.kernels.swiglu.reference import swiglu
 
 
 def by_expert(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:

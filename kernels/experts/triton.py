@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
-from kernels.formats.groups import LINEAR_GROUP
-from kernels.formats.stored import Apart, Fp4, Fp8, Stack, Weight, members
-from kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, encoded, simulated
-from kernels.formats.triton_rounding import UPCAST, rounded, widened
-from kernels.linear.triton import FEW, PROGRAMS, linear
-from kernels.linear.weight_tiles import (
+from fathom.kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
+from fathom.kernels.formats.groups import LINEAR_GROUP
+from fathom.kernels.formats.stored import Apart, Fp4, Fp8, Stack, Weight, members
+from fathom.kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, encoded, simulated
+from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
+from fathom.kernels.linear.triton import FEW, PROGRAMS, linear
+from fathom.kernels.linear.weight_tiles import (
     COUNTERS,
     Planes,
     arrived_last,
@@ -36,9 +36,9 @@ from kernels.linear.weight_tiles import (
     planes,
     summed,
 )
-from kernels.quantise.triton import fp8_codes, simulate_fp8
-from kernels.swiglu.triton import activation, swiglu
-from kernels.target import blackwell
+from fathom.kernels.quantise.triton import fp8_codes, simulate_fp8
+from fathom.kernels.swiglu.triton import activation, swiglu
+from fathom.kernels.target import blackwell
 
 ROWS = 128  # of a matrix per program: one block of `deployed` rounding, whose largest number must be known
 CHUNK = 1024  # pairs that are counted and sorted at once

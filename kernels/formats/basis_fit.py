@@ -25,9 +25,9 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import basis_rows, coded_rows, eigenbasis, lloyd_max
-from kernels.formats.eigenbasis import DP_BITS, DROPPED, measured_distortion
-from kernels.formats.stored import EigenKeys
+from fathom.kernels.formats import basis_rows, coded_rows, eigenbasis, lloyd_max
+from fathom.kernels.formats.eigenbasis import DP_BITS, DROPPED, measured_distortion
+from fathom.kernels.formats.stored import EigenKeys
 
 GROUP: Final = 64  # components that have bits in common, or fewer where the width would not make FEWEST groups
 FEWEST: Final = 4

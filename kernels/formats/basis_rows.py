@@ -19,8 +19,8 @@ and the text of a run need not be that of the fit. A row with NaN or an infinity
 import torch
 from torch import Tensor
 
-from kernels.formats import coded_rows, eigenbasis, lloyd_max
-from kernels.formats.stored import BasisRows, EigenKeys
+from fathom.kernels.formats import coded_rows, eigenbasis, lloyd_max
+from fathom.kernels.formats.stored import BasisRows, EigenKeys
 
 __all__ = [
     "BasisRows", "allocate", "between", "expected_error", "nbytes", "planes", "query_as_stored", "read",

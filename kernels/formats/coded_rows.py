@@ -19,8 +19,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.formats import lloyd_max
-from kernels.formats.stored import CodedRows
+from fathom.kernels.formats import lloyd_max
+from fathom.kernels.formats.stored import CodedRows
 
 __all__ = [
     "CodedRows", "allocate", "between", "expected_error", "hadamard", "planes", "random_signs", "read", "read_hadamard",

@@ -15,10 +15,10 @@ from numba import types
 from numba.extending import overload
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each, kept_array, loop, moved
-from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
-from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
-from kernels.lanes import (
+from fathom.kernels.compiled import array, compiled, each, kept_array, loop, moved
+from fathom.kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
+from fathom.kernels.lanes import (
     PIECE,
     apart,
     as_piece,

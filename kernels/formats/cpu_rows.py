@@ -11,11 +11,11 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import address, compiled, each_of, loop, numbers
-from kernels.formats.cpu import e8m0
-from kernels.formats.groups import INDEX_GROUP, KV_GROUP
-from kernels.formats.stored import Fp4Keys, Fp8Entries, Fp8Keys, Rows
-from kernels.lanes import interleaved, load, load_e2m1, load_some, splat, store, store_some
+from fathom.kernels.compiled import address, compiled, each_of, loop, numbers
+from fathom.kernels.formats.cpu import e8m0
+from fathom.kernels.formats.groups import INDEX_GROUP, KV_GROUP
+from fathom.kernels.formats.stored import Fp4Keys, Fp8Entries, Fp8Keys, Rows
+from fathom.kernels.lanes import interleaved, load, load_e2m1, load_some, splat, store, store_some
 
 BF16, FP32, FP8_ENTRIES, FP8_KEYS, FP4_KEYS = range(5)
 

@@ -17,8 +17,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.formats import lloyd_max
-from kernels.formats.stored import EigenKeys
+from fathom.kernels.formats import lloyd_max
+from fathom.kernels.formats.stored import EigenKeys
 
 Tiles = Callable[[], Iterator[Tensor]]  # yields [m, D] float32, the same tokens each time
 DP_BITS = (0, 2, 4, 6, 8)

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kernels.formats.lloyd_max_reference import BITS, codebook, distortion
+from fathom.kernels.formats.lloyd_max_reference import BITS, codebook, distortion
 
 __all__ = [
     "BITS", "codebook", "decode", "decode_packed", "distortion", "encode", "look_up", "pack", "packed_bytes",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import CodebookValues
+from fathom.kernels.formats.stored import CodebookValues
 
 Tiles = Callable[[], Iterator[Tensor]]  # yields [m, heads, d] float32, rotated, the same tokens each time
 CHANNELS = 4  # to a code

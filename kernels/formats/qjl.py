@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import coded_rows, lloyd_max
-from kernels.formats.stored import CodedRows
+from fathom.kernels.formats import coded_rows, lloyd_max
+from fathom.kernels.formats.stored import CodedRows
 
 SEED = 20_240_603
 TILE = 1 << 20  # products per tile of S r

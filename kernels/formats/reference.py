@@ -8,8 +8,8 @@ times 24, and NvFp4's 2 + 4, whose product with the block scale is exact, times 
 import torch
 from torch import Tensor
 
-from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
-from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
+from fathom.kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
 
 
 def e8m0(scale: Tensor) -> Tensor:

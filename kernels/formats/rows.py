@@ -14,10 +14,10 @@ a group was rounded down to half of what the scale allows, and then all values o
 import torch
 from torch import Tensor
 
-from kernels.formats import basis_rows, coded_rows, cpu_rows, rows_reference
-from kernels.formats.groups import INDEX_GROUP, KV_GROUP
-from kernels.formats.stored import BasisRows, CodedRows, Fp4Keys, Fp8Entries, Fp8Keys, Rows
-from kernels.quantise.reference import E2M1_MAX, E4M3_MAX, power_of_two_scale, quantise_fp8, round_e2m1
+from fathom.kernels.formats import basis_rows, coded_rows, cpu_rows, rows_reference
+from fathom.kernels.formats.groups import INDEX_GROUP, KV_GROUP
+from fathom.kernels.formats.stored import BasisRows, CodedRows, Fp4Keys, Fp8Entries, Fp8Keys, Rows
+from fathom.kernels.quantise.reference import E2M1_MAX, E4M3_MAX, power_of_two_scale, quantise_fp8, round_e2m1
 
 __all__ = [
     "BasisRows", "CodedRows", "Fp4Keys", "Fp8Entries", "Fp8Keys", "Rows", "first", "fp4_keys", "fp8_entries",

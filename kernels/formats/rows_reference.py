@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from kernels.formats.lloyd_max_reference import codebook
-from kernels.formats.reference import e2m1, e8m0
-from kernels.formats.stored import BasisRows, CodedRows, Fp4Keys, Fp8Entries, Fp8Keys, Rows
-from kernels.quantise.reference import E2M1_MAX, E4M3_MAX, hadamard, power_of_two_scale, quantise_fp8, round_e2m1
+from fathom.kernels.formats.lloyd_max_reference import codebook
+from fathom.kernels.formats.reference import e2m1, e8m0
+from fathom.kernels.formats.stored import BasisRows, CodedRows, Fp4Keys, Fp8Entries, Fp8Keys, Rows
+from fathom.kernels.quantise.reference import E2M1_MAX, E4M3_MAX, hadamard, power_of_two_scale, quantise_fp8, round_e2m1
 
 SMALLEST_SCALE = 2.0**-126  # of keys
 

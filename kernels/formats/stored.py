@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats.groups import FP8_BLOCK
+from fathom.kernels.formats.groups import FP8_BLOCK
 
 
 class Dense(NamedTuple):

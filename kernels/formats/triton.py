@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from kernels.quantise.reference import E2M1_MAX, E4M3_MAX
+from fathom.kernels.quantise.reference import E2M1_MAX, E4M3_MAX
 
 E4M3_LARGEST: tl.constexpr = tl.constexpr(E4M3_MAX)
 E2M1_LARGEST: tl.constexpr = tl.constexpr(E2M1_MAX)

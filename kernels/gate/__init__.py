@@ -1,5 +1,5 @@
 """Which experts a token goes to."""
 
-from kernels.gate import cpu, reference
+from fathom.kernels.gate import cpu, reference
 
 __all__ = ["cpu", "reference"]

@@ -5,7 +5,7 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each_of, kept_array, loop
+from fathom.kernels.compiled import array, compiled, each_of, kept_array, loop
 
 _INT, _F32, _IDS = types.int64, types.float32[::1], types.int64[::1]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.formats.stored import Weight
-from kernels.linear.reference import linear
+from fathom.kernels.formats.stored import Weight
+from fathom.kernels.linear.reference import linear
 
 
 def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:

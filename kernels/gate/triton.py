@@ -8,12 +8,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.formats.stored import Weight
-from kernels.formats.triton_rounding import UPCAST
-from kernels.gate.reference import Gate
-from kernels.linear.reference import Product
-from kernels.linear.triton import alone, linear, tile_of_one
-from kernels.linear.weight_tiles import COUNTERS, arrived_last, counters
+from fathom.kernels.formats.stored import Weight
+from fathom.kernels.formats.triton_rounding import UPCAST
+from fathom.kernels.gate.reference import Gate
+from fathom.kernels.linear.reference import Product
+from fathom.kernels.linear.triton import alone, linear, tile_of_one
+from fathom.kernels.linear.weight_tiles import COUNTERS, arrived_last, counters
 
 _TAKEN: tl.constexpr = tl.constexpr(-(1 << 31))  # below the key of -inf
 

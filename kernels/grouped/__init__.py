@@ -1,5 +1,5 @@
 """Attention with grouped heads, of the Llama family."""
 
-from kernels.grouped import cpu, reference
+from fathom.kernels.grouped import cpu, reference
 
 __all__ = ["cpu", "reference"]

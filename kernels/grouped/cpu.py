@@ -10,7 +10,7 @@ tile, which may be more than saw it.
 import torch
 from torch import Tensor
 
-from kernels.softmax import Softmax
+from fathom.kernels.softmax import Softmax
 
 FEW = 8  # tokens up to which each has a tile of its own, and so the bits that it has alone: a draft and its rows
 ROWS = 1024  # (token, query head) pairs per tile

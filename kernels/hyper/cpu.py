@@ -12,9 +12,9 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each_of, kept_array, loop
-from kernels.lanes import at_least, exp, fma, load, load_some, load_splat, splat, store, store_some, total
-from kernels.norm.cpu import NONE, norm_row, square_sum
+from fathom.kernels.compiled import array, compiled, each_of, kept_array, loop
+from fathom.kernels.lanes import at_least, exp, fma, load, load_some, load_splat, splat, store, store_some, total
+from fathom.kernels.norm.cpu import NONE, norm_row, square_sum
 
 PART: Final = 1024  # columns that eight products are carried on by: four rows of them are 16 KiB, of tokens 2 or 4
 SIDE: Final = 16  # tokens side by side, between which these rows stay in the core's first cache

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.norm.reference import rms_norm
+from fathom.kernels.norm.reference import rms_norm
 
 
 def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.formats.triton_rounding import UPCAST, rounded, widened
-from kernels.hyper.triton_streams import collapse, expand
+from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
+from fathom.kernels.hyper.triton_streams import collapse, expand
 
 __all__ = ["collapse", "expand", "head_weights", "hyper_weights", "read_streams"]
 

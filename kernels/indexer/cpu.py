@@ -15,12 +15,12 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kernels.formats import rows
-from kernels.formats.cpu_rows import readable
-from kernels.formats.rows import Rows
-from kernels.indexer import bound as index_bound
-from kernels.indexer.bound import Queries, Scratch
-from kernels.indexer.cpu_few import columns, select_few
+from fathom.kernels.formats import rows
+from fathom.kernels.formats.cpu_rows import readable
+from fathom.kernels.formats.rows import Rows
+from fathom.kernels.indexer import bound as index_bound
+from fathom.kernels.indexer.bound import Queries, Scratch
+from fathom.kernels.indexer.cpu_few import columns, select_few
 
 FEW = 8  # tokens up to which all scores are kept
 ROWS = 1024  # (token, head) pairs per tile

@@ -11,11 +11,11 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import address, aligned, compiled, each_of, loop, numbers
-from kernels.formats.cpu_rows import KIND, addresses, decode_row, row_arrays
-from kernels.formats.rows import length
-from kernels.formats.stored import Rows
-from kernels.lanes import bits, dots, fma, load_splat, relu, splat, store
+from fathom.kernels.compiled import address, aligned, compiled, each_of, loop, numbers
+from fathom.kernels.formats.cpu_rows import KIND, addresses, decode_row, row_arrays
+from fathom.kernels.formats.rows import length
+from fathom.kernels.formats.stored import Rows
+from fathom.kernels.lanes import bits, dots, fma, load_splat, relu, splat, store
 
 BLOCK: Final = 16  # keys that are scored side by side
 _ZERO: Final = np.float32(0)

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.formats.rows_reference import decode
-from kernels.formats.stored import Rows
+from fathom.kernels.formats.rows_reference import decode
+from fathom.kernels.formats.stored import Rows
 
 
 def index_scores(q: Tensor, head_weights: Tensor, keys: Rows) -> Tensor:

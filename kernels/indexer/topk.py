@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.position import position
+from fathom.kernels.position import position
 
 WHOLE_ROWS = 64  # rows from which a program each fills the device: a program of 16 warps, 132 SMs or more
 WHOLE_ENTRIES = 1 << 14  # entries up to which one program is faster than five launches

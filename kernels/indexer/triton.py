@@ -20,13 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.formats import lloyd_max
-from kernels.formats.stored import CodedRows, Fp4Keys, Fp8Keys, Rows
-from kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, centroids, e2m1, e8m0, encoded, rotated_query
-from kernels.formats.triton_rounding import UPCAST, widened
-from kernels.indexer.topk import count_first_digits, first_counts, seen_by, top_k_into, top_k_scratch
-from kernels.position import position
-from kernels.target import blackwell
+from fathom.kernels.formats import lloyd_max
+from fathom.kernels.formats.stored import CodedRows, Fp4Keys, Fp8Keys, Rows
+from fathom.kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, centroids, e2m1, e8m0, encoded, rotated_query
+from fathom.kernels.formats.triton_rounding import UPCAST, widened
+from fathom.kernels.indexer.topk import count_first_digits, first_counts, seen_by, top_k_into, top_k_scratch
+from fathom.kernels.position import position
+from fathom.kernels.target import blackwell
 
 KEYS = 256  # keys per tile: two warpgroups of Hopper; a query of 64 heads x 128 is read from L2 for each tile
 EXACT_KEYS = 32  # the same in fp32, which tensor cores do not multiply

@@ -1,5 +1,5 @@
 """Products with stored weights."""
 
-from kernels.linear import cpu, reference
+from fathom.kernels.linear import cpu, reference
 
 __all__ = ["cpu", "reference"]

@@ -17,10 +17,10 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import address, aligned, compiled, each_of, loop, numbers
-from kernels.formats.cpu import FORMS, ZERO, arrays, fetch, held_in_bfloat16, lay_out, taken
-from kernels.formats.stored import NvFp4, Weight
-from kernels.lanes import (
+from fathom.kernels.compiled import address, aligned, compiled, each_of, loop, numbers
+from fathom.kernels.formats.cpu import FORMS, ZERO, arrays, fetch, held_in_bfloat16, lay_out, taken
+from fathom.kernels.formats.stored import NvFp4, Weight
+from fathom.kernels.lanes import (
     PAIRS,
     PIECE,
     add_products,

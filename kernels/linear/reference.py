@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats.groups import LINEAR_GROUP
-from kernels.formats.reference import decode
-from kernels.formats.stored import Fp4, Fp8, Weight
-from kernels.quantise.reference import simulate_fp8
+from fathom.kernels.formats.groups import LINEAR_GROUP
+from fathom.kernels.formats.reference import decode
+from fathom.kernels.formats.stored import Fp4, Fp8, Weight
+from fathom.kernels.quantise.reference import simulate_fp8
 
 
 def linear(x: Tensor, weight: Weight, *, wide: bool = False) -> Tensor:

@@ -15,10 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.formats.stored import Weight
-from kernels.formats.triton_rounding import UPCAST, rounded, widened
-from kernels.linear.reference import Linears, Product, rounds
-from kernels.linear.weight_tiles import (
+from fathom.kernels.formats.stored import Weight
+from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
+from fathom.kernels.linear.reference import Linears, Product, rounds
+from fathom.kernels.linear.weight_tiles import (
     COUNTERS,
     arrived_last,
     counters,
@@ -30,8 +30,8 @@ from kernels.linear.weight_tiles import (
     planes,
     summed,
 )
-from kernels.position import position
-from kernels.quantise.triton import simulate_fp8
+from fathom.kernels.position import position
+from fathom.kernels.quantise.triton import simulate_fp8
 
 FEW = 16  # tokens that fit the narrowest tile: the time is that of reading the weight
 PROGRAMS = 264  # wanted in flight: two for each multiprocessor of an H200

@@ -23,9 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
-from kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, e2m1, e4m3, e8m0, simulated
-from kernels.formats.triton_rounding import UPCAST, widened
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
+from fathom.kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, e2m1, e4m3, e8m0, simulated
+from fathom.kernels.formats.triton_rounding import UPCAST, widened
 
 
 class Planes(NamedTuple):

@@ -1,5 +1,5 @@
 """RMSNorm."""
 
-from kernels.norm import cpu, reference
+from fathom.kernels.norm import cpu, reference
 
 __all__ = ["cpu", "reference"]

@@ -5,8 +5,8 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each_of, kept_array, loop
-from kernels.lanes import fma, load, load_some, splat, store, store_some, total
+from fathom.kernels.compiled import array, compiled, each_of, kept_array, loop
+from fathom.kernels.lanes import fma, load, load_some, splat, store, store_some, total
 
 NONE = np.empty(0, np.float32)  # a weight that there is none of
 

@@ -1,5 +1,5 @@
 """Rounding of activations to narrow formats, and the Hadamard transform."""
 
-from kernels.quantise import cpu, reference
+from fathom.kernels.quantise import cpu, reference
 
 __all__ = ["cpu", "reference"]

@@ -11,8 +11,8 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each_of, loop
-from kernels.lanes import (
+from fathom.kernels.compiled import array, compiled, each_of, loop
+from fathom.kernels.lanes import (
     apart,
     at_least,
     bits,
@@ -28,7 +28,7 @@ from kernels.lanes import (
     store,
     store_some,
 )  # fmt: skip
-from kernels.quantise.reference import E2M1_MAX, E4M3_MAX
+from fathom.kernels.quantise.reference import E2M1_MAX, E4M3_MAX
 
 # A narrow format: the smallest size of a block that its scale follows, the inverse of the largest code, what rounds a
 # number between 1 and 2, and the smallest normal number. 1.5 * 2^(23 - m) p is a float32 whose last bit is the spacing

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, encoded, simulated
-from kernels.formats.triton_rounding import UPCAST, rounded, widened
-from kernels.quantise.reference import E2M1_MAX, E4M3_MAX
+from fathom.kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, encoded, simulated
+from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
+from fathom.kernels.quantise.reference import E2M1_MAX, E4M3_MAX
 
 TILE = 2048  # numbers per program
 WARPS = 4

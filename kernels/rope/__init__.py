@@ -1,5 +1,5 @@
 """Rotary position embedding."""
 
-from kernels.rope import cpu, reference
+from fathom.kernels.rope import cpu, reference
 
 __all__ = ["cpu", "reference"]

@@ -4,10 +4,10 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each_of, kept_array, loop
-from kernels.lanes import apart, copy, interleaved, load, load_some, store, store_some
-from kernels.norm.cpu import NONE, norm_row
-from kernels.quantise.cpu import E4M3, FORM, round_row
+from fathom.kernels.compiled import array, compiled, each_of, kept_array, loop
+from fathom.kernels.lanes import apart, copy, interleaved, load, load_some, store, store_some
+from fathom.kernels.norm.cpu import NONE, norm_row
+from fathom.kernels.quantise.cpu import E4M3, FORM, round_row
 
 _INT, _F32, _KINDS = types.int64, types.float32[::1], (types.uint16[::1], types.float32[::1])
 

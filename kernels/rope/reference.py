@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels.norm.reference import rms_norm
-from kernels.quantise.reference import RoundKv, simulate_fp8
+from fathom.kernels.norm.reference import rms_norm
+from fathom.kernels.quantise.reference import RoundKv, simulate_fp8
 
 
 def frequencies(dim: int, theta: float) -> Tensor:

@@ -1,5 +1,5 @@
 """Attention to Shard's compressed keys and values."""
 
-from kernels.shard import cpu, reference
+from fathom.kernels.shard import cpu, reference
 
 __all__ = ["cpu", "reference"]

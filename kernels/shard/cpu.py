@@ -16,11 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import coded_rows, qjl
-from kernels.formats.qjl import StreamKeys
-from kernels.formats.stored import CodedRows
-from kernels.shard.cpu_middle import Middle, MiddleTiles, middle_keys, middle_values
-from kernels.softmax import Softmax
+from fathom.kernels.formats import coded_rows, qjl
+from fathom.kernels.formats.qjl import StreamKeys
+from fathom.kernels.formats.stored import CodedRows
+from fathom.kernels.shard.cpu_middle import Middle, MiddleTiles, middle_keys, middle_values
+from fathom.kernels.softmax import Softmax
 
 __all__ = ["Middle", "Stream", "attend", "middle_keys", "middle_values"]
 

@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import eigenbasis
-from kernels.formats.stored import CodebookValues, EigenKeys
-from kernels.rope import reference as rope
-from kernels.shard.reference import rotated_values, turn
+from fathom.kernels.formats import eigenbasis
+from fathom.kernels.formats.stored import CodebookValues, EigenKeys
+from fathom.kernels.rope import reference as rope
+from fathom.kernels.shard.reference import rotated_values, turn
 
 
 class Middle(NamedTuple):

@@ -20,15 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.formats import lloyd_max
-from kernels.formats.qjl import StreamKeys
-from kernels.formats.stored import CodedRows
-from kernels.formats.triton import centroids, hadamard, rotated_query
-from kernels.formats.triton_rounding import UPCAST, rounded
-from kernels.shard import cpu
-from kernels.shard import triton_middle as shard_middle
-from kernels.shard.cpu import Middle
-from kernels.shard.triton_middle import LOG2E, SHIFT, Sums, sums
+from fathom.kernels.formats import lloyd_max
+from fathom.kernels.formats.qjl import StreamKeys
+from fathom.kernels.formats.stored import CodedRows
+from fathom.kernels.formats.triton import centroids, hadamard, rotated_query
+from fathom.kernels.formats.triton_rounding import UPCAST, rounded
+from fathom.kernels.shard import cpu
+from fathom.kernels.shard import triton_middle as shard_middle
+from fathom.kernels.shard.cpu import Middle
+from fathom.kernels.shard.triton_middle import LOG2E, SHIFT, Sums, sums
 
 __all__ = ["Middle", "Stream", "attend"]
 

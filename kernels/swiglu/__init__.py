@@ -1,5 +1,5 @@
 """SwiGLU with V4's clamp."""
 
-from kernels.swiglu import cpu, reference
+from fathom.kernels.swiglu import cpu, reference
 
 __all__ = ["cpu", "reference"]

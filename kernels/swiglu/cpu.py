@@ -5,9 +5,9 @@ import torch
 from numba import types
 from torch import Tensor
 
-from kernels.compiled import array, compiled, each_of, loop
-from kernels.lanes import at_least, at_most, exp, load, load_some, splat, store, store_some
-from kernels.norm.cpu import NONE
+from fathom.kernels.compiled import array, compiled, each_of, loop
+from fathom.kernels.lanes import at_least, at_most, exp, load, load_some, splat, store, store_some
+from fathom.kernels.norm.cpu import NONE
 
 _INT, _F32, _KINDS = types.int64, types.float32[::1], (types.uint16[::1], types.float32[::1])
 

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.formats.triton_rounding import UPCAST, rounded
+from fathom.kernels.formats.triton_rounding import UPCAST, rounded
 
 BLOCK = 1024
 

@@ -13,11 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.compress.triton import planes
-from kernels.formats.stored import Rows
-from kernels.formats.triton import e2m1, e4m3, e8m0
-from kernels.formats.triton_rounding import UPCAST, rounded, widened
-from kernels.tripwires.reference import ADDED, FACTOR, mark, words
+from fathom.kernels.compress.triton import planes
+from fathom.kernels.formats.stored import Rows
+from fathom.kernels.formats.triton import e2m1, e4m3, e8m0
+from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
+from fathom.kernels.tripwires.reference import ADDED, FACTOR, mark, words
 
 SPAN: Final = 1 << 14  # numbers of a sum, at most: a program adds them up alone
 WORDS: Final = 1024  # of a program of a checksum

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from kernels.formats import rows
-from kernels.formats.rows import Rows
-from model.errors import CapacityError
+from fathom.kernels.formats import rows
+from fathom.kernels.formats.rows import Rows
+from fathom.model.errors import CapacityError
 
 
 class Entries:

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.formats import rows
-from kernels.formats.rows import Rows
-from model.choices import ENTRY_FORMATS, KEY_FORMATS
-from model.variants.choice import Full, GroupedShard, Variant
+from fathom.kernels.formats import rows
+from fathom.kernels.formats.rows import Rows
+from fathom.model.choices import ENTRY_FORMATS, KEY_FORMATS
+from fathom.model.variants.choice import Full, GroupedShard, Variant
 
 
 class CacheFormats(NamedTuple):

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import TokenRing
-from model.cache import ring
+from fathom.kernels.formats.stored import TokenRing
+from fathom.model.cache import ring
 
 Pool = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kernels.ops import Ops
-from model.cache.gqa import GqaCache, Heads, KvHeads
-from model.errors import CapacityError
+from fathom.kernels.ops import Ops
+from fathom.model.cache.gqa import GqaCache, Heads, KvHeads
+from fathom.model.errors import CapacityError
 
 
 class Positions:

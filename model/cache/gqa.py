@@ -11,9 +11,9 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.ops import Ops
-from model.cache.layers import Component, Components, Part, Stand
-from model.ranks.ranks import AxisShard, Ranks, undivided
+from fathom.kernels.ops import Ops
+from fathom.model.cache.layers import Component, Components, Part, Stand
+from fathom.model.ranks.ranks import AxisShard, Ranks, undivided
 
 
 class KvHeads(NamedTuple):

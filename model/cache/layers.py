@@ -10,15 +10,15 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from kernels.formats import basis_rows, coded_rows
-from model.cache.entries import Entries
-from model.cache.formats import CacheFormats
-from model.cache.frontier import Frontier
-from model.cache.window import WindowRing
-from model.call import Call
-from model.config import LayerKind, ModelConfig
-from model.variants.banked_entries import BankedEntries, NewestKeys, newest_rows
-from model.variants.choice import Basis, Coda, Shard
+from fathom.kernels.formats import basis_rows, coded_rows
+from fathom.model.cache.entries import Entries
+from fathom.model.cache.formats import CacheFormats
+from fathom.model.cache.frontier import Frontier
+from fathom.model.cache.window import WindowRing
+from fathom.model.call import Call
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.variants.banked_entries import BankedEntries, NewestKeys, newest_rows
+from fathom.model.variants.choice import Basis, Coda, Shard
 
 SIGNS = 0  # seed of the signs before the rotation of coded rows: those of every run, so that states can be exchanged
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from model.cache import ring
+from fathom.model.cache import ring
 
 
 class WindowRing:

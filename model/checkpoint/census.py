@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from model.checkpoint.config_fields import DSPARK
-from model.checkpoint.header import ITEM_BYTES
-from model.checkpoint.mtp import (
+from fathom.model.checkpoint.config_fields import DSPARK
+from fathom.model.checkpoint.header import ITEM_BYTES
+from fathom.model.checkpoint.mtp import (
     COPIES,
     NOT_RUN,
     FoundHead,
@@ -21,8 +21,8 @@ from model.checkpoint.mtp import (
     head_parameters,
     stage_and_rest,
 )
-from model.checkpoint.mtp import meaning as meaning_in_head
-from model.checkpoint.names import (
+from fathom.model.checkpoint.mtp import meaning as meaning_in_head
+from fathom.model.checkpoint.names import (
     INPUT_SCALE_REASON,
     Meaning,
     Parameter,
@@ -33,9 +33,9 @@ from model.checkpoint.names import (
     spellings_near,
     translate,
 )
-from model.checkpoint.tensor_mapping import Form, Slice, Source, Stored, TensorMapping, Wrong, map_parameter
-from model.config import ModelConfig
-from model.errors import CheckpointError, did_you_mean, quoted
+from fathom.model.checkpoint.tensor_mapping import Form, Slice, Source, Stored, TensorMapping, Wrong, map_parameter
+from fathom.model.config import ModelConfig
+from fathom.model.errors import CheckpointError, did_you_mean, quoted
 
 UNKNOWN: Final = "unknown name"
 NAMES_IN_MESSAGE: Final = 20  # of each kind of fault; the count says how many there are

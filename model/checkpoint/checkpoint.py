@@ -15,10 +15,10 @@ from typing import Final, Self
 import torch
 from torch import Tensor
 
-from model.checkpoint import strict_json
-from model.checkpoint.header import ITEM_BYTES, Shard, StoredTensor, read_header
-from model.errors import CheckpointError, quoted
-from model.files import read_bounded, regular_file_size
+from fathom.model.checkpoint import strict_json
+from fathom.model.checkpoint.header import ITEM_BYTES, Shard, StoredTensor, read_header
+from fathom.model.errors import CheckpointError, quoted
+from fathom.model.files import read_bounded, regular_file_size
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"

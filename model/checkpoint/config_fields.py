@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from model.errors import ConfigError
+from fathom.model.errors import ConfigError
 
 
 class LayerKind(StrEnum):

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from model.checkpoint import strict_json
-from model.checkpoint.config_fields import (
+from fathom.model.checkpoint import strict_json
+from fathom.model.checkpoint.config_fields import (
     DEEPSEEK,
     DSPARK,
     FIXED,
@@ -22,7 +22,7 @@ from model.checkpoint.config_fields import (
     LayerKind,
     Yarn,
 )
-from model.checkpoint.json_values import (
+from fathom.model.checkpoint.json_values import (
     MAX_INTEGER,
     Json,
     check_fixed,
@@ -33,8 +33,8 @@ from model.checkpoint.json_values import (
     number,
     required,
 )
-from model.errors import ConfigError, shown
-from model.files import read_bounded
+from fathom.model.errors import ConfigError, shown
+from fathom.model.files import read_bounded
 
 MODEL_TYPE = "deepseek_v4"
 MAX_CONFIG_BYTES = 16 << 20

@@ -18,8 +18,8 @@ from typing import Final, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from model.errors import CheckpointError
-from model.files import regular_file_size
+from fathom.model.errors import CheckpointError
+from fathom.model.files import regular_file_size
 
 PIECE: Final = 16 << 20  # bytes of a buffer: a millisecond of PCIe or a few of a disk, a submission is some us
 THREADS: Final = 4  # of each rank; one copies out of the page cache at 3 to 6 GB/s

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from model.checkpoint import strict_json
-from model.errors import CheckpointError, quoted, shown
-from model.files import regular_file_size
+from fathom.model.checkpoint import strict_json
+from fathom.model.errors import CheckpointError, quoted, shown
+from fathom.model.files import regular_file_size
 
 MAX_HEADER_BYTES: Final = 100_000_000
 MAX_ELEMENTS: Final = 2**63 - 1

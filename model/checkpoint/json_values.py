@@ -6,7 +6,7 @@ Every function raises ConfigError with one line naming the field at fault; the c
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from model.errors import ConfigError, did_you_mean, quoted, shown
+from fathom.model.errors import ConfigError, did_you_mean, quoted, shown
 
 MAX_INTEGER = 2**31 - 1
 MAX_NUMBER = 1e30  # also keeps an integer of any length out of float()

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from model.checkpoint.names import Meaning, Parameter, Role, of_layer, translate
-from model.choices import DSPARK, MTP
-from model.config import MAX_DRAFTS, Dspark, ModelConfig
-from model.errors import shown
+from fathom.model.checkpoint.names import Meaning, Parameter, Role, of_layer, translate
+from fathom.model.choices import DSPARK, MTP
+from fathom.model.config import MAX_DRAFTS, Dspark, ModelConfig
+from fathom.model.errors import shown
 
 NOT_RUN: Final = "mtp: a drafting head, which --draft alone runs; the main model is complete without it"
 COPIES: Final = "mtp: copies of embedding and output head; the drafting head uses the main model's"

@@ -21,7 +21,7 @@ from enum import StrEnum
 from itertools import product
 from typing import Final, Literal, NamedTuple
 
-from model.config import LayerKind, ModelConfig
+from fathom.model.config import LayerKind, ModelConfig
 
 Kind = Literal["matrix", "bf16", "f32", "i64"]
 

@@ -8,11 +8,11 @@ where they are asked for. The config.json of each release is in the folder `mode
 from pathlib import Path
 from typing import Final, Literal
 
-from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK
-from model.checkpoint.mtp import Head, head_parameters
-from model.checkpoint.names import Kind, Parameter, parameters
-from model.config import ModelConfig
-from model.errors import ConfigError
+from fathom.kernels.formats.groups import FP4_BLOCK, FP8_BLOCK
+from fathom.model.checkpoint.mtp import Head, head_parameters
+from fathom.model.checkpoint.names import Kind, Parameter, parameters
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
 
 Experts = Literal["fp4", "fp8"]
 ScaleType = Literal["F8_E8M0", "F32"]

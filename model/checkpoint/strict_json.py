@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from model.errors import quoted
+from fathom.model.errors import quoted
 
 
 def parse(data: bytes) -> Any:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from model.checkpoint.names import Parameter, Role
-from model.errors import quoted
+from fathom.model.checkpoint.names import Parameter, Role
+from fathom.model.errors import quoted
 
 Stored = tuple[str, Sequence[int]]  # dtype as safetensors writes it, and shape
 

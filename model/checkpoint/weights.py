@@ -13,14 +13,14 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, layout, member, nbytes, rows
-from model.checkpoint.census import Census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.filling import THREADS, Filler, Source
-from model.checkpoint.names import Kind
-from model.checkpoint.tensor_mapping import Form, TensorMapping
-from model.errors import CheckpointError, quoted
-from model.ranks.ranks import AxisShard, undivided
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, layout, member, nbytes, rows
+from fathom.model.checkpoint.census import Census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.filling import THREADS, Filler, Source
+from fathom.model.checkpoint.names import Kind
+from fathom.model.checkpoint.tensor_mapping import Form, TensorMapping
+from fathom.model.errors import CheckpointError, quoted
+from fathom.model.ranks.ranks import AxisShard, undivided
 
 CPU: Final = torch.device("cpu")
 HASHED_WHOLE: Final = 256 << 20  # bytes of data up to which `fingerprint` reads all of it

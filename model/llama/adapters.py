@@ -21,11 +21,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from model.errors import CheckpointError, quoted
-from model.llama.config import LlamaConfig
-from model.llama.trained import check_trained, zipped
-from model.ranks.ranks import Shards
-from model.variants.choice import Variant
+from fathom.model.errors import CheckpointError, quoted
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.llama.trained import check_trained, zipped
+from fathom.model.ranks.ranks import Shards
+from fathom.model.variants.choice import Variant
 
 EPS: Final = 1e-6  # of the head norm
 GATE_LOGIT: Final = -2.0  # of a write gate that nothing was learnt for: the package's write_gate_init_bias

@@ -7,15 +7,15 @@ nothing of the cache: the noise queries are more heads that read the same keys.
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Dense, Weight
-from model.arithmetic import Arithmetic
-from model.cache.gqa import GqaCache, Heads
-from model.call import Call
-from model.checkpoint.weights import Weights
-from model.linear import Linear
-from model.llama.adapters import EPS, GATE_LOGIT, Adapter
-from model.llama.config import LlamaConfig
-from model.rope import Rotation
+from fathom.kernels.formats.stored import Dense, Weight
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.cache.gqa import GqaCache, Heads
+from fathom.model.call import Call
+from fathom.model.checkpoint.weights import Weights
+from fathom.model.linear import Linear
+from fathom.model.llama.adapters import EPS, GATE_LOGIT, Adapter
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.rope import Rotation
 
 
 class Attention:

@@ -6,15 +6,15 @@ from math import inf
 import torch
 from torch import Tensor
 
-from model.arithmetic import Arithmetic
-from model.cache.gqa import GqaCache
-from model.call import Call
-from model.checkpoint.weights import Weights
-from model.linear import Linear
-from model.llama.adapters import Adapter
-from model.llama.attention import Attention
-from model.llama.config import LlamaConfig
-from model.rope import Rotation
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.cache.gqa import GqaCache
+from fathom.model.call import Call
+from fathom.model.checkpoint.weights import Weights
+from fathom.model.linear import Linear
+from fathom.model.llama.adapters import Adapter
+from fathom.model.llama.attention import Attention
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.rope import Rotation
 
 
 class FeedForward:

@@ -9,14 +9,14 @@ from typing import Final
 
 import torch
 
-from model.checkpoint.census import Census, Faults, count
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.header import ITEM_BYTES
-from model.checkpoint.mtp import FoundHead
-from model.checkpoint.names import Parameter
-from model.checkpoint.tensor_mapping import Form, Stored, TensorMapping
-from model.errors import CheckpointError, did_you_mean, quoted
-from model.llama.config import LlamaConfig
+from fathom.model.checkpoint.census import Census, Faults, count
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.header import ITEM_BYTES
+from fathom.model.checkpoint.mtp import FoundHead
+from fathom.model.checkpoint.names import Parameter
+from fathom.model.checkpoint.tensor_mapping import Form, Stored, TensorMapping
+from fathom.model.errors import CheckpointError, did_you_mean, quoted
+from fathom.model.llama.config import LlamaConfig
 
 EMBEDDING: Final = "model.embed_tokens.weight"
 HEAD: Final = "lm_head.weight"

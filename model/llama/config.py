@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from model.checkpoint.config_json import read_json
-from model.errors import ConfigError
-from model.llama.fields import Linear, Llama3, fields
+from fathom.model.checkpoint.config_json import read_json
+from fathom.model.errors import ConfigError
+from fathom.model.llama.fields import Linear, Llama3, fields
 
 # Bounds that keep a hostile file of a few KiB from turning into gigabytes of names.
 MAX_LAYERS = 4096

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final
 
-from model.checkpoint.json_values import (
+from fathom.model.checkpoint.json_values import (
     MAX_INTEGER,
     Json,
     check_fixed,
@@ -28,7 +28,7 @@ from model.checkpoint.json_values import (
     number,
     required,
 )
-from model.errors import ConfigError, shown
+from fathom.model.errors import ConfigError, shown
 
 ARCHITECTURES: Final = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}  # by model_type
 FIRST_ROPE_THETA: Final = 10000.0

@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from kernels.rope import reference as rope
-from model.llama.config import LlamaConfig
-from model.llama.fields import Linear
+from fathom.kernels.rope import reference as rope
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.llama.fields import Linear
 
 
 def frequencies(config: LlamaConfig) -> Tensor:

@@ -10,10 +10,10 @@ from typing import Final, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from model.errors import CheckpointError, ConfigError, shown
-from model.files import regular_file_size
-from model.llama.config import LlamaConfig
-from model.variants.choice import GroupedCoda, Variant
+from fathom.model.errors import CheckpointError, ConfigError, shown
+from fathom.model.files import regular_file_size
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.variants.choice import GroupedCoda, Variant
 
 FORMAT: Final = "fathom-coda-adapters-1"
 SPELT: Final = re.compile(r"[a-z0-9_:=,.-]{1,500}")  # what `--kv` spells

@@ -5,20 +5,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Dense, Weight
-from model.arithmetic import Arithmetic
-from model.cache.gqa import GqaCache, kv_heads
-from model.call import Call
-from model.checkpoint.weights import Weights
-from model.linear import Embedding, WideLinear
-from model.llama.adapters import Adapter
-from model.llama.block import Block, in_pieces
-from model.llama.census import EMBEDDING, HEAD, NORM
-from model.llama.config import LlamaConfig
-from model.llama.rope import frequencies
-from model.rope import Rotation
-from model.state import State
-from model.variants.grouped import CodaLayer
+from fathom.kernels.formats.stored import Dense, Weight
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.cache.gqa import GqaCache, kv_heads
+from fathom.model.call import Call
+from fathom.model.checkpoint.weights import Weights
+from fathom.model.linear import Embedding, WideLinear
+from fathom.model.llama.adapters import Adapter
+from fathom.model.llama.block import Block, in_pieces
+from fathom.model.llama.census import EMBEDDING, HEAD, NORM
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.llama.rope import frequencies
+from fathom.model.rope import Rotation
+from fathom.model.state import State
+from fathom.model.variants.grouped import CodaLayer
 
 
 class LlamaTransformer:

@@ -9,12 +9,12 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Rows
-from kernels.tripwires import triton as tripwires
-from model.errors import Tripwire
-from model.observe import invariants
-from model.observe.sites import Site
-from model.ranks.ranks import Left
+from fathom.kernels.formats.stored import Rows
+from fathom.kernels.tripwires import triton as tripwires
+from fathom.model.errors import Tripwire
+from fathom.model.observe import invariants
+from fathom.model.observe.sites import Site
+from fathom.model.ranks.ranks import Left
 
 CELLS: Final = 32  # a layer's measures at most, and those outside of layers; see `model.observe.observer`
 FINITE: Final = 3.5e38  # beyond every fp32 number

@@ -10,12 +10,12 @@ import math
 import torch
 from torch import Tensor
 
-from kernels.formats import coded_rows
-from kernels.formats.basis_rows import expected_error
-from kernels.formats.lloyd_max import distortion
-from kernels.formats.rows import BasisRows, CodedRows, Rows, read
-from model.cache.layers import Components
-from model.errors import Tripwire
+from fathom.kernels.formats import coded_rows
+from fathom.kernels.formats.basis_rows import expected_error
+from fathom.kernels.formats.lloyd_max import distortion
+from fathom.kernels.formats.rows import BasisRows, CodedRows, Rows, read
+from fathom.model.cache.layers import Components
+from fathom.model.errors import Tripwire
 
 # Of Sinkhorn's columns, whose last step divides by (sum + eps): eps = 1e-6, and fp32 rounding. Over a million random
 # matrices, with logits of up to 50 sigma, 20 iterations leave at most 1.3e-6. (One or two may

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from torch import Tensor
 
-from model.arithmetic import Arithmetic
-from model.cache.layers import Components
-from model.call import Call
-from model.errors import Tripwire
-from model.observe import invariants, sites
-from model.observe.sites import Listener, Site, axes
-from model.ranks.ranks import KEPT, Ranks, undivided
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.cache.layers import Components
+from fathom.model.call import Call
+from fathom.model.errors import Tripwire
+from fathom.model.observe import invariants, sites
+from fathom.model.observe.sites import Listener, Site, axes
+from fathom.model.ranks.ranks import KEPT, Ranks, undivided
 
 if TYPE_CHECKING:
-    from model.observe.deferred import Deferred
+    from fathom.model.observe.deferred import Deferred
 
 ALWAYS, WHOLE_CALLS = "always", "in calls of which every rank has all tokens"
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from model.config import ModelConfig
+from fathom.model.config import ModelConfig
 
 # Called with the layer (None outside of all layers) and the tensor itself. Caches and streams go on being used and
 # overwritten: a listener that keeps a tensor clones it. One that writes into what passes steers the run: at a site that

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kernels.tripwires.reference import bits, checksums
-from model.choices import ALL, AUTO, OWN, RANK_TOKENS
-from model.errors import RankDisagreement, Tripwire
-from model.ranks.multicast import Multicast, has_multicast
+from fathom.kernels.tripwires.reference import bits, checksums
+from fathom.model.choices import ALL, AUTO, OWN, RANK_TOKENS
+from fathom.model.errors import RankDisagreement, Tripwire
+from fathom.model.ranks.multicast import Multicast, has_multicast
 
 # Tokens per rank from which `auto` splits a call over the ranks. It is for memory: a rank then holds the streams of its
 # own tokens only, and selects for them alone. It costs time on two CPU ranks, less for longer calls

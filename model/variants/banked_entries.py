@@ -24,9 +24,9 @@ from math import log
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Slots
-from model.errors import CapacityError, StateError
-from model.variants.choice import Coda
+from fathom.kernels.formats.stored import Slots
+from fathom.model.errors import CapacityError, StateError
+from fathom.model.variants.choice import Coda
 
 NOVEL = 0.70  # cosine below which an entry is like no other; article, as published
 HIT = 0.90  # cosine from which it is the same again; article, as published

@@ -7,7 +7,7 @@ A variant is a value with its settings. What it means for a kind of layer is sai
 
 from dataclasses import dataclass, field, fields
 
-from kernels.formats.stored import EigenKeys
+from fathom.kernels.formats.stored import EigenKeys
 
 
 @dataclass(frozen=True, slots=True)

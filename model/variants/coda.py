@@ -40,10 +40,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.cache.gqa import KvHeads
-from model.variants.coda_banks import ExactBank, SummaryBank
-from model.variants.coda_saved import check_saved
-from model.variants.coda_settings import CodaSettings
+from fathom.model.cache.gqa import KvHeads
+from fathom.model.variants.coda_banks import ExactBank, SummaryBank
+from fathom.model.variants.coda_saved import check_saved
+from fathom.model.variants.coda_settings import CodaSettings
 
 
 class View(NamedTuple):

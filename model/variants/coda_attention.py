@@ -24,9 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.differential.cpu import Noise, Own, Past
-from kernels.ops import CPU, Ops
-from model.variants.coda import CodaCache
+from fathom.kernels.differential.cpu import Noise, Own, Past
+from fathom.kernels.ops import CPU, Ops
+from fathom.model.variants.coda import CodaCache
 
 
 class Differential(NamedTuple):

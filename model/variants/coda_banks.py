@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from model.cache.gqa import KvHeads
-from model.variants.coda_settings import CodaSettings
-from model.variants.coda_targets import Targets
+from fathom.model.cache.gqa import KvHeads
+from fathom.model.variants.coda_settings import CodaSettings
+from fathom.model.variants.coda_targets import Targets
 
 NOWHERE = -1e9  # cosine with a slot that cannot be chosen
 LEAST_MASS = 1e-6  # of the gates of tokens that are averaged

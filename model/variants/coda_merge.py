@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.rope.reference import rotate_halves
-from model.variants.coda import CodaCache
-from model.variants.coda_banks import ExactBank, SummaryBank
+from fathom.kernels.rope.reference import rotate_halves
+from fathom.model.variants.coda import CodaCache
+from fathom.model.variants.coda_banks import ExactBank, SummaryBank
 
 
 class Kept(NamedTuple):

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from model.errors import StateError
-from model.variants.coda_banks import Bank, ExactBank, SummaryBank
-from model.variants.coda_settings import CodaSettings
+from fathom.model.errors import StateError
+from fathom.model.variants.coda_banks import Bank, ExactBank, SummaryBank
+from fathom.model.variants.coda_settings import CodaSettings
 
 # between norms of one row summed in two orders, relative; copies in BF16 have 2^-8 of rounding besides
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 2**-7}

@@ -7,7 +7,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from model.errors import ConfigError
+from fathom.model.errors import ConfigError
 
 Pairing = Literal["interleaved", "half"]
 

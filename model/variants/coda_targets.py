@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from model.cache.gqa import KvHeads
+from fathom.model.cache.gqa import KvHeads
 
 
 class Targets:

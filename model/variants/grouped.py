@@ -5,14 +5,14 @@ from dataclasses import fields, replace
 import torch
 from torch import Tensor
 
-from kernels.ops import Ops
-from model.cache.full import FullCache
-from model.cache.gqa import GqaCache, Heads
-from model.variants.choice import Coda, Full, GroupedCoda, GroupedShard, Shard, Variant
-from model.variants.coda import CodaCache
-from model.variants.coda_attention import Tokens, prefill, step
-from model.variants.coda_settings import CodaSettings
-from model.variants.shard import KvShape, ShardCache, ShardSettings
+from fathom.kernels.ops import Ops
+from fathom.model.cache.full import FullCache
+from fathom.model.cache.gqa import GqaCache, Heads
+from fathom.model.variants.choice import Coda, Full, GroupedCoda, GroupedShard, Shard, Variant
+from fathom.model.variants.coda import CodaCache
+from fathom.model.variants.coda_attention import Tokens, prefill, step
+from fathom.model.variants.coda_settings import CodaSettings
+from fathom.model.variants.shard import KvShape, ShardCache, ShardSettings
 
 
 def coda_settings(variant: GroupedCoda) -> CodaSettings:

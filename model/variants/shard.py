@@ -25,17 +25,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats import coded_rows, eigenbasis, product_quantise, qjl
-from kernels.ops import CPU, Ops
-from kernels.rope import reference as rope
-from kernels.shard.cpu import Middle, Stream
-from kernels.shard.reference import turn
-from model.cache.gqa import KvHeads
-from model.errors import CapacityError, ConfigError
-from model.observe.invariants import finite
+from fathom.kernels.formats import coded_rows, eigenbasis, product_quantise, qjl
+from fathom.kernels.ops import CPU, Ops
+from fathom.kernels.rope import reference as rope
+from fathom.kernels.shard.cpu import Middle, Stream
+from fathom.kernels.shard.reference import turn
+from fathom.model.cache.gqa import KvHeads
+from fathom.model.errors import CapacityError, ConfigError
+from fathom.model.observe.invariants import finite
 
 if TYPE_CHECKING:
-    from kernels.formats.stored import EigenKeys
+    from fathom.kernels.formats.stored import EigenKeys
 
 STREAM_BITS = (2, 3, 4, 8)
 DISTORTIONS = {

@@ -13,8 +13,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from probes.demo_language import words
-from probes.demo_language.vocabulary import ASSISTANT, BOS, END_THINK, EOS, PAD, THINK, USER, vocabulary
+from fathom.probes.demo_language import words
+from fathom.probes.demo_language.vocabulary import ASSISTANT, BOS, END_THINK, EOS, PAD, THINK, USER, vocabulary
 
 # Loss weights. A value at its first mention is random: learning to predict it is learning noise. A document has many
 # codes to answer for but few marks.

@@ -3,8 +3,8 @@
 import random
 from dataclasses import dataclass
 
-from probes.demo_language import words
-from probes.demo_language.language import (
+from fathom.probes.demo_language import words
+from fathom.probes.demo_language.language import (
     Answer,
     Document,
     encode,
@@ -12,7 +12,7 @@ from probes.demo_language.language import (
     mark_document,
     needle_document,
 )
-from probes.demo_language.vocabulary import ASSISTANT, BOS, END_THINK, EOS, USER, vocabulary
+from fathom.probes.demo_language.vocabulary import ASSISTANT, BOS, END_THINK, EOS, USER, vocabulary
 
 MOST_NEEDLES = 24
 GAP = 128

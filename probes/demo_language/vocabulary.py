@@ -8,7 +8,7 @@ from functools import cache
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from probes.demo_language import words
+from fathom.probes.demo_language import words
 
 BOS, EOS, PAD, USER, ASSISTANT, THINK, END_THINK = range(7)
 # The order gives the ids. DeepSeek's strings; bars are U+FF5C, the underscores U+2581.

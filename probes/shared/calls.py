@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kernels.formats.stored import Rows, Slots
+from fathom.kernels.formats.stored import Rows, Slots
 
 
 class Attend(NamedTuple):

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.formats.reference import decode
-from kernels.formats.rows_reference import decode as decode_rows
-from kernels.formats.stored import Rows, Slots, Weight
-from kernels.ops import Ops
-from kernels.quantise.reference import hadamard as reference_hadamard
+from fathom.kernels.formats.reference import decode
+from fathom.kernels.formats.rows_reference import decode as decode_rows
+from fathom.kernels.formats.stored import Rows, Slots, Weight
+from fathom.kernels.ops import Ops
+from fathom.kernels.quantise.reference import hadamard as reference_hadamard
 
 TILE = 32  # rows per matrix product, and tokens per attention
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, rows
-from kernels.ops import Ops
-from model.linear import Embedding, GroupedLinear, Linear
-from model.transformer import Transformer
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, rows
+from fathom.kernels.ops import Ops
+from fathom.model.linear import Embedding, GroupedLinear, Linear
+from fathom.model.transformer import Transformer
 
 # Official names to attributes, applied in this order to a name without its ".weight".
 _SPELLINGS = (

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from model.observe.sites import Listener, Site
+from fathom.model.observe.sites import Listener, Site
 
 
 class Recorder:

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from model.observe import sites
-from model.observe.observer import listening
-from model.observe.sites import Site
-from model.state import State
-from model.transformer import Transformer
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.model.observe.sites import Site
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OF_EXPERTS = {sites.ROUTED_GATE, sites.ROUTED_UP}

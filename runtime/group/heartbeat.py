@@ -6,8 +6,8 @@ from collections.abc import Callable
 from torch.distributed import DistError
 from torch.distributed.distributed_c10d import Store
 
-from model.ranks.ranks import Ranks
-from runtime.group.failures import CLOSING, LOADING, Heartbeat
+from fathom.model.ranks.ranks import Ranks
+from fathom.runtime.group.failures import CLOSING, LOADING, Heartbeat
 
 PERIOD, SOON = 0.5, 0.05  # seconds between heartbeats: in a run, and at its end
 NOTHING = "-"  # in place of a value that is not there

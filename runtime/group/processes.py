@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from kernels.ops import CPU, Ops
-from model.errors import ConfigError
-from model.ranks.ranks import ALONE, Group
-from runtime.group.failures import LOADS
-from runtime.group.store import open_store
-from runtime.group.watchdog import Watch
-from runtime.load import AnyLoaded, LoadedV4, check_device, load, load_any
-from runtime.options import RunOptions
+from fathom.kernels.ops import CPU, Ops
+from fathom.model.errors import ConfigError
+from fathom.model.ranks.ranks import ALONE, Group
+from fathom.runtime.group.failures import LOADS
+from fathom.runtime.group.store import open_store
+from fathom.runtime.group.watchdog import Watch
+from fathom.runtime.load import AnyLoaded, LoadedV4, check_device, load, load_any
+from fathom.runtime.options import RunOptions
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 

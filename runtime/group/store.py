@@ -5,7 +5,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple
 
-from model.errors import ConfigError
+from fathom.model.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

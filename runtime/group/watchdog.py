@@ -20,8 +20,8 @@ from typing import NoReturn
 
 from torch.distributed.distributed_c10d import Store
 
-from model.ranks.ranks import Ranks
-from runtime.group.failures import (
+from fathom.model.ranks.ranks import Ranks
+from fathom.runtime.group.failures import (
     DEAD,
     DONE,
     ENDED,
@@ -35,10 +35,10 @@ from runtime.group.failures import (
     LastSeen,
     verdict,
 )
-from runtime.group.heartbeat import PERIOD, SOON, HeartbeatThread
-from runtime.group.store import Launch
-from runtime.options import TIMEOUT
-from runtime.output import discard_unfinished
+from fathom.runtime.group.heartbeat import PERIOD, SOON, HeartbeatThread
+from fathom.runtime.group.store import Launch
+from fathom.runtime.options import TIMEOUT
+from fathom.runtime.output import discard_unfinished
 
 FAREWELL = 5.0  # seconds for the other ranks to read why the run ended
 GRACE = 1.0  # seconds for the main thread to end by itself, as it does where all ranks fail alike

@@ -8,10 +8,10 @@ from typing import Final, NamedTuple
 
 import torch
 
-from kernels.ops import Ops
-from model.cache.formats import CacheFormats
-from model.checkpoint.tensor_mapping import Form
-from model.ranks.ranks import AxisShard, Shards
+from fathom.kernels.ops import Ops
+from fathom.model.cache.formats import CacheFormats
+from fathom.model.checkpoint.tensor_mapping import Form
+from fathom.model.ranks.ranks import AxisShard, Shards
 
 F32, I64 = 4, 8  # bytes
 SLACK: Final = 1 << 16  # bytes of scratch that no op counts: a row of scales, a list of positions

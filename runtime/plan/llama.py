@@ -4,13 +4,13 @@ It does not grow with the context, but where layers read a prompt one after the 
 tokens are alive, and the exact keys and values of one layer.
 """
 
-from kernels.formats import product_quantise
-from kernels.tripwires.reference import CHECKED
-from model.llama.config import LlamaConfig
-from model.ranks.ranks import KEPT, AxisShard
-from model.variants.choice import GroupedCoda, GroupedShard, Variant
-from model.variants.shard import TILE
-from runtime.plan.call import F32, I64, Call, Live, Moment
+from fathom.kernels.formats import product_quantise
+from fathom.kernels.tripwires.reference import CHECKED
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.ranks.ranks import KEPT, AxisShard
+from fathom.model.variants.choice import GroupedCoda, GroupedShard, Variant
+from fathom.model.variants.shard import TILE
+from fathom.runtime.plan.call import F32, I64, Call, Live, Moment
 
 F64 = 8  # bytes
 

@@ -12,26 +12,26 @@ from typing import Final
 
 import torch
 
-from kernels.ops import CPU
-from model.architectures import Config
-from model.cache import window
-from model.cache.gqa import KvHeads
-from model.checkpoint.census import Census
-from model.choices import FP8_SCORES
-from model.config import ModelConfig
-from model.draft import DraftState, draft_caches
-from model.llama.adapters import adapters_nbytes
-from model.llama.config import LlamaConfig
-from model.ranks.ranks import SPLIT_FROM, AxisShard, evenly, splits, undivided
-from model.state import layer_caches
-from runtime.arithmetic import cache_formats
-from runtime.op_sets import of_triton
-from runtime.options import RunOptions
-from runtime.plan import llama, v4
-from runtime.plan.call import Call, Moment
-from runtime.plan.token import Token, token
-from runtime.plan.weights import WeightKind, Weights, matrices, total, weights
-from runtime.sharding import ShardingPlan
+from fathom.kernels.ops import CPU
+from fathom.model.architectures import Config
+from fathom.model.cache import window
+from fathom.model.cache.gqa import KvHeads
+from fathom.model.checkpoint.census import Census
+from fathom.model.choices import FP8_SCORES
+from fathom.model.config import ModelConfig
+from fathom.model.draft import DraftState, draft_caches
+from fathom.model.llama.adapters import adapters_nbytes
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.ranks.ranks import SPLIT_FROM, AxisShard, evenly, splits, undivided
+from fathom.model.state import layer_caches
+from fathom.runtime.arithmetic import cache_formats
+from fathom.runtime.op_sets import of_triton
+from fathom.runtime.options import RunOptions
+from fathom.runtime.plan import llama, v4
+from fathom.runtime.plan.call import Call, Moment
+from fathom.runtime.plan.token import Token, token
+from fathom.runtime.plan.weights import WeightKind, Weights, matrices, total, weights
+from fathom.runtime.sharding import ShardingPlan
 
 # Beside tensors. Of a GPU: CUDA's context, cuBLAS's workspaces, NCCL's buffers, and gaps between blocks; assumed, not
 # measured. Of a process on the CPU: the interpreter, torch's libraries, and what the C library keeps of freed blocks:

@@ -13,9 +13,9 @@ merged, and selected entries brought to every rank: two more exchanges and three
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from model.config import LayerKind, ModelConfig
-from runtime.plan.call import F32, I64, Call
-from runtime.plan.weights import WeightKind, Weights, stored_bytes
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.runtime.plan.call import F32, I64, Call
+from fathom.runtime.plan.weights import WeightKind, Weights, stored_bytes
 
 EXCHANGE: Final = 10e-6  # seconds of a collective of NCCL in a graph, whose bytes are few; assumed
 LINK: Final = 450e9  # bytes that a rank receives in a second, of NVLink's 900 both ways; assumed

@@ -6,17 +6,17 @@ runtime needs that makes them at once.
 
 from dataclasses import replace
 
-from kernels.experts.cpu import FEW
-from kernels.formats import basis_rows
-from kernels.hyper.reference import ReadStreams
-from kernels.ops import reads_apart
-from kernels.tripwires.reference import CHECKED
-from model.checkpoint.mtp import Head
-from model.config import LayerKind, ModelConfig
-from model.ranks.ranks import KEPT, undivided
-from model.rope import rotated_as
-from model.variants.choice import Coda, Full, Shard
-from runtime.plan.call import F32, I64, Call, Live, Moment
+from fathom.kernels.experts.cpu import FEW
+from fathom.kernels.formats import basis_rows
+from fathom.kernels.hyper.reference import ReadStreams
+from fathom.kernels.ops import reads_apart
+from fathom.kernels.tripwires.reference import CHECKED
+from fathom.model.checkpoint.mtp import Head
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.ranks.ranks import KEPT, undivided
+from fathom.model.rope import rotated_as
+from fathom.model.variants.choice import Coda, Full, Shard
+from fathom.runtime.plan.call import F32, I64, Call, Live, Moment
 
 
 def largest(c: ModelConfig, s: Call, head: Head | None = None, drafts: int = 0) -> Moment:

@@ -10,14 +10,14 @@ from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
 
-from kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
-from model.architectures import Config
-from model.checkpoint.census import Census
-from model.checkpoint.tensor_mapping import Form
-from model.llama.config import LlamaConfig
-from model.rope import rotated_as
-from runtime.plan.call import F32, I64, Matrices
-from runtime.sharding import ShardingPlan
+from fathom.kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
+from fathom.model.architectures import Config
+from fathom.model.checkpoint.census import Census
+from fathom.model.checkpoint.tensor_mapping import Form
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.rope import rotated_as
+from fathom.runtime.plan.call import F32, I64, Matrices
+from fathom.runtime.sharding import ShardingPlan
 
 # Bytes of the values of one weight, or fewer where two share one; and of a scale, with the rows and columns it is for.
 _VALUES: Final = {

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from model.checkpoint import strict_json
-from runtime.errors import PromptError
-from runtime.text.segments import DSML, Segment, Text, split_controls
+from fathom.model.checkpoint import strict_json
+from fathom.runtime.errors import PromptError
+from fathom.runtime.text.segments import DSML, Segment, Text, split_controls
 
 _TOOLS_INTRO = """## Tools
 

@@ -15,12 +15,12 @@ from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 
-from model.architectures import Config
-from model.llama.config import LlamaConfig
-from runtime.errors import PromptError
-from runtime.text.dsml import to_json, tool_calls_block, tools_preamble
-from runtime.text.messages import Message
-from runtime.text.segments import (
+from fathom.model.architectures import Config
+from fathom.model.llama.config import LlamaConfig
+from fathom.runtime.errors import PromptError
+from fathom.runtime.text.dsml import to_json, tool_calls_block, tools_preamble
+from fathom.runtime.text.messages import Message
+from fathom.runtime.text.segments import (
     ASSISTANT,
     BOS,
     EOS,

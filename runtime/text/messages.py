@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from model.files import read_text
-from runtime.errors import PromptError
-from runtime.text.dsml import ToolCall, from_json, quotable, to_json
-from runtime.text.segments import TASKS
+from fathom.model.files import read_text
+from fathom.runtime.errors import PromptError
+from fathom.runtime.text.dsml import ToolCall, from_json, quotable, to_json
+from fathom.runtime.text.segments import TASKS
 
 MAX_BYTES = 64 << 20  # of a file of messages
 

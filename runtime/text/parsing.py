@@ -8,9 +8,9 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from runtime.errors import PromptError
-from runtime.text.dsml import from_json, to_json
-from runtime.text.segments import DSML, EOS, THINK_END, Control, Segment, Text, merge
+from fathom.runtime.errors import PromptError
+from fathom.runtime.text.dsml import from_json, to_json
+from fathom.runtime.text.segments import DSML, EOS, THINK_END, Control, Segment, Text, merge
 
 _SHOWN = 60  # characters of the culprit in an error
 

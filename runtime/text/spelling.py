@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Final
 
-from model.checkpoint.json_values import Json, check_keys, mapping, required
-from model.errors import ConfigError, shown
+from fathom.model.checkpoint.json_values import Json, check_keys, mapping, required
+from fathom.model.errors import ConfigError, shown
 
 # Byte-level vocabularies write each byte as one printable character: the printable ones of Latin-1 as themselves, the
 # other 68 as the characters from U+0100 on, in order.

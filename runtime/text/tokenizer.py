@@ -12,11 +12,11 @@ import codecs
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-from model.errors import quoted
-from runtime.errors import PromptError
-from runtime.text.segments import Control, Segment, Text, merge
-from runtime.text.spelling import Place
-from runtime.text.tokenizer_json import library_errors, read_vocabulary
+from fathom.model.errors import quoted
+from fathom.runtime.errors import PromptError
+from fathom.runtime.text.segments import Control, Segment, Text, merge
+from fathom.runtime.text.spelling import Place
+from fathom.runtime.text.tokenizer_json import library_errors, read_vocabulary
 
 
 class Tokenizer:

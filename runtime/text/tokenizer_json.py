@@ -14,12 +14,12 @@ from typing import Any, Final
 
 import tokenizers
 
-from model.checkpoint import strict_json
-from model.checkpoint.json_values import MAX_INTEGER, Json, check_keys, integer, mapping, required
-from model.errors import ConfigError, quoted, shown
-from model.files import read_bounded
-from runtime.errors import PromptError
-from runtime.text.spelling import (
+from fathom.model.checkpoint import strict_json
+from fathom.model.checkpoint.json_values import MAX_INTEGER, Json, check_keys, integer, mapping, required
+from fathom.model.errors import ConfigError, quoted, shown
+from fathom.model.files import read_bounded
+from fathom.runtime.errors import PromptError
+from fathom.runtime.text.spelling import (
     BYTE_LEVEL,
     BYTE_TOKEN,
     FLAG,

@@ -2,8 +2,8 @@
 
 import sys
 
-from scripts.bench import command
-from scripts.cli import run_alone, run_on_ranks
+from fathom.scripts.bench import command
+from fathom.scripts.cli import run_alone, run_on_ranks
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [command.RANK_TOKENS]:

@@ -16,27 +16,27 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kernels.ops import CPU
-from model.checkpoint import filling
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.names import parameters
-from model.checkpoint.weights import CPU as MEMORY
-from model.checkpoint.weights import open_weights
-from model.choices import ALL, OWN
-from model.config import ModelConfig
-from model.errors import ConfigError
-from model.ranks.ranks import Group
-from model.state import State
-from probes.child import call
-from runtime.group.processes import watched_load
-from runtime.group.watchdog import Watch
-from runtime.load import load_any
-from runtime.memory import new_state
-from runtime.options import RunOptions
-from scripts.bench.beside import warm
-from scripts.bench.turns import Case, Clock, Measures, Rounds, Side, wall
-from scripts.flags import run_options
+from fathom.kernels.ops import CPU
+from fathom.model.checkpoint import filling
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.names import parameters
+from fathom.model.checkpoint.weights import CPU as MEMORY
+from fathom.model.checkpoint.weights import open_weights
+from fathom.model.choices import ALL, OWN
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.model.ranks.ranks import Group
+from fathom.model.state import State
+from fathom.probes.child import call
+from fathom.runtime.group.processes import watched_load
+from fathom.runtime.group.watchdog import Watch
+from fathom.runtime.load import load_any
+from fathom.runtime.memory import new_state
+from fathom.runtime.options import RunOptions
+from fathom.scripts.bench.beside import warm
+from fathom.scripts.bench.turns import Case, Clock, Measures, Rounds, Side, wall
+from fathom.scripts.flags import run_options
 
 
 class Alone:

@@ -18,18 +18,18 @@ import psutil
 import torch
 from torch import Tensor
 
-from kernels.ops import CPU, Ops
-from model.checkpoint.config_json import read_json
-from model.errors import ConfigError
-from probes.child import Child
-from runtime.arithmetic import DTYPES
-from runtime.load import load
-from runtime.options import RunOptions
-from runtime.output import making
-from runtime.process import keep_memory
-from runtime.report import peak_memory
-from runtime.tensorfile import system_errors
-from scripts.bench.turns import JSON, Case, Clock, Measures, Rounds
+from fathom.kernels.ops import CPU, Ops
+from fathom.model.checkpoint.config_json import read_json
+from fathom.model.errors import ConfigError
+from fathom.probes.child import Child
+from fathom.runtime.arithmetic import DTYPES
+from fathom.runtime.load import load
+from fathom.runtime.options import RunOptions
+from fathom.runtime.output import making
+from fathom.runtime.process import keep_memory
+from fathom.runtime.report import peak_memory
+from fathom.runtime.tensorfile import system_errors
+from fathom.scripts.bench.turns import JSON, Case, Clock, Measures, Rounds
 
 OURS: Final = "Fathom"
 THEIRS: Final = "transformers"

@@ -17,17 +17,17 @@ from torch import Tensor
 from torch.nn.functional import linear as torch_linear
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.formats import coded_rows
-from kernels.ops import CPU
-from kernels.rope import reference as rope
-from model.cache.entries import Entries
-from model.cache.full import FullCache
-from model.cache.gqa import Heads, all_heads
-from model.variants.coda import CodaCache
-from model.variants.coda_attention import Differential, Tokens, prefill, step
-from model.variants.coda_settings import CodaSettings
-from model.variants.shard import KvShape, ShardCache, ShardSettings
-from scripts.bench.turns import JSON, Case, Rounds, Side, constant, near, timed
+from fathom.kernels.formats import coded_rows
+from fathom.kernels.ops import CPU
+from fathom.kernels.rope import reference as rope
+from fathom.model.cache.entries import Entries
+from fathom.model.cache.full import FullCache
+from fathom.model.cache.gqa import Heads, all_heads
+from fathom.model.variants.coda import CodaCache
+from fathom.model.variants.coda_attention import Differential, Tokens, prefill, step
+from fathom.model.variants.coda_settings import CodaSettings
+from fathom.model.variants.shard import KvShape, ShardCache, ShardSettings
+from fathom.scripts.bench.turns import JSON, Case, Rounds, Side, constant, near, timed
 
 ON_CPU: Final = torch.device("cpu")
 SAMPLE: Final = 512  # tokens that are really drawn

@@ -10,15 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-import scripts.bench
-from model.choices import DTYPES, NUMERICS
-from model.errors import ConfigError
-from scripts.cli import arguments
-from scripts.flags import add_json, add_model, add_rank_timeout, add_run_options, positive
-from scripts.paths import AUDITS, Fills, Keeps, Reads
+import fathom.scripts.bench
+from fathom.model.choices import DTYPES, NUMERICS
+from fathom.model.errors import ConfigError
+from fathom.scripts.cli import arguments
+from fathom.scripts.flags import add_json, add_model, add_rank_timeout, add_run_options, positive
+from fathom.scripts.paths import AUDITS, Fills, Keeps, Reads
 
 if TYPE_CHECKING:
-    from runtime.group.watchdog import Watch
+    from fathom.runtime.group.watchdog import Watch
 
 RANK_TOKENS: Final = "rank-tokens"  # the one that runs on several ranks
 KERNEL_PARTS: Final = (
@@ -149,7 +149,7 @@ BENCHES: Final = {
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    p = argparse.ArgumentParser(prog="python -m scripts.bench", description=scripts.bench.__doc__)
+    p = argparse.ArgumentParser(prog="python -m scripts.bench", description=fathom.scripts.bench.__doc__)
     p.add_argument("--list", action="store_true", help="say what each measures, and end")
     names = p.add_subparsers(dest="name", metavar="NAME")
     for name, bench in BENCHES.items():
@@ -183,19 +183,19 @@ def main(argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int
         raise ConfigError("one rank alone has all tokens: start several, with torchrun")
     if args.name == "gpu" and importlib.util.find_spec("triton") is None:
         raise ConfigError("triton is not installed, and these kernels are written in it: it has builds for Linux alone")
-    from scripts.bench import record
+    from fathom.scripts.bench import record
 
     bench, kept = BENCHES[args.name], record.Record(args)
     if args.saved is not None:
         return _finish(args, bench, record.saved(args.saved, args.name))
     module, function = bench.source.split(".")
-    source = importlib.import_module(f"scripts.bench.{module}")
+    source = importlib.import_module(f"fathom.scripts.bench.{module}")
     cases, tables = getattr(source, function), getattr(source, f"{function}_tables", None)
     if watch is None or args.name != RANK_TOKENS:
         return _finish(
             args, bench, _measured(kept, cases(args), partial(tables, args) if tables is not None else _none)
         )
-    from runtime.group.processes import connected
+    from fathom.runtime.group.processes import connected
 
     with connected(watch, args.device, args.rank_timeout) as group:
         document = _measured(kept, cases(args, watch, group), _none)
@@ -209,7 +209,7 @@ def _none(rows: Sequence[Any]) -> list[Any]:
 
 
 def _measured(record: Any, cases: Iterable[Any], tables: Callable[[list[Any]], list[Any]]) -> dict[str, Any]:
-    from scripts.bench import turns
+    from fathom.scripts.bench import turns
 
     rows: list[Any] = []
     for case in cases:
@@ -222,7 +222,7 @@ def _measured(record: Any, cases: Iterable[Any], tables: Callable[[list[Any]], l
 
 def _finish(args: argparse.Namespace, bench: Bench, document: dict[str, Any]) -> int:
     """Show and write what was found; returns the exit status: 1 where sides did not compute the same."""
-    from scripts.bench import page, turns
+    from fathom.scripts.bench import page, turns
 
     page.show(document)
     if args.out is not None:

@@ -22,26 +22,26 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from kernels.formats.stored import Weight, member, stack
-from kernels.ops import Ops
-from kernels.triton_ops import TRITON
-from model.block import Block
-from model.cache.layers import CACHES
-from model.call import Call
-from model.checkpoint.names import parameters
-from model.checkpoint.weights import Weights
-from model.config import ModelConfig
-from model.ranks.ranks import ALONE, Ranks
-from model.rope import Rotation, layer_frequencies
-from probes.child import call
-from runtime.arithmetic import arithmetic
-from runtime.options import RunOptions
-from runtime.sharding import sharding_plan
-from scripts.bench import gpu_cases as kernels
-from scripts.bench.command import GPU_PARTS
-from scripts.bench.gpu_cases import E4M3, E8M0, MILLION, MODELS, RATIOS, ROOFS, STREAMS, V4, Draw, layer_costs
-from scripts.bench.turns import JSON, Case, Measures, Rounds, Side, constant
-from scripts.make.values import E4M3_DEVIATION, moments
+from fathom.kernels.formats.stored import Weight, member, stack
+from fathom.kernels.ops import Ops
+from fathom.kernels.triton_ops import TRITON
+from fathom.model.block import Block
+from fathom.model.cache.layers import CACHES
+from fathom.model.call import Call
+from fathom.model.checkpoint.names import parameters
+from fathom.model.checkpoint.weights import Weights
+from fathom.model.config import ModelConfig
+from fathom.model.ranks.ranks import ALONE, Ranks
+from fathom.model.rope import Rotation, layer_frequencies
+from fathom.probes.child import call
+from fathom.runtime.arithmetic import arithmetic
+from fathom.runtime.options import RunOptions
+from fathom.runtime.sharding import sharding_plan
+from fathom.scripts.bench import gpu_cases as kernels
+from fathom.scripts.bench.command import GPU_PARTS
+from fathom.scripts.bench.gpu_cases import E4M3, E8M0, MILLION, MODELS, RATIOS, ROOFS, STREAMS, V4, Draw, layer_costs
+from fathom.scripts.bench.turns import JSON, Case, Measures, Rounds, Side, constant
+from fathom.scripts.make.values import E4M3_DEVIATION, moments
 
 LAYERS: Final = "layers"
 CAPABILITIES: Final = (90, 100)  # H100 and H200; B200

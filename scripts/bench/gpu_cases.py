@@ -13,11 +13,11 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.differential import banks
-from kernels.differential import cpu as differential_cpu
-from kernels.differential import triton as differential
-from kernels.formats import coded_rows, rows
-from kernels.formats.stored import (
+from fathom.kernels.differential import banks
+from fathom.kernels.differential import cpu as differential_cpu
+from fathom.kernels.differential import triton as differential
+from fathom.kernels.formats import coded_rows, rows
+from fathom.kernels.formats.stored import (
     CodebookValues,
     CodedRows,
     Dense,
@@ -31,21 +31,21 @@ from kernels.formats.stored import (
     TokenRing,
     Weight,
 )  # fmt: skip
-from kernels.indexer import reference as indexer_reference
-from kernels.indexer import topk
-from kernels.indexer import triton as indexer
-from kernels.linear.reference import ByPosition, Product
-from kernels.ops import REFERENCE, Ops
-from kernels.rope.reference import frequencies
-from kernels.shard import cpu as shard_cpu
-from kernels.shard import triton as shard
-from kernels.tripwires import triton as tripwires
-from kernels.triton_ops import TRITON
-from model.cache.gqa import all_heads
-from model.variants.coda import CodaCache
-from model.variants.coda_settings import CodaSettings
-from runtime.plan.gpus import GPUS
-from scripts.make.values import E2M1_MEAN_SQUARE, E4M3_DEVIATION
+from fathom.kernels.indexer import reference as indexer_reference
+from fathom.kernels.indexer import topk
+from fathom.kernels.indexer import triton as indexer
+from fathom.kernels.linear.reference import ByPosition, Product
+from fathom.kernels.ops import REFERENCE, Ops
+from fathom.kernels.rope.reference import frequencies
+from fathom.kernels.shard import cpu as shard_cpu
+from fathom.kernels.shard import triton as shard
+from fathom.kernels.tripwires import triton as tripwires
+from fathom.kernels.triton_ops import TRITON
+from fathom.model.cache.gqa import all_heads
+from fathom.model.variants.coda import CodaCache
+from fathom.model.variants.coda_settings import CodaSettings
+from fathom.runtime.plan.gpus import GPUS
+from fathom.scripts.make.values import E2M1_MEAN_SQUARE, E4M3_DEVIATION
 
 # --- the models, as published
 

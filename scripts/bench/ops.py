@@ -16,17 +16,17 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.attention import cpu as attention_cpu
-from kernels.formats import reference as formats_reference
-from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
-from kernels.ops import CPU, REFERENCE
-from model.observe import invariants, sites
-from model.observe.observer import PLACES, Point, listening, observed
-from model.state import State
-from model.transformer import Transformer
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
-from scripts.bench.turns import JSON, Case, Rounds, near, timed, wall
+from fathom.kernels.attention import cpu as attention_cpu
+from fathom.kernels.formats import reference as formats_reference
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.model.observe import invariants, sites
+from fathom.model.observe.observer import PLACES, Point, listening, observed
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.scripts.bench.turns import JSON, Case, Rounds, near, timed, wall
 
 ROUNDS: Final = Rounds(1.0, 15, 50)
 CONTEXT: Final = 2048  # tokens before the first step whose checks are timed: windows, selections, entries are all full

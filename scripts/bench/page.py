@@ -5,13 +5,13 @@ from statistics import median
 
 from rich.table import Table as ConsoleTable
 
-from probes.finding import Bars, Part, Table, Text
-from probes.report import Page, write
-from runtime.report import Commit
-from scripts.bench import turns
-from scripts.bench.command import Bench
-from scripts.bench.turns import JSON, Spread
-from scripts.console import Console
+from fathom.probes.finding import Bars, Part, Table, Text
+from fathom.probes.report import Page, write
+from fathom.runtime.report import Commit
+from fathom.scripts.bench import turns
+from fathom.scripts.bench.command import Bench
+from fathom.scripts.bench.turns import JSON, Spread
+from fathom.scripts.console import Console
 
 __all__ = ["page", "show", "write"]
 

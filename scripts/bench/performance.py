@@ -21,13 +21,13 @@ from typing import Any, Final
 
 import torch
 
-from model.config import ModelConfig
-from model.errors import ConfigError
-from probes.child import call
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
-from runtime.process import token_bytes
-from scripts.bench.beside import (
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.probes.child import call
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.process import token_bytes
+from fathom.scripts.bench.beside import (
     OURS,
     THEIRS,
     THREADS,
@@ -39,8 +39,8 @@ from scripts.bench.beside import (
     transformers,
     warm,
 )
-from scripts.bench.turns import JSON, Case, Clock, Measures, Rounds, Side, values
-from scripts.paths import ROOT
+from fathom.scripts.bench.turns import JSON, Case, Clock, Measures, Rounds, Side, values
+from fathom.scripts.paths import ROOT
 
 FLOOR: Final = "floor"
 TOKEN, HEAD = "token, ms", "head, ms"
@@ -137,18 +137,19 @@ def _run(folder: Path, model: Path, asked: dict[str, Any]) -> tuple[Measures, No
 def profile(folder: Path, model: Path, asked: dict[str, Any]) -> Measures:
     """In a process of its own: a call or decoded tokens with the code of `folder`; with a clock, parts in ms too."""
     for name in list(sys.modules):  # what the process was started with is of this folder
-        if name.partition(".")[0] in {"kernels", "model", "runtime"}:
+        if name.partition(".")[0] == "fathom":
             del sys.modules[name]
     sys.path.insert(0, str(folder))
+    package = "fathom." if (folder / "fathom.py").exists() else ""  # older commits have their folders at the top
     torch.set_num_threads(asked["threads"])
     clock, kind = Clock(), asked["kind"]
-    loading = importlib.import_module("runtime.load")
+    loading = importlib.import_module(f"{package}runtime.load")
     assert str(loading.__file__).startswith(str(folder)), "the code of that commit, and not of this one"
     count = BEFORE_DECODE if kind == "decode" else kind
-    if importlib.util.find_spec("runtime.process") is not None:  # commits before it keep no memory
-        importlib.import_module("runtime.process").keep_memory()
-    options = importlib.import_module("runtime.options").RunOptions("deployed", "bf16", "cpu", count)
-    ops = importlib.import_module("kernels.ops").CPU
+    if importlib.util.find_spec(f"{package}runtime.process") is not None:  # commits before it keep no memory
+        importlib.import_module(f"{package}runtime.process").keep_memory()
+    options = importlib.import_module(f"{package}runtime.options").RunOptions("deployed", "bf16", "cpu", count)
+    ops = importlib.import_module(f"{package}kernels.ops").CPU
     ops = clock.watch(ops) if asked["clock"] else ops
     runs = loading.load(model, options, ops).model
     draw, vocabulary = torch.Generator().manual_seed(asked["seed"]), runs.config.vocab_size

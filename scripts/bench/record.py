@@ -15,14 +15,14 @@ from typing import Any, Final
 
 import torch
 
-from model.checkpoint import strict_json
-from model.errors import ConfigError
-from model.files import read_bounded
-from runtime.memory import machine_memory
-from runtime.output import write_json
-from runtime.report import commit, cpuinfo
-from scripts import paths
-from scripts.bench.turns import JSON
+from fathom.model.checkpoint import strict_json
+from fathom.model.errors import ConfigError
+from fathom.model.files import read_bounded
+from fathom.runtime.memory import machine_memory
+from fathom.runtime.output import write_json
+from fathom.runtime.report import commit, cpuinfo
+from fathom.scripts import paths
+from fathom.scripts.bench.turns import JSON
 
 FLAGS: Final = frozenset(
     {"avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "bf16", "i8mm", "sve"}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from kernels.ops import Ops
+    from fathom.kernels.ops import Ops
 
 JSON = dict[str, Any]
 Measures = dict[str, float]  # by what was measured, unit included

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from model.checkpoint.published import Experts, ScaleType
-from model.config import ModelConfig
-from model.errors import ConfigError, shown
+from fathom.model.checkpoint.published import Experts, ScaleType
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError, shown
 
 
 def chosen_layers(text: str, config: ModelConfig) -> list[int]:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from model.checkpoint.checkpoint import INDEX
-from model.checkpoint.header import ITEM_BYTES, LENGTH_BYTES
-from model.checkpoint.tensor_mapping import Stored
+from fathom.model.checkpoint.checkpoint import INDEX
+from fathom.model.checkpoint.header import ITEM_BYTES, LENGTH_BYTES
+from fathom.model.checkpoint.tensor_mapping import Stored
 
 DTYPES: Final = ("I64", "F32", "BF16", "F8_E8M0", "F8_E4M3", "I8")  # their order within a published shard
 ALIGNMENT: Final = 8  # of the first byte of data

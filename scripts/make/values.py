@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from model.checkpoint.checkpoint import TORCH_DTYPES
-from model.checkpoint.tensor_mapping import Stored
+from fathom.model.checkpoint.checkpoint import TORCH_DTYPES
+from fathom.model.checkpoint.tensor_mapping import Stored
 
 BLOCK: Final = 1 << 22  # values at a time; what they take stays below 64 MiB
 LEVELS: Final = 1 << 16  # values that 16 random bits tell apart

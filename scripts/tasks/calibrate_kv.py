@@ -6,20 +6,20 @@ from pathlib import Path
 
 from rich.table import Table
 
-from kernels.formats.basis_fit import Fitted, Loss, rotated_bytes, shared_bytes
-from model.config import ModelConfig
-from model.errors import CapacityError, ConfigError
-from model.files import read_text
-from probes.subject import Subject
-from runtime.basis import write_basis
-from runtime.calibrate import fit_layers, samples, with_entries
-from runtime.kv import variants
-from runtime.load import load
-from runtime.options import RunOptions
-from runtime.text.tokenizer import Tokenizer
-from scripts.calibrate_kv import TOKENS
-from scripts.console import Console
-from scripts.prompts import MAX_TEXT_BYTES
+from fathom.kernels.formats.basis_fit import Fitted, Loss, rotated_bytes, shared_bytes
+from fathom.model.config import ModelConfig
+from fathom.model.errors import CapacityError, ConfigError
+from fathom.model.files import read_text
+from fathom.probes.subject import Subject
+from fathom.runtime.basis import write_basis
+from fathom.runtime.calibrate import fit_layers, samples, with_entries
+from fathom.runtime.kv import variants
+from fathom.runtime.load import load
+from fathom.runtime.options import RunOptions
+from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.scripts.calibrate_kv import TOKENS
+from fathom.scripts.console import Console
+from fathom.scripts.prompts import MAX_TEXT_BYTES
 
 
 def run(args: argparse.Namespace) -> int:

@@ -12,29 +12,29 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from model.architectures import Config
-from model.errors import CapacityError, StateError
-from model.ranks.ranks import Group
-from runtime.conversation import Conversation, Format, Stopped
-from runtime.decoding import check_graph
-from runtime.drafting import check_draft
-from runtime.errors import PromptError
-from runtime.generate import Generation
-from runtime.group.processes import connected, watched_load_any
-from runtime.group.watchdog import Watch
-from runtime.op_sets import op_set
-from runtime.options import usual
-from runtime.output import write_json
-from runtime.process import set_process
-from runtime.report import report
-from runtime.sampling import Sampling
-from runtime.text.tokenizer import StreamDecoder, Tokenizer
-from scripts.chat import CONTEXT
-from scripts.console import Console
-from scripts.flags import run_options
-from scripts.prompts import effort
-from scripts.tasks.chat_input import RESET, SAVE, Entry, User
-from scripts.tasks.generate import prefill_progress, print_text, summary_table
+from fathom.model.architectures import Config
+from fathom.model.errors import CapacityError, StateError
+from fathom.model.ranks.ranks import Group
+from fathom.runtime.conversation import Conversation, Format, Stopped
+from fathom.runtime.decoding import check_graph
+from fathom.runtime.drafting import check_draft
+from fathom.runtime.errors import PromptError
+from fathom.runtime.generate import Generation
+from fathom.runtime.group.processes import connected, watched_load_any
+from fathom.runtime.group.watchdog import Watch
+from fathom.runtime.op_sets import op_set
+from fathom.runtime.options import usual
+from fathom.runtime.output import write_json
+from fathom.runtime.process import set_process
+from fathom.runtime.report import report
+from fathom.runtime.sampling import Sampling
+from fathom.runtime.text.tokenizer import StreamDecoder, Tokenizer
+from fathom.scripts.chat import CONTEXT
+from fathom.scripts.console import Console
+from fathom.scripts.flags import run_options
+from fathom.scripts.prompts import effort
+from fathom.scripts.tasks.chat_input import RESET, SAVE, Entry, User
+from fathom.scripts.tasks.generate import prefill_progress, print_text, summary_table
 
 
 def run(args: argparse.Namespace, config: Config, tokenizer: Tokenizer, watch: Watch | None) -> int:

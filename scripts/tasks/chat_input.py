@@ -9,14 +9,14 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from model.errors import ConfigError, StateError
-from model.files import read_text, regular_file_size
-from runtime.errors import PromptError
-from runtime.group.processes import leads
-from runtime.group.watchdog import Watch
-from scripts.console import Console
-from scripts.paths import check_output
-from scripts.prompts import MAX_TEXT_BYTES
+from fathom.model.errors import ConfigError, StateError
+from fathom.model.files import read_text, regular_file_size
+from fathom.runtime.errors import PromptError
+from fathom.runtime.group.processes import leads
+from fathom.runtime.group.watchdog import Watch
+from fathom.scripts.console import Console
+from fathom.scripts.paths import check_output
+from fathom.scripts.prompts import MAX_TEXT_BYTES
 
 SAY, READ, SAVE, LOAD, RESET, HELP, QUIT = "say", "read", "save", "load", "reset", "help", "quit"
 OF_FILES: Final = (READ, SAVE, LOAD)

@@ -19,21 +19,21 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.formats.lloyd_max_reference import BITS, distortion
-from kernels.shard.reference import relative_scores, turn
-from model.checkpoint.config_json import CSA_RATIO, read_json
-from model.checkpoint.names import parameters
-from model.checkpoint.published import published_tensors
-from model.config import LayerKind, ModelConfig
-from model.errors import ConfigError
-from model.llama.config import LlamaConfig
-from model.state import layer_caches
-from model.variants.coda_settings import CodaSettings
-from probes.demo_checkpoint import TABLE as WHAT_IT_KNOWS
-from probes.kv_variants import FIDELITY, RECALL, TITLES
-from runtime.arithmetic import cache_formats
-from runtime.options import RunOptions
-from scripts.paths import AUDITS, ROOT
+from fathom.kernels.formats.lloyd_max_reference import BITS, distortion
+from fathom.kernels.shard.reference import relative_scores, turn
+from fathom.model.checkpoint.config_json import CSA_RATIO, read_json
+from fathom.model.checkpoint.names import parameters
+from fathom.model.checkpoint.published import published_tensors
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.state import layer_caches
+from fathom.model.variants.coda_settings import CodaSettings
+from fathom.probes.demo_checkpoint import TABLE as WHAT_IT_KNOWS
+from fathom.probes.kv_variants import FIDELITY, RECALL, TITLES
+from fathom.runtime.arithmetic import cache_formats
+from fathom.runtime.options import RunOptions
+from fathom.scripts.paths import AUDITS, ROOT
 
 CONFIGS: Final = ROOT / "model" / "published"
 HERE: Final = "python -m scripts.findings"

@@ -10,24 +10,24 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.errors import ConfigError
-from probes.checks import Checks, Difference, Judged, Status
-from probes.console import plain
-from probes.faults import FAULTS
-from probes.finding import Plot, ranges
-from probes.identify import NAMED, Identifier, Place, other_numerics, places
-from probes.oracle import Noise, Parameters, Setting, Unknown
-from probes.recording import CHOICES, OF_ENTRIES, Recording, read_map
-from runtime.hub import fetch
-from runtime.load import read_config
-from runtime.options import RunOptions
-from runtime.output import write_json, write_text
-from scripts.compare import DTYPE_NAMES
-from scripts.console import Console
-from scripts.logits import chunk_lengths
-from scripts.paths import told
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.errors import ConfigError
+from fathom.probes.checks import Checks, Difference, Judged, Status
+from fathom.probes.console import plain
+from fathom.probes.faults import FAULTS
+from fathom.probes.finding import Plot, ranges
+from fathom.probes.identify import NAMED, Identifier, Place, other_numerics, places
+from fathom.probes.oracle import Noise, Parameters, Setting, Unknown
+from fathom.probes.recording import CHOICES, OF_ENTRIES, Recording, read_map
+from fathom.runtime.hub import fetch
+from fathom.runtime.load import read_config
+from fathom.runtime.options import RunOptions
+from fathom.runtime.output import write_json, write_text
+from fathom.scripts.compare import DTYPE_NAMES
+from fathom.scripts.console import Console
+from fathom.scripts.logits import chunk_lengths
+from fathom.scripts.paths import told
 
 DTYPES: Final = dict(zip(DTYPE_NAMES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 QUIET: Final = 20  # seconds between lines of progress where there is no terminal to draw on
@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     out.say(*_head(args, recording, checks, results, dtype, time.perf_counter() - started, seen=seen is not None))
     _show(out, results, found, other_numerics(setting), identified=not args.no_identify)
     if args.picture is not None:
-        from probes.pictures import picture
+        from fathom.probes.pictures import picture
 
         write_text(args.picture, picture(_picture(results)))
         err.say(f"wrote {args.picture}")

@@ -7,23 +7,23 @@ from typing import Any
 
 import torch
 
-from model.architectures import Config
-from model.errors import CapacityError, ConfigError
-from model.ranks.ranks import Group
-from probes.evaluation import Run
-from probes.finding import Text, ranges
-from probes.report import Page, write
-from runtime.group.processes import connected, leads, watched_load_any
-from runtime.group.watchdog import Watch
-from runtime.load import AnyLoaded, read_any_config
-from runtime.op_sets import op_set
-from runtime.output import write_json
-from runtime.process import set_process
-from runtime.report import commit
-from scripts.console import Console, grid, progress
-from scripts.evaluate import Asked
-from scripts.tasks.evaluate_codes import Codes
-from scripts.tasks.evaluate_text import Likelihood
+from fathom.model.architectures import Config
+from fathom.model.errors import CapacityError, ConfigError
+from fathom.model.ranks.ranks import Group
+from fathom.probes.evaluation import Run
+from fathom.probes.finding import Text, ranges
+from fathom.probes.report import Page, write
+from fathom.runtime.group.processes import connected, leads, watched_load_any
+from fathom.runtime.group.watchdog import Watch
+from fathom.runtime.load import AnyLoaded, read_any_config
+from fathom.runtime.op_sets import op_set
+from fathom.runtime.output import write_json
+from fathom.runtime.process import set_process
+from fathom.runtime.report import commit
+from fathom.scripts.console import Console, grid, progress
+from fathom.scripts.evaluate import Asked
+from fathom.scripts.tasks.evaluate_codes import Codes
+from fathom.scripts.tasks.evaluate_text import Likelihood
 
 Task = Likelihood | Codes
 

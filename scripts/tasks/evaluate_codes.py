@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 from typing import Any, Final
 
-from model.architectures import Config
-from model.errors import CapacityError, ConfigError
-from model.files import read_text
-from probes.demo_language.prompts import needle_prompts
-from probes.evaluation import Run, varied_layers
-from probes.finding import Part, Table, Text
-from probes.needle import (
+from fathom.model.architectures import Config
+from fathom.model.errors import CapacityError, ConfigError
+from fathom.model.files import read_text
+from fathom.probes.demo_language.prompts import needle_prompts
+from fathom.probes.evaluation import Run, varied_layers
+from fathom.probes.finding import Part, Table, Text
+from fathom.probes.needle import (
     Answer,
     Document,
     Right,
@@ -26,10 +26,10 @@ from probes.needle import (
     told_apart,
     written,
 )
-from probes.subject import speaks_demo_language
-from runtime.text.tokenizer import Tokenizer
-from scripts.prompts import MAX_TEXT_BYTES
-from scripts.tasks.evaluate_text import before_text, size
+from fathom.probes.subject import speaks_demo_language
+from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.scripts.prompts import MAX_TEXT_BYTES
+from fathom.scripts.tasks.evaluate_text import before_text, size
 
 EXPLAINED: Final = """\
 Documents of filler tell people's codes, each once, at even depths, and end with a question for each, the answers to

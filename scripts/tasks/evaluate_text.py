@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 from math import floor, isfinite, log, log10
 from typing import Any, Final
 
-from model.architectures import Config
-from model.errors import CapacityError, ConfigError
-from model.files import read_text
-from model.llama.config import LlamaConfig
-from probes.evaluation import Run, compare, summary, windows
-from probes.finding import Part, Scatter, Table, Text
-from runtime.text.tokenizer import Tokenizer
-from scripts.prompts import MAX_TEXT_BYTES
+from fathom.model.architectures import Config
+from fathom.model.errors import CapacityError, ConfigError
+from fathom.model.files import read_text
+from fathom.model.llama.config import LlamaConfig
+from fathom.probes.evaluation import Run, compare, summary, windows
+from fathom.probes.finding import Part, Scatter, Table, Text
+from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.scripts.prompts import MAX_TEXT_BYTES
 
 BEFORE: Final = 8  # tokens that are told before the one of the largest divergence
 MIB: Final = 1 << 20

@@ -14,17 +14,17 @@ from typing import Final
 import torch
 from rich.progress import Progress
 
-from model.errors import ConfigError, did_you_mean
-from probes.catalogue import QUICK
-from probes.faults import FAULTS
-from probes.finding import JSON, HeatMap, Part, Table, Text
-from probes.matrix import Cell, Outcome, Row, row, uncaught
-from probes.report import Page, write
-from probes.subject import Subject
-from runtime.options import DEMO, RunOptions
-from runtime.report import commit
-from scripts.console import Console
-from scripts.flags import run_options
+from fathom.model.errors import ConfigError, did_you_mean
+from fathom.probes.catalogue import QUICK
+from fathom.probes.faults import FAULTS
+from fathom.probes.finding import JSON, HeatMap, Part, Table, Text
+from fathom.probes.matrix import Cell, Outcome, Row, row, uncaught
+from fathom.probes.report import Page, write
+from fathom.probes.subject import Subject
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.report import commit
+from fathom.scripts.console import Console
+from fathom.scripts.flags import run_options
 
 SEEN: Final = {Outcome.CAUGHT, Outcome.TRIPPED}
 KINDS: Final = {  # in the heat map: value, marker, meaning; a cell of a probe that passed is empty

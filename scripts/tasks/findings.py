@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from probes.finding import Part, Table, Text
-from probes.report import Page
-from runtime.output import write_text
-from runtime.report import commit
-from scripts.tasks.claims import GROUPS, NEAR, SOURCES, Row, Verdict, rows
+from fathom.probes.finding import Part, Table, Text
+from fathom.probes.report import Page
+from fathom.runtime.output import write_text
+from fathom.runtime.report import commit
+from fathom.scripts.tasks.claims import GROUPS, NEAR, SOURCES, Row, Verdict, rows
 
 TITLE: Final = "Findings: published claims about these models and caches, and what was found here"
 WHAT: Final = """\

@@ -11,31 +11,31 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from model.choices import EXACT
-from model.errors import CapacityError
-from model.ranks.ranks import Group
-from model.state import State
-from runtime.decoding import check_graph, decoding
-from runtime.drafting import check_draft, drafting
-from runtime.errors import PromptError
-from runtime.generate import Generation, generate
-from runtime.group.processes import connected, watched_load_any
-from runtime.group.watchdog import Watch
-from runtime.load import AnyLoaded
-from runtime.memory import new_state
-from runtime.op_sets import op_set
-from runtime.options import RunOptions, usual
-from runtime.output import write_json
-from runtime.process import set_process
-from runtime.report import report
-from runtime.sampling import Sampling
-from runtime.statefile import Saved, load_state, read_saved, save_state, saved_position
-from runtime.text.parsing import parse_completion
-from runtime.text.segments import THINK_START, Segment
-from runtime.text.tokenizer import StreamDecoder, Tokenizer
-from scripts.console import Console, summary, visible
-from scripts.flags import run_options
-from scripts.prompts import Prompt
+from fathom.model.choices import EXACT
+from fathom.model.errors import CapacityError
+from fathom.model.ranks.ranks import Group
+from fathom.model.state import State
+from fathom.runtime.decoding import check_graph, decoding
+from fathom.runtime.drafting import check_draft, drafting
+from fathom.runtime.errors import PromptError
+from fathom.runtime.generate import Generation, generate
+from fathom.runtime.group.processes import connected, watched_load_any
+from fathom.runtime.group.watchdog import Watch
+from fathom.runtime.load import AnyLoaded
+from fathom.runtime.memory import new_state
+from fathom.runtime.op_sets import op_set
+from fathom.runtime.options import RunOptions, usual
+from fathom.runtime.output import write_json
+from fathom.runtime.process import set_process
+from fathom.runtime.report import report
+from fathom.runtime.sampling import Sampling
+from fathom.runtime.statefile import Saved, load_state, read_saved, save_state, saved_position
+from fathom.runtime.text.parsing import parse_completion
+from fathom.runtime.text.segments import THINK_START, Segment
+from fathom.runtime.text.tokenizer import StreamDecoder, Tokenizer
+from fathom.scripts.console import Console, summary, visible
+from fathom.scripts.flags import run_options
+from fathom.scripts.prompts import Prompt
 
 LONG_PREFILL = 256  # tokens from which a prefill has a progress bar
 MIB = 1024 * 1024

@@ -14,29 +14,29 @@ from typing import Any, Final, NamedTuple
 import torch
 from rich.progress import track
 
-from model.checkpoint import strict_json
-from model.errors import ConfigError
-from model.files import read_bounded
-from model.ranks.ranks import Group
-from model.state import State
-from runtime.decoding import Decoding, check_graph, decoding
-from runtime.drafting import check_draft, drafting
-from runtime.generate import Generation, generate
-from runtime.group.processes import connected, leads, watched_load_any
-from runtime.group.watchdog import Watch
-from runtime.load import AnyLoaded
-from runtime.memory import new_state
-from runtime.op_sets import op_set
-from runtime.options import RunOptions, usual
-from runtime.output import adding_lines, write_json
-from runtime.process import set_process
-from runtime.report import report
-from runtime.sampling import Sampling
-from runtime.text.tokenizer import StreamDecoder, Tokenizer
-from scripts.console import Console
-from scripts.flags import run_options
-from scripts.prompts import Entry, Prompts
-from scripts.tasks.generate import likelihoods, message, summary_table
+from fathom.model.checkpoint import strict_json
+from fathom.model.errors import ConfigError
+from fathom.model.files import read_bounded
+from fathom.model.ranks.ranks import Group
+from fathom.model.state import State
+from fathom.runtime.decoding import Decoding, check_graph, decoding
+from fathom.runtime.drafting import check_draft, drafting
+from fathom.runtime.generate import Generation, generate
+from fathom.runtime.group.processes import connected, leads, watched_load_any
+from fathom.runtime.group.watchdog import Watch
+from fathom.runtime.load import AnyLoaded
+from fathom.runtime.memory import new_state
+from fathom.runtime.op_sets import op_set
+from fathom.runtime.options import RunOptions, usual
+from fathom.runtime.output import adding_lines, write_json
+from fathom.runtime.process import set_process
+from fathom.runtime.report import report
+from fathom.runtime.sampling import Sampling
+from fathom.runtime.text.tokenizer import StreamDecoder, Tokenizer
+from fathom.scripts.console import Console
+from fathom.scripts.flags import run_options
+from fathom.scripts.prompts import Entry, Prompts
+from fathom.scripts.tasks.generate import likelihoods, message, summary_table
 
 MAX_ANSWERS_BYTES: Final = 1 << 30  # of a file of answers that is to be gone on with
 

@@ -11,19 +11,19 @@ from typing import Any
 
 from rich.table import Table
 
-from model.architectures import Config
-from model.checkpoint import strict_json
-from model.checkpoint.census import Census, Tally, census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.tensor_mapping import Stored
-from model.config import LayerKind, ModelConfig
-from model.errors import CheckpointError, quoted
-from model.files import regular_file_size
-from model.llama.census import census as llama_census
-from model.llama.config import LlamaConfig
-from runtime.options import DEMO
-from runtime.output import write_json
-from scripts.console import Console
+from fathom.model.architectures import Config
+from fathom.model.checkpoint import strict_json
+from fathom.model.checkpoint.census import Census, Tally, census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.tensor_mapping import Stored
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.errors import CheckpointError, quoted
+from fathom.model.files import regular_file_size
+from fathom.model.llama.census import census as llama_census
+from fathom.model.llama.config import LlamaConfig
+from fathom.runtime.options import DEMO
+from fathom.runtime.output import write_json
+from fathom.scripts.console import Console
 
 MAX_LIST_BYTES = 1 << 25  # of a list of tensors, unpacked; V4-Pro's takes 11 MiB
 LAYER_FIELDS = ("compress_ratios", "layer_kinds", "rope_scaling", "num_hash_layers")  # shown in the table of layers

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 import torch
 from rich.progress import track
 
-from model.ranks.ranks import Group
-from runtime.group.processes import connected, leads, watched_load_any
-from runtime.group.watchdog import Watch
-from runtime.load import read_any_config
-from runtime.memory import new_state
-from runtime.op_sets import op_set
-from runtime.options import usual
-from runtime.output import reserved
-from runtime.process import set_process
-from scripts.console import Console
-from scripts.flags import run_options
+from fathom.model.ranks.ranks import Group
+from fathom.runtime.group.processes import connected, leads, watched_load_any
+from fathom.runtime.group.watchdog import Watch
+from fathom.runtime.load import read_any_config
+from fathom.runtime.memory import new_state
+from fathom.runtime.op_sets import op_set
+from fathom.runtime.options import usual
+from fathom.runtime.output import reserved
+from fathom.runtime.process import set_process
+from fathom.scripts.console import Console
+from fathom.scripts.flags import run_options
 
 HEAD_ROWS = 64  # rows of logits at a time: those of a whole chunk would be the largest tensor of the run
 

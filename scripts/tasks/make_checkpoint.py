@@ -10,16 +10,16 @@ from pathlib import Path
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from model.checkpoint.config_json import read_json
-from model.checkpoint.published import published_tensors
-from model.checkpoint.tensor_mapping import Stored
-from model.config import ModelConfig
-from model.errors import CapacityError, ConfigError
-from runtime.output import making, write_json
-from scripts.console import Console
-from scripts.make.selection import chosen_layers, shortened, stored_forms
-from scripts.make.shards import total_bytes, write_shards
-from scripts.make.values import blocks
+from fathom.model.checkpoint.config_json import read_json
+from fathom.model.checkpoint.published import published_tensors
+from fathom.model.checkpoint.tensor_mapping import Stored
+from fathom.model.config import ModelConfig
+from fathom.model.errors import CapacityError, ConfigError
+from fathom.runtime.output import making, write_json
+from fathom.scripts.console import Console
+from fathom.scripts.make.selection import chosen_layers, shortened, stored_forms
+from fathom.scripts.make.shards import total_bytes, write_shards
+from fathom.scripts.make.values import blocks
 
 
 def run(args: argparse.Namespace) -> int:

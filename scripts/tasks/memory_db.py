@@ -11,24 +11,24 @@ from typing import Any
 
 import torch
 
-from model.architectures import config_from_file
-from model.errors import ConfigError
-from model.state import State
-from runtime.arithmetic import cache_formats
-from runtime.load import read_any_config
-from runtime.memory_db import Memory
-from runtime.merge import check_family
-from runtime.options import RunOptions
-from runtime.output import write_json
-from runtime.process import set_process
-from runtime.quantised_state import quantise_state
-from runtime.statefile import forms, read_metadata, saved_options, saved_position
-from runtime.text.segments import Text
-from runtime.text.tokenizer import Tokenizer
-from scripts.console import Console, visible
-from scripts.flags import run_options
-from scripts.prompts import read_prompt
-from scripts.tasks.generate import prefill_progress
+from fathom.model.architectures import config_from_file
+from fathom.model.errors import ConfigError
+from fathom.model.state import State
+from fathom.runtime.arithmetic import cache_formats
+from fathom.runtime.load import read_any_config
+from fathom.runtime.memory_db import Memory
+from fathom.runtime.merge import check_family
+from fathom.runtime.options import RunOptions
+from fathom.runtime.output import write_json
+from fathom.runtime.process import set_process
+from fathom.runtime.quantised_state import quantise_state
+from fathom.runtime.statefile import forms, read_metadata, saved_options, saved_position
+from fathom.runtime.text.segments import Text
+from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.scripts.console import Console, visible
+from fathom.scripts.flags import run_options
+from fathom.scripts.prompts import read_prompt
+from fathom.scripts.tasks.generate import prefill_progress
 
 
 def run(args: argparse.Namespace) -> int:

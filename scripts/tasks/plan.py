@@ -9,34 +9,34 @@ from typing import Any, Final
 import torch
 from rich.table import Table
 
-from model.architectures import Config, config_from_file
-from model.checkpoint.census import Census, census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.config_json import read_json
-from model.checkpoint.filling import HOST_BYTES
-from model.checkpoint.mtp import announced
-from model.checkpoint.published import Experts, published_tensors, released_scale
-from model.checkpoint.tensor_mapping import Form, Stored
-from model.choices import OFF
-from model.config import ModelConfig
-from model.errors import CapacityError, ConfigError
-from model.llama.adapters import check_adapters
-from model.llama.census import census as llama_census
-from model.llama.census import parameters
-from model.llama.config import LlamaConfig
-from runtime.drafting import bound, check_draft, check_head
-from runtime.kv import variants
-from runtime.memory import machine_memory
-from runtime.op_sets import planned
-from runtime.options import DEMO, RunOptions, check_options
-from runtime.output import write_json
-from runtime.plan.gpus import GPUS
-from runtime.plan.planner import DRAFTING, LOADED, Plan, Planner
-from runtime.plan.token import EXCHANGE, LAUNCH, LINK, Token
-from runtime.sharding import ShardingPlan, sharding_plan
-from scripts.console import Console
-from scripts.flags import run_options
-from scripts.plan import EXPERTS
+from fathom.model.architectures import Config, config_from_file
+from fathom.model.checkpoint.census import Census, census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.config_json import read_json
+from fathom.model.checkpoint.filling import HOST_BYTES
+from fathom.model.checkpoint.mtp import announced
+from fathom.model.checkpoint.published import Experts, published_tensors, released_scale
+from fathom.model.checkpoint.tensor_mapping import Form, Stored
+from fathom.model.choices import OFF
+from fathom.model.config import ModelConfig
+from fathom.model.errors import CapacityError, ConfigError
+from fathom.model.llama.adapters import check_adapters
+from fathom.model.llama.census import census as llama_census
+from fathom.model.llama.census import parameters
+from fathom.model.llama.config import LlamaConfig
+from fathom.runtime.drafting import bound, check_draft, check_head
+from fathom.runtime.kv import variants
+from fathom.runtime.memory import machine_memory
+from fathom.runtime.op_sets import planned
+from fathom.runtime.options import DEMO, RunOptions, check_options
+from fathom.runtime.output import write_json
+from fathom.runtime.plan.gpus import GPUS
+from fathom.runtime.plan.planner import DRAFTING, LOADED, Plan, Planner
+from fathom.runtime.plan.token import EXCHANGE, LAUNCH, LINK, Token
+from fathom.runtime.sharding import ShardingPlan, sharding_plan
+from fathom.scripts.console import Console
+from fathom.scripts.flags import run_options
+from fathom.scripts.plan import EXPERTS
 
 GIB: Final = 1 << 30
 HOME: Final = "b200"  # whose bandwidth a token's arithmetic takes where no GPU is named

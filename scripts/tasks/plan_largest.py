@@ -6,14 +6,14 @@ from typing import Any, Final
 
 from rich.table import Table
 
-from model.architectures import Config
-from runtime.kv import variants
-from runtime.options import DEMO, check_options
-from runtime.output import write_json
-from runtime.plan.gpus import GPUS
-from scripts.console import Console
-from scripts.flags import UNITS, run_options
-from scripts.tasks.plan import DOES_NOT_FIT, GIB, by_ranks, fits_from, memory_of_rank, ranked, read_subject, said
+from fathom.model.architectures import Config
+from fathom.runtime.kv import variants
+from fathom.runtime.options import DEMO, check_options
+from fathom.runtime.output import write_json
+from fathom.runtime.plan.gpus import GPUS
+from fathom.scripts.console import Console
+from fathom.scripts.flags import UNITS, run_options
+from fathom.scripts.tasks.plan import DOES_NOT_FIT, GIB, by_ranks, fits_from, memory_of_rank, ranked, read_subject, said
 
 CONTEXTS: Final = (1 << 13, 1 << 17)  # and all positions of the model
 

@@ -11,27 +11,27 @@ from typing import Any
 import torch
 from rich.text import Text
 
-from model.checkpoint import strict_json
-from model.config import ModelConfig
-from model.errors import ConfigError
-from model.files import read_text
-from model.ranks.ranks import Group
-from probes import console as shown
-from probes.catalogue import EXPERIMENTS, FULL, QUICK, QUICK_EXPERIMENTS
-from probes.faults import FAULTS
-from probes.probe import Probe, Run, attempt, unmet
-from probes.report import of_run, write
-from probes.subject import Subject
-from runtime.errors import PromptError
-from runtime.group.processes import connected
-from runtime.group.watchdog import Watch
-from runtime.op_sets import op_set
-from runtime.options import DEMO, RunOptions, checked_config, usual
-from scripts.console import Console
-from scripts.flags import run_options
-from scripts.paths import AUDITS, fillable, told
-from scripts.probe import check_name
-from scripts.prompts import MAX_TEXT_BYTES
+from fathom.model.checkpoint import strict_json
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.model.files import read_text
+from fathom.model.ranks.ranks import Group
+from fathom.probes import console as shown
+from fathom.probes.catalogue import EXPERIMENTS, FULL, QUICK, QUICK_EXPERIMENTS
+from fathom.probes.faults import FAULTS
+from fathom.probes.probe import Probe, Run, attempt, unmet
+from fathom.probes.report import of_run, write
+from fathom.probes.subject import Subject
+from fathom.runtime.errors import PromptError
+from fathom.runtime.group.processes import connected
+from fathom.runtime.group.watchdog import Watch
+from fathom.runtime.op_sets import op_set
+from fathom.runtime.options import DEMO, RunOptions, checked_config, usual
+from fathom.scripts.console import Console
+from fathom.scripts.flags import run_options
+from fathom.scripts.paths import AUDITS, CHECKOUT, fillable, told
+from fathom.scripts.probe import check_name
+from fathom.scripts.prompts import MAX_TEXT_BYTES
 
 
 def run(args: argparse.Namespace, watch: Watch | None) -> int:
@@ -169,7 +169,11 @@ def _folder(args: argparse.Namespace, chosen: Sequence[Probe], subject: Subject)
     """Return where pages go, None where nowhere."""
     if args.out is not None:
         folder: Path = args.out
-    elif all(subject == Subject(options=probe.options) for probe in chosen) and not (args.quick or args.set):
+    elif (
+        CHECKOUT  # what is installed has no pages
+        and all(subject == Subject(options=probe.options) for probe in chosen)
+        and not (args.quick or args.set)
+    ):
         folder = AUDITS
     else:
         return None

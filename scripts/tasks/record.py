@@ -6,20 +6,20 @@ from collections.abc import Sequence
 
 from rich.progress import Progress
 
-from model.config import ModelConfig
-from model.errors import ConfigError
-from model.observe.observer import observed
-from probes.fault import Fault
-from probes.faults import FAULTS
-from probes.recording import KEPT, record
-from runtime.load import load, read_config
-from runtime.op_sets import op_set
-from runtime.options import usual
-from runtime.process import set_process
-from scripts.console import Console
-from scripts.flags import run_options
-from scripts.probe import check_name
-from scripts.record import check_sites
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.model.observe.observer import observed
+from fathom.probes.fault import Fault
+from fathom.probes.faults import FAULTS
+from fathom.probes.recording import KEPT, record
+from fathom.runtime.load import load, read_config
+from fathom.runtime.op_sets import op_set
+from fathom.runtime.options import usual
+from fathom.runtime.process import set_process
+from fathom.scripts.console import Console
+from fathom.scripts.flags import run_options
+from fathom.scripts.probe import check_name
+from fathom.scripts.record import check_sites
 
 
 def run(args: argparse.Namespace, ids: Sequence[int], lengths: Sequence[int]) -> int:

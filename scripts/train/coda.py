@@ -17,34 +17,34 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.weights import fingerprint
-from model.errors import CapacityError, ConfigError
-from model.files import read_text
-from model.llama.config import LlamaConfig
-from model.llama.trained import Trained
-from model.variants.choice import Full, GroupedCoda
-from probes.demo_language.vocabulary import vocabulary_size
-from probes.report import write
-from runtime.errors import PromptError
-from runtime.kv import variants
-from runtime.load import check_device
-from runtime.report import commit
-from runtime.text.segments import Text
-from runtime.text.tokenizer import Tokenizer
-from scripts.console import Console, grid, progress
-from scripts.flags import seed
-from scripts.paths import told
-from scripts.train.coda_banks import trainable
-from scripts.train.coda_measure import Document, Learned, Line, cases, documents, learned, measure
-from scripts.train.coda_network import Bounded, adapted, attentions, twin
-from scripts.train.coda_page import NAME, Facts, page, table
-from scripts.train.coda_training import Phase, check_checkpointing, train
-from scripts.train.documents import CODA_CELLS, Batch, draw_batch, sequences, shuffled
-from scripts.train.files import read_llama, write_adapters
-from scripts.train.learning import Draw, curve
-from scripts.train.llama_network import Network
-from scripts.train.recipe import Recipe, recipe_of
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.weights import fingerprint
+from fathom.model.errors import CapacityError, ConfigError
+from fathom.model.files import read_text
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.llama.trained import Trained
+from fathom.model.variants.choice import Full, GroupedCoda
+from fathom.probes.demo_language.vocabulary import vocabulary_size
+from fathom.probes.report import write
+from fathom.runtime.errors import PromptError
+from fathom.runtime.kv import variants
+from fathom.runtime.load import check_device
+from fathom.runtime.report import commit
+from fathom.runtime.text.segments import Text
+from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.scripts.console import Console, grid, progress
+from fathom.scripts.flags import seed
+from fathom.scripts.paths import told
+from fathom.scripts.train.coda_banks import trainable
+from fathom.scripts.train.coda_measure import Document, Learned, Line, cases, documents, learned, measure
+from fathom.scripts.train.coda_network import Bounded, adapted, attentions, twin
+from fathom.scripts.train.coda_page import NAME, Facts, page, table
+from fathom.scripts.train.coda_training import Phase, check_checkpointing, train
+from fathom.scripts.train.documents import CODA_CELLS, Batch, draw_batch, sequences, shuffled
+from fathom.scripts.train.files import read_llama, write_adapters
+from fathom.scripts.train.learning import Draw, curve
+from fathom.scripts.train.llama_network import Network
+from fathom.scripts.train.recipe import Recipe, recipe_of
 
 SHORTEST: Final = 256  # tokens of a document of the demo language that tells its codes and asks for them
 LENGTHS, DOCUMENTS = (512, 1024), 24  # of the demo language, to measure

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize, scaled_dot_product_attention
 
-from kernels.differential.reference import combine, noise_query
-from model.cache.gqa import all_heads
-from model.variants.coda import CodaCache
-from model.variants.coda_attention import Differential, Tokens
-from model.variants.coda_settings import CodaSettings
+from fathom.kernels.differential.reference import combine, noise_query
+from fathom.model.cache.gqa import all_heads
+from fathom.model.variants.coda import CodaCache
+from fathom.model.variants.coda_attention import Differential, Tokens
+from fathom.model.variants.coda_settings import CodaSettings
 
 NOWHERE, NEVER = -1e9, -(2**62)
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from model.variants.coda_attention import Differential, Tokens
-from probes.demo_language.language import Answer, needle_document
-from probes.demo_language.prompts import GAP
-from probes.demo_language.vocabulary import PAD
-from scripts.train.coda_network import Bounded, Memory, attentions, inference_memory
-from scripts.train.llama_network import Network
+from fathom.model.variants.coda_attention import Differential, Tokens
+from fathom.probes.demo_language.language import Answer, needle_document
+from fathom.probes.demo_language.prompts import GAP
+from fathom.probes.demo_language.vocabulary import PAD
+from fathom.scripts.train.coda_network import Bounded, Memory, attentions, inference_memory
+from fathom.scripts.train.llama_network import Network
 
 CODES: Final = 8  # told and asked for in each document of the demo language
 PARTS: Final = 4  # of a document, by which what is found is counted

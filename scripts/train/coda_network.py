@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.differential.reference import combine, noise_query
-from model.cache.gqa import all_heads
-from model.variants import coda_attention
-from model.variants.choice import GroupedCoda
-from model.variants.coda import CodaCache
-from model.variants.coda_attention import Differential, Tokens
-from model.variants.coda_settings import CodaSettings
-from model.variants.grouped import coda_settings
-from scripts.train.coda_banks import TrainingCache, prefill
-from scripts.train.llama_network import Attention, Network, Rotation, heads
-from scripts.train.recipe import Recipe
+from fathom.kernels.differential.reference import combine, noise_query
+from fathom.model.cache.gqa import all_heads
+from fathom.model.variants import coda_attention
+from fathom.model.variants.choice import GroupedCoda
+from fathom.model.variants.coda import CodaCache
+from fathom.model.variants.coda_attention import Differential, Tokens
+from fathom.model.variants.coda_settings import CodaSettings
+from fathom.model.variants.grouped import coda_settings
+from fathom.scripts.train.coda_banks import TrainingCache, prefill
+from fathom.scripts.train.llama_network import Attention, Network, Rotation, heads
+from fathom.scripts.train.recipe import Recipe
 
 NORM_EPS = 1e-6
 

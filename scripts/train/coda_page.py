@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass
 from math import exp, isnan
 from typing import Final
 
-from probes.finding import Part, Plot, Table, Text, finite
-from probes.report import Page
-from scripts.train.coda_measure import CODES, PARTS, STRETCHES, Learned, Line, gap_of, perplexity
-from scripts.train.documents import TOKENS_PER_STEP
-from scripts.train.recipe import Recipe
+from fathom.probes.finding import Part, Plot, Table, Text, finite
+from fathom.probes.report import Page
+from fathom.scripts.train.coda_measure import CODES, PARTS, STRETCHES, Learned, Line, gap_of, perplexity
+from fathom.scripts.train.documents import TOKENS_PER_STEP
+from fathom.scripts.train.recipe import Recipe
 
 BASE, COLD, FIRST_BOUNDED, SECOND, SECOND_UNBOUNDED = 0, 1, 3, 4, 8  # of `scripts.train.coda_measure.cases`
 DRAWN: Final = (BASE, COLD, FIRST_BOUNDED, SECOND)

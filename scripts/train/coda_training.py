@@ -12,11 +12,11 @@ from typing import Final
 
 import torch
 
-from model.errors import ConfigError
-from scripts.train.coda_network import Bounded, attentions, training_memory
-from scripts.train.learning import Draw, Loss, Numbers, fit, language_loss, linear, right_answers
-from scripts.train.llama_network import Network
-from scripts.train.recipe import Recipe
+from fathom.model.errors import ConfigError
+from fathom.scripts.train.coda_network import Bounded, attentions, training_memory
+from fathom.scripts.train.learning import Draw, Loss, Numbers, fit, language_loss, linear, right_answers
+from fathom.scripts.train.llama_network import Network
+from fathom.scripts.train.recipe import Recipe
 
 PROJECTIONS: Final = ("q_proj", "k_proj", "v_proj", "o_proj")
 BANKS: Final = ("write_proj", "summary_eta_logit")

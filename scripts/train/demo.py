@@ -6,20 +6,26 @@ from functools import partial
 
 import torch
 
-from kernels.ops import CPU
-from model.config import ModelConfig
-from probes.ablations import random_selection, without_entries
-from probes.demo_language.prompts import common_prompts, common_replies, fact_prompts, needle_prompts, needle_replies
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
-from runtime.output import making
-from scripts.console import Console
-from scripts.train.documents import V4_CELLS, draw_batch
-from scripts.train.files import write_v4
-from scripts.train.initial import initialise_v4
-from scripts.train.learning import curve, train_v4
-from scripts.train.measure import Asked, table
-from scripts.train.v4_network import Network
+from fathom.kernels.ops import CPU
+from fathom.model.config import ModelConfig
+from fathom.probes.ablations import random_selection, without_entries
+from fathom.probes.demo_language.prompts import (
+    common_prompts,
+    common_replies,
+    fact_prompts,
+    needle_prompts,
+    needle_replies,
+)
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.output import making
+from fathom.scripts.console import Console
+from fathom.scripts.train.documents import V4_CELLS, draw_batch
+from fathom.scripts.train.files import write_v4
+from fathom.scripts.train.initial import initialise_v4
+from fathom.scripts.train.learning import curve, train_v4
+from fathom.scripts.train.measure import Asked, table
+from fathom.scripts.train.v4_network import Network
 
 LENGTHS, DOCUMENTS = (256, 512, 1024, 2048), 4
 SELECTED, RANDOM, NO_CSA, NO_HCA = "selected", "16 random", "window alone", "without HCA"

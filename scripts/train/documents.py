@@ -8,7 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from probes.demo_language.language import Document, fact_document, mark_document, needle_document
+from fathom.probes.demo_language.language import Document, fact_document, mark_document, needle_document
 
 TOKENS_PER_STEP = 2048
 JUMP = 128  # positions jump between HCA blocks only, so every entry still pools neighbours

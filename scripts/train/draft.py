@@ -11,20 +11,20 @@ from typing import Any, Final
 import torch
 from rich.table import Table
 
-from model.checkpoint.checkpoint import Checkpoint
-from model.choices import MTP
-from model.config import Dspark, ModelConfig
-from model.errors import ConfigError
-from probes.demo_language.vocabulary import vocabulary_size
-from runtime.load import load
-from runtime.options import RunOptions
-from runtime.output import making
-from scripts.console import Console
-from scripts.train.draft_learning import Line, held_out, measure, train_draft
-from scripts.train.draft_network import DSpark, Frozen, Head, Mtp
-from scripts.train.files import write_draft
-from scripts.train.initial import initialise_draft
-from scripts.train.learning import curve
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.choices import MTP
+from fathom.model.config import Dspark, ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.probes.demo_language.vocabulary import vocabulary_size
+from fathom.runtime.load import load
+from fathom.runtime.options import RunOptions
+from fathom.runtime.output import making
+from fathom.scripts.console import Console
+from fathom.scripts.train.draft_learning import Line, held_out, measure, train_draft
+from fathom.scripts.train.draft_network import DSpark, Frozen, Head, Mtp
+from fathom.scripts.train.files import write_draft
+from fathom.scripts.train.initial import initialise_draft
+from fathom.scripts.train.learning import curve
 
 MTP_PLACES: Final = 3  # drafts that it is trained for; more of them are drafted alike
 BLOCK_SIZE, MARKOV_RANK, TARGETS = 5, 64, 3

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, pad
 
-from model.observe import sites
-from model.observe.observer import listening
-from model.transformer import Transformer
-from probes.demo_language.prompts import common_replies, fact_prompts, needle_replies
-from probes.demo_language.vocabulary import END_THINK, EOS, PAD
-from scripts.train.documents import V4_CELLS, Cell, draw_batch, draw_document
-from scripts.train.draft_network import Anchors, Drafts, Head, Run
-from scripts.train.learning import SIMULATED_FROM, Loss, Numbers, balance, fit, linear, optimisers, projects
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.model.transformer import Transformer
+from fathom.probes.demo_language.prompts import common_replies, fact_prompts, needle_replies
+from fathom.probes.demo_language.vocabulary import END_THINK, EOS, PAD
+from fathom.scripts.train.documents import V4_CELLS, Cell, draw_batch, draw_document
+from fathom.scripts.train.draft_network import Anchors, Drafts, Head, Run
+from fathom.scripts.train.learning import SIMULATED_FROM, Loss, Numbers, balance, fit, linear, optimisers, projects
 
 TOKENS: Final = 1024  # of a step
 LONGEST: Final = 512  # tokens of a document

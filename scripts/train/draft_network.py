@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
-from kernels.rope.reference import angles
-from model.config import Dspark, LayerKind, ModelConfig
-from model.rope import layer_frequencies
-from scripts.train.layers import HyperHead, Norm, Quantised
-from scripts.train.v4_network import Angles, Attention, Block, Rounding
+from fathom.kernels.rope.reference import angles
+from fathom.model.config import Dspark, LayerKind, ModelConfig
+from fathom.model.rope import layer_frequencies
+from fathom.scripts.train.layers import HyperHead, Norm, Quantised
+from fathom.scripts.train.v4_network import Angles, Attention, Block, Rounding
 
 
 class Run(NamedTuple):

@@ -16,24 +16,24 @@ import torch
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor, nn
 
-from kernels.formats.groups import FP4_BLOCK
-from kernels.formats.stored import Fp4
-from kernels.quantise.reference import E2M1_MAX, power_of_two_scale, round_e2m1
-from model.checkpoint.checkpoint import INDEX, Checkpoint
-from model.errors import ConfigError
-from model.llama.census import HEAD, census, check_tied_head, parameters
-from model.llama.config import LlamaConfig
-from model.llama.rope import frequencies
-from model.llama.trained import Trained
-from probes.demo_language.vocabulary import BOS, EOS, PAD, SPECIAL, build_tokenizer, vocabulary_size
-from runtime.options import DEMO
-from runtime.output import write_json, write_text
-from runtime.tensorfile import write_safetensors
-from scripts.train import draft_network as draft
-from scripts.train import llama_network as llama
-from scripts.train import v4_network as v4
-from scripts.train.coda_network import attentions
-from scripts.train.layers import Quantised, fp8_blocks
+from fathom.kernels.formats.groups import FP4_BLOCK
+from fathom.kernels.formats.stored import Fp4
+from fathom.kernels.quantise.reference import E2M1_MAX, power_of_two_scale, round_e2m1
+from fathom.model.checkpoint.checkpoint import INDEX, Checkpoint
+from fathom.model.errors import ConfigError
+from fathom.model.llama.census import HEAD, census, check_tied_head, parameters
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.llama.rope import frequencies
+from fathom.model.llama.trained import Trained
+from fathom.probes.demo_language.vocabulary import BOS, EOS, PAD, SPECIAL, build_tokenizer, vocabulary_size
+from fathom.runtime.options import DEMO
+from fathom.runtime.output import write_json, write_text
+from fathom.runtime.tensorfile import write_safetensors
+from fathom.scripts.train import draft_network as draft
+from fathom.scripts.train import llama_network as llama
+from fathom.scripts.train import v4_network as v4
+from fathom.scripts.train.coda_network import attentions
+from fathom.scripts.train.layers import Quantised, fp8_blocks
 
 E2M1: Final = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 DRAFT: Final = "model-mtp.safetensors"

@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from model.config import ModelConfig
-from model.llama.config import LlamaConfig
-from scripts.train import llama_network as llama
-from scripts.train import v4_network as v4
-from scripts.train.draft_network import DSpark, Head, Mtp
-from scripts.train.layers import Gate, HyperConnection, HyperHead, MoE
+from fathom.model.config import ModelConfig
+from fathom.model.llama.config import LlamaConfig
+from fathom.scripts.train import llama_network as llama
+from fathom.scripts.train import v4_network as v4
+from fathom.scripts.train.draft_network import DSpark, Head, Mtp
+from fathom.scripts.train.layers import Gate, HyperConnection, HyperHead, MoE
 
 NOISE = 0.3  # on a projection that is set by hand
 SHARED = 0.5  # of an embedding's length, the component that all have

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from kernels.formats.groups import FP8_BLOCK, LINEAR_GROUP
-from kernels.formats.reference import decode
-from kernels.formats.stored import Fp8
-from kernels.gate.reference import route, route_weights
-from kernels.norm.reference import rms_norm
-from kernels.quantise.reference import E4M3_MAX, power_of_two_scale, simulate_fp4, simulate_fp8
-from kernels.swiglu.reference import swiglu
-from model.config import ModelConfig
+from fathom.kernels.formats.groups import FP8_BLOCK, LINEAR_GROUP
+from fathom.kernels.formats.reference import decode
+from fathom.kernels.formats.stored import Fp8
+from fathom.kernels.gate.reference import route, route_weights
+from fathom.kernels.norm.reference import rms_norm
+from fathom.kernels.quantise.reference import E4M3_MAX, power_of_two_scale, simulate_fp4, simulate_fp8
+from fathom.kernels.swiglu.reference import swiglu
+from fathom.model.config import ModelConfig
 
 
 class _StraightThrough(torch.autograd.Function):

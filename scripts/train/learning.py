@@ -11,11 +11,11 @@ from rich.progress import Progress
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from scripts.console import Console
-from scripts.train import llama_network as llama
-from scripts.train import v4_network as v4
-from scripts.train.documents import Batch
-from scripts.train.layers import Gate
+from fathom.scripts.console import Console
+from fathom.scripts.train import llama_network as llama
+from fathom.scripts.train import v4_network as v4
+from fathom.scripts.train.documents import Batch
+from fathom.scripts.train.layers import Gate
 
 PEAK_RATE, WARM_UP, DECAY_FROM, LEAST_RATE = 2e-3, 50, 0.5, 0.02
 SUPERVISED_UNTIL, SELECTING_FROM, SIMULATED_FROM = 0.3, 0.65, 0.75  # parts of a run

@@ -7,18 +7,18 @@ from functools import partial
 
 import torch
 
-from model.llama.config import LlamaConfig
-from probes.demo_language.prompts import fact_prompts, needle_prompts
-from runtime.load import load_any
-from runtime.options import RunOptions
-from runtime.output import making
-from scripts.console import Console
-from scripts.train.documents import LLAMA_CELLS, draw_batch
-from scripts.train.files import LLAMA, write_llama
-from scripts.train.initial import initialise_llama
-from scripts.train.learning import curve, train_llama
-from scripts.train.llama_network import Network
-from scripts.train.measure import Asked, table
+from fathom.model.llama.config import LlamaConfig
+from fathom.probes.demo_language.prompts import fact_prompts, needle_prompts
+from fathom.runtime.load import load_any
+from fathom.runtime.options import RunOptions
+from fathom.runtime.output import making
+from fathom.scripts.console import Console
+from fathom.scripts.train.documents import LLAMA_CELLS, draw_batch
+from fathom.scripts.train.files import LLAMA, write_llama
+from fathom.scripts.train.initial import initialise_llama
+from fathom.scripts.train.learning import curve, train_llama
+from fathom.scripts.train.llama_network import Network
+from fathom.scripts.train.measure import Asked, table
 
 LENGTHS, QUESTIONS = (256, 512, 1024, 2048, 4096), 8
 MODEL = "full cache"

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-from kernels.rope import reference as rope
-from model.llama.config import LlamaConfig
-from model.llama.rope import frequencies
-from scripts.train.layers import Norm
+from fathom.kernels.rope import reference as rope
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.llama.rope import frequencies
+from fathom.scripts.train.layers import Norm
 
 
 class Rotation(NamedTuple):

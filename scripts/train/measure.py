@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from rich.table import Table
 
-from model.architectures import Model
-from probes.demo_language.prompts import Prompt
+from fathom.model.architectures import Model
+from fathom.probes.demo_language.prompts import Prompt
 
 
 class Asked(NamedTuple):

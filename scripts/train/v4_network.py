@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from kernels.compress.reference import pool
-from kernels.formats.groups import INDEX_GROUP, KV_GROUP
-from kernels.norm.reference import rms_norm
-from kernels.quantise.reference import hadamard, simulate_fp4, simulate_fp8
-from kernels.rope.reference import angles, rotate
-from model.config import LayerKind, ModelConfig
-from model.rope import layer_frequencies, rotated_as
-from scripts.train.layers import HyperConnection, HyperHead, MoE, Norm, Quantised, merge, straight_through
+from fathom.kernels.compress.reference import pool
+from fathom.kernels.formats.groups import INDEX_GROUP, KV_GROUP
+from fathom.kernels.norm.reference import rms_norm
+from fathom.kernels.quantise.reference import hadamard, simulate_fp4, simulate_fp8
+from fathom.kernels.rope.reference import angles, rotate
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.rope import layer_frequencies, rotated_as
+from fathom.scripts.train.layers import HyperConnection, HyperHead, MoE, Norm, Quantised, merge, straight_through
 
 Angles = tuple[Tensor, Tensor]  # cos and sin, each [tokens, rope / 2]
 

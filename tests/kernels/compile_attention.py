@@ -7,9 +7,9 @@ a Hopper's shared memory.
 
 import torch
 
-from kernels.attention.triton import attend
-from kernels.formats import basis_rows, coded_rows, eigenbasis
-from kernels.formats.rows import fp8_entries
+from fathom.kernels.attention.triton import attend
+from fathom.kernels.formats import basis_rows, coded_rows, eigenbasis
+from fathom.kernels.formats.rows import fp8_entries
 
 D, WINDOW = 512, 128
 CONTEXT = 1 << 20

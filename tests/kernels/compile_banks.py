@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.differential.banks import Bank, Banks, Rules, evict
+from fathom.kernels.differential.banks import Bank, Banks, Rules, evict
 
 SLOTS = torch.empty(2, 8, 384, 128, dtype=torch.bfloat16)
 USED = torch.empty(384, dtype=torch.bool)

@@ -2,9 +2,9 @@
 
 import torch
 
-from kernels.compress.triton import compress
-from kernels.formats import rows
-from kernels.formats.stored import TokenRing
+from fathom.kernels.compress.triton import compress
+from fathom.kernels.formats import rows
+from fathom.kernels.formats.stored import TokenRing
 
 HERE = torch.device("cpu")
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.differential.triton import Noise, Own, Past, attend, differential_attend
+from fathom.kernels.differential.triton import Noise, Own, Past, attend, differential_attend
 
 
 def tokens(t, *, own):

@@ -2,8 +2,8 @@
 
 import torch
 
-from kernels.experts.triton import experts
-from kernels.formats.stored import Fp4, Fp8
+from fathom.kernels.experts.triton import experts
+from fathom.kernels.formats.stored import Fp4, Fp8
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 FORMS = {

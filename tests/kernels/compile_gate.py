@@ -2,8 +2,8 @@
 
 import torch
 
-from kernels.formats.stored import Dense
-from kernels.gate.triton import gate, route, route_weights
+from fathom.kernels.formats.stored import Dense
+from fathom.kernels.gate.triton import gate, route, route_weights
 
 
 def by_score(experts, t):

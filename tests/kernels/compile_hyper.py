@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.hyper import triton as hyper
+from fathom.kernels.hyper import triton as hyper
 
 S, ROWS = 4, 24
 

@@ -2,8 +2,8 @@
 
 import torch
 
-from kernels.formats import coded_rows, rows
-from kernels.indexer.triton import index_scores, select, select_fp8
+from fathom.kernels.formats import coded_rows, rows
+from fathom.kernels.indexer.triton import index_scores, select, select_fp8
 
 CPU = torch.device("cpu")
 KEYS = {

@@ -2,9 +2,9 @@
 
 import torch
 
-from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4
-from kernels.linear.reference import ByPosition, Product
-from kernels.linear.triton import grouped_linear, linear, linears
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4
+from fathom.kernels.linear.reference import ByPosition, Product
+from fathom.kernels.linear.triton import grouped_linear, linear, linears
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 FORMS = {

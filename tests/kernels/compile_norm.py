@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.norm.triton import rms_norm
+from fathom.kernels.norm.triton import rms_norm
 
 
 def rows(*shape, weighted=True):

@@ -24,7 +24,7 @@ from types import ModuleType
 
 from triton.runtime import driver
 
-from scripts.bench.gpu import NoDevice, only_compile
+from fathom.scripts.bench.gpu import NoDevice, only_compile
 
 BLACKWELL = 100
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.quantise.triton import (
+from fathom.kernels.quantise.triton import (
     fp8_codes,
     hadamard,
     norm_rotate,

@@ -5,8 +5,8 @@ Its middle's kernels are in a file of their own, see compile_shard_middle.
 
 import torch
 
-from kernels.formats import coded_rows
-from kernels.shard.triton import Stream, attend
+from fathom.kernels.formats import coded_rows
+from fathom.kernels.shard.triton import Stream, attend
 
 CPU = torch.device("cpu")
 

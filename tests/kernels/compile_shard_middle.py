@@ -2,9 +2,9 @@
 
 import torch
 
-from kernels.formats import eigenbasis, product_quantise
-from kernels.shard.triton import Middle
-from kernels.shard.triton_middle import fold_basis, score, sums
+from fathom.kernels.formats import eigenbasis, product_quantise
+from fathom.kernels.shard.triton import Middle
+from fathom.kernels.shard.triton_middle import fold_basis, score, sums
 
 CPU = torch.device("cpu")
 

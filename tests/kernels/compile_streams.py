@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.hyper.triton_streams import collapse, expand
+from fathom.kernels.hyper.triton_streams import collapse, expand
 
 STREAMS = torch.empty(2, 4, 7168, dtype=torch.bfloat16)
 CASES = {

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.swiglu.triton import swiglu
+from fathom.kernels.swiglu.triton import swiglu
 
 
 def of(t, width, dtype=torch.bfloat16, weighted=False):

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.indexer.topk import top_k
+from fathom.kernels.indexer.topk import top_k
 
 
 def rows(t, k):

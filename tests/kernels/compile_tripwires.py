@@ -2,8 +2,8 @@
 
 import torch
 
-from kernels.formats import rows
-from kernels.tripwires.triton import checksums, columns, finite, measure, routing, selection, stored
+from fathom.kernels.formats import rows
+from fathom.kernels.tripwires.triton import checksums, columns, finite, measure, routing, selection, stored
 
 ON_CPU = torch.device("cpu")
 

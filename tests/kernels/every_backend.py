@@ -6,14 +6,14 @@ import zlib
 import pytest
 import torch
 
-from kernels.ops import CPU, REFERENCE
+from fathom.kernels.ops import CPU, REFERENCE
 
 ULP = 2.0**-23  # of float32, relative; half an ulp of bfloat16 is 2^-8
 HALF_BF16 = 2.0**-8
 OP_SETS = [REFERENCE, CPU]
 HAS_TRITON = importlib.util.find_spec("triton") is not None  # not every platform has it
 if HAS_TRITON:
-    from kernels.triton_ops import TRITON
+    from fathom.kernels.triton_ops import TRITON
 
     OP_SETS.append(TRITON)
 

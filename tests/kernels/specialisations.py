@@ -16,16 +16,16 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 
-from kernels.attention.triton import attend
-from kernels.compress.triton import compress
-from kernels.experts.triton import experts, experts_down, experts_up
-from kernels.formats import rows
-from kernels.formats.stored import Fp4, Fp8, TokenRing
-from kernels.hyper.triton import read_streams
-from kernels.indexer.triton import select
-from kernels.linear.triton import linear
-from kernels.quantise.triton import hadamard, rotate, simulate_fp8
-from scripts.bench.gpu import NoDevice
+from fathom.kernels.attention.triton import attend
+from fathom.kernels.compress.triton import compress
+from fathom.kernels.experts.triton import experts, experts_down, experts_up
+from fathom.kernels.formats import rows
+from fathom.kernels.formats.stored import Fp4, Fp8, TokenRing
+from fathom.kernels.hyper.triton import read_streams
+from fathom.kernels.indexer.triton import select
+from fathom.kernels.linear.triton import linear
+from fathom.kernels.quantise.triton import hadamard, rotate, simulate_fp8
+from fathom.scripts.bench.gpu import NoDevice
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
 D, WINDOW, HEADS, K, CHUNK, HIDDEN, INNER = 512, 128, 64, 512, 512, 4096, 2048

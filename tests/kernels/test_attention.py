@@ -10,19 +10,19 @@ from functools import partial
 import pytest
 import torch
 
-from kernels.attention import cpu
-from kernels.formats import coded_rows, lloyd_max
-from kernels.formats.rows import first as first_rows
-from kernels.formats.rows import fp8_entries, write
-from kernels.formats.rows_reference import decode
-from kernels.formats.stored import CodedRows, Fp8Entries, Fp8Keys, Slots
-from kernels.ops import CPU, REFERENCE
+from fathom.kernels.attention import cpu
+from fathom.kernels.formats import coded_rows, lloyd_max
+from fathom.kernels.formats.rows import first as first_rows
+from fathom.kernels.formats.rows import fp8_entries, write
+from fathom.kernels.formats.rows_reference import decode
+from fathom.kernels.formats.stored import CodedRows, Fp8Entries, Fp8Keys, Slots
+from fathom.kernels.ops import CPU, REFERENCE
 from tests.kernels.every_backend import HALF_BF16, HAS_TRITON, ULP, on_triton, seeded, strided
 from tests.peak_memory import peak_bytes
 
 if HAS_TRITON:
-    from kernels.attention import launch
-    from kernels.attention import triton as attention_triton
+    from fathom.kernels.attention import launch
+    from fathom.kernels.attention import triton as attention_triton
 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 F32, BF16 = torch.float32, torch.bfloat16

@@ -11,7 +11,7 @@ import copy
 import pytest
 import torch
 
-from kernels.differential.banks import COUNTS, Bank, Banks, Rules, evict, growth
+from fathom.kernels.differential.banks import COUNTS, Bank, Banks, Rules, evict, growth
 from tests.coda_cases import CPU, cache_of, corrected, random_tokens
 
 VARIANTS = {

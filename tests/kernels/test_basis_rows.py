@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 
-from kernels.formats import basis_fit, basis_rows, rows
-from kernels.formats.basis_fit import Sample
-from kernels.formats.rows_reference import decode
-from kernels.formats.stored import EigenKeys, Slots
-from kernels.ops import REFERENCE
+from fathom.kernels.formats import basis_fit, basis_rows, rows
+from fathom.kernels.formats.basis_fit import Sample
+from fathom.kernels.formats.rows_reference import decode
+from fathom.kernels.formats.stored import EigenKeys, Slots
+from fathom.kernels.ops import REFERENCE
 from tests.kernels.every_backend import HAS_TRITON, OP_SETS, on_triton
 
 if HAS_TRITON:
-    from kernels.attention import triton as attention_triton
+    from fathom.kernels.attention import triton as attention_triton
 
 ON_CPU = torch.device("cpu")
 BACKENDS = {ops.name: ops.attend for ops in OP_SETS if ops is not REFERENCE}

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from kernels.formats import coded_rows, lloyd_max, rows
-from kernels.indexer.reference import select
-from kernels.quantise.reference import hadamard
+from fathom.kernels.formats import coded_rows, lloyd_max, rows
+from fathom.kernels.indexer.reference import select
+from fathom.kernels.quantise.reference import hadamard
 
 CPU = torch.device("cpu")
 

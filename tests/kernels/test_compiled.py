@@ -12,7 +12,7 @@ import pytest
 import torch
 from numba import types
 
-from kernels import compiled, lanes
+from fathom.kernels import compiled, lanes
 
 ROOT = Path(__file__).parents[2]
 F32, U32 = types.float32[::1], types.uint32[::1]
@@ -152,15 +152,15 @@ def test_an_array_that_is_kept_with_a_tensor_lets_it_go():
 
 LOADED = """
 import torch
-from kernels.norm.cpu import rms_norm
+from fathom.kernels.norm.cpu import rms_norm
 print(rms_norm(torch.full((1, 32), 3.0), None, 0.0)[0, 0].item())
 """
 PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
 import torch
-from kernels import compiled
-from kernels.norm.cpu import rms_norm
+from fathom.kernels import compiled
+from fathom.kernels.norm.cpu import rms_norm
 compiled.folder.cache_clear()
 print(compiled.folder())
 print(rms_norm(torch.full((1, 32), 3.0), None, 0.0)[0, 0].item())
@@ -189,9 +189,9 @@ def test_kept_code_that_was_cut_off_is_compiled_again(ending, length, tmp_path):
     for cut in (False, True, False):
         for path in tmp_path.glob(f"**/*.{ending}") if cut else ():
             os.truncate(path, length)
-        program = f"import kernels.compiled, pathlib; place = pathlib.Path({str(tmp_path / 'kept')!r})\n"
+        program = f"import fathom.kernels.compiled, pathlib; place = pathlib.Path({str(tmp_path / 'kept')!r})\n"
         program += "def where():\n    place.mkdir(exist_ok=True)\n    return place\n"
-        program += "where.cache_clear = lambda: None\nkernels.compiled.folder = where\n"
+        program += "where.cache_clear = lambda: None\nfathom.kernels.compiled.folder = where\n"
         ran = subprocess.run(
             [sys.executable, "-c", program + LOADED], capture_output=True, text=True, check=True, cwd=ROOT
         )

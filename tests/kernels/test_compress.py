@@ -5,22 +5,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.compress import reference
-from kernels.formats import rows as forms
-from kernels.formats import rows_reference as stored
-from kernels.formats.stored import CodedRows, TokenRing
-from kernels.ops import CPU, REFERENCE
-from kernels.rope.reference import angles, frequencies
-from model.arithmetic import Arithmetic
-from model.cache.entries import Entries
-from model.cache.formats import CacheFormats
-from model.cache.frontier import Frontier
-from model.compressor import EntryCompressor, KeyCompressor
+from fathom.kernels.compress import reference
+from fathom.kernels.formats import rows as forms
+from fathom.kernels.formats import rows_reference as stored
+from fathom.kernels.formats.stored import CodedRows, TokenRing
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.kernels.rope.reference import angles, frequencies
+from fathom.model.arithmetic import Arithmetic
+from fathom.model.cache.entries import Entries
+from fathom.model.cache.formats import CacheFormats
+from fathom.model.cache.frontier import Frontier
+from fathom.model.compressor import EntryCompressor, KeyCompressor
 from tests.kernels.every_backend import HAS_TRITON, ULP, on_triton
 
 BACKENDS = {"reference": reference.compress}  # and CPU's, which is the reference's
 if HAS_TRITON:
-    from kernels.compress import triton
+    from fathom.kernels.compress import triton
 
     BACKENDS["triton"] = triton.compress
 

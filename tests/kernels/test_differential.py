@@ -6,13 +6,13 @@ import pytest
 import torch
 from coda_gqa_l.primitives import HeadwiseRMSNorm, _apply_pairwise_rotation
 
-from kernels.differential import cpu, reference
-from kernels.differential.cpu import Noise, Own, Past
+from fathom.kernels.differential import cpu, reference
+from fathom.kernels.differential.cpu import Noise, Own, Past
 from tests.kernels.every_backend import HAS_TRITON, every_backend, on_triton
 from tests.peak_memory import peak_bytes
 
 if HAS_TRITON:
-    from kernels.differential import triton
+    from fathom.kernels.differential import triton
 
 HEADS, GROUPS, D, EPS = 6, 2, 16, 1e-6
 

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from kernels.formats import eigenbasis, lloyd_max
-from kernels.formats.eigenbasis import measured_distortion, published_distortion
+from fathom.kernels.formats import eigenbasis, lloyd_max
+from fathom.kernels.formats.eigenbasis import measured_distortion, published_distortion
 
 CPU = torch.device("cpu")
 

@@ -7,10 +7,10 @@ routing weights have few bits, so that only the roundings that are part of the e
 import pytest
 import torch
 
-from kernels.experts import reference as experts_reference
-from kernels.formats import reference as formats
-from kernels.formats.stored import Apart, Dense, Fp4, Fp8, NvFp4, as_stack, member, rows, stack
-from kernels.ops import CPU, REFERENCE
+from fathom.kernels.experts import reference as experts_reference
+from fathom.kernels.formats import reference as formats
+from fathom.kernels.formats.stored import Apart, Dense, Fp4, Fp8, NvFp4, as_stack, member, rows, stack
+from fathom.kernels.ops import CPU, REFERENCE
 from tests.deepseek_arithmetic import act_quant, in_place
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
@@ -22,7 +22,7 @@ NO_TRITON = "Triton is not on every platform"
 @pytest.fixture(params=["reference", "cpu", "triton"])
 def ops(request):
     if request.param == "triton":
-        return pytest.importorskip("kernels.triton_ops", reason=NO_TRITON).TRITON
+        return pytest.importorskip("fathom.kernels.triton_ops", reason=NO_TRITON).TRITON
     return CPU if request.param == "cpu" else REFERENCE
 
 
@@ -220,13 +220,13 @@ def test_tokens_may_fall_on_experts_in_any_number(ops, counts):
     ids = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))[torch.randperm(36, generator=seeded(2))]
     x, _, weights = tokens(36, 1, 32, 4, 5)
     if ops.name == "triton":
-        assert pytest.importorskip("kernels.experts.triton")._tokens(36, 4) == 16
+        assert pytest.importorskip("fathom.kernels.experts.triton")._tokens(36, 4) == 16
     assert_summed(ops, "bf16", layer("bf16", 4, 32, 32, 0), x, ids[:, None], weights)
 
 
 def test_triton_sorts_more_pairs_than_one_chunk(monkeypatch):
-    monkeypatch.setattr(pytest.importorskip("kernels.experts.triton", reason=NO_TRITON), "CHUNK", 8)
-    triton = pytest.importorskip("kernels.triton_ops").TRITON
+    monkeypatch.setattr(pytest.importorskip("fathom.kernels.experts.triton", reason=NO_TRITON), "CHUNK", 8)
+    triton = pytest.importorskip("fathom.kernels.triton_ops").TRITON
     assert_summed(triton, "bf16", layer("bf16", 2, 32, 32, 0), *tokens(9, 2, 32, 2, 5))
 
 
@@ -276,8 +276,8 @@ def test_without_tokens_or_slots_the_sum_is_zero(ops):
 @pytest.mark.parametrize(("form", "deployed"), [("fp4", True), ("fp4", False), ("nvfp4", True), ("bf16", False)])
 def test_triton_splits_the_columns_of_few_tokens_and_adds_in_one_order(form, deployed):
     """Sums of a few bits, which are exact; and of numbers that round: a token has the same bits alone too."""
-    triton = pytest.importorskip("kernels.triton_ops", reason=NO_TRITON).TRITON
-    kernel = pytest.importorskip("kernels.experts.triton", reason=NO_TRITON)
+    triton = pytest.importorskip("fathom.kernels.triton_ops", reason=NO_TRITON).TRITON
+    kernel = pytest.importorskip("fathom.kernels.experts.triton", reason=NO_TRITON)
     assert [kernel._cut(t, 2, 128, 1024, 128).splits for t in (1, 16, 17)] == [2, 2, 1]
     made, (x, ids, weights) = layer(form, 2, 1024, 1024, 4), tokens(3, 2, 1024, 2, 5)
     assert_summed(triton, form, made, x, ids, weights, deployed=deployed)
@@ -288,7 +288,7 @@ def test_triton_splits_the_columns_of_few_tokens_and_adds_in_one_order(form, dep
         for i in range(3)
     ]
     assert torch.equal(together, torch.cat(alone))
-    assert not pytest.importorskip("kernels.linear.weight_tiles").counters(x.device).any()
+    assert not pytest.importorskip("fathom.kernels.linear.weight_tiles").counters(x.device).any()
 
 
 def test_columns_that_cut_a_rounded_block_are_refused(ops):
@@ -348,6 +348,6 @@ def test_triton_and_stacks_take_matrices_of_one_form():
     other = layer("fp4", 2, 32, 32, 0)[0][0]
     with pytest.raises(AssertionError, match="forms"):
         stack([member(w1, 0), member(other, 0)])
-    triton = pytest.importorskip("kernels.triton_ops", reason=NO_TRITON).TRITON
+    triton = pytest.importorskip("fathom.kernels.triton_ops", reason=NO_TRITON).TRITON
     with pytest.raises(AssertionError, match="w3 Fp4"):
         triton.experts(*tokens(1, 1, 32, 2, 0), w1, other, w2, 1.0, deployed=False)

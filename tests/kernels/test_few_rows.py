@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.formats import rows as forms
-from kernels.formats.stored import Dense
-from kernels.linear.reference import Product
-from kernels.ops import CPU, Ops
+from fathom.kernels.formats import rows as forms
+from fathom.kernels.formats.stored import Dense
+from fathom.kernels.linear.reference import Product
+from fathom.kernels.ops import CPU, Ops
 from tests.kernels.every_backend import TRITON, both_dtypes, on_triton, seeded
 from tests.kernels.test_experts import layer
 from tests.kernels.test_linear import FORMS

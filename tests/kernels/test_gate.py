@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from kernels.formats.stored import Dense
-from kernels.gate import reference
+from fathom.kernels.formats.stored import Dense
+from fathom.kernels.gate import reference
 from tests.kernels.every_backend import ULP, every_backend, seeded
 
 

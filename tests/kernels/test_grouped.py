@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from kernels.grouped import cpu
-from kernels.ops import CPU, REFERENCE
+from fathom.kernels.grouped import cpu
+from fathom.kernels.ops import CPU, REFERENCE
 from tests.kernels.every_backend import HALF_BF16, both_dtypes, seeded
 
 BOUNDS = {"reference": 1e-6, "cpu": 2e-6}  # the rounding of sums of a hundred terms

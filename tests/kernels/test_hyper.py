@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from kernels.hyper import reference
+from fathom.kernels.hyper import reference
 from tests.kernels.every_backend import HAS_TRITON, ULP, every_backend, on_triton
 
 if HAS_TRITON:
-    from kernels.hyper import triton, triton_streams
-    from kernels.triton_ops import TRITON
+    from fathom.kernels.hyper import triton, triton_streams
+    from fathom.kernels.triton_ops import TRITON
 
 NAN, INF = torch.nan, torch.inf
 S, EPS, NORM_EPS = 4, 1e-3, 1e-2  # of a size that no bound below hides

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.indexer import bound as index_bound
-from kernels.indexer.reference import index_scores
-from kernels.quantise.reference import simulate_fp4
+from fathom.kernels.indexer import bound as index_bound
+from fathom.kernels.indexer.reference import index_scores
+from fathom.kernels.quantise.reference import simulate_fp4
 
 pytestmark = pytest.mark.skipif(not index_bound.native(torch.device("cpu")), reason="no native product of int8 here")
 NAN, INF = math.nan, math.inf

@@ -10,15 +10,15 @@ import pytest
 import torch
 from numba import types
 
-from kernels.compiled import address, compiled, numbers
-from kernels.formats import coded_rows, lloyd_max, rows
-from kernels.formats.cpu_rows import KIND, addresses, row_arrays
-from kernels.formats.rows_reference import decode
-from kernels.formats.stored import Fp4Keys, Fp8Keys
-from kernels.indexer import bound as index_bound
-from kernels.indexer import cpu, cpu_few, reference
-from kernels.ops import CPU, REFERENCE
-from kernels.quantise.reference import quantise_fp8, simulate_fp4
+from fathom.kernels.compiled import address, compiled, numbers
+from fathom.kernels.formats import coded_rows, lloyd_max, rows
+from fathom.kernels.formats.cpu_rows import KIND, addresses, row_arrays
+from fathom.kernels.formats.rows_reference import decode
+from fathom.kernels.formats.stored import Fp4Keys, Fp8Keys
+from fathom.kernels.indexer import bound as index_bound
+from fathom.kernels.indexer import cpu, cpu_few, reference
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.kernels.quantise.reference import quantise_fp8, simulate_fp4
 from tests.kernels.every_backend import HAS_TRITON, every_backend, on_triton
 from tests.peak_memory import peak_bytes
 
@@ -73,8 +73,8 @@ PICKS = ["reference", "cpu", "cpu few"]
 if HAS_TRITON:
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    from kernels.indexer import topk, triton
-    from kernels.triton_ops import TRITON
+    from fathom.kernels.indexer import topk, triton
+    from fathom.kernels.triton_ops import TRITON
 
     SCORES["triton"] = triton.index_scores
     WAYS["triton"] = (TRITON.select, triton, {"KEYS": 32, "SCRATCH": 250})  # scores of two tokens, or one

@@ -8,17 +8,17 @@ import pytest
 import torch
 from numba import types
 
-from kernels.compiled import array, compiled, each, loop
-from kernels.formats import cpu as cpu_formats
-from kernels.formats import reference as formats
-from kernels.formats.cpu import decoded as decoded_piece
-from kernels.formats.cpu import held_in_bfloat16, taken
-from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, rows
-from kernels.lanes import put, store_some
-from kernels.linear import cpu
-from kernels.linear.reference import ByPosition, Product
-from kernels.ops import CPU, REFERENCE
-from probes.child import call
+from fathom.kernels.compiled import array, compiled, each, loop
+from fathom.kernels.formats import cpu as cpu_formats
+from fathom.kernels.formats import reference as formats
+from fathom.kernels.formats.cpu import decoded as decoded_piece
+from fathom.kernels.formats.cpu import held_in_bfloat16, taken
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, rows
+from fathom.kernels.lanes import put, store_some
+from fathom.kernels.linear import cpu
+from fathom.kernels.linear.reference import ByPosition, Product
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.probes.child import call
 from tests.kernels.every_backend import ULP
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
@@ -32,7 +32,7 @@ NO_TRITON = "Triton is not on every platform"
 def ops(request, monkeypatch):
     """CPU multiplies bfloat16 where the processor can; as where it cannot too."""
     if request.param == "triton":
-        return pytest.importorskip("kernels.triton_ops", reason=NO_TRITON).TRITON
+        return pytest.importorskip("fathom.kernels.triton_ops", reason=NO_TRITON).TRITON
     if request.param == "cpu, fp32":
         monkeypatch.setattr(cpu, "PAIRS", False)
     return REFERENCE if request.param == "reference" else CPU
@@ -219,7 +219,7 @@ def test_long_sums_are_whole(ops, form, t, columns):
     g = seeded(columns)
     weight, x = FORMS[form](g, 3, columns), torch.randn(t, columns, generator=g).bfloat16()
     if ops.name == "triton":
-        fused = pytest.importorskip("kernels.linear.triton")
+        fused = pytest.importorskip("fathom.kernels.linear.triton")
         tile = fused._tile("dense" if form == "bf16" else form, t, wide=False)
         assert fused._grid(t, 1, 3, columns, tile)[0][2] > 1
     assert_product(ops.linear(x, weight)[:, None], x[:, None], weight)
@@ -438,14 +438,14 @@ def test_ordinary_weights_are_multiplied_as_bfloat16():
 
 @pytest.mark.parametrize("t", [1, 16, 5])
 def test_triton_few_tokens_do_not_depend_on_one_another(t):
-    linear = pytest.importorskip("kernels.linear.triton", reason=NO_TRITON).linear
+    linear = pytest.importorskip("fathom.kernels.linear.triton", reason=NO_TRITON).linear
     g = seeded(t)
     x, weight = torch.randn(16, 1024, generator=g).bfloat16(), FORMS["fp4"](g, 4, 1024)
     assert torch.equal(linear(x, weight)[:t], linear(x[:t], weight))
 
 
 def test_triton_refuses_columns_that_are_apart_and_groups_of_unequal_rows():
-    fused = pytest.importorskip("kernels.linear.triton", reason=NO_TRITON)
+    fused = pytest.importorskip("fathom.kernels.linear.triton", reason=NO_TRITON)
     with pytest.raises(AssertionError, match="columns of a weight"):
         fused.linear(torch.ones(1, 4), Dense(torch.ones(4, 4).T))
     with pytest.raises(AssertionError, match="groups"):

@@ -6,8 +6,8 @@ import mpmath
 import pytest
 import torch
 
-from kernels.formats import lloyd_max
-from kernels.formats import lloyd_max_reference as reference
+from fathom.kernels.formats import lloyd_max
+from fathom.kernels.formats import lloyd_max_reference as reference
 
 CPU = torch.device("cpu")
 # Optimum for N(0, 1): Max (1960) to 5 bits; 6 and 8 bits as in the literature on the same recursion.

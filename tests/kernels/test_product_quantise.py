@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kernels.formats import product_quantise
-from kernels.shard.reference import rotated_values
+from fathom.kernels.formats import product_quantise
+from fathom.kernels.shard.reference import rotated_values
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.formats import coded_rows, qjl
+from fathom.kernels.formats import coded_rows, qjl
 
 CPU = torch.device("cpu")
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from kernels.ops import CPU, REFERENCE
-from kernels.quantise import reference as quantise
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.kernels.quantise import reference as quantise
 from tests.kernels.every_backend import ULP
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -15,7 +15,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.fixture(params=["reference", "cpu", "triton"])
 def ops(request):
     if request.param == "triton":
-        return pytest.importorskip("kernels.triton_ops", reason="Triton is not on every platform").TRITON
+        return pytest.importorskip("fathom.kernels.triton_ops", reason="Triton is not on every platform").TRITON
     return {"reference": REFERENCE, "cpu": CPU}[request.param]
 
 

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from kernels.ops import REFERENCE
-from kernels.rope import reference as rope
+from fathom.kernels.ops import REFERENCE
+from fathom.kernels.rope import reference as rope
 from tests.kernels.every_backend import HALF_BF16, OP_SETS, ULP, both_dtypes, draw, every_backend
 
 POSITIONS = (0, 127, 4096, 65535, 10**6)

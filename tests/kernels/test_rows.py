@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from kernels.attention import cpu as attention
-from kernels.formats import rows
-from kernels.formats import rows_reference as reference
-from kernels.formats.stored import Fp4Keys, Fp8Entries, Fp8Keys
-from kernels.ops import CPU, REFERENCE
-from kernels.quantise.reference import simulate_fp4, simulate_fp8
+from fathom.kernels.attention import cpu as attention
+from fathom.kernels.formats import rows
+from fathom.kernels.formats import rows_reference as reference
+from fathom.kernels.formats.stored import Fp4Keys, Fp8Entries, Fp8Keys
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.kernels.quantise.reference import simulate_fp4, simulate_fp8
 from tests.make_checkpoint import pack_e2m1
 from tests.peak_memory import peak_bytes
 

@@ -13,20 +13,20 @@ import math
 import pytest
 import torch
 
-from kernels.formats import coded_rows, lloyd_max, qjl
-from kernels.formats.coded_rows import random_signs
-from kernels.formats.stored import CodebookValues, EigenKeys
-from kernels.ops import CPU
-from kernels.rope import reference as rope
-from kernels.shard import cpu
-from kernels.shard.cpu import Middle, Stream
-from kernels.shard.reference import relative_scores, rotated_values, turn
-from model.variants.shard import causal
+from fathom.kernels.formats import coded_rows, lloyd_max, qjl
+from fathom.kernels.formats.coded_rows import random_signs
+from fathom.kernels.formats.stored import CodebookValues, EigenKeys
+from fathom.kernels.ops import CPU
+from fathom.kernels.rope import reference as rope
+from fathom.kernels.shard import cpu
+from fathom.kernels.shard.cpu import Middle, Stream
+from fathom.kernels.shard.reference import relative_scores, rotated_values, turn
+from fathom.model.variants.shard import causal
 from tests.kernels.every_backend import HAS_TRITON, on_triton
 from tests.peak_memory import peak_bytes
 
 if HAS_TRITON:
-    from kernels.shard import triton, triton_middle
+    from fathom.kernels.shard import triton, triton_middle
 
 ON_CPU = torch.device("cpu")
 HEADS, SHARE, D, SINKS = 2, 2, 32, 4

@@ -14,20 +14,20 @@ pytest.importorskip("triton", reason="Triton is not on every platform")
 
 from triton.runtime.interpreter import InterpretedFunction
 
-from kernels.attention import launch as attention_launch
-from kernels.attention import triton as attention
-from kernels.compress.triton import compress
-from kernels.differential.cpu import Own, Past
-from kernels.experts.triton import experts, experts_scratch
-from kernels.formats import basis_rows, coded_rows, eigenbasis, lloyd_max, product_quantise
-from kernels.formats import rows as stored
-from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, TokenRing, stack
-from kernels.hyper import triton as hyper
-from kernels.linear.weight_tiles import counters
-from kernels.shard import triton_middle
-from kernels.shard.cpu import Middle, Stream
-from kernels.triton_ops import TRITON
-from probes.shared.alive import peak_alive
+from fathom.kernels.attention import launch as attention_launch
+from fathom.kernels.attention import triton as attention
+from fathom.kernels.compress.triton import compress
+from fathom.kernels.differential.cpu import Own, Past
+from fathom.kernels.experts.triton import experts, experts_scratch
+from fathom.kernels.formats import basis_rows, coded_rows, eigenbasis, lloyd_max, product_quantise
+from fathom.kernels.formats import rows as stored
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, TokenRing, stack
+from fathom.kernels.hyper import triton as hyper
+from fathom.kernels.linear.weight_tiles import counters
+from fathom.kernels.shard import triton_middle
+from fathom.kernels.shard.cpu import Middle, Stream
+from fathom.kernels.triton_ops import TRITON
+from fathom.probes.shared.alive import peak_alive
 
 CPU = torch.device("cpu")
 DTYPES = {2: torch.bfloat16, 4: torch.float32}

@@ -7,13 +7,13 @@ import random
 import pytest
 import torch
 
-from kernels.formats.stored import Slots
-from kernels.ops import CPU, REFERENCE
-from model.variants.banked_entries import HIT, NOVEL, BankedEntries, NewestKeys, newest_rows
-from model.variants.choice import Coda
-from probes.subject import Subject
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
+from fathom.kernels.formats.stored import Slots
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.model.variants.banked_entries import HIT, NOVEL, BankedEntries, NewestKeys, newest_rows
+from fathom.model.variants.choice import Coda
+from fathom.probes.subject import Subject
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
 
 ON_CPU = torch.device("cpu")
 WIDTH, ROPE = 24, 8

@@ -6,21 +6,21 @@ import math
 import pytest
 import torch
 
-from kernels.formats import basis_fit, basis_rows, rows
-from kernels.formats.basis_fit import Loss
-from model.errors import Tripwire
-from model.observe import invariants, sites
-from model.observe.observer import listening
-from model.variants.choice import Shard
-from probes.subject import Subject
-from runtime import calibrate
-from runtime.basis import write_basis
-from runtime.calibrate import fit_layers, samples
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
-from runtime.plan.planner import Planner
-from scripts import generate
-from scripts.cli import run
+from fathom.kernels.formats import basis_fit, basis_rows, rows
+from fathom.kernels.formats.basis_fit import Loss
+from fathom.model.errors import Tripwire
+from fathom.model.observe import invariants, sites
+from fathom.model.observe.observer import listening
+from fathom.model.variants.choice import Shard
+from fathom.probes.subject import Subject
+from fathom.runtime import calibrate
+from fathom.runtime.basis import write_basis
+from fathom.runtime.calibrate import fit_layers, samples
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.plan.planner import Planner
+from fathom.scripts import generate
+from fathom.scripts.cli import run
 from tests.peak_memory import peak_bytes
 
 CPU = torch.device("cpu")

@@ -9,20 +9,20 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kernels.formats import rows
-from kernels.ops import CPU, REFERENCE
-from model.cache.entries import Entries
-from model.cache.formats import CacheFormats
-from model.choices import ENTRY_FORMATS, KEY_FORMATS
-from model.config import ModelConfig
-from model.errors import CapacityError, ConfigError, StateError, Tripwire
-from model.observe import invariants, sites
-from model.observe.observer import listening
-from model.state import State
-from runtime.digest import digest
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
-from runtime.statefile import load_state, save_state
+from fathom.kernels.formats import rows
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.model.cache.entries import Entries
+from fathom.model.cache.formats import CacheFormats
+from fathom.model.choices import ENTRY_FORMATS, KEY_FORMATS
+from fathom.model.config import ModelConfig
+from fathom.model.errors import CapacityError, ConfigError, StateError, Tripwire
+from fathom.model.observe import invariants, sites
+from fathom.model.observe.observer import listening
+from fathom.model.state import State
+from fathom.runtime.digest import digest
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.statefile import load_state, save_state
 from tests.deployed_cases import make_case
 
 CONFIGS = Path(__file__).parents[2] / "model" / "published"

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.checkpoint import names
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.mtp import Head, announced, copied, head_parameters
-from model.checkpoint.names import Role, parameters, translate
-from model.checkpoint.published import published_tensors
-from model.checkpoint.tensor_mapping import Form
-from model.checkpoint.weights import open_weights
-from model.config import ModelConfig
-from model.errors import CheckpointError, quoted
+from fathom.model.checkpoint import names
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.mtp import Head, announced, copied, head_parameters
+from fathom.model.checkpoint.names import Role, parameters, translate
+from fathom.model.checkpoint.published import published_tensors
+from fathom.model.checkpoint.tensor_mapping import Form
+from fathom.model.checkpoint.weights import open_weights
+from fathom.model.config import ModelConfig
+from fathom.model.errors import CheckpointError, quoted
 from tests.make_checkpoint import make_tensors, micro_config, tiny_config, write_checkpoint, write_tensors
 
 CONFIGS = Path(__file__).parents[2] / "model" / "published"

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.ops import CPU, REFERENCE
-from model.errors import CapacityError
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.model.errors import CapacityError
 from tests.transformers_model import load_ours, oracle, our_logits
 
 LENGTH = 600

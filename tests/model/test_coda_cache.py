@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import scaled_dot_product_attention
 
-from model.cache.gqa import all_heads
-from model.errors import ConfigError, StateError
-from model.variants.coda import CodaCache
-from model.variants.coda_attention import Tokens, attend, prefill
-from model.variants.coda_settings import CodaSettings
+from fathom.model.cache.gqa import all_heads
+from fathom.model.errors import ConfigError, StateError
+from fathom.model.variants.coda import CodaCache
+from fathom.model.variants.coda_attention import Tokens, attend, prefill
+from fathom.model.variants.coda_settings import CodaSettings
 from tests.coda_cases import (
     CPU,
     GROUPS,

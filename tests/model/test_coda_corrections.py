@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.rope import reference as rope
-from model.variants.coda_attention import prefill
-from model.variants.coda_settings import CodaSettings
+from fathom.kernels.rope import reference as rope
+from fathom.model.variants.coda_attention import prefill
+from fathom.model.variants.coda_settings import CodaSettings
 from tests.coda_cases import (
     CPU,
     ETA,

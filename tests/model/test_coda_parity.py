@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.cache.gqa import all_heads
-from model.variants.coda import CodaCache
-from model.variants.coda_attention import attend
-from model.variants.coda_settings import CodaSettings
+from fathom.model.cache.gqa import all_heads
+from fathom.model.variants.coda import CodaCache
+from fathom.model.variants.coda_attention import attend
+from fathom.model.variants.coda_settings import CodaSettings
 from tests.coda_package import CPU, OUTPUTS, Both, close, configuration, run, stream
 
 SEEDS = range(36)

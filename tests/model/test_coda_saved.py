@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from model.cache.gqa import all_heads
-from model.errors import StateError
-from model.variants.banked_entries import BankedEntries, NewestKeys
-from model.variants.choice import Coda
-from model.variants.coda import CodaCache
-from model.variants.coda_settings import CodaSettings
+from fathom.model.cache.gqa import all_heads
+from fathom.model.errors import StateError
+from fathom.model.variants.banked_entries import BankedEntries, NewestKeys
+from fathom.model.variants.choice import Coda
+from fathom.model.variants.coda import CodaCache
+from fathom.model.variants.coda_settings import CodaSettings
 
 CPU, W, EXACT, SUMMARY = torch.device("cpu"), 6, 5, 4
 SIZES = {"window": W, "exact": EXACT, "summary": SUMMARY, "rope": "half"}

@@ -5,18 +5,18 @@ import json
 import pytest
 import torch
 
-from kernels.formats import coded_rows, rows
-from kernels.formats.lloyd_max import distortion
-from kernels.formats.rows_reference import decode
-from kernels.formats.stored import Slots
-from kernels.ops import CPU, REFERENCE
-from model.errors import Tripwire
-from model.observe import invariants
-from probes.subject import Subject
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
-from scripts import generate
-from scripts.cli import run
+from fathom.kernels.formats import coded_rows, rows
+from fathom.kernels.formats.lloyd_max import distortion
+from fathom.kernels.formats.rows_reference import decode
+from fathom.kernels.formats.stored import Slots
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.model.errors import Tripwire
+from fathom.model.observe import invariants
+from fathom.probes.subject import Subject
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.scripts import generate
+from fathom.scripts.cli import run
 
 ON_CPU = torch.device("cpu")
 BITS = (2, 3, 4, 6, 8)

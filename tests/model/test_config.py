@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.config import LayerKind, ModelConfig, Yarn
-from model.errors import ConfigError
-from model.rope import layer_frequencies
+from fathom.model.config import LayerKind, ModelConfig, Yarn
+from fathom.model.errors import ConfigError
+from fathom.model.rope import layer_frequencies
 from tests.make_checkpoint import tiny_config
 
 PUBLISHED = Path(__file__).parents[2] / "model" / "published"

@@ -8,14 +8,14 @@ from fractions import Fraction
 import pytest
 import torch
 
-from kernels.formats.reference import decode, e2m1, e8m0
-from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, nbytes
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.names import parameters
-from model.checkpoint.weights import fingerprint, is_not_negative, is_positive, is_power_of_two, open_weights
-from model.config import ModelConfig
-from model.errors import CheckpointError
+from fathom.kernels.formats.reference import decode, e2m1, e8m0
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, nbytes
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.names import parameters
+from fathom.model.checkpoint.weights import fingerprint, is_not_negative, is_positive, is_power_of_two, open_weights
+from fathom.model.config import ModelConfig
+from fathom.model.errors import CheckpointError
 from tests.make_checkpoint import FORMATS, make_tensors, micro_config, random_values, write_checkpoint, write_tensors
 
 # The formats as integers and exact fractions, from their definitions; NaN is None.
@@ -329,8 +329,8 @@ def test_fingerprint_is_stable_and_follows_content(checkpoints, tmp_path):
 
 
 def test_fingerprint_of_a_large_checkpoint_reads_the_ends_of_each_tensor(checkpoints, tmp_path, monkeypatch):
-    monkeypatch.setattr("model.checkpoint.weights.HASHED_WHOLE", 0)
-    monkeypatch.setattr("model.checkpoint.weights.HASHED_END", 16)
+    monkeypatch.setattr("fathom.model.checkpoint.weights.HASHED_WHOLE", 0)
+    monkeypatch.setattr("fathom.model.checkpoint.weights.HASHED_END", 16)
     before = fingerprint(Checkpoint.open(checkpoints / "official"))
     seen = {}
     for place in (0, 15, 16, -17, -16, -1):

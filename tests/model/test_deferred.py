@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from kernels.formats import rows
-from kernels.hyper.reference import sinkhorn
-from model.errors import Tripwire
-from model.observe import sites
+from fathom.kernels.formats import rows
+from fathom.kernels.hyper.reference import sinkhorn
+from fathom.model.errors import Tripwire
+from fathom.model.observe import sites
 
-Deferred = pytest.importorskip("model.observe.deferred", reason="Triton is not on every platform").Deferred
-tripwires = pytest.importorskip("kernels.tripwires.triton")
+Deferred = pytest.importorskip("fathom.model.observe.deferred", reason="Triton is not on every platform").Deferred
+tripwires = pytest.importorskip("fathom.kernels.tripwires.triton")
 
 CPU = torch.device("cpu")
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.ops import COMPOSED, CPU, REFERENCE, Ops
+from fathom.kernels.ops import COMPOSED, CPU, REFERENCE, Ops
 from tests.deepseek_arithmetic import DEEPSEEK, FP32, Choices, Simulation, rms_norm_bf16
 from tests.deployed_cases import LENGTH, Case
 from tests.exact_ops import Difference, attend, first_difference, shadowed

@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Dense, Fp4, Fp8
-from kernels.ops import REFERENCE, Ops
-from model.cache.window import WindowRing
-from model.config import LayerKind, ModelConfig
-from model.rope import Rotation, layer_frequencies
-from model.transformer import Transformer
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8
+from fathom.kernels.ops import REFERENCE, Ops
+from fathom.model.cache.window import WindowRing
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.rope import Rotation, layer_frequencies
+from fathom.model.transformer import Transformer
 from tests.deepseek_arithmetic import FP32, Choices, rope_table
 from tests.deployed_cases import LENGTH, MODELS
 from tests.exact_ops import EXACT, first_difference, traced
@@ -128,7 +128,7 @@ def weights_of(part: Any, path: str) -> Iterator[tuple[str, Any]]:
         for place, item in parts.items() if isinstance(parts, dict) else [("", value)]:
             if isinstance(item, Dense | Fp8 | Fp4):
                 yield f"{path}.{name}", item
-            elif type(item).__module__.startswith("model.") and hasattr(item, "__dict__"):
+            elif type(item).__module__.startswith("fathom.model.") and hasattr(item, "__dict__"):
                 yield from weights_of(item, f"{path}.{name}{place}")
 
 

@@ -5,19 +5,19 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from kernels.formats.stored import Dense
-from kernels.ops import CPU, REFERENCE
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.mtp import Head
-from model.config import ModelConfig
-from model.errors import Tripwire
-from model.observe import sites
-from model.observe.observer import listening
-from probes.draft_oracle import Dspark, Mtp
-from probes.oracle import Noise, Parameters
-from runtime.load import load
-from runtime.options import RunOptions
+from fathom.kernels.formats.stored import Dense
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.mtp import Head
+from fathom.model.config import ModelConfig
+from fathom.model.errors import Tripwire
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.probes.draft_oracle import Dspark, Mtp
+from fathom.probes.oracle import Noise, Parameters
+from fathom.runtime.load import load
+from fathom.runtime.options import RunOptions
 from tests.make_checkpoint import DSPARK, tiny_config, write_checkpoint
 
 PLAIN = RunOptions("plain", "fp32", draft="auto", draft_tokens=7)

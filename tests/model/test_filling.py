@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.formats.stored import as_stack, member, nbytes
-from kernels.triton_ops import TRITON
-from model.checkpoint import filling
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.names import axis, parameters
-from model.checkpoint.weights import CPU, open_weights
-from model.config import ModelConfig
-from model.errors import CheckpointError
-from probes.shared.alive import peak_alive
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
-from runtime.sharding import sharding_plan
+from fathom.kernels.formats.stored import as_stack, member, nbytes
+from fathom.kernels.triton_ops import TRITON
+from fathom.model.checkpoint import filling
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.names import axis, parameters
+from fathom.model.checkpoint.weights import CPU, open_weights
+from fathom.model.config import ModelConfig
+from fathom.model.errors import CheckpointError
+from fathom.probes.shared.alive import peak_alive
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.sharding import sharding_plan
 from tests.make_checkpoint import FORMATS, make_tensors, tiny_config, write_checkpoint, write_tensors
 
 # Every axis splits over two ranks.

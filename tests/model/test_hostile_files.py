@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint
-from model.errors import CheckpointError
-from scripts.cli import run
-from scripts.inspect import main
+from fathom.model.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint
+from fathom.model.errors import CheckpointError
+from fathom.scripts.cli import run
+from fathom.scripts.inspect import main
 from tests.make_checkpoint import micro_config, write_checkpoint
 
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

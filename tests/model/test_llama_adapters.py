@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.weights import fingerprint
-from model.errors import CheckpointError, ConfigError
-from model.llama.adapters import check_adapters, read_adapters
-from model.llama.config import LlamaConfig
-from model.llama.trained import Trained
-from runtime.kv import variants
-from runtime.load import load_any
-from runtime.options import RunOptions
-from runtime.sharding import sharding_plan
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.weights import fingerprint
+from fathom.model.errors import CheckpointError, ConfigError
+from fathom.model.llama.adapters import check_adapters, read_adapters
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.llama.trained import Trained
+from fathom.runtime.kv import variants
+from fathom.runtime.load import load_any
+from fathom.runtime.options import RunOptions
+from fathom.runtime.sharding import sharding_plan
 from tests.coda_adapters import BLOCK, SIZES, adapted, write_pt, write_safetensors
 from tests.transformers_model import our_logits
 

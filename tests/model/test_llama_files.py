@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.architectures import config_from_file
-from model.errors import CapacityError, CheckpointError, ConfigError
-from model.llama.census import census, parameters
-from model.llama.config import LlamaConfig
-from runtime.load import load_any
-from runtime.options import RunOptions
+from fathom.model.architectures import config_from_file
+from fathom.model.errors import CapacityError, CheckpointError, ConfigError
+from fathom.model.llama.census import census, parameters
+from fathom.model.llama.config import LlamaConfig
+from fathom.runtime.load import load_any
+from fathom.runtime.options import RunOptions
 from tests.llama_configs import LLAMA_2_7B, LLAMA_3_1_8B, LLAMA_3_2_1B, MISTRAL_7B_V1, SMOLLM2_135M
 from tests.llama_model import LLAMA3, load_ours, oracle
 from tests.make_checkpoint import tiny_config

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from kernels.ops import CPU, REFERENCE
-from model.cache.full import FullCache
-from model.errors import Tripwire
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.model.cache.full import FullCache
+from fathom.model.errors import Tripwire
 from tests.llama_model import LLAMA3, load_ours, oracle, their_logits
 from tests.transformers_model import our_logits
 

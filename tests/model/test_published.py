@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.census import census
-from model.checkpoint.header import ITEM_BYTES
-from model.checkpoint.published import published_tensors
-from model.checkpoint.tensor_mapping import Form
-from model.config import LayerKind, ModelConfig
-from model.errors import ConfigError
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.header import ITEM_BYTES
+from fathom.model.checkpoint.published import published_tensors
+from fathom.model.checkpoint.tensor_mapping import Form
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.errors import ConfigError
 from tests.make_checkpoint import tiny_config
 
 CONFIGS = Path(__file__).parents[2] / "model" / "published"

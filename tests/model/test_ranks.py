@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _symmetric_memory as symmetric
 
-from model.choices import ALL, AUTO, OWN
-from model.errors import RankDisagreement, Tripwire
-from model.ranks import ranks as between
-from model.ranks.multicast import LARGEST
-from model.ranks.ranks import ALONE, Partial, Ranks, Shards, evenly, undivided
+from fathom.model.choices import ALL, AUTO, OWN
+from fathom.model.errors import RankDisagreement, Tripwire
+from fathom.model.ranks import ranks as between
+from fathom.model.ranks.multicast import LARGEST
+from fathom.model.ranks.ranks import ALONE, Partial, Ranks, Shards, evenly, undivided
 from tests import gloo
 
 

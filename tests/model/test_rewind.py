@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.ops import CPU, REFERENCE
-from kernels.triton_ops import TRITON
-from model.errors import CapacityError, ConfigError, Tripwire
-from model.state import State
-from runtime.graph import Step
-from runtime.load import load, load_any
-from runtime.memory import new_state
-from runtime.options import RunOptions
-from runtime.statefile import load_state, save_state, snapshot
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.kernels.triton_ops import TRITON
+from fathom.model.errors import CapacityError, ConfigError, Tripwire
+from fathom.model.state import State
+from fathom.runtime.graph import Step
+from fathom.runtime.load import load, load_any
+from fathom.runtime.memory import new_state
+from fathom.runtime.options import RunOptions
+from fathom.runtime.statefile import load_state, save_state, snapshot
 from tests.llama_model import LLAMA3, oracle
 from tests.make_checkpoint import tiny_config, write_checkpoint
 

@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from model.errors import Tripwire
-from model.observe import sites
-from model.observe.observer import Observer, Place, Point, listening, observed
-from model.observe.sites import SITES, Site
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
+from fathom.model.errors import Tripwire
+from fathom.model.observe import sites
+from fathom.model.observe.observer import Observer, Place, Point, listening, observed
+from fathom.model.observe.sites import SITES, Site
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
 
 
 @pytest.fixture(scope="module")

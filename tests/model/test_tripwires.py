@@ -9,16 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.formats.stored import Dense
-from kernels.hyper.reference import sinkhorn
-from kernels.indexer.reference import select
-from kernels.ops import CPU
-from model.compressor import EntryCompressor, KeyCompressor
-from model.errors import Tripwire
-from model.observe import invariants, sites
-from model.observe.observer import listening
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
+from fathom.kernels.formats.stored import Dense
+from fathom.kernels.hyper.reference import sinkhorn
+from fathom.kernels.indexer.reference import select
+from fathom.kernels.ops import CPU
+from fathom.model.compressor import EntryCompressor, KeyCompressor
+from fathom.model.errors import Tripwire
+from fathom.model.observe import invariants, sites
+from fathom.model.observe.observer import listening
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
 
 INF, NAN = float("inf"), float("nan")
 

@@ -6,17 +6,17 @@ from functools import wraps
 import pytest
 import torch
 
-from kernels.ops import CPU
-from kernels.triton_ops import TRITON
-from model.checkpoint.mtp import Head
-from model.observe import sites
-from model.observe.observer import listening
-from probes.shared.alive import peak_alive
-from runtime.load import load, load_any
-from runtime.options import RunOptions
-from runtime.plan.call import SLACK
-from runtime.plan.planner import Planner
-from runtime.statefile import snapshot
+from fathom.kernels.ops import CPU
+from fathom.kernels.triton_ops import TRITON
+from fathom.model.checkpoint.mtp import Head
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.probes.shared.alive import peak_alive
+from fathom.runtime.load import load, load_any
+from fathom.runtime.options import RunOptions
+from fathom.runtime.plan.call import SLACK
+from fathom.runtime.plan.planner import Planner
+from fathom.runtime.statefile import snapshot
 from tests.coda_adapters import adapted, write_safetensors
 from tests.make_checkpoint import DSPARK, tiny_config, write_checkpoint
 from tests.transformers_model import load_ours, oracle, our_logits

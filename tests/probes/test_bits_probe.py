@@ -5,22 +5,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.formats.stored import Dense, Slots
-from kernels.ops import CPU, REFERENCE
-from model.attention import CsaAttention, HcaAttention
-from model.config import LayerKind
-from model.moe import HashGate
-from model.observe import sites
-from probes.bits import FULL, QUICK, Compared, Reach, Tally, heat_map, judge, poison, prefixes, reached, sees
-from probes.bits import selections as judged_selections
-from probes.fault import Fault
-from probes.faults import FAULTS
-from probes.finding import Verdict
-from probes.probe import run_probe, silent
-from probes.shared.exact import exact
-from probes.shared.trace import Difference, Trace, _multipliers, row_digests
-from probes.subject import Subject, run_tokens
-from runtime.options import RunOptions
+from fathom.kernels.formats.stored import Dense, Slots
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.model.attention import CsaAttention, HcaAttention
+from fathom.model.config import LayerKind
+from fathom.model.moe import HashGate
+from fathom.model.observe import sites
+from fathom.probes.bits import FULL, QUICK, Compared, Reach, Tally, heat_map, judge, poison, prefixes, reached, sees
+from fathom.probes.bits import selections as judged_selections
+from fathom.probes.fault import Fault
+from fathom.probes.faults import FAULTS
+from fathom.probes.finding import Verdict
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.shared.exact import exact
+from fathom.probes.shared.trace import Difference, Trace, _multipliers, row_digests
+from fathom.probes.subject import Subject, run_tokens
+from fathom.runtime.options import RunOptions
 from tests.exact_ops import EXACT
 from tests.make_checkpoint import micro_config, tiny_config, write_checkpoint
 

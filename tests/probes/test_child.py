@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from model.errors import ConfigError, RankDisagreement, Tripwire
-from probes.child import Child, ChildError, call, call_together
+from fathom.model.errors import ConfigError, RankDisagreement, Tripwire
+from fathom.probes.child import Child, ChildError, call, call_together
 
 TRIP = Tripwire("logits", None, 7, "nan", "finite")
 RAISED = [TRIP, RankDisagreement("streams", 3, 1, (0, 2), 1.5, 1.25), ConfigError("config.json: no")]

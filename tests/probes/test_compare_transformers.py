@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from probes.subject import Subject
-from runtime.options import DEMO
-from scripts import compare
+from fathom.probes.subject import Subject
+from fathom.runtime.options import DEMO
+from fathom.scripts import compare
 from tests.exporter import exporter
 from tests.probes.transformers_faults import KNOWN, UNKNOWN, Put
 

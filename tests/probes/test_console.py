@@ -4,9 +4,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from probes import console as shown
-from probes.finding import broken
-from probes.subject import Subject
+from fathom.probes import console as shown
+from fathom.probes.finding import broken
+from fathom.probes.subject import Subject
 from tests.fake_probes import FAILING, FAKES, GOOD, HOLLOW, PASSING, TRIPPING, run_fake
 
 

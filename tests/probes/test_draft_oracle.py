@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.mtp import Head
-from model.config import ModelConfig
-from probes.draft_oracle import FAULTS, RIGHT, Block, Dspark, Mtp, SlotBlock, acts, skipping
-from probes.oracle import KV_BLOCK, LINEAR_BLOCK, Noise, Parameters, rounded_e4m3
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.mtp import Head
+from fathom.model.config import ModelConfig
+from fathom.probes.draft_oracle import FAULTS, RIGHT, Block, Dspark, Mtp, SlotBlock, acts, skipping
+from fathom.probes.oracle import KV_BLOCK, LINEAR_BLOCK, Noise, Parameters, rounded_e4m3
 from tests.draft_parameters import Given, random_head
 from tests.make_checkpoint import tiny_config
 from tests.transformers_model import oracle

@@ -8,20 +8,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.ops import REFERENCE
-from model.checkpoint.mtp import Head
-from model.config import ModelConfig
-from probes import drafting
-from probes.draft_oracle import FAULTS as READINGS
-from probes.drafting import EARLY, QUICK, SKIPPED, Pair, Segment, Text, Turns
-from probes.fault import Fault
-from probes.faults import FAULTS
-from probes.finding import TRIPWIRE, Verdict
-from probes.probe import run_probe, silent
-from probes.subject import Subject
-from runtime.generate import Generation
-from runtime.options import RunOptions
-from runtime.sampling import Sampling
+from fathom.kernels.ops import REFERENCE
+from fathom.model.checkpoint.mtp import Head
+from fathom.model.config import ModelConfig
+from fathom.probes import drafting
+from fathom.probes.draft_oracle import FAULTS as READINGS
+from fathom.probes.drafting import EARLY, QUICK, SKIPPED, Pair, Segment, Text, Turns
+from fathom.probes.fault import Fault
+from fathom.probes.faults import FAULTS
+from fathom.probes.finding import TRIPWIRE, Verdict
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.subject import Subject
+from fathom.runtime.generate import Generation
+from fathom.runtime.options import RunOptions
+from fathom.runtime.sampling import Sampling
 from tests.demo_heads import write_demo_with
 from tests.make_checkpoint import DSPARK, tiny_config, write_checkpoint
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from model.errors import ConfigError
-from probes.catalogue import QUICK
-from probes.faults import FAULTS
-from probes.matrix import Cell, Outcome, row
-from probes.subject import Subject
-from scripts.tasks.fault_matrix import NOT_CLAIMED, _kept, noticed, page
+from fathom.model.errors import ConfigError
+from fathom.probes.catalogue import QUICK
+from fathom.probes.faults import FAULTS
+from fathom.probes.matrix import Cell, Outcome, row
+from fathom.probes.subject import Subject
+from fathom.scripts.tasks.fault_matrix import NOT_CLAIMED, _kept, noticed, page
 
 ROOT = Path(__file__).resolve().parents[2]
 SAID = json.loads((ROOT / "audits" / "faults.json").read_text(encoding="utf-8"))

@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 import torch
 
-from model.config import ModelConfig
-from model.errors import Tripwire
-from probes.faults import FAULTS
-from probes.subject import Subject, run_tokens
-from runtime.options import DEMO
+from fathom.model.config import ModelConfig
+from fathom.model.errors import Tripwire
+from fathom.probes.faults import FAULTS
+from fathom.probes.subject import Subject, run_tokens
+from fathom.runtime.options import DEMO
 from tests.make_checkpoint import tiny_config
 
 # Two calls, as what a call costs hardly grows with its tokens: two windows of HCA, of which the first call closes one

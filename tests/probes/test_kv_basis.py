@@ -5,12 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from kernels.formats.basis_fit import Loss
-from probes.finding import Verdict
-from probes.kv_basis import QUICK, cell
-from probes.probe import run_probe, silent
-from probes.subject import Subject
-from runtime.options import RunOptions
+from fathom.kernels.formats.basis_fit import Loss
+from fathom.probes.finding import Verdict
+from fathom.probes.kv_basis import QUICK, cell
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.subject import Subject
+from fathom.runtime.options import RunOptions
 
 
 def test_the_page_says_what_the_fits_say():

@@ -5,15 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from probes import kv_variants
-from probes.evaluation import Run
-from probes.finding import Verdict
-from probes.kv_variants import FIDELITY, FULL_CACHE, PLAIN, RECALL, TITLES, Variant, agreed, grouped, held_bytes
-from probes.probe import run_probe, silent
-from probes.subject import Subject
-from runtime.load import load_any
-from runtime.memory import new_state
-from runtime.options import DEMO
+from fathom.probes import kv_variants
+from fathom.probes.evaluation import Run
+from fathom.probes.finding import Verdict
+from fathom.probes.kv_variants import FIDELITY, FULL_CACHE, PLAIN, RECALL, TITLES, Variant, agreed, grouped, held_bytes
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.subject import Subject
+from fathom.runtime.load import load_any
+from fathom.runtime.memory import new_state
+from fathom.runtime.options import DEMO
 from tests.llama_model import oracle
 
 FEW = {

@@ -8,18 +8,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.observe import sites
-from model.observe.observer import observed
-from probes import layers
-from probes.checks import Checks, Status
-from probes.fault import Fault
-from probes.faults import FAULTS
-from probes.finding import Verdict
-from probes.layers import QUICK, SMALL, around_ends, calls, runs, views
-from probes.probe import run_probe, silent
-from probes.recording import Recording
-from probes.subject import Subject
-from runtime.options import DEMO, RunOptions
+from fathom.model.observe import sites
+from fathom.model.observe.observer import observed
+from fathom.probes import layers
+from fathom.probes.checks import Checks, Status
+from fathom.probes.fault import Fault
+from fathom.probes.faults import FAULTS
+from fathom.probes.finding import Verdict
+from fathom.probes.layers import QUICK, SMALL, around_ends, calls, runs, views
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.recording import Recording
+from fathom.probes.subject import Subject
+from fathom.runtime.options import DEMO, RunOptions
 from tests.make_checkpoint import micro_config, tiny_config, write_checkpoint
 
 BY_NAME = {probe.name: probe for probe in QUICK}

@@ -6,17 +6,17 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.checkpoint.tensor_mapping import Form, Slice, TensorMapping
-from model.moe import Gate
-from probes import load
-from probes.fault import Fault
-from probes.faults import FAULTS
-from probes.finding import Verdict
-from probes.load import Files, Load, Reads, census_findings, without_effect
-from probes.probe import run_probe, silent
-from probes.shared.held import find
-from probes.subject import Subject
-from runtime.options import RunOptions
+from fathom.model.checkpoint.tensor_mapping import Form, Slice, TensorMapping
+from fathom.model.moe import Gate
+from fathom.probes import load
+from fathom.probes.fault import Fault
+from fathom.probes.faults import FAULTS
+from fathom.probes.finding import Verdict
+from fathom.probes.load import Files, Load, Reads, census_findings, without_effect
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.shared.held import find
+from fathom.probes.subject import Subject
+from fathom.runtime.options import RunOptions
 from tests.make_checkpoint import fp4, fp8, nvfp4, tiny_config, write_checkpoint
 
 DIFFER = "numbers that differ from the file's"

@@ -8,14 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.ops import CPU
-from probes import long_context
-from probes.demo_language import words
-from probes.demo_language.language import needle_sentence
-from probes.demo_language.vocabulary import BOS, vocabulary
-from probes.evaluation import restore, snapshot
-from probes.finding import Verdict
-from probes.long_context import (
+from fathom.kernels.ops import CPU
+from fathom.probes import long_context
+from fathom.probes.demo_language import words
+from fathom.probes.demo_language.language import needle_sentence
+from fathom.probes.demo_language.vocabulary import BOS, vocabulary
+from fathom.probes.evaluation import restore, snapshot
+from fathom.probes.finding import Verdict
+from fathom.probes.long_context import (
     COMPONENTS,
     FULL,
     GAP,
@@ -29,11 +29,11 @@ from probes.long_context import (
     overlaps,
     spread,
 )
-from probes.probe import silent
-from probes.subject import Subject
-from runtime.options import RunOptions
-from runtime.plan.planner import Planner
-from scripts.probe import main
+from fathom.probes.probe import silent
+from fathom.probes.subject import Subject
+from fathom.runtime.options import RunOptions
+from fathom.runtime.plan.planner import Planner
+from fathom.scripts.probe import main
 
 MARKS, CHUNK = (1024, 2048), 400
 DECODED, RESERVED = 8, 16  # tokens that are decoded at a mark, and at the last: the page's are 32 and 64 or more

@@ -4,12 +4,12 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from model.errors import Tripwire
-from probes.fault import Fault
-from probes.finding import HeatMap, Report, at_most, judged, measured, vacuous
-from probes.matrix import Cell, Outcome, row, uncaught
-from probes.subject import Subject
-from scripts.tasks.fault_matrix import page
+from fathom.model.errors import Tripwire
+from fathom.probes.fault import Fault
+from fathom.probes.finding import HeatMap, Report, at_most, judged, measured, vacuous
+from fathom.probes.matrix import Cell, Outcome, row, uncaught
+from fathom.probes.subject import Subject
+from fathom.scripts.tasks.fault_matrix import page
 
 
 @dataclass(frozen=True)

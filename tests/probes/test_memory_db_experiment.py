@@ -9,16 +9,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from model.llama.adapters import shapes
-from probes.demo_language.language import encode
-from probes.demo_language.vocabulary import BOS, vocabulary_size
-from probes.evaluation import Share, ask
-from probes.finding import Verdict
-from probes.memory_db import ABOUT, BOTH, BOUNDED, CODES, MERGED, QUICK, Tally, behind, documents
-from probes.probe import run_probe, silent
-from probes.subject import Subject
-from runtime.load import load_any
-from runtime.options import DEMO, RunOptions
+from fathom.model.llama.adapters import shapes
+from fathom.probes.demo_language.language import encode
+from fathom.probes.demo_language.vocabulary import BOS, vocabulary_size
+from fathom.probes.evaluation import Share, ask
+from fathom.probes.finding import Verdict
+from fathom.probes.memory_db import ABOUT, BOTH, BOUNDED, CODES, MERGED, QUICK, Tally, behind, documents
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.subject import Subject
+from fathom.runtime.load import load_any
+from fathom.runtime.options import DEMO, RunOptions
 from tests.llama_model import oracle
 
 KV = "all=coda:window=8,exact=4,summary=4,block=8"

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.published import published_configs
-from probes import memory_plan
-from probes.finding import Bars
-from probes.memory_plan import FULL, QUICK
-from probes.subject import Subject
-from runtime.plan.planner import Planner
-from scripts import probe
-from scripts.tasks.probe import with_knobs
+from fathom.model.checkpoint.published import published_configs
+from fathom.probes import memory_plan
+from fathom.probes.finding import Bars
+from fathom.probes.memory_plan import FULL, QUICK
+from fathom.probes.subject import Subject
+from fathom.runtime.plan.planner import Planner
+from fathom.scripts import probe
+from fathom.scripts.tasks.probe import with_knobs
 
 AUDITS = Path(__file__).resolve().parents[2] / "audits"
 

@@ -6,18 +6,18 @@ import pickle
 import pytest
 import torch
 
-from kernels.ops import CPU, REFERENCE
-from model.cache.entries import Entries
-from model.cache.window import WindowRing
-from model.errors import Tripwire
-from model.observe.observer import listening
-from model.transformer import Transformer
-from probes import memory
-from probes.child import call
-from probes.fault import Fault
-from probes.faults import FAULTS
-from probes.finding import Text, Verdict
-from probes.memory import (
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.model.cache.entries import Entries
+from fathom.model.cache.window import WindowRing
+from fathom.model.errors import Tripwire
+from fathom.model.observe.observer import listening
+from fathom.model.transformer import Transformer
+from fathom.probes import memory
+from fathom.probes.child import call
+from fathom.probes.fault import Fault
+from fathom.probes.faults import FAULTS
+from fathom.probes.finding import Text, Verdict
+from fathom.probes.memory import (
     Memory,
     Peak,
     Process,
@@ -30,9 +30,9 @@ from probes.memory import (
     noise_up_to,
     poison,
 )
-from probes.probe import run_probe, silent
-from probes.subject import Subject, cannot_travel
-from runtime.options import RunOptions
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.subject import Subject, cannot_travel
+from fathom.runtime.options import RunOptions
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 ALLOCATED, LIES = "bytes allocated", "caches that claim other bytes than they hold"

@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.errors import ConfigError
-from probes import needle
-from probes.ablations import random_selection, without_entries
-from probes.demo_language.language import filler
-from probes.demo_language.prompts import needle_prompts
-from probes.evaluation import Run
-from probes.fault import Fault
-from probes.faults import FAULTS
-from probes.finding import Verdict
-from probes.needle import (
+from fathom.model.errors import ConfigError
+from fathom.probes import needle
+from fathom.probes.ablations import random_selection, without_entries
+from fathom.probes.demo_language.language import filler
+from fathom.probes.demo_language.prompts import needle_prompts
+from fathom.probes.evaluation import Run
+from fathom.probes.fault import Fault
+from fathom.probes.faults import FAULTS
+from fathom.probes.finding import Verdict
+from fathom.probes.needle import (
     EVERYTHING,
     FULL,
     QUICK,
@@ -32,10 +32,10 @@ from probes.needle import (
     of_prompt,
     told_apart,
 )
-from probes.probe import run_probe, silent
-from probes.subject import Subject, run_tokens
-from runtime.options import DEMO
-from runtime.text.tokenizer import Tokenizer
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.subject import Subject, run_tokens
+from fathom.runtime.options import DEMO
+from fathom.runtime.text.tokenizer import Tokenizer
 from tests.llama_model import load_ours, oracle, their_logits, write_tokenizer
 from tests.make_checkpoint import tiny_config, write_checkpoint
 

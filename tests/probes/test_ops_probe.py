@@ -7,14 +7,14 @@ import mpmath  # torch requires sympy, which requires it
 import pytest
 import torch
 
-from kernels.attention import reference as attention
-from model.config import Yarn
-from probes.fault import Fault
-from probes.faults import FAULTS
-from probes.ops import ENTRIES, LOGITS, POSITIONS, QUICK, WINDOWS, Angles, Shape, attended, cases, sinkhorn
-from probes.probe import run_probe, silent
-from probes.subject import Subject
-from runtime.options import RunOptions
+from fathom.kernels.attention import reference as attention
+from fathom.model.config import Yarn
+from fathom.probes.fault import Fault
+from fathom.probes.faults import FAULTS
+from fathom.probes.ops import ENTRIES, LOGITS, POSITIONS, QUICK, WINDOWS, Angles, Shape, attended, cases, sinkhorn
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.subject import Subject
+from fathom.runtime.options import RunOptions
 from tests.make_checkpoint import micro_config, tiny_config, write_checkpoint
 
 SHAPE = Shape("small", 3, 8, 4)

@@ -6,16 +6,16 @@ import math
 import pytest
 import torch
 
-from kernels.formats.reference import decode
-from kernels.ops import REFERENCE
-from model.checkpoint.names import Role, translate
-from model.errors import CheckpointError
-from model.observe import sites
-from model.observe.observer import observed
-from probes import parity
-from probes.faults import FAULTS
-from probes.finding import Verdict, at_most
-from probes.parity import (
+from fathom.kernels.formats.reference import decode
+from fathom.kernels.ops import REFERENCE
+from fathom.model.checkpoint.names import Role, translate
+from fathom.model.errors import CheckpointError
+from fathom.model.observe import sites
+from fathom.model.observe.observer import observed
+from fathom.probes import parity
+from fathom.probes.faults import FAULTS
+from fathom.probes.finding import Verdict, at_most
+from fathom.probes.parity import (
     COMPARED,
     DEPLOYED_OP_SET,
     DTYPE,
@@ -32,9 +32,9 @@ from probes.parity import (
     Trace,
     chunks,
 )
-from probes.probe import run_probe, silent
-from probes.subject import Subject, run_tokens
-from runtime.options import DEMO, RunOptions
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.subject import Subject, run_tokens
+from fathom.runtime.options import DEMO, RunOptions
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 CALLS = chunks(101)

@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
 
-from probes.finding import Bars, HeatMap, Plot, Scatter
-from probes.pictures import COLOURS, _look, _plot, _scatter, picture
+from fathom.probes.finding import Bars, HeatMap, Plot, Scatter
+from fathom.probes.pictures import COLOURS, _look, _plot, _scatter, picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 GRID = HeatMap(
@@ -136,5 +136,5 @@ def test_the_same_data_give_the_same_bytes_whatever_the_settings():
 
 
 def test_commands_start_without_matplotlib():
-    code = "import sys, probes.report, scripts.tasks.compare; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, fathom.probes.report, fathom.scripts.tasks.compare; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.formats.stored import Fp8
-from kernels.ops import CPU, REFERENCE
-from probes.fault import Fault
-from probes.faults import FAULTS
-from probes.finding import Report, Table, Verdict
-from probes.oracle import E4M3, hadamard, rounded_e2m1, rounded_e4m3
-from probes.probe import run_probe, silent
-from probes.quantisation import QUICK, Stored, off_grid, one_kind, roundings, run_pair
-from probes.subject import Subject, run_tokens
-from runtime.options import RunOptions
+from fathom.kernels.formats.stored import Fp8
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.probes.fault import Fault
+from fathom.probes.faults import FAULTS
+from fathom.probes.finding import Report, Table, Verdict
+from fathom.probes.oracle import E4M3, hadamard, rounded_e2m1, rounded_e4m3
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.quantisation import QUICK, Stored, off_grid, one_kind, roundings, run_pair
+from fathom.probes.subject import Subject, run_tokens
+from fathom.runtime.options import RunOptions
 from tests.make_checkpoint import fp8, tiny_config, write_checkpoint
 
 CAST = "simulate_fp{} in groups of {}: values unlike an independent cast"

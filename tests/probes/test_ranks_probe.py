@@ -2,17 +2,17 @@
 
 import pytest
 
-from kernels.ops import CPU
-from model.errors import ConfigError, Tripwire
-from model.ranks.ranks import Group
-from probes import ranks
-from probes.child import ChildError
-from probes.faults import FAULTS
-from probes.finding import Verdict
-from probes.probe import run_probe, silent
-from probes.ranks import PAIRS, QUICK, Ranks
-from probes.subject import Subject
-from runtime.options import RunOptions
+from fathom.kernels.ops import CPU
+from fathom.model.errors import ConfigError, Tripwire
+from fathom.model.ranks.ranks import Group
+from fathom.probes import ranks
+from fathom.probes.child import ChildError
+from fathom.probes.faults import FAULTS
+from fathom.probes.finding import Verdict
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.ranks import PAIRS, QUICK, Ranks
+from fathom.probes.subject import Subject
+from fathom.runtime.options import RunOptions
 from tests import gloo
 from tests.make_checkpoint import tiny_config, write_checkpoint
 

@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.indexer.reference import index_scores, select
-from kernels.ops import CPU, REFERENCE
-from model.cache.layers import CsaCache
-from model.observe import sites
-from model.observe.observer import listening
-from probes.fault import Fault
-from probes.faults import FAULTS
-from probes.finding import Verdict
-from probes.probe import run_probe, silent
-from probes.recall import (
+from fathom.kernels.indexer.reference import index_scores, select
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.model.cache.layers import CsaCache
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.probes.fault import Fault
+from fathom.probes.faults import FAULTS
+from fathom.probes.finding import Verdict
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.recall import (
     FULL,
     QUICK,
     Recall,
@@ -27,9 +27,9 @@ from probes.recall import (
     exact_scores,
     rounding_error,
 )
-from probes.shared.recorder import Recorder
-from probes.subject import Subject, run_tokens
-from runtime.options import RunOptions
+from fathom.probes.shared.recorder import Recorder
+from fathom.probes.subject import Subject, run_tokens
+from fathom.runtime.options import RunOptions
 from tests.make_checkpoint import micro_config, tiny_config, write_checkpoint
 
 HELD = "index keys held otherwise than written"

@@ -9,13 +9,25 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
-from model.config import ModelConfig
-from probes.fault import Fault
-from probes.finding import HeatMap, Plot, Table, Text, at_least, at_most, exactly, judged, measured, rows, vacuous
-from probes.report import Page, of_run, write
-from probes.subject import Subject
-from runtime.options import DEMO, RunOptions
-from runtime.report import commit
+from fathom.model.config import ModelConfig
+from fathom.probes.fault import Fault
+from fathom.probes.finding import (
+    HeatMap,
+    Plot,
+    Table,
+    Text,
+    at_least,
+    at_most,
+    exactly,
+    judged,
+    measured,
+    rows,
+    vacuous,
+)
+from fathom.probes.report import Page, of_run, write
+from fathom.probes.subject import Subject
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.report import commit
 from tests.fake_probes import BAD, FAILING, FAKES, GOOD, HOLLOW, PARTLY_HOLLOW, PASSING, TRIPPING, UNJUDGED, run_fake
 from tests.make_checkpoint import tiny_config, write_checkpoint
 

@@ -8,17 +8,17 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.ops import CPU
-from probes import text
-from probes.fault import PARTS
-from probes.faults import FAULTS
-from probes.finding import Verdict
-from probes.probe import run_probe, silent
-from probes.subject import Subject
-from probes.text import CASES, QUICK, Case
-from runtime.options import DEMO
-from runtime.sampling import Sampling, sample
-from runtime.text.tokenizer import Tokenizer
+from fathom.kernels.ops import CPU
+from fathom.probes import text
+from fathom.probes.fault import PARTS
+from fathom.probes.faults import FAULTS
+from fathom.probes.finding import Verdict
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.subject import Subject
+from fathom.probes.text import CASES, QUICK, Case
+from fathom.runtime.options import DEMO
+from fathom.runtime.sampling import Sampling, sample
+from fathom.runtime.text.tokenizer import Tokenizer
 
 FILE = text._File(DEMO / "tokenizer.json")
 SUBJECT = Subject()

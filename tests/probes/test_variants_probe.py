@@ -7,18 +7,18 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from kernels.formats import coded_rows
-from kernels.ops import CPU
-from model.cache.entries import Entries
-from probes import variants
-from probes.fault import PARTS
-from probes.faults import FAULTS
-from probes.finding import Verdict
-from probes.probe import run_probe, silent
-from probes.shared.alive import peak_alive
-from probes.subject import Subject
-from probes.variants import OPTIMUM, QUICK, SMALL
-from runtime.options import RunOptions
+from fathom.kernels.formats import coded_rows
+from fathom.kernels.ops import CPU
+from fathom.model.cache.entries import Entries
+from fathom.probes import variants
+from fathom.probes.fault import PARTS
+from fathom.probes.faults import FAULTS
+from fathom.probes.finding import Verdict
+from fathom.probes.probe import run_probe, silent
+from fathom.probes.shared.alive import peak_alive
+from fathom.probes.subject import Subject
+from fathom.probes.variants import OPTIMUM, QUICK, SMALL
+from fathom.runtime.options import RunOptions
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 IN_VARIANTS = [name for name, fault in FAULTS.items() if fault.in_variants]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
-from kernels.rope import reference as rope
+from fathom.kernels.rope import reference as rope
 
 
 class Put(NamedTuple):

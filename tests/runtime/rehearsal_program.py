@@ -14,18 +14,18 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 
-from kernels.triton_ops import TRITON
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.weights import open_weights
-from model.config import ModelConfig
-from model.ranks.ranks import ALONE, Group, Ranks
-from model.transformer import Transformer
-from runtime.arithmetic import arithmetic
-from runtime.kernels import prepare_kernels
-from runtime.options import DEMO, RunOptions
-from runtime.sharding import sharding_plan
-from scripts.bench.gpu import NoDevice
+from fathom.kernels.triton_ops import TRITON
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.weights import open_weights
+from fathom.model.config import ModelConfig
+from fathom.model.ranks.ranks import ALONE, Group, Ranks
+from fathom.model.transformer import Transformer
+from fathom.runtime.arithmetic import arithmetic
+from fathom.runtime.kernels import prepare_kernels
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.sharding import sharding_plan
+from fathom.scripts.bench.gpu import NoDevice
 
 CONTEXT = 2000
 CALLS = (512, 512, 300, 77, 30, 9, 3, *[1] * 150)

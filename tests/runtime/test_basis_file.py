@@ -8,17 +8,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kernels.formats import basis_fit
-from kernels.formats.basis_fit import Sample
-from model.config import ModelConfig
-from model.errors import ConfigError
-from runtime.basis import read_basis, write_basis
-from runtime.digest import digest
-from runtime.kv import variants
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
-from scripts import calibrate_kv, generate, plan
-from scripts.cli import run
+from fathom.kernels.formats import basis_fit
+from fathom.kernels.formats.basis_fit import Sample
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.runtime.basis import read_basis, write_basis
+from fathom.runtime.digest import digest
+from fathom.runtime.kv import variants
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.scripts import calibrate_kv, generate, plan
+from fathom.scripts.cli import run
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 CONFIG = ModelConfig.from_file(DEMO / "config.json")

@@ -12,22 +12,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.formats.stored import Apart, Dense
-from kernels.ops import CPU
-from kernels.triton_ops import TRITON
-from model.config import LayerKind
-from model.errors import CapacityError, ConfigError, RankDisagreement, Tripwire
-from model.observe import sites
-from model.observe.observer import listening, observed
-from model.ranks.ranks import ALONE
-from model.state import State
-from model.transformer import Transformer
-from model.variants.choice import Coda
-from runtime.graph import Step, refusal
-from runtime.load import load
-from runtime.options import RunOptions
-from runtime.plan.planner import Planner
-from runtime.plan.token import LAUNCHES
+from fathom.kernels.formats.stored import Apart, Dense
+from fathom.kernels.ops import CPU
+from fathom.kernels.triton_ops import TRITON
+from fathom.model.config import LayerKind
+from fathom.model.errors import CapacityError, ConfigError, RankDisagreement, Tripwire
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening, observed
+from fathom.model.ranks.ranks import ALONE
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
+from fathom.model.variants.choice import Coda
+from fathom.runtime.graph import Step, refusal
+from fathom.runtime.load import load
+from fathom.runtime.options import RunOptions
+from fathom.runtime.plan.planner import Planner
+from fathom.runtime.plan.token import LAUNCHES
 from tests import gloo
 from tests.interpreter import patched_once
 from tests.make_checkpoint import tiny_config, write_checkpoint

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.errors import PromptError
-from runtime.text.encoding import encode_messages
-from runtime.text.messages import check_messages, load_messages
-from runtime.text.parsing import parse_completion
-from runtime.text.segments import (
+from fathom.runtime.errors import PromptError
+from fathom.runtime.text.encoding import encode_messages
+from fathom.runtime.text.messages import check_messages, load_messages
+from fathom.runtime.text.parsing import parse_completion
+from fathom.runtime.text.segments import (
     ASSISTANT,
     CONTROLS,
     EOS,

@@ -7,20 +7,20 @@ from dataclasses import replace
 import pytest
 import torch
 
-from model.checkpoint.mtp import Head
-from model.errors import CapacityError, StateError
-from model.state import State
-from runtime import conversation as module
-from runtime.conversation import Conversation, Format, Stopped
-from runtime.errors import PromptError
-from runtime.generate import Generation, generate, prefill
-from runtime.load import load, load_any
-from runtime.options import DEMO, RunOptions
-from runtime.sampling import Sampling
-from runtime.statefile import copy_state, load_state, save_state
-from runtime.text.encoding import encode_messages
-from runtime.text.messages import check_messages
-from runtime.text.tokenizer import Tokenizer
+from fathom.model.checkpoint.mtp import Head
+from fathom.model.errors import CapacityError, StateError
+from fathom.model.state import State
+from fathom.runtime import conversation as module
+from fathom.runtime.conversation import Conversation, Format, Stopped
+from fathom.runtime.errors import PromptError
+from fathom.runtime.generate import Generation, generate, prefill
+from fathom.runtime.load import load, load_any
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.sampling import Sampling
+from fathom.runtime.statefile import copy_state, load_state, save_state
+from fathom.runtime.text.encoding import encode_messages
+from fathom.runtime.text.messages import check_messages
+from fathom.runtime.text.tokenizer import Tokenizer
 from tests.llama_model import LLAMA3, oracle, write_tokenizer
 from tests.make_checkpoint import DSPARK, tiny_config, write_checkpoint
 

@@ -6,16 +6,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.ops import CPU
-from model.errors import ConfigError
-from model.llama.config import LlamaConfig
-from runtime import graph
-from runtime.decoding import check_graph, decoding
-from runtime.generate import Generation, generate
-from runtime.graph import Captured
-from runtime.load import load, read_config
-from runtime.options import DEMO, RunOptions
-from runtime.sampling import Sampling
+from fathom.kernels.ops import CPU
+from fathom.model.errors import ConfigError
+from fathom.model.llama.config import LlamaConfig
+from fathom.runtime import graph
+from fathom.runtime.decoding import check_graph, decoding
+from fathom.runtime.generate import Generation, generate
+from fathom.runtime.graph import Captured
+from fathom.runtime.load import load, read_config
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.sampling import Sampling
 from tests.llama_configs import LLAMA_3_2_1B
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from model.errors import StateError
-from runtime.errors import PromptError
-from runtime.generate import prefill
-from runtime.memory_db import Memory
-from runtime.options import DEMO, RunOptions
-from runtime.quantised_state import quantise_state
+from fathom.model.errors import StateError
+from fathom.runtime.errors import PromptError
+from fathom.runtime.generate import prefill
+from fathom.runtime.memory_db import Memory
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.quantised_state import quantise_state
 from tests.llama_model import oracle, write_tokenizer
 
 TEXT, MORE, QUESTION = "The quick brown fox jumps over it", ", and over it", " and the lazy dog"

@@ -6,18 +6,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.ops import CPU, REFERENCE
-from model.architectures import config_from_file
-from model.checkpoint.mtp import Head
-from model.errors import ConfigError
-from runtime.drafting import Drafting, check_draft, drafting, likely, lookup
-from runtime.generate import Generation, generate
-from runtime.load import load
-from runtime.memory import new_state
-from runtime.options import DEMO, RunOptions
-from runtime.sampling import Sampling
-from runtime.statefile import snapshot
-from runtime.text.tokenizer import Tokenizer
+from fathom.kernels.ops import CPU, REFERENCE
+from fathom.model.architectures import config_from_file
+from fathom.model.checkpoint.mtp import Head
+from fathom.model.errors import ConfigError
+from fathom.runtime.drafting import Drafting, check_draft, drafting, likely, lookup
+from fathom.runtime.generate import Generation, generate
+from fathom.runtime.load import load
+from fathom.runtime.memory import new_state
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.sampling import Sampling
+from fathom.runtime.statefile import snapshot
+from fathom.runtime.text.tokenizer import Tokenizer
 from tests import gloo
 from tests.make_checkpoint import DSPARK, tiny_config, write_checkpoint
 

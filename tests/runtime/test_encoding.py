@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import PromptError
-from runtime.text.dsml import ToolCall, tool_calls_block
-from runtime.text.encoding import EFFORTS, effort_text, encode_messages
-from runtime.text.messages import check_messages, load_messages, user_message
-from runtime.text.segments import (
+from fathom.runtime.errors import PromptError
+from fathom.runtime.text.dsml import ToolCall, tool_calls_block
+from fathom.runtime.text.encoding import EFFORTS, effort_text, encode_messages
+from fathom.runtime.text.messages import check_messages, load_messages, user_message
+from fathom.runtime.text.segments import (
     ASSISTANT,
     BOS,
     CONTROLS,

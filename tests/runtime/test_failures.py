@@ -2,7 +2,7 @@
 
 import pytest
 
-from runtime.group.failures import (
+from fathom.runtime.group.failures import (
     DEAD,
     DONE,
     FAILED,

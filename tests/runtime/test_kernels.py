@@ -9,18 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels.ops import CPU
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.weights import open_weights
-from model.config import ModelConfig
-from model.ranks.ranks import Group, Ranks
-from model.transformer import Transformer
-from runtime import load as loading
-from runtime.arithmetic import arithmetic
-from runtime.kernels import prepare_kernels, sizes
-from runtime.options import DEMO, RunOptions
-from runtime.sharding import sharding_plan
+from fathom.kernels.ops import CPU
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.weights import open_weights
+from fathom.model.config import ModelConfig
+from fathom.model.ranks.ranks import Group, Ranks
+from fathom.model.transformer import Transformer
+from fathom.runtime import load as loading
+from fathom.runtime.arithmetic import arithmetic
+from fathom.runtime.kernels import prepare_kernels, sizes
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.sharding import sharding_plan
 
 HERE = Path(__file__).parent
 

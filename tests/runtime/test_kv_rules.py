@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from model.config import ModelConfig
-from model.errors import ConfigError
-from model.llama.config import LlamaConfig
-from model.variants.choice import Coda, Full, GroupedCoda, GroupedShard, Shard
-from runtime.kv import variants
-from scripts.cli import run
-from scripts.generate import main
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.variants.choice import Coda, Full, GroupedCoda, GroupedShard, Shard
+from fathom.runtime.kv import variants
+from fathom.scripts.cli import run
+from fathom.scripts.generate import main
 from tests.llama_configs import LLAMA_3_1_8B
 from tests.make_checkpoint import tiny_config
 

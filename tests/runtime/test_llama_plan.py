@@ -6,24 +6,24 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kernels.formats import product_quantise
-from kernels.ops import CPU
-from kernels.rope.reference import rotate_halves_scratch
-from model.cache.gqa import Heads, all_heads
-from model.errors import CapacityError
-from model.llama.adapters import shapes
-from model.llama.census import census, parameters
-from model.llama.config import LlamaConfig
-from model.variants.choice import Full, GroupedCoda, GroupedShard
-from model.variants.grouped import CodaLayer, ShardLayer
-from model.variants.shard import KvShape
-from runtime import memory
-from runtime.arithmetic import DTYPES
-from runtime.load import load_any
-from runtime.options import RunOptions
-from runtime.plan.llama import attend
-from runtime.plan.planner import Planner
-from runtime.sharding import sharding_plan
+from fathom.kernels.formats import product_quantise
+from fathom.kernels.ops import CPU
+from fathom.kernels.rope.reference import rotate_halves_scratch
+from fathom.model.cache.gqa import Heads, all_heads
+from fathom.model.errors import CapacityError
+from fathom.model.llama.adapters import shapes
+from fathom.model.llama.census import census, parameters
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.variants.choice import Full, GroupedCoda, GroupedShard
+from fathom.model.variants.grouped import CodaLayer, ShardLayer
+from fathom.model.variants.shard import KvShape
+from fathom.runtime import memory
+from fathom.runtime.arithmetic import DTYPES
+from fathom.runtime.load import load_any
+from fathom.runtime.options import RunOptions
+from fathom.runtime.plan.llama import attend
+from fathom.runtime.plan.planner import Planner
+from fathom.runtime.sharding import sharding_plan
 from tests.llama_configs import LLAMA_3_1_8B
 from tests.llama_model import load_ours, oracle
 from tests.peak_memory import peak_bytes
@@ -227,6 +227,6 @@ def test_a_context_that_does_not_fit_is_refused_before_weights_are_read(saved, m
     loaded = load_ours(saved)
     needed = planner(loaded, RunOptions("plain")).plan(1000).needed
     monkeypatch.setattr(memory, "machine_memory", lambda _: needed)
-    monkeypatch.setattr("runtime.load.open_weights", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("fathom.runtime.load.open_weights", lambda *_: pytest.fail("weights were read"))
     with pytest.raises(CapacityError, match=r"the largest context that fits is 1000$"):
         load_any(saved, RunOptions("plain"), context=1001)

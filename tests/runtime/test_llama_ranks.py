@@ -7,15 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kernels.ops import CPU
-from model.errors import RankDisagreement
-from model.llama.adapters import shapes
-from model.llama.block import Block
-from runtime.load import load_any
-from runtime.options import RunOptions
-from runtime.plan.planner import Planner
-from runtime.sharding import sharding_plan
-from runtime.statefile import load_state, save_state
+from fathom.kernels.ops import CPU
+from fathom.model.errors import RankDisagreement
+from fathom.model.llama.adapters import shapes
+from fathom.model.llama.block import Block
+from fathom.runtime.load import load_any
+from fathom.runtime.options import RunOptions
+from fathom.runtime.plan.planner import Planner
+from fathom.runtime.sharding import sharding_plan
+from fathom.runtime.statefile import load_state, save_state
 from tests import gloo
 from tests.exact_ops import EXACT
 from tests.peak_memory import peak_bytes

@@ -6,13 +6,13 @@ import pytest
 import torch
 from numba import types
 
-from kernels import compiled
-from kernels.formats.cpu import FORMS
-from kernels.linear.cpu import KINDS
-from model.checkpoint.checkpoint import Checkpoint
-from runtime import loops
-from runtime.load import _census, load_any, read_any_config
-from runtime.options import DEMO, RunOptions
+from fathom.kernels import compiled
+from fathom.kernels.formats.cpu import FORMS
+from fathom.kernels.linear.cpu import KINDS
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.runtime import loops
+from fathom.runtime.load import _census, load_any, read_any_config
+from fathom.runtime.options import DEMO, RunOptions
 
 F32 = types.float32[::1]
 
@@ -46,7 +46,7 @@ def test_what_a_run_in_bfloat16_may_multiply_in_fp32_is_compiled_too():
     census = SimpleNamespace(mappings={"layers.0.ffn.experts.0.w1.weight": mapping})
     for dtype, kinds in (("bf16", {kind for form, kind in KINDS if form == FORMS["FP8_F32"]}), ("fp32", {F32})):
         wants = loops.wanted(census, dtype)
-        for name in ("kernels.linear.cpu._linear", "kernels.experts.cpu._experts"):
+        for name in ("fathom.kernels.linear.cpu._linear", "fathom.kernels.experts.cpu._experts"):
             wanted = [signature for signature in compiled.signatures(name) if wants(name, signature)]
             assert {signature[-1] for signature in wanted} == kinds
             assert all(FORMS["FP8_F32"] in signature for signature in wanted)

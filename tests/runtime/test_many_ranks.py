@@ -7,17 +7,17 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from kernels.ops import CPU
-from model.choices import ALL, AUTO, OWN
-from model.config import ModelConfig
-from model.errors import ConfigError, Tripwire
-from model.observe import sites
-from model.observe.observer import listening
-from model.ranks.ranks import ALONE, Group
-from probes.demo_language.prompts import needle_prompts
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
-from runtime.sharding import sharding_plan
+from fathom.kernels.ops import CPU
+from fathom.model.choices import ALL, AUTO, OWN
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError, Tripwire
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.model.ranks.ranks import ALONE, Group
+from fathom.probes.demo_language.prompts import needle_prompts
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.sharding import sharding_plan
 from tests import gloo
 from tests.exact_ops import EXACT
 from tests.make_checkpoint import tiny_config, write_checkpoint

@@ -7,29 +7,29 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kernels.ops import CPU
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.mtp import Head
-from model.checkpoint.published import published_tensors
-from model.checkpoint.tensor_mapping import Form
-from model.checkpoint.weights import open_weights
-from model.config import LayerKind, ModelConfig
-from model.errors import CapacityError
-from model.observe import sites
-from model.observe.observer import listening
-from model.ranks.ranks import Group, Ranks
-from model.transformer import Transformer
-from runtime import memory
-from runtime.arithmetic import arithmetic
-from runtime.load import load
-from runtime.op_sets import planned
-from runtime.options import DEMO, RunOptions
-from runtime.plan import v4
-from runtime.plan.call import Live
-from runtime.plan.planner import RESERVE, Planner
-from runtime.plan.weights import WeightKind, total, weights
-from runtime.sharding import sharding_plan
+from fathom.kernels.ops import CPU
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.mtp import Head
+from fathom.model.checkpoint.published import published_tensors
+from fathom.model.checkpoint.tensor_mapping import Form
+from fathom.model.checkpoint.weights import open_weights
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.errors import CapacityError
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.model.ranks.ranks import Group, Ranks
+from fathom.model.transformer import Transformer
+from fathom.runtime import memory
+from fathom.runtime.arithmetic import arithmetic
+from fathom.runtime.load import load
+from fathom.runtime.op_sets import planned
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.plan import v4
+from fathom.runtime.plan.call import Live
+from fathom.runtime.plan.planner import RESERVE, Planner
+from fathom.runtime.plan.weights import WeightKind, total, weights
+from fathom.runtime.sharding import sharding_plan
 from tests import held_bytes
 from tests.held_bytes import held_caches, held_weights
 from tests.make_checkpoint import DSPARK, FORMATS, make_tensors, tiny_config, write_checkpoint, write_tensors

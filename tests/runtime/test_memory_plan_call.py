@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from kernels.indexer import cpu as indexer
-from probes.memory import noise_up_to
-from probes.shared.alive import peak_alive
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
-from runtime.plan.planner import Planner
+from fathom.kernels.indexer import cpu as indexer
+from fathom.probes.memory import noise_up_to
+from fathom.probes.shared.alive import peak_alive
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.plan.planner import Planner
 from tests.gloo import run
 from tests.make_checkpoint import tiny_config, write_checkpoint
 from tests.peak_memory import peak_bytes

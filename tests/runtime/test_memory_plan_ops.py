@@ -6,13 +6,13 @@ from functools import cache
 import pytest
 import torch
 
-from kernels.formats import basis_fit, basis_rows, coded_rows, rows
-from kernels.formats.stored import Dense, Fp4, Fp8, NvFp4
-from kernels.indexer import cpu as indexer
-from kernels.ops import CPU
-from model.cache.formats import CacheFormats
-from model.checkpoint.tensor_mapping import Form
-from runtime.plan.v4 import coding
+from fathom.kernels.formats import basis_fit, basis_rows, coded_rows, rows
+from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4
+from fathom.kernels.indexer import cpu as indexer
+from fathom.kernels.ops import CPU
+from fathom.model.cache.formats import CacheFormats
+from fathom.model.checkpoint.tensor_mapping import Form
+from fathom.runtime.plan.v4 import coding
 from tests.peak_memory import peak_bytes
 
 HEADS = 8  # of the indexer

@@ -5,17 +5,17 @@ from copy import deepcopy
 import pytest
 import torch
 
-from kernels.rope.reference import angles, frequencies, rotate_halves
-from model.cache.gqa import all_heads
-from model.errors import StateError
-from model.variants.coda import CodaCache
-from model.variants.coda_merge import merge_caches
-from model.variants.coda_settings import CodaSettings
-from runtime.generate import prefill
-from runtime.load import load, load_any
-from runtime.merge import merge, mergeable
-from runtime.options import RunOptions
-from runtime.statefile import load_state, save_state
+from fathom.kernels.rope.reference import angles, frequencies, rotate_halves
+from fathom.model.cache.gqa import all_heads
+from fathom.model.errors import StateError
+from fathom.model.variants.coda import CodaCache
+from fathom.model.variants.coda_merge import merge_caches
+from fathom.model.variants.coda_settings import CodaSettings
+from fathom.runtime.generate import prefill
+from fathom.runtime.load import load, load_any
+from fathom.runtime.merge import merge, mergeable
+from fathom.runtime.options import RunOptions
+from fathom.runtime.statefile import load_state, save_state
 from tests.llama_model import oracle
 from tests.make_checkpoint import tiny_config, write_checkpoint
 

@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.ops import CPU, REFERENCE, Ops, backend, noted
-from kernels.triton_ops import TRITON
-from model.choices import OP_SETS
-from model.config import ModelConfig
-from model.errors import ConfigError
-from model.llama.config import LlamaConfig
-from model.variants.choice import Coda, GroupedCoda, GroupedShard, Shard
-from runtime.load import load
-from runtime.op_sets import op_set, planned, unread
-from runtime.options import DEMO, RunOptions, usual
+from fathom.kernels.ops import CPU, REFERENCE, Ops, backend, noted
+from fathom.kernels.triton_ops import TRITON
+from fathom.model.choices import OP_SETS
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.variants.choice import Coda, GroupedCoda, GroupedShard, Shard
+from fathom.runtime.load import load
+from fathom.runtime.op_sets import op_set, planned, unread
+from fathom.runtime.options import DEMO, RunOptions, usual
 from tests.llama_configs import LLAMA_3_1_8B
 
 LLAMA = LlamaConfig.from_json(LLAMA_3_1_8B, "as published")

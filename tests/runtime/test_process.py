@@ -9,8 +9,8 @@ import psutil
 import pytest
 import torch
 
-from probes.child import call
-from runtime import process
+from fathom.probes.child import call
+from fathom.runtime import process
 
 
 @pytest.fixture(autouse=True)

@@ -5,14 +5,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kernels.formats.lloyd_max import distortion
-from model.errors import StateError
-from runtime.digest import digest
-from runtime.generate import prefill
-from runtime.load import load, load_any
-from runtime.options import RunOptions
-from runtime.quantised_state import coded_bits, load_any_state, quantise_state, read_any_saved
-from runtime.statefile import FORMAT, load_state, read_file, save_state, write_file
+from fathom.kernels.formats.lloyd_max import distortion
+from fathom.model.errors import StateError
+from fathom.runtime.digest import digest
+from fathom.runtime.generate import prefill
+from fathom.runtime.load import load, load_any
+from fathom.runtime.options import RunOptions
+from fathom.runtime.quantised_state import coded_bits, load_any_state, quantise_state, read_any_saved
+from fathom.runtime.statefile import FORMAT, load_state, read_file, save_state, write_file
 from tests.llama_model import oracle
 from tests.make_checkpoint import tiny_config, write_checkpoint
 

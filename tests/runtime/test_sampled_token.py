@@ -2,11 +2,11 @@
 
 import pytest
 
-from model.errors import RankDisagreement
-from runtime.generate import Generation, generate
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
-from runtime.sampling import Sampling
+from fathom.model.errors import RankDisagreement
+from fathom.runtime.generate import Generation, generate
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.sampling import Sampling
 from tests import gloo
 
 PROMPT = [0, 271, 290]

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from probes.shared.alive import peak_alive
-from runtime import sampling as parts
-from runtime.plan.call import HEAD_ROWS
-from runtime.sampling import Sampling, likelihood, sample
+from fathom.probes.shared.alive import peak_alive
+from fathom.runtime import sampling as parts
+from fathom.runtime.plan.call import HEAD_ROWS
+from fathom.runtime.sampling import Sampling, likelihood, sample
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, 2.0, -1.0])
 V4 = 129_280  # tokens of DeepSeek-V4's vocabulary

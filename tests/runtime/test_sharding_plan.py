@@ -3,15 +3,15 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.names import Axis, axis, parameters
-from model.checkpoint.tensor_mapping import Form
-from model.checkpoint.weights import open_weights
-from model.config import ModelConfig
-from model.errors import ConfigError
-from runtime.options import DEMO
-from runtime.sharding import sharding_plan
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.names import Axis, axis, parameters
+from fathom.model.checkpoint.tensor_mapping import Form
+from fathom.model.checkpoint.weights import open_weights
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.runtime.options import DEMO
+from fathom.runtime.sharding import sharding_plan
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 PUBLISHED = Path(__file__).resolve().parents[2] / "model" / "published"

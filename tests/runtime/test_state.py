@@ -7,12 +7,12 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from model.cache.window import WindowRing
-from model.errors import StateError
-from runtime.digest import digest
-from runtime.load import load
-from runtime.options import RunOptions
-from runtime.statefile import load_state, read_saved, save_state
+from fathom.model.cache.window import WindowRing
+from fathom.model.errors import StateError
+from fathom.runtime.digest import digest
+from fathom.runtime.load import load
+from fathom.runtime.options import RunOptions
+from fathom.runtime.statefile import load_state, read_saved, save_state
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 OPTIONS = RunOptions("deployed", "bf16", "cpu", 64)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from model.errors import StateError
-from runtime.digest import digest
-from runtime.generate import prefill
-from runtime.load import load_any
-from runtime.options import RunOptions
-from runtime.quantised_state import load_any_state, quantise_state
-from runtime.statefile import check_forms, checked_file, load_state, read_file, save_state
+from fathom.model.errors import StateError
+from fathom.runtime.digest import digest
+from fathom.runtime.generate import prefill
+from fathom.runtime.load import load_any
+from fathom.runtime.options import RunOptions
+from fathom.runtime.quantised_state import load_any_state, quantise_state
+from fathom.runtime.statefile import check_forms, checked_file, load_state, read_file, save_state
 from tests.llama_model import oracle
 from tests.peak_memory import peak_bytes
 

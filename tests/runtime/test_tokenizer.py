@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 
-from runtime.errors import PromptError
-from runtime.text.encoding import encode_messages
-from runtime.text.messages import check_messages, user_message
-from runtime.text.segments import ASSISTANT, BOS, CONTROLS, THINK_END, USER, Control, Text, render
-from runtime.text.tokenizer import StreamDecoder, Tokenizer
+from fathom.runtime.errors import PromptError
+from fathom.runtime.text.encoding import encode_messages
+from fathom.runtime.text.messages import check_messages, user_message
+from fathom.runtime.text.segments import ASSISTANT, BOS, CONTROLS, THINK_END, USER, Control, Text, render
+from fathom.runtime.text.tokenizer import StreamDecoder, Tokenizer
 
 VOCAB_SIZE = 1024
 CORPUS = [

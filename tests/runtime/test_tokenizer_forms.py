@@ -8,9 +8,9 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from runtime.errors import PromptError
-from runtime.text.segments import Control, Text, merge, render
-from runtime.text.tokenizer import StreamDecoder, Tokenizer
+from fathom.runtime.errors import PromptError
+from fathom.runtime.text.segments import Control, Text, merge, render
+from fathom.runtime.text.tokenizer import StreamDecoder, Tokenizer
 from tests.tokenizer_files import FORMS, METASPACE, PIECES_FORMS, VOCAB_SIZE, added, bare, llama_2, mistral, write
 
 MARK = "▁"  # U+2581, a space in a vocabulary of pieces

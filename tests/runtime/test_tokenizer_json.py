@@ -10,12 +10,12 @@ import sys
 
 import pytest
 
-from model.checkpoint import strict_json
-from runtime.errors import PromptError
-from runtime.options import DEMO
-from runtime.text.segments import Text
-from runtime.text.tokenizer import Tokenizer
-from runtime.text.tokenizer_json import MAX_BYTES, library_errors
+from fathom.model.checkpoint import strict_json
+from fathom.runtime.errors import PromptError
+from fathom.runtime.options import DEMO
+from fathom.runtime.text.segments import Text
+from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.runtime.text.tokenizer_json import MAX_BYTES, library_errors
 from tests.tokenizer_files import BYTE_LEVEL, METASPACE, VOCAB_SIZE, added, deepseek, llama_2, llama_3, mistral, write
 
 TEXTS = ("the capital of France is Paris", "é\n🐋 12  x<s>", " ")

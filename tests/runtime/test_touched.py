@@ -7,13 +7,13 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import Checkpoint
-from model.config import ModelConfig
-from runtime.load import load
-from runtime.options import RunOptions
-from runtime.resident import touched_bytes
-from runtime.sharding import sharding_plan
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.config import ModelConfig
+from fathom.runtime.load import load
+from fathom.runtime.options import RunOptions
+from fathom.runtime.resident import touched_bytes
+from fathom.runtime.sharding import sharding_plan
 from tests.gloo import run
 from tests.make_checkpoint import make_tensors, tiny_config, write_checkpoint, write_tensors
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from runtime.group.failures import GONE
+from fathom.runtime.group.failures import GONE
 from tests.by_hand import ByHand
 
 MODULE = "tests.rank_program"

@@ -13,18 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from kernels.ops import CPU
-from kernels.shard import cpu as shard
-from model.errors import ConfigError
-from probes.child import ChildError
-from runtime.load import load_any
-from runtime.options import DEMO, RunOptions
-from scripts.bench import alone, beside, caches, command, ops, page, performance, record, turns
-from scripts.bench.command import main
-from scripts.bench.turns import OTHER, Case, Clock, Rounds, Spread, component, constant, near, ratios, timed
-from scripts.cli import arguments, run
-from scripts.paths import ROOT
-from scripts.train.files import LLAMA
+from fathom.kernels.ops import CPU
+from fathom.kernels.shard import cpu as shard
+from fathom.model.errors import ConfigError
+from fathom.probes.child import ChildError
+from fathom.runtime.load import load_any
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.scripts.bench import alone, beside, caches, command, ops, page, performance, record, turns
+from fathom.scripts.bench.command import main
+from fathom.scripts.bench.turns import OTHER, Case, Clock, Rounds, Spread, component, constant, near, ratios, timed
+from fathom.scripts.cli import arguments, run
+from fathom.scripts.paths import ROOT
+from fathom.scripts.train.files import LLAMA
 from tests.full_disk import small_files
 from tests.peak_memory import peak_bytes
 
@@ -318,7 +318,7 @@ def test_a_child_that_refuses_is_one_line_and_one_that_breaks_says_why(tmp_path,
     assert run(lambda: beside.measured(given)) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "config.json" in line
-    with pytest.raises(ChildError, match=r"^scripts\.bench\.beside\.measure: .*") as broken:
+    with pytest.raises(ChildError, match=r"^fathom\.scripts\.bench\.beside\.measure: .*") as broken:
         beside.measured(given._replace(side=beside.THEIRS, threads=0))
     assert "\n" not in str(broken.value)
 
@@ -438,10 +438,14 @@ def test_a_profile_is_of_the_code_of_its_folder_and_covers_the_whole_run(tmp_pat
     }
     found = performance.call(performance.profile, ROOT, DEMO, asked | {"kind": 24})
     assert 0 < found["call, s"] <= found["call: all"] / 1e3
-    (tmp_path / "kernels").mkdir()
-    (tmp_path / "kernels" / "__init__.py").write_text("raise ValueError('another commit')")
-    with pytest.raises(ChildError, match="ValueError: another commit"):
-        performance.call(performance.profile, tmp_path, DEMO, asked)
+    broken = "raise ValueError('another commit')"
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "fathom.py").write_text(broken)
+    (tmp_path / "old" / "runtime").mkdir(parents=True)
+    (tmp_path / "old" / "runtime" / "__init__.py").write_text(broken)
+    for commit in ("new", "old"):
+        with pytest.raises(ChildError, match="ValueError: another commit"):
+            performance.call(performance.profile, tmp_path / commit, DEMO, asked)
 
 
 def test_a_floor_is_the_bytes_of_a_token_or_what_a_call_multiplies(monkeypatch):

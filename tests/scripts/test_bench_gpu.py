@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 
-from kernels.formats import rows
-from kernels.ops import CPU
-from kernels.triton_ops import TRITON
-from model.config import ModelConfig
-from scripts.bench import command, gpu, turns
-from scripts.bench import gpu_cases as cases
-from scripts.bench.gpu_cases import FLASH, MODELS, PRO, ROOFS, Cost, Draw, Tolerance
-from scripts.bench.turns import Rounds
+from fathom.kernels.formats import rows
+from fathom.kernels.ops import CPU
+from fathom.kernels.triton_ops import TRITON
+from fathom.model.config import ModelConfig
+from fathom.scripts.bench import command, gpu, turns
+from fathom.scripts.bench import gpu_cases as cases
+from fathom.scripts.bench.gpu_cases import FLASH, MODELS, PRO, ROOFS, Cost, Draw, Tolerance
+from fathom.scripts.bench.turns import Rounds
 from tests.by_hand import ROOT
 from tests.kernels.compilation import WITH_KERNELS
 

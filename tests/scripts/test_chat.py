@@ -10,12 +10,12 @@ import time
 
 import pytest
 
-from runtime.options import DEMO
-from runtime.text.encoding import encode_messages
-from runtime.text.messages import check_messages
-from runtime.text.tokenizer import Tokenizer
-from scripts import chat, generate
-from scripts.cli import run
+from fathom.runtime.options import DEMO
+from fathom.runtime.text.encoding import encode_messages
+from fathom.runtime.text.messages import check_messages
+from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.scripts import chat, generate
+from fathom.scripts.cli import run
 from tests.by_hand import ROOT
 
 FRANCE, JAPAN = "What is the capital of France?", "What is the capital of Japan?"

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.config import ModelConfig
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
-from runtime.statefile import read_file
-from scripts import generate, logits
-from scripts.cli import run
+from fathom.model.config import ModelConfig
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.statefile import read_file
+from fathom.scripts import generate, logits
+from fathom.scripts.cli import run
 from tests.by_hand import ROOT
 from tests.make_checkpoint import tiny_config, write_checkpoint
 from tests.transformers_model import our_logits
@@ -204,7 +204,7 @@ def test_bad_flags_name_the_culprit(flags, culprit, capsys, tmp_path, monkeypatc
 
 
 def test_no_weight_is_read_for_a_graph_that_cannot_be(monkeypatch, capsys):
-    monkeypatch.setattr("scripts.tasks.generate.watched_load_any", None)
+    monkeypatch.setattr("fathom.scripts.tasks.generate.watched_load_any", None)
     assert "--graph: --device cpu" in refused(generate, capsys, "--prompt", "a", "--graph")
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.errors import ConfigError
-from probes.subject import Subject
-from scripts import compare, fathom, logits, make_checkpoint, record
+from fathom.model.errors import ConfigError
+from fathom.probes.subject import Subject
+from fathom.scripts import compare, fathom, logits, make_checkpoint, record
 from tests.make_checkpoint import tiny_config
 
 COUNT = 140

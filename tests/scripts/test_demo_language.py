@@ -4,10 +4,23 @@ import random
 
 import pytest
 
-from probes.demo_language import words
-from probes.demo_language.language import Document, encode, fact_document, fact_sentence, mark_document, needle_document
-from probes.demo_language.prompts import common_prompts, common_replies, fact_prompts, needle_prompts, needle_replies
-from probes.demo_language.vocabulary import (
+from fathom.probes.demo_language import words
+from fathom.probes.demo_language.language import (
+    Document,
+    encode,
+    fact_document,
+    fact_sentence,
+    mark_document,
+    needle_document,
+)
+from fathom.probes.demo_language.prompts import (
+    common_prompts,
+    common_replies,
+    fact_prompts,
+    needle_prompts,
+    needle_replies,
+)
+from fathom.probes.demo_language.vocabulary import (
     BOS,
     END_THINK,
     EOS,

@@ -6,12 +6,12 @@ the path. audits/demo-checkpoint.md has the numbers at all lengths.
 
 import pytest
 
-from kernels.ops import CPU
-from probes.demo_checkpoint import ways
-from probes.demo_language.prompts import common_prompts, fact_prompts, needle_prompts
-from probes.evaluation import Run, Share, right_answers
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
+from fathom.kernels.ops import CPU
+from fathom.probes.demo_checkpoint import ways
+from fathom.probes.demo_language.prompts import common_prompts, fact_prompts, needle_prompts
+from fathom.probes.evaluation import Run, Share, right_answers
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
 
 CHUNK = 512
 LONG = pytest.param(4096, marks=pytest.mark.slow)

@@ -9,12 +9,12 @@ import torch
 from tokenizers import Tokenizer
 from torch.nn.functional import cross_entropy, kl_div
 
-from probes import evaluation
-from probes.evaluation import Run, divergence, standard_error, windows
-from runtime.load import load_any
-from runtime.options import DEMO, RunOptions
-from scripts import evaluate
-from scripts.cli import run
+from fathom.probes import evaluation
+from fathom.probes.evaluation import Run, divergence, standard_error, windows
+from fathom.runtime.load import load_any
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.scripts import evaluate
+from fathom.scripts.cli import run
 from tests import llama_model, transformers_model
 
 TEXT = "The old clock in the hall has not told the right time since the winter of the flood. Nobody minds: né à 5 h.\n"

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from model.errors import ConfigError
-from scripts.findings import main
-from scripts.tasks import claims, findings
-from scripts.tasks.claims import Figure, Verdict
+from fathom.model.errors import ConfigError
+from fathom.scripts.findings import main
+from fathom.scripts.tasks import claims, findings
+from fathom.scripts.tasks.claims import Figure, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 AUDITS = ROOT / "audits"

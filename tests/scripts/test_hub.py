@@ -17,13 +17,13 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from model.checkpoint.checkpoint import INDEX, Checkpoint
-from model.errors import ConfigError
-from runtime import hub
-from runtime.options import DEMO
-from scripts import compare, inspect, plan, record
-from scripts import hub as names
-from scripts.cli import run
+from fathom.model.checkpoint.checkpoint import INDEX, Checkpoint
+from fathom.model.errors import ConfigError
+from fathom.runtime import hub
+from fathom.runtime.options import DEMO
+from fathom.scripts import compare, inspect, plan, record
+from fathom.scripts import hub as names
+from fathom.scripts.cli import run
 from tests.by_hand import ROOT
 
 NAME, COMMIT = "acme/demo", "0123456789abcdef0123456789abcdef01234567"

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.checkpoint import Checkpoint
-from model.config import ModelConfig
-from model.errors import CapacityError, CheckpointError, ConfigError, StateError
-from runtime.errors import PromptError
-from runtime.options import DEMO
-from scripts.cli import run
-from scripts.inspect import main
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.config import ModelConfig
+from fathom.model.errors import CapacityError, CheckpointError, ConfigError, StateError
+from fathom.runtime.errors import PromptError
+from fathom.runtime.options import DEMO
+from fathom.scripts.cli import run
+from fathom.scripts.inspect import main
 from tests.make_checkpoint import micro_config, tiny_config, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -143,7 +143,7 @@ def test_a_damaged_gzip_file_is_named(content, tmp_path, capsys):
 
 
 def test_a_gzip_file_that_unpacks_to_too_much_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("scripts.tasks.inspect.MAX_LIST_BYTES", 1000)
+    monkeypatch.setattr("fathom.scripts.tasks.inspect.MAX_LIST_BYTES", 1000)
     (tmp_path / "config.json").write_text(json.dumps(micro_config()))
     (tmp_path / "list.json.gz").write_bytes(gzip.compress(b" " * 1001))
     line = refused(["--config", tmp_path / "config.json", "--tensors", tmp_path / "list.json.gz"], capsys)

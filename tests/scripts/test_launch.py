@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from model.errors import ConfigError
-from runtime.group.store import Launch
-from scripts.cli import run_alone
-from scripts.launch import launched
+from fathom.model.errors import ConfigError
+from fathom.runtime.group.store import Launch
+from fathom.scripts.cli import run_alone
+from fathom.scripts.launch import launched
 
 BY_HAND = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 TORCHRUN = {**BY_HAND, "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}

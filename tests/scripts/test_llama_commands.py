@@ -13,13 +13,13 @@ from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from model.llama.adapters import shapes
-from runtime.errors import PromptError
-from runtime.generate import prefill
-from runtime.statefile import load_state, save_state
-from runtime.text.tokenizer import Tokenizer
-from scripts import generate, inspect, logits, plan
-from scripts.cli import run
+from fathom.model.llama.adapters import shapes
+from fathom.runtime.errors import PromptError
+from fathom.runtime.generate import prefill
+from fathom.runtime.statefile import load_state, save_state
+from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.scripts import generate, inspect, logits, plan
+from fathom.scripts.cli import run
 from tests.by_hand import ROOT
 from tests.llama_configs import LLAMA_3_1_8B
 from tests.llama_model import LLAMA3, load_ours, oracle, their_logits, write_tokenizer

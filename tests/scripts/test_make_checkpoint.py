@@ -10,17 +10,17 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from model.checkpoint.census import census
-from model.checkpoint.checkpoint import INDEX, Checkpoint
-from model.checkpoint.published import published_tensors
-from model.checkpoint.tensor_mapping import Form
-from model.config import LayerKind, ModelConfig
-from runtime.load import load
-from runtime.options import RunOptions
-from scripts import inspect, make_checkpoint
-from scripts.cli import run
-from scripts.make import values
-from scripts.make.shards import DTYPES
+from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.checkpoint import INDEX, Checkpoint
+from fathom.model.checkpoint.published import published_tensors
+from fathom.model.checkpoint.tensor_mapping import Form
+from fathom.model.config import LayerKind, ModelConfig
+from fathom.runtime.load import load
+from fathom.runtime.options import RunOptions
+from fathom.scripts import inspect, make_checkpoint
+from fathom.scripts.cli import run
+from fathom.scripts.make import values
+from fathom.scripts.make.shards import DTYPES
 from tests.make_checkpoint import tiny_config
 from tests.transformers_model import our_logits
 
@@ -304,7 +304,7 @@ def test_a_run_that_fails_leaves_nothing(config_file, tmp_path, capsys, monkeypa
         yield b"12"
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("scripts.tasks.make_checkpoint.blocks", full)
+    monkeypatch.setattr("fathom.scripts.tasks.make_checkpoint.blocks", full)
     message = refused(capsys, "--config", config_file, "--layers", "1", "--out", tmp_path / "out")
     assert message == f"{tmp_path / 'out'}: No space left on device"
     assert not list(tmp_path.glob("out*"))

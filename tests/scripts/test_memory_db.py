@@ -11,18 +11,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from kernels.formats import basis_fit
-from model.llama.adapters import shapes
-from runtime.basis import write_basis
-from runtime.generate import prefill
-from runtime.load import load_any
-from runtime.merge import merge, mergeable
-from runtime.options import DEMO, RunOptions
-from runtime.quantised_state import load_any_state
-from runtime.statefile import load_state, read_file, write_file
-from runtime.text.tokenizer import Tokenizer
-from scripts import generate, memory_db
-from scripts.cli import run
+from fathom.kernels.formats import basis_fit
+from fathom.model.llama.adapters import shapes
+from fathom.runtime.basis import write_basis
+from fathom.runtime.generate import prefill
+from fathom.runtime.load import load_any
+from fathom.runtime.merge import merge, mergeable
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.quantised_state import load_any_state
+from fathom.runtime.statefile import load_state, read_file, write_file
+from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.scripts import generate, memory_db
+from fathom.scripts.cli import run
 from tests.llama_model import oracle, write_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]

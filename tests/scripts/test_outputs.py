@@ -11,20 +11,21 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from model.config import ModelConfig
-from model.errors import ConfigError, one_line
-from model.llama.config import LlamaConfig
-from model.llama.trained import Trained
-from runtime.options import DEMO
-from runtime.output import making, replacing, write_text
-from runtime.tensorfile import write_safetensors
-from scripts import (
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError, one_line
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.llama.trained import Trained
+from fathom.runtime.options import DEMO
+from fathom.runtime.output import making, replacing, write_text
+from fathom.runtime.tensorfile import write_safetensors
+from fathom.scripts import (
     cli,
     demo_document,
     evaluate,
@@ -40,13 +41,13 @@ from scripts import (
     train_draft,
     train_llama,
 )
-from scripts.bench import command as bench
-from scripts.console import visible
-from scripts.train import v4_network as demo
-from scripts.train.coda_network import adapted
-from scripts.train.files import LLAMA, write_adapters
-from scripts.train.llama_network import Network
-from scripts.train.recipe import Recipe
+from fathom.scripts.bench import command as bench
+from fathom.scripts.console import visible
+from fathom.scripts.train import v4_network as demo
+from fathom.scripts.train.coda_network import adapted
+from fathom.scripts.train.files import LLAMA, write_adapters
+from fathom.scripts.train.llama_network import Network
+from fathom.scripts.train.recipe import Recipe
 from tests.full_disk import small_files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -271,9 +272,9 @@ def test_a_report_or_state_without_room_leaves_what_was_there(tmp_path, flag, li
 @pytest.mark.parametrize("limit", [1000, 20_000, 600_000])  # not even a tokenizer; not all weights
 def test_a_checkpoint_without_room_is_one_line_and_no_folder(tmp_path, capsys, monkeypatch, limit):
     llama = Network(LlamaConfig.from_json(LLAMA, "config.json"))
-    monkeypatch.setattr("scripts.train.llama.trained", lambda *_: llama)
+    monkeypatch.setattr("fathom.scripts.train.llama.trained", lambda *_: llama)
     untrained = demo.Network(ModelConfig.from_file(OWN))
-    monkeypatch.setattr("scripts.train.demo.trained", lambda *_: untrained)
+    monkeypatch.setattr("fathom.scripts.train.demo.trained", lambda *_: untrained)
     for main in (train_llama.main, train_demo.main):
         with small_files(limit):
             assert cli.run(lambda: main(["--out", str(tmp_path / "out")])) == 2  # noqa: B023 -- called at once
@@ -387,7 +388,9 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
 def test_a_run_that_is_ended_leaves_nothing(tmp_path, number):
     (tmp_path / "ids").write_text(json.dumps([5] * 60_000))
     words = [sys.executable, "-m", "scripts.logits", "--tokens", str(tmp_path / "ids"), "--out", str(tmp_path / "out")]
-    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True) as run:
+    # Under nohup, or in the background of some shells, the child would inherit that the signal is ignored.
+    heard = {"preexec_fn": partial(signal.signal, number, signal.SIG_DFL)}
+    with subprocess.Popen(words, cwd=ROOT, stderr=subprocess.PIPE, text=True, **heard) as run:
         deadline = time.monotonic() + 60
         while not list(tmp_path.glob(".fathom-*.partial")) and time.monotonic() < deadline:
             time.sleep(0.05)

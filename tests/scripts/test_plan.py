@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from model.checkpoint.header import ITEM_BYTES
-from model.checkpoint.published import published_tensors
-from model.config import ModelConfig
-from runtime import load as loading
-from runtime import memory
-from runtime.options import DEMO
-from scripts import generate, logits
-from scripts.cli import run
-from scripts.flags import positions
-from scripts.plan import main
+from fathom.model.checkpoint.header import ITEM_BYTES
+from fathom.model.checkpoint.published import published_tensors
+from fathom.model.config import ModelConfig
+from fathom.runtime import load as loading
+from fathom.runtime import memory
+from fathom.runtime.options import DEMO
+from fathom.scripts import generate, logits
+from fathom.scripts.cli import run
+from fathom.scripts.flags import positions
+from fathom.scripts.plan import main
 from tests.make_checkpoint import tiny_config
 
 CONFIGS = Path(__file__).parents[2] / "model" / "published"

@@ -9,19 +9,19 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from model.errors import CheckpointError
-from model.ranks.ranks import Group
-from probes import kv_variants, needle
-from probes.catalogue import EXPERIMENTS, FULL
-from probes.fault import Fault
-from probes.faults import FAULTS
-from probes.finding import broken as broken_finding
-from probes.probe import attempt, silent
-from probes.subject import Subject
-from runtime.options import DEMO
-from scripts import paths, probe
-from scripts.cli import run
-from scripts.tasks import probe as command
+from fathom.model.errors import CheckpointError
+from fathom.model.ranks.ranks import Group
+from fathom.probes import kv_variants, needle
+from fathom.probes.catalogue import EXPERIMENTS, FULL
+from fathom.probes.fault import Fault
+from fathom.probes.faults import FAULTS
+from fathom.probes.finding import broken as broken_finding
+from fathom.probes.probe import attempt, silent
+from fathom.probes.subject import Subject
+from fathom.runtime.options import DEMO
+from fathom.scripts import paths, probe
+from fathom.scripts.cli import run
+from fathom.scripts.tasks import probe as command
 from tests.fake_probes import FAILING, FAKES, HOLLOW, PASSING, UNJUDGED
 from tests.llama_model import oracle
 from tests.make_checkpoint import tiny_config, write_checkpoint

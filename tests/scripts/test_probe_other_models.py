@@ -5,8 +5,8 @@ Whatever fails on one of them is a false alarm.
 
 import pytest
 
-from probes.catalogue import FULL
-from scripts import probe
+from fathom.probes.catalogue import FULL
+from fathom.scripts import probe
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 PLAIN = ("--numerics", "plain")

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from runtime.group.failures import RUNNING
-from scripts import generate, logits
+from fathom.runtime.group.failures import RUNNING
+from fathom.scripts import generate, logits
 from tests.by_hand import ROOT, ByHand
 
 GENERATE = "scripts.generate"

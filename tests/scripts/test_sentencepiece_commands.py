@@ -8,10 +8,10 @@ import tokenizers
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from runtime.text.segments import Text
-from runtime.text.tokenizer import Tokenizer
-from scripts import generate, memory_db
-from scripts.cli import run
+from fathom.runtime.text.segments import Text
+from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.scripts import generate, memory_db
+from fathom.scripts.cli import run
 from tests.llama_model import oracle
 from tests.tokenizer_files import PIECES_FORMS, VOCAB_SIZE, write
 

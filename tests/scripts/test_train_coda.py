@@ -14,34 +14,34 @@ from torch.autograd import gradcheck
 from torch.nn.functional import pad
 from torch.utils.checkpoint import CheckpointError
 
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.weights import fingerprint
-from model.errors import ConfigError
-from model.llama.config import LlamaConfig
-from model.llama.trained import Trained
-from model.variants import coda_attention
-from model.variants.coda_settings import CodaSettings
-from probes.demo_language.language import VALUE_AT
-from probes.demo_language.vocabulary import PAD
-from runtime.load import load_any
-from runtime.options import RunOptions
-from runtime.output import write_json
-from scripts import train_coda
-from scripts.cli import run
-from scripts.train import coda as work
-from scripts.train import coda_measure as measuring
-from scripts.train.coda_banks import TrainingCache, prefill
-from scripts.train.coda_measure import Case, documents, gap_of, learned, measure
-from scripts.train.coda_network import Bounded, adapted, attentions, inference_memory, training_memory
-from scripts.train.coda_page import closed, gained, gaps
-from scripts.train.coda_training import Phase, optimiser, train
-from scripts.train.documents import Cell, draw_batch, sequences, shuffled
-from scripts.train.files import ADAPTERS as FILE
-from scripts.train.files import LLAMA, read_llama, write_adapters, write_llama
-from scripts.train.initial import initialise_llama
-from scripts.train.learning import fit, language_loss
-from scripts.train.llama_network import Network
-from scripts.train.recipe import Recipe
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.weights import fingerprint
+from fathom.model.errors import ConfigError
+from fathom.model.llama.config import LlamaConfig
+from fathom.model.llama.trained import Trained
+from fathom.model.variants import coda_attention
+from fathom.model.variants.coda_settings import CodaSettings
+from fathom.probes.demo_language.language import VALUE_AT
+from fathom.probes.demo_language.vocabulary import PAD
+from fathom.runtime.load import load_any
+from fathom.runtime.options import RunOptions
+from fathom.runtime.output import write_json
+from fathom.scripts import train_coda
+from fathom.scripts.cli import run
+from fathom.scripts.train import coda as work
+from fathom.scripts.train import coda_measure as measuring
+from fathom.scripts.train.coda_banks import TrainingCache, prefill
+from fathom.scripts.train.coda_measure import Case, documents, gap_of, learned, measure
+from fathom.scripts.train.coda_network import Bounded, adapted, attentions, inference_memory, training_memory
+from fathom.scripts.train.coda_page import closed, gained, gaps
+from fathom.scripts.train.coda_training import Phase, optimiser, train
+from fathom.scripts.train.documents import Cell, draw_batch, sequences, shuffled
+from fathom.scripts.train.files import ADAPTERS as FILE
+from fathom.scripts.train.files import LLAMA, read_llama, write_adapters, write_llama
+from fathom.scripts.train.initial import initialise_llama
+from fathom.scripts.train.learning import fit, language_loss
+from fathom.scripts.train.llama_network import Network
+from fathom.scripts.train.recipe import Recipe
 from tests.coda_cases import ETA, GROUPS, HEADS, D, cache_of, corrected, mechanism, random_tokens, rows
 from tests.llama_model import oracle, write_tokenizer
 

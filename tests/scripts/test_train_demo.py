@@ -10,20 +10,20 @@ import torch
 from safetensors.torch import load_file
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
-from kernels.formats.reference import decode
-from kernels.quantise.reference import simulate_fp4, simulate_fp8
-from model.config import ModelConfig
-from probes.demo_language.prompts import fact_prompts
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
-from scripts import train_demo
-from scripts.train import demo
-from scripts.train.documents import V4_CELLS, Cell, draw_batch
-from scripts.train.files import fp4_groups, write_v4
-from scripts.train.initial import initialise_v4
-from scripts.train.layers import fp8_blocks, sinkhorn
-from scripts.train.learning import train_v4
-from scripts.train.v4_network import Network, Run
+from fathom.kernels.formats.reference import decode
+from fathom.kernels.quantise.reference import simulate_fp4, simulate_fp8
+from fathom.model.config import ModelConfig
+from fathom.probes.demo_language.prompts import fact_prompts
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.scripts import train_demo
+from fathom.scripts.train import demo
+from fathom.scripts.train.documents import V4_CELLS, Cell, draw_batch
+from fathom.scripts.train.files import fp4_groups, write_v4
+from fathom.scripts.train.initial import initialise_v4
+from fathom.scripts.train.layers import fp8_blocks, sinkhorn
+from fathom.scripts.train.learning import train_v4
+from fathom.scripts.train.v4_network import Network, Run
 from tests.stored_weights import decoded
 
 CONFIG = ModelConfig.from_file(DEMO / "config.json")

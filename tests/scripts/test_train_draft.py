@@ -7,24 +7,24 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from model.checkpoint.checkpoint import Checkpoint
-from model.checkpoint.mtp import found_head, stage_and_rest
-from model.config import ModelConfig
-from model.errors import ConfigError
-from model.observe import sites
-from model.observe.observer import listening
-from probes.demo_language.vocabulary import EOS, PAD, build_tokenizer
-from runtime.load import load
-from runtime.options import DEMO, RunOptions
-from scripts import train_draft as command
-from scripts.train import draft_learning
-from scripts.train.documents import Cell
-from scripts.train.draft import NOISE, fields, new_head
-from scripts.train.draft_learning import draw_text, is_projection, judge, run_main, shares, walk
-from scripts.train.draft_network import Anchors, Drafts, Run
-from scripts.train.files import write_draft
-from scripts.train.initial import initialise_draft
-from scripts.train.layers import merge
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.mtp import found_head, stage_and_rest
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
+from fathom.probes.demo_language.vocabulary import EOS, PAD, build_tokenizer
+from fathom.runtime.load import load
+from fathom.runtime.options import DEMO, RunOptions
+from fathom.scripts import train_draft as command
+from fathom.scripts.train import draft_learning
+from fathom.scripts.train.documents import Cell
+from fathom.scripts.train.draft import NOISE, fields, new_head
+from fathom.scripts.train.draft_learning import draw_text, is_projection, judge, run_main, shares, walk
+from fathom.scripts.train.draft_network import Anchors, Drafts, Run
+from fathom.scripts.train.files import write_draft
+from fathom.scripts.train.initial import initialise_draft
+from fathom.scripts.train.layers import merge
 from tests.stored_weights import decoded
 
 CONFIG = ModelConfig.from_file(DEMO / "config.json")

@@ -11,24 +11,24 @@ import torch
 from transformers import LlamaConfig as TheirConfig
 from transformers import LlamaForCausalLM
 
-from model.errors import CheckpointError, ConfigError
-from model.llama.config import LlamaConfig
-from probes.demo_language.language import Answer, needle_document
-from probes.demo_language.prompts import Prompt, fact_prompts
-from probes.demo_language.vocabulary import BOS
-from runtime.load import load_any
-from runtime.options import RunOptions
-from runtime.text.segments import Text
-from runtime.text.tokenizer import Tokenizer
-from scripts import train_llama as command
-from scripts.train import llama
-from scripts.train.documents import Cell, draw_batch
-from scripts.train.files import LLAMA, read_llama, write_llama
-from scripts.train.initial import initialise_llama
-from scripts.train.learning import LOOKING_UP, source_loss, train_llama
-from scripts.train.learning import right_answers as answered
-from scripts.train.llama_network import Network, Seen
-from scripts.train.measure import right_answers, share
+from fathom.model.errors import CheckpointError, ConfigError
+from fathom.model.llama.config import LlamaConfig
+from fathom.probes.demo_language.language import Answer, needle_document
+from fathom.probes.demo_language.prompts import Prompt, fact_prompts
+from fathom.probes.demo_language.vocabulary import BOS
+from fathom.runtime.load import load_any
+from fathom.runtime.options import RunOptions
+from fathom.runtime.text.segments import Text
+from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.scripts import train_llama as command
+from fathom.scripts.train import llama
+from fathom.scripts.train.documents import Cell, draw_batch
+from fathom.scripts.train.files import LLAMA, read_llama, write_llama
+from fathom.scripts.train.initial import initialise_llama
+from fathom.scripts.train.learning import LOOKING_UP, source_loss, train_llama
+from fathom.scripts.train.learning import right_answers as answered
+from fathom.scripts.train.llama_network import Network, Seen
+from fathom.scripts.train.measure import right_answers, share
 
 SMALL = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_hidden_layers": 2}
 CELLS = (Cell(64, (2, 3), (2, 3), 1.0, 0.5, 0.0),)

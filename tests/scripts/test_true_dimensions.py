@@ -20,9 +20,9 @@ from torch.nn.functional import embedding, linear, softplus
 from transformers import AutoConfig, DeepseekV4ForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
-from model.checkpoint.names import Role, translate
-from runtime.report import peak_memory
-from scripts import compare, logits, make_checkpoint
+from fathom.model.checkpoint.names import Role, translate
+from fathom.runtime.report import peak_memory
+from fathom.scripts import compare, logits, make_checkpoint
 from tests.exporter import exporter
 from tests.make_checkpoint import tiny_config
 

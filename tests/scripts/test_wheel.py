@@ -1,0 +1,84 @@
+"""What `pip install .` puts beside a user's own packages: one package, `fathom`, and the command of that name."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = ("kernels", "model", "probes", "runtime", "scripts")
+
+
+def ran(*words, **more):
+    done = subprocess.run([str(word) for word in words], capture_output=True, text=True, check=False, **more)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder into which the wheel of this checkout is installed."""
+    source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
+    for name in ("pyproject.toml", "setup.py", "fathom.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in OURS:
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
+    ran(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", wheels, source)
+    (wheel,) = wheels.iterdir()
+    ran(*pip, "install", "--no-deps", "--no-index", "--target", target, wheel)
+    return target
+
+
+@pytest.fixture
+def users_folder(installed, tmp_path):
+    """A folder with packages of our folders' names, and an environment in which the wheel is found."""
+    for name in (*OURS, "tests", "audits"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("mine = True\n")
+    return {"cwd": tmp_path, "env": {"PYTHONPATH": str(installed), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}}
+
+
+def test_one_package_is_installed(installed):
+    names = {path.name for path in installed.iterdir()}
+    assert {name for name in names if not name.endswith(".dist-info")} == {"fathom", "bin"}
+    assert {path.name for path in (installed / "fathom").iterdir() if path.name != "__pycache__"} == set(OURS)
+    in_checkout = {
+        path.relative_to(ROOT)
+        for name in OURS
+        for path in (ROOT / name).rglob("*.py")
+        if "exporters" not in path.parts  # stand alone, to be copied
+    }
+    assert in_checkout <= {path.relative_to(installed / "fathom") for path in (installed / "fathom").rglob("*.py")}
+
+
+def test_it_stands_beside_transformers_and_packages_of_the_same_names(users_folder):
+    program = """
+import kernels, model, probes, runtime, scripts
+import transformers.models.deepseek_v4
+import fathom.scripts.tasks.compare, fathom.probes.catalogue, fathom.kernels.ops
+assert all(theirs.mine for theirs in (kernels, model, probes, runtime, scripts))
+"""
+    ran(sys.executable, "-c", program, **users_folder)
+
+
+def test_the_command_runs_anywhere(installed, users_folder):
+    for words in ((installed / "bin" / "fathom",), ("-m", "fathom.scripts.fathom")):
+        out = ran(sys.executable, *words, "generate", "--prompt", "What is the capital of France?", **users_folder)
+        assert out.strip() == "The capital of France is Paris."
+
+
+def test_a_checkout_runs_without_an_installation():
+    """-S: of site-packages only what is named is found, and not that this checkout is installed there."""
+    packages = next(path for path in sys.path if path.endswith("site-packages"))
+    program = f"""
+import sys
+sys.path.append({packages!r})
+import runpy
+sys.argv = ["inspect", "--model", "model/demo"]
+runpy.run_module("scripts.inspect", run_name="__main__")
+"""
+    out = ran(sys.executable, "-S", "-c", program, cwd=ROOT, env={})
+    assert "210" in out
