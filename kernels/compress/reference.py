@@ -79,7 +79,8 @@ def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer: five ops, the stat
     freqs
         [r / 2] float32, radians per position of the pairs in the last r columns.
     rounding
-        "kv": E4M3 per 64 columns but for the last r; "index": Hadamard transform, then E2M1 per 32 columns; "none".
+        "kv": E4M3 per 64 columns but for the last r; "index": Hadamard transform, then E2M1 per 32 columns; "row": E4M3
+        with one scale for all columns; "none".
     rows
         The whole cache, [capacity, width]: a tensor, Fp8Entries, Fp8Keys or Fp4Keys.
     dtype
@@ -122,5 +123,7 @@ def _rounded(entries: Tensor, rounding: Rounding, rope: int) -> Tensor:
             return torch.cat((simulate_fp8(entries[:, :nope], KV_GROUP), entries[:, nope:]), dim=1)
         case "index":
             return simulate_fp4(hadamard(entries), INDEX_GROUP)
+        case "row":
+            return simulate_fp8(entries, entries.shape[1])
         case "none":
             return entries

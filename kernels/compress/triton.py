@@ -30,7 +30,7 @@ TOKENS = 16  # of a tile of the pool
 COLUMNS = 128  # of a program of the second launch
 
 _FORMS = {Fp8Entries: 1, Fp8Keys: 2, Fp4Keys: 3}  # 0: a tensor
-_ROUNDINGS = {"none": 0, "kv": 1, "index": 2}
+_ROUNDINGS = {"none": 0, "kv": 1, "index": 2, "row": 3}
 
 _KEY: tl.constexpr = tl.constexpr(2.0**-126)  # the smallest scale of a key
 
@@ -90,6 +90,9 @@ def _finished(
         x = held(walsh(tl.reshape(x, [1, BLOCK]), 1, BLOCK, LOG) * shrink, DTYPE, UPCAST)
         group = simulated(tl.reshape(x, [BLOCK // 32, 32]), 1, E2M1_LARGEST * _KEY, E2M1_LARGEST, 1, 1)
         x = held(tl.reshape(group, [BLOCK]), DTYPE, UPCAST)
+    if ROUNDING == 3:
+        whole = simulated(tl.reshape(x, [1, BLOCK]), 1, E4M3_SMALLEST, E4M3_LARGEST, 3, 7)
+        x = held(tl.reshape(whole, [BLOCK]), DTYPE, UPCAST)
     return x
 
 

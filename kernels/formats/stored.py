@@ -290,4 +290,4 @@ class TokenRing(NamedTuple):
     gate: Tensor  # [rows, series * width] float32, the position bias included
 
 
-Rounding = Literal["none", "kv", "index"]  # of what enters a cache: `kernels.compress.reference`
+Rounding = Literal["none", "kv", "index", "row"]  # of what enters a cache: `kernels.compress.reference`
