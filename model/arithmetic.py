@@ -1,8 +1,7 @@
-"""What a run computes with: an op set, a dtype, and whether activations are rounded as deployed.
+"""What a run computes with: an op set, a dtype, and what of activations is rounded to a narrow format.
 
-`plain` leaves activations unquantised, as Hugging Face transformers does. `deployed` rounds them where DeepSeek's
-serving code does (inputs of FP8 and FP4 linears, KV, indexer queries and keys): the values are those of the narrow
-formats, the products are fp32, see `kernels.quantise.reference`.
+Three places are (`model.rounding`): inputs of FP8 and FP4 linears, KV, indexer queries and keys. The values are those
+of the narrow formats, the products are fp32, see `kernels.quantise.reference`.
 """
 
 from collections.abc import Callable
@@ -17,13 +16,14 @@ from fathom.kernels.linear.reference import Product
 from fathom.kernels.ops import Ops
 from fathom.model.cache.formats import CacheFormats
 from fathom.model.ranks.ranks import Ranks
+from fathom.model.rounding import FP4, FP8, NONE, Rounding
 
 
 class Arithmetic(NamedTuple):
     """Op set, numerics, dtype, cache formats and ranks of one model."""
 
     ops: Ops
-    deployed: bool
+    rounding: Rounding
     dtype: torch.dtype  # of activations and caches: bfloat16 or float32
     formats: CacheFormats  # of the caches that `new_state` makes
     ranks: Ranks  # who else computes this model, and which part is here
@@ -32,8 +32,8 @@ class Arithmetic(NamedTuple):
 
     @property
     def numerics(self) -> str:
-        """Return the name that `--numerics` takes."""
-        return "deployed" if self.deployed else "plain"
+        """Return the name that `--numerics` or `--rounding` takes."""
+        return self.rounding.numerics
 
     @property
     def select(self) -> Callable[..., Tensor]:
@@ -41,7 +41,7 @@ class Arithmetic(NamedTuple):
         return self.ops.select_fp8 if self.fp8_scores else self.ops.select
 
     def linear(self, x: Tensor, weight: Weight, added: Tensor | None = None) -> Tensor:
-        """``x @ W^T``; deployed, the input of an FP8 or FP4 weight is rounded to E4M3 per 128 columns first.
+        """``x @ W^T``; where linears are rounded, the input of an FP8 or FP4 weight is, to E4M3 per 128 columns.
 
         To the product `added`, float32, may be added in fp32.
         """
@@ -49,25 +49,30 @@ class Arithmetic(NamedTuple):
 
     def linears(self, x: Tensor, *products: Product) -> list[Tensor]:
         """Several products with the same input, in one op: `kernels.linear.reference.Linears`."""
-        return self.ops.linears(x, products, deployed=self.deployed)
+        return self.ops.linears(x, products, deployed=self.linears_rounded)
+
+    @property
+    def linears_rounded(self) -> bool:
+        """Whether inputs of FP8 and FP4 linears are rounded."""
+        return self.rounding.linears == FP8
 
     @property
     def kv_group(self) -> int:
         """Columns of the blocks to which window KV is rounded; 0: it is not."""
-        return KV_GROUP if self.deployed else 0
+        return KV_GROUP if self.rounding.kv == FP8 else 0
 
     def rounded_kv(self, kv: Tensor, rope_dim: int) -> Tensor:
         """Round window KV or compressed entries [n, d] as they are cached: E4M3 per 64 columns, rope dims untouched."""
-        if not self.deployed:
+        if self.rounding.kv == NONE:
             return kv
         return self.ops.round_kv(kv, KV_GROUP, rope_dim)
 
     def rounded_index(self, x: Tensor) -> Tensor:
-        """Round indexer queries or keys [..., index_head_dim]: Hadamard rotation, then E2M1 per 32 columns."""
-        if not self.deployed:
-            return x
-        return self.ops.round_index(x, INDEX_GROUP)
+        """Round indexer queries or keys [..., d]: Hadamard transform, then E2M1 per 32 columns; or E4M3 per row."""
+        if self.rounding.index == FP4:
+            return self.ops.round_index(x, INDEX_GROUP)
+        return self.ops.simulate_fp8(x, x.shape[-1]) if self.rounding.index == FP8 else x
 
     def hadamard(self, x: Tensor) -> Tensor:
         """The Hadamard transform alone, for keys whose cache rounds them itself."""
-        return self.ops.hadamard(x) if self.deployed else x
+        return self.ops.hadamard(x) if self.rounding.index == FP4 else x

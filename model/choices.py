@@ -1,6 +1,6 @@
 """The choices that a run has, by the names that its flags take; a command line is read before torch is imported."""
 
-NUMERICS = ("deployed", "plain")  # see `model.arithmetic`
+NUMERICS = DEPLOYED, PLAIN = ("deployed", "plain")  # names of two roundings, see `model.rounding`
 DTYPES = ("bf16", "fp32")  # of activations and caches
 ENTRY_FORMATS = ("dtype", "fp8")  # of compressed entries, see `model.cache.formats`
 KEY_FORMATS = ("dtype", "fp8", "fp4")  # of index keys

@@ -5,6 +5,8 @@ index_head_dim-wide rows that are only scored. Source: DeepSeek `Compressor.forw
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Final
 
 from torch import Tensor
 
@@ -17,7 +19,10 @@ from fathom.model.call import Call
 from fathom.model.checkpoint.weights import Weights
 from fathom.model.config import ModelConfig
 from fathom.model.rope import Rotation
+from fathom.model.rounding import FP4, FP8, NONE
 from fathom.model.variants.choice import Shard
+
+KEYS_AS: Final[Mapping[str, Rounding]] = {FP4: "index", FP8: "row", NONE: "none"}  # how `Ops.compress` calls it
 
 
 class Projections:
@@ -41,7 +46,10 @@ class Projections:
 class Compressor(ABC):
     """Pools windows of tokens into rows, each normed and rotated as of the start of its window."""
 
-    rounding: Rounding
+    @property
+    @abstractmethod
+    def rounding(self) -> Rounding:
+        """How rows are rounded as they are kept, for `Ops.compress`."""
 
     def __init__(
         self, config: ModelConfig, layer: int, prefix: str, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
@@ -67,10 +75,9 @@ class Compressor(ABC):
         self, kv: Tensor, gate: Tensor, frontier: Frontier, first: Tensor, rows: AnyEntries | AnyKeys
     ) -> Tensor:
         """Pool, norm, rotate, round and store in one op: the rows as stored, of which those of closed windows count."""
-        rounding = self.rounding if self.arithmetic.deployed else "none"
-        ring, norm, freqs = frontier.ring(), self.project.norm, self.rotation.freqs
+        ring, norm, freqs, dtype = frontier.ring(), self.project.norm, self.rotation.freqs, self.arithmetic.dtype
         return self.arithmetic.ops.compress(
-            kv, gate, ring, first, frontier.ratio, norm, self.eps, freqs, rounding, rows.data, self.arithmetic.dtype
+            kv, gate, ring, first, frontier.ratio, norm, self.eps, freqs, self.rounding, rows.data, dtype
         )
 
     def row(self, pooled: Tensor, first: int, ratio: int) -> Tensor:
@@ -91,7 +98,10 @@ class Compressor(ABC):
 class EntryCompressor(Compressor):
     """Writes compressed entries [head_dim] of HCA and CSA layers."""
 
-    rounding: Rounding = "kv"
+    @property
+    def rounding(self) -> Rounding:
+        """FP8 (E4M3) by 64 columns, or none."""
+        return "kv" if self.arithmetic.kv_group else "none"
 
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
@@ -99,14 +109,17 @@ class EntryCompressor(Compressor):
         super().__init__(config, layer, f"{config.prefix(layer)}.attn.compressor", weights, arithmetic, rotation)
 
     def stored(self, rows: Tensor) -> Tensor:
-        """In deployed numerics FP8 (E4M3), as the window's KV; where the cache codes rows, as they are."""
+        """As the window's KV; where the cache codes rows, as they are."""
         return rows if self.coded else self.arithmetic.rounded_kv(rows, self.rope_dim)
 
 
 class KeyCompressor(Compressor):
     """Writes indexer keys [index_head_dim] of CSA layers."""
 
-    rounding: Rounding = "index"
+    @property
+    def rounding(self) -> Rounding:
+        """A Hadamard transform and FP4 (E2M1), FP8 (E4M3) by row, or none."""
+        return KEYS_AS[self.arithmetic.rounding.index]
 
     def __init__(
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
@@ -116,5 +129,5 @@ class KeyCompressor(Compressor):
         )
 
     def stored(self, rows: Tensor) -> Tensor:
-        """In deployed numerics a Hadamard transform, then FP4 (E2M1); where the cache codes, the transform alone."""
+        """As queries are; where the cache codes rows, their transform alone."""
         return self.arithmetic.hadamard(rows) if self.coded else self.arithmetic.rounded_index(rows)

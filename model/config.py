@@ -16,9 +16,11 @@ from typing import Any, Self
 from fathom.kernels.formats.groups import INDEX_GROUP, KV_GROUP, LINEAR_GROUP
 from fathom.model.checkpoint.config_fields import Dspark, LayerKind, Yarn
 from fathom.model.checkpoint.config_json import fields, read_json
+from fathom.model.choices import NUMERICS, PLAIN
 from fathom.model.errors import ConfigError
+from fathom.model.rounding import FP4, NONE, Rounding
 
-__all__ = ["Dspark", "LayerKind", "ModelConfig", "Yarn", "check_deployed"]
+__all__ = ["Dspark", "LayerKind", "ModelConfig", "Yarn", "check_widths"]
 
 # A file of a few KiB describes every published model; these bounds only keep a hostile one from
 # turning into gigabytes of names.
@@ -190,8 +192,8 @@ class ModelConfig:
             raise ConfigError(f"{where}: {error}") from None
 
 
-def check_deployed(config: ModelConfig) -> None:
-    """Refuse `deployed` numerics for widths that its groups do not divide: ConfigError naming the field.
+def check_widths(config: ModelConfig, rounding: Rounding) -> None:
+    """Refuse to round widths that the groups of a format do not divide: ConfigError naming the field.
 
     A partial group has no defined scale in the reference, so there is nothing to be faithful to.
     """
@@ -205,12 +207,13 @@ def check_deployed(config: ModelConfig) -> None:
     wrong = [
         f"{name} is {width}, no multiple of {LINEAR_GROUP}"
         for name, width in per_linear.items()
-        if width % LINEAR_GROUP
+        if rounding.linears != NONE and width % LINEAR_GROUP
     ]
-    if nope % KV_GROUP:
+    if rounding.kv != NONE and nope % KV_GROUP:
         wrong.append(f"head_dim - qk_rope_head_dim is {nope}, no multiple of {KV_GROUP}")
     width = config.index_head_dim
-    if LayerKind.CSA in config.layer_kinds and (width % INDEX_GROUP or width & (width - 1)):
+    if rounding.index == FP4 and LayerKind.CSA in config.layer_kinds and (width % INDEX_GROUP or width & (width - 1)):
         wrong.append(f"index_head_dim is {width}, no power of two that {INDEX_GROUP} divides")
     if wrong:
-        raise ConfigError(f"--numerics deployed: {'; '.join(wrong)}; run this model with --numerics plain")
+        flag = "--numerics" if rounding.numerics in NUMERICS else "--rounding"
+        raise ConfigError(f"{flag} {rounding.numerics}: {'; '.join(wrong)}; run this model with --numerics {PLAIN}")

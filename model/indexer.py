@@ -77,7 +77,7 @@ class Indexer:
         return self.arithmetic.ops.rotate(q, *call.own_angles(self.rotation))
 
     def query_used(self, q: Tensor) -> Tensor:
-        """The same as they are scored; in deployed numerics, as the keys: a Hadamard transform, then FP4 (E2M1)."""
+        """The same as they are scored, rounded as the keys are."""
         return self.arithmetic.rounded_index(q)
 
     def head_weights(self, projected: Projected, call: Call) -> Tensor:

@@ -131,14 +131,14 @@ class MoE:
         """Sum of the routed experts' weighted outputs: [t, hidden] float32."""
         if not self.together():
             return self.routed_down(self.routed_up(x, ids, weights), ids)
-        ops, deployed = self.arithmetic.ops, self.arithmetic.deployed
+        ops, deployed = self.arithmetic.ops, self.arithmetic.linears_rounded
         return ops.experts(x, ids, weights, *self.matrices, self.experts[0].limit, deployed=deployed)
 
     def routed_up(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """What w2 of each of a token's experts is given: [t, k, inner]."""
         w1, w3, _ = self.matrices
         if self.together():
-            ops, deployed = self.arithmetic.ops, self.arithmetic.deployed
+            ops, deployed = self.arithmetic.ops, self.arithmetic.linears_rounded
             return ops.experts_up(x, ids, weights, w1, w3, self.experts[0].limit, deployed=deployed)
         out = x.new_empty(*ids.shape, w1.shape[0])
         for expert, rows, slots in by_expert(ids, len(self.experts)):
@@ -147,7 +147,7 @@ class MoE:
 
     def routed_down(self, a: Tensor, ids: Tensor) -> Tensor:
         """Sum of the outputs of a token's experts: [t, hidden] float32."""
-        return self.arithmetic.ops.experts_down(a, ids, self.matrices[2], deployed=self.arithmetic.deployed)
+        return self.arithmetic.ops.experts_down(a, ids, self.matrices[2], deployed=self.arithmetic.linears_rounded)
 
     def together(self) -> bool:
         """Whether one op runs the routed experts, as ever, but while somebody listens to what one computes inside."""

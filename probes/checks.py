@@ -2,14 +2,19 @@
 
 A tensor is judged row by row, a row being the numbers of one token or one entry. Its distance from the oracle may be
 `FACTOR` times the spread of the oracle's replicas; that of all rows together `TOGETHER` times; that of one column over
-many rows `FACTOR` times. A choice may be another where the scores say that it was a near tie. In `deployed` numerics,
-what is remembered in FP8 or scored in FP4 must be numbers of that format.
+many rows `FACTOR` times. A row that stands out is looked at again alone, see `probes.again`, before it is said to
+differ. A choice may be another where the scores say that it was a near tie. What is kept or scored in a narrow format
+must be numbers of that format, and no number may be NaN or infinite.
+
+How a site comes out follows from the recorded tensors of its layer, the tokens and the settings alone.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -17,10 +22,15 @@ from torch import Tensor
 
 from fathom.model.config import ModelConfig
 from fathom.model.observe import sites
+from fathom.model.rounding import FP4, FP8, NONE
+from fathom.probes.again import Again, look
 from fathom.probes.oracle import (
+    E2M1_INDEX,
+    E4M3_KV,
+    E4M3_ROW,
     F64,
     FACTOR,
-    KV_BLOCK,
+    FREELY,
     PRECISION,
     REPLICAS,
     TOGETHER,
@@ -29,17 +39,21 @@ from fathom.probes.oracle import (
     Noise,
     Setting,
     Unknown,
-    rounded_e2m1,
-    rounded_e4m3,
     sites_of,
 )
 from fathom.probes.recording import CHOICES, OF_ENTRIES, WHOLE_MODEL, Recording, stored_name
 
-OFF_GRID: Final = "numbers that the narrow format of deployed numerics does not have"
-NOT_FINITE: Final = "what it follows from is not finite"
+OFF_GRID: Final = "numbers that the narrow format does not have"
+NOT_FINITE: Final = "numbers that are not finite"
+FOLLOWS: Final = "what it follows from is not finite"
+ONLY_NOISE: Final = "rounding explains differences as large as the rows themselves"
 LEAST_SCALE: Final = 2.0**-22
 TINY: Final = 1e-300  # the length of a row of zeros
 MANY_ROWS: Final = 64  # from so many on the spread of a single column is known well enough to judge it
+FEW_ROWS: Final = 4  # that differ most in a column and do not count for it: a flip of one code is the row's matter
+LOOKED: Final = 64  # rows of a site that are looked at again at most
+TOLD: Final = 256  # rows that stand out whose numbers are kept
+MORE: Final = 4  # times as many replicas when all rows seem to be scaled
 HELD: Final = 1 << 25  # numbers of the widest tensor at a time, replicas included: 256 MiB of float64, and several such
 WORK: Final = 1 << 41  # multiplications spent on a layer, replicas included: two minutes or so of one core
 EXACT_ROWS: Final = 512  # rows without replicas at a time
@@ -99,6 +113,8 @@ class Judged:
     free: bool = False  # the layer's input was not recorded: held against a run of the oracle from the embeddings
     first: Difference | None = None
     wrong: list[int] = field(default_factory=list)  # positions of the rows that differ
+    ties: int = 0  # rows that stood out and that rounding explains, looked at again
+    assumed: tuple[str, ...] = ()  # choices that the oracle made itself on the way, as none was recorded
     of: str = ""  # the view that was judged, see `Checks`; empty: the site as it is
 
     @property
@@ -120,6 +136,8 @@ class Judged:
             | {"status": self.status.value}
             | more
             | ({"free": True} if self.free else {})
+            | ({"ties": self.ties} if self.ties else {})
+            | ({"assumed": list(self.assumed)} if self.assumed else {})
         )
 
 
@@ -127,11 +145,83 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+# --- what all checks have in common
+
+
+class _Check(ABC):
+    """Judges a site; rows come in parts.
+
+    Parameters
+    ----------
+    judged
+        What becomes of it.
+
+    """
+
+    def __init__(self, judged: Judged) -> None:
+        self.judged = judged
+        self.sure: dict[int, Difference] = {}  # by position (or entry): rows that differ
+        self.suspects: dict[int, Difference | None] = {}  # those that stand out, and may be explained
+        self.certain: int | None = None  # the suspect that was looked at again and is not explained
+
+    @abstractmethod
+    def values(self, part: Layer | Ends, at: Tensor) -> Tensor:
+        """What rows of theirs are held against, [r, n, ...]."""
+
+    @abstractmethod
+    def add(self, at: Tensor, theirs: Tensor, part: Layer | Ends, *, outlying: bool = False) -> None:
+        """Take rows [n, ...] of theirs at these positions (or entries).
+
+        `outlying` ones were chosen because they are far off: they say nothing about all rows together.
+        """
+
+    @abstractmethod
+    def further(self, at: Tensor, theirs: Tensor, part: Layer | Ends) -> Tensor:
+        """Of rows without replicas, those that must be judged with them."""
+
+    @abstractmethod
+    def excess(self, position: int, theirs: Tensor, exact: Tensor, moved: Tensor) -> float:
+        """Distance over bound of a row [1, ...] from exact values [1, ...], replicas of which are [r, 1, ...]."""
+
+    @abstractmethod
+    def explained(self, position: int, theirs: Tensor, again: Again) -> None:
+        """Take it that a row was looked at again, and what is nearest to it."""
+
+    def settle(self, looked: "Looked") -> bool:
+        """Look again at the rows that stand out, in order, until one is sure to differ; returns whether one is."""
+        for position in sorted(self.suspects):
+            if position == self.certain or any(sure <= position for sure in self.sure):
+                break
+            if self.judged.ties == LOOKED or looked(self, position).excess > 1:
+                self.certain = position
+                break
+            self.judged.ties += 1
+            del self.suspects[position]
+        return bool(self.sure or self.suspects)
+
+    def close(self, looked: "Looked") -> None:
+        """Say how the site came out."""
+        wrong = self.settle(looked)
+        judged, found = self.judged, self.suspects | self.sure
+        judged.wrong = sorted(found)
+        judged.first = found[judged.wrong[0]] if wrong else None
+        judged.status = Status.DIFFERS if wrong else Status.AGREES
+        self.conclude(looked)
+
+    @abstractmethod
+    def conclude(self, looked: "Looked") -> None:
+        """Worst and bound, and what no row by itself shows."""
+
+
+# Looks again at a row of a check. `enough`: an excess at which nothing more is tried.
+Looked = Callable[..., Again]
+
+
 # --- rows of numbers
 
 
-class _Rows:
-    """Judges a site whose rows are numbers; rows come in parts.
+class _Rows(_Check):
+    """Judges a site whose rows are numbers.
 
     Parameters
     ----------
@@ -140,107 +230,149 @@ class _Rows:
     in_order
         Whether weights of experts are those of ids that were recorded too.
     least
-        A scale that is nobody's fault, see `close`.
+        A scale that is nobody's fault, see `conclude`.
     view
         What is judged of rows; None: all of them as they are.
+    more
+        By how much replicas of another kind are longer than the oracle, as `scale`.
 
     """
 
-    def __init__(self, judged: Judged, *, in_order: bool, least: float, view: "View | None" = None) -> None:
-        self.judged, self.view = judged, view or _whole
+    def __init__(
+        self, judged: Judged, *, in_order: bool, least: float, view: "View | None", more: Callable[[], Tensor]
+    ) -> None:
+        super().__init__(judged)
+        self.view, self.more = view or _whole, more
         self.outlying: list[Tensor] = []  # as `found`, of rows that were chosen because they are far off
         self.least = least  # a scale that is nobody's fault: half a unit in the last place, or fp32's inside a norm
         self.in_order = in_order  # of ids that were recorded too, where it is experts' weights
-        self.found: list[Tensor] = []  # of each row: length, spread and distance
+        self.found: list[Tensor] = []  # of each row: position, length, spread and distance
+        self.again: dict[int, Tensor] = {}  # the same of rows that were looked at again, by position
         self.columns: Tensor = torch.zeros(2, 1, dtype=F64)  # squared distance and spread, rows weighing alike
+        self.peaks: Tensor = torch.zeros(0, 1, dtype=F64)  # the largest of the distances
         # How much of the oracle theirs and the replicas have too much.
         self.along: Tensor = torch.zeros(1, dtype=F64)
         self.size = 0.0
         self.worst_seen: tuple[float, Difference] | None = None
 
-    def add(self, at: Tensor, theirs: Tensor, part: Layer | Ends, *, outlying: bool = False) -> None:
-        """Take rows [n, ...] of theirs at these positions (or entries).
+    def values(self, part: Layer | Ends, at: Tensor) -> Tensor:
+        """The site."""
+        return part.computed(self.judged.site, at)
 
-        `outlying` ones were chosen because they are far off: they say nothing about all rows together.
-        """
-        oracle = part.computed(self.judged.site, at)
-        if self.judged.site == sites.EXPERT_WEIGHTS.name and not self.in_order:
-            theirs, oracle = theirs.sort(-1).values, oracle.sort(-1).values
+    def add(self, at: Tensor, theirs: Tensor, part: Layer | Ends, *, outlying: bool = False) -> None:
+        """Take rows [n, ...] of theirs at these positions (or entries)."""
+        broken = ~theirs.flatten(1).isfinite().all(1)
+        if bool(broken.any()):  # whatever they follow from
+            self._add_broken(at[broken], theirs[broken])
+            at, theirs = at[~broken], theirs[~broken]
+        if not len(at):
+            return
+        oracle = self.values(part, at)
         if self.view is _whole and (rounded := _on_grid(theirs, self.judged.site, part)) is not None:
             self._add_grid(at, theirs, rounded)
-        theirs, oracle = self.view(theirs[None])[0], self.view(oracle)
+        shape = self._viewed(theirs[None]).shape[2:]
+        theirs, oracle = self._viewed(theirs[None])[0].flatten(1), self._viewed(oracle).flatten(2)
         at = at.repeat_interleave(len(theirs) // len(at))
-        shape, exact, moved = theirs.shape[1:], oracle[0].flatten(1), oracle.flatten(2)[1:]
-        theirs = theirs.flatten(1)
-        follows = exact.isfinite().all(1) & moved.isfinite().flatten(2).all(2).all(0)
-        if not bool(follows.all()):  # a recorded tensor before it is not finite there: that one differs
-            self.judged.rows -= int((~follows).sum())
-            at, theirs, exact, moved = at[follows], theirs[follows], exact[follows], moved[:, follows]
-        if not len(at):
-            self.judged.why = NOT_FINITE
+        known = oracle.isfinite().all(2).all(0)
+        if not bool(known.all()):  # a recorded tensor before it is not finite there: that one differs
+            self.judged.rows -= len(at[~known].unique())
+            self.judged.why = FOLLOWS
+        if not bool(known.any()):
             return
-        off = torch.where(theirs.isfinite(), theirs - exact, math.inf).square()
+        at, theirs, exact, moved = at[known], theirs[known], oracle[0, known], oracle[1:, known]
+        off = (theirs - exact).square()
         spread = (moved - exact).square().mean(0) if len(moved) else torch.zeros_like(exact)
         distance, allowed = off.sum(1), spread.sum(1)
         (self.outlying if outlying else self.found).append(
-            torch.stack((exact.norm(dim=1), allowed.sqrt(), distance.sqrt()))
+            torch.stack((at.to(F64), exact.norm(dim=1), allowed.sqrt(), distance.sqrt()))
         )
         ratio = _over(distance, allowed)
-        self._note(at, ratio > FACTOR**2, lambda row: self._difference(at, row, shape, theirs, exact, off, spread))
         worst = int(ratio.argmax())
-        if self.worst_seen is None or float(ratio[worst]) > self.worst_seen[0]:
-            self.worst_seen = float(ratio[worst]), self._difference(at, worst, shape, theirs, exact, off, spread)
-        if outlying:
-            return
+        for row in {worst, *(ratio > FACTOR**2).nonzero()[:, 0].tolist()}:
+            told = self._difference(at, row, shape, theirs, exact, off, spread) if len(self.suspects) < TOLD else None
+            if row == worst and told and (self.worst_seen is None or float(ratio[worst]) > self.worst_seen[0]):
+                self.worst_seen = float(ratio[worst]), told
+            if ratio[row] > FACTOR**2:
+                self.suspects.setdefault(int(at[row]), told)
+        if not outlying:
+            self._add_up(theirs - exact, moved - exact, exact, off, spread)
+
+    def _add_up(self, theirs: Tensor, moves: Tensor, exact: Tensor, off: Tensor, spread: Tensor) -> None:
+        """Add to what is known of all rows: how far theirs [n, w] and replicas [r, n, w] are from the oracle."""
+        allowed = spread.sum(1)
         weight = torch.where(allowed > 0, 1 / allowed, 0)[:, None]
-        moves = torch.cat(((theirs - exact).nan_to_num(0, 0, 0)[None], moved - exact))
-        self.along = self.along + (moves * exact * weight).sum((1, 2))
+        self.along = self.along + (torch.cat((theirs[None], moves)) * exact * weight).sum((1, 2))
         self.size += float((exact.square() * weight).sum())
-        self.columns = self.columns + torch.stack(((off * weight).nan_to_num(0).sum(0), (spread * weight).sum(0)))
+        self.columns = self.columns + torch.stack(((off * weight).sum(0), (spread * weight).sum(0)))
+        self.peaks = torch.cat((self.peaks.expand(-1, off.shape[1]), off * weight))
+        self.peaks = self.peaks.topk(min(FEW_ROWS, len(self.peaks)), 0).values
 
     def further(self, at: Tensor, theirs: Tensor, part: Layer | Ends) -> Tensor:
         """Of rows without replicas, those further from the oracle than any row that was judged may be, worst first.
 
-        And those with a number that their narrow format does not have. They are then judged as all others, by `add`;
-        the rest are within the narrowest bound there is.
+        And those with a number that their narrow format does not have, or that is not finite. They are then judged as
+        all others, by `add`; the rest are within the narrowest bound there is.
         """
-        oracle = self.view(part.computed(self.judged.site, at))[0]
+        oracle = self._viewed(self.values(part, at))[0].flatten(1)
         rounded = _on_grid(theirs, self.judged.site, part) if self.view is _whole else None
-        off_grid = torch.zeros(len(at), dtype=torch.bool) if rounded is None else (theirs != rounded).flatten(1).any(1)
-        theirs = self.view(theirs[None])[0]
-        if self.judged.site == sites.EXPERT_WEIGHTS.name and not self.in_order:
-            theirs, oracle = theirs.sort(-1).values, oracle.sort(-1).values
-        length, spread, _ = torch.cat(self.found, 1)
+        wrong = ~theirs.flatten(1).isfinite().all(1)
+        if rounded is not None:
+            wrong |= (theirs != rounded).flatten(1).any(1)
+        theirs = self._viewed(theirs[None])[0].flatten(1)
+        _, length, spread, _ = torch.cat(self.found, 1) if self.found else torch.zeros(4, 1, dtype=F64)
         least = FACTOR * float((spread / length.clamp_min(TINY)).min())
-        off = torch.where(theirs.isfinite(), theirs - oracle, math.inf).flatten(1).norm(dim=1)
-        beyond = off - least * oracle.flatten(1).norm(dim=1)
-        beyond = (
-            beyond.nan_to_num(0).view(len(at), -1).amax(1)
-        )  # a NaN is the oracle's: what it follows from is not finite
-        beyond = beyond.masked_fill(off_grid, math.inf)
+        beyond = (theirs - oracle).norm(dim=1) - least * oracle.norm(dim=1)
+        # A NaN is the oracle's: what it follows from is not finite.
+        beyond = beyond.nan_to_num(0, 0, 0).view(len(at), -1).amax(1).masked_fill(wrong, math.inf)
         order = beyond.argsort(descending=True)
         return at[order[beyond[order] > 0]]
+
+    def excess(self, position: int, theirs: Tensor, exact: Tensor, moved: Tensor) -> float:
+        """Of the row, or of what is viewed of it, that is furthest beyond its bound."""
+        del position
+        _, _, spread, distance = self._measured(theirs, exact, moved)
+        return float(_over(distance, FACTOR * spread).max())
+
+    def explained(self, position: int, theirs: Tensor, again: Again) -> None:
+        """Keep its distance from what is nearest."""
+        self.again[position] = self._measured(theirs, again.exact, again.moved)
+        self.again[position][0] = position
+
+    def _measured(self, theirs: Tensor, exact: Tensor, moved: Tensor) -> Tensor:
+        """As in `found`, of what is viewed of a row; positions are left open."""
+        theirs, exact = (self._viewed(x[None])[0].flatten(1) for x in (theirs, exact))
+        spread = (self._viewed(moved).flatten(2) - exact).square().mean(0).sum(1).sqrt()
+        return torch.stack(
+            (torch.zeros(len(exact), dtype=F64), exact.norm(dim=1), spread, (theirs - exact).norm(dim=1))
+        )
+
+    def _viewed(self, x: Tensor) -> Tensor:
+        """What is judged of rows [r, n, ...]."""
+        if self.judged.site == sites.EXPERT_WEIGHTS.name and not self.in_order:
+            x = x.sort(-1).values
+        return self.view(x)
 
     def _add_grid(self, at: Tensor, theirs: Tensor, rounded: Tensor) -> None:
         """Take rows that should be numbers of a narrow format, and the same rounded to it."""
         theirs, rounded = theirs.flatten(1), rounded.flatten(1)
-        wrong = (theirs != rounded).any(1)
-        if bool(wrong.any()):
+        for row in (theirs != rounded).any(1).nonzero()[:, 0].tolist():
             self.judged.why = OFF_GRID
-        layer, site = self.judged.layer, self.judged.site
-
-        def difference(row: int) -> Difference:
             column = int((theirs[row] - rounded[row]).abs().argmax())
             one, other = float(theirs[row, column]), float(rounded[row, column])
-            return Difference(layer, site, int(at[row]), (column,), one, other, abs(one - other), 0.0)
+            self._surely(int(at[row]), (column,), one, other, abs(one - other))
 
-        self._note(at, wrong, difference)
+    def _add_broken(self, at: Tensor, theirs: Tensor) -> None:
+        """Take rows with numbers that are not finite."""
+        for position, row in zip(at.tolist(), theirs, strict=True):
+            self.judged.why = NOT_FINITE
+            column = int(row.flatten().isfinite().int().argmin())
+            self._surely(position, _unraveled(column, row.shape), float(row.flatten()[column]), math.nan, math.inf)
 
-    def _note(self, at: Tensor, wrong: Tensor, difference: Callable[[int], Difference]) -> None:
-        rows = wrong.nonzero()[:, 0]
-        if len(rows) and (self.judged.first is None or int(at[rows[0]]) < self.judged.first.position):
-            self.judged.first = difference(int(rows[0]))
-        self.judged.wrong += at[rows].tolist()
+    def _surely(self, position: int, index: tuple[int, ...], theirs: float, ours: float, difference: float) -> None:
+        """Note a row that differs whatever is rounded."""
+        if position not in self.sure:
+            judged = self.judged
+            self.sure[position] = Difference(judged.layer, judged.site, position, index, theirs, ours, difference, 0.0)
 
     def _difference(
         self,
@@ -253,9 +385,9 @@ class _Rows:
         spread: Tensor,
     ) -> Difference:
         column = int(_over(off[row], spread[row]).argmax())
-        index = tuple(int(i) for i in torch.unravel_index(torch.tensor(column), tuple(shape)))
         one, other = float(theirs[row, column]), float(exact[row, column])
         difference, bound = float(off[row].sum().sqrt()), FACTOR * float(spread[row].sum().sqrt())
+        index = _unraveled(column, shape)
         return Difference(self.judged.layer, self.judged.site, int(at[row]), index, one, other, difference, bound)
 
     @property
@@ -263,38 +395,73 @@ class _Rows:
         """By how much theirs, and each replica, is longer than the oracle, as a share."""
         return self.along / self.size if self.size else self.along * 0
 
-    def close(self) -> None:
-        """Say how the site came out."""
+    def _rows(self, *, outlying: bool) -> Tensor:
+        """`found`, with what was found of rows that were looked at again in the place of what was before."""
+        parts = self.found + (self.outlying if outlying else [])
+        rows = torch.cat(parts, 1) if parts else torch.zeros(4, 0, dtype=F64)
+        if not self.again:
+            return rows
+        kept = rows[:, ~torch.isin(rows[0], torch.tensor([float(p) for p in self.again], dtype=F64))]
+        there = set(rows[0].tolist())
+        return torch.cat((kept, *(again for position, again in self.again.items() if position in there)), 1)
+
+    def conclude(self, looked: Looked) -> None:
+        """Worst and bound; then what no row by itself shows: all rows, their scale, a column."""
         judged = self.judged
-        length, spread, distance = torch.cat(self.found + self.outlying, 1)
+        rows = self._rows(outlying=True)
+        if not rows.shape[1]:  # nothing is known but that numbers are not finite
+            judged.worst = math.inf
+            return
+        _, length, spread, distance = rows
         worst = int(_over(distance, spread).argmax())
         scale = float(length[worst]) or 1.0
         judged.worst, judged.bound = float(distance[worst]) / scale, FACTOR * float(spread[worst]) / scale
-        length, spread, distance = torch.cat(self.found, 1)
-        ratio = _over(distance, spread)
-        judged.status = Status.DIFFERS if judged.wrong else Status.AGREES
-        if judged.wrong:
+        if judged.status is Status.DIFFERS:
+            judged.worst = math.inf if judged.why == NOT_FINITE else judged.worst
             return
+        _, length, spread, distance = self._rows(outlying=False)
         if int((FACTOR * spread >= length).sum()) * 2 > len(length):  # nothing but noise: no check at all
-            judged.status, judged.why = (
-                Status.NOT_JUDGED,
-                "rounding explains differences as large as the rows themselves",
-            )
+            judged.status, judged.why = Status.NOT_JUDGED, ONLY_NOISE
             return
-        together = float(distance.square().sum().sqrt()), float(spread.square().sum().sqrt())
-        column = _over(*self.columns).sqrt()
-        if float(ratio.square().mean().sqrt()) > TOGETHER:
-            judged.why = f"no row alone, but all rows together: {together[0] / together[1]:.2g} times the spread"
-            whole = float(length.square().sum().sqrt()) or 1.0
-            judged.worst, judged.bound = together[0] / whole, TOGETHER * together[1] / whole
-        elif abs(float(self.scale[0])) > max(FACTOR * float(self.scale[1:].square().mean().sqrt()), self.least):
-            judged.why = f"no row alone, but all are scaled by {1 + float(self.scale[0]):.5g}"
-        elif len(length) >= MANY_ROWS and float(column.max()) > FACTOR:
-            judged.why = f"no row alone, but number {int(column.argmax())} of all rows: {float(column.max()):.2g} times"
-        if judged.why:
-            judged.status = Status.DIFFERS
+        why = self._together(looked) or self._scaled() or self._column()
+        if why:
+            judged.status, judged.why = Status.DIFFERS, why
             judged.first = None if self.worst_seen is None else self.worst_seen[1]
             judged.wrong = [] if judged.first is None else [judged.first.position]
+
+    def _together(self, looked: Looked) -> str:
+        """Say so where all rows together are too far off, though near ties of the furthest are taken both ways."""
+        while True:
+            positions, length, spread, distance = self._rows(outlying=False)
+            ratio = _over(distance, spread)
+            if float(ratio.square().mean().sqrt()) <= TOGETHER:
+                return ""
+            open_ = [n for n in ratio.argsort(descending=True).tolist() if int(positions[n]) not in self.again]
+            if not open_ or float(ratio[open_[0]]) <= TOGETHER or len(self.again) >= LOOKED:
+                break
+            looked(self, int(positions[open_[0]]), enough=1 / FACTOR)
+        together = float(distance.square().sum().sqrt()), float(spread.square().sum().sqrt())
+        whole = float(length.square().sum().sqrt()) or 1.0
+        self.judged.worst, self.judged.bound = together[0] / whole, TOGETHER * together[1] / whole
+        return f"no row alone, but all rows together: {together[0] / (together[1] or TINY):.2g} times the spread"
+
+    def _scaled(self) -> str:
+        """Say so where all rows are longer, or shorter, than replicas are."""
+        theirs, replicas = abs(float(self.scale[0])), self.scale[1:]
+        if theirs <= self.least or theirs <= FACTOR * float(replicas.square().mean().sqrt()):
+            return ""
+        replicas = torch.cat((replicas, self.more()))
+        if theirs <= FACTOR * float(replicas.square().mean().sqrt()):
+            return ""
+        return f"no row alone, but all are scaled by {1 + float(self.scale[0]):.5g}"
+
+    def _column(self) -> str:
+        """Say so where one number of many rows is too far off."""
+        off, spread = self.columns
+        column = _over((off - self.peaks.sum(0)).clamp_min(0), spread).sqrt()
+        if sum(part.shape[1] for part in self.found) < MANY_ROWS or float(column.max()) <= FACTOR:
+            return ""
+        return f"no row alone, but number {int(column.argmax())} of all rows: {float(column.max()):.2g} times"
 
 
 def _over(distance: Tensor, allowed: Tensor) -> Tensor:
@@ -302,50 +469,76 @@ def _over(distance: Tensor, allowed: Tensor) -> Tensor:
     return torch.where(distance == 0, 0.0, torch.where(allowed > 0, distance / allowed, math.inf))
 
 
+def _unraveled(column: int, shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(int(i) for i in torch.unravel_index(torch.tensor(column), tuple(shape)))
+
+
 # --- choices
 
 
-class _Choice:
+class _Choice(_Check):
     """Judges which entries, or experts, were chosen for each token."""
 
     def __init__(self, judged: Judged, config: ModelConfig) -> None:
-        self.judged = judged
+        super().__init__(judged)
         self.most = config.index_topk if judged.site == sites.SELECTED.name else config.num_experts_per_tok
+        self.worst = 0.0  # of the rows that agree
+        self.equal = 0  # rows in which the last that is chosen has an equal that is not
+
+    def values(self, part: Layer | Ends, at: Tensor) -> Tensor:
+        """The scores [r, n, e] that are chosen by."""
+        assert isinstance(part, Layer), "choices are made in layers"
+        return part.index_scores(at) if self.judged.site == sites.SELECTED.name else part.expert_ranks(at)
 
     def add(self, at: Tensor, theirs: Tensor, part: Layer | Ends, *, outlying: bool = False) -> None:
         """Take ids [n, k], -1 where there is none."""
         del outlying
-        assert isinstance(part, Layer), "choices are made in layers"
-        judged = self.judged
-        scores = part.index_scores(at) if judged.site == sites.SELECTED.name else part.expert_ranks(at)
+        scores = self.values(part, at)
         for row, (position, ids) in enumerate(zip(at.tolist(), theirs, strict=True)):
             if bool(scores[:, row].isnan().any()):
-                judged.rows, judged.why = judged.rows - 1, NOT_FINITE
+                self.judged.rows, self.judged.why = self.judged.rows - 1, FOLLOWS
                 continue
+            self.equal += self._tied(scores[0, row])
             found = self._row(position, ids, scores[:, row])
             if found is None:
                 continue
-            judged.worst = max(judged.worst, _ratio(found))
-            if found.difference > found.bound:
-                judged.wrong.append(position)
-                judged.first = judged.first or found
+            if found.difference <= found.bound:
+                self.worst = max(self.worst, _ratio(found))
+            elif found.bound:
+                self.suspects[position] = found
+            else:
+                self.sure[position] = found
+
+    def _tied(self, scores: Tensor) -> bool:
+        best = scores.topk(min(self.most + 1, len(scores))).values
+        return len(best) > self.most and bool(best[-1] == best[-2]) and not bool(best[-1].isneginf())
 
     def further(self, at: Tensor, theirs: Tensor, part: Layer | Ends) -> Tensor:
         """Of rows that no replica was made of, those whose choice is not the oracle's."""
-        assert isinstance(part, Layer), "choices are made in layers"
-        scores = part.index_scores(at) if self.judged.site == sites.SELECTED.name else part.expert_ranks(at)
-        rows = zip(at.tolist(), theirs, scores[0][:, None], strict=True)
+        rows = zip(at.tolist(), theirs, self.values(part, at)[0][:, None], strict=True)
         return at[torch.tensor([self._row(*row) is not None for row in rows], dtype=torch.bool)]
+
+    def excess(self, position: int, theirs: Tensor, exact: Tensor, moved: Tensor) -> float:
+        """How far ahead of what was chosen something is that was not, over what a near tie may be."""
+        found = self._row(position, theirs[0], torch.cat((exact, moved[:, 0])))
+        return 0.0 if found is None else _ratio(found)
+
+    def explained(self, position: int, theirs: Tensor, again: Again) -> None:
+        """Keep how near a tie it was."""
+        del position, theirs
+        self.worst = max(self.worst, min(again.excess, 1.0))
 
     def _row(self, position: int, ids: Tensor, scores: Tensor) -> Difference | None:
         """What was chosen otherwise and is furthest from a tie; None where nothing was."""
         exact, k = scores[0], min(self.most, int((~scores[0].isneginf()).sum()))
         best = exact.sort(descending=True, stable=True).indices[:k]
-        chosen = ids[ids >= 0].long()
 
         def told(theirs: float, ours: float, gap: float, bound: float) -> Difference:
             return Difference(self.judged.layer, self.judged.site, position, (), theirs, ours, gap, bound)
 
+        if not bool(ids.isfinite().all()):
+            return told(float(ids[~ids.isfinite()][0]), math.nan, math.inf, 0.0)
+        chosen = ids[ids >= 0].long()
         known = chosen[chosen < len(exact)]
         if bool((chosen != ids[ids >= 0]).any()) or len(known) < len(chosen):
             return told(float(ids.max()), math.nan, math.inf, 0.0)
@@ -366,39 +559,46 @@ class _Choice:
         one, other = divmod(worst, len(more))
         return told(float(more[other]), float(less[one]), float(gap.flatten()[worst]), float(bound.flatten()[worst]))
 
-    def close(self) -> None:
-        """Say how the site came out."""
-        self.judged.bound = 1.0
-        self.judged.status = Status.DIFFERS if self.judged.wrong else Status.AGREES
+    def conclude(self, looked: Looked) -> None:
+        """The row that is furthest from a tie."""
+        del looked
+        found = [difference for difference in (self.suspects | self.sure).values() if difference is not None]
+        self.judged.worst, self.judged.bound = max([self.worst, *map(_ratio, found)]), 1.0
 
 
-class _Table:
+class _Table(_Check):
     """Judges the experts of a layer with hash routing, which a table of the files says."""
 
-    def __init__(self, judged: Judged) -> None:
-        self.judged = judged
+    def values(self, part: Layer | Ends, at: Tensor) -> Tensor:
+        """The ids, [1, n, k]."""
+        return part.computed(self.judged.site, at)
 
     def add(self, at: Tensor, theirs: Tensor, part: Layer | Ends, *, outlying: bool = False) -> None:
         """Take ids [n, k]; their order says nothing."""
         del outlying
-        oracle = part.computed(self.judged.site, at)
-        wrong = (theirs.sort(-1).values != oracle[0].sort(-1).values).any(-1)
-        for row in wrong.nonzero()[:, 0].tolist():
-            column = int((theirs[row].sort().values != oracle[0, row].sort().values).nonzero()[0])
-            one, other = (float(part.sort().values[column]) for part in (theirs[row], oracle[0, row]))
-            first = Difference(self.judged.layer, self.judged.site, int(at[row]), (), one, other, math.inf, 0.0)
-            self.judged.first = self.judged.first or first
-            self.judged.wrong.append(int(at[row]))
+        oracle = self.values(part, at)[0].sort(-1).values
+        for position, row, ours in zip(at.tolist(), theirs.sort(-1).values, oracle, strict=True):
+            if bool((row != ours).any()):
+                column = int((row != ours).nonzero()[0])
+                numbers = float(row[column]), float(ours[column]), math.inf, 0.0
+                self.sure[position] = Difference(self.judged.layer, self.judged.site, position, (), *numbers)
 
     def further(self, at: Tensor, theirs: Tensor, part: Layer | Ends) -> Tensor:
         """Rows that are not the table's."""
-        oracle = part.computed(self.judged.site, at)[0]
-        return at[(theirs.sort(-1).values != oracle.sort(-1).values).any(-1)]
+        return at[(theirs.sort(-1).values != self.values(part, at)[0].sort(-1).values).any(-1)]
 
-    def close(self) -> None:
-        """Say how the site came out."""
-        self.judged.worst = math.inf if self.judged.wrong else 0.0
-        self.judged.status = Status.DIFFERS if self.judged.wrong else Status.AGREES
+    def excess(self, position: int, theirs: Tensor, exact: Tensor, moved: Tensor) -> float:
+        """Nothing is rounded."""
+        raise NotImplementedError
+
+    def explained(self, position: int, theirs: Tensor, again: Again) -> None:
+        """Nothing is rounded."""
+        raise NotImplementedError
+
+    def conclude(self, looked: Looked) -> None:
+        """All or nothing."""
+        del looked
+        self.judged.worst = math.inf if self.sure else 0.0
 
 
 def _ratio(found: Difference) -> float:
@@ -441,6 +641,8 @@ class Checks:
         self.sample = _sample(self.config, self._positions(), rows or affordable)
         self.exact = (1 + REPLICAS) * affordable if every else 0  # rows that are computed without replicas
         self.views = tuple(views)
+        self.reached: dict[str, float] = {}  # the largest of what a clamp may cut, see `Part.activated`
+        self.ties: dict[str, int] = {}  # rows of a choice in which the last that was taken had an equal
 
     def _positions(self) -> Tensor:
         positions = self.recording.positions
@@ -451,32 +653,56 @@ class Checks:
         names = WHOLE_MODEL if layer is None else sites_of(self.config, layer)
         return [site for site in names if stored_name(site, layer) in self.recording.tensors]
 
-    def layer(self, number: int, progress: Progress = _silent) -> list[Judged]:
-        """Judge the recorded sites of a layer."""
+    def layer(self, number: int, progress: Progress = _silent, only: Collection[str] | None = None) -> list[Judged]:
+        """Judge the recorded sites of a layer, or of these `only` those that were recorded."""
         self.setting.parameters.forget()
         layer = Layer(self.setting, number, self.sample)
-        checks = [check for site in self.recorded(number) for check in self._checks(number, site)]
+        wanted = [site for site in self.recorded(number) if only is None or site in only]
+        checks = [check for site in wanted for check in self._checks(number, site)]
         of_entries = [check for check in checks if check.judged.site in OF_ENTRIES]
         of_tokens = [check for check in checks if check.judged.site not in OF_ENTRIES]
         parts = _parts(_sample(self.config, layer.entries, len(self.sample)), self.config.head_dim)
         self._judge(of_entries, layer, parts, progress, f"layer {number}")
-        config, where = self.config, f"layer {number}"
-        wide = max(config.num_attention_heads * config.head_dim, config.hc_mult * config.hidden_size)
+        where, wide = f"layer {number}", _widest(self.config)
         of_attention = [check for check in of_tokens if _of_attention(check.judged.site)]
         self._judge(of_attention, layer, _parts(self.sample, wide), progress, where)
         rest = [check for check in of_tokens if not _of_attention(check.judged.site)]
         if all(stored_name(site.name, number) in self.recording.tensors for site in BETWEEN):
             # Every expert is decoded for each part of the rows: in parts as large as these sites alone allow.
             of_experts = [check for check in rest if check.judged.site in NARROW]
-            self._judge(of_experts, layer, _parts(self.sample, config.hidden_size), progress, where)
+            self._judge(of_experts, layer, _parts(self.sample, self.config.hidden_size), progress, where)
             rest = [check for check in rest if check not in of_experts]
         self._judge(rest, layer, _parts(self.sample, wide), progress, where)
+        for check in checks:
+            if isinstance(check, _Choice):
+                self.ties[check.judged.site] = self.ties.get(check.judged.site, 0) + check.equal
         return [check.judged for check in checks]
 
-    def ends(self, progress: Progress = _silent) -> list[Judged]:
-        """Judge what is of no layer: embeddings, the normed output, logits."""
+    def glance(self, layer: int, site: str) -> float | None:
+        """How far some rows are from the oracle, over their length, or how many of their choices are others.
+
+        Without replicas, and the median; None where nothing is known.
+        """
+        rows = _sample(self.config, self.recording.at(stored_name(site, layer)), len(self.sample))
+        theirs = self.recording.rows(stored_name(site, layer), rows)
+        assert theirs is not None, f"rows of {site} that it has"
+        part = self._part(layer, rows, Noise(self.setting.noise.dtype, replicas=0))
+        try:
+            ours = part.computed(site, rows)[0]
+        except Unknown:
+            return None
+        if site in CHOICES:
+            chosen = zip(theirs.tolist(), ours.tolist(), strict=True)
+            return sum(len({*one} - {*other}) / max(1, len(one)) for one, other in chosen) / max(1, len(theirs))
+        found = (theirs - ours).flatten(1).norm(dim=1) / ours.flatten(1).norm(dim=1)
+        found = found[found.isfinite()]
+        return float(found.median()) if len(found) else None
+
+    def ends(self, progress: Progress = _silent, only: Collection[str] | None = None) -> list[Judged]:
+        """Judge what is of no layer, as `layer`: embeddings, the normed output, logits."""
         self.setting.parameters.forget()
-        checks = [check for site in self.recorded(None) for check in self._checks(None, site)]
+        wanted = [site for site in self.recorded(None) if only is None or site in only]
+        checks = [check for site in wanted for check in self._checks(None, site)]
         for check in checks:
             rows = _sample(self.config, self.recording.at(check.judged.site), len(self.sample))
             widest = self.config.vocab_size if check.judged.site == sites.LOGITS.name else self.config.hidden_size
@@ -493,34 +719,72 @@ class Checks:
             if isinstance(part, Layer):
                 part.look(at)
             for n, check in enumerate(checks):
-                judged = check.judged
-                progress(f"{where} {judged.site}", (done + n / len(checks)) / len(parts))
-                theirs = self.recording.rows(judged.name, at)
-                if judged.site in given_up or theirs is None:
-                    continue
-                part.freely = False
-                try:
-                    check.add(at, theirs, part)
-                except Unknown as unknown:
-                    judged.why = unknown.what
-                    given_up.add(judged.site)
-                judged.rows += len(at)
-                judged.free |= part.freely
+                progress(f"{where} {check.judged.site}", (done + n / len(checks)) / len(parts))
+                if check.judged.site not in given_up and not self._add(check, part, at):
+                    given_up.add(check.judged.site)
         known = [check for check in checks if check.judged.rows and check.judged.site not in given_up]
         if self.exact and known:
             self._rest(known, part, parts, progress, where)
         for check in checks:
-            self._close(check, given_up)
+            judged = check.judged
+            if judged.site in given_up and not check.sure:
+                judged.rows = 0
+            elif judged.rows or check.sure:
+                judged.why = judged.why if judged.why in {OFF_GRID, NOT_FINITE, FOLLOWS} else ""
+                check.close(self._look)
 
-    @staticmethod
-    def _close(check: "Check", given_up: Collection[str]) -> None:
-        judged = check.judged
-        if judged.rows:
-            judged.why = "" if judged.why == NOT_FINITE else judged.why
-        if judged.site in given_up or not judged.rows:
-            judged.rows, judged.first, judged.wrong = 0, None, []
-        else:
-            check.close()
+    def _add(self, check: "Check", part: Layer | Ends, at: Tensor) -> bool:
+        """Judge some rows of a site; returns whether the oracle knows what they should be."""
+        judged, part.rests = check.judged, set()
+        theirs = self.recording.rows(judged.name, at)
+        if theirs is None:
+            return True
+        judged.rows += len(at)
+        try:
+            check.add(at, theirs, part)
+        except Unknown as unknown:
+            judged.why = unknown.what
+            return False
+        for what, most in part.largest.items():
+            self.reached[what] = max(most, self.reached.get(what, 0.0))
+        judged.free |= FREELY in part.rests
+        judged.assumed = tuple(sorted({*judged.assumed, *part.rests} - {FREELY, judged.site}))
+        return True
+
+    def _look(self, check: "Check", position: int, enough: float = 1.0) -> Again:
+        """Look again at a row."""
+        judged, at = check.judged, torch.tensor([position])
+        theirs = self.recording.rows(judged.name, at)
+        assert theirs is not None, f"rows of {judged.name} that it has"
+
+        def values(noise: Noise) -> Tensor:
+            return check.values(self._part(judged.layer, at, noise), at)
+
+        again = look(values, partial(check.excess, position, theirs), position, self.setting.noise.dtype, enough)
+        check.explained(position, theirs, again)
+        return again
+
+    def _part(self, layer: int | None, at: Tensor, noise: Noise) -> Layer | Ends:
+        """A layer at these rows, or what is of none, by another noise."""
+        setting = replace(self.setting, noise=noise)
+        return Ends(setting) if layer is None else Layer(setting, layer, at)
+
+    def _scales(self, layer: int | None, site: str, view: "View | None") -> Tensor:
+        """`_Rows.scale` of `MORE` times as many replicas."""
+        rows = self.recording.at(stored_name(site, layer))
+        rows, found = _sample(self.config, rows, len(self.sample)), []
+        for number in range(1, 1 + MORE):
+            part = self._part(layer, rows, Noise(self.setting.noise.dtype, first=REPLICAS * number))
+            check = self._check(layer, site, view)
+            assert isinstance(check, _Rows), f"{site} has no scale"
+            for at in _parts(rows, _widest(self.config)):
+                if isinstance(part, Layer):
+                    part.look(at)
+                theirs = self.recording.rows(check.judged.name, at)
+                assert theirs is not None, f"rows of {check.judged.name} that it has"
+                check.add(at, theirs, part)
+            found.append(check.scale[1:])
+        return torch.cat(found)
 
     def _rest(
         self, checks: "Sequence[Check]", part: Layer | Ends, parts: Sequence[Tensor], progress: Progress, where: str
@@ -530,8 +794,7 @@ class Checks:
         rest = _sample(self.config, recorded[~torch.isin(recorded, torch.cat(tuple(parts)))], self.exact)
         if not len(rest):
             return
-        setting = replace(self.setting, noise=Noise(self.setting.noise.dtype, replicas=0))
-        exact = Ends(setting) if isinstance(part, Ends) else Layer(setting, part.layer, rest)
+        exact = self._part(checks[0].judged.layer, rest, Noise(self.setting.noise.dtype, replicas=0))
         outlying: list[list[Tensor]] = [[] for _ in checks]
         for done, at in enumerate(chunks := rest.split(EXACT_ROWS)):
             if isinstance(exact, Layer):
@@ -548,7 +811,7 @@ class Checks:
                 theirs = self.recording.rows(check.judged.name, at)
                 assert theirs is not None, f"rows of {check.judged.name} that it has"
                 check.add(at, theirs, part, outlying=True)
-                if check.judged.wrong:
+                if check.settle(self._look):
                     break
 
     def _checks(self, layer: int | None, site: str) -> "Iterator[Check]":
@@ -568,7 +831,8 @@ class Checks:
             return _Choice(judged, self.config)
         ordered = stored_name(sites.EXPERT_IDS.name, layer) in self.recording.tensors
         least = max(2.0 ** -PRECISION[self.setting.noise.dtype], LEAST_SCALE)
-        return _Rows(judged, in_order=ordered, least=least, view=view)
+        more = partial(self._scales, layer, site, view)
+        return _Rows(judged, in_order=ordered, least=least, view=view, more=more)
 
 
 BETWEEN: Final = (sites.EXPERTS_INPUT, sites.EXPERT_IDS, sites.EXPERT_WEIGHTS, sites.EXPERTS_OUTPUT)
@@ -583,7 +847,7 @@ def _of_attention(site: str) -> bool:
     return site.startswith(("attention.", "indexer."))
 
 
-Check = _Rows | _Choice | _Table
+Check = _Check
 View = Callable[[Tensor], Tensor]  # [r, n, ...] to what is judged of it: one row or several for each
 
 
@@ -592,15 +856,18 @@ def _whole(rows: Tensor) -> Tensor:
 
 
 def _on_grid(theirs: Tensor, site: str, part: Layer | Ends) -> Tensor | None:
-    """Theirs rounded to the narrow format that deployed numerics keep a site in; None where they do not round it."""
-    if not part.deployed:
-        return None
-    if site in (sites.INDEX_KEY_USED.name, sites.INDEX_QUERY_USED.name):
-        return rounded_e2m1(theirs)
-    if site in (sites.KV.name, sites.ENTRY.name):
+    """Theirs rounded to the narrow format that the run keeps a site in; None where it does not round it."""
+    if site in (sites.INDEX_KEY_USED.name, sites.INDEX_QUERY_USED.name) and part.rounding.index != NONE:
+        return {FP4: E2M1_INDEX, FP8: E4M3_ROW}[part.rounding.index].rounded(theirs)
+    if site in (sites.KV.name, sites.ENTRY.name) and part.rounding.kv != NONE:
         nope = part.config.head_dim - part.config.qk_rope_head_dim
-        return torch.cat((rounded_e4m3(theirs[..., :nope], KV_BLOCK), theirs[..., nope:]), -1)
+        return torch.cat((E4M3_KV.rounded(theirs[..., :nope]), theirs[..., nope:]), -1)
     return None
+
+
+def _widest(config: ModelConfig) -> int:
+    """Numbers of the widest row of a layer."""
+    return max(config.num_attention_heads * config.head_dim, config.hc_mult * config.hidden_size)
 
 
 def _parts(rows: Tensor, widest: int) -> Sequence[Tensor]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fathom.model.config import ModelConfig, Yarn
+from fathom.model.rounding import Rounding
 from fathom.probes.oracle import MOST, Layer, Noise, Parameters, Part, Setting
 
 
@@ -110,8 +111,8 @@ class Head(Part):
         The main model's and those of `mtp.*`.
     stages
         How many.
-    deployed
-        Whether inputs of FP8 and FP4 linears, and keys, are rounded.
+    rounding
+        What of activations is rounded.
     noise
         Of the replicas.
     reading
@@ -127,22 +128,23 @@ class Head(Part):
         parameters: Parameters,
         *,
         stages: int,
-        deployed: bool,
+        rounding: Rounding,
         noise: Noise,
         reading: Reading = RIGHT,
     ) -> None:
         self.stages, self.reading = stages, reading
         tokens = torch.empty(0, dtype=torch.int64)
         freely = noise.through_layers()  # nothing within a block is taken as it was recorded
-        setting = Setting(config, parameters, tokens, deployed, _NothingRecorded(), freely)
+        setting = Setting(config, parameters, tokens, rounding, _NothingRecorded(), freely)
         super().__init__(setting, f"mtp.{stages - 1}.")
         self.main = Part(self.setting, "")
 
-    def outcome(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the last stage's streams [r, n, s, hidden]: the hyper head before and after its norm, and logits."""
-        h = self.hyper_head(streams)
-        normed = self.rms_norm(h, self.parameters[self.name("norm.weight")])
-        return h, normed, self.product(normed, self.parameters["head.weight"])
+    def outcome(self, streams: Tensor, at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the last stage's streams [r, n, s, hidden] at positions [n]: hyper head, the same normed, and logits."""
+        with self.noise.of(self.prefix, "outcome", rows=at):
+            h = self.hyper_head(streams)
+            normed = self.rms_norm(h, self.parameters[self.name("norm.weight")])
+            return h, normed, self.product(normed, self.parameters["head.weight"])
 
 
 class Stage(Layer):
@@ -198,7 +200,7 @@ class SlotBlock(Block):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         del entries
         q = self.value("attention.query", at)
-        keys = torch.cat(tuple(self._alike(self.rows, self.value("attention.kv", at))), 1)
+        keys = self.joined(self.rows, self.value("attention.kv", at), dim=1)
         hidden = self.reading.hidden(at[:, None], torch.cat((self.row_positions, at)), self.config.sliding_window)
         seen = keys[:, None].expand(-1, len(at), -1, -1)
         sinks = (self.sinks if sinks is None else sinks).clamp(-MOST, MOST)
@@ -233,10 +235,11 @@ class Mtp(Head):
             [n] int64: positions.
 
         """
-        embedded = self.reading.embedded(self.main.looked_up("embed.weight", following), at)
-        token = self.linear(self.rms_norm(embedded, self.parameters[self.name("enorm.weight")]), "e_proj.weight")
-        own = self.linear(self.rms_norm(streams, self.parameters[self.name("hnorm.weight")]), "h_proj.weight")
-        return self.noise.moved(token[:, :, None] + own)
+        with self.noise.of(self.prefix, "entered", rows=at):
+            embedded = self.reading.embedded(self.main.looked_up("embed.weight", following), at)
+            token = self.linear(self.rms_norm(embedded, self.parameters[self.name("enorm.weight")]), "e_proj.weight")
+            own = self.linear(self.rms_norm(streams, self.parameters[self.name("hnorm.weight")]), "h_proj.weight")
+            return self.noise.moved(token[:, :, None] + own)
 
     def draft(self, streams: Tensor, following: Tensor, count: int, chosen: Tensor | None = None) -> MtpDraft:
         """Run the stage over all rows, then draft from the last.
@@ -257,7 +260,7 @@ class Mtp(Head):
         at = torch.arange(n)
         entered = self.entered(self.reading.heard(streams[None], at), following, at)
         behind = [Block(self, 0, at, entered, 0).value("streams", at)]
-        h, _, logits = self.outcome(behind[0][:, -1:])
+        h, _, logits = self.outcome(behind[0][:, -1:], at[-1:])
         found, ids = [logits], [logits[0, 0].argmax()]
         for step in range(count - 1):
             at = torch.tensor([n + step])
@@ -265,7 +268,7 @@ class Mtp(Head):
             again = self.reading.fed_back(behind[-1][:, -1:], h)
             entered = torch.cat((entered, self.entered(again, following, at)), 1)
             behind.append(Block(self, 0, at, entered, 0).value("streams", at))
-            h, _, logits = self.outcome(behind[-1])
+            h, _, logits = self.outcome(behind[-1], at)
             found.append(logits)
             ids.append(logits[0, 0].argmax())
         at = torch.arange(n + count - 1)
@@ -302,11 +305,15 @@ class Dspark(Head):
 
         """
         first, at = Part(self.setting, "mtp.0."), torch.arange(len(taps))
-        main_hidden = self.noise.moved(taps[None].mean(3)).flatten(2)  # [r, n, targets * hidden]
-        projected = first.linear(main_hidden, "main_proj.weight")
-        main_x = self.rms_norm(projected, self.parameters[first.name("main_norm.weight")])
-        stages = (Stage(self, stage, at) for stage in range(self.stages))
-        return tuple(self.reading.main_rows(stage.keys(main_x, at), at) for stage in stages)
+        with self.noise.of(first.prefix, "main", rows=at):
+            main_hidden = self.noise.moved(taps[None].mean(3)).flatten(2)  # [r, n, targets * hidden]
+            projected = first.linear(main_hidden, "main_proj.weight")
+            main_x = self.rms_norm(projected, self.parameters[first.name("main_norm.weight")])
+        keys = []
+        for stage in (Stage(self, stage, at) for stage in range(self.stages)):
+            with self.noise.of(stage.prefix, "main keys", rows=at):
+                keys.append(self.reading.main_rows(stage.keys(main_x, at), at))
+        return tuple(keys)
 
     def draft(self, main_keys: tuple[Tensor, ...], slots: Tensor, chosen: Tensor | None = None) -> DsparkDraft:
         """One pass.
@@ -326,15 +333,17 @@ class Dspark(Head):
         streams = self.main.looked_up("embed.weight", slots)[:, :, None].expand(-1, -1, self.config.hc_mult, -1)
         for stage, rows in enumerate(main_keys):
             streams = SlotBlock(self, stage, at, streams, rows).value("streams", at)
-        h, normed, base = self.outcome(streams)
+        h, normed, base = self.outcome(streams, at)
         previous, found, before, ids = slots[0], [], [], []
         for slot in range(len(slots)):
-            before.append(self.looked_up("markov_head.markov_w1.weight", previous[None]))
-            term = self.linear(before[-1], "markov_head.markov_w2.weight")
-            found.append(self.noise.moved(base[:, slot : slot + 1] + term))
+            with self.noise.of(self.prefix, "markov", rows=at[slot : slot + 1]):
+                before.append(self.looked_up("markov_head.markov_w1.weight", previous[None]))
+                term = self.linear(before[-1], "markov_head.markov_w2.weight")
+                found.append(self.noise.moved(base[:, slot : slot + 1] + term))
             ids.append(found[-1][0, 0].argmax())
             previous = ids[slot] if chosen is None or slot == len(chosen) else chosen[slot]
         features = (self.reading.confident(h, normed), torch.cat(before, 1))
-        joined = torch.cat(tuple(self._alike(*features)), -1)
-        confidence = self.linear(joined, "confidence_head.proj.weight")[..., 0]
+        joined = self.joined(*features, dim=-1)
+        with self.noise.of(self.prefix, "confidence", rows=at):
+            confidence = self.linear(joined, "confidence_head.proj.weight")[..., 0]
         return DsparkDraft(h, base, torch.cat(found, 1), torch.stack(ids), confidence)

@@ -14,13 +14,14 @@ from torch import Tensor
 from fathom.model.checkpoint.census import census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.mtp import Head
-from fathom.model.choices import LOOKUP
+from fathom.model.choices import LOOKUP, PLAIN
 from fathom.model.config import ModelConfig
 from fathom.model.draft import Drafts
 from fathom.model.errors import ConfigError, Tripwire
 from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
 from fathom.model.observe.sites import Site
+from fathom.model.rounding import ROUNDINGS
 from fathom.model.state import State
 from fathom.model.transformer import Transformer
 from fathom.probes.demo_language import prompts
@@ -467,11 +468,11 @@ class Equations(NamedTuple):
         noise = Noise(torch.float32, replicas)
         how = (config, self.parameters)
         if self.kind is Head.MTP:
-            mtp = Mtp(*how, stages=self.kind.stages, deployed=False, noise=noise, reading=reading)
+            mtp = Mtp(*how, stages=self.kind.stages, rounding=ROUNDINGS[PLAIN], noise=noise, reading=reading)
             return {"logits": mtp.draft(taps[0], self.sequence[1:known], k, given).logits}
         assert config.dspark is not None, "it drafts by DSpark"
         block, noisy = config.dspark.block_size, config.dspark.noise_token_id
-        dspark = Dspark(*how, stages=self.kind.stages, deployed=False, noise=noise, reading=reading)
+        dspark = Dspark(*how, stages=self.kind.stages, rounding=ROUNDINGS[PLAIN], noise=noise, reading=reading)
         slots = torch.tensor([int(self.sequence[known - 1]), *[noisy] * (block - 1)])
         padded = torch.cat((given, given.new_zeros(block - k)))  # what is behind the last draft changes none before it
         found = dspark.draft(dspark.main_keys(torch.stack(taps, 1)), slots, padded)

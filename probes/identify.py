@@ -4,11 +4,14 @@ One layer is built from the files, in float32 and the recording's numerics, with
 recorded: the layer's input, and at every recorded site before the one that differs the recorded rows, which steer it.
 What comes out at the differing site is compared with the recording, as a share of what the oracle leaves unexplained:
 1 when the faulty layer gives the recorded rows but for rounding, 0 when it is no nearer to them than the oracle is.
+
+Plain causes come first (`probes.causes`). All of it ends after a time that is given, and says what was not tried.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -30,36 +33,25 @@ from fathom.model.observe.observer import PLACES, install, listening, observed
 from fathom.model.observe.sites import SITES, Listener, Site
 from fathom.model.ranks.ranks import ALONE, Ranks
 from fathom.model.rope import Rotation, layer_frequencies
+from fathom.model.rounding import Rounding
 from fathom.model.transformer import Transformer
+from fathom.probes.causes import NAMED, Explained, Gap, plain
 from fathom.probes.checks import Judged, Status
 from fathom.probes.fault import Fault, become, healthy_model
 from fathom.probes.faults import FAULTS
-from fathom.probes.oracle import Ends, Layer, Noise, Setting, Unknown
-from fathom.probes.recording import CHOICES, OF_ENTRIES, Recording, stored_name
+from fathom.probes.numerics import find
+from fathom.probes.oracle import Ends, Layer, Setting, Unknown
+from fathom.probes.recording import OF_ENTRIES, Recording, stored_name
 from fathom.runtime.arithmetic import arithmetic
 from fathom.runtime.options import RunOptions
 from fathom.runtime.sharding import sharding_plan
 
-NAMED: Final = 0.5  # of the difference that a fault explains at least, to be named
 WHOLE: Final = 0.95  # where one fault explains so much, no second one is looked for
-ROWS: Final = 64  # differing rows that are explained
 MOST_PLACES: Final = 8  # differing sites at which all faults are tried
 PAIRED: Final = 4  # best single faults that are tried with each other fault
 
 _BY_NAME: Final = {site.name: site for site in SITES}
 _ORDER: Final = [site.name for site in SITES]
-
-
-class Explained(NamedTuple):
-    """A fault, or two at once, and the share of a difference that it explains."""
-
-    names: tuple[str, ...]
-    share: float
-
-    @property
-    def name(self) -> str:
-        """As it is told."""
-        return " and ".join(self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +60,7 @@ class Place:
 
     judged: Judged
     faults: tuple[Explained, ...]  # best first
-    why: str = ""  # nothing could be tried
+    why: str = ""  # nothing could be tried, or not all
 
 
 class _Seen(Exception):
@@ -80,9 +72,10 @@ def places(results: Sequence[Judged]) -> list[Judged]:
     return [judged for judged in results if judged.status is Status.DIFFERS and judged.first is not None]
 
 
-def other_numerics(setting: Setting) -> str:
-    """The candidate that is no fault: the run was made in the other numerics."""
-    return f"{'plain' if setting.deployed else 'deployed'} numerics"
+def other_numerics(setting: Setting, recording: Recording) -> dict[str, Rounding]:
+    """The candidate that is no fault, by what it is called: the run rounds otherwise than is said."""
+    found = find(setting, recording).rounding
+    return {} if found == setting.rounding else {f"{found.numerics} numerics": found}
 
 
 def _of_experts(site: str) -> bool:
@@ -102,12 +95,22 @@ class Identifier:
         Of the checkpoint.
     calls
         Lengths of the calls that the recorded run was made in; their last one repeats.
+    seconds
+        After which nothing more is tried.
 
     """
 
-    def __init__(self, setting: Setting, recording: Recording, census: Census, calls: Sequence[int]) -> None:
+    def __init__(
+        self, setting: Setting, recording: Recording, census: Census, calls: Sequence[int], seconds: float
+    ) -> None:
         self.setting, self.recording, self.census, self.calls = setting, recording, census, tuple(calls)
-        self.config = setting.config
+        self.config, self.others = setting.config, other_numerics(setting, recording)
+        self.seconds, self.ends = seconds, time.perf_counter() + seconds
+
+    @property
+    def late(self) -> bool:
+        """Whether the time is over."""
+        return time.perf_counter() > self.ends
 
     def identify(self, results: Sequence[Judged], progress: Callable[[str, float], None]) -> list[Place]:
         """What explains each site that differs.
@@ -122,19 +125,30 @@ class Identifier:
             def said(what: str, share: float, judged: Judged = judged, number: int = number) -> None:
                 progress(f"{judged.name} under {what}", (number + share) / len(differing))
 
+            if self.late:
+                break
             try:
-                case = _Case(self, judged)
+                gap = Gap(self.setting, self.recording, judged)
+                cause = plain(gap)
+                case = None if cause else _Case(self, gap)
             except Unknown as unknown:
                 found.append(Place(judged, (), unknown.what))
                 continue
-            known = {place.faults[0].names: place.judged.layer == judged.layer for place in found if place.faults}
+            if case is None:
+                found.append(Place(judged, (cause,) if cause else ()))
+                continue
+            known = {
+                place.faults[0].names: place.judged.layer == judged.layer
+                for place in found
+                if place.faults and not place.faults[0].what and place.faults[0].share >= NAMED
+            }
             again = [Explained(names, case.share(names)) for names in known]
             again = [fault for fault in again if fault.share >= (NAMED if known[fault.names] else WHOLE)]
             if again:
                 found.append(Place(judged, (max(again, key=lambda fault: fault.share),)))
             elif searched < MOST_PLACES:
                 searched += 1
-                found.append(Place(judged, tuple(case.best(said))))
+                found.append(Place(judged, *case.best(said)))
         return found
 
     def candidates(self, config: ModelConfig, *, in_layer: bool) -> list[str]:
@@ -146,83 +160,65 @@ class Identifier:
         }
         if not in_layer:  # the head has ops, and nothing else that a fault changes
             return [name for name, fault in faults.items() if fault.inject is healthy_model]
-        return [other_numerics(self.setting), *faults]
+        return [*self.others, *faults]
 
 
 class _Case:
     """One differing site: what was recorded, what the oracle has, and what a faulty layer gives."""
 
-    def __init__(self, by: Identifier, judged: Judged) -> None:
-        self.by, self.judged, self.setting = by, judged, by.setting
-        full, layer = by.config, judged.layer
+    def __init__(self, by: Identifier, gap: Gap) -> None:
+        self.by, self.gap, self.judged, self.setting = by, gap, gap.judged, gap.setting
+        full, layer = by.config, gap.judged.layer
         self.config = full if layer is None else _of_one_layer(full, layer)
-        self.at = torch.tensor(sorted(set(judged.wrong))[:ROWS])
-        theirs = by.recording.rows(judged.name, self.at)
-        assert theirs is not None, f"{judged.name} was judged at these rows"
-        self.theirs = self._comparable(theirs)
-        if judged.site not in CHOICES and not bool(self.theirs.any()):
-            raise Unknown("all of these rows are zeros")
-        if not bool(self.theirs.isfinite().any()):
-            raise Unknown("none of these numbers is finite")
-        fresh = replace(by.setting, noise=Noise(by.setting.noise.dtype))
-        self.exact = Ends(fresh) if layer is None else Layer(fresh, layer, self.at)
-        oracle = self.exact.computed(judged.site, self.at)
-        self.oracle = self._comparable(oracle[0])
-        self.noise = float((oracle[1:] - oracle[:1]).square().sum()) / max(1, len(oracle) - 1)
+        self.at, self.exact = gap.at, gap.part
         self.tokens = self._tokens()
         self.start = self._start()
         self.steered = self._steered()
 
     # --- what a fault explains
 
-    def best(self, said: Callable[[str, float], None]) -> list[Explained]:
-        """All faults that explain something, best first; two at once where no single one explains nearly all."""
+    def best(self, said: Callable[[str, float], None]) -> tuple[tuple[Explained, ...], str]:
+        """All faults that explain something, best first, and what was not tried.
+
+        Two at once are tried where no single one explains nearly all.
+        """
         names = self.by.candidates(self.config, in_layer=self.judged.layer is not None)
-        found = []
+        found: list[Explained] = []
         for n, name in enumerate(names):
+            if self.by.late:
+                break
             said(name, n / len(names))
             found.append(Explained((name,), self.share((name,))))
+        why = "" if len(found) == len(names) else f"{len(found)} of {len(names)} faults were tried"
         found.sort(key=lambda fault: -fault.share)
-        if found[0].share < WHOLE:
+        if found and found[0].share < WHOLE and not why:
             single = list(found)
-            for n, first in enumerate(single[:PAIRED]):
-                for second in single[n + 1 :]:
-                    said(f"{first.name} and {second.name}", 1.0)
-                    if first.share > 0 and not {first.name, second.name} & {other_numerics(self.setting)}:
-                        both = Explained((first.name, second.name), self.share((first.name, second.name)))
-                        if both.share >= max(NAMED, (1 + first.share) / 2):  # half of what the first leaves
-                            found.append(both)
+            pairs = [(first, second) for n, first in enumerate(single[:PAIRED]) for second in single[n + 1 :]]
+            pairs = [pair for pair in pairs if pair[0].share > 0 and not {one.name for one in pair} & {*self.by.others}]
+            for n, (first, second) in enumerate(pairs):
+                if self.by.late:
+                    why = f"all single faults and {n} of {len(pairs)} pairs were tried"
+                    break
+                said(f"{first.name} and {second.name}", n / len(pairs))
+                both = Explained((first.name, second.name), self.share((first.name, second.name)))
+                if both.share >= max(NAMED, (1 + first.share) / 2):  # half of what the first leaves
+                    found.append(both)
             found.sort(key=lambda fault: -fault.share)
-        return [fault for fault in found if fault.share > 0][:PAIRED]
+        why = f"{why} in {self.by.seconds:g} s" if why else ""
+        return tuple(fault for fault in found if fault.share > 0)[:PAIRED], why
 
     def share(self, names: Sequence[str]) -> float:
         """How much nearer the recording is to a run with these faults than to the oracle."""
         faulty = self._faulty(names)
-        if faulty is None or faulty.shape != self.theirs.shape:
-            return 0.0
-        if self.judged.site in CHOICES:
-            left, whole = (_otherwise(self.theirs, other) for other in (faulty, self.oracle))
-        else:
-            known = self.theirs.isfinite() & faulty.isfinite()
-            distances = (float((self.theirs - x)[known].square().sum()) for x in (faulty, self.oracle))
-            left, whole = (max(0.0, distance - self.noise) for distance in distances)
-        return max(0.0, 1 - left / whole) if whole else 0.0
-
-    def _comparable(self, x: Tensor) -> Tensor:
-        """Choices and their weights in an order that does not depend on who chose."""
-        if self.judged.site in CHOICES:
-            return x.sort(-1, descending=True).values
-        if self.judged.site == sites.EXPERT_WEIGHTS.name:
-            return x.sort(-1, descending=True).values
-        return x
+        return 0.0 if faulty is None else self.gap.share(faulty)
 
     # --- a run of the layer
 
     def _faulty(self, names: Sequence[str]) -> Tensor | None:
         """The site's rows in a run with these faults; None where it breaks down, which theirs did not."""
-        other = other_numerics(self.setting) in names
         faults = [FAULTS[name] for name in names if name in FAULTS]
-        model = self._model(faults, deployed=self.setting.deployed != other)
+        others = [self.by.others[name] for name in names if name in self.by.others]
+        model = self._model(faults, others[0] if others else self.setting.rounding)
         seen: list[Tensor] = []
         listeners = dict(self._steering()) | {_BY_NAME[self.judged.site]: self._looking(seen)}
         try:
@@ -236,14 +232,14 @@ class _Case:
             return None
         width = max(part.shape[-1] for part in seen)
         if self.judged.site == sites.SELECTED.name:
-            width = max(width, self.theirs.shape[1])
+            width = max(width, self.gap.theirs.shape[1])
             seen = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=-1) for part in seen]
         rows = torch.cat(seen)
         at = torch.searchsorted(self.tokens, self.at) if self.judged.site not in OF_ENTRIES else self.at
         if int(at.max()) >= len(rows):
             return None
-        out = self._comparable(rows[at].double())
-        return out[:, : self.theirs.shape[1]] if self.judged.site == sites.SELECTED.name else out
+        out = self.gap.comparable(rows[at].double())
+        return out[:, : self.gap.theirs.shape[1]] if self.judged.site == sites.SELECTED.name else out
 
     def _run(self, model: Transformer) -> None:
         if self.judged.layer is None:
@@ -261,13 +257,13 @@ class _Case:
             block(self.start[rows], model.call(tokens[rows], first), state.layers[0])  # type: ignore[arg-type]
             first += count
 
-    def _model(self, faults: Sequence[Fault], *, deployed: bool) -> Transformer:
+    def _model(self, faults: Sequence[Fault], rounding: Rounding) -> Transformer:
         """The layer, or the head, as a model of its own, with faults in place."""
         ops = CPU
         for fault in faults:
             ops = fault.ops(ops)
         full = self.by.config
-        options = RunOptions("deployed" if deployed else "plain", "fp32")
+        options = RunOptions(rounding.numerics, "fp32")
         ranks = Ranks(ALONE, sharding_plan(full, 1).ranks[0])
         model = Transformer.__new__(Transformer)
         model.config = self.config
@@ -423,8 +419,3 @@ def _calls(calls: Sequence[int], tokens: int) -> list[int]:
         found.append(length)
         left, n = left - length, n + 1
     return found
-
-
-def _otherwise(one: Tensor, other: Tensor) -> float:
-    """How many ids of two choices [n, k] are in one of them alone."""
-    return float(sum(len(set(a) ^ set(b)) for a, b in zip(one.tolist(), other.tolist(), strict=True)))

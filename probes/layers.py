@@ -168,8 +168,7 @@ class Judge(NamedTuple):
         parameters = Parameters(checkpoint, census(checkpoint.shapes(), config, where=str(subject.directory)))
         parameters.changed |= changed or {}
         noise = Noise(DTYPES[self.options.dtype])
-        deployed = self.options.numerics == "deployed"
-        setting = Setting(config, parameters, recording.tokens, deployed, recording, noise)
+        setting = Setting(config, parameters, recording.tokens, self.options.rounding, recording, noise)
         checks = Checks(setting, recording, self.rows, every=True, views=views(config))
         results: list[Judged] = []
         for layer in range(config.num_hidden_layers):

@@ -9,7 +9,9 @@ How far rounding may take a run from this is found by doing it: beside the exact
 along in which every tensor is moved by half a unit in the last place of the run's dtype, up or down at random, where a
 run of that dtype has a tensor; sums of products are moved as fp32 accumulators are off at most. What the replicas
 differ by is the spread of a site. Where a value decides (a selection, a rounding to FP8 or FP4), a replica differs
-`FACTOR` times as much, so that whatever the bound leaves open is decided in both ways by some of them.
+`FACTOR` times as much, so that whatever the bound leaves open is decided in both ways by some of them. What is drawn
+for a number follows from its layer, its site, its row and its place in it, see `Noise`: a verdict does not depend on
+what else is judged.
 
 All tensors are [r, n, ...] float64: r is 1 where nothing was moved yet, else 1 + replicas, the exact values first.
 
@@ -17,10 +19,12 @@ Source: DeepSeek-V4's technical report, section 2; DeepSeek's inference code, mo
 """
 
 import copy
+import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -29,6 +33,7 @@ from fathom.model.checkpoint.census import Census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.tensor_mapping import Form, TensorMapping
 from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.rounding import FP4, FP8, NONE, Rounding
 
 F32: Final = torch.float32
 F64: Final = torch.float64
@@ -47,6 +52,8 @@ MOST: Final = 1e30  # of a sink, beyond which it takes all or nothing: infinitie
 TOKENS: Final = 512  # of the whole prompt at a time
 
 KV_BLOCK, LINEAR_BLOCK, INDEX_BLOCK = 64, 128, 32  # columns that share a scale when they are rounded
+FREELY: Final = "freely"  # of a value: it came by way of the layers before, none of which was recorded
+SELECTED, EXPERT_IDS = "indexer.selected", "experts.ids"
 
 
 class Unknown(LookupError):
@@ -121,6 +128,7 @@ class Parameters:
     def __init__(self, checkpoint: Checkpoint, census: Census) -> None:
         self.checkpoint, self.mappings, self.absent = checkpoint, census.mappings, census.absent
         self.kept: dict[str, Tensor] = {}
+        self.scales: dict[str, tuple[float, float]] = {}  # the least and the largest of those decoded, by their form
         self.changed: dict[str, Tensor] = {}  # float64, in place of what the files hold: of a run with these
 
     def mapping(self, name: str) -> TensorMapping:
@@ -144,6 +152,10 @@ class Parameters:
         if mapping.part is not None:
             data = data[mapping.part.expert, mapping.part.start : mapping.part.stop]
         scale, overall = (None if part is None else read(part) for part in (mapping.scale, mapping.global_scale))
+        if scale is not None:
+            least, most = (float(x) for x in _scales(scale).aminmax())
+            before = self.scales.get(mapping.form.name, (math.inf, -math.inf))
+            self.scales[mapping.form.name] = min(least, before[0]), max(most, before[1])
         return decoded(mapping.form, data, scale, overall)
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
@@ -152,7 +164,7 @@ class Parameters:
         return table
 
     def rounds(self, name: str) -> bool:
-        """Whether `deployed` numerics round the input of this linear: that of FP8 and FP4 weights."""
+        """Whether the input of this linear is one that a run may round: that of FP8 and FP4 weights."""
         return self.mapping(name).form in (Form.FP8, Form.FP8_F32, Form.FP4)
 
     def forget(self) -> None:
@@ -163,23 +175,40 @@ class Parameters:
 # --- rounding to the narrow formats, as DeepSeek's kernels do it
 
 
-def rounded_e4m3(x: Tensor, block: int) -> Tensor:
-    """Round [..., d] to E4M3 times a power of two for each block of columns: `act_quant`."""
-    blocks = x.unflatten(-1, (-1, block))
-    scale = _scale_of(blocks.abs().amax(-1, keepdim=True).clamp_min(1e-4), 448)
-    y = (blocks / scale).clamp(-448, 448)
+class Narrow(NamedTuple):
+    """A narrow format: codes times a power of two for each block of columns."""
+
+    name: str  # E4M3 | E2M1
+    largest: float  # code
+    least: float  # amax that a scale is made of
+    step: Callable[[Tensor], Tensor]  # distance of the codes around y, |y| <= largest
+    block: int = 0  # columns that share a scale; 0: all of a row
+
+    def scales(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks [..., blocks, columns] of x, and the power of two of each, [..., blocks, 1]."""
+        blocks = x.unflatten(-1, (-1, self.block or x.shape[-1]))
+        return blocks, _scale_of(blocks.abs().amax(-1, keepdim=True).clamp_min(self.least), self.largest)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Round [..., d], ties to even, as DeepSeek's `act_quant` and `fp4_act_quant` do."""
+        blocks, scale = self.scales(x)
+        y = (blocks / scale).clamp(-self.largest, self.largest)
+        step = self.step(y)
+        return (torch.round(y / step) * step).clamp(-self.largest, self.largest).mul(scale).flatten(-2)
+
+
+def _step_e4m3(y: Tensor) -> Tensor:
     exponent = torch.frexp(y).exponent.clamp_min(-5)  # y = fraction 2^exponent, half <= fraction < 1
-    step = _two_to(exponent - 4)
-    return (torch.round(y / step) * step).clamp(-448, 448).mul(scale).flatten(-2)  # torch.round takes ties to even
+    return _two_to(exponent - 4)
 
 
-def rounded_e2m1(x: Tensor) -> Tensor:
-    """Round [..., d] to E2M1 times a power of two for each 32 columns: `fp4_act_quant`."""
-    blocks = x.unflatten(-1, (-1, INDEX_BLOCK))
-    scale = _scale_of(blocks.abs().amax(-1, keepdim=True).clamp_min(6 * 2.0**-126), 6)
-    y = (blocks / scale).clamp(-6, 6)
-    step = torch.where(y.abs() < 2, 0.5, torch.where(y.abs() < 4, 1.0, 2.0))
-    return (torch.round(y / step) * step).mul(scale).flatten(-2)
+def _step_e2m1(y: Tensor) -> Tensor:
+    return torch.where(y.abs() < 2, 0.5, torch.where(y.abs() < 4, 1.0, 2.0))
+
+
+E4M3_ROW: Final = Narrow("E4M3", 448.0, 1e-4, _step_e4m3)
+E4M3_LINEAR, E4M3_KV = E4M3_ROW._replace(block=LINEAR_BLOCK), E4M3_ROW._replace(block=KV_BLOCK)
+E2M1_INDEX: Final = Narrow("E2M1", 6.0, 6 * 2.0**-126, _step_e2m1, INDEX_BLOCK)
 
 
 def _scale_of(amax: Tensor, largest: float) -> Tensor:
@@ -219,23 +248,52 @@ def _two_to(exponent: Tensor) -> Tensor:
 class Noise:
     """Moves the replicas of a tensor as rounding to a dtype may.
 
+    The direction in which a number is moved follows from what is computed and for which row (`of` says both), from how
+    many tensors were moved for that before, and from the number's place in its row: not from the rows beside it, nor
+    from what was computed before.
+
     Parameters
     ----------
     dtype
         The run's.
     replicas
         How many of them.
+    first
+        The first one's number: others of the same run are found with another.
     seed
         Of the directions.
 
     """
 
-    def __init__(self, dtype: torch.dtype, replicas: int = REPLICAS, seed: int = 0) -> None:
-        self.dtype, self.replicas = dtype, replicas
-        self.generator = torch.Generator().manual_seed(seed)
+    def __init__(self, dtype: torch.dtype, replicas: int = REPLICAS, first: int = 0, seed: int = 0) -> None:
+        self.dtype, self.replicas, self.first, self.seed = dtype, replicas, first, seed
         self.factor = FACTOR  # how far replicas are moved apart where a value decides
+        self.what: tuple[object, ...] = ()
+        self.rows = torch.zeros(1, dtype=torch.int64)
+        self.drawn = self.decided = 0  # tensors that were moved, and that decided something, since `of`
+        self.most = 0  # rows that were computed together
 
-    def through_layers(self) -> "Noise":
+    @contextmanager
+    def of(self, *what: object, rows: Tensor) -> Iterator[None]:
+        """Inside the ``with``, tensors are [r, n, ...] of these rows [n], and belong to what is named."""
+        before = self.what, self.rows, self.drawn, self.decided
+        self.what, self.rows, self.drawn, self.decided = what, rows, 0, 0
+        self.most = max(self.most, len(rows))
+        try:
+            yield
+        finally:
+            self.what, self.rows, self.drawn, self.decided = before
+
+    def parts(self, rows: Tensor, most: int) -> Iterator[slice]:
+        """So many rows at a time, each as if it were alone."""
+        before, drawn, decided = self.rows, self.drawn, self.decided
+        for low in range(0, max(1, len(rows)), most):
+            part = slice(low, low + most)
+            self.rows, self.drawn, self.decided = rows[part], drawn, decided
+            yield part
+        self.rows = before
+
+    def through_layers(self) -> Self:
         """The same for a run of several layers, in which moving replicas apart again and again would leave no bound."""
         other = copy.copy(self)
         other.factor = 1.0
@@ -251,8 +309,7 @@ class Noise:
         if x.shape[0] > 1:
             part = x[1:]
             half = _two_to(torch.frexp(part).exponent - PRECISION[dtype or self.dtype] - 1)
-            sign = torch.randint(0, 2, part.shape, generator=self.generator, dtype=torch.int8).mul_(2).sub_(1)
-            part.add_(half.mul_(sign).masked_fill_(part == 0, 0))
+            part.add_(self._signed(half).masked_fill_(part == 0, 0))
         return x
 
     def stored(self, x: Tensor) -> Tensor:
@@ -271,23 +328,30 @@ class Noise:
         """
         y = self.spread(y)
         if y.shape[0] > 1:
-            off = torch.randn(y[1:].shape, generator=self.generator, dtype=F64)
-            y[1:].add_(off.mul_(size[1:] if size.shape[0] > 1 else size).mul_(2.0**-23))
+            size = size[1:] if size.shape[0] > 1 else size
+            y[1:].add_(self._signed((size * 2.0**-23).expand(y[1:].shape).contiguous()))
         return y
 
-    def choosing(self, x: Tensor) -> Tensor:
-        """What a choice is made by: replicas that are `FACTOR` times as far off, and equal values in any order."""
+    def choosing(self, x: Tensor, count: int) -> Tensor:
+        """What the best `count` are chosen by: replicas `FACTOR` times as far off, equal values in any order.
+
+        -inf is what cannot be chosen.
+        """
+        del count
         if x.shape[0] == 1:
             return x
-        off = torch.rand(x[1:].shape, generator=self.generator, dtype=F64)
-        return torch.cat((x[:1], x[:1] + (x[1:] - x[:1]) * self.factor + off * (x[1:].abs() * 2.0**-40 + 2.0**-500)))
+        known = x.masked_fill(x.isneginf(), 0)
+        off = self._signed(known[1:].abs() * 2.0**-40 + 2.0**-500)
+        out = torch.cat((known[:1], known[:1] + (known[1:] - known[:1]) * self.factor + off))
+        return out.masked_fill_(x.isneginf(), -math.inf)
 
-    def rounding(self, x: Tensor) -> Tensor:
+    def rounding(self, x: Tensor, form: Narrow) -> Tensor:
         """What is rounded to a narrow format: replicas that are `FACTOR` times as far off where a flip is rare.
 
         In a run of fp32 that is everywhere. In one of bf16 some numbers of every row round otherwise, and the
         spread has it; but not so surely a single number that makes up much of its row.
         """
+        del form
         if x.shape[0] == 1:
             return x
         off = x[1:] - x[:1]
@@ -296,6 +360,39 @@ class Noise:
             off = torch.where(HEAVY * square >= square.sum(-1, keepdim=True), self.factor * off, off)
             return torch.cat((x[:1], x[:1] + off))
         return torch.cat((x[:1], x[:1] + self.factor * off))
+
+    def _signed(self, sizes: Tensor) -> Tensor:
+        """Sizes [replicas, n, ...], in place, with the signs that are drawn next."""
+        assert sizes.shape[1] == len(self.rows), f"{sizes.shape[1]} rows of {self.what}, want {len(self.rows)}"
+        self.drawn += 1
+        if not sizes.numel():
+            return sizes
+        flat = sizes.view(len(sizes), sizes.shape[1], -1)
+        signs = torch.empty(0)
+        for n, replica in enumerate(flat, self.first):
+            if n % SIGNS == 0 or n == self.first:
+                signs = self._signs(n // SIGNS, flat.shape[2])
+            replica.view(torch.int64).bitwise_xor_((signs << n % SIGNS).bitwise_and_(SIGN_BIT))
+        return sizes
+
+    def _signs(self, number: int, width: int) -> Tensor:
+        """Drawn bits [n, width] int64: of `SIGNS` replicas, the sign of each in the bit of its number, from the top."""
+        told = repr((self.seed, *self.what, self.drawn, number)).encode()
+        key = int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little", signed=True)
+        rows = _shuffled(self.rows + key)
+        return _shuffled(rows[:, None] + torch.arange(width) * GOLDEN)
+
+
+SIGNS: Final = 63  # replicas whose signs one drawn number has
+SIGN_BIT: Final = -(1 << 63)
+GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd number, by which neighbours lie far apart
+
+
+def _shuffled(x: Tensor) -> Tensor:
+    """Bits that look drawn from numbers that do not, int64: the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        x = (x ^ x >> shift & (1 << 64 - shift) - 1) * (factor - (1 << 64))
+    return x ^ x >> 31 & (1 << 33) - 1
 
 
 # --- the layer
@@ -316,7 +413,7 @@ class Setting:
     config: ModelConfig
     parameters: Parameters
     tokens: Tensor  # [t] int64
-    deployed: bool
+    rounding: Rounding
     theirs: Theirs
     noise: Noise
 
@@ -326,7 +423,9 @@ class Part:
 
     def __init__(self, setting: Setting, prefix: str) -> None:
         self.setting, self.config, self.prefix = setting, setting.config, prefix
-        self.noise, self.deployed, self.parameters = setting.noise, setting.deployed, setting.parameters
+        self.noise, self.rounding, self.parameters = setting.noise, setting.rounding, setting.parameters
+        self.largest: dict[str, float] = {}  # of what a clamp may cut, by whose experts and which half
+        self.rests: set[str] = set()  # what the last value rests on beside what was recorded: FREELY, or own choices
 
     def name(self, parameter: str) -> str:
         """Official name of one of this part's parameters."""
@@ -337,15 +436,19 @@ class Part:
         return self.noise.stored(self.parameters.rows(self.name(parameter), ids).to(F64)[None])
 
     def linear(self, x: Tensor, parameter: str) -> Tensor:
-        """``x W^T``, the input rounded where `deployed` numerics round it."""
+        """``x W^T``, the input rounded where the run rounds it."""
         name = self.name(parameter)
         return self.product(self.rounded(x, name), self.parameters[name])
 
     def rounded(self, x: Tensor, name: str) -> Tensor:
-        """The input of a linear: E4M3 by 128 columns, where it is deployed and the weight is FP8 or FP4."""
-        if not (self.deployed and self.parameters.rounds(name)):
+        """The input of a linear: E4M3 by 128 columns, where the run rounds those of FP8 and FP4 weights."""
+        if self.rounding.linears == NONE or not self.parameters.rounds(name):
             return x
-        return rounded_e4m3(self.noise.rounding(x), LINEAR_BLOCK)
+        return self.narrow(x, E4M3_LINEAR)
+
+    def narrow(self, x: Tensor, form: Narrow) -> Tensor:
+        """What a run holds in a narrow format."""
+        return form.rounded(self.noise.rounding(x, form))
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x W^T`` as a run holds it."""
@@ -381,30 +484,35 @@ class Part:
         most = max(part.shape[0] for part in parts)
         return (part if part.shape[0] == most else part.expand(most, *part.shape[1:]) for part in parts)
 
+    def joined(self, *parts: Tensor, dim: int) -> Tensor:
+        """Parts side by side, where some have replicas and others have none yet."""
+        return torch.cat(tuple(self._alike(*parts)), dim)
+
 
 class Ends(Part):
     """What is in no layer: embeddings before the first, and the head behind the last."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting, "")
-        self.freely = False
 
     def computed(self, site: str, at: Tensor) -> Tensor:
         """One of the sites that are of no layer, [r, n, ...]; Unknown where there is nothing to compute it from."""
-        if site == "embedded":
-            return self.looked_up("embed.weight", self.setting.tokens[at])
         if site == "hidden":
             return self.hidden(at)
-        theirs = self.setting.theirs.rows("hidden", at)
+        theirs = None if site == "embedded" else self.setting.theirs.rows("hidden", at)
+        if site == "embedded":
+            return self.looked_up("embed.weight", self.setting.tokens[at])
         hidden = self.hidden(at) if theirs is None else theirs[None]
-        return self.product(hidden, self.parameters["head.weight"])
+        with self.noise.of(site, rows=at):
+            return self.product(hidden, self.parameters["head.weight"])
 
     def hidden(self, at: Tensor) -> Tensor:
         """The streams behind the last layer, read by the hyper head and normed."""
         last = Layer(self.setting, self.config.num_hidden_layers - 1, at)
         streams = last.value("streams", at)
-        self.freely = last.freely
-        return self.rms_norm(self.hyper_head(streams), self.parameters["norm.weight"])
+        self.rests |= last.rests
+        with self.noise.of("hidden", rows=at):
+            return self.rms_norm(self.hyper_head(streams), self.parameters["norm.weight"])
 
 
 Equation = Callable[["Layer", Tensor], Tensor]
@@ -440,8 +548,7 @@ class Layer(Part):
         self.rope_theta = self.config.compress_rope_theta if self.ratio else self.config.rope_theta
         self.yarn = self.config.rope_scaling if self.ratio else None
         self.entries = torch.arange(len(setting.tokens) // self.ratio if self.ratio else 0)
-        self.held: dict[tuple[str, str], tuple[Tensor, bool]] = {}
-        self.freely = False  # whether a value was computed by way of the layers before
+        self.held: dict[tuple[str, str], tuple[Tensor, set[str]]] = {}
         self._before: Layer | None = None
 
     def look(self, at: Tensor) -> None:
@@ -455,28 +562,31 @@ class Layer(Part):
         """What the layer goes on with at a site: as recorded, or else as computed."""
         theirs = self.setting.theirs.rows(f"layers.{self.layer}.{site}", at)
         if theirs is None or not self._can_be(site, theirs):
+            if site == SELECTED or (site == EXPERT_IDS and not self.config.is_hash(self.layer)):
+                self.rests.add(site)
             return self.computed(site, at)
         return theirs[None]
 
     def _can_be(self, site: str, ids: Tensor) -> bool:
         """Whether recorded choices are numbers of experts or entries: others are not gone on with."""
-        if site not in ("experts.ids", "indexer.selected"):
+        if site not in (EXPERT_IDS, SELECTED):
             return True
-        least, count = (0, self.config.n_routed_experts) if site == "experts.ids" else (-1, len(self.entries))
+        least, count = (0, self.config.n_routed_experts) if site == EXPERT_IDS else (-1, len(self.entries))
         return bool(((ids >= least) & (ids < count) & (ids == ids.floor())).all())
 
     def computed(self, site: str, at: Tensor) -> Tensor:
         """What a site should be, from the sites before it; Unknown where there is nothing to compute it from."""
         key = (site, "at" if at is self.at else "entries" if at is self.entries else "")
         if key in self.held:
-            out, freely = self.held[key]
-            self.freely |= freely
+            out, rests = self.held[key]
+            self.rests |= rests
             return out
-        before, self.freely = self.freely, False
-        out = _EQUATIONS[site](self, at)
+        before, self.rests = self.rests, set()
+        with self.noise.of(self.prefix, site, rows=at):
+            out = _EQUATIONS[site](self, at)
         if key[1]:
-            self.held[key] = out, self.freely
-        self.freely |= before
+            self.held[key] = out, self.rests
+        self.rests = self.rests | before
         return out
 
     def before(self, at: Tensor) -> Tensor:
@@ -487,7 +597,7 @@ class Layer(Part):
                 return theirs[None]
             if self._before is None:
                 self._before = self._run_before()
-            self.freely = True
+            self.rests.add(FREELY)
             streams: Tensor = self._before.value("streams", self._before.at)
             return streams[:, at]
         embedded = self.setting.theirs.rows("embedded", at)
@@ -532,7 +642,8 @@ class Layer(Part):
             frequency = frequency / yarn.factor * slowed + frequency * (1 - slowed)
         # The frequency is of fp32, its last bit depends on who computes it; so does the angle's.
         exact = (positions.to(torch.float32)[:, None] * frequency).to(F64)[None]
-        turning_by = self.noise.moved(frequency.to(F64)[None, None], torch.float32)
+        with self.noise.of(self.prefix, "frequency", rows=torch.zeros(1, dtype=torch.int64)):  # one table for all
+            turning_by = self.noise.moved(frequency.to(F64)[None, None], torch.float32)
         off = positions.to(F64)[:, None] * (turning_by - turning_by[:1])
         angle = self.noise.moved(exact + off, torch.float32)
         return angle.cos(), angle.sin()
@@ -546,14 +657,14 @@ class Layer(Part):
         a, b = x[..., -rope::2], x[..., -rope + 1 :: 2]
         sin = -sin if back else sin
         turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
-        return self.noise.moved(torch.cat(tuple(self._alike(x[..., :-rope], turned)), -1))
+        return self.noise.moved(self.joined(x[..., :-rope], turned, dim=-1))
 
     def cached(self, kv: Tensor) -> Tensor:
-        """A key as it is remembered: `deployed` numerics round all dims but those of rope to E4M3, by 64."""
-        if not self.deployed:
+        """A key as it is remembered: where the run rounds it, all dims but those of rope to E4M3, by 64."""
+        if self.rounding.kv == NONE:
             return kv
         nope = self.config.head_dim - self.config.qk_rope_head_dim
-        return torch.cat((rounded_e4m3(self.noise.rounding(kv[..., :nope]), KV_BLOCK), kv[..., nope:]), -1)
+        return self.joined(self.narrow(kv[..., :nope], E4M3_KV), kv[..., nope:], dim=-1)
 
     def keys(self, x: Tensor, at: Tensor) -> Tensor:
         """What is remembered of tokens [r, n, hidden] at their positions, [r, n, d]."""
@@ -562,10 +673,10 @@ class Layer(Part):
         return self.cached(self.rotated(kv, at))
 
     def index_rounded(self, x: Tensor) -> Tensor:
-        """An index query or key as it is scored: Hadamard, then E2M1 by 32, in `deployed` numerics."""
-        if not self.deployed:
-            return x
-        return rounded_e2m1(self.noise.rounding(self.noise.moved(hadamard(x))))
+        """An index query or key as it is scored: Hadamard, then E2M1 by 32; or E4M3 by row; or as it is."""
+        if self.rounding.index == FP4:
+            return self.narrow(self.noise.moved(hadamard(x)), E2M1_INDEX)
+        return self.narrow(x, E4M3_ROW) if self.rounding.index == FP8 else x
 
     def hyper(self, streams: Tensor, part: str) -> tuple[Tensor, Tensor, Tensor]:
         """Of mHC, from streams [r, n, s, hidden]: pre [r, n, s], post [r, n, s], comb [r, n, s, s]."""
@@ -598,27 +709,26 @@ class Layer(Part):
             self.parameters[self.name(f"{parameter}.{leaf}")]
             for leaf in ("wkv.weight", "wgate.weight", "ape", "norm.weight")
         )
-        parts = []
-        step = max(1, TOKENS // self.ratio)
-        for some in at.split(step):
-            windows = (
-                torch.cat((some - 1, some)) if overlap == 2 else some
-            )  # of the first one, those before are not there
+        pooled = []
+        for part in self.noise.parts(at, max(1, TOKENS // self.ratio)):
+            some = at[part]
+            # Of the first window, those before are not there.
+            windows = torch.cat((some - 1, some)) if overlap == 2 else some
             tokens = (windows[:, None] * self.ratio + torch.arange(self.ratio)).flatten()
             x = self.value("attention.input", tokens.clamp_min(0))
-            kv, gate = self.product(x, wkv), self.product(x, wgate)
-            kv, gate = (
-                part.unflatten(1, (-1, self.ratio)) for part in (kv, gate)
-            )  # [r, windows, ratio, series * width]
-            gate = self.noise.moved(gate + ape)
+            with self.noise.of(self.prefix, parameter, "tokens", rows=tokens):
+                kv, gate = self.product(x, wkv), self.product(x, wgate)
+                gate = self.noise.moved(gate + ape.repeat(len(windows), 1))
+            # by window: tokens of it are the third axis now
+            kv, gate = (rows.unflatten(1, (-1, self.ratio)) for rows in (kv, gate))
             if overlap == 2:
                 n = len(some)
                 hidden = (some == 0)[:, None, None]
                 kv = torch.cat((kv[:, :n, :, :width], kv[:, n:, :, width:]), 2)
                 gate = torch.cat((gate[:, :n, :, :width].masked_fill(hidden, -math.inf), gate[:, n:, :, width:]), 2)
             share = self.noise.moved(gate.softmax(2))
-            parts.append(self.noise.moved((kv * share).sum(2)))
-        rows = self.rms_norm(torch.cat(parts, 1), norm)
+            pooled.append(self.noise.moved((kv * share).sum(2)))
+        rows = self.rms_norm(torch.cat(pooled, 1), norm)
         return self.rotated(rows, at * self.ratio)
 
     # --- attention
@@ -652,7 +762,8 @@ class Layer(Part):
 
     @_site("attention.kv")
     def _kv(self, at: Tensor) -> Tensor:
-        return torch.cat([self.keys(self.value("attention.input", some), some) for some in at.split(TOKENS)], 1)
+        some = (at[part] for part in self.noise.parts(at, TOKENS))
+        return self.joined(*(self.keys(self.value("attention.input", rows), rows) for rows in some), dim=1)
 
     @_site("attention.entry")
     def _entry(self, at: Tensor) -> Tensor:
@@ -687,23 +798,21 @@ class Layer(Part):
         keys = self.value("indexer.key_used", self.entries)
         most = max(part.shape[0] for part in (q, weights, keys))
         step = max(1, NUMBERS // max(1, most * q.shape[2] * keys.shape[1]))
-        parts = []
-        for low in range(0, len(at), step):
-            some = slice(low, low + step)
-            each = self.noise.moved(torch.einsum("rnhd,red->rnhe", *self._alike(q[:, some], keys)))
-            scores = torch.einsum("rnhe,rnh->rne", *self._alike(each.relu(), weights[:, some]))
-            parts.append(self.noise.moved(scores))
+        found = []
+        with self.noise.of(self.prefix, "index scores", rows=at):
+            for part in self.noise.parts(at, step):
+                each = self.noise.moved(torch.einsum("rnhd,red->rnhe", *self._alike(q[:, part], keys)))
+                scores = torch.einsum("rnhe,rnh->rne", *self._alike(each.relu(), weights[:, part]))
+                found.append(self.noise.moved(scores))
         unfinished = self.entries >= ((at + 1) // self.ratio)[:, None]
-        return torch.cat(parts, 1).masked_fill(unfinished, -math.inf)
+        return torch.cat(found, 1).masked_fill(unfinished, -math.inf)
 
     @_site("indexer.selected")
     def _selected(self, at: Tensor) -> Tensor:
         """The top k of the scores, of equal ones the first; -1 where fewer are finished: [r, n, k]."""
         scores = self.index_scores(at)
-        finite = scores.masked_fill(scores.isneginf(), 0)
-        scores = self.noise.choosing(finite).masked_fill(scores.isneginf(), -math.inf)
-        best = scores.sort(dim=-1, descending=True, stable=True)
         k = min(self.config.index_topk, scores.shape[-1])
+        best = self.noise.choosing(scores, k).sort(dim=-1, descending=True, stable=True)
         return best.indices[..., :k].masked_fill(best.values[..., :k].isneginf(), -1).to(F64)
 
     @_site("attention.mixed")
@@ -734,9 +843,7 @@ class Layer(Part):
         sinks = (self.sinks if sinks is None else sinks).clamp(-MOST, MOST)
         far = self.value("attention.entry", self.entries) if self.ratio and entries else None
         selected = self.value("indexer.selected", at) if self.kind is LayerKind.CSA and entries else None
-        step = self._rows_at_once(far, selected)
-        for low in range(0, len(at), step):
-            some = slice(low, low + step)
+        for some in self.noise.parts(at, self._rows_at_once(far, selected)):
             chosen = None if selected is None else selected[:, some]
             yield self._softmax(q[:, some], at[some], kv[:, window[some]], far, chosen, sinks)
 
@@ -762,7 +869,7 @@ class Layer(Part):
             more, hide = every[replica, which.clamp_min(0)], which < 0
         if entries is not None:
             hidden = torch.cat((hidden.expand(*hide.shape[:-1], -1), hide), -1)
-            keys = torch.cat(tuple(self._alike(keys, more)), 2)
+            keys = self.joined(keys, more, dim=2)
         return self.softmax_over(q, keys, hidden, sink, near)
 
     def softmax_over(self, q: Tensor, keys: Tensor, hidden: Tensor, sink: Tensor, near: int) -> tuple[Tensor, Tensor]:
@@ -831,8 +938,10 @@ class Layer(Part):
 
     def expert_scores(self, at: Tensor) -> Tensor:
         """``sqrt(softplus(x . w))`` of each expert, [r, n, experts]."""
-        logits = self.linear(self.value("experts.input", at), "ffn.gate.weight")
-        return self.noise.moved(torch.nn.functional.softplus(logits).sqrt())
+        x = self.value("experts.input", at)
+        with self.noise.of(self.prefix, "expert scores", rows=at):
+            logits = self.linear(x, "ffn.gate.weight")
+            return self.noise.moved(torch.nn.functional.softplus(logits).sqrt())
 
     def expert_ranks(self, at: Tensor) -> Tensor:
         """What experts are chosen by: the scores and a bias."""
@@ -842,7 +951,7 @@ class Layer(Part):
     def _expert_ids(self, at: Tensor) -> Tensor:
         if self.config.is_hash(self.layer):
             return self.parameters.rows(self.name("ffn.gate.tid2eid"), self.setting.tokens[at])[None].to(F64)
-        ranks = self.noise.choosing(self.expert_ranks(at))
+        ranks = self.noise.choosing(self.expert_ranks(at), self.config.num_experts_per_tok)
         best = ranks.sort(dim=-1, descending=True, stable=True).indices
         return best[..., : self.config.num_experts_per_tok].to(F64)
 
@@ -875,13 +984,15 @@ class Layer(Part):
             chosen = ids == expert  # [r, n, k]
             rows = chosen.any(-1).any(0).nonzero()[:, 0]  # of any replica; its weight is 0 in the others
             weight = (weights * chosen).sum(-1)[:, rows, None]
-            out[:, rows] = self.noise.moved(out[:, rows] + self.expert(expert, x[:, rows], weight))
+            with self.noise.of(self.prefix, "expert", expert, rows=at[rows]):
+                out[:, rows] = self.noise.moved(out[:, rows] + self.expert(expert, x[:, rows], weight))
         return self.noise.moved(out + self.shared_expert(at))
 
     def shared_expert(self, at: Tensor) -> Tensor:
         """What the expert of all tokens adds, [r, n, hidden]."""
         gate, up = self.value("experts.shared_gate", at), self.value("experts.shared_up", at)
-        return self.linear(self.activated(gate, up), "ffn.shared_experts.w2.weight")
+        with self.noise.of(self.prefix, "shared expert", rows=at):
+            return self.linear(self.activated(gate, up), "ffn.shared_experts.w2.weight")
 
     def expert(self, expert: int, x: Tensor, weight: Tensor) -> Tensor:
         """One routed expert; the weights [r, n, 1] multiply before its last product."""
@@ -892,7 +1003,10 @@ class Layer(Part):
 
     def activated(self, gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:
         """``silu(gate) up`` and the weight, if any; gate is clamped from above, up on both sides."""
-        limit = self.config.swiglu_limit
+        limit, whose = self.config.swiglu_limit, "shared" if weight is None else "routed"
+        for part, x in (("gate", gate[0]), ("up", up[0].abs())):
+            most = float(x.nan_to_num(0).max()) if x.numel() else 0.0
+            self.largest[f"{whose} {part}"] = max(most, self.largest.get(f"{whose} {part}", 0.0))
         y = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
         return self.noise.moved(y if weight is None else y * weight)
 

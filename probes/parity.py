@@ -24,11 +24,13 @@ from fathom.model.checkpoint.census import census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.names import Kind, Meaning, Role, expert_name, parameters, translate
 from fathom.model.checkpoint.weights import Weights, open_weights
-from fathom.model.config import LayerKind, ModelConfig, check_deployed
+from fathom.model.choices import DEPLOYED as AS_DEPLOYED
+from fathom.model.config import LayerKind, ModelConfig, check_widths
 from fathom.model.errors import CheckpointError, ConfigError
 from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
 from fathom.model.observe.sites import Listener, Site
+from fathom.model.rounding import ROUNDINGS
 from fathom.probes.finding import JSON, Bound, Finding, Plot, Report, Table, at_most, judged, measured, number
 from fathom.probes.probe import Probe, Progress, room
 from fathom.probes.subject import Subject, run_tokens, selects_all
@@ -109,7 +111,7 @@ class Pair:
             return why
         if "deployed" in (self.one.numerics, self.other.numerics):
             try:
-                check_deployed(subject.config)
+                check_widths(subject.config, ROUNDINGS[AS_DEPLOYED])
             except ConfigError as error:
                 return str(error)
         return None

@@ -14,11 +14,13 @@ from fathom.kernels.ops import Ops
 from fathom.model.checkpoint.census import Census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.weights import Weights
-from fathom.model.config import LayerKind, ModelConfig, check_deployed
+from fathom.model.choices import DEPLOYED
+from fathom.model.config import LayerKind, ModelConfig, check_widths
 from fathom.model.errors import ConfigError
 from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
 from fathom.model.observe.sites import Listener, Site
+from fathom.model.rounding import ROUNDINGS
 from fathom.model.state import State
 from fathom.model.transformer import Transformer
 from fathom.probes.finding import (
@@ -37,20 +39,22 @@ from fathom.probes.finding import (
 )
 from fathom.probes.oracle import (
     E2M1,
+    E2M1_INDEX,
     E2M1_PAIRS,
     E4M3,
+    E4M3_KV,
+    E4M3_LINEAR,
     F64,
     INDEX_BLOCK,
     KV_BLOCK,
     LINEAR_BLOCK,
     Layer,
+    Narrow,
     Noise,
     Parameters,
     Setting,
     hadamard,
     length,
-    rounded_e2m1,
-    rounded_e4m3,
 )
 from fathom.probes.probe import Probe, Progress, one_rank
 from fathom.probes.shared.held import find
@@ -104,24 +108,24 @@ class Rounding:
 
     what: str  # "simulate_fp8 in groups of 128"
     op: Callable[[Tensor, int], Tensor]
-    group: int
-    form: str  # "E4M3", "E2M1"
+    form: Narrow
     values: int = 0
     unlike: int = 0  # values that are not the oracle's, bit for bit
     blocks: int = 0
     off_grid: int = 0  # blocks that no power of two puts on the format's numbers
     first: dict[str, JSON] = field(default_factory=dict)  # the first value unlike
 
-    def oracle(self, x: Tensor) -> Tensor:
-        """Round [..., d] float64."""
-        return rounded_e4m3(x, self.group) if self.form == "E4M3" else rounded_e2m1(x)
+    @property
+    def group(self) -> int:
+        """Columns that share a scale."""
+        return self.form.block
 
     def add(self, case: str, x: Tensor) -> None:
         """Round x [n, group * m]."""
         found, given = self.op(x, self.group).to("cpu", F64), x.to("cpu", F64)
-        wanted = self.oracle(given)
+        wanted = self.form.rounded(given)
         unlike = found.view(torch.int64) != wanted.view(torch.int64)  # the sign of a zero counts
-        off = off_grid(found, self.group, self.oracle)
+        off = off_grid(found, self.form)
         self.values += found.numel()
         self.unlike += int(unlike.sum())
         self.blocks += off.numel()
@@ -134,13 +138,13 @@ class Rounding:
         """Judge the casts and the scales behind them."""
         what = f"{self.what}: values unlike an independent cast"
         yield judged(what, self.unlike, exactly(0), of=self.values, **self.first)
-        what = f"{self.what}: blocks that are no {self.form} numbers times a power of two"
+        what = f"{self.what}: blocks that are no {self.form.name} numbers times a power of two"
         yield judged(what, self.off_grid, exactly(0), of=self.blocks)
 
     def cases(self, seed: int) -> dict[str, Tensor]:
         """Inputs [n, group] float32 on which a rounding that is almost right goes wrong."""
         generator = torch.Generator().manual_seed(seed)
-        codes = (E4M3 if self.form == "E4M3" else E2M1).unique()  # NaN stays with its kind
+        codes = (E4M3 if self.form.name == "E4M3" else E2M1).unique()  # NaN stays with its kind
         codes = codes[codes.isfinite()].sort().values
         largest = float(codes[-1])
 
@@ -176,20 +180,20 @@ def roundings(ops: Ops) -> list[Rounding]:
     """Return what deployed numerics rounds with."""
     return [
         *(
-            Rounding(f"simulate_fp8 in groups of {group}", ops.simulate_fp8, group, "E4M3")
-            for group in (LINEAR_BLOCK, KV_BLOCK)
+            Rounding(f"simulate_fp8 in groups of {form.block}", ops.simulate_fp8, form)
+            for form in (E4M3_LINEAR, E4M3_KV)
         ),
-        Rounding(f"simulate_fp4 in groups of {INDEX_BLOCK}", ops.simulate_fp4, INDEX_BLOCK, "E2M1"),
+        Rounding(f"simulate_fp4 in groups of {INDEX_BLOCK}", ops.simulate_fp4, E2M1_INDEX),
     ]
 
 
-def off_grid(y: Tensor, group: int, rounded: Callable[[Tensor], Tensor]) -> Tensor:
-    """Which blocks of `group` columns of y [..., d] float64 are no numbers of the format times one power of two.
+def off_grid(y: Tensor, form: Narrow) -> Tensor:
+    """Which blocks of y [..., d] float64 are no numbers of the format times one power of two.
 
     A rounded block's largest number lies in the upper half of the format's range or, rounded down, on its lower end;
     both name a power of two under which a block that has one at all is on the grid: rounded again, it stays.
     """
-    off: Tensor = (rounded(y) != y).unflatten(-1, (-1, group)).any(-1).flatten()
+    off: Tensor = (form.rounded(y) != y).unflatten(-1, (-1, form.block)).any(-1).flatten()
     return off
 
 
@@ -251,26 +255,26 @@ def costs(oracle: Layer, dtype: torch.dtype) -> Costs:
         "input of w2, shared": kept(oracle.activated(rows(sites.SHARED_GATE), rows(sites.SHARED_UP))),
     }
     cost = {
-        name: _cost(given[name], rounded_e4m3(given[name], LINEAR_BLOCK))
+        name: _cost(given[name], E4M3_LINEAR.rounded(given[name]))
         for name, matrix in ROUNDED.items()
         if oracle.parameters.rounds(oracle.name(f"{matrix}.weight"))
     }
     nope = config.head_dim - config.qk_rope_head_dim  # rotated dims are not rounded
     wkv = kept(oracle.linear(x, "attn.wkv.weight"))
     before = kept(oracle.rms_norm(wkv, oracle.parameters[oracle.name("attn.kv_norm.weight")]))[..., :nope]
-    after = rounded_e4m3(before, KV_BLOCK)
+    after = E4M3_KV.rounded(before)
     cost["KV"] = _cost(before, after)
     unlike = {}
     if oracle.kind is LayerKind.CSA:
         pairs = {"query": (sites.INDEX_QUERY, sites.INDEX_QUERY_USED), "key": (sites.INDEX_KEY, sites.INDEX_KEY_USED)}
         for name, (made, used) in pairs.items():
             turned = kept(hadamard(rows(made)))
-            wanted = rounded_e2m1(turned)
+            wanted = E2M1_INDEX.rounded(turned)
             cost[f"index {name}"] = _cost(turned, wanted)
             unlike[name] = float((rows(used) != wanted).double().mean())
     kv = rows(sites.KV)[..., :nope]
     stored = kv if oracle.kind is LayerKind.SWA else torch.cat((kv, rows(sites.ENTRY)[..., :nope]), 1)
-    off = off_grid(stored, KV_BLOCK, lambda y: rounded_e4m3(y, KV_BLOCK))
+    off = off_grid(stored, E4M3_KV)
     distance = (length(kv - after) / length(after).clamp(min=1e-30)).median()
     return Costs(oracle.layer, cost, float(distance), off.numel(), int(off.sum()), unlike)
 
@@ -569,7 +573,7 @@ gives, on the prompt's tensors and on numbers made to lie on the edges. Last, it
     def needs(self, subject: Subject) -> str | None:
         """Deployed numerics has no meaning for widths that its groups do not divide."""
         try:
-            check_deployed(subject.config)
+            check_widths(subject.config, ROUNDINGS[DEPLOYED])
         except ConfigError as error:
             return f"this model has no deployed numerics to compare with ({error})"
         return one_rank(subject, "it takes weights out of the model, and a rank holds only its part of them")
@@ -609,7 +613,7 @@ gives, on the prompt's tensors and on numbers made to lie on the edges. Last, it
             Parameters(Checkpoint.open(subject.directory), deployed.census),
         )
         noise = Noise(arithmetic.dtype, replicas=0)
-        setting = Setting(config, parameters, torch.tensor(tokens), deployed=True, theirs=Heard(recorder), noise=noise)
+        setting = Setting(config, parameters, torch.tensor(tokens), ROUNDINGS[DEPLOYED], Heard(recorder), noise)
         layers = []
         for layer in range(config.num_hidden_layers):
             parameters.forget()

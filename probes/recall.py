@@ -35,7 +35,7 @@ from fathom.probes.finding import (
     some,
     vacuous,
 )
-from fathom.probes.oracle import hadamard, rounded_e2m1
+from fathom.probes.oracle import E2M1_INDEX, hadamard
 from fathom.probes.probe import Probe, Progress, room
 from fathom.probes.shared.recorder import Recorder
 from fathom.probes.subject import Subject, run_tokens, selects_all
@@ -322,7 +322,7 @@ class Layer(NamedTuple):
             return mean(compare(scores.topk(group.k).indices, truth, group.visible, group.k).recall)
 
         losses = (recall(q_used, turned), recall(hadamard(q), keys_used), mean(group.b.recall))
-        about = recall(q_used, rounded_e2m1(turned - centre) + centre)
+        about = recall(q_used, E2M1_INDEX.rounded(turned - centre) + centre)
         moves = (off_rotation(q, q_used), off_rotation(keys, keys_used))
         return [number(self.layer), group.length, *losses, about, *moves, _common(q), _common(keys)]
 

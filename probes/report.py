@@ -186,7 +186,7 @@ def _demo_weights() -> str:
 @cache
 def _template() -> Template:
     environment = Environment(  # noqa: S701 -- Markdown, see `_cell`
-        loader=PackageLoader("probes"),
+        loader=PackageLoader("fathom.probes"),
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

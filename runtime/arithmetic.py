@@ -23,5 +23,5 @@ def cache_formats(options: RunOptions, config: Config) -> CacheFormats:
 def arithmetic(options: RunOptions, ops: Ops, ranks: Ranks, config: Config) -> Arithmetic:
     """What a model of this run computes with; ConfigError as `cache_formats`."""
     formats, ran = cache_formats(options, config), dict[str, str]()
-    deployed = options.numerics == "deployed"
-    return Arithmetic(noted(ops, ran), deployed, formats.dtype, formats, ranks, ran, options.index_scores == FP8_SCORES)
+    fp8_scores = options.index_scores == FP8_SCORES
+    return Arithmetic(noted(ops, ran), options.rounding, formats.dtype, formats, ranks, ran, fp8_scores)

@@ -5,12 +5,15 @@ from pathlib import Path
 from typing import Any, Self
 
 from fathom.model.architectures import Config, config_from_file
-from fathom.model.choices import AUTO, EXACT, OFF, OWN
-from fathom.model.config import check_deployed
+from fathom.model.choices import AUTO, DEPLOYED, EXACT, NUMERICS, OFF, OWN, PLAIN
+from fathom.model.config import check_widths
 from fathom.model.errors import ConfigError
 from fathom.model.llama.config import LlamaConfig
+from fathom.model.rounding import FP4, FP8, NONE, Rounding
 
 DEMO = Path(__file__).resolve().parents[1] / "model" / "demo"  # the checkpoint that ships with the project
+# What a cache in this form holds: FP8 keys have a scale by row, under which E2M1 keys fit, see `model.cache.formats`.
+HELD = {FP8: (FP8, FP4), FP4: (FP4,)}
 TIMEOUT = 60.0  # seconds that a rank may keep the others waiting, unless told
 
 
@@ -23,7 +26,7 @@ def usual(device: str) -> str:
 class RunOptions:
     """How to run: numerics, dtype, device, chunk. Every field is in the run's report."""
 
-    numerics: str = "deployed"  # deployed | plain
+    numerics: str = DEPLOYED  # deployed | plain, or a rounding as `Rounding.of` reads it
     dtype: str = "bf16"  # of activations and caches: bf16 | fp32
     device: str = "cpu"  # cpu | cuda
     prefill_chunk: int = 512  # tokens per call during prefill
@@ -47,12 +50,12 @@ class RunOptions:
 
         """
         assert (self.draft == OFF) == (self.draft_tokens == 0), f"draft {self.draft} of {self.draft_tokens} tokens"
-        narrow = {"--entry-format": self.entry_format, "--key-format": self.key_format}
-        for flag, form in narrow.items():
-            if form != "dtype" and self.numerics != "deployed":
-                raise ConfigError(
-                    f"{flag} {form}: cannot hold what --numerics {self.numerics} leaves unrounded; dtype can"
-                )
+        rounding = self.rounding
+        narrow = {"--entry-format": (self.entry_format, rounding.kv), "--key-format": (self.key_format, rounding.index)}
+        for flag, (form, rounded) in narrow.items():
+            if form != "dtype" and rounded not in HELD[form]:
+                how = f"{self.told} leaves unrounded" if rounded == NONE else f"{self.told} rounds to {rounded}"
+                raise ConfigError(f"{flag} {form}: cannot hold what {how}; dtype can")
         if self.entry_format != "dtype" and self.dtype != "bf16":
             raise ConfigError(
                 f"--entry-format {self.entry_format}: keeps rope dims in bf16, which cannot hold those of"
@@ -63,6 +66,16 @@ class RunOptions:
             raise ConfigError(
                 f"--index-scores {self.index_scores}: multiplies FP8 keys; want --key-format fp8 and no --kv"
             )
+
+    @property
+    def rounding(self) -> Rounding:
+        """What of activations is rounded."""
+        return Rounding.of(self.numerics)
+
+    @property
+    def told(self) -> str:
+        """The flag that says so."""
+        return f"--numerics {self.numerics}" if self.numerics in NUMERICS else f"--rounding {self.numerics}"
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Self:
@@ -90,15 +103,13 @@ def check_options(config: Config, options: RunOptions, where: Path) -> None:
     What takes torch to check, `device` and `kv`, is not looked at: see `runtime.load`.
     """
     if isinstance(config, LlamaConfig):
-        if options.numerics != "plain":
+        if options.numerics != PLAIN:
             raise ConfigError(
-                f"{where}: --numerics {options.numerics} is DeepSeek-V4's; run a {config.model_type} model with"
-                " --numerics plain"
+                f"{where}: {options.told} is DeepSeek-V4's; run a {config.model_type} model with --numerics {PLAIN}"
             )
         if options.rank_tokens == OWN:
             raise ConfigError(f"{where}: --rank-tokens {OWN}: each rank of a {config.model_type} model has all tokens")
         return
-    if options.numerics == "deployed":
-        check_deployed(config)
+    check_widths(config, options.rounding)
     if options.coda_adapters is not None:
         raise ConfigError("--coda-adapters: of Llama-family checkpoints; DeepSeek-V4's attention has none")

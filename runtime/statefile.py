@@ -18,9 +18,10 @@ from torch import Tensor
 from fathom.model.architectures import Config
 from fathom.model.cache.layers import Part
 from fathom.model.choices import ENTRY_FORMATS, KEY_FORMATS, NUMERICS
-from fathom.model.errors import StateError, quoted, shown
+from fathom.model.errors import ConfigError, StateError, quoted, shown
 from fathom.model.files import regular_file_size
 from fathom.model.llama.config import LlamaConfig
+from fathom.model.rounding import Rounding
 from fathom.model.state import State
 from fathom.runtime.arithmetic import DTYPES
 from fathom.runtime.digest import digest
@@ -171,11 +172,16 @@ def saved_options(
     if (found := metadata.get("config")) != config.fingerprint:
         raise StateError(f"{path}: saved with config {shown(found)}, this run has {config.fingerprint!r}")
     dtypes = {str(dtype): name for name, dtype in DTYPES.items()}
-    known = {"numerics": NUMERICS, "dtype": dtypes, "entry_format": ENTRY_FORMATS, "key_format": KEY_FORMATS}
+    known = {"dtype": dtypes, "entry_format": ENTRY_FORMATS, "key_format": KEY_FORMATS}
     for key, values in known.items():
         if metadata.get(key) not in values:
             raise StateError(f"{path}: {key} is {shown(metadata.get(key))}, want {' or '.join(values)}")
-    numerics, dtype, entries, keys = (metadata[key] for key in known)
+    dtype, entries, keys = (metadata[key] for key in known)
+    try:
+        numerics = Rounding.of(metadata.get("numerics", "")).numerics
+    except ConfigError:
+        told, want = shown(metadata.get("numerics")), " or ".join(NUMERICS)
+        raise StateError(f"{path}: numerics is {told}, want {want}, or a rounding") from None
     rules = _rules(path, metadata.get("kv", "").split(" "), basis)
     return RunOptions(numerics, dtypes[dtype], device, chunk, entries, keys, kv=rules, coda_adapters=adapters)
 

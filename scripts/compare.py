@@ -2,7 +2,7 @@
 
 A recording is a safetensors file, see README; `python -m scripts.record` makes one of this runtime. Each layer is
 computed in float64 from what the recording has before it, so an error in one layer says nothing about the next.
-Exit status: 0 all that was compared agrees; 1 something differs, or nothing could be compared; 2 bad arguments or
+Exit status: 0 all that was compared agrees; 1 something differs, or too little could be compared; 2 bad arguments or
 files.
 """
 
@@ -10,16 +10,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fathom.model.choices import NUMERICS
+from fathom.model.choices import PLAIN
 from fathom.model.errors import ConfigError
 from fathom.runtime.options import RunOptions, checked_config
 from fathom.scripts.cli import arguments, run_alone
-from fathom.scripts.flags import add_json, add_model, numbers, positive
+from fathom.scripts.flags import add_json, add_model, add_numerics, numbers, positive
 from fathom.scripts.hub import INDEX
 from fathom.scripts.paths import Reads, Writes
 from fathom.scripts.record import check_layers
 
 DTYPE_NAMES = ("bf16", "fp16", "fp32")
+SECONDS = 120
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,18 +31,19 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--layers", type=numbers, help="layers to judge, as 0,17 (default: all that were recorded, and the head)"
     )
-    p.add_argument(
-        "--numerics",
-        choices=NUMERICS,
-        default=RunOptions().numerics,
-        help="of the recorded run: deployed, as DeepSeek serves (default), or plain, as transformers computes",
-    )
+    add_numerics(p, None, "(default: found from the recording)")
     p.add_argument("--dtype", choices=DTYPE_NAMES, help="of the recorded run (default: what its numbers fit in)")
     p.add_argument("--map", action=Reads, metavar="F.json", help="a JSON object, their tensor's name to the site's")
     p.add_argument(
         "--rows", type=_rows, help="rows of a site that are judged, or all (default: what two minutes allow)"
     )
     p.add_argument("--no-identify", action="store_true", help="do not look for the fault that explains a difference")
+    p.add_argument(
+        "--identify-seconds",
+        type=positive,
+        default=SECONDS,
+        help=f"look for the fault for so long; what was not tried is told (default {SECONDS})",
+    )
     p.add_argument(
         "--prefill-chunk", type=positive, help="tokens per call of the recorded run (default: all in one call)"
     )
@@ -58,7 +60,7 @@ def _rows(text: str) -> int | str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = arguments(parser(), argv)
-    config = checked_config(args.model, RunOptions())
+    config = checked_config(args.model, RunOptions(numerics=args.numerics or PLAIN))
     check_layers(args.layers, config.num_hidden_layers)
     if args.picture is not None and args.picture.suffix != ".svg":
         raise ConfigError(f"--picture {args.picture}: want a name that ends in .svg")

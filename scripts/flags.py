@@ -21,6 +21,7 @@ from fathom.model.choices import (
     RANK_TOKENS,
 )
 from fathom.model.errors import ConfigError
+from fathom.model.rounding import Rounding
 from fathom.runtime.options import DEMO, TIMEOUT, RunOptions
 from fathom.runtime.text.encoding import EFFORTS
 from fathom.scripts.hub import WEIGHTS
@@ -144,12 +145,7 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
     p.add_argument(
         "--prefill-chunk", type=positive, default=default.prefill_chunk, help="tokens per call (default 512)"
     )
-    p.add_argument(
-        "--numerics",
-        choices=NUMERICS,
-        default=default.numerics,
-        help="deployed: activations rounded as DeepSeek serves V4 (default); plain: as transformers computes",
-    )
+    add_numerics(p, default.numerics, "(default)")
     p.add_argument("--dtype", choices=DTYPES, default=default.dtype, help="of activations and caches (default bf16)")
     p.add_argument(
         "--device", choices=("cpu", "cuda"), default=device, help=f"where weights and caches are (default {device})"
@@ -184,6 +180,32 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
         help="on several ranks, which of a call's tokens each has between attentions: all, its own, or auto, by their"
         " number (default) (V4); --dispatch, all-reduce and all-to-all are its name and values of before",
     )
+
+
+def add_numerics(p: argparse.ArgumentParser, default: str | None, told: str) -> None:
+    """Add the flags of what is rounded, of which one excludes the other: both are `numerics`."""
+    of_run = p.add_mutually_exclusive_group()
+    of_run.add_argument(
+        "--numerics",
+        choices=NUMERICS,
+        default=default,
+        help=f"deployed: activations rounded as DeepSeek serves V4 {told}; plain: as transformers computes",
+    )
+    of_run.add_argument(
+        "--rounding",
+        dest="numerics",
+        type=_rounding,
+        metavar="linears=fp8|none,kv=fp8|none,index=fp4|fp8|none",
+        help="each of the three roundings by itself: inputs of linears, KV, the indexer's queries and keys (fp4 with a"
+        " Hadamard transform, fp8 by row without one)",
+    )
+
+
+def _rounding(text: str) -> str:
+    try:
+        return Rounding.of(text).numerics
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_op_set(p: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from fathom.model.arithmetic import Arithmetic
 from fathom.model.cache.gqa import GqaCache, kv_heads
 from fathom.model.call import Call
 from fathom.model.checkpoint.weights import Weights
+from fathom.model.choices import PLAIN
 from fathom.model.linear import Embedding, WideLinear
 from fathom.model.llama.adapters import Adapter
 from fathom.model.llama.block import Block, in_pieces
@@ -17,6 +18,7 @@ from fathom.model.llama.census import EMBEDDING, HEAD, NORM
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.llama.rope import frequencies
 from fathom.model.rope import Rotation
+from fathom.model.rounding import ROUNDINGS
 from fathom.model.state import State
 from fathom.model.variants.grouped import CodaLayer
 
@@ -31,7 +33,7 @@ class LlamaTransformer:
     def __init__(
         self, config: LlamaConfig, weights: Weights, arithmetic: Arithmetic, adapters: Sequence[Adapter] | None = None
     ) -> None:
-        assert not arithmetic.deployed, "deployed numerics are DeepSeek-V4's"
+        assert arithmetic.rounding == ROUNDINGS[PLAIN], "deployed numerics are DeepSeek-V4's"
         self.config, self.arithmetic = config, arithmetic
         self.embedding = Embedding(weights.operand(EMBEDDING), arithmetic)  # [vocab, hidden]
         rotation = Rotation(frequencies(config).to(self.device))

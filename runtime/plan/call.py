@@ -12,11 +12,12 @@ from fathom.kernels.ops import Ops
 from fathom.model.cache.formats import CacheFormats
 from fathom.model.checkpoint.tensor_mapping import Form
 from fathom.model.ranks.ranks import AxisShard, Shards
+from fathom.model.rounding import FP8, Rounding
 
 F32, I64 = 4, 8  # bytes
 SLACK: Final = 1 << 16  # bytes of scratch that no op counts: a row of scales, a list of positions
 HEAD_ROWS: Final = 64  # rows of logits made at once, see `scripts.logits`; generation makes one
-ROUNDED: Final = (Form.FP8, Form.FP8_F32, Form.FP4)  # weights whose inputs deployed numerics round
+ROUNDED: Final = (Form.FP8, Form.FP8_F32, Form.FP4)  # weights whose inputs may be rounded
 
 Matrices = Mapping[str, frozenset[tuple[Form, int, int]]]  # by name without layer and expert: form, rows, columns
 
@@ -65,7 +66,7 @@ class Call:
     ops: Ops  # of the backend
     matrices: Matrices  # of this rank, as they are stored
     formats: CacheFormats
-    deployed: bool
+    rounding: Rounding
     device: torch.device
     shards: Shards  # this rank's
     ranks: int
@@ -111,7 +112,7 @@ class Call:
             for form, rows, columns in self.matrices[name]:
                 sizes = rows, columns, form.name, self.item, self.device
                 found.append([self.op("linear", n, *sizes, wide=wide) for n in (tokens, 1)])
-                if self.deployed and not wide and form in ROUNDED:
+                if self.rounding.linears == FP8 and not wide and form in ROUNDED:
                     rounded = tokens * columns * self.item
                     rounding = self.op("simulate_fp8", tokens * columns, self.item)
             taken, alone = (max(of) for of in zip(*found, strict=True))

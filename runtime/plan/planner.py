@@ -105,7 +105,7 @@ class Planner:
             ops=ops,
             matrices=matrices(census, sharding, rank),
             formats=cache_formats(options, config),
-            deployed=options.numerics == "deployed",
+            rounding=options.rounding,
             device=torch.device(options.device),
             shards=sharding.ranks[rank],
             ranks=sharding.size,

@@ -15,6 +15,7 @@ from fathom.model.checkpoint.mtp import Head
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.ranks.ranks import KEPT, undivided
 from fathom.model.rope import rotated_as
+from fathom.model.rounding import FP4, FP8, NONE
 from fathom.model.variants.choice import Coda, Full, Shard
 from fathom.runtime.plan.call import F32, I64, Call, Live, Moment
 
@@ -152,7 +153,7 @@ def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     normed = queries + s.op("rms_norm", t * heads.size, d, item)
     live.run("queries", max(s.linear("attn.wq_b", t), normed, 2 * queries + rotated))
     live.hold("queries", queries)
-    rounded = 2 * kv + s.op("simulate_fp8", t * (d - rope), item) if s.deployed else 0
+    rounded = 2 * kv + s.op("simulate_fp8", t * (d - rope), item) if s.rounding.kv == FP8 else 0
     live.run("KV", max(s.op("rms_norm", t, d, item), kv + s.op("rotate", t, 1, d, rope, item), rounded))
     live.hold("KV", kv)
     _attend(c, s, live, layer)
@@ -241,9 +242,10 @@ def _select(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     _compress(c, s, live, layer, "indexer.compressor", d)
     queries = m * heads * d * item
     made = [s.linear("attn.indexer.wq_b", m), 2 * queries + s.op("rotate", m, heads, d, c.qk_rope_head_dim, item)]
-    if s.deployed:
+    if s.rounding.index == FP4:
         made.append(queries + s.op("hadamard", m * heads, d, item))
-        made.append(2 * queries + s.op("simulate_fp4", m * heads * d, item))
+    if s.rounding.index != NONE:
+        made.append(2 * queries + s.op(f"simulate_{s.rounding.index}", m * heads * d, item))
     live.run("index queries", max(made))
     live.hold("index queries", queries)
     entries = s.context // c.ratio(layer)
@@ -334,7 +336,7 @@ def _op(c: ModelConfig, s: Call, op: str, hidden: int, inner: int) -> int:
     """Bytes of an op that runs all experts at once, of matrices of such rows and columns."""
     sizes = s.t, c.num_experts_per_tok, c.n_routed_experts, hidden, inner
     forms = {form.name for form, _, _ in s.matrices["ffn.experts.w1"]}
-    return max(s.op(op, *sizes, form, s.item, deployed=s.deployed) for form in forms)
+    return max(s.op(op, *sizes, form, s.item, deployed=s.rounding.linears == FP8) for form in forms)
 
 
 def _tokens_of_one(c: ModelConfig, s: Call) -> int:

@@ -2,7 +2,8 @@
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Final
 
@@ -12,18 +13,24 @@ from rich.table import Table
 
 from fathom.model.checkpoint.census import census
 from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.choices import NUMERICS, PLAIN
 from fathom.model.errors import ConfigError
+from fathom.model.rounding import Rounding
+from fathom.probes.causes import NAMED, NEAREST, of_tokens
 from fathom.probes.checks import Checks, Difference, Judged, Status
 from fathom.probes.console import plain
+from fathom.probes.exercised import Unseen, unseen
 from fathom.probes.faults import FAULTS
 from fathom.probes.finding import Plot, ranges
-from fathom.probes.identify import NAMED, Identifier, Place, other_numerics, places
+from fathom.probes.identify import Identifier, Place, places
+from fathom.probes.numerics import Found, find
 from fathom.probes.oracle import Noise, Parameters, Setting, Unknown
 from fathom.probes.recording import CHOICES, OF_ENTRIES, Recording, read_map
 from fathom.runtime.hub import fetch
 from fathom.runtime.load import read_config
 from fathom.runtime.options import RunOptions
 from fathom.runtime.output import write_json, write_text
+from fathom.runtime.process import keep_memory
 from fathom.scripts.compare import DTYPE_NAMES
 from fathom.scripts.console import Console
 from fathom.scripts.logits import chunk_lengths
@@ -42,7 +49,8 @@ Saying = Callable[[str, float], None]
 def run(args: argparse.Namespace) -> int:
     """Judge a recording, say what was found and what explains it; returns the exit status."""
     torch.set_num_threads(1)  # float64 of small tensors
-    config = read_config(args.model, RunOptions(numerics=args.numerics))
+    keep_memory()
+    config = read_config(args.model, RunOptions(numerics=args.numerics or PLAIN))
     recording = Recording(args.recording, config, None if args.map is None else read_map(args.map))
     if args.hub is not None:
         needed = _layers_needed(recording, args.layers)
@@ -53,12 +61,13 @@ def run(args: argparse.Namespace) -> int:
     counted = census(checkpoint.shapes(), config, where=str(args.model), absent=checkpoint.absent)
     seen = None if args.dtype else recording.run_dtype()
     dtype = DTYPES[args.dtype] if args.dtype else seen or torch.bfloat16
-    setting = Setting(
-        config, Parameters(checkpoint, counted), recording.tokens, args.numerics == "deployed", recording, Noise(dtype)
-    )
+    started = last = time.perf_counter()
+    rounding = Rounding.of(args.numerics or PLAIN)
+    setting = Setting(config, Parameters(checkpoint, counted), recording.tokens, rounding, recording, Noise(dtype))
+    numerics = find(setting, recording) if args.numerics is None else Found(rounding, {})
+    setting = replace(setting, rounding=numerics.rounding)
     out, err = Console(), Console(stderr=True)
     checks = Checks(setting, recording, tokens if args.rows == "all" else args.rows)
-    started = last = time.perf_counter()
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=1.0)
@@ -71,19 +80,23 @@ def run(args: argparse.Namespace) -> int:
                 err.say(f"{last - started:.0f} s: {what}")
 
         results = _judged(checks, args.layers, said)
-        found: list[Place] = []
-        if not args.no_identify:
-            identifier = Identifier(setting, recording, counted, lengths)
-            found = identifier.identify(results, said)
-    out.say(*_head(args, recording, checks, results, dtype, time.perf_counter() - started, seen=seen is not None))
-    _show(out, results, found, other_numerics(setting), identified=not args.no_identify)
+        found, others = list[Place](), dict[str, Rounding]()
+        if not args.no_identify and places(results):
+            identifier = Identifier(setting, recording, counted, lengths, args.identify_seconds)
+            found, others = identifier.identify(results, said), identifier.others
+    hidden = unseen(checks, results)
+    out.say(*_head(args, checks, results, numerics, time.perf_counter() - started, seen=seen is not None))
+    _show(out, results, found, others, identified=not args.no_identify)
+    out.say(*_not_exercised(hidden))
+    out.print(_table(results))
+    out.say("worst: distance from the oracle over the length of a row. In rows of several sites: over the bound.")
     if args.picture is not None:
         from fathom.probes.pictures import picture
 
         write_text(args.picture, picture(_picture(results)))
         err.say(f"wrote {args.picture}")
     if args.json is not None:
-        write_json(args.json, _report(args, dtype, recording, results, found))
+        write_json(args.json, _report(args, checks, results, found, numerics, hidden))
     return 0 if _verdict(results) == "agrees" else 1
 
 
@@ -131,9 +144,11 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def _verdict(results: Sequence[Judged]) -> str:
+    """Of all that was recorded: what is not judged is no agreement, and most of it leaves none."""
     if any(judged.status is Status.DIFFERS for judged in results):
         return "differs"
-    return "agrees" if any(judged.status is Status.AGREES for judged in results) else "nothing compared"
+    agree = sum(judged.status is Status.AGREES for judged in results)
+    return "agrees" if agree and 2 * agree >= len(results) else "nothing compared"
 
 
 def _first(results: Sequence[Judged]) -> Difference | None:
@@ -146,22 +161,26 @@ def _first(results: Sequence[Judged]) -> Difference | None:
 
 def _head(
     args: argparse.Namespace,
-    recording: Recording,
     checks: Checks,
     results: Sequence[Judged],
-    dtype: torch.dtype,
+    numerics: Found,
     seconds: float,
     *,
     seen: bool,
 ) -> list[str]:
     """What was compared, and how; `seen` says whether the recording itself showed the dtype."""
+    recording, dtype = checks.recording, _named(checks.setting.noise.dtype)
     tokens, rows = len(recording.tokens), max((judged.rows for judged in results), default=0)
-    found = ", as its numbers say" if seen else ", assumed: nothing recorded shows it, see --dtype"
+    found = " (as its numbers say)" if seen else " (assumed: nothing recorded shows it, see --dtype)"
     found = "" if args.dtype else found
     sampled = f", {len(checks.sample)} rows of each site" if len(checks.sample) < rows or rows < tokens else ""
     what = f"{len(results)} {_sites(len(results))} of {tokens} tokens{sampled}"
-    how = f"{args.numerics} numerics, {_named(dtype)}{found}"
+    how = f"{numerics.rounding.numerics} numerics{' (found)' if numerics.rests else ''}, {dtype}{found}"
     lines = [f"{recording.path}: {what}, held against {told(args.model)} in float64; {how}; {seconds:.0f} s"]
+    if numerics.rests:
+        forms = asdict(numerics.rounding)
+        rests = "; ".join(f"{place}={forms[place]}: {why}" for place, why in numerics.rests.items())
+        lines.append(f"Rounding, found from the recording: {rests}.")
     if len(checks.sample) < tokens and recording.positions is None:
         lines.append(
             "Rows judged: both ends, the borders of windows, and one at random from each of as many equal parts."
@@ -177,11 +196,14 @@ def _head(
     if recording.others:
         more = f" and {len(recording.others) - 3} more" if len(recording.others) > 3 else ""
         lines.append(f"Not a site, left out: {', '.join(recording.others[:3])}{more}")
+    lines += of_tokens(recording.tokens, checks.config)
     return lines
 
 
-def _show(out: Console, results: Sequence[Judged], found: Sequence[Place], other: str, *, identified: bool) -> None:
-    """The first difference and its fault, then a table in which all that agrees is one row."""
+def _show(
+    out: Console, results: Sequence[Judged], found: Sequence[Place], others: Collection[str], *, identified: bool
+) -> None:
+    """The verdict, the first difference and its fault, and what bounds and choices leave open."""
     verdict, first = _verdict(results), _first(results)
     counts = {status: sum(judged.status is status for judged in results) for status in Status}
     out.print(
@@ -191,22 +213,55 @@ def _show(out: Console, results: Sequence[Judged], found: Sequence[Place], other
             + ", ".join(f"{count} {_sites(count)} {_verb(status, count)}" for status, count in counts.items() if count)
         )
     )
+    out.say(*_not_judged(results))
     if first is not None:
         why = next((judged.why for judged in results if judged.first is first), "")
         out.say(f"First difference: {_told(first, why)}")
     if any(judged.site == "embedded" and judged.status is Status.DIFFERS for judged in results):
         out.say("embedded is looked up in a table: the tokens, or the checkpoint, may not be those of the run.")
     out.say(*_explained(found))
-    if any(fault.name == other for place in found for fault in place.faults[:1]):
-        out.say(f"The run rounds as --numerics {other.removesuffix(' numerics')} says. Compare it so to find others.")
-    several = {fault.name for place in found for fault in place.faults[:1] if fault.share >= NAMED}
+    named = [fault for place in found for fault in place.faults[:1] if fault.share >= NAMED]
+    other = next((fault.name for fault in named if fault.name in others), None)
+    if other is not None:
+        name = other.removesuffix(" numerics")
+        flag = f"--numerics {name}" if name in NUMERICS else f"--rounding {name}"
+        out.say(f"The run rounds as {flag} says. Compare it so to find others.")
+    several = {fault.name for fault in named}
     if len(several) > 1:
-        out.say(f"{len(several)} faults at once: {', '.join(sorted(several))}")
+        out.say(f"{len(several)} causes at once: {', '.join(sorted(several))}")
     if not identified and first is not None:
         out.say("No fault was looked for (--no-identify).")
     rest = len(places(results)) - len(found)
     if identified and rest > 0:
         out.say(f"{rest} more {_sites(rest)} differ; no fault was looked for there.")
+    out.say(*_open(results))
+
+
+def _not_judged(results: Sequence[Judged]) -> list[str]:
+    """Why sites were not judged, those with one cause together."""
+    by_cause: dict[str, list[Judged]] = {}
+    for judged in results:
+        if judged.status is Status.NOT_JUDGED:
+            by_cause.setdefault(judged.why or "nothing to judge it by", []).append(judged)
+    return [
+        f"Not judged: {len(some)} {_sites(len(some))}, {some[0].name} first: {why}" for why, some in by_cause.items()
+    ]
+
+
+def _open(results: Sequence[Judged]) -> list[str]:
+    """What an agreement rests on: rows that only near ties explain, choices that were not recorded, wide bounds."""
+    lines = []
+    if ties := [judged for judged in results if judged.ties]:
+        rows = sum(judged.ties for judged in ties)
+        lines.append(
+            f"Looked at again: {rows} {'row' if rows == 1 else 'rows'} of {', '.join(judged.name for judged in ties)}"
+            " stood out, and near ties that rounding may take either way explain them."
+        )
+    if assumed := {site for judged in results for site in judged.assumed}:
+        lines.append(
+            f"Not recorded, so the oracle's own choice was gone on with: {', '.join(sorted(assumed))}. Bounds there let"
+            " near ties go both ways."
+        )
     wide = [
         j
         for j in results
@@ -216,12 +271,18 @@ def _show(out: Console, results: Sequence[Judged], found: Sequence[Place], other
         most, recorded = max(wide, key=lambda judged: judged.bound), {judged.site for judged in results}
         missing = [site for site in CHOSEN_FIRST if site not in recorded]
         more = f" Record the sites between, {' and '.join(missing)} first." if missing else ""
-        out.say(
+        lines.append(
             f"Bounds are as wide as {most.bound:.0%} of a row at {most.name}: rounding may do so much between recorded"
             f" tensors, and a fault may hide in it.{more}"
         )
-    out.print(_table(results))
-    out.say("worst: distance from the oracle over the length of a row. In rows of several sites: over the bound.")
+    return lines
+
+
+def _not_exercised(hidden: Sequence[Unseen]) -> list[str]:
+    """One line of what these rows could not have shown."""
+    if not hidden:
+        return []
+    return [f"Not exercised: {'; '.join(f'{one.what}, shown by {one.needs}' for one in hidden)}."]
 
 
 def _table(results: Sequence[Judged]) -> Table:
@@ -269,9 +330,9 @@ def _told(first: Difference, why: str) -> str:
             "" if first.bound == 0 else f", passed over by {first.difference:.3g} where a near tie is {first.bound:.3g}"
         )
         return f"{where}{first.site}, {at}: theirs {first.theirs:g}, ours {first.ours:g}{ahead}"
-    if why:
-        return f"{where}{first.site}: {why}"
     index = ", ".join(map(str, first.index))
+    if why:
+        return f"{where}{first.site}, {at}, [{index}]: theirs {first.theirs:.6g}; {why}"
     return (
         f"{where}{first.site}, {at}, [{index}]: theirs {first.theirs:.6g}, ours {first.ours:.6g};"
         f" the row is {first.difference:.3g} off, rounding explains {first.bound:.3g}"
@@ -285,13 +346,15 @@ def _explained(found: Sequence[Place]) -> list[str]:
     by_fault: dict[tuple[str, ...], list[Place]] = {}
     for place in found:
         named = [fault for fault in place.faults if fault.share >= NAMED]
-        if place.why:
-            unknown.append(f"{place.judged.name}: no fault could be tried: {place.why}")
-        elif not named:
-            nearest = f"; nearest is {place.faults[0].name} with {place.faults[0].share:.0%}" if place.faults else ""
-            unknown.append(f"{place.judged.name}: none of the known faults explains it{nearest}")
-        else:
+        if named:
             by_fault.setdefault(named[0].names, []).append(place)
+        elif not place.faults and place.why:
+            unknown.append(f"{place.judged.name}: no fault could be tried: {place.why}")
+        else:
+            best = next((fault for fault in place.faults if fault.share >= NEAREST), None)
+            near = f"; nearest is {best.name} with {best.share:.0%}, which does not explain it" if best else ""
+            more = f" ({place.why})" if place.why else ""
+            unknown.append(f"{place.judged.name}: none of the known faults explains it{near}{more}")
     for names, explained in by_fault.items():
         by_site: dict[str, list[int | None]] = {}
         for place in explained:
@@ -300,7 +363,7 @@ def _explained(found: Sequence[Place]) -> list[str]:
         least = min(place.faults[0].share for place in explained)
         others = {fault.name: fault.share for place in explained for fault in place.faults[1:] if fault.share >= NAMED}
         also = "".join(f"; {name} explains {share:.0%}" for name, share in others.items())
-        what = " ".join(FAULTS[part].what for part in names if part in FAULTS)
+        what = explained[0].faults[0].what or " ".join(FAULTS[part].what for part in names if part in FAULTS)
         lines.append(
             f"Explained by {' and '.join(names)}, {least:.0%} of the difference in {where}. {what}{also}".rstrip()
         )
@@ -353,28 +416,43 @@ def _picture(results: Sequence[Judged]) -> Plot:
 
 def _report(
     args: argparse.Namespace,
-    dtype: torch.dtype,
-    recording: Recording,
+    checks: Checks,
     results: Sequence[Judged],
     found: Sequence[Place],
+    numerics: Found,
+    hidden: Sequence[Unseen],
 ) -> dict[str, object]:
     """What --json writes."""
-    first = _first(results)
-    explained = [
-        {"layer": place.judged.layer, "site": place.judged.site, "name": fault.name, "share": fault.share}
+    first, recording = _first(results), checks.recording
+    faults = [
+        {
+            "layer": place.judged.layer,
+            "site": place.judged.site,
+            "name": fault.name,
+            "share": fault.share,
+            "explains": fault.share >= NAMED,
+            "plain": bool(fault.what),
+        }
         for place in found
         for fault in place.faults
-        if fault.share >= NAMED
+        if fault.share >= NEAREST
     ]
     return {
         "recording": str(args.recording),
-        "numerics": args.numerics,
-        "dtype": _named(dtype),
+        "numerics": numerics.rounding.numerics,
+        "rounding": asdict(numerics.rounding),
+        "rounding_rests_on": numerics.rests,
+        "dtype": _named(checks.setting.noise.dtype),
         "tokens": len(recording.tokens),
         "verdict": _verdict(results),
+        "counts": {status.value: sum(judged.status is status for judged in results) for status in Status},
         "first": None if first is None else first.to_json(),
         "sites": [judged.to_json() for judged in results],
-        "faults": explained,
+        "faults": faults,
+        "not_tried": [
+            {"layer": place.judged.layer, "site": place.judged.site, "why": place.why} for place in found if place.why
+        ],
+        "not_exercised": [one.to_json() for one in hidden],
         "understood": recording.told,
         "left_out": recording.others,
     }

@@ -14,6 +14,7 @@ from fathom.model.config import ModelConfig
 from fathom.model.errors import Tripwire
 from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
+from fathom.model.rounding import ROUNDINGS
 from fathom.probes.draft_oracle import Dspark, Mtp
 from fathom.probes.oracle import Noise, Parameters
 from fathom.runtime.load import load
@@ -69,7 +70,7 @@ def judged(made, run, sequence, drafts, *, deployed):
     """What the oracle makes of the same streams, given what was drafted: logits, keys of each stage, confidence."""
     n, chosen, noise = len(sequence) - 1, torch.tensor(drafts.tokens), Noise(torch.float32, 0)
     whole = [torch.cat(parts)[:n].double() for parts in run.streams]
-    how = {"stages": made.kind.stages, "deployed": deployed, "noise": noise}
+    how = {"stages": made.kind.stages, "rounding": ROUNDINGS["deployed" if deployed else "plain"], "noise": noise}
     if made.kind is Head.MTP:
         found = Mtp(made.config, made.parameters, **how).draft(
             whole[-1], torch.tensor(sequence[1:]), len(chosen), chosen

@@ -10,8 +10,9 @@ from fathom.model.checkpoint.census import census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.config import ModelConfig
+from fathom.model.rounding import ROUNDINGS
 from fathom.probes.draft_oracle import FAULTS, RIGHT, Block, Dspark, Mtp, SlotBlock, acts, skipping
-from fathom.probes.oracle import KV_BLOCK, LINEAR_BLOCK, Noise, Parameters, rounded_e4m3
+from fathom.probes.oracle import E4M3_KV, E4M3_LINEAR, Noise, Parameters
 from tests.draft_parameters import Given, random_head
 from tests.make_checkpoint import tiny_config
 from tests.transformers_model import oracle
@@ -19,6 +20,7 @@ from tests.transformers_model import oracle
 CONFIG = ModelConfig.from_json(tiny_config(), "tiny")  # window 16
 WINDOW, VOCAB = CONFIG.sliding_window, CONFIG.vocab_size
 N = 24  # rows of the main model
+ROUNDING = {True: ROUNDINGS["deployed"], False: ROUNDINGS["plain"]}
 SLOTS = torch.tensor([7, 500, 500, 500, 500])
 BOTH = {"rope-of-compressed-layers", "yarn-beside-their-own-base"}
 OF_MTP = {"first-embedding-zero", "collapsed-fed-back"}
@@ -39,11 +41,11 @@ def dspark_values():
 
 
 def mtp_of(values, *, deployed=True, noise=None, reading=RIGHT, config=CONFIG):
-    return Mtp(config, values, stages=1, deployed=deployed, noise=noise or exact(), reading=reading)
+    return Mtp(config, values, stages=1, rounding=ROUNDING[deployed], noise=noise or exact(), reading=reading)
 
 
 def dspark_of(values, *, deployed=True, noise=None, reading=RIGHT, config=CONFIG):
-    return Dspark(config, values, stages=3, deployed=deployed, noise=noise or exact(), reading=reading)
+    return Dspark(config, values, stages=3, rounding=ROUNDING[deployed], noise=noise or exact(), reading=reading)
 
 
 def draw(*shape, seed=1):
@@ -114,7 +116,7 @@ def test_a_block_of_mtp_is_a_decoder_layer_of_transformers(theirs):
     h = theirs.model.model.hc_head(expected)
     torch.testing.assert_close(head.hyper_head(expected), h, rtol=1e-5, atol=1e-5)
     logits = theirs.model.lm_head(theirs.model.model.norm(h))
-    torch.testing.assert_close(head.outcome(ours)[2], logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(head.outcome(ours, at)[2], logits, rtol=1e-5, atol=1e-5)
 
 
 @torch.no_grad()
@@ -146,7 +148,7 @@ def normed(x, weight):
 
 
 def linear(x, weight, deployed):
-    return (rounded_e4m3(x, LINEAR_BLOCK) if deployed else x) @ weight.T
+    return (E4M3_LINEAR.rounded(x) if deployed else x) @ weight.T
 
 
 # --- MTP
@@ -224,7 +226,7 @@ def test_main_keys_of_each_stage_by_hand(dspark_values, deployed):
         wkv, norm = (dspark_values[f"mtp.{stage}.attn.{name}.weight"] for name in ("wkv", "kv_norm"))
         expected = normed(linear(main_x, wkv, deployed), norm)
         if deployed:
-            expected = torch.cat((rounded_e4m3(expected[:, :nope], KV_BLOCK), expected[:, nope:]), -1)
+            expected = torch.cat((E4M3_KV.rounded(expected[:, :nope]), expected[:, nope:]), -1)
         torch.testing.assert_close(keys[0], expected)
 
 
@@ -235,7 +237,7 @@ def test_slots_stand_behind_the_last_row_and_go_through_all_stages(dspark_values
     for stage, rows in enumerate(main_keys):
         block = SlotBlock(head, stage, at, streams, rows)
         keys, streams = block.value("attention.kv", at), block.value("streams", at)
-        assert torch.equal(rounded_e4m3(keys[..., :nope], KV_BLOCK), keys[..., :nope])
+        assert torch.equal(E4M3_KV.rounded(keys[..., :nope]), keys[..., :nope])
     torch.testing.assert_close(head.draft(main_keys, SLOTS).h, head.hyper_head(streams))
 
 

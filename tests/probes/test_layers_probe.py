@@ -84,7 +84,7 @@ def test_the_same_tokens_come_one_by_one_around_the_ends_of_blocks():
 # --- one row that is wrong
 
 
-def judged_again(demo, tmp_path, monkeypatch, site, change, *, run, layer):
+def judged_again(demo, tmp_path, site, change, *, run, layer):
     """Judge one site of a recording of which something was changed: by what was judged."""
     healthy = of_run(demo, run)
     tensors = load_file(healthy.recording.path)
@@ -93,8 +93,7 @@ def judged_again(demo, tmp_path, monkeypatch, site, change, *, run, layer):
     recording = Recording(tmp_path / "changed.safetensors", demo.config)
     setting = replace(healthy.setting, theirs=recording)
     checks = Checks(setting, recording, ROWS, every=True, views=views(demo.config))
-    monkeypatch.setattr(checks, "recorded", lambda _: [site.name])
-    return {result.of or result.site: result for result in checks.layer(layer)}
+    return {result.of or result.site: result for result in checks.layer(layer, only=[site.name])}
 
 
 def of_run(demo, name):
@@ -111,7 +110,7 @@ OF_NUMBERS = [
 
 
 @pytest.mark.parametrize("site", OF_NUMBERS, ids=lambda site: site.name)
-def test_one_row_off_by_three_times_its_bound_is_found(demo, tmp_path, monkeypatch, site):
+def test_one_row_off_by_three_times_its_bound_is_found(demo, tmp_path, site):
     """Once its bound; once for its own rounding, which may point the other way; once as bounds are drawn each time."""
     name = f"layers.1.{site.name}"
 
@@ -125,7 +124,7 @@ def test_one_row_off_by_three_times_its_bound_is_found(demo, tmp_path, monkeypat
             x[place(x)] = (row + by(row) * off / off.norm()).to(x.dtype)
             rows.append((place(x), float(row.norm())))
 
-        return judged_again(demo, tmp_path, monkeypatch, site, change, run="as run", layer=1)[site.name]
+        return judged_again(demo, tmp_path, site, change, run="as run", layer=1)[site.name]
 
     def place(x):
         return len(x) * 5 // 7  # of no sample: neither near an end nor at a border
@@ -139,54 +138,50 @@ def test_one_row_off_by_three_times_its_bound_is_found(demo, tmp_path, monkeypat
     assert set(found.wrong) == {row}
 
 
-def test_one_wrong_choice_of_experts_is_found(demo, tmp_path, monkeypatch):
+def test_one_wrong_choice_of_experts_is_found(demo, tmp_path):
     def change(tensors):
         ids = tensors["layers.1.experts.ids"]
         ids[211, 0] = next(expert for expert in range(demo.config.n_routed_experts) if expert not in ids[211])
 
-    found = judged_again(demo, tmp_path, monkeypatch, sites.EXPERT_IDS, change, run="as run", layer=1)[
-        sites.EXPERT_IDS.name
-    ]
+    found = judged_again(demo, tmp_path, sites.EXPERT_IDS, change, run="as run", layer=1)[sites.EXPERT_IDS.name]
     assert found.status is Status.DIFFERS
     assert found.wrong == [211]
 
 
-def test_one_wrong_entry_of_the_table_is_found(demo, tmp_path, monkeypatch):
+def test_one_wrong_entry_of_the_table_is_found(demo, tmp_path):
     def change(tensors):
         ids = tensors["layers.0.experts.ids"]
         ids[212, 0] = next(expert for expert in range(demo.config.n_routed_experts) if expert not in ids[212])
 
-    found = judged_again(demo, tmp_path, monkeypatch, sites.EXPERT_IDS, change, run="as run", layer=0)[
-        sites.EXPERT_IDS.name
-    ]
+    found = judged_again(demo, tmp_path, sites.EXPERT_IDS, change, run="as run", layer=0)[sites.EXPERT_IDS.name]
     assert found.wrong == [212]
 
 
-def test_one_head_that_is_wrong_is_found_by_its_own_rows(demo, tmp_path, monkeypatch):
+def test_one_head_that_is_wrong_is_found_by_its_own_rows(demo, tmp_path):
     def change(tensors):
         x = tensors["layers.2.attention.mixed"]
         x[200, 1] = (x[200, 1].float() * 1.004).to(x.dtype)
 
-    found = judged_again(demo, tmp_path, monkeypatch, sites.MIXED, change, run="plain fp32", layer=2)
+    found = judged_again(demo, tmp_path, sites.MIXED, change, run="plain fp32", layer=2)
     assert found[layers.BY_HEAD].wrong == [200]
 
 
-def test_wrong_rope_dims_are_judged_by_themselves(demo, tmp_path, monkeypatch):
+def test_wrong_rope_dims_are_judged_by_themselves(demo, tmp_path):
     rope = demo.config.qk_rope_head_dim
 
     def change(tensors):
         tensors["layers.2.attention.kv"][100, :-rope] *= 1.25  # the other dims
 
-    found = judged_again(demo, tmp_path, monkeypatch, sites.KV, change, run="as run", layer=2)
+    found = judged_again(demo, tmp_path, sites.KV, change, run="as run", layer=2)
     assert found["attention.kv"].status is Status.DIFFERS
     assert found["attention.kv rotated dims"].status is Status.AGREES
 
 
-def test_numbers_that_are_not_finite_are_found(demo, tmp_path, monkeypatch):
+def test_numbers_that_are_not_finite_are_found(demo, tmp_path):
     def change(tensors):
         tensors["layers.3.experts.output"][250, 3] = math.nan
 
-    found = judged_again(demo, tmp_path, monkeypatch, sites.EXPERTS_OUTPUT, change, run="plain fp32", layer=3)[
+    found = judged_again(demo, tmp_path, sites.EXPERTS_OUTPUT, change, run="plain fp32", layer=3)[
         sites.EXPERTS_OUTPUT.name
     ]
     assert found.first.position == 250

@@ -10,7 +10,7 @@ from fathom.kernels.ops import CPU, REFERENCE
 from fathom.probes.fault import Fault
 from fathom.probes.faults import FAULTS
 from fathom.probes.finding import Report, Table, Verdict
-from fathom.probes.oracle import E4M3, hadamard, rounded_e2m1, rounded_e4m3
+from fathom.probes.oracle import E2M1_INDEX, E4M3, E4M3_LINEAR, E4M3_ROW, hadamard
 from fathom.probes.probe import run_probe, silent
 from fathom.probes.quantisation import QUICK, Stored, off_grid, one_kind, roundings, run_pair
 from fathom.probes.subject import Subject, run_tokens
@@ -46,13 +46,13 @@ def test_e4m3_is_torchs_cast():
     codes = codes[~codes.isnan()].sort().values
     x = torch.cat((codes, (codes[1:] + codes[:-1]) / 2, 40 * torch.randn(5000, generator=torch.manual_seed(0))))
     x = x.clamp(-448, 448)[:, None]
-    assert torch.equal(rounded_e4m3(pinned(x, 448), 2)[:, :1], x.to(torch.float8_e4m3fn).double())
+    assert torch.equal(E4M3_ROW.rounded(pinned(x, 448))[:, :1], x.to(torch.float8_e4m3fn).double())
 
 
 def test_e2m1_takes_ties_to_even():
     x = torch.zeros(1, 31)
     x[0, :10] = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5, 6, -0.25, 0.26])
-    found = rounded_e2m1(pinned(x, 6))[0, :10]
+    found = E2M1_INDEX.rounded(pinned(x, 6))[0, :10]
     assert found.tolist() == [0, 1, 1, 2, 2, 4, 4, 6, 0, 0.5]
     assert found[8].signbit()
 
@@ -61,12 +61,12 @@ def test_scales_by_hand():
     """The step of a block's small numbers says what its scale was."""
     for amax, scale in ((448, 1), (449, 2), (1, 2**-8), (447 * 2.0**-20, 2.0**-20), (1e-9, 2.0**-22)):
         small = torch.tensor([[2.0**-9 * scale, amax]], dtype=torch.float64)
-        assert rounded_e4m3(small, 2)[0, 0] == small[0, 0], amax
-        assert rounded_e4m3(small * torch.tensor([0.5, 1]), 2)[0, 0] == 0, amax
+        assert E4M3_ROW.rounded(small)[0, 0] == small[0, 0], amax
+        assert E4M3_ROW.rounded(small * torch.tensor([0.5, 1]))[0, 0] == 0, amax
     for amax, scale in ((6, 1), (6.1, 2), (3, 0.5)):
         small = pinned(torch.full((1, 31), 0.5 * scale), amax)
-        assert torch.equal(rounded_e2m1(small)[:, :31], small[:, :31])
-        assert not rounded_e2m1(small * torch.tensor([*[0.5] * 31, 1]))[:, :31].any()
+        assert torch.equal(E2M1_INDEX.rounded(small)[:, :31], small[:, :31])
+        assert not E2M1_INDEX.rounded(small * torch.tensor([*[0.5] * 31, 1]))[:, :31].any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -89,10 +89,10 @@ def test_off_grid_knows_a_scale_that_is_no_power_of_two():
     scale = x.abs().amax(1, keepdim=True) / 448
 
     def off(y):
-        return off_grid(y, 128, lambda y: rounded_e4m3(y, 128)).tolist()
+        return off_grid(y, E4M3_LINEAR).tolist()
 
     assert all(off((x / scale).to(torch.float8_e4m3fn).double() * scale))
-    assert not any(off(rounded_e4m3(x, 128)))
+    assert not any(off(E4M3_LINEAR.rounded(x)))
     assert all(off(x))
 
 

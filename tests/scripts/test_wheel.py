@@ -68,6 +68,9 @@ def test_the_command_runs_anywhere(installed, users_folder):
     for words in ((installed / "bin" / "fathom",), ("-m", "fathom.scripts.fathom")):
         out = ran(sys.executable, *words, "generate", "--prompt", "What is the capital of France?", **users_folder)
         assert out.strip() == "The capital of France is Paris."
+    pages = users_folder["cwd"] / "pages"
+    ran(sys.executable, *words, "probe", "text", "--quick", "--out", pages, **users_folder)
+    assert (pages / "text.md").read_text().startswith("# ")
 
 
 def test_a_checkout_runs_without_an_installation():

@@ -1,0 +1,52 @@
+"""Numerics are three choices: what a run rounds of its activations to a narrow format.
+
+`deployed` rounds as DeepSeek serves V4, `plain` nothing, as Hugging Face transformers computes. Other runtimes take
+other combinations: kernels for weights alone leave the inputs of linears as they are, and many indexers keep keys in
+FP8. Nothing here needs torch.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Final, Self
+
+from fathom.model.choices import DEPLOYED, NUMERICS, PLAIN
+from fathom.model.errors import ConfigError, quoted
+
+NONE, FP8, FP4 = "none", "fp8", "fp4"
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """A format, or none, for each of three places."""
+
+    linears: str  # inputs of linears with FP8 or FP4 weights: fp8 (E4M3 by 128 columns)
+    kv: str  # window KV and compressed entries but for rope dims: fp8 (E4M3 by 64 columns)
+    index: str  # index queries and keys: fp4 (Hadamard, then E2M1 by 32 columns), fp8 (E4M3 by row)
+
+    @property
+    def numerics(self) -> str:
+        """Its name: `deployed`, `plain`, or the choices as `--rounding` takes them."""
+        named = next((name for name, known in ROUNDINGS.items() if known == self), None)
+        return named or ",".join(f"{place}={form}" for place, form in asdict(self).items())
+
+    @classmethod
+    def of(cls, numerics: str) -> Self:
+        """The rounding of a name, or of choices such as ``linears=none,kv=fp8,index=fp8``; ConfigError for others."""
+        if numerics in ROUNDINGS:
+            return cls(**asdict(ROUNDINGS[numerics]))
+        given: dict[str, str] = {}
+        for part in numerics.split(","):
+            place, _, form = part.partition("=")
+            if place not in FORMS or place in given:
+                raise ConfigError(f"{quoted(numerics)}: {_WANT}")
+            if form not in FORMS[place]:
+                raise ConfigError(f"{quoted(numerics)}: {place} is {' or '.join(FORMS[place])}")
+            given[place] = form
+        if missing := [place for place in FORMS if place not in given]:
+            raise ConfigError(f"{quoted(numerics)}: says nothing of {missing[0]}; {_WANT}")
+        return cls(**given)
+
+
+FORMS: Final = {"linears": (FP8, NONE), "kv": (FP8, NONE), "index": (FP4, FP8, NONE)}
+_WANT: Final = "want " + ",".join(f"{place}={'|'.join(forms)}" for place, forms in FORMS.items())
+ROUNDINGS: Final = {DEPLOYED: Rounding(FP8, FP8, FP4), PLAIN: Rounding(NONE, NONE, NONE)}
+assert tuple(ROUNDINGS) == NUMERICS, "every name has its rounding"
