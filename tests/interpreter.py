@@ -1,4 +1,4 @@
-"""Triton's interpreter without what it does again and again, and with products whose bits no processor decides."""
+"""Triton's interpreter without what it does again and again, and with the arithmetic of a GPU where that differs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -38,13 +38,44 @@ def matmul(a: np.ndarray, b: np.ndarray, dtype: np.dtype | None = None) -> np.nd
     return total.reshape(*several, m, -1)
 
 
+@numba.njit
+def _add_truncated(a, b, total, width):
+    for row in range(a.shape[0]):
+        for column in range(b.shape[1]):
+            for first in range(0, a.shape[1], width):
+                exact = np.float64(total[row, column])
+                for k in range(first, min(first + width, a.shape[1])):
+                    exact += np.float64(a[row, k]) * np.float64(b[k, column])
+                near = np.float32(exact)
+                total[row, column] = np.nextafter(near, np.float32(0)) if abs(near) > abs(exact) else near
+
+
+def truncated_dot(builder, a, b, total, *_):
+    """As Hopper's tensor cores have it for bf16: 16 columns at once are added to fp32 sums, which are cut off."""
+    del builder
+    out = np.array(total.data, np.float32, order="C")
+    _add_truncated(*(np.ascontiguousarray(x.data, np.float32) for x in (a, b)), out, 16)
+    return interpreter.TensorHandle(out, total.dtype.scalar)
+
+
+LOG2E = np.float32(np.log2(np.e))
+
+
+def exp(builder: interpreter.InterpreterBuilder, arg: interpreter.TensorHandle) -> interpreter.TensorHandle:
+    """As a GPU has it: ``2^(x log2(e))`` of a product that is rounded, not the number nearest to e^x."""
+    with np.errstate(all="ignore"):
+        return builder.unary_op(arg, lambda x: np.exp2(x * LOG2E))
+
+
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
-    """Let it multiply by `matmul`, and replace `triton.language` once, not in every launch and every function called.
+    """Let it multiply by `matmul`, raise e by `exp`, and replace `triton.language` once.
 
-    That is half of a small kernel's time. What is replaced, and by what, is the same each time.
+    That is not in every launch and every call of a kernel's function, which is half of a small kernel's time; what is
+    replaced, and by what, is the same each time.
     """
-    numpy, patch_lang = interpreter.np, interpreter._patch_lang
+    numpy, patch_lang, builder = interpreter.np, interpreter._patch_lang, interpreter.InterpreterBuilder
+    create_exp, builder.create_exp = builder.create_exp, exp
     interpreter.np = ModuleType("numpy")
     vars(interpreter.np).update(vars(numpy), matmul=matmul)
     scopes = [patch_lang(kernel.fn) for kernel in (_rms_norm, tl.zeros)]  # as kernels see it, and its own functions
@@ -52,6 +83,6 @@ def patched() -> Iterator[None]:
     try:
         yield
     finally:
-        interpreter.np, interpreter._patch_lang = numpy, patch_lang
+        interpreter.np, interpreter._patch_lang, builder.create_exp = numpy, patch_lang, create_exp
         for scope in reversed(scopes):
             scope.restore()
