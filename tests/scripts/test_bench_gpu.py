@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fathom.kernels.formats import rows
-from fathom.kernels.ops import CPU
+from fathom.kernels.ops import CPU, REFERENCE
 from fathom.kernels.triton_ops import TRITON
 from fathom.model.config import ModelConfig
 from fathom.scripts.bench import command, gpu, turns
@@ -94,6 +94,25 @@ def test_a_selection_is_judged_by_its_scores():
         assert off(wrong) == float("inf"), wrong
     assert off([0, 1, -1], first=7) == 0
     assert off([0, 1, 2], first=7) == float("inf")
+
+
+def test_a_rotated_norm_may_be_a_step_off_before_its_pairs_nearly_cancel():
+    """A norm's factor that is one ulp of fp32 off is right, by however much numbers that cancel move; no fault is."""
+    g = torch.Generator().manual_seed(0)
+    x, cos, sin = torch.randn(256, 128, 512, generator=g).bfloat16(), *torch.rand(2, 256, 32, generator=g)
+    given = x, None, 1e-6, cos, sin, 0
+    normed = x.float() * torch.nextafter((x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt(), torch.ones(1))
+    ours = REFERENCE.rotate(normed.bfloat16(), cos, sin)
+
+    def off(ours):
+        return cases._norm_rotate_off(ours, [], list(given))
+
+    assert cases.STEP.error(ours, REFERENCE.norm_rotate(*given)) > 10
+    assert 0.3 < off(ours) <= 1
+    assert off(REFERENCE.rotate(normed.bfloat16(), cos, -sin)) > 10
+    assert off(REFERENCE.rotate(normed.bfloat16(), cos.roll(1, 0), sin.roll(1, 0))) > 10
+    assert off(ours * 1.03) > 1
+    assert off(ours.where(ours < 4, torch.nan)) == float("inf")
 
 
 def test_parts_are_the_files_of_kernels():
