@@ -39,6 +39,7 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 $(VENV)/.dev: $(VENV)/.runtime
 	$(STEP) "the packages that only the tests need (transformers is their oracle)"
 	$(PIP) install --quiet --no-compile --constraint constraints.txt --group dev
+	$(PIP) install --quiet --no-compile --no-deps --upgrade --target $(VENV)/oldest-triton --group oldest
 	@touch $@
 
 # The package as it is installed: type checkers and import-linter do not run fathom.py to find its folders.

@@ -103,14 +103,21 @@ def watched() -> bool:
 
 
 def note_read(*given: Any) -> None:
-    """Tell of tensors and arrays that a loop is given, also of those inside of tuples."""
+    """Tell of tensors and arrays that a loop or a launch is given, also of those inside of tuples."""
     for x in given:
         if isinstance(x, tuple):
             note_read(*x)
         elif isinstance(x, Tensor | np.ndarray):
-            at = x.data_ptr() if isinstance(x, Tensor) else x.ctypes.data
+            at, size = (x.data_ptr(), reach(x)) if isinstance(x, Tensor) else (x.ctypes.data, x.nbytes)
             for note in _readers:
-                note(at, x.nbytes)
+                note(at, size)
+
+
+def reach(x: Tensor) -> int:
+    """Bytes from the first number of a tensor to the end of its last, whatever lies between them."""
+    if not x.numel():
+        return 0
+    return (sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
 
 
 @intrinsic

@@ -319,6 +319,8 @@ def composed(name: str, ops: Mapping[str, Any]) -> Callable[..., Any]:
 
 def backend(op: Callable[..., Any]) -> str:
     """Which backend an op is of: "reference", "cpu" or "triton"; of one from elsewhere, its module."""
+    if isinstance(op, Noted):
+        return op.backend
     module = op.__module__
     if not module.startswith("fathom.kernels."):
         return module
@@ -328,8 +330,16 @@ def backend(op: Callable[..., Any]) -> str:
 
 def reads_apart(ops: Ops) -> bool:
     """Whether the op `experts` reads matrices where they lie; Triton's wants them stacked."""
-    op = ops.experts
-    return backend(op.op if isinstance(op, Noted) else op) != "triton"
+    return backend(ops.experts) != "triton"
+
+
+def mass_unit(ops: Ops, dtype: torch.dtype) -> float:
+    """By which share of itself `attend` may round each mass of the softmax before it multiplies keys of this dtype.
+
+    Triton's rounds them to bf16 where keys are bf16, as tensor cores take both operands of a product in one dtype. All
+    others keep them in fp32.
+    """
+    return 2.0**-8 if backend(ops.attend) == "triton" and dtype == torch.bfloat16 else 0.0
 
 
 class Noted:

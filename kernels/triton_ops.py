@@ -19,6 +19,14 @@ Rules that every `triton.py` keeps:
 - No autotuning: tile sizes follow from shapes, so that a run computes the same on every machine of a kind.
 """
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from triton.runtime import KernelInterface
+
+from fathom.kernels import compiled
 from fathom.kernels.attention import triton as attention
 from fathom.kernels.compress import reference as compress_reference
 from fathom.kernels.compress import triton as compress
@@ -69,3 +77,23 @@ TRITON = CPU._replace(
     experts_down=experts.experts_down,
     pool=compress_reference.pool,
 )
+
+
+@contextmanager
+def reading(note: compiled.Reader) -> Iterator[None]:
+    """`kernels.compiled.reading`, and inside the ``with`` also of all memory that launches are given."""
+
+    def tell(*given: Any, **constants: Any) -> None:
+        del constants
+        compiled.note_read(*given)
+
+    ours = [module for name, module in sys.modules.items() if name.startswith("fathom.kernels.")]
+    kernels = {id(one): one for module in ours for one in vars(module).values() if isinstance(one, KernelInterface)}
+    for kernel in kernels.values():
+        kernel.add_pre_run_hook(tell)
+    try:
+        with compiled.reading(note):
+            yield
+    finally:
+        for kernel in kernels.values():
+            kernel.pre_run_hooks.remove(tell)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fathom.kernels.formats.stored import Rows
-from fathom.kernels.ops import Ops
+from fathom.kernels.ops import Ops, mass_unit
 from fathom.model.cache.entries import Entries
 from fathom.model.cache.layers import LayerCache
 from fathom.model.cache.window import WindowRing
@@ -35,7 +35,7 @@ from fathom.probes.finding import (
 )
 from fathom.probes.probe import Probe, Progress, room
 from fathom.probes.shared.calls import Attend
-from fathom.probes.shared.exact import exact, exact_linears
+from fathom.probes.shared.exact import attend_off, exact, exact_linears
 from fathom.probes.shared.recorder import Recorder
 from fathom.probes.shared.trace import OF_TOKENS, Difference, Passed, Trace, named, traced
 from fathom.probes.subject import Subject, run_tokens
@@ -112,7 +112,8 @@ for a block more than the prompt, and what nobody has written holds loud noise: 
 at that. Two correct runs in bf16 differ in last bits, because fp32 sums are taken in another order, and a bound that
 allows for it would hide a lost token. So all sums are taken in fp64 and rounded once, and the comparison is for equal
 bits; rings, frontiers and the order of calls are the run's own. The run's own attention and selection get the same
-arguments in every one of these calls, and may differ from the exact ones by one rounding.
+arguments in every one of these calls, and may differ from the exact ones by one rounding; Triton's attention, which
+rounds the masses of its softmax to bf16 before they multiply bf16 keys, by what these roundings may do too.
 
 **What ran before.** A kernel may race, or read memory that nobody wrote. Or something survives from one sequence to the
 next: an open window that is not cleared, a ring that still holds another prompt's KV; DeepSeek's own code, as we read
@@ -493,8 +494,9 @@ class Tally:
             call = Attend(*given)
             out, own = exactly_so.attend(*given), ops.attend(*given)
             # one rounding to bf16 (8 bits) may fall on the other side, and an fp32 sum of a few hundred terms may be
-            # off by 2^-16 of the largest numbers that go into it
+            # off by 2^-16 of the largest numbers that go into it; and what rounding masses does, where they are
             allowed = out.abs().float() * 2**-7 + out.abs().amax(-1, keepdim=True).float() * 2**-16
+            allowed += attend_off(mass_unit(ops, call.ring.dtype), *given).float()
             off = (own.float() - out.float()).abs()
             self.calls += 1
             worst = torch.where(off == 0, 0.0, off / allowed).max()

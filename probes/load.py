@@ -5,6 +5,7 @@ import random
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from fathom.kernels import compiled
 from fathom.kernels.formats.stored import Dense, Weight
+from fathom.kernels.ops import Ops
 from fathom.model.cache.layers import LayerCache
 from fathom.model.checkpoint.census import Census
 from fathom.model.checkpoint.tensor_mapping import Form, TensorMapping
@@ -168,6 +170,8 @@ _METADATA = {
     "size",
     "stride",
     "data_ptr",
+    "untyped_storage",
+    "storage_offset",
     "element_size",
     "is_contiguous",
     "numpy",
@@ -216,22 +220,17 @@ class Reads(TorchFunctionMode):
             mine = {tensor.untyped_storage().data_ptr() for tensor in _tensors(result)}
             for operand in _tensors((args, *kwargs.values())):
                 if operand.untyped_storage().data_ptr() not in mine:
-                    self._note(operand)
+                    self.note(operand.data_ptr(), compiled.reach(operand))
         return result
 
-    def _note(self, operand: Tensor) -> None:
-        if operand.numel() > 0:
-            reach = sum((n - 1) * step for n, step in zip(operand.shape, operand.stride(), strict=True)) + 1
-            self.note(operand.data_ptr(), reach * operand.element_size())
-
     def note(self, start: int, nbytes: int) -> None:
-        """Note that bytes from an address on were read: what compiled loops do, torch's functions cannot show."""
-        i = bisect_right(self._starts, start) - 1
-        if i < 0:
-            return
-        name, low = self._names[i], start - self._starts[i]
-        if low < self._nbytes[name]:
-            self._ranges[name].add((low, min(low + nbytes, self._nbytes[name])))
+        """Note that bytes from an address on were read: what loops and launches do, torch's functions cannot show."""
+        for i in range(max(0, bisect_right(self._starts, start) - 1), len(self._names)):
+            name, low, high = self._names[i], start - self._starts[i], start - self._starts[i] + nbytes
+            if high <= 0:
+                return
+            if low < self._nbytes[name]:
+                self._ranges[name].add((max(low, 0), min(high, self._nbytes[name])))
 
     def share(self, name: str) -> float:
         """How much of a watched tensor was read, 0 .. 1."""
@@ -274,6 +273,15 @@ class Ran:
         return layer is None or expert is None or int(self.experts[layer][expert]) > 0
 
 
+def reading(ops: Ops) -> Callable[[compiled.Reader], AbstractContextManager[None]]:
+    """What tells of the memory that an op set's own code is given, beside torch's functions."""
+    if ops.name != "triton":
+        return compiled.reading
+    from fathom.kernels import triton_ops  # noqa: PLC0415 (Triton is not on every platform)
+
+    return triton_ops.reading
+
+
 @torch.inference_mode()
 def watch(model: Transformer, names: Sequence[str], tokens: list[int], chunk: int, ran: Ran) -> None:
     """Run the prompt, and note in `ran` what is read and how many tokens each expert gets.
@@ -290,7 +298,7 @@ def watch(model: Transformer, names: Sequence[str], tokens: list[int], chunk: in
     places = {name: held for name in names if (held := find(model, name)) is not None}
     watched = {f"{name} {i}": part for name, held in places.items() for i, part in enumerate(held.tensors())}
     listeners = {sites.EXPERTS_INPUT: lambda layer, x: inputs.update({layer: x[:1].clone()}), sites.EXPERT_IDS: ids}
-    with listening(model, listeners), Reads(watched) as reads, compiled.reading(reads.note):
+    with listening(model, listeners), Reads(watched) as reads, reading(model.arithmetic.ops)(reads.note):
         model.logits(run_tokens(model, tokens, chunk)[0][-1:])
         for layer, counts in ran.experts.items():
             for expert in (counts == 0).nonzero()[:, 0].tolist():
@@ -389,8 +397,8 @@ So this page follows each number all the way. The **census** says what each stor
 read again by the safetensors library and every number is built from its bits by the oracle, with none of the
 runtime's code; the model's own linear op
 multiplies each matrix by the identity, and the two must be the same number. **Reads**: in a forward pass every call of
-torch is watched, and every byte of every parameter must have been an operand; an expert that no token went to is given
-one. **Effects**: each parameter is changed in
+torch, every compiled loop and every launch of a kernel is watched, and every byte of every parameter must have been an
+operand; an expert that no token went to is given one. **Effects**: each parameter is changed in
 turn, and its layer's output must change with it, because what is read may still be thrown away."""
     noticed: ClassVar[str] = """\
 Statistics of the weights would not have shown the two classic faults of decoding. Swap the nibbles, and nearly all FP4
@@ -577,7 +585,9 @@ def summary(census: Census, compared: Sequence[Compared], ran: Ran) -> str:
 
 NOT_CLAIMED = """\
 That the numbers are good ones: a checkpoint that was damaged before it was written is followed faithfully. An operand
-counts whole, so a read of the embeddings or of the table of expert ids does not mean that all of its rows were needed.
+counts whole, so a read of the embeddings or of the table of expert ids does not mean that all of its rows were needed;
+a Triton kernel is handed the matrices of all experts of a layer at once, so that whether it reads each of them is not
+seen but in what changing them changes.
 Names that a file spells in another dialect are taken as the census translates them. Of a checkpoint above 256 MiB,
 values are sampled (in each layer one routed expert and all else, of a large matrix 128 rows), and nothing is changed to
 look for its effect."""

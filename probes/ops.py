@@ -13,7 +13,7 @@ from typing import ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fathom.kernels.ops import Ops
+from fathom.kernels.ops import Ops, mass_unit
 from fathom.model.attention import CsaAttention, HcaAttention
 from fathom.model.config import LayerKind, ModelConfig, Yarn
 from fathom.model.observe.sites import Site
@@ -21,6 +21,7 @@ from fathom.model.rope import Rotation
 from fathom.model.transformer import Transformer
 from fathom.probes.finding import JSON, Finding, HeatMap, Part, Plot, Report, Table, at_most, exactly, judged
 from fathom.probes.probe import Probe, Progress
+from fathom.probes.shared.exact import shares_off
 from fathom.probes.subject import Subject
 from fathom.runtime.arithmetic import DTYPES
 
@@ -80,10 +81,13 @@ class Case(NamedTuple):
         return torch.cat((self.ring[near], far)).to(F64)
 
 
-def attended(q: Tensor, keys: Tensor, sinks: Tensor, rounding: float) -> tuple[Tensor, Tensor]:
+def attended(
+    q: Tensor, keys: Tensor, sinks: Tensor, rounding: float, mass_rounding: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """``sum_j exp(l_j) k_j / (exp(sink) + sum_j exp(l_j))`` of q [h, d], ``l_j = q . k_j / sqrt(d)``.
 
-    Returns the output and what an op may be off in each number of it, whose dtype rounds to a share `rounding`: [h, d].
+    Returns the output and what an op may be off in each number of it, whose dtype rounds to a share `rounding`, and
+    which rounds masses, the ``exp(l_j)``, to a share `mass_rounding` before they multiply keys: [h, d].
     """
     d = q.shape[1]
     q = q.to(F64)
@@ -97,7 +101,8 @@ def attended(q: Tensor, keys: Tensor, sinks: Tensor, rounding: float) -> tuple[T
     off = (LAMBDA * d**0.5 + 4) * U * (q.abs() @ keys.abs().T / d**0.5).amax(1) + 4 * U * logits.abs().amax(1)
     off = off + 4 * U * torch.where(sinks.isfinite(), sinks.abs(), 0)
     share = (2 * off).expm1() + (LAMBDA * len(keys) ** 0.5 + 8) * U
-    return output, rounding * output.abs() + share[:, None] * kept * (mass / total @ keys.abs()) + TINY
+    moved = shares_off(mass_rounding, mass / total, keys) * kept
+    return output, rounding * output.abs() + moved + share[:, None] * kept * (mass / total @ keys.abs()) + TINY
 
 
 def cases(shape: Shape, dtype: torch.dtype, tokens: int, seed: int) -> Iterator[Case]:
@@ -184,7 +189,7 @@ class Grid:
         for dtype, name in itertools.product(DTYPES.values(), SINKS):
             sinks = self._sinks(name, learned)
             for case in cases(shape, dtype, tokens, subject.seed):
-                self._see(name, case, dtype, _attend(model, case, sinks), sinks)
+                self._see(name, case, dtype, _attend(model, case, sinks), sinks, mass_unit(model.arithmetic.ops, dtype))
 
     def _sinks(self, name: str, learned: Tensor) -> Tensor:
         heads = self.shape.heads
@@ -194,9 +199,9 @@ class Grid:
             return torch.linspace(-4, 4, heads, dtype=F64)
         return torch.full((heads,), float(name), dtype=F64)
 
-    def _see(self, name: str, case: Case, dtype: torch.dtype, got: Tensor, sinks: Tensor) -> None:
+    def _see(self, name: str, case: Case, dtype: torch.dtype, got: Tensor, sinks: Tensor, mass_rounding: float) -> None:
         rounding = torch.finfo(dtype).eps / 2
-        known = [attended(q, case.keys(token), sinks, rounding) for token, q in enumerate(case.q)]
+        known = [attended(q, case.keys(token), sinks, rounding, mass_rounding) for token, q in enumerate(case.q)]
         wanted, allowed = (torch.stack(parts) for parts in zip(*known, strict=True))
         share = ((got - wanted).abs() / allowed).nan_to_num(math.inf)
         largest = float(share.max())
@@ -422,7 +427,9 @@ iterations, SwiGLU on both sides of its clamp. Here the ops of the run are fed s
 row that must not be read, and held against float64.
 
 Errors are given as a share of what rounding allows. A share just below 1 is what to expect: among many thousand values
-one is always rounded by nearly half a unit in the last place. A fault gives tens and more."""
+one is always rounded by nearly half a unit in the last place. A fault gives tens and more. Triton's attention rounds
+each mass of its softmax to bf16 before it multiplies bf16 keys, as tensor cores want it: what it is allowed in bf16 is
+more, by six times the root of the sum of squares of what these roundings may do."""
 
     shapes: tuple[Shape, ...] = V4  # dims of the grid beside the model's own
     tokens: int = 3  # per call of attend; with one key there is one

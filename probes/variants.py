@@ -256,7 +256,8 @@ the indexer says, and an entry that is there too early changes the selection."""
         yield from recalls(model, self.keys, self.keys // 4, self.widths, seed)
         yield restored(model, "shard", ids, self.tail)
         if subject.ops.name != REFERENCE:
-            yield from scratch(model.arithmetic.ops, config.num_attention_heads, config.head_dim, BITS["entries"])
+            heads, width = config.num_attention_heads, config.head_dim
+            yield from scratch(model.arithmetic.ops, model.device, heads, width, BITS["entries"])
 
     def _read(self, subject: Subject, *, shard: bool) -> list["Drift"]:
         """Read a document with each variant: divergence of each token's logits from the full cache's."""
@@ -684,14 +685,17 @@ def gqa_scratch(parts: Parts, contexts: tuple[int, int], seed: int) -> Iterator[
         yield from one_tile(of, "tokens", contexts, partial(attend, segment), shard_cpu.KEYS, GQA_TILES)
 
 
-def scratch(ops: Ops, heads: int, width: int, bits: int) -> Iterator[Finding]:
+def scratch(ops: Ops, device: torch.device, heads: int, width: int, bits: int) -> Iterator[Finding]:
     """Attending to codes of V4's entries takes one tile, however many entries there are."""
     g = torch.Generator().manual_seed(0)
-    q, ring, sink = torch.randn(1, heads, width, generator=g), torch.randn(4, width, generator=g), torch.zeros(heads)
+    q, ring, sink = (
+        x.to(device)
+        for x in (torch.randn(1, heads, width, generator=g), torch.randn(4, width, generator=g), torch.zeros(heads))
+    )
 
     def attend(count: int) -> Callable[[], object]:
-        data = coded_rows.allocate(count, width, bits, CPU, SIGNS)
-        data.codes.random_(0, 256, generator=g)
+        data = coded_rows.allocate(count, width, bits, device, SIGNS)
+        data.codes.copy_(torch.randint(256, data.codes.shape, generator=g))
         data.norm.fill_(1.0)
         return lambda: ops.attend(q, ring, count - 1, 4, data, 1, None, sink)
 

@@ -11,13 +11,13 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 @pytest.fixture(scope="session", autouse=True)
 def patched_interpreter() -> Iterator[None]:
-    """Half of the time of tests that run kernels; before any of them runs, so that none sees the other state."""
+    """Before any test that runs kernels, so that none sees the other state."""
     if importlib.util.find_spec("triton") is None:  # not every platform has it
         yield
         return
-    from tests.interpreter import patched_once  # noqa: PLC0415 -- it imports Triton
+    from tests.interpreter import patched  # noqa: PLC0415 -- it imports Triton
 
-    with patched_once():
+    with patched():
         yield
 
 

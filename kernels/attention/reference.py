@@ -63,7 +63,7 @@ def attend(
         recent = torch.arange(oldest, position + 1, device=q.device) % capacity
         keys = ring[recent].float()  # [<= window, d]
         if slots is not None and wide is not None:
-            seen = _seen(i, (position + 1) // ratio - slots.hidden, wide.shape[0], selected)
+            seen = _seen(i, (position + 1) // ratio - slots.hidden, wide.shape[0], selected, q.device)
             keys = torch.cat((keys, wide[seen]))
         logits = q[i].float() @ keys.T * d**-0.5  # [h, keys]
         if slots is not None and slots.bias is not None:
@@ -75,10 +75,10 @@ def attend(
     return out
 
 
-def _seen(i: int, visible: int, n: int, selected: Tensor | None) -> Tensor:
+def _seen(i: int, visible: int, n: int, selected: Tensor | None, device: torch.device) -> Tensor:
     visible = max(0, min(visible, n))
     if selected is None:
-        return torch.arange(visible)
+        return torch.arange(visible, device=device)
     row = selected[i].long()
     seen = row[(row >= 0) & (row < visible)]
     assert len(seen.unique()) == len(seen), f"token {i} selects an entry twice: {seen.tolist()}"

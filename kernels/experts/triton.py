@@ -136,6 +136,8 @@ def _gate_up(
             gate, part, power, data1, scale1, row, there, width, scale_width, stride, scale_stride, step,
             FORM, BLOCK, OPERAND, UPCAST,
         )  # fmt: skip
+        if power is not None:  # of scales that two products share Triton 3.6 makes no code for Blackwell
+            power |= (expert >> 31).to(tl.uint8)  # the same scales, which the compiler cannot know
         up = multiplied(
             up, part, power, data3, scale3, row, there, width, scale_width, stride, scale_stride, step,
             FORM, BLOCK, OPERAND, UPCAST,

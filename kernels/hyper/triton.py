@@ -59,11 +59,15 @@ def _partials(
         inside = present[:, None] & (column < d)[None, :]
         weighed = (row < rows)[:, None] & (column < d)[None, :]
         place = token[:, None] * (S * d) + column[None, :]
+        # A tensor core adds to its sum with truncation, an error to one side that grows with the additions: each block
+        # of columns has a sum of its own, and these are added rounded to nearest.
+        own = tl.zeros([TOKENS, N], tl.float32)
         for k in tl.static_range(S):
             x = widened(tl.load(streams + place + k * d, inside, 0.0), UPCAST)
             w = tl.load(fn + row[:, None].to(tl.int64) * (S * d) + k * d + column[None, :], weighed, 0.0)
-            acc = _product(x, w, acc, UPCAST, NARROW)
+            own = _product(x, w, own, UPCAST, NARROW)
             square += tl.sum(x * x, 1)
+        acc += own
     at = tl.program_id(1).to(tl.int64) * tokens + token
     tl.store(products + at[:, None] * N + row[None, :], acc, present[:, None])
     tl.store(squares + at, square, present)

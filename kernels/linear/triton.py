@@ -83,6 +83,12 @@ def _linear(
         tl.store(out + target, rounded(total, out.dtype.element_ty, UPCAST), mask)
 
 
+@triton.constexpr_function
+def constant_of(constants, index):
+    """One of several constants, itself a tuple: `constants[index]` in a kernel is no constant to Triton 3.6."""
+    return constants[index]
+
+
 @triton.jit
 def _matrix_of(program, matrices, COUNT: tl.constexpr):
     """Which of some matrices a program works at: they begin at programs in their order."""
@@ -159,7 +165,7 @@ def _linears(x, first, parts, counters, kinds, HOW: tl.constexpr, TOKENS: tl.con
     program = tl.program_id(0)
     for kind in tl.static_range(len(HOW)):
         if (program >= kinds[kind][0][0][0]) & (program < kinds[kind][1]):
-            tile_of_one(x, first, parts, counters, program, kinds[kind], HOW[kind], TOKENS, UPCAST)
+            tile_of_one(x, first, parts, counters, program, kinds[kind], constant_of(HOW, kind), TOKENS, UPCAST)
 
 
 def linear(x: Tensor, weight: Weight, *, wide: bool = False) -> Tensor:

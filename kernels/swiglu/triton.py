@@ -1,5 +1,7 @@
 """The experts' activation, element by element; `experts` applies the same to sums that it has in registers."""
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -8,6 +10,21 @@ from torch import Tensor
 from fathom.kernels.formats.triton_rounding import UPCAST, rounded
 
 BLOCK = 1024
+LOG2E = tl.constexpr(float(torch.tensor(math.log2(math.e))))  # in fp32, and what that leaves
+LOG2E_REST = tl.constexpr(math.log2(math.e) - LOG2E.value)
+LN2 = tl.constexpr(math.log(2))
+
+
+@triton.jit
+def exponential(x):
+    """e^x of fp32 to a few units in the last place, as ``2^(x log2(e))``.
+
+    `tl.exp` rounds that product, by up to half a unit of a number of size |x|, which moves the power by |x| 2^-24 of
+    itself and more. What the rounding leaves, below 2^-16, multiplies the power here.
+    """
+    power = x * LOG2E
+    left = tl.where(tl.abs(power) < float("inf"), tl.fma(x, LOG2E, -power) + x * LOG2E_REST, 0.0)
+    return tl.exp2(power) * tl.fma(left, LN2, 1.0)
 
 
 @triton.jit
@@ -15,7 +32,7 @@ def activation(gate, up, limit):
     """Clamped SwiGLU of fp32 numbers; comparisons, unlike a minimum, keep NaN."""
     gate = tl.where(gate > limit, limit, gate)
     up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
-    return tl.div_rn(gate, 1.0 + tl.exp(-gate)) * up
+    return tl.div_rn(gate, 1.0 + exponential(-gate)) * up
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from fathom.kernels.compress.triton import planes
 from fathom.kernels.formats.stored import Rows
 from fathom.kernels.formats.triton import e2m1, e4m3, e8m0
 from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
+from fathom.kernels.linear.triton import constant_of
 from fathom.kernels.tripwires.reference import ADDED, FACTOR, mark, words
 
 SPAN: Final = 1 << 14  # numbers of a sum, at most: a program adds them up alone
@@ -121,17 +122,18 @@ def _measure(cells, first, given, HOW: tl.constexpr, UPCAST: tl.constexpr):
     program = tl.program_id(0)
     for number in tl.static_range(len(HOW)):
         if program == number:
-            cell = cells + first + HOW[number][1]
-            if HOW[number][0] == "columns":
-                _columns(cell, given[number], HOW[number][2], HOW[number][3])
-            elif HOW[number][0] == "routing":
-                _routing(cell, given[number], HOW[number][2])
-            elif HOW[number][0] == "selection":
-                _selection(cell, given[number], HOW[number][2])
-            elif HOW[number][0] == "stored":
-                _stored(cell, given[number], HOW[number][2], HOW[number][3], UPCAST)
-            elif HOW[number][0] == "finite":
-                _finite(cell, given[number], HOW[number][2], UPCAST)
+            own: tl.constexpr = constant_of(HOW, number)
+            cell = cells + first + own[1]
+            if own[0] == "columns":
+                _columns(cell, given[number], own[2], own[3])
+            elif own[0] == "routing":
+                _routing(cell, given[number], own[2])
+            elif own[0] == "selection":
+                _selection(cell, given[number], own[2])
+            elif own[0] == "stored":
+                _stored(cell, given[number], own[2], own[3], UPCAST)
+            elif own[0] == "finite":
+                _finite(cell, given[number], own[2], UPCAST)
 
 
 class Measure(NamedTuple):

@@ -9,7 +9,9 @@ matrix products are also taken in tiles of the same number of rows, for which th
 A probe replaces ops of the run by these and keeps the run's name: `Subject.load` then puts the fault around them.
 """
 
+from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from fathom.kernels.ops import Ops
 from fathom.kernels.quantise.reference import hadamard as reference_hadamard
 
 TILE = 32  # rows per matrix product, and tokens per attention
+LAMBDA = 6.0  # of a sum of independent errors: beyond it once in 10^7 and less (Hoeffding's inequality)
 
 
 def exact_linears(ops: Ops) -> Ops:
@@ -121,13 +124,46 @@ def attend(
     sink: Tensor,
 ) -> Tensor:
     """`kernels.attention.reference.attend`, with every key that a token sees gathered for it."""
+    out = torch.empty_like(q)
+    for part, mass, total, rows in _seen(q, ring, first, window, entries, ratio, selected, sink):
+        out[part] = (mass @ rows / total[..., None]).to(q.dtype)
+    return out
+
+
+def attend_off(unit: float, q: Tensor, *rest: Any) -> Tensor:
+    """`shares_off` of `attend`'s output where masses are rounded: [t, h, d] float64."""
+    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    for part, mass, total, rows in _seen(q, *rest) if unit else ():
+        out[part] = shares_off(unit, mass / total[..., None], rows)
+    return out
+
+
+def shares_off(unit: float, shares: Tensor, keys: Tensor) -> Tensor:
+    """How far ``shares @ keys`` may be off where each share was rounded by itself, by up to `unit` of its size.
+
+    The errors have either sign and are independent: their sum is within LAMBDA roots of the sum of the squares that
+    they are bounded by (Hoeffding's inequality), and never beyond the sum of their sizes.
+    """
+    return unit * torch.minimum(LAMBDA * (shares.square() @ keys.square()).sqrt(), shares @ keys.abs())
+
+
+def _seen(
+    q: Tensor,
+    ring: Tensor,
+    first: int,
+    window: int,
+    entries: Rows | Slots | None,
+    ratio: int,
+    selected: Tensor | None,
+    sink: Tensor,
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Of some tokens: masses of keys [t, h, m], all mass [t, h], and keys [t, m, d], in float64."""
     capacity = ring.shape[0]
     slots = Slots(entries, None, 0) if entries is not None and not isinstance(entries, Slots) else entries
     keys = ring if slots is None else torch.cat((ring, decode_rows(slots.rows)))
     bias = torch.zeros(keys.shape[0], dtype=torch.float64, device=q.device)
     if slots is not None and slots.bias is not None:
         bias[capacity:] = slots.bias
-    out = torch.empty_like(q)
     for start in range(0, q.shape[0], TILE):
         part = q[start : start + TILE].double()
         position = torch.arange(first + start, first + start + part.shape[0], device=q.device)[:, None]
@@ -147,8 +183,7 @@ def attend(
         peak = torch.maximum(logits.amax(-1), highest)
         mass = (logits - peak[..., None]).exp()
         total = mass.sum(-1) + (sink.double() - peak).exp()
-        out[start : start + TILE] = (mass @ rows / total[..., None]).to(q.dtype)
-    return out
+        yield slice(start, start + TILE), mass, total, rows
 
 
 def _mixes(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:

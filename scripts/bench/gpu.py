@@ -5,6 +5,7 @@ least, and what kernels take when they are only compiled, for Hopper and Blackwe
 """
 
 import argparse
+import json
 import re
 import subprocess
 import sys
@@ -42,8 +43,10 @@ from fathom.scripts.bench.command import GPU_PARTS
 from fathom.scripts.bench.gpu_cases import E4M3, E8M0, MILLION, MODELS, RATIOS, ROOFS, STREAMS, V4, Draw, layer_costs
 from fathom.scripts.bench.turns import JSON, Case, Measures, Rounds, Side, constant
 from fathom.scripts.make.values import E4M3_DEVIATION, moments
+from fathom.scripts.paths import AUDITS, CHECKOUT
 
 LAYERS: Final = "layers"
+FIRST_RUN: Final = AUDITS / "gpu-first-run.json"
 CAPABILITIES: Final = (90, 100)  # H100 and H200; B200
 TAKEN: Final = {"registers": "registers", "stack": "stack, bytes", "shared": "shared memory, bytes"}
 SHARED: Final = 227 * 1024  # bytes of shared memory that a block may have on both: CUDA C++ Programming Guide
@@ -251,7 +254,7 @@ def filling(name: str, shape: tuple[int, ...], dtype: torch.dtype, draw: Draw) -
 
 
 def gpu_tables(args: argparse.Namespace, rows: list[JSON]) -> list[JSON]:
-    """Floors of every case and layer in one table; without a device also what kernels take when they are compiled."""
+    """What the first run showed, and floors; without a device also what kernels take when they are compiled."""
     del rows
     parts = args.only or GPU_PARTS
     costs: list[tuple[Any, ...]] = []
@@ -270,7 +273,14 @@ def gpu_tables(args: argparse.Namespace, rows: list[JSON]) -> list[JSON]:
         for part, label, size, flops, *times in costs
     ]
     floors_table: JSON = {"title": "Floors", "columns": columns, "rows": told, "note": ""}
-    return [floors_table] if torch.cuda.is_available() else [compiled_table(parts), floors_table]
+    compiled_too = [] if torch.cuda.is_available() else [compiled_table(parts)]
+    return [*first_run(), *compiled_too, floors_table]
+
+
+def first_run() -> list[JSON]:
+    """What the first run on a GPU showed, written down by hand; an installed package has no such record."""
+    found: list[JSON] = json.loads(FIRST_RUN.read_text(encoding="utf-8")) if CHECKOUT else []
+    return found
 
 
 def compiled_table(parts: Sequence[str]) -> JSON:

@@ -438,11 +438,26 @@ def activations() -> Iterator[Case]:
         ):
             angles = 2 * FP32 * t * {"rotate": ROPE // 2, "norm_rotate": ROPE // 2, "rotate_halves": D // 2}.get(op, 0)
             cost, given = Cost(moved(*size).bytes + angles, 0), (of.normal(*size), *rest)
-            yield Case("quantise", f"{model}, {op}, {t} tokens", cost, op, given, right, compiled=t == 1)
+            told = f"{STEP}, and of both products of a sum, from reference"
+            how = (_norm_rotate_off, told) if op == "norm_rotate" else ()
+            yield Case("quantise", f"{model}, {op}, {t} tokens", cost, op, given, right, None, t == 1, *how)
     for shape, t in product(MODELS, (1, CHUNK)):
         gate, up = 2 * (of.normal(t, shape.intermediate),)
         cost, label, first = moved(t, shape.intermediate, times=3), f"{shape.name}, {t} tokens", (shape, t) == (PRO, 1)
         yield Case("swiglu", label, cost, "swiglu", (gate, up, LIMIT, None), NEAR_STEP, compiled=first)
+
+
+def _norm_rotate_off(ours: Tensor, _: Given, fresh: Given) -> float:
+    """Of a number that was rotated, a cos - b sin, a and b may each be a BF16 step off before they nearly cancel."""
+    x, weight, eps, cos, sin, _ = fresh
+    normed = REFERENCE.rms_norm(x, weight, eps)
+    expected = REFERENCE.rotate(normed, cos, sin).float()
+    allowed, half = expected.abs(), cos.shape[-1]
+    a, b = normed[..., -2 * half :].float().abs().unflatten(-1, (half, 2)).unbind(-1)
+    c, s = cos.abs()[:, None], sin.abs()[:, None]
+    allowed[..., -2 * half :] += torch.stack((a * c + b * s, a * s + b * c), -1).flatten(-2)
+    off = (ours.float() - expected).abs() / (STEP.of_each * allowed).clamp_min(torch.finfo(torch.float32).tiny)
+    return float(off.nan_to_num(float("inf"), float("inf")).max())
 
 
 def gates() -> Iterator[Case]:

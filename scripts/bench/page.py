@@ -54,7 +54,7 @@ def page_name(bench: Bench, settings: JSON) -> str:
 def _verdict(document: JSON) -> str:
     rows = document["rows"]
     if not rows:
-        return "NOTHING on this page was measured on a GPU: the machine that wrote it has none"
+        return "Of this code NOTHING was measured on a GPU: the machine that wrote this page has none"
     told = []
     if wrong := [row["case"] for row in rows if turns.differs(row)]:
         told.append(f"{len(wrong)} of {len(rows)} cases do NOT compute the same on all sides: {', '.join(wrong)}")

@@ -5,11 +5,14 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 HERE = Path(__file__).parent
+PROJECT = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text(encoding="utf-8"))
+OLDEST = Path(sys.prefix) / "oldest-triton"  # where the Makefile puts it
 FILES = sorted(path.stem for path in HERE.glob("compile_*.py") if path.stem != "compile_program")
 SOURCES = sorted((HERE.parents[1] / "kernels").rglob("*.py"))
 TEXTS: dict[str, str] = {}  # by the op, or the part of one, that a file of kernels is
@@ -21,13 +24,23 @@ for path in SOURCES:
 SHARED = 227 * 1024  # bytes that a block may have on both: CUDA C++ Programming Guide, compute capability 9.0 and 10.0
 
 
-def compiler(capability: int, folder: Path) -> Callable[[str], dict[str, list[dict]]]:
-    """What `compile_program` says of each file's FAST or SLOW cases, run when asked for; `folder` is Triton's cache."""
+def oldest_version() -> str:
+    """Of the Triton that is there."""
+    (found,) = PROJECT["dependency-groups"]["oldest"]
+    return re.match(r"triton==([\d.]+)", found)[1]
+
+
+def compiler(capability: int, folder: Path, *before: Path) -> Callable[[str], dict[str, list[dict]]]:
+    """What `compile_program` says of each file's FAST or SLOW cases, run when asked for; `folder` is Triton's cache.
+
+    `before`: folders whose packages come before those that are installed.
+    """
 
     @cache
     def compiled(kind):
         environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-        environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(HERE.parents[1])}
+        path = os.pathsep.join(map(str, (*before, HERE.parents[1])))
+        environment |= {"TRITON_CACHE_DIR": str(folder), "PYTHONPATH": path}
         command = [sys.executable, str(HERE / "compile_program.py"), str(capability), kind, *FILES]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr

@@ -9,8 +9,8 @@ FAST is a file's CASES, which for Hopper are the branches of its kernels as V4 t
 BLACKWELL where it has one: fewer, for each takes longer there, though still every kernel that is launched. SLOW is what
 is left: MORE, other constants of the same kernels, and for Blackwell the rest of CASES.
 
-One JSON line per kernel: its name, the target, the file and the case, the bytes of shared memory, and the length of
-the cubin. On stderr, each case before it runs.
+One JSON line per kernel: its name, the target, Triton's version, the file and the case, the bytes of shared memory, and
+the length of the cubin. On stderr, each case before it runs.
 
 It must run without TRITON_INTERPRET, so in a process of its own.
 """
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import triton
 from triton.runtime import driver
 
 from fathom.scripts.bench.gpu import NoDevice, only_compile
@@ -37,7 +38,7 @@ def chosen(module: ModuleType, capability: int, kind: str) -> dict[str, Callable
 
 
 def main(capability: int, kind: str, names: list[str]) -> None:
-    where: dict[str, object] = {"capability": capability}
+    where: dict[str, object] = {"capability": capability, "triton": triton.__version__}
     only_compile(lambda kernel: print(json.dumps(where | kernel), flush=True))
     driver.set_active(NoDevice(capability))
     for name in names:

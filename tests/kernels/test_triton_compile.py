@@ -1,10 +1,24 @@
-"""Every Triton kernel compiles at real dimensions, for Blackwell and (slow) for Hopper; no GPU is needed for that."""
+"""Every Triton kernel compiles at real dimensions, for Hopper and Blackwell; no GPU is needed for that.
+
+By the Triton that is installed, and by the oldest that the project promises, which GPU machines bring.
+"""
 
 import pytest
 
-from tests.kernels.compilation import FILES, WITH_KERNELS, check, check_every_kernel_that_is_launched, compiler
+from tests.kernels.compilation import (
+    FILES,
+    OLDEST,
+    PROJECT,
+    WITH_KERNELS,
+    check,
+    check_every_kernel_that_is_launched,
+    compiler,
+    oldest_version,
+)
+from tests.kernels.every_backend import on_triton
 
-CAPABILITIES = [100, pytest.param(90, marks=pytest.mark.slow)]
+CAPABILITIES = [90, 100]
+pytestmark = on_triton
 
 
 @pytest.fixture(scope="module", params=CAPABILITIES, ids="sm_{}".format)
@@ -12,14 +26,26 @@ def capability(request):
     return request.param
 
 
+@pytest.fixture(scope="module", params=["installed", "oldest"])
+def version(request):
+    """Of the Triton that compiles, as the program has to say it."""
+    import triton  # noqa: PLC0415 -- not every platform has it
+
+    return triton.__version__ if request.param == "installed" else oldest_version()
+
+
 @pytest.fixture(scope="module")
-def compiled(capability, tmp_path_factory):
-    return compiler(capability, tmp_path_factory.mktemp("cache"))
+def compiled(capability, version, tmp_path_factory):
+    import triton  # noqa: PLC0415
+
+    before = () if version == triton.__version__ else (OLDEST,)
+    assert all(folder.is_dir() for folder in before), f"no {OLDEST}: `make test` brings Triton {version} there"
+    return compiler(capability, tmp_path_factory.mktemp("cache"), *before)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_kernels_compile_and_fit(name, compiled, capability):
-    assert compiled("FAST")[name]
+def test_kernels_compile_and_fit(name, compiled, capability, version):
+    assert {kernel["triton"] for kernel in compiled("FAST")[name]} == {version}
     check(compiled("FAST")[name], capability)
 
 
@@ -27,6 +53,11 @@ def test_kernels_compile_and_fit(name, compiled, capability):
 @pytest.mark.parametrize("name", FILES)
 def test_more_cases_compile_and_fit(name, compiled, capability):
     check(compiled("SLOW")[name], capability)
+
+
+def test_the_oldest_is_what_the_project_promises():
+    (promised,) = (of for of in PROJECT["project"]["dependencies"] if of.startswith("triton"))
+    assert promised.startswith(f"triton>={oldest_version().removesuffix('.0')};")
 
 
 def test_every_file_of_kernels_is_compiled():

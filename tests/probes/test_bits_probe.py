@@ -1,6 +1,7 @@
 """The bits probe: on the demo nothing differs, and whoever sees, loses or keeps too much is named where it begins."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from fathom.model.attention import CsaAttention, HcaAttention
 from fathom.model.config import LayerKind
 from fathom.model.moe import HashGate
 from fathom.model.observe import sites
+from fathom.probes import bits
 from fathom.probes.bits import FULL, QUICK, Compared, Reach, Tally, heat_map, judge, poison, prefixes, reached, sees
 from fathom.probes.bits import selections as judged_selections
 from fathom.probes.fault import Fault
@@ -297,6 +299,22 @@ def test_the_tally_allows_one_rounding_and_no_more():
     assert worst(1) == 0
     assert 0 < worst(1 + 2**-7) <= 1
     assert worst(1 + 2**-6) > 1
+
+
+def test_the_tally_allows_the_rounding_of_masses_where_they_are_rounded(monkeypatch):
+    triton = pytest.importorskip("fathom.kernels.triton_ops", reason="Triton is not on every platform").TRITON
+    g = torch.Generator().manual_seed(0)
+    q, ring, entries = (torch.randn(*shape, generator=g).bfloat16() for shape in ((3, 2, 64), (130, 64), (60, 64)))
+
+    def worst(attend):
+        tally = Tally()
+        tally.watched(triton._replace(attend=attend)).attend(q, ring, 250, 128, entries, 4, None, torch.zeros(2))
+        return tally.worst
+
+    assert 0 < worst(triton.attend) <= 1
+    assert worst(partial(triton.attend)) > 10  # not known as an op of Triton's, and nothing is allowed
+    monkeypatch.setattr(bits, "mass_unit", lambda *_: 2.0**-8)
+    assert worst(lambda q, *rest: triton.attend(q * 1.03, *rest)) > 1
 
 
 def test_the_full_grid_has_every_chunk_and_both_residues():

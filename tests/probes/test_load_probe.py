@@ -94,6 +94,33 @@ def test_a_view_is_no_read_and_what_is_made_of_it_is():
     assert [reads.share(name) for name in "abcd"] == [0, 0.75, 1, 0.5]
 
 
+def test_a_read_reaches_into_all_that_it_covers():
+    stack = torch.ones(3, 8)
+    with Reads({str(i): row for i, row in enumerate(stack)}) as reads:
+        stack[0:2, 4:].sum()
+    assert [reads.share(name) for name in "012"] == [0.5, 1, 0]
+
+
+def test_what_launches_are_given_is_read(tmp_path):
+    """As on a GPU, where torch sees of a launch but where its arguments lie. Sinks that none is given are not read."""
+    triton = pytest.importorskip("fathom.kernels.triton_ops", reason="Triton is not on every platform").TRITON
+    config = tiny_config(compress_ratios=[4, 0], num_hidden_layers=2, n_routed_experts=4)
+    write_checkpoint(tmp_path, config, seed=1)
+
+    def unread(ops):
+        subject, ran = Subject(tmp_path, ops=ops), load.Ran()
+        names = list(subject.load().census.mappings)
+        load.watch(subject.model, names, subject.tokens(6), 512, ran)
+        return ran.unread
+
+    def without_sinks(*given):
+        return triton.attend(*given[:-1], torch.zeros(4))
+
+    assert unread(triton) == []
+    lost = [f"layers.{layer}.attn.attn_sink (0% read)" for layer in range(2)]
+    assert unread(triton._replace(attend=without_sinks)) == lost
+
+
 # --- the probe
 
 

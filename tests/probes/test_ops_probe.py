@@ -8,12 +8,15 @@ import pytest
 import torch
 
 from fathom.kernels.attention import reference as attention
+from fathom.kernels.ops import CPU, REFERENCE, mass_unit, noted
 from fathom.model.config import Yarn
+from fathom.probes import ops as ops_probe
 from fathom.probes.fault import Fault
 from fathom.probes.faults import FAULTS
 from fathom.probes.ops import ENTRIES, LOGITS, POSITIONS, QUICK, WINDOWS, Angles, Shape, attended, cases, sinkhorn
 from fathom.probes.probe import run_probe, silent
 from fathom.probes.subject import Subject
+from fathom.runtime.arithmetic import DTYPES
 from fathom.runtime.options import RunOptions
 from tests.make_checkpoint import micro_config, tiny_config, write_checkpoint
 
@@ -105,6 +108,49 @@ def test_attention_is_a_softmax_with_a_sink():
     assert (attended(q, keys, torch.full((2,), math.inf, dtype=F64), 0.0)[0] == 0).all()
 
 
+def fits(case, got, sinks, unit=2.0**-8):
+    """The largest error of bf16 outputs over what is allowed, masses being rounded to a share `unit`."""
+    known = [attended(q, case.keys(token), sinks, 2**-8, unit) for token, q in enumerate(case.q)]
+    return max(float(((one - wanted).abs() / off).max()) for one, (wanted, off) in zip(got.to(F64), known, strict=True))
+
+
+def by_rounded_masses(case, sinks, bits):
+    """Attention in float64 but for masses, which are rounded to so many bits."""
+    out = []
+    for token, q in enumerate(case.q):
+        keys = case.keys(token)
+        logits = q.to(F64) @ keys.T / q.shape[1] ** 0.5
+        mass = (logits - logits.amax(1, keepdim=True)).exp()
+        total = mass.sum(1) + (sinks - logits.amax(1)).exp()
+        step = 2 ** (mass.log2().floor() - bits + 1)
+        out.append((mass / step).round() * step @ keys / total[:, None])
+    return torch.stack(out).bfloat16()
+
+
+def test_rounded_masses_have_a_bound_of_their_own():
+    """bf16's 8 bits stay within it, 6 do not; nor do 8, within what fp32 masses are allowed."""
+    sinks, worst = torch.linspace(-4, 4, 4, dtype=F64), {}
+    for case in cases(Shape("small", 4, 64, 32), torch.bfloat16, 3, 0):
+        for bits, unit in ((8, 2**-8), (6, 2**-8), (8, 0.0)):
+            share = fits(case, by_rounded_masses(case, sinks, bits), sinks, unit)
+            worst[bits, unit] = max(worst.get((bits, unit), 0), share)
+    assert 0.3 < worst[8, 2**-8] <= 1
+    assert worst[6, 2**-8] > 1.5
+    assert worst[8, 0.0] > 5
+
+
+def test_masses_are_rounded_by_triton_alone():
+    assert mass_unit(CPU, torch.bfloat16) == mass_unit(REFERENCE, torch.bfloat16) == 0
+    triton = pytest.importorskip("fathom.kernels.triton_ops", reason="Triton is not on every platform").TRITON
+    assert [mass_unit(of, torch.bfloat16) for of in (triton, noted(triton, {}))] == [2**-8, 2**-8]
+    assert mass_unit(triton, torch.float32) == 0
+    sinks, worst = torch.linspace(-4, 4, 4, dtype=F64), 0.0
+    for case in cases(Shape("small", 4, 64, 32), torch.bfloat16, 2, 0):
+        given = case.q, case.ring, case.first, case.window, case.entries, case.ratio, case.selected, sinks.float()
+        worst = max(worst, fits(case, triton.attend(*given), sinks))
+    assert 0.3 < worst <= 1
+
+
 # --- the grid
 
 
@@ -185,7 +231,11 @@ IN_GRID = {"the file's", "0", "-inf", "+inf", "30", "one per head"}
         ("future-block-visible", IN_GRID - {"+inf"}),
     ],
 )
-def test_a_fault_of_attend_fails_the_sinks_that_name_it(fault, kinds):
+@pytest.mark.parametrize("unit", [0.0, 2.0**-8], ids=["masses of fp32", "masses of bf16"])
+def test_a_fault_of_attend_fails_the_sinks_that_name_it(fault, kinds, unit, monkeypatch):
+    """What is allowed where masses are rounded to bf16 hides none."""
+    monkeypatch.setattr(ops_probe, "mass_unit", lambda _, dtype: unit if dtype == torch.bfloat16 else 0.0)
+    monkeypatch.setattr(ops_probe, "DTYPES", {"bf16": torch.bfloat16} if unit else DTYPES)
     found = failed(Subject(fault=FAULTS[fault]))
     assert {finding.what.split("sinks ")[1].split(":")[0] for finding in found} == kinds
     assert all({"window", "entries", "head", "column"} <= set(finding.evidence) for finding in found)

@@ -213,7 +213,7 @@ ROWS = {
         lambda m: variants.in_a_basis(m, 120, (1, 128), 0),
         "attention, largest error",
     ),
-    "shard-all-decoded": (SHARD, lambda m: variants.scratch(m.arithmetic.ops, 4, 128, 6), "growth"),
+    "shard-all-decoded": (SHARD, lambda m: variants.scratch(m.arithmetic.ops, m.device, 4, 128, 6), "growth"),
     "coda-replaced-entry-forgotten": (CODA, lambda m: variants.masses(m, 120, 0), "mass of all rows"),
     "coda-entry-in-both-banks": (CODA, lambda m: variants.masses(m, 120, 0), "mass of all rows"),
     "coda-mean-weighs-as-one": (CODA, lambda m: variants.means(m, 120, 0), "attention to their means"),
@@ -230,7 +230,7 @@ RUNS = ("coda-window-one-short", "coda-unfinished-entry-visible")
 
 @pytest.mark.parametrize(("heads", "width"), [(4, 64), (2, 16), (128, 64), (64, 512)])
 def test_scratch_is_that_of_a_full_tile_whatever_the_width_of_a_row(heads, width):
-    assert not failed(*variants.scratch(CPU, heads, width, 6))
+    assert not failed(*variants.scratch(CPU, variants.CPU, heads, width, 6))
 
 
 def test_every_fault_of_a_variant_is_pursued_here():

@@ -29,7 +29,7 @@ from fathom.runtime.options import RunOptions
 from fathom.runtime.plan.planner import Planner
 from fathom.runtime.plan.token import LAUNCHES
 from tests import gloo
-from tests.interpreter import patched_once
+from tests.interpreter import patched
 from tests.make_checkpoint import tiny_config, write_checkpoint
 from tests.recorder import HostRead, Recorder
 from tests.transformers_model import load_ours, oracle
@@ -350,7 +350,7 @@ class Stepped(NamedTuple):
 
 
 def stepped(group, directory):
-    with patched_once():
+    with patched():
         return _stepped(group, directory)
 
 

@@ -1,12 +1,13 @@
 """`scripts.bench gpu` without a GPU: what is counted, what is right, and what is asked of a device in which order."""
 
 import json
+import re
 
 import pytest
 import torch
 
 from fathom.kernels.formats import rows
-from fathom.kernels.ops import CPU
+from fathom.kernels.ops import CPU, REFERENCE
 from fathom.kernels.triton_ops import TRITON
 from fathom.model.config import ModelConfig
 from fathom.scripts.bench import command, gpu, turns
@@ -94,6 +95,33 @@ def test_a_selection_is_judged_by_its_scores():
         assert off(wrong) == float("inf"), wrong
     assert off([0, 1, -1], first=7) == 0
     assert off([0, 1, 2], first=7) == float("inf")
+
+
+def test_a_rotated_norm_may_be_a_step_off_before_its_pairs_nearly_cancel():
+    """A norm's factor that is one ulp of fp32 off is right, by however much numbers that cancel move; no fault is."""
+    g = torch.Generator().manual_seed(0)
+    x, cos, sin = torch.randn(256, 128, 512, generator=g).bfloat16(), *torch.rand(2, 256, 32, generator=g)
+    given = x, None, 1e-6, cos, sin, 0
+    normed = x.float() * torch.nextafter((x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt(), torch.ones(1))
+    ours = REFERENCE.rotate(normed.bfloat16(), cos, sin)
+
+    def off(ours):
+        return cases._norm_rotate_off(ours, [], list(given))
+
+    assert cases.STEP.error(ours, REFERENCE.norm_rotate(*given)) > 10
+    assert 0.3 < off(ours) <= 1
+    assert off(REFERENCE.rotate(normed.bfloat16(), cos, -sin)) > 10
+    assert off(REFERENCE.rotate(normed.bfloat16(), cos.roll(1, 0), sin.roll(1, 0))) > 10
+    assert off(ours * 1.03) > 1
+    assert off(ours.where(ours < 4, torch.nan)) == float("inf")
+
+
+def test_the_first_run_names_tests_that_are_there():
+    broke, *others = gpu.first_run()
+    named = re.findall(r"`(tests/[\w/]+\.py)`", json.dumps(broke))
+    assert len(named) >= 7
+    assert all((ROOT / name).is_file() for name in named)
+    assert all("89bdcc194a14" in table["note"] for table in (broke, *others))
 
 
 def test_parts_are_the_files_of_kernels():
@@ -235,11 +263,13 @@ def test_the_page_without_a_device(monkeypatch, tmp_path):
     assert command.main(["gpu", "--only", "topk", "indexer", "layers", "--out", str(tmp_path)]) == 0
     page = (tmp_path / "gpu.md").read_text("utf-8")
     assert page.split("\n\n")[1].startswith(
-        "**NOTHING on this page was measured on a GPU: the machine that wrote it has"
+        "**Of this code NOTHING was measured on a GPU: the machine that wrote this page has"
     )
     assert "| topk: `_whole` | 40 | 0 | 300 | 64 | 0 | 200 |" in page
     assert "| p: `k` | 255 | 8 | 1048576 | NOT compiled | NOT compiled | NOT compiled |" in page
     assert "2 kernels do NOT all fit" in page
+    assert page.index("## The first run on a GPU: what broke") < page.index("## Compiled ahead of time")
+    assert "at commit 89bdcc194a14: not by the command of this page" in page
     assert "1 kernels have one (`k`)" in page
     assert "| indexer | scores, fp8 keys, one token at 1M | 35.67 | 4.29 | 8.29 | 10.6 | 4.46 | 20 |" in page
     assert "| whole layers | V4-Pro, CSA, 1 tokens at 1M | 658.5 |" in page
