@@ -29,6 +29,7 @@ from fathom.runtime.group.processes import watched_load_any
 from fathom.runtime.group.watchdog import Watch
 from fathom.runtime.load import AnyLoaded, LoadedV4
 from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.text.encoding import raw_ids
 from fathom.runtime.text.tokenizer import Tokenizer
 
 OPS = {ops.name: ops for ops in (CPU, REFERENCE)}  # that another process finds by name
@@ -140,16 +141,16 @@ class Subject:
         return "documents of the demo language" if self.speaks_demo_language else "random token ids"
 
     def tokens(self, count: int) -> list[int]:
-        """`count` token ids to run, BOS first, the same in every call and every process.
+        """`count` token ids to run, BOS first as of any text, the same in every call and every process.
 
         The given text, repeated as needed; else a needle document of the demo language where the checkpoint speaks it;
         else ids drawn at random from the whole vocabulary.
         """
         if self.prompt is not None:
-            ids = Tokenizer(self.directory, self.config.vocab_size).encode_text(self.prompt)
-            if not ids:
+            given = raw_ids(self.prompt, self.config, Tokenizer(self.directory, self.config.vocab_size))
+            if not given.text:
                 raise ConfigError("--prompt-file: the text is empty")
-            return [self.config.bos_token_id, *(ids * (count // len(ids) + 1))][:count]
+            return [*given.before, *(given.text * (count // len(given.text) + 1))][:count]
         if self.speaks_demo_language:
             length = max(64, count + count // 8 + 32)  # documents come out a little shorter than asked for
             ids = list(needle_prompts(length, 1, seed=self.seed)[0].ids)
