@@ -2,8 +2,8 @@
 
 A figure in “” is the source's, as the source writes it. The rule gets it with what this project computes, and the
 claim must quote it: see `computed`. All numbers in `found` are computed, from config.json files, from the classes of
-the caches and from closed formulas, or are read out of a page in audits or the JSON beside it, strictly: what is not
-there ends the run.
+the caches, from closed formulas and from draws of a second, or are read out of a page in audits or the JSON beside it,
+strictly: what is not there ends the run.
 """
 
 import json
