@@ -701,8 +701,8 @@ def _coda_rules() -> Iterator[Row]:
     )
     yield Row(
         CODA,
-        f"While nothing is evicted the bounded cache gives what the full one gives, to “{alike}” at most at “512”,"
-        " “1024” and “2048” tokens.",
+        "While nothing is evicted the bounded cache gives what the full one gives, but for the rounding of fp32:"
+        f" “{alike}” at most at “512”, “1024” and “2048” tokens.",
         (ARTICLE, EARLIER, PACKAGE),
         f"To {least:.1e} .. {max(worst):.1e} of the largest output, in fp32, over {draws} draws of each of these"
         f" lengths in blocks of several sizes; the worst of a length are {', '.join(f'{one:.1e}' for one in worst)}."
@@ -1006,8 +1006,8 @@ def _shard_bounds() -> Iterator[Row]:
         SHARD,
         f"To drop a component loses “{few}x” what coding it in {bits} bits does.",
         (SHARD_ARTICLE,),
-        f"3 · 2^2b is {3 * 4**bits} by the formula above; the best code of {bits} bits loses {distortion(bits):.2e} of"
-        f" the variance, {1 / distortion(bits):.0f} times less than dropping it.",
+        f"`3 · 2^2b` is {3 * 4**bits} by the formula above; the best code of {bits} bits loses {distortion(bits):.2e}"
+        f" of the variance, {1 / distortion(bits):.0f} times less than dropping it.",
         exactly((few, 1 / distortion(bits))),
     )
     yield computed(
@@ -1021,10 +1021,10 @@ def _shard_bounds() -> Iterator[Row]:
     factors = {bits: sketched_error(bits) for bits in (2, 3, 4, 8)}
     yield Row(
         SHARD,
-        "Of b bits, one of them QJL's, the squared error of a product with y is at most √3 π² / d · 4^-b · |y|² (a"
+        "Of b bits, one of them QJL's, the squared error of a product with y is at most √3 π² / d · 4^-b · ‖y‖² (a"
         " bound of TurboQuant).",
         (SHARD_ARTICLE,),
-        f"√3 π² is {bound:.2f}. The codes here, of {', '.join(map(str, factors))} bits, have"
+        f"`√3 π²` is {bound:.2f}. The codes here, of {', '.join(map(str, factors))} bits, have"
         f" {', '.join(f'{one:.1f}' for one in factors.values())} in its place, on drawn rows of {SKETCHED} numbers.",
         (HERE,),
         by_measurement(held=max(factors.values()) <= bound),

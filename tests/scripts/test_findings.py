@@ -148,7 +148,7 @@ def test_no_verdict_is_harder_or_softer_than_its_rule(rows):
     """What the review of the page found wrong: each with what it has to be, and a word of why."""
     wanted = {
         "“92 GB”": (Verdict.REPRODUCED, "read"),
-        "“750/750": (Verdict.CONTRADICTED, "12"),
+        "750/750": (Verdict.CONTRADICTED, "12"),
         "“20” iterations": (Verdict.CORRECTED, "1.146"),
         "“1.8e-7”": (Verdict.REPRODUCED, "one draw"),
         "“1e-6”": (Verdict.CORRECTED, "columns"),
