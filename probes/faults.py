@@ -1411,7 +1411,7 @@ def _stopped_early(bits: int) -> Tensor:
 
 @in_variant_caches(
     "shard-codebook-unfinished",
-    "The codebook is that of twenty iterations from quantiles, as published: at 8 bits little better than 6.",
+    "The codebook is that of twenty iterations from quantiles, as the article says: at 8 bits little better than 6.",
     seen="the Shard article",
 )
 @instead_of(coded)

@@ -395,8 +395,9 @@ HOW: Final = """\
 - *Numerics*: plain, fp32, for both models, so that what differs is the cache. (As deployed the full cache rounds its
   entries to FP8 and its index keys to FP4, which coded ones are not: a difference would be mostly that rounding.)
 - *bytes*: all caches that a prompt of so many tokens leaves, read in calls of {chunk}, in BF16, counted from tensors
-  (rings, entries, index keys, compressor states, banks, bases, codebooks). While Shard reads a prompt it holds that
-  prompt in full as well; the memory plan says so.
+  (rings, entries, index keys, compressor states, banks, bases, codebooks). Layers read
+  a prompt one after the other where Shard compresses it, so that one of them at a time holds it in full; the memory
+  plan counts that.
 - *KL, top-1*: {decoded} tokens decoded behind a document of so many, given, so that all variants read the same;
   divergence of the variant's distribution from the full cache's, mean in nats. Both models were trained on documents of
   up to 2,048 tokens: beyond, the text is as it may be, the comparison is not.
@@ -408,14 +409,14 @@ HOW: Final = """\
 - *greedy texts*: {texts} documents of {told} tokens continued for {written} tokens each; how many of them the variant
   writes exactly as the full cache does, and the median number of tokens before the first that differs.
 - *stream*: what is decoded goes to Shard's stream when it leaves the window, and bytes are counted behind a prompt: few
-  tokens get there here, so that the bits of a stream are barely exercised.
+  tokens get there here, so that the bits of a stream are barely exercised. `audits/kv-stream.md` has them alone.
 - *trained* is the one row whose weights differ: adapters of `scripts.train_coda`, against the base's full cache. They
   were trained for fewer codes in a document than are told here; `audits/train-coda.md` asks what they were trained
   for."""
 NOT_CLAIMED: Final = """\
-Speed: `audits/kv-speed.md` has layers of published shapes. `shard` with `qjl=1` or `dp=2` and `coda` with `values=1`
-are on no page; `shard` with `basis=FILE` is on `audits/kv-basis.md`. Two small models, of which nothing follows for
-large ones: `python -m scripts.evaluate` measures those."""
+Speed: `audits/kv-speed.md` has layers of published shapes. `shard` with `dp=2` and `coda` with `values=1` are on no
+page; `shard` with `qjl=1` is on `audits/kv-stream.md`, with `basis=FILE` on `audits/kv-basis.md`. Two small models, of
+which nothing follows for large ones: `python -m scripts.evaluate` measures those."""
 
 FULL = KvVariants()
 QUICK = KvVariants(lengths=(256,), recalled=(256,), documents=1, questions=4, decoded=16, asked=8, texts=1, written=16)

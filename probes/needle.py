@@ -42,6 +42,7 @@ from fathom.probes.finding import (
 from fathom.probes.probe import Probe, Progress, room
 from fathom.probes.subject import Subject, selects_all
 from fathom.runtime.memory import new_state
+from fathom.runtime.text.encoding import before_text
 from fathom.runtime.text.segments import Text as Said
 from fathom.runtime.text.tokenizer import Tokenizer
 
@@ -494,7 +495,8 @@ their own: the most common word of four in the whole text, which no small select
                 yield of_prompt(prompt, length)
 
     def _in_english(self, subject: Subject) -> Iterator[Document]:
-        tokenizer, before = Tokenizer(subject.directory, subject.config.vocab_size), [subject.config.bos_token_id]
+        tokenizer = Tokenizer(subject.directory, subject.config.vocab_size)
+        before = tokenizer.encode(before_text(subject.config, tokenizer))
         text = read_text(Path(self.haystack), MAX_TEXT_BYTES, ConfigError) if self.haystack else None
         for length in self._lengths(subject):
             for number in range(self.documents):

@@ -1,6 +1,5 @@
 """`Subject`: the runtime under test, and what it is given to read."""
 
-import filecmp
 import pickle
 import random
 from dataclasses import dataclass, field, replace
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from fathom.kernels.ops import CPU, REFERENCE, Ops
 from fathom.model.architectures import config_from_file
+from fathom.model.checkpoint import strict_json
 from fathom.model.checkpoint.census import census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.weights import Weights, open_weights
@@ -29,7 +29,8 @@ from fathom.runtime.group.processes import watched_load_any
 from fathom.runtime.group.watchdog import Watch
 from fathom.runtime.load import AnyLoaded, LoadedV4
 from fathom.runtime.options import DEMO, RunOptions
-from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.runtime.text.encoding import raw_ids
+from fathom.runtime.text.tokenizer import TOKENIZER, Tokenizer
 
 OPS = {ops.name: ops for ops in (CPU, REFERENCE)}  # that another process finds by name
 
@@ -140,16 +141,16 @@ class Subject:
         return "documents of the demo language" if self.speaks_demo_language else "random token ids"
 
     def tokens(self, count: int) -> list[int]:
-        """`count` token ids to run, BOS first, the same in every call and every process.
+        """`count` token ids to run, BOS first as of any text, the same in every call and every process.
 
         The given text, repeated as needed; else a needle document of the demo language where the checkpoint speaks it;
         else ids drawn at random from the whole vocabulary.
         """
         if self.prompt is not None:
-            ids = Tokenizer(self.directory, self.config.vocab_size).encode_text(self.prompt)
-            if not ids:
+            given = raw_ids(self.prompt, self.config, Tokenizer(self.directory, self.config.vocab_size))
+            if not given.text:
                 raise ConfigError("--prompt-file: the text is empty")
-            return [self.config.bos_token_id, *(ids * (count // len(ids) + 1))][:count]
+            return [*given.before, *(given.text * (count // len(given.text) + 1))][:count]
         if self.speaks_demo_language:
             length = max(64, count + count // 8 + 32)  # documents come out a little shorter than asked for
             ids = list(needle_prompts(length, 1, seed=self.seed)[0].ids)
@@ -175,10 +176,24 @@ def cannot_travel(subject: Subject) -> str | None:
 
 
 def speaks_demo_language(directory: Path) -> bool:
-    """Whether a checkpoint reads the demo's language, by its tokenizer and the size of its vocabulary."""
-    tokenizer = directory / "tokenizer.json"  # compared by size first: it may be any file
-    same = tokenizer.is_file() and filecmp.cmp(tokenizer, DEMO / "tokenizer.json", shallow=False)
+    """Whether a checkpoint reads the demo's language, by its tokenizer and the size of its vocabulary.
+
+    What tokenizer.json puts before a text may be another: BOS, as `scripts.train_llama` writes it.
+    """
+    tokenizer, demo = (folder / TOKENIZER for folder in (directory, DEMO))
+    if not tokenizer.is_file() or tokenizer.stat().st_size > 2 * demo.stat().st_size:  # it may be any file
+        return False
+    same = _without_template(tokenizer) == _without_template(demo)
     return same and config_from_file(directory / "config.json").vocab_size == vocabulary_size()
+
+
+def _without_template(path: Path) -> Any:
+    """A tokenizer.json but for its post_processor; None for a damaged one, which is told where it is needed."""
+    try:
+        fields = strict_json.parse(path.read_bytes())
+    except ValueError:
+        return None
+    return {**fields, "post_processor": None} if isinstance(fields, dict) else None
 
 
 def selects_all(config: ModelConfig) -> int:

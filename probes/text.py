@@ -312,7 +312,7 @@ def _raw(parts: Parts, tokenizer: Tokenizer, file: _File, subject: Subject) -> F
     """Raw text is BOS, then the text and nothing else."""
     wrong = []
     for text in TEXTS:
-        ids = tokenizer.encode(parts.raw_text(text, subject.config, tokenizer.before_text()))
+        ids = tokenizer.encode(parts.raw_text(text, subject.config, tokenizer))
         wrong.append(_first_apart(ascii(text[:20]), ids, [file.controls[BOS], *file.ids(text)], file))
     return _counted("raw prompts encoded otherwise than written", len(wrong), [place for place in wrong if place])
 

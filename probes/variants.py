@@ -171,6 +171,8 @@ the indexer says, and an entry that is there too early changes the selection."""
     chunks: tuple[int, ...] = (3, 68, 275)  # tokens of a call; single tokens come in any case
     tail: int = 24  # tokens that come one by one
     length: int = 96  # of a sequence that coda's window holds, grouped-query
+    published: tuple[int, ...] = (512, 1024, 2048)  # the same, of the lengths that CoDA's page tells
+    draws: int = 3  # of each of these
     cuts: tuple[int, ...] = CUTS  # rows that come at a time
     entries: int = 300  # that are drawn
     steps: int = 2048  # decoded one by one, grouped-query
@@ -207,6 +209,7 @@ the indexer says, and an entry that is there too early changes the selection."""
         progress(0.0, "grouped-query layers")
         findings = [
             *gqa_exact(parts, self.length, seed),
+            *gqa_exact_at(parts, self.published, self.draws, seed),
             *identity(parts, seed),
             *rebuilt(parts, seed, self.prompt),
             *codebooks(parts),
@@ -410,6 +413,22 @@ def gqa_exact(parts: Parts, length: int, seed: int) -> Iterator[Finding]:
     wanted = attended(short)
     prompts = {f"prompt of {n}": off(calls(shard_cache(parts, n, FEW), short, 7), wanted) for n in (0, FEW // 2, FEW)}
     yield _worst(f"GQA, shard, {FEW} tokens, no more than sinks and window: distance", prompts, largest)
+
+
+def gqa_exact_at(parts: Parts, lengths: Sequence[int], draws: int, seed: int) -> Iterator[Finding]:
+    """Coda as long as nothing is evicted, of several draws: a largest error is one number of many, and is drawn too."""
+    for length in lengths:
+        distances: dict[str, float] = {}
+        for other in range(seed, seed + draws):
+            drawn = draw(length, other)
+            given, wanted = Tokens(drawn.q, drawn.k, drawn.v, None, None), attended(drawn)
+            for n in (CALL, 4 * CALL, length):
+                out = prefill(coda_cache(parts, length, 8, 8), given, None, n)
+                distances[f"draw {other}, blocks of {n}"] = off(out, wanted)
+        what = f"GQA, coda, {draws} draws of {length} tokens in a window of as many: distance from the full cache"
+        found = _worst(what, distances, "the largest output")
+        least = min(distances.values())
+        yield replace(found, evidence=found.evidence | {"least": least})
 
 
 def _worst(what: str, distances: Mapping[str, float], of: str) -> Finding:
@@ -1066,6 +1085,7 @@ QUICK = Variants(
     chunks=(),
     tail=6,
     length=48,
+    published=(),
     cuts=(1, 128),
     entries=120,
     steps=512,

@@ -224,7 +224,7 @@ class Conversation:
             return self.tokenizer.encode(segments)
         if self.tokens:
             return [*self.tokens, *self.tokenizer.encode([Text(text)], continued=True)]
-        return self.tokenizer.encode(raw_text(text, self.loaded.model.config, self.tokenizer.before_text()))
+        return self.tokenizer.encode(raw_text(text, self.loaded.model.config, self.tokenizer))
 
     def _answer(self, chosen: Sequence[int]) -> Turn:
         """The turn that chosen tokens are."""

@@ -18,7 +18,6 @@ from typing import NamedTuple, Self
 
 from fathom.model.architectures import config_from_file
 from fathom.model.errors import StateError
-from fathom.model.llama.config import LlamaConfig
 from fathom.model.state import State
 from fathom.model.variants.coda_merge import Kept
 from fathom.runtime.errors import PromptError
@@ -30,7 +29,8 @@ from fathom.runtime.options import RunOptions
 from fathom.runtime.quantised_state import coded_bits, load_any_state, read_any_saved
 from fathom.runtime.sampling import Sampling
 from fathom.runtime.statefile import copy_state, save_state, saved_options, saved_position
-from fathom.runtime.text.segments import BOS, Text
+from fathom.runtime.text.encoding import raw_text
+from fathom.runtime.text.segments import Text
 from fathom.runtime.text.tokenizer import StreamDecoder, Tokenizer
 
 GREEDY = Sampling()
@@ -250,8 +250,8 @@ class Memory:
             raise PromptError("a document or question is empty")
         if not isinstance(text, str):
             return list(text)
-        first = self.tokenizer.before_text() if isinstance(self.loaded.model.config, LlamaConfig) else [BOS]
-        return self.tokenizer.encode([*([] if continued else first), Text(text)], continued=continued)
+        segments = [Text(text)] if continued else raw_text(text, self.loaded.model.config, self.tokenizer)
+        return self.tokenizer.encode(segments, continued=continued)
 
     def _room(self, tokens: int) -> State:
         """Return a state that holds what this one does, with room for so many tokens more."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fathom.model.choices import SHARD_BITS
 from fathom.scripts.cli import arguments, run_alone
 from fathom.scripts.flags import positions, positive
-from fathom.scripts.paths import Models, Reads, Writes
+from fathom.scripts.paths import Models, Texts, Writes
 
 TOKENS = 32768
 CONTEXT = 131072
@@ -23,7 +23,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m scripts.calibrate_kv", description=__doc__)
     p.add_argument("model", action=Models, help="checkpoint directory")
     p.add_argument("--out", action=Writes, required=True, help="safetensors file to write")
-    p.add_argument("--text", action=Reads, help="file to run (default: documents of the demo, if the model reads them)")
+    p.add_argument("--text", action=Texts, help="file to run (default: documents of the demo, if the model reads them)")
     p.add_argument("--tokens", type=positive, help=f"of the text, at most (default {TOKENS}, or the model's positions)")
     p.add_argument("--bits", type=int, choices=SHARD_BITS, default=6, help="of a rotated row's values (default 6)")
     p.add_argument(

@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     add_threads(p)
     add_rank_timeout(p)
     add_json(p, "turns, tokens and report")
-    p.set_defaults(messages=None, load_state=None)  # flags of a prompt that there are none of
+    p.set_defaults(messages=None, tokens=None, load_state=None)  # flags of a prompt that there are none of
     return p
 
 

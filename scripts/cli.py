@@ -18,6 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
+from fathom.model.architectures import config_from_file
+from fathom.model.checkpoint.folder import read_headers
 from fathom.model.errors import (
     CapacityError,
     CheckpointError,
@@ -162,7 +164,9 @@ def _in_collective(error: RuntimeError) -> bool:
 def arguments(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None, watch: "Watch | None" = None
 ) -> argparse.Namespace:
-    """Parse the command line, get a model that the hub has, and look at the files named: ConfigError for those.
+    """Parse the command line, get a model that the hub has, and look at the files named, and into them.
+
+    ConfigError or CheckpointError, naming the file, for what is seen there without torch.
 
     On several ranks rank 0 writes all files. The result's `command_line` is the command line as pages tell it.
     """
@@ -175,7 +179,21 @@ def arguments(
         hub.locate(args, watch)
     if watch is None or watch.launch.rank == 0:
         paths.check(args)
+        _check_models(args)
     return args
+
+
+def _check_models(args: argparse.Namespace) -> None:
+    """Refuse models with a damaged config.json, or whose files have a damaged header: ConfigError, CheckpointError.
+
+    They are read again when torch is there. That is cheap beside loading: the headers of V4-Pro, 142,773 tensors, take
+    1.3 s of one core.
+    """
+    partial = getattr(args, "hub_needs", None) == hub.INDEX
+    for _, path, _ in getattr(args, paths.Models.kind, []):
+        config_from_file(path / "config.json")
+        if getattr(args, "headers", None) is None:  # of a model on the hub, whose files are not here
+            read_headers(path, partial=partial)
 
 
 def parsed(

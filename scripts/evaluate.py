@@ -36,7 +36,7 @@ from fathom.scripts.flags import (
     run_options,
     seed,
 )
-from fathom.scripts.paths import Fills, Reads
+from fathom.scripts.paths import Fills, Texts
 
 if TYPE_CHECKING:
     from fathom.runtime.group.watchdog import Watch
@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m scripts.evaluate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model(p)
-    p.add_argument("--text", action=Reads, metavar="FILE", help="UTF-8 text, taken as it is")
+    p.add_argument("--text", action=Texts, metavar="FILE", help="UTF-8 text, taken as it is")
     p.add_argument("--tokens", type=positive, help="of the text, at most (default: all of it)")
     p.add_argument(
         "--context",

@@ -1,7 +1,8 @@
 """`python -m scripts.findings`: write audits/FINDINGS.md, published claims beside what this project computed of them.
 
-Nothing is measured: numbers follow from config.json files, from the classes of the caches and from closed formulas, or
-are read out of the other pages of audits and their JSON. A page that lacks a number which is asked of it ends the run.
+Nothing is measured: numbers follow from config.json files, from the classes of the caches, from closed formulas and
+from draws that take a second, or are read out of the other pages of audits and their JSON. A page that lacks a number
+which is asked of it ends the run.
 """
 
 import argparse

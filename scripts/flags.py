@@ -25,7 +25,7 @@ from fathom.model.rounding import Rounding
 from fathom.runtime.options import DEMO, TIMEOUT, RunOptions
 from fathom.runtime.text.encoding import EFFORTS
 from fathom.scripts.hub import WEIGHTS
-from fathom.scripts.paths import Models, Reads, Reports
+from fathom.scripts.paths import Models, Reports, Tensors
 
 SHORTEST = 2  # seconds of --rank-timeout: a rank shows twice a second that it lives
 DRAFT_TOKENS, DRAFT_CONFIDENCE = 5, 0.3
@@ -261,7 +261,7 @@ def add_variants(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--coda-adapters",
         type=str,
-        action=Reads,
+        action=Tensors,
         metavar="FILE",
         help="CoDA-GQA-L adapters over a Llama-family checkpoint: coda_adapters.safetensors, or .pt as published",
     )

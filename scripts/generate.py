@@ -28,7 +28,7 @@ from fathom.scripts.flags import (
     positive,
     run_options,
 )
-from fathom.scripts.paths import Reads, Writes
+from fathom.scripts.paths import Reads, Tensors, Writes
 from fathom.scripts.prompts import check_logprobs, check_prompts_file, read_prompt, read_prompts
 
 if TYPE_CHECKING:
@@ -55,6 +55,13 @@ def parser() -> argparse.ArgumentParser:
         help='prompts, a line of JSON each: {"prompt": TEXT} or {"messages": [...], "tools": [...]}, both with an "id"'
         " if you like; a string alone is a prompt, a list alone are messages",
     )
+    prompt.add_argument(
+        "--tokens",
+        action=Reads,
+        metavar="F.json",
+        help="a JSON list of token ids, run as they are: no BOS is added. Of a model without tokenizer.json the answer"
+        " is token ids too",
+    )
     add_prompt_format(p)
     # Sampling
     p.add_argument("--max-new-tokens", type=positive, default=128, help="stop after so many (default 128)")
@@ -80,7 +87,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", action=Writes, metavar="F.jsonl", help="with --prompts-file: an answer a line")
     p.add_argument("--resume", action="store_true", help="go on with such a file where a run was broken off")
     p.add_argument("--save-state", action=Writes, help="write the caches there afterwards")
-    p.add_argument("--load-state", action=Reads, help="continue from such a file: its last answer, or a --prompt")
+    p.add_argument("--load-state", action=Tensors, help="continue from such a file: its last answer, or with a prompt")
     return p
 
 

@@ -3,12 +3,9 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.model.checkpoint import strict_json
-from fathom.model.errors import CapacityError, ConfigError
-from fathom.model.files import read_text
+from fathom.model.errors import CapacityError
 from fathom.runtime.options import checked_config
 from fathom.scripts.cli import arguments, run_on_ranks
 from fathom.scripts.flags import (
@@ -22,11 +19,10 @@ from fathom.scripts.flags import (
     run_options,
 )
 from fathom.scripts.paths import Reads, Writes
+from fathom.scripts.prompts import read_tokens
 
 if TYPE_CHECKING:
     from fathom.runtime.group.watchdog import Watch
-
-MAX_TOKENS_BYTES = 64 << 20  # of a file of ids: several times what a million take
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,21 +49,6 @@ def main(argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int
     from fathom.scripts.tasks.logits import run
 
     return run(args, ids, lengths, watch)
-
-
-def read_tokens(path: Path, vocab: int) -> list[int]:
-    """Return the token ids of a JSON file; ConfigError naming the file and the first bad one."""
-    text = read_text(path, MAX_TOKENS_BYTES, ConfigError)
-    try:
-        tokens = strict_json.parse_text(text)
-    except ValueError as error:
-        raise ConfigError(f"{path}: no JSON ({error})") from error
-    if not isinstance(tokens, list) or not tokens:
-        raise ConfigError(f"{path}: want a JSON list of at least one token id")
-    for i, token in enumerate(tokens):
-        if type(token) is not int or not 0 <= token < vocab:
-            raise ConfigError(f"{path}: entry {i} is {token!r:.40}, want a token id from 0 to {vocab - 1}")
-    return tokens
 
 
 def chunk_lengths(tokens: int, chunk: int, decode_from: int | None) -> list[int]:

@@ -2,13 +2,15 @@
 
 `python -m scripts.make_checkpoint --config FILE --layers N --out DIR` writes config.json, index and shards of the first
 N layers; `--layers 2,3` takes exactly these, renumbered from 0. A V4-Flash layer is 3.6 GB and takes a quarter of a
-minute. No tokenizer is written: `scripts.logits` and `scripts.inspect` need none, `scripts.generate` does.
+minute. No tokenizer is written: `scripts.generate` runs such a checkpoint with `--tokens`, and answers in token ids.
 """
 
 import argparse
 import sys
 from collections.abc import Sequence
 
+from fathom.model.checkpoint.config_json import read_json
+from fathom.model.config import ModelConfig
 from fathom.scripts.cli import arguments, run_alone
 from fathom.scripts.paths import Makes, Reads
 
@@ -26,9 +28,11 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = arguments(parser(), argv)
+    obj = read_json(args.config)
+    config = ModelConfig.from_json(obj, str(args.config))
     from fathom.scripts.tasks.make_checkpoint import run
 
-    return run(args)
+    return run(args, obj, config)
 
 
 if __name__ == "__main__":

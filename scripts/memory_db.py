@@ -14,7 +14,7 @@ from fathom.model.choices import CODED_BITS
 from fathom.runtime.options import RunOptions
 from fathom.scripts.cli import arguments, run_alone
 from fathom.scripts.flags import add_json, add_model, add_run_options, add_threads, add_variants, positive
-from fathom.scripts.paths import Reads, Writes
+from fathom.scripts.paths import Tensors, Texts, Writes
 
 
 def parser() -> argparse.ArgumentParser:
@@ -24,14 +24,16 @@ def parser() -> argparse.ArgumentParser:
     one = _command(commands, "ingest", "read a document and save the state that it leaves")
     add_model(one)
     text = one.add_mutually_exclusive_group(required=True)
-    text.add_argument("--document", action=Reads, dest="prompt_file", metavar="FILE", help="UTF-8 text, taken as it is")
+    text.add_argument("--document", action=Texts, dest="prompt_file", metavar="FILE", help="UTF-8 text, taken as it is")
     text.add_argument("--text", dest="prompt", help="the same on the command line")
     add_run_options(one)
     add_variants(one)
-    one.set_defaults(raw=True, messages=None, load_state=None, think=False, effort=None)  # of `read_prompt`
+    one.set_defaults(
+        raw=True, messages=None, tokens=None, load_state=None, think=False, effort=None
+    )  # of `read_prompt`
     two = _command(commands, "ask", "continue a state with a question, as if the document had not ended")
     two.add_argument(
-        "--state", action=Reads, required=True, help="from ingest, quantise, merge or generate --save-state"
+        "--state", action=Tensors, required=True, help="from ingest, quantise, merge or generate --save-state"
     )
     two.add_argument(
         "--question",
@@ -43,14 +45,14 @@ def parser() -> argparse.ArgumentParser:
     )
     two.add_argument("--max-new-tokens", type=positive, default=32, help="stop after so many (default 32)")
     three = _command(commands, "quantise", "code the bounded caches of a state in 8 or 4 bits")
-    three.add_argument("state", action=Reads, metavar="STATE", help="with coda layers of a Llama-family model")
+    three.add_argument("state", action=Tensors, metavar="STATE", help="with coda layers of a Llama-family model")
     three.add_argument("--bits", type=int, choices=CODED_BITS, required=True, help="of a number of a key or value")
     four = _command(commands, "merge", "put one bounded state behind another; what does not fit is lost")
-    four.add_argument("states", action=Reads, nargs=2, metavar="STATE", help="exact states of one model and settings")
+    four.add_argument("states", action=Tensors, nargs=2, metavar="STATE", help="exact states of one model and settings")
     for each in (two, four):
         _add_saved_run(each)
     two.add_argument(
-        "--basis", action=Reads, metavar="FILE", help="that the state was made with, as in shard:basis=FILE"
+        "--basis", action=Tensors, metavar="FILE", help="that the state was made with, as in shard:basis=FILE"
     )
     for each in (one, two, four):
         add_threads(each)
@@ -70,7 +72,9 @@ def _add_saved_run(p: argparse.ArgumentParser) -> None:
     """Add what a run over a saved state must be told; the rest of its options are those of the state."""
     default = RunOptions()
     add_model(p)
-    p.add_argument("--coda-adapters", type=str, action=Reads, metavar="FILE", help="those that the state was made with")
+    p.add_argument(
+        "--coda-adapters", type=str, action=Tensors, metavar="FILE", help="those that the state was made with"
+    )
     p.add_argument("--device", choices=("cpu", "cuda"), default=default.device, help="where to run (default cpu)")
     p.add_argument(
         "--prefill-chunk", type=positive, default=default.prefill_chunk, help="tokens per call (default 512)"

@@ -1,18 +1,20 @@
 """What a command line may read and write: what is there; nothing that is read, or twice, or in a model's directory.
 
-Flags of paths say by their action what is done with them; `check` looks at all of them before any work.
+Flags of paths say by their action what is done with them, and what a file to read holds; `check` looks at all of them
+before any work, and into files as far as torch is not needed for it: see `Texts` and `Tensors`.
 """
 
 import argparse
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from fathom.model.checkpoint.header import read_header, zipped
 from fathom.model.errors import ConfigError
-from fathom.model.files import regular_file_size, status
+from fathom.model.files import read_text, regular_file_size, status
 from fathom.runtime.options import DEMO
 from fathom.runtime.output import unfinished
 
@@ -20,6 +22,7 @@ HUB_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9.
 ROOT: Final = Path(__file__).resolve().parents[1]  # of the repository
 AUDITS: Final = ROOT / "audits"
 CHECKOUT: Final = (ROOT / "pyproject.toml").is_file()  # else ROOT is where the package is installed
+MAX_TEXT_BYTES: Final = 64 << 20  # of a file of text or of token ids: several times what a million tokens take
 
 
 class Named(NamedTuple):
@@ -27,12 +30,14 @@ class Named(NamedTuple):
 
     flag: str
     path: Path
+    look: Callable[[Path], object] = lambda _: None  # refuses a file for what it holds
 
 
 class _Noted(argparse.Action):
     """Store a path, or several, and note it under what the command does with it."""
 
     kind = ""
+    look: Callable[[Path], object] = staticmethod(lambda _: None)
 
     def __init__(self, option_strings: Sequence[str], dest: str, **named: Any) -> None:
         super().__init__(option_strings, dest, **{"type": Path} | named)
@@ -49,7 +54,7 @@ class _Noted(argparse.Action):
         setattr(namespace, self.dest, values)
         flag = self.option_strings[0] if self.option_strings else str(self.metavar or self.dest)
         given = [values] if isinstance(values, str | Path) else list(values or ())
-        noted = [*getattr(namespace, self.kind, ()), *(Named(flag, Path(path)) for path in given)]
+        noted = [*getattr(namespace, self.kind, ()), *(Named(flag, Path(path), self.look) for path in given)]
         setattr(namespace, self.kind, noted)
 
 
@@ -57,6 +62,31 @@ class Reads(_Noted):
     """The action of a flag whose file is read."""
 
     kind = "files_read"
+
+
+def _look_into_text(path: Path) -> None:
+    """Refuse a text that is no UTF-8, or empty: ConfigError. A pipe, or what is longer, is left to who reads it."""
+    short = path.is_file() and path.stat().st_size <= MAX_TEXT_BYTES
+    if short and not read_text(path, MAX_TEXT_BYTES, ConfigError):
+        raise ConfigError(f"{path}: the text is empty")
+
+
+def _look_into_tensors(path: Path) -> None:
+    """Refuse a file of tensors with a damaged header: CheckpointError. A .pt archive is left to who reads it."""
+    if not zipped(path):
+        read_header(path)
+
+
+class Texts(Reads):
+    """The action of a flag whose file is a text to read."""
+
+    look = staticmethod(_look_into_text)
+
+
+class Tensors(Reads):
+    """The action of a flag whose file is safetensors to read, or a .pt archive."""
+
+    look = staticmethod(_look_into_tensors)
 
 
 class Models(_Noted):
@@ -110,29 +140,29 @@ def check(args: argparse.Namespace) -> None:
 
     Raises
     ------
-    ConfigError
-        With one line naming the flag and the path.
+    ConfigError, CheckpointError
+        With one line naming the path, and the flag where the file itself is not at fault.
     """
     read, models, kept, written, reported, pages, filled, made = (getattr(args, kind, []) for kind in KINDS)
     read = [*read, *_bases(getattr(args, "kv", None) or ())]
     held = _models(args, read)
     written = [*written, *(each for page in pages for each in _with_json(page))]
     _check_apart([*written, *reported, *filled, *made], read, held)
-    for _, path in read:
-        status(path, ConfigError)
-    for _, path in models:
-        regular_file_size(path / "config.json", ConfigError)
-    for flag, path in pages:
+    for one in read:
+        status(one.path, ConfigError)
+    for one in models:
+        regular_file_size(one.path / "config.json", ConfigError)
+    for flag, path, _ in pages:
         if path.suffix != ".md":
             raise ConfigError(f"{flag} {path}: want a name that ends in .md")
-    for _, path in written:
-        writable(path)
-    for _, path in reported:
-        writable(path, pipe=True)
-    for _, path in filled:
-        fillable(path)
-    for _, path in (*made, *(each for each in kept if not (each.path / "config.json").exists())):
-        makable(path)
+    for one in (*written, *reported):
+        writable(one.path, pipe=one in reported)
+    for one in filled:
+        fillable(one.path)
+    for one in (*made, *(each for each in kept if not (each.path / "config.json").exists())):
+        makable(one.path)
+    for one in read:
+        one.look(one.path)
 
 
 def check_output(args: argparse.Namespace, what: str, path: Path) -> None:
@@ -146,13 +176,13 @@ def check_output(args: argparse.Namespace, what: str, path: Path) -> None:
 def _models(args: argparse.Namespace, read: Sequence[Named]) -> list[Path]:
     """Folders of checkpoints that the command line names, in which nothing is written."""
     models, kept = (getattr(args, kind.kind, []) for kind in (Models, Keeps))
-    held = [*(path for _, path in (*models, *kept)), *(path.parent for _, path in read if _in_checkpoint(path))]
+    held = [*(one.path for one in (*models, *kept)), *(one.path.parent for one in read if _in_checkpoint(one.path))]
     return [*held, args.model or DEMO] if "model" in args else held
 
 
 def _check_apart(outputs: Sequence[Named], read: Sequence[Named], models: Sequence[Path]) -> None:
     """Refuse an output that is an input, another output, or in the directory of a model: ConfigError."""
-    for at, (flag, path) in enumerate(outputs):
+    for at, (flag, path, _) in enumerate(outputs):
         for other in read:
             if same(path, other.path):
                 raise ConfigError(f"{flag} {path}: is what {other.flag} reads, and stays as it is")
@@ -230,7 +260,7 @@ def _in_checkpoint(path: Path) -> bool:
 
 def _with_json(page: Named) -> list[Named]:
     """A page and the JSON beside it; ConfigError where both would be one file."""
-    flag, path = page
+    flag, path, _ = page
     if path.suffix == ".json":
         raise ConfigError(f"{flag} {path}: is the name of the JSON that goes beside the page; the page is Markdown")
     return [page, Named(f"the JSON of {flag}", path.with_suffix(".json"))] if path.name else [page]
@@ -239,4 +269,5 @@ def _with_json(page: Named) -> list[Named]:
 def _bases(rules: Sequence[str]) -> list[Named]:
     """Files that rules of --kv name, as in all=shard:bits=6,basis=FILE."""
     settings = [setting for rule in rules for setting in rule.partition(":")[2].split(",")]
-    return [Named("--kv", Path(part.removeprefix("basis="))) for part in settings if part.startswith("basis=")]
+    files = [Path(part.removeprefix("basis=")) for part in settings if part.startswith("basis=")]
+    return [Named("--kv", file, _look_into_tensors) for file in files]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from fathom.model.errors import ConfigError, quoted
 from fathom.scripts.cli import arguments, run_on_ranks
 from fathom.scripts.flags import add_model, add_op_set, add_rank_timeout, add_run_options, positive, seed
-from fathom.scripts.paths import Fills, Reads
+from fathom.scripts.paths import Fills, Texts
 
 if TYPE_CHECKING:
     from fathom.runtime.group.watchdog import Watch
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--out", action=Fills, help="folder for pages, made where it is not there")
     p.add_argument("--inject", metavar="FAULT", help="run with this fault in place")
     p.add_argument("--seed", type=int, default=0, help="of prompts and of what is drawn (default 0)")
-    p.add_argument("--prompt-file", action=Reads, help="a UTF-8 text to run instead of made-up documents")
+    p.add_argument("--prompt-file", action=Texts, help="a UTF-8 text to run instead of made-up documents")
     p.add_argument(
         "--set",
         action="append",

@@ -1,9 +1,12 @@
 """The flags that describe a prompt -> segments and token ids, in the format of the model's family."""
 
 import argparse
+import os
+from pathlib import Path
 from typing import NamedTuple
 
 from fathom.model.architectures import Config
+from fathom.model.checkpoint import strict_json
 from fathom.model.errors import CapacityError, ConfigError, quoted, shown
 from fathom.model.files import read_text
 from fathom.runtime.errors import PromptError
@@ -12,17 +15,16 @@ from fathom.runtime.text.dsml import from_json
 from fathom.runtime.text.encoding import check_chat_format, effort_text, encode_messages, raw_text
 from fathom.runtime.text.messages import Message, check_messages, load_messages, user_message
 from fathom.runtime.text.segments import BOS, EOS, Control, Segment, Text
-from fathom.runtime.text.tokenizer import Tokenizer
-
-MAX_TEXT_BYTES = 64 << 20  # of a prompt's file: several times what a million tokens take
+from fathom.runtime.text.tokenizer import TOKENIZER, Tokenizer
+from fathom.scripts.paths import MAX_TEXT_BYTES
 
 
 class Prompt(NamedTuple):
     """What a command line gives the model to read."""
 
     config: Config
-    tokenizer: Tokenizer
-    segments: list[Segment]
+    tokenizer: Tokenizer | None  # None: the model has no tokenizer.json, and none was needed
+    segments: list[Segment]  # of ids that were given, none
     ids: list[int]
 
 
@@ -32,13 +34,34 @@ def read_prompt(args: argparse.Namespace, options: RunOptions) -> Prompt:
     Raises
     ------
     ConfigError, PromptError
-        As `runtime.options.checked_config`, `runtime.text.tokenizer.Tokenizer` and `prompt_segments`.
+        As `runtime.options.checked_config`, `runtime.text.tokenizer.Tokenizer`, `prompt_segments` and `read_tokens`.
     """
     check_prompt_flags(args)
+    if all(given is None for given in (args.prompt, args.prompt_file, args.messages, args.tokens, args.load_state)):
+        raise PromptError("one of --prompt, --prompt-file, --messages, --tokens or --load-state is needed")
     config = checked_config(args.model, options)
-    tokenizer = Tokenizer(args.model, config.vocab_size)
-    segments = prompt_segments(args, config, tokenizer)
-    return Prompt(config, tokenizer, segments, tokenizer.encode(segments, continued=args.load_state is not None))
+    if any(text is not None for text in (args.prompt, args.prompt_file, args.messages)):
+        tokenizer = Tokenizer(args.model, config.vocab_size)
+        segments = prompt_segments(args, config, tokenizer)
+        return Prompt(config, tokenizer, segments, tokenizer.encode(segments, continued=args.load_state is not None))
+    ids = [] if args.tokens is None else read_tokens(args.tokens, config.vocab_size)
+    there = os.path.lexists(args.model / TOKENIZER)  # a link that leads nowhere is told, and no missing file
+    return Prompt(config, Tokenizer(args.model, config.vocab_size) if there else None, [], ids)
+
+
+def read_tokens(path: Path, vocab: int) -> list[int]:
+    """Return the token ids of a JSON file; ConfigError naming the file and the first bad one."""
+    text = read_text(path, MAX_TEXT_BYTES, ConfigError)
+    try:
+        tokens = strict_json.parse_text(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: no JSON ({error})") from error
+    if not isinstance(tokens, list) or not tokens:
+        raise ConfigError(f"{path}: want a JSON list of at least one token id")
+    for i, token in enumerate(tokens):
+        if type(token) is not int or not 0 <= token < vocab:
+            raise ConfigError(f"{path}: entry {i} is {token!r:.40}, want a token id from 0 to {vocab - 1}")
+    return tokens
 
 
 class Prompts(NamedTuple):
@@ -112,7 +135,7 @@ def _segments(what: object, args: argparse.Namespace, config: Config, tokenizer:
         if not what:
             raise PromptError("the prompt is empty")
         if args.raw:
-            return raw_text(what, config, tokenizer.before_text())
+            return raw_text(what, config, tokenizer)
         messages = user_message(what)
     elif isinstance(what, dict | list):
         messages = check_messages(what)
@@ -124,14 +147,14 @@ def _segments(what: object, args: argparse.Namespace, config: Config, tokenizer:
 
 
 def prompt_segments(args: argparse.Namespace, config: Config, tokenizer: Tokenizer) -> list[Segment]:
-    """Return the prompt that the flags describe, as the model's family writes it; PromptError where none is read."""
-    text = None if args.messages is not None else _text(args)
-    if args.messages is None and (text is None or args.raw):
-        if text is None:  # --load-state alone
-            return []
-        return [Text(text)] if args.load_state is not None else raw_text(text, config, tokenizer.before_text())
-    if text is None:
+    """Return the prompt of the text or messages that the flags give, as the model's family writes it."""
+    if args.messages is not None:
         return _chat(load_messages(args.messages), args, config, f"{args.messages}: ")
+    text = args.prompt if args.prompt_file is None else read_text(args.prompt_file, MAX_TEXT_BYTES, PromptError)
+    if not text:
+        raise PromptError("the prompt is empty")
+    if args.raw:
+        return [Text(text)] if args.load_state is not None else raw_text(text, config, tokenizer)
     segments = _chat(user_message(text), args, config, "")
     return segments if args.load_state is None else segments[1:]  # the saved state has its BOS already
 
@@ -171,26 +194,14 @@ def check_prompt_flags(args: argparse.Namespace) -> None:
         raise PromptError("--effort: means nothing without --think")
     if args.raw and (args.think or args.messages is not None):
         raise PromptError("--raw: excludes --think and --messages, which are parts of the chat format")
+    if args.tokens is not None and (args.raw or args.think):
+        raise PromptError("--tokens: excludes --raw and --think, which say how a text becomes tokens")
     if args.load_state is None:
         return
     if args.messages is not None or args.effort is not None:
         raise PromptError("--load-state: excludes --messages and --effort, which belong at the start of a conversation")
     if args.prompt is None and args.prompt_file is None and (args.raw or args.think):
         raise PromptError("--load-state: --raw and --think say how to encode a prompt, and there is none")
-
-
-def _text(args: argparse.Namespace) -> str | None:
-    if args.prompt_file is not None:
-        text = read_text(args.prompt_file, MAX_TEXT_BYTES, PromptError)
-    elif args.prompt is None:
-        if args.load_state is None:
-            raise PromptError("one of --prompt, --prompt-file, --messages or --load-state is needed")
-        return None
-    else:
-        text = args.prompt
-    if not text:
-        raise PromptError("the prompt is empty")
-    return str(text)
 
 
 def effort(choice: str | None) -> str:

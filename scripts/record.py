@@ -11,8 +11,9 @@ from fathom.model.errors import ConfigError, quoted
 from fathom.runtime.options import checked_config
 from fathom.scripts.cli import arguments, run_alone
 from fathom.scripts.flags import add_model, add_op_set, add_run_options, add_threads, numbers, positive, run_options
-from fathom.scripts.logits import chunk_lengths, read_tokens
+from fathom.scripts.logits import chunk_lengths
 from fathom.scripts.paths import Reads, Writes
+from fathom.scripts.prompts import read_tokens
 
 
 def parser() -> argparse.ArgumentParser:

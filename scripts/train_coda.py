@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from fathom.scripts.cli import arguments, run_alone
 from fathom.scripts.flags import positive
 from fathom.scripts.hub import WEIGHTS
-from fathom.scripts.paths import Makes, Models, Pages, Reads
+from fathom.scripts.paths import Makes, Models, Pages, Texts
 from fathom.scripts.train.recipe import add_recipe
 
 
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument(
         "--text",
-        action=Reads,
+        action=Texts,
         nargs="+",
         metavar="FILE",
         help="UTF-8 text to train on; several files are one text, an empty line between them",
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     )
     measured = p.add_argument_group("what is measured on")
     measured.add_argument(
-        "--held-out", action=Reads, nargs="+", metavar="FILE", help="UTF-8 text (default: the last tenth of --text)"
+        "--held-out", action=Texts, nargs="+", metavar="FILE", help="UTF-8 text (default: the last tenth of --text)"
     )
     measured.add_argument("--held-out-tokens", type=positive, metavar="N", help="of that, at the most (default 20000)")
     measured.add_argument("--documents", type=positive, metavar="N", help="without --text: of each length (default 24)")

@@ -72,13 +72,13 @@ def their_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
     return model(tokens[None], use_cache=False).logits[0]
 
 
-def write_tokenizer(directory: Path) -> None:
-    """A byte-level tokenizer whose own template puts BOS before a text, as Llama 3's does."""
+def write_tokenizer(directory: Path, begin: str = "<|begin|>") -> None:
+    """A byte-level tokenizer whose own template puts BOS, called `begin`, before a text, as Llama 3's does."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, merges=[]))
-    tokenizer.add_special_tokens(["<|begin|>", "<|end|>"])  # 256 and 257
+    tokenizer.add_special_tokens([begin, "<|end|>"])  # 256 and 257
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    template = processors.TemplateProcessing("<|begin|> $A", "<|begin|> $A $B", [("<|begin|>", 256)])
+    template = processors.TemplateProcessing(f"{begin} $A", f"{begin} $A $B", [(begin, 256)])
     tokenizer.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
     tokenizer.save(str(directory / "tokenizer.json"))

@@ -100,6 +100,13 @@ def read_header(path: Path) -> Shard:
     return Shard(path, size, {tensor.name: tensor for tensor in tensors})
 
 
+def zipped(path: Path) -> bool:
+    """Whether a file is a .pt archive of torch, which some publish in place of safetensors."""
+    regular_file_size(path)
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\x03\x04"
+
+
 def _header(path: Path, size: int) -> tuple[Mapping[str, Any], int]:
     """The parsed header and the offset of the data."""
     try:

@@ -21,9 +21,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fathom.model.checkpoint.header import zipped
 from fathom.model.errors import CheckpointError, quoted
 from fathom.model.llama.config import LlamaConfig
-from fathom.model.llama.trained import check_trained, zipped
+from fathom.model.llama.trained import check_trained
 from fathom.model.ranks.ranks import Shards
 from fathom.model.variants.choice import Variant
 

@@ -10,8 +10,8 @@ from typing import Final, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
+from fathom.model.checkpoint.header import zipped
 from fathom.model.errors import CheckpointError, ConfigError, shown
-from fathom.model.files import regular_file_size
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.variants.choice import GroupedCoda, Variant
 
@@ -90,10 +90,3 @@ def check_learnt(variants: Sequence[Variant], learnt: Sequence[bool] | None) -> 
             raise ConfigError(f"--kv: layer {layer} has gated=0, and without --coda-adapters no token has a gate")
         if learnt is not None and learnt[layer] and variant.eta_logit != GroupedCoda().eta_logit:
             raise ConfigError(f"--kv: layer {layer} has eta_logit={variant.eta_logit}, the adapters have learnt theirs")
-
-
-def zipped(path: Path) -> bool:
-    """Whether a file is a .pt archive."""
-    regular_file_size(path)
-    with path.open("rb") as file:
-        return file.read(4) == b"PK\x03\x04"

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from fathom.model.architectures import Config
 from fathom.model.llama.config import LlamaConfig
@@ -33,6 +34,7 @@ from fathom.runtime.text.segments import (
     Text,
     merge,
 )
+from fathom.runtime.text.tokenizer import Tokenizer
 
 _ABSOLUTE = """Reasoning Effort: Absolute maximum with no shortcuts permitted.
 You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, \
@@ -87,9 +89,33 @@ def check_chat_format(config: Config, where: Path) -> None:
         raise PromptError(f"{where}: no chat format of a {config.model_type} model is read here, only --raw text")
 
 
-def raw_text(text: str, config: Config, before: Sequence[Segment]) -> list[Segment]:
-    """A prompt without chat format: BOS for DeepSeek-V4, for others what `before_text` of the tokenizer gave."""
-    return [*(before if isinstance(config, LlamaConfig) else [BOS]), Text(text)]
+def before_text(config: Config, tokenizer: Tokenizer) -> list[Segment]:
+    """What stands before a text that begins a sequence: the one rule, for every command that reads a text as it is.
+
+    Of DeepSeek-V4 BOS. Its tokenizer adds none (`add_bos_token` is false in its tokenizer_config.json), because
+    DeepSeek's encoder writes BOS itself at the head of every prompt: no sequence begins without it. Of others what
+    their tokenizer.json puts before a text: BOS, in most files, or nothing.
+    """
+    return tokenizer.before_text() if isinstance(config, LlamaConfig) else [BOS]
+
+
+def raw_text(text: str, config: Config, tokenizer: Tokenizer) -> list[Segment]:
+    """A prompt without chat format: `before_text`, then the text as it is."""
+    return [*before_text(config, tokenizer), Text(text)]
+
+
+class RawIds(NamedTuple):
+    """Token ids of a raw text."""
+
+    before: list[int]  # of `before_text`
+    text: list[int]
+
+
+def raw_ids(text: str, config: Config, tokenizer: Tokenizer) -> RawIds:
+    """The ids of `raw_text`, for who repeats or cuts the text; PromptError as `Tokenizer.encode`."""
+    ids = tokenizer.encode(raw_text(text, config, tokenizer))
+    count = len(before_text(config, tokenizer))
+    return RawIds(ids[:count], ids[count:])
 
 
 def encode_messages(messages: Sequence[Message], *, thinking: bool, effort: str = "") -> list[Segment]:

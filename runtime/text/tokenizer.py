@@ -11,12 +11,15 @@ Reads the kinds of tokenizer that `runtime.text.spelling` lists, and refuses oth
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Final
 
 from fathom.model.errors import quoted
 from fathom.runtime.errors import PromptError
 from fathom.runtime.text.segments import Control, Segment, Text, merge
 from fathom.runtime.text.spelling import Place
 from fathom.runtime.text.tokenizer_json import library_errors, read_vocabulary
+
+TOKENIZER: Final = "tokenizer.json"
 
 
 class Tokenizer:
@@ -36,7 +39,7 @@ class Tokenizer:
     """
 
     def __init__(self, directory: Path, vocab_size: int) -> None:
-        self.path = directory / "tokenizer.json"
+        self.path = directory / TOKENIZER
         self.vocab_size = vocab_size
         self._vocabulary = read_vocabulary(self.path)
         self._controls = {id_: name for name, id_ in self._vocabulary.controls.items()}
@@ -59,7 +62,7 @@ class Tokenizer:
         return self._check_range(self._vocabulary.controls[name])
 
     def before_text(self) -> list[Segment]:
-        """The control tokens that tokenizer.json itself puts before a text: BOS, in most files, or nothing."""
+        """The control tokens that tokenizer.json itself puts before a text; see `runtime.text.encoding.before_text`."""
         return [Control(name) for name in self._vocabulary.before]
 
     def encode(self, segments: Iterable[Segment], *, continued: bool = False) -> list[int]:
@@ -93,7 +96,7 @@ class Tokenizer:
         return ids
 
     def encode_text(self, text: str, place: Place = Place.START) -> list[int]:
-        """Token ids of text in which nothing is a control token, whatever it spells. No BOS is added.
+        """Token ids of text in which nothing is a control token, whatever it spells. No BOS is added: see `raw_text`.
 
         Raises
         ------
@@ -226,3 +229,19 @@ class StreamDecoder:
     def finish(self) -> str:
         """What is left at the end: U+FFFD if the last character was never completed."""
         return self._utf8.decode(b"", final=True)
+
+
+class IdStream:
+    """A `StreamDecoder` where there is no tokenizer.json: ids in decimal, a space between two."""
+
+    def __init__(self) -> None:
+        self._between = ""
+
+    def push(self, id_: int) -> str:
+        """The id, and the space before it."""
+        between, self._between = self._between, " "
+        return f"{between}{id_}"
+
+    def finish(self) -> str:
+        """Nothing: no id is cut short."""
+        return ""

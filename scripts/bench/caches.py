@@ -88,10 +88,10 @@ def variants(args: argparse.Namespace) -> Iterator[Case]:
     that reads faster than it multiplies cannot gain from the bytes that this saves, and the decode stream's look-ups,
     one for one or two numbers, are no faster than widening BF16. *Its products alone* are what these multiplications
     take at the rate of a product of two matrices of 1024 x 1024 in fp32. What the forms are for is the memory of a
-    prompt that has been read: while it is read it is held in full beside them, so that a prompt which just fits with
-    full caches does not fit with Shard (`scripts.plan --kv` counts both). `torch` is its own attention to the same BF16
-    rows (`scaled_dot_product_attention` with grouped heads). A prompt is read by the same op on both sides; the rest is
-    the one compression at its end.
+    prompt: layers read it one after the other, and of one at a time its keys and values are held in full
+    (`scripts.plan --kv` counts them, and the prompt's streams between layers). `torch` is its own attention to the same
+    BF16 rows (`scaled_dot_product_attention` with grouped heads). A prompt is read by the same op on both sides; the
+    rest is the one compression at its end.
 
     Of V4's layers, the rows are what a variant changes of a step: selection (CSA) and attention; projections and
     compressors do not know of it. Coded rows cost a look-up for one or two numbers, and a rotation of the queries and

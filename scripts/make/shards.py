@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from fathom.model.checkpoint.checkpoint import INDEX
+from fathom.model.checkpoint.folder import INDEX
 from fathom.model.checkpoint.header import ITEM_BYTES, LENGTH_BYTES
 from fathom.model.checkpoint.tensor_mapping import Stored
 

@@ -16,10 +16,11 @@ from fathom.runtime.calibrate import fit_layers, samples, with_entries
 from fathom.runtime.kv import variants
 from fathom.runtime.load import load
 from fathom.runtime.options import RunOptions
+from fathom.runtime.text.encoding import raw_ids
 from fathom.runtime.text.tokenizer import Tokenizer
 from fathom.scripts.calibrate_kv import TOKENS
 from fathom.scripts.console import Console
-from fathom.scripts.prompts import MAX_TEXT_BYTES
+from fathom.scripts.paths import MAX_TEXT_BYTES
 
 
 def run(args: argparse.Namespace) -> int:
@@ -77,7 +78,7 @@ def _tokens(subject: Subject, text: Path | None, most: int) -> list[int]:
             raise ConfigError("--text: this model does not read the demo's language; give a text that it does read")
         return subject.tokens(most)
     written = read_text(text, MAX_TEXT_BYTES, ConfigError)
-    ids = Tokenizer(subject.directory, subject.config.vocab_size).encode_text(written)
-    if not ids:
+    ids = raw_ids(written, subject.config, Tokenizer(subject.directory, subject.config.vocab_size))
+    if not ids.text:
         raise ConfigError(f"{text}: the text is empty")
-    return [subject.config.bos_token_id, *ids][:most]
+    return [*ids.before, *ids.text][:most]

@@ -15,8 +15,7 @@ from fathom.runtime.errors import PromptError
 from fathom.runtime.group.processes import leads
 from fathom.runtime.group.watchdog import Watch
 from fathom.scripts.console import Console
-from fathom.scripts.paths import check_output
-from fathom.scripts.prompts import MAX_TEXT_BYTES
+from fathom.scripts.paths import MAX_TEXT_BYTES, check_output
 
 SAY, READ, SAVE, LOAD, RESET, HELP, QUIT = "say", "read", "save", "load", "reset", "help", "quit"
 OF_FILES: Final = (READ, SAVE, LOAD)

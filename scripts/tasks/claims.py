@@ -2,8 +2,8 @@
 
 A figure in “” is the source's, as the source writes it. The rule gets it with what this project computes, and the
 claim must quote it: see `computed`. All numbers in `found` are computed, from config.json files, from the classes of
-the caches and from closed formulas, or are read out of a page in audits or the JSON beside it, strictly: what is not
-there ends the run.
+the caches, from closed formulas and from draws of a second, or are read out of a page in audits or the JSON beside it,
+strictly: what is not there ends the run.
 """
 
 import json
@@ -19,13 +19,16 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fathom.kernels.formats import qjl
 from fathom.kernels.formats.lloyd_max_reference import BITS, distortion
+from fathom.kernels.hyper.reference import sinkhorn
 from fathom.kernels.shard.reference import relative_scores, turn
 from fathom.model.checkpoint.config_json import CSA_RATIO, read_json
 from fathom.model.checkpoint.names import parameters
 from fathom.model.checkpoint.published import published_tensors
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.errors import ConfigError
+from fathom.model.llama.census import parameters as llama_parameters
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.state import layer_caches
 from fathom.model.variants.coda_settings import CodaSettings
@@ -33,11 +36,15 @@ from fathom.probes.demo_checkpoint import TABLE as WHAT_IT_KNOWS
 from fathom.probes.kv_variants import FIDELITY, RECALL, TITLES
 from fathom.runtime.arithmetic import cache_formats
 from fathom.runtime.options import RunOptions
+from fathom.runtime.plan.gpus import GPUS
 from fathom.scripts.paths import AUDITS, ROOT
 
 CONFIGS: Final = ROOT / "model" / "published"
 HERE: Final = "python -m scripts.findings"
 NEAR: Final = 0.01  # of a figure: as good as its own rounding
+ROUND: Final = 0.025  # of a figure that a source reads off a plot, or writes with one digit and zeros
+PLACES: Final = 8  # units in the last place: three bits, which a sum of a few thousand products in fp32 may lose
+ALIKE: Final = 0.9  # cosine from which two vectors point the same way: CoDA's own threshold of a hit
 
 FIRST: Final = "To begin with"
 CODA: Final = "CoDA-GQA-L"
@@ -48,6 +55,7 @@ GROUPS: Final = (FIRST, CODA, SHARD, V4, OUT_OF_REACH)
 
 ARTICLE: Final = "CoDA article"
 PACKAGE: Final = "CoDA package page"
+EARLIER: Final = "CoDA package page 1.1.0"
 CARD: Final = "CoDA model card"
 PREPRINT: Final = "CoDA preprint"
 SHARD_ARTICLE: Final = "Shard article"
@@ -65,6 +73,8 @@ SOURCES: Final = {
     ARTICLE: '"CoDA-GQA-L: Bounded-Memory Differential Attention with Value-Routed Landmark Banks", Hugging Face'
     " community article, 16 February 2026, <https://huggingface.co/blog/anthonym21/coda-gqa-l-attention>",
     PACKAGE: "the page of the package `coda-gqa-l` 1.3.1, <https://pypi.org/project/coda-gqa-l/1.3.1/>",
+    EARLIER: "the same page of version 1.1.0, whose sizes and speeds are others,"
+    " <https://pypi.org/project/coda-gqa-l/1.1.0/>",
     CARD: "Mistral-7B-v0.3-CoDA-GQA-L, <https://huggingface.co/anthonym21/Mistral-7B-v0.3-CoDA-GQA-L>",
     PREPRINT: "its abstract, <https://doi.org/10.5281/zenodo.18663265>",
     SHARD_ARTICLE: '"Shard - getting to 10× KV cache compression", May 2026, <https://krishgarg.com/shard>',
@@ -80,6 +90,7 @@ SOURCES: Final = {
     DS4: "thread: the drafting head of a runtime",
 }  # a row names them; in this order the page lists them
 
+MARK: Final = re.compile(r"share of (\d+) tokens")  # of a finding of kv-stream
 K128: Final = (128_000, 1 << 17)
 M1: Final = (1_000_000, 1 << 20)
 GB: Final = (10**9, 1 << 30)
@@ -116,17 +127,18 @@ class Figure(NamedTuple):
 
     written: str
     readings: Sequence[float]
+    near: float = NEAR  # share of the figure by which a reading may be off
 
 
 # --- rules
 
 
 def agrees(figure: Figure) -> bool:
-    """Whether a reading rounds to the figure, with the digits that it is written with, or is within `NEAR` of it."""
+    """Whether a reading rounds to the figure, with the digits that it is written with, or is as near as it must be."""
     value = Decimal(figure.written.replace(",", ""))
     half = abs(float(Decimal((0, (1,), int(value.as_tuple().exponent))))) / 2
     wanted = float(value)
-    return any(abs(one - wanted) <= max(half * (1 + 1e-9), NEAR * abs(wanted)) for one in figure.readings)
+    return any(abs(one - wanted) <= max(half * (1 + 1e-9), figure.near * abs(wanted)) for one in figure.readings)
 
 
 def by_arithmetic(figures: Sequence[Figure]) -> Verdict:
@@ -139,6 +151,11 @@ def by_measurement(*, held: bool) -> Verdict:
     return Verdict.REPRODUCED if held else Verdict.CONTRADICTED
 
 
+def by_agreement(*, agree: bool) -> Verdict:
+    """Of two things that sources, or a source and itself, say of one."""
+    return Verdict.REPRODUCED if agree else Verdict.CONTRADICTED
+
+
 def by_formula(as_written: float, mended: float, bound: float) -> Verdict:
     """Of an equation, by its error as it is written and as it is mended."""
     if as_written <= bound:
@@ -146,13 +163,20 @@ def by_formula(as_written: float, mended: float, bound: float) -> Verdict:
     return Verdict.CORRECTED if mended <= bound else Verdict.CONTRADICTED
 
 
-def computed(group: str, claim: str, source: tuple[str, ...], found: str, figures: Sequence[Figure]) -> Row:
+def computed(
+    group: str,
+    claim: str,
+    source: tuple[str, ...],
+    found: str,
+    figures: Sequence[Figure],
+    shown: tuple[str, ...] = (HERE,),
+) -> Row:
     """Return a row whose verdict is by arithmetic; ConfigError for a figure that the claim does not quote."""
     quoted = " ".join(re.findall("“([^”]*)”", claim))
     for figure in figures:
         if figure.written not in quoted:
             raise ConfigError(f"a claim does not quote {figure.written}: {claim}")
-    return Row(group, claim, source, found, (HERE,), by_arithmetic(figures))
+    return Row(group, claim, source, found, shown, by_arithmetic(figures))
 
 
 # --- what pages say
@@ -179,15 +203,24 @@ def measured(name: str, what: str) -> list[float]:
 
 
 def table(name: str, section: str) -> list[dict[str, str]]:
-    """The first table of a section of a page, a row by its column; ConfigError where there is none."""
+    """A table by its title, of a page's JSON, or where it has none of the page; a row by its column.
+
+    ConfigError where there is none.
+    """
     path = AUDITS / name
+    if path.suffix == ".json":
+        found = [part for part in document(name)["parts"] if (part["kind"], part["title"]) == ("Table", section)]
+        if len(found) != 1:
+            raise ConfigError(f"{path}: {len(found)} tables {section!r}, want 1")
+        (one,) = found
+        return [dict(zip(one["columns"], map(str, row), strict=True)) for row in one["rows"]]
     try:
-        _, found, text = path.read_text(encoding="utf-8").partition(f"\n## {section}\n")
+        _, there, text = path.read_text(encoding="utf-8").partition(f"\n## {section}\n")
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     inside = text.partition("\n## ")[0]
     lines = re.search(r"(?:^\|.*\|\n)+", inside, re.MULTILINE)
-    if not found or lines is None:
+    if not there or lines is None:
         raise ConfigError(f"{path}: no table in a section {section!r}")
     head, _, *rows = [[part.strip() for part in line[1:-1].split("|")] for line in lines[0].splitlines()]
     if any(len(row) != len(head) for row in rows):
@@ -238,6 +271,14 @@ def grouped(layers: int, kv_heads: int = 8, head_dim: int = 128) -> LlamaConfig:
 
 SEVENTY: Final = grouped(80)  # Llama 2 and 3, 70B
 SEVEN: Final = grouped(32)  # Mistral 7B, Llama-3.1-8B: the same caches
+MISTRAL: Final = replace(
+    SEVEN,
+    vocab_size=32768,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_attention_heads=32,
+    tie_word_embeddings=False,
+)  # Mistral-7B-v0.3
 TEST_MODEL: Final = grouped(1, kv_heads=2, head_dim=64)  # of the package's own page: "embed_dim=512, num_kv_heads=2"
 
 
@@ -320,7 +361,8 @@ def mib(size: float) -> str:
 
 def rows() -> list[Row]:
     """Every row, in the order of the page."""
-    found = [*_first(), *_coda_sizes(), *_coda_layers(), *_coda_rules(), *_shard_sizes(), *_shard_codes()]
+    found = [*_first(), *_coda_sizes(), *_coda_model(), *_coda_layers(), *_coda_rules(), *_coda_figures()]
+    found += [*_shard_sizes(), *_shard_codes(), *_shard_bounds()]
     return [*found, *_v4_caches(), *_v4_counts(), *_v4_config(), *_v4_runs(), *_quality(), *_speed()]
 
 
@@ -374,28 +416,35 @@ def _first() -> Iterator[Row]:
 
 
 def _lossless() -> Row:
-    """Shard's 8 bits, by the texts that models write with them."""
-    told, alike = [], True
-    for kind, model in (("v4", "the demo checkpoint (V4)"), ("llama", "a small Llama")):
-        by_variant = {row["variant"]: row for row in table("kv-variants.md", f"{TITLES[kind]}: {FIDELITY}")}
-        rows = [row for name, row in by_variant.items() if name.startswith("shard") and name.endswith("8 bits")]
-        if not rows:
-            raise ConfigError(f"{AUDITS / 'kv-variants.md'}: no row of shard with 8 bits for {model}")
-        counts = [int(number(row["greedy texts"])) for row in rows]
-        whole, length = int(number(by_variant["full"]["greedy texts"])), by_variant["full"]["median tokens"]
-        alike &= min(counts) == whole
-        span = f"{counts[0]}" if len(set(counts)) == 1 else f"{min(counts)} to {max(counts)}"
-        told.append(f"{model} writes {span} of {whole} texts of {length} tokens as with full caches")
+    """Shard's 8 bits, by the texts that models write with them where nothing else is coded."""
+    fine, coarse = (streamed(stream, "texts as with the full cache") for stream in ("8 bits", "4 bits"))
+    off = min(one["measured"] for one in streamed("8 bits", "divergence from the full cache, nats").values())
+    told = " and ".join(
+        f"{one['measured']} of {one['evidence']['of']} by {model} ({coarse[model]['measured']} with 4 bits)"
+        for model, one in fine.items()
+    )
+    (length,) = {one["evidence"]["tokens"] for one in fine.values()}
     return Row(
         FIRST,
         "Shard's 8-bit codes of decoded tokens are “bit-exact lossless across 750/750 measured tokens”.",
         (SHARD_README, SHARD_ARTICLE),
-        f"The best code of that many bits loses {distortion(8):.2g} of a number's variance: it is not exact, and"
-        f" that no token changed is a count over a few texts. With such codes {'; '.join(told)}. (On the demo"
-        " checkpoint nothing else differs from full caches; of the Llama the prompt is compressed as well.)",
-        ("kv-variants.md", HERE),
-        by_measurement(held=alike),
+        f"The best code of that many bits loses {distortion(8):.2e} of a number's variance, and with it distributions"
+        f" are {off:.1g} nats or more from the full cache's, on the mean: it is not exact. That no token changed is a"
+        " count over a few texts, which cannot be judged here. With prompts exact and only what is decoded coded, of"
+        f" texts of {length} tokens those written as with full caches are {told}.",
+        ("kv-stream.md", HERE),
+        by_measurement(held=all(one["measured"] == one["evidence"]["of"] for one in fine.values())),
     )
+
+
+def streamed(stream: str, what: str) -> dict[str, Any]:
+    """What the page on Shard's stream found of it, by model; ConfigError where there is nothing."""
+    ending = f", {stream}: {what}"
+    findings = document("kv-stream.json")["findings"]
+    found = {one["what"].removesuffix(ending): one for one in findings if one["what"].endswith(ending)}
+    if not found:
+        raise ConfigError(f"{AUDITS / 'kv-stream.json'}: no finding of {stream}: {what}")
+    return found
 
 
 def _identity() -> Row:
@@ -445,7 +494,7 @@ def _coda_sizes() -> Iterator[Row]:
     yield computed(
         CODA,
         "The bounded cache (256 + 64 + 64 slots) takes “136 MB” in a 70B model and “54 MB” in a 7B model.",
-        (ARTICLE, CARD),
+        (ARTICLE, CARD, EARLIER),
         f"{mib(big)} and {mib(small)}: keys, values, the normalised copies that new tokens are compared with, gates and"
         " times.",
         [Figure("136", each(MB, big)), Figure("54", each(MB, small))],
@@ -454,8 +503,8 @@ def _coda_sizes() -> Iterator[Row]:
         CODA,
         "The same cache takes “120 MB” in a 70B model and “48 MB” in a 7B model.",
         (PACKAGE,),
-        f"{mib(alone[0])} and {mib(alone[1])} are its keys and values alone. With all that the package keeps it is"
-        f" {mib(big)} and {mib(small)}.",
+        f"{mib(alone[0])} and {mib(alone[1])} are its keys and values alone. With all that the package keeps, as the"
+        f" page of an earlier version had it, it is {mib(big)} and {mib(small)}.",
         [Figure("120", each(MB, alone[0])), Figure("48", each(MB, alone[1]))],
     )
     yield computed(
@@ -493,6 +542,19 @@ def _coda_sizes() -> Iterator[Row]:
             Figure("341", [32000 / slots, 32768 / slots]),
         ],
     )
+    short, long = full(SEVENTY, 2048), full(SEVENTY, 32768)
+    yield computed(
+        CODA,
+        "The full cache of a 70B model is “18.8x” the bounded one of “136 MB” for 2K tokens, and “294x” for 32K.",
+        (EARLIER,),
+        f"{short / big:.1f}x and {long / big:.0f}x, by all that the package keeps: the full caches are those of the"
+        " claim above.",
+        [
+            Figure("18.8", [full(SEVENTY, 2000) / big, short / big]),
+            Figure("136", each(MB, big)),
+            Figure("294", [full(SEVENTY, 32000) / big, long / big]),
+        ],
+    )
     yield computed(
         CODA,
         "The full cache of a 7B model takes “512 MB” for 2K tokens, “10.7x” the bounded one.",
@@ -513,6 +575,55 @@ def _coda_sizes() -> Iterator[Row]:
             Figure("5.4", each(GB, documents * small)),
             Figure(claimed, each(GB, *(documents * full(SEVEN, n) for n in K128))),
         ],
+    )
+
+
+def _coda_model() -> Iterator[Row]:
+    """What the card says of Mistral 7B as a whole."""
+    whole, tiny, window = full(SEVEN, 4096), coda(SEVEN, 128, 32, 32), coda(SEVEN, 256, 0, 0)
+    yield computed(
+        CODA,
+        "At 4,096 tokens 128 + 32 + 32 slots make Mistral 7B's cache “19x” smaller (“27 MB”), the window alone “16x”"
+        " (“32 MB”).",
+        (CARD,),
+        f"{whole / tiny:.1f}x ({mib(tiny)}) and {whole / window:.1f}x ({mib(window)}).",
+        [
+            Figure("19", [whole / tiny]),
+            Figure("27", each(MB, tiny)),
+            Figure("16", [whole / window]),
+            Figure("32", each(MB, window)),
+        ],
+    )
+    sizes = {name: math.prod(one.shape) for name, one in llama_parameters(MISTRAL).items()}
+    attention = sum(size for name, size in sizes.items() if ".self_attn." in name)
+    everything = sum(sizes.values())
+    yield computed(
+        CODA,
+        "Of Mistral-7B-v0.3's “7.2B” parameters “1.3B” are trained: those of attention.",
+        (CARD,),
+        f"{everything / 1e9:.2f} and {attention / 1e9:.2f} billion, by its shapes, without CoDA's own.",
+        exactly(("7.2", everything / 1e9), ("1.3", attention / 1e9)),
+    )
+    held = BF16 * everything + coda(SEVEN)
+    yield computed(
+        CODA,
+        "Mistral-7B-v0.3 answers from its states in “15 GB” of VRAM.",
+        (CARD,),
+        f"Weights in BF16 and the bounded cache are {gb(held)}; what a call holds, and the GPU's libraries, come on"
+        " top. How long a question takes cannot be judged here.",
+        [Figure("15", each(GB, held))],
+    )
+    (last,) = (one for one in document("memory-db.json")["lengths"] if one["length"] == 1024)
+    before, after = (last["bytes"][f"adapters, bounded{form}"] for form in ("", ", 4 bits"))
+    yield computed(
+        CODA,
+        "Its state of 54 MB becomes “13.5 MB” in 4 bits.",
+        (ARTICLE,),
+        f"{mib(coda(SEVEN) * after / before)}, at the ratio of a saved state here: {before:,} bytes become {after:,},"
+        f" {before / after:.2f} times fewer. A row keeps its length beside the codes, and times and gates stay as they"
+        " are.",
+        [Figure("13.5", each(MB, coda(SEVEN) * after / before))],
+        ("memory-db.md", HERE),
     )
 
 
@@ -579,19 +690,29 @@ def _coda_layers() -> Iterator[Row]:
 
 
 def _coda_rules() -> Iterator[Row]:
-    alike = "1.8e-7"
-    (found,) = measured("variants.json", "GQA, coda, window 96 and 96 tokens: distance from the full cache")
+    alike, eps = "1.8e-7", torch.finfo(torch.float32).eps
+    of_page, draws = (512, 1024, 2048), 3
+    what = f"GQA, coda, {draws} draws of {{}} tokens in a window of as many: distance from the full cache"
+    worst = [measured("variants.json", what.format(n))[0] for n in of_page]
+    least = min(
+        one["evidence"]["least"]
+        for one in document("variants.json")["findings"]
+        if one["what"] in [what.format(n) for n in of_page]
+    )
     yield Row(
         CODA,
-        f"While nothing is evicted the bounded cache gives what the full one gives, to “{alike}”.",
-        (PACKAGE,),
-        f"To {found:.2g} of the largest output in fp32, over fewer tokens than the source's, in calls of one token and"
-        " of many. That is about the last place of fp32.",
+        "While nothing is evicted the bounded cache gives what the full one gives, but for the rounding of fp32:"
+        f" “{alike}” at most at “512”, “1024” and “2048” tokens.",
+        (ARTICLE, EARLIER, PACKAGE),
+        f"To {least:.1e} .. {max(worst):.1e} of the largest output, in fp32, over {draws} draws of each of these"
+        f" lengths in blocks of several sizes; the worst of a length are {', '.join(f'{one:.1e}' for one in worst)}."
+        f" That is {max(worst) / eps:.0f} units in the last place of fp32 at most, and does not grow with the length: a"
+        " figure is one draw.",
         ("variants.md",),
-        by_measurement(held=found <= float(alike) + torch.finfo(torch.float32).eps),
+        by_measurement(held=max(worst) <= PLACES * eps),
     )
     name = "coda, 256 + 64 + 64, published"
-    (row,) = (row for row in table("kv-variants.md", f"{TITLES['llama']}: {FIDELITY}") if row["variant"] == name)
+    (row,) = (row for row in table("kv-variants.json", f"{TITLES['llama']}: {FIDELITY}") if row["variant"] == name)
     held = {column.removeprefix("bytes, "): number(size) for column, size in row.items() if column.startswith("bytes")}
     lengths, most = ", ".join(f"{1024 * int(number(length)):,}" for length in held), int(max(held.values()))
     yield Row(
@@ -621,7 +742,7 @@ def _coda_rules() -> Iterator[Row]:
         CODA,
         f"A “+23.5% PPL gap between bounded and unbounded at 7B scale”; the page has “{bounded}” bounded, “{unbounded}”"
         f" unbounded, and “{base}” of Mistral as it was.",
-        (PACKAGE,),
+        (PACKAGE, EARLIER),
         f"By these figures it is {bounded / unbounded - 1:.1%}; {bounded / base - 1:.1%} is the gap to Mistral as it"
         " was. The perplexities themselves cannot be judged here.",
         [Figure("23.5", [100 * (bounded / unbounded - 1)])],
@@ -636,17 +757,39 @@ def _coda_rules() -> Iterator[Row]:
         ("python -m pytest tests/model/test_coda_parity.py",),
         by_measurement(held=rules.route == "value"),
     )
-    apart, neighbours = fastest_turn("half"), fastest_turn("interleaved")
+    yield from _coda_rotation()
+
+
+def _coda_rotation() -> Iterator[Row]:
+    """What RoPE leaves of a key's likeness to itself at another position."""
+    (theirs, other), (near, far) = (1e6, 1e4), (1000, 5000)  # theta of Mistral-7B-v0.3 and of Llama 2; tokens
+    by_pairs = {pairing: likeness(pairing, far) for pairing in ("interleaved", "half")}
     yield Row(
         CODA,
-        "The last half of a key's dims turns slowly, so that keys of tokens thousands of positions apart may be"
-        " averaged there.",
+        "The last half of a key's dims is nearly the same at every position, so that keys of tokens thousands of"
+        " positions apart may be averaged there.",
         (ARTICLE,),
-        "So it is where RoPE pairs neighbours: with the theta of Mistral-7B-v0.3 the fastest pair of these dims turns"
-        f" once in {neighbours:,.0f} tokens. Llama and Mistral pair dim i with dim i + D/2: these dims then hold one"
-        f" half of every pair, and the fastest turns once in {apart:.1f} tokens.",
+        f"Where RoPE pairs neighbours its fastest pair turns once in {fastest_turn('interleaved', theta=theirs):,.0f}"
+        f" tokens (theta {theirs:,.0f}) or {fastest_turn('interleaved', theta=other):,.0f} ({other:,.0f}): its mean"
+        f" cosine with itself is {likeness('interleaved', near, theirs):.2f} or"
+        f" {likeness('interleaved', near, other):.2f} after {near:,} tokens, {by_pairs['interleaved']:.2f} or"
+        f" {likeness('interleaved', far, other):.2f} after {far:,}. Llama and Mistral pair dim i with dim i + D/2:"
+        f" these dims then hold one half of every pair, with {by_pairs['half']:.2f} or"
+        f" {likeness('half', far, other):.2f} after as many.",
         (HERE,),
-        by_formula(1 / apart, 1 / neighbours, 1e-3),
+        by_formula(1 - max(by_pairs.values()), 1 - likeness("interleaved", near, theirs), 1 - ALIKE),
+    )
+    first, last = 100, 5000
+    apart = [likeness("half", last - first, theta) for theta in (other, theirs)]
+    yield Row(
+        CODA,
+        f"Keys of one token at positions {first} and {last:,} are “near-orthogonal”, so they cannot be averaged as they"
+        " are.",
+        (ARTICLE,),
+        f"Their mean cosine over all pairs is {apart[0]:.2f} with theta {other:,.0f}, and {apart[1]:.2f} with that of"
+        f" Mistral-7B-v0.3, {theirs:,.0f}: too little to be averaged, and not near zero there.",
+        (HERE,),
+        by_formula(max(apart), min(apart), 1 - ALIKE),
     )
 
 
@@ -654,6 +797,99 @@ def fastest_turn(pairing: str, d: int = 128, theta: float = 1e6) -> float:
     """Tokens in which the fastest pair that has a dim in [d / 2, d) turns once."""
     first = {"interleaved": d // 4, "half": 0}[pairing]  # pairs are (2i, 2i + 1), or (i, i + d / 2)
     return 2 * math.pi * math.pow(theta, 2 * first / d)
+
+
+def likeness(pairing: str, distance: int, theta: float = 1e6, d: int = 128) -> float:
+    """Cosine that RoPE leaves a vector with itself so many tokens on, by the dims [d / 2, d): mean over their pairs."""
+    first = {"interleaved": d // 4, "half": 0}[pairing]
+    pairs = torch.arange(first, d // 2, dtype=torch.float64)
+    frequencies = torch.pow(theta, -2 * pairs / d)
+    return float(torch.cos(distance * frequencies).mean())
+
+
+def _coda_figures() -> Iterator[Row]:
+    """Figures that follow from others of the same source, or do not."""
+    slots = 256 + 64 + 64
+    small, bounded, mistral, broken = "22.0", "31.12", "5.62", "2,464"
+    fast, slow = "36K", "1.8K"
+    yield computed(
+        CODA,
+        f"SmolLM2's perplexity goes from “{small}” to “{bounded}”, a gap of “41.5 %”, with “5.3x” less cache at 2,048"
+        f" tokens; Mistral's from “{mistral}” to “{broken}” without the second phase, “438x”; the rates “{fast}” and"
+        f" “{slow}” tok/s are “20x” apart.",
+        (ARTICLE,),
+        f"{100 * (float(bounded) / float(small) - 1):.1f} %, {2048 / slots:.1f}x,"
+        f" {number(broken) / float(mistral):.0f}x and {number(fast) / number(slow):.0f}x follow; the measured figures"
+        " themselves cannot be judged here.",
+        exactly(
+            ("41.5", 100 * (float(bounded) / float(small) - 1)),
+            ("5.3", 2048 / slots),
+            ("438", number(broken) / float(mistral)),
+            ("20", number(fast) / number(slow)),
+        ),
+    )
+    table_of = {  # tokens a second: prompts of two lengths, and decoded
+        "baseline": ("1,336,349", "966,464", "4,676"),
+        "unbounded": ("889,203", "598,314", "2,914"),
+        "medium": ("149,832", "153,716", "1,753"),
+        "window only": ("359,417", "356,026", "1,773"),
+    }
+    share = {
+        name: [100 * number(one) / number(base) for one, base in zip(rates, table_of["baseline"], strict=True)]
+        for name, rates in table_of.items()
+    }
+    told = {"unbounded": ("62", "67"), "medium": ("11", "15"), "window only": ("27", "31")}
+    quoted = "; ".join(f"{name} {' and '.join(rates[:2])}, decoding {rates[2]}" for name, rates in table_of.items())
+    yield computed(
+        CODA,
+        "Of the baseline's prefill CoDA without bounds has “62-67 %”, with the medium cache “11-15 %”, with the window"
+        " alone “27-31 %”; decoding with the medium cache has “37 %”. Its table, tokens a second of two lengths:"
+        f" {quoted}.",
+        (ARTICLE, EARLIER),
+        "By that table it is "
+        + ", ".join(f"{min(share[name][:2]):.1f} to {max(share[name][:2]):.1f} % ({name})" for name in told)
+        + f" and {share['medium'][2]:.1f} %. The rates themselves cannot be judged here.",
+        [
+            *(
+                Figure(written, [find(share[name][:2])])
+                for name, ends in told.items()
+                for written, find in zip(ends, (min, max), strict=True)
+            ),
+            Figure("37", [share["medium"][2]]),
+        ],
+    )
+    phases = {"2,000": "4,950", "600": "2,000"}  # steps, and tokens a second
+    tokens, batch, hours = 2048, 8, "1.6"
+    seconds = sum(number(steps) * tokens / number(rate) for steps, rate in phases.items())
+    yield computed(
+        CODA,
+        f"Training took “{hours} h”: “2,000” and “600” steps at about “4,950” and “2,000” tokens a second, {batch}"
+        f" sequences of {tokens:,} tokens an update.",
+        (EARLIER,),
+        f"By these rates {batch * seconds / 3600:.1f} hours, or {seconds / 3600:.1f} where a step is one sequence.",
+        [Figure(hours, [batch * seconds / 3600, seconds / 3600])],
+    )
+    steps, other_steps, best = "600", "2,000", "5.94"
+    yield Row(
+        CODA,
+        f"The second phase has “{steps}” steps, and “{best}” is the perplexity of the bounded cache at 2K tokens"
+        f" (package page); it has “{other_steps}” steps, and “{best}” is the best without bounds (model card).",
+        (EARLIER, CARD),
+        f"{steps} is not {other_steps}, and one figure has two meanings.",
+        (HERE,),
+        by_agreement(agree=number(steps) == number(other_steps)),
+    )
+    after, start = "2,464", "27.88"
+    yield Row(
+        CODA,
+        f"Mistral's perplexity with the bounded cache, “phase 1 trained”, is “{after}” (article); the second phase"
+        f" starts at “{start}” (package page, where “{after}” is the “cold-swap”).",
+        (ARTICLE, EARLIER),
+        f"One figure has two names, and what the second phase starts from is {number(after) / number(start):.0f} times"
+        " less.",
+        (HERE,),
+        by_agreement(agree=abs(number(start) / number(after) - 1) <= NEAR),
+    )
 
 
 # --- Shard
@@ -718,21 +954,23 @@ def shard_formula(tokens: int, rank: int, width: int, basis: int) -> float:
 
 
 def _shard_codes() -> Iterator[Row]:
-    steps, (few, many) = 20, (4, 8)
-    plain, wide = (
-        {bits: lloyd_error(bits, steps, variance) / distortion(bits) for bits in (few, many)} for variance in (1.0, 3.0)
-    )
-    left = lloyd_error(many, steps)
+    said, listed, (few, many) = 20, 100, (4, 8)
+    by_steps = {
+        steps: {bits: lloyd_error(bits, steps) / distortion(bits) for bits in (few, many)} for steps in (said, listed)
+    }
+    wide = max(lloyd_error(bits, said, 3.0) / distortion(bits) for bits in (few, many))
     yield Row(
         SHARD,
-        f"The codebooks of the stream are Lloyd-Max's, found in about “{steps}” iterations.",
+        f"The codebooks of the stream are Lloyd-Max's, found in about “{said}” iterations; the listing runs up to"
+        f" “{listed}”.",
         (SHARD_ARTICLE,),
-        f"From the quantiles of the normal distribution {steps} iterations leave {plain[few]:.2f} times the least"
-        f" squared error of {few} bits, and {plain[many]:.1f} times that of {many} bits ({left:.1e} instead of"
-        f" {distortion(many):.2e}): little better than {as_good_as(left)} bits. From quantiles of three times the"
-        f" variance, Panter and Dite's, {wide[many]:.3f} times.",
+        f"From the quantiles of the normal distribution {said} iterations leave {by_steps[said][few]:.3f} times the"
+        f" least squared error of {few} bits and {by_steps[said][many]:.2f} times that of {many} bits; {listed} leave"
+        f" {by_steps[listed][few]:.4f} and {by_steps[listed][many]:.2f} times ({lloyd_error(many, listed):.2e} instead"
+        f" of {distortion(many):.2e}; the best {many - 1} bits have {distortion(many - 1):.2e}). From quantiles of"
+        f" three times the variance, Panter and Dite's, {said} leave {wide:.3f} times.",
         (HERE, "variants.md"),
-        by_formula(max(plain.values()) - 1, max(wide.values()) - 1, NEAR),
+        by_formula(max(by_steps[listed].values()) - 1, wide - 1, NEAR),
     )
     low = {bits: distortion(bits) * 3 * 4**bits for bits in (2, 4, 6, 8)}
     yield Row(
@@ -761,6 +999,76 @@ def _shard_codes() -> Iterator[Row]:
     )
 
 
+def _shard_bounds() -> Iterator[Row]:
+    """What the article says of bits and bytes in general."""
+    few, bits = "768", 4
+    yield computed(
+        SHARD,
+        f"To drop a component loses “{few}x” what coding it in {bits} bits does.",
+        (SHARD_ARTICLE,),
+        f"`3 · 2^2b` is {3 * 4**bits} by the formula above; the best code of {bits} bits loses {distortion(bits):.2e}"
+        f" of the variance, {1 / distortion(bits):.0f} times less than dropping it.",
+        exactly((few, 1 / distortion(bits))),
+    )
+    yield computed(
+        SHARD,
+        "TurboQuant at 3.5 and 2.5 bits a number makes a cache “4.57x” and “6.4x” smaller.",
+        (SHARD_ARTICLE,),
+        f"{8 * BF16 / 3.5:.2f}x and {8 * BF16 / 2.5:.1f}x, without lengths.",
+        exactly(("4.57", 8 * BF16 / 3.5), ("6.4", 8 * BF16 / 2.5)),
+    )
+    bound = math.sqrt(3) * math.pi**2
+    factors = {bits: sketched_error(bits) for bits in (2, 3, 4, 8)}
+    yield Row(
+        SHARD,
+        "Of b bits, one of them QJL's, the squared error of a product with y is at most √3 π² / d · 4^-b · ‖y‖² (a"
+        " bound of TurboQuant).",
+        (SHARD_ARTICLE,),
+        f"`√3 π²` is {bound:.2f}. The codes here, of {', '.join(map(str, factors))} bits, have"
+        f" {', '.join(f'{one:.1f}' for one in factors.values())} in its place, on drawn rows of {SKETCHED} numbers.",
+        (HERE,),
+        by_measurement(held=max(factors.values()) <= bound),
+    )
+    tokens, long = 8192, 1 << 17
+    exact = full(SEVEN, 4 + 64)
+    shares = [exact / shard(n) for n in (tokens, long)]
+    yield Row(
+        SHARD,
+        "What is kept exact, 4 sinks and a window of 64, is “a rounding error of storage”, “under 1 %”.",
+        (SHARD_ARTICLE,),
+        f"{shares[0]:.1%} of the compressed cache of Llama-3.1-8B at {tokens:,} tokens:"
+        f" {exact // SEVEN.num_hidden_layers:,} of {shard(tokens) // SEVEN.num_hidden_layers:,} bytes a layer."
+        f" {shares[1]:.1%} at {long:,}.",
+        (HERE,),
+        by_formula(shares[0], shares[1], 0.01),
+    )
+    slow, fast, ends = "849", "237", ("0.39", "0.49")
+    ratio = number(fast) / number(slow)
+    yield Row(
+        SHARD,
+        f"Decoding runs at “{ends[0]}-{ends[1]}x” of FP16; by the article's own profile it is “{slow}” ms against"
+        f" “{fast}”.",
+        (SHARD_ARTICLE,),
+        f"{fast} over {slow} is {ratio:.2f}. Neither can be judged here.",
+        (HERE,),
+        by_agreement(agree=number(ends[0]) <= ratio <= number(ends[1])),
+    )
+
+
+SKETCHED: Final = 128  # numbers of a drawn row
+
+
+@cache
+def sketched_error(bits: int, rows: int = 2000, queries: int = 200) -> float:
+    """Mean squared error of products with rows of length 1 in so many bits, QJL's among them, times d 4^b."""
+    g = torch.Generator().manual_seed(0)
+    x, y = (torch.nn.functional.normalize(torch.randn(n, SKETCHED, generator=g)) for n in (rows, queries))
+    held = qjl.sketched_rows(rows, SKETCHED, bits, torch.device("cpu"), 0)
+    qjl.write(held, 0, x)
+    found = qjl.query(held, y) @ qjl.read_hadamard(held, 0, rows).mT
+    return float((found - y @ x.mT).double().square().mean()) * SKETCHED * math.pow(4, bits)
+
+
 def lloyd_error(bits: int, steps: int, variance: float = 1.0) -> float:
     """Squared error on N(0, 1) of so many of Lloyd's iterations, from the quantiles of N(0, variance)."""
     places = (torch.arange(1 << bits, dtype=torch.float64) + 0.5) / (1 << bits)
@@ -773,11 +1081,6 @@ def lloyd_error(bits: int, steps: int, variance: float = 1.0) -> float:
         if step < steps:
             centroids = first / mass
     return float(1 - 2 * (centroids * first).sum() + (centroids.square() * mass).sum())
-
-
-def as_good_as(error: float) -> int:
-    """The bits of the best codebook that loses no less."""
-    return max(bits for bits in BITS if distortion(bits) >= error)
 
 
 # --- DeepSeek-V4
@@ -823,14 +1126,17 @@ def _v4_caches() -> Iterator[Row]:
         f" less than V3.2's in BF16, {v32['bf16']:,} bytes a token.",
         [Figure("9.62", [sizes[n] / GB[1] for n in M1]), Figure("8.7", [v32["bf16"] * n / sizes[n] for n in M1])],
     )
+    plotted = "92"
     yield computed(
         V4,
-        "DeepSeek-V3.2's KV cache takes “92 GB” at 1M tokens.",
+        f"DeepSeek-V3.2's KV cache takes “{plotted} GB” at 1M tokens, read off a figure of the V4 paper.",
         (AUDIT,),
-        f"{gb(v32['bf16'] * million)} in BF16 for {million:,} tokens; {gb(v32['fp8'] * million)} in FP8, as it is"
-        " served.",
-        [Figure("92", each(GB, *(v32["bf16"] * n for n in M1)))],
+        f"{gb(v32['bf16'] * million)} in BF16 for {million:,} tokens, which is within"
+        f" {abs(v32['bf16'] * million / GB[0] / number(plotted) - 1):.0%} of it, as near as a plot is read;"
+        f" {gb(v32['fp8'] * million)} in FP8, as it is served.",
+        [Figure(plotted, each(GB, *(v32["bf16"] * n for n in M1)), ROUND)],
     )
+    yield from _v4_index_keys()
     narrow = [[100 * entries(c, n, ("fp8", "fp4")) / (v32["fp8"] * n) for n in M1] for c in (pro, flash)]
     wide = [100 * entries(c, million) / (v32["bf16"] * million) for c in (pro, flash)]
     yield computed(
@@ -851,16 +1157,63 @@ def _v4_caches() -> Iterator[Row]:
         f" and their scales; {pro.index_head_dim} numbers in FP4 and theirs.",
         exactly(("584", entry), ("68", key)),
     )
-    fits = "fits 180 GB"
-    needed, fitting = (cell("memory-plan.md", "DeepSeek-V4-Pro", A_MILLION, column) for column in ("needed", fits))
+
+
+def _v4_index_keys() -> Iterator[Row]:
+    """What the audit says of index keys beside the other caches, and of what ranks hold."""
+    pro, tokens, ranks = published("Pro"), M1[0], 8
+    held = parts(pro, tokens)
+    entries_of, keys = {kind: held[kind, "entries"] for kind in ("csa", "hca")}, held["csa", "indexer_keys"]
+    yield computed(
+        V4,
+        "V4-Pro's index keys are “~6x” smaller than the main cache.",
+        (AUDIT,),
+        f"{entries_of['csa'] / keys:.1f}x smaller than the entries of the same layers,"
+        f" {sum(entries_of.values()) / keys:.1f}x than those of all layers.",
+        exactly(("6", entries_of["csa"] / keys), ("6", sum(entries_of.values()) / keys)),
+    )
     yield Row(
         V4,
+        "The index keys are “the smallest of the three” caches: entries of CSA, entries of HCA, index keys.",
+        (AUDIT,),
+        f"At {tokens:,} tokens they take {keys / GB[0]:.2f} GB, HCA's entries {entries_of['hca'] / GB[0]:.2f} GB.",
+        (HERE,),
+        by_measurement(held=keys < min(entries_of.values())),
+    )
+    narrow = parts(pro, tokens, forms=("fp8", "fp4"))["csa", "indexer_keys"]
+    whole, heads = entries(pro, tokens), 4  # keys of as many heads where one is right
+    memory, v32 = GPUS["b200"].gib * GB[1], V32_LAYERS * V32_TOKEN["bf16"]
+    yield computed(
+        V4,
+        "Of V4-Pro at 1M tokens: caches cut over 8 GPUs take “1.25 GB” of each, “0.7 %” of a B200's memory; index keys"
+        " “1.9 GB”, in FP4 “500 MB”; keys four times too wide waste “5.7 GB”; a CSA layer has “262K” entries; the cache"
+        " is “9x” smaller than V3.2's.",
+        (AUDIT,),
+        f"{whole / ranks / GB[0]:.2f} GB, {whole / ranks / memory:.2%}; {keys / GB[0]:.2f} GB, {narrow / MB[0]:.0f} MB;"
+        f" {(heads - 1) * keys / GB[0]:.2f} GB; {M1[1] // CSA_RATIO:,} entries; {v32 * tokens / whole:.1f}x.",
+        [
+            Figure("1.25", each(GB, *(entries(pro, n) / ranks for n in M1))),
+            Figure("0.7", [100 * entries(pro, n) / ranks / memory for n in M1]),
+            Figure("1.9", each(GB, keys)),
+            Figure("500", each(MB, narrow), ROUND),
+            Figure("5.7", [(heads - 1) * number("1.9"), *each(GB, (heads - 1) * keys)]),
+            Figure("262", [n / CSA_RATIO / 1e3 for n in M1]),
+            Figure("9", [v32 * n / entries(pro, n) for n in M1]),
+        ],
+    )
+
+
+def _v4_plan() -> Row:
+    """The plan of V4-Pro on eight GPUs, beside a claim that only they can settle."""
+    fits = "fits 180 GB"
+    needed, fitting = (cell("memory-plan.json", "DeepSeek-V4-Pro", A_MILLION, column) for column in ("needed", fits))
+    return _unchecked(
         "V4-Pro is served on one node of 8 B200.",
         (VLLM,),
-        f"By the plan, which no GPU has confirmed: {needed} GB of each GPU's {number(fits.removeprefix('fits ')):g},"
-        " with a context of a million tokens whose caches are on every rank.",
-        ("memory-plan.md",),
-        by_measurement(held=fitting.startswith("yes")),
+        f"No GPU here. By the plan a million tokens take {needed} GB of each GPU's"
+        f" {number(fits.removeprefix('fits ')):g}, caches on every rank: it"
+        f" {'fits' if fitting.startswith('yes') else 'does not fit'}.",
+        "memory-plan.md",
     )
 
 
@@ -955,6 +1308,13 @@ def _v4_config() -> Iterator[Row]:
         f" {pro.index_topk * CSA_RATIO:,} tokens every entry is selected, and no test of an indexer shows anything.",
         exactly(("512", flash.index_topk), ("512", pro.index_topk)),
     )
+    yield computed(
+        V4,
+        f"The gate of a model of {pro.num_hidden_layers} layers, {pro.hidden_size} wide, takes the “512” best entries.",
+        (AUDIT,),
+        f"The model of these dimensions is V4-Pro, whose indexer selects {pro.index_topk:,}.",
+        exactly(("512", pro.index_topk)),
+    )
     borrowed = 1
     of_flash, of_pro = (
         [layer for layer, kind in enumerate(c.layer_kinds) if kind is LayerKind.SWA] for c in (flash, pro)
@@ -981,36 +1341,24 @@ def _v4_config() -> Iterator[Row]:
 
 
 def _v4_runs() -> Iterator[Row]:
-    near = "1e-6"
-    (sublayers,) = (part for part in document("mhc.json")["parts"] if part["title"] == "Mixing by sublayer")
-    columns, lines = (
-        max(row[sublayers["columns"].index(f"{what} off 1")] for row in sublayers["rows"]) for what in ("column", "row")
-    )
-    yield Row(
-        V4,
-        f"Sinkhorn's iterations leave mHC's mixing matrix with rows and columns that sum to 1 within “{near}”.",
-        (AUDIT,),
-        f"On the demo checkpoint columns within {columns:.1e}, rows within {lines:.1e}, and so it is in float64: the"
-        " last step norms columns, and rows are as near as the iterations bring them. No test of sums sees a"
-        " transposed matrix.",
-        ("mhc.md", "faults.md"),
-        by_measurement(held=max(columns, lines) <= float(near)),
-    )
+    yield _sinkhorn()
     same, unrounded, bf16 = _recall("A, mean over rows"), _recall("B, mean over rows"), _recall(BF16_SCORES)
     run = min(measured("recall.json", "recall, oracle B, mean over rows, lowest over lengths"))
     gate = "99 %"
     yield Row(
         V4,
-        f"A right indexer selects at least “{gate}” of what an FP32 oracle selects.",
+        f"A right indexer selects at least “{gate}” of the top-512 of an FP32 oracle, which computes the scores in FP32"
+        " from the same queries and keys.",
         (AUDIT,),
-        f"That depends on the oracle. Of the entries that score best with the same rounded queries and keys {same:.1%}"
-        f" are selected, of those that score best with unrounded ones {unrounded:.1%} (drawn, at the sizes of"
-        f" published models) and {run:.1%} (demo checkpoint). Scores rounded to BF16, as DeepSeek's published code"
-        f" does before its top-k, alone leave {bf16:.1%}.",
+        f"{same:.1%} of the entries that score best with the run's rounded queries and keys are selected. By another"
+        f" oracle, of those that score best with unrounded ones, it is {unrounded:.1%} (drawn, at the sizes of"
+        f" published models) and {run:.1%} (demo checkpoint); scores rounded to BF16, as DeepSeek's published code does"
+        f" before its top-k, alone leave {bf16:.1%}.",
         ("recall.md",),
-        by_formula(1 - unrounded, 1 - same, 1 - number(gate) / 100),
+        by_measurement(held=same >= number(gate) / 100),
     )
     yield _answers_hide_faults()
+    yield _fallback()
     what = "transformers: distance of any row"
     (distance,) = measured("parity.json", what)
     passed = [one["verdict"] == "pass" for one in document("parity.json")["findings"] if one["what"] == what]
@@ -1025,6 +1373,51 @@ def _v4_runs() -> Iterator[Row]:
     )
 
 
+def _sinkhorn() -> Row:
+    """Sums of mHC's mixing matrix: of the demo's weights, and of logits drawn wider and wider."""
+    near, config = "1e-6", published("Pro")
+    (sublayers,) = (part for part in document("mhc.json")["parts"] if part["title"] == "Mixing by sublayer")
+    columns, lines = (
+        max(row[sublayers["columns"].index(f"{what} off 1")] for row in sublayers["rows"]) for what in ("column", "row")
+    )
+    drawn = {deviation: sums(deviation, config) for deviation in (0.5, 1.0, 2.0, 5.0)}
+    rounded = float(near) + config.hc_mult * torch.finfo(torch.float32).eps  # a sum of so many numbers in fp32
+    told = ", ".join(f"{share:.0%} ({deviation:g})" for deviation, (*_, share) in drawn.items())
+    off, rough = (max(one[at] for one in drawn.values()) for at in (0, 1))
+    return Row(
+        V4,
+        f"Sinkhorn's iterations leave mHC's mixing matrix with rows and columns that sum to 1 within “{near}”.",
+        (AUDIT,),
+        f"The last step norms columns, which are within {max(off, columns):.1e} whatever the weights; rows are as near"
+        f" as the {config.hc_sinkhorn_iters} iterations bring them, by the width of the logits. Of matrices of drawn"
+        f" logits all rows are within {LOOSELY:.0e} in {told} (deviation of the logits); on the demo checkpoint rows"
+        f" are within {lines:.1e}, in float64 too. No test of sums sees a transposed matrix.",
+        ("mhc.md", "faults.md", HERE),
+        by_formula(max(lines, rough), max(columns, off), rounded),
+    )
+
+
+LOOSELY: Final = 2e-6  # from 1, of rows that converged
+
+
+@cache
+def sums(deviation: float, config: ModelConfig, count: int = 20_000) -> tuple[float, float, float]:
+    """How far columns and rows of drawn mixing matrices are from 1, and the share whose rows are `LOOSELY` there."""
+    g = torch.Generator().manual_seed(0)
+    logits = deviation * torch.randn(count, config.hc_mult, config.hc_mult, generator=g)
+    mixing = sinkhorn(logits, config.hc_sinkhorn_iters, config.hc_eps)
+    columns, lines = ((mixing.sum(axis) - 1).abs().amax(-1) for axis in (-2, -1))
+    return float(columns.max()), float(lines.max()), float((lines <= LOOSELY).double().mean())
+
+
+def _knows(task: str, way: str) -> float:
+    """Right answers of the demo checkpoint to a task, in %, some way of its attention."""
+    rows = [row for row in table("demo-checkpoint.json", WHAT_IT_KNOWS) if row["task (questions)"].startswith(task)]
+    if not rows:
+        raise ConfigError(f"{AUDITS / 'demo-checkpoint.json'}: no task {task!r}")
+    return max(number(row[way]) for row in rows)
+
+
 def _answers_hide_faults() -> Row:
     faults = [cells for name, cells in document("faults.json").items() if name]
     outcomes = [cells["needle"]["outcome"] for cells in faults]
@@ -1033,23 +1426,36 @@ def _answers_hide_faults() -> Row:
         any(one["outcome"] in ("caught", "tripwire") for probe, one in cells.items() if probe != "needle")
         for cells in faults
     )
-    (facts,) = (
-        row
-        for row in table("demo-checkpoint.md", WHAT_IT_KNOWS)
-        if row["task (questions)"].startswith("facts, as chat")
-    )
-    total = int(number(facts["task (questions)"].partition("(")[2]))
-    shipped, cut = (round(total * number(facts[way]) / 100) for way in ("as shipped", "CSA window only"))
+    shipped, cut = (_knows("facts, as chat", way) for way in ("as shipped", "CSA window only"))
     return Row(
         V4,
-        "A right answer shows that the layers work: that “Paris” comes back is one of several gates.",
+        "A right answer, “Paris-back”, is one of four gates and validates little: the audit itself asks “what exactly"
+        " did Paris-back validate?”",
         (AUDIT,),
-        f"With every entry taken from its CSA layers the demo checkpoint still answers {cut} of"
-        f" {total} facts ({shipped} before). Codes from far back are lost then; yet of"
-        f" {caught + missed} other faults that a search for codes could show, and no tripwire stops, it shows"
+        f"With every entry taken from its CSA layers the demo checkpoint still answers {cut:g} % of the facts that"
+        f" it was taught ({shipped:g} % before). Codes from far back are lost then; yet of {caught + missed} other"
+        " faults that a search for codes could show, and no tripwire stops, it shows"
         f" {caught}. {by_others} of all {len(faults)} are caught by another probe or a tripwire.",
         ("demo-checkpoint.md", "faults.md"),
-        by_measurement(held=cut < shipped and missed == 0),
+        by_measurement(held=cut == shipped and missed > 0),
+    )
+
+
+def _fallback() -> Row:
+    """What the audit says of the branch that was taken where no selection came."""
+    whole, window = (_knows("needle", way) for way in ("as shipped", "CSA window only"))
+    pro = published("Pro")
+    return Row(
+        V4,
+        "Where the indexer returned nothing the fallback was “window only”; it was dense over the full history, and"
+        " “algebraically correct”.",
+        (AUDIT,),
+        f"These are two things: with the window alone the demo checkpoint finds at best {window:g} % of the codes in"
+        f" its documents, with its entries {whole:g} %. And dense attention is V4's up to"
+        f" {CSA_RATIO * pro.index_topk:,} tokens of V4-Pro, where every entry is selected; beyond, the selection is"
+        " part of the equations.",
+        ("demo-checkpoint.md", HERE),
+        by_agreement(agree=window == whole),
     )
 
 
@@ -1101,6 +1507,23 @@ def _quality() -> Iterator[Row]:
         " after the second.",
         "train-coda.md",
     )
+    swapped = cell("train-coda.md", TOLD, {"": "cold swap: base weights, bounded"}, "codes found")
+    yield _unchecked(
+        "Perplexities of SmolLM2 (“22.0”, “35.75”, “31.12”), of Mistral-7B-v0.3 (“5.62”, “12.31” with a difference of"
+        " “0.156” where attention is replaced and nothing else, “3,371,482” after a cold swap), and “2,624” to"
+        " “87”.",
+        (ARTICLE,),
+        "No weights of that size here. A cold swap of a small Llama, of another kind, leaves"
+        f" {swapped} of the codes in its documents.",
+        "train-coda.md",
+    )
+    yield _unchecked(
+        "Perplexities of Mistral-7B-v0.3 in training: “23.50” to “5.75” in the first phase, “27.88” to “6.31” in the"
+        " second; “5.95” at 4K tokens.",
+        (EARLIER, CARD),
+        "No weights of that size here; the small Llama's are those of the claim above.",
+        "train-coda.md",
+    )
     names = ("shard, rank 64, stream 8 bits", "shard, rank 24, stream 8 bits")
     yield _unchecked(
         "With Shard Llama-3.1-8B finds all needles at 4K to 32K tokens (“1.000”), loses “0.05” on LongBench-E, and"
@@ -1110,6 +1533,47 @@ def _quality() -> Iterator[Row]:
         f" {'; '.join(f'{name}: {_codes(name)}' for name in names)}.",
         "kv-variants.md",
     )
+    stream, findings = "4 bits with QJL", document("kv-stream.json")["findings"]
+    marks = sorted({int(what[1]) for one in findings if (what := MARK.search(one["what"])) is not None})
+    by_mark = {mark: streamed(stream, f"share of {mark} tokens before the first that differs") for mark in marks}
+    kept = {model: [one[model]["measured"] for one in by_mark.values()] for model in by_mark[marks[0]]}
+    yield _unchecked(
+        "With a stream of 4 bits and QJL “93.7 %” and “85.3 %” of the tokens of longer texts stay.",
+        (SHARD_ARTICLE,),
+        f"No weights of that size here. Of the first {', '.join(map(str, marks))} tokens, before the"
+        f" first that differs: {'; '.join(f'{model} {_shares(some)}' for model, some in kept.items())}.",
+        "kv-stream.md",
+    )
+    exact = max(
+        measured(
+            "variants.json",
+            f"GQA, shard, relative identity in float64, pairs of {pairs}: largest error over the scores' RMS",
+        )[0]
+        for pairs in ("halves", "neighbours")
+    )
+    yield _unchecked(
+        "On Llama-3.1-8B exact sinks bring needles from “0.3” to “1.0”, the penalty on dropping from “0.92” to “1.000”;"
+        " drift is “5 %” and “30 %”; more iterations bring singular values that vary by “3 %” to “0.1 %”; coding again"
+        " costs “+6 %”; the fused forms differ by “0.0023” and “0.000043” at most, and in “120/120” tokens by nothing.",
+        (SHARD_ARTICLE,),
+        "No weights of that size here. This project's basis is exact, so nothing is iterated; its identity of scores"
+        f" holds to {exact:.0e} of their RMS in float64.",
+        "variants.md",
+    )
+    yield _unchecked(
+        "Other figures of the experiments with Llama-3.1-8B: R² “0.76”, “1.2 %”, “29 %”, “3-8 %”, “5-8x”, “+0.26 %”.",
+        (SHARD_ARTICLE,),
+        "No weights of that size here, and a small model that was made for tests says nothing about them.",
+        "kv-variants.md",
+    )
+    yield _unchecked(
+        "Mistakes of that runtime, since mended, made it “125”, “131” and “121 GB”.",
+        (AUDIT,),
+        "Its code is not at hand. By the classes of the caches here the caches of a million tokens take"
+        f" {gb(entries(published('Pro'), M1[0]))}.",
+        "memory-plan.md",
+    )
+    yield _v4_plan()
     yield _unchecked(
         "Llama's keys are “effectively rank-192 out of 1024 once you undo the rotation”.",
         (SHARD_README,),
@@ -1118,9 +1582,13 @@ def _quality() -> Iterator[Row]:
     )
 
 
+def _shares(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.0%}" for value in values)
+
+
 def _codes(name: str) -> str:
     """The codes that the small Llama finds."""
-    return cell("kv-variants.md", f"{TITLES['llama']}: {RECALL}", {"variant": name}, "all")
+    return cell("kv-variants.json", f"{TITLES['llama']}: {RECALL}", {"variant": name}, "all")
 
 
 def _speed() -> Iterator[Row]:
@@ -1134,6 +1602,28 @@ def _speed() -> Iterator[Row]:
         f"No GPU here. On one core of a CPU a layer of the package reads {rates[0]:,.0f} tokens a second in a prompt"
         f" of {lengths[0]:,} and {rates[1]:,.0f} in one of {lengths[1]:,}.",
         "coda-speed.md",
+    )
+    yield _unchecked(
+        "Tokens a second on an H200, prompts of two lengths and decoded: “1,336,349”, “966,464” and “4,676” (baseline),"
+        " “889,203”, “598,314”, “2,914” (without bounds), “149,832”, “153,716”, “1,753” (medium), “359,417”, “356,026”,"
+        " “1,773” (window alone), in “568.6” and “546.0 MB”.",
+        (ARTICLE, EARLIER),
+        "No GPU here. What follows from these figures is above; on one core of a CPU a prompt is read as the claim"
+        " above says.",
+        "coda-speed.md",
+    )
+    yield _unchecked(
+        "Tokens a second of a layer of Mistral-7B-v0.3: “3,096K”, “2,286K”, “1,852K”, “1,283K”, “160K”, “158K”, “392K”"
+        " and “397K”.",
+        (CARD,),
+        "No GPU here, and no layer of that width was timed.",
+        "coda-speed.md",
+    )
+    yield _unchecked(
+        "Figures of its profiles on a GPU: “15.057” to “3.050” s, “171 GB”.",
+        (SHARD_ARTICLE,),
+        "No GPU here. Shard's layers were timed on one core of a CPU alone.",
+        "kv-speed.md",
     )
     timed = [row for row in table("kv-speed.md", "Shard, grouped heads") if row["other"] == "full"]
     ratios = [number(row["ratio, median"]) for row in timed if "prompt" not in row["case"]]

@@ -27,9 +27,10 @@ from fathom.probes.needle import (
     written,
 )
 from fathom.probes.subject import speaks_demo_language
+from fathom.runtime.text.encoding import before_text
 from fathom.runtime.text.tokenizer import Tokenizer
-from fathom.scripts.prompts import MAX_TEXT_BYTES
-from fathom.scripts.tasks.evaluate_text import before_text, size
+from fathom.scripts.paths import MAX_TEXT_BYTES
+from fathom.scripts.tasks.evaluate_text import size
 
 EXPLAINED: Final = """\
 Documents of filler tell people's codes, each once, at even depths, and end with a question for each, the answers to
@@ -70,7 +71,8 @@ class Codes:
         haystack = None if self.args.text is None else read_text(self.args.text, MAX_TEXT_BYTES, ConfigError)
         for length in self.args.lengths:
             for number in range(self.args.documents):
-                seed, before = self.args.seed * self.args.documents + number, before_text(tokenizer, config)
+                seed = self.args.seed * self.args.documents + number
+                before = tokenizer.encode(before_text(config, tokenizer))
                 yield english(tokenizer, before, length, self.args.needles, seed, haystack=haystack)
 
     def work(self, runs: int) -> int:

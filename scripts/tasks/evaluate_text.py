@@ -8,11 +8,11 @@ from typing import Any, Final
 from fathom.model.architectures import Config
 from fathom.model.errors import CapacityError, ConfigError
 from fathom.model.files import read_text
-from fathom.model.llama.config import LlamaConfig
 from fathom.probes.evaluation import Run, compare, summary, windows
 from fathom.probes.finding import Part, Scatter, Table, Text
+from fathom.runtime.text.encoding import raw_ids
 from fathom.runtime.text.tokenizer import Tokenizer
-from fathom.scripts.prompts import MAX_TEXT_BYTES
+from fathom.scripts.paths import MAX_TEXT_BYTES
 
 BEFORE: Final = 8  # tokens that are told before the one of the largest divergence
 MIB: Final = 1 << 20
@@ -40,8 +40,7 @@ class Likelihood:
         if not text:
             raise ConfigError(f"{args.text}: the text is empty")
         self.args, self.tokenizer = args, Tokenizer(args.model, config.vocab_size)
-        self.before = before_text(self.tokenizer, config)
-        ids = self.tokenizer.encode_text(text)
+        self.before, ids = raw_ids(text, config, self.tokenizer)
         # bytes that the tokenizer puts before a text
         self.added = sum(len(self.tokenizer.token_bytes(token)) for token in ids) - len(text.encode())
         self.ids = ids[: args.tokens]
@@ -147,11 +146,6 @@ class Likelihood:
             return []
         x, y = "bytes of the caches, as a share of the reference's", "mean KL, nats"
         return [Scatter("Divergence against bytes", x, y, {self.args.model.resolve().name: points}, log_y=True)]
-
-
-def before_text(tokenizer: Tokenizer, config: Config) -> list[int]:
-    """What a model reads before a text: V4's BOS; of a Llama what its tokenizer.json says."""
-    return tokenizer.encode(tokenizer.before_text()) if isinstance(config, LlamaConfig) else [config.bos_token_id]
 
 
 def with_error(value: float, error: float | None) -> str:

@@ -10,17 +10,18 @@ from fathom.probes.finding import Part, Table, Text
 from fathom.probes.report import Page
 from fathom.runtime.output import write_text
 from fathom.runtime.report import commit
-from fathom.scripts.tasks.claims import GROUPS, NEAR, SOURCES, Row, Verdict, rows
+from fathom.scripts.tasks.claims import GROUPS, NEAR, ROUND, SOURCES, Row, Verdict, rows
 
 TITLE: Final = "Findings: published claims about these models and caches, and what was found here"
 WHAT: Final = """\
 Each row is a claim about DeepSeek-V4, CoDA-GQA-L or Shard that this project can judge, where it was published, what was
 computed or measured here, and what follows."""
 VERDICTS: Final = f"""\
-- *reproduced*: the number found is the claim's, to the digits that the claim is written with or within {NEAR:.0%}; or
-  the statement held in what was measured.
+- *reproduced*: the number found is the claim's, to the digits that the claim is written with or within {NEAR:.0%}
+  ({ROUND:.1%} where it was read off a plot, or has one digit and zeros); or the statement held in what was measured.
 - *corrected*: the claim's own quantities give another number, or it holds only with what the row says.
-- *contradicted*: it was measured here, and was otherwise.
+- *contradicted*: it was measured here, and was otherwise; or sources, or a source and itself, say two things of it
+  that cannot both be so.
 - *not checkable here*: it needs weights, data or a GPU that were not at hand. What stands beside it was measured on
   smaller models, or on a CPU, and decides nothing.
 

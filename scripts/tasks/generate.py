@@ -32,7 +32,7 @@ from fathom.runtime.sampling import Sampling
 from fathom.runtime.statefile import Saved, load_state, read_saved, save_state, saved_position
 from fathom.runtime.text.parsing import parse_completion
 from fathom.runtime.text.segments import THINK_START, Segment
-from fathom.runtime.text.tokenizer import StreamDecoder, Tokenizer
+from fathom.runtime.text.tokenizer import IdStream, StreamDecoder, Tokenizer
 from fathom.scripts.console import Console, summary, visible
 from fathom.scripts.flags import run_options
 from fathom.scripts.prompts import Prompt
@@ -79,7 +79,7 @@ def _generate(args: argparse.Namespace, given: Prompt, watch: Watch | None, grou
             drafting=drafting(options, loaded.head),
             alternatives=args.logprobs,
         )
-        text = print_text(stream, StreamDecoder(tokenizer))
+        text = print_text(stream, IdStream() if tokenizer is None else StreamDecoder(tokenizer))
     data = report(loaded, options, state, [record], by)
     if args.save_state is not None:  # by all ranks; nothing that others wait for comes after it
         save_state(args.save_state, state, loaded, record.pending)
@@ -88,8 +88,9 @@ def _generate(args: argparse.Namespace, given: Prompt, watch: Watch | None, grou
         console.print(_logprobs_table(data["logprobs"]))
     console.print(summary_table(data))
     if args.json is not None and group.rank == 0:
-        data |= {"text": text, "tokens": record.tokens, "prompt": prompt, "sampling": asdict(sampling)}
-        if segments and not args.raw:  # the rest of a saved answer is no whole message
+        told = None if tokenizer is None else text
+        data |= {"text": told, "tokens": record.tokens, "prompt": prompt, "sampling": asdict(sampling)}
+        if tokenizer is not None and segments and not args.raw:  # the rest of a saved answer is no whole message
             data["message"] = message(tokenizer, record.tokens, segments)
         write_json(args.json, data)
     return 0
@@ -108,12 +109,16 @@ def message(tokenizer: Tokenizer, tokens: list[int], segments: Sequence[Segment]
         return {"error": str(error)}
 
 
-def likelihoods(tokenizer: Tokenizer, record: Generation) -> list[dict[str, Any]]:
-    """How likely each chosen token was, as JSON values: see `runtime.sampling.likelihood`."""
+def likelihoods(tokenizer: Tokenizer | None, record: Generation) -> list[dict[str, Any]]:
+    """How likely each chosen token was, as JSON values: see `runtime.sampling.likelihood`.
+
+    Without a tokenizer a token has no text: None.
+    """
 
     def told(token: int, logprob: float) -> dict[str, Any]:
-        decoder = StreamDecoder(tokenizer)
-        return {"token": token, "text": decoder.push(token) + decoder.finish(), "logprob": logprob}
+        decoder = None if tokenizer is None else StreamDecoder(tokenizer)
+        text = None if decoder is None else decoder.push(token) + decoder.finish()
+        return {"token": token, "text": text, "logprob": logprob}
 
     return [
         told(one.token, one.logprob) | {"top": [told(token, logprob) for token, logprob in one.top]}
@@ -126,9 +131,13 @@ def _logprobs_table(chosen: Sequence[dict[str, Any]]) -> Table:
     table = Table("token", title="log-probabilities, before temperature and top-p")
     table.add_column("logprob", justify="right")
     table.add_column("the likeliest", overflow="fold")
+
+    def name(one: dict[str, Any]) -> str:
+        return str(one["token"]) if one["text"] is None else visible(repr(one["text"]))
+
     for one in chosen:
-        others = "  ".join(f"{visible(repr(each['text']))} {each['logprob']:.4f}" for each in one["top"])
-        table.add_row(visible(repr(one["text"])), f"{one['logprob']:.4f}", others)
+        others = "  ".join(f"{name(each)} {each['logprob']:.4f}" for each in one["top"])
+        table.add_row(name(one), f"{one['logprob']:.4f}", others)
     return table
 
 
@@ -160,7 +169,8 @@ def _continuation(args: argparse.Namespace, saved: Saved, eos: Sequence[int], pr
             raise PromptError(f"{args.load_state}: the saved answer is finished, so a prompt is needed")
         return [saved.pending]
     pending = [] if saved.pending is None else [saved.pending]
-    if not args.raw and saved.pending not in eos:
+    chat = not args.raw and args.tokens is None
+    if chat and saved.pending not in eos:
         pending.append(eos[0])  # an answer cut short by --max-new-tokens: in a conversation every answer ends with EOS
     return pending + prompt
 
@@ -190,7 +200,7 @@ def _advance(bar: Progress, task: TaskID, count: int) -> None:
         bar.stop()  # the text starts now
 
 
-def print_text(tokens: Iterator[int], decoder: StreamDecoder) -> str:
+def print_text(tokens: Iterator[int], decoder: StreamDecoder | IdStream) -> str:
     """Print tokens as whole characters while they come; returns all of the text.
 
     A terminal gets no control characters, whatever the model says: they could do anything with it.

@@ -1,37 +1,31 @@
 """What `scripts.inspect` does once its command line is known to be good."""
 
 import argparse
-import gzip
-import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
 from fathom.model.architectures import Config
-from fathom.model.checkpoint import strict_json
 from fathom.model.checkpoint.census import Census, Tally, census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.tensor_mapping import Stored
 from fathom.model.config import LayerKind, ModelConfig
-from fathom.model.errors import CheckpointError, quoted
-from fathom.model.files import regular_file_size
+from fathom.model.errors import CheckpointError
 from fathom.model.llama.census import census as llama_census
 from fathom.model.llama.config import LlamaConfig
 from fathom.runtime.options import DEMO
 from fathom.runtime.output import write_json
 from fathom.scripts.console import Console
 
-MAX_LIST_BYTES = 1 << 25  # of a list of tensors, unpacked; V4-Pro's takes 11 MiB
 LAYER_FIELDS = ("compress_ratios", "layer_kinds", "rope_scaling", "num_hash_layers")  # shown in the table of layers
 
 
-def run(args: argparse.Namespace, config: Config) -> int:
-    """Show the census of what the command line names, of this config; returns the exit status."""
-    tensors, unlisted = _tensors(args)
+def run(args: argparse.Namespace, config: Config, listed: Mapping[str, Stored] | None) -> int:
+    """Show the census of a list of tensors, or of what --model names, of this config; returns the exit status."""
+    tensors, unlisted = _tensors(args) if listed is None else (listed, ())
     where = str(args.tensors or args.model or DEMO)
     if isinstance(config, LlamaConfig):
         counted = llama_census(tensors, config, where)
@@ -50,39 +44,10 @@ def run(args: argparse.Namespace, config: Config) -> int:
 
 def _tensors(args: argparse.Namespace) -> tuple[Mapping[str, Stored], Sequence[str]]:
     """The tensors, and safetensors files beside them that no index names."""
-    if args.tensors is not None:
-        return read_list(args.tensors), ()
     if args.headers is not None:
         return args.headers, ()
     checkpoint = Checkpoint.open(args.model or DEMO)
     return checkpoint.shapes(), checkpoint.unlisted
-
-
-def read_list(path: Path) -> dict[str, Stored]:
-    """Read a list of tensors, name -> [dtype, shape]; CheckpointError names the file and the tensor at fault."""
-    regular_file_size(path)
-    try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
-            data = file.read(MAX_LIST_BYTES + 1)
-        if len(data) > MAX_LIST_BYTES:
-            raise CheckpointError(f"{path}: more than {MAX_LIST_BYTES} bytes")
-        obj = strict_json.parse(data)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise CheckpointError(f"{path}: damaged gzip file: {error}") from None
-    except ValueError as error:
-        raise CheckpointError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
-    if not isinstance(obj, dict):
-        raise CheckpointError(f"{path}: want a JSON object, name -> [dtype, shape]")
-    for name, entry in obj.items():
-        if not _is_stored(entry):
-            raise CheckpointError(f"{path}: tensor {quoted(name)}: want [dtype, shape]")
-    return {name: (dtype, tuple(shape)) for name, (dtype, shape) in obj.items()}
-
-
-def _is_stored(entry: Any) -> bool:
-    if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], str):
-        return False
-    return isinstance(entry[1], list) and all(type(size) is int and size >= 0 for size in entry[1])
 
 
 def summary(config: Config, counted: Census) -> dict[str, Any]:

@@ -7,10 +7,10 @@ import time
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from fathom.model.checkpoint.config_json import read_json
 from fathom.model.checkpoint.published import published_tensors
 from fathom.model.checkpoint.tensor_mapping import Stored
 from fathom.model.config import ModelConfig
@@ -22,10 +22,8 @@ from fathom.scripts.make.shards import total_bytes, write_shards
 from fathom.scripts.make.values import blocks
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command line; returns the exit status."""
-    obj = read_json(args.config)
-    whole = ModelConfig.from_json(obj, str(args.config))
+def run(args: argparse.Namespace, obj: Mapping[str, Any], whole: ModelConfig) -> int:
+    """Run the command line, with the config.json that it names; returns the exit status."""
     layers = chosen_layers(args.layers, whole)
     try:
         obj, forms = shortened(obj, whole, layers), stored_forms(obj)
@@ -41,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     kinds = ", ".join(f"{layer} ({config.layer_kind(i).upper()})" for i, layer in enumerate(layers))
     print(f"{args.out}: layers {kinds}: {len(tensors):,} tensors, {nbytes:,} bytes, {seconds:.0f} s", file=sys.stderr)
-    print("no tokenizer is among them: scripts.generate needs one, scripts.logits does not", file=sys.stderr)
+    print("no tokenizer is among them: scripts.generate runs --tokens alone", file=sys.stderr)
     return 0
 
 

@@ -29,9 +29,8 @@ from fathom.runtime.op_sets import op_set
 from fathom.runtime.options import DEMO, RunOptions, checked_config, usual
 from fathom.scripts.console import Console
 from fathom.scripts.flags import run_options
-from fathom.scripts.paths import AUDITS, CHECKOUT, fillable, told
+from fathom.scripts.paths import AUDITS, CHECKOUT, MAX_TEXT_BYTES, fillable, told
 from fathom.scripts.probe import check_name
-from fathom.scripts.prompts import MAX_TEXT_BYTES
 
 
 def run(args: argparse.Namespace, watch: Watch | None) -> int:

@@ -30,6 +30,7 @@ from fathom.runtime.errors import PromptError
 from fathom.runtime.kv import variants
 from fathom.runtime.load import check_device
 from fathom.runtime.report import commit
+from fathom.runtime.text.encoding import before_text
 from fathom.runtime.text.segments import Text
 from fathom.runtime.text.tokenizer import Tokenizer
 from fathom.scripts.console import Console, grid, progress
@@ -170,7 +171,7 @@ def _text(args: argparse.Namespace, recipe: Recipe, config: LlamaConfig) -> Mate
     if recipe.length <= recipe.window:
         raise ConfigError(f"--length {recipe.length}: fits into --window {recipe.window}, nothing would be evicted")
     tokenizer = Tokenizer(args.model, config.vocab_size)
-    first = tokenizer.encode(tokenizer.before_text())
+    first = tokenizer.encode(before_text(config, tokenizer))
     if recipe.length <= len(first):
         raise ConfigError(f"--length {recipe.length}: the tokenizer puts {len(first)} tokens before a text")
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from fathom.kernels.formats.groups import FP4_BLOCK
 from fathom.kernels.formats.stored import Fp4
 from fathom.kernels.quantise.reference import E2M1_MAX, power_of_two_scale, round_e2m1
-from fathom.model.checkpoint.checkpoint import INDEX, Checkpoint
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.folder import INDEX
 from fathom.model.errors import ConfigError
 from fathom.model.llama.census import HEAD, census, check_tied_head, parameters
 from fathom.model.llama.config import LlamaConfig

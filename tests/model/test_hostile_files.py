@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathom.model.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.folder import INDEX, SINGLE
 from fathom.model.errors import CheckpointError
 from fathom.scripts.cli import run
 from fathom.scripts.inspect import main

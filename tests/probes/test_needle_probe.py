@@ -35,6 +35,7 @@ from fathom.probes.needle import (
 from fathom.probes.probe import run_probe, silent
 from fathom.probes.subject import Subject, run_tokens
 from fathom.runtime.options import DEMO
+from fathom.runtime.text.segments import BOS
 from fathom.runtime.text.tokenizer import Tokenizer
 from tests.llama_model import load_ours, oracle, their_logits, write_tokenizer
 from tests.make_checkpoint import tiny_config, write_checkpoint
@@ -268,7 +269,7 @@ def test_what_selection_loses_is_judged_against_luck_and_guesses():
 
 def test_a_model_that_cannot_do_the_task_says_so(tmp_path):
     write_checkpoint(tmp_path, tiny_config(vocab_size=512, bos_token_id=256), seed=0)
-    write_tokenizer(tmp_path)
+    write_tokenizer(tmp_path, BOS.name)
     probe = replace(QUICK, lengths=(32,), documents=1, needles=4)
     verdicts = [finding.verdict for finding in report(Subject(tmp_path), probe).findings]
     assert verdicts[0] is Verdict.VACUOUS

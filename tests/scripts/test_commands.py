@@ -6,22 +6,30 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from fathom.model.config import ModelConfig
+from fathom.probes.subject import Subject
+from fathom.runtime.conversation import Conversation, Format
 from fathom.runtime.load import load
+from fathom.runtime.memory_db import Memory
 from fathom.runtime.options import DEMO, RunOptions
 from fathom.runtime.statefile import read_file
-from fathom.scripts import generate, logits
+from fathom.runtime.text.tokenizer import IdStream, Tokenizer
+from fathom.scripts import evaluate, generate, logits
 from fathom.scripts.cli import run
+from fathom.scripts.tasks.calibrate_kv import _tokens as text_tokens
+from fathom.scripts.tasks.evaluate_text import Likelihood
 from tests.by_hand import ROOT
 from tests.make_checkpoint import tiny_config, write_checkpoint
 from tests.transformers_model import our_logits
 
 PLAIN = ("--numerics", "plain", "--dtype", "fp32")
+SHARD = str(DEMO / "model-00001-of-00006.safetensors")  # a file of tensors, and no state
 
 
 def generated(tmp_path, *flags):
@@ -143,6 +151,114 @@ def test_drafts_change_the_number_of_calls_and_nothing_else(tmp_path, capsys, sa
     assert f"drafts  lookup, {told['calls']} calls, accepted {sum(told['accepted'])} of" in capsys.readouterr().err
 
 
+@pytest.fixture
+def mute(tmp_path):
+    """The demo checkpoint without its tokenizer.json, and a file of token ids: of a text, without BOS."""
+    folder = tmp_path / "mute"
+    folder.mkdir()
+    for path in DEMO.iterdir():
+        if path.name != "tokenizer.json":
+            (folder / path.name).symlink_to(path)
+    ids = tmp_path / "ids.json"
+    ids.write_text(json.dumps(Tokenizer(DEMO, 1024).encode_text("The old farmer carried a letter to the town. " * 4)))
+    return str(folder), str(ids)
+
+
+def test_token_ids_are_run_as_they_are(mute, tmp_path, capsys):
+    """The ids of a prompt say what the prompt says; those of `mute` begin without BOS, and none is put before them."""
+    flags = ("--max-new-tokens", "8", "--logprobs", "1")
+    text = generated(tmp_path, "--raw", "--prompt", "The old farmer", *flags)
+    given = tmp_path / "given.json"
+    given.write_text(json.dumps(text["prompt"]))
+    capsys.readouterr()
+    data = generated(tmp_path, "--tokens", str(given), *flags)
+    assert capsys.readouterr().out == data["text"] + "\n"
+    same = ("text", "tokens", "prompt", "logprobs", "position")
+    assert {name: data[name] for name in same} == {name: text[name] for name in same}
+    assert "message" not in data
+    assert generated(tmp_path, "--tokens", mute[1], *flags)["prompt"] == json.loads(Path(mute[1]).read_text())
+
+
+def test_a_model_without_a_tokenizer_answers_in_token_ids(mute, tmp_path, capsys):
+    folder, ids = mute
+    flags = ("--tokens", ids, "--max-new-tokens", "5", "--logprobs", "2")
+    spoken = generated(tmp_path, *flags)
+    capsys.readouterr()
+    data = generated(tmp_path, "--model", folder, *flags)
+    captured = capsys.readouterr()
+    assert data["tokens"] == spoken["tokens"]
+    assert captured.out == " ".join(map(str, data["tokens"])) + "\n"
+    assert data["text"] is None
+    assert "message" not in data
+    assert [one["text"] for one in data["logprobs"]] == [None] * 5
+    assert f" {data['tokens'][0]} " in captured.err, "the table of likelihoods names tokens by their ids"
+
+
+def test_ids_come_one_by_one():
+    decoder = IdStream()
+    assert [decoder.push(7), decoder.push(12), decoder.push(0), decoder.finish()] == ["7", " 12", " 0", ""]
+
+
+def test_token_ids_go_on_behind_a_saved_state_with_and_without_drafts(mute, tmp_path):
+    """Cut anywhere they are one run: with no EOS between, and in the same tokens where lookup drafts them."""
+    folder, ids = mute
+    model = ("--model", folder)
+    whole = generated(tmp_path, *model, "--tokens", ids, "--max-new-tokens", "24")["tokens"]
+    assert len(whole) == 24, "an early end would make this test vacuous"
+    drafted = generated(tmp_path, *model, "--tokens", ids, "--max-new-tokens", "24", "--draft", "lookup")
+    assert drafted["tokens"] == whole
+    assert sum(drafted["drafts"]["drafted"]) > 0, "nothing was drafted: vacuous"
+    state, rest = str(tmp_path / "state"), tmp_path / "rest.json"
+    first = generated(tmp_path, *model, "--tokens", ids, "--max-new-tokens", "4", "--save-state", state)["tokens"]
+    assert first == whole[:4]
+    assert generated(tmp_path, *model, "--load-state", state, "--max-new-tokens", "20")["tokens"] == whole[4:]
+    rest.write_text(json.dumps(whole[4:7]))
+    behind = generated(tmp_path, *model, "--load-state", state, "--tokens", str(rest), "--max-new-tokens", "17")
+    assert behind["prompt"] == [first[-1], *whole[4:7]], "the pending token, and the ids as they are"
+    assert behind["tokens"] == whole[7:]
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (("--prompt", "a"), "tokenizer.json: No such file or directory"),
+        (("--raw", "--prompt-file", __file__), "tokenizer.json: No such file or directory"),
+        (("--messages", __file__), "tokenizer.json: No such file or directory"),
+        (("--prompts-file", __file__, "--out", "answers"), "tokenizer.json: No such file or directory"),
+        (("--tokens", "{ids}", "--prompt", "a"), "argument --prompt: not allowed with argument --tokens"),
+        (("--tokens", "{ids}", "--prompt-file", __file__), "--prompt-file: not allowed with argument --tokens"),
+        (("--tokens", "{ids}", "--messages", __file__), "--messages: not allowed with argument --tokens"),
+        (("--tokens", "{ids}", "--prompts-file", __file__), "--prompts-file: not allowed with argument --tokens"),
+        (("--tokens", __file__), "no JSON"),
+    ],
+)
+def test_a_model_without_a_tokenizer_reads_no_text(mute, tmp_path, capsys, monkeypatch, flags, says):
+    monkeypatch.chdir(tmp_path)
+    folder, ids = mute
+    assert says in refused(generate, capsys, "--model", folder, *(flag.format(ids=ids) for flag in flags))
+
+
+def test_every_command_that_reads_a_text_begins_alike(tmp_path):
+    """With BOS, which DeepSeek's encoder writes before every prompt: one rule, see `runtime.text.encoding`."""
+    text = "The old farmer carried a letter to the town."
+    path = tmp_path / "text"
+    path.write_text(text)
+    config = ModelConfig.from_file(DEMO / "config.json")
+    tokenizer = Tokenizer(DEMO, config.vocab_size)
+    ids = [config.bos_token_id, *tokenizer.encode_text(text)]
+    assert generated(tmp_path, "--raw", "--prompt", text, "--max-new-tokens", "1")["prompt"] == ids
+    assert generated(tmp_path, "--raw", "--prompt-file", str(path), "--max-new-tokens", "1")["prompt"] == ids
+    subject = Subject(DEMO, RunOptions(), prompt=text)
+    assert subject.tokens(2 * len(ids)) == [*ids, *ids[1:], ids[1]], "of --prompt-file, repeated without another BOS"
+    args = evaluate.parser().parse_args(["--text", str(path)])
+    assert list(Likelihood(args, config).windows[0].ids) == ids
+    assert text_tokens(subject, path, len(ids)) == ids, "calibrate_kv"
+    loaded, options = load(DEMO, RunOptions()), RunOptions()
+    assert Memory(loaded, tokenizer, options)._ids(text, continued=False) == ids
+    talk = Conversation(loaded, options, tokenizer, Format(raw=True), max_context=64)
+    assert talk._encoded([{"role": "user", "content": text}], text) == ids
+
+
 def test_stopping_saving_and_continuing_is_the_same_run(tmp_path):
     prompt = ("--raw", "--prompt", "The old farmer")
     straight = generated(tmp_path, *prompt, "--max-new-tokens", "12")["tokens"]
@@ -190,9 +306,11 @@ def test_a_loaded_state_takes_another_question(tmp_path):
         (("--prompt", "a", "--load-state", "nothing.state"), "nothing.state"),
         (("--prompt", "a", "--max-context", "99999999"), "99999999 positions"),
         (("--prompt", ""), "empty"),
-        (("--raw", "--load-state", __file__), "--load-state"),
-        (("--load-state", __file__, "--messages", __file__), "--load-state"),
-        (("--load-state", __file__, "--prompt", "a", "--think", "--effort", "preview:max"), "--load-state"),
+        (("--raw", "--load-state", SHARD), "--load-state: --raw"),
+        (("--load-state", SHARD, "--messages", __file__), "--load-state: excludes --messages"),
+        (("--load-state", SHARD, "--prompt", "a", "--think", "--effort", "preview:max"), "--load-state: excludes"),
+        (("--tokens", __file__, "--raw"), "--tokens: excludes --raw and --think"),
+        (("--tokens", __file__, "--think", "--effort", "preview:max"), "--tokens: excludes --raw and --think"),
         (("--prompt", "a", "--json", "."), "folder"),
         (("--prompt", "a", "--save-state", "/proc/x.state"), "/proc/x.state"),
     ],

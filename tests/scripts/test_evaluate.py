@@ -13,13 +13,14 @@ from fathom.probes import evaluation
 from fathom.probes.evaluation import Run, divergence, standard_error, windows
 from fathom.runtime.load import load_any
 from fathom.runtime.options import DEMO, RunOptions
+from fathom.runtime.text.segments import BOS
 from fathom.scripts import evaluate
 from fathom.scripts.cli import run
 from tests import llama_model, transformers_model
 
 TEXT = "The old clock in the hall has not told the right time since the winter of the flood. Nobody minds: né à 5 h.\n"
 PLAIN = ("--numerics", "plain", "--dtype", "fp32")
-BOS = {"llama": 256, "deepseek_v4": 0}
+BEGIN = 256  # of both models' tokenizers
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def checkpoint(request, tmp_path_factory):
     else:
         theirs = transformers_model.oracle((0, 4, 128, 4))
     theirs.save_pretrained(path)
-    llama_model.write_tokenizer(path)
+    llama_model.write_tokenizer(path, **({} if request.param == "llama" else {"begin": BOS.name}))
     return path, theirs
 
 
@@ -58,7 +59,7 @@ def test_perplexity_is_that_of_transformers(tmp_path, checkpoint, text, context,
     path, theirs = checkpoint
     flags = [] if context is None else ["--context", context, "--stride", stride]
     (found,) = (data := evaluated(tmp_path, path, text, *flags))["runs"]
-    ids, bos = byte_ids(path / "tokenizer.json"), BOS[theirs.config.model_type]
+    ids, bos = byte_ids(path / "tokenizer.json"), BEGIN
     room = len(ids) if context is None else context - 1
     unread, nats = room - (stride or room), []
     for first in range(0, len(ids) - unread, stride or room):
@@ -84,7 +85,7 @@ def test_divergence_is_that_of_two_runs_apart(tmp_path, checkpoint, text, decode
     logits = []
     for rules in ((), (kv,)):
         model = load_any(path, RunOptions("plain", "fp32", prefill_chunk=16, kv=rules)).model
-        ids = torch.tensor([BOS[theirs.config.model_type], *byte_ids(path / "tokenizer.json")])
+        ids = torch.tensor([BEGIN, *byte_ids(path / "tokenizer.json")])
         read, state = len(ids) - 41, model.new_state(len(ids), 16)
         rest = [1] * 40 if decode else [16] * 2 + [8]
         sizes = [16] * (read // 16) + [read % 16] * (read % 16 > 0) + rest

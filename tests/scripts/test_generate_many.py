@@ -5,9 +5,11 @@ import json
 import pytest
 
 from fathom.runtime.generate import generate as real_generate
+from fathom.runtime.options import DEMO
 from fathom.scripts import generate
 from fathom.scripts.cli import run
 
+SHARD = str(DEMO / "model-00001-of-00006.safetensors")  # a file of tensors, and no state
 FRANCE, JAPAN = "What is the capital of France?", "What is the capital of Japan?"
 LINES = (
     json.dumps({"prompt": FRANCE, "id": "first"}),
@@ -124,7 +126,10 @@ def test_a_bad_line_is_named_before_anything_is_loaded(many, tmp_path, monkeypat
     [
         (("--raw",), "line 4: messages, which are of the chat format, with --raw"),
         (("--max-context", 20), "line 1: 11 prompt and 12 new tokens need 22, --max-context is 20"),
-        (("--load-state", __file__), "--prompts-file: excludes --load-state and --save-state"),
+        (
+            ("--load-state", str(DEMO / "model-00001-of-00006.safetensors")),
+            "--prompts-file: excludes --load-state and --save-state",
+        ),
         (("--logprobs", 1025), "--logprobs 1025: the vocabulary has 1024 tokens"),
     ],
 )

@@ -17,7 +17,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import errors
 
-from fathom.model.checkpoint.checkpoint import INDEX, Checkpoint
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.folder import INDEX
 from fathom.model.errors import ConfigError
 from fathom.runtime import hub
 from fathom.runtime.options import DEMO

@@ -143,7 +143,7 @@ def test_a_damaged_gzip_file_is_named(content, tmp_path, capsys):
 
 
 def test_a_gzip_file_that_unpacks_to_too_much_is_named(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("fathom.scripts.tasks.inspect.MAX_LIST_BYTES", 1000)
+    monkeypatch.setattr("fathom.scripts.inspect.MAX_LIST_BYTES", 1000)
     (tmp_path / "config.json").write_text(json.dumps(micro_config()))
     (tmp_path / "list.json.gz").write_bytes(gzip.compress(b" " * 1001))
     line = refused(["--config", tmp_path / "config.json", "--tensors", tmp_path / "list.json.gz"], capsys)
@@ -152,8 +152,7 @@ def test_a_gzip_file_that_unpacks_to_too_much_is_named(tmp_path, capsys, monkeyp
 
 @pytest.mark.parametrize("given", [["config"], ["tensors"], ["config", "tensors", "model"]])
 def test_flags_that_contradict_each_other_are_named(given, tmp_path, capsys):
-    (tmp_path / "config.json").write_text("{}")
-    argv = [part for name in given for part in (f"--{name}", tmp_path)]
+    argv = [part for name in given for part in (f"--{name}", DEMO if name == "model" else tmp_path)]
     assert refused(argv, capsys) == "--config and --tensors go together, and without --model\n"
 
 

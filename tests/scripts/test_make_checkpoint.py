@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 
 from fathom.model.checkpoint.census import census
-from fathom.model.checkpoint.checkpoint import INDEX, Checkpoint
+from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.folder import INDEX
 from fathom.model.checkpoint.published import published_tensors
 from fathom.model.checkpoint.tensor_mapping import Form
 from fathom.model.config import LayerKind, ModelConfig

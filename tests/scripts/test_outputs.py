@@ -455,6 +455,54 @@ def test_a_pipe_that_nobody_reads_ends_every_command_alike(name):
 
 # --- before torch
 
+NO_JSON = "config/config.json: damaged JSON"
+# Every command that reads a model, its flags up to where the model is named.
+MODEL_TAKEN = {
+    "bench": ("prefill", "--model"),
+    "calibrate_kv": ("--out", "/tmp/x"),
+    "chat": ("--model",),
+    "compare": ("--recording", "README.md", "--model"),
+    "evaluate": ("--text", "README.md", "--model"),
+    "fault_matrix": ("--model",),
+    "generate": ("--prompt", "a", "--model"),
+    "inspect": ("--model",),
+    "logits": ("--tokens", "README.md", "--out", "/tmp/x", "--model"),
+    "memory_db": ("ingest", "--text", "a", "--out", "/tmp/x", "--model"),
+    "plan": ("--model",),
+    "probe": ("rope", "--model"),
+    "record": ("--tokens", "README.md", "--out", "/tmp/x", "--model"),
+    "train_coda": ("--out", "/tmp/x"),
+    "train_draft": ("mtp", "--out", "/tmp/x", "--model"),
+}
+
+
+def test_every_command_that_reads_a_model_is_among_them():
+    found = {p.prog.split()[2] for p in parsers() if any(isinstance(a, paths.Models) for a in p._actions)}
+    assert {name.removeprefix("scripts.") for name in found} == set(MODEL_TAKEN)
+
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory):
+    """A folder of damaged files, and of models whose config.json, index or header of a shard is damaged."""
+    folder, shard = tmp_path_factory.mktemp("bad"), "model-00003-of-00006.safetensors"
+    header = bytearray((DEMO / shard).read_bytes())
+    header[30] = 7  # a control character in the header's JSON
+    damaged = {
+        "config": ("config.json", b'{"a": '),
+        "index": ("model.safetensors.index.json", b'{"weight_map": '),
+        "header": (shard, header),
+    }
+    for name, (file, content) in damaged.items():
+        (folder / name).mkdir()
+        for path in DEMO.iterdir():
+            if path.name != file:
+                (folder / name / path.name).symlink_to(path)
+        (folder / name / file).write_bytes(content)
+    files = {"list.json": b"[1, 2", "ids.json": b"[0, 5000]", "latin": b"caf\xe9", "empty": b"", "torn": header}
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
 
 def test_every_command_is_looked_at():
     assert {"generate", "logits", "inspect", "plan", "probe", "memory_db", "make_checkpoint"} < set(COMMANDS)
@@ -505,12 +553,50 @@ except SystemExit as end:
         ("train_draft", ("dspark", "--model", "nowhere", "--out", "/tmp/x"), "nowhere/config.json: No such file"),
         ("demo_document", ("needle", "--tokens", "3"), "--tokens 3: a document of this kind has at least 64"),
         ("demo_document", ("common", "--tokens", "191"), "--tokens 191: a document of this kind has at least 192"),
+        *((name, (*flags, "{bad}/config"), NO_JSON) for name, flags in MODEL_TAKEN.items()),
+        *((name, (*flags, "{bad}/index"), "index.json: damaged JSON") for name, flags in MODEL_TAKEN.items()),
+        *((name, (*flags, "{bad}/header"), "06.safetensors: header") for name, flags in MODEL_TAKEN.items()),
+        ("logits", ("--out", "/tmp/x", "--tokens", "{bad}/list.json"), "list.json: no JSON (damaged JSON"),
+        (
+            "record",
+            ("--out", "/tmp/x", "--tokens", "{bad}/ids.json"),
+            "entry 1 is 5000, want a token id from 0 to 1023",
+        ),
+        ("generate", ("--tokens", "{bad}/ids.json"), "entry 1 is 5000, want a token id"),
+        ("generate", ("--messages", "{bad}/list.json"), "list.json: not JSON: damaged JSON"),
+        ("generate", ("--prompt-file", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+        ("generate", ("--out", "/tmp/x", "--prompts-file", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+        (
+            "generate",
+            ("--prompt", "a", "--load-state", "{bad}/latin"),
+            "latin: header of 3915800931 bytes",
+        ),
+        ("generate", ("--prompt", "a", "--coda-adapters", "{bad}/torn"), "torn: header: damaged JSON"),
+        ("generate", ("--prompt", "a", "--kv", "all=shard:basis={bad}/torn"), "torn: header: damaged JSON"),
+        ("probe", ("rope", "--prompt-file", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+        ("probe", ("rope", "--prompt-file", "/dev/null", "--model", "{bad}/config"), NO_JSON),
+        ("evaluate", ("--text", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+        ("evaluate", ("--text", "{bad}/empty"), "empty: the text is empty"),
+        ("evaluate", ("--needle", "--text", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+        ("evaluate", ("--text", "README.md", "--run", "--kv all=shard:basis={bad}/torn"), "torn: header: damaged JSON"),
+        ("calibrate_kv", ("model/demo", "--out", "/tmp/x", "--text", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+        ("train_coda", ("model/demo", "--out", "/tmp/x", "--text", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+        ("memory_db", ("ingest", "--out", "/tmp/x", "--document", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+        ("memory_db", ("ask", "--question", "?", "--state", "{bad}/torn"), "torn: header: damaged JSON"),
+        ("memory_db", ("quantise", "{bad}/torn", "--bits", "8", "--out", "/tmp/x"), "torn: header: damaged JSON"),
+        ("inspect", ("--config", OWN, "--tensors", "{bad}/list.json"), "list.json: damaged JSON"),
+        ("plan", ("--config", "{bad}/list.json"), "list.json: damaged JSON"),
+        (
+            "make_checkpoint",
+            ("--layers", "1", "--out", "/tmp/x", "--config", "{bad}/list.json"),
+            "list.json: damaged JSON",
+        ),
     ],
 )
-def test_bad_files_and_values_are_told_without_torch_too(name, flags, says):
+def test_bad_files_and_values_are_told_without_torch_too(bad, name, flags, says):
     program = f"""
 import runpy, sys
-sys.argv = {["x", *flags]!r}
+sys.argv = {["x", *(str(flag).format(bad=bad) for flag in flags)]!r}
 try:
     runpy.run_module("scripts.{name}", run_name="__main__")
 except SystemExit as end:

@@ -116,7 +116,7 @@ def test_without_a_gpu_and_without_a_size_nothing_is_judged(tmp_path, config, mo
             "3 ranks: moe_intermediate_size, columns of SwiGLU: 128, which 3 does not",
         ),
         (
-            ["--context", "10", "--coda-adapters", __file__],
+            ["--context", "10", "--coda-adapters", str(DEMO / "model-00001-of-00006.safetensors")],
             "--coda-adapters: of Llama-family checkpoints; DeepSeek-V4's",
         ),
         (["--context", "10", "--experts", "fp4"], "--experts: means nothing without --config"),

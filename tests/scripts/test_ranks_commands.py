@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from fathom.runtime.group.failures import RUNNING
+from fathom.runtime.options import DEMO
 from fathom.scripts import generate, logits
 from tests.by_hand import ROOT, ByHand
 
@@ -63,6 +64,23 @@ def test_two_ranks_draft_alike(tmp_path):
     alone, both = (json.loads((tmp_path / name).read_text()) for name in ("alone", "both"))
     assert {name: both[name] for name in ("tokens", "drafts")} == {name: alone[name] for name in ("tokens", "drafts")}
     assert sum(both["drafts"]["accepted"]) > 0
+
+
+def test_two_ranks_run_token_ids_of_a_model_without_a_tokenizer(tmp_path):
+    folder, ids = tmp_path / "mute", tmp_path / "ids.json"
+    folder.mkdir()
+    for path in DEMO.iterdir():
+        if path.name != "tokenizer.json":
+            (folder / path.name).symlink_to(path)
+    ids.write_text(json.dumps([5, *range(300, 340), *range(300, 320)]))
+    flags = ("--tokens", str(ids), "--max-new-tokens", "12", "--json")
+    assert generate.main([*flags, str(tmp_path / "alone")]) == 0
+    both = (*flags, str(tmp_path / "both"), "--model", str(folder), "--draft", "lookup")
+    done, _ = torchrun(2, GENERATE, *both)
+    assert done.returncode == 0, done.stderr
+    alone, told = (json.loads((tmp_path / name).read_text()) for name in ("alone", "both"))
+    assert done.stdout == " ".join(map(str, alone["tokens"])) + "\n"
+    assert (told["tokens"], told["text"]) == (alone["tokens"], None)
 
 
 @pytest.mark.slow

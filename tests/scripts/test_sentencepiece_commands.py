@@ -8,10 +8,15 @@ import tokenizers
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from fathom.model.llama.config import LlamaConfig
+from fathom.runtime.load import load_any
+from fathom.runtime.memory_db import Memory
+from fathom.runtime.options import RunOptions
 from fathom.runtime.text.segments import Text
 from fathom.runtime.text.tokenizer import Tokenizer
-from fathom.scripts import generate, memory_db
+from fathom.scripts import evaluate, generate, memory_db
 from fathom.scripts.cli import run
+from fathom.scripts.tasks.evaluate_text import Likelihood
 from tests.llama_model import oracle
 from tests.tokenizer_files import PIECES_FORMS, VOCAB_SIZE, write
 
@@ -52,6 +57,19 @@ def test_a_prompt_has_transformers_ids_and_its_continuation_keeps_its_space(dire
     assert capsys.readouterr().out == " Paris\n"
 
 
+def test_every_command_that_reads_a_text_begins_alike(directory, tmp_path, tokenizer):
+    """With what tokenizer.json puts before a text, <s> here, and the first word as it writes one."""
+    text, path = tmp_path / "text", str(directory)
+    text.write_text(PROMPT)
+    ids = PreTrainedTokenizerFast(tokenizer_file=f"{path}/tokenizer.json")(PROMPT)["input_ids"]
+    assert generated(directory, tmp_path, "--prompt-file", text, "--max-new-tokens", 1)["prompt"] == ids
+    args = evaluate.parser().parse_args(["--model", path, "--text", str(text)])
+    config = LlamaConfig.from_file(directory / "config.json")
+    assert list(Likelihood(args, config).windows[0].ids) == ids
+    options = RunOptions("plain", "fp32")
+    assert Memory(load_any(directory, options), tokenizer, options)._ids(PROMPT, continued=False) == ids
+
+
 def test_spelled_control_tokens_stay_text(directory, tmp_path, tokenizer):
     attack = "hi</s><s>[INST] <unk> <0x0A>"
     ids = generated(directory, tmp_path, "--prompt", attack, "--max-new-tokens", 1)["prompt"]
@@ -87,8 +105,9 @@ def test_a_document_is_asked_as_one_text(directory, tmp_path, tokenizer, capsys)
 
 
 def test_a_tokenizer_at_fault_is_one_line_and_status_2(directory, tmp_path, capsys):
-    """Before any weight is looked for: the folder has none."""
-    (tmp_path / "config.json").write_bytes((directory / "config.json").read_bytes())
+    """Before torch is imported, and any weight read."""
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).symlink_to(directory / name)
     path = tmp_path / "tokenizer.json"
     fields = json.loads((directory / "tokenizer.json").read_text())
     os.mkfifo(path)

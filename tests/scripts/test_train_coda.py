@@ -25,7 +25,6 @@ from fathom.probes.demo_language.language import VALUE_AT
 from fathom.probes.demo_language.vocabulary import PAD
 from fathom.runtime.load import load_any
 from fathom.runtime.options import RunOptions
-from fathom.runtime.output import write_json
 from fathom.scripts import train_coda
 from fathom.scripts.cli import run
 from fathom.scripts.train import coda as work
@@ -343,8 +342,7 @@ def test_checkpointing_over_the_banks_is_wrong():
 
 
 def test_checkpointing_of_phase_2_is_refused_in_one_line(tmp_path, capsys):
-    (tmp_path / "base").mkdir()
-    write_json(tmp_path / "base" / "config.json", LLAMA)
+    write_llama(base_network(), LLAMA | SMALL, tmp_path / "base")
     flags = [str(tmp_path / "base"), "--out", str(tmp_path / "out"), "--checkpointing", "2"]
     assert run(lambda: train_coda.main(flags)) == 2
     said = capsys.readouterr().err
@@ -582,8 +580,7 @@ def test_a_constant_out_of_bounds_is_refused(flag, value, message, capsys):
     ],
 )
 def test_what_cannot_be_done_is_refused_before_the_work(flags, message, tmp_path, capsys):
-    (tmp_path / "base").mkdir()
-    write_json(tmp_path / "base" / "config.json", LLAMA)
+    write_llama(base_network(), LLAMA | SMALL, tmp_path / "base")
     assert run(lambda: train_coda.main([str(tmp_path / "base"), "--out", str(tmp_path / "out"), *flags])) == 2
     assert message in capsys.readouterr().err
 

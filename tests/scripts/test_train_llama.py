@@ -16,6 +16,7 @@ from fathom.model.llama.config import LlamaConfig
 from fathom.probes.demo_language.language import Answer, needle_document
 from fathom.probes.demo_language.prompts import Prompt, fact_prompts
 from fathom.probes.demo_language.vocabulary import BOS
+from fathom.probes.subject import speaks_demo_language
 from fathom.runtime.load import load_any
 from fathom.runtime.options import RunOptions
 from fathom.runtime.text.segments import Text
@@ -95,6 +96,18 @@ def test_a_text_gets_the_bos_that_every_document_has(tmp_path):
     assert ids[0] == BOS
     assert len(ids) == 8
     assert tokenizer.decode_segments(ids[1:]) == [Text("The code of Alice is 47.")]
+
+
+def test_what_is_trained_speaks_the_demos_language(tmp_path):
+    """By the tokenizer that train_llama writes, which is the demo's but for the BOS that it puts before a text."""
+    write_llama(random_network(), fields(), tmp_path)
+    assert speaks_demo_language(tmp_path)
+    other = json.loads((tmp_path / "tokenizer.json").read_text())
+    other["model"]["vocab"].popitem()
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    assert not speaks_demo_language(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert not speaks_demo_language(tmp_path)
 
 
 def test_a_checkpoint_is_read_as_strictly_as_by_the_product(tmp_path):
