@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -75,6 +76,8 @@ from fathom.probes.fault import (
 )
 from fathom.probes.shared.calls import Attend
 from fathom.runtime.drafting import Drafting
+from fathom.runtime.generate import Generation
+from fathom.runtime.load import AnyLoaded
 from fathom.runtime.sampling import Sampling
 from fathom.runtime.text.messages import Message
 from fathom.runtime.text.segments import BOS, EOS, THINK_END, THINK_START, Segment, Text, merge, render, split_controls
@@ -1986,6 +1989,33 @@ def last_token_of_an_answer_unread(parts: Parts) -> Parts:
             return rest[1:] if self.held else rest
 
     return parts._replace(conversation=Changed)
+
+
+@in_runtime(
+    "pending-token-lost",
+    "A state that is saved has forgotten which token was chosen and is still to be run.",
+    seen=STATES,
+)
+def pending_token_lost(parts: Parts) -> Parts:
+    def save_state(path: Path, state: State, loaded: AnyLoaded, pending: int | None, *given: Any) -> None:
+        del pending
+        parts.save_state(path, state, loaded, None, *given)
+
+    return parts._replace(save_state=save_state)
+
+
+@in_runtime(
+    "pending-token-of-the-step-before",
+    "The token that a saved state is to go on with is the one before the last that was chosen.",
+    seen="an off-by-one",
+)
+def pending_token_of_the_step_before(parts: Parts) -> Parts:
+    def generate(*given: Any, record: Generation, **how: Any) -> Iterator[int]:
+        for token in parts.generate(*given, record=record, **how):
+            record.pending = record.tokens[-2:][0]
+            yield token
+
+    return parts._replace(generate=generate)
 
 
 @in_runtime("prompt-one-short", "The last token of the prompt is not read.", seen="an off-by-one")

@@ -512,6 +512,10 @@ def test_a_digest_sees_any_one_number(dtype):
     assert (row_digests(x) != row_digests(swapped)).tolist() == [True, False], "order counts"
 
 
+def test_rows_of_one_number_have_a_digest_each():
+    assert row_digests(torch.tensor([1.0, 2.0, 1.0])).unique().numel() == 2
+
+
 def test_a_digest_sees_the_sign_of_zero_and_passes_over_padding():
     assert not torch.equal(row_digests(torch.tensor([[0.0]])), row_digests(torch.tensor([[-0.0]])))
     narrow, wide = torch.tensor([[4, -1]], dtype=torch.int32), torch.tensor([[4, -1, -1, -1]], dtype=torch.int32)

@@ -62,7 +62,7 @@ def draws(parts, cases=CASES, count=QUICK.draws):
 
 def test_a_healthy_run_passes_and_judges_everything():
     report = run_probe(QUICK, SUBJECT, silent).report
-    assert [finding.verdict for finding in report.findings] == [Verdict.PASS] * 15, failed(*report.findings)
+    assert [finding.verdict for finding in report.findings] == [Verdict.PASS] * 16, failed(*report.findings)
     draws = report.parts[0]
     assert len(draws.rows) == len(CASES) + QUICK.rows
     assert {row[3] for row in draws.rows[len(CASES) :]} == {text.KEPT}
@@ -87,6 +87,8 @@ DRAWN = {
 RUN = {
     "prompt-one-short": "position 14: another token than </think> is read",
     "eos-ignored": "facts of a run that EOS is to end, otherwise",
+    "pending-token-lost": "another token or logits, of 1, first behind 2 tokens: nothing is to be read where ",
+    "pending-token-of-the-step-before": "another token or logits, of 1, first behind 2 tokens: Ġbreaks is to be read where ĠAbuja is due",
     "raw-without-bos": "raw prompts encoded otherwise than written, of 8, first",
     "likelihoods-of-twice-the-logits": "log-probabilities told of tokens, off float64 over what rounding explains, at ",
     "last-token-of-an-answer-unread": "conversations of two messages that are read otherwise than written, of 2, first",
