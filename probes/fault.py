@@ -34,7 +34,8 @@ class Parts(NamedTuple):
     """What stands outside of a model: made by the probe that measures it, which takes it from here.
 
     The caches of grouped-query layers and what their codes rest on; and, of `runtime`, how messages and raw text become
-    a prompt, text tokens, logits a token and its likelihood, one reply after the other a conversation, and a run a file.
+    a prompt, text tokens, logits a token and its likelihood, one reply after the other a conversation, and a state a
+    file and a state again.
     """
 
     coda: type[CodaCache]

@@ -506,7 +506,10 @@ def constructed_selections(model: Transformer, seed: int) -> Iterator[Finding]:
 def _stored_keys(keys: Tensor) -> list[tuple[str, Rows]]:
     """The same keys [n, d] in each form in which a cache may hold them, and words for it."""
     n, width = keys.shape
-    narrow = {" in FP8": fp8_keys(n, width, keys.device), " in FP4": fp4_keys(n, width, keys.device)}
+    narrow: dict[str, Rows] = {
+        " in FP8": fp8_keys(n, width, keys.device),
+        " in FP4": fp4_keys(n, width, keys.device),
+    }
     for stored in narrow.values():
         write(stored, 0, keys)
     return [("", keys), *narrow.items()]

@@ -198,8 +198,8 @@ robust to what goes wrong there, which is why it goes unnoticed: with BOS left o
 and becomes one lets whoever wrote it speak as somebody else. A nucleus that ends one token early, or is cut before the
 temperature is applied, is another distribution than was asked for, and every sample of it looks fine.
 
-A state that is saved, or that a run goes on from, holds every token but the last one chosen: if that is lost, or another
-is read in its place, the text goes on as fluently.
+A state that is saved holds every token but the last one chosen: where that is lost, or another is read in its place,
+the text goes on as fluently.
 
 So prompts are held, token by token, against what is written out by hand, in ids that the `tokenizers` library finds by
 itself; texts against what they are read back as. Tokens are drawn many times from logits whose nucleus is known,
@@ -665,8 +665,9 @@ def _gone_on(subject: Subject, file: _File, drawn: Ran, sampling: Sampling) -> F
         read = "nothing" if pending is None else file.name(pending)
         wrong = [f"behind {stops[0]} tokens: {read} is to be read where {file.name(due)} is due"]
     else:
-        gone_on = _run(subject, [pending], sampling, state=state, limit=1)
-        same = torch.equal(gone_on.logits[0], drawn.logits[stops[0]])
+        model = loaded.model
+        gone_on = model.logits(model(torch.tensor([pending], device=model.device), state))[0].cpu()
+        same = torch.equal(gone_on, drawn.logits[stops[0]])
         wrong = [] if same else [f"behind {stops[0]} tokens: other logits than without the file"]
     return _counted(what, 1, wrong)
 
