@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 QUOTED_LENGTH = 120
+WORD_LENGTH = 400
 LINE_LENGTH = 2000
 CLOSE = 0.8  # of difflib's ratio: a letter wrong in a name, or two
 
@@ -57,11 +58,20 @@ def did_you_mean(name: str, expected: Iterable[str]) -> str:
 def one_line(message: str) -> str:
     """A message as one line that a terminal can show: what is not printable is escaped, what is long is cut.
 
-    Messages quote what they take from files; this is for the rest of them, paths and other people's messages.
+    Messages quote what they take from files; this is for the rest of them, paths and other people's messages. Long
+    words, as paths are, and long lines are cut in their middle: behind a thing's name stands what is wrong with it.
     """
     joined = "; ".join(message.splitlines())
     shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in joined)
-    return shown if len(shown) <= LINE_LENGTH else f"{shown[:LINE_LENGTH]}... ({len(shown)} characters)"
+    words = (_cut(word, WORD_LENGTH) for word in shown.split(" "))
+    return _cut(" ".join(words), LINE_LENGTH)
+
+
+def _cut(text: str, most: int) -> str:
+    """A text without its middle where it has more characters than that."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]}... ({len(text)} characters) ...{text[-(most // 2) :]}"
 
 
 class RankDisagreement(RuntimeError):

@@ -1,23 +1,25 @@
 """Bits: whether a prompt gives the same bits however it is cut, repeated or followed, and what each token sees."""
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fathom.kernels.formats.stored import Rows
-from fathom.kernels.ops import Ops, mass_unit
+from fathom.kernels.ops import CPU, Ops, mass_unit
 from fathom.model.cache.entries import Entries
 from fathom.model.cache.layers import LayerCache
 from fathom.model.cache.window import WindowRing
 from fathom.model.config import LayerKind, ModelConfig
-from fathom.model.errors import Tripwire
+from fathom.model.errors import ConfigError, Tripwire
 from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
-from fathom.model.observe.sites import Site
+from fathom.model.observe.sites import Listener, Site
 from fathom.model.state import State
 from fathom.model.transformer import Transformer
 from fathom.probes.finding import (
@@ -50,6 +52,11 @@ UNEQUAL_SELECTIONS = 0.01
 LOUD = 100.0  # of what stands in rows of caches that nobody has written: a softmax that reads one gives it much weight
 BIN = 16  # tokens to a cell of the map
 SLOW = 16  # calls of fewer tokens are run up to `small_upto` only
+FEW: Final = (1, 2, 3, 4, 5, 6, 7, 8)  # tokens of calls for which ops have a way of their own
+# Sums that are in another order in such a call: `Tally` holds them against exact ones.
+REORDERED: Final = (sites.MIXED, sites.SELECTED)
+# Ways to store entries and index keys, each form of each once; the same bits come back from all of them.
+FORMS: Final = (("dtype", "dtype"), ("fp8", "fp4"), ("dtype", "fp8"))
 
 
 AFTER, TURNS, RESTORED = "after prompt B", "in turns with B", "saved and restored half way"
@@ -113,7 +120,12 @@ at that. Two correct runs in bf16 differ in last bits, because fp32 sums are tak
 allows for it would hide a lost token. So all sums are taken in fp64 and rounded once, and the comparison is for equal
 bits; rings, frontiers and the order of calls are the run's own. The run's own attention and selection get the same
 arguments in every one of these calls, and may differ from the exact ones by one rounding; Triton's attention, which
-rounds the masses of its softmax to bf16 before they multiply bf16 keys, by what these roundings may do too.
+rounds the masses of its softmax to bf16 before they multiply bf16 keys, by what these roundings may do too. What else
+ops do for few tokens alone, exact ones in their place would hide: so the run itself goes through calls of 1 to 8
+tokens, put back on a long call after every site, and on a CPU, where each sum has one order, has its bits.
+
+**How rows are stored.** Entries and index keys may be kept in FP8 and FP4, in which deployed numerics has rounded them
+already: a run that keeps them so must have every bit of one that does not.
 
 **What ran before.** A kernel may race, or read memory that nobody wrote. Or something survives from one sequence to the
 next: an open window that is not cleared, a ring that still holds another prompt's KV; DeepSeek's own code, as we read
@@ -164,7 +176,8 @@ the oldest that a token may see is not saved, because nobody should read it."""
         """Positions for the longest prompt, and for a block more."""
         config = subject.config
         cut = self._lengths(config)[-1] + self.decoded + max(config.compress_ratios)
-        return room(subject, max(_long(config, self.tokens, 16), cut, _long(config, self.repeated, 4)))
+        few = _long(config, 0, 4) + sum(FEW)
+        return room(subject, max(_long(config, self.tokens, 16), cut, few, _long(config, self.repeated, 4)))
 
     def vacuous(self, subject: Subject) -> str | None:
         """Without a ring that wraps, nothing is carried in it that could be lost; a run is compared with another."""
@@ -177,7 +190,7 @@ the oldest that a token may see is not saved, because nobody should read it."""
         """Run all experiments."""
         reaches, findings = self.seen(subject, progress)
         groups = Runs()
-        for experiment in (self.followed, self.cut, self.repeat):
+        for experiment in (self.followed, self.cut, self.few, self.stored, self.repeat):
             more, others = experiment(subject, progress)
             groups |= more
             findings += [finding for what, runs in more.items() for finding in judge(what, runs)] + others
@@ -188,8 +201,9 @@ the oldest that a token may see is not saved, because nobody should read it."""
         summary = (
             f"Changing one token in the input of single layers moved {moved} rows of their output, {wrong} of them rows"
             f" that do not see the token. Of {sum(map(len, places.values()))} runs of a prompt that is followed by"
-            f" other tokens, cut, decoded on or repeated, {sum(map(len, differ.values()))} differ by a bit, at any of"
-            f" {len(sites.SITES)} sites or in what they leave in caches."
+            " other tokens, cut, decoded on, stored in another form or repeated,"
+            f" {sum(map(len, differ.values()))} differ by a bit, at any of {len(sites.SITES)} sites or in what they"
+            " leave in caches."
         )
         table = Table(
             "Runs that should be equal",
@@ -320,16 +334,42 @@ the oldest that a token may see is not saved, because nobody should read it."""
                 what = f"as run, in calls of {chunk}: distance of all logits from those in one call"
                 yield measured(what, distance, "of their norm", same_argmax=round(same, 4))
 
+    def few(self, subject: Subject, progress: Progress) -> tuple[Runs, list[Finding]]:
+        """Hold calls of few tokens of the run itself, in its own arithmetic, against one call of all tokens."""
+        progress(0.83, f"calls of up to {FEW[-1]}")
+        model, first = subject.model, _long(subject.config, 0, 4)
+        ids = torch.tensor(subject.tokens(first + sum(FEW)), device=model.device)
+        whole = Recorder(OF_TOKENS)
+        with listening(model, whole.listeners()):
+            step(model, ids, model.new_state(len(ids), len(ids)), [], (), logits=len(ids))
+        back, state = PutBack(whole), model.new_state(len(ids), first)
+        with listening(model, back.listeners()):
+            for call in ids.split([first, *FEW]):
+                step(model, call, state, [], (), logits=len(call))
+        return {}, [back.finding(judge=subject.ops.name == CPU.name)]
+
+    def stored(self, subject: Subject, progress: Progress) -> tuple[Runs, list[Finding]]:
+        """Compare the run with those that store entries and index keys in other forms."""
+        progress(0.84, "other forms of caches")
+        options, length = subject.options, _long(subject.config, self.repeated, 4)
+        calls = self._calls(subject, subject.tokens(length))
+        wanted, runs = again(subject.model, calls), dict[str, Compared]()
+        for entries, keys in FORMS:
+            try:
+                other = replace(options, entry_format=entries, key_format=keys)
+            except ConfigError:  # it does not hold this run's numbers
+                continue
+            if other != options:
+                run = again(subject.load(other).model, calls)
+                runs[f"entries in {entries}, index keys in {keys}"] = Compared(wanted.differences(run))
+        return {"stored in another form": runs} if runs else {}, []
+
     def repeat(self, subject: Subject, progress: Progress) -> tuple[Runs, list[Finding]]:
         """Run A in all its circumstances."""
         model, length = subject.model, _long(subject.config, self.repeated, 4)
-        prompt = length - self.last
         ranks = model.arithmetic.ranks
         norms = ranks.whole(model.embedding.weight.float().norm(dim=1), 0, ranks.shards.vocabulary)
-        a, b = (
-            [*ids[:prompt].split(self.chunk), *ids[prompt:].split(1)]
-            for ids in (torch.tensor(subject.tokens(length), device=model.device), norms.argmax().repeat(length))
-        )
+        a, b = (self._calls(subject, ids) for ids in (subject.tokens(length), [int(norms.argmax())] * length))
         first, stale = again(model, a), 0.0
         runs: Runs = {}
         for name in (*(f"run {number}" for number in range(2, self.repeats + 1)), AFTER, TURNS, RESTORED, STALE):
@@ -347,6 +387,11 @@ the oldest that a token may see is not saved, because nobody should read it."""
         if not first.differences(other):
             findings.append(vacuous("prompt B differs from A", "B gave the same tensors: it could leave nothing else"))
         return runs, findings
+
+    def _calls(self, subject: Subject, tokens: list[int]) -> list[Tensor]:
+        """Calls of A's sizes: chunks, and the last tokens one by one."""
+        ids = torch.tensor(tokens, device=subject.model.device)
+        return [*ids[: -self.last].split(self.chunk), *ids[-self.last :].split(1)]
 
 
 def _long(config: ModelConfig, tokens: int, more: int) -> int:
@@ -387,11 +432,16 @@ def judge(what: str, runs: Mapping[str, Compared]) -> Iterator[Finding]:
 
 @torch.inference_mode()
 def step(
-    model: Transformer, call: Tensor, state: State, passed: list[Passed], watched: Sequence[Site] = OF_TOKENS
+    model: Transformer,
+    call: Tensor,
+    state: State,
+    passed: list[Passed],
+    watched: Sequence[Site] = OF_TOKENS,
+    logits: int = 1,
 ) -> None:
-    """One call, and the logits of its last token; what passes is appended to `passed`."""
+    """One call, and the logits of its last tokens; what passes is appended to `passed`."""
     with traced(model, watched, passed):
-        model.logits(model(call, state)[-1:])
+        model.logits(model(call, state)[-logits:])
 
 
 def joined(passed: Sequence[Passed], state: State) -> Trace:
@@ -476,6 +526,46 @@ def poison(model: Transformer, calls: Sequence[Tensor]) -> float:
     del state, buffers, buffer
     fresh = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
     return sum(int(one.isnan().sum()) for one in fresh) / sum(one.numel() for one in fresh)
+
+
+class PutBack:
+    """Listeners that compare what passes with a run before, row by row, and let the run go on with that one's rows.
+
+    So what differs at a site was computed since the site before. The run before is one call.
+    """
+
+    def __init__(self, whole: Recorder) -> None:
+        self.whole, self.seen, self.rows = whole, Counter[tuple[str, int | None]](), 0
+        self.apart: list[tuple[Difference, float]] = []  # the first row of each tensor that differs; how far the tensor
+
+    def listeners(self) -> dict[Site, Listener]:
+        """One for each site with a row per token or entry."""
+        return {site: partial(self._passed, site) for site in OF_TOKENS}
+
+    def _passed(self, site: Site, layer: int | None, x: Tensor) -> None:
+        key = site.name, layer
+        first, self.seen[key] = self.seen[key], self.seen[key] + len(x)
+        wanted = self.whole.rows(site, layer)[first : first + len(x)].to(x.device)
+        if site == sites.SELECTED:  # as wide as there are entries
+            wanted = wanted[:, : x.shape[1]]
+        if site not in REORDERED:
+            self.rows += len(x)
+            other = (x != wanted).flatten(1).any(1).nonzero()
+            if len(other):
+                off = float((x.double() - wanted.double()).norm() / wanted.double().norm())
+                self.apart += [(Difference(site, layer, first + int(row)), off) for row in other]
+        x.copy_(wanted)
+
+    def finding(self, *, judge: bool) -> Finding:
+        """How many rows differ; where the order of sums follows from the shape of a call, that is only measured."""
+        what = f"as run, calls of {FEW[0]} to {FEW[-1]} put back on one call: rows, of {self.rows}, of other bits"
+        layer, evidence = None, dict[str, JSON]()
+        if self.apart:
+            (first, _), (worst, off) = self.apart[0], max(self.apart, key=lambda one: one[1])
+            layer, evidence = first.layer, {"first place": str(first), "farthest": str(worst), "off by": off}
+        if judge:
+            return judged(what, len(self.apart), exactly(0), layer=layer, **evidence)
+        return measured(what, len(self.apart), layer=layer, **evidence)
 
 
 class Tally:

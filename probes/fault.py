@@ -22,6 +22,7 @@ from fathom.model.variants.shard import ShardCache
 from fathom.runtime.conversation import Conversation
 from fathom.runtime.generate import generate
 from fathom.runtime.sampling import Likelihood, Sampling, likelihood, sample
+from fathom.runtime.statefile import load_state, save_state
 from fathom.runtime.text.encoding import encode_messages, raw_text
 from fathom.runtime.text.segments import Segment
 from fathom.runtime.text.tokenizer import Tokenizer
@@ -33,7 +34,8 @@ class Parts(NamedTuple):
     """What stands outside of a model: made by the probe that measures it, which takes it from here.
 
     The caches of grouped-query layers and what their codes rest on; and, of `runtime`, how messages and raw text become
-    a prompt, text tokens, logits a token and its likelihood, and one reply after the other a conversation.
+    a prompt, text tokens, logits a token and its likelihood, one reply after the other a conversation, and a state a
+    file and a state again.
     """
 
     coda: type[CodaCache]
@@ -47,6 +49,8 @@ class Parts(NamedTuple):
     likelihood: Callable[[Tensor, int, int], Likelihood]  # `runtime.sampling.likelihood`
     generate: Callable[..., Iterator[int]]  # `runtime.generate.generate`
     conversation: type[Conversation]
+    save_state: Callable[..., None]  # `runtime.statefile.save_state`
+    load_state: Callable[..., int | None]  # `runtime.statefile.load_state`
 
 
 PARTS = Parts(
@@ -61,6 +65,8 @@ PARTS = Parts(
     likelihood,
     generate,
     Conversation,
+    save_state,
+    load_state,
 )
 
 

@@ -12,15 +12,30 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fathom.kernels.experts.reference import Experts
 from fathom.kernels.formats import coded_rows, qjl
+from fathom.kernels.formats.rows import first as first_rows
 from fathom.kernels.formats.rows_reference import decode
-from fathom.kernels.formats.stored import BasisRows, CodedRows, Dense, Fp4, Fp8, Rows, Slots, Weight
+from fathom.kernels.formats.stored import (
+    BasisRows,
+    CodedRows,
+    Dense,
+    Fp4,
+    Fp4Keys,
+    Fp8,
+    Fp8Entries,
+    Fp8Keys,
+    Rows,
+    Slots,
+    Weight,
+)
 from fathom.kernels.ops import Ops
 from fathom.kernels.rope import reference as rope
 from fathom.kernels.shard.cpu import Middle, middle_keys, middle_values
@@ -61,6 +76,8 @@ from fathom.probes.fault import (
 )
 from fathom.probes.shared.calls import Attend
 from fathom.runtime.drafting import Drafting
+from fathom.runtime.generate import Generation
+from fathom.runtime.load import AnyLoaded
 from fathom.runtime.sampling import Sampling
 from fathom.runtime.text.messages import Message
 from fathom.runtime.text.segments import BOS, EOS, THINK_END, THINK_START, Segment, Text, merge, render, split_controls
@@ -76,6 +93,8 @@ PORTING = "the mistake's kind: a port that took a neighbour's formula"
 WIRING = "the mistake's kind: a projection wired wrongly"
 BANKS = "the mistake's kind: what becomes of an evicted entry"
 STATES = "the mistake's kind: a part of the state that is not saved"
+SHORT: Final = 8  # tokens of a call, up to which ops have a way of their own
+LONG_WAY = "the mistake's kind: the way of long calls, which nothing but a long call takes"
 
 
 # --- where faults act: each of these begins a row
@@ -462,6 +481,41 @@ def keys_lost(q: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
 @selecting
 def entries_wrapped(q: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
     return index_scores(q, head_weights, keys[torch.arange(len(keys), device=keys.device) % 4096])
+
+
+@in_ops(
+    "late-keys-of-a-long-call",
+    "In calls of more than 8 tokens entries from the 4096th on are not scored.",
+    seen=LONG_WAY,
+    needs=layers(CSA),
+)
+def late_keys_of_a_long_call(ops: Ops) -> Ops:
+    def select(q: Tensor, head_weights: Tensor, keys: Rows, *given: Any) -> Tensor:
+        return ops.select(q, head_weights, keys if len(q) <= SHORT else first_rows(keys, 4096), *given)
+
+    return ops._replace(select=select)
+
+
+@in_ops(
+    "narrow-keys-scaled-as-the-one-before",
+    "Of index keys that are stored in FP8 or FP4, each is scored with the scale of the one before.",
+    seen="the mistake's kind: a plane beside the values that is read one row off",
+    needs=layers(CSA),
+)
+def narrow_keys_scaled_as_the_one_before(ops: Ops) -> Ops:
+    def select(q: Tensor, head_weights: Tensor, keys: Rows, *given: Any) -> Tensor:
+        return ops.select(q, head_weights, _scaled_as_the_one_before(keys), *given)
+
+    return ops._replace(select=select)
+
+
+def _scaled_as_the_one_before(stored: Rows) -> Rows:
+    """Rows with each other's scales, where they have some."""
+    if isinstance(stored, Fp8Keys):
+        return stored._replace(scale=stored.scale.roll(1, 0))
+    if isinstance(stored, Fp4Keys | Fp8Entries):
+        return stored._replace(scale=stored.scale.view(torch.uint8).roll(1, 0).view(stored.scale.dtype))
+    return stored
 
 
 @in_ops(
@@ -947,6 +1001,45 @@ def entries_of_the_first_tile_alone(call: Attend) -> Attend:
 
 
 @in_ops(
+    "late-selections-of-a-long-call",
+    "In calls of more than 8 tokens attention gathers 256 of the selected entries, and none of those after them.",
+    seen=LONG_WAY,
+    needs=layers(CSA),
+)
+@attending
+def late_selections_of_a_long_call(call: Attend) -> Attend:
+    if call.selected is None or len(call.q) <= SHORT:
+        return call
+    return call._replace(selected=call.selected[:, :256])
+
+
+@in_ops(
+    "late-entries-of-a-long-call",
+    "In calls of more than 8 tokens an HCA layer reads 4096 entries, and none of those after them.",
+    seen=LONG_WAY,
+    needs=layers(HCA),
+)
+@attending
+def late_entries_of_a_long_call(call: Attend) -> Attend:
+    if call.selected is not None or call.entries is None or len(call.q) <= SHORT:
+        return call
+    return call._replace(selected=torch.arange(4096, dtype=torch.int32, device=call.q.device).expand(len(call.q), 4096))
+
+
+@in_ops(
+    "gathered-entries-scaled-as-the-one-before",
+    "Of entries that are stored in FP8, those that are selected are read with the scale of the one before.",
+    seen="the mistake's kind: a plane beside the values that is read one row off",
+    needs=layers(CSA),
+)
+@attending
+def gathered_entries_scaled_as_the_one_before(call: Attend) -> Attend:
+    if call.selected is None or not isinstance(call.entries, Fp8Entries):
+        return call
+    return call._replace(entries=_scaled_as_the_one_before(call.entries))
+
+
+@in_ops(
     "late-rows-of-a-long-call",
     "From the 300th token of a call on, what attention gives is 5 % too large.",
     seen="the mistake's kind: a launch whose second grid is another kernel's",
@@ -1135,6 +1228,38 @@ class ExpertsWrongForSomeTokens(MoE):
         positions = torch.arange(call.first, call.first + len(x), device=x.device)
         wrong = positions % 64 == 32
         return super().output(x, ids, torch.where(wrong[:, None], weights.roll(1, 1), weights), call)
+
+
+@in_ops(
+    "experts-of-few-tokens-unrounded",
+    "Where one op runs all experts of up to 8 tokens, it does not round their inputs.",
+    seen="the mistake's kind: a fast path of decode",
+)
+def experts_of_few_tokens_unrounded(ops: Ops) -> Ops:
+    if isinstance(ops.experts, Experts):  # one after the other, by ops that are right
+        return ops
+
+    def experts(x: Tensor, *given: Any, deployed: bool) -> Tensor:
+        return ops.experts(x, *given, deployed=deployed and len(x) > SHORT)
+
+    return ops._replace(experts=experts)
+
+
+# --- behind the last layer
+
+
+@in_model(
+    "first-logits-of-a-long-call",
+    "Of the logits of more than 8 tokens, the first token's are told for ids one off.",
+    seen=LONG_WAY,
+)
+def first_logits_of_a_long_call(model: Transformer) -> None:
+    class Changed(Transformer):
+        def logits(self, hidden: Tensor) -> Tensor:
+            told = super().logits(hidden)
+            return told if len(told) <= SHORT else torch.cat((told[:1].roll(1, 1), told[1:]))
+
+    become(model, Changed)
 
 
 # --- weights and numbers
@@ -1864,6 +1989,33 @@ def last_token_of_an_answer_unread(parts: Parts) -> Parts:
             return rest[1:] if self.held else rest
 
     return parts._replace(conversation=Changed)
+
+
+@in_runtime(
+    "pending-token-lost",
+    "A state that is saved has forgotten which token was chosen and is still to be run.",
+    seen=STATES,
+)
+def pending_token_lost(parts: Parts) -> Parts:
+    def save_state(path: Path, state: State, loaded: AnyLoaded, pending: int | None, *given: Any) -> None:
+        del pending
+        parts.save_state(path, state, loaded, None, *given)
+
+    return parts._replace(save_state=save_state)
+
+
+@in_runtime(
+    "pending-token-of-the-step-before",
+    "The token that a saved state is to go on with is the one before the last that was chosen.",
+    seen="an off-by-one",
+)
+def pending_token_of_the_step_before(parts: Parts) -> Parts:
+    def generate(*given: Any, record: Generation, **how: Any) -> Iterator[int]:
+        for token in parts.generate(*given, record=record, **how):
+            record.pending = record.tokens[-2:][0]
+            yield token
+
+    return parts._replace(generate=generate)
 
 
 @in_runtime("prompt-one-short", "The last token of the prompt is not read.", seen="an off-by-one")

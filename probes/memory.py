@@ -9,7 +9,7 @@ import ctypes
 import gc
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple
@@ -76,6 +76,7 @@ SHOWN_BY: Final = 64 * MIB
 # tiles of 2^20 weights at up to 12 bytes each; attention and indexer keep theirs, 1 and 2 MiB each, below that.
 TILES: Final = 16 * MIB
 M_MMAP_THRESHOLD: Final = -3  # malloc.h
+PR_SET_THP_DISABLE: Final = 41  # linux/prctl.h
 CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 
 
@@ -105,14 +106,16 @@ entries. Width drops out of the comparison, so it holds for V4-Pro too.
 
 The process was predicted closely, once two things were out of the way. Linux lets a child inherit its parent's
 `ru_maxrss`, so a peak read there can be another program's. And glibc keeps what is freed: two runs of the same code
-grew by different amounts until every large tensor was mapped on its own.
+grew by different amounts until every large tensor was mapped on its own, and until what was free in the heap was given
+back before a run was measured: a large tensor goes there too where it fits.
 
 What one call takes does grow with the context at first, until every tile is full, and then no more (see also
 long-context.md). Most of the peak itself was there before the first token: torch."""
     not_claimed: ClassVar[str] = """\
 That nothing leaks more slowly than the slack allows: 500 bytes a token would pass. What one call takes is that of this
-op set on this machine. Of the rows of an open window it is only asked that they are there; what they hold, the
-`bits` probe compares."""
+op set on this machine. Processes are measured without transparent huge pages: where a system always has them, it rounds
+tensors up to 2 MiB, which no plan counts. Of the rows of an open window it is only asked that they are there; what they
+hold, the `bits` probe compares."""
 
     tokens: int = 300  # touched: two windows of HCA, and a ring that goes round
     chunk: int = 96  # of the same run: less than a window of HCA, so that not all of its frontier is written at first
@@ -633,10 +636,16 @@ def peak_beyond_base(subject: Subject, context: int, chunk: int, threads: int) -
 
 
 def _held_now(device: str) -> int:
-    """Bytes that this process holds at the moment; from here on, a peak is that of what comes."""
+    """Bytes that this process holds at the moment; from here on, a peak is that of what comes.
+
+    What was freed within glibc's heap is given back first: a large tensor is put there where there is room for it,
+    whatever the threshold, and would then take nothing that was not held before (3 to 4 MiB in the demo).
+    """
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
+    if (trim := _of_libc("malloc_trim")) is not None:
+        trim(0)
     if CLEAR_REFS.exists():
         CLEAR_REFS.write_text("5", encoding="ascii")  # man proc_pid_clear_refs: resets the peak
     return int(psutil.Process().memory_info().rss)
@@ -645,10 +654,18 @@ def _held_now(device: str) -> int:
 def _give_back_at_once() -> bool:
     """Let glibc map every large tensor on its own, so that freeing it lowers the resident set; whether that worked.
 
-    Otherwise it keeps what was freed for later, more of it or less from run to run (7 MiB in the demo).
+    Otherwise it keeps what was freed for later, more of it or less from run to run (7 MiB in the demo). And let the
+    system use no huge pages, which would round a tensor up to 2 MiB where they are always on.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if (prctl := _of_libc("prctl")) is not None:
+        prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
+    mallopt = _of_libc("mallopt")
     return mallopt is not None and mallopt(M_MMAP_THRESHOLD, 1 << 16) == 1
+
+
+def _of_libc(name: str) -> Callable[..., int] | None:
+    """A function of the C library, None where it is not glibc, which alone has these."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def live_bytes(model: Transformer, state: State, part: Tensor) -> int:

@@ -123,6 +123,8 @@ TRANSFORMERS = Pair("transformers", PLAIN, Setting(transformers=True), SAME)
 UNSTEERED = Pair("op set, deployed, not steered", DEPLOYED, Setting("deployed", other_ops=True))
 # A row of the widest model's experts holds 10^4 rounded values: a few rows in a hundred hold one that is moved.
 DEPLOYED_OP_SET = replace(UNSTEERED, name="op set, deployed", bound=SAME, share=0.75, steered=True)
+# Calls of 7 take the ways that ops have for few tokens, which round for themselves.
+DEPLOYED_CALLS = replace(DEPLOYED_OP_SET, name="calls of 7, deployed", other=replace(DEPLOYED, chunk=7))
 NUMERICS = Pair("numerics", PLAIN, DEPLOYED)
 DTYPE = Pair("dtype", PLAIN, Setting(dtype="bf16"))
 
@@ -172,7 +174,10 @@ each site is compared from equal inputs."""
 
     tokens: int = 700  # five blocks of 128 and a part of one; made more where the model needs more, see `length`
     # `calls of 7` divides neither 4 nor 128: calls end at every residue of both
-    pairs: tuple[Pair, ...] = (OP_SET, chunks(7), TRANSFORMERS, NUMERICS, DTYPE, DEPLOYED_OP_SET, UNSTEERED)
+    pairs: tuple[Pair, ...] = (
+        *(OP_SET, chunks(7), TRANSFORMERS, NUMERICS, DTYPE),
+        *(DEPLOYED_OP_SET, DEPLOYED_CALLS, UNSTEERED),
+    )
 
     def length(self, config: ModelConfig) -> int:
         """Tokens to run: at least two entries of each kind, and twice as many as the selection takes."""
@@ -775,4 +780,4 @@ class _Hooks:
 
 FULL = Parity()
 # Few calls, because each decodes the experts' weights anew; 101 is odd: its calls too end within windows of both kinds.
-QUICK = Parity(tokens=264, pairs=(OP_SET, chunks(101), TRANSFORMERS, DEPLOYED_OP_SET))
+QUICK = Parity(tokens=264, pairs=(OP_SET, chunks(101), TRANSFORMERS, DEPLOYED_OP_SET, DEPLOYED_CALLS))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from fathom.kernels.formats.rows import read
+from fathom.kernels.formats.rows import Rows, fp4_keys, fp8_entries, fp8_keys, read, write
 from fathom.model.cache.layers import CsaCache
 from fathom.model.checkpoint.config_json import CSA_RATIO
 from fathom.model.config import LayerKind, ModelConfig
@@ -59,17 +59,22 @@ WIDTH: Final = 128
 TILE: Final = 1 << 22  # numbers in a tile of per-head scores, float64
 DRAWN_TILE: Final = 1 << 15  # keys that are drawn, rounded and scored at once
 TINY: Final = torch.finfo(torch.float64).tiny
-# Constructed calls: entries that a token at the end sees, short of the largest tile of entries of a backend (4096) and
-# beyond it; a top-k of few, and one beyond the tiles of rows that attention gathers (256 and fewer); kinds of keys.
+# Constructed calls: of one token, of a draft's tokens, and of so many that ops take their way of long calls (from 9 on)
+# and several tiles of tokens; entries that a token at the end sees, short of the largest tile of entries of a backend
+# (4096) and beyond it; a top-k of few, and one beyond the tiles of rows that attention gathers (256 and fewer); kinds
+# of keys. Rows differ in size by powers of two, so that a row read with another's scale is another row.
+CALLS: Final = (1, 5, 40)
 ENDS: Final = (2048, 4097, 6144)
 TOP_KS: Final = (16, 600)
 LIMIT: Final = 4096
 KINDS: Final = 96
+SIZES: Final = 3
 # Of how many entries how many are selected: by one tile and by several, few of them and most of them; and all of more
 # entries than any tile holds, as HCA reads them.
 READ: Final = ((16, 40), (600, 640), (600, 2000), (1024, 1100), (1024, 2000), (600, 6000), (5000, 5000))
 MANY: Final = 128  # tokens of an entry where all are read
 COLUMNS: Final = 510  # of entries: with the window's 512, a published width
+ROPE: Final = 64  # of them, those that no narrow form rounds
 ROWS: Final = 64  # of the window
 
 
@@ -454,34 +459,42 @@ def drawn_findings(k: int, groups: Sequence[Group]) -> Iterator[Finding]:
 def constructed_selections(model: Transformer, seed: int) -> Iterator[Finding]:
     """The run's `select` where every score is exact and many are equal.
 
-    Queries, keys and weights are small integers and halves: all sums are exact in fp32 in any order (below 2^16, in
-    steps of a half), so the selection has one right answer, bit for bit. The tokens of a call see ENDS entries or, the
-    first of them, one less. Of a last call's keys there are KINDS kinds, so that many entries share the k-th score:
-    who does not take the lower of two equal ones is off in about every row.
+    Queries, keys and weights are small integers and halves times powers of two: all sums are exact in fp32 in any order
+    (below 2^18, in steps of a half), so the selection has one right answer, bit for bit, in whichever form keys are
+    stored. The tokens of a call see ENDS entries, or a few less or more. Of a last call's keys there are KINDS kinds,
+    so that many entries share the k-th score: who does not take the lower of two equal ones is off in about every row.
     """
-    generator, tokens, most = torch.Generator().manual_seed(seed), 8, max(ENDS)
+    generator, most = torch.Generator().manual_seed(seed), max(ENDS)
 
     def integers(*shape: int) -> Tensor:
         return torch.randint(-2, 3, shape, generator=generator).double()
 
+    def keys_of(count: int) -> Tensor:
+        """[count, WIDTH] in sizes of their own, and each of their parts of 32 columns in one of two."""
+        key, part = torch.arange(count)[:, None], torch.arange(WIDTH) // 32
+        return integers(count, WIDTH) * 2.0 ** (key % SIZES + (key + part) % 2)
+
     dtype, device = model.arithmetic.dtype, model.device
-    q, weights, unlike = integers(tokens, HEADS, WIDTH), integers(tokens, HEADS) / 2, integers(most, WIDTH)
-    alike = integers(KINDS, WIDTH)[torch.randint(KINDS, (most,), generator=generator)]
+    unlike, alike = keys_of(most), keys_of(KINDS)[torch.randint(KINDS, (most,), generator=generator)]
     rows, worse, later = {False: 0, True: 0}, {False: list[str](), True: list[str]()}, list[str]()
-    for keys, ends in ((unlike, ENDS), (alike, ENDS[-1:])):
+    for tokens, (keys, ends) in product(CALLS, ((unlike, ENDS), (alike, ENDS[-1:]))):
+        q, weights = integers(tokens, HEADS, WIDTH), integers(tokens, HEADS) / 2
         scores, given = exact_scores(q, weights, keys), (q.to(device, dtype), weights.float().to(device))
+        forms = _stored_keys(keys.to(device, dtype))
         for end, k in product(ends, TOP_KS):
-            first = end * CSA_RATIO - tokens // 2
+            first = end * CSA_RATIO - tokens // 2 - 1
             seen = (torch.arange(first, first + tokens) + 1) // CSA_RATIO
             visible = scores.masked_fill(torch.arange(most) >= seen[:, None], -torch.inf)
             wanted = visible.sort(dim=1, descending=True, stable=True).indices[:, :k].sort(dim=1).values
-            found = model.arithmetic.select(*given, keys.to(device, dtype), first, CSA_RATIO, k).cpu().long()
-            rows[end > LIMIT] += tokens
-            for row in (found != wanted).any(1).nonzero()[:, 0].tolist():
-                missed = min({*wanted[row].tolist()} - {*found[row].tolist()}, default=None)
-                best, taken = (visible[row][of[row].clamp(min=0)].sort().values for of in (wanted, found))
-                to = later if torch.equal(best, taken) else worse[end > LIMIT]
-                to.append(f"top {k} of {int(seen[row])} entries, token {first + row}: without entry {missed}")
+            for form, stored in forms:
+                found = model.arithmetic.select(*given, stored, first, CSA_RATIO, k).cpu().long()
+                rows[end > LIMIT] += tokens
+                for row in (found != wanted).any(1).nonzero()[:, 0].tolist():
+                    missed = min({*wanted[row].tolist()} - {*found[row].tolist()}, default=None)
+                    best, taken = (visible[row][of[row].clamp(min=0)].sort().values for of in (wanted, found))
+                    to = later if torch.equal(best, taken) else worse[end > LIMIT]
+                    which = f"top {k} of {min(int(seen[row]), most)} entries{form}, token {row + 1} of {tokens}"
+                    to.append(f"{which}: without entry {missed}")
     for beyond, wrong in worse.items():
         what = f"entries beyond {LIMIT}" if beyond else f"up to {LIMIT} entries"
         what = f"constructed, {what}: rows, of {rows[beyond]}, whose selection has not the best scores"
@@ -490,39 +503,62 @@ def constructed_selections(model: Transformer, seed: int) -> Iterator[Finding]:
     yield judged(what, len(later), exactly(0), **some(later[:1]))
 
 
+def _stored_keys(keys: Tensor) -> list[tuple[str, Rows]]:
+    """The same keys [n, d] in each form in which a cache may hold them, and words for it."""
+    n, width = keys.shape
+    narrow: dict[str, Rows] = {
+        " in FP8": fp8_keys(n, width, keys.device),
+        " in FP4": fp4_keys(n, width, keys.device),
+    }
+    for stored in narrow.values():
+        write(stored, 0, keys)
+    return [("", keys), *narrow.items()]
+
+
 def constructed_attention(model: Transformer, seed: int) -> Finding:
     """The run's `attend` to a selection, and to all entries, where its output says which rows it read.
 
-    Queries are 0, so that all logits are, and every row that is read weighs as much as the sink. Rows are unit vectors:
-    entry e stands in column ``e % COLUMNS``, the window in the last. The output times the number of weights is then how
-    often the rows of a column were read: whole numbers of at most ROWS, off by half a unit in the last place of bf16's
-    eight bits, which is a quarter at most. One row that is read twice or not at all is off by 1.
+    Queries are 0, so that all logits are, and every row that is read weighs as much as the sink. Rows are unit vectors
+    times 1, 2 or 4: entry e stands in column ``e % COLUMNS``, the window in the last. The output times the number of
+    weights is then how often the rows of a column were read, times their size: whole numbers of at most ROWS, off by
+    half a unit in the last place of bf16's eight bits, which is a quarter at most. One row that is read twice, not at
+    all, or with another's size is off by 1 or more.
     """
     generator, wrong, rows = torch.Generator().manual_seed(seed), list[str](), 0
-    arithmetic, heads = model.arithmetic, 4
-    for tokens, (k, n) in product((1, 5), READ):
+    arithmetic, heads, sizes = model.arithmetic, 4, 2 ** (torch.arange(COLUMNS) % SIZES)
+    for tokens, (k, n) in product(CALLS, READ):
         chosen = torch.stack([torch.randperm(n, generator=generator)[:k].sort().values for _ in range(tokens)])
         ratio, given = (MANY, None) if k == n else (CSA_RATIO, chosen.to(model.device, torch.int32))
-        entries = one_hot(torch.arange(n) % COLUMNS, COLUMNS + 2)
+        column = torch.arange(n) % COLUMNS
+        entries = one_hot(column, COLUMNS + 2) * sizes[column, None]
         ring = one_hot(torch.full((ROWS + tokens - 1,), COLUMNS + 1), COLUMNS + 2)
         near, far = (part.to(model.device, arithmetic.dtype) for part in (ring, entries))
         q = torch.zeros(tokens, heads, COLUMNS + 2, dtype=arithmetic.dtype, device=model.device)
         sink = torch.zeros(heads, device=model.device)
-        # the first token completes the last entry
-        out = arithmetic.ops.attend(q, near, n * ratio - 1, ROWS, far, ratio, given, sink)
-        read = (out.double().cpu() * (ROWS + k + 1)).round()  # [t, h, columns]
-        for token, of in enumerate(chosen):
-            rows += 1
-            expected = entries[of].sum(0)
-            off = (read[token] - expected)[:, :COLUMNS]
-            if off.any() or (read[token, :, -1] != ROWS).any():
-                alone = expected[of % COLUMNS] == 1
-                unread = ((off[:, of % COLUMNS] < 0).any(0) & alone).nonzero()[:, 0].tolist()
-                told = f", not to number {unread[0] + 1} of them" if unread else ""
-                which = f"all of {n} entries" if given is None else f"{k} selected of {n} entries"
-                wrong.append(f"{which}, token {token + 1} of {tokens}{told}")
+        for form, stored in _stored_entries(far):
+            # the first token completes the last entry
+            out = arithmetic.ops.attend(q, near, n * ratio - 1, ROWS, stored, ratio, given, sink)
+            read = (out.double().cpu() * (ROWS + k + 1)).round()  # [t, h, columns]
+            for token, of in enumerate(chosen):
+                rows += 1
+                times = column[of].bincount(minlength=COLUMNS)
+                off = read[token, :, :COLUMNS] - times * sizes
+                if off.any() or (read[token, :, -1] != ROWS).any():
+                    alone = times[column[of]] == 1
+                    unread = ((off[:, column[of]] < 0).any(0) & alone).nonzero()[:, 0].tolist()
+                    told = f", not to number {unread[0] + 1} of them" if unread else ""
+                    which = f"all of {n} entries" if given is None else f"{k} selected of {n} entries"
+                    wrong.append(f"{which}{form}, token {token + 1} of {tokens}{told}")
     what = f"constructed, selected entries and all: rows, of {rows}, that do not attend once to each of them"
     return judged(what, len(wrong), exactly(0), **some(wrong[:1]))
+
+
+def _stored_entries(entries: Tensor) -> list[tuple[str, Rows]]:
+    """The same entries [n, d] in each form in which a cache may hold them, and words for it."""
+    n, width = entries.shape
+    narrow = fp8_entries(n, width, ROPE, entries.device)
+    write(narrow, 0, entries)
+    return [("", entries), (" in FP8", narrow)]
 
 
 # --- the probe

@@ -363,7 +363,7 @@ def record(
                 hidden = model(ids[start : start + length], state)
                 if sites.LOGITS.name in planned:
                     for part in hidden.split(HEAD_ROWS):
-                        model.logits(part)
+                        write(sites.LOGITS.name, model.logits(part))  # what is told, which need not be what passed
                 start += length
                 after()
     return len(planned) - 1
@@ -410,7 +410,7 @@ def _writers(
         def listen(layer: int | None, x: Tensor) -> None:
             if site in steer:
                 steer[site](layer, x)
-            if (place := stored_name(site.name, layer)) in planned:
+            if site != sites.LOGITS and (place := stored_name(site.name, layer)) in planned:
                 dtype, shape = planned[place]
                 if site == sites.SELECTED:
                     x = torch.nn.functional.pad(x, (0, shape[1] - x.shape[1]), value=-1)

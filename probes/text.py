@@ -7,6 +7,7 @@ which finds control tokens in a text by itself. What may be drawn is computed ag
 import json
 import math
 import random
+import tempfile
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from fathom.model.errors import one_line
 from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
 from fathom.model.observe.sites import Site
+from fathom.model.state import State
 from fathom.probes.fault import Parts
 from fathom.probes.finding import Finding, Part, Plot, Report, Table, Text, at_most, exactly, judged, vacuous
 from fathom.probes.probe import Probe, Progress, room
@@ -178,7 +180,7 @@ NOT_CLAIMED = """\
 That a conversation of another shape is written as DeepSeek writes it: those of its published tests and many more are
 for the tests of this repository, and so are the texts that ask for reasoning effort. What is drawn is counted, so a
 distribution that is off by less than chance explains in so many draws passes. That the logits themselves are right is
-what all other pages are about."""
+what all other pages are about. On several ranks no state is saved here."""
 
 
 @dataclass(frozen=True)
@@ -196,11 +198,14 @@ robust to what goes wrong there, which is why it goes unnoticed: with BOS left o
 and becomes one lets whoever wrote it speak as somebody else. A nucleus that ends one token early, or is cut before the
 temperature is applied, is another distribution than was asked for, and every sample of it looks fine.
 
+A state that is saved holds every token but the last one chosen: where that is lost, or another is read in its place,
+the text goes on as fluently.
+
 So prompts are held, token by token, against what is written out by hand, in ids that the `tokenizers` library finds by
 itself; texts against what they are read back as. Tokens are drawn many times from logits whose nucleus is known,
 borders that are reached exactly included, and from those of the run, and counted. And the run is watched: what it
 reads must be the rows that the file's embedding has for the prompt and then for each token drawn, and what it draws is
-drawn from the logits that it computed."""
+drawn from the logits that it computed. And a run that is saved half way goes on from its file with the same bits."""
     noticed: ClassVar[str] = """\
 Frequencies alone are a blunt tool: a nucleus whose last token has little mass may lose it unnoticed. What shows it is
 to choose the border: logits whose likeliest tokens are equal, or a temperature at which the last token of the run's own
@@ -239,6 +244,8 @@ nucleus is still drawn often."""
         findings += [*_chosen(parts, greedy, drawn, heated), _read(subject, file, greedy, drawn)]
         findings.append(_ended(subject, prompt, greedy))
         findings.append(_turns(subject, tokenizer, file))
+        if subject.group.size == 1:  # of several ranks one writes the file
+            findings.append(_gone_on(subject, file, drawn, heated))
         cases = [*CASES, *_cases_of(drawn, self.rows)]
         findings.append(_likelihoods(parts, cases))
         counts = []
@@ -513,11 +520,20 @@ class Ran(NamedTuple):
     position: int  # of the state at the end
     logits: Tensor  # [n, vocab], one row for each choice
     embedded: Tensor  # [t, hidden], of all that was read
+    pending: int | None  # chosen and not read
 
 
-def _run(subject: Subject, prompt: list[int], sampling: Sampling, eos: Collection[int] = ()) -> Ran:
+def _run(
+    subject: Subject,
+    prompt: list[int],
+    sampling: Sampling,
+    eos: Collection[int] = (),
+    state: State | None = None,
+    limit: int = STEPS,
+) -> Ran:
+    """Generate up to `limit` tokens, in a new state or one that goes on."""
     model, record = subject.model, Generation()
-    state = model.new_state(len(prompt) + STEPS, CALLS)
+    state = state or _new_state(subject, prompt)
     logits: list[Tensor] = []
     embedded: list[Tensor] = []
     with listening(
@@ -529,11 +545,15 @@ def _run(subject: Subject, prompt: list[int], sampling: Sampling, eos: Collectio
     ):
         given = list(
             subject.parts.generate(
-                model, state, prompt, eos=eos, limit=STEPS, sampling=sampling, progress=lambda _: None, record=record
+                model, state, prompt, eos=eos, limit=limit, sampling=sampling, progress=lambda _: None, record=record
             )
         )
     rows = torch.cat(logits), torch.cat(embedded)
-    return Ran(prompt, record.tokens, given, record.ended, state.position, *rows)
+    return Ran(prompt, record.tokens, given, record.ended, state.position, *rows, record.pending)
+
+
+def _new_state(subject: Subject, prompt: Sequence[int]) -> State:
+    return subject.model.new_state(len(prompt) + STEPS, CALLS)
 
 
 def _chosen(parts: Parts, greedy: Ran, drawn: Ran, sampling: Sampling) -> Iterator[Finding]:
@@ -623,6 +643,33 @@ def _ended(subject: Subject, prompt: list[int], greedy: Ran) -> Finding:
     wrong = [f"{field} is {getattr(ran, field)}, not {value}" for field, value in due.items()
              if getattr(ran, field) != value]  # fmt: skip
     return _counted("facts of a run that EOS is to end, otherwise", len(due), wrong)
+
+
+def _gone_on(subject: Subject, file: _File, drawn: Ran, sampling: Sampling) -> Finding:
+    """A run that stops and is saved reads, where it goes on from the file, the token it chose last, to the same logits.
+
+    It stops where that is neither the likeliest token nor the one before again, so that these are told from it.
+    """
+    what, best = "runs that go on from a saved state with another token or logits", drawn.logits.argmax(1).tolist()
+    stops = [n for n in range(2, STEPS) if drawn.tokens[n - 1] not in (best[n - 1], drawn.tokens[n - 2])]
+    if not stops:
+        return vacuous(what, f"of {STEPS} tokens drawn each is the likeliest one, or the one before it again")
+    parts, loaded, due = subject.parts, subject.load(), drawn.tokens[stops[0] - 1]
+    with tempfile.TemporaryDirectory() as folder:
+        path, state = Path(folder) / "drawn.state", _new_state(subject, drawn.prompt)
+        begun = _run(subject, drawn.prompt, sampling, state=state, limit=stops[0])
+        parts.save_state(path, state, loaded, begun.pending)
+        state = _new_state(subject, drawn.prompt)
+        pending = parts.load_state(path, state, loaded)
+    if pending != due:
+        read = "nothing" if pending is None else file.name(pending)
+        wrong = [f"behind {stops[0]} tokens: {read} is to be read where {file.name(due)} is due"]
+    else:
+        model = loaded.model
+        gone_on = model.logits(model(torch.tensor([pending], device=model.device), state))[0].cpu()
+        same = torch.equal(gone_on, drawn.logits[stops[0]])
+        wrong = [] if same else [f"behind {stops[0]} tokens: other logits than without the file"]
+    return _counted(what, 1, wrong)
 
 
 def _heated(row: Tensor) -> tuple[float, Tensor]:

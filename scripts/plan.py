@@ -68,6 +68,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--context", type=positions, help="positions to hold, as 128K or 1M (default: all that fit)")
     p.add_argument(
+        "--prompt-tokens",
+        type=positions,
+        help="of the positions those of the prompt, which --kv shard of a Llama-family model keeps in fewer bytes"
+        " (default: not known, each part of the plan is for the prompt that takes most)",
+    )
+    p.add_argument(
         "--ranks", type=positive, help="ranks, one GPU each (default: 1, and without --context every number that goes)"
     )
     memory = p.add_mutually_exclusive_group()

@@ -257,8 +257,16 @@ simulate_fp4_scratch = rotate_halves_scratch = simulate_fp8_scratch
 
 
 def hadamard_scratch(vectors: int, width: int, item: int) -> int:
-    """Bytes allocated in `hadamard`: the result."""
+    """Bytes allocated in `hadamard`, `round_index`: the result."""
     return vectors * width * item
+
+
+round_index_scratch = hadamard_scratch
+
+
+def norm_rotate_scratch(tokens: int, heads: int, width: int, item: int) -> int:
+    """Bytes allocated in `norm_rotate`: the result."""
+    return tokens * heads * width * item
 
 
 def rotate_scratch(tokens: int, heads: int, width: int, rope: int, item: int) -> int:

@@ -29,8 +29,8 @@ def row_digests(x: Tensor) -> Tensor:
     Parameters
     ----------
     x
-        [t, ...] of any dtype. Integer rows may end in -1, which counts as nothing: a selection is padded to the number
-        of entries that there are, which depends on the call and not on the token.
+        [t] or [t, ...] of any dtype. Integer rows may end in -1, which counts as nothing: a selection is padded to the
+        number of entries that there are, which depends on the call and not on the token.
 
     Returns
     -------
@@ -38,7 +38,7 @@ def row_digests(x: Tensor) -> Tensor:
         [t] int64.
 
     """
-    rows = x.contiguous().flatten(1)
+    rows = x.contiguous()[:, None].flatten(1)
     bits = rows.view(_BITS[rows.element_size()]).long()
     if not x.dtype.is_floating_point:
         bits = bits + 1

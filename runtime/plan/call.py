@@ -72,6 +72,7 @@ class Call:
     ranks: int
     tokens: AxisShard  # of the call: this rank's between attentions
     context: int  # positions that the caches hold
+    prompt: int | None  # of them those of the prompt, where it is told; None: it may be as long
     even: bool  # whether tokens spread evenly over experts; else all go to one expert, or to this rank's
     few_pass: bool  # whether few entries pass the indexer's comparisons; else all do
     fp8_scores: bool  # whether index queries are rounded to E4M3

@@ -24,10 +24,11 @@ def largest(c: LlamaConfig, s: Call, *, adapters: bool) -> Moment:
     if s.ranks > 1:  # streams that ranks compare: of a short call after its last layer
         live.hold("compared", c.num_hidden_layers * row if t <= KEPT else 0)
         live.run("agreement", exchange=4 * I64 * min(CHECKED, row // F32))
-    if s.formats.prompted:  # by a prompt as long as the context, whose pieces are calls
-        live.hold("prompt, exact, of a layer", 2 * s.context * s.shards.kv_heads.size * c.head_dim * item)
-        if s.context > t:  # what the block before gave, what is left of attention, and what is made of that
-            live.hold("streams of the prompt", 3 * s.context * hidden * item)
+    if s.formats.prompted:  # whose pieces are calls
+        prompt = s.context if s.prompt is None else s.prompt
+        live.hold("prompt, exact, of a layer", 2 * prompt * s.shards.kv_heads.size * c.head_dim * item)
+        if prompt > t:  # what the block before gave, what is left of attention, and what is made of that
+            live.hold("streams of the prompt", 3 * prompt * hidden * item)
     live.hold("stream", row)
     s.embed(live, hidden)
     with live.scope():
@@ -91,7 +92,8 @@ def attend(s: Call, variant: Variant, tokens: int, heads: int, kv_heads: int, d:
         case GroupedShard():  # or what compressing the prompt takes: eigenvectors of keys, clusters of values
             if s.shards.kv_heads.split:  # which are of all heads, on every rank
                 width *= s.ranks
-            rows, groups = min(TILE, context), context * width // product_quantise.CHANNELS
+            prompt = context if s.prompt is None else s.prompt
+            rows, groups = min(TILE, prompt), prompt * width // product_quantise.CHANNELS
             points = min(product_quantise.POINTS, groups)
             fit_keys = 6 * (width + rows) * width * F64
             distances = min(points, product_quantise.TILE) * product_quantise.ENTRIES * F32

@@ -50,6 +50,7 @@ class Plan:
     ranks: int
     context: int  # positions
     chunk: int  # tokens of a call, at most
+    prompt: int | None  # tokens of the prompt that its caches are of; None where they do not depend on one
     weights: Mapping[WeightKind, Weights]
     caches: Mapping[str, Mapping[str, int]]  # bytes by kind of layer and component, of all its layers
     call: Moment  # the largest of any call, whatever the values: all tokens to one expert, all entries above the best
@@ -87,14 +88,23 @@ class Plan:
 class Planner:
     """Plans of one rank of a run, for any context and chunk; `backend` is the name of its op set.
 
-    The reference's memory is bounded by nothing, so its plan, as that of any other set, is the one of CPU.
+    The reference's memory is bounded by nothing, so its plan, as that of any other set, is the one of CPU. `prompt` is
+    how many tokens the prompt has, of a context that is shorter all of it; None: not known, and each part of a plan is
+    for the prompt that takes most of it. It matters where a cache depends on it alone.
     """
 
     def __init__(
-        self, config: Config, census: Census, sharding: ShardingPlan, options: RunOptions, rank: int, backend: str
+        self,
+        config: Config,
+        census: Census,
+        sharding: ShardingPlan,
+        options: RunOptions,
+        rank: int,
+        backend: str,
+        prompt: int | None = None,
     ) -> None:
         self.config, self.sharding, self.options, self.rank = config, sharding, options, rank
-        self.head = census.head
+        self.head, self.prompt = census.head, prompt
         self.weights = weights(config, census, sharding, rank, mapped=options.device == "cpu")
         if options.coda_adapters is not None:
             assert isinstance(config, LlamaConfig), "other models have none"
@@ -111,6 +121,7 @@ class Planner:
             ranks=sharding.size,
             tokens=undivided(1),
             context=1,
+            prompt=None,
             even=False,
             few_pass=False,
             fp8_scores=options.index_scores == FP8_SCORES,
@@ -136,13 +147,17 @@ class Planner:
             if self.options.device == "cpu":
                 ring_rows = window.rows(self.config.sliding_window, chunk, self.options.draft_tokens)
                 host = self.config.num_hidden_layers * ring_rows * POSITION
-        caches, reserve = self._caches(context, chunk), RESERVE[self.options.device]
-        size = self.sharding.size
-        return Plan(self.rank, size, context, chunk, self.weights, caches, call, typical_call, host, reserve, untiled)
+        prompt, caches = self._caches(context, chunk)
+        size, reserve = self.sharding.size, RESERVE[self.options.device]
+        return Plan(
+            self.rank, size, context, chunk, prompt, self.weights, caches, call, typical_call, host, reserve, untiled
+        )
 
     def largest(self, context: int, tokens: int, *, even: bool, few_pass: bool) -> Moment:
         """The largest moment of one call, see `Call`."""
-        call = replace(self.call, tokens=self._tokens(tokens), context=context, even=even, few_pass=few_pass)
+        prompt = None if self.prompt is None else min(self.prompt, context)
+        sizes = {"tokens": self._tokens(tokens), "context": context, "prompt": prompt}
+        call = replace(self.call, **sizes, even=even, few_pass=few_pass)  # type: ignore[arg-type]
         if isinstance(self.config, LlamaConfig):
             return llama.largest(self.config, call, adapters=self.options.coda_adapters is not None)
         return v4.largest(self.config, call, self.head, self.options.draft_tokens)
@@ -151,24 +166,30 @@ class Planner:
         """What a token after so many positions asks of this rank's device; None but of V4 with full caches."""
         if not isinstance(self.config, ModelConfig) or self.options.kv:
             return None
-        return token(self.config, self.call, self.weights, self._caches(context, 1), context, bandwidth)
+        return token(self.config, self.call, self.weights, self._caches(context, 1)[1], context, bandwidth)
 
     def largest_context(self, memory: int, chunk: int | None = None) -> int:
-        """Most positions that fit in so many bytes, at most those that the model has; 0 where none does."""
-        return most(lambda n: self.plan(n, chunk).needed <= memory, self.config.max_position_embeddings)
+        """Most positions that fit in so many bytes, at most those that the model has.
+
+        0 where none does, or the prompt does not.
+        """
+        found = most(lambda n: self.plan(n, chunk).needed <= memory, self.config.max_position_embeddings)
+        return found if found >= (self.prompt or 0) else 0
 
     def largest_chunk(self, memory: int, context: int) -> int:
         """Most tokens of a call with which a context fits in so many bytes; 0 where not even one does."""
         return most(lambda n: self.plan(context, n).needed <= memory, context)
 
-    def _caches(self, context: int, chunk: int) -> dict[str, dict[str, int]]:
-        """What the state allocates, by kind of layer; where that depends on the prompt, for the length that takes most.
+    def _caches(self, context: int, chunk: int) -> tuple[int | None, dict[str, dict[str, int]]]:
+        """What the state allocates, by kind of layer, and of which prompt where that depends on one.
 
-        It takes some bytes for each token of the prompt and others for each that follows: the most at one of the ends.
+        Of a prompt that is not known, the length that takes most: it takes some bytes for each token of the prompt and
+        others for each that follows, so the most at one of the ends.
         """
         formats, found, heads = self.call.formats, [], KvHeads(self.call.shards.kv_heads)
         rewind = self.options.draft_tokens
-        for prompt in (0, context) if formats.prompted else (None,):
+        told = (0, context) if self.prompt is None else (min(self.prompt, context),)
+        for prompt in told if formats.prompted else (None,):
             kinds: dict[str, dict[str, int]] = {}
             caches = layer_caches(self.config, context, chunk, formats, torch.device("meta"), prompt, heads, rewind)
             for layer, cache in enumerate(caches):
@@ -176,12 +197,12 @@ class Planner:
                 parts = kinds.setdefault(kind, {})
                 for component, size in cache.nbytes().items():
                     parts[component] = parts.get(component, 0) + size
-            found.append(kinds)
-        largest = max(found, key=lambda kinds: sum(sum(parts.values()) for parts in kinds.values()))
+            found.append((prompt, kinds))
+        of, largest = max(found, key=lambda one: sum(sum(parts.values()) for parts in one[1].values()))
         if self.head is None or not isinstance(self.config, ModelConfig):
-            return largest
+            return of, largest
         stages = draft_caches(self.head, self.config, formats, torch.device("meta"), rewind)
-        return largest | {DRAFTING: {"window": DraftState(stages).nbytes()}}
+        return of, largest | {DRAFTING: {"window": DraftState(stages).nbytes()}}
 
     def _tokens(self, count: int) -> AxisShard:
         """As `model.ranks.ranks.Ranks.tokens`; of all ranks the first has the most."""

@@ -15,7 +15,7 @@ from fathom.model.checkpoint.mtp import Head
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.ranks.ranks import KEPT, undivided
 from fathom.model.rope import rotated_as
-from fathom.model.rounding import FP4, FP8, NONE
+from fathom.model.rounding import FP4, FP8
 from fathom.model.variants.choice import Coda, Full, Shard
 from fathom.runtime.plan.call import F32, I64, Call, Live, Moment
 
@@ -150,11 +150,9 @@ def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     _project(c, s, live, layer)
     live.run("low-rank query", s.op("rms_norm", t, c.q_lora_rank, item))
     live.hold("low-rank query", latent)
-    normed = queries + s.op("rms_norm", t * heads.size, d, item)
-    live.run("queries", max(s.linear("attn.wq_b", t), normed, 2 * queries + rotated))
+    live.run("queries", max(s.linear("attn.wq_b", t), queries + s.op("norm_rotate", t, heads.size, d, item)))
     live.hold("queries", queries)
-    rounded = 2 * kv + s.op("simulate_fp8", t * (d - rope), item) if s.rounding.kv == FP8 else 0
-    live.run("KV", max(s.op("rms_norm", t, d, item), kv + s.op("rotate", t, 1, d, rope, item), rounded))
+    live.run("KV", s.op("norm_rotate", t, 1, d, item))
     live.hold("KV", kv)
     _attend(c, s, live, layer)
     live.hold("projections", 0)
@@ -241,11 +239,11 @@ def _select(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     t, m, d, item, heads = s.t, s.m, c.index_head_dim, s.item, c.index_n_heads
     _compress(c, s, live, layer, "indexer.compressor", d)
     queries = m * heads * d * item
-    made = [s.linear("attn.indexer.wq_b", m), 2 * queries + s.op("rotate", m, heads, d, c.qk_rope_head_dim, item)]
+    made = [s.linear("attn.indexer.wq_b", m), queries + s.op("rotate", m, heads, d, c.qk_rope_head_dim, item)]
     if s.rounding.index == FP4:
-        made.append(queries + s.op("hadamard", m * heads, d, item))
-    if s.rounding.index != NONE:
-        made.append(2 * queries + s.op(f"simulate_{s.rounding.index}", m * heads * d, item))
+        made.append(queries + s.op("round_index", m * heads, d, item))
+    elif s.rounding.index == FP8:
+        made.append(queries + s.op("simulate_fp8", m * heads * d, item))
     live.run("index queries", max(made))
     live.hold("index queries", queries)
     entries = s.context // c.ratio(layer)

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,6 +24,7 @@ from fathom.model.llama.adapters import check_adapters
 from fathom.model.llama.census import census as llama_census
 from fathom.model.llama.census import parameters
 from fathom.model.llama.config import LlamaConfig
+from fathom.model.variants.choice import GroupedShard
 from fathom.runtime.drafting import bound, check_draft, check_head
 from fathom.runtime.kv import variants
 from fathom.runtime.memory import machine_memory
@@ -41,6 +42,7 @@ from fathom.scripts.plan import EXPERTS
 GIB: Final = 1 << 30
 HOME: Final = "b200"  # whose bandwidth a token's arithmetic takes where no GPU is named
 DOES_NOT_FIT: Final = 1
+TELL: Final = "--prompt-tokens tells its length"
 RANKS: Final = (1, 2, 4, 8, 16, 32, 64)  # that are tried; each divides the next, so that a rank never gets more
 
 
@@ -48,8 +50,8 @@ def run(args: argparse.Namespace, config: Config) -> int:
     """Show the plan for a model of this config; returns the exit status."""
     options = run_options(args)
     check_options(config, options, args.config or args.model or DEMO)
-    variants(options.kv, config)
-    subject = read_subject(args.model, args.config, args.experts, args.headers, options.draft)
+    check_prompt(args.prompt_tokens, options, config, args.context)
+    subject = read_subject(args.model, args.config, args.experts, args.headers, options.draft, args.prompt_tokens)
     if args.context > (most := subject.config.max_position_embeddings):
         raise CapacityError(f"--context {args.context}: beyond the model's max_position_embeddings {most}")
     planners = ranked(subject, options, args.ranks or 1)
@@ -82,6 +84,20 @@ class Subject:
     config: Config
     counted: Census
     source: str  # where the weights' sizes are from
+    prompt: int | None = None  # tokens of the prompt, where that is told
+
+
+def check_prompt(prompt: int | None, options: RunOptions, config: Config, context: int) -> bool:
+    """Whether a cache depends on the prompt.
+
+    ConfigError for a prompt that is told where none does, CapacityError for one that is longer than the context.
+    """
+    prompted = any(isinstance(variant, GroupedShard) for variant in variants(options.kv, config))
+    if prompt is not None and not prompted:
+        raise ConfigError(f"--prompt-tokens {prompt}: no cache depends on it, but --kv shard of a Llama-family model's")
+    if prompt is not None and prompt > context:
+        raise CapacityError(f"--prompt-tokens {prompt}: the context has {context} positions")
+    return prompted
 
 
 def read_subject(
@@ -90,20 +106,24 @@ def read_subject(
     experts: Experts | None,
     headers: Mapping[str, Stored] | None = None,
     draft: str = OFF,
+    prompt: int | None = None,
 ) -> Subject:
     """Read a checkpoint's headers, or a config.json alone; ConfigError or CheckpointError naming what is wrong.
 
-    `headers` are those that the hub told, where the files are not here. `draft` is what drafts tokens.
+    `headers` are those that the hub told, where the files are not here. `draft` is what drafts tokens, `prompt` how
+    many the prompt has.
     """
     if config is not None:
         facts = config_from_file(config)
-        return _published_llama(facts) if isinstance(facts, LlamaConfig) else _published(facts, config, experts, draft)
+        if isinstance(facts, LlamaConfig):
+            return replace(_published_llama(facts), prompt=prompt)
+        return _published(facts, config, experts, draft)
     directory = model or DEMO
     facts = config_from_file(directory / "config.json")
     stored = Checkpoint.open(directory).shapes() if headers is None else headers
     where, source = str(directory), "headers of the checkpoint's files"
     if isinstance(facts, LlamaConfig):
-        return Subject(facts, llama_census(stored, facts, where), source)
+        return Subject(facts, llama_census(stored, facts, where), source, prompt)
     counted = census(stored, facts, where=where, head=bound(draft))
     check_head(counted, draft, where)
     return Subject(facts, counted, source)
@@ -151,7 +171,7 @@ def by_ranks(subject: Subject, options: RunOptions) -> Iterator[tuple[int, Plann
 
 def _planner(subject: Subject, sharding: ShardingPlan, options: RunOptions, rank: int) -> Planner:
     """Return a rank's planner; ConfigError for drafts that no run would make."""
-    planner = Planner(subject.config, subject.counted, sharding, options, rank, planned(options))
+    planner = Planner(subject.config, subject.counted, sharding, options, rank, planned(options), subject.prompt)
     check_draft(subject.config, options, planner.call.ops)
     return planner
 
@@ -171,6 +191,8 @@ def summary(subject: Subject, planner: Planner, plans: Sequence[Plan], memory: i
         "ranks": len(plans),
         "context": plan.context,
         "chunk": plan.chunk,
+        "prompt": plan.prompt,
+        "prompt_told": planner.prompt is not None,
         "rank": plan.rank,
         "weights": {
             kind.value: {"stored": part.stored, "mapped": part.mapped, "own": part.own, "on_every_rank": part.whole}
@@ -289,7 +311,7 @@ def _remarks(data: dict[str, Any]) -> list[str]:
     if data["load_seconds"] is not None:
         buffers = f"through {said(HOST_BYTES)} of pinned buffers on the host"
         lines.append(f"load at {LOADED / 1e9:g} GB/s, assumed: {data['load_seconds']:.2g} s for each rank, {buffers}")
-    lines.append(f"caches: {' '.join(data['options']['kv']) or 'all=full'}")
+    lines.append(_caches(data))
     call, typical = data["call"], data["typical_call"]
     lines.append(f"a call holds most at: {call['moment']}; no values of tensors make it more")
     if typical["bytes"] != call["bytes"]:
@@ -314,6 +336,17 @@ def _remarks(data: dict[str, Any]) -> list[str]:
                 f" {token['caches_cut_from']:,} positions on, and each rank {said(token['caches_cut_spare'])}"
             )
     return lines + _verdict(data)
+
+
+def _caches(data: dict[str, Any]) -> str:
+    """How layers remember, and of which prompt where that matters."""
+    caches = f"caches: {' '.join(data['options']['kv']) or 'all=full'}"
+    if data["prompt"] is None:
+        return caches
+    caches += f", for a prompt of {data['prompt']:,} tokens"
+    if data["prompt_told"]:
+        return caches
+    return f"{caches}, which of all takes most, and calls for one of {data['context']:,}; {TELL}"
 
 
 def _verdict(data: dict[str, Any]) -> list[str]:

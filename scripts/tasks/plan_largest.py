@@ -7,13 +7,23 @@ from typing import Any, Final
 from rich.table import Table
 
 from fathom.model.architectures import Config
-from fathom.runtime.kv import variants
 from fathom.runtime.options import DEMO, check_options
 from fathom.runtime.output import write_json
 from fathom.runtime.plan.gpus import GPUS
 from fathom.scripts.console import Console
 from fathom.scripts.flags import UNITS, run_options
-from fathom.scripts.tasks.plan import DOES_NOT_FIT, GIB, by_ranks, fits_from, memory_of_rank, ranked, read_subject, said
+from fathom.scripts.tasks.plan import (
+    DOES_NOT_FIT,
+    GIB,
+    TELL,
+    by_ranks,
+    check_prompt,
+    fits_from,
+    memory_of_rank,
+    ranked,
+    read_subject,
+    said,
+)
 
 CONTEXTS: Final = (1 << 13, 1 << 17)  # and all positions of the model
 
@@ -22,11 +32,11 @@ def run(args: argparse.Namespace, config: Config) -> int:
     """Show what fits for a model of this config; returns the exit status."""
     options = run_options(args)
     check_options(config, options, args.config or args.model or DEMO)
-    variants(options.kv, config)
-    subject = read_subject(args.model, args.config, args.experts, args.headers, options.draft)
+    prompted = check_prompt(args.prompt_tokens, options, config, config.max_position_embeddings)
+    subject = read_subject(args.model, args.config, args.experts, args.headers, options.draft, args.prompt_tokens)
     most = subject.config.max_position_embeddings
     chosen = [(args.ranks, ranked(subject, options, args.ranks)[0])] if args.ranks else by_ranks(subject, options)
-    contexts = sorted({context for context in CONTEXTS if context < most} | {most})
+    contexts = sorted({context for context in CONTEXTS if (args.prompt_tokens or 0) <= context < most} | {most})
     rows = []
     for ranks, planner in chosen:
         memory = memory_of_rank(args, options, ranks)
@@ -44,6 +54,8 @@ def run(args: argparse.Namespace, config: Config) -> int:
         "weights_from": subject.source,
         "options": options.to_json(),
         "by_ranks": rows,
+        "prompt": args.prompt_tokens,
+        "prompted": prompted,
         "gpus": None if rows[0]["memory"] is not None else _gpus(rows, contexts),
     }
     console = Console()
@@ -87,8 +99,12 @@ def _gpu_table(data: dict[str, Any], contexts: Sequence[int]) -> Table:
 
 
 def _fitting(data: dict[str, Any], contexts: Sequence[int]) -> list[str]:
-    lines = [f"weights: {data['weights_from']}", f"caches: {' '.join(data['options']['kv']) or 'all=full'}"]
-    rows = data["by_ranks"]
+    rows, caches = data["by_ranks"], f"caches: {' '.join(data['options']['kv']) or 'all=full'}"
+    if data["prompt"] is not None:
+        caches += f", for a prompt of {data['prompt']:,} tokens"
+    elif data["prompted"]:
+        caches += f", at each context for the prompt that takes most; {TELL}"
+    lines = [f"weights: {data['weights_from']}", caches]
     tried = ", ".join(str(row["ranks"]) for row in rows)
     if data["gpus"] is not None:
         return [*lines, f"tried on {tried} ranks; --gpu or --memory-gib asks for the largest context"]

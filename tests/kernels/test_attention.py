@@ -211,6 +211,17 @@ def test_a_token_sees_complete_entries_or_those_selected(way, dtype, n, k, t, fi
     check(way, make(t, 3, 20, 8, first, n, k, nan=t != 2, dtype=dtype))
 
 
+@crossed("t, k", [(1, None), (9, None)], [(9, 300), (9, 4500), (40, None)])
+def test_no_entry_is_left_out_of_more_than_any_tile_holds(way, dtype, t, k):
+    """More than 4096 of them, in a call of few tokens and in long ones; the last are the largest."""
+    n, d = 5000, 16
+    q, ring, first, window, entries, ratio, selected, _ = make(t, 2, d, 8, 4 * n + 3, n, k, nan=False, dtype=dtype)
+    late = entries.float().clone()
+    late[4096:] *= 3  # they take most of the mass: whoever leaves some of them out is far off
+    sink = torch.full((2,), -torch.inf)
+    check(way, (q, ring, first, window, late.to(dtype), ratio, selected, sink), largest=16.0)
+
+
 @pytest.mark.parametrize("way", SMALL_TILES, ids=lambda way: way.name)
 def test_tiles_end_within_what_is_seen(way):
     few, many = [(1, 16, None), (5, 17, None), (1, 40, 16), (1, 40, 17)], []

@@ -84,6 +84,8 @@ def test_ops_that_allocate_their_result(item):
         (scratch("simulate_fp8", t * s * d, item), lambda: TRITON.simulate_fp8(x, 128)),
         (scratch("simulate_fp4", t * s * d, item), lambda: TRITON.simulate_fp4(x, 32)),
         (scratch("hadamard", t * s, d, item), lambda: TRITON.hadamard(x)),
+        (scratch("round_index", t * s, d, item), lambda: TRITON.round_index(x, 32)),
+        (scratch("norm_rotate", t, s, d, item), lambda: TRITON.norm_rotate(x, None, 1e-6, angle, angle, 64)),
         (scratch("swiglu", t * s * d, item), lambda: TRITON.swiglu(flat, flat, 10.0, None)),
         (scratch("collapse", t, s, d, item), lambda: TRITON.collapse(x, pre)),
         (scratch("expand", t, s, d, item), lambda: TRITON.expand(y, x, pre, comb)),

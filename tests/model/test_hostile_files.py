@@ -211,6 +211,10 @@ SHARDED_FILES = {
     "two lines in a shard name": (assign(VICTIM, "a\nb"), [INDEX, "'a\\nb'", "not a plain file name"]),
     "a number as a shard": (assign(VICTIM, 1), [INDEX, VICTIM, "its shard is not a file name"]),
     "a shard that is not there": (assign(VICTIM, "lost.safetensors"), ["lost.safetensors", "No such file"]),
+    "a shard of a name that no system has": (
+        assign(VICTIM, "x" * 20_000 + ".safetensors"),
+        ["/" + "x" * 100, "characters) ...xxx", "xxx.safetensors: cannot be read: File name too long"],
+    ),
     "a shard removed": (lambda d: (d / SECOND).unlink(), [SECOND, "No such file"]),
     "a shard that is a broken link": (
         lambda d: ((d / SECOND).unlink(), (d / SECOND).symlink_to("nowhere")),
@@ -272,6 +276,27 @@ def test_hostile_index_and_shards(case, sharded, tmp_path, capsys):
 
 def test_a_missing_folder_is_named(tmp_path, capsys):
     assert "nowhere" in refused(tmp_path / "nowhere", capsys)
+
+
+def test_what_is_wrong_is_told_behind_a_path_that_is_cut(sharded, tmp_path, capsys):
+    directory = tmp_path
+    while len(str(directory)) < 3000:
+        directory /= "d" * 200
+    directory.parent.mkdir(parents=True)
+    shutil.copytree(sharded, directory)
+    os.truncate(directory / SECOND, 100)
+    line = refused(directory, capsys)
+    assert line.startswith(f"{tmp_path}/ddd")
+    assert f"dd/{SECOND}: header of" in line
+    assert line.endswith("truncated or no safetensors\n")
+    assert len(line) < 700
+
+
+@pytest.mark.parametrize("name", ["x" * 20_000, "x" * 300])
+def test_a_folder_of_a_name_that_no_system_has_is_refused_with_why(name, tmp_path, capsys):
+    line = refused(tmp_path / name, capsys)
+    assert line.endswith("xx/config.json: cannot be read: File name too long\n")
+    assert len(line) < 700
 
 
 def test_an_unreadable_file_is_named(single, tmp_path, capsys):

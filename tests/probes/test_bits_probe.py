@@ -70,6 +70,7 @@ def test_the_demo_passes_and_every_experiment_was_made():
         ("every token after t changed", 2, 0),
         ("decoded on, 6 tokens one by one", 3, 0),
         ("cut into calls", 2, 0),
+        ("stored in another form", 2, 0),
         *((name, 1, 0) for name in ("run 2", "after prompt B", "in turns with B")),
         ("saved and restored half way", 1, 0),
         ("in memory that held NaN", 1, 0),
@@ -360,6 +361,61 @@ def test_prefixes_are_the_prompts_they_stand_for():
         assert len(trace.rows[sites.HIDDEN, None]) == length
 
 
+# --- calls of few tokens, and other forms of caches
+
+
+FEW_ROWS = "as run, calls of 1 to 8 put back on one call: rows, of 15205, of other bits"
+
+
+def test_what_one_op_does_for_few_tokens_alone_is_named_where_it_is_done():
+    ((what, (layer, evidence)),) = run("few", Subject(fault=FAULTS["experts-of-few-tokens-unrounded"])).items()
+    assert (what, layer) == (FEW_ROWS, 0)
+    assert evidence["first place"] == "experts.output of layer 0, token 132", "the first behind the long call"
+
+
+@pytest.mark.parametrize("tokens", range(1, 9))
+def test_a_last_bit_in_a_call_of_so_many_tokens_shows(tokens):
+    def last_bit(op):
+        return lambda x, *rest: op(x, *rest) * (1 + 2**-7 if len(x) == tokens else 1)  # one unit of bf16
+
+    (found,) = run("few", Subject(fault=local(collapse=last_bit))).values()
+    assert found[1]["first place"] == f"attention.input of layer 0, token {132 + tokens * (tokens - 1) // 2}"
+
+
+@pytest.mark.parametrize("options", [RunOptions(dtype="fp32"), RunOptions(numerics="plain", dtype="fp32")])
+def test_calls_of_few_tokens_have_the_bits_of_a_long_one_in_other_arithmetic(options):
+    assert not run("few", Subject(options=options))
+
+
+def test_of_an_op_set_whose_sums_change_their_order_it_is_measured():
+    _, (found,) = QUICK.few(Subject(ops=REFERENCE), silent)
+    assert found.verdict is Verdict.MEASURED
+    assert found.measured > 0
+
+
+@pytest.mark.parametrize(
+    ("fault", "place"),
+    [
+        ("gathered-entries-scaled-as-the-one-before", "attention.mixed of layer 1, token 3"),
+        ("narrow-keys-scaled-as-the-one-before", "indexer.selected of layer 1, token 67"),
+    ],
+)
+@pytest.mark.parametrize("options", [RunOptions(), RunOptions(entry_format="fp8", key_format="fp4")])
+def test_a_form_of_caches_that_is_read_otherwise_is_named(fault, place, options):
+    ((_, (layer, evidence)),) = run("stored", Subject(options=options, fault=FAULTS[fault])).items()
+    assert (layer, evidence["first place"]) == (1, place)
+
+
+def test_forms_that_cannot_hold_the_runs_numbers_are_left_out():
+    def forms(**options):
+        groups, _ = QUICK.stored(Subject(options=RunOptions(**options)), silent)
+        return [name for runs in groups.values() for name in runs]
+
+    assert forms() == ["entries in fp8, index keys in fp4", "entries in dtype, index keys in fp8"]
+    assert forms(dtype="fp32") == ["entries in dtype, index keys in fp8"]
+    assert forms(numerics="plain") == []
+
+
 # --- what ran before
 
 
@@ -472,6 +528,10 @@ def test_a_digest_sees_any_one_number(dtype):
     swapped = x.clone()
     swapped[0, 0] = x[0, 0].flip(0)
     assert (row_digests(x) != row_digests(swapped)).tolist() == [True, False], "order counts"
+
+
+def test_rows_of_one_number_have_a_digest_each():
+    assert row_digests(torch.tensor([1.0, 2.0, 1.0])).unique().numel() == 2
 
 
 def test_a_digest_sees_the_sign_of_zero_and_passes_over_padding():

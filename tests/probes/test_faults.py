@@ -30,7 +30,7 @@ TRIPS = {
     "hash-table-zeroed": "experts [0, 0]",
 }
 # These need more than one run of a common prompt to show: activations beyond the clamp, a second sequence, decode,
-# scores that are equal, more entries than the prompt has, calls that are longer.
+# scores that are equal, more entries than the prompt has, calls that are longer, caches in another form, logits.
 QUIET = {
     "shared-clamp-dropped",
     "stale-frontier",
@@ -42,6 +42,13 @@ QUIET = {
     "selected-wrapped",
     "entries-of-the-first-tile-alone",
     "late-rows-of-a-long-call",
+    "late-keys-of-a-long-call",
+    "late-selections-of-a-long-call",
+    "late-entries-of-a-long-call",
+    "gathered-entries-scaled-as-the-one-before",
+    "narrow-keys-scaled-as-the-one-before",
+    "experts-of-few-tokens-unrounded",
+    "first-logits-of-a-long-call",
     "third-entry-of-a-call-again",
 }
 

@@ -193,6 +193,7 @@ def test_numbers_that_are_not_finite_are_found(demo, tmp_path):
 NAMED = {
     "experts-wrong-for-some-tokens": ("routing", sites.EXPERTS_OUTPUT, {"routing"}),
     "hyper-head-without-eps": ("mhc", sites.HIDDEN, {"mhc", "projections"}),
+    "first-logits-of-a-long-call": ("projections", sites.LOGITS, {"projections"}),
     "rank-0-sinks": ("sink", sites.MIXED, {"sink", "attention"}),
 }
 

@@ -33,6 +33,7 @@ from fathom.probes.memory import (
 from fathom.probes.probe import run_probe, silent
 from fathom.probes.subject import Subject, cannot_travel
 from fathom.runtime.options import RunOptions
+from fathom.runtime.report import peak_memory
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 ALLOCATED, LIES = "bytes allocated", "caches that claim other bytes than they hold"
@@ -46,6 +47,18 @@ def measured(fault=None, probe=memory.QUICK, **subject):
 
 def failures(report):
     return {(finding.what, finding.layer): finding for finding in report.findings if finding.failed}
+
+
+def taken_where_the_heap_has_room(size):
+    """What a tensor of so many bytes takes in a process whose heap holds more than that, freed: see `_held_now`."""
+    assert memory._give_back_at_once()
+    blocks = [b"x" * 40_000 for _ in range(2 * size // 40_000)]  # below the threshold from which each is mapped
+    top = b"x" * 40_000
+    del blocks
+    before = memory._held_now("cpu")
+    tensor = torch.ones(size, dtype=torch.uint8)
+    assert len(top) < len(tensor), "both are there still"
+    return peak_memory("cpu") - before
 
 
 def with_caches(change):
@@ -302,6 +315,11 @@ def test_a_process_of_its_own():
     taken = call(memory.peak_of_prompts, Subject(options=RunOptions(prefill_chunk=32)), (64, 128), 1024, 1)
     assert taken.base < taken.peaks[0] <= taken.peaks[1] < taken.ballast
     assert 0 < taken.calls[0] <= taken.calls[1] <= taken.far
+
+
+def test_what_is_free_in_the_heap_is_not_held_before():
+    size = 16 * MIB
+    assert call(taken_where_the_heap_has_room, size) >= 0.95 * size
 
 
 def test_a_tripwire_in_the_process_is_a_finding(monkeypatch):

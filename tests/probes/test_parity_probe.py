@@ -17,6 +17,7 @@ from fathom.probes.faults import FAULTS
 from fathom.probes.finding import Verdict, at_most
 from fathom.probes.parity import (
     COMPARED,
+    DEPLOYED_CALLS,
     DEPLOYED_OP_SET,
     DTYPE,
     NUMERICS,
@@ -56,7 +57,7 @@ def comparison(rows, *, bound=1e-3, steered=False):
 def test_the_healthy_demo_agrees_with_itself_and_with_transformers():
     report = run(Subject())
     assert not report.failed, [finding for finding in report.findings if finding.failed]
-    names = ["op set", "calls of 101", "transformers", "op set, deployed"]
+    names = ["op set", "calls of 101", "transformers", "op set, deployed", "calls of 7, deployed"]
     assert [finding.what.split(":")[0] for finding in report.findings] == names
     assert all(finding.evidence["rows_beyond"] == 0 < finding.evidence["bit_equal"] for finding in report.findings)
     # fp32 and a few layers: a fifth of the bound, on processors that add up in other orders
@@ -78,6 +79,7 @@ def test_the_healthy_demo_agrees_with_itself_and_with_transformers():
         ("stale-frontier", CALLS, "attention.entry", 1, 3),
         ("query-rotated-key-not", DEPLOYED_OP_SET, "indexer.key_used", 1, 3),
         ("fp8-scale-not-power-of-two", DEPLOYED_OP_SET, "attention.latent", 0, 0),
+        ("experts-of-few-tokens-unrounded", DEPLOYED_CALLS, "experts.output", 0, 0),
     ],
 )
 def test_a_fault_is_found_where_it_sits(fault, pair, site, layer, token):

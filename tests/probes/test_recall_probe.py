@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fathom.kernels.formats.rows import length
+from fathom.kernels.formats.stored import Fp4Keys, Fp8Keys
 from fathom.kernels.indexer.reference import index_scores, select
 from fathom.kernels.ops import CPU, REFERENCE
 from fathom.model.cache.layers import CsaCache
@@ -38,10 +40,10 @@ A = "recall, oracle A, mean over rows, lowest over lengths and residues"
 WORSE = "worse entries selected than fp32 rounding explains, most for one token"
 CORRELATION = "correlation of the scores with those of unrounded q and k, mean over rows, lowest over lengths"
 B = "recall, oracle B, mean over rows, lowest over lengths"
-UPTO = "constructed, up to 4096 entries: rows, of 16, whose selection has not the best scores"
-BEYOND = "constructed, entries beyond 4096: rows, of 48, whose selection has not the best scores"
-EQUAL = "constructed, equal scores: rows, of 64, that do not take the lower entry"
-READ = "constructed, selected entries and all: rows, of 42, that do not attend once to each of them"
+UPTO = "constructed, up to 4096 entries: rows, of 276, whose selection has not the best scores"
+BEYOND = "constructed, entries beyond 4096: rows, of 828, whose selection has not the best scores"
+EQUAL = "constructed, equal scores: rows, of 1104, that do not take the lower entry"
+READ = "constructed, selected entries and all: rows, of 644, that do not attend once to each of them"
 
 
 def run(probe=QUICK, **subject):
@@ -81,10 +83,15 @@ def test_the_healthy_demo_passes():
         ("query-rotated-key-not", {CORRELATION, B}),
         ("indexer-compressor-not-loaded", {LEVEL, CORRELATION}),
         ("entries-wrapped", {BEYOND}),
+        ("late-keys-of-a-long-call", {BEYOND}),
+        ("narrow-keys-scaled-as-the-one-before", {UPTO, BEYOND, EQUAL}),
         ("ties-to-the-higher-entry", {EQUAL}),
         ("first-tile-again", {READ}),
         ("selected-wrapped", {READ}),
         ("entries-of-the-first-tile-alone", {READ}),
+        ("late-selections-of-a-long-call", {READ}),
+        ("late-entries-of-a-long-call", {READ}),
+        ("gathered-entries-scaled-as-the-one-before", {READ}),
         ("entries-off-by-one", {READ}),
     ],
 )
@@ -270,14 +277,46 @@ def test_one_entry_that_is_not_selected_shows():
     assert [finding.what for finding in constructed_selections(model, 0) if finding.failed] == [BEYOND]
 
 
+@pytest.mark.parametrize(
+    ("fault", "what", "place"),
+    [
+        ("late-keys-of-a-long-call", BEYOND, "top 16 of 4099 entries, token 30 of 40: without entry 4097"),
+        ("late-selections-of-a-long-call", READ, "600 selected of 640 entries, token 1 of 40, not to number 257"),
+        ("late-entries-of-a-long-call", READ, "all of 5000 entries, token 1 of 40"),
+        ("gathered-entries-scaled-as-the-one-before", READ, "16 selected of 40 entries in FP8, token 1 of 1"),
+        ("narrow-keys-scaled-as-the-one-before", UPTO, "top 16 of 2048 entries in FP8, token 1 of 1"),
+    ],
+)
+def test_what_is_constructed_says_which_calls_and_which_form_are_wrong(fault, what, place):
+    faulty = FAULTS[fault].ops(CPU)
+    model = with_ops(select=faulty.select, attend=faulty.attend)
+    findings = [constructed_attention(model, 0)] if what == READ else constructed_selections(model, 0)
+    (found,) = (finding for finding in findings if finding.what == what)
+    assert found.evidence["first"][0].startswith(place)
+
+
+@pytest.mark.parametrize("form", ["in FP8", "in FP4"])
+def test_keys_of_each_form_are_of_scales_that_matter(form):
+    def select(q, head_weights, keys, *given):
+        if {"in FP8": Fp8Keys, "in FP4": Fp4Keys}[form] is type(keys):
+            keys = keys._replace(scale=keys.scale[:1].expand_as(keys.scale).contiguous())
+        return CPU.select(q, head_weights, keys, *given)
+
+    firsts = [
+        found.evidence["first"][0] for found in constructed_selections(with_ops(select=select), 0) if found.failed
+    ]
+    assert len(firsts) == 2
+    assert all(form in first for first in firsts)
+
+
 @pytest.mark.parametrize("place", [0, 15])
 def test_one_row_that_attention_reads_twice_shows(place):
     def attend(q, ring, first, window, entries, ratio, selected, sink):
-        every = torch.arange(len(entries), dtype=torch.int32).repeat(len(q), 1)
+        every = torch.arange(length(entries), dtype=torch.int32).repeat(len(q), 1)
         selected = every if selected is None else selected.clone()
         selected[0, place] = selected[0, place - 1]
         return CPU.attend(q, ring, first, window, entries, ratio, selected, sink)
 
     found = constructed_attention(with_ops(attend=attend), 0)
-    assert found.measured == 14, "the first row of each call"
+    assert found.measured == 42, "the first row of each call"
     assert found.evidence["first"][0].endswith(f"not to number {place + 1} of them")

@@ -10,7 +10,7 @@ import torch
 
 from fathom.kernels.ops import CPU
 from fathom.probes import text
-from fathom.probes.fault import PARTS
+from fathom.probes.fault import PARTS, Fault
 from fathom.probes.faults import FAULTS
 from fathom.probes.finding import Verdict
 from fathom.probes.probe import run_probe, silent
@@ -62,7 +62,7 @@ def draws(parts, cases=CASES, count=QUICK.draws):
 
 def test_a_healthy_run_passes_and_judges_everything():
     report = run_probe(QUICK, SUBJECT, silent).report
-    assert [finding.verdict for finding in report.findings] == [Verdict.PASS] * 15, failed(*report.findings)
+    assert [finding.verdict for finding in report.findings] == [Verdict.PASS] * 16, failed(*report.findings)
     draws = report.parts[0]
     assert len(draws.rows) == len(CASES) + QUICK.rows
     assert {row[3] for row in draws.rows[len(CASES) :]} == {text.KEPT}
@@ -87,6 +87,8 @@ DRAWN = {
 RUN = {
     "prompt-one-short": "position 14: another token than </think> is read",
     "eos-ignored": "facts of a run that EOS is to end, otherwise",
+    "pending-token-lost": "first behind 2 tokens: nothing is to be read where ĠAbuja is due",
+    "pending-token-of-the-step-before": "first behind 2 tokens: Ġbreaks is to be read where ĠAbuja is due",
     "raw-without-bos": "raw prompts encoded otherwise than written, of 8, first",
     "likelihoods-of-twice-the-logits": "log-probabilities told of tokens, off float64 over what rounding explains, at ",
     "last-token-of-an-answer-unread": "conversations of two messages that are read otherwise than written, of 2, first",
@@ -224,6 +226,23 @@ def test_another_token_read_than_was_drawn_is_told(runs):
     assert f"position {len(PROMPT) + 3}: another token" in failed(text._read(SUBJECT, FILE, ran, other))
     longer = ran._replace(position=ran.position + 1)
     assert "another token than the end" in failed(text._read(SUBJECT, FILE, longer))
+
+
+def test_a_state_that_a_file_changed_is_told(runs):
+    def load_state(path, state, loaded):
+        pending = PARTS.load_state(path, state, loaded)
+        state.layers[0].ring.data.neg_()
+        return pending
+
+    def told(drawn, **parts):
+        changed = Fault("x", "x", "x", parts=lambda given: given._replace(**parts))
+        return failed(text._gone_on(Subject(fault=changed), FILE, drawn, LOOSE))
+
+    drawn = runs(PARTS, LOOSE)
+    assert not told(drawn)
+    assert "other logits than without the file" in told(drawn, load_state=load_state)
+    likeliest = drawn._replace(logits=torch.nn.functional.one_hot(torch.tensor(drawn.tokens), VOCABULARY).float())
+    assert told(likeliest).startswith("runs that go on from a saved state")
 
 
 # --- when it cannot show anything

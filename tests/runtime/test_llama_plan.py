@@ -42,9 +42,9 @@ def saved(tmp_path_factory):
     return directory
 
 
-def planner(loaded, options):
+def planner(loaded, options, prompt=None):
     config = loaded.model.config
-    return Planner(config, loaded.census, sharding_plan(config, 1), options, 0, "cpu")
+    return Planner(config, loaded.census, sharding_plan(config, 1), options, 0, "cpu", prompt)
 
 
 def attending(saved, dtype, variant, tokens, heads, kv_heads, d, context):
@@ -95,12 +95,13 @@ def test_variants_take_no_more_than_planned(saved, dtype, prompt, kv):
     """Reading the prompt, which Shard then compresses, and a token after it."""
     options = RunOptions("plain", dtype, kv=(kv,))
     loaded = load_any(saved, options)
-    plan = planner(loaded, options).plan(600, 300)
+    plan, told = (planner(loaded, options, length).plan(600, 300) for length in (None, prompt))
     state, tokens = loaded.model.new_state(600, 300, prompt), torch.arange(300)
-    assert sum(state.nbytes().values()) <= plan.cache_bytes
+    assert sum(state.nbytes().values()) == told.cache_bytes <= plan.cache_bytes
+    assert told.call.nbytes <= plan.call.nbytes
     for part in (tokens[:prompt], tokens[:1]):
         taken = peak_bytes(lambda part=part: loaded.model.logits(loaded.model(part, state)[-1:]))
-        assert taken <= plan.call.nbytes
+        assert taken <= told.call.nbytes
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -157,6 +158,24 @@ def test_the_plan_of_variants_is_of_the_prompt_that_takes_most(saved):
     assert 0.5 * full < coded < 0.6 * full, "of no prompt: every token in 8 bits, and norms"
     prompt = sum(model.new_state(4000, 64, 4000).nbytes().values())
     assert prompt < 0.25 * full, "exact rows of the prompt are no part of any cache before it comes"
+
+
+def test_the_plan_of_a_prompt_that_is_told_is_of_that_prompt(saved):
+    options = RunOptions("plain", kv=("all=shard:rank=16",))
+    loaded = load_any(saved, options)
+    for prompt in (1, 1000, 3900, 4000):
+        plan = planner(loaded, options, prompt).plan(4000, 64)
+        assert plan.prompt == prompt
+        assert plan.cache_bytes == sum(loaded.model.new_state(4000, 64, prompt).nbytes().values())
+    unknown, told = (planner(loaded, options, prompt) for prompt in (None, 3900))
+    assert unknown.plan(4000, 64).prompt == 0, "every token in 8 bits takes most"
+    assert told.plan(4000, 64).call.nbytes < unknown.plan(4000, 64).call.nbytes
+    assert told.plan(1000, 64).prompt == 1000, "of a shorter context all of it"
+    needed = told.plan(4000, 64).needed
+    assert told.largest_context(needed, 64) == 4000
+    assert unknown.largest_context(needed, 64) < 3900
+    assert told.largest_context(told.plan(3899, 64).needed, 64) == 0, "no room for the prompt"
+    assert planner(loaded, RunOptions("plain"), 3900).plan(4000).prompt is None
 
 
 def test_a_long_prompt_is_held_exactly_by_one_layer_at_a_time(tmp_path, monkeypatch):

@@ -100,6 +100,15 @@ def test_a_call_of_the_demo(options, chunk):
     agree(*taken_and_planned(DEMO, options, chunk))
 
 
+def test_a_long_call_of_the_demo_within_five_per_cent():
+    """As the probe `memory` asks it of a process: what uncounted loops take is little beside such a call."""
+    loaded = load(DEMO, RunOptions())
+    planner = Planner(loaded.model.config, loaded.census, loaded.sharding, RunOptions(), 0, "cpu")
+    state, tokens = noise_up_to(loaded.model, 65536 - 4096, 4096), torch.arange(4096) % loaded.model.config.vocab_size
+    taken, planned = peak_bytes(lambda: loaded.model(tokens, state)), planner.plan(65536, 4096).typical_call
+    assert abs(planned.nbytes / taken - 1) < 0.05, f"{taken:,} taken, {planned.nbytes:,} by {planned}"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("entries", ["dtype", "fp8"])
 @pytest.mark.parametrize("keys", ["dtype", "fp8", "fp4"])

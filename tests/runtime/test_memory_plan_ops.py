@@ -74,6 +74,7 @@ def test_rms_norm(item, weighted):
 def test_rotate(item, width, rope):
     x, angle = torch.randn(512, 8, width, dtype=DTYPES[item]), torch.randn(512, rope // 2)
     close(scratch("rotate", 512, 8, width, rope, item), lambda: CPU.rotate(x, angle, angle))
+    close(scratch("norm_rotate", 512, 8, width, item), lambda: CPU.norm_rotate(x, None, 1e-6, angle, angle, 0))
 
 
 @items
@@ -83,6 +84,7 @@ def test_rounding(item, tokens):
     close(scratch("simulate_fp8", x.numel(), item), lambda: CPU.simulate_fp8(x, 128))
     close(scratch("simulate_fp4", x.numel(), item), lambda: CPU.simulate_fp4(x, 32))
     close(scratch("hadamard", tokens, 1024, item), lambda: CPU.hadamard(x))
+    close(scratch("round_index", tokens, 1024, item), lambda: CPU.round_index(x, 32))
 
 
 @items

@@ -428,7 +428,12 @@ def test_what_a_file_says_reaches_the_terminal_escaped_and_cut(tmp_path, capsys)
 
 def test_one_line_of_anything():
     assert one_line("a\nb\x1b[0m\x00é\u202e") == "a; b\\x1b[0m\\x00é\\u202e"
-    assert one_line("x" * 3000) == f"{'x' * 2000}... (3000 characters)"
+    assert one_line("x" * 400) == "x" * 400
+    assert one_line(f"{'x' * 3000}/y: why") == f"{'x' * 200}... (3003 characters) ...{'x' * 197}/y: why"
+    many = one_line("begins " + "name " * 1000 + "ends")
+    assert many.startswith("begins name ")
+    assert many.endswith(" name ends")
+    assert len(many) < 2100
 
 
 def test_text_for_a_terminal_keeps_its_lines_and_nothing_else_that_steers():

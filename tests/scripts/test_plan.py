@@ -16,6 +16,7 @@ from fathom.scripts import generate, logits
 from fathom.scripts.cli import run
 from fathom.scripts.flags import positions
 from fathom.scripts.plan import main
+from tests.llama_configs import LLAMA_3_1_8B
 from tests.make_checkpoint import tiny_config
 
 CONFIGS = Path(__file__).parents[2] / "model" / "published"
@@ -181,6 +182,47 @@ def test_a_token_by_arithmetic(tmp_path, capsys):
     per_position = 128 * 2 / 4 * 7 / 8 / 8e12
     assert token["caches_cut_from"] == int((2 * 10e-6 + 3 * 1.5e-6 + rows) / per_position) + 1
     assert f"save a token time from {token['caches_cut_from']:,} positions on" in said
+
+
+def test_of_shard_it_says_for_which_prompt(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    flags = ("--config", tmp_path / "config.json", "--numerics", "plain", "--kv", "all=shard", "--context", "64K")
+    unknown = asked(tmp_path, *flags)
+    assert (unknown["prompt"], unknown["prompt_told"]) == (0, False)
+    assert (
+        "caches: all=shard, for a prompt of 0 tokens, which of all takes most, and calls for one of 65,536;"
+        " --prompt-tokens tells its length" in capsys.readouterr().out
+    )
+    told = asked(tmp_path, *flags, "--prompt-tokens", "60K")
+    assert (told["prompt"], told["prompt_told"]) == (61440, True)
+    assert "caches: all=shard, for a prompt of 61,440 tokens\n" in capsys.readouterr().out
+    assert 4 * told["caches"]["attention"]["shard"] < unknown["caches"]["attention"]["shard"]
+    assert told["call"]["bytes"] < unknown["call"]["bytes"]
+    largest = asked(tmp_path, *flags[:-2], "--gpu", "rtx-4090", "--prompt-tokens", 100_000)
+    assert [list(row["needed"]) for row in largest["by_ranks"]] == [["131072"]] * len(largest["by_ranks"])
+    assert "caches: all=shard, for a prompt of 100,000 tokens\n" in capsys.readouterr().out
+    asked(tmp_path, *flags[:-2])
+    assert "at each context for the prompt that takes most; --prompt-tokens" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--prompt-tokens", "4"], "--prompt-tokens 4: no cache depends on it, but --kv shard of a Llama-family"),
+        (["--prompt-tokens", "4", "--kv", "all=shard", "--context", "8K"], "--prompt-tokens 4: no cache depends on it"),
+        (["--prompt-tokens", "0"], "argument --prompt-tokens: '0' is no number of positions"),
+    ],
+)
+def test_a_prompt_that_nothing_depends_on_is_refused(flags, message, capsys):
+    assert message in refused(main, capsys, *flags)
+
+
+@pytest.mark.parametrize(("context", "limit"), [(["--context", "32K"], 32768), ([], 131072)])
+def test_a_prompt_longer_than_the_context_is_refused(context, limit, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_1_8B))
+    flags = ("--config", tmp_path / "config.json", "--numerics", "plain", "--kv", "all=shard", *context)
+    said = refused(main, capsys, *flags, "--prompt-tokens", limit + 1)
+    assert said == f"--prompt-tokens {limit + 1}: the context has {limit} positions\n"
 
 
 def test_a_token_where_there_is_no_exchange_and_where_there_is_no_arithmetic(tmp_path, config, capsys):
