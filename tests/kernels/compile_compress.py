@@ -25,6 +25,7 @@ CASES = BLACKWELL | {
     "CSA key, fp8, a chunk": tail(4096, 4, 2, 128, "index", rows.fp8_keys(8, 128, HERE)),
 }
 MORE = {
+    "CSA key, fp8 by row, decode": tail(1, 4, 2, 128, "row", rows.fp8_keys(8, 128, HERE)),
     "CSA key, fp4, decode": tail(1, 4, 2, 128, "index", rows.fp4_keys(8, 128, HERE)),
     "CSA entry, fp8, six tokens of which five may be taken back": tail(
         6, 4, 2, 512, "kv", rows.fp8_entries(8, 512, 64, HERE), more=2

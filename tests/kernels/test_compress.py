@@ -16,6 +16,7 @@ from fathom.model.cache.entries import Entries
 from fathom.model.cache.formats import CacheFormats
 from fathom.model.cache.frontier import Frontier
 from fathom.model.compressor import EntryCompressor, KeyCompressor
+from fathom.model.rounding import FP4, FP8, NONE, Rounding
 from tests.kernels.every_backend import HAS_TRITON, ULP, on_triton
 
 BACKENDS = {"reference": reference.compress}  # and CPU's, which is the reference's
@@ -222,9 +223,9 @@ def test_tokens_that_are_taken_back_leave_nothing(compress, ratio, series, width
 
 FORMS = [
     ("none", "rows"), ("kv", "rows"), ("kv", "entries"), ("index", "rows"), ("index", "fp8"), ("index", "fp4"),
-    ("none", "entries"), ("none", "fp8"), ("none", "fp4"),
+    ("row", "rows"), ("row", "fp8"), ("none", "entries"), ("none", "fp8"), ("none", "fp4"),
 ]  # fmt: skip
-IN_FP32 = [("kv", "entries"), ("index", "rows"), ("index", "fp4")]  # the others are the slow test's
+IN_FP32 = [("kv", "entries"), ("index", "rows"), ("index", "fp4"), ("row", "rows")]  # the others are the slow test's
 
 
 @on_triton
@@ -252,9 +253,17 @@ def test_triton_and_the_reference_store_the_same_bits_where_every_sum_is_exact(d
     assert not stored.decode(forms.first(sides[0][2], TOTAL // ratio)).isnan().any()
 
 
-def model_compressor(kind, width, freqs, dtype, deployed):
+AS_THE_MODEL = {
+    "none": Rounding(NONE, NONE, NONE),
+    "kv": Rounding(NONE, FP8, NONE),
+    "index": Rounding(NONE, NONE, FP4),
+    "row": Rounding(NONE, NONE, FP8),
+}
+
+
+def model_compressor(kind, width, freqs, dtype, rounding):
     nobody, formats = SimpleNamespace(note=lambda *_: None), CacheFormats(dtype, "dtype", "dtype")
-    numerics = Arithmetic(REFERENCE, deployed, dtype, formats, nobody, {})
+    numerics = Arithmetic(REFERENCE, rounding, dtype, formats, nobody, {})
     made = kind.__new__(kind)
     made.arithmetic, made.coded, made.eps = numerics, False, EPS
     made.rope_dim, made.width = 2 * len(freqs), width
@@ -267,6 +276,7 @@ def model_compressor(kind, width, freqs, dtype, deployed):
     (EntryCompressor, "none", "rows", (4, 2, 80)), (EntryCompressor, "kv", "entries", (8, 1, 80)),
     (EntryCompressor, "kv", "rows", (4, 2, 80)), (KeyCompressor, "none", "rows", (4, 2, 64)),
     (KeyCompressor, "index", "rows", (4, 2, 64)), (KeyCompressor, "index", "fp4", (4, 2, 64)),
+    (KeyCompressor, "row", "rows", (4, 2, 64)), (KeyCompressor, "row", "fp8", (4, 2, 64)),
 ])  # fmt: skip
 @EVERY_BACKEND
 def test_it_is_what_the_model_does(compress, kind, rounding, form, shape):
@@ -274,7 +284,7 @@ def test_it_is_what_the_model_does(compress, kind, rounding, form, shape):
     kv, gate = whole_numbers(TOTAL, series, width, seed=2)
     norm = norm_of(width)
     freqs = torch.zeros(ROPE // 2) if kind is KeyCompressor else frequencies(ROPE, 1e4)
-    model = model_compressor(kind, width, freqs, dtype, rounding != "none")
+    model = model_compressor(kind, width, freqs, dtype, AS_THE_MODEL[rounding])
     model.project = SimpleNamespace(norm=norm)
     frontier = Frontier(ratio, width, overlap=series == 2, device=HERE)
     for part in frontier.ring():

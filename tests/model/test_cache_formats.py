@@ -86,6 +86,19 @@ def test_fp8_scores_of_deployed_queries_change_nothing_and_the_model_says_so(pla
     assert all(torch.equal(q, CPU.simulate_fp8(q, q.shape[-1])) for q in asked)
 
 
+def test_keys_that_are_rounded_to_fp8_fit_fp8_and_not_fp4():
+    """Without a Hadamard transform, one scale a row; KV is rounded and inputs of linears are not."""
+    mixed = RunOptions("linears=none,kv=fp8,index=fp8")
+    wanted = ran(DEMO, mixed)
+    assert min(int((x >= 0).sum(1).min()) for _, x in wanted[1]) == 0  # a token sees no entry yet,
+    assert max(int((x >= 0).sum(1).max()) for _, x in wanted[1]) == 16  # another more than it selects
+    same(ran(DEMO, replace(mixed, entry_format="fp8", key_format="fp8")), wanted)
+    scored = ran(DEMO, replace(mixed, key_format="fp8", index_scores="fp8"))
+    same(scored, wanted)  # queries are rounded as these scores round them
+    with pytest.raises(ConfigError, match="--key-format fp4"):
+        replace(mixed, key_format="fp4")
+
+
 @pytest.mark.parametrize("name", ["flash", "uneven"])
 def test_other_widths_and_groups_of_subnormals(name, tmp_path):
     """Two groups of 64 and 16 rope dims; in "uneven" the second group is all subnormal under the least scale."""

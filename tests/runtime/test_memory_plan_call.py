@@ -110,6 +110,11 @@ def test_a_long_call_of_the_demo_within_five_per_cent():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("index", ["fp4", "fp8", "none"])
+def test_the_plan_of_a_call_is_what_its_rounding_takes(index):
+    agree(*taken_and_planned(DEMO, RunOptions(f"linears=none,kv=fp8,index={index}"), 512))
+
+
 @pytest.mark.parametrize("entries", ["dtype", "fp8"])
 @pytest.mark.parametrize("keys", ["dtype", "fp8", "fp4"])
 def test_formats_of_the_caches(entries, keys):

@@ -168,6 +168,7 @@ def test_a_state_of_other_weights_config_or_numerics_is_refused(saved, directory
     write_checkpoint(tmp_path / "reshaped", tiny_config(index_topk=9), seed=11)
     refused(load(tmp_path / "reshaped", OPTIONS), "config")
     refused(load(directory, RunOptions("plain", "bf16", "cpu", 64)), "numerics")
+    refused(load(directory, RunOptions("linears=fp8,kv=fp8,index=fp8", "bf16", "cpu", 64)), "numerics")
     refused(load(directory, RunOptions("deployed", "fp32", "cpu", 64)), "dtype")
     copy = shutil.copytree(directory, tmp_path / "copy")  # the same model elsewhere is the same model
     other = load(copy, OPTIONS)

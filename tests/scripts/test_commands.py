@@ -107,6 +107,26 @@ def test_narrow_caches_give_the_same_answer_in_fewer_bytes(tmp_path):
     assert (entries, keys) == (200 / 256, 68 / 256)  # 64 + 2 * 64 + 1 + 7 of padding; 64 + 4
 
 
+def test_each_of_three_roundings_is_chosen_by_itself(tmp_path, capsys):
+    """`deployed` and `plain` are names for two combinations; a run says which it is, and its state goes on with it."""
+    words, state = (
+        ("--raw", "--prompt", "The old farmer carried a letter", "--max-new-tokens", "6"),
+        str(tmp_path / "state"),
+    )
+    named = generated(tmp_path, *words)
+    spelled = generated(tmp_path, *words, "--rounding", "linears=fp8,kv=fp8,index=fp4")
+    assert spelled["options"]["numerics"] == named["options"]["numerics"] == "deployed"
+    mixed = ("--rounding", "linears=none,kv=fp8,index=fp8")
+    first = generated(tmp_path, *words, *mixed, "--save-state", state)
+    assert first["options"]["numerics"] == "linears=none,kv=fp8,index=fp8"
+    assert "numerics linears=none,kv=fp8,index=fp8" in capsys.readouterr().err
+    more = ("--load-state", state, "--max-new-tokens", "3")
+    assert generated(tmp_path, *more, *mixed)["position"] == first["position"] + 3
+    capsys.readouterr()
+    said = refused(generate, capsys, *more)
+    assert "saved with numerics 'linears=none,kv=fp8,index=fp8', this run has 'deployed'" in said
+
+
 def test_fp8_scores_are_said_where_they_are_asked_for(tmp_path, capsys):
     flags = ("--raw", "--prompt", "The old farmer", "--max-new-tokens", "4", "--key-format", "fp8")
     exact, told = generated(tmp_path, *flags), capsys.readouterr()
@@ -294,6 +314,15 @@ def test_a_loaded_state_takes_another_question(tmp_path):
         (("--prompt", "a", "--raw", "--think"), "--raw"),
         (("--prompt", "a", "--numerics", "plain", "--entry-format", "fp8"), "--entry-format fp8"),
         (("--prompt", "a", "--numerics", "plain", "--key-format", "fp4"), "--key-format fp4"),
+        (
+            ("--prompt", "a", "--rounding", "linears=fp8,kv=none,index=fp4", "--entry-format", "fp8"),
+            "--entry-format fp8",
+        ),
+        (("--prompt", "a", "--rounding", "linears=fp8,kv=fp8,index=fp8", "--key-format", "fp4"), "--key-format fp4"),
+        (("--prompt", "a", "--rounding", "linears=fp8,kv=fp8"), "says nothing of index"),
+        (("--prompt", "a", "--rounding", "linears=fp4,kv=fp8,index=fp4"), "linears is fp8 or none"),
+        (("--prompt", "a", "--rounding", "weights=fp8"), "want linears="),
+        (("--prompt", "a", "--rounding", "linears=fp8,kv=fp8,index=fp4", "--numerics", "plain"), "--numerics"),
         (("--prompt", "a", "--dtype", "fp32", "--entry-format", "fp8"), "--entry-format fp8"),
         (("--prompt", "a", "--graph"), "--graph: --device cpu"),
         (("--prompt", "a", "--draft", "lookup", "--draft-tokens", "8"), "--draft-tokens 8"),
