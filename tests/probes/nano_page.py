@@ -31,9 +31,9 @@ MENDED = "One equation after the other replaced"
 HEAD = """\
 Nothing was put into this runtime: the faults are those that it was published with, and all of them act at once. Each
 layer is judged from its recorded input, so that none hides behind another. Sites are recorded by forward hooks on the
-package's own modules, and around three methods whose results no module returns
-([`tests/probes/nano_deepseek.py`](../tests/probes/nano_deepseek.py)); no flag tells `compare` the numerics, the dtype
-or what to look for."""
+package's own modules, and around three methods whose results no module returns; index queries are rotated for the
+recording by the package's own functions ([`tests/probes/nano_deepseek.py`](../tests/probes/nano_deepseek.py)). No flag
+tells `compare` the numerics, the dtype or what to look for."""
 NOT_CLAIMED = """\
 One version, in fp32, with one prompt in one call: its cache, its training and its drafting module were not looked at. A
 later version may compute otherwise. `sinkhorn-of-sigmoids` and `query-theta` stand in the library because they were
@@ -92,7 +92,7 @@ def page(found: Sequence[Mapping[str, JSON]], facts: Mapping[str, JSON]) -> Page
     explained = sum(len(one["sites"]) for one in first["explained"])
     verdict = (
         f"{agree} of {agree + differ} sites agree as {PACKAGE} {facts['version']} computes them, {differ} differ;"
-        f" {len(first['explained'])} faults are named, which explain {explained} of these. With as many of its"
+        f" {len(first['explained'])} faults are named, which explain {explained} of them. With as many of its"
         f" equations replaced by the published ones {last['counts']['agrees']} of {sum(last['counts'].values())} agree"
     )
     replaced = {run["replaced"]["fault"]: run["replaced"] for run in found[1:]}
