@@ -1483,25 +1483,25 @@ def _nano() -> Iterator[Row]:
     last = mended[-1]["counts"]["agrees"]
     for claim, faults in (
         (
-            "Its mHC is the report's, section 2.2: “residual streams with Sinkhorn-Knopp doubly-stochastic"
-            " projection”.",
+            "The package covers mHC as the report describes it: “Sinkhorn-Knopp doubly-stochastic projection”.",
             ("post-not-doubled", "sinkhorn-of-sigmoids", "comb-transposed"),
         ),
-        ("Its attention is the report's, section 2.3.3: “multi-query attention with partial RoPE”.", ("query-theta",)),
+        ("It covers the report's attention: “multi-query attention with partial RoPE”.", ("query-theta",)),
         ("It has “official Flash/Pro `config.json` ingestion”.", ("yarn-dropped",)),
     ):
         seen = [explained[fault] for fault in faults if fault in explained]
         told = "; ".join(
-            f"{computes[one['fault']]}: {len(one['sites'])} sites, the fault `{one['fault']}` explains"
-            f" {one['share']:.0%} of their difference"
+            f"{computes[one['fault']]} ({len(one['sites'])} sites, whose difference `{one['fault']}` explains to"
+            f" {one['share']:.0%})"
             for one in seen
         )
         yield Row(
             V4,
             claim,
             (NANO,),
-            f"{told or 'No such difference'}. Of the {sites} sites of a run of the demo checkpoint {differ} differ from"
-            f" V4's equations; with {len(mended)} of the package's replaced by the published ones {last} agree.",
+            f"Its code has {told or 'no other equation here'}. Of the {sites} sites of a run of the demo checkpoint"
+            f" {differ} differ from V4's; with {len(mended)} of its equations replaced by the published ones {last}"
+            " agree.",
             ("nano.md",),
             by_measurement(held=not seen),
         )

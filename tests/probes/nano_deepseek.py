@@ -226,17 +226,15 @@ MENDS = (
     Mend(
         "sinkhorn-of-sigmoids",
         "HyperConnection.forward",
-        "Sinkhorn starts from sigmoids, not exponentials",
+        "Sinkhorn started from sigmoids, not exponentials",
         exponentials,
     ),
-    Mend("comb-transposed", "DeepSeekV4DecoderLayer.forward", "comb @ streams, not its transpose", mixed),
-    Mend(
-        "yarn-dropped", "rope_cos_sin, DeepSeekV4Config.from_official_json", "no YaRN: rope_scaling is not read", yarn
-    ),
+    Mend("comb-transposed", "DeepSeekV4DecoderLayer.forward", "streams mixed by comb, not by its transpose", mixed),
+    Mend("yarn-dropped", "rope_cos_sin", "no YaRN, as rope_scaling is not read from config.json", yarn),
     Mend(
         "query-theta",
         "DeepSeekV4Attention.forward",
-        "queries, window KV and output of CSA and HCA layers by rope_theta, not compress_rope_theta",
+        "queries, window KV and output of CSA and HCA layers rotated with rope_theta, not compress_rope_theta",
         one_base,
     ),
 )  # in the order in which they are mended

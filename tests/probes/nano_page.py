@@ -100,7 +100,7 @@ def page(found: Sequence[Mapping[str, JSON]], facts: Mapping[str, JSON]) -> Page
         [one["fault"], replaced[one["fault"]]["what"], replaced[one["fault"]]["theirs"], *told(one)]
         for one in first["explained"]
     ]
-    columns = ("named", "what the package computes", "where, in its modeling.py", "sites", "explained", "first of them")
+    columns = ("named", "what the package has", "where, in its modeling.py", "sites", "explained", "first of them")
     steps = [
         [
             run["replaced"]["fault"] if run["replaced"] else "nothing",
