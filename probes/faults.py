@@ -555,6 +555,17 @@ def yarn_on_window_layers(model: Transformer) -> None:
 
 
 @in_model(
+    "query-theta",
+    "CSA and HCA layers rotate queries, window KV and output with rope_theta, entries and the indexer as they should.",
+    seen="nano-deepseek-v4 0.2.0",
+    needs=layers(CSA, HCA),
+)
+def query_theta(model: Transformer) -> None:
+    for attention in compressed_attentions(model):  # compressor and indexer keep the layer's own rotation
+        attention.rotation = Rotation(rope.frequencies(attention.rope_dim, model.config.rope_theta))
+
+
+@in_model(
     "yarn-dropped",
     "CSA and HCA layers rotate without YaRN.",
     seen="mlx-lm#1189",
@@ -818,22 +829,46 @@ def comb_made_transposed(mix: Mix) -> Mix:
     return mix._replace(comb=mix.comb.mT.contiguous())
 
 
-@in_ops("row-first-sinkhorn", "Sinkhorn ends on rows instead of columns.", seen="Automodel#2039")
-def row_first_sinkhorn(ops: Ops) -> Ops:
-    def hyper_weights(
-        streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        pre, post, _ = ops.hyper_weights(streams, fn, scale, base, iterations, eps, norm_eps)
-        s = streams.shape[1]
-        flat = streams.flatten(1).float()
-        mixes = (flat @ fn[2 * s :].T) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
-        comb = (mixes * scale[2] + base[2 * s :]).unflatten(-1, (s, s)).softmax(-2) + eps
-        for _ in range(iterations):
-            comb = comb / (comb.sum(-2, keepdim=True) + eps)
-            comb = comb / (comb.sum(-1, keepdim=True) + eps)
-        return pre, post, comb
+def combining(sinkhorn: Callable[[Tensor, int, float], Tensor]) -> Callable[[Ops], Ops]:
+    """A `hyper_weights` that is right but for how comb is made: of logits [t, s, s], the iterations and eps."""
 
-    return ops._replace(hyper_weights=hyper_weights)
+    def faulty(ops: Ops) -> Ops:
+        def hyper_weights(
+            streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            pre, post, _ = ops.hyper_weights(streams, fn, scale, base, iterations, eps, norm_eps)
+            s = streams.shape[1]
+            flat = streams.flatten(1).float()
+            mixes = (flat @ fn[2 * s :].T) * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+            return pre, post, sinkhorn((mixes * scale[2] + base[2 * s :]).unflatten(-1, (s, s)), iterations, eps)
+
+        return ops._replace(hyper_weights=hyper_weights)
+
+    return faulty
+
+
+@in_ops("row-first-sinkhorn", "Sinkhorn ends on rows instead of columns.", seen="Automodel#2039")
+@combining
+def row_first_sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    comb = logits.softmax(-2) + eps
+    for _ in range(iterations):
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+    return comb
+
+
+@in_ops(
+    "sinkhorn-of-sigmoids",
+    "Sinkhorn starts from the sigmoids of its logits, not from their exponentials.",
+    seen="nano-deepseek-v4 0.2.0",
+)
+@combining
+def sinkhorn_of_sigmoids(logits: Tensor, iterations: int, eps: float) -> Tensor:
+    comb = logits.sigmoid() + eps
+    for _ in range(iterations):
+        comb = comb / (comb.sum(-1, keepdim=True) + eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + eps)
+    return comb
 
 
 @in_model("one-sinkhorn-iteration", "Sinkhorn stops after one iteration.", seen="a constant beats the config")

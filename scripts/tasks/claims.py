@@ -69,6 +69,7 @@ CONFIG: Final = "config.json"
 VEOMNI: Final = "VeOmni#902"
 ATOM: Final = "ROCm/ATOM#1591"
 DS4: Final = "antirez/ds4#411"
+NANO: Final = "nano-deepseek-v4"
 SOURCES: Final = {
     ARTICLE: '"CoDA-GQA-L: Bounded-Memory Differential Attention with Value-Routed Landmark Banks", Hugging Face'
     " community article, 16 February 2026, <https://huggingface.co/blog/anthonym21/coda-gqa-l-attention>",
@@ -88,6 +89,7 @@ SOURCES: Final = {
     VEOMNI: "thread of ByteDance-Seed/VeOmni",
     ATOM: "thread: in a runtime a constant was stronger than the config file",
     DS4: "thread: the drafting head of a runtime",
+    NANO: "the page of the package `nano-deepseek-v4` 0.2.0, <https://pypi.org/project/nano-deepseek-v4/0.2.0/>",
 }  # a row names them; in this order the page lists them
 
 MARK: Final = re.compile(r"share of (\d+) tokens")  # of a finding of kv-stream
@@ -363,7 +365,7 @@ def rows() -> list[Row]:
     """Every row, in the order of the page."""
     found = [*_first(), *_coda_sizes(), *_coda_model(), *_coda_layers(), *_coda_rules(), *_coda_figures()]
     found += [*_shard_sizes(), *_shard_codes(), *_shard_bounds()]
-    return [*found, *_v4_caches(), *_v4_counts(), *_v4_config(), *_v4_runs(), *_quality(), *_speed()]
+    return [*found, *_v4_caches(), *_v4_counts(), *_v4_config(), *_v4_runs(), *_nano(), *_quality(), *_speed()]
 
 
 def _first() -> Iterator[Row]:
@@ -1467,6 +1469,42 @@ def _recall(oracle: str) -> float:
     return min(
         measured("recall.json", f"drawn, top-k {k}: recall, oracle {oracle}, lowest over sizes")[0] for k in (512, 1024)
     )
+
+
+# --- another implementation, as it was published
+
+
+def _nano() -> Iterator[Row]:
+    """What a package says that it follows, against what `compare` says of its run."""
+    as_it_is, *mended = document("nano.json")["runs"]
+    differ, sites = as_it_is["counts"]["differs"], sum(as_it_is["counts"].values())
+    computes = {run["replaced"]["fault"]: run["replaced"]["what"] for run in mended}
+    explained = {one["fault"]: one for one in as_it_is["explained"]}
+    last = mended[-1]["counts"]["agrees"]
+    for claim, faults in (
+        (
+            "The package covers mHC as the report describes it: “Sinkhorn-Knopp doubly-stochastic projection”.",
+            ("post-not-doubled", "sinkhorn-of-sigmoids", "comb-transposed"),
+        ),
+        ("It covers the report's attention: “multi-query attention with partial RoPE”.", ("query-theta",)),
+        ("It has “official Flash/Pro `config.json` ingestion”.", ("yarn-dropped",)),
+    ):
+        seen = [explained[fault] for fault in faults if fault in explained]
+        told = "; ".join(
+            f"{computes[one['fault']]} ({len(one['sites'])} sites, whose difference `{one['fault']}` explains to"
+            f" {one['share']:.0%})"
+            for one in seen
+        )
+        yield Row(
+            V4,
+            claim,
+            (NANO,),
+            f"Its code has {told or 'no other equation here'}. Of the {sites} sites of a run of the demo checkpoint"
+            f" {differ} differ from V4's; with {len(mended)} of its equations replaced by the published ones {last}"
+            " agree.",
+            ("nano.md",),
+            by_measurement(held=not seen),
+        )
 
 
 # --- what needs weights, data or a GPU

@@ -34,6 +34,8 @@ CAUGHT = {
     "keys-four-times-too-wide": {"memory"},
     "no-inverse-rotation": {"quantisation", "rope"},
     "yarn-dropped": {"parity", "ops"},
+    "query-theta": {"rope"},
+    "sinkhorn-of-sigmoids": {"mhc"},
     "one-token-post-off": {"mhc"},
     "eps-tenfold": {"projections"},
     "per-head-keys": {"attention"},

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -235,6 +236,22 @@ def _swapped_gate_and_up(layer: int) -> Callable[[Any], None]:
     return put
 
 
+def _sigmoids(layer: int) -> Callable[[Any], None]:
+    """Start Sinkhorn of a layer's attention from sigmoids, where it takes a softmax."""
+
+    def put(model: Any) -> None:
+        hyper = model.model.layers[layer].attn_hc
+        forward = hyper.forward
+
+        def changed(streams: Tensor) -> Any:
+            with patch.object(torch, "softmax", lambda x, **_: x.sigmoid()):
+                return forward(streams)
+
+        hyper.forward = changed
+
+    return put
+
+
 def _plus_one(layer: int) -> Callable[[Any], None]:
     def put(model: Any) -> None:
         block = model.model.layers[layer]
@@ -282,6 +299,7 @@ KNOWN = (
     # rope
     Put("window-theta", 0, "attention", _frequencies(0, "plain")),
     Put("yarn-on-window-layers", 0, "attention", _rotary(0, lambda cos, _: _slowed(cos))),
+    Put("query-theta", 2, "attention", _frequencies(2, "main")),
     Put("yarn-dropped", 2, "attention", _frequencies(2, "plain")),
     Put("no-inverse-rotation", 3, "attention", _no_inverse(3)),
     Put("compressed-keys-unrotated", 2, "attention", _compressor_rotary(2, "entries", _unrotated)),
@@ -319,6 +337,7 @@ KNOWN = (
         "experts",
         _set(lambda m: m.model.layers[2].ffn_hc, "hc_sinkhorn_iters", lambda _: 1),
     ),
+    Put("sinkhorn-of-sigmoids", 1, "attention", _sigmoids(1)),
     Put("post-not-doubled", 3, "experts", _hooked(lambda m: m.model.layers[3].ffn_hc, lambda o: (o[0] / 2, *o[1:]))),
     # experts
     Put("bias-in-weights", 1, "experts", _router(1, _biased_weights)),

@@ -76,7 +76,16 @@ def test_the_oracle_from_embeddings_to_logits_agrees_with_scripts_logits(folder,
     assert "computed from the embeddings on" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("fault", ["sink-dropped", pytest.param("route-scale-dropped", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "sink-dropped",
+        *(
+            pytest.param(fault, marks=pytest.mark.slow)
+            for fault in ("route-scale-dropped", "query-theta", "sinkhorn-of-sigmoids")
+        ),
+    ],
+)
 def test_a_fault_that_is_injected_is_named_in_all_layers_at_once(folder, capsys, fault):
     out = folder / "injected.safetensors"
     assert record.main(["--tokens", str(folder / "ids.json"), "--out", str(out), "--inject", fault]) == 0
