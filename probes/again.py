@@ -52,15 +52,15 @@ class Noted(Noise):
         super().__init__(dtype, replicas, first)
         self.seen: list[Seen] = []
 
-    def choosing(self, x: Tensor, count: int) -> Tensor:
+    def choosing(self, x: Tensor, count: int, apart: float) -> Tensor:
         """Keep what is chosen by."""
         self._note(x, count)
-        return super().choosing(x, count)
+        return super().choosing(x, count, apart)
 
-    def rounding(self, x: Tensor, form: Narrow) -> Tensor:
+    def rounding(self, x: Tensor, form: Narrow, apart: float) -> Tensor:
         """Keep what is rounded."""
         self._note(x, form)
-        return super().rounding(x, form)
+        return super().rounding(x, form, apart)
 
     def _note(self, x: Tensor, by: Narrow | int) -> None:
         spread = (x[1:] - x[:1]).nan_to_num(0).square().mean(0).sqrt() if len(x) > 1 else torch.zeros_like(x[0])
@@ -88,14 +88,14 @@ class Otherwise(Noise):
         del size
         return y
 
-    def choosing(self, x: Tensor, count: int) -> Tensor:
+    def choosing(self, x: Tensor, count: int, apart: float) -> Tensor:
         """Take the other side of a tie."""
-        del count
+        del count, apart
         return self._otherwise(x)
 
-    def rounding(self, x: Tensor, form: Narrow) -> Tensor:
+    def rounding(self, x: Tensor, form: Narrow, apart: float) -> Tensor:
         """Take the other side of a tie."""
-        del form
+        del form, apart
         return self._otherwise(x)
 
     def _otherwise(self, x: Tensor) -> Tensor:
@@ -198,6 +198,8 @@ class Again(NamedTuple):
     exact: Tensor  # [1, ...] that it is nearest to
     moved: Tensor  # [r, 1, ...] replicas of that
     ties: int  # that were taken the other way
+    work: int  # rows of sites that were computed for it, those of each replica
+    whole: bool  # whether all was tried that there is
 
 
 def look(
@@ -205,6 +207,7 @@ def look(
     excess: Callable[[Tensor, Tensor], float],
     position: int,
     dtype: torch.dtype,
+    work: int,
     enough: float = 1.0,
 ) -> Again:
     """Look at a row again.
@@ -219,30 +222,39 @@ def look(
         Of the row.
     dtype
         Of the run.
+    work
+        Rows of sites that may be computed for it, those of each replica.
     enough
         An excess at which nothing more is tried.
 
     """
-    noises = [Noted(dtype, REPLICAS, 0)]
-    runs = [values(noises[0])]
-    at_once = SIGNS if noises[0].most <= FEW_ROWS else REPLICAS
-    noises += [Noted(dtype, at_once, first) for first in range(REPLICAS, REPLICAS + MANY * at_once, at_once)]
-    runs += [values(noise) for noise in noises[1:]]
-    exact = runs[0][:1]
+    first = Noted(dtype, REPLICAS, 0)
+    runs, seen = [values(first)], first.seen
+    at_once = SIGNS if first.work.most <= FEW_ROWS else REPLICAS
+    spent, of_run = first.work.rows * (1 + REPLICAS), first.work.rows * (1 + at_once)
+    for number in range(REPLICAS, REPLICAS + MANY * at_once, at_once):
+        if spent + of_run > work:
+            break
+        noise = Noted(dtype, at_once, number)
+        runs.append(values(noise))
+        seen, spent = noise.seen, spent + of_run
+    whole, exact = len(runs) > MANY, runs[0][:1]
     off = (torch.cat([run[1:] for run in runs]) - exact).nan_to_num(0, 0, 0)  # of -inf that cannot be chosen
-    best = Again(excess(exact[0], exact + off), exact[0], exact + off, 0)
-    ties, taken = near_ties(noises[1].seen, position, SIGNS), list[Tie]()
-    while best.excess > enough and ties and len(taken) < TOGETHER:
+    best = Again(excess(exact[0], exact + off), exact[0], exact + off, 0, spent, whole)
+    ties, taken = near_ties(seen, position, SIGNS), list[Tie]()
+    while whole and best.excess > enough and ties and len(taken) < TOGETHER:
         found: list[Again] = []
         for low in range(0, len(ties), at_once):
+            if not (whole := spent + of_run <= work):
+                break
             ways = [[*taken, tie] for tie in ties[low : low + at_once]]
-            tried = values(Otherwise(dtype, ways))[1:]
+            tried, spent = values(Otherwise(dtype, ways))[1:], spent + of_run
             if len(tried) < len(ways):  # nothing of it reaches the site
                 tried = exact.expand(len(ways), *exact.shape[1:])
-            found += [Again(excess(one, one + off), one, one + off, len(taken) + 1) for one in tried]
-        number = min(range(len(found)), key=lambda n: found[n].excess)
-        if not found[number].excess <= LEAST_GAIN * best.excess:
+            found += [Again(excess(one, one + off), one, one + off, len(taken) + 1, 0, whole=True) for one in tried]
+        number = min(range(len(found)), key=lambda n: found[n].excess, default=-1)
+        if number < 0 or not found[number].excess <= LEAST_GAIN * best.excess:
             break
         best = found[number]
         taken.append(ties.pop(number))
-    return best
+    return best._replace(work=spent, whole=whole)

@@ -14,8 +14,8 @@ from torch import Tensor
 from fathom.model.config import ModelConfig
 from fathom.model.observe import sites
 from fathom.probes.checks import Judged
-from fathom.probes.oracle import F64, FACTOR, PRECISION, Ends, Layer, Noise, Setting, Theirs
-from fathom.probes.recording import CHOICES, OF_ENTRIES, Recording, stored_name
+from fathom.probes.oracle import F32, F64, FACTOR, PRECISION, Ends, Layer, Noise, Setting, Theirs, Unknown
+from fathom.probes.recording import CHOICES, IN_FP32, OF_ENTRIES, Recording, stored_name
 
 NAMED: Final = 0.9  # of the difference that a cause or a fault explains at least, to be named
 NEAREST: Final = 0.5  # from which on it is told as the nearest that is known, and as no explanation
@@ -95,12 +95,22 @@ class Gap:
             return 0.0
         if self.judged.site in CHOICES:
             left, whole = (_otherwise(theirs, x) for x in (other, oracle))
+        elif not torch.equal(theirs.isfinite(), other.isfinite()):
+            return 0.0  # what is not finite is the difference
         else:
-            known = theirs.isfinite() & other.isfinite() & oracle.isfinite()
+            known = theirs.isfinite() & oracle.isfinite()
             distances = (float((theirs - x)[known].square().sum()) for x in (other, oracle))
             noise = self.noise * len(theirs) / len(self.theirs)
             left, whole = (max(0.0, distance - noise) for distance in distances)
         return max(0.0, 1 - left / whole) if whole else 0.0
+
+    def instead(self, other: Tensor) -> float:
+        """How much nearer other rows are to the oracle than those that were recorded, as `share`."""
+        other = self.comparable(other)
+        if not all(bool(rows.isfinite().all()) for rows in (other, self.theirs, self.oracle)):
+            return 0.0
+        left, whole = (float((rows - self.oracle).square().sum()) for rows in (other, self.theirs))
+        return max(0.0, 1 - max(0.0, left - self.noise) / whole) if whole else 0.0
 
     def ours(self, at: Tensor, layer: int | None, theirs: Theirs | None = None) -> Tensor:
         """What the oracle of a layer gives at other rows, or from other tensors, without replicas."""
@@ -134,33 +144,37 @@ def _alike(gap: Gap) -> Iterator[Explained]:
     rows, tokens = gap.recording.rows(gap.judged.name, None), gap.setting.tokens
     assert rows is not None, f"{gap.judged.name} was judged"
     rows, half = rows.flatten(1), len(rows) // 2
-    if len(rows) > 1 and len(tokens.unique()) > 1:
-        if bool((rows == rows[:1]).all()):
-            yield Explained(("rows-all-alike",), 1.0, "All rows are the same, though the tokens are not.")
-        elif rows.shape[1] > 1 and bool((rows == rows[:, :1]).all()):
-            yield Explained(("rows-of-one-value",), 1.0, "Every row is one number again and again.")
-        elif len(rows) % 2 == 0 and bool((rows[:half] == rows[half:]).all()):
+    oracle = gap.oracle.flatten(1)
+    if len(rows) > 1 and bool((rows == rows[:1]).all()) and bool((oracle != oracle[:1]).any()):
+        yield Explained(("rows-all-alike",), 1.0, "All rows are the same, though the tokens are not.")
+    elif rows.shape[1] > 1 and bool((rows == rows[:, :1]).all()) and bool((oracle != oracle[:, :1]).any()):
+        yield Explained(("rows-of-one-value",), 1.0, "Every row is one number again and again.")
+    elif len(rows) == len(tokens) == 2 * half and half and bool((rows[:half] == rows[half:]).all()):
+        second = gap.at >= half
+        if bool(second.any()) and not torch.equal(tokens[:half], tokens[half:]):
             what = f"Rows from {half} on are those from 0 on again: two sequences of a batch, where one is asked for."
-            yield Explained(("rows-of-a-batch",), 1.0, what)
+            yield Explained(
+                ("rows-of-a-batch",), gap.share(gap.ours(gap.at[second] - half, gap.judged.layer), second), what
+            )
 
 
 def _another_prompt(gap: Gap) -> Iterator[Explained]:
     """Embeddings of other tokens than those that were recorded."""
     if gap.judged.site != sites.EMBEDDED.name:
         return
-    theirs = gap.recording.rows(gap.judged.name, None)
+    at, config = gap.recording.at(gap.judged.name)[:ROWS], gap.setting.config
+    theirs = gap.recording.rows(gap.judged.name, at)
     assert theirs is not None, "embedded was judged"
-    at, config = gap.recording.at(gap.judged.name), gap.setting.config
     ids = _looked_up(gap, theirs)
     if bool((ids < 0).any()):
         return
-    tokens = gap.setting.tokens
-    if len(at) == len(tokens) and len(tokens) > 2:
-        if torch.equal(ids[1:], tokens[:-1]):
+    tokens, n = gap.setting.tokens, len(at)
+    if torch.equal(at, torch.arange(n)) and n > 2:
+        if torch.equal(ids[1:], tokens[: n - 1]):
             more = "BOS" if int(ids[0]) == config.bos_token_id else f"token {int(ids[0])}"
             what = f"The run began with {more}, which `tokens` lacks: all rows are one late."
             yield Explained(("bos-missing",), 1.0, what)
-        if torch.equal(ids[:-1], tokens[1:]):
+        if torch.equal(ids[:-1], tokens[1:n]):
             what = "The run was not given the first of `tokens`: all rows are one early."
             yield Explained(("bos-missing",), 1.0, what)
     few = ", ".join(map(str, ids[:8].tolist()))
@@ -184,11 +198,12 @@ def _cast(gap: Gap) -> Iterator[Explained]:
     theirs = gap.recording.rows(gap.judged.name, None)
     if gap.judged.site in CHOICES or theirs is None:
         return
+    own = PRECISION[F32 if gap.judged.site.endswith(IN_FP32) else gap.setting.noise.dtype]
     for dtype, bits in CASTS.items():
-        if bits >= PRECISION[gap.setting.noise.dtype] or not torch.equal(theirs.to(dtype).to(F64), theirs):
+        if bits >= own or not torch.equal(theirs.to(dtype).to(F64), theirs):
             continue
         name = str(dtype).removeprefix("torch.")
-        what = f"All numbers of it are of {name}: it was cast to that on the way."
+        what = f"All numbers of it are of {name}: it was cast to that on the way, or by who recorded it."
         half = gap.theirs.abs() * 2.0**-bits  # a unit in the last place is at most twice that
         near = (gap.theirs - gap.oracle).abs() <= half + gap.reach
         yield Explained((f"cast-to-{name}",), float(near.double().mean()), what)
@@ -207,7 +222,7 @@ def _shifted(gap: Gap) -> Iterator[Explained]:
         what = f"Rows are those of {which} {'later' if by > 0 else 'earlier'}."
         try:
             share = gap.share(gap.ours(gap.at[inside] + by, judged.layer), inside)
-        except LookupError:  # nothing to compute those from
+        except Unknown:  # nothing to compute those from
             continue
         yield Explained((f"rows-shifted-by-{by}",), share, what)
 
@@ -236,10 +251,8 @@ def _swapped(gap: Gap) -> Iterator[Explained]:
     for other in others:
         rows = gap.recording.rows(stored_name(site, other), gap.at)
         if rows is not None and site not in CHOICES and rows.shape == gap.oracle.shape:
-            left, whole = (float((x - gap.oracle).square().sum()) for x in (gap.comparable(rows), gap.theirs))
-            share = max(0.0, 1 - max(0.0, left - gap.noise) / whole) if whole else 0.0
             what = f"What is recorded of layer {other} is what layer {layer} should give: their names are exchanged."
-            yield Explained(("layers-swapped",), share, what)
+            yield Explained(("layers-swapped",), gap.instead(rows), what)
     for other in others[:LAYERS]:
         before = {f"layers.{other - 1}.streams": "embedded" if layer == 0 else f"layers.{layer - 1}.streams"}
         if layer == 0 or other == 0:
@@ -247,7 +260,7 @@ def _swapped(gap: Gap) -> Iterator[Explained]:
         theirs = _As(gap.recording, {f"layers.{other}.": f"layers.{layer}.", **before})
         try:
             share = gap.share(gap.ours(gap.at, other, theirs))
-        except LookupError:
+        except Unknown:
             continue
         yield Explained(("layers-swapped",), share, f"Layer {layer} computes with the weights of layer {other}.")
 

@@ -52,6 +52,8 @@ TINY: Final = 1e-300  # the length of a row of zeros
 MANY_ROWS: Final = 64  # from so many on the spread of a single column is known well enough to judge it
 FEW_ROWS: Final = 4  # that differ most in a column and do not count for it: a flip of one code is the row's matter
 LOOKED: Final = 64  # rows of a site that are looked at again at most
+LOOK: Final = 1 << 19  # rows of sites, those of each replica, computed for a row that is looked at again: 15 s or so
+LOOKS: Final = 4  # times as many for all rows of a site that are
 TOLD: Final = 256  # rows that stand out whose numbers are kept
 MORE: Final = 4  # times as many replicas when all rows seem to be scaled
 HELD: Final = 1 << 25  # numbers of the widest tensor at a time, replicas included: 256 MiB of float64, and several such
@@ -113,7 +115,9 @@ class Judged:
     free: bool = False  # the layer's input was not recorded: held against a run of the oracle from the embeddings
     first: Difference | None = None
     wrong: list[int] = field(default_factory=list)  # positions of the rows that differ
+    left: int = 0  # rows that nothing is known of, as what they follow from is not finite
     ties: int = 0  # rows that stood out and that rounding explains, looked at again
+    open: int = 0  # rows that stand out and could not be looked at again as long as it takes
     assumed: tuple[str, ...] = ()  # choices that the oracle made itself on the way, as none was recorded
     of: str = ""  # the view that was judged, see `Checks`; empty: the site as it is
 
@@ -127,6 +131,10 @@ class Judged:
         """Distance over bound; above 1 the site differs."""
         return self.worst / self.bound if self.bound else math.inf if self.worst else 0.0
 
+    def leave(self, rows: int) -> None:
+        """Take so many rows for not judged, since what they follow from is not finite."""
+        self.rows, self.left, self.why = self.rows - rows, self.left + rows, FOLLOWS
+
     def to_json(self) -> dict[str, Any]:
         """JSON values."""
         values = {name: getattr(self, name) for name in ("layer", "site", "rows", "recorded", "worst", "bound")}
@@ -136,7 +144,9 @@ class Judged:
             | {"status": self.status.value}
             | more
             | ({"free": True} if self.free else {})
+            | ({"left": self.left} if self.left else {})
             | ({"ties": self.ties} if self.ties else {})
+            | ({"open": self.open} if self.open else {})
             | ({"assumed": list(self.assumed)} if self.assumed else {})
         )
 
@@ -163,6 +173,7 @@ class _Check(ABC):
         self.sure: dict[int, Difference] = {}  # by position (or entry): rows that differ
         self.suspects: dict[int, Difference | None] = {}  # those that stand out, and may be explained
         self.certain: int | None = None  # the suspect that was looked at again and is not explained
+        self.spent = 0  # rows of sites that were computed to look again
 
     @abstractmethod
     def values(self, part: Layer | Ends, at: Tensor) -> Tensor:
@@ -192,7 +203,9 @@ class _Check(ABC):
         for position in sorted(self.suspects):
             if position == self.certain or any(sure <= position for sure in self.sure):
                 break
-            if self.judged.ties == LOOKED or looked(self, position).excess > 1:
+            again = looked(self, position) if self.judged.ties < LOOKED else None
+            if again is None or again.excess > 1:
+                self.judged.open = 0 if again and again.whole else len(self.suspects)
                 self.certain = position
                 break
             self.judged.ties += 1
@@ -207,6 +220,8 @@ class _Check(ABC):
         judged.first = found[judged.wrong[0]] if wrong else None
         judged.status = Status.DIFFERS if wrong else Status.AGREES
         self.conclude(looked)
+        if judged.status is Status.AGREES and judged.left > judged.rows:
+            judged.status = Status.NOT_JUDGED
 
     @abstractmethod
     def conclude(self, looked: "Looked") -> None:
@@ -275,8 +290,7 @@ class _Rows(_Check):
         at = at.repeat_interleave(len(theirs) // len(at))
         known = oracle.isfinite().all(2).all(0)
         if not bool(known.all()):  # a recorded tensor before it is not finite there: that one differs
-            self.judged.rows -= len(at[~known].unique())
-            self.judged.why = FOLLOWS
+            self.judged.leave(len(at[~known].unique()))
         if not bool(known.any()):
             return
         at, theirs, exact, moved = at[known], theirs[known], oracle[0, known], oracle[1:, known]
@@ -496,7 +510,7 @@ class _Choice(_Check):
         scores = self.values(part, at)
         for row, (position, ids) in enumerate(zip(at.tolist(), theirs, strict=True)):
             if bool(scores[:, row].isnan().any()):
-                self.judged.rows, self.judged.why = self.judged.rows - 1, FOLLOWS
+                self.judged.leave(1)
                 continue
             self.equal += self._tied(scores[0, row])
             found = self._row(position, ids, scores[:, row])
@@ -638,6 +652,7 @@ class Checks:
     ) -> None:
         self.setting, self.recording, self.config = setting, recording, setting.config
         affordable = _affordable(self.config, len(setting.tokens))
+        self.work = min(LOOK, affordable * (1 + REPLICAS) * len(sites_of(self.config, 0)))  # to look at a row again
         self.sample = _sample(self.config, self._positions(), rows or affordable)
         self.exact = (1 + REPLICAS) * affordable if every else 0  # rows that are computed without replicas
         self.views = tuple(views)
@@ -678,25 +693,19 @@ class Checks:
                 self.ties[check.judged.site] = self.ties.get(check.judged.site, 0) + check.equal
         return [check.judged for check in checks]
 
-    def glance(self, layer: int, site: str) -> float | None:
-        """How far some rows are from the oracle, over their length, or how many of their choices are others.
+    def glance(self, layer: int, site: str, *, freely: bool) -> tuple[Tensor, Tensor] | None:
+        """Some recorded rows [n, ...], and the same by the oracle without replicas; None where nothing is known.
 
-        Without replicas, and the median; None where nothing is known.
+        `freely`: also where the layer's input must be computed from the embeddings on.
         """
         rows = _sample(self.config, self.recording.at(stored_name(site, layer)), len(self.sample))
         theirs = self.recording.rows(stored_name(site, layer), rows)
         assert theirs is not None, f"rows of {site} that it has"
-        part = self._part(layer, rows, Noise(self.setting.noise.dtype, replicas=0))
+        setting = replace(self.setting, noise=Noise(self.setting.noise.dtype, replicas=0), freely=freely)
         try:
-            ours = part.computed(site, rows)[0]
+            return theirs, Layer(setting, layer, rows).computed(site, rows)[0]
         except Unknown:
             return None
-        if site in CHOICES:
-            chosen = zip(theirs.tolist(), ours.tolist(), strict=True)
-            return sum(len({*one} - {*other}) / max(1, len(one)) for one, other in chosen) / max(1, len(theirs))
-        found = (theirs - ours).flatten(1).norm(dim=1) / ours.flatten(1).norm(dim=1)
-        found = found[found.isfinite()]
-        return float(found.median()) if len(found) else None
 
     def ends(self, progress: Progress = _silent, only: Collection[str] | None = None) -> list[Judged]:
         """Judge what is of no layer, as `layer`: embeddings, the normed output, logits."""
@@ -760,7 +769,9 @@ class Checks:
         def values(noise: Noise) -> Tensor:
             return check.values(self._part(judged.layer, at, noise), at)
 
-        again = look(values, partial(check.excess, position, theirs), position, self.setting.noise.dtype, enough)
+        work = min(self.work, LOOKS * self.work - check.spent)
+        again = look(values, partial(check.excess, position, theirs), position, self.setting.noise.dtype, work, enough)
+        check.spent += again.work
         check.explained(position, theirs, again)
         return again
 

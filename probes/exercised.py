@@ -3,6 +3,8 @@
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.observe import sites
 from fathom.probes.checks import Checks, Judged, Status
@@ -44,8 +46,8 @@ def _clamps(checks: Checks) -> Iterator[Unseen]:
 
 
 def _lengths(checks: Checks, layers: Collection[int]) -> Iterator[Unseen]:
-    """Windows, blocks and selections that a prompt of this length does not fill."""
-    config, tokens = checks.config, len(checks.setting.tokens)
+    """Windows, blocks and selections that none of the rows fills."""
+    config, tokens = checks.config, int(checks.sample.max()) + 1
     if tokens <= config.sliding_window:
         yield Unseen(f"a full window ({tokens} of {config.sliding_window} tokens)", _tokens(config.sliding_window + 1))
     kinds = {kind: [n for n in layers if config.layer_kind(n) is kind] for kind in (LayerKind.CSA, LayerKind.HCA)}
@@ -77,9 +79,12 @@ def _choices(checks: Checks, layers: Collection[int]) -> Iterator[Unseen]:
 
 
 def _idle(checks: Checks, config: ModelConfig, layer: int) -> int:
-    ids = checks.recording.rows(stored_name(sites.EXPERT_IDS.name, layer), None)
-    if ids is None:
+    name = stored_name(sites.EXPERT_IDS.name, layer)
+    if name not in checks.recording.tensors:
         return 0
+    at = checks.recording.at(name)
+    ids = checks.recording.rows(name, at[torch.isin(at, checks.sample)])
+    assert ids is not None, f"rows of {name} that it has"
     return config.n_routed_experts - len(ids[(ids >= 0) & (ids < config.n_routed_experts)].unique())
 
 

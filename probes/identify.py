@@ -9,7 +9,7 @@ Plain causes come first (`probes.causes`). All of it ends after a time that is g
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -36,7 +36,7 @@ from fathom.model.rope import Rotation, layer_frequencies
 from fathom.model.rounding import Rounding
 from fathom.model.transformer import Transformer
 from fathom.probes.causes import NAMED, Explained, Gap, plain
-from fathom.probes.checks import Judged, Status
+from fathom.probes.checks import Judged, Progress, Status
 from fathom.probes.fault import Fault, become, healthy_model
 from fathom.probes.faults import FAULTS
 from fathom.probes.numerics import find
@@ -72,9 +72,9 @@ def places(results: Sequence[Judged]) -> list[Judged]:
     return [judged for judged in results if judged.status is Status.DIFFERS and judged.first is not None]
 
 
-def other_numerics(setting: Setting, recording: Recording) -> dict[str, Rounding]:
+def other_numerics(setting: Setting, recording: Recording, progress: Progress) -> dict[str, Rounding]:
     """The candidate that is no fault, by what it is called: the run rounds otherwise than is said."""
-    found = find(setting, recording).rounding
+    found = find(setting, recording, progress).rounding
     return {} if found == setting.rounding else {f"{found.numerics} numerics": found}
 
 
@@ -95,16 +95,24 @@ class Identifier:
         Of the checkpoint.
     calls
         Lengths of the calls that the recorded run was made in; their last one repeats.
+    others
+        Other roundings that the run may have, by what they are called: see `other_numerics`.
     seconds
         After which nothing more is tried.
 
     """
 
     def __init__(
-        self, setting: Setting, recording: Recording, census: Census, calls: Sequence[int], seconds: float
+        self,
+        setting: Setting,
+        recording: Recording,
+        census: Census,
+        calls: Sequence[int],
+        others: Mapping[str, Rounding],
+        seconds: float,
     ) -> None:
         self.setting, self.recording, self.census, self.calls = setting, recording, census, tuple(calls)
-        self.config, self.others = setting.config, other_numerics(setting, recording)
+        self.config, self.others = setting.config, others
         self.seconds, self.ends = seconds, time.perf_counter() + seconds
 
     @property
@@ -112,7 +120,7 @@ class Identifier:
         """Whether the time is over."""
         return time.perf_counter() > self.ends
 
-    def identify(self, results: Sequence[Judged], progress: Callable[[str, float], None]) -> list[Place]:
+    def identify(self, results: Sequence[Judged], progress: Progress) -> list[Place]:
         """What explains each site that differs.
 
         What was found before is tried first, and is taken where it explains nearly all, or in the same layer half; all
@@ -177,7 +185,7 @@ class _Case:
 
     # --- what a fault explains
 
-    def best(self, said: Callable[[str, float], None]) -> tuple[tuple[Explained, ...], str]:
+    def best(self, said: Progress) -> tuple[tuple[Explained, ...], str]:
         """All faults that explain something, best first, and what was not tried.
 
         Two at once are tried where no single one explains nearly all.

@@ -1,34 +1,43 @@
 """Which rounding a recorded run has: the one under which most of it agrees, looked for where that is cheap.
 
-What is kept in a narrow format says so itself: its numbers are on the format's grid, or they are not. Whether inputs of
-linears are rounded, and what of the rest was not recorded, is found by judging a few rows of a few sites both ways.
+Each recorded tensor that shows a choice has a say, of layers through the whole depth. What is kept in a narrow format
+says so itself: its numbers are on the format's grid. Of everything else a few rows are held against the oracle under
+each choice: the one that they are near to is theirs, and where they are near to none they have no say. So one faulty
+tensor, or layer, does not set the numerics by which all others are judged.
 """
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
+
+from torch import Tensor
 
 from fathom.model.choices import DEPLOYED, PLAIN
 from fathom.model.config import check_widths
 from fathom.model.errors import ConfigError
 from fathom.model.observe import sites
-from fathom.model.rounding import FORMS, FP4, FP8, NONE, ROUNDINGS, Rounding
+from fathom.model.rounding import FORMS, FP4, FP8, ROUNDINGS, Rounding
 from fathom.probes.checks import Checks
 from fathom.probes.oracle import E2M1_INDEX, E4M3_KV, E4M3_ROW, Narrow, Setting
 from fathom.probes.recording import CHOICES, Recording, stored_name
 
 ROWS: Final = 16  # of a site that are judged under each rounding
-PLACES: Final = 3  # layers that are looked at for one choice
-CLEARLY: Final = 0.8  # times as far as under any other choice: the nearest is theirs
+LAYERS: Final = 5  # of those that have a site, from the first to the last, that are looked at
+NEAR: Final = 0.5  # of the distance between two choices, up to which a tensor is one's
+ROUNDS: Final = 3
 ON_GRID: Final = 0.9  # of the rows, from which on a format is theirs: some may be wrong
 
-# Sites that show a choice, in the order in which they are cheap to judge.
+# Sites that show a choice, in groups: the next one is asked where nothing of those before has a say.
 SHOWN_BY: Final = {
-    "kv": (sites.MIXED, sites.UNROTATED, sites.ATTENTION_OUTPUT, sites.ATTENTION_STREAMS, sites.STREAMS),
-    "index": (sites.SELECTED,),
+    "kv": (
+        (sites.KV, sites.ENTRY), (sites.MIXED,), (sites.UNROTATED,), (sites.ATTENTION_OUTPUT,),
+        (sites.ATTENTION_STREAMS,), (sites.STREAMS,),
+    ),
+    "index": ((sites.INDEX_KEY_USED, sites.INDEX_QUERY_USED), (sites.SELECTED,)),
     "linears": (
-        sites.LATENT, sites.SHARED_GATE, sites.SHARED_UP, sites.QUERY, sites.ATTENTION_OUTPUT, sites.EXPERTS_OUTPUT,
-        sites.STREAMS,
+        (sites.LATENT, sites.SHARED_GATE, sites.SHARED_UP, sites.QUERY), (sites.ATTENTION_OUTPUT, sites.EXPERTS_OUTPUT),
+        (sites.STREAMS,),
     ),
 }  # fmt: skip
 
@@ -40,19 +49,111 @@ class Found(NamedTuple):
     rests: dict[str, str]
 
 
-def find(setting: Setting, recording: Recording) -> Found:
-    """Find how a recorded run rounds; what nothing shows is as in `deployed`, and said to be assumed."""
+@dataclass(frozen=True)
+class Say:
+    """What one recorded tensor says of a choice."""
+
+    name: str
+    site: str
+    form: str  # empty: it is near to no form
+    told: str  # why
+
+
+def find(setting: Setting, recording: Recording, progress: Callable[[str, float], None]) -> Found:
+    """Find how a recorded run rounds; what nothing shows is as in `deployed`, and said to be assumed.
+
+    `progress` is called with what is being looked at and the share that is done.
+    """
     rounding, rests = ROUNDINGS[DEPLOYED], dict[str, str]()
     possible = {place: [form for form in forms if _can_be(setting, place, form)] for place, forms in FORMS.items()}
-    for place in ("kv", "index"):
-        found = _on_grid(setting, recording, place, possible[place])
-        form, rests[place] = found or (possible[place][0], "")
-        rounding = replace(rounding, **{place: form})
-    for place in ("linears", "kv", "index"):
-        if not rests.get(place):
-            rounding, rests[place] = _judged(setting, recording, rounding, place, possible[place])
+    rounding = replace(rounding, **{place: forms[0] for place, forms in possible.items()})
+    for number in range(ROUNDS):  # sites that show one choice may follow from another
+        before = rounding
+        for place, forms in possible.items():
+            progress(f"how a run rounds: {place}", number / ROUNDS)
+            form, rests[place] = _counted(_says(setting, recording, rounding, place, forms), forms)
+            rounding = replace(rounding, **{place: form})
+        if rounding == before:
+            break
     setting.parameters.forget()
-    return Found(rounding, {place: rests[place] for place in FORMS})
+    return Found(rounding, rests)
+
+
+def _counted(says: Sequence[Say], possible: Sequence[str]) -> tuple[str, str]:
+    """The form that most sites say, each by most of its layers; and what that rests on, in words."""
+    if len(possible) == 1:
+        return possible[0], "the widths of this model allow no other"
+    if not says:
+        return possible[0], "assumed: nothing that is recorded shows it"
+    by_site: dict[str, Counter[str]] = {}
+    for say in says:
+        if say.form:
+            by_site.setdefault(say.site, Counter())[say.form] += 1
+    form = _most(Counter(_most(votes) for votes in by_site.values()))
+    agree = [say for say in says if say.form == form]
+    if not by_site:
+        names = ", ".join(say.name for say in says[:2])
+        return possible[0], f"assumed: {names} {'are' if len(says) > 1 else 'is'} near to no choice"
+    if not form:
+        return possible[0], f"assumed: {'; '.join(f'{say.name} says {say.form}' for say in _one_each(says))}"
+    others = [say.name for say in says if say.form != form]
+    more = f" and {len(agree) - 1} more" if len(agree) > 1 else ""
+    few = f" and {len(others) - 2} more" if len(others) > 2 else ""
+    unlike = f"; not so {', '.join(others[:2])}{few}" if others else ""
+    return form, f"{agree[0].name}{more}: {agree[0].told}{unlike}"
+
+
+def _most(votes: Counter[str]) -> str:
+    """What more than half say; empty where nothing is said by so many."""
+    form, count = max(votes.items(), key=lambda vote: vote[1], default=("", 0))
+    return form if 2 * count > votes.total() else ""
+
+
+def _one_each(says: Sequence[Say]) -> list[Say]:
+    """One for each form that is said."""
+    return list({say.form: say for say in reversed(says) if say.form}.values())
+
+
+def _says(setting: Setting, recording: Recording, rounding: Rounding, place: str, possible: Sequence[str]) -> list[Say]:
+    """What the recorded tensors say, cheap ones first: of the first group of sites in which one has a say.
+
+    Layers whose input must be computed from the embeddings on are asked where no other says anything.
+    """
+    ways = [replace(rounding, **{place: form}) for form in possible]
+    checks = [Checks(replace(setting, rounding=way), recording, ROWS) for way in ways]
+    unclear: list[Say] = []
+    for freely in (False, True):
+        for group in SHOWN_BY[place]:
+            says = list(_of_group(setting, recording, place, possible, checks, [s.name for s in group], freely=freely))
+            if any(say.form for say in says):
+                return says
+            unclear = unclear or says
+        if unclear:
+            return unclear
+    return []
+
+
+def _of_group(
+    setting: Setting,
+    recording: Recording,
+    place: str,
+    possible: Sequence[str],
+    checks: Sequence[Checks],
+    group: Sequence[str],
+    *,
+    freely: bool,
+) -> Iterator[Say]:
+    grids = [grid for grid in _grids(setting, place) if grid.form in possible]
+    for site in group:
+        names = [stored_name(site, layer) for layer in range(setting.config.num_hidden_layers)]
+        layers = [layer for layer, name in enumerate(names) if name in recording.tensors]
+        few = 1 if freely else LAYERS
+        for layer in dict.fromkeys(layers[n * (len(layers) - 1) // max(1, few - 1)] for n in range(few) if layers):
+            say = _on_grid(recording, names[layer], site, grids) or _nearest(
+                checks, layer, site, possible, names[layer], freely=freely
+            )
+            if say is not None:
+                yield say
 
 
 def _can_be(setting: Setting, place: str, form: str) -> bool:
@@ -83,43 +184,45 @@ def _grids(setting: Setting, place: str) -> list[Grid]:
     return [Grid(form, told, narrow, None, names) for form, told, narrow in forms]
 
 
-def _on_grid(setting: Setting, recording: Recording, place: str, possible: Sequence[str]) -> tuple[str, str] | None:
-    """The format whose numbers the recorded rows are, `none` where they are no format's; None where none are there."""
-    seen = 0
-    for grid in _grids(setting, place):
-        if grid.form not in possible:
+def _on_grid(recording: Recording, name: str, site: str, grids: Sequence[Grid]) -> Say | None:
+    """The first format whose numbers nearly all of some rows are; None where they are no format's."""
+    for grid in grids:
+        if site not in grid.sites:
             continue
-        names = [stored_name(site, layer) for layer in range(setting.config.num_hidden_layers) for site in grid.sites]
-        names = [name for name in names if name in recording.tensors][:PLACES]
-        on = seen = 0
-        for name in names:
-            rows = recording.rows(name, recording.at(name)[:ROWS])
-            assert rows is not None, f"rows of {name} that it has"
-            rows = rows.flatten(0, -2)[..., : grid.columns]
-            rows = rows[rows.isfinite().all(-1) & rows.any(-1)]
-            if len(rows):
-                on, seen = on + int((grid.narrow.rounded(rows) == rows).all(-1).sum()), seen + len(rows)
-        if seen and on >= ON_GRID * seen:
-            return grid.form, f"{on} of {seen} rows of {' and '.join(names)} are numbers of {grid.told}"
-    return (NONE, f"{seen} rows are numbers of no narrow format") if seen else None
+        rows = recording.rows(name, recording.at(name)[:ROWS])
+        assert rows is not None, f"rows of {name} that it has"
+        rows = rows.flatten(0, -2)[..., : grid.columns]
+        rows = rows[rows.isfinite().all(-1) & rows.any(-1)]
+        on = int((grid.narrow.rounded(rows) == rows).all(-1).sum())
+        if len(rows) and on >= ON_GRID * len(rows):
+            return Say(name, site, grid.form, f"{on} of {len(rows)} rows are numbers of {grid.told}")
+    return None
 
 
-def _judged(
-    setting: Setting, recording: Recording, rounding: Rounding, place: str, possible: Sequence[str]
-) -> tuple[Rounding, str]:
-    """The choice under which the first sites that show it are nearest to the oracle."""
-    ways = [replace(rounding, **{place: form}) for form in possible]
-    checks = [Checks(replace(setting, rounding=way), recording, ROWS) for way in ways]
-    for site in SHOWN_BY[place]:
-        names = [stored_name(site.name, layer) for layer in range(setting.config.num_hidden_layers)]
-        layers = [layer for layer, name in enumerate(names) if name in recording.tensors][:PLACES]
-        seen = [[check.glance(layer, site.name) for check in checks] for layer in layers]
-        known = [[off for off in offs if off is not None] for offs in seen]
-        known = [offs for offs in known if len(offs) == len(ways)]
-        total = [sum(offs[n] for offs in known) for n in range(len(ways))]
-        best, *others = sorted(total)
-        if others and best < CLEARLY * others[0]:
-            told = ", ".join(f"{form} {off / len(known):.2g}" for form, off in zip(possible, total, strict=True))
-            what = "has a share of other choices" if site.name in CHOICES else "is off by a share of its length"
-            return ways[total.index(best)], f"{site.name} {what}: {told}"
-    return ways[0], "assumed: nothing that is recorded shows it"
+def _nearest(
+    checks: Sequence[Checks], layer: int, site: str, possible: Sequence[str], name: str, *, freely: bool
+) -> Say | None:
+    """The choice that rows of a site are near to; None where the choices do not differ there, or nothing is known."""
+    found = [check.glance(layer, site, freely=freely) for check in checks]
+    known = [pair for pair in found if pair is not None]
+    if len(known) < len(found) or len(found) < 2:
+        return None
+    theirs, ours = known[0][0], [pair[1] for pair in known]
+    off = [_off(theirs, one, site) for one in ours]
+    best = min(range(len(off)), key=lambda n: off[n])
+    apart = max(_off(ours[best], one, site) for n, one in enumerate(ours) if n != best)
+    if not apart > 0:
+        return None
+    told = ", ".join(f"{form} {value:.2g}" for form, value in zip(possible, off, strict=True))
+    what = "a share of other choices than under" if site in CHOICES else "off by a share of its length from"
+    return Say(name, site, possible[best] if off[best] <= NEAR * apart else "", f"{what} {told}")
+
+
+def _off(one: Tensor, other: Tensor, site: str) -> float:
+    """How far rows are from others, over their length, the median; of choices, the share that are others."""
+    if site in CHOICES:
+        chosen = zip(one.tolist(), other.tolist(), strict=True)
+        return sum(len({*a} - {*b}) / max(1, len(a)) for a, b in chosen) / max(1, len(one))
+    found = (one - other).flatten(1).norm(dim=1) / other.flatten(1).norm(dim=1)
+    found = found[found.isfinite()]
+    return float(found.median()) if len(found) else 0.0

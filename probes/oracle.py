@@ -245,6 +245,14 @@ def _two_to(exponent: Tensor) -> Tensor:
 # --- what rounding does to a run
 
 
+@dataclass
+class Work:
+    """Rows of sites that were computed: all of them, and at most at once."""
+
+    rows: int = 0
+    most: int = 0
+
+
 class Noise:
     """Moves the replicas of a tensor as rounding to a dtype may.
 
@@ -271,14 +279,14 @@ class Noise:
         self.what: tuple[object, ...] = ()
         self.rows = torch.zeros(1, dtype=torch.int64)
         self.drawn = self.decided = 0  # tensors that were moved, and that decided something, since `of`
-        self.most = 0  # rows that were computed together
+        self.work = Work()
 
     @contextmanager
     def of(self, *what: object, rows: Tensor) -> Iterator[None]:
         """Inside the ``with``, tensors are [r, n, ...] of these rows [n], and belong to what is named."""
         before = self.what, self.rows, self.drawn, self.decided
         self.what, self.rows, self.drawn, self.decided = what, rows, 0, 0
-        self.most = max(self.most, len(rows))
+        self.work.rows, self.work.most = self.work.rows + len(rows), max(self.work.most, len(rows))
         try:
             yield
         finally:
@@ -332,8 +340,8 @@ class Noise:
             y[1:].add_(self._signed((size * 2.0**-23).expand(y[1:].shape).contiguous()))
         return y
 
-    def choosing(self, x: Tensor, count: int) -> Tensor:
-        """What the best `count` are chosen by: replicas `FACTOR` times as far off, equal values in any order.
+    def choosing(self, x: Tensor, count: int, apart: float) -> Tensor:
+        """What the best `count` are chosen by: replicas `apart` times as far off, equal values in any order.
 
         -inf is what cannot be chosen.
         """
@@ -342,11 +350,11 @@ class Noise:
             return x
         known = x.masked_fill(x.isneginf(), 0)
         off = self._signed(known[1:].abs() * 2.0**-40 + 2.0**-500)
-        out = torch.cat((known[:1], known[:1] + (known[1:] - known[:1]) * self.factor + off))
+        out = torch.cat((known[:1], known[:1] + (known[1:] - known[:1]) * apart + off))
         return out.masked_fill_(x.isneginf(), -math.inf)
 
-    def rounding(self, x: Tensor, form: Narrow) -> Tensor:
-        """What is rounded to a narrow format: replicas that are `FACTOR` times as far off where a flip is rare.
+    def rounding(self, x: Tensor, form: Narrow, apart: float) -> Tensor:
+        """What is rounded to a narrow format: replicas that are `apart` times as far off where a flip is rare.
 
         In a run of fp32 that is everywhere. In one of bf16 some numbers of every row round otherwise, and the
         spread has it; but not so surely a single number that makes up much of its row.
@@ -357,9 +365,9 @@ class Noise:
         off = x[1:] - x[:1]
         if self.dtype != torch.float32:
             square = x[:1].square()
-            off = torch.where(HEAVY * square >= square.sum(-1, keepdim=True), self.factor * off, off)
+            off = torch.where(HEAVY * square >= square.sum(-1, keepdim=True), apart * off, off)
             return torch.cat((x[:1], x[:1] + off))
-        return torch.cat((x[:1], x[:1] + self.factor * off))
+        return torch.cat((x[:1], x[:1] + apart * off))
 
     def _signed(self, sizes: Tensor) -> Tensor:
         """Sizes [replicas, n, ...], in place, with the signs that are drawn next."""
@@ -416,6 +424,7 @@ class Setting:
     rounding: Rounding
     theirs: Theirs
     noise: Noise
+    freely: bool = True  # whether a layer whose input was not recorded is computed from the embeddings on
 
 
 class Part:
@@ -426,6 +435,11 @@ class Part:
         self.noise, self.rounding, self.parameters = setting.noise, setting.rounding, setting.parameters
         self.largest: dict[str, float] = {}  # of what a clamp may cut, by whose experts and which half
         self.rests: set[str] = set()  # what the last value rests on beside what was recorded: FREELY, or own choices
+
+    @property
+    def apart(self) -> float:
+        """How far replicas are moved apart where a value decides: no further behind layers that were run freely."""
+        return 1.0 if FREELY in self.rests else self.noise.factor
 
     def name(self, parameter: str) -> str:
         """Official name of one of this part's parameters."""
@@ -448,7 +462,7 @@ class Part:
 
     def narrow(self, x: Tensor, form: Narrow) -> Tensor:
         """What a run holds in a narrow format."""
-        return form.rounded(self.noise.rounding(x, form))
+        return form.rounded(self.noise.rounding(x, form, self.apart))
 
     def product(self, x: Tensor, weight: Tensor) -> Tensor:
         """``x W^T`` as a run holds it."""
@@ -582,11 +596,13 @@ class Layer(Part):
             self.rests |= rests
             return out
         before, self.rests = self.rests, set()
-        with self.noise.of(self.prefix, site, rows=at):
-            out = _EQUATIONS[site](self, at)
-        if key[1]:
-            self.held[key] = out, self.rests
-        self.rests = self.rests | before
+        try:
+            with self.noise.of(self.prefix, site, rows=at):
+                out = _EQUATIONS[site](self, at)
+            if key[1]:
+                self.held[key] = out, self.rests
+        finally:
+            self.rests = self.rests | before
         return out
 
     def before(self, at: Tensor) -> Tensor:
@@ -608,12 +624,13 @@ class Layer(Part):
     def _run_before(self) -> "Layer":
         """The layer before, at all tokens: the input of this one was not recorded."""
         tokens, config = len(self.setting.tokens), self.config
+        if not self.setting.freely:
+            raise Unknown(f"layers.{self.layer - 1}.streams are not recorded")
         if tokens * config.hc_mult * config.hidden_size * (1 + self.noise.replicas) > RUN_FREELY:
             raise Unknown(
                 f"layers.{self.layer - 1}.streams are not recorded, and the prompt is too long to compute them"
             )
-        self.noise = self.noise.through_layers()
-        setting = replace(self.setting, noise=self.noise)
+        setting = replace(self.setting, noise=self.noise.through_layers())
         return Layer(setting, self.layer - 1, torch.arange(tokens))
 
     # --- the parts that equations share
@@ -812,7 +829,7 @@ class Layer(Part):
         """The top k of the scores, of equal ones the first; -1 where fewer are finished: [r, n, k]."""
         scores = self.index_scores(at)
         k = min(self.config.index_topk, scores.shape[-1])
-        best = self.noise.choosing(scores, k).sort(dim=-1, descending=True, stable=True)
+        best = self.noise.choosing(scores, k, self.apart).sort(dim=-1, descending=True, stable=True)
         return best.indices[..., :k].masked_fill(best.values[..., :k].isneginf(), -1).to(F64)
 
     @_site("attention.mixed")
@@ -864,6 +881,7 @@ class Layer(Part):
             chosen = self.entries.expand(len(at), -1)
             more, hide = entries[:, None].expand(-1, len(at), -1, -1), chosen >= ((at + 1) // self.ratio)[:, None]
         elif entries is not None and selected is not None:
+            entries = entries if entries.shape[1] else entries.new_zeros(1, 1, entries.shape[2])  # all are hidden
             which, every = self._alike(selected.long(), entries)
             replica = torch.arange(which.shape[0])[:, None, None]
             more, hide = every[replica, which.clamp_min(0)], which < 0
@@ -951,7 +969,7 @@ class Layer(Part):
     def _expert_ids(self, at: Tensor) -> Tensor:
         if self.config.is_hash(self.layer):
             return self.parameters.rows(self.name("ffn.gate.tid2eid"), self.setting.tokens[at])[None].to(F64)
-        ranks = self.noise.choosing(self.expert_ranks(at), self.config.num_experts_per_tok)
+        ranks = self.noise.choosing(self.expert_ranks(at), self.config.num_experts_per_tok, self.apart)
         best = ranks.sort(dim=-1, descending=True, stable=True).indices
         return best[..., : self.config.num_experts_per_tok].to(F64)
 

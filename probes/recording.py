@@ -37,6 +37,7 @@ OF_ENTRIES: Final = (sites.ENTRY.name, sites.INDEX_KEY.name, sites.INDEX_KEY_USE
 WHOLE_MODEL: Final = (sites.EMBEDDED.name, sites.HIDDEN.name, sites.LOGITS.name)
 LAST: Final = (sites.HIDDEN.name, sites.LOGITS.name)  # of which a run often keeps the last token's row alone
 CHOICES: Final = (sites.SELECTED.name, sites.EXPERT_IDS.name)
+IN_FP32: Final = (".pre", ".post", ".comb")  # how sites end that are fp32 in runs of any dtype
 SAYS_NOTHING: Final = (  # of the run's dtype
     *CHOICES,
     sites.EMBEDDED.name,
@@ -146,7 +147,7 @@ class Recording:
         held = {torch.bfloat16: 0, torch.float16: 0}
         looked = 0
         for name, tensor in self.tensors.items():
-            if name.endswith((".comb", ".pre", ".post", ".weights", "_used", *SAYS_NOTHING)):
+            if name.endswith((*IN_FP32, ".weights", "_used", *SAYS_NOTHING)):
                 continue
             data = self._read(tensor).flatten()
             some = data[:: max(1, data.numel() // SAMPLED)].to(torch.float32)

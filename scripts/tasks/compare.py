@@ -17,12 +17,12 @@ from fathom.model.choices import NUMERICS, PLAIN
 from fathom.model.errors import ConfigError
 from fathom.model.rounding import Rounding
 from fathom.probes.causes import NAMED, NEAREST, of_tokens
-from fathom.probes.checks import Checks, Difference, Judged, Status
+from fathom.probes.checks import FOLLOWS, Checks, Difference, Judged, Status
 from fathom.probes.console import plain
 from fathom.probes.exercised import Unseen, unseen
 from fathom.probes.faults import FAULTS
 from fathom.probes.finding import Plot, ranges
-from fathom.probes.identify import Identifier, Place, places
+from fathom.probes.identify import Identifier, Place, other_numerics, places
 from fathom.probes.numerics import Found, find
 from fathom.probes.oracle import Noise, Parameters, Setting, Unknown
 from fathom.probes.recording import CHOICES, OF_ENTRIES, Recording, read_map
@@ -64,10 +64,7 @@ def run(args: argparse.Namespace) -> int:
     started = last = time.perf_counter()
     rounding = Rounding.of(args.numerics or PLAIN)
     setting = Setting(config, Parameters(checkpoint, counted), recording.tokens, rounding, recording, Noise(dtype))
-    numerics = find(setting, recording) if args.numerics is None else Found(rounding, {})
-    setting = replace(setting, rounding=numerics.rounding)
     out, err = Console(), Console(stderr=True)
-    checks = Checks(setting, recording, tokens if args.rows == "all" else args.rows)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=1.0)
@@ -79,11 +76,15 @@ def run(args: argparse.Namespace) -> int:
                 last = time.perf_counter()
                 err.say(f"{last - started:.0f} s: {what}")
 
+        numerics = find(setting, recording, said) if args.numerics is None else Found(rounding, {})
+        setting = replace(setting, rounding=numerics.rounding)
+        checks = Checks(setting, recording, tokens if args.rows == "all" else args.rows)
         results = _judged(checks, args.layers, said)
         found, others = list[Place](), dict[str, Rounding]()
         if not args.no_identify and places(results):
-            identifier = Identifier(setting, recording, counted, lengths, args.identify_seconds)
-            found, others = identifier.identify(results, said), identifier.others
+            others = {} if numerics.rests else other_numerics(setting, recording, said)
+            identifier = Identifier(setting, recording, counted, lengths, others, args.identify_seconds)
+            found = identifier.identify(results, said)
     hidden = unseen(checks, results)
     out.say(*_head(args, checks, results, numerics, time.perf_counter() - started, seen=seen is not None))
     _show(out, results, found, others, identified=not args.no_identify)
@@ -174,7 +175,7 @@ def _head(
     found = " (as its numbers say)" if seen else " (assumed: nothing recorded shows it, see --dtype)"
     found = "" if args.dtype else found
     sampled = f", {len(checks.sample)} rows of each site" if len(checks.sample) < rows or rows < tokens else ""
-    what = f"{len(results)} {_sites(len(results))} of {tokens} tokens{sampled}"
+    what = f"{len(results)} {_sites(len(results))} of {tokens} {'token' if tokens == 1 else 'tokens'}{sampled}"
     how = f"{numerics.rounding.numerics} numerics{' (found)' if numerics.rests else ''}, {dtype}{found}"
     lines = [f"{recording.path}: {what}, held against {told(args.model)} in float64; {how}; {seconds:.0f} s"]
     if numerics.rests:
@@ -233,7 +234,7 @@ def _show(
         out.say("No fault was looked for (--no-identify).")
     rest = len(places(results)) - len(found)
     if identified and rest > 0:
-        out.say(f"{rest} more {_sites(rest)} differ; no fault was looked for there.")
+        out.say(f"{rest} more {_sites(rest)} {_verb(Status.DIFFERS, rest)}; no fault was looked for there.")
     out.say(*_open(results))
 
 
@@ -243,9 +244,14 @@ def _not_judged(results: Sequence[Judged]) -> list[str]:
     for judged in results:
         if judged.status is Status.NOT_JUDGED:
             by_cause.setdefault(judged.why or "nothing to judge it by", []).append(judged)
-    return [
+    lines = [
         f"Not judged: {len(some)} {_sites(len(some))}, {some[0].name} first: {why}" for why, some in by_cause.items()
     ]
+    if left := [judged for judged in results if judged.left and judged.status is not Status.NOT_JUDGED]:
+        rows = sum(judged.left for judged in left)
+        what = f"{rows} {'row' if rows == 1 else 'rows'} of {len(left)} more {_sites(len(left))}"
+        lines.append(f"Not judged: {what}: {FOLLOWS}")
+    return lines
 
 
 def _open(results: Sequence[Judged]) -> list[str]:
@@ -255,7 +261,14 @@ def _open(results: Sequence[Judged]) -> list[str]:
         rows = sum(judged.ties for judged in ties)
         lines.append(
             f"Looked at again: {rows} {'row' if rows == 1 else 'rows'} of {', '.join(judged.name for judged in ties)}"
-            " stood out, and near ties that rounding may take either way explain them."
+            " stood out, and rounding explains them: near ties that it may take either way, or more draws of it."
+        )
+    if some := [judged for judged in results if judged.open]:
+        rows = sum(judged.open for judged in some)
+        lines.append(
+            f"Not looked at again to the end: {rows} {'row' if rows == 1 else 'rows'} of"
+            f" {', '.join(judged.name for judged in some)}. They follow from too many others that were not recorded, or"
+            " are too many; a near tie may explain them."
         )
     if assumed := {site for judged in results for site in judged.assumed}:
         lines.append(

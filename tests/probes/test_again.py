@@ -20,10 +20,9 @@ class Rounded:
         self.x = x.double()
 
     def values(self, noise):
-        noise.factor = 1.0
         with noise.of("layers.0.", "site", rows=AT):
             x = noise.moved(self.x[None, None].clone())
-            return noise.moved(self.form.rounded(noise.rounding(x, self.form)) @ self.weight)
+            return noise.moved(self.form.rounded(noise.rounding(x, self.form, 1.0)) @ self.weight)
 
     def run(self, x):
         """What a run gives whose numbers came out as x."""
@@ -38,7 +37,7 @@ class Rounded:
         return self.excess(theirs, exact, torch.stack(moved))
 
     def again(self, theirs):
-        return look(self.values, partial(self.excess, theirs), int(AT), BF16)
+        return look(self.values, partial(self.excess, theirs), int(AT), BF16, 1 << 20)
 
 
 def codes(amax, seed=0):
@@ -114,7 +113,7 @@ def test_choices_near_a_tie_are_taken_both_ways():
     def values(noise):
         with noise.of("layers.0.", "ids", rows=AT):
             ranks = noise.moved(scores.masked_fill(scores.isneginf(), 0)).masked_fill(scores.isneginf(), -math.inf)
-            chosen = noise.choosing(ranks, 2).topk(2).indices
+            chosen = noise.choosing(ranks, 2, FACTOR).topk(2).indices
             return weight[chosen].sum(2)
 
     def excess(theirs, exact, moved):
@@ -123,7 +122,7 @@ def test_choices_near_a_tie_are_taken_both_ways():
 
     for chosen, explained in (((0, 1), True), ((0, 2), True), ((0, 3), False), ((1, 2), False)):
         theirs = weight[list(chosen)].sum(0)[None]
-        assert (look(values, partial(excess, theirs), 5, BF16).excess <= 1) == explained, chosen
+        assert (look(values, partial(excess, theirs), 5, BF16, 1 << 20).excess <= 1) == explained, chosen
 
 
 def test_noise_is_of_the_row_whatever_is_beside_it_or_before():
