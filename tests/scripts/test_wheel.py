@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -17,18 +18,27 @@ def ran(*words, **more):
     return done.stdout
 
 
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
+
+
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory):
-    """A folder into which the wheel of this checkout is installed."""
-    source, wheels, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheels", "target"))
+def wheel(tmp_path_factory):
+    """The wheel of this checkout."""
+    source, wheels = (tmp_path_factory.mktemp(name) for name in ("source", "wheels"))
     for name in ("pyproject.toml", "setup.py", "fathom.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in OURS:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
-    ran(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", wheels, source)
-    (wheel,) = wheels.iterdir()
-    ran(*pip, "install", "--no-deps", "--no-index", "--target", target, wheel)
+    ran(*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", wheels, source)
+    (made,) = wheels.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """A folder into which it is installed."""
+    target = tmp_path_factory.mktemp("target")
+    ran(*PIP, "install", "--no-deps", "--no-index", "--target", target, wheel)
     return target
 
 
@@ -39,6 +49,13 @@ def users_folder(installed, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("mine = True\n")
     return {"cwd": tmp_path, "env": {"PYTHONPATH": str(installed), "PATH": "/usr/bin:/bin", "HOME": str(tmp_path)}}
+
+
+def test_the_wheel_has_one_name_at_its_top(wheel):
+    """Beside vLLM and transformers any other, `kernels` or `scripts`, would lie in everybody's site-packages."""
+    names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist()}
+    assert {name for name in names if not name.endswith(".dist-info")} == {"fathom"}
+    assert sum(name.endswith(".dist-info") for name in names) == 1
 
 
 def test_one_package_is_installed(installed):
