@@ -694,16 +694,15 @@ class Checks:
         return [check.judged for check in checks]
 
     def glance(self, layer: int, site: str, *, freely: bool) -> tuple[Tensor, Tensor] | None:
-        """Some recorded rows [n, ...], and the same by the oracle without replicas; None where nothing is known.
+        """Some recorded rows [n, ...], and the same by the oracle, [1 + r, n, ...]; None where nothing is known.
 
         `freely`: also where the layer's input must be computed from the embeddings on.
         """
         rows = _sample(self.config, self.recording.at(stored_name(site, layer)), len(self.sample))
         theirs = self.recording.rows(stored_name(site, layer), rows)
         assert theirs is not None, f"rows of {site} that it has"
-        setting = replace(self.setting, noise=Noise(self.setting.noise.dtype, replicas=0), freely=freely)
         try:
-            return theirs, Layer(setting, layer, rows).computed(site, rows)[0]
+            return theirs, Layer(replace(self.setting, freely=freely), layer, rows).computed(site, rows)
         except Unknown:
             return None
 

@@ -2,15 +2,15 @@
 
 Each recorded tensor that shows a choice has a say, of layers through the whole depth. What is kept in a narrow format
 says so itself: its numbers are on the format's grid. Of everything else a few rows are held against the oracle under
-each choice: the one that they are near to is theirs, and where they are near to none they have no say. So one faulty
-tensor, or layer, does not set the numerics by which all others are judged.
+each choice: it may be theirs where they are as near as rounding to the run's dtype leaves them, and where they are near
+to none they have no say. So one faulty tensor, or layer, does not set the numerics by which all others are judged.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+import torch
 from torch import Tensor
 
 from fathom.model.choices import DEPLOYED, PLAIN
@@ -19,14 +19,18 @@ from fathom.model.errors import ConfigError
 from fathom.model.observe import sites
 from fathom.model.rounding import FORMS, FP4, FP8, ROUNDINGS, Rounding
 from fathom.probes.checks import Checks
-from fathom.probes.oracle import E2M1_INDEX, E4M3_KV, E4M3_ROW, Narrow, Setting
+from fathom.probes.oracle import E2M1_INDEX, E4M3_KV, E4M3_ROW, REPLICAS, Narrow, Setting
 from fathom.probes.recording import CHOICES, Recording, stored_name
 
 ROWS: Final = 16  # of a site that are judged under each rounding
 LAYERS: Final = 5  # of those that have a site, from the first to the last, that are looked at
-NEAR: Final = 0.5  # of the distance between two choices, up to which a tensor is one's
+LIKELY: Final = 0.9  # times the spread of the oracle's replicas: runs that round once where these do are at 0.6 or so
+CLEARLY: Final = 0.5  # of the squared distance between two choices, by which a tensor is nearer to one of them
 ROUNDS: Final = 3
+ULP: Final = 2.0**-7  # a number and its scale are of the run's dtype
 ON_GRID: Final = 0.9  # of the rows, from which on a format is theirs: some may be wrong
+
+NOTHING: Final = "assumed: nothing that is recorded shows it"
 
 # Sites that show a choice, in groups: the next one is asked where nothing of those before has a say.
 SHOWN_BY: Final = {
@@ -55,12 +59,12 @@ class Say:
 
     name: str
     site: str
-    form: str  # empty: it is near to no form
+    forms: tuple[str, ...]  # that it may be by this tensor; none: it is near to none
     told: str  # why
 
 
 def find(setting: Setting, recording: Recording, progress: Callable[[str, float], None]) -> Found:
-    """Find how a recorded run rounds; what nothing shows is as in `deployed`, and said to be assumed.
+    """Find how a recorded run rounds; what nothing shows is as in `deployed`, or where that cannot be as in `plain`.
 
     `progress` is called with what is being looked at and the share that is done.
     """
@@ -76,7 +80,13 @@ def find(setting: Setting, recording: Recording, progress: Callable[[str, float]
         if rounding == before:
             break
     setting.parameters.forget()
-    return Found(rounding, rests)
+    return Found(_named(rounding, [place for place, why in rests.items() if why != NOTHING]), rests)
+
+
+def _named(rounding: Rounding, shown: Sequence[str]) -> Rounding:
+    """The rounding that has a name and is the same in what was shown; itself where none is."""
+    alike = (known for known in ROUNDINGS.values() if all(getattr(known, p) == getattr(rounding, p) for p in shown))
+    return next(alike, rounding) if shown else rounding
 
 
 def _counted(says: Sequence[Say], possible: Sequence[str]) -> tuple[str, str]:
@@ -84,34 +94,30 @@ def _counted(says: Sequence[Say], possible: Sequence[str]) -> tuple[str, str]:
     if len(possible) == 1:
         return possible[0], "the widths of this model allow no other"
     if not says:
-        return possible[0], "assumed: nothing that is recorded shows it"
-    by_site: dict[str, Counter[str]] = {}
+        return possible[0], NOTHING
+    by_site: dict[str, list[tuple[str, ...]]] = {}
     for say in says:
-        if say.form:
-            by_site.setdefault(say.site, Counter())[say.form] += 1
-    form = _most(Counter(_most(votes) for votes in by_site.values()))
-    agree = [say for say in says if say.form == form]
+        if say.forms:
+            by_site.setdefault(say.site, []).append(say.forms)
+    names = ", ".join(say.name for say in says[:2])
     if not by_site:
-        names = ", ".join(say.name for say in says[:2])
         return possible[0], f"assumed: {names} {'are' if len(says) > 1 else 'is'} near to no choice"
-    if not form:
-        return possible[0], f"assumed: {'; '.join(f'{say.name} says {say.form}' for say in _one_each(says))}"
-    others = [say.name for say in says if say.form != form]
+    forms = _most([_most(votes, possible) for votes in by_site.values()], possible)
+    if len(forms) != 1:
+        return possible[0], f"assumed: {names} do not agree"
+    agree = [say for say in says if forms[0] in say.forms]
+    others = [say.name for say in says if forms[0] not in say.forms]
     more = f" and {len(agree) - 1} more" if len(agree) > 1 else ""
     few = f" and {len(others) - 2} more" if len(others) > 2 else ""
     unlike = f"; not so {', '.join(others[:2])}{few}" if others else ""
-    return form, f"{agree[0].name}{more}: {agree[0].told}{unlike}"
+    return forms[0], f"{agree[0].name}{more}: {agree[0].told}{unlike}"
 
 
-def _most(votes: Counter[str]) -> str:
-    """What more than half say; empty where nothing is said by so many."""
-    form, count = max(votes.items(), key=lambda vote: vote[1], default=("", 0))
-    return form if 2 * count > votes.total() else ""
-
-
-def _one_each(says: Sequence[Say]) -> list[Say]:
-    """One for each form that is said."""
-    return list({say.form: say for say in reversed(says) if say.form}.values())
+def _most(votes: Sequence[Sequence[str]], possible: Sequence[str]) -> tuple[str, ...]:
+    """The forms that most may be, of more than half; none where there is none such."""
+    counts = {form: sum(form in vote for vote in votes) for form in possible}
+    most = max(counts.values())
+    return tuple(form for form, count in counts.items() if count == most and 2 * most > len(votes))
 
 
 def _says(setting: Setting, recording: Recording, rounding: Rounding, place: str, possible: Sequence[str]) -> list[Say]:
@@ -125,7 +131,7 @@ def _says(setting: Setting, recording: Recording, rounding: Rounding, place: str
     for freely in (False, True):
         for group in SHOWN_BY[place]:
             says = list(_of_group(setting, recording, place, possible, checks, [s.name for s in group], freely=freely))
-            if any(say.form for say in says):
+            if any(say.forms for say in says):
                 return says
             unclear = unclear or says
         if unclear:
@@ -195,8 +201,19 @@ def _on_grid(recording: Recording, name: str, site: str, grids: Sequence[Grid]) 
         rows = rows[rows.isfinite().all(-1) & rows.any(-1)]
         on = int((grid.narrow.rounded(rows) == rows).all(-1).sum())
         if len(rows) and on >= ON_GRID * len(rows):
-            return Say(name, site, grid.form, f"{on} of {len(rows)} rows are numbers of {grid.told}")
+            return Say(name, site, (grid.form,), f"{on} of {len(rows)} rows are numbers of {grid.told}")
+        if len(rows) and _of_another_scale(rows, grid.narrow):
+            return Say(name, site, (grid.form,), f"{len(rows)} rows are numbers of {grid.told}, under wrong scales")
     return None
+
+
+def _of_another_scale(rows: Tensor, form: Narrow) -> bool:
+    """Whether rows [n, d] are codes of a format but for the scale, which is no power of two: the largest is the top."""
+    blocks, _ = form.scales(rows)
+    largest = blocks.abs().amax(-1, keepdim=True)
+    y = torch.where(largest > 0, blocks / largest, 0.0) * form.largest
+    step = form.step(y.clamp(-form.largest, form.largest))
+    return bool(((torch.round(y / step) * step - y).abs() <= ULP * y.abs() + step * ULP).all())
 
 
 def _nearest(
@@ -207,15 +224,18 @@ def _nearest(
     known = [pair for pair in found if pair is not None]
     if len(known) < len(found) or len(found) < 2:
         return None
-    theirs, ours = known[0][0], [pair[1] for pair in known]
+    theirs, ours = known[0][0], [pair[1][0] for pair in known]
     off = [_off(theirs, one, site) for one in ours]
-    best = min(range(len(off)), key=lambda n: off[n])
-    apart = max(_off(ours[best], one, site) for n, one in enumerate(ours) if n != best)
-    if not apart > 0:
+    usual = [LIKELY * sum(_off(moved, pair[1][0], site) for moved in pair[1][1:]) / REPLICAS for pair in known]
+    apart = [[_off(one, other, site) for other in ours] for one in ours]
+    if not any(map(any, apart)):
         return None
+    fit = [n for n in range(len(off)) if off[n] <= usual[n]]
+    best = min(fit, key=lambda n: off[n], default=0)
+    forms = [possible[n] for n in fit if off[n] ** 2 - off[best] ** 2 <= CLEARLY * apart[n][best] ** 2]
     told = ", ".join(f"{form} {value:.2g}" for form, value in zip(possible, off, strict=True))
     what = "a share of other choices than under" if site in CHOICES else "off by a share of its length from"
-    return Say(name, site, possible[best] if off[best] <= NEAR * apart else "", f"{what} {told}")
+    return None if len(forms) == len(off) else Say(name, site, tuple(forms), f"{what} {told}")
 
 
 def _off(one: Tensor, other: Tensor, site: str) -> float:

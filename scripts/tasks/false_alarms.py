@@ -1,8 +1,9 @@
 """What `scripts.false_alarms` does once its command line is known to be good.
 
 A model is drawn: its widths, its weights, a prompt, and how the prompt is cut into calls. Runs of bf16 and fp32 are
-this runtime's own; fp16, which it has not, is the oracle with every tensor rounded where a run has one. Each run is
-judged as the probes judge theirs: every row, rotated dims and heads by themselves too.
+this runtime's own; fp16, which it has not, is the oracle with every tensor rounded where a run has one. Of some, only
+rows of some positions are kept, or only some tensors. How each rounds is found, as `compare` finds it, and it is judged
+as the probes judge theirs: every row, rotated dims and heads by themselves too.
 """
 
 import argparse
@@ -16,12 +17,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from rich.progress import Progress
+from safetensors.torch import load_file
 from torch import Tensor
 
 from fathom.model.checkpoint.census import census
@@ -33,6 +35,7 @@ from fathom.model.rounding import Rounding
 from fathom.probes.checks import Checks, Status
 from fathom.probes.finding import JSON, Part, Table, Text
 from fathom.probes.layers import views
+from fathom.probes.numerics import find
 from fathom.probes.oracle import F64, FACTOR, PRECISION, Ends, Layer, Noise, Parameters, Setting, sites_of
 from fathom.probes.recording import CHOICES, OF_ENTRIES, Recording, record, stored_name
 from fathom.probes.report import Page, write
@@ -51,6 +54,10 @@ SAMPLED: Final = 64  # rows of a site that have replicas from the start
 OURS: Final = {"bf16": torch.bfloat16, "fp32": torch.float32}
 ALL: Final = {**OURS, "fp16": torch.float16}
 NUMERICS: Final = ("deployed", "plain", "linears=none,kv=fp8,index=fp8")
+ROWS_KEPT: Final = 0.2  # of the runs, whose positions are drawn
+SITES_KEPT: Final = 0.2  # of the runs, whose tensors are drawn
+KEPT: Final = 0.7  # of the tensors, or the positions
+WHOLE: Final = "all of it"
 TIMES: Final = (0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # the bound, by which a row is moved to see whether it is found
 
 NARROW: Final = (sites.KV.name, sites.ENTRY.name, sites.INDEX_KEY_USED.name, sites.INDEX_QUERY_USED.name)
@@ -62,11 +69,17 @@ rounds less often. That other processors sum in other orders was not seen on one
 the bound."""
 
 
+KEPT_HOW: Final = """\
+Layers whose input is not there are run from the embeddings on. How each run rounds is found from what was kept; one for
+which another rounding is found, and not as an assumption, counts as a false alarm too."""
+
+
 @dataclass
 class Tally:
     """What became of the rows of one or several runs."""
 
     rows: int = 0
+    runs: Counter[str] = field(default_factory=Counter)  # by what was kept of them
     again: Counter[str] = field(default_factory=Counter)  # by site: rows that stood out and were explained
     alarms: list[dict[str, Any]] = field(default_factory=list)  # healthy sites that were said to differ
     moved: Counter[float] = field(default_factory=Counter)  # rows that were moved by so many bounds
@@ -75,6 +88,7 @@ class Tally:
     def add(self, other: "Tally") -> None:
         """Add what another has."""
         self.rows += other.rows
+        self.runs += other.runs
         self.again += other.again
         self.alarms += other.alarms
         self.moved += other.moved
@@ -160,11 +174,40 @@ def _judged(seed: int) -> tuple[tuple[str, str], Tally]:
             record(model, tokens, _calls(count, draw), path)
         else:
             _simulated(setting, seed, path)
+        kept = _keep(path, draw)
         recording = Recording(path, config)
-        tally = Tally()
-        _judge(_with(setting, recording), recording, tally, {"seed": seed, "numerics": numerics, "dtype": dtype})
-        _move(_with(setting, recording), recording, tally, draw)
+        setting = replace(setting, theirs=recording)
+        told = {"seed": seed, "numerics": numerics, "dtype": dtype, "kept": kept}
+        tally = Tally(runs=Counter({kept: 1}))
+        found = find(setting, recording, lambda *_: None)
+        if found.rounding != setting.rounding and not any(why.startswith("assumed") for why in found.rests.values()):
+            tally.alarms.append({**told, "found": found.rounding.numerics, "rests": found.rests})
+        _judge(replace(setting, rounding=found.rounding), recording, tally, told)
+        if kept == WHOLE:
+            _move(setting, recording, tally, draw)
     return (numerics, dtype), tally
+
+
+def _keep(path: Path, draw: random.Random) -> str:
+    """Leave out of a recording what others do not record, or nothing; says which."""
+    kind, file = draw.random(), load_file(path)
+    tokens = file.pop("tokens")
+    if kind < ROWS_KEPT:
+        at = torch.tensor(sorted(draw.sample(range(len(tokens)), int(KEPT * len(tokens)))))
+        of_tokens = {name for name in file if not name.endswith(OF_ENTRIES)}
+        whole = {name for name in of_tokens if name.endswith((".streams", sites.EMBEDDED.name))}
+        file = {name: x[at] if name in of_tokens - whole else x for name, x in file.items()}
+        write_safetensors(path, {"tokens": tokens, "positions": at, **_contiguous(file)}, {})
+        return "rows of some positions"
+    if kind < ROWS_KEPT + SITES_KEPT:
+        file = {name: x for name, x in file.items() if draw.random() < KEPT}
+        write_safetensors(path, {"tokens": tokens, **_contiguous(file)}, {})
+        return "some tensors"
+    return WHOLE
+
+
+def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.contiguous() for name, x in tensors.items()}
 
 
 def _setting(
@@ -173,10 +216,6 @@ def _setting(
     checkpoint = Checkpoint.open(directory)
     parameters = Parameters(checkpoint, census(checkpoint.shapes(), config, where=str(directory)))
     return Setting(config, parameters, torch.tensor(tokens), rounding, Held({}), Noise(dtype))
-
-
-def _with(setting: Setting, recording: Recording) -> Setting:
-    return Setting(setting.config, setting.parameters, setting.tokens, setting.rounding, recording, setting.noise)
 
 
 @contextmanager
@@ -233,7 +272,7 @@ def _simulated(setting: Setting, seed: int, path: Path) -> None:
     """Write a recording of the oracle itself, each tensor rounded."""
     config, held = setting.config, Held({})
     noise = Rounded(setting.noise.dtype, seed)
-    own = Setting(config, setting.parameters, setting.tokens, setting.rounding, held, noise)
+    own = replace(setting, theirs=held, noise=noise)
     at = torch.arange(len(setting.tokens))
     held.tensors[sites.EMBEDDED.name] = Ends(own).computed(sites.EMBEDDED.name, at)[0]
     for number in range(config.num_hidden_layers):
@@ -245,7 +284,7 @@ def _simulated(setting: Setting, seed: int, path: Path) -> None:
     for site in (sites.HIDDEN.name, sites.LOGITS.name):
         held.tensors[site] = Ends(own).computed(site, at)[0]
     wide = {name: x.long() if name.endswith(CHOICES) else x.float() for name, x in held.tensors.items()}
-    write_safetensors(path, {"tokens": setting.tokens, **{name: x.contiguous() for name, x in wide.items()}}, {})
+    write_safetensors(path, {"tokens": setting.tokens, **_contiguous(wide)}, {})
 
 
 def _judge(setting: Setting, recording: Recording, tally: Tally, told: Mapping[str, Any]) -> None:
@@ -282,7 +321,7 @@ def _move(setting: Setting, recording: Recording, tally: Tally, draw: random.Ran
         assert theirs is not None, f"rows of {name} that it has"
         off = torch.randn(theirs.shape, dtype=F64, generator=torch.Generator().manual_seed(number))
         wrong = Moved(recording, name, position, theirs + off * (times * bound / float(off.norm())))
-        checks = Checks(_with(setting, wrong), wrong, SAMPLED, every=True)  # type: ignore[arg-type]
+        checks = Checks(replace(setting, theirs=wrong), wrong, SAMPLED, every=True)  # type: ignore[arg-type]
         tally.moved[times] += 1
         (judged,) = checks.ends(only=[site]) if layer is None else checks.layer(layer, only=[site])
         tally.seen[times] += judged.status is Status.DIFFERS
@@ -334,6 +373,7 @@ def _page(name: str, found: Mapping[tuple[str, str], Tally], facts: Mapping[str,
         Table(
             "Healthy rows", columns, rows, "Rows of all sites of all layers, rotated dims and heads by themselves too."
         ),
+        Table("What was kept of runs", ("kept", "runs"), whole.runs.most_common(), KEPT_HOW),
         Table(
             "Where healthy rows stood out",
             ("site", "rows"),

@@ -11,12 +11,24 @@ from fathom.scripts.tasks import false_alarms as task
 @pytest.mark.parametrize("seed", [1, 7])
 def test_a_healthy_run_is_judged_row_by_row(seed, monkeypatch):
     monkeypatch.setattr(task, "TOKENS", (60, 70))
+    monkeypatch.setattr(task, "ROWS_KEPT", 0.0)
+    monkeypatch.setattr(task, "SITES_KEPT", 0.0)
     (numerics, dtype), tally = task._judged(seed)
     assert (numerics, dtype) == {1: ("plain", "bf16"), 7: ("plain", "fp16")}[seed]
     assert tally.rows > 3000
-    assert tally.alarms == []
+    assert (tally.alarms, dict(tally.runs)) == ([], {task.WHOLE: 1})
     assert dict(tally.moved) == dict.fromkeys(task.TIMES, 1)
     assert all(tally.seen[times] for times in (3.0, 5.0)), "an error of three bounds is seen"
+
+
+@pytest.mark.parametrize(("kept", "rows", "sites"), [("rows of some positions", 1.0, 0.0), ("some tensors", 0.0, 1.0)])
+def test_a_healthy_run_of_which_not_all_was_kept_agrees(kept, rows, sites, monkeypatch):
+    monkeypatch.setattr(task, "TOKENS", (60, 70))
+    monkeypatch.setattr(task, "ROWS_KEPT", rows)
+    monkeypatch.setattr(task, "SITES_KEPT", sites)
+    _, tally = task._judged(2)
+    assert (tally.alarms, dict(tally.runs), dict(tally.moved)) == ([], {kept: 1}, {})
+    assert tally.rows > 1000
 
 
 def test_the_page_counts_what_was_judged(tmp_path, capsys):
