@@ -30,7 +30,7 @@ ROUNDS: Final = 3
 ULP: Final = 2.0**-7  # a number and its scale are of the run's dtype
 ON_GRID: Final = 0.9  # of the rows, from which on a format is theirs: some may be wrong
 
-NOTHING: Final = "assumed: nothing that is recorded shows it"
+ASSUMED: Final = "assumed: "  # how what is said begins of a choice that nothing shows, or on which tensors disagree
 
 # Sites that show a choice, in groups: the next one is asked where nothing of those before has a say.
 SHOWN_BY: Final = {
@@ -61,6 +61,7 @@ class Say:
     site: str
     forms: tuple[str, ...]  # that it may be by this tensor; none: it is near to none
     told: str  # why
+    narrow: bool = False  # its numbers are on a format's grid
 
 
 def find(setting: Setting, recording: Recording, progress: Callable[[str, float], None]) -> Found:
@@ -80,7 +81,7 @@ def find(setting: Setting, recording: Recording, progress: Callable[[str, float]
         if rounding == before:
             break
     setting.parameters.forget()
-    return Found(_named(rounding, [place for place, why in rests.items() if why != NOTHING]), rests)
+    return Found(_named(rounding, [place for place, why in rests.items() if not why.startswith(ASSUMED)]), rests)
 
 
 def _named(rounding: Rounding, shown: Sequence[str]) -> Rounding:
@@ -94,18 +95,18 @@ def _counted(says: Sequence[Say], possible: Sequence[str]) -> tuple[str, str]:
     if len(possible) == 1:
         return possible[0], "the widths of this model allow no other"
     if not says:
-        return possible[0], NOTHING
+        return possible[0], f"{ASSUMED}nothing that is recorded shows it"
     by_site: dict[str, list[tuple[str, ...]]] = {}
     for say in says:
         if say.forms:
             by_site.setdefault(say.site, []).append(say.forms)
     names = ", ".join(say.name for say in says[:2])
     if not by_site:
-        return possible[0], f"assumed: {names} {'are' if len(says) > 1 else 'is'} near to no choice"
+        return possible[0], f"{ASSUMED}{names} {'are' if len(says) > 1 else 'is'} near to no choice"
     forms = _most([_most(votes, possible) for votes in by_site.values()], possible)
     if len(forms) != 1:
-        return possible[0], f"assumed: {names} do not agree"
-    agree = [say for say in says if forms[0] in say.forms]
+        return possible[0], f"{ASSUMED}{names} do not agree"
+    agree = sorted((say for say in says if forms[0] in say.forms), key=lambda say: not say.narrow)
     others = [say.name for say in says if forms[0] not in say.forms]
     more = f" and {len(agree) - 1} more" if len(agree) > 1 else ""
     few = f" and {len(others) - 2} more" if len(others) > 2 else ""
@@ -201,9 +202,15 @@ def _on_grid(recording: Recording, name: str, site: str, grids: Sequence[Grid]) 
         rows = rows[rows.isfinite().all(-1) & rows.any(-1)]
         on = int((grid.narrow.rounded(rows) == rows).all(-1).sum())
         if len(rows) and on >= ON_GRID * len(rows):
-            return Say(name, site, (grid.form,), f"{on} of {len(rows)} rows are numbers of {grid.told}")
+            return Say(name, site, (grid.form,), f"{on} of {len(rows)} rows are numbers of {grid.told}", narrow=True)
         if len(rows) and _of_another_scale(rows, grid.narrow):
-            return Say(name, site, (grid.form,), f"{len(rows)} rows are numbers of {grid.told}, under wrong scales")
+            return Say(
+                name,
+                site,
+                (grid.form,),
+                f"{len(rows)} rows are numbers of {grid.told}, under wrong scales",
+                narrow=True,
+            )
     return None
 
 

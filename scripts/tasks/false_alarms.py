@@ -35,7 +35,7 @@ from fathom.model.rounding import Rounding
 from fathom.probes.checks import Checks, Status
 from fathom.probes.finding import JSON, Part, Table, Text
 from fathom.probes.layers import views
-from fathom.probes.numerics import find
+from fathom.probes.numerics import ASSUMED, find
 from fathom.probes.oracle import F64, FACTOR, PRECISION, Ends, Layer, Noise, Parameters, Setting, sites_of
 from fathom.probes.recording import CHOICES, OF_ENTRIES, Recording, record, stored_name
 from fathom.probes.report import Page, write
@@ -180,7 +180,7 @@ def _judged(seed: int) -> tuple[tuple[str, str], Tally]:
         told = {"seed": seed, "numerics": numerics, "dtype": dtype, "kept": kept}
         tally = Tally(runs=Counter({kept: 1}))
         found = find(setting, recording, lambda *_: None)
-        if found.rounding != setting.rounding and not any(why.startswith("assumed") for why in found.rests.values()):
+        if found.rounding != setting.rounding and not any(why.startswith(ASSUMED) for why in found.rests.values()):
             tally.alarms.append({**told, "found": found.rounding.numerics, "rests": found.rests})
         _judge(replace(setting, rounding=found.rounding), recording, tally, told)
         if kept == WHOLE:

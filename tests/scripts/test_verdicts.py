@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fathom.model.errors import ConfigError
-from fathom.probes import oracle
+from fathom.probes import checks, oracle
 from fathom.probes.identify import Identifier
 from fathom.probes.recording import CHOICES
 from fathom.probes.subject import Subject
@@ -114,7 +114,72 @@ def test_a_verdict_counts_what_was_not_judged_and_is_none_where_that_is_most(tmp
     assert "NOTHING COMPARED: " in capsys.readouterr().out
 
 
+def test_rows_that_nothing_is_known_of_are_counted(tmp_path, recording, capsys):
+    """One NaN in a layer's input: what follows from it is not judged there, and agrees elsewhere."""
+    tensors = load_file(recording)
+    tensors["layers.1.attention.input"][50, 3] = float("nan")
+    status, report = compared(saved(tmp_path / "one nan.safetensors", tensors), "--no-identify")
+    sites = {(site["layer"], site["site"]): site for site in report["sites"]}
+    assert (status, report["counts"]["differs"]) == (1, 1)
+    assert sites[1, "attention.latent"]["left"] == 1
+    left = [site["left"] for site in sites.values() if "left" in site]
+    assert (
+        f"Not judged: {sum(left)} rows of {len(left)} more sites: what it follows from is not"
+        in capsys.readouterr().out
+    )
+    tensors["layers.1.attention.input"][50:] = float("nan")
+    _, report = compared(saved(tmp_path / "most nan.safetensors", tensors), "--no-identify")
+    (latent,) = (one for one in report["sites"] if (one["layer"], one["site"]) == (1, "attention.latent"))
+    assert (latent["status"], latent["rows"], latent["left"]) == ("not judged", 50, COUNT - 50)
+
+
+def of_positions(tensors, at, sites=None):
+    """The same of rows of some positions, but for the streams between layers, of which all are kept."""
+    whole = {name for name in tensors if re.fullmatch(r"tokens|embedded|layers\.\d\.streams", name)}
+    rows = {name: x[at] for name, x in tensors.items() if name not in whole and len(x) == COUNT}
+    rows = {name: x for name, x in rows.items() if sites is None or name.split(".", 2)[-1] in sites}
+    return {"positions": at} | rows | {name: tensors[name] for name in whole if sites is None or name == "tokens"}
+
+
+@pytest.mark.parametrize("sites", [None, ("attention.output", "experts.output", "streams")])
+def test_rows_of_some_positions_agree(tmp_path, recording, sites):
+    """Also where layers have no input: what follows from such a one is drawn as all else, by layer, site and row."""
+    some = of_positions(load_file(recording), torch.tensor([3, 40, 41, 99, 139]), sites)
+    status, report = compared(saved(tmp_path / "positions.safetensors", some))
+    assert (status, report["verdict"]) == (0, "agrees")
+    assert {site["rows"] for site in report["sites"] if site["site"] == "attention.output"} == {5}
+    assert any(site.get("free") for site in report["sites"]) == (sites is not None)
+
+
+def test_a_look_at_a_row_has_an_end_and_what_was_not_looked_at_is_told(tmp_path, recording, capsys, monkeypatch):
+    """The layer's input is not recorded: each look is a run of all layers before."""
+    monkeypatch.setattr(checks, "LOOK", 1 << 16)
+    streams = load_file(recording)["layers.3.streams"].float()
+    off = torch.randn(streams.shape, generator=torch.Generator().manual_seed(0)) * streams.std()
+    tensors = {"tokens": load_file(recording)["tokens"], "layers.3.streams": (streams + off).bfloat16()}
+    status, report = compared(saved(tmp_path / "free.safetensors", tensors), "--no-identify")
+    (site,) = report["sites"]
+    assert (status, site["status"], site["free"]) == (1, "differs", True)
+    assert site["open"] > COUNT / 2
+    assert f"Not looked at again to the end: {site['open']} rows of layers.3.streams" in capsys.readouterr().out
+
+
+def test_a_prompt_of_one_token_has_no_entry_to_select(tmp_path, recording):
+    """Selections may be padded: -1 is none."""
+    one = {name: x[:1] for name, x in load_file(recording).items() if len(x) == COUNT}
+    status, report = compared(saved(tmp_path / "one.safetensors", one))
+    assert (status, report["verdict"]) == (0, "agrees")
+    assert report["counts"]["differs"] == 0
+
+
 # --- what these rows could not have shown
+
+
+def test_what_no_judged_row_shows_is_not_exercised_however_long_the_prompt(tmp_path, recording):
+    _, report = compared(saved(tmp_path / "first.safetensors", of_positions(load_file(recording), torch.arange(4))))
+    found = {one["what"] for one in report["not_exercised"]}
+    assert "a full window (4 of 16 tokens)" in found
+    assert "a selection that leaves something out (1 entries, top 16)" in found
 
 
 def test_what_was_not_exercised_is_said_with_what_would_show_it(folder, recording, capsys):
@@ -282,6 +347,30 @@ def test_the_nearest_fault_is_told_as_no_explanation_and_below_half_none_is(tmp_
         assert bool(report["faults"]) == told
 
 
+def test_one_number_that_is_not_finite_is_no_other_layer_nor_fault(tmp_path, recording):
+    tensors = load_file(recording)
+    tensors["layers.1.attention.output"][9, 9] = float("inf")
+    status, report = compared(saved(tmp_path / "inf.safetensors", tensors))
+    assert (status, report["counts"]["differs"], report["faults"]) == (1, 1, [])
+
+
+def test_a_text_that_repeats_is_no_batch(tmp_path):
+    """The oracle's rows repeat too: what differs is the fault's."""
+    half = Subject().tokens(30)
+    _, report = compared(recorded(tmp_path, [*half, *half], "--inject", "norm-weight-plus-one"))
+    assert {fault["name"] for fault in report["faults"] if fault["explains"]} == {"norm-weight-plus-one"}
+
+
+def test_a_dump_that_was_cast_is_told(tmp_path, recording):
+    """A run of bf16 has some tensors in fp32."""
+    tensors = {name: x.bfloat16() if x.is_floating_point() else x for name, x in load_file(recording).items()}
+    _, report = compared(saved(tmp_path / "cast.safetensors", tensors), "--identify-seconds", "5")
+    assert {site["site"].rpartition(".")[2] for site in report["sites"] if site["status"] == "differs"} == {
+        "pre", "post", "comb",
+    }  # fmt: skip
+    assert {(fault["name"], fault["plain"]) for fault in report["faults"]} == {("cast-to-bfloat16", True)}
+
+
 def test_the_search_for_a_fault_ends_and_says_what_was_not_tried(folder, capsys, monkeypatch):
     out = recorded(folder, Subject().tokens(COUNT), "--inject", "sink-dropped", "--layers", "1", name="late")
     asked = []
@@ -328,6 +417,39 @@ def test_another_rounding_than_the_one_that_is_said_is_named(folder, capsys):
     status, report = compared(out, "--numerics", "deployed")
     assert (status, report["faults"][0]["name"]) == (1, f"{rounding} numerics")
     assert f"The run rounds as --rounding {rounding} says." in capsys.readouterr().out
+
+
+KV = "layers.{}.attention.kv"
+OF_TWO = {
+    # KV by scales that are no powers of two: as on no grid, and nearer to unrounded numbers than to rounded ones
+    "scales": lambda tensors: {KV.format(n): by_largest(tensors[KV.format(n)]) for n in range(4)},
+    "one layer": lambda tensors: {KV.format(0): tensors[KV.format(0)] * 1.01},
+}
+
+
+def by_largest(kv):
+    """A dequantised FP8 cache whose scales are the largest of 64 over 448."""
+    nope = kv[..., :64].float()
+    scale = nope.abs().amax(-1, keepdim=True) / 448
+    return torch.cat(((nope / scale).to(torch.float8_e4m3fn).float() * scale, kv[..., 64:].float()), -1).bfloat16()
+
+
+@pytest.mark.parametrize("few", [False, True])
+@pytest.mark.parametrize("which", OF_TWO)
+def test_faulty_tensors_do_not_set_the_numerics(tmp_path, recording, which, few):
+    """They differ, and nothing but what follows from them alone: others are judged as the rest of the run rounds."""
+    tensors = load_file(recording)
+    tensors |= OF_TWO[which](tensors)
+    if few:
+        tensors = {n: x for n, x in tensors.items() if n.endswith(("tokens", "embedded", ".streams", "attention.kv"))}
+    status, report = compared(saved(tmp_path / "kv.safetensors", tensors), "--no-identify")
+    wrong = {(site["layer"], site["site"]) for site in report["sites"] if site["status"] == "differs"}
+    layers = range(4) if which == "scales" else (0,)
+    assert (status, report["numerics"]) == (1, "deployed")
+    assert {(n, "attention.kv") for n in layers} <= wrong
+    assert wrong <= {(n, f"attention.{site}") for n in layers for site in ("kv", "mixed", "streams")}
+    if which == "one layer" and not few:
+        assert "layers.1.attention.kv and 6 more: 16 of 16 rows" in report["rounding_rests_on"]["kv"]
 
 
 @pytest.mark.parametrize(
