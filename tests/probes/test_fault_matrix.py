@@ -22,7 +22,7 @@ SEEN = {Outcome.CAUGHT, Outcome.TRIPPED}
 
 # By fault, probes that must catch it; none passes with a fault that it is named for here.
 CAUGHT = {
-    "norm-weight-plus-one": {"load", "needle"},
+    "norm-weight-plus-one": {"load", "mhc"},
     "relu-dropped": {"recall"},
     "first-tile-again": {"recall"},
     "entries-wrapped": {"recall"},
