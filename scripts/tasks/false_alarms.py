@@ -32,11 +32,12 @@ from fathom.model.checkpoint.published import published_tensors
 from fathom.model.config import ModelConfig
 from fathom.model.observe import sites
 from fathom.model.rounding import Rounding
+from fathom.probes.again import MANY
 from fathom.probes.checks import Checks, Status
 from fathom.probes.finding import JSON, Part, Table, Text
 from fathom.probes.layers import views
 from fathom.probes.numerics import ASSUMED, find
-from fathom.probes.oracle import F64, FACTOR, PRECISION, Ends, Layer, Noise, Parameters, Setting, sites_of
+from fathom.probes.oracle import F64, FACTOR, PRECISION, SIGNS, Ends, Layer, Noise, Parameters, Setting, sites_of
 from fathom.probes.recording import CHOICES, OF_ENTRIES, Recording, record, stored_name
 from fathom.probes.report import Page, write
 from fathom.probes.subject import Subject
@@ -378,7 +379,7 @@ def _page(name: str, found: Mapping[tuple[str, str], Tally], facts: Mapping[str,
             "Where healthy rows stood out",
             ("site", "rows"),
             whole.again.most_common(),
-            "Each looked at again alone, with 252 replicas and its near ties taken the other way.",
+            f"Each looked at again alone, with {MANY * SIGNS} more replicas, and its near ties taken the other way.",
         ),
         Table(
             "How small an error is seen",
