@@ -4,7 +4,7 @@ Rows that are zeros, or all alike; rows of the token beside it; another layer's;
 prompt with padding, or without BOS. Each is looked for by what it would make of the tensor, as a fault is.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -124,10 +124,15 @@ def _otherwise(one: Tensor, other: Tensor) -> float:
     return float(sum(len(set(a) ^ set(b)) for a, b in zip(one.tolist(), other.tolist(), strict=True)))
 
 
-def plain(gap: Gap) -> Explained | None:
-    """The first plain cause that explains a gap."""
-    tried = (_empty, _alike, _another_prompt, _cast, _shifted, _swapped)
-    return next((found for looked in tried for found in looked(gap) if found.share >= NAMED), None)
+def plain(gap: Gap, late: Callable[[], bool]) -> Explained | None:
+    """The first plain cause that explains a gap, as far as the time goes."""
+    for looked in (_empty, _alike, _another_prompt, _cast, _shifted, _swapped):
+        for found in looked(gap):
+            if found.share >= NAMED:
+                return found
+            if late():
+                return None
+    return None
 
 
 def _empty(gap: Gap) -> Iterator[Explained]:

@@ -689,7 +689,7 @@ class Checks:
             rest = [check for check in rest if check not in of_experts]
         self._judge(rest, layer, _parts(self.sample, wide), progress, where)
         for check in checks:
-            if isinstance(check, _Choice):
+            if isinstance(check, _Choice) and check.judged.rows:
                 self.ties[check.judged.site] = self.ties.get(check.judged.site, 0) + check.equal
         return [check.judged for check in checks]
 

@@ -61,6 +61,7 @@ class Place:
     judged: Judged
     faults: tuple[Explained, ...]  # best first
     why: str = ""  # nothing could be tried, or not all
+    looked: bool = True  # for a fault
 
 
 class _Seen(Exception):
@@ -124,7 +125,7 @@ class Identifier:
         """What explains each site that differs.
 
         What was found before is tried first, and is taken where it explains nearly all, or in the same layer half; all
-        faults are tried at `MOST_PLACES` sites at most; sites beyond those that nothing found before explains are left.
+        faults are tried at `MOST_PLACES` sites at most; beyond those, and when the time is over, none is looked for.
         """
         found: list[Place] = []
         differing, searched = places(results), 0
@@ -134,10 +135,11 @@ class Identifier:
                 progress(f"{judged.name} under {what}", (number + share) / len(differing))
 
             if self.late:
-                break
+                found.append(Place(judged, (), f"{self.seconds:g} s were over", looked=False))
+                continue
             try:
                 gap = Gap(self.setting, self.recording, judged)
-                cause = plain(gap)
+                cause = plain(gap, lambda: self.late)
                 case = None if cause else _Case(self, gap)
             except Unknown as unknown:
                 found.append(Place(judged, (), unknown.what))
@@ -157,6 +159,8 @@ class Identifier:
             elif searched < MOST_PLACES:
                 searched += 1
                 found.append(Place(judged, *case.best(said)))
+            else:
+                found.append(Place(judged, (), f"all faults were tried at {MOST_PLACES} sites before", looked=False))
         return found
 
     def candidates(self, config: ModelConfig, *, in_layer: bool) -> list[str]:

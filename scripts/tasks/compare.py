@@ -232,9 +232,9 @@ def _show(
         out.say(f"{len(several)} causes at once: {', '.join(sorted(several))}")
     if not identified and first is not None:
         out.say("No fault was looked for (--no-identify).")
-    rest = len(places(results)) - len(found)
-    if identified and rest > 0:
-        out.say(f"{rest} more {_sites(rest)} {_verb(Status.DIFFERS, rest)}; no fault was looked for there.")
+    for why, some in groupby((place for place in found if not place.looked), key=lambda place: place.why):
+        rest = len(list(some))
+        out.say(f"{rest} more {_sites(rest)} {_verb(Status.DIFFERS, rest)}; no fault was looked for there: {why}.")
     out.say(*_open(results))
 
 
@@ -357,7 +357,7 @@ def _explained(found: Sequence[Place]) -> list[str]:
     lines: list[str] = []
     unknown: list[str] = []
     by_fault: dict[tuple[str, ...], list[Place]] = {}
-    for place in found:
+    for place in (place for place in found if place.looked):
         named = [fault for fault in place.faults if fault.share >= NAMED]
         if named:
             by_fault.setdefault(named[0].names, []).append(place)

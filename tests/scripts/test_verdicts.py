@@ -3,14 +3,19 @@
 import json
 import re
 import shutil
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
-from fathom.probes import checks, oracle
-from fathom.probes.identify import Identifier
+from fathom.model.rounding import ROUNDINGS
+from fathom.probes import checks, exercised, oracle
+from fathom.probes.identify import Identifier, _Case
+from fathom.probes.oracle import F64, Layer, Noise, Setting
 from fathom.probes.recording import CHOICES
 from fathom.probes.subject import Subject
 from fathom.runtime.options import DEMO
@@ -213,6 +218,28 @@ def test_a_clamp_that_no_row_reached_is_not_exercised(tmp_path, limit, reached):
     assert clamps == ([] if reached else ["the clamp of routed experts", "the clamp of shared experts"])
 
 
+def test_what_was_not_recorded_was_not_exercised(tmp_path, recording):
+    few = {name: x for name, x in load_file(recording).items() if name.endswith(("tokens", "input", "latent", "kv"))}
+    _, report = compared(saved(tmp_path / "inputs.safetensors", few))
+    assert {one["what"]: one["needs"] for one in report["not_exercised"]} == {
+        "the clamp of routed experts at 10 (no output of them was judged)": "experts.output in the recording",
+        "the clamp of shared experts at 10 (no output of them was judged)": "experts.output in the recording",
+        "attention (nothing that follows from it was judged)": "attention.mixed in the recording",
+        "which entries are selected (none were judged)": "indexer.selected in the recording",
+        "which experts are chosen (none were judged)": "experts.ids in the recording",
+    }
+
+
+def test_ties_and_scales_of_one_value_are_not_exercised(recording):
+    _, report = compared(recording, "--layers", "1", "--no-identify")
+    assert "which of two entries of equal score is taken (no two were)" in {
+        one["what"] for one in report["not_exercised"]
+    }
+    parameters = SimpleNamespace(scales={"FP8": (0.25, 0.5), "FP4": (0.125, 0.125)})
+    (one,) = exercised._scales(SimpleNamespace(setting=SimpleNamespace(parameters=parameters)))
+    assert (one.what, one.needs) == ("scales of FP4 weights (all are 0.125)", "a checkpoint whose scales differ")
+
+
 # --- plain causes
 
 
@@ -319,19 +346,22 @@ def test_padding_and_a_missing_bos_are_told_of_the_tokens(tmp_path, capsys):
 # --- names
 
 
-def test_what_explains_less_than_nine_tenths_is_no_explanation(tmp_path, recording, capsys):
-    """Queries scaled by a number that no fault of the library has."""
-    tensors = load_file(recording)
-    tensors["layers.3.attention.output"] = (tensors["layers.3.attention.output"].float() * 1.2 + 0.3).bfloat16()
-    status, report = compared(saved(tmp_path / "unnamed.safetensors", tensors), "--layers", "3")
+def test_entries_rotated_by_their_number_have_no_name(tmp_path, recording, capsys):
+    """Their first token's position is right. What rotates nothing may be near: most pairs turn slowly."""
+    tensors, config = load_file(recording), ModelConfig.from_file(DEMO / "config.json")
+    entries, rope = tensors["layers.1.attention.entry"].double(), config.qk_rope_head_dim
+    number, ratio = torch.arange(len(entries)), config.ratio(1)
+    layer = Layer(Setting(config, None, tensors["tokens"], ROUNDINGS["plain"], None, Noise(F64, replicas=0)), 1, number)
+    with layer.noise.of("entries", rows=number):
+        turned = layer.rotated(entries[None, :, -rope:], number * ratio - number, back=True)[0]
+    tensors["layers.1.attention.entry"] = torch.cat((entries[:, :-rope], turned), -1).bfloat16()
+    status, report = compared(saved(tmp_path / "by number.safetensors", tensors), "--layers", "1")
     out = capsys.readouterr().out
-    assert status == 1
+    assert (status, report["first"]["site"]) == (1, "attention.entry")
+    assert not any(fault["explains"] for fault in report["faults"])
+    assert "layers.1.attention.entry: none of the known faults explains it" in out
     assert "Explained by" not in out
     assert "The run rounds as" not in out
-    assert "layers.3.attention.output: none of the known faults explains it" in out
-    assert all(0.5 <= fault["share"] < 0.9 and not fault["explains"] for fault in report["faults"])
-    near = re.search(r"nearest is (.*) with \d+%, which does not explain it", out)
-    assert (near and near[1]) == (report["faults"][0]["name"] if report["faults"] else None)
 
 
 def test_the_nearest_fault_is_told_as_no_explanation_and_below_half_none_is(tmp_path, recording, capsys, monkeypatch):
@@ -373,12 +403,29 @@ def test_a_dump_that_was_cast_is_told(tmp_path, recording):
 
 def test_the_search_for_a_fault_ends_and_says_what_was_not_tried(folder, capsys, monkeypatch):
     out = recorded(folder, Subject().tokens(COUNT), "--inject", "sink-dropped", "--layers", "1", name="late")
-    asked = []
-    monkeypatch.setattr(Identifier, "late", property(lambda _: len(asked) > 3 or asked.append(1)))
+    tried, share = [], _Case.share
+    monkeypatch.setattr(_Case, "share", lambda case, names: tried.append(names) or share(case, names))
+    monkeypatch.setattr(Identifier, "late", property(lambda _: len(tried) == 3))
     status, report = compared(out, "--identify-seconds", "7")
     assert status == 1
     assert re.fullmatch(r"3 of \d+ faults were tried in 7 s", report["not_tried"][0]["why"])
     assert report["not_tried"][0]["why"] in capsys.readouterr().out
+
+
+def test_sites_at_which_no_fault_was_looked_for_are_told_with_the_cause(tmp_path, recording, capsys):
+    """By the clock: one second is over long before all of them."""
+    tensors = load_file(recording)
+    scaled = {
+        name: x * 1.5 for name, x in tensors.items() if name.endswith((".query", ".mixed", ".unrotated", "input"))
+    }
+    path, began = saved(tmp_path / "much.safetensors", tensors | scaled), time.perf_counter()
+    _, report = compared(path, "--no-identify")
+    judged, began = time.perf_counter() - began, time.perf_counter()
+    _, report = compared(path, "--identify-seconds", "1")
+    assert time.perf_counter() - began < 3 * judged + 10
+    out, left = capsys.readouterr().out, [one for one in report["not_tried"] if one["why"] == "1 s were over"]
+    assert len(left) > len(scaled) / 2
+    assert f"{len(left)} more sites differ; no fault was looked for there: 1 s were over." in out
 
 
 # --- numerics are three choices
