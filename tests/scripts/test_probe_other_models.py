@@ -1,12 +1,18 @@
 """`probe all` on healthy models that are not the demo: random weights, of other shapes, without a tokenizer.
 
-Whatever fails on one of them is a false alarm.
+And of the demo as a processor with AVX2 alone computes it, in another order of sums. Whatever fails is a false alarm.
 """
+
+import os
+import platform
+import subprocess
+import sys
 
 import pytest
 
 from fathom.probes.catalogue import FULL
 from fathom.scripts import probe
+from fathom.scripts.paths import ROOT
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 PLAIN = ("--numerics", "plain")
@@ -70,3 +76,32 @@ def test_full_probes_pass(model, capsys):
 def test_probes_of_fathom_itself_pass_where_they_are_named(model, capsys):
     _, flags = model
     assert probe.main([*OF_FATHOM, *flags]) == 0, capsys.readouterr().out
+
+
+# What torch, the compiled loops and OpenBLAS take it for, which ask the processor otherwise.
+AVX2 = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "NUMBA_CPU_NAME": "haswell",
+    "NUMBA_CPU_FEATURES": "+avx2,+fma,+bmi,+bmi2,+f16c,+lzcnt,+popcnt",
+    "OPENBLAS_CORETYPE": "Haswell",
+}
+TOLD = """
+import torch
+from numba.core.registry import cpu_target
+print(torch.backends.cpu.get_cpu_capability(), *cpu_target.target_context.codegen().magic_tuple()[1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() not in {"x86_64", "AMD64"}, reason="AVX2 is of x86")
+@pytest.mark.parametrize("flags", [(), ("--quick",)], ids=["whole", "quick"])
+def test_probes_pass_on_a_processor_that_has_avx2_alone(flags, tmp_path):
+    def ran(*command):
+        environment, words = {**os.environ, **AVX2}, [sys.executable, *command]
+        return subprocess.run(words, check=False, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    assert ran("-c", TOLD).stdout.split() == ["AVX2", "haswell", AVX2["NUMBA_CPU_FEATURES"]]
+    out = () if flags else ("--out", str(tmp_path / "pages"))
+    result = ran("-m", "scripts.probe", "all", *flags, *out)
+    assert result.returncode == 0, result.stdout
+    assert f"{len(FULL)} of {len(FULL)} probes passed" in result.stdout
