@@ -692,7 +692,8 @@ class Layer(Part):
     def index_rounded(self, x: Tensor) -> Tensor:
         """An index query or key as it is scored: Hadamard, then E2M1 by 32; or E4M3 by row; or as it is."""
         if self.rounding.index == FP4:
-            return self.narrow(self.noise.moved(hadamard(x)), E2M1_INDEX)
+            summed = self.noise.summed(hadamard(x), length(x)[..., None].expand(x.shape))
+            return self.narrow(self.noise.moved(summed), E2M1_INDEX)
         return self.narrow(x, E4M3_ROW) if self.rounding.index == FP8 else x
 
     def hyper(self, streams: Tensor, part: str) -> tuple[Tensor, Tensor, Tensor]:
