@@ -380,15 +380,16 @@ def _page(name: str, found: Mapping[tuple[str, str], Tally], facts: Mapping[str,
             "Where healthy rows stood out",
             ("site", "rows"),
             whole.again.most_common(),
-            f"Each looked at again alone, with up to {MANY * SIGNS} more replicas, and its near ties taken the other way.",
+            f"Each looked at again alone, with up to {MANY * SIGNS} more replicas, and its near ties taken the other"
+            " way.",
         ),
         Table(
             "How small an error is seen",
             ("times the bound of the row", "rows that were moved", "found"),
             moved,
             "One row of one site at a time, moved in a drawn direction; its own rounding adds to that or takes from it."
-            " Sites that are stored narrow are left out, and embeddings: there any number that the format, or the table,"
-            " does not have is found.",
+            " Sites that are stored narrow are left out, and embeddings: there any number that the format, or the"
+            " table, does not have is found.",
         ),
         Text("What this does not claim", NOT_CLAIMED),
     ]
