@@ -21,7 +21,7 @@ Source: DeepSeek-V4's technical report, section 2; DeepSeek's inference code, mo
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, Protocol, Self
@@ -1044,6 +1044,3 @@ def sites_of(config: ModelConfig, layer: int) -> list[str]:
         LayerKind.CSA: (),
     }[kind]
     return [site for site in _EQUATIONS if not site.startswith(tuple(absent))]
-
-
-EQUATIONS: Final[Mapping[str, Equation]] = _EQUATIONS

