@@ -244,12 +244,17 @@ def test_a_fault_on_grouped_query_layers_fails_where_it_is_named(name):
     assert any(what in told for told in failed(*measure(parts(name))))  # and none in the healthy run above
 
 
+def half_a_window(settings, *more):
+    """What is evicted is more than both banks hold."""
+    return PARTS.coda(replace(settings, window=settings.window // 2), *more)
+
+
 def test_every_draw_of_every_length_is_held_against_the_full_cache():
-    first, second = variants.gqa_exact_at(PARTS, (48, 96), 2, 0)
+    first, second = variants.gqa_exact_at(PARTS, (96, 192), 2, 0)
     assert not failed(first, second)
     assert 0 < first.evidence["least"] < first.measured
-    assert "96 tokens in a window of as many" in second.what
-    assert len(failed(*variants.gqa_exact_at(parts("coda-ring-one-short"), (48, 96), 2, 0))) == 2
+    assert "192 tokens in a window of as many" in second.what
+    assert len(failed(*variants.gqa_exact_at(PARTS._replace(coda=half_a_window), (96, 192), 2, 0))) == 2
 
 
 @pytest.mark.parametrize("name", ROWS)
