@@ -5,11 +5,9 @@ none is the memory plan's. What a process takes is measured in one of its own (`
 falls: another probe's past would hide it.
 """
 
-import ctypes
 import gc
 import itertools
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Final, NamedTuple
@@ -53,6 +51,7 @@ from fathom.probes.probe import Probe, Progress, one_rank, room
 from fathom.probes.subject import Subject, cannot_travel
 from fathom.runtime.load import load
 from fathom.runtime.plan.planner import Plan, Planner
+from fathom.runtime.process import M_MMAP_THRESHOLD, of_libc
 from fathom.runtime.report import peak_memory
 
 ITEM_BYTES: Final = {"bf16": 2, "fp32": 4}
@@ -75,7 +74,6 @@ SHOWN_BY: Final = 64 * MIB
 # What one op of the backend cpu takes beside its operands and its result, whatever the context. A linear decodes
 # tiles of 2^20 weights at up to 12 bytes each; attention and indexer keep theirs, 1 and 2 MiB each, below that.
 TILES: Final = 16 * MIB
-M_MMAP_THRESHOLD: Final = -3  # malloc.h
 PR_SET_THP_DISABLE: Final = 41  # linux/prctl.h
 CLEAR_REFS: Final = Path("/proc/self/clear_refs")
 
@@ -644,7 +642,7 @@ def _held_now(device: str) -> int:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return torch.cuda.memory_allocated()
-    if (trim := _of_libc("malloc_trim")) is not None:
+    if (trim := of_libc("malloc_trim")) is not None:
         trim(0)
     if CLEAR_REFS.exists():
         CLEAR_REFS.write_text("5", encoding="ascii")  # man proc_pid_clear_refs: resets the peak
@@ -657,15 +655,10 @@ def _give_back_at_once() -> bool:
     Otherwise it keeps what was freed for later, more of it or less from run to run (7 MiB in the demo). And let the
     system use no huge pages, which would round a tensor up to 2 MiB where they are always on.
     """
-    if (prctl := _of_libc("prctl")) is not None:
+    if (prctl := of_libc("prctl")) is not None:
         prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)
-    mallopt = _of_libc("mallopt")
+    mallopt = of_libc("mallopt")
     return mallopt is not None and mallopt(M_MMAP_THRESHOLD, 1 << 16) == 1
-
-
-def _of_libc(name: str) -> Callable[..., int] | None:
-    """A function of the C library, None where it is not glibc, which alone has these."""
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def live_bytes(model: Transformer, state: State, part: Tensor) -> int:

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 from typing import Final
 
 import psutil
@@ -44,10 +45,15 @@ def keep_memory() -> None:
     Else each large activation is memory that the system hands out anew and clears page by page, which may take longer
     than to fill it. Elsewhere than with glibc nothing is done.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    mallopt = of_libc("mallopt")
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE)
         mallopt(M_TRIM_THRESHOLD, KEPT)
+
+
+def of_libc(name: str) -> Callable[..., int] | None:
+    """A function of the C library, None where it is not glibc, which alone has these."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def free_cores() -> int:
