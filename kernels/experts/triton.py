@@ -5,8 +5,10 @@ expert's matrices. How many pairs each expert gets stays on the device: the grid
 needs, a program finds its expert from the counts, and those that find none return at once. A slot's output is kept for
 itself, so that the sum over a token's slots runs in ascending order of experts, whatever finishes first.
 
-A token alone takes two launches: its pairs need no sorting, its input is rounded where it is multiplied, and the last
-program of a tile of rows adds up the slots.
+Up to FEW tokens take two launches: hardly two of their pairs have one expert, so each pair has programs of its own, in
+which whole rows are multiplied (`kernels.linear.weight_rows`), and where some have they run side by side and the cache
+reads twice. Nothing is sorted, inputs are rounded where they are multiplied, and the last program of some rows of a
+token adds up its slots.
 """
 
 from typing import Any, NamedTuple
@@ -21,20 +23,29 @@ from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.kernels.formats.stored import Apart, Fp4, Fp8, Stack, Weight, members
 from fathom.kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, encoded, simulated
 from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
-from fathom.kernels.linear.triton import FEW, PROGRAMS, linear
+from fathom.kernels.linear.reference import rounds
+from fathom.kernels.linear.triton import linear
+from fathom.kernels.linear.weight_rows import (
+    Words,
+    input_words,
+    lanes,
+    of_lanes,
+    row_products,
+    whole_words,
+    with_words,
+    words,
+)
 from fathom.kernels.linear.weight_tiles import (
     COUNTERS,
     Planes,
     arrived_last,
     counters,
-    input_of_one,
     input_powers,
     inputs,
     multiplied,
     narrow,
     operand,
     planes,
-    summed,
 )
 from fathom.kernels.quantise.triton import fp8_codes, simulate_fp8
 from fathom.kernels.swiglu.triton import activation, swiglu
@@ -42,7 +53,9 @@ from fathom.kernels.target import blackwell
 
 ROWS = 128  # of a matrix per program: one block of `deployed` rounding, whose largest number must be known
 CHUNK = 1024  # pairs that are counted and sorted at once
-TOKENS_OF_ONE = 16  # the tile of a token alone: the least that tensor cores take
+FEW = 32  # tokens up to which a pair has programs of its own
+UP_ROWS = 256 if UPCAST else 8  # of such a program; in the interpreter a program takes as long whatever it does
+DOWN_ROWS = 256 if UPCAST else 16
 _APART = Experts(linear, swiglu, simulate_fp8)  # matrices of several forms, which no launch takes together
 _APART_UP, _APART_DOWN = ExpertsUp(linear, swiglu, simulate_fp8), ExpertsDown(linear, swiglu, simulate_fp8)
 
@@ -68,52 +81,34 @@ def _sort(ids, order, starts, counts, pairs, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _located(
-    block, order, starts, counts, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr, ALONE: tl.constexpr
-):  # fmt: skip
-    """Expert of a block of pairs, and its own pairs: expert >= experts where there is none.
-
-    ALONE: of one token every slot is a block, and `order` has its experts.
-    """
-    if ALONE:
-        found = tl.load(order + block)
-        known = (found >= 0) & (found < experts)  # else a tripwire's; all programs of a tile have to arrive
-        expert = tl.where(known, found, 0).to(tl.int32)
-        pair, inside = block + tl.arange(0, TOKENS), tl.arange(0, TOKENS) == 0
-    else:
-        number = tl.arange(0, EXPERTS)
-        blocks = (tl.load(counts + number, number < experts, 0) + TOKENS - 1) // TOKENS
-        past = tl.cumsum(blocks) <= block
-        expert = tl.sum(past.to(tl.int32))
-        held = expert < experts
-        start = tl.load(starts + expert, held, 0)
-        place = start + (block - tl.sum(tl.where(past, blocks, 0))) * TOKENS + tl.arange(0, TOKENS)
-        inside = place < start + tl.load(counts + expert, held, 0)
-        pair = tl.load(order + place, inside, 0)
-    return expert, pair, inside
+def _located(block, order, starts, counts, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
+    """Expert of a block of pairs, and its own pairs: expert >= experts where there is none."""
+    number = tl.arange(0, EXPERTS)
+    blocks = (tl.load(counts + number, number < experts, 0) + TOKENS - 1) // TOKENS
+    past = tl.cumsum(blocks) <= block
+    expert = tl.sum(past.to(tl.int32))
+    held = expert < experts
+    start = tl.load(starts + expert, held, 0)
+    place = start + (block - tl.sum(tl.where(past, blocks, 0))) * TOKENS + tl.arange(0, TOKENS)
+    inside = place < start + tl.load(counts + expert, held, 0)
+    return expert, tl.load(order + place, inside, 0), inside
 
 
 @triton.jit
-def _codes_of_one(x, columns, step, TOKENS: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
-    """`input_of_one` in codes, and `input_powers` of them; BLOCK is a group of 128."""
-    column = step * BLOCK + tl.arange(0, BLOCK)[None, :]
-    found = widened(tl.load(x + column, column < columns, 0.0), UPCAST)
-    codes, exponent = encoded(found, 1, E4M3_SMALLEST, E4M3_LARGEST, 3, 7, 7)
-    codes = tl.broadcast_to(tl.trans(codes), [BLOCK, TOKENS])
-    return codes, tl.broadcast_to(exponent, [TOKENS, BLOCK // 32])
+def _activated(gate, up, limit, weight, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
+    """Weighted SwiGLU of products that are rounded first, fp32."""
+    gate, up = widened(rounded(gate, DTYPE, UPCAST), UPCAST), widened(rounded(up, DTYPE, UPCAST), UPCAST)
+    return activation(gate, up, limit) * weight
 
 
-@triton.jit(do_not_specialize=["slots", "pairs"])
+@triton.jit(do_not_specialize=["slots"])
 def _gate_up(
     x, powers, weights, order, starts, counts, data1, scale1, global1, data3, scale3, global3, out, out_powers,
-    parts, counters, pairs, slots, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride,
-    each, limit,
-    SPLIT: tl.constexpr, FORM: tl.constexpr, ROUND: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr, ALONE: tl.constexpr, GIVEN: tl.constexpr,
-    UPCAST: tl.constexpr,
+    slots, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride, limit,
+    FORM: tl.constexpr, ROUND: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr, OPERAND: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """GIVEN: "rounded" inputs, or numbers or codes that a token alone is rounded to here."""
-    expert, pair, inside = _located(tl.program_id(1), order, starts, counts, experts, EXPERTS, TOKENS, ALONE)
+    expert, pair, inside = _located(tl.program_id(1), order, starts, counts, experts, EXPERTS, TOKENS)
     if expert >= experts:
         return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -122,16 +117,9 @@ def _gate_up(
     data1, data3 = data1 + wide * jump, data3 + wide * jump
     scale1, scale3 = scale1 + wide * scale_jump, scale3 + wide * scale_jump
     gate, up = tl.zeros([ROWS, TOKENS], tl.float32), tl.zeros([ROWS, TOKENS], tl.float32)
-    begin = tl.program_id(2) * each
-    for step in range(begin, tl.minimum(tl.cdiv(columns, BLOCK), begin + each)):
-        power = None
-        if GIVEN == "codes":
-            part, power = _codes_of_one(x, columns, step, TOKENS, BLOCK, UPCAST)
-        elif GIVEN == "numbers":
-            part = input_of_one(x, columns, step, GIVEN == "numbers", TOKENS, BLOCK, OPERAND, UPCAST)
-        else:
-            part = inputs(x, token, inside, columns, step, BLOCK, OPERAND)
-            power = input_powers(powers, token, inside, columns, step, BLOCK) if part.dtype == tl.uint8 else None
+    for step in range(tl.cdiv(columns, BLOCK)):
+        part = inputs(x, token, inside, columns, step, BLOCK, OPERAND)
+        power = input_powers(powers, token, inside, columns, step, BLOCK) if part.dtype == tl.uint8 else None
         gate = multiplied(
             gate, part, power, data1, scale1, row, there, width, scale_width, stride, scale_stride, step,
             FORM, BLOCK, OPERAND, UPCAST,
@@ -143,44 +131,32 @@ def _gate_up(
             FORM, BLOCK, OPERAND, UPCAST,
         )  # fmt: skip
     at, mask = pair.to(tl.int64)[None, :] * rows + row[:, None], there[:, None] & inside[None, :]
-    last = True
-    if SPLIT:
-        size, splits = pairs * rows, tl.num_programs(2)
-        own = parts + tl.program_id(2).to(tl.int64) * size
-        tl.store(own + at, gate, mask)
-        tl.store(own + splits.to(tl.int64) * size + at, up, mask)
-        last = arrived_last(counters, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), splits)
-        if last:
-            gate = summed(parts, at, mask, splits, size)
-            up = summed(parts + splits.to(tl.int64) * size, at, mask, splits, size)
-    if last:
-        if FORM == "nvfp4":
-            gate *= tl.load(global1 + expert)
-            up *= tl.load(global3 + expert)
-        DTYPE: tl.constexpr = tl.bfloat16 if out.dtype.element_ty == tl.uint8 else out.dtype.element_ty
-        gate, up = rounded(gate, DTYPE, UPCAST).to(tl.float32), rounded(up, DTYPE, UPCAST).to(tl.float32)
-        inner = activation(gate, up, limit) * tl.load(weights + pair, inside, 0.0)[None, :]
+    if FORM == "nvfp4":
+        gate *= tl.load(global1 + expert)
+        up *= tl.load(global3 + expert)
+    DTYPE: tl.constexpr = tl.bfloat16 if out.dtype.element_ty == tl.uint8 else out.dtype.element_ty
+    inner = _activated(gate, up, limit, tl.load(weights + pair, inside, 0.0)[None, :], DTYPE, UPCAST)
+    if ROUND:
+        inner = widened(rounded(inner, DTYPE, UPCAST), UPCAST)
+    if out.dtype.element_ty == tl.uint8:  # ROWS is the group of 128
+        codes, exponent = encoded(inner, 0, E4M3_SMALLEST, E4M3_LARGEST, 3, 7, 7)
+        tl.store(out + at, codes, mask)
+        target = pair.to(tl.int64)[None, :] * (rows // 128) + tl.program_id(0)
+        tl.store(out_powers + target, exponent, inside[None, :])
+    else:
         if ROUND:
-            inner = rounded(inner, DTYPE, UPCAST).to(tl.float32)
-        if out.dtype.element_ty == tl.uint8:  # ROWS is the group of 128
-            codes, exponent = encoded(inner, 0, E4M3_SMALLEST, E4M3_LARGEST, 3, 7, 7)
-            tl.store(out + at, codes, mask)
-            target = pair.to(tl.int64)[None, :] * (rows // 128) + tl.program_id(0)
-            tl.store(out_powers + target, exponent, inside[None, :])
-        else:
-            if ROUND:
-                inner = simulated(inner, 0, E4M3_SMALLEST, E4M3_LARGEST, 3, 7)
-            tl.store(out + at, rounded(inner, DTYPE, UPCAST), mask)
+            inner = simulated(inner, 0, E4M3_SMALLEST, E4M3_LARGEST, 3, 7)
+        tl.store(out + at, rounded(inner, DTYPE, UPCAST), mask)
 
 
-@triton.jit(do_not_specialize=["pairs"])
+@triton.jit
 def _down(
-    x, powers, order, starts, counts, data, scale, global_scale, out, total_out, parts, counters,
-    pairs, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride, each,
-    SPLIT: tl.constexpr, FORM: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr, ALONE: tl.constexpr, UPCAST: tl.constexpr,
+    x, powers, order, starts, counts, data, scale, global_scale, out,
+    experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride,
+    FORM: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    OPERAND: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    expert, pair, inside = _located(tl.program_id(1), order, starts, counts, experts, EXPERTS, TOKENS, ALONE)
+    expert, pair, inside = _located(tl.program_id(1), order, starts, counts, experts, EXPERTS, TOKENS)
     if expert >= experts:
         return
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -188,8 +164,8 @@ def _down(
     data, scale = data + wide * jump, scale + wide * scale_jump
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     pair = pair.to(tl.int64)
-    begin, start = tl.program_id(2) * each, pair * columns
-    for step in range(begin, tl.minimum(tl.cdiv(columns, BLOCK), begin + each)):
+    start = pair * columns
+    for step in range(tl.cdiv(columns, BLOCK)):
         part = inputs(x, start, inside, columns, step, BLOCK, OPERAND)
         power = input_powers(powers, start, inside, columns, step, BLOCK) if part.dtype == tl.uint8 else None
         total = multiplied(
@@ -199,19 +175,71 @@ def _down(
     if FORM == "nvfp4":
         total *= tl.load(global_scale + expert)
     at, mask = pair[None, :] * rows + row[:, None], there[:, None] & inside[None, :]
-    last = True
-    if SPLIT:
-        size, splits = pairs * rows, tl.num_programs(2)
-        tl.store(parts + tl.program_id(2).to(tl.int64) * size + at, total, mask)
-        last = arrived_last(counters, tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), splits)
-        if last:
-            total = summed(parts, at, mask, splits, size)
-    if last:
-        tl.store(out + at, rounded(total, out.dtype.element_ty, UPCAST), mask)
-        if ALONE:  # the last slot of a tile of rows adds up all of them
-            tiles = tl.num_programs(0)
-            if arrived_last(counters, tl.num_programs(1) * tiles + tl.program_id(0), pairs):
-                tl.store(total_out + row, _sum_of_slots(out, order, pairs, row, rows, ROWS, SLOTS), there)
+    tl.store(out + at, rounded(total, out.dtype.element_ty, UPCAST), mask)
+
+
+@triton.jit
+def _expert_of(ids, pair, experts):
+    """Expert of a pair; where there is none, which a tripwire sees, the first: all programs of a token must arrive."""
+    found = tl.load(ids + pair)
+    return tl.where((found >= 0) & (found < experts), found, 0)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _few_up(
+    x, ids, weights, data1, scale1, global1, data3, scale3, global3, out,
+    slots, experts, rows, columns, width, scale_width, stride, scale_stride, jump, scale_jump, limit,
+    FORM: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Rows of what w2 is given, of a pair: programs of the same rows of all pairs lie side by side."""
+    pair = tl.program_id(0)
+    expert = _expert_of(ids, pair, experts)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    there = row < rows
+    x += (pair // slots).to(tl.int64) * columns
+    data1, data3 = data1 + expert * jump, data3 + expert * jump
+    scale1, scale3 = scale1 + expert * scale_jump, scale3 + expert * scale_jump
+    gate, up = tl.zeros([1, ROWS, LANES], tl.float32), tl.zeros([1, ROWS, LANES], tl.float32)
+    for step in tl.static_range(STEPS):
+        own = input_words(x, columns, step, FORM, ROUND, LANES, UPCAST)
+        gate = with_words(
+            gate, own, data1, scale1, row, there, width, scale_width, stride, scale_stride, step, FORM, LANES, UPCAST
+        )
+        up = with_words(
+            up, own, data3, scale3, row, there, width, scale_width, stride, scale_stride, step, FORM, LANES, UPCAST
+        )
+    gate, up = of_lanes(gate), of_lanes(up)
+    if FORM == "nvfp4":
+        gate *= tl.load(global1 + expert)
+        up *= tl.load(global3 + expert)
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    inner = _activated(gate, up, limit, tl.load(weights + pair), DTYPE, UPCAST)
+    tl.store(out + pair.to(tl.int64) * rows + row, rounded(inner, DTYPE, UPCAST), there)
+
+
+@triton.jit(do_not_specialize=["slots"])
+def _few_down(
+    x, ids, data, scale, global_scale, out, total_out, counters,
+    slots, experts, rows, columns, width, scale_width, stride, scale_stride, jump, scale_jump,
+    FORM: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr,
+    SLOTS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Rows of a pair's product; the last of a token's pairs to have them adds them up."""
+    pair, tile = tl.program_id(0), tl.program_id(1)
+    expert, token = _expert_of(ids, pair, experts), pair // slots
+    row = tile * ROWS + tl.arange(0, ROWS)
+    there, first = row < rows, token.to(tl.int64) * slots
+    total = row_products(
+        x + pair.to(tl.int64) * columns, columns, data + expert * jump, scale + expert * scale_jump, row, there,
+        width, scale_width, stride, scale_stride, FORM, ROUND, ROWS, LANES, STEPS, UPCAST,
+    )  # fmt: skip
+    if FORM == "nvfp4":
+        total *= tl.load(global_scale + expert)
+    tl.store(out + pair.to(tl.int64) * rows + row, rounded(total, out.dtype.element_ty, UPCAST), there)
+    if arrived_last(counters, token * tl.num_programs(1) + tile, slots):
+        found = _sum_of_slots(out + first * rows, ids + first, slots, row, rows, ROWS, SLOTS)
+        tl.store(total_out + token.to(tl.int64) * rows + row, found, there)
 
 
 @triton.jit
@@ -251,8 +279,10 @@ def experts(
         return _APART(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
     if not ids.numel():
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    ids = ids.contiguous()
-    pairs, rounds, inner = _sorted(ids, members(w1)), deployed and isinstance(w2, Fp8 | Fp4), w1.shape[0]
+    if ids.shape[0] <= FEW:
+        return experts_down(experts_up(x, ids, weights, w1, w3, limit, deployed=deployed), ids, w2, deployed=deployed)
+    ids, inner = ids.contiguous(), w1.shape[0]
+    pairs, rounds = _sorted(ids, members(w1)), deployed and isinstance(w2, Fp8 | Fp4)
     assert not rounds or inner % LINEAR_GROUP == 0, f"{inner} columns are no multiple of {LINEAR_GROUP}"
     if rounds and _as_codes(x, w2):  # w2's input is rounded where it is made
         given = _Given(*(x.new_empty(ids.numel(), n, dtype=torch.uint8) for n in (inner, inner // LINEAR_GROUP)))
@@ -269,9 +299,13 @@ def experts_up(
     if isinstance(w1, Apart) or isinstance(w3, Apart):
         return _APART_UP(x, ids, weights, w1, w3, limit, deployed=deployed)
     out = x.new_empty(*ids.shape, w1.shape[0])
-    if ids.numel():
-        pairs = _sorted(ids.contiguous(), members(w1))
-        _up(_Given(out, out), pairs, x, weights, w1, w3, limit, deployed=deployed, rounds=False)
+    _check_up(x, ids, weights, w1, w3)
+    if not ids.numel():
+        return out
+    ids = ids.contiguous()
+    if (few := _few(ids, w1, w3)) is not None:
+        return _few_given(out, x.contiguous(), ids, weights.contiguous(), few, w1, limit, deployed=deployed)
+    _up(_Given(out, out), _sorted(ids, members(w1)), x, weights, w1, w3, limit, deployed=deployed, rounds=False)
     return out
 
 
@@ -281,8 +315,73 @@ def experts_down(a: Tensor, ids: Tensor, w2: Stack, *, deployed: bool) -> Tensor
         return _APART_DOWN(a, ids, w2, deployed=deployed)
     if not ids.numel():
         return torch.zeros(ids.shape[0], w2.shape[0], device=a.device)
+    assert a.shape == (*ids.shape, w2.shape[1]), f"given {tuple(a.shape)} for ids {tuple(ids.shape)}, w2 {w2.shape}"
     ids = ids.contiguous()
+    if (few := _few(ids, w2)) is not None:
+        return _few_summed(a.contiguous(), ids, few[0], w2, deployed=deployed)
     return _down_and_sum(_given(a.flatten(0, 1), w2, deployed=deployed), _sorted(ids, members(w2)), a, ids, w2)
+
+
+def _check_up(x: Tensor, ids: Tensor, weights: Tensor, w1: Weight, w3: Weight) -> None:
+    assert x.shape[1] == w1.shape[1], f"x has {x.shape[1]} columns, w1 {w1.shape[1]}"
+    assert w3.shape == w1.shape, f"w1 {w1.shape}, w3 {w3.shape}"
+    assert type(w1) is type(w3), f"w1 is {type(w1).__name__}, w3 {type(w3).__name__}"
+    assert len(ids) == len(x), f"{len(x)} tokens, ids {tuple(ids.shape)}"
+    assert weights.shape == ids.shape, f"ids {tuple(ids.shape)}, weights {tuple(weights.shape)}"
+
+
+def _few(ids: Tensor, *matrices: Weight) -> list[Words] | None:
+    """Rows of words, where a call has few tokens; None where it has more, or a matrix other rows."""
+    found = [words(of) for of in matrices] if len(ids) <= FEW else [None]
+    return None if None in found else found
+
+
+def _few_given(
+    out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, matrices: list[Words], w1: Weight, limit: float,
+    *, deployed: bool,
+) -> Tensor:  # fmt: skip
+    """`experts_up` by whole rows."""
+    (one, three), (inner, hidden) = matrices, w1.shape
+    assert _few_layout(one) == _few_layout(three), "w1 and w3 lie differently"
+    _few_up[ids.numel(), triton.cdiv(inner, UP_ROWS)](
+        x, ids, weights, *one[1:], *three[1:], out, ids.shape[1], members(w1), inner, hidden, *_few_layout(one),
+        float(limit), ROWS=UP_ROWS, **_few_constants(one, w1, hidden, deployed=deployed),
+    )  # fmt: skip
+    return out
+
+
+def _few_summed(a: Tensor, ids: Tensor, two: Words, w2: Weight, *, deployed: bool) -> Tensor:
+    """`experts_down` by whole rows."""
+    (t, slots), (hidden, inner) = ids.shape, w2.shape
+    y, out = a.new_empty(t, slots, hidden), torch.empty(t, hidden, dtype=torch.float32, device=a.device)
+    tiles = triton.cdiv(hidden, DOWN_ROWS)
+    assert t * tiles <= COUNTERS, f"{t * tiles} tiles of {t} tokens, {COUNTERS} counters"
+    _few_down[t * slots, tiles](
+        a, ids, *two[1:], y, out, counters(a.device), slots, members(w2), hidden, inner, *_few_layout(two),
+        ROWS=DOWN_ROWS, SLOTS=triton.next_power_of_2(slots), **_few_constants(two, w2, inner, deployed=deployed),
+    )  # fmt: skip
+    return out
+
+
+def _few_layout(of: Words) -> tuple[int, ...]:
+    """Columns as stored, strides of rows, and those of experts."""
+    return *of.strides, of.data.stride(0), of.scale.stride(0)
+
+
+def _few_constants(of: Words, weight: Weight, columns: int, *, deployed: bool) -> dict[str, Any]:
+    """What a kernel of few tokens is compiled for."""
+    narrow = rounds(weight, deployed=deployed)
+    assert not narrow or columns % LINEAR_GROUP == 0, f"{columns} columns are no multiple of {LINEAR_GROUP}"
+    along = lanes(of)
+    return {
+        "FORM": of.form,
+        "ROUND": narrow,
+        "LANES": along.lanes,
+        "STEPS": along.steps,
+        "UPCAST": UPCAST,
+        "num_warps": along.warps,
+        "enable_fp_fusion": False,
+    }
 
 
 class _Given(NamedTuple):
@@ -304,10 +403,7 @@ def _given(x: Tensor, weight: Weight, *, deployed: bool) -> _Given:
 
 
 class _Pairs(NamedTuple):
-    """Pairs of a token and one of its slots, sorted by expert, and how they are divided into blocks.
-
-    Of a token alone nothing is sorted: `order`, `starts` and `counts` are its experts [pairs] int64.
-    """
+    """Pairs of a token and one of its slots, sorted by expert, and how they are divided into blocks."""
 
     order: Tensor  # [pairs] int32
     starts: Tensor  # [experts] int32
@@ -315,14 +411,10 @@ class _Pairs(NamedTuple):
     slots: int
     tokens: int  # of a block
     blocks: int  # in the worst case: each may lack all but one of its tokens
-    alone: bool
 
 
 def _sorted(ids: Tensor, experts: int) -> _Pairs:
     pairs = ids.numel()
-    if ids.shape[0] == 1:
-        chosen = ids[0]
-        return _Pairs(chosen, chosen, chosen, pairs, TOKENS_OF_ONE, pairs, alone=True)
     order, starts, counts = (
         torch.empty(n, dtype=torch.int32, device=ids.device) for n in (pairs, experts, experts)
     )  # each an allocation of its own: a pointer's alignment is part of what is compiled
@@ -330,7 +422,7 @@ def _sorted(ids: Tensor, experts: int) -> _Pairs:
     _sort[experts,](ids, order, starts, counts, pairs, CHUNK=chunk, num_warps=4, enable_fp_fusion=False)
     tokens = _tokens(pairs, experts)
     blocks = min(pairs, (pairs + experts * (tokens - 1)) // tokens)
-    return _Pairs(order, starts, counts, ids.shape[1], tokens, blocks, alone=False)
+    return _Pairs(order, starts, counts, ids.shape[1], tokens, blocks)
 
 
 def _up(
@@ -338,54 +430,30 @@ def _up(
     *, deployed: bool, rounds: bool,
 ) -> None:  # fmt: skip
     """Write what w2 is given, rounded as its input if `rounds`."""
-    (t, hidden), (inner, columns), held = x.shape, w1.shape, members(w1)
-    assert hidden == columns, f"x has {hidden} columns, w1 {columns}"
-    assert w3.shape == w1.shape, f"w1 {w1.shape}, w3 {w3.shape}"
-    assert type(w1) is type(w3), f"w1 is {type(w1).__name__}, w3 {type(w3).__name__}"
-    assert weights.shape == (t, pairs.slots), f"{t} tokens of {pairs.slots} slots, weights {tuple(weights.shape)}"
-    gate, up = planes(w1), planes(w3)
-    rounds_here = pairs.alone and deployed and isinstance(w1, Fp8 | Fp4) and x.dtype == torch.bfloat16
-    given = _Given(*2 * (x.contiguous(),)) if rounds_here else _given(x, w1, deployed=deployed)
-    how = ("codes" if _as_codes(x, w1) else "numbers") if rounds_here else "rounded"
+    (inner, hidden), held = w1.shape, members(w1)
+    gate, up, given = planes(w1), planes(w3), _given(x, w1, deployed=deployed)
     assert _layout(gate) == _layout(up), "w1 and w3 lie differently"
-    constants, n = _constants(x, w1, gate.form, held, pairs.tokens), len(pairs.order)
-    cut = _cut(t, pairs.slots, inner, hidden, constants["BLOCK"])
-    _check_counters(pairs, inner, cut)
-    sums = torch.empty(n * 2 * inner * cut.sums, dtype=torch.float32, device=x.device)
-    _gate_up[triton.cdiv(inner, ROWS), pairs.blocks, cut.splits](
-        *given, weights.contiguous(), *pairs[:3], *gate[1:], *up[1:], *out, sums, counters(x.device), n, pairs.slots,
-        held, inner, hidden, *_layout(gate), cut.steps, float(limit),
-        SPLIT=cut.splits > 1, ROUND=rounds, ALONE=pairs.alone, GIVEN=how, **constants,
+    _gate_up[triton.cdiv(inner, ROWS), pairs.blocks](
+        *given, weights.contiguous(), *pairs[:3], *gate[1:], *up[1:], *out, pairs.slots, held, inner, hidden,
+        *_layout(gate), float(limit), ROUND=rounds, **_constants(x, w1, gate.form, held, pairs.tokens),
     )  # fmt: skip
 
 
 def _down_and_sum(given: _Given, pairs: _Pairs, like: Tensor, ids: Tensor, w2: Weight) -> Tensor:
     """[t, hidden] float32 of inputs that are rounded already; products are of the dtype of `like`."""
     (t, slots), (hidden, inner), held = ids.shape, w2.shape, members(w2)
-    assert given.x.shape == (t * slots, inner), f"given {tuple(given.x.shape)} for {t * slots} pairs, w2 {w2.shape}"
     down, y = planes(w2), like.new_empty(t, slots, hidden)
-    constants, n = _constants(like, w2, down.form, held, pairs.tokens), len(pairs.order)
-    cut = _cut(t, slots, hidden, inner, constants["BLOCK"])
-    _check_counters(pairs, hidden, cut)
-    sums = torch.empty(n * hidden * cut.sums, dtype=torch.float32, device=ids.device)
     out = torch.empty(t, hidden, dtype=torch.float32, device=ids.device)
-    _down[triton.cdiv(hidden, ROWS), pairs.blocks, cut.splits](
-        *given, *pairs[:3], *down[1:], y, out, sums, counters(ids.device), n, held, hidden, inner, *_layout(down),
-        cut.steps, SPLIT=cut.splits > 1, ALONE=pairs.alone, SLOTS=triton.next_power_of_2(slots), **constants,
+    _down[triton.cdiv(hidden, ROWS), pairs.blocks](
+        *given, *pairs[:3], *down[1:], y, held, hidden, inner, *_layout(down),
+        **_constants(like, w2, down.form, held, pairs.tokens),
     )  # fmt: skip
-    if not pairs.alone:
-        block = min(1024, triton.next_power_of_2(hidden))
-        _sum_slots[t, triton.cdiv(hidden, block)](
-            y, ids, out, slots, hidden, SLOTS=triton.next_power_of_2(slots), BLOCK=block, num_warps=4,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+    block = min(1024, triton.next_power_of_2(hidden))
+    _sum_slots[t, triton.cdiv(hidden, block)](
+        y, ids, out, slots, hidden, SLOTS=triton.next_power_of_2(slots), BLOCK=block, num_warps=4,
+        enable_fp_fusion=False,
+    )  # fmt: skip
     return out
-
-
-def _check_counters(pairs: _Pairs, rows: int, cut: "_Cut") -> None:
-    tiles = (pairs.blocks + pairs.alone) * triton.cdiv(rows, ROWS)
-    used = cut.splits > 1 or pairs.alone
-    assert not used or tiles <= COUNTERS, f"{tiles} tiles of split columns, {COUNTERS} counters"
 
 
 def experts_scratch(
@@ -395,63 +463,35 @@ def experts_scratch(
 
     What w2 is given beside the more of both halves.
     """
-    middle = tokens * slots * inner * item
+    middle, few = tokens * slots * inner * item, tokens <= FEW
     up = experts_up_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
-    down = experts_down_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=False)
+    down = experts_down_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed and few)
     return max(up, middle + down)
 
 
 def experts_up_scratch(
     tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
 ) -> int:
-    """Bytes allocated in `experts_up`, its result included: sorted pairs, rounded inputs, sums of split columns."""
-    taken = _pairs_nbytes(tokens, slots, experts) + tokens * slots * inner * item
-    if deployed and form in ("FP8", "FP8_F32", "FP4"):
-        taken += tokens * hidden * item
-    return taken + _sums_nbytes(tokens, slots, inner, hidden, form, item, 2)
+    """Bytes allocated in `experts_up`, its result included: sorted pairs, and rounded inputs."""
+    sorting = _sorting_nbytes(tokens, slots, experts, hidden, tokens * hidden * item, form, deployed=deployed)
+    return tokens * slots * inner * item + sorting
 
 
 def experts_down_scratch(
     tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
 ) -> int:
     """Bytes allocated in `experts_down`: the same, a product for each pair, and their sum."""
-    taken = _pairs_nbytes(tokens, slots, experts) + tokens * hidden * (slots * item + 4)
-    if deployed and form in ("FP8", "FP8_F32", "FP4"):
-        taken += tokens * slots * inner * item
-    return taken + _sums_nbytes(tokens, slots, hidden, inner, form, item, 1)
+    sorting = _sorting_nbytes(tokens, slots, experts, inner, tokens * slots * inner * item, form, deployed=deployed)
+    return tokens * hidden * (slots * item + 4) + sorting
 
 
-def _pairs_nbytes(tokens: int, slots: int, experts: int) -> int:
-    return (tokens * slots + 2 * experts) * 4
-
-
-def _sums_nbytes(tokens: int, slots: int, rows: int, columns: int, form: str, item: int, products: int) -> int:
-    """Bytes of sums of split columns; of more than FEW tokens there are none, but their plan is no less than of FEW."""
-    block = 32 if item == 4 or form in ("F16", "F32") else 64 if form == "BF16" else 128
-    return 0 if tokens > FEW else tokens * slots * products * rows * _cut(tokens, slots, rows, columns, block).sums * 4
-
-
-class _Cut(NamedTuple):
-    """How the columns of a product are split."""
-
-    splits: int
-    steps: int  # of a split
-
-    @property
-    def sums(self) -> int:
-        """Sums that are stored for each number."""
-        return self.splits if self.splits > 1 else 0
-
-
-def _cut(t: int, slots: int, rows: int, columns: int, block: int) -> _Cut:
-    """Split columns so that one token's programs fill the machine; of up to FEW tokens as of one, of more not at all.
-
-    So the numbers of a token of a few do not depend on how many others there are.
-    """
-    steps = triton.cdiv(columns, block)
-    splits = min(triton.cdiv(PROGRAMS, triton.cdiv(rows, ROWS) * slots), steps // 4) if t <= FEW else 1
-    each = triton.cdiv(steps, max(1, splits))
-    return _Cut(triton.cdiv(steps, each), each)
+def _sorting_nbytes(
+    tokens: int, slots: int, experts: int, columns: int, inputs: int, form: str, *, deployed: bool
+) -> int:
+    """Bytes of sorted pairs and of rounded inputs; whole rows of few tokens are multiplied without either."""
+    if tokens <= FEW and whole_words(form, columns):
+        return 0
+    return (tokens * slots + 2 * experts) * 4 + inputs * (deployed and form in ("FP8", "FP8_F32", "FP4"))
 
 
 def _as_codes(x: Tensor, weight: Weight) -> bool:
@@ -464,7 +504,7 @@ def _as_codes(x: Tensor, weight: Weight) -> bool:
 def _tokens(pairs: int, experts: int) -> int:
     """Pairs in a block: what an expert gets if all get the same, of which tensor cores take 16 at least."""
     even = pairs // experts
-    return TOKENS_OF_ONE if even <= 16 else 32 if even <= 32 else 64
+    return 16 if even <= 16 else 32 if even <= 32 else 64
 
 
 def _layout(stored: Planes) -> tuple[int, ...]:

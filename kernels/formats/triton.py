@@ -32,6 +32,93 @@ def e4m3(byte, dtype: tl.constexpr, UPCAST: tl.constexpr):
     return x
 
 
+# Codes of a word in fp32, two at a time through fp16: the hardware widens pairs of E4M3, and E2M1 moved to the same
+# places is E4M3, 2^-6 of its value. Bytes of a word are columns in ascending order, of E2M1 the low nibble first.
+E4M3_WORD: tl.constexpr = tl.constexpr("""{
+.reg .b16 low, high;
+mov.b32 {low, high}, $2;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+E2M1_WORD: tl.constexpr = tl.constexpr("""{
+.reg .b32 sign, size, even, odd;
+.reg .b16 low, high;
+shl.b32 sign, $4, 4;
+and.b32 sign, sign, 0x80808080;
+shl.b32 size, $4, 2;
+and.b32 size, size, 0x1C1C1C1C;
+or.b32 even, sign, size;
+and.b32 sign, $4, 0x80808080;
+shr.b32 size, $4, 2;
+and.b32 size, size, 0x1C1C1C1C;
+or.b32 odd, sign, size;
+mov.b32 {low, high}, even;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $2, high;
+mov.b32 {low, high}, odd;
+cvt.rn.f16x2.e4m3x2 $1, low;
+cvt.rn.f16x2.e4m3x2 $3, high;
+}""")
+
+
+@triton.jit
+def halves(pair):
+    """Both fp16 numbers of a word, the lower first, in fp32."""
+    bits = pair.to(tl.uint32, bitcast=True)
+    low = (bits & 0xFFFF).to(tl.uint16).to(tl.float16, bitcast=True)
+    return low.to(tl.float32), (bits >> 16).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def eighths(x):
+    """Eight parts of [..., 8], without their last axis."""
+    a, b = tl.split(tl.reshape(x, x.shape[:-1] + [4, 2]))  # noqa: RUF005 (Triton knows no star)
+    a, c = tl.split(tl.reshape(a, x.shape[:-1] + [2, 2]))  # noqa: RUF005
+    b, d = tl.split(tl.reshape(b, x.shape[:-1] + [2, 2]))  # noqa: RUF005
+    x0, x4 = tl.split(a)
+    x1, x5 = tl.split(b)
+    x2, x6 = tl.split(c)
+    x3, x7 = tl.split(d)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def quarters(x):
+    """Four parts of [..., 4], without their last axis."""
+    a, b = tl.split(tl.reshape(x, x.shape[:-1] + [2, 2]))  # noqa: RUF005
+    x0, x2 = tl.split(a)
+    x1, x3 = tl.split(b)
+    return x0, x1, x2, x3
+
+
+@triton.jit
+def e2m1_word(word, UPCAST: tl.constexpr):
+    """The eight columns of int32 words of E2M1 codes, fp32, each 2^-6 of its value."""
+    if UPCAST:
+        codes = (tl.expand_dims(word, -1).to(tl.uint32, bitcast=True) >> (4 * tl.arange(0, 8))) & 15
+        return eighths(e2m1(codes) * 0.015625)
+    pairs = tl.inline_asm_elementwise(
+        E2M1_WORD, "=r,=r,=r,=r,r", [word], dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1
+    )
+    c0, c2 = halves(pairs[0])
+    c1, c3 = halves(pairs[1])
+    c4, c6 = halves(pairs[2])
+    c5, c7 = halves(pairs[3])
+    return c0, c1, c2, c3, c4, c5, c6, c7
+
+
+@triton.jit
+def e4m3_word(word, UPCAST: tl.constexpr):
+    """The four columns of int32 words of E4M3 codes, fp32."""
+    if UPCAST:
+        codes = (tl.expand_dims(word, -1).to(tl.uint32, bitcast=True) >> (8 * tl.arange(0, 4))) & 255
+        return quarters(e4m3(codes.to(tl.uint8), tl.float32, UPCAST))
+    pairs = tl.inline_asm_elementwise(E4M3_WORD, "=r,=r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
+    c0, c1 = halves(pairs[0])
+    c2, c3 = halves(pairs[1])
+    return c0, c1, c2, c3
+
+
 @triton.jit
 def centroids(codes, table, row, inside, D: tl.constexpr, BITS: tl.constexpr):
     """What the codes of rows `row` [n] mean in `table` [2^BITS], [n, D] in its dtype; code 0 where not `inside` [n].

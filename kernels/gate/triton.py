@@ -1,6 +1,6 @@
 """Routing in one launch: a program scores a token's experts, takes the best one after the other, and weighs them.
 
-Of a token alone the logits are of that launch too: the last program to have some routes.
+Of a token alone the logits are of that launch too: a program has an expert's, and the last one to have it routes.
 """
 
 import torch
@@ -8,14 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fathom.kernels.formats.stored import Weight
+from fathom.kernels.formats.stored import Dense, Weight
 from fathom.kernels.formats.triton_rounding import UPCAST
 from fathom.kernels.gate.reference import Gate
-from fathom.kernels.linear.reference import Product
-from fathom.kernels.linear.triton import alone, linear, tile_of_one
-from fathom.kernels.linear.weight_tiles import COUNTERS, arrived_last, counters
+from fathom.kernels.linear.triton import linear
+from fathom.kernels.linear.weight_rows import lanes, row_products, words
+from fathom.kernels.linear.weight_tiles import arrived_last, counters
 
-_TAKEN: tl.constexpr = tl.constexpr(-(1 << 31))  # below the key of -inf
+ROWS = 256 if UPCAST else 1  # of a program of logits; in the interpreter a program takes as long whatever it does
+_LAST: tl.constexpr = tl.constexpr((1 << 31) - 1)  # of the places that a key has for an expert
+_TAKEN: tl.constexpr = tl.constexpr(-(1 << 63))  # below the key of -inf
 
 
 @triton.jit
@@ -40,22 +42,22 @@ def _routed(
     slot = tl.arange(0, SLOTS)
     if GIVEN:
         chosen = tl.load(ids + token * k + slot, slot < k, 0)
-        logit = tl.load(logits + token * experts + chosen, slot < k, 0.0, cache_modifier=".cg")
-        score = tl.where(slot < k, _scores(logit), 0.0)
     else:
         expert = tl.arange(0, EXPERTS)
-        every = _scores(tl.load(logits + token * experts + expert, expert < experts, 0.0, cache_modifier=".cg"))
-        biased = every + tl.load(bias + expert, expert < experts, 0.0) + 0.0  # -0 is 0
+        score = _scores(tl.load(logits + token * experts + expert, expert < experts, 0.0, cache_modifier=".cg"))
+        biased = score + tl.load(bias + expert, expert < experts, 0.0) + 0.0  # -0 is 0
         bits = biased.to(tl.int32, bitcast=True)
         key = tl.where(biased == biased, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)  # in order; NaN comes first
+        key = (key.to(tl.int64) << 32) | (_LAST - expert)  # of equal ones the lower
         key = tl.where(expert < experts, key, _TAKEN)
-        chosen, score = tl.zeros([SLOTS], tl.int64), tl.zeros([SLOTS], tl.float32)
+        chosen = tl.zeros([SLOTS], tl.int64)
         for turn in range(k):
-            best = tl.min(tl.where(key == tl.max(key, 0), expert, EXPERTS), 0)  # of equal ones the lower
-            chosen = tl.where(slot == turn, best.to(tl.int64), chosen)
-            score = tl.where(slot == turn, tl.sum(tl.where(expert == best, every, 0.0), 0), score)
-            key = tl.where(expert == best, _TAKEN, key)
+            best = tl.max(key, 0)
+            chosen = tl.where(slot == turn, _LAST - (best & _LAST), chosen)
+            key = tl.where(key == best, _TAKEN, key)
         tl.store(ids + token * k + slot, chosen, slot < k)
+    logit = tl.load(logits + token * experts + chosen, slot < k, 0.0, cache_modifier=".cg")
+    score = tl.where(slot < k, _scores(logit), 0.0)
     total = tl.sum(score, 0) + tl.zeros([SLOTS], tl.float32)
     tl.store(weights + token * k + slot, tl.div_rn(scale * score, total), slot < k)
 
@@ -71,15 +73,19 @@ def _route(
 
 @triton.jit
 def _gate(
-    x, logits, ids, weights, bias, parts, counters, kind, tiles, experts, k, scale,
-    GIVEN: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, HOW: tl.constexpr, TOKENS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    x, data, logits, ids, weights, bias, counters, rows, columns, width, stride, k, scale,
+    GIVEN: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr,
+    LANES: tl.constexpr, STEPS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Logits of a token alone, as `linears` has them; then its experts."""
-    stored = tile_of_one(x, x, parts, counters, tl.program_id(0), kind, HOW, TOKENS, UPCAST)
-    if stored:  # noqa: SIM102 (`and` would count for every program)
-        if arrived_last(counters, tl.num_programs(0), tiles):
-            _routed(logits, bias, ids, weights, 0, experts, k, scale, GIVEN, EXPERTS, SLOTS)
+    """Logits of a token alone, as `linear` has them, and by the last program its experts."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    found = row_products(
+        x, columns, data, data, row, row < rows, width, width, stride, stride,
+        FORM, ROUND=False, ROWS=ROWS, LANES=LANES, STEPS=STEPS, UPCAST=UPCAST,
+    )  # fmt: skip
+    tl.store(logits + row, found, row < rows)
+    if arrived_last(counters, 0, tl.num_programs(0)):
+        _routed(logits, bias, ids, weights, 0, rows, k, scale, GIVEN, EXPERTS, SLOTS)
 
 
 def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -114,24 +120,24 @@ def gate(
     x: Tensor, weight: Weight, bias: Tensor | None, ids: Tensor | None, k: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Logits and routing: `kernels.gate.reference.Gate`; of a token alone in one launch."""
-    if x.shape[0] != 1:
+    of = words(weight) if x.shape[0] == 1 and isinstance(weight, Dense) else None
+    if of is None:
         return _APART(x, weight, bias, ids, k, scale)
     assert (bias is None) != (ids is None), "experts are selected or given"
-    experts, device = weight.shape[0], x.device
-    plan = alone(x, [Product(weight, wide=True)], deployed=False)
-    (logits,), (kind,), (how,) = plan.found, plan.kinds, plan.how
-    tiles = kind[0][0][1]
+    (experts, columns), device, along = weight.shape, x.device, lanes(of)
+    assert x.shape[1] == columns, f"x has {x.shape[1]} columns, the weight {columns}"
     given = ids is not None
+    logits = torch.empty(1, experts, dtype=torch.float32, device=device)
     ids = torch.empty(1, k, dtype=torch.int64, device=device) if ids is None else ids.contiguous()
     weights = torch.empty(1, k, dtype=torch.float32, device=device)
     assert ids.shape == (1, k), f"ids {tuple(ids.shape)} of {k} experts"
     assert given or k <= experts == len(bias), f"{k} of {experts} experts"  # type: ignore[arg-type]
-    assert plan.programs < COUNTERS, f"{plan.programs} programs"
-    _gate[plan.programs,](
-        plan.x, logits, ids, weights, logits if bias is None else bias.contiguous(), plan.parts, counters(device), kind,
-        tiles, experts, k, float(scale), GIVEN=given, EXPERTS=triton.next_power_of_2(experts),
-        SLOTS=triton.next_power_of_2(k), HOW=how, TOKENS=plan.tile.tokens, UPCAST=UPCAST, num_warps=plan.tile.warps,
-        num_stages=plan.tile.stages, enable_fp_fusion=False,
+    width, _, stride, _ = of.strides
+    _gate[triton.cdiv(experts, ROWS),](
+        x.contiguous(), of.data, logits, ids, weights, logits if bias is None else bias.contiguous(), counters(device),
+        experts, columns, width, stride, k, float(scale), GIVEN=given, EXPERTS=triton.next_power_of_2(experts),
+        SLOTS=triton.next_power_of_2(k), FORM=of.form, ROWS=ROWS, LANES=along.lanes, STEPS=along.steps, UPCAST=UPCAST,
+        num_warps=along.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return ids, weights
 

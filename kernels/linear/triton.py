@@ -1,6 +1,8 @@
-"""Matrix products with weights in their stored form: tiles decoded in registers, the columns split where rows are few.
+"""Matrix products with weights in their stored form, decoded in registers.
 
-A token alone is multiplied by several matrices in one launch, whatever their forms, and rounded as their input there.
+Of up to FEW tokens whole rows are multiplied (`weight_rows`), and of a token alone those of several matrices in one
+launch, whatever their forms: it is rounded as their input there. Of more tokens tiles of rows are (`weight_tiles`), on
+tensor cores, their columns split where there are few; and of fewer too, where rows are not made of whole words.
 
 How many splits there are follows from the shapes alone, and up to FEW tokens from the weight's shape alone: there a
 token's numbers do not depend on how many others there are.
@@ -8,21 +10,22 @@ token's numbers do not depend on how many others there are.
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.kernels.formats.stored import Weight
 from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
 from fathom.kernels.linear.reference import Linears, Product, rounds
+from fathom.kernels.linear.weight_rows import Lanes, Words, lanes, row_products, whole_words, words
 from fathom.kernels.linear.weight_tiles import (
     COUNTERS,
     arrived_last,
     counters,
-    input_of_one,
     inputs,
     multiplied,
     narrow,
@@ -33,7 +36,9 @@ from fathom.kernels.linear.weight_tiles import (
 from fathom.kernels.position import position
 from fathom.kernels.quantise.triton import simulate_fp8
 
-FEW = 16  # tokens that fit the narrowest tile: the time is that of reading the weight
+FEW = 16  # tokens up to which whole rows are multiplied, and which fit the narrowest tile
+TOGETHER = 4  # of them that a row is decoded for
+ROWS = 256 if UPCAST else 4  # of a program; in the interpreter a program takes as long whatever it does
 PROGRAMS = 264  # wanted in flight: two for each multiprocessor of an H200
 _LAYOUTS = {"FP8": "fp8", "FP8_F32": "fp8", "FP4": "fp4", "NVFP4": "nvfp4"}  # else dense, see `weight_tiles.Planes`
 
@@ -83,6 +88,36 @@ def _linear(
         tl.store(out + target, rounded(total, out.dtype.element_ty, UPCAST), mask)
 
 
+@triton.jit(do_not_specialize=["t"])
+def _few(
+    x, data, scale, global_scale, out, t, rank, columns, width, scale_width, stride, scale_stride, groups,
+    FORM: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one group times TOKENS, one after the other: the compiler reads and decodes the rows once.
+
+    Programs of the same rows lie side by side. Numbers of a token are made as those of a token alone, for which axis of
+    a tile threads lie along, and so in which order they add, the compiler says for each tile.
+    """
+    across, tiles = tl.cdiv(t, TOKENS), tl.cdiv(rank, ROWS)
+    begin, tile = tl.program_id(0) % across * TOKENS, tl.program_id(0) // across
+    group, own = tile // tiles, tile % tiles * ROWS + tl.arange(0, ROWS)
+    row, there, token = group * rank + own, own < rank, tl.arange(0, TOKENS)
+    found = tl.zeros([TOKENS, ROWS], tl.float32)
+    for i in tl.static_range(TOKENS):
+        place = (tl.minimum(begin + i, t - 1).to(tl.int64) * groups + group) * columns
+        total = row_products(
+            x + place, columns, data, scale, row, there, width, scale_width, stride, scale_stride,
+            FORM, ROUND=False, ROWS=ROWS, LANES=LANES, STEPS=STEPS, UPCAST=UPCAST,
+        )  # fmt: skip
+        found = tl.where((token == i)[:, None], total[None, :], found)
+    if FORM == "nvfp4":
+        found *= tl.load(global_scale)
+    token += begin
+    target = token.to(tl.int64)[:, None] * (groups * rank) + row[None, :]
+    tl.store(out + target, rounded(found, out.dtype.element_ty, UPCAST), (token < t)[:, None] & there[None, :])
+
+
 @triton.constexpr_function
 def constant_of(constants, index):
     """One of several constants, itself a tuple: `constants[index]` in a kernel is no constant to Triton 3.6."""
@@ -92,80 +127,58 @@ def constant_of(constants, index):
 @triton.jit
 def _matrix_of(program, matrices, COUNT: tl.constexpr):
     """Which of some matrices a program works at: they begin at programs in their order."""
-    begin, tiles, splits, each, rows, data, scale, global_scale, out, sums, beside, period, factor = matrices[0]
+    begin, rows, data, scale, global_scale, out, beside, period, factor = matrices[0]
     for i in tl.static_range(1, COUNT):
         one = matrices[i]
         own = program >= one[0]
-        begin, tiles, splits = tl.where(own, one[0], begin), tl.where(own, one[1], tiles), tl.where(own, one[2], splits)
-        each, rows, data = tl.where(own, one[3], each), tl.where(own, one[4], rows), tl.where(own, one[5], data)
-        scale, global_scale = tl.where(own, one[6], scale), tl.where(own, one[7], global_scale)
-        out, sums, beside = tl.where(own, one[8], out), tl.where(own, one[9], sums), tl.where(own, one[10], beside)
-        period, factor = tl.where(own, one[11], period), tl.where(own, one[12], factor)
-    return begin, tiles, splits, each, rows, data, scale, global_scale, out, sums, beside, period, factor
+        begin, rows, data = tl.where(own, one[0], begin), tl.where(own, one[1], rows), tl.where(own, one[2], data)
+        scale, global_scale = tl.where(own, one[3], scale), tl.where(own, one[4], global_scale)
+        out, beside = tl.where(own, one[5], out), tl.where(own, one[6], beside)
+        period, factor = tl.where(own, one[7], period), tl.where(own, one[8], factor)
+    return begin, rows, data, scale, global_scale, out, beside, period, factor
 
 
 @triton.jit
-def tile_of_one(
-    x, first, parts, counters, program, kind, HOW: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr
-):  # fmt: skip
-    """A tile of rows, or a split of one, of a matrix of one kind; whether this program has stored the tile."""
+def _rows_of_one(x, first, program, kind, HOW: tl.constexpr, ROWS: tl.constexpr, UPCAST: tl.constexpr):
+    """Some rows of a matrix of one kind times a token alone."""
     matrices, _, columns, width, scale_width, stride, scale_stride = kind
     COUNT: tl.constexpr = HOW[0]
     FORM: tl.constexpr = HOW[1]
     ROUND: tl.constexpr = HOW[2]
-    SPLIT: tl.constexpr = HOW[3]
-    BIASED: tl.constexpr = HOW[4]
-    SCALED: tl.constexpr = HOW[5]
-    ADDED: tl.constexpr = HOW[6]
-    ROWS: tl.constexpr = HOW[7]
-    BLOCK: tl.constexpr = HOW[8]
-    OPERAND: tl.constexpr = HOW[9]
-    begin, tiles, splits, each, rows, data, scale, global_scale, out, sums, beside, period, factor = _matrix_of(
-        program, matrices, COUNT
-    )
-    tile, split = (program - begin) % tiles, (program - begin) // tiles
-    row = tile * ROWS + tl.arange(0, ROWS)
+    BIASED: tl.constexpr = HOW[3]
+    SCALED: tl.constexpr = HOW[4]
+    ADDED: tl.constexpr = HOW[5]
+    LANES: tl.constexpr = HOW[6]
+    STEPS: tl.constexpr = HOW[7]
+    begin, rows, data, scale, global_scale, out, beside, period, factor = _matrix_of(program, matrices, COUNT)
+    row = (program - begin) * ROWS + tl.arange(0, ROWS)
     there = row < rows
-    total = tl.zeros([ROWS, TOKENS], tl.float32)
-    for step in range(split * each, tl.minimum(tl.cdiv(columns, BLOCK), (split + 1) * each)):
-        part = input_of_one(x, columns, step, ROUND, TOKENS, BLOCK, OPERAND, UPCAST)
-        total = multiplied(
-            total, part, None, data, scale, row, there, width, scale_width, stride, scale_stride, step,
-            FORM, BLOCK, OPERAND, UPCAST,
-        )  # fmt: skip
+    total = row_products(
+        x, columns, data, scale, row, there, width, scale_width, stride, scale_stride,
+        FORM, ROUND, ROWS, LANES, STEPS, UPCAST,
+    )  # fmt: skip
     if FORM == "nvfp4":
         total *= tl.load(global_scale)
-    mask = there[:, None] & (tl.arange(0, TOKENS) == 0)[None, :]
-    target = row[:, None] + tl.zeros_like(mask).to(tl.int32)
-    last = True
-    if SPLIT:
-        parts += sums
-        tl.store(parts + split.to(tl.int64) * rows + target, total, mask)
-        last = arrived_last(counters, begin + tile, splits)
-        if last:
-            total = summed(parts, target, mask, splits, rows)
-    if last:
-        if BIASED:
-            place = (tl.load(first) % tl.maximum(period, 1)).to(tl.int32)
-            biased = period + tl.zeros_like(target) > 0  # the interpreter makes int32 of a scalar's comparison
-            added = total + tl.load(beside + place * rows + target, mask & biased, 0.0)
-            total = tl.where(biased, added, total)
-        if ADDED:
-            total = tl.load(beside + target, mask, 0.0) + widened(rounded(total, x.dtype.element_ty, UPCAST), UPCAST)
-        if SCALED:
-            narrow = widened(rounded(total, x.dtype.element_ty, UPCAST), UPCAST)
-            total = tl.where(factor + tl.zeros_like(total) != 0, narrow * factor, total)
-        tl.store(out + target, rounded(total, out.dtype.element_ty, UPCAST), mask)
-    return last
+    if BIASED:
+        place = (tl.load(first) % tl.maximum(period, 1)).to(tl.int32)
+        biased = period + tl.zeros_like(row) > 0  # the interpreter makes int32 of a scalar's comparison
+        added = total + tl.load(beside + place * rows + row, there & biased, 0.0)
+        total = tl.where(biased, added, total)
+    if ADDED:
+        total = tl.load(beside + row, there, 0.0) + widened(rounded(total, x.dtype.element_ty, UPCAST), UPCAST)
+    if SCALED:
+        narrow = widened(rounded(total, x.dtype.element_ty, UPCAST), UPCAST)
+        total = tl.where(factor + tl.zeros_like(total) != 0, narrow * factor, total)
+    tl.store(out + row, rounded(total, out.dtype.element_ty, UPCAST), there)
 
 
 @triton.jit
-def _linears(x, first, parts, counters, kinds, HOW: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr):
+def _linears(x, first, kinds, HOW: tl.constexpr, ROWS: tl.constexpr, UPCAST: tl.constexpr):
     """Products of a token alone; a program finds its kind of matrix, whose way of being multiplied is in HOW."""
     program = tl.program_id(0)
     for kind in tl.static_range(len(HOW)):
         if (program >= kinds[kind][0][0][0]) & (program < kinds[kind][1]):
-            tile_of_one(x, first, parts, counters, program, kinds[kind], constant_of(HOW, kind), TOKENS, UPCAST)
+            _rows_of_one(x, first, program, kinds[kind], constant_of(HOW, kind), ROWS, UPCAST)
 
 
 def linear(x: Tensor, weight: Weight, *, wide: bool = False) -> Tensor:
@@ -186,6 +199,14 @@ def _product(x: Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> Tens
     if not out.numel():
         return out
     x = x.contiguous()
+    if t <= FEW and (of := words(weight)) is not None:
+        tokens, along = min(TOGETHER, triton.next_power_of_2(t)), lanes(of)
+        programs = groups * triton.cdiv(rows // groups, ROWS) * triton.cdiv(t, tokens)
+        _few[programs,](
+            x, *of[1:], out, t, rows // groups, columns, *of.strides, groups, FORM=of.form, TOKENS=tokens, ROWS=ROWS,
+            LANES=along.lanes, STEPS=along.steps, UPCAST=UPCAST, num_warps=along.warps, enable_fp_fusion=False,
+        )  # fmt: skip
+        return out
     form, data, scale, global_scale = planes(weight)
     tile = _tile(form, t, wide=not narrow(x, weight))
     grid, each = _grid(t, groups, rows // groups, columns, tile)
@@ -210,92 +231,59 @@ class _Kind(NamedTuple):
 
     form: str
     rounds: bool
-    split: bool
     added: bool
-    operand: tl.dtype
-    tile: Tile
+    lanes: Lanes
     dtype: torch.dtype  # of the product
     scales: torch.dtype
-    widths: tuple[int, int, int, int]  # columns of data and of scales as stored, and their strides
+    strides: tuple[int, int, int, int]
 
 
 def linears(x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[Tensor]:
     """Products of several matrices: `kernels.linear.reference.Linears`; those of a token alone in one launch.
 
-    Its numbers are those of `linear`, for tiles and splits are.
+    Its numbers are those of `linear`, for a row is added up in the same order.
     """
-    narrow_inputs = x.dtype == torch.bfloat16 or not any(rounds(of.weight, deployed=deployed) for of in products)
-    if x.shape[0] != 1 or not narrow_inputs:  # a step of fp32 operands is shorter than a group that is rounded
+    stored = [words(product.weight) for product in products] if x.shape[0] == 1 else [None]
+    if any(of is None for of in stored):
         return _APART(x, products, deployed=deployed)
-    plan = alone(x, products, deployed=deployed)
-    _linears[plan.programs,](
-        plan.x, _first(x, products), plan.parts, counters(x.device), tuple(plan.kinds), HOW=tuple(plan.how),
-        TOKENS=plan.tile.tokens, UPCAST=UPCAST, num_warps=plan.tile.warps, num_stages=plan.tile.stages,
-        enable_fp_fusion=False,
-    )  # fmt: skip
-    return plan.found
-
-
-class Alone(NamedTuple):
-    """What a launch of a token's products is given."""
-
-    x: Tensor
-    found: list[Tensor]  # the products, which it fills
-    parts: Tensor  # sums of split columns
-    kinds: list[tuple[Any, ...]]  # matrices and sizes, of each kind
-    how: list[tuple[Any, ...]]  # constants
-    programs: int
-    tile: Tile  # whose tokens, warps and stages are those of all
-
-
-def alone(x: Tensor, products: Sequence[Product], *, deployed: bool) -> Alone:
-    """Cut up the products of a token alone."""
-    x, kinds = x.contiguous(), _by_kind(x, products, deployed=deployed)
+    x, kinds = x.contiguous(), _by_kind(x, products, stored, deployed=deployed)
     found: list[Tensor] = [x] * len(products)
-    programs, sums, given, how = 0, 0, [], []
+    programs, given, how = 0, [], []
     for kind, members in kinds.items():
         matrices = []
         for number in members:
-            product, form = products[number], planes(products[number].weight)
-            rows, columns = product.weight.shape
-            (_, tiles, splits), each = _grid(1, 1, rows, columns, kind.tile)
+            product, of = products[number], stored[number]
+            rows, _ = product.weight.shape
             out = found[number] = torch.empty(1, rows, dtype=kind.dtype, device=x.device)
             beside, period = out if product.added is None else product.added, 0
             if product.bias is not None:
                 beside, period = product.bias.table, product.bias.table.shape[0]
             assert beside.is_contiguous(), "rows of what is added to a product lie apart"
-            matrices.append(
-                (programs, tiles, splits, each, rows, *form[1:], out, sums, beside, period, product.factor or 0.0)
-            )
-            programs, sums = programs + tiles * splits, sums + (splits * rows if kind.split else 0)
-        given.append((tuple(matrices), programs, x.shape[1], *kind.widths))
+            matrices.append((programs, rows, *of[1:], out, beside, period, product.factor or 0.0))
+            programs += triton.cdiv(rows, ROWS)
+        given.append((tuple(matrices), programs, x.shape[1], *kind.strides))
         biased, scaled = (any(products[n][field] is not None for n in members) for field in (2, 3))
-        how.append(
-            (len(members), kind.form, kind.rounds, kind.split, biased, scaled, kind.added, kind.tile.rows,
-             kind.tile.columns, kind.operand)
-        )  # fmt: skip
-    assert programs <= COUNTERS, f"{programs} programs"
-    parts = torch.empty(sums, dtype=torch.float32, device=x.device)
-    tile = min((kind.tile for kind in kinds), key=lambda one: one.stages)
-    return Alone(x, found, parts, given, how, programs, tile)
+        how.append((len(members), kind.form, kind.rounds, biased, scaled, kind.added, *kind.lanes))
+    _linears[programs,](
+        x, _first(x, products), tuple(given), HOW=tuple(how), ROWS=ROWS, UPCAST=UPCAST,
+        num_warps=max(kind.lanes.warps for kind in kinds), enable_fp_fusion=False,
+    )  # fmt: skip
+    return found
 
 
-def _by_kind(x: Tensor, products: Sequence[Product], *, deployed: bool) -> dict[_Kind, list[int]]:
+def _by_kind(
+    x: Tensor, products: Sequence[Product], stored: Sequence[Words], *, deployed: bool
+) -> dict[_Kind, list[int]]:
     """Numbers of products, of each kind."""
     kinds: dict[_Kind, list[int]] = {}
-    for number, (weight, wide, bias, factor, added) in enumerate(products):
+    for number, ((weight, wide, bias, factor, added), of) in enumerate(zip(products, stored, strict=True)):
         assert weight.shape[1] == x.shape[1], f"x has {x.shape[1]} columns, the weight {weight.shape[1]}"
         assert bias is None or wide, "a position bias of a product that is rounded"
         assert added is None or not (wide or factor), "something is added to a product that is not rounded again"
-        form, data, scale, _ = planes(weight)
-        tile = _tile(form, 1, wide=not narrow(x, weight))
-        (_, _, splits), _ = _grid(1, 1, *weight.shape, tile)
+        narrow = rounds(weight, deployed=deployed)
+        assert not narrow or x.shape[1] % LINEAR_GROUP == 0, f"{x.shape[1]} columns in groups of {LINEAR_GROUP}"
         dtype = torch.float32 if wide or factor is not None else x.dtype
-        widths = data.shape[-1], scale.shape[-1], data.stride(0), scale.stride(0)
-        rounded_input = rounds(weight, deployed=deployed)
-        kind = _Kind(
-            form, rounded_input, splits > 1, added is not None, operand(x, weight), tile, dtype, scale.dtype, widths
-        )
+        kind = _Kind(of.form, narrow, added is not None, lanes(of), dtype, of.scale.dtype, of.strides)
         kinds.setdefault(kind, []).append(number)
     return kinds
 
@@ -325,8 +313,10 @@ def grouped_linear_scratch(
     """
     del device
     wide, layout = item == 4 or form in ("F16", "F32"), _LAYOUTS.get(form, "dense")
-    sums, step = 0, _tile(layout, tokens, wide=wide).tokens
+    sums, step, least = 0, _tile(layout, tokens, wide=wide).tokens, FEW if whole_words(form, columns) else 0
     for t in {min(tokens, FEW), *(min(tokens, count * step) for count in range(1, PROGRAMS + 1))}:
+        if t <= least:
+            continue
         (_, _, splits), _ = _grid(t, groups, rows // groups, columns, _tile(layout, t, wide=wide))
         sums = max(sums, splits * t * rows * 4 if splits > 1 else 0)
     return tokens * rows * item + sums

@@ -24,8 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight
-from fathom.kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, e2m1, e4m3, e8m0, simulated
-from fathom.kernels.formats.triton_rounding import UPCAST, widened
+from fathom.kernels.formats.triton import e2m1, e4m3, e8m0
+from fathom.kernels.formats.triton_rounding import UPCAST
 
 
 class Planes(NamedTuple):
@@ -105,23 +105,6 @@ def inputs(x, place, inside, columns, step, BLOCK: tl.constexpr, OPERAND: tl.con
     mask = (column < columns)[:, None] & inside[None, :]
     found = tl.load(x + place[None, :] + column[:, None], mask, 0)
     return found if found.dtype == tl.uint8 else found.to(OPERAND)
-
-
-@triton.jit
-def input_of_one(
-    x, columns, step, ROUND: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, OPERAND: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """BLOCK columns of a token alone, in the place of each of a tile's: [BLOCK, TOKENS]. Only one is ever stored.
-
-    ROUND: as deployed numerics round the input of a linear, in each program anew: one number for a thread, or two.
-    """
-    column = step * BLOCK + tl.arange(0, BLOCK)
-    found = widened(tl.load(x + column, column < columns, 0.0), UPCAST)
-    if ROUND:
-        groups = tl.reshape(found, [BLOCK // 128, 128])
-        found = tl.reshape(simulated(groups, 1, E4M3_SMALLEST, E4M3_LARGEST, 3, 7), [BLOCK])
-    return tl.broadcast_to(found.to(OPERAND)[:, None], [BLOCK, TOKENS])
 
 
 @triton.jit

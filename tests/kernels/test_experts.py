@@ -227,7 +227,7 @@ def test_tokens_may_fall_on_experts_in_any_number(ops, counts):
 def test_triton_sorts_more_pairs_than_one_chunk(monkeypatch):
     monkeypatch.setattr(pytest.importorskip("fathom.kernels.experts.triton", reason=NO_TRITON), "CHUNK", 8)
     triton = pytest.importorskip("fathom.kernels.triton_ops").TRITON
-    assert_summed(triton, "bf16", layer("bf16", 2, 32, 32, 0), *tokens(9, 2, 32, 2, 5))
+    assert_summed(triton, "bf16", layer("bf16", 2, 32, 32, 0), *tokens(33, 2, 32, 2, 5))
 
 
 def test_scratch_is_filled_before_it_is_read(ops, monkeypatch):
@@ -273,22 +273,55 @@ def test_without_tokens_or_slots_the_sum_is_zero(ops):
         assert torch.equal(ops.experts(x, ids, weights, *stacks, 1.0, deployed=False), torch.zeros(t, 32))
 
 
-@pytest.mark.parametrize(("form", "deployed"), [("fp4", True), ("fp4", False), ("nvfp4", True), ("bf16", False)])
-def test_triton_splits_the_columns_of_few_tokens_and_adds_in_one_order(form, deployed):
-    """Sums of a few bits, which are exact; and of numbers that round: a token has the same bits alone too."""
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("deployed", [False, True])
+def test_triton_pairs_of_up_to_32_tokens_have_the_bits_of_a_token_alone(form, deployed, monkeypatch):
+    """Numbers of which every sum rounds; nor do bits depend on how many rows a program has. 33 tokens are sorted."""
     triton = pytest.importorskip("fathom.kernels.triton_ops", reason=NO_TRITON).TRITON
     kernel = pytest.importorskip("fathom.kernels.experts.triton", reason=NO_TRITON)
-    assert [kernel._cut(t, 2, 128, 1024, 128).splits for t in (1, 16, 17)] == [2, 2, 1]
-    made, (x, ids, weights) = layer(form, 2, 1024, 1024, 4), tokens(3, 2, 1024, 2, 5)
-    assert_summed(triton, form, made, x, ids, weights, deployed=deployed)
-    x = torch.randn(3, 1024, generator=seeded(6)).bfloat16()
-    together = triton.experts(x, ids, weights, *made[0], LIMIT, deployed=deployed)
-    alone = [
-        triton.experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], *made[0], LIMIT, deployed=deployed)
-        for i in range(3)
-    ]
-    assert torch.equal(together, torch.cat(alone))
+    hidden, inner = (384, 128) if deployed else (416, 96)  # a step with idle threads
+    (w1, w3, w2), _ = layer(form, 3, hidden, inner, 4)
+    _, ids, weights = tokens(33, 2, hidden, 3, 5)
+    x = torch.randn(33, hidden, generator=seeded(6)).bfloat16()
+
+    def run(t, first=0):
+        part = slice(first, first + t)
+        return triton.experts(x[part], ids[part], weights[part], w1, w3, w2, 20.0, deployed=deployed)
+
+    alone = torch.cat([run(1, first) for first in range(32)])
+    for t in (2, 3, 8, 32):
+        assert torch.equal(run(t), alone[:t])
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel, "UP_ROWS", 8)
+        patch.setattr(kernel, "DOWN_ROWS", 16)
+        assert torch.equal(run(2), alone[:2])
+    sorted_ones = []
+    monkeypatch.setattr(kernel, "_sorted", lambda *given, sort=kernel._sorted: sorted_ones.append(1) or sort(*given))
+    assert run(32).shape == alone.shape
+    assert not sorted_ones
+    longer = run(33)[:32]
+    assert sorted_ones
+    assert (longer - alone).abs().max() <= 2.0**-6 * alone.abs().max(), "sums in another order, rounded to bf16"
     assert not pytest.importorskip("fathom.kernels.linear.weight_tiles").counters(x.device).any()
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp4", "nvfp4"])
+def test_a_scale_that_is_nan_stays_in_its_rows(ops, form):
+    """Of w1 a row, or a block of them: all of an expert's outputs. Of w2 its own rows; other experts' tokens none."""
+    for plane, t in ((0, 1), (2, 1), (2, 34)):
+        made, _ = layer(form, 2, 128, 128, 3)
+        made[plane].scale.view(torch.uint8)[0, 0, 0] = 0x7F if form == "nvfp4" else 255
+        x, _, weights = tokens(t, 1, 128, 2, 5)
+        ids = torch.arange(t)[:, None] % 2
+        bad = ops.experts(x, ids, weights, *made, LIMIT, deployed=False).isnan()
+        assert not bad[1::2].any()
+        assert bad[::2].sum(1).tolist() == [1 if plane == 2 and form != "fp8" else 128] * len(bad[::2])
+
+
+def test_rows_that_are_not_made_of_whole_words_are_summed_too(ops):
+    """Triton sorts even one token's."""
+    for t in (1, 3):
+        assert_summed(ops, "bf16", layer("bf16", 3, 33, 35, 2), *tokens(t, 2, 33, 3, 1))
 
 
 def test_columns_that_cut_a_rounded_block_are_refused(ops):

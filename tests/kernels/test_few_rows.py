@@ -194,10 +194,14 @@ def test_rows_of_a_call_are_calls_of_a_row(widths, dtype, threads):
 
 @on_triton
 def test_the_interpreter_rounds_each_product_and_adds_them_in_order():
-    """As no processor's BLAS does, which keeps the rest of 2^-24 where it adds a product unrounded to a sum."""
+    """As no processor's BLAS does, which keeps the rest of 2^-24 where it adds a product unrounded to a sum.
+
+    That is of tiles; a thread along a row keeps it, and adds in order.
+    """
     rest, big = 1 + 2.0**-12, 2.0**30
     x, w = torch.tensor([[1.0, rest, 0, 0, 0], [0, 0, big, 1, -big]]), torch.tensor([[-1 - 2.0**-11, rest, 1, 1, 1]])
-    assert TRITON.linear(x, Dense(w)).tolist() == [[0.0], [0.0]]
+    assert TRITON.linear(x.repeat(9, 1), Dense(w)).tolist() == 9 * [[0.0], [0.0]]
+    assert TRITON.linear(x, Dense(w)).tolist() == [[2.0**-24], [0.0]]
 
 
 @on_triton

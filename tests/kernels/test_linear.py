@@ -215,10 +215,10 @@ def test_groups_may_cut_blocks_of_rows_and_of_scales(ops, form, dtype):
 @pytest.mark.parametrize("form", ["bf16", "fp8", "nvfp4"])
 @pytest.mark.parametrize(("t", "columns"), [(2, 2048), (2, 2080), (18, 2048), (18, 2080)])
 def test_long_sums_are_whole(ops, form, t, columns):
-    """Triton splits 2048 columns; 2080 leave a step cut short in the last split."""
+    """Of 18 tokens Triton splits 2048 columns; 2080 leave a step cut short in the last split."""
     g = seeded(columns)
     weight, x = FORMS[form](g, 3, columns), torch.randn(t, columns, generator=g).bfloat16()
-    if ops.name == "triton":
+    if ops.name == "triton" and t == 18:
         fused = pytest.importorskip("fathom.kernels.linear.triton")
         tile = fused._tile("dense" if form == "bf16" else form, t, wide=False)
         assert fused._grid(t, 1, 3, columns, tile)[0][2] > 1
@@ -436,12 +436,41 @@ def test_ordinary_weights_are_multiplied_as_bfloat16():
         assert not held_in_bfloat16(Dense(zeros.index_fill(0, torch.tensor([at]), -(2.0**-127))[None]))
 
 
-@pytest.mark.parametrize("t", [1, 16, 5])
-def test_triton_few_tokens_do_not_depend_on_one_another(t):
-    linear = pytest.importorskip("fathom.kernels.linear.triton", reason=NO_TRITON).linear
+@forms
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_triton_few_tokens_do_not_depend_on_one_another(form, dtype, monkeypatch):
+    """Nor on how many rows a program has: in the interpreter more than on a GPU. Beside a token is NaN."""
+    fused = pytest.importorskip("fathom.kernels.linear.triton", reason=NO_TRITON)
+    g = seeded(1)
+    x, weight = torch.randn(16, 1056, generator=g).to(dtype), FORMS[form](g, 7, 1056)
+    alone = torch.cat([fused.linear(token[None], weight) for token in x])
+    assert alone.isfinite().all()
+    for t in (2, 5, 16):
+        assert torch.equal(fused.linear(x[:t], weight), alone[:t])
+    x[1::2] = NAN
+    monkeypatch.setattr(fused, "ROWS", 4)
+    assert torch.equal(fused.linear(x[:6], weight)[::2], alone[:6:2])
+    several = [Product(weight), Product(FORMS["bf16"](g, 9, 1056), wide=True)]
+    assert torch.equal(fused.linears(x[:1], several, deployed=False)[0], alone[:1])
+
+
+@pytest.mark.parametrize("form", ["bf16", "f16", "fp8", "fp4", "nvfp4"])
+@pytest.mark.parametrize("t", [1, 3])
+def test_rows_that_are_not_made_of_whole_words_are_products_too(ops, form, t):
+    """Of 3 or 6 bytes, or 8 that begin beside a word: Triton's tiles take them."""
     g = seeded(t)
-    x, weight = torch.randn(16, 1024, generator=g).bfloat16(), FORMS["fp4"](g, 4, 1024)
-    assert torch.equal(linear(x, weight)[:t], linear(x[:t], weight))
+    columns = {"fp4": 32, "nvfp4": 16}.get(form, 3)
+    weight = FORMS[form](g, 6, columns)
+    if columns > 3:
+        wide = torch.zeros(6, columns // 2 + 1, dtype=weight.data.dtype)
+        wide[:, 1:] = weight.data
+        weight = weight._replace(data=wide[:, 1:])
+    x = torch.randn(t, columns, generator=g).bfloat16()
+    if ops.name == "triton":
+        assert pytest.importorskip("fathom.kernels.linear.weight_rows").words(weight) is None
+    assert_product(ops.linear(x, weight)[:, None], x[:, None], weight)
+    both = ops.linears(x, [Product(weight), Product(FORMS["f32"](g, 2, columns), wide=True)], deployed=False)
+    assert torch.equal(both[0], ops.linear(x, weight))
 
 
 def test_triton_refuses_columns_that_are_apart_and_groups_of_unequal_rows():

@@ -129,7 +129,8 @@ def test_grouped_linear(item):
     for t in (1, 16, 128):
         x, w = torch.zeros(t, 4, 2048, dtype=DTYPES[item]), weight("FP8", 512, 2048)
         planned, found = scratch("grouped_linear", t, 512, 2048, 4, "FP8", item, CPU), t * 512 * item
-        assert found < taken(lambda x=x, w=w: TRITON.grouped_linear(x, w, 4)) <= planned
+        run = taken(lambda x=x, w=w: TRITON.grouped_linear(x, w, 4))
+        assert run == planned == found if t <= 16 else found < run <= planned, "sums of split columns are of more"
 
 
 def held(form, n, d, item):

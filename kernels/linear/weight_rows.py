@@ -1,0 +1,212 @@
+"""Whole rows of stored weights times a few tokens, without tensor cores: of `linear`, `gate` and `experts`.
+
+Of a token alone a product takes as long as the weight takes to be read, so a program has a few rows and nothing else:
+its threads lie along the columns, each with 16 bytes of every row at a time, which are four words of 4 bytes. They are
+decoded in registers and multiplied in fp32, with one rounding for each product and sum (`tl.fma`), in an order that
+the width of the row alone decides: no column is split over programs, and no number of one token enters another's.
+
+A scale multiplies the sum of what lies under it in a thread (16 columns of Fp8, 32 of Fp4, 16 of NvFp4). Both operands
+are exact in fp32 whatever their dtypes. Scales of Fp4 from 2^126 on, under which codes are beyond fp32, count as NaN.
+"""
+
+from typing import Final, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor, int32
+
+from fathom.kernels.formats.stored import Dense, Weight
+from fathom.kernels.formats.triton import (
+    E4M3_LARGEST,
+    E4M3_SMALLEST,
+    e2m1_word,
+    e4m3,
+    e4m3_word,
+    e8m0,
+    eighths,
+    halves,
+    quarters,
+    simulated,
+)
+from fathom.kernels.formats.triton_rounding import widened
+from fathom.kernels.linear.weight_tiles import planes
+
+_WORD: Final = 4  # bytes
+_DENSE: Final = {2: {"bfloat16": "bf16", "float16": "f16"}, 4: {"float32": "f32"}}
+_COLUMNS: Final = {"f32": 4, "bf16": 8, "f16": 8, "fp8": 16, "fp4": 32, "nvfp4": 32}  # of 16 bytes
+LEAST_LANES, MOST_LANES = 32, 256  # threads along a row: of one warp to eight
+
+
+class Words(NamedTuple):
+    """A weight whose rows begin at words; planes that a form does not have are `data` again and never read."""
+
+    form: str  # f32, bf16, f16, fp8, fp4 or nvfp4
+    data: Tensor  # [..., out, words] int32
+    scale: Tensor  # uint8 where it is E8M0 or E4M3, else float32
+    global_scale: Tensor  # [...] float32
+
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Words and scales of a row as stored, and how many lie from one row to the next."""
+        return self.data.shape[-1], self.scale.shape[-1], self.data.stride(-2), self.scale.stride(-2)
+
+
+class Lanes(NamedTuple):
+    """How the columns of a row lie on a program's threads."""
+
+    lanes: int
+    steps: int  # times 16 bytes for each
+
+    @property
+    def warps(self) -> int:
+        """Of a program."""
+        return self.lanes // 32
+
+
+def words(weight: Weight) -> Words | None:
+    """Views of the planes of a matrix [out, in] or of stacked ones; None where a row is not made of whole words."""
+    form, data, scale, global_scale = planes(weight)
+    if isinstance(weight, Dense):
+        form = _DENSE[data.element_size()][str(data.dtype).removeprefix("torch.")]
+    sizes = (data.shape[-1], data.storage_offset(), *data.stride()[:-1])
+    if any(size * data.element_size() % _WORD for size in sizes) or data.data_ptr() % _WORD:
+        return None
+    viewed = data.view(int32)
+    return Words(form, viewed, viewed if scale is data else scale, viewed if global_scale is data else global_scale)
+
+
+def whole_words(form: str, columns: int) -> bool:
+    """Whether rows of a matrix of its own, stored as `kernels.linear.cpu` names it, are made of whole words."""
+    return columns * {"F32": 32, "BF16": 16, "F16": 16, "FP8": 8, "FP8_F32": 8}.get(form, 4) % (8 * _WORD) == 0
+
+
+def lanes(of: Words) -> Lanes:
+    """Threads along a row: as many as leave none idle, or one warp's at least."""
+    needed = triton.cdiv(of.data.shape[-1], 4)
+    whole = needed & -needed  # the largest power of two that divides them
+    wide = whole if whole >= LEAST_LANES else triton.next_power_of_2(needed)
+    count = max(LEAST_LANES, min(MOST_LANES, wide))
+    return Lanes(count, triton.cdiv(needed, count))
+
+
+@triton.constexpr_function
+def columns_of(form):
+    """Columns of a row that are 16 bytes."""
+    return _COLUMNS[form]
+
+
+@triton.jit
+def input_words(
+    x, columns, step, FORM: tl.constexpr, ROUND: tl.constexpr, LANES: tl.constexpr, UPCAST: tl.constexpr
+):  # fmt: skip
+    """What one step of rows of `FORM` multiplies, of a token at x: of each of a lane's four words, [1, 1, LANES, n].
+
+    ROUND: as deployed numerics round the input of a linear, in each program anew: a few numbers for a thread.
+    """
+    EACH: tl.constexpr = columns_of(FORM)
+    column = ((step * LANES + tl.arange(0, LANES))[:, None] * EACH + tl.arange(0, EACH)[None, :])[None]
+    found = widened(tl.load(x + column, column < columns, 0.0), UPCAST)
+    if ROUND:
+        groups = tl.reshape(found, [1, LANES * EACH // 128, 128])
+        found = tl.reshape(simulated(groups, 2, E4M3_SMALLEST, E4M3_LARGEST, 3, 7), [1, LANES, EACH])
+    return quarters(tl.permute(tl.reshape(found, [1, 1, LANES, 4, EACH // 4]), (0, 1, 2, 4, 3)))
+
+
+@triton.jit
+def _added(total, word, x, FORM: tl.constexpr, UPCAST: tl.constexpr):
+    """`total` [1, ROWS, LANES] and the columns of a word [1, ROWS, LANES] times x [1, 1, LANES, n]."""
+    if columns_of(FORM) == 32:  # two for each byte
+        w0, w1, w2, w3, w4, w5, w6, w7 = e2m1_word(word, UPCAST)
+        x0, x1, x2, x3, x4, x5, x6, x7 = eighths(x)
+        total = tl.fma(w3, x3, tl.fma(w2, x2, tl.fma(w1, x1, tl.fma(w0, x0, total))))
+        total = tl.fma(w7, x7, tl.fma(w6, x6, tl.fma(w5, x5, tl.fma(w4, x4, total))))
+    elif FORM == "fp8":
+        w0, w1, w2, w3 = e4m3_word(word, UPCAST)
+        x0, x1, x2, x3 = quarters(x)
+        total = tl.fma(w3, x3, tl.fma(w2, x2, tl.fma(w1, x1, tl.fma(w0, x0, total))))
+    elif FORM == "f32":
+        total = tl.fma(word.to(tl.float32, bitcast=True), tl.reshape(x, x.shape[:-1]), total)
+    else:
+        x0, x1 = tl.split(x)
+        bits = word.to(tl.uint32, bitcast=True)
+        if FORM == "bf16":
+            w0, w1 = (bits << 16).to(tl.float32, bitcast=True), (bits & 0xFFFF0000).to(tl.float32, bitcast=True)
+        else:
+            w0, w1 = halves(word)
+        total = tl.fma(w1, x1, tl.fma(w0, x0, total))
+    return total
+
+
+@triton.jit
+def _scales(scale, row, there, group, scale_width, stride, FORM: tl.constexpr, UPCAST: tl.constexpr):
+    """Scales [1, ROWS, LANES] fp32 of the groups of columns [LANES]."""
+    mask = there[:, None] & (group < scale_width)[None, :]
+    found = tl.load(scale + row.to(tl.int64)[:, None] * stride + group[None, :], mask, 0)
+    if FORM == "nvfp4":
+        found = e4m3(found, tl.float32, UPCAST)
+    elif found.dtype == tl.uint8:
+        if FORM == "fp4":
+            found = tl.where(found >= 253, 255, found).to(tl.uint8)
+        found = e8m0(found)
+    return found[None]
+
+
+@triton.jit
+def with_words(
+    total, x, data, scale, row, there, width, scale_width, stride, scale_stride, step,
+    FORM: tl.constexpr, LANES: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """`total` [1, ROWS, LANES] and one step of rows `row` [ROWS] times `input_words`."""
+    lane = step * LANES + tl.arange(0, LANES)
+    word = lane[:, None] * 4 + tl.arange(0, 4)[None, :]
+    mask = there[:, None, None] & (word < width)[None]
+    loaded = tl.load(data + row.to(tl.int64)[:, None, None] * stride + word[None], mask, 0)
+    first, second, third, fourth = quarters(loaded[None])
+    x0, x1, x2, x3 = x
+    if columns_of(FORM) > 8:  # scales are beside them
+        zero = tl.zeros(total.shape, tl.float32)
+        half = _added(_added(zero, first, x0, FORM, UPCAST), second, x1, FORM, UPCAST)
+        if FORM == "nvfp4":  # E2M1 counts 2^-6 of its value
+            own = _scales(scale, row, there, lane * 2, scale_width, scale_stride, FORM, UPCAST)
+            total = tl.fma(half * 64.0, own, total)
+            half = _added(_added(zero, third, x2, FORM, UPCAST), fourth, x3, FORM, UPCAST)
+            own = _scales(scale, row, there, lane * 2 + 1, scale_width, scale_stride, FORM, UPCAST)
+            total = tl.fma(half * 64.0, own, total)
+        else:
+            whole = _added(_added(half, third, x2, FORM, UPCAST), fourth, x3, FORM, UPCAST)
+            if FORM == "fp4":
+                own = _scales(scale, row, there, lane, scale_width, scale_stride, FORM, UPCAST)
+                total = tl.fma(whole * 64.0, own, total)
+            else:
+                own = _scales(scale, row // 128, there, lane // 8, scale_width, scale_stride, FORM, UPCAST)
+                total = tl.fma(whole, own, total)
+    else:
+        total = _added(_added(total, first, x0, FORM, UPCAST), second, x1, FORM, UPCAST)
+        total = _added(_added(total, third, x2, FORM, UPCAST), fourth, x3, FORM, UPCAST)
+    return total
+
+
+@triton.jit
+def of_lanes(total):
+    """Sums [ROWS] of [1, ROWS, LANES].
+
+    The order is that in which threads hold lanes. The axis of one makes compilers lay every thread along the lanes,
+    whatever is beside (`tests/kernels/test_triton_compile.py`): else a token had other bits beside others.
+    """
+    return tl.reshape(tl.sum(total, 2), total.shape[1:2])
+
+
+@triton.jit
+def row_products(
+    x, columns, data, scale, row, there, width, scale_width, stride, scale_stride,
+    FORM: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Products of rows `row` [ROWS] with a token at x: [ROWS] fp32."""
+    total = tl.zeros([1, ROWS, LANES], tl.float32)
+    for step in tl.static_range(STEPS):
+        own = input_words(x, columns, step, FORM, ROUND, LANES, UPCAST)
+        total = with_words(
+            total, own, data, scale, row, there, width, scale_width, stride, scale_stride, step, FORM, LANES, UPCAST
+        )
+    return of_lanes(total)
