@@ -27,13 +27,13 @@ from fathom.kernels.linear.reference import rounds
 from fathom.kernels.linear.triton import linear
 from fathom.kernels.linear.weight_rows import (
     Words,
+    all_words,
     input_words,
     lanes,
     of_lanes,
     row_products,
     whole_words,
     with_words,
-    words,
 )
 from fathom.kernels.linear.weight_tiles import (
     COUNTERS,
@@ -332,8 +332,7 @@ def _check_up(x: Tensor, ids: Tensor, weights: Tensor, w1: Weight, w3: Weight) -
 
 def _few(ids: Tensor, *matrices: Weight) -> list[Words] | None:
     """Rows of words, where a call has few tokens; None where it has more, or a matrix other rows."""
-    found = [words(of) for of in matrices] if len(ids) <= FEW else [None]
-    return None if None in found else found
+    return all_words(matrices) if len(ids) <= FEW else None
 
 
 def _few_given(

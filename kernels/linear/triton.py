@@ -21,7 +21,7 @@ from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.kernels.formats.stored import Weight
 from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
 from fathom.kernels.linear.reference import Linears, Product, rounds
-from fathom.kernels.linear.weight_rows import Lanes, Words, lanes, row_products, whole_words, words
+from fathom.kernels.linear.weight_rows import Lanes, Words, all_words, lanes, row_products, whole_words, words
 from fathom.kernels.linear.weight_tiles import (
     COUNTERS,
     arrived_last,
@@ -243,8 +243,8 @@ def linears(x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[T
 
     Its numbers are those of `linear`, for a row is added up in the same order.
     """
-    stored = [words(product.weight) for product in products] if x.shape[0] == 1 else [None]
-    if any(of is None for of in stored):
+    stored = all_words(product.weight for product in products) if x.shape[0] == 1 else None
+    if stored is None:
         return _APART(x, products, deployed=deployed)
     x, kinds = x.contiguous(), _by_kind(x, products, stored, deployed=deployed)
     found: list[Tensor] = [x] * len(products)

@@ -9,6 +9,7 @@ A scale multiplies the sum of what lies under it in a thread (16 columns of Fp8,
 are exact in fp32 whatever their dtypes. Scales of Fp4 from 2^126 on, under which codes are beyond fp32, count as NaN.
 """
 
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 import triton
@@ -73,6 +74,16 @@ def words(weight: Weight) -> Words | None:
         return None
     viewed = data.view(int32)
     return Words(form, viewed, viewed if scale is data else scale, viewed if global_scale is data else global_scale)
+
+
+def all_words(weights: Iterable[Weight]) -> list[Words] | None:
+    """`words` of some weights; None where one of them has none."""
+    found = []
+    for weight in weights:
+        if (of := words(weight)) is None:
+            return None
+        found.append(of)
+    return found
 
 
 def whole_words(form: str, columns: int) -> bool:
