@@ -32,6 +32,7 @@ from fathom.kernels.linear.weight_rows import (
     lanes,
     of_lanes,
     row_products,
+    rows_at_once,
     whole_words,
     with_words,
 )
@@ -54,8 +55,7 @@ from fathom.kernels.target import blackwell
 ROWS = 128  # of a matrix per program: one block of `deployed` rounding, whose largest number must be known
 CHUNK = 1024  # pairs that are counted and sorted at once
 FEW = 32  # tokens up to which a pair has programs of its own
-UP_ROWS = 256 if UPCAST else 8  # of such a program; in the interpreter a program takes as long whatever it does
-DOWN_ROWS = 256 if UPCAST else 16
+UP_ROWS, DOWN_ROWS = 8, 16  # of such a program, at most: the first has two matrices
 _APART = Experts(linear, swiglu, simulate_fp8)  # matrices of several forms, which no launch takes together
 _APART_UP, _APART_DOWN = ExpertsUp(linear, swiglu, simulate_fp8), ExpertsDown(linear, swiglu, simulate_fp8)
 
@@ -342,9 +342,10 @@ def _few_given(
     """`experts_up` by whole rows."""
     (one, three), (inner, hidden) = matrices, w1.shape
     assert _few_layout(one) == _few_layout(three), "w1 and w3 lie differently"
-    _few_up[ids.numel(), triton.cdiv(inner, UP_ROWS)](
+    at_once = rows_at_once(inner * ids.shape[1], UP_ROWS, lanes(one).warps)
+    _few_up[ids.numel(), triton.cdiv(inner, at_once)](
         x, ids, weights, *one[1:], *three[1:], out, ids.shape[1], members(w1), inner, hidden, *_few_layout(one),
-        float(limit), ROWS=UP_ROWS, **_few_constants(one, w1, hidden, deployed=deployed),
+        float(limit), ROWS=at_once, **_few_constants(one, w1, hidden, deployed=deployed),
     )  # fmt: skip
     return out
 
@@ -353,11 +354,12 @@ def _few_summed(a: Tensor, ids: Tensor, two: Words, w2: Weight, *, deployed: boo
     """`experts_down` by whole rows."""
     (t, slots), (hidden, inner) = ids.shape, w2.shape
     y, out = a.new_empty(t, slots, hidden), torch.empty(t, hidden, dtype=torch.float32, device=a.device)
-    tiles = triton.cdiv(hidden, DOWN_ROWS)
+    at_once = rows_at_once(hidden * slots, DOWN_ROWS, lanes(two).warps)
+    tiles = triton.cdiv(hidden, at_once)
     assert t * tiles <= COUNTERS, f"{t * tiles} tiles of {t} tokens, {COUNTERS} counters"
     _few_down[t * slots, tiles](
         a, ids, *two[1:], y, out, counters(a.device), slots, members(w2), hidden, inner, *_few_layout(two),
-        ROWS=DOWN_ROWS, SLOTS=triton.next_power_of_2(slots), **_few_constants(two, w2, inner, deployed=deployed),
+        ROWS=at_once, SLOTS=triton.next_power_of_2(slots), **_few_constants(two, w2, inner, deployed=deployed),
     )  # fmt: skip
     return out
 

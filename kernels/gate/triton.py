@@ -12,10 +12,9 @@ from fathom.kernels.formats.stored import Dense, Weight
 from fathom.kernels.formats.triton_rounding import UPCAST
 from fathom.kernels.gate.reference import Gate
 from fathom.kernels.linear.triton import linear
-from fathom.kernels.linear.weight_rows import lanes, row_products, words
+from fathom.kernels.linear.weight_rows import lanes, row_products, rows_at_once, words
 from fathom.kernels.linear.weight_tiles import arrived_last, counters
 
-ROWS = 256 if UPCAST else 1  # of a program of logits; in the interpreter a program takes as long whatever it does
 _LAST: tl.constexpr = tl.constexpr((1 << 31) - 1)  # of the places that a key has for an expert
 _TAKEN: tl.constexpr = tl.constexpr(-(1 << 63))  # below the key of -inf
 
@@ -133,11 +132,12 @@ def gate(
     assert ids.shape == (1, k), f"ids {tuple(ids.shape)} of {k} experts"
     assert given or k <= experts == len(bias), f"{k} of {experts} experts"  # type: ignore[arg-type]
     width, _, stride, _ = of.strides
-    _gate[triton.cdiv(experts, ROWS),](
+    at_once = rows_at_once(experts, 8, along.warps)
+    _gate[triton.cdiv(experts, at_once),](
         x.contiguous(), of.data, logits, ids, weights, logits if bias is None else bias.contiguous(), counters(device),
         experts, columns, width, stride, k, float(scale), GIVEN=given, EXPERTS=triton.next_power_of_2(experts),
-        SLOTS=triton.next_power_of_2(k), FORM=of.form, ROWS=ROWS, LANES=along.lanes, STEPS=along.steps, UPCAST=UPCAST,
-        num_warps=along.warps, enable_fp_fusion=False,
+        SLOTS=triton.next_power_of_2(k), FORM=of.form, ROWS=at_once, LANES=along.lanes, STEPS=along.steps,
+        UPCAST=UPCAST, num_warps=along.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return ids, weights
 

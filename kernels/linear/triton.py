@@ -21,7 +21,16 @@ from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.kernels.formats.stored import Weight
 from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
 from fathom.kernels.linear.reference import Linears, Product, rounds
-from fathom.kernels.linear.weight_rows import Lanes, Words, all_words, lanes, row_products, whole_words, words
+from fathom.kernels.linear.weight_rows import (
+    Lanes,
+    Words,
+    all_words,
+    lanes,
+    row_products,
+    rows_at_once,
+    whole_words,
+    words,
+)
 from fathom.kernels.linear.weight_tiles import (
     COUNTERS,
     arrived_last,
@@ -38,7 +47,7 @@ from fathom.kernels.quantise.triton import simulate_fp8
 
 FEW = 16  # tokens up to which whole rows are multiplied, and which fit the narrowest tile
 TOGETHER = 4  # of them that a row is decoded for
-ROWS = 256 if UPCAST else 4  # of a program; in the interpreter a program takes as long whatever it does
+ROWS = 8  # of a program, at most; of several tokens half as many, whose sums all have registers
 PROGRAMS = 264  # wanted in flight: two for each multiprocessor of an H200
 _LAYOUTS = {"FP8": "fp8", "FP8_F32": "fp8", "FP4": "fp4", "NVFP4": "nvfp4"}  # else dense, see `weight_tiles.Planes`
 
@@ -201,10 +210,11 @@ def _product(x: Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> Tens
     x = x.contiguous()
     if t <= FEW and (of := words(weight)) is not None:
         tokens, along = min(TOGETHER, triton.next_power_of_2(t)), lanes(of)
-        programs = groups * triton.cdiv(rows // groups, ROWS) * triton.cdiv(t, tokens)
-        _few[programs,](
-            x, *of[1:], out, t, rows // groups, columns, *of.strides, groups, FORM=of.form, TOKENS=tokens, ROWS=ROWS,
-            LANES=along.lanes, STEPS=along.steps, UPCAST=UPCAST, num_warps=along.warps, enable_fp_fusion=False,
+        at_once = rows_at_once(rows, ROWS if tokens == 1 else ROWS // 2, along.warps)
+        _few[groups * triton.cdiv(rows // groups, at_once) * triton.cdiv(t, tokens),](
+            x, *of[1:], out, t, rows // groups, columns, *of.strides, groups, FORM=of.form, TOKENS=tokens,
+            ROWS=at_once, LANES=along.lanes, STEPS=along.steps, UPCAST=UPCAST, num_warps=along.warps,
+            enable_fp_fusion=False,
         )  # fmt: skip
         return out
     form, data, scale, global_scale = planes(weight)
@@ -248,7 +258,8 @@ def linears(x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[T
         return _APART(x, products, deployed=deployed)
     x, kinds = x.contiguous(), _by_kind(x, products, stored, deployed=deployed)
     found: list[Tensor] = [x] * len(products)
-    programs, given, how = 0, [], []
+    programs, given, how, warps = 0, [], [], max(kind.lanes.warps for kind in kinds)
+    at_once = rows_at_once(sum(of.data.shape[-2] for of in stored), ROWS, warps)
     for kind, members in kinds.items():
         matrices = []
         for number in members:
@@ -260,13 +271,13 @@ def linears(x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[T
                 beside, period = product.bias.table, product.bias.table.shape[0]
             assert beside.is_contiguous(), "rows of what is added to a product lie apart"
             matrices.append((programs, rows, *of[1:], out, beside, period, product.factor or 0.0))
-            programs += triton.cdiv(rows, ROWS)
+            programs += triton.cdiv(rows, at_once)
         given.append((tuple(matrices), programs, x.shape[1], *kind.strides))
         biased, scaled = (any(products[n][field] is not None for n in members) for field in (2, 3))
         how.append((len(members), kind.form, kind.rounds, biased, scaled, kind.added, *kind.lanes))
     _linears[programs,](
-        x, _first(x, products), tuple(given), HOW=tuple(how), ROWS=ROWS, UPCAST=UPCAST,
-        num_warps=max(kind.lanes.warps for kind in kinds), enable_fp_fusion=False,
+        x, _first(x, products), tuple(given), HOW=tuple(how), ROWS=at_once, UPCAST=UPCAST, num_warps=warps,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return found
 

@@ -29,13 +29,15 @@ from fathom.kernels.formats.triton import (
     quarters,
     simulated,
 )
-from fathom.kernels.formats.triton_rounding import widened
+from fathom.kernels.formats.triton_rounding import UPCAST, widened
 from fathom.kernels.linear.weight_tiles import planes
 
 _WORD: Final = 4  # bytes
 _DENSE: Final = {2: {"bfloat16": "bf16", "float16": "f16"}, 4: {"float32": "f32"}}
 _COLUMNS: Final = {"f32": 4, "bf16": 8, "f16": 8, "fp8": 16, "fp4": 32, "nvfp4": 32}  # of 16 bytes
 LEAST_LANES, MOST_LANES = 32, 256  # threads along a row: of one warp to eight
+WARPS = 1056  # wanted of a launch: eight for each multiprocessor of an H200
+INTERPRETED = 256 if UPCAST else None  # rows of a program there, which takes as long whatever it does
 
 
 class Words(NamedTuple):
@@ -98,6 +100,18 @@ def lanes(of: Words) -> Lanes:
     wide = whole if whole >= LEAST_LANES else triton.next_power_of_2(needed)
     count = max(LEAST_LANES, min(MOST_LANES, wide))
     return Lanes(count, triton.cdiv(needed, count))
+
+
+def rows_at_once(rows: int, most: int, warps: int) -> int:
+    """Rows of a program, a power of two up to `most`: fewer where programs of so many warps would be too few.
+
+    What is done once for all rows of a program, as the rounding of its input, takes the less the more they are.
+    """
+    if INTERPRETED is not None:
+        return INTERPRETED
+    while most > 1 and triton.cdiv(rows, most) * warps < WARPS:
+        most //= 2
+    return most
 
 
 @triton.constexpr_function
