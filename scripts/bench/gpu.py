@@ -6,8 +6,6 @@ least, and what kernels take when they are only compiled, for Hopper and Blackwe
 
 import argparse
 import json
-import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +16,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -41,6 +38,7 @@ from fathom.runtime.sharding import sharding_plan
 from fathom.scripts.bench import gpu_cases as kernels
 from fathom.scripts.bench.command import GPU_PARTS
 from fathom.scripts.bench.gpu_cases import E4M3, E8M0, MILLION, MODELS, RATIOS, ROOFS, STREAMS, V4, Draw, layer_costs
+from fathom.scripts.bench.sass import resources
 from fathom.scripts.bench.turns import JSON, Case, Measures, Rounds, Side, constant
 from fathom.scripts.make.values import E4M3_DEVIATION, moments
 from fathom.scripts.paths import AUDITS, CHECKOUT
@@ -335,10 +333,18 @@ class NoDevice:
         return torch.device("cpu")
 
 
-def only_compile(tell: Callable[[JSON], None]) -> None:
+def only_compile(tell: Callable[[JSON], None], look: Callable[[bytes], JSON] = resources) -> None:
     """Make every launch compile, down to a cubin, and tell what each kernel takes; nothing runs from now on.
 
     TRITON_INTERPRET must not be set, which would leave nothing to compile: so in a process of its own.
+
+    Parameters
+    ----------
+    tell
+        Is given, for each launch: kernel, shared (bytes), cubin (bytes), warps, and what `look` finds.
+    look
+        Of `scripts.bench.sass`, at a cubin.
+
     """
     launch = JITFunction.run
 
@@ -346,22 +352,18 @@ def only_compile(tell: Callable[[JSON], None]) -> None:
         del warmup
         kernel = launch(self, *given, grid=grid, warmup=True, **options)
         cubin = kernel.asm["cubin"]
-        tell({"kernel": self.__name__, "shared": kernel.metadata.shared, "cubin": len(cubin), **resources(cubin)})
+        taken = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "cubin": len(cubin)}
+        tell({"kernel": self.__name__, **taken, "constants": _constants(kernel.src), **look(cubin)})
         return kernel
 
     JITFunction.run = compile_only
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes of its stack, as `cuobjdump`, which Triton brings, reads them."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
-    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
-    assert found is not None, f"cuobjdump says {told!r}"
-    return {"registers": int(found[1]), "stack": int(found[2])}
+def _constants(source: Any) -> JSON:
+    """The constants that a launch gives a kernel, by name; of a tuple its members, and of dtypes their names."""
+    told = {source.fn.arg_names[place[0]]: value for place, value in source.constants.items() if len(place) == 1}
+    known: JSON = json.loads(json.dumps(told, default=str))
+    return known
 
 
 def compiled(parts: Sequence[str]) -> list[JSON]:

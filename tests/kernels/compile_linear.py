@@ -56,6 +56,7 @@ CASES = BLACKWELL | {
     "output in groups, V4-Flash, one token": in_groups(8, 1024, 4096, 1),
 }
 MORE = {
+    "query, V4-Flash, 8192 tokens": of("fp8", 32768, 1024, 8192),
     "CSA, V4-Pro": read_by_csa(7168, 1536),
     "query, V4-Flash, one token": together(1024, lambda: Product(FORMS["fp8"](32768, 1024))),
     "NVFP4 and FP4, one token": together(

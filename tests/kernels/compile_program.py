@@ -7,10 +7,11 @@ cubin, and runs nothing.
 
 FAST is a file's CASES, which for Hopper are the branches of its kernels as V4 takes them, and for Blackwell its
 BLACKWELL where it has one: fewer, for each takes longer there, though still every kernel that is launched. SLOW is what
-is left: MORE, other constants of the same kernels, and for Blackwell the rest of CASES.
+is left: MORE, other constants of the same kernels, and for Blackwell the rest of CASES. HOT is those of `hot_kernels`,
+told with what their machine code says (`scripts.bench.sass.figures`).
 
 One JSON line per kernel: its name, the target, Triton's version, the file and the case, the bytes of shared memory, and
-the length of the cubin. On stderr, each case before it runs.
+the length of the cubin, and more that `scripts.bench.gpu.only_compile` tells. On stderr, each case before it runs.
 
 It must run without TRITON_INTERPRET, so in a process of its own.
 """
@@ -26,12 +27,18 @@ import triton
 from triton.runtime import driver
 
 from fathom.scripts.bench.gpu import NoDevice, only_compile
+from fathom.scripts.bench.sass import figures, resources
+from tests.kernels.hot_kernels import HOT
 
 BLACKWELL = 100
 
 
 def chosen(module: ModuleType, capability: int, kind: str) -> dict[str, Callable[[], object]]:
     """Of a file's cases those that FAST or SLOW names for this GPU."""
+    if kind == "HOT":
+        given = module.CASES | getattr(module, "MORE", {})
+        wanted = dict.fromkeys(hot.case for hot in HOT.values() if f"compile_{hot.part}" == module.__name__)
+        return {name: given[name] for name in wanted}
     fast = getattr(module, "BLACKWELL", module.CASES) if capability == BLACKWELL else module.CASES
     given = module.CASES | getattr(module, "MORE", {})
     return fast if kind == "FAST" else {name: run for name, run in given.items() if name not in fast}
@@ -39,7 +46,8 @@ def chosen(module: ModuleType, capability: int, kind: str) -> dict[str, Callable
 
 def main(capability: int, kind: str, names: list[str]) -> None:
     where: dict[str, object] = {"capability": capability, "triton": triton.__version__}
-    only_compile(lambda kernel: print(json.dumps(where | kernel), flush=True))
+    look = figures if kind == "HOT" else resources
+    only_compile(lambda kernel: print(json.dumps(where | kernel), flush=True), look)
     driver.set_active(NoDevice(capability))
     for name in names:
         path = Path(__file__).with_name(f"{name}.py")
