@@ -31,23 +31,28 @@ from fathom.model.checkpoint.weights import Weights
 from fathom.model.config import ModelConfig
 from fathom.model.ranks.ranks import ALONE, Ranks
 from fathom.model.rope import Rotation, layer_frequencies
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
 from fathom.probes.child import call
 from fathom.runtime.arithmetic import arithmetic
+from fathom.runtime.graph import Captured, Step
 from fathom.runtime.options import RunOptions
 from fathom.runtime.sharding import sharding_plan
 from fathom.scripts.bench import gpu_cases as kernels
 from fathom.scripts.bench.command import GPU_PARTS
 from fathom.scripts.bench.gpu_cases import E4M3, E8M0, MILLION, MODELS, RATIOS, ROOFS, STREAMS, V4, Draw, layer_costs
+from fathom.scripts.bench.gpu_read import read, room
 from fathom.scripts.bench.sass import resources
 from fathom.scripts.bench.turns import JSON, Case, Measures, Rounds, Side, constant
 from fathom.scripts.make.values import E4M3_DEVIATION, moments
 from fathom.scripts.paths import AUDITS, CHECKOUT
 
-LAYERS: Final = "layers"
+LAYERS, WHOLE = "layers", "whole"
 FIRST_RUN: Final = AUDITS / "gpu-first-run.json"
 CAPABILITIES: Final = (90, 100)  # H100 and H200; B200
 TAKEN: Final = {"registers": "registers", "stack": "stack, bytes", "shared": "shared memory, bytes"}
 SHARED: Final = 227 * 1024  # bytes of shared memory that a block may have on both: CUDA C++ Programming Guide
+READING: Final = "reads as much"  # the side of a launch that only reads as many bytes
 WARM: Final = 3  # calls before any is timed, which compile and allocate
 COPIES: Final = 8  # calls in a graph, at most
 AT_ONCE: Final = 120e6  # bytes beyond which one call of its own fills the caches
@@ -68,6 +73,8 @@ def gpu(args: argparse.Namespace) -> Iterator[Case]:
     the last one sees: too much, where the chunk is not short beside its context. What is asked of the indexer's prefill
     is half of the FP8 rate.
 
+    Beside each kernel stands a launch that only reads as many bytes, timed in the same way: what one launch can reach.
+
     A time is of the replay of a CUDA graph, which holds up to 8 calls, each with inputs of its own; before each replay
     a buffer larger than L2 is written. Where the call cannot be captured, its launches are timed, and its case says so.
     A case is apart from what it is held against by so many of its tolerance: up to 1 is right.
@@ -77,6 +84,9 @@ def gpu(args: argparse.Namespace) -> Iterator[Case]:
     chunk of 4096 tokens launched kernel by kernel, on the wall clock, with what it waits for. Weights are random, FP8
     and FP4 as published. Entries are FP8, index keys FP4. The floor adds up the parts of a layer, each at its own
     limit.
+
+    The whole model is V4-Flash with drawn weights and as many layers as the memory plan finds room for, or --whole:
+    calls of a prompt and decoded tokens of one sequence, on the wall clock, with all tripwires.
 
     Compiled ahead of time, one case or a few stand for each kernel; given is the most that one of them takes.
     """
@@ -91,6 +101,10 @@ def gpu(args: argparse.Namespace) -> Iterator[Case]:
     for shape in MODELS if LAYERS in parts else ():
         yield from layers(shape, device, TRITON, rounds, AFTER, CHUNK)
         torch.cuda.empty_cache()
+    if WHOLE in parts:
+        from fathom.scripts.bench.gpu_whole import whole  # which is made of what stands here
+
+        yield from whole(device, TRITON, rounds, args.whole)
 
 
 class Gpu:
@@ -116,6 +130,18 @@ class Gpu:
             torch.cuda.synchronize()
             return lambda: [run() for run in calls], str(error).splitlines()[0]
         return graph.replay, ""
+
+    def captured_step(self, model: Transformer, state: State) -> Callable[[int], Any]:
+        """The next token of a state, run by a CUDA graph."""
+        return Captured(Step(model, state))
+
+    def reading(self, nbytes: int, copies: int) -> Callable[[], Any]:
+        """What reads so many bytes, so many times, each time others, in as many launches."""
+        size = room(nbytes)
+        parts = torch.zeros(copies, size, dtype=torch.int32, device=self.device)
+        work, why = self.captured([partial(read, part) for part in parts])
+        assert not why, f"a launch that only reads cannot be captured: {why}"
+        return work
 
     def us(self, work: Callable[[], Any]) -> float:
         """Microseconds between two events around `work`, with nothing of its inputs in L2."""
@@ -154,7 +180,12 @@ def timed(case: kernels.Case, device: Gpu, rounds: Rounds) -> Case:
     calls = [case.build(Draw(device.device, seed)) for seed in range(copies)]
     off = case.off(*calls[0](), Draw(device.device, 0))
     work, why = device.captured(calls)
-    sides = {"triton": lambda: ({"us": device.us(work) / copies}, off), **limits(device, case.cost.floor_us, case.us)}
+    only_read = device.reading(case.cost.bytes, copies)
+    sides = {
+        "triton": lambda: ({"us": device.us(work) / copies}, off),
+        **limits(device, case.cost.floor_us, case.us),
+        READING: lambda: ({"us": device.us(only_read) / copies}, None),
+    }
 
     def agree(off: float, *_: None) -> JSON:
         return {"same": off <= 1, "apart": [off], "bound": f"1 of {case.bound}"}
