@@ -45,10 +45,8 @@ from fathom.scripts.bench.gpu_read import read, room
 from fathom.scripts.bench.sass import resources
 from fathom.scripts.bench.turns import JSON, Case, Measures, Rounds, Side, constant
 from fathom.scripts.make.values import E4M3_DEVIATION, moments
-from fathom.scripts.paths import AUDITS, CHECKOUT
 
 LAYERS, WHOLE = "layers", "whole"
-FIRST_RUN: Final = AUDITS / "gpu-first-run.json"
 CAPABILITIES: Final = (90, 100)  # H100 and H200; B200
 TAKEN: Final = {"registers": "registers", "stack": "stack, bytes", "shared": "shared memory, bytes"}
 SHARED: Final = 227 * 1024  # bytes of shared memory that a block may have on both: CUDA C++ Programming Guide
@@ -283,7 +281,7 @@ def filling(name: str, shape: tuple[int, ...], dtype: torch.dtype, draw: Draw) -
 
 
 def gpu_tables(args: argparse.Namespace, rows: list[JSON]) -> list[JSON]:
-    """What the first run showed, and floors; without a device also what kernels take when they are compiled."""
+    """Floors; without a device also what kernels take when they are compiled."""
     del rows
     parts = args.only or GPU_PARTS
     costs: list[tuple[Any, ...]] = []
@@ -303,13 +301,7 @@ def gpu_tables(args: argparse.Namespace, rows: list[JSON]) -> list[JSON]:
     ]
     floors_table: JSON = {"title": "Floors", "columns": columns, "rows": told, "note": ""}
     compiled_too = [] if torch.cuda.is_available() else [compiled_table(parts)]
-    return [*first_run(), *compiled_too, floors_table]
-
-
-def first_run() -> list[JSON]:
-    """What the first run on a GPU showed, written down by hand; an installed package has no such record."""
-    found: list[JSON] = json.loads(FIRST_RUN.read_text(encoding="utf-8")) if CHECKOUT else []
-    return found
+    return [*compiled_too, floors_table]
 
 
 def compiled_table(parts: Sequence[str]) -> JSON:
