@@ -1,6 +1,7 @@
 """What `scripts.gpu` does: stages, each of commands in processes of their own, and the page of what came out."""
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -156,7 +158,39 @@ def absent(stage: Stage) -> list[str]:
     return [*programs, *packages]
 
 
-def ran(stage: Stage, folder: Path) -> Result:
+class Running:
+    """Processes that run just now, each with a session of its own: a terminal that interrupts does not tell them."""
+
+    def __init__(self) -> None:
+        self.pids: set[int] = set()
+        self.stopped, self.lock = False, threading.Lock()
+
+    def add(self, pid: int) -> None:
+        """One that was started; it is ended if the others were."""
+        with self.lock:
+            self.pids.add(pid)
+            if self.stopped:
+                _end(pid)
+
+    def remove(self, pid: int) -> None:
+        """One that has ended."""
+        with self.lock:
+            self.pids.discard(pid)
+
+    def stop(self) -> None:
+        """End all of them."""
+        with self.lock:
+            self.stopped = True
+            for pid in self.pids:
+                _end(pid)
+
+
+def _end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.killpg(pid, signal.SIGKILL)
+
+
+def ran(stage: Stage, folder: Path, running: Running) -> Result:
     """Run the commands of a stage, and end with its time whatever it has started."""
     shown = [" ".join(_told(word) for word in command) for command in stage.commands]
     if lacks := absent(stage):
@@ -165,7 +199,7 @@ def ran(stage: Stage, folder: Path) -> Result:
     for at, command in enumerate(stage.commands):
         stem = folder / f"{re.sub('[^a-z0-9]+', '-', stage.name.lower())}.{at}"
         out, err = stem.with_suffix(f".{at}.out"), stem.with_suffix(f".{at}.err")
-        code = _end_of(command, out, err, began + stage.limit - time.monotonic())
+        code = _end_of(command, out, err, began + stage.limit - time.monotonic(), running)
         outputs.append(out.read_bytes())
         text += "".join(path.read_text(encoding="utf-8", errors="replace") for path in (err, out))
         if code != 0:
@@ -185,7 +219,7 @@ def ran(stage: Stage, folder: Path) -> Result:
     return Result(stage.name, shown[at], status, time.monotonic() - began, one_line(said.strip())[:TOLD])
 
 
-def _end_of(command: Sequence[str], out: Path, err: Path, limit: float) -> int | None:
+def _end_of(command: Sequence[str], out: Path, err: Path, limit: float, running: Running) -> int | None:
     """The exit status of a command with its output in files; None: it was ended with all that it had started."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "160"}
     with out.open("wb") as stdout, err.open("wb") as stderr:
@@ -193,14 +227,16 @@ def _end_of(command: Sequence[str], out: Path, err: Path, limit: float) -> int |
             command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment,
             start_new_session=True,
         )  # fmt: skip
+        running.add(process.pid)
         try:
             return process.wait(max(limit, 0.0))
         except subprocess.TimeoutExpired:
             return None
-        finally:  # also where this process is interrupted
+        finally:
             if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
+                _end(process.pid)
                 process.wait()
+            running.remove(process.pid)
 
 
 def _told(word: str) -> str:
@@ -212,20 +248,24 @@ def _told(word: str) -> str:
 def run_stages(made: Sequence[Stage], folder: Path, console: Console, jobs: int) -> list[Result]:
     """Checks side by side, up to so many at once; then what is timed, one after the other. Results in their order."""
     found: dict[str, Result] = {}
-    with progress(console, len(made), "stages") as advance:
+    running = Running()
+    with progress(console, len(made), "stages") as advance, ThreadPoolExecutor(jobs) as pool:
 
         def keep(result: Result) -> None:
             found[result.name] = result
             console.say(f"{result.status:12}{result.seconds:6.0f} s  {result.name}: {result.told}")
             advance(1)
 
-        with ThreadPoolExecutor(jobs) as pool:
-            waiting = [pool.submit(ran, stage, folder) for stage in made if not stage.alone]
-            for done in as_completed(waiting):
+        try:
+            for done in as_completed([pool.submit(ran, stage, folder, running) for stage in made if not stage.alone]):
                 keep(done.result())
-        for stage in made:
-            if stage.alone:
-                keep(ran(stage, folder))
+            for stage in made:
+                if stage.alone:
+                    keep(ran(stage, folder, running))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            running.stop()
+            raise
     return [found[stage.name] for stage in made]
 
 

@@ -74,6 +74,21 @@ def test_a_stage_that_fails_or_hangs_or_is_not_there_stops_no_other(tmp_path):
     assert not alive.exists(), "what it started was ended with it"
 
 
+def test_what_runs_ends_with_an_interrupted_run(tmp_path):
+    class Interrupted(Console):
+        def say(self, *_):
+            raise KeyboardInterrupt
+
+    alive, began = tmp_path / "alive", time.monotonic()
+    hangs = f"import pathlib, time; time.sleep(4); pathlib.Path({str(alive)!r}).touch()"
+    made = [stage("ends", "print('1 passed')"), stage("hangs", hangs), stage("waits", hangs)]
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run_stages(made, tmp_path, Interrupted(stderr=True), 2)
+    assert time.monotonic() - began < 3.5
+    time.sleep(max(0.0, 6 - (time.monotonic() - began)))
+    assert not alive.exists()
+
+
 def test_texts_must_be_the_same_and_be_texts(tmp_path):
     a = "import sys; print('some text'); print('12 tokens in 3 s', file=sys.stderr)"
     found = ran(
