@@ -6,7 +6,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 LINT := $(VENV)/lint
 STEP := @printf '\n\033[1m%s\033[0m\n'
 
-.PHONY: demo test slow lint clean
+.PHONY: demo test slow gpu gpu-quick lint clean
 
 demo: $(VENV)/.runtime
 	@sh scripts/demo.sh $(BIN)/python
@@ -17,6 +17,13 @@ test: $(VENV)/.dev lint
 
 slow: $(VENV)/.dev  ## evidence that takes minutes
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m slow
+
+# On a machine with a GPU, by the torch that is installed: PYTHON says which. What is missing is told in a line.
+gpu:  ## right or not, then how fast; writes audits/gpu.md
+	PYTHONDONTWRITEBYTECODE=1 $(PYTHON) -m scripts.gpu
+
+gpu-quick:  ## the same in four minutes
+	PYTHONDONTWRITEBYTECODE=1 $(PYTHON) -m scripts.gpu --quick
 
 lint: $(VENV)/.dev $(LINT)
 	$(BIN)/ruff check .

@@ -222,7 +222,8 @@ def add_graph(p: argparse.ArgumentParser) -> None:
     """Add the flag of scripts that decode."""
     p.add_argument(
         "--graph",
-        action="store_true",
+        action=argparse.BooleanOptionalAction,
+        default=False,
         help="decode by a CUDA graph of one token: with --device cuda, --ops triton, all caches in full."
         " A token decoded so has all tripwires",
     )

@@ -1,19 +1,63 @@
-"""Triton kernels run in its interpreter, here and nowhere else: it must be said before they are imported."""
+"""Triton kernels run in its interpreter, unless ``--device cuda`` says otherwise, before they are imported."""
 
 import importlib.util
 import os
+import time
 from collections.abc import Iterator
 
 import pytest
 
-os.environ["TRITON_INTERPRET"] = "1"
+INTERPRETER, CUDA = "interpreter", "cuda"
+BEGAN = time.monotonic()
+ON_DEVICE = pytest.StashKey[dict[str, int]]()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--device", choices=(INTERPRETER, CUDA), default=INTERPRETER, help="where Triton's kernels run")
+    parser.addoption("--seconds", type=float, help="begin no test later than this; those left out are told as skipped")
+
+
+def pytest_configure(config):
+    if config.getoption("--device") == INTERPRETER:
+        os.environ["TRITON_INTERPRET"] = "1"
+    else:
+        os.environ.pop("TRITON_INTERPRET", None)
+
+
+def pytest_collection_modifyitems(config, items):
+    """On a device those of other op sets say nothing, nor do those of the interpreter."""
+    if config.getoption("--device") == INTERPRETER:
+        return
+    left_out = [item for item in items if item.get_closest_marker("interpreted") or _of_another_op_set(item)]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _of_another_op_set(item) -> bool:
+    given = getattr(item, "callspec", None)
+    return given is not None and any(name in ("reference", "cpu") for name in given.id.split("-"))
+
+
+def pytest_runtest_setup(item):
+    limit = item.config.getoption("--seconds")
+    if limit is not None and time.monotonic() - BEGAN > limit:
+        pytest.skip(f"not begun within {limit:g} s")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def patched_interpreter() -> Iterator[None]:
+def patched_interpreter(request) -> Iterator[None]:
     """Before any test that runs kernels, so that none sees the other state."""
     if importlib.util.find_spec("triton") is None:  # not every platform has it
         yield
+        return
+    if request.config.getoption("--device") == CUDA:
+        import torch  # noqa: PLC0415
+
+        from tests.on_device import launches  # noqa: PLC0415 -- it imports Triton
+
+        with launches(torch.device(CUDA)) as counted:
+            request.config.stash[ON_DEVICE] = counted
+            yield
         return
     from tests.interpreter import patched  # noqa: PLC0415 -- it imports Triton
 
@@ -21,9 +65,18 @@ def patched_interpreter() -> Iterator[None]:
         yield
 
 
+def pytest_terminal_summary(terminalreporter, config):
+    """What ran on the device: a session that launched nothing there has shown nothing."""
+    if (counted := config.stash.get(ON_DEVICE, None)) is not None:
+        kernels = ", ".join(sorted(counted)) or "NOTHING"
+        terminalreporter.write_line(f"launched on {CUDA}, {sum(counted.values())} times: {kernels}")
+
+
 @pytest.fixture(scope="session", autouse=True)
-def _loops_are_compiled():
+def _loops_are_compiled(request):
     """Compiled before the first test: what a command says while it compiles stands in a test of its own."""
+    if request.config.getoption("--device") == CUDA:
+        return
     import fathom.kernels.ops  # noqa: F401, PLC0415 (its loops are known then)
     from fathom.kernels import compiled  # noqa: PLC0415
 

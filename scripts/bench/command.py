@@ -26,7 +26,7 @@ KERNEL_PARTS: Final = (
 )  # fmt: skip
 GPU_PARTS: Final = (
     "norm", "quantise", "swiglu", "gate", "tripwires", "hyper", "streams", "compress", "linear", "experts", "indexer",
-    "topk", "attention", "shard", "differential", "banks", "layers",
+    "topk", "attention", "shard", "differential", "banks", "layers", "whole",
 )  # fmt: skip
 
 
@@ -101,6 +101,7 @@ READ: Final = (
     add_model, add_run_options, SEED, _count("context", (1024, 4096, 16384)), _count("repetitions", 5),
     _count("threads", 1),
 )  # fmt: skip
+WHOLE: Final = _flag("--whole", "layers of the whole model (default: as many as fit)", type=positive, metavar="LAYERS")
 PERFORMANCE: Final = (
     _flag(
         "--layers", "two layers of V4-Flash, as `make_checkpoint --layers 2,3` writes them",
@@ -134,7 +135,7 @@ BENCHES: Final = {
     "decode": Bench("alone.decode", (*READ, _count("steps", 16)), "decode", "Where the time of a token goes"),
     "load": Bench("alone.load", LOAD, "loading", "How long a checkpoint takes to load", "", AUDITS),
     "kernels": Bench("ops.kernels", (_only(KERNEL_PARTS),), "kernels", "What the CPU's kernels choose between"),
-    "gpu": Bench("gpu.gpu", (_only(GPU_PARTS), _count("replays", 20)), "gpu", "The kernels on a GPU", "", AUDITS),
+    "gpu": Bench("gpu.gpu", (_only(GPU_PARTS), _count("replays", 20), WHOLE), "gpu-kernels", "The kernels on a GPU"),
     "variants": Bench(
         "caches.variants", (_count("context", (8192, 16384, 32768)), SECONDS), "kv-speed",
         "What a cache variant costs in time",

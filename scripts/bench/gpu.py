@@ -6,19 +6,16 @@ least, and what kernels take when they are only compiled, for Hopper and Blackwe
 
 import argparse
 import json
-import re
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -34,22 +31,26 @@ from fathom.model.checkpoint.weights import Weights
 from fathom.model.config import ModelConfig
 from fathom.model.ranks.ranks import ALONE, Ranks
 from fathom.model.rope import Rotation, layer_frequencies
+from fathom.model.state import State
+from fathom.model.transformer import Transformer
 from fathom.probes.child import call
 from fathom.runtime.arithmetic import arithmetic
+from fathom.runtime.graph import Captured, Step
 from fathom.runtime.options import RunOptions
 from fathom.runtime.sharding import sharding_plan
 from fathom.scripts.bench import gpu_cases as kernels
 from fathom.scripts.bench.command import GPU_PARTS
 from fathom.scripts.bench.gpu_cases import E4M3, E8M0, MILLION, MODELS, RATIOS, ROOFS, STREAMS, V4, Draw, layer_costs
+from fathom.scripts.bench.gpu_read import read, room
+from fathom.scripts.bench.sass import resources
 from fathom.scripts.bench.turns import JSON, Case, Measures, Rounds, Side, constant
 from fathom.scripts.make.values import E4M3_DEVIATION, moments
-from fathom.scripts.paths import AUDITS, CHECKOUT
 
-LAYERS: Final = "layers"
-FIRST_RUN: Final = AUDITS / "gpu-first-run.json"
+LAYERS, WHOLE = "layers", "whole"
 CAPABILITIES: Final = (90, 100)  # H100 and H200; B200
 TAKEN: Final = {"registers": "registers", "stack": "stack, bytes", "shared": "shared memory, bytes"}
 SHARED: Final = 227 * 1024  # bytes of shared memory that a block may have on both: CUDA C++ Programming Guide
+READING: Final = "reads as much"  # the side of a launch that only reads as many bytes
 WARM: Final = 3  # calls before any is timed, which compile and allocate
 COPIES: Final = 8  # calls in a graph, at most
 AT_ONCE: Final = 120e6  # bytes beyond which one call of its own fills the caches
@@ -70,6 +71,8 @@ def gpu(args: argparse.Namespace) -> Iterator[Case]:
     the last one sees: too much, where the chunk is not short beside its context. What is asked of the indexer's prefill
     is half of the FP8 rate.
 
+    Beside each kernel stands a launch that only reads as many bytes, timed in the same way: what one launch can reach.
+
     A time is of the replay of a CUDA graph, which holds up to 8 calls, each with inputs of its own; before each replay
     a buffer larger than L2 is written. Where the call cannot be captured, its launches are timed, and its case says so.
     A case is apart from what it is held against by so many of its tolerance: up to 1 is right.
@@ -79,6 +82,9 @@ def gpu(args: argparse.Namespace) -> Iterator[Case]:
     chunk of 4096 tokens launched kernel by kernel, on the wall clock, with what it waits for. Weights are random, FP8
     and FP4 as published. Entries are FP8, index keys FP4. The floor adds up the parts of a layer, each at its own
     limit.
+
+    The whole model is V4-Flash with drawn weights and as many layers as the memory plan finds room for, or --whole:
+    calls of a prompt and decoded tokens of one sequence, on the wall clock, with all tripwires.
 
     Compiled ahead of time, one case or a few stand for each kernel; given is the most that one of them takes.
     """
@@ -93,6 +99,10 @@ def gpu(args: argparse.Namespace) -> Iterator[Case]:
     for shape in MODELS if LAYERS in parts else ():
         yield from layers(shape, device, TRITON, rounds, AFTER, CHUNK)
         torch.cuda.empty_cache()
+    if WHOLE in parts:
+        from fathom.scripts.bench.gpu_whole import whole  # which is made of what stands here
+
+        yield from whole(device, TRITON, rounds, args.whole)
 
 
 class Gpu:
@@ -118,6 +128,18 @@ class Gpu:
             torch.cuda.synchronize()
             return lambda: [run() for run in calls], str(error).splitlines()[0]
         return graph.replay, ""
+
+    def captured_step(self, model: Transformer, state: State) -> Callable[[int], Any]:
+        """The next token of a state, run by a CUDA graph."""
+        return Captured(Step(model, state))
+
+    def reading(self, nbytes: int, copies: int) -> Callable[[], Any]:
+        """What reads so many bytes, so many times, each time others, in as many launches."""
+        size = room(nbytes)
+        parts = torch.zeros(copies, size, dtype=torch.int32, device=self.device)
+        work, why = self.captured([partial(read, part) for part in parts])
+        assert not why, f"a launch that only reads cannot be captured: {why}"
+        return work
 
     def us(self, work: Callable[[], Any]) -> float:
         """Microseconds between two events around `work`, with nothing of its inputs in L2."""
@@ -156,7 +178,12 @@ def timed(case: kernels.Case, device: Gpu, rounds: Rounds) -> Case:
     calls = [case.build(Draw(device.device, seed)) for seed in range(copies)]
     off = case.off(*calls[0](), Draw(device.device, 0))
     work, why = device.captured(calls)
-    sides = {"triton": lambda: ({"us": device.us(work) / copies}, off), **limits(device, case.cost.floor_us, case.us)}
+    only_read = device.reading(case.cost.bytes, copies)
+    sides = {
+        "triton": lambda: ({"us": device.us(work) / copies}, off),
+        **limits(device, case.cost.floor_us, case.us),
+        READING: lambda: ({"us": device.us(only_read) / copies}, None),
+    }
 
     def agree(off: float, *_: None) -> JSON:
         return {"same": off <= 1, "apart": [off], "bound": f"1 of {case.bound}"}
@@ -254,7 +281,7 @@ def filling(name: str, shape: tuple[int, ...], dtype: torch.dtype, draw: Draw) -
 
 
 def gpu_tables(args: argparse.Namespace, rows: list[JSON]) -> list[JSON]:
-    """What the first run showed, and floors; without a device also what kernels take when they are compiled."""
+    """Floors; without a device also what kernels take when they are compiled."""
     del rows
     parts = args.only or GPU_PARTS
     costs: list[tuple[Any, ...]] = []
@@ -274,13 +301,7 @@ def gpu_tables(args: argparse.Namespace, rows: list[JSON]) -> list[JSON]:
     ]
     floors_table: JSON = {"title": "Floors", "columns": columns, "rows": told, "note": ""}
     compiled_too = [] if torch.cuda.is_available() else [compiled_table(parts)]
-    return [*first_run(), *compiled_too, floors_table]
-
-
-def first_run() -> list[JSON]:
-    """What the first run on a GPU showed, written down by hand; an installed package has no such record."""
-    found: list[JSON] = json.loads(FIRST_RUN.read_text(encoding="utf-8")) if CHECKOUT else []
-    return found
+    return [*compiled_too, floors_table]
 
 
 def compiled_table(parts: Sequence[str]) -> JSON:
@@ -335,10 +356,18 @@ class NoDevice:
         return torch.device("cpu")
 
 
-def only_compile(tell: Callable[[JSON], None]) -> None:
+def only_compile(tell: Callable[[JSON], None], look: Callable[[Mapping[str, Any]], JSON] = resources) -> None:
     """Make every launch compile, down to a cubin, and tell what each kernel takes; nothing runs from now on.
 
     TRITON_INTERPRET must not be set, which would leave nothing to compile: so in a process of its own.
+
+    Parameters
+    ----------
+    tell
+        Is given, for each launch: kernel, shared (bytes), cubin (bytes), warps, and what `look` finds.
+    look
+        At what a kernel is compiled to, by name of the stage: of `scripts.bench.sass`, at the last, its cubin.
+
     """
     launch = JITFunction.run
 
@@ -346,22 +375,18 @@ def only_compile(tell: Callable[[JSON], None]) -> None:
         del warmup
         kernel = launch(self, *given, grid=grid, warmup=True, **options)
         cubin = kernel.asm["cubin"]
-        tell({"kernel": self.__name__, "shared": kernel.metadata.shared, "cubin": len(cubin), **resources(cubin)})
+        taken = {"shared": kernel.metadata.shared, "warps": kernel.metadata.num_warps, "cubin": len(cubin)}
+        tell({"kernel": self.__name__, **taken, "constants": _constants(kernel.src), **look(kernel.asm)})
         return kernel
 
     JITFunction.run = compile_only
 
 
-def resources(cubin: bytes) -> dict[str, int]:
-    """Registers of a thread, and bytes of its stack, as `cuobjdump`, which Triton brings, reads them."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout  # noqa: S603
-    found = re.search(r"REG:(\d+) STACK:(\d+)", told)
-    assert found is not None, f"cuobjdump says {told!r}"
-    return {"registers": int(found[1]), "stack": int(found[2])}
+def _constants(source: Any) -> JSON:
+    """The constants that a launch gives a kernel, by name; of a tuple its members, and of dtypes their names."""
+    told = {source.fn.arg_names[place[0]]: value for place, value in source.constants.items() if len(place) == 1}
+    known: JSON = json.loads(json.dumps(told, default=str))
+    return known
 
 
 def compiled(parts: Sequence[str]) -> list[JSON]:

@@ -186,7 +186,7 @@ def hyper_costs(hidden: int, t: int) -> dict[str, Cost]:
 
 def layer_costs(shape: V4, kind: str, context: int, t: int) -> dict[str, Cost]:
     """The parts of a layer for t tokens after `context`: FP8 and FP4 weights, FP8 entries, FP4 index keys."""
-    hidden, n = shape.hidden, (context + t) // RATIOS[kind]
+    hidden, n = shape.hidden, (context + t) // RATIOS[kind] if kind in RATIOS else 0
     inner, low = shape.heads * HEAD_DIM, shape.o_groups * shape.o_lora
     seen = min(shape.index_topk, n) if kind == "CSA" else n
     hyper = {op: hyper_costs(hidden, t)[op] for op in ("read_streams", "expand")}
@@ -194,7 +194,6 @@ def layer_costs(shape: V4, kind: str, context: int, t: int) -> dict[str, Cost]:
         "query, down": linear_cost("fp8", shape.q_lora, hidden, t),
         "query, up": linear_cost("fp8", inner, shape.q_lora, t),
         "KV": linear_cost("fp8", HEAD_DIM, hidden, t),
-        "compressor": linear_cost("bf16", (4 if kind == "CSA" else 2) * HEAD_DIM, hidden, t),
         "attention": attention_cost(shape.heads, t, seen, min(n, t * seen), "fp8"),
         "output, in groups": linear_cost("fp8", low, inner // shape.o_groups, t, shape.o_groups),
         "output": linear_cost("fp8", hidden, low, t),
@@ -205,6 +204,8 @@ def layer_costs(shape: V4, kind: str, context: int, t: int) -> dict[str, Cost]:
         ),
         **{f"mHC, {op} for {half}": cost for half in ("attention", "experts") for op, cost in hyper.items()},
     }  # fmt: skip
+    if kind in RATIOS:
+        parts["compressor"] = linear_cost("bf16", (4 if kind == "CSA" else 2) * HEAD_DIM, hidden, t)
     if kind == "CSA":
         parts |= {
             "index queries": linear_cost("fp8", INDEX_HEADS * INDEX_DIM, shape.q_lora, t),

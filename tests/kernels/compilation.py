@@ -31,7 +31,7 @@ def oldest_version() -> str:
 
 
 def compiler(capability: int, folder: Path, *before: Path) -> Callable[[str], dict[str, list[dict]]]:
-    """What `compile_program` says of each file's FAST or SLOW cases, run when asked for; `folder` is Triton's cache.
+    """What `compile_program` says of each file's FAST, SLOW or HOT cases, when asked for; `folder` is Triton's cache.
 
     `before`: folders whose packages come before those that are installed.
     """

@@ -41,6 +41,7 @@ BLACKWELL = ONE | {"V4-Flash, five tokens": of("fp4", 256, 4096, 2048, 5, deploy
 CASES = ONE | {"V4-Pro, 512 tokens, a rank of eight": of("fp4", 48, 7168, 3072, 512, deployed=True)}
 MORE = BLACKWELL | {
     "V4-Pro, a rank of eight, one token": of_a_rank(384, 7168, 3072, 1, 8),
+    "V4-Flash, 4096 tokens": of("fp4", 256, 4096, 2048, 4096, deployed=True),
     "FP8 experts, one token": of("fp8", 8, 4096, 2048, 1, deployed=True),
     "FP8 experts": of("fp8", 8, 4096, 2048, 512, deployed=True),
 }

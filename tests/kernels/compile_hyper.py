@@ -32,6 +32,7 @@ CASES = {
     "head": head(2, 7168),
 }
 MORE = {
+    "read for a sublayer, V4-Flash": read(1, 4096),
     "read for a sublayer, V4-Flash, a chunk": read(4096, 4096),
     "first sublayer, in fp32": weights(1, 7168, torch.float32),
 }

@@ -59,6 +59,7 @@ MORE = {
     "head, V4-Flash, one token": of("bf16", 129280, 4096, 1, wide=True),
     "low-rank query, V4-Flash, five tokens": of("fp8", 1024, 4096, 5),
     "compressor, V4-Pro, five tokens": of("bf16", 1024, 7168, 5, wide=True),
+    "query, V4-Flash, 8192 tokens": of("fp8", 32768, 1024, 8192),
     "CSA, V4-Pro": read_by_csa(7168, 1536),
     "query, V4-Flash, one token": together(1024, lambda: Product(FORMS["fp8"](32768, 1024))),
     "NVFP4 and FP4, one token": together(

@@ -193,6 +193,7 @@ def test_rows_of_a_call_are_calls_of_a_row(widths, dtype, threads):
 
 
 @on_triton
+@pytest.mark.interpreted
 def test_the_interpreter_rounds_each_product_and_adds_them_in_order():
     """As no processor's BLAS does, which keeps the rest of 2^-24 where it adds a product unrounded to a sum.
 

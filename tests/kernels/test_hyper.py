@@ -230,6 +230,7 @@ def test_triton_refuses_what_does_not_fit():
 
 
 @on_triton
+@pytest.mark.interpreted
 def test_sums_that_are_cut_off_stay_short(monkeypatch):
     """By tensor cores, whose errors are all to one side: 28,672 columns of V4-Pro as a chunk has them, in one split.
 

@@ -18,6 +18,7 @@ from tests.kernels.compilation import (
 from tests.kernels.every_backend import on_triton
 
 CAPABILITIES = [90, 100]
+ROWS = ["compile_linear", "compile_gate", "compile_experts"]
 pytestmark = on_triton
 
 
@@ -53,6 +54,20 @@ def test_kernels_compile_and_fit(name, compiled, capability, version):
 @pytest.mark.parametrize("name", FILES)
 def test_more_cases_compile_and_fit(name, compiled, capability):
     check(compiled("SLOW")[name], capability)
+
+
+def test_threads_lie_along_rows_in_one_order(compiled):
+    """Of all kernels that multiply whole rows: else a token's bits hung on what is multiplied beside it."""
+    found = {kernel["kernel"]: kernel["along lanes"] for name in ROWS for kernel in compiled("FAST")[name]}
+    assert all(all(along) for along in found.values()), found
+    assert {name for name, along in found.items() if along} == {"_few", "_linears", "_gate", "_few_up", "_few_down"}
+
+
+@pytest.mark.slow
+def test_threads_lie_along_rows_in_more_cases_too(compiled):
+    found = [kernel["along lanes"] for name in ROWS for kernel in compiled("SLOW")[name]]
+    assert all(map(all, found))
+    assert sum(map(len, found)) > len(ROWS)
 
 
 def test_the_oldest_is_what_the_project_promises():

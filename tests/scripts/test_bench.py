@@ -204,7 +204,7 @@ def test_pages_of_settings_that_make_another_page_have_names_of_their_own():
         ("compare-transformers", {"theirs_dtype": "bf16"}, "beside-transformers"),
         ("compare-transformers", {"theirs_dtype": "fp32"}, "beside-transformers-fp32"),
         ("performance", {}, "performance"),
-        ("gpu", {}, "gpu"),
+        ("gpu", {}, "gpu-kernels"),
     ):
         assert page.page_name(command.BENCHES[name], settings) == told
 

@@ -1,7 +1,8 @@
 """`scripts.bench gpu` without a GPU: what is counted, what is right, and what is asked of a device in which order."""
 
+import functools
 import json
-import re
+import operator
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ from fathom.kernels.formats import rows
 from fathom.kernels.ops import CPU, REFERENCE
 from fathom.kernels.triton_ops import TRITON
 from fathom.model.config import ModelConfig
-from fathom.scripts.bench import command, gpu, turns
+from fathom.model.errors import CapacityError
+from fathom.runtime.plan.gpus import GPUS
+from fathom.scripts.bench import command, gpu, gpu_read, gpu_whole, turns
 from fathom.scripts.bench import gpu_cases as cases
 from fathom.scripts.bench.gpu_cases import FLASH, MODELS, PRO, ROOFS, Cost, Draw, Tolerance
 from fathom.scripts.bench.turns import Rounds
@@ -116,18 +119,10 @@ def test_a_rotated_norm_may_be_a_step_off_before_its_pairs_nearly_cancel():
     assert off(ours.where(ours < 4, torch.nan)) == float("inf")
 
 
-def test_the_first_run_names_tests_that_are_there():
-    broke, *others = gpu.first_run()
-    named = re.findall(r"`(tests/[\w/]+\.py)`", json.dumps(broke))
-    assert len(named) >= 7
-    assert all((ROOT / name).is_file() for name in named)
-    assert all("89bdcc194a14" in table["note"] for table in (broke, *others))
-
-
 def test_parts_are_the_files_of_kernels():
     parts = {case.part for case in EVERY}
     assert parts == WITH_KERNELS - {"shard_middle"}  # whose kernels are of the part shard
-    assert parts | {gpu.LAYERS} == set(command.GPU_PARTS)
+    assert parts | {gpu.LAYERS, gpu.WHOLE} == set(command.GPU_PARTS)
     assert len({(case.part, case.label) for case in EVERY}) == len(EVERY)
     assert {case.part for case in EVERY if case.compiled} == parts
     assert all(case.cost.bytes > 0 for case in EVERY)
@@ -199,13 +194,22 @@ class FakeDevice:
     device, name = ON_CPU, "NVIDIA H200"
 
     def __init__(self):
-        self.calls, self.times = [], 0
+        self.calls, self.times, self.only_read = [], 0, None
 
     def captured(self, calls):
         self.calls = calls
         return lambda: [run() for run in calls], "" if len(calls) > 1 else "of its own will"
 
+    def captured_step(self, model, state):
+        return lambda token: model.logits(model(torch.tensor([token]), state))
+
+    def reading(self, nbytes, copies):
+        self.read, self.only_read = (nbytes, copies), lambda: None
+        return self.only_read
+
     def us(self, work):
+        if work is self.only_read:
+            return 0.5 * len(self.calls)
         self.times += 1
         work()
         return float(self.times * len(self.calls))
@@ -224,7 +228,8 @@ def test_a_case_is_checked_then_timed_on_inputs_of_its_own(nbytes, copies):
     device = FakeDevice()
     row = turns.run(gpu.timed(double(2), device, Rounds.exactly(3)))
     assert len({run()[1][0].sum() for run in device.calls}) == len(device.calls) == copies
-    assert turns.values(row, "triton", "us") == [2.0, 3.0, 4.0]  # the first is not counted
+    assert device.read == (nbytes, copies)
+    assert turns.values(row, gpu.READING, "us") == [0.5] * 3
     assert row["case"] == ("double" if copies > 1 else "double, launched: of its own will")
     assert turns.values(row, "floor", "us") == pytest.approx([1e6 * nbytes / 4.3e12] * 3)
     assert [target.reached for target in turns.asked([row])] == [False]  # 3 us, 2.5 asked for
@@ -232,7 +237,7 @@ def test_a_case_is_checked_then_timed_on_inputs_of_its_own(nbytes, copies):
     assert turns.differs(wrong)
     assert wrong["rounds"] == []
     device.name = "NVIDIA GeForce RTX 4090"
-    assert list(gpu.timed(double(2), device, Rounds.exactly(1)).sides) == ["triton"]
+    assert list(gpu.timed(double(2), device, Rounds.exactly(1)).sides) == ["triton", gpu.READING]
 
 
 def test_layers_run_after_every_context_from_the_same_cache():
@@ -245,6 +250,40 @@ def test_layers_run_after_every_context_from_the_same_cache():
     assert all(len(turns.values(row, "triton", "us")) == 2 for row in rows_of)
     floor = sum(map(us, cases.layer_costs(SMALL, "CSA", 256, 1).values()))
     assert turns.values(rows_of[0], "floor", "us") == pytest.approx([floor] * 2)
+
+
+@pytest.mark.parametrize("nbytes", [1, 4096, 3 * 4096 + 4])
+def test_a_launch_that_only_reads_reads_every_number_once(nbytes):
+    size = gpu_read.room(nbytes)
+    assert nbytes <= 4 * size < nbytes + 4096
+    data = torch.randint(-(1 << 31), (1 << 31) - 1, (size,), generator=torch.Generator().manual_seed(nbytes)).int()
+    parts = gpu_read.read(data).tolist()
+    assert parts == [functools.reduce(operator.xor, block.tolist()) for block in data.split(1024)]
+
+
+def test_a_whole_model_runs_its_prompt_and_then_its_tokens():
+    device, sizes = FakeDevice(), gpu_whole.Sizes(after=9, chunk=6, vocabulary=256)
+    rows_of = [turns.run(case) for case in gpu_whole.whole(device, CPU, Rounds.exactly(1), 4, SMALL, sizes)]
+    assert [row["case"] for row in rows_of] == [
+        "small, 4 layers, 6 tokens after 9",
+        "small, 4 layers, 1 token, eager after 21",  # a call that is not counted, and one that is
+        "small, 4 layers, 1 token, captured after 23",
+    ]
+    assert all(len(turns.values(row, "triton", "us")) == 1 for row in rows_of)
+    kinds = ["SWA", "SWA", "CSA", "HCA"]
+    floors = [sum(map(us, cases.layer_costs(SMALL, kind, 21, 1).values())) for kind in kinds]
+    head = us(cases.linear_cost("bf16", 256, SMALL.hidden, 1))
+    assert turns.values(rows_of[1], "floor", "us") == pytest.approx([head + sum(floors)])
+
+
+def test_as_many_layers_as_the_plan_has_room_for():
+    h200, h100 = (int(GPUS[name].gib * 2**30) for name in ("h200", "h100"))
+    found = [gpu_whole.fitting(FLASH, memory, 12800, 4096) for memory in (h200, h100, 1 << 40)]
+    assert 36 <= found[0] < 43  # 36 layers and their graph took 132.4 GB of an H200 on the first run
+    assert 19 <= found[1] < found[0]
+    assert found[2] == 43
+    with pytest.raises(CapacityError, match="not one layer of V4-Flash fits"):
+        gpu_whole.fitting(FLASH, 1 << 30, 12800, 4096)
 
 
 def test_the_page_without_a_device(monkeypatch, tmp_path):
@@ -261,15 +300,13 @@ def test_the_page_without_a_device(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(gpu, "call", call)
     assert command.main(["gpu", "--only", "topk", "indexer", "layers", "--out", str(tmp_path)]) == 0
-    page = (tmp_path / "gpu.md").read_text("utf-8")
+    page = (tmp_path / "gpu-kernels.md").read_text("utf-8")
     assert page.split("\n\n")[1].startswith(
         "**Of this code NOTHING was measured on a GPU: the machine that wrote this page has"
     )
     assert "| topk: `_whole` | 40 | 0 | 300 | 64 | 0 | 200 |" in page
     assert "| p: `k` | 255 | 8 | 1048576 | NOT compiled | NOT compiled | NOT compiled |" in page
     assert "2 kernels do NOT all fit" in page
-    assert page.index("## The first run on a GPU: what broke") < page.index("## Compiled ahead of time")
-    assert "at commit 89bdcc194a14: not by the command of this page" in page
     assert "1 kernels have one (`k`)" in page
     assert "| indexer | scores, fp8 keys, one token at 1M | 35.67 | 4.29 | 8.29 | 10.6 | 4.46 | 20 |" in page
     assert "| whole layers | V4-Pro, CSA, 1 tokens at 1M | 658.5 |" in page
