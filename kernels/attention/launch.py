@@ -4,8 +4,10 @@ A call of up to SHORT tokens is cut up as so many calls of one token: each token
 entries than a token sees, which a capacity or another token brings, change none of its numbers: see `_attend`.
 
 In bf16 a program has 64 rows, because sums of 128 rows of 512 columns are all registers that a Hopper's multiprocessor
-has, and all of a Blackwell's tensor memory. A tile has 32 keys: then the next two are fetched while one is multiplied,
-three tiles of 512 columns beside the queries in shared memory; tiles of 64 would leave room for two.
+has, and all of a Blackwell's tensor memory. Where row tiles alone fill a Hopper, a tile has 64 keys, two of which have
+room beside the queries in shared memory: products twice as wide, which ptxas does not wait for one by one. Where they
+do not, it has 32, so that there are more of them to deal out, and three have room; so always on a Blackwell, for which
+the compiler keeps one tile more.
 """
 
 from typing import NamedTuple
@@ -15,7 +17,8 @@ import triton
 PROGRAMS = 132  # to fill the machine with: multiprocessors of an H200; a B200 has 148
 SHORT = 8  # tokens of a call, at most, that are treated as calls of one
 ROWS = 64  # (token, head) rows of a program
-KEYS = 32  # keys of a tile
+KEYS = 32  # keys of a tile, of what several programs share
+MANY_KEYS = 64  # of what a program has to itself
 EXACT = 16  # rows, and keys, in fp32: no tensor core multiplies it, and more would not leave room
 LEAST = 16  # rows that a dot takes
 TENSOR, FP8, CODED, BASED = 0, 1, 2, 3  # forms of entries; queries are met as they are in the first two
@@ -35,11 +38,13 @@ class Launch(NamedTuple):
     stages: int  # steps of fetching and multiplying that are under way at a time
 
 
-def launch(t: int, h: int, d: int, window: int, most: int, *, narrow: bool, form: int, shared: bool) -> Launch:
+def launch(
+    t: int, h: int, d: int, window: int, most: int, *, narrow: bool, form: int, shared: bool, wide: bool = False
+) -> Launch:
     """Cut up a call of queries [t, h, d] in which a token sees `most` entries at most.
 
     `shared`: tokens may share a tile of entries. `form` of entries is TENSOR, FP8, CODED or BASED; what CODED rotates
-    has no columns beside its own.
+    has no columns beside its own. `wide`: whether tiles of MANY_KEYS have room.
     """
     rows, keys = (ROWS, KEYS) if narrow else (min(ROWS, EXACT), min(KEYS, EXACT))
     heads = min(rows, triton.next_power_of_2(h))
@@ -47,11 +52,14 @@ def launch(t: int, h: int, d: int, window: int, most: int, *, narrow: bool, form
     heads = max(heads, LEAST // tokens)
     of_token = triton.cdiv(h, heads)
     programs = triton.cdiv(t, tokens) * of_token
+    alone = t > SHORT and programs > PROGRAMS // 2
+    if wide and narrow and alone and form in {TENSOR, FP8}:
+        keys = MANY_KEYS
     tiles = triton.cdiv(tokens + window - 1, keys) + triton.cdiv(most, keys)
     splits = min(tiles, max(1, PROGRAMS // (of_token if t <= SHORT else programs)))
     width = d if form == CODED else max(WIDTH, triton.next_power_of_2(d))
     stages = 3
-    if form in {CODED, BASED}:  # what is decoded by many steps leaves no room
+    if form in {CODED, BASED} or keys == MANY_KEYS:  # what is decoded by many steps leaves no room either
         stages = 2
     elif form == TENSOR and not shared:  # the list of what is selected is fetched ahead of the keys
         stages = 5

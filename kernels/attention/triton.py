@@ -38,6 +38,7 @@ from fathom.kernels.formats.triton import centroids, e4m3, e8m0, hadamard, rotat
 from fathom.kernels.formats.triton_rounding import UPCAST, rounded
 from fathom.kernels.position import position
 from fathom.kernels.quantise.triton import hadamard as hadamard_rows
+from fathom.kernels.target import blackwell
 
 GROUP = tl.constexpr(attention_launch.WIDTH)  # columns of Fp8Entries to a scale
 LEAST = 16  # columns of coded rows: what a product takes
@@ -538,7 +539,9 @@ class _Given(NamedTuple):
         """How a call of queries is cut up; entries in a basis are attended to without the window."""
         window, shared = (0 if self.form == _BASED.value else self.window), self.selected is None or not self.used
         t, h, d = q.shape
-        return attention_launch.launch(t, h, d, window, self.most, narrow=self.narrow, form=self.form, shared=shared)
+        return attention_launch.launch(
+            t, h, d, window, self.most, narrow=self.narrow, form=self.form, shared=shared, wide=not blackwell()
+        )
 
 
 def _run(

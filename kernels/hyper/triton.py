@@ -1,15 +1,19 @@
 """Manifold-constrained hyper-connections: streams are read and written once, their weights come from two launches.
 
-The first launch cuts the residual streams into tiles of tokens and spans of columns. A program holds the same columns
-of every stream, and leaves its part of the product with `fn` and of the square sum. The second adds the parts of a
-token, in one order whatever ran first, and makes its weights of them; `read_streams` collapses and norms the streams
-there too.
+The first launch cuts the columns of all streams into spans. A program leaves what its span adds to the products of a
+token, or of a tile of tokens, with rows of `fn`, and to its square sum. The second adds these parts of a token, in one
+order whatever ran first, and makes its weights of them; `read_streams` collapses and norms the streams there too.
+
+Up to FEW tokens have programs of their own, so that each has the bits that it has alone. Products of more, in bf16,
+are by tensor cores, with `fn` cut into three bf16 parts, which are all of its 24 bits; a launch before makes these, of
+a few megabytes where the streams are hundreds.
 """
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import libdevice
 
 from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
 from fathom.kernels.hyper.triton_streams import collapse, expand
@@ -17,166 +21,171 @@ from fathom.kernels.hyper.triton_streams import collapse, expand
 __all__ = ["collapse", "expand", "head_weights", "hyper_weights", "read_streams"]
 
 PROGRAMS = 128  # about one for each multiprocessor, of which an H200 has 132 and a B200 148
-TOKENS = 16  # of a tile: the least that a dot takes
-WIDE_TOKENS = 64  # where there are tiles enough: `fn` is read once for each
+FEW = 16  # tokens, at most, that have programs of their own
+SPAN = 128  # columns of their programs, if that makes no more than MOST of them
+MOST = 256
+TOKENS = 64  # of a tile, of more tokens
+BLOCK = 64  # columns that a tile is multiplied by at a time
+SPLITS = (8, 32)  # of columns, at least and at most, so that there are programs enough
+WEIGHT_TOKENS = 16  # of a program that makes weights of more than FEW
+CUT = 1024  # numbers of `fn` that a program cuts up
 READ_WARPS = 8
-WEIGHT_TOKENS = 16  # of a program that makes weights: one number of `comb` for each thread
-SPLITS = 32  # parts that are added at a time
 
 
 @triton.jit
-def _product(x, w, acc, UPCAST: tl.constexpr, NARROW: tl.constexpr):
-    """`acc` and ``x @ w^T`` in fp32: x [TOKENS, BLOCK] fp32, w [N, BLOCK] fp32.
-
-    NARROW: x holds bf16 numbers, and w is cut into three bf16 parts, which are all of its 24 bits. Tensor cores take
-    their products exactly, and add them in fp32.
-    """
-    if NARROW:
-        half = x if UPCAST else x.to(tl.bfloat16)
-        for _ in tl.static_range(3):
-            part = rounded(w, tl.bfloat16, UPCAST)
-            w -= widened(part, UPCAST)
-            acc = tl.dot(half, tl.trans(widened(part, UPCAST) if UPCAST else part), acc)
-    else:
-        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
-    return acc
+def _cut(fn, parts, size, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
+    """Three bf16 parts [3, size] of float32 numbers [size], each what the ones before leave, rounded."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rest = tl.load(fn + at, at < size, 0.0)
+    for i in tl.static_range(3):
+        part = rounded(rest, tl.bfloat16, UPCAST)
+        tl.store(parts + i * size + at, part, at < size)
+        rest -= widened(part, UPCAST)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _partials(
-    streams, fn, products, squares, tokens, d, span, rows,
-    S: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr,
-    UPCAST: tl.constexpr, NARROW: tl.constexpr,
+def _sums_of_few(streams, fn, parts, tokens, columns, rows, SPAN: tl.constexpr, N: tl.constexpr, UPCAST: tl.constexpr):
+    """Of one token and SPAN columns: N sums, products with rows of `fn` and, in the last place, squares."""
+    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    row = tl.arange(0, N)
+    x = widened(tl.load(streams + token * columns + column, column < columns, 0.0), UPCAST)
+    weighed = (row < rows)[:, None] & (column < columns)[None, :]
+    w = tl.load(fn + row[:, None].to(tl.int64) * columns + column[None, :], weighed, 0.0)
+    w = tl.where((row == N - 1)[:, None], x[None, :], w)
+    tl.store(parts + (tl.program_id(0) * tokens + token) * N + row, tl.sum(w * x[None, :], 1))
+
+
+@triton.jit(do_not_specialize=["tokens", "steps"])
+def _sums_of_many(
+    streams, fn, parts, tokens, columns, rows, steps,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
+    """Of TOKENS tokens and `steps` blocks of columns: N sums, as of few; `fn` is the sum of PARTS parts."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     present = token < tokens
     row = tl.arange(0, N)
     acc = tl.zeros([TOKENS, N], tl.float32)
-    square = tl.zeros([TOKENS], tl.float32)
-    first = tl.program_id(1) * span
-    for begin in range(first, tl.minimum(first + span, d), BLOCK):
-        column = begin + tl.arange(0, BLOCK)
-        inside = present[:, None] & (column < d)[None, :]
-        weighed = (row < rows)[:, None] & (column < d)[None, :]
-        place = token[:, None] * (S * d) + column[None, :]
+    squares = tl.zeros([TOKENS, BLOCK], tl.float32)
+    first = tl.program_id(1) * steps
+    for step in range(first, tl.minimum(first + steps, tl.cdiv(columns, BLOCK))):
+        column = step * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(streams + token[:, None] * columns + column, present[:, None] & (column < columns)[None, :], 0.0)
+        wide = widened(x, UPCAST)
+        if UPCAST:
+            x = wide
+        squares += wide * wide
         # A tensor core adds to its sum with truncation, an error to one side that grows with the additions: each block
         # of columns has a sum of its own, and these are added rounded to nearest.
         own = tl.zeros([TOKENS, N], tl.float32)
-        for k in tl.static_range(S):
-            x = widened(tl.load(streams + place + k * d, inside, 0.0), UPCAST)
-            w = tl.load(fn + row[:, None].to(tl.int64) * (S * d) + k * d + column[None, :], weighed, 0.0)
-            own = _product(x, w, own, UPCAST, NARROW)
-            square += tl.sum(x * x, 1)
+        for i in tl.static_range(PARTS):
+            place = (i * rows + row)[:, None].to(tl.int64) * columns + column[None, :]
+            w = tl.load(fn + place, (row < rows)[:, None] & (column < columns)[None, :], 0.0)
+            own = tl.dot(x, tl.trans(widened(w, UPCAST) if UPCAST else w), own, input_precision="ieee")
         acc += own
+    acc = tl.where((row == N - 1)[None, :], tl.sum(squares, 1)[:, None], acc)
     at = tl.program_id(1).to(tl.int64) * tokens + token
-    tl.store(products + at[:, None] * N + row[None, :], acc, present[:, None])
-    tl.store(squares + at, square, present)
+    tl.store(parts + at[:, None] * N + row[None, :], acc, present[:, None])
 
 
 @triton.jit
-def _norm(squares, token, present, tokens, splits, columns, eps, T: tl.constexpr, SPLITS: tl.constexpr):
-    """Reciprocal of the root mean square of all streams of tokens [T]."""
-    total = tl.zeros([T], tl.float32)
-    for begin in range(0, splits, SPLITS):
-        split = begin + tl.arange(0, SPLITS)[:, None].to(tl.int64)
-        total += tl.sum(tl.load(squares + split * tokens + token[None, :], (split < splits) & present[None, :], 0.0), 0)
-    return tl.rsqrt(total / columns + eps)
+def _found(
+    parts, begin, tokens, splits, first, T: tl.constexpr, M: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr
+):
+    """M sums from place `first` on of T tokens from `begin` on, as splits found them: [SPLITS, T, M]."""
+    row = tl.arange(0, SPLITS * T)  # of both, as threads next to each other have tokens, not splits, to add up
+    split, token = row // T, begin + row % T
+    at = (split.to(tl.int64) * tokens + token)[:, None] * N + first + tl.arange(0, M)[None, :]
+    return tl.reshape(tl.load(parts + at, ((split < splits) & (token < tokens))[:, None], 0.0), [SPLITS, T, M])
 
 
 @triton.jit
-def _mixes(
-    products, token, present, first, tokens, splits, T: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
-    SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Products of tokens [T] with rows ``first .. first + M - 1`` of `fn`: [T, M]."""
-    total = tl.zeros([T, M], tl.float32)
-    place = token[:, None] * N + first + tl.arange(0, M)[None, :]
-    for begin in range(0, splits, SPLITS):
-        split = begin + tl.arange(0, SPLITS)[:, None, None].to(tl.int64)
-        inside = (split < splits) & present[None, :, None]
-        total += tl.sum(tl.load(products + split * tokens * N + place[None], inside, 0.0), 0)
-    return total
+def _mixes(found, squares, columns, eps):
+    """Products [T, M] of what `_found` found, over the root mean square of all streams."""
+    return tl.sum(found, 0) * tl.rsqrt(tl.sum(squares, 0) / columns + eps)
 
 
 @triton.jit
-def _sigmoids(
-    products, norm, scale, base, token, present, first, tokens, splits, T: tl.constexpr, S: tl.constexpr,
-    N: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Sigmoids [T, S] of rows ``first ..`` of `fn`, with the scale at `scale`."""
-    mixes = _mixes(products, token, present, first, tokens, splits, T, S, N, SPLITS) * norm[:, None]
-    return tl.sigmoid(mixes * tl.load(scale) + tl.load(base + first + tl.arange(0, S))[None, :])
+def _sigmoids(mixes, scale, base, M: tl.constexpr):
+    return tl.sigmoid(mixes * tl.load(scale) + tl.load(base + tl.arange(0, M))[None, :])
 
 
 @triton.jit
-def _weights(
-    products, norm, scale, base, post, comb, token, present, tokens, splits, iterations, eps,
-    T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Store post and comb of tokens [T]; Sinkhorn runs in the order of `kernels.hyper.reference.sinkhorn`."""
-    place = tl.arange(0, S)[None, :]
-    found = _sigmoids(products, norm, scale + 1, base, token, present, S, tokens, splits, T, S, N, SPLITS)
-    tl.store(post + token[:, None] * S + place, 2 * found, present[:, None])
-    place = tl.arange(0, S * S)[None, :]
-    mixes = _mixes(products, token, present, 2 * S, tokens, splits, T, S * S, N, SPLITS) * norm[:, None]
-    mixes = mixes * tl.load(scale + 2) + tl.load(base + 2 * S + place)
-    matrix = tl.reshape(mixes, [T, S, S])
-    matrix = tl.exp(matrix - tl.max(matrix, 2)[:, :, None])
-    matrix = matrix / tl.sum(matrix, 2)[:, :, None] + eps
-    matrix = matrix / (tl.sum(matrix, 1)[:, None, :] + eps)
+def _over(matrix, sums, UPCAST: tl.constexpr):
+    """`matrix` over `sums`, by reciprocals as a GPU has them: that these are normal numbers is not looked at."""
+    return matrix * (1.0 / sums if UPCAST else libdevice.fast_dividef(1.0, sums))
+
+
+@triton.jit
+def _sinkhorn(matrix, iterations, eps, UPCAST: tl.constexpr):
+    """In the order of `kernels.hyper.reference.sinkhorn`: of logits [T, S, S]."""
+    matrix = tl.exp(matrix - tl.max(matrix, 2, keep_dims=True))
+    matrix = _over(matrix, tl.sum(matrix, 2, keep_dims=True), UPCAST) + eps
+    matrix = _over(matrix, tl.sum(matrix, 1, keep_dims=True) + eps, UPCAST)
     for _ in range(1, iterations):
-        matrix = matrix / (tl.sum(matrix, 2)[:, :, None] + eps)
-        matrix = matrix / (tl.sum(matrix, 1)[:, None, :] + eps)
-    tl.store(comb + token[:, None] * (S * S) + place, tl.reshape(matrix, [T, S * S]), present[:, None])
+        matrix = _over(matrix, tl.sum(matrix, 2, keep_dims=True) + eps, UPCAST)
+        matrix = _over(matrix, tl.sum(matrix, 1, keep_dims=True) + eps, UPCAST)
+    return matrix
+
+
+@triton.jit
+def _reading(
+    parts, scale, base, streams, norm_weight, pre, out, token, tokens, splits, d, eps, norm_eps, norm_out_eps,
+    READ: tl.constexpr, S: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Store pre of a token and, READ, its streams collapsed and normed; all is asked for before any is waited for."""
+    squares = _found(parts, token, tokens, splits, N - 1, 1, 1, N, SPLITS)
+    found = _found(parts, token, tokens, splits, 0, 1, S, N, SPLITS)
+    stream, column = tl.arange(0, S), tl.arange(0, BLOCK)
+    if READ:
+        place = (token * S + stream)[:, None] * d + column[None, :]
+        x = tl.load(streams + place, (column < d)[None, :], 0.0)
+        norm = tl.load(norm_weight + column, column < d, 0.0)
+    weight = _sigmoids(_mixes(found, squares, S * d, norm_eps), scale, base, S) + eps
+    tl.store(pre + token * S + stream[None, :], weight)
+    if READ:
+        x = tl.sum(tl.reshape(weight, [S, 1]) * widened(x, UPCAST), 0)
+        x = widened(rounded(x, out.dtype.element_ty, UPCAST), UPCAST)
+        x *= tl.rsqrt(tl.sum(x * x) / d + norm_out_eps)
+        tl.store(out + token * d + column, rounded(x * norm, out.dtype.element_ty, UPCAST), column < d)
+
+
+@triton.jit
+def _writing(
+    parts, scale, base, post, comb, begin, tokens, splits, columns, iterations, eps, norm_eps,
+    T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Store post and comb of T tokens."""
+    token = begin + tl.arange(0, T)
+    present, row, entry = (token < tokens)[:, None], tl.arange(0, S), tl.arange(0, S * S)
+    squares = _found(parts, begin, tokens, splits, N - 1, T, 1, N, SPLITS)
+    found = _found(parts, begin, tokens, splits, S, T, S, N, SPLITS)
+    logits = _found(parts, begin, tokens, splits, 2 * S, T, S * S, N, SPLITS)
+    weight = _sigmoids(_mixes(found, squares, columns, norm_eps), scale + 1, base + S, S)
+    tl.store(post + token[:, None] * S + row[None, :], 2 * weight, present)
+    mixes = _mixes(logits, squares, columns, norm_eps) * tl.load(scale + 2) + tl.load(base + 2 * S + entry)[None, :]
+    matrix = tl.reshape(_sinkhorn(tl.reshape(mixes, [T, S, S]), iterations, eps, UPCAST), [T, S * S])
+    tl.store(comb + token[:, None] * (S * S) + entry[None, :], matrix, present)
 
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def _weigh(
-    products, squares, scale, base, pre, post, comb, tokens, splits, columns, iterations, eps, norm_eps,
-    HEAD: tl.constexpr, T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
+    parts, scale, base, streams, norm_weight, pre, post, comb, out, tokens, splits, d, iterations, eps,
+    norm_eps, norm_out_eps, READ: tl.constexpr, T: tl.constexpr, S: tl.constexpr, N: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Weights of tokens [T]; HEAD: those of the head, pre alone."""
-    token = tl.program_id(0).to(tl.int64) * T + tl.arange(0, T)
-    present = token < tokens
-    norm = _norm(squares, token, present, tokens, splits, columns, norm_eps, T, SPLITS)
-    found = _sigmoids(products, norm, scale, base, token, present, 0, tokens, splits, T, S, N, SPLITS)
-    tl.store(pre + token[:, None] * S + tl.arange(0, S)[None, :], found + eps, present[:, None])
-    if not HEAD:
-        _weights(
-            products, norm, scale, base, post, comb, token, present, tokens, splits, iterations, eps, T, S, N, SPLITS
-        )
-
-
-@triton.jit(do_not_specialize=["tokens", "splits"])
-def _read(
-    products, squares, scale, base, streams, norm_weight, weights, post, comb, out, tokens, splits, d, iterations, eps,
-    norm_eps, norm_out_eps, T: tl.constexpr, S: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """The first programs collapse and norm a token each; the rest make post and comb of T tokens, at the same time."""
-    program = tl.program_id(0)
+    """The first programs read a token each; the rest make post and comb of T tokens, at the same time."""
+    program = tl.program_id(0).to(tl.int64)
     if program < tokens:
-        token = program.to(tl.int64) + tl.arange(0, 1)
-        present = token < tokens
-        norm = _norm(squares, token, present, tokens, splits, S * d, norm_eps, 1, SPLITS)
-        pre = _sigmoids(products, norm, scale, base, token, present, 0, tokens, splits, 1, S, N, SPLITS) + eps
-        tl.store(weights + program.to(tl.int64) * S + tl.arange(0, S)[None, :], pre)
-        column = tl.arange(0, BLOCK)
-        x = tl.zeros([BLOCK], tl.float32)
-        for k in tl.static_range(S):
-            weight = tl.sum(tl.where(tl.arange(0, S)[None, :] == k, pre, 0.0))
-            place = (program.to(tl.int64) * S + k) * d + column
-            x += weight * widened(tl.load(streams + place, column < d, 0.0), UPCAST)
-        x = widened(rounded(x, out.dtype.element_ty, UPCAST), UPCAST)
-        x *= tl.rsqrt(tl.sum(x * x) / d + norm_out_eps)
-        x *= tl.load(norm_weight + column, column < d, 0.0)
-        tl.store(out + program.to(tl.int64) * d + column, rounded(x, out.dtype.element_ty, UPCAST), column < d)
+        _reading(
+            parts, scale, base, streams, norm_weight, pre, out, program, tokens, splits, d, eps, norm_eps, norm_out_eps,
+            READ, S, N, SPLITS, BLOCK, UPCAST,
+        )  # fmt: skip
     else:
-        tile = (program - tokens).to(tl.int64) * T + tl.arange(0, T)
-        norms = _norm(squares, tile, tile < tokens, tokens, splits, S * d, norm_eps, T, SPLITS)
-        _weights(
-            products, norms, scale, base, post, comb, tile, tile < tokens, tokens, splits, iterations, eps,
-            T, S, N, SPLITS,
+        _writing(
+            parts, scale, base, post, comb, (program - tokens) * T, tokens, splits, S * d, iterations, eps, norm_eps,
+            T, S, N, SPLITS, UPCAST,
         )  # fmt: skip
 
 
@@ -184,80 +193,112 @@ def hyper_weights(
     streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Weights of one sublayer: `kernels.hyper.reference.hyper_weights`; s is a power of two."""
-    t, s, _ = streams.shape
+    _, s, _ = streams.shape
     assert fn.shape[0] == (2 + s) * s, f"{fn.shape[0]} rows of fn for {s} streams"
-    pre, post, comb = (streams.new_empty(t, *shape, dtype=torch.float32) for shape in ((s,), (s,), (s, s)))
-    _weighed(streams, fn, scale, base, (pre, post, comb), iterations, eps, norm_eps, head=False)
-    return pre, post, comb
+    return _weighed(streams, fn, scale, base, iterations, eps, norm_eps)[1:]
 
 
 def hyper_weights_scratch(tokens: int, streams: int, hidden: int, item: int) -> int:
     """Bytes allocated in `hyper_weights` of up to so many tokens: the results, and split products and square sums."""
-    del item
-    return tokens * (2 + streams) * streams * 4 + _parts_scratch(tokens, hidden, (2 + streams) * streams)
+    rows = (2 + streams) * streams
+    return tokens * rows * 4 + _parts_scratch(tokens, streams * hidden, rows, item)
 
 
 def head_weights(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float) -> Tensor:
     """Weights of the head: `kernels.hyper.reference.head_weights`; s is a power of two."""
-    t, s, _ = streams.shape
+    _, s, _ = streams.shape
     assert fn.shape[0] == s, f"{fn.shape[0]} rows of fn for {s} streams"
-    pre = streams.new_empty(t, s, dtype=torch.float32)
-    _weighed(streams, fn, scale, base, (pre, pre, pre), 1, eps, norm_eps, head=True)
-    return pre
+    return _weighed(streams, fn, scale, base, 0, eps, norm_eps)[1]
 
 
 def _weighed(
-    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, out: tuple[Tensor, Tensor, Tensor],
-    iterations: int, eps: float, norm_eps: float, *, head: bool,
-) -> None:  # fmt: skip
+    streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, iterations: int, eps: float, norm_eps: float,
+    norm: Tensor | None = None, norm_out_eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """What `read_streams` returns; x is empty without a norm, and the last two without rows of `fn` for them."""
     t, s, d = streams.shape
-    if not t:
-        return
-    products, squares = _parts(streams.contiguous(), fn)
-    constants = {"HEAD": head, "T": WEIGHT_TOKENS, "S": s, "N": products.shape[2], "SPLITS": SPLITS}
-    _weigh[(triton.cdiv(t, WEIGHT_TOKENS),)](
-        products, squares, scale, base, *out, t, len(products), s * d, iterations, eps, norm_eps,
-        **constants, num_warps=READ_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
+    rest = fn.shape[0] > s
+    x = streams.new_empty(0 if norm is None else t, d)
+    shapes = (t, s), (rest * t, s), (rest * t, s, s)
+    pre, post, comb = (streams.new_empty(shape, dtype=torch.float32) for shape in shapes)
+    if t:
+        streams = streams.contiguous()
+        parts, constants = _parts(streams, fn)
+        _weigh[(t + rest * triton.cdiv(t, constants["T"]),)](
+            parts, scale, base, streams, base if norm is None else norm, pre, post, comb, x,
+            t, len(parts), d, iterations, eps, norm_eps, norm_out_eps,
+            READ=norm is not None, S=s, **constants, BLOCK=triton.next_power_of_2(d), UPCAST=UPCAST,
+            num_warps=READ_WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return x, pre, post, comb
 
 
-def _parts(streams: Tensor, fn: Tensor) -> tuple[Tensor, Tensor]:
-    """Products [splits, t, N] and square sums [splits, t] of the streams."""
+def _parts(streams: Tensor, fn: Tensor) -> tuple[Tensor, dict[str, int]]:
+    """Sums [splits, t, N] of the streams: products, and last squares; and the constants of what adds them up."""
     t, s, d = streams.shape
-    rows = fn.shape[0]
+    rows, columns = fn.shape[0], s * d
     assert s & (s - 1) == 0, f"{s} streams are no power of two"
-    assert fn.shape == (rows, s * d), f"fn {fn.shape}, want {s * d} columns"
+    assert fn.shape == (rows, columns), f"fn {fn.shape}, want {columns} columns"
     assert fn.dtype == torch.float32, f"fn: {fn.dtype}, want float32"
-    many = t >= PROGRAMS * WIDE_TOKENS // 2
-    tile = WIDE_TOKENS if many else TOKENS
-    block = 64
-    tiles, blocks = triton.cdiv(t, tile), triton.cdiv(d, block)
-    span = triton.cdiv(blocks, max(1, min(blocks, PROGRAMS // tiles))) * block
-    splits = triton.cdiv(d, span)
-    n = max(16, triton.next_power_of_2(rows))
-    products = streams.new_empty(splits, t, n, dtype=torch.float32)
-    squares = streams.new_empty(splits, t, dtype=torch.float32)
-    constants = {"S": s, "TOKENS": tile, "BLOCK": block, "N": n, "UPCAST": UPCAST}
-    _partials[(tiles, splits)](
-        streams, fn.contiguous(), products, squares, t, d, span, rows,
-        **constants, NARROW=streams.dtype == torch.bfloat16, num_warps=8 if many else 4, num_stages=2 if many else 1,
-        enable_fp_fusion=False,
+    fn, n = fn.contiguous(), _sums(rows)
+    if t <= FEW:
+        span = _span(columns)
+        splits = triton.cdiv(columns, span)
+        parts = streams.new_empty(splits, t, n, dtype=torch.float32)
+        _sums_of_few[(splits, t)](
+            streams, fn, parts, t, columns, rows, SPAN=span, N=n, UPCAST=UPCAST, num_warps=4, enable_fp_fusion=False
+        )
+        return parts, {"T": 1, "N": n, "SPLITS": triton.next_power_of_2(splits)}
+    narrow = streams.dtype == torch.bfloat16
+    if narrow:
+        cut = torch.empty(3, *fn.shape, dtype=torch.bfloat16, device=fn.device)
+        constants = {"BLOCK": CUT, "UPCAST": UPCAST}
+        _cut[(triton.cdiv(fn.numel(), CUT),)](fn, cut, fn.numel(), **constants, num_warps=4, enable_fp_fusion=False)
+        fn = cut
+    tiles, blocks = triton.cdiv(t, TOKENS), triton.cdiv(columns, BLOCK)
+    steps = triton.cdiv(blocks, min(blocks, _splits(tiles)))
+    splits = triton.cdiv(blocks, steps)
+    parts = streams.new_empty(splits, t, n, dtype=torch.float32)
+    _sums_of_many[(tiles, splits)](
+        streams, fn, parts, t, columns, rows, steps,
+        TOKENS=TOKENS, BLOCK=BLOCK, N=n, PARTS=3 if narrow else 1, UPCAST=UPCAST,
+        num_warps=4, num_stages=4 if narrow else 1, enable_fp_fusion=False,
     )  # fmt: skip
-    return products, squares
+    return parts, {"T": WEIGHT_TOKENS, "N": n, "SPLITS": SPLITS[1]}
 
 
-def _parts_scratch(tokens: int, hidden: int, rows: int) -> int:
-    """Bytes allocated in `_parts` of up to so many tokens: what its tiles of tokens and of columns find."""
-    tile = WIDE_TOKENS if tokens >= PROGRAMS * WIDE_TOKENS // 2 else TOKENS
-    places: int = max(tokens, min(tokens * triton.cdiv(hidden, 64), PROGRAMS * tile))
-    columns: int = max(16, triton.next_power_of_2(rows))
-    return places * (columns + 1) * 4
+def _sums(rows: int) -> int:
+    """Sums of a token: of each row of `fn`, and in the last place of squares; a dot takes 16 at least."""
+    sums: int = max(16, triton.next_power_of_2(rows + 1))
+    return sums
+
+
+def _span(columns: int) -> int:
+    """Columns of a program of few tokens."""
+    span: int = max(SPAN, triton.next_power_of_2(triton.cdiv(columns, MOST)))
+    return span
+
+
+def _splits(tiles: int) -> int:
+    """Programs that a tile of tokens is dealt to, if there are columns for them."""
+    least, most = SPLITS
+    return min(most, max(least, PROGRAMS // tiles))
+
+
+def _parts_scratch(tokens: int, columns: int, rows: int, item: int) -> int:
+    """Bytes allocated in `_parts` of up to so many tokens: what its programs find, and the parts of `fn`."""
+    places: int = min(tokens, FEW) * triton.cdiv(columns, _span(columns))
+    if tokens <= FEW:
+        return places * _sums(rows) * 4
+    least, most = SPLITS
+    many = max(min(tokens * most, PROGRAMS * TOKENS), tokens * least)
+    places = max(places, min(many, tokens * triton.cdiv(columns, BLOCK)))
+    return places * _sums(rows) * 4 + (3 * rows * columns * 2 if item == 2 else 0)
 
 
 def read_streams_scratch(tokens: int, streams: int, hidden: int, item: int) -> int:
     """Bytes allocated in `read_streams` of up to so many tokens: input and weights, and split products."""
-    results = tokens * (hidden * item + (2 + streams) * streams * 4)
-    return results + _parts_scratch(tokens, hidden, (2 + streams) * streams)
+    return tokens * hidden * item + hyper_weights_scratch(tokens, streams, hidden, item)
 
 
 def read_streams(
@@ -265,18 +306,6 @@ def read_streams(
     norm: Tensor, norm_out_eps: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Read the streams for a sublayer in two launches: `kernels.hyper.reference.read_streams`; s is a power of two."""
-    t, s, d = streams.shape
+    _, s, _ = streams.shape
     assert fn.shape[0] == (2 + s) * s, f"{fn.shape[0]} rows of fn for {s} streams"
-    streams = streams.contiguous()
-    x = streams.new_empty(t, d)
-    pre, post, comb = (streams.new_empty(t, *shape, dtype=torch.float32) for shape in ((s,), (s,), (s, s)))
-    if not t:
-        return x, pre, post, comb
-    products, squares = _parts(streams, fn)
-    constants = {"T": WEIGHT_TOKENS, "S": s, "N": products.shape[2], "SPLITS": SPLITS}
-    _read[(t + triton.cdiv(t, WEIGHT_TOKENS),)](
-        products, squares, scale, base, streams, norm, pre, post, comb, x, t, len(products), d, iterations,
-        eps, norm_eps, norm_out_eps, **constants, BLOCK=triton.next_power_of_2(d), UPCAST=UPCAST,
-        num_warps=READ_WARPS, enable_fp_fusion=False,
-    )  # fmt: skip
-    return x, pre, post, comb
+    return _weighed(streams, fn, scale, base, iterations, eps, norm_eps, norm, norm_out_eps)

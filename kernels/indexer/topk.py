@@ -5,6 +5,8 @@ bits among the scores that agree with the k-th largest so far. (Histograms of 11
 builds them from ballots, whose cost grows with the bins.) A last pass takes what is larger, and of what is equal the
 first ones, each to the place that a prefix sum gives it: ascending order, and of equal scores the lower index.
 
+A row of half a tile at most is read once: what then counts is what a histogram costs, and its digits are of 5 bits.
+
 Only integers are added up, so nothing depends on the order in which programs run. Where there are many rows, or short
 ones, a program does all passes of one row in one launch; else a row is split over programs, and there is a launch for
 each pass, with counts kept in between; the first pass may be that of who computes the scores. All find the same.
@@ -59,11 +61,23 @@ def _histogram(row, low, high, prefix, digit, TILE: tl.constexpr):
 
 
 @triton.jit
-def _pick(counts, prefix, need):
+def _pick(counts, prefix, need, BITS: tl.constexpr = 8):
     """Append the digit of the `need`-th largest to `prefix`; return how many of those that share it are needed."""
     at_least = tl.cumsum(counts, reverse=True)
     digit = tl.sum((at_least >= need).to(tl.int32)) - 1
-    return (prefix << 8) | digit.to(tl.uint32), need - tl.max(tl.where(at_least < need, at_least, 0))
+    return (prefix << BITS) | digit.to(tl.uint32), need - tl.max(tl.where(at_least < need, at_least, 0))
+
+
+@triton.jit
+def _place(out, entry, inside, key, least, need, larger, equal):
+    """Write those of some entries that `_take` takes; return how many are larger and, in the lower bits, equal."""
+    over = inside & (key > least)
+    same = inside & (key == least)
+    both = (over.to(tl.int32) << 16) | same.to(tl.int32)  # at most one of the two; there are fewer than 2^15
+    before = tl.cumsum(both) - both
+    ties = equal + (before & 0xFFFF)
+    tl.store(out + larger + (before >> 16) + tl.minimum(ties, need), entry, over | (same & (ties < need)))
+    return tl.sum(both)
 
 
 @triton.jit
@@ -72,14 +86,7 @@ def _take(row, out, low, high, least, need, larger, equal, TILE: tl.constexpr):
     for begin in range(low, high, TILE):
         entry = begin + tl.arange(0, TILE)
         inside = entry < high
-        key = _ordered(row, entry, inside)
-        over = inside & (key > least)
-        same = inside & (key == least)
-        both = (over.to(tl.int32) << 16) | same.to(tl.int32)  # at most one of the two; a tile has fewer than 2^15
-        before = tl.cumsum(both) - both
-        ties = equal + (before & 0xFFFF)
-        tl.store(out + larger + (before >> 16) + tl.minimum(ties, need), entry, over | (same & (ties < need)))
-        total = tl.sum(both)
+        total = _place(out, entry, inside, _ordered(row, entry, inside), least, need, larger, equal)
         larger += total >> 16
         equal += total & 0xFFFF
 
@@ -102,13 +109,21 @@ def _whole(scores, out, first, start, ratio, entries, stride, width, WIDTH: tl.c
     token = tl.program_id(0).to(tl.int64)
     row, out = scores + token * stride, out + token * width
     seen = seen_by(first, start + token, ratio, entries)
+    prefix, need, zero = tl.full([], 0, tl.uint32), tl.full([], 0, tl.int32) + width, tl.full([], 0, tl.int32)
     if seen <= width:
         _take_all(out, seen, width, WIDTH)
+    elif seen <= TILE // 2:
+        entry = tl.arange(0, TILE // 2)
+        inside = entry < seen
+        key = _ordered(row, entry, inside)
+        for digit in range(7):
+            upper = key >> (30 - 5 * digit)
+            counts = tl.histogram((upper & 31).to(tl.int32), 32, inside & (upper >> 5 == prefix))
+            prefix, need = _pick(counts, prefix, need, 5)
+        _place(out, entry, inside, key, prefix, need, zero, zero)
     else:
-        prefix, need = tl.full([], 0, tl.uint32), tl.full([], 0, tl.int32) + width
         for digit in range(4):
             prefix, need = _pick(_histogram(row, 0, seen, prefix, digit, TILE), prefix, need)
-        zero = tl.full([], 0, tl.int32)
         _take(row, out, 0, seen, prefix, need, zero, zero, TILE)
 
 

@@ -29,10 +29,11 @@ def head(t, d):
 
 CASES = {
     "read for a sublayer, V4-Pro": read(1, 7168),
+    "read for a sublayer, V4-Flash, a chunk": read(4096, 4096),
     "head": head(2, 7168),
 }
 MORE = {
     "read for a sublayer, V4-Flash": read(1, 4096),
-    "read for a sublayer, V4-Flash, a chunk": read(4096, 4096),
     "first sublayer, in fp32": weights(1, 7168, torch.float32),
+    "a chunk, in fp32": weights(4096, 4096, torch.float32),
 }

@@ -45,8 +45,11 @@ HOT = {
     "logits of the gate, one token": Hot(
         "gate", "V4-Flash, a token and its logits", "_gate", lambda c: c["ROWS"] * ROW(c), whole=True
     ),
-    "mHC products, one token": Hot("hyper", STREAMS, "_partials", lambda c: c["N"] * c["BLOCK"]),
-    "mHC read, one token": Hot("hyper", STREAMS, "_read", None),  # its longest loop is Sinkhorn's
+    "mHC products, one token": Hot("hyper", STREAMS, "_sums_of_few", lambda c: c["N"] * c["SPAN"], whole=True),
+    "mHC read, one token": Hot("hyper", STREAMS, "_weigh", None),  # its longest loop is Sinkhorn's
+    "mHC products, 4096 tokens": Hot(
+        "hyper", f"{STREAMS}, a chunk", "_sums_of_many", lambda c: c["PARTS"] * c["N"] * c["BLOCK"]
+    ),
     "FP8 linear, 8192 tokens": Hot("linear", "query, V4-Flash, 8192 tokens", "_linear", DOWN),
     "experts up, 4096 tokens": Hot("experts", MANY, "_gate_up", UP),
     "experts down, 4096 tokens": Hot("experts", MANY, "_down", DOWN),

@@ -61,8 +61,9 @@ if HAS_TRITON:
         Way("triton whole", attention_triton.attend, launch, dtypes=(BF16,), PROGRAMS=1),
         Way("triton split", attention_triton.attend, launch, dtypes=(F32,), PROGRAMS=5),
     ]
+    narrow = {"KEYS": 16, "MANY_KEYS": 16, "ROWS": 16}
     SMALL_TILES += [
-        Way(f"triton {programs}", attention_triton.attend, launch, dtypes=(dtype,), PROGRAMS=programs, KEYS=16, ROWS=16)
+        Way(f"triton {programs}", attention_triton.attend, launch, dtypes=(dtype,), PROGRAMS=programs, **narrow)
         for programs, dtype in ((1, F32), (9, BF16), (132, BF16))
     ]
 
@@ -550,8 +551,8 @@ def test_triton_rows_of_a_short_call_have_the_bits_of_calls_of_one_token(kind, f
 def test_how_a_call_of_triton_is_cut_up_follows_from_shapes():
     """One token fills the machine with programs, as does each of a short call; a chunk has one program a row tile."""
 
-    def cut(t, h, most, shared):
-        return launch.launch(t, h, 512, 128, most, narrow=True, form=launch.TENSOR, shared=shared)
+    def cut(t, h, most, shared, wide=False, form=launch.TENSOR):
+        return launch.launch(t, h, 512, 128, most, narrow=True, form=form, shared=shared, wide=wide)
 
     assert cut(1, 64, 8192, shared=True)[:6] == (1, 64, 32, 512, 1, 132)
     assert cut(1, 128, 1024, shared=False)[:6] == (1, 64, 32, 512, 2, 36)
@@ -559,6 +560,12 @@ def test_how_a_call_of_triton_is_cut_up_follows_from_shapes():
     assert cut(512, 16, 8192, shared=True)[:6] == (4, 16, 32, 512, 128, 1)
     assert cut(32, 64, 8192, shared=True)[4:6] == (32, 4)
     assert (cut(512, 64, 512, shared=True).stages, cut(512, 64, 512, shared=False).stages) == (3, 5)
+    for shared in (True, False):  # wide tiles have room, of what one program has to itself
+        narrower, wider = (cut(512, 64, 512, shared=shared, wide=wide) for wide in (False, True))
+        assert wider == narrower._replace(keys=64, stages=2)
+        assert cut(512, 64, 512, shared, wide=True, form=launch.FP8).keys == 64
+        for t, form in ((8, launch.TENSOR), (66, launch.TENSOR), (512, launch.CODED), (512, launch.BASED)):
+            assert cut(t, 64, 512, shared, True, form) == cut(t, 64, 512, shared, False, form)
     for h, most, shared in ((64, 8192, True), (16, 100, True), (128, 1024, False)):
         one = cut(1, h, most, shared)
         for t in range(2, launch.SHORT + 1):

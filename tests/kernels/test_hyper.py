@@ -17,14 +17,16 @@ if HAS_TRITON:
 NAN, INF = torch.nan, torch.inf
 S, EPS, NORM_EPS = 4, 1e-3, 1e-2  # of a size that no bound below hides
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-# tokens and columns: none, one, several splits and more than are added at a time, a second tile of tokens
+# tokens and columns: none, one, several splits, more tokens than have programs of their own
 SHAPES = pytest.mark.parametrize(("t", "d"), [(0, 8), (1, 24), (2, 150), (17, 70)])
 
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch):
     if HAS_TRITON:
-        monkeypatch.setattr(triton, "SPLITS", 2)
+        monkeypatch.setattr(triton, "SPAN", 32)
+        monkeypatch.setattr(triton, "MOST", 8)
+        monkeypatch.setattr(triton, "SPLITS", (2, 4))
         monkeypatch.setattr(triton_streams, "COLUMNS", 128)
 
 
@@ -213,9 +215,19 @@ def test_there_may_be_other_numbers_of_streams(ops, s):
 
 @on_triton
 @DTYPES
-def test_triton_reads_many_tokens_in_wide_tiles(dtype, monkeypatch):
-    monkeypatch.setattr(triton, "PROGRAMS", 2)  # many: 64 tokens or more
-    given = (*draw(65, 24, dtype), 20, EPS, NORM_EPS)
+def test_triton_reads_a_token_of_a_few_as_it_does_alone(dtype):
+    streams, *given = read_arguments(16, 24, dtype)
+    alone = [TRITON.read_streams(token[None], *given) for token in streams]
+    for t in range(1, 17):
+        for together, one in zip(TRITON.read_streams(streams[:t], *given), zip(*alone[:t], strict=True), strict=True):
+            assert torch.equal(together, torch.cat(one))
+
+
+@on_triton
+@DTYPES
+def test_triton_reads_many_tokens_in_tiles(dtype):
+    """Two tiles of tokens, of which one is short, and splits of a few blocks each, of which one is short too."""
+    given = (*draw(65, 150, dtype), 20, EPS, NORM_EPS)
     for ours, exact, ulps in zip(TRITON.hyper_weights(*given), exact_weights(*given), (16, 16, 64), strict=True):
         assert_near(ours, exact, torch.float32, ulps=ulps)
 
@@ -236,11 +248,10 @@ def test_sums_that_are_cut_off_stay_short(monkeypatch):
 
     Within a 32nd of what `scripts.bench gpu` allows; in one sum they are off by more than all of it, as on an H200.
     """
-    monkeypatch.setattr(triton, "SPLITS", 32)
-    monkeypatch.setattr(triton, "PROGRAMS", 1)
+    monkeypatch.setattr(triton, "SPLITS", (1, 1))
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", truncated_dot)
     g = torch.Generator().manual_seed(0)
-    streams, fn = torch.randn(16, S, 7168, generator=g).bfloat16(), torch.randn(24, S * 7168, generator=g)
+    streams, fn = torch.randn(17, S, 7168, generator=g).bfloat16(), torch.randn(24, S * 7168, generator=g)
     given = streams, fn * (S * 7168) ** -0.5, torch.ones(3), torch.randn(24, generator=g), 20, 1e-6, 1e-6
     found, wanted = TRITON.hyper_weights(*given), reference.hyper_weights(*given)
     assert max(WEIGHTS.error(*both) for both in zip(found, wanted, strict=True)) < 2**-5

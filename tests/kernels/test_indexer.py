@@ -78,7 +78,7 @@ if HAS_TRITON:
 
     SCORES["triton"] = triton.index_scores
     WAYS["triton"] = (TRITON.select, triton, {"KEYS": 32, "SCRATCH": 250})  # scores of two tokens, or one
-    PICKS += ["whole rows", "parts"]
+    PICKS += ["whole rows", "rows in a tile", "parts"]
 EVERY_SCORE = pytest.mark.parametrize("index_scores", SCORES.values(), ids=SCORES)
 
 
@@ -455,7 +455,7 @@ def test_every_code_of_fp8_is_decoded(index_scores, dtype):
 
 @pytest.fixture(params=PICKS)
 def pick(request, monkeypatch):
-    """Select by given scores: in both of Triton's ways in tiles of 1024, and of 64 in two parts."""
+    """Select by given scores: in Triton's three ways, of tiles of 256, half of one of 1024, and 64 in two parts."""
     if request.param == "reference":
         monkeypatch.setattr(reference, "index_scores", lambda scores, *_: scores)
         return lambda scores, *rest: reference.select(scores, None, scores.T, *rest)
@@ -480,7 +480,8 @@ def pick(request, monkeypatch):
 
         return select
     small = {"WHOLE_ROWS": 1 << 30, "WHOLE_ENTRIES": 0, "PART": 64, "PARTS": 2}
-    for name, value in small.items() if request.param == "parts" else [("TILE", 1024)]:
+    tiles = {"whole rows": {"TILE": 256}, "rows in a tile": {"TILE": 1024}, "parts": small}
+    for name, value in tiles[request.param].items():
         monkeypatch.setattr(topk, name, value)
     return topk.top_k
 
@@ -798,7 +799,7 @@ def test_triton_names_a_form_without_a_kernel():
 
 
 @on_triton
-@pytest.mark.parametrize("pick", ["whole rows", "parts"], indirect=True)
+@pytest.mark.parametrize("pick", ["whole rows", "rows in a tile", "parts"], indirect=True)
 def test_triton_tokens_stand_behind_the_first_and_write_their_rows_alone(pick):
     del pick
     scores = torch.stack((torch.arange(100.0), torch.full((100,), -2.5)))  # of what is equal, more could be taken
