@@ -222,9 +222,10 @@ def add_graph(p: argparse.ArgumentParser) -> None:
     """Add the flag of scripts that decode."""
     p.add_argument(
         "--graph",
-        action="store_true",
-        help="decode by a CUDA graph of one token: with --device cuda, --ops triton, all caches in full."
-        " A token decoded so has all tripwires",
+        action=argparse.BooleanOptionalAction,
+        help="decode by a CUDA graph of one token, with all tripwires: of a V4 model with --device cuda, --ops triton,"
+        " all caches in full and no drafting head, where it is the default; elsewhere --graph is refused, and a report"
+        " says why a run decodes eagerly",
     )
 
 
