@@ -87,8 +87,8 @@ def test_a_step_is_warmed_up_aside_captured_once_and_replayed(monkeypatch):
 def test_a_run_that_cannot_have_a_graph_says_why():
     model = load(DEMO, RunOptions()).model
     state = model.new_state(16, 8)
-    for graph, why in ((False, "--no-graph"), (None, "--device cpu: CUDA graphs are of CUDA devices")):
-        by = decoding(model, state, graph=graph, steps=3)
+    for asked, why in ((False, "--no-graph"), (None, "--device cpu: CUDA graphs are of CUDA devices")):
+        by = decoding(model, state, graph=asked, steps=3)
         assert (by.how, by.why_eager) == ("eager", why)
     with pytest.raises(ConfigError, match="--graph: --device cpu"):
         decoding(model, state, graph=True, steps=3)
