@@ -43,9 +43,7 @@ def check_graph(config: Config, device: str, ops: Ops) -> None:
         raise ConfigError(f"--graph: {why}")
 
 
-def decoding(
-    model: Model, state: State, *, graph: bool | None, steps: int, head: DraftHead | None = None
-) -> Decoding:
+def decoding(model: Model, state: State, *, graph: bool | None, steps: int, head: DraftHead | None = None) -> Decoding:
     """Choose how `state` is decoded, and capture the graph where it is by one.
 
     Parameters

@@ -22,8 +22,8 @@ from fathom.model.config import ModelConfig
 from fathom.model.draft import DraftState, draft_caches
 from fathom.model.llama.adapters import adapters_nbytes
 from fathom.model.llama.config import LlamaConfig
-from fathom.model.ranks.ranks import SPLIT_FROM, AxisShard, evenly, splits, undivided
 from fathom.model.observe.invariants import CELLS
+from fathom.model.ranks.ranks import SPLIT_FROM, AxisShard, evenly, splits, undivided
 from fathom.model.state import layer_caches
 from fathom.model.variants.choice import Full
 from fathom.runtime.arithmetic import cache_formats
@@ -57,7 +57,7 @@ class Plan:
     caches: Mapping[str, Mapping[str, int]]  # bytes by kind of layer and component, of all its layers
     call: Moment  # the largest of any call, whatever the values: all tokens to one expert, all entries above the best
     typical_call: Moment  # if tokens spread evenly over experts, and few entries pass the indexer's comparisons
-    graph: int  # the pool of a captured step, which nothing else is put into, and the step's buffers; 0: none is captured
+    graph: int  # pool of a captured step, into which nothing else is put, and its buffers; 0: none is captured
     host: int  # Python's list of the positions in each ring, on the CPU
     reserve: int  # beside tensors
     untiled: int  # not needed here: fp32 index scores of a chunk, made at once

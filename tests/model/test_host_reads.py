@@ -22,7 +22,18 @@ from tests.other_device import DEVICE, There, moved, other_device  # noqa: E402 
 
 WIDTHS = {"n_routed_experts": 4, "num_hash_layers": 1, "head_dim": 128, "qk_rope_head_dim": 64, "index_head_dim": 64}
 # What waits for the device until a value is on the host, by torch's name
-READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "__contains__", "cpu", "numpy", "is_nonzero"}
+READS = {
+    "item",
+    "tolist",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__contains__",
+    "cpu",
+    "numpy",
+    "is_nonzero",
+}
 READS |= {"nonzero", "argwhere", "masked_select", "unique", "bincount", "equal", "allclose", "repeat_interleave"}
 CONTEXT = 80
 TOKENS = torch.randint(0, 320, (CONTEXT,), generator=torch.Generator().manual_seed(0))
@@ -75,6 +86,18 @@ def test_a_call_and_its_logits_are_looked_at_once_each(tmp_path, ratios, options
     model = made(tmp_path, list(ratios), **options)
     with other_device():
         assert reads(moved(model), 18, 1, 1) == [{"tolist": 1, "item": 1}] * 3
+
+
+def test_an_entry_that_leaves_a_window_is_one_read(tmp_path):
+    """Where it goes is decided on the host: beside the two reads of a call, one for each of the layer's evictions."""
+    model = made(tmp_path, [4], kv=("all=coda:window=8,exact=4,summary=4",))
+    with other_device():
+        state = (there := moved(model)).new_state(CONTEXT, 64)
+        there(TOKENS[:39].to(DEVICE), state)
+        for position, more in ((39, 1), (40, 0)):  # the tenth entry ends at position 39
+            with Reads() as found:
+                there.logits(there(TOKENS[position : position + 1].to(DEVICE), state))
+            assert found.names == {"tolist": 1 + more, "item": 1}
 
 
 def row(number, value):

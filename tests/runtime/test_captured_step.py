@@ -208,11 +208,10 @@ def test_a_captured_step_holds_no_more_than_is_planned(tmp_path, large):
     plan = on_gpu.plan(4096)
     assert plan.graph == planned
     assert plan.needed == plan.own_weights + plan.cache_bytes + plan.call.nbytes + planned + plan.host + plan.reserve
-    for changed, backend in (
-        (options, "triton"),
-        (replace(options, device="cuda"), "cpu"),
-        (replace(options, device="cuda", kv=("all=coda",)), "triton"),
-    ):
+    others = [(options, "triton"), (replace(options, device="cuda"), "cpu")]  # of which none is captured
+    if large == "heads":
+        others.append((replace(options, device="cuda", kv=("all=coda",)), "triton"))
+    for changed, backend in others:
         assert not Planner(config, loaded.census, loaded.sharding, changed, 0, backend).graph(4096)
 
 
