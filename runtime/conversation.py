@@ -95,7 +95,7 @@ class Conversation:
     max_context
         Positions that the state holds.
     graph
-        Whether tokens are decoded by a CUDA graph.
+        Whether tokens are decoded by a CUDA graph, see `runtime.decoding.decoding`.
 
     """
 
@@ -107,7 +107,7 @@ class Conversation:
         form: Format,
         max_context: int,
         *,
-        graph: bool = False,
+        graph: bool | None = None,
     ) -> None:
         if not form.raw:
             check_chat_format(loaded.model.config, loaded.directory)
@@ -323,7 +323,7 @@ class Conversation:
                 raise CapacityError(
                     f"thinking keeps a copy of the caches, {size} bytes, in the host's memory of {there}"
                 )
-        self.by = decoding(self.loaded.model, self.state, graph=self.graph, steps=1)
+        self.by = decoding(self.loaded.model, self.state, graph=self.graph, steps=1, head=self.loaded.head)
 
     def _drop(self) -> None:
         self.state = self.by = None

@@ -1,7 +1,7 @@
 """By what a run decodes: the model itself, call by call, or a CUDA graph of one call."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,9 +9,12 @@ from torch import Tensor
 from fathom.kernels.ops import Ops
 from fathom.model.architectures import Config, Model
 from fathom.model.config import ModelConfig
+from fathom.model.draft import DraftHead
 from fathom.model.errors import ConfigError
 from fathom.model.state import State
 from fathom.model.transformer import Transformer
+
+HEARS_NOTHING: Final = "a drafting head hears nothing of a captured call"
 
 # The next token to the logits after it, [vocab] float32, which the next call may overwrite.
 Step = Callable[[int], Tensor]
@@ -40,7 +43,7 @@ def check_graph(config: Config, device: str, ops: Ops) -> None:
         raise ConfigError(f"--graph: {why}")
 
 
-def decoding(model: Model, state: State, *, graph: bool, steps: int) -> Decoding:
+def decoding(model: Model, state: State, *, graph: bool | None, steps: int, head: DraftHead | None = None) -> Decoding:
     """Choose how `state` is decoded, and capture the graph where it is by one.
 
     Parameters
@@ -48,12 +51,15 @@ def decoding(model: Model, state: State, *, graph: bool, steps: int) -> Decoding
     model, state
         The state as it is before the run: its prompt may yet have to be prefilled.
     graph
-        Whether a graph is asked for; ConfigError, saying why, where there can be none.
+        Whether one is asked for: True, and ConfigError, saying why, where there can be none; False; None: where there
+        can be one. Why there is none is told by `Decoding.why_eager`.
     steps
         Tokens that will be decoded at most. For none nothing is captured.
+    head
+        What drafts, where a head does.
 
     """
-    why = _why_eager(model) if graph else "no --graph"
+    why = "--no-graph" if graph is False else _why_eager(model, head)
     if why is None and steps < 1:
         why = "no token to decode"
     if why is None:
@@ -76,10 +82,12 @@ def _why_no_graph(config: Config, device: str, ops: Ops) -> str | None:
     return None
 
 
-def _why_eager(model: Model) -> str | None:
+def _why_eager(model: Model, head: DraftHead | None) -> str | None:
     why = _why_no_graph(model.config, model.device.type, model.arithmetic.ops)
     if why is not None:
         return why
+    if head is not None:
+        return f"--draft {head.kind.option}: {HEARS_NOTHING}"
     from fathom.runtime.graph import refusal  # noqa: PLC0415 (Triton is not on every platform)
 
     assert isinstance(model, Transformer), f"a V4 config of a {type(model).__name__}"

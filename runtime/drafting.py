@@ -28,6 +28,7 @@ from fathom.model.observe.observer import listening
 from fathom.model.observe.sites import Listener, Site
 from fathom.model.variants.choice import GroupedShard, Shard
 from fathom.runtime.arithmetic import cache_formats
+from fathom.runtime.decoding import HEARS_NOTHING
 from fathom.runtime.options import RunOptions
 
 if TYPE_CHECKING:
@@ -151,14 +152,17 @@ def check_head(counted: Census, draft: str, where: str) -> None:
         raise ConfigError(f"--draft {draft}: {where} has {found or 'no drafting head'}, see --draft {instead}")
 
 
-def check_draft(config: Config, options: RunOptions, ops: Ops, *, graph: bool = False) -> None:
-    """Refuse drafts where text would not be that of a run without them, before any weight is read: ConfigError."""
+def check_draft(config: Config, options: RunOptions, ops: Ops, *, graph: bool | None = None) -> None:
+    """Refuse drafts where text would not be that of a run without them, before any weight is read: ConfigError.
+
+    `graph`: whether one was asked for, see `runtime.decoding.decoding`.
+    """
     if options.draft == OFF:
         return
     if options.draft in HEADS_BY_NAME and not isinstance(config, ModelConfig):
         raise ConfigError(f"--draft {options.draft}: a {config.model_type} model has no drafting head here")
     if graph and bound(options.draft):
-        raise ConfigError(f"--draft {options.draft}: a drafting head hears nothing of a captured call, see --graph")
+        raise ConfigError(f"--draft {options.draft}: {HEARS_NOTHING}, see --graph")
     if options.draft_tokens >= ROWS:
         raise ConfigError(f"--draft-tokens {options.draft_tokens}: want at most {ROWS - 1}")
     if options.draft_tokens >= options.prefill_chunk:

@@ -93,12 +93,13 @@ class Step:
         observer.stands(self.state.layers, at, at, 1)
         self.token.fill_(token)
         self.position.fill_(at)
+        self.deferred.clear()
 
     @torch.inference_mode()
     def run(self) -> None:
         """Compute the logits of `token` at `position`, and write the caches: work for the device alone."""
         observer = observed(self.model)
-        self.deferred.begin()
+        self.deferred.begin(self.position, 1)
         observer.deferred = self.deferred
         try:
             with self.model.arithmetic.ranks.leaving(self.deferred.left):

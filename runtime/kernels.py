@@ -6,6 +6,7 @@ from typing import Final
 import torch
 
 from fathom.model.architectures import Model
+from fathom.model.observe.observer import observed
 from fathom.runtime.memory import new_state
 
 # Tokens of calls, after those of a chunk, which launch what calls of other sizes do: tiles of attention and of products
@@ -17,7 +18,7 @@ LONGEST: Final = 4096  # tokens of a chunk that is rehearsed, at most: beyond it
 def prepare_kernels(model: Model, chunk: int, context: int | None, *, say: bool) -> None:
     """Rehearse a chunk of a prompt, the rest of one and a decoded token, by this rank alone: each kernel is compiled.
 
-    The model must be as it is built: nothing watches what a rehearsal computes, which means nothing on several ranks.
+    Nothing that it computes ends a run, for it means nothing on several ranks; what looks at it is rehearsed too.
     Compiled later, kernel by kernel, is what a rehearsal cannot reach: rows of more than 16,384 index scores are split
     (65,536 positions of CSA), HCA has longer tiles beyond 262,144 positions, tiles of experts follow the tokens that
     other ranks send, banks of CoDA grow, and a graph has kernels for its tripwires, which its own warm-up compiles.
@@ -41,7 +42,7 @@ def prepare_kernels(model: Model, chunk: int, context: int | None, *, say: bool)
             flush=True,
         )
     ran = dict(model.arithmetic.ran)
-    with model.arithmetic.ranks.apart(), torch.inference_mode():
+    with observed(model).rehearsing(), model.arithmetic.ranks.apart(), torch.inference_mode():
         state = new_state(model, sum(calls), max(calls), sum(calls[:-1]))
         for size in calls:
             tokens = torch.arange(size, device=model.device) % model.config.vocab_size

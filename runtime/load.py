@@ -154,9 +154,9 @@ def _load(
         head = None if counted.head is None else _head(counted.head, model, weights)
     if unread := weights.unread():  # a parameter that no layer asked for is a layer that was not built
         raise CheckpointError(f"{directory}: the model never asked for {len(unread)} parameters, first {unread[0]}")
-    if ops.name == "triton" and device.type == "cuda":  # before anything watches it, while other ranks wait longer
-        prepare_kernels(model, options.prefill_chunk, context, say=group.rank == 0)
     install(model, LLAMA_PLACES if isinstance(config, LlamaConfig) else PLACES)
+    if ops.name == "triton" and device.type == "cuda":  # while other ranks wait longer
+        prepare_kernels(model, options.prefill_chunk, context, say=group.rank == 0)
     if head is not None:
         install(head, PLACES, head.config.num_hidden_layers)
     for mark in marks:

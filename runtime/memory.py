@@ -72,6 +72,7 @@ def _parts(plan: Plan) -> str:
         "weights": plan.own_weights,
         "caches": plan.cache_bytes,
         "a call": plan.call.nbytes,
+        **({"a captured token": plan.graph} if plan.graph else {}),
         "beside tensors": plan.host + plan.reserve,
     }
     return ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())

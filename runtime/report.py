@@ -140,6 +140,7 @@ def _planned(loaded: AnyLoaded, options: RunOptions, state: State) -> dict[str, 
         "weights": plan.own_weights,
         "caches": plan.cache_bytes,
         "call": plan.call.nbytes,
+        "graph": plan.graph,
         "beside_tensors": plan.host + plan.reserve,
         "mapped_weights": plan.mapped_weights,
     }

@@ -223,9 +223,9 @@ def add_graph(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--graph",
         action=argparse.BooleanOptionalAction,
-        default=False,
-        help="decode by a CUDA graph of one token: with --device cuda, --ops triton, all caches in full."
-        " A token decoded so has all tripwires",
+        help="decode by a CUDA graph of one token, with all tripwires: of a V4 model with --device cuda, --ops triton,"
+        " all caches in full and no drafting head, where it is the default; elsewhere --graph is refused, and a report"
+        " says why a run decodes eagerly",
     )
 
 

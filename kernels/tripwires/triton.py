@@ -1,11 +1,16 @@
-"""What must never happen, measured many at once: a number each, or two, in cells that the host reads after the call.
+"""What must never happen, measured many at once: in a cell each, or two, that the host reads after the call.
 
-Of one launch every program measures something else.
+A cell holds NOTHING, or which row was the first at fault and what was measured there, see `told`. Of one launch a
+column of programs measures something else.
 
-The equations are those of `model.observe.invariants`; `model.observe.deferred` says what a cell may hold. Sizes are
-compared as bits, where NaN is the largest of all.
+The equations are those of `model.observe.invariants`, whose tokens are rows here. Sizes are compared as bits, where NaN
+is the largest of all.
+
+Triton compiles anew for other constants, and for integers that are 1, or multiples of 16, where they were none. So what
+a model fixes is a constant, and what changes from call to call is given as fp32, which holds it exactly: below 2^24.
 """
 
+import struct
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -21,69 +26,101 @@ from fathom.kernels.linear.triton import constant_of
 from fathom.kernels.tripwires.reference import ADDED, FACTOR, mark, words
 
 SPAN: Final = 1 << 14  # numbers of a sum, at most: a program adds them up alone
+SHARE: Final = 16  # tokens of a program that looks at little of each
+ALIGNED: Final = 16  # bytes, by which Triton tells pointers apart
 WORDS: Final = 1024  # of a program of a checksum
+NOTHING: Final = (1 << 63) - 1  # in a cell: no row is at fault
 
 
 @triton.jit
-def _largest(x):
-    """Bits of the largest size of fp32 numbers [n]."""
-    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+def _leave(cell, row, value, bad, NOTHING: tl.constexpr):
+    """Leave the first of rows [n] that is at fault, above the bits of what was measured of it, fp32."""
+    bits = value.to(tl.int32, bitcast=True).to(tl.int64) & tl.full([1], 0xFFFFFFFF, tl.int64)
+    none = tl.full([1], NOTHING, tl.int64)
+    first = tl.min(tl.where(bad, (row.to(tl.int64) << 32) | bits, none), 0) + tl.zeros([1], tl.int64)
+    tl.atomic_min(cell + tl.zeros([1], tl.int32), first, first != none)
 
 
 @triton.jit
-def _columns(cell, given, STREAMS: tl.constexpr, BLOCK: tl.constexpr):
-    comb, tokens = given
-    row, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, BLOCK)[None, :]
-    inside, found = (row < STREAMS) & (column < STREAMS), tl.full([], 0, tl.int32)
-    for token in range(tokens):
-        x = tl.load(comb + token * STREAMS * STREAMS + row * STREAMS + column, inside, 0.0)
-        found = tl.maximum(found, _largest(tl.where(tl.arange(0, BLOCK) < STREAMS, tl.sum(x, 0) - 1.0, 0.0)))
-    tl.store(cell, found.to(tl.float32, bitcast=True))
+def _whole(x):
+    return (tl.full([], 0, tl.float32) + x).to(tl.int32)  # to the interpreter what a tuple holds is no tensor
 
 
 @triton.jit
-def _routing(cell, given, SLOTS: tl.constexpr):
-    ids, weights, tokens, k, experts, scale = given
-    slot = tl.arange(0, SLOTS)
-    count, found = tl.full([], 0, tl.int32), tl.full([], 0, tl.int32)
-    for token in range(tokens):
-        own = tl.load(ids + token * k + slot, slot < k, -1)
-        again = (own[:, None] == own[None, :]) & (slot[None, :] < slot[:, None])  # the same in an earlier slot
-        once = (own >= 0) & (own < experts) & (tl.sum(again.to(tl.int32), 1) == 0)
-        count += tl.sum(once.to(tl.int32), 0)
-        total = tl.sum(tl.load(weights + token * k + slot, slot < k, 0.0), 0)
-        found = tl.maximum(found, _largest(total - scale + tl.zeros([1], tl.float32)))
-    tl.store(cell, count.to(tl.float32))
-    tl.store(cell + 1, found.to(tl.float32, bitcast=True))
+def _columns(cell, part, given, STREAMS: tl.constexpr, BLOCK: tl.constexpr, SHARE: tl.constexpr, NOTHING: tl.constexpr):
+    comb, tokens, limit, skip = given
+    tokens, skip = _whole(tokens), _whole(skip)
+    token = part * SHARE + tl.arange(0, SHARE)
+    row, column = tl.arange(0, BLOCK)[None, :, None], tl.arange(0, BLOCK)[None, None, :]
+    inside = (token[:, None, None] < tokens) & (row < STREAMS) & (column < STREAMS)
+    x = tl.load(comb + token[:, None, None] * STREAMS * STREAMS + row * STREAMS + column, inside, 0.0)
+    off = tl.where(tl.arange(0, BLOCK)[None, :] < STREAMS, tl.sum(x, 1) - 1.0, 0.0)
+    largest = tl.max(off.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1).to(tl.float32, bitcast=True)
+    _leave(cell, skip + token, largest, (token < tokens) & ~(largest <= limit), NOTHING)
 
 
 @triton.jit
-def _selection(cell, given, WIDTH: tl.constexpr):
-    selected, first, ratio, entries, width = given
+def _routing(
+    cell, part, given, K: tl.constexpr, EXPERTS: tl.constexpr, SLOTS: tl.constexpr, SHARE: tl.constexpr,
+    NOTHING: tl.constexpr,
+):  # fmt: skip
+    ids, weights, tokens, scale, limit, skip = given
+    tokens, skip = _whole(tokens), _whole(skip)
+    token, slot = part * SHARE + tl.arange(0, SHARE), tl.arange(0, SLOTS)
+    place, inside = token[:, None] * K + slot[None, :], (token[:, None] < tokens) & (slot[None, :] < K)
+    own = tl.load(ids + place, inside, -1)
+    again = (own[:, :, None] == own[:, None, :]) & (slot[None, None, :] < slot[None, :, None])  # in an earlier slot
+    once = (own >= 0) & (own < EXPERTS) & (tl.sum(again.to(tl.int32), 2) == 0)
+    count = tl.sum(once.to(tl.int32), 1).to(tl.float32)
+    _leave(cell, skip + token, count, (token < tokens) & (count != K), NOTHING)
+    off = tl.sum(tl.load(weights + place, inside, 0.0), 1) - scale
+    size = (off.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    _leave(cell + 1, skip + token, size, (token < tokens) & ~(size <= limit), NOTHING)
+
+
+@triton.jit
+def _selection(cell, part, given, RATIO: tl.constexpr, WIDTH: tl.constexpr, NOTHING: tl.constexpr):
+    selected, first, tokens, gone, entries, width = given
+    tokens, gone, entries, width = _whole(tokens), _whole(gone), _whole(entries), _whole(width)
     place = tl.arange(0, WIDTH)
-    inside = place < width
-    seen = tl.minimum((tl.load(first) + 1) // ratio, entries).to(tl.int32)
-    own = tl.load(selected + place, inside, 0)
-    before = tl.load(selected + place - 1, inside & (place > 0), -1)
+    inside = (place < width) & (part + tl.zeros_like(place) < tokens)
+    seen = tl.minimum((tl.load(first) + part + 1) // RATIO - gone, entries).to(tl.int32)
+    row = selected + part.to(tl.int64) * width
+    own = tl.load(row + place, inside, 0)
+    before = tl.load(row + place - 1, inside & (place > 0), -1)
     # Behind the selected entries stand numbers that go on beyond them: all rise, or a rule is broken.
     chain = tl.where(place < seen, own, tl.where(own == -1, seen + place, -2))
     last = tl.where(place <= seen, before, tl.where(before == -1, seen + place - 1, -2))
     last = tl.where(place > 0, last, -1)
-    tl.store(cell, tl.sum((inside & (chain <= last)).to(tl.int32), 0).to(tl.float32))
+    token = part + tl.zeros([1], tl.int32)
+    broken = tl.sum((inside & (chain <= last)).to(tl.int32), 0).to(tl.float32) + tl.zeros([1], tl.float32)
+    _leave(cell, token, broken, broken > 0, NOTHING)
     unfinished = inside & (own >= seen) & (place < seen)
-    tl.store(cell + 1, tl.sum(unfinished.to(tl.int32), 0).to(tl.float32))
+    count = tl.sum(unfinished.to(tl.int32), 0).to(tl.float32) + tl.zeros([1], tl.float32)
+    _leave(cell + 1, token, count, count > 0, NOTHING)
 
 
 @triton.jit
-def _stored(cell, given, FORM: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
-    new, values, rope, scales, first, ratio, rows, width, rope_width, scale_width = given
+def _endless(x):
+    """Where fp32 numbers are NaN or infinite."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000) == 0x7F800000
+
+
+@triton.jit
+def _stored(
+    cell, part, given, RATIO: tl.constexpr, width: tl.constexpr, rope_width: tl.constexpr, scale_width: tl.constexpr,
+    FORM: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.constexpr, NOTHING: tl.constexpr,
+):  # fmt: skip
+    new, values, rope, scales, first, tokens, skip, count, rows = given
+    tokens, skip, count, rows = _whole(tokens), _whole(skip), _whole(count), _whole(rows)
     column = tl.arange(0, BLOCK)
     position = tl.load(first)
-    left = (position + 1) % ratio + tl.zeros_like(column)  # the interpreter makes int32 of a scalar's comparison
-    inside = (column < width) & (left == 0)  # else no window closes, and the row holds anything
-    row = tl.minimum(position // ratio, rows - 1)
-    given = tl.load(new + column, inside, 0.0)
-    total = tl.sum(given.to(tl.float32), 0)
+    closed = (position + tokens) // RATIO - position // RATIO - skip + tl.zeros_like(column)  # rows that end here
+    number = part + tl.zeros_like(column)  # the interpreter makes int32 of a scalar's comparison
+    inside = (column < width) & (number < count) & (number < closed)  # else a row holds anything
+    row = tl.minimum(position // RATIO + skip + part, rows - 1)
+    given = tl.load(new + part.to(tl.int64) * width + column, inside, 0.0)
+    total = tl.sum(given.to(tl.float32), 0) + tl.zeros([1], tl.float32)
     if FORM == 0:
         back = tl.load(values + row * width + column, inside, 0.0)
     elif FORM == 1:
@@ -102,45 +139,70 @@ def _stored(cell, given, FORM: tl.constexpr, BLOCK: tl.constexpr, UPCAST: tl.con
     back, given = rounded(back.to(tl.float32), KEPT, UPCAST), rounded(given.to(tl.float32), KEPT, UPCAST)
     WHOLE: tl.constexpr = tl.int32 if tl.float32 == KEPT else tl.int16  # bits: zeros have signs
     differs = inside & (back.to(WHOLE, bitcast=True) != given.to(WHOLE, bitcast=True))
-    tl.store(cell, total)
-    tl.store(cell + 1, tl.sum(differs.to(tl.int32), 0).to(tl.float32))
+    count = tl.sum(differs.to(tl.int32), 0).to(tl.float32) + tl.zeros([1], tl.float32)
+    number = skip + part + tl.zeros([1], tl.int32)
+    _leave(cell, number, total, _endless(total), NOTHING)
+    _leave(cell + 1, number, count, count > 0, NOTHING)
 
 
 @triton.jit
-def _finite(cell, given, BLOCK: tl.constexpr, UPCAST: tl.constexpr):
-    x, start, stop = given
+def _finite(
+    cell, part, given, width: tl.constexpr, stride: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr,
+    UPCAST: tl.constexpr, NOTHING: tl.constexpr,
+):  # fmt: skip
+    x, rows, skip = given
+    rows, skip = _whole(rows), _whole(skip)
+    spans: tl.constexpr = (width + SPAN - 1) // SPAN
+    row, start = part // spans, part % spans * SPAN
+    stop = tl.where(row < rows, tl.minimum(width, start + SPAN), start)
+    own = x + row.to(tl.int64) * stride
     total = tl.zeros([BLOCK], tl.float32)
     for begin in range(start, stop, BLOCK):
         place = begin + tl.arange(0, BLOCK)
-        total += widened(tl.load(x + place, place < stop, 0.0), UPCAST)
-    tl.store(cell, tl.sum(total, 0))
+        total += widened(tl.load(own + place, place < stop, 0.0), UPCAST)
+    found = tl.sum(total, 0) + tl.zeros([1], tl.float32)
+    _leave(cell, skip + row + tl.zeros([1], tl.int32), found, _endless(found), NOTHING)
+
+
+@triton.jit
+def _within(cell, part, given, SHARE: tl.constexpr, NOTHING: tl.constexpr):
+    found, allowed, rows, skip = given
+    rows, skip = _whole(rows), _whole(skip)
+    row = part * SHARE + tl.arange(0, SHARE)
+    own = tl.load(found + row, row < rows, 0.0)
+    _leave(cell, skip + row, own, (row < rows) & ~(own <= tl.load(allowed + row, row < rows, 0.0)), NOTHING)
 
 
 @triton.jit(do_not_specialize=["first"])
-def _measure(cells, first, given, HOW: tl.constexpr, UPCAST: tl.constexpr):
-    """HOW: what each program measures, behind how many cells, and constants of that."""
-    program = tl.program_id(0)
+def _measure(cells, first, given, HOW: tl.constexpr, UPCAST: tl.constexpr, NOTHING: tl.constexpr):
+    """HOW: what each column of programs measures, behind how many cells, and constants of that."""
+    part, column = tl.program_id(0), tl.program_id(1)
     for number in tl.static_range(len(HOW)):
-        if program == number:
+        if column == number:
             own: tl.constexpr = constant_of(HOW, number)
             cell = cells + first + own[1]
             if own[0] == "columns":
-                _columns(cell, given[number], own[2], own[3])
+                _columns(cell, part, given[number], own[2], own[3], own[4], NOTHING)
             elif own[0] == "routing":
-                _routing(cell, given[number], own[2])
+                _routing(cell, part, given[number], own[2], own[3], own[4], own[5], NOTHING)
             elif own[0] == "selection":
-                _selection(cell, given[number], own[2])
+                _selection(cell, part, given[number], own[2], own[3], NOTHING)
             elif own[0] == "stored":
-                _stored(cell, given[number], own[2], own[3], UPCAST)
+                _stored(
+                    cell, part, given[number], own[2], own[3], own[4], own[5], own[6], own[7], UPCAST, NOTHING
+                )  # fmt: skip
             elif own[0] == "finite":
-                _finite(cell, given[number], own[2], UPCAST)
+                _finite(cell, part, given[number], own[2], own[3], own[4], own[5], UPCAST, NOTHING)
+            elif own[0] == "within":
+                _within(cell, part, given[number], own[2], NOTHING)
 
 
 class Measure(NamedTuple):
-    """What a program measures."""
+    """What a column of programs measures."""
 
     what: str  # the kernel's name for it
-    cells: int  # that it fills
+    cells: int  # that it may fill
+    programs: int
     given: tuple[Any, ...]  # tensors, which must stay as they are until it runs, and sizes
     how: tuple[int, ...]  # constants
 
@@ -166,50 +228,83 @@ def checksums(tensors: list[Tensor]) -> Tensor:
     return sums
 
 
-def columns(comb: Tensor) -> Measure:
-    """By how much a column sum of Sinkhorn's comb [t, s, s] float32 is off 1 at most."""
+def columns(comb: Tensor, limit: float, skip: int = 0) -> Measure:
+    """Tokens of which a column sum of Sinkhorn's comb [t, s, s] float32 is off 1 by more than `limit`: by how much.
+
+    Tokens count from `skip`, here and below.
+    """
     t, streams, _ = comb.shape
-    return Measure("columns", 1, (comb.contiguous(), t), (streams, triton.next_power_of_2(streams)))
+    how = streams, triton.next_power_of_2(streams), SHARE
+    return Measure("columns", 1, triton.cdiv(t, SHARE), (comb.contiguous(), float(t), float(limit), float(skip)), how)
 
 
-def routing(ids: Tensor, weights: Tensor, scale: float, experts: int) -> Measure:
-    """How many of ids [t, k] int64 are known experts and distinct; how far a token's weights are off `scale`."""
+def routing(ids: Tensor, weights: Tensor, scale: float, experts: int, limit: float, skip: int = 0) -> Measure:
+    """Tokens of ids [t, k] int64 that are not all known and distinct: how many of a token are.
+
+    And by how much weights [t, k] float32 of a token are off `scale`, where that is more than `limit`.
+    """
     t, k = ids.shape
-    given = ids.contiguous(), weights.contiguous(), t, k, experts, float(scale)
-    return Measure("routing", 2, given, (triton.next_power_of_2(k),))
+    given = ids.contiguous(), weights.contiguous(), float(t), float(scale), float(limit), float(skip)
+    return Measure("routing", 2, triton.cdiv(t, SHARE), given, (k, experts, triton.next_power_of_2(k), SHARE))
 
 
-def selection(selected: Tensor, first: Tensor, ratio: int, entries: int) -> Measure:
-    """Of a selection [1, k] int32 of the token at `first`: how many break the order, how many are not finished yet."""
-    width = selected.shape[1]
-    return Measure(
-        "selection", 2, (selected.contiguous(), first, ratio, entries, width), (triton.next_power_of_2(max(1, width)),)
-    )
+def selection(selected: Tensor, first: Tensor, ratio: int, entries: int, most: int, gone: int = 0) -> Measure:
+    """Of a selection [t, k] int32 of tokens from position `first` [] on: how many break the order, or are unfinished.
+
+    There is room for `entries` entries, those before the first `gone` are not among them; k is `most` at most.
+    """
+    t, width = selected.shape
+    given = selected.contiguous(), first, float(t), float(gone), float(entries), float(width)
+    return Measure("selection", 2, t, given, (ratio, triton.next_power_of_2(most)))
 
 
-def stored(new: Tensor, rows: Rows, first: Tensor, ratio: int) -> Measure:
-    """Where `first` closes a window: the sum of the new row [1, d], and how many of it come back otherwise."""
+def stored(new: Tensor, rows: Rows, first: Tensor, tokens: int, ratio: int, skip: int = 0) -> Measure:
+    """Of new rows [n, d] the sums that are not finite, and how many numbers come back otherwise.
+
+    Those of windows that `tokens` from position `first` [] on complete, behind the first `skip` of these; a row of
+    another window holds anything. Rows are counted from the first that is completed.
+    """
     values, rope, scales, form = planes(rows)
     n, width = rows.shape
-    given = new.contiguous(), values, rope, scales, first, ratio, n, width, rope.shape[-1], scales.shape[-1]
-    return Measure("stored", 2, given, (form, triton.next_power_of_2(width)))
+    given = new.contiguous(), values, rope, scales, first, float(tokens), float(skip), float(len(new)), float(n)
+    how = ratio, width, rope.shape[-1], scales.shape[-1], form, triton.next_power_of_2(width)
+    return Measure("stored", 2, len(new), given, how)
 
 
-def finite(x: Tensor) -> list[Measure]:
-    """Sums of `x`, of any shape, SPAN numbers each, which are finite where its numbers are."""
-    x, n = x.contiguous(), x.numel()
+def finite(x: Tensor, skip: int = 0) -> Measure:
+    """Rows of `x` [t, ...] of which a sum, of SPAN numbers or less, is not finite: that sum. Rows count from `skip`."""
+    x = x.flatten(1) if x.ndim > 1 else x[:, None]
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    elif x.data_ptr() % ALIGNED:  # a part of something else: where it begins depends on the tokens
+        x = x.clone(memory_format=torch.contiguous_format)
+    t, n = x.shape
     block = min(2048, triton.next_power_of_2(min(n, SPAN)))
-    spans = [(start, min(start + SPAN, n)) for start in range(0, n, SPAN)]
-    return [Measure("finite", 1, (x, *span), (block,)) for span in spans]
+    how = n, x.stride(0), block, SPAN
+    return Measure("finite", 1, t * triton.cdiv(n, SPAN), (x, float(t), float(skip)), how)
+
+
+def within(found: Tensor, allowed: Tensor, skip: int = 0) -> Measure:
+    """Rows of which `found` [n] float32 is not at most `allowed` [n] float32: what was found."""
+    given = found.contiguous(), allowed.contiguous(), float(len(found)), float(skip)
+    return Measure("within", 1, triton.cdiv(len(found), SHARE), given, (SHARE,))
 
 
 def measure(measures: list[Measure], cells: Tensor, first: int) -> None:
-    """Run some of them in one launch, and fill `cells` [n] float32 from `first` on, in their order."""
+    """Run some of them in one launch, and fill `cells` [n] int64 from `first` on, in their order."""
     how, before = [], 0
     for one in measures:
         how.append((one.what, before, *one.how))
         before += one.cells
-    _measure[len(measures),](
-        cells, first, tuple(one.given for one in measures), HOW=tuple(how), UPCAST=UPCAST, num_warps=4,
-        enable_fp_fusion=False,
+    _measure[max(1, *(one.programs for one in measures)), len(measures)](
+        cells, first, tuple(one.given for one in measures), HOW=tuple(how), UPCAST=UPCAST, NOTHING=NOTHING,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def told(cell: int) -> tuple[int, float] | None:
+    """Which row was the first at fault, and what was measured of it; None: none was."""
+    if cell == NOTHING:
+        return None
+    (value,) = struct.unpack("f", struct.pack("I", cell & 0xFFFFFFFF))
+    return cell >> 32, value

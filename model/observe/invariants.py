@@ -30,6 +30,7 @@ CODED_TOLERANCE = 0.02
 # was not trained on (English prose, Python, a table in Markdown, random ids, one id for ever) 0.61 and 0.067.
 BASIS_SHARE = 1.0
 SMALLEST_LENGTH = 2.0**-14  # of a coded row; below, float16 holds its length less and less well
+CELLS = 32  # of measures of a layer at most, and of those outside of layers, where they are deferred
 WEIGHT_TOLERANCE = 1e-5  # of the sum of routing weights, as a share of the route scale: fp32 rounding of k terms
 
 
@@ -199,27 +200,32 @@ def stored(site: str, layer: int, first: int, new: Tensor, rows: Rows, ratio: in
 
 
 def _coded(site: str, layer: int, first: int, new: Tensor, rows: CodedRows | BasisRows, ratio: int) -> None:
-    """Trip where a coded row comes back farther off than its codebook allows, or is not held by its basis at all."""
+    """Trip where a coded row comes back farther off than `coded_error` allows."""
+    error, allowed, how = coded_error(first, new, rows)
+    lost = ~(error <= allowed)  # NaN is not
+    if not bool(lost.any()):
+        return
+    row = int(lost.nonzero()[0])
+    position = (first + row + 1) * ratio - 1
+    measured = f"row {first + row} comes back {error[row]:.3g} off, as a share of its squared length"
+    if isinstance(rows, BasisRows) and error[row] > BASIS_SHARE:
+        how, allowed = ": the basis does not hold this entry", torch.full_like(allowed, BASIS_SHARE)
+    raise Tripwire(site, layer, position, measured, f"at most {allowed[row]:.3g}{how}")
+
+
+def coded_error(first: int, new: Tensor, rows: CodedRows | BasisRows) -> tuple[Tensor, Tensor, str]:
+    """How far rows [n, d] that were written from row `first` on come back off, as a share of their squared length.
+
+    And how far they may, both [n] float32: as far as a codebook allows, and no farther than a basis that holds a row.
+    """
     off = read(rows, first, first + new.shape[0]) - new.float()
     length = new.float().square().sum(1).clamp_min(SMALLEST_LENGTH**2)
     error = off.square().sum(1) / length
     if isinstance(rows, CodedRows):
-        usual, how = torch.full_like(error, 2 * distortion(rows.bits)), f"{rows.bits} bits"
-        allowed = torch.maximum(usual, coded_rows.expected_error(rows, new)) + CODED_TOLERANCE
-    else:
-        allowed, how = expected_error(rows, first, new) / length + CODED_TOLERANCE, "these coefficients"
-    lost = ~(error <= allowed)  # NaN is not
-    unheld = error > BASIS_SHARE if isinstance(rows, BasisRows) else torch.zeros_like(lost)
-    if not bool((lost | unheld).any()):
-        return
-    row = int((lost | unheld).nonzero()[0])
-    position = (first + row + 1) * ratio - 1
-    measured = f"row {first + row} comes back {error[row]:.3g} off, as a share of its squared length"
-    if bool(unheld[row]):
-        want = f"at most {BASIS_SHARE:g}: the basis does not hold this entry"
-    else:
-        want = f"at most {allowed[row]:.3g} with {how}"
-    raise Tripwire(site, layer, position, measured, want)
+        usual = coded_rows.expected_error(rows, new).clamp_min(2 * distortion(rows.bits))
+        return error, usual + CODED_TOLERANCE, f" with {rows.bits} bits"
+    usual = expected_error(rows, first, new) / length
+    return error, (usual + CODED_TOLERANCE).clamp_max(BASIS_SHARE), " with these coefficients"
 
 
 def column_tolerance(eps: float) -> float:

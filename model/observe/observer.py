@@ -3,6 +3,10 @@
 Listeners are shown it first, for they may write it; then it is looked at for what must never happen
 (`model.observe.invariants`), and for what must be the same on every rank. The equations know nothing of it. Before and
 after each call the caches are looked at, whether they stand where the position says.
+
+On the host's device what must never happen is looked at where it may. On another one, with Triton's kernels, that would
+wait for the device in every layer: it is measured there, and the host reads what was found once, at the end of the call
+(`model.observe.deferred`): before the call's position counts, and before anything is chosen by what it returns.
 """
 
 import weakref
@@ -11,6 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from fathom.model.arithmetic import Arithmetic
@@ -37,6 +42,7 @@ class Place(NamedTuple):
     same: str = ""  # when it must be the same on every rank: ALWAYS, WHOLE_CALLS, or never
 
 
+_WHOLE: Final = Place("", "")
 _A, _E = "attention_streams", "experts_streams"
 
 PLACES: Final[Mapping[Site, Place]] = {
@@ -122,7 +128,9 @@ class Observer:
 
     def __init__(self, config: Any, ranks: Ranks) -> None:
         self.config, self.ranks, self.checking = config, ranks, True
-        self.deferred: Deferred | None = None  # where invariants of a call are measured that is captured
+        self.deferred: Deferred | None = None  # where invariants of the call are measured that runs; None: at once
+        self._eager: Deferred | None = None  # that of calls which are not captured
+        self._rehearsing = False
         self.call: Call | None = None  # the one that runs
         self.origin = 0  # the position that it counts from
         self._listeners: dict[Site, list[Listener]] = {}
@@ -144,6 +152,21 @@ class Observer:
             yield
         finally:
             self.checking = before
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[None]:
+        """Inside the ``with``, nothing ends a run either, but what is measured on a device is: its kernels compile."""
+        self._rehearsing = True
+        try:
+            with self.unchecked():
+                yield
+        finally:
+            self._rehearsing = False
+
+    @property
+    def measuring(self) -> bool:
+        """Whether sites are looked at: for a tripwire, or for nobody as yet."""
+        return self.checking or self.deferred is not None
 
     @contextmanager
     def attached(self, listeners: Mapping[Site, Listener]) -> Iterator[None]:
@@ -170,6 +193,36 @@ class Observer:
         self.call = call
         self.ranks.record("tokens", None, tokens)
 
+    @contextmanager
+    def deferring(self, model: Observed, tokens: Tensor, call: Call) -> Iterator[None]:
+        """Inside, what must never happen in a call is measured on its device, and looked at behind: Tripwire.
+
+        Nothing is deferred that nobody looks at or rehearses, nor on the host's device, nor with other ops than
+        Triton's. In a call that is captured it is who captures it that defers, and looks.
+        """
+        at_once = on_host(tokens) or model.arithmetic.ops.name != "triton"
+        if at_once or not (self.checking or self._rehearsing) or not isinstance(call.first, int):
+            yield
+            return
+        from fathom.model.observe import deferred  # noqa: PLC0415 (Triton is not on every platform)
+
+        if self._eager is None:
+            self._eager = deferred.Deferred(len(model.blocks), tokens.device)
+        self._eager.clear()
+        self._eager.begin(torch.full((), call.first, dtype=torch.int64, device=tokens.device), call.count)
+        self.deferred = self._eager
+        try:
+            yield
+            self._eager.end()
+        finally:
+            self.deferred = None
+        if self.checking:
+            self._eager.look(call.first, self.origin)
+
+    def skip(self, site: Site) -> int:
+        """Tokens of the call that runs before the first whose row is here of what passes a site."""
+        return self.call.shard.start if self.call and PLACES.get(site, _WHOLE).shard == "tokens" else 0
+
     def stands(self, caches: list[Components], position: int, first: int, coming: int) -> None:
         """Look at where the caches stand at a position, after a call from `first` on or before `coming` more tokens."""
         if self.checking:
@@ -184,7 +237,7 @@ class Observer:
             x = out if place.output < 0 else out[place.output]
             if self._listeners and x is not None and (listeners := self._listeners.get(site)):
                 self._show(place, listeners, point.layer, x)  # first: what they write is looked at too
-            if self.checking and (check := CHECKS.get(site)):
+            if self.measuring and (check := CHECKS.get(site)):
                 check(self, point.layer, part, given, out)
             if place.same and self.ranks.size > 1 and self.call is not None:
                 self._compare(site, place, point.layer, x, self.call)
@@ -218,6 +271,11 @@ class Observer:
             x.copy_(shard.of(whole, dim))
 
 
+def on_host(x: Tensor) -> bool:
+    """Whether the host need not wait for what is computed of a tensor."""
+    return x.device.type == "cpu"
+
+
 def _shaped(site: Site, known: dict[str, int], listener: Listener) -> Listener:
     """`listener`, after a look at the shape."""
     names = site.shape.split()
@@ -243,7 +301,7 @@ def _finite(site: Site) -> Check:
     def check(by: Observer, layer: int | None, part: Any, given: tuple[Any, ...], out: Any) -> None:
         del part, given
         if by.deferred is not None:
-            by.deferred.finite(site, layer, out)
+            by.deferred.finite(site, layer, out, by.skip(site))
         else:
             invariants.finite(site.name, layer, None if site is sites.LOGITS else by.first(own=own), out)
 
@@ -255,7 +313,7 @@ def _columns(site: Site) -> Check:
         del given
         assert layer is not None, f"{site.name} outside of all layers"
         if by.deferred is not None:
-            by.deferred.columns(site, layer, out.comb, part.eps)
+            by.deferred.columns(site, layer, out.comb, part.eps, by.skip(site))
         else:
             invariants.columns(site.name, layer, by.first(own=True), out.comb, part.eps)
 
@@ -268,7 +326,9 @@ def _selection(by: Observer, layer: int | None, part: Any, given: tuple[Any, ...
     (_, _, call, cache), keys = given, given[3].keys
     ratio, top_k = cache.key_frontier.ratio, by.config.index_topk
     if by.deferred is not None:
-        by.deferred.selection(sites.SELECTED, layer, call.first, ratio, top_k, keys.data.shape[0], out)
+        capacity, captured = keys.data.shape[0], isinstance(call.first, Tensor)
+        selected = invariants.selection_shape(layer, None, top_k, capacity if captured else keys.used, out)
+        by.deferred.selection(sites.SELECTED, layer, ratio, top_k, capacity, selected, keys.evicted)
     else:
         invariants.selection(layer, call.first, ratio, top_k, keys.used, out, keys.evicted)
 
@@ -278,7 +338,7 @@ def _routing(by: Observer, layer: int | None, part: Any, given: tuple[Any, ...],
     assert layer is not None, "experts outside of all layers"
     (ids, weights), scale, experts = out, by.config.routed_scaling_factor, by.config.n_routed_experts
     if by.deferred is not None:
-        by.deferred.routing(sites.EXPERT_IDS, layer, ids, weights, scale, experts)
+        by.deferred.routing(sites.EXPERT_IDS, layer, ids, weights, scale, experts, by.skip(sites.EXPERT_IDS))
     else:
         invariants.routing(layer, by.first(own=True), ids, weights, scale, experts)
 
@@ -420,20 +480,28 @@ def _wrap_written(observer: Observer, compressor: Any, layer: int, site: Site) -
     @wraps(type(compressor).append)
     def append(rows: Any, new: Tensor) -> None:
         own: Any = reference()
-        if observer.checking:
+        if observer.measuring:
             invariants.width(site.name, layer, rows.data, new.shape[1])
-            invariants.finite(site.name, layer, observer.first(), new)
+            if observer.deferred is None:
+                invariants.finite(site.name, layer, observer.first(), new)
+        before = rows.count
         type(own).append(own, rows, new)
-        if observer.checking:
-            invariants.stored(site.name, layer, rows.used - new.shape[0], new, rows.data, rows.ratio)
+        if observer.measuring:
+            row = rows.used - new.shape[0]
+            if observer.deferred is None:
+                invariants.stored(site.name, layer, row, new, rows.data, rows.ratio)
+            else:
+                assert observer.call is not None, "what is deferred is so for a call"
+                skip = before - observer.call.first // rows.ratio
+                observer.deferred.appended(site, layer, row, new, rows.data, rows.ratio, skip)
 
     @wraps(type(compressor).compress_on_device)
     def compress_on_device(kv: Tensor, gate: Tensor, frontier: Any, first: Tensor, rows: Any) -> Tensor:
         own: Any = reference()
         new: Tensor = type(own).compress_on_device(own, kv, gate, frontier, first, rows)
-        if observer.checking and observer.deferred is not None:
+        if observer.deferred is not None:
             invariants.width(site.name, layer, rows.data, new.shape[1])
-            observer.deferred.stored(site, layer, first, new, rows.data, rows.ratio)
+            observer.deferred.stored(site, layer, new[:1], rows.data, rows.ratio)
         if observer.ranks.size > 1:  # a row of a window that stays open holds anything
             still_open = (first + 1) % rows.ratio != 0
             observer.ranks.record(site.name, layer, new[:1].masked_fill(still_open, 0))
@@ -472,7 +540,8 @@ def _wrap_call(observer: Observer, model: Any) -> None:
         try:
             if isinstance(first, int):  # what stands when a captured call runs is looked at by who replays it
                 observer.stands(state.layers, first, first, call.count)
-            out: Tensor = type(own).run(own, tokens, call, state, *given)
+            with observer.deferring(own, tokens, call):
+                out: Tensor = type(own).run(own, tokens, call, state, *given)
             if isinstance(first, int):
                 observer.stands(state.layers, first + call.count, first, 0)
             return out

@@ -217,8 +217,10 @@ class BankedEntries:
             return -1, float("-inf")
         plain = rows[list(slots), : self.plain].float()
         cosines = torch.cosine_similarity(plain, row[None, : self.plain].float(), dim=1)
-        best = int((cosines == cosines.max()).nonzero()[0])
-        return list(slots)[best], float(cosines[best])
+        largest, places = cosines.max(), torch.arange(len(cosines), device=cosines.device)
+        first = torch.where(cosines == largest, places, len(places)).min()
+        best, cosine = torch.stack((first.double(), largest.double())).tolist()  # one read of a device
+        return list(slots)[int(best)], cosine
 
 
 class NewestKeys:

@@ -22,13 +22,15 @@ from fathom.model.config import ModelConfig
 from fathom.model.draft import DraftState, draft_caches
 from fathom.model.llama.adapters import adapters_nbytes
 from fathom.model.llama.config import LlamaConfig
+from fathom.model.observe.invariants import CELLS
 from fathom.model.ranks.ranks import SPLIT_FROM, AxisShard, evenly, splits, undivided
 from fathom.model.state import layer_caches
+from fathom.model.variants.choice import Full
 from fathom.runtime.arithmetic import cache_formats
 from fathom.runtime.op_sets import of_triton
 from fathom.runtime.options import RunOptions
 from fathom.runtime.plan import llama, v4
-from fathom.runtime.plan.call import Call, Moment
+from fathom.runtime.plan.call import F32, I64, Call, Moment
 from fathom.runtime.plan.token import Token, token
 from fathom.runtime.plan.weights import WeightKind, Weights, matrices, total, weights
 from fathom.runtime.sharding import ShardingPlan
@@ -55,6 +57,7 @@ class Plan:
     caches: Mapping[str, Mapping[str, int]]  # bytes by kind of layer and component, of all its layers
     call: Moment  # the largest of any call, whatever the values: all tokens to one expert, all entries above the best
     typical_call: Moment  # if tokens spread evenly over experts, and few entries pass the indexer's comparisons
+    graph: int  # pool of a captured step, into which nothing else is put, and its buffers; 0: none is captured
     host: int  # Python's list of the positions in each ring, on the CPU
     reserve: int  # beside tensors
     untiled: int  # not needed here: fp32 index scores of a chunk, made at once
@@ -82,7 +85,7 @@ class Plan:
     @property
     def needed(self) -> int:
         """Memory without which the run fails: all but mapped files, whose pages the system may drop and read again."""
-        return self.own_weights + self.cache_bytes + self.call.nbytes + self.host + self.reserve
+        return self.own_weights + self.cache_bytes + self.call.nbytes + self.graph + self.host + self.reserve
 
 
 class Planner:
@@ -104,7 +107,7 @@ class Planner:
         prompt: int | None = None,
     ) -> None:
         self.config, self.sharding, self.options, self.rank = config, sharding, options, rank
-        self.head, self.prompt = census.head, prompt
+        self.head, self.prompt, self._backend = census.head, prompt, backend
         self.weights = weights(config, census, sharding, rank, mapped=options.device == "cpu")
         if options.coda_adapters is not None:
             assert isinstance(config, LlamaConfig), "other models have none"
@@ -148,19 +151,49 @@ class Planner:
                 ring_rows = window.rows(self.config.sliding_window, chunk, self.options.draft_tokens)
                 host = self.config.num_hidden_layers * ring_rows * POSITION
         prompt, caches = self._caches(context, chunk)
-        size, reserve = self.sharding.size, RESERVE[self.options.device]
         return Plan(
-            self.rank, size, context, chunk, prompt, self.weights, caches, call, typical_call, host, reserve, untiled
+            rank=self.rank,
+            ranks=self.sharding.size,
+            context=context,
+            chunk=chunk,
+            prompt=prompt,
+            weights=self.weights,
+            caches=caches,
+            call=call,
+            typical_call=typical_call,
+            graph=self.graph(context),
+            host=host,
+            reserve=RESERVE[self.options.device],
+            untiled=untiled,
         )
+
+    def graph(self, context: int) -> int:
+        """Bytes that a captured step keeps beside caches (`runtime.graph`), where a run may capture one; else 0.
+
+        What a call of one token holds at most, in the pool of its own that a graph has, and what its invariants look
+        at; with the logits and the cells of these, which are read when it has run. What torch's allocator takes for a
+        pool beyond its tensors, in segments of 2 and 20 MiB, is the reserve's.
+        """
+        full = all(isinstance(variant, Full) for variant in self.call.formats.variants)
+        captured = self.options.device == "cuda" and self._backend == "triton" and full and self.head is None
+        if not captured or not isinstance(self.config, ModelConfig):
+            return 0
+        one = self._of(context, 1, even=False, few_pass=False)
+        cells = CELLS * (self.config.num_hidden_layers + 1) * I64
+        buffers = self.config.vocab_size * F32 + cells
+        return v4.largest(self.config, one).nbytes + v4.deferred(self.config, one) + buffers
 
     def largest(self, context: int, tokens: int, *, even: bool, few_pass: bool) -> Moment:
         """The largest moment of one call, see `Call`."""
-        prompt = None if self.prompt is None else min(self.prompt, context)
-        sizes = {"tokens": self._tokens(tokens), "context": context, "prompt": prompt}
-        call = replace(self.call, **sizes, even=even, few_pass=few_pass)  # type: ignore[arg-type]
+        call = self._of(context, tokens, even=even, few_pass=few_pass)
         if isinstance(self.config, LlamaConfig):
             return llama.largest(self.config, call, adapters=self.options.coda_adapters is not None)
         return v4.largest(self.config, call, self.head, self.options.draft_tokens)
+
+    def _of(self, context: int, tokens: int, *, even: bool, few_pass: bool) -> Call:
+        prompt = None if self.prompt is None else min(self.prompt, context)
+        sizes = {"tokens": self._tokens(tokens), "context": context, "prompt": prompt}
+        return replace(self.call, **sizes, even=even, few_pass=few_pass)  # type: ignore[arg-type]
 
     def token(self, context: int, bandwidth: float) -> Token | None:
         """What a token after so many positions asks of this rank's device; None but of V4 with full caches."""

@@ -43,6 +43,22 @@ def largest(c: ModelConfig, s: Call, head: Head | None = None, drafts: int = 0) 
     return live.largest
 
 
+def deferred(c: ModelConfig, s: Call) -> int:
+    """What a layer's invariants look at in a call of few tokens, and lives until the next one's: `observe.deferred`."""
+    streams, comb = s.m * c.hc_mult * c.hidden_size * s.item, s.m * c.hc_mult * (c.hc_mult + 2) * F32
+    found = []
+    for layer in _distinct(c, s):
+        kind, rows = c.layer_kind(layer), 0
+        if kind is not LayerKind.SWA:
+            rows += s.t * c.head_dim * s.item
+        if kind is LayerKind.CSA:
+            selected = min(c.index_topk, s.context // c.ratio(layer))
+            rows += s.t * (c.index_head_dim * s.item + selected * 4)
+            rows += s.m * c.index_n_heads * (c.index_head_dim * s.item + F32)
+        found.append(2 * (streams + comb) + rows + _routing(c, s, layer))
+    return max(found)
+
+
 def draft(c: ModelConfig, s: Call, live: Live, head: Head, drafts: int) -> None:
     """Hold the rows that a drafting head has of the model, and run it: `DraftHead.draft`."""
     slots = 1 if head is Head.MTP or c.dspark is None else c.dspark.block_size

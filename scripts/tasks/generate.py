@@ -63,7 +63,7 @@ def _generate(args: argparse.Namespace, given: Prompt, watch: Watch | None, grou
         loaded = watched_load_any(watch, args.model, options, ops, group, context=context)
     set_process(args.threads, loaded)
     state, prompt = _state(args, loaded, options, prompt)
-    by = decoding(loaded.model, state, graph=args.graph, steps=args.max_new_tokens - 1)
+    by = decoding(loaded.model, state, graph=args.graph, steps=args.max_new_tokens - 1, head=loaded.head)
     record = Generation()
     with prefill_progress(console, len(prompt)) as advance:
         stream = generate(

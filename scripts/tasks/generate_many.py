@@ -83,7 +83,7 @@ def _run(args: argparse.Namespace, prompts: Prompts, done: Done, watch: Watch | 
             record, state, by = Generation(), None, None  # the state before is let go
             context = args.max_context or len(entry.ids) + args.max_new_tokens - 1
             state = new_state(model, context, options.prefill_chunk, len(entry.ids), options.draft_tokens)
-            by = decoding(model, state, graph=args.graph, steps=args.max_new_tokens - 1)
+            by = decoding(model, state, graph=args.graph, steps=args.max_new_tokens - 1, head=loaded.head)
             text = _text(args, loaded, (tokenizer, sampling), entry, state, by, record)
             answer = _answer(args, tokenizer, entry, record) | {"text": text, "run": mark}
             add(json.dumps(answer, ensure_ascii=False))

@@ -202,6 +202,7 @@ def summary(subject: Subject, planner: Planner, plans: Sequence[Plan], memory: i
         "call": {"moment": plan.call.name, "bytes": plan.call.nbytes, "parts": dict(plan.call.parts)},
         "typical_call": {"moment": plan.typical_call.name, "bytes": plan.typical_call.nbytes},
         "untiled_index_scores": plan.untiled,
+        "graph": plan.graph,
         "host": plan.host,
         "reserve": plan.reserve,
         "load_seconds": plan.load_seconds if planner.options.device == "cuda" else None,
@@ -258,6 +259,8 @@ def _memory_table(data: dict[str, Any]) -> Table:
     for name, size in data["call"]["parts"].items():
         if size:
             table.add_row(f"a call, at most: {name}", *_cells(size, needed))
+    if data["graph"]:
+        table.add_row("a captured token: its graph's pool and buffers", *_cells(data["graph"], needed))
     table.add_section()
     table.add_row("beside tensors, assumed", *_cells(data["host"] + data["reserve"], needed))
     table.add_section()

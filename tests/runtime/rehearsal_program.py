@@ -19,6 +19,8 @@ from fathom.model.checkpoint.census import census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.weights import open_weights
 from fathom.model.config import ModelConfig
+from fathom.model.observe import observer
+from fathom.model.observe.observer import PLACES, install, observed
 from fathom.model.ranks.ranks import ALONE, Group, Ranks
 from fathom.model.transformer import Transformer
 from fathom.runtime.arithmetic import arithmetic
@@ -46,7 +48,7 @@ def note(self: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> Non
 
 
 def built(group: Group, options: RunOptions) -> Transformer:
-    """The demo, or a rank's part of it, which nothing watches."""
+    """The demo, or a rank's part of it."""
     config, checkpoint = ModelConfig.from_file(DEMO / "config.json"), Checkpoint.open(DEMO)
     sharding = sharding_plan(config, group.size)
     ranks = Ranks(group, sharding.ranks[group.rank])
@@ -56,13 +58,16 @@ def built(group: Group, options: RunOptions) -> Transformer:
         only=(),
         held=lambda name, rows: sharding.rows(name, rows, group.rank),
     )
-    return Transformer(config, weights, arithmetic(options, TRITON, ranks, config))
+    model = Transformer(config, weights, arithmetic(options, TRITON, ranks, config))
+    install(model, PLACES)
+    return model
 
 
 @torch.inference_mode()
 def main() -> None:
     driver.set_active(NoDevice(90))
     JITFunction.run = note
+    observer.on_host = lambda _: False  # what must never happen is measured as on a GPU
     for group in (ALONE, Group(1, 2, object())):
         for forms in (("dtype", "dtype"), ("fp8", "fp4")):
             launched.clear()
@@ -71,7 +76,7 @@ def main() -> None:
             prepare_kernels(model, options.prefill_chunk, CONTEXT, say=False)
             rehearsed = set(launched)
             assert model.arithmetic.ranks.collectives == 0
-            with model.arithmetic.ranks.apart():
+            with observed(model).rehearsing(), model.arithmetic.ranks.apart():  # results mean nothing
                 state = model.new_state(CONTEXT, options.prefill_chunk)
                 for size in CALLS:
                     model.logits(model(torch.arange(size), state)[-1:])

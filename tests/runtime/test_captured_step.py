@@ -6,6 +6,7 @@ nothing changed but the token and the position in their buffers.
 
 import math
 import re
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -23,6 +24,7 @@ from fathom.model.ranks.ranks import ALONE
 from fathom.model.state import State
 from fathom.model.transformer import Transformer
 from fathom.model.variants.choice import Coda
+from fathom.probes.shared.alive import peak_alive
 from fathom.runtime.graph import Step, refusal
 from fathom.runtime.load import load
 from fathom.runtime.options import RunOptions
@@ -173,6 +175,44 @@ def test_nodes_of_a_layer(tmp_path, kind):
             step.run()
         counted.append(sum(recorder.kernels.values()) + sum(recorder.names.values()))
     assert counted[1] - counted[0] == LAUNCHES[kind]
+
+
+ONE_TOKEN = {  # what is large in a model
+    "wide": {"compress_ratios": [4, 128, 0], "num_hidden_layers": 3, "hidden_size": 1024},
+    "experts": {"compress_ratios": [0], "num_hidden_layers": 1, "moe_intermediate_size": 2048},
+    "heads": {"compress_ratios": [4], "num_hidden_layers": 1, "num_attention_heads": 40, "o_groups": 4},
+}
+
+
+@pytest.mark.parametrize("large", ONE_TOKEN)
+def test_a_captured_step_holds_no_more_than_is_planned(tmp_path, large):
+    """And the plan is near, as near as that of a call: within 5 % and what no op counts of a scratch, or of a product.
+
+    Split sums of a product are planned for a GPU of more processors than the interpreter has.
+    """
+    write_checkpoint(tmp_path, tiny_config(num_hash_layers=0, n_routed_experts=4, **ONE_TOKEN[large]), seed=1)
+    options = RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4")
+    loaded = load(tmp_path, options, TRITON)
+    config, state = loaded.model.config, prefilled(loaded.model, TOKENS[:8], 4096, 64)
+    steps = []
+
+    def step():
+        steps.append(Step(loaded.model, state))
+        steps[0].place(3)
+        steps[0].run()
+
+    taken = peak_alive(step)
+    on_gpu = Planner(config, loaded.census, loaded.sharding, replace(options, device="cuda"), 0, "triton")
+    moment, planned = on_gpu.largest(4096, 1, even=False, few_pass=False), on_gpu.graph(4096)
+    assert taken <= planned <= 1.05 * taken + moment.parts["scratch"]
+    plan = on_gpu.plan(4096)
+    assert plan.graph == planned
+    assert plan.needed == plan.own_weights + plan.cache_bytes + plan.call.nbytes + planned + plan.host + plan.reserve
+    others = [(options, "triton"), (replace(options, device="cuda"), "cpu")]  # of which none is captured
+    if large == "heads":
+        others.append((replace(options, device="cuda", kv=("all=coda",)), "triton"))
+    for changed, backend in others:
+        assert not Planner(config, loaded.census, loaded.sharding, changed, 0, backend).graph(4096)
 
 
 def test_recorder_refuses_what_a_capture_refuses(csa):

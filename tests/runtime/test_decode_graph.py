@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from fathom.kernels.ops import CPU
+from fathom.model.checkpoint.mtp import Head
 from fathom.model.errors import ConfigError
 from fathom.model.llama.config import LlamaConfig
+from fathom.model.transformer import Transformer
 from fathom.runtime import graph
 from fathom.runtime.decoding import check_graph, decoding
 from fathom.runtime.generate import Generation, generate
@@ -85,10 +87,37 @@ def test_a_step_is_warmed_up_aside_captured_once_and_replayed(monkeypatch):
 def test_a_run_that_cannot_have_a_graph_says_why():
     model = load(DEMO, RunOptions()).model
     state = model.new_state(16, 8)
-    by = decoding(model, state, graph=False, steps=3)
-    assert (by.how, by.why_eager) == ("eager", "no --graph")
+    for asked, why in ((False, "--no-graph"), (None, "--device cpu: CUDA graphs are of CUDA devices")):
+        by = decoding(model, state, graph=asked, steps=3)
+        assert (by.how, by.why_eager) == ("eager", why)
     with pytest.raises(ConfigError, match="--graph: --device cpu"):
         decoding(model, state, graph=True, steps=3)
+
+
+def test_a_graph_is_what_a_gpu_decodes_by_where_there_can_be_one(monkeypatch):
+    """Unasked; a run that cannot have one says why, where asking for one is refused with the same words."""
+    ops = CPU._replace(name="triton")
+    model, state = load(DEMO, RunOptions(), ops).model, object()
+    monkeypatch.setattr(Transformer, "device", torch.device("cuda"))
+    monkeypatch.setattr(graph, "TRITON", ops)
+    monkeypatch.setattr(graph, "Step", lambda model, state: (model, state))
+    monkeypatch.setattr(graph, "Captured", lambda step: ("captured", *step))
+    head = SimpleNamespace(kind=Head.MTP)
+    for asked in (None, True):
+        monkeypatch.setattr(graph, "refusal", lambda _: None)
+        assert decoding(model, state, graph=asked, steps=3) == ("graph", None, ("captured", model, state))
+        assert decoding(model, state, graph=asked, steps=0)[:2] == ("eager", "no token to decode")
+        assert decoding(model, state, graph=False, steps=3)[:2] == ("eager", "--no-graph")
+        for given, why in (
+            ({"head": head}, "--draft mtp: a drafting head hears nothing of a captured call"),
+            ({}, "--kv coda: a captured call writes full caches only"),
+        ):
+            monkeypatch.setattr(graph, "refusal", lambda _, why=why: why)
+            if asked:
+                with pytest.raises(ConfigError, match=f"--graph: {why}"):
+                    decoding(model, state, graph=asked, steps=3, **given)
+            else:
+                assert decoding(model, state, graph=asked, steps=3, **given)[:2] == ("eager", why)
 
 
 def test_generation_decodes_by_the_step_it_is_given():

@@ -14,6 +14,7 @@ from fathom.model.checkpoint.census import census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.weights import open_weights
 from fathom.model.config import ModelConfig
+from fathom.model.observe.observer import PLACES, install
 from fathom.model.ranks.ranks import Group, Ranks
 from fathom.model.transformer import Transformer
 from fathom.runtime import load as loading
@@ -50,6 +51,7 @@ def test_a_rehearsal_waits_for_nobody_and_leaves_nothing(rank, capfd):
     numerics = arithmetic(options, CPU, ranks, config)
     numerics.ran["linear"] = "somewhere"
     model = Transformer(config, weights, numerics)
+    install(model, PLACES)
     prepare_kernels(model, 300, 700, say=True)
     assert capfd.readouterr().err == (
         "compiling kernels for this GPU, minutes where none are kept of an earlier run:"

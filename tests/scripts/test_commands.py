@@ -85,7 +85,7 @@ def test_the_report_says_what_ran(tmp_path):
     }
     assert data["drafts"] is None
     assert data["ops"] == "cpu"
-    assert (data["decode"], data["decode_eager_because"]) == ("eager", "no --graph")
+    assert (data["decode"], data["decode_eager_because"]) == ("eager", "--device cpu: CUDA graphs are of CUDA devices")
     assert data["max_context"] == 64
     assert data["prompt_tokens"] == len(data["prompt"])
     assert data["new_tokens"] == len(data["tokens"])

@@ -52,7 +52,9 @@ def test_a_checkpoint(tmp_path, capsys):
     assert data["memory"] == 4 << 30
     own = sum(part["own"] for part in data["weights"].values())
     caches = sum(sum(parts.values()) for parts in data["caches"].values())
-    assert data["needed"] == own + caches + data["call"]["bytes"] + data["host"] + data["reserve"]
+    assert 0 < data["graph"] < data["call"]["bytes"], "a token alone"
+    assert "a captured token: its graph's pool and buffers" in said
+    assert data["needed"] == own + caches + data["call"]["bytes"] + data["graph"] + data["host"] + data["reserve"]
     assert data["call"]["bytes"] == sum(data["call"]["parts"].values()) >= data["typical_call"]["bytes"]
     assert data["needed_by_rank"] == [data["needed"]] * 2
     assert data["largest_context"] == data["context"] * 16 == 1 << 20
