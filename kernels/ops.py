@@ -69,6 +69,10 @@ class Ops(Protocol):
         """`linear`: of several matrices, whose input is rounded with `simulate_fp8`."""
         ...
 
+    def linears_fp8(self, x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[Tensor]:
+        """`linear`: the same, summed as FP8 tensor cores sum codes, by a backend that has these; by others exactly."""
+        ...
+
     def simulate_fp8(self, x: Tensor, group: int) -> Tensor:
         """`quantise`."""
         ...
@@ -247,6 +251,7 @@ class Ops(Protocol):
 COMPOSED: Final = {  # of other ops
     "select_fp8": SelectFp8,
     "linears": Linears,
+    "linears_fp8": Linears,
     "read_streams": ReadStreams,
     "round_kv": RoundKv,
     "round_index": RoundIndex,
@@ -265,6 +270,7 @@ class _Fields(NamedTuple):
     linear: Callable[..., Any]
     grouped_linear: Callable[..., Any]
     linears: Callable[..., Any]
+    linears_fp8: Callable[..., Any]
     simulate_fp8: Callable[..., Any]
     simulate_fp4: Callable[..., Any]
     hadamard: Callable[..., Any]
@@ -378,6 +384,7 @@ _REFERENCE = OpSet(
     linear=linear.reference.linear,
     grouped_linear=linear.reference.grouped_linear,
     linears=linear.reference.linears,
+    linears_fp8=linear.reference.linears,
     simulate_fp8=quantise.reference.simulate_fp8,
     simulate_fp4=quantise.reference.simulate_fp4,
     hadamard=quantise.reference.hadamard,

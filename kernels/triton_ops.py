@@ -37,6 +37,7 @@ from fathom.kernels.hyper import triton as hyper
 from fathom.kernels.hyper import triton_streams as streams
 from fathom.kernels.indexer import triton as indexer
 from fathom.kernels.linear import triton as linear
+from fathom.kernels.linear import triton_codes
 from fathom.kernels.norm import triton as norm
 from fathom.kernels.ops import CPU
 from fathom.kernels.quantise import triton as activations
@@ -65,6 +66,7 @@ TRITON = CPU._replace(
     linear=linear.linear,
     grouped_linear=linear.grouped_linear,
     linears=linear.linears,
+    linears_fp8=triton_codes.linears_fp8,
     compress=compress.compress,
     select=indexer.select,
     select_fp8=indexer.select_fp8,

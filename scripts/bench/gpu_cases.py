@@ -352,6 +352,10 @@ EDGES: Final = Tolerance(differing=2**-6)  # of narrow codes: a BF16 step before
 # A BF16 step of each side, and sums of up to 28672 products in another order: 64 ulp of fp32 of the sum of their sizes,
 # which for normal numbers is 0.64 times the root of their number times the rms of the sums
 PRODUCT: Final = Tolerance(of_each=2**-7, of_rms=2**-11)
+# Beside that, Hopper's FP8 tensor cores cut each of the 33 numbers that they add at once to 12 bits or more below the
+# largest, of 128 products of normal numbers below 32 times their rms: by up to u = 16 2^-12 of it, to either side, so
+# with a variance of u^2 / 3. A sum of n of them is 6 sqrt(33 / 32 n / 3) u off at most, of an rms of sqrt(n): 2^-6
+FP8_SUMS: Final = Tolerance(of_each=2**-7, of_rms=2**-6)
 # Between the products of an expert stand numbers rounded to E4M3 in groups of 128: at the edge of a step they go either
 # way, 2^-4 of themselves, and at the edge of a scale a whole group goes with them
 ROUNDED: Final = Tolerance(of_each=2**-7, of_rms=2**-4)
@@ -566,6 +570,25 @@ def linears() -> Iterator[Case]:
             compiled = first and name in {"wq_a", "compressor"}
             options = {"wide": True} if form == "bf16" else {}  # as the model multiplies them
             yield Case("linear", label, cost, op, given, PRODUCT, compiled=compiled, options=options)
+
+
+def linears_of_codes() -> Iterator[Case]:
+    """The FP8 linears of a layer whose input is rounded, by products of codes: of a prompt's tokens, 512 and 8192."""
+    for shape, t in product(MODELS, (512, CHUNK)):
+        low = shape.o_groups * shape.o_lora
+        for name, out, columns in (
+            ("wq_a", shape.q_lora, shape.hidden),
+            ("wq_b", shape.heads * HEAD_DIM, shape.q_lora),
+            ("wkv", HEAD_DIM, shape.hidden),
+            ("wo_b", shape.hidden, low),
+            ("shared w1", shape.intermediate, shape.hidden),
+        ):
+            given = of.normal(t, columns), partial(_products, columns, [("fp8", out, None)])
+            label, first = f"{shape.name}, {name} (fp8), {t} tokens", (shape, t) == (FLASH, 512)
+            yield Case(
+                "codes", label, linear_cost("fp8", out, columns, t), "linears_fp8", given, (FP8_SUMS,),
+                compiled=first and name == "wq_a", options={"deployed": True},
+            )  # fmt: skip
 
 
 def projections() -> Iterator[Case]:
@@ -855,6 +878,7 @@ FAMILIES: Final = (
     hypers,
     compressors,
     linears,
+    linears_of_codes,
     projections,
     routed,
     indexers,

@@ -12,8 +12,8 @@ HERE = Path(__file__).parent
 # Of more than 16,384 index keys, or 65,536 positions, first digits of scores are counted where these are computed.
 DECODE = {("indexer bf16", "_scores"): 2, ("indexer fp4", "_scores"): 2}
 # Tiles follow the size of a call: of 1 to 512 tokens these are as many. Of experts they have three sizes, and up to 16
-# tokens the columns are split; a token alone has a way of its own.
-PREFILL = {"_attend": 2, "_linear": 4, "_gate_up": 5, "_down": 5, "_sort": 2, "_compress": 2}
+# tokens the columns are split; a token alone has a way of its own. Linears of codes have two, of which one splits.
+PREFILL = {"_attend": 2, "_linear": 4, "_product_of_codes": 3, "_gate_up": 5, "_down": 5, "_sort": 2, "_compress": 2}
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,7 @@ from fathom.kernels.formats import basis_rows, coded_rows, eigenbasis, lloyd_max
 from fathom.kernels.formats import rows as stored
 from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, TokenRing, stack
 from fathom.kernels.hyper import triton as hyper
+from fathom.kernels.linear.reference import Product
 from fathom.kernels.linear.weight_tiles import counters
 from fathom.kernels.shard import triton_middle
 from fathom.kernels.shard.cpu import Middle, Stream
@@ -122,6 +123,18 @@ def test_linear(item, form, rows, columns, wide):
         found, results = taken(lambda t=t: TRITON.linear(x[:t], w, wide=wide)), t * rows * (4 if wide else item)
         sums = max(sums, found - results)
         assert found <= scratch("linear", t, rows, columns, form, item, CPU, wide=wide) == results + sums
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(128, 4096), (1536, 7168), (12800, 512)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_linears_of_codes_take_less_than_is_planned(rows, columns, wide):
+    """A plan is of rounded inputs and of `linear`: codes are half as long, and fewer columns are split."""
+    x, product = torch.zeros(700, columns, dtype=torch.bfloat16), Product(weight("FP8", rows, columns), wide=wide)
+    for t in (1, 16, 17, *range(32, 700, 32), 700):
+        found = taken(lambda t=t: TRITON.linears_fp8(x[:t], [product], deployed=True))
+        planned = scratch("linear", t, rows, columns, "FP8", 2, CPU, wide=wide)
+        assert found <= planned + (scratch("simulate_fp8", t * columns, 2) if t > 1 else 0)
+        assert found >= t * rows * (4 if wide else 2) + (t * columns * 129 // 128 if t > 16 else 0)
 
 
 @items
