@@ -203,6 +203,12 @@ class Ops(Protocol):
         """`experts`."""
         ...
 
+    def experts_fp8(
+        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool
+    ) -> Tensor:
+        """`experts`: the same, as `linears_fp8` sums."""
+        ...
+
     def experts_up(
         self, x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, limit: float, *, deployed: bool
     ) -> Tensor:
@@ -258,6 +264,7 @@ COMPOSED: Final = {  # of other ops
     "norm_rotate": NormRotate,
     "gate": Gate,
     "experts": Experts,
+    "experts_fp8": Experts,
     "experts_up": ExpertsUp,
     "experts_down": ExpertsDown,
 }
@@ -292,6 +299,7 @@ class _Fields(NamedTuple):
     gate: Callable[..., Any]
     swiglu: Callable[..., Any]
     experts: Callable[..., Any]
+    experts_fp8: Callable[..., Any]
     experts_up: Callable[..., Any]
     experts_down: Callable[..., Any]
     rotate_halves: Callable[..., Any]
@@ -406,6 +414,7 @@ _REFERENCE = OpSet(
     gate=gate.reference.gate,
     swiglu=swiglu.reference.swiglu,
     experts=experts.reference.experts,
+    experts_fp8=experts.reference.experts,
     experts_up=experts.reference.experts_up,
     experts_down=experts.reference.experts_down,
     rotate_halves=rope.reference.rotate_halves,
@@ -422,6 +431,7 @@ CPU = REFERENCE._replace(
     linear=linear.cpu.linear,
     grouped_linear=linear.cpu.grouped_linear,
     experts=experts.cpu.experts,
+    experts_fp8=experts.cpu.experts,
     pool=compress.cpu.pool,
     select=indexer.cpu.select,
     attend=attention.cpu.attend,

@@ -32,6 +32,7 @@ from fathom.kernels.compress import reference as compress_reference
 from fathom.kernels.compress import triton as compress
 from fathom.kernels.differential import triton as differential
 from fathom.kernels.experts import triton as experts
+from fathom.kernels.experts import triton_expert_codes
 from fathom.kernels.gate import triton as gate
 from fathom.kernels.hyper import triton as hyper
 from fathom.kernels.hyper import triton_streams as streams
@@ -75,6 +76,7 @@ TRITON = CPU._replace(
     attend_codes=shard.attend,
     swiglu=swiglu.swiglu,
     experts=experts.experts,
+    experts_fp8=triton_expert_codes.experts_fp8,
     experts_up=experts.experts_up,
     experts_down=experts.experts_down,
     pool=compress_reference.pool,

@@ -29,7 +29,7 @@ class Arithmetic(NamedTuple):
     ranks: Ranks  # who else computes this model, and which part is here
     ran: dict[str, str]  # the backend of each op that has run so far, see `kernels.ops.noted`
     fp8_scores: bool = False  # whether index queries are rounded to E4M3 before they are scored, an approximation
-    fp8_products: bool = False  # whether FP8 linears are summed as FP8 tensor cores do
+    fp8_products: bool = False  # whether FP8 linears and experts are summed as FP8 tensor cores do
 
     @property
     def numerics(self) -> str:

@@ -22,9 +22,10 @@ def cache_formats(options: RunOptions, config: Config) -> CacheFormats:
 
 
 def fp8_products(options: RunOptions, ops: Ops) -> bool:
-    """Whether FP8 linears of many tokens multiply codes: where inputs are codes, on a GPU that has such products."""
+    """Whether linears and experts of many tokens multiply codes: where inputs are, on a GPU with such products."""
     of_codes = options.rounding.linears == FP8 and options.dtype == "bf16"
-    if options.fp8_products == EXACT or not of_codes or backend(ops.linears_fp8) != "triton":
+    replaceable = ops.linears, ops.linears_fp8, ops.experts, ops.experts_fp8  # a probe's own op is run, not passed over
+    if options.fp8_products == EXACT or not of_codes or any(backend(op) != "triton" for op in replaceable):
         return False
     from fathom.kernels.target import multiplies_fp8  # noqa: PLC0415 (Triton is not on every platform)
 

@@ -39,7 +39,7 @@ class RunOptions:
     draft: str = OFF  # what drafts tokens: off | lookup | mtp | dspark | auto
     draft_tokens: int = 0  # drafted for one call at most, and so taken back where they are rejected
     draft_confidence: float = 0.0  # least chance of being accepted, as DSpark tells it, of a draft that is run
-    fp8_products: str = AUTO  # of FP8 linears of many tokens: exact | fp8, as the GPU's FP8 products sum | auto
+    fp8_products: str = AUTO  # of many tokens: exact | fp8, as a GPU's FP8 products sum | auto
 
     def __post_init__(self) -> None:
         """Refuse cache formats that do not hold the values of this numerics and dtype, and FP8 products of others.

@@ -176,9 +176,9 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
         "--fp8-products",
         choices=FP8_PRODUCTS,
         default=default.fp8_products,
-        help="how FP8 linears of more than 16 tokens are summed: exact, in fp32; fp8, as a GPU's FP8 products do, codes"
-        " by codes, promoted to fp32 each 128 columns (--numerics deployed, --dtype bf16); or auto: fp8 where the GPU"
-        " has them (default) (V4)",
+        help="how FP8 linears of more than 16 tokens, and FP4 experts of more than 32, are summed: exact, in fp32; fp8,"
+        " as a GPU's FP8 products do, codes by codes, promoted to fp32 each 128 columns (--numerics deployed, --dtype"
+        " bf16); or auto: fp8 where the GPU has them (default) (V4)",
     )
     p.add_argument(
         "--rank-tokens",

@@ -323,12 +323,17 @@ def _sorted(ids: Tensor, experts: int) -> _Pairs:
     if ids.shape[0] == 1:
         chosen = ids[0]
         return _Pairs(chosen, chosen, chosen, pairs, TOKENS_OF_ONE, pairs, alone=True)
+    return _sort_pairs(ids, experts, _tokens(pairs, experts))
+
+
+def _sort_pairs(ids: Tensor, experts: int, tokens: int) -> _Pairs:
+    """Sort pairs of several tokens, for blocks of `tokens`."""
+    pairs = ids.numel()
     order, starts, counts = (
         torch.empty(n, dtype=torch.int32, device=ids.device) for n in (pairs, experts, experts)
     )  # each an allocation of its own: a pointer's alignment is part of what is compiled
     chunk = 64 if pairs <= 64 else CHUNK  # two sizes, for each is compiled
     _sort[experts,](ids, order, starts, counts, pairs, CHUNK=chunk, num_warps=4, enable_fp_fusion=False)
-    tokens = _tokens(pairs, experts)
     blocks = min(pairs, (pairs + experts * (tokens - 1)) // tokens)
     return _Pairs(order, starts, counts, ids.shape[1], tokens, blocks, alone=False)
 

@@ -26,7 +26,7 @@ KERNEL_PARTS: Final = (
 )  # fmt: skip
 GPU_PARTS: Final = (
     "norm", "quantise", "swiglu", "gate", "tripwires", "hyper", "streams", "compress", "linear", "codes", "experts",
-    "indexer", "topk", "attention", "shard", "differential", "banks", "layers",
+    "expert_codes", "indexer", "topk", "attention", "shard", "differential", "banks", "layers",
 )  # fmt: skip
 
 

@@ -640,6 +640,20 @@ def routed() -> Iterator[Case]:
                 )  # fmt: skip
 
 
+def routed_of_codes() -> Iterator[Case]:
+    """The same of a prompt's tokens, all rows of Flash, on FP8 tensor cores."""
+    for t in (512, CHUNK):
+        e, hidden, inner, checked = FLASH.experts, FLASH.hidden, FLASH.intermediate, min(t, 64)
+        ids, weights, x = of.experts_of(t, CHOSEN, e), of.uniform(t, CHOSEN), of.normal(t, hidden)
+        up, down = of.weight("fp4", e, inner, hidden), of.weight("fp4", e, hidden, inner)
+        yield Case(
+            "expert_codes", f"{FLASH.name}, {e} experts, {t} tokens", experts_cost(FLASH, t), "experts_fp8",
+            (x, ids, weights, up, up, down, LIMIT), ROUNDED, compiled=t == 512,
+            error=partial(_experts_off, "experts_fp8", 3, checked),
+            told=f"{ROUNDED}, from reference, last {checked} tokens", options={"deployed": True},
+        )  # fmt: skip
+
+
 def _experts_off(op: str, of_tokens: int, last: int, ours: Tensor, _: Given, fresh: Given) -> float:
     """The first so many arguments are of tokens, of which the last are compared."""
     tokens = [part[-last:] for part in fresh[:of_tokens]]
@@ -881,6 +895,7 @@ FAMILIES: Final = (
     linears_of_codes,
     projections,
     routed,
+    routed_of_codes,
     indexers,
     attentions,
     variants,
