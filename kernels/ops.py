@@ -69,6 +69,10 @@ class Ops(Protocol):
         """`linear`: of several matrices, whose input is rounded with `simulate_fp8`."""
         ...
 
+    def linears_fp8(self, x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[Tensor]:
+        """`linear`: the same, summed as FP8 tensor cores sum codes, by a backend that has these; by others exactly."""
+        ...
+
     def simulate_fp8(self, x: Tensor, group: int) -> Tensor:
         """`quantise`."""
         ...
@@ -199,6 +203,12 @@ class Ops(Protocol):
         """`experts`."""
         ...
 
+    def experts_fp8(
+        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool
+    ) -> Tensor:
+        """`experts`: the same, as `linears_fp8` sums."""
+        ...
+
     def experts_up(
         self, x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, limit: float, *, deployed: bool
     ) -> Tensor:
@@ -247,12 +257,14 @@ class Ops(Protocol):
 COMPOSED: Final = {  # of other ops
     "select_fp8": SelectFp8,
     "linears": Linears,
+    "linears_fp8": Linears,
     "read_streams": ReadStreams,
     "round_kv": RoundKv,
     "round_index": RoundIndex,
     "norm_rotate": NormRotate,
     "gate": Gate,
     "experts": Experts,
+    "experts_fp8": Experts,
     "experts_up": ExpertsUp,
     "experts_down": ExpertsDown,
 }
@@ -265,6 +277,7 @@ class _Fields(NamedTuple):
     linear: Callable[..., Any]
     grouped_linear: Callable[..., Any]
     linears: Callable[..., Any]
+    linears_fp8: Callable[..., Any]
     simulate_fp8: Callable[..., Any]
     simulate_fp4: Callable[..., Any]
     hadamard: Callable[..., Any]
@@ -286,6 +299,7 @@ class _Fields(NamedTuple):
     gate: Callable[..., Any]
     swiglu: Callable[..., Any]
     experts: Callable[..., Any]
+    experts_fp8: Callable[..., Any]
     experts_up: Callable[..., Any]
     experts_down: Callable[..., Any]
     rotate_halves: Callable[..., Any]
@@ -378,6 +392,7 @@ _REFERENCE = OpSet(
     linear=linear.reference.linear,
     grouped_linear=linear.reference.grouped_linear,
     linears=linear.reference.linears,
+    linears_fp8=linear.reference.linears,
     simulate_fp8=quantise.reference.simulate_fp8,
     simulate_fp4=quantise.reference.simulate_fp4,
     hadamard=quantise.reference.hadamard,
@@ -399,6 +414,7 @@ _REFERENCE = OpSet(
     gate=gate.reference.gate,
     swiglu=swiglu.reference.swiglu,
     experts=experts.reference.experts,
+    experts_fp8=experts.reference.experts,
     experts_up=experts.reference.experts_up,
     experts_down=experts.reference.experts_down,
     rotate_halves=rope.reference.rotate_halves,
@@ -415,6 +431,7 @@ CPU = REFERENCE._replace(
     linear=linear.cpu.linear,
     grouped_linear=linear.cpu.grouped_linear,
     experts=experts.cpu.experts,
+    experts_fp8=experts.cpu.experts,
     pool=compress.cpu.pool,
     select=indexer.cpu.select,
     attend=attention.cpu.attend,

@@ -32,11 +32,13 @@ from fathom.kernels.compress import reference as compress_reference
 from fathom.kernels.compress import triton as compress
 from fathom.kernels.differential import triton as differential
 from fathom.kernels.experts import triton as experts
+from fathom.kernels.experts import triton_expert_codes
 from fathom.kernels.gate import triton as gate
 from fathom.kernels.hyper import triton as hyper
 from fathom.kernels.hyper import triton_streams as streams
 from fathom.kernels.indexer import triton as indexer
 from fathom.kernels.linear import triton as linear
+from fathom.kernels.linear import triton_codes
 from fathom.kernels.norm import triton as norm
 from fathom.kernels.ops import CPU
 from fathom.kernels.quantise import triton as activations
@@ -65,6 +67,7 @@ TRITON = CPU._replace(
     linear=linear.linear,
     grouped_linear=linear.grouped_linear,
     linears=linear.linears,
+    linears_fp8=triton_codes.linears_fp8,
     compress=compress.compress,
     select=indexer.select,
     select_fp8=indexer.select_fp8,
@@ -73,6 +76,7 @@ TRITON = CPU._replace(
     attend_codes=shard.attend,
     swiglu=swiglu.swiglu,
     experts=experts.experts,
+    experts_fp8=triton_expert_codes.experts_fp8,
     experts_up=experts.experts_up,
     experts_down=experts.experts_down,
     pool=compress_reference.pool,

@@ -29,6 +29,7 @@ class Arithmetic(NamedTuple):
     ranks: Ranks  # who else computes this model, and which part is here
     ran: dict[str, str]  # the backend of each op that has run so far, see `kernels.ops.noted`
     fp8_scores: bool = False  # whether index queries are rounded to E4M3 before they are scored, an approximation
+    fp8_products: bool = False  # whether FP8 linears and experts are summed as FP8 tensor cores do
 
     @property
     def numerics(self) -> str:
@@ -49,7 +50,8 @@ class Arithmetic(NamedTuple):
 
     def linears(self, x: Tensor, *products: Product) -> list[Tensor]:
         """Several products with the same input, in one op: `kernels.linear.reference.Linears`."""
-        return self.ops.linears(x, products, deployed=self.linears_rounded)
+        op = self.ops.linears_fp8 if self.fp8_products else self.ops.linears
+        return op(x, products, deployed=self.linears_rounded)
 
     @property
     def linears_rounded(self) -> bool:

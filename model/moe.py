@@ -132,7 +132,8 @@ class MoE:
         if not self.together():
             return self.routed_down(self.routed_up(x, ids, weights), ids)
         ops, deployed = self.arithmetic.ops, self.arithmetic.linears_rounded
-        return ops.experts(x, ids, weights, *self.matrices, self.experts[0].limit, deployed=deployed)
+        op = ops.experts_fp8 if self.arithmetic.fp8_products else ops.experts
+        return op(x, ids, weights, *self.matrices, self.experts[0].limit, deployed=deployed)
 
     def routed_up(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """What w2 of each of a token's experts is given: [t, k, inner]."""

@@ -2,12 +2,13 @@
 
 import torch
 
-from fathom.kernels.ops import Ops, noted
+from fathom.kernels.ops import Ops, backend, noted
 from fathom.model.architectures import Config
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.cache.formats import CacheFormats
-from fathom.model.choices import FP8_SCORES
+from fathom.model.choices import EXACT, FP8_SCORES
 from fathom.model.ranks.ranks import Ranks
+from fathom.model.rounding import FP8
 from fathom.runtime.kv import variants
 from fathom.runtime.options import RunOptions
 
@@ -20,8 +21,19 @@ def cache_formats(options: RunOptions, config: Config) -> CacheFormats:
     return CacheFormats(DTYPES[options.dtype], *forms, variants(options.kv, config))
 
 
+def fp8_products(options: RunOptions, ops: Ops) -> bool:
+    """Whether linears and experts of many tokens multiply codes: where inputs are, on a GPU with such products."""
+    of_codes = options.rounding.linears == FP8 and options.dtype == "bf16"
+    replaceable = ops.linears, ops.linears_fp8, ops.experts, ops.experts_fp8  # a probe's own op is run, not passed over
+    if options.fp8_products == EXACT or not of_codes or any(backend(op) != "triton" for op in replaceable):
+        return False
+    from fathom.kernels.target import multiplies_fp8  # noqa: PLC0415 (Triton is not on every platform)
+
+    return multiplies_fp8()
+
+
 def arithmetic(options: RunOptions, ops: Ops, ranks: Ranks, config: Config) -> Arithmetic:
     """What a model of this run computes with; ConfigError as `cache_formats`."""
     formats, ran = cache_formats(options, config), dict[str, str]()
-    fp8_scores = options.index_scores == FP8_SCORES
-    return Arithmetic(noted(ops, ran), options.rounding, formats.dtype, formats, ranks, ran, fp8_scores)
+    narrow = options.index_scores == FP8_SCORES, fp8_products(options, ops)
+    return Arithmetic(noted(ops, ran), options.rounding, formats.dtype, formats, ranks, ran, *narrow)

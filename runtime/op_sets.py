@@ -4,11 +4,11 @@ import importlib.util
 
 from fathom.kernels.ops import CPU, REFERENCE, Ops
 from fathom.model.architectures import Config
-from fathom.model.choices import OP_SETS
+from fathom.model.choices import OF_CODES, OP_SETS
 from fathom.model.errors import ConfigError
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.variants.choice import GroupedCoda, GroupedShard, Shard, Variant
-from fathom.runtime.arithmetic import cache_formats
+from fathom.runtime.arithmetic import cache_formats, fp8_products
 from fathom.runtime.options import RunOptions, usual
 
 LEAST = 16  # of a dimension of a product on tensor cores
@@ -17,6 +17,16 @@ Grouped = GroupedCoda | GroupedShard  # one implementation each, of the backend 
 
 def op_set(name: str, options: RunOptions, config: Config) -> Ops:
     """The op set of this name; ConfigError, naming the flag, where these options cannot run on it."""
+    ops = _named(name, options, config)
+    if options.fp8_products == OF_CODES and not fp8_products(options, ops):
+        raise ConfigError(
+            f"--fp8-products {OF_CODES}: a GPU's of compute capability 9.0 or more, by --ops triton; exact is what"
+            f" --ops {name} has here"
+        )
+    return ops
+
+
+def _named(name: str, options: RunOptions, config: Config) -> Ops:
     match name:
         case "reference":
             _check_reference(options, config)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fathom.model.architectures import Config, config_from_file
-from fathom.model.choices import AUTO, DEPLOYED, EXACT, NUMERICS, OFF, OWN, PLAIN
+from fathom.model.choices import AUTO, DEPLOYED, EXACT, NUMERICS, OF_CODES, OFF, OWN, PLAIN
 from fathom.model.config import check_widths
 from fathom.model.errors import ConfigError
 from fathom.model.llama.config import LlamaConfig
@@ -39,9 +39,10 @@ class RunOptions:
     draft: str = OFF  # what drafts tokens: off | lookup | mtp | dspark | auto
     draft_tokens: int = 0  # drafted for one call at most, and so taken back where they are rejected
     draft_confidence: float = 0.0  # least chance of being accepted, as DSpark tells it, of a draft that is run
+    fp8_products: str = AUTO  # of many tokens: exact | fp8, as a GPU's FP8 products sum | auto
 
     def __post_init__(self) -> None:
-        """Refuse cache formats that do not hold the values of this numerics and dtype, and FP8 scores of other keys.
+        """Refuse cache formats that do not hold the values of this numerics and dtype, and FP8 products of others.
 
         Raises
         ------
@@ -65,6 +66,12 @@ class RunOptions:
         if self.index_scores != EXACT and (self.key_format != "fp8" or self.kv):
             raise ConfigError(
                 f"--index-scores {self.index_scores}: multiplies FP8 keys; want --key-format fp8 and no --kv"
+            )
+
+        if self.fp8_products == OF_CODES and (rounding.linears != FP8 or self.dtype != "bf16"):
+            raise ConfigError(
+                f"--fp8-products {self.fp8_products}: multiplies inputs rounded to FP8; want those of --numerics"
+                f" {DEPLOYED} and --dtype bf16"
             )
 
     @property

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fathom.model.choices import EXACT, OF_CODES
 from fathom.model.ranks.ranks import evenly
 from fathom.model.state import State
 from fathom.runtime.decoding import Decoding
@@ -100,6 +101,7 @@ def report(
         "options": options.to_json(),
         "variants": [str(variant) for variant in loaded.model.arithmetic.formats.variants],  # of each layer
         "ops": loaded.model.arithmetic.ops.name,
+        "fp8_products": OF_CODES if "linears_fp8" in loaded.model.arithmetic.ran else EXACT,  # of many tokens
         "backends": dict(sorted(loaded.model.arithmetic.ran.items())),  # of `kernels`, of each op that ran
         "decode": by.how,  # "graph" or "eager"
         "drafts": _drafts(loaded, options, runs),

@@ -12,6 +12,7 @@ from fathom.model.choices import (
     DSPARK,
     DTYPES,
     ENTRY_FORMATS,
+    FP8_PRODUCTS,
     INDEX_SCORES,
     KEY_FORMATS,
     NUMERICS,
@@ -172,6 +173,14 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
         " power of two per head, for products at the rate of FP8; with --key-format fp8 (V4)",
     )
     p.add_argument(
+        "--fp8-products",
+        choices=FP8_PRODUCTS,
+        default=default.fp8_products,
+        help="how FP8 linears of more than 16 tokens, and FP4 experts of more than 32, are summed: exact, in fp32; fp8,"
+        " as a GPU's FP8 products do, codes by codes, promoted to fp32 each 128 columns (--numerics deployed, --dtype"
+        " bf16); or auto: fp8 where the GPU has them (default) (V4)",
+    )
+    p.add_argument(
         "--rank-tokens",
         "--dispatch",  # its name, and its values, while experts lay whole on ranks
         choices=RANK_TOKENS,
@@ -316,6 +325,7 @@ def run_options(args: argparse.Namespace) -> RunOptions:
     formats = args.entry_format, args.key_format, args.index_scores
     held = (tuple(args.kv), args.coda_adapters) if "kv" in args else ()
     options = RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.rank_tokens, *held)
+    options = replace(options, fp8_products=args.fp8_products)
     if "draft" not in args:
         return options
     by, tokens, confidence = args.draft, args.draft_tokens, args.draft_confidence

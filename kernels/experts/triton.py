@@ -415,13 +415,17 @@ class _Pairs(NamedTuple):
 
 
 def _sorted(ids: Tensor, experts: int) -> _Pairs:
+    return _sort_pairs(ids, experts, _tokens(ids.numel(), experts))
+
+
+def _sort_pairs(ids: Tensor, experts: int, tokens: int) -> _Pairs:
+    """Sort pairs of several tokens, for blocks of `tokens`."""
     pairs = ids.numel()
     order, starts, counts = (
         torch.empty(n, dtype=torch.int32, device=ids.device) for n in (pairs, experts, experts)
     )  # each an allocation of its own: a pointer's alignment is part of what is compiled
     chunk = 64 if pairs <= 64 else CHUNK  # two sizes, for each is compiled
     _sort[experts,](ids, order, starts, counts, pairs, CHUNK=chunk, num_warps=4, enable_fp_fusion=False)
-    tokens = _tokens(pairs, experts)
     blocks = min(pairs, (pairs + experts * (tokens - 1)) // tokens)
     return _Pairs(order, starts, counts, ids.shape[1], tokens, blocks)
 

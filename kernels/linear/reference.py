@@ -127,12 +127,16 @@ class Linears:
         return [self._one(rounded if rounds(product.weight, deployed=deployed) else x, product) for product in products]
 
     def _one(self, x: Tensor, product: Product) -> Tensor:
-        out = self.linear(x, product.weight, wide=product.wide)
-        if product.bias is not None:
-            out.add_(product.bias.rows(x.shape[0]))
-        if product.added is not None:
-            out = (product.added + out.float()).to(out.dtype)
-        return out if product.factor is None else out.float() * product.factor
+        return finished(self.linear(x, product.weight, wide=product.wide), product)
+
+
+def finished(out: Tensor, product: Product) -> Tensor:
+    """What becomes of a product [t, out], which is overwritten: a bias, an addend, a factor."""
+    if product.bias is not None:
+        out.add_(product.bias.rows(out.shape[0]))
+    if product.added is not None:
+        out = (product.added + out.float()).to(out.dtype)
+    return out if product.factor is None else out.float() * product.factor
 
 
 linears = Linears(linear, simulate_fp8)

@@ -79,16 +79,25 @@ def _norm_rotate(
 @triton.jit(do_not_specialize=["blocks"])
 def _simulate(
     x, out, powers, blocks, CODES: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    UPCAST: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    ACROSS: tl.constexpr, HALVES: tl.constexpr, UPCAST: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
+    MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
+    """ACROSS: blocks of a row, where powers of the same place in all rows lie side by side; 0: those of a row do.
+
+    HALVES: of each 8 columns of a block the first four come before all second four.
+    """
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, PADDED)[None, :]
     inside = (block < blocks) & (column < GROUP)
     wide = widened(tl.load(x + block * GROUP + column, inside, 0.0), UPCAST)
     if CODES:
         codes, exponent = encoded(wide, 1, SMALLEST, LARGEST, MANTISSA, BIAS, 7)
+        if HALVES:
+            eights = tl.permute(tl.reshape(codes, [ROWS, PADDED // 8, 2, 4]), (0, 2, 1, 3))
+            codes = tl.reshape(eights, [ROWS, PADDED])
         tl.store(out + block * GROUP + column, codes, inside)
-        tl.store(powers + block, exponent, block < blocks)
+        place = block if ACROSS == 0 else block % ACROSS * (blocks // ACROSS) + block // ACROSS
+        tl.store(powers + place, exponent, block < blocks)
     else:
         wide = simulated(wide, 1, SMALLEST, LARGEST, MANTISSA, BIAS)
         tl.store(out + block * GROUP + column, rounded(wide, out.dtype.element_ty, UPCAST), inside)
@@ -155,15 +164,25 @@ def _simulated(x: Tensor, group: int, form: dict[str, float]) -> Tensor:
     return out
 
 
-def fp8_codes(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """What `simulate_fp8` rounds `x` [..., d] to, as bytes: codes of E4M3 [..., d] and of E8M0 [..., d / group]."""
+def fp8_codes(x: Tensor, group: int, *, by_group: bool = False, halves: bool = False) -> tuple[Tensor, Tensor]:
+    """What `simulate_fp8` rounds `x` [..., d] to, as bytes: codes of E4M3 [..., d] and of E8M0 [..., d / group].
+
+    `by_group`: powers are [d / group, ...], as a product reads them that takes many rows a group at a time.
+    `halves`: codes of a group are reordered, of each 8 the first four before all second four: the order in which
+    `kernels.experts.triton_expert_codes` takes nibbles out of words.
+    """
     codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-    powers = torch.empty(*x.shape[:-1], x.shape[-1] // group, dtype=torch.uint8, device=x.device)
-    _launch(x, codes, powers, group, E4M3)
+    groups = x.shape[-1] // group
+    shape = (groups, *x.shape[:-1]) if by_group else (*x.shape[:-1], groups)
+    powers = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    assert not halves or group % 8 == group & (group - 1) == 0, f"groups of {group}"
+    _launch(x, codes, powers, group, E4M3, across=groups if by_group else 0, halves=halves)
     return codes, powers
 
 
-def _launch(x: Tensor, out: Tensor, powers: Tensor, group: int, form: dict[str, float]) -> None:
+def _launch(
+    x: Tensor, out: Tensor, powers: Tensor, group: int, form: dict[str, float], *, across: int = 0, halves: bool = False
+) -> None:
     assert x.shape[-1] % group == 0, f"{x.shape[-1]} columns are no multiple of the group of {group}"
     x = x.contiguous()
     blocks = x.numel() // group
@@ -171,6 +190,7 @@ def _launch(x: Tensor, out: Tensor, powers: Tensor, group: int, form: dict[str, 
         padded = triton.next_power_of_2(group)
         rows = max(1, TILE // padded)
         constants = {"GROUP": group, "PADDED": padded, "ROWS": rows, "UPCAST": UPCAST, **form}
+        constants |= {"ACROSS": across, "HALVES": halves}
         _simulate[(triton.cdiv(blocks, rows),)](
             x, out, powers, blocks, CODES=powers is not out, **constants, num_warps=WARPS, enable_fp_fusion=False
         )

@@ -25,8 +25,8 @@ KERNEL_PARTS: Final = (
     "attend", "select", "linear", "gemm", "activations", "tripwires", "sites", "threads",
 )  # fmt: skip
 GPU_PARTS: Final = (
-    "norm", "quantise", "swiglu", "gate", "tripwires", "hyper", "streams", "compress", "linear", "experts", "indexer",
-    "topk", "attention", "shard", "differential", "banks", "layers", "whole",
+    "norm", "quantise", "swiglu", "gate", "tripwires", "hyper", "streams", "compress", "linear", "codes", "experts",
+    "expert_codes", "indexer", "topk", "attention", "shard", "differential", "banks", "layers", "whole",
 )  # fmt: skip
 
 

@@ -353,6 +353,10 @@ EDGES: Final = Tolerance(differing=2**-6)  # of narrow codes: a BF16 step before
 # A BF16 step of each side, and sums of up to 28672 products in another order: 64 ulp of fp32 of the sum of their sizes,
 # which for normal numbers is 0.64 times the root of their number times the rms of the sums
 PRODUCT: Final = Tolerance(of_each=2**-7, of_rms=2**-11)
+# Beside that, Hopper's FP8 tensor cores cut each of the 33 numbers that they add at once to 12 bits or more below the
+# largest, of 128 products of normal numbers below 32 times their rms: by up to u = 16 2^-12 of it, to either side, so
+# with a variance of u^2 / 3. A sum of n of them is 6 sqrt(33 / 32 n / 3) u off at most, of an rms of sqrt(n): 2^-6
+FP8_SUMS: Final = Tolerance(of_each=2**-7, of_rms=2**-6)
 # Between the products of an expert stand numbers rounded to E4M3 in groups of 128: at the edge of a step they go either
 # way, 2^-4 of themselves, and at the edge of a scale a whole group goes with them
 ROUNDED: Final = Tolerance(of_each=2**-7, of_rms=2**-4)
@@ -570,6 +574,25 @@ def linears() -> Iterator[Case]:
             yield Case("linear", label, cost, op, given, PRODUCT, compiled=compiled, options=options)
 
 
+def linears_of_codes() -> Iterator[Case]:
+    """The FP8 linears of a layer whose input is rounded, by products of codes: of a prompt's tokens, 512 and 8192."""
+    for shape, t in product(MODELS, (512, CHUNK)):
+        low = shape.o_groups * shape.o_lora
+        for name, out, columns in (
+            ("wq_a", shape.q_lora, shape.hidden),
+            ("wq_b", shape.heads * HEAD_DIM, shape.q_lora),
+            ("wkv", HEAD_DIM, shape.hidden),
+            ("wo_b", shape.hidden, low),
+            ("shared w1", shape.intermediate, shape.hidden),
+        ):
+            given = of.normal(t, columns), partial(_products, columns, [("fp8", out, None)])
+            label, first = f"{shape.name}, {name} (fp8), {t} tokens", (shape, t) == (FLASH, 512)
+            yield Case(
+                "codes", label, linear_cost("fp8", out, columns, t), "linears_fp8", given, (FP8_SUMS,),
+                compiled=first and name == "wq_a", options={"deployed": True},
+            )  # fmt: skip
+
+
 def projections() -> Iterator[Case]:
     """What a CSA layer reads off its input for one token, in one op."""
     for shape in MODELS:
@@ -617,6 +640,20 @@ def routed() -> Iterator[Case]:
                     partial(_experts_off, op, of_tokens, checked), f"{ROUNDED}, from reference, last {checked} tokens",
                     {"deployed": True},
                 )  # fmt: skip
+
+
+def routed_of_codes() -> Iterator[Case]:
+    """The same of a prompt's tokens, all rows of Flash, on FP8 tensor cores."""
+    for t in (512, CHUNK):
+        e, hidden, inner, checked = FLASH.experts, FLASH.hidden, FLASH.intermediate, min(t, 64)
+        ids, weights, x = of.experts_of(t, CHOSEN, e), of.uniform(t, CHOSEN), of.normal(t, hidden)
+        up, down = of.weight("fp4", e, inner, hidden), of.weight("fp4", e, hidden, inner)
+        yield Case(
+            "expert_codes", f"{FLASH.name}, {e} experts, {t} tokens", experts_cost(FLASH, t), "experts_fp8",
+            (x, ids, weights, up, up, down, LIMIT), ROUNDED, compiled=t == 512,
+            error=partial(_experts_off, "experts_fp8", 3, checked),
+            told=f"{ROUNDED}, from reference, last {checked} tokens", options={"deployed": True},
+        )  # fmt: skip
 
 
 def _experts_off(op: str, of_tokens: int, last: int, ours: Tensor, _: Given, fresh: Given) -> float:
@@ -857,8 +894,10 @@ FAMILIES: Final = (
     hypers,
     compressors,
     linears,
+    linears_of_codes,
     projections,
     routed,
+    routed_of_codes,
     indexers,
     attentions,
     variants,

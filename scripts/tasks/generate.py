@@ -228,6 +228,7 @@ def summary_table(data: dict[str, Any]) -> Table:
     caches = ", ".join(f"{name.replace('_', ' ')} {part / MIB:.2f}" for name, part in size.items())
     peak = f"peak {data['peak_memory_bytes'] / MIB:.0f} MiB"
     scores = "" if o["index_scores"] == EXACT else f"index scores {o['index_scores']}, "
+    scores += "" if data["fp8_products"] == EXACT else f"products of {data['fp8_products']} codes, "
     chosen = f"numerics {o['numerics']}, {o['dtype']}, {scores}chunk {o['prefill_chunk']}, {data['threads']} threads"
     rows = {
         "prompt": prompt,

@@ -23,7 +23,9 @@ from fathom.kernels.formats import rows
 from fathom.kernels.formats.stored import Fp4, Fp8, TokenRing
 from fathom.kernels.hyper.triton import read_streams
 from fathom.kernels.indexer.triton import select
-from fathom.kernels.linear.triton import linear
+from fathom.kernels.linear.reference import Product
+from fathom.kernels.linear.triton import FEW, linear
+from fathom.kernels.linear.triton_codes import linears_fp8
 from fathom.kernels.quantise.triton import hadamard, rotate, simulate_fp8
 from fathom.scripts.bench.gpu import NoDevice
 
@@ -99,6 +101,9 @@ def products(t):
     x, ids, weights = narrow(t, HIDDEN), torch.empty(t, 6, dtype=torch.int64), torch.empty(t, 6)
     parts.append("linear")
     linear(x, MATRIX)
+    if t > FEW:
+        parts.append("linears of codes")
+        linears_fp8(x, [Product(MATRIX)], deployed=True)
     parts.append("experts")
     experts(x, ids, weights, W1, W1, W2, 10.0, deployed=True)
     parts.append("experts of a rank")

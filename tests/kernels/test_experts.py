@@ -4,6 +4,9 @@ Inputs are such that all agree to the bit: gates are between 18 and 300, where s
 routing weights have few bits, so that only the roundings that are part of the equation happen.
 """
 
+import inspect
+import sys
+
 import pytest
 import torch
 
@@ -12,6 +15,7 @@ from fathom.kernels.formats import reference as formats
 from fathom.kernels.formats.stored import Apart, Dense, Fp4, Fp8, NvFp4, as_stack, member, rows, stack
 from fathom.kernels.ops import CPU, REFERENCE
 from tests.deepseek_arithmetic import act_quant, in_place
+from tests.ptx import run
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 LIMIT = 300.0
@@ -19,10 +23,15 @@ NAN = float("nan")
 NO_TRITON = "Triton is not on every platform"
 
 
-@pytest.fixture(params=["reference", "cpu", "triton"])
-def ops(request):
-    if request.param == "triton":
-        return pytest.importorskip("fathom.kernels.triton_ops", reason=NO_TRITON).TRITON
+@pytest.fixture(params=["reference", "cpu", "triton", "triton, codes of few tokens too"])
+def ops(request, monkeypatch):
+    """Triton's experts, and those on FP8 tensor cores, which run in the interpreter from two tokens on then."""
+    if "triton" in request.param:
+        triton = pytest.importorskip("fathom.kernels.triton_ops", reason=NO_TRITON).TRITON
+        if request.param == "triton":
+            return triton
+        monkeypatch.setattr(sys.modules[triton.experts_fp8.__module__], "MANY", 1)
+        return triton._replace(experts=triton.experts_fp8)
     return CPU if request.param == "cpu" else REFERENCE
 
 
@@ -318,9 +327,13 @@ def test_a_scale_that_is_nan_stays_in_its_rows(ops, form):
 
 
 def test_rows_that_are_not_made_of_whole_words_are_summed_too(ops):
-    """Triton sorts even one token's."""
+    """Of 131 and 35 numbers in bf16: Triton sorts even one token's pairs."""
+    (w1, w3, w2), values = layer("bf16", 3, 132, 36, 2)
+    cut = [(w1, 35, 131), (w3, 35, 131), (w2, 131, 35)]
+    stacks = tuple(Dense(of.data[:, :high, :wide].contiguous()) for of, high, wide in cut)
+    exact = tuple([one[:high, :wide] for one in of] for of, (_, high, wide) in zip(values, cut, strict=True))
     for t in (1, 3):
-        assert_summed(ops, "bf16", layer("bf16", 3, 131, 35, 2), *tokens(t, 2, 131, 3, 1))
+        assert_summed(ops, "bf16", (stacks, exact), *tokens(t, 2, 131, 3, 1))
 
 
 def test_columns_that_cut_a_rounded_block_are_refused(ops):
@@ -383,3 +396,126 @@ def test_triton_and_stacks_take_matrices_of_one_form():
     triton = pytest.importorskip("fathom.kernels.triton_ops", reason=NO_TRITON).TRITON
     with pytest.raises(AssertionError, match="w3 Fp4"):
         triton.experts(*tokens(1, 1, 32, 2, 0), w1, other, w2, 1.0, deployed=False)
+
+
+# --- FP4 experts on FP8 tensor cores
+
+
+@pytest.fixture
+def of_codes(monkeypatch):
+    """The file of kernels, whose op runs from two tokens on."""
+    kernels = pytest.importorskip("fathom.kernels.experts.triton_expert_codes", reason=NO_TRITON)
+    monkeypatch.setattr(kernels, "MANY", 1)
+    return kernels
+
+
+def tiled(kernels, monkeypatch, tokens, rows=64):
+    monkeypatch.setattr(kernels, "_tiles", lambda *_: 2 * (kernels.Tile(rows, tokens, 128, 4, 3),))
+
+
+def drawn(g, count, o, i, scales):
+    """All codes, and E8M0 scales of this many rows and groups in turn."""
+    codes = torch.randint(0, 256, (count, o, i // 2), dtype=torch.uint8, generator=g)
+    picked = scales[torch.randint(len(scales), (count, o, i // 32), generator=g)]
+    return Fp4(codes.view(torch.int8), picked.view(E8M0))
+
+
+NEAR, FAR = torch.arange(110, 122).byte(), torch.arange(104, 127).byte()  # 2^11 apart, and further
+
+
+@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+@pytest.mark.parametrize("scales", [NEAR, FAR, torch.cat([NEAR, FAR[:1]])], ids=["near", "far", "a step too far"])
+def test_experts_of_codes_are_the_products(of_codes, monkeypatch, tile, scales):
+    """Sums of a few hundred exact products: within 8 ulp of the sum of sizes of what is multiplied, and rounded."""
+    tiled(of_codes, monkeypatch, tile)
+    g = seeded(tile)
+    w1, w3 = (drawn(g, 3, 128, 384, scales) for _ in range(2))
+    w2 = drawn(g, 3, 384, 128, scales)
+    t = 70
+    x = (torch.randn(t, 384, generator=g) * torch.logspace(-2, 2, t)[:, None]).bfloat16()
+    ids = torch.rand(t, 3, generator=g).argsort(1)[:, :2].contiguous()
+    weights = torch.rand(t, 2, generator=g)
+    pairs = of_codes._sort_pairs(ids, 3, tile)
+    tiles = of_codes._tiles()
+    up = of_codes._up(pairs, x, weights, w1, w3, LIMIT, tiles[0]).double().unflatten(0, (t, 2))
+    rounded = in_place(act_quant(x, 128), x).double()
+    values = [[formats.decode(member(stacked, e)).double() for e in range(3)] for stacked in (w1, w3, w2)]
+    for e in range(3):
+        token, slot = (ids == e).nonzero(as_tuple=True)
+        gate, gate_off = within(rounded[token], values[0][e])
+        value, value_off = within(rounded[token], values[1][e])
+        low, high = ((gate + sign * gate_off).clamp(max=LIMIT) for sign in (-1, 1))
+        wanted = torch.nn.functional.silu(gate.clamp(max=LIMIT)) * value.clamp(-LIMIT, LIMIT)
+        # silu moves by 1.1 of what its argument does at most, then three roundings in fp32 and one to bf16
+        moved = 1.1 * (high - low) * value.clamp(-LIMIT, LIMIT).abs() + value_off * (gate.clamp(max=LIMIT).abs() + 1)
+        off = (up[token, slot] - wanted * weights[token, slot, None].double()).abs()
+        assert (off <= weights[token, slot, None] * (moved + wanted.abs() * 2.0**-7) + 1e-30).all()
+    inner = up.bfloat16().flatten(0, 1)
+    codes = of_codes.fp8_codes(inner, 128, by_group=True, halves=True)
+    y = of_codes._down(pairs, codes, w2, tiles[1]).double().unflatten(0, (t, 2))
+    given = in_place(act_quant(inner, 128), inner).double().unflatten(0, (t, 2))
+    for e in range(3):
+        token, slot = (ids == e).nonzero(as_tuple=True)
+        wanted, off = within(given[token, slot], values[2][e])
+        assert ((y[token, slot] - wanted).abs() <= off).all()
+
+
+def within(x, w):
+    """``x @ w^T`` in float64, and what an fp32 sum rounded to bf16 may be off."""
+    total, sizes = x @ w.T, x.abs() @ w.abs().T
+    return total, 8 * 2.0**-23 * sizes + total.abs() * 2.0**-8
+
+
+@pytest.mark.parametrize("tile", [16, 64])
+def test_a_scale_that_is_no_number_is_of_its_row_alone(of_codes, monkeypatch, tile):
+    tiled(of_codes, monkeypatch, tile)
+    (w1, w3, w2), _ = layer("fp4", 2, 256, 128, 1)
+    scale = w2.scale.clone()
+    scale.view(torch.uint8)[1, 7, 2] = 255
+    x, ids, weights = tokens(5, 1, 256, 2, 2)
+    found = of_codes.experts_fp8(x, ids, weights, w1, w3, Fp4(w2.data, scale), LIMIT, deployed=True)
+    exact = REFERENCE.experts(x, ids, weights, w1, w3, w2, LIMIT, deployed=True)
+    wrong = torch.zeros(found.shape, dtype=torch.bool)
+    wrong[ids[:, 0] == 1, 7] = True
+    assert wrong.any()
+    assert torch.equal(found.isnan(), wrong)
+    assert torch.equal(found[~wrong], exact[~wrong])
+
+
+def test_what_experts_of_codes_leave_to_the_others_runs_there(of_codes, monkeypatch):
+    """Few tokens, fp32, plain numerics, other forms, and matrices that begin amid 16 bytes."""
+    ran = []
+    monkeypatch.setattr(of_codes, "experts", lambda *given, deployed: ran.append((given, deployed)))
+    (w1, w3, w2), _ = layer("fp4", 2, 128, 128, 1)
+    x, ids, weights = tokens(4, 1, 128, 2, 2)
+    amid = torch.zeros(w1.data.numel() + 8, dtype=torch.int8)[8:].view(w1.data.shape)
+    given = [
+        (x[:1], w1, w3, True), (x.float(), w1, w3, True), (x, w1, w3, False), (x, Fp4(amid, w1.scale), w3, True),
+        (x, *layer("fp8", 2, 128, 128, 1)[0][:2], True),
+    ]  # fmt: skip
+    for some, first, third, deployed in given:
+        of_codes.experts_fp8(some, ids[: len(some)], weights[: len(some)], first, third, w2, LIMIT, deployed=deployed)
+    assert len(ran) == len(given)
+
+
+def test_the_instructions_that_take_codes_out_of_words_do_what_the_interpreter_does(of_codes):
+    """The text of the assembly, run: every four nibbles in either half of a word, under every exponent."""
+    text = inspect.getsource(of_codes._codes_of_e2m1.fn).split('"""{')[1].split('}"""')[0]
+    half = torch.arange(1 << 16)
+    words = half | half.flip(0) << 16
+    for exponent in range(1, 13):
+        held = {"$2": words}
+        held["$3"], held["$7"] = (torch.full_like(words, size) for size in sizes(exponent))
+        held = run(text, held)
+        nibbles = words[:, None] >> (4 * torch.arange(8))[None, :] & 15
+        value = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).repeat(2) * 2.0 ** (exponent - 6)
+        value[8:] *= -1
+        for out, part in (("$0", nibbles[:, :4]), ("$1", nibbles[:, 4:])):
+            codes = (held[out][:, None] >> (8 * torch.arange(4))[None, :] & 255).to(torch.uint8)
+            assert torch.equal(codes.view(E4M3).float(), value[part])
+
+
+def sizes(exponent):
+    """Of `_sizes`: E4M3 codes of E2M1's sizes, four in a word."""
+    codes = (torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]) * 2.0 ** (exponent - 6)).to(E4M3).view(torch.uint8).tolist()
+    return [sum(code << (8 * place) for place, code in enumerate(part)) for part in (codes[:4], codes[4:])]

@@ -261,6 +261,120 @@ def test_several_products_are_one_after_the_other(ops, dtype, deployed, t, colum
             assert torch.equal(ours, wanted), product
 
 
+# --- inputs that are codes, as FP8 tensor cores take them
+
+
+def of_codes(ops, x, *weights, **more):
+    return ops.linears_fp8(x, [Product(weight, **more) for weight in weights], deployed=True)
+
+
+def launches(monkeypatch):
+    """Shapes of what Triton's kernel of codes multiplies from now on, [tokens, rows], and its splits."""
+    fused = pytest.importorskip("fathom.kernels.linear.triton_codes", reason=NO_TRITON)
+    kernel, seen = fused._product_of_codes, []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            def launch(*given, **constants):
+                seen.append((given[7], given[8], grid[1]))
+                return kernel[grid](*given, **constants)
+
+            return launch
+
+    monkeypatch.setattr(fused, "_product_of_codes", Kernel())
+    return seen
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8, f32 scales"])
+@pytest.mark.parametrize(("t", "rows", "columns"), [(17, 1, 128), (65, 130, 384), (20, 64, 1152), (130, 67, 256)])
+def test_products_of_codes_are_those_of_rounded_inputs(ops, form, t, rows, columns, monkeypatch):
+    """Rows and tokens that cut a tile, more than one tile of either, split columns; inputs of all sizes."""
+    seen = launches(monkeypatch) if ops.name == "triton" else []
+    g = seeded(t)
+    weight, x = FORMS[form](g, rows, columns), torch.randn(t, 2 * columns, generator=g)
+    x = (x * torch.logspace(-6, 4, t)[:, None]).bfloat16()[:, ::2]  # rows apart; sizes below the least of a block too
+    rounded = ops.simulate_fp8(x, 128)
+    (ours,), (wide,) = of_codes(ops, x, weight), of_codes(ops, x, weight, wide=True)
+    assert_product(ours[:, None], rounded[:, None], weight)
+    assert_product(wide[:, None], rounded[:, None].float(), weight)
+    assert torch.equal(wide.bfloat16(), ours)
+    if ops.name == "triton":
+        assert seen == 2 * [(t, rows, 2 if columns == 1152 else 1)]
+
+
+def test_codes_are_multiplied_beside_what_is_not(ops, monkeypatch):
+    """Of one input: FP8 by codes, FP4 rounded, the rest unrounded; biases, addends and factors behind each product."""
+    seen = launches(monkeypatch) if ops.name == "triton" else []
+    g, t = seeded(5), 18
+    forms = {form: FORMS[form](g, rows, 256) for form, rows in SIZES.items()}
+    x, added = torch.randn(t, 256, generator=g).bfloat16(), torch.randn(t, 130, generator=g)
+    bias = ByPosition(torch.randn(3, 130, generator=g), 4)
+    products = [Product(weight) for weight in forms.values()]
+    products += [Product(forms["fp8"], wide=True, bias=bias), Product(forms["fp8"], added=added)]
+    products += [Product(forms["fp8, f32 scales"], factor=0.3)]
+    found = ops.linears_fp8(x, products, deployed=True)
+    exact = ops.linears(x, products, deployed=True)
+    for product, ours, wanted in zip(products, found, exact, strict=True):
+        assert (ours.dtype, ours.shape) == (wanted.dtype, wanted.shape)
+        if isinstance(product.weight, Fp8):  # two roundings to bf16 and last bits of fp32 apart, of sums of this size
+            assert (ours - wanted).abs().max() <= 2.0**-7 * wanted.abs().max()
+        else:
+            assert torch.equal(ours, wanted)
+    if ops.name == "triton":
+        assert [rows for _, rows, _ in seen] == [130, 3, 130, 130, 3]
+        for few, dtype, deployed in (
+            (16, torch.bfloat16, True),
+            (18, torch.float32, True),
+            (18, torch.bfloat16, False),
+        ):
+            own, alone = x[:few].to(dtype), products[: len(forms)]
+            exactly = ops.linears(own, alone, deployed=deployed)
+            assert all(map(torch.equal, ops.linears_fp8(own, alone, deployed=deployed), exactly))
+        assert len(seen) == 5, "few tokens, fp32, and inputs that are not rounded are multiplied exactly"
+
+
+def test_a_token_of_codes_does_not_depend_on_its_place():
+    """The tile has its tokens at any place, and beside others; NaN there stays there."""
+    ops = pytest.importorskip("fathom.kernels.triton_ops", reason=NO_TRITON).TRITON
+    g = seeded(6)
+    weight, x = FORMS["fp8"](g, 70, 256), torch.randn(70, 256, generator=g).bfloat16()
+    (found,) = of_codes(ops, x, weight)
+    moved = x.roll(7, 0)
+    moved[:7] = NAN
+    (other,) = of_codes(ops, moved, weight)
+    assert torch.equal(other[7:], found[:-7])
+    assert other[:7].isnan().all()
+
+
+def test_codes_and_scales_that_are_no_numbers_make_none(ops):
+    """NaN in x, infinity in x, a NaN code of W, a NaN scale of W: what they are multiplied into, and nothing else."""
+    t, rows, columns = 18, 130, 256
+    data, scale = torch.full((rows, columns), 0x38, dtype=torch.uint8), torch.full((2, 2), 127, dtype=torch.uint8)
+    data[3, 200], scale[1, 0], x = 0x7F, 255, torch.ones(t, columns).bfloat16()
+    x[2, 130], x[5, 1] = NAN, INF
+    (found,) = of_codes(ops, x, Fp8(data.view(E4M3), scale.view(E8M0)))
+    wrong = torch.zeros(t, rows, dtype=torch.bool)
+    wrong[[2, 5]], wrong[:, 3], wrong[:, 128:] = True, True, True
+    assert torch.equal(found.isfinite(), ~wrong)
+    assert (found[~wrong] == columns).all()
+    assert all(found[place].isnan().all() for place in ((slice(None), 3), (slice(None), slice(128, None)), 2))
+
+
+def test_every_code_of_weights_and_inputs_counts(ops):
+    """Each code of W by each code of x that rounding makes, a product in each sum: bf16 has its 8 bits."""
+    values = VALUES[torch.arange(127)].float()
+    t, x = 127, torch.zeros(127, 128).bfloat16()
+    x[:, 0], x[:, 1] = values, 448.0  # the largest, by which the block is scaled by 1; its weight is 0
+    data = torch.zeros(256, 128, dtype=torch.uint8)
+    data[:, 0] = BYTES
+    weight = Fp8(data.view(E4M3), torch.full((2, 1), 127, dtype=torch.uint8).view(E8M0))
+    (found,) = of_codes(ops, x, weight)
+    wanted = values.double()[:, None] * VALUES[None, :]
+    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.nan_to_num(0).double(), wanted.nan_to_num(0))
+    assert found.shape == (t, 256)
+
+
 # --- numbers that must not be lost
 
 

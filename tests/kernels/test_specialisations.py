@@ -11,9 +11,19 @@ import pytest
 HERE = Path(__file__).parent
 # Of more than 16,384 index keys, or 65,536 positions, first digits of scores are counted where these are computed.
 DECODE = {("indexer bf16", "_scores"): 2, ("indexer fp4", "_scores"): 2}
-# Tiles follow the size of a call: of 1 to 512 tokens these are as many. Of experts they have three sizes, and up to 16
-# tokens the columns are split; a token alone has a way of its own. Up to 16 tokens have mHC weights each by itself.
-PREFILL = {"_attend": 2, "_linear": 4, "_gate_up": 5, "_down": 5, "_sort": 2, "_compress": 2, "_weigh": 2}
+# Tiles follow the size of a call: of 1 to 512 tokens these are as many. Of more than 32 tokens experts have three
+# sizes; up to 16 a linear reads its rows for 1, 2 or 4 at once. Linears of codes have two tiles, of which one splits. Up to 16
+# tokens have mHC weights each by itself.
+PREFILL = {
+    "_attend": 2,
+    "_linear": 4,
+    "_product_of_codes": 3,
+    "_gate_up": 5,
+    "_down": 5,
+    "_sort": 2,
+    "_compress": 2,
+    "_weigh": 2,
+}
 
 
 @pytest.fixture(scope="module")

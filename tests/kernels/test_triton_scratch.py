@@ -23,6 +23,7 @@ from fathom.kernels.formats import basis_rows, coded_rows, eigenbasis, lloyd_max
 from fathom.kernels.formats import rows as stored
 from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, TokenRing, stack
 from fathom.kernels.hyper import triton as hyper
+from fathom.kernels.linear.reference import Product
 from fathom.kernels.linear.weight_tiles import counters
 from fathom.kernels.shard import triton_middle
 from fathom.kernels.shard.cpu import Middle, Stream
@@ -121,6 +122,18 @@ def test_linear(item, form, rows, columns, wide):
         found, results = taken(lambda t=t: TRITON.linear(x[:t], w, wide=wide)), t * rows * (4 if wide else item)
         sums = max(sums, found - results)
         assert found <= scratch("linear", t, rows, columns, form, item, CPU, wide=wide) == results + sums
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(128, 4096), (1536, 7168), (12800, 512)])
+@pytest.mark.parametrize("wide", [False, True])
+def test_linears_of_codes_take_less_than_is_planned(rows, columns, wide):
+    """A plan is of rounded inputs and of `linear`: codes are half as long, and fewer columns are split."""
+    x, product = torch.zeros(700, columns, dtype=torch.bfloat16), Product(weight("FP8", rows, columns), wide=wide)
+    for t in (1, 16, 17, *range(32, 700, 32), 700):
+        found = taken(lambda t=t: TRITON.linears_fp8(x[:t], [product], deployed=True))
+        planned = scratch("linear", t, rows, columns, "FP8", 2, CPU, wide=wide)
+        assert found <= planned + (scratch("simulate_fp8", t * columns, 2) if t > 1 else 0)
+        assert found >= t * rows * (4 if wide else 2) + (t * columns * 129 // 128 if t > 16 else 0)
 
 
 @items
@@ -242,6 +255,17 @@ def test_experts(item, form, deployed, t, hidden, inner):
     planned = experts_scratch(t, slots, count, hidden, inner, form, item, deployed=deployed)
     codes = deployed and form == "FP4" and item == 2  # inputs, and what is between the products: a byte for two
     assert found == planned if t <= 16 and not codes else planned / 2 <= found <= planned
+
+
+@pytest.mark.parametrize(("t", "hidden", "inner"), [(40, 4096, 2048), (200, 4096, 2048), (700, 512, 256)])
+def test_experts_of_codes_take_less_than_is_planned(t, hidden, inner):
+    """A plan is of `experts`, whose rounded inputs are twice as long."""
+    slots, count = 2, 4
+    x, ids, routed = torch.zeros(t, hidden).bfloat16(), torch.zeros(t, slots).long(), torch.zeros(t, slots)
+    up, down = (stack([weight("FP4", *shape)] * count) for shape in ((inner, hidden), (hidden, inner)))
+    found = taken(lambda: TRITON.experts_fp8(x, ids, routed, up, up, down, 10.0, deployed=True))
+    planned = experts_scratch(t, slots, count, hidden, inner, "FP4", 2, deployed=True)
+    assert planned / 2 <= found <= planned
 
 
 def test_compress_allocates_the_rows_that_it_returns():

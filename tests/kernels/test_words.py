@@ -1,11 +1,5 @@
-"""Words of E2M1 and E4M3 codes in fp32: the text that a GPU runs, evaluated line by line, and what stands for it.
+"""Words of E2M1 and E4M3 codes in fp32: the text that a GPU runs (`tests.ptx`), and what stands for it elsewhere."""
 
-That the machine's own conversion of two E4M3 codes is torch's is its manual's word (PTX ISA, `cvt`); all else is shown.
-"""
-
-import re
-
-import numpy as np
 import pytest
 import torch
 
@@ -16,41 +10,16 @@ import triton.language as tl
 
 from fathom.kernels.formats.triton import E2M1_WORD, E4M3_WORD, e2m1_word, e4m3_word
 from fathom.kernels.formats.triton_rounding import UPCAST
+from tests.ptx import run
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]
 WORDS = torch.randint(-(1 << 31), 1 << 31, (4096,), generator=torch.Generator().manual_seed(1)).int()
 
 
-def evaluated(text, given):
-    """Outputs of PTX text: registers by name, `given` the input, all of uint32 [n]."""
-    outputs = max(int(number) for number in re.findall(r"\$(\d+)", text))
-    held = {f"${outputs}": given}
-
-    def value(name):
-        return held[name] if name in held else np.uint32(int(name, 0))
-
-    binary = {"and.b32": np.bitwise_and, "or.b32": np.bitwise_or, "shl.b32": np.left_shift, "shr.b32": np.right_shift}
-    for line in re.findall(r"\s*([^;{}]*(?:\{[^}]*\})?[^;{}]*);", text.strip().removeprefix("{")):
-        op, _, rest = line.strip().partition(" ")
-        if op == ".reg":
-            continue
-        if op == "mov.b32":
-            low, high, source = re.fullmatch(r"\{(\w+), (\w+)\}, (\S+)", rest).groups()
-            held[low], held[high] = value(source) & 0xFFFF, value(source) >> 16
-        elif op == "cvt.rn.f16x2.e4m3x2":
-            target, source = rest.split(", ")
-            pair = value(source).astype(np.uint16).view(np.uint8).reshape(-1, 2)
-            halves = torch.from_numpy(pair.copy()).view(torch.float8_e4m3fn).half()
-            held[target] = halves.view(torch.int32).numpy().view(np.uint32)[:, 0]
-        else:
-            target, *operands = rest.split(", ")
-            held[target] = binary[op](*map(value, operands))
-    return [held[f"${n}"] for n in range(outputs)]
-
-
-def columns(pairs):
-    """Both fp16 numbers of each output, as a kernel puts them in order: its halves are columns."""
-    return [torch.from_numpy(pair.astype(np.uint32).view(np.float16).copy()).view(-1, 2).float() for pair in pairs]
+def columns(text, outputs):
+    """Both fp16 numbers of each output [n, 2], as a kernel puts them in order: its halves are columns."""
+    held = run(text, {f"${outputs}": WORDS.long() & 0xFFFFFFFF})
+    return [held[f"${n}"].int().view(torch.int16).view(torch.float16).view(-1, 2).float() for n in range(outputs)]
 
 
 def nibbles(words):
@@ -59,7 +28,7 @@ def nibbles(words):
 
 
 def test_the_text_of_e2m1_says_each_code_at_each_place():
-    first, second, third, fourth = columns(evaluated(E2M1_WORD.value, WORDS.numpy().view(np.uint32)))
+    first, second, third, fourth = columns(E2M1_WORD.value, 4)
     found = torch.stack([first, second, third, fourth], 1)  # outputs have columns 0 and 2, 1 and 3, 4 and 6, 5 and 7
     order = found[:, [0, 1, 0, 1, 2, 3, 2, 3], [0, 0, 1, 1, 0, 0, 1, 1]] * 64
     wanted = torch.tensor(E2M1)[nibbles(WORDS)]
@@ -69,7 +38,7 @@ def test_the_text_of_e2m1_says_each_code_at_each_place():
 
 
 def test_the_text_of_e4m3_says_each_code_at_each_place():
-    low, high = columns(evaluated(E4M3_WORD.value, WORDS.numpy().view(np.uint32)))
+    low, high = columns(E4M3_WORD.value, 2)
     bytes_ = WORDS.view(torch.uint8).view(-1, 4)
     wanted = bytes_.view(torch.float8_e4m3fn).float()
     torch.testing.assert_close(torch.cat([low, high], 1), wanted, rtol=0, atol=0, equal_nan=True)

@@ -248,6 +248,8 @@ def test_the_tripwire_sees_every_bit(form):
         ({"numerics": "plain", "key_format": "fp8"}, "--key-format fp8: .* --numerics plain"),
         ({"numerics": "plain", "key_format": "fp4", "dtype": "fp32"}, "--key-format fp4: .* --numerics plain"),
         ({"dtype": "fp32", "entry_format": "fp8"}, "--entry-format fp8: .* --dtype fp32"),
+        ({"numerics": "plain", "fp8_products": "fp8"}, "--fp8-products fp8: .* --numerics deployed"),
+        ({"dtype": "fp32", "fp8_products": "fp8"}, "--fp8-products fp8: .* --dtype bf16"),
         ({"index_scores": "fp8"}, "--index-scores fp8: .* --key-format fp8"),
         ({"index_scores": "fp8", "key_format": "fp4"}, "--index-scores fp8: .* --key-format fp8"),
         ({"index_scores": "fp8", "key_format": "fp8", "kv": ("csa=shard",)}, "--index-scores fp8: .* no --kv"),

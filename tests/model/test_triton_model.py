@@ -11,7 +11,10 @@ from fathom.kernels.triton_ops import TRITON
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
+from fathom.probes.checks import Status
+from fathom.probes.layers import Judge
 from fathom.probes.shared.alive import peak_alive
+from fathom.probes.subject import Subject
 from fathom.runtime.load import load, load_any
 from fathom.runtime.options import RunOptions
 from fathom.runtime.plan.call import SLACK
@@ -58,6 +61,20 @@ def test_rows_of_a_call_are_calls_of_a_row(tmp_path):
     assert torch.equal(ours, wanted)
     assert caches.keys() == others.keys()
     assert not [name for name, part in caches.items() if not equal_bits(part, others[name])]
+
+
+@pytest.mark.parametrize("products", ["auto", "fp8", "exact"])
+def test_fp8_linears_of_a_prompt_are_products_of_codes_unless_it_is_told_otherwise(tmp_path, products):
+    """What ran is noted, and all it made agrees with the oracle."""
+    write_checkpoint(tmp_path, tiny_config(), seed=2)
+    subject = Subject(tmp_path, RunOptions(fp8_products=products), TRITON)
+    judge = Judge(subject, subject.options, 20, lambda *_: None)
+    results = judge("as run", [20]).results
+    assert not [result for result in results if result.status is Status.DIFFERS]
+    agree = {result.site for result in results if result.status is Status.AGREES}
+    assert {"attention.latent", "attention.output", "experts.output"} <= agree  # what FP8 linears make
+    ran = subject.load().model.arithmetic.ran
+    assert ("linears_fp8" in ran, "linears" in ran) == (products != "exact", products == "exact")
 
 
 def equal_bits(one, other):

@@ -8,6 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from fathom.kernels.formats.stored import Fp8
+from fathom.kernels.ops import CPU
+from fathom.kernels.quantise.reference import simulate_fp8
 from fathom.model.observe import sites
 from fathom.model.observe.observer import observed
 from fathom.probes import layers
@@ -15,11 +18,12 @@ from fathom.probes.checks import Checks, Status
 from fathom.probes.fault import Fault
 from fathom.probes.faults import FAULTS
 from fathom.probes.finding import Verdict
-from fathom.probes.layers import QUICK, SMALL, around_ends, calls, runs, views
+from fathom.probes.layers import OWN, QUICK, SMALL, Judge, around_ends, calls, runs, views
 from fathom.probes.probe import run_probe, silent
 from fathom.probes.recording import Recording
 from fathom.probes.subject import Subject
 from fathom.runtime.options import DEMO, RunOptions
+from tests import fp8_sums
 from tests.make_checkpoint import micro_config, tiny_config, write_checkpoint
 
 BY_NAME = {probe.name: probe for probe in QUICK}
@@ -49,6 +53,29 @@ def test_the_demo_passes(demo, name):
     found = report(name, demo)
     assert not found.failed, [finding for finding in found.findings if finding.failed]
     assert f"{LENGTH} tokens" in found.summary
+
+
+MEASURED = (
+    0.044  # mean error of FP8 products of normal numbers on an H200, in half-ulps of bf16 of the rms: audits/gpu.md
+)
+
+
+def test_runs_whose_products_are_summed_by_fp8_tensor_cores_agree(demo):
+    """All sites of a deployed run, with products of FP8 and FP4 weights that lose more bits than a GPU's do."""
+    g = torch.Generator().manual_seed(0)
+    x = simulate_fp8(torch.randn(32, 1024, generator=g).bfloat16(), 128)
+    codes = torch.randn(64, 1024, generator=g).mul(64).clamp(-448, 448).to(torch.float8_e4m3fn)
+    exact = x.double() @ codes.double().T
+    ours = fp8_sums.linear(x, Fp8(codes, torch.ones(1, 8)), wide=True)
+    assert (ours - exact).abs().mean() > MEASURED * 2**-8 * exact.square().mean().sqrt()
+
+    subject = Subject(ops=CPU._replace(linear=fp8_sums.linear))
+    run = Judge(subject, subject.options, ROWS, silent)(OWN, calls(200, 64, ()))
+    assert not [result for result in run.results if result.status is not Status.AGREES]
+    exact = Judge(demo, demo.options, ROWS, silent)(OWN, calls(200, 64, ()))
+    ours, others = (load_file(one.recording.path) for one in (run, exact))
+    moved = {name for name in others if not torch.equal(ours[name], others[name])}
+    assert {"layers.0.attention.latent", "layers.0.experts.output"} <= moved, moved
 
 
 def test_the_headline_is_the_worst_finding(demo):

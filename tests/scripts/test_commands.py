@@ -82,7 +82,9 @@ def test_the_report_says_what_ran(tmp_path):
         "draft": "off",
         "draft_tokens": 0,
         "draft_confidence": 0.0,
+        "fp8_products": "auto",
     }
+    assert data["fp8_products"] == "exact"
     assert data["drafts"] is None
     assert data["ops"] == "cpu"
     assert (data["decode"], data["decode_eager_because"]) == ("eager", "--device cpu: CUDA graphs are of CUDA devices")
@@ -324,6 +326,7 @@ def test_a_loaded_state_takes_another_question(tmp_path):
         (("--prompt", "a", "--rounding", "weights=fp8"), "want linears="),
         (("--prompt", "a", "--rounding", "linears=fp8,kv=fp8,index=fp4", "--numerics", "plain"), "--numerics"),
         (("--prompt", "a", "--dtype", "fp32", "--entry-format", "fp8"), "--entry-format fp8"),
+        (("--prompt", "a", "--fp8-products", "fp8"), "--fp8-products fp8: a GPU's"),
         (("--prompt", "a", "--graph"), "--graph: --device cpu"),
         (("--prompt", "a", "--draft", "lookup", "--draft-tokens", "8"), "--draft-tokens 8"),
         (("--prompt", "a", "--draft", "lookup", "--ops", "reference"), "--draft: ops reference"),
