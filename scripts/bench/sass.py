@@ -9,6 +9,7 @@ import subprocess
 import tempfile
 from collections import Counter
 from collections.abc import Mapping
+from operator import itemgetter
 from typing import Any, Final
 
 from triton import knobs
@@ -52,7 +53,7 @@ def _read(cubin: bytes, tool: str, *options: str) -> str:
 
 
 def counted(text: str) -> dict[str, Any]:
-    """What stands in a kernel, and in the longest of its innermost loops.
+    """What stands in a kernel, and in the innermost of its loops that has most products, or is the longest.
 
     Parameters
     ----------
@@ -69,8 +70,8 @@ def counted(text: str) -> dict[str, Any]:
     """
     names, loops = _loops(text)
     inner = [loop for loop in loops if not any(loop != other and _inside(other, loop) for other in loops)]
-    begin, end = max(inner, key=lambda loop: loop[1] - loop[0], default=(0, 0))
-    return {"whole": _tally(names), "loop": _tally(names[begin:end]) if loops else None}
+    told = [_tally(names[begin:end]) for begin, end in inner]
+    return {"whole": _tally(names), "loop": max(told, key=itemgetter("products", "instructions"), default=None)}
 
 
 def _tally(names: list[str]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ Constants = dict[str, Any]
 
 
 class Hot(NamedTuple):
-    """A launch of a case of ``compile_{part}.py``; its longest loop counts, or `whole`, where that is unrolled."""
+    """A launch of a case of ``compile_{part}.py``; its loop counts, or `whole`, where that is unrolled."""
 
     part: str
     case: str
@@ -27,12 +27,13 @@ class Hot(NamedTuple):
     # of its constants, numbers as stored (weights, keys) that a program reads in what counts; None: it reads none there
     numbers: Callable[[Constants], int] | None
     whole: bool = False
+    hopper: bool = False  # whether that is launched on Hopper alone
 
 
 UP, DOWN = (lambda c: 2 * c["ROWS"] * c["BLOCK"]), (lambda c: c["ROWS"] * c["BLOCK"])  # gate and up are two matrices
 ROW = lambda c: c["LANES"] * c["STEPS"] * columns_of(c["FORM"])  # noqa: E731 -- whole rows
 ONE, MANY = "V4-Flash, one token", "V4-Flash, 4096 tokens"
-STREAMS = "read for a sublayer, V4-Flash"
+STREAMS, EACH = "read for a sublayer, V4-Flash", "96 tokens an expert"
 HOT = {
     "experts up, one token": Hot("experts", ONE, "_few_up", lambda c: 2 * c["ROWS"] * ROW(c), whole=True),
     "experts down, one token": Hot("experts", ONE, "_few_down", lambda c: c["ROWS"] * ROW(c), whole=True),
@@ -50,9 +51,15 @@ HOT = {
     "mHC products, 4096 tokens": Hot(
         "hyper", f"{STREAMS}, a chunk", "_sums_of_many", lambda c: c["PARTS"] * c["N"] * c["BLOCK"]
     ),
-    "FP8 linear, 8192 tokens": Hot("linear", "query, V4-Flash, 8192 tokens", "_linear", DOWN),
-    "experts up, 4096 tokens": Hot("experts", MANY, "_gate_up", UP),
-    "experts down, 4096 tokens": Hot("experts", MANY, "_down", DOWN),
+    "FP8 linear, 4096 tokens": Hot("codes", "output, 4096 tokens", "_product_of_codes", lambda c: c["ROWS"] * 128),
+    "FP8 linear, 8192 tokens, exact": Hot("linear", "query, V4-Flash, 8192 tokens", "_linear", DOWN),
+    # of Hopper, whose loop counts where scales lie near each other
+    "experts up, 96 tokens each": Hot(
+        "expert_codes", EACH, "_gate_up_of_codes", lambda c: c["ROWS"] * 128, hopper=True
+    ),
+    "experts down, 96 tokens each": Hot("expert_codes", EACH, "_down_of_codes", lambda c: c["ROWS"] * 128, hopper=True),
+    "experts up, 4096 tokens, exact": Hot("experts", MANY, "_gate_up", UP),
+    "experts down, 4096 tokens, exact": Hot("experts", MANY, "_down", DOWN),
     "attention, 512 tokens": Hot(
         "attention", "CSA prefill, V4-Flash", "_attend", lambda c: c["BLOCK_N"] * c["BLOCK_D"]
     ),
@@ -71,6 +78,8 @@ def found(compiled: Callable[[str], dict[str, list[dict[str, Any]]]]) -> tuple[s
             kernel for kernel in compiled("HOT")[f"compile_{hot.part}"]
             if (kernel["case"], kernel["kernel"]) == (hot.case, hot.kernel)
         ]  # fmt: skip
+        if hot.hopper and launches and launches[0]["capability"] != CAPABILITIES[0]:
+            continue
         assert launches, f"{label}: {hot.case} of compile_{hot.part} launches no {hot.kernel}"
         made = [{name: kernel[name] for name in ("constants", "whole", *TAKEN)} for kernel in launches]
         assert all(other == made[0] for other in made), f"{label}: {hot.case} launches several {hot.kernel}"

@@ -11,16 +11,16 @@ import pytest
 HERE = Path(__file__).parent
 # Of more than 16,384 index keys, or 65,536 positions, first digits of scores are counted where these are computed.
 DECODE = {("indexer bf16", "_scores"): 2, ("indexer fp4", "_scores"): 2}
-# Tiles follow the size of a call: of 1 to 512 tokens these are as many. Of more than 32 tokens experts have three
-# sizes; up to 16 a linear reads its rows for 1, 2 or 4 at once. Linears of codes have two tiles, of which one splits. Up to 16
-# tokens have mHC weights each by itself.
+# Tiles follow the size of a call: of 1 to 512 tokens these are as many. Up to 16 a linear decodes its rows for 1, 2 or 4
+# at once, and mHC has weights of each by itself; of more than 32 tokens experts have tiles of two sizes here. Linears of
+# codes have two, of which one splits.
 PREFILL = {
     "_attend": 2,
-    "_linear": 4,
+    "_few": 3,
+    "_linear": 3,
     "_product_of_codes": 3,
-    "_gate_up": 5,
-    "_down": 5,
-    "_sort": 2,
+    "_gate_up": 2,
+    "_down": 2,
     "_compress": 2,
     "_weigh": 2,
 }
@@ -39,7 +39,7 @@ def counted():
 def test_a_decode_at_any_position_compiles_each_kernel_once(counted):
     more = {(part, kernel): n for part, kernels in counted["decode"].items() for kernel, n in kernels.items() if n > 1}
     assert more == DECODE
-    assert {"_attend", "_merge", "_scores", "_whole", "_count", "_collect", "_compress", "_linear", "_gate_up"} <= {
+    assert {"_attend", "_merge", "_scores", "_whole", "_count", "_collect", "_compress", "_few", "_few_up"} <= {
         kernel for kernels in counted["decode"].values() for kernel in kernels
     }
 
