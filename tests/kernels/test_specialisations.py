@@ -11,9 +11,9 @@ import pytest
 HERE = Path(__file__).parent
 # Of more than 16,384 index keys, or 65,536 positions, first digits of scores are counted where these are computed.
 DECODE = {("indexer bf16", "_scores"): 2, ("indexer fp4", "_scores"): 2}
-# Tiles follow the size of a call: of 1 to 512 tokens these are as many. Up to 16 a linear decodes its rows for 1, 2 or 4
-# at once, and mHC has weights of each by itself; of more than 32 tokens experts have tiles of two sizes here. Linears of
-# codes have two, of which one splits.
+# Tiles follow the size of a call: of 1 to 512 tokens these are as many. Up to 16 a linear decodes its rows for 1, 2 or
+# 4 at once, and mHC has weights of each by itself; of more than 32 tokens experts have tiles of two sizes here. Linears
+# of codes have two, of which one splits.
 PREFILL = {
     "_attend": 2,
     "_few": 3,
