@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fathom.kernels.formats.groups import INDEX_GROUP, KV_GROUP
-from fathom.kernels.formats.stored import Weight
-from fathom.kernels.linear.reference import Product
+from fathom.kernels.formats.stored import Fp8, Weight
+from fathom.kernels.linear.reference import FEW, Product
 from fathom.kernels.ops import Ops
 from fathom.model.cache.formats import CacheFormats
 from fathom.model.ranks.ranks import Ranks
@@ -29,7 +29,8 @@ class Arithmetic(NamedTuple):
     ranks: Ranks  # who else computes this model, and which part is here
     ran: dict[str, str]  # the backend of each op that has run so far, see `kernels.ops.noted`
     fp8_scores: bool = False  # whether index queries are rounded to E4M3 before they are scored, an approximation
-    fp8_products: bool = False  # whether FP8 linears and experts are summed as FP8 tensor cores do
+    fp8_products: bool = False  # whether FP8 linears of many tokens are summed as FP8 tensor cores do
+    fp8_experts: bool = False  # and FP4 experts
 
     @property
     def numerics(self) -> str:
@@ -50,7 +51,8 @@ class Arithmetic(NamedTuple):
 
     def linears(self, x: Tensor, *products: Product) -> list[Tensor]:
         """Several products with the same input, in one op: `kernels.linear.reference.Linears`."""
-        op = self.ops.linears_fp8 if self.fp8_products else self.ops.linears
+        of_codes = self.fp8_products and len(x) > FEW and any(isinstance(of.weight, Fp8) for of in products)
+        op = self.ops.linears_fp8 if of_codes else self.ops.linears
         return op(x, products, deployed=self.linears_rounded)
 
     @property

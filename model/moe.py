@@ -9,8 +9,8 @@ from operator import is_not
 import torch
 from torch import Tensor
 
-from fathom.kernels.experts.reference import by_expert
-from fathom.kernels.formats.stored import Dense, Stack, Weight, as_stack
+from fathom.kernels.experts.reference import FEW, by_expert
+from fathom.kernels.formats.stored import Dense, Fp4, Stack, Weight, as_stack
 from fathom.kernels.linear.reference import Product
 from fathom.kernels.ops import reads_apart
 from fathom.model.arithmetic import Arithmetic
@@ -132,7 +132,8 @@ class MoE:
         if not self.together():
             return self.routed_down(self.routed_up(x, ids, weights), ids)
         ops, deployed = self.arithmetic.ops, self.arithmetic.linears_rounded
-        op = ops.experts_fp8 if self.arithmetic.fp8_products else ops.experts
+        of_codes = self.arithmetic.fp8_experts and len(x) > FEW and all(isinstance(of, Fp4) for of in self.matrices)
+        op = ops.experts_fp8 if of_codes else ops.experts
         return op(x, ids, weights, *self.matrices, self.experts[0].limit, deployed=deployed)
 
     def routed_up(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

@@ -21,19 +21,22 @@ def cache_formats(options: RunOptions, config: Config) -> CacheFormats:
     return CacheFormats(DTYPES[options.dtype], *forms, variants(options.kv, config))
 
 
-def fp8_products(options: RunOptions, ops: Ops) -> bool:
-    """Whether linears and experts of many tokens multiply codes: where inputs are, on a GPU with such products."""
+def fp8_products(options: RunOptions, ops: Ops) -> tuple[bool, bool]:
+    """Whether linears, and FP4 experts, of many tokens multiply codes: where inputs are, on a GPU with such products.
+
+    Blackwell multiplies FP4 as it is.
+    """
     of_codes = options.rounding.linears == FP8 and options.dtype == "bf16"
     replaceable = ops.linears, ops.linears_fp8, ops.experts, ops.experts_fp8  # a probe's own op is run, not passed over
     if options.fp8_products == EXACT or not of_codes or any(backend(op) != "triton" for op in replaceable):
-        return False
-    from fathom.kernels.target import multiplies_fp8  # noqa: PLC0415 (Triton is not on every platform)
+        return False, False
+    from fathom.kernels.target import blackwell, multiplies_fp8  # noqa: PLC0415 (Triton is not on every platform)
 
-    return multiplies_fp8()
+    return multiplies_fp8(), multiplies_fp8() and not blackwell()
 
 
 def arithmetic(options: RunOptions, ops: Ops, ranks: Ranks, config: Config) -> Arithmetic:
     """What a model of this run computes with; ConfigError as `cache_formats`."""
     formats, ran = cache_formats(options, config), dict[str, str]()
-    narrow = options.index_scores == FP8_SCORES, fp8_products(options, ops)
+    narrow = options.index_scores == FP8_SCORES, *fp8_products(options, ops)
     return Arithmetic(noted(ops, ran), options.rounding, formats.dtype, formats, ranks, ran, *narrow)

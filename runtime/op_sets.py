@@ -18,7 +18,7 @@ Grouped = GroupedCoda | GroupedShard  # one implementation each, of the backend 
 def op_set(name: str, options: RunOptions, config: Config) -> Ops:
     """The op set of this name; ConfigError, naming the flag, where these options cannot run on it."""
     ops = _named(name, options, config)
-    if options.fp8_products == OF_CODES and not fp8_products(options, ops):
+    if options.fp8_products == OF_CODES and not any(fp8_products(options, ops)):
         raise ConfigError(
             f"--fp8-products {OF_CODES}: a GPU's of compute capability 9.0 or more, by --ops triton; exact is what"
             f" --ops {name} has here"

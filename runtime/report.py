@@ -101,7 +101,7 @@ def report(
         "options": options.to_json(),
         "variants": [str(variant) for variant in loaded.model.arithmetic.formats.variants],  # of each layer
         "ops": loaded.model.arithmetic.ops.name,
-        "fp8_products": OF_CODES if "linears_fp8" in loaded.model.arithmetic.ran else EXACT,  # of many tokens
+        "fp8_products": OF_CODES if loaded.model.arithmetic.ran.keys() & {"linears_fp8", "experts_fp8"} else EXACT,
         "backends": dict(sorted(loaded.model.arithmetic.ran.items())),  # of `kernels`, of each op that ran
         "decode": by.how,  # "graph" or "eager"
         "drafts": _drafts(loaded, options, runs),

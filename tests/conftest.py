@@ -10,6 +10,8 @@ import pytest
 INTERPRETER, CUDA = "interpreter", "cuda"
 BEGAN = time.monotonic()
 ON_DEVICE = pytest.StashKey[dict[str, int]]()
+LEFT_OUT = pytest.StashKey[int]()  # tests that were not begun in time
+OUT_OF_TIME = 124  # what coreutils' timeout ends with
 
 
 def pytest_addoption(parser):
@@ -41,7 +43,16 @@ def _of_another_op_set(item) -> bool:
 def pytest_runtest_setup(item):
     limit = item.config.getoption("--seconds")
     if limit is not None and time.monotonic() - BEGAN > limit:
+        item.config.stash[LEFT_OUT] = item.config.stash.get(LEFT_OUT, 0) + 1
         pytest.skip(f"not begun within {limit:g} s")
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """A session that left tests out, or launched nothing on the device that it was given, is no passed one."""
+    if exitstatus == pytest.ExitCode.OK and session.config.stash.get(LEFT_OUT, 0):
+        session.exitstatus = OUT_OF_TIME
+    if exitstatus == pytest.ExitCode.OK and not session.config.stash.get(ON_DEVICE, {"": 1}):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session", autouse=True)

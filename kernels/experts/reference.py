@@ -12,6 +12,8 @@ from fathom.kernels.linear.reference import linear
 from fathom.kernels.quantise.reference import simulate_fp8
 from fathom.kernels.swiglu.reference import swiglu
 
+FEW = 32  # tokens up to which a GPU's experts are those of a token alone, to the bit
+
 
 def by_expert(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Group routed tokens by expert.

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fathom.kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
+from fathom.kernels.experts.reference import FEW, Experts, ExpertsDown, ExpertsUp
 from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.kernels.formats.stored import Apart, Fp4, Fp8, Stack, Weight, members
 from fathom.kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, encoded, simulated
@@ -26,6 +26,7 @@ from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
 from fathom.kernels.linear.reference import rounds
 from fathom.kernels.linear.triton import linear
 from fathom.kernels.linear.weight_rows import (
+    UNROLLED,
     Words,
     all_words,
     input_words,
@@ -54,7 +55,6 @@ from fathom.kernels.target import blackwell
 
 ROWS = 128  # of a matrix per program: one block of `deployed` rounding, whose largest number must be known
 CHUNK = 1024  # pairs that are counted and sorted at once
-FEW = 32  # tokens up to which a pair has programs of its own
 UP_ROWS, DOWN_ROWS = 8, 16  # of such a program, at most: the first has two matrices
 _APART = Experts(linear, swiglu, simulate_fp8)  # matrices of several forms, which no launch takes together
 _APART_UP, _APART_DOWN = ExpertsUp(linear, swiglu, simulate_fp8), ExpertsDown(linear, swiglu, simulate_fp8)
@@ -201,6 +201,7 @@ def _few_up(
     data1, data3 = data1 + expert * jump, data3 + expert * jump
     scale1, scale3 = scale1 + expert * scale_jump, scale3 + expert * scale_jump
     gate, up = tl.zeros([1, ROWS, LANES], tl.float32), tl.zeros([1, ROWS, LANES], tl.float32)
+    tl.static_assert(STEPS <= UNROLLED, "rows of experts are longer than 16 bytes for each thread, eight times")
     for step in tl.static_range(STEPS):
         own = input_words(x, columns, step, FORM, ROUND, LANES, UPCAST)
         gate = with_words(
@@ -281,6 +282,7 @@ def experts(
         return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     if ids.shape[0] <= FEW:
         return experts_down(experts_up(x, ids, weights, w1, w3, limit, deployed=deployed), ids, w2, deployed=deployed)
+    check_up(x, ids, weights, w1, w3)
     ids, inner = ids.contiguous(), w1.shape[0]
     pairs, rounds = _sorted(ids, members(w1)), deployed and isinstance(w2, Fp8 | Fp4)
     assert not rounds or inner % LINEAR_GROUP == 0, f"{inner} columns are no multiple of {LINEAR_GROUP}"
@@ -299,7 +301,7 @@ def experts_up(
     if isinstance(w1, Apart) or isinstance(w3, Apart):
         return _APART_UP(x, ids, weights, w1, w3, limit, deployed=deployed)
     out = x.new_empty(*ids.shape, w1.shape[0])
-    _check_up(x, ids, weights, w1, w3)
+    check_up(x, ids, weights, w1, w3)
     if not ids.numel():
         return out
     ids = ids.contiguous()
@@ -322,7 +324,8 @@ def experts_down(a: Tensor, ids: Tensor, w2: Stack, *, deployed: bool) -> Tensor
     return _down_and_sum(_given(a.flatten(0, 1), w2, deployed=deployed), _sorted(ids, members(w2)), a, ids, w2)
 
 
-def _check_up(x: Tensor, ids: Tensor, weights: Tensor, w1: Weight, w3: Weight) -> None:
+def check_up(x: Tensor, ids: Tensor, weights: Tensor, w1: Weight, w3: Weight) -> None:
+    """Hold what the first half is given together: AssertionError."""
     assert x.shape[1] == w1.shape[1], f"x has {x.shape[1]} columns, w1 {w1.shape[1]}"
     assert w3.shape == w1.shape, f"w1 {w1.shape}, w3 {w3.shape}"
     assert type(w1) is type(w3), f"w1 is {type(w1).__name__}, w3 {type(w3).__name__}"
@@ -331,8 +334,9 @@ def _check_up(x: Tensor, ids: Tensor, weights: Tensor, w1: Weight, w3: Weight) -
 
 
 def _few(ids: Tensor, *matrices: Weight) -> list[Words] | None:
-    """Rows of words, where a call has few tokens; None where it has more, or a matrix other rows."""
-    return all_words(matrices) if len(ids) <= FEW else None
+    """Rows of words, where a call has few tokens; None where it has more, or a matrix other rows or very long ones."""
+    found = all_words(matrices) if len(ids) <= FEW else None
+    return None if found is None or any(lanes(of).steps > UNROLLED.value for of in found) else found
 
 
 def _few_given(
@@ -342,7 +346,7 @@ def _few_given(
     """`experts_up` by whole rows."""
     (one, three), (inner, hidden) = matrices, w1.shape
     assert _few_layout(one) == _few_layout(three), "w1 and w3 lie differently"
-    at_once = rows_at_once(inner * ids.shape[1], UP_ROWS, lanes(one).warps)
+    at_once = rows_at_once(inner * ids.shape[1], UP_ROWS, lanes(one))
     _few_up[ids.numel(), triton.cdiv(inner, at_once)](
         x, ids, weights, *one[1:], *three[1:], out, ids.shape[1], members(w1), inner, hidden, *_few_layout(one),
         float(limit), ROWS=at_once, **_few_constants(one, w1, hidden, deployed=deployed),
@@ -354,9 +358,10 @@ def _few_summed(a: Tensor, ids: Tensor, two: Words, w2: Weight, *, deployed: boo
     """`experts_down` by whole rows."""
     (t, slots), (hidden, inner) = ids.shape, w2.shape
     y, out = a.new_empty(t, slots, hidden), torch.empty(t, hidden, dtype=torch.float32, device=a.device)
-    at_once = rows_at_once(hidden * slots, DOWN_ROWS, lanes(two).warps)
+    at_once = rows_at_once(hidden * slots, DOWN_ROWS, lanes(two))
+    while FEW * triton.cdiv(hidden, at_once) > COUNTERS:
+        at_once *= 2
     tiles = triton.cdiv(hidden, at_once)
-    assert t * tiles <= COUNTERS, f"{t * tiles} tiles of {t} tokens, {COUNTERS} counters"
     _few_down[t * slots, tiles](
         a, ids, *two[1:], y, out, counters(a.device), slots, members(w2), hidden, inner, *_few_layout(two),
         ROWS=at_once, SLOTS=triton.next_power_of_2(slots), **_few_constants(two, w2, inner, deployed=deployed),
@@ -424,8 +429,7 @@ def _sort_pairs(ids: Tensor, experts: int, tokens: int) -> _Pairs:
     order, starts, counts = (
         torch.empty(n, dtype=torch.int32, device=ids.device) for n in (pairs, experts, experts)
     )  # each an allocation of its own: a pointer's alignment is part of what is compiled
-    chunk = 64 if pairs <= 64 else CHUNK  # two sizes, for each is compiled
-    _sort[experts,](ids, order, starts, counts, pairs, CHUNK=chunk, num_warps=4, enable_fp_fusion=False)
+    _sort[experts,](ids, order, starts, counts, pairs, CHUNK=CHUNK, num_warps=4, enable_fp_fusion=False)
     blocks = min(pairs, (pairs + experts * (tokens - 1)) // tokens)
     return _Pairs(order, starts, counts, ids.shape[1], tokens, blocks)
 
@@ -448,12 +452,17 @@ def _down_and_sum(given: _Given, pairs: _Pairs, like: Tensor, ids: Tensor, w2: W
     """[t, hidden] float32 of inputs that are rounded already; products are of the dtype of `like`."""
     (t, slots), (hidden, inner), held = ids.shape, w2.shape, members(w2)
     down, y = planes(w2), like.new_empty(t, slots, hidden)
-    out = torch.empty(t, hidden, dtype=torch.float32, device=ids.device)
     _down[triton.cdiv(hidden, ROWS), pairs.blocks](
         *given, *pairs[:3], *down[1:], y, held, hidden, inner, *_layout(down),
         **_constants(like, w2, down.form, held, pairs.tokens),
     )  # fmt: skip
-    block = min(1024, triton.next_power_of_2(hidden))
+    return slots_summed(y, ids)
+
+
+def slots_summed(y: Tensor, ids: Tensor) -> Tensor:
+    """[t, hidden] float32 of outputs y [t, k, hidden], in ascending order of experts `ids` [t, k]."""
+    t, slots, hidden = y.shape
+    out, block = torch.empty(t, hidden, dtype=torch.float32, device=y.device), min(1024, triton.next_power_of_2(hidden))
     _sum_slots[t, triton.cdiv(hidden, block)](
         y, ids, out, slots, hidden, SLOTS=triton.next_power_of_2(slots), BLOCK=block, num_warps=4,
         enable_fp_fusion=False,
@@ -471,7 +480,8 @@ def experts_scratch(
     middle, few = tokens * slots * inner * item, tokens <= FEW
     up = experts_up_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
     down = experts_down_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed and few)
-    return max(up, middle + down)
+    codes = tokens * slots * (inner + inner // LINEAR_GROUP) if deployed and form == "FP4" and not few else 0
+    return max(up + codes, middle + down)
 
 
 def experts_up_scratch(

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fathom.kernels.experts.triton import _located, _Pairs, _sort_pairs, _sum_slots, experts
+from fathom.kernels.experts.reference import FEW
+from fathom.kernels.experts.triton import _located, _Pairs, _sort_pairs, check_up, experts, slots_summed
 from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.kernels.formats.stored import Fp4, Stack, members
 from fathom.kernels.formats.triton import e4m3, e8m0, power_of_two
@@ -26,7 +27,6 @@ from fathom.kernels.quantise.triton import fp8_codes
 from fathom.kernels.swiglu.triton import activation
 from fathom.kernels.target import blackwell, multiplies_fp8
 
-MANY = 32  # tokens, beyond which an expert's matrices are read for several at once
 APART = tl.constexpr(11)  # E8M0 codes that scales of a row may differ by: 0.5 to 6 times 2^11 are normal in E4M3
 LARGE = tl.constexpr(244)  # from this E8M0 code on the other way is taken: NaN, and what takes a base beyond 2^127
 
@@ -129,11 +129,12 @@ def _scaled_behind(
     x, powers, lines, data, scale, groups, ROWS: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr
 ):  # fmt: skip
     """The same of weights without their scales, 32 columns at once, whose sums are multiplied by these."""
-    total, byte, column = _zeros(ROWS, TOKENS), tl.arange(0, 16), tl.arange(0, 32)
+    total, column = _zeros(ROWS, TOKENS), tl.arange(0, 32)
+    words = tl.multiple_of(data[:, None] + tl.arange(0, 16)[None, :], (1, 16))
     low, high = _sizes(tl.full([ROWS, 16], 6, tl.int32))
     for step in range(groups * 4):
         group, quarter = step // 4, step % 4
-        first, second = _codes_of_e2m1(tl.load(data[:, None] + (step * 16 + byte)[None, :]), low, high, UPCAST)
+        first, second = _codes_of_e2m1(tl.load(words + step * 16), low, high, UPCAST)
         w = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (ROWS, 32))
         place = group * 128 + column // 16 * 64 + quarter * 16 + column % 16
         part = _part(tl.load(x[:, None] + place[None, :]), w, UPCAST, TOKENS)
@@ -216,36 +217,29 @@ def _down_of_codes(
 def experts_fp8(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool
 ) -> Tensor:
-    """`kernels.experts.triton.experts`, where more than MANY tokens in bf16 go to FP4 matrices that are rounded for.
+    """`kernels.experts.triton.experts`, where more than FEW tokens in bf16 go to FP4 matrices that are rounded for.
 
     Blackwell multiplies FP4 as it is; words of matrices and scales must lie whole.
     """
     narrow = deployed and x.dtype == torch.bfloat16 and multiplies_fp8() and not blackwell()
-    exactly = x.shape[0] <= MANY or not ids.numel() or not narrow
+    exactly = x.shape[0] <= FEW or not ids.numel() or not narrow
     if exactly or not (isinstance(w1, Fp4) and isinstance(w3, Fp4) and isinstance(w2, Fp4)) or not _whole(w1, w3, w2):
         return experts(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
-    (t, hidden), (inner, columns), held = x.shape, w1.shape, members(w1)
-    assert hidden == columns, f"x has {hidden} columns, w1 {columns}"
-    assert w3.shape == w1.shape, f"w1 {w1.shape}, w3 {w3.shape}"
+    check_up(x, ids, weights, w1, w3)
+    (inner, hidden), held = w1.shape, members(w1)
     assert w2.shape == (hidden, inner), f"w1 {w1.shape}, w2 {w2.shape}"
     assert inner % LINEAR_GROUP == 0, f"{inner} columns are no multiple of {LINEAR_GROUP}"
     ids = ids.contiguous()
     up_tile, down_tile = _tiles(ids.numel(), held)
     pairs = _sort_pairs(ids, held, up_tile.tokens)
-    given = _up(pairs, x, weights, w1, w3, limit, up_tile)
-    y = _down(pairs, fp8_codes(given, LINEAR_GROUP, by_group=True, halves=True), w2, down_tile)
-    out = torch.empty(t, hidden, dtype=torch.float32, device=x.device)
-    slots, block = triton.next_power_of_2(pairs.slots), min(1024, triton.next_power_of_2(hidden))
-    _sum_slots[t, triton.cdiv(hidden, block)](
-        y, ids, out, pairs.slots, hidden, SLOTS=slots, BLOCK=block, num_warps=4, enable_fp_fusion=False
-    )
-    return out
+    # what w2 is given ends with its codes
+    codes = fp8_codes(_up(pairs, x, weights, w1, w3, limit, up_tile), LINEAR_GROUP, by_group=True, halves=True)
+    return slots_summed(_down(pairs, codes, w2, down_tile).unflatten(0, ids.shape), ids)
 
 
 def _up(pairs: _Pairs, x: Tensor, weights: Tensor, w1: Fp4, w3: Fp4, limit: float, tile: Tile) -> Tensor:
     codes, powers = fp8_codes(x, LINEAR_GROUP, by_group=True, halves=True)
     (t, hidden), inner = x.shape, w1.shape[0]
-    assert weights.shape == (t, pairs.slots), f"{t} tokens of {pairs.slots} slots, weights {tuple(weights.shape)}"
     (data1, scale1), (data3, scale3) = _planes(w1), _planes(w3)
     layout = _strides(w1)
     assert layout == _strides(w3), "w1 and w3 lie differently"
@@ -271,7 +265,7 @@ def _down(pairs: _Pairs, given: tuple[Tensor, Tensor], w2: Fp4, tile: Tile) -> T
 def _tiles(pairs: int, experts: int) -> tuple[Tile, Tile]:
     """For both halves; as many tokens as an expert gets if all get the same, up to 128."""
     even = pairs // experts
-    if even <= MANY:
+    if even <= 32:
         both = Tile(128, 16, 128, 4, 4) if even <= 16 else Tile(64, 32, 128, 4, 4)
         return both, both
     if even <= 64:

@@ -132,7 +132,7 @@ def gate(
     assert ids.shape == (1, k), f"ids {tuple(ids.shape)} of {k} experts"
     assert given or k <= experts == len(bias), f"{k} of {experts} experts"  # type: ignore[arg-type]
     width, _, stride, _ = of.strides
-    at_once = rows_at_once(experts, 8, along.warps)
+    at_once = rows_at_once(experts, 8, along)
     _gate[triton.cdiv(experts, at_once),](
         x.contiguous(), of.data, logits, ids, weights, logits if bias is None else bias.contiguous(), counters(device),
         experts, columns, width, stride, k, float(scale), GIVEN=given, EXPERTS=triton.next_power_of_2(experts),

@@ -12,6 +12,8 @@ from fathom.kernels.formats.reference import decode
 from fathom.kernels.formats.stored import Fp4, Fp8, Weight
 from fathom.kernels.quantise.reference import simulate_fp8
 
+FEW = 16  # tokens up to which a GPU's products are those of a token alone, to the bit
+
 
 def linear(x: Tensor, weight: Weight, *, wide: bool = False) -> Tensor:
     """``x @ W^T`` with W decoded to fp32 and an fp32 accumulator.

@@ -20,11 +20,12 @@ from torch import Tensor
 from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.kernels.formats.stored import Weight
 from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
-from fathom.kernels.linear.reference import Linears, Product, rounds
+from fathom.kernels.linear.reference import FEW, Linears, Product, rounds
 from fathom.kernels.linear.weight_rows import (
     Lanes,
     Words,
     all_words,
+    columns_of,
     lanes,
     row_products,
     rows_at_once,
@@ -45,8 +46,6 @@ from fathom.kernels.linear.weight_tiles import (
 from fathom.kernels.position import position
 from fathom.kernels.quantise.triton import simulate_fp8
 
-FEW = 16  # tokens up to which whole rows are multiplied, and which fit the narrowest tile
-TOGETHER = 4  # of them that a row is decoded for
 ROWS = 8  # of a program, at most; of several tokens half as many, whose sums all have registers
 PROGRAMS = 264  # wanted in flight: two for each multiprocessor of an H200
 _LAYOUTS = {"FP8": "fp8", "FP8_F32": "fp8", "FP4": "fp4", "NVFP4": "nvfp4"}  # else dense, see `weight_tiles.Planes`
@@ -209,8 +208,9 @@ def _product(x: Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> Tens
         return out
     x = x.contiguous()
     if t <= FEW and (of := words(weight)) is not None:
-        tokens, along = min(TOGETHER, triton.next_power_of_2(t)), lanes(of)
-        at_once = rows_at_once(rows, ROWS if tokens == 1 else ROWS // 2, along.warps)
+        along = lanes(of)
+        tokens = min(_together(of.form, along), triton.next_power_of_2(t))
+        at_once = rows_at_once(rows, ROWS if tokens == 1 else ROWS // 2, along)
         _few[groups * triton.cdiv(rows // groups, at_once) * triton.cdiv(t, tokens),](
             x, *of[1:], out, t, rows // groups, columns, *of.strides, groups, FORM=of.form, TOKENS=tokens,
             ROWS=at_once, LANES=along.lanes, STEPS=along.steps, UPCAST=UPCAST, num_warps=along.warps,
@@ -231,6 +231,11 @@ def _product(x: Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> Tens
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+def _together(form: str, along: Lanes) -> int:
+    """Tokens that a row is decoded for: as many as have registers, of E2M1's 32 columns a thread one."""
+    return 1 if columns_of(form) == 32 or along.steps > 4 else 4 if along.steps <= 2 else 2
 
 
 _APART = Linears(linear, simulate_fp8)  # of several tokens, whose rounded input is made once
@@ -254,12 +259,12 @@ def linears(x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[T
     Its numbers are those of `linear`, for a row is added up in the same order.
     """
     stored = all_words(product.weight for product in products) if x.shape[0] == 1 else None
-    if stored is None:
+    if not stored:
         return _APART(x, products, deployed=deployed)
     x, kinds = x.contiguous(), _by_kind(x, products, stored, deployed=deployed)
     found: list[Tensor] = [x] * len(products)
-    programs, given, how, warps = 0, [], [], max(kind.lanes.warps for kind in kinds)
-    at_once = rows_at_once(sum(of.data.shape[-2] for of in stored), ROWS, warps)
+    programs, given, how, longest = 0, [], [], max(kind.lanes for kind in kinds)
+    at_once = rows_at_once(sum(of.data.shape[-2] for of in stored), ROWS, longest)
     for kind, members in kinds.items():
         matrices = []
         for number in members:
@@ -276,7 +281,7 @@ def linears(x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[T
         biased, scaled = (any(products[n][field] is not None for n in members) for field in (2, 3))
         how.append((len(members), kind.form, kind.rounds, biased, scaled, kind.added, *kind.lanes))
     _linears[programs,](
-        x, _first(x, products), tuple(given), HOW=tuple(how), ROWS=at_once, UPCAST=UPCAST, num_warps=warps,
+        x, _first(x, products), tuple(given), HOW=tuple(how), ROWS=at_once, UPCAST=UPCAST, num_warps=longest.warps,
         enable_fp_fusion=False,
     )  # fmt: skip
     return found

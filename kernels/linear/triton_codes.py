@@ -6,7 +6,7 @@ weight has its scale for 128 of them, so that of each 128 columns codes are mult
 ``y[t, r] = sum_g s[r, g] p[t, g] sum_(c of g) w[r, c] x[t, c]``, g the groups of 128 columns
 
 The inner sum is the tensor cores', the outer one is fp32 in registers: DeepSeek's own arithmetic (DeepGEMM). It is the
-sum of `kernels.linear.triton.linear`, with fewer bits kept on the way by Hopper, see `kernels.linear.fp8_sums`.
+sum of `kernels.linear.triton.linear`, with fewer bits kept on the way by Hopper (`tests/fp8_sums.py` stands for it).
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.kernels.formats.stored import Fp8
 from fathom.kernels.formats.triton import e4m3, e8m0
 from fathom.kernels.formats.triton_rounding import UPCAST, rounded
-from fathom.kernels.linear.reference import Product, finished
-from fathom.kernels.linear.triton import FEW, PROGRAMS, Tile, linears
+from fathom.kernels.linear.reference import FEW, Product, finished
+from fathom.kernels.linear.triton import PROGRAMS, Tile, linears
 from fathom.kernels.linear.weight_tiles import COUNTERS, arrived_last, counters, planes, summed
 from fathom.kernels.quantise.triton import fp8_codes
 

@@ -6,7 +6,7 @@ decoded in registers and multiplied in fp32, with one rounding for each product 
 the width of the row alone decides: no column is split over programs, and no number of one token enters another's.
 
 A scale multiplies the sum of what lies under it in a thread (16 columns of Fp8, 32 of Fp4, 16 of NvFp4). Both operands
-are exact in fp32 whatever their dtypes. Scales of Fp4 from 2^126 on, under which codes are beyond fp32, count as NaN.
+are exact in fp32 whatever their dtypes. Under a weight of Fp4 that fp32 does not hold the sum is NaN.
 """
 
 from collections.abc import Iterable
@@ -35,7 +35,7 @@ from fathom.kernels.linear.weight_tiles import planes
 _WORD: Final = 4  # bytes
 _DENSE: Final = {2: {"bfloat16": "bf16", "float16": "f16"}, 4: {"float32": "f32"}}
 _COLUMNS: Final = {"f32": 4, "bf16": 8, "f16": 8, "fp8": 16, "fp4": 32, "nvfp4": 32}  # of 16 bytes
-LEAST_LANES, MOST_LANES = 32, 256  # threads along a row: of one warp to eight
+UNROLLED: tl.constexpr = tl.constexpr(8)  # steps that are written out one after the other; more are a loop
 WARPS = 1056  # wanted of a launch: eight for each multiprocessor of an H200
 INTERPRETED = 256 if UPCAST else None  # rows of a program there, which takes as long whatever it does
 
@@ -94,22 +94,21 @@ def whole_words(form: str, columns: int) -> bool:
 
 
 def lanes(of: Words) -> Lanes:
-    """Threads along a row: as many as leave none idle, or one warp's at least."""
+    """Threads along a row: so that few steps are taken, few threads are idle, and else as many as there may be."""
     needed = triton.cdiv(of.data.shape[-1], 4)
-    whole = needed & -needed  # the largest power of two that divides them
-    wide = whole if whole >= LEAST_LANES else triton.next_power_of_2(needed)
-    count = max(LEAST_LANES, min(MOST_LANES, wide))
-    return Lanes(count, triton.cdiv(needed, count))
+    made = [Lanes(count, triton.cdiv(needed, count)) for count in (256, 128, 64, 32)]
+    few = [one for one in made if one.steps <= UNROLLED] or made[:1]
+    return min(few, key=lambda one: one.lanes * one.steps)  # of equal ones the first
 
 
-def rows_at_once(rows: int, most: int, warps: int) -> int:
-    """Rows of a program, a power of two up to `most`: fewer where programs of so many warps would be too few.
+def rows_at_once(rows: int, most: int, along: Lanes) -> int:
+    """Rows of a program, a power of two up to `most`: fewer where programs would be too few, or registers.
 
     What is done once for all rows of a program, as the rounding of its input, takes the less the more they are.
     """
     if INTERPRETED is not None:
         return INTERPRETED
-    while most > 1 and triton.cdiv(rows, most) * warps < WARPS:
+    while most > 1 and (triton.cdiv(rows, most) * along.warps < WARPS or most * min(along.steps, UNROLLED.value) > 32):
         most //= 2
     return most
 
@@ -170,10 +169,16 @@ def _scales(scale, row, there, group, scale_width, stride, FORM: tl.constexpr, U
     if FORM == "nvfp4":
         found = e4m3(found, tl.float32, UPCAST)
     elif found.dtype == tl.uint8:
-        if FORM == "fp4":
-            found = tl.where(found >= 253, 255, found).to(tl.uint8)
         found = e8m0(found)
     return found[None]
+
+
+@triton.jit
+def _beyond(scale, first, second, third, fourth):
+    """Whether fp32 does not hold a weight of these words: 2 and more times 2^127, or 4 and more times 2^126."""
+    two = first | second | third | fourth  # bit 2 of a nibble; bit 1 too of 4 and more
+    four = (first & (first << 1)) | (second & (second << 1)) | (third & (third << 1)) | (fourth & (fourth << 1))
+    return ((scale == 2.0**127) & ((two & 0x44444444) != 0)) | ((scale == 2.0**126) & ((four & 0x44444444) != 0))
 
 
 @triton.jit
@@ -201,6 +206,7 @@ def with_words(
             whole = _added(_added(half, third, x2, FORM, UPCAST), fourth, x3, FORM, UPCAST)
             if FORM == "fp4":
                 own = _scales(scale, row, there, lane, scale_width, scale_stride, FORM, UPCAST)
+                own = tl.where(_beyond(own, first, second, third, fourth), float("nan"), own)
                 total = tl.fma(whole * 64.0, own, total)
             else:
                 own = _scales(scale, row // 128, there, lane // 8, scale_width, scale_stride, FORM, UPCAST)
@@ -229,9 +235,18 @@ def row_products(
 ):  # fmt: skip
     """Products of rows `row` [ROWS] with a token at x: [ROWS] fp32."""
     total = tl.zeros([1, ROWS, LANES], tl.float32)
-    for step in tl.static_range(STEPS):
-        own = input_words(x, columns, step, FORM, ROUND, LANES, UPCAST)
-        total = with_words(
-            total, own, data, scale, row, there, width, scale_width, stride, scale_stride, step, FORM, LANES, UPCAST
-        )
+    if STEPS > UNROLLED:
+        for step in range(STEPS):
+            own = input_words(x, columns, step, FORM, ROUND, LANES, UPCAST)
+            total = with_words(
+                total, own, data, scale, row, there, width, scale_width, stride, scale_stride, step,
+                FORM, LANES, UPCAST,
+            )  # fmt: skip
+    else:
+        for step in tl.static_range(STEPS):
+            own = input_words(x, columns, step, FORM, ROUND, LANES, UPCAST)
+            total = with_words(
+                total, own, data, scale, row, there, width, scale_width, stride, scale_stride, step,
+                FORM, LANES, UPCAST,
+            )  # fmt: skip
     return of_lanes(total)

@@ -1,7 +1,7 @@
 """Tiles of stored weights, multiplied as they are stored, and sums of split columns: of `linear` and of `experts`.
 
-A tile of W is the left operand of a product ``W x^T``: rows of W fill the tensor core's long side, so that a few tokens
-cost no more than the bytes of W. It is decoded to bfloat16 where nothing is lost by it, and it never is for bfloat16 x:
+A tile of W is the left operand of a product ``W x^T``: rows of W fill the tensor core's long side. It is decoded to
+bfloat16 where nothing is lost by it, and it never is for bfloat16 x:
 
 - Fp4: two bits of mantissa times a power of two; the compiler has a product of this format. Where x is codes of E4M3
   with a power of two for each 128 columns, which is what deployed numerics round it to, Blackwell multiplies both as

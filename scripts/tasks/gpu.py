@@ -32,9 +32,11 @@ from fathom.scripts.console import Console, progress
 from fathom.scripts.paths import AUDITS, CHECKOUT, ROOT
 
 JSON = dict[str, Any]
+COMPILED_BEFORE: Final = AUDITS / "gpu-compiled-before.json"  # of the kernels that were made anew since
 FIRST_RUN: Final = AUDITS / "gpu-first-run.json"
 PASSED, FAILED, LATE, ABSENT = "passed", "FAILED", "OUT OF TIME", "not run"
 WRONG: Final = (FAILED, LATE)
+OUT_OF_TIME: Final = 124  # exit status of tests that were not all begun in time
 TOLD: Final = 160  # characters of what a stage says
 CHECKED: Final = 130.0  # seconds of a quick stage beside the others
 TOGETHER: Final = 4  # processes that share the tests of a quick run
@@ -203,7 +205,7 @@ def ran(stage: Stage, folder: Path, running: Running) -> Result:
         outputs.append(out.read_bytes())
         text += "".join(path.read_text(encoding="utf-8", errors="replace") for path in (err, out))
         if code != 0:
-            status = LATE if code is None else FAILED
+            status = LATE if code in {None, OUT_OF_TIME} else FAILED
             break
     lines = [line for line in text.splitlines() if line.strip()]
     wanted = [line for line in lines if re.search(stage.line, line)]
@@ -420,10 +422,19 @@ def _compiled() -> list[Part]:
         Table(f"Compiled by Triton {version} for {gpu}", tuple(sass.HEADS), sass.rows(figures), "")
         for gpu, figures in recorded[version].items()
     ]
+    before = json.loads(COMPILED_BEFORE.read_text(encoding="utf-8"))
+    made += [
+        Table(
+            f"Before, at commit {before['commit']}: by Triton {before['triton']} for {gpu}", tuple(sass.HEADS), rows, ""
+        )
+        for gpu, rows in ((gpu, sass.rows(figures)) for gpu, figures in before["found"].items())
+    ]
     return [*made, Text("What is counted", COMPILED)]
 
 
-COMPILED: Final = """Instructions of a thread, for each weight or each number of a key that its longest loop reads, and
-in all of that loop, with what stands in it: loads (how many, of how many bytes each), products of tensor cores, waits
-for them or for copies. A stack is of registers that were spilled. `tests/kernels/test_hot_kernels.py` compiles these
-kernels and holds them against this record, which `python -m tests.kernels.hot_kernels` writes."""
+COMPILED: Final = """Instructions of a thread for each weight, or each number of a key, that a loop reads: that with
+most products of tensor cores, else the longest; "in all" where a kernel has none. With what stands in it: loads (how
+many, of how many bytes each), products, waits for them or for copies. A stack is of registers that were spilled. Few
+instructions are no proof of speed, which only a device can show. `tests/kernels/test_hot_kernels.py` compiles these
+kernels and holds them against this record, which `python -m tests.kernels.hot_kernels` writes. What was before was
+counted in the same way."""

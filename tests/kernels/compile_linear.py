@@ -54,10 +54,16 @@ CASES = BLACKWELL | {
     "compressor, V4-Pro, one token": of("bf16", 1024, 7168, 1, wide=True),
     "NVFP4, one token": of("nvfp4", 3072, 7168, 1),
     "output in groups, V4-Flash, one token": in_groups(8, 1024, 4096, 1),
+    "low-rank query, V4-Flash, five tokens": of("fp8", 1024, 4096, 5),
+    "compressor, V4-Flash, two tokens": of("bf16", 1024, 4096, 2, wide=True),
+    "an expert, V4-Pro, two tokens": of("fp4", 7168, 3072, 2),
+    "FP8 and FP4, one token": together(
+        4096, lambda: Product(FORMS["fp8"](2048, 4096)), lambda: Product(FORMS["fp4"](2048, 4096))
+    ),
+    "rows of 11,008 numbers, four tokens": of("bf16", 4096, 11008, 4),
 }
 MORE = {
     "head, V4-Flash, one token": of("bf16", 129280, 4096, 1, wide=True),
-    "low-rank query, V4-Flash, five tokens": of("fp8", 1024, 4096, 5),
     "compressor, V4-Pro, five tokens": of("bf16", 1024, 7168, 5, wide=True),
     "query, V4-Flash, 8192 tokens": of("fp8", 32768, 1024, 8192),
     "CSA, V4-Pro": read_by_csa(7168, 1536),

@@ -57,17 +57,30 @@ def _along(layout: str, lanes: int) -> bool:
     return "register = []" in layout and along == [1 << bit for bit in range(lanes.bit_length() - 1)]
 
 
+def _neighbours(layout: str) -> bool:
+    """Whether each four elements of a thread are four columns side by side, the last axis."""
+    if layout.startswith("blocked"):
+        size, order = (
+            re.search(rf"{name} = \[([\d, ]+)\]", layout)[1].split(", ") for name in ("sizePerThread", "order")
+        )
+        return int(size[-1]) % 4 == 0 and int(order[0]) == len(size) - 1
+    registers = re.findall(r"\[([\d, ]+)\]", layout.partition("register = ")[2].partition("lane = ")[0])
+    return [[int(place) for place in of.split(", ")] for of in registers[:2]] == [[0, 1], [0, 2]]
+
+
 def looked(stages: Mapping[str, Any]) -> dict[str, Any]:
     """What a kernel takes; "along lanes": of each sum of whole rows (`kernels.linear.weight_rows`) how threads lie.
 
     Whether those of a warp, then its warps, each hold one lane after the other, whatever the rows are: the order of the
-    sum follows from that.
+    sum follows from that. "packed": of each piece of assembly that takes four bytes as a word, whether they are side by
+    side.
     """
     text = stages["ttgir"]
     layouts = dict(re.findall(r"^#(\w+) = #ttg\.(.*)$", text, re.MULTILINE))
     sums = re.findall(r"<\{axis = 2 : i32\}>.*?\}\) : \(tensor<1x\d+x(\d+)xf32, #(\w+)>\)", text, re.DOTALL)
     found = [_along(layouts[name], int(lanes)) for lanes, name in sums]
-    return {**resources(stages), "along lanes": found}
+    packed = re.findall(r"packed_element = 4 .*? : tensor<\d+x\d+xi8, #(\w+)>", text)
+    return {**resources(stages), "along lanes": found, "packed": [_neighbours(layouts[name]) for name in packed]}
 
 
 def main(capability: int, kind: str, names: list[str]) -> None:

@@ -43,9 +43,6 @@ HOT = {
     "FP8 linear, five tokens": Hot(
         "linear", "low-rank query, V4-Flash, five tokens", "_few", lambda c: c["ROWS"] * ROW(c), whole=True
     ),
-    "logits of the gate, one token": Hot(
-        "gate", "V4-Flash, a token and its logits", "_gate", lambda c: c["ROWS"] * ROW(c), whole=True
-    ),
     "mHC products, one token": Hot("hyper", STREAMS, "_sums_of_few", lambda c: c["N"] * c["SPAN"], whole=True),
     "mHC read, one token": Hot("hyper", STREAMS, "_weigh", None),  # its longest loop is Sinkhorn's
     "mHC products, 4096 tokens": Hot(

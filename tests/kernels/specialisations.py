@@ -23,8 +23,8 @@ from fathom.kernels.formats import rows
 from fathom.kernels.formats.stored import Fp4, Fp8, TokenRing
 from fathom.kernels.hyper.triton import read_streams
 from fathom.kernels.indexer.triton import select
-from fathom.kernels.linear.reference import Product
-from fathom.kernels.linear.triton import FEW, linear
+from fathom.kernels.linear.reference import FEW, Product
+from fathom.kernels.linear.triton import linear
 from fathom.kernels.linear.triton_codes import linears_fp8
 from fathom.kernels.quantise.triton import hadamard, rotate, simulate_fp8
 from fathom.scripts.bench.gpu import NoDevice

@@ -58,9 +58,21 @@ def test_more_cases_compile_and_fit(name, compiled, capability):
 
 def test_threads_lie_along_rows_in_one_order(compiled):
     """Of all kernels that multiply whole rows: else a token's bits hung on what is multiplied beside it."""
-    found = {kernel["kernel"]: kernel["along lanes"] for name in ROWS for kernel in compiled("FAST")[name]}
-    assert all(all(along) for along in found.values()), found
-    assert {name for name, along in found.items() if along} == {"_few", "_linears", "_gate", "_few_up", "_few_down"}
+    told = [
+        (kernel["kernel"], kernel["case"], kernel["along lanes"]) for name in ROWS for kernel in compiled("FAST")[name]
+    ]
+    assert not [one for one in told if not all(one[2])]
+    assert {name for name, _, along in told if along} == {"_few", "_linears", "_gate", "_few_up", "_few_down"}
+
+
+def test_assembly_of_four_bytes_has_four_columns_of_a_row(compiled):
+    """Not one of each of four rows, as a compiler lays them that does not know how rows are aligned."""
+    packed = {kernel["kernel"]: kernel["packed"] for kernel in compiled("FAST")["compile_expert_codes"]}
+    assert all(all(places) for places in packed.values()), packed
+    assert {name: len(places) for name, places in packed.items() if places} == {
+        "_gate_up_of_codes": 2,
+        "_down_of_codes": 2,
+    }, "one for scales that lie near each other, one for others"
 
 
 @pytest.mark.slow

@@ -257,10 +257,14 @@ def test_experts(item, form, deployed, t, hidden, inner):
     assert found == planned if t <= 16 and not codes else planned / 2 <= found <= planned
 
 
-@pytest.mark.parametrize(("t", "hidden", "inner"), [(40, 4096, 2048), (200, 4096, 2048), (700, 512, 256)])
-def test_experts_of_codes_take_less_than_is_planned(t, hidden, inner):
+@pytest.mark.parametrize("slots", [2, 6, 8])
+@pytest.mark.parametrize(
+    ("t", "hidden", "inner"),
+    [(40, 4096, 2048), (200, 4096, 2048), (200, 1024, 1024), (200, 256, 1024), (700, 512, 256)],
+)
+def test_experts_of_codes_take_less_than_is_planned(t, hidden, inner, slots):
     """A plan is of `experts`, whose rounded inputs are twice as long."""
-    slots, count = 2, 4
+    count = 8
     x, ids, routed = torch.zeros(t, hidden).bfloat16(), torch.zeros(t, slots).long(), torch.zeros(t, slots)
     up, down = (stack([weight("FP4", *shape)] * count) for shape in ((inner, hidden), (hidden, inner)))
     found = taken(lambda: TRITON.experts_fp8(x, ids, routed, up, up, down, 10.0, deployed=True))

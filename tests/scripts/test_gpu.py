@@ -49,6 +49,7 @@ def test_a_stage_that_fails_or_hangs_or_is_not_there_stops_no_other(tmp_path):
     found = ran(
         tmp_path,
         stage("fails", "print('3 passed'); raise SystemExit(3)"),
+        stage("leaves tests out", "print('1 passed'); raise SystemExit(124)"),
         stage("breaks", "raise ValueError('a kernel')"),
         stage("hangs", hangs, limit=1.5),
         stage("no program", "print('1 passed')", needs=("$no-such-program",)),
@@ -59,7 +60,7 @@ def test_a_stage_that_fails_or_hangs_or_is_not_there_stops_no_other(tmp_path):
         stage("alone", "print('7 passed')", alone=True),
     )
     assert {name: result.status for name, result in found.items()} == {
-        "fails": FAILED, "breaks": FAILED, "hangs": LATE, "no program": ABSENT, "no package": ABSENT,
+        "fails": FAILED, "leaves tests out": LATE, "breaks": FAILED, "hangs": LATE, "no program": ABSENT, "no package": ABSENT,
         "says nothing": FAILED, "in steps": PASSED, "ends early": FAILED, "alone": PASSED,
     }  # fmt: skip
     told = {name: result.told for name, result in found.items()}
