@@ -51,7 +51,7 @@ def pytest_sessionfinish(session, exitstatus):
     """A session that left tests out, or launched nothing on the device that it was given, is no passed one."""
     if exitstatus == pytest.ExitCode.OK and session.config.stash.get(LEFT_OUT, 0):
         session.exitstatus = OUT_OF_TIME
-    if exitstatus == pytest.ExitCode.OK and not session.config.stash.get(ON_DEVICE, {"": 1}):
+    elif exitstatus == pytest.ExitCode.OK and not session.config.stash.get(ON_DEVICE, {"": 1}):
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
