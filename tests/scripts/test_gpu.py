@@ -61,7 +61,8 @@ def test_a_stage_that_fails_or_hangs_or_is_not_there_stops_no_other(tmp_path):
     )
     assert {name: result.status for name, result in found.items()} == {
         "fails": FAILED, "leaves tests out": LATE, "breaks": FAILED, "hangs": LATE,
-        "no program": ABSENT, "no package": ABSENT, "says nothing": FAILED, "in steps": PASSED, "ends early": FAILED, "alone": PASSED,
+        "no program": ABSENT, "no package": ABSENT, "says nothing": FAILED, "in steps": PASSED,
+        "ends early": FAILED, "alone": PASSED,
     }  # fmt: skip
     told = {name: result.told for name, result in found.items()}
     assert told["fails"] == "3 passed"
