@@ -43,8 +43,8 @@ TOGETHER: Final = 4  # processes that share the tests of a quick run
 FULL: Final = 3600.0  # of any stage of a full run
 # Of kernels side by side, so that each group takes about as long: of the first run
 GROUPS: Final = (
-    ("norm", "quantise", "swiglu", "gate", "tripwires"), ("hyper", "streams", "compress"), ("linear", "codes"), ("experts", "expert_codes"),
-    ("indexer", "topk"), ("attention", "shard", "differential", "banks"),
+    ("norm", "quantise", "swiglu", "gate", "tripwires"), ("hyper", "streams", "compress"), ("linear", "codes"),
+    ("experts", "expert_codes"), ("indexer", "topk"), ("attention", "shard", "differential", "banks"),
 )  # fmt: skip
 
 
