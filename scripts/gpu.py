@@ -65,15 +65,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from fathom.scripts.cli import arguments
 
     args = arguments(parser(), argv)
+    if not args.page and (what := missing()) is not None:
+        print(f"scripts.gpu: {what}", file=sys.stderr)
+        return 2
     from fathom.scripts.tasks.gpu import run
 
     return run(args)
 
 
 if __name__ == "__main__":
-    if "--page" not in sys.argv and (what := missing()) is not None:
-        print(f"scripts.gpu: {what}", file=sys.stderr)
-        sys.exit(2)
     from fathom.scripts.cli import run_alone
 
     sys.exit(run_alone(main))

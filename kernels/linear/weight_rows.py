@@ -72,7 +72,8 @@ def words(weight: Weight) -> Words | None:
     if isinstance(weight, Dense):
         form = _DENSE[data.element_size()][str(data.dtype).removeprefix("torch.")]
     sizes = (data.shape[-1], data.storage_offset(), *data.stride()[:-1])
-    if any(size * data.element_size() % _WORD for size in sizes) or data.data_ptr() % _WORD:
+    amid = data.data_ptr() % _WORD and not UPCAST  # of a mapped file, which the interpreter reads as well
+    if amid or any(size * data.element_size() % _WORD for size in sizes):
         return None
     viewed = data.view(int32)
     return Words(form, viewed, viewed if scale is data else scale, viewed if global_scale is data else global_scale)

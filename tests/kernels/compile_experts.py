@@ -37,7 +37,7 @@ def of_a_rank(held, hidden, inner, t, ranks):
 
 
 ONE = {"V4-Flash, one token": of("fp4", 256, 4096, 2048, 1, deployed=True)}
-BLACKWELL = ONE | {"V4-Flash, five tokens": of("fp4", 256, 4096, 2048, 5, deployed=True)}
+BLACKWELL = ONE | {"V4-Flash, 40 tokens": of("fp4", 256, 4096, 2048, 40, deployed=True)}
 CASES = ONE | {"V4-Pro, 512 tokens, a rank of eight": of("fp4", 48, 7168, 3072, 512, deployed=True)}
 MORE = BLACKWELL | {
     "V4-Pro, a rank of eight, one token": of_a_rank(384, 7168, 3072, 1, 8),

@@ -48,9 +48,12 @@ def read_by_csa(hidden, query):
     return together(hidden, *made, *pooled, lambda: Product(FORMS["bf16"](64, hidden), factor=0.01))
 
 
-BLACKWELL = {"an expert, V4-Flash, one token": of("fp4", 2048, 4096, 1), "CSA, V4-Flash": read_by_csa(4096, 1024)}
-CASES = BLACKWELL | {
+BLACKWELL = {
+    "an expert, V4-Flash, one token": of("fp4", 2048, 4096, 1),
+    "CSA, V4-Flash": read_by_csa(4096, 1024),
     "low-rank query, V4-Flash": of("fp8", 1024, 4096, 512),
+}
+CASES = BLACKWELL | {
     "compressor, V4-Pro, one token": of("bf16", 1024, 7168, 1, wide=True),
     "NVFP4, one token": of("nvfp4", 3072, 7168, 1),
     "output in groups, V4-Flash, one token": in_groups(8, 1024, 4096, 1),

@@ -145,7 +145,7 @@ def test_a_chunk_of_any_length_is_launched_without_a_wait(tmp_path):
     """
     model = pair(tmp_path, RATIOS, 1).fused
     counted = []
-    for tokens in (16, 48):
+    for tokens in (40, 48):
         state, recorder = prefilled(model, TOKENS[:8]), Recorder()
         with observed(model).unchecked(), recorder.recording():
             model(TOKENS[8 : 8 + tokens], state)
