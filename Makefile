@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 LINT := $(VENV)/lint
 STEP := @printf '\n\033[1m%s\033[0m\n'
+RECENT := $(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Fathom needs Python 3.11 or newer; set PYTHON=...")'
 
 .PHONY: demo test slow gpu gpu-quick lint clean
 
@@ -20,10 +21,12 @@ slow: $(VENV)/.dev  ## evidence that takes minutes
 
 # On a machine with a GPU, by the torch that is installed: PYTHON says which. What is missing is told in a line.
 gpu:  ## right or not, then how fast; writes audits/gpu.md
-	PYTHONDONTWRITEBYTECODE=1 $(PYTHON) -m scripts.gpu
+	@$(RECENT)
+	@PYTHONDONTWRITEBYTECODE=1 $(PYTHON) -m scripts.gpu
 
 gpu-quick:  ## the same in four minutes
-	PYTHONDONTWRITEBYTECODE=1 $(PYTHON) -m scripts.gpu --quick
+	@$(RECENT)
+	@PYTHONDONTWRITEBYTECODE=1 $(PYTHON) -m scripts.gpu --quick
 
 lint: $(VENV)/.dev $(LINT)
 	$(BIN)/ruff check .
@@ -34,7 +37,7 @@ lint: $(VENV)/.dev $(LINT)
 $(VENV)/.runtime: pyproject.toml constraints.txt
 	@cat scripts/welcome.txt
 	$(STEP) "1/3  a virtual environment in $(VENV)"
-	$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "Fathom needs Python 3.11 or newer; set PYTHON=...")'
+	$(RECENT)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet --no-compile --constraint constraints.txt pip setuptools
 	$(STEP) "2/3  torch (the largest download, a minute or two)"

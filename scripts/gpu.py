@@ -48,11 +48,18 @@ def lacking(requirements: Sequence[str], version: Callable[[str], str] = metadat
     return found
 
 
-def missing() -> str | None:
-    """What this machine lacks, in one line; None: nothing. Of packages nothing but torch is imported."""
+def packages() -> str | None:
+    """Which packages this Python lacks, in one line; None: none. Not one is imported."""
     project = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["project"]
     if found := lacking(project["dependencies"]):
         return f"want {', '.join(found)}: `{sys.executable} -m pip install` brings them, or PYTHON=... names another"
+    return None
+
+
+def missing() -> str | None:
+    """What this machine lacks, in one line; None: nothing. Of packages nothing but torch is imported."""
+    if (what := packages()) is not None:
+        return what
     import torch
 
     if not torch.cuda.is_available():
@@ -74,6 +81,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if (lacks := packages()) is not None:  # before anything is imported that needs them
+        print(f"scripts.gpu: {lacks}", file=sys.stderr)
+        sys.exit(2)
     from fathom.scripts.cli import run_alone
 
     sys.exit(run_alone(main))

@@ -190,6 +190,15 @@ def test_without_a_gpu_it_says_so_in_a_line(monkeypatch):
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
+def test_a_python_without_packages_says_which_it_wants_in_a_line():
+    """Of no site: nothing but the standard library is there."""
+    command = [sys.executable, "-S", "-m", "scripts.gpu", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
+    assert done.stderr.startswith("scripts.gpu: want ")
+    assert "rich>=" in done.stderr
+
+
 # --- the page
 
 
