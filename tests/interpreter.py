@@ -69,15 +69,16 @@ def exp(builder: interpreter.InterpreterBuilder, arg: interpreter.TensorHandle) 
 
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
-    """Let it multiply by `matmul`, raise e by `exp`, and replace `triton.language` once.
+    """Let it multiply by `matmul`, add, raise e by `exp`, and replace `triton.language` once.
 
     That is not in every launch and every call of a kernel's function, which is half of a small kernel's time; what is
-    replaced, and by what, is the same each time.
+    replaced, and by what, is the same each time. `numpy.sum` would warn of sums that are not finite from a module of
+    its own, and not from the interpreter, as all other arithmetic does.
     """
     numpy, patch_lang, builder = interpreter.np, interpreter._patch_lang, interpreter.InterpreterBuilder
     create_exp, builder.create_exp = builder.create_exp, exp
     interpreter.np = ModuleType("numpy")
-    vars(interpreter.np).update(vars(numpy), matmul=matmul)
+    vars(interpreter.np).update(vars(numpy), matmul=matmul, sum=np.add.reduce)
     scopes = [patch_lang(kernel.fn) for kernel in (_rms_norm, tl.zeros)]  # as kernels see it, and its own functions
     interpreter._patch_lang = lambda _: SimpleNamespace(restore=lambda: None)
     try:

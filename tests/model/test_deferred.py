@@ -98,7 +98,6 @@ def test_columns_routing_and_selection_trip_as_on_the_host():
         assert found.startswith("indexer.selected of layer 2 at position 12: selected entries that ")
 
 
-@pytest.mark.filterwarnings("ignore:overflow:RuntimeWarning")  # of the interpreter
 def test_measures_of_the_last_call_count_alone():
     deferred = begun(0)
     deferred.finite(sites.LOGITS, None, torch.tensor([math.inf]))
