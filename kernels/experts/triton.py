@@ -27,7 +27,6 @@ from fathom.kernels.linear.reference import rounds
 from fathom.kernels.linear.triton import linear
 from fathom.kernels.linear.weight_rows import (
     UNROLLED,
-    Words,
     all_words,
     input_words,
     lanes,
@@ -55,7 +54,7 @@ from fathom.kernels.target import blackwell
 
 ROWS = 128  # of a matrix per program: one block of `deployed` rounding, whose largest number must be known
 CHUNK = 1024  # pairs that are counted and sorted at once
-UP_ROWS, DOWN_ROWS = 8, 16  # of such a program, at most: the first has two matrices
+UP_ROWS, DOWN_ROWS = 8, 16  # of a program of few tokens, at most: of two matrices, and of one
 _APART = Experts(linear, swiglu, simulate_fp8)  # matrices of several forms, which no launch takes together
 _APART_UP, _APART_DOWN = ExpertsUp(linear, swiglu, simulate_fp8), ExpertsDown(linear, swiglu, simulate_fp8)
 
@@ -188,7 +187,7 @@ def _expert_of(ids, pair, experts):
 @triton.jit(do_not_specialize=["slots"])
 def _few_up(
     x, ids, weights, data1, scale1, global1, data3, scale3, global3, out,
-    slots, experts, rows, columns, width, scale_width, stride, scale_stride, jump, scale_jump, limit,
+    slots, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride, limit,
     FORM: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -222,7 +221,7 @@ def _few_up(
 @triton.jit(do_not_specialize=["slots"])
 def _few_down(
     x, ids, data, scale, global_scale, out, total_out, counters,
-    slots, experts, rows, columns, width, scale_width, stride, scale_stride, jump, scale_jump,
+    slots, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride,
     FORM: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr,
     SLOTS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -333,28 +332,28 @@ def check_up(x: Tensor, ids: Tensor, weights: Tensor, w1: Weight, w3: Weight) ->
     assert weights.shape == ids.shape, f"ids {tuple(ids.shape)}, weights {tuple(weights.shape)}"
 
 
-def _few(ids: Tensor, *matrices: Weight) -> list[Words] | None:
+def _few(ids: Tensor, *matrices: Weight) -> list[Planes] | None:
     """Rows of words, where a call has few tokens; None where it has more, or a matrix other rows or very long ones."""
     found = all_words(matrices) if len(ids) <= FEW else None
     return None if found is None or any(lanes(of).steps > UNROLLED.value for of in found) else found
 
 
 def _few_given(
-    out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, matrices: list[Words], w1: Weight, limit: float,
+    out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, matrices: list[Planes], w1: Weight, limit: float,
     *, deployed: bool,
 ) -> Tensor:  # fmt: skip
     """`experts_up` by whole rows."""
     (one, three), (inner, hidden) = matrices, w1.shape
-    assert _few_layout(one) == _few_layout(three), "w1 and w3 lie differently"
+    assert _layout(one) == _layout(three), "w1 and w3 lie differently"
     at_once = rows_at_once(inner * ids.shape[1], UP_ROWS, lanes(one))
     _few_up[ids.numel(), triton.cdiv(inner, at_once)](
-        x, ids, weights, *one[1:], *three[1:], out, ids.shape[1], members(w1), inner, hidden, *_few_layout(one),
+        x, ids, weights, *one[1:], *three[1:], out, ids.shape[1], members(w1), inner, hidden, *_layout(one),
         float(limit), ROWS=at_once, **_few_constants(one, w1, hidden, deployed=deployed),
     )  # fmt: skip
     return out
 
 
-def _few_summed(a: Tensor, ids: Tensor, two: Words, w2: Weight, *, deployed: bool) -> Tensor:
+def _few_summed(a: Tensor, ids: Tensor, two: Planes, w2: Weight, *, deployed: bool) -> Tensor:
     """`experts_down` by whole rows."""
     (t, slots), (hidden, inner) = ids.shape, w2.shape
     y, out = a.new_empty(t, slots, hidden), torch.empty(t, hidden, dtype=torch.float32, device=a.device)
@@ -363,18 +362,13 @@ def _few_summed(a: Tensor, ids: Tensor, two: Words, w2: Weight, *, deployed: boo
         at_once *= 2
     tiles = triton.cdiv(hidden, at_once)
     _few_down[t * slots, tiles](
-        a, ids, *two[1:], y, out, counters(a.device), slots, members(w2), hidden, inner, *_few_layout(two),
+        a, ids, *two[1:], y, out, counters(a.device), slots, members(w2), hidden, inner, *_layout(two),
         ROWS=at_once, SLOTS=triton.next_power_of_2(slots), **_few_constants(two, w2, inner, deployed=deployed),
     )  # fmt: skip
     return out
 
 
-def _few_layout(of: Words) -> tuple[int, ...]:
-    """Columns as stored, strides of rows, and those of experts."""
-    return *of.strides, of.data.stride(0), of.scale.stride(0)
-
-
-def _few_constants(of: Words, weight: Weight, columns: int, *, deployed: bool) -> dict[str, Any]:
+def _few_constants(of: Planes, weight: Weight, columns: int, *, deployed: bool) -> dict[str, Any]:
     """What a kernel of few tokens is compiled for."""
     narrow = rounds(weight, deployed=deployed)
     assert not narrow or columns % LINEAR_GROUP == 0, f"{columns} columns are no multiple of {LINEAR_GROUP}"

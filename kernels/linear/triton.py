@@ -23,7 +23,6 @@ from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
 from fathom.kernels.linear.reference import FEW, Linears, Product, rounds
 from fathom.kernels.linear.weight_rows import (
     Lanes,
-    Words,
     all_words,
     columns_of,
     lanes,
@@ -34,6 +33,7 @@ from fathom.kernels.linear.weight_rows import (
 )
 from fathom.kernels.linear.weight_tiles import (
     COUNTERS,
+    Planes,
     arrived_last,
     counters,
     inputs,
@@ -217,17 +217,16 @@ def _product(x: Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> Tens
             enable_fp_fusion=False,
         )  # fmt: skip
         return out
-    form, data, scale, global_scale = planes(weight)
-    tile = _tile(form, t, wide=not narrow(x, weight))
+    stored = planes(weight)
+    tile = _tile(stored.form, t, wide=not narrow(x, weight))
     grid, each = _grid(t, groups, rows // groups, columns, tile)
     split = grid[2] > 1
     parts = torch.empty(grid[2], *out.shape, dtype=torch.float32, device=x.device) if split else out
     assert not split or grid[0] * grid[1] <= COUNTERS, f"{grid} tiles"
-    constants = {"FORM": form, "ROWS": tile.rows, "TOKENS": tile.tokens, "BLOCK": tile.columns, "UPCAST": UPCAST}
+    constants = {"FORM": stored.form, "ROWS": tile.rows, "TOKENS": tile.tokens, "BLOCK": tile.columns, "UPCAST": UPCAST}
     _linear[grid](
-        x, data, scale, global_scale, out, parts, counters(x.device), t, rows // groups, columns, data.shape[-1],
-        scale.shape[-1], data.stride(0), scale.stride(0), groups, each, SPLIT=split, **constants,
-        OPERAND=operand(x, weight),
+        x, *stored[1:], out, parts, counters(x.device), t, rows // groups, columns, *stored.strides, groups, each,
+        SPLIT=split, **constants, OPERAND=operand(x, weight),
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -288,7 +287,7 @@ def linears(x: Tensor, products: Sequence[Product], *, deployed: bool) -> list[T
 
 
 def _by_kind(
-    x: Tensor, products: Sequence[Product], stored: Sequence[Words], *, deployed: bool
+    x: Tensor, products: Sequence[Product], stored: Sequence[Planes], *, deployed: bool
 ) -> dict[_Kind, list[int]]:
     """Numbers of products, of each kind."""
     kinds: dict[_Kind, list[int]] = {}

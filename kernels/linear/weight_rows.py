@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 
 import triton
 import triton.language as tl
-from torch import Tensor, int32
+from torch import int32
 
 from fathom.kernels.formats.stored import Dense, Weight
 from fathom.kernels.formats.triton import (
@@ -30,7 +30,7 @@ from fathom.kernels.formats.triton import (
     simulated,
 )
 from fathom.kernels.formats.triton_rounding import UPCAST, widened
-from fathom.kernels.linear.weight_tiles import planes
+from fathom.kernels.linear.weight_tiles import Planes, planes
 
 _WORD: Final = 4  # bytes
 _DENSE: Final = {2: {"bfloat16": "bf16", "float16": "f16"}, 4: {"float32": "f32"}}
@@ -38,20 +38,6 @@ _COLUMNS: Final = {"f32": 4, "bf16": 8, "f16": 8, "fp8": 16, "fp4": 32, "nvfp4":
 UNROLLED: tl.constexpr = tl.constexpr(8)  # steps that are written out one after the other; more are a loop
 WARPS = 1056  # wanted of a launch: eight for each multiprocessor of an H200
 INTERPRETED = 256 if UPCAST else None  # rows of a program there, which takes as long whatever it does
-
-
-class Words(NamedTuple):
-    """A weight whose rows begin at words; planes that a form does not have are `data` again and never read."""
-
-    form: str  # f32, bf16, f16, fp8, fp4 or nvfp4
-    data: Tensor  # [..., out, words] int32
-    scale: Tensor  # uint8 where it is E8M0 or E4M3, else float32
-    global_scale: Tensor  # [...] float32
-
-    @property
-    def strides(self) -> tuple[int, int, int, int]:
-        """Words and scales of a row as stored, and how many lie from one row to the next."""
-        return self.data.shape[-1], self.scale.shape[-1], self.data.stride(-2), self.scale.stride(-2)
 
 
 class Lanes(NamedTuple):
@@ -66,8 +52,8 @@ class Lanes(NamedTuple):
         return self.lanes // 32
 
 
-def words(weight: Weight) -> Words | None:
-    """Views of the planes of a matrix [out, in] or of stacked ones; None where a row is not made of whole words."""
+def words(weight: Weight) -> Planes | None:
+    """`planes` with data as int32, of a dense one its dtype for a form; None where rows are not made of words."""
     form, data, scale, global_scale = planes(weight)
     if isinstance(weight, Dense):
         form = _DENSE[data.element_size()][str(data.dtype).removeprefix("torch.")]
@@ -76,10 +62,10 @@ def words(weight: Weight) -> Words | None:
     if amid or any(size * data.element_size() % _WORD for size in sizes):
         return None
     viewed = data.view(int32)
-    return Words(form, viewed, viewed if scale is data else scale, viewed if global_scale is data else global_scale)
+    return Planes(form, viewed, viewed if scale is data else scale, viewed if global_scale is data else global_scale)
 
 
-def all_words(weights: Iterable[Weight]) -> list[Words] | None:
+def all_words(weights: Iterable[Weight]) -> list[Planes] | None:
     """`words` of some weights; None where one of them has none."""
     found = []
     for weight in weights:
@@ -94,7 +80,7 @@ def whole_words(form: str, columns: int) -> bool:
     return columns * {"F32": 32, "BF16": 16, "F16": 16, "FP8": 8, "FP8_F32": 8}.get(form, 4) % (8 * _WORD) == 0
 
 
-def lanes(of: Words) -> Lanes:
+def lanes(of: Planes) -> Lanes:
     """Threads along a row: so that few steps are taken, few threads are idle, and else as many as there may be."""
     needed = triton.cdiv(of.data.shape[-1], 4)
     made = [Lanes(count, triton.cdiv(needed, count)) for count in (256, 128, 64, 32)]

@@ -36,6 +36,11 @@ class Planes(NamedTuple):
     scale: Tensor  # uint8 where it is E8M0 or E4M3, else float32
     global_scale: Tensor  # [...] float32
 
+    @property
+    def strides(self) -> tuple[int, int, int, int]:
+        """Columns of data and of scales as stored, and how many of each lie from one row to the next."""
+        return self.data.shape[-1], self.scale.shape[-1], self.data.stride(-2), self.scale.stride(-2)
+
 
 def planes(weight: Weight) -> Planes:
     """Views of the planes of a matrix [out, in] or of stacked ones [E, out, in]."""
