@@ -34,12 +34,13 @@ from fathom.kernels import (
 )
 from fathom.kernels.differential.cpu import Noise, Own, Past
 from fathom.kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
+from fathom.kernels.formats import rows
 from fathom.kernels.formats.stored import Rounding, Rows, Slots, Stack, TokenRing, Weight
 from fathom.kernels.gate.reference import Gate
 from fathom.kernels.hyper.reference import ReadStreams
 from fathom.kernels.indexer.reference import SelectFp8
 from fathom.kernels.linear.reference import Linears, Product
-from fathom.kernels.quantise.reference import RoundIndex, RoundKv
+from fathom.kernels.quantise.reference import RoundIndex
 from fathom.kernels.rope.reference import NormRotate
 from fathom.kernels.shard.cpu import Middle, Stream
 
@@ -85,10 +86,6 @@ class Ops(Protocol):
         """`quantise`."""
         ...
 
-    def round_kv(self, x: Tensor, group: int, kept: int) -> Tensor:
-        """`quantise`: `simulate_fp8` of all but some columns."""
-        ...
-
     def round_index(self, x: Tensor, group: int) -> Tensor:
         """`quantise`: `hadamard` and `simulate_fp4`."""
         ...
@@ -96,11 +93,15 @@ class Ops(Protocol):
     def norm_rotate(
         self, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv_group: int
     ) -> Tensor:
-        """`rope`: `rms_norm`, `rotate`, and `round_kv` where there is a group."""
+        """`rope`: `rms_norm`, `rotate`, and where there is a group `simulate_fp8` of columns that are not rotated."""
         ...
 
     def pool(self, kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Tensor | None) -> Tensor:
         """`compress`: the equation of an entry, of windows of tokens."""
+        ...
+
+    def store(self, rows: Rows, start: int, x: Tensor) -> None:
+        """`formats`: rows of a cache in the form in which it keeps them."""
         ...
 
     def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer)
@@ -259,7 +260,6 @@ COMPOSED: Final = {  # of other ops
     "linears": Linears,
     "linears_fp8": Linears,
     "read_streams": ReadStreams,
-    "round_kv": RoundKv,
     "round_index": RoundIndex,
     "norm_rotate": NormRotate,
     "gate": Gate,
@@ -281,10 +281,10 @@ class _Fields(NamedTuple):
     simulate_fp8: Callable[..., Any]
     simulate_fp4: Callable[..., Any]
     hadamard: Callable[..., Any]
-    round_kv: Callable[..., Any]
     round_index: Callable[..., Any]
     norm_rotate: Callable[..., Any]
     pool: Callable[..., Any]
+    store: Callable[..., Any]
     compress: Callable[..., Any]
     select: Callable[..., Any]
     select_fp8: Callable[..., Any]
@@ -396,10 +396,10 @@ _REFERENCE = OpSet(
     simulate_fp8=quantise.reference.simulate_fp8,
     simulate_fp4=quantise.reference.simulate_fp4,
     hadamard=quantise.reference.hadamard,
-    round_kv=quantise.reference.round_kv,
     round_index=quantise.reference.round_index,
     norm_rotate=rope.reference.norm_rotate,
     pool=compress.reference.pool,
+    store=rows.write,
     compress=compress.reference.compress,
     select=indexer.reference.select,
     select_fp8=SelectFp8(quantise.reference.simulate_fp8, indexer.reference.select),
@@ -441,7 +441,6 @@ CPU = REFERENCE._replace(
     simulate_fp8=quantise.cpu.simulate_fp8,
     simulate_fp4=quantise.cpu.simulate_fp4,
     hadamard=quantise.cpu.hadamard,
-    round_kv=quantise.cpu.round_kv,
     round_index=quantise.cpu.round_index,
     norm_rotate=rope.cpu.norm_rotate,
     hyper_weights=hyper.cpu.hyper_weights,

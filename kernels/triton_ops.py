@@ -28,7 +28,6 @@ from triton.runtime import KernelInterface
 
 from fathom.kernels import compiled
 from fathom.kernels.attention import triton as attention
-from fathom.kernels.compress import reference as compress_reference
 from fathom.kernels.compress import triton as compress
 from fathom.kernels.differential import triton as differential
 from fathom.kernels.experts import triton as experts
@@ -68,6 +67,8 @@ TRITON = CPU._replace(
     grouped_linear=linear.grouped_linear,
     linears=linear.linears,
     linears_fp8=triton_codes.linears_fp8,
+    pool=compress.pool,
+    store=compress.store,
     compress=compress.compress,
     select=indexer.select,
     select_fp8=indexer.select_fp8,
@@ -79,7 +80,6 @@ TRITON = CPU._replace(
     experts_fp8=triton_expert_codes.experts_fp8,
     experts_up=experts.experts_up,
     experts_down=experts.experts_down,
-    pool=compress_reference.pool,
 )
 
 

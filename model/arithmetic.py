@@ -16,7 +16,7 @@ from fathom.kernels.linear.reference import FEW, Product
 from fathom.kernels.ops import Ops
 from fathom.model.cache.formats import CacheFormats
 from fathom.model.ranks.ranks import Ranks
-from fathom.model.rounding import FP4, FP8, NONE, Rounding
+from fathom.model.rounding import FP4, FP8, Rounding
 
 
 class Arithmetic(NamedTuple):
@@ -62,14 +62,8 @@ class Arithmetic(NamedTuple):
 
     @property
     def kv_group(self) -> int:
-        """Columns of the blocks to which window KV is rounded; 0: it is not."""
+        """Columns of the E4M3 blocks to which window KV and entries are rounded but for rope dims; 0: they are not."""
         return KV_GROUP if self.rounding.kv == FP8 else 0
-
-    def rounded_kv(self, kv: Tensor, rope_dim: int) -> Tensor:
-        """Round window KV or compressed entries [n, d] as they are cached: E4M3 per 64 columns, rope dims untouched."""
-        if self.rounding.kv == NONE:
-            return kv
-        return self.ops.round_kv(kv, KV_GROUP, rope_dim)
 
     def rounded_index(self, x: Tensor) -> Tensor:
         """Round indexer queries or keys [..., d]: Hadamard transform, then E2M1 per 32 columns; or E4M3 per row."""

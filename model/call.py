@@ -38,6 +38,7 @@ class Call:
         self._ranks = arithmetic.ranks
         self._angles: dict[Rotation, tuple[Tensor, Tensor]] = {}
         self._back: dict[Rotation, tuple[Tensor, Tensor]] = {}
+        self._windows: dict[tuple[Rotation, int, int, int], tuple[Tensor, Tensor]] = {}
         self._places: dict[int, Tensor] = {}
 
     @property
@@ -73,6 +74,13 @@ class Call:
             cos, sin = self.angles(rotation)
             self._back[rotation] = cos, -sin
         return self._back[rotation]
+
+    def angles_of_windows(self, rotation: Rotation, first: int, count: int, ratio: int) -> tuple[Tensor, Tensor]:
+        """The same of windows of `ratio` tokens from position `first` on, each as of its start: [count, r / 2]."""
+        windows = rotation, first, count, ratio
+        if windows not in self._windows:
+            self._windows[windows] = rotation.at(first, count, ratio)
+        return self._windows[windows]
 
     def places(self, modulus: int) -> Tensor:
         """Positions of all tokens modulo something, [t] int64; made once for all layers."""

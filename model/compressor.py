@@ -56,7 +56,6 @@ class Compressor(ABC):
     ) -> None:
         self.project = Projections(prefix, weights)
         self.arithmetic, self.rotation, self.eps = arithmetic, rotation, config.rms_norm_eps
-        self.rope_dim = config.qk_rope_head_dim
         self.coded = isinstance(arithmetic.formats.variant(layer), Shard)  # the cache rounds, and from the unrounded
 
     def __call__(self, kv: Tensor, gate: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
@@ -69,7 +68,7 @@ class Compressor(ABC):
             self.compress_on_device(kv, gate, frontier, call.first, rows)
             return
         for pooled in frontier.push(kv, gate, self.arithmetic.ops.pool):  # [n, width] float32
-            self.append(rows, self.stored(self.row(pooled, rows.count * frontier.ratio, frontier.ratio)))
+            self.append(rows, self.stored(self.row(pooled, call, rows.count * frontier.ratio, frontier.ratio)))
 
     def compress_on_device(
         self, kv: Tensor, gate: Tensor, frontier: Frontier, first: Tensor, rows: AnyEntries | AnyKeys
@@ -80,19 +79,24 @@ class Compressor(ABC):
             kv, gate, ring, first, frontier.ratio, norm, self.eps, freqs, self.rounding, rows.data, dtype
         )
 
-    def row(self, pooled: Tensor, first: int, ratio: int) -> Tensor:
+    def row(self, pooled: Tensor, call: Call, first: int, ratio: int) -> Tensor:
         """Norm and rotate pooled windows [n, width], the first of which begins at position `first`."""
-        cos, sin = self.rotation.at(first, pooled.shape[0], ratio)
+        cos, sin = call.angles_of_windows(self.rotation, first, pooled.shape[0], ratio)
         rows = pooled.to(self.arithmetic.dtype)
-        return self.arithmetic.ops.norm_rotate(rows, self.project.norm, self.eps, cos, sin, 0)
+        return self.arithmetic.ops.norm_rotate(rows, self.project.norm, self.eps, cos, sin, self.group)
+
+    @property
+    def group(self) -> int:
+        """Columns of the blocks to which rows are rounded as they are rotated; 0: they are not, or are later."""
+        return 0
 
     @abstractmethod
     def stored(self, rows: Tensor) -> Tensor:
-        """Round rows [n, width] as they are kept."""
+        """Return rows [n, width] as they are kept."""
 
     def append(self, rows: AnyEntries | AnyKeys, new: Tensor) -> None:
         """Write new rows [n, width] behind those of the cache."""
-        rows.append(new)
+        rows.append(new, self.arithmetic.ops.store)
 
 
 class EntryCompressor(Compressor):
@@ -108,9 +112,14 @@ class EntryCompressor(Compressor):
     ) -> None:
         super().__init__(config, layer, f"{config.prefix(layer)}.attn.compressor", weights, arithmetic, rotation)
 
+    @property
+    def group(self) -> int:
+        """As of the window's KV; where the cache codes rows, none."""
+        return 0 if self.coded else self.arithmetic.kv_group
+
     def stored(self, rows: Tensor) -> Tensor:
-        """As the window's KV; where the cache codes rows, as they are."""
-        return rows if self.coded else self.arithmetic.rounded_kv(rows, self.rope_dim)
+        """As they are: rounded when they were rotated."""
+        return rows
 
 
 class KeyCompressor(Compressor):

@@ -22,6 +22,7 @@ from torch.nn import functional
 from fathom.kernels.experts.reference import Experts
 from fathom.kernels.formats import coded_rows, qjl
 from fathom.kernels.formats.rows import first as first_rows
+from fathom.kernels.formats.rows import write
 from fathom.kernels.formats.rows_reference import decode
 from fathom.kernels.formats.stored import (
     BasisRows,
@@ -42,7 +43,7 @@ from fathom.kernels.shard.cpu import Middle, middle_keys, middle_values
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.attention import Attention, Beyond, CsaAttention, HcaAttention
 from fathom.model.block import Block
-from fathom.model.cache.entries import Entries
+from fathom.model.cache.entries import Entries, Store
 from fathom.model.cache.frontier import Frontier
 from fathom.model.cache.layers import SIGNS, AnyEntries, AnyKeys, CsaCache, HcaCache, LayerCache
 from fathom.model.cache.window import WindowRing
@@ -1537,9 +1538,9 @@ def shard_pairs_swapped(parts: Parts) -> Parts:
 )
 @instead_of(coded)
 class NormOfTheCall(Entries):
-    def append(self, new: Tensor) -> None:
+    def append(self, new: Tensor, store: Store = write) -> None:
         lengths = coded_rows.row_norm(new)[:, None]
-        super().append(new / lengths * lengths[:1])
+        super().append(new / lengths * lengths[:1], store)
 
 
 @in_shard.too("shard-norm-of-the-call")
@@ -1578,13 +1579,13 @@ def _stopped_early(bits: int) -> Tensor:
 class CodebookUnfinished(Entries):
     """Rounds to the unfinished codebook before the codes are made: they then hold its centroids."""
 
-    def append(self, new: Tensor) -> None:
+    def append(self, new: Tensor, store: Store = write) -> None:
         assert isinstance(self.data, CodedRows)
         table, signs, width = _stopped_early(self.data.bits).to(new.device), self.data.signs, new.shape[1]
         lengths = coded_rows.row_norm(new)[:, None].clamp(min=1e-30)
         rotated = coded_rows.signed_hadamard(new.float() / lengths, signs) * width**0.5
         nearest = torch.bucketize(rotated, (table[1:] + table[:-1]) / 2)
-        super().append(coded_rows.undo_hadamard(table[nearest] * width**-0.5, signs) * lengths)
+        super().append(coded_rows.undo_hadamard(table[nearest] * width**-0.5, signs) * lengths, store)
 
 
 @in_variant_parts.too("shard-codebook-unfinished")

@@ -3,6 +3,8 @@
 What is read and what is overwritten. A program reads the tokens that its entry pools, from the ring those before the
 call. Where the ring has room for the call's tokens beside these, each program writes the rows of its own window, and no
 program reads a row that another one writes. More tokens take a second launch for the ring.
+
+Of a prompt, whose entries are looked at between these steps, pooling and storing are ops of their own.
 """
 
 import torch
@@ -10,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fathom.kernels.formats.rows import write
 from fathom.kernels.formats.stored import Fp4Keys, Fp8Entries, Fp8Keys, Rounding, Rows, TokenRing
 from fathom.kernels.formats.triton import (
     E2M1_LARGEST,
@@ -22,7 +25,7 @@ from fathom.kernels.formats.triton import (
     power_of_two,
     simulated,
 )
-from fathom.kernels.formats.triton_rounding import UPCAST, rounded
+from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
 from fathom.kernels.position import position
 from fathom.kernels.quantise.triton import held, kv_rounded, turned, walsh
 
@@ -33,6 +36,16 @@ _FORMS = {Fp8Entries: 1, Fp8Keys: 2, Fp4Keys: 3}  # 0: a tensor
 _ROUNDINGS = {"none": 0, "kv": 1, "index": 2, "row": 3}
 
 _KEY: tl.constexpr = tl.constexpr(2.0**-126)  # the smallest scale of a key
+
+
+@triton.jit
+def _weighed(g, v, there, largest, total, acc):
+    """Add a tile of tokens, gates and values [TOKENS, BLOCK], to the softmax of each channel."""
+    grown = tl.maximum(largest, tl.max(g, 0))
+    shift = tl.where(grown == float("-inf"), 0.0, grown)  # a tile of tokens that are all taken out weighs 0
+    weight = tl.exp(g - shift[None, :])
+    kept = tl.exp(largest - shift)
+    return grown, total * kept + tl.sum(weight, 0), acc * kept + tl.sum(tl.where(there, weight * v, 0.0), 0)
 
 
 @triton.jit
@@ -59,14 +72,37 @@ def _pooled(
         v = tl.load(kv + from_new, inside & new, 0.0)
         g = tl.where(old, tl.load(ring_gate + from_ring, inside & old, float("-inf")), g)
         v = tl.where(old, tl.load(ring_kv + from_ring, inside & old, 0.0), v)
-        grown = tl.maximum(largest, tl.max(g, 0))
-        shift = tl.where(grown == float("-inf"), 0.0, grown)  # a tile of tokens that are all taken out weighs 0
-        weight = tl.exp(g - shift[None, :])
-        kept = tl.exp(largest - shift)
-        total = total * kept + tl.sum(weight, 0)
-        acc = acc * kept + tl.sum(tl.where(token < RATIO * SERIES, weight * v, 0.0), 0)
-        largest = grown
+        largest, total, acc = _weighed(g, v, token < RATIO * SERIES, largest, total, acc)
     return acc / total
+
+
+@triton.jit
+def _pool(
+    kv, gate, before_kv, before_gate, out, width,
+    kv_window, kv_token, gate_window, gate_token,
+    before_kv_window, before_kv_token, before_gate_window, before_gate_token,
+    RATIO: tl.constexpr, SERIES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Pool columns of a window, as `_pooled` does, from where they lie; with two series also of the one before."""
+    window = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, RATIO * SERIES, TOKENS):
+        token = begin + tl.arange(0, TOKENS)[:, None] - RATIO * (SERIES - 1)  # negative: of the window before
+        own = (token >= 0) & (token < RATIO) & (column < width)
+        g = tl.load(gate + window * gate_window + token * gate_token + column, own, float("-inf"))
+        v = tl.load(kv + window * kv_window + token * kv_token + column, own, 0.0)
+        if SERIES == 2:
+            older, earlier = (token < 0) & (column < width), token + RATIO
+            gates = before_gate + window * before_gate_window + earlier * before_gate_token
+            values = before_kv + window * before_kv_window + earlier * before_kv_token
+            g = tl.where(older, tl.load(gates + column, older, float("-inf")), g)
+            v = tl.where(older, tl.load(values + column, older, 0.0), v)
+        largest, total, acc = _weighed(g, v, token < RATIO, largest, total, acc)
+    place = window * width + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + place, acc / total, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK) < width)
 
 
 @triton.jit
@@ -131,6 +167,18 @@ def _stored(
         tl.store(scales + entry * scale_width + row, tl.reshape(exponent, [BLOCK // 32]), row < width // 32)
 
 
+@triton.jit(do_not_specialize=["start"])
+def _store(
+    x, values, rope, scales, start, width, rope_width, scale_width,
+    BLOCK: tl.constexpr, FORM: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Row ``start + program``."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    wide = widened(tl.load(x + row * width + column, column < width, 0.0), UPCAST)
+    _stored(wide, values, rope, scales, start + row, width, rope_width, scale_width, BLOCK, FORM, UPCAST)
+
+
 @triton.jit
 def _kept(
     kv, gate, ring_kv, ring_gate, first, low, high, columns, begin,
@@ -186,6 +234,52 @@ def _keep(
     )  # fmt: skip
 
 
+def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Tensor | None) -> Tensor:
+    """Pool each window by a softmax over its tokens: `kernels.compress.reference.pool`."""
+    assert kv.dtype == torch.float32, f"kv: {kv.dtype}, want float32"
+    n, ratio, width = kv.shape
+    out = torch.empty(n, width, dtype=torch.float32, device=kv.device)
+    if not n:
+        return out
+    before = [x for x in (previous_kv, previous_gate) if x is not None]
+    series = 2 if before else 1
+    given = [x if x.stride(-1) == 1 else x.contiguous() for x in (kv, gate, *(before or (kv, gate)))]
+    block = min(COLUMNS, triton.next_power_of_2(width))
+    _pool[(n, triton.cdiv(width, block))](
+        *given, out, width, *(stride for x in given for stride in x.stride()[:2]), RATIO=ratio, SERIES=series,
+        TOKENS=min(TOKENS, triton.next_power_of_2(ratio * series)), BLOCK=block, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def pool_scratch(tokens: int, width: int, series: int) -> int:
+    """Bytes alive at most in `pool` of the windows of so many tokens: the result, were each a window of its own."""
+    del series
+    return tokens * width * 4
+
+
+def store(rows: Rows, start: int, x: Tensor) -> None:
+    """Store `x` [m, d] as rows from `start` on: `kernels.formats.rows.write`, which stores other forms."""
+    if not isinstance(rows, Fp8Entries | Fp8Keys | Fp4Keys):
+        write(rows, start, x)
+        return
+    m, width = x.shape
+    assert width == rows.shape[1], f"{width} columns for rows of {rows.shape[1]}"
+    assert start + m <= rows.shape[0], f"{rows.shape[0]} rows, none for row {start + m - 1}"
+    values, tail, scales, form = planes(rows)
+    if m:
+        _store[(m,)](
+            x.contiguous(), values, tail, scales, start, width, tail.shape[-1], scales.shape[-1],
+            BLOCK=_block(width, rows), FORM=form, UPCAST=UPCAST, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _block(width: int, rows: Rows) -> int:
+    """Columns of a program that stores a row: whole groups of its form."""
+    padded: int = triton.next_power_of_2(width)
+    return max(64 if isinstance(rows, Fp8Entries) else 32, padded)
+
+
 def compress(
     kv: Tensor, gate: Tensor, ring: TokenRing, first: int | Tensor, ratio: int, norm: Tensor, eps: float, freqs: Tensor,
     rounding: Rounding, rows: Rows, dtype: torch.dtype,
@@ -218,7 +312,7 @@ def compress(
     values, tail, scales, form = planes(rows)
     state = kv.contiguous(), gate.contiguous(), *ring, first
     tile = min(TOKENS, triton.next_power_of_2(ratio * series))
-    block = max(64 if rounding == "kv" or isinstance(rows, Fp8Entries) else 32, triton.next_power_of_2(width))
+    block = max(64 if rounding == "kv" else 32, _block(width, rows))
     few = t <= held - series * ratio + 1  # no row that an entry of this call reads is written
     sizes = {"RATIO": ratio, "SERIES": series, "ROWS": held, "TOKENS": tile}
     constants = {"BLOCK": block, "LOG": block.bit_length() - 1, "ROUNDING": _ROUNDINGS[rounding], "FORM": form}

@@ -16,7 +16,6 @@ from fathom.kernels.lanes import (
     apart,
     at_least,
     bits,
-    copy,
     larger,
     largest,
     load,
@@ -79,16 +78,15 @@ def round_row(x, at, columns, group, form, out, to):
 
 
 @loop
-def _round_rows(low, high, x, width, kept, group, form, out):
+def _round_rows(low, high, x, width, group, form, out):
     for row in range(low, high):
         at = row * width
-        round_row(x, at, width - kept, group, form, out, at)
-        copy(x, at + width - kept, kept, out, at + width - kept)
+        round_row(x, at, width, group, form, out, at)
 
 
-@compiled(*((x, _INT, _INT, _INT, _INT, FORM, x) for x in _KINDS))
-def _round(x, rows, width, kept, group, form, out):
-    each_of(_round_rows, rows, rows * width, (x, width, kept, group, form, out))
+@compiled(*((x, _INT, _INT, _INT, FORM, x) for x in _KINDS))
+def _round(x, rows, width, group, form, out):
+    each_of(_round_rows, rows, rows * width, (x, width, group, form, out))
 
 
 @loop
@@ -130,17 +128,12 @@ def _hadamard(x, rows, width, group, form, out):
 
 def simulate_fp8(x: Tensor, group: int) -> Tensor:
     """Round `x` [..., d] to E4M3 blocks: `kernels.quantise.reference.simulate_fp8`."""
-    return _simulated(x, group, 0, E4M3)
+    return _simulated(x, group, E4M3)
 
 
 def simulate_fp4(x: Tensor, group: int = 32) -> Tensor:
     """Round `x` [..., d] to E2M1 blocks: `kernels.quantise.reference.simulate_fp4`."""
-    return _simulated(x, group, 0, E2M1)
-
-
-def round_kv(x: Tensor, group: int, kept: int) -> Tensor:
-    """Round `x` [..., d] to E4M3 blocks but for its last columns: `kernels.quantise.reference.RoundKv`."""
-    return _simulated(x, group, kept, E4M3)
+    return _simulated(x, group, E2M1)
 
 
 def simulate_fp8_scratch(numbers: int, item: int) -> int:
@@ -148,15 +141,15 @@ def simulate_fp8_scratch(numbers: int, item: int) -> int:
     return numbers * item
 
 
-simulate_fp4_scratch = round_kv_scratch = simulate_fp8_scratch
+simulate_fp4_scratch = simulate_fp8_scratch
 
 
-def _simulated(x: Tensor, group: int, kept: int, form: tuple[float, ...]) -> Tensor:
+def _simulated(x: Tensor, group: int, form: tuple[float, ...]) -> Tensor:
     width = x.shape[-1]
-    assert (width - kept) % group == 0, f"{width - kept} columns are no multiple of the group of {group}"
+    assert width % group == 0, f"{width} columns are no multiple of the group of {group}"
     x = x.contiguous()
     out = torch.empty_like(x)
-    _round(array(x), x.numel() // width, width, kept, group, form, array(out))
+    _round(array(x), x.numel() // width, width, group, form, array(out))
     return out
 
 

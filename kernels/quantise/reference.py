@@ -115,17 +115,6 @@ def hadamard_scratch(vectors: int, width: int, item: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class RoundKv:
-    """Round window KV or compressed entries as they are cached: rope dims stay as they are. Of an op set's own part."""
-
-    simulate_fp8: Callable[..., Tensor]
-
-    def __call__(self, x: Tensor, group: int, kept: int) -> Tensor:
-        """Round `x` [n, d] to E4M3 blocks of `group` columns, all but its last `kept` columns."""
-        return torch.cat((self.simulate_fp8(x[:, :-kept], group), x[:, -kept:]), dim=-1)
-
-
-@dataclass(frozen=True, slots=True)
 class RoundIndex:
     """Round index queries or keys as they are cached. Of an op set's own parts."""
 
@@ -137,5 +126,4 @@ class RoundIndex:
         return self.simulate_fp4(self.hadamard(x), group)
 
 
-round_kv = RoundKv(simulate_fp8)
 round_index = RoundIndex(hadamard, simulate_fp4)

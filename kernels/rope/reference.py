@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fathom.kernels.norm.reference import rms_norm
-from fathom.kernels.quantise.reference import RoundKv, simulate_fp8
+from fathom.kernels.quantise.reference import simulate_fp8
 
 
 def frequencies(dim: int, theta: float) -> Tensor:
@@ -153,7 +153,10 @@ class NormRotate:
 
         """
         rows = self.rotate(self.rms_norm(x, weight, eps), cos, sin)
-        return RoundKv(self.simulate_fp8)(rows, kv_group, 2 * cos.shape[-1]) if kv_group else rows
+        if not kv_group:
+            return rows
+        rope = 2 * cos.shape[-1]
+        return torch.cat((self.simulate_fp8(rows[..., :-rope], kv_group), rows[..., -rope:]), dim=-1)
 
 
 norm_rotate = NormRotate(rms_norm, rotate, simulate_fp8)

@@ -1,12 +1,14 @@
 """Compressed entries, or the indexer keys beside them: one row per `ratio` tokens, in the form of the run's choice."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
 from fathom.kernels.formats import rows
 from fathom.kernels.formats.rows import Rows
 from fathom.model.errors import CapacityError
+
+Store = Callable[[Rows, int, Tensor], None]
 
 
 class Entries:
@@ -42,10 +44,10 @@ class Entries:
         """Rows for a selection [t, k] of entries: these."""
         return selected
 
-    def append(self, new: Tensor) -> None:
-        """Add [n, d] rows, rounded to the form they are stored in; CapacityError when they do not fit."""
+    def append(self, new: Tensor, store: Store = rows.write) -> None:
+        """Add [n, d] rows in their stored form, by the `Ops.store` of a run; CapacityError when they do not fit."""
         end = self._room_for(new.shape[0])
-        rows.write(self.data, self.count, new)
+        store(self.data, self.count, new)
         self.count = end
 
     def advance(self) -> None:

@@ -24,7 +24,9 @@ from math import log
 import torch
 from torch import Tensor
 
+from fathom.kernels.formats.rows import write
 from fathom.kernels.formats.stored import Slots
+from fathom.model.cache.entries import Store
 from fathom.model.errors import CapacityError, StateError
 from fathom.model.variants.choice import Coda
 
@@ -100,8 +102,9 @@ class BankedEntries:
         """Rows in use, those of empty slots among them."""
         return self.count - self.hidden
 
-    def append(self, new: Tensor) -> None:
+    def append(self, new: Tensor, store: Store = write) -> None:
         """Add [n, d] entries behind the newest."""
+        del store  # they stay as they are
         start = _room_for(self.data, self.used, new)
         self.data[start : start + new.shape[0]] = new
         self.count += new.shape[0]
@@ -239,8 +242,9 @@ class NewestKeys:
         """Rows in use."""
         return self.count - self.evicted
 
-    def append(self, new: Tensor) -> None:
+    def append(self, new: Tensor, store: Store = write) -> None:
         """Add [n, d] keys behind the newest."""
+        del store
         start = _room_for(self.data, self.used, new)
         self.data[start : start + new.shape[0]] = new
         self.count += new.shape[0]

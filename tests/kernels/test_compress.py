@@ -10,20 +10,23 @@ from fathom.kernels.formats import rows as forms
 from fathom.kernels.formats import rows_reference as stored
 from fathom.kernels.formats.stored import CodedRows, TokenRing
 from fathom.kernels.ops import CPU, REFERENCE
-from fathom.kernels.rope.reference import angles, frequencies
+from fathom.kernels.rope.reference import frequencies
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.cache.entries import Entries
 from fathom.model.cache.formats import CacheFormats
 from fathom.model.cache.frontier import Frontier
 from fathom.model.compressor import EntryCompressor, KeyCompressor
+from fathom.model.rope import Rotation
 from fathom.model.rounding import FP4, FP8, NONE, Rounding
 from tests.kernels.every_backend import HAS_TRITON, ULP, on_triton
 
 BACKENDS = {"reference": reference.compress}  # and CPU's, which is the reference's
+POOLS = {"reference": REFERENCE.pool, "cpu": CPU.pool}
+STORES = {"reference": stored.write}  # of the sets REFERENCE and CPU it is what the cache does
 if HAS_TRITON:
     from fathom.kernels.compress import triton
 
-    BACKENDS["triton"] = triton.compress
+    BACKENDS["triton"], POOLS["triton"], STORES["triton"] = triton.compress, triton.pool, triton.store
 
 HERE = torch.device("cpu")
 EPS = 1e-2  # of a size that no bound below hides
@@ -121,8 +124,9 @@ def exact_entries(kv, gate, ratio, series, width, norm, freqs, origin=0):
     return torch.stack(rows), torch.stack(bounds)[:, None]
 
 
+@pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_pool_is_one_softmax_per_channel(overlap):
+def test_pool_is_one_softmax_per_channel(overlap, pool):
     n, r, d = 3, 4, 5
     kv, gates, before_kv, before_gates = torch.randn(4, n, r, d, generator=torch.Generator().manual_seed(8)).unbind()
     gates[1, 2], before_gates[0] = -torch.inf, -torch.inf  # a token taken out; no window before the first
@@ -130,24 +134,24 @@ def test_pool_is_one_softmax_per_channel(overlap):
     values = torch.cat((before_kv, kv), 1).double() if overlap else kv.double()
     mass = (torch.cat((before_gates, gates), 1) if overlap else gates).double().exp()
     exact = (values * mass).sum(1) / mass.sum(1)
-    for ops in (REFERENCE, CPU):
-        assert ((ops.pool(kv, gates, *before) - exact).abs() <= 16 * ULP * exact.abs().clamp(min=1)).all()
+    assert ((pool(kv, gates, *before) - exact).abs() <= 16 * ULP * exact.abs().clamp(min=1)).all()
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize(("n", "r", "d"), [(0, 4, 16), (1, 1, 1), (1, 4, 128), (3, 5, 33), (70, 8, 80)])
-def test_pool_of_cpu_is_that_of_the_reference(n, r, d, overlap):
+@pytest.mark.parametrize("pool", [POOLS[name] for name in list(POOLS)[1:]], ids=list(POOLS)[1:])
+@pytest.mark.parametrize(("n", "r", "d"), [(0, 4, 16), (1, 1, 1), (1, 4, 128), (3, 5, 33), (70, 8, 80), (2, 128, 130)])
+def test_pools_are_that_of_the_reference(n, r, d, overlap, pool):
     g = torch.Generator().manual_seed(n)
     kv, gates = (torch.randn(n, r, 2 * d, generator=g)[..., -d:] * size for size in (1, 30))  # rows lie apart
     before = tuple(torch.randn(n, r, d, generator=g).mT.contiguous().mT for _ in range(2)) if overlap else (None, None)
-    if n > 1:
+    if n > 2:
         kv[0, 0, 0], kv[1, 0, 1], kv[1, 1, 1] = torch.nan, torch.inf, -torch.inf
         gates[2, :, 0], gates[2, 0, 1], gates[2, 0, 2] = -torch.inf, torch.inf, torch.nan
         gates[2, :, 3], gates[2, 0, 3] = -torch.inf, 2.0
         gates[2, 1:, 4] = gates[2, 0, 4] - 90  # masses that are subnormal
-    if n > 1 and overlap:
+    if n > 2 and overlap:
         before[1][0], before[1][2, :, 0] = -torch.inf, -torch.inf
-    ours, expected = CPU.pool(kv, gates, *before), REFERENCE.pool(kv, gates, *before)
+    ours, expected = pool(kv, gates, *before), REFERENCE.pool(kv, gates, *before)
     assert ours.shape == (n, d)
     assert torch.equal(ours.isnan(), expected.isnan())
     assert n < 3 or expected[:3].isnan().any(1).all()
@@ -261,14 +265,12 @@ AS_THE_MODEL = {
 }
 
 
-def model_compressor(kind, width, freqs, dtype, rounding):
+def model_compressor(kind, freqs, dtype, rounding):
     nobody, formats = SimpleNamespace(note=lambda *_: None), CacheFormats(dtype, "dtype", "dtype")
     numerics = Arithmetic(REFERENCE, rounding, dtype, formats, nobody, {})
     made = kind.__new__(kind)
     made.arithmetic, made.coded, made.eps = numerics, False, EPS
-    made.rope_dim, made.width = 2 * len(freqs), width
-    positions = lambda first, n, step: torch.arange(first, first + n * step, step)  # noqa: E731
-    made.rotation = SimpleNamespace(at=lambda *where: angles(positions(*where), freqs))
+    made.rotation = Rotation(freqs)
     return made
 
 
@@ -284,7 +286,7 @@ def test_it_is_what_the_model_does(compress, kind, rounding, form, shape):
     kv, gate = whole_numbers(TOTAL, series, width, seed=2)
     norm = norm_of(width)
     freqs = torch.zeros(ROPE // 2) if kind is KeyCompressor else frequencies(ROPE, 1e4)
-    model = model_compressor(kind, width, freqs, dtype, AS_THE_MODEL[rounding])
+    model = model_compressor(kind, freqs, dtype, AS_THE_MODEL[rounding])
     model.project = SimpleNamespace(norm=norm)
     frontier = Frontier(ratio, width, overlap=series == 2, device=HERE)
     for part in frontier.ring():
@@ -292,7 +294,7 @@ def test_it_is_what_the_model_does(compress, kind, rounding, form, shape):
     entries = Entries(ratio, cache(form, width, dtype))
     ring, rows = first_ring(*shape), cache(form, width, dtype)
     for first, *part in chunks(kv, gate):
-        model(*part, SimpleNamespace(first=first), frontier, entries)
+        model(*part, SimpleNamespace(first=first, angles_of_windows=Rotation.at), frontier, entries)
         compress(*part, ring, first, ratio, norm, EPS, freqs, rounding, rows, dtype)
         assert_same_ring(frontier.ring(), ring)
     ours, expected = (bits(forms.first(x, entries.count)) for x in (rows, entries.data))
@@ -348,12 +350,13 @@ def test_triton_refuses_rows_that_do_not_fit():
 
 @pytest.mark.parametrize("form", ["rows", "entries", "fp8", "fp4"])
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-4, 1.0, 1e4, 1e30])
-def test_the_reference_stores_as_the_cache_does(form, size):
+@pytest.mark.parametrize("store", STORES.values(), ids=STORES)
+def test_rows_are_stored_as_the_cache_does(form, size, store):
     x = torch.randn(6, 96 - 16 * (form == "entries"), generator=torch.Generator().manual_seed(3)) * size
     x[1, 3], x[2, 40] = torch.nan, torch.inf
     x[3, ::2] *= -0.0
     pair = cache(form, x.shape[1], torch.bfloat16), cache(form, x.shape[1], torch.bfloat16)
-    stored.write(pair[0], 2, x.bfloat16())
+    store(pair[0], 2, x.bfloat16())
     forms.write(pair[1], 2, x.bfloat16())
     ours, expected = (stored.decode(rows) for rows in pair)
     assert torch.equal(ours.isnan(), expected.isnan())

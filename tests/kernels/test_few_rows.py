@@ -97,7 +97,6 @@ def cases(ops: Ops, of: Widths, dtype: torch.dtype) -> dict[str, Rows]:
         "simulate_fp8": some(ops.simulate_fp8, x, rest=(128,)),
         "simulate_fp4": some(ops.simulate_fp4, x, rest=(32,)),
         "hadamard": some(ops.hadamard, queries),
-        "round_kv": some(ops.round_kv, q[:, 0], rest=(64, of.rope)),
         "round_index": some(ops.round_index, queries, rest=(32,)),
         "pool": some(ops.pool, kv, gate, rest=(None, None)),
         "pool, overlapping": some(ops.pool, kv, gate, kv + 1, gate - 1),
