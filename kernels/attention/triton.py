@@ -41,6 +41,7 @@ from fathom.kernels.quantise.triton import hadamard as hadamard_rows
 from fathom.kernels.target import blackwell
 
 GROUP = tl.constexpr(attention_launch.WIDTH)  # columns of Fp8Entries to a scale
+DECODED = 8  # rows of Fp8Entries that a program decodes
 LEAST = 16  # columns of coded rows: what a product takes
 _TENSOR = tl.constexpr(attention_launch.TENSOR)
 _FP8 = tl.constexpr(attention_launch.FP8)
@@ -89,6 +90,21 @@ def _fp8(
     last = tl.load(rope + row[:, None] * rope_stride + column[None, :], inside, 0.0).to(OPERAND)
     wide = tl.where((group == NOPE // GROUP)[None, :, None], last[:, None, :], narrow)
     return tl.reshape(wide, (BLOCK_N, BLOCK_D))
+
+
+@triton.jit(do_not_specialize=["n"])
+def _decode(
+    values, rope, scale, out, n, values_stride, rope_stride, scale_stride,
+    WIDTH: tl.constexpr, NOPE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows of `Fp8Entries`, to bf16."""
+    row, column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
+    keys = _fp8(
+        values, rope, scale, row, row < n, values_stride, rope_stride, scale_stride,
+        WIDTH, NOPE, BLOCK_D, BLOCK_N, tl.float32 if UPCAST else tl.bfloat16, UPCAST,
+    )  # fmt: skip
+    place = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(out + place, rounded(keys, tl.bfloat16, UPCAST), (row < n)[:, None] & (column < WIDTH)[None, :])
 
 
 @triton.jit
@@ -384,6 +400,19 @@ def _planes(rows: Rows, *, narrow: bool) -> _Planes:
             raise NotImplementedError(f"attention in Triton reads no {type(rows).__name__}")
 
 
+def _decoded(rows: _Planes) -> Tensor:
+    """Those of `Fp8Entries` in bf16, which holds them exactly."""
+    n, nope = rows.values.shape
+    width = nope + rows.rope.shape[1]
+    out = torch.empty(n, width, dtype=torch.bfloat16, device=rows.values.device)
+    _decode[(triton.cdiv(n, DECODED),)](
+        rows.values, rows.rope, rows.scales, out, n, *(plane.stride(0) for plane in rows[1:4]), WIDTH=width, NOPE=nope,
+        BLOCK_D=max(attention_launch.WIDTH, triton.next_power_of_2(width)), BLOCK_N=DECODED, UPCAST=UPCAST,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
 class _Columns(NamedTuple):
     """How the columns of a layer's `BasisRows` are stored."""
 
@@ -461,10 +490,13 @@ def attend(
     if isinstance(slots.rows, Tensor):
         assert slots.rows.dtype == ring.dtype, f"{slots.rows.dtype} entries, {ring.dtype} ring"
     assert dtypes <= {torch.bfloat16, torch.float32}, f"{dtypes}: want bfloat16 or float32"
-    rows = _planes(slots.rows, narrow=dtypes == {torch.bfloat16})
+    narrow = dtypes == {torch.bfloat16}
+    rows, n = _planes(slots.rows, narrow=narrow), slots.rows.shape[0]
+    most = n if selected is None else min(n, selected.shape[1])
+    if narrow and rows.form == _FP8.value and attention_launch.ahead(t, n, most):
+        rows = _planes(_decoded(rows), narrow=narrow)
     bias = None if slots.bias is None else slots.bias.contiguous()
     selected = None if selected is None else _rows(selected)
-    narrow = dtypes == {torch.bfloat16}
     given = _Given(rows, entries is not None, bias, slots.hidden, ratio, selected, _rows(ring), window, narrow)
     q, first, sink = q.contiguous(), position(first, q.device), sink.contiguous()
     out = torch.empty(t, h, d, dtype=q.dtype, device=q.device)
@@ -604,13 +636,14 @@ def attend_scratch(
 ) -> int:
     """Bytes allocated in `attend` of up to so many tokens: the result, and in fp32 what splits find of their rows.
 
-    Of entries in a basis, for as many rows as are in it at a time: queries as they are stored, made of wide ones; what
-    all programs find; and what a product makes of their sums.
+    Of `Fp8Entries`, also the rows that are decoded ahead. Of entries in a basis, for as many rows as are in it at a
+    time: queries as they are stored, made of wide ones; what all programs find; and what a product makes of their sums.
     """
     most, result = min(entries, selected) if selected else entries, tokens * heads * width * item
     if form != "based" or most == 0:
         rows = attention_launch.split_rows(tokens, heads, window, most, narrow=item == 2)
-        return result + rows * (2 + width) * 4
+        ahead = attention_launch.rows_ahead(tokens, entries, selected) if form == "fp8" and item == 2 else 0
+        return result + rows * (2 + width) * 4 + ahead * width * 2
     some = min(tokens, max(1, QUERIES // heads))
     inside, basis = some * heads * width * 4, 2 * width * width * 4
     recent, stored = (

@@ -49,9 +49,11 @@ BLACKWELL = {
 }
 CASES = BLACKWELL | {
     "CSA prefill, V4-Flash": attention(512, 64, 4, BF16, k=512),
+    "CSA prefill, fp8, V4-Flash": attention(2048, 64, 4, FP8, k=512),  # decoded ahead
     "HCA decode, fp8, V4-Pro": attention(1, 128, 128, FP8),
 }
 MORE = {
+    "CSA prefill, fp8, in few tokens": attention(512, 64, 4, FP8, k=512),  # decoded in the loop
     "SWA decode, V4-Flash": attention(1, 64, 0, None),
     "HCA prefill, codes": attention(512, 64, 128, CODED),
     "HCA prefill, in a basis": attention(512, 64, 128, BASED),

@@ -261,6 +261,24 @@ def test_fp8_entries(way, dtype, d, rope):
         check(way, (q * 2.0**-6, ring, first, window, rows, ratio, selected, sink), largest)
 
 
+@on_triton
+@pytest.mark.parametrize(("k", "tokens"), [(None, 9), (17, 9), (17, 3)])
+def test_triton_fp8_entries_have_the_same_bits_decoded_ahead(k, tokens, monkeypatch):
+    """Which they are in a call of more than a few tokens that meet each row twice or more."""
+    decoded, found, decode = [], [], attention_triton._decoded
+    monkeypatch.setattr(attention_triton, "_decoded", lambda rows: decoded.append(rows) or decode(rows))
+    q, ring, first, window, entries, ratio, selected, sink = make(tokens, 3, 80, 8, 150, 40, k, dtype=BF16)
+    rows = in_fp8(entries * 2.0 ** torch.arange(-8, 12).repeat(2)[:, None], 16)
+    given = q * 2.0**-6, ring, first, window, rows, ratio, selected, sink
+    for limit in (launch.AHEAD, math.inf):
+        monkeypatch.setattr(launch, "AHEAD", limit)
+        found.append(attention_triton.attend(*given))
+    assert len(decoded) == (tokens > launch.SHORT)
+    assert torch.equal(found[0].isnan(), found[1].isnan())
+    assert torch.equal(found[0].nan_to_num(7), found[1].nan_to_num(7))
+    check(WAYS[4], given, 2.0**12)
+
+
 @crossed("d, bits, seed", [(64, 6, 0), (128, 4, None)], [(16, 8, 0), (64, 2, 0), (64, 3, None)])
 def test_coded_entries(way, dtype, d, bits, seed):
     """Tokens of a tile that see different numbers of entries, a selection, and no entry at all."""

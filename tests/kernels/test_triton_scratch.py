@@ -149,6 +149,8 @@ def held(form, n, d, item):
     """Rows of a cache; the codebook that all calls share is there before."""
     lloyd_max.rounded_codebook(6, torch.float16 if item == 2 else torch.float32, CPU)
     match form:
+        case "fp8":
+            return stored.fp8_entries(n, d, 0, CPU)
         case "coded":
             return coded_rows.allocate(n, d, 6, CPU, seed=0)
         case "based":
@@ -166,13 +168,16 @@ forms = pytest.mark.parametrize("form", ["dtype", "coded"])
 
 
 @items
-@forms
+@pytest.mark.parametrize("form", ["dtype", "coded", "fp8"])
 @pytest.mark.parametrize(
     ("t", "h", "n", "selected"),
     [(1, 64, 60_000, 0), (1, 128, 60_000, 0), (1, 128, 60_000, 4096), (66, 64, 60_000, 512), (256, 16, 4096, 0)],
 )
 def test_attend(item, form, t, h, n, selected):
-    """Of calls of up to t tokens, those of eight may take the most: each token is split as it is alone."""
+    """Of calls of up to t tokens, those of eight may take the most: each token is split as it is alone.
+
+    The plan adds to that the result of all t, and the most rows that are decoded ahead: of fewer entries, perhaps.
+    """
     d, window, most = 64, 128, 0
     entries, sink = held(form, n, d, item), torch.zeros(h)
     for size in {1, min(t, attention_launch.SHORT), min(t, attention_launch.SHORT + 1), t}:
@@ -180,7 +185,15 @@ def test_attend(item, form, t, h, n, selected):
         chosen = torch.zeros(size, selected, dtype=torch.int32) if selected else None
         most = max(most, taken(lambda: TRITON.attend(q, ring, 4 * n, window, entries, 4, chosen, sink)) - POSITION)  # noqa: B023
     planned = scratch("attend", t, h, d, window, n, selected, form, item)
-    assert most <= planned <= 1.05 * most + (t > 1) * t * h * d * item
+    ahead = attention_launch.rows_ahead(t, n, selected) * d * item if (form, item) == ("fp8", 2) else 0
+    assert most <= planned <= 1.05 * most + (t > 1) * t * h * d * item + ahead
+
+
+def test_rows_that_are_decoded_ahead():
+    """As many as `ahead` ever says of entries up to a number."""
+    for t, selected in ((9, 0), (66, 512), (30, 5), (8, 512)):
+        told = [n for n in range(1, 20_000) if attention_launch.ahead(t, n, min(n, selected) if selected else n)]
+        assert max(told, default=0) == attention_launch.rows_ahead(t, 19_999, selected)
 
 
 @items
