@@ -30,7 +30,6 @@ from fathom.kernels import compiled
 from fathom.kernels.attention import triton as attention
 from fathom.kernels.compress import triton as compress
 from fathom.kernels.differential import triton as differential
-from fathom.kernels.experts import triton as experts
 from fathom.kernels.experts import triton_expert_codes
 from fathom.kernels.gate import triton as gate
 from fathom.kernels.hyper import triton as hyper
@@ -76,10 +75,10 @@ TRITON = CPU._replace(
     attend_banks=differential.attend,
     attend_codes=shard.attend,
     swiglu=swiglu.swiglu,
-    experts=experts.experts,
+    experts=triton_expert_codes.experts,
     experts_fp8=triton_expert_codes.experts_fp8,
-    experts_up=experts.experts_up,
-    experts_down=experts.experts_down,
+    experts_up=triton_expert_codes.experts_up,
+    experts_down=triton_expert_codes.experts_down,
 )
 
 

@@ -24,6 +24,14 @@ def _halves_of_e4m3(pair):
     return low | high << 16
 
 
+def _products_of_bf16(a, b):
+    """``mul.bf16x2``: of both halves, each rounded once."""
+    factors = (torch.stack([x & 0xFFFF, x >> 16], -1).to(torch.uint16).view(torch.bfloat16).double() for x in (a, b))
+    first, second = factors
+    low, high = ((first * second).bfloat16().view(torch.int16).long() & 0xFFFF).unbind(-1)
+    return low | high << 16
+
+
 def _looked_up(a, b, c, table):
     """``lop3.b32``: bit 4a + 2b + c of the table, of each bit."""
     held = [(a if n & 4 else ~a) & (b if n & 2 else ~b) & (c if n & 1 else ~c) for n in range(8) if int(table) >> n & 1]
@@ -41,6 +49,8 @@ INSTRUCTIONS = {
     "shr.u32": lambda a, n: a >> n,
     "lop3.b32": _looked_up,
     "prmt.b32": _permuted,
+    "mul.lo.u32": lambda a, b: a * b & 0xFFFFFFFF,
+    "mul.bf16x2": _products_of_bf16,
     "cvt.rn.f16x2.e4m3x2": _halves_of_e4m3,
 }
 

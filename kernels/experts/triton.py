@@ -323,7 +323,7 @@ def experts_down(a: Tensor, ids: Tensor, w2: Stack, *, deployed: bool) -> Tensor
     return _down_and_sum(_given(a.flatten(0, 1), w2, deployed=deployed), _sorted(ids, members(w2)), a, ids, w2)
 
 
-def check_up(x: Tensor, ids: Tensor, weights: Tensor, w1: Weight, w3: Weight) -> None:
+def check_up(x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack) -> None:
     """Hold what the first half is given together: AssertionError."""
     assert x.shape[1] == w1.shape[1], f"x has {x.shape[1]} columns, w1 {w1.shape[1]}"
     assert w3.shape == w1.shape, f"w1 {w1.shape}, w3 {w3.shape}"

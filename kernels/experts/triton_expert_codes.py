@@ -1,33 +1,44 @@
-"""The routed experts of many tokens on Hopper's FP8 tensor cores: FP4 weights as E4M3 codes, times codes.
+"""The routed experts of many tokens on Hopper: FP4 weights become a tensor core's operand in registers.
 
-Deployed numerics round an expert's input to E4M3 with a power of two for each 128 columns. An E2M1 weight has two bits
-of mantissa, and E4M3 four of exponent: times its scale, over a power of two of its whole row, it is an E4M3 number too
-where the row's scales lie within 2^11 of each other. So codes are multiplied by codes, 128 columns at once:
+`experts_fp8` multiplies codes. Deployed numerics round an expert's input to E4M3 with a power of two for each 128
+columns. An E2M1 weight has two bits of mantissa, and E4M3 four of exponent: times its scale, over a power of two of its
+whole row, it is an E4M3 number too where the row's scales lie within 2^11 of each other. So codes are multiplied by
+codes, 128 columns at once:
 
 ``y[t, r] = 2^base[r] sum_g p[t, g] sum_(c of g) (w[r, c] s[r, c / 32] 2^-base[r]) x[t, c]``, g groups of 128 columns
 
 Nothing is rounded but by the sums, as in `kernels.linear.triton_codes`. Rows whose scales lie further apart, or are no
 numbers, are multiplied without them, 32 columns at once: a program looks at its rows first.
+
+`experts` multiplies numbers in bf16, which holds a weight times its scale over the largest of its row exactly, where a
+row's scales lie within 2^60: ``2^most[r] sum_c (w[r, c] s[r, c / 32] 2^-most[r]) x[t, c]``, one sum in fp32. What x is
+of 128 columns lies as words of weights are taken apart.
 """
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from fathom.kernels.experts import triton as by_tiles
 from fathom.kernels.experts.reference import FEW
-from fathom.kernels.experts.triton import _located, _Pairs, _sort_pairs, check_up, experts, slots_summed
+from fathom.kernels.experts.triton import _located, _Pairs, _sort_pairs, _sorting_nbytes, check_up, slots_summed
 from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.kernels.formats.stored import Fp4, Stack, members
-from fathom.kernels.formats.triton import e4m3, e8m0, power_of_two
-from fathom.kernels.formats.triton_rounding import UPCAST, rounded
+from fathom.kernels.formats.triton import e2m1, e4m3, e8m0, power_of_two
+from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
 from fathom.kernels.linear.triton import Tile
 from fathom.kernels.linear.triton_codes import CODES
-from fathom.kernels.quantise.triton import fp8_codes
+from fathom.kernels.quantise.triton import fp8_codes, simulate_fp8
 from fathom.kernels.swiglu.triton import activation
 from fathom.kernels.target import blackwell, multiplies_fp8
 
 APART = tl.constexpr(11)  # E8M0 codes that scales of a row may differ by: 0.5 to 6 times 2^11 are normal in E4M3
+APART_NUMBERS = tl.constexpr(60)  # the same of numbers: products with all but the smallest inputs are normal in fp32
 LARGE = tl.constexpr(244)  # from this E8M0 code on the other way is taken: NaN, and what takes a base beyond 2^127
 
 
@@ -74,72 +85,134 @@ def _looked_up(w, low, high):
 
 
 @triton.jit
+def _numbers_of_e2m1(w, exponent, UPCAST: tl.constexpr):
+    """Bytes `w` [rows, n] of E2M1 times 2^(exponent - 253), bf16: of 4 bytes, nibbles 0 4 1 5, and 2 6 3 7.
+
+    `exponent` [rows, n] int32, 0 to 254; the same for the 4 bytes of a word.
+    """
+    if UPCAST:
+        ROWS: tl.constexpr = w.shape[0]
+        N: tl.constexpr = w.shape[1]
+        nibbles = tl.reshape(tl.join(w & 15, w >> 4), (ROWS, N // 4, 2, 2, 2))
+        first, second = tl.split(tl.permute(nibbles, (0, 1, 4, 2, 3)))
+        power = (exponent << 23).to(tl.float32, bitcast=True)
+        first = e2m1(tl.reshape(first, (ROWS, N)).to(tl.uint32)) * 2.0**-126 * power
+        return first, e2m1(tl.reshape(second, (ROWS, N)).to(tl.uint32)) * 2.0**-126 * power
+    # A product with two powers of two copies a nibble's sign and its size to their places in bf16, as a number that is
+    # 2^-126 of it: two nibbles at once, of both halves of the word.
+    return tl.inline_asm_elementwise(
+        """{
+        .reg .b32 two, later;
+        and.b32 two, $4, 0x000F000F;
+        mul.lo.u32 two, two, 0x1040;
+        and.b32 two, two, 0x81C081C0;
+        mul.bf16x2 $0, two, $5;
+        and.b32 two, $4, 0x00F000F0;
+        mul.lo.u32 two, two, 0x0104;
+        and.b32 two, two, 0x81C081C0;
+        mul.bf16x2 $1, two, $5;
+        shr.u32 later, $4, 8;
+        and.b32 two, later, 0x000F000F;
+        mul.lo.u32 two, two, 0x1040;
+        and.b32 two, two, 0x81C081C0;
+        mul.bf16x2 $2, two, $5;
+        and.b32 two, later, 0x00F000F0;
+        mul.lo.u32 two, two, 0x0104;
+        and.b32 two, two, 0x81C081C0;
+        mul.bf16x2 $3, two, $5;
+        }""",
+        "=&r,=&r,=&r,=&r,r,r,r,r,r", [w, exponent * 0x00800080], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
+        pack=4,
+    )  # fmt: skip
+
+
+@triton.jit
 def _sizes(exponent):
     """E4M3 codes of E2M1's sizes 0, .5, 1, 1.5 | 2, 3, 4, 6 times 2^(exponent - 6), a byte each; exponents 1 to 12."""
     return exponent * 0x08080800 + 0x0C080000, exponent * 0x08080808 + 0x1C181410
 
 
 @triton.jit
-def _part(x, w, UPCAST: tl.constexpr, TOKENS: tl.constexpr):
-    """A product of codes: [tokens, rows], or of fewer tokens than tensor cores have rows [rows, tokens]."""
-    x = e4m3(x, tl.float32, UPCAST) if UPCAST else x
-    return tl.dot(x, w.T, input_precision="ieee") if TOKENS >= 64 else tl.dot(w, x.T, input_precision="ieee")
+def _weights(w, exponent, NUMBERS: tl.constexpr, UPCAST: tl.constexpr):
+    """Bytes `w` [rows, n] of E2M1 times a power of two of the `exponent` [rows, n]: an operand [rows, 2 n]."""
+    ROWS: tl.constexpr = w.shape[0]
+    N: tl.constexpr = w.shape[1]
+    if NUMBERS:
+        first, second = _numbers_of_e2m1(w, exponent, UPCAST)
+    else:
+        low, high = _sizes(exponent)
+        first, second = _codes_of_e2m1(w, low, high, UPCAST)
+    return tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (ROWS, 2 * N))
 
 
 @triton.jit
-def _zeros(ROWS: tl.constexpr, TOKENS: tl.constexpr):
-    """What `_part`s are added to."""
-    return tl.zeros([TOKENS, ROWS], tl.float32) if TOKENS >= 64 else tl.zeros([ROWS, TOKENS], tl.float32)
+def _product(x, w, total, NUMBERS: tl.constexpr, ACROSS: tl.constexpr, UPCAST: tl.constexpr):
+    """Of x [tokens, n] and w [rows, n], added to `total` where it is not None: [rows, tokens], ACROSS the other way."""
+    if UPCAST:
+        x = widened(x, UPCAST) if NUMBERS else e4m3(x, tl.float32, UPCAST)
+    return tl.dot(x, w.T, total, input_precision="ieee") if ACROSS else tl.dot(w, x.T, total, input_precision="ieee")
 
 
 @triton.jit
-def _of_tokens(numbers, TOKENS: tl.constexpr):
-    """One number a token, beside a `_part`."""
-    return numbers[:, None] if TOKENS >= 64 else numbers[None, :]
+def _of_tokens(numbers, ACROSS: tl.constexpr):
+    """One number a token, beside a `_product`."""
+    return numbers[:, None] if ACROSS else numbers[None, :]
 
 
 @triton.jit
-def _of_rows(numbers, TOKENS: tl.constexpr):
-    return numbers[None, :] if TOKENS >= 64 else numbers[:, None]
+def _of_rows(numbers, ACROSS: tl.constexpr):
+    return numbers[None, :] if ACROSS else numbers[:, None]
 
 
 @triton.jit
 def _scaled_before(
-    x, powers, lines, data, scale, base, groups, ROWS: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr
+    total, x, powers, lines, data, scale, base, groups,
+    NUMBERS: tl.constexpr, ACROSS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Products of weights that are codes of E4M3 over a power of two of their row, 128 columns at once."""
-    total, column = _zeros(ROWS, TOKENS), tl.arange(0, 128)
+    """Products of weights times their scales over a power of two of their row, 128 columns at once."""
+    ROWS: tl.constexpr = data.shape[0]
+    column = tl.arange(0, 128)
     words = tl.multiple_of(data[:, None] + tl.arange(0, 64)[None, :], (1, 16))
-    found, power = tl.load(scale), tl.load(powers)
+    found = tl.load(scale)
+    if not NUMBERS:
+        power = tl.load(powers)
     for step in range(groups):
         ahead = tl.minimum(step + 1, groups - 1)  # loaded a step before they are needed
-        found_ahead, power_ahead = tl.load(scale + ahead), tl.load(powers + ahead * lines)
+        found_ahead = tl.load(scale + ahead)
+        if not NUMBERS:
+            power_ahead = tl.load(powers + ahead * lines)
         exponent = ((found[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 255) - base[:, None]
-        low, high = _sizes(tl.reshape(tl.broadcast_to(exponent[:, :, None], (ROWS, 4, 16)), (ROWS, 64)))
-        first, second = _codes_of_e2m1(tl.load(words + step * 64), low, high, UPCAST)
-        w = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (ROWS, 128))
-        part = _part(tl.load(x[:, None] + (step * 128 + column)[None, :]), w, UPCAST, TOKENS)
-        total = tl.fma(part, _of_tokens(e8m0(power), TOKENS), total)
-        found, power = found_ahead, power_ahead
-    return total * _of_rows(power_of_two(base + 6), TOKENS)
+        exponent = tl.reshape(tl.broadcast_to(exponent[:, :, None], (ROWS, 4, 16)), (ROWS, 64))
+        w = _weights(tl.load(words + step * 64), exponent, NUMBERS, UPCAST)
+        given = tl.load(x[:, None] + (step * 128 + column)[None, :])
+        if NUMBERS:
+            total = _product(given, w, total, NUMBERS, ACROSS, UPCAST)
+        else:
+            part = _product(given, w, None, NUMBERS, ACROSS, UPCAST)
+            total = tl.fma(part, _of_tokens(e8m0(power), ACROSS), total)
+            power = power_ahead
+        found = found_ahead
+    return total
 
 
 @triton.jit
 def _scaled_behind(
-    x, powers, lines, data, scale, groups, ROWS: tl.constexpr, TOKENS: tl.constexpr, UPCAST: tl.constexpr
+    total, x, powers, lines, data, scale, exponent, groups,
+    NUMBERS: tl.constexpr, ACROSS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """The same of weights without their scales, 32 columns at once, whose sums are multiplied by these."""
-    total, column = _zeros(ROWS, TOKENS), tl.arange(0, 32)
+    """The same of weights times 2^exponent alone, 32 columns at once, whose sums are multiplied by the scales."""
+    ROWS: tl.constexpr = data.shape[0]
+    column = tl.arange(0, 32)
     words = tl.multiple_of(data[:, None] + tl.arange(0, 16)[None, :], (1, 16))
-    low, high = _sizes(tl.full([ROWS, 16], 6, tl.int32))
+    exponent = tl.full([ROWS, 16], exponent, tl.int32)
     for step in range(groups * 4):
         group, quarter = step // 4, step % 4
-        first, second = _codes_of_e2m1(tl.load(words + step * 16), low, high, UPCAST)
-        w = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (ROWS, 32))
+        w = _weights(tl.load(words + step * 16), exponent, NUMBERS, UPCAST)
         place = group * 128 + column // 16 * 64 + quarter * 16 + column % 16
-        part = _part(tl.load(x[:, None] + place[None, :]), w, UPCAST, TOKENS)
-        part *= _of_tokens(e8m0(tl.load(powers + group * lines)), TOKENS)
-        total += part * _of_rows(e8m0((tl.load(scale + group) >> (8 * quarter)) & 255), TOKENS)
+        part = _product(tl.load(x[:, None] + place[None, :]), w, None, NUMBERS, ACROSS, UPCAST)
+        if not NUMBERS:
+            part *= _of_tokens(e8m0(tl.load(powers + group * lines)), ACROSS)
+        total += part * _of_rows(e8m0((tl.load(scale + group) >> (8 * quarter)) & 255), ACROSS)
     return total
 
 
@@ -150,8 +223,14 @@ def _sums_of_codes(
 ):  # fmt: skip
     """Products [TOKENS, ROWS] of rows that begin at `x` and `powers` [TOKENS], and at `data` and `scale` [ROWS].
 
-    Codes of x lie in `halves`, see `fp8_codes`, and its powers `lines` apart; `scale` has four E8M0 in a word.
+    Codes of x lie in `halves`, see `fp8_codes`, and its powers `lines` apart; numbers lie as `_in_order` puts them.
+    `scale` has four E8M0 in a word.
     """
+    NUMBERS: tl.constexpr = x.dtype.element_ty == tl.bfloat16
+    # Codes are of x where there are as many tokens as a tensor core has rows, numbers always of w: what is decoded in
+    # registers is multiplied from there.
+    ACROSS: tl.constexpr = TOKENS >= 64 and not NUMBERS
+    total = tl.zeros([TOKENS, ROWS] if ACROSS else [ROWS, TOKENS], tl.float32)
     groups = columns // 128
     scales = tl.load(scale[:, None] + tl.minimum(tl.arange(0, WORDS), groups - 1)[None, :])
     least, most = scales & 255, scales & 255
@@ -159,11 +238,15 @@ def _sums_of_codes(
         one = (scales >> (8 * byte)) & 255
         least, most = tl.minimum(least, one), tl.maximum(most, one)
     least, most = tl.min(least, 1), tl.max(most, 1)
-    if (tl.max(most - least) <= APART) & (tl.max(most) < LARGE):
-        total = _scaled_before(x, powers, lines, data, scale, least - 1, groups, ROWS, TOKENS, UPCAST)
+    near = tl.max(most - least) <= (APART_NUMBERS if NUMBERS else APART)
+    if near & (tl.max(most) < LARGE):
+        base = most - 254 if NUMBERS else least - 1
+        total = _scaled_before(total, x, powers, lines, data, scale, base, groups, NUMBERS, ACROSS, UPCAST)
+        total *= _of_rows(e8m0(most) * 0.5 if NUMBERS else power_of_two(base + 6), ACROSS)
     else:
-        total = _scaled_behind(x, powers, lines, data, scale, groups, ROWS, TOKENS, UPCAST)
-    return total if TOKENS >= 64 else tl.trans(total)
+        ONE: tl.constexpr = 253 if NUMBERS else 6
+        total = _scaled_behind(total, x, powers, lines, data, scale, ONE, groups, NUMBERS, ACROSS, UPCAST)
+    return total if ACROSS else tl.trans(total)
 
 
 @triton.jit(do_not_specialize=["slots", "lines"])
@@ -217,49 +300,112 @@ def _down_of_codes(
 def experts_fp8(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool
 ) -> Tensor:
-    """`kernels.experts.triton.experts`, where more than FEW tokens in bf16 go to FP4 matrices that are rounded for.
+    """`experts`; where they take FP4 matrices whose inputs are rounded, codes by codes."""
+    if not deployed or not isinstance(w2, Fp4) or not (_taken(x, ids, w1, w3) and _taken(x, ids, w2)):
+        return experts(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
+    return _experts(x, ids, weights, w1, w3, w2, limit, _codes)
+
+
+def experts(
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool
+) -> Tensor:
+    """`kernels.experts.triton.experts`, of numbers where more than FEW tokens in bf16 go to FP4 matrices on Hopper.
 
     Blackwell multiplies FP4 as it is; words of matrices and scales must lie whole.
     """
-    narrow = deployed and x.dtype == torch.bfloat16 and multiplies_fp8() and not blackwell()
-    exactly = x.shape[0] <= FEW or not ids.numel() or not narrow
-    if exactly or not (isinstance(w1, Fp4) and isinstance(w3, Fp4) and isinstance(w2, Fp4)) or not _whole(w1, w3, w2):
-        return experts(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
+    if not (_taken(x, ids, w1, w3) and _taken(x, ids, w2)):
+        return by_tiles.experts(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
+    return _experts(x, ids, weights, w1, w3, w2, limit, partial(_numbers, deployed=deployed))
+
+
+def experts_up(
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, limit: float, *, deployed: bool
+) -> Tensor:
+    """What w2 of each of a token's experts is given: the first half of `experts`."""
+    if not _taken(x, ids, w1, w3):
+        return by_tiles.experts_up(x, ids, weights, w1, w3, limit, deployed=deployed)
     check_up(x, ids, weights, w1, w3)
-    (inner, hidden), held = w1.shape, members(w1)
-    assert w2.shape == (hidden, inner), f"w1 {w1.shape}, w2 {w2.shape}"
-    assert inner % LINEAR_GROUP == 0, f"{inner} columns are no multiple of {LINEAR_GROUP}"
-    ids = ids.contiguous()
-    up_tile, down_tile = _tiles(ids.numel(), held)
-    pairs = _sort_pairs(ids, held, up_tile.tokens)
-    # what w2 is given ends with its codes
-    codes = fp8_codes(_up(pairs, x, weights, w1, w3, limit, up_tile), LINEAR_GROUP, by_group=True, halves=True)
-    return slots_summed(_down(pairs, codes, w2, down_tile).unflatten(0, ids.shape), ids)
+    pairs, tile, _ = _sorted(ids, w1)
+    out: Tensor = _up(pairs, _numbers(x, deployed=deployed), weights, w1, w3, limit, tile).unflatten(0, ids.shape)
+    return out
 
 
-def _up(pairs: _Pairs, x: Tensor, weights: Tensor, w1: Fp4, w3: Fp4, limit: float, tile: Tile) -> Tensor:
+def experts_down(a: Tensor, ids: Tensor, w2: Stack, *, deployed: bool) -> Tensor:
+    """Sum of the experts' outputs: the second half of `experts`."""
+    if not _taken(a, ids, w2):
+        return by_tiles.experts_down(a, ids, w2, deployed=deployed)
+    pairs, _, tile = _sorted(ids, w2)
+    return _summed(_down(pairs, _numbers(a.flatten(0, 1), deployed=deployed), w2, tile), ids)
+
+
+class _Given(NamedTuple):
+    """Inputs of a product: codes and their powers of two, or numbers, whose powers are never read."""
+
+    x: Tensor
+    powers: Tensor
+
+
+def _experts(
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float,
+    given: Callable[[Tensor], _Given],
+) -> Tensor:  # fmt: skip
+    """`experts` of what `given` makes of inputs; what w2 is given ends with that."""
+    check_up(x, ids, weights, w1, w3)
+    assert w2.shape == (w1.shape[1], w1.shape[0]), f"w1 {w1.shape}, w2 {w2.shape}"
+    pairs, up, down = _sorted(ids, w1)
+    return _summed(_down(pairs, given(_up(pairs, given(x), weights, w1, w3, limit, up)), w2, down), ids)
+
+
+def _taken(x: Tensor, ids: Tensor, *matrices: Stack) -> bool:
+    """Whether inputs of these matrices, of one shape, are multiplied here."""
+    if len(ids) <= FEW or not ids.numel() or x.dtype != torch.bfloat16 or not multiplies_fp8() or blackwell():
+        return False
+    return all(isinstance(of, Fp4) and of.shape[1] % LINEAR_GROUP == 0 and _whole(of) for of in matrices)
+
+
+def _codes(x: Tensor) -> _Given:
     codes, powers = fp8_codes(x, LINEAR_GROUP, by_group=True, halves=True)
-    (t, hidden), inner = x.shape, w1.shape[0]
-    (data1, scale1), (data3, scale3) = _planes(w1), _planes(w3)
-    layout = _strides(w1)
-    assert layout == _strides(w3), "w1 and w3 lie differently"
-    out = x.new_empty(len(pairs.order), inner)
+    return _Given(codes.view(CODES), powers)
+
+
+def _numbers(x: Tensor, *, deployed: bool) -> _Given:
+    """Of 8 columns 0 4 1 5 of all 128, then 2 6 3 7: see `_numbers_of_e2m1`."""
+    if deployed:
+        x = simulate_fp8(x, LINEAR_GROUP)
+    x = x.unflatten(1, (-1, 16, 2, 2, 2)).permute(0, 1, 4, 2, 5, 3).reshape(x.shape)
+    return _Given(x, x)
+
+
+def _sorted(ids: Tensor, stack: Stack) -> tuple[_Pairs, Tile, Tile]:
+    """Pairs, and a tile of each half."""
+    up, down = _tiles(ids.numel(), members(stack))
+    return _sort_pairs(ids.contiguous(), members(stack), up.tokens), up, down
+
+
+def _up(pairs: _Pairs, given: _Given, weights: Tensor, w1: Stack, w3: Stack, limit: float, tile: Tile) -> Tensor:
+    (inner, hidden), t = w1.shape, len(given.x)
+    assert _strides(w1) == _strides(w3), "w1 and w3 lie differently"
+    out = torch.empty(len(pairs.order), inner, dtype=torch.bfloat16, device=weights.device)
     _gate_up_of_codes[triton.cdiv(2 * inner, tile.rows), pairs.blocks](
-        codes.view(CODES), powers, weights.contiguous(), *pairs[:3], data1, scale1, data3, scale3, out, t, pairs.slots,
-        members(w1), inner, hidden, *layout, float(limit), **_constants(w1, tile),
+        *given, weights.contiguous(), *pairs[:3], *_planes(w1), *_planes(w3), out, t, pairs.slots, members(w1), inner,
+        hidden, *_strides(w1), float(limit), **_constants(w1, tile),
     )  # fmt: skip
     return out
 
 
-def _down(pairs: _Pairs, given: tuple[Tensor, Tensor], w2: Fp4, tile: Tile) -> Tensor:
-    (codes, powers), (hidden, inner) = given, w2.shape
-    n = len(codes)
-    y = torch.empty(n, hidden, dtype=torch.bfloat16, device=codes.device)
+def _down(pairs: _Pairs, given: _Given, w2: Stack, tile: Tile) -> Tensor:
+    (hidden, inner), n = w2.shape, len(given.x)
+    assert given.x.shape[1] == inner, f"given {given.x.shape[1]} columns, w2 {inner}"
+    y = torch.empty(n, hidden, dtype=torch.bfloat16, device=given.x.device)
     _down_of_codes[triton.cdiv(hidden, tile.rows), pairs.blocks](
-        codes.view(CODES), powers, *pairs[:3], *_planes(w2), y, n, members(w2), hidden, inner, *_strides(w2),
-        **_constants(w2, tile),
-    )  # fmt: skip
+        *given, *pairs[:3], *_planes(w2), y, n, members(w2), hidden, inner, *_strides(w2), **_constants(w2, tile)
+    )
     return y
+
+
+def _summed(y: Tensor, ids: Tensor) -> Tensor:
+    out: Tensor = slots_summed(y.unflatten(0, ids.shape), ids.contiguous())
+    return out
 
 
 def _tiles(pairs: int, experts: int) -> tuple[Tile, Tile]:
@@ -273,23 +419,24 @@ def _tiles(pairs: int, experts: int) -> tuple[Tile, Tile]:
     return Tile(128, 128, 128, 8, 3), Tile(64, 128, 128, 4, 3)
 
 
-def _whole(*stacks: Fp4) -> bool:
+def _whole(stack: Fp4) -> bool:
     """Whether rows begin at 16 bytes, and their scales at four."""
-    held = [(plane, step) for stack in stacks for plane, step in zip(stack, (16, 4), strict=True)]
+    held = zip(stack, (16, 4), strict=True)
     return not any(at % step for plane, step in held for at in (plane.data_ptr(), *plane.stride()[:2]))
 
 
-def _planes(stack: Fp4) -> tuple[Tensor, Tensor]:
+def _planes(stack: Stack) -> tuple[Tensor, Tensor]:
+    assert isinstance(stack, Fp4), f"matrices are {type(stack).__name__}"
     return stack.data.view(torch.uint8), stack.scale.view(torch.int32)
 
 
-def _strides(stack: Fp4) -> tuple[int, int, int, int]:
+def _strides(stack: Stack) -> tuple[int, int, int, int]:
     """Of experts and of rows, in bytes; of their scales, in words of four."""
-    _, scale = _planes(stack)
-    return stack.data.stride(0), stack.data.stride(1), scale.stride(0), scale.stride(1)
+    data, scale = _planes(stack)
+    return data.stride(0), data.stride(1), scale.stride(0), scale.stride(1)
 
 
-def _constants(stack: Fp4, tile: Tile) -> dict[str, int | bool]:
+def _constants(stack: Stack, tile: Tile) -> dict[str, int | bool]:
     return {
         "EXPERTS": triton.next_power_of_2(members(stack)),
         "WORDS": triton.next_power_of_2(stack.shape[1] // LINEAR_GROUP),
@@ -300,3 +447,44 @@ def _constants(stack: Fp4, tile: Tile) -> dict[str, int | bool]:
         "num_stages": tile.stages,
         "enable_fp_fusion": False,
     }
+
+
+def experts_scratch(
+    tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
+) -> int:
+    """Bytes allocated in `experts` of up to so many tokens, whichever way they go on the GPU that there is."""
+    most = by_tiles.experts_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
+    if not _may_be_taken(tokens, form, item):
+        return most
+    given, middle, y = (tokens * n * item for n in (hidden, slots * inner, slots * hidden))
+    sorting = _sorting_nbytes(tokens, slots, experts, hidden, 0, form, deployed=False)
+    first = max(given * (1 + deployed), given + middle)  # rounded inputs beside those in order
+    return max(most, sorting + max(first, 2 * middle, middle + y, y + tokens * hidden * 4))
+
+
+def experts_up_scratch(
+    tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
+) -> int:
+    """Bytes allocated in `experts_up`, its result included."""
+    most = by_tiles.experts_up_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
+    if not _may_be_taken(tokens, form, item):
+        return most
+    given, middle = tokens * hidden * item, tokens * slots * inner * item
+    sorting = _sorting_nbytes(tokens, slots, experts, hidden, 0, form, deployed=False)
+    return max(most, sorting + max(given * (1 + deployed), given + middle))
+
+
+def experts_down_scratch(
+    tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
+) -> int:
+    """Bytes allocated in `experts_down`."""
+    most = by_tiles.experts_down_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
+    if not _may_be_taken(tokens, form, item):
+        return most
+    middle, y = tokens * slots * inner * item, tokens * slots * hidden * item
+    sorting = _sorting_nbytes(tokens, slots, experts, inner, 0, form, deployed=False)
+    return max(most, sorting + max(middle * (1 + deployed), middle + y, y + tokens * hidden * 4))
+
+
+def _may_be_taken(tokens: int, form: str, item: int) -> bool:
+    return tokens > FEW and form == "FP4" and item == torch.bfloat16.itemsize

@@ -55,6 +55,12 @@ HOT = {
         "expert_codes", EACH, "_gate_up_of_codes", lambda c: c["ROWS"] * 128, hopper=True
     ),
     "experts down, 96 tokens each": Hot("expert_codes", EACH, "_down_of_codes", lambda c: c["ROWS"] * 128, hopper=True),
+    "experts up, 96 tokens each, exact": Hot(
+        "expert_codes", f"{EACH}, exact", "_gate_up_of_codes", lambda c: c["ROWS"] * 128, hopper=True
+    ),
+    "experts down, 96 tokens each, exact": Hot(
+        "expert_codes", f"{EACH}, exact", "_down_of_codes", lambda c: c["ROWS"] * 128, hopper=True
+    ),
     "experts up, 4096 tokens, exact": Hot("experts", MANY, "_gate_up", UP),
     "experts down, 4096 tokens, exact": Hot("experts", MANY, "_down", DOWN),
     "attention, 512 tokens": Hot(

@@ -6,6 +6,7 @@ routing weights have few bits, so that only the roundings that are part of the e
 
 import inspect
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -23,15 +24,19 @@ NAN = float("nan")
 NO_TRITON = "Triton is not on every platform"
 
 
-@pytest.fixture(params=["reference", "cpu", "triton", "triton, codes of few tokens too"])
+WAYS = ["reference", "cpu", "triton by tiles", "triton, numbers of few tokens too", "triton, codes of few tokens too"]
+
+
+@pytest.fixture(params=WAYS)
 def ops(request, monkeypatch):
-    """Triton's experts, and those on FP8 tensor cores, which run in the interpreter from two tokens on then."""
+    """Triton's experts by tiles, and those of Hopper, which run in the interpreter from two tokens on then."""
     if "triton" in request.param:
         triton = pytest.importorskip("fathom.kernels.triton_ops", reason=NO_TRITON).TRITON
-        if request.param == "triton":
-            return triton
-        monkeypatch.setattr(sys.modules[triton.experts_fp8.__module__], "FEW", 1)
-        return triton._replace(experts=triton.experts_fp8)
+        hopper = sys.modules[triton.experts_fp8.__module__]
+        if request.param == "triton by tiles":
+            return triton._replace(experts=hopper.by_tiles.experts)
+        monkeypatch.setattr(hopper, "FEW", 1)
+        return triton if "numbers" in request.param else triton._replace(experts=triton.experts_fp8)
     return CPU if request.param == "cpu" else REFERENCE
 
 
@@ -303,8 +308,14 @@ def test_triton_pairs_of_up_to_32_tokens_have_the_bits_of_a_token_alone(form, de
     with monkeypatch.context() as patch:
         patch.setattr(pytest.importorskip("fathom.kernels.linear.weight_rows"), "INTERPRETED", None)
         assert torch.equal(run(2), alone[:2])
-    sorted_ones = []
-    monkeypatch.setattr(kernel, "_sorted", lambda *given, sort=kernel._sorted: sorted_ones.append(1) or sort(*given))
+    sorted_ones, sort = [], kernel._sort
+
+    class Noted:
+        def __getitem__(self, grid):
+            sorted_ones.append(grid)
+            return sort[grid]
+
+    monkeypatch.setattr(kernel, "_sort", Noted())
     assert run(32).shape == alone.shape
     assert not sorted_ones
     run(33)
@@ -397,12 +408,12 @@ def test_triton_and_stacks_take_matrices_of_one_form():
         triton.experts(*tokens(1, 1, 32, 2, 0), w1, other, w2, 1.0, deployed=False)
 
 
-# --- FP4 experts on FP8 tensor cores
+# --- FP4 experts of Hopper
 
 
 @pytest.fixture
 def of_codes(monkeypatch):
-    """The file of kernels, whose op runs from two tokens on."""
+    """The file of kernels, whose ops run from two tokens on."""
     kernels = pytest.importorskip("fathom.kernels.experts.triton_expert_codes", reason=NO_TRITON)
     monkeypatch.setattr(kernels, "FEW", 1)
     return kernels
@@ -420,11 +431,25 @@ def drawn(g, count, o, i, scales):
 
 
 NEAR, FAR = torch.arange(110, 122).byte(), torch.arange(104, 127).byte()  # 2^11 apart, and further
+WIDE = torch.arange(91, 152, 6).byte()  # 2^60 apart
 
 
 @pytest.mark.parametrize("tile", [16, 32, 64, 128])
 @pytest.mark.parametrize("scales", [NEAR, FAR, torch.cat([NEAR, FAR[:1]])], ids=["near", "far", "a step too far"])
 def test_experts_of_codes_are_the_products(of_codes, monkeypatch, tile, scales):
+    assert_products(of_codes, monkeypatch, of_codes._codes, tile, scales)
+
+
+@pytest.mark.parametrize("tile", [16, 64])
+@pytest.mark.parametrize(
+    "scales", [NEAR, WIDE, torch.cat([WIDE, WIDE[-1:] + 1])], ids=["near", "far", "a step too far"]
+)
+@pytest.mark.parametrize("deployed", [False, True])
+def test_experts_of_numbers_are_the_products(of_codes, monkeypatch, tile, scales, deployed):
+    assert_products(of_codes, monkeypatch, partial(of_codes._numbers, deployed=deployed), tile, scales, deployed)
+
+
+def assert_products(of_codes, monkeypatch, given, tile, scales, deployed=True):
     """Sums of a few hundred exact products: within 8 ulp of the sum of sizes of what is multiplied, and rounded."""
     tiled(of_codes, monkeypatch, tile)
     g = seeded(tile)
@@ -436,8 +461,8 @@ def test_experts_of_codes_are_the_products(of_codes, monkeypatch, tile, scales):
     weights = torch.rand(t, 2, generator=g)
     pairs = of_codes._sort_pairs(ids, 3, tile)
     tiles = of_codes._tiles()
-    up = of_codes._up(pairs, x, weights, w1, w3, LIMIT, tiles[0]).double().unflatten(0, (t, 2))
-    rounded = in_place(act_quant(x, 128), x).double()
+    up = of_codes._up(pairs, given(x), weights, w1, w3, LIMIT, tiles[0]).double().unflatten(0, (t, 2))
+    rounded = (in_place(act_quant(x, 128), x) if deployed else x).double()
     values = [[formats.decode(member(stacked, e)).double() for e in range(3)] for stacked in (w1, w3, w2)]
     for e in range(3):
         token, slot = (ids == e).nonzero(as_tuple=True)
@@ -450,12 +475,11 @@ def test_experts_of_codes_are_the_products(of_codes, monkeypatch, tile, scales):
         off = (up[token, slot] - wanted * weights[token, slot, None].double()).abs()
         assert (off <= weights[token, slot, None] * (moved + wanted.abs() * 2.0**-7) + 1e-30).all()
     inner = up.bfloat16().flatten(0, 1)
-    codes = of_codes.fp8_codes(inner, 128, by_group=True, halves=True)
-    y = of_codes._down(pairs, codes, w2, tiles[1]).double().unflatten(0, (t, 2))
-    given = in_place(act_quant(inner, 128), inner).double().unflatten(0, (t, 2))
+    y = of_codes._down(pairs, given(inner), w2, tiles[1]).double().unflatten(0, (t, 2))
+    rounded = (in_place(act_quant(inner, 128), inner) if deployed else inner).double().unflatten(0, (t, 2))
     for e in range(3):
         token, slot = (ids == e).nonzero(as_tuple=True)
-        wanted, off = within(given[token, slot], values[2][e])
+        wanted, off = within(rounded[token, slot], values[2][e])
         assert ((y[token, slot] - wanted).abs() <= off).all()
 
 
@@ -465,14 +489,15 @@ def within(x, w):
     return total, 8 * 2.0**-23 * sizes + total.abs() * 2.0**-8
 
 
+@pytest.mark.parametrize("op", ["experts", "experts_fp8"])
 @pytest.mark.parametrize("tile", [16, 64])
-def test_a_scale_that_is_no_number_is_of_its_row_alone(of_codes, monkeypatch, tile):
+def test_a_scale_that_is_no_number_is_of_its_row_alone(of_codes, monkeypatch, tile, op):
     tiled(of_codes, monkeypatch, tile)
     (w1, w3, w2), _ = layer("fp4", 2, 256, 128, 1)
     scale = w2.scale.clone()
     scale.view(torch.uint8)[1, 7, 2] = 255
     x, ids, weights = tokens(5, 1, 256, 2, 2)
-    found = of_codes.experts_fp8(x, ids, weights, w1, w3, Fp4(w2.data, scale), LIMIT, deployed=True)
+    found = getattr(of_codes, op)(x, ids, weights, w1, w3, Fp4(w2.data, scale), LIMIT, deployed=True)
     exact = REFERENCE.experts(x, ids, weights, w1, w3, w2, LIMIT, deployed=True)
     wrong = torch.zeros(found.shape, dtype=torch.bool)
     wrong[ids[:, 0] == 1, 7] = True
@@ -482,19 +507,46 @@ def test_a_scale_that_is_no_number_is_of_its_row_alone(of_codes, monkeypatch, ti
 
 
 def test_what_experts_of_codes_leave_to_the_others_runs_there(of_codes, monkeypatch):
-    """Few tokens, fp32, plain numerics, other forms, and matrices that begin amid 16 bytes."""
+    """Few tokens, fp32, other forms, and matrices that begin amid 16 bytes: by tiles; plain numerics: numbers."""
     ran = []
-    monkeypatch.setattr(of_codes, "experts", lambda *given, deployed: ran.append((given, deployed)))
+    monkeypatch.setattr(of_codes.by_tiles, "experts", lambda *given, deployed: ran.append((given, deployed)))
     (w1, w3, w2), _ = layer("fp4", 2, 128, 128, 1)
     x, ids, weights = tokens(4, 1, 128, 2, 2)
     amid = torch.zeros(w1.data.numel() + 8, dtype=torch.int8)[8:].view(w1.data.shape)
     given = [
-        (x[:1], w1, w3, True), (x.float(), w1, w3, True), (x, w1, w3, False), (x, Fp4(amid, w1.scale), w3, True),
-        (x, *layer("fp8", 2, 128, 128, 1)[0][:2], True),
+        (x[:1], w1, w3, True), (x.float(), w1, w3, True), (x, Fp4(amid, w1.scale), w3, True),
+        (x, *layer("fp8", 2, 128, 128, 1)[0][:2], True), (x[:1], w1, w3, False),
     ]  # fmt: skip
     for some, first, third, deployed in given:
         of_codes.experts_fp8(some, ids[: len(some)], weights[: len(some)], first, third, w2, LIMIT, deployed=deployed)
     assert len(ran) == len(given)
+    monkeypatch.setattr(of_codes, "_codes", None)
+    found = of_codes.experts_fp8(x, ids, weights, w1, w3, w2, LIMIT, deployed=False)
+    assert found.equal(of_codes.experts(x, ids, weights, w1, w3, w2, LIMIT, deployed=False))
+
+
+@pytest.mark.parametrize("deployed", [False, True])
+def test_halves_of_experts_of_numbers_have_the_bits_of_the_whole(of_codes, deployed):
+    (w1, w3, w2), _ = layer("fp4", 3, 256, 128, 1)
+    x, ids, weights = tokens(40, 2, 256, 3, 2)
+    up = of_codes.experts_up(x, ids, weights, w1, w3, LIMIT, deployed=deployed)
+    whole = of_codes.experts(x, ids, weights, w1, w3, w2, LIMIT, deployed=deployed)
+    assert of_codes.experts_down(up, ids, w2, deployed=deployed).equal(whole)
+
+
+def test_the_instructions_that_make_numbers_of_words_do_what_the_interpreter_does(of_codes):
+    """The text of the assembly, run: every four nibbles in either half of a word, under some powers of two."""
+    text = inspect.getsource(of_codes._numbers_of_e2m1.fn).split('"""{')[1].split('}"""')[0]
+    half = torch.arange(1 << 16)
+    words = half | half.flip(0) << 16
+    nibbles = words[:, None] >> (4 * torch.arange(8))[None, :] & 15
+    for exponent in (128, 129, 200, 253, 254):  # as far as 2^126 below the largest
+        held = run(text, {"$4": words, "$5": torch.full_like(words, exponent * 0x00800080)})
+        value = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).repeat(2) * 2.0 ** (exponent - 253)
+        value[8:] *= -1
+        for out, pair in (("$0", [0, 4]), ("$1", [1, 5]), ("$2", [2, 6]), ("$3", [3, 7])):
+            numbers = torch.stack([held[out] & 0xFFFF, held[out] >> 16], 1).to(torch.uint16).view(torch.bfloat16)
+            assert torch.equal(numbers.float(), value[nibbles[:, pair]])
 
 
 def test_the_instructions_that_take_codes_out_of_words_do_what_the_interpreter_does(of_codes):

@@ -18,7 +18,7 @@ from fathom.kernels.attention import launch as attention_launch
 from fathom.kernels.attention import triton as attention
 from fathom.kernels.compress.triton import compress
 from fathom.kernels.differential.cpu import Own, Past
-from fathom.kernels.experts.triton import experts, experts_scratch
+from fathom.kernels.experts.triton_expert_codes import experts, experts_scratch
 from fathom.kernels.formats import basis_rows, coded_rows, eigenbasis, lloyd_max, product_quantise
 from fathom.kernels.formats import rows as stored
 from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, TokenRing, stack
