@@ -282,7 +282,7 @@ def test_what_is_not_there_is_an_error(read, why):
 
 def test_a_cell():
     for name in ("memory-plan.md", "memory-plan.json"):
-        assert claims.cell(name, "DeepSeek-V4-Pro", claims.A_MILLION, "needed") == "124.1"
+        assert claims.cell(name, "DeepSeek-V4-Pro", claims.A_MILLION, "needed") == "124.2"
     assert claims.number("1,204.5 (3)") == 1204.5
 
 
