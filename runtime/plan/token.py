@@ -14,14 +14,17 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.rope import rotated_as
 from fathom.runtime.plan.call import F32, I64, Call
 from fathom.runtime.plan.weights import WeightKind, Weights, stored_bytes
 
 EXCHANGE: Final = 10e-6  # seconds of a collective of NCCL in a graph, whose bytes are few; assumed
 LINK: Final = 450e9  # bytes that a rank receives in a second, of NVLink's 900 both ways; assumed
 LAUNCH: Final = 1.5e-6  # seconds of a node of a graph; assumed
-# Nodes of a captured layer on one rank, tripwires among them, in deployed numerics with caches in FP8 and FP4
-LAUNCHES: Final = {LayerKind.SWA: 23, LayerKind.HCA: 31, LayerKind.CSA: 38}
+# Nodes of a captured layer on one rank, tripwires among them, in deployed numerics with caches in FP8 and FP4; and of
+# the angles that layers with one rotation share
+LAUNCHES: Final = {LayerKind.SWA: 23, LayerKind.HCA: 24, LayerKind.CSA: 31}
+ANGLES: Final = 7
 # Nodes that several ranks add, exchanges not among them: to a layer; for each row that a compressor writes, which is
 # compared where it ends a window; outside of layers, where an embedding is put together. By multicast each gather is
 # copied once more.
@@ -93,10 +96,12 @@ def token(
     if ratios and s.ranks > 1:
         rows = read["selected entries"] // len(ratios)
         paid = len(ratios) * (paid + rows * kept / LINK)
+    launches = sum(count * LAUNCHES[kind] for kind, count in counts.items())
+    launches += ANGLES * len({rotated_as(kind) for kind, count in counts.items() if count})
     return Token(
         read,
         tuple(exchanges(c, s)),
-        sum(count * LAUNCHES[kind] for kind, count in counts.items()) + (_on_ranks(c) if s.ranks > 1 else 0),
+        launches + (_on_ranks(c) if s.ranks > 1 else 0),
         bandwidth,
         int(paid / saved) + 1 if saved else None,
         int((keys + selected) * kept),

@@ -30,7 +30,7 @@ from fathom.runtime.graph import Step, refusal
 from fathom.runtime.load import load
 from fathom.runtime.options import RunOptions
 from fathom.runtime.plan.planner import Planner
-from fathom.runtime.plan.token import LAUNCHES
+from fathom.runtime.plan.token import ANGLES, LAUNCHES
 from tests import gloo
 from tests.interpreter import patched
 from tests.make_checkpoint import tiny_config, write_checkpoint
@@ -184,13 +184,13 @@ def test_small_kernels_of_a_layer_in_a_chunk(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nodes_of_a_layer(tmp_path, kind):
-    """What a second layer adds to one that remembers its window alone; of its kind's first, with its cosines.
+    """What another layer of its kind adds; and the first beside one that remembers its window alone, with its angles.
 
     In deployed numerics with caches in FP8 and FP4: what the plan counts a token's launches by.
     """
     ratio = KINDS[kind]
     counted = []
-    for ratios in ([0], [0, ratio]):
+    for ratios in ([0], [0, ratio], [0, ratio, ratio]):
         directory = tmp_path / str(len(ratios))
         layers = {"compress_ratios": ratios, "num_hidden_layers": len(ratios), "num_hash_layers": 0}
         write_checkpoint(directory, tiny_config(**layers, n_routed_experts=4), seed=1)
@@ -200,7 +200,8 @@ def test_nodes_of_a_layer(tmp_path, kind):
         with recorder.recording():
             step.run()
         counted.append(sum(recorder.kernels.values()) + sum(recorder.names.values()))
-    assert counted[1] - counted[0] == LAUNCHES[kind]
+    assert counted[2] - counted[1] == LAUNCHES[kind]
+    assert counted[1] - counted[0] == LAUNCHES[kind] + (ANGLES if ratio else 0)
 
 
 ONE_TOKEN = {  # what is large in a model
