@@ -101,7 +101,7 @@ class Ops(Protocol):
         ...
 
     def store(self, rows: Rows, start: int, x: Tensor) -> None:
-        """`formats`: rows of a cache in the form in which it keeps them."""
+        """`formats.rows.write`: rows of a cache, in the form in which it keeps them."""
         ...
 
     def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer)

@@ -76,7 +76,7 @@ class Call:
         return self._back[rotation]
 
     def angles_of_windows(self, rotation: Rotation, first: int, count: int, ratio: int) -> tuple[Tensor, Tensor]:
-        """The same of windows of `ratio` tokens from position `first` on, each as of its start: [count, r / 2]."""
+        """Cosines and sines of windows of `ratio` tokens from `first` on, as of their starts: [count, r / 2] each."""
         windows = rotation, first, count, ratio
         if windows not in self._windows:
             self._windows[windows] = rotation.at(first, count, ratio)

@@ -80,7 +80,7 @@ class Compressor(ABC):
         )
 
     def row(self, pooled: Tensor, call: Call, first: int, ratio: int) -> Tensor:
-        """Norm and rotate pooled windows [n, width], the first of which begins at position `first`."""
+        """Norm and rotate pooled windows [n, width], the first of which begins at position `first`; entries rounded."""
         cos, sin = call.angles_of_windows(self.rotation, first, pooled.shape[0], ratio)
         rows = pooled.to(self.arithmetic.dtype)
         return self.arithmetic.ops.norm_rotate(rows, self.project.norm, self.eps, cos, sin, self.group)

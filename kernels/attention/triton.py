@@ -401,10 +401,13 @@ def _planes(rows: Rows, *, narrow: bool) -> _Planes:
 
 
 def _decoded(rows: _Planes) -> Tensor:
-    """Those of `Fp8Entries` in bf16, which holds them exactly."""
+    """Those of `Fp8Entries` in bf16: the numbers that the loop would make.
+
+    The memory has room for a power of two of them: of entries that grow with each call, else no freed block would fit.
+    """
     n, nope = rows.values.shape
     width = nope + rows.rope.shape[1]
-    out = torch.empty(n, width, dtype=torch.bfloat16, device=rows.values.device)
+    out = torch.empty(triton.next_power_of_2(n), width, dtype=torch.bfloat16, device=rows.values.device)[:n]
     _decode[(triton.cdiv(n, DECODED),)](
         rows.values, rows.rope, rows.scales, out, n, *(plane.stride(0) for plane in rows[1:4]), WIDTH=width, NOPE=nope,
         BLOCK_D=max(attention_launch.WIDTH, triton.next_power_of_2(width)), BLOCK_N=DECODED, UPCAST=UPCAST,

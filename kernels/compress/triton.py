@@ -241,7 +241,7 @@ def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Te
     out = torch.empty(n, width, dtype=torch.float32, device=kv.device)
     if not n:
         return out
-    before = [x for x in (previous_kv, previous_gate) if x is not None]
+    before = [] if previous_kv is None or previous_gate is None else [previous_kv, previous_gate]
     series = 2 if before else 1
     given = [x if x.stride(-1) == 1 else x.contiguous() for x in (kv, gate, *(before or (kv, gate)))]
     block = min(COLUMNS, triton.next_power_of_2(width))

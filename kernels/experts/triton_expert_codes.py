@@ -8,16 +8,15 @@ codes, 128 columns at once:
 ``y[t, r] = 2^base[r] sum_g p[t, g] sum_(c of g) (w[r, c] s[r, c / 32] 2^-base[r]) x[t, c]``, g groups of 128 columns
 
 Nothing is rounded but by the sums, as in `kernels.linear.triton_codes`. Rows whose scales lie further apart, or are no
-numbers, are multiplied without them, 32 columns at once: a program looks at its rows first.
+numbers, are multiplied without them, 32 columns at once: a program looks at its rows first, and does all in one way.
 
 `experts` multiplies numbers in bf16, which holds a weight times its scale over the largest of its row exactly, where a
-row's scales lie within 2^60: ``2^most[r] sum_c (w[r, c] s[r, c / 32] 2^-most[r]) x[t, c]``, one sum in fp32. What x is
-of 128 columns lies as words of weights are taken apart.
+row's scales lie within 2^124: ``2^most[r] sum_c (w[r, c] s[r, c / 32] 2^-most[r]) x[t, c]``, one sum in fp32. Columns
+of x lie as words of weights are taken apart: they are not added up in the order of `kernels.linear.triton`.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import triton
@@ -26,7 +25,7 @@ from torch import Tensor
 
 from fathom.kernels.experts import triton as by_tiles
 from fathom.kernels.experts.reference import FEW
-from fathom.kernels.experts.triton import _located, _Pairs, _sort_pairs, _sorting_nbytes, check_up, slots_summed
+from fathom.kernels.experts.triton import _Given, _located, _Pairs, _sort_pairs, _sorting_nbytes, check_up, slots_summed
 from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.kernels.formats.stored import Fp4, Stack, members
 from fathom.kernels.formats.triton import e2m1, e4m3, e8m0, power_of_two
@@ -38,7 +37,10 @@ from fathom.kernels.swiglu.triton import activation
 from fathom.kernels.target import blackwell, multiplies_fp8
 
 APART = tl.constexpr(11)  # E8M0 codes that scales of a row may differ by: 0.5 to 6 times 2^11 are normal in E4M3
-APART_NUMBERS = tl.constexpr(60)  # the same of numbers: products with all but the smallest inputs are normal in fp32
+APART_NUMBERS = tl.constexpr(124)  # the same of numbers: 2^-8 times 0.5 times 2^-124 is a number in bf16; so far apart
+# are a block of zeros, whose scale is 2^-126 by DeepSeek's rule, and weights of less than 8
+_ONE = tl.constexpr(245)  # of `exponent` of numbers: 2^-8 of a weight, about what it is with its scale; sums of that ..
+_LIFT = tl.constexpr(2.0**8)  # .. times this stay finite where those of weights do
 LARGE = tl.constexpr(244)  # from this E8M0 code on the other way is taken: NaN, and what takes a base beyond 2^127
 
 
@@ -86,20 +88,18 @@ def _looked_up(w, low, high):
 
 @triton.jit
 def _numbers_of_e2m1(w, exponent, UPCAST: tl.constexpr):
-    """Bytes `w` [rows, n] of E2M1 times 2^(exponent - 253), bf16: of 4 bytes, nibbles 0 4 1 5, and 2 6 3 7.
+    """Four nibbles of E2M1 in each word `w` [rows, n] int16, times 2^(exponent - 253): bf16, [rows, n] each.
 
-    `exponent` [rows, n] int32, 0 to 254; the same for the 4 bytes of a word.
+    `exponent` [rows, n] int32, 121 to 254, so that these are numbers in bf16; of zeros it may be any.
     """
     if UPCAST:
-        ROWS: tl.constexpr = w.shape[0]
-        N: tl.constexpr = w.shape[1]
-        nibbles = tl.reshape(tl.join(w & 15, w >> 4), (ROWS, N // 4, 2, 2, 2))
-        first, second = tl.split(tl.permute(nibbles, (0, 1, 4, 2, 3)))
-        power = (exponent << 23).to(tl.float32, bitcast=True)
-        first = e2m1(tl.reshape(first, (ROWS, N)).to(tl.uint32)) * 2.0**-126 * power
-        return first, e2m1(tl.reshape(second, (ROWS, N)).to(tl.uint32)) * 2.0**-126 * power
+        w, power = w.to(tl.int32), (exponent << 23).to(tl.float32, bitcast=True)
+        first = e2m1((w & 15).to(tl.uint32)) * 2.0**-126 * power
+        second = e2m1(((w >> 4) & 15).to(tl.uint32)) * 2.0**-126 * power
+        third = e2m1(((w >> 8) & 15).to(tl.uint32)) * 2.0**-126 * power
+        return first, second, third, e2m1(((w >> 12) & 15).to(tl.uint32)) * 2.0**-126 * power
     # A product with two powers of two copies a nibble's sign and its size to their places in bf16, as a number that is
-    # 2^-126 of it: two nibbles at once, of both halves of the word.
+    # 2^-126 of it: in two words at once, which are independent of each other.
     return tl.inline_asm_elementwise(
         """{
         .reg .b32 two, later;
@@ -121,8 +121,8 @@ def _numbers_of_e2m1(w, exponent, UPCAST: tl.constexpr):
         and.b32 two, two, 0x81C081C0;
         mul.bf16x2 $3, two, $5;
         }""",
-        "=&r,=&r,=&r,=&r,r,r,r,r,r", [w, exponent * 0x00800080], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
-        pack=4,
+        "=&r,=&r,=&r,=&r,r,r", [w, (exponent << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)],
+        dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
     )  # fmt: skip
 
 
@@ -134,15 +134,18 @@ def _sizes(exponent):
 
 @triton.jit
 def _weights(w, exponent, NUMBERS: tl.constexpr, UPCAST: tl.constexpr):
-    """Bytes `w` [rows, n] of E2M1 times a power of two of the `exponent` [rows, n]: an operand [rows, 2 n]."""
+    """E2M1 in bytes, of NUMBERS in words, [rows, n] times a power of two of the `exponent` [rows, n]: an operand."""
     ROWS: tl.constexpr = w.shape[0]
     N: tl.constexpr = w.shape[1]
     if NUMBERS:
-        first, second = _numbers_of_e2m1(w, exponent, UPCAST)
+        first, second, third, fourth = _numbers_of_e2m1(w, exponent, UPCAST)
+        four = tl.join(tl.join(first, third), tl.join(second, fourth))
+        found = tl.reshape(tl.permute(four, (0, 2, 3, 1)), (ROWS, 4 * N))
     else:
         low, high = _sizes(exponent)
         first, second = _codes_of_e2m1(w, low, high, UPCAST)
-    return tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (ROWS, 2 * N))
+        found = tl.reshape(tl.permute(tl.join(first, second), (0, 2, 1)), (ROWS, 2 * N))
+    return found
 
 
 @triton.jit
@@ -167,12 +170,16 @@ def _of_rows(numbers, ACROSS: tl.constexpr):
 @triton.jit
 def _scaled_before(
     total, x, powers, lines, data, scale, base, groups,
-    NUMBERS: tl.constexpr, ACROSS: tl.constexpr, UPCAST: tl.constexpr,
+    NUMBERS: tl.constexpr, ACROSS: tl.constexpr, JOINED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Products of weights times their scales over a power of two of their row, 128 columns at once."""
+    """Products of weights times their scales over a power of two of their row, 128 columns at once.
+
+    Numbers JOINED to one product, or in four, in the same order: of kernels like these an H200 was faster with one for
+    w2, with several for w1 and w3.
+    """
     ROWS: tl.constexpr = data.shape[0]
-    column = tl.arange(0, 128)
-    words = tl.multiple_of(data[:, None] + tl.arange(0, 64)[None, :], (1, 16))
+    HELD: tl.constexpr = 32 if NUMBERS else 64  # words or bytes of 128 columns
+    words = tl.multiple_of(data[:, None] + tl.arange(0, HELD)[None, :], (1, HELD // 4))
     found = tl.load(scale)
     if not NUMBERS:
         power = tl.load(powers)
@@ -182,15 +189,22 @@ def _scaled_before(
         if not NUMBERS:
             power_ahead = tl.load(powers + ahead * lines)
         exponent = ((found[:, None] >> (8 * tl.arange(0, 4))[None, :]) & 255) - base[:, None]
-        exponent = tl.reshape(tl.broadcast_to(exponent[:, :, None], (ROWS, 4, 16)), (ROWS, 64))
-        w = _weights(tl.load(words + step * 64), exponent, NUMBERS, UPCAST)
-        given = tl.load(x[:, None] + (step * 128 + column)[None, :])
-        if NUMBERS:
-            total = _product(given, w, total, NUMBERS, ACROSS, UPCAST)
+        exponent = tl.reshape(tl.broadcast_to(exponent[:, :, None], (ROWS, 4, HELD // 4)), (ROWS, HELD))
+        packed = tl.load(words + step * HELD)
+        if NUMBERS and not JOINED:
+            first, second, third, fourth = _numbers_of_e2m1(packed, exponent, UPCAST)
+            part = x[:, None] + (step * 128 + tl.arange(0, 32))[None, :]
+            total = _product(tl.load(part), first, total, NUMBERS, ACROSS, UPCAST)
+            total = _product(tl.load(part + 32), second, total, NUMBERS, ACROSS, UPCAST)
+            total = _product(tl.load(part + 64), third, total, NUMBERS, ACROSS, UPCAST)
+            total = _product(tl.load(part + 96), fourth, total, NUMBERS, ACROSS, UPCAST)
         else:
-            part = _product(given, w, None, NUMBERS, ACROSS, UPCAST)
-            total = tl.fma(part, _of_tokens(e8m0(power), ACROSS), total)
-            power = power_ahead
+            w = _weights(packed, exponent, NUMBERS, UPCAST)
+            given = tl.load(x[:, None] + (step * 128 + tl.arange(0, 128))[None, :])
+            part = _product(given, w, total if NUMBERS else None, NUMBERS, ACROSS, UPCAST)
+            total = part if NUMBERS else tl.fma(part, _of_tokens(e8m0(power), ACROSS), total)
+            if not NUMBERS:
+                power = power_ahead
         found = found_ahead
     return total
 
@@ -203,12 +217,14 @@ def _scaled_behind(
     """The same of weights times 2^exponent alone, 32 columns at once, whose sums are multiplied by the scales."""
     ROWS: tl.constexpr = data.shape[0]
     column = tl.arange(0, 32)
-    words = tl.multiple_of(data[:, None] + tl.arange(0, 16)[None, :], (1, 16))
-    exponent = tl.full([ROWS, 16], exponent, tl.int32)
+    HELD: tl.constexpr = 8 if NUMBERS else 16
+    RUN: tl.constexpr = 32 if NUMBERS else 64  # columns of x beside each other come from that many apart
+    words = tl.multiple_of(data[:, None] + tl.arange(0, HELD)[None, :], (1, HELD))
+    exponent = tl.full([ROWS, HELD], exponent, tl.int32)
     for step in range(groups * 4):
         group, quarter = step // 4, step % 4
-        w = _weights(tl.load(words + step * 16), exponent, NUMBERS, UPCAST)
-        place = group * 128 + column // 16 * 64 + quarter * 16 + column % 16
+        w = _weights(tl.load(words + step * HELD), exponent, NUMBERS, UPCAST)
+        place = group * 128 + column // HELD * RUN + quarter * HELD + column % HELD
         part = _product(tl.load(x[:, None] + place[None, :]), w, None, NUMBERS, ACROSS, UPCAST)
         if not NUMBERS:
             part *= _of_tokens(e8m0(tl.load(powers + group * lines)), ACROSS)
@@ -219,11 +235,11 @@ def _scaled_behind(
 @triton.jit
 def _sums_of_codes(
     x, powers, lines, data, scale, columns, WORDS: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    JOINED: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Products [TOKENS, ROWS] of rows that begin at `x` and `powers` [TOKENS], and at `data` and `scale` [ROWS].
 
-    Codes of x lie in `halves`, see `fp8_codes`, and its powers `lines` apart; numbers lie as `_in_order` puts them.
+    Codes of x lie in `halves`, see `fp8_codes`, and its powers `lines` apart; numbers lie as `_numbers` puts them.
     `scale` has four E8M0 in a word.
     """
     NUMBERS: tl.constexpr = x.dtype.element_ty == tl.bfloat16
@@ -240,12 +256,13 @@ def _sums_of_codes(
     least, most = tl.min(least, 1), tl.max(most, 1)
     near = tl.max(most - least) <= (APART_NUMBERS if NUMBERS else APART)
     if near & (tl.max(most) < LARGE):
-        base = most - 254 if NUMBERS else least - 1
-        total = _scaled_before(total, x, powers, lines, data, scale, base, groups, NUMBERS, ACROSS, UPCAST)
-        total *= _of_rows(e8m0(most) * 0.5 if NUMBERS else power_of_two(base + 6), ACROSS)
+        base = most - _ONE if NUMBERS else least - 1
+        total = _scaled_before(total, x, powers, lines, data, scale, base, groups, NUMBERS, ACROSS, JOINED, UPCAST)
+        total *= _of_rows(e8m0(most) * _LIFT if NUMBERS else power_of_two(base + 6), ACROSS)
     else:
-        ONE: tl.constexpr = 253 if NUMBERS else 6
-        total = _scaled_behind(total, x, powers, lines, data, scale, ONE, groups, NUMBERS, ACROSS, UPCAST)
+        once = _ONE if NUMBERS else 6
+        total = _scaled_behind(total, x, powers, lines, data, scale, once, groups, NUMBERS, ACROSS, UPCAST)
+        total = total * _LIFT if NUMBERS else total
     return total if ACROSS else tl.trans(total)
 
 
@@ -265,8 +282,9 @@ def _gate_up_of_codes(
     scale = tl.where(both % 2 == 0, scale1, scale3) + expert.to(tl.int64) * scale_jump + row * scale_stride
     token = pair // slots
     total = _sums_of_codes(
-        x + token.to(tl.int64) * columns, powers + token, lines, data, scale, columns, WORDS, ROWS, TOKENS, UPCAST
-    )
+        x + token.to(tl.int64) * columns, powers + token, lines, data, scale, columns, WORDS, ROWS, TOKENS,
+        JOINED=False, UPCAST=UPCAST,
+    )  # fmt: skip
     DTYPE: tl.constexpr = out.dtype.element_ty
     total = rounded(total, DTYPE, UPCAST).to(tl.float32)
     gate, up = tl.split(tl.reshape(total, (TOKENS, ROWS // 2, 2)))
@@ -291,8 +309,9 @@ def _down_of_codes(
     data += expert.to(tl.int64) * jump + own * stride
     scale += expert.to(tl.int64) * scale_jump + own * scale_stride
     total = _sums_of_codes(
-        x + pair.to(tl.int64) * columns, powers + pair, lines, data, scale, columns, WORDS, ROWS, TOKENS, UPCAST
-    )
+        x + pair.to(tl.int64) * columns, powers + pair, lines, data, scale, columns, WORDS, ROWS, TOKENS,
+        JOINED=True, UPCAST=UPCAST,
+    )  # fmt: skip
     target = out + pair.to(tl.int64)[:, None] * rows + row[None, :]
     tl.store(target, rounded(total, out.dtype.element_ty, UPCAST), inside[:, None] & (row < rows)[None, :])
 
@@ -301,7 +320,7 @@ def experts_fp8(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool
 ) -> Tensor:
     """`experts`; where they take FP4 matrices whose inputs are rounded, codes by codes."""
-    if not deployed or not isinstance(w2, Fp4) or not (_taken(x, ids, w1, w3) and _taken(x, ids, w2)):
+    if not deployed or not _taken(x, ids, w1, w3, w2):
         return experts(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
     return _experts(x, ids, weights, w1, w3, w2, limit, _codes)
 
@@ -313,7 +332,7 @@ def experts(
 
     Blackwell multiplies FP4 as it is; words of matrices and scales must lie whole.
     """
-    if not (_taken(x, ids, w1, w3) and _taken(x, ids, w2)):
+    if not _taken(x, ids, w1, w3, w2):
         return by_tiles.experts(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
     return _experts(x, ids, weights, w1, w3, w2, limit, partial(_numbers, deployed=deployed))
 
@@ -338,13 +357,6 @@ def experts_down(a: Tensor, ids: Tensor, w2: Stack, *, deployed: bool) -> Tensor
     return _summed(_down(pairs, _numbers(a.flatten(0, 1), deployed=deployed), w2, tile), ids)
 
 
-class _Given(NamedTuple):
-    """Inputs of a product: codes and their powers of two, or numbers, whose powers are never read."""
-
-    x: Tensor
-    powers: Tensor
-
-
 def _experts(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float,
     given: Callable[[Tensor], _Given],
@@ -357,7 +369,7 @@ def _experts(
 
 
 def _taken(x: Tensor, ids: Tensor, *matrices: Stack) -> bool:
-    """Whether inputs of these matrices, of one shape, are multiplied here."""
+    """Whether calls of these matrices are multiplied here."""
     if len(ids) <= FEW or not ids.numel() or x.dtype != torch.bfloat16 or not multiplies_fp8() or blackwell():
         return False
     return all(isinstance(of, Fp4) and of.shape[1] % LINEAR_GROUP == 0 and _whole(of) for of in matrices)
@@ -369,10 +381,10 @@ def _codes(x: Tensor) -> _Given:
 
 
 def _numbers(x: Tensor, *, deployed: bool) -> _Given:
-    """Of 8 columns 0 4 1 5 of all 128, then 2 6 3 7: see `_numbers_of_e2m1`."""
+    """Of 128 columns every fourth from the first on, then those from the second on: see `_numbers_of_e2m1`."""
     if deployed:
         x = simulate_fp8(x, LINEAR_GROUP)
-    x = x.unflatten(1, (-1, 16, 2, 2, 2)).permute(0, 1, 4, 2, 5, 3).reshape(x.shape)
+    x = x.unflatten(1, (-1, 32, 4)).mT.reshape(x.shape)
     return _Given(x, x)
 
 
@@ -384,11 +396,11 @@ def _sorted(ids: Tensor, stack: Stack) -> tuple[_Pairs, Tile, Tile]:
 
 def _up(pairs: _Pairs, given: _Given, weights: Tensor, w1: Stack, w3: Stack, limit: float, tile: Tile) -> Tensor:
     (inner, hidden), t = w1.shape, len(given.x)
-    assert _strides(w1) == _strides(w3), "w1 and w3 lie differently"
+    assert _strides(w1, given) == _strides(w3, given), "w1 and w3 lie differently"
     out = torch.empty(len(pairs.order), inner, dtype=torch.bfloat16, device=weights.device)
     _gate_up_of_codes[triton.cdiv(2 * inner, tile.rows), pairs.blocks](
-        *given, weights.contiguous(), *pairs[:3], *_planes(w1), *_planes(w3), out, t, pairs.slots, members(w1), inner,
-        hidden, *_strides(w1), float(limit), **_constants(w1, tile),
+        *given, weights.contiguous(), *pairs[:3], *_planes(w1, given), *_planes(w3, given), out, t, pairs.slots,
+        members(w1), inner, hidden, *_strides(w1, given), float(limit), **_constants(w1, tile),
     )  # fmt: skip
     return out
 
@@ -398,8 +410,9 @@ def _down(pairs: _Pairs, given: _Given, w2: Stack, tile: Tile) -> Tensor:
     assert given.x.shape[1] == inner, f"given {given.x.shape[1]} columns, w2 {inner}"
     y = torch.empty(n, hidden, dtype=torch.bfloat16, device=given.x.device)
     _down_of_codes[triton.cdiv(hidden, tile.rows), pairs.blocks](
-        *given, *pairs[:3], *_planes(w2), y, n, members(w2), hidden, inner, *_strides(w2), **_constants(w2, tile)
-    )
+        *given, *pairs[:3], *_planes(w2, given), y, n, members(w2), hidden, inner, *_strides(w2, given),
+        **_constants(w2, tile),
+    )  # fmt: skip
     return y
 
 
@@ -425,14 +438,16 @@ def _whole(stack: Fp4) -> bool:
     return not any(at % step for plane, step in held for at in (plane.data_ptr(), *plane.stride()[:2]))
 
 
-def _planes(stack: Stack) -> tuple[Tensor, Tensor]:
+def _planes(stack: Stack, given: _Given) -> tuple[Tensor, Tensor]:
+    """Bytes of matrices, or words of two where numbers are given, and scales in words of four."""
     assert isinstance(stack, Fp4), f"matrices are {type(stack).__name__}"
-    return stack.data.view(torch.uint8), stack.scale.view(torch.int32)
+    element = torch.int16 if given.x.dtype == torch.bfloat16 else torch.uint8
+    return stack.data.view(element), stack.scale.view(torch.int32)
 
 
-def _strides(stack: Stack) -> tuple[int, int, int, int]:
-    """Of experts and of rows, in bytes; of their scales, in words of four."""
-    data, scale = _planes(stack)
+def _strides(stack: Stack, given: _Given) -> tuple[int, int, int, int]:
+    """Of experts and of rows, in elements of both planes."""
+    data, scale = _planes(stack, given)
     return data.stride(0), data.stride(1), scale.stride(0), scale.stride(1)
 
 
@@ -459,7 +474,7 @@ def experts_scratch(
     given, middle, y = (tokens * n * item for n in (hidden, slots * inner, slots * hidden))
     sorting = _sorting_nbytes(tokens, slots, experts, hidden, 0, form, deployed=False)
     first = max(given * (1 + deployed), given + middle)  # rounded inputs beside those in order
-    return max(most, sorting + max(first, 2 * middle, middle + y, y + tokens * hidden * 4))
+    return max(most, sorting + max(first, (2 + deployed) * middle, middle + y, y + tokens * hidden * 4))
 
 
 def experts_up_scratch(

@@ -461,7 +461,10 @@ def _wrap_attend(observer: Observer, attention: Any, layer: int) -> None:
 
 
 def _wrap_together(observer: Observer, experts: Any) -> None:
-    """While somebody listens to what an expert computes inside, experts run one by one; the bits are the same."""
+    """While somebody listens to what an expert computes inside, experts run one by one.
+
+    The equation is the same, and so are the bits but where `Ops.experts` adds up in another order than `Ops.linears`.
+    """
     watched = experts.together
 
     @wraps(watched)

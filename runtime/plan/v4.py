@@ -34,7 +34,9 @@ def largest(c: ModelConfig, s: Call, head: Head | None = None, drafts: int = 0) 
             live.run("agreement", exchange=4 * I64 * min(CHECKED, max(streams, compared) // F32))
         live.hold("embedded tokens", t * hidden * s.item)
         rotations = len(set(map(rotated_as, c.layer_kinds)))  # made once for all layers that rotate alike
-        live.hold("cosines and sines", rotations * t * (c.qk_rope_head_dim // 2 * 3) * F32)
+        ratios = {c.ratio(layer) for layer, kind in enumerate(c.layer_kinds) if kind is not LayerKind.SWA}
+        windows = sum(t // ratio + 1 for ratio in ratios)  # those that a call may close
+        live.hold("cosines and sines", (rotations * t * 3 + windows * 2) * (c.qk_rope_head_dim // 2) * F32)
         for layer in _distinct(c, s):
             with live.scope():
                 _block(c, s, live, layer)

@@ -43,13 +43,13 @@ def attention(t, heads, ratio, form, *, k=None):
 
 
 BLACKWELL = {
+    "CSA prefill, fp8, V4-Flash": attention(2048, 64, 4, FP8, k=512),  # decoded ahead
     "CSA decode, fp8, 16 heads": attention(1, 16, 4, FP8, k=512),
     "CSA decode, codes": attention(1, 64, 4, CODED, k=512),
     "CSA decode, in a basis": attention(1, 64, 4, BASED, k=512),
 }
 CASES = BLACKWELL | {
     "CSA prefill, V4-Flash": attention(512, 64, 4, BF16, k=512),
-    "CSA prefill, fp8, V4-Flash": attention(2048, 64, 4, FP8, k=512),  # decoded ahead
     "HCA decode, fp8, V4-Pro": attention(1, 128, 128, FP8),
 }
 MORE = {

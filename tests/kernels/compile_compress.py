@@ -29,14 +29,16 @@ def stored(n, width, cache):
     return lambda: store(cache, 3, torch.empty(n, width, dtype=torch.bfloat16))
 
 
-BLACKWELL = {"CSA key, fp4, a chunk": tail(4096, 4, 2, 128, "index", rows.fp4_keys(8, 128, HERE))}
+BLACKWELL = {
+    "CSA key, fp4, a chunk": tail(4096, 4, 2, 128, "index", rows.fp4_keys(8, 128, HERE)),
+    "CSA entries of a chunk, pooled": pooled(1024, 4, 2, 512),
+    "CSA entries of a chunk, stored in fp8": stored(1024, 512, rows.fp8_entries(1027, 512, 64, HERE)),
+}
 CASES = BLACKWELL | {
     "CSA entry, fp8, decode": tail(1, 4, 2, 512, "kv", rows.fp8_entries(8, 512, 64, HERE)),
     "HCA entry, decode": tail(1, 128, 1, 512, "none", torch.empty(8, 512, dtype=torch.bfloat16)),
     "CSA key, fp8, a chunk": tail(4096, 4, 2, 128, "index", rows.fp8_keys(8, 128, HERE)),
-    "CSA entries of a chunk, pooled": pooled(1024, 4, 2, 512),
     "HCA entries of a chunk, pooled": pooled(32, 128, 1, 512),
-    "CSA entries of a chunk, stored in fp8": stored(1024, 512, rows.fp8_entries(1027, 512, 64, HERE)),
     "CSA keys of a chunk, stored in fp4": stored(1024, 128, rows.fp4_keys(1027, 128, HERE)),
 }
 MORE = {

@@ -61,8 +61,8 @@ HOT = {
     "experts down, 96 tokens each, exact": Hot(
         "expert_codes", f"{EACH}, exact", "_down_of_codes", lambda c: c["ROWS"] * 128, hopper=True
     ),
-    "experts up, 4096 tokens, exact": Hot("experts", MANY, "_gate_up", UP),
-    "experts down, 4096 tokens, exact": Hot("experts", MANY, "_down", DOWN),
+    "experts up, 4096 tokens, by tiles": Hot("experts", MANY, "_gate_up", UP),
+    "experts down, 4096 tokens, by tiles": Hot("experts", MANY, "_down", DOWN),
     "attention, 512 tokens": Hot(
         "attention", "CSA prefill, V4-Flash", "_attend", lambda c: c["BLOCK_N"] * c["BLOCK_D"]
     ),

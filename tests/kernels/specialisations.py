@@ -17,8 +17,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 from fathom.kernels.attention.triton import attend
-from fathom.kernels.compress.triton import compress
-from fathom.kernels.experts.triton import experts, experts_down, experts_up
+from fathom.kernels.compress.triton import compress, pool, store
+from fathom.kernels.experts.triton_expert_codes import experts, experts_down, experts_fp8, experts_up
 from fathom.kernels.formats import rows
 from fathom.kernels.formats.stored import Fp4, Fp8, TokenRing
 from fathom.kernels.hyper.triton import read_streams
@@ -94,6 +94,11 @@ def compressors(position, t):
         new, own = torch.empty(t, series * width), torch.empty(series * ratio, series * width)
         ring, norm = TokenRing(own, own), torch.empty(width)
         compress(new, new, ring, position, ratio, norm, 1e-6, torch.empty(32), rounding, cache, BF16)
+        if closed := t // ratio:  # as an eager call of several tokens has them
+            windows = new[: closed * ratio].unflatten(0, (closed, ratio))
+            before = (windows[..., :width],) * 2 if series == 2 else (None, None)
+            pool(windows[..., -width:], windows[..., -width:], *before)
+            store(cache, position // ratio, narrow(closed, width))
 
 
 def products(t):
@@ -108,6 +113,8 @@ def products(t):
     experts(x, ids, weights, W1, W1, W2, 10.0, deployed=True)
     parts.append("experts of a rank")
     experts_down(experts_up(x, ids, weights, W1, W1, 10.0, deployed=True), ids, W2, deployed=True)
+    parts.append("experts of codes")
+    experts_fp8(x, ids, weights, W1, W1, W2, 10.0, deployed=True)
     parts.append("activations")
     simulate_fp8(x, 128)
     parts.append("index queries")

@@ -264,7 +264,7 @@ def test_fp8_entries(way, dtype, d, rope):
 @on_triton
 @pytest.mark.parametrize(("k", "tokens"), [(None, 9), (17, 9), (17, 3)])
 def test_triton_fp8_entries_have_the_same_bits_decoded_ahead(k, tokens, monkeypatch):
-    """Which they are in a call of more than a few tokens that meet each row twice or more."""
+    """Which they are in a call of more than a few tokens that meet each row more than twice."""
     decoded, found, decode = [], [], attention_triton._decoded
     monkeypatch.setattr(attention_triton, "_decoded", lambda rows: decoded.append(rows) or decode(rows))
     q, ring, first, window, entries, ratio, selected, sink = make(tokens, 3, 80, 8, 150, 40, k, dtype=BF16)

@@ -18,7 +18,7 @@ from fathom.model.cache.frontier import Frontier
 from fathom.model.compressor import EntryCompressor, KeyCompressor
 from fathom.model.rope import Rotation
 from fathom.model.rounding import FP4, FP8, NONE, Rounding
-from tests.kernels.every_backend import HAS_TRITON, ULP, on_triton
+from tests.kernels.every_backend import HAS_TRITON, ULP, on_triton, strided
 
 BACKENDS = {"reference": reference.compress}  # and CPU's, which is the reference's
 POOLS = {"reference": REFERENCE.pool, "cpu": CPU.pool}
@@ -350,14 +350,16 @@ def test_triton_refuses_rows_that_do_not_fit():
 
 @pytest.mark.parametrize("form", ["rows", "entries", "fp8", "fp4"])
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-4, 1.0, 1e4, 1e30])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("store", STORES.values(), ids=STORES)
-def test_rows_are_stored_as_the_cache_does(form, size, store):
+def test_rows_are_stored_as_the_cache_does(form, size, store, dtype):
     x = torch.randn(6, 96 - 16 * (form == "entries"), generator=torch.Generator().manual_seed(3)) * size
     x[1, 3], x[2, 40] = torch.nan, torch.inf
     x[3, ::2] *= -0.0
     pair = cache(form, x.shape[1], torch.bfloat16), cache(form, x.shape[1], torch.bfloat16)
-    store(pair[0], 2, x.bfloat16())
-    forms.write(pair[1], 2, x.bfloat16())
+    x = strided(x.to(dtype))
+    store(pair[0], 2, x)
+    forms.write(pair[1], 2, x)
     ours, expected = (stored.decode(rows) for rows in pair)
     assert torch.equal(ours.isnan(), expected.isnan())
     assert torch.equal(ours.nan_to_num().view(torch.int32), expected.nan_to_num().view(torch.int32))

@@ -442,8 +442,9 @@ def test_experts_of_codes_are_the_products(of_codes, monkeypatch, tile, scales):
 
 @pytest.mark.parametrize("tile", [16, 64])
 @pytest.mark.parametrize(
-    "scales", [NEAR, WIDE, torch.cat([WIDE, WIDE[-1:] + 1])], ids=["near", "far", "a step too far"]
-)
+    "scales", [NEAR, WIDE, torch.cat([WIDE, WIDE[-1:] - 125]), torch.arange(12).byte()],
+    ids=["near", "far", "a step too far", "the smallest"],
+)  # fmt: skip
 @pytest.mark.parametrize("deployed", [False, True])
 def test_experts_of_numbers_are_the_products(of_codes, monkeypatch, tile, scales, deployed):
     assert_products(of_codes, monkeypatch, partial(of_codes._numbers, deployed=deployed), tile, scales, deployed)
@@ -535,18 +536,19 @@ def test_halves_of_experts_of_numbers_have_the_bits_of_the_whole(of_codes, deplo
 
 
 def test_the_instructions_that_make_numbers_of_words_do_what_the_interpreter_does(of_codes):
-    """The text of the assembly, run: every four nibbles in either half of a word, under some powers of two."""
+    """The text of the assembly, run: every four nibbles in either half of a word, each under a power of its own."""
     text = inspect.getsource(of_codes._numbers_of_e2m1.fn).split('"""{')[1].split('}"""')[0]
     half = torch.arange(1 << 16)
     words = half | half.flip(0) << 16
     nibbles = words[:, None] >> (4 * torch.arange(8))[None, :] & 15
-    for exponent in (128, 129, 200, 253, 254):  # as far as 2^126 below the largest
-        held = run(text, {"$4": words, "$5": torch.full_like(words, exponent * 0x00800080)})
-        value = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).repeat(2) * 2.0 ** (exponent - 253)
-        value[8:] *= -1
-        for out, pair in (("$0", [0, 4]), ("$1", [1, 5]), ("$2", [2, 6]), ("$3", [3, 7])):
+    value = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]).repeat(2)
+    value[8:] *= -1
+    for low, high in ((121, 254), (253, 122), (245, 245)):
+        held = run(text, {"$4": words, "$5": torch.full_like(words, low << 7 | high << 23)})
+        powers = torch.tensor([2.0 ** (low - 253), 2.0 ** (high - 253)])
+        for place, out in enumerate(("$0", "$1", "$2", "$3")):
             numbers = torch.stack([held[out] & 0xFFFF, held[out] >> 16], 1).to(torch.uint16).view(torch.bfloat16)
-            assert torch.equal(numbers.float(), value[nibbles[:, pair]])
+            assert torch.equal(numbers.float(), value[nibbles[:, [place, place + 4]]] * powers)
 
 
 def test_the_instructions_that_take_codes_out_of_words_do_what_the_interpreter_does(of_codes):

@@ -67,8 +67,9 @@ def test_threads_lie_along_rows_in_one_order(compiled):
 
 def test_assembly_of_four_bytes_has_four_columns_of_a_row(compiled):
     """Not one of each of four rows, as a compiler lays them that does not know how rows are aligned."""
-    packed = {kernel["kernel"]: kernel["packed"] for kernel in compiled("FAST")["compile_expert_codes"]}
-    assert all(all(places) for places in packed.values()), packed
+    kernels = compiled("FAST")["compile_expert_codes"]
+    assert all(all(kernel["packed"]) for kernel in kernels), kernels
+    packed = {kernel["kernel"]: kernel["packed"] for kernel in kernels if "exact" not in kernel["case"]}
     assert {name: len(places) for name, places in packed.items() if places} == {
         "_gate_up_of_codes": 2,
         "_down_of_codes": 2,

@@ -199,8 +199,8 @@ def test_rows_in_the_wrong_place():
 
 def test_rows_beyond_the_last():
     class Beyond(Entries):
-        def append(self, rows):
-            super().append(rows)
+        def append(self, new, store):
+            super().append(new, store)
             self.data[-1] = 0
 
     def change(cache):

@@ -46,7 +46,7 @@ UNREACHED = {
     "if not PAIRS or x.dtype != torch.bfloat16: return": "fp32, or a processor that does not multiply bfloat16",
     "if not held_in_bfloat16(weight): return": "numbers that bfloat16 does not hold",
     "return _transformed(x, 0": "a part of another op, which runs as one",
-    "return _simulated(x, group, 0, E2M1)": "a part of another op, which runs as one",
+    "return _simulated(x, group, E2M1)": "a part of another op, which runs as one",
 }
 BOUNDED = {"_best_bounded", "_reached", "_pieces", "_visible", "_scores_of", "_grouped"}  # where int8 is native
 

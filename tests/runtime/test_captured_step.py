@@ -190,8 +190,8 @@ def test_nodes_of_a_layer(tmp_path, kind):
     """
     ratio = KINDS[kind]
     counted = []
-    for ratios in ([0], [0, ratio], [0, ratio, ratio]):
-        directory = tmp_path / str(len(ratios))
+    for ratios in ([0], [0, ratio], [0, ratio, ratio], [ratio]):
+        directory = tmp_path / str(ratios)
         layers = {"compress_ratios": ratios, "num_hidden_layers": len(ratios), "num_hash_layers": 0}
         write_checkpoint(directory, tiny_config(**layers, n_routed_experts=4), seed=1)
         model = load(directory, RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4"), TRITON).model
@@ -201,7 +201,9 @@ def test_nodes_of_a_layer(tmp_path, kind):
             step.run()
         counted.append(sum(recorder.kernels.values()) + sum(recorder.names.values()))
     assert counted[2] - counted[1] == LAUNCHES[kind]
-    assert counted[1] - counted[0] == LAUNCHES[kind] + (ANGLES if ratio else 0)
+    if ratio:
+        assert counted[1] - counted[0] == LAUNCHES[kind] + ANGLES
+        assert counted[1] - counted[3] == LAUNCHES[LayerKind.SWA] + ANGLES
 
 
 ONE_TOKEN = {  # what is large in a model
