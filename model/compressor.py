@@ -83,16 +83,12 @@ class Compressor(ABC):
         """Norm and rotate pooled windows [n, width], the first of which begins at position `first`; entries rounded."""
         cos, sin = call.angles_of_windows(self.rotation, first, pooled.shape[0], ratio)
         rows = pooled.to(self.arithmetic.dtype)
-        return self.arithmetic.ops.norm_rotate(rows, self.project.norm, self.eps, cos, sin, self.group)
+        group = self.arithmetic.kv_group if self.rounding == "kv" and not self.coded else 0
+        return self.arithmetic.ops.norm_rotate(rows, self.project.norm, self.eps, cos, sin, group)
 
-    @property
-    def group(self) -> int:
-        """Columns of the blocks to which rows are rounded as they are rotated; 0: they are not, or are later."""
-        return 0
-
-    @abstractmethod
     def stored(self, rows: Tensor) -> Tensor:
-        """Return rows [n, width] as they are kept."""
+        """Rows [n, width] as they are kept: as they are, for entries were rounded when they were rotated."""
+        return rows
 
     def append(self, rows: AnyEntries | AnyKeys, new: Tensor) -> None:
         """Write new rows [n, width] behind those of the cache."""
@@ -111,15 +107,6 @@ class EntryCompressor(Compressor):
         self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
         super().__init__(config, layer, f"{config.prefix(layer)}.attn.compressor", weights, arithmetic, rotation)
-
-    @property
-    def group(self) -> int:
-        """As of the window's KV; where the cache codes rows, none."""
-        return 0 if self.coded else self.arithmetic.kv_group
-
-    def stored(self, rows: Tensor) -> Tensor:
-        """As they are: rounded when they were rotated."""
-        return rows
 
 
 class KeyCompressor(Compressor):

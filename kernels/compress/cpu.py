@@ -20,7 +20,7 @@ def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Te
     assert kv.dtype == torch.float32, f"kv: {kv.dtype}, want float32"
     n, r, d = kv.shape
     out = torch.empty(n, d)
-    given = [_side_by_side(x) for x in (kv, gate, previous_kv, previous_gate)]
+    given = [x if x is None else side_by_side(x) for x in (kv, gate, previous_kv, previous_gate)]
     _pool(n, r, d, *((0, 0, 0) if x is None else (x.data_ptr(), *x.stride()[:2]) for x in given), address(out))
     return out
 
@@ -31,9 +31,9 @@ def pool_scratch(tokens: int, width: int, series: int) -> int:
     return tokens * width * 4
 
 
-def _side_by_side(x: Tensor | None) -> Tensor | None:
+def side_by_side(x: Tensor) -> Tensor:
     """With its channels side by side."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @loop

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from fathom.kernels.compress import cpu
 from fathom.kernels.formats.rows import write
 from fathom.kernels.formats.stored import Fp4Keys, Fp8Entries, Fp8Keys, Rounding, Rows, TokenRing
 from fathom.kernels.formats.triton import (
@@ -243,7 +244,7 @@ def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Te
         return out
     before = [] if previous_kv is None or previous_gate is None else [previous_kv, previous_gate]
     series = 2 if before else 1
-    given = [x if x.stride(-1) == 1 else x.contiguous() for x in (kv, gate, *(before or (kv, gate)))]
+    given = [cpu.side_by_side(x) for x in (kv, gate, *(before or (kv, gate)))]
     block = min(COLUMNS, triton.next_power_of_2(width))
     _pool[(n, triton.cdiv(width, block))](
         *given, out, width, *(stride for x in given for stride in x.stride()[:2]), RATIO=ratio, SERIES=series,
@@ -252,10 +253,7 @@ def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Te
     return out
 
 
-def pool_scratch(tokens: int, width: int, series: int) -> int:
-    """Bytes alive at most in `pool` of the windows of so many tokens: the result, were each a window of its own."""
-    del series
-    return tokens * width * 4
+pool_scratch = cpu.pool_scratch  # the result here too
 
 
 def store(rows: Rows, start: int, x: Tensor) -> None:

@@ -468,38 +468,34 @@ def experts_scratch(
     tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
 ) -> int:
     """Bytes allocated in `experts` of up to so many tokens, whichever way they go on the GPU that there is."""
-    most = by_tiles.experts_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
-    if not _may_be_taken(tokens, form, item):
-        return most
+    tiles = by_tiles.experts_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
     given, middle, y = (tokens * n * item for n in (hidden, slots * inner, slots * hidden))
-    sorting = _sorting_nbytes(tokens, slots, experts, hidden, 0, form, deployed=False)
     first = max(given * (1 + deployed), given + middle)  # rounded inputs beside those in order
-    return max(most, sorting + max(first, (2 + deployed) * middle, middle + y, y + tokens * hidden * 4))
+    here = max(first, (2 + deployed) * middle, middle + y, y + tokens * hidden * 4)
+    return _either(tiles, here, tokens, slots, experts, form, item)
 
 
 def experts_up_scratch(
     tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
 ) -> int:
     """Bytes allocated in `experts_up`, its result included."""
-    most = by_tiles.experts_up_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
-    if not _may_be_taken(tokens, form, item):
-        return most
+    tiles = by_tiles.experts_up_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
     given, middle = tokens * hidden * item, tokens * slots * inner * item
-    sorting = _sorting_nbytes(tokens, slots, experts, hidden, 0, form, deployed=False)
-    return max(most, sorting + max(given * (1 + deployed), given + middle))
+    return _either(tiles, max(given * (1 + deployed), given + middle), tokens, slots, experts, form, item)
 
 
 def experts_down_scratch(
     tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
 ) -> int:
     """Bytes allocated in `experts_down`."""
-    most = by_tiles.experts_down_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
-    if not _may_be_taken(tokens, form, item):
-        return most
+    tiles = by_tiles.experts_down_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
     middle, y = tokens * slots * inner * item, tokens * slots * hidden * item
-    sorting = _sorting_nbytes(tokens, slots, experts, inner, 0, form, deployed=False)
-    return max(most, sorting + max(middle * (1 + deployed), middle + y, y + tokens * hidden * 4))
+    here = max(middle * (1 + deployed), middle + y, y + tokens * hidden * 4)
+    return _either(tiles, here, tokens, slots, experts, form, item)
 
 
-def _may_be_taken(tokens: int, form: str, item: int) -> bool:
-    return tokens > FEW and form == "FP4" and item == torch.bfloat16.itemsize
+def _either(tiles: int, here: int, tokens: int, slots: int, experts: int, form: str, item: int) -> int:
+    """Bytes of a call by `tiles`, or `here` beside sorted pairs, of the two that may be: the more."""
+    if tokens <= FEW or form != "FP4" or item != torch.bfloat16.itemsize:
+        return tiles
+    return max(tiles, here + _sorting_nbytes(tokens, slots, experts, 0, 0, form, deployed=False))
