@@ -133,7 +133,7 @@ def _load(
     device = torch.device(options.device)
     if ops.name == CPU.name:
         prepare_loops(counted, options.dtype, say=group.rank == 0)
-    sharding = sharding_plan(config, group.size)
+    sharding = sharding_plan(config, group.size, options.experts)
     ranks = Ranks(group, sharding.ranks[group.rank], options.rank_tokens)
     follow(ranks)
     ranks.record("options of the run", None, _digits(_options_digest(options, ops, config, context), device))

@@ -40,6 +40,7 @@ class RunOptions:
     draft_tokens: int = 0  # drafted for one call at most, and so taken back where they are rejected
     draft_confidence: float = 0.0  # least chance of being accepted, as DSpark tells it, of a draft that is run
     fp8_products: str = AUTO  # of many tokens: exact | fp8, as a GPU's FP8 products sum | auto
+    experts: str = AUTO  # how routed experts lie on several ranks: whole | rows | auto
 
     def __post_init__(self) -> None:
         """Refuse cache formats that do not hold the values of this numerics and dtype, and FP8 products of others.
@@ -116,6 +117,8 @@ def check_options(config: Config, options: RunOptions, where: Path) -> None:
             )
         if options.rank_tokens == OWN:
             raise ConfigError(f"{where}: --rank-tokens {OWN}: each rank of a {config.model_type} model has all tokens")
+        if options.experts != AUTO:
+            raise ConfigError(f"{where}: --experts {options.experts}: a {config.model_type} model has none")
         return
     check_widths(config, options.rounding)
     if options.coda_adapters is not None:

@@ -1,8 +1,9 @@
 """Which rows of which parameter each rank holds: a pure function of the config and the number of ranks.
 
-Cut, each where the count divides: attention heads (wq_b, sinks), output groups (wo_a), SwiGLU's columns (w1 and w3 of
-every expert, routed or shared, which must divide), columns of both sublayers' outputs (wo_b, every w2), and the
-vocabulary (embedding, head). A rank's rows of a quantisable matrix are whole blocks of 128 or a part of one: FP8
+Cut, each where the count divides: attention heads (wq_b, sinks), output groups (wo_a), columns of the output (wo_b), and
+the vocabulary (embedding, head); and the experts in one of two ways. By *rows*: SwiGLU's columns (w1 and w3 of every
+expert, routed or shared, which must divide) and columns of the output (every w2). *Whole*: each routed expert, whose
+number must divide, lies on one rank, consecutive ones together, and the shared expert on every rank. A rank's rows of a quantisable matrix are whole blocks of 128 or a part of one: FP8
 weights have one scale for each. All else is on every rank: what writes the shared KV, entries and index keys (each rank
 has all caches), the indexer, mHC, gate, norms. Were these cut, their outputs would take one more exchange in each
 layer, which takes longer than reading all of them does, of V4-Pro on a B200 (`runtime.plan.token`). Of the Llama family
@@ -14,7 +15,8 @@ from dataclasses import dataclass
 
 from fathom.kernels.formats.groups import FP8_BLOCK
 from fathom.model.architectures import Config
-from fathom.model.checkpoint.names import Axis, axis
+from fathom.model.checkpoint.names import Axis, axis, expert_number, of_shared_expert
+from fathom.model.choices import AUTO, ROWS, WHOLE
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.model.llama.config import LlamaConfig
@@ -28,10 +30,16 @@ class ShardingPlan:
     size: int
     ranks: tuple[Shards, ...]  # by rank
     replicated: tuple[str, ...]  # axes that could not be split, and why
+    experts: str  # how routed experts lie: WHOLE or ROWS
 
     def rows(self, name: str, rows: int, rank: int) -> AxisShard:
         """What of a parameter's `rows` (its official name, its first axis) `rank` holds."""
         along, shards = axis(name), self.ranks[rank]
+        if shards.experts.split and (number := expert_number(name)) is not None:
+            here = shards.experts.start <= number < shards.experts.stop
+            return AxisShard(0, rows if here else 0, rows, split=True)
+        if shards.experts.split and of_shared_expert(name):
+            return undivided(rows)
         shard = {
             Axis.HEADS: shards.heads,
             Axis.GROUPS: shards.groups,
@@ -46,42 +54,52 @@ class ShardingPlan:
         return AxisShard(shard.start * rows_per_place, shard.stop * rows_per_place, rows, split=True)
 
 
-def sharding_plan(config: Config, size: int) -> ShardingPlan:
-    """Place a model on `size` ranks.
+def sharding_plan(config: Config, size: int, experts: str = AUTO) -> ShardingPlan:
+    """Place a model on `size` ranks, its routed `experts` WHOLE or by ROWS; AUTO: by rows, where these divide.
 
-    ConfigError when the experts' SwiGLU does not divide by `size`, for experts are what does not fit on one rank; every
-    other axis that does not is replicated, and `ShardingPlan.replicated` says so.
+    ConfigError when neither the experts' SwiGLU nor their number divides by `size`, or not the one that is asked for:
+    experts are what does not fit on one rank. Every other axis that does not divide is replicated, and
+    `ShardingPlan.replicated` says so.
     """
     why: list[str] = []
-    axes = _llama_axes(config, size, why) if isinstance(config, LlamaConfig) else _v4_axes(config, size, why)
+    if isinstance(config, LlamaConfig):
+        axes, experts = _llama_axes(config, size, why), ROWS
+    else:
+        axes, experts = _v4_axes(config, size, why, experts)
 
     def shard(axis: str, rank: int) -> AxisShard:
         total, split = axes.get(axis, (1, False))
         return evenly(total, rank, size) if split else undivided(total)
 
     ranks = tuple(Shards(*(shard(axis, rank) for axis in Shards._fields)) for rank in range(size))
-    return ShardingPlan(size, ranks, tuple(why))
+    return ShardingPlan(size, ranks, tuple(why), experts)
 
 
 Axes = dict[str, tuple[int, bool]]  # how long each axis of `Shards` is, and whether it is split
 
 
-def _v4_axes(config: ModelConfig, size: int, why: list[str]) -> Axes:
-    if not _divides("columns of SwiGLU", config.moe_intermediate_size, size, why, 1, FP8_BLOCK):
-        raise ConfigError(f"{size} ranks: moe_intermediate_size, {why[-1]}")
+def _v4_axes(config: ModelConfig, size: int, why: list[str], experts: str) -> tuple[Axes, str]:
+    """And how experts lie."""
+    refused: list[str] = []
+    rows = experts != WHOLE and _divides("columns of SwiGLU", config.moe_intermediate_size, size, refused, 1, FP8_BLOCK)
+    if not rows and (experts == ROWS or not _divides("routed experts", config.n_routed_experts, size, refused)):
+        named = "n_routed_experts" if experts == WHOLE else "moe_intermediate_size"
+        raise ConfigError(f"{size} ranks: {named}, {refused[0]}")
     heads = _divides("attention heads", config.num_attention_heads, size, why, config.head_dim, FP8_BLOCK)
     groups = _divides("output groups", config.o_groups, size, why, config.o_lora_rank, FP8_BLOCK)
     if groups and not heads:
         groups = False
         why.append("output groups: as the attention heads")
     output = _divides(Axis.OUTPUT.value, config.hidden_size, size, why, 1, FP8_BLOCK)
-    return {
+    axes = {
         "heads": (config.num_attention_heads, heads),
         "groups": (config.o_groups, groups),
         "output": (config.hidden_size, output),
         "vocabulary": (config.vocab_size, _divides("vocabulary", config.vocab_size, size, why)),
-        "inner": (config.moe_intermediate_size, True),
+        "inner": (config.moe_intermediate_size, rows),
+        "experts": (config.n_routed_experts, not rows),
     }
+    return axes, ROWS if rows else WHOLE
 
 
 def _llama_axes(config: LlamaConfig, size: int, why: list[str]) -> Axes:

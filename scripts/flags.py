@@ -12,6 +12,7 @@ from fathom.model.choices import (
     DSPARK,
     DTYPES,
     ENTRY_FORMATS,
+    EXPERTS,
     FP8_PRODUCTS,
     INDEX_SCORES,
     KEY_FORMATS,
@@ -181,6 +182,13 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
         " bf16); or auto: fp8 where the GPU has them (default) (V4)",
     )
     p.add_argument(
+        "--experts",
+        choices=EXPERTS,
+        default=default.experts,
+        help="how routed experts lie on several ranks: whole, each on one rank, to which tokens are dispatched; rows of"
+        " each on every rank; or auto, what the plan says is faster for the prompt and the answer (default) (V4)",
+    )
+    p.add_argument(
         "--rank-tokens",
         "--dispatch",  # its name, and its values, while experts lay whole on ranks
         choices=RANK_TOKENS,
@@ -325,7 +333,7 @@ def run_options(args: argparse.Namespace) -> RunOptions:
     formats = args.entry_format, args.key_format, args.index_scores
     held = (tuple(args.kv), args.coda_adapters) if "kv" in args else ()
     options = RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.rank_tokens, *held)
-    options = replace(options, fp8_products=args.fp8_products)
+    options = replace(options, fp8_products=args.fp8_products, experts=args.experts)
     if "draft" not in args:
         return options
     by, tokens, confidence = args.draft, args.draft_tokens, args.draft_confidence

@@ -26,7 +26,7 @@ from fathom.scripts.flags import add_draft, add_json, add_model, add_run_options
 from fathom.scripts.hub import HEADERS
 from fathom.scripts.paths import Models, Reads
 
-EXPERTS: Final[tuple[Experts, ...]] = get_args(Experts)
+EXPERT_DTYPES: Final[tuple[Experts, ...]] = get_args(Experts)
 
 
 class ModelOrRelease(Models):
@@ -62,8 +62,8 @@ def parser() -> argparse.ArgumentParser:
         instead=lambda what: what.add_argument("--config", action=Reads, help=alone),
     )
     p.add_argument(
-        "--experts",
-        choices=EXPERTS,
+        "--expert-dtype",
+        choices=EXPERT_DTYPES,
         help="with --config, how routed experts are stored (default: what its expert_dtype says)",
     )
     p.add_argument("--context", type=positions, help="positions to hold, as 128K or 1M (default: all that fit)")
@@ -96,10 +96,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = arguments(parser(), argv)
     config = config_from_file(args.config or (args.model or DEMO) / "config.json")
-    if args.experts is not None and isinstance(config, LlamaConfig):
-        raise ConfigError(f"--experts: {args.config} is of a {config.model_type} model, which has none")
-    if args.experts is not None and args.config is None:
-        raise ConfigError("--experts: means nothing without --config; a checkpoint says itself how they are stored")
+    if args.expert_dtype is not None and isinstance(config, LlamaConfig):
+        raise ConfigError(f"--expert-dtype: {args.config} is of a {config.model_type} model, which has none")
+    if args.expert_dtype is not None and args.config is None:
+        raise ConfigError(
+            "--expert-dtype: means nothing without --config; a checkpoint says itself how they are stored"
+        )
     if args.gpu is not None and args.device != "cuda":
         raise ConfigError(f"--gpu {args.gpu}: --device is {args.device}")
     if args.context is None:

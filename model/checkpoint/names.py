@@ -270,6 +270,18 @@ def axis(name: str) -> Axis:
     return _AXES.get(rest, Axis.NONE)
 
 
+def expert_number(name: str) -> int | None:
+    """Which routed expert's a parameter (official name) is; None: no expert's."""
+    in_layer = _LAYER.fullmatch(name) or _STAGE.fullmatch(name)
+    found = _EXPERT.fullmatch(in_layer[2]) if in_layer else None
+    return int(found[1]) if found else None
+
+
+def of_shared_expert(name: str) -> bool:
+    """Whether a parameter (official name) is a shared expert's."""
+    return ".ffn.shared_experts." in name
+
+
 def parameters(config: ModelConfig) -> dict[str, Parameter]:
     """Every parameter that the architecture demands, by official name (scales are not parameters).
 

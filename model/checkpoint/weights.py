@@ -144,7 +144,8 @@ class Weights:
 
     def unread(self) -> list[str]:
         """Parameters held here that were never asked for, in the order of the architecture."""
-        return [name for name in self._census.mappings if name not in self._handed]
+        here = (name for name in self._census.mappings if name not in self._handed)
+        return [name for name in here if self._held(name, self._census.demanded[name].shape[0]).size]
 
     def handed(self) -> dict[str, int]:
         """Bytes handed out, as stored, by parameter: a rank's receipt."""

@@ -85,7 +85,8 @@ class Shards(NamedTuple):
     output: AxisShard  # rows of wo_b and of every w2: columns of both sublayers' outputs
     vocabulary: AxisShard  # rows of embedding and head
     kv_heads: AxisShard  # of the Llama family: rows of k_proj and v_proj. Split together with heads
-    inner: AxisShard  # rows of every w1 and w3: SwiGLU's columns
+    inner: AxisShard  # rows of every w1 and w3: SwiGLU's columns; undivided where experts are not
+    experts: AxisShard  # routed experts that lie here whole; undivided where each rank has rows of all
 
     def along(self, axis: str | None, width: int = 1) -> AxisShard:
         """What is here of the axis of this name, `width` places for each of its own; None: of what nobody splits."""

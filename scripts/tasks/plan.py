@@ -37,7 +37,7 @@ from fathom.runtime.plan.token import EXCHANGE, LAUNCH, LINK, Token
 from fathom.runtime.sharding import ShardingPlan, sharding_plan
 from fathom.scripts.console import Console
 from fathom.scripts.flags import run_options
-from fathom.scripts.plan import EXPERTS
+from fathom.scripts.plan import EXPERT_DTYPES
 
 GIB: Final = 1 << 30
 HOME: Final = "b200"  # whose bandwidth a token's arithmetic takes where no GPU is named
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
     options = run_options(args)
     check_options(config, options, args.config or args.model or DEMO)
     check_prompt(args.prompt_tokens, options, config, args.context)
-    subject = read_subject(args.model, args.config, args.experts, args.headers, options.draft, args.prompt_tokens)
+    subject = read_subject(args.model, args.config, args.expert_dtype, args.headers, options.draft, args.prompt_tokens)
     if args.context > (most := subject.config.max_position_embeddings):
         raise CapacityError(f"--context {args.context}: beyond the model's max_position_embeddings {most}")
     planners = ranked(subject, options, args.ranks or 1)
@@ -136,13 +136,13 @@ def _published_llama(facts: LlamaConfig) -> Subject:
 
 def _published(facts: ModelConfig, path: Path, experts: Experts | None, draft: str) -> Subject:
     said = read_json(path).get("expert_dtype")
-    chosen = experts or next((form for form in EXPERTS if form == said), None)
+    chosen = experts or next((form for form in EXPERT_DTYPES if form == said), None)
     if chosen is None:
         found = "no expert_dtype" if said is None else f"expert_dtype {said!r:.40}"
-        raise ConfigError(f"{path}: {found}: say how routed experts are stored, with --experts fp4 or fp8")
+        raise ConfigError(f"{path}: {found}: say how routed experts are stored, with --expert-dtype fp4 or fp8")
     head = announced(facts) if bound(draft) else None
     tensors = published_tensors(facts, chosen, released_scale(chosen), head)
-    told = "config.json" if experts is None else f"--experts, config.json says {said or 'nothing'}"
+    told = "config.json" if experts is None else f"--expert-dtype, config.json says {said or 'nothing'}"
     without = f"with drafting head {head}" if head else "without drafting head"
     source = f"as DeepSeek publishes such a model, routed experts in {chosen} ({told}), {without}"
     counted = census(tensors, facts, head=head is not None)
@@ -155,7 +155,7 @@ def ranked(subject: Subject, options: RunOptions, ranks: int) -> list[Planner]:
     if options.coda_adapters is not None:
         assert isinstance(subject.config, LlamaConfig), "other models have none"
         check_adapters(Path(options.coda_adapters), subject.config, variants(options.kv, subject.config))
-    sharding = sharding_plan(subject.config, ranks)
+    sharding = sharding_plan(subject.config, ranks, options.experts)
     return [_planner(subject, sharding, options, rank) for rank in range(ranks)]
 
 
@@ -163,7 +163,7 @@ def by_ranks(subject: Subject, options: RunOptions) -> Iterator[tuple[int, Plann
     """Numbers of ranks that the model can be on, and the planner of the first one, which needs the most."""
     for ranks in RANKS if options.device == "cuda" else (1,):
         try:
-            sharding = sharding_plan(subject.config, ranks)
+            sharding = sharding_plan(subject.config, ranks, options.experts)
         except ConfigError:  # experts that do not divide
             continue
         yield ranks, _planner(subject, sharding, options, 0)

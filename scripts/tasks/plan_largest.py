@@ -33,7 +33,7 @@ def run(args: argparse.Namespace, config: Config) -> int:
     options = run_options(args)
     check_options(config, options, args.config or args.model or DEMO)
     prompted = check_prompt(args.prompt_tokens, options, config, config.max_position_embeddings)
-    subject = read_subject(args.model, args.config, args.experts, args.headers, options.draft, args.prompt_tokens)
+    subject = read_subject(args.model, args.config, args.expert_dtype, args.headers, options.draft, args.prompt_tokens)
     most = subject.config.max_position_embeddings
     chosen = [(args.ranks, ranked(subject, options, args.ranks)[0])] if args.ranks else by_ranks(subject, options)
     contexts = sorted({context for context in CONTEXTS if (args.prompt_tokens or 0) <= context < most} | {most})

@@ -67,9 +67,9 @@ def test_a_config_alone_plans_what_would_be_published(tmp_path, config, capsys):
     sizes = [ITEM_BYTES[dtype] * (shape[0] * (shape[1] if shape[1:] else 1)) for dtype, shape in tensors.values()]
     assert sum(part["stored"] for part in data["weights"].values()) == sum(sizes)
     assert "routed experts in fp4 (config.json), without drafting head" in capsys.readouterr().out
-    eight = asked(tmp_path, "--config", config, "--context", 1000, "--experts", "fp8")
+    eight = asked(tmp_path, "--config", config, "--context", 1000, "--expert-dtype", "fp8")
     assert eight["weights"]["routed experts"]["own"] > 1.8 * data["weights"]["routed experts"]["mapped"]
-    assert "--experts, config.json says fp4" in capsys.readouterr().out
+    assert "--expert-dtype, config.json says fp4" in capsys.readouterr().out
 
 
 def test_options_change_the_plan(tmp_path, config):
@@ -119,7 +119,7 @@ def test_without_a_gpu_and_without_a_size_nothing_is_judged(tmp_path, config, mo
             ["--context", "10", "--coda-adapters", str(DEMO / "model-00001-of-00006.safetensors")],
             "--coda-adapters: of Llama-family checkpoints; DeepSeek-V4's",
         ),
-        (["--context", "10", "--experts", "fp4"], "--experts: means nothing without --config"),
+        (["--context", "10", "--expert-dtype", "fp4"], "--expert-dtype: means nothing without --config"),
         (["--context", "10", "--model", "nowhere"], "nowhere/config.json: No such file or directory"),
     ],
 )
@@ -131,10 +131,10 @@ def test_a_config_that_does_not_say_how_experts_are_stored(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(tiny_config()))
     said = refused(main, capsys, "--config", path, "--context", 10)
-    assert said == f"{path}: no expert_dtype: say how routed experts are stored, with --experts fp4 or fp8\n"
+    assert said == f"{path}: no expert_dtype: say how routed experts are stored, with --expert-dtype fp4 or fp8\n"
     path.write_text(json.dumps(tiny_config(expert_dtype="int3")))
     assert "expert_dtype 'int3': say how" in refused(main, capsys, "--config", path, "--context", 10)
-    assert asked(tmp_path, "--config", path, "--context", 10, "--experts", "fp8")
+    assert asked(tmp_path, "--config", path, "--context", 10, "--expert-dtype", "fp8")
 
 
 @pytest.mark.parametrize("size", ["0", "-1", "nan", "inf", "much"])
