@@ -5,18 +5,21 @@ of the narrow formats, the products are fp32, see `kernels.quantise.reference`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fathom.kernels.formats.groups import INDEX_GROUP, KV_GROUP
+from fathom.kernels.formats.groups import INDEX_GROUP, KV_GROUP, LINEAR_GROUP
 from fathom.kernels.formats.stored import Fp8, Weight
 from fathom.kernels.linear.reference import FEW, Product
 from fathom.kernels.ops import Ops
 from fathom.model.cache.formats import CacheFormats
-from fathom.model.ranks.ranks import Ranks
+from fathom.model.ranks.ranks import AxisShard, Ranks
 from fathom.model.rounding import FP4, FP8, Rounding
+
+if TYPE_CHECKING:
+    from fathom.model.call import Call
 
 
 class Arithmetic(NamedTuple):
@@ -59,6 +62,24 @@ class Arithmetic(NamedTuple):
     def linears_rounded(self) -> bool:
         """Whether inputs of FP8 and FP4 linears are rounded."""
         return self.rounding.linears == FP8
+
+    def whole_rows(self, x: Tensor, call: "Call", *, coded: bool) -> Tensor:
+        """Rows [m, d] of a rank's tokens to those of all [t, d]; `coded`: only linears that round them take them.
+
+        Then codes are exchanged, half the bytes, and what comes is rounded as these linears do, of more than FEW.
+        """
+        if not (coded and call.shard.split and call.count > FEW):
+            return call.whole(x)
+        return self.ops.unpack_fp8(call.whole(self.ops.pack_fp8(x, LINEAR_GROUP)), LINEAR_GROUP, x.dtype)
+
+    def whole_columns(self, x: Tensor, shard: AxisShard, *, coded: bool) -> Tensor:
+        """The same of a rank's columns [t, ..., shard.size]: [t, ..., shard.total]. Whole groups are coded."""
+        if not (coded and shard.split and shard.size % LINEAR_GROUP == 0 and len(x) > FEW):
+            return self.ranks.whole(x, x.dim() - 1, shard)
+        one = AxisShard(self.ranks.rank, self.ranks.rank + 1, self.ranks.size, split=True)
+        packed = self.ops.pack_fp8(x.flatten(0, -2), LINEAR_GROUP)
+        parts = self.ops.unpack_fp8(self.ranks.whole(packed[None], 0, one).flatten(0, 1), LINEAR_GROUP, x.dtype)
+        return parts.view(self.ranks.size, *x.shape).movedim(0, -2).reshape(*x.shape[:-1], shard.total)
 
     @property
     def kv_group(self) -> int:

@@ -46,7 +46,8 @@ class Attention:
         self.wkv = matrix("wkv")  # [head_dim, hidden]
         self.kv_norm = weights.vector(f"{prefix}.kv_norm.weight").float()  # [head_dim]
         # by groups of heads to o_groups * o_lora_rank numbers, and from these to hidden
-        self.wo_a = GroupedLinear(weights.matrix(f"{prefix}.wo_a.weight"), arithmetic)
+        coded = arithmetic.linears_rounded and weights.coded([f"{prefix}.wo_b.weight"])
+        self.wo_a = GroupedLinear(weights.matrix(f"{prefix}.wo_a.weight"), arithmetic, coded=coded)
         self.wo_b = matrix("wo_b")  # [hidden, o_groups * o_lora_rank], or a rank's rows of it
         self.sink = weights.vector(f"{prefix}.attn_sink").float()  # [heads]
         self.arithmetic, self.rotation, self.head_dim = arithmetic, rotation, config.head_dim

@@ -68,10 +68,14 @@ class WideLinear(Linear):
 
 
 class GroupedLinear(Linear):
-    """Groups of heads, each through rows of its own: FP8 on disk, but the input is not rounded (DeepSeek's `wo_a`)."""
+    """Groups of heads, each through rows of its own: FP8 on disk, but the input is not rounded (DeepSeek's `wo_a`).
 
-    def __init__(self, weight: Weight, arithmetic: Arithmetic) -> None:
+    `coded`: what takes the output rounds it to FP8, so ranks may exchange it as codes.
+    """
+
+    def __init__(self, weight: Weight, arithmetic: Arithmetic, *, coded: bool) -> None:
         super().__init__(weight, arithmetic, "groups")
+        self.coded = coded
         # A group whose heads are on several ranks needs all of them.
         self.heads = arithmetic.ranks.shards.along(None if self.gathered.split else "heads")
 
@@ -79,9 +83,8 @@ class GroupedLinear(Linear):
         """Outputs of a rank's heads [t, heads, d] to those of all groups [t, groups * rank]."""
         ranks = self.arithmetic.ranks
         x = ranks.whole(x, 1, self.heads).flatten(1).unflatten(-1, (self.gathered.size, -1))
-        return ranks.whole(
-            self.arithmetic.ops.grouped_linear(x, self.weight, self.gathered.size), 1, self.gathered
-        ).flatten(1)
+        low = self.arithmetic.ops.grouped_linear(x, self.weight, self.gathered.size)  # [t, groups here, rank]
+        return self.arithmetic.whole_columns(low.flatten(1), self.gathered.times(low.shape[2]), coded=self.coded)
 
 
 class Embedding:
@@ -96,5 +99,5 @@ class Embedding:
         if not own.split:
             return self.weight[tokens].to(self.arithmetic.dtype)
         present = (tokens >= own.start) & (tokens < own.stop)
-        rows = self.weight[(tokens - own.start).clamp(0, own.size - 1)].masked_fill(~present[:, None], 0)
+        rows = self.weight[(tokens - own.start).clamp(0, own.size - 1)]
         return self.arithmetic.ranks.filled("embedded", None, Partial(rows, present)).to(self.arithmetic.dtype)

@@ -17,6 +17,7 @@ from fathom.model.arithmetic import Arithmetic
 from fathom.model.call import Call
 from fathom.model.checkpoint.weights import Weights
 from fathom.model.config import ModelConfig
+from fathom.model.ranks.dispatch import Dispatch, dispatched, filled
 
 
 class Gate:
@@ -87,17 +88,18 @@ class Expert:
 class MoE:
     """Gate, routed experts, shared expert; the sum over experts is fp32 (DeepSeek `MoE.forward`).
 
-    Ranks hold rows of every expert: all of them run every token, each its columns of both halves of an expert, and put
-    these together after each half. So no sum crosses ranks, and none waits to know which tokens an expert gets.
+    On several ranks no sum crosses ranks, in either of two ways. By *rows* each has rows of every expert: all of them
+    run every token, each its columns of both halves of an expert, and put these together after each half. *Whole*, each
+    routed expert is on one rank, to which its tokens go (`model.ranks.dispatch`), and the shared one on every rank.
     """
 
     def __init__(self, config: ModelConfig, layer: int, weights: Weights, arithmetic: Arithmetic) -> None:
         prefix, self.layer = f"{config.prefix(layer)}.ffn", layer
         self.gate, self.arithmetic = build_gate(config, layer, weights, arithmetic), arithmetic
-        together = not reads_apart(arithmetic.ops)
+        here, together = arithmetic.ranks.shards.experts, not reads_apart(arithmetic.ops)
         three = [
             weights.matrices(
-                [f"{prefix}.experts.{e}.{name}.weight" for e in range(config.n_routed_experts)], together=together
+                [f"{prefix}.experts.{e}.{name}.weight" for e in range(here.start, here.stop)], together=together
             )
             for name in ("w1", "w3", "w2")
         ]
@@ -105,6 +107,12 @@ class MoE:
         self._given: tuple[Weight, ...] = ()
         shared = [weights.matrix(f"{prefix}.shared_experts.{name}.weight") for name in ("w1", "w3", "w2")]
         self.shared = Expert(shared, arithmetic, config.swiglu_limit)
+        modules = ["shared_experts", *(f"experts.{e}" for e in range(config.n_routed_experts))]
+        # Whether the inputs of all w1 and w3, and of all w2, are rounded to FP8: then ranks exchange them as codes.
+        self.coded, self.coded_inner = (
+            arithmetic.linears_rounded and weights.coded(f"{prefix}.{of}.{w}.weight" for of in modules for w in names)
+            for names in (("w1", "w3"), ("w2",))
+        )
 
     def __call__(self, x: Tensor, call: Call) -> Tensor:
         """[m, hidden] to [m, hidden], of the call's own tokens."""
@@ -118,23 +126,51 @@ class MoE:
     def output(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
         """Routed experts and the shared one: [m, hidden]."""
         shards = self.arithmetic.ranks.shards
-        x, ids, weights = (call.whole(one) for one in (x, ids, weights))
+        if shards.experts.split:
+            return self.output_of_whole(x, ids, weights, call)
         if shards.inner.split:
-            up = torch.cat((self.routed_up(x, ids, weights), self.shared.up(x)[:, None]), dim=1)  # [t, k + 1, inner]
-            up = self.arithmetic.ranks.whole(up, 2, shards.inner)
-            y = self.shared.down(up[:, -1], self.routed_down(up[:, :-1], ids))
-        else:
-            y = self.shared(x, self.routed(x, ids, weights))
-        return call.columns(y, shards.output)
+            return self.output_of_rows(x, ids, weights, call)
+        return self.shared(x, self.routed(x, ids, weights))
+
+    def output_of_rows(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
+        """The same where a rank has rows of every expert."""
+        shards = self.arithmetic.ranks.shards
+        x = self.arithmetic.whole_rows(x, call, coded=self.coded)
+        ids, weights = call.whole(ids), call.whole(weights)
+        up = torch.cat((self.routed_up(x, ids, weights), self.shared.up(x)[:, None]), dim=1)  # [t, k + 1, inner]
+        up = self.arithmetic.whole_columns(up, shards.inner, coded=self.coded_inner)
+        return call.columns(self.shared.down(up[:, -1], self.routed_down(up[:, :-1], ids)), shards.output)
+
+    def output_of_whole(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
+        """The same where a rank has some of the experts."""
+        if not dispatched(call):
+            every, ids, weights = call.whole(x), call.whole(ids), call.whole(weights)
+            return self.shared(x, call.own(filled(every, ids, weights, self.layer, self.arithmetic, self.outputs)))
+        going = Dispatch(x, ids, weights, call, self.layer, self.arithmetic, coded=self.coded)
+        up = self.shared.up(x)  # while the first rows are on their way
+        return self.shared.down(up, going.summed(self.outputs))
 
     def routed(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Sum of the routed experts' weighted outputs: [t, hidden] float32."""
         if not self.together():
             return self.routed_down(self.routed_up(x, ids, weights), ids)
+        return self._run(x, ids, weights, summed=True)
+
+    def outputs(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Weighted outputs [n, k, hidden] of the experts `ids` that are here, as numbers of these; -1: it is not."""
+        if self.together():
+            return self._run(x, ids, weights, summed=False)
+        out = x.new_zeros(*ids.shape, x.shape[1])
+        for expert, rows, slots in by_expert(ids, len(self.experts)):
+            out[rows, slots] = self.experts[expert].down(self.experts[expert].up(x[rows], weights[rows, slots]))
+        return out
+
+    def _run(self, x: Tensor, ids: Tensor, weights: Tensor, *, summed: bool) -> Tensor:
+        """All experts in one op."""
         ops, deployed = self.arithmetic.ops, self.arithmetic.linears_rounded
         of_codes = self.arithmetic.fp8_experts and len(x) > FEW and all(isinstance(of, Fp4) for of in self.matrices)
         op = ops.experts_fp8 if of_codes else ops.experts
-        return op(x, ids, weights, *self.matrices, self.experts[0].limit, deployed=deployed)
+        return op(x, ids, weights, *self.matrices, self.experts[0].limit, deployed=deployed, summed=summed)
 
     def routed_up(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """What w2 of each of a token's experts is given: [t, k, inner]."""

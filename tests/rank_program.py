@@ -1,6 +1,8 @@
 """A script on several ranks that fails in the way its flags say: `python -m tests.rank_program --rank R --how HOW`."""
 
 import argparse
+import os
+import signal
 import sys
 import time
 
@@ -8,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from fathom.model.errors import ConfigError, Tripwire
-from fathom.model.ranks.ranks import Ranks, Shards, evenly, undivided
+from fathom.model.ranks.ranks import AxisShard, Ranks, Route, Shards, evenly, undivided
 from fathom.runtime.group.processes import connected
 from fathom.scripts.cli import arguments, run_on_ranks
 
@@ -37,6 +39,8 @@ def main(argv=None, watch=None):
         for turn in range(ROUNDS):
             if turn == ROUNDS // 2 and args.rank in {-1, group.rank}:
                 fail(args.how, ranks)
+            if turn == ROUNDS // 2 and args.how == "dispatch":
+                send_to_all(ranks)
             share = evenly(group.size, group.rank, group.size)
             whole = ranks.whole(torch.tensor([group.rank]), 0, share)
             assert whole.tolist() == list(range(group.size))
@@ -48,8 +52,25 @@ def main(argv=None, watch=None):
     return 1 if args.how == "status" and args.rank == group.rank else 0
 
 
+def send_to_all(ranks):
+    """Each rank's row to every rank, as a token that has experts on all of them."""
+    held = AxisShard(ranks.rank, ranks.rank + 1, ranks.size, split=True)
+    places = torch.arange(ranks.size)[:, None].expand(-1, ranks.size)
+    route = Route(held, torch.arange(ranks.size), places, ranks.size)
+    assert ranks.moved("experts.dispatch", 0, 0, torch.full((1, 4), ranks.rank), route)()[:, 0].tolist() == [
+        *range(ranks.size)
+    ]
+
+
+def die(*_, **__):
+    time.sleep(1)  # until others have seen where this one is
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def fail(how, ranks):
     match how:
+        case "dispatch":
+            dist.all_to_all_single = die
         case "raise":
             raise KeyError("a bug")
         case "trip":

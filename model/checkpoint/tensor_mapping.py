@@ -28,6 +28,8 @@ class Form(StrEnum):
     I32 = "I32"
 
 
+ROUNDED: Final = (Form.FP8, Form.FP8_F32, Form.FP4)  # whose inputs deployed numerics round to FP8
+
 _PLAIN: Final = {"BF16": Form.BF16, "F32": Form.F32}
 _TABLE: Final = {"I64": Form.I64, "I32": Form.I32}
 

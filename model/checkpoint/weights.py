@@ -6,7 +6,7 @@ many weights, and a NaN among them would surface layers later. The weights thems
 
 import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -18,7 +18,7 @@ from fathom.model.checkpoint.census import Census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.filling import THREADS, Filler, Source
 from fathom.model.checkpoint.names import Kind
-from fathom.model.checkpoint.tensor_mapping import Form, TensorMapping
+from fathom.model.checkpoint.tensor_mapping import ROUNDED, Form, TensorMapping
 from fathom.model.errors import CheckpointError, quoted
 from fathom.model.ranks.ranks import AxisShard, undivided
 
@@ -141,6 +141,10 @@ class Weights:
             When the architecture has no such table.
         """
         return self._rows(name, ("i64",)).to(self._device, torch.int64)
+
+    def coded(self, names: Iterable[str]) -> bool:
+        """Whether all of these matrices, on whichever rank, are of a form whose inputs may be rounded to FP8."""
+        return all(self._census.mappings[name].form in ROUNDED for name in names)
 
     def unread(self) -> list[str]:
         """Parameters held here that were never asked for, in the order of the architecture."""

@@ -11,7 +11,7 @@ the last bit, where a matrix product does not depend on how many rows it has). T
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -23,6 +23,7 @@ from torch import Tensor
 from fathom.kernels.tripwires.reference import bits, checksums
 from fathom.model.choices import ALL, AUTO, OWN, RANK_TOKENS
 from fathom.model.errors import RankDisagreement, Tripwire
+from fathom.model.ranks.mailbox import Mailbox, Table
 from fathom.model.ranks.multicast import Multicast, has_multicast
 
 # Tokens per rank from which `auto` splits a call over the ranks. It is for memory: a rank then holds the streams of its
@@ -99,8 +100,28 @@ class Shards(NamedTuple):
 class Partial(NamedTuple):
     """Rows of which each rank filled its own."""
 
-    rows: Tensor  # [n, d]; zero where not filled
+    rows: Tensor  # [n, d]; anything where not filled
     filled: Tensor  # [n] bool
+
+
+class Route(NamedTuple):
+    """Which rows of a table [n, ...] go from which rank to which; the same on every rank, but for what is held."""
+
+    held: AxisShard  # rows of the table that are here; of them, those are sent of which this rank is the source
+    source: Tensor  # [n] int64, the rank that each row is sent by
+    places: Tensor  # [n, ranks] int64, the row of a rank's result at which each is wanted; -1: there it is not
+    into: int  # rows of each rank's result
+
+    def going(self, rank: int) -> Tensor:
+        """The places of what a rank sends, -1 for all else."""
+        return torch.where((self.source == rank)[:, None], self.places, -1)
+
+    def wanted(self, rank: int) -> Tensor:
+        """The row of the table that is wanted at each row of a rank's result, -1 for none: [into] int32."""
+        place = self.places[:, rank]
+        number = torch.arange(len(place), dtype=torch.int32, device=place.device)
+        found = number.new_full((self.into + 1,), -1)
+        return found.scatter_(0, torch.where(place >= 0, place, self.into), number)[:-1]
 
 
 class Group(NamedTuple):
@@ -112,6 +133,7 @@ class Group(NamedTuple):
 
 
 ALONE = Group(0, 1, None)
+Coming = Callable[[], Tensor]  # waits for rows that are on their way, and returns them
 
 
 class _Recorded(NamedTuple):
@@ -123,7 +145,7 @@ class _Recorded(NamedTuple):
 
 
 class _Filled(NamedTuple):
-    """By how many ranks each row was filled: [n] int32, of a `Partial`."""
+    """By how many ranks each row was filled: [n] int32, of a `Partial`, or of rows that were moved."""
 
     site: str
     layer: int | None
@@ -160,8 +182,11 @@ class Ranks:
         self.rank, self.size, self.shards, self.asked = group.rank, group.size, shards, tokens
         self._group = group.processes
         self._multicast: Multicast | None = None
+        self._mailbox: Mailbox | None = None
         self.gathers = {"multicast": 0, "collective": 0}  # by what carries them
+        self.moves = {"memory": 0, "collective": 0}  # the same, of rows to and from experts
         self._recorded: list[_Recorded] = []
+        self._filled: list[_Filled] = []  # on a device, and not looked at
         self._arriving: _Compared | None = None  # what was gathered and nobody has looked at
         self._left: Left | None = None  # where a captured call leaves what is not looked at while it runs
         self._apart = False
@@ -182,13 +207,17 @@ class Ranks:
             self._apart = False
             self.calls.update(calls)
 
-    def connect(self, device: torch.device) -> None:
-        """Let gathers of few bytes go by multicast, where every rank has it: ranks of one machine."""
+    def connect(self, device: torch.device, tables: Sequence[Table] = ()) -> None:
+        """Let gathers of few bytes go by multicast, where every rank has it: ranks of one machine.
+
+        There rows to and from experts are written into `tables` on each rank, where there are any.
+        """
         if self._group is None:
             return
         able = torch.tensor([int(has_multicast(device))], device=device)
         if bool(self._gathered(able).all()):
             self._multicast = Multicast(self._group, device)
+            self._mailbox = Mailbox(self._group, device, tables) if tables else None
 
     @contextmanager
     def leaving(self, left: Left) -> Iterator[None]:
@@ -196,7 +225,7 @@ class Ranks:
 
         Calls and gathers are counted by `look` too: what is captured, or runs to warm up, is none.
         """
-        counts = {name: dict(getattr(self, name)) for name in ("calls", "gathers")}
+        counts = {name: dict(getattr(self, name)) for name in ("calls", "gathers", "moves")}
         self._left = left
         try:
             yield
@@ -213,8 +242,7 @@ class Ranks:
             self._enter("captured call")
         for (name, key), count in left.counted.items():
             getattr(self, name)[key] += count
-        for filled in left.filled:
-            _check_filled(filled)
+        _check_filled(left.filled)
         for compared in left.compared:
             self._compare(compared._replace(every=compared.every.cpu()))
 
@@ -292,6 +320,71 @@ class Ranks:
             dist.all_to_all_single(got.flatten(0, 1), data, received, sent, group=self._group)
         return got.view(x.dtype).movedim(0, 1).reshape(rows.size, columns.total)
 
+    def moved(self, site: str, layer: int, table: int, rows: Tensor, route: Route) -> Coming:
+        """Bring rows of a table to the ranks that want them, each from the rank that has it.
+
+        Parameters
+        ----------
+        site, layer
+            What this is, for a tripwire, and for whoever watches this rank.
+        table
+            Where it arrives in a mailbox: until the same is asked for again.
+        rows
+            [route.held.size, w] of any dtype.
+        route
+            Where they go.
+
+        Returns
+        -------
+        Coming
+            Waits for [route.into, w]; rows at which nothing is wanted hold nothing that may be read. Tripwire, now or
+            then, unless what is wanted is what comes.
+
+        """
+        self._enter(site)
+        if self._apart:
+            return lambda: rows.new_zeros(route.into, rows.shape[1])
+        if self._mailbox is None:
+            self.moves["collective"] += 1
+            return self._exchanged(site, layer, rows, route)
+        self.moves["memory"] += 1
+        arriving = self._mailbox(table, rows, route.held.of(route.going(self.rank)), route.held.start, route.into)
+        wanted = route.wanted(self.rank)
+
+        def arrived() -> Tensor:
+            found, numbers = arriving()
+            self._look_at(_Filled(site, layer, ((wanted < 0) | (numbers == wanted)).int()))
+            return found
+
+        return arrived
+
+    def _exchanged(self, site: str, layer: int, rows: Tensor, route: Route) -> Coming:
+        """`moved` by a collective, which must know how many rows go where; each row brings its number."""
+        to, row = (route.held.of(route.going(self.rank)) >= 0).T.nonzero(as_tuple=True)
+        place = route.places[:, self.rank]
+        coming = (place >= 0).nonzero()[:, 0]
+        coming = coming[route.source[coming].argsort(stable=True)]  # as they arrive: by source, ascending
+        sent, received = (ranks.bincount(minlength=self.size) for ranks in (to, route.source[coming]))
+        told = torch.empty_like(sent)
+        dist.all_to_all_single(told, sent, group=self._group)
+        if not told.equal(received):
+            rank = int((told != received).nonzero()[0])
+            raise Tripwire(site, layer, None, f"{int(told[rank])} rows from rank {rank}", f"{int(received[rank])}")
+        number = (row + route.held.start).int()[:, None]
+        given = torch.cat((number.view(torch.uint8), rows.view(torch.uint8)[row]), dim=1)
+        got, counts = given.new_empty(len(coming), given.shape[1]), (received.tolist(), sent.tolist())
+        arriving = dist.all_to_all_single(got, given, *counts, group=self._group, async_op=True)
+
+        def arrived(given: Tensor = given) -> Tensor:  # which lives until then
+            arriving.wait()
+            numbers, data = got.split([number.element_size(), given.shape[1] - number.element_size()], dim=1)
+            self._look_at(_Filled(site, layer, (numbers.contiguous().view(torch.int32)[:, 0] == coming).int()))
+            out = given.new_zeros(route.into, data.shape[1])
+            out[place[coming]] = data
+            return out.view(rows.dtype)
+
+        return arrived
+
     def filled(self, site: str, layer: int | None, partial: Partial) -> Tensor:
         """Give every rank all rows [n, d], each from the rank that filled it; Tripwire unless that is exactly one.
 
@@ -302,16 +395,22 @@ class Ranks:
             return rows
         self._enter(site)
         assert rows.shape[1] * rows.element_size() % 4 == 0, f"rows of {rows.shape[1]} {rows.dtype} are no whole words"
-        words = torch.cat((rows.view(torch.int32), partial.filled[:, None].to(torch.int32)), dim=1)
+        filled_here = partial.filled[:, None]
+        words = torch.cat((rows.view(torch.int32).masked_fill(~filled_here, 0), filled_here.to(torch.int32)), dim=1)
         if self._apart:
             return words[:, :-1].contiguous().view(rows.dtype)
         dist.all_reduce(words, group=self._group)
-        filled = _Filled(site, layer, words[:, -1])
-        if self._left is None:
-            _check_filled(filled)
-        else:
-            self._left.filled.append(filled)
+        self._look_at(_Filled(site, layer, words[:, -1]))
         return words[:, :-1].contiguous().view(rows.dtype)
+
+    def _look_at(self, filled: _Filled) -> None:
+        """Tripwire unless each row was filled by one rank: at once on the host, else when all is looked at."""
+        if self._left is not None:
+            self._left.filled.append(filled)
+        elif filled.ranks.device.type == "cpu":
+            _check_filled([filled])
+        else:
+            self._filled.append(filled)
 
     def of_first(self, x: Tensor) -> Tensor:
         """Return rank 0's x, whose shape and dtype every rank knows."""
@@ -335,6 +434,9 @@ class Ranks:
             if compared.arrived is not None:
                 compared.arrived.synchronize()
             self._compare(compared)
+        if wait:
+            filled, self._filled = self._filled, []
+            _check_filled(filled)
         if not self._recorded:
             return
         recorded, self._recorded = self._recorded, []
@@ -392,10 +494,11 @@ class Ranks:
         self.at = what
 
 
-def _check_filled(filled: _Filled) -> None:
-    """Tripwire unless each row was filled by exactly one rank."""
-    if bool((filled.ranks == 1).all()):
+def _check_filled(of_all: list[_Filled]) -> None:
+    """Tripwire unless each row of each was filled by exactly one rank."""
+    if not of_all or bool(torch.cat([filled.ranks for filled in of_all]).eq(1).all()):
         return
+    filled = next(filled for filled in of_all if not bool(filled.ranks.eq(1).all()))
     row = int((filled.ranks != 1).nonzero()[0])
     found = f"row {row} filled by {int(filled.ranks[row])} ranks"
     raise Tripwire(filled.site, filled.layer, None, found, "exactly one")

@@ -10,14 +10,13 @@ import torch
 
 from fathom.kernels.ops import Ops
 from fathom.model.cache.formats import CacheFormats
-from fathom.model.checkpoint.tensor_mapping import Form
+from fathom.model.checkpoint.tensor_mapping import ROUNDED, Form
 from fathom.model.ranks.ranks import AxisShard, Shards
 from fathom.model.rounding import FP8, Rounding
 
 F32, I64 = 4, 8  # bytes
 SLACK: Final = 1 << 16  # bytes of scratch that no op counts: a row of scales, a list of positions
 HEAD_ROWS: Final = 64  # rows of logits made at once, see `scripts.logits`; generation makes one
-ROUNDED: Final = (Form.FP8, Form.FP8_F32, Form.FP4)  # weights whose inputs may be rounded
 
 Matrices = Mapping[str, frozenset[tuple[Form, int, int]]]  # by name without layer and expert: form, rows, columns
 

@@ -1,6 +1,10 @@
 """The collectives on real processes, held against plain tensors in one."""
 
 import functools
+import re
+import shutil
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,9 +14,12 @@ from torch.distributed import _symmetric_memory as symmetric
 from fathom.model.choices import ALL, AUTO, OWN
 from fathom.model.errors import RankDisagreement, Tripwire
 from fathom.model.ranks import ranks as between
+from fathom.model.ranks.dispatch import owners
+from fathom.model.ranks.mailbox import Mailbox, Table
 from fathom.model.ranks.multicast import LARGEST
-from fathom.model.ranks.ranks import ALONE, Partial, Ranks, Shards, evenly, undivided
+from fathom.model.ranks.ranks import ALONE, AxisShard, Partial, Ranks, Route, Shards, evenly, undivided
 from tests import gloo
+from tests.interpreter import patched
 
 
 def ranks_of(group, tokens=AUTO):
@@ -54,7 +61,9 @@ def test_a_share_of_an_axis_that_is_not_split_is_all_of_it():
 
 def everything(group):
     """What the tests below ask of a rank: a process takes longer to start than all of it."""
-    return {"collectives": collectives(group), "faulty": faulty(group) if group.size == 2 else None}
+    found = {"collectives": collectives(group), "faulty": faulty(group) if group.size == 2 else None}
+    ranks = ranks_of(group)
+    return found | {"moved": (moves(group, ranks), lost(group, ranks)), "mailbox": by_mailbox(group)}
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +145,111 @@ def test_axes_rows_and_bits_arrive_whole(on_ranks, size):
     for found in on_ranks(size):
         assert found["collectives"].pop("multicast") == (6, {"multicast": 6, "collective": 2})
         assert found["collectives"] == {"calls": [False, False, True], "ran": {ALL: 2, OWN: 1}}
+
+
+# --- rows of a table
+
+
+def a_route(group, draw, rows=23, into=31):
+    """A table of rows, of which each is sent by one rank to any of them, and to places that nothing else gets."""
+    source = torch.randint(0, group.size, (rows,), generator=draw)
+    places = torch.stack([torch.randperm(into, generator=draw)[:rows] for _ in range(group.size)], dim=1)
+    wanted = torch.rand(rows, group.size, generator=draw) < 0.4
+    return Route(AxisShard(0, rows, rows, split=True), source, torch.where(wanted, places, -1), into)
+
+
+def moves(group, ranks):
+    """Move tables of several forms, and look at every row that is wanted: how many of them were moved, by what."""
+    draw, moved = torch.Generator().manual_seed(3), 0
+    for dtype, width in ((torch.uint8, 24), (torch.bfloat16, 6), (torch.float32, 5)):
+        whole = (torch.arange(23 * width) * 37 % 101).view(23, width).to(dtype)
+        held = evenly(23, group.rank, group.size)
+        of_owners = a_route(group, draw)._replace(held=held, source=owners(held, group.size, whole.device))
+        routes = (a_route(group, draw), of_owners)
+        coming = [  # both on their way at once
+            ranks.moved("here", 1, table, route.held.of(whole), route) for table, route in enumerate(routes)
+        ]
+        for arriving, route in zip(coming, routes, strict=True):
+            found, wanted = arriving(), route.wanted(group.rank)
+            assert found.shape == (31, width)
+            assert found[wanted >= 0].equal(whole[wanted[wanted >= 0].long()]), dtype
+            moved += int((wanted >= 0).sum())
+    return moved, ranks.moves
+
+
+class Shared:
+    """What stands for memory of GPUs that NVLink connects: files that all ranks map, and a barrier of gloo."""
+
+    def __init__(self, group, folder):
+        self.group, self.folder, self.mapped = group, folder, None
+
+    def empty(self, nbytes, dtype, device):
+        (self.folder / str(self.group.rank)).write_bytes(bytes([255]) * nbytes)
+        dist.barrier()
+        paths = [str(self.folder / str(rank)) for rank in range(self.group.size)]
+        self.mapped = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
+        return self.mapped[self.group.rank]
+
+    def rendezvous(self, memory, processes):
+        assert memory is self.mapped[self.group.rank]
+        assert processes is self.group.processes
+        return self
+
+    @property
+    def buffer_ptrs(self):
+        return [memory.data_ptr() for memory in self.mapped]
+
+    def barrier(self):
+        dist.barrier()
+
+
+def by_mailbox(group):
+    """The same by rows that Triton's kernel writes into the memory of other processes."""
+    held: list = [tempfile.mkdtemp() if group.rank == 0 else None]
+    dist.broadcast_object_list(held)
+    with pytest.MonkeyPatch.context() as monkeypatch, patched():
+        shared = Shared(group, Path(held[0]))
+        monkeypatch.setattr(symmetric, "empty", shared.empty)
+        monkeypatch.setattr(symmetric, "rendezvous", shared.rendezvous)
+        ranks = ranks_of(group)
+        ranks._mailbox = Mailbox(group.processes, torch.device("cpu"), [Table(31, 24)] * 2)
+        found = moves(group, ranks), lost(group, ranks)
+    dist.barrier()
+    if group.rank == 0:
+        shutil.rmtree(held[0])
+    return found
+
+
+def lost(group, ranks):
+    """What a rank says when each sends one row less than the rank behind it wants."""
+    route, going, behind = a_route(group, torch.Generator().manual_seed(4)), Route.going, (group.rank + 1) % group.size
+
+    def without(self, rank):
+        found = going(self, rank)
+        found[(found[:, behind] >= 0).nonzero()[0], behind] = -1
+        return found
+
+    rows = torch.ones(23, 24, dtype=torch.uint8)
+    ranks.moved("experts.dispatch", 2, 0, rows, route)()  # what it leaves behind is not taken for the next
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(Route, "going", without)
+        try:
+            ranks.moved("experts.dispatch", 3, 0, rows, route)()
+        except Tripwire as tripwire:
+            return str(tripwire)
+    return None
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_of_a_table_arrive_where_they_are_wanted(on_ranks, size):
+    for rank, found in enumerate(on_ranks(size)):
+        (moved, by), told = found["moved"]
+        (rows, of_memory), missed = found["mailbox"]
+        assert moved == rows > 23
+        assert (by, of_memory) == ({"memory": 0, "collective": 8}, {"memory": 8, "collective": 0})
+        before = (rank - 1) % size
+        assert re.fullmatch(rf"experts.dispatch of layer 3: \d+ rows from rank {before}, expected \d+", told)
+        assert re.fullmatch(r"experts.dispatch of layer 3: row \d+ filled by 0 ranks, expected exactly one", missed)
 
 
 def faulty(group):

@@ -9,6 +9,7 @@ import torch
 from fathom.kernels.ops import CPU, REFERENCE
 from fathom.model.architectures import config_from_file
 from fathom.model.checkpoint.mtp import Head
+from fathom.model.choices import AUTO, ROWS, WHOLE
 from fathom.model.errors import ConfigError
 from fathom.runtime.drafting import Drafting, check_draft, drafting, likely, lookup
 from fathom.runtime.generate import Generation, generate
@@ -213,19 +214,20 @@ def test_a_head_that_is_not_there_is_refused(headed):
     assert load(path, RunOptions(), CPU).head is None, "nothing of it is read"
 
 
-def on_ranks(group, path, drafted):
-    options = RunOptions("plain", "fp32", draft="auto", draft_tokens=MOST, draft_confidence=0.3)
+def on_ranks(group, path, drafted, experts=AUTO):
+    options = RunOptions("plain", "fp32", draft="auto", draft_tokens=MOST, draft_confidence=0.3, experts=experts)
     loaded = load(path, options, CPU, group)
     by = drafting(options, loaded.head) if drafted else None
     record, _, tokens = run(loaded.model, by, Sampling(0.7, 1.0, 3), limit=30)
     return tokens, record.drafted, record.accepted, sum(loaded.held.values())
 
 
+@pytest.mark.parametrize("experts", [ROWS, WHOLE])
 @pytest.mark.parametrize("name", ["mtp", "dspark"])
-def test_a_trained_head_on_two_ranks(name):
+def test_a_trained_head_on_two_ranks(name, experts):
     folder = DEMO.with_name(f"{DEMO.name}-{name}")
     ((wanted, _, _, whole),) = gloo.run(1, on_ranks, folder, False)
-    first, second = gloo.run(2, on_ranks, folder, True)
+    first, second = gloo.run(2, on_ranks, folder, True, experts)
     assert first[:3] == second[:3]
     assert first[0] == wanted
     assert 0 < sum(first[2]) < sum(first[1]), "some are accepted, some rejected"

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from fathom.kernels.experts.reference import FEW
 from fathom.kernels.ops import CPU
-from fathom.model.choices import ALL, AUTO, OWN
+from fathom.model.choices import ALL, AUTO, OWN, ROWS, WHOLE
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError, Tripwire
 from fathom.model.observe import sites
@@ -90,11 +91,11 @@ def distinct(name, values):
 
 
 def run_all(group, runs, ways):
-    """Logits of each run by each way, the calls by way, bytes held, fingerprints."""
+    """Logits of each run by each way, as tokens and as experts are spread; calls by tokens, rows moved, fingerprints."""
     torch.set_num_threads(1)
     found = {}
     for (name, run), way in product(runs.items(), ways):
-        options = RunOptions(run.numerics, run.dtype, rank_tokens=way, kv=run.kv)
+        options = RunOptions(run.numerics, run.dtype, rank_tokens=way[0], kv=run.kv, experts=way[1])
         loaded = load(run.directory, options, EXACT if run.exact else CPU, group)
         model = loaded.model
         state = model.new_state(len(run.tokens), max(run.lengths))
@@ -103,7 +104,7 @@ def run_all(group, runs, ways):
         found[name, way] = (
             logits,
             model.arithmetic.ranks.calls,
-            sum(loaded.held.values()),
+            model.arithmetic.ranks.moves["collective"],
             loaded.weights_fingerprint,
         )
     return found
@@ -111,7 +112,7 @@ def run_all(group, runs, ways):
 
 @pytest.fixture(scope="module")
 def alone(runs):
-    return {name: found for (name, _), found in run_all(ALONE, runs, [AUTO]).items()}
+    return {name: found for (name, _), found in run_all(ALONE, runs, [(AUTO, AUTO)]).items()}
 
 
 # each rank imports and loads everything anew: eight of them run, but for the slow tests, what only they show
@@ -129,14 +130,15 @@ OF_EIGHT = ("random, deployed, exact sums", "shorter than the ranks")
     ids=["2", "4", "8, few", "8"],
 )
 def test_logits_do_not_depend_on_the_number_of_ranks(runs, alone, size, only):
-    ways = (ALL, OWN)
+    ways = tuple(product((ALL, OWN), (ROWS, WHOLE)))
     runs = {name: run for name, run in runs.items() if size == 2 or not run.kv}  # caches are whole on every rank
     runs = {name: run for name, run in runs.items() if not only or name in only}
     for rank, found in enumerate(gloo.run(size, run_all, runs, ways, timeout=400)):
         for (name, run), way in product(runs.items(), ways):
-            logits, calls, _, fingerprint = found[name, way]
+            logits, calls, moves, fingerprint = found[name, way]
             expected = alone[name][0]
-            assert calls[way] == sum(calls.values()) == len(run.lengths)
+            assert calls[way[0]] == sum(calls.values()) == len(run.lengths)
+            assert (moves > 0) == (way == (OWN, WHOLE) and max(run.lengths) > FEW)
             assert fingerprint == alone[name][3]
             if run.exact:
                 assert logits.equal(expected), (name, way, rank)

@@ -54,6 +54,16 @@ def test_a_rank_that_is_killed_is_named_by_another(tmp_path):
         assert "(gather): no heartbeat for 4 s" in told[0]
 
 
+def test_a_rank_that_dies_in_a_dispatch_ends_all_of_them(tmp_path):
+    with ByHand(tmp_path, 3, MODULE, "--how", "dispatch", "--rank", "1", "--rank-timeout", "4", store="test") as run:
+        statuses, seconds = run.statuses()
+    assert statuses == [1, -signal.SIGKILL, 1]
+    assert seconds < 12
+    told = [line for line in run.console if not line.startswith("progress")]
+    assert len(told) == 1
+    assert told[0].startswith("rank 1 died or was stopped, last seen at collective 6 (experts.dispatch): no heartbeat")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "statuses", "told"),
