@@ -90,6 +90,14 @@ class Ops(Protocol):
         """`quantise`: `hadamard` and `simulate_fp4`."""
         ...
 
+    def pack_fp8(self, x: Tensor, group: int) -> Tensor:
+        """`quantise`: what ranks send each other."""
+        ...
+
+    def unpack_fp8(self, packed: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+        """`quantise`: what they have of it."""
+        ...
+
     def norm_rotate(
         self, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv_group: int
     ) -> Tensor:
@@ -198,16 +206,40 @@ class Ops(Protocol):
         """`swiglu`."""
         ...
 
-    def experts(
-        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool
+    def experts(  # noqa: PLR0913 (its tensors, and how)
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        w1: Stack,
+        w3: Stack,
+        w2: Stack,
+        limit: float,
+        *,
+        deployed: bool,
+        summed: bool = True,
     ) -> Tensor:
         """`experts`."""
         ...
 
-    def experts_fp8(
-        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool
+    def experts_fp8(  # noqa: PLR0913 (the same)
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        w1: Stack,
+        w3: Stack,
+        w2: Stack,
+        limit: float,
+        *,
+        deployed: bool,
+        summed: bool = True,
     ) -> Tensor:
         """`experts`: the same, as `linears_fp8` sums."""
+        ...
+
+    def sum_slots(self, y: Tensor, ids: Tensor) -> Tensor:
+        """`experts`: the sum of what they gave unsummed."""
         ...
 
     def experts_up(
@@ -282,6 +314,8 @@ class _Fields(NamedTuple):
     simulate_fp4: Callable[..., Any]
     hadamard: Callable[..., Any]
     round_index: Callable[..., Any]
+    pack_fp8: Callable[..., Any]
+    unpack_fp8: Callable[..., Any]
     norm_rotate: Callable[..., Any]
     pool: Callable[..., Any]
     store: Callable[..., Any]
@@ -300,6 +334,7 @@ class _Fields(NamedTuple):
     swiglu: Callable[..., Any]
     experts: Callable[..., Any]
     experts_fp8: Callable[..., Any]
+    sum_slots: Callable[..., Any]
     experts_up: Callable[..., Any]
     experts_down: Callable[..., Any]
     rotate_halves: Callable[..., Any]
@@ -397,6 +432,8 @@ _REFERENCE = OpSet(
     simulate_fp4=quantise.reference.simulate_fp4,
     hadamard=quantise.reference.hadamard,
     round_index=quantise.reference.round_index,
+    pack_fp8=quantise.reference.pack_fp8,
+    unpack_fp8=quantise.reference.unpack_fp8,
     norm_rotate=rope.reference.norm_rotate,
     pool=compress.reference.pool,
     store=rows.write,
@@ -415,6 +452,7 @@ _REFERENCE = OpSet(
     swiglu=swiglu.reference.swiglu,
     experts=experts.reference.experts,
     experts_fp8=experts.reference.experts,
+    sum_slots=experts.reference.sum_slots,
     experts_up=experts.reference.experts_up,
     experts_down=experts.reference.experts_down,
     rotate_halves=rope.reference.rotate_halves,

@@ -30,6 +30,7 @@ from fathom.kernels import compiled
 from fathom.kernels.attention import triton as attention
 from fathom.kernels.compress import triton as compress
 from fathom.kernels.differential import triton as differential
+from fathom.kernels.experts import triton as experts
 from fathom.kernels.experts import triton_expert_codes
 from fathom.kernels.gate import triton as gate
 from fathom.kernels.hyper import triton as hyper
@@ -54,6 +55,8 @@ TRITON = CPU._replace(
     simulate_fp4=activations.simulate_fp4,
     hadamard=activations.hadamard,
     round_index=activations.round_index,
+    pack_fp8=activations.pack_fp8,
+    unpack_fp8=activations.unpack_fp8,
     hyper_weights=hyper.hyper_weights,
     head_weights=hyper.head_weights,
     collapse=streams.collapse,
@@ -77,6 +80,7 @@ TRITON = CPU._replace(
     swiglu=swiglu.swiglu,
     experts=triton_expert_codes.experts,
     experts_fp8=triton_expert_codes.experts_fp8,
+    sum_slots=experts.sum_slots,
     experts_up=triton_expert_codes.experts_up,
     experts_down=triton_expert_codes.experts_down,
 )

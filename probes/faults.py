@@ -1275,8 +1275,8 @@ def experts_of_few_tokens_unrounded(ops: Ops) -> Ops:
     if isinstance(ops.experts, Experts):  # one after the other, by ops that are right
         return ops
 
-    def experts(x: Tensor, *given: Any, deployed: bool) -> Tensor:
-        return ops.experts(x, *given, deployed=deployed and len(x) > SHORT)
+    def experts(x: Tensor, *given: Any, deployed: bool, summed: bool = True) -> Tensor:
+        return ops.experts(x, *given, deployed=deployed and len(x) > SHORT, summed=summed)
 
     return ops._replace(experts=experts)
 

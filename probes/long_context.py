@@ -119,7 +119,7 @@ def code_places(length: int, most: int) -> list[int]:
 
 REST: Final = "the rest"  # what no op takes: embedding, calls of ops, caches, the interpreter
 STREAMS: Final = frozenset({"hyper_weights", "head_weights", "collapse", "read_streams", "expand"})
-ROUNDING: Final = frozenset({"simulate_fp8", "simulate_fp4", "hadamard", "round_index"})
+ROUNDING: Final = frozenset({"simulate_fp8", "simulate_fp4", "hadamard", "round_index", "pack_fp8", "unpack_fp8"})
 COMPONENTS: Final = (
     "select", "attend, CSA", "attend, HCA", "attend, SWA", "linears, FP4 experts", "linears, others", "mHC", "rounding",
     "other ops", REST,

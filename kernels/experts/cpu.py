@@ -11,7 +11,7 @@ from numba import types
 from torch import Tensor
 
 from fathom.kernels.compiled import aligned, array, compiled, each, loop, note_read, watched
-from fathom.kernels.experts.reference import Experts
+from fathom.kernels.experts.reference import Experts, of_pairs
 from fathom.kernels.formats.cpu import arrays, lay_out, placed
 from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.kernels.formats.stored import Apart, Fp4, Fp8, Stack, layout, member, members, places
@@ -35,8 +35,11 @@ def experts(
     limit: float,
     *,
     deployed: bool,
+    summed: bool = True,
 ) -> Tensor:
     """Sum of the weighted outputs of a token's experts: `kernels.experts.reference.Experts`."""
+    if not summed:
+        return of_pairs(experts, x, ids, weights, w1, w3, w2, limit, deployed=deployed)
     (t, hidden), k, (inner, _) = x.shape, ids.shape[1], w1.shape
     up, gate, down = (member(w, 0) for w in (w1, w3, w2))
     assert type(up) is type(gate), f"w1 is {type(up).__name__}, w3 {type(gate).__name__}"
@@ -70,11 +73,23 @@ def _of_one_form(*stacks: Stack) -> bool:
 
 
 def experts_scratch(
-    tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
+    tokens: int,
+    slots: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    form: str,
+    item: int,
+    *,
+    deployed: bool,
+    summed: bool = True,
 ) -> int:
-    """Bytes alive at most in `experts` of up to FEW tokens, the result included: it, and inputs in fp32."""
-    del slots, experts, inner, form, item, deployed
-    return tokens * hidden * 8
+    """Bytes alive at most in `experts` of up to FEW tokens, the result included: it, and inputs in fp32.
+
+    Not summed: the same of up to FEW pairs, beside their inputs and their outputs.
+    """
+    del experts, inner, form, deployed
+    return tokens * hidden * 8 if summed else tokens * slots * hidden * (8 + 2 * item)
 
 
 def _places(stacked: Stack) -> tuple[Any, Any]:

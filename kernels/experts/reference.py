@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,6 +40,45 @@ def by_expert(ids: Tensor, count: int) -> Iterator[tuple[int, Tensor, Tensor]]:
             places = order[start : start + found]
             yield expert, places // ids.shape[1], places % ids.shape[1]
         start += found
+
+
+def sum_slots(y: Tensor, ids: Tensor) -> Tensor:
+    """Add the outputs of a token's experts as `experts` does: in fp32, from 0 on, in ascending order of experts.
+
+    Parameters
+    ----------
+    y
+        [t, k, hidden] bfloat16 or float32, the output of each pair of a token and a slot.
+    ids
+        [t, k], the experts of each token, distinct within a row.
+
+    Returns
+    -------
+    Tensor
+        [t, hidden] float32.
+
+    """
+    out = torch.zeros(y.shape[0], y.shape[2], device=y.device)
+    tokens = torch.arange(y.shape[0], device=y.device)
+    for slot in ids.argsort(1).unbind(1):
+        out += y[tokens, slot].float()
+    return out
+
+
+def sum_slots_scratch(tokens: int, slots: int, hidden: int, item: int) -> int:
+    """Bytes alive at most in `sum_slots`, the result included: it, an output of each token, ids in order."""
+    return tokens * (hidden * (4 + item + 4 * (item < 4)) + 8 * (2 * slots + 1))
+
+
+def of_pairs(
+    experts: Callable[..., Tensor], x: Tensor, ids: Tensor, weights: Tensor, *given: Any, **how: Any
+) -> Tensor:
+    """`experts` with ``summed=False``, of itself: pairs that are on this rank are tokens of one expert each."""
+    tokens, slots = (ids >= 0).nonzero(as_tuple=True)
+    out = x.new_zeros(*ids.shape, x.shape[1])
+    pairs = x[tokens], ids[tokens, slots][:, None], weights[tokens, slots][:, None]
+    out[tokens, slots] = experts(*pairs, *given, **how).to(x.dtype)
+    return out
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +168,18 @@ class Experts(_Parts):
 
     __slots__ = ()
 
-    def __call__(
-        self, x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool
+    def __call__(  # noqa: PLR0913 (its tensors, and how)
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        w1: Stack,
+        w3: Stack,
+        w2: Stack,
+        limit: float,
+        *,
+        deployed: bool,
+        summed: bool = True,
     ) -> Tensor:
         """Run one expert after the other.
 
@@ -138,7 +188,8 @@ class Experts(_Parts):
         x
             [t, hidden] bfloat16 or float32.
         ids
-            [t, k] int64, the experts of each token, distinct within a row.
+            [t, k] int64, the experts of each token, distinct within a row; where outputs are not summed, -1 says that a
+            pair's expert is on another rank.
         weights
             [t, k] float32 routing weights.
         w1, w3
@@ -150,13 +201,18 @@ class Experts(_Parts):
         deployed
             Whether inputs of Fp8 and Fp4 matrices are rounded to E4M3 per 128 columns first. `inner` and `hidden` are
             multiples of 128 then.
+        summed
+            Whether a token's outputs are added up; else `sum_slots` does it, to the same bits.
 
         Returns
         -------
         Tensor
-            [t, hidden] float32.
+            [t, hidden] float32; not summed the output of each pair, [t, k, hidden] in the dtype of `x`. That of a pair
+            with id -1 holds nothing that may be read.
 
         """
+        if not summed:
+            return of_pairs(self, x, ids, weights, w1, w3, w2, limit, deployed=deployed)
         out = torch.zeros_like(x, dtype=torch.float32)
         for expert, tokens, slots in by_expert(ids, members(w1)):
             one, three, two = (member(w, expert) for w in (w1, w3, w2))

@@ -11,6 +11,7 @@ reads twice. Nothing is sorted, inputs are rounded where they are multiplied, an
 token adds up its slots.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -179,21 +180,28 @@ def _down(
 
 @triton.jit
 def _expert_of(ids, pair, experts):
-    """Expert of a pair; where there is none, which a tripwire sees, the first: all programs of a token must arrive."""
+    """Expert of a pair, and whether there is one; where there is none, the first.
+
+    Where outputs are summed a tripwire sees that, and all programs of a token must arrive.
+    """
     found = tl.load(ids + pair)
-    return tl.where((found >= 0) & (found < experts), found, 0)
+    known = (found >= 0) & (found < experts)
+    return tl.where(known, found, 0), known
 
 
 @triton.jit(do_not_specialize=["slots"])
 def _few_up(
     x, ids, weights, data1, scale1, global1, data3, scale3, global3, out,
     slots, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride, limit,
-    FORM: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr,
-    UPCAST: tl.constexpr,
+    SUMMED: tl.constexpr, FORM: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    STEPS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """Rows of what w2 is given, of a pair: programs of the same rows of all pairs lie side by side."""
     pair = tl.program_id(0)
-    expert = _expert_of(ids, pair, experts)
+    expert, known = _expert_of(ids, pair, experts)
+    if not SUMMED:  # noqa: SIM102 (it is a constant)
+        if not known:
+            return
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     there = row < rows
     x += (pair // slots).to(tl.int64) * columns
@@ -222,12 +230,16 @@ def _few_up(
 def _few_down(
     x, ids, data, scale, global_scale, out, total_out, counters,
     slots, experts, rows, columns, width, scale_width, jump, stride, scale_jump, scale_stride,
-    FORM: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr, STEPS: tl.constexpr,
-    SLOTS: tl.constexpr, UPCAST: tl.constexpr,
+    SUMMED: tl.constexpr, FORM: tl.constexpr, ROUND: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
+    STEPS: tl.constexpr, SLOTS: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Rows of a pair's product; the last of a token's pairs to have them adds them up."""
+    """Rows of a pair's product; SUMMED, the last of a token's pairs to have them adds them up."""
     pair, tile = tl.program_id(0), tl.program_id(1)
-    expert, token = _expert_of(ids, pair, experts), pair // slots
+    expert, known = _expert_of(ids, pair, experts)
+    if not SUMMED:  # noqa: SIM102 (it is a constant)
+        if not known:
+            return
+    token = pair // slots
     row = tile * ROWS + tl.arange(0, ROWS)
     there, first = row < rows, token.to(tl.int64) * slots
     total = row_products(
@@ -237,9 +249,10 @@ def _few_down(
     if FORM == "nvfp4":
         total *= tl.load(global_scale + expert)
     tl.store(out + pair.to(tl.int64) * rows + row, rounded(total, out.dtype.element_ty, UPCAST), there)
-    if arrived_last(counters, token * tl.num_programs(1) + tile, slots):
-        found = _sum_of_slots(out + first * rows, ids + first, slots, row, rows, ROWS, SLOTS)
-        tl.store(total_out + token.to(tl.int64) * rows + row, found, there)
+    if SUMMED:  # noqa: SIM102
+        if arrived_last(counters, token * tl.num_programs(1) + tile, slots):
+            found = _sum_of_slots(out + first * rows, ids + first, slots, row, rows, ROWS, SLOTS)
+            tl.store(total_out + token.to(tl.int64) * rows + row, found, there)
 
 
 @triton.jit
@@ -272,15 +285,17 @@ def _sum_slots(y, ids, out, slots, columns, SLOTS: tl.constexpr, BLOCK: tl.const
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool
-) -> Tensor:
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool,
+    summed: bool = True,
+) -> Tensor:  # fmt: skip
     """Sum of the experts' weighted outputs: `kernels.experts.reference.Experts`."""
     if isinstance(w1, Apart) or isinstance(w3, Apart) or isinstance(w2, Apart):
-        return _APART(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
+        return _APART(x, ids, weights, w1, w3, w2, limit, deployed=deployed, summed=summed)
     if not ids.numel():
-        return torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        return _nothing(x, ids, w2, summed=summed)
     if ids.shape[0] <= FEW:
-        return experts_down(experts_up(x, ids, weights, w1, w3, limit, deployed=deployed), ids, w2, deployed=deployed)
+        a = experts_up(x, ids, weights, w1, w3, limit, deployed=deployed, summed=summed)
+        return experts_down(a, ids, w2, deployed=deployed, summed=summed)
     check_up(x, ids, weights, w1, w3)
     ids, inner = ids.contiguous(), w1.shape[0]
     pairs, rounds = _sorted(ids, members(w1)), deployed and isinstance(w2, Fp8 | Fp4)
@@ -290,13 +305,23 @@ def experts(
     else:
         given = _Given(*2 * (x.new_empty(ids.numel(), inner),))
     _up(given, pairs, x, weights, w1, w3, limit, deployed=deployed, rounds=rounds)
-    return _down_and_sum(given, pairs, x, ids, w2)
+    return _outputs(given, pairs, x, ids, w2, summed=summed)
+
+
+def _nothing(x: Tensor, ids: Tensor, w2: Weight, *, summed: bool) -> Tensor:
+    """What `experts` and `experts_down` of no pairs return."""
+    if not summed:
+        return x.new_empty(*ids.shape, w2.shape[0])
+    return torch.zeros(ids.shape[0], w2.shape[0], device=x.device)
 
 
 def experts_up(
-    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, limit: float, *, deployed: bool
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, limit: float, *, deployed: bool, summed: bool = True
 ) -> Tensor:
-    """What w2 of each of a token's experts is given: `kernels.experts.reference.ExpertsUp`."""
+    """What w2 of each of a token's experts is given: `kernels.experts.reference.ExpertsUp`.
+
+    Where it is not `summed` afterwards, ids may be -1, here and in `experts_down`, as in `experts`.
+    """
     if isinstance(w1, Apart) or isinstance(w3, Apart):
         return _APART_UP(x, ids, weights, w1, w3, limit, deployed=deployed)
     out = x.new_empty(*ids.shape, w1.shape[0])
@@ -305,22 +330,24 @@ def experts_up(
         return out
     ids = ids.contiguous()
     if (few := _few(ids, w1, w3)) is not None:
-        return _few_given(out, x.contiguous(), ids, weights.contiguous(), few, w1, limit, deployed=deployed)
+        few_of = partial(_few_given, deployed=deployed, summed=summed)
+        return few_of(out, x.contiguous(), ids, weights.contiguous(), few, w1, limit)
     _up(_Given(out, out), _sorted(ids, members(w1)), x, weights, w1, w3, limit, deployed=deployed, rounds=False)
     return out
 
 
-def experts_down(a: Tensor, ids: Tensor, w2: Stack, *, deployed: bool) -> Tensor:
+def experts_down(a: Tensor, ids: Tensor, w2: Stack, *, deployed: bool, summed: bool = True) -> Tensor:
     """Sum of the experts' outputs: `kernels.experts.reference.ExpertsDown`."""
     if isinstance(w2, Apart):
         return _APART_DOWN(a, ids, w2, deployed=deployed)
     if not ids.numel():
-        return torch.zeros(ids.shape[0], w2.shape[0], device=a.device)
+        return _nothing(a, ids, w2, summed=summed)
     assert a.shape == (*ids.shape, w2.shape[1]), f"given {tuple(a.shape)} for ids {tuple(ids.shape)}, w2 {w2.shape}"
     ids = ids.contiguous()
     if (few := _few(ids, w2)) is not None:
-        return _few_summed(a.contiguous(), ids, few[0], w2, deployed=deployed)
-    return _down_and_sum(_given(a.flatten(0, 1), w2, deployed=deployed), _sorted(ids, members(w2)), a, ids, w2)
+        return _few_outputs(a.contiguous(), ids, few[0], w2, deployed=deployed, summed=summed)
+    given = _given(a.flatten(0, 1), w2, deployed=deployed)
+    return _outputs(given, _sorted(ids, members(w2)), a, ids, w2, summed=summed)
 
 
 def check_up(x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack) -> None:
@@ -340,7 +367,7 @@ def _few(ids: Tensor, *matrices: Weight) -> list[Planes] | None:
 
 def _few_given(
     out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, matrices: list[Planes], w1: Weight, limit: float,
-    *, deployed: bool,
+    *, deployed: bool, summed: bool,
 ) -> Tensor:  # fmt: skip
     """`experts_up` by whole rows."""
     (one, three), (inner, hidden) = matrices, w1.shape
@@ -348,24 +375,26 @@ def _few_given(
     at_once = rows_at_once(inner * ids.shape[1], UP_ROWS, lanes(one))
     _few_up[ids.numel(), triton.cdiv(inner, at_once)](
         x, ids, weights, *one[1:], *three[1:], out, ids.shape[1], members(w1), inner, hidden, *_layout(one),
-        float(limit), ROWS=at_once, **_few_constants(one, w1, hidden, deployed=deployed),
+        float(limit), SUMMED=summed, ROWS=at_once, **_few_constants(one, w1, hidden, deployed=deployed),
     )  # fmt: skip
     return out
 
 
-def _few_summed(a: Tensor, ids: Tensor, two: Planes, w2: Weight, *, deployed: bool) -> Tensor:
+def _few_outputs(a: Tensor, ids: Tensor, two: Planes, w2: Weight, *, deployed: bool, summed: bool) -> Tensor:
     """`experts_down` by whole rows."""
     (t, slots), (hidden, inner) = ids.shape, w2.shape
-    y, out = a.new_empty(t, slots, hidden), torch.empty(t, hidden, dtype=torch.float32, device=a.device)
+    y = a.new_empty(t, slots, hidden)
+    out = torch.empty(t, hidden, dtype=torch.float32, device=a.device) if summed else None
     at_once = rows_at_once(hidden * slots, DOWN_ROWS, lanes(two))
     while FEW * triton.cdiv(hidden, at_once) > COUNTERS:
         at_once *= 2
     tiles = triton.cdiv(hidden, at_once)
     _few_down[t * slots, tiles](
-        a, ids, *two[1:], y, out, counters(a.device), slots, members(w2), hidden, inner, *_layout(two),
-        ROWS=at_once, SLOTS=triton.next_power_of_2(slots), **_few_constants(two, w2, inner, deployed=deployed),
+        a, ids, *two[1:], y, out, counters(a.device) if summed else None, slots, members(w2), hidden, inner,
+        *_layout(two), SUMMED=summed, ROWS=at_once, SLOTS=triton.next_power_of_2(slots),
+        **_few_constants(two, w2, inner, deployed=deployed),
     )  # fmt: skip
-    return out
+    return y if out is None else out
 
 
 def _few_constants(of: Planes, weight: Weight, columns: int, *, deployed: bool) -> dict[str, Any]:
@@ -442,20 +471,22 @@ def _up(
     )  # fmt: skip
 
 
-def _down_and_sum(given: _Given, pairs: _Pairs, like: Tensor, ids: Tensor, w2: Weight) -> Tensor:
-    """[t, hidden] float32 of inputs that are rounded already; products are of the dtype of `like`."""
+def _outputs(given: _Given, pairs: _Pairs, like: Tensor, ids: Tensor, w2: Weight, *, summed: bool) -> Tensor:
+    """`experts_down` of inputs that are rounded already; products are of the dtype of `like`."""
     (t, slots), (hidden, inner), held = ids.shape, w2.shape, members(w2)
     down, y = planes(w2), like.new_empty(t, slots, hidden)
     _down[triton.cdiv(hidden, ROWS), pairs.blocks](
         *given, *pairs[:3], *down[1:], y, held, hidden, inner, *_layout(down),
         **_constants(like, w2, down.form, held, pairs.tokens),
     )  # fmt: skip
-    return slots_summed(y, ids)
+    return sum_slots(y, ids) if summed else y
 
 
-def slots_summed(y: Tensor, ids: Tensor) -> Tensor:
-    """[t, hidden] float32 of outputs y [t, k, hidden], in ascending order of experts `ids` [t, k]."""
-    t, slots, hidden = y.shape
+def sum_slots(y: Tensor, ids: Tensor) -> Tensor:
+    """Sum of outputs [t, k, hidden] of a token's experts: `kernels.experts.reference.sum_slots`, bit for bit."""
+    (t, slots, hidden), y, ids = y.shape, y.contiguous(), ids.contiguous()
+    if not ids.numel():
+        return torch.zeros(t, hidden, device=y.device)
     out, block = torch.empty(t, hidden, dtype=torch.float32, device=y.device), min(1024, triton.next_power_of_2(hidden))
     _sum_slots[t, triton.cdiv(hidden, block)](
         y, ids, out, slots, hidden, SLOTS=triton.next_power_of_2(slots), BLOCK=block, num_warps=4,
@@ -464,16 +495,24 @@ def slots_summed(y: Tensor, ids: Tensor) -> Tensor:
     return out
 
 
+def sum_slots_scratch(tokens: int, slots: int, hidden: int, item: int) -> int:
+    """Bytes allocated in `sum_slots`: the result."""
+    del slots, item
+    return tokens * hidden * 4
+
+
 def experts_scratch(
-    tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
-) -> int:
+    tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool,
+    summed: bool = True,
+) -> int:  # fmt: skip
     """Bytes allocated in `experts` of up to so many tokens; where inputs are codes it is less.
 
     What w2 is given beside the more of both halves.
     """
     middle, few = tokens * slots * inner * item, tokens <= FEW
     up = experts_up_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
-    down = experts_down_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed and few)
+    sizes = tokens, slots, experts, hidden, inner, form, item
+    down = experts_down_scratch(*sizes, deployed=deployed and few, summed=summed)
     codes = tokens * slots * (inner + inner // LINEAR_GROUP) if deployed and form == "FP4" and not few else 0
     return max(up + codes, middle + down)
 
@@ -487,11 +526,12 @@ def experts_up_scratch(
 
 
 def experts_down_scratch(
-    tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
-) -> int:
+    tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool,
+    summed: bool = True,
+) -> int:  # fmt: skip
     """Bytes allocated in `experts_down`: the same, a product for each pair, and their sum."""
     sorting = _sorting_nbytes(tokens, slots, experts, inner, tokens * slots * inner * item, form, deployed=deployed)
-    return tokens * hidden * (slots * item + 4) + sorting
+    return tokens * hidden * (slots * item + 4 * summed) + sorting
 
 
 def _sorting_nbytes(

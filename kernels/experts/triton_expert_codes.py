@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fathom.kernels.experts import triton as by_tiles
 from fathom.kernels.experts.reference import FEW
-from fathom.kernels.experts.triton import _Given, _located, _Pairs, _sort_pairs, _sorting_nbytes, check_up, slots_summed
+from fathom.kernels.experts.triton import _Given, _located, _Pairs, _sort_pairs, _sorting_nbytes, check_up, sum_slots
 from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.kernels.formats.stored import Fp4, Stack, members
 from fathom.kernels.formats.triton import e2m1, e4m3, e8m0, power_of_two
@@ -317,24 +317,26 @@ def _down_of_codes(
 
 
 def experts_fp8(
-    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool
-) -> Tensor:
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool,
+    summed: bool = True,
+) -> Tensor:  # fmt: skip
     """`experts`; where they take FP4 matrices whose inputs are rounded, codes by codes."""
     if not deployed or not _taken(x, ids, w1, w3, w2):
-        return experts(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
-    return _experts(x, ids, weights, w1, w3, w2, limit, _codes)
+        return experts(x, ids, weights, w1, w3, w2, limit, deployed=deployed, summed=summed)
+    return _experts(x, ids, weights, w1, w3, w2, limit, _codes, summed=summed)
 
 
 def experts(
-    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool
-) -> Tensor:
+    x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool,
+    summed: bool = True,
+) -> Tensor:  # fmt: skip
     """`kernels.experts.triton.experts`, of numbers where more than FEW tokens in bf16 go to FP4 matrices on Hopper.
 
     Blackwell multiplies FP4 as it is; words of matrices and scales must lie whole.
     """
     if not _taken(x, ids, w1, w3, w2):
-        return by_tiles.experts(x, ids, weights, w1, w3, w2, limit, deployed=deployed)
-    return _experts(x, ids, weights, w1, w3, w2, limit, partial(_numbers, deployed=deployed))
+        return by_tiles.experts(x, ids, weights, w1, w3, w2, limit, deployed=deployed, summed=summed)
+    return _experts(x, ids, weights, w1, w3, w2, limit, partial(_numbers, deployed=deployed), summed=summed)
 
 
 def experts_up(
@@ -354,18 +356,19 @@ def experts_down(a: Tensor, ids: Tensor, w2: Stack, *, deployed: bool) -> Tensor
     if not _taken(a, ids, w2):
         return by_tiles.experts_down(a, ids, w2, deployed=deployed)
     pairs, _, tile = _sorted(ids, w2)
-    return _summed(_down(pairs, _numbers(a.flatten(0, 1), deployed=deployed), w2, tile), ids)
+    return _outputs(_down(pairs, _numbers(a.flatten(0, 1), deployed=deployed), w2, tile), ids, summed=True)
 
 
 def _experts(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float,
-    given: Callable[[Tensor], _Given],
+    given: Callable[[Tensor], _Given], *, summed: bool = True,
 ) -> Tensor:  # fmt: skip
     """`experts` of what `given` makes of inputs; what w2 is given ends with that."""
     check_up(x, ids, weights, w1, w3)
     assert w2.shape == (w1.shape[1], w1.shape[0]), f"w1 {w1.shape}, w2 {w2.shape}"
     pairs, up, down = _sorted(ids, w1)
-    return _summed(_down(pairs, given(_up(pairs, given(x), weights, w1, w3, limit, up)), w2, down), ids)
+    a = given(_up(pairs, given(x), weights, w1, w3, limit, up))
+    return _outputs(_down(pairs, a, w2, down), ids, summed=summed)
 
 
 def _taken(x: Tensor, ids: Tensor, *matrices: Stack) -> bool:
@@ -416,8 +419,9 @@ def _down(pairs: _Pairs, given: _Given, w2: Stack, tile: Tile) -> Tensor:
     return y
 
 
-def _summed(y: Tensor, ids: Tensor) -> Tensor:
-    out: Tensor = slots_summed(y.unflatten(0, ids.shape), ids.contiguous())
+def _outputs(y: Tensor, ids: Tensor, *, summed: bool) -> Tensor:
+    of_slots = y.unflatten(0, ids.shape)
+    out: Tensor = sum_slots(of_slots, ids) if summed else of_slots
     return out
 
 
@@ -465,13 +469,15 @@ def _constants(stack: Stack, tile: Tile) -> dict[str, int | bool]:
 
 
 def experts_scratch(
-    tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
-) -> int:
+    tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool,
+    summed: bool = True,
+) -> int:  # fmt: skip
     """Bytes allocated in `experts` of up to so many tokens, whichever way they go on the GPU that there is."""
-    tiles = by_tiles.experts_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
+    sizes = tokens, slots, experts, hidden, inner, form, item
+    tiles = by_tiles.experts_scratch(*sizes, deployed=deployed, summed=summed)
     given, middle, y = (tokens * n * item for n in (hidden, slots * inner, slots * hidden))
     first = max(given * (1 + deployed), given + middle)  # rounded inputs beside those in order
-    here = max(first, (2 + deployed) * middle, middle + y, y + tokens * hidden * 4)
+    here = max(first, (2 + deployed) * middle, middle + y, y + tokens * hidden * 4 * summed)
     return _either(tiles, here, tokens, slots, experts, form, item)
 
 

@@ -63,6 +63,50 @@ def simulate_fp8(x: Tensor, group: int) -> Tensor:
     return blocks.flatten(-2).to(x.dtype)
 
 
+def pack_fp8(x: Tensor, group: int) -> Tensor:
+    """What `simulate_fp8` rounds `x` to, as bytes that one rank sends another.
+
+    Parameters
+    ----------
+    x
+        [n, d], d a multiple of `group`.
+    group
+        Columns per scale.
+
+    Returns
+    -------
+    Tensor
+        [n, d + d / group] uint8: E4M3 codes of a row, then the E8M0 scale of each of its groups, 255 where it is NaN.
+
+    """
+    values, scale = quantise_fp8(x, group)
+    return torch.cat((values.view(torch.uint8), scale.to(torch.float8_e8m0fnu).view(torch.uint8)), 1)
+
+
+def unpack_fp8(packed: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """Numbers [n, d] in `dtype` of what `pack_fp8` gave: of `x` in that dtype those of `simulate_fp8`.
+
+    Rounded once more they are the same; but what rounds to 2^128, from 248 * 2^120 on, is infinite then, and rounds its
+    block to NaN.
+    """
+    assert packed.shape[1] % (group + 1) == 0, f"{packed.shape[1]} bytes are no codes in groups of {group} and scales"
+    d = packed.shape[1] // (group + 1) * group
+    values, scale = packed[:, :d].view(torch.float8_e4m3fn), packed[:, d:].view(torch.float8_e8m0fnu)
+    blocks: Tensor = values.float().unflatten(1, (-1, group)) * scale.float()[..., None]
+    return blocks.flatten(1).to(dtype)
+
+
+def pack_fp8_scratch(numbers: int, group: int, item: int) -> int:
+    """Bytes alive at most in `pack_fp8`: numbers in fp32, over their scales, and clamped."""
+    return numbers * (8 + 4 * (item < 4)) + numbers // group * 8
+
+
+def unpack_fp8_scratch(numbers: int, group: int, item: int) -> int:
+    """Bytes alive at most in `unpack_fp8`: codes in fp32, and times their scales."""
+    del item
+    return numbers * 8 + numbers // group * 4
+
+
 def round_e2m1(x: Tensor) -> Tensor:
     """Round float32 values within [-6, 6] to the nearest of 0, .5, 1, 1.5, 2, 3, 4, 6, ties to the even code."""
     size = x.abs()

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fathom.kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, encoded, simulated
+from fathom.kernels.formats.triton import E4M3_LARGEST, E4M3_SMALLEST, e4m3, e8m0, encoded, simulated
 from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
 from fathom.kernels.quantise.reference import E2M1_MAX, E4M3_MAX
 
@@ -79,11 +79,12 @@ def _norm_rotate(
 @triton.jit(do_not_specialize=["blocks"])
 def _simulate(
     x, out, powers, blocks, CODES: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
-    ACROSS: tl.constexpr, HALVES: tl.constexpr, UPCAST: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr,
-    MANTISSA: tl.constexpr, BIAS: tl.constexpr,
+    ACROSS: tl.constexpr, BEHIND: tl.constexpr, HALVES: tl.constexpr, UPCAST: tl.constexpr, SMALLEST: tl.constexpr,
+    LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """ACROSS: blocks of a row, where powers of the same place in all rows lie side by side; 0: those of a row do.
 
+    BEHIND: blocks of a row, where its powers are behind its codes, in one row of bytes; 0: they are a tensor.
     HALVES: of each 8 columns of a block the first four come before all second four.
     """
     block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -95,12 +96,29 @@ def _simulate(
         if HALVES:
             eights = tl.permute(tl.reshape(codes, [ROWS, PADDED // 8, 2, 4]), (0, 2, 1, 3))
             codes = tl.reshape(eights, [ROWS, PADDED])
-        tl.store(out + block * GROUP + column, codes, inside)
+        before = block // BEHIND if BEHIND > 0 else 0  # rows
+        tl.store(out + block * GROUP + before * BEHIND + column, codes, inside)
         place = block if ACROSS == 0 else block % ACROSS * (blocks // ACROSS) + block // ACROSS
+        place += 0 if BEHIND == 0 else (before + 1) * BEHIND * GROUP
         tl.store(powers + place, exponent, block < blocks)
     else:
         wide = simulated(wide, 1, SMALLEST, LARGEST, MANTISSA, BIAS)
         tl.store(out + block * GROUP + column, rounded(wide, out.dtype.element_ty, UPCAST), inside)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _unpack(
+    packed, out, blocks,
+    BEHIND: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Numbers of what `_simulate` left with powers BEHIND codes."""
+    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, PADDED)[None, :]
+    inside, before = (block < blocks) & (column < GROUP), block // BEHIND
+    codes = tl.load(packed + block * GROUP + before * BEHIND + column, inside, 0)
+    power = e8m0(tl.load(packed + (before + 1) * BEHIND * GROUP + block, block < blocks, 127))
+    wide = e4m3(codes, tl.float32, UPCAST) * power
+    tl.store(out + block * GROUP + column, rounded(wide, out.dtype.element_ty, UPCAST), inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -180,9 +198,33 @@ def fp8_codes(x: Tensor, group: int, *, by_group: bool = False, halves: bool = F
     return codes, powers
 
 
+def pack_fp8(x: Tensor, group: int) -> Tensor:
+    """E4M3 codes and scales of rows [n, d] as bytes: `kernels.quantise.reference.pack_fp8`, bit for bit but for NaN."""
+    (n, d), groups = x.shape, x.shape[1] // group
+    out = torch.empty(n, d + groups, dtype=torch.uint8, device=x.device)
+    _launch(x, out, out, group, E4M3, behind=groups)
+    return out
+
+
+def unpack_fp8(packed: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of what `pack_fp8` gave: `kernels.quantise.reference.unpack_fp8`, bit for bit but for NaN."""
+    (n, width), groups = packed.shape, packed.shape[1] // (group + 1)
+    assert groups * (group + 1) == width, f"{width} bytes are no codes in groups of {group} and scales"
+    out = torch.empty(n, groups * group, dtype=dtype, device=packed.device)
+    if blocks := n * groups:
+        padded = triton.next_power_of_2(group)
+        rows = max(1, TILE // padded)
+        _unpack[(triton.cdiv(blocks, rows),)](
+            packed.contiguous(), out, blocks, BEHIND=groups, GROUP=group, PADDED=padded, ROWS=rows, UPCAST=UPCAST,
+            num_warps=WARPS, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
+
+
 def _launch(
-    x: Tensor, out: Tensor, powers: Tensor, group: int, form: dict[str, float], *, across: int = 0, halves: bool = False
-) -> None:
+    x: Tensor, out: Tensor, powers: Tensor, group: int, form: dict[str, float], *, across: int = 0, behind: int = 0,
+    halves: bool = False,
+) -> None:  # fmt: skip
     assert x.shape[-1] % group == 0, f"{x.shape[-1]} columns are no multiple of the group of {group}"
     x = x.contiguous()
     blocks = x.numel() // group
@@ -190,9 +232,9 @@ def _launch(
         padded = triton.next_power_of_2(group)
         rows = max(1, TILE // padded)
         constants = {"GROUP": group, "PADDED": padded, "ROWS": rows, "UPCAST": UPCAST, **form}
-        constants |= {"ACROSS": across, "HALVES": halves}
+        constants |= {"ACROSS": across, "BEHIND": behind, "HALVES": halves}
         _simulate[(triton.cdiv(blocks, rows),)](
-            x, out, powers, blocks, CODES=powers is not out, **constants, num_warps=WARPS, enable_fp_fusion=False
+            x, out, powers, blocks, CODES=out.dtype == torch.uint8, **constants, num_warps=WARPS, enable_fp_fusion=False
         )
 
 
@@ -274,6 +316,18 @@ def simulate_fp8_scratch(numbers: int, item: int) -> int:
 
 
 simulate_fp4_scratch = rotate_halves_scratch = simulate_fp8_scratch
+
+
+def pack_fp8_scratch(numbers: int, group: int, item: int) -> int:
+    """Bytes allocated in `pack_fp8`: the result."""
+    del item
+    return numbers + numbers // group
+
+
+def unpack_fp8_scratch(numbers: int, group: int, item: int) -> int:
+    """Bytes allocated in `unpack_fp8`: the result."""
+    del group
+    return numbers * item
 
 
 def hadamard_scratch(vectors: int, width: int, item: int) -> int:

@@ -12,10 +12,10 @@ FORMS = {
 }
 
 
-def of(form, held, hidden, inner, t, *, deployed, dtype=torch.bfloat16):
+def of(form, held, hidden, inner, t, *, deployed, summed=True, dtype=torch.bfloat16):
     w1, w2 = FORMS[form](held, inner, hidden), FORMS[form](held, hidden, inner)
     x, ids, weights = torch.empty(t, hidden, dtype=dtype), torch.empty(t, 6, dtype=torch.int64), torch.empty(t, 6)
-    return lambda: experts(x, ids, weights, w1, w1, w2, 10.0, deployed=deployed)
+    return lambda: experts(x, ids, weights, w1, w1, w2, 10.0, deployed=deployed, summed=summed)
 
 
 def of_a_rank(held, hidden, inner, t, ranks):
@@ -37,6 +37,7 @@ def of_a_rank(held, hidden, inner, t, ranks):
 
 
 ONE = {"V4-Flash, one token": of("fp4", 256, 4096, 2048, 1, deployed=True)}
+ONE |= {"V4-Pro, one token, experts of a rank of eight": of("fp4", 48, 7168, 3072, 1, deployed=True, summed=False)}
 BLACKWELL = ONE | {"V4-Flash, 40 tokens": of("fp4", 256, 4096, 2048, 40, deployed=True)}
 CASES = ONE | {"V4-Pro, 512 tokens, a rank of eight": of("fp4", 48, 7168, 3072, 512, deployed=True)}
 MORE = BLACKWELL | {

@@ -18,6 +18,8 @@ from triton.runtime.jit import JITFunction, compute_cache_key
 
 from fathom.kernels.attention.triton import attend
 from fathom.kernels.compress.triton import compress, pool, store
+from fathom.kernels.exchange.triton import push
+from fathom.kernels.experts.triton import sum_slots
 from fathom.kernels.experts.triton_expert_codes import experts, experts_down, experts_fp8, experts_up
 from fathom.kernels.formats import rows
 from fathom.kernels.formats.stored import Fp4, Fp8, TokenRing
@@ -26,7 +28,7 @@ from fathom.kernels.indexer.triton import select
 from fathom.kernels.linear.reference import FEW, Product
 from fathom.kernels.linear.triton import linear
 from fathom.kernels.linear.triton_codes import linears_fp8
-from fathom.kernels.quantise.triton import hadamard, rotate, simulate_fp8
+from fathom.kernels.quantise.triton import hadamard, pack_fp8, rotate, simulate_fp8, unpack_fp8
 from fathom.scripts.bench.gpu import NoDevice
 
 CPU, BF16 = torch.device("cpu"), torch.bfloat16
@@ -115,6 +117,13 @@ def products(t):
     experts_down(experts_up(x, ids, weights, W1, W1, 10.0, deployed=True), ids, W2, deployed=True)
     parts.append("experts of codes")
     experts_fp8(x, ids, weights, W1, W1, W2, 10.0, deployed=True)
+    parts.append("whole experts of a rank")
+    y = experts(x, ids, weights, W1, W1, W2, 10.0, deployed=True, summed=False)
+    sum_slots(y, ids)
+    parts.append("what ranks exchange")
+    packed = pack_fp8(x, 128)
+    push(packed, torch.empty(t, 8, dtype=torch.int32), torch.empty(8, dtype=torch.int64))
+    unpack_fp8(packed, 128, BF16)
     parts.append("activations")
     simulate_fp8(x, 128)
     parts.append("index queries")

@@ -13,7 +13,7 @@ import torch
 
 from fathom.kernels.experts import reference as experts_reference
 from fathom.kernels.formats import reference as formats
-from fathom.kernels.formats.stored import Apart, Dense, Fp4, Fp8, NvFp4, as_stack, member, rows, stack
+from fathom.kernels.formats.stored import Apart, Dense, Fp4, Fp8, NvFp4, as_stack, member, members, rows, stack
 from fathom.kernels.ops import CPU, REFERENCE
 from tests.deepseek_arithmetic import act_quant, in_place
 from tests.ptx import run
@@ -258,6 +258,7 @@ def test_scratch_is_filled_before_it_is_read(ops, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", filled(torch.Tensor.new_empty))
     monkeypatch.setattr(torch, "empty", filled(torch.empty))
     assert assert_summed(ops, "bf16", made, x, ids.T.contiguous().T, weights.T.contiguous().T).isfinite().all()
+    assert over_ranks(ops, 2, x, ids.T.contiguous().T, weights.T.contiguous().T, made[0]).isfinite().all()
 
 
 @pytest.mark.parametrize("slots", [(0, 1, 2), (2, 0, 1), (2, 1, 0), (1, 2, 0)])
@@ -266,8 +267,10 @@ def test_outputs_are_summed_in_ascending_order_of_experts(ops, slots):
     one = Dense(torch.ones(3, 32, 32).bfloat16() / 32)
     weights = torch.tensor([[2.0**30, -(2.0**30), 1.0]])[:, list(slots)]
     x = torch.full((1, 32), 32.0).bfloat16()
-    ours = ops.experts(x, torch.tensor([slots]), weights, one, one, one, 100.0, deployed=False)
+    given = x, torch.tensor([slots]), weights, one, one, one, 100.0
+    ours = ops.experts(*given, deployed=False)
     assert (ours == 32 * 32).all()
+    assert torch.equal(ops.sum_slots(ops.experts(*given, deployed=False, summed=False), given[1]), ours)
 
 
 def test_a_token_does_not_depend_on_the_others(ops):
@@ -285,6 +288,9 @@ def test_without_tokens_or_slots_the_sum_is_zero(ops):
     for t, k in ((0, 2), (3, 0)):
         x, ids, weights = torch.ones(t, 32).bfloat16(), torch.zeros(t, k, dtype=torch.int64), torch.ones(t, k)
         assert torch.equal(ops.experts(x, ids, weights, *stacks, 1.0, deployed=False), torch.zeros(t, 32))
+        apart = ops.experts(x, ids, weights, *stacks, 1.0, deployed=False, summed=False)
+        assert (apart.dtype, apart.shape) == (x.dtype, (t, k, 32))
+        assert torch.equal(ops.sum_slots(apart, ids), torch.zeros(t, 32))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -406,6 +412,70 @@ def test_triton_and_stacks_take_matrices_of_one_form():
     triton = pytest.importorskip("fathom.kernels.triton_ops", reason=NO_TRITON).TRITON
     with pytest.raises(AssertionError, match="w3 Fp4"):
         triton.experts(*tokens(1, 1, 32, 2, 0), w1, other, w2, 1.0, deployed=False)
+
+
+# --- whole experts on ranks
+
+
+def over_ranks(ops, ranks, x, ids, weights, stacks, limit=LIMIT, *, deployed=False):
+    """Outputs of pairs, each from the rank that has its expert."""
+    each, y = members(stacks[0]) // ranks, x.new_full((*ids.shape, x.shape[1]), NAN)
+    for rank in range(ranks):
+        own = [as_stack([member(of, e) for e in range(rank * each, (rank + 1) * each)]) for of in stacks]
+        there = ids // each == rank
+        local = torch.where(there, ids - rank * each, -1)
+        found = ops.experts(x, local, weights, *own, limit, deployed=deployed, summed=False)
+        assert (found.dtype, found.shape) == (y.dtype, y.shape)
+        y[there] = found[there]
+    return y
+
+
+@pytest.mark.parametrize(
+    ("ops", "form", "dtype"),
+    [
+        (way, form, dtype)
+        for dtype in (torch.bfloat16, torch.float32)
+        for form in FORMS
+        for way in (WAYS if (form, dtype) == ("fp4", torch.bfloat16) else WAYS[:3])  # Hopper's others are these
+        if form != "fp8, f32 scales"
+    ],
+    indirect=["ops"],
+)
+@pytest.mark.parametrize("deployed", [False, True])
+def test_experts_of_ranks_have_the_bits_of_one(ops, form, dtype, deployed):
+    """Of numbers of which every sum rounds. Of four ranks, a token alone leaves two without a pair."""
+    g = seeded(3)
+    stacks = [
+        stack([encoded(form, g, signs(g, *shape))[0] for _ in range(4)])
+        for shape in ((128, 256), (128, 256), (256, 128))
+    ]
+    for t, ranks in ((0, 2), (1, 4), (5, 1), (8, 2), (32, 4), (33, 1), (33, 4), (100, 2)):
+        x, (_, ids, weights) = torch.randn(t, 256, generator=g).to(dtype), tokens(t, 2, 256, 4, t)
+        one = ops.experts(x, ids, weights, *stacks, 2.0, deployed=deployed)
+        y = over_ranks(ops, ranks, x, ids, weights, stacks, 2.0, deployed=deployed)
+        assert torch.equal(ops.sum_slots(y, ids).view(torch.int32), one.view(torch.int32)), (t, ranks)
+
+
+def test_a_rank_without_any_pair_gives_nothing(ops):
+    stacks, _ = layer("fp4", 2, 128, 128, 0)
+    for t in (1, 5, 40):
+        x, ids, weights = tokens(t, 2, 128, 2, 1)
+        apart = ops.experts(x, torch.full_like(ids, -1), weights, *stacks, LIMIT, deployed=True, summed=False)
+        assert (apart.dtype, apart.shape) == (x.dtype, (t, 2, 128))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("k", [1, 6, 8])
+def test_slots_are_summed_in_fp32_in_ascending_order_of_experts(ops, dtype, k):
+    g = seeded(k)
+    y, ids = torch.randn(7, k, 1100, generator=g).to(dtype), torch.rand(7, 16, generator=g).argsort(1)[:, :k]
+    wanted = torch.zeros(7, 1100)
+    for token in range(7):
+        for slot in ids[token].argsort():
+            wanted[token] += y[token, slot].float()
+    ours = ops.sum_slots(y.mT.contiguous().mT, ids.T.contiguous().T)
+    assert ours.dtype == torch.float32
+    assert torch.equal(ours, wanted)
 
 
 # --- FP4 experts of Hopper

@@ -63,9 +63,12 @@ def simulated(simulate, x, group):
 
 def assert_simulated(ops, simulate, x, group):
     """The same bits, so that -0.0 is not 0.0, and NaN, of which there are many, at the same places."""
-    ours, expected = getattr(ops, simulate)(x, group), simulated(simulate, x, group)
-    assert (ours.dtype, ours.shape) == (x.dtype, x.shape)
-    nan, integers = expected.isnan(), torch.int16 if x.dtype == torch.bfloat16 else torch.int32
+    return assert_same(getattr(ops, simulate)(x, group), simulated(simulate, x, group))
+
+
+def assert_same(ours, expected):
+    assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape)
+    nan, integers = expected.isnan(), torch.int16 if ours.dtype == torch.bfloat16 else torch.int32
     assert torch.equal(ours.isnan(), nan)
     assert torch.equal(ours.masked_fill(nan, 0).view(integers), expected.masked_fill(nan, 0).view(integers))
     return ours
@@ -171,6 +174,80 @@ def test_a_group_need_not_be_a_power_of_two_but_must_divide_the_columns(ops):
 def test_no_tokens_at_all_are_rounded(ops):
     assert ops.simulate_fp8(torch.zeros(0, 128), 128).shape == (0, 128)
     assert ops.simulate_fp4(torch.zeros(0, 4, 64), 32).shape == (0, 4, 64)
+
+
+# --- rows as ranks send them
+
+
+def assert_packed(ops, x, group):
+    """The bytes of the reference but for codes of NaN, and the bits of `simulate_fp8`, rounded once more or not."""
+    packed, wanted, d = ops.pack_fp8(x, group), REFERENCE.pack_fp8(x, group), x.shape[1]
+    assert (packed.dtype, packed.shape) == (torch.uint8, (len(x), d + d // group))
+    nan = (wanted[:, :d] & 0x7F) == 0x7F
+    assert torch.equal(packed[:, :d].masked_fill(nan, 0), wanted[:, :d].masked_fill(nan, 0))
+    assert torch.equal(packed[:, d:], wanted[:, d:])
+    assert torch.equal(packed[:, d:] == 255, nan.unflatten(1, (-1, group)).any(2))
+    ours = assert_same(ops.unpack_fp8(packed, group, x.dtype), simulated("simulate_fp8", x, group))
+    kept = ours[~ours.isinf().any(1)]
+    assert_same(ops.simulate_fp8(kept, group), kept)
+    assert_same(ops.unpack_fp8(ops.pack_fp8(kept, group), group, x.dtype), kept)
+    return ours
+
+
+@DTYPES
+@pytest.mark.parametrize(("width", "group"), [(512, 128), (448, 64), (96, 48)])
+def test_packed_rows_hold_what_simulate_fp8_leaves(ops, width, group, dtype):
+    for size in (0.0, 1e-38, 1e-6, 1.0, 1e30, 1e35):
+        x = (draw(2, 9, 2 * width) * size).to(dtype)[:, ::2]
+        x[0, :3] = x[0].abs().max() * torch.tensor([448.0, 5.0, 1.25]).to(dtype)  # small ones: subnormal codes
+        x[1, 5], x[2, 6], x[3, 7], x[4, 8] = torch.nan, torch.inf, -torch.inf, -0.0
+        out = assert_packed(ops, x, group)
+        assert out.isnan().sum(1).tolist() == [0, group, group, group, 0, 0, 0, 0, 0]
+        assert out[4, 8].signbit()
+
+
+@pytest.mark.parametrize("group", [128, 64])
+def test_every_bfloat16_is_packed(ops, group):
+    """All of them beside the largest code, then as the sizes of blocks."""
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    assert_packed(ops, beside_largest("simulate_fp8", every, group), group)
+    assert_packed(ops, every.view(-1, group), group)
+
+
+@DTYPES
+def test_what_was_rounded_is_not_rounded_once_more(ops, dtype):
+    """Blocks of every scale there is, whose largest are 224 to 448 of it: by ulps above 224 it may be another then.
+
+    Beside each all codes and what lies between two. Of the largest scale, what rounds to 2^128 is infinite.
+    """
+    codes, ulps = FORMATS["simulate_fp8"][0], torch.arange(-3, 4)
+    tops = torch.tensor([224.0, 232, 240, 248, 256, 264, 416, 432, 440, 448])
+    if dtype == torch.float32:
+        tops = ((tops.view(torch.int32)[:, None] + ulps).view(torch.float32)).flatten()
+    else:
+        tops = ((tops.bfloat16().view(torch.int16)[:, None] + ulps).to(torch.int16).view(torch.bfloat16)).flatten()
+    tops = tops.double().clamp(max=448)
+    beside = torch.cat((codes, between(codes)))
+    beside = torch.cat((beside, -beside)).unflatten(0, (-1, 1)).T  # [1, n]
+    beside = torch.minimum(beside, tops[:, None]).maximum(-tops[:, None])
+    blocks = torch.cat((tops[:, None], beside), 1)
+    group = blocks.shape[1]
+    for power in (-22, -21, 0, 119, 120) if ops.name == "triton" else range(-22, 121):
+        x = (blocks * 2.0**power).to(dtype)
+        x = x[x.isfinite().all(1)]
+        out = assert_packed(ops, x, group)
+        assert bool(out.isinf().any()) == (power == 120)
+        assert not out.isnan().any()
+
+
+def test_no_rows_at_all_are_packed_and_what_is_no_packed_row_is_refused(ops):
+    packed = ops.pack_fp8(torch.zeros(0, 256), 128)
+    assert packed.shape == (0, 258)
+    assert ops.unpack_fp8(packed, 128, torch.bfloat16).shape == (0, 256)
+    with pytest.raises(AssertionError, match="no multiple"):
+        ops.pack_fp8(torch.zeros(2, 200), 128)
+    with pytest.raises(AssertionError, match="no codes in groups of 128"):
+        ops.unpack_fp8(torch.zeros(2, 256, dtype=torch.uint8), 128, torch.bfloat16)
 
 
 # --- the scale itself, which only the reference has as a function

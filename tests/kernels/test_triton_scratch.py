@@ -78,6 +78,7 @@ def test_ops_that_allocate_their_result(item):
     x, angle = torch.zeros(t, s, d, dtype=DTYPES[item]), torch.zeros(t, 32)
     flat, y, narrow = x.view(t * s, d), x[:, 0].contiguous(), x[..., :64].contiguous()
     pre, comb, norm = torch.zeros(t, s), torch.zeros(t, s, s), torch.ones(d)
+    packed, ids = torch.zeros(t * s, d + d // 64, dtype=torch.uint8), torch.arange(s).expand(t, s).contiguous()
     for planned, run in (
         (scratch("rms_norm", t * s, d, item), lambda: TRITON.rms_norm(x, norm, 1e-6)),
         (scratch("rotate", t, s, d, 64, item), lambda: TRITON.rotate(x, angle, angle)),
@@ -86,6 +87,9 @@ def test_ops_that_allocate_their_result(item):
         (scratch("simulate_fp4", t * s * d, item), lambda: TRITON.simulate_fp4(x, 32)),
         (scratch("hadamard", t * s, d, item), lambda: TRITON.hadamard(x)),
         (scratch("round_index", t * s, d, item), lambda: TRITON.round_index(x, 32)),
+        (scratch("pack_fp8", t * s * d, 64, item), lambda: TRITON.pack_fp8(flat, 64)),
+        (scratch("unpack_fp8", t * s * d, 64, item), lambda: TRITON.unpack_fp8(packed, 64, x.dtype)),
+        (scratch("sum_slots", t, s, d, item), lambda: TRITON.sum_slots(x, ids)),
         (scratch("norm_rotate", t, s, d, item), lambda: TRITON.norm_rotate(x, None, 1e-6, angle, angle, 64)),
         (scratch("swiglu", t * s * d, item), lambda: TRITON.swiglu(flat, flat, 10.0, None)),
         (scratch("collapse", t, s, d, item), lambda: TRITON.collapse(x, pre)),
@@ -266,14 +270,15 @@ def test_attend_codes(item, t, heads, kv, rank):
 @items
 @pytest.mark.parametrize("form", ["BF16", "FP8", "FP4", "NVFP4"])
 @pytest.mark.parametrize("deployed", [False, True])
+@pytest.mark.parametrize("summed", [False, True])
 @pytest.mark.parametrize(("t", "hidden", "inner"), [(5, 256, 128), (5, 4096, 2048), (40, 4096, 2048), (40, 256, 1024)])
-def test_experts(item, form, deployed, t, hidden, inner):
+def test_experts(item, form, deployed, summed, t, hidden, inner):
     """Whole columns; split ones, of few tokens; and as many as are split in no call, beside those of fewer."""
     slots, count = 2, 4
     x, ids, routed = torch.zeros(t, hidden, dtype=DTYPES[item]), torch.zeros(t, slots).long(), torch.zeros(t, slots)
     up, down = (stack([weight(form, *shape)] * count) for shape in ((inner, hidden), (hidden, inner)))
-    found = taken(lambda: experts(x, ids, routed, up, up, down, 10.0, deployed=deployed))
-    planned = experts_scratch(t, slots, count, hidden, inner, form, item, deployed=deployed)
+    found = taken(lambda: experts(x, ids, routed, up, up, down, 10.0, deployed=deployed, summed=summed))
+    planned = experts_scratch(t, slots, count, hidden, inner, form, item, deployed=deployed, summed=summed)
     codes = deployed and form == "FP4" and item == 2  # inputs, and what is between the products: a byte for two
     assert found == planned if t <= 16 and not codes else planned / 2 <= found <= planned
 

@@ -40,6 +40,7 @@ UNREACHED = {
     "if some.numel(): found[some] = _best(q[some]": "scores that are all nearly the same",
     "if count < 2 * k: return torch.full": "fewer entries than its first look is of",
     "if not chosen: return torch.zeros": "no expert at all",
+    "if not summed: return of_pairs(": "experts of one rank among several",
     "if any((pieces_of(x, matrix)": "experts of which bfloat16 holds some and not others",
     "if watched(): note_read": "the probe `load` watches what is read",
     "else of isinstance(stacked, Apart): addresses": "matrices that are stacked, as on a GPU",

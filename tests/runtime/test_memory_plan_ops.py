@@ -85,6 +85,11 @@ def test_rounding(item, tokens):
     close(scratch("simulate_fp4", x.numel(), item), lambda: CPU.simulate_fp4(x, 32))
     close(scratch("hadamard", tokens, 1024, item), lambda: CPU.hadamard(x))
     close(scratch("round_index", tokens, 1024, item), lambda: CPU.round_index(x, 32))
+    close(scratch("pack_fp8", x.numel(), 128, item), lambda: CPU.pack_fp8(x, 128))
+    packed = CPU.pack_fp8(x, 128)
+    close(scratch("unpack_fp8", x.numel(), 128, item), lambda: CPU.unpack_fp8(packed, 128, x.dtype))
+    y, ids = x.view(-1, 4, 1024), torch.rand(tokens // 4, 4).argsort(1)
+    close(scratch("sum_slots", tokens // 4, 4, 1024, item), lambda: CPU.sum_slots(y, ids))
 
 
 @items

@@ -1,0 +1,1 @@
+"""What ranks of one machine write into each other's memory."""
