@@ -477,6 +477,8 @@ CPU = REFERENCE._replace(
     # The rest is bounded by the chunk in the reference too; these, norm and rope are here for time alone
     # (`python -m scripts.bench kernels --only activations`).
     simulate_fp8=quantise.cpu.simulate_fp8,
+    pack_fp8=quantise.cpu.pack_fp8,
+    unpack_fp8=quantise.cpu.unpack_fp8,
     simulate_fp4=quantise.cpu.simulate_fp4,
     hadamard=quantise.cpu.hadamard,
     round_index=quantise.cpu.round_index,

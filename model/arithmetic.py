@@ -5,7 +5,7 @@ of the narrow formats, the products are fp32, see `kernels.quantise.reference`.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from fathom.model.rounding import FP4, FP8, Rounding
 
 if TYPE_CHECKING:
     from fathom.model.call import Call
+
+CODED: Final = 32  # tokens up to which ranks exchange numbers: of few, codes take longer to make than they save
 
 
 class Arithmetic(NamedTuple):
@@ -66,15 +68,15 @@ class Arithmetic(NamedTuple):
     def whole_rows(self, x: Tensor, call: "Call", *, coded: bool) -> Tensor:
         """Rows [m, d] of a rank's tokens to those of all [t, d]; `coded`: only linears that round them take them.
 
-        Then codes are exchanged, half the bytes, and what comes is rounded as these linears do, of more than FEW.
+        Then codes are exchanged, half the bytes, and what comes is rounded as these linears do; of many tokens.
         """
-        if not (coded and call.shard.split and call.count > FEW):
+        if not (coded and call.shard.split and call.count > CODED):
             return call.whole(x)
         return self.ops.unpack_fp8(call.whole(self.ops.pack_fp8(x, LINEAR_GROUP)), LINEAR_GROUP, x.dtype)
 
     def whole_columns(self, x: Tensor, shard: AxisShard, *, coded: bool) -> Tensor:
         """The same of a rank's columns [t, ..., shard.size]: [t, ..., shard.total]. Whole groups are coded."""
-        if not (coded and shard.split and shard.size % LINEAR_GROUP == 0 and len(x) > FEW):
+        if not (coded and shard.split and shard.size % LINEAR_GROUP == 0 and len(x) > CODED):
             return self.ranks.whole(x, x.dim() - 1, shard)
         one = AxisShard(self.ranks.rank, self.ranks.rank + 1, self.ranks.size, split=True)
         packed = self.ops.pack_fp8(x.flatten(0, -2), LINEAR_GROUP)

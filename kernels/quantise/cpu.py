@@ -27,6 +27,7 @@ from fathom.kernels.lanes import (
     store,
     store_some,
 )  # fmt: skip
+from fathom.kernels.quantise import reference
 from fathom.kernels.quantise.reference import E2M1_MAX, E4M3_MAX
 
 # A narrow format: the smallest size of a block that its scale follows, the inverse of the largest code, what rounds a
@@ -34,6 +35,7 @@ from fathom.kernels.quantise.reference import E2M1_MAX, E4M3_MAX
 # of m bits of mantissa at a power of two p: adding it rounds, as the hardware rounds, and subtracting it is exact.
 E4M3: Final = 1e-4, 1 / E4M3_MAX, 1.5 * 2.0**20, 2.0**-6
 E2M1: Final = E2M1_MAX * 2.0**-126, 1 / E2M1_MAX, 1.5 * 2.0**22, 1.0
+PACKED: Final = 1 << 16  # numbers that are packed or unpacked at once, in fp32
 _INT, FORM = types.int64, types.UniTuple(types.float64, 4)
 _KINDS: Final = (types.uint16[::1], types.float32[::1])
 
@@ -151,6 +153,35 @@ def _simulated(x: Tensor, group: int, form: tuple[float, ...]) -> Tensor:
     out = torch.empty_like(x)
     _round(array(x), x.numel() // width, width, group, form, array(out))
     return out
+
+
+def pack_fp8(x: Tensor, group: int) -> Tensor:
+    """Bytes of `x` [n, d] in E4M3 blocks: `kernels.quantise.reference.pack_fp8`, some rows at once."""
+    out = x.new_empty(x.shape[0], x.shape[1] + x.shape[1] // group, dtype=torch.uint8)
+    rows = max(1, PACKED // x.shape[1])
+    for own, given in zip(out.split(rows), x.split(rows), strict=True):
+        own.copy_(reference.pack_fp8(given, group))
+    return out
+
+
+def unpack_fp8(packed: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of such bytes: `kernels.quantise.reference.unpack_fp8`, some rows at once."""
+    width = packed.shape[1] // (group + 1) * group
+    out, rows = packed.new_empty(packed.shape[0], width, dtype=dtype), max(1, PACKED // width)
+    for own, given in zip(out.split(rows), packed.split(rows), strict=True):
+        own.copy_(reference.unpack_fp8(given, group, dtype))
+    return out
+
+
+def pack_fp8_scratch(numbers: int, group: int, item: int) -> int:
+    """Bytes alive at most in `pack_fp8`: the result, and some rows."""
+    some = min(numbers, 2 * PACKED)
+    return numbers + numbers // group + reference.pack_fp8_scratch(some, group, item)
+
+
+def unpack_fp8_scratch(numbers: int, group: int, item: int) -> int:
+    """Bytes alive at most in `unpack_fp8`: the result, and some rows."""
+    return numbers * item + reference.unpack_fp8_scratch(min(numbers, 2 * PACKED), group, item)
 
 
 def hadamard(x: Tensor) -> Tensor:

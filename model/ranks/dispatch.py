@@ -20,7 +20,7 @@ from fathom.kernels.experts.reference import FEW
 from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.call import Call
-from fathom.model.ranks.ranks import AxisShard, Coming, Partial, Ranks, Route, evenly
+from fathom.model.ranks.ranks import AxisShard, Coming, Partial, Route, evenly
 
 HALVES: Final = 2  # in which a rank's tokens travel
 # Rows [n, hidden], experts [n, k] of each as numbers of this rank's, -1 for another's, and weights [n, k] float32, to
@@ -70,7 +70,7 @@ class Dispatch:
         self, x: Tensor, ids: Tensor, weights: Tensor, call: Call, layer: int, arithmetic: Arithmetic, *, coded: bool
     ) -> None:
         self.layer, self.arithmetic, self.coded, self.dtype = layer, arithmetic, coded, x.dtype
-        parts = halves(call.shard, arithmetic.ranks)
+        parts = halves(call.shard, arithmetic.ranks.size, arithmetic.ranks.rank)
         sizes = [part.size for part in parts]
         given = zip(parts, *(own.split(sizes) for own in (x, ids, weights)), strict=True)
         self.halves = [self._send(at, *one) for at, one in enumerate(given)]
@@ -88,17 +88,22 @@ class Dispatch:
 
     def summed(self, outputs: Outputs) -> Tensor:
         """Sum of the experts' weighted outputs of the own tokens: [m, hidden] float32."""
-        ops, own = self.arithmetic.ops, self.arithmetic.ranks.shards.experts
-        back = []
-        for at, half in enumerate(self.halves):
-            rows = half.rows()
-            x = ops.unpack_fp8(rows, LINEAR_GROUP, self.dtype) if self.coded else rows
-            back.append(self._return(at, half, outputs(x, local(half.ids, own), half.weights)))
-        found = []
-        for half, coming in zip(self.halves, back, strict=True):
-            ids = half.tokens.of(half.ids)
-            found.append(ops.sum_slots(coming()[: ids.numel()].unflatten(0, ids.shape), ids))
-        return torch.cat(found)
+        back, sizes = [], [half.tokens.size for half in self.halves]
+        for at in range(len(sizes)):
+            half = self.halves.pop(0)  # whose rows live no longer than they are read
+            back.append((half.tokens.of(half.ids), self._return(at, half, self._run(half, outputs))))
+        return torch.cat(
+            [
+                self.arithmetic.ops.sum_slots(coming()[: ids.numel()].unflatten(0, ids.shape), ids)
+                for ids, coming in back
+            ]
+        )
+
+    def _run(self, half: _Half, outputs: Outputs) -> Tensor:
+        """Outputs [n, k, hidden] of a half's tokens by the experts that are here."""
+        rows = half.rows()
+        x = self.arithmetic.ops.unpack_fp8(rows, LINEAR_GROUP, self.dtype) if self.coded else rows
+        return outputs(x, local(half.ids, self.arithmetic.ranks.shards.experts), half.weights)
 
     def _return(self, at: int, half: _Half, found: Tensor) -> Coming:
         """Send outputs [n, k, hidden] of those experts that are here to the ranks of their tokens."""
@@ -118,16 +123,14 @@ class Dispatch:
         return ids // (experts.total // self.arithmetic.ranks.size)
 
 
-def halves(tokens: AxisShard, ranks: Ranks) -> list[AxisShard]:
-    """What of each of two halves of all ranks' tokens is here: a half has the first, or the last, of each rank's.
+def halves(tokens: AxisShard, ranks: int, rank: int = 0) -> list[AxisShard]:
+    """What of each of two halves of all ranks' tokens a rank has: a half has the first, or the last, of each rank's.
 
     One half where the second would be so few that an op set computes them otherwise.
     """
-    sizes = [evenly(tokens.total, rank, ranks.size).size for rank in range(ranks.size)]
-    second = sum(size // 2 for size in sizes)
-    if second <= FEW:
-        return [tokens]
-    return [evenly(total, ranks.rank, ranks.size) for total in (tokens.total - second, second)]
+    second = sum(evenly(tokens.total, of, ranks).size // 2 for of in range(ranks))
+    parts = [tokens.total - second, second] if second > FEW else [tokens.total]
+    return [evenly(total, rank, ranks) for total in parts]
 
 
 def owners(tokens: AxisShard, ranks: int, device: torch.device) -> Tensor:

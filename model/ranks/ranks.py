@@ -373,7 +373,7 @@ class Ranks:
         number = (row + route.held.start).int()[:, None]
         given = torch.cat((number.view(torch.uint8), rows.view(torch.uint8)[row]), dim=1)
         got, counts = given.new_empty(len(coming), given.shape[1]), (received.tolist(), sent.tolist())
-        arriving = dist.all_to_all_single(got, given, *counts, group=self._group, async_op=True)
+        arriving, dtype = dist.all_to_all_single(got, given, *counts, group=self._group, async_op=True), rows.dtype
 
         def arrived(given: Tensor = given) -> Tensor:  # which lives until then
             arriving.wait()
@@ -381,7 +381,7 @@ class Ranks:
             self._look_at(_Filled(site, layer, (numbers.contiguous().view(torch.int32)[:, 0] == coming).int()))
             out = given.new_zeros(route.into, data.shape[1])
             out[place[coming]] = data
-            return out.view(rows.dtype)
+            return out.view(dtype)
 
         return arrived
 

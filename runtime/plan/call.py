@@ -8,7 +8,9 @@ from typing import Final, NamedTuple
 
 import torch
 
+from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.kernels.ops import Ops
+from fathom.model.arithmetic import CODED
 from fathom.model.cache.formats import CacheFormats
 from fathom.model.checkpoint.tensor_mapping import ROUNDED, Form
 from fathom.model.ranks.ranks import AxisShard, Shards
@@ -112,12 +114,20 @@ class Call:
             for form, rows, columns in self.matrices[name]:
                 sizes = rows, columns, form.name, self.item, self.device
                 found.append([self.op("linear", n, *sizes, wide=wide) for n in (tokens, 1)])
-                if self.rounding.linears == FP8 and not wide and form in ROUNDED:
+                if self.rounds(form) and not wide:
                     rounded = tokens * columns * self.item
                     rounding = self.op("simulate_fp8", tokens * columns, self.item)
             taken, alone = (max(of) for of in zip(*found, strict=True))
             largest, at_once, made = max(largest, made + taken), at_once + alone, made + self.made(tokens, {name: wide})
         return max(rounding, rounded + largest, at_once)
+
+    def rounds(self, form: Form) -> bool:
+        """Whether inputs of linears in this form are rounded to FP8."""
+        return self.rounding.linears == FP8 and form in ROUNDED
+
+    def coded(self, *names: str) -> bool:
+        """Whether inputs of all matrices of these names are."""
+        return all(self.rounds(form) for name in names for form, _, _ in self.matrices[name])
 
     def made(self, tokens: int, products: Mapping[str, bool]) -> int:
         """Bytes of the results of `linears`."""
@@ -150,3 +160,18 @@ class Call:
         whole = numbers * (item or self.item)
         copied = 0 if first and shard.total % self.ranks == 0 else whole
         return -(-whole // self.ranks) + 2 * whole + copied
+
+    def gather_coded(self, numbers: int, shard: AxisShard, *, first: bool, coded: bool) -> int:
+        """The same of `Arithmetic.whole_rows`, or `.whole_columns` where it is not the `first` axis; `coded` as there.
+
+        Codes of this rank, those of all, and numbers again; of columns in order not even a copy.
+        """
+        whole_groups = first or shard.size % LINEAR_GROUP == 0
+        if not (shard.split and coded and whole_groups and self.t > CODED):
+            return self.gather(numbers, shard, first=first)
+        own, bytes_of_all = -(-numbers // self.ranks), numbers + numbers // LINEAR_GROUP
+        packing = self.op("pack_fp8", own, LINEAR_GROUP, self.item)
+        gathered = -(-bytes_of_all // self.ranks) + 2 * bytes_of_all
+        unpacked = self.op("unpack_fp8", numbers, LINEAR_GROUP, self.item)
+        copied = 0 if first else numbers * self.item
+        return max(packing, gathered, bytes_of_all * 2 + max(unpacked, copied + numbers * self.item))

@@ -7,12 +7,15 @@ runtime needs that makes them at once.
 from dataclasses import replace
 
 from fathom.kernels.experts.cpu import FEW
+from fathom.kernels.experts.reference import FEW as SOME
 from fathom.kernels.formats import basis_rows
+from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.kernels.hyper.reference import ReadStreams
 from fathom.kernels.ops import reads_apart
 from fathom.kernels.tripwires.reference import CHECKED
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.ranks.dispatch import halves
 from fathom.model.ranks.ranks import KEPT, undivided
 from fathom.model.rope import rotated_as
 from fathom.model.rounding import FP4, FP8
@@ -158,6 +161,8 @@ def _block(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
         _experts(c, s, live, layer)
     live.hold("sublayer output", row)
     live.run("mHC, write", written)
+    if not _grouped(s):  # their sum is made of a copy in fp32
+        live.run("streams, looked at", written + s.widened(m * hc * hidden))
 
 
 def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
@@ -186,7 +191,9 @@ def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     products = [s.op("grouped_linear", t, r, n, groups.size, form.name, item, s.device) for form, r, n in shapes]
     live.run("output, low rank", max(products))
     low, rank = groups.size * c.o_lora_rank, groups.total * c.o_lora_rank
-    live.run("low rank, gathered", t * low * item, s.gather(t * rank, groups, first=False))
+    coded = s.coded("attn.wo_b")
+    columns = groups.times(c.o_lora_rank)
+    live.run("low rank, gathered", t * low * item, s.gather_coded(t * rank, columns, first=False, coded=coded))
     live.hold("low-rank output", t * rank * item)
     live.run("output", s.linear("attn.wo_b", t))
     live.run("output, put together", t * output.size * item, _columns(c, s))
@@ -280,9 +287,13 @@ def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     scores, out = m * c.n_routed_experts, t * s.shards.output.size
     live.run("gate", max(s.linear("ffn.gate", m, wide=True), scores * F32 + s.op("route", m, c.n_routed_experts)))
     live.hold("expert ids and weights", _routing(c, s, layer))
+    if s.shards.experts.split:
+        _spread(c, s, live)
+        return
     with live.scope():
         if s.tokens.split:
-            live.run("experts' input, gathered", exchange=s.gather(t * hidden, s.tokens))
+            coded = s.coded(*_INPUT)
+            live.run("experts' input, gathered", exchange=s.gather_coded(t * hidden, s.tokens, first=True, coded=coded))
             live.hold("input, ids and weights of all tokens", t * hidden * item + t * k * (I64 + F32))
         if s.shards.inner.split:
             _halves(c, s, live)
@@ -290,6 +301,112 @@ def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
             _whole(c, s, live)
         live.run("routed and shared, added", out * F32 + max(s.widened(out), 0 if item == F32 else out * item))
         live.run("experts' output, put together", out * item, _columns(c, s))
+
+
+# Matrices whose inputs ranks exchange: those that a token goes to, and those behind SwiGLU
+_INPUT = tuple(f"ffn.{of}.{name}" for of in ("experts", "shared_experts") for name in ("w1", "w3"))
+_INNER = tuple(f"ffn.{of}.w2" for of in ("experts", "shared_experts"))
+
+
+def _spread(c: ModelConfig, s: Call, live: Live) -> None:
+    """`MoE.output_of_whole`: the routed experts that lie here, outputs moved, and the shared one of the own tokens."""
+    m, t, k, hidden, item = s.m, s.t, c.num_experts_per_tok, c.hidden_size, s.item
+    up = m * s.shards.inner.size * item
+    with live.scope():
+        if s.tokens.split and t > SOME:
+            live.run("shared expert, up", _up(s, "shared_experts", m))
+            live.hold("shared expert's columns", up)
+            _dispatched(c, s, live)
+        else:
+            if s.tokens.split:
+                live.run("experts' input, gathered", exchange=s.gather(t * hidden, s.tokens))
+                live.hold("input, ids and weights of all tokens", t * hidden * item + t * k * (I64 + F32))
+            pairs, outputs = _pairs(c, s, t), t * k * hidden * item
+            _apart(c, s, live, t, pairs)
+            live.hold("outputs of experts", outputs)
+            words = outputs + t * k * F32
+            live.run("outputs of experts, filled in", exchange=words + outputs)
+            live.hold("outputs of experts", 2 * outputs)
+            live.run("routed experts, added", s.op("sum_slots", t, k, hidden, item))
+            live.hold("outputs of experts", t * hidden * F32)
+            live.run("shared expert, up", _up(s, "shared_experts", m))
+    live.hold("sum over experts", m * hidden * F32)
+    live.run("shared expert, down", up + s.linear("ffn.shared_experts.w2", m))
+    live.hold("shared expert's output", m * hidden * item)
+    live.run("routed and shared, added", m * hidden * (F32 + (0 if item == F32 else item)))
+    live.hold("sum over experts", 0)
+    live.hold("shared expert's output", 0)
+
+
+def _dispatched(c: ModelConfig, s: Call, live: Live) -> None:
+    """`Dispatch`: rows that go to experts and outputs that come back, in one or two halves."""
+    k, hidden, item, n = c.num_experts_per_tok, c.hidden_size, s.item, s.ranks
+    coded, numbered = s.coded(*(name for name in _INPUT if ".experts." in name)), 4
+    row = hidden + hidden // LINEAR_GROUP if coded else hidden * item
+    output, parts = hidden * item + numbered, [part.total for part in halves(s.tokens, n)]
+    for at, tokens in enumerate(parts):
+        own, reached = -(-tokens // n), _reached(c, s, tokens)
+        sent = own * min(n, k)
+        packing = s.op("pack_fp8", own * hidden, LINEAR_GROUP, item) if coded else 0
+        live.run("rows for experts, sent", max(packing, (coded * own + sent) * row + sent * (row + numbered)))
+        routes = tokens * (k * (I64 + F32) + 3 * n * I64)
+        live.hold(f"rows for experts, half {at + 1}", (sent + reached) * (row + numbered) + routes)
+    for at, tokens in enumerate(parts):
+        own, reached, pairs = -(-tokens // n), _reached(c, s, tokens), _pairs(c, s, tokens)
+        outputs = tokens * k * hidden * item
+        live.run("rows for experts, put in order", reached * row + tokens * row)
+        with live.scope():
+            rows = tokens * row
+            if coded:
+                live.run("rows for experts, unpacked", rows + s.op("unpack_fp8", tokens * hidden, LINEAR_GROUP, item))
+            live.hold("experts' input", tokens * hidden * item + coded * rows)
+            _apart(c, s, live, tokens, pairs)
+        live.hold(f"rows for experts, half {at + 1}", 0)
+        live.hold("outputs of experts", outputs)
+        routes = tokens * k * 3 * n * I64
+        live.run("outputs of experts, sent", exchange=pairs * (output + hidden * item) + routes)
+        live.hold("outputs of experts", 0)
+        live.hold(f"outputs of experts, half {at + 1}", (pairs + own * k) * output + routes)
+    own = -(-parts[-1] // n)
+    summed = s.m * hidden * F32
+    one = s.op("sum_slots", own, k, hidden, item)
+    live.run("routed experts, added", summed + max(2 * own * k * hidden * item + one, summed))
+
+
+def _reached(c: ModelConfig, s: Call, tokens: int) -> int:
+    """Of so many tokens, those that have an expert on this rank."""
+    return min(tokens, -(-tokens * c.num_experts_per_tok // s.ranks)) if s.even else tokens
+
+
+def _pairs(c: ModelConfig, s: Call, tokens: int) -> int:
+    """Pairs of so many tokens and an expert on this rank."""
+    k, here = c.num_experts_per_tok, s.shards.experts.size
+    return -(-tokens * k // s.ranks) if s.even else tokens * min(k, here)
+
+
+def _apart(c: ModelConfig, s: Call, live: Live, tokens: int, pairs: int) -> None:
+    """`MoE.outputs` of so many tokens, and of them so many pairs with an expert that is here."""
+    k, hidden, inner, item = c.num_experts_per_tok, c.hidden_size, c.moe_intermediate_size, s.item
+    if _grouped(s):
+        sizes = tokens, k, s.shards.experts.size, hidden, inner
+        deployed = s.rounding.linears == FP8
+        forms = {form.name for form, _, _ in s.matrices["ffn.experts.w1"]}
+        scratch = max(s.op("experts", *sizes, form, item, deployed=deployed, summed=False) for form in forms)
+        live.run("routed experts", scratch)
+        return
+    with live.scope():
+        outputs = tokens * k * hidden * item
+        live.hold("outputs of experts", outputs)
+        live.hold("pairs", pairs * (hidden * item + 4 * I64))
+        n = min(pairs, _tokens_of_one(c, s) if s.even else tokens)
+        if pairs <= FEW:
+            live.run("routed experts", pairs * hidden * 2 * F32)
+        else:
+            live.hold("sum over experts", pairs * hidden * F32)
+            down = s.linear("ffn.experts.w2", n) + s.widened(n * hidden)
+            rows, columns = n * hidden * item, n * inner * item
+            live.run("routed experts", rows + max(_up(s, "experts", n), columns + down))
+        live.run("routed experts, put in order", pairs * hidden * (F32 + item))
 
 
 def _whole(c: ModelConfig, s: Call, live: Live) -> None:
@@ -326,7 +443,8 @@ def _halves(c: ModelConfig, s: Call, live: Live) -> None:
             live.run("routed experts, up", n * c.hidden_size * item + _up(s, "experts", n))
         live.run("shared expert, up", max(_up(s, "shared_experts", t), (k + 2) * own))
     live.hold("experts' columns", (k + 1) * own)
-    live.run("experts' columns, gathered", exchange=s.gather(whole // item, inner, first=False))
+    exchange = s.gather_coded(whole // item, inner, first=False, coded=s.coded(*_INNER))
+    live.run("experts' columns, gathered", exchange=exchange)
     live.hold("experts' columns", whole)
     summed = t * out * F32
     with live.scope():

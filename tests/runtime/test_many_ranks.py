@@ -91,7 +91,7 @@ def distinct(name, values):
 
 
 def run_all(group, runs, ways):
-    """Logits of each run by each way, as tokens and as experts are spread; calls by tokens, rows moved, fingerprints."""
+    """Of each run by each way in which tokens and experts are spread: logits, calls, tables moved, fingerprint."""
     torch.set_num_threads(1)
     found = {}
     for (name, run), way in product(runs.items(), ways):

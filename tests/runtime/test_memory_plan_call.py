@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fathom.kernels.indexer import cpu as indexer
+from fathom.model.choices import ROWS, WHOLE
 from fathom.probes.memory import noise_up_to
 from fathom.probes.shared.alive import peak_alive
 from fathom.runtime.load import load
@@ -137,9 +138,9 @@ def test_variants_of_the_caches(kv, chunk):
     assert taken <= plan.call.nbytes
 
 
-def of_a_rank(group, directory, tokens, chunk):
+def of_a_rank(group, directory, tokens, chunk, numerics="plain", experts=ROWS):
     """What a call takes on this rank, and its plan."""
-    options = RunOptions("plain", rank_tokens=tokens)
+    options = RunOptions(numerics, rank_tokens=tokens, experts=experts)
     loaded = load(directory, options, group=group)
     planner = Planner(loaded.model.config, loaded.census, loaded.sharding, options, group.rank, "cpu")
     torch.manual_seed(0)  # the same noise on all ranks: they compare what they select
@@ -153,3 +154,22 @@ def test_a_call_of_two_ranks(tmp_path, tokens):
     write_checkpoint(tmp_path, tiny_config(), seed=1)
     for taken, planned in run(2, of_a_rank, tmp_path, tokens, 600):
         agree(taken, planned)
+
+
+def to_the_first(name, values):
+    """All tokens go to the first two experts, which lie on the first rank."""
+    if name.endswith("gate.bias"):
+        return values + torch.tensor([100.0, 100.0, *[0.0] * (len(values) - 2)])
+    return torch.arange(2).expand_as(values).clone() if name.endswith("tid2eid") else values
+
+
+@pytest.mark.parametrize("tokens", ["all", "own"])
+@pytest.mark.parametrize("experts", [ROWS, WHOLE])
+def test_a_call_of_ranks_that_exchange_codes(tmp_path, tokens, experts):
+    """Of a model in which what experts are given, compute and exchange is the most."""
+    sizes = {"hidden_size": 1024, "moe_intermediate_size": 1024, "n_routed_experts": 8}
+    write_checkpoint(tmp_path, tiny_config(**sizes), seed=1, adjust=to_the_first)
+    first, second = run(2, of_a_rank, tmp_path, tokens, 600, "deployed", experts)
+    agree(*first)
+    assert second[0] <= second[1].nbytes
+    assert experts == WHOLE or abs(second[0] / first[0] - 1) < 0.01
