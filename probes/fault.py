@@ -114,6 +114,7 @@ class Fault:
     in_variants: bool = False  # where every layer remembers in full it does nothing
     in_runtime: bool = False  # in what is read and drawn, in no tensor
     in_drafts: bool = False  # where no token is drafted, or taken back, it does nothing
+    whole_calls: bool = False  # what it does to a token depends on the other tokens of the call
     inapplicable: Condition = always
 
 
@@ -158,7 +159,9 @@ class Place(Generic[Change]):
     in_runtime: bool = False
     in_drafts: bool = False
 
-    def __call__(self, name: str, what: str, *, seen: str, needs: Condition = always) -> Callable[[Change], Change]:
+    def __call__(
+        self, name: str, what: str, *, seen: str, needs: Condition = always, whole_calls: bool = False
+    ) -> Callable[[Change], Change]:
         """Begin the row of a fault."""
         assert name not in self.table, f"two faults are called {name}"
         self.table[name] = Fault(
@@ -169,6 +172,7 @@ class Place(Generic[Change]):
             in_variants=self.in_variants,
             in_runtime=self.in_runtime,
             in_drafts=self.in_drafts,
+            whole_calls=whole_calls,
             inapplicable=needs,
         )
         return self.too(name)

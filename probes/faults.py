@@ -95,6 +95,7 @@ WIRING = "the mistake's kind: a projection wired wrongly"
 BANKS = "the mistake's kind: what becomes of an evicted entry"
 STATES = "the mistake's kind: a part of the state that is not saved"
 SHORT: Final = 8  # tokens of a call, up to which ops have a way of their own
+CAPACITY: Final = 1.25  # times an even share of a call's pairs that an expert takes
 LONG_WAY = "the mistake's kind: the way of long calls, which nothing but a long call takes"
 
 
@@ -329,6 +330,16 @@ def attending(change: Callable[[Attend], Attend]) -> Callable[[Ops], Ops]:
     return lambda ops: ops._replace(attend=lambda *given: ops.attend(*change(Attend(*given))))
 
 
+def one_token_in_64(call: Call, residue: int) -> Tensor:
+    """Which of a rank's tokens are at such a position: bool [m, 1]."""
+    return call.own(call.places(64) == residue)[:, None]
+
+
+def slots(ids: Tensor) -> Tensor:
+    """Numbers of a token's slots, [k]."""
+    return torch.arange(ids.shape[1], device=ids.device)
+
+
 def yarn_of_window_layers(config: ModelConfig) -> Tensor:
     """Frequencies [rope / 2] of SWA layers, if they had YaRN."""
     assert config.rope_scaling is not None, "no YaRN to have"
@@ -362,6 +373,21 @@ def route_scale(config: ModelConfig) -> str | None:
 
 def several_experts(config: ModelConfig) -> str | None:
     return "a token has one expert" if config.num_experts_per_tok == 1 else None
+
+
+def most_ranks(experts: int) -> int:
+    """How many ranks, up to 8, can have as many whole experts each; 1 where they cannot be shared out so."""
+    return max(ranks for ranks in range(1, 9) if experts % ranks == 0)
+
+
+def ranks_of_experts(config: ModelConfig) -> str | None:
+    experts = config.n_routed_experts
+    return f"{experts} experts cannot be shared out to 2 to 8 ranks" if most_ranks(experts) == 1 else None
+
+
+def experts_that_overflow(config: ModelConfig) -> str | None:
+    room = CAPACITY * config.num_experts_per_tok >= config.n_routed_experts
+    return "every expert has room for all tokens" if room else None
 
 
 def hash_layers(config: ModelConfig) -> str | None:
@@ -1260,10 +1286,77 @@ class SharedExpertTwice(Expert):
 @instead_of(mixtures)
 class ExpertsWrongForSomeTokens(MoE):
     def output(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
-        assert isinstance(call.first, int), "in a captured call positions are on the device"
-        positions = torch.arange(call.first, call.first + len(x), device=x.device)
-        wrong = positions % 64 == 32
-        return super().output(x, ids, torch.where(wrong[:, None], weights.roll(1, 1), weights), call)
+        wrong = one_token_in_64(call, 32)
+        return super().output(x, ids, torch.where(wrong, weights.roll(1, 1), weights), call)
+
+
+@in_model(
+    "experts-of-the-next-rank",
+    "Experts lie whole on ranks: one token in 64 reaches the rank behind the right one, whose experts of the same place"
+    " run it.",
+    seen="sglang#27635, xtuner#2053",
+    needs=ranks_of_experts,
+)
+@instead_of(mixtures)
+class ExpertsOfTheNextRank(MoE):
+    def output(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
+        count = len(self.experts)
+        behind = (ids + count // most_ranks(count)) % count
+        return super().output(x, torch.where(one_token_in_64(call, 8), behind, ids), weights, call)
+
+
+@in_model(
+    "weights-of-another-slot",
+    "Experts' outputs come back sorted by expert, and are weighted in the gate's order.",
+    seen="the mistake's kind: a permutation that outputs take and weights do not",
+    needs=several_experts,
+)
+@instead_of(mixtures)
+class WeightsOfAnotherSlot(MoE):
+    def output(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
+        sorted_place = ids.argsort(1).argsort(1)  # of each slot
+        return super().output(x, ids, weights.gather(1, sorted_place), call)
+
+
+@in_model(
+    "pair-lost",
+    "Of one token in 64 the output of its last expert is lost on the way.",
+    seen="ROCm/ATOM#887, flashinfer#3547",
+)
+@instead_of(mixtures)
+class PairLost(MoE):
+    def output(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
+        lost = one_token_in_64(call, 24) & (slots(ids) == ids.shape[1] - 1)
+        return super().output(x, ids, weights.masked_fill(lost, 0), call)
+
+
+@in_model(
+    "pairs-beyond-capacity-lost",
+    "An expert takes its first pairs of a call, up to 1.25 times an even share of them; the others are lost.",
+    seen="vllm-ascend#15640",
+    needs=experts_that_overflow,
+    whole_calls=True,
+)
+@instead_of(mixtures)
+class PairsBeyondCapacityLost(MoE):
+    def output(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
+        given, experts = call.whole(ids), len(self.experts)
+        chosen = functional.one_hot(given.flatten(), experts)  # [t * k, experts]
+        number = chosen.cumsum(0).gather(1, given.flatten()[:, None]).view_as(given)  # of a pair, of its expert's
+        beyond = number > math.ceil(CAPACITY * given.numel() / experts)
+        return super().output(x, ids, weights.masked_fill(call.own(beyond), 0), call)
+
+
+@in_model(
+    "pair-counted-twice",
+    "Of one token in 64 the output of its first expert is added twice, as two ranks have that expert.",
+    seen="sglang#32962",
+)
+@instead_of(mixtures)
+class PairCountedTwice(MoE):
+    def output(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
+        twice = one_token_in_64(call, 48) & (slots(ids) == 0)
+        return super().output(x, ids, torch.where(twice, 2 * weights, weights), call)
 
 
 @in_ops(

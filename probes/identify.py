@@ -11,6 +11,7 @@ Plain causes come first (`probes.causes`). All of it ends after a time that is g
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 import torch
@@ -62,6 +63,21 @@ class Place:
     faults: tuple[Explained, ...]  # best first
     why: str = ""  # nothing could be tried, or not all
     looked: bool = True  # for a fault
+    tried: bool = True  # some fault, where one was looked for
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What a faulty layer is run on."""
+
+    calls: tuple[Tensor, ...]  # positions of each
+    start: Tensor  # streams before the layer, [t, s, hidden] float32
+    steered: Mapping[str, Tensor]  # recorded rows of sites before the one that differs, by site
+
+    @property
+    def positions(self) -> Tensor:
+        """Of all calls."""
+        return torch.cat(self.calls)
 
 
 class _Seen(Exception):
@@ -142,7 +158,7 @@ class Identifier:
                 cause = plain(gap, lambda: self.late)
                 case = None if cause else _Case(self, gap)
             except Unknown as unknown:
-                found.append(Place(judged, (), unknown.what))
+                found.append(Place(judged, (), unknown.what, tried=False))
                 continue
             if case is None:
                 found.append(Place(judged, (cause,) if cause else ()))
@@ -183,9 +199,7 @@ class _Case:
         full, layer = by.config, gap.judged.layer
         self.config = full if layer is None else _of_one_layer(full, layer)
         self.at, self.exact = gap.at, gap.part
-        self.tokens = self._tokens()
-        self.start = self._start()
-        self.steered = self._steered()
+        self.few = self._given(self._calls())
 
     # --- what a fault explains
 
@@ -195,6 +209,9 @@ class _Case:
         Two at once are tried where no single one explains nearly all.
         """
         names = self.by.candidates(self.config, in_layer=self.judged.layer is not None)
+        needing = [name for name in names if name in FAULTS and FAULTS[name].whole_calls]
+        left = needing if self.whole is None else []
+        names = [name for name in names if name not in left]
         found: list[Explained] = []
         for n, name in enumerate(names):
             if self.by.late:
@@ -217,6 +234,8 @@ class _Case:
                     found.append(both)
             found.sort(key=lambda fault: -fault.share)
         why = f"{why} in {self.by.seconds:g} s" if why else ""
+        if left and (not found or found[0].share < NAMED):
+            why = "; ".join([*filter(None, [why]), f"not {', '.join(left)}: not all rows of its calls were recorded"])
         return tuple(fault for fault in found if fault.share > 0)[:PAIRED], why
 
     def share(self, names: Sequence[str]) -> float:
@@ -230,12 +249,15 @@ class _Case:
         """The site's rows in a run with these faults; None where it breaks down, which theirs did not."""
         faults = [FAULTS[name] for name in names if name in FAULTS]
         others = [self.by.others[name] for name in names if name in self.by.others]
+        given = self.whole if any(fault.whole_calls for fault in faults) else self.few
+        if given is None:
+            return None
         model = self._model(faults, others[0] if others else self.setting.rounding)
         seen: list[Tensor] = []
-        listeners = dict(self._steering()) | {_BY_NAME[self.judged.site]: self._looking(seen)}
+        listeners = dict(_steering(given)) | {_BY_NAME[self.judged.site]: self._looking(given, seen)}
         try:
             with observed(model).unchecked(), listening(model, listeners), torch.inference_mode():
-                self._run(model)
+                self._run(model, given)
         except _Seen:
             pass
         except (Tripwire, RuntimeError, IndexError, TypeError, AttributeError, AssertionError):
@@ -247,27 +269,24 @@ class _Case:
             width = max(width, self.gap.theirs.shape[1])
             seen = [torch.nn.functional.pad(part, (0, width - part.shape[1]), value=-1) for part in seen]
         rows = torch.cat(seen)
-        at = torch.searchsorted(self.tokens, self.at) if self.judged.site not in OF_ENTRIES else self.at
+        at = torch.searchsorted(given.positions, self.at) if self.judged.site not in OF_ENTRIES else self.at
         if int(at.max()) >= len(rows):
             return None
         out = self.gap.comparable(rows[at].double())
         return out[:, : self.gap.theirs.shape[1]] if self.judged.site == sites.SELECTED.name else out
 
-    def _run(self, model: Transformer) -> None:
+    def _run(self, model: Transformer, given: _Run) -> None:
+        tokens = self.setting.tokens
         if self.judged.layer is None:
-            model.logits(model.hidden(self.start, model.call(self.setting.tokens[self.tokens], 0)))
+            positions = given.positions
+            model.logits(model.hidden(given.start, _Rows(tokens[positions], positions, model)))
             return
         (block,) = model.blocks
         if self._alone:
             become(block.attention, _Skipped)  # its streams are recorded, and steer
-        calls = _calls(self.by.calls, len(self.tokens))
-        state = model.new_state(max(len(self.tokens), 1), max(calls))
-        tokens = self.setting.tokens[self.tokens]
-        first = 0
-        for count in calls:
-            rows = slice(first, first + count)
-            block(self.start[rows], model.call(tokens[rows], first), state.layers[0])  # type: ignore[arg-type]
-            first += count
+        state = model.new_state(len(given.start), max(map(len, given.calls)))
+        for positions, start in zip(given.calls, given.start.split([len(call) for call in given.calls]), strict=True):
+            block(start, _Rows(tokens[positions], positions, model), state.layers[0])  # type: ignore[arg-type]
 
     def _model(self, faults: Sequence[Fault], rounding: Rounding) -> Transformer:
         """The layer, or the head, as a model of its own, with faults in place."""
@@ -317,32 +336,50 @@ class _Case:
         inputs = (sites.ATTENTION_STREAMS.name, sites.EXPERTS_INPUT.name) if inner else (sites.ATTENTION_STREAMS.name,)
         return any(stored_name(site, self.judged.layer) in recorded for site in inputs)
 
-    def _tokens(self) -> Tensor:
-        """Positions that are run: those that differ, or all up to the last of them."""
-        if self.judged.layer is None or self._alone:
-            return self.at
+    def _calls(self) -> tuple[Tensor, ...]:
+        """Positions that are run, by call: those that differ, or all up to the last of them."""
+        if self.judged.layer is None:
+            return (self.at,)
         last = int(self.at[-1])
         if self.judged.site in OF_ENTRIES:
             last = (last + 1) * self.by.config.ratio(self.judged.layer) - 1
-        return torch.arange(last + 1)
+        positions = self.at if self._alone else torch.arange(last + 1)
+        return tuple(positions.split(_calls(self.by.calls, len(positions))))
 
-    def _start(self) -> Tensor:
+    @cached_property
+    def whole(self) -> _Run | None:
+        """The calls in which rows differ, as long as they were; None where not all of their rows were recorded.
+
+        Where attention is run too, all up to the last row that differs is run anyway.
+        """
+        if not self._alone:
+            return self.few
+        count = len(self.setting.tokens)
+        calls = torch.arange(count).split(_calls(self.by.calls, count))
+        whole = self._given(tuple(call for call in calls if bool(torch.isin(call, self.at).any())))
+        return whole if whole.steered.keys() == self.few.steered.keys() else None
+
+    def _given(self, calls: tuple[Tensor, ...]) -> _Run:
+        positions = torch.cat(calls)
+        return _Run(calls, self._start(positions), self._steered(positions))
+
+    def _start(self, positions: Tensor) -> Tensor:
         """Streams before the layer, [t, s, hidden] float32; zeros where a recorded site after them steers."""
         config = self.by.config
-        nothing = torch.zeros(len(self.tokens), config.hc_mult, config.hidden_size)
+        nothing = torch.zeros(len(positions), config.hc_mult, config.hidden_size)
         if isinstance(self.exact, Ends):
-            last = Layer(self.exact.setting, config.num_hidden_layers - 1, self.tokens)
-            return last.value("streams", self.tokens)[0].float()
+            last = Layer(self.exact.setting, config.num_hidden_layers - 1, positions)
+            return last.value("streams", positions)[0].float()
         if self._alone:
             return nothing
         try:
-            return self.exact.before(self.tokens)[0].float()
+            return self.exact.before(positions)[0].float()
         except Unknown:
             if stored_name(sites.ATTENTION_INPUT.name, self.judged.layer) in self.by.recording.tensors:
                 return nothing
             raise
 
-    def _steered(self) -> dict[str, Tensor]:
+    def _steered(self, positions: Tensor) -> dict[str, Tensor]:
         """Recorded rows of the sites before the one that differs, for all that is run."""
         if self.judged.layer is None:
             return {}
@@ -351,8 +388,8 @@ class _Case:
             of_entries = name in OF_ENTRIES
             if of_entries and not self.by.config.ratio(self.judged.layer):
                 continue
-            count = len(self.tokens) // self.by.config.ratio(self.judged.layer) if of_entries else 0
-            at = torch.arange(count) if of_entries else self.tokens
+            count = len(positions) // self.by.config.ratio(self.judged.layer) if of_entries else 0
+            at = torch.arange(count) if of_entries else positions
             if self._alone and of_entries:
                 continue
             rows = self.by.recording.rows(stored_name(name, self.judged.layer), at)
@@ -368,14 +405,10 @@ class _Case:
             found[sites.SELECTED.name] = ids.masked_fill(ids.isinf(), -1)
         return found
 
-    def _steering(self) -> Iterator[tuple[Site, Listener]]:
-        for name, rows in self.steered.items():
-            yield _BY_NAME[name], _Steer(rows)
-
-    def _looking(self, seen: list[Tensor]) -> Listener:
+    def _looking(self, given: _Run, seen: list[Tensor]) -> Listener:
         """Keep what passes, and stop when all of it has."""
         of_entries = self.judged.site in OF_ENTRIES
-        wanted = int(self.at[-1]) + 1 if of_entries else len(self.tokens)
+        wanted = int(self.at[-1]) + 1 if of_entries else len(given.start)
 
         def look(layer: int | None, x: Tensor) -> None:
             del layer
@@ -384,6 +417,11 @@ class _Case:
                 raise _Seen
 
         return look
+
+
+def _steering(given: _Run) -> Iterator[tuple[Site, Listener]]:
+    for name, rows in given.steered.items():
+        yield _BY_NAME[name], _Steer(rows)
 
 
 class _Steer:
@@ -401,6 +439,18 @@ class _Steer:
             rows = rows[:, : x.shape[1]]
         if rows.shape == x.shape:
             x.copy_(rows)
+
+
+class _Rows(Call):
+    """A call of tokens, each where it stood; where attention is not run they need not follow each other."""
+
+    def __init__(self, tokens: Tensor, positions: Tensor, model: Transformer) -> None:
+        super().__init__(tokens, int(positions[0]), model.arithmetic)
+        self.positions = positions
+
+    def places(self, modulus: int) -> Tensor:
+        """Positions modulo something, [t] int64."""
+        return self.positions % modulus
 
 
 class _Skipped(Attention):

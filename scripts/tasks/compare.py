@@ -361,7 +361,7 @@ def _explained(found: Sequence[Place]) -> list[str]:
         named = [fault for fault in place.faults if fault.share >= NAMED]
         if named:
             by_fault.setdefault(named[0].names, []).append(place)
-        elif not place.faults and place.why:
+        elif not place.tried:
             unknown.append(f"{place.judged.name}: no fault could be tried: {place.why}")
         else:
             best = next((fault for fault in place.faults if fault.share >= NEAREST), None)

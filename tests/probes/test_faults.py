@@ -8,6 +8,8 @@ import torch
 
 from fathom.model.config import ModelConfig
 from fathom.model.errors import Tripwire
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
 from fathom.probes.faults import FAULTS
 from fathom.probes.subject import Subject, run_tokens
 from fathom.runtime.options import DEMO
@@ -16,6 +18,7 @@ from tests.make_checkpoint import tiny_config
 # Two calls, as what a call costs hardly grows with its tokens: two windows of HCA, of which the first call closes one
 # and leaves the next one open, and a ring that goes round.
 TOKENS, CHUNK = 280, 140
+BEYOND = "pairs-beyond-capacity-lost"
 # What their tripwire says, by fault.
 TRIPS = {
     "indexer-returns-none": "no selection",
@@ -122,6 +125,42 @@ def test_what_a_config_cannot_express_is_said(changes, without):
     reasons = {name: fault.inapplicable(config) for name, fault in FAULTS.items()}
     assert without <= {name for name, reason in reasons.items() if reason}
     assert all(reasons[name].startswith("the model has no") for name in without)
+
+
+def test_experts_that_cannot_be_shared_out_or_have_room_for_all_tokens_lose_none():
+    config = ModelConfig.from_json(tiny_config(), "config")
+    reason = FAULTS["experts-of-the-next-rank"].inapplicable
+    assert reason(replace(config, n_routed_experts=11)) == "11 experts cannot be shared out to 2 to 8 ranks"
+    assert reason(replace(config, n_routed_experts=9)) is None
+    reason = FAULTS[BEYOND].inapplicable
+    few = replace(config, n_routed_experts=5, num_experts_per_tok=4)
+    assert reason(few) == "every expert has room for all tokens"
+    assert reason(replace(few, n_routed_experts=6)) is None
+
+
+def test_in_calls_of_one_token_every_expert_has_room():
+    runs = (run_tokens(subject.model, subject.tokens(20), 1)[0] for subject in (Subject(), faulty(BEYOND)))
+    assert torch.equal(*runs)
+
+
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    [("experts-of-the-next-rank", {8, 72}), ("pair-lost", {24, 88}), ("pair-counted-twice", {48, 112})],
+)
+def test_what_goes_wrong_on_the_way_to_an_expert_does_so_for_one_token_in_64_wherever_calls_end(name, rows):
+    def outputs(model, lengths):
+        seen, tokens, first = [], torch.tensor(Subject().tokens(sum(lengths))), 0
+        state = model.new_state(len(tokens), max(lengths))
+        with listening(model, {sites.EXPERTS_OUTPUT: lambda layer, x: seen.append((layer, x.clone()))}):
+            for length in lengths:
+                model.run(tokens[first : first + length], model.call(tokens[first : first + length], first), state)
+                first += length
+        return torch.cat([x for layer, x in seen if layer == 0])
+
+    for lengths in ([120], [50, 22, 40, *[1] * 8]):
+        with torch.inference_mode():
+            right, wrong = outputs(Subject().model, lengths), outputs(faulty(name).model, lengths)
+        assert set((right != wrong).any(1).nonzero()[:, 0].tolist()) == rows
 
 
 def test_there_are_enough_and_every_one_says_what_it_is():

@@ -219,6 +219,7 @@ def test_numbers_that_are_not_finite_are_found(demo, tmp_path):
 
 NAMED = {
     "experts-wrong-for-some-tokens": ("routing", sites.EXPERTS_OUTPUT, {"routing"}),
+    "pairs-beyond-capacity-lost": ("routing", sites.EXPERTS_OUTPUT, {"routing"}),
     "hyper-head-without-eps": ("mhc", sites.HIDDEN, {"mhc", "projections"}),
     "first-logits-of-a-long-call": ("projections", sites.LOGITS, {"projections"}),
     "rank-0-sinks": ("sink", sites.MIXED, {"sink", "attention"}),
@@ -253,6 +254,10 @@ def test_a_fault_fails_where_it_is_and_nowhere_else(fault):
         ("routed-clamp-dropped", "routing", sites.EXPERTS_OUTPUT),
         ("shared-clamp-dropped", "routing", sites.EXPERTS_OUTPUT),
         ("shared-expert-twice", "routing", sites.EXPERTS_OUTPUT),
+        ("experts-of-the-next-rank", "routing", sites.EXPERTS_OUTPUT),
+        ("weights-of-another-slot", "routing", sites.EXPERTS_OUTPUT),
+        ("pair-lost", "routing", sites.EXPERTS_OUTPUT),
+        ("pair-counted-twice", "routing", sites.EXPERTS_OUTPUT),
     ],
 )
 def test_a_fault_of_the_library_is_seen_at_its_site(fault, name, place):

@@ -1,5 +1,6 @@
 """Faults put into transformers' own modules, one layer (or the head) at a time: what `compare` has to find."""
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -236,6 +237,64 @@ def _swapped_gate_and_up(layer: int) -> Callable[[Any], None]:
     return put
 
 
+def _dispatched(layer: int, change: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]]) -> Callable[[Any], None]:
+    """Change which experts run which tokens of a prompt in one call, and with what weights, behind the gate."""
+
+    def put(model: Any) -> None:
+        experts = model.model.layers[layer].mlp.experts
+
+        def changed(_module: Any, given: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            x, ids, weights = given
+            return (x, *change(ids, weights, experts.num_experts))
+
+        experts.register_forward_pre_hook(changed)
+
+    return put
+
+
+def _wrong_rank(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    ids = ids.clone()
+    ids[8::64] = (ids[8::64] + experts // RANKS) % experts
+    return ids, weights
+
+
+def _sorted_outputs(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """What runs for slot s is weighted by where its expert stands among the token's, sorted."""
+    del experts
+    return ids.sort(1).values, weights
+
+
+def _lost(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    del experts
+    weights = weights.clone()
+    weights[24::64, -1] = 0
+    return ids, weights
+
+
+def _beyond_capacity(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    room, taken, weights = math.ceil(1.25 * ids.numel() / experts), [0] * experts, weights.clone()
+    for pair, expert in enumerate(ids.flatten().tolist()):
+        taken[expert] += 1
+        if taken[expert] > room:
+            weights.view(-1)[pair] = 0
+    return ids, weights
+
+
+def _twice(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """A slot more: the first expert again, which counts of one token in 64."""
+    del experts
+    more = torch.zeros_like(weights[:, :1])
+    more[48::64] = weights[48::64, :1]
+    return torch.cat((ids, ids[:, :1]), 1), torch.cat((weights, more), 1)
+
+
+def _tiles(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    del experts
+    weights = weights.clone()
+    weights[32::64] = weights[32::64].flip(1)
+    return ids, weights
+
+
 def _sigmoids(layer: int) -> Callable[[Any], None]:
     """Start Sinkhorn of a layer's attention from sigmoids, where it takes a softmax."""
 
@@ -281,7 +340,12 @@ def _nothing(x: Tensor) -> Tensor:
     return torch.zeros_like(x)
 
 
-HEAD_DIM, ROPE, HEADS = 128, 64, 4  # of the demo, whose layers are SWA, CSA, HCA, CSA; the first routes by hash
+HEAD_DIM, ROPE, HEADS, RANKS = (
+    128,
+    64,
+    4,
+    8,
+)  # of the demo, whose layers are SWA, CSA, HCA, CSA; the first routes by hash
 
 KNOWN = (
     # attention
@@ -354,6 +418,12 @@ KNOWN = (
     Put("shared-expert-dropped", 0, "experts", _hooked(lambda m: _mlp(0)(m).shared_experts, _nothing)),
     Put("gate-up-swapped", 2, "experts", _swapped_gate_and_up(2)),
     Put("hash-table-zeroed", 0, "experts", _set(lambda m: _mlp(0)(m).gate, "tid2eid", torch.zeros_like)),
+    Put("experts-wrong-for-some-tokens", 1, "experts", _dispatched(1, _tiles)),
+    Put("experts-of-the-next-rank", 0, "experts", _dispatched(0, _wrong_rank)),
+    Put("weights-of-another-slot", 2, "experts", _dispatched(2, _sorted_outputs)),
+    Put("pair-lost", 3, "experts", _dispatched(3, _lost)),
+    Put("pairs-beyond-capacity-lost", 1, "experts", _dispatched(1, _beyond_capacity)),
+    Put("pair-counted-twice", 2, "experts", _dispatched(2, _twice)),
     # norms and the head
     Put("norm-weight-plus-one", 2, "attention", _plus_one(2)),
     Put("hyper-head-mean", None, "hidden", lambda m: setattr(m.model.hc_head, "forward", lambda x: x.mean(2))),

@@ -15,6 +15,14 @@ from fathom.scripts import compare, fathom, logits, make_checkpoint, record
 from tests.make_checkpoint import tiny_config
 
 COUNT = 140
+DISPATCH = (
+    "experts-wrong-for-some-tokens",
+    "experts-of-the-next-rank",
+    "weights-of-another-slot",
+    "pair-lost",
+    "pairs-beyond-capacity-lost",
+    "pair-counted-twice",
+)
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +90,7 @@ def test_the_oracle_from_embeddings_to_logits_agrees_with_scripts_logits(folder,
         "sink-dropped",
         *(
             pytest.param(fault, marks=pytest.mark.slow)
-            for fault in ("route-scale-dropped", "query-theta", "sinkhorn-of-sigmoids")
+            for fault in ("route-scale-dropped", "query-theta", "sinkhorn-of-sigmoids", *DISPATCH)
         ),
     ],
 )
@@ -94,6 +102,35 @@ def test_a_fault_that_is_injected_is_named_in_all_layers_at_once(folder, capsys,
     assert {explained["name"] for explained in report["faults"]} == {fault}
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Explained by")]
     assert line.startswith(f"Explained by {fault}, ")
+
+
+@pytest.fixture(scope="module")
+def beyond_capacity(folder):
+    """The first layer of a run in calls of 50 tokens."""
+    out = folder / "capacity.safetensors"
+    flags = ["--inject", "pairs-beyond-capacity-lost", "--prefill-chunk", "50", "--layers", "0"]
+    assert record.main(["--tokens", str(folder / "ids.json"), "--out", str(out), *flags]) == 0
+    return out
+
+
+@pytest.mark.parametrize(("flags", "named"), [(("--prefill-chunk", "50"), True), ((), False)])
+def test_what_depends_on_the_other_tokens_of_a_call_is_named_by_the_calls_of_the_run(beyond_capacity, flags, named):
+    status, report = compared(beyond_capacity, *flags)
+    assert (status, report["first"]["site"]) == (1, "experts.output")
+    assert [fault["name"] for fault in report["faults"] if fault["explains"]] == ["pairs-beyond-capacity-lost"] * named
+
+
+def test_it_is_not_tried_where_rows_of_a_call_are_missing_and_that_is_said(beyond_capacity, folder, capsys):
+    tensors, at = load_file(beyond_capacity), torch.arange(0, COUNT, 2)
+    kept = {name: x[at] for name, x in tensors.items() if len(x) == COUNT and name != "tokens"}
+    path = folder / "every other row.safetensors"
+    save_file(kept | {"tokens": tensors["tokens"], "positions": at}, path)
+    _, report = compared(path, "--prefill-chunk", "50", "--dtype", "bf16")
+    assert not any(fault["explains"] for fault in report["faults"])
+    (left,) = report["not_tried"]
+    assert left["why"] == "not pairs-beyond-capacity-lost: not all rows of its calls were recorded"
+    told = "layers.0.experts.output: none of the known faults explains it"
+    assert any(line.startswith(told) and left["why"] in line for line in capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize(
