@@ -29,7 +29,9 @@ from fathom.model.llama.config import LlamaConfig
 from fathom.model.llama.trained import check_learnt, check_trained
 from fathom.model.llama.transformer import LlamaTransformer
 from fathom.model.observe.observer import LLAMA_PLACES, PLACES, install
-from fathom.model.ranks.ranks import ALONE, Group, Ranks, evenly
+from fathom.model.ranks.dispatch import tables
+from fathom.model.ranks.mailbox import Table
+from fathom.model.ranks.ranks import ALONE, Group, Ranks, evenly, splits
 from fathom.model.transformer import Transformer
 from fathom.runtime.arithmetic import arithmetic, cache_formats
 from fathom.runtime.drafting import bound, check_head
@@ -144,7 +146,7 @@ def _load(
     here = _ranks_here(ranks, device)
     check_fits(planner, context or 1, str(directory), processes=here)
     if here == ranks.size:
-        ranks.connect(device)
+        ranks.connect(device, _tables(config, options, ranks))
     weights = open_weights(checkpoint, counted, device, held=lambda name, rows: sharding.rows(name, rows, group.rank))
     numerics = arithmetic(options, ops, ranks, config)
     found = _fingerprint(checkpoint, ranks, device)
@@ -164,6 +166,15 @@ def _load(
         found = hashlib.sha256(f"{found} {mark}".encode()).hexdigest()
     ranks.verify()
     return cast("AnyLoaded", Loaded(model, counted, found, directory, sharding, weights.handed(), head))
+
+
+def _tables(config: Config, options: RunOptions, ranks: Ranks) -> list[Table]:
+    """What ranks send each other of calls whose tokens go to whole experts; none where none do."""
+    if not ranks.shards.experts.split or not splits(options.rank_tokens, options.prefill_chunk, ranks.size):
+        return []
+    assert isinstance(config, ModelConfig), "other models have no experts"
+    row = config.hidden_size * (4 if options.dtype == "fp32" else 2)
+    return tables(options.prefill_chunk, ranks.size, config.num_experts_per_tok, row)
 
 
 def _census(checkpoint: Checkpoint, config: Config, where: str, draft: str = OFF) -> Census:

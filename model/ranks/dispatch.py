@@ -20,6 +20,7 @@ from fathom.kernels.experts.reference import FEW
 from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.call import Call
+from fathom.model.ranks.mailbox import Table
 from fathom.model.ranks.ranks import AxisShard, Coming, Partial, Route, evenly
 
 HALVES: Final = 2  # in which a rank's tokens travel
@@ -131,6 +132,14 @@ def halves(tokens: AxisShard, ranks: int, rank: int = 0) -> list[AxisShard]:
     second = sum(evenly(tokens.total, of, ranks).size // 2 for of in range(ranks))
     parts = [tokens.total - second, second] if second > FEW else [tokens.total]
     return [evenly(total, rank, ranks) for total in parts]
+
+
+def tables(tokens: int, ranks: int, slots: int, row: int) -> list[Table]:
+    """What a rank is sent in calls of up to so many tokens: inputs of each half, then outputs, a row of bytes each."""
+    one = min(tokens, 2 * FEW + ranks)  # of calls that go in one half
+    parts = [part.total for part in halves(evenly(tokens, 0, ranks), ranks)]
+    sizes = [max(parts[0], one), *parts[1:], *[0] * (HALVES - len(parts))]
+    return [*(Table(n, row) for n in sizes), *(Table(slots * -(-n // ranks), row) for n in sizes)]
 
 
 def owners(tokens: AxisShard, ranks: int, device: torch.device) -> Tensor:

@@ -25,6 +25,11 @@ class Table(NamedTuple):
     rows: int
     width: int
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its rows and of their numbers."""
+        return self.rows * (self.width + NUMBER) + 2 * ALIGNED
+
 
 class Mailbox:
     """Tables of rows on each rank of one process group, and beside each the numbers of its rows, by their senders.

@@ -2,24 +2,19 @@
 
 import functools
 import re
-import shutil
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed import _symmetric_memory as symmetric
 
 from fathom.model.choices import ALL, AUTO, OWN
 from fathom.model.errors import RankDisagreement, Tripwire
 from fathom.model.ranks import ranks as between
 from fathom.model.ranks.dispatch import owners
-from fathom.model.ranks.mailbox import Mailbox, Table
+from fathom.model.ranks.mailbox import Table
 from fathom.model.ranks.multicast import LARGEST
 from fathom.model.ranks.ranks import ALONE, AxisShard, Partial, Ranks, Route, Shards, evenly, undivided
 from tests import gloo
-from tests.interpreter import patched
+from tests.nvlink import nvlink
 
 
 def ranks_of(group, tokens=AUTO):
@@ -98,32 +93,13 @@ def collectives(group):
     return found
 
 
-class Memory:
-    """What stands for memory that all ranks write to, and for the kernel of torch that does: a gather of gloo."""
-
-    def __init__(self, monkeypatch):
-        self.asked, self.written = [], 0
-        monkeypatch.setattr(symmetric, "empty", lambda n, dtype, **_: torch.full((n,), 255, dtype=dtype))
-        monkeypatch.setattr(symmetric, "rendezvous", lambda memory, group: self.asked.append((memory, group.size())))
-        monkeypatch.setattr(torch.ops.symm_mem, "multimem_all_gather_out", self.gather)
-
-    def gather(self, own, name, every):
-        ((memory, size),) = self.asked
-        assert (own.dtype, every.dtype, every.data_ptr()) == (torch.uint8, torch.uint8, memory.data_ptr())
-        assert len(every) == size * len(own)
-        assert name == dist.group.WORLD.group_name
-        dist.all_gather_into_tensor(every, own)
-        self.written += 1
-
-
 def by_multicast(group):
     """What arrives by it and what does not, beside plain tensors."""
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        memory = Memory(monkeypatch)
+    with nvlink(group) as link, pytest.MonkeyPatch.context() as monkeypatch:
         ranks = ranks_of(group)
         monkeypatch.setattr(between, "has_multicast", lambda _: group.rank > 0)
         ranks.connect(torch.device("cpu"))
-        assert not memory.asked, "a rank has none"
+        assert not link.handles, "a rank has none"
         monkeypatch.setattr(between, "has_multicast", lambda _: True)
         ranks.connect(torch.device("cpu"))
         ranks.gathers.update(dict.fromkeys(ranks.gathers, 0))
@@ -137,7 +113,7 @@ def by_multicast(group):
         for shape in ((group.size, 3), (group.size, LARGEST // group.size + 4)):  # no whole word, and too many bytes
             large = torch.ones(shape, dtype=torch.uint8)
             assert ranks.whole(part.of(large), 0, part).equal(large)
-        return memory.written, ranks.gathers
+        return link.gathered, ranks.gathers
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -177,47 +153,12 @@ def moves(group, ranks):
     return moved, ranks.moves
 
 
-class Shared:
-    """What stands for memory of GPUs that NVLink connects: files that all ranks map, and a barrier of gloo."""
-
-    def __init__(self, group, folder):
-        self.group, self.folder, self.mapped = group, folder, None
-
-    def empty(self, nbytes, **_):
-        (self.folder / str(self.group.rank)).write_bytes(bytes([255]) * nbytes)
-        dist.barrier()
-        paths = [str(self.folder / str(rank)) for rank in range(self.group.size)]
-        self.mapped = [torch.from_file(path, shared=True, size=nbytes, dtype=torch.uint8) for path in paths]
-        return self.mapped[self.group.rank]
-
-    def rendezvous(self, memory, processes):
-        assert memory is self.mapped[self.group.rank]
-        assert processes is self.group.processes
-        return self
-
-    @property
-    def buffer_ptrs(self):
-        return [memory.data_ptr() for memory in self.mapped]
-
-    def barrier(self):
-        dist.barrier()
-
-
 def by_mailbox(group):
     """The same by rows that Triton's kernel writes into the memory of other processes."""
-    held: list = [tempfile.mkdtemp() if group.rank == 0 else None]
-    dist.broadcast_object_list(held)
-    with pytest.MonkeyPatch.context() as monkeypatch, patched():
-        shared = Shared(group, Path(held[0]))
-        monkeypatch.setattr(symmetric, "empty", shared.empty)
-        monkeypatch.setattr(symmetric, "rendezvous", shared.rendezvous)
+    with nvlink(group):
         ranks = ranks_of(group)
-        ranks._mailbox = Mailbox(group.processes, torch.device("cpu"), [Table(31, 24)] * 2)
-        found = moves(group, ranks), lost(group, ranks)
-    dist.barrier()
-    if group.rank == 0:
-        shutil.rmtree(held[0])
-    return found
+        ranks.connect(torch.device("cpu"), [Table(31, 24)] * 2)
+        return moves(group, ranks), lost(group, ranks)
 
 
 def lost(group, ranks):

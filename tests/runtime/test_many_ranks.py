@@ -1,5 +1,6 @@
 """A model on N ranks is the model on one: with all tokens or its own, uneven experts, short prompts, decode."""
 
+from contextlib import nullcontext
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from fathom.runtime.sharding import sharding_plan
 from tests import gloo
 from tests.exact_ops import EXACT
 from tests.make_checkpoint import tiny_config, write_checkpoint
+from tests.nvlink import nvlink
 
 # fp32, four layers, logits of unit scale: a rank's share of the tokens changes the order of sums, as a split into calls
 # does (tests/model/test_chunks.py, the same bound)
@@ -190,3 +192,31 @@ def position_of_a_nan(group, site):
 def test_a_tripwire_in_a_split_call_names_the_position_of_the_sequence():
     """The normed output is whole on each rank, whichever tokens were its own."""
     assert gloo.run(2, position_of_a_nan, sites.HIDDEN) == [("hidden", 39)] * 2
+
+
+def in_memory(group, directory, tokens):
+    """Logits of a call, and how many tables were moved by what: where ranks write into each other's memory or not."""
+    torch.set_num_threads(1)
+    found = []
+    for link in (nullcontext, nvlink):
+        with link(*[group] * (link is nvlink)):
+            options = RunOptions("deployed", "bf16", rank_tokens=OWN, experts=WHOLE)
+            model = load(directory, options, CPU, group).model
+            logits = model.logits(model(torch.tensor(tokens), model.new_state(len(tokens), len(tokens))))
+            found.append((logits, model.arithmetic.ranks.moves))
+    return found
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rows_that_ranks_write_into_memory_are_those_of_a_collective(runs, size):
+    """Two halves of two layers; short calls go in one half."""
+    run = runs["random, deployed, exact sums"]
+    for count, tables in ((100, 4), (60, 2)):
+        for (logits, by), (wanted, moved) in gloo.run(size, in_memory, run.directory, run.tokens[:count]):
+            assert logits.equal(wanted)
+            layers = by["collective"] // tables
+            assert (by, moved) == (
+                {"memory": 0, "collective": tables * layers},
+                {"memory": tables * layers, "collective": 0},
+            )
+            assert layers > 1
