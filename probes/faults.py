@@ -56,7 +56,7 @@ from fathom.model.linear import GroupedLinear, Linear, Projected
 from fathom.model.moe import Expert, HashGate, MoE
 from fathom.model.observe import sites
 from fathom.model.observe.observer import observed
-from fathom.model.ranks.ranks import Partial
+from fathom.model.ranks.ranks import Coming, Partial, Route
 from fathom.model.rope import Rotation, layer_frequencies
 from fathom.model.state import State
 from fathom.model.transformer import Transformer
@@ -1509,6 +1509,77 @@ def experts_off_by_one(mixture: MoE) -> None:
     ranks = mixture.arithmetic.ranks
     if ranks.size > 1 and ranks.rank == ranks.size - 1:
         mixture.experts.append(mixture.experts.pop(0))
+
+
+def _reroute(model: Transformer, site: str, change: Callable[[Route], Route]) -> None:
+    """On the last rank, rows that are moved at this site take other ways than the others think."""
+    ranks = model.arithmetic.ranks
+    if ranks.rank < ranks.size - 1:
+        return
+    moved = ranks.moved
+
+    def changed(at: str, layer: int, table: int, rows: Tensor, route: Route) -> Coming:
+        return moved(at, layer, table, rows, change(route) if at == site else route)
+
+    vars(ranks)["moved"] = changed
+
+
+def _first_sent(route: Route, rank: int) -> tuple[Tensor, Tensor]:
+    """The first row that this rank sends to no rank but one other; and to which."""
+    going = route.going(rank) >= 0
+    other = going.clone()
+    other[:, rank] = False
+    row = ((going.sum(1) == 1) & other.any(1)).nonzero()[0, 0]
+    return row, other[row].nonzero()[0, 0]
+
+
+@between_ranks(
+    "row-to-the-wrong-rank",
+    "The last rank dispatches a token's row to the rank behind the right one.",
+    seen="the mistake's kind: an offset of a rank in a dispatch",
+    needs=scored_experts,
+)
+def row_to_the_wrong_rank(model: Transformer) -> None:
+    ranks = model.arithmetic.ranks
+
+    def change(route: Route) -> Route:
+        row, _ = _first_sent(route, ranks.rank)
+        places = route.places.clone()
+        places[row] = places[row].roll(1)
+        return route._replace(places=places)
+
+    _reroute(model, "experts.dispatch", change)
+
+
+@between_ranks(
+    "output-lost-between-ranks",
+    "The last rank does not send one of its experts' outputs back.",
+    seen="ROCm/ATOM#887, flashinfer#3547",
+    needs=scored_experts,
+)
+def output_lost_between_ranks(model: Transformer) -> None:
+    ranks = model.arithmetic.ranks
+
+    def change(route: Route) -> Route:
+        row, rank = _first_sent(route, ranks.rank)
+        places = route.places.clone()
+        places[row, rank] = -1
+        return route._replace(places=places)
+
+    _reroute(model, "experts.combine", change)
+
+
+@between_ranks(
+    "weights-of-another-slot-on-a-rank",
+    "On the last rank outputs of experts that lie there have the weights of the token's other slots.",
+    seen="the mistake's kind: weights that are sorted otherwise than the rows beside them",
+    needs=several_experts,
+)
+@instead_of(mixtures)
+class WeightsOfAnotherSlotOnARank(MoE):
+    def outputs(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        ranks = self.arithmetic.ranks
+        return super().outputs(x, ids, weights.roll(1, 1) if ranks.rank == ranks.size - 1 else weights)
 
 
 # --- state

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from fathom.model.checkpoint.census import census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.names import Axis, axis
-from fathom.model.choices import ALL, OWN
+from fathom.model.choices import ALL, OWN, ROWS, WHOLE
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError, RankDisagreement, Tripwire
 from fathom.model.observe.observer import listening
@@ -36,11 +36,14 @@ PLAIN = Pair("", Setting(), Setting(), SAME)
 # Rounded as deployed, one value near a tie moves a row by a step of its format: at every site the second run is put
 # back on the first, and a quarter of a site's rows may hold such a value (as in `probes.parity`).
 DEPLOYED = Pair("", Setting("deployed", "bf16"), Setting("deployed", "bf16"), SAME, share=0.75, steered=True)
-PAIRS = {
-    replace(PLAIN, name="all tokens"): ALL,
-    replace(PLAIN, name="own tokens"): OWN,
-    replace(DEPLOYED, name="all tokens, deployed"): ALL,
-    replace(DEPLOYED, name="own tokens, deployed"): OWN,
+PAIRS = {  # which tokens a rank has, and how experts lie
+    replace(PLAIN, name="all tokens"): (ALL, ROWS),
+    replace(PLAIN, name="own tokens"): (OWN, ROWS),
+    replace(PLAIN, name="all tokens, whole experts"): (ALL, WHOLE),
+    replace(PLAIN, name="own tokens, whole experts"): (OWN, WHOLE),
+    replace(DEPLOYED, name="all tokens, deployed"): (ALL, ROWS),
+    replace(DEPLOYED, name="own tokens, deployed"): (OWN, ROWS),
+    replace(DEPLOYED, name="own tokens, whole experts, deployed"): (OWN, WHOLE),
 }
 
 NOT_CLAIMED = """\
@@ -66,10 +69,12 @@ between ranks, after which their caches tell different stories.
 
 Here weights are sharded by rows, so no product is ever summed over ranks, and what ranks exchange is moved as bits. A
 group of processes is started; each runs the prompt alone, then with the others, and compares the two at every site,
-once with all tokens on every rank between attentions and once with each its own. In `plain` numerics only the order of
+with all tokens on every rank between attentions and with each its own, with rows of every expert on each rank and with
+whole experts, to which tokens are dispatched. In `plain` numerics only the order of
 sums is left to differ. With activations rounded as deployed the second run is put back on the first after every site,
 as in `parity`. Then the bytes that the ranks hold are added up: the checkpoint's, and one more copy per further rank of
-exactly what the placement says is replicated, and of scales whose blocks of rows it divides."""
+exactly what the placement says is replicated, and of scales whose blocks of rows it divides: once for each way in
+which experts lie."""
     between_ranks: ClassVar[bool] = True
     noticed: ClassVar[str] = """\
 - Nothing is summed over ranks, and yet in `plain` numerics fewer than half of the rows are bit-equal: a matrix product
@@ -77,7 +82,7 @@ exactly what the placement says is replicated, and of scales whose blocks of row
   site, nearly all rows are equal in all their bits.
 - Of the demo's matrices a rank holds fewer rows than a scale covers: it has that scale, and so have others."""
 
-    sizes: tuple[int, ...] = (2, 4)  # ranks; those that do not divide the experts' columns are left out
+    sizes: tuple[int, ...] = (2, 4)  # ranks; those that do not divide experts and their columns are left out
     tokens: int = 264  # two entries of HCA and 66 of CSA; made more where the model needs more
 
     def needs(self, subject: Subject) -> str | None:
@@ -89,7 +94,7 @@ exactly what the placement says is replicated, and of scales whose blocks of row
         if (why := cannot_travel(subject)) is not None:
             return why
         if not self._possible(subject):
-            return f"no number of ranks among {', '.join(map(str, self.sizes))} divides the experts' columns"
+            return f"no number of ranks among {', '.join(map(str, self.sizes))} divides experts and their columns"
         if len(left := left_out(subject)) == len(PAIRS):
             return f"none of its pairs can run: {next(iter(left.values()))}"
         return room(subject, self._length(subject))
@@ -112,7 +117,7 @@ exactly what the placement says is replicated, and of scales whose blocks of row
                 findings.append(_ended(size, errors))
                 continue
             farthest = [_farthest(of_ranks) for of_ranks in zip(*(one.findings for one in answers), strict=True)]
-            findings += [*farthest, _bytes(subject, size, answers)]
+            findings += [*farthest, *(_bytes(subject, size, answers, experts) for experts in (ROWS, WHOLE))]
             rows += _rows(size, farthest, answers, [pair for pair in PAIRS if pair.name not in left])
             places.append(_places(subject, size, answers))
         columns = ("ranks", "pair", "calls", "rows compared", "bit-equal", "largest", "bound")
@@ -135,7 +140,8 @@ exactly what the placement says is replicated, and of scales whose blocks of row
 
 def _divides(config: ModelConfig, size: int) -> bool:
     try:
-        sharding_plan(config, size)
+        for experts in (ROWS, WHOLE):
+            sharding_plan(config, size, experts)
     except ConfigError:
         return False
     return True
@@ -154,7 +160,7 @@ class Answer(NamedTuple):
 
     findings: list[Finding]  # of each pair
     calls: list[dict[str, int]]  # by the tokens that a rank had, in the run of each pair
-    held: int  # bytes of weights
+    held: dict[str, int]  # bytes of weights, by how experts lie
     replicated: list[str]
 
 
@@ -190,10 +196,11 @@ def answer(group: Group, subject: Subject, tokens: list[int]) -> Answer:
     Each process holds the whole tensor at every site (`model.observe.sites`), so each of them can tell where it parts.
     """
     left, findings, calls = left_out(subject), [], []
-    for pair, tokens_of in PAIRS.items():
+    for pair, (tokens_of, experts) in PAIRS.items():
         if pair.name in left:
             continue
-        options = subject.with_options(numerics=pair.one.numerics, dtype=pair.one.dtype, rank_tokens=tokens_of)
+        numerics = {"numerics": pair.one.numerics, "dtype": pair.one.dtype}
+        options = subject.with_options(**numerics, rank_tokens=tokens_of, experts=experts)
         alone, held = subject.load(options).model, Trace()
         with listening(alone, Canonical(subject.config, held).listeners()):
             alone.logits(run_tokens(alone, tokens, len(tokens))[0])
@@ -206,8 +213,12 @@ def answer(group: Group, subject: Subject, tokens: list[int]) -> Answer:
         comparison.close()
         findings.append(replace(comparison.finding(f"{group.size} ranks, "), rank=group.rank))
         calls.append(dict(model.arithmetic.ranks.calls))
-    loaded = load(subject.directory, subject.options, subject.ops, group)
-    return Answer(findings, calls, sum(loaded.held.values()), list(loaded.sharding.replicated))
+    every = {
+        experts: load(subject.directory, subject.with_options(experts=experts), subject.ops, group)
+        for experts in (ROWS, WHOLE)
+    }
+    sizes = {experts: sum(loaded.held.values()) for experts, loaded in every.items()}
+    return Answer(findings, calls, sizes, list(every[ROWS].sharding.replicated))
 
 
 # --- all of them
@@ -224,11 +235,14 @@ def _farthest(of_ranks: Sequence[Finding]) -> Finding:
     return max(of_ranks, key=lambda finding: (finding.failed, finding.measured))
 
 
-def _bytes(subject: Subject, size: int, answers: Sequence[Answer]) -> Finding:
-    """Bytes that the ranks hold, and those of the checkpoint with the announced copies."""
+def _bytes(subject: Subject, size: int, answers: Sequence[Answer], experts: str) -> Finding:
+    """Bytes that the ranks hold, and those of the checkpoint with the announced copies.
+
+    Of `experts` that lie whole each is on one rank, and the shared one on all of them.
+    """
     checkpoint = Checkpoint.open(subject.directory)
     counted = census(checkpoint.shapes(), subject.config)
-    announced = [note.partition(":")[0] for note in sharding_plan(subject.config, size).replicated]
+    announced = [note.partition(":")[0] for note in sharding_plan(subject.config, size, experts).replicated]
     wanted = 0
     for name, mapping in counted.mappings.items():
         tensors = [checkpoint.tensors[part] for part in (mapping.weight, mapping.scale, mapping.global_scale) if part]
@@ -237,8 +251,11 @@ def _bytes(subject: Subject, size: int, answers: Sequence[Answer]) -> Finding:
             stored = tensors[0].nbytes * prod(counted.demanded[name].shape) // prod(tensors[0].shape)
         along = axis(name)
         everywhere = along is Axis.NONE or along.value in announced
+        whole = experts == WHOLE and "experts." in name
+        if whole:
+            everywhere = "shared_experts." in name
         wanted += stored * (size if everywhere else 1)
-        if everywhere:
+        if everywhere or whole:
             continue
         if mapping.global_scale is not None:
             wanted += 4 * (size - 1)
@@ -249,8 +266,9 @@ def _bytes(subject: Subject, size: int, answers: Sequence[Answer]) -> Finding:
             ends = [(rank * each // several, ((rank + 1) * each - 1) // several) for rank in range(size)]
             copies = sum(last - first + 1 for first, last in ends) - scale.shape[0]
             wanted += copies * scale.nbytes // scale.shape[0]
-    held = sum(one.held for one in answers)
-    return judged(f"{size} ranks: bytes of weights held by all", held, exactly(wanted), "B", copies_of=announced)
+    held = sum(one.held[experts] for one in answers)
+    what = f"{size} ranks, experts {'whole' if experts == WHOLE else 'by rows'}: bytes of weights held by all"
+    return judged(what, held, exactly(wanted), "B", copies_of=announced)
 
 
 def _rows(size: int, findings: Sequence[Finding], answers: Sequence[Answer], pairs: Sequence[Pair]) -> list[Any]:
@@ -265,13 +283,17 @@ def _rows(size: int, findings: Sequence[Finding], answers: Sequence[Answer], pai
 
 def _places(subject: Subject, size: int, answers: Sequence[Answer]) -> Table:
     """What each rank holds."""
-    columns = ("rank", "heads", "output groups", "output columns", "vocabulary", "SwiGLU's columns", "bytes")
+    columns = (
+        *("rank", "heads", "output groups", "output columns", "vocabulary", "SwiGLU's columns", "bytes"),
+        *("or experts", "bytes"),
+    )
     rows: list[list[float | str | None]] = []
-    for rank, (shard, one) in enumerate(zip(sharding_plan(subject.config, size).ranks, answers, strict=True)):
-        places = (shard.heads, shard.groups, shard.output, shard.vocabulary, shard.inner)
-        parts = [f"{part.start} .. {part.stop - 1}" if part.split else "all" for part in places]
-        rows.append([rank, *parts, one.held])
-    note = "; ".join(["Replicated: all else", *answers[0].replicated])
+    by_rows, whole = (sharding_plan(subject.config, size, experts).ranks for experts in (ROWS, WHOLE))
+    for rank, (shard, other, one) in enumerate(zip(by_rows, whole, answers, strict=True)):
+        places = (shard.heads, shard.groups, shard.output, shard.vocabulary, shard.inner, other.experts)
+        *parts, experts = [f"{part.start} .. {part.stop - 1}" if part.split else "all" for part in places]
+        rows.append([rank, *parts, one.held[ROWS], experts, one.held[WHOLE]])
+    note = "; ".join(["Replicated: all else, and beside whole experts the shared one", *answers[0].replicated])
     return Table(f"{size} ranks: who holds what", columns, rows, f"{note}.")
 
 

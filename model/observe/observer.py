@@ -174,6 +174,8 @@ class Observer:
 
         Tripwire when a tensor that passes has another shape than its site says.
         """
+        of_one_rank = {sites.ROUTED_GATE, sites.ROUTED_UP} & listeners.keys() and self.ranks.shards.experts.split
+        assert not of_one_rank, "what whole experts compute inside no rank has for all tokens"
         known = axes(self.config)
         added = {site: _shaped(site, known, listener) for site, listener in listeners.items()}
         for site, listener in added.items():
@@ -260,7 +262,8 @@ class Observer:
     def _show(self, place: Place, listeners: list[Listener], layer: int | None, x: Tensor) -> None:
         """Show a tensor to listeners, whole where this rank has a shard of it; what they write is taken over."""
         shard, dim = undivided(0), 0
-        if place.shard in {"heads", "inner"}:
+        whole_experts = place.shard == "inner" and self.ranks.shards.experts.split  # the shared one runs own tokens
+        if place.shard in {"heads", "inner"} and not whole_experts:
             shard, dim = self.ranks.shards.along(place.shard), 1
         elif place.shard and self.call is not None:
             shard = self.call.shard
