@@ -17,6 +17,7 @@ from torch import Tensor
 from fathom.kernels.formats.stored import Apart, Dense
 from fathom.kernels.ops import CPU
 from fathom.kernels.triton_ops import TRITON
+from fathom.model.choices import ROWS, WHOLE
 from fathom.model.config import LayerKind
 from fathom.model.errors import CapacityError, ConfigError, RankDisagreement, Tripwire
 from fathom.model.observe import sites
@@ -417,13 +418,13 @@ class Stepped(NamedTuple):
     calls: dict[str, int]  # as the report counts them
 
 
-def stepped(group, directory):
+def stepped(group, directory, experts=ROWS):
     with patched():
-        return _stepped(group, directory)
+        return _stepped(group, directory, experts)
 
 
-def _stepped(group, directory):
-    options = RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4")
+def _stepped(group, directory, experts):
+    options = RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4", experts=experts)
     loaded = load(directory, options, TRITON, group)
     model = loaded.model
     state, other = (prefilled(model, TOKENS[:6], 16, 8) for _ in range(2))
@@ -462,17 +463,19 @@ def _stepped(group, directory):
     return Stepped(torch.stack(found), torch.stack(eager), recorder.exchanges, nodes, planner, said, ran)
 
 
-def test_a_captured_step_on_ranks_is_that_of_one(tmp_path):
+@pytest.mark.parametrize(("size", "experts"), [(2, ROWS), (2, WHOLE), (4, WHOLE)])
+def test_a_captured_step_on_ranks_is_that_of_one(tmp_path, size, experts):
     """Nothing that ranks exchange is read by the host, and what they do not agree on ends a replay by its name."""
     config = tiny_config(compress_ratios=[4, 128], num_hidden_layers=2, num_hash_layers=1, n_routed_experts=4)
     write_checkpoint(tmp_path, config, seed=1)
     alone = stepped(ALONE, tmp_path)
     assert (alone.exchanges, alone.said, alone.calls) == ({}, [], {})
-    for rank in gloo.run(2, stepped, tmp_path):
+    for rank in gloo.run(size, stepped, tmp_path, experts):
         assert rank.logits.equal(alone.logits)
         assert rank.eager.equal(alone.eager)
         planned, of_one = (one.planner.token(16, 1.0) for one in (rank, alone))
-        assert rank.exchanges == {"gather": sum(one.times for one in planned.exchanges) - 1, "reduce": 1}
+        reduced = 1 + (2 if experts == WHOLE else 0)  # the embedding, and outputs of each layer's experts
+        assert rank.exchanges == {"gather": sum(one.times for one in planned.exchanges) - reduced, "reduce": reduced}
         assert rank.nodes - alone.nodes == planned.launches - of_one.launches
         for site, said in zip(("attention.kv of layer 1", "attention.entry of layer 0"), rank.said, strict=True):
             assert re.fullmatch(rf"{site}, at \[0, 3\]: \S+ on rank 0, \S+ on rank 1", said)

@@ -8,6 +8,7 @@ from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.names import Axis, axis, parameters
 from fathom.model.checkpoint.tensor_mapping import Form
 from fathom.model.checkpoint.weights import open_weights
+from fathom.model.choices import AUTO, ROWS, WHOLE
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.runtime.options import DEMO
@@ -40,16 +41,44 @@ def held(sharding, config, rank):
     return found
 
 
+@pytest.mark.parametrize("experts", [ROWS, WHOLE])
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_ranks_together_hold_every_row_once_or_every_rank_holds_it(size):
+def test_the_ranks_together_hold_every_row_once_or_every_rank_holds_it(size, experts):
     config = wide_config()
-    sharding = sharding_plan(config, size)
+    sharding = sharding_plan(config, size, experts)
     assert sharding.replicated == ()
     ranks = [held(sharding, config, rank) for rank in range(size)]
     for name, parameter in parameters(config).items():
         copies = Counter(row for rank in ranks for row in rank[name])
         assert set(copies) == set(range(parameter.shape[0])), name
-        assert set(copies.values()) == {1 if axis(name) is not Axis.NONE else size}, name
+        everywhere = axis(name) is Axis.NONE or (experts == WHOLE and "shared_experts" in name)
+        assert set(copies.values()) == {size if everywhere else 1}, name
+
+
+def test_whole_experts_lie_on_one_rank_each():
+    config = wide_config()
+    sharding = sharding_plan(config, 4, WHOLE)
+    for expert in range(8):
+        for matrix in ("w1", "w2", "w3"):
+            name = f"layers.1.ffn.experts.{expert}.{matrix}.weight"
+            rows = parameters(config)[name].shape[0]
+            held = [sharding.rows(name, rows, rank) for rank in range(4)]
+            assert [part.size for part in held] == [rows if rank == expert // 2 else 0 for rank in range(4)]
+            assert all(part.split for part in held)
+    assert [shards.experts[:3] for shards in sharding.ranks] == [(0, 2, 8), (2, 4, 8), (4, 6, 8), (6, 8, 8)]
+    assert not any(shards.inner.split for shards in sharding.ranks)
+    assert all(shards.output.split for shards in sharding.ranks), "rows of wo_b"
+
+
+def test_how_experts_lie_where_one_way_does_not_divide():
+    config = wide_config(n_routed_experts=6)
+    assert [sharding_plan(config, 4, experts).experts for experts in (AUTO, ROWS)] == [ROWS, ROWS]
+    with pytest.raises(ConfigError, match=r"^4 ranks: n_routed_experts, routed experts: 6, which 4 does not divide$"):
+        sharding_plan(config, 4, WHOLE)
+    config = wide_config(moe_intermediate_size=384)
+    assert [sharding_plan(config, 2, experts).experts for experts in (AUTO, WHOLE)] == [WHOLE, WHOLE]
+    with pytest.raises(ConfigError, match=r"^2 ranks: moe_intermediate_size, columns of SwiGLU: 192 rows"):
+        sharding_plan(config, 2, ROWS)
 
 
 def test_what_is_sharded():
@@ -126,21 +155,24 @@ def test_experts_that_do_not_divide_are_refused(size):
 
 def test_experts_whose_blocks_would_be_cut_are_refused():
     with pytest.raises(ConfigError, match=f"^2 ranks: moe_intermediate_size, .*: 192 rows for each rank, {NO_BLOCKS}$"):
-        sharding_plan(wide_config(moe_intermediate_size=384), 2)
+        sharding_plan(wide_config(moe_intermediate_size=384), 2, ROWS)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("formats", ["official", "base", "nvfp4", "bf16"])
-def test_bytes_held_sum_to_the_checkpoints_and_the_announced_replication(tmp_path, formats, size):
+@pytest.mark.parametrize("experts", [ROWS, WHOLE])
+def test_bytes_held_sum_to_the_checkpoints_and_the_announced_replication(tmp_path, formats, size, experts):
     write_checkpoint(tmp_path, tiny_config(**WIDE), seed=3, formats=formats)
     config = ModelConfig.from_file(tmp_path / "config.json")
     checkpoint = Checkpoint.open(tmp_path)
     counted = census(checkpoint.shapes(), config)
-    sharding = sharding_plan(config, size)
+    sharding = sharding_plan(config, size, experts)
     receipts = []
     for rank in range(size):
         weights = open_weights(checkpoint, counted, held=lambda name, rows, rank=rank: sharding.rows(name, rows, rank))
         for name, parameter in parameters(config).items():
+            if not sharding.rows(name, parameter.shape[0], rank).size:
+                continue  # another rank's expert
             {"matrix": weights.matrix, "i64": weights.table}.get(parameter.kind, weights.vector)(name)
         assert weights.unread() == []
         receipts.append(weights.handed())
@@ -153,13 +185,19 @@ def test_bytes_held_sum_to_the_checkpoints_and_the_announced_replication(tmp_pat
     # what of each is on every rank: all of the axis NONE
     splits = {axis_: not any(note.startswith(axis_.value) for note in sharding.replicated) for axis_ in Axis}
     splits[Axis.NONE] = False
-    copies = sum((size - 1) * stored[name] for name in stored if not splits[axis(name)])
+
+    def cut(name):
+        """Whether ranks have parts of it: neither all, nor, of an expert that lies whole, one of them."""
+        return splits[axis(name)] and (experts == ROWS or "experts." not in name)
+
+    on_one = [name for name in stored if experts == WHOLE and ".experts." in name]
+    copies = sum((size - 1) * stored[name] for name in stored if not cut(name) and name not in on_one)
     # and with each part NVFP4's scale of the whole matrix; where blocks of 128 rows are cut, the scales of its block
     for name, mapping in counted.mappings.items():
         each = parameters(config)[name].shape[0] // size
-        if mapping.global_scale is not None and splits[axis(name)]:
+        if mapping.global_scale is not None and cut(name):
             copies += (size - 1) * checkpoint.tensors[mapping.global_scale].nbytes
-        if mapping.form in (Form.FP8, Form.FP8_F32) and splits[axis(name)] and each < 128:
+        if mapping.form in (Form.FP8, Form.FP8_F32) and cut(name) and each < 128:
             copies += checkpoint.tensors[mapping.scale].nbytes * (128 // each - 1)
     assert sum(sum(receipt.values()) for receipt in receipts) == total + copies
 
@@ -170,13 +208,13 @@ def parts(mapping):
 
 @pytest.mark.parametrize("model", ["Flash", "Pro"])
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_published_models_split_on_every_axis(model, size):
+@pytest.mark.parametrize(("experts", "other"), [(ROWS, "experts"), (WHOLE, "inner")])
+def test_published_models_split_on_every_axis(model, size, experts, other):
     config = ModelConfig.from_file(PUBLISHED / f"DeepSeek-V4-{model}.json")
-    sharding = sharding_plan(config, size)
+    sharding = sharding_plan(config, size, experts)
     assert sharding.replicated == ()
-    assert all(
-        share.split != (axis_ == "kv_heads") for shares in sharding.ranks for axis_, share in shares._asdict().items()
-    )
+    for shards in sharding.ranks:
+        assert {axis_ for axis_, shard in shards._asdict().items() if not shard.split} == {"kv_heads", other}
 
 
 def test_the_demo_on_two_ranks():
