@@ -41,8 +41,9 @@ class _Count(TorchDispatchMode):
                 self.known.add(_place(x))
                 self.total += storage.nbytes()
                 weakref.finalize(storage, self._gone, _place(x), storage.nbytes())
-        # torch sums bf16 by way of a copy in fp32
-        inside = func is torch.ops.aten.sum.default and args[0].dtype == torch.bfloat16
+        # torch sums bf16 that lies apart by way of a copy in fp32
+        summed = func is torch.ops.aten.sum.default and args[0].dtype == torch.bfloat16
+        inside = summed and not args[0].is_contiguous()
         self.peak = max(self.peak, self.total + (args[0].numel() * F32 if inside else 0))
         return out
 

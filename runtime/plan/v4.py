@@ -164,8 +164,6 @@ def _block(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
         _experts(c, s, live, layer)
     live.hold("sublayer output", row)
     live.run("mHC, write", written)
-    if not _grouped(s):  # their sum is made of a copy in fp32
-        live.run("streams, looked at", written + s.widened(m * hc * hidden))
 
 
 def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
