@@ -1,14 +1,14 @@
 """Which rows of which parameter each rank holds: a pure function of the config and the number of ranks.
 
-Cut, each where the count divides: attention heads (wq_b, sinks), output groups (wo_a), columns of the output (wo_b), and
-the vocabulary (embedding, head); and the experts in one of two ways. By *rows*: SwiGLU's columns (w1 and w3 of every
-expert, routed or shared, which must divide) and columns of the output (every w2). *Whole*: each routed expert, whose
-number must divide, lies on one rank, consecutive ones together, and the shared expert on every rank. A rank's rows of a quantisable matrix are whole blocks of 128 or a part of one: FP8
-weights have one scale for each. All else is on every rank: what writes the shared KV, entries and index keys (each rank
-has all caches), the indexer, mHC, gate, norms. Were these cut, their outputs would take one more exchange in each
-layer, which takes longer than reading all of them does, of V4-Pro on a B200 (`runtime.plan.token`). Of the Llama family
-also KV heads, with their caches and the heads that read them. Nothing is cut by columns, so no product is ever summed
-over ranks.
+Cut, each where the count divides: attention heads (wq_b, sinks), output groups (wo_a), columns of the output (wo_b),
+and the vocabulary (embedding, head); and the experts in one of two ways. By *rows*: SwiGLU's columns (w1 and w3 of
+every expert, routed or shared, which must divide) and columns of the output (every w2). *Whole*: each routed expert,
+whose number must divide, lies on one rank, consecutive ones together, and the shared expert on every rank. A rank's
+rows of a quantisable matrix are whole blocks of 128 or a part of one: FP8 weights have one scale for each. All else is
+on every rank: what writes the shared KV, entries and index keys (each rank has all caches), the indexer, mHC, gate,
+norms. Were these cut, their outputs would take one more exchange in each layer, which takes longer than reading all of
+them does, of V4-Pro on a B200 (`runtime.plan.token`). Of the Llama family also KV heads, with their caches and the
+heads that read them. Nothing is cut by columns, so no product is ever summed over ranks.
 """
 
 from dataclasses import dataclass

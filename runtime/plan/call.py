@@ -19,7 +19,8 @@ SLACK: Final = 1 << 16  # bytes of scratch that no op counts: a row of scales, a
 HEAD_ROWS: Final = 64  # rows of logits made at once, see `scripts.logits`; generation makes one
 ROUNDED: Final = (Form.FP8, Form.FP8_F32, Form.FP4)  # weights whose inputs may be rounded
 
-Matrices = Mapping[str, frozenset[tuple[Form, int, int]]]  # by name without layer and expert: form, rows, columns
+# By name without layer and expert: form, rows and columns, and how many there are of these
+Matrices = Mapping[str, Mapping[tuple[Form, int, int], int]]
 
 
 class Moment(NamedTuple):
@@ -113,12 +114,20 @@ class Call:
             for form, rows, columns in self.matrices[name]:
                 sizes = rows, columns, form.name, self.item, self.device
                 found.append([self.op("linear", n, *sizes, wide=wide) for n in (tokens, 1)])
-                if self.rounding.linears == FP8 and not wide and form in ROUNDED:
+                if self.rounds(form) and not wide:
                     rounded = tokens * columns * self.item
                     rounding = self.op("simulate_fp8", tokens * columns, self.item)
             taken, alone = (max(of) for of in zip(*found, strict=True))
             largest, at_once, made = max(largest, made + taken), at_once + alone, made + self.made(tokens, {name: wide})
         return max(rounding, rounded + largest, at_once)
+
+    def rounds(self, form: Form) -> bool:
+        """Whether inputs of linears in this form are rounded to FP8."""
+        return self.rounding.linears == FP8 and form in ROUNDED
+
+    def coded(self, *names: str) -> bool:
+        """Whether inputs of all matrices of these names are."""
+        return all(self.rounds(form) for name in names for form, _, _ in self.matrices[name])
 
     def made(self, tokens: int, products: Mapping[str, bool]) -> int:
         """Bytes of the results of `linears`."""
