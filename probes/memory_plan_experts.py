@@ -209,8 +209,8 @@ def _tokens(models: Sequence[Ranked]) -> Table:
     answer = f"{work.prompt:,} tokens of prompt and {work.new} new ones, s"
     columns = ("model", "experts", "reading, ms", "exchanges, ms", "launches, ms", "a token, ms", answer)
     note = (
-        f"A decoded token after {work.prompt:,} positions on {RANKS} {GPU.upper()}, by arithmetic. Of whole experts those"
-        " of the fullest rank are read; launches are counted of rows, and taken to be one fewer in a layer where experts"
-        " lie whole."
+        f"A decoded token after {work.prompt:,} positions on {RANKS} {GPU.upper()}, by arithmetic. Of whole experts"
+        " those of the fullest rank are read; launches are counted of rows, and taken to be one fewer in a layer where"
+        " experts lie whole."
     )
     return Table(f"A token on {RANKS} ranks", columns, rows, note)
