@@ -9,10 +9,12 @@ from typing import ClassVar, Final, NamedTuple
 from fathom.model.checkpoint.census import Census, census
 from fathom.model.checkpoint.config_json import MAX_CONFIG_BYTES, read_json
 from fathom.model.checkpoint.published import published_configs, published_tensors, released_scale
+from fathom.model.choices import ROWS
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.model.files import read_bounded
 from fathom.model.observe.sites import Site
+from fathom.probes import memory_plan_experts as experts
 from fathom.probes.finding import Bars, Finding, Part, Report, Table, Text, exactly, judged
 from fathom.probes.memory import ITEM_BYTES, cache_bytes
 from fathom.probes.probe import Probe, Progress, one_rank
@@ -29,8 +31,8 @@ RANKS: Final = (1, 4, 8)
 FORMATS: Final = {"bf16, bf16": ("dtype", "dtype"), "FP8, FP8": ("fp8", "fp8"), "FP8, FP4": ("fp8", "fp4")}
 
 READING: Final = """\
-- *weights*: as published, without the drafting head, sharded by rows over the ranks; norms, sinks and mHC in fp32, as
-  the model holds them. Exact.
+- *weights*: as published, without the drafting head, sharded over the ranks, experts by rows; norms, sinks and mHC in
+  fp32, as the model holds them. Exact.
 - *caches*: entries, index keys, windows and frontiers. All ranks hold all of them: one KV head serves all attention
   heads, so there is nothing to split. Exact.
 - *a call*: what one call holds beside these at its largest moment, whatever the values: if all its tokens go to the
@@ -41,11 +43,11 @@ READING: Final = """\
 An index score for each token of a call and each entry, in fp32, would be {untiled} GB for {chunk:,} tokens at 1M:
 reports of other runtimes that ran out of memory are of that. Here scores exist in tiles."""
 NOT_CLAIMED: Final = """\
-That a GPU was filled: nothing here was measured on one. The bytes of weights and caches are compared with what is
-allocated, and a process on the CPU with the whole plan, on models of test size (memory.md, which holds caches against
-published figures too). A call's bound has the scratch that the launch code of Triton's kernels allocates; what
-libraries take inside of a sort or a collective is in the reserve. Of the checkpoint that the run was given nothing is
-planned: the models are those of the tables."""
+That a GPU was filled, or several connected: nothing here was measured on GPUs. The bytes of weights and caches are
+compared with what is allocated, and a process on the CPU with the whole plan, on models of test size (memory.md, which
+holds caches against published figures too). A call's bound has the scratch that the launch code of Triton's kernels
+allocates; what libraries take inside of a sort or a collective is in the reserve. Of the checkpoint that the run was
+given nothing is planned: the models are those of the tables."""
 
 
 class Model(NamedTuple):
@@ -54,7 +56,7 @@ class Model(NamedTuple):
     name: str
     digest: str  # SHA-256 of its config.json
     config: ModelConfig
-    experts: str  # how routed ones are stored: fp4 or fp8
+    form: str  # how routed ones are stored: fp4 or fp8
     counted: Census
     plans: Mapping[tuple[int, str], Plan]
     largest: Mapping[int, int]  # context that fits, by ranks
@@ -72,7 +74,7 @@ class MemoryPlan(Probe):
 `python -m scripts.plan` makes such a table for any checkpoint or config.json, before anything is allocated, and a run
 that does not fit is refused by the same numbers before a weight is read. GB are 10^9 bytes; activations are in BF16.
 What is judged here is the plan's arithmetic, by formulas from config.json that it does not share: those that the probe
-`memory` has for caches, and the size of an expert's three matrices."""
+`memory` has for caches, the size of an expert's three matrices, and what ranks exchange for experts."""
 
     models: tuple[str, ...] = ("deepseek-v4-pro", "deepseek-v4-flash")  # files of model/published
     gpu_gb: float = 180.0  # of one GPU
@@ -94,6 +96,8 @@ What is judged here is the plan's arithmetic, by formulas from config.json that 
             progress(at / len(self.models), name)
             models.append(_planned(published_configs()[name], options, memory))
         findings = [finding for model in models for finding in _findings(model, options)]
+        on_ranks = [experts.ranked(model.name, model.config, model.counted, options) for model in models]
+        findings += [finding for one in on_ranks for finding in experts.findings(one)]
         plans = [plan for model in models for plan in model.plans.values()]
         reading = READING.format(
             reserve=_gb(plans[0].reserve),
@@ -106,6 +110,7 @@ What is judged here is the plan's arithmetic, by formulas from config.json that 
             *(_table(model, memory) for model in models),
             Text("How to read it", reading),
             _formats(models, options),
+            *experts.parts(on_ranks),
         ]
         return Report(" ".join(_said(model, memory) for model in models), tuple(findings), tuple(parts), NOT_CLAIMED)
 
@@ -113,17 +118,17 @@ What is judged here is the plan's arithmetic, by formulas from config.json that 
 def _planned(path: Path, options: RunOptions, memory: int) -> Model:
     config = ModelConfig.from_file(path)
     digest = hashlib.sha256(read_bounded(path, MAX_CONFIG_BYTES, ConfigError)).hexdigest()
-    experts = read_json(path)["expert_dtype"]
-    counted = census(published_tensors(config, experts, released_scale(experts)), config)
+    form = read_json(path)["expert_dtype"]
+    counted = census(published_tensors(config, form, released_scale(form)), config)
     planners = {ranks: _planner(config, counted, options, ranks) for ranks in RANKS}
     plans = {(ranks, name): planners[ranks].plan(context) for ranks in RANKS for name, context in CONTEXTS.items()}
     largest = {ranks: planner.largest_context(memory) for ranks, planner in planners.items()}
-    return Model(path.stem, digest, config, experts, counted, plans, largest)
+    return Model(path.stem, digest, config, form, counted, plans, largest)
 
 
 def _planner(config: ModelConfig, counted: Census, options: RunOptions, ranks: int) -> Planner:
     """Of the first rank, which needs the most."""
-    return Planner(config, counted, sharding_plan(config, ranks), options, 0, planned(options))
+    return Planner(config, counted, sharding_plan(config, ranks, ROWS), options, 0, planned(options))
 
 
 def _findings(model: Model, options: RunOptions) -> Iterator[Finding]:
@@ -134,11 +139,11 @@ def _findings(model: Model, options: RunOptions) -> Iterator[Finding]:
         yield judged(f"{model.name}: caches at {name}", model.plans[1, name].cache_bytes, exactly(wanted), "B")
     weights = config.num_hidden_layers * config.n_routed_experts * 3 * config.hidden_size * config.moe_intermediate_size
     own, stored = weights // most, model.plans[most, "1M"].weights[WeightKind.ROUTED].own
-    if model.experts == "fp4":
-        form, wanted = "FP4 and a byte of scale for 32 weights", own // 2 + own // 32
+    if model.form == "fp4":
+        told, wanted = "FP4 and a byte of scale for 32 weights", own // 2 + own // 32
     else:
-        form, wanted = "FP8 and four bytes of scale for 128 x 128 weights", own + own // 128**2 * 4
-    yield judged(f"{model.name}: routed experts on each of {most} ranks, {form}", stored, exactly(wanted), "B")
+        told, wanted = "FP8 and four bytes of scale for 128 x 128 weights", own + own // 128**2 * 4
+    yield judged(f"{model.name}: routed experts on each of {most} ranks, {told}", stored, exactly(wanted), "B")
 
 
 def _said(model: Model, memory: int) -> str:

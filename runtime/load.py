@@ -4,6 +4,7 @@ import hashlib
 import platform
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -40,6 +41,8 @@ from fathom.runtime.kv import check_bases, variants
 from fathom.runtime.loops import prepare_loops
 from fathom.runtime.memory import check_fits
 from fathom.runtime.options import RunOptions, checked_config
+from fathom.runtime.plan.experts import Choice, Work, faster
+from fathom.runtime.plan.gpus import named
 from fathom.runtime.plan.planner import Planner
 from fathom.runtime.sharding import ShardingPlan, sharding_plan
 
@@ -55,6 +58,7 @@ class Loaded(NamedTuple, Generic[M]):
     directory: Path
     sharding: ShardingPlan
     held: dict[str, int]  # bytes of this rank's part of each parameter, as stored
+    experts: Choice | None  # how they lie on several ranks, and why; None: on one, or there are none
     head: DraftHead | None = None  # what drafts tokens for it, where it is asked for
 
 
@@ -92,10 +96,11 @@ def load_any(
     group: Group = ALONE,
     *,
     context: int | None = None,
+    work: Work | None = None,
     follow: Callable[[Ranks], None] = lambda _: None,
 ) -> AnyLoaded:
     """Load a checkpoint of the architecture that its config.json names; otherwise `load`."""
-    return _load(read_any_config(directory, options), directory, options, ops, group, context, follow)
+    return _load(read_any_config(directory, options), directory, options, ops, group, context, work, follow)
 
 
 def load(
@@ -105,17 +110,19 @@ def load(
     group: Group = ALONE,
     *,
     context: int | None = None,
+    work: Work | None = None,
     follow: Callable[[Ranks], None] = lambda _: None,
 ) -> LoadedV4:
     """Read config, census and weights of a V4 checkpoint, strictly, and build this rank's part of the model.
 
     ConfigError or CheckpointError, with one line, for everything that is wrong with the directory; RankDisagreement
     when ranks found different configs or files. CapacityError, before any weight is read, when a `context` of so many
-    positions does not fit the machine (None: not known yet; one must). Nothing is converted: weights stay as stored,
+    positions does not fit the machine (None: not known yet; one must). `work` decides how experts lie on several ranks,
+    where the options leave it open (None: a prompt of one call). Nothing is converted: weights stay as stored,
     memory-mapped on the CPU, and of those that other ranks hold no byte is read (but by rank 0, for what
     `model.checkpoint.weights.fingerprint` covers). `follow` is given the ranks before the first exchange among them.
     """
-    loaded = _load(read_config(directory, options), directory, options, ops, group, context, follow)
+    loaded = _load(read_config(directory, options), directory, options, ops, group, context, work, follow)
     assert isinstance(loaded.model, Transformer), "the config is of V4"
     return loaded
 
@@ -127,6 +134,7 @@ def _load(
     ops: Ops,
     group: Group,
     context: int | None,
+    work: Work | None,
     follow: Callable[[Ranks], None],
 ) -> AnyLoaded:
     """`load`, of either architecture: they differ in config, census and model."""
@@ -135,6 +143,11 @@ def _load(
     device = torch.device(options.device)
     if ops.name == CPU.name:
         prepare_loops(counted, options.dtype, say=group.rank == 0)
+    experts = None
+    if group.size > 1 and isinstance(config, ModelConfig):
+        gpu = named(torch.cuda.get_device_name()) if device.type == "cuda" else None
+        experts = faster(config, counted, options, group.size, gpu, work or Work(options.prefill_chunk))
+        options = replace(options, experts=experts.way)
     sharding = sharding_plan(config, group.size, options.experts)
     ranks = Ranks(group, sharding.ranks[group.rank], options.rank_tokens)
     follow(ranks)
@@ -165,7 +178,7 @@ def _load(
         ranks.record("adapters", None, _digits(mark, device))
         found = hashlib.sha256(f"{found} {mark}".encode()).hexdigest()
     ranks.verify()
-    return cast("AnyLoaded", Loaded(model, counted, found, directory, sharding, weights.handed(), head))
+    return cast("AnyLoaded", Loaded(model, counted, found, directory, sharding, weights.handed(), experts, head))
 
 
 def _tables(config: Config, options: RunOptions, ranks: Ranks) -> list[Table]:

@@ -14,6 +14,7 @@ from fathom.model.rounding import FP4, FP8, NONE, Rounding
 DEMO = Path(__file__).resolve().parents[1] / "model" / "demo"  # the checkpoint that ships with the project
 # What a cache in this form holds: FP8 keys have a scale by row, under which E2M1 keys fit, see `model.cache.formats`.
 HELD = {FP8: (FP8, FP4), FP4: (FP4,)}
+NEW_TOKENS = 128  # of an answer, unless told
 TIMEOUT = 60.0  # seconds that a rank may keep the others waiting, unless told
 
 

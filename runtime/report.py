@@ -157,6 +157,8 @@ def _ranks(loaded: AnyLoaded, options: RunOptions) -> dict[str, Any]:
     by_rank = ranks.whole(own_numbers, 0, evenly(ranks.size, ranks.rank, ranks.size))  # [ranks, 3]
     return {
         "count": ranks.size,
+        "experts": loaded.experts and loaded.experts.way,
+        "experts_because": loaded.experts and loaded.experts.why,
         "calls_by_tokens": dict(ranks.calls),
         "gathers": dict(ranks.gathers),
         "replicated": list(loaded.sharding.replicated),

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fathom.runtime.options import NEW_TOKENS
 from fathom.scripts.cli import arguments, run_on_ranks
 from fathom.scripts.flags import (
     add_draft,
@@ -64,7 +65,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add_prompt_format(p)
     # Sampling
-    p.add_argument("--max-new-tokens", type=positive, default=128, help="stop after so many (default 128)")
+    p.add_argument(
+        "--max-new-tokens", type=positive, default=NEW_TOKENS, help=f"stop after so many (default {NEW_TOKENS})"
+    )
     add_sampling(p)
     # Runtime
     p.add_argument("--max-context", type=positions, help="positions to hold, as 128K (default: what this run needs)")

@@ -19,7 +19,7 @@ from fathom.model.architectures import config_from_file
 from fathom.model.checkpoint.published import Experts, published_configs
 from fathom.model.errors import ConfigError
 from fathom.model.llama.config import LlamaConfig
-from fathom.runtime.options import DEMO
+from fathom.runtime.options import DEMO, NEW_TOKENS
 from fathom.runtime.plan.gpus import GPUS
 from fathom.scripts.cli import arguments, run_alone
 from fathom.scripts.flags import add_draft, add_json, add_model, add_run_options, add_variants, positions, positive
@@ -71,7 +71,13 @@ def parser() -> argparse.ArgumentParser:
         "--prompt-tokens",
         type=positions,
         help="of the positions those of the prompt, which --kv shard of a Llama-family model keeps in fewer bytes"
-        " (default: not known, each part of the plan is for the prompt that takes most)",
+        " (default: not known, each part of the plan is for the prompt that takes most); of V4 on several --ranks,"
+        " tokens of the prompt for which --experts auto chooses (default: those of one call)",
+    )
+    p.add_argument(
+        "--new-tokens",
+        type=positive,
+        help=f"of V4 on several --ranks, tokens of the answer for which --experts auto chooses (default {NEW_TOKENS})",
     )
     p.add_argument(
         "--ranks", type=positive, help="ranks, one GPU each (default: 1, and without --context every number that goes)"

@@ -16,6 +16,7 @@ from fathom.runtime.group.store import open_store
 from fathom.runtime.group.watchdog import Watch
 from fathom.runtime.load import AnyLoaded, LoadedV4, check_device, load, load_any
 from fathom.runtime.options import RunOptions
+from fathom.runtime.plan.experts import Work
 
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -83,10 +84,17 @@ def watched_load(
 
 
 def watched_load_any(
-    watch: Watch | None, directory: Path, options: RunOptions, ops: Ops, group: Group, *, context: int | None = None
+    watch: Watch | None,
+    directory: Path,
+    options: RunOptions,
+    ops: Ops,
+    group: Group,
+    *,
+    context: int | None = None,
+    work: Work | None = None,
 ) -> AnyLoaded:
     """Load a model of either architecture, see `runtime.load.load_any`, watched as by `watched_load`."""
     if watch is None:
         return load_any(directory, options, ops, group, context=context)
     with watch.loading() as follow:
-        return load_any(directory, options, ops, group, context=context, follow=follow)
+        return load_any(directory, options, ops, group, context=context, work=work, follow=follow)

@@ -20,7 +20,8 @@ F32, I64 = 4, 8  # bytes
 SLACK: Final = 1 << 16  # bytes of scratch that no op counts: a row of scales, a list of positions
 HEAD_ROWS: Final = 64  # rows of logits made at once, see `scripts.logits`; generation makes one
 
-Matrices = Mapping[str, frozenset[tuple[Form, int, int]]]  # by name without layer and expert: form, rows, columns
+# By name without layer and expert: form, rows and columns, and how many there are of these
+Matrices = Mapping[str, Mapping[tuple[Form, int, int], int]]
 
 
 class Moment(NamedTuple):

@@ -17,7 +17,7 @@ from fathom.model.architectures import Config
 from fathom.model.cache import window
 from fathom.model.cache.gqa import KvHeads
 from fathom.model.checkpoint.census import Census
-from fathom.model.choices import FP8_SCORES
+from fathom.model.choices import EXACT, FP8_SCORES
 from fathom.model.config import ModelConfig
 from fathom.model.draft import DraftState, draft_caches
 from fathom.model.llama.adapters import adapters_nbytes
@@ -31,6 +31,8 @@ from fathom.runtime.op_sets import of_triton
 from fathom.runtime.options import RunOptions
 from fathom.runtime.plan import llama, v4
 from fathom.runtime.plan.call import F32, I64, Call, Moment
+from fathom.runtime.plan.gpus import Rates
+from fathom.runtime.plan.prefill import Prefill, prefill
 from fathom.runtime.plan.token import Token, token
 from fathom.runtime.plan.weights import WeightKind, Weights, matrices, total, weights
 from fathom.runtime.sharding import ShardingPlan
@@ -107,7 +109,7 @@ class Planner:
         prompt: int | None = None,
     ) -> None:
         self.config, self.sharding, self.options, self.rank = config, sharding, options, rank
-        self.head, self.prompt, self._backend = census.head, prompt, backend
+        self.census, self.head, self.prompt, self._backend = census, census.head, prompt, backend
         self.weights = weights(config, census, sharding, rank, mapped=options.device == "cpu")
         if options.coda_adapters is not None:
             assert isinstance(config, LlamaConfig), "other models have none"
@@ -195,11 +197,17 @@ class Planner:
         sizes = {"tokens": self._tokens(tokens), "context": context, "prompt": prompt}
         return replace(self.call, **sizes, even=even, few_pass=few_pass)  # type: ignore[arg-type]
 
-    def token(self, context: int, bandwidth: float) -> Token | None:
+    def token(self, context: int, rates: Rates) -> Token | None:
         """What a token after so many positions asks of this rank's device; None but of V4 with full caches."""
         if not isinstance(self.config, ModelConfig) or self.options.kv:
             return None
-        return token(self.config, self.call, self.weights, self._caches(context, 1)[1], context, bandwidth)
+        return token(self.config, self.call, self.weights, self._caches(context, 1)[1], context, rates)
+
+    def prefill(self, tokens: int, context: int, rates: Rates) -> Prefill:
+        """What a call of so many tokens, the last of so many positions, asks of this rank's device; of V4 alone."""
+        assert isinstance(self.config, ModelConfig), "of other models nothing is counted"
+        call = self._of(context, tokens, even=True, few_pass=True)
+        return prefill(self.config, call, rates, exact=self.options.fp8_products == EXACT)
 
     def largest_context(self, memory: int, chunk: int | None = None) -> int:
         """Most positions that fit in so many bytes, at most those that the model has.

@@ -1,9 +1,10 @@
 """What a decoded token asks of one rank, by arithmetic: bytes, exchanges and launches, and how long these take.
 
 A token of a graph waits for nothing but these. Bytes are those of weights and caches, each read once; of the routed
-experts those of a token's k, of which every rank has rows. Exchanges follow from what is cut (`runtime.sharding`), and
-launches are counted by a recorder of what is captured (`tests/runtime/test_captured_step.py`). What each of them takes
-is assumed: nothing of it was measured.
+experts those of a token's k: of which every rank has rows, or those that lie on the rank that has the most of them, by
+expectation. Exchanges follow from what is cut (`runtime.sharding`), and launches are counted by a recorder of what is
+captured (`tests/runtime/test_captured_step.py`), of experts that are cut by rows; of whole ones they are taken to be
+one less in a layer, as the exchanges are. What each of them takes is assumed: nothing of it was measured.
 
 Caches are on every rank. Cut over ranks by rows, index keys would be scored by the rank that has them, the best of all
 merged, and selected entries brought to every rank: two more exchanges and three more launches in a CSA layer.
@@ -15,11 +16,12 @@ from typing import Final, NamedTuple
 
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.rope import rotated_as
-from fathom.runtime.plan.call import F32, I64, Call
+from fathom.runtime.plan.call import I64, Call
+from fathom.runtime.plan.exchanges import EXCHANGE, Exchange, compared_tensors, exchanges
+from fathom.runtime.plan.fullest import pairs
+from fathom.runtime.plan.gpus import Rates
 from fathom.runtime.plan.weights import WeightKind, Weights, stored_bytes
 
-EXCHANGE: Final = 10e-6  # seconds of a collective of NCCL in a graph, whose bytes are few; assumed
-LINK: Final = 450e9  # bytes that a rank receives in a second, of NVLink's 900 both ways; assumed
 LAUNCH: Final = 1.5e-6  # seconds of a node of a graph; assumed
 # Nodes of a captured layer on one rank, tripwires among them, in deployed numerics with caches in FP8 and FP4; and of
 # the angles that layers with one rotation share
@@ -32,38 +34,35 @@ ON_RANKS: Final = (3, 4, 10)
 MERGED: Final = (2, 3)  # exchanges and launches by which a CSA layer would grow whose caches were cut over ranks
 
 
-class Exchange(NamedTuple):
-    """Exchanges of one kind, of all layers."""
-
-    what: str
-    times: int
-    nbytes: int  # that this rank receives in each
-
-
 class Token(NamedTuple):
     """A decoded token at the end of a context, on one rank."""
 
     read: Mapping[str, int]  # bytes, by what is read
     exchanges: tuple[Exchange, ...]
     launches: int  # of layers, and of what several ranks add: checksums of what they compare among it
-    bandwidth: float  # bytes that the device reads in a second
+    rates: Rates  # of the device
     cut_from: int | None  # positions from which on caches that are cut over ranks would save time; None: one rank
     spared: int  # bytes of caches that a rank would not hold then
 
     @property
     def reading(self) -> float:
         """Seconds that bytes take."""
-        return sum(self.read.values()) / self.bandwidth
+        return sum(self.read.values()) / self.rates.bandwidth
 
     @property
     def exchanging(self) -> float:
         """Seconds that exchanges take."""
-        return sum(one.times * (EXCHANGE + one.nbytes / LINK) for one in self.exchanges)
+        return sum(one.seconds(self.rates.link) for one in self.exchanges)
 
     @property
     def launching(self) -> float:
         """Seconds that launches take, did they all wait for each other."""
         return self.launches * LAUNCH
+
+    @property
+    def seconds(self) -> float:
+        """All of these, one after the other."""
+        return self.reading + self.exchanging + self.launching
 
 
 _NOT_READ: Final = (WeightKind.EMBEDDING, WeightKind.DRAFTING)  # by the layers of the model
@@ -75,11 +74,14 @@ def token(
     weights: Mapping[WeightKind, Weights],
     caches: Mapping[str, Mapping[str, int]],
     context: int,
-    bandwidth: float,
+    rates: Rates,
 ) -> Token:
     """A token after `context` positions, for which `caches` are: bytes by kind of layer and component, in full."""
     read = {kind.value: part.own for kind, part in weights.items() if kind not in _NOT_READ}
-    read[WeightKind.ROUTED.value] = read[WeightKind.ROUTED.value] * c.num_experts_per_tok // c.n_routed_experts
+    experts = (
+        s.shards.experts.size if s.shards.experts.split else c.n_routed_experts
+    )  # of each this rank has all, or rows
+    read[WeightKind.ROUTED.value] = int(read[WeightKind.ROUTED.value] * pairs(c, s.shards.experts, 1) / experts)
     tables = sum(map(c.is_hash, range(c.num_hidden_layers))) * c.num_experts_per_tok * c.vocab_size * I64
     read[WeightKind.GATES.value] -= tables
     read["head"] = max(stored_bytes(form, (rows, columns)) for form, rows, columns in s.matrices["head"])
@@ -91,18 +93,18 @@ def token(
     if ratios:
         read["selected entries"] = int(selected * min(1.0, c.index_topk / max(1, context // ratios[0])))
     kept = (s.ranks - 1) / s.ranks
-    saved = keys * kept / bandwidth / context  # seconds of a position
+    saved = keys * kept / rates.bandwidth / context  # seconds of a position
     paid = MERGED[0] * EXCHANGE + MERGED[1] * LAUNCH
     if ratios and s.ranks > 1:
         rows = read["selected entries"] // len(ratios)
-        paid = len(ratios) * (paid + rows * kept / LINK)
+        paid = len(ratios) * (paid + rows * kept / rates.link)
     launches = sum(count * LAUNCHES[kind] for kind, count in counts.items())
     launches += ANGLES * len({rotated_as(kind) for kind, count in counts.items() if count})
     return Token(
         read,
         tuple(exchanges(c, s)),
-        launches + (_on_ranks(c) if s.ranks > 1 else 0),
-        bandwidth,
+        launches + (_on_ranks(c) if s.ranks > 1 else 0) - (c.num_hidden_layers if s.shards.experts.split else 0),
+        rates,
         int(paid / saved) + 1 if saved else None,
         int((keys + selected) * kept),
     )
@@ -111,41 +113,8 @@ def token(
 _PARTS: Final = (LayerKind.HCA, "entries"), (LayerKind.CSA, "indexer_keys"), (LayerKind.CSA, "entries")
 
 
-def exchanges(c: ModelConfig, s: Call) -> list[Exchange]:
-    """What ranks exchange for a token, in the order in which it comes: of each kind how often, and how many bytes."""
-    if s.ranks == 1:
-        return []
-    layers, k, item, shards = c.num_hidden_layers, c.num_experts_per_tok, s.item, s.shards
-    found = []
-
-    def gathered(what: str, count: int, nbytes: int) -> None:
-        found.append(Exchange(what, count, nbytes * (s.ranks - 1) // s.ranks))
-
-    if shards.vocabulary.split:  # an all-reduce sends and receives what it sums up, and which rank filled it
-        found.append(Exchange("embedded token", 1, 2 * (c.hidden_size * item + F32)))
-    if shards.heads.split and not shards.groups.split:
-        gathered("attention, heads", layers, c.num_attention_heads * c.head_dim * item)
-    if shards.groups.split:
-        gathered("attention, low rank", layers, c.o_groups * c.o_lora_rank * item)
-    if shards.output.split:
-        gathered("attention, output", layers, c.hidden_size * item)
-    gathered("experts, between their matrices", layers, (k + 1) * c.moe_intermediate_size * item)
-    if shards.output.split:
-        gathered("experts, output", layers, c.hidden_size * item)
-    if shards.vocabulary.split:
-        gathered("logits", 1, c.vocab_size * F32)
-    found.append(Exchange("what ranks compare", 1, (s.ranks - 1) * I64 * _compared(c)))
-    return found
-
-
 def _on_ranks(c: ModelConfig) -> int:
     """Launches that several ranks add to a token."""
     of_layer, of_row, outside = ON_RANKS
     rows = sum({LayerKind.SWA: 0, LayerKind.HCA: 1, LayerKind.CSA: 2}[kind] for kind in c.layer_kinds)
-    return _compared(c) + of_layer * c.num_hidden_layers + of_row * rows + outside
-
-
-def _compared(c: ModelConfig) -> int:
-    """Tensors whose checksums a token's ranks compare: see `same` in `model.observe.observer`."""
-    of_layer = {LayerKind.SWA: 4, LayerKind.HCA: 5, LayerKind.CSA: 7}
-    return 2 + sum(of_layer[kind] for kind in c.layer_kinds)
+    return compared_tensors(c, split=False) + of_layer * c.num_hidden_layers + of_row * rows + outside

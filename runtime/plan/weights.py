@@ -6,6 +6,7 @@ mHC parameter is held in fp32, every table of experts in int64.
 """
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping
 from enum import StrEnum
 from typing import Final, NamedTuple
@@ -73,7 +74,9 @@ class Weights(NamedTuple):
 
 
 def stored_bytes(form: Form, shape: tuple[int, ...]) -> int:
-    """Bytes of a parameter of this shape with its scales, as the checkpoint stores it."""
+    """Bytes of a parameter of this shape with its scales, as the checkpoint stores it; without rows it has none."""
+    if 0 in shape:
+        return 0
     if form in _PLAIN:
         return math.prod(shape) * _PLAIN[form]
     value, scale, block_rows, block_columns = _VALUES[form]
@@ -125,13 +128,13 @@ def _sum(parts: Collection[Weights]) -> Weights:
 
 
 def matrices(census: Census, sharding: ShardingPlan, rank: int) -> Matrices:
-    """The forms and shapes of each matrix on a rank, over all layers and experts."""
-    found: dict[str, set[tuple[Form, int, int]]] = {}
+    """The forms and shapes of each matrix on a rank, over all layers and experts; of what is not here none."""
+    found: dict[str, Counter[tuple[Form, int, int]]] = {}
     for name, mapping in census.mappings.items():
         shape = census.demanded[name].shape
         shard = sharding.rows(name, shape[0], rank)
-        if len(shape) == 2:
+        if len(shape) == 2 and shard.size:
             parts = [part for part in name.split(".") if not part.isdigit()]
             bare = ".".join(part for part in parts if part not in ("model", "layers", "weight"))
-            found.setdefault(bare, set()).add((mapping.form, shard.size, shape[1]))
-    return {name: frozenset(shapes) for name, shapes in found.items()}
+            found.setdefault(bare, Counter())[mapping.form, shard.size, shape[1]] += 1
+    return found

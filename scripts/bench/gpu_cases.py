@@ -97,9 +97,9 @@ ENTRY_BYTES: Final = {
 
 
 def _bandwidth(gpu: str) -> float:
-    found = GPUS[gpu].bandwidth
+    found = GPUS[gpu].rates
     assert found is not None, f"nobody told the bandwidth of {gpu}"
-    return found
+    return found.bandwidth
 
 
 ROOFS: Final = {  # by a part of the device's name: bytes a second read, and FLOPs a second in BF16

@@ -26,6 +26,7 @@ from fathom.runtime.memory import new_state
 from fathom.runtime.op_sets import op_set
 from fathom.runtime.options import RunOptions, usual
 from fathom.runtime.output import write_json
+from fathom.runtime.plan.experts import Work
 from fathom.runtime.process import set_process
 from fathom.runtime.report import report
 from fathom.runtime.sampling import Sampling
@@ -60,7 +61,8 @@ def _generate(args: argparse.Namespace, given: Prompt, watch: Watch | None, grou
     context = args.max_context or held + len(prompt) + args.max_new_tokens - 1
     console = Console(stderr=True)
     with console.loading(args.model):
-        loaded = watched_load_any(watch, args.model, options, ops, group, context=context)
+        work = Work(len(prompt), args.max_new_tokens)
+        loaded = watched_load_any(watch, args.model, options, ops, group, context=context, work=work)
     set_process(args.threads, loaded)
     state, prompt = _state(args, loaded, options, prompt)
     by = decoding(loaded.model, state, graph=args.graph, steps=args.max_new_tokens - 1, head=loaded.head)
@@ -283,4 +285,7 @@ def _ranks(ranks: dict[str, Any]) -> str:
     calls = ", ".join(f"{calls} with {tokens} tokens" for tokens, calls in ranks["calls_by_tokens"].items() if calls)
     weights = ", ".join(f"{size / MIB:.2f}" for size in ranks["weight_bytes"])
     whole = "; ".join(ranks["replicated"]) or "none that could be sharded"
-    return f"{ranks['count']}; calls on each rank: {calls}; weights by rank, MiB: {weights}; replicated: {whole}"
+    experts = "" if ranks["experts"] is None else f"; experts {ranks['experts']}: {ranks['experts_because']}"
+    return (
+        f"{ranks['count']}{experts}; calls on each rank: {calls}; weights by rank, MiB: {weights}; replicated: {whole}"
+    )

@@ -29,6 +29,7 @@ from fathom.runtime.memory import new_state
 from fathom.runtime.op_sets import op_set
 from fathom.runtime.options import RunOptions, usual
 from fathom.runtime.output import adding_lines, write_json
+from fathom.runtime.plan.experts import Work
 from fathom.runtime.process import set_process
 from fathom.runtime.report import report
 from fathom.runtime.sampling import Sampling
@@ -65,7 +66,9 @@ def _run(args: argparse.Namespace, prompts: Prompts, done: Done, watch: Watch | 
     most = max(len(entry.ids) for entry in entries) + args.max_new_tokens - 1
     console = Console(stderr=True)
     with console.loading(args.model):
-        loaded = watched_load_any(watch, args.model, options, ops, group, context=args.max_context or most)
+        work = Work(max(len(entry.ids) for entry in entries), args.max_new_tokens)
+        context = args.max_context or most
+        loaded = watched_load_any(watch, args.model, options, ops, group, context=context, work=work)
     set_process(args.threads, loaded)
     mark = _mark(args, loaded, options, sampling)
     for entry, answer in zip(entries, done.answers, strict=False):

@@ -15,6 +15,7 @@ from fathom.runtime.memory import new_state
 from fathom.runtime.op_sets import op_set
 from fathom.runtime.options import usual
 from fathom.runtime.output import reserved
+from fathom.runtime.plan.experts import Work
 from fathom.runtime.process import set_process
 from fathom.scripts.console import Console
 from fathom.scripts.flags import run_options
@@ -34,7 +35,10 @@ def _logits(
     options = run_options(args)
     config = read_any_config(args.model, options)
     ops = op_set(args.ops or usual(options.device), options, config)
-    loaded = watched_load_any(watch, args.model, options, ops, group, context=len(ids))
+    work = Work(
+        args.decode_from or len(ids), 1 + len(ids) - (args.decode_from or len(ids))
+    )  # one token more than steps
+    loaded = watched_load_any(watch, args.model, options, ops, group, context=len(ids), work=work)
     set_process(args.threads, loaded)
     model = loaded.model
     tokens = torch.tensor(ids, device=model.device)

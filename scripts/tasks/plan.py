@@ -29,15 +29,18 @@ from fathom.runtime.drafting import bound, check_draft, check_head
 from fathom.runtime.kv import variants
 from fathom.runtime.memory import machine_memory
 from fathom.runtime.op_sets import planned
-from fathom.runtime.options import DEMO, RunOptions, check_options
+from fathom.runtime.options import DEMO, NEW_TOKENS, RunOptions, check_options
 from fathom.runtime.output import write_json
+from fathom.runtime.plan.exchanges import EXCHANGE
+from fathom.runtime.plan.experts import Choice, Work, faster
 from fathom.runtime.plan.gpus import GPUS
 from fathom.runtime.plan.planner import DRAFTING, LOADED, Plan, Planner
-from fathom.runtime.plan.token import EXCHANGE, LAUNCH, LINK, Token
+from fathom.runtime.plan.token import LAUNCH, Token
 from fathom.runtime.sharding import ShardingPlan, sharding_plan
 from fathom.scripts.console import Console
 from fathom.scripts.flags import run_options
 from fathom.scripts.plan import EXPERT_DTYPES
+from fathom.scripts.tasks import plan_experts
 
 GIB: Final = 1 << 30
 HOME: Final = "b200"  # whose bandwidth a token's arithmetic takes where no GPU is named
@@ -50,26 +53,29 @@ def run(args: argparse.Namespace, config: Config) -> int:
     """Show the plan for a model of this config; returns the exit status."""
     options = run_options(args)
     check_options(config, options, args.config or args.model or DEMO)
-    check_prompt(args.prompt_tokens, options, config, args.context)
+    check_prompt(args, options, config, args.context)
     subject = read_subject(args.model, args.config, args.expert_dtype, args.headers, options.draft, args.prompt_tokens)
     if args.context > (most := subject.config.max_position_embeddings):
         raise CapacityError(f"--context {args.context}: beyond the model's max_position_embeddings {most}")
-    planners = ranked(subject, options, args.ranks or 1)
+    choice = chosen(args, subject, options, args.ranks or 1)
+    planners = ranked(subject, options if choice is None else replace(options, experts=choice.way), args.ranks or 1)
     plans = [planner.plan(args.context) for planner in planners]
     worst = max(range(len(plans)), key=lambda rank: plans[rank].needed)
     memory = memory_of_rank(args, options, len(plans))
     data = summary(subject, planners[worst], plans, memory)
     if memory is not None and options.device == "cuda":  # ranks on a CPU share one memory
-        fitting = (n for n, planner in by_ranks(subject, options) if planner.plan(args.context).needed <= memory)
+        fitting = (n for n, planner in by_ranks(args, subject, options) if planner.plan(args.context).needed <= memory)
         data["fits_from_ranks"] = next(fitting, None)
-    bandwidth = GPUS[args.gpu or HOME].bandwidth
-    if bandwidth is not None and options.device == "cuda":
-        data["token"] = _token(planners[worst].token(args.context, bandwidth))
+    gpu = estimated_on(args)
+    if gpu is not None and (rates := GPUS[gpu].rates) is not None:
+        data["token"] = _token(planners[worst].token(args.context, rates))
+    data["experts"] = None
+    if choice is not None:
+        ways = plan_experts.both_ways(planners[0], len(planners))
+        data["experts"] = plan_experts.summary(choice, asked(args, options), gpu, ways)
     console = Console()
-    for table in (_weight_table(data), _memory_table(data)):
+    for table in _tables(data, gpu):
         console.print(table)
-    if data.get("token"):
-        console.print(_token_table(data, args.gpu or HOME))
     for line in _remarks(data):
         console.say(line)
     if args.json is not None:
@@ -87,14 +93,22 @@ class Subject:
     prompt: int | None = None  # tokens of the prompt, where that is told
 
 
-def check_prompt(prompt: int | None, options: RunOptions, config: Config, context: int) -> bool:
+def check_prompt(args: argparse.Namespace, options: RunOptions, config: Config, context: int) -> bool:
     """Whether a cache depends on the prompt.
 
-    ConfigError for a prompt that is told where none does, CapacityError for one that is longer than the context.
+    ConfigError for a prompt or an answer that is told where nothing depends on it, CapacityError for a prompt that is
+    longer than the context.
     """
     prompted = any(isinstance(variant, GroupedShard) for variant in variants(options.kv, config))
-    if prompt is not None and not prompted:
-        raise ConfigError(f"--prompt-tokens {prompt}: no cache depends on it, but --kv shard of a Llama-family model's")
+    laid_out = isinstance(config, ModelConfig) and (args.ranks or 1) > 1
+    prompt = args.prompt_tokens
+    if prompt is not None and not prompted and not laid_out:
+        raise ConfigError(
+            f"--prompt-tokens {prompt}: no cache depends on it, but --kv shard of a Llama-family model's; where experts"
+            " lie does, on several --ranks (V4)"
+        )
+    if args.new_tokens is not None and not laid_out:
+        raise ConfigError(f"--new-tokens {args.new_tokens}: where experts lie depends on it, on several --ranks (V4)")
     if prompt is not None and prompt > context:
         raise CapacityError(f"--prompt-tokens {prompt}: the context has {context} positions")
     return prompted
@@ -150,6 +164,24 @@ def _published(facts: ModelConfig, path: Path, experts: Experts | None, draft: s
     return Subject(facts, counted, source)
 
 
+def estimated_on(args: argparse.Namespace) -> str | None:
+    """The GPU whose rates times are estimated with; None: on a CPU nothing is."""
+    return (args.gpu or HOME) if args.device == "cuda" else None
+
+
+def asked(args: argparse.Namespace, options: RunOptions) -> Work:
+    """For what work experts are laid on ranks: a prompt that is not told has the tokens of a call."""
+    call = min(options.prefill_chunk, args.context or options.prefill_chunk)
+    return Work(args.prompt_tokens or call, args.new_tokens or NEW_TOKENS)
+
+
+def chosen(args: argparse.Namespace, subject: Subject, options: RunOptions, ranks: int) -> Choice | None:
+    """How experts lie on so many ranks; None on one, and where there are none. ConfigError where they cannot lie so."""
+    if not isinstance(subject.config, ModelConfig) or ranks == 1:
+        return None
+    return faster(subject.config, subject.counted, options, ranks, estimated_on(args), asked(args, options))
+
+
 def ranked(subject: Subject, options: RunOptions, ranks: int) -> list[Planner]:
     """Return a planner for each rank; ConfigError for ranks, numerics, adapters or drafts that are not allowed."""
     if options.coda_adapters is not None:
@@ -159,11 +191,12 @@ def ranked(subject: Subject, options: RunOptions, ranks: int) -> list[Planner]:
     return [_planner(subject, sharding, options, rank) for rank in range(ranks)]
 
 
-def by_ranks(subject: Subject, options: RunOptions) -> Iterator[tuple[int, Planner]]:
+def by_ranks(args: argparse.Namespace, subject: Subject, options: RunOptions) -> Iterator[tuple[int, Planner]]:
     """Numbers of ranks that the model can be on, and the planner of the first one, which needs the most."""
     for ranks in RANKS if options.device == "cuda" else (1,):
         try:
-            sharding = sharding_plan(subject.config, ranks, options.experts)
+            choice = chosen(args, subject, options, ranks)
+            sharding = sharding_plan(subject.config, ranks, options.experts if choice is None else choice.way)
         except ConfigError:  # experts that do not divide
             continue
         yield ranks, _planner(subject, sharding, options, 0)
@@ -229,6 +262,13 @@ def memory_of_rank(args: argparse.Namespace, options: RunOptions, ranks: int) ->
     return memory // ranks if options.device == "cpu" else memory
 
 
+def _tables(data: dict[str, Any], gpu: str | None) -> list[Table]:
+    tables = [_weight_table(data), _memory_table(data)]
+    if data.get("token"):
+        tables.append(_token_table(data, gpu))
+    return tables if data["experts"] is None else tables + plan_experts.tables(data["experts"])
+
+
 def _weight_table(data: dict[str, Any]) -> Table:
     table = Table("kind", title=f"weights of rank {data['rank']} of {data['ranks']}")
     for column in ("bytes", "", "share", "on every rank, as stored"):
@@ -273,16 +313,16 @@ def _token(token: Token | None) -> dict[str, Any] | None:
         return None
     return {
         "read": dict(token.read),
-        "exchanges": [one._asdict() for one in token.exchanges],
+        **plan_experts.of_token(token),
         "launches": token.launches,
-        "bandwidth": token.bandwidth,
-        "seconds": {"reading": token.reading, "exchanging": token.exchanging, "launching": token.launching},
+        "bandwidth": token.rates.bandwidth,
+        "link": token.rates.link,
         "caches_cut_from": token.cut_from,
         "caches_cut_spare": token.spared,
     }
 
 
-def _token_table(data: dict[str, Any], gpu: str) -> Table:
+def _token_table(data: dict[str, Any], gpu: str | None) -> Table:
     token = data["token"]
     seconds, bandwidth = token["seconds"], token["bandwidth"]
     table = Table(
@@ -295,11 +335,11 @@ def _token_table(data: dict[str, Any], gpu: str) -> Table:
             table.add_row(f"read: {name}", "", f"{size:,}", f"{1e6 * size / bandwidth:,.1f}")
     table.add_section()
     for one in token["exchanges"]:
-        taken = one["times"] * (EXCHANGE + one["nbytes"] / LINK)
-        table.add_row(f"exchange: {one['what']}", f"{one['times']:,}", f"{one['nbytes']:,}", f"{1e6 * taken:,.1f}")
-    table.add_row("launches", f"{token['launches']:,}", "", f"{1e6 * seconds['launching']:,.1f}")
+        taken = f"{1e6 * one['seconds']:,.1f}"
+        table.add_row(f"exchange: {one['what']}", f"{one['times']:,}", f"{one['nbytes']:,}", taken)
+    table.add_row("launches", f"{token['launches']:,}", "", f"{1e6 * seconds['launches']:,.1f}")
     table.add_section()
-    table.add_row("one after the other", "", f"{sum(token['read'].values()):,}", f"{1e6 * sum(seconds.values()):,.1f}")
+    table.add_row("one after the other", "", f"{sum(token['read'].values()):,}", f"{1e6 * seconds['all']:,.1f}")
     return table
 
 
@@ -325,20 +365,29 @@ def _remarks(data: dict[str, Any]) -> list[str]:
     if data["untiled_index_scores"]:
         lines.append(f"index scores of a call made at once would take {said(data['untiled_index_scores'])} more")
     if data["ranks"] > 1:
-        if not data["caches_split"] and "attention" not in data["caches"]:  # of V4: kinds of layers
-            lines.append("on every rank, because one KV head serves all attention heads: all caches")
-        lines += [f"on every rank, because it cannot be split: {why}" for why in data["not_split"]]
+        lines += _ranks(data)
     if token := data.get("token"):
         lines.append(
-            f"a token's arithmetic assumes {token['bandwidth'] / 1e12:g} TB/s of memory, {LINK / 1e9:g} GB/s between"
-            f" ranks, {1e6 * EXCHANGE:g} microseconds an exchange, {1e6 * LAUNCH:g} a launch: not measured"
+            f"a token's arithmetic assumes {token['bandwidth'] / 1e12:g} TB/s of memory, {token['link'] / 1e9:g} GB/s"
+            f" between ranks, {1e6 * EXCHANGE:g} microseconds an exchange, {1e6 * LAUNCH:g} a launch: not measured"
         )
-        if token["caches_cut_from"] is not None and data["ranks"] > 1:
-            lines.append(
-                "CSA's caches, cut over ranks instead of whole on each, would save a token time from"
-                f" {token['caches_cut_from']:,} positions on, and each rank {said(token['caches_cut_spare'])}"
-            )
     return lines + _verdict(data)
+
+
+def _ranks(data: dict[str, Any]) -> list[str]:
+    """What is on every rank, where experts lie, and what cutting the caches would save."""
+    lines = []
+    if not data["caches_split"] and "attention" not in data["caches"]:  # of V4: kinds of layers
+        lines.append("on every rank, because one KV head serves all attention heads: all caches")
+    lines += [f"on every rank, because it cannot be split: {why}" for why in data["not_split"]]
+    if data["experts"] is not None:
+        lines.append(f"experts on ranks: {data['experts']['way']}, {data['experts']['why']}")
+    if (token := data.get("token")) and token["caches_cut_from"] is not None:
+        lines.append(
+            "CSA's caches, cut over ranks instead of whole on each, would save a token time from"
+            f" {token['caches_cut_from']:,} positions on, and each rank {said(token['caches_cut_spare'])}"
+        )
+    return lines
 
 
 def _caches(data: dict[str, Any]) -> str:

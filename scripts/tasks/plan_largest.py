@@ -2,11 +2,13 @@
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from rich.table import Table
 
 from fathom.model.architectures import Config
+from fathom.model.config import ModelConfig
 from fathom.runtime.options import DEMO, check_options
 from fathom.runtime.output import write_json
 from fathom.runtime.plan.gpus import GPUS
@@ -18,6 +20,7 @@ from fathom.scripts.tasks.plan import (
     TELL,
     by_ranks,
     check_prompt,
+    chosen,
     fits_from,
     memory_of_rank,
     ranked,
@@ -32,17 +35,22 @@ def run(args: argparse.Namespace, config: Config) -> int:
     """Show what fits for a model of this config; returns the exit status."""
     options = run_options(args)
     check_options(config, options, args.config or args.model or DEMO)
-    prompted = check_prompt(args.prompt_tokens, options, config, config.max_position_embeddings)
+    prompted = check_prompt(args, options, config, config.max_position_embeddings)
     subject = read_subject(args.model, args.config, args.expert_dtype, args.headers, options.draft, args.prompt_tokens)
     most = subject.config.max_position_embeddings
-    chosen = [(args.ranks, ranked(subject, options, args.ranks)[0])] if args.ranks else by_ranks(subject, options)
+    planners = by_ranks(args, subject, options)
+    if args.ranks:
+        choice = chosen(args, subject, options, args.ranks)
+        told = options if choice is None else replace(options, experts=choice.way)
+        planners = iter([(args.ranks, ranked(subject, told, args.ranks)[0])])
     contexts = sorted({context for context in CONTEXTS if (args.prompt_tokens or 0) <= context < most} | {most})
     rows = []
-    for ranks, planner in chosen:
+    for ranks, planner in planners:
         memory = memory_of_rank(args, options, ranks)
         rows.append(
             {
                 "ranks": ranks,
+                "experts": planner.sharding.experts if ranks > 1 and isinstance(config, ModelConfig) else None,
                 "weights": planner.plan(1).own_weights,
                 "needed": {context: planner.plan(context).needed for context in contexts},
                 "memory": memory,
@@ -77,14 +85,15 @@ def _gpus(rows: Sequence[Mapping[str, Any]], contexts: Sequence[int]) -> dict[st
 def _ranks_table(data: dict[str, Any], contexts: Sequence[int]) -> Table:
     """What each number of ranks has room for."""
     title = f"each rank, in calls of {data['options']['prefill_chunk']:,} tokens"
-    table = Table("ranks", "memory", "weights", title=title)
+    table = Table("ranks", "experts", "memory", "weights", title=title)
     for context in contexts:
         table.add_column(f"needed for {_short(context)}", justify="right")
     table.add_column("largest context", justify="right")
     for row in data["by_ranks"]:
         needed = [said(size) for size in row["needed"].values()]
         largest = f"{row['largest_context']:,}" if row["largest_context"] else "none"
-        table.add_row(str(row["ranks"]), said(row["memory"]), said(row["weights"]), *needed, largest)
+        experts = row["experts"] or "-"
+        table.add_row(str(row["ranks"]), experts, said(row["memory"]), said(row["weights"]), *needed, largest)
     return table
 
 

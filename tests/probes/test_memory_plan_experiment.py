@@ -10,6 +10,7 @@ from fathom.probes import memory_plan
 from fathom.probes.finding import Bars
 from fathom.probes.memory_plan import FULL, QUICK
 from fathom.probes.subject import Subject
+from fathom.runtime.plan import exchanges
 from fathom.runtime.plan.planner import Planner
 from fathom.scripts import probe
 from fathom.scripts.tasks.probe import with_knobs
@@ -29,7 +30,7 @@ def few(monkeypatch):
 def test_every_release_holds_every_finding():
     report = measured(replace(FULL, models=tuple(published_configs())))
     assert [finding.what for finding in report.findings if finding.failed] == []
-    assert len({finding.what for finding in report.findings}) == 4 * len(published_configs())
+    assert len({finding.what for finding in report.findings}) == 8 * len(published_configs())
 
 
 def measured(asked):
@@ -55,6 +56,19 @@ def test_a_plan_whose_caches_are_a_row_short_fails(few, monkeypatch):
     report = measured(replace(few, gpu_gb=1.0))
     assert [finding.what for finding in report.findings if finding.failed] == ["DeepSeek-V4-Flash: caches at 1M"]
     assert "fits on none of 1, 8 GPUs of 1 GB" in report.summary
+
+
+@pytest.mark.parametrize(("way", "what"), [("_of_rows", "rows, in "), ("_of_whole", "whole, rows in ")])
+def test_a_plan_that_forgets_an_exchange_fails(few, monkeypatch, way, what):
+    whole = getattr(exchanges, way)
+
+    def short(c, s):
+        return [one._replace(nbytes=one.nbytes - 1024) for one in whole(c, s)]
+
+    monkeypatch.setattr(exchanges, way, short)
+    failed = [finding.what for finding in measured(few).findings if finding.failed]
+    assert len(failed) == 2
+    assert all(f"experts' exchanges of a call, {what}" in one for one in failed)
 
 
 def test_a_model_that_is_not_published_is_named():

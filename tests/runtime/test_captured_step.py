@@ -30,6 +30,7 @@ from fathom.probes.shared.alive import peak_alive
 from fathom.runtime.graph import Step, refusal
 from fathom.runtime.load import load
 from fathom.runtime.options import RunOptions
+from fathom.runtime.plan.gpus import Rates
 from fathom.runtime.plan.planner import Planner
 from fathom.runtime.plan.token import ANGLES, LAUNCHES
 from tests import gloo
@@ -473,7 +474,7 @@ def test_a_captured_step_on_ranks_is_that_of_one(tmp_path, size, experts):
     for rank in gloo.run(size, stepped, tmp_path, experts):
         assert rank.logits.equal(alone.logits)
         assert rank.eager.equal(alone.eager)
-        planned, of_one = (one.planner.token(16, 1.0) for one in (rank, alone))
+        planned, of_one = (one.planner.token(16, Rates(1.0, 1.0, 1.0, 1.0)) for one in (rank, alone))
         reduced = 1 + (2 if experts == WHOLE else 0)  # the embedding, and outputs of each layer's experts
         assert rank.exchanges == {"gather": sum(one.times for one in planned.exchanges) - reduced, "reduce": reduced}
         assert rank.nodes - alone.nodes == planned.launches - of_one.launches

@@ -14,6 +14,7 @@ from fathom.model.checkpoint.mtp import Head
 from fathom.model.checkpoint.published import published_tensors
 from fathom.model.checkpoint.tensor_mapping import Form
 from fathom.model.checkpoint.weights import open_weights
+from fathom.model.choices import ROWS, WHOLE
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.errors import CapacityError
 from fathom.model.observe import sites
@@ -141,9 +142,9 @@ class Fake:
     """Stands for a process group: a model is built without a word to the others."""
 
 
-def built(directory, ranks, rank):
+def built(directory, ranks, rank, experts):
     config, checkpoint = ModelConfig.from_file(directory / "config.json"), Checkpoint.open(directory)
-    counted, sharding = census(checkpoint.shapes(), config), sharding_plan(config, ranks)
+    counted, sharding = census(checkpoint.shapes(), config), sharding_plan(config, ranks, experts)
     group = Ranks(Group(rank, ranks, Fake() if ranks > 1 else None), sharding.ranks[rank])
     held = open_weights(checkpoint, counted, held=lambda name, rows: sharding.rows(name, rows, rank))
     model = Transformer(config, held, arithmetic(RunOptions("plain"), CPU, group, config))
@@ -156,6 +157,8 @@ def copied_scales(counted, sharding):
     for name, mapping in counted.mappings.items():
         shape = counted.demanded[name].shape
         part = sharding.rows(name, shape[0], 0)
+        if part.size in {0, shape[0]}:  # an expert that lies on one rank
+            continue
         if part.split and mapping.form is Form.NVFP4:
             copies += (sharding.size - 1) * 4
         if part.split and mapping.form in {Form.FP8, Form.FP8_F32} and part.size < 128:
@@ -164,11 +167,11 @@ def copied_scales(counted, sharding):
     return copies
 
 
-def exact(directory, ranks):
+def exact(directory, ranks, experts=ROWS):
     """Compare plan and model on every rank, kind by kind; returns the plans."""
     plans = []
     for rank in range(ranks):
-        one = built(directory, ranks, rank)
+        one = built(directory, ranks, rank, experts)
         plan = weights(one.config, one.counted, one.sharding, rank, mapped=True)
         assert {kind: (part.mapped, part.own) for kind, part in plan.items()} == held_weights(one.model)
         assert total(plan).stored == sum(one.receipt.values())
@@ -186,6 +189,7 @@ def test_weights_of_the_demo(ranks):
     plans = exact(DEMO, ranks)
     assert total(plans[0]).stored == (3_517_012 if ranks == 1 else total(plans[-1]).stored)
     if ranks > 1:
+        exact(DEMO, ranks, WHOLE)
         assert 0 < total(plans[0]).whole < total(plans[0]).stored < 3_517_012
 
 
@@ -194,6 +198,27 @@ def test_weights_in_every_form(tmp_path, formats):
     write_checkpoint(tmp_path, tiny_config(head_dim=128, o_lora_rank=128), seed=1, formats=formats)
     for ranks in (1, 2, 4, 8):
         exact(tmp_path, ranks)
+
+
+@pytest.mark.parametrize("formats", FORMATS)
+def test_weights_of_whole_experts_in_every_form(tmp_path, formats):
+    """Each rank reads what is planned, of experts that lie elsewhere nothing, and the shared expert as every rank."""
+    write_checkpoint(tmp_path, tiny_config(head_dim=128, o_lora_rank=128), seed=1, formats=formats)
+    config, checkpoint = ModelConfig.from_file(tmp_path / "config.json"), Checkpoint.open(tmp_path)
+    counted, sharding = census(checkpoint.shapes(), config), sharding_plan(config, 4, WHOLE)
+    routed = 0
+    for rank in range(4):
+        held = open_weights(checkpoint, counted, held=lambda name, rows, rank=rank: sharding.rows(name, rows, rank))
+        for name, parameter in counted.demanded.items():
+            if sharding.rows(name, parameter.shape[0], rank).size:
+                reads = {"i64": held.table, "matrix": held.matrix}.get(parameter.kind, held.vector)
+                reads(name)
+        plan = weights(config, counted, sharding, rank, mapped=True)
+        assert total(plan).stored == sum(held.handed().values())
+        assert plan[WeightKind.SHARED].whole == plan[WeightKind.SHARED].stored > 0 == plan[WeightKind.ROUTED].whole
+        routed += plan[WeightKind.ROUTED].stored
+    alone = weights(config, counted, sharding_plan(config, 1), 0, mapped=True)
+    assert routed == alone[WeightKind.ROUTED].stored
 
 
 def test_mixed_forms_and_stacked_experts(tmp_path):

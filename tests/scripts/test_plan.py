@@ -177,10 +177,57 @@ def test_a_token_by_arithmetic(tmp_path, capsys):
     said = capsys.readouterr().out
     assert "after 1,048,576 positions, on b200: by arithmetic" in said
     # what a position's keys take, seven eighths of which would be saved, against two exchanges and three launches
-    rows = 1024 * 512 * 2 * 7 / 8 / 450e9
+    rows = 1024 * 512 * 2 * 7 / 8 / 900e9
     per_position = 128 * 2 / 4 * 7 / 8 / 8e12
     assert token["caches_cut_from"] == int((2 * 10e-6 + 3 * 1.5e-6 + rows) / per_position) + 1
     assert f"save a token time from {token['caches_cut_from']:,} positions on" in said
+
+
+def test_experts_both_ways(tmp_path, capsys):
+    flags = ("--model", "DeepSeek-V4-Flash", "--context", "64K", "--ranks", 8, "--prefill-chunk", 4096)
+    data = asked(tmp_path, *flags, "--gpu", "b200", "--prompt-tokens", 10_000, "--new-tokens", 20)
+    experts, said = data["experts"], capsys.readouterr().out
+    assert (experts["prompt_tokens"], experts["new_tokens"], experts["gpu"]) == (10_000, 20, "b200")
+    assert experts["way"] == min(experts["seconds"], key=experts["seconds"].get)
+    assert f"experts on ranks: {experts['way']}, {experts['why']}\n" in said
+    assert "a call of 4,096 tokens at the end of 10,000 on b200: by arithmetic" in said
+    assert "a decoded token after them on b200: by arithmetic" in said
+    assert list(experts["ways"]) == ["rows", "whole"]
+    for found in experts["ways"].values():
+        for part in (found["prefill"], found["token"]):
+            *parts, everything = part["seconds"].values()
+            assert 0 < everything == pytest.approx(sum(parts))
+            one = part["exchanges"][0]
+            assert one["seconds"] == pytest.approx(one["times"] * (10e-6 + one["nbytes"] / 900e9))
+            assert f"{one['nbytes']:,}" in said
+        assert f"{1e6 * found['prefill']['seconds']['all']:,.1f}" in said
+    assert (
+        experts["ways"]["rows"]["prefill"]["seconds"]["hidden"]
+        == 0
+        > experts["ways"]["whole"]["prefill"]["seconds"]["hidden"]
+    )
+    assert "exchange: experts, dispatch" in said
+    # the rest of the plan is that of the way which was taken
+    shared = {way: asked(tmp_path, *flags, "--experts", way)["weights"]["shared experts"] for way in ("rows", "whole")}
+    assert data["weights"]["shared experts"] == shared[experts["way"]]
+    assert shared["whole"]["own"] > 7 * shared["rows"]["own"]
+    assert "experts on ranks: rows, --experts says so" in capsys.readouterr().out
+    slow = asked(tmp_path, *flags, "--gpu", "h200", "--prompt-tokens", 10_000, "--new-tokens", 20)["experts"]
+    assert slow["seconds"]["rows"] > experts["seconds"]["rows"]
+    untold = asked(tmp_path, *flags, "--experts", "whole")["experts"]
+    assert (untold["prompt_tokens"], untold["new_tokens"], untold["seconds"]) == (4096, 128, {})
+
+
+def test_experts_where_no_times_are_known(tmp_path, config, capsys):
+    here = ("--config", config, "--context", 1000, "--ranks", 2)
+    for flags, told in ((["--gpu", "mi300x"], "mi300x"), (["--device", "cpu"], "this device")):
+        experts = asked(tmp_path, *here, *flags)["experts"]
+        assert (experts["way"], experts["ways"]) == ("rows", {})
+        assert f"experts on ranks: rows, no link between ranks is known of {told}" in capsys.readouterr().out
+    assert asked(tmp_path, *here[:-2])["experts"] is None
+    assert "experts on ranks" not in capsys.readouterr().out
+    one_way = asked(tmp_path, "--model", "deepseek-v4-pro", "--context", 1000, "--ranks", 64)["experts"]
+    assert (one_way["way"], list(one_way["ways"])) == ("whole", ["whole"])
 
 
 def test_of_shard_it_says_for_which_prompt(tmp_path, capsys):
@@ -209,6 +256,13 @@ def test_of_shard_it_says_for_which_prompt(tmp_path, capsys):
     [
         (["--prompt-tokens", "4"], "--prompt-tokens 4: no cache depends on it, but --kv shard of a Llama-family"),
         (["--prompt-tokens", "4", "--kv", "all=shard", "--context", "8K"], "--prompt-tokens 4: no cache depends on it"),
+        (["--prompt-tokens", "4", "--ranks", "1", "--context", "8K"], "--prompt-tokens 4: no cache depends on it"),
+        (
+            ["--new-tokens", "4", "--context", "8K"],
+            "--new-tokens 4: where experts lie depends on it, on several --ranks",
+        ),
+        (["--new-tokens", "0", "--ranks", "2"], "argument --new-tokens: '0' is no whole number of at least 1"),
+        (["--experts", "whole", "--ranks", "3", "--context", "8K"], "3 ranks: n_routed_experts, routed experts: "),
         (["--prompt-tokens", "0"], "argument --prompt-tokens: '0' is no number of positions"),
     ],
 )
@@ -222,19 +276,24 @@ def test_a_prompt_longer_than_the_context_is_refused(context, limit, tmp_path, c
     flags = ("--config", tmp_path / "config.json", "--numerics", "plain", "--kv", "all=shard", *context)
     said = refused(main, capsys, *flags, "--prompt-tokens", limit + 1)
     assert said == f"--prompt-tokens {limit + 1}: the context has {limit} positions\n"
+    said = refused(main, capsys, "--context", "8K", "--ranks", 2, "--prompt-tokens", 8193)
+    assert said == "--prompt-tokens 8193: the context has 8192 positions\n"
 
 
 def test_a_token_where_there_is_no_exchange_and_where_there_is_no_arithmetic(tmp_path, config, capsys):
     flags = ("--config", config, "--device", "cuda", "--context", 1000)
     two, slower = (asked(tmp_path, *flags, "--ranks", 2, "--gpu", gpu)["token"] for gpu in ("b200", "h200"))
     assert slower["seconds"]["reading"] == pytest.approx(two["seconds"]["reading"] * 8 / 4.3)
-    assert slower["seconds"]["exchanging"] == two["seconds"]["exchanging"]
+    assert [one["nbytes"] for one in slower["exchanges"]] == [one["nbytes"] for one in two["exchanges"]]
+    times = sum(one["times"] for one in two["exchanges"])  # of 10 microseconds, and what the link takes, twice as slow
+    link = [one["seconds"]["exchanges"] - times * 10e-6 for one in (two, slower)]
+    assert link[1] == pytest.approx(2 * link[0])
     alone = asked(tmp_path, *flags)["token"]
     assert (alone["exchanges"], alone["caches_cut_from"]) == ([], None)
     capsys.readouterr()
     assert asked(tmp_path, *flags, "--kv", "all=shard")["token"] is None
     for others in (
-        asked(tmp_path, *flags, "--gpu", "b300"),
+        asked(tmp_path, *flags, "--gpu", "mi300x"),
         asked(tmp_path, *flags[:2], *flags[4:], "--device", "cpu"),
     ):
         assert not others.get("token")

@@ -48,6 +48,8 @@ def test_two_ranks_say_what_one_says_and_say_it_once(tmp_path, capsys):
     assert ranks["count"] == 2
     assert ranks["calls_by_tokens"] == {"all": len(both["tokens"]), "own": 0}
     assert ranks["replicated"] == []
+    assert (ranks["experts"], alone["ranks"]["experts"], both["options"]["experts"]) == ("rows", None, "auto")
+    assert ranks["experts_because"] == "no link between ranks is known of this device, to estimate times with"
     assert max(ranks["weight_bytes"]) < alone["ranks"]["weight_bytes"][0] < sum(ranks["weight_bytes"])
     assert len(ranks["peak_memory_bytes"]) == 2
     assert all(touched > 0 for touched in ranks["file_bytes_touched"])
