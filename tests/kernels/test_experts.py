@@ -580,7 +580,7 @@ def test_a_scale_that_is_no_number_is_of_its_row_alone(of_codes, monkeypatch, ti
 def test_what_experts_of_codes_leave_to_the_others_runs_there(of_codes, monkeypatch):
     """Few tokens, fp32, other forms, and matrices that begin amid 16 bytes: by tiles; plain numerics: numbers."""
     ran = []
-    monkeypatch.setattr(of_codes.by_tiles, "experts", lambda *given, deployed: ran.append((given, deployed)))
+    monkeypatch.setattr(of_codes.by_tiles, "experts", lambda *given, **how: ran.append((given, how)))
     (w1, w3, w2), _ = layer("fp4", 2, 128, 128, 1)
     x, ids, weights = tokens(4, 1, 128, 2, 2)
     amid = torch.zeros(w1.data.numel() + 8, dtype=torch.int8)[8:].view(w1.data.shape)
@@ -589,7 +589,9 @@ def test_what_experts_of_codes_leave_to_the_others_runs_there(of_codes, monkeypa
         (x, *layer("fp8", 2, 128, 128, 1)[0][:2], True), (x[:1], w1, w3, False),
     ]  # fmt: skip
     for some, first, third, deployed in given:
-        of_codes.experts_fp8(some, ids[: len(some)], weights[: len(some)], first, third, w2, LIMIT, deployed=deployed)
+        how = {"deployed": deployed, "summed": len(ran) % 2 == 0}
+        of_codes.experts_fp8(some, ids[: len(some)], weights[: len(some)], first, third, w2, LIMIT, **how)
+        assert ran[-1][1] == how
     assert len(ran) == len(given)
     monkeypatch.setattr(of_codes, "_codes", None)
     found = of_codes.experts_fp8(x, ids, weights, w1, w3, w2, LIMIT, deployed=False)
