@@ -17,7 +17,7 @@ from fathom.model.arithmetic import Arithmetic
 from fathom.model.call import Call
 from fathom.model.checkpoint.weights import Weights
 from fathom.model.config import ModelConfig
-from fathom.model.ranks.dispatch import Dispatch, dispatched, filled
+from fathom.model.ranks.dispatch import Dispatch, dispatched, filled, told
 
 
 class Gate:
@@ -136,7 +136,7 @@ class MoE:
         """The same where a rank has rows of every expert."""
         shards = self.arithmetic.ranks.shards
         x = self.arithmetic.whole_rows(x, call, coded=self.coded)
-        ids, weights = call.whole(ids), call.whole(weights)
+        ids, weights = told(ids, weights, call.shard, self.arithmetic.ranks)
         up = torch.cat((self.routed_up(x, ids, weights), self.shared.up(x)[:, None]), dim=1)  # [t, k + 1, inner]
         up = self.arithmetic.whole_columns(up, shards.inner, coded=self.coded_inner)
         return call.columns(self.shared.down(up[:, -1], self.routed_down(up[:, :-1], ids)), shards.output)
@@ -144,7 +144,7 @@ class MoE:
     def output_of_whole(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
         """The same where a rank has some of the experts."""
         if not dispatched(call):
-            every, ids, weights = call.whole(x), call.whole(ids), call.whole(weights)
+            every, (ids, weights) = call.whole(x), told(ids, weights, call.shard, self.arithmetic.ranks)
             return self.shared(x, call.own(filled(every, ids, weights, self.layer, self.arithmetic, self.outputs)))
         going = Dispatch(x, ids, weights, call, self.layer, self.arithmetic, coded=self.coded)
         up = self.shared.up(x)  # while the first rows are on their way
@@ -157,13 +157,8 @@ class MoE:
         return self._run(x, ids, weights, summed=True)
 
     def outputs(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """Weighted outputs [n, k, hidden] of the experts `ids` that are here, as numbers of these; -1: it is not."""
-        if self.together():
-            return self._run(x, ids, weights, summed=False)
-        out = x.new_zeros(*ids.shape, x.shape[1])
-        for expert, rows, slots in by_expert(ids, len(self.experts)):
-            out[rows, slots] = self.experts[expert].down(self.experts[expert].up(x[rows], weights[rows, slots]))
-        return out
+        """Weighted outputs [n, k, hidden] of the experts `ids` that are here, as numbers of these; others are not."""
+        return self._run(x, ids, weights, summed=False)
 
     def _run(self, x: Tensor, ids: Tensor, weights: Tensor, *, summed: bool) -> Tensor:
         """All experts in one op."""

@@ -9,6 +9,7 @@ from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.model.checkpoint.census import Census
 from fathom.model.choices import PLAIN, ROWS, WHOLE
 from fathom.model.config import ModelConfig
+from fathom.model.ranks.dispatch import EACH
 from fathom.probes.finding import Finding, Part, Table, Text, at_most, judged
 from fathom.probes.memory import ITEM_BYTES
 from fathom.runtime.options import RunOptions
@@ -23,6 +24,7 @@ RANKS: Final = 8
 GPU: Final = "b200"
 HOPPER: Final = "h200"  # whose link is beside it
 CALLS: Final = (512, 4096, 8192)
+HALVED: Final = (4096, 8192, 16384, 32768)
 PROMPTS: Final = {"8K": 1 << 13, "1M": 1 << 20}
 MB, MS = 1e6, 1e3
 
@@ -33,10 +35,12 @@ are arithmetic, of a {gpu}'s nominal rates: {bandwidth:g} TB/s of memory, {link:
 and {bf16:g} PFLOP/s of FP8 and BF16, and {exchange:g} microseconds for each exchange. **No exchange was measured: NCCL
 does not run here.**
 
-Whole experts hide exchanges: a rank's tokens go in two halves, and one half travels while the experts of the other run.
-But each half reads the experts that it goes to, so where reading takes longer than multiplying, routed experts take
-twice as long. Tokens are spread evenly over experts, by expectation: the fullest of {ranks} ranks has {fullest:.2f} of
-the {k} experts of one token of {name}. Attention's exchanges are the same both ways."""
+Whole experts hide exchanges: the shared expert's first matrices run while rows travel to experts, and a rank's tokens
+may go in two halves, of which one travels while the experts of the other run. Each half reads the experts that it goes
+to, so where reading takes longer than multiplying, routed experts of two halves take twice as long: tokens go in halves
+where each expert gets {each} in one, of {name} from {halved} tokens on. Tokens are spread evenly over experts, by
+expectation: the fullest of {ranks} ranks has {fullest:.2f} of the {k} experts of one token of {name}.
+Attention's exchanges are the same both ways."""
 BY_FORMULA: Final = """\
 Received by a rank for the experts of a call of {tokens:,} tokens of {name}, by formulas from config.json that the plan
 does not share. The last two are expert parallelism as others run it: each rank's sum comes back as one row. Here each
@@ -96,8 +100,10 @@ def parts(models: Sequence[Ranked]) -> list[Part]:
         fullest=pairs(first.config, first.ways[WHOLE].call.shards.experts, 1),
         k=first.config.num_experts_per_tok,
         name=first.name,
+        each=EACH,
+        halved=f"{2 * EACH * first.config.n_routed_experts // first.config.num_experts_per_tok:,}",
     )
-    tables = [table for model in models for table in (_bytes(model), _calls(model), _formulas(model))]
+    tables = [table for model in models for table in (_bytes(model), _calls(model), _formulas(model), _halves(model))]
     return [Text(f"Experts on {RANKS} ranks", reading), *tables, _tokens(models)]
 
 
@@ -108,7 +114,7 @@ def by_formula(c: ModelConfig, tokens: int, item: int) -> dict[str, float]:
     each = c.n_routed_experts - c.n_routed_experts // RANKS  # experts of all ranks but one
     missed = prod((each - at) / (c.n_routed_experts - at) for at in range(k))
     rows = tokens * others * (1 - missed)  # that come: one of a token to each other rank with one of its experts
-    around = tokens * others * (k * 12 + hidden * item / RANKS)  # ids, weights, and the output's columns
+    around = tokens * others * (k * 8 + hidden * item / RANKS)  # ids, weights, and the output's columns
 
     def by_rows(size: float) -> float:
         return around + tokens * others * size * (hidden + (k + 1) * inner)
@@ -193,6 +199,25 @@ def _formulas(model: Ranked) -> Table:
     return Table(f"{model.name}: experts' exchanges by formula", columns, rows, note)
 
 
+def _halves(model: Ranked) -> Table:
+    """What it gains that tokens travel in two halves."""
+    rows: list[list[float | str | None]] = []
+    rates = GPUS[GPU].rates
+    assert rates is not None, GPU
+    for tokens in HALVED:
+        once, halves = (model.ways[WHOLE].prefill(tokens, tokens, rates, parts) for parts in (1, 2))
+        taken = model.ways[WHOLE].prefill(tokens, tokens, rates)
+        chosen = 2 if taken.seconds == halves.seconds else 1
+        times = [MS * one for of in (once, halves) for one in (of.products["routed experts"], of.hidden, of.seconds)]
+        rows.append(
+            [tokens, *(f"{time:.1f}" for time in times), f"{MS * (once.seconds - halves.seconds):+.1f}", chosen]
+        )
+    each = ("routed experts, ms", "hidden, ms", "the call, ms")
+    columns = ("tokens of a call", *each, *(f"two halves: {what}" for what in each), "halves gain, ms", "parts taken")
+    note = f"Whole experts on {RANKS} {GPU.upper()}, a call that is its prompt, by arithmetic."
+    return Table(f"{model.name}: tokens that travel in halves", columns, rows, note)
+
+
 def _tokens(models: Sequence[Ranked]) -> Table:
     """A decoded token, and what auto takes."""
     rows: list[list[float | str | None]] = []
@@ -210,7 +235,6 @@ def _tokens(models: Sequence[Ranked]) -> Table:
     columns = ("model", "experts", "reading, ms", "exchanges, ms", "launches, ms", "a token, ms", answer)
     note = (
         f"A decoded token after {work.prompt:,} positions on {RANKS} {GPU.upper()}, by arithmetic. Of whole experts"
-        " those of the fullest rank are read; launches are counted of rows, and taken to be one fewer in a layer where"
-        " experts lie whole."
+        " those of the fullest rank are read; launches are counted."
     )
     return Table(f"A token on {RANKS} ranks", columns, rows, note)

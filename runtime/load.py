@@ -187,7 +187,7 @@ def _tables(config: Config, options: RunOptions, ranks: Ranks) -> list[Table]:
         return []
     assert isinstance(config, ModelConfig), "other models have no experts"
     row = config.hidden_size * (4 if options.dtype == "fp32" else 2)
-    return tables(options.prefill_chunk, ranks.size, config.num_experts_per_tok, row)
+    return tables(options.prefill_chunk, ranks.size, config.num_experts_per_tok, config.n_routed_experts, row)
 
 
 def _census(checkpoint: Checkpoint, config: Config, where: str, draft: str = OFF) -> Census:

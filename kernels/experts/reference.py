@@ -71,13 +71,13 @@ def sum_slots_scratch(tokens: int, slots: int, hidden: int, item: int) -> int:
 
 
 def of_pairs(
-    experts: Callable[..., Tensor], x: Tensor, ids: Tensor, weights: Tensor, *given: Any, **how: Any
+    experts: Callable[..., Tensor], x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, *given: Any, **how: Any
 ) -> Tensor:
     """`experts` with ``summed=False``, of itself: pairs that are on this rank are tokens of one expert each."""
-    tokens, slots = (ids >= 0).nonzero(as_tuple=True)
+    tokens, slots = ((ids >= 0) & (ids < members(w1))).nonzero(as_tuple=True)
     out = x.new_zeros(*ids.shape, x.shape[1])
     pairs = x[tokens], ids[tokens, slots][:, None], weights[tokens, slots][:, None]
-    out[tokens, slots] = experts(*pairs, *given, **how).to(x.dtype)
+    out[tokens, slots] = experts(*pairs, w1, *given, **how).to(x.dtype)
     return out
 
 
@@ -188,8 +188,8 @@ class Experts(_Parts):
         x
             [t, hidden] bfloat16 or float32.
         ids
-            [t, k] int64, the experts of each token, distinct within a row; where outputs are not summed, -1 says that a
-            pair's expert is on another rank.
+            [t, k] int64, the experts of each token, distinct within a row; where outputs are not summed, one that is no
+            number of these is another rank's.
         weights
             [t, k] float32 routing weights.
         w1, w3
@@ -208,7 +208,7 @@ class Experts(_Parts):
         -------
         Tensor
             [t, hidden] float32; not summed the output of each pair, [t, k, hidden] in the dtype of `x`. That of a pair
-            with id -1 holds nothing that may be read.
+            whose expert is another rank's holds nothing that may be read.
 
         """
         if not summed:

@@ -320,7 +320,7 @@ def experts_up(
 ) -> Tensor:
     """What w2 of each of a token's experts is given: `kernels.experts.reference.ExpertsUp`.
 
-    Where it is not `summed` afterwards, ids may be -1, here and in `experts_down`, as in `experts`.
+    Where it is not `summed` afterwards, ids may be other ranks', here and in `experts_down`, as in `experts`.
     """
     if isinstance(w1, Apart) or isinstance(w3, Apart):
         return _APART_UP(x, ids, weights, w1, w3, limit, deployed=deployed)

@@ -6,8 +6,8 @@ order of experts: the sum has the bits of one rank. Every rank is told the exper
 follows what goes where: where rows are written into each other's memory (`model.ranks.mailbox`), no host waits to know
 how many there are.
 
-A rank's tokens travel in two halves. The second half's rows are on their way while the first half's experts run, and
-the first half's outputs while the second's do; before either, the caller has time for what needs no other rank.
+Many tokens travel in two halves: the second half's rows are on their way while the first half's experts run, and the
+first half's outputs while the second's do. Before either, the caller has time for what needs no other rank.
 """
 
 from collections.abc import Callable
@@ -21,18 +21,24 @@ from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.call import Call
 from fathom.model.ranks.mailbox import Table
-from fathom.model.ranks.ranks import AxisShard, Coming, Partial, Route, evenly
+from fathom.model.ranks.ranks import AxisShard, Coming, Partial, Ranks, Route, evenly
 
 HALVES: Final = 2  # in which a rank's tokens travel
-# Rows [n, hidden], experts [n, k] of each as numbers of this rank's, -1 for another's, and weights [n, k] float32, to
-# the outputs [n, k, hidden] of those that are here.
+# Tokens of an expert in a half, from which on its FP4 weights take less time to read than to multiply: each half reads
+# them. By arithmetic, 149 on a B200 and 122 on an H200 (`runtime.plan.gpus`); not measured.
+EACH = 128
+# Rows [n, hidden], experts [n, k] of each as numbers of this rank's, others where they are no such, and weights [n, k]
+# float32, to the outputs [n, k, hidden] of those that are here.
 Outputs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def local(ids: Tensor, experts: AxisShard) -> Tensor:
-    """Experts `ids` as numbers of those that are here; -1 for another rank's."""
-    here = (ids >= experts.start) & (ids < experts.stop)
-    return torch.where(here, ids - experts.start, -1)
+def told(ids: Tensor, weights: Tensor, tokens: AxisShard, ranks: Ranks) -> tuple[Tensor, Tensor]:
+    """Experts [m, k] int64 and weights [m, k] float32 of this rank's tokens to those of all, in one exchange."""
+    if not tokens.split:
+        return ids, weights
+    every = ranks.whole(torch.cat((ids.int(), weights.view(torch.int32)), dim=1), 0, tokens)
+    every_ids, every_weights = every.split(ids.shape[1], dim=1)
+    return every_ids.long(), every_weights.contiguous().view(torch.float32)
 
 
 def filled(x: Tensor, ids: Tensor, weights: Tensor, layer: int, arithmetic: Arithmetic, outputs: Outputs) -> Tensor:
@@ -41,9 +47,10 @@ def filled(x: Tensor, ids: Tensor, weights: Tensor, layer: int, arithmetic: Arit
     Each rank fills in the outputs of its experts. Tripwire when one is filled by no rank or by two.
     """
     ranks = arithmetic.ranks
-    own = local(ids, ranks.shards.experts)
-    found, here = outputs(x, own, weights), (own >= 0).flatten()
-    whole = ranks.filled("experts.routed", layer, Partial(found.flatten(0, 1), here))
+    experts = ranks.shards.experts
+    own = ids - experts.start
+    found, here = outputs(x, own, weights), own.clamp(0, experts.size - 1) == own
+    whole = ranks.filled("experts.routed", layer, Partial(found.flatten(0, 1), here.flatten()))
     return arithmetic.ops.sum_slots(whole.view_as(found), ids)
 
 
@@ -71,7 +78,9 @@ class Dispatch:
         self, x: Tensor, ids: Tensor, weights: Tensor, call: Call, layer: int, arithmetic: Arithmetic, *, coded: bool
     ) -> None:
         self.layer, self.arithmetic, self.coded, self.dtype = layer, arithmetic, coded, x.dtype
-        parts = halves(call.shard, arithmetic.ranks.size, arithmetic.ranks.rank)
+        ranks, experts = arithmetic.ranks, arithmetic.ranks.shards.experts.total
+        totals = parts_of(call.count, ranks.size, ids.shape[1] / experts)
+        parts = [evenly(total, ranks.rank, ranks.size) for total in totals]
         sizes = [part.size for part in parts]
         given = zip(parts, *(own.split(sizes) for own in (x, ids, weights)), strict=True)
         self.halves = [self._send(at, *one) for at, one in enumerate(given)]
@@ -79,7 +88,7 @@ class Dispatch:
     def _send(self, at: int, tokens: AxisShard, x: Tensor, ids: Tensor, weights: Tensor) -> _Half:
         """Tell all ranks where these go, and send each to the ranks of its experts."""
         ranks = self.arithmetic.ranks
-        ids, weights = (ranks.whole(own, 0, tokens) for own in (ids, weights))
+        ids, weights = told(ids, weights, tokens, ranks)
         number, rank = (torch.arange(n, device=x.device) for n in (tokens.total, ranks.size))
         wanted = (self._holder(ids)[:, :, None] == rank).any(1)
         places = torch.where(wanted, number[:, None], -1)
@@ -104,7 +113,7 @@ class Dispatch:
         """Outputs [n, k, hidden] of a half's tokens by the experts that are here."""
         rows = half.rows()
         x = self.arithmetic.ops.unpack_fp8(rows, LINEAR_GROUP, self.dtype) if self.coded else rows
-        return outputs(x, local(half.ids, self.arithmetic.ranks.shards.experts), half.weights)
+        return outputs(x, half.ids - self.arithmetic.ranks.shards.experts.start, half.weights)
 
     def _return(self, at: int, half: _Half, found: Tensor) -> Coming:
         """Send outputs [n, k, hidden] of those experts that are here to the ranks of their tokens."""
@@ -124,21 +133,22 @@ class Dispatch:
         return ids // (experts.total // self.arithmetic.ranks.size)
 
 
-def halves(tokens: AxisShard, ranks: int, rank: int = 0) -> list[AxisShard]:
-    """What of each of two halves of all ranks' tokens a rank has: a half has the first, or the last, of each rank's.
+def parts_of(tokens: int, ranks: int, share: float) -> list[int]:
+    """How many of all ranks' tokens travel together: two halves, of the first and of the last of each rank's; or all.
 
-    One half where the second would be so few that an op set computes them otherwise.
+    All where experts, of which each gets this `share` of the tokens, would have few in a half; and where a half would
+    be so few that an op set computes them otherwise.
     """
-    second = sum(evenly(tokens.total, of, ranks).size // 2 for of in range(ranks))
-    parts = [tokens.total - second, second] if second > FEW else [tokens.total]
-    return [evenly(total, rank, ranks) for total in parts]
+    second = sum(evenly(tokens, rank, ranks).size // 2 for rank in range(ranks))
+    return [tokens - second, second] if second > FEW and second * share >= EACH else [tokens]
 
 
-def tables(tokens: int, ranks: int, slots: int, row: int) -> list[Table]:
+def tables(tokens: int, ranks: int, slots: int, experts: int, row: int) -> list[Table]:
     """What a rank is sent in calls of up to so many tokens: inputs of each half, then outputs, a row of bytes each."""
-    one = min(tokens, 2 * FEW + ranks)  # of calls that go in one half
-    parts = [part.total for part in halves(evenly(tokens, 0, ranks), ranks)]
-    sizes = [max(parts[0], one), *parts[1:], *[0] * (HALVES - len(parts))]
+    share = slots / experts
+    together = int(2 * max(FEW + 1, EACH / share)) + ranks  # more always go in halves
+    parts = parts_of(tokens, ranks, share)
+    sizes = [max(parts[0], min(tokens, together)), *parts[1:], *[0] * (HALVES - len(parts))]
     return [*(Table(n, row) for n in sizes), *(Table(slots * -(-n // ranks), row) for n in sizes)]
 
 

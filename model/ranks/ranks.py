@@ -395,8 +395,8 @@ class Ranks:
             return rows
         self._enter(site)
         assert rows.shape[1] * rows.element_size() % 4 == 0, f"rows of {rows.shape[1]} {rows.dtype} are no whole words"
-        filled_here = partial.filled[:, None]
-        words = torch.cat((rows.view(torch.int32).masked_fill(~filled_here, 0), filled_here.to(torch.int32)), dim=1)
+        filled = partial.filled[:, None].int()
+        words = torch.cat((rows.view(torch.int32) * filled, filled), dim=1)
         if self._apart:
             return words[:, :-1].contiguous().view(rows.dtype)
         dist.all_reduce(words, group=self._group)

@@ -12,11 +12,12 @@ from typing import Final, NamedTuple
 from fathom.kernels.experts.reference import FEW
 from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.model.config import LayerKind, ModelConfig
-from fathom.model.ranks.ranks import KEPT, evenly
+from fathom.model.ranks.dispatch import parts_of
+from fathom.model.ranks.ranks import KEPT
 from fathom.runtime.plan.call import F32, I64, Call
 
 EXCHANGE: Final = 10e-6  # seconds of a collective of NCCL in a graph, whose bytes are few; assumed
-DISPATCH, COMBINE = "experts, dispatch", "experts, combine"
+TOLD, DISPATCH, COMBINE = "experts, ids and weights", "experts, dispatch", "experts, combine"
 
 
 class Exchange(NamedTuple):
@@ -31,8 +32,11 @@ class Exchange(NamedTuple):
         return self.times * (EXCHANGE + self.nbytes / link)
 
 
-def exchanges(c: ModelConfig, s: Call) -> list[Exchange]:
-    """What ranks exchange for a call, in the order in which it comes: of each kind how often, and how many bytes."""
+def exchanges(c: ModelConfig, s: Call, parts: int | None = None) -> list[Exchange]:
+    """What ranks exchange for a call, in the order in which it comes: of each kind how often, and how many bytes.
+
+    `parts`: in how many parts tokens travel to whole experts; None: in as many as they do.
+    """
     if s.ranks == 1:
         return []
     hidden, compared = c.hidden_size * s.item, compared_tensors(c, split=s.tokens.split)
@@ -40,7 +44,7 @@ def exchanges(c: ModelConfig, s: Call) -> list[Exchange]:
     found = [
         *([_filled("embedded tokens", 1, s.t, hidden)] if s.shards.vocabulary.split else []),
         *_of_attention(c, s),
-        *(_of_whole(c, s) if s.shards.experts.split else _of_rows(c, s)),
+        *(_of_whole(c, s, parts or parts_of_call(c, s)) if s.shards.experts.split else _of_rows(c, s)),
         *([_gathered(s, "output of the last layer", 1, s.t * hidden)] if s.tokens.split else []),
         *([_gathered(s, "logits of a token", 1, c.vocab_size * F32)] if s.shards.vocabulary.split else []),
         Exchange("what ranks compare", times, (s.ranks - 1) * I64 * compared // times),
@@ -72,21 +76,18 @@ def _of_rows(c: ModelConfig, s: Call) -> Iterator[Exchange]:
     layers, k, t = c.num_hidden_layers, c.num_experts_per_tok, s.t
     if s.tokens.split:
         yield _gathered(s, "experts, input", layers, t * c.hidden_size * _item(s, c.hidden_size, *_UP))
-        yield _gathered(s, "experts, ids", layers, t * k * I64)
-        yield _gathered(s, "experts, weights", layers, t * k * F32)
+        yield _gathered(s, TOLD, layers, t * k * 2 * F32)
     numbers = t * (k + 1) * c.moe_intermediate_size
     item = _item(s, s.shards.inner.size, *_DOWN)
     yield _gathered(s, "experts, between their matrices", layers, numbers * item)
     yield from _columns(c, s, "experts, output")
 
 
-def _of_whole(c: ModelConfig, s: Call) -> Iterator[Exchange]:
+def _of_whole(c: ModelConfig, s: Call, parts: int) -> Iterator[Exchange]:
     """Those of experts that lie whole on ranks: `model.ranks.dispatch`."""
     layers, k, t, hidden = c.num_hidden_layers, c.num_experts_per_tok, s.t, c.hidden_size * s.item
-    parts = halves_of(s) if s.tokens.split else 1
     if s.tokens.split:
-        yield _gathered(s, "experts, ids", parts * layers, t * k * I64 / parts)
-        yield _gathered(s, "experts, weights", parts * layers, t * k * F32 / parts)
+        yield _gathered(s, TOLD, parts * layers, t * k * 2 * F32 / parts)
     if not s.tokens.split or t <= FEW:
         yield from [_gathered(s, "experts, input", layers, t * hidden)] if s.tokens.split else []
         yield _filled("experts, outputs of all", layers, t * k, hidden)
@@ -97,9 +98,9 @@ def _of_whole(c: ModelConfig, s: Call) -> Iterator[Exchange]:
     yield _gathered(s, COMBINE, parts * layers, t / s.ranks * k * hidden / parts)
 
 
-def halves_of(s: Call) -> int:
-    """In how many parts a call's own tokens travel to their experts: two, unless the second would be of few tokens."""
-    return 2 if sum(evenly(s.t, rank, s.ranks).size // 2 for rank in range(s.ranks)) > FEW else 1
+def parts_of_call(c: ModelConfig, s: Call) -> int:
+    """In how many parts a call's own tokens travel to whole experts."""
+    return len(parts_of(s.t, s.ranks, c.num_experts_per_tok / c.n_routed_experts)) if s.tokens.split else 1
 
 
 def _gathered(s: Call, what: str, times: int, nbytes: float) -> Exchange:

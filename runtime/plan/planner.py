@@ -203,11 +203,14 @@ class Planner:
             return None
         return token(self.config, self.call, self.weights, self._caches(context, 1)[1], context, rates)
 
-    def prefill(self, tokens: int, context: int, rates: Rates) -> Prefill:
-        """What a call of so many tokens, the last of so many positions, asks of this rank's device; of V4 alone."""
+    def prefill(self, tokens: int, context: int, rates: Rates, parts: int | None = None) -> Prefill:
+        """What a call of so many tokens, the last of so many positions, asks of this rank's device; of V4 alone.
+
+        `parts`: in how many parts tokens travel to whole experts; None: in as many as they do.
+        """
         assert isinstance(self.config, ModelConfig), "of other models nothing is counted"
         call = self._of(context, tokens, even=True, few_pass=True)
-        return prefill(self.config, call, rates, exact=self.options.fp8_products == EXACT)
+        return prefill(self.config, call, rates, exact=self.options.fp8_products == EXACT, parts=parts)
 
     def largest_context(self, memory: int, chunk: int | None = None) -> int:
         """Most positions that fit in so many bytes, at most those that the model has.

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.runtime.plan.call import Call
-from fathom.runtime.plan.exchanges import COMBINE, DISPATCH, Exchange, exchanges, halves_of
+from fathom.runtime.plan.exchanges import COMBINE, DISPATCH, Exchange, exchanges, parts_of_call
 from fathom.runtime.plan.fullest import pairs
 from fathom.runtime.plan.gpus import Rates
 from fathom.runtime.plan.weights import stored_bytes
@@ -47,9 +47,12 @@ class Prefill(NamedTuple):
         return self.multiplying + self.exchanging - self.hidden
 
 
-def prefill(c: ModelConfig, s: Call, rates: Rates, *, exact: bool) -> Prefill:
-    """A call at the end of its context; `exact`: FP8 codes are multiplied as BF16, see `RunOptions.fp8_products`."""
-    parts = halves_of(s) if s.shards.experts.split and s.tokens.split else 1
+def prefill(c: ModelConfig, s: Call, rates: Rates, *, exact: bool, parts: int | None = None) -> Prefill:
+    """A call at the end of its context; `exact`: FP8 codes are multiplied as BF16, see `RunOptions.fp8_products`.
+
+    `parts`: in how many parts tokens travel to whole experts; None: in as many as they do.
+    """
+    parts = (parts or parts_of_call(c, s)) if s.shards.experts.split else 1
     own_shared = s.shards.experts.split and s.tokens.split
     products = dict.fromkeys(
         ("matrices but experts", "attention", "index scores", "shared expert", "routed experts"), 0.0
@@ -70,22 +73,23 @@ def prefill(c: ModelConfig, s: Call, rates: Rates, *, exact: bool) -> Prefill:
                 tokens = 1 if name == "head" else s.m if name in _OWN else s.t
                 products["matrices but experts"] += _seconds(size * tokens, nbytes, rate, rates)
     products["attention"], products["index scores"] = _attention(c, s, rates)
-    found = tuple(exchanges(c, s))
+    found = tuple(exchanges(c, s, parts))
     travelling = {one.what: one.seconds(rates.link) for one in found if one.what in (DISPATCH, COMBINE)}
     hidden = 0.0
     if travelling:
         dispatch, combine = travelling[DISPATCH] / parts, travelling[COMBINE] / parts
         shared, routed = products["shared expert"], products["routed experts"] / parts
-        alone = shared + parts * (dispatch + routed + combine)
-        hidden = alone - overlapped(shared, dispatch, routed, combine, parts)
+        first = shared * 2 / 3  # w1 and w3; the sum of the others is added to the product with w2
+        alone = first + parts * (dispatch + routed + combine)
+        hidden = alone - overlapped(first, dispatch, routed, combine, parts)
     return Prefill(s.t, products, found, hidden, rates)
 
 
 def overlapped(shared: float, dispatch: float, routed: float, combine: float, parts: int) -> float:
     """Seconds from the first row that leaves to the last output that is back, each stage of each part taking so many.
 
-    Products wait for the rows of their part, and go on while rows of the next arrive and outputs of the last leave; the
-    shared expert comes first, while the first rows travel. All rows go over the link before any output.
+    Products wait for the rows of their part, and go on while rows of the next arrive and outputs of the last leave;
+    what of the shared expert comes first runs while the first rows travel. All rows go over the link before any output.
     """
     computed, left = shared, parts * dispatch
     for part in range(parts):

@@ -14,6 +14,7 @@ merged, and selected entries brought to every rank: two more exchanges and three
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from fathom.model.choices import ROWS, WHOLE
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.rope import rotated_as
 from fathom.runtime.plan.call import I64, Call
@@ -30,7 +31,7 @@ ANGLES: Final = 7
 # Nodes that several ranks add, exchanges not among them: to a layer; for each row that a compressor writes, which is
 # compared where it ends a window; outside of layers, where an embedding is put together. By multicast each gather is
 # copied once more.
-ON_RANKS: Final = (3, 4, 10)
+ON_RANKS: Final = ({ROWS: 3, WHOLE: 8}, 4, 10)
 MERGED: Final = (2, 3)  # exchanges and launches by which a CSA layer would grow whose caches were cut over ranks
 
 
@@ -103,7 +104,7 @@ def token(
     return Token(
         read,
         tuple(exchanges(c, s)),
-        launches + (_on_ranks(c) if s.ranks > 1 else 0) - (c.num_hidden_layers if s.shards.experts.split else 0),
+        launches + (_on_ranks(c, WHOLE if s.shards.experts.split else ROWS) if s.ranks > 1 else 0),
         rates,
         int(paid / saved) + 1 if saved else None,
         int((keys + selected) * kept),
@@ -113,8 +114,8 @@ def token(
 _PARTS: Final = (LayerKind.HCA, "entries"), (LayerKind.CSA, "indexer_keys"), (LayerKind.CSA, "entries")
 
 
-def _on_ranks(c: ModelConfig) -> int:
-    """Launches that several ranks add to a token."""
+def _on_ranks(c: ModelConfig, experts: str) -> int:
+    """Launches that several ranks add to a token, by how experts lie."""
     of_layer, of_row, outside = ON_RANKS
     rows = sum({LayerKind.SWA: 0, LayerKind.HCA: 1, LayerKind.CSA: 2}[kind] for kind in c.layer_kinds)
-    return compared_tensors(c, split=False) + of_layer * c.num_hidden_layers + of_row * rows + outside
+    return compared_tensors(c, split=False) + of_layer[experts] * c.num_hidden_layers + of_row * rows + outside

@@ -15,7 +15,7 @@ from fathom.kernels.ops import reads_apart
 from fathom.kernels.tripwires.reference import CHECKED
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.config import LayerKind, ModelConfig
-from fathom.model.ranks.dispatch import halves, tables
+from fathom.model.ranks.dispatch import parts_of, tables
 from fathom.model.ranks.ranks import KEPT, undivided
 from fathom.model.rope import rotated_as
 from fathom.model.rounding import FP4, FP8
@@ -29,7 +29,7 @@ def largest(c: ModelConfig, s: Call, head: Head | None = None, drafts: int = 0) 
     streams, compared = s.m * c.hc_mult * hidden * s.item, _compared(c, s)
     live.hold("compared", compared)  # at the end of the layer, or of the call
     if s.device.type == "cuda" and s.shards.experts.split and s.tokens.split:
-        held = tables(s.t, s.ranks, c.num_experts_per_tok, hidden * s.item)
+        held = tables(s.t, s.ranks, c.num_experts_per_tok, c.n_routed_experts, hidden * s.item)
         live.hold("tables that ranks write into", sum(table.nbytes for table in held))
     if head is not None:
         draft(c, s, live, head, drafts)
@@ -341,10 +341,10 @@ def _spread(c: ModelConfig, s: Call, live: Live) -> None:
 
 def _dispatched(c: ModelConfig, s: Call, live: Live) -> None:
     """`Dispatch`: rows that go to experts and outputs that come back, in one or two halves."""
-    k, hidden, item, n = c.num_experts_per_tok, c.hidden_size, s.item, s.ranks
+    t, k, hidden, item, n = s.t, c.num_experts_per_tok, c.hidden_size, s.item, s.ranks
     coded, numbered = s.coded(*(name for name in _INPUT if ".experts." in name)), 4
     row = hidden + hidden // LINEAR_GROUP if coded else hidden * item
-    output, parts = hidden * item + numbered, [part.total for part in halves(s.tokens, n)]
+    output, parts = hidden * item + numbered, parts_of(t, n, k / c.n_routed_experts)
     for at, tokens in enumerate(parts):
         own, reached = -(-tokens // n), _reached(c, s, tokens)
         sent = own * min(n, k)

@@ -15,6 +15,8 @@ from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError, Tripwire
 from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
+from fathom.model.ranks import dispatch
+from fathom.model.ranks.dispatch import EACH
 from fathom.model.ranks.ranks import ALONE, Group
 from fathom.probes.demo_language.prompts import needle_prompts
 from fathom.runtime.load import load
@@ -40,6 +42,8 @@ CONFIG = {
     "o_lora_rank": 128,
     "swiglu_limit": 1.0,
 }
+IN_HALVES = 0  # tokens of an expert from which on they travel in halves
+LAYERS = (4, 4)  # of the random model and of the demo
 CALLS = (133, 3, 1)  # beyond the window and an HCA window; calls shorter than the ranks are many
 
 
@@ -98,6 +102,7 @@ def run_all(group, runs, ways):
     found = {}
     for (name, run), way in product(runs.items(), ways):
         options = RunOptions(run.numerics, run.dtype, rank_tokens=way[0], kv=run.kv, experts=way[1])
+        dispatch.EACH = way[2]
         loaded = load(run.directory, options, EXACT if run.exact else CPU, group)
         model = loaded.model
         state = model.new_state(len(run.tokens), max(run.lengths))
@@ -114,7 +119,7 @@ def run_all(group, runs, ways):
 
 @pytest.fixture(scope="module")
 def alone(runs):
-    return {name: found for (name, _), found in run_all(ALONE, runs, [(AUTO, AUTO)]).items()}
+    return {name: found for (name, _), found in run_all(ALONE, runs, [(AUTO, AUTO, EACH)]).items()}
 
 
 # each rank imports and loads everything anew: eight of them run, but for the slow tests, what only they show
@@ -132,7 +137,7 @@ OF_EIGHT = ("random, deployed, exact sums", "shorter than the ranks")
     ids=["2", "4", "8, few", "8"],
 )
 def test_logits_do_not_depend_on_the_number_of_ranks(runs, alone, size, only):
-    ways = tuple(product((ALL, OWN), (ROWS, WHOLE)))
+    ways = (*((tokens, experts, EACH) for tokens in (ALL, OWN) for experts in (ROWS, WHOLE)), (OWN, WHOLE, IN_HALVES))
     runs = {name: run for name, run in runs.items() if size == 2 or not run.kv}  # caches are whole on every rank
     runs = {name: run for name, run in runs.items() if not only or name in only}
     for rank, found in enumerate(gloo.run(size, run_all, runs, ways, timeout=400)):
@@ -140,7 +145,8 @@ def test_logits_do_not_depend_on_the_number_of_ranks(runs, alone, size, only):
             logits, calls, moves, fingerprint = found[name, way]
             expected = alone[name][0]
             assert calls[way[0]] == sum(calls.values()) == len(run.lengths)
-            assert (moves > 0) == (way == (OWN, WHOLE) and max(run.lengths) > FEW)
+            tables = 2 * (1 + (way[2] == IN_HALVES)) * sum(count > FEW for count in run.lengths)
+            assert moves == (tables * LAYERS[run.directory == DEMO] if way[:2] == (OWN, WHOLE) else 0)
             assert fingerprint == alone[name][3]
             if run.exact:
                 assert logits.equal(expected), (name, way, rank)
@@ -194,9 +200,10 @@ def test_a_tripwire_in_a_split_call_names_the_position_of_the_sequence():
     assert gloo.run(2, position_of_a_nan, sites.HIDDEN) == [("hidden", 39)] * 2
 
 
-def in_memory(group, directory, tokens):
+def in_memory(group, directory, tokens, each):
     """Logits of a call, and how many tables were moved by what: where ranks write into each other's memory or not."""
     torch.set_num_threads(1)
+    dispatch.EACH = each
     found = []
     for link in (nullcontext, nvlink):
         with link(*[group] * (link is nvlink)):
@@ -207,16 +214,11 @@ def in_memory(group, directory, tokens):
     return found
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_rows_that_ranks_write_into_memory_are_those_of_a_collective(runs, size):
-    """Two halves of two layers; short calls go in one half."""
+@pytest.mark.parametrize(("size", "each", "tables"), [(2, EACH, 2), (2, IN_HALVES, 4), (4, IN_HALVES, 4)])
+def test_rows_that_ranks_write_into_memory_are_those_of_a_collective(runs, size, each, tables):
     run = runs["random, deployed, exact sums"]
-    for count, tables in ((100, 4), (60, 2)):
-        for (logits, by), (wanted, moved) in gloo.run(size, in_memory, run.directory, run.tokens[:count]):
-            assert logits.equal(wanted)
-            layers = by["collective"] // tables
-            assert (by, moved) == (
-                {"memory": 0, "collective": tables * layers},
-                {"memory": tables * layers, "collective": 0},
-            )
-            assert layers > 1
+    tables *= LAYERS[0]
+    for (logits, by), (wanted, moved) in gloo.run(size, in_memory, run.directory, run.tokens[:100], each):
+        assert logits.equal(wanted)
+        assert by == {"memory": 0, "collective": tables}
+        assert moved == {"memory": tables, "collective": 0}

@@ -5,6 +5,8 @@ import torch
 
 from fathom.kernels.indexer import cpu as indexer
 from fathom.model.choices import ROWS, WHOLE
+from fathom.model.ranks import dispatch
+from fathom.model.ranks.dispatch import EACH
 from fathom.probes.memory import noise_up_to
 from fathom.probes.shared.alive import peak_alive
 from fathom.runtime.load import load
@@ -138,8 +140,9 @@ def test_variants_of_the_caches(kv, chunk):
     assert taken <= plan.call.nbytes
 
 
-def of_a_rank(group, directory, tokens, chunk, numerics="plain", experts=ROWS):
+def of_a_rank(group, directory, tokens, chunk, numerics="plain", experts=ROWS, each=EACH):
     """What a call takes on this rank, and its plan."""
+    dispatch.EACH = each
     options = RunOptions(numerics, rank_tokens=tokens, experts=experts)
     loaded = load(directory, options, group=group)
     planner = Planner(loaded.model.config, loaded.census, loaded.sharding, options, group.rank, "cpu")
@@ -163,13 +166,16 @@ def to_the_first(name, values):
     return torch.arange(2).expand_as(values).clone() if name.endswith("tid2eid") else values
 
 
-@pytest.mark.parametrize("tokens", ["all", "own"])
-@pytest.mark.parametrize("experts", [ROWS, WHOLE])
-def test_a_call_of_ranks_that_exchange_codes(tmp_path, tokens, experts):
+@pytest.mark.parametrize(
+    ("tokens", "experts", "each"),
+    [("all", ROWS, EACH), ("own", ROWS, EACH), ("all", WHOLE, EACH), ("own", WHOLE, EACH), ("own", WHOLE, 0)],
+    ids=["all, rows", "own, rows", "all, whole", "own, whole", "own, whole, in halves"],
+)
+def test_a_call_of_ranks_that_exchange_codes(tmp_path, tokens, experts, each):
     """Of a model in which what experts are given, compute and exchange is the most."""
     sizes = {"hidden_size": 1024, "moe_intermediate_size": 1024, "n_routed_experts": 8}
     write_checkpoint(tmp_path, tiny_config(**sizes), seed=1, adjust=to_the_first)
-    first, second = run(2, of_a_rank, tmp_path, tokens, 600, "deployed", experts)
+    first, second = run(2, of_a_rank, tmp_path, tokens, 600, "deployed", experts, each)
     agree(*first)
     assert second[0] <= second[1].nbytes
     assert experts == WHOLE or abs(second[0] / first[0] - 1) < 0.01
