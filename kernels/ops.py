@@ -218,6 +218,7 @@ class Ops(Protocol):
         *,
         deployed: bool,
         summed: bool = True,
+        total: int = 0,
     ) -> Tensor:
         """`experts`."""
         ...
@@ -234,6 +235,7 @@ class Ops(Protocol):
         *,
         deployed: bool,
         summed: bool = True,
+        total: int = 0,
     ) -> Tensor:
         """`experts`: the same, as `linears_fp8` sums."""
         ...

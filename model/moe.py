@@ -165,7 +165,8 @@ class MoE:
         ops, deployed = self.arithmetic.ops, self.arithmetic.linears_rounded
         of_codes = self.arithmetic.fp8_experts and len(x) > FEW and all(isinstance(of, Fp4) for of in self.matrices)
         op = ops.experts_fp8 if of_codes else ops.experts
-        return op(x, ids, weights, *self.matrices, self.experts[0].limit, deployed=deployed, summed=summed)
+        total, limit = self.arithmetic.ranks.shards.experts.total, self.experts[0].limit
+        return op(x, ids, weights, *self.matrices, limit, deployed=deployed, summed=summed, total=total)
 
     def routed_up(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """What w2 of each of a token's experts is given: [t, k, inner]."""

@@ -1368,8 +1368,8 @@ def experts_of_few_tokens_unrounded(ops: Ops) -> Ops:
     if isinstance(ops.experts, Experts):  # one after the other, by ops that are right
         return ops
 
-    def experts(x: Tensor, *given: Any, deployed: bool, summed: bool = True) -> Tensor:
-        return ops.experts(x, *given, deployed=deployed and len(x) > SHORT, summed=summed)
+    def experts(x: Tensor, *given: Any, deployed: bool, **how: Any) -> Tensor:
+        return ops.experts(x, *given, deployed=deployed and len(x) > SHORT, **how)
 
     return ops._replace(experts=experts)
 

@@ -36,8 +36,10 @@ def experts(
     *,
     deployed: bool,
     summed: bool = True,
+    total: int = 0,
 ) -> Tensor:
     """Sum of the weighted outputs of a token's experts: `kernels.experts.reference.Experts`."""
+    del total
     if not summed:
         return of_pairs(experts, x, ids, weights, w1, w3, w2, limit, deployed=deployed)
     (t, hidden), k, (inner, _) = x.shape, ids.shape[1], w1.shape

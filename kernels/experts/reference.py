@@ -180,6 +180,7 @@ class Experts(_Parts):
         *,
         deployed: bool,
         summed: bool = True,
+        total: int = 0,
     ) -> Tensor:
         """Run one expert after the other.
 
@@ -203,6 +204,8 @@ class Experts(_Parts):
             multiples of 128 then.
         summed
             Whether a token's outputs are added up; else `sum_slots` does it, to the same bits.
+        total
+            How many experts there are on all ranks, 0 where these are all: what a GPU's tiles follow from.
 
         Returns
         -------
@@ -211,6 +214,7 @@ class Experts(_Parts):
             whose expert is another rank's holds nothing that may be read.
 
         """
+        del total
         if not summed:
             return of_pairs(self, x, ids, weights, w1, w3, w2, limit, deployed=deployed)
         out = torch.zeros_like(x, dtype=torch.float32)

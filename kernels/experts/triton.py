@@ -286,11 +286,11 @@ def _sum_slots(y, ids, out, slots, columns, SLOTS: tl.constexpr, BLOCK: tl.const
 
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool,
-    summed: bool = True,
+    summed: bool = True, total: int = 0,
 ) -> Tensor:  # fmt: skip
     """Sum of the experts' weighted outputs: `kernels.experts.reference.Experts`."""
     if isinstance(w1, Apart) or isinstance(w3, Apart) or isinstance(w2, Apart):
-        return _APART(x, ids, weights, w1, w3, w2, limit, deployed=deployed, summed=summed)
+        return _APART(x, ids, weights, w1, w3, w2, limit, deployed=deployed, summed=summed, total=total)
     if not ids.numel():
         return _nothing(x, ids, w2, summed=summed)
     if ids.shape[0] <= FEW:
@@ -298,7 +298,7 @@ def experts(
         return experts_down(a, ids, w2, deployed=deployed, summed=summed)
     check_up(x, ids, weights, w1, w3)
     ids, inner = ids.contiguous(), w1.shape[0]
-    pairs, rounds = _sorted(ids, members(w1)), deployed and isinstance(w2, Fp8 | Fp4)
+    pairs, rounds = _sorted(ids, members(w1), total), deployed and isinstance(w2, Fp8 | Fp4)
     assert not rounds or inner % LINEAR_GROUP == 0, f"{inner} columns are no multiple of {LINEAR_GROUP}"
     if rounds and _as_codes(x, w2):  # w2's input is rounded where it is made
         given = _Given(*(x.new_empty(ids.numel(), n, dtype=torch.uint8) for n in (inner, inner // LINEAR_GROUP)))
@@ -442,8 +442,9 @@ class _Pairs(NamedTuple):
     blocks: int  # in the worst case: each may lack all but one of its tokens
 
 
-def _sorted(ids: Tensor, experts: int) -> _Pairs:
-    return _sort_pairs(ids, experts, _tokens(ids.numel(), experts))
+def _sorted(ids: Tensor, experts: int, total: int = 0) -> _Pairs:
+    """Of experts among which these are, tiles are as large as on one rank: for what one of the `total` gets."""
+    return _sort_pairs(ids, experts, _tokens(ids.numel(), total or experts))
 
 
 def _sort_pairs(ids: Tensor, experts: int, tokens: int) -> _Pairs:

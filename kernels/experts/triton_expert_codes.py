@@ -318,25 +318,26 @@ def _down_of_codes(
 
 def experts_fp8(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool,
-    summed: bool = True,
+    summed: bool = True, total: int = 0,
 ) -> Tensor:  # fmt: skip
     """`experts`; where they take FP4 matrices whose inputs are rounded, codes by codes."""
     if not deployed or not _taken(x, ids, w1, w3, w2):
-        return experts(x, ids, weights, w1, w3, w2, limit, deployed=deployed, summed=summed)
-    return _experts(x, ids, weights, w1, w3, w2, limit, _codes, summed=summed)
+        return experts(x, ids, weights, w1, w3, w2, limit, deployed=deployed, summed=summed, total=total)
+    return _experts(x, ids, weights, w1, w3, w2, limit, _codes, summed=summed, total=total)
 
 
 def experts(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float, *, deployed: bool,
-    summed: bool = True,
+    summed: bool = True, total: int = 0,
 ) -> Tensor:  # fmt: skip
     """`kernels.experts.triton.experts`, of numbers where more than FEW tokens in bf16 go to FP4 matrices on Hopper.
 
     Blackwell multiplies FP4 as it is; words of matrices and scales must lie whole.
     """
     if not _taken(x, ids, w1, w3, w2):
-        return by_tiles.experts(x, ids, weights, w1, w3, w2, limit, deployed=deployed, summed=summed)
-    return _experts(x, ids, weights, w1, w3, w2, limit, partial(_numbers, deployed=deployed), summed=summed)
+        return by_tiles.experts(x, ids, weights, w1, w3, w2, limit, deployed=deployed, summed=summed, total=total)
+    given = partial(_numbers, deployed=deployed)
+    return _experts(x, ids, weights, w1, w3, w2, limit, given, summed=summed, total=total)
 
 
 def experts_up(
@@ -361,12 +362,12 @@ def experts_down(a: Tensor, ids: Tensor, w2: Stack, *, deployed: bool) -> Tensor
 
 def _experts(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float,
-    given: Callable[[Tensor], _Given], *, summed: bool = True,
+    given: Callable[[Tensor], _Given], *, summed: bool, total: int,
 ) -> Tensor:  # fmt: skip
     """`experts` of what `given` makes of inputs; what w2 is given ends with that."""
     check_up(x, ids, weights, w1, w3)
     assert w2.shape == (w1.shape[1], w1.shape[0]), f"w1 {w1.shape}, w2 {w2.shape}"
-    pairs, up, down = _sorted(ids, w1)
+    pairs, up, down = _sorted(ids, w1, total)
     a = given(_up(pairs, given(x), weights, w1, w3, limit, up))
     return _outputs(_down(pairs, a, w2, down), ids, summed=summed)
 
@@ -391,9 +392,9 @@ def _numbers(x: Tensor, *, deployed: bool) -> _Given:
     return _Given(x, x)
 
 
-def _sorted(ids: Tensor, stack: Stack) -> tuple[_Pairs, Tile, Tile]:
-    """Pairs, and a tile of each half."""
-    up, down = _tiles(ids.numel(), members(stack))
+def _sorted(ids: Tensor, stack: Stack, total: int = 0) -> tuple[_Pairs, Tile, Tile]:
+    """Pairs, and a tile of each half, as `kernels.experts.triton._sorted`."""
+    up, down = _tiles(ids.numel(), total or members(stack))
     return _sort_pairs(ids.contiguous(), members(stack), up.tokens), up, down
 
 

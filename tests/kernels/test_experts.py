@@ -423,8 +423,8 @@ def over_ranks(ops, ranks, x, ids, weights, stacks, limit=LIMIT, *, deployed=Fal
     for rank in range(ranks):
         own = [as_stack([member(of, e) for e in range(rank * each, (rank + 1) * each)]) for of in stacks]
         there = ids // each == rank
-        local = torch.where(there, ids - rank * each, -1)
-        found = ops.experts(x, local, weights, *own, limit, deployed=deployed, summed=False)
+        how = {"deployed": deployed, "summed": False, "total": members(stacks[0])}
+        found = ops.experts(x, ids - rank * each, weights, *own, limit, **how)
         assert (found.dtype, found.shape) == (y.dtype, y.shape)
         y[there] = found[there]
     return y
@@ -476,6 +476,18 @@ def test_slots_are_summed_in_fp32_in_ascending_order_of_experts(ops, dtype, k):
     ours = ops.sum_slots(y.mT.contiguous().mT, ids.T.contiguous().T)
     assert ours.dtype == torch.float32
     assert torch.equal(ours, wanted)
+
+
+def test_tiles_of_a_rank_are_those_of_one_that_has_all():
+    """A block's tokens follow from what an expert gets, and that from how many there are on all ranks."""
+    tiles = pytest.importorskip("fathom.kernels.experts.triton", reason=NO_TRITON)
+    codes = pytest.importorskip("fathom.kernels.experts.triton_expert_codes", reason=NO_TRITON)
+    ids = torch.arange(2048).view(512, 4) % 64
+    every, own = tiles._sorted(ids, 64), tiles._sorted(ids, 8, 64)
+    assert own.tokens == every.tokens == 32
+    assert own.blocks < every.blocks
+    assert tiles._sorted(ids, 8).tokens == 64
+    assert codes._tiles(ids.numel(), 64) != codes._tiles(ids.numel(), 8)
 
 
 # --- FP4 experts of Hopper
@@ -589,7 +601,7 @@ def test_what_experts_of_codes_leave_to_the_others_runs_there(of_codes, monkeypa
         (x, *layer("fp8", 2, 128, 128, 1)[0][:2], True), (x[:1], w1, w3, False),
     ]  # fmt: skip
     for some, first, third, deployed in given:
-        how = {"deployed": deployed, "summed": len(ran) % 2 == 0}
+        how = {"deployed": deployed, "summed": len(ran) % 2 == 0, "total": len(ran)}
         of_codes.experts_fp8(some, ids[: len(some)], weights[: len(some)], first, third, w2, LIMIT, **how)
         assert ran[-1][1] == how
     assert len(ran) == len(given)
