@@ -31,7 +31,7 @@ ANGLES: Final = 7
 # Nodes that several ranks add, exchanges not among them: to a layer; for each row that a compressor writes, which is
 # compared where it ends a window; outside of layers, where an embedding is put together. By multicast each gather is
 # copied once more.
-ON_RANKS: Final = ({ROWS: 3, WHOLE: 8}, 4, 10)
+ON_RANKS: Final = ({ROWS: 3, WHOLE: 8}, 4, 9)
 MERGED: Final = (2, 3)  # exchanges and launches by which a CSA layer would grow whose caches were cut over ranks
 
 

@@ -430,6 +430,8 @@ def _stepped(group, directory, experts):
     model = loaded.model
     state, other = (prefilled(model, TOKENS[:6], 16, 8) for _ in range(2))
     step, recorder = Step(model, state), Recorder()
+    step.place(3)
+    step.run()  # as before a capture: what is made once is no node
     found, eager = [], []
     for at in range(6, 8):
         step.place(int(TOKENS[at]))
