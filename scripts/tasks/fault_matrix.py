@@ -232,7 +232,11 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.again:
         lacked = sorted({probe.name for cells in kept.values() for probe in QUICK if probe.name not in cells})
-        facts = earlier | {"again": args.again, "again, command": args.command_line, "again, at": facts["commit"]}
+        before = earlier.pop("again", {})
+        if not isinstance(before, dict):  # a page from before rows were told with their commit
+            before = dict.fromkeys(before, earlier.pop("again, at"))
+        anew = before | dict.fromkeys(args.again, facts["commit"])
+        facts = earlier | {"again": anew, "again, command": args.command_line}
         facts |= {"again, columns": lacked} if lacked else {}
     told = noticed(matrix) if args.model.resolve() == DEMO and options == RunOptions() else ""
     write(page(args.out.stem, matrix, clean, facts, told), args.out.parent)
