@@ -62,8 +62,8 @@ def test_a_plan_whose_caches_are_a_row_short_fails(few, monkeypatch):
 def test_a_plan_that_forgets_an_exchange_fails(few, monkeypatch, way, what):
     whole = getattr(exchanges, way)
 
-    def short(c, s):
-        return [one._replace(nbytes=one.nbytes - 1024) for one in whole(c, s)]
+    def short(*given):
+        return [one._replace(nbytes=one.nbytes - 1024) for one in whole(*given)]
 
     monkeypatch.setattr(exchanges, way, short)
     failed = [finding.what for finding in measured(few).findings if finding.failed]
