@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fathom.kernels.experts.reference import FEW, by_expert
-from fathom.kernels.formats.stored import Dense, Fp4, Stack, Weight, as_stack
+from fathom.kernels.formats.stored import Apart, Dense, Fp4, Stack, Weight, as_stack
 from fathom.kernels.linear.reference import Product
 from fathom.kernels.ops import reads_apart
 from fathom.model.arithmetic import Arithmetic
@@ -107,12 +107,19 @@ class MoE:
         self._given: tuple[Weight, ...] = ()
         shared = [weights.matrix(f"{prefix}.shared_experts.{name}.weight") for name in ("w1", "w3", "w2")]
         self.shared = Expert(shared, arithmetic, config.swiglu_limit)
-        modules = ["shared_experts", *(f"experts.{e}" for e in range(config.n_routed_experts))]
-        # Whether the inputs of all w1 and w3, and of all w2, are rounded to FP8: then ranks exchange them as codes.
-        self.coded, self.coded_inner = (
-            arithmetic.linears_rounded and weights.coded(f"{prefix}.{of}.{w}.weight" for of in modules for w in names)
-            for names in (("w1", "w3"), ("w2",))
-        )
+        routed = [f"experts.{e}" for e in range(config.n_routed_experts)]
+
+        def names(modules: list[str], *matrices: str) -> list[str]:
+            return [f"{prefix}.{module}.{matrix}.weight" for module in modules for matrix in matrices]
+
+        # Of all experts, on whichever rank: ranks that have some of them must not go by those.
+        self.alike = all(len(weights.forms(names(routed, *of))) == 1 for of in (("w1", "w3"), ("w2",)))
+        # Whether inputs of routed w1 and w3, of the shared ones, and of all w2 are rounded to FP8: then ranks exchange
+        # them as codes.
+        rounded = arithmetic.linears_rounded
+        self.coded = rounded and weights.coded(names(routed, "w1", "w3"))
+        self.coded_shared = rounded and weights.coded(names(["shared_experts"], "w1", "w3"))
+        self.coded_inner = rounded and weights.coded(names(["shared_experts", *routed], "w2"))
 
     def __call__(self, x: Tensor, call: Call) -> Tensor:
         """[m, hidden] to [m, hidden], of the call's own tokens."""
@@ -135,7 +142,7 @@ class MoE:
     def output_of_rows(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
         """The same where a rank has rows of every expert."""
         shards = self.arithmetic.ranks.shards
-        x = self.arithmetic.whole_rows(x, call, coded=self.coded)
+        x = self.arithmetic.whole_rows(x, call, coded=self.coded and self.coded_shared)
         ids, weights = told(ids, weights, call.shard, self.arithmetic.ranks)
         up = torch.cat((self.routed_up(x, ids, weights), self.shared.up(x)[:, None]), dim=1)  # [t, k + 1, inner]
         up = self.arithmetic.whole_columns(up, shards.inner, coded=self.coded_inner)
@@ -192,5 +199,6 @@ class MoE:
         """The routed experts' w1, w3 and w2, as ops take them; made anew when an expert was given another matrix."""
         given = tuple(matrix for expert in self.experts for matrix in (expert.w1, expert.w3, expert.w2))
         if len(given) != len(self._given) or any(map(is_not, given, self._given)):
-            self._given, self._matrices = given, (as_stack(given[::3]), as_stack(given[1::3]), as_stack(given[2::3]))
+            stacked = as_stack if self.alike else Apart  # as one rank has them all
+            self._given, self._matrices = given, (stacked(given[::3]), stacked(given[1::3]), stacked(given[2::3]))
         return self._matrices

@@ -145,7 +145,10 @@ def _load(
         prepare_loops(counted, options.dtype, say=group.rank == 0)
     experts = None
     if group.size > 1 and isinstance(config, ModelConfig):
-        gpu = named(torch.cuda.get_device_name()) if device.type == "cuda" else None
+        before = Ranks(group, sharding_plan(config, 1).ranks[0])
+        follow(before)
+        one_machine = device.type == "cuda" and _ranks_here(before, device) == group.size  # which NVLink may connect
+        gpu = named(torch.cuda.get_device_name()) if one_machine else None
         experts = faster(config, counted, options, group.size, gpu, work or Work(options.prefill_chunk))
         options = replace(options, experts=experts.way)
     sharding = sharding_plan(config, group.size, options.experts)

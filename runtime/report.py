@@ -161,6 +161,7 @@ def _ranks(loaded: AnyLoaded, options: RunOptions) -> dict[str, Any]:
         "experts_because": loaded.experts and loaded.experts.why,
         "calls_by_tokens": dict(ranks.calls),
         "gathers": dict(ranks.gathers),
+        "moves": dict(ranks.moves),
         "replicated": list(loaded.sharding.replicated),
         "weight_bytes": by_rank[:, 0].tolist(),
         "peak_memory_bytes": by_rank[:, 1].tolist(),

@@ -142,9 +142,13 @@ class Weights:
         """
         return self._rows(name, ("i64",)).to(self._device, torch.int64)
 
+    def forms(self, names: Iterable[str]) -> set[Form]:
+        """The forms of these matrices, on whichever rank."""
+        return {self._census.mappings[name].form for name in names}
+
     def coded(self, names: Iterable[str]) -> bool:
         """Whether all of these matrices, on whichever rank, are of a form whose inputs may be rounded to FP8."""
-        return all(self._census.mappings[name].form in ROUNDED for name in names)
+        return self.forms(names) <= set(ROUNDED)
 
     def unread(self) -> list[str]:
         """Parameters held here that were never asked for, in the order of the architecture."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.cache.layers import Components
 from fathom.model.call import Call
-from fathom.model.errors import Tripwire
+from fathom.model.errors import ConfigError, Tripwire
 from fathom.model.observe import invariants, sites
 from fathom.model.observe.sites import Listener, Site, axes
 from fathom.model.ranks.ranks import KEPT, Ranks, undivided
@@ -175,7 +175,8 @@ class Observer:
         Tripwire when a tensor that passes has another shape than its site says.
         """
         of_one_rank = {sites.ROUTED_GATE, sites.ROUTED_UP} & listeners.keys() and self.ranks.shards.experts.split
-        assert not of_one_rank, "what whole experts compute inside no rank has for all tokens"
+        if of_one_rank:
+            raise ConfigError("--experts whole: no rank has what routed experts compute inside for all tokens")
         known = axes(self.config)
         added = {site: _shaped(site, known, listener) for site, listener in listeners.items()}
         for site, listener in added.items():

@@ -15,12 +15,13 @@ from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fathom.kernels.experts.reference import FEW
 from fathom.kernels.formats.groups import LINEAR_GROUP
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.call import Call
-from fathom.model.ranks.mailbox import Table
+from fathom.model.ranks.mailbox import WORD, Table
 from fathom.model.ranks.ranks import AxisShard, Coming, Partial, Ranks, Route, evenly
 
 HALVES: Final = 2  # in which a rank's tokens travel
@@ -77,7 +78,7 @@ class Dispatch:
     def __init__(
         self, x: Tensor, ids: Tensor, weights: Tensor, call: Call, layer: int, arithmetic: Arithmetic, *, coded: bool
     ) -> None:
-        self.layer, self.arithmetic, self.coded, self.dtype = layer, arithmetic, coded, x.dtype
+        self.layer, self.arithmetic, self.coded, self.width, self.dtype = layer, arithmetic, coded, x.shape[1], x.dtype
         ranks, experts = arithmetic.ranks, arithmetic.ranks.shards.experts.total
         totals = parts_of(call.count, ranks.size, ids.shape[1] / experts)
         parts = [evenly(total, ranks.rank, ranks.size) for total in totals]
@@ -94,6 +95,8 @@ class Dispatch:
         places = torch.where(wanted, number[:, None], -1)
         route = Route(tokens, owners(tokens, ranks.size, x.device), places, tokens.total)
         rows = self.arithmetic.ops.pack_fp8(x, LINEAR_GROUP) if self.coded else x
+        if of_words := -rows.shape[1] % WORD:  # as many bytes as a mailbox copies at once
+            rows = functional.pad(rows, (0, of_words))
         return _Half(tokens, ids, weights, ranks.moved("experts.dispatch", self.layer, at, rows, route))
 
     def summed(self, outputs: Outputs) -> Tensor:
@@ -112,7 +115,8 @@ class Dispatch:
     def _run(self, half: _Half, outputs: Outputs) -> Tensor:
         """Outputs [n, k, hidden] of a half's tokens by the experts that are here."""
         rows = half.rows()
-        x = self.arithmetic.ops.unpack_fp8(rows, LINEAR_GROUP, self.dtype) if self.coded else rows
+        packed = rows[:, : self.width + self.width // LINEAR_GROUP].contiguous() if self.coded else rows
+        x = self.arithmetic.ops.unpack_fp8(packed, LINEAR_GROUP, self.dtype) if self.coded else rows
         return outputs(x, half.ids - self.arithmetic.ranks.shards.experts.start, half.weights)
 
     def _return(self, at: int, half: _Half, found: Tensor) -> Coming:

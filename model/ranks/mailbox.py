@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 ALIGNED: Final = 256  # bytes at a multiple of which a table begins
+WORD: Final = 4  # bytes of which a row is a multiple
 NUMBER: Final = 8  # bytes of a row's number
 LATER: Final = 1 << 32  # by which numbers of the next table differ: what was not overwritten tells
 

@@ -95,6 +95,6 @@ def watched_load_any(
 ) -> AnyLoaded:
     """Load a model of either architecture, see `runtime.load.load_any`, watched as by `watched_load`."""
     if watch is None:
-        return load_any(directory, options, ops, group, context=context)
+        return load_any(directory, options, ops, group, context=context, work=work)
     with watch.loading() as follow:
         return load_any(directory, options, ops, group, context=context, work=work, follow=follow)

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from fathom.kernels.experts.reference import FEW
 from fathom.kernels.formats.groups import LINEAR_GROUP
+from fathom.model.arithmetic import CODED
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.ranks.dispatch import parts_of
 from fathom.model.ranks.ranks import KEPT
@@ -68,6 +69,7 @@ def _of_attention(c: ModelConfig, s: Call) -> Iterator[Exchange]:
 
 
 _UP: Final = tuple(f"ffn.{of}.{name}" for of in ("experts", "shared_experts") for name in ("w1", "w3"))
+_ROUTED_UP: Final = _UP[:2]
 _DOWN: Final = "ffn.experts.w2", "ffn.shared_experts.w2"
 
 
@@ -93,7 +95,7 @@ def _of_whole(c: ModelConfig, s: Call, parts: int) -> Iterator[Exchange]:
         yield _filled("experts, outputs of all", layers, t * k, hidden)
         return
     reached = 1 - comb(c.n_routed_experts - s.shards.experts.size, k) / comb(c.n_routed_experts, k)
-    row = c.hidden_size * _item(s, c.hidden_size, *_UP)
+    row = c.hidden_size * _item(s, c.hidden_size, *_ROUTED_UP)
     yield _gathered(s, DISPATCH, parts * layers, t * reached * row / parts)
     yield _gathered(s, COMBINE, parts * layers, t / s.ranks * k * hidden / parts)
 
@@ -124,7 +126,7 @@ def _item(s: Call, columns: int, *names: str) -> float:
 
     Those of its FP8 code, where all of them round it, of more than few tokens, and no group with a scale is cut.
     """
-    coded = columns % LINEAR_GROUP == 0 and s.t > FEW and s.coded(*names)
+    coded = columns % LINEAR_GROUP == 0 and s.t > CODED and s.coded(*names)
     return 1 + 1 / LINEAR_GROUP if coded else s.item
 
 

@@ -23,6 +23,7 @@ from fathom.model.draft import DraftState, draft_caches
 from fathom.model.llama.adapters import adapters_nbytes
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.observe.invariants import CELLS
+from fathom.model.ranks.dispatch import tables
 from fathom.model.ranks.ranks import SPLIT_FROM, AxisShard, evenly, splits, undivided
 from fathom.model.state import layer_caches
 from fathom.model.variants.choice import Full
@@ -138,7 +139,8 @@ class Planner:
         Longer than the context, a chunk is as long as the context. Whether the model has so many positions is not
         asked. Monotone in both: a longer context or chunk never needs less.
         """
-        chunk = min(chunk or self.options.prefill_chunk, context)
+        asked = chunk or self.options.prefill_chunk
+        chunk = min(asked, context)
         # what calls take grows with their tokens, but where an op changes over and where ranks begin to share them out
         sizes = {1 << power for power in range(chunk.bit_length())} | {chunk}
         sizes |= {min(chunk, SPLIT_FROM * self.sharding.size - 1)}
@@ -146,6 +148,8 @@ class Planner:
             max((self.largest(context, n, even=usual, few_pass=usual) for n in sizes), key=lambda one: one.nbytes)
             for usual in (False, True)
         )
+        held = self.tables(asked)
+        call, typical_call = (one._replace(parts=one.parts | held) for one in (call, typical_call))
         host = untiled = 0
         if isinstance(self.config, ModelConfig):
             untiled = v4.untiled_scores(self.config, chunk, context)
@@ -168,6 +172,16 @@ class Planner:
             reserve=RESERVE[self.options.device],
             untiled=untiled,
         )
+
+    def tables(self, chunk: int) -> dict[str, int]:
+        """Bytes of the tables into which ranks write each other's rows, made for calls of up to so many tokens."""
+        c, one = self.config, self.call
+        if self.options.device != "cuda" or not one.shards.experts.split or not isinstance(c, ModelConfig):
+            return {}
+        if not splits(self.options.rank_tokens, chunk, one.ranks):
+            return {}
+        held = tables(chunk, one.ranks, c.num_experts_per_tok, c.n_routed_experts, c.hidden_size * one.item)
+        return {"tables that ranks write into": sum(table.nbytes for table in held)}
 
     def graph(self, context: int) -> int:
         """Bytes that a captured step keeps beside caches (`runtime.graph`), where a run may capture one; else 0.

@@ -3,8 +3,7 @@
 A token of a graph waits for nothing but these. Bytes are those of weights and caches, each read once; of the routed
 experts those of a token's k: of which every rank has rows, or those that lie on the rank that has the most of them, by
 expectation. Exchanges follow from what is cut (`runtime.sharding`), and launches are counted by a recorder of what is
-captured (`tests/runtime/test_captured_step.py`), of experts that are cut by rows; of whole ones they are taken to be
-one less in a layer, as the exchanges are. What each of them takes is assumed: nothing of it was measured.
+captured (`tests/runtime/test_captured_step.py`). What each of them takes is assumed: nothing of it was measured.
 
 Caches are on every rank. Cut over ranks by rows, index keys would be scored by the rank that has them, the best of all
 merged, and selected entries brought to every rank: two more exchanges and three more launches in a CSA layer.

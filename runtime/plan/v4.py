@@ -15,7 +15,7 @@ from fathom.kernels.ops import reads_apart
 from fathom.kernels.tripwires.reference import CHECKED
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.config import LayerKind, ModelConfig
-from fathom.model.ranks.dispatch import parts_of, tables
+from fathom.model.ranks.dispatch import parts_of
 from fathom.model.ranks.ranks import KEPT, undivided
 from fathom.model.rope import rotated_as
 from fathom.model.rounding import FP4, FP8
@@ -28,9 +28,6 @@ def largest(c: ModelConfig, s: Call, head: Head | None = None, drafts: int = 0) 
     live, t, hidden = Live(), s.t, c.hidden_size
     streams, compared = s.m * c.hc_mult * hidden * s.item, _compared(c, s)
     live.hold("compared", compared)  # at the end of the layer, or of the call
-    if s.device.type == "cuda" and s.shards.experts.split and s.tokens.split:
-        held = tables(s.t, s.ranks, c.num_experts_per_tok, c.n_routed_experts, hidden * s.item)
-        live.hold("tables that ranks write into", sum(table.nbytes for table in held))
     if head is not None:
         draft(c, s, live, head, drafts)
     with live.scope():

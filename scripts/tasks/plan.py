@@ -33,7 +33,7 @@ from fathom.runtime.options import DEMO, NEW_TOKENS, RunOptions, check_options
 from fathom.runtime.output import write_json
 from fathom.runtime.plan.exchanges import EXCHANGE
 from fathom.runtime.plan.experts import Choice, Work, faster
-from fathom.runtime.plan.gpus import GPUS
+from fathom.runtime.plan.gpus import GPUS, named
 from fathom.runtime.plan.planner import DRAFTING, LOADED, Plan, Planner
 from fathom.runtime.plan.token import LAUNCH, Token
 from fathom.runtime.sharding import ShardingPlan, sharding_plan
@@ -165,8 +165,11 @@ def _published(facts: ModelConfig, path: Path, experts: Experts | None, draft: s
 
 
 def estimated_on(args: argparse.Namespace) -> str | None:
-    """The GPU whose rates times are estimated with; None: on a CPU nothing is."""
-    return (args.gpu or HOME) if args.device == "cuda" else None
+    """The GPU whose rates times are estimated with: the one that is named, or is here; None: on a CPU nothing is."""
+    if args.device != "cuda":
+        return None
+    here = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return args.gpu or (HOME if here is None else named(here))
 
 
 def asked(args: argparse.Namespace, options: RunOptions) -> Work:

@@ -24,7 +24,7 @@ from fathom.runtime.options import DEMO, RunOptions
 from fathom.runtime.sharding import sharding_plan
 from tests import gloo
 from tests.exact_ops import EXACT
-from tests.make_checkpoint import tiny_config, write_checkpoint
+from tests.make_checkpoint import make_tensors, tiny_config, write_checkpoint, write_tensors
 from tests.nvlink import nvlink
 
 # fp32, four layers, logits of unit scale: a rank's share of the tokens changes the order of sums, as a split into calls
@@ -214,11 +214,43 @@ def in_memory(group, directory, tokens, each):
     return found
 
 
-@pytest.mark.parametrize(("size", "each", "tables"), [(2, EACH, 2), (2, IN_HALVES, 4), (4, IN_HALVES, 4)])
-def test_rows_that_ranks_write_into_memory_are_those_of_a_collective(runs, size, each, tables):
-    run = runs["random, deployed, exact sums"]
+@pytest.mark.parametrize(
+    ("name", "size", "each", "tables"),
+    [
+        ("random, deployed", 2, IN_HALVES, 4),
+        ("random, deployed", 4, IN_HALVES, 4),
+        ("demo, deployed", 2, EACH, 2),  # whose packed rows of 129 bytes are no whole words
+    ],
+)
+def test_rows_that_ranks_write_into_memory_are_those_of_a_collective(runs, name, size, each, tables):
+    run = runs[f"{name}, exact sums"]
     tables *= LAYERS[0]
     for (logits, by), (wanted, moved) in gloo.run(size, in_memory, run.directory, run.tokens[:100], each):
         assert logits.equal(wanted)
         assert by == {"memory": 0, "collective": tables}
         assert moved == {"memory": tables, "collective": 0}
+
+
+def mixed(group, directory, tokens):
+    """Logits where some experts are of another form than the rest, and what ranks may say of all of them."""
+    torch.set_num_threads(1)
+    options = RunOptions("deployed", "bf16", rank_tokens=OWN, experts=WHOLE if group.size > 1 else AUTO)
+    model = load(directory, options, EXACT, group).model
+    logits = model.logits(model(torch.tensor(tokens), model.new_state(len(tokens), len(tokens))))
+    told = [block.experts for block in model.blocks]
+    return logits, {(type(of.matrices[0]).__name__, of.alike, of.coded) for of in told}
+
+
+def test_experts_of_several_forms_are_no_matter_of_which_a_rank_has(runs, tmp_path):
+    """Of each layer one expert is BF16: it lies on the first rank alone, and all rows travel as numbers."""
+    run, config = runs["random, deployed, exact sums"], tiny_config(**CONFIG)
+    write_checkpoint(tmp_path, config, seed=11)
+    tensors = make_tensors(config, seed=11)
+    kept = {name: tensor for name, tensor in tensors.items() if ".ffn.experts.1." not in name}
+    wide = {name: tensor for name, tensor in make_tensors(config, seed=11, formats="bf16").items() if name not in kept}
+    write_tensors(tmp_path, kept | wide, shards=2)
+    ((wanted, said),) = gloo.run(1, mixed, tmp_path, run.tokens[:100])
+    assert said == {("Apart", False, False)}
+    for logits, of_rank in gloo.run(2, mixed, tmp_path, run.tokens[:100]):
+        assert of_rank == said
+        assert logits.equal(wanted)
