@@ -122,6 +122,7 @@ def test_the_foot_says_what_ran(subject):
         "draft_tokens": 0,
         "draft_confidence": 0.0,
         "fp8_products": "auto",
+        "experts": "auto",
         "kv": [],
         "coda_adapters": None,
         "seed": 0,

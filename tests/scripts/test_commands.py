@@ -83,6 +83,7 @@ def test_the_report_says_what_ran(tmp_path):
         "draft_tokens": 0,
         "draft_confidence": 0.0,
         "fp8_products": "auto",
+        "experts": "auto",
     }
     assert data["fp8_products"] == "exact"
     assert data["drafts"] is None
