@@ -186,11 +186,12 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
         choices=EXPERTS,
         default=default.experts,
         help="how routed experts lie on several ranks: whole, each on one rank, to which tokens are dispatched; rows of"
-        " each on every rank; or auto, what the plan says is faster for the prompt and the answer (default) (V4)",
+        " each on every rank; or auto, what the plan says is faster for the prompt and the answer, or where a command"
+        " knows neither for a call of --prefill-chunk and 128 new tokens (default) (V4)",
     )
     p.add_argument(
         "--rank-tokens",
-        "--dispatch",  # its name, and its values, while experts lay whole on ranks
+        "--dispatch",  # its name, and its values, of before
         choices=RANK_TOKENS,
         type=lambda given: {"all-reduce": ALL, "all-to-all": OWN}.get(given, given),
         default=default.rank_tokens,
