@@ -362,7 +362,7 @@ def experts_down(a: Tensor, ids: Tensor, w2: Stack, *, deployed: bool) -> Tensor
 
 def _experts(
     x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, w3: Stack, w2: Stack, limit: float,
-    given: Callable[[Tensor], _Given], *, summed: bool, total: int,
+    given: Callable[[Tensor], _Given], *, summed: bool = True, total: int = 0,
 ) -> Tensor:  # fmt: skip
     """`experts` of what `given` makes of inputs; what w2 is given ends with that."""
     check_up(x, ids, weights, w1, w3)
