@@ -143,15 +143,16 @@ def _load(
     device = torch.device(options.device)
     if ops.name == CPU.name:
         prepare_loops(counted, options.dtype, say=group.rank == 0)
-    experts = None
+    sharding = sharding_plan(config, group.size, options.experts)
+    before = Ranks(group, sharding.ranks[group.rank])  # while it is open how experts lie
+    follow(before)
+    here, experts = _ranks_here(before, device), None
     if group.size > 1 and isinstance(config, ModelConfig):
-        before = Ranks(group, sharding_plan(config, 1).ranks[0])
-        follow(before)
-        one_machine = device.type == "cuda" and _ranks_here(before, device) == group.size  # which NVLink may connect
-        gpu = named(torch.cuda.get_device_name()) if one_machine else None
+        connected = device.type == "cuda" and here == group.size  # by NVLink, perhaps
+        gpu = named(torch.cuda.get_device_name()) if connected else None
         experts = faster(config, counted, options, group.size, gpu, work or Work(options.prefill_chunk))
         options = replace(options, experts=experts.way)
-    sharding = sharding_plan(config, group.size, options.experts)
+        sharding = sharding_plan(config, group.size, experts.way)
     ranks = Ranks(group, sharding.ranks[group.rank], options.rank_tokens)
     follow(ranks)
     ranks.record("options of the run", None, _digits(_options_digest(options, ops, config, context), device))
@@ -159,7 +160,6 @@ def _load(
     ranks.record("headers of the checkpoint's files", None, _digits(headers_digest(checkpoint), device))
     ranks.verify()
     planner = Planner(config, counted, sharding, options, group.rank, ops.name)
-    here = _ranks_here(ranks, device)
     check_fits(planner, context or 1, str(directory), processes=here)
     if here == ranks.size:
         ranks.connect(device, _tables(config, options, ranks))
