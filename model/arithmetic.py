@@ -15,7 +15,7 @@ from fathom.kernels.formats.stored import Fp8, Weight
 from fathom.kernels.linear.reference import FEW, Product
 from fathom.kernels.ops import Ops
 from fathom.model.cache.formats import CacheFormats
-from fathom.model.ranks.ranks import AxisShard, Ranks
+from fathom.model.ranks.ranks import AxisShard, Ranks, evenly
 from fathom.model.rounding import FP4, FP8, Rounding
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ class Arithmetic(NamedTuple):
         """The same of a rank's columns [t, ..., shard.size]: [t, ..., shard.total]. Whole groups are coded."""
         if not (coded and shard.split and shard.size % LINEAR_GROUP == 0 and len(x) > CODED):
             return self.ranks.whole(x, x.dim() - 1, shard)
-        one = AxisShard(self.ranks.rank, self.ranks.rank + 1, self.ranks.size, split=True)
+        one = evenly(self.ranks.size, self.ranks.rank, self.ranks.size)
         packed = self.ops.pack_fp8(x.flatten(0, -2), LINEAR_GROUP)
         parts = self.ops.unpack_fp8(self.ranks.whole(packed[None], 0, one).flatten(0, 1), LINEAR_GROUP, x.dtype)
         return parts.view(self.ranks.size, *x.shape).movedim(0, -2).reshape(*x.shape[:-1], shard.total)

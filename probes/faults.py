@@ -11,7 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeVar
 
@@ -1511,62 +1511,51 @@ def experts_off_by_one(mixture: MoE) -> None:
         mixture.experts.append(mixture.experts.pop(0))
 
 
-def _reroute(model: Transformer, site: str, change: Callable[[Route], Route]) -> None:
-    """On the last rank, rows that are moved at this site take other ways than the others think."""
-    ranks = model.arithmetic.ranks
-    if ranks.rank < ranks.size - 1:
-        return
-    moved = ranks.moved
+def _rerouted(site: str, spoil: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[[Transformer], None]:
+    """On the last rank, a row that it moves at this site goes otherwise than the others think.
 
-    def changed(at: str, layer: int, table: int, rows: Tensor, route: Route) -> Coming:
-        return moved(at, layer, table, rows, change(route) if at == site else route)
+    `spoil` changes the places [n, ranks] of all rows; it is given the first row that goes to no rank but one other, and
+    to which.
+    """
 
-    vars(ranks)["moved"] = changed
+    def change(model: Transformer) -> None:
+        ranks = model.arithmetic.ranks
+        moved, last = ranks.moved, ranks.rank == ranks.size - 1
 
+        def changed(at: str, layer: int, table: int, rows: Tensor, route: Route) -> Coming:
+            if at == site and last:
+                going = route.going(ranks.rank) >= 0
+                other = going.clone()
+                other[:, ranks.rank] = False
+                row = ((going.sum(1) == 1) & other.any(1)).nonzero()[0, 0]
+                route = route._replace(places=route.places.clone())
+                spoil(route.places, row, other[row].nonzero()[0, 0])
+            return moved(at, layer, table, rows, route)
 
-def _first_sent(route: Route, rank: int) -> tuple[Tensor, Tensor]:
-    """The first row that this rank sends to no rank but one other; and to which."""
-    going = route.going(rank) >= 0
-    other = going.clone()
-    other[:, rank] = False
-    row = ((going.sum(1) == 1) & other.any(1)).nonzero()[0, 0]
-    return row, other[row].nonzero()[0, 0]
+        vars(ranks)["moved"] = changed
+
+    return change
 
 
 @between_ranks(
     "row-to-the-wrong-rank",
     "The last rank dispatches a token's row to the rank behind the right one.",
     seen="the mistake's kind: an offset of a rank in a dispatch",
-    needs=scored_experts,
 )
-def row_to_the_wrong_rank(model: Transformer) -> None:
-    ranks = model.arithmetic.ranks
-
-    def change(route: Route) -> Route:
-        row, _ = _first_sent(route, ranks.rank)
-        places = route.places.clone()
-        places[row] = places[row].roll(1)
-        return route._replace(places=places)
-
-    _reroute(model, "experts.dispatch", change)
+@partial(_rerouted, "experts.dispatch")
+def row_to_the_wrong_rank(places: Tensor, row: Tensor, rank: Tensor) -> None:
+    del rank
+    places[row] = places[row].roll(1)
 
 
 @between_ranks(
     "output-lost-between-ranks",
     "The last rank does not send one of its experts' outputs back.",
     seen="ROCm/ATOM#887, flashinfer#3547",
-    needs=scored_experts,
 )
-def output_lost_between_ranks(model: Transformer) -> None:
-    ranks = model.arithmetic.ranks
-
-    def change(route: Route) -> Route:
-        row, rank = _first_sent(route, ranks.rank)
-        places = route.places.clone()
-        places[row, rank] = -1
-        return route._replace(places=places)
-
-    _reroute(model, "experts.combine", change)
+@partial(_rerouted, "experts.combine")
+def output_lost_between_ranks(places: Tensor, row: Tensor, rank: Tensor) -> None:
+    places[row, rank] = -1
 
 
 @between_ranks(

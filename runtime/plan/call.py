@@ -130,6 +130,10 @@ class Call:
         """Whether inputs of all matrices of these names are."""
         return all(self.rounds(form) for name in names for form, _, _ in self.matrices[name])
 
+    def in_codes(self, columns: int, *names: str) -> bool:
+        """Whether ranks exchange the inputs of matrices of these names as codes, so many columns on each."""
+        return self.t > CODED and columns % LINEAR_GROUP == 0 and self.coded(*names)
+
     def made(self, tokens: int, products: Mapping[str, bool]) -> int:
         """Bytes of the results of `linears`."""
         rows = {name: max(rows for _, rows, _ in self.matrices[name]) for name in products}
@@ -162,14 +166,13 @@ class Call:
         copied = 0 if first and shard.total % self.ranks == 0 else whole
         return -(-whole // self.ranks) + 2 * whole + copied
 
-    def gather_coded(self, numbers: int, shard: AxisShard, *, first: bool, coded: bool) -> int:
-        """The same of `Arithmetic.whole_rows`, or `.whole_columns` where it is not the `first` axis; `coded` as there.
+    def gather_coded(self, numbers: int, shard: AxisShard, *, first: bool) -> int:
+        """The same of `Arithmetic.whole_rows`, or `.whole_columns` where it is not the `first` axis, of codes.
 
         Codes of this rank, those of all, and numbers again; of columns in order not even a copy.
         """
-        whole_groups = first or shard.size % LINEAR_GROUP == 0
-        if not (shard.split and coded and whole_groups and self.t > CODED):
-            return self.gather(numbers, shard, first=first)
+        if not shard.split:
+            return 0
         own, bytes_of_all = -(-numbers // self.ranks), numbers + numbers // LINEAR_GROUP
         packing = self.op("pack_fp8", own, LINEAR_GROUP, self.item)
         gathered = -(-bytes_of_all // self.ranks) + 2 * bytes_of_all

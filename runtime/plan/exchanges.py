@@ -11,13 +11,16 @@ from typing import Final, NamedTuple
 
 from fathom.kernels.experts.reference import FEW
 from fathom.kernels.formats.groups import LINEAR_GROUP
-from fathom.model.arithmetic import CODED
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.ranks.dispatch import parts_of
 from fathom.model.ranks.ranks import KEPT
 from fathom.runtime.plan.call import F32, I64, Call
 
 EXCHANGE: Final = 10e-6  # seconds of a collective of NCCL in a graph, whose bytes are few; assumed
+# Matrices whose inputs ranks exchange: those that rows go to, and those behind SwiGLU
+ROUTED_UP: Final = "ffn.experts.w1", "ffn.experts.w3"
+UP: Final = (*ROUTED_UP, "ffn.shared_experts.w1", "ffn.shared_experts.w3")
+DOWN: Final = "ffn.experts.w2", "ffn.shared_experts.w2"
 TOLD, DISPATCH, COMBINE = "experts, ids and weights", "experts, dispatch", "experts, combine"
 
 
@@ -68,19 +71,14 @@ def _of_attention(c: ModelConfig, s: Call) -> Iterator[Exchange]:
     yield from _columns(c, s, "attention, output")
 
 
-_UP: Final = tuple(f"ffn.{of}.{name}" for of in ("experts", "shared_experts") for name in ("w1", "w3"))
-_ROUTED_UP: Final = _UP[:2]
-_DOWN: Final = "ffn.experts.w2", "ffn.shared_experts.w2"
-
-
 def _of_rows(c: ModelConfig, s: Call) -> Iterator[Exchange]:
     """Those of experts of which each rank has rows."""
     layers, k, t = c.num_hidden_layers, c.num_experts_per_tok, s.t
     if s.tokens.split:
-        yield _gathered(s, "experts, input", layers, t * c.hidden_size * _item(s, c.hidden_size, *_UP))
+        yield _gathered(s, "experts, input", layers, t * c.hidden_size * _item(s, c.hidden_size, *UP))
         yield _gathered(s, TOLD, layers, t * k * 2 * F32)
     numbers = t * (k + 1) * c.moe_intermediate_size
-    item = _item(s, s.shards.inner.size, *_DOWN)
+    item = _item(s, s.shards.inner.size, *DOWN)
     yield _gathered(s, "experts, between their matrices", layers, numbers * item)
     yield from _columns(c, s, "experts, output")
 
@@ -95,7 +93,7 @@ def _of_whole(c: ModelConfig, s: Call, parts: int) -> Iterator[Exchange]:
         yield _filled("experts, outputs of all", layers, t * k, hidden)
         return
     reached = 1 - comb(c.n_routed_experts - s.shards.experts.size, k) / comb(c.n_routed_experts, k)
-    row = c.hidden_size * _item(s, c.hidden_size, *_ROUTED_UP)
+    row = c.hidden_size * _item(s, c.hidden_size, *ROUTED_UP)
     yield _gathered(s, DISPATCH, parts * layers, t * reached * row / parts)
     yield _gathered(s, COMBINE, parts * layers, t / s.ranks * k * hidden / parts)
 
@@ -122,12 +120,8 @@ def _filled(what: str, times: int, rows: int, nbytes: int) -> Exchange:
 
 
 def _item(s: Call, columns: int, *names: str) -> float:
-    """Bytes of a number of rows of so many columns that matrices of these names read.
-
-    Those of its FP8 code, where all of them round it, of more than few tokens, and no group with a scale is cut.
-    """
-    coded = columns % LINEAR_GROUP == 0 and s.t > CODED and s.coded(*names)
-    return 1 + 1 / LINEAR_GROUP if coded else s.item
+    """Bytes of a number that matrices of these names read, or of its FP8 code, of so many columns on each rank."""
+    return 1 + 1 / LINEAR_GROUP if s.in_codes(columns, *names) else s.item
 
 
 def compared_tensors(c: ModelConfig, *, split: bool) -> int:

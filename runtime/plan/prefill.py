@@ -100,7 +100,7 @@ def overlapped(shared: float, dispatch: float, routed: float, combine: float, pa
 
 def _of_routed(c: ModelConfig, s: Call, tokens: int) -> tuple[float, float]:
     """Tokens of one expert that is here, on the fullest rank, and the part of these experts that is any token's."""
-    here = s.shards.experts.size if s.shards.experts.split else c.n_routed_experts
+    here = s.shards.experts.size
     return pairs(c, s.shards.experts, tokens) / here, 1 - (1 - c.num_experts_per_tok / c.n_routed_experts) ** tokens
 
 

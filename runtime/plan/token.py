@@ -78,10 +78,8 @@ def token(
 ) -> Token:
     """A token after `context` positions, for which `caches` are: bytes by kind of layer and component, in full."""
     read = {kind.value: part.own for kind, part in weights.items() if kind not in _NOT_READ}
-    experts = (
-        s.shards.experts.size if s.shards.experts.split else c.n_routed_experts
-    )  # of each this rank has all, or rows
-    read[WeightKind.ROUTED.value] = int(read[WeightKind.ROUTED.value] * pairs(c, s.shards.experts, 1) / experts)
+    experts = s.shards.experts  # of each of these a rank has all, or rows
+    read[WeightKind.ROUTED.value] = int(read[WeightKind.ROUTED.value] * pairs(c, experts, 1) / experts.size)
     tables = sum(map(c.is_hash, range(c.num_hidden_layers))) * c.num_experts_per_tok * c.vocab_size * I64
     read[WeightKind.GATES.value] -= tables
     read["head"] = max(stored_bytes(form, (rows, columns)) for form, rows, columns in s.matrices["head"])

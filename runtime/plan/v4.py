@@ -16,11 +16,12 @@ from fathom.kernels.tripwires.reference import CHECKED
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.ranks.dispatch import parts_of
-from fathom.model.ranks.ranks import KEPT, undivided
+from fathom.model.ranks.ranks import KEPT, AxisShard, undivided
 from fathom.model.rope import rotated_as
 from fathom.model.rounding import FP4, FP8
 from fathom.model.variants.choice import Coda, Full, Shard
 from fathom.runtime.plan.call import F32, I64, Call, Live, Moment
+from fathom.runtime.plan.exchanges import DOWN, ROUTED_UP, UP
 
 
 def largest(c: ModelConfig, s: Call, head: Head | None = None, drafts: int = 0) -> Moment:
@@ -189,9 +190,7 @@ def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     products = [s.op("grouped_linear", t, r, n, groups.size, form.name, item, s.device) for form, r, n in shapes]
     live.run("output, low rank", max(products))
     low, rank = groups.size * c.o_lora_rank, groups.total * c.o_lora_rank
-    coded = s.coded("attn.wo_b")
-    columns = groups.times(c.o_lora_rank)
-    live.run("low rank, gathered", t * low * item, s.gather_coded(t * rank, columns, first=False, coded=coded))
+    live.run("low rank, gathered", t * low * item, _columns_gathered(s, t * rank, groups, low, "attn.wo_b"))
     live.hold("low-rank output", t * rank * item)
     live.run("output", s.linear("attn.wo_b", t))
     live.run("output, put together", t * output.size * item, _columns(c, s))
@@ -210,6 +209,13 @@ def _project(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
     held = s.made(s.t, products)
     live.run("projections", max(s.linears(s.t, products), held + bias))
     live.hold("projections", held)
+
+
+def _columns_gathered(s: Call, numbers: int, shard: AxisShard, columns: int, *names: str) -> int:
+    """Bytes of `Arithmetic.whole_columns`, of so many columns on each rank that matrices of these names read."""
+    if s.in_codes(columns, *names):
+        return s.gather_coded(numbers, shard, first=False)
+    return s.gather(numbers, shard, first=False)
 
 
 def _columns(c: ModelConfig, s: Call) -> int:
@@ -290,8 +296,9 @@ def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
         return
     with live.scope():
         if s.tokens.split:
-            coded = s.coded(*_INPUT)
-            live.run("experts' input, gathered", exchange=s.gather_coded(t * hidden, s.tokens, first=True, coded=coded))
+            coded = s.in_codes(hidden, *UP)
+            exchange = s.gather_coded(t * hidden, s.tokens, first=True) if coded else s.gather(t * hidden, s.tokens)
+            live.run("experts' input, gathered", exchange=exchange)
             live.hold("input, ids and weights of all tokens", t * hidden * item + t * k * (I64 + F32))
         if s.shards.inner.split:
             _halves(c, s, live)
@@ -299,11 +306,6 @@ def _experts(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
             _whole(c, s, live)
         live.run("routed and shared, added", out * F32 + max(s.widened(out), 0 if item == F32 else out * item))
         live.run("experts' output, put together", out * item, _columns(c, s))
-
-
-# Matrices whose inputs ranks exchange: those that a token goes to, and those behind SwiGLU
-_INPUT = tuple(f"ffn.{of}.{name}" for of in ("experts", "shared_experts") for name in ("w1", "w3"))
-_INNER = tuple(f"ffn.{of}.w2" for of in ("experts", "shared_experts"))
 
 
 def _spread(c: ModelConfig, s: Call, live: Live) -> None:
@@ -339,7 +341,7 @@ def _spread(c: ModelConfig, s: Call, live: Live) -> None:
 def _dispatched(c: ModelConfig, s: Call, live: Live) -> None:
     """`Dispatch`: rows that go to experts and outputs that come back, in one or two halves."""
     t, k, hidden, item, n = s.t, c.num_experts_per_tok, c.hidden_size, s.item, s.ranks
-    coded, numbered = s.coded(*(name for name in _INPUT if ".experts." in name)), 4
+    coded, numbered = s.in_codes(hidden, *ROUTED_UP), 4
     row = hidden + hidden // LINEAR_GROUP if coded else hidden * item
     output, parts = hidden * item + numbered, parts_of(t, n, k / c.n_routed_experts)
     for at, tokens in enumerate(parts):
@@ -386,11 +388,7 @@ def _apart(c: ModelConfig, s: Call, live: Live, tokens: int, pairs: int) -> None
     """`MoE.outputs` of so many tokens, and of them so many pairs with an expert that is here."""
     k, hidden, inner, item = c.num_experts_per_tok, c.hidden_size, c.moe_intermediate_size, s.item
     if _grouped(s):
-        sizes = tokens, k, s.shards.experts.size, hidden, inner
-        deployed = s.rounding.linears == FP8
-        forms = {form.name for form, _, _ in s.matrices["ffn.experts.w1"]}
-        scratch = max(s.op("experts", *sizes, form, item, deployed=deployed, summed=False) for form in forms)
-        live.run("routed experts", scratch)
+        live.run("routed experts", _op(c, s, "experts", hidden, inner, tokens, summed=False))
         return
     with live.scope():
         outputs = tokens * k * hidden * item
@@ -441,7 +439,7 @@ def _halves(c: ModelConfig, s: Call, live: Live) -> None:
             live.run("routed experts, up", n * c.hidden_size * item + _up(s, "experts", n))
         live.run("shared expert, up", max(_up(s, "shared_experts", t), (k + 2) * own))
     live.hold("experts' columns", (k + 1) * own)
-    exchange = s.gather_coded(whole // item, inner, first=False, coded=s.coded(*_INNER))
+    exchange = _columns_gathered(s, whole // item, inner, inner.size, *DOWN)
     live.run("experts' columns, gathered", exchange=exchange)
     live.hold("experts' columns", whole)
     summed = t * out * F32
@@ -464,11 +462,11 @@ def _grouped(s: Call) -> bool:
     return not reads_apart(s.ops)
 
 
-def _op(c: ModelConfig, s: Call, op: str, hidden: int, inner: int) -> int:
-    """Bytes of an op that runs all experts at once, of matrices of such rows and columns."""
-    sizes = s.t, c.num_experts_per_tok, c.n_routed_experts, hidden, inner
+def _op(c: ModelConfig, s: Call, op: str, hidden: int, inner: int, tokens: int | None = None, **how: bool) -> int:
+    """Bytes of an op that runs all experts at once, of matrices of such rows and columns; of the call, or `tokens`."""
+    sizes = tokens or s.t, c.num_experts_per_tok, s.shards.experts.size, hidden, inner
     forms = {form.name for form, _, _ in s.matrices["ffn.experts.w1"]}
-    return max(s.op(op, *sizes, form, s.item, deployed=s.rounding.linears == FP8) for form in forms)
+    return max(s.op(op, *sizes, form, s.item, deployed=s.rounding.linears == FP8, **how) for form in forms)
 
 
 def _tokens_of_one(c: ModelConfig, s: Call) -> int:

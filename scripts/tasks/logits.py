@@ -35,9 +35,8 @@ def _logits(
     options = run_options(args)
     config = read_any_config(args.model, options)
     ops = op_set(args.ops or usual(options.device), options, config)
-    work = Work(
-        args.decode_from or len(ids), 1 + len(ids) - (args.decode_from or len(ids))
-    )  # one token more than steps
+    prompt = args.decode_from or len(ids)
+    work = Work(prompt, 1 + len(ids) - prompt)  # one token more than steps
     loaded = watched_load_any(watch, args.model, options, ops, group, context=len(ids), work=work)
     set_process(args.threads, loaded)
     model = loaded.model
