@@ -9,7 +9,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, Final
@@ -27,6 +27,7 @@ from fathom.model.block import Block
 from fathom.model.cache.layers import CACHES
 from fathom.model.call import Call
 from fathom.model.checkpoint.names import parameters
+from fathom.model.checkpoint.tensor_mapping import Form
 from fathom.model.checkpoint.weights import Weights
 from fathom.model.config import ModelConfig
 from fathom.model.ranks.ranks import ALONE, Ranks
@@ -201,10 +202,14 @@ class DrawnWeights(Weights):
     def __init__(self, config: ModelConfig, draw: Draw) -> None:
         self.demanded, self.drawn = parameters(config), draw
 
-    def matrix(self, name: str) -> Weight:
+    def forms(self, names: Iterable[str]) -> set[Form]:
         """FP4 for routed experts, FP8 for the rest."""
-        out, columns = self.demanded[name].shape
-        return self.drawn.weight("fp4" if ".ffn.experts." in name else "fp8", out, columns)
+        return {Form.FP4 if ".ffn.experts." in name else Form.FP8 for name in names}
+
+    def matrix(self, name: str) -> Weight:
+        """Random, of the form that `forms` says."""
+        form = "fp4" if self.forms([name]) == {Form.FP4} else "fp8"
+        return self.drawn.weight(form, *self.demanded[name].shape)
 
     def matrices(self, names: Sequence[str], *, together: bool) -> list[Weight]:
         """As `matrix` each; `together`: one behind another in memory."""
