@@ -7,6 +7,7 @@ is escaped.
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
@@ -16,7 +17,9 @@ from rich.text import Text
 
 from fathom.model.errors import one_line
 from fathom.probes.finding import Verdict, rows, worst_first
-from fathom.probes.probe import Probe, Progress, Run
+
+if TYPE_CHECKING:
+    from fathom.probes.probe import Probe, Progress, Run
 
 QUIET = 20  # seconds between lines of progress where there is no terminal to draw on
 COLOURS = {
@@ -34,7 +37,7 @@ def plain(text: str, style: str = "") -> Text:
 
 
 @contextmanager
-def watched(console: Console, probe: Probe, at: int, total: int) -> Iterator[Progress]:
+def watched(console: Console, probe: "Probe", at: int, total: int) -> "Iterator[Progress]":
     """Yield what a probe reports its progress to: a bar on a terminal, gone afterwards; elsewhere a line now and then.
 
     Parameters
@@ -65,7 +68,7 @@ def watched(console: Console, probe: Probe, at: int, total: int) -> Iterator[Pro
         yield told
 
 
-def findings(run: Run) -> RenderableType:
+def findings(run: "Run") -> RenderableType:
     """A run for a terminal: its findings, worst first, what is known about failures, and the summary."""
     title = Text.assemble((run.probe.name, "bold"), f": {run.probe.question}")
     table = Table("layer", "what")
@@ -79,7 +82,7 @@ def findings(run: Run) -> RenderableType:
     return Group(title, table, *told, head, "")
 
 
-def lines(run: Run) -> list[Text]:
+def lines(run: "Run") -> list[Text]:
     """A run in one line, and what failed in lines of its own."""
     count = f"{len(run.report.findings)} finding{'' if len(run.report.findings) == 1 else 's'}"
     head = f"{run.probe.name:14} {count:>12} {run.seconds:7.1f} s  {_summary(run)}"
@@ -87,16 +90,16 @@ def lines(run: Run) -> list[Text]:
     return [plain(f"{run.report.verdict.value:8} ", COLOURS[run.report.verdict]) + plain(head), *told]
 
 
-def failures(runs: Sequence[Run]) -> list[Text]:
+def failures(runs: "Sequence[Run]") -> list[Text]:
     """What failed in all runs, each in one line."""
     return [plain(f"{run.probe.name}: {failure[0]}") for run in runs for failure in _failures(run)]
 
 
-def _summary(run: Run) -> str:
+def _summary(run: "Run") -> str:
     return " ".join(run.report.summary.split())
 
 
-def closing(runs: Sequence[Run]) -> Table:
+def closing(runs: "Sequence[Run]") -> Table:
     """All probes that ran, a row each."""
     table = Table("probe", "verdict", expand=True)
     table.add_column("seconds", justify="right")
@@ -106,7 +109,7 @@ def closing(runs: Sequence[Run]) -> Table:
     return table
 
 
-def total(runs: Sequence[Run]) -> str:
+def total(runs: "Sequence[Run]") -> str:
     """How it came out, in one line."""
     failed = [f"{run.probe.name} ({run.report.verdict})" for run in runs if run.report.failed]
     seconds = sum(run.seconds for run in runs)
@@ -122,7 +125,7 @@ def listing(title: str, entries: Mapping[str, str]) -> Table:
     return table
 
 
-def _failures(run: Run) -> Iterator[list[str]]:
+def _failures(run: "Run") -> Iterator[list[str]]:
     """Each failure in a line, and its evidence in the next."""
     failed = [finding for finding in worst_first(run.report.findings) if finding.failed]
     if run.report.failed and not failed:

@@ -25,7 +25,6 @@ from fathom.model.rounding import ROUNDINGS
 from fathom.model.state import State
 from fathom.model.transformer import Transformer
 from fathom.probes.demo_language import prompts
-from fathom.probes.draft_oracle import FAULTS, RIGHT, Dspark, Mtp, Reading, acts, skipping
 from fathom.probes.finding import (
     JSON,
     Finding,
@@ -40,7 +39,8 @@ from fathom.probes.finding import (
     tripped,
     vacuous,
 )
-from fathom.probes.oracle import F64, FACTOR, REPLICAS, Noise, Parameters
+from fathom.probes.judge.draft_oracle import FAULTS, RIGHT, Dspark, Mtp, Reading, acts, skipping
+from fathom.probes.judge.oracle import F64, FACTOR, REPLICAS, Noise, Parameters
 from fathom.probes.probe import Probe, Progress, one_rank, room
 from fathom.probes.shared.trace import Trace, named
 from fathom.probes.subject import Subject, run_tokens
@@ -527,7 +527,7 @@ def _equation_findings(kind: Head, moments: Sequence[Moment]) -> Iterator[Findin
             told = f", as if {name}" if by_reading[name] <= 1 else ""
             if by_reading[name] < measure / 2:
                 evidence |= {"nearest reading": name, "which leaves, of its bound": by_reading[name]}
-        # 1: the bound is what rounding explains, found by moving every tensor, see `probes.oracle`
+        # 1: the bound is what rounding explains, found by moving every tensor, see `probes.judge.oracle`
         yield judged(f"{kind}: {part} of drafts, furthest over its bound{told}", measure, at_most(1), **evidence)
     for name in moments[0].moved:
         most = max(moment.moved[name] for moment in moments)

@@ -5,7 +5,7 @@ recorded: the layer's input, and at every recorded site before the one that diff
 What comes out at the differing site is compared with the recording, as a share of what the oracle leaves unexplained:
 1 when the faulty layer gives the recorded rows but for rounding, 0 when it is no nearer to them than the oracle is.
 
-Plain causes come first (`probes.causes`). All of it ends after a time that is given, and says what was not tried.
+Plain causes come first (`probes.judge.causes`). All of it ends after a time that is given, and says what was not tried.
 """
 
 import time
@@ -36,13 +36,12 @@ from fathom.model.ranks.ranks import ALONE, Ranks
 from fathom.model.rope import Rotation, layer_frequencies
 from fathom.model.rounding import Rounding
 from fathom.model.transformer import Transformer
-from fathom.probes.causes import NAMED, Explained, Gap, plain
-from fathom.probes.checks import Judged, Progress, Status
 from fathom.probes.fault import Fault, become, healthy_model
 from fathom.probes.faults import FAULTS
-from fathom.probes.numerics import find
-from fathom.probes.oracle import Ends, Layer, Setting, Unknown
-from fathom.probes.recording import OF_ENTRIES, Recording, stored_name
+from fathom.probes.judge.causes import NAMED, Explained, Gap, Place, places, plain
+from fathom.probes.judge.checks import Judged, Progress
+from fathom.probes.judge.oracle import Ends, Layer, Setting, Unknown
+from fathom.probes.judge.recording import OF_ENTRIES, Recording, stored_name
 from fathom.runtime.arithmetic import arithmetic
 from fathom.runtime.options import RunOptions
 from fathom.runtime.sharding import sharding_plan
@@ -53,17 +52,6 @@ PAIRED: Final = 4  # best single faults that are tried with each other fault
 
 _BY_NAME: Final = {site.name: site for site in SITES}
 _ORDER: Final = [site.name for site in SITES]
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A site that differs, and what explains it."""
-
-    judged: Judged
-    faults: tuple[Explained, ...]  # best first
-    why: str = ""  # nothing could be tried, or not all
-    looked: bool = True  # for a fault
-    tried: bool = True  # some fault, where one was looked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +70,6 @@ class _Run:
 
 class _Seen(Exception):
     """The differing site was passed; the rest of the layer is not needed."""
-
-
-def places(results: Sequence[Judged]) -> list[Judged]:
-    """The differing sites, in order."""
-    return [judged for judged in results if judged.status is Status.DIFFERS and judged.first is not None]
-
-
-def other_numerics(setting: Setting, recording: Recording, progress: Progress) -> dict[str, Rounding]:
-    """The candidate that is no fault, by what it is called: the run rounds otherwise than is said."""
-    found = find(setting, recording, progress).rounding
-    return {} if found == setting.rounding else {f"{found.numerics} numerics": found}
 
 
 def _of_experts(site: str) -> bool:
@@ -166,9 +143,9 @@ class Identifier:
             known = {
                 place.faults[0].names: place.judged.layer == judged.layer
                 for place in found
-                if place.faults and not place.faults[0].what and place.faults[0].share >= NAMED
+                if place.faults and not place.faults[0].plain and place.faults[0].share >= NAMED
             }
-            again = [Explained(names, case.share(names)) for names in known]
+            again = [case.explained(names) for names in known]
             again = [fault for fault in again if fault.share >= (NAMED if known[fault.names] else WHOLE)]
             if again:
                 found.append(Place(judged, (max(again, key=lambda fault: fault.share),)))
@@ -217,7 +194,7 @@ class _Case:
             if self.by.late:
                 break
             said(name, n / len(names))
-            found.append(Explained((name,), self.share((name,))))
+            found.append(self.explained((name,)))
         why = "" if len(found) == len(names) else f"{len(found)} of {len(names)} faults were tried"
         found.sort(key=lambda fault: -fault.share)
         if found and found[0].share < WHOLE and not why:
@@ -229,7 +206,7 @@ class _Case:
                     why = f"all single faults and {n} of {len(pairs)} pairs were tried"
                     break
                 said(f"{first.name} and {second.name}", n / len(pairs))
-                both = Explained((first.name, second.name), self.share((first.name, second.name)))
+                both = self.explained((first.name, second.name))
                 if both.share >= max(NAMED, (1 + first.share) / 2):  # half of what the first leaves
                     found.append(both)
             found.sort(key=lambda fault: -fault.share)
@@ -237,6 +214,11 @@ class _Case:
         if left and (not found or found[0].share < NAMED):
             why = "; ".join([*filter(None, [why]), f"not {', '.join(left)}: not all rows of its calls were recorded"])
         return tuple(fault for fault in found if fault.share > 0)[:PAIRED], why
+
+    def explained(self, names: tuple[str, ...]) -> Explained:
+        """What these faults together explain."""
+        what = " ".join(FAULTS[name].what for name in names if name in FAULTS)
+        return Explained(names, self.share(names), what, plain=False)
 
     def share(self, names: Sequence[str]) -> float:
         """How much nearer the recording is to a run with these faults than to the oracle."""

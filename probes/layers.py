@@ -27,7 +27,6 @@ from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.observe import sites
 from fathom.model.observe.sites import SITES, Listener, Site
 from fathom.model.transformer import Transformer
-from fathom.probes.checks import Checks, Judged, Status, View
 from fathom.probes.finding import (
     JSON,
     Finding,
@@ -42,10 +41,12 @@ from fathom.probes.finding import (
     measured,
     vacuous,
 )
-from fathom.probes.oracle import F64, FACTOR, Ends, Layer, Noise, Parameters, Setting
+from fathom.probes.judge.checks import Checks, Judged, Status, View
+from fathom.probes.judge.oracle import F64, FACTOR, Ends, Layer, Noise, Parameters, Setting
+from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, has_site, stored_name
 from fathom.probes.probe import Probe, Progress
-from fathom.probes.recording import CHOICES, OF_ENTRIES, Recording, has_site, record, stored_name
 from fathom.probes.subject import Subject
+from fathom.probes.ways import record
 from fathom.runtime.arithmetic import DTYPES
 from fathom.runtime.options import RunOptions
 
@@ -393,7 +394,7 @@ def _findings(run: str, results: Sequence[Judged]) -> Iterator[Finding]:
         elif result.status is Status.DIFFERS and result.excess <= 1:
             yield broken(what, result.why, layer=result.layer, **where, **values)
         else:
-            # 1: the bound is what rounding explains, found by moving every tensor, see `probes.oracle`
+            # 1: the bound is what rounding explains, found by moving every tensor, see `probes.judge.oracle`
             yield judged(what, result.excess, at_most(1), layer=result.layer, **why, **where, **values)
 
 

@@ -29,7 +29,7 @@ from fathom.model.observe.observer import listening
 from fathom.model.observe.sites import Site
 from fathom.model.transformer import Transformer
 from fathom.probes.finding import JSON, Finding, Part, Report, Table, Text, exactly, judged, measured, some, tripped
-from fathom.probes.oracle import F64, decoded
+from fathom.probes.judge.oracle import F64, decoded
 from fathom.probes.probe import Probe, Progress, one_rank
 from fathom.probes.shared.held import Held, find, used
 from fathom.probes.subject import Subject, run_tokens, selects_all

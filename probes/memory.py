@@ -49,9 +49,9 @@ from fathom.probes.finding import (
 )
 from fathom.probes.probe import Probe, Progress, one_rank, room
 from fathom.probes.subject import Subject, cannot_travel
+from fathom.runtime.allocator import M_MMAP_THRESHOLD, of_libc
 from fathom.runtime.load import load
 from fathom.runtime.plan.planner import Plan, Planner
-from fathom.runtime.process import M_MMAP_THRESHOLD, of_libc
 from fathom.runtime.report import peak_memory
 
 ITEM_BYTES: Final = {"bf16": 2, "fp32": 4}

@@ -37,7 +37,7 @@ from fathom.probes.finding import (
     measured,
     vacuous,
 )
-from fathom.probes.oracle import (
+from fathom.probes.judge.oracle import (
     E2M1,
     E2M1_INDEX,
     E2M1_PAIRS,

@@ -35,7 +35,7 @@ from fathom.probes.finding import (
     some,
     vacuous,
 )
-from fathom.probes.oracle import E2M1_INDEX, hadamard
+from fathom.probes.judge.oracle import E2M1_INDEX, hadamard
 from fathom.probes.probe import Probe, Progress, room
 from fathom.probes.shared.recorder import Recorder
 from fathom.probes.subject import Subject, run_tokens, selects_all

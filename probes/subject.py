@@ -15,6 +15,7 @@ from fathom.model.architectures import config_from_file
 from fathom.model.checkpoint import strict_json
 from fathom.model.checkpoint.census import census
 from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.folder import TOKENIZER
 from fathom.model.checkpoint.weights import Weights, open_weights
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.errors import ConfigError
@@ -30,7 +31,7 @@ from fathom.runtime.group.watchdog import Watch
 from fathom.runtime.load import AnyLoaded, LoadedV4
 from fathom.runtime.options import DEMO, RunOptions
 from fathom.runtime.text.encoding import raw_ids
-from fathom.runtime.text.tokenizer import TOKENIZER, Tokenizer
+from fathom.runtime.text.tokenizer import Tokenizer
 
 OPS = {ops.name: ops for ops in (CPU, REFERENCE)}  # that another process finds by name
 

@@ -13,12 +13,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from fathom.model.checkpoint.folder import INDEX, SINGLE, weight_map
+from fathom.model.checkpoint.folder import INDEX, SINGLE, TOKENIZER, weight_map
 from fathom.model.checkpoint.names import translate
 from fathom.model.checkpoint.tensor_mapping import Stored
 from fathom.model.errors import CheckpointError, ConfigError
 from fathom.runtime.output import NO_ROOM
-from fathom.runtime.text.tokenizer import TOKENIZER
 
 CONFIG: Final = "config.json"
 SNAPSHOT: Final = re.compile(r"models--(.+?)--(.+)")  # a model's folder in the cache

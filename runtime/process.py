@@ -1,9 +1,6 @@
-"""What a run on a CPU sets for its whole process: how many threads compute, and that freed memory is kept."""
+"""How many threads of a process compute."""
 
-import ctypes
 import os
-import sys
-from collections.abc import Callable
 from typing import Final
 
 import psutil
@@ -11,13 +8,11 @@ import torch
 
 from fathom.kernels.compiled import cores
 from fathom.model.config import ModelConfig
+from fathom.runtime.allocator import keep_memory
 from fathom.runtime.load import AnyLoaded
 
 # Bytes of weights that a decoded token reads, from which on more threads than one pay.
 SMALL: Final = 64 << 20
-M_MMAP_THRESHOLD, M_TRIM_THRESHOLD = -3, -1  # malloc.h
-LARGE: Final = 32 << 20  # bytes, glibc's most: larger blocks are given back when they are freed
-KEPT: Final = 512 << 20  # bytes free at the end of the heap
 LOOK: Final = 0.1  # seconds for which it is looked at how busy the cores are
 
 
@@ -37,23 +32,6 @@ def set_process(asked: int | None, loaded: AnyLoaded) -> None:
         torch.set_num_threads(1)
     else:
         torch.set_num_threads(min(torch.get_num_threads(), free_cores()))
-
-
-def keep_memory() -> None:
-    """Let glibc keep half a gigabyte of what is freed for what is allocated next.
-
-    Else each large activation is memory that the system hands out anew and clears page by page, which may take longer
-    than to fill it. Elsewhere than with glibc nothing is done.
-    """
-    mallopt = of_libc("mallopt")
-    if mallopt is not None:
-        mallopt(M_MMAP_THRESHOLD, LARGE)
-        mallopt(M_TRIM_THRESHOLD, KEPT)
-
-
-def of_libc(name: str) -> Callable[..., int] | None:
-    """A function of the C library, None where it is not glibc, which alone has these."""
-    return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
 def free_cores() -> int:

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Sequence
 
 from fathom.model.choices import PLAIN
+from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
-from fathom.runtime.options import RunOptions, checked_config
+from fathom.runtime.options import RunOptions, check_options
 from fathom.scripts.cli import arguments, run_alone
-from fathom.scripts.flags import add_json, add_model, add_numerics, numbers, positive
+from fathom.scripts.flags import add_json, add_model, add_numerics, check_layers, numbers, positive
 from fathom.scripts.hub import INDEX
 from fathom.scripts.paths import Reads, Writes
-from fathom.scripts.record import check_layers
 
 DTYPE_NAMES = ("bf16", "fp16", "fp32")
 SECONDS = 120
@@ -60,13 +60,14 @@ def _rows(text: str) -> int | str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = arguments(parser(), argv)
-    config = checked_config(args.model, RunOptions(numerics=args.numerics or PLAIN))
+    config = ModelConfig.from_file(args.model / "config.json")
+    check_options(config, RunOptions(numerics=args.numerics or PLAIN), args.model)
     check_layers(args.layers, config.num_hidden_layers)
     if args.picture is not None and args.picture.suffix != ".svg":
         raise ConfigError(f"--picture {args.picture}: want a name that ends in .svg")
     from fathom.scripts.tasks.compare import run
 
-    return run(args)
+    return run(args, config)
 
 
 if __name__ == "__main__":

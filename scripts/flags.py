@@ -1,7 +1,7 @@
 """Flags that several scripts share, and their checks."""
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from fathom.model.choices import (
     OWN,
     RANK_TOKENS,
 )
-from fathom.model.errors import ConfigError
+from fathom.model.errors import CapacityError, ConfigError
 from fathom.model.rounding import Rounding
 from fathom.runtime.options import DEMO, TIMEOUT, RunOptions
 from fathom.runtime.text.encoding import EFFORTS
@@ -346,3 +346,19 @@ def run_options(args: argparse.Namespace) -> RunOptions:
         return options
     confidence = DRAFT_CONFIDENCE if confidence is None else confidence
     return replace(options, draft=by, draft_tokens=tokens or DRAFT_TOKENS, draft_confidence=confidence)
+
+
+def check_layers(layers: Sequence[int] | None, count: int) -> None:
+    """Refuse layers that the model does not have: ConfigError."""
+    for layer in layers or ():
+        if layer >= count:
+            raise ConfigError(f"--layers {layer}: the model has layers 0-{count - 1}")
+
+
+def chunk_lengths(tokens: int, chunk: int, decode_from: int | None) -> list[int]:
+    """Return the lengths of the calls that make up a run."""
+    prefilled = tokens if decode_from is None else decode_from
+    if prefilled > tokens:
+        raise CapacityError(f"--decode-from {prefilled}: there are {tokens} tokens")
+    whole, rest = divmod(prefilled, chunk)
+    return [chunk] * whole + [rest] * (rest > 0) + [1] * (tokens - prefilled)

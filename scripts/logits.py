@@ -5,7 +5,6 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fathom.model.errors import CapacityError
 from fathom.runtime.options import checked_config
 from fathom.scripts.cli import arguments, run_on_ranks
 from fathom.scripts.flags import (
@@ -15,6 +14,7 @@ from fathom.scripts.flags import (
     add_run_options,
     add_threads,
     add_variants,
+    chunk_lengths,
     positive,
     run_options,
 )
@@ -49,15 +49,6 @@ def main(argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int
     from fathom.scripts.tasks.logits import run
 
     return run(args, ids, lengths, watch)
-
-
-def chunk_lengths(tokens: int, chunk: int, decode_from: int | None) -> list[int]:
-    """Return the lengths of the calls that make up a run."""
-    prefilled = tokens if decode_from is None else decode_from
-    if prefilled > tokens:
-        raise CapacityError(f"--decode-from {prefilled}: there are {tokens} tokens")
-    whole, rest = divmod(prefilled, chunk)
-    return [chunk] * whole + [rest] * (rest > 0) + [1] * (tokens - prefilled)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from fathom.model.architectures import Config
 from fathom.model.checkpoint import strict_json
+from fathom.model.checkpoint.folder import TOKENIZER
 from fathom.model.errors import CapacityError, ConfigError, quoted, shown
 from fathom.model.files import read_text
 from fathom.runtime.errors import PromptError
@@ -15,7 +16,7 @@ from fathom.runtime.text.dsml import from_json
 from fathom.runtime.text.encoding import check_chat_format, effort_text, encode_messages, raw_text
 from fathom.runtime.text.messages import Message, check_messages, load_messages, user_message
 from fathom.runtime.text.segments import BOS, EOS, Control, Segment, Text
-from fathom.runtime.text.tokenizer import TOKENIZER, Tokenizer
+from fathom.runtime.text.tokenizer import Tokenizer
 from fathom.scripts.paths import MAX_TEXT_BYTES
 
 

@@ -10,8 +10,17 @@ from collections.abc import Sequence
 from fathom.model.errors import ConfigError, quoted
 from fathom.runtime.options import checked_config
 from fathom.scripts.cli import arguments, run_alone
-from fathom.scripts.flags import add_model, add_op_set, add_run_options, add_threads, numbers, positive, run_options
-from fathom.scripts.logits import chunk_lengths
+from fathom.scripts.flags import (
+    add_model,
+    add_op_set,
+    add_run_options,
+    add_threads,
+    check_layers,
+    chunk_lengths,
+    numbers,
+    positive,
+    run_options,
+)
 from fathom.scripts.paths import Reads, Writes
 from fathom.scripts.prompts import read_tokens
 
@@ -45,13 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from fathom.scripts.tasks.record import run
 
     return run(args, ids, lengths)
-
-
-def check_layers(layers: Sequence[int] | None, count: int) -> None:
-    """Refuse layers that the model does not have: ConfigError."""
-    for layer in layers or ():
-        if layer >= count:
-            raise ConfigError(f"--layers {layer}: the model has layers 0-{count - 1}")
 
 
 def check_sites(text: str | None, known: Sequence[str]) -> list[str] | None:

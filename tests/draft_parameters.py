@@ -11,7 +11,7 @@ from tests.make_checkpoint import random_values
 
 
 class Given:
-    """What `probes.oracle.Parameters` offers, over values that are given."""
+    """What `probes.judge.oracle.Parameters` offers, over values that are given."""
 
     def __init__(self, values, rounded=frozenset()):
         self.values, self.rounded = values, rounded

@@ -15,6 +15,7 @@ from fathom.model.files import read_bounded
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
+TOKENIZER: Final = "tokenizer.json"
 MAX_INDEX_BYTES: Final = 100_000_000
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from fathom.model.architectures import Config
 from fathom.model.llama.config import LlamaConfig
@@ -34,7 +34,9 @@ from fathom.runtime.text.segments import (
     Text,
     merge,
 )
-from fathom.runtime.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from fathom.runtime.text.tokenizer import Tokenizer
 
 _ABSOLUTE = """Reasoning Effort: Absolute maximum with no shortcuts permitted.
 You MUST be very thorough in your thinking and comprehensively decompose the problem to resolve the root cause, \
@@ -89,7 +91,7 @@ def check_chat_format(config: Config, where: Path) -> None:
         raise PromptError(f"{where}: no chat format of a {config.model_type} model is read here, only --raw text")
 
 
-def before_text(config: Config, tokenizer: Tokenizer) -> list[Segment]:
+def before_text(config: Config, tokenizer: "Tokenizer") -> list[Segment]:
     """What stands before a text that begins a sequence: the one rule, for every command that reads a text as it is.
 
     Of DeepSeek-V4 BOS. Its tokenizer adds none (`add_bos_token` is false in its tokenizer_config.json), because
@@ -99,7 +101,7 @@ def before_text(config: Config, tokenizer: Tokenizer) -> list[Segment]:
     return tokenizer.before_text() if isinstance(config, LlamaConfig) else [BOS]
 
 
-def raw_text(text: str, config: Config, tokenizer: Tokenizer) -> list[Segment]:
+def raw_text(text: str, config: Config, tokenizer: "Tokenizer") -> list[Segment]:
     """A prompt without chat format: `before_text`, then the text as it is."""
     return [*before_text(config, tokenizer), Text(text)]
 
@@ -111,7 +113,7 @@ class RawIds(NamedTuple):
     text: list[int]
 
 
-def raw_ids(text: str, config: Config, tokenizer: Tokenizer) -> RawIds:
+def raw_ids(text: str, config: Config, tokenizer: "Tokenizer") -> RawIds:
     """The ids of `raw_text`, for who repeats or cuts the text; PromptError as `Tokenizer.encode`."""
     ids = tokenizer.encode(raw_text(text, config, tokenizer))
     count = len(before_text(config, tokenizer))

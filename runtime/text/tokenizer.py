@@ -11,15 +11,13 @@ Reads the kinds of tokenizer that `runtime.text.spelling` lists, and refuses oth
 import codecs
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
 
+from fathom.model.checkpoint.folder import TOKENIZER
 from fathom.model.errors import quoted
 from fathom.runtime.errors import PromptError
 from fathom.runtime.text.segments import Control, Segment, Text, merge
 from fathom.runtime.text.spelling import Place
 from fathom.runtime.text.tokenizer_json import library_errors, read_vocabulary
-
-TOKENIZER: Final = "tokenizer.json"
 
 
 class Tokenizer:

@@ -22,11 +22,11 @@ from fathom.kernels.ops import CPU, Ops
 from fathom.model.checkpoint.config_json import read_json
 from fathom.model.errors import ConfigError
 from fathom.probes.child import Child
+from fathom.runtime.allocator import keep_memory
 from fathom.runtime.arithmetic import DTYPES
 from fathom.runtime.load import load
 from fathom.runtime.options import RunOptions
 from fathom.runtime.output import making
-from fathom.runtime.process import keep_memory
 from fathom.runtime.report import peak_memory
 from fathom.runtime.tensorfile import system_errors
 from fathom.scripts.bench.turns import JSON, Case, Clock, Measures, Rounds

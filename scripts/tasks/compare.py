@@ -14,26 +14,23 @@ from rich.table import Table
 from fathom.model.checkpoint.census import census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.choices import NUMERICS, PLAIN
+from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.model.rounding import Rounding
-from fathom.probes.causes import NAMED, NEAREST, of_tokens
-from fathom.probes.checks import FOLLOWS, Checks, Difference, Judged, Status
 from fathom.probes.console import plain
-from fathom.probes.exercised import Unseen, unseen
-from fathom.probes.faults import FAULTS
 from fathom.probes.finding import Plot, ranges
-from fathom.probes.identify import Identifier, Place, other_numerics, places
-from fathom.probes.numerics import Found, find
-from fathom.probes.oracle import Noise, Parameters, Setting, Unknown
-from fathom.probes.recording import CHOICES, OF_ENTRIES, Recording, read_map
+from fathom.probes.judge.causes import NAMED, NEAREST, Place, of_tokens, places
+from fathom.probes.judge.checks import FOLLOWS, Checks, Difference, Judged, Status
+from fathom.probes.judge.exercised import Unseen, unseen
+from fathom.probes.judge.numerics import Found, find, other_numerics
+from fathom.probes.judge.oracle import Noise, Parameters, Setting, Unknown
+from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, read_map
+from fathom.runtime.allocator import keep_memory
 from fathom.runtime.hub import fetch
-from fathom.runtime.load import read_config
-from fathom.runtime.options import RunOptions
 from fathom.runtime.output import write_json, write_text
-from fathom.runtime.process import keep_memory
 from fathom.scripts.compare import DTYPE_NAMES
 from fathom.scripts.console import Console
-from fathom.scripts.logits import chunk_lengths
+from fathom.scripts.flags import chunk_lengths
 from fathom.scripts.paths import told
 
 DTYPES: Final = dict(zip(DTYPE_NAMES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
@@ -46,11 +43,10 @@ COLOURS: Final = {Status.AGREES: "green", Status.DIFFERS: "bold red", Status.NOT
 Saying = Callable[[str, float], None]
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace, config: ModelConfig) -> int:
     """Judge a recording, say what was found and what explains it; returns the exit status."""
     torch.set_num_threads(1)  # float64 of small tensors
     keep_memory()
-    config = read_config(args.model, RunOptions(numerics=args.numerics or PLAIN))
     recording = Recording(args.recording, config, None if args.map is None else read_map(args.map))
     if args.hub is not None:
         needed = _layers_needed(recording, args.layers)
@@ -83,6 +79,8 @@ def run(args: argparse.Namespace) -> int:
         found, others = list[Place](), dict[str, Rounding]()
         if not args.no_identify and places(results):
             others = {} if numerics.rests else other_numerics(setting, recording, said)
+            from fathom.probes.identify import Identifier  # runs our model, which takes seconds to import
+
             identifier = Identifier(setting, recording, counted, lengths, others, args.identify_seconds)
             found = identifier.identify(results, said)
     hidden = unseen(checks, results)
@@ -376,7 +374,7 @@ def _explained(found: Sequence[Place]) -> list[str]:
         least = min(place.faults[0].share for place in explained)
         others = {fault.name: fault.share for place in explained for fault in place.faults[1:] if fault.share >= NAMED}
         also = "".join(f"; {name} explains {share:.0%}" for name, share in others.items())
-        what = explained[0].faults[0].what or " ".join(FAULTS[part].what for part in names if part in FAULTS)
+        what = explained[0].faults[0].what
         lines.append(
             f"Explained by {' and '.join(names)}, {least:.0%} of the difference in {where}. {what}{also}".rstrip()
         )
@@ -444,7 +442,7 @@ def _report(
             "name": fault.name,
             "share": fault.share,
             "explains": fault.share >= NAMED,
-            "plain": bool(fault.what),
+            "plain": fault.plain,
         }
         for place in found
         for fault in place.faults

@@ -32,15 +32,16 @@ from fathom.model.checkpoint.published import published_tensors
 from fathom.model.config import ModelConfig
 from fathom.model.observe import sites
 from fathom.model.rounding import Rounding
-from fathom.probes.again import MANY
-from fathom.probes.checks import Checks, Status
 from fathom.probes.finding import JSON, Part, Table, Text
+from fathom.probes.judge.again import MANY
+from fathom.probes.judge.checks import Checks, Status
+from fathom.probes.judge.numerics import ASSUMED, find
+from fathom.probes.judge.oracle import F64, FACTOR, PRECISION, SIGNS, Ends, Layer, Noise, Parameters, Setting, sites_of
+from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, stored_name
 from fathom.probes.layers import views
-from fathom.probes.numerics import ASSUMED, find
-from fathom.probes.oracle import F64, FACTOR, PRECISION, SIGNS, Ends, Layer, Noise, Parameters, Setting, sites_of
-from fathom.probes.recording import CHOICES, OF_ENTRIES, Recording, record, stored_name
 from fathom.probes.report import Page, write
 from fathom.probes.subject import Subject
+from fathom.probes.ways import record
 from fathom.runtime.load import load
 from fathom.runtime.options import DEMO, RunOptions
 from fathom.runtime.report import commit

@@ -11,7 +11,8 @@ from fathom.model.errors import ConfigError
 from fathom.model.observe.observer import observed
 from fathom.probes.fault import Fault
 from fathom.probes.faults import FAULTS
-from fathom.probes.recording import KEPT, record
+from fathom.probes.judge.recording import KEPT
+from fathom.probes.ways import record
 from fathom.runtime.load import load, read_config
 from fathom.runtime.op_sets import op_set
 from fathom.runtime.options import usual

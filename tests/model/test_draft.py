@@ -1,4 +1,4 @@
-"""Drafting heads against the float64 oracle of `probes.draft_oracle`, and what they remember against a plain run."""
+"""Drafting heads against `probes.judge.draft_oracle`, and what they remember against a plain run."""
 
 from typing import NamedTuple
 
@@ -15,8 +15,8 @@ from fathom.model.errors import Tripwire
 from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
 from fathom.model.rounding import ROUNDINGS
-from fathom.probes.draft_oracle import Dspark, Mtp
-from fathom.probes.oracle import Noise, Parameters
+from fathom.probes.judge.draft_oracle import Dspark, Mtp
+from fathom.probes.judge.oracle import Noise, Parameters
 from fathom.runtime.load import load
 from fathom.runtime.options import RunOptions
 from tests.make_checkpoint import DSPARK, tiny_config, write_checkpoint

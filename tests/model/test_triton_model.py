@@ -11,7 +11,7 @@ from fathom.kernels.triton_ops import TRITON
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
-from fathom.probes.checks import Status
+from fathom.probes.judge.checks import Status
 from fathom.probes.layers import Judge
 from fathom.probes.shared.alive import peak_alive
 from fathom.probes.subject import Subject

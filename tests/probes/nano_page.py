@@ -146,7 +146,7 @@ def main() -> None:
     facts = {
         "command": "python -m tests.probes.nano_page",
         "version": version(PACKAGE),
-        "oracle": "probes/oracle.py, one layer in float64",
+        "oracle": "probes/judge/oracle.py, one layer in float64",
         "checkpoint": DEMO.name,
         "weights": Subject().load().weights_fingerprint,
         "prompt": f"{TOKENS} tokens, {Subject().reads}",

@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from fathom.probes.again import Noted, look, near_ties
-from fathom.probes.oracle import E2M1_INDEX, E4M3_LINEAR, F64, FACTOR, REPLICAS, Noise
+from fathom.probes.judge.again import Noted, look, near_ties
+from fathom.probes.judge.oracle import E2M1_INDEX, E4M3_LINEAR, F64, FACTOR, REPLICAS, Noise
 
 BF16 = torch.bfloat16
 AT = torch.tensor([5])

@@ -11,8 +11,8 @@ from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.config import ModelConfig
 from fathom.model.rounding import ROUNDINGS
-from fathom.probes.draft_oracle import FAULTS, RIGHT, Block, Dspark, Mtp, SlotBlock, acts, skipping
-from fathom.probes.oracle import E4M3_KV, E4M3_LINEAR, Noise, Parameters
+from fathom.probes.judge.draft_oracle import FAULTS, RIGHT, Block, Dspark, Mtp, SlotBlock, acts, skipping
+from fathom.probes.judge.oracle import E4M3_KV, E4M3_LINEAR, Noise, Parameters
 from tests.draft_parameters import Given, random_head
 from tests.make_checkpoint import tiny_config
 from tests.transformers_model import oracle

@@ -12,11 +12,11 @@ from fathom.kernels.ops import REFERENCE
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.config import ModelConfig
 from fathom.probes import drafting
-from fathom.probes.draft_oracle import FAULTS as READINGS
 from fathom.probes.drafting import EARLY, QUICK, SKIPPED, Pair, Segment, Text, Turns
 from fathom.probes.fault import Fault
 from fathom.probes.faults import FAULTS
 from fathom.probes.finding import TRIPWIRE, Verdict
+from fathom.probes.judge.draft_oracle import FAULTS as READINGS
 from fathom.probes.probe import run_probe, silent
 from fathom.probes.subject import Subject
 from fathom.runtime.generate import Generation

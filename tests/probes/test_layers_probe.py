@@ -14,13 +14,13 @@ from fathom.kernels.quantise.reference import simulate_fp8
 from fathom.model.observe import sites
 from fathom.model.observe.observer import observed
 from fathom.probes import layers
-from fathom.probes.checks import Checks, Status
 from fathom.probes.fault import Fault
 from fathom.probes.faults import FAULTS
 from fathom.probes.finding import Verdict
+from fathom.probes.judge.checks import Checks, Status
+from fathom.probes.judge.recording import Recording
 from fathom.probes.layers import OWN, QUICK, SMALL, Judge, around_ends, calls, runs, views
 from fathom.probes.probe import run_probe, silent
-from fathom.probes.recording import Recording
 from fathom.probes.subject import Subject
 from fathom.runtime.options import DEMO, RunOptions
 from tests import fp8_sums

@@ -10,7 +10,7 @@ from fathom.kernels.ops import CPU, REFERENCE
 from fathom.probes.fault import Fault
 from fathom.probes.faults import FAULTS
 from fathom.probes.finding import Report, Table, Verdict
-from fathom.probes.oracle import E2M1_INDEX, E4M3, E4M3_LINEAR, E4M3_ROW, hadamard
+from fathom.probes.judge.oracle import E2M1_INDEX, E4M3, E4M3_LINEAR, E4M3_ROW, hadamard
 from fathom.probes.probe import run_probe, silent
 from fathom.probes.quantisation import QUICK, Stored, off_grid, one_kind, roundings, run_pair
 from fathom.probes.subject import Subject, run_tokens

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
-from fathom.probes.recording import Recording, read_map
+from fathom.probes.judge.recording import Recording, read_map
 from fathom.runtime.options import DEMO
 
 CONFIG = ModelConfig.from_file(DEMO / "config.json")  # 4 heads of 128, hidden 128, 4 streams, window entries 4 and 128

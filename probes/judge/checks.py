@@ -2,7 +2,7 @@
 
 A tensor is judged row by row, a row being the numbers of one token or one entry. Its distance from the oracle may be
 `FACTOR` times the spread of the oracle's replicas; that of all rows together `TOGETHER` times; that of one column over
-many rows `FACTOR` times. A row that stands out is looked at again alone, see `probes.again`, before it is said to
+many rows `FACTOR` times. A row that stands out is looked at again alone, see `probes.judge.again`, before it is said to
 differ. A choice may be another where the scores say that it was a near tie. What is kept or scored in a narrow format
 must be numbers of that format, and no number may be NaN or infinite.
 
@@ -23,8 +23,8 @@ from torch import Tensor
 from fathom.model.config import ModelConfig
 from fathom.model.observe import sites
 from fathom.model.rounding import FP4, FP8, NONE
-from fathom.probes.again import Again, look
-from fathom.probes.oracle import (
+from fathom.probes.judge.again import Again, look
+from fathom.probes.judge.oracle import (
     E2M1_INDEX,
     E4M3_KV,
     E4M3_ROW,
@@ -41,7 +41,7 @@ from fathom.probes.oracle import (
     Unknown,
     sites_of,
 )
-from fathom.probes.recording import CHOICES, OF_ENTRIES, WHOLE_MODEL, Recording, stored_name
+from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, WHOLE_MODEL, Recording, stored_name
 
 OFF_GRID: Final = "numbers that the narrow format does not have"
 NOT_FINITE: Final = "numbers that are not finite"

@@ -7,8 +7,8 @@ import torch
 
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.observe import sites
-from fathom.probes.checks import Checks, Judged, Status
-from fathom.probes.recording import stored_name
+from fathom.probes.judge.checks import Checks, Judged, Status
+from fathom.probes.judge.recording import stored_name
 
 # Sites that follow from attention. Of those that were recorded the first is computed through it.
 ATTENDED: Final = (

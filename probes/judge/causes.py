@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fathom.model.config import ModelConfig
 from fathom.model.observe import sites
-from fathom.probes.checks import Judged
-from fathom.probes.oracle import F32, F64, FACTOR, PRECISION, Ends, Layer, Noise, Setting, Theirs, Unknown
-from fathom.probes.recording import CHOICES, IN_FP32, OF_ENTRIES, Recording, stored_name
+from fathom.probes.judge.checks import Judged, Status
+from fathom.probes.judge.oracle import F32, F64, FACTOR, PRECISION, Ends, Layer, Noise, Setting, Theirs, Unknown
+from fathom.probes.judge.recording import CHOICES, IN_FP32, OF_ENTRIES, Recording, stored_name
 
 NAMED: Final = 0.9  # of the difference that a cause or a fault explains at least, to be named
 NEAREST: Final = 0.5  # from which on it is told as the nearest that is known, and as no explanation
@@ -35,12 +35,29 @@ class Explained(NamedTuple):
 
     names: tuple[str, ...]
     share: float
-    what: str = ""  # a sentence, of a plain cause
+    what: str = ""  # in a sentence
+    plain: bool = True  # a cause, and no fault of an equation
 
     @property
     def name(self) -> str:
         """As it is told."""
         return " and ".join(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A site that differs, and what explains it."""
+
+    judged: Judged
+    faults: tuple[Explained, ...]  # best first
+    why: str = ""  # nothing could be tried, or not all
+    looked: bool = True  # for a fault
+    tried: bool = True  # some fault, where one was looked for
+
+
+def places(results: Sequence[Judged]) -> list[Judged]:
+    """The differing sites, in order."""
+    return [judged for judged in results if judged.status is Status.DIFFERS and judged.first is not None]
 
 
 class Gap:

@@ -1,10 +1,11 @@
 """The oracle of the drafting heads, preview MTP and DSpark, in float64: what a run's drafts are judged by.
 
-A stage is a layer of `probes.oracle` behind the main model's: SWA, plain RoPE, experts chosen by score. What a head
-adds is written here from the published equations; of `model` it takes the facts of config.json.
+A stage is a layer of `probes.judge.oracle` behind the main model's: SWA, plain RoPE, experts chosen by score. What a
+head adds is written here from the published equations; of `model` it takes the facts of config.json.
 
-All tensors are [r, n, ...] float64 as in `probes.oracle`, the exact values first; what the main model gives a head has
-no r. A head takes the id of the exact logits, or the ids that a run drafted, so that each draft is judged by itself.
+All tensors are [r, n, ...] float64 as in `probes.judge.oracle`, the exact values first; what the main model gives a
+head has no r. A head takes the id of the exact logits, or the ids that a run drafted, so that each draft is judged by
+itself.
 
 Where published runtimes have gone wrong is a field of `Reading`, and each of `FAULTS` is another value of one field.
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from fathom.model.config import ModelConfig, Yarn
 from fathom.model.rounding import Rounding
-from fathom.probes.oracle import MOST, Layer, Noise, Parameters, Part, Setting
+from fathom.probes.judge.oracle import MOST, Layer, Noise, Parameters, Part, Setting
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from fathom.model.config import check_widths
 from fathom.model.errors import ConfigError
 from fathom.model.observe import sites
 from fathom.model.rounding import FORMS, FP4, FP8, ROUNDINGS, Rounding
-from fathom.probes.checks import Checks
-from fathom.probes.oracle import E2M1_INDEX, E4M3_KV, E4M3_ROW, REPLICAS, Narrow, Setting
-from fathom.probes.recording import CHOICES, Recording, stored_name
+from fathom.probes.judge.checks import Checks
+from fathom.probes.judge.oracle import E2M1_INDEX, E4M3_KV, E4M3_ROW, REPLICAS, Narrow, Setting
+from fathom.probes.judge.recording import CHOICES, Recording, stored_name
 
 ROWS: Final = 16  # of a site that are judged under each rounding
 LAYERS: Final = 5  # of those that have a site, from the first to the last, that are looked at
@@ -82,6 +82,14 @@ def find(setting: Setting, recording: Recording, progress: Callable[[str, float]
             break
     setting.parameters.forget()
     return Found(_named(rounding, [place for place, why in rests.items() if not why.startswith(ASSUMED)]), rests)
+
+
+def other_numerics(
+    setting: Setting, recording: Recording, progress: Callable[[str, float], None]
+) -> dict[str, Rounding]:
+    """The candidate that is no fault, by what it is called: the run rounds otherwise than is said."""
+    found = find(setting, recording, progress).rounding
+    return {} if found == setting.rounding else {f"{found.numerics} numerics": found}
 
 
 def _named(rounding: Rounding, shown: Sequence[str]) -> Rounding:

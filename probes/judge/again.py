@@ -14,7 +14,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fathom.probes.oracle import FACTOR, REPLICAS, SIGNS, Narrow, Noise
+from fathom.probes.judge.oracle import FACTOR, REPLICAS, SIGNS, Narrow, Noise
 
 MANY: Final = 4  # times as many replicas as are run at once
 FEW_ROWS: Final = 16  # that the row is computed from: with more of them less is run at once
