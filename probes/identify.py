@@ -9,7 +9,7 @@ Plain causes come first (`probes.judge.causes`). All of it ends after a time tha
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -93,6 +93,8 @@ class Identifier:
         Other roundings that the run may have, by what they are called: see `other_numerics`.
     seconds
         After which nothing more is tried.
+    gap
+        What is to be explained of a site; None: what the oracle leaves unexplained.
 
     """
 
@@ -104,9 +106,11 @@ class Identifier:
         calls: Sequence[int],
         others: Mapping[str, Rounding],
         seconds: float,
+        gap: Callable[[Judged], Gap] | None = None,
     ) -> None:
         self.setting, self.recording, self.census, self.calls = setting, recording, census, tuple(calls)
         self.config, self.others = setting.config, others
+        self.gap = gap or (lambda judged: Gap(setting, recording, judged))
         self.seconds, self.ends = seconds, time.perf_counter() + seconds
 
     @property
@@ -131,7 +135,7 @@ class Identifier:
                 found.append(Place(judged, (), f"{self.seconds:g} s were over", looked=False))
                 continue
             try:
-                gap = Gap(self.setting, self.recording, judged)
+                gap = self.gap(judged)
                 cause = plain(gap, lambda: self.late)
                 case = None if cause else _Case(self, gap)
             except Unknown as unknown:

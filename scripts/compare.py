@@ -1,7 +1,9 @@
-"""`python -m scripts.compare`: hold a recording of any runtime against the oracle, layer by layer, and name the fault.
+"""`python -m scripts.compare`: hold a recording of any runtime against the oracle or another, and name the fault.
 
 A recording is a safetensors file, see README; `python -m scripts.record` makes one of this runtime. Each layer is
 computed in float64 from what the recording has before it, so an error in one layer says nothing about the next.
+With --against two recordings of one prompt are held against each other: which numbers are the same, where they part
+first, and whether rounding explains it.
 Exit status: 0 all that was compared agrees; 1 something differs, or too little could be compared; 2 bad arguments or
 files.
 """
@@ -28,12 +30,14 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m scripts.compare", description=__doc__)
     add_model(p, INDEX)
     p.add_argument("--recording", action=Reads, required=True, help="what the other runtime computed")
+    p.add_argument("--against", action=Reads, metavar="F.safetensors", help="another recording of the same prompt")
     p.add_argument(
         "--layers", type=numbers, help="layers to judge, as 0,17 (default: all that were recorded, and the head)"
     )
     add_numerics(p, None, "(default: found from the recording)")
     p.add_argument("--dtype", choices=DTYPE_NAMES, help="of the recorded run (default: what its numbers fit in)")
     p.add_argument("--map", action=Reads, metavar="F.json", help="a JSON object, their tensor's name to the site's")
+    p.add_argument("--against-map", action=Reads, metavar="F.json", help="the same for the tensors of --against")
     p.add_argument(
         "--rows", type=_rows, help="rows of a site that are judged, or all (default: what two minutes allow)"
     )
@@ -65,9 +69,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_layers(args.layers, config.num_hidden_layers)
     if args.picture is not None and args.picture.suffix != ".svg":
         raise ConfigError(f"--picture {args.picture}: want a name that ends in .svg")
+    if args.against is None and args.against_map is not None:
+        raise ConfigError("--against-map: there is no --against")
+    if args.against is not None and args.picture is not None:
+        raise ConfigError("--picture: draws one recording, and --against compares two")
     from fathom.scripts.tasks.compare import run
 
-    return run(args, config)
+    if args.against is None:
+        return run(args, config)
+    from fathom.scripts.tasks.compare_two import run_two
+
+    return run_two(args, config)
 
 
 if __name__ == "__main__":

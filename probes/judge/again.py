@@ -112,7 +112,7 @@ class Otherwise(Noise):
 
 def _point(noise: Noise) -> Point:
     noise.decided += 1
-    return (*noise.what, noise.decided)
+    return (noise.seed, *noise.what, noise.decided)
 
 
 # --- what is near a tie

@@ -65,7 +65,8 @@ ENDS_SEEN: Final = 8  # rows at either end of a prompt that every sample has
 Progress = Callable[[str, float], None]
 
 
-def _silent(what: str, share: float) -> None:
+def silent(what: str, share: float) -> None:
+    """Progress that nobody is told."""
     del what, share
 
 
@@ -158,7 +159,7 @@ def _finite(value: Any) -> Any:
 # --- what all checks have in common
 
 
-class _Check(ABC):
+class Check(ABC):
     """Judges a site; rows come in parts.
 
     Parameters
@@ -235,7 +236,7 @@ Looked = Callable[..., Again]
 # --- rows of numbers
 
 
-class _Rows(_Check):
+class Rows(Check):
     """Judges a site whose rows are numbers.
 
     Parameters
@@ -283,7 +284,7 @@ class _Rows(_Check):
         if not len(at):
             return
         oracle = self.values(part, at)
-        if self.view is _whole and (rounded := _on_grid(theirs, self.judged.site, part)) is not None:
+        if (rounded := self.rounded(at, theirs, part)) is not None:
             self._add_grid(at, theirs, rounded)
         shape = self._viewed(theirs[None]).shape[2:]
         theirs, oracle = self._viewed(theirs[None])[0].flatten(1), self._viewed(oracle).flatten(2)
@@ -328,7 +329,7 @@ class _Rows(_Check):
         all others, by `add`; the rest are within the narrowest bound there is.
         """
         oracle = self._viewed(self.values(part, at))[0].flatten(1)
-        rounded = _on_grid(theirs, self.judged.site, part) if self.view is _whole else None
+        rounded = self.rounded(at, theirs, part)
         wrong = ~theirs.flatten(1).isfinite().all(1)
         if rounded is not None:
             wrong |= (theirs != rounded).flatten(1).any(1)
@@ -365,6 +366,11 @@ class _Rows(_Check):
         if self.judged.site == sites.EXPERT_WEIGHTS.name and not self.in_order:
             x = x.sort(-1).values
         return self.view(x)
+
+    def rounded(self, at: Tensor, theirs: Tensor, part: Layer | Ends) -> Tensor | None:
+        """Theirs rounded to the format that they must be numbers of; None where there is none."""
+        del at
+        return on_grid(theirs, self.judged.site, part) if self.view is _whole else None
 
     def _add_grid(self, at: Tensor, theirs: Tensor, rounded: Tensor) -> None:
         """Take rows that should be numbers of a narrow format, and the same rounded to it."""
@@ -490,7 +496,7 @@ def _unraveled(column: int, shape: Sequence[int]) -> tuple[int, ...]:
 # --- choices
 
 
-class _Choice(_Check):
+class Choice(Check):
     """Judges which entries, or experts, were chosen for each token."""
 
     def __init__(self, judged: Judged, config: ModelConfig) -> None:
@@ -580,7 +586,7 @@ class _Choice(_Check):
         self.judged.worst, self.judged.bound = max([self.worst, *map(_ratio, found)]), 1.0
 
 
-class _Table(_Check):
+class TableOfIds(Check):
     """Judges the experts of a layer with hash routing, which a table of the files says."""
 
     def values(self, part: Layer | Ends, at: Tensor) -> Tensor:
@@ -651,13 +657,21 @@ class Checks:
         views: "Sequence[tuple[str, View]]" = (),
     ) -> None:
         self.setting, self.recording, self.config = setting, recording, setting.config
-        affordable = _affordable(self.config, len(setting.tokens))
-        self.work = min(LOOK, affordable * (1 + REPLICAS) * len(sites_of(self.config, 0)))  # to look at a row again
-        self.sample = _sample(self.config, self._positions(), rows or affordable)
-        self.exact = (1 + REPLICAS) * affordable if every else 0  # rows that are computed without replicas
+        most = affordable(self.config, len(setting.tokens))
+        self.work = min(LOOK, most * (1 + REPLICAS) * len(sites_of(self.config, 0)))  # to look at a row again
+        self.sample = sampled(self.config, self._positions(), rows or most)
+        self.exact = (1 + REPLICAS) * most if every else 0  # rows that are computed without replicas
         self.views = tuple(views)
         self.reached: dict[str, float] = {}  # the largest of what a clamp may cut, see `Part.activated`
         self.ties: dict[str, int] = {}  # rows of a choice in which the last that was taken had an equal
+
+    def at(self, name: str) -> Tensor:
+        """Positions (or entries) of the rows of a recorded tensor."""
+        return self.recording.at(name)
+
+    def _entries(self, layer: Layer) -> Tensor:
+        """The entries of a layer that are judged."""
+        return sampled(self.config, layer.entries, len(self.sample))
 
     def _positions(self) -> Tensor:
         positions = self.recording.positions
@@ -668,15 +682,16 @@ class Checks:
         names = WHOLE_MODEL if layer is None else sites_of(self.config, layer)
         return [site for site in names if stored_name(site, layer) in self.recording.tensors]
 
-    def layer(self, number: int, progress: Progress = _silent, only: Collection[str] | None = None) -> list[Judged]:
+    def layer(self, number: int, progress: Progress = silent, only: Collection[str] | None = None) -> list[Judged]:
         """Judge the recorded sites of a layer, or of these `only` those that were recorded."""
         self.setting.parameters.forget()
-        layer = Layer(self.setting, number, self.sample)
+        layer = self.part(number, self.sample, self.setting.noise)
+        assert isinstance(layer, Layer), "of a number"
         wanted = [site for site in self.recorded(number) if only is None or site in only]
         checks = [check for site in wanted for check in self._checks(number, site)]
         of_entries = [check for check in checks if check.judged.site in OF_ENTRIES]
         of_tokens = [check for check in checks if check.judged.site not in OF_ENTRIES]
-        parts = _parts(_sample(self.config, layer.entries, len(self.sample)), self.config.head_dim)
+        parts = _parts(self._entries(layer), self.config.head_dim)
         self._judge(of_entries, layer, parts, progress, f"layer {number}")
         where, wide = f"layer {number}", _widest(self.config)
         of_attention = [check for check in of_tokens if _of_attention(check.judged.site)]
@@ -689,7 +704,7 @@ class Checks:
             rest = [check for check in rest if check not in of_experts]
         self._judge(rest, layer, _parts(self.sample, wide), progress, where)
         for check in checks:
-            if isinstance(check, _Choice) and check.judged.rows:
+            if isinstance(check, Choice) and check.judged.rows:
                 self.ties[check.judged.site] = self.ties.get(check.judged.site, 0) + check.equal
         return [check.judged for check in checks]
 
@@ -698,7 +713,7 @@ class Checks:
 
         `freely`: also where the layer's input must be computed from the embeddings on.
         """
-        rows = _sample(self.config, self.recording.at(stored_name(site, layer)), len(self.sample))
+        rows = sampled(self.config, self.recording.at(stored_name(site, layer)), len(self.sample))
         theirs = self.recording.rows(stored_name(site, layer), rows)
         assert theirs is not None, f"rows of {site} that it has"
         try:
@@ -706,19 +721,19 @@ class Checks:
         except Unknown:
             return None
 
-    def ends(self, progress: Progress = _silent, only: Collection[str] | None = None) -> list[Judged]:
+    def ends(self, progress: Progress = silent, only: Collection[str] | None = None) -> list[Judged]:
         """Judge what is of no layer, as `layer`: embeddings, the normed output, logits."""
         self.setting.parameters.forget()
         wanted = [site for site in self.recorded(None) if only is None or site in only]
         checks = [check for site in wanted for check in self._checks(None, site)]
         for check in checks:
-            rows = _sample(self.config, self.recording.at(check.judged.site), len(self.sample))
+            rows = sampled(self.config, self.at(check.judged.site), len(self.sample))
             widest = self.config.vocab_size if check.judged.site == sites.LOGITS.name else self.config.hidden_size
-            self._judge([check], Ends(self.setting), _parts(rows, widest), progress, "model")
+            self._judge([check], self.part(None, rows, self.setting.noise), _parts(rows, widest), progress, "model")
         return [check.judged for check in checks]
 
     def _judge(
-        self, checks: Sequence["Check"], part: Layer | Ends, parts: Sequence[Tensor], progress: Progress, where: str
+        self, checks: Sequence[Check], part: Layer | Ends, parts: Sequence[Tensor], progress: Progress, where: str
     ) -> None:
         given_up = set[str]()
         for check in checks:
@@ -739,9 +754,9 @@ class Checks:
                 judged.rows = 0
             elif judged.rows or check.sure:
                 judged.why = judged.why if judged.why in {OFF_GRID, NOT_FINITE, FOLLOWS} else ""
-                check.close(self._look)
+                check.close(self.look)
 
-    def _add(self, check: "Check", part: Layer | Ends, at: Tensor) -> bool:
+    def _add(self, check: Check, part: Layer | Ends, at: Tensor) -> bool:
         """Judge some rows of a site; returns whether the oracle knows what they should be."""
         judged, part.rests = check.judged, set()
         theirs = self.recording.rows(judged.name, at)
@@ -759,14 +774,14 @@ class Checks:
         judged.assumed = tuple(sorted({*judged.assumed, *part.rests} - {FREELY, judged.site}))
         return True
 
-    def _look(self, check: "Check", position: int, enough: float = 1.0) -> Again:
+    def look(self, check: Check, position: int, enough: float = 1.0) -> Again:
         """Look again at a row."""
         judged, at = check.judged, torch.tensor([position])
         theirs = self.recording.rows(judged.name, at)
         assert theirs is not None, f"rows of {judged.name} that it has"
 
         def values(noise: Noise) -> Tensor:
-            return check.values(self._part(judged.layer, at, noise), at)
+            return check.values(self.part(judged.layer, at, noise), at)
 
         work = min(self.work, LOOKS * self.work - check.spent)
         again = look(values, partial(check.excess, position, theirs), position, self.setting.noise.dtype, work, enough)
@@ -774,19 +789,19 @@ class Checks:
         check.explained(position, theirs, again)
         return again
 
-    def _part(self, layer: int | None, at: Tensor, noise: Noise) -> Layer | Ends:
-        """A layer at these rows, or what is of none, by another noise."""
+    def part(self, layer: int | None, at: Tensor, noise: Noise) -> Layer | Ends:
+        """A layer at these rows, or what is of none, by a noise."""
         setting = replace(self.setting, noise=noise)
         return Ends(setting) if layer is None else Layer(setting, layer, at)
 
     def _scales(self, layer: int | None, site: str, view: "View | None") -> Tensor:
-        """`_Rows.scale` of `MORE` times as many replicas."""
-        rows = self.recording.at(stored_name(site, layer))
-        rows, found = _sample(self.config, rows, len(self.sample)), []
+        """`Rows.scale` of `MORE` times as many replicas."""
+        rows = self.at(stored_name(site, layer))
+        rows, found = sampled(self.config, rows, len(self.sample)), []
         for number in range(1, 1 + MORE):
-            part = self._part(layer, rows, Noise(self.setting.noise.dtype, first=REPLICAS * number))
-            check = self._check(layer, site, view)
-            assert isinstance(check, _Rows), f"{site} has no scale"
+            part = self.part(layer, rows, Noise(self.setting.noise.dtype, first=REPLICAS * number))
+            check = self.check(layer, site, view)
+            assert isinstance(check, Rows), f"{site} has no scale"
             for at in _parts(rows, _widest(self.config)):
                 if isinstance(part, Layer):
                     part.look(at)
@@ -797,14 +812,14 @@ class Checks:
         return torch.cat(found)
 
     def _rest(
-        self, checks: "Sequence[Check]", part: Layer | Ends, parts: Sequence[Tensor], progress: Progress, where: str
+        self, checks: Sequence[Check], part: Layer | Ends, parts: Sequence[Tensor], progress: Progress, where: str
     ) -> None:
         """Look at the rows that are not in the sample, and judge those that stand out, until one is wrong."""
-        recorded, most = self.recording.at(checks[0].judged.name), max(map(len, parts))
-        rest = _sample(self.config, recorded[~torch.isin(recorded, torch.cat(tuple(parts)))], self.exact)
+        recorded, most = self.at(checks[0].judged.name), max(map(len, parts))
+        rest = sampled(self.config, recorded[~torch.isin(recorded, torch.cat(tuple(parts)))], self.exact)
         if not len(rest):
             return
-        exact = self._part(checks[0].judged.layer, rest, Noise(self.setting.noise.dtype, replicas=0))
+        exact = self.part(checks[0].judged.layer, rest, Noise(self.setting.noise.dtype, replicas=0))
         outlying: list[list[Tensor]] = [[] for _ in checks]
         for done, at in enumerate(chunks := rest.split(EXACT_ROWS)):
             if isinstance(exact, Layer):
@@ -821,28 +836,29 @@ class Checks:
                 theirs = self.recording.rows(check.judged.name, at)
                 assert theirs is not None, f"rows of {check.judged.name} that it has"
                 check.add(at, theirs, part, outlying=True)
-                if check.settle(self._look):
+                if check.settle(self.look):
                     break
 
-    def _checks(self, layer: int | None, site: str) -> "Iterator[Check]":
+    def _checks(self, layer: int | None, site: str) -> Iterator[Check]:
         """A site as it is, and each view of it."""
-        yield self._check(layer, site)
+        yield self.check(layer, site)
         for name, view in self.views:
             if name.partition(" ")[0] == site:
-                check = self._check(layer, site, view)
+                check = self.check(layer, site, view)
                 check.judged.of = name
                 yield check
 
-    def _check(self, layer: int | None, site: str, view: "View | None" = None) -> "Check":
-        judged = Judged(layer, site, len(self.recording.at(stored_name(site, layer))))
+    def check(self, layer: int | None, site: str, view: "View | None" = None) -> Check:
+        """How a site is judged."""
+        judged = Judged(layer, site, len(self.at(stored_name(site, layer))))
         if site == sites.EXPERT_IDS.name and layer is not None and self.config.is_hash(layer):
-            return _Table(judged)
+            return TableOfIds(judged)
         if site in CHOICES:
-            return _Choice(judged, self.config)
+            return Choice(judged, self.config)
         ordered = stored_name(sites.EXPERT_IDS.name, layer) in self.recording.tensors
         least = max(2.0 ** -PRECISION[self.setting.noise.dtype], LEAST_SCALE)
         more = partial(self._scales, layer, site, view)
-        return _Rows(judged, in_order=ordered, least=least, view=view, more=more)
+        return Rows(judged, in_order=ordered, least=least, view=view, more=more)
 
 
 BETWEEN: Final = (sites.EXPERTS_INPUT, sites.EXPERT_IDS, sites.EXPERT_WEIGHTS, sites.EXPERTS_OUTPUT)
@@ -857,7 +873,6 @@ def _of_attention(site: str) -> bool:
     return site.startswith(("attention.", "indexer."))
 
 
-Check = _Check
 View = Callable[[Tensor], Tensor]  # [r, n, ...] to what is judged of it: one row or several for each
 
 
@@ -865,7 +880,7 @@ def _whole(rows: Tensor) -> Tensor:
     return rows
 
 
-def _on_grid(theirs: Tensor, site: str, part: Layer | Ends) -> Tensor | None:
+def on_grid(theirs: Tensor, site: str, part: Layer | Ends) -> Tensor | None:
     """Theirs rounded to the narrow format that the run keeps a site in; None where it does not round it."""
     if site in (sites.INDEX_KEY_USED.name, sites.INDEX_QUERY_USED.name) and part.rounding.index != NONE:
         return {FP4: E2M1_INDEX, FP8: E4M3_ROW}[part.rounding.index].rounded(theirs)
@@ -886,7 +901,7 @@ def _parts(rows: Tensor, widest: int) -> Sequence[Tensor]:
     return [rows] if len(rows) <= most else rows.split(most)
 
 
-def _affordable(config: ModelConfig, tokens: int) -> int:
+def affordable(config: ModelConfig, tokens: int) -> int:
     """How many rows of a layer `WORK` allows."""
     attention = config.num_attention_heads * config.head_dim
     seen = config.sliding_window + config.index_topk + tokens // 128
@@ -899,7 +914,7 @@ def _affordable(config: ModelConfig, tokens: int) -> int:
     return max(4 * ENDS_SEEN, WORK // (of_row * (1 + REPLICAS)))
 
 
-def _sample(config: ModelConfig, rows: Tensor, most: int) -> Tensor:
+def sampled(config: ModelConfig, rows: Tensor, most: int) -> Tensor:
     """At most so many of these rows, ascending: both ends, the borders of windows, and rows drawn from equal parts."""
     if len(rows) <= most:
         return rows

@@ -307,6 +307,12 @@ class Noise:
         other.factor = 1.0
         return other
 
+    def beside(self, dtype: torch.dtype) -> Self:
+        """The same for another run of the same rows, of its own dtype and moved in directions of its own."""
+        other = copy.copy(self)
+        other.dtype, other.seed = dtype, self.seed + 1
+        return other
+
     def spread(self, x: Tensor) -> Tensor:
         """Give every replica a tensor of its own."""
         return x if x.shape[0] > 1 or not self.replicas else x.repeat(1 + self.replicas, *[1] * (x.ndim - 1))

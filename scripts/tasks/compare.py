@@ -1,17 +1,18 @@
 """What `scripts.compare` does once its command line is known to be good."""
 
 import argparse
+import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fathom.model.checkpoint.census import census
+from fathom.model.checkpoint.census import Census, census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.choices import NUMERICS, PLAIN
 from fathom.model.config import ModelConfig
@@ -43,24 +44,64 @@ COLOURS: Final = {Status.AGREES: "green", Status.DIFFERS: "bold red", Status.NOT
 Saying = Callable[[str, float], None]
 
 
+class Run(NamedTuple):
+    """A recorded run, and what it is judged as."""
+
+    recording: Recording
+    setting: Setting
+    numerics: Found
+    census: Census
+    seen: bool  # whether the recording itself shows the dtype
+
+    def calls(self, args: argparse.Namespace) -> list[int]:
+        """Lengths of the calls that it was made in."""
+        tokens = len(self.recording.tokens)
+        return chunk_lengths(tokens, args.prefill_chunk or tokens, args.decode_from)
+
+
 def run(args: argparse.Namespace, config: ModelConfig) -> int:
     """Judge a recording, say what was found and what explains it; returns the exit status."""
     torch.set_num_threads(1)  # float64 of small tensors
     keep_memory()
     recording = Recording(args.recording, config, None if args.map is None else read_map(args.map))
     if args.hub is not None:
-        needed = _layers_needed(recording, args.layers)
+        needed = layers_needed(recording, args.layers)
         fetch(args.hub, needed, ends=args.layers is None or 0 in needed)
-    tokens = len(recording.tokens)
-    lengths = chunk_lengths(tokens, args.prefill_chunk or tokens, args.decode_from)
-    checkpoint = Checkpoint.open(args.model, partial=True)
-    counted = census(checkpoint.shapes(), config, where=str(args.model), absent=checkpoint.absent)
-    seen = None if args.dtype else recording.run_dtype()
-    dtype = DTYPES[args.dtype] if args.dtype else seen or torch.bfloat16
-    started = last = time.perf_counter()
-    rounding = Rounding.of(args.numerics or PLAIN)
-    setting = Setting(config, Parameters(checkpoint, counted), recording.tokens, rounding, recording, Noise(dtype))
+    started = time.perf_counter()
     out, err = Console(), Console(stderr=True)
+    with saying(err) as said:
+        judged_run = opened(args, recording, said)
+        setting, numerics = judged_run.setting, judged_run.numerics
+        checks = Checks(setting, recording, len(recording.tokens) if args.rows == "all" else args.rows)
+        results = judge_layers(checks, args.layers, said)
+        found, others = list[Place](), dict[str, Rounding]()
+        if not args.no_identify and places(results):
+            from fathom.probes.identify import Identifier  # runs our model, which takes seconds to import
+
+            others = {} if numerics.rests else other_numerics(setting, recording, said)
+            calls = judged_run.calls(args)
+            identifier = Identifier(setting, recording, judged_run.census, calls, others, args.identify_seconds)
+            found = identifier.identify(results, said)
+    hidden = unseen(checks, results)
+    out.say(*_head(args, checks, results, numerics, time.perf_counter() - started, seen=judged_run.seen))
+    show(out, results, found, others, identified=not args.no_identify)
+    out.say(*_not_exercised(hidden))
+    out.print(sites_table(results))
+    out.say("worst: distance from the oracle over the length of a row. In rows of several sites: over the bound.")
+    if args.picture is not None:
+        from fathom.probes.pictures import picture
+
+        write_text(args.picture, picture(_picture(results)))
+        err.say(f"wrote {args.picture}")
+    if args.json is not None:
+        write_json(args.json, _report(args, checks, results, found, numerics, hidden))
+    return 0 if verdict_of(results) == "agrees" else 1
+
+
+@contextlib.contextmanager
+def saying(err: Console) -> Iterator[Saying]:
+    """Inside the ``with``, a bar on a terminal, and elsewhere a line now and then, say what is being done."""
+    started = last = time.perf_counter()
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeElapsedColumn())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
         task = bar.add_task("", total=1.0)
@@ -72,34 +113,23 @@ def run(args: argparse.Namespace, config: ModelConfig) -> int:
                 last = time.perf_counter()
                 err.say(f"{last - started:.0f} s: {what}")
 
-        numerics = find(setting, recording, said) if args.numerics is None else Found(rounding, {})
-        setting = replace(setting, rounding=numerics.rounding)
-        checks = Checks(setting, recording, tokens if args.rows == "all" else args.rows)
-        results = _judged(checks, args.layers, said)
-        found, others = list[Place](), dict[str, Rounding]()
-        if not args.no_identify and places(results):
-            others = {} if numerics.rests else other_numerics(setting, recording, said)
-            from fathom.probes.identify import Identifier  # runs our model, which takes seconds to import
-
-            identifier = Identifier(setting, recording, counted, lengths, others, args.identify_seconds)
-            found = identifier.identify(results, said)
-    hidden = unseen(checks, results)
-    out.say(*_head(args, checks, results, numerics, time.perf_counter() - started, seen=seen is not None))
-    _show(out, results, found, others, identified=not args.no_identify)
-    out.say(*_not_exercised(hidden))
-    out.print(_table(results))
-    out.say("worst: distance from the oracle over the length of a row. In rows of several sites: over the bound.")
-    if args.picture is not None:
-        from fathom.probes.pictures import picture
-
-        write_text(args.picture, picture(_picture(results)))
-        err.say(f"wrote {args.picture}")
-    if args.json is not None:
-        write_json(args.json, _report(args, checks, results, found, numerics, hidden))
-    return 0 if _verdict(results) == "agrees" else 1
+        yield said
 
 
-def _layers_needed(recording: Recording, layers: Sequence[int] | None) -> set[int]:
+def opened(args: argparse.Namespace, recording: Recording, said: Saying) -> Run:
+    """A recording with the weights of its model, and with the numerics that it has."""
+    config = recording.config
+    checkpoint = Checkpoint.open(args.model, partial=True)
+    counted = census(checkpoint.shapes(), config, where=str(args.model), absent=checkpoint.absent)
+    seen = None if args.dtype else recording.run_dtype()
+    dtype = DTYPES[args.dtype] if args.dtype else seen or torch.bfloat16
+    rounding = Rounding.of(args.numerics or PLAIN)
+    setting = Setting(config, Parameters(checkpoint, counted), recording.tokens, rounding, recording, Noise(dtype))
+    numerics = find(setting, recording, said) if args.numerics is None else Found(rounding, {})
+    return Run(recording, replace(setting, rounding=numerics.rounding), numerics, counted, seen=seen is not None)
+
+
+def layers_needed(recording: Recording, layers: Sequence[int] | None) -> set[int]:
     """Layers whose weights judging takes: those judged, and those that must be run since no input was recorded."""
     needed = set[int]()
     for layer in range(recording.config.num_hidden_layers) if layers is None else layers:
@@ -112,7 +142,7 @@ def _layers_needed(recording: Recording, layers: Sequence[int] | None) -> set[in
     return needed
 
 
-def _judged(checks: Checks, layers: Sequence[int] | None, said: Saying) -> list[Judged]:
+def judge_layers(checks: Checks, layers: Sequence[int] | None, said: Saying) -> list[Judged]:
     """All recorded sites, or those of some layers; ConfigError where one that is asked for cannot be judged at all."""
     parameters = checks.setting.parameters
     for layer in layers or ():
@@ -138,11 +168,12 @@ def _judged(checks: Checks, layers: Sequence[int] | None, said: Saying) -> list[
     return before + results + [judged for judged in ends if judged.site != "embedded"]
 
 
-def _named(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """As flags name it."""
     return next(name for name, known in DTYPES.items() if known is dtype)
 
 
-def _verdict(results: Sequence[Judged]) -> str:
+def verdict_of(results: Sequence[Judged]) -> str:
     """Of all that was recorded: what is not judged is no agreement, and most of it leaves none."""
     if any(judged.status is Status.DIFFERS for judged in results):
         return "differs"
@@ -150,7 +181,7 @@ def _verdict(results: Sequence[Judged]) -> str:
     return "agrees" if agree and 2 * agree >= len(results) else "nothing compared"
 
 
-def _first(results: Sequence[Judged]) -> Difference | None:
+def first_difference(results: Sequence[Judged]) -> Difference | None:
     """The first difference, layer by layer."""
     return next((judged.first for judged in results if judged.first is not None), None)
 
@@ -168,12 +199,12 @@ def _head(
     seen: bool,
 ) -> list[str]:
     """What was compared, and how; `seen` says whether the recording itself showed the dtype."""
-    recording, dtype = checks.recording, _named(checks.setting.noise.dtype)
+    recording, dtype = checks.recording, dtype_name(checks.setting.noise.dtype)
     tokens, rows = len(recording.tokens), max((judged.rows for judged in results), default=0)
     found = " (as its numbers say)" if seen else " (assumed: nothing recorded shows it, see --dtype)"
     found = "" if args.dtype else found
     sampled = f", {len(checks.sample)} rows of each site" if len(checks.sample) < rows or rows < tokens else ""
-    what = f"{len(results)} {_sites(len(results))} of {tokens} {'token' if tokens == 1 else 'tokens'}{sampled}"
+    what = f"{len(results)} {many(len(results))} of {tokens} {'token' if tokens == 1 else 'tokens'}{sampled}"
     how = f"{numerics.rounding.numerics} numerics{' (found)' if numerics.rests else ''}, {dtype}{found}"
     lines = [f"{recording.path}: {what}, held against {told(args.model)} in float64; {how}; {seconds:.0f} s"]
     if numerics.rests:
@@ -199,23 +230,30 @@ def _head(
     return lines
 
 
-def _show(
-    out: Console, results: Sequence[Judged], found: Sequence[Place], others: Collection[str], *, identified: bool
+def show(
+    out: Console,
+    results: Sequence[Judged],
+    found: Sequence[Place],
+    others: Collection[str],
+    sides: tuple[str, str] = ("theirs", "ours"),
+    *,
+    identified: bool,
+    whose: Sequence[str] = (),
 ) -> None:
     """The verdict, the first difference and its fault, and what bounds and choices leave open."""
-    verdict, first = _verdict(results), _first(results)
+    verdict, first = verdict_of(results), first_difference(results)
     counts = {status: sum(judged.status is status for judged in results) for status in Status}
     out.print(
         plain(f"{verdict.upper()}", COLOURS[Status.AGREES] if verdict == "agrees" else COLOURS[Status.DIFFERS])
         + plain(
             ": "
-            + ", ".join(f"{count} {_sites(count)} {_verb(status, count)}" for status, count in counts.items() if count)
+            + ", ".join(f"{count} {many(count)} {_verb(status, count)}" for status, count in counts.items() if count)
         )
     )
     out.say(*_not_judged(results))
     if first is not None:
         why = next((judged.why for judged in results if judged.first is first), "")
-        out.say(f"First difference: {_told(first, why)}")
+        out.say(f"First difference: {told_difference(first, why, sides)}", *whose)
     if any(judged.site == "embedded" and judged.status is Status.DIFFERS for judged in results):
         out.say("embedded is looked up in a table: the tokens, or the checkpoint, may not be those of the run.")
     out.say(*_explained(found))
@@ -232,7 +270,7 @@ def _show(
         out.say("No fault was looked for (--no-identify).")
     for why, some in groupby((place for place in found if not place.looked), key=lambda place: place.why):
         rest = len(list(some))
-        out.say(f"{rest} more {_sites(rest)} {_verb(Status.DIFFERS, rest)}; no fault was looked for there: {why}.")
+        out.say(f"{rest} more {many(rest)} {_verb(Status.DIFFERS, rest)}; no fault was looked for there: {why}.")
     out.say(*_open(results))
 
 
@@ -243,11 +281,11 @@ def _not_judged(results: Sequence[Judged]) -> list[str]:
         if judged.status is Status.NOT_JUDGED:
             by_cause.setdefault(judged.why or "nothing to judge it by", []).append(judged)
     lines = [
-        f"Not judged: {len(some)} {_sites(len(some))}, {some[0].name} first: {why}" for why, some in by_cause.items()
+        f"Not judged: {len(some)} {many(len(some))}, {some[0].name} first: {why}" for why, some in by_cause.items()
     ]
     if left := [judged for judged in results if judged.left and judged.status is not Status.NOT_JUDGED]:
         rows = sum(judged.left for judged in left)
-        what = f"{rows} {'row' if rows == 1 else 'rows'} of {len(left)} more {_sites(len(left))}"
+        what = f"{rows} {'row' if rows == 1 else 'rows'} of {len(left)} more {many(len(left))}"
         lines.append(f"Not judged: {what}: {FOLLOWS}")
     return lines
 
@@ -296,7 +334,7 @@ def _not_exercised(hidden: Sequence[Unseen]) -> list[str]:
     return [f"Not exercised: {'; '.join(f'{one.what}, shown by {one.needs}' for one in hidden)}."]
 
 
-def _table(results: Sequence[Judged]) -> Table:
+def sites_table(results: Sequence[Judged]) -> Table:
     """A row for each site that differs; what cannot be judged together by layer, and what agrees by layers."""
     table = Table("layer", "site")
     for column in ("rows", "worst", "bound"):
@@ -318,10 +356,10 @@ def _table(results: Sequence[Judged]) -> Table:
         [judged for judged in results if judged.status is Status.NOT_JUDGED], key=lambda judged: judged.layer
     ):
         why = [judged.why for judged in some]
-        what = f"{len(why)} {_sites(len(why))}"
+        what = f"{len(why)} {many(len(why))}"
         table.add_row("" if layer is None else str(layer), what, "", "", "", plain(f"not judged: {why[0]}", "yellow"))
     for layers, count, worst in _agreeing(results):
-        table.add_row(layers, f"{count} {_sites(count)}", "", f"{worst:.2f} x", "1", plain("agrees", "green"))
+        table.add_row(layers, f"{count} {many(count)}", "", f"{worst:.2f} x", "1", plain("agrees", "green"))
     return table
 
 
@@ -329,23 +367,26 @@ def _verb(status: Status, count: int) -> str:
     return status if count == 1 or status is Status.NOT_JUDGED else status.removesuffix("s")
 
 
-def _sites(count: int) -> str:
+def many(count: int) -> str:
+    """The noun for so many sites."""
     return "site" if count == 1 else "sites"
 
 
-def _told(first: Difference, why: str) -> str:
+def told_difference(first: Difference, why: str, sides: tuple[str, str]) -> str:
+    """Where it is, and both values by what their sides are called."""
+    theirs, ours = sides
     where = "" if first.layer is None else f"layer {first.layer} "
     at = f"{'entry' if first.site in OF_ENTRIES else 'position'} {first.position}"
     if not first.index:
         ahead = (
             "" if first.bound == 0 else f", passed over by {first.difference:.3g} where a near tie is {first.bound:.3g}"
         )
-        return f"{where}{first.site}, {at}: theirs {first.theirs:g}, ours {first.ours:g}{ahead}"
+        return f"{where}{first.site}, {at}: {theirs} {first.theirs:g}, {ours} {first.ours:g}{ahead}"
     index = ", ".join(map(str, first.index))
     if why:
-        return f"{where}{first.site}, {at}, [{index}]: theirs {first.theirs:.6g}; {why}"
+        return f"{where}{first.site}, {at}, [{index}]: {theirs} {first.theirs:.6g}; {why}"
     return (
-        f"{where}{first.site}, {at}, [{index}]: theirs {first.theirs:.6g}, ours {first.ours:.6g};"
+        f"{where}{first.site}, {at}, [{index}]: {theirs} {first.theirs:.6g}, {ours} {first.ours:.6g};"
         f" the row is {first.difference:.3g} off, rounding explains {first.bound:.3g}"
     )
 
@@ -434,7 +475,7 @@ def _report(
     hidden: Sequence[Unseen],
 ) -> dict[str, object]:
     """What --json writes."""
-    first, recording = _first(results), checks.recording
+    first, recording = first_difference(results), checks.recording
     faults = [
         {
             "layer": place.judged.layer,
@@ -453,9 +494,9 @@ def _report(
         "numerics": numerics.rounding.numerics,
         "rounding": asdict(numerics.rounding),
         "rounding_rests_on": numerics.rests,
-        "dtype": _named(checks.setting.noise.dtype),
+        "dtype": dtype_name(checks.setting.noise.dtype),
         "tokens": len(recording.tokens),
-        "verdict": _verdict(results),
+        "verdict": verdict_of(results),
         "counts": {status.value: sum(judged.status is status for judged in results) for status in Status},
         "first": None if first is None else first.to_json(),
         "sites": [judged.to_json() for judged in results],

@@ -1,0 +1,188 @@
+"""What `scripts.compare --against` does once its command line is known to be good."""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.probes.judge.causes import NAMED, NEAREST, Place, places
+from fathom.probes.judge.checks import Judged
+from fathom.probes.judge.pairs import Apart, Pairs, Side, check_prompts
+from fathom.probes.judge.recording import OF_ENTRIES, Recording, read_map
+from fathom.runtime.allocator import keep_memory
+from fathom.runtime.hub import fetch
+from fathom.runtime.output import write_json
+from fathom.scripts.console import Console
+from fathom.scripts.paths import told
+from fathom.scripts.tasks.compare import (
+    Run,
+    Saying,
+    dtype_name,
+    first_difference,
+    judge_layers,
+    layers_needed,
+    many,
+    opened,
+    saying,
+    show,
+    sites_table,
+    verdict_of,
+)
+
+FIRST, SECOND = "--recording", "--against"
+
+
+def run_two(args: argparse.Namespace, config: ModelConfig) -> int:
+    """Say which numbers of two recordings are the same, and what the others are; returns the exit status."""
+    torch.set_num_threads(1)
+    keep_memory()
+    one, other = (
+        Recording(path, config, None if names is None else read_map(names))
+        for path, names in ((args.recording, args.map), (args.against, args.against_map))
+    )
+    check_prompts(one, other)
+    if args.hub is not None:
+        needed = layers_needed(one, args.layers) | layers_needed(other, args.layers)
+        fetch(args.hub, needed, ends=args.layers is None or 0 in needed)
+    started = time.perf_counter()
+    out, err = Console(), Console(stderr=True)
+    with saying(err) as said:
+        first, second = opened(args, one, said), opened(args, other, said)
+        rows = max(len(one.tokens), len(other.tokens)) if args.rows == "all" else args.rows
+        pairs = Pairs(Side(one, first.setting), Side(other, second.setting), rows)
+        results = judge_layers(pairs, args.layers, said)
+        if not results:
+            raise ConfigError(f"{one.path} and {other.path}: no row of any site is in both")
+        unlike = [pairs.unlike[judged.layer, judged.site] for judged in results]
+        off, found = None, list[Place]()
+        if places(results):
+            off = pairs.off(places(results)[0])
+            if not args.no_identify:
+                found = _identified(args, first, second, pairs, results, off, said)
+    out.say(*_head(args, first, second, unlike, time.perf_counter() - started))
+    whose = [] if off is None else [_whose(off)]
+    show(out, results, found, (), (SECOND, f"as {FIRST} is"), identified=not args.no_identify, whose=whose)
+    out.print(sites_table(results))
+    out.say(
+        f"worst: distance of {SECOND} from what it would be if it were as {FIRST} is, over the length of a row. In rows"
+        " of several sites: over the bound."
+    )
+    if args.json is not None:
+        write_json(args.json, _report(args, (first, second), results, unlike, found, off))
+    return 0 if verdict_of(results) == "agrees" else 1
+
+
+def _identified(
+    args: argparse.Namespace,
+    first: Run,
+    second: Run,
+    pairs: Pairs,
+    results: Sequence[Judged],
+    off: tuple[float, float],
+    said: Saying,
+) -> list[Place]:
+    """What explains the step: a fault of the run that is off the oracle; the second where that is neither, or both."""
+    from fathom.probes.identify import Identifier  # runs our model, which takes seconds to import
+
+    run, judge = (first, pairs.turned()) if _of_the_first(off) else (second, pairs)
+    calls = run.calls(args)
+    identifier = Identifier(run.setting, run.recording, run.census, calls, {}, args.identify_seconds, judge.gap)
+    return identifier.identify(results, said)
+
+
+def _of_the_first(off: tuple[float, float]) -> bool:
+    return off[0] > 1 >= off[1]
+
+
+def _whose(off: tuple[float, float]) -> str:
+    """Which of the two runs the difference is of."""
+    first, second = off
+    told = f"Off the oracle there, in units of what rounding explains: {FIRST} {first:.2g}, {SECOND} {second:.2g}."
+    if first > 1 and second > 1:
+        return f"{told} Both are wrong there, and not alike."
+    if first <= 1 and second <= 1:
+        return f"{told} Neither is wrong by itself."
+    return f"{told} It is {FIRST if first > 1 else SECOND} that is wrong."
+
+
+def _head(args: argparse.Namespace, first: Run, second: Run, unlike: Sequence[Apart], seconds: float) -> list[str]:
+    """What was compared, how, and which numbers are the same."""
+    tokens = min(len(first.recording.tokens), len(second.recording.tokens))
+    what = f"{len(unlike)} {many(len(unlike))} of {tokens} tokens; {seconds:.0f} s"
+    lines = [f"{args.recording} and {args.against}, both runs of {told(args.model)}: {what}"]
+    for flag, run in ((FIRST, first), (SECOND, second)):
+        how = f"{run.numerics.rounding.numerics} numerics, {dtype_name(run.setting.noise.dtype)}"
+        lines.append(f"{flag}: {how}")
+        lines += [f"{flag}, understood: {line}" for line in run.recording.told]
+        if run.recording.others:
+            more = f" and {len(run.recording.others) - 3} more" if len(run.recording.others) > 3 else ""
+            lines.append(f"{flag}: not a site, left out: {', '.join(run.recording.others[:3])}{more}")
+    alone = [
+        f"{len(names)} in {flag} alone ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+        for flag, names in (
+            (FIRST, [name for name in first.recording.tensors if name not in second.recording.tensors]),
+            (SECOND, [name for name in second.recording.tensors if name not in first.recording.tensors]),
+        )
+        if names
+    ]
+    if alone:
+        lines.append(f"Not compared: {'; '.join(alone)}.")
+    same, rows = [one for one in unlike if not len(one.other)], sum(len(one.at) for one in unlike)
+    if len(same) == len(unlike):
+        return [*lines, f"The same numbers: all {rows} rows of all {len(unlike)} {many(len(unlike))}."]
+    equal = rows - sum(len(one.other) for one in unlike)
+    start = next(one for one in unlike if len(one.other))
+    at = f"{'entry' if start.site in OF_ENTRIES else 'position'} {int(start.other[0])}"
+    by = float(start.distance[start.distance > 0][0])
+    lines.append(
+        f"The same numbers: {len(same)} of {len(unlike)} {many(len(unlike))}, {equal} of {rows} rows. They part first"
+        f" at {start.name}, {at}: {by:.2g} of the row's length."
+    )
+    return lines
+
+
+def _report(
+    args: argparse.Namespace,
+    runs: tuple[Run, Run],
+    results: Sequence[Judged],
+    unlike: Sequence[Apart],
+    found: Sequence[Place],
+    off: tuple[float, float] | None,
+) -> dict[str, object]:
+    """What --json writes."""
+    first, parts = first_difference(results), next((one for one in unlike if len(one.other)), None)
+    return {
+        "recording": str(args.recording),
+        "against": str(args.against),
+        "rounding": [asdict(run.setting.rounding) for run in runs],
+        "dtype": [dtype_name(run.setting.noise.dtype) for run in runs],
+        "tokens": [len(run.recording.tokens) for run in runs],
+        "verdict": verdict_of(results),
+        "same": {
+            "sites": sum(not len(one.other) for one in unlike),
+            "of_sites": len(unlike),
+            "rows": sum(len(one.at) - len(one.other) for one in unlike),
+            "of_rows": sum(len(one.at) for one in unlike),
+        },
+        "parts": None if parts is None else {"layer": parts.layer, "site": parts.site, "position": int(parts.other[0])},
+        "first": None if first is None else first.to_json(),
+        "off": None if off is None else dict(zip(("recording", "against"), map(str, off), strict=True)),
+        "sites": [judged.to_json() for judged in results],
+        "explained_in": "recording" if off is not None and _of_the_first(off) else "against",
+        "faults": [
+            {
+                "layer": place.judged.layer,
+                "site": place.judged.site,
+                "name": fault.name,
+                "share": fault.share,
+                "explains": fault.share >= NAMED,
+            }
+            for place in found
+            for fault in place.faults
+            if fault.share >= NEAREST
+        ],
+    }
