@@ -16,6 +16,7 @@ from fathom.kernels.ops import Ops
 from fathom.kernels.shard import reference as shard
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.draft import DraftHead
+from fathom.model.errors import Tripwire
 from fathom.model.transformer import Transformer
 from fathom.model.variants.coda import CodaCache
 from fathom.model.variants.shard import ShardCache
@@ -28,6 +29,9 @@ from fathom.runtime.text.segments import Segment
 from fathom.runtime.text.tokenizer import Tokenizer
 
 # --- what a fault is
+
+# What a run raises that a fault breaks, and not only makes wrong: a shape that does not fit, for one.
+BREAKS_DOWN = (Tripwire, RuntimeError, IndexError, TypeError, AttributeError, AssertionError)
 
 
 class Parts(NamedTuple):

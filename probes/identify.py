@@ -26,7 +26,6 @@ from fathom.model.call import Call
 from fathom.model.checkpoint.census import Census
 from fathom.model.checkpoint.weights import Weights, open_weights
 from fathom.model.config import ModelConfig
-from fathom.model.errors import Tripwire
 from fathom.model.hyper import HyperHead
 from fathom.model.linear import Embedding, WideLinear
 from fathom.model.observe import sites
@@ -36,7 +35,7 @@ from fathom.model.ranks.ranks import ALONE, Ranks
 from fathom.model.rope import Rotation, layer_frequencies
 from fathom.model.rounding import Rounding
 from fathom.model.transformer import Transformer
-from fathom.probes.fault import Fault, become, healthy_model
+from fathom.probes.fault import BREAKS_DOWN, Fault, become, healthy_model
 from fathom.probes.faults import FAULTS
 from fathom.probes.judge.causes import NAMED, Explained, Gap, Place, places, plain
 from fathom.probes.judge.checks import Judged, Progress
@@ -48,6 +47,7 @@ from fathom.runtime.sharding import sharding_plan
 
 WHOLE: Final = 0.95  # where one fault explains so much, no second one is looked for
 MOST_PLACES: Final = 8  # differing sites at which all faults are tried
+BEHIND_ALL: Final = "log-probabilities come from all layers; record sites of them"
 PAIRED: Final = 4  # best single faults that are tried with each other fault
 
 _BY_NAME: Final = {site.name: site for site in SITES}
@@ -137,12 +137,12 @@ class Identifier:
             try:
                 gap = self.gap(judged)
                 cause = plain(gap, lambda: self.late)
-                case = None if cause else _Case(self, gap)
+                case = None if cause or judged.site not in _BY_NAME else _Case(self, gap)
             except Unknown as unknown:
                 found.append(Place(judged, (), unknown.what, tried=False))
                 continue
             if case is None:
-                found.append(Place(judged, (cause,) if cause else ()))
+                found.append(Place(judged, (cause,) if cause else (), "" if cause else BEHIND_ALL, looked=bool(cause)))
                 continue
             known = {
                 place.faults[0].names: place.judged.layer == judged.layer
@@ -246,7 +246,7 @@ class _Case:
                 self._run(model, given)
         except _Seen:
             pass
-        except (Tripwire, RuntimeError, IndexError, TypeError, AttributeError, AssertionError):
+        except BREAKS_DOWN:
             return None
         if not seen:
             return None

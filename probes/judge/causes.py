@@ -14,7 +14,20 @@ from torch import Tensor
 from fathom.model.config import ModelConfig
 from fathom.model.observe import sites
 from fathom.probes.judge.checks import Judged, Status
-from fathom.probes.judge.oracle import F32, F64, FACTOR, PRECISION, Ends, Layer, Noise, Setting, Theirs, Unknown
+from fathom.probes.judge.oracle import (
+    F32,
+    F64,
+    FACTOR,
+    LOGPROB_IDS,
+    LOGPROBS,
+    PRECISION,
+    Ends,
+    Layer,
+    Noise,
+    Setting,
+    Theirs,
+    Unknown,
+)
 from fathom.probes.judge.recording import CHOICES, IN_FP32, OF_ENTRIES, Recording, stored_name
 
 NAMED: Final = 0.9  # of the difference that a cause or a fault explains at least, to be named
@@ -242,11 +255,24 @@ def _shifted(gap: Gap) -> Iterator[Explained]:
         one = "entry" if judged.site in OF_ENTRIES else "token"
         which = f"{abs(by)} {one.replace('entry', 'entrie') if abs(by) > 1 else one}{'s' if abs(by) > 1 else ''}"
         what = f"Rows are those of {which} {'later' if by > 0 else 'earlier'}."
+        theirs = _OfTheSameIds(gap.recording, by) if judged.site == LOGPROBS else None
         try:
-            share = gap.share(gap.ours(gap.at[inside] + by, judged.layer), inside)
+            share = gap.share(gap.ours(gap.at[inside] + by, judged.layer, theirs), inside)
         except Unknown:  # nothing to compute those from
             continue
         yield Explained((f"rows-shifted-by-{by}",), share, what)
+
+
+@dataclass(frozen=True)
+class _OfTheSameIds:
+    """A recording whose log-probabilities, of rows to the side, are asked for of the ids of the row itself."""
+
+    recording: Recording
+    by: int
+
+    def rows(self, name: str, at: Tensor | None) -> Tensor | None:
+        """As `Recording.rows`."""
+        return self.recording.rows(name, at if at is None or name != LOGPROB_IDS else at - self.by)
 
 
 @dataclass(frozen=True)

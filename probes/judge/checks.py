@@ -31,6 +31,7 @@ from fathom.probes.judge.oracle import (
     F64,
     FACTOR,
     FREELY,
+    LOGPROBS,
     PRECISION,
     REPLICAS,
     TOGETHER,
@@ -728,7 +729,8 @@ class Checks:
         checks = [check for site in wanted for check in self._checks(None, site)]
         for check in checks:
             rows = sampled(self.config, self.at(check.judged.site), len(self.sample))
-            widest = self.config.vocab_size if check.judged.site == sites.LOGITS.name else self.config.hidden_size
+            of_head = check.judged.site in (sites.LOGITS.name, LOGPROBS)
+            widest = self.config.vocab_size if of_head else self.config.hidden_size
             self._judge([check], self.part(None, rows, self.setting.noise), _parts(rows, widest), progress, "model")
         return [check.judged for check in checks]
 

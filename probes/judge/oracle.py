@@ -54,6 +54,7 @@ TOKENS: Final = 512  # of the whole prompt at a time
 KV_BLOCK, LINEAR_BLOCK, INDEX_BLOCK = 64, 128, 32  # columns that share a scale when they are rounded
 FREELY: Final = "freely"  # of a value: it came by way of the layers before, none of which was recorded
 SELECTED, EXPERT_IDS = "indexer.selected", "experts.ids"
+LOGPROBS, LOGPROB_IDS = "logprobs", "logprobs.ids"
 
 
 class Unknown(LookupError):
@@ -519,12 +520,26 @@ class Ends(Part):
         """One of the sites that are of no layer, [r, n, ...]; Unknown where there is nothing to compute it from."""
         if site == "hidden":
             return self.hidden(at)
-        theirs = None if site == "embedded" else self.setting.theirs.rows("hidden", at)
         if site == "embedded":
             return self.looked_up("embed.weight", self.setting.tokens[at])
+        return self.logprobs(at) if site == LOGPROBS else self.logits(at)
+
+    def logits(self, at: Tensor) -> Tensor:
+        """The head's product with the normed output, [r, n, vocab]."""
+        theirs = self.setting.theirs.rows("hidden", at)
         hidden = self.hidden(at) if theirs is None else theirs[None]
-        with self.noise.of(site, rows=at):
+        with self.noise.of("logits", rows=at):
             return self.product(hidden, self.parameters["head.weight"])
+
+    def logprobs(self, at: Tensor) -> Tensor:
+        """Log-probabilities [r, n, k] of the ids that they were recorded of."""
+        theirs, ids = (self.setting.theirs.rows(name, at) for name in ("logits", LOGPROB_IDS))
+        if ids is None:
+            raise Unknown(f"{LOGPROB_IDS} is not recorded at these positions")
+        logits = self.logits(at) if theirs is None else theirs[None]
+        of_ids = torch.log_softmax(logits, -1).gather(-1, ids.long()[None].expand(len(logits), -1, -1))
+        with self.noise.of(LOGPROBS, rows=at):
+            return self.noise.moved(of_ids, F32)
 
     def hidden(self, at: Tensor) -> Tensor:
         """The streams behind the last layer, read by the hyper head and normed."""

@@ -38,7 +38,7 @@ from fathom.probes.judge.checks import (
     sampled,
     silent,
 )
-from fathom.probes.judge.oracle import PRECISION, Ends, Layer, Noise, Setting
+from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS, PRECISION, Ends, Layer, Noise, Setting
 from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, stored_name
 
 FURTHEST: Final = 16  # rows of a site that are furthest apart and are judged besides the sample
@@ -86,11 +86,17 @@ def check_prompts(one: Recording, other: Recording) -> None:
 
 
 def both(one: Recording, other: Recording, name: str) -> Tensor:
-    """Positions (or entries) of a tensor's rows that both recordings have."""
+    """Positions (or entries) of a tensor's rows that both recordings have; of log-probabilities, of the same ids."""
     if name not in one.tensors or name not in other.tensors:
         return torch.empty(0, dtype=torch.int64)
     at = other.at(name)
-    return at[torch.isin(at, one.at(name))]
+    at = at[torch.isin(at, one.at(name))]
+    if name != LOGPROBS or not len(at):
+        return at
+    first, second = (side.rows(LOGPROB_IDS, at) for side in (one, other))
+    if first is None or second is None or first.shape != second.shape:
+        return at[:0]
+    return at[(first == second).all(1)]
 
 
 def apart(one: Recording, other: Recording, layer: int | None, site: str) -> Apart:

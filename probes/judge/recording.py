@@ -25,13 +25,17 @@ from fathom.model.errors import ConfigError, quoted
 from fathom.model.files import read_bounded
 from fathom.model.observe import sites
 from fathom.model.observe.sites import SITES, Site, axes
+from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS
 
 TOKENS, POSITIONS = "tokens", "positions"
 PAGE: Final = "scripts/exporters/README.md"
 # One expert's rows come in the order of experts, not of tokens.
 KEPT: Final = tuple(site for site in SITES if site not in (sites.ROUTED_GATE, sites.ROUTED_UP))
 OF_ENTRIES: Final = (sites.ENTRY.name, sites.INDEX_KEY.name, sites.INDEX_KEY_USED.name)
-WHOLE_MODEL: Final = (sites.EMBEDDED.name, sites.HIDDEN.name, sites.LOGITS.name)
+# What serving engines return of a prompt: no site of a model, and no hook is needed.
+RETURNED: Final = Site(LOGPROBS, "t n", "log-probabilities (natural) that some ids come next, at each position")
+RETURNED_IDS: Final = Site(LOGPROB_IDS, "t n", "the ids that these are of, in any order")
+WHOLE_MODEL: Final = (sites.EMBEDDED.name, sites.HIDDEN.name, sites.LOGITS.name, LOGPROBS)
 LAST: Final = (sites.HIDDEN.name, sites.LOGITS.name)  # of which a run often keeps the last token's row alone
 CHOICES: Final = (sites.SELECTED.name, sites.EXPERT_IDS.name)
 IN_FP32: Final = (".pre", ".post", ".comb")  # how sites end that are fp32 in runs of any dtype
@@ -39,6 +43,8 @@ SAYS_NOTHING: Final = (  # of the run's dtype
     *CHOICES,
     sites.EMBEDDED.name,
     sites.LOGITS.name,
+    LOGPROBS,
+    LOGPROB_IDS,
     sites.KV.name,
     sites.ENTRY.name,
 )
@@ -48,7 +54,7 @@ SAMPLED: Final = 1 << 20  # numbers of a tensor that are looked at to find the d
 MAP_BYTES: Final = 16 << 20
 MOST_AXES: Final = 5  # of a tensor that is understood
 
-_BY_NAME: Final = {site.name: site for site in KEPT}
+_BY_NAME: Final = {site.name: site for site in (*KEPT, RETURNED, RETURNED_IDS)}
 
 
 class _Tensor(NamedTuple):
@@ -92,6 +98,7 @@ class Recording:
             self._take(stored)
         if unknown := [name for name in self.names if name not in shard.tensors]:
             raise ConfigError(f"{path}: has no tensor {quoted(unknown[0])}, which --map names")
+        self._check_logprobs()
         if not self.tensors:
             some = ", ".join(quoted(name) for name in self.others[:3])
             raise ConfigError(f"{path}: no site among its tensors ({some or TOKENS}); {PAGE} lists them, --map renames")
@@ -185,6 +192,26 @@ class Recording:
             raise ConfigError(f"{self.path}: {POSITIONS} do not ascend")
         return positions
 
+    def _check_logprobs(self) -> None:
+        """Refuse log-probabilities without the ids that they are of, or of ids that are none: ConfigError."""
+        there = [name for name in (LOGPROBS, LOGPROB_IDS) if name in self.tensors]
+        if len(there) == 1:
+            missing = LOGPROBS if there == [LOGPROB_IDS] else LOGPROB_IDS
+            raise ConfigError(f"{self.path}: has {there[0]} without {missing}, which is of the same shape")
+        if not there:
+            return
+        values, ids = (self.tensors[name].shape for name in (LOGPROBS, LOGPROB_IDS))
+        if values != ids:
+            raise ConfigError(f"{self.path}: {LOGPROBS} is {list(values)} and {LOGPROB_IDS} is {list(ids)}")
+        given = self._read(self.tensors[LOGPROB_IDS]).double()
+        wrong = ~((given >= 0) & (given < self.config.vocab_size) & (given == given.floor()))
+        if bool(wrong.any()):
+            row, column = wrong.nonzero()[0].tolist()
+            raise ConfigError(
+                f"{self.path}: {LOGPROB_IDS}[{row}, {column}] is {float(given[row, column]):g}, want 0 to"
+                f" {self.config.vocab_size - 1}"
+            )
+
     def _take(self, stored: str) -> None:
         """Understand one tensor of the file, or note that it is none of ours."""
         name = self.names.get(stored, stored)
@@ -209,7 +236,7 @@ class Recording:
     def _understood(self, stored: str, name: str, site: Site, layer: int | None) -> _Tensor:
         """How the stored shape becomes the site's."""
         found = self.file.tensors[stored]
-        if found.dtype not in (WHOLE_NUMBERS if site.name in CHOICES else FLOATS):
+        if found.dtype not in (WHOLE_NUMBERS if site.name in (*CHOICES, LOGPROB_IDS) else FLOATS):
             raise ConfigError(f"{self.path}: {quoted(stored)} is {found.dtype}, want a float dtype")
         wanted = self._wanted(site, layer, found.shape)
         leading, shape = 0, found.shape
@@ -290,7 +317,7 @@ def has_site(config: ModelConfig, layer: int, site: Site) -> bool:
 
 def _site(name: str) -> tuple[Site | None, int | None]:
     """The site and layer that a name stands for."""
-    if name in WHOLE_MODEL:
+    if name in WHOLE_MODEL or name == LOGPROB_IDS:
         return _BY_NAME[name], None
     word, _, rest = name.partition(".")
     number, _, site = rest.partition(".")

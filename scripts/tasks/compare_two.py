@@ -11,6 +11,7 @@ from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.probes.judge.causes import NAMED, NEAREST, Place, places
 from fathom.probes.judge.checks import Judged
+from fathom.probes.judge.oracle import LOGPROBS
 from fathom.probes.judge.pairs import Apart, Pairs, Side, check_prompts
 from fathom.probes.judge.recording import OF_ENTRIES, Recording, read_map
 from fathom.runtime.allocator import keep_memory
@@ -129,6 +130,10 @@ def _head(args: argparse.Namespace, first: Run, second: Run, unlike: Sequence[Ap
         )
         if names
     ]
+    if LOGPROBS in first.recording.tensors and LOGPROBS in second.recording.tensors:
+        rows = min(run.recording.tensors[LOGPROBS].shape[0] for run in (first, second))
+        if others := rows - sum(len(one.at) for one in unlike if one.site == LOGPROBS):
+            alone.append(f"{others} {'row' if others == 1 else 'rows'} of {LOGPROBS}, of other ids or positions")
     if alone:
         lines.append(f"Not compared: {'; '.join(alone)}.")
     same, rows = [one for one in unlike if not len(one.other)], sum(len(one.at) for one in unlike)

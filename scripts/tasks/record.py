@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from rich.progress import Progress
 
 from fathom.model.config import ModelConfig
-from fathom.model.errors import ConfigError
+from fathom.model.errors import ConfigError, one_line
 from fathom.model.observe.observer import observed
-from fathom.probes.fault import Fault
+from fathom.probes.fault import BREAKS_DOWN, Fault
 from fathom.probes.faults import FAULTS
 from fathom.probes.judge.recording import KEPT
 from fathom.probes.ways import record
@@ -40,7 +40,12 @@ def run(args: argparse.Namespace, ids: Sequence[int], lengths: Sequence[int]) ->
     unchecked = contextlib.nullcontext() if fault is None else observed(loaded.model).unchecked()
     with unchecked, Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("record", total=len(lengths))
-        tensors = record(loaded.model, ids, lengths, args.out, kept, args.layers, after=lambda: bar.advance(task))
+        try:
+            tensors = record(loaded.model, ids, lengths, args.out, kept, args.layers, after=lambda: bar.advance(task))
+        except BREAKS_DOWN as error:
+            if fault is None:
+                raise
+            raise ConfigError(f"--inject {args.inject}: the run breaks down with it: {one_line(str(error))}") from error
     console.say(f"{args.out}: {tensors} tensors of {len(ids)} tokens from {len(lengths)} calls")
     return 0
 

@@ -369,3 +369,71 @@ def test_fathom_runs_every_command_and_names_a_near_miss(capsys):
     assert (same.returncode, "vocab_size" in same.stdout) == (0, True)
     wrong = subprocess.run([*words, "make-checkpoint", "--nothing"], capture_output=True, text=True, check=False)
     assert wrong.returncode == 2
+
+
+# --- what serving engines return of a prompt
+
+
+def returned(path, tensors, count=5, late=0):
+    """The likeliest tokens of every position, as an engine returns them; `late`: a position late."""
+    logprobs, ids = torch.log_softmax(tensors["logits"].float(), -1).topk(count)
+    rows = len(ids) - late
+    more = {"positions": torch.arange(late, len(ids))} if late else {}
+    tensors = {"tokens": tensors["tokens"], "logprobs": logprobs[:rows], "logprobs.ids": ids[:rows]} | more
+    save_file({name: x.contiguous() for name, x in tensors.items()}, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def in_fp32(folder):
+    out = folder / "plain.safetensors"
+    flags = ["--numerics", "plain", "--dtype", "fp32"]
+    assert record.main(["--tokens", str(folder / "ids.json"), "--out", str(out), *flags]) == 0
+    return out
+
+
+def test_the_likeliest_tokens_alone_are_judged(folder, in_fp32):
+    flags = ("--numerics", "plain", "--dtype", "fp32")
+    tensors = load_file(in_fp32)
+    status, report = compared(returned(folder / "returned.safetensors", tensors), *flags)
+    assert (status, [site["site"] for site in report["sites"]]) == (0, ["logprobs"])
+    assert report["sites"][0]["rows"] == COUNT
+    assert report["sites"][0]["bound"] < 1e-4
+    tensors["logits"] = tensors["logits"] * 1.01
+    status, report = compared(returned(folder / "warm.safetensors", tensors), *flags, "--rows", "20")
+    assert (status, report["first"]["site"]) == (1, "logprobs")
+
+
+def test_log_probabilities_of_the_token_before_are_told(folder, in_fp32, capsys):
+    late = returned(folder / "late.safetensors", load_file(in_fp32), late=1)
+    status, report = compared(late, "--numerics", "plain", "--dtype", "fp32", "--rows", "20")
+    assert status == 1
+    assert [fault["name"] for fault in report["faults"]] == ["rows-shifted-by--1"]
+    assert "Rows are those of 1 token earlier." in capsys.readouterr().out
+
+
+def test_log_probabilities_of_no_name_are_told_to_be_of_all_layers(folder, in_fp32, capsys):
+    tensors = load_file(in_fp32)
+    tensors["logits"] = tensors["logits"].roll(1, -1)
+    path = returned(folder / "rolled.safetensors", tensors)
+    status, report = compared(path, "--numerics", "plain", "--dtype", "fp32", "--rows", "20")
+    assert (status, report["faults"]) == (1, [])
+    assert "no fault was looked for there: log-probabilities come from all layers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"logprobs.ids": None}, "has logprobs without logprobs.ids"),
+        ({"logprobs": None}, "has logprobs.ids without logprobs"),
+        ({"logprobs": torch.zeros(COUNT, 4)}, r"logprobs is \[140, 4\] and logprobs.ids is \[140, 5\]"),
+        ({"logprobs.ids": torch.full((COUNT, 5), 1 << 20)}, r"logprobs.ids\[0, 0\] is 1.04858e\+06, want 0 to"),
+        ({"logprobs.ids": torch.full((COUNT, 5), 0.5)}, r"logprobs.ids\[0, 0\] is 0.5, want 0 to"),
+    ],
+)
+def test_log_probabilities_without_their_ids_are_refused(recording, tmp_path, change, why):
+    tensors = load_file(returned(tmp_path / "x.safetensors", load_file(recording))) | change
+    path = tmp_path / "changed.safetensors"
+    save_file({name: x for name, x in tensors.items() if x is not None}, path)
+    with pytest.raises(ConfigError, match=why):
+        compared(path)
