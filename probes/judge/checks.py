@@ -380,16 +380,16 @@ class Rows(Check):
             self.judged.why = OFF_GRID
             column = int((theirs[row] - rounded[row]).abs().argmax())
             one, other = float(theirs[row, column]), float(rounded[row, column])
-            self._surely(int(at[row]), (column,), one, other, abs(one - other))
+            self.surely(int(at[row]), (column,), one, other, abs(one - other))
 
     def _add_broken(self, at: Tensor, theirs: Tensor) -> None:
         """Take rows with numbers that are not finite."""
         for position, row in zip(at.tolist(), theirs, strict=True):
             self.judged.why = NOT_FINITE
             column = int(row.flatten().isfinite().int().argmin())
-            self._surely(position, _unraveled(column, row.shape), float(row.flatten()[column]), math.nan, math.inf)
+            self.surely(position, _unraveled(column, row.shape), float(row.flatten()[column]), math.nan, math.inf)
 
-    def _surely(self, position: int, index: tuple[int, ...], theirs: float, ours: float, difference: float) -> None:
+    def surely(self, position: int, index: tuple[int, ...], theirs: float, ours: float, difference: float) -> None:
         """Note a row that differs whatever is rounded."""
         if position not in self.sure:
             judged = self.judged
@@ -520,7 +520,7 @@ class Choice(Check):
                 self.judged.leave(1)
                 continue
             self.equal += self._tied(scores[0, row])
-            found = self._row(position, ids, scores[:, row])
+            found = self.row(position, ids, scores[:, row])
             if found is None:
                 continue
             if found.difference <= found.bound:
@@ -537,11 +537,11 @@ class Choice(Check):
     def further(self, at: Tensor, theirs: Tensor, part: Layer | Ends) -> Tensor:
         """Of rows that no replica was made of, those whose choice is not the oracle's."""
         rows = zip(at.tolist(), theirs, self.values(part, at)[0][:, None], strict=True)
-        return at[torch.tensor([self._row(*row) is not None for row in rows], dtype=torch.bool)]
+        return at[torch.tensor([self.row(*row) is not None for row in rows], dtype=torch.bool)]
 
     def excess(self, position: int, theirs: Tensor, exact: Tensor, moved: Tensor) -> float:
         """How far ahead of what was chosen something is that was not, over what a near tie may be."""
-        found = self._row(position, theirs[0], torch.cat((exact, moved[:, 0])))
+        found = self.row(position, theirs[0], torch.cat((exact, moved[:, 0])))
         return 0.0 if found is None else _ratio(found)
 
     def explained(self, position: int, theirs: Tensor, again: Again) -> None:
@@ -549,7 +549,7 @@ class Choice(Check):
         del position, theirs
         self.worst = max(self.worst, min(again.excess, 1.0))
 
-    def _row(self, position: int, ids: Tensor, scores: Tensor) -> Difference | None:
+    def row(self, position: int, ids: Tensor, scores: Tensor) -> Difference | None:
         """What was chosen otherwise and is furthest from a tie; None where nothing was."""
         exact, k = scores[0], min(self.most, int((~scores[0].isneginf()).sum()))
         best = exact.sort(descending=True, stable=True).indices[:k]
@@ -670,9 +670,19 @@ class Checks:
         """Positions (or entries) of the rows of a recorded tensor."""
         return self.recording.at(name)
 
+    @property
+    def where(self) -> str:
+        """What is judged, as it is told."""
+        return str(self.recording.path)
+
+    @property
+    def count(self) -> int:
+        """How many rows of a site are judged, of as many as there are."""
+        return len(self.sample)
+
     def _entries(self, layer: Layer) -> Tensor:
         """The entries of a layer that are judged."""
-        return sampled(self.config, layer.entries, len(self.sample))
+        return sampled(self.config, layer.entries, self.count)
 
     def _positions(self) -> Tensor:
         positions = self.recording.positions
@@ -714,7 +724,7 @@ class Checks:
 
         `freely`: also where the layer's input must be computed from the embeddings on.
         """
-        rows = sampled(self.config, self.recording.at(stored_name(site, layer)), len(self.sample))
+        rows = sampled(self.config, self.recording.at(stored_name(site, layer)), self.count)
         theirs = self.recording.rows(stored_name(site, layer), rows)
         assert theirs is not None, f"rows of {site} that it has"
         try:
@@ -728,7 +738,7 @@ class Checks:
         wanted = [site for site in self.recorded(None) if only is None or site in only]
         checks = [check for site in wanted for check in self._checks(None, site)]
         for check in checks:
-            rows = sampled(self.config, self.at(check.judged.site), len(self.sample))
+            rows = sampled(self.config, self.at(check.judged.site), self.count)
             of_head = check.judged.site in (sites.LOGITS.name, LOGPROBS)
             widest = self.config.vocab_size if of_head else self.config.hidden_size
             self._judge([check], self.part(None, rows, self.setting.noise), _parts(rows, widest), progress, "model")
@@ -799,7 +809,7 @@ class Checks:
     def _scales(self, layer: int | None, site: str, view: "View | None") -> Tensor:
         """`Rows.scale` of `MORE` times as many replicas."""
         rows = self.at(stored_name(site, layer))
-        rows, found = sampled(self.config, rows, len(self.sample)), []
+        rows, found = sampled(self.config, rows, self.count), []
         for number in range(1, 1 + MORE):
             part = self.part(layer, rows, Noise(self.setting.noise.dtype, first=REPLICAS * number))
             check = self.check(layer, site, view)

@@ -9,10 +9,10 @@ oracle's value at the site from a run's own input, the second run's tensor B sho
 
 as the first run's A is off from what follows from the first run's input, and no further off than two independent
 roundings are. A fault that both runs have cancels: it is no step from one to the other. A choice that is not the same
-must be one that the second run's own scores leave open.
+must be one that each run's own scores leave open.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
@@ -22,8 +22,11 @@ from torch import Tensor
 
 from fathom.model.errors import ConfigError
 from fathom.model.observe import sites
+from fathom.probes.judge.again import Again
 from fathom.probes.judge.causes import Gap
 from fathom.probes.judge.checks import (
+    NOT_FINITE,
+    OFF_GRID,
     Check,
     Checks,
     Choice,
@@ -38,12 +41,11 @@ from fathom.probes.judge.checks import (
     sampled,
     silent,
 )
-from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS, PRECISION, Ends, Layer, Noise, Setting
+from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS, PRECISION, Ends, Layer, Noise, Setting, Unknown
 from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, stored_name
 
 FURTHEST: Final = 16  # rows of a site that are furthest apart and are judged besides the sample
 HELD: Final = 1 << 24  # numbers of a tensor that are read at a time
-NOT_FROM_SCORES: Final = "the first run's own choice is none that its scores make"
 
 
 class Side(NamedTuple):
@@ -91,12 +93,34 @@ def both(one: Recording, other: Recording, name: str) -> Tensor:
         return torch.empty(0, dtype=torch.int64)
     at = other.at(name)
     at = at[torch.isin(at, one.at(name))]
-    if name != LOGPROBS or not len(at):
-        return at
-    first, second = (side.rows(LOGPROB_IDS, at) for side in (one, other))
+    return at[_same_ids(one, other, LOGPROB_IDS, at)] if name == LOGPROBS else at
+
+
+def _same_ids(one: Recording, other: Recording, name: str, at: Tensor) -> Tensor:
+    """Which rows of ids [n, k] are the same ids in any order, [n] bool."""
+    first, second = (side.rows(name, at) for side in (one, other))
     if first is None or second is None or first.shape != second.shape:
-        return at[:0]
-    return at[(first == second).all(1)]
+        return torch.zeros(len(at), dtype=torch.bool)
+    same: Tensor = (first.sort(1).values == second.sort(1).values).all(1)
+    return same
+
+
+def _ordered(one: Recording, other: Recording, side: Recording, name: str, at: Tensor, x: Tensor) -> Tensor:
+    """Rows [..., n, k] of one side in an order that does not depend on who chose.
+
+    Weights of experts, and log-probabilities, by their ids where both sides have the same; by size else.
+    """
+    if name == LOGPROBS:
+        ids = LOGPROB_IDS
+    elif name.endswith(sites.EXPERT_WEIGHTS.name):
+        ids = name.removesuffix(sites.EXPERT_WEIGHTS.name) + sites.EXPERT_IDS.name
+    else:
+        return x.sort(-1, descending=True).values if name.endswith(CHOICES) else x
+    same, own = _same_ids(one, other, ids, at), side.rows(ids, at)
+    if own is None or not bool(same.any()):
+        return x.sort(-1).values
+    by_id = x.gather(-1, own.argsort(1).expand(x.shape))
+    return torch.where(same[:, None], by_id, x.sort(-1).values)
 
 
 def apart(one: Recording, other: Recording, layer: int | None, site: str) -> Apart:
@@ -104,25 +128,22 @@ def apart(one: Recording, other: Recording, layer: int | None, site: str) -> Apa
     name = stored_name(site, layer)
     at = both(one, other, name)
     known = max(1, HELD // max(1, *(_width(side, name) for side in (one, other)))) if len(at) else 1
-    distances = [_distance(*(_canonical(side, layer, site, rows) for side in (one, other))) for rows in at.split(known)]
+    distances = [_distance(*_rows_of_both(one, other, name, rows)) for rows in at.split(known)]
     return Apart(layer, site, at, torch.cat(distances) if distances else torch.empty(0, dtype=torch.float64))
+
+
+def _rows_of_both(one: Recording, other: Recording, name: str, at: Tensor) -> Iterator[Tensor]:
+    """Rows [n, w] of each, in one order."""
+    for side in (one, other):
+        rows = side.rows(name, at)
+        assert rows is not None, f"rows of {name} that it has"
+        yield _ordered(one, other, side, name, at, rows.flatten(1))
 
 
 def _width(side: Recording, name: str) -> int:
     count, *rest = side.tensors[name].shape
     del count
     return int(torch.Size(rest).numel())
-
-
-def _canonical(side: Recording, layer: int | None, site: str, at: Tensor) -> Tensor:
-    """Rows [n, w], of choices and their weights in an order that does not depend on who chose."""
-    rows = side.rows(stored_name(site, layer), at)
-    assert rows is not None, f"rows of {site} that it has"
-    rows = rows.flatten(1)
-    if site == sites.EXPERT_WEIGHTS.name:
-        ids = side.rows(stored_name(sites.EXPERT_IDS.name, layer), at)
-        return rows.sort(1).values if ids is None else rows.gather(1, ids.argsort(1))
-    return rows.sort(1, descending=True).values if site in CHOICES else rows
 
 
 def _distance(one: Tensor, other: Tensor) -> Tensor:
@@ -181,10 +202,10 @@ class Pairs(Checks):
         del only
         unlike = self.compare(number)
         of_tokens = [one.other for one in unlike if one.site not in OF_ENTRIES]
-        at = torch.cat(of_tokens).unique() if any(map(len, of_tokens)) else None
-        if at is None and not any(len(one.other) for one in unlike):
+        if not any(len(one.other) for one in unlike):
             return [_the_same(one) for one in unlike]
-        self.sample = sampled(self.config, self._positions() if at is None else at, self.most)
+        at = torch.cat(of_tokens) if of_tokens else torch.empty(0, dtype=torch.int64)
+        self.sample = sampled(self.config, at.unique(), self.most)
         return self._counted(super().layer(number, progress))
 
     def ends(self, progress: Progress = silent, only: Collection[str] | None = None) -> list[Judged]:
@@ -193,6 +214,22 @@ class Pairs(Checks):
         for one in self.compare(None, only):
             found += [_the_same(one)] if not len(one.other) else self._counted(super().ends(progress, [one.site]))
         return found
+
+    @property
+    def where(self) -> str:
+        """Both files."""
+        return f"both {self.one.recording.path} and {self.recording.path}"
+
+    @property
+    def count(self) -> int:
+        """As `Checks.count`; the sample is of the rows of the layer at hand that are not the same."""
+        return self.most
+
+    def _add(self, check: Check, part: Layer | Ends, at: Tensor) -> bool:
+        """As `Checks._add`, of the rows that both recordings have of this site."""
+        there = torch.isin(at, self.at(check.judged.name))
+        at = at if bool(there.all()) else at[there]
+        return not len(at) or super()._add(check, part, at)
 
     def _counted(self, results: list[Judged]) -> list[Judged]:
         """A site of which all rows are the same agrees, whatever its layer is."""
@@ -234,17 +271,26 @@ class Pairs(Checks):
         self.beside[part] = Ends(setting) if layer is None else Layer(setting, layer, at)
         return part
 
-    def before(self, part: Layer | Ends, site: str, at: Tensor) -> tuple[Tensor, Tensor]:
-        """What the first run has at a site, [n, ...], and what follows from its input by the oracle, [r, n, ...]."""
+    def before(self, judged: Judged, at: Tensor) -> Tensor:
+        """What the first run has at a site, [n, ...]."""
+        rows = self.one.recording.rows(judged.name, at)
+        assert rows is not None, f"rows of {judged.name} that both have"
+        return rows
+
+    def beside_at(self, part: Layer | Ends) -> Layer | Ends:
+        """The first run's layer, at the rows of the second's."""
         beside = self.beside[part]
-        theirs = self.one.recording.rows(stored_name(site, part.layer if isinstance(part, Layer) else None), at)
-        assert theirs is not None, f"rows of {site} that both have"
         if isinstance(beside, Layer) and isinstance(part, Layer) and beside.at is not part.at:
             beside.look(part.at)
+        return beside
+
+    def computed_before(self, part: Layer | Ends, site: str, at: Tensor) -> Tensor:
+        """What follows from the first run's input by the oracle, [r, n, ...]."""
+        beside = self.beside_at(part)
         beside.rests = set()
         ours = beside.computed(site, at)
         part.rests |= beside.rests
-        return theirs, ours
+        return ours
 
     def theirs(self, judged: Judged, at: Tensor) -> Tensor:
         """Rows of the second run."""
@@ -270,10 +316,15 @@ class Pairs(Checks):
         """The first run against the second."""
         return Pairs(self.other, self.one, self.most)
 
-    def off(self, judged: Judged) -> tuple[float, float]:
-        """How far the first row that differs is from each run's own oracle, over what rounding explains there."""
-        assert judged.first is not None, f"{judged.name} differs"
-        first, second = (_alone(side, judged, judged.first.position) for side in (self.one, self.other))
+    def off(self, judged: Judged) -> tuple[float, float] | None:
+        """How far each run is from its own oracle where they first differ, over what rounding explains there.
+
+        None where weights that this takes are not here.
+        """
+        try:
+            first, second = (_alone(side, judged, self.most) for side in (self.one, self.other))
+        except Unknown:
+            return None
         return first, second
 
 
@@ -281,8 +332,9 @@ def _the_same(one: Apart) -> Judged:
     return Judged(one.layer, one.site, len(one.at), rows=len(one.at), status=Status.AGREES, bound=0.0)
 
 
-def _alone(side: Side, judged: Judged, position: int) -> float:
-    checks, at = Checks(side.setting, side.recording, 1), torch.tensor([position])
+def _alone(side: Side, judged: Judged, rows: int) -> float:
+    assert judged.first is not None, f"{judged.name} differs"
+    checks, at = Checks(side.setting, side.recording, rows), torch.tensor([judged.first.position])
     check = checks.check(judged.layer, judged.site)
     theirs = side.recording.rows(judged.name, at)
     assert theirs is not None, f"rows of {judged.name} that it has"
@@ -291,67 +343,100 @@ def _alone(side: Side, judged: Judged, position: int) -> float:
     if isinstance(check, TableOfIds):
         part = checks.part(judged.layer, at, side.setting.noise)
         return 0.0 if torch.equal(theirs.sort(-1).values, check.values(part, at)[0].sort(-1).values) else torch.inf
-    return checks.look(check, position).excess
+    if not judged.why:
+        return checks.look(check, judged.first.position).excess
+    only = [judged.site]  # it is no row by itself that differs
+    (whole,) = checks.ends(only=only) if judged.layer is None else checks.layer(judged.layer, only=only)
+    return whole.excess if whole.status is not Status.DIFFERS or whole.excess > 1 else torch.inf
 
 
 class _PairOfRows(Rows):
     """Judges rows of numbers of the second run by what the first makes of its own input."""
 
     def __init__(self, check: Rows, pairs: Pairs) -> None:
-        # each run has an order of experts of its own: weights are judged sorted
         least = max(check.least, 2.0 ** -PRECISION[pairs.one.setting.noise.dtype])
-        super().__init__(check.judged, in_order=False, least=least, view=check.view, more=check.more)
+        super().__init__(check.judged, in_order=True, least=least, view=check.view, more=check.more)
         self.pairs = pairs
+
+    def add(self, at: Tensor, theirs: Tensor, part: Layer | Ends, *, outlying: bool = False) -> None:
+        """As `Rows.add`, of rows that are not the same. What one run alone has of no number, or format, differs."""
+        judged = self.judged
+        unlike = torch.isin(at, self.pairs.unlike[judged.layer, judged.site].other)
+        at, theirs = (at, theirs) if bool(unlike.all()) else (at[unlike], theirs[unlike])
+        if not len(at):
+            return
+        before = self.pairs.before(judged, at)
+        broken = ~(theirs.flatten(1).isfinite().all(1) & before.flatten(1).isfinite().all(1))
+        finite = theirs[broken].isfinite() & before[broken].isfinite()
+        self._add_alone(NOT_FINITE, at[broken], theirs[broken], before[broken], finite)
+        at, theirs, before = at[~broken], theirs[~broken], before[~broken]
+        if not len(at):
+            return
+        grid, grid_before = on_grid(theirs, judged.site, part), on_grid(before, judged.site, self.pairs.beside[part])
+        if grid is not None and grid_before is not None:
+            on, on_before = theirs.eq(grid), before.eq(grid_before)
+            alone = on.flatten(1).all(1) != on_before.flatten(1).all(1)
+            self._add_alone(OFF_GRID, at[alone], theirs[alone], before[alone], (on & on_before)[alone])
+        super().add(at, self._ordered(self.pairs.recording, at, theirs), part, outlying=outlying)
+
+    def _add_alone(self, why: str, at: Tensor, theirs: Tensor, before: Tensor, right: Tensor) -> None:
+        """Take rows of which a number is wrong in one run; `right` says of which that is not so."""
+        for n, position in enumerate(at.tolist()):
+            column = int(right[n].flatten().int().argmin())
+            one, other = (float(x[n].flatten()[column]) for x in (theirs, before))
+            index = tuple(int(i) for i in torch.unravel_index(torch.tensor(column), theirs.shape[1:]))
+            self.judged.why = why
+            self.surely(position, index, one, other, abs(one - other))
 
     def values(self, part: Layer | Ends, at: Tensor) -> Tensor:
         """``O_B + (A - O_A)``, [r, n, ...]."""
-        theirs, ours = self.pairs.before(part, self.judged.site, at)
-        found = part.computed(self.judged.site, at)
-        if self.judged.site == sites.EXPERT_WEIGHTS.name:
-            theirs, ours, found = (x.sort(-1).values for x in (theirs, ours, found))
-        same = theirs.isinf() & (theirs == ours)  # of a row that both have, -inf less -inf
-        return found + torch.where(same, 0.0, theirs - ours)
+        one, judged = self.pairs.one.recording, self.judged
+        theirs, ours = self.pairs.before(judged, at), self.pairs.computed_before(part, judged.site, at)
+        found = self._ordered(self.pairs.recording, at, part.computed(judged.site, at))
+        return found + self._ordered(one, at, theirs) - self._ordered(one, at, ours)
 
-    def rounded(self, at: Tensor, theirs: Tensor, part: Layer | Ends) -> Tensor | None:
-        """As `Rows.rounded`, where the first run's rows are numbers of the format."""
-        before, _ = self.pairs.before(part, self.judged.site, at)
-        grid = on_grid(before, self.judged.site, self.pairs.beside[part])
-        return on_grid(theirs, self.judged.site, part) if grid is not None and torch.equal(grid, before) else None
+    def excess(self, position: int, theirs: Tensor, exact: Tensor, moved: Tensor) -> float:
+        """As `Rows.excess`."""
+        theirs = self._ordered(self.pairs.recording, torch.tensor([position]), theirs)
+        return super().excess(position, theirs, exact, moved)
+
+    def explained(self, position: int, theirs: Tensor, again: Again) -> None:
+        """As `Rows.explained`."""
+        super().explained(position, self._ordered(self.pairs.recording, torch.tensor([position]), theirs), again)
+
+    def rounded(self, at: Tensor, theirs: Tensor, part: Layer | Ends) -> None:
+        """Nothing: see `add`."""
+        del at, theirs, part
+
+    def _ordered(self, side: Recording, at: Tensor, x: Tensor) -> Tensor:
+        return _ordered(self.pairs.one.recording, self.pairs.recording, side, self.judged.name, at, x)
 
 
 class _PairOfChoices(Choice):
-    """Judges choices of the second run that are not the first's, by the second's own scores."""
+    """Judges choices that are not the same, each by its own run's scores."""
 
     def __init__(self, judged: Judged, pairs: Pairs) -> None:
         super().__init__(judged, pairs.config)
         self.pairs = pairs
 
     def add(self, at: Tensor, theirs: Tensor, part: Layer | Ends, *, outlying: bool = False) -> None:
-        """As `Choice.add`; where the first run's choice is none that its own scores make, nothing is known."""
-        one = self.pairs.one.recording.rows(self.judged.name, at)
-        assert one is not None, f"rows of {self.judged.name} that both have"
-        other = _distance(*(x.sort(-1, descending=True).values for x in (one, theirs))) > 0
-        at, one, theirs = at[other], one[other], theirs[other]
+        """As `Choice.add`, of rows that are not the same, and of the first run's."""
+        judged = self.judged
+        unlike = torch.isin(at, self.pairs.unlike[judged.layer, judged.site].other)
+        at, theirs = at[unlike], theirs[unlike]
         if not len(at):
             return
         super().add(at, theirs, part, outlying=outlying)
-        wrong = [position for position in at.tolist() if position in self.suspects or position in self.sure]
-        for position in wrong:
-            row = torch.tensor([position])
-            if _excess(self, self.pairs.one, self.judged, position, one[at == row]) > 1:
-                self.suspects.pop(position, None)
-                self.sure.pop(position, None)
-                self.judged.leave(1)
-                self.judged.why = NOT_FROM_SCORES
-
-
-def _excess(check: Choice, side: Side, judged: Judged, position: int, ids: Tensor) -> float:
-    at = torch.tensor([position])
-    assert judged.layer is not None, "choices are made in layers"
-    scores = Choice(Judged(judged.layer, judged.site, 1), side.setting.config).values(
-        Layer(side.setting, judged.layer, at), at
-    )
-    return check.excess(position, ids, scores[:1, 0], scores[1:])
+        before, one = self.pairs.before(judged, at), Choice(judged, self.pairs.config)
+        scores = one.values(self.pairs.beside_at(part), at)
+        for row, position in enumerate(at.tolist()):
+            if position in self.sure or position in self.suspects:
+                continue
+            wrong = one.row(position, before[row], scores[:, row])
+            if wrong is None or wrong.difference <= wrong.bound:
+                continue
+            if not wrong.bound or _alone(self.pairs.one, replace(judged, first=wrong, why=""), self.pairs.most) > 1:
+                self.sure[position] = replace(wrong, theirs=wrong.ours, ours=wrong.theirs)
 
 
 class _PairOfIds(TableOfIds):
@@ -364,9 +449,7 @@ class _PairOfIds(TableOfIds):
     def values(self, part: Layer | Ends, at: Tensor) -> Tensor:
         """The first run's ids, [1, n, k]."""
         del part
-        ids = self.pairs.one.recording.rows(self.judged.name, at)
-        assert ids is not None, f"rows of {self.judged.name} that both have"
-        return ids[None]
+        return self.pairs.before(self.judged, at)[None]
 
 
 class _Step(Gap):

@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, config: ModelConfig) -> int:
     started = time.perf_counter()
     out, err = Console(), Console(stderr=True)
     with saying(err) as said:
-        judged_run = opened(args, recording, said)
+        judged_run = opened(args, recording, weights_of(args, config), said)
         setting, numerics = judged_run.setting, judged_run.numerics
         checks = Checks(setting, recording, len(recording.tokens) if args.rows == "all" else args.rows)
         results = judge_layers(checks, args.layers, said)
@@ -116,15 +116,20 @@ def saying(err: Console) -> Iterator[Saying]:
         yield said
 
 
-def opened(args: argparse.Namespace, recording: Recording, said: Saying) -> Run:
-    """A recording with the weights of its model, and with the numerics that it has."""
-    config = recording.config
+def weights_of(args: argparse.Namespace, config: ModelConfig) -> tuple[Parameters, Census]:
+    """The weights of the model, of which files may be missing."""
     checkpoint = Checkpoint.open(args.model, partial=True)
     counted = census(checkpoint.shapes(), config, where=str(args.model), absent=checkpoint.absent)
+    return Parameters(checkpoint, counted), counted
+
+
+def opened(args: argparse.Namespace, recording: Recording, weights: tuple[Parameters, Census], said: Saying) -> Run:
+    """A recording with the weights of its model, and with the numerics that it has."""
+    config, (parameters, counted) = recording.config, weights
     seen = None if args.dtype else recording.run_dtype()
     dtype = DTYPES[args.dtype] if args.dtype else seen or torch.bfloat16
     rounding = Rounding.of(args.numerics or PLAIN)
-    setting = Setting(config, Parameters(checkpoint, counted), recording.tokens, rounding, recording, Noise(dtype))
+    setting = Setting(config, parameters, recording.tokens, rounding, recording, Noise(dtype))
     numerics = find(setting, recording, said) if args.numerics is None else Found(rounding, {})
     return Run(recording, replace(setting, rounding=numerics.rounding), numerics, counted, seen=seen is not None)
 
@@ -147,7 +152,7 @@ def judge_layers(checks: Checks, layers: Sequence[int] | None, said: Saying) -> 
     parameters = checks.setting.parameters
     for layer in layers or ():
         if not checks.recorded(layer):
-            raise ConfigError(f"--layers {layer}: no site of it is in {checks.recording.path}")
+            raise ConfigError(f"--layers {layer}: no site of it is in {checks.where}")
         for name in [*parameters.mappings, *parameters.absent]:
             if name.startswith(f"layers.{layer}."):
                 try:

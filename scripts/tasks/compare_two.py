@@ -11,7 +11,7 @@ from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.probes.judge.causes import NAMED, NEAREST, Place, places
 from fathom.probes.judge.checks import Judged
-from fathom.probes.judge.oracle import LOGPROBS
+from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS
 from fathom.probes.judge.pairs import Apart, Pairs, Side, check_prompts
 from fathom.probes.judge.recording import OF_ENTRIES, Recording, read_map
 from fathom.runtime.allocator import keep_memory
@@ -32,6 +32,7 @@ from fathom.scripts.tasks.compare import (
     show,
     sites_table,
     verdict_of,
+    weights_of,
 )
 
 FIRST, SECOND = "--recording", "--against"
@@ -52,7 +53,8 @@ def run_two(args: argparse.Namespace, config: ModelConfig) -> int:
     started = time.perf_counter()
     out, err = Console(), Console(stderr=True)
     with saying(err) as said:
-        first, second = opened(args, one, said), opened(args, other, said)
+        weights = weights_of(args, config)
+        first, second = (opened(args, recording, weights, said) for recording in (one, other))
         rows = max(len(one.tokens), len(other.tokens)) if args.rows == "all" else args.rows
         pairs = Pairs(Side(one, first.setting), Side(other, second.setting), rows)
         results = judge_layers(pairs, args.layers, said)
@@ -83,7 +85,7 @@ def _identified(
     second: Run,
     pairs: Pairs,
     results: Sequence[Judged],
-    off: tuple[float, float],
+    off: tuple[float, float] | None,
     said: Saying,
 ) -> list[Place]:
     """What explains the step: a fault of the run that is off the oracle; the second where that is neither, or both."""
@@ -95,8 +97,8 @@ def _identified(
     return identifier.identify(results, said)
 
 
-def _of_the_first(off: tuple[float, float]) -> bool:
-    return off[0] > 1 >= off[1]
+def _of_the_first(off: tuple[float, float] | None) -> bool:
+    return off is not None and off[0] > 1 >= off[1]
 
 
 def _whose(off: tuple[float, float]) -> str:
@@ -130,10 +132,16 @@ def _head(args: argparse.Namespace, first: Run, second: Run, unlike: Sequence[Ap
         )
         if names
     ]
-    if LOGPROBS in first.recording.tensors and LOGPROBS in second.recording.tensors:
-        rows = min(run.recording.tensors[LOGPROBS].shape[0] for run in (first, second))
-        if others := rows - sum(len(one.at) for one in unlike if one.site == LOGPROBS):
-            alone.append(f"{others} {'row' if others == 1 else 'rows'} of {LOGPROBS}, of other ids or positions")
+    if args.layers is None:
+        compared = {one.name: len(one.at) for one in unlike}
+        for name in first.recording.tensors:
+            if name not in second.recording.tensors or name in (LOGPROB_IDS, *compared):
+                continue
+            alone.append(f"{name}, of which no row is in both")
+        if LOGPROBS in compared:
+            rows = min(run.recording.tensors[LOGPROBS].shape[0] for run in (first, second))
+            if others := rows - compared[LOGPROBS]:
+                alone.append(f"{others} {'row' if others == 1 else 'rows'} of {LOGPROBS}, of other ids or positions")
     if alone:
         lines.append(f"Not compared: {'; '.join(alone)}.")
     same, rows = [one for one in unlike if not len(one.other)], sum(len(one.at) for one in unlike)
@@ -177,7 +185,7 @@ def _report(
         "first": None if first is None else first.to_json(),
         "off": None if off is None else dict(zip(("recording", "against"), map(str, off), strict=True)),
         "sites": [judged.to_json() for judged in results],
-        "explained_in": "recording" if off is not None and _of_the_first(off) else "against",
+        "explained_in": "recording" if _of_the_first(off) else "against",
         "faults": [
             {
                 "layer": place.judged.layer,

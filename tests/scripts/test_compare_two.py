@@ -160,24 +160,76 @@ def test_logits_alone_are_held_against_logits(folder, tmp_path):
     assert (status, report["first"]["site"]) == (1, "logits")
 
 
-def test_numbers_that_are_not_finite_differ_unless_both_have_them(healthy, tmp_path):
+def altered(healthy, tmp_path, name, change):
+    """The healthy recording with one tensor changed in place."""
     tensors = load_file(healthy)
-    tensors["layers.1.attention.output"][5, 3] = torch.nan
-    broken = saved(tmp_path / "nan.safetensors", tensors)
-    status, report = compared(healthy, broken, "--no-identify")
-    assert (status, report["first"]["site"], report["first"]["position"]) == (1, "attention.output", 5)
-    status, report = compared(broken, broken)
-    assert (status, report["same"]["rows"]) == (0, report["same"]["of_rows"])
+    change(tensors[name])
+    return saved(tmp_path / "altered.safetensors", tensors)
 
 
-def test_a_choice_that_the_scores_do_not_make_is_a_step(healthy, tmp_path):
-    tensors = load_file(healthy)
-    ids = tensors["layers.3.experts.ids"]
-    least = [expert for expert in range(Subject().config.n_routed_experts) if expert not in ids[9].tolist()]
-    ids[9, 0] = least[0]
-    status, report = compared(healthy, saved(tmp_path / "ids.safetensors", tensors), "--no-identify")
-    assert status == 1
-    assert (report["first"]["layer"], report["first"]["site"], report["first"]["position"]) == (3, "experts.ids", 9)
+def both_ways(one, other, *flags):
+    """Whichever of the two it is said first."""
+    for pair in ((one, other), (other, one)):
+        yield compared(*pair, *flags)
+
+
+def a_number_lost(x):
+    x[5, 3] = torch.nan
+
+
+def another_expert(x):
+    x[9, 0] = next(expert for expert in range(64) if expert not in x[9].tolist())
+
+
+def weights_exchanged(x):
+    x.copy_(x.flip(-1))
+
+
+def off_the_grid(x):
+    x[40, 5] *= 1.01
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "position"),
+    [
+        ("layers.1.attention.output", a_number_lost, 5),
+        ("layers.3.experts.ids", another_expert, 9),
+        ("layers.1.experts.weights", weights_exchanged, 0),
+        ("layers.1.attention.kv", off_the_grid, 40),
+    ],
+)
+def test_what_is_wrong_in_either_run_differs_and_is_its_own(folder, healthy, tmp_path, name, change, position):
+    """Beside a run that differs from both in rounding."""
+    wrong, cut = altered(healthy, tmp_path, name, change), recorded(folder, "--prefill-chunk", 50)
+    layer, site = name.removeprefix("layers.").split(".", 1)
+    reports = list(both_ways(cut, wrong, "--no-identify", "--layers", layer))
+    for (status, report), which in zip(reports, ("against", "recording"), strict=True):
+        assert (status, report["first"]["site"], report["first"]["position"]) == (1, site, position)
+        off = {side: float(value) for side, value in report["off"].items()}
+        assert off[which] > 1
+        assert off[{"against": "recording", "recording": "against"}[which]] <= 1
+
+
+def test_what_is_not_finite_in_both_is_no_step(folder, healthy, tmp_path):
+    cut = recorded(folder, "--prefill-chunk", 50)
+    for path in (healthy, cut):
+        tensors = load_file(path)
+        tensors["layers.1.attention.output"][5] = torch.nan
+        saved(tmp_path / path.name, tensors)
+    status, report = compared(*(tmp_path / path.name for path in (healthy, cut)), "--layers", "1")
+    assert (status, report["verdict"]) == (0, "agrees")
+    assert report["same"]["rows"] < report["same"]["of_rows"]
+
+
+def test_rows_of_some_positions_are_compared_with_all(healthy, tmp_path):
+    tensors, at = load_file(healthy), torch.arange(10, 50)
+    some = {name: x[at] if len(x) == COUNT and name != "tokens" else x for name, x in tensors.items()}
+    some["positions"] = at
+    tensors["layers.1.attention.output"][[15, 100]] *= 3
+    paths = saved(tmp_path / "some.safetensors", some), saved(tmp_path / "all.safetensors", tensors)
+    for status, report in both_ways(*paths, "--no-identify"):
+        assert (status, report["first"]["site"], report["first"]["position"]) == (1, "attention.output", 15)
+        assert report["same"]["of_rows"] - report["same"]["rows"] == 1, "position 100 is not in both"
 
 
 def test_other_prompts_and_flags_that_mean_nothing_are_refused(healthy, tmp_path):
@@ -204,7 +256,9 @@ def test_log_probabilities_are_compared_where_they_are_of_the_same_ids(folder, t
     logprobs, ids = torch.log_softmax(tensors["logits"], -1).topk(4)
     first = {"tokens": tensors["tokens"], "logprobs": logprobs, "logprobs.ids": ids}
     second = {name: x.clone() for name, x in first.items()}
-    second["logprobs.ids"][7] = second["logprobs.ids"][7].roll(1)
+    for x in (second["logprobs"], second["logprobs.ids"]):
+        x[7] = x[7].roll(1)  # engines list them in any order
+    second["logprobs.ids"][8] += 1  # others than the first run's
     second["logprobs"][9] *= 1.1
     paths = [saved(tmp_path / f"{n}.safetensors", tensors) for n, tensors in enumerate((first, second))]
     status, report = compared(*paths, "--numerics", "plain", "--dtype", "fp32")
