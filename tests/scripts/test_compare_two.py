@@ -280,3 +280,6 @@ def test_a_fault_is_the_step_at_the_site_at_which_the_oracle_sees_it(folder, hea
     assert status == (first is not None)
     if first is not None:
         assert (report["first"]["layer"], report["first"]["site"]) == (first["layer"], first["site"])
+        assert float(report["off"]["against"]) > 1 >= float(report["off"]["recording"])
+    else:
+        assert report["verdict"] == "agrees"
