@@ -96,8 +96,7 @@ class Gap:
         self.setting = replace(setting, noise=Noise(setting.noise.dtype))
         self.recording, self.judged = recording, judged
         self.at = torch.tensor(sorted(set(judged.wrong))[:ROWS])
-        theirs = recording.rows(judged.name, self.at)
-        assert theirs is not None, f"{judged.name} was judged at these rows"
+        theirs = recording.known(judged.name, self.at)
         self.part = self._part(self.setting, judged.layer, self.at)
         oracle = self.part.computed(judged.site, self.at)
         self.theirs, self.oracle = self.comparable(theirs), self.comparable(oracle[0])
@@ -198,8 +197,7 @@ def _another_prompt(gap: Gap) -> Iterator[Explained]:
     if gap.judged.site != sites.EMBEDDED.name:
         return
     at, config = gap.recording.at(gap.judged.name)[:ROWS], gap.setting.config
-    theirs = gap.recording.rows(gap.judged.name, at)
-    assert theirs is not None, "embedded was judged"
+    theirs = gap.recording.known(gap.judged.name, at)
     ids = _looked_up(gap, theirs)
     if bool((ids < 0).any()):
         return

@@ -285,7 +285,7 @@ class Rows(Check):
         if not len(at):
             return
         oracle = self.values(part, at)
-        if (rounded := self.rounded(at, theirs, part)) is not None:
+        if (rounded := self.rounded(theirs, part)) is not None:
             self._add_grid(at, theirs, rounded)
         shape = self._viewed(theirs[None]).shape[2:]
         theirs, oracle = self._viewed(theirs[None])[0].flatten(1), self._viewed(oracle).flatten(2)
@@ -330,7 +330,7 @@ class Rows(Check):
         all others, by `add`; the rest are within the narrowest bound there is.
         """
         oracle = self._viewed(self.values(part, at))[0].flatten(1)
-        rounded = self.rounded(at, theirs, part)
+        rounded = self.rounded(theirs, part)
         wrong = ~theirs.flatten(1).isfinite().all(1)
         if rounded is not None:
             wrong |= (theirs != rounded).flatten(1).any(1)
@@ -368,9 +368,8 @@ class Rows(Check):
             x = x.sort(-1).values
         return self.view(x)
 
-    def rounded(self, at: Tensor, theirs: Tensor, part: Layer | Ends) -> Tensor | None:
+    def rounded(self, theirs: Tensor, part: Layer | Ends) -> Tensor | None:
         """Theirs rounded to the format that they must be numbers of; None where there is none."""
-        del at
         return on_grid(theirs, self.judged.site, part) if self.view is _whole else None
 
     def _add_grid(self, at: Tensor, theirs: Tensor, rounded: Tensor) -> None:
@@ -725,8 +724,7 @@ class Checks:
         `freely`: also where the layer's input must be computed from the embeddings on.
         """
         rows = sampled(self.config, self.recording.at(stored_name(site, layer)), self.count)
-        theirs = self.recording.rows(stored_name(site, layer), rows)
-        assert theirs is not None, f"rows of {site} that it has"
+        theirs = self.recording.known(stored_name(site, layer), rows)
         try:
             return theirs, Layer(replace(self.setting, freely=freely), layer, rows).computed(site, rows)
         except Unknown:
@@ -789,8 +787,7 @@ class Checks:
     def look(self, check: Check, position: int, enough: float = 1.0) -> Again:
         """Look again at a row."""
         judged, at = check.judged, torch.tensor([position])
-        theirs = self.recording.rows(judged.name, at)
-        assert theirs is not None, f"rows of {judged.name} that it has"
+        theirs = self.recording.known(judged.name, at)
 
         def values(noise: Noise) -> Tensor:
             return check.values(self.part(judged.layer, at, noise), at)
@@ -817,9 +814,7 @@ class Checks:
             for at in _parts(rows, _widest(self.config)):
                 if isinstance(part, Layer):
                     part.look(at)
-                theirs = self.recording.rows(check.judged.name, at)
-                assert theirs is not None, f"rows of {check.judged.name} that it has"
-                check.add(at, theirs, part)
+                check.add(at, self.recording.known(check.judged.name, at), part)
             found.append(check.scale[1:])
         return torch.cat(found)
 
@@ -845,9 +840,7 @@ class Checks:
             for at in torch.cat(found).split(most) if any(map(len, found)) else ():
                 if isinstance(part, Layer):
                     part.look(at)
-                theirs = self.recording.rows(check.judged.name, at)
-                assert theirs is not None, f"rows of {check.judged.name} that it has"
-                check.add(at, theirs, part, outlying=True)
+                check.add(at, self.recording.known(check.judged.name, at), part, outlying=True)
                 if check.settle(self.look):
                     break
 

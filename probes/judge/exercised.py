@@ -101,8 +101,7 @@ def _idle(checks: Checks, config: ModelConfig, layer: int) -> int | None:
     if name not in checks.recording.tensors:
         return None
     at = checks.recording.at(name)
-    ids = checks.recording.rows(name, at[torch.isin(at, checks.sample)])
-    assert ids is not None, f"rows of {name} that it has"
+    ids = checks.recording.known(name, at[torch.isin(at, checks.sample)])
     return config.n_routed_experts - len(ids[(ids >= 0) & (ids < config.n_routed_experts)].unique())
 
 

@@ -204,8 +204,7 @@ def _on_grid(recording: Recording, name: str, site: str, grids: Sequence[Grid]) 
     for grid in grids:
         if site not in grid.sites:
             continue
-        rows = recording.rows(name, recording.at(name)[:ROWS])
-        assert rows is not None, f"rows of {name} that it has"
+        rows = recording.known(name, recording.at(name)[:ROWS])
         rows = rows.flatten(0, -2)[..., : grid.columns]
         rows = rows[rows.isfinite().all(-1) & rows.any(-1)]
         on = int((grid.narrow.rounded(rows) == rows).all(-1).sum())

@@ -12,6 +12,7 @@ roundings are. A fault that both runs have cancels: it is no step from one to th
 must be one that each run's own scores leave open.
 """
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
@@ -62,7 +63,7 @@ class Apart:
     layer: int | None
     site: str
     at: Tensor  # [n] int64, positions (or entries) of the rows that both have
-    distance: Tensor  # [n] float64: Euclidean over the longer of two rows; of choices, the share in one of them alone
+    distance: Tensor  # [n] float64: Euclidean over the longer of two rows; of choices nothing but 0 has a meaning
 
     @property
     def other(self) -> Tensor:
@@ -123,27 +124,18 @@ def _ordered(one: Recording, other: Recording, side: Recording, name: str, at: T
     return torch.where(same[:, None], by_id, x.sort(-1).values)
 
 
-def apart(one: Recording, other: Recording, layer: int | None, site: str) -> Apart:
-    """Compare all rows of a site that both recordings have."""
+def apart(one: Recording, other: Recording, layer: int | None, site: str, at: Tensor) -> Apart:
+    """Compare rows of a site that both recordings have."""
     name = stored_name(site, layer)
-    at = both(one, other, name)
-    known = max(1, HELD // max(1, *(_width(side, name) for side in (one, other)))) if len(at) else 1
-    distances = [_distance(*_rows_of_both(one, other, name, rows)) for rows in at.split(known)]
-    return Apart(layer, site, at, torch.cat(distances) if distances else torch.empty(0, dtype=torch.float64))
+    widest = max(1, *(math.prod(side.tensors[name].shape[1:]) for side in (one, other)))
+    parts = at.split(max(1, HELD // widest))
+    return Apart(layer, site, at, torch.cat([_distance(*_rows_of_both(one, other, name, part)) for part in parts]))
 
 
 def _rows_of_both(one: Recording, other: Recording, name: str, at: Tensor) -> Iterator[Tensor]:
     """Rows [n, w] of each, in one order."""
     for side in (one, other):
-        rows = side.rows(name, at)
-        assert rows is not None, f"rows of {name} that it has"
-        yield _ordered(one, other, side, name, at, rows.flatten(1))
-
-
-def _width(side: Recording, name: str) -> int:
-    count, *rest = side.tensors[name].shape
-    del count
-    return int(torch.Size(rest).numel())
+        yield _ordered(one, other, side, name, at, side.known(name, at).flatten(1))
 
 
 def _distance(one: Tensor, other: Tensor) -> Tensor:
@@ -171,7 +163,8 @@ class Pairs(Checks):
 
     def __init__(self, one: Side, other: Side, rows: int | None = None) -> None:
         self.one, self.other = one, other
-        self.unlike: dict[tuple[int | None, str], Apart] = {}
+        self.shared: dict[str, Tensor] = {}  # positions (or entries) of the rows that both have of a tensor
+        self.unlike: dict[str, Apart] = {}  # by name, of those that were compared
         self.beside: WeakKeyDictionary[Layer | Ends, Layer | Ends] = WeakKeyDictionary()
         most = rows or max(1, affordable(other.setting.config, len(other.recording.tokens)) // 2)
         super().__init__(other.setting, other.recording, most)
@@ -181,32 +174,33 @@ class Pairs(Checks):
 
     def compare(self, layer: int | None, only: Collection[str] | None = None) -> list[Apart]:
         """Compare the numbers of all sites of a layer (None: of the whole model) that both recordings have."""
-        found = [apart(self.one.recording, self.recording, layer, site) for site in only or self.recorded(layer)]
-        self.unlike |= {(one.layer, one.site): one for one in found}
+        wanted = [site for site in self.recorded(layer) if only is None or site in only]
+        at = [self.at(stored_name(site, layer)) for site in wanted]
+        found = [
+            apart(self.one.recording, self.recording, layer, site, rows) for site, rows in zip(wanted, at, strict=True)
+        ]
+        self.unlike |= {one.name: one for one in found}
         return found
 
     def recorded(self, layer: int | None) -> list[str]:
         """Sites of which both recordings have a row."""
-        return [
-            site
-            for site in super().recorded(layer)
-            if len(both(self.one.recording, self.recording, stored_name(site, layer)))
-        ]
+        return [site for site in super().recorded(layer) if len(self.at(stored_name(site, layer)))]
 
     def at(self, name: str) -> Tensor:
         """Rows that both recordings have."""
-        return both(self.one.recording, self.recording, name)
+        if name not in self.shared:
+            self.shared[name] = both(self.one.recording, self.recording, name)
+        return self.shared[name]
 
     def layer(self, number: int, progress: Progress = silent, only: Collection[str] | None = None) -> list[Judged]:
         """Judge the rows of a layer that are not the same; a layer of which all are agrees, and is not computed."""
-        del only
-        unlike = self.compare(number)
+        unlike = self.compare(number, only)
         of_tokens = [one.other for one in unlike if one.site not in OF_ENTRIES]
         if not any(len(one.other) for one in unlike):
             return [_the_same(one) for one in unlike]
         at = torch.cat(of_tokens) if of_tokens else torch.empty(0, dtype=torch.int64)
         self.sample = sampled(self.config, at.unique(), self.most)
-        return self._counted(super().layer(number, progress))
+        return self._counted(super().layer(number, progress, only))
 
     def ends(self, progress: Progress = silent, only: Collection[str] | None = None) -> list[Judged]:
         """Judge what is of no layer, as `layer`."""
@@ -233,17 +227,12 @@ class Pairs(Checks):
 
     def _counted(self, results: list[Judged]) -> list[Judged]:
         """A site of which all rows are the same agrees, whatever its layer is."""
-        return [
-            judged if len((unlike := self.unlike[judged.layer, judged.site]).other) else _the_same(unlike)
-            for judged in results
-        ]
+        return [judged if len((unlike := self.unlike[judged.name]).other) else _the_same(unlike) for judged in results]
 
     def _entries(self, layer: Layer) -> Tensor:
         """Entries that are not the same."""
-        of_entries = [
-            one for (number, site), one in self.unlike.items() if number == layer.layer and site in OF_ENTRIES
-        ]
-        unlike = [one.other for one in of_entries]
+        names = [stored_name(site, layer.layer) for site in OF_ENTRIES]
+        unlike = [self.unlike[name].other for name in names if name in self.unlike]
         return sampled(self.config, torch.cat(unlike).unique(), self.most) if unlike else layer.entries[:0]
 
     def _rest(
@@ -253,14 +242,14 @@ class Pairs(Checks):
         seen = torch.cat(tuple(parts))
         for n, check in enumerate(checks):
             progress(f"{where} {check.judged.site}, what is furthest apart", n / len(checks))
-            unlike = self.unlike[check.judged.layer, check.judged.site]
+            unlike = self.unlike[check.judged.name]
             rest = unlike.distance.masked_fill(torch.isin(unlike.at, seen), 0)
             at = unlike.at[rest.topk(min(FURTHEST, int((rest > 0).sum()))).indices].sort().values
             if len(at):
                 if isinstance(part, Layer):
                     part.look(at)
                 check.judged.rows += len(at)
-                check.add(at, self.theirs(check.judged, at), part, outlying=True)
+                check.add(at, self.recording.known(check.judged.name, at), part, outlying=True)
 
     # --- what they are held against
 
@@ -273,9 +262,7 @@ class Pairs(Checks):
 
     def before(self, judged: Judged, at: Tensor) -> Tensor:
         """What the first run has at a site, [n, ...]."""
-        rows = self.one.recording.rows(judged.name, at)
-        assert rows is not None, f"rows of {judged.name} that both have"
-        return rows
+        return self.one.recording.known(judged.name, at)
 
     def beside_at(self, part: Layer | Ends) -> Layer | Ends:
         """The first run's layer, at the rows of the second's."""
@@ -292,12 +279,6 @@ class Pairs(Checks):
         part.rests |= beside.rests
         return ours
 
-    def theirs(self, judged: Judged, at: Tensor) -> Tensor:
-        """Rows of the second run."""
-        rows = self.recording.rows(judged.name, at)
-        assert rows is not None, f"rows of {judged.name} that it has"
-        return rows
-
     def check(self, layer: int | None, site: str, view: View | None = None) -> Check:
         """How a site is judged."""
         check = super().check(layer, site, view)
@@ -312,7 +293,7 @@ class Pairs(Checks):
         """What is to be explained of a site that differs."""
         return _Step(self, judged)
 
-    def turned(self) -> "Pairs":
+    def swapped(self) -> "Pairs":
         """The first run against the second."""
         return Pairs(self.other, self.one, self.most)
 
@@ -336,8 +317,7 @@ def _alone(side: Side, judged: Judged, rows: int) -> float:
     assert judged.first is not None, f"{judged.name} differs"
     checks, at = Checks(side.setting, side.recording, rows), torch.tensor([judged.first.position])
     check = checks.check(judged.layer, judged.site)
-    theirs = side.recording.rows(judged.name, at)
-    assert theirs is not None, f"rows of {judged.name} that it has"
+    theirs = side.recording.known(judged.name, at)
     if not bool(theirs.isfinite().all()):
         return torch.inf
     if isinstance(check, TableOfIds):
@@ -361,7 +341,7 @@ class _PairOfRows(Rows):
     def add(self, at: Tensor, theirs: Tensor, part: Layer | Ends, *, outlying: bool = False) -> None:
         """As `Rows.add`, of rows that are not the same. What one run alone has of no number, or format, differs."""
         judged = self.judged
-        unlike = torch.isin(at, self.pairs.unlike[judged.layer, judged.site].other)
+        unlike = torch.isin(at, self.pairs.unlike[judged.name].other)
         at, theirs = (at, theirs) if bool(unlike.all()) else (at[unlike], theirs[unlike])
         if not len(at):
             return
@@ -404,9 +384,9 @@ class _PairOfRows(Rows):
         """As `Rows.explained`."""
         super().explained(position, self._ordered(self.pairs.recording, torch.tensor([position]), theirs), again)
 
-    def rounded(self, at: Tensor, theirs: Tensor, part: Layer | Ends) -> None:
+    def rounded(self, theirs: Tensor, part: Layer | Ends) -> None:
         """Nothing: see `add`."""
-        del at, theirs, part
+        del theirs, part
 
     def _ordered(self, side: Recording, at: Tensor, x: Tensor) -> Tensor:
         return _ordered(self.pairs.one.recording, self.pairs.recording, side, self.judged.name, at, x)
@@ -422,7 +402,7 @@ class _PairOfChoices(Choice):
     def add(self, at: Tensor, theirs: Tensor, part: Layer | Ends, *, outlying: bool = False) -> None:
         """As `Choice.add`, of rows that are not the same, and of the first run's."""
         judged = self.judged
-        unlike = torch.isin(at, self.pairs.unlike[judged.layer, judged.site].other)
+        unlike = torch.isin(at, self.pairs.unlike[judged.name].other)
         at, theirs = at[unlike], theirs[unlike]
         if not len(at):
             return

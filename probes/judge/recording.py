@@ -131,6 +131,12 @@ class Recording:
         place = torch.searchsorted(own, at).clamp(max=len(own) - 1)
         return data[place].to(torch.float64) if torch.equal(own[place], at) else None
 
+    def known(self, name: str, at: Tensor) -> Tensor:
+        """Rows that it has at these positions (or of these entries), as `rows`."""
+        found = self.rows(name, at)
+        assert found is not None, f"rows of {name} that {self.path} has"
+        return found
+
     def at(self, name: str) -> Tensor:
         """Positions (or entries) of a tensor's rows."""
         count = self.tensors[name].shape[0]

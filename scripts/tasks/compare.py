@@ -227,11 +227,15 @@ def _head(
                 " the rounding of all layers before, and may hide a fault: record layers.N.streams of every N."
             )
         ]
-    lines += [f"Understood: {line}" for line in recording.told]
+    return [*lines, *of_file(recording), *of_tokens(recording.tokens, checks.config)]
+
+
+def of_file(recording: Recording) -> list[str]:
+    """How tensors of a recording were read, and which were not."""
+    lines = [f"Understood: {line}" for line in recording.told]
     if recording.others:
         more = f" and {len(recording.others) - 3} more" if len(recording.others) > 3 else ""
         lines.append(f"Not a site, left out: {', '.join(recording.others[:3])}{more}")
-    lines += of_tokens(recording.tokens, checks.config)
     return lines
 
 
@@ -481,7 +485,30 @@ def _report(
 ) -> dict[str, object]:
     """What --json writes."""
     first, recording = first_difference(results), checks.recording
-    faults = [
+    return {
+        "recording": str(args.recording),
+        "numerics": numerics.rounding.numerics,
+        "rounding": asdict(numerics.rounding),
+        "rounding_rests_on": numerics.rests,
+        "dtype": dtype_name(checks.setting.noise.dtype),
+        "tokens": len(recording.tokens),
+        "verdict": verdict_of(results),
+        "counts": {status.value: sum(judged.status is status for judged in results) for status in Status},
+        "first": None if first is None else first.to_json(),
+        "sites": [judged.to_json() for judged in results],
+        "faults": faults_json(found),
+        "not_tried": [
+            {"layer": place.judged.layer, "site": place.judged.site, "why": place.why} for place in found if place.why
+        ],
+        "not_exercised": [one.to_json() for one in hidden],
+        "understood": recording.told,
+        "left_out": recording.others,
+    }
+
+
+def faults_json(found: Sequence[Place]) -> list[dict[str, object]]:
+    """What explains the places, or is the nearest that is known."""
+    return [
         {
             "layer": place.judged.layer,
             "site": place.judged.site,
@@ -494,22 +521,3 @@ def _report(
         for fault in place.faults
         if fault.share >= NEAREST
     ]
-    return {
-        "recording": str(args.recording),
-        "numerics": numerics.rounding.numerics,
-        "rounding": asdict(numerics.rounding),
-        "rounding_rests_on": numerics.rests,
-        "dtype": dtype_name(checks.setting.noise.dtype),
-        "tokens": len(recording.tokens),
-        "verdict": verdict_of(results),
-        "counts": {status.value: sum(judged.status is status for judged in results) for status in Status},
-        "first": None if first is None else first.to_json(),
-        "sites": [judged.to_json() for judged in results],
-        "faults": faults,
-        "not_tried": [
-            {"layer": place.judged.layer, "site": place.judged.site, "why": place.why} for place in found if place.why
-        ],
-        "not_exercised": [one.to_json() for one in hidden],
-        "understood": recording.told,
-        "left_out": recording.others,
-    }

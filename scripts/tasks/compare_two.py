@@ -9,11 +9,11 @@ import torch
 
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
-from fathom.probes.judge.causes import NAMED, NEAREST, Place, places
+from fathom.probes.judge.causes import Place, places
 from fathom.probes.judge.checks import Judged
 from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS
 from fathom.probes.judge.pairs import Apart, Pairs, Side, check_prompts
-from fathom.probes.judge.recording import OF_ENTRIES, Recording, read_map
+from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, read_map
 from fathom.runtime.allocator import keep_memory
 from fathom.runtime.hub import fetch
 from fathom.runtime.output import write_json
@@ -23,10 +23,12 @@ from fathom.scripts.tasks.compare import (
     Run,
     Saying,
     dtype_name,
+    faults_json,
     first_difference,
     judge_layers,
     layers_needed,
     many,
+    of_file,
     opened,
     saying,
     show,
@@ -60,7 +62,7 @@ def run_two(args: argparse.Namespace, config: ModelConfig) -> int:
         results = judge_layers(pairs, args.layers, said)
         if not results:
             raise ConfigError(f"{one.path} and {other.path}: no row of any site is in both")
-        unlike = [pairs.unlike[judged.layer, judged.site] for judged in results]
+        unlike = [pairs.unlike[judged.name] for judged in results]
         off, found = None, list[Place]()
         if places(results):
             off = pairs.off(places(results)[0])
@@ -91,7 +93,7 @@ def _identified(
     """What explains the step: a fault of the run that is off the oracle; the second where that is neither, or both."""
     from fathom.probes.identify import Identifier  # runs our model, which takes seconds to import
 
-    run, judge = (first, pairs.turned()) if _of_the_first(off) else (second, pairs)
+    run, judge = (first, pairs.swapped()) if _of_the_first(off) else (second, pairs)
     calls = run.calls(args)
     identifier = Identifier(run.setting, run.recording, run.census, calls, {}, args.identify_seconds, judge.gap)
     return identifier.identify(results, said)
@@ -120,10 +122,7 @@ def _head(args: argparse.Namespace, first: Run, second: Run, unlike: Sequence[Ap
     for flag, run in ((FIRST, first), (SECOND, second)):
         how = f"{run.numerics.rounding.numerics} numerics, {dtype_name(run.setting.noise.dtype)}"
         lines.append(f"{flag}: {how}")
-        lines += [f"{flag}, understood: {line}" for line in run.recording.told]
-        if run.recording.others:
-            more = f" and {len(run.recording.others) - 3} more" if len(run.recording.others) > 3 else ""
-            lines.append(f"{flag}: not a site, left out: {', '.join(run.recording.others[:3])}{more}")
+        lines += [f"{flag}: {line}" for line in of_file(run.recording)]
     alone = [
         f"{len(names)} in {flag} alone ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
         for flag, names in (
@@ -150,10 +149,11 @@ def _head(args: argparse.Namespace, first: Run, second: Run, unlike: Sequence[Ap
     equal = rows - sum(len(one.other) for one in unlike)
     start = next(one for one in unlike if len(one.other))
     at = f"{'entry' if start.site in OF_ENTRIES else 'position'} {int(start.other[0])}"
-    by = float(start.distance[start.distance > 0][0])
+    far = float(start.distance[start.distance > 0][0])
+    by = "other ids" if start.site in CHOICES else f"{far:.2g} of the row's length"
     lines.append(
         f"The same numbers: {len(same)} of {len(unlike)} {many(len(unlike))}, {equal} of {rows} rows. They part first"
-        f" at {start.name}, {at}: {by:.2g} of the row's length."
+        f" at {start.name}, {at}: {by}."
     )
     return lines
 
@@ -186,16 +186,5 @@ def _report(
         "off": None if off is None else dict(zip(("recording", "against"), map(str, off), strict=True)),
         "sites": [judged.to_json() for judged in results],
         "explained_in": "recording" if _of_the_first(off) else "against",
-        "faults": [
-            {
-                "layer": place.judged.layer,
-                "site": place.judged.site,
-                "name": fault.name,
-                "share": fault.share,
-                "explains": fault.share >= NAMED,
-            }
-            for place in found
-            for fault in place.faults
-            if fault.share >= NEAREST
-        ],
+        "faults": faults_json(found),
     }
