@@ -324,26 +324,23 @@ def _move(setting: Setting, recording: Recording, tally: Tally, draw: random.Ran
         assert theirs is not None, f"rows of {name} that it has"
         off = torch.randn(theirs.shape, dtype=F64, generator=torch.Generator().manual_seed(number))
         wrong = Moved(recording, name, position, theirs + off * (times * bound / float(off.norm())))
-        checks = Checks(replace(setting, theirs=wrong), wrong, SAMPLED, every=True)  # type: ignore[arg-type]
+        checks = Checks(replace(setting, theirs=wrong), wrong, SAMPLED, every=True)
         tally.moved[times] += 1
         (judged,) = checks.ends(only=[site]) if layer is None else checks.layer(layer, only=[site])
         tally.seen[times] += judged.status is Status.DIFFERS
 
 
-class Moved:
+class Moved(Recording):
     """A recording in which one row is another."""
 
     def __init__(self, recording: Recording, name: str, position: int, row: Tensor) -> None:
-        self.recording, self.name, self.position, self.row = recording, name, position, row
-
-    def __getattr__(self, name: str) -> Any:
-        """Of the recording, what is not here."""
-        return getattr(self.recording, name)
+        vars(self).update(vars(recording))
+        self.moved, self.position, self.row = name, position, row
 
     def rows(self, name: str, at: Tensor | None) -> Tensor | None:
         """As recorded, but for the row."""
-        found = self.recording.rows(name, at)
-        if name == self.name and found is not None and at is not None:
+        found = super().rows(name, at)
+        if name == self.moved and found is not None and at is not None:
             found = torch.where((at == self.position).view(-1, *[1] * (found.ndim - 1)), self.row, found)
         return found
 
