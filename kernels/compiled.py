@@ -8,9 +8,11 @@ threads, by the call of OpenMP that a C compiler makes of a parallel loop, so th
 No fast-math flag is set: sums have the order that is written, whatever the number of threads, NaN and infinity pass on,
 and only `lanes.fma` and `lanes.multiply` fuse a product with a sum.
 
-Compiled code is kept on disk, in a folder named after what it was compiled from: a change of any source makes another.
+Compiled code is kept on disk, in a folder for each module, named after what it was compiled from: the statements of the
+module and of all that it imports of this project, see `digest`.
 """
 
+import ast
 import ctypes
 import fcntl
 import gc
@@ -31,11 +33,12 @@ from threading import RLock
 from typing import Any, Final, TypeAlias
 
 import llvmlite.binding
+import numba
 import numpy as np
 import torch
 from llvmlite import ir
 from numba import carray, config, njit, types
-from numba.core import cgutils
+from numba.core import caching, cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
@@ -48,6 +51,7 @@ _OPENMP: Final = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 _OPTIONS: Final = {"nogil": True, "error_model": "numpy", "boundscheck": False, "no_cfunc_wrapper": True}  # of numba
 ALONE: Final = 1 << 15  # numbers that one thread reads in the time in which others wake
 DAMAGED: Final = (EOFError, pickle.UnpicklingError)  # a file of numba's that was cut off
+PROJECT: Final = Path(__file__).parents[1]  # the folder of the package `fathom`
 PROCESSES: Final = 8  # at most, that compile
 Reader: TypeAlias = Callable[[int, int], None]  # of an address and a number of bytes
 _ALL: Final[list["Compiled"]] = []
@@ -148,6 +152,11 @@ class Compiled:
         """Module and name."""
         return f"{self.function.__module__}.{self.function.__name__}"
 
+    @property
+    def digest(self) -> str:
+        """Of the sources that it is compiled from."""
+        return digest(Path(self.function.__code__.co_filename))
+
     def __call__(self, *args: Any) -> Any:
         """Run it."""
         if _readers:
@@ -165,27 +174,28 @@ class Compiled:
         wanted = [
             signature for signature in self.signatures if signature in signatures or signature not in self.missing
         ]
+        where = folder()
         try:
-            self._add(wanted, folder())
+            self._add(wanted, keep=where is not None)
         except DAMAGED:
-            where = folder()
             print(f"compiled loops in {where} are damaged: compiling them again", file=sys.stderr, flush=True)
             if where is not None:
-                shutil.rmtree(where, ignore_errors=True)
-            folder.cache_clear()
-            self._again(wanted, folder())
+                shutil.rmtree(where / self.digest, ignore_errors=True)
+            self._again(wanted, keep=where is not None)
         except OSError:  # what is compiled cannot be kept, on a full disk: once more, without keeping it
-            self._again(wanted, None)
+            self._again(wanted, keep=False)
 
-    def _again(self, signatures: Sequence[tuple[Any, ...]], where: Path | None) -> None:
+    def _again(self, signatures: Sequence[tuple[Any, ...]], *, keep: bool) -> None:
         self.code, self.missing = None, list(self.signatures)
-        self._add(signatures, where)
+        self._add(signatures, keep=keep)
 
-    def _add(self, signatures: Sequence[tuple[Any, ...]], where: Path | None) -> None:
-        with _compiling(where):
+    def _add(self, signatures: Sequence[tuple[Any, ...]], *, keep: bool) -> None:
+        with _compiling():
             if self.code is None:
                 _link()
-                self.code = njit(cache=where is not None, **_OPTIONS)(self.function)
+                self.code = njit(**_OPTIONS)(self.function)
+                if keep:
+                    self.code._cache = _Kept(self.function)  # noqa: SLF001 (`njit` takes none but numba's own)
             self.code.disable_compile(val=False)
             for signature in signatures:
                 if signature in self.missing:
@@ -194,21 +204,55 @@ class Compiled:
             self.code.disable_compile()
 
 
+class _Place(caching._CacheLocator):  # type: ignore[misc] # noqa: SLF001 (numba gives it no other name)
+    """Where code is kept: numba's own places are named after a line, and forget it when a byte of the file changes."""
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+
+    @classmethod
+    def from_function(cls, function: Callable[..., Any], file: str) -> "_Place":
+        """Return the folder of what is compiled from these sources."""
+        del function
+        where = folder()
+        assert where is not None, "nothing is kept without a folder"
+        return cls(where / digest(Path(file)))
+
+    def get_cache_path(self) -> str:
+        """Return the folder."""
+        return str(self.where)
+
+    def get_source_stamp(self) -> str:
+        """Return nothing: the folder's name says all."""
+        return ""
+
+    def get_disambiguator(self) -> str:
+        """Return nothing: names of functions are their module's own."""
+        return ""
+
+
+class _Kept(caching.FunctionCache):  # type: ignore[misc]
+    """Code on disk, at its `_Place`."""
+
+    class _impl_class(caching.CompileResultCacheImpl):  # type: ignore[misc]
+        _locator_classes = (_Place,)
+
+
 @contextmanager
-def _compiling(where: Path | None) -> Iterator[None]:
+def _compiling() -> Iterator[None]:
     """Settings of numba, which has them for a whole process.
 
     Loops have their vectors already: LLVM's levels above 1 find nothing and take a sixth of the time, Python's search
     for cycles among millions of nodes a tenth.
     """
     with _settings:
-        before, collects = (config.CACHE_DIR, config.OPT), gc.isenabled()
-        config.CACHE_DIR, config.OPT = str(where or ""), type(config.OPT)(1)
+        before, collects = config.OPT, gc.isenabled()
+        config.OPT = type(before)(1)
         gc.disable()
         try:
             yield
         finally:
-            config.CACHE_DIR, config.OPT = before
+            config.OPT = before
             if collects:
                 gc.enable()
 
@@ -314,17 +358,14 @@ def _wanted(wants: Wants) -> Wanted:
 def _marks(where: Path, wanted: Wanted) -> list[Path]:
     """Files that say that each of these is there, compiled for the processor that LLVM finds here."""
     processor = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten()
-    told = [repr((processor, one.name, signature)) for one, signatures in wanted.items() for signature in signatures]
+    told = [repr((processor, one.digest, one.name, of)) for one, signatures in wanted.items() for of in signatures]
     return [where / hashlib.sha256(one.encode()).hexdigest()[:16] for one in told]
 
 
 @cache
 def folder() -> Path | None:
     """Where compiled code is kept: beside Python's own, else in the user's cache; None where neither can be written."""
-    own = Path(__file__).parent
-    sources = sorted(own.glob("**/*.py"))
-    digest = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
-    for where in (own / "__pycache__" / f"compiled-{digest}", Path.home() / ".cache" / "fathom" / digest):
+    for where in (Path(__file__).parent / "__pycache__" / "compiled", Path.home() / ".cache" / "fathom"):
         try:
             where.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=where):  # its owner may touch a file of a folder that nobody may write
@@ -333,6 +374,52 @@ def folder() -> Path | None:
             continue
         return where
     return None
+
+
+@cache
+def digest(source: Path) -> str:
+    """Return a name of what a module's code is compiled from: its statements and those of all that it imports of ours.
+
+    Comments, docstrings and the lines that things stand in are not counted, as no loop can see them; the version of
+    numba is.
+    """
+    found, left = dict[Path, str](), [source]
+    while left:
+        if (one := left.pop()) not in found:
+            found[one], imported = _statements(one)
+            left += map(_source, imported)
+    told = [numba.__version__, os.path.relpath(source, PROJECT), *(found[one] for one in sorted(found))]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+
+
+def _statements(source: Path) -> tuple[str, list[str]]:
+    """A hash of a module's statements, and what it imports of this project, anywhere; kept too, as it takes a while."""
+    data, where = source.read_bytes(), folder()
+    kept = None if where is None else where / f"{source.stem}-{hashlib.sha256(data).hexdigest()[:16]}.json"
+    if kept is not None:
+        with suppress(OSError, ValueError):
+            statements, imported = json.loads(kept.read_text())
+            return statements, imported
+    tree, names = ast.parse(data), list[str]()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            del node.body[0]
+        elif isinstance(node, ast.Import):
+            names += [one.name for one in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{one.name}" for one in node.names]
+    found = hashlib.sha256(ast.dump(tree).encode()).hexdigest(), [name for name in names if name.startswith("fathom.")]
+    if kept is not None:
+        with suppress(OSError):  # a full disk: it is found anew
+            kept.write_text(json.dumps(found))
+    return found
+
+
+def _source(name: str) -> Path:
+    """The file of an imported module of this project, or of the module that a name is imported from."""
+    place = PROJECT.joinpath(*name.split(".")[1:])
+    files = [part for one in (place, place.parent) for part in (one.with_suffix(".py"), one / "__init__.py")]
+    return next(file for file in files if file.is_file())
 
 
 @cache

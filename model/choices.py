@@ -2,6 +2,7 @@
 
 NUMERICS = DEPLOYED, PLAIN = ("deployed", "plain")  # names of two roundings, see `model.rounding`
 DTYPES = ("bf16", "fp32")  # of activations and caches
+RECORDED_DTYPES = ("bf16", "fp16", "fp32")  # of a run of any runtime
 ENTRY_FORMATS = ("dtype", "fp8")  # of compressed entries, see `model.cache.formats`
 KEY_FORMATS = ("dtype", "fp8", "fp4")  # of index keys
 INDEX_SCORES = EXACT, FP8_SCORES = ("exact", "fp8")  # products of index queries and keys

@@ -12,7 +12,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from fathom.model.choices import PLAIN
+from fathom.model.choices import PLAIN, RECORDED_DTYPES
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.runtime.options import RunOptions, check_options
@@ -21,7 +21,6 @@ from fathom.scripts.flags import add_json, add_model, add_numerics, check_layers
 from fathom.scripts.hub import INDEX
 from fathom.scripts.paths import Reads, Writes
 
-DTYPE_NAMES = ("bf16", "fp16", "fp32")
 SECONDS = 120
 
 
@@ -35,7 +34,7 @@ def parser() -> argparse.ArgumentParser:
         "--layers", type=numbers, help="layers to judge, as 0,17 (default: all that were recorded, and the head)"
     )
     add_numerics(p, None, "(default: found from the recording)")
-    p.add_argument("--dtype", choices=DTYPE_NAMES, help="of the recorded run (default: what its numbers fit in)")
+    p.add_argument("--dtype", choices=RECORDED_DTYPES, help="of the recorded run (default: what its numbers fit in)")
     p.add_argument("--map", action=Reads, metavar="F.json", help="a JSON object, their tensor's name to the site's")
     p.add_argument("--against-map", action=Reads, metavar="F.json", help="the same for the tensors of --against")
     p.add_argument(
@@ -73,13 +72,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--against-map: there is no --against")
     if args.against is not None and args.picture is not None:
         raise ConfigError("--picture: draws one recording, and --against compares two")
-    from fathom.scripts.tasks.compare import run
-
     if args.against is None:
-        return run(args, config)
-    from fathom.scripts.tasks.compare_two import run_two
+        from fathom.scripts.parts.judging import judge
 
-    return run_two(args, config)
+        return judge(args, config)
+    from fathom.scripts.parts.judging_two import judge_two
+
+    return judge_two(args, config)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from fathom.model.choices import (
@@ -144,48 +144,42 @@ def add_sampling(p: argparse.ArgumentParser) -> None:
 def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
     """Add the flags of `RunOptions`; `device` is the default of its flag."""
     default = RunOptions()
-    p.add_argument(
-        "--prefill-chunk", type=positive, default=default.prefill_chunk, help="tokens per call (default 512)"
-    )
+
+    def one_of(field: str, choices: Sequence[str], what: str) -> None:
+        p.add_argument(f"--{field.replace('_', '-')}", choices=choices, default=getattr(default, field), help=what)
+
+    add_call(p, device)
     add_numerics(p, default.numerics, "(default)")
-    p.add_argument("--dtype", choices=DTYPES, default=default.dtype, help="of activations and caches (default bf16)")
-    p.add_argument(
-        "--device", choices=("cpu", "cuda"), default=device, help=f"where weights and caches are (default {device})"
-    )
-    p.add_argument(
-        "--entry-format",
-        choices=ENTRY_FORMATS,
-        default=default.entry_format,
-        help="how compressed entries are stored: in the run's dtype (default), or fp8: the same numbers in 584 bytes"
+    one_of("dtype", DTYPES, "of activations and caches (default bf16)")
+    one_of(
+        "entry_format",
+        ENTRY_FORMATS,
+        "how compressed entries are stored: in the run's dtype (default), or fp8: the same numbers in 584 bytes"
         " instead of 1024 (V4)",
     )
-    p.add_argument(
-        "--key-format",
-        choices=KEY_FORMATS,
-        default=default.key_format,
-        help="how index keys are stored: in the run's dtype (default), fp8 or fp4: the same numbers in 132 or 68 bytes"
+    one_of(
+        "key_format",
+        KEY_FORMATS,
+        "how index keys are stored: in the run's dtype (default), fp8 or fp4: the same numbers in 132 or 68 bytes"
         " instead of 256 (V4)",
     )
-    p.add_argument(
-        "--index-scores",
-        choices=INDEX_SCORES,
-        default=default.index_scores,
-        help="how the indexer scores keys: exact (default), or fp8, an approximation: queries rounded to E4M3 with a"
+    one_of(
+        "index_scores",
+        INDEX_SCORES,
+        "how the indexer scores keys: exact (default), or fp8, an approximation: queries rounded to E4M3 with a"
         " power of two per head, for products at the rate of FP8; with --key-format fp8 (V4)",
     )
-    p.add_argument(
-        "--fp8-products",
-        choices=FP8_PRODUCTS,
-        default=default.fp8_products,
-        help="how FP8 linears of more than 16 tokens, and FP4 experts of more than 32, are summed: exact, in fp32; fp8,"
+    one_of(
+        "fp8_products",
+        FP8_PRODUCTS,
+        "how FP8 linears of more than 16 tokens, and FP4 experts of more than 32, are summed: exact, in fp32; fp8,"
         " as a GPU's FP8 products do, codes by codes, promoted to fp32 each 128 columns (--numerics deployed, --dtype"
         " bf16); or auto: fp8 where the GPU has them (default) (V4)",
     )
-    p.add_argument(
-        "--experts",
-        choices=EXPERTS,
-        default=default.experts,
-        help="how routed experts lie on several ranks: whole, each on one rank, to which tokens are dispatched; rows of"
+    one_of(
+        "experts",
+        EXPERTS,
+        "how routed experts lie on several ranks: whole, each on one rank, to which tokens are dispatched; rows of"
         " each on every rank; or auto, what the plan says is faster for the prompt and the answer, or where a command"
         " knows neither for a call of --prefill-chunk and 128 new tokens (default) (V4)",
     )
@@ -197,6 +191,16 @@ def add_run_options(p: argparse.ArgumentParser, device: str = "cpu") -> None:
         default=default.rank_tokens,
         help="on several ranks, which of a call's tokens each has between attentions: all, its own, or auto, by their"
         " number (default) (V4); --dispatch, all-reduce and all-to-all are its name and values of before",
+    )
+
+
+def add_call(p: argparse.ArgumentParser, device: str = "cpu") -> None:
+    """Add the flags of where a run is, and in what calls."""
+    p.add_argument(
+        "--prefill-chunk", type=positive, default=RunOptions().prefill_chunk, help="tokens per call (default 512)"
+    )
+    p.add_argument(
+        "--device", choices=("cpu", "cuda"), default=device, help=f"where weights and caches are (default {device})"
     )
 
 
@@ -331,10 +335,9 @@ def check_sampling(args: argparse.Namespace) -> None:
 
 def run_options(args: argparse.Namespace) -> RunOptions:
     """Return what `add_run_options` parsed."""
-    formats = args.entry_format, args.key_format, args.index_scores
-    held = (tuple(args.kv), args.coda_adapters) if "kv" in args else ()
-    options = RunOptions(args.numerics, args.dtype, args.device, args.prefill_chunk, *formats, args.rank_tokens, *held)
-    options = replace(options, fp8_products=args.fp8_products, experts=args.experts)
+    named = [field.name for field in fields(RunOptions) if field.name in args and not field.name.startswith("draft")]
+    given = {name: getattr(args, name) for name in named}
+    options = RunOptions(**given | {"kv": tuple(given.get("kv", ()))})
     if "draft" not in args:
         return options
     by, tokens, confidence = args.draft, args.draft_tokens, args.draft_confidence

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.page and (what := missing()) is not None:
         print(f"scripts.gpu: {what}", file=sys.stderr)
         return 2
-    from fathom.scripts.tasks.gpu import run
+    from fathom.scripts.parts.gpu_stages import run
 
     return run(args)
 

@@ -8,20 +8,31 @@ import argparse
 import gzip
 import sys
 import zlib
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fathom.model.architectures import config_from_file
+from rich.table import Table
+
+from fathom.model.architectures import Config, config_from_file
 from fathom.model.checkpoint import strict_json
+from fathom.model.checkpoint.census import Census, Tally, census
 from fathom.model.checkpoint.tensor_mapping import Stored
+from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.errors import CheckpointError, ConfigError, quoted
 from fathom.model.files import regular_file_size
+from fathom.model.llama.config import LlamaConfig
 from fathom.runtime.options import DEMO
+from fathom.runtime.output import write_json
 from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.console import Console
 from fathom.scripts.flags import add_json, add_model
 from fathom.scripts.hub import HEADERS
 from fathom.scripts.paths import Reads
+
+LAYER_FIELDS = ("compress_ratios", "layer_kinds", "rope_scaling", "num_hash_layers")  # shown in the table of layers
 
 MAX_LIST_BYTES = 1 << 25  # of a list of tensors, unpacked; V4-Pro's takes 11 MiB
 
@@ -43,8 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError("--config and --tensors go together, and without --model")
     config = config_from_file(args.config or (args.model or DEMO) / "config.json")
     listed = None if args.tensors is None else read_list(args.tensors)
-    from fathom.scripts.tasks.inspect import run
-
     return run(args, config, listed)
 
 
@@ -73,6 +82,157 @@ def _is_stored(entry: Any) -> bool:
     if not isinstance(entry, list) or len(entry) != 2 or not isinstance(entry[0], str):
         return False
     return isinstance(entry[1], list) and all(type(size) is int and size >= 0 for size in entry[1])
+
+
+def run(args: argparse.Namespace, config: Config, listed: Mapping[str, Stored] | None) -> int:
+    """Show the census of a list of tensors, or of what --model names, of this config; returns the exit status."""
+    from fathom.model.llama.census import census as llama_census
+
+    tensors, unlisted = _tensors(args) if listed is None else (listed, ())
+    where = str(args.tensors or args.model or DEMO)
+    if isinstance(config, LlamaConfig):
+        counted = llama_census(tensors, config, where)
+    else:
+        counted = census(tensors, config, where)
+    data = summary(config, counted) | {"files_not_read": list(unlisted), "head": _head(tensors, config, counted)}
+    console = Console()
+    layers = _llama_layer_table if isinstance(config, LlamaConfig) else _layer_table
+    for table in (_config_table(config), layers(data["layers"]), *_census_tables(counted)):
+        console.print(table)
+    console.say(*_remarks(data))
+    if args.json is not None:
+        write_json(args.json, data)
+    return 0
+
+
+def _tensors(args: argparse.Namespace) -> tuple[Mapping[str, Stored], Sequence[str]]:
+    """The tensors, and safetensors files beside them that no index names."""
+    from fathom.model.checkpoint.checkpoint import Checkpoint
+
+    if args.headers is not None:
+        return args.headers, ()
+    checkpoint = Checkpoint.open(args.model or DEMO)
+    return checkpoint.shapes(), checkpoint.unlisted
+
+
+def summary(config: Config, counted: Census) -> dict[str, Any]:
+    """Everything that is shown, as JSON values."""
+    return {
+        "config": config.to_json(),
+        "config_fingerprint": config.fingerprint,
+        "layers": _layers(config),
+        "tensors": counted.tensors,
+        "bytes": counted.nbytes,
+        "parameters": len(counted.mappings),
+        "weights": counted.weights,
+        "by_form": {form.value: asdict(tally) for form, tally in counted.by_form.items()},
+        "by_kind": {kind: asdict(tally) for kind, tally in counted.by_kind.items()},
+        "by_dtype": {dtype: asdict(tally) for dtype, tally in counted.by_dtype.items()},
+        "ignored": dict(Counter(counted.ignored.values())),
+        "mtp_stages": counted.mtp_stages,
+        "mtp_head": counted.mtp_head,
+    }
+
+
+def _head(tensors: Mapping[str, Stored], config: Config, counted: Census) -> dict[str, Any] | None:
+    """The drafting head, and why it cannot be run, where it cannot; None where there is none."""
+    if isinstance(config, LlamaConfig) or counted.mtp_head is None:
+        return None
+    told = {"kind": counted.mtp_head.value, "stages": counted.mtp_stages}
+    try:
+        whole = census(tensors, config, head=True)
+    except CheckpointError as error:
+        return told | {"not_run_because": str(error), "weights": None, "bytes": None}
+    sizes = [sum(tally.nbytes for tally in one.by_form.values()) for one in (whole, counted)]
+    return told | {"not_run_because": None, "weights": whole.weights - counted.weights, "bytes": sizes[0] - sizes[1]}
+
+
+def _layers(config: Config) -> list[dict[str, Any]]:
+    if not isinstance(config, LlamaConfig):
+        return [_layer(config, layer) for layer in range(config.num_hidden_layers)]
+    scaling = config.to_json()["rope_scaling"]
+    heads = {"heads": config.num_attention_heads, "kv_heads": config.num_key_value_heads}
+    alike = heads | {"window": config.sliding_window, "rope_base": config.rope_theta, "rope_scaling": scaling}
+    return [{"layer": layer, "kind": "gqa", **alike} for layer in range(config.num_hidden_layers)]
+
+
+def _layer(config: ModelConfig, layer: int) -> dict[str, Any]:
+    compressed = config.layer_kind(layer) is not LayerKind.SWA
+    return {
+        "layer": layer,
+        "kind": config.layer_kind(layer).value,
+        "ratio": config.ratio(layer),
+        "rope_base": config.compress_rope_theta if compressed else config.rope_theta,
+        "yarn": asdict(config.rope_scaling) if compressed and config.rope_scaling else None,
+        "experts": "by token id" if config.is_hash(layer) else "by score",
+    }
+
+
+def _config_table(config: Config) -> Table:
+    table = Table("field", "value", title="config")
+    for name, value in config.to_json().items():
+        if name not in LAYER_FIELDS:
+            table.add_row(name, f"{value:g}" if isinstance(value, float) else str(value))
+    return table
+
+
+def _layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("layer", "kind", "ratio", "RoPE base", "YaRN", "experts", title="layers")
+    for row in layers:
+        yarn = row["yarn"]
+        scaling = f"x{yarn['factor']:g} of {yarn['original_max_position_embeddings']}" if yarn else "-"
+        base = f"{row['rope_base']:g}"
+        table.add_row(str(row["layer"]), row["kind"], str(row["ratio"] or "-"), base, scaling, row["experts"])
+    return table
+
+
+def _llama_layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
+    table = Table("layer", "kind", "heads", "KV heads", "window", "RoPE base", "scaling", title="layers")
+    for row in layers:
+        scaling = row["rope_scaling"]
+        said = f"{scaling['rope_type']} x{scaling['factor']:g}" if scaling else "-"
+        window = "all" if row["window"] is None else str(row["window"])
+        heads = (str(row["heads"]), str(row["kv_heads"]))
+        table.add_row(str(row["layer"]), row["kind"], *heads, window, f"{row['rope_base']:g}", said)
+    return table
+
+
+def _census_tables(counted: Census) -> list[Table]:
+    forms = Table("stored as", "named parameters", "weights", "bytes with scales", title="parameters by form")
+    kinds = Table("kind", "tensors", "elements", "bytes", title="stored tensors by kind")
+    dtypes = Table("dtype", "tensors", "elements", "bytes", title="stored tensors by dtype")
+    _fill(forms, {form.value: tally for form, tally in counted.by_form.items()})
+    _fill(kinds, counted.by_kind)
+    _fill(dtypes, counted.by_dtype)
+    return [forms, kinds, dtypes]
+
+
+def _fill(table: Table, tallies: Mapping[str, Tally]) -> None:
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, tally in tallies.items():
+        table.add_row(name, f"{tally.tensors:,}", f"{tally.elements:,}", f"{tally.nbytes:,}")
+    total = [sum(values) for values in zip(*(asdict(tally).values() for tally in tallies.values()), strict=True)]
+    table.add_section()
+    table.add_row("all", *(f"{value:,}" for value in total))
+
+
+def _remarks(data: Mapping[str, Any]) -> list[str]:
+    lines = [f"ignored, {count:,} tensors: {reason}" for reason, count in data["ignored"].items()]
+    if head := data["head"]:
+        kind, why = f"{head['kind']}, stages: {head['stages']}", head["not_run_because"]
+        sizes = "" if why else f"{head['weights']:,} weights, {head['bytes']:,} bytes"
+        lines.append(
+            f"drafting head, not run: {kind}; {why}" if why else f"drafting head: {kind}, {sizes}, see --draft"
+        )
+    lines += [f"not named by the index, not read: {name}" for name in data["files_not_read"]]
+    lines.append(f"config fingerprint {data['config_fingerprint']}")
+    used, skipped = data["tensors"] - sum(data["ignored"].values()), sum(data["ignored"].values())
+    lines.append(
+        f"all {data['tensors']:,} tensors accounted for: {used:,} used, {skipped:,} ignored;"
+        f" {data['weights']:,} weights, every parameter filled"
+    )
+    return lines
 
 
 if __name__ == "__main__":

@@ -6,12 +6,24 @@ minute. No tokenizer is written: `scripts.generate` runs such a checkpoint with 
 """
 
 import argparse
+import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from fathom.model.checkpoint.config_json import read_json
+from fathom.model.checkpoint.published import published_tensors
+from fathom.model.checkpoint.tensor_mapping import Stored
 from fathom.model.config import ModelConfig
+from fathom.model.errors import CapacityError, ConfigError
+from fathom.runtime.output import making, write_json
 from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.console import Console
 from fathom.scripts.paths import Makes, Reads
 
 
@@ -30,9 +42,62 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = arguments(parser(), argv)
     obj = read_json(args.config)
     config = ModelConfig.from_json(obj, str(args.config))
-    from fathom.scripts.tasks.make_checkpoint import run
-
     return run(args, obj, config)
+
+
+def run(args: argparse.Namespace, obj: Mapping[str, Any], whole: ModelConfig) -> int:
+    """Run the command line, with the config.json that it names; returns the exit status."""
+    from fathom.scripts.make.selection import chosen_layers, shortened, stored_forms
+    from fathom.scripts.make.shards import total_bytes
+
+    layers = chosen_layers(args.layers, whole)
+    try:
+        obj, forms = shortened(obj, whole, layers), stored_forms(obj)
+        tensors = published_tensors(config := ModelConfig.from_json(obj, "shortened"), *forms)
+    except ConfigError as error:
+        raise ConfigError(f"{args.config}: {error}") from None
+    nbytes = total_bytes(tensors)
+    check_room(args.out, nbytes)
+    start = time.perf_counter()
+    with making(args.out) as folder:
+        write(folder, tensors, args.seed, nbytes)
+        write_json(folder / "config.json", obj, indent=2)
+    seconds = time.perf_counter() - start
+    kinds = ", ".join(f"{layer} ({config.layer_kind(i).upper()})" for i, layer in enumerate(layers))
+    print(f"{args.out}: layers {kinds}: {len(tensors):,} tensors, {nbytes:,} bytes, {seconds:.0f} s", file=sys.stderr)
+    print("no tokenizer is among them: scripts.generate runs --tokens alone", file=sys.stderr)
+    return 0
+
+
+def check_room(out: Path, nbytes: int) -> None:
+    """Refuse a folder that is to be made where there is no folder, or less room than it takes.
+
+    Raises
+    ------
+    ConfigError
+        Naming the folder that is not there.
+    CapacityError
+        When the disk has less room than it takes.
+    """
+    parent = out.resolve().parent
+    if not parent.is_dir():
+        raise ConfigError(f"{parent}: no such folder")
+    free = shutil.disk_usage(parent).free
+    if free < nbytes:
+        raise CapacityError(f"{out}: takes {nbytes / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free")
+
+
+def write(directory: Path, tensors: Mapping[str, Stored], seed: int, nbytes: int) -> None:
+    """Write index and shards, with a bar on stderr."""
+    from fathom.scripts.make.shards import write_shards
+    from fathom.scripts.make.values import blocks
+
+    console = Console(stderr=True)
+    columns = (TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("writing", total=nbytes)
+        values = partial(blocks, tensors=tensors, seed=seed)
+        write_shards(directory, tensors, values, lambda count: progress.advance(task, count))
 
 
 if __name__ == "__main__":

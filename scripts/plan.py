@@ -13,10 +13,10 @@ import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any
 
 from fathom.model.architectures import config_from_file
-from fathom.model.checkpoint.published import Experts, published_configs
+from fathom.model.checkpoint.published import EXPERT_DTYPES, published_configs
 from fathom.model.errors import ConfigError
 from fathom.model.llama.config import LlamaConfig
 from fathom.runtime.options import DEMO, NEW_TOKENS
@@ -25,8 +25,6 @@ from fathom.scripts.cli import arguments, run_alone
 from fathom.scripts.flags import add_draft, add_json, add_model, add_run_options, add_variants, positions, positive
 from fathom.scripts.hub import HEADERS
 from fathom.scripts.paths import Models, Reads
-
-EXPERT_DTYPES: Final[tuple[Experts, ...]] = get_args(Experts)
 
 
 class ModelOrRelease(Models):
@@ -111,11 +109,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.gpu is not None and args.device != "cuda":
         raise ConfigError(f"--gpu {args.gpu}: --device is {args.device}")
     if args.context is None:
-        from fathom.scripts.tasks.plan_largest import run
-    else:
-        from fathom.scripts.tasks.plan import run
+        from fathom.scripts.parts.plan_largest import show_largest
 
-    return run(args, config)
+        return show_largest(args, config)
+    from fathom.scripts.parts.plan_tables import show_plan
+
+    return show_plan(args, config)
 
 
 def _gib(text: str) -> float:

@@ -4,13 +4,17 @@
 """
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fathom.model.errors import ConfigError, quoted
-from fathom.runtime.options import checked_config
+from rich.progress import Progress
+
+from fathom.model.errors import ConfigError, one_line, quoted
+from fathom.runtime.options import checked_config, usual
 from fathom.scripts.cli import arguments, run_on_ranks
+from fathom.scripts.console import Console
 from fathom.scripts.flags import (
     add_model,
     add_op_set,
@@ -24,9 +28,13 @@ from fathom.scripts.flags import (
     run_options,
 )
 from fathom.scripts.paths import Reads, Writes
+from fathom.scripts.probe import check_name
 from fathom.scripts.prompts import read_tokens
 
 if TYPE_CHECKING:
+    from fathom.model.config import ModelConfig
+    from fathom.model.ranks.ranks import Group
+    from fathom.probes.fault import Fault
     from fathom.runtime.group.watchdog import Watch
 
 
@@ -57,8 +65,6 @@ def main(argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int
     check_layers(args.layers, config.num_hidden_layers)
     ids = read_tokens(args.tokens, config.vocab_size)
     lengths = chunk_lengths(len(ids), options.prefill_chunk, args.decode_from)
-    from fathom.scripts.tasks.record import run
-
     return run(args, ids, lengths, watch)
 
 
@@ -70,6 +76,72 @@ def check_sites(text: str | None, known: Sequence[str]) -> list[str] | None:
         if name not in known:
             raise ConfigError(f"--sites {quoted(name)}: no site; there are {', '.join(known)}")
     return text.split(",")
+
+
+def run(args: argparse.Namespace, ids: Sequence[int], lengths: Sequence[int], watch: "Watch | None") -> int:
+    """Run tokens in calls of these lengths and write what passed; returns the exit status."""
+    from fathom.runtime.group.processes import connected
+
+    with connected(watch, args.device, args.rank_timeout) as group:
+        return _record(args, ids, lengths, watch, group)
+
+
+def _record(
+    args: argparse.Namespace, ids: Sequence[int], lengths: Sequence[int], watch: "Watch | None", group: "Group"
+) -> int:
+    from fathom.model.observe.observer import observed
+    from fathom.model.transformer import Transformer
+    from fathom.probes.fault import BREAKS_DOWN
+    from fathom.probes.judge.recording import KEPT
+    from fathom.probes.ways import record
+    from fathom.runtime.group.processes import leads, watched_load_any
+    from fathom.runtime.load import read_config
+    from fathom.runtime.op_sets import op_set
+    from fathom.runtime.plan.experts import Work
+    from fathom.runtime.process import set_process
+
+    options = run_options(args)
+    config = read_config(args.model, options)
+    chosen = check_sites(args.sites, [site.name for site in KEPT]) or [site.name for site in KEPT]
+    ops = op_set(args.ops or usual(options.device), options, config)
+    fault = None if args.inject is None else _fault(args.inject, config, group)
+    prompt = args.decode_from or len(ids)
+    work = Work(prompt, 1 + len(ids) - prompt)  # one token more than steps
+    faulty = ops if fault is None else fault.ops(ops)
+    loaded = watched_load_any(watch, args.model, options, faulty, group, context=len(ids), work=work)
+    assert isinstance(loaded.model, Transformer), "as its config was read"
+    if fault is not None:
+        fault.inject(loaded.model)
+    set_process(args.threads, loaded)
+    kept = [site for site in KEPT if site.name in chosen]
+    console = Console(stderr=True)
+    # A fault that a tripwire would end is to be seen to its end.
+    unchecked = contextlib.nullcontext() if fault is None else observed(loaded.model).unchecked()
+    with unchecked, Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("record", total=len(lengths))
+        out = args.out if leads(watch) else None
+        try:
+            tensors = record(loaded.model, ids, lengths, out, kept, args.layers, after=lambda: bar.advance(task))
+        except BREAKS_DOWN as error:
+            if fault is None:
+                raise
+            raise ConfigError(f"--inject {args.inject}: the run breaks down with it: {one_line(str(error))}") from error
+    console.say(f"{args.out}: {tensors} tensors of {len(ids)} tokens from {len(lengths)} calls")
+    return 0
+
+
+def _fault(name: str, config: "ModelConfig", group: "Group") -> "Fault":
+    """A fault by its name; ConfigError for one that this run cannot have."""
+    from fathom.probes.faults import FAULTS
+
+    check_name("fault", name, FAULTS)
+    fault = FAULTS[name]
+    none_here = "it acts between ranks alone" if fault.between_ranks and group.size == 1 else None
+    none_here = "it acts in cache variants alone" if fault.in_variants else none_here
+    none_here = "it acts on drafts alone" if fault.in_drafts else none_here
+    if why := none_here or fault.inapplicable(config):
+        raise ConfigError(f"--inject {name}: {why}")
+    return fault
 
 
 if __name__ == "__main__":

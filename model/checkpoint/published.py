@@ -6,7 +6,7 @@ where they are asked for. The config.json of each release is in the folder `mode
 """
 
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from fathom.kernels.formats.groups import FP4_BLOCK, FP8_BLOCK
 from fathom.model.checkpoint.mtp import Head, head_parameters
@@ -15,6 +15,7 @@ from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 
 Experts = Literal["fp4", "fp8"]
+EXPERT_DTYPES: Final[tuple[Experts, ...]] = get_args(Experts)
 ScaleType = Literal["F8_E8M0", "F32"]
 
 CONFIGS: Final = Path(__file__).resolve().parents[1] / "published"

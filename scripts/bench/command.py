@@ -227,8 +227,16 @@ def _finish(args: argparse.Namespace, bench: Bench, document: dict[str, Any]) ->
 
     page.show(document)
     if args.out is not None:
-        made = page.page(bench, _doc(bench), document)
+        settings = document["settings"]
+        made = page.page(page_name(bench, settings), bench.title.format(**settings), _doc(bench), document)
         args.out.mkdir(parents=True, exist_ok=True)
         page.write(made, args.out)
         print(f"wrote {args.out / made.name}.md", file=sys.stderr)
     return int(any(turns.differs(row) for row in document["rows"]))
+
+
+def page_name(bench: Bench, settings: dict[str, Any]) -> str:
+    """The name of the page's files, without their endings."""
+    value = settings.get(bench.varies)
+    usual = {"theirs_dtype": "bf16", "numerics": "plain"}.get(bench.varies)
+    return bench.page if value == usual else f"{bench.page}-{value}"

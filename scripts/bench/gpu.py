@@ -9,43 +9,28 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from typing import Any, Final
 
 import torch
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from fathom.kernels.formats.stored import Weight, member, stack
-from fathom.kernels.ops import Ops
 from fathom.kernels.triton_ops import TRITON
-from fathom.model.block import Block
-from fathom.model.cache.layers import CACHES
-from fathom.model.call import Call
-from fathom.model.checkpoint.names import parameters
-from fathom.model.checkpoint.tensor_mapping import Form
-from fathom.model.checkpoint.weights import Weights
-from fathom.model.config import ModelConfig
-from fathom.model.ranks.ranks import ALONE, Ranks
-from fathom.model.rope import Rotation, layer_frequencies
 from fathom.model.state import State
 from fathom.model.transformer import Transformer
 from fathom.probes.child import call
-from fathom.runtime.arithmetic import arithmetic
 from fathom.runtime.graph import Captured, Step
-from fathom.runtime.options import RunOptions
-from fathom.runtime.sharding import sharding_plan
 from fathom.scripts.bench import gpu_cases as kernels
 from fathom.scripts.bench.command import GPU_PARTS
-from fathom.scripts.bench.gpu_cases import E4M3, E8M0, MILLION, MODELS, RATIOS, ROOFS, STREAMS, V4, Draw, layer_costs
+from fathom.scripts.bench.gpu_cases import MILLION, MODELS, RATIOS, ROOFS, Draw, layer_costs
+from fathom.scripts.bench.gpu_layers import layer_floor, layers, limits, whole
 from fathom.scripts.bench.gpu_read import read, room
 from fathom.scripts.bench.sass import resources
-from fathom.scripts.bench.turns import JSON, Case, Measures, Rounds, Side, constant
-from fathom.scripts.make.values import E4M3_DEVIATION, moments
+from fathom.scripts.bench.turns import JSON, Case, Rounds
 
 LAYERS, WHOLE = "layers", "whole"
 CAPABILITIES: Final = (90, 100)  # H100 and H200; B200
@@ -58,7 +43,6 @@ AT_ONCE: Final = 120e6  # bytes beyond which one call of its own fills the cache
 FLUSHED: Final = 1 << 28  # bytes written before each repetition, at least; twice L2 where that is more
 CHUNK: Final = 4096  # tokens of a prefill of a whole layer
 AFTER: Final = {"4K": 4096, "128K": 131072, "1M": MILLION - CHUNK}  # the last such that a chunk still fits
-SCALES: Final = {"entries.scale": -7, "indexer_keys.scale": -2}  # powers of two that make rows of about unit size
 
 
 def gpu(args: argparse.Namespace) -> Iterator[Case]:
@@ -101,8 +85,6 @@ def gpu(args: argparse.Namespace) -> Iterator[Case]:
         yield from layers(shape, device, TRITON, rounds, AFTER, CHUNK)
         torch.cuda.empty_cache()
     if WHOLE in parts:
-        from fathom.scripts.bench.gpu_whole import whole  # which is made of what stands here
-
         yield from whole(device, TRITON, rounds, args.whole)
 
 
@@ -162,17 +144,6 @@ class Gpu:
         return 1e6 * (time.perf_counter() - began)
 
 
-def limits(
-    device: Gpu, floor_us: Callable[[tuple[float, float]], float], asked: float | None = None
-) -> dict[str, Side]:
-    """What a time is held against: what was asked for, on an H200; the floor, on a device whose roof is known."""
-    found: dict[str, Side] = {}
-    if asked is not None and kernels.ASKED_OF in device.name:
-        found["asked for"] = constant(us=asked)
-    roof = next((roof for part, roof in ROOFS.items() if part in device.name), None)
-    return found if roof is None else found | {"floor": constant(us=floor_us(roof))}
-
-
 def timed(case: kernels.Case, device: Gpu, rounds: Rounds) -> Case:
     """Check one call of a case, and take as many as make a time that is not the clock's own."""
     copies = min(COPIES, max(1, int(AT_ONCE // max(1, case.cost.bytes))))
@@ -191,95 +162,6 @@ def timed(case: kernels.Case, device: Gpu, rounds: Rounds) -> Case:
 
     label, asked = case.label + (why and f", launched: {why}"), {"us": 1.0} if "asked for" in sides else None
     return Case(case.part, label, sides, rounds, agree, asked)
-
-
-# --- whole layers
-
-
-class DrawnWeights(Weights):
-    """Random parameters in their published forms, made when they are asked for."""
-
-    def __init__(self, config: ModelConfig, draw: Draw) -> None:
-        self.demanded, self.drawn = parameters(config), draw
-
-    def forms(self, names: Iterable[str]) -> set[Form]:
-        """FP4 for routed experts, FP8 for the rest."""
-        return {Form.FP4 if ".ffn.experts." in name else Form.FP8 for name in names}
-
-    def matrix(self, name: str) -> Weight:
-        """Random, of the form that `forms` says."""
-        form = "fp4" if self.forms([name]) == {Form.FP4} else "fp8"
-        return self.drawn.weight(form, *self.demanded[name].shape)
-
-    def matrices(self, names: Sequence[str], *, together: bool) -> list[Weight]:
-        """As `matrix` each; `together`: one behind another in memory."""
-        made = [self.matrix(name) for name in names]
-        if not together:
-            return made
-        stacked = stack(made)
-        return [member(stacked, index) for index in range(len(names))]
-
-    def vector(self, name: str) -> Tensor:
-        """As `scripts.make_checkpoint` draws it."""
-        parameter = self.demanded[name]
-        mean, deviation = moments(name, parameter.shape[-1])
-        dtype = torch.float32 if parameter.kind == "f32" else torch.bfloat16
-        return self.drawn.normal(*parameter.shape, dtype=dtype, scale=deviation).add_(mean)
-
-    def operand(self, name: str) -> Tensor:
-        """As `vector`."""
-        return self.vector(name)
-
-
-def layer_floor(shape: V4, kind: str, context: int, tokens: int, roof: tuple[float, float]) -> float:
-    """Microseconds that a layer takes at least: parts one after the other, each at its own limit."""
-    return sum(part.floor_us(roof) for part in layer_costs(shape, kind, context, tokens).values())
-
-
-@torch.inference_mode()
-def layers(
-    shape: V4, device: Any, ops: Ops, rounds: Rounds, contexts: dict[str, int], chunk: int
-) -> Iterator[Case]:  # fmt: skip
-    """Time the two layers after every context; each call begins from the same cache."""
-    config = ModelConfig.from_json(config_json(shape), shape.name)
-    options = RunOptions(device=device.device.type, entry_format="fp8", key_format="fp4", prefill_chunk=chunk)
-    numerics = arithmetic(options, ops, Ranks(ALONE, sharding_plan(config, 1).ranks[0]), config)
-    draw, most = Draw(device.device, 0), max(contexts.values()) + chunk
-
-    @torch.inference_mode()
-    def side(given: Any, context: int, saved: dict[str, Tensor], time: Callable[[], float]) -> tuple[Measures, None]:
-        given[2].restore(context, saved)
-        return {"us": time()}, None
-
-    for layer, kind in enumerate(RATIOS):
-        rotation = Rotation(layer_frequencies(config, config.layer_kind(layer)).to(device.device))
-        block = Block(config, layer, DrawnWeights(config, draw), numerics, rotation)
-        for (after, context), tokens in product(contexts.items(), (1, chunk)):
-            cache = CACHES[config.layer_kind(layer)](config, layer, most, chunk, numerics.formats, device.device)
-            sizes, dtypes = cache.shapes(context), cache.dtypes()
-            saved = {name: filling(name, size, dtypes[name], draw) for name, size in sizes.items()}
-            cache.restore(context, saved)
-            ids = torch.zeros(tokens, dtype=torch.int64, device=device.device)
-            first = torch.tensor(context, device=device.device) if tokens == 1 else context  # on the device: captured
-            given = (draw.normal(tokens, STREAMS, shape.hidden), Call(ids, first, numerics), cache)
-            run, why = partial(block, *given), ""
-            timed = partial(device.wall_us, run)
-            if tokens == 1:
-                work, why = device.captured([run])
-                timed = partial(device.us, work)
-            floor = limits(device, partial(layer_floor, shape, kind, context, tokens))
-            label = f"{shape.name}, {kind}, {tokens} tokens at {after}" + (why and f", launched: {why}")
-            sides: dict[str, Side] = {"triton": partial(side, given, context, saved, timed), **floor}
-            yield Case("whole layers", label, sides, rounds)
-
-
-def filling(name: str, shape: tuple[int, ...], dtype: torch.dtype, draw: Draw) -> Tensor:
-    """Random content of a part of a cache, as a saved state would bring it."""
-    if dtype == E8M0:
-        return draw.scales(*shape, power=SCALES[name])
-    if dtype == torch.uint8:
-        return draw.bytes(*shape)
-    return draw.normal(*shape, dtype=dtype, scale=E4M3_DEVIATION if dtype == E4M3 else 1.0)
 
 
 # --- what is known without a device
@@ -406,25 +288,3 @@ def compiled(parts: Sequence[str]) -> list[JSON]:
                 where |= {"part": case.part, "case": case.label, "capability": capability}
                 case.build(Draw(torch.device("cpu"), 0, values=False))()
     return found
-
-
-def config_json(shape: V4) -> dict[str, Any]:
-    """A config.json in DeepSeek's dialect: one CSA layer, then one HCA layer, and the experts that a GPU holds."""
-    return {
-        "model_type": "deepseek_v4", "attention_bias": False, "attention_dropout": 0.0, "hidden_act": "silu",
-        "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False, "vocab_size": kernels.VOCABULARY,
-        "max_position_embeddings": MILLION, "hidden_size": shape.hidden, "num_hidden_layers": 2,
-        "compress_ratios": list(RATIOS.values()), "compress_rope_theta": 160000, "rope_theta": 10000,
-        "rope_scaling": {
-            "beta_fast": 32, "beta_slow": 1, "factor": 16, "original_max_position_embeddings": 65536, "type": "yarn",
-        },
-        "head_dim": kernels.HEAD_DIM, "num_attention_heads": shape.heads, "num_key_value_heads": 1,
-        "qk_rope_head_dim": kernels.ROPE, "q_lora_rank": shape.q_lora, "o_groups": shape.o_groups,
-        "o_lora_rank": shape.o_lora, "sliding_window": kernels.WINDOW, "index_head_dim": kernels.INDEX_DIM,
-        "index_n_heads": kernels.INDEX_HEADS, "index_topk": shape.index_topk, "rms_norm_eps": kernels.EPS,
-        "hc_eps": kernels.EPS, "hc_mult": STREAMS, "hc_sinkhorn_iters": kernels.SINKHORN,
-        "moe_intermediate_size": shape.intermediate, "n_routed_experts": shape.experts, "n_shared_experts": 1,
-        "num_experts_per_tok": kernels.CHOSEN, "num_hash_layers": 0, "num_nextn_predict_layers": 0,
-        "expert_dtype": "fp4", "norm_topk_prob": True, "routed_scaling_factor": shape.routed_scaling,
-        "scoring_func": "sqrtsoftplus", "swiglu_limit": kernels.LIMIT, "topk_method": "noaux_tc",
-    }  # fmt: skip

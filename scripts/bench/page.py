@@ -9,7 +9,6 @@ from fathom.probes.finding import Bars, Part, Table, Text
 from fathom.probes.report import Page, write
 from fathom.runtime.report import Commit
 from fathom.scripts.bench import turns
-from fathom.scripts.bench.command import Bench
 from fathom.scripts.bench.turns import JSON, Spread
 from fathom.scripts.console import Console
 
@@ -30,9 +29,8 @@ def show(document: JSON) -> None:
     console.say(_verdict(document) + ".", *turns.summary(document["rows"]))
 
 
-def page(bench: Bench, doc: str, document: JSON) -> Page:
-    """The page: verdict, what each table says, pictures, tables, and how it was measured."""
-    settings = document["settings"]
+def page(name: str, title: str, doc: str, document: JSON) -> Page:
+    """The page of this name: verdict, what each table says, pictures, tables, and how it was measured."""
     said = [f"* {line}." for line in turns.summary(document["rows"])]
     parts = [*_pictures(document["rows"]), *_tables(document), Text("What was measured", doc)]
     facts = {
@@ -40,15 +38,7 @@ def page(bench: Bench, doc: str, document: JSON) -> Page:
         "commit": str(Commit(**document["commit"])),
     }
     data = document if document["rows"] else None
-    name, title = page_name(bench, settings), bench.title.format(**settings)
     return Page(name, title, _verdict(document), "\n".join(["", "", *said]), parts, facts, data)
-
-
-def page_name(bench: Bench, settings: JSON) -> str:
-    """The name of the page's files, without their endings."""
-    value = settings.get(bench.varies)
-    usual = {"theirs_dtype": "bf16", "numerics": "plain"}.get(bench.varies)
-    return bench.page if value == usual else f"{bench.page}-{value}"
 
 
 def _verdict(document: JSON) -> str:

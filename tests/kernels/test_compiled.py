@@ -1,7 +1,10 @@
 """Compiled loops: how they are dealt to threads, kept on disk and refused, and the numbers that lanes hold."""
 
+import ast
 import gc
+import inspect
 import os
+import shutil
 import subprocess
 import sys
 import weakref
@@ -200,16 +203,123 @@ def test_kept_code_that_was_cut_off_is_compiled_again(ending, length, tmp_path):
     assert said == [False, True, False]
 
 
-def test_code_is_kept_under_a_name_that_changes_with_any_source(monkeypatch):
-    compiled.folder.cache_clear()
-    before = compiled.folder()
-    read = Path.read_bytes
-    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b" " * (path.name == "lanes.py"))
-    compiled.folder.cache_clear()
-    try:
-        assert before is not None
-        assert compiled.folder() != before
-        compiled.folder().rmdir()
-    finally:
-        monkeypatch.undo()
-        compiled.folder.cache_clear()
+@pytest.fixture
+def sources(tmp_path, monkeypatch):
+    """A copy of the kernels' sources, by which modules are told apart."""
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    monkeypatch.setattr(compiled, "PROJECT", tmp_path)
+    monkeypatch.setattr(compiled, "folder", lambda: tmp_path)
+    yield tmp_path / "kernels"
+    compiled.digest.cache_clear()
+
+
+def holding():
+    """Modules of the project that hold compiled functions, below the folder of kernels."""
+    files = {Path(one.function.__code__.co_filename) for one in compiled._ALL}
+    return {path.relative_to(ROOT / "kernels") for path in files if path.is_relative_to(ROOT / "kernels")}
+
+
+def digests(sources):
+    compiled.digest.cache_clear()
+    return {str(path): compiled.digest(sources / path) for path in holding()}
+
+
+def test_comments_docstrings_and_lines_do_not_count(sources):
+    before, kinds = digests(sources), ast.Module | ast.ClassDef | ast.FunctionDef
+    for path in sources.rglob("*.py"):
+        text = path.read_text("utf-8")
+        lines = text.splitlines(keepends=True)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, kinds) and ast.get_docstring(node) is not None:
+                at = node.body[0].lineno - 1
+                lines[at] = lines[at].replace('"""', '"""Otherwise: ', 1)
+        path.write_text("# Why.\n\n" + "".join(lines), "utf-8")
+    assert (sources / "lanes.py").read_text("utf-8").count("Otherwise: ") > 10
+    assert digests(sources) == before
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "changed"),
+    [
+        (
+            "norm/cpu.py",
+            "@compiled(",
+            "@compiled(*(), ",
+            {"norm/cpu.py", "hyper/cpu.py", "rope/cpu.py", "experts/cpu.py"},
+        ),
+        ("formats/groups.py", "FP8_BLOCK", "FP8_BLOCKS", {"formats/cpu.py", "linear/cpu.py", "attention/cpu_few.py"}),
+        ("quantise/reference.py", "", "ONE_MORE = 1\n", {"quantise/cpu.py", "rope/cpu.py", "experts/cpu.py"}),
+        ("linear/triton.py", "", "ONE_MORE = 1\n", set()),
+        ("ops.py", "", "ONE_MORE = 1\n", set()),
+    ],
+)
+def test_a_statement_counts_in_its_module_and_in_those_that_import_it(sources, file, old, new, changed):
+    before, path = digests(sources), sources / file
+    text = path.read_text("utf-8")
+    assert old in text
+    path.write_text(text.replace(old, new) if old else text + new, "utf-8")
+    other = {name for name, digest in digests(sources).items() if digest != before[name]}
+    assert changed <= other if changed else not other
+    assert other < set(before)
+
+
+@pytest.mark.parametrize("file", ["lanes.py", "compiled.py"])
+def test_a_number_of_what_all_share_changes_all(sources, file):
+    before = digests(sources)
+    tree = ast.parse((sources / file).read_text("utf-8"))
+    number = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is int][-1]
+    number.value += 1
+    (sources / file).write_text(ast.unparse(tree), "utf-8")
+    assert [name for name, digest in digests(sources).items() if digest == before[name]] in ([], ["gate/cpu.py"])
+
+
+def called(function, seen):
+    """Functions that a loop can call, and so has compiled into it: by names of its module that it mentions."""
+    if function in seen:
+        return
+    seen.add(function)
+    codes = [function.__code__]
+    for code in codes:
+        codes += [const for const in code.co_consts if hasattr(const, "co_code")]
+        named = [function.__globals__.get(name) for name in code.co_names]
+        named += [getattr(one, name, None) for one in named if inspect.ismodule(one) for name in code.co_names]
+        for value in named:
+            parts = value if isinstance(value, tuple | list) else [value]
+            for part in (getattr(part, "py_func", None) or getattr(part, "_defn", part) for part in parts):
+                if inspect.isfunction(part) and Path(part.__code__.co_filename).is_relative_to(ROOT):
+                    called(part, seen)
+
+
+def test_all_that_a_loop_calls_stands_in_sources_that_count():
+    for one in compiled._ALL:
+        left, counted = [Path(one.function.__code__.co_filename)], set()
+        while left:
+            if (path := left.pop()) not in counted:
+                counted.add(path)
+                left += map(compiled._source, compiled._statements(path)[1])
+        functions = set()
+        called(one.function, functions)
+        assert {Path(function.__code__.co_filename) for function in functions} <= counted, one.name
+    assert len(functions) > 1
+
+
+def test_other_words_compile_nothing_and_another_number_does(tmp_path):
+    """In a process of its own each, as a user's are."""
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "fathom.py", tmp_path)
+
+    def kept():
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        said = subprocess.check_output([sys.executable, "-c", LOADED], text=True, cwd=tmp_path, env=environment)
+        assert said.split() == ["1.0"]
+        return {path: path.stat().st_mtime_ns for path in tmp_path.glob("kernels/__pycache__/compiled/**/*.nb?")}
+
+    source, first = tmp_path / "kernels" / "norm" / "cpu.py", kept()
+    assert first
+    text = source.read_text("utf-8")
+    source.write_text(f"# Other words.\n{text}", "utf-8")
+    assert kept() == first
+    source.write_text(f"{text}\nONE_MORE = 1\n", "utf-8")
+    again = kept()
+    assert len(again) == 2 * len(first)
+    assert first.items() < again.items()

@@ -15,8 +15,7 @@ from safetensors import safe_open
 from fathom.model.checkpoint.config_json import read_json
 from fathom.model.errors import ConfigError
 from fathom.scripts import compare, compare_vllm, make_checkpoint
-from fathom.scripts.tasks import compare_vllm as tasks
-from fathom.scripts.tasks.compare_vllm import CASES, CLAMP, PUBLISHED, SMALL, Case, Done
+from fathom.scripts.compare_vllm import CASES, CLAMP, PUBLISHED, SMALL, Case, Done
 from tests.exporter import vllm_cpu
 
 AUDITS = Path(__file__).resolve().parents[2] / "audits"
@@ -103,7 +102,7 @@ def test_a_cpu_without_amx_is_allowed(monkeypatch, supported):
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory):
-    assert tasks._versions(PYTHON)["vllm-cpu"] == VERSION
+    assert compare_vllm._versions(PYTHON)["vllm-cpu"] == VERSION
     return argparse.Namespace(python=PYTHON, rows=32), tmp_path_factory.mktemp("vllm")
 
 
@@ -116,7 +115,7 @@ def one(name):
 @pytest.mark.parametrize("name", RUN)
 def test_the_engine_is_judged_rightly_without_a_flag(engine, name):
     args, work = engine
-    done = tasks._done(args, one(name), work)
+    done = compare_vllm._done(args, one(name), work)
     print(name, done.recorder, *done.told, f"{done.record_seconds:.0f} s and {done.compare_seconds:.0f} s", sep="\n")
     assert done.right
     assert done.report["numerics"] == "linears=none,kv=fp8,index=fp8"
@@ -130,7 +129,7 @@ def test_the_engine_is_judged_rightly_without_a_flag(engine, name):
 @needs_engine
 def test_the_engine_serves_nothing_as_it_is_installed(engine):
     args, work = engine
-    assert tasks._raised(args.python, "layer-types", work) == "KeyError: 'c1a'"
+    assert compare_vllm._raised(args.python, "layer-types", work) == "KeyError: 'c1a'"
 
 
 # --- the page
@@ -174,15 +173,15 @@ def explained(name, share=1.0):
 )
 def test_a_fault_is_right_where_it_is_placed_and_named(first, faults, right):
     assert done_with(one("clamp"), first, faults).right == right
-    page = tasks._page("vllm", [done_with(one("clamp"), first, faults)], {}, {})
+    page = compare_vllm._page("vllm", [done_with(one("clamp"), first, faults)], {}, {})
     assert page.verdict.endswith(f"in {int(right)} of 1 runs that reach it")
 
 
 def test_the_page_has_all_that_compare_said_and_how_many_rows_were_judged():
     recording = Path("work/run.safetensors")
     printed = f"{recording}: 86 sites of 400 tokens; 34 s\nRounding, found: fp8\nAGREES: 1 site\n| a |\nworst: of it\n"
-    assert tasks._sentences(printed, recording) == ["Rounding, found: fp8", "AGREES: 1 site"]
-    page = tasks._page("vllm", [done_with(one("healthy"), verdict="agrees")], {}, {}).markdown()
+    assert compare_vllm._sentences(printed, recording) == ["Rounding, found: fp8", "AGREES: 1 site"]
+    page = compare_vllm._page("vllm", [done_with(one("healthy"), verdict="agrees")], {}, {}).markdown()
     assert "```\nRounding, found from the recording: said\n```" in page
     (row,) = (line for line in page.splitlines() if line.startswith("| FP4 experts |"))
     assert row.startswith("| FP4 experts | 400 | 32 | 1 | 1 | 0 |")

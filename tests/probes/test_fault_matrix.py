@@ -13,7 +13,8 @@ from fathom.probes.catalogue import QUICK
 from fathom.probes.faults import FAULTS
 from fathom.probes.matrix import Cell, Outcome, row
 from fathom.probes.subject import Subject
-from fathom.scripts.tasks.fault_matrix import NOT_CLAIMED, _kept, noticed, page
+from fathom.scripts.fault_matrix import _kept
+from fathom.scripts.parts.faults_page import NOT_CLAIMED, noticed, page
 
 ROOT = Path(__file__).resolve().parents[2]
 SAID = json.loads((ROOT / "audits" / "faults.json").read_text(encoding="utf-8"))

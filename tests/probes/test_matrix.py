@@ -9,7 +9,7 @@ from fathom.probes.fault import Fault
 from fathom.probes.finding import HeatMap, Report, at_most, judged, measured, vacuous
 from fathom.probes.matrix import Cell, Outcome, row, uncaught
 from fathom.probes.subject import Subject
-from fathom.scripts.tasks.fault_matrix import page
+from fathom.scripts.parts.faults_page import page
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from fathom.probes.subject import Subject
 from fathom.runtime.plan import exchanges
 from fathom.runtime.plan.planner import Planner
 from fathom.scripts import probe
-from fathom.scripts.tasks.probe import with_knobs
+from fathom.scripts.probe import with_knobs
 
 AUDITS = Path(__file__).resolve().parents[2] / "audits"
 

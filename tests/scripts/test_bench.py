@@ -144,7 +144,7 @@ def test_the_page_has_the_numbers_of_the_json_and_one_table_of_each():
     rows = [turns.run(Case("First", "c", sides, Rounds.exactly(3), asked={"ms": 1.0}, warm=False))]
     parts = {"1 token": lambda: ({"tokens/s": 8.0, "p: all": 3.0, "p: linear": 2.0, "p: other": 1.0}, None)}
     rows.append(turns.run(Case("Parts", "a prompt of", parts, Rounds.exactly(1), warm=False, compared=False)))
-    made = page.page(command.BENCHES["variants"], "What was done.", document(rows))
+    made = page.page("kv-speed", "What a cache variant costs in time", "What was done.", document(rows))
     text = made.markdown()
     assert text.startswith("# What a cache variant costs in time\n\n**0 of 1 targets are reached; missed: c.**")
     # ratios by round: 0.5, 0.25, 2
@@ -206,7 +206,7 @@ def test_pages_of_settings_that_make_another_page_have_names_of_their_own():
         ("performance", {}, "performance"),
         ("gpu", {}, "gpu-kernels"),
     ):
-        assert page.page_name(command.BENCHES[name], settings) == told
+        assert command.page_name(command.BENCHES[name], settings) == told
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from fathom.kernels.triton_ops import TRITON
 from fathom.model.config import ModelConfig
 from fathom.model.errors import CapacityError
 from fathom.runtime.plan.gpus import GPUS
-from fathom.scripts.bench import command, gpu, gpu_read, gpu_whole, turns
+from fathom.scripts.bench import command, gpu, gpu_layers, gpu_read, turns
 from fathom.scripts.bench import gpu_cases as cases
 from fathom.scripts.bench.gpu_cases import FLASH, MODELS, PRO, ROOFS, Cost, Draw, Tolerance
 from fathom.scripts.bench.turns import Rounds
@@ -131,7 +131,7 @@ def test_parts_are_the_files_of_kernels():
 @pytest.mark.parametrize("shape", MODELS, ids=lambda shape: shape.name)
 def test_shapes_are_the_published_ones(shape):
     path = CONFIGS / f"Deep{'Seek'}-{shape.name}.json"
-    published, ours = json.loads(path.read_text("utf-8")), gpu.config_json(shape)
+    published, ours = json.loads(path.read_text("utf-8")), gpu_layers.config_json(shape)
     layers = {"compress_ratios", "num_hash_layers", "num_hidden_layers", "num_nextn_predict_layers"}
     assert {name for name in ours if published[name] != ours[name]} <= layers
     assert [kind.name for kind in ModelConfig.from_json(ours, "x").layer_kinds] == ["CSA", "HCA"]
@@ -242,7 +242,9 @@ def test_a_case_is_checked_then_timed_on_inputs_of_its_own(nbytes, copies):
 
 def test_layers_run_after_every_context_from_the_same_cache():
     contexts = {"short": 256, "long": 515}
-    rows_of = [turns.run(case) for case in gpu.layers(SMALL, FakeDevice(), TRITON, Rounds.exactly(2), contexts, 6)]
+    rows_of = [
+        turns.run(case) for case in gpu_layers.layers(SMALL, FakeDevice(), TRITON, Rounds.exactly(2), contexts, 6)
+    ]
     assert [row["case"] for row in rows_of] == [
         f"small, {kind}, {tokens} tokens at {context}" + (", launched: of its own will" if tokens == 1 else "")
         for kind in ("CSA", "HCA") for context in contexts for tokens in (1, 6)
@@ -262,8 +264,8 @@ def test_a_launch_that_only_reads_reads_every_number_once(nbytes):
 
 
 def test_a_whole_model_runs_its_prompt_and_then_its_tokens():
-    device, sizes = FakeDevice(), gpu_whole.Sizes(after=9, chunk=6, vocabulary=256)
-    rows_of = [turns.run(case) for case in gpu_whole.whole(device, CPU, Rounds.exactly(1), 4, SMALL, sizes)]
+    device, sizes = FakeDevice(), gpu_layers.Sizes(after=9, chunk=6, vocabulary=256)
+    rows_of = [turns.run(case) for case in gpu_layers.whole(device, CPU, Rounds.exactly(1), 4, SMALL, sizes)]
     assert [row["case"] for row in rows_of] == [
         "small, 4 layers, 6 tokens after 9",
         "small, 4 layers, 1 token, eager after 21",  # a call that is not counted, and one that is
@@ -278,12 +280,12 @@ def test_a_whole_model_runs_its_prompt_and_then_its_tokens():
 
 def test_as_many_layers_as_the_plan_has_room_for():
     h200, h100 = (int(GPUS[name].gib * 2**30) for name in ("h200", "h100"))
-    found = [gpu_whole.fitting(FLASH, memory, 12800, 4096) for memory in (h200, h100, 1 << 40)]
+    found = [gpu_layers.fitting(FLASH, memory, 12800, 4096) for memory in (h200, h100, 1 << 40)]
     assert 36 <= found[0] < 43  # 36 layers and their graph took 132.4 GB of an H200 on the first run
     assert 19 <= found[1] < found[0]
     assert found[2] == 43
     with pytest.raises(CapacityError, match="not one layer of V4-Flash fits"):
-        gpu_whole.fitting(FLASH, 1 << 30, 12800, 4096)
+        gpu_layers.fitting(FLASH, 1 << 30, 12800, 4096)
 
 
 def test_the_page_without_a_device(monkeypatch, tmp_path):

@@ -1,11 +1,13 @@
 """`scripts.generate` and `scripts.logits` from argv to files: what they write, where they stop, what they refuse."""
 
+import argparse
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -21,9 +23,10 @@ from fathom.runtime.options import DEMO, RunOptions
 from fathom.runtime.statefile import read_file
 from fathom.runtime.text.tokenizer import IdStream, Tokenizer
 from fathom.scripts import evaluate, generate, logits
+from fathom.scripts.calibrate_kv import _tokens as text_tokens
 from fathom.scripts.cli import run
-from fathom.scripts.tasks.calibrate_kv import _tokens as text_tokens
-from fathom.scripts.tasks.evaluate_text import Likelihood
+from fathom.scripts.flags import run_options
+from fathom.scripts.parts.evaluate_text import Likelihood
 from tests.by_hand import ROOT
 from tests.make_checkpoint import tiny_config, write_checkpoint
 from tests.transformers_model import our_logits
@@ -355,7 +358,7 @@ def test_bad_flags_name_the_culprit(flags, culprit, capsys, tmp_path, monkeypatc
 
 
 def test_no_weight_is_read_for_a_graph_that_cannot_be(monkeypatch, capsys):
-    monkeypatch.setattr("fathom.scripts.tasks.generate.watched_load_any", None)
+    monkeypatch.setattr("fathom.runtime.group.processes.watched_load_any", None)
     assert "--graph: --device cpu" in refused(generate, capsys, "--prompt", "a", "--graph")
 
 
@@ -531,3 +534,11 @@ def test_the_python_of_a_page_runs(block, tmp_path):
 
 def test_every_page_of_the_api_has_its_python():
     assert len(BLOCKS) == 6
+
+
+def test_every_option_of_a_run_has_a_flag_whose_default_is_the_options():
+    given = vars(generate.parser().parse_args([]))
+    assert {field.name for field in fields(RunOptions)} <= given.keys()
+    assert run_options(argparse.Namespace(**given)) == RunOptions()
+    others = argparse.Namespace(**given | {"experts": "rows", "rank_tokens": "all", "kv": ["all=shard"]})
+    assert run_options(others) == RunOptions(experts="rows", rank_tokens="all", kv=("all=shard",))

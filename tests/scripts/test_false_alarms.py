@@ -5,7 +5,7 @@ import json
 import pytest
 
 from fathom.scripts import false_alarms
-from fathom.scripts.tasks import false_alarms as task
+from fathom.scripts.parts import healthy_runs as task
 
 
 @pytest.mark.parametrize("seed", [1, 7])
@@ -13,7 +13,7 @@ def test_a_healthy_run_is_judged_row_by_row(seed, monkeypatch):
     monkeypatch.setattr(task, "TOKENS", (60, 70))
     monkeypatch.setattr(task, "ROWS_KEPT", 0.0)
     monkeypatch.setattr(task, "SITES_KEPT", 0.0)
-    (numerics, dtype), tally = task._judged(seed)
+    (numerics, dtype), tally = task.judged(seed)
     assert (numerics, dtype) == {1: ("plain", "bf16"), 7: ("plain", "fp16")}[seed]
     assert tally.rows > 3000
     assert (tally.alarms, dict(tally.runs)) == ([], {task.WHOLE: 1})
@@ -26,7 +26,7 @@ def test_a_healthy_run_of_which_not_all_was_kept_agrees(kept, rows, sites, monke
     monkeypatch.setattr(task, "TOKENS", (60, 70))
     monkeypatch.setattr(task, "ROWS_KEPT", rows)
     monkeypatch.setattr(task, "SITES_KEPT", sites)
-    _, tally = task._judged(2)
+    _, tally = task.judged(2)
     assert (tally.alarms, dict(tally.runs), dict(tally.moved)) == ([], {kept: 1}, {})
     assert tally.rows > 1000
 
@@ -43,6 +43,6 @@ def test_the_page_counts_what_was_judged(tmp_path, capsys):
 
 def test_an_alarm_fails_the_page():
     healthy, wrong = task.Tally(rows=10), task.Tally(rows=7, alarms=[{"seed": 3}])
-    page = task._page("alarms", {("plain", "bf16"): healthy, ("deployed", "fp32"): wrong}, {"commit": "0" * 12})
+    page = false_alarms._page("alarms", {("plain", "bf16"): healthy, ("deployed", "fp32"): wrong}, {"commit": "0" * 12})
     assert page.verdict == "Fail: 1 of 17 healthy rows were called wrong"
     assert page.facts["verdict"] == "fail"

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from fathom.model.errors import ConfigError
+from fathom.scripts import findings
 from fathom.scripts.findings import main
-from fathom.scripts.tasks import claims, findings
-from fathom.scripts.tasks.claims import Figure, Verdict
+from fathom.scripts.parts import claims
+from fathom.scripts.parts.claims import Figure, Verdict
 
 ROOT = Path(__file__).resolve().parents[2]
 AUDITS = ROOT / "audits"

@@ -65,14 +65,14 @@ def test_what_was_answered_stays_and_the_rest_follows(many, tmp_path, monkeypatc
         return real_generate(*args, **named)
 
     with monkeypatch.context() as patch:
-        patch.setattr("fathom.scripts.tasks.generate_many.generate", interrupted)
+        patch.setattr("fathom.scripts.parts.generate_many.generate", interrupted)
         assert many(status=130) == "interrupted"
     assert len(out.read_text("utf-8").splitlines()) == 2
     with out.open("ab") as file:  # as if killed while writing, in the middle of a character
         file.write('{"text": "你'.encode()[:-1])
     calls = []
     monkeypatch.setattr(
-        "fathom.scripts.tasks.generate_many.generate",
+        "fathom.scripts.parts.generate_many.generate",
         lambda *args, **named: calls.append(args) or real_generate(*args, **named),
     )
     again = many("--resume")
@@ -115,7 +115,7 @@ def test_a_file_of_answers_to_something_else_is_kept(many, tmp_path):
     ],
 )
 def test_a_bad_line_is_named_before_anything_is_loaded(many, tmp_path, monkeypatch, lines, says):
-    monkeypatch.setattr("fathom.scripts.tasks.generate_many.watched_load_any", None)
+    monkeypatch.setattr("fathom.scripts.parts.generate_many.watched_load_any", None)
     assert many(lines=lines, status=2).startswith(f"{tmp_path}/prompts.jsonl: {says}")
     assert not (tmp_path / "out.jsonl").exists()
 

@@ -21,8 +21,8 @@ from fathom.scripts.bench import sass
 from fathom.scripts.bench.command import GPU_PARTS
 from fathom.scripts.bench.gpu import LAYERS, READING, WHOLE
 from fathom.scripts.console import Console
-from fathom.scripts.tasks import gpu
-from fathom.scripts.tasks.gpu import ABSENT, FAILED, LATE, PASSED, Result, Stage
+from fathom.scripts.parts import gpu_stages as gpu
+from fathom.scripts.parts.gpu_stages import ABSENT, FAILED, LATE, PASSED, Result, Stage
 from tests.by_hand import ROOT
 
 

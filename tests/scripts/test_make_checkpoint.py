@@ -305,7 +305,7 @@ def test_a_run_that_fails_leaves_nothing(config_file, tmp_path, capsys, monkeypa
         yield b"12"
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("fathom.scripts.tasks.make_checkpoint.blocks", full)
+    monkeypatch.setattr("fathom.scripts.make.values.blocks", full)
     message = refused(capsys, "--config", config_file, "--layers", "1", "--out", tmp_path / "out")
     assert message == f"{tmp_path / 'out'}: No space left on device"
     assert not list(tmp_path.glob("out*"))

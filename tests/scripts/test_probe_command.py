@@ -11,7 +11,7 @@ from rich.console import Console
 
 from fathom.model.errors import CheckpointError
 from fathom.model.ranks.ranks import Group
-from fathom.probes import kv_variants, needle
+from fathom.probes import catalogue, faults, kv_variants, needle
 from fathom.probes.catalogue import EXPERIMENTS, FULL
 from fathom.probes.fault import Fault
 from fathom.probes.faults import FAULTS
@@ -21,13 +21,12 @@ from fathom.probes.subject import Subject
 from fathom.runtime.options import DEMO
 from fathom.scripts import paths, probe
 from fathom.scripts.cli import run
-from fathom.scripts.tasks import probe as command
 from tests.fake_probes import FAILING, FAKES, HOLLOW, PASSING, UNJUDGED
 from tests.llama_model import oracle
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
-SHIPPED = command.AUDITS, command.FAULTS  # before the tests put their own in place
+SHIPPED = probe.AUDITS  # before the tests put their own in place
 FAULT = Fault("nothing-wrong", "Nothing is changed.", "the tests")
 HOPELESS = Fault("hopeless", "Nothing.", "the tests", inapplicable=lambda config: f"{config.vocab_size} tokens")
 
@@ -35,10 +34,10 @@ HOPELESS = Fault("hopeless", "Nothing.", "the tests", inapplicable=lambda config
 @pytest.fixture(autouse=True)
 def audits(monkeypatch, tmp_path):
     """Fake probes and faults, and a folder of this test in the place of the repository's audits."""
-    monkeypatch.setattr(command, "FULL", FAKES)
-    monkeypatch.setattr(command, "QUICK", tuple(replace(probe, summary="Quick.") for probe in FAKES))
-    monkeypatch.setattr(command, "FAULTS", {fault.name: fault for fault in (FAULT, HOPELESS)})
-    monkeypatch.setattr(command, "AUDITS", tmp_path / "audits")
+    monkeypatch.setattr(catalogue, "FULL", FAKES)
+    monkeypatch.setattr(catalogue, "QUICK", tuple(replace(probe, summary="Quick.") for probe in FAKES))
+    monkeypatch.setattr(faults, "FAULTS", {fault.name: fault for fault in (FAULT, HOPELESS)})
+    monkeypatch.setattr(probe, "AUDITS", tmp_path / "audits")
     return tmp_path / "audits"
 
 
@@ -89,7 +88,7 @@ def test_all_runs_each_probe_once_in_order(capsys):
 
 def test_all_leaves_out_what_does_not_apply_and_says_so(capsys, monkeypatch):
     inapplicable = replace(FAILING, lacks="the model has no such layer")
-    monkeypatch.setattr(command, "FULL", (PASSING, inapplicable))
+    monkeypatch.setattr(catalogue, "FULL", (PASSING, inapplicable))
     assert main("all") == 0
     out, _ = capsys.readouterr()
     assert out.splitlines()[0].split(maxsplit=3) == ["left", "out", "failing", "the model has no such layer"]
@@ -100,7 +99,9 @@ def test_all_leaves_out_what_does_not_apply_and_says_so(capsys, monkeypatch):
 
 def test_a_probe_that_breaks_down_is_a_row_that_fails_and_the_others_go_on(capsys, monkeypatch, audits):
     broken = replace(FAILING, name="broken", breaks=RuntimeError("no [/x] in\n\x1b[31m /a/home/file.py"))
-    monkeypatch.setattr(command, "FULL", (broken, replace(broken, name="named", breaks=CheckpointError("a")), PASSING))
+    monkeypatch.setattr(
+        catalogue, "FULL", (broken, replace(broken, name="named", breaks=CheckpointError("a")), PASSING)
+    )
     assert main("all") == 1
     lines = capsys.readouterr().out.splitlines()
     cause = r"error: RuntimeError: no [/x] in; \x1b[31m file.py"
@@ -120,7 +121,7 @@ def test_a_probe_that_breaks_down_is_a_row_that_fails_and_the_others_go_on(capsy
 def test_needs_that_break_down_are_a_row_too(capsys, monkeypatch):
     broken = replace(PASSING, name="broken", lacks=ValueError("no such field"))
     monkeypatch.setattr(type(broken), "needs", lambda self, _: _raised(self.lacks) if self.lacks else None)
-    monkeypatch.setattr(command, "FULL", (broken, PASSING))
+    monkeypatch.setattr(catalogue, "FULL", (broken, PASSING))
     assert main("all") == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[1] == "    error: ValueError: no such field"
@@ -140,13 +141,13 @@ def test_a_probe_that_breaks_down_on_several_ranks_ends_the_run():
 def test_a_checkpoint_that_cannot_be_loaded_ends_the_command(tmp_path, capsys, monkeypatch):
     write_checkpoint(tmp_path, tiny_config(), seed=0)
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
-    monkeypatch.setattr(command, "attempt", lambda *_: pytest.fail("work was done"))
+    monkeypatch.setattr("fathom.probes.probe.attempt", lambda *_: pytest.fail("work was done"))
     assert "model-00001-of-00002.safetensors" in refused(capsys, "all", "--model", tmp_path)
 
 
 def test_probes_of_fathom_itself_run_on_another_model_only_where_they_are_named(capsys, monkeypatch, checkpoint):
     of_fathom = replace(PASSING, name="of-fathom", of_fathom=True)
-    monkeypatch.setattr(command, "FULL", (PASSING, of_fathom))
+    monkeypatch.setattr(catalogue, "FULL", (PASSING, of_fathom))
     assert main("all", "--model", checkpoint) == 0
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith("left out of-fathom ")
@@ -160,7 +161,7 @@ def test_probes_of_fathom_itself_run_on_another_model_only_where_they_are_named(
 
 def test_what_is_piped_is_neither_cut_nor_wrapped(capsys, monkeypatch):
     long = replace(FAILING, summary="word " * 100, findings=(broken_finding("tensor " * 50, "why " * 30),))
-    monkeypatch.setattr(command, "FULL", (long, PASSING))
+    monkeypatch.setattr(catalogue, "FULL", (long, PASSING))
     assert main("all") == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith("word " * 99 + "word")
@@ -234,7 +235,7 @@ def test_any_other_run_writes_no_page_unless_told_where(flags, audits, checkpoin
 
 
 def test_the_command_writes_to_the_repository_and_injects_the_faults_that_ship():
-    assert (ROOT / "audits", FAULTS) == SHIPPED
+    assert SHIPPED == ROOT / "audits"
     fresh = [sys.executable, "-m", "scripts.probe"]
     listed = subprocess.run([*fresh, "--list"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name, fault in FAULTS.items():
@@ -252,7 +253,7 @@ def test_the_demo_by_another_path_is_the_demo(audits, monkeypatch):
 def test_the_command_gives_paths_as_given_but_absolute_ones_shortened(checkpoint, tmp_path, monkeypatch):
     def told(*argv):
         args = probe.parser().parse_args([str(arg) for arg in argv])
-        return command.command(args, "recall")
+        return probe.command(args, "recall")
 
     monkeypatch.chdir(tmp_path)
     assert told("all") == "python -m scripts.probe recall"
@@ -274,7 +275,7 @@ def test_quick_runs_the_quick_settings(capsys):
 def test_the_seed_and_the_fault_and_the_prompt_reach_the_subject(tmp_path):
     (tmp_path / "prompt.txt").write_bytes(b"The capital of\r\nFrance")
     flags = ("--seed", "5", "--inject", "nothing-wrong", "--prompt-file", str(tmp_path / "prompt.txt"))
-    subject = command.subject_of(probe.parser().parse_args(["x", *flags, "--numerics", "plain"]))
+    subject = probe.subject_of(probe.parser().parse_args(["x", *flags, "--numerics", "plain"]))
     assert (subject.seed, subject.fault, subject.options.numerics) == (5, FAULT, "plain")
     assert subject.prompt == "The capital of\r\nFrance"
 
@@ -302,13 +303,13 @@ def test_the_list_names_probes_and_faults(capsys, audits):
     ],
 )
 def test_what_is_asked_for_wrongly_is_refused_in_one_line(argv, line, capsys, audits):
-    vocab = command.subject_of(probe.parser().parse_args(["x"])).config.vocab_size
+    vocab = probe.subject_of(probe.parser().parse_args(["x"])).config.vocab_size
     assert refused(capsys, *argv) == line.replace("768", str(vocab))
     assert not audits.exists()
 
 
 def test_bad_files_are_refused_before_any_work(tmp_path, capsys, monkeypatch, checkpoint):
-    monkeypatch.setattr(command, "attempt", lambda *_: pytest.fail("work was done"))
+    monkeypatch.setattr("fathom.probes.probe.attempt", lambda *_: pytest.fail("work was done"))
     assert "config.json" in refused(capsys, "passing", "--inject", "nothing-wrong", "--model", tmp_path)
     lost = tmp_path / "lost.txt"
     assert refused(capsys, "passing", "--prompt-file", lost) == f"{lost}: No such file or directory"
@@ -324,7 +325,7 @@ def test_bad_files_are_refused_before_any_work(tmp_path, capsys, monkeypatch, ch
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "attempt", lambda *_: pytest.fail("work was done"))
+    monkeypatch.setattr("fathom.probes.probe.attempt", lambda *_: pytest.fail("work was done"))
 
     def full(**_):
         raise OSError(30, "Read-only file system")
@@ -335,20 +336,20 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(tmp_path, ca
 
 
 def test_pages_of_finished_probes_stay_when_a_later_one_breaks(audits, monkeypatch):
-    genuine = command.attempt
+    genuine = attempt
 
     def breaks(probe, subject, progress):
         if probe.name == HOLLOW.name:
             raise KeyboardInterrupt
         return genuine(probe, subject, progress)
 
-    monkeypatch.setattr(command, "attempt", breaks)
+    monkeypatch.setattr("fathom.probes.probe.attempt", breaks)
     assert run(lambda: main("all")) == 130
     assert sorted(path.name for path in audits.glob("*.md")) == ["failing.md", "passing.md"]
 
 
 def test_a_terminal_gets_tables(capsys, monkeypatch):
-    monkeypatch.setattr(command, "Console", lambda **flags: Console(**flags, force_terminal=True, width=100))
+    monkeypatch.setattr(probe, "Console", lambda **flags: Console(**flags, force_terminal=True, width=100))
     assert main("passing", "tripping", "--quick") == 1
     out, err = capsys.readouterr()
     assert out.count("┏") == 3, "a table for each probe and one for all"
@@ -369,10 +370,10 @@ def test_a_terminal_gets_tables(capsys, monkeypatch):
 
 def test_a_knob_is_set_by_its_name():
     knobs = ["lengths=2,8", "needles=3", "codes=[64,1,2],[128,2,2]"]
-    assert command.with_knobs(needle.FULL, knobs) == replace(
+    assert probe.with_knobs(needle.FULL, knobs) == replace(
         needle.FULL, lengths=(2, 8), needles=3, codes=((64, 1, 2), (128, 2, 2))
     )
-    assert command.with_knobs(kv_variants.FULL, ["llama=a,b=c"]) == replace(kv_variants.FULL, llama="a,b=c")
+    assert probe.with_knobs(kv_variants.FULL, ["llama=a,b=c"]) == replace(kv_variants.FULL, llama="a,b=c")
 
 
 @pytest.mark.parametrize(
@@ -390,13 +391,13 @@ def test_a_knob_is_set_by_its_name():
     ],
 )
 def test_a_knob_that_cannot_be_set_is_refused(flags, says, capsys, monkeypatch):
-    monkeypatch.setattr(command, "FULL", (needle.FULL,))
+    monkeypatch.setattr(catalogue, "FULL", (needle.FULL,))
     assert says in refused(capsys, *flags)
 
 
 def test_an_experiment_is_run_by_its_name_alone(capsys, monkeypatch):
-    monkeypatch.setattr(command, "EXPERIMENTS", (replace(PASSING, name="long"),))
-    monkeypatch.setattr(command, "FULL", (PASSING,))
+    monkeypatch.setattr(catalogue, "EXPERIMENTS", (replace(PASSING, name="long"),))
+    monkeypatch.setattr(catalogue, "FULL", (PASSING,))
     assert main("all") == 0
     assert "long" not in capsys.readouterr().out
     assert main("all", "long") == 0

@@ -16,7 +16,7 @@ from fathom.runtime.text.segments import Text
 from fathom.runtime.text.tokenizer import Tokenizer
 from fathom.scripts import evaluate, generate, memory_db
 from fathom.scripts.cli import run
-from fathom.scripts.tasks.evaluate_text import Likelihood
+from fathom.scripts.parts.evaluate_text import Likelihood
 from tests.llama_model import oracle
 from tests.tokenizer_files import PIECES_FORMS, VOCAB_SIZE, write
 

@@ -97,7 +97,7 @@ def test_it_stands_beside_transformers_and_packages_of_the_same_names(users_fold
     program = """
 import kernels, model, probes, runtime, scripts
 import transformers.models.deepseek_v4
-import fathom.scripts.tasks.compare, fathom.probes.catalogue, fathom.kernels.ops
+import fathom.scripts.parts.judging, fathom.probes.catalogue, fathom.kernels.ops
 assert all(theirs.mine for theirs in (kernels, model, probes, runtime, scripts))
 """
     ran(sys.executable, "-c", program, **users_folder)

@@ -29,8 +29,8 @@ from fathom.probes.needle import (
 from fathom.probes.subject import speaks_demo_language
 from fathom.runtime.text.encoding import before_text
 from fathom.runtime.text.tokenizer import Tokenizer
+from fathom.scripts.parts.evaluate_text import size
 from fathom.scripts.paths import MAX_TEXT_BYTES
-from fathom.scripts.tasks.evaluate_text import size
 
 EXPLAINED: Final = """\
 Documents of filler tell people's codes, each once, at even depths, and end with a question for each, the answers to

@@ -7,15 +7,16 @@ import sys
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from fathom.model.errors import ConfigError, StateError
 from fathom.model.files import read_text, regular_file_size
 from fathom.runtime.errors import PromptError
-from fathom.runtime.group.processes import leads
-from fathom.runtime.group.watchdog import Watch
 from fathom.scripts.console import Console
 from fathom.scripts.paths import MAX_TEXT_BYTES, check_output
+
+if TYPE_CHECKING:
+    from fathom.runtime.group.watchdog import Watch
 
 SAY, READ, SAVE, LOAD, RESET, HELP, QUIT = "say", "read", "save", "load", "reset", "help", "quit"
 OF_FILES: Final = (READ, SAVE, LOAD)
@@ -41,12 +42,14 @@ class Entry(NamedTuple):
 class User:
     """Whoever types, at a terminal or into a pipe."""
 
-    def __init__(self, args: argparse.Namespace, console: Console, watch: Watch | None) -> None:
+    def __init__(self, args: argparse.Namespace, console: Console, watch: "Watch | None") -> None:
         self.args, self.console, self.watch = args, console, watch
         self.interrupts = 0  # since the last line: the second one, at the prompt, ends the chat
 
     def entries(self) -> Iterator[Entry]:
         """Yield what the user wants until they want no more: the first rank reads, and tells the others."""
+        from fathom.runtime.group.processes import leads
+
         number = 0
         while True:
             if leads(self.watch):

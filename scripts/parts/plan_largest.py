@@ -14,7 +14,7 @@ from fathom.runtime.output import write_json
 from fathom.runtime.plan.gpus import GPUS
 from fathom.scripts.console import Console
 from fathom.scripts.flags import UNITS, run_options
-from fathom.scripts.tasks.plan import (
+from fathom.scripts.parts.plan_tables import (
     DOES_NOT_FIT,
     GIB,
     TELL,
@@ -31,7 +31,7 @@ from fathom.scripts.tasks.plan import (
 CONTEXTS: Final = (1 << 13, 1 << 17)  # and all positions of the model
 
 
-def run(args: argparse.Namespace, config: Config) -> int:
+def show_largest(args: argparse.Namespace, config: Config) -> int:
     """Show what fits for a model of this config; returns the exit status."""
     options = run_options(args)
     check_options(config, options, args.config or args.model or DEMO)

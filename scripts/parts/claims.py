@@ -38,7 +38,6 @@ from fathom.runtime.arithmetic import cache_formats
 from fathom.runtime.options import RunOptions
 from fathom.runtime.plan.gpus import GPUS
 from fathom.scripts.paths import AUDITS, ROOT
-from fathom.scripts.tasks.compare_vllm import HEALTHY, LOST, NOTHING, RAISED
 
 CONFIGS: Final = ROOT / "model" / "published"
 HERE: Final = "python -m scripts.findings"
@@ -209,7 +208,7 @@ def measured(name: str, what: str) -> list[float]:
 
 
 def table(name: str, section: str) -> list[dict[str, str]]:
-    """A table by its title, of a page's JSON, or where it has none of the page; a row by its column.
+    """A table by its title, a row by its column: of a page's JSON, or of a page that is older than JSON beside pages.
 
     ConfigError where there is none.
     """
@@ -1467,7 +1466,7 @@ def _fallback() -> Row:
 
 def _vllm_cpu() -> Iterator[Row]:
     """What vLLM's own comments say of its engine, against what `scripts.compare_vllm` found of it."""
-    runs = table("vllm.json", LOST)
+    runs = table("vllm.json", "The clamp of routed experts is lost")
     least = min((row["explains"] for row in runs), key=number)
     layers = sorted({row["differ in layers"] for row in runs})
     names, where = sorted({row["named"] for row in runs}), sorted({row["first difference"] for row in runs})
@@ -1490,8 +1489,8 @@ def _vllm_cpu() -> Iterator[Row]:
         ("vllm.md",),
         by_measurement(held=lost == 0),
     )
-    raised = cell("vllm.json", RAISED, {"what is not mended": "layer-types"}, "raised")
-    judged = table("vllm.json", HEALTHY)
+    raised = cell("vllm.json", "What the engine raises without", {"what is not mended": "layer-types"}, "raised")
+    judged = table("vllm.json", "Healthy runs")
     agree, sites = (sum(int(row[column]) for row in judged) for column in ("agree", "sites"))
     yield Row(
         V4,
@@ -1501,7 +1500,7 @@ def _vllm_cpu() -> Iterator[Row]:
         f"As installed the engine raises at the first request of a DeepSeek-V4 model: {raised}. With the layer types"
         f" that its metadata lacks put in, {agree} of {sites} sites of {len(judged)} runs agree with float64.",
         ("vllm.md",),
-        by_measurement(held=raised == NOTHING),
+        by_measurement(held=raised == "nothing"),
     )
 
 

@@ -36,8 +36,8 @@ from fathom.runtime.sampling import Sampling
 from fathom.runtime.text.tokenizer import StreamDecoder, Tokenizer
 from fathom.scripts.console import Console
 from fathom.scripts.flags import run_options
+from fathom.scripts.parts.answers import likelihoods, message, summary_table
 from fathom.scripts.prompts import Entry, Prompts
-from fathom.scripts.tasks.generate import likelihoods, message, summary_table
 
 MAX_ANSWERS_BYTES: Final = 1 << 30  # of a file of answers that is to be gone on with
 

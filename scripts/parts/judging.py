@@ -1,4 +1,4 @@
-"""What `scripts.compare` does once its command line is known to be good."""
+"""What `scripts.compare` does: judge a recording by the oracle, say what was found, and what explains it."""
 
 import argparse
 import contextlib
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from fathom.model.checkpoint.census import Census, census
 from fathom.model.checkpoint.checkpoint import Checkpoint
-from fathom.model.choices import NUMERICS, PLAIN
+from fathom.model.choices import NUMERICS, PLAIN, RECORDED_DTYPES
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.model.rounding import Rounding
@@ -29,12 +29,11 @@ from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, read_m
 from fathom.runtime.allocator import keep_memory
 from fathom.runtime.hub import fetch
 from fathom.runtime.output import write_json, write_text
-from fathom.scripts.compare import DTYPE_NAMES
 from fathom.scripts.console import Console
 from fathom.scripts.flags import chunk_lengths
 from fathom.scripts.paths import told
 
-DTYPES: Final = dict(zip(DTYPE_NAMES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
+DTYPES: Final = dict(zip(RECORDED_DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 QUIET: Final = 20  # seconds between lines of progress where there is no terminal to draw on
 CHOSEN_FIRST: Final = ("indexer.selected", "experts.ids")  # without them a wrong choice hides
 WIDE: Final = 0.1  # a bound in units of a row's length that is said to be wide
@@ -59,7 +58,7 @@ class Run(NamedTuple):
         return chunk_lengths(tokens, args.prefill_chunk or tokens, args.decode_from)
 
 
-def run(args: argparse.Namespace, config: ModelConfig) -> int:
+def judge(args: argparse.Namespace, config: ModelConfig) -> int:
     """Judge a recording, say what was found and what explains it; returns the exit status."""
     torch.set_num_threads(1)  # float64 of small tensors
     keep_memory()

@@ -1,4 +1,4 @@
-"""What `scripts.plan` does once its command line is known to be good."""
+"""What `scripts.plan` shows of a run of one context: the memory that each rank needs, part by part."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.config_json import read_json
 from fathom.model.checkpoint.filling import HOST_BYTES
 from fathom.model.checkpoint.mtp import announced
-from fathom.model.checkpoint.published import Experts, published_tensors, released_scale
+from fathom.model.checkpoint.published import EXPERT_DTYPES, Experts, published_tensors, released_scale
 from fathom.model.checkpoint.tensor_mapping import Form, Stored
 from fathom.model.choices import OFF
 from fathom.model.config import ModelConfig
@@ -39,8 +39,7 @@ from fathom.runtime.plan.token import LAUNCH, Token
 from fathom.runtime.sharding import ShardingPlan, sharding_plan
 from fathom.scripts.console import Console
 from fathom.scripts.flags import run_options
-from fathom.scripts.plan import EXPERT_DTYPES
-from fathom.scripts.tasks import plan_experts
+from fathom.scripts.parts import plan_experts
 
 GIB: Final = 1 << 30
 HOME: Final = "b200"  # whose bandwidth a token's arithmetic takes where no GPU is named
@@ -49,7 +48,7 @@ TELL: Final = "--prompt-tokens tells its length"
 RANKS: Final = (1, 2, 4, 8, 16, 32, 64)  # that are tried; each divides the next, so that a rank never gets more
 
 
-def run(args: argparse.Namespace, config: Config) -> int:
+def show_plan(args: argparse.Namespace, config: Config) -> int:
     """Show the plan for a model of this config; returns the exit status."""
     options = run_options(args)
     check_options(config, options, args.config or args.model or DEMO)

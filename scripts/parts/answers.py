@@ -1,101 +1,25 @@
-"""What `scripts.generate` does once its command line is known to be good."""
+"""An answer and the report of a run, for the eye and as JSON: what commands that generate share. Imports no torch."""
 
-import argparse
 import contextlib
-import io
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from fathom.model.choices import EXACT
-from fathom.model.errors import CapacityError
-from fathom.model.ranks.ranks import Group
-from fathom.model.state import State
-from fathom.runtime.decoding import check_graph, decoding
-from fathom.runtime.drafting import check_draft, drafting
 from fathom.runtime.errors import PromptError
-from fathom.runtime.generate import Generation, generate
-from fathom.runtime.group.processes import connected, watched_load_any
-from fathom.runtime.group.watchdog import Watch
-from fathom.runtime.load import AnyLoaded
-from fathom.runtime.memory import new_state
-from fathom.runtime.op_sets import op_set
-from fathom.runtime.options import RunOptions, usual
-from fathom.runtime.output import write_json
-from fathom.runtime.plan.experts import Work
-from fathom.runtime.process import set_process
-from fathom.runtime.report import report
-from fathom.runtime.sampling import Sampling
-from fathom.runtime.statefile import Saved, load_state, read_saved, save_state, saved_position
 from fathom.runtime.text.parsing import parse_completion
 from fathom.runtime.text.segments import THINK_START, Segment
 from fathom.runtime.text.tokenizer import IdStream, StreamDecoder, Tokenizer
 from fathom.scripts.console import Console, summary, visible
-from fathom.scripts.flags import run_options
-from fathom.scripts.prompts import Prompt
 
-LONG_PREFILL = 256  # tokens from which a prefill has a progress bar
-MIB = 1024 * 1024
+if TYPE_CHECKING:
+    from fathom.runtime.generate import Generation
 
-
-def run(args: argparse.Namespace, prompt: Prompt, watch: Watch | None) -> int:
-    """Run the prompt, as one of several ranks where there is a watch; returns the exit status."""
-    with connected(watch, args.device, args.rank_timeout) as group:
-        return _generate(args, prompt, watch, group)
-
-
-def _generate(args: argparse.Namespace, given: Prompt, watch: Watch | None, group: Group) -> int:
-    sampling, options = Sampling(args.temperature, args.top_p, args.seed), run_options(args)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal that cannot show a character must not end the run
-        sys.stdout.reconfigure(errors="replace")
-    config, tokenizer, segments, prompt = given
-    ops = op_set(args.ops or usual(options.device), options, config)
-    if args.graph and args.max_new_tokens > 1:
-        check_graph(config, options.device, ops)
-    check_draft(config, options, ops, graph=args.graph)
-    held = 0 if args.load_state is None else saved_position(args.load_state) + 2  # a pending token, and an EOS after it
-    context = args.max_context or held + len(prompt) + args.max_new_tokens - 1
-    console = Console(stderr=True)
-    with console.loading(args.model):
-        work = Work(len(prompt), args.max_new_tokens)
-        loaded = watched_load_any(watch, args.model, options, ops, group, context=context, work=work)
-    set_process(args.threads, loaded)
-    state, prompt = _state(args, loaded, options, prompt)
-    by = decoding(loaded.model, state, graph=args.graph, steps=args.max_new_tokens - 1, head=loaded.head)
-    record = Generation()
-    with prefill_progress(console, len(prompt)) as advance:
-        stream = generate(
-            loaded.model,
-            state,
-            prompt,
-            eos=config.eos_token_ids,
-            limit=args.max_new_tokens,
-            sampling=sampling,
-            progress=advance,
-            record=record,
-            decode=by.step,
-            drafting=drafting(options, loaded.head),
-            alternatives=args.logprobs,
-        )
-        text = print_text(stream, IdStream() if tokenizer is None else StreamDecoder(tokenizer))
-    data = report(loaded, options, state, [record], by)
-    if args.save_state is not None:  # by all ranks; nothing that others wait for comes after it
-        save_state(args.save_state, state, loaded, record.pending)
-    if args.logprobs is not None:
-        data["logprobs"] = likelihoods(tokenizer, record)
-        console.print(_logprobs_table(data["logprobs"]))
-    console.print(summary_table(data))
-    if args.json is not None and group.rank == 0:
-        told = None if tokenizer is None else text
-        data |= {"text": told, "tokens": record.tokens, "prompt": prompt, "sampling": asdict(sampling)}
-        if tokenizer is not None and segments and not args.raw:  # the rest of a saved answer is no whole message
-            data["message"] = message(tokenizer, record.tokens, segments)
-        write_json(args.json, data)
-    return 0
+LONG_PREFILL: Final = 256  # tokens from which a prefill has a progress bar
+MIB: Final = 1 << 20
 
 
 def message(tokenizer: Tokenizer, tokens: list[int], segments: Sequence[Segment]) -> dict[str, Any]:
@@ -111,7 +35,7 @@ def message(tokenizer: Tokenizer, tokens: list[int], segments: Sequence[Segment]
         return {"error": str(error)}
 
 
-def likelihoods(tokenizer: Tokenizer | None, record: Generation) -> list[dict[str, Any]]:
+def likelihoods(tokenizer: Tokenizer | None, record: "Generation") -> list[dict[str, Any]]:
     """How likely each chosen token was, as JSON values: see `runtime.sampling.likelihood`.
 
     Without a tokenizer a token has no text: None.
@@ -128,7 +52,7 @@ def likelihoods(tokenizer: Tokenizer | None, record: Generation) -> list[dict[st
     ]
 
 
-def _logprobs_table(chosen: Sequence[dict[str, Any]]) -> Table:
+def logprobs_table(chosen: Sequence[dict[str, Any]]) -> Table:
     """How likely each token was, for the eye: natural logarithms, before temperature and top-p."""
     table = Table("token", title="log-probabilities, before temperature and top-p")
     table.add_column("logprob", justify="right")
@@ -141,40 +65,6 @@ def _logprobs_table(chosen: Sequence[dict[str, Any]]) -> Table:
         others = "  ".join(f"{name(each)} {each['logprob']:.4f}" for each in one["top"])
         table.add_row(name(one), f"{one['logprob']:.4f}", others)
     return table
-
-
-def _state(
-    args: argparse.Namespace, loaded: AnyLoaded, options: RunOptions, prompt: list[int]
-) -> tuple[State, list[int]]:
-    """Return a state that holds this run, filled from --load-state, and the tokens to run."""
-    held = 0
-    read_as_prompt: int | None = len(prompt)
-    if args.load_state is not None:
-        saved = read_saved(args.load_state, loaded)
-        held, prompt = saved.position, _continuation(args, saved, loaded.model.config.eos_token_ids, prompt)
-        read_as_prompt = saved.prompt
-    needed = held + len(prompt) + args.max_new_tokens - 1  # the last new token is not run
-    context = args.max_context or needed
-    if context < needed:
-        parts = f"{held} saved, {len(prompt)} prompt and {args.max_new_tokens} new tokens"
-        raise CapacityError(f"--max-context {context}: {parts} need {needed}")
-    state = new_state(loaded.model, context, options.prefill_chunk, read_as_prompt, options.draft_tokens)
-    if args.load_state is not None:
-        load_state(args.load_state, state, loaded)
-    return state, prompt
-
-
-def _continuation(args: argparse.Namespace, saved: Saved, eos: Sequence[int], prompt: list[int]) -> list[int]:
-    """Return the tokens to run after a saved state: its pending one, and a prompt as the next turn."""
-    if not prompt:
-        if saved.pending is None or saved.pending in eos:
-            raise PromptError(f"{args.load_state}: the saved answer is finished, so a prompt is needed")
-        return [saved.pending]
-    pending = [] if saved.pending is None else [saved.pending]
-    chat = not args.raw and args.tokens is None
-    if chat and saved.pending not in eos:
-        pending.append(eos[0])  # an answer cut short by --max-new-tokens: in a conversation every answer ends with EOS
-    return pending + prompt
 
 
 @contextlib.contextmanager

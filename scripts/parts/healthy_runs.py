@@ -1,4 +1,4 @@
-"""What `scripts.false_alarms` does once its command line is known to be good.
+"""Healthy runs of random models, judged: how many of their rows are called wrong, and how small an error is seen.
 
 A model is drawn: its widths, its weights, a prompt, and how the prompt is cut into calls. Runs of bf16 and fp32 are
 this runtime's own; fp16, which it has not, is the oracle with every tensor rounded where a run has one. Of some, only
@@ -6,23 +6,17 @@ rows of some positions are kept, or only some tensors. How each rounds is found,
 as the probes judge theirs: every row, rotated dims and heads by themselves too.
 """
 
-import argparse
 import json
-import multiprocessing
 import random
-import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from rich.progress import Progress
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -32,21 +26,16 @@ from fathom.model.checkpoint.published import published_tensors
 from fathom.model.config import ModelConfig
 from fathom.model.observe import sites
 from fathom.model.rounding import Rounding
-from fathom.probes.finding import JSON, Part, Table, Text
-from fathom.probes.judge.again import MANY
 from fathom.probes.judge.checks import Checks, Status
 from fathom.probes.judge.numerics import ASSUMED, find
-from fathom.probes.judge.oracle import F64, FACTOR, PRECISION, SIGNS, Ends, Layer, Noise, Parameters, Setting, sites_of
+from fathom.probes.judge.oracle import F64, FACTOR, Ends, Layer, Noise, Parameters, Setting, sites_of
 from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, stored_name
 from fathom.probes.layers import views
-from fathom.probes.report import Page, write
 from fathom.probes.subject import Subject
 from fathom.probes.ways import record
 from fathom.runtime.load import load
 from fathom.runtime.options import DEMO, RunOptions
-from fathom.runtime.report import commit
 from fathom.runtime.tensorfile import write_safetensors
-from fathom.scripts.console import Console
 from fathom.scripts.make.selection import stored_forms
 from fathom.scripts.make.shards import write_shards
 from fathom.scripts.make.values import blocks
@@ -63,17 +52,6 @@ WHOLE: Final = "all of it"
 TIMES: Final = (0.5, 1.0, 1.5, 2.0, 3.0, 5.0)  # the bound, by which a row is moved to see whether it is found
 
 NARROW: Final = (sites.KV.name, sites.ENTRY.name, sites.INDEX_KEY_USED.name, sites.INDEX_QUERY_USED.name)
-
-NOT_CLAIMED: Final = """\
-The rows are those of small models with drawn weights, and of the demo: larger rows have more numbers near a tie, each
-of which matters less. Runs of fp16 are the oracle's own equations with every tensor rounded; a runtime that fuses steps
-rounds less often. That other processors sum in other orders was not seen on one machine; what sums may differ by is in
-the bound."""
-
-
-KEPT_HOW: Final = """\
-Layers whose input is not there are run from the embeddings on. How each run rounds is found from what was kept; one for
-which another rounding is found, and not as an assumption, counts as a false alarm too."""
 
 
 @dataclass
@@ -118,47 +96,7 @@ class Rounded(Noise):
         return y + off * size * 2.0**-24
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command line; returns the exit status."""
-    console, started = Console(stderr=True), time.perf_counter()
-    found: dict[tuple[str, str], Tally] = {}
-    pool = ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn"))
-    with Progress(console=console, transient=True) as bar, pool:
-        task, seed = bar.add_task("healthy rows", total=args.count), args.seed
-        waiting: set[Future[tuple[tuple[str, str], Tally]]] = set()
-        while (done := sum(tally.rows for tally in found.values())) < args.count:
-            while len(waiting) < 2 * args.jobs:
-                waiting.add(pool.submit(_judged, seed))
-                seed += 1
-            finished = next(as_completed(waiting))
-            waiting.remove(finished)
-            of, tally = finished.result()
-            found.setdefault(of, Tally()).add(tally)
-            bar.update(task, completed=done + tally.rows)
-            for alarm in tally.alarms:
-                console.say(f"false alarm: {json.dumps(alarm)}")
-            if not console.is_terminal:
-                console.say(f"{done + tally.rows:,} rows, {time.perf_counter() - started:.0f} s")
-        for future in waiting:
-            future.cancel()
-    facts = {
-        "commit": str(commit()),
-        "command": args.command_line,
-        "seeds": [args.seed, seed - 1],
-        "torch": torch.__version__,
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "seconds": round(time.perf_counter() - started),
-    }
-    page = _page(args.out.stem, found, facts)
-    write(page, args.out.parent)
-    print(f"wrote {args.out}: {page.verdict}", file=sys.stderr)
-    return 1 if any(tally.alarms for tally in found.values()) else 0
-
-
-# --- one run
-
-
-def _judged(seed: int) -> tuple[tuple[str, str], Tally]:
+def judged(seed: int) -> tuple[tuple[str, str], Tally]:
     """Judge a run of the model of this seed; returns its numerics and dtype, and what became of it."""
     torch.set_num_threads(1)
     draw = random.Random(seed)  # noqa: S311 -- a model, not a secret
@@ -343,59 +281,3 @@ class Moved(Recording):
         if name == self.moved and found is not None and at is not None:
             found = torch.where((at == self.position).view(-1, *[1] * (found.ndim - 1)), self.row, found)
         return found
-
-
-# --- the page
-
-
-def _page(name: str, found: Mapping[tuple[str, str], Tally], facts: Mapping[str, JSON]) -> Page:
-    whole = Tally()
-    for tally in found.values():
-        whole.add(tally)
-    rate = f"{len(whole.alarms)} of {whole.rows:,} healthy rows were called wrong"
-    again = sum(whole.again.values())
-    verdict = f"{'Fail' if whole.alarms else 'Pass'}: {rate}"
-    least = next((times for times in TIMES if whole.moved[times] and whole.seen[times] == whole.moved[times]), None)
-    summary = (
-        f"{again} more stood out and were explained when they were looked at again alone, by near ties that rounding"
-        " may take either way or by more replicas."
-        f" Single rows that were moved in a drawn direction are all found from {least:g} times their bound on."
-        if least is not None
-        else "No size of error was always found."
-    )
-    rows = [
-        (numerics, dtype, tally.rows, sum(tally.again.values()), len(tally.alarms))
-        for (numerics, dtype), tally in sorted(found.items())
-    ]
-    columns = ("numerics", "dtype", "healthy rows", "explained when looked at again", "called wrong")
-    moved = [(times, whole.moved[times], whole.seen[times]) for times in TIMES if whole.moved[times]]
-    parts: list[Part] = [
-        Table(
-            "Healthy rows", columns, rows, "Rows of all sites of all layers, rotated dims and heads by themselves too."
-        ),
-        Table("What was kept of runs", ("kept", "runs"), whole.runs.most_common(), KEPT_HOW),
-        Table(
-            "Where healthy rows stood out",
-            ("site", "rows"),
-            whole.again.most_common(),
-            f"Each looked at again alone, with up to {MANY * SIGNS} more replicas, and its near ties taken the other"
-            " way.",
-        ),
-        Table(
-            "How small an error is seen",
-            ("times the bound of the row", "rows that were moved", "found"),
-            moved,
-            "One row of one site at a time, moved in a drawn direction; its own rounding adds to that or takes from it."
-            " Sites that are stored narrow are left out, and embeddings: there any number that the format, or the"
-            " table, does not have is found.",
-        ),
-        Text("What this does not claim", NOT_CLAIMED),
-    ]
-    data: dict[str, JSON] = {
-        f"{numerics}, {dtype}": {"rows": tally.rows, "again": dict(tally.again), "alarms": tally.alarms}
-        for (numerics, dtype), tally in sorted(found.items())
-    } | {"moved": {str(times): [count, seen] for times, count, seen in moved}}
-    bits = {str(dtype).removeprefix("torch."): bits for dtype, bits in PRECISION.items()}
-    facts = {"verdict": "fail" if whole.alarms else "pass", **facts, "bits": bits}
-    title = "How often is a healthy run called wrong, and how small an error is seen?"
-    return Page(name, title, verdict, summary, parts, facts, data)

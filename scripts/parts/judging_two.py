@@ -1,4 +1,4 @@
-"""What `scripts.compare --against` does once its command line is known to be good."""
+"""What `scripts.compare --against` does: hold two recordings of one prompt against each other."""
 
 import argparse
 import time
@@ -18,8 +18,7 @@ from fathom.runtime.allocator import keep_memory
 from fathom.runtime.hub import fetch
 from fathom.runtime.output import write_json
 from fathom.scripts.console import Console
-from fathom.scripts.paths import told
-from fathom.scripts.tasks.compare import (
+from fathom.scripts.parts.judging import (
     Run,
     Saying,
     dtype_name,
@@ -36,11 +35,12 @@ from fathom.scripts.tasks.compare import (
     verdict_of,
     weights_of,
 )
+from fathom.scripts.paths import told
 
 FIRST, SECOND = "--recording", "--against"
 
 
-def run_two(args: argparse.Namespace, config: ModelConfig) -> int:
+def judge_two(args: argparse.Namespace, config: ModelConfig) -> int:
     """Say which numbers of two recordings are the same, and what the others are; returns the exit status."""
     torch.set_num_threads(1)
     keep_memory()
