@@ -199,11 +199,11 @@ the oldest that a token may see is not saved, because nobody should read it."""
         places = {what: [run.place for run in runs.values()] for what, runs in groups.items()}
         differ = {what: [place for place in of if place] for what, of in places.items()}
         summary = (
-            f"Changing one token in the input of single layers moved {moved} rows of their output, {wrong} of them rows"
-            f" that do not see the token. Of {sum(map(len, places.values()))} runs of a prompt that is followed by"
-            " other tokens, cut, decoded on, stored in another form or repeated,"
-            f" {sum(map(len, differ.values()))} differ by a bit, at any of {len(sites.SITES)} sites or in what they"
-            " leave in caches."
+            f"A prompt was run {sum(map(len, places.values()))} times: cut into other calls, decoded token by token,"
+            " cached in another format, repeated, or followed by other tokens."
+            f" {sum(map(len, differ.values()))} of these runs differ by a bit at any of {len(sites.SITES)} sites or in"
+            f" the caches. Changing one token in the input of a layer changed {moved:,} rows of its output, {wrong} of"
+            " them rows that may not see this token."
         )
         table = Table(
             "Runs that should be equal",

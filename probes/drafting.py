@@ -714,14 +714,14 @@ def _summary(
 ) -> str:
     other = sum(bool(one.caches) for one in rolled)
     apart = ", ".join(f"{sum(pair.apart is not None for pair in of)} of {len(of)} by {by}" for by, of in pairs.items())
-    said = [f"Of {len(rolled)} calls of right tokens and wrong ones that are taken back, {other} leave other caches"]
-    if pairs:
-        said.append(f"Texts that drafts change: {apart}")
+    said = [f"Texts that differ when tokens are drafted: {apart}"] if pairs else []
+    said.append(f"After {len(rolled)} calls with wrong drafts that were removed again, {other} times the caches differ")
     for kind, of in moments.items():
         furthest = max(max(map(max, moment.over.values())) for moment in of)
-        said.append(f"At {len(of)} moments drafts of {kind} are at most {furthest:.2g} of their bound from float64")
+        told = f"The drafts of {kind} were compared with a float64 oracle at {len(of)} positions"
+        said.append(f"{told}; the worst is at {furthest:.2g} of its bound")
     if not moments:
-        said.append("The checkpoint has no drafting head, so none was looked at")
+        said.append("The checkpoint has no draft head to judge")
     return f"{'. '.join(said)}."
 
 

@@ -70,10 +70,13 @@ whose bytes are spread over enough of them less is lost, and in one for a shorte
                 taken = [context for context in self.contexts if found[bits, context][layer].pays]
                 if taken:
                     kind = config.layer_kind(layer).name
-                    told.append(f"at {bits} bits {kind} layer {layer}, from a context of {min(taken) // 1024}K on")
-        where = "; ".join(told) if told else "nowhere"
+                    told.append(f"{kind} layer {layer} at {bits} bits, from a context of {min(taken) // 1024}K on")
+        where = "; ".join(told) if told else "no layer"
         entries = ", ".join(f"{count} of layer {layer}" for layer, count in counts.items())
-        summary = f"A basis is used {where}; every other layer is rotated. Entries: {entries}."
+        summary = (
+            f"At the same bytes, a fitted basis loses less than the Hadamard rotation in {where}. Elsewhere the"
+            f" rotation is kept. Entries: {entries}."
+        )
         parts: list[Part] = [self._table(config, found, bits) for bits in self.bits]
         return Report(summary, tuple(self._findings(config, found)), tuple(parts), NOT_CLAIMED)
 

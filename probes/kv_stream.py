@@ -160,7 +160,7 @@ projection of what the others leave out. Its authors report that codes of eight 
             for model, streams in found.items()
         )
         return Report(
-            f"Texts of {self.written} tokens that are written as with the full cache. {told}.",
+            f"Texts of {self.written} tokens that do not change when Shard codes the decoded tokens. {told}.",
             tuple(findings),
             (
                 *parts,

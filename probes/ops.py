@@ -463,10 +463,10 @@ more, by six times the root of the sum of squares of what these roundings may do
 
 def _summary(findings: Sequence[Finding], compared: int) -> str:
     failed = [finding for finding in findings if finding.failed]
-    said = f"attend was given {compared} inputs, and tables, rotation, mHC and SwiGLU theirs"
+    said = f"Attention ({compared} inputs), tables of angles, RoPE, mHC and SwiGLU were compared with float64"
     if not failed:
-        return f"{said}; all {len(findings)} results are within what rounding allows of float64."
-    return f"{said}; {len(failed)} of {len(findings)} results are not float64's, first: {failed[0].what}."
+        return f"{said}; all {len(findings)} results agree within rounding."
+    return f"{said}; {len(failed)} of {len(findings)} results differ, first: {failed[0].what}."
 
 
 def _tables(model: Transformer) -> Iterator[Part]:

@@ -211,9 +211,13 @@ each site is compared from equal inputs."""
             comparison.close(HIDDEN_INSIDE if pair.other.transformers else ())
             compared.append(comparison)
         refused = {pair: why for pair in self.pairs if (why := pair.refused(subject))}
-        outcomes = [*map(_outcome, compared), *(f"{pair.name} not run ({why})" for pair, why in refused.items())]
+        bounded = [one for one in compared if one.pair.bound is not None]
+        outcomes = [*map(_outcome, bounded), *(f"{pair.name} not run ({why})" for pair, why in refused.items())]
         count = max(len(one.keys) for one in compared)
-        summary = f"{len(tokens)} tokens, {count} sites of all layers, largest distance: {'; '.join(outcomes)}."
+        summary = (
+            f"A prompt of {len(tokens)} tokens was run with both settings of a pair, and {count} sites were compared."
+            f" Largest relative distance of a row: {'; '.join(outcomes)}."
+        )
         parts = (_overview(compared, refused, subject), _by_site(compared), _through_depth(compared))
         return Report(summary, tuple(one.finding() for one in compared), parts, NOT_CLAIMED)
 
@@ -508,9 +512,7 @@ def _distances(one: Tensor, other: Tensor, least: float) -> Tensor:
 
 
 def _outcome(one: Comparison) -> str:
-    """A pair in a few words of the summary."""
-    if one.pair.bound is None:
-        return f"{one.pair.name} measured"
+    """A pair that has a bound, in a few words of the summary."""
     apart = one.apart
     if apart is None:
         return f"{one.pair.name} {one.worst.value:.1e}"
@@ -565,10 +567,10 @@ def _through_depth(compared: Sequence[Comparison]) -> Plot:
         far = {layer: _far(one, rows) for layer, rows in after.items()}
         series[one.pair.name] = [(float(layer or 0), max(FLOOR, x)) for layer, x in far.items() if math.isfinite(x)]
     note = (
-        "Streams after each layer: the farthest token of settings that round alike, the median token of those that do"
-        f" not. At {FLOOR:g}: bit-equal, or nearly."
+        "Residual streams of the two runs of a pair, after each layer: the farthest token where both runs round alike,"
+        f" the median token where they do not. {FLOOR:g} stands for equal bits, or nearly."
     )
-    return Plot("Through depth", "layer", "distance", series, log_y=True, note=note)
+    return Plot("Through depth", "layer", "relative distance of the streams", series, log_y=True, note=note)
 
 
 # --- transformers' `DeepseekV4ForCausalLM` as the other side, imported when it is asked for and not before

@@ -129,8 +129,8 @@ which experts lie."""
         )
         failed = [finding.what for finding in findings if finding.failed]
         summary = (
-            f"{len(tokens)} tokens on {' and '.join(map(str, sizes))} ranks: "
-            + ("; ".join(failed) if failed else "every site as on one rank")
+            f"A prompt of {len(tokens)} tokens on {' and '.join(map(str, sizes))} ranks: "
+            + ("; ".join(failed) if failed else "every site agrees with a run on one rank")
             + (f"; left out, {' and '.join(left)}: {next(iter(left.values()))}" if left else "")
             + "."
         )

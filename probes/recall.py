@@ -780,7 +780,7 @@ def summary(groups: Sequence[Group], draws: Sequence[Group]) -> str:
         return told
     a, b = (min(mean(getattr(group, oracle).recall) for group in draws) for oracle in ("a", "b"))
     most = max(group.length for group in draws)
-    return f"{told} On draws of {HEADS} heads and up to {most} entries: A {a:.1%}, B {b:.1%}."
+    return f"{told} On random queries and keys, {HEADS} heads and up to {most} entries: A {a:.1%}, B {b:.1%}."
 
 
 NOT_CLAIMED = """\

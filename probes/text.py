@@ -257,9 +257,9 @@ nucleus is still drawn often."""
             findings.append(vacuous("draws at the run's logits", f"no row has {KEPT} tokens that are likely enough"))
         failed = [finding.what for finding in findings if finding.failed]
         summary = (
-            f"{len(CONVERSATIONS)} conversations and {len(TEXTS) + DRAWN_TEXTS} texts, {len(cases)} distributions of"
-            f" which {self.draws} tokens each were drawn, and {2 * STEPS} tokens generated: "
-            + ("; ".join(failed) if failed else "every token is what it should be")
+            f"Checked: the token ids of {len(CONVERSATIONS)} conversations and {len(TEXTS) + DRAWN_TEXTS} texts,"
+            f" {self.draws} sampled tokens from each of {len(cases)} distributions, and {2 * STEPS} generated tokens. "
+            + (f"Wrong: {'; '.join(failed)}" if failed else "All are right")
             + "."
         )
         return Report(summary, tuple(findings), _parts(cases, counts), NOT_CLAIMED)

@@ -1049,12 +1049,13 @@ def _summary(findings: Sequence[Finding], drawn: Drift) -> str:
     of_keys = [f for f in findings if "worst_row" in f.evidence and f.bound is not None]
     kept = ""
     if of_keys:
-        kept = f" Index keys of {of_keys[-1].evidence['bits']} bits keep {of_keys[-1].measured:.1%} of a selection."
+        last = of_keys[-1]
+        kept = f" With index keys in {last.evidence['bits']} bits {last.measured:.1%} of a selection stays the same."
     return (
-        f"While nothing has been evicted or compressed, both variants are within {same:.1e} of the full cache."
-        f" Shard's scores through relative positions are right to {scores:.0e} in float64, and its bytes for"
-        f" Llama-3.1-8B are {held} MiB.{kept} Over {drawn.curve[-1][0]:.0f} steps of drawn tokens the divergence of"
-        f" shard's outputs went to {drawn.growth:.2g} times what it had been."
+        f"Until something is evicted or compressed, CoDA and Shard are within {same:.1e} of the full cache. Shard's"
+        f" scores by relative position are right to {scores:.0e} in float64. Its cache of Llama-3.1-8B takes {held}"
+        f" MiB, by length of the prompt.{kept} Over {drawn.curve[-1][0]:.0f} decoded random tokens the distance of"
+        f" Shard's outputs from the full cache's changes by a factor of {drawn.growth:.2g}."
     )
 
 

@@ -1439,10 +1439,10 @@ def _answers_hide_faults() -> Row:
         "A right answer, “Paris-back”, is one of four gates and validates little: the audit itself asks “what exactly"
         " did Paris-back validate?”",
         (AUDIT,),
-        f"With every entry taken from its CSA layers the demo checkpoint still answers {cut:g} % of the facts that"
-        f" it was taught ({shipped:g} % before). Codes from far back are lost then; yet of {caught + missed} other"
-        " faults that a search for codes could show, and no tripwire stops, it shows"
-        f" {caught}. {by_others} of all {len(faults)} are caught by another probe or a tripwire.",
+        f"Without any entry of its CSA layers the demo checkpoint still answers {cut:g} % of the facts that it was"
+        f" taught ({shipped:g} % with them). The `needle` probe, which asks for numbers told once in a long document,"
+        f" could judge {caught + missed} of the {len(faults)} known faults and catches {caught}; another probe or a"
+        f" tripwire catches {by_others} of {len(faults)}.",
         ("demo-checkpoint.md", "faults.md"),
         by_measurement(held=cut == shipped and missed > 0),
     )
