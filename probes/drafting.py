@@ -96,7 +96,7 @@ layer of another kind (antirez/ds4#411), fed the second draft with the collapsed
 (GDzhu01/vllm-ascend-deepseekv4#132), or gave the head no streams of tokens behind which nothing was drafted. The probe
 lets a head draft in the loop that generates, with steps in between in which nothing is drafted, or wrong tokens are,
 and holds its logits and confidence against float64, computed from the streams that a run without drafts leaves. What
-differs is held against every wrong reading of the equations that we know of."""
+differs is compared with every wrong reading of the equations that we know of."""
     noticed: ClassVar[str] = """\
 Looking up what came before drafts nearly as well as a trained head does, on this language, and costs nothing: the demo
 repeats itself. Where a head earns its place is the first draft of a sentence that was not there yet.
@@ -360,7 +360,7 @@ def _state_table(rolled: Sequence[Rolled]) -> Table:
             [*size, len(among), sum(map(len, (one.caches for one in among))), sum(bool(one.logits) for one in among)]
         )
     return Table(
-        "Drafts that were taken back",
+        "Drafts that were removed",
         ("right tokens of a call", "wrong ones behind them", "calls", "buffers that differ", "calls with other logits"),
         rows,
         "Against a run that has the right tokens alone, one by one: every buffer of every cache, and every row of"
@@ -727,8 +727,8 @@ def _summary(
 
 NOT_CLAIMED = """\
 That a head drafts well: how many drafts are accepted is measured, and depends on what it was trained on. That its
-equations are those of DeepSeek where nobody has published them: how MTP is fed, and what it is fed for a second draft,
-is vLLM's. Heads are held against float64 in plain fp32; deployed numerics round the same products. Drafts of which the
+equations are those of DeepSeek where none are published: how MTP is fed, and what it is fed for a second draft,
+is vLLM's. Heads are compared with float64 in plain fp32; deployed numerics round the same products. Drafts of which the
 model accepts one with another probability, as rejection sampling does, are made nowhere here. Times are those of one
 machine and one thread: on a GPU a call of six rows costs about what a call of one does."""
 

@@ -399,11 +399,11 @@ def _k(n: int) -> str:
 HOW: Final = """\
 - *Numerics*: plain, fp32, for both models, so that what differs is the cache. (As deployed the full cache rounds its
   entries to FP8 and its index keys to FP4, which coded ones are not: a difference would be mostly that rounding.)
-- *bytes*: all caches that a prompt of so many tokens leaves, read in calls of {chunk}, in BF16, counted from tensors
+- *bytes*: all caches after a prompt of this length, read in calls of {chunk}, in BF16, counted from tensors
   (rings, entries, index keys, compressor states, banks, bases, codebooks). Layers read
   a prompt one after the other where Shard compresses it, so that one of them at a time holds it in full; the memory
   plan counts that.
-- *KL, top-1*: {decoded} tokens decoded behind a document of so many, given, so that all variants read the same;
+- *KL, top-1*: {decoded} tokens decoded behind a document of this length, given, so that all variants read the same;
   divergence of the variant's distribution from the full cache's, mean in nats. Both models were trained on documents of
   up to 2,048 tokens: beyond, the text is as it may be, the comparison is not.
 - *codes*: right answers, greedy, over documents of {recalled} tokens; the question is decoded token by token behind the

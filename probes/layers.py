@@ -601,16 +601,16 @@ class Rope(LayersProbe):
     name: ClassVar[str] = "rope"
     question: ClassVar[str] = "Is everything that carries a position rotated by the right angles of its layer's kind?"
     background: ClassVar[str] = """\
-Positions enter a V4 model as rotations: the last dims of queries, keys and index keys are turned in pairs of neighbours
-by angles that grow with the position. There are two tables. Layers that see their window alone (SWA) use `rope_theta`;
-layers with compressed entries (CSA, HCA) use `compress_rope_theta` slowed by YaRN, for everything in them: queries,
-window, entries, indexer. A compressed entry stands at the first position of its block. Because keys are values too, the
-attention's output comes out rotated, and is turned back.
+Positions enter a V4 model as rotations: the last dims of queries, keys and index keys are rotated in pairs of
+neighbours by angles that grow with the position. There are two tables. Layers that see their window alone (SWA) use
+`rope_theta`; layers with compressed entries (CSA, HCA) use `compress_rope_theta` slowed by YaRN, for everything in
+them: queries, window, entries, indexer. A compressed entry stands at the first position of its block. Because keys are
+values too, the attention's output comes out rotated, and is rotated back.
 
-What goes wrong here in silence: one table for all layers, YaRN on the window layers or nowhere, entries that are never
-rotated or rotated elsewhere, an output that is not turned back, halves paired instead of neighbours, YaRN's attention
-scaling where V4 has none. Short prompts hardly show it: the error grows with the position. Here the rotated dims of all
-that is rotated are judged by themselves."""
+What goes wrong here without an error: one table for all layers, YaRN on the window layers or nowhere, entries that are
+never rotated or rotated elsewhere, an output that is not rotated back, halves paired instead of neighbours, YaRN's
+attention scaling where V4 has none. Short prompts hardly show it: the error grows with the position. Here the rotated
+dims of all that is rotated are judged by themselves."""
     judges: ClassVar[tuple[str, ...]] = (*(f"{site.name} rotated dims" for site in ROTATED), sites.UNROTATED.name)
     reads: ClassVar[tuple[Site, ...]] = ROTATED
     mistakes: ClassVar[tuple[Mistake, ...]] = tuple(map(_unrotated, ROTATED))
@@ -627,9 +627,10 @@ writes its output back into all of them (`post`), and mixes them (`comb`, a matr
 towards doubly stochastic, so that mixing neither creates nor destroys what the streams hold). All three are computed
 from the streams themselves, at every token.
 
-What goes wrong here in silence: `comb` used transposed, rows normalised before columns, another number of iterations,
-`post` without its factor 2, another eps. A doubly stochastic matrix stays one when it is transposed, and one that has
-converged does not show how it got there, so a check of row and column sums cannot see the likeliest faults."""
+What goes wrong here without an error: `comb` used transposed, rows normalised before columns, another number of
+iterations, `post` without its factor 2, another eps. A doubly stochastic matrix stays one when it is transposed, and
+one that has converged does not show how it got there, so a check of row and column sums cannot see the likeliest
+faults."""
     judges: ClassVar[tuple[str, ...]] = (
         *(site.name for site in (sites.ATTENTION_PRE, sites.ATTENTION_POST, sites.ATTENTION_COMB)),
         *(site.name for site in (sites.EXPERTS_PRE, sites.EXPERTS_POST, sites.EXPERTS_COMB)),
@@ -685,9 +686,9 @@ class Sink(LayersProbe):
     question: ClassVar[str] = "Does every head's own sink take its share of the softmax, and nothing else?"
     background: ClassVar[str] = """\
 Each attention head has a learned number, its sink: one more logit in the denominator of the softmax, for a key that has
-no value. It lets a head attend to nothing. What goes wrong here in silence: the sink is given a value, all ranks use
-the sinks of rank 0, the logits are scaled by YaRN's mscale, rows are read that the token may not see. Comparing two
-builds cannot show a fault that both share, so every head's output is held against float64 by itself: among many heads,
+no value. It lets a head attend to nothing. What goes wrong here without an error: the sink is given a value, all ranks
+use the sinks of rank 0, the logits are scaled by YaRN's mscale, rows are read that the token may not see. Comparing two
+builds cannot show a fault that both share, so every head's output is compared with float64 by itself: among many heads,
 one that is wrong is a small part of a row."""
     judges: ClassVar[tuple[str, ...]] = (BY_HEAD,)
     reads: ClassVar[tuple[Site, ...]] = _sites_of(judges)

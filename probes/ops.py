@@ -424,7 +424,7 @@ A prompt shows an op what the prompt brings. An attention kernel has to get its 
 token can see: a window of one key, half full, or wrapped around its ring; compressed entries that are absent,
 unfinished, selected or not. Angles must be right at positions that no short run reaches, Sinkhorn after each number of
 iterations, SwiGLU on both sides of its clamp. Here the ops of the run are fed such inputs, with large numbers in every
-row that must not be read, and held against float64.
+row that must not be read, and compared with float64.
 
 Errors are given as a share of what rounding allows. A share just below 1 is what to expect: among many thousand values
 one is always rounded by nearly half a unit in the last place. A fault gives tens and more. Triton's attention rounds
@@ -485,7 +485,7 @@ def _tables(model: Transformer) -> Iterator[Part]:
         "The table of each kind of layer",
         ("kind", "theta", "YaRN", "shortest wave", "longest wave", "kept", "between", "slowed"),
         rows,
-        "Waves in tokens: after so many, a pair has turned once. Pairs are kept as without YaRN, slowed by its factor,"
+        "Waves in tokens: the period of a pair. Pairs are kept as without YaRN, slowed by its factor,"
         " or between the two.",
     )
     yield Plot(

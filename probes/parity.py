@@ -166,7 +166,7 @@ each site is compared from equal inputs."""
   choice.
 - With activations rounded as deployed, two right op sets part all the same: one value of one token rounds the other
   way, and what follows from it differs, selections and logits included. Put back on the first run after each site, they
-  agree within the bound: all of it was that rounding. So nobody can ask deployed logits to agree closely, and where
+  agree within the bound: all of it was that rounding. So deployed logits cannot be asked to agree closely, and where
   they are let differ, faults pass; what can be asked is agreement at every site from equal inputs.
 - Judging the median row of the deployed op sets, without putting them back, passes on this checkpoint and fires on a
   healthy one with random weights: an HCA entry carries one flipped value of a block of tokens to every later token.

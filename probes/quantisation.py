@@ -542,9 +542,9 @@ mantissa), one scale for 128 columns; KV and compressed entries likewise for 64 
 positions; index queries and keys to E2M1 (one bit) for 32 columns, after a Hadamard transform that spreads outliers.
 This is `deployed` numerics. `plain` rounds none of it, as Hugging Face transformers does.
 
-All these scales are powers of two, stored in one byte of exponent. Runtimes went wrong here in silence: scales that
-were no powers of two, packed as if they were (a quarter of the value lost); scales of the neighbour block; FP4 unpacked
-high nibble first; and byte 0x80, which is -0 in one dialect of E4M3 and NaN in another.
+All these scales are powers of two, stored in one byte of exponent. Runtimes went wrong here without an error: scales
+that were no powers of two, packed as if they were (a quarter of the value lost); scales of the neighbour block; FP4
+unpacked high nibble first; and byte 0x80, which is -0 in one dialect of E4M3 and NaN in another.
 
 This probe runs one prompt in both numerics and says how far apart they are at every site and at the logits. Then it
 looks at each rounding by itself: what it costs, and whether it is, bit for bit, the cast that a formula in float64

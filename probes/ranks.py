@@ -69,12 +69,11 @@ between ranks, after which their caches tell different stories.
 
 Here weights are sharded by rows, so no product is ever summed over ranks, and what ranks exchange is moved as bits. A
 group of processes is started; each runs the prompt alone, then with the others, and compares the two at every site,
-with all tokens on every rank between attentions and with each its own, with rows of every expert on each rank and with
-whole experts, to which tokens are dispatched. In `plain` numerics only the order of
-sums is left to differ. With activations rounded as deployed the second run is put back on the first after every site,
-as in `parity`. Then the bytes that the ranks hold are added up: the checkpoint's, and one more copy per further rank of
-exactly what the placement says is replicated, and of scales whose blocks of rows it divides: once for each way in
-which experts lie."""
+with all tokens on every rank between attentions and with its own tokens on each, with rows of every expert on each rank
+and with whole experts, to which tokens are dispatched. In `plain` numerics only the order of sums is left to differ.
+With activations rounded as deployed the second run is put back on the first after every site, as in `parity`. Then the
+bytes that the ranks hold are added up: the checkpoint's, and one more copy per further rank of exactly what the
+placement says is replicated, and of scales whose blocks of rows it divides: once for each way in which experts lie."""
     between_ranks: ClassVar[bool] = True
     noticed: ClassVar[str] = """\
 - Nothing is summed over ranks, and yet in `plain` numerics fewer than half of the rows are bit-equal: a matrix product

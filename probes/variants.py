@@ -141,11 +141,11 @@ keys in their own eigenbasis and values from a codebook; of later ones, and of V
 codes of the row after a Hadamard rotation, or of its coefficients in a basis that was fitted beforehand. Both were
 published for layers with grouped queries (GQA), and are here for those and, in another form, for the layers of V4.
 
-Lossy by design is where mistakes hide. An answer that is a little off is what one expects, so nobody asks whether it is
-the loss that was paid for or a fault: a mean left out of the scores, a rotation by the wrong sign, codes that depend on
-how a prompt was cut into calls, a codebook of 8 bits that is as good as one of 5, an entry that is in no bank and one
-that is in two, a mean of a hundred entries that weighs as much as one. The memory that such a cache is there to save is
-easily spent again, on keys that are decoded all at once or buffers that nobody counts.
+Lossy by design is where mistakes hide. An answer that is a little off is what one expects, so it is not asked whether
+it is the loss that was paid for or a fault: a mean left out of the scores, a rotation by the wrong sign, codes that
+depend on how a prompt was cut into calls, a codebook of 8 bits that is as good as one of 5, an entry that is in no bank
+and one that is in two, a mean of a hundred entries that weighs as much as one. The memory that such a cache is there to
+save is easily spent again, on keys that are decoded all at once or buffers that are not counted.
 
 So each promise is held to something outside of the code: to full attention in float64 while nothing is evicted; to
 rotations as products of complex numbers; to Max's table of quantisers; to the figures in the published articles; to the
@@ -1065,7 +1065,7 @@ def _parts(
     held = [f.evidence for f in findings if "full_bf16" in f.evidence]
     rows = [(e["tokens"], e["held"], e["full_bf16"], e["full_bf16"] / e["held"]) for e in held]
     note = (
-        "32 layers of 8 KV heads of 128, a prompt of so many tokens just read, counted from the tensors' shapes and"
+        "32 layers of 8 KV heads of 128, just after a prompt of this length, counted from the tensors' shapes and"
         " dtypes. The article's MB are MiB."
     )
     columns = ("tokens", "held, MiB", "full cache in bf16, MiB", "ratio")

@@ -86,7 +86,7 @@ def test_the_demo_passes_and_says_that_it_has_no_head():
     assert "no draft head" in report.summary
     assert [table.title for table in report.parts] == [
         "Drafts that were accepted, greedy",
-        "Drafts that were taken back",
+        "Drafts that were removed",
     ]
 
 
