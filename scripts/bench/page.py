@@ -69,7 +69,7 @@ def _verdict(document: JSON) -> str:
             for target in asked if not target.reached
         ]  # fmt: skip
         reached = f"{len(asked) - len(missed)} of {len(asked)} targets are reached"
-        told.append(f"{reached}; missed: {', '.join(missed)}" if 0 < len(missed) <= SHOWN else reached)
+        told.append(f"{reached}; missed: {'; '.join(missed)}" if 0 < len(missed) <= SHOWN else reached)
     return "; ".join(told) or (turns.summary(rows) or [f"{len(rows)} cases were measured"])[0]
 
 
