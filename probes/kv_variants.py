@@ -315,13 +315,13 @@ def _verdict(title: str, variants: Variants) -> str:
     lose = [name for name in names if variants[name].found().share < most]
     idle = [name for name in names if not _saves(variants, name)]
     kept = [name for name in names if name not in (*lose, *idle)]
-    told = "no variant that saves bytes finds 95 % of what the full cache finds"
+    told = "no variant that saves bytes finds 95 % of the codes that the full cache finds"
     if kept:
         best = min(kept, key=lambda name: variants[name].nbytes[length])
         sizes = [variants[name].nbytes[length] / length for name in (best, FULL_CACHE)]
         same = Share.of(count == max(full.greedy) for count in variants[best].greedy)
         told = (
-            f"of the variants that find 95 % of what the full cache finds, the smallest is {best}: at"
+            f"of the variants that find 95 % of the codes that the full cache finds, the smallest is {best}: at"
             f" {_k(length)} {sizes[0]:,.0f} bytes per token instead of {sizes[1]:,.0f} ({sizes[1] / sizes[0]:.1f} times"
             f" fewer), {variants[best].found()} codes found, {same} greedy texts unchanged"
         )

@@ -123,8 +123,8 @@ placement says is replicated, and of scales whose blocks of rows it divides: onc
         note = (
             "Distance of two rows: Euclidean, relative to the longer one. Of all ranks, the one that is farthest. Where"
             " the bound is for a share of a site's rows, the distance is the one within which that share lies: 0 where"
-            " so many are equal to the bit. Bytes are as stored; what is converted when it is loaded (norms and rotary"
-            " frequencies, in fp32) is in `scripts.plan`."
+            " that share is equal to the bit. Bytes are as stored; what is converted when it is loaded (norms and"
+            " rotary frequencies, in fp32) is in `scripts.plan`."
         )
         failed = [finding.what for finding in findings if finding.failed]
         summary = (
