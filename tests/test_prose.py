@@ -1,5 +1,7 @@
 """Pages are written in the field's words and in whole sentences: what they must not say, and what to say instead."""
 
+import argparse
+import importlib
 import re
 from pathlib import Path
 
@@ -67,6 +69,19 @@ def found(text, words):
 def test_no_page_speaks_in_riddles(page):
     words = WORDS | (TURNS if page in GUIDES else {})
     assert {word: words[word] for word in found(prose(page), words)} == {}
+
+
+COMMANDS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "\ndef parser(" in path.read_text("utf-8"))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_help_of_a_command_speaks_in_riddles(command):
+    parsers = [importlib.import_module(f"fathom.scripts.{command}").parser()]
+    for action in parsers[0]._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            parsers += action.choices.values()
+    words = WORDS.keys() - {"drafting head"}  # messages of the program still say so
+    assert found(" ".join(parser.format_help() for parser in parsers), words) == []
 
 
 def test_words_are_found_across_lines_and_not_in_code(tmp_path):
