@@ -398,12 +398,12 @@ def report(found: Mapping[str, Sequence[Answer]]) -> Report:
 DEMO_SHOWS: Final = """\
 Documents come from the generator that made the training data, with other seeds: this says that the runtime keeps what
 the checkpoint can use, not that a model of this size understands text. A fault that misplaces few entries may leave
-every answer right; `recall` and `parity` look closer. Beyond the lengths it was trained on (2048) the model
+every answer right; `recall` and `same` look closer. Beyond the lengths it was trained on (2048) the model
 extrapolates, and a loss there is the model's until another runtime disagrees."""
 ENGLISH_SHOWS: Final = """\
 How much a model should find is not known, so its recall has no bound: what has one is what selection loses against
 attending to every entry, which the model was not trained with. A fault that misplaces few entries may leave every
-answer right; `recall` and `parity` look closer."""
+answer right; `recall` and `same` look closer."""
 
 
 @dataclass(frozen=True)

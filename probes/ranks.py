@@ -1,12 +1,13 @@
 """Probe `ranks`: the model on several ranks is the model on one, at every site, and they hold what they say."""
 
+import hashlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,36 +15,32 @@ import torch.distributed as dist
 from fathom.model.checkpoint.census import census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.names import Axis, axis
-from fathom.model.choices import ALL, OWN, ROWS, WHOLE
+from fathom.model.choices import DEPLOYED, OWN, ROWS, WHOLE
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError, RankDisagreement, Tripwire
-from fathom.model.observe.observer import listening
 from fathom.model.observe.sites import Site
 from fathom.model.ranks.ranks import Group
 from fathom.probes.child import call_together
 from fathom.probes.finding import Finding, Part, Report, Table, broken, exactly, judged
-from fathom.probes.parity import COMPARED, SAME, Canonical, Comparison, Pair, Setting, Trace
+from fathom.probes.judge.pairs import Side
+from fathom.probes.judge.recording import KEPT
 from fathom.probes.probe import Probe, Progress, one_rank, room
-from fathom.probes.subject import Subject, cannot_travel, run_tokens, selects_all
-from fathom.runtime.load import load
+from fathom.probes.same import Pair, compared, side, weights
+from fathom.probes.subject import Subject, cannot_travel, selects_all
+from fathom.probes.ways import Way, run
 from fathom.runtime.sharding import sharding_plan
 
 LIMIT, GRACE = 300.0, 5.0  # seconds for the ranks of a group, and for the others once one has ended early
 TIMEOUT = timedelta(seconds=60)  # for a collective: the others may be loading
 
-# A rank multiplies fewer rows of a matrix, or fewer tokens: the order of sums changes and nothing else.
-PLAIN = Pair("", Setting(), Setting(), SAME)
-# Rounded as deployed, one value near a tie moves a row by a step of its format: at every site the second run is put
-# back on the first, and a quarter of a site's rows may hold such a value (as in `probes.parity`).
-DEPLOYED = Pair("", Setting("deployed", "bf16"), Setting("deployed", "bf16"), SAME, share=0.75, steered=True)
-PAIRS = {  # which tokens a rank has, and how experts lie
-    replace(PLAIN, name="all tokens"): (ALL, ROWS),
-    replace(PLAIN, name="own tokens"): (OWN, ROWS),
-    replace(PLAIN, name="all tokens, whole experts"): (ALL, WHOLE),
-    replace(PLAIN, name="own tokens, whole experts"): (OWN, WHOLE),
-    replace(DEPLOYED, name="all tokens, deployed"): (ALL, ROWS),
-    replace(DEPLOYED, name="own tokens, deployed"): (OWN, ROWS),
-    replace(DEPLOYED, name="own tokens, whole experts, deployed"): (OWN, WHOLE),
+WAYS: Final = {  # which tokens a rank has, and how experts lie
+    "all tokens": Way(),
+    "own tokens": Way(rank_tokens=OWN),
+    "all tokens, whole experts": Way(experts=WHOLE),
+    "own tokens, whole experts": Way(rank_tokens=OWN, experts=WHOLE),
+    "all tokens, deployed": Way(DEPLOYED, "bf16"),
+    "own tokens, deployed": Way(DEPLOYED, "bf16", rank_tokens=OWN),
+    "own tokens, whole experts, deployed": Way(DEPLOYED, "bf16", rank_tokens=OWN, experts=WHOLE),
 }
 
 NOT_CLAIMED = """\
@@ -58,7 +55,7 @@ class Ranks(Probe):
 
     name: ClassVar[str] = "ranks"
     question: ClassVar[str] = "Does a model spread over several ranks compute what it computes on one?"
-    reads: ClassVar[tuple[Site, ...]] = COMPARED
+    reads: ClassVar[tuple[Site, ...]] = KEPT
     of_fathom: ClassVar[bool] = True
     background: ClassVar[str] = """\
 Spread over ranks, a model keeps its meaning only if every rank holds the right rows of every weight, a token's experts
@@ -68,21 +65,20 @@ number of ranks in each layer), sinks of rank 0 used by all, experts off by a ra
 between ranks, after which their caches tell different stories.
 
 Here weights are sharded by rows, so no product is ever summed over ranks, and what ranks exchange is moved as bits. A
-group of processes is started; each runs the prompt alone, then with the others, and compares the two at every site,
-with all tokens on every rank between attentions and with its own tokens on each, with rows of every expert on each rank
-and with whole experts, to which tokens are dispatched. In `plain` numerics only the order of sums is left to differ.
-With activations rounded as deployed the second run is put back on the first after every site, as in `parity`. Then the
-bytes that the ranks hold are added up: the checkpoint's, and one more copy per further rank of exactly what the
-placement says is replicated, and of scales whose blocks of rows it divides: once for each way in which experts lie."""
+group of processes is started, and each records its run of the prompt: with all tokens on every rank between attentions,
+or only its own; with rows of every expert on each rank, or with whole experts, to which tokens are dispatched. Each
+recording is compared with a run on one rank at every site, as `same` does it. Then the bytes that the ranks hold are
+added up: the checkpoint's, and one more copy per further rank of exactly what the placement says is replicated, and of
+scales whose blocks of rows it divides: once for each way in which experts lie."""
     between_ranks: ClassVar[bool] = True
     noticed: ClassVar[str] = """\
 - Nothing is summed over ranks, and yet in `plain` numerics fewer than half of the rows are bit-equal: a matrix product
-  with fewer rows is another kernel of BLAS, which sums in another order. Put back on the one rank's values after every
-  site, nearly all rows are equal in all their bits.
+  with fewer rows is another kernel of BLAS, which sums in another order.
 - Of the demo's matrices a rank holds fewer rows than a scale covers: it has that scale, and so have others."""
 
     sizes: tuple[int, ...] = (2, 4)  # ranks; those that do not divide experts and their columns are left out
     tokens: int = 264  # two entries of HCA and 66 of CSA; made more where the model needs more
+    rows: int | None = None  # as of `Same`
 
     def needs(self, subject: Subject) -> str | None:
         """Processes of its own, with a fault or op set that they know by name."""
@@ -94,8 +90,8 @@ placement says is replicated, and of scales whose blocks of rows it divides: onc
             return why
         if not self._possible(subject):
             return f"no number of ranks among {', '.join(map(str, self.sizes))} divides experts and their columns"
-        if len(left := left_out(subject)) == len(PAIRS):
-            return f"none of its pairs can run: {next(iter(left.values()))}"
+        if len(left := left_out(subject)) == len(WAYS):
+            return f"none of its ways can run: {next(iter(left.values()))}"
         return room(subject, self._length(subject))
 
     def _length(self, subject: Subject) -> int:
@@ -108,23 +104,37 @@ placement says is replicated, and of scales whose blocks of rows it divides: onc
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """One group after the other."""
         tokens, findings, rows = subject.tokens(self._length(subject)), list[Finding](), list[Any]()
-        sizes, places, left = self._possible(subject), list[Part](), left_out(subject)
-        for done, size in enumerate(sizes):
-            progress(done / len(sizes), f"{size} ranks")
-            answers = answers_of(subject, size, tokens)
-            if errors := {rank: one for rank, one in enumerate(answers) if isinstance(one, Exception)}:
-                findings.append(_ended(size, errors))
-                continue
-            farthest = [_farthest(of_ranks) for of_ranks in zip(*(one.findings for one in answers), strict=True)]
-            findings += [*farthest, *(_bytes(subject, size, answers, experts) for experts in (ROWS, WHOLE))]
-            rows += _rows(size, farthest, answers, [pair for pair in PAIRS if pair.name not in left])
-            places.append(_places(subject, size, answers))
-        columns = ("ranks", "pair", "calls", "rows compared", "bit-equal", "largest", "bound")
+        sizes, places, left, parameters = self._possible(subject), list[Part](), left_out(subject), weights(subject)
+        with tempfile.TemporaryDirectory() as name:
+            folder, alone = Path(name), dict[tuple[str, str], Side]()
+            for way in (way for name, way in WAYS.items() if name not in left):
+                if (way.numerics, way.dtype) not in alone:
+                    path = folder / f"alone{len(alone)}.safetensors"
+                    run(way, subject, tokens, path)
+                    alone[way.numerics, way.dtype] = side(way, subject, path, parameters)
+            for done, size in enumerate(sizes):
+                progress(done / len(sizes), f"{size} ranks")
+                answers = answers_of(subject, size, tokens, folder)
+                if errors := {rank: one for rank, one in enumerate(answers) if isinstance(one, Exception)}:
+                    findings.append(_ended(size, errors))
+                    continue
+                for n, pair in enumerate(Pair(name, way, way) for name, way in WAYS.items() if name not in left):
+                    one = alone[pair.one.numerics, pair.one.dtype]
+                    of_ranks = [
+                        (rank, compared(pair, one, side(pair.other, subject, path, parameters), self.rows, _silent))
+                        for rank, path in _unlike([answer.recordings[n] for answer in answers])
+                    ]
+                    judged_ = [
+                        replace(of.finding(subject.config, f"{size} ranks, "), rank=rank) for rank, of in of_ranks
+                    ]
+                    findings.append(max(judged_, key=lambda finding: (finding.failed, finding.measured or 0.0)))
+                    rows.append(_row(size, pair, findings[-1], answers[0].calls[n]))
+                findings += [_bytes(subject, size, answers, experts) for experts in (ROWS, WHOLE)]
+                places.append(_places(subject, size, answers))
+        columns = ("ranks", "pair", "calls", "rows compared", "bit-equal", "worst over what rounding explains")
         note = (
-            "Distance of two rows: Euclidean, relative to the longer one. Of all ranks, the one that is farthest. Where"
-            " the bound is for a share of a site's rows, the distance is the one within which that share lies: 0 where"
-            " that share is equal to the bit. Bytes are as stored; what is converted when it is loaded (norms and"
-            " rotary frequencies, in fp32) is in `scripts.plan`."
+            "Of all ranks, the one that is furthest off. Bytes are as stored; what is converted at load (norms"
+            " and rotary frequencies, in fp32) is in `scripts.plan`."
         )
         failed = [finding.what for finding in findings if finding.failed]
         summary = (
@@ -147,24 +157,24 @@ def _divides(config: ModelConfig, size: int) -> bool:
 
 
 def left_out(subject: Subject) -> dict[str, str]:
-    """Names of pairs whose numerics the model cannot run, and why."""
-    return {pair.name: why for pair in PAIRS if (why := pair.refused(subject))}
+    """Names of ways whose numerics the model cannot run, and why."""
+    return {name: why for name, way in WAYS.items() if (why := way.refused(subject))}
 
 
 # --- one rank
 
 
 class Answer(NamedTuple):
-    """What a rank found, and what it holds."""
+    """What a rank recorded, and what it holds."""
 
-    findings: list[Finding]  # of each pair
-    calls: list[dict[str, int]]  # by the tokens that a rank had, in the run of each pair
+    recordings: list[Path]  # of each way
+    calls: list[dict[str, int]]  # by the tokens that a rank had, in the run of each way
     held: dict[str, int]  # bytes of weights, by how experts lie
     replicated: list[str]
 
 
-def answers_of(subject: Subject, size: int, tokens: list[int]) -> list[Any]:
-    """Run `tokens` on `size` ranks: the `Answer` of each, or the error that ended it.
+def answers_of(subject: Subject, size: int, tokens: list[int], folder: Path) -> list[Any]:
+    """Run `tokens` on `size` ranks: the `Answer` of each, or the error that ended it. Recordings are in `folder`.
 
     Raises
     ------
@@ -172,52 +182,40 @@ def answers_of(subject: Subject, size: int, tokens: list[int]) -> list[Any]:
         All of them ended, and none because of a tripwire or a disagreement; a diagnostic is raised as it is.
 
     """
-    with tempfile.TemporaryDirectory() as folder:
-        calls = [(subject, tokens, str(Path(folder) / "store"), rank, size) for rank in range(size)]
-        answers = call_together(rank_of, calls, LIMIT, GRACE)
+    calls = [(subject, tokens, folder, rank, size) for rank in range(size)]
+    answers = call_together(rank_of, calls, LIMIT, GRACE)
     if not any(isinstance(one, (Answer, Tripwire, RankDisagreement)) for one in answers):
         raise answers[0]
     return answers
 
 
-def rank_of(subject: Subject, tokens: list[int], store: str, rank: int, size: int) -> Answer:
-    """What one of `size` processes that meet in the file `store` finds."""
+def rank_of(subject: Subject, tokens: list[int], folder: Path, rank: int, size: int) -> Answer:
+    """What one of `size` processes that meet in `folder` records."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=TIMEOUT)
-    found = answer(Group(rank, size, dist.group.WORLD), subject, tokens)
+    store = f"file://{folder}/store{size}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    found = answer(Group(rank, size, dist.group.WORLD), subject, tokens, folder)
     dist.destroy_process_group()
     return found
 
 
-def answer(group: Group, subject: Subject, tokens: list[int]) -> Answer:
-    """Run the prompt alone and then with the others of `group`, for each pair, and compare the two.
+def answer(group: Group, subject: Subject, tokens: list[int], folder: Path) -> Answer:
+    """Run the prompt with the others of `group` in each way.
 
-    Each process holds the whole tensor at every site (`model.observe.sites`), so each of them can tell where it parts.
+    Each process holds the whole tensor at every site (`model.observe.sites`), so each of them records all.
     """
-    left, findings, calls = left_out(subject), [], []
-    for pair, (tokens_of, experts) in PAIRS.items():
-        if pair.name in left:
+    left, paths, calls = left_out(subject), list[Path](), []
+    for name, way in WAYS.items():
+        if name in left:
             continue
-        numerics = {"numerics": pair.one.numerics, "dtype": pair.one.dtype}
-        options = subject.with_options(**numerics, rank_tokens=tokens_of, experts=experts)
-        alone, held = subject.load(options).model, Trace()
-        with listening(alone, Canonical(subject.config, held).listeners()):
-            alone.logits(run_tokens(alone, tokens, len(tokens))[0])
-        comparison = Comparison(pair, subject.config, subject.file_weights, held)
-        model = load(subject.directory, options, subject.ops, group).model
-        if subject.fault is not None:
-            subject.fault.inject(model)
-        with listening(model, Canonical(subject.config, comparison).listeners()):
-            model.logits(run_tokens(model, tokens, len(tokens))[0])
-        comparison.close()
-        findings.append(replace(comparison.finding(f"{group.size} ranks, "), rank=group.rank))
-        calls.append(dict(model.arithmetic.ranks.calls))
-    every = {
-        experts: load(subject.directory, subject.with_options(experts=experts), subject.ops, group)
-        for experts in (ROWS, WHOLE)
-    }
+        shared = replace(subject, group=group)  # one model at a time
+        paths.append(folder / f"{group.size}.{group.rank}.{len(paths)}.safetensors")
+        run(way, shared, tokens, paths[-1])
+        calls.append(dict(shared.load(way.options(shared)).model.arithmetic.ranks.calls))
+    shared = replace(subject, group=group)
+    every = {experts: shared.load(shared.with_options(experts=experts)) for experts in (ROWS, WHOLE)}
     sizes = {experts: sum(loaded.held.values()) for experts, loaded in every.items()}
-    return Answer(findings, calls, sizes, list(every[ROWS].sharding.replicated))
+    return Answer(paths, calls, sizes, list(every[ROWS].sharding.replicated))
 
 
 # --- all of them
@@ -230,8 +228,17 @@ def _ended(size: int, errors: dict[int, Exception]) -> Finding:
     return broken(f"{size} ranks: the run ended", why, ranks=sorted(told))
 
 
-def _farthest(of_ranks: Sequence[Finding]) -> Finding:
-    return max(of_ranks, key=lambda finding: (finding.failed, finding.measured))
+def _unlike(of_ranks: Sequence[Path]) -> list[tuple[int, Path]]:
+    """Recordings of ranks, each content once: the first rank that has it."""
+    first: dict[str, tuple[int, Path]] = {}
+    for rank, path in enumerate(of_ranks):
+        with path.open("rb") as file:
+            first.setdefault(hashlib.file_digest(file, "sha256").hexdigest(), (rank, path))
+    return list(first.values())
+
+
+def _silent(share: float) -> None:
+    del share
 
 
 def _bytes(subject: Subject, size: int, answers: Sequence[Answer], experts: str) -> Finding:
@@ -270,14 +277,9 @@ def _bytes(subject: Subject, size: int, answers: Sequence[Answer], experts: str)
     return judged(what, held, exactly(wanted), "B", copies_of=announced)
 
 
-def _rows(size: int, findings: Sequence[Finding], answers: Sequence[Answer], pairs: Sequence[Pair]) -> list[Any]:
-    """A row of each pair; bit-equal are the fewest of any rank."""
-    rows = []
-    for at, (pair, finding) in enumerate(zip(pairs, findings, strict=True)):
-        calls = ", ".join(f"{name} {count}" for name, count in answers[0].calls[at].items() if count)
-        equal = min(one.findings[at].evidence["bit_equal"] for one in answers)
-        rows.append([size, pair.name, calls, finding.evidence["rows"], equal, finding.measured, pair.demands])
-    return rows
+def _row(size: int, pair: Pair, finding: Finding, calls: Mapping[str, int]) -> list[Any]:
+    counts = ", ".join(f"{name} {count}" for name, count in calls.items() if count)
+    return [size, pair.name, counts, finding.evidence.get("rows"), finding.evidence.get("bit_equal"), finding.measured]
 
 
 def _places(subject: Subject, size: int, answers: Sequence[Answer]) -> Table:
@@ -297,4 +299,4 @@ def _places(subject: Subject, size: int, answers: Sequence[Answer]) -> Table:
 
 
 FULL = Ranks()
-QUICK = Ranks(sizes=(2,))
+QUICK = Ranks(sizes=(2,), rows=8)

@@ -1,23 +1,137 @@
-"""How a recording of ours is made: tokens are run, and what passes at each site is written."""
+"""How a recording is made: a way to run a prompt, by this runtime or by another, and what passes at each site."""
 
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 from pathlib import Path
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from fathom.model.config import ModelConfig
+from fathom import probes
+from fathom.kernels.ops import CPU, REFERENCE, Ops
+from fathom.model.checkpoint.names import parameters
+from fathom.model.choices import ALL, PLAIN, ROWS
+from fathom.model.config import ModelConfig, check_widths
+from fathom.model.errors import CheckpointError, ConfigError, one_line
 from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
 from fathom.model.observe.sites import Listener, Site, axes
 from fathom.model.transformer import Transformer
 from fathom.probes.judge.recording import IN_FP32, KEPT, OF_ENTRIES, TOKENS, WHOLE_MODEL, has_site, stored_name
+from fathom.probes.subject import Subject
+from fathom.runtime.options import RunOptions
 from fathom.runtime.output import reserved
 
 HEAD_ROWS: Final = 64  # rows of logits that are made at a time
 STORED: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32"}
 WIDE: Final = (sites.LOGITS.name, sites.INDEX_WEIGHTS.name, sites.EXPERT_WEIGHTS.name)
+EXPORTER: Final = Path(probes.__path__[0]).parent / "scripts" / "exporters" / "record_transformers.py"
+LARGEST: Final = 8 << 30  # bytes of fp32 parameters of which transformers' model is built
+LAST_WORDS: Final = 300  # characters of what an exporter said last
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run a prompt; on several ranks, the group is the subject's."""
+
+    numerics: str = PLAIN
+    dtype: str = "fp32"
+    other_ops: bool = False  # the op set that the run does not use
+    chunk: int | None = None  # tokens in a call; None: all of them
+    rank_tokens: str = ALL
+    experts: str = ROWS
+    transformers: bool = False  # its model, with the weights of the file
+
+    def says(self, subject: Subject) -> str:
+        """Words for a table."""
+        calls = f"calls of {self.chunk}" if self.chunk else "one call"
+        if self.transformers:
+            return f"transformers, {self.dtype}, {calls}"
+        return f"{self.ops(subject).name}, {self.numerics}, {self.dtype}, {calls}"
+
+    def ops(self, subject: Subject) -> Ops:
+        """The op set: of the run, or the one that it is held against."""
+        if not self.other_ops:
+            return subject.ops
+        return CPU if subject.ops.name == REFERENCE.name else REFERENCE
+
+    def options(self, subject: Subject) -> RunOptions:
+        """The run's options, but for what this way says."""
+        spread = {} if subject.group.size == 1 else {"rank_tokens": self.rank_tokens, "experts": self.experts}
+        return subject.with_options(numerics=self.numerics, dtype=self.dtype, **spread)
+
+    def refused(self, subject: Subject) -> str | None:
+        """Why a prompt cannot be run this way on this model and machine; None when it can."""
+        if self.transformers and (why := without_transformers(subject)) is not None:
+            return why
+        try:
+            check_widths(subject.config, self.options(subject).rounding)
+        except ConfigError as error:
+            return str(error)
+        return None
+
+
+def run(way: Way, subject: Subject, tokens: Sequence[int], path: Path) -> None:
+    """Run a prompt this way and write its recording."""
+    if way.transformers:
+        _run_transformers(way, subject.directory, tokens, path)
+        return
+    model, count = subject.load(way.options(subject), way.ops(subject)).model, len(tokens)
+    chunk = way.chunk or count
+    record(model, tokens, [min(chunk, count - start) for start in range(0, count, chunk)], path)
+
+
+def without_transformers(subject: Subject) -> str | None:
+    """Why transformers cannot run this model here; None when it can."""
+    config = subject.config
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed"
+    if config.n_shared_experts != 1:
+        return f"transformers builds one shared expert, the model has {config.n_shared_experts}"
+    ratios = {ratio for ratio, kind in zip(config.compress_ratios, config.layer_kinds, strict=True) if kind == "hca"}
+    if len(ratios) > 1:
+        return f"transformers has one ratio for all HCA layers, the model has {sorted(ratios)}"
+    nbytes = sum(4 * prod(parameter.shape) for parameter in parameters(config).values())
+    if nbytes > LARGEST:
+        return f"the parameters take {nbytes / 2**30:.0f} GiB in fp32, more than {LARGEST >> 30}"
+    return None
+
+
+def _run_transformers(way: Way, directory: Path, tokens: Sequence[int], path: Path) -> None:
+    """Write a recording of transformers' model, by the exporter that users have."""
+    directory = directory.resolve()
+    files = tuple((file.name, file.stat().st_mtime_ns) for file in sorted(directory.iterdir()))
+    path.write_bytes(_exported(way, directory, files, tuple(tokens)))
+
+
+@lru_cache(maxsize=1)  # a fault of ours does not change it: the matrix of faults asks for one recording again and again
+def _exported(way: Way, directory: Path, files: tuple[tuple[str, int], ...], tokens: tuple[int, ...]) -> bytes:
+    """Return the recording.
+
+    Raises
+    ------
+    CheckpointError
+        The exporter did not write one.
+
+    """
+    del files  # which they were, and of when
+    with tempfile.TemporaryDirectory() as folder:
+        ids, out = Path(folder) / "ids.json", Path(folder) / "recording.safetensors"
+        ids.write_text(json.dumps(tokens))
+        command = [sys.executable, str(EXPORTER), "--model", str(directory), "--tokens", str(ids), "--out", str(out)]
+        command += ["--dtype", way.dtype, *(["--chunk", str(way.chunk)] if way.chunk else [])]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 -- of this package
+        if done.returncode:
+            raise CheckpointError(f"transformers: {directory}: {one_line(done.stderr.strip()[-LAST_WORDS:])}")
+        return out.read_bytes()
 
 
 def record(

@@ -72,7 +72,7 @@ EXPERTS_OUTPUT = Site("experts.output", "t hidden", "output of the experts subla
 STREAM_ATTENDED = Site("attention.stream", "t hidden", "residual stream after the attention")
 STREAM = Site("stream", "t hidden", "residual stream after the layer")
 
-# In the order in which a call passes them; parity walks them in this order.
+# In the order in which a call passes them; pages list them in this order.
 SITES = (
     EMBEDDED,
     ATTENTION_PRE,

@@ -440,6 +440,8 @@ class Rows(Check):
             judged.worst = math.inf if judged.why == NOT_FINITE else judged.worst
             return
         _, length, spread, distance = self._rows(outlying=False)
+        if not len(length):  # all rows were chosen because they are far off: what they share says nothing
+            return
         if int((FACTOR * spread >= length).sum()) * 2 > len(length):  # nothing but noise: no check at all
             judged.status, judged.why = Status.NOT_JUDGED, ONLY_NOISE
             return

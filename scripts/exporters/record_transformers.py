@@ -125,11 +125,18 @@ def record(model, tokens, calls, layers=None):
 
 
 def load(directory, dtype):
-    """The model with eager attention, as a run of bf16 or fp32."""
-    model = DeepseekV4ForCausalLM.from_pretrained(
-        directory, dtype=DTYPES[dtype], attn_implementation="eager", local_files_only=True
-    ).eval()
-    return model.float() if dtype == "fp32" else model  # quantised weights are bfloat16 numbers either way
+    """The model with eager attention, as a run of bf16 or fp32; the program ends where the files have other weights."""
+    model, told = DeepseekV4ForCausalLM.from_pretrained(
+        directory,
+        dtype=DTYPES[dtype],
+        attn_implementation="eager",
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    for what in ("missing", "unexpected"):  # with either it runs, and is another model
+        if keys := sorted(told[f"{what}_keys"]):
+            raise SystemExit(f"{directory}: {len(keys)} {what} weights, first {keys[0]}")
+    return model.eval().float() if dtype == "fp32" else model.eval()  # quantised weights are bf16 numbers either way
 
 
 def main():

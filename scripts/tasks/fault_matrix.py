@@ -66,7 +66,7 @@ cannot express (an int32 offset in a kernel) stand here in the closest form that
 Which probes see *stale-frontier* depends on the probes that ran before them in the same process: in `scripts.probe` one
 of them that is run alone may pass.
 
-The column *parity* was made with transformers as one of the other sides. Without transformers it would be emptier; no
+The column *same* was made with transformers as one of the other sides. Without transformers it would be emptier; no
 fault needs it to be caught (a test holds that)."""
 
 

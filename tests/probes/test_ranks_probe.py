@@ -10,7 +10,7 @@ from fathom.probes.child import ChildError
 from fathom.probes.faults import FAULTS
 from fathom.probes.finding import Verdict
 from fathom.probes.probe import run_probe, silent
-from fathom.probes.ranks import PAIRS, QUICK, Ranks
+from fathom.probes.ranks import QUICK, WAYS, Ranks
 from fathom.probes.subject import Subject
 from fathom.runtime.options import RunOptions
 from tests import gloo
@@ -40,14 +40,14 @@ LATER = {"top-k-of-a-rank-differs", "experts-off-by-one", "weights-of-another-sl
 PROGRAMS = {"replicated-summed-as-partial"}
 
 
-def forked(subject, size, tokens):
+def forked(subject, size, tokens, folder):
     """What `probes.ranks.answers_of` returns, by ranks that need not import torch."""
-    return gloo.run(size, ended_or_answer, subject, tokens)
+    return gloo.run(size, ended_or_answer, subject, tokens, folder)
 
 
-def ended_or_answer(group, subject, tokens):
+def ended_or_answer(group, subject, tokens, folder):
     try:
-        return ranks.answer(group, subject, tokens)
+        return ranks.answer(group, subject, tokens, folder)
     except (ranks.RankDisagreement, Tripwire, RuntimeError) as error:  # the last of gloo, whose other rank has ended
         return error
 
@@ -88,7 +88,7 @@ def test_it_says_where_it_does_not_apply():
     assert "positions" in Ranks(tokens=1 << 21).needs(Subject())
 
 
-def test_pairs_that_the_model_cannot_run_are_left_out_and_named(tmp_path, monkeypatch):
+def test_ways_that_the_model_cannot_run_are_left_out_and_named(tmp_path, monkeypatch):
     write_checkpoint(tmp_path, tiny_config(hidden_size=192), seed=0, formats="bf16")
     subject = Subject(tmp_path, RunOptions(numerics="plain"))
     monkeypatch.setattr(ranks, "answers_of", forked)
@@ -98,14 +98,14 @@ def test_pairs_that_the_model_cannot_run_are_left_out_and_named(tmp_path, monkey
         *("all tokens", "own tokens", "all tokens, whole experts", "own tokens, whole experts")
     ]
     assert "deployed and own tokens, whole experts, deployed: --numerics deployed: hidden" in report.summary
-    monkeypatch.setattr(ranks, "PAIRS", dict(list(PAIRS.items())[4:]))
-    assert "none of its pairs can run: --numerics deployed: hidden_size is 192" in QUICK.needs(subject)
+    monkeypatch.setattr(ranks, "WAYS", dict(list(WAYS.items())[4:]))
+    assert "none of its ways can run: --numerics deployed: hidden_size is 192" in QUICK.needs(subject)
 
 
 def test_ranks_that_all_end_without_an_answer_say_why_in_one_line(tmp_path):
     write_checkpoint(tmp_path, tiny_config(hidden_size=192), seed=0, formats="bf16")
     with pytest.raises(ConfigError, match=r"^--numerics deployed: hidden_size is 192"):
-        ranks.answers_of(Subject(tmp_path), 2, [0] * 8)
+        ranks.answers_of(Subject(tmp_path), 2, [0] * 8, tmp_path)
 
 
 @pytest.mark.parametrize(
