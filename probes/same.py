@@ -15,7 +15,7 @@ from fathom.model.config import ModelConfig
 from fathom.model.errors import CheckpointError
 from fathom.model.observe import sites
 from fathom.model.observe.sites import Site
-from fathom.probes.finding import JSON, Finding, Plot, Report, Table, at_most, broken, judged, number
+from fathom.probes.finding import JSON, Finding, Plot, Report, Table, at_most, broken, judged, number, vacuous
 from fathom.probes.judge.checks import Judged, Status
 from fathom.probes.judge.oracle import Noise, Parameters, Setting
 from fathom.probes.judge.pairs import Apart, Pairs, Side
@@ -100,6 +100,9 @@ class Compared(NamedTuple):
         what += f", first apart at {where}" if where else ""
         if self.missing:
             return broken(what, f"one run alone has {self.missing[0]}", missing=len(self.missing))
+        silent = [one for one in self.results if one.status is Status.NOT_JUDGED]
+        if first is None and 2 * len(silent) > len(self.results):
+            return vacuous(what, f"{len(silent)} of {len(self.results)} sites were not judged, as {silent[0].why}")
         worst = max(self.results, key=lambda one: one.excess)
         shown = first or worst
         evidence: dict[str, JSON] = {
@@ -110,6 +113,7 @@ class Compared(NamedTuple):
             **({"off_its_oracle": [number(one) for one in self.off]} if self.off else {}),
             "rows": self.rows,
             "bit_equal": self.rows - sum(len(one.other) for one in self.unlike),
+            **({"not_judged": len(silent)} if silent else {}),
             "near_ties": sum(one.ties for one in self.results),
             "largest": distance,
             "largest_at": f"{far.name}, {'entry' if far.site in OF_ENTRIES else 'token'} {row}",

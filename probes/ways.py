@@ -1,5 +1,6 @@
 """How a recording is made: a way to run a prompt, by this runtime or by another, and what passes at each site."""
 
+import contextlib
 import importlib.util
 import json
 import subprocess
@@ -138,7 +139,7 @@ def record(
     model: Transformer,
     tokens: Sequence[int],
     lengths: Sequence[int],
-    path: Path,
+    path: Path | None,
     kept: Sequence[Site] = KEPT,
     layers: Sequence[int] | None = None,
     *,
@@ -154,7 +155,7 @@ def record(
     tokens, lengths
         Token ids, and the lengths of the calls that they are run in.
     path
-        The file, replaced when all is written.
+        The file, replaced when all is written; None on a rank of which another writes it: all ranks see all of it.
     kept, layers
         Sites, and layers of which they are kept; None: all, and what is behind the last layer.
     steer
@@ -167,7 +168,8 @@ def record(
     planned = _planned(model.config, kept, chosen, len(tokens), model.arithmetic.dtype, whole=layers is None)
     ids, start = torch.tensor(tokens, device=model.device), 0
     state = model.new_state(len(tokens), max(lengths))
-    with reserved(path, {name: (STORED[dtype], shape) for name, (dtype, shape) in planned.items()}) as append:
+    described = {name: (STORED[dtype], shape) for name, (dtype, shape) in planned.items()}
+    with contextlib.nullcontext(lambda *_: None) if path is None else reserved(path, described) as append:
 
         def write(name: str, rows: Tensor) -> None:
             append(name, rows.detach().cpu().contiguous().view(torch.uint8).numpy().data)

@@ -6,13 +6,15 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fathom.model.errors import ConfigError, quoted
 from fathom.runtime.options import checked_config
-from fathom.scripts.cli import arguments, run_alone
+from fathom.scripts.cli import arguments, run_on_ranks
 from fathom.scripts.flags import (
     add_model,
     add_op_set,
+    add_rank_timeout,
     add_run_options,
     add_threads,
     check_layers,
@@ -23,6 +25,9 @@ from fathom.scripts.flags import (
 )
 from fathom.scripts.paths import Reads, Writes
 from fathom.scripts.prompts import read_tokens
+
+if TYPE_CHECKING:
+    from fathom.runtime.group.watchdog import Watch
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,12 +45,13 @@ def parser() -> argparse.ArgumentParser:
     add_run_options(p)
     add_op_set(p)
     add_threads(p)
+    add_rank_timeout(p)
     return p
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
-    args = arguments(parser(), argv)
+def main(argv: Sequence[str] | None = None, watch: "Watch | None" = None) -> int:
+    """Run the command line, as one of several ranks where there is a watch; returns the exit status."""
+    args = arguments(parser(), argv, watch)
     options = run_options(args)
     config = checked_config(args.model, options)
     check_layers(args.layers, config.num_hidden_layers)
@@ -53,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     lengths = chunk_lengths(len(ids), options.prefill_chunk, args.decode_from)
     from fathom.scripts.tasks.record import run
 
-    return run(args, ids, lengths)
+    return run(args, ids, lengths, watch)
 
 
 def check_sites(text: str | None, known: Sequence[str]) -> list[str] | None:
@@ -67,4 +73,4 @@ def check_sites(text: str | None, known: Sequence[str]) -> list[str] | None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_alone(main))
+    sys.exit(run_on_ranks(main))

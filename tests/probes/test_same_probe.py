@@ -11,7 +11,8 @@ from fathom.model.observe.observer import observed
 from fathom.probes import same, ways
 from fathom.probes.faults import FAULTS
 from fathom.probes.finding import Verdict
-from fathom.probes.judge.checks import Judged
+from fathom.probes.judge.checks import Judged, Status
+from fathom.probes.judge.pairs import Apart
 from fathom.probes.judge.recording import KEPT
 from fathom.probes.probe import run_probe, silent
 from fathom.probes.same import (
@@ -23,6 +24,7 @@ from fathom.probes.same import (
     ROUNDED_CALLS,
     ROUNDED_OP_SET,
     TRANSFORMERS,
+    Compared,
     Same,
     calls,
     token,
@@ -157,6 +159,18 @@ def test_a_tensor_that_one_run_lacks_fails(monkeypatch):
     assert finding.failed
     assert finding.what.endswith("first apart at layers.2.attention.entry")
     assert finding.evidence["why"] == "one run alone has layers.2.attention.entry"
+
+
+def test_a_comparison_of_which_most_was_not_judged_shows_nothing():
+    results = [Judged(0, "attention.kv", 4, why="nothing but noise"), Judged(0, "attention.query", 4)]
+    unlike = [Apart(0, "attention.kv", torch.arange(4), torch.ones(4))]
+    results.append(Judged(0, "streams", 4, rows=4, bound=1.0, status=Status.AGREES))
+    finding = Compared(OP_SET, results, unlike, [], None).finding(Subject().config)
+    assert finding.verdict is Verdict.VACUOUS
+    assert finding.evidence["why"] == "2 of 3 sites were not judged, as nothing but noise"
+    finding = Compared(OP_SET, results[1:], unlike, [], None).finding(Subject().config)
+    assert finding.verdict is Verdict.PASS
+    assert finding.evidence["not_judged"] == 1
 
 
 def test_an_entry_stands_for_the_last_token_of_its_block():

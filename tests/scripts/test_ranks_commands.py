@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fathom.model.errors import ConfigError
 from fathom.runtime.group.failures import RUNNING
 from fathom.runtime.options import DEMO
-from fathom.scripts import generate, logits
+from fathom.scripts import compare, generate, logits, record
 from tests.by_hand import ROOT, ByHand
 
 GENERATE = "scripts.generate"
@@ -54,6 +55,26 @@ def test_two_ranks_say_what_one_says_and_say_it_once(tmp_path, capsys):
     assert len(ranks["peak_memory_bytes"]) == 2
     assert all(touched > 0 for touched in ranks["file_bytes_touched"])
     assert len(ranks["file_bytes_touched"]) == 2
+
+
+def test_what_two_ranks_record_is_held_against_one(tmp_path, capsys):
+    """A fault between ranks is one of theirs, at the site that it touches."""
+    (tmp_path / "ids").write_text(json.dumps([0, *range(7, 70)]))
+    flags = ("--tokens", str(tmp_path / "ids"), "--decode-from", "60", "--numerics", "plain", "--out")
+    assert record.main([*flags, str(tmp_path / "alone")]) == 0
+    for name, more in (("two", ()), ("wrong", ("--inject", "sinks-of-rank-0"))):
+        done, _ = torchrun(2, "scripts.record", *flags, str(tmp_path / name), *more)
+        assert done.returncode == 0, done.stderr
+        assert "tensors of 64 tokens from 5 calls" in done.stderr
+    against = ("--recording", str(tmp_path / "alone"), "--no-identify", "--against")
+    assert compare.main([*against, str(tmp_path / "two")]) == 0
+    capsys.readouterr()
+    assert compare.main([*against, str(tmp_path / "wrong"), "--json", str(tmp_path / "said")]) == 1
+    said = json.loads((tmp_path / "said").read_text())
+    assert (said["first"]["layer"], said["first"]["site"]) == (0, "attention.mixed")
+    assert "It is --against that is wrong." in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"^--inject sinks-of-rank-0: it acts between ranks alone"):
+        record.main([*flags, str(tmp_path / "no"), "--inject", "sinks-of-rank-0"])
 
 
 def test_two_ranks_draft_alike(tmp_path):
