@@ -190,7 +190,7 @@ Two op sets and two ways to cut a prompt share the wiring of the layers and cann
     noticed: ClassVar[str] = """\
 - With activations rounded as deployed, two right op sets part all the same: one value of one token rounds the other
   way, and what follows from it differs, selections and logits included. Judged from the input that each has, they agree
-  at every site. So nobody can ask deployed logits to agree closely, and where they are let differ, faults pass; what
+  at every site. So deployed logits cannot be asked to agree closely, and where they are let differ, faults pass; what
   can be asked is agreement at every site from equal inputs.
 - Plain fp32 and deployed bf16 agree too, each judged by its own rounding: what they are apart, rounding explains."""
 
