@@ -115,21 +115,21 @@ tokens need must be carried: the ring with the KV of the last tokens, compressed
 *frontier* of each compressor, the tokens of the block that is not finished. What is lost there depends on where the cut
 falls within a block of 4 or of 128 tokens. The probe runs prompts in one call, in calls of other sizes, and token by
 token over the ends of blocks, and compares every row at every site and every part of every cache. All caches have room
-for a block more than the prompt, and what nobody has written holds loud noise: to look at an entry too early is to look
-at that. Two correct runs in bf16 differ in last bits, because fp32 sums are taken in another order, and a bound that
-allows for it would hide a lost token. So all sums are taken in fp64 and rounded once, and the comparison is for equal
-bits; rings, frontiers and the order of calls are the run's own. The run's own attention and selection get the same
-arguments in every one of these calls, and may differ from the exact ones by one rounding; Triton's attention, which
-rounds the masses of its softmax to bf16 before they multiply bf16 keys, by what these roundings may do too. What else
-ops do for few tokens alone, exact ones in their place would hide: so the run itself goes through calls of 1 to 8
+for a block more than the prompt, and what was not written yet holds loud noise: to look at an entry too early is to
+look at that. Two correct runs in bf16 differ in last bits, because fp32 sums are taken in another order, and a bound
+that allows for it would hide a lost token. So all sums are taken in fp64 and rounded once, and the comparison is for
+equal bits; rings, frontiers and the order of calls are the run's own. The run's own attention and selection get the
+same arguments in every one of these calls, and may differ from the exact ones by one rounding; Triton's attention,
+which rounds the masses of its softmax to bf16 before they multiply bf16 keys, by what these roundings may do too. What
+else ops do for few tokens alone, exact ones in their place would hide: so the run itself goes through calls of 1 to 8
 tokens, put back on a long call after every site, and on a CPU, where each sum has one order, has its bits.
 
 **How rows are stored.** Entries and index keys may be kept in FP8 and FP4, in which deployed numerics has rounded them
 already: a run that keeps them so must have every bit of one that does not.
 
-**What ran before.** A kernel may race, or read memory that nobody wrote. Or something survives from one sequence to the
-next: an open window that is not cleared, a ring that still holds another prompt's KV; DeepSeek's own code, as we read
-it, does not clear the compressor's state when a new sequence begins. The probe runs prompt A again, after another
+**What ran before.** A kernel may race, or read memory that was never written. Or something survives from one sequence
+to the next: an open window that is not cleared, a ring that still holds another prompt's KV; DeepSeek's own code, as we
+read it, does not clear the compressor's state when a new sequence begins. The probe runs prompt A again, after another
 prompt, in turns with it, saved and restored half way, and in memory that the last sequence left full of NaN. The other
 prompt repeats the token with the largest embedding, so that what leaks from it is not small."""
     noticed: ClassVar[str] = """\
@@ -148,7 +148,7 @@ The rope columns, which are not rounded, give every token away.
 
 The run that is saved and restored has caught something that we did not build it for. With every read of the ring off
 by one row (one of the injected faults) all plain repetitions agree, and only the restored run departs: the row before
-the oldest that a token may see is not saved, because nobody should read it."""
+the oldest that a token may see is not saved, because it should not be read."""
 
     # What a token sees. Tokens of the prompt, at least, run in one call, so that blocks of the future exist.
     tokens: int = 384
@@ -199,11 +199,11 @@ the oldest that a token may see is not saved, because nobody should read it."""
         places = {what: [run.place for run in runs.values()] for what, runs in groups.items()}
         differ = {what: [place for place in of if place] for what, of in places.items()}
         summary = (
-            f"Changing one token in the input of single layers moved {moved} rows of their output, {wrong} of them rows"
-            f" that do not see the token. Of {sum(map(len, places.values()))} runs of a prompt that is followed by"
-            " other tokens, cut, decoded on, stored in another form or repeated,"
-            f" {sum(map(len, differ.values()))} differ by a bit, at any of {len(sites.SITES)} sites or in what they"
-            " leave in caches."
+            f"A prompt was run {sum(map(len, places.values()))} times: cut into other calls, decoded token by token,"
+            " cached in another format, repeated, or followed by other tokens."
+            f" {sum(map(len, differ.values()))} of these runs differ by a bit at any of {len(sites.SITES)} sites or in"
+            f" the caches. Changing one token in the input of a layer changed {moved:,} rows of its output, {wrong} of"
+            " them rows that may not see this token."
         )
         table = Table(
             "Runs that should be equal",
@@ -383,7 +383,7 @@ the oldest that a token may see is not saved, because nobody should read it."""
             except Tripwire as trip:  # what the earlier runs found should not be lost
                 found = Compared([], None, trip)
             runs[name] = {"prompt A": found}
-        findings = [measured("share of NaN in new memory that nobody has written yet", stale)]
+        findings = [measured("share of NaN in new memory that was not written yet", stale)]
         if not first.differences(other):
             findings.append(vacuous("prompt B differs from A", "B gave the same tensors: it could leave nothing else"))
         return runs, findings

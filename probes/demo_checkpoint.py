@@ -117,10 +117,10 @@ the sliding window of every layer."""
         worst = {kind: 100 * min(_shares(found, kind, SHIPPED)) for kind in ("needle", "facts", "most common")}
         cut = {way: 100 * max(_shares(found, kind, way)) for kind, way in (("needle", WINDOW), ("most common", NO_HCA))}
         summary = (
-            f"Needles: {worst['needle']:.1f} % found at the worst of the lengths from {min(self.lengths)} to"
-            f" {max(self.lengths)} tokens; with the window alone, {cut[WINDOW]:.1f} % at the best. Facts: at worst"
-            f" {worst['facts']:.1f} %. Most common word: at worst {worst['most common']:.1f} %; with HCA layers cut to"
-            f" their window, {cut[NO_HCA]:.1f} % at the best length."
+            f"In documents of {min(self.lengths)} to {max(self.lengths)} tokens, of numbers told once"
+            f" {worst['needle']:.1f} % are found at the worst length; with the window alone {cut[WINDOW]:.1f} % at the"
+            f" best. Facts from training: at worst {worst['facts']:.1f} %. The most common word of a document: at worst"
+            f" {worst['most common']:.1f} %; with HCA layers cut to their window {cut[NO_HCA]:.1f} % at the best."
         )
         return Report(summary, tuple(_findings(found)), (table,), NOT_CLAIMED)
 

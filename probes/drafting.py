@@ -96,7 +96,7 @@ layer of another kind (antirez/ds4#411), fed the second draft with the collapsed
 (GDzhu01/vllm-ascend-deepseekv4#132), or gave the head no streams of tokens behind which nothing was drafted. The probe
 lets a head draft in the loop that generates, with steps in between in which nothing is drafted, or wrong tokens are,
 and holds its logits and confidence against float64, computed from the streams that a run without drafts leaves. What
-differs is held against every wrong reading of the equations that we know of."""
+differs is compared with every wrong reading of the equations that we know of."""
     noticed: ClassVar[str] = """\
 Looking up what came before drafts nearly as well as a trained head does, on this language, and costs nothing: the demo
 repeats itself. Where a head earns its place is the first draft of a sentence that was not there yet.
@@ -360,7 +360,7 @@ def _state_table(rolled: Sequence[Rolled]) -> Table:
             [*size, len(among), sum(map(len, (one.caches for one in among))), sum(bool(one.logits) for one in among)]
         )
     return Table(
-        "Drafts that were taken back",
+        "Drafts that were removed",
         ("right tokens of a call", "wrong ones behind them", "calls", "buffers that differ", "calls with other logits"),
         rows,
         "Against a run that has the right tokens alone, one by one: every buffer of every cache, and every row of"
@@ -714,21 +714,21 @@ def _summary(
 ) -> str:
     other = sum(bool(one.caches) for one in rolled)
     apart = ", ".join(f"{sum(pair.apart is not None for pair in of)} of {len(of)} by {by}" for by, of in pairs.items())
-    said = [f"Of {len(rolled)} calls of right tokens and wrong ones that are taken back, {other} leave other caches"]
-    if pairs:
-        said.append(f"Texts that drafts change: {apart}")
+    said = [f"Texts that differ when tokens are drafted: {apart}"] if pairs else []
+    said.append(f"After {len(rolled)} calls with wrong drafts that were removed again, {other} times the caches differ")
     for kind, of in moments.items():
         furthest = max(max(map(max, moment.over.values())) for moment in of)
-        said.append(f"At {len(of)} moments drafts of {kind} are at most {furthest:.2g} of their bound from float64")
+        told = f"The drafts of {kind} were compared with a float64 oracle at {len(of)} positions"
+        said.append(f"{told}; the worst is at {furthest:.2g} of its bound")
     if not moments:
-        said.append("The checkpoint has no drafting head, so none was looked at")
+        said.append("The checkpoint has no draft head to judge")
     return f"{'. '.join(said)}."
 
 
 NOT_CLAIMED = """\
 That a head drafts well: how many drafts are accepted is measured, and depends on what it was trained on. That its
-equations are those of DeepSeek where nobody has published them: how MTP is fed, and what it is fed for a second draft,
-is vLLM's. Heads are held against float64 in plain fp32; deployed numerics round the same products. Drafts of which the
+equations are those of DeepSeek where none are published: how MTP is fed, and what it is fed for a second draft,
+is vLLM's. Heads are compared with float64 in plain fp32; deployed numerics round the same products. Drafts of which the
 model accepts one with another probability, as rejection sampling does, are made nowhere here. Times are those of one
 machine and one thread: on a GPU a call of six rows costs about what a call of one does."""
 

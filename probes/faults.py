@@ -142,7 +142,7 @@ in_coda = Place(FAULTS, _put_in_coda, in_variants=True)  # coda's cache of a gro
 in_shard = Place(FAULTS, _put_in_shard, in_variants=True)  # shard's cache of a grouped-query layer
 in_variant_parts = Place(FAULTS, put_in_parts, in_variants=True)  # what these caches rest on
 in_runtime = Place(FAULTS, put_in_parts, in_runtime=True)  # how messages become ids, and logits a token
-in_head = Place(FAULTS, put_in_head, in_drafts=True)  # a drafting head that was just loaded
+in_head = Place(FAULTS, put_in_head, in_drafts=True)  # a draft head that was just loaded
 in_rewound_states = Place(FAULTS, _put_in_states, in_drafts=True)  # how every new state of a model goes back
 in_rewound_caches = Place(FAULTS, _put_in_caches, in_drafts=True)
 in_accepting = Place(FAULTS, put_in_parts, in_drafts=True)  # which drafts become tokens
@@ -1662,7 +1662,7 @@ def shard_mean_omitted(parts: Parts) -> Parts:
 
 @in_variant_parts(
     "shard-distance-negated",
-    "Shard's keys are turned by minus their position, and scores by the distance the other way.",
+    "Shard's keys are rotated by minus their position, and scores by the distance the other way.",
     seen="the mistake's kind: a sign",
 )
 def shard_distance_negated(parts: Parts) -> Parts:
@@ -2105,7 +2105,7 @@ def eos_left_out(segments: Segments) -> Segments:
 
 @in_runtime(
     "controls-out-of-text",
-    "A control token that somebody's text spells becomes one.",
+    "A control token spelled in a user's text becomes one.",
     seen="ds4#95, transformers#29279, gemma#770",
 )
 @writing
@@ -2224,7 +2224,7 @@ def eos_ignored(prompt: Sequence[int], how: dict[str, Any]) -> Asked:
 
 @in_head(
     "draft-stages-with-yarn",
-    "The stages of a drafting head rotate with YaRN.",
+    "The stages of a draft head rotate with YaRN.",
     seen="vllm#48304, where it cost 12 of 69 % of the drafts",
     needs=yarn,
 )
@@ -2235,7 +2235,7 @@ def draft_stages_with_yarn(head: DraftHead) -> None:
 
 @in_head(
     "draft-stages-rotate-as-compressed",
-    "The stages of a drafting head rotate as HCA layers do.",
+    "The stages of a draft head rotate as HCA layers do.",
     seen="antirez/ds4#411, which borrowed a layer of another kind",
 )
 def draft_stages_rotate_as_compressed(head: DraftHead) -> None:
@@ -2245,7 +2245,7 @@ def draft_stages_rotate_as_compressed(head: DraftHead) -> None:
 
 @in_head(
     "draft-taps-one-layer-early",
-    "A drafting head reads the streams that enter its layers, not those that leave them.",
+    "A draft head reads the streams that enter its layers, not those that leave them.",
     seen="V4.1, of which it is no fault",
 )
 def draft_taps_one_layer_early(head: DraftHead) -> None:
@@ -2287,7 +2287,7 @@ class _OfDraftsAlone(StreamListener):
 
 @in_head(
     "draft-features-skipped",
-    "A drafting head is not given the streams of tokens behind which nothing was drafted.",
+    "A draft head is not given the streams of tokens behind which nothing was drafted.",
     seen="a fork of antirez/ds4",
 )
 def draft_features_skipped(head: DraftHead) -> None:

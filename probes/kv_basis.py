@@ -24,13 +24,13 @@ class KvBasis(Probe):
     reads: ClassVar[tuple[Site, ...]] = ()
     by_name: ClassVar[bool] = True
     background: ClassVar[str] = f"""\
-`shard` stores an entry rotated by Hadamard, at so many bits a number. With `basis=FILE` the nope dims are coefficients
-in a basis fitted to the layer instead, more bits where their variance is, for at most the same bytes, the basis
-included, spread over the entries of a context. `scripts.calibrate_kv` fits it, and uses it only where it loses less in
-three ways: as predicted from the variances, on entries that the fit has not seen, and in what the layer's own queries
-get from the entries that they attend to: in an HCA layer those that the fit has not seen, in a CSA layer all that were
-selected. Mean and basis are of the first half of a layer's entries, {FIT} for each nope dim or more; scales and bits of
-the next quarter; what is measured, of the last.
+`shard` stores an entry rotated by Hadamard, a fixed number of bits each. With `basis=FILE` the nope dims are
+coefficients in a basis fitted to the layer instead, more bits where their variance is, for at most the same bytes, the
+basis included, spread over the entries of a context. `scripts.calibrate_kv` fits it, and uses it only where it loses
+less in three ways: as predicted from the variances, on entries that the fit has not seen, and in what the layer's own
+queries get from the entries that they attend to: in an HCA layer those that the fit has not seen, in a CSA layer all
+that were selected. Mean and basis are of the first half of a layer's entries, {FIT} for each nope dim or more; scales
+and bits of the next quarter; what is measured, of the last.
 
 Each cell: squared error of the basis over that of the rotation, predicted, of unseen entries, of attention; **bold**
 where the basis is used. Below 1 the basis is better."""
@@ -70,10 +70,13 @@ whose bytes are spread over enough of them less is lost, and in one for a shorte
                 taken = [context for context in self.contexts if found[bits, context][layer].pays]
                 if taken:
                     kind = config.layer_kind(layer).name
-                    told.append(f"at {bits} bits {kind} layer {layer}, from a context of {min(taken) // 1024}K on")
-        where = "; ".join(told) if told else "nowhere"
+                    told.append(f"{kind} layer {layer} at {bits} bits, from a context of {min(taken) // 1024}K on")
+        where = "; ".join(told) if told else "no layer"
         entries = ", ".join(f"{count} of layer {layer}" for layer, count in counts.items())
-        summary = f"A basis is used {where}; every other layer is rotated. Entries: {entries}."
+        summary = (
+            f"At the same bytes, a fitted basis loses less than the Hadamard rotation in {where}. Elsewhere the"
+            f" rotation is kept. Entries: {entries}."
+        )
         parts: list[Part] = [self._table(config, found, bits) for bits in self.bits]
         return Report(summary, tuple(self._findings(config, found)), tuple(parts), NOT_CLAIMED)
 

@@ -160,7 +160,7 @@ projection of what the others leave out. Its authors report that codes of eight 
             for model, streams in found.items()
         )
         return Report(
-            f"Texts of {self.written} tokens that are written as with the full cache. {told}.",
+            f"Texts of {self.written} tokens that do not change when Shard codes the decoded tokens. {told}.",
             tuple(findings),
             (
                 *parts,
@@ -176,7 +176,7 @@ projection of what the others leave out. Its authors report that codes of eight 
         return Share.of(count == self.written for count in one.alike)
 
     def _tokens(self, one: Stream, mark: int) -> float:
-        """Share of the first so many tokens of all texts that stand before the first that differs."""
+        """Share of the first tokens of all texts that stand before the first that differs."""
         return sum(min(count, mark) for count in one.alike) / (mark * len(one.alike))
 
     def _findings(self, model: str, streams: Streams) -> Iterator[Finding]:
@@ -235,7 +235,7 @@ HOW: Final = """\
 - *Prompts*: {exact} tokens, as many as sinks and window hold, so that nothing of them is coded: {texts} of random ids
   for the random Llama, the beginnings of as many documents of the demo language for the trained one. Each is continued
   greedily for {written} tokens, past any end token, in fp32 and plain numerics.
-- *texts, tokens*: how many texts are the full cache's to the last token; and of the first so many tokens of all texts
+- *texts, tokens*: how many texts are the full cache's to the last token; and of the first tokens of all texts
   the share that stands before the first that differs.
 - *KL, same likeliest*: with the full cache's text given, so that all streams read the same tokens; divergence of each
   distribution from the full cache's, mean over the tokens of {forced} texts."""

@@ -315,21 +315,23 @@ def _verdict(title: str, variants: Variants) -> str:
     lose = [name for name in names if variants[name].found().share < most]
     idle = [name for name in names if not _saves(variants, name)]
     kept = [name for name in names if name not in (*lose, *idle)]
-    told = "no variant that saves anything finds all but 5 in 100 of the full cache's codes"
+    told = "no variant that saves bytes finds 95 % of the codes that the full cache finds"
     if kept:
         best = min(kept, key=lambda name: variants[name].nbytes[length])
         sizes = [variants[name].nbytes[length] / length for name in (best, FULL_CACHE)]
         same = Share.of(count == max(full.greedy) for count in variants[best].greedy)
         told = (
-            f"of the variants that find all but 5 in 100 of the full cache's codes, the smallest is {best}: at"
+            f"of the variants that find 95 % of the codes that the full cache finds, the smallest is {best}: at"
             f" {_k(length)} {sizes[0]:,.0f} bytes per token instead of {sizes[1]:,.0f} ({sizes[1] / sizes[0]:.1f} times"
-            f" fewer), {variants[best].found()} codes, {same} greedy texts as the full cache's"
+            f" fewer), {variants[best].found()} codes found, {same} greedy texts unchanged"
         )
-    lines = [f"**{title}: {told}.** More than 5 in 100 of the codes lost: {'; '.join(lose) or 'none'}."]
+    lines = [f"**{title}: {told}.** Find less than 95 %: {'; '.join(lose) or 'none'}."]
     if idle:
-        lines.append(f"Saves nothing to speak of at {_k(length)}, so its row is vacuous: {'; '.join(idle)}.")
+        lines.append(
+            f"Save less than {WORTH:.0%} of the bytes at {_k(length)}, so nothing is shown: {'; '.join(idle)}."
+        )
     lines += [
-        f"Alike in bytes and codes, so that what sets them apart is not exercised: {one} and {other}."
+        f"Same bytes and same codes found, so their difference is not shown: {one} and {other}."
         for one, other in combinations(names, 2)
         if variants[one].nbytes == variants[other].nbytes and variants[one].codes == variants[other].codes
     ]
@@ -371,8 +373,9 @@ def _bytes_and_divergence(found: Mapping[str, Variants]) -> Scatter:
             for name, one in variants.items()
             if name != FULL_CACHE
         ]
-    x, y = "bytes, as a share of the full cache's", "KL, nats"
-    return Scatter("Bytes and divergence", x, y, points, log_x=True, log_y=True)
+    x, y = "bytes, as a share of the full cache's", "KL from the full cache, nats per token"
+    note = "Further left is smaller, further down is nearer to the full cache."
+    return Scatter("Bytes and divergence", x, y, points, log_x=True, log_y=True, note=note)
 
 
 def _codes_found(found: Mapping[str, Variants]) -> HeatMap:
@@ -380,7 +383,9 @@ def _codes_found(found: Mapping[str, Variants]) -> HeatMap:
     rows = {f"{kind}: {name}": one.codes for kind, variants in found.items() for name, one in variants.items()}
     lengths = list(next(iter(rows.values())))
     values = [[Share.of(right for right, _ in codes[length]).share for length in lengths] for codes in rows.values()]
-    return HeatMap("Codes found", "tokens of the document", "variant", tuple(map(_k, lengths)), tuple(rows), values)
+    note = "Share of the numbers that are told once in a document and asked for at its end."
+    columns = tuple(map(_k, lengths))
+    return HeatMap("Codes found", "tokens of the document", "variant", columns, tuple(rows), values, note)
 
 
 def _median(counts: Sequence[int]) -> int:
@@ -394,11 +399,11 @@ def _k(n: int) -> str:
 HOW: Final = """\
 - *Numerics*: plain, fp32, for both models, so that what differs is the cache. (As deployed the full cache rounds its
   entries to FP8 and its index keys to FP4, which coded ones are not: a difference would be mostly that rounding.)
-- *bytes*: all caches that a prompt of so many tokens leaves, read in calls of {chunk}, in BF16, counted from tensors
+- *bytes*: all caches after a prompt of this length, read in calls of {chunk}, in BF16, counted from tensors
   (rings, entries, index keys, compressor states, banks, bases, codebooks). Layers read
   a prompt one after the other where Shard compresses it, so that one of them at a time holds it in full; the memory
   plan counts that.
-- *KL, top-1*: {decoded} tokens decoded behind a document of so many, given, so that all variants read the same;
+- *KL, top-1*: {decoded} tokens decoded behind a document of this length, given, so that all variants read the same;
   divergence of the variant's distribution from the full cache's, mean in nats. Both models were trained on documents of
   up to 2,048 tokens: beyond, the text is as it may be, the comparison is not.
 - *codes*: right answers, greedy, over documents of {recalled} tokens; the question is decoded token by token behind the

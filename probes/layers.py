@@ -56,6 +56,7 @@ REACH: Final = 5.0  # times the clamp that stressed experts are pushed to
 UNREAD: Final = 30.0  # what is taken from the base of the stressed head: a sigmoid of it is far below its eps
 TELLING: Final = 16  # rows in which a mistake is looked for
 CURVES: Final = 8  # layers whose mass is drawn
+STRETCHES: Final = 32  # of the prompt: points of such a curve
 RANGES: Final = (0, 1, 16, 100)  # positions from which shares of the sinks are averaged
 HEAT_MAP_EXPERTS: Final = 32  # more columns are too narrow to read
 ODD: Final = 97  # tokens of every other call: it ends within windows
@@ -402,16 +403,18 @@ def _summary(found: Sequence[Run], chosen: Mapping[str, Sequence[Judged]]) -> st
     results = [(name, result) for name, all_of in chosen.items() for result in all_of]
     differing = [(name, result) for name, result in results if result.status is Status.DIFFERS]
     rows = sum(result.rows for _, result in results)
-    held = f"{len(found[0].setting.tokens)} tokens, {' and '.join(chosen)}: {rows} rows of {len(results)} tensors"
+    prompt = f"A prompt of {len(found[0].setting.tokens)} tokens was run in {len(chosen)} ways ({'; '.join(chosen)})."
     if differing:
         name, result = differing[0]
         place = f"{_name(result)}{'' if result.layer is None else f' of layer {result.layer}'}"
         at = "" if result.first is None else f" at position {result.first.position}"
         size = result.why or f"{result.excess:.3g} times its bound"
-        return f"{held} were held against float64, {len(differing)} tensors differ; first {place}{at}, {name}: {size}."
+        count = f"{len(differing)} of {len(results)} tensors differ from a float64 oracle"
+        return f"{prompt} {count}; first {place}{at}, {name}: {size}."
     name, worst = max(results, key=lambda one: one[1].excess)
     place = f"{_name(worst)}{'' if worst.layer is None else f' of layer {worst.layer}'}, {name}"
-    return f"{held} were held against float64; the furthest row is {worst.excess:.3g} of its bound away ({place})."
+    agree = f"All {rows:,} rows of {len(results)} tensors agree with a float64 oracle"
+    return f"{prompt} {agree}; the worst row is at {worst.excess:.3g} of its bound ({place})."
 
 
 class Shown(NamedTuple):
@@ -536,8 +539,9 @@ way are those of what really ran."""
             least, most = (float(end) for end in mass[..., 2].mean(1).aminmax())
             rows.append((layer, kind.name, *means, least, most, float(away[beyond].mean())))
             if kind is not LayerKind.SWA:
-                curve = list(zip(at.tolist(), mass[..., 2].mean(1).tolist(), strict=True))
-                curves[f"layer {layer}, {kind.name}"] = curve
+                stretches = torch.stack((at.double(), mass[..., 2].mean(1)), dim=1).tensor_split(STRETCHES)  # [n, 2]
+                means_of = [stretch.mean(0).tolist() for stretch in stretches if len(stretch)]
+                curves[f"layer {layer}, {kind.name}"] = [(round(place), share) for place, share in means_of]
         columns = ("layer", "kind", "sink", "window", "entries", "least", "most", "from window alone")
         yield Table(
             "Where the softmax mass falls",
@@ -547,7 +551,13 @@ way are those of what really ran."""
             " the output would be from what the window alone gives, as a share of its length.",
         )
         if curves:
-            yield Plot("Softmax mass on entries, by position", "position", "share", dict(list(curves.items())[:CURVES]))
+            yield Plot(
+                "Softmax mass on entries, by position",
+                "position",
+                "share of the softmax",
+                dict(list(curves.items())[:CURVES]),
+                note=f"Means over the heads, in {STRETCHES} stretches of the prompt.",
+            )
 
 
 class Projections(LayersProbe):
@@ -591,16 +601,16 @@ class Rope(LayersProbe):
     name: ClassVar[str] = "rope"
     question: ClassVar[str] = "Is everything that carries a position rotated by the right angles of its layer's kind?"
     background: ClassVar[str] = """\
-Positions enter a V4 model as rotations: the last dims of queries, keys and index keys are turned in pairs of neighbours
-by angles that grow with the position. There are two tables. Layers that see their window alone (SWA) use `rope_theta`;
-layers with compressed entries (CSA, HCA) use `compress_rope_theta` slowed by YaRN, for everything in them: queries,
-window, entries, indexer. A compressed entry stands at the first position of its block. Because keys are values too, the
-attention's output comes out rotated, and is turned back.
+Positions enter a V4 model as rotations: the last dims of queries, keys and index keys are rotated in pairs of
+neighbours by angles that grow with the position. There are two tables. Layers that see their window alone (SWA) use
+`rope_theta`; layers with compressed entries (CSA, HCA) use `compress_rope_theta` slowed by YaRN, for everything in
+them: queries, window, entries, indexer. A compressed entry stands at the first position of its block. Because keys are
+values too, the attention's output comes out rotated, and is rotated back.
 
-What goes wrong here in silence: one table for all layers, YaRN on the window layers or nowhere, entries that are never
-rotated or rotated elsewhere, an output that is not turned back, halves paired instead of neighbours, YaRN's attention
-scaling where V4 has none. Short prompts hardly show it: the error grows with the position. Here the rotated dims of all
-that is rotated are judged by themselves."""
+What goes wrong here without an error: one table for all layers, YaRN on the window layers or nowhere, entries that are
+never rotated or rotated elsewhere, an output that is not rotated back, halves paired instead of neighbours, YaRN's
+attention scaling where V4 has none. Short prompts hardly show it: the error grows with the position. Here the rotated
+dims of all that is rotated are judged by themselves."""
     judges: ClassVar[tuple[str, ...]] = (*(f"{site.name} rotated dims" for site in ROTATED), sites.UNROTATED.name)
     reads: ClassVar[tuple[Site, ...]] = ROTATED
     mistakes: ClassVar[tuple[Mistake, ...]] = tuple(map(_unrotated, ROTATED))
@@ -617,9 +627,10 @@ writes its output back into all of them (`post`), and mixes them (`comb`, a matr
 towards doubly stochastic, so that mixing neither creates nor destroys what the streams hold). All three are computed
 from the streams themselves, at every token.
 
-What goes wrong here in silence: `comb` used transposed, rows normalised before columns, another number of iterations,
-`post` without its factor 2, another eps. A doubly stochastic matrix stays one when it is transposed, and one that has
-converged does not show how it got there, so a check of row and column sums cannot see the likeliest faults."""
+What goes wrong here without an error: `comb` used transposed, rows normalised before columns, another number of
+iterations, `post` without its factor 2, another eps. A doubly stochastic matrix stays one when it is transposed, and
+one that has converged does not show how it got there, so a check of row and column sums cannot see the likeliest
+faults."""
     judges: ClassVar[tuple[str, ...]] = (
         *(site.name for site in (sites.ATTENTION_PRE, sites.ATTENTION_POST, sites.ATTENTION_COMB)),
         *(site.name for site in (sites.EXPERTS_PRE, sites.EXPERTS_POST, sites.EXPERTS_COMB)),
@@ -675,9 +686,9 @@ class Sink(LayersProbe):
     question: ClassVar[str] = "Does every head's own sink take its share of the softmax, and nothing else?"
     background: ClassVar[str] = """\
 Each attention head has a learned number, its sink: one more logit in the denominator of the softmax, for a key that has
-no value. It lets a head attend to nothing. What goes wrong here in silence: the sink is given a value, all ranks use
-the sinks of rank 0, the logits are scaled by YaRN's mscale, rows are read that the token may not see. Comparing two
-builds cannot show a fault that both share, so every head's output is held against float64 by itself: among many heads,
+no value. It lets a head attend to nothing. What goes wrong here without an error: the sink is given a value, all ranks
+use the sinks of rank 0, the logits are scaled by YaRN's mscale, rows are read that the token may not see. Comparing two
+builds cannot show a fault that both share, so every head's output is compared with float64 by itself: among many heads,
 one that is wrong is a small part of a row."""
     judges: ClassVar[tuple[str, ...]] = (BY_HEAD,)
     reads: ClassVar[tuple[Site, ...]] = _sites_of(judges)

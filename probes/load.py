@@ -577,9 +577,9 @@ def summary(census: Census, compared: Sequence[Compared], ran: Ran) -> str:
     told = f"{wrong:,} of {numbers:,} numbers in {len(compared)} parameters differ from the file's bytes"
     if ran.tripped is not None:
         return f"{told}; then a tripwire ended the run: {ran.tripped}."
-    told += f"; {len(ran.unread)} of {len(census.mappings)} parameters were not read in a forward pass"
+    told += f"; a forward pass does not read {len(ran.unread)} of {len(census.mappings)} parameters"
     if ran.ineffective is not None:
-        told += f", and {len(ran.ineffective)} can be changed without changing anything"
+        told += f"; {len(ran.ineffective)} parameters can be changed without an effect on the output"
     return told + "."
 
 

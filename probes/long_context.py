@@ -410,7 +410,7 @@ def report(found: Found, by_hand: dict[str, int], plan: Plan) -> Report:
         ),
     ]
     rate, decode = found.rate(last, "processor"), 1e3 * statistics.median(last.decode_processor)
-    reads = "" if rate is None else f"a second of the processor reads {rate:.0f} tokens and "
+    reads = "" if rate is None else f"a second of CPU time reads {rate:.0f} tokens and "
     summary = (
         f"{context} tokens of context in {found.seconds / 60:.0f} minutes on one core ({found.processor}), the last"
         f" {len(last.decode_wall)} of them decoded. At the end {reads}a decoded token takes {decode:.0f} ms; of"

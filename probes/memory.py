@@ -781,13 +781,13 @@ def _caches_said(layers: Sequence[Allocated]) -> str:
 
 def _rows_said(rows: Sequence[Rows]) -> str:
     wrong, asked = sum(len(buffer.wrong) for buffer in rows), sum(buffer.allocated for buffer in rows)
-    return f"{wrong} of {asked} rows looked at are not as they must be"
+    return f"{wrong} of {asked} checked rows of caches are missing, unexpected or wrong"
 
 
 def _process_said(process: Process) -> str:
     peak, (short, long) = process.peak, process.contexts
-    grown = f"from {short:,} to {long:,} tokens a process grew by {_mib(peak.peaks[1] - peak.peaks[0])} MiB"
-    return f"{grown}, {_mib(process.caches)} of them caches and {_mib(peak.calls[1] - peak.calls[0])} a call"
+    grown = f"With {long:,} instead of {short:,} tokens a process needs {_mib(peak.peaks[1] - peak.peaks[0])} MiB more"
+    return f"{grown}: {_mib(process.caches)} for caches, {_mib(peak.calls[1] - peak.calls[0])} for a call"
 
 
 def _caches_table(layers: Sequence[Allocated], rows: Sequence[Rows]) -> Table:

@@ -135,7 +135,7 @@ with " The code of NAME is", each question from the same state; right is the cod
 *In the window*: codes that the ring still holds when the document ends; *before it*: those that only the banks can
 know. *KL*: of the next token after every token of every question, from the exact bounded state, in nats. *Bytes*: of
 the file; a full cache grows with the document, a bounded one does not. The coded files hold each key and value of ring
-and banks in so many bits and a float16 length per row; gates, times and counts are exact.
+and banks in 8 or 4 bits and a float16 length per row; gates, times and counts are exact.
 
 Then two documents in one state. ± is one standard error over the pairs. All rows but the first two are one state of the
 same size:

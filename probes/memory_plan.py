@@ -31,7 +31,7 @@ RANKS: Final = (1, 4, 8)
 FORMATS: Final = {"bf16, bf16": ("dtype", "dtype"), "FP8, FP8": ("fp8", "fp8"), "FP8, FP4": ("fp8", "fp4")}
 
 READING: Final = """\
-- *weights*: as published, without the drafting head, sharded over the ranks, experts by rows; norms, sinks and mHC in
+- *weights*: as published, without the draft head, sharded over the ranks, experts by rows; norms, sinks and mHC in
   fp32, as the model holds them. Exact.
 - *caches*: entries, index keys, windows and frontiers. All ranks hold all of them: one KV head serves all attention
   heads, so there is nothing to split. Exact.

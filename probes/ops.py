@@ -424,7 +424,7 @@ A prompt shows an op what the prompt brings. An attention kernel has to get its 
 token can see: a window of one key, half full, or wrapped around its ring; compressed entries that are absent,
 unfinished, selected or not. Angles must be right at positions that no short run reaches, Sinkhorn after each number of
 iterations, SwiGLU on both sides of its clamp. Here the ops of the run are fed such inputs, with large numbers in every
-row that must not be read, and held against float64.
+row that must not be read, and compared with float64.
 
 Errors are given as a share of what rounding allows. A share just below 1 is what to expect: among many thousand values
 one is always rounded by nearly half a unit in the last place. A fault gives tens and more. Triton's attention rounds
@@ -463,10 +463,10 @@ more, by six times the root of the sum of squares of what these roundings may do
 
 def _summary(findings: Sequence[Finding], compared: int) -> str:
     failed = [finding for finding in findings if finding.failed]
-    said = f"attend was given {compared} inputs, and tables, rotation, mHC and SwiGLU theirs"
+    said = f"Attention ({compared} inputs), tables of angles, RoPE, mHC and SwiGLU were compared with float64"
     if not failed:
-        return f"{said}; all {len(findings)} results are within what rounding allows of float64."
-    return f"{said}; {len(failed)} of {len(findings)} results are not float64's, first: {failed[0].what}."
+        return f"{said}; all {len(findings)} results agree within rounding."
+    return f"{said}; {len(failed)} of {len(findings)} results differ, first: {failed[0].what}."
 
 
 def _tables(model: Transformer) -> Iterator[Part]:
@@ -485,7 +485,7 @@ def _tables(model: Transformer) -> Iterator[Part]:
         "The table of each kind of layer",
         ("kind", "theta", "YaRN", "shortest wave", "longest wave", "kept", "between", "slowed"),
         rows,
-        "Waves in tokens: after so many, a pair has turned once. Pairs are kept as without YaRN, slowed by its factor,"
+        "Waves in tokens: the period of a pair. Pairs are kept as without YaRN, slowed by its factor,"
         " or between the two.",
     )
     yield Plot(

@@ -10,6 +10,7 @@ Import this module where a picture is drawn, not at the top of a file: it brings
 import io
 import math
 import re
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -22,6 +23,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
+from matplotlib.text import Annotation, Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 from numpy import ma
@@ -38,6 +40,7 @@ PALE, DEEP = "#e8f1fa", "#084081"  # of a heat map, from 0 to 1: one hue
 ON_PALE, ON_DEEP = "#0b2239", "#ffffff"  # text in its cells
 MOST_MARKED: Final = 40  # points of a curve that are marked one by one
 LARGEST: Final = 1e100  # beyond it (or, on a log axis, below its inverse) axes overflow: such a number is not drawn
+WIDE: Final = 88  # characters below the bars of a picture
 TALL: Final = 30  # rows of a heat map from which its columns are named at both ends
 STYLE: Final[dict[Any, Any]] = {
     "figure.dpi": 72,  # a point is a pixel: what is measured is what is drawn
@@ -125,6 +128,10 @@ def _plot(axes: Axes, part: Plot) -> None:
 
 
 def _scatter(axes: Axes, part: Scatter) -> None:
+    figure = axes.figure
+    assert isinstance(figure, Figure)
+    count = sum(map(len, part.points.values()))
+    figure.set_size_inches(6.4, max(3.2, 0.32 * count))  # a line for each name
     seen = _frame(axes, part, [(x, y) for series in part.points.values() for _, x, y in series])
     named: list[tuple[str, Point]] = []
     for index, (name, series) in enumerate(part.points.items()):
@@ -147,7 +154,7 @@ PLACES: Final = tuple(
         ),
     )
 )
-BESIDE: Final = 14  # points; a name that is further away has a line to its point
+BESIDE: Final = 10  # points; a name that is further away has a line to its point
 LINE: Final = {"arrowstyle": "-", "color": INK, "linewidth": 0.4, "shrinkB": 3}
 
 
@@ -160,17 +167,33 @@ def _name_points(axes: Axes, named: Sequence[tuple[str, Point]]) -> None:
     axes.autoscale_view()  # else points are placed by limits that are not those of the picture
     taken = [Bbox.from_bounds(x - 4, y - 4, 8, 8) for x, y in axes.transData.transform([point for _, point in named])]
     for name, point in named:
-        for at, (align, x, y) in enumerate(PLACES):
+        tried: list[tuple[float, Annotation, Bbox]] = []
+        for align, x, y in PLACES:
             line = LINE if math.hypot(x, y) > BESIDE else None
             label = axes.annotate(
                 name, point, (x, y), textcoords="offset points", ha=align, va="center", fontsize=7.5, arrowprops=line
             )
-            box = label.get_window_extent(ruler)
-            inside = axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1 and axes.bbox.y0 <= box.y0
-            if at == len(PLACES) - 1 or (inside and not any(box.overlaps(other) for other in taken)):
-                taken.append(box)
+            label.update_positions(ruler)
+            box = Text.get_window_extent(label, ruler)  # without its line
+            label.set_visible(False)
+            tried.append((_covered(box, taken, axes.bbox), label, box))
+            if tried[-1][0] == 0:
                 break
-            label.remove()
+        _, best, box = min(tried, key=lambda one: one[0])
+        for _, label, _ in tried:
+            if label is not best:
+                label.remove()
+        best.set_visible(True)
+        taken.append(box)
+
+
+def _covered(box: Bbox, taken: Sequence[Bbox], frame: Bbox) -> float:
+    """Square points of a name that lie on others, or outside of the frame."""
+    both = (Bbox.intersection(box, other) for other in taken)
+    inside = Bbox.intersection(box, frame)
+    area = box.width * box.height
+    outside = area - (0.0 if inside is None else inside.width * inside.height)
+    return round(outside + sum(part.width * part.height for part in both if part is not None), 6)
 
 
 def _bars(axes: Axes, part: Bars) -> None:
@@ -195,14 +218,28 @@ def _bars(axes: Axes, part: Bars) -> None:
     for index, (name, value) in enumerate(part.limits.items(), 1):
         handles.append(axes.axhline(value, color=INK, linestyle=DASHES[index % len(DASHES)], label=name))
     axes.set_ylabel(part.y)
-    slanted: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"}
-    axes.set_xticks([*places], part.groups, **(slanted if sum(map(len, part.groups)) > 80 else {}))
+    names, slanted = _broken(part.groups)
+    angle: dict[str, Any] = {"rotation": 35, "ha": "right", "rotation_mode": "anchor"} if slanted else {}
+    axes.set_xticks([*places], names, **angle)
     if part.log_y:
         _log_axis(axes, "y", [value for value in (*ends, *tops, *part.limits.values()) if value > 0] or [1.0])
     else:
         axes.set_ylim(0, 1.12 * max(*ends, *part.limits.values(), 1 / LARGEST))
     if len(handles) > 1:
         _legend(axes, len(handles), handles[::-1])  # the uppermost first
+
+
+def _broken(names: Sequence[str]) -> tuple[list[str], bool]:
+    """Names side by side below an axis, in lines that are broken after a colon first; and whether they are slanted."""
+    width = WIDE // len(names)
+    if max(map(len, names)) <= width:
+        return list(names), False
+    broken = [
+        "\n".join(textwrap.fill(line, width, break_long_words=False) for line in re.split("(?<=:) ", name))
+        for name in names
+    ]
+    fits = all(len(line) <= width for name in broken for line in name.splitlines())
+    return (broken, False) if fits else (list(names), True)
 
 
 def _heat_map(axes: Axes, part: HeatMap) -> None:

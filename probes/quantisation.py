@@ -542,9 +542,9 @@ mantissa), one scale for 128 columns; KV and compressed entries likewise for 64 
 positions; index queries and keys to E2M1 (one bit) for 32 columns, after a Hadamard transform that spreads outliers.
 This is `deployed` numerics. `plain` rounds none of it, as Hugging Face transformers does.
 
-All these scales are powers of two, stored in one byte of exponent. Runtimes went wrong here in silence: scales that
-were no powers of two, packed as if they were (a quarter of the value lost); scales of the neighbour block; FP4 unpacked
-high nibble first; and byte 0x80, which is -0 in one dialect of E4M3 and NaN in another.
+All these scales are powers of two, stored in one byte of exponent. Runtimes went wrong here without an error: scales
+that were no powers of two, packed as if they were (a quarter of the value lost); scales of the neighbour block; FP4
+unpacked high nibble first; and byte 0x80, which is -0 in one dialect of E4M3 and NaN in another.
 
 This probe runs one prompt in both numerics and says how far apart they are at every site and at the logits. Then it
 looks at each rounding by itself: what it costs, and whether it is, bit for bit, the cast that a formula in float64
@@ -651,14 +651,14 @@ gives, on the prompt's tensors and on numbers made to lie on the edges. Last, it
 def summary(pair: Pair, ops: Sequence[Rounding], stored: Sequence[Stored]) -> str:
     """The sentence at which a hurried reader stops."""
     last, decided = pair.config.num_hidden_layers - 1, pair.decided()
-    clear = f"at {sum(decided)} of the {len(decided)} where plain is decided" if decided else "plain is nowhere decided"
+    clear = f"{sum(decided)} of the {len(decided)} where plain has a clear winner" if decided else "no clear winner"
     ends = [exponent for form in stored for exponent in form.exponents]
     scales = f"Stored scales run from 2^{min(ends)} to 2^{max(ends)}." if ends else "No scales are stored."
     return (
-        f"Deployed rounding costs {_mean(pair.kl):.2g} nats a token at the logits (worst {max(pair.kl):.2g}); the "
-        f"likeliest token is the same at {_mean(pair.agree):.1%} of {len(pair.kl)} positions ({clear}). After the "
+        f"Rounding as deployed costs {_mean(pair.kl):.2g} nats per token (KL at the logits; worst {max(pair.kl):.2g}). "
+        f"The likeliest token is the same at {_mean(pair.agree):.1%} of {len(pair.kl)} positions ({clear}). After the "
         f"last layer the streams differ by {pair.share(sites.STREAMS, last) or 0:.1f}%. Of "
-        f"{sum(op.values for op in ops)} values that the run's ops rounded, {sum(op.unlike for op in ops)} are unlike "
+        f"{sum(op.values for op in ops)} values that the run's ops rounded, {sum(op.unlike for op in ops)} differ from "
         f"an independent cast. {scales}"
     )
 

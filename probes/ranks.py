@@ -65,12 +65,11 @@ number of ranks in each layer), sinks of rank 0 used by all, experts off by a ra
 between ranks, after which their caches tell different stories.
 
 Here weights are sharded by rows, so no product is ever summed over ranks, and what ranks exchange is moved as bits. A
-group of processes is started, and each records what it sees of the prompt: with all tokens on every rank between
-attentions and with each its own, with rows of every expert on each rank and with whole experts, to which tokens are
-dispatched. What each rank recorded is held against a run on one rank at every site, as `same` does it. Then the
-bytes that the ranks hold are added up: the checkpoint's, and one more copy per further rank of
-exactly what the placement says is replicated, and of scales whose blocks of rows it divides: once for each way in
-which experts lie."""
+group of processes is started, and each records its run of the prompt: with all tokens on every rank between attentions,
+or only its own; with rows of every expert on each rank, or with whole experts, to which tokens are dispatched. Each
+recording is compared with a run on one rank at every site, as `same` does it. Then the bytes that the ranks hold are
+added up: the checkpoint's, and one more copy per further rank of exactly what the placement says is replicated, and of
+scales whose blocks of rows it divides: once for each way in which experts lie."""
     between_ranks: ClassVar[bool] = True
     noticed: ClassVar[str] = """\
 - Nothing is summed over ranks, and yet in `plain` numerics fewer than half of the rows are bit-equal: a matrix product
@@ -139,8 +138,8 @@ which experts lie."""
         )
         failed = [finding.what for finding in findings if finding.failed]
         summary = (
-            f"{len(tokens)} tokens on {' and '.join(map(str, sizes))} ranks: "
-            + ("; ".join(failed) if failed else "every site as on one rank")
+            f"A prompt of {len(tokens)} tokens on {' and '.join(map(str, sizes))} ranks: "
+            + ("; ".join(failed) if failed else "every site agrees with a run on one rank")
             + (f"; left out, {' and '.join(left)}: {next(iter(left.values()))}" if left else "")
             + "."
         )

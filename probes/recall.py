@@ -577,16 +577,16 @@ class Recall(Probe):
 A CSA layer reads its distant past through compressed entries, one for every few tokens, and a token attends only to
 the `index_topk` entries that the layer's lightning indexer ranks first. The indexer has many query heads, one key per
 entry that all heads share, and a weight per head; an entry scores `sum_h w_h relu(q_h . k)`. Deployed, queries and keys
-are turned by a Hadamard matrix and rounded to FP4.
+are multiplied by a Hadamard matrix and rounded to FP4.
 
 What goes wrong here is silent: any set of entries has the right shape, and the model answers fluently from the wrong
 ones. Runtimes have scored zeros because the key compressor was never loaded, cut the shared key into one slice per
-head, dropped the ReLU, turned queries but not keys, and read keys in another layout than they were written in. And up
-to top-k entries (2048 tokens on V4-Flash, 4096 on V4-Pro) all are selected, and no test shows anything.
+head, dropped the ReLU, transformed queries but not keys, and read keys in another layout than they were written in. And
+up to top-k entries (2048 tokens on V4-Flash, 4096 on V4-Pro) all are selected, and no test shows anything.
 
 So selections are compared with two rankings, for tokens that see more entries than they select. **Oracle A** scores the
 same rounded queries and keys in float64: what is lost against it is an error. **Oracle B** scores them as they were
-before rounding: what is lost against it is the price of FP4, or nearly everything where only one side was turned.
+before rounding: what is lost against it is the price of FP4, or nearly everything where only one side was transformed.
 Where a model is small, the run's own op is also given queries and keys drawn like the model's, at the dimensions of
 published models. And its ops get what is constructed: scores that are exact and often equal, of which there is one
 right selection, among more entries than any tile holds; and rows of which attention's output says how often each was
@@ -780,14 +780,14 @@ def summary(groups: Sequence[Group], draws: Sequence[Group]) -> str:
         return told
     a, b = (min(mean(getattr(group, oracle).recall) for group in draws) for oracle in ("a", "b"))
     most = max(group.length for group in draws)
-    return f"{told} On draws of {HEADS} heads and up to {most} entries: A {a:.1%}, B {b:.1%}."
+    return f"{told} On random queries and keys, {HEADS} heads and up to {most} entries: A {a:.1%}, B {b:.1%}."
 
 
 NOT_CLAIMED = """\
 That a selection is the best one for the answer: oracle B says what rounding changed in the model's own ranking, and a
 model may well be indifferent to that; the probe `needle` says what becomes of answers. Draws have the mean and
-covariance of the model's queries and keys and nothing else of theirs: no entry stands out as the one that a question
-asks for. They test arithmetic and size, not the model."""
+covariance of the model's queries and keys and nothing else in common with them: no entry stands out as the one that a
+question asks for. They test arithmetic and size, not the model."""
 
 
 FULL = Recall()

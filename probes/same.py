@@ -179,7 +179,7 @@ A prompt can be run in many ways that should make no difference: with the equati
 tiles (`cpu`), in one call or in many, by this runtime or by another. Where two of them disagree, one is wrong, and a
 comparison of the answers alone says neither which nor where: by the end of a few layers everything differs.
 
-So each way is recorded, every site of every layer, and two recordings are held against each other as by `compare
+So each way is recorded, every site of every layer, and two recordings are compared with each other as by `compare
 --recording A --against B`. What each run should have made of its own input is computed in float64, so that a difference
 which came with the input is not counted again, and what is left is measured against what rounding explains there: 1 is
 the bound. Numbers that are rounded to FP8 or FP4 and choices of experts and entries may fall otherwise where both
@@ -190,7 +190,7 @@ Two op sets and two ways to cut a prompt share the wiring of the layers and cann
     noticed: ClassVar[str] = """\
 - With activations rounded as deployed, two right op sets part all the same: one value of one token rounds the other
   way, and what follows from it differs, selections and logits included. Judged from the input that each has, they agree
-  at every site. So nobody can ask deployed logits to agree closely, and where they are let differ, faults pass; what
+  at every site. So deployed logits cannot be asked to agree closely, and where they are let differ, faults pass; what
   can be asked is agreement at every site from equal inputs.
 - Plain fp32 and deployed bf16 agree too, each judged by its own rounding: what they are apart, rounding explains."""
 
@@ -245,7 +245,10 @@ Two op sets and two ways to cut a prompt share the wiring of the layers and cann
         outcomes = [_outcome(one, subject.config) for one in found]
         outcomes += [f"{pair.name} not run ({why})" for pair, why in left.items()]
         count = max((len(one.unlike) for one in found), default=0)
-        summary = f"{len(tokens)} tokens, {count} tensors, worst over what rounding explains: {'; '.join(outcomes)}."
+        summary = (
+            f"A prompt of {len(tokens)} tokens was run both ways of each pair, and {count} tensors were compared. Worst"
+            f" row, over what rounding explains: {'; '.join(outcomes)}."
+        )
         parts = (_overview(found, left, subject), _by_site(found), _through_depth(found))
         return Report(summary, tuple(one.finding(subject.config) for one in found), parts, NOT_CLAIMED)
 
@@ -327,10 +330,10 @@ def _through_depth(found: Sequence[Compared]) -> Plot:
         finite = {layer: value for layer, value in far.items() if value < float("inf")}
         series[one.pair.name] = [(float(layer or 0), max(FLOOR, value)) for layer, value in finite.items()]
     note = (
-        "Streams after each layer: the furthest token of ways that round alike, the median token of those that do"
-        f" not. At {FLOOR:g}: bit-equal, or nearly."
+        "Residual streams of the two runs of a pair, after each layer: the furthest token where both runs round alike,"
+        f" the median token where they do not. {FLOOR:g} stands for equal bits, or nearly."
     )
-    return Plot("Through depth", "layer", "distance", series, log_y=True, note=note)
+    return Plot("Through depth", "layer", "relative distance of the streams", series, log_y=True, note=note)
 
 
 FULL = Same()

@@ -179,8 +179,8 @@ CALLS = 7  # tokens of a call of the prompt: it takes several
 NOT_CLAIMED = """\
 That a conversation of another shape is written as DeepSeek writes it: those of its published tests and many more are
 for the tests of this repository, and so are the texts that ask for reasoning effort. What is drawn is counted, so a
-distribution that is off by less than chance explains in so many draws passes. That the logits themselves are right is
-what all other pages are about. On several ranks no state is saved here."""
+distribution that is off by less than chance explains in this number of draws passes. That the logits themselves are
+right is what all other pages are about. On several ranks no state is saved here."""
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class TextProbe(Probe):
 Before the first layer a conversation has become token ids, and behind the last one logits become a token. A model is
 robust to what goes wrong there, which is why it goes unnoticed: with BOS left out or there twice, `<think>` where
 `</think>` is due, or a turn that nothing ends, answers are worse, and nothing fails. A text that spells a control token
-and becomes one lets whoever wrote it speak as somebody else. A nucleus that ends one token early, or is cut before the
+and becomes one lets its author speak in another role. A nucleus that ends one token early, or is cut before the
 temperature is applied, is another distribution than was asked for, and every sample of it looks fine.
 
 A state that is saved holds every token but the last one chosen: where that is lost, or another is read in its place,
@@ -257,9 +257,9 @@ nucleus is still drawn often."""
             findings.append(vacuous("draws at the run's logits", f"no row has {KEPT} tokens that are likely enough"))
         failed = [finding.what for finding in findings if finding.failed]
         summary = (
-            f"{len(CONVERSATIONS)} conversations and {len(TEXTS) + DRAWN_TEXTS} texts, {len(cases)} distributions of"
-            f" which {self.draws} tokens each were drawn, and {2 * STEPS} tokens generated: "
-            + ("; ".join(failed) if failed else "every token is what it should be")
+            f"Checked: the token ids of {len(CONVERSATIONS)} conversations and {len(TEXTS) + DRAWN_TEXTS} texts,"
+            f" {self.draws} sampled tokens from each of {len(cases)} distributions, and {2 * STEPS} generated tokens. "
+            + (f"Wrong: {'; '.join(failed)}" if failed else "All are right")
             + "."
         )
         return Report(summary, tuple(findings), _parts(cases, counts), NOT_CLAIMED)

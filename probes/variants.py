@@ -141,11 +141,11 @@ keys in their own eigenbasis and values from a codebook; of later ones, and of V
 codes of the row after a Hadamard rotation, or of its coefficients in a basis that was fitted beforehand. Both were
 published for layers with grouped queries (GQA), and are here for those and, in another form, for the layers of V4.
 
-Lossy by design is where mistakes hide. An answer that is a little off is what one expects, so nobody asks whether it is
-the loss that was paid for or a fault: a mean left out of the scores, a rotation by the wrong sign, codes that depend on
-how a prompt was cut into calls, a codebook of 8 bits that is as good as one of 5, an entry that is in no bank and one
-that is in two, a mean of a hundred entries that weighs as much as one. The memory that such a cache is there to save is
-easily spent again, on keys that are decoded all at once or buffers that nobody counts.
+Lossy by design is where mistakes hide. An answer that is a little off is what one expects, so it is not asked whether
+it is the loss that was paid for or a fault: a mean left out of the scores, a rotation by the wrong sign, codes that
+depend on how a prompt was cut into calls, a codebook of 8 bits that is as good as one of 5, an entry that is in no bank
+and one that is in two, a mean of a hundred entries that weighs as much as one. The memory that such a cache is there to
+save is easily spent again, on keys that are decoded all at once or buffers that are not counted.
 
 So each promise is held to something outside of the code: to full attention in float64 while nothing is evicted; to
 rotations as products of complex numbers; to Max's table of quantisers; to the figures in the published articles; to the
@@ -1049,12 +1049,13 @@ def _summary(findings: Sequence[Finding], drawn: Drift) -> str:
     of_keys = [f for f in findings if "worst_row" in f.evidence and f.bound is not None]
     kept = ""
     if of_keys:
-        kept = f" Index keys of {of_keys[-1].evidence['bits']} bits keep {of_keys[-1].measured:.1%} of a selection."
+        last = of_keys[-1]
+        kept = f" With index keys in {last.evidence['bits']} bits {last.measured:.1%} of a selection stays the same."
     return (
-        f"While nothing has been evicted or compressed, both variants are within {same:.1e} of the full cache."
-        f" Shard's scores through relative positions are right to {scores:.0e} in float64, and its bytes for"
-        f" Llama-3.1-8B are {held} MiB.{kept} Over {drawn.curve[-1][0]:.0f} steps of drawn tokens the divergence of"
-        f" shard's outputs went to {drawn.growth:.2g} times what it had been."
+        f"Until something is evicted or compressed, CoDA and Shard are within {same:.1e} of the full cache. Shard's"
+        f" scores by relative position are right to {scores:.0e} in float64. Its cache of Llama-3.1-8B takes {held}"
+        f" MiB, by length of the prompt.{kept} Over {drawn.curve[-1][0]:.0f} decoded random tokens the distance of"
+        f" Shard's outputs from the full cache's changes by a factor of {drawn.growth:.2g}."
     )
 
 
@@ -1064,7 +1065,7 @@ def _parts(
     held = [f.evidence for f in findings if "full_bf16" in f.evidence]
     rows = [(e["tokens"], e["held"], e["full_bf16"], e["full_bf16"] / e["held"]) for e in held]
     note = (
-        "32 layers of 8 KV heads of 128, a prompt of so many tokens just read, counted from the tensors' shapes and"
+        "32 layers of 8 KV heads of 128, just after a prompt of this length, counted from the tensors' shapes and"
         " dtypes. The article's MB are MiB."
     )
     columns = ("tokens", "held, MiB", "full cache in bf16, MiB", "ratio")

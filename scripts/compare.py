@@ -2,7 +2,7 @@
 
 A recording is a safetensors file, see README; `python -m scripts.record` makes one of this runtime. Each layer is
 computed in float64 from what the recording has before it, so an error in one layer says nothing about the next.
-With --against two recordings of one prompt are held against each other: which numbers are the same, where they part
+With --against two recordings of one prompt are compared with each other: which numbers are the same, where they part
 first, and whether rounding explains it.
 Exit status: 0 all that was compared agrees; 1 something differs, or too little could be compared; 2 bad arguments or
 files.

@@ -392,8 +392,8 @@ def _what_compare_said(one: Done) -> Text:
 
 def _without(raised: Mapping[str, str]) -> Table:
     rows = [[what, f"`{error}`" if error else NOTHING] for what, error in raised.items()]
-    note = "Each is mended by `NEEDED` in scripts/exporters/record_vllm_cpu.py, where it is said why."
-    return Table(RAISED, ("what is not mended", "raised"), rows, note)
+    note = "Each is repaired by `NEEDED` in scripts/exporters/record_vllm_cpu.py, where it is said why."
+    return Table(RAISED, ("what is left as it is", "raised"), rows, note)
 
 
 if __name__ == "__main__":

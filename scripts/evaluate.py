@@ -2,7 +2,7 @@
 
 Runs differ by `--kv`, numerics, dtype, cache formats or backend, and read the same text, call by call in turn. Flags of
 a run are those of all runs; `--run "FLAGS"`, any number of times, is a run with these flags too, `--against "FLAGS"`
-what all are held against. Without it that is the full cache, with everything else the same.
+the one that all are compared with. Without it that is the full cache, with everything else the same.
 
     fathom evaluate --text book.txt --kv all=shard                              against the full cache
     fathom evaluate --text book.txt --run "--kv all=shard" --run "--kv all=coda"      two variants of it
@@ -80,7 +80,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--stride",
         type=positive,
-        help="tokens by which the next such window begins later; the last so many of a window are scored, those before"
+        help="tokens by which the next such window begins later; the last ones of a window are scored, those before"
         " them are its prompt, which shard compresses (default: all are scored, and windows do not overlap)",
     )
     p.add_argument("--decode", action="store_true", help="read what is scored token by token, as generation does")
@@ -94,7 +94,7 @@ def parser() -> argparse.ArgumentParser:
     needle.add_argument("--seed", type=int, default=0, help="another seed, other codes (default 0)")
     for flag, says in (
         ("--run", "a run with these flags too; may come several times (default: one run, of the flags beside it)"),
-        ("--against", "what the runs are held against (default: the full cache)"),
+        ("--against", "the run that all are compared with (default: the full cache)"),
     ):
         action = "append" if flag == "--run" else "store"
         p.add_argument(flag, action=action, metavar='"FLAGS"', help=says)

@@ -110,9 +110,9 @@ def _page(name: str, found: "Mapping[tuple[str, str], Tally]", facts: Mapping[st
     verdict = f"{'Fail' if whole.alarms else 'Pass'}: {rate}"
     least = next((times for times in TIMES if whole.moved[times] and whole.seen[times] == whole.moved[times]), None)
     summary = (
-        f"{again} more stood out and were explained when they were looked at again alone, by near ties that rounding"
-        " may take either way or by more replicas."
-        f" Single rows that were moved in a drawn direction are all found from {least:g} times their bound on."
+        f"Another {again} were outside their first bound and inside after a second look, with more random rounding and"
+        " with near ties taken both ways."
+        f" A single row that is moved in a random direction is always found from {least:g} times its bound on."
         if least is not None
         else "No size of error was always found."
     )

@@ -40,8 +40,8 @@ computed when this page is made, by `python -m scripts.findings`, or read out of
 its own command."""
 NOT_CLAIMED: Final = """\
 That all else in the sources is right, or wrong: claims that nothing here computes or measures are left out, but for
-those of the last table. A source may have been mended since it was read. Measurements are of the demo checkpoint and of
-a small Llama, on a CPU. Where a row says what V4 does, it is by its config.json or its published equations, not by a
+those of the last table. A source may have been repaired since it was read. Measurements are of the demo checkpoint and
+of a small Llama, on a CPU. Where a row says what V4 does, it is by its config.json or its published equations, not by a
 run of its published weights."""
 
 PAGE: Final = AUDITS / "FINDINGS.md"

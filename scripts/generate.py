@@ -66,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
     prompt.add_argument(
         "--messages",
         action=Reads,
-        help="a conversation as JSON: a list of messages, or messages and tools (see the README)",
+        help="a conversation as JSON: a list of messages, or messages and tools (see scripts/README.md)",
     )
     prompt.add_argument(
         "--prompts-file",
@@ -85,7 +85,7 @@ def parser() -> argparse.ArgumentParser:
     add_prompt_format(p)
     # Sampling
     p.add_argument(
-        "--max-new-tokens", type=positive, default=NEW_TOKENS, help=f"stop after so many (default {NEW_TOKENS})"
+        "--max-new-tokens", type=positive, default=NEW_TOKENS, help=f"stop after this number (default {NEW_TOKENS})"
     )
     add_sampling(p)
     # Runtime

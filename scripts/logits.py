@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
     add_model(p)
     p.add_argument("--tokens", action=Reads, required=True, help="JSON list of token ids")
     p.add_argument("--out", action=Writes, required=True, help="safetensors file: logits [tokens, vocab] float32")
-    p.add_argument("--decode-from", type=positive, help="prefill so many tokens, feed the rest one at a time")
+    p.add_argument("--decode-from", type=positive, help="prefill this number of tokens, feed the rest one at a time")
     add_run_options(p)
     add_op_set(p)
     add_variants(p)

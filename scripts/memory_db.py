@@ -68,7 +68,7 @@ def parser() -> argparse.ArgumentParser:
         help="what comes after the document, as it is: a space or line end at its start is the user's matter; may come"
         " several times, each time after the document alone",
     )
-    two.add_argument("--max-new-tokens", type=positive, default=32, help="stop after so many (default 32)")
+    two.add_argument("--max-new-tokens", type=positive, default=32, help="stop after this number (default 32)")
     three = _command(commands, "quantise", "code the bounded caches of a state in 8 or 4 bits")
     three.add_argument("state", action=Tensors, metavar="STATE", help="with coda layers of a Llama-family model")
     three.add_argument("--bits", type=int, choices=CODED_BITS, required=True, help="of a number of a key or value")

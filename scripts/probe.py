@@ -1,4 +1,4 @@
-"""`python -m scripts.probe NAME ... | all`: measure what a V4 runtime gets wrong in silence, and say so in a page.
+"""`python -m scripts.probe NAME ... | all`: measure what a V4 runtime gets wrong without an error; write a page.
 
 Results go to stdout, progress to stderr. Exit status: 0 all passed; 1 a probe failed, was vacuous or broke down; 2 bad
 arguments, or a checkpoint that cannot be loaded.

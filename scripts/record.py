@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--inject", metavar="FAULT", help="run with this fault in place, to see what it looks like to compare"
     )
-    p.add_argument("--decode-from", type=positive, help="prefill so many tokens, feed the rest one at a time")
+    p.add_argument("--decode-from", type=positive, help="prefill this number of tokens, feed the rest one at a time")
     add_run_options(p)
     add_op_set(p)
     add_threads(p)

@@ -1,10 +1,13 @@
 """What the pages say in words: no number that nothing keeps fresh, and in their list what stands in them."""
 
+import argparse
+import importlib
 import importlib.util
 import json
 import re
 import shutil
 import subprocess
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -38,11 +41,11 @@ def test_the_list_has_every_page_and_quotes_what_was_found():
         assert found in page, f"{name} does not say: {found}"
 
 
-def test_the_readme_has_the_ratios_of_the_page():
+def test_the_page_of_the_runtime_has_the_ratios_of_the_bench():
     """In the order of the cases: a token, its head, and calls, by Fathom and before, on one thread and on two."""
     rows = json.loads((AUDITS / "performance.json").read_text())["rows"]
     before = next(side for row in rows for side in row["sides"] if side.startswith("before"))
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "runtime" / "README.md").read_text()
     told = re.findall(r"^\| (?:a|its) [^|]+, over [^|]+ \| (.+) \|$", readme, re.MULTILINE)
     measures = [("after 256 tokens", "token, ms"), ("after 256 tokens", "head, ms")]
     measures += [(f"a call of {n}", "call, s") for n in (64, 512, 4096)]
@@ -78,14 +81,39 @@ def test_every_page_names_a_command_that_is_there():
             assert name != "scripts.probe" or names & set(rest.split()) or "all" in rest.split(), f"{path.name}: {rest}"
 
 
-PAGES = [ROOT / name for name in ("README.md", "scripts/exporters/README.md", "runtime/README.md")]
+PAGES = sorted(
+    path for path in ROOT.glob("**/*.md") if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+)
 LINK = re.compile(r"\]\(<?(?!\w+:)([^)#>\s]+)")
 
 
-@pytest.mark.parametrize("page", [*PAGES, *sorted(AUDITS.glob("*.md"))], ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_link_of_a_page_leads_to_a_file(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     assert [link for link in LINK.findall(text) if not (page.parent / link).exists()] == []
+
+
+COMMAND = re.compile(r"(?:-m scripts\.|\bfathom )(?P<name>[a-z][a-z_-]*)(?P<rest>[^\n`#]*)")
+
+
+@cache
+def flags_of(name: str) -> set[str]:
+    """Flags that a command takes, those of its subcommands included."""
+    module = "bench.command" if name == "bench" else name.replace("-", "_")
+    parsers = [importlib.import_module(f"fathom.scripts.{module}").parser()]
+    for action in parsers[0]._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            parsers += action.choices.values()
+    return {flag for parser in parsers for flag in parser._option_string_actions}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_command_of_a_page_is_there_and_has_its_flags(page):
+    """How an audit was made is left out: `test_every_page_names_a_command_that_is_there` has that."""
+    text = FOOT.sub("", page.read_text(encoding="utf-8"))
+    for found in COMMAND.finditer(text):
+        given = set(re.findall(r"(?<=\s)--[a-z][a-z-]*", re.sub('"[^"]*"', "", found["rest"])))
+        assert given <= flags_of(found["name"]), found[0]
 
 
 def test_a_link_is_found_however_it_is_written():

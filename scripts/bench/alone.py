@@ -210,7 +210,7 @@ COPIES: Final[dict[str, tuple[int | None, type[filling.HostLane]]]] = {  # threa
 
 
 def rank_tokens(args: argparse.Namespace, watch: Watch, group: Group) -> Iterator[Case]:
-    """What a call costs on several ranks that have all of its tokens between attentions, or each its own.
+    """What a call costs on several ranks that have all of its tokens between attentions, or only their own.
 
     Whole calls of the model, from an empty state, in turn, round after round; wall
     time, from when all ranks are there until all are done, because a rank that waits takes none of its processor's.

@@ -258,10 +258,10 @@ def compare_coda(args: argparse.Namespace) -> Iterator[Case]:
 
     Processor time of one core, denormals flushed. Asked for: at least three times as fast.
 
-    What is timed is no layer that `generate` runs. It is `CodaLayer` of `scripts/bench/caches.py`: one product for all
-    projections, and attention of queries and noise in one op (`differential_attend`), as `scripts.train_coda` measures
-    it too. `generate --coda-adapters` runs `model/llama/attention.py`, with a product for each projection and the noise
-    as more heads of the cache's ordinary attention; that has not been timed.
+    The layer that is timed is not the one that `generate` runs: `CodaLayer` of `scripts/bench/caches.py`: one
+    product for all projections, and attention of queries and noise in one op (`differential_attend`), as
+    `scripts.train_coda` measures it too. `generate --coda-adapters` runs `model/llama/attention.py`, with a product
+    for each projection and the noise as more heads of the cache's ordinary attention; that has not been timed.
 
     Both sides have the same weights, in the same memory, and give the same outputs to 1e-4. A prompt is matrix products
     on both sides: *its products alone* are what these take at the rate of a product of two matrices of 1024 x 1024 in

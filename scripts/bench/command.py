@@ -144,7 +144,7 @@ BENCHES: Final = {
         "caches.compare_coda", (_count("context", (2048, 8192)), SECONDS), "coda-speed",
         "A layer of CoDA-GQA-L beside its package",
     ),
-    RANK_TOKENS: Bench("alone.rank_tokens", RANKS, "rank-tokens", "All tokens on every rank, or each its own?"),
+    RANK_TOKENS: Bench("alone.rank_tokens", RANKS, "rank-tokens", "All tokens on every rank, or only its own?"),
 }  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from fathom.scripts.console import Console
 
 __all__ = ["page", "show", "write"]
 
+RATIOS = "Ratios of two sides, the median of all rounds (smallest .. largest):"
 SHOWN = 7  # parts that a picture tells apart; the others are one
 MOST = 32  # bars of a picture
 
@@ -30,15 +31,18 @@ def show(document: JSON) -> None:
 
 
 def page(name: str, title: str, doc: str, document: JSON) -> Page:
-    """The page of this name: verdict, what each table says, pictures, tables, and how it was measured."""
+    """The page: verdict, what is measured (the first paragraph of `doc`), ratios, pictures, tables, how."""
+    what, _, how = doc.partition("\n\n")
     said = [f"* {line}." for line in turns.summary(document["rows"])]
-    parts = [*_pictures(document["rows"]), *_tables(document), Text("What was measured", doc)]
+    if said:
+        said = [RATIOS, "", *said]
+    parts = [*_pictures(document["rows"]), *_tables(document), *([Text("How it was measured", how)] if how else [])]
     facts = {
         **{name: document[name] for name in ("run", "command", "machine", "versions", "settings")},
         "commit": str(Commit(**document["commit"])),
     }
     data = document if document["rows"] else None
-    return Page(name, title, _verdict(document), "\n".join(["", "", *said]), parts, facts, data)
+    return Page(name, title, _verdict(document), "\n".join([what, "", *said]), parts, facts, data)
 
 
 def _verdict(document: JSON) -> str:
@@ -50,11 +54,12 @@ def _verdict(document: JSON) -> str:
         told.append(f"{len(wrong)} of {len(rows)} cases do NOT compute the same on all sides: {', '.join(wrong)}")
     if asked := turns.asked(rows):
         missed = [
-            target.label if target.measure in turns.UNITS else f"{target.label}: {target.measure}"
+            f"{target.label}{'' if target.measure in turns.UNITS else f', {target.measure}'}"
+            f" ({turns.short(target.found.median)} times, asked for {target.told})"
             for target in asked if not target.reached
         ]  # fmt: skip
         reached = f"{len(asked) - len(missed)} of {len(asked)} targets are reached"
-        told.append(f"{reached}; missed: {', '.join(missed)}" if 0 < len(missed) <= SHOWN else reached)
+        told.append(f"{reached}; missed: {'; '.join(missed)}" if 0 < len(missed) <= SHOWN else reached)
     return "; ".join(told) or (turns.summary(rows) or [f"{len(rows)} cases were measured"])[0]
 
 
@@ -105,8 +110,8 @@ def _pictures(rows: Sequence[JSON]) -> list[Part]:
                 over = f"{side} / {cases[0]['sides'][0]}"
                 values: dict[str, Sequence[float]] = {over: [spread.median for spread in bars.values()]}
                 spreads = [(spread.low, spread.high) for spread in bars.values()]
-                name, limits = f"{title}: {over}", {"the same": 1.0}
-                found.append(Bars(name, "times", tuple(bars), values, spreads, limits, log_y=True))
+                name, limits = f"{title}: {over}", {"equal": 1.0}
+                found.append(Bars(name, "ratio", tuple(bars), values, spreads, limits, log_y=True))
         found += [picture for row in cases if not row["compared"] for picture in _parts(row)]
     return found
 

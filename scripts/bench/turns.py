@@ -345,9 +345,8 @@ def summary(rows: Sequence[JSON]) -> list[str]:
             for measure in dict.fromkeys(measure for row in cases for measure in headlines(row)):
                 found = [ratios(row, side, measure) for row in cases if side in others(row)]
                 if spreads := [Spread.of(ratio) for ratio in found if ratio]:
-                    where = [*([title] if len(titles) > 1 else []), *([] if measure in UNITS else [measure])]
-                    told = f"{side} takes {_over_cases(spreads)} what {cases[0]['sides'][0]} takes"
-                    lines.append(": ".join([", ".join(where), told] if where else [told]))
+                    where = [*([title] if len(titles) > 1 else []), "time" if measure in UNITS else measure]
+                    lines.append(f"{', '.join(where)}: {side} / {cases[0]['sides'][0]} = {_over_cases(spreads)}")
     for row in rows:
         for side in row["sides"] if row["rounds"] and not row["compared"] else ():
             told = ", ".join(f"{name} {Spread.of(values(row, side, name))}" for name in headlines(row, side))
@@ -358,7 +357,7 @@ def summary(rows: Sequence[JSON]) -> list[str]:
 def _over_cases(spreads: Sequence[Spread]) -> str:
     if len(spreads) > 1:
         medians = sorted(spread.median for spread in spreads)
-        return f"{short(medians[0])} to {short(medians[-1])} times (in {len(spreads)} cases)"
+        return f"{short(medians[0])} to {short(medians[-1])} ({len(spreads)} cases)"
     (only,) = spreads
-    unchanged = ", no change beyond the spread," if only.low <= 1 <= only.high else ""
-    return f"{short(only.median)} times ({only.ends}){unchanged}"
+    unchanged = ", no change beyond the spread" if only.low <= 1 <= only.high else ""
+    return f"{short(only.median)} ({only.ends}){unchanged}"

@@ -91,7 +91,7 @@ SOURCES: Final = {
     CONFIG: "as published with DeepSeek-V4-Flash-0731 and DeepSeek-V4-Pro-0813",
     VEOMNI: "thread of ByteDance-Seed/VeOmni",
     ATOM: "thread: in a runtime a constant was stronger than the config file",
-    DS4: "thread: the drafting head of a runtime",
+    DS4: "thread: the draft head of a runtime",
     NANO: "the page of the package `nano-deepseek-v4` 0.2.0, <https://pypi.org/project/nano-deepseek-v4/0.2.0/>",
 }  # a row names them; in this order the page lists them
 
@@ -415,7 +415,7 @@ def _first() -> Iterator[Row]:
         "V4-Pro has “30” HCA layers.",
         (AUDIT,),
         f"{hca} HCA layers and {csa} CSA layers, {pro.num_hidden_layers} in all. The last ratio in config.json, a"
-        " zero, is the drafting head's.",
+        " zero, is the draft head's.",
         exactly(("30", hca)),
     )
 
@@ -1284,7 +1284,7 @@ def _v4_counts() -> Iterator[Row]:
         V4,
         "V4-Pro has “1.6T” parameters, “49B” of them active; V4-Flash “284B” and “13B”.",
         (PAPER,),
-        f"{', '.join(f'{size:,.1f}' for size in billions)} billion, counted from shapes, without drafting heads."
+        f"{', '.join(f'{size:,.1f}' for size in billions)} billion, counted from shapes, without draft heads."
         " Active: without the embedding, and without the routed experts that a token does not choose.",
         exactly(*zip(("1.6", "49", "284", "13"), (billions[0] / 1e3, *billions[1:]), strict=True)),
     )
@@ -1296,9 +1296,9 @@ def _v4_counts() -> Iterator[Row]:
     yield computed(
         V4,
         f"V4-Flash has “{everything}” tensors: “{direct}” direct, “{scales}” scales, “{routed}” of routed experts,"
-        f" “{drafting}” of the drafting head.",
+        f" “{drafting}” of the draft head.",
         (VEOMNI,),
-        f"{len(names):,} by the architecture, without the drafting head; {experts:,} of them are of routed experts.",
+        f"{len(names):,} by the architecture, without the draft head; {experts:,} of them are of routed experts.",
         exactly((everything, len(names) + others[0]), (direct, len(names) - experts - others[1]), (routed, experts)),
     )
 
@@ -1326,7 +1326,7 @@ def _v4_config() -> Iterator[Row]:
     )
     yield Row(
         V4,
-        f"Layer {borrowed} attends to its window alone, so a drafting head may be taken for one of its kind.",
+        f"Layer {borrowed} attends to its window alone, so a draft head may be taken for one of its kind.",
         (DS4,),
         f"V4-Flash has {len(of_flash)} such layers ({', '.join(map(str, of_flash))}), V4-Pro {len(of_pro)}: its layer"
         f" {borrowed} is {pro.layer_kinds[borrowed].upper()}.",
@@ -1437,10 +1437,10 @@ def _answers_hide_faults() -> Row:
         "A right answer, “Paris-back”, is one of four gates and validates little: the audit itself asks “what exactly"
         " did Paris-back validate?”",
         (AUDIT,),
-        f"With every entry taken from its CSA layers the demo checkpoint still answers {cut:g} % of the facts that"
-        f" it was taught ({shipped:g} % before). Codes from far back are lost then; yet of {caught + missed} other"
-        " faults that a search for codes could show, and no tripwire stops, it shows"
-        f" {caught}. {by_others} of all {len(faults)} are caught by another probe or a tripwire.",
+        f"Without any entry of its CSA layers the demo checkpoint still answers {cut:g} % of the facts that it was"
+        f" taught ({shipped:g} % with them). The `needle` probe, which asks for numbers told once in a long document,"
+        f" could judge {caught + missed} of the {len(faults)} known faults and catches {caught}; another probe or a"
+        f" tripwire catches {by_others} of {len(faults)}.",
         ("demo-checkpoint.md", "faults.md"),
         by_measurement(held=cut == shipped and missed > 0),
     )
@@ -1489,7 +1489,7 @@ def _vllm_cpu() -> Iterator[Row]:
         ("vllm.md",),
         by_measurement(held=lost == 0),
     )
-    raised = cell("vllm.json", "What the engine raises without", {"what is not mended": "layer-types"}, "raised")
+    raised = cell("vllm.json", "What the engine raises without", {"what is left as it is": "layer-types"}, "raised")
     judged = table("vllm.json", "Healthy runs")
     agree, sites = (sum(int(row[column]) for row in judged) for column in ("agree", "sites"))
     yield Row(
@@ -1648,7 +1648,7 @@ def _quality() -> Iterator[Row]:
         "kv-variants.md",
     )
     yield _unchecked(
-        "Mistakes of that runtime, since mended, made it “125”, “131” and “121 GB”.",
+        "Mistakes of that runtime, since repaired, made it “125”, “131” and “121 GB”.",
         (AUDIT,),
         "Its code is not at hand. By the classes of the caches here the caches of a million tokens take"
         f" {gb(entries(published('Pro'), M1[0]))}.",
@@ -1719,6 +1719,6 @@ def _speed() -> Iterator[Row]:
         "Fused kernels of V4 are “1.4–20x” as fast as separate ones; several streams take “5–6%” off the latency.",
         (VLLM,),
         "No GPU here. This project's Triton kernels are compiled, and checked in Triton's interpreter; an earlier"
-        " commit's were timed on one H200, which tells nothing of theirs.",
+        " commit's were timed on one H200, which says nothing about these.",
         "gpu.md",
     )

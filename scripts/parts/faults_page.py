@@ -79,8 +79,8 @@ def page(name: str, matrix: Mapping[str, Row], healthy: Row, facts: Mapping[str,
     trips = [name for name, cells in matrix.items() if _mostly_tripped(cells)]
     verdict = (
         f"{'Fail' if missing or wrong else 'Pass'}: {len(matrix) - len(missing)} of {len(matrix)} faults are caught,"
-        f" {len(trips)} of them by a tripwire whatever was being measured; {len(wrong)} of {len(healthy)} probes fire"
-        " on a healthy run"
+        f" {len(trips)} of them by a tripwire under every probe; {len(wrong)} of {len(healthy)} probes fail on a"
+        " healthy run"
     )
     told = " ".join(
         f"{what}: {', '.join(names)}."

@@ -91,9 +91,9 @@ def page(found: Sequence[Mapping[str, JSON]], facts: Mapping[str, JSON]) -> Page
     agree, differ = first["counts"]["agrees"], first["counts"]["differs"]
     explained = sum(len(one["sites"]) for one in first["explained"])
     verdict = (
-        f"{agree} of {agree + differ} sites agree as {PACKAGE} {facts['version']} computes them, {differ} differ;"
-        f" {len(first['explained'])} faults are named, which explain {explained} of them. With as many of its"
-        f" equations replaced by the published ones {last['counts']['agrees']} of {sum(last['counts'].values())} agree"
+        f"{PACKAGE} {facts['version']}, as published: {agree} of {agree + differ} sites agree with the oracle, {differ}"
+        f" differ. `compare` names {len(first['explained'])} faults, which explain {explained} of them. With these"
+        f" equations replaced by the published ones, {last['counts']['agrees']} of {sum(last['counts'].values())} agree"
     )
     replaced = {run["replaced"]["fault"]: run["replaced"] for run in found[1:]}
     rows = [

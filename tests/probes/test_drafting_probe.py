@@ -83,10 +83,10 @@ def rolled_back(subject, probe=QUICK):
 def test_the_demo_passes_and_says_that_it_has_no_head():
     report = run_probe(QUICK, Subject(), silent).report
     assert not report.failed
-    assert "no drafting head" in report.summary
+    assert "no draft head" in report.summary
     assert [table.title for table in report.parts] == [
         "Drafts that were accepted, greedy",
-        "Drafts that were taken back",
+        "Drafts that were removed",
     ]
 
 

@@ -104,14 +104,15 @@ def test_the_page_opens_with_a_variant_that_saves_and_names_what_shows_nothing()
     }  # fmt: skip
     told = kv_variants._verdict("A model", variants)
     assert (
-        "the smallest is small: at 1K 2 bytes per token instead of 10 (5.0 times fewer), 10 of 10 codes, 3 of 8" in told
+        "the smallest is small: at 1K 2 bytes per token instead of 10 (5.0 times fewer), 10 of 10 codes found, 3 of 8"
+        in told
     )
-    assert "More than 5 in 100 of the codes lost: lossy." in told
-    assert "Saves nothing to speak of at 1K, so its row is vacuous: idle." in told
-    assert "is not exercised: small and other." in told
+    assert "Find less than 95 %: lossy." in told
+    assert "Save less than 10% of the bytes at 1K, so nothing is shown: idle." in told
+    assert "their difference is not shown: small and other." in told
     for name in ("small", "other", "large"):
         variants[name] = variants[name]._replace(codes=variants["lossy"].codes)
-    assert "no variant that saves anything finds all but 5 in 100" in kv_variants._verdict("A model", variants)
+    assert "no variant that saves bytes finds 95 %" in kv_variants._verdict("A model", variants)
 
 
 def test_what_the_page_says_it_does_not_measure_is_in_no_row():

@@ -91,7 +91,7 @@ def test_a_slower_side_is_told_to_be_slower(capsys):
     assert 10 < min(ratios(row, "slow", "ms")) <= Spread.of(ratios(row, "slow", "ms")).median
     assert len(row["rounds"]) == 5
     assert "c, 5 rounds: fast ms" in capsys.readouterr().err
-    assert re.fullmatch(r"slow takes \d+ times \(\d+ .. \d+\) what fast takes", turns.summary([row])[0])
+    assert re.fullmatch(r"time: slow / fast = \d+ \(\d+ .. \d+\)", turns.summary([row])[0])
 
 
 def test_rounds_follow_from_what_the_first_took():
@@ -146,10 +146,10 @@ def test_the_page_has_the_numbers_of_the_json_and_one_table_of_each():
     rows.append(turns.run(Case("Parts", "a prompt of", parts, Rounds.exactly(1), warm=False, compared=False)))
     made = page.page("kv-speed", "What a cache variant costs in time", "What was done.", document(rows))
     text = made.markdown()
-    assert text.startswith("# What a cache variant costs in time\n\n**0 of 1 targets are reached; missed: c.**")
+    missed = "0 of 1 targets are reached; missed: c (0.5 times, asked for >= 1)"
+    assert text.startswith(f"# What a cache variant costs in time\n\n**{missed}.** What was done.\n")
     # ratios by round: 0.5, 0.25, 2
-    told = "full takes 0.5 times (0.25 .. 2), no change beyond the spread, what shard takes"
-    assert f"* First: {told}.\n" in text
+    assert "* First, time: full / shard = 0.5 (0.25 .. 2), no change beyond the spread.\n" in text
     assert "| c | 4 (2 .. 5) | 1 (1 .. 10) | 0.5 | 0.25 .. 2 | 3 |" in text
     assert "| c | ms | >= 1 | 0.5 (0.25 .. 2) | missed |" in text
     assert "* a prompt of 1 token: tokens/s 8.\n" in text
