@@ -272,9 +272,9 @@ def test_a_report_or_state_without_room_leaves_what_was_there(tmp_path, flag, li
 @pytest.mark.parametrize("limit", [1000, 20_000, 600_000])  # not even a tokenizer; not all weights
 def test_a_checkpoint_without_room_is_one_line_and_no_folder(tmp_path, capsys, monkeypatch, limit):
     llama = Network(LlamaConfig.from_json(LLAMA, "config.json"))
-    monkeypatch.setattr("fathom.scripts.train.llama.trained", lambda *_: llama)
+    monkeypatch.setattr("fathom.scripts.train_llama.trained", lambda *_: llama)
     untrained = demo.Network(ModelConfig.from_file(OWN))
-    monkeypatch.setattr("fathom.scripts.train.demo.trained", lambda *_: untrained)
+    monkeypatch.setattr("fathom.scripts.train_demo.trained", lambda *_: untrained)
     for main in (train_llama.main, train_demo.main):
         with small_files(limit):
             assert cli.run(lambda: main(["--out", str(tmp_path / "out")])) == 2  # noqa: B023 -- called at once

@@ -17,7 +17,6 @@ from fathom.probes.demo_language.prompts import fact_prompts
 from fathom.runtime.load import load
 from fathom.runtime.options import DEMO, RunOptions
 from fathom.scripts import train_demo
-from fathom.scripts.train import demo
 from fathom.scripts.train.documents import V4_CELLS, Cell, draw_batch
 from fathom.scripts.train.files import fp4_groups, write_v4
 from fathom.scripts.train.initial import initialise_v4
@@ -206,9 +205,9 @@ def test_the_hash_table_is_balanced_and_never_repeats_an_expert():
 
 
 def test_the_command_writes_the_demos_config_and_says_what_it_knows(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "LENGTHS", (256,))
-    monkeypatch.setattr(demo, "DOCUMENTS", 1)
-    monkeypatch.setattr(demo, "fact_prompts", lambda *, chat=False: fact_prompts(chat=chat)[:3])
+    monkeypatch.setattr(train_demo, "LENGTHS", (256,))
+    monkeypatch.setattr(train_demo, "DOCUMENTS", 1)
+    monkeypatch.setattr(train_demo, "fact_prompts", lambda *, chat=False: fact_prompts(chat=chat)[:3])
     assert train_demo.main(["--out", str(tmp_path / "made"), "--steps", "1", "--seed", "5"]) == 0
     said = capsys.readouterr().out
     assert "    1  language" in said

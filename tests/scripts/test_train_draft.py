@@ -19,12 +19,12 @@ from fathom.runtime.options import DEMO, RunOptions
 from fathom.scripts import train_draft as command
 from fathom.scripts.train import draft_learning
 from fathom.scripts.train.documents import Cell
-from fathom.scripts.train.draft import NOISE, fields, new_head
 from fathom.scripts.train.draft_learning import draw_text, is_projection, judge, run_main, shares, walk
 from fathom.scripts.train.draft_network import Anchors, Drafts, Run
 from fathom.scripts.train.files import write_draft
 from fathom.scripts.train.initial import initialise_draft
 from fathom.scripts.train.layers import merge
+from fathom.scripts.train_draft import NOISE, fields, new_head
 from tests.stored_weights import decoded
 
 CONFIG = ModelConfig.from_file(DEMO / "config.json")

@@ -22,7 +22,6 @@ from fathom.runtime.options import RunOptions
 from fathom.runtime.text.segments import Text
 from fathom.runtime.text.tokenizer import Tokenizer
 from fathom.scripts import train_llama as command
-from fathom.scripts.train import llama
 from fathom.scripts.train.documents import Cell, draw_batch
 from fathom.scripts.train.files import LLAMA, read_llama, write_llama
 from fathom.scripts.train.initial import initialise_llama
@@ -215,8 +214,8 @@ def test_right_answers_are_the_likeliest_tokens_of_the_product(tmp_path):
 
 
 def test_the_command_writes_a_checkpoint_and_says_what_it_knows(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(llama, "LENGTHS", (256,))
-    monkeypatch.setattr(llama, "fact_prompts", lambda *, chat=False: fact_prompts(chat=chat)[:13])
+    monkeypatch.setattr(command, "LENGTHS", (256,))
+    monkeypatch.setattr(command, "fact_prompts", lambda *, chat=False: fact_prompts(chat=chat)[:13])
     assert command.main(["--out", str(tmp_path / "made"), "--steps", "1", "--documents", "1", "--seed", "5"]) == 0
     said = capsys.readouterr().out
     assert "facts, chat" in said
