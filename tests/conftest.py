@@ -16,7 +16,6 @@ OUT_OF_TIME = 124  # what coreutils' timeout ends with
 LONG = (  # files that take a minute or more of a core: begun first, as one that is begun last would hold the end
     "kernels/test_triton_compile.py",
     "scripts/test_verdicts.py",
-    "probes/test_bits_probe.py",
     "runtime/test_captured_step.py",
     "scripts/test_compare.py",
     "probes/test_recall_probe.py",
