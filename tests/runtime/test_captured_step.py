@@ -477,27 +477,20 @@ def _stepped(group, directory, experts):
     return Stepped(torch.stack(found), torch.stack(eager), recorder.exchanges, nodes, planner, said, ran)
 
 
-@pytest.fixture(scope="module")
-def of_one(tmp_path_factory):
-    """A checkpoint, and its steps on one rank."""
-    directory = tmp_path_factory.mktemp("ranks")
-    config = tiny_config(compress_ratios=[4, 128], num_hidden_layers=2, num_hash_layers=1, n_routed_experts=4)
-    write_checkpoint(directory, config, seed=1)
-    return directory, stepped(ALONE, directory)
-
-
 @pytest.mark.parametrize(("size", "experts"), [(2, ROWS), (2, WHOLE), *on_demand((4, WHOLE))])
-def test_a_captured_step_on_ranks_is_that_of_one(of_one, size, experts):
+def test_a_captured_step_on_ranks_is_that_of_one(tmp_path, size, experts):
     """Nothing that ranks exchange is read by the host, and what they do not agree on ends a replay by its name."""
-    directory, alone = of_one
+    config = tiny_config(compress_ratios=[4, 128], num_hidden_layers=2, num_hash_layers=1, n_routed_experts=4)
+    write_checkpoint(tmp_path, config, seed=1)
+    alone = stepped(ALONE, tmp_path)
     assert (alone.exchanges, alone.said, alone.calls) == ({}, [], {})
-    for rank in gloo.run(size, stepped, directory, experts):
+    for rank in gloo.run(size, stepped, tmp_path, experts):
         assert rank.logits.equal(alone.logits)
         assert rank.eager.equal(alone.eager)
-        planned, own = (one.planner.token(16, Rates(1.0, 1.0, 1.0, 1.0)) for one in (rank, alone))
+        planned, of_one = (one.planner.token(16, Rates(1.0, 1.0, 1.0, 1.0)) for one in (rank, alone))
         reduced = 1 + (2 if experts == WHOLE else 0)  # the embedding, and outputs of each layer's experts
         assert rank.exchanges == {"gather": sum(one.times for one in planned.exchanges) - reduced, "reduce": reduced}
-        assert rank.nodes - alone.nodes == planned.launches - own.launches
+        assert rank.nodes - alone.nodes == planned.launches - of_one.launches
         for site, said in zip(("attention.kv of layer 1", "attention.entry of layer 0"), rank.said, strict=True):
             assert re.fullmatch(rf"{site}, at \[0, 3\]: \S+ on rank 0, \S+ on rank 1", said)
         assert rank.calls == {"all": 2 + 2 + 6}  # prompts, eager calls, and a call for each replay
