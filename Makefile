@@ -14,7 +14,7 @@ demo: $(VENV)/.runtime
 
 # Tests start many processes: without bytecode on disk, each of them would compile torch's and transformers' sources.
 test: $(VENV)/.dev lint
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 slow: $(VENV)/.dev  ## evidence that takes minutes
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -m slow

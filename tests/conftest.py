@@ -4,6 +4,7 @@ import importlib.util
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,14 @@ BEGAN = time.monotonic()
 ON_DEVICE = pytest.StashKey[dict[str, int]]()
 LEFT_OUT = pytest.StashKey[int]()  # tests that were not begun in time
 OUT_OF_TIME = 124  # what coreutils' timeout ends with
+LONG = (  # files that take a minute or more of a core: begun first, as one that is begun last would hold the end
+    "kernels/test_triton_compile.py",
+    "scripts/test_verdicts.py",
+    "runtime/test_captured_step.py",
+    "scripts/test_compare.py",
+    "probes/test_recall_probe.py",
+    "kernels/test_experts.py",
+)
 
 
 def pytest_addoption(parser):
@@ -28,6 +37,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """On a device those of other op sets say nothing, nor do those of the interpreter."""
+    place = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: place.get(item.path, len(LONG)))
     if config.getoption("--device") == INTERPRETER:
         return
     left_out = [item for item in items if item.get_closest_marker("interpreted") or _of_another_op_set(item)]

@@ -15,6 +15,7 @@ from fathom.kernels.formats import rows as forms
 from fathom.kernels.formats.stored import Dense
 from fathom.kernels.linear.reference import Product
 from fathom.kernels.ops import CPU, Ops
+from tests.grids import on_demand
 from tests.kernels.every_backend import TRITON, both_dtypes, on_triton, seeded
 from tests.kernels.test_experts import layer
 from tests.kernels.test_linear import FORMS
@@ -170,7 +171,7 @@ def differing(ops: Ops, of: Widths, dtype: torch.dtype, threads: int, counts: Se
     try:
         torch.set_num_threads(1)
         made = cases(ops, of, dtype) | products(ops, of, dtype)
-        alone = {name: [parts(run(row, 1)) for row in range(ROWS)] for name, run in made.items()}
+        alone = {name: [parts(run(row, 1)) for row in range(max(counts))] for name, run in made.items()}
         torch.set_num_threads(threads)
         wrong = []
         for name, run in made.items():
@@ -206,6 +207,7 @@ def test_the_interpreter_rounds_each_product_and_adds_them_in_order():
 
 @on_triton
 @both_dtypes
-def test_rows_of_a_launch_are_launches_of_a_row(dtype):
+@pytest.mark.parametrize("counts", [(2, 5), *on_demand(((2, 5, ROWS),))])  # two rows at once, then four and one
+def test_rows_of_a_launch_are_launches_of_a_row(dtype, counts):
     """In the interpreter: what a program adds up, in which splits, is the same; how a tensor core adds is not seen."""
-    assert not differing(TRITON, WIDTHS["demo"], dtype, 1, (2, 5, ROWS))
+    assert not differing(TRITON, WIDTHS["demo"], dtype, 1, counts)

@@ -8,6 +8,7 @@ import math
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -34,6 +35,7 @@ from fathom.runtime.plan.gpus import Rates
 from fathom.runtime.plan.planner import Planner
 from fathom.runtime.plan.token import ANGLES, LAUNCHES
 from tests import gloo
+from tests.grids import on_demand
 from tests.interpreter import patched
 from tests.make_checkpoint import tiny_config, write_checkpoint
 from tests.recorder import HostRead, Recorder
@@ -184,28 +186,37 @@ def test_small_kernels_of_a_layer_in_a_chunk(tmp_path, kind):
     assert added.total() <= SMALL[kind], added
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_nodes_of_a_layer(tmp_path, kind):
-    """What another layer of its kind adds; and the first beside one that remembers its window alone, with its angles.
+@pytest.fixture(scope="module")
+def nodes(tmp_path_factory):
+    """Launches of a step of layers of these ratios; deployed, caches in FP8 and FP4, after a prompt read on the CPU."""
 
-    In deployed numerics with caches in FP8 and FP4: what the plan counts a token's launches by.
-    """
-    ratio = KINDS[kind]
-    counted = []
-    for ratios in ([0], [0, ratio], [0, ratio, ratio], [ratio]):
-        directory = tmp_path / str(ratios)
-        layers = {"compress_ratios": ratios, "num_hidden_layers": len(ratios), "num_hash_layers": 0}
+    @cache
+    def counted(*ratios):
+        directory = tmp_path_factory.mktemp("layers")
+        layers = {"compress_ratios": list(ratios), "num_hidden_layers": len(ratios), "num_hash_layers": 0}
         write_checkpoint(directory, tiny_config(**layers, n_routed_experts=4), seed=1)
-        model = load(directory, RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4"), TRITON).model
-        step, recorder = Step(model, prefilled(model, TOKENS[:20], 64, 64)), Recorder()
+        options = RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4")
+        state = prefilled(load(directory, options, CPU).model, TOKENS[:20], 64, 64)
+        step, recorder = Step(load(directory, options, TRITON).model, state), Recorder()
         step.place(3)
         with recorder.recording():
             step.run()
-        counted.append(sum(recorder.kernels.values()) + sum(recorder.names.values()))
-    assert counted[2] - counted[1] == LAUNCHES[kind]
+        return sum(recorder.kernels.values()) + sum(recorder.names.values())
+
+    return counted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nodes_of_a_layer(nodes, kind):
+    """What another layer of its kind adds; and the first beside one that remembers its window alone, with its angles.
+
+    It is what the plan counts a token's launches by.
+    """
+    ratio = KINDS[kind]
+    assert nodes(0, ratio, ratio) - nodes(0, ratio) == LAUNCHES[kind]
     if ratio:
-        assert counted[1] - counted[0] == LAUNCHES[kind] + ANGLES
-        assert counted[1] - counted[3] == LAUNCHES[LayerKind.SWA] + ANGLES
+        assert nodes(0, ratio) - nodes(0) == LAUNCHES[kind] + ANGLES
+        assert nodes(0, ratio) - nodes(ratio) == LAUNCHES[LayerKind.SWA] + ANGLES
 
 
 ONE_TOKEN = {  # what is large in a model
@@ -466,7 +477,7 @@ def _stepped(group, directory, experts):
     return Stepped(torch.stack(found), torch.stack(eager), recorder.exchanges, nodes, planner, said, ran)
 
 
-@pytest.mark.parametrize(("size", "experts"), [(2, ROWS), (2, WHOLE), (4, WHOLE)])
+@pytest.mark.parametrize(("size", "experts"), [(2, ROWS), (2, WHOLE), *on_demand((4, WHOLE))])
 def test_a_captured_step_on_ranks_is_that_of_one(tmp_path, size, experts):
     """Nothing that ranks exchange is read by the host, and what they do not agree on ends a replay by its name."""
     config = tiny_config(compress_ratios=[4, 128], num_hidden_layers=2, num_hash_layers=1, n_routed_experts=4)

@@ -241,7 +241,7 @@ def test_a_case_is_checked_then_timed_on_inputs_of_its_own(nbytes, copies):
 
 
 def test_layers_run_after_every_context_from_the_same_cache():
-    contexts = {"short": 256, "long": 515}
+    contexts = {"short": 130, "long": 259}  # with an HCA entry and with two
     rows_of = [
         turns.run(case) for case in gpu_layers.layers(SMALL, FakeDevice(), TRITON, Rounds.exactly(2), contexts, 6)
     ]
@@ -250,7 +250,7 @@ def test_layers_run_after_every_context_from_the_same_cache():
         for kind in ("CSA", "HCA") for context in contexts for tokens in (1, 6)
     ]  # fmt: skip
     assert all(len(turns.values(row, "triton", "us")) == 2 for row in rows_of)
-    floor = sum(map(us, cases.layer_costs(SMALL, "CSA", 256, 1).values()))
+    floor = sum(map(us, cases.layer_costs(SMALL, "CSA", 130, 1).values()))
     assert turns.values(rows_of[0], "floor", "us") == pytest.approx([floor] * 2)
 
 

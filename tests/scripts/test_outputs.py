@@ -5,7 +5,6 @@ import errno
 import importlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -49,6 +48,7 @@ from fathom.scripts.train.files import LLAMA, write_adapters
 from fathom.scripts.train.llama_network import Network
 from fathom.scripts.train.recipe import Recipe
 from tests.full_disk import small_files
+from tests.grids import on_demand
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = sorted(path.stem for path in (ROOT / "scripts").glob("*.py") if "def parser(" in path.read_text())
@@ -63,24 +63,12 @@ PRINTING = {
 }
 
 
-def command(name, *flags, limit=None, out=subprocess.PIPE):
-    """Run a command as its own process, perhaps with files of at most `limit` bytes; one that waits is ended."""
-    small = None if limit is None else lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+def command(name, *flags, out=subprocess.PIPE):
+    """Run a command as its own process; one that waits is ended."""
     words = [sys.executable, "-m", f"scripts.{name}", *map(str, flags)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if limit is not None:
-        env["PYTHONDONTWRITEBYTECODE"] = "1"  # Python 3.11 leaves cut bytecode on a full disk, and reads it again
-    return subprocess.run(
-        words,
-        stdout=out,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        env=env,
-        preexec_fn=small,
-        check=False,
-        timeout=99,
-    )
+    given = {"stdout": out, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT, "env": env}
+    return subprocess.run(words, **given, check=False, timeout=99)
 
 
 def refused(main, capsys, *flags):
@@ -245,26 +233,27 @@ def test_a_report_may_go_to_a_pipe():
 # --- a disk without room
 
 
-def test_logits_on_a_full_disk_are_one_line_before_anything_is_computed(tmp_path):
+def test_logits_on_a_full_disk_are_one_line_before_anything_is_computed(tmp_path, capsys):
     (tmp_path / "ids").write_text(json.dumps([5] * 2000))
     out = tmp_path / "logits"
     out.write_text("what was there")
     started = time.perf_counter()
-    done = command("logits", "--tokens", tmp_path / "ids", "--out", out, limit=1 << 20)
-    assert (done.returncode, done.stderr) == (2, f"{out}: File too large\n")
+    with small_files(1 << 20):
+        assert refused(logits.main, capsys, "--tokens", tmp_path / "ids", "--out", out) == f"{out}: File too large"
     assert time.perf_counter() - started < 20
     assert out.read_text() == "what was there"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ids", "logits"]
 
 
 @pytest.mark.parametrize(("flag", "limit"), [("--json", 200), ("--save-state", 2000)])
-def test_a_report_or_state_without_room_leaves_what_was_there(tmp_path, flag, limit):
+def test_a_report_or_state_without_room_leaves_what_was_there(tmp_path, capsys, flag, limit):
     out = tmp_path / "out"
     out.write_text("what was there")
-    done = command("generate", *PROMPT, flag, out, limit=limit)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"{out}: ")
-    assert "ile too large" in done.stderr.splitlines()[-1]
+    with small_files(limit):
+        assert cli.run(lambda: generate.main([*PROMPT, flag, str(out)])) == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"{out}: ")
+    assert "ile too large" in last
     assert out.read_text() == "what was there"
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
@@ -290,7 +279,8 @@ def test_adapters_without_room_are_told_by_their_name(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["inspect", "plan", "generate", "probe", "demo_document"])
+# A command without torch and one with it; the others end by the same function.
+@pytest.mark.parametrize("name", ["inspect", "generate", *on_demand("plan", "probe", "demo_document")])
 def test_a_standard_output_without_room_is_named(name):
     with Path("/dev/full").open("w") as full:
         done = command(name, *PRINTING[name], out=full)
@@ -384,7 +374,7 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["new"]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, *on_demand(signal.SIGHUP)])
 def test_a_run_that_is_ended_leaves_nothing(tmp_path, number):
     (tmp_path / "ids").write_text(json.dumps([5] * 60_000))
     words = [sys.executable, "-m", "scripts.logits", "--tokens", str(tmp_path / "ids"), "--out", str(tmp_path / "out")]
@@ -404,17 +394,19 @@ def test_a_run_that_is_ended_leaves_nothing(tmp_path, number):
 # --- the console
 
 
-def test_a_model_whose_path_looks_like_markup(tmp_path):
+def test_a_model_whose_path_looks_like_markup(tmp_path, capsys):
     folder = tmp_path / "a[/x]b[red]"
     folder.mkdir(parents=True)
     for path in DEMO.iterdir():
         (folder / path.name).write_bytes(path.read_bytes())
-    done = command("generate", "--model", folder, *PROMPT, "--save-state", tmp_path / "s[y]")
-    assert (done.returncode, done.stdout) == (0, " Paris.\n")
-    assert command("generate", "--model", folder, "--load-state", tmp_path / "s[y]").returncode in (0, 2)
-    assert command("inspect", "--model", folder).returncode == 0
-    done = command("inspect", "--model", tmp_path / "[/z]")
-    assert (done.returncode, done.stderr) == (2, f"{tmp_path}/[/z]/config.json: No such file or directory\n")
+    state = str(tmp_path / "s[y]")
+    assert cli.run(lambda: generate.main(["--model", str(folder), *PROMPT, "--save-state", state])) == 0
+    assert capsys.readouterr().out == " Paris.\n"
+    assert cli.run(lambda: generate.main(["--model", str(folder), "--load-state", state])) in (0, 2)
+    assert cli.run(lambda: inspect.main(["--model", str(folder)])) == 0
+    capsys.readouterr()
+    said = refused(inspect.main, capsys, "--model", tmp_path / "[/z]")
+    assert said == f"{tmp_path}/[/z]/config.json: No such file or directory"
 
 
 def test_what_a_file_says_reaches_the_terminal_escaped_and_cut(tmp_path, capsys):
@@ -448,7 +440,7 @@ def test_a_table_in_a_pipe_is_neither_wrapped_nor_cut():
     assert "1 threads" in lines[3]
 
 
-@pytest.mark.parametrize("name", PRINTING)
+@pytest.mark.parametrize("name", ["inspect", "generate", *on_demand("plan", "probe", "demo_document")])
 def test_a_pipe_that_nobody_reads_ends_every_command_alike(name):
     words = [sys.executable, "-m", f"scripts.{name}", *PRINTING[name]]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
@@ -464,20 +456,20 @@ NO_JSON = "config/config.json: damaged JSON"
 # Every command that reads a model, its flags up to where the model is named.
 MODEL_TAKEN = {
     "bench": ("prefill", "--model"),
-    "calibrate_kv": ("--out", "/tmp/x"),
+    "calibrate_kv": ("--out", "{bad}/x"),
     "chat": ("--model",),
     "compare": ("--recording", "README.md", "--model"),
     "evaluate": ("--text", "README.md", "--model"),
     "fault_matrix": ("--model",),
     "generate": ("--prompt", "a", "--model"),
     "inspect": ("--model",),
-    "logits": ("--tokens", "README.md", "--out", "/tmp/x", "--model"),
-    "memory_db": ("ingest", "--text", "a", "--out", "/tmp/x", "--model"),
+    "logits": ("--tokens", "README.md", "--out", "{bad}/x", "--model"),
+    "memory_db": ("ingest", "--text", "a", "--out", "{bad}/x", "--model"),
     "plan": ("--model",),
     "probe": ("rope", "--model"),
-    "record": ("--tokens", "README.md", "--out", "/tmp/x", "--model"),
-    "train_coda": ("--out", "/tmp/x"),
-    "train_draft": ("mtp", "--out", "/tmp/x", "--model"),
+    "record": ("--tokens", "README.md", "--out", "{bad}/x", "--model"),
+    "train_coda": ("--out", "{bad}/x"),
+    "train_draft": ("mtp", "--out", "{bad}/x", "--model"),
 }
 
 
@@ -513,104 +505,111 @@ def test_every_command_is_looked_at():
     assert {"generate", "logits", "inspect", "plan", "probe", "memory_db", "make_checkpoint"} < set(COMMANDS)
 
 
+BEFORE_TORCH = [
+    ("generate", ("--prompt", "a", "--model", "nowhere"), "nowhere/config.json: No such file or directory"),
+    ("generate", ("--prompt", "", "--temperature", "0"), "the prompt is empty"),
+    ("generate", ("--prompt", "a", "--temperature", "-1"), "--temperature -1.0: want a number >= 0"),
+    ("generate", ("--prompt", "a", "--json", "model/demo/config.json"), "lies in the model's directory"),
+    ("logits", ("--tokens", "nowhere", "--out", "{bad}/x"), "nowhere: No such file or directory"),
+    ("inspect", ("--config", "README.md"), "--config and --tensors go together"),
+    ("generate", ("--prompt", "a", "--coda-adapters", "nowhere"), "nowhere: No such file or directory"),
+    ("generate", ("--prompt", "a", "--kv", "all=shard:basis=nowhere"), "nowhere: No such file or directory"),
+    ("probe", ("rope", "--prompt-file", "nowhere"), "nowhere: No such file or directory"),
+    ("bench", ("prefill", "--model", "nowhere"), "nowhere/config.json: No such file or directory"),
+    ("bench", ("performance", "--saved", "nowhere"), "nowhere: No such file or directory"),
+    ("evaluate", ("--text", "nowhere"), "nowhere: No such file or directory"),
+    ("evaluate", (), "--text FILE is needed, or --needle"),
+    ("evaluate", ("--needle", "--stride", "9"), "--stride: not with --needle"),
+    ("evaluate", ("--text", "README.md", "--needles", "9"), "--needles: means nothing without --needle"),
+    ("evaluate", ("--needle", "--needles", "67"), "--needles 67: there are 66 names of people to give a code to"),
+    ("evaluate", ("--text", "README.md", "--run", "--kvx 1"), '--run "--kvx 1": unrecognized arguments: --kvx 1'),
+    ("calibrate_kv", ("nowhere", "--out", "{bad}/x"), "nowhere/config.json: No such file or directory"),
+    ("train_coda", ("nowhere", "--out", "{bad}/x"), "nowhere/config.json: No such file or directory"),
+    ("probe", ("needle", "--model", "/dev/null"), "/dev/null/config.json: cannot be read: Not a directory"),
+    ("memory_db", ("ask", "--state", "nowhere", "--question", "?"), "nowhere: No such file or directory"),
+    ("train_llama", ("--out", "model/demo"), "model/demo: exists and is not empty"),
+    ("train_demo", ("--out", "model/demo"), "model/demo: exists and is not empty"),
+    ("train_draft", ("dspark", "--model", "nowhere", "--out", "{bad}/x"), "nowhere/config.json: No such file"),
+    ("demo_document", ("needle", "--tokens", "3"), "--tokens 3: a document of this kind has at least 64"),
+    ("demo_document", ("common", "--tokens", "191"), "--tokens 191: a document of this kind has at least 192"),
+    *((name, (*flags, "{bad}/config"), NO_JSON) for name, flags in MODEL_TAKEN.items()),
+    *((name, (*flags, "{bad}/index"), "index.json: damaged JSON") for name, flags in MODEL_TAKEN.items()),
+    *((name, (*flags, "{bad}/header"), "06.safetensors: header") for name, flags in MODEL_TAKEN.items()),
+    ("logits", ("--out", "{bad}/x", "--tokens", "{bad}/list.json"), "list.json: no JSON (damaged JSON"),
+    (
+        "record",
+        ("--out", "{bad}/x", "--tokens", "{bad}/ids.json"),
+        "entry 1 is 5000, want a token id from 0 to 1023",
+    ),
+    ("generate", ("--tokens", "{bad}/ids.json"), "entry 1 is 5000, want a token id"),
+    ("generate", ("--messages", "{bad}/list.json"), "list.json: not JSON: damaged JSON"),
+    ("generate", ("--prompt-file", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+    ("generate", ("--out", "{bad}/x", "--prompts-file", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+    (
+        "generate",
+        ("--prompt", "a", "--load-state", "{bad}/latin"),
+        "latin: header of 3915800931 bytes",
+    ),
+    ("generate", ("--prompt", "a", "--coda-adapters", "{bad}/torn"), "torn: header: damaged JSON"),
+    ("generate", ("--prompt", "a", "--kv", "all=shard:basis={bad}/torn"), "torn: header: damaged JSON"),
+    ("probe", ("rope", "--prompt-file", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+    ("probe", ("rope", "--prompt-file", "/dev/null", "--model", "{bad}/config"), NO_JSON),
+    ("evaluate", ("--text", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+    ("evaluate", ("--text", "{bad}/empty"), "empty: the text is empty"),
+    ("evaluate", ("--needle", "--text", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+    ("evaluate", ("--text", "README.md", "--run", "--kv all=shard:basis={bad}/torn"), "torn: header: damaged JSON"),
+    ("calibrate_kv", ("model/demo", "--out", "{bad}/x", "--text", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+    ("train_coda", ("model/demo", "--out", "{bad}/x", "--text", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+    ("memory_db", ("ingest", "--out", "{bad}/x", "--document", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
+    ("memory_db", ("ask", "--question", "?", "--state", "{bad}/torn"), "torn: header: damaged JSON"),
+    ("memory_db", ("quantise", "{bad}/torn", "--bits", "8", "--out", "{bad}/x"), "torn: header: damaged JSON"),
+    ("inspect", ("--config", OWN, "--tensors", "{bad}/list.json"), "list.json: damaged JSON"),
+    ("plan", ("--config", "{bad}/list.json"), "list.json: damaged JSON"),
+    (
+        "make_checkpoint",
+        ("--layers", "1", "--out", "{bad}/x", "--config", "{bad}/list.json"),
+        "list.json: damaged JSON",
+    ),
+]
+# All command lines in one process, each as a program of its own: what each says, its status, and what it imported.
+PROGRAM = """
+import contextlib, io, json, runpy, sys
+told, heavy = [], {"torch", "transformers", "triton"}
+for name, *flags in json.loads(sys.argv[1]):
+    sys.argv, before = [name, *flags], heavy & sys.modules.keys()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            runpy.run_module(f"scripts.{name}", run_name="__main__")
+            code = None
+        except SystemExit as end:
+            code = end.code
+    told.append([code, said.getvalue(), sorted(heavy & sys.modules.keys() - before)])
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def before_torch(bad):
+    """What each of the command lines says that end before torch is imported."""
+    lines = [(name, flag) for name in COMMANDS for flag in ("--help", "--no-such-flag")]
+    lines += [(name, *(str(flag).format(bad=bad) for flag in flags)) for name, flags, _ in BEFORE_TORCH]
+    words = [sys.executable, "-c", PROGRAM, json.dumps(lines)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, cwd=ROOT, check=True, timeout=99)
+    return dict(zip(lines, json.loads(done.stdout), strict=True))
+
+
 @pytest.mark.parametrize("name", COMMANDS)
-@pytest.mark.parametrize("flag", ["--help", "--no-such-flag"])
-def test_a_command_line_is_read_without_torch(name, flag):
-    program = f"""
-import runpy, sys
-sys.argv = ["{name}", "{flag}"]
-try:
-    runpy.run_module("scripts.{name}", run_name="__main__")
-except SystemExit as end:
-    heavy = {{"torch", "transformers", "triton"}} & sys.modules.keys()
-    sys.exit(f"{{heavy}} imported" if heavy else end.code)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == (0 if flag == "--help" else 2), done.stderr
+@pytest.mark.parametrize(("flag", "status"), [("--help", 0), ("--no-such-flag", 2)])
+def test_a_command_line_is_read_without_torch(before_torch, name, flag, status):
+    code, said, imported = before_torch[name, flag]
+    assert (code or 0, imported) == (status, []), said
 
 
-@pytest.mark.parametrize(
-    ("name", "flags", "says"),
-    [
-        ("generate", ("--prompt", "a", "--model", "nowhere"), "nowhere/config.json: No such file or directory"),
-        ("generate", ("--prompt", "", "--temperature", "0"), "the prompt is empty"),
-        ("generate", ("--prompt", "a", "--temperature", "-1"), "--temperature -1.0: want a number >= 0"),
-        ("generate", ("--prompt", "a", "--json", "model/demo/config.json"), "lies in the model's directory"),
-        ("logits", ("--tokens", "nowhere", "--out", "/tmp/x"), "nowhere: No such file or directory"),
-        ("inspect", ("--config", "README.md"), "--config and --tensors go together"),
-        ("generate", ("--prompt", "a", "--coda-adapters", "nowhere"), "nowhere: No such file or directory"),
-        ("generate", ("--prompt", "a", "--kv", "all=shard:basis=nowhere"), "nowhere: No such file or directory"),
-        ("probe", ("rope", "--prompt-file", "nowhere"), "nowhere: No such file or directory"),
-        ("bench", ("prefill", "--model", "nowhere"), "nowhere/config.json: No such file or directory"),
-        ("bench", ("performance", "--saved", "nowhere"), "nowhere: No such file or directory"),
-        ("evaluate", ("--text", "nowhere"), "nowhere: No such file or directory"),
-        ("evaluate", (), "--text FILE is needed, or --needle"),
-        ("evaluate", ("--needle", "--stride", "9"), "--stride: not with --needle"),
-        ("evaluate", ("--text", "README.md", "--needles", "9"), "--needles: means nothing without --needle"),
-        ("evaluate", ("--needle", "--needles", "67"), "--needles 67: there are 66 names of people to give a code to"),
-        ("evaluate", ("--text", "README.md", "--run", "--kvx 1"), '--run "--kvx 1": unrecognized arguments: --kvx 1'),
-        ("calibrate_kv", ("nowhere", "--out", "/tmp/x"), "nowhere/config.json: No such file or directory"),
-        ("train_coda", ("nowhere", "--out", "/tmp/x"), "nowhere/config.json: No such file or directory"),
-        ("probe", ("needle", "--model", "/dev/null"), "/dev/null/config.json: cannot be read: Not a directory"),
-        ("memory_db", ("ask", "--state", "nowhere", "--question", "?"), "nowhere: No such file or directory"),
-        ("train_llama", ("--out", "model/demo"), "model/demo: exists and is not empty"),
-        ("train_demo", ("--out", "model/demo"), "model/demo: exists and is not empty"),
-        ("train_draft", ("dspark", "--model", "nowhere", "--out", "/tmp/x"), "nowhere/config.json: No such file"),
-        ("demo_document", ("needle", "--tokens", "3"), "--tokens 3: a document of this kind has at least 64"),
-        ("demo_document", ("common", "--tokens", "191"), "--tokens 191: a document of this kind has at least 192"),
-        *((name, (*flags, "{bad}/config"), NO_JSON) for name, flags in MODEL_TAKEN.items()),
-        *((name, (*flags, "{bad}/index"), "index.json: damaged JSON") for name, flags in MODEL_TAKEN.items()),
-        *((name, (*flags, "{bad}/header"), "06.safetensors: header") for name, flags in MODEL_TAKEN.items()),
-        ("logits", ("--out", "/tmp/x", "--tokens", "{bad}/list.json"), "list.json: no JSON (damaged JSON"),
-        (
-            "record",
-            ("--out", "/tmp/x", "--tokens", "{bad}/ids.json"),
-            "entry 1 is 5000, want a token id from 0 to 1023",
-        ),
-        ("generate", ("--tokens", "{bad}/ids.json"), "entry 1 is 5000, want a token id"),
-        ("generate", ("--messages", "{bad}/list.json"), "list.json: not JSON: damaged JSON"),
-        ("generate", ("--prompt-file", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
-        ("generate", ("--out", "/tmp/x", "--prompts-file", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
-        (
-            "generate",
-            ("--prompt", "a", "--load-state", "{bad}/latin"),
-            "latin: header of 3915800931 bytes",
-        ),
-        ("generate", ("--prompt", "a", "--coda-adapters", "{bad}/torn"), "torn: header: damaged JSON"),
-        ("generate", ("--prompt", "a", "--kv", "all=shard:basis={bad}/torn"), "torn: header: damaged JSON"),
-        ("probe", ("rope", "--prompt-file", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
-        ("probe", ("rope", "--prompt-file", "/dev/null", "--model", "{bad}/config"), NO_JSON),
-        ("evaluate", ("--text", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
-        ("evaluate", ("--text", "{bad}/empty"), "empty: the text is empty"),
-        ("evaluate", ("--needle", "--text", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
-        ("evaluate", ("--text", "README.md", "--run", "--kv all=shard:basis={bad}/torn"), "torn: header: damaged JSON"),
-        ("calibrate_kv", ("model/demo", "--out", "/tmp/x", "--text", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
-        ("train_coda", ("model/demo", "--out", "/tmp/x", "--text", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
-        ("memory_db", ("ingest", "--out", "/tmp/x", "--document", "{bad}/latin"), "latin: byte 3 is no UTF-8"),
-        ("memory_db", ("ask", "--question", "?", "--state", "{bad}/torn"), "torn: header: damaged JSON"),
-        ("memory_db", ("quantise", "{bad}/torn", "--bits", "8", "--out", "/tmp/x"), "torn: header: damaged JSON"),
-        ("inspect", ("--config", OWN, "--tensors", "{bad}/list.json"), "list.json: damaged JSON"),
-        ("plan", ("--config", "{bad}/list.json"), "list.json: damaged JSON"),
-        (
-            "make_checkpoint",
-            ("--layers", "1", "--out", "/tmp/x", "--config", "{bad}/list.json"),
-            "list.json: damaged JSON",
-        ),
-    ],
-)
-def test_bad_files_and_values_are_told_without_torch_too(bad, name, flags, says):
-    program = f"""
-import runpy, sys
-sys.argv = {["x", *(str(flag).format(bad=bad) for flag in flags)]!r}
-try:
-    runpy.run_module("scripts.{name}", run_name="__main__")
-except SystemExit as end:
-    assert "torch" not in sys.modules
-    sys.exit(end.code)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+@pytest.mark.parametrize(("name", "flags", "says"), BEFORE_TORCH)
+def test_bad_files_and_values_are_told_without_torch_too(bad, before_torch, name, flags, says):
+    code, said, imported = before_torch[name, *(str(flag).format(bad=bad) for flag in flags)]
+    assert (code, imported) == (2, []), said
+    (line,) = said.splitlines()
     assert says in line
 
 
