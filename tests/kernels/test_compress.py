@@ -1,5 +1,6 @@
 """The compressor's tail against one equation of all tokens at once in float64, and against the model's compressors."""
 
+from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
@@ -287,14 +288,14 @@ def test_it_is_what_the_model_does(compress, kind, rounding, form, shape):
     norm = norm_of(width)
     freqs = torch.zeros(ROPE // 2) if kind is KeyCompressor else frequencies(ROPE, 1e4)
     model = model_compressor(kind, freqs, dtype, AS_THE_MODEL[rounding])
-    model.project = SimpleNamespace(norm=norm)
+    model.norm, model.wkv, model.wgate = norm, itemgetter(0), itemgetter(1)
     frontier = Frontier(ratio, width, overlap=series == 2, device=HERE)
     for part in frontier.ring():
         part.fill_(torch.nan)
     entries = Entries(ratio, cache(form, width, dtype))
     ring, rows = first_ring(*shape), cache(form, width, dtype)
     for first, *part in chunks(kv, gate):
-        model(*part, SimpleNamespace(first=first, angles_of_windows=Rotation.at), frontier, entries)
+        model(part, SimpleNamespace(first=first, angles_of_windows=Rotation.at), frontier, entries)
         compress(*part, ring, first, ratio, norm, EPS, freqs, rounding, rows, dtype)
         assert_same_ring(frontier.ring(), ring)
     ours, expected = (bits(forms.first(x, entries.count)) for x in (rows, entries.data))
