@@ -10,6 +10,7 @@ from typing import Final
 
 from torch import Tensor
 
+from fathom.kernels.compress.reference import Tail
 from fathom.kernels.formats.stored import Dense, Rounding
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.cache.frontier import Frontier
@@ -45,26 +46,22 @@ class Compressor(ABC):
         self.coded = isinstance(arithmetic.formats.variant(layer), Shard)  # the cache rounds, and from the unrounded
 
     def __call__(self, x: Input, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
-        """Append the rows of the windows that the tokens of x [t, hidden] complete.
+        """Append the rows of the windows that the tokens of x [t, hidden] complete."""
+        kv, gate = self.wkv(x), self.wgate(x)  # [t, series * width] float32, the gate with its position bias
+        self.compress(kv, gate, call, frontier, rows)
+        frontier.take(call.first, call.count)
 
-        The equation of the pooling is `Ops.pool`; `Frontier.push` calls it, and pairs each window with the series of
-        the one before.
-        """
-        kv, gate = self.wkv(x), self.wgate(x)  # [t, series * width] float32
-        if isinstance(call.first, Tensor):  # how many windows close is known on the device alone
-            self.compress_on_device(kv, gate, frontier, call.first, rows)
-            return
-        for pooled in frontier.push(kv, gate, self.arithmetic.ops.pool):  # [n, width] float32
-            self.append(rows, self.stored(self.row(pooled, call, rows.count * frontier.ratio, frontier.ratio)))
+    def compress(
+        self, kv: Tensor, gate: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys
+    ) -> Tensor | None:
+        """Pool windows (`kernels.compress.reference`), norm, rotate, round and append them: see `Ops.compress`."""
+        ratio, dtype = frontier.ratio, self.arithmetic.dtype
 
-    def compress_on_device(
-        self, kv: Tensor, gate: Tensor, frontier: Frontier, first: Tensor, rows: AnyEntries | AnyKeys
-    ) -> Tensor:
-        """Pool, norm, rotate, round and store in one op: the rows as stored, of which those of closed windows count."""
-        ring, norm, freqs, dtype = frontier.ring(), self.norm, self.rotation.freqs, self.arithmetic.dtype
-        return self.arithmetic.ops.compress(
-            kv, gate, ring, first, frontier.ratio, norm, self.eps, freqs, self.rounding, rows.data, dtype
-        )
+        def finish(entry: int, pooled: Tensor) -> None:
+            self.append(rows, self.stored(self.row(pooled, call, entry * ratio, ratio)))
+
+        tail = Tail(self.norm, self.eps, self.rotation.freqs, self.rounding, rows.data, dtype)
+        return self.arithmetic.ops.compress(kv, gate, frontier.ring(), call.first, ratio, tail, finish)
 
     def row(self, pooled: Tensor, call: Call, first: int, ratio: int) -> Tensor:
         """Norm and rotate pooled windows [n, width], the first of which begins at position `first`; entries rounded."""

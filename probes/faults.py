@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fathom.kernels.compress.reference import Finish, Tail
 from fathom.kernels.experts.reference import Experts
 from fathom.kernels.formats import coded_rows, qjl
 from fathom.kernels.formats.rows import first as first_rows
@@ -35,6 +36,7 @@ from fathom.kernels.formats.stored import (
     Fp8Keys,
     Rows,
     Slots,
+    TokenRing,
     Weight,
 )
 from fathom.kernels.ops import Ops
@@ -1580,9 +1582,24 @@ class WeightsOfAnotherSlotOnARank(MoE):
     needs=layers(CSA),
 )
 def stale_frontier(model: Transformer) -> None:
-    class Left(Frontier):
-        def before(self, entry: int) -> tuple[Tensor | None, Tensor | None]:
-            return super().before(entry or self.kv.shape[0] // self.ratio)  # the last window of the ring
+    rings: list[Tensor] = []  # of frontiers that have one before them
+
+    @ops_of(entry_compressors)
+    def left(ops: Ops) -> Ops:
+        def compress(
+            kv: Tensor, gate: Tensor, ring: TokenRing, first: int, ratio: int, tail: Tail, finish: Finish
+        ) -> Tensor | None:
+            if not any(ring.kv is other for other in rings):
+                return ops.compress(kv, gate, ring, first, ratio, tail, finish)
+            more = len(ring.kv)  # as if the ring had been filled once: its last window is before the first one
+            before = more // ratio
+            return ops.compress(
+                kv, gate, ring, first + more, ratio, tail, lambda entry, pooled: finish(entry - before, pooled)
+            )
+
+        return ops._replace(compress=compress)
+
+    left(model)
 
     class Stale(Transformer):
         last: State | None = None
@@ -1596,7 +1613,7 @@ def stale_frontier(model: Transformer) -> None:
                         for left, kept in zip(new.frontier.ring(), old.frontier.ring(), strict=True):
                             windows = kept.unflatten(0, (-1, ratio))
                             left[-ratio:] = windows[(old.frontier.position // ratio - 1) % len(windows)]
-                        new.frontier.__class__ = Left
+                        rings.append(new.frontier.kv)
             self.last = state
             return state
 
