@@ -32,6 +32,7 @@ from fathom.kernels import (
     shard,
     swiglu,
 )
+from fathom.kernels.compress.reference import Compress, Finish, Tail
 from fathom.kernels.differential.cpu import Noise, Own, Past
 from fathom.kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
 from fathom.kernels.formats import rows
@@ -112,7 +113,20 @@ class Ops(Protocol):
         """`formats.rows.write`: rows of a cache, in the form in which it keeps them."""
         ...
 
-    def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer)
+    def compress(
+        self,
+        kv: Tensor,
+        gate: Tensor,
+        ring: TokenRing,
+        first: int | Tensor,
+        ratio: int,
+        tail: Tail,
+        finish: Finish,
+    ) -> Tensor | None:
+        """`compress`; where the position is on the device, by `compress_at_once`."""
+        ...
+
+    def compress_at_once(  # noqa: PLR0913, PLR0917 (the tail of a layer)
         self,
         kv: Tensor,
         gate: Tensor,
@@ -126,7 +140,7 @@ class Ops(Protocol):
         rows: Rows,
         dtype: torch.dtype,
     ) -> Tensor:
-        """`compress`; where the position is on the device, in one launch."""
+        """`compress`: the same in one launch."""
         ...
 
     def select(self, q: Tensor, head_weights: Tensor, keys: Rows, first: int | Tensor, ratio: int, k: int) -> Tensor:
@@ -295,6 +309,7 @@ COMPOSED: Final = {  # of other ops
     "linears_fp8": Linears,
     "read_streams": ReadStreams,
     "round_index": RoundIndex,
+    "compress": Compress,
     "norm_rotate": NormRotate,
     "gate": Gate,
     "experts": Experts,
@@ -322,6 +337,7 @@ class _Fields(NamedTuple):
     pool: Callable[..., Any]
     store: Callable[..., Any]
     compress: Callable[..., Any]
+    compress_at_once: Callable[..., Any]
     select: Callable[..., Any]
     select_fp8: Callable[..., Any]
     attend: Callable[..., Any]
@@ -440,6 +456,7 @@ _REFERENCE = OpSet(
     pool=compress.reference.pool,
     store=rows.write,
     compress=compress.reference.compress,
+    compress_at_once=compress.reference.compress_at_once,
     select=indexer.reference.select,
     select_fp8=SelectFp8(quantise.reference.simulate_fp8, indexer.reference.select),
     attend=attention.reference.attend,

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fathom.kernels.formats.stored import Rows, Slots
-from fathom.kernels.linear.reference import Product
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.cache.layers import CsaCache, HcaCache, LayerCache
 from fathom.model.call import Call
@@ -17,7 +16,7 @@ from fathom.model.checkpoint.weights import Weights
 from fathom.model.compressor import EntryCompressor
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.indexer import Indexer
-from fathom.model.linear import GroupedLinear, Linear, Projected
+from fathom.model.linear import GroupedLinear, Input, Linear, Reader
 from fathom.model.rope import Rotation
 
 
@@ -37,60 +36,49 @@ class Attention:
     ) -> None:
         prefix = f"{config.prefix(layer)}.attn"
 
-        def matrix(name: str) -> Linear:
-            return Linear(weights.matrix(f"{prefix}.{name}.weight"), arithmetic)
-
-        self.wq_a = matrix("wq_a")  # [q_lora_rank, hidden]
+        self.wq_a = Reader(weights.matrix(f"{prefix}.wq_a.weight"))  # [q_lora_rank, hidden]
         self.q_norm = weights.vector(f"{prefix}.q_norm.weight").float()  # [q_lora_rank]
-        self.wq_b = matrix("wq_b")  # [heads * head_dim, q_lora_rank]
-        self.wkv = matrix("wkv")  # [head_dim, hidden]
+        self.wq_b = Linear(weights.matrix(f"{prefix}.wq_b.weight"), arithmetic)  # [heads * head_dim, q_lora_rank]
+        self.wkv = Reader(weights.matrix(f"{prefix}.wkv.weight"))  # [head_dim, hidden]
+        self.readers: tuple[Reader, ...] = (self.wq_a, self.wkv)  # of the input
         self.kv_norm = weights.vector(f"{prefix}.kv_norm.weight").float()  # [head_dim]
         # by groups of heads to o_groups * o_lora_rank numbers, and from these to hidden
         coded = arithmetic.linears_rounded and weights.coded([f"{prefix}.wo_b.weight"])
         self.wo_a = GroupedLinear(weights.matrix(f"{prefix}.wo_a.weight"), arithmetic, coded=coded)
-        self.wo_b = matrix("wo_b")  # [hidden, o_groups * o_lora_rank], or a rank's rows of it
+        self.wo_b = Linear(weights.matrix(f"{prefix}.wo_b.weight"), arithmetic)  # [hidden, o_groups * o_lora_rank]
         self.sink = weights.vector(f"{prefix}.attn_sink").float()  # [heads]
         self.arithmetic, self.rotation, self.head_dim = arithmetic, rotation, config.head_dim
         self.window, self.rope_dim, self.eps = config.sliding_window, config.qk_rope_head_dim, config.rms_norm_eps
 
     def __call__(self, x: Tensor, call: Call, cache: LayerCache) -> Tensor:
         """Attend from x [t, hidden], and advance the layer's cache. Returns the own tokens' [m, hidden]."""
-        projected = self.project(x, call)
-        latent = self.latent(projected)
-        q, kv = self.query(latent, call), self.kv(projected.kv, call)
+        read = Input(x, self.readers, call, self.arithmetic)
+        latent = self.latent(read)
+        q, kv = self.query(latent, call), self.kv(read, call)
         cache.write(call, kv)
-        beyond = self.beyond_window(projected, latent, call, cache)
-        del projected  # of a long call it is large
+        beyond = self.beyond_window(read, latent, call, cache)
+        del read  # of a long call it is large
         out = self.attend(q, beyond, call, cache)
         cache.evict()
         return self.output(self.unrotate(out, call), call)
 
-    def project(self, x: Tensor, call: Call) -> Projected:
-        """All that is read off x [t, hidden]."""
-        return Projected(*self.arithmetic.linears(x, *self.projections(call)))
-
-    def projections(self, call: Call) -> tuple[Product, ...]:
-        """Products of x that make what `Projected` holds, in its order."""
-        del call
-        return Product(self.wq_a.weight), Product(self.wkv.weight)
-
-    def latent(self, projected: Projected) -> Tensor:
+    def latent(self, x: Input) -> Tensor:
         """Normed low-rank query [t, q_lora_rank], which the indexer reads too."""
-        return self.arithmetic.ops.rms_norm(projected.query, self.q_norm, self.eps)
+        return self.arithmetic.ops.rms_norm(self.wq_a(x), self.q_norm, self.eps)
 
     def query(self, latent: Tensor, call: Call) -> Tensor:
         """Queries [t, heads, head_dim], normed head by head without weights, then rotated."""
         ops, q = self.arithmetic.ops, self.wq_b(latent).unflatten(-1, (-1, self.head_dim))
         return ops.norm_rotate(q, None, self.eps, *call.angles(self.rotation), 0)
 
-    def kv(self, kv: Tensor, call: Call) -> Tensor:
+    def kv(self, x: Input, call: Call) -> Tensor:
         """Key and value of each token in one [t, head_dim]: normed, rotated, rounded as the window keeps it."""
-        given = kv, self.kv_norm, self.eps, *call.angles(self.rotation), self.arithmetic.kv_group
+        given = self.wkv(x), self.kv_norm, self.eps, *call.angles(self.rotation), self.arithmetic.kv_group
         return self.arithmetic.ops.norm_rotate(*given)
 
-    def beyond_window(self, projected: Projected, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
+    def beyond_window(self, x: Input, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
         """Nothing is compressed, and nothing seen beside the window."""
-        del projected, latent, call, cache
+        del x, latent, call, cache
         return Beyond(None, 0, None)
 
     def attend(self, q: Tensor, beyond: Beyond, call: Call, cache: LayerCache) -> Tensor:
@@ -117,19 +105,13 @@ class HcaAttention(Attention):
     ) -> None:
         super().__init__(config, layer, weights, arithmetic, rotation)
         self.compressor = EntryCompressor(config, layer, weights, arithmetic, rotation)
+        self.readers += self.compressor.readers
 
-    def projections(self, call: Call) -> tuple[Product, ...]:
-        """Also what the compressor pools."""
-        return *super().projections(call), *self.compressor.project.products(call)
-
-    def beyond_window(self, projected: Projected, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
+    def beyond_window(self, x: Input, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
         """Write the entries that the call's tokens complete; all are seen."""
         del latent
         assert isinstance(cache, HcaCache), f"HCA layer got {type(cache).__name__}"
-        kv, gate = projected.entry_kv, projected.entry_gate
-        assert kv is not None, "nothing to pool"
-        assert gate is not None, "nothing to pool with"
-        self.compressor(kv, gate, call, cache.frontier, cache.entries)
+        self.compressor(x, call, cache.frontier, cache.entries)
         return Beyond(cache.entries.written(call.first), cache.frontier.ratio, None)
 
 
@@ -141,20 +123,17 @@ class CsaAttention(HcaAttention):
     ) -> None:
         super().__init__(config, layer, weights, arithmetic, rotation)
         self.indexer = Indexer(config, layer, weights, arithmetic, rotation)
+        self.readers += self.indexer.readers
 
-    def projections(self, call: Call) -> tuple[Product, ...]:
-        """Also what the indexer reads."""
-        return *super().projections(call), *self.indexer.projections(call)
-
-    def beyond_window(self, projected: Projected, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
+    def beyond_window(self, x: Input, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
         """Write the entries that the call's tokens complete; those that the indexer selects are seen."""
         assert isinstance(cache, CsaCache), f"CSA layer got {type(cache).__name__}"
-        every = super().beyond_window(projected, latent, call, cache)
-        return every._replace(selected=cache.entries.chosen(self.select(projected, latent, call, cache)))
+        every = super().beyond_window(x, latent, call, cache)
+        return every._replace(selected=cache.entries.chosen(self.select(x, latent, call, cache)))
 
-    def select(self, projected: Projected, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
+    def select(self, x: Input, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
         """Entries that each token sees: [t, min(index_topk, entries)] int32."""
-        return self.indexer(projected, latent, call, cache)
+        return self.indexer(x, latent, call, cache)
 
 
 def build_attention(

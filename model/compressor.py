@@ -10,37 +10,20 @@ from typing import Final
 
 from torch import Tensor
 
+from fathom.kernels.compress.reference import Tail
 from fathom.kernels.formats.stored import Dense, Rounding
-from fathom.kernels.linear.reference import ByPosition, Product
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.cache.frontier import Frontier
 from fathom.model.cache.layers import AnyEntries, AnyKeys
 from fathom.model.call import Call
 from fathom.model.checkpoint.weights import Weights
 from fathom.model.config import ModelConfig
+from fathom.model.linear import BiasedReader, Input, Reader
 from fathom.model.rope import Rotation
 from fathom.model.rounding import FP4, FP8, NONE
 from fathom.model.variants.choice import Shard
 
 KEYS_AS: Final[Mapping[str, Rounding]] = {FP4: "index", FP8: "row", NONE: "none"}  # how `Ops.compress` calls it
-
-
-class Projections:
-    """Value and gate projections of one compressor: not rounded, as DeepSeek computes them in fp32.
-
-    They read what the attention's query and KV are projected from, and are computed with these.
-    """
-
-    def __init__(self, prefix: str, weights: Weights) -> None:
-        self.wkv = Dense(weights.operand(f"{prefix}.wkv.weight"))  # [series * width, hidden]
-        self.wgate = Dense(weights.operand(f"{prefix}.wgate.weight"))
-        self.position_bias = weights.vector(f"{prefix}.ape").float()  # [ratio, series * width]
-        self.norm = weights.vector(f"{prefix}.norm.weight").float()  # [width]
-
-    def products(self, call: Call) -> tuple[Product, Product]:
-        """Of x [t, hidden]: kv and gate, each [t, series * width] float32, the gate with its position bias."""
-        bias = ByPosition(self.position_bias, call.first)
-        return Product(self.wkv, wide=True), Product(self.wgate, wide=True, bias=bias)
 
 
 class Compressor(ABC):
@@ -54,37 +37,38 @@ class Compressor(ABC):
     def __init__(
         self, config: ModelConfig, layer: int, prefix: str, weights: Weights, arithmetic: Arithmetic, rotation: Rotation
     ) -> None:
-        self.project = Projections(prefix, weights)
+        bias = weights.vector(f"{prefix}.ape").float()  # [ratio, series * width]
+        self.wkv = Reader(Dense(weights.operand(f"{prefix}.wkv.weight")), wide=True)  # [series * width, hidden]
+        self.wgate = BiasedReader(Dense(weights.operand(f"{prefix}.wgate.weight")), bias)
+        self.readers: tuple[Reader, ...] = (self.wkv, self.wgate)
+        self.norm = weights.vector(f"{prefix}.norm.weight").float()  # [width]
         self.arithmetic, self.rotation, self.eps = arithmetic, rotation, config.rms_norm_eps
         self.coded = isinstance(arithmetic.formats.variant(layer), Shard)  # the cache rounds, and from the unrounded
 
-    def __call__(self, kv: Tensor, gate: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
-        """Append the rows of the windows that tokens complete, of their kv and gate: see `Projections.products`.
+    def __call__(self, x: Input, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
+        """Append the rows of the windows that the tokens of x [t, hidden] complete."""
+        kv, gate = self.wkv(x), self.wgate(x)  # [t, series * width] float32, the gate with its position bias
+        self.compress(kv, gate, call, frontier, rows)
+        frontier.take(call.first, call.count)
 
-        The equation of the pooling is `Ops.pool`; `Frontier.push` calls it, and pairs each window with the series of
-        the one before.
-        """
-        if isinstance(call.first, Tensor):  # how many windows close is known on the device alone
-            self.compress_on_device(kv, gate, frontier, call.first, rows)
-            return
-        for pooled in frontier.push(kv, gate, self.arithmetic.ops.pool):  # [n, width] float32
-            self.append(rows, self.stored(self.row(pooled, call, rows.count * frontier.ratio, frontier.ratio)))
+    def compress(
+        self, kv: Tensor, gate: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys
+    ) -> Tensor | None:
+        """Pool windows (`kernels.compress.reference`), norm, rotate, round and append them: see `Ops.compress`."""
+        ratio, dtype = frontier.ratio, self.arithmetic.dtype
 
-    def compress_on_device(
-        self, kv: Tensor, gate: Tensor, frontier: Frontier, first: Tensor, rows: AnyEntries | AnyKeys
-    ) -> Tensor:
-        """Pool, norm, rotate, round and store in one op: the rows as stored, of which those of closed windows count."""
-        ring, norm, freqs, dtype = frontier.ring(), self.project.norm, self.rotation.freqs, self.arithmetic.dtype
-        return self.arithmetic.ops.compress(
-            kv, gate, ring, first, frontier.ratio, norm, self.eps, freqs, self.rounding, rows.data, dtype
-        )
+        def finish(entry: int, pooled: Tensor) -> None:
+            self.append(rows, self.stored(self.row(pooled, call, entry * ratio, ratio)))
+
+        tail = Tail(self.norm, self.eps, self.rotation.freqs, self.rounding, rows.data, dtype)
+        return self.arithmetic.ops.compress(kv, gate, frontier.ring(), call.first, ratio, tail, finish)
 
     def row(self, pooled: Tensor, call: Call, first: int, ratio: int) -> Tensor:
         """Norm and rotate pooled windows [n, width], the first of which begins at position `first`; entries rounded."""
         cos, sin = call.angles_of_windows(self.rotation, first, pooled.shape[0], ratio)
         rows = pooled.to(self.arithmetic.dtype)
         group = self.arithmetic.kv_group if self.rounding == "kv" and not self.coded else 0
-        return self.arithmetic.ops.norm_rotate(rows, self.project.norm, self.eps, cos, sin, group)
+        return self.arithmetic.ops.norm_rotate(rows, self.norm, self.eps, cos, sin, group)
 
     def stored(self, rows: Tensor) -> Tensor:
         """Rows [n, width] as they are kept: as they are, for entries were rounded when they were rotated."""

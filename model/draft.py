@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fathom.kernels.formats.stored import Dense
-from fathom.kernels.linear.reference import Product
 from fathom.model.attention import Attention, Beyond
 from fathom.model.block import Block
 from fathom.model.cache.formats import CacheFormats
@@ -28,7 +27,7 @@ from fathom.model.checkpoint.mtp import Head
 from fathom.model.checkpoint.weights import Weights
 from fathom.model.config import MAX_DRAFTS, LayerKind, ModelConfig
 from fathom.model.hyper import HyperHead
-from fathom.model.linear import Linear
+from fathom.model.linear import Input, Linear
 from fathom.model.observe.observer import observed
 from fathom.model.rope import Rotation, layer_frequencies
 from fathom.model.transformer import Transformer
@@ -137,8 +136,8 @@ class Stage(Block):
 
     def remember(self, x: Tensor, call: Call, cache: LayerCache) -> None:
         """Write the KV of rows x [t, hidden], as the attention's input would be."""
-        (kv,) = self.attention.arithmetic.linears(x, Product(self.attention.wkv.weight))
-        cache.write(call, self.attention.kv(kv, call))
+        attention = self.attention
+        cache.write(call, attention.kv(Input(x, [attention.wkv], call, attention.arithmetic), call))
         cache.evict()
 
 

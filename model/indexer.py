@@ -3,14 +3,13 @@
 from torch import Tensor
 
 from fathom.kernels.formats.stored import Dense
-from fathom.kernels.linear.reference import Product
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.cache.layers import CsaCache
 from fathom.model.call import Call
 from fathom.model.checkpoint.weights import Weights
 from fathom.model.compressor import KeyCompressor
 from fathom.model.config import ModelConfig
-from fathom.model.linear import Linear, Projected
+from fathom.model.linear import Input, Linear, Reader
 from fathom.model.rope import Rotation
 
 
@@ -27,26 +26,20 @@ class Indexer:
         prefix = f"{config.prefix(layer)}.attn.indexer"
         # from q_lora_rank numbers to index_n_heads * index_head_dim, and from hidden to index_n_heads
         self.wq_b = Linear(weights.matrix(f"{prefix}.wq_b.weight"), arithmetic)
-        self.weights_proj = Linear(Dense(weights.operand(f"{prefix}.weights_proj.weight")), arithmetic)
+        scale: float = config.index_head_dim**-0.5 * config.index_n_heads**-0.5  # DeepSeek's; it changes no order
+        self.weights_proj = Reader(Dense(weights.operand(f"{prefix}.weights_proj.weight")), factor=scale)
         self.compressor = KeyCompressor(config, layer, weights, arithmetic, rotation)
+        self.readers = (*self.compressor.readers, self.weights_proj)
         self.arithmetic, self.rotation = arithmetic, rotation
-        self.heads, self.width, self.top_k = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.width, self.top_k = config.index_head_dim, config.index_topk
 
-    def projections(self, call: Call) -> tuple[Product, ...]:
-        """Products of the layer's input: what the compressor pools, and the weights of the heads in DeepSeek's scale.
-
-        The scale changes no order.
-        """
-        scale: float = self.width**-0.5 * self.heads**-0.5
-        return *self.compressor.project.products(call), Product(self.weights_proj.weight, factor=scale)
-
-    def __call__(self, projected: Projected, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
+    def __call__(self, x: Input, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
         """Write the keys of the windows that the call's tokens complete, then select for every token.
 
         Parameters
         ----------
-        projected
-            What the attention reads off its input.
+        x
+            [t, hidden], the input of the attention.
         latent
             [t, q_lora_rank], the normed low-rank query of the attention.
         call
@@ -60,15 +53,13 @@ class Indexer:
             [t, min(index_topk, keys)] int32, see `kernels.indexer.reference.select`.
 
         """
-        assert projected.key_kv is not None, "nothing to pool"
-        assert projected.key_gate is not None, "nothing to pool with"
-        self.compressor(projected.key_kv, projected.key_gate, call, cache.key_frontier, cache.keys)
+        self.compressor(x, call, cache.key_frontier, cache.keys)
         q = self.query_used(self.query(latent, call))
         keys, ratio = cache.keys.written(call.first), cache.key_frontier.ratio
         first = call.own_first  # counted from the first token of the first key
         if cache.keys.evicted:
             first = first - cache.keys.evicted * ratio
-        selected = self.arithmetic.select(q, self.head_weights(projected, call), keys, first, ratio, self.top_k)
+        selected = self.arithmetic.select(q, self.head_weights(x, call), keys, first, ratio, self.top_k)
         return call.whole(selected)
 
     def query(self, latent: Tensor, call: Call) -> Tensor:
@@ -80,7 +71,6 @@ class Indexer:
         """The same as they are scored, rounded as the keys are."""
         return self.arithmetic.rounded_index(q)
 
-    def head_weights(self, projected: Projected, call: Call) -> Tensor:
+    def head_weights(self, x: Input, call: Call) -> Tensor:
         """How much each index head counts [m, heads] float32."""
-        assert projected.index_weights is not None, "no weights of index heads"
-        return call.own(projected.index_weights)
+        return call.own(self.weights_proj(x))

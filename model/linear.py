@@ -1,24 +1,69 @@
 """Matrices as the model applies them: what ranks hold in parts is put together on return."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from fathom.kernels.formats.stored import Weight
+from fathom.kernels.linear.reference import ByPosition, Product
 from fathom.model.arithmetic import Arithmetic
+from fathom.model.call import Call
 from fathom.model.ranks.ranks import Partial
 
 
-class Projected(NamedTuple):
-    """What a layer's attention reads off its input [t, hidden], all in one op; None where it has no such part."""
+class Reader:
+    """One of several matrices that read the same input: ``x @ W^T``, made for all of them in one op, see `Input`.
 
-    query: Tensor  # [t, q_lora_rank], not normed yet
-    kv: Tensor  # [t, head_dim], the same
-    entry_kv: Tensor | None = None  # what the compressor pools, see `model.compressor.Projections`
-    entry_gate: Tensor | None = None
-    key_kv: Tensor | None = None  # and the indexer's
-    key_gate: Tensor | None = None
-    index_weights: Tensor | None = None  # [t, index_n_heads] float32, scaled
+    Parameters
+    ----------
+    weight
+        [out, in], whole on every rank.
+    wide
+        Whether neither input nor output is rounded: DeepSeek computes such a product in fp32.
+    factor
+        By which the product is multiplied, in fp32. None: it is left as it is.
+
+    """
+
+    def __init__(self, weight: Weight, *, wide: bool = False, factor: float | None = None) -> None:
+        self.weight, self.wide, self.factor = weight, wide, factor
+
+    def product(self, call: Call) -> Product:
+        """What `Arithmetic.linears` is asked for."""
+        del call
+        return Product(self.weight, self.wide, factor=self.factor)
+
+    def __call__(self, x: "Input") -> Tensor:
+        """[t, in] to [t, out]; float32 where it is wide or has a factor."""
+        return x.product(self)
+
+
+class BiasedReader(Reader):
+    """A wide one; row ``p % period`` of `position_bias` [period, out] float32 is added for the token at position p."""
+
+    def __init__(self, weight: Weight, position_bias: Tensor) -> None:
+        super().__init__(weight, wide=True)
+        self.position_bias = position_bias
+
+    def product(self, call: Call) -> Product:
+        """With the bias of this call's positions."""
+        return super().product(call)._replace(bias=ByPosition(self.position_bias, call.first))
+
+
+class Input:
+    """An input x [t, in] of one call, and its product with each of the matrices that read it.
+
+    All are made here, in one op: the input is rounded once, and a GPU launches once. They live as long as this does.
+    KeyError for a matrix that is not among the `readers`.
+    """
+
+    def __init__(self, x: Tensor, readers: Sequence[Reader], call: Call, arithmetic: Arithmetic) -> None:
+        products = arithmetic.linears(x, *(reader.product(call) for reader in readers))
+        self._products = dict(zip(readers, products, strict=True))
+
+    def product(self, reader: Reader) -> Tensor:
+        """The product with one of them."""
+        return self._products[reader]
 
 
 class Linear:

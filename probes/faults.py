@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fathom.kernels.compress.reference import Finish, Tail
 from fathom.kernels.experts.reference import Experts
 from fathom.kernels.formats import coded_rows, qjl
 from fathom.kernels.formats.rows import first as first_rows
@@ -35,6 +36,7 @@ from fathom.kernels.formats.stored import (
     Fp8Keys,
     Rows,
     Slots,
+    TokenRing,
     Weight,
 )
 from fathom.kernels.ops import Ops
@@ -52,7 +54,7 @@ from fathom.model.compressor import Compressor, EntryCompressor, KeyCompressor
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.draft import BlockAttention, DraftHead, Drafts, DraftState, MtpHead, StreamListener
 from fathom.model.indexer import Indexer
-from fathom.model.linear import GroupedLinear, Linear, Projected
+from fathom.model.linear import GroupedLinear, Input, Linear, Reader
 from fathom.model.moe import Expert, HashGate, MoE
 from fathom.model.observe import sites
 from fathom.model.observe.observer import observed
@@ -416,9 +418,9 @@ def several_groups(config: ModelConfig) -> str | None:
 )
 @each(key_compressors)
 def indexer_compressor_not_loaded(compressor: KeyCompressor) -> None:
-    project = compressor.project
-    project.wkv, project.wgate = (Dense(torch.zeros_like(weight.data)) for weight in (project.wkv, project.wgate))
-    project.position_bias = torch.zeros_like(project.position_bias)
+    for reader in compressor.readers:
+        reader.weight = Dense(torch.zeros_like(reader.weight.data))
+    compressor.wgate.position_bias = torch.zeros_like(compressor.wgate.position_bias)
 
 
 @in_model(
@@ -429,8 +431,8 @@ def indexer_compressor_not_loaded(compressor: KeyCompressor) -> None:
 )
 @instead_of(indexers)
 class IndexerReturnsNone(Indexer):
-    def __call__(self, projected: Projected, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
-        super().__call__(projected, latent, call, cache)
+    def __call__(self, x: Input, latent: Tensor, call: Call, cache: CsaCache) -> Tensor:
+        super().__call__(x, latent, call, cache)
         return None  # type: ignore[return-value]
 
 
@@ -734,7 +736,7 @@ def query_normed_to_length_1(ops: Ops) -> Ops:
 )
 @each(compressors)
 def pooling_gate_halved(compressor: Compressor) -> None:
-    compressor.project.wgate = Dense(compressor.project.wgate.data / 2)  # its position bias stays
+    compressor.wgate.weight = Dense(compressor.wgate.weight.data / 2)  # its position bias stays
 
 
 @in_model(
@@ -745,7 +747,7 @@ def pooling_gate_halved(compressor: Compressor) -> None:
 )
 @each(compressors)
 def position_bias_shifted(compressor: Compressor) -> None:
-    compressor.project.position_bias = compressor.project.position_bias.roll(1, 0)
+    compressor.wgate.position_bias = compressor.wgate.position_bias.roll(1, 0)
 
 
 @in_model("pooling-without-gate", "Compressors take the mean of a window.", seen=WIRING, needs=layers(CSA, HCA))
@@ -768,12 +770,11 @@ def pooling_without_gate(ops: Ops) -> Ops:
 )
 @each(compressors)
 def series_swapped(compressor: Compressor) -> None:
-    project = compressor.project
-    width = len(project.norm)
-    if project.position_bias.shape[1] > width:
-        project.wkv = Dense(project.wkv.data.roll(width, 0))
-        project.wgate = Dense(project.wgate.data.roll(width, 0))
-        project.position_bias = project.position_bias.roll(width, 1)
+    width, gate = len(compressor.norm), compressor.wgate
+    if gate.position_bias.shape[1] > width:
+        for reader in compressor.readers:
+            reader.weight = Dense(reader.weight.data.roll(width, 0))
+        gate.position_bias = gate.position_bias.roll(width, 1)
 
 
 @in_model(
@@ -784,8 +785,8 @@ def series_swapped(compressor: Compressor) -> None:
 )
 @instead_of(indexers)
 class IndexWeightsWithoutSign(Indexer):
-    def head_weights(self, projected: Projected, call: Call) -> Tensor:
-        return super().head_weights(projected, call).abs()  # a head can then only add to a score
+    def head_weights(self, x: Input, call: Call) -> Tensor:
+        return super().head_weights(x, call).abs()  # a head can then only add to a score
 
 
 @in_model(
@@ -807,8 +808,8 @@ def index_weights_permuted(indexer: Indexer) -> None:
 )
 @instead_of(hca_attentions)
 class LeakOfOneEntryInDecode(HcaAttention):
-    def beyond_window(self, projected: Projected, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
-        beyond = super().beyond_window(projected, latent, call, cache)
+    def beyond_window(self, x: Input, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
+        beyond = super().beyond_window(x, latent, call, cache)
         assert isinstance(cache, HcaCache), type(cache)
         if call.count > 1 or not isinstance(cache.entries, Entries):
             return beyond
@@ -982,17 +983,17 @@ def _forget(frontier: Frontier) -> None:
 )
 @instead_of(entry_compressors)
 class FrontierOfEntriesLost(EntryCompressor):
-    def __call__(self, kv: Tensor, gate: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
+    def __call__(self, x: Input, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
         _forget(frontier)
-        super().__call__(kv, gate, call, frontier, rows)
+        super().__call__(x, call, frontier, rows)
 
 
 @in_model.too("frontier-lost")
 @instead_of(key_compressors)
 class FrontierOfKeysLost(KeyCompressor):
-    def __call__(self, kv: Tensor, gate: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
+    def __call__(self, x: Input, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
         _forget(frontier)
-        super().__call__(kv, gate, call, frontier, rows)
+        super().__call__(x, call, frontier, rows)
 
 
 @in_ops("ring-off-by-one", "The window is read one row off.", seen="an off-by-one")
@@ -1400,7 +1401,7 @@ def every_matrix(change: Callable[[Fp4 | Fp8], Weight]) -> Callable[[Transformer
     def inject(model: Transformer) -> None:
         for holder in (*attentions(model), *routed_experts(model), *shared_experts(model), *indexers(model)):
             for name, value in vars(holder).items():
-                if isinstance(value, Linear) and isinstance(value.weight, Fp4 | Fp8):
+                if isinstance(value, Linear | Reader) and isinstance(value.weight, Fp4 | Fp8):
                     value.weight = change(value.weight)
                 elif isinstance(value, Fp4 | Fp8):
                     setattr(holder, name, change(value))
@@ -1581,9 +1582,24 @@ class WeightsOfAnotherSlotOnARank(MoE):
     needs=layers(CSA),
 )
 def stale_frontier(model: Transformer) -> None:
-    class Left(Frontier):
-        def before(self, entry: int) -> tuple[Tensor | None, Tensor | None]:
-            return super().before(entry or self.kv.shape[0] // self.ratio)  # the last window of the ring
+    rings: list[Tensor] = []  # of frontiers that have one before them
+
+    @ops_of(entry_compressors)
+    def left(ops: Ops) -> Ops:
+        def compress(
+            kv: Tensor, gate: Tensor, ring: TokenRing, first: int, ratio: int, tail: Tail, finish: Finish
+        ) -> Tensor | None:
+            if not any(ring.kv is other for other in rings):
+                return ops.compress(kv, gate, ring, first, ratio, tail, finish)
+            more = len(ring.kv)  # as if the ring had been filled once: its last window is before the first one
+            before = more // ratio
+            return ops.compress(
+                kv, gate, ring, first + more, ratio, tail, lambda entry, pooled: finish(entry - before, pooled)
+            )
+
+        return ops._replace(compress=compress)
+
+    left(model)
 
     class Stale(Transformer):
         last: State | None = None
@@ -1597,7 +1613,7 @@ def stale_frontier(model: Transformer) -> None:
                         for left, kept in zip(new.frontier.ring(), old.frontier.ring(), strict=True):
                             windows = kept.unflatten(0, (-1, ratio))
                             left[-ratio:] = windows[(old.frontier.position // ratio - 1) % len(windows)]
-                        new.frontier.__class__ = Left
+                        rings.append(new.frontier.kv)
             self.last = state
             return state
 

@@ -1,9 +1,18 @@
-"""The compressor's tail: tokens' values and gates in, entries of the windows that they close into the cache."""
+"""The compressor's tail: tokens' values and gates in, entries of the windows that they close into the cache.
+
+A window is `ratio` tokens. Where windows do not overlap (HCA), a token brings one series of `width` channels. Where
+they do (CSA), it brings two side by side, [next | own] (paper section 2.3.1: Ca and Cb): an entry pools the second
+series of its own window with the first series of the window before. The first window has none before it.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fathom.kernels.formats import rows_reference as stored
+from fathom.kernels.formats import ring_reference, rows_reference
 from fathom.kernels.formats.groups import INDEX_GROUP, KV_GROUP
 from fathom.kernels.formats.stored import Rounding, Rows, TokenRing
 from fathom.kernels.norm.reference import rms_norm
@@ -43,7 +52,117 @@ def pool_scratch(tokens: int, width: int, series: int) -> int:
     return tokens * width * 4 * (8 if series == 2 else 2)
 
 
-def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer: five ops, the state and the cache)
+def windows(
+    kv: Tensor, gate: Tensor, ring: TokenRing, first: int, ratio: int, width: int, pool: Callable[..., Tensor]
+) -> Iterator[tuple[int, Tensor]]:
+    """Take t tokens into `ring`, and pool the windows that they close.
+
+    Parameters
+    ----------
+    kv, gate
+        [t, series * width] float32, of the tokens at positions ``first ..``; `gate` holds the position bias.
+    ring
+        Of the tokens before `first`: whole windows, at least as many as there are series.
+    first, ratio, width
+        Position of the first token, tokens of a window, channels of an entry.
+    pool
+        `Ops.pool`.
+
+    Yields
+    ------
+    tuple[int, Tensor]
+        An entry, and the pooled windows from its own on, [n, width] float32; in order, each once.
+
+    """
+    t, entry = kv.shape[0], first // ratio
+
+    def keep(begin: int, end: int) -> None:
+        for part, new in zip(ring, (kv, gate), strict=True):
+            ring_reference.write(part, first + begin, new[begin:end])
+
+    def before(entry: int) -> Window | None:
+        return _window(ring, entry - 1, ratio) if entry else None
+
+    head = min(-first % ratio, t)  # tokens of the window that is open
+    if head:
+        keep(0, head)
+        if (first + head) % ratio == 0:
+            yield entry, _pooled(*_window(ring, entry, ratio), before(entry), width, pool)
+            entry += 1
+    whole = (t - head) // ratio
+    if whole:
+        own_kv, own_gate = (part[head : head + whole * ratio].unflatten(0, (whole, ratio)) for part in (kv, gate))
+        yield entry, _pooled(own_kv, own_gate, before(entry), width, pool)
+    if head < t:
+        keep(head, t)
+
+
+Window = tuple[Tensor, Tensor]  # values and gates of the tokens of one, [1, ratio, series * width] each
+
+
+def _window(ring: TokenRing, entry: int, ratio: int) -> Window:
+    """Views of the window of an entry, which lies in one piece."""
+    start = entry * ratio % ring.kv.shape[0]
+    return ring.kv[None, start : start + ratio], ring.gate[None, start : start + ratio]
+
+
+def _pooled(kv: Tensor, gate: Tensor, before: Window | None, width: int, pool: Callable[..., Tensor]) -> Tensor:
+    """Pool windows [n, ratio, series * width] that follow each other, and the one before them, into [n, width]."""
+    own_kv, own_gate = kv[..., -width:], gate[..., -width:]
+    if kv.shape[2] == width:  # they do not overlap
+        return pool(own_kv, own_gate, None, None)
+    first = (None, None) if before is None else (part[..., :width] for part in before)
+    pooled = torch.empty(kv.shape[0], width, dtype=torch.float32, device=kv.device)
+    pooled[:1] = pool(own_kv[:1], own_gate[:1], *first)
+    if kv.shape[0] > 1:
+        pooled[1:] = pool(own_kv[1:], own_gate[1:], kv[:-1, :, :width], gate[:-1, :, :width])
+    return pooled
+
+
+Finish = Callable[[int, Tensor], None]  # is given what `windows` yields
+
+
+class Tail(NamedTuple):
+    """What becomes of a pooled window, see `compress_at_once`."""
+
+    norm: Tensor  # [width] float32
+    eps: float  # of the norm
+    freqs: Tensor  # [r / 2] float32
+    rounding: Rounding
+    rows: Rows  # the whole cache
+    dtype: torch.dtype  # of the run
+
+
+@dataclass(frozen=True, slots=True)
+class Compress:
+    """Take t tokens, and write the entries of the windows that they close. Of an op set's own parts."""
+
+    pool: Callable[..., Tensor]
+    compress_at_once: Callable[..., Tensor]
+
+    def __call__(
+        self,
+        kv: Tensor,
+        gate: Tensor,
+        ring: TokenRing,
+        first: int | Tensor,
+        ratio: int,
+        tail: Tail,
+        finish: Finish,
+    ) -> Tensor | None:
+        """Step by step where the host knows the position: `finish` is given what `windows` yields, and writes it.
+
+        Of a call that is captured it is on the device, [] int64, and how many windows close is known there alone: one
+        launch does it all, by what `tail` says. Returns what that returns, else None.
+        """
+        if isinstance(first, Tensor):
+            return self.compress_at_once(kv, gate, ring, first, ratio, *tail)
+        for entry, pooled in windows(kv, gate, ring, first, ratio, tail.norm.shape[0], self.pool):
+            finish(entry, pooled)
+        return None
+
+
+def compress_at_once(  # noqa: PLR0913, PLR0917 (the tail of a layer: five ops, the state and the cache)
     kv: Tensor,
     gate: Tensor,
     ring: TokenRing,
@@ -58,17 +177,16 @@ def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer: five ops, the stat
 ) -> Tensor:
     """Take t tokens, write the entries ``first // ratio .. (first + t) // ratio - 1``, and the tokens into `ring`.
 
-    Equation: entry e pools, channel by channel, the tokens of its window, ``e ratio .. (e + 1) ratio - 1``; where
-    windows overlap, their second series (own) and the first series (next) of the tokens of the window before
-    (`pool`). It is rounded to `dtype`, normed, rotated as of position ``e ratio``, rounded as
-    `rounding` says, and stored as row e. Source: DeepSeek `Compressor.forward`.
+    Equation: entry e pools the tokens of its window, ``e ratio .. (e + 1) ratio - 1`` (`windows`). It is
+    rounded to `dtype`, normed, rotated as of position ``e ratio``, rounded as `rounding` says, and stored as row e.
+    Source: DeepSeek `Compressor.forward`.
 
     Parameters
     ----------
     kv, gate
         [t, series * width] float32, of the tokens at positions ``first ..``; `gate` holds the position bias.
     ring
-        Of the tokens before `first`, at least ``series * ratio - 1``; the rows of these t, or the last of them, are
+        Of the tokens before `first`, whole windows, at least `series`; the rows of these t, or the last of them, are
         overwritten.
     first
         Position of the first token, or [] int64 on the device.
@@ -92,27 +210,13 @@ def compress(  # noqa: PLR0913, PLR0917 (the tail of a layer: five ops, the stat
         [n, width] in `dtype`, the entries that were stored.
 
     """
-    first, (t, columns), width = int(first), kv.shape, norm.shape[0]
-    series, begin, end = columns // width, first // ratio, (first + t) // ratio
-    oldest = (begin - series + 1) * ratio  # of the tokens that entry `begin` pools; before position 0 there is none
-    before = torch.arange(oldest, first, device=kv.device)
-    row = before % ring.kv.shape[0]
-    none = (before < 0)[:, None]
-    known_kv = torch.cat((ring.kv[row].masked_fill(none, 0), kv))
-    known_gate = torch.cat((ring.gate[row].masked_fill(none, -torch.inf), gate))
-    last = torch.arange(t, device=kv.device)[-ring.kv.shape[0] :]
-    for part, new in zip(ring, (kv, gate), strict=True):
-        part[(first + last) % part.shape[0]] = new[last]
-    if begin == end:
-        return kv.new_empty(0, width, dtype=dtype)
-    windows = (end - begin + series - 1, ratio)
-    kvs, gates = (x[: windows[0] * ratio].unflatten(0, windows) for x in (known_kv, known_gate))
-    own = kvs[series - 1 :, :, -width:], gates[series - 1 :, :, -width:]
-    previous = (kvs[:-1, :, :width], gates[:-1, :, :width]) if series == 2 else (None, None)
-    entries = rms_norm(pool(*own, *previous).to(dtype), norm, eps)
-    positions = torch.arange(begin, end, device=kv.device) * ratio
+    first, width = int(first), norm.shape[0]
+    begin = first // ratio
+    pooled = [part for _, part in windows(kv, gate, ring, first, ratio, width, pool)]
+    entries = rms_norm(torch.cat((kv.new_empty(0, width), *pooled)).to(dtype), norm, eps)
+    positions = (begin + torch.arange(len(entries), device=kv.device)) * ratio
     entries = _rounded(rotate(entries, *angles(positions, freqs)), rounding, 2 * freqs.shape[0])
-    stored.write(rows, begin, entries)
+    rows_reference.write(rows, begin, entries)
     return entries
 
 
@@ -127,3 +231,6 @@ def _rounded(entries: Tensor, rounding: Rounding, rope: int) -> Tensor:
             return simulate_fp8(entries, entries.shape[1])
         case "none":
             return entries
+
+
+compress = Compress(pool, compress_at_once)

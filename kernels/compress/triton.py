@@ -278,11 +278,11 @@ def _block(width: int, rows: Rows) -> int:
     return max(64 if isinstance(rows, Fp8Entries) else 32, padded)
 
 
-def compress(
+def compress_at_once(
     kv: Tensor, gate: Tensor, ring: TokenRing, first: int | Tensor, ratio: int, norm: Tensor, eps: float, freqs: Tensor,
     rounding: Rounding, rows: Rows, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """Take t tokens and write the entries that they close: `kernels.compress.reference.compress`.
+    """Take t tokens and write the entries that they close: `kernels.compress.reference.compress_at_once`.
 
     `first` may be a tensor, [] int64 on the device. Whether the entries fit the cache is then for the caller to see to,
     and of the rows returned, ``t // ratio + 1``, those of windows that are not closed hold anything.

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from fathom.model.cache import ring
+from fathom.kernels.formats import ring_reference as ring
 
 
 class WindowRing:

@@ -502,19 +502,21 @@ def _wrap_written(observer: Observer, compressor: Any, layer: int, site: Site) -
                 skip = before - observer.call.first // rows.ratio
                 observer.deferred.appended(site, layer, row, new, rows.data, rows.ratio, skip)
 
-    @wraps(type(compressor).compress_on_device)
-    def compress_on_device(kv: Tensor, gate: Tensor, frontier: Any, first: Tensor, rows: Any) -> Tensor:
+    @wraps(type(compressor).compress)
+    def compress(kv: Tensor, gate: Tensor, call: Call, frontier: Any, rows: Any) -> Tensor | None:
         own: Any = reference()
-        new: Tensor = type(own).compress_on_device(own, kv, gate, frontier, first, rows)
+        new: Tensor | None = type(own).compress(own, kv, gate, call, frontier, rows)
+        if new is None:  # step by step: `append` has looked
+            return None
         if observer.deferred is not None:
             invariants.width(site.name, layer, rows.data, new.shape[1])
             observer.deferred.stored(site, layer, new[:1], rows.data, rows.ratio)
         if observer.ranks.size > 1:  # a row of a window that stays open holds anything
-            still_open = (first + 1) % rows.ratio != 0
+            still_open = (call.first + 1) % rows.ratio != 0
             observer.ranks.record(site.name, layer, new[:1].masked_fill(still_open, 0))
         return new
 
-    compressor.append, compressor.compress_on_device = append, compress_on_device
+    compressor.append, compressor.compress = append, compress
 
 
 def _wrap_draft(observer: Observer, head: Any) -> None:

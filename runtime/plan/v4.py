@@ -197,7 +197,7 @@ def _attention(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
 
 
 def _project(c: ModelConfig, s: Call, live: Live, layer: int) -> None:
-    """`Attention.project`; the position bias of each token is added to gates in place."""
+    """`Input` of the attention; the position bias of each token is added to gates in place."""
     kind, products, bias = c.layer_kind(layer), {"attn.wq_a": False, "attn.wkv": False}, 0
     if kind is not LayerKind.SWA:
         compressors = ("compressor", "indexer.compressor") if kind is LayerKind.CSA else ("compressor",)

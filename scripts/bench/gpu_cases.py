@@ -531,7 +531,7 @@ def compressors() -> Iterator[Case]:
             of.uniform(width), EPS, fp32(ROPE // 2), rounding, cache, torch.bfloat16,
         )  # fmt: skip
         yield Case(
-            "compress", f"{what} ({form}), {t} tokens", cost, "compress", given, EDGES,
+            "compress", f"{what} ({form}), {t} tokens", cost, "compress_at_once", given, EDGES,
             6.0 if t == 1 else cost.at(of_bytes=0.6), t == 1, partial(_entries_off, ratio),
         )  # fmt: skip
 
@@ -542,7 +542,7 @@ def _tokens(series: int, width: int, ratio: int, draw: Draw) -> TokenRing:
 
 def _entries_off(ratio: int, _: object, given: Given, fresh: Given) -> float:
     first = fresh[3] = int(fresh[3])
-    REFERENCE.compress(*fresh)
+    REFERENCE.compress_at_once(*fresh)
     span = (first // ratio, (first + len(fresh[0])) // ratio)
     return EDGES.error(rows.read(given[9], *span), rows.read(fresh[9], *span))
 

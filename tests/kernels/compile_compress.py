@@ -2,7 +2,7 @@
 
 import torch
 
-from fathom.kernels.compress.triton import compress, pool, store
+from fathom.kernels.compress.triton import compress_at_once, pool, store
 from fathom.kernels.formats import rows
 from fathom.kernels.formats.stored import TokenRing
 
@@ -13,7 +13,7 @@ def tail(t, ratio, series, width, rounding, cache, more=0):
     def run():
         kv, own = torch.empty(t, series * width), torch.empty((series + more) * ratio, series * width)
         ring, position, norm = TokenRing(own, own), torch.zeros((), dtype=torch.int64), torch.empty(width)
-        compress(kv, kv, ring, position, ratio, norm, 1e-6, torch.empty(32), rounding, cache, torch.bfloat16)
+        compress_at_once(kv, kv, ring, position, ratio, norm, 1e-6, torch.empty(32), rounding, cache, torch.bfloat16)
 
     return run
 

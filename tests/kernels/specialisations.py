@@ -17,7 +17,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction, compute_cache_key
 
 from fathom.kernels.attention.triton import attend
-from fathom.kernels.compress.triton import compress, pool, store
+from fathom.kernels.compress.triton import compress_at_once, pool, store
 from fathom.kernels.exchange.triton import push
 from fathom.kernels.experts.triton import sum_slots
 from fathom.kernels.experts.triton_expert_codes import experts, experts_down, experts_fp8, experts_up
@@ -95,7 +95,7 @@ def compressors(position, t):
         parts.append(f"compress {ratio} {width}")
         new, own = torch.empty(t, series * width), torch.empty(series * ratio, series * width)
         ring, norm = TokenRing(own, own), torch.empty(width)
-        compress(new, new, ring, position, ratio, norm, 1e-6, torch.empty(32), rounding, cache, BF16)
+        compress_at_once(new, new, ring, position, ratio, norm, 1e-6, torch.empty(32), rounding, cache, BF16)
         if closed := t // ratio:  # as an eager call of several tokens has them
             windows = new[: closed * ratio].unflatten(0, (closed, ratio))
             before = (windows[..., :width],) * 2 if series == 2 else (None, None)

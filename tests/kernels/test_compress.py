@@ -1,5 +1,6 @@
 """The compressor's tail against one equation of all tokens at once in float64, and against the model's compressors."""
 
+from operator import itemgetter
 from types import SimpleNamespace
 
 import pytest
@@ -20,13 +21,13 @@ from fathom.model.rope import Rotation
 from fathom.model.rounding import FP4, FP8, NONE, Rounding
 from tests.kernels.every_backend import HAS_TRITON, ULP, on_triton, strided
 
-BACKENDS = {"reference": reference.compress}  # and CPU's, which is the reference's
+BACKENDS = {"reference": reference.compress_at_once}  # and CPU's, which is the reference's
 POOLS = {"reference": REFERENCE.pool, "cpu": CPU.pool}
 STORES = {"reference": stored.write}  # of the sets REFERENCE and CPU it is what the cache does
 if HAS_TRITON:
     from fathom.kernels.compress import triton
 
-    BACKENDS["triton"], POOLS["triton"], STORES["triton"] = triton.compress, triton.pool, triton.store
+    BACKENDS["triton"], POOLS["triton"], STORES["triton"] = triton.compress_at_once, triton.pool, triton.store
 
 HERE = torch.device("cpu")
 EPS = 1e-2  # of a size that no bound below hides
@@ -287,14 +288,14 @@ def test_it_is_what_the_model_does(compress, kind, rounding, form, shape):
     norm = norm_of(width)
     freqs = torch.zeros(ROPE // 2) if kind is KeyCompressor else frequencies(ROPE, 1e4)
     model = model_compressor(kind, freqs, dtype, AS_THE_MODEL[rounding])
-    model.project = SimpleNamespace(norm=norm)
+    model.norm, model.wkv, model.wgate = norm, itemgetter(0), itemgetter(1)
     frontier = Frontier(ratio, width, overlap=series == 2, device=HERE)
     for part in frontier.ring():
         part.fill_(torch.nan)
     entries = Entries(ratio, cache(form, width, dtype))
     ring, rows = first_ring(*shape), cache(form, width, dtype)
     for first, *part in chunks(kv, gate):
-        model(*part, SimpleNamespace(first=first, angles_of_windows=Rotation.at), frontier, entries)
+        model(part, SimpleNamespace(first=first, count=len(part[0]), angles_of_windows=Rotation.at), frontier, entries)
         compress(*part, ring, first, ratio, norm, EPS, freqs, rounding, rows, dtype)
         assert_same_ring(frontier.ring(), ring)
     ours, expected = (bits(forms.first(x, entries.count)) for x in (rows, entries.data))
@@ -345,7 +346,7 @@ def test_forms_that_are_coded_elsewhere_are_refused(compress):
 def test_triton_refuses_rows_that_do_not_fit():
     rest = torch.ones(32), EPS, torch.zeros(2), "none", cache("rows", 32, torch.float32), torch.float32
     with pytest.raises(AssertionError, match="20 rows for 84 tokens"):
-        triton.compress(*draw(4, 2, 32), first_ring(4, 2, 32), 80, 4, *rest)
+        triton.compress_at_once(*draw(4, 2, 32), first_ring(4, 2, 32), 80, 4, *rest)
 
 
 @pytest.mark.parametrize("form", ["rows", "entries", "fp8", "fp4"])

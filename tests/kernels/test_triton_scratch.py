@@ -16,7 +16,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from fathom.kernels.attention import launch as attention_launch
 from fathom.kernels.attention import triton as attention
-from fathom.kernels.compress.triton import compress
+from fathom.kernels.compress.triton import compress_at_once
 from fathom.kernels.differential.cpu import Own, Past
 from fathom.kernels.experts.triton_expert_codes import experts, experts_scratch
 from fathom.kernels.formats import basis_rows, coded_rows, eigenbasis, lloyd_max, product_quantise
@@ -303,4 +303,4 @@ def test_compress_allocates_the_rows_that_it_returns():
     ring = TokenRing(*torch.zeros(2, 8, 2 * 128))
     entries, first = stored.fp8_entries(9, 128, 64, CPU), torch.tensor(0)
     run = kv, gate, ring, first, 4, torch.ones(128), 1e-6, torch.ones(32), "none", entries, torch.bfloat16
-    assert taken(lambda: compress(*run)) == (9 // 4 + 1) * 128 * 2
+    assert taken(lambda: compress_at_once(*run)) == (9 // 4 + 1) * 128 * 2

@@ -343,13 +343,9 @@ def test_a_run_that_is_not_finished_leaves_nothing_behind(csa):
         Step(csa.fused, prefilled(csa.blocked, TOKENS[:7], 7, 7)).place(0)
 
 
-def poisoned_norm(compressor):
-    return compressor.project, "norm"
-
-
 PLACES = {
-    sites.ENTRY: lambda m: poisoned_norm(m.blocks[0].attention.compressor),
-    sites.INDEX_KEY_USED: lambda m: poisoned_norm(m.blocks[0].attention.indexer.compressor),
+    sites.ENTRY: lambda m: (m.blocks[0].attention.compressor, "norm"),
+    sites.INDEX_KEY_USED: lambda m: (m.blocks[0].attention.indexer.compressor, "norm"),
     sites.INDEX_QUERY_USED: lambda m: (m.blocks[0].attention, "q_norm"),
     sites.ATTENTION_STREAMS: lambda m: (m.blocks[0].attention, "sink"),
     sites.EXPERT_WEIGHTS: lambda m: (m.blocks[0], "experts_norm"),
@@ -456,7 +452,7 @@ def _stepped(group, directory, experts):
     said, first = [], model.blocks[0].attention
     for at, weights in (
         (8, model.blocks[1].attention.kv_norm),
-        (11, first.compressor.project.norm),
+        (11, first.compressor.norm),
     ):  # 11 ends a window
         while state.position < at:
             step.place(3)
