@@ -80,6 +80,8 @@ def _tensors(path: tuple[str, ...], at: Any, visited: set[int]) -> Iterator[tupl
         return
     visited.add(id(at))
     for name, value in _inside(at):
+        if name == "readers":  # of one input, each of which is an attribute of its own part too
+            continue
         yield from _tensors((*path, str(name)), value, visited)
 
 

@@ -273,6 +273,11 @@ def test_a_number_of_what_all_share_changes_all(sources, file):
     assert [name for name, digest in digests(sources).items() if digest == before[name]] in ([], ["gate/cpu.py"])
 
 
+def ours(source):
+    """Whether a file is of this project, and not of the environment in its folder."""
+    return source.is_relative_to(ROOT) and "site-packages" not in source.parts
+
+
 def called(function, seen):
     """Functions that a loop can call, and so has compiled into it: by names of its module that it mentions."""
     if function in seen:
@@ -286,7 +291,7 @@ def called(function, seen):
         for value in named:
             parts = value if isinstance(value, tuple | list) else [value]
             for part in (getattr(part, "py_func", None) or getattr(part, "_defn", part) for part in parts):
-                if inspect.isfunction(part) and Path(part.__code__.co_filename).is_relative_to(ROOT):
+                if inspect.isfunction(part) and ours(Path(part.__code__.co_filename)):
                     called(part, seen)
 
 

@@ -81,7 +81,7 @@ def test_runs_whose_products_are_summed_by_fp8_tensor_cores_agree(demo):
 def test_the_headline_is_the_worst_finding(demo):
     found = report("routing", demo)
     worst = max(finding.measured for finding in found.findings)
-    assert f"the furthest row is {worst:.3g} of its bound away" in found.summary
+    assert f"the worst row is at {worst:.3g} of its bound" in found.summary
 
 
 def test_every_site_is_judged_by_some_probe(demo):
