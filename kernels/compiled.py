@@ -25,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -52,6 +53,8 @@ _OPTIONS: Final = {"nogil": True, "error_model": "numpy", "boundscheck": False, 
 ALONE: Final = 1 << 15  # numbers that one thread reads in the time in which others wake
 DAMAGED: Final = (EOFError, pickle.UnpicklingError)  # a file of numba's that was cut off
 PROJECT: Final = Path(__file__).parents[1]  # the folder of the package `fathom`
+SELF: Final = Path(__file__).read_bytes()  # what finds statements and imports
+BEGAN: Final = time.time()
 PROCESSES: Final = 8  # at most, that compile
 Reader: TypeAlias = Callable[[int, int], None]  # of an address and a number of bytes
 _ALL: Final[list["Compiled"]] = []
@@ -155,7 +158,7 @@ class Compiled:
     @property
     def digest(self) -> str:
         """Of the sources that it is compiled from."""
-        return digest(Path(self.function.__code__.co_filename))
+        return _place(Path(self.function.__code__.co_filename))
 
     def __call__(self, *args: Any) -> Any:
         """Run it."""
@@ -216,7 +219,7 @@ class _Place(caching._CacheLocator):  # type: ignore[misc] # noqa: SLF001 (numba
         del function
         where = folder()
         assert where is not None, "nothing is kept without a folder"
-        return cls(where / digest(Path(file)))
+        return cls(where / _place(Path(file)))
 
     def get_cache_path(self) -> str:
         """Return the folder."""
@@ -358,8 +361,8 @@ def _wanted(wants: Wants) -> Wanted:
 def _marks(where: Path, wanted: Wanted) -> list[Path]:
     """Files that say that each of these is there, compiled for the processor that LLVM finds here."""
     processor = llvmlite.binding.get_host_cpu_name(), llvmlite.binding.get_host_cpu_features().flatten()
-    told = [repr((processor, one.digest, one.name, of)) for one, signatures in wanted.items() for of in signatures]
-    return [where / hashlib.sha256(one.encode()).hexdigest()[:16] for one in told]
+    told = [(one.digest, repr((processor, one.name, of))) for one, signatures in wanted.items() for of in signatures]
+    return [where / place / f"mark-{hashlib.sha256(what.encode()).hexdigest()[:16]}" for place, what in told]
 
 
 @cache
@@ -383,19 +386,35 @@ def digest(source: Path) -> str:
     Comments, docstrings and the lines that things stand in are not counted, as no loop can see them; the version of
     numba is.
     """
+    found = _sources(source)
+    told = [numba.__version__, os.path.relpath(source, PROJECT), *(found[one] for one in sorted(found))]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+
+
+def _sources(source: Path) -> dict[Path, str]:
+    """Hashes of the statements of a module and of all that it imports of ours."""
     found, left = dict[Path, str](), [source]
     while left:
         if (one := left.pop()) not in found:
             found[one], imported = _statements(one)
             left += map(_source, imported)
-    told = [numba.__version__, os.path.relpath(source, PROJECT), *(found[one] for one in sorted(found))]
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:16]
+    return found
+
+
+@cache
+def _place(source: Path) -> str:
+    """Return `digest`; of a module whose sources were edited since this process began, a name that no other run finds.
+
+    What is compiled then is what was imported, which may not be what stands in the files.
+    """
+    edited = any(one.stat().st_mtime > BEGAN for one in _sources(source))
+    return f"{digest(source)}-{os.getpid()}-{time.time_ns()}" if edited else digest(source)
 
 
 def _statements(source: Path) -> tuple[str, list[str]]:
     """A hash of a module's statements, and what it imports of this project, anywhere; kept too, as it takes a while."""
     data, where = source.read_bytes(), folder()
-    kept = None if where is None else where / f"{source.stem}-{hashlib.sha256(data).hexdigest()[:16]}.json"
+    kept = None if where is None else where / f"{source.stem}-{hashlib.sha256(data + SELF).hexdigest()[:16]}.json"
     if kept is not None:
         with suppress(OSError, ValueError):
             statements, imported = json.loads(kept.read_text())

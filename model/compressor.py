@@ -47,6 +47,7 @@ class Compressor(ABC):
 
     def __call__(self, x: Input, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
         """Append the rows of the windows that the tokens of x [t, hidden] complete."""
+        assert isinstance(call.first, Tensor) or call.first == frontier.position, "windows follow each other"
         kv, gate = self.wkv(x), self.wgate(x)  # [t, series * width] float32, the gate with its position bias
         self.compress(kv, gate, call, frontier, rows)
         frontier.take(call.first, call.count)

@@ -72,8 +72,8 @@ added up: the checkpoint's, and one more copy per further rank of exactly what t
 scales whose blocks of rows it divides: once for each way in which experts lie."""
     between_ranks: ClassVar[bool] = True
     noticed: ClassVar[str] = """\
-- Nothing is summed over ranks, and yet in `plain` numerics fewer than half of the rows are bit-equal: a matrix product
-  with fewer rows is another kernel of BLAS, which sums in another order.
+- Nothing is summed over ranks, and yet in `plain` numerics not all rows are bit-equal: a matrix product with fewer rows
+  may be another kernel of BLAS, which sums in another order.
 - Of the demo's matrices a rank holds fewer rows than a scale covers: it has that scale, and so have others."""
 
     sizes: tuple[int, ...] = (2, 4)  # ranks; those that do not divide experts and their columns are left out

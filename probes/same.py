@@ -12,7 +12,6 @@ from fathom.model.checkpoint.census import census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.choices import DEPLOYED
 from fathom.model.config import ModelConfig
-from fathom.model.errors import CheckpointError
 from fathom.model.observe import sites
 from fathom.model.observe.sites import Site
 from fathom.probes.finding import JSON, Finding, Plot, Report, Table, at_most, broken, judged, number, vacuous
@@ -22,11 +21,21 @@ from fathom.probes.judge.pairs import Apart, Pairs, Side
 from fathom.probes.judge.recording import CHOICES, KEPT, OF_ENTRIES, Recording
 from fathom.probes.probe import Probe, Progress, room
 from fathom.probes.subject import Subject, selects_all
-from fathom.probes.ways import Way, run
+from fathom.probes.ways import OtherFilesError, Way, run
 from fathom.runtime.arithmetic import DTYPES
 
 EXPLAINED: Final = at_most(1.0)  # times what rounding explains, see `probes.judge.checks`
 FLOOR: Final = 1e-9  # where plots begin: rows that are bit-equal have no logarithm
+
+# Sites that no module of transformers shows: mHC's reading weights are spent inside one, the attention before its
+# inverse rotation is a local variable, and an index key or query that is not rounded is not there twice.
+HIDDEN_INSIDE: Final = tuple(
+    site.name
+    for site in (
+        *(sites.ATTENTION_PRE, sites.EXPERTS_PRE, sites.MIXED),
+        *(sites.INDEX_KEY_USED, sites.INDEX_QUERY_USED),
+    )
+)
 
 NOT_CLAIMED = """\
 That two ways agree does not make them right: op sets and calls share the wiring, and a fault that both have cancels.
@@ -156,13 +165,13 @@ def compared(pair: Pair, one: Side, other: Side, rows: int | None, progress: Cal
         else:
             results += pairs.ends() if layer is None else pairs.layer(layer)
     names = [{*side.recording.tensors} for side in (one, other)]
-    foreign = pair.one.transformers or pair.other.transformers  # shows what its modules show
+    hidden = HIDDEN_INSIDE if pair.one.transformers or pair.other.transformers else ()
     differs = next((judged for judged in results if judged.status is Status.DIFFERS and judged.first), None)
     return Compared(
         pair,
         results,
         list(pairs.unlike.values()),
-        [] if foreign else sorted(names[0] ^ names[1]),
+        sorted(name for name in names[0] ^ names[1] if not name.endswith(hidden)),
         None if differs is None else pairs.off(differs),
     )
 
@@ -192,7 +201,7 @@ Two op sets and two ways to cut a prompt share the wiring of the layers and cann
   way, and what follows from it differs, selections and logits included. Judged from the input that each has, they agree
   at every site. So deployed logits cannot be asked to agree closely, and where they are let differ, faults pass; what
   can be asked is agreement at every site from equal inputs.
-- Plain fp32 and deployed bf16 agree too, each judged by its own rounding: what they are apart, rounding explains."""
+- Plain and deployed numerics agree too, and fp32 and bf16, each judged by its own rounding."""
 
     tokens: int = 700  # five blocks of 128 and a part of one; made more where the model needs more, see `length`
     rows: int | None = None  # of a site that are judged, those furthest apart besides; None: as many as are affordable
@@ -234,9 +243,7 @@ Two op sets and two ways to cut a prompt share the wiring of the layers and cann
                 why = refused(pair, subject)
                 try:
                     one, other = (None, None) if why else (recorded(pair.one), recorded(pair.other))
-                except CheckpointError as error:
-                    if not pair.other.transformers:
-                        raise
+                except OtherFilesError as error:
                     why, one, other = str(error), None, None  # it does not read every form of the files
                 if one is not None and other is not None:
                     found.append(compared(pair, one, other, self.rows, told))

@@ -36,7 +36,12 @@ STORED: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64
 WIDE: Final = (sites.LOGITS.name, sites.INDEX_WEIGHTS.name, sites.EXPERT_WEIGHTS.name)
 EXPORTER: Final = Path(probes.__path__[0]).parent / "scripts" / "exporters" / "record_transformers.py"
 LARGEST: Final = 8 << 30  # bytes of fp32 parameters of which transformers' model is built
+OTHER_FILES: Final = 3  # the exporter's exit status: files that hold other weights than its model
 LAST_WORDS: Final = 300  # characters of what an exporter said last
+
+
+class OtherFilesError(CheckpointError):
+    """Files that another runtime does not read as its model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +124,10 @@ def _exported(way: Way, directory: Path, files: tuple[tuple[str, int], ...], tok
 
     Raises
     ------
-    CheckpointError
-        The exporter did not write one.
+    OtherFilesError
+        Files and model have other weights.
+    RuntimeError
+        The exporter broke down.
 
     """
     del files  # which they were, and of when
@@ -130,8 +137,11 @@ def _exported(way: Way, directory: Path, files: tuple[tuple[str, int], ...], tok
         command = [sys.executable, str(EXPORTER), "--model", str(directory), "--tokens", str(ids), "--out", str(out)]
         command += ["--dtype", way.dtype, *(["--chunk", str(way.chunk)] if way.chunk else [])]
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # noqa: S603 -- of this package
+        said = one_line(done.stderr.strip()[-LAST_WORDS:])
+        if done.returncode == OTHER_FILES:
+            raise OtherFilesError(f"transformers: {said.rpartition('; ')[2]}")
         if done.returncode:
-            raise CheckpointError(f"transformers: {directory}: {one_line(done.stderr.strip()[-LAST_WORDS:])}")
+            raise RuntimeError(f"{EXPORTER.name} ended with status {done.returncode}: {said}")
         return out.read_bytes()
 
 

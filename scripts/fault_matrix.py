@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int:
             before = dict.fromkeys(before, earlier.pop("again, at"))
         anew = before | dict.fromkeys(args.again, facts["commit"])
         facts = earlier | {"again": anew, "again, command": args.command_line}
-        facts |= {"again, columns": lacked} if lacked else {}
+        facts |= {"again, columns": earlier.get("again, columns", {}) | dict.fromkeys(lacked, facts["commit"])}
     told = noticed(matrix) if args.model.resolve() == DEMO and options == RunOptions() else ""
     write(page(args.out.stem, matrix, clean, facts, told), args.out.parent)
     print(f"wrote {args.out}", file=sys.stderr)

@@ -1367,12 +1367,16 @@ def _v4_runs() -> Iterator[Row]:
     yield from _vllm_cpu()
     (agrees,) = (one for one in document("same.json")["findings"] if one["what"].startswith("transformers: "))
     distance, excess = agrees["evidence"]["largest"], agrees["measured"]
+    (by_site,) = (part for part in document("same.json")["parts"] if part["title"] == "By site")
+    column = next(n for n, name in enumerate(by_site["columns"]) if name.startswith("transformers, "))
+    shown = sum(row[column] is not None for row in by_site["rows"])
     yield Row(
         V4,
         "transformers computes V4 as the paper has it, with activations that are not quantised.",
         (TRANSFORMERS,),
-        f"Every site of every layer of the demo checkpoint is within {distance:.1e} of this project's, in fp32,"
-        f" {excess:.2g} of what rounding explains. What is rounded when V4 is served it does not round.",
+        f"{shown} of the {len(by_site['rows'])} sites are seen in its modules. In every layer of the demo checkpoint"
+        f" they are within {distance:.1e} of this project's, in fp32, {excess:.2g} of what rounding explains. What is"
+        " rounded when V4 is served it does not round.",
         ("same.md", "plain-parity.md"),
         by_measurement(held=agrees["verdict"] == "pass"),
     )

@@ -328,3 +328,13 @@ def test_other_words_compile_nothing_and_another_number_does(tmp_path):
     again = kept()
     assert len(again) == 2 * len(first)
     assert first.items() < again.items()
+
+
+def test_a_module_edited_since_it_was_imported_is_not_kept_under_its_new_name(tmp_path, monkeypatch):
+    """What is compiled then is the old one, and no other process may find it."""
+    source = tmp_path / "one.py"
+    source.write_text("one = 1\n")
+    monkeypatch.setattr(compiled, "BEGAN", source.stat().st_mtime + 1)
+    assert compiled._place.__wrapped__(source) == compiled.digest.__wrapped__(source)
+    monkeypatch.setattr(compiled, "BEGAN", source.stat().st_mtime - 1)
+    assert compiled._place.__wrapped__(source) not in {compiled.digest.__wrapped__(source), compiled._place(source)}

@@ -58,7 +58,7 @@ def test_a_rank_that_dies_in_a_dispatch_ends_all_of_them(tmp_path):
     with ByHand(tmp_path, 3, MODULE, "--how", "dispatch", "--rank", "1", "--rank-timeout", "4", store="test") as run:
         statuses, seconds = run.statuses()
     assert statuses == [1, -signal.SIGKILL, 1]
-    assert seconds < 12
+    assert seconds < 30  # and not the minutes of a collective that nobody ends
     told = [line for line in run.console if not line.startswith("progress")]
     assert len(told) == 1
     assert told[0].startswith("rank 1 died or was stopped, last seen at collective 6 (experts.dispatch): no heartbeat")
