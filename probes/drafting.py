@@ -437,10 +437,8 @@ class Equations(NamedTuple):
         cls, subject: Subject, kind: Head, model: Transformer, sequence: Sequence[int], prompt: int
     ) -> "Equations":
         """Run a sequence without drafts: the prompt as ever, then token by token."""
-        checkpoint, config = Checkpoint.open(subject.directory), subject.config
-        parameters = Parameters(
-            checkpoint, census(checkpoint.shapes(), config, where=str(subject.directory), head=True)
-        )
+        config = subject.config
+        parameters = Parameters.of(subject.directory, config, head=True)
         wanted = {tap - early for tap in _taps(kind, config) for early in (0, 1)}
         heard: dict[int, list[Tensor]] = {layer: [] for layer in wanted}
 

@@ -21,8 +21,6 @@ from typing import ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from fathom.model.checkpoint.census import census
-from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.observe import sites
 from fathom.model.observe.sites import SITES, Listener, Site
@@ -166,8 +164,7 @@ class Judge(NamedTuple):
             shutil.rmtree(folder)
             raise
         weakref.finalize(recording, shutil.rmtree, folder)
-        checkpoint = Checkpoint.open(subject.directory)
-        parameters = Parameters(checkpoint, census(checkpoint.shapes(), config, where=str(subject.directory)))
+        parameters = Parameters.of(subject.directory, config)
         parameters.changed |= changed or {}
         noise = Noise(DTYPES[self.options.dtype])
         setting = Setting(config, parameters, recording.tokens, self.options.rounding, recording, noise)

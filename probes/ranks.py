@@ -22,10 +22,11 @@ from fathom.model.observe.sites import Site
 from fathom.model.ranks.ranks import Group
 from fathom.probes.child import call_together
 from fathom.probes.finding import Finding, Part, Report, Table, broken, exactly, judged
+from fathom.probes.judge.oracle import Parameters
 from fathom.probes.judge.pairs import Side
 from fathom.probes.judge.recording import KEPT
 from fathom.probes.probe import Probe, Progress, one_rank, room
-from fathom.probes.same import Pair, compared, side, weights
+from fathom.probes.same import Pair, compared, side
 from fathom.probes.subject import Subject, cannot_travel, selects_all
 from fathom.probes.ways import Way, run
 from fathom.runtime.sharding import sharding_plan
@@ -104,7 +105,8 @@ scales whose blocks of rows it divides: once for each way in which experts lie."
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """One group after the other."""
         tokens, findings, rows = subject.tokens(self._length(subject)), list[Finding](), list[Any]()
-        sizes, places, left, parameters = self._possible(subject), list[Part](), left_out(subject), weights(subject)
+        sizes, places, left = self._possible(subject), list[Part](), left_out(subject)
+        parameters = Parameters.of(subject.directory, subject.config)
         with tempfile.TemporaryDirectory() as name:
             folder, alone = Path(name), dict[tuple[str, str], Side]()
             for way in (way for name, way in WAYS.items() if name not in left):

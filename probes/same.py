@@ -8,8 +8,6 @@ from typing import ClassVar, Final, NamedTuple
 
 from torch import Tensor
 
-from fathom.model.checkpoint.census import census
-from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.choices import DEPLOYED
 from fathom.model.config import ModelConfig
 from fathom.model.observe import sites
@@ -103,12 +101,12 @@ class Compared(NamedTuple):
     def finding(self, config: ModelConfig, prefix: str = "") -> Finding:
         """The verdict, with the first site that rounding does not explain."""
         first = self.first
-        distance, far, row = self.furthest
         where = self.missing[0] if self.missing else first and first.site
         what = f"{prefix}{self.pair.name}: any row, over what rounding explains"
         what += f", first apart at {where}" if where else ""
         if self.missing:
             return broken(what, f"one run alone has {self.missing[0]}", missing=len(self.missing))
+        distance, far, row = self.furthest
         silent = [one for one in self.results if one.status is Status.NOT_JUDGED]
         if first is None and 2 * len(silent) > len(self.results):
             return vacuous(what, f"{len(silent)} of {len(self.results)} sites were not judged, as {silent[0].why}")
@@ -128,9 +126,7 @@ class Compared(NamedTuple):
             "largest_at": f"{far.name}, {'entry' if far.site in OF_ENTRIES else 'token'} {row}",
         }
         if first and first.excess <= 1:  # no row by itself
-            return broken(
-                what, first.why, layer=first.layer, **{name: evidence[name] for name in evidence if name != "why"}
-            )
+            return broken(what, layer=first.layer, **{"why": first.why, **evidence})
         return judged(what, shown.excess, EXPLAINED, layer=shown.layer, **evidence)
 
 
@@ -146,12 +142,6 @@ def side(way: Way, subject: Subject, path: Path, parameters: Parameters) -> Side
     recording = Recording(path, subject.config)
     rounding, noise = way.options(subject).rounding, Noise(DTYPES[way.dtype])
     return Side(recording, Setting(subject.config, parameters, recording.tokens, rounding, recording, noise))
-
-
-def weights(subject: Subject) -> Parameters:
-    """The weights of the files, whatever became of those that a model holds."""
-    checkpoint = Checkpoint.open(subject.directory)
-    return Parameters(checkpoint, census(checkpoint.shapes(), subject.config, where=str(subject.directory)))
 
 
 def compared(pair: Pair, one: Side, other: Side, rows: int | None, progress: Callable[[float], None]) -> Compared:
@@ -223,7 +213,8 @@ Two op sets and two ways to cut a prompt share the wiring of the layers and cann
 
     def measure(self, subject: Subject, progress: Progress) -> Report:
         """Record one way after the other, each once."""
-        tokens, parameters = subject.tokens(self.length(subject.config)), weights(subject)
+        tokens = subject.tokens(self.length(subject.config))
+        parameters = Parameters.of(subject.directory, subject.config)
         found, left, sides = list[Compared](), dict[Pair, str](), dict[Way, Side]()
         with tempfile.TemporaryDirectory() as folder:
 
@@ -273,7 +264,9 @@ def _outcome(one: Compared, config: ModelConfig) -> str:
     finding = one.finding(config)
     if not finding.failed:
         return f"{one.pair.name} {finding.shown}"
-    at = f"{finding.evidence.get('site')} of layer {finding.layer}, token {finding.evidence.get('token')}"
+    if "site" not in finding.evidence:  # nothing was judged that could part
+        return f"{one.pair.name}: {finding.evidence['why']}"
+    at = f"{finding.evidence['site']} of layer {finding.layer}, token {finding.evidence.get('token')}"
     return f"{one.pair.name} parts at {at}"
 
 

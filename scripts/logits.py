@@ -82,12 +82,11 @@ def _logits(
     config = read_any_config(args.model, options)
     ops = op_set(args.ops or usual(options.device), options, config)
     prompt = args.decode_from or len(ids)
-    work = Work(prompt, 1 + len(ids) - prompt)  # one token more than steps
+    work = Work.of(len(ids), prompt)
     loaded = watched_load_any(watch, args.model, options, ops, group, context=len(ids), work=work)
     set_process(args.threads, loaded)
     model = loaded.model
     tokens = torch.tensor(ids, device=model.device)
-    prompt = args.decode_from or len(tokens)
     state = new_state(model, len(tokens), max(lengths), prompt)
     if state.unread:  # which layers read one after the other
         lengths = [prompt, *[1] * (len(tokens) - prompt)]

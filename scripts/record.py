@@ -105,8 +105,7 @@ def _record(
     chosen = check_sites(args.sites, [site.name for site in KEPT]) or [site.name for site in KEPT]
     ops = op_set(args.ops or usual(options.device), options, config)
     fault = None if args.inject is None else _fault(args.inject, config, group)
-    prompt = args.decode_from or len(ids)
-    work = Work(prompt, 1 + len(ids) - prompt)  # one token more than steps
+    work = Work.of(len(ids), args.decode_from or len(ids))
     faulty = ops if fault is None else fault.ops(ops)
     loaded = watched_load_any(watch, args.model, options, faulty, group, context=len(ids), work=work)
     assert isinstance(loaded.model, Transformer), "as its config was read"

@@ -24,12 +24,13 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from fathom.model.checkpoint.census import Census
+from fathom.model.checkpoint.census import Census, census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.tensor_mapping import Form, TensorMapping
 from fathom.model.config import LayerKind, ModelConfig
@@ -126,11 +127,17 @@ E2M1_PAIRS: Final = torch.stack((E2M1.repeat(16), E2M1.repeat_interleave(16)), 1
 class Parameters:
     """The parameters of a checkpoint as float64, by official name; those of the layer at hand are kept."""
 
-    def __init__(self, checkpoint: Checkpoint, census: Census) -> None:
-        self.checkpoint, self.mappings, self.absent = checkpoint, census.mappings, census.absent
+    def __init__(self, checkpoint: Checkpoint, counted: Census) -> None:
+        self.checkpoint, self.mappings, self.absent = checkpoint, counted.mappings, counted.absent
         self.kept: dict[str, Tensor] = {}
         self.scales: dict[str, tuple[float, float]] = {}  # the least and the largest of those decoded, by their form
         self.changed: dict[str, Tensor] = {}  # float64, in place of what the files hold: of a run with these
+
+    @classmethod
+    def of(cls, directory: Path, config: ModelConfig, *, head: bool = False) -> Self:
+        """Those of a checkpoint's files, a draft head's too where it is asked for; CheckpointError as of a census."""
+        checkpoint = Checkpoint.open(directory)
+        return cls(checkpoint, census(checkpoint.shapes(), config, where=str(directory), head=head))
 
     def mapping(self, name: str) -> TensorMapping:
         """Where its bytes are; Unknown, naming the file, where that is not here."""

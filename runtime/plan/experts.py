@@ -24,6 +24,11 @@ class Work(NamedTuple):
     prompt: int  # tokens
     new: int = NEW_TOKENS
 
+    @classmethod
+    def of(cls, count: int, prompt: int) -> "Work":
+        """Of so many known tokens, of which the first are prefilled and each other is a step."""
+        return cls(prompt, 1 + count - prompt)  # one token more than steps
+
 
 class Choice(NamedTuple):
     """The way that is taken."""

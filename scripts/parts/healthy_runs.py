@@ -20,8 +20,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from fathom.model.checkpoint.census import census
-from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.published import published_tensors
 from fathom.model.config import ModelConfig
 from fathom.model.observe import sites
@@ -153,8 +151,7 @@ def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _setting(
     directory: Path, config: ModelConfig, tokens: Sequence[int], rounding: Rounding, dtype: torch.dtype
 ) -> Setting:
-    checkpoint = Checkpoint.open(directory)
-    parameters = Parameters(checkpoint, census(checkpoint.shapes(), config, where=str(directory)))
+    parameters = Parameters.of(directory, config)
     return Setting(config, parameters, torch.tensor(tokens), rounding, Held({}), Noise(dtype))
 
 

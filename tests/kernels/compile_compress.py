@@ -19,7 +19,7 @@ def tail(t, ratio, series, width, rounding, cache, more=0):
 
 
 def pooled(windows, ratio, series, width):
-    """Windows of a chunk as `model.cache.frontier` hands them over: columns of what was projected."""
+    """Windows of a chunk as `kernels.compress.reference.windows` hands them over: columns of what was projected."""
     tokens = torch.empty(windows, ratio, series * width)
     before = tokens[..., :width] if series == 2 else None
     return lambda: pool(tokens[..., -width:], tokens[..., -width:], before, before)

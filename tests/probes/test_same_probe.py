@@ -168,9 +168,18 @@ def test_a_comparison_of_which_most_was_not_judged_shows_nothing():
     finding = Compared(OP_SET, results, unlike, [], None).finding(Subject().config)
     assert finding.verdict is Verdict.VACUOUS
     assert finding.evidence["why"] == "2 of 3 sites were not judged, as nothing but noise"
+    assert same._outcome(Compared(OP_SET, results, unlike, [], None), Subject().config) == (
+        "op set: 2 of 3 sites were not judged, as nothing but noise"
+    )
     finding = Compared(OP_SET, results[1:], unlike, [], None).finding(Subject().config)
     assert finding.verdict is Verdict.PASS
     assert finding.evidence["not_judged"] == 1
+
+
+def test_runs_without_a_tensor_in_common_fail():
+    finding = Compared(OP_SET, [], [], ["embedded"], None).finding(Subject().config)
+    assert finding.verdict is Verdict.FAIL
+    assert finding.evidence == {"why": "one run alone has embedded", "missing": 1}
 
 
 def test_an_entry_stands_for_the_last_token_of_its_block():
