@@ -308,6 +308,7 @@ def prepare(wants: Wants) -> None:
                 _compile_in_processes(wanted)
                 with suppress(OSError):  # a full disk: the next run compiles again
                     for mark in marks:
+                        mark.parent.mkdir(exist_ok=True)  # loops that this process had already left nothing there
                         mark.touch()
     for one, signatures in wanted.items():
         one.compile(signatures)
