@@ -155,7 +155,7 @@ class Identifier:
                 found.append(Place(judged, (max(again, key=lambda fault: fault.share),)))
             elif searched < MOST_PLACES:
                 searched += 1
-                found.append(Place(judged, *case.best(said)))
+                found.append(case.best(said))
             else:
                 found.append(Place(judged, (), f"all faults were tried at {MOST_PLACES} sites before", looked=False))
         return found
@@ -184,8 +184,8 @@ class _Case:
 
     # --- what a fault explains
 
-    def best(self, said: Progress) -> tuple[tuple[Explained, ...], str]:
-        """All faults that explain something, best first, and what was not tried.
+    def best(self, said: Progress) -> Place:
+        """The faults that explain most, best first, and what was not tried.
 
         Two at once are tried where no single one explains nearly all.
         """
@@ -214,10 +214,10 @@ class _Case:
                 if both.share >= max(NAMED, (1 + first.share) / 2):  # half of what the first leaves
                     found.append(both)
             found.sort(key=lambda fault: -fault.share)
-        why = f"{why} in {self.by.seconds:g} s" if why else ""
+        ended, why = not why, f"{why} in {self.by.seconds:g} s" if why else ""
         if left and (not found or found[0].share < NAMED):
             why = "; ".join([*filter(None, [why]), f"not {', '.join(left)}: not all rows of its calls were recorded"])
-        return tuple(fault for fault in found if fault.share > 0)[:PAIRED], why
+        return Place(self.judged, tuple(fault for fault in found if fault.share > 0)[:PAIRED], why, ended=ended)
 
     def explained(self, names: tuple[str, ...]) -> Explained:
         """What these faults together explain."""

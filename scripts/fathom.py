@@ -28,7 +28,7 @@ def commands() -> list[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     name, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
-    known = commands()
+    known, name = commands(), name.replace("_", "-")  # as the file is called, or as the command is
     if name in ("-h", "--help"):
         listed = textwrap.fill(", ".join(known), 78)
         print(str(__doc__).format(commands=listed).rstrip())

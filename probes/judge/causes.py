@@ -66,6 +66,7 @@ class Place:
     why: str = ""  # nothing could be tried, or not all
     looked: bool = True  # for a fault
     tried: bool = True  # some fault, where one was looked for
+    ended: bool = True  # the search, before its time was over
 
 
 def places(results: Sequence[Judged]) -> list[Judged]:

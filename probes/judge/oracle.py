@@ -330,8 +330,8 @@ class Noise:
         x = self.spread(x)
         if x.shape[0] > 1:
             part = x[1:]
-            half = _two_to(torch.frexp(part).exponent - PRECISION[dtype or self.dtype] - 1)
-            part.add_(self._signed(half).masked_fill_(part == 0, 0))
+            half = (part.view(torch.int64) & EXPONENT) - (PRECISION[dtype or self.dtype] << MANTISSA)
+            part.add_(self._signed(half.view(F64)).masked_fill_(part == 0, 0))
         return x
 
     def stored(self, x: Tensor) -> Tensor:
@@ -389,12 +389,16 @@ class Noise:
         self.drawn += 1
         if not sizes.numel():
             return sizes
-        flat = sizes.view(len(sizes), sizes.shape[1], -1)
-        signs = torch.empty(0)
-        for n, replica in enumerate(flat, self.first):
-            if n % SIGNS == 0 or n == self.first:
-                signs = self._signs(n // SIGNS, flat.shape[2])
-            replica.view(torch.int64).bitwise_xor_((signs << n % SIGNS).bitwise_and_(SIGN_BIT))
+        flat = sizes.view(len(sizes), sizes.shape[1], -1).view(torch.int64)
+        first, last = self.first, self.first + len(flat)
+        together = max(1, AT_ONCE // flat[0].numel())
+        for number in range(first // SIGNS, (last - 1) // SIGNS + 1):
+            signs, start = self._signs(number, flat.shape[2]), number * SIGNS
+            end = min(start + SIGNS, last)
+            for low in range(max(start, first), end, together):
+                high = min(low + together, end)
+                bits = signs << torch.arange(low - start, high - start)[:, None, None]
+                flat[low - first : high - first].bitwise_xor_(bits.bitwise_and_(SIGN_BIT))
         return sizes
 
     def _signs(self, number: int, width: int) -> Tensor:
@@ -407,6 +411,9 @@ class Noise:
 
 SIGNS: Final = 63  # replicas whose signs one drawn number has
 SIGN_BIT: Final = -(1 << 63)
+MANTISSA: Final = 52  # bits of a float64
+EXPONENT: Final = 0x7FF << MANTISSA
+AT_ONCE: Final = 1 << 15  # numbers of replicas that get signs together, so that they stay in a cache
 GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd number, by which neighbours lie far apart
 
 

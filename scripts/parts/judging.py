@@ -15,7 +15,7 @@ from rich.table import Table
 from fathom.model.checkpoint.census import Census, census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.choices import NUMERICS, PLAIN, RECORDED_DTYPES
-from fathom.model.config import ModelConfig
+from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.model.rounding import Rounding
 from fathom.probes.console import plain
@@ -83,7 +83,7 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
             found = identifier.identify(results, said)
     hidden = unseen(checks, results)
     out.say(*_head(args, checks, results, numerics, time.perf_counter() - started, seen=judged_run.seen))
-    show(out, results, found, others, identified=not args.no_identify)
+    show(out, results, found, others, config, identified=not args.no_identify)
     out.say(*_not_exercised(hidden))
     out.print(sites_table(results))
     out.say("worst: distance from the oracle over the length of a row. In rows of several sites: over the bound.")
@@ -243,6 +243,7 @@ def show(
     results: Sequence[Judged],
     found: Sequence[Place],
     others: Collection[str],
+    config: ModelConfig,
     sides: tuple[str, str] = ("theirs", "ours"),
     *,
     identified: bool,
@@ -279,7 +280,7 @@ def show(
     for why, some in groupby((place for place in found if not place.looked), key=lambda place: place.why):
         rest = len(list(some))
         out.say(f"{rest} more {many(rest)} {_verb(Status.DIFFERS, rest)}; no fault was looked for there: {why}.")
-    out.say(*_open(results))
+    out.say(*_open(results, config))
 
 
 def _not_judged(results: Sequence[Judged]) -> list[str]:
@@ -298,7 +299,7 @@ def _not_judged(results: Sequence[Judged]) -> list[str]:
     return lines
 
 
-def _open(results: Sequence[Judged]) -> list[str]:
+def _open(results: Sequence[Judged], config: ModelConfig) -> list[str]:
     """What an agreement rests on: rows that only near ties explain, choices that were not recorded, wide bounds."""
     lines = []
     if ties := [judged for judged in results if judged.ties]:
@@ -325,8 +326,12 @@ def _open(results: Sequence[Judged]) -> list[str]:
         if j.status is Status.AGREES and j.bound > WIDE and j.site not in CHOICES and not j.site.endswith("_used")
     ]
     if wide:
-        most, recorded = max(wide, key=lambda judged: judged.bound), {judged.site for judged in results}
-        missing = [site for site in CHOSEN_FIRST if site not in recorded]
+        most = max(wide, key=lambda judged: judged.bound)
+        alone = most.layer is not None and not most.free  # else rounding is of the layers before, too
+        recorded = {judged.site for judged in results if not alone or judged.layer == most.layer}
+        selects = not alone or config.layer_kind(most.layer) is LayerKind.CSA
+        needed = CHOSEN_FIRST if selects else CHOSEN_FIRST[1:]
+        missing = [site for site in needed if site not in recorded]
         more = f" Record the sites between, {' and '.join(missing)} first." if missing else ""
         lines.append(
             f"Bounds are as wide as {most.bound:.0%} of a row at {most.name}: rounding may do so much between recorded"
@@ -414,7 +419,9 @@ def _explained(found: Sequence[Place]) -> list[str]:
             best = next((fault for fault in place.faults if fault.share >= NEAREST), None)
             near = f"; nearest is {best.name} with {best.share:.0%}, which does not explain it" if best else ""
             more = f" ({place.why})" if place.why else ""
-            unknown.append(f"{place.judged.name}: none of the known faults explains it{near}{more}")
+            none = "none of the known faults explains it" if place.ended else "not explained yet"
+            longer = "" if place.ended else "; --identify-seconds looks for longer"
+            unknown.append(f"{place.judged.name}: {none}{near}{more}{longer}")
     for names, explained in by_fault.items():
         by_site: dict[str, list[int | None]] = {}
         for place in explained:

@@ -70,7 +70,7 @@ def judge_two(args: argparse.Namespace, config: ModelConfig) -> int:
                 found = _identified(args, first, second, pairs, results, off, said)
     out.say(*_head(args, first, second, unlike, time.perf_counter() - started))
     whose = [] if off is None else [_whose(off)]
-    show(out, results, found, (), (SECOND, f"as {FIRST} is"), identified=not args.no_identify, whose=whose)
+    show(out, results, found, (), config, (SECOND, f"as {FIRST} is"), identified=not args.no_identify, whose=whose)
     out.print(sites_table(results))
     out.say(
         f"worst: distance of {SECOND} from what it would be if it were as {FIRST} is, over the length of a row. In rows"

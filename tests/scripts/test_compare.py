@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from fathom.model.errors import ConfigError
 from fathom.probes.subject import Subject
 from fathom.scripts import compare, fathom, logits, make_checkpoint, record
+from fathom.scripts.parts import judging
 from tests.make_checkpoint import tiny_config
 
 COUNT = 140
@@ -254,14 +255,25 @@ def test_all_rows_scaled_alike_differ(folder, recording):
 
 
 @pytest.mark.parametrize(
-    ("kept", "first"), [((), "indexer.selected and experts.ids"), (("experts.ids",), "indexer.selected")]
+    ("layer", "kept", "first"),
+    [
+        (1, (), "indexer.selected and experts.ids"),
+        (1, ("experts.ids",), "indexer.selected"),
+        (2, (), "experts.ids"),  # nothing is selected in an HCA layer
+        (2, ("experts.ids",), ""),
+    ],
 )
-def test_what_would_make_bounds_narrow_is_said_where_it_is_not_recorded(folder, recording, capsys, kept, first):
+def test_what_would_make_bounds_narrow_is_said_where_it_is_not_recorded(
+    folder, recording, capsys, monkeypatch, layer, kept, first
+):
+    monkeypatch.setattr(judging, "WIDE", 0.01)
     tensors = load_file(recording)
     parts = {name: x for name, x in tensors.items() if name == "tokens" or name.endswith((".streams", *kept))}
     save_file(parts, folder / "streams.safetensors")
-    assert compared(folder / "streams.safetensors", "--layers", "2", "--rows", "8")[0] == 0
-    assert f"Record the sites between, {first} first." in capsys.readouterr().out.replace("\n", " ")
+    assert compared(folder / "streams.safetensors", "--layers", str(layer), "--rows", "8")[0] == 0
+    out = capsys.readouterr().out.replace("\n", " ")
+    assert "Bounds are as wide as" in out
+    assert f"Record the sites between, {first} first." in out if first else "Record the sites between" not in out
 
 
 def test_rows_that_are_wrong_are_not_forgiven_where_no_input_is_recorded(folder, recording):
@@ -367,8 +379,9 @@ def test_fathom_runs_every_command_and_names_a_near_miss(capsys):
     words = [sys.executable, "-m", "scripts.fathom"]
     same = subprocess.run([*words, "inspect"], capture_output=True, text=True, check=False)
     assert (same.returncode, "vocab_size" in same.stdout) == (0, True)
-    wrong = subprocess.run([*words, "make-checkpoint", "--nothing"], capture_output=True, text=True, check=False)
-    assert wrong.returncode == 2
+    for name in ("make-checkpoint", "make_checkpoint"):  # as the command is called, and as its file
+        wrong = subprocess.run([*words, name, "--nothing"], capture_output=True, text=True, check=False)
+        assert (wrong.returncode, "make_checkpoint" in wrong.stderr) == (2, True)
 
 
 # --- what serving engines return of a prompt
