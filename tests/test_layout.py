@@ -94,3 +94,17 @@ def test_tests_are_no_package_and_have_unique_names():
     assert not [path for path in files if path.name == "__init__.py"]
     named = [path.name for path in files if path.name != "conftest.py"]  # the name that pytest gives
     assert len(set(named)) == len(named)
+
+
+def test_equations_of_the_readme_are_where_it_says():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\| [^|]+ \| (`[^|]+`) \| (`kernels/[^|]+`) \|$", readme, re.MULTILINE)
+    tree = ast.parse((ROOT / "probes" / "judge" / "oracle.py").read_text(encoding="utf-8"))
+    (layer,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Layer"]
+    methods = {node.name for node in layer.body if isinstance(node, ast.FunctionDef)}
+    assert len(lines) >= 9
+    for of_oracle, of_ops in lines:
+        assert set(re.findall(r"`(\w+)`", of_oracle)) <= methods
+        for file, ops in re.findall(r"`(kernels/[\w/.]+)`: ((?:`\w+`(?:, )?)+)", of_ops):
+            body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
+            assert set(re.findall(r"`(\w+)`", ops)) <= {one.name for one in body if isinstance(one, ast.FunctionDef)}

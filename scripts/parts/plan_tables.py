@@ -73,6 +73,7 @@ def show_plan(args: argparse.Namespace, config: Config) -> int:
         ways = plan_experts.both_ways(planners[0], len(planners))
         data["experts"] = plan_experts.summary(choice, asked(args, options), gpu, ways)
     console = Console()
+    console.say(*_verdict(data))
     for table in _tables(data, gpu):
         console.print(table)
     for line in _remarks(data):
@@ -373,7 +374,7 @@ def _remarks(data: dict[str, Any]) -> list[str]:
             f"a token's arithmetic assumes {token['bandwidth'] / 1e12:g} TB/s of memory, {token['link'] / 1e9:g} GB/s"
             f" between ranks, {1e6 * EXCHANGE:g} microseconds an exchange, {1e6 * LAUNCH:g} a launch: not measured"
         )
-    return lines + _verdict(data)
+    return lines
 
 
 def _ranks(data: dict[str, Any]) -> list[str]:
@@ -416,7 +417,8 @@ def _verdict(data: dict[str, Any]) -> list[str]:
     elif "fits_from_ranks" in data and gap < 0:
         lines.append(f"fits on none of {', '.join(map(str, RANKS))} ranks of {said(memory)}")
     largest = f"largest context that fits, in calls of {chunk:,} tokens: {data['largest_context']:,}"
-    lines.append(largest if data["largest_context"] else "no context fits")
+    count = data["ranks"]
+    lines.append(largest if data["largest_context"] else f"no context fits on {count} rank{'s' * (count > 1)}")
     if data.get("largest_chunk"):
         lines.append(f"longest call that fits, with {data['context']:,} positions: {data['largest_chunk']:,} tokens")
     return lines
