@@ -327,9 +327,9 @@ def _open(results: Sequence[Judged], config: ModelConfig) -> list[str]:
     ]
     if wide:
         most = max(wide, key=lambda judged: judged.bound)
-        alone = most.layer is not None and not most.free  # else rounding is of the layers before, too
-        recorded = {judged.site for judged in results if not alone or judged.layer == most.layer}
-        selects = not alone or config.layer_kind(most.layer) is LayerKind.CSA
+        layer = None if most.free else most.layer  # None: rounding is of the layers before, too
+        recorded = {judged.site for judged in results if layer is None or judged.layer == layer}
+        selects = layer is None or config.layer_kind(layer) is LayerKind.CSA
         needed = CHOSEN_FIRST if selects else CHOSEN_FIRST[1:]
         missing = [site for site in needed if site not in recorded]
         more = f" Record the sites between, {' and '.join(missing)} first." if missing else ""
