@@ -9,9 +9,9 @@ import math
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -251,7 +251,8 @@ nucleus is still drawn often."""
         counts = []
         for done, case in enumerate(cases):
             progress(0.3 + 0.7 * done / len(cases), f"draws, {case.name}")
-            counts.append(_counts(parts, case, self.draws, subject.seed))
+            count = _counts_again if done < len(CASES) else _counts
+            counts.append(count(parts.sample, case, self.draws, subject.seed))
         findings += _judged_draws(cases, counts)
         if len(cases) == len(CASES):
             findings.append(vacuous("draws at the run's logits", f"no row has {KEPT} tokens that are likely enough"))
@@ -420,10 +421,17 @@ def nucleus(case: Case) -> dict[int, float]:
     return {id_: part / kept for id_, part in zip(order[:count], mass[:count], strict=True)}
 
 
-def _counts(parts: Parts, case: Case, draws: int, seed: int) -> Counter[int]:
+Sample = Callable[[Tensor, Sampling, torch.Generator], int]
+
+
+def _counts(sample: Sample, case: Case, draws: int, seed: int) -> Counter[int]:
     sampling = Sampling(case.temperature, case.top_p, seed)
     generator = sampling.generator()
-    return Counter(parts.sample(case.logits, sampling, generator) for _ in range(draws))
+    return Counter(sample(case.logits, sampling, generator) for _ in range(draws))
+
+
+# A fault elsewhere does not change them: the matrix of faults asks for the same counts again and again.
+_counts_again = lru_cache(maxsize=len(CASES))(_counts)
 
 
 def spread(mass: float, draws: int, tokens: int) -> float:

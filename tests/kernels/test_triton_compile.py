@@ -15,24 +15,31 @@ from tests.kernels.compilation import (
     compiler,
     oldest_version,
 )
+from tests.grids import on_demand
 from tests.kernels.every_backend import on_triton
 
-CAPABILITIES = [90, 100]
+# A pair for each GPU and each Triton; the other two repeat both, so they are on demand.
+TARGETS = [("installed", 90), ("oldest", 100), *on_demand((("installed", 100),), (("oldest", 90),))]
 ROWS = ["compile_linear", "compile_gate", "compile_experts"]
 pytestmark = on_triton
 
 
-@pytest.fixture(scope="module", params=CAPABILITIES, ids="sm_{}".format)
-def capability(request):
+@pytest.fixture(scope="module", params=TARGETS, ids=lambda target: f"{target[0]}-sm_{target[1]}")
+def target(request):
     return request.param
 
 
-@pytest.fixture(scope="module", params=["installed", "oldest"])
-def version(request):
+@pytest.fixture(scope="module")
+def capability(target):
+    return target[1]
+
+
+@pytest.fixture(scope="module")
+def version(target):
     """Of the Triton that compiles, as the program has to say it."""
     import triton  # noqa: PLC0415 -- not every platform has it
 
-    return triton.__version__ if request.param == "installed" else oldest_version()
+    return triton.__version__ if target[0] == "installed" else oldest_version()
 
 
 @pytest.fixture(scope="module")

@@ -57,7 +57,7 @@ def written(parts):
 
 
 def draws(parts, cases=CASES, count=QUICK.draws):
-    return failed(*text._judged_draws(cases, [text._counts(parts, case, count, 0) for case in cases]))
+    return failed(*text._judged_draws(cases, [text._counts(parts.sample, case, count, 0) for case in cases]))
 
 
 def test_a_healthy_run_passes_and_judges_everything():
@@ -188,7 +188,7 @@ def test_a_temperature_that_is_off_is_seen_where_the_nucleus_is_the_same(heat, d
     (case,) = (case for case in CASES if case.name == "p = 1")
     parts = PARTS._replace(sample=heated)
     assert "over what chance explains, at p = 1" in failed(
-        *text._judged_draws([case], [text._counts(parts, case, draws, 0)])
+        *text._judged_draws([case], [text._counts(parts.sample, case, draws, 0)])
     )
 
 
