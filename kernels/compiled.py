@@ -1,9 +1,9 @@
 """Loops compiled for this processor by numba (LLVM), and run by the threads that torch has.
 
-A loop is a Python function under `loop`. What calls it stands under `compiled`, with the types that it is compiled for,
-all of them at once: nothing is compiled in the middle of a run. `each` deals the items of a loop to torch's own
-threads, by the call of OpenMP that a C compiler makes of a parallel loop, so that there is one pool of threads, and
-`torch.set_num_threads` is the one place that says how many.
+A loop is a Python function decorated with `loop`. Entry points are decorated with `compiled` and the list of their type
+signatures; all of them are compiled before a run, never in the middle of it. `each` deals the items of a loop to
+torch's own threads, by the call of OpenMP that a C compiler makes of a parallel loop, so that there is one pool of
+threads, and `torch.set_num_threads` is the one place that says how many.
 
 No fast-math flag is set: sums have the order that is written, whatever the number of threads, NaN and infinity pass on,
 and only `lanes.fma` and `lanes.multiply` fuse a product with a sum.

@@ -414,7 +414,7 @@ def swiglu(ops: Ops, limit: float, device: torch.device) -> Iterator[Finding]:
 
 @dataclass(frozen=True)
 class OpsProbe(Probe):
-    """Feed the run's ops what a prompt does not bring."""
+    """Run ops on inputs that prompts do not reach."""
 
     name: ClassVar[str] = "ops"
     question: ClassVar[str] = "Do the ops compute their equations at edges that a prompt does not reach?"

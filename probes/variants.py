@@ -473,7 +473,7 @@ def differing(what: str, kept: Mapping[int, Mapping[str, Tensor]], layer: int | 
 
 
 def gqa_restored(parts: Parts, prompts: Sequence[int], seed: int, more: int = 24) -> Iterator[Finding]:
-    """A cache that is put back goes on to the bit: of shard, while each prompt is read, right after it, and beyond."""
+    """A restored cache continues bit for bit; shard's is saved in the middle of a prompt, at its end, and later."""
     cases = [("coda", CODA[0] - 10, 0), ("coda", 3 * CODA[0] + 17, 0)]
     cases += [("shard", p, prompt) for prompt in prompts for p in (prompt - 30, prompt, prompt + FEW + 17) if p > 0]
     drawn = draw(max(position for _, position, _ in cases) + more, seed)

@@ -59,7 +59,7 @@ def _seen(tokens: Tensor, ratio: int, n: int, selected: list[Tensor]) -> Tensor:
     """Which of n entries tokens [m] attend to, [m, n]: those `selected` in each call [t, k], or all complete ones."""
     if not selected:
         return torch.arange(n) < ((tokens + 1) // ratio)[:, None]
-    seen, start = torch.zeros(len(tokens), n + 1, dtype=torch.bool), 0  # the last column takes what is no entry
+    seen, start = torch.zeros(len(tokens), n + 1, dtype=torch.bool), 0  # the extra column collects padding
     for part in selected:
         seen[start : start + len(part)].scatter_(1, torch.where(part < 0, n, part).long(), value=True)
         start += len(part)

@@ -54,8 +54,8 @@ class Generation:
     pending: int | None = None  # the last chosen token, not yet run through the model
     likelihoods: list[Likelihood] = field(default_factory=list)  # of each chosen token, where they are asked for
     calls: int = 0  # of the model, behind the prompt, where tokens are drafted
-    drafted: list[int] = field(default_factory=list)  # how many were, by their place in a draft
-    accepted: list[int] = field(default_factory=list)  # how many of these were chosen
+    drafted: list[int] = field(default_factory=list)  # drafted tokens, by position in the draft
+    accepted: list[int] = field(default_factory=list)  # of them those accepted
 
     def choose(self, token: int, logits: Tensor, alternatives: int | None) -> None:
         """Note a token that was chosen from logits [vocab], and how likely it was where that is asked for."""

@@ -17,7 +17,7 @@ LOOK: Final = 0.1  # seconds for which it is looked at how busy the cores are
 
 
 def set_process(asked: int | None, loaded: AnyLoaded) -> None:
-    """Compute with so many threads, or with as many as suit the model; the run's report says how many. Keep memory.
+    """Set torch's number of threads (None: by the size of the model), and let the allocator keep freed memory.
 
     torch and the compiled loops have the same threads. On an idle machine a second thread makes a token's linears
     faster whatever their size; where it shares its core with anything else, all wait for it, and they take longer than

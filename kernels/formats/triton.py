@@ -223,6 +223,6 @@ def encoded(
 def simulated(
     x, AXIS: tl.constexpr, SMALLEST: tl.constexpr, LARGEST: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr
 ):
-    """Round fp32 `x`, whose axis AXIS is one block, to what codes and a scale per block hold."""
+    """Round fp32 `x` as if stored: codes, and one scale for each block along AXIS."""
     exponent = tl.expand_dims(block_exponent(x, AXIS, SMALLEST, LARGEST), AXIS)
     return narrow(x * power_of_two(254 - exponent), MANTISSA, BIAS) * power_of_two(exponent)

@@ -267,7 +267,7 @@ class Rows(Check):
         self.again: dict[int, Tensor] = {}  # the same of rows that were looked at again, by position
         self.columns: Tensor = torch.zeros(2, 1, dtype=F64)  # squared distance and spread, rows weighing alike
         self.peaks: Tensor = torch.zeros(0, 1, dtype=F64)  # the largest of the distances
-        # How much of the oracle theirs and the replicas have too much.
+        # Projection on the oracle of (theirs - oracle), and of (each replica - oracle): a common factor shows here.
         self.along: Tensor = torch.zeros(1, dtype=F64)
         self.size = 0.0
         self.worst_seen: tuple[float, Difference] | None = None

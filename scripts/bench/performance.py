@@ -221,7 +221,7 @@ def _token_and_head(model: Path) -> tuple[int, int]:
 
 
 def reading() -> float:
-    """Bytes a second that all threads read, by torch's sum, the best of several times."""
+    """Read bandwidth of all threads in bytes a second: torch.sum, best of several runs."""
     return READ / _best(torch.ones(READ // 8, dtype=torch.int64).sum)
 
 

@@ -44,7 +44,7 @@ class Anchors(NamedTuple):
 
 
 class Drafts(NamedTuple):
-    """What a head says at every place of every anchor."""
+    """Outputs of a head, by anchor n and slot k."""
 
     logits: Tensor  # [n, k, vocab]
     confidence: Tensor | None  # [n, k] logit of the chance that the likeliest token is right; None: it has none

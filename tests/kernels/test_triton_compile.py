@@ -5,6 +5,7 @@ By the Triton that is installed, and by the oldest that the project promises, wh
 
 import pytest
 
+from tests.grids import on_demand
 from tests.kernels.compilation import (
     FILES,
     OLDEST,
@@ -15,7 +16,6 @@ from tests.kernels.compilation import (
     compiler,
     oldest_version,
 )
-from tests.grids import on_demand
 from tests.kernels.every_backend import on_triton
 
 # A pair for each GPU and each Triton; the other two repeat both, so they are on demand.

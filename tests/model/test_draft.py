@@ -141,7 +141,7 @@ def test_rejected_rows_leave_no_trace(made):
 
 
 def test_a_run_that_joins_late_begins_anew(made):
-    """What was not heard is not there: drafts are those of a sequence that begins where hearing began."""
+    """A head that is attached late behaves as if the sequence began there."""
     late, run = Run(made, PLAIN), Run(made, PLAIN)
     for part in torch.tensor(PROMPT[:30]).split(32):
         late.model(part, late.state)
