@@ -160,14 +160,14 @@ def test_rows_of_some_positions_agree(tmp_path, recording, sites):
 def test_a_look_at_a_row_has_an_end_and_what_was_not_looked_at_is_told(tmp_path, recording, capsys, monkeypatch):
     """The layer's input is not recorded: each look is a run of all layers before."""
     monkeypatch.setattr(checks, "LOOK", 1 << 16)
-    streams = load_file(recording)["layers.3.streams"].float()
+    streams = load_file(recording)["layers.1.streams"].float()
     off = torch.randn(streams.shape, generator=torch.Generator().manual_seed(0)) * streams.std()
-    tensors = {"tokens": load_file(recording)["tokens"], "layers.3.streams": (streams + off).bfloat16()}
+    tensors = {"tokens": load_file(recording)["tokens"], "layers.1.streams": (streams + off).bfloat16()}
     status, report = compared(saved(tmp_path / "free.safetensors", tensors), "--no-identify")
     (site,) = report["sites"]
     assert (status, site["status"], site["free"]) == (1, "differs", True)
     assert site["open"] > COUNT / 2
-    assert f"Not looked at again to the end: {site['open']} rows of layers.3.streams" in capsys.readouterr().out
+    assert f"Not looked at again to the end: {site['open']} rows of layers.1.streams" in capsys.readouterr().out
 
 
 def test_a_prompt_of_one_token_has_no_entry_to_select(tmp_path, recording):
@@ -403,7 +403,7 @@ def test_a_dump_that_was_cast_is_told(tmp_path, recording):
 
 
 def test_the_search_for_a_fault_ends_and_says_what_was_not_tried(folder, capsys, monkeypatch):
-    out = recorded(folder, Subject().tokens(COUNT), "--inject", "sink-dropped", "--layers", "1", name="late")
+    out = recorded(folder, Subject().tokens(COUNT), "--inject", "sink-dropped", "--layers", "0", name="late")
     tried, share = [], _Case.share
     monkeypatch.setattr(_Case, "share", lambda case, names: tried.append(names) or share(case, names))
     monkeypatch.setattr(Identifier, "late", property(lambda _: len(tried) == 3))
@@ -422,9 +422,9 @@ def test_sites_at_which_no_fault_was_looked_for_are_told_with_the_cause(tmp_path
         name: x * 1.5 for name, x in tensors.items() if name.endswith((".query", ".mixed", ".unrotated", "input"))
     }
     path, began = saved(tmp_path / "much.safetensors", tensors | scaled), time.perf_counter()
-    _, report = compared(path, "--no-identify")
+    _, report = compared(path, "--no-identify", "--rows", 24)
     judged, began = time.perf_counter() - began, time.perf_counter()
-    _, report = compared(path, "--identify-seconds", "1")
+    _, report = compared(path, "--identify-seconds", "1", "--rows", 24)
     assert time.perf_counter() - began < 3 * judged + 10
     out, left = capsys.readouterr().out, [one for one in report["not_tried"] if one["why"] == "1 s were over"]
     assert len(left) > len(scaled) / 2
@@ -449,7 +449,7 @@ def test_the_rounding_of_a_run_is_found(folder, capsys, rounding):
     for kept in (None, ("streams", "embedded", "experts.ids", "indexer.selected", "attention.latent")):
         if kept is not None:
             saved(out, {name: x for name, x in tensors.items() if name == "tokens" or name.endswith(kept)})
-        status, report = compared(out, "--no-identify")
+        status, report = compared(out, "--no-identify", "--rows", 24)
         assert status == 0, report["first"]
         assert "Rounding, found from the recording: linears=" in capsys.readouterr().out
         assert set(report["rounding_rests_on"]) == {"linears", "kv", "index"}
