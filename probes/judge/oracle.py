@@ -25,9 +25,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple, Protocol, Self
+from typing import Any, Final, NamedTuple, Protocol, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fathom.model.checkpoint.census import Census, census
@@ -35,6 +37,8 @@ from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.tensor_mapping import Form, TensorMapping
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.rounding import FP4, FP8, NONE, Rounding
+
+Array = NDArray[Any]
 
 F32: Final = torch.float32
 F64: Final = torch.float64
@@ -329,9 +333,12 @@ class Noise:
         """Move each number of the replicas by half a unit in its last place."""
         x = self.spread(x)
         if x.shape[0] > 1:
-            part = x[1:]
-            half = (part.view(torch.int64) & EXPONENT) - (PRECISION[dtype or self.dtype] << MANTISSA)
-            part.add_(self._signed(half.view(F64)).masked_fill_(part == 0, 0))
+            part = x[1:].numpy()
+            half = (part.view(np.int64) & EXPONENT) - (PRECISION[dtype or self.dtype] << MANTISSA)
+            moves = self._signed(half.view(np.float64))
+            np.putmask(moves, part == 0, 0)
+            with np.errstate(all="ignore"):  # a recording may hold any bits
+                part += moves
         return x
 
     def stored(self, x: Tensor) -> Tensor:
@@ -351,7 +358,8 @@ class Noise:
         y = self.spread(y)
         if y.shape[0] > 1:
             size = size[1:] if size.shape[0] > 1 else size
-            y[1:].add_(self._signed((size * 2.0**-23).expand(y[1:].shape).contiguous()))
+            moves = (size * 2.0**-23).expand(y[1:].shape).contiguous()
+            y[1:].add_(torch.from_numpy(self._signed(moves.numpy())))
         return y
 
     def choosing(self, x: Tensor, count: int, apart: float) -> Tensor:
@@ -363,7 +371,7 @@ class Noise:
         if x.shape[0] == 1:
             return x
         known = x.masked_fill(x.isneginf(), 0)
-        off = self._signed(known[1:].abs() * 2.0**-40 + 2.0**-500)
+        off = torch.from_numpy(self._signed((known[1:].abs() * 2.0**-40 + 2.0**-500).numpy()))
         out = torch.cat((known[:1], known[:1] + (known[1:] - known[:1]) * apart + off))
         return out.masked_fill_(x.isneginf(), -math.inf)
 
@@ -383,45 +391,48 @@ class Noise:
             return torch.cat((x[:1], x[:1] + off))
         return torch.cat((x[:1], x[:1] + apart * off))
 
-    def _signed(self, sizes: Tensor) -> Tensor:
-        """Sizes [replicas, n, ...], in place, with the signs that are drawn next."""
+    def _signed(self, sizes: Array) -> Array:
+        """Sizes [replicas, n, ...] float64 with the signs that are drawn next. In numpy, whose calls cost a third."""
         assert sizes.shape[1] == len(self.rows), f"{sizes.shape[1]} rows of {self.what}, want {len(self.rows)}"
         self.drawn += 1
-        if not sizes.numel():
+        if not sizes.size:
             return sizes
-        flat = sizes.view(len(sizes), sizes.shape[1], -1).view(torch.int64)
+        flat = sizes.view(np.uint64).reshape(len(sizes), sizes.shape[1], -1)
         first, last = self.first, self.first + len(flat)
-        together = max(1, AT_ONCE // flat[0].numel())
+        together = max(1, AT_ONCE // flat[0].size)
         for number in range(first // SIGNS, (last - 1) // SIGNS + 1):
             signs, start = self._signs(number, flat.shape[2]), number * SIGNS
             end = min(start + SIGNS, last)
             for low in range(max(start, first), end, together):
                 high = min(low + together, end)
-                bits = signs << torch.arange(low - start, high - start)[:, None, None]
-                flat[low - first : high - first].bitwise_xor_(bits.bitwise_and_(SIGN_BIT))
-        return sizes
+                bits = signs << SHIFTS[low - start : high - start]
+                bits &= SIGN_BIT
+                flat[low - first : high - first] ^= bits
+        return flat.view(np.float64).reshape(sizes.shape)
 
-    def _signs(self, number: int, width: int) -> Tensor:
-        """Drawn bits [n, width] int64: of `SIGNS` replicas, the sign of each in the bit of its number, from the top."""
+    def _signs(self, number: int, width: int) -> Array:
+        """Drawn bits [n, width] uint64: of `SIGNS` replicas each has its sign in a bit, that of its number."""
         told = repr((self.seed, *self.what, self.drawn, number)).encode()
-        key = int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little", signed=True)
-        rows = _shuffled(self.rows + key)
-        return _shuffled(rows[:, None] + torch.arange(width) * GOLDEN)
+        key = np.uint64(int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "little"))
+        rows = _shuffled(self.rows.numpy().view(np.uint64) + key)
+        return _shuffled(rows[:, None] + np.arange(width, dtype=np.uint64) * GOLDEN)
 
 
 SIGNS: Final = 63  # replicas whose signs one drawn number has
-SIGN_BIT: Final = -(1 << 63)
+SHIFTS: Final = np.arange(SIGNS, dtype=np.uint64)[:, None, None]
+SIGN_BIT: Final = np.uint64(1 << 63)
+GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)  # an odd number, by which neighbours lie far apart
 MANTISSA: Final = 52  # bits of a float64
 EXPONENT: Final = 0x7FF << MANTISSA
 AT_ONCE: Final = 1 << 15  # numbers of replicas that get signs together, so that they stay in a cache
-GOLDEN: Final = 0x9E3779B97F4A7C15 - (1 << 64)  # an odd number, by which neighbours lie far apart
 
 
-def _shuffled(x: Tensor) -> Tensor:
-    """Bits that look drawn from numbers that do not, int64: the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
+def _shuffled(x: Array) -> Array:
+    """Bits that look drawn from numbers that do not, uint64: the finaliser of splitmix64 (Steele, Lea, Flood 2014)."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        x = (x ^ x >> shift & (1 << 64 - shift) - 1) * (factor - (1 << 64))
-    return x ^ x >> 31 & (1 << 33) - 1
+        x = (x ^ x >> np.uint64(shift)) * np.uint64(factor)
+    mixed: Array = x ^ x >> np.uint64(31)
+    return mixed
 
 
 # --- the layer
