@@ -54,7 +54,7 @@ from fathom.model.compressor import Compressor, EntryCompressor, KeyCompressor
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.draft import BlockAttention, DraftHead, Drafts, DraftState, MtpHead, StreamListener
 from fathom.model.indexer import Indexer
-from fathom.model.linear import GroupedLinear, Input, Linear, Reader
+from fathom.model.linear import GroupedLinear, Input, Linear, OutputLinear, Reader
 from fathom.model.moe import Expert, HashGate, MoE
 from fathom.model.observe import sites
 from fathom.model.observe.observer import observed
@@ -170,11 +170,12 @@ def each(parts: Callable[[Whole], Iterable[Part]]) -> Callable[[Callable[[Part],
 
 
 def instead_of(parts: Callable[[Whole], Iterable[Part]]) -> Callable[[type[Part]], Callable[[Whole], None]]:
-    """The class under it is faulty: each of these parts becomes one of it."""
+    """The class under it is faulty: each of these parts becomes one of it, and stays one of its own."""
 
     def adapted(faulty: type[Part]) -> Callable[[Whole], None]:
         def change(part: Part) -> None:
-            become(part, faulty)
+            own = type(part)
+            become(part, faulty if issubclass(faulty, own) else type(faulty.__name__, (faulty, own), {}))
 
         return each(parts)(change)
 
@@ -785,8 +786,8 @@ def series_swapped(compressor: Compressor) -> None:
 )
 @instead_of(indexers)
 class IndexWeightsWithoutSign(Indexer):
-    def head_weights(self, x: Input, call: Call) -> Tensor:
-        return super().head_weights(x, call).abs()  # a head can then only add to a score
+    def head_weights(self, x: Input) -> Tensor:
+        return super().head_weights(x).abs()  # a head can then only add to a score
 
 
 @in_model(
@@ -1401,10 +1402,12 @@ def every_matrix(change: Callable[[Fp4 | Fp8], Weight]) -> Callable[[Transformer
     def inject(model: Transformer) -> None:
         for holder in (*attentions(model), *routed_experts(model), *shared_experts(model), *indexers(model)):
             for name, value in vars(holder).items():
-                if isinstance(value, Linear | Reader) and isinstance(value.weight, Fp4 | Fp8):
+                if isinstance(value, Linear | OutputLinear | Reader) and isinstance(value.weight, Fp4 | Fp8):
                     value.weight = change(value.weight)
                 elif isinstance(value, Fp4 | Fp8):
                     setattr(holder, name, change(value))
+        for mixture in mixtures(model):
+            mixture.stack()
 
     return inject
 
@@ -1510,6 +1513,7 @@ def experts_off_by_one(mixture: MoE) -> None:
     ranks = mixture.arithmetic.ranks
     if ranks.size > 1 and ranks.rank == ranks.size - 1:
         mixture.experts.append(mixture.experts.pop(0))
+        mixture.stack()
 
 
 def _rerouted(site: str, spoil: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[[Transformer], None]:
