@@ -41,13 +41,14 @@ from fathom.kernels.formats.stored import (
 )
 from fathom.kernels.ops import Ops
 from fathom.kernels.rope import reference as rope
-from fathom.kernels.shard.cpu import Middle, middle_keys, middle_values
+from fathom.kernels.shard.cpu import middle_keys, middle_values
+from fathom.kernels.shard.reference import Middle
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.attention import Attention, Beyond, CsaAttention, HcaAttention
 from fathom.model.block import Block
-from fathom.model.cache.entries import Entries, Store
+from fathom.model.cache.entries import Entries, RowCache, Store
 from fathom.model.cache.frontier import Frontier
-from fathom.model.cache.layers import SIGNS, AnyEntries, AnyKeys, CsaCache, HcaCache, LayerCache
+from fathom.model.cache.layers import CsaCache, HcaCache, LayerCache
 from fathom.model.cache.window import WindowRing
 from fathom.model.call import Call
 from fathom.model.compressor import Compressor, EntryCompressor, KeyCompressor
@@ -64,6 +65,7 @@ from fathom.model.state import State
 from fathom.model.transformer import Transformer
 from fathom.model.variants.banked_entries import BankedEntries
 from fathom.model.variants.coda import CodaCache, View
+from fathom.model.variants.coded_entries import SIGNS
 from fathom.model.variants.shard import ShardCache, causal
 from fathom.probes.fault import (
     Fault,
@@ -268,11 +270,11 @@ def banks(held: LayerCache) -> list[BankedEntries]:
     return [held.entries] if isinstance(held, HcaCache) and isinstance(held.entries, BankedEntries) else []
 
 
-def entries(held: LayerCache) -> list[AnyEntries]:
+def entries(held: LayerCache) -> list[RowCache[Rows | Slots]]:
     return [held.entries] if isinstance(held, HcaCache) else []
 
 
-def index_keys(held: LayerCache) -> list[AnyKeys]:
+def index_keys(held: LayerCache) -> list[RowCache[Rows]]:
     return [held.keys] if isinstance(held, CsaCache) else []
 
 
@@ -984,7 +986,7 @@ def _forget(frontier: Frontier) -> None:
 )
 @instead_of(entry_compressors)
 class FrontierOfEntriesLost(EntryCompressor):
-    def __call__(self, x: Input, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
+    def __call__(self, x: Input, call: Call, frontier: Frontier, rows: RowCache[Rows | Slots]) -> None:
         _forget(frontier)
         super().__call__(x, call, frontier, rows)
 
@@ -992,7 +994,7 @@ class FrontierOfEntriesLost(EntryCompressor):
 @in_model.too("frontier-lost")
 @instead_of(key_compressors)
 class FrontierOfKeysLost(KeyCompressor):
-    def __call__(self, x: Input, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
+    def __call__(self, x: Input, call: Call, frontier: Frontier, rows: RowCache[Rows | Slots]) -> None:
         _forget(frontier)
         super().__call__(x, call, frontier, rows)
 
@@ -1819,7 +1821,7 @@ class AllDecoded(ShardCache):
         return causal(ops, q, every, torch.cat(values), len(every) - 1)
 
 
-def _narrow(part: AnyEntries | AnyKeys, bits: int) -> None:
+def _narrow(part: RowCache[Rows | Slots], bits: int) -> None:
     """Allocate coded rows at other bits than the run asks for."""
     if isinstance(part.data, CodedRows):
         n, width = part.data.shape
@@ -1833,7 +1835,7 @@ def _narrow(part: AnyEntries | AnyKeys, bits: int) -> None:
     needs=layers(CSA),
 )
 @each(index_keys)
-def shard_index_keys_in_4_bits(keys: AnyKeys) -> None:
+def shard_index_keys_in_4_bits(keys: RowCache[Rows]) -> None:
     _narrow(keys, 4)
 
 
@@ -1844,7 +1846,7 @@ def shard_index_keys_in_4_bits(keys: AnyKeys) -> None:
     needs=layers(CSA, HCA),
 )
 @each(entries)
-def shard_entries_in_2_bits(rows: AnyEntries) -> None:
+def shard_entries_in_2_bits(rows: RowCache[Rows | Slots]) -> None:
     _narrow(rows, 2)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fathom.kernels.experts.reference import by_expert
 from fathom.model.arithmetic import Arithmetic
-from fathom.model.cache.layers import Components
+from fathom.model.cache.components import Components
 from fathom.model.call import Call
 from fathom.model.errors import ConfigError, Tripwire
 from fathom.model.observe import invariants, sites
