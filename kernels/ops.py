@@ -33,7 +33,7 @@ from fathom.kernels import (
     swiglu,
 )
 from fathom.kernels.compress.reference import Compress, Finish, Tail
-from fathom.kernels.differential.cpu import Noise, Own, Past
+from fathom.kernels.differential.reference import Noise, Own, Past
 from fathom.kernels.experts.reference import Experts, ExpertsDown, ExpertsUp
 from fathom.kernels.formats import rows
 from fathom.kernels.formats.stored import Rounding, Rows, Slots, Stack, TokenRing, Weight
@@ -43,7 +43,7 @@ from fathom.kernels.indexer.reference import SelectFp8
 from fathom.kernels.linear.reference import Linears, Product
 from fathom.kernels.quantise.reference import RoundIndex
 from fathom.kernels.rope.reference import NormRotate
-from fathom.kernels.shard.cpu import Middle, Stream
+from fathom.kernels.shard.reference import Middle, Stream
 
 
 class Ops(Protocol):
@@ -279,7 +279,7 @@ class Ops(Protocol):
         ...
 
     def attend_banks(self, q: Tensor, noise: Noise | None, past: Past, own: Own | None) -> Tensor:
-        """Of CoDA: `kernels.differential.cpu`."""
+        """Of CoDA: `differential`."""
         ...
 
     def attend_codes(
@@ -291,7 +291,7 @@ class Ops(Protocol):
         stream: Stream | None,
         signs: Tensor | None,
     ) -> Tensor:
-        """Of Shard: `kernels.shard.cpu`."""
+        """Of Shard: `shard`."""
         ...
 
     def _replace(self, **ops: Any) -> "Ops":

@@ -16,7 +16,7 @@ from fathom.model.checkpoint.weights import Weights
 from fathom.model.compressor import EntryCompressor
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.indexer import Indexer
-from fathom.model.linear import GroupedLinear, Input, Linear, Reader
+from fathom.model.linear import GroupedLinear, Input, Linear, OutputLinear, Reader
 from fathom.model.rope import Rotation
 
 
@@ -45,13 +45,13 @@ class Attention:
         # by groups of heads to o_groups * o_lora_rank numbers, and from these to hidden
         coded = arithmetic.linears_rounded and weights.coded([f"{prefix}.wo_b.weight"])
         self.wo_a = GroupedLinear(weights.matrix(f"{prefix}.wo_a.weight"), arithmetic, coded=coded)
-        self.wo_b = Linear(weights.matrix(f"{prefix}.wo_b.weight"), arithmetic)  # [hidden, o_groups * o_lora_rank]
+        self.wo_b = OutputLinear(weights.matrix(f"{prefix}.wo_b.weight"), arithmetic)  # [hidden, o_groups * rank]
         self.sink = weights.vector(f"{prefix}.attn_sink").float()  # [heads]
         self.arithmetic, self.rotation, self.head_dim = arithmetic, rotation, config.head_dim
         self.window, self.rope_dim, self.eps = config.sliding_window, config.qk_rope_head_dim, config.rms_norm_eps
 
     def __call__(self, x: Tensor, call: Call, cache: LayerCache) -> Tensor:
-        """Attend from x [t, hidden], and advance the layer's cache. Returns the own tokens' [m, hidden]."""
+        """Attend from x [m, hidden], and advance the layer's cache. Returns [m, hidden]."""
         read = Input(x, self.readers, call, self.arithmetic)
         latent = self.latent(read)
         q, kv = self.query(latent, call), self.kv(read, call)
@@ -91,7 +91,7 @@ class Attention:
 
     def output(self, out: Tensor, call: Call) -> Tensor:
         """Heads' outputs [t, heads, head_dim] to the sublayer's [m, hidden]: low rank, by groups of heads."""
-        return call.columns(self.wo_b(self.wo_a(out)), self.arithmetic.ranks.shards.output)
+        return self.wo_b(self.wo_a(out), call)
 
 
 class HcaAttention(Attention):

@@ -11,7 +11,7 @@ from fathom.model.call import Call
 from fathom.model.checkpoint.weights import Weights
 from fathom.model.config import ModelConfig
 from fathom.model.hyper import HyperConnection
-from fathom.model.moe import MoE
+from fathom.model.ranks.experts import build_moe
 from fathom.model.rope import Rotation
 
 
@@ -33,7 +33,7 @@ class Block:
         self.attention = attention(config, layer, weights, arithmetic, rotation)
         self.experts_streams = HyperConnection(config, f"{prefix}.hc_ffn", weights, arithmetic)
         self.experts_norm = weights.vector(f"{prefix}.ffn_norm.weight").float()  # [hidden]
-        self.experts = MoE(config, layer, weights, arithmetic)
+        self.experts = build_moe(config, layer, weights, arithmetic)
 
     def __call__(self, streams: Tensor, call: Call, cache: LayerCache) -> Tensor:
         """Run a call through the layer: ``X <- B X + C F(A X)`` for attention, then for experts (paper section 2.2).
@@ -43,7 +43,7 @@ class Block:
         streams
             [m, s, hidden], of the call's own tokens.
         call
-            Which tokens, and where they stand. Attention reads all of them, all else the own ones.
+            Which tokens, and where they stand.
         cache
             The layer's, advanced.
 
@@ -54,7 +54,7 @@ class Block:
 
         """
         read = self.attention_streams.read(streams, self.attention_norm)
-        y = self.attention(call.whole(read.x), call, cache)
+        y = self.attention(read.x, call, cache)
         streams = self.attention_streams.write(y, streams, read)
         read = self.experts_streams.read(streams, self.experts_norm)
         y = self.experts(read.x, call)

@@ -1,5 +1,6 @@
 """One call of a model: some tokens that follow each other, where they stand, and which of them this rank has."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,8 +16,9 @@ if TYPE_CHECKING:
 class Call:
     """What every layer of one call is given.
 
-    Between attentions a rank has all of a call's t tokens, or its shard of m of them; `own` and `whole` lead from one
-    to the other. Where it has all, both give back what they are given.
+    Between attentions a rank has all of a call's t tokens, or its shard of m of them; `own`, `whole` and `columns` lead
+    from one to the other. Where it has all, the first two give back what they are given. Equations call none of these:
+    parts that they are made of do (`model.linear`, `HyperHead`, `model.ranks.experts`).
 
     Attributes
     ----------
@@ -62,6 +64,14 @@ class Call:
             return self._ranks.whole(x, 1, columns)
         return self._ranks.turned(x, columns, self.shard)
 
+    def by_token(self, run: Callable[..., Tensor], *rows: Tensor) -> Tensor:
+        """``run(call, *rows)`` of rows of all tokens [t, ...], each of which it computes by itself: [t, ...].
+
+        A rank runs it on the rows of its own tokens, in a call of these alone.
+        """
+        call = _Own(self) if self.shard.split else self
+        return self.whole(run(call, *map(self.own, rows)))
+
     def angles(self, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Cosines and sines of all tokens, each [t, r / 2] float32; made once for the layers that share a rotation."""
         if rotation not in self._angles:
@@ -89,7 +99,14 @@ class Call:
             self._places[modulus] = (self.first + torch.arange(self.count, device=device)) % modulus
         return self._places[modulus]
 
-    def own_angles(self, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """The same of this rank's tokens, each [m, r / 2]."""
-        cos, sin = self.angles(rotation)
-        return self.own(cos), self.own(sin)
+
+class _Own(Call):
+    """A call of a rank's own tokens alone, inside of a call of all."""
+
+    def __init__(self, every: Call) -> None:
+        self.every, self.first, self.count = every, every.own_first, every.shard.size
+
+    def angles(self, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Those of these tokens, each [m, r / 2]."""
+        cos, sin = self.every.angles(rotation)
+        return self.every.own(cos), self.every.own(sin)

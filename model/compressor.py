@@ -11,17 +11,16 @@ from typing import Final
 from torch import Tensor
 
 from fathom.kernels.compress.reference import Tail
-from fathom.kernels.formats.stored import Dense, Rounding
+from fathom.kernels.formats.stored import Dense, Rounding, Rows, Slots
 from fathom.model.arithmetic import Arithmetic
+from fathom.model.cache.entries import RowCache
 from fathom.model.cache.frontier import Frontier
-from fathom.model.cache.layers import AnyEntries, AnyKeys
 from fathom.model.call import Call
 from fathom.model.checkpoint.weights import Weights
 from fathom.model.config import ModelConfig
 from fathom.model.linear import BiasedReader, Input, Reader
 from fathom.model.rope import Rotation
 from fathom.model.rounding import FP4, FP8, NONE
-from fathom.model.variants.choice import Shard
 
 KEYS_AS: Final[Mapping[str, Rounding]] = {FP4: "index", FP8: "row", NONE: "none"}  # how `Ops.compress` calls it
 
@@ -43,9 +42,9 @@ class Compressor(ABC):
         self.readers: tuple[Reader, ...] = (self.wkv, self.wgate)
         self.norm = weights.vector(f"{prefix}.norm.weight").float()  # [width]
         self.arithmetic, self.rotation, self.eps = arithmetic, rotation, config.rms_norm_eps
-        self.coded = isinstance(arithmetic.formats.variant(layer), Shard)  # the cache rounds, and from the unrounded
+        self.coded = arithmetic.formats.variant(layer).coded  # the cache rounds, and from the unrounded
 
-    def __call__(self, x: Input, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
+    def __call__(self, x: Input, call: Call, frontier: Frontier, rows: RowCache[Rows | Slots]) -> None:
         """Append the rows of the windows that the tokens of x [t, hidden] complete."""
         assert isinstance(call.first, Tensor) or call.first == frontier.position, "windows follow each other"
         kv, gate = self.wkv(x), self.wgate(x)  # [t, series * width] float32, the gate with its position bias
@@ -53,7 +52,7 @@ class Compressor(ABC):
         frontier.take(call.first, call.count)
 
     def compress(
-        self, kv: Tensor, gate: Tensor, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys
+        self, kv: Tensor, gate: Tensor, call: Call, frontier: Frontier, rows: RowCache[Rows | Slots]
     ) -> Tensor | None:
         """Pool windows (`kernels.compress.reference`), norm, rotate, round and append them: see `Ops.compress`."""
         ratio, dtype = frontier.ratio, self.arithmetic.dtype
@@ -75,7 +74,7 @@ class Compressor(ABC):
         """Rows [n, width] as they are kept: as they are, for entries were rounded when they were rotated."""
         return rows
 
-    def append(self, rows: AnyEntries | AnyKeys, new: Tensor) -> None:
+    def append(self, rows: RowCache[Rows | Slots], new: Tensor) -> None:
         """Write new rows [n, width] behind those of the cache."""
         rows.append(new, self.arithmetic.ops.store)
 

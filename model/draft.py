@@ -135,7 +135,7 @@ class Stage(Block):
     """A block of a drafting head, which may be given KV to remember without being run."""
 
     def remember(self, x: Tensor, call: Call, cache: LayerCache) -> None:
-        """Write the KV of rows x [t, hidden], as the attention's input would be."""
+        """Write the KV of rows x [m, hidden], as the attention's input would be."""
         attention = self.attention
         cache.write(call, attention.kv(Input(x, [attention.wkv], call, attention.arithmetic), call))
         cache.evict()
@@ -227,9 +227,9 @@ class DraftHead:
             streams = block(streams, call, cache)
         return streams
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids [t] to [t, hidden]."""
-        return self.model.embedding(tokens)
+    def embed(self, tokens: Tensor, call: Call) -> Tensor:
+        """Token ids [t] to [m, hidden]."""
+        return self.model.embedding(tokens, call)
 
     def hidden(self, collapsed: Tensor) -> Tensor:
         """What the hyper head read [t, hidden] to the normed output."""
@@ -278,7 +278,7 @@ class MtpHead(DraftHead):
     def streams(self, given: Tensor, following: Tensor, call: Call) -> Tensor:
         """Streams H [t, s, hidden] and ids [t] of the tokens that follow to the block's input, of the own tokens."""
         ops, eps = self.arithmetic.ops, self.config.rms_norm_eps
-        embedded = self.e_proj(ops.rms_norm(call.own(self.embed(following)), self.embed_norm, eps))
+        embedded = self.e_proj(ops.rms_norm(self.embed(following, call), self.embed_norm, eps))
         given = call.own(given)
         m, s, hidden = given.shape
         normed = ops.rms_norm(given.reshape(m * s, hidden), self.streams_norm, eps)
@@ -296,8 +296,9 @@ class MtpHead(DraftHead):
         given, token, tokens, logits = rows[-1:], ids[-1:], list[int](), list[Tensor]()
         for place in range(state.written - 1, state.written - 1 + k):
             call = self.call(token, place)
-            given = call.whole(self.run(token, call, state, self.streams(given, token, call)))
-            logits.append(self.unembed(self.hidden(self.hyper_head(given))))
+            streams = self.run(token, call, state, self.streams(given, token, call))
+            logits.append(self.unembed(self.hidden(self.hyper_head(streams, call))))
+            given = call.whole(streams)
             token = logits[-1].argmax(-1)
             tokens.append(int(token))
         state.layers[0].rewind(state.written, state.written - 1 + k)
@@ -309,7 +310,7 @@ class MtpHead(DraftHead):
             return
         (stage,), call = self.blocks, Call(following, state.written, self.arithmetic)
         read = stage.attention_streams.read(self.streams(rows, following, call), stage.attention_norm)
-        stage.remember(call.whole(read.x), call, state.layers[0])
+        stage.remember(read.x, call, state.layers[0])
 
 
 class DsparkHead(DraftHead):
@@ -349,8 +350,8 @@ class DsparkHead(DraftHead):
         slots = [following[-1], *[self.settings.noise_token_id] * (self.settings.block_size - 1)]
         tokens, place = self.ids(slots), state.written
         call = self.call(tokens, place)
-        streams = call.own(self.embed(tokens))[:, None].repeat(1, self.config.hc_mult, 1)
-        collapsed = call.whole(self.hyper_head(self.run(tokens, call, state, streams)))
+        streams = self.embed(tokens, call)[:, None].repeat(1, self.config.hc_mult, 1)
+        collapsed = self.hyper_head(self.run(tokens, call, state, streams), call)
         for cache in state.layers:
             cache.rewind(place, place + len(slots))
         return self._chosen(following[-1], collapsed[:k], self.unembed(self.hidden(collapsed[:k])))
@@ -360,7 +361,7 @@ class DsparkHead(DraftHead):
         x = self.arithmetic.ops.rms_norm(self.main_proj(rows), self.main_norm, self.config.rms_norm_eps)
         call = Call(self.ids([0] * rows.shape[0]), state.written, self.arithmetic)  # ids are not read
         for stage, cache in zip(self.blocks, state.layers, strict=True):
-            stage.remember(x, call, cache)
+            stage.remember(call.own(x), call, cache)
 
     def _chosen(self, token: int, collapsed: Tensor, logits: Tensor) -> Drafts:
         """Choose slot by slot, from what the hyper head read [k, hidden], not normed, and logits [k, vocab]."""

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fathom.model.arithmetic import Arithmetic
+from fathom.model.call import Call
 from fathom.model.checkpoint.weights import Weights
 from fathom.model.config import ModelConfig
 
@@ -39,7 +40,10 @@ class HyperConnection:
 
 
 class HyperHead:
-    """The last reading of the streams, before the final norm; its parameters begin with `prefix`."""
+    """The last reading of the streams, before the final norm; its parameters begin with `prefix`.
+
+    Behind it every rank has all tokens.
+    """
 
     def __init__(self, config: ModelConfig, prefix: str, weights: Weights, arithmetic: Arithmetic) -> None:
         self.fn = weights.vector(f"{prefix}hc_head_fn").float()  # [s, s * hidden]
@@ -47,7 +51,7 @@ class HyperHead:
         self.scale = weights.vector(f"{prefix}hc_head_scale").float()  # [1]
         self.ops, self.eps, self.norm_eps = arithmetic.ops, config.hc_eps, config.rms_norm_eps
 
-    def __call__(self, streams: Tensor) -> Tensor:
-        """[t, s, hidden] to [t, hidden]."""
+    def __call__(self, streams: Tensor, call: Call) -> Tensor:
+        """[m, s, hidden] to [t, hidden]."""
         pre = self.ops.head_weights(streams, self.fn, self.scale, self.base, self.eps, self.norm_eps)
-        return self.ops.collapse(streams, pre)
+        return call.whole(self.ops.collapse(streams, pre))

@@ -43,7 +43,7 @@ class Indexer:
         latent
             [t, q_lora_rank], the normed low-rank query of the attention.
         call
-            The tokens, of which those of `own` are selected for here.
+            The tokens.
         cache
             The layer's; its entries of these tokens may or may not be written yet, the keys are written here.
 
@@ -54,23 +54,25 @@ class Indexer:
 
         """
         self.compressor(x, call, cache.key_frontier, cache.keys)
-        q = self.query_used(self.query(latent, call))
         keys, ratio = cache.keys.written(call.first), cache.key_frontier.ratio
-        first = call.own_first  # counted from the first token of the first key
-        if cache.keys.evicted:
-            first = first - cache.keys.evicted * ratio
-        selected = self.arithmetic.select(q, self.head_weights(x, call), keys, first, ratio, self.top_k)
-        return call.whole(selected)
+
+        def select(call: Call, latent: Tensor, head_weights: Tensor) -> Tensor:
+            q, first = self.query_used(self.query(latent, call)), call.first
+            if cache.keys.evicted:
+                first = first - cache.keys.evicted * ratio  # counted from the first token of the first key
+            return self.arithmetic.select(q, head_weights, keys, first, ratio, self.top_k)
+
+        return call.by_token(select, latent, self.head_weights(x))
 
     def query(self, latent: Tensor, call: Call) -> Tensor:
-        """Index queries [m, heads, width], rotated."""
-        q = self.wq_b(call.own(latent)).unflatten(-1, (-1, self.width))
-        return self.arithmetic.ops.rotate(q, *call.own_angles(self.rotation))
+        """Index queries [t, heads, width], rotated."""
+        q = self.wq_b(latent).unflatten(-1, (-1, self.width))
+        return self.arithmetic.ops.rotate(q, *call.angles(self.rotation))
 
     def query_used(self, q: Tensor) -> Tensor:
         """The same as they are scored, rounded as the keys are."""
         return self.arithmetic.rounded_index(q)
 
-    def head_weights(self, x: Input, call: Call) -> Tensor:
-        """How much each index head counts [m, heads] float32."""
-        return call.own(self.weights_proj(x))
+    def head_weights(self, x: Input) -> Tensor:
+        """How much each index head counts [t, heads] float32."""
+        return self.weights_proj(x)

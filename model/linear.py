@@ -51,14 +51,14 @@ class BiasedReader(Reader):
 
 
 class Input:
-    """An input x [t, in] of one call, and its product with each of the matrices that read it.
+    """An input x [m, in] of one call, and the product of all its tokens with each of the matrices that read it.
 
     All are made here, in one op: the input is rounded once, and a GPU launches once. They live as long as this does.
     KeyError for a matrix that is not among the `readers`.
     """
 
     def __init__(self, x: Tensor, readers: Sequence[Reader], call: Call, arithmetic: Arithmetic) -> None:
-        products = arithmetic.linears(x, *(reader.product(call) for reader in readers))
+        products = arithmetic.linears(call.whole(x), *(reader.product(call) for reader in readers))
         self._products = dict(zip(readers, products, strict=True))
 
     def product(self, reader: Reader) -> Tensor:
@@ -103,6 +103,17 @@ class Linear:
         return ranks.whole(self.arithmetic.linear(ranks.whole(x, 1, self.given), self.weight), 1, self.gathered)
 
 
+class OutputLinear:
+    """The product at the end of a sublayer: rows of `weight` [hidden, in] may be cut, and it gives own tokens alone."""
+
+    def __init__(self, weight: Weight, arithmetic: Arithmetic) -> None:
+        self.weight, self.arithmetic, self.own = weight, arithmetic, arithmetic.ranks.shards.output
+
+    def __call__(self, x: Tensor, call: Call) -> Tensor:
+        """[t, in] to [m, hidden]."""
+        return call.columns(self.arithmetic.linear(x, self.weight), self.own)
+
+
 class WideLinear(Linear):
     """A product that is not rounded, neither its input nor its output: the head."""
 
@@ -138,11 +149,12 @@ class Embedding:
     def __init__(self, weight: Tensor, arithmetic: Arithmetic) -> None:
         self.weight, self.arithmetic = weight, arithmetic
 
-    def __call__(self, tokens: Tensor) -> Tensor:
-        """[t] int64 to [t, hidden] in the run's dtype."""
-        own = self.arithmetic.ranks.shards.vocabulary
-        if not own.split:
-            return self.weight[tokens].to(self.arithmetic.dtype)
-        present = (tokens >= own.start) & (tokens < own.stop)
-        rows = self.weight[(tokens - own.start).clamp(0, own.size - 1)]
-        return self.arithmetic.ranks.filled("embedded", None, Partial(rows, present)).to(self.arithmetic.dtype)
+    def __call__(self, tokens: Tensor, call: Call) -> Tensor:
+        """[t] int64 of a call to [m, hidden] in the run's dtype."""
+        ranks, dtype = self.arithmetic.ranks, self.arithmetic.dtype
+        here = ranks.shards.vocabulary
+        if not here.split:
+            return call.own(self.weight[tokens].to(dtype))
+        present = (tokens >= here.start) & (tokens < here.stop)
+        rows = self.weight[(tokens - here.start).clamp(0, here.size - 1)]
+        return call.own(ranks.filled("embedded", None, Partial(rows, present)).to(dtype))

@@ -2,15 +2,15 @@
 
 import torch
 
+from fathom.model.cache.components import Components
 from fathom.model.cache.formats import CacheFormats
-from fathom.model.cache.gqa import KvHeads, all_heads
-from fathom.model.cache.layers import CACHES, Components
+from fathom.model.cache.gqa import KvHeads, KvShape, all_heads
+from fathom.model.cache.layers import CACHES
+from fathom.model.cache.variant import GroupedRoom
 from fathom.model.config import ModelConfig
 from fathom.model.errors import CapacityError, ConfigError
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.llama.rope import frequencies
-from fathom.model.variants.grouped import grouped_cache
-from fathom.model.variants.shard import KvShape
 
 
 class State:
@@ -130,11 +130,8 @@ def layer_caches(
     if isinstance(config, LlamaConfig):
         heads = heads or all_heads(config.num_key_value_heads)
         shape = KvShape(heads, config.head_dim, frequencies(config), interleaved=False)
-        window, context = config.sliding_window, (max_context, prompt)
-        found = [
-            grouped_cache(formats.variant(layer), shape, window, context, formats.dtype, device, rewind)
-            for layer in range(config.num_hidden_layers)
-        ]
+        room = GroupedRoom(shape, config.sliding_window, max_context, prompt, formats.dtype, device, rewind)
+        found = [formats.variant(layer).grouped_cache(room) for layer in range(config.num_hidden_layers)]
     else:
         found = [
             CACHES[kind](config, layer, max_context, chunk, formats, device, rewind)

@@ -74,21 +74,19 @@ class Transformer:
 
     def run(self, tokens: Tensor, call: Call, state: State) -> Tensor:
         """Token ids [t] to the normed output [t, hidden]."""
-        x = call.own(self.embed(tokens))
-        streams = x[:, None].repeat(1, self.config.hc_mult, 1)  # [m, s, hidden]
+        streams = self.embed(tokens, call)[:, None].repeat(1, self.config.hc_mult, 1)  # [m, s, hidden]
         for block, cache in zip(self.blocks, state.layers, strict=True):
             assert isinstance(cache, LayerCache), f"a V4 layer got {type(cache).__name__}"
             streams = block(streams, call, cache)
         return self.hidden(streams, call)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids [t] to [t, hidden]."""
-        return self.embedding(tokens)
+    def embed(self, tokens: Tensor, call: Call) -> Tensor:
+        """Token ids [t] to [m, hidden]."""
+        return self.embedding(tokens, call)
 
     def hidden(self, streams: Tensor, call: Call) -> Tensor:
         """Streams [m, s, hidden] after the last layer to the normed output [t, hidden]."""
-        read = self.hyper_head(streams)
-        return call.whole(self.arithmetic.ops.rms_norm(read, self.norm, self.config.rms_norm_eps))
+        return self.arithmetic.ops.rms_norm(self.hyper_head(streams, call), self.norm, self.config.rms_norm_eps)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

@@ -41,20 +41,21 @@ from fathom.kernels.formats.stored import (
 )
 from fathom.kernels.ops import Ops
 from fathom.kernels.rope import reference as rope
-from fathom.kernels.shard.cpu import Middle, middle_keys, middle_values
+from fathom.kernels.shard.cpu import middle_keys, middle_values
+from fathom.kernels.shard.reference import Middle
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.attention import Attention, Beyond, CsaAttention, HcaAttention
 from fathom.model.block import Block
-from fathom.model.cache.entries import Entries, Store
+from fathom.model.cache.entries import Entries, RowCache, Store
 from fathom.model.cache.frontier import Frontier
-from fathom.model.cache.layers import SIGNS, AnyEntries, AnyKeys, CsaCache, HcaCache, LayerCache
+from fathom.model.cache.layers import CsaCache, HcaCache, LayerCache
 from fathom.model.cache.window import WindowRing
 from fathom.model.call import Call
 from fathom.model.compressor import Compressor, EntryCompressor, KeyCompressor
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.draft import BlockAttention, DraftHead, Drafts, DraftState, MtpHead, StreamListener
 from fathom.model.indexer import Indexer
-from fathom.model.linear import GroupedLinear, Input, Linear, Reader
+from fathom.model.linear import GroupedLinear, Input, Linear, OutputLinear, Reader
 from fathom.model.moe import Expert, HashGate, MoE
 from fathom.model.observe import sites
 from fathom.model.observe.observer import observed
@@ -64,6 +65,7 @@ from fathom.model.state import State
 from fathom.model.transformer import Transformer
 from fathom.model.variants.banked_entries import BankedEntries
 from fathom.model.variants.coda import CodaCache, View
+from fathom.model.variants.coded_entries import SIGNS
 from fathom.model.variants.shard import ShardCache, causal
 from fathom.probes.fault import (
     Fault,
@@ -170,11 +172,12 @@ def each(parts: Callable[[Whole], Iterable[Part]]) -> Callable[[Callable[[Part],
 
 
 def instead_of(parts: Callable[[Whole], Iterable[Part]]) -> Callable[[type[Part]], Callable[[Whole], None]]:
-    """The class under it is faulty: each of these parts becomes one of it."""
+    """The class under it is faulty: each of these parts becomes one of it, and stays one of its own."""
 
     def adapted(faulty: type[Part]) -> Callable[[Whole], None]:
         def change(part: Part) -> None:
-            become(part, faulty)
+            own = type(part)
+            become(part, faulty if issubclass(faulty, own) else type(faulty.__name__, (faulty, own), {}))
 
         return each(parts)(change)
 
@@ -267,11 +270,11 @@ def banks(held: LayerCache) -> list[BankedEntries]:
     return [held.entries] if isinstance(held, HcaCache) and isinstance(held.entries, BankedEntries) else []
 
 
-def entries(held: LayerCache) -> list[AnyEntries]:
+def entries(held: LayerCache) -> list[RowCache[Rows | Slots]]:
     return [held.entries] if isinstance(held, HcaCache) else []
 
 
-def index_keys(held: LayerCache) -> list[AnyKeys]:
+def index_keys(held: LayerCache) -> list[RowCache[Rows]]:
     return [held.keys] if isinstance(held, CsaCache) else []
 
 
@@ -785,8 +788,8 @@ def series_swapped(compressor: Compressor) -> None:
 )
 @instead_of(indexers)
 class IndexWeightsWithoutSign(Indexer):
-    def head_weights(self, x: Input, call: Call) -> Tensor:
-        return super().head_weights(x, call).abs()  # a head can then only add to a score
+    def head_weights(self, x: Input) -> Tensor:
+        return super().head_weights(x).abs()  # a head can then only add to a score
 
 
 @in_model(
@@ -983,7 +986,7 @@ def _forget(frontier: Frontier) -> None:
 )
 @instead_of(entry_compressors)
 class FrontierOfEntriesLost(EntryCompressor):
-    def __call__(self, x: Input, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
+    def __call__(self, x: Input, call: Call, frontier: Frontier, rows: RowCache[Rows | Slots]) -> None:
         _forget(frontier)
         super().__call__(x, call, frontier, rows)
 
@@ -991,7 +994,7 @@ class FrontierOfEntriesLost(EntryCompressor):
 @in_model.too("frontier-lost")
 @instead_of(key_compressors)
 class FrontierOfKeysLost(KeyCompressor):
-    def __call__(self, x: Input, call: Call, frontier: Frontier, rows: AnyEntries | AnyKeys) -> None:
+    def __call__(self, x: Input, call: Call, frontier: Frontier, rows: RowCache[Rows | Slots]) -> None:
         _forget(frontier)
         super().__call__(x, call, frontier, rows)
 
@@ -1401,10 +1404,12 @@ def every_matrix(change: Callable[[Fp4 | Fp8], Weight]) -> Callable[[Transformer
     def inject(model: Transformer) -> None:
         for holder in (*attentions(model), *routed_experts(model), *shared_experts(model), *indexers(model)):
             for name, value in vars(holder).items():
-                if isinstance(value, Linear | Reader) and isinstance(value.weight, Fp4 | Fp8):
+                if isinstance(value, Linear | OutputLinear | Reader) and isinstance(value.weight, Fp4 | Fp8):
                     value.weight = change(value.weight)
                 elif isinstance(value, Fp4 | Fp8):
                     setattr(holder, name, change(value))
+        for mixture in mixtures(model):
+            mixture.stack()
 
     return inject
 
@@ -1510,6 +1515,7 @@ def experts_off_by_one(mixture: MoE) -> None:
     ranks = mixture.arithmetic.ranks
     if ranks.size > 1 and ranks.rank == ranks.size - 1:
         mixture.experts.append(mixture.experts.pop(0))
+        mixture.stack()
 
 
 def _rerouted(site: str, spoil: Callable[[Tensor, Tensor, Tensor], None]) -> Callable[[Transformer], None]:
@@ -1815,7 +1821,7 @@ class AllDecoded(ShardCache):
         return causal(ops, q, every, torch.cat(values), len(every) - 1)
 
 
-def _narrow(part: AnyEntries | AnyKeys, bits: int) -> None:
+def _narrow(part: RowCache[Rows | Slots], bits: int) -> None:
     """Allocate coded rows at other bits than the run asks for."""
     if isinstance(part.data, CodedRows):
         n, width = part.data.shape
@@ -1829,7 +1835,7 @@ def _narrow(part: AnyEntries | AnyKeys, bits: int) -> None:
     needs=layers(CSA),
 )
 @each(index_keys)
-def shard_index_keys_in_4_bits(keys: AnyKeys) -> None:
+def shard_index_keys_in_4_bits(keys: RowCache[Rows]) -> None:
     _narrow(keys, 4)
 
 
@@ -1840,7 +1846,7 @@ def shard_index_keys_in_4_bits(keys: AnyKeys) -> None:
     needs=layers(CSA, HCA),
 )
 @each(entries)
-def shard_entries_in_2_bits(rows: AnyEntries) -> None:
+def shard_entries_in_2_bits(rows: RowCache[Rows | Slots]) -> None:
     _narrow(rows, 2)
 
 

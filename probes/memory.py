@@ -19,10 +19,11 @@ from torch.autograd.profiler import profile  # torch.profiler imports torch's co
 
 from fathom.kernels.formats import rows as stored
 from fathom.kernels.ops import CPU
+from fathom.model.cache.components import Components
 from fathom.model.cache.entries import Entries
 from fathom.model.cache.formats import CacheFormats
 from fathom.model.cache.frontier import Frontier
-from fathom.model.cache.layers import Components, CsaCache, HcaCache, LayerCache
+from fathom.model.cache.layers import CsaCache, HcaCache, LayerCache
 from fathom.model.checkpoint.weights import HASHED_WHOLE
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.errors import Tripwire

@@ -17,11 +17,12 @@ from torch.nn import functional
 from fathom.kernels.attention.cpu import KEYS, keys_per_tile
 from fathom.kernels.formats import basis_fit, coded_rows, rows
 from fathom.kernels.formats.rows_reference import decode
-from fathom.kernels.formats.stored import BasisRows
+from fathom.kernels.formats.stored import BasisRows, Rows, Slots
 from fathom.kernels.ops import Ops
 from fathom.kernels.shard import cpu as shard_cpu
-from fathom.model.cache.gqa import all_heads
-from fathom.model.cache.layers import SIGNS, AnyEntries, AnyKeys, CsaCache, HcaCache
+from fathom.model.cache.entries import RowCache
+from fathom.model.cache.gqa import KvShape, all_heads
+from fathom.model.cache.layers import CsaCache, HcaCache
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.errors import StateError
 from fathom.model.observe.sites import Site
@@ -32,7 +33,8 @@ from fathom.model.variants.choice import Basis, Full, Shard
 from fathom.model.variants.coda import CodaCache
 from fathom.model.variants.coda_attention import Tokens, prefill, step
 from fathom.model.variants.coda_settings import CodaSettings
-from fathom.model.variants.shard import KvShape, ShardCache, ShardSettings
+from fathom.model.variants.coded_entries import SIGNS
+from fathom.model.variants.shard import ShardCache, ShardSettings
 from fathom.probes.fault import Parts
 from fathom.probes.finding import (
     JSON,
@@ -650,7 +652,10 @@ def gqa_counted(parts: Parts, seed: int) -> Iterator[Finding]:
 
 
 def counted(
-    what: str, part: CodaCache | ShardCache | AnyEntries | AnyKeys, run: Callable[[], object], layer: int | None = None
+    what: str,
+    part: CodaCache | ShardCache | RowCache[Rows | Slots],
+    run: Callable[[], object],
+    layer: int | None = None,
 ) -> Finding:
     """Bytes that a cache tells, off the memory of every tensor that a run of it has written to.
 
@@ -751,7 +756,7 @@ def caches(state: State) -> Iterator[tuple[int, HcaCache]]:
             yield layer, cache
 
 
-def _parts_of(cache: HcaCache) -> dict[str, AnyEntries | AnyKeys]:
+def _parts_of(cache: HcaCache) -> dict[str, RowCache[Rows | Slots]]:
     return {"entries": cache.entries} | ({"keys": cache.keys} if isinstance(cache, CsaCache) else {})
 
 
@@ -769,7 +774,7 @@ def clustered(count: int, width: int, seed: int) -> Tensor:
     return (around + 0.4 * torch.randn(count, width, generator=g)) * lengths[:, None]
 
 
-def fed(part: AnyEntries | AnyKeys, given: Tensor, cut: int) -> None:
+def fed(part: RowCache[Rows | Slots], given: Tensor, cut: int) -> None:
     """Append the rows, `cut` at a time."""
     for appended in given.split(cut):
         part.append(appended)
@@ -861,7 +866,9 @@ def masses(model: Transformer, count: int, seed: int) -> Iterator[Finding]:
         yield judged(what, wrong, MASS, layer=layer, evicted=entries.evicted)
 
 
-def attend_last(model: Transformer, entries: AnyEntries, q: Tensor, ring: Tensor, sink: Tensor, first: int) -> Tensor:
+def attend_last(
+    model: Transformer, entries: RowCache[Rows | Slots], q: Tensor, ring: Tensor, sink: Tensor, first: int
+) -> Tensor:
     """What the model's op returns for q [1, h, d] at position `first`, which sees the ring and every entry."""
     given = (q.to(model.device), ring.to(model.device), first, len(ring), entries.view(), entries.ratio, None)
     return model.arithmetic.ops.attend(*given, sink.to(model.device))[0].cpu()
@@ -975,7 +982,7 @@ def in_a_basis(model: Transformer, count: int, cuts: Sequence[int], seed: int) -
     yield from rows_kept(model, "shard in a basis", cuts, count, seed, make, drawn[FITTED:])
 
 
-def _attention_in_a_basis(model: Transformer, entries: AnyEntries, seed: int, layer: int) -> Finding:
+def _attention_in_a_basis(model: Transformer, entries: RowCache[Rows | Slots], seed: int, layer: int) -> Finding:
     data, heads = entries.view(), model.config.num_attention_heads
     assert isinstance(data, BasisRows), f"layer {layer}: {type(data).__name__}"
     g, (count, width) = torch.Generator().manual_seed(seed + 1), data.shape

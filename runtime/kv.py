@@ -10,7 +10,6 @@ from fathom.model.choices import SHARD_BITS
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.model.llama.config import LlamaConfig
-from fathom.model.variants import grouped
 from fathom.model.variants.choice import Basis, Coda, Full, GroupedCoda, GroupedShard, Shard, Variant
 from fathom.model.variants.shard import STREAM_BITS
 from fathom.runtime.basis import check_weights, read_basis
@@ -188,7 +187,7 @@ def _check(rule: str, variant: Variant, config: ModelConfig | LlamaConfig, layer
         if isinstance(variant, GroupedCoda) and variant.window > (most := config.max_position_embeddings):
             raise ConfigError(f"--kv {rule}: window is {variant.window}, the model has {most} positions")
         try:
-            grouped.check(variant, config.num_key_value_heads, config.head_dim)
+            variant.check(config.num_key_value_heads, config.head_dim)
         except ConfigError as error:
             raise ConfigError(f"--kv {rule}: {error}") from None
         return

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from fathom.kernels.formats import coded_rows, lloyd_max
 from fathom.kernels.formats.stored import CodedRows
-from fathom.model.cache.layers import SIGNS
 from fathom.model.choices import CODED_BITS
 from fathom.model.errors import StateError, shown
 from fathom.model.state import State
+from fathom.model.variants.coded_entries import SIGNS
 from fathom.runtime.load import AnyLoaded
 from fathom.runtime.statefile import (
     FORMAT,

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fathom.model.architectures import Config
-from fathom.model.cache.layers import Part
+from fathom.model.cache.components import Part
 from fathom.model.choices import ENTRY_FORMATS, KEY_FORMATS, NUMERICS
 from fathom.model.errors import ConfigError, StateError, quoted, shown
 from fathom.model.files import regular_file_size

@@ -9,39 +9,14 @@ A block's own keys are attended to causally: a tile of tokens multiplies the key
 triangle at the end. For inference: scratch is written in place, and torch refuses tensors that require a gradient.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
+from fathom.kernels.differential.reference import Noise, Own, Past
 from fathom.kernels.norm.reference import rms_norm
 
 FEW = 16  # tokens up to which slots that none of them sees are masked, and above which they are left out
 LOGITS = 1 << 18  # numbers in a tile of logits: 1 MiB
-
-
-class Past(NamedTuple):
-    """Slots that were written before."""
-
-    keys: Tensor  # [K, s, D]
-    values: Tensor  # [K, s, D], finite throughout: what is not seen has mass 0, and 0 * inf is not 0
-    seen: Tensor | None  # [s] bool, one at least, or [t, s] for tokens that have keys of their own; None: all
-
-
-class Own(NamedTuple):
-    """Keys of the tokens that attend, each of which sees itself and those before it."""
-
-    keys: Tensor  # [t, K, D]
-    values: Tensor
-    window: int | None  # how many of these a token sees, itself included; None: all
-
-
-class Noise(NamedTuple):
-    """The second stream, which is subtracted from the first."""
-
-    lam: Tensor  # [t, H]
-    cos: Tensor  # [H, D / 2] float32, of the angles that turn a query into a noise query
-    sin: Tensor
 
 
 def differential_attend(

@@ -7,6 +7,7 @@ segments are merged by their log-sum-exp.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +17,30 @@ from fathom.kernels.rope.reference import rotate
 
 # Keys [K, s, D], values [K, s, D], which are seen ([s] or [t, s] bool; None: all), bias of the logits ([s]; None: 0).
 Segment = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+class Past(NamedTuple):
+    """Slots that were written before."""
+
+    keys: Tensor  # [K, s, D]
+    values: Tensor  # [K, s, D], finite throughout: what is not seen has mass 0, and 0 * inf is not 0
+    seen: Tensor | None  # [s] bool, one at least, or [t, s] for tokens that have keys of their own; None: all
+
+
+class Own(NamedTuple):
+    """Keys of the tokens that attend, each of which sees itself and those before it."""
+
+    keys: Tensor  # [t, K, D]
+    values: Tensor
+    window: int | None  # how many of these a token sees, itself included; None: all
+
+
+class Noise(NamedTuple):
+    """The second stream, which is subtracted from the first."""
+
+    lam: Tensor  # [t, H]
+    cos: Tensor  # [H, D / 2] float32, of the angles that turn a query into a noise query
+    sin: Tensor
 
 
 def noise_query(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

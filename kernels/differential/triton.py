@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fathom.kernels.differential.cpu import Noise, Own, Past
+from fathom.kernels.differential.reference import Noise, Own, Past
 from fathom.kernels.formats.triton_rounding import UPCAST, rounded
 
 __all__ = ["Noise", "Own", "Past", "attend", "differential_attend"]

@@ -6,24 +6,15 @@ over S, not for any one S. Source: QJL (arXiv 2406.03482), TurboQuant (arXiv 250
 """
 
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fathom.kernels.formats import coded_rows, lloyd_max
-from fathom.kernels.formats.stored import CodedRows
+from fathom.kernels.formats.stored import SketchedRows, StreamKeys
 
 SEED = 20_240_603
 TILE = 1 << 20  # products per tile of S r
-
-
-class SketchedRows(NamedTuple):
-    """Rotated rows and the sketch of what they leave out."""
-
-    rows: CodedRows
-    residual: Tensor  # [n] float16, length of what is left out
-    sketch: Tensor  # [n, d / 8] uint8, bit i of byte j: is component 8 j + i of S r positive
 
 
 def sketched_rows(n: int, d: int, bits: int, device: torch.device, seed: int | None = None) -> SketchedRows:
@@ -34,9 +25,6 @@ def sketched_rows(n: int, d: int, bits: int, device: torch.device, seed: int | N
         torch.zeros(n, dtype=torch.float16, device=device),
         torch.zeros(n, d // 8, dtype=torch.uint8, device=device),
     )
-
-
-StreamKeys = CodedRows | SketchedRows  # what follows takes either
 
 
 def planes(held: StreamKeys) -> dict[str, Tensor]:

@@ -222,6 +222,17 @@ class CodedRows(NamedTuple):
         return self.codes.shape[0], self.codes.shape[1] * 8 // self.bits
 
 
+class SketchedRows(NamedTuple):
+    """Rotated rows and the sketch of what they leave out, see `kernels.formats.qjl`."""
+
+    rows: CodedRows
+    residual: Tensor  # [n] float16, length of what is left out
+    sketch: Tensor  # [n, d / 8] uint8, bit i of byte j: is component 8 j + i of S r positive
+
+
+StreamKeys = CodedRows | SketchedRows
+
+
 class EigenKeys(NamedTuple):
     """Rows as quantised coefficients of an eigenbasis: keys of one sequence, rotary embedding undone, or `BasisRows`.
 

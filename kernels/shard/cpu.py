@@ -11,30 +11,20 @@ logarithm between them. Everything is computed in fp32.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fathom.kernels.formats import coded_rows, qjl
-from fathom.kernels.formats.qjl import StreamKeys
-from fathom.kernels.formats.stored import CodedRows
-from fathom.kernels.shard.cpu_middle import Middle, MiddleTiles, middle_keys, middle_values
+from fathom.kernels.shard.cpu_middle import MiddleTiles, middle_keys, middle_values
+from fathom.kernels.shard.reference import Middle, Stream
 from fathom.kernels.softmax import Softmax
 
-__all__ = ["Middle", "Stream", "attend", "middle_keys", "middle_values"]
+__all__ = ["attend", "middle_keys", "middle_values"]
 
 KEYS = 1 << 18  # numbers in a tile of keys: 1 MiB
 LOGITS = 1 << 17  # numbers in a tile of logits
 TOKENS = 64  # queries per tile
-
-
-class Stream(NamedTuple):
-    """Tokens that were encoded one by one, keys as they were rotated; row ``token * kv heads + head``."""
-
-    keys: StreamKeys
-    values: CodedRows
-    tokens: int
 
 
 def attend(

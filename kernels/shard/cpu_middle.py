@@ -6,25 +6,12 @@ complex product. Scores do not mind the order as long as queries have the same. 
 multiplies the sum of values, not every value.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from fathom.kernels.formats import eigenbasis
-from fathom.kernels.formats.stored import CodebookValues, EigenKeys
 from fathom.kernels.rope import reference as rope
-from fathom.kernels.shard.reference import rotated_values, turn
-
-
-class Middle(NamedTuple):
-    """Tokens that were compressed together, at positions `first` and on."""
-
-    keys: EigenKeys
-    values: CodebookValues
-    first: int
-    freqs: Tensor  # [d / 2] float32, radians per position: the model's own
-    interleaved: bool  # whether rotary pairs are neighbours
+from fathom.kernels.shard.reference import Middle, rotated_values, turn
 
 
 def middle_keys(middle: Middle, low: int, high: int) -> Tensor:

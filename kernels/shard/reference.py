@@ -4,8 +4,30 @@ All of it keeps the dtype that it is given, so that tests can run it in float64.
 token in order: column ``head * d + i``. Query head h reads KV head ``h // (query heads / KV heads)``.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+from fathom.kernels.formats.stored import CodebookValues, CodedRows, EigenKeys, StreamKeys
+
+
+class Middle(NamedTuple):
+    """Tokens that were compressed together, at positions `first` and on."""
+
+    keys: EigenKeys
+    values: CodebookValues
+    first: int
+    freqs: Tensor  # [d / 2] float32, radians per position: the model's own
+    interleaved: bool  # whether rotary pairs are neighbours
+
+
+class Stream(NamedTuple):
+    """Tokens that were encoded one by one, keys as they were rotated; row ``token * kv heads + head``."""
+
+    keys: StreamKeys
+    values: CodedRows
+    tokens: int
 
 
 def halves(x: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:

@@ -21,13 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from fathom.kernels.formats import lloyd_max
-from fathom.kernels.formats.qjl import StreamKeys
-from fathom.kernels.formats.stored import CodedRows
+from fathom.kernels.formats.stored import CodedRows, StreamKeys
 from fathom.kernels.formats.triton import centroids, hadamard, rotated_query
 from fathom.kernels.formats.triton_rounding import UPCAST, rounded
-from fathom.kernels.shard import cpu
+from fathom.kernels.shard import reference
 from fathom.kernels.shard import triton_middle as shard_middle
-from fathom.kernels.shard.cpu import Middle
+from fathom.kernels.shard.reference import Middle
 from fathom.kernels.shard.triton_middle import LOG2E, SHIFT, Sums, sums
 
 __all__ = ["Middle", "Stream", "attend"]
@@ -38,7 +37,7 @@ PARTS = 64  # of a segment, at most; of the middle `shard_middle.PROGRAMS`
 
 
 class Stream(NamedTuple):
-    """`kernels.shard.cpu.Stream`, whose number of tokens may lie on the device."""
+    """`kernels.shard.reference.Stream`, whose number of tokens may lie on the device."""
 
     keys: StreamKeys
     values: CodedRows
@@ -159,7 +158,7 @@ def attend(
     keys: Tensor,
     values: Tensor,
     middle: Middle | None,
-    stream: Stream | cpu.Stream | None,
+    stream: Stream | reference.Stream | None,
     signs: Tensor | None,
 ) -> Tensor:
     """Attend from each query to all keys of all segments: `kernels.shard.cpu.attend`; see above for what is taken.
@@ -197,7 +196,7 @@ def _attend(
     values: Tensor,
     middle: Middle | None,
     basis: tuple[Tensor, Tensor] | None,
-    stream: Stream | cpu.Stream | None,
+    stream: Stream | reference.Stream | None,
     signs: Tensor | None,
     *,
     wide: bool,
@@ -234,7 +233,7 @@ def _attend(
 
 def _stream_sums(
     q: Tensor,
-    stream: Stream | cpu.Stream,
+    stream: Stream | reference.Stream,
     into: Sums,
     slot: int,
     grid: tuple[int, int],

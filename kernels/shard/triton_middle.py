@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fathom.kernels.formats.triton import unit
-from fathom.kernels.shard.cpu import Middle
+from fathom.kernels.shard.reference import Middle
 
 LOG2E = math.log2(math.e)
 SHIFT = 15.0  # masses are exp2(logit - peak + 15): 2^15 at most, and in fp16 they are lost below 2^-40 of the largest

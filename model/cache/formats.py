@@ -21,8 +21,8 @@ import torch
 
 from fathom.kernels.formats import rows
 from fathom.kernels.formats.rows import Rows
+from fathom.model.cache.variant import Full, Variant
 from fathom.model.choices import ENTRY_FORMATS, KEY_FORMATS
-from fathom.model.variants.choice import Full, GroupedShard, Variant
 
 
 class CacheFormats(NamedTuple):
@@ -40,7 +40,7 @@ class CacheFormats(NamedTuple):
     @property
     def prompted(self) -> bool:
         """Whether a layer's cache must know how long the prompt is."""
-        return any(isinstance(variant, GroupedShard) for variant in self.variants)
+        return any(variant.prompted for variant in self.variants)
 
     def entry_rows(self, n: int, head_dim: int, rope_dim: int, device: torch.device) -> Rows:
         """Allocate `n` entries of `head_dim` columns, of which the last `rope_dim` are rotated."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fathom.kernels.ops import Ops
-from fathom.model.cache.layers import Component, Components, Part, Stand
+from fathom.model.cache.components import Component, Components, Part, Stand
 from fathom.model.ranks.ranks import AxisShard, Ranks, undivided
 
 
@@ -63,6 +63,15 @@ def kv_heads(ranks: Ranks) -> KvHeads:
 def all_heads(count: int) -> KvHeads:
     """All KV heads of a layer, in one place."""
     return KvHeads(undivided(count))
+
+
+class KvShape(NamedTuple):
+    """What the layer writes."""
+
+    heads: KvHeads  # that are here
+    head_dim: int
+    freqs: Tensor  # [head_dim / 2] float32, radians per position, scaled as the model scales them
+    interleaved: bool  # whether rotary pairs are neighbours
 
 
 class Heads(NamedTuple):

@@ -150,10 +150,13 @@ class Weights:
         """Whether all of these matrices, on whichever rank, are of a form whose inputs may be rounded to FP8."""
         return self.forms(names) <= set(ROUNDED)
 
+    def here(self, names: Iterable[str]) -> list[str]:
+        """Those of these parameters of which anything is held here."""
+        return [name for name in names if self._held(name, self._census.demanded[name].shape[0]).size]
+
     def unread(self) -> list[str]:
         """Parameters held here that were never asked for, in the order of the architecture."""
-        here = (name for name in self._census.mappings if name not in self._handed)
-        return [name for name in here if self._held(name, self._census.demanded[name].shape[0]).size]
+        return self.here(name for name in self._census.mappings if name not in self._handed)
 
     def handed(self) -> dict[str, int]:
         """Bytes handed out, as stored, by parameter: a rank's receipt."""

@@ -108,9 +108,9 @@ class LlamaTransformer:
     def embedded(self, tokens: Tensor, pieces: Sequence[Call]) -> Tensor:
         """Rows of the embedding, [t, hidden]."""
         if len(pieces) == 1:
-            return self.embedding(tokens)
+            return self.embedding(tokens, pieces[0])
         x = torch.empty(len(tokens), self.config.hidden_size, dtype=self.arithmetic.dtype, device=self.device)
-        return in_pieces(lambda _, call: self.embedding(call.tokens), x, pieces)
+        return in_pieces(lambda _, call: self.embedding(call.tokens, call), x, pieces)
 
     def hidden(self, x: Tensor, pieces: Sequence[Call]) -> Tensor:
         """The residual stream [t, hidden] after the last layer, normed."""

@@ -14,7 +14,7 @@ from fathom.kernels.formats import coded_rows
 from fathom.kernels.formats.basis_rows import expected_error
 from fathom.kernels.formats.lloyd_max import distortion
 from fathom.kernels.formats.rows import BasisRows, CodedRows, Rows, read
-from fathom.model.cache.layers import Components
+from fathom.model.cache.components import Components
 from fathom.model.errors import Tripwire
 
 # Of Sinkhorn's columns, whose last step divides by (sum + eps): eps = 1e-6, and fp32 rounding. Over a million random

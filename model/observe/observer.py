@@ -13,13 +13,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from fathom.kernels.experts.reference import by_expert
 from fathom.model.arithmetic import Arithmetic
-from fathom.model.cache.layers import Components
+from fathom.model.cache.components import Components
 from fathom.model.call import Call
 from fathom.model.errors import ConfigError, Tripwire
 from fathom.model.observe import invariants, sites
@@ -46,7 +47,7 @@ _WHOLE: Final = Place("", "")
 _A, _E = "attention_streams", "experts_streams"
 
 PLACES: Final[Mapping[Site, Place]] = {
-    sites.EMBEDDED: Place("", "embed"),
+    sites.EMBEDDED: Place("", "embed", shard="tokens"),
     sites.ATTENTION_PRE: Place(_A, "read", 1, "tokens"),
     sites.ATTENTION_POST: Place(_A, "read", 2, "tokens"),
     sites.ATTENTION_COMB: Place(_A, "read", 3, "tokens"),
@@ -59,7 +60,7 @@ PLACES: Final[Mapping[Site, Place]] = {
     sites.INDEX_KEY_USED: Place("attention.indexer.compressor", "stored", same=ALWAYS),
     sites.INDEX_QUERY: Place("attention.indexer", "query", shard="tokens"),
     sites.INDEX_QUERY_USED: Place("attention.indexer", "query_used", shard="tokens"),
-    sites.INDEX_WEIGHTS: Place("attention.indexer", "head_weights", shard="tokens"),
+    sites.INDEX_WEIGHTS: Place("attention.indexer", "head_weights"),
     sites.SELECTED: Place("attention", "select", same=WHOLE_CALLS),
     sites.MIXED: Place("attention", "attend", shard="heads"),
     sites.UNROTATED: Place("attention", "unrotate", shard="heads"),
@@ -393,7 +394,7 @@ def install(model: Observed, places: Mapping[Site, Place], first_layer: int = 0)
         assert missing == allowed, f"layer {layer}: no method for {sorted(site.name for site in missing - allowed)}"
         if sites.MIXED in of_layers:
             _wrap_attend(observer, block.attention, layer)
-            _wrap_together(observer, block.experts)
+            _wrap_routed(observer, block.experts)
         for site, part in (
             (sites.ENTRY, "attention.compressor"),
             (sites.INDEX_KEY_USED, "attention.indexer.compressor"),
@@ -464,20 +465,34 @@ def _wrap_attend(observer: Observer, attention: Any, layer: int) -> None:
     attention.attend = attend
 
 
-def _wrap_together(observer: Observer, experts: Any) -> None:
+def _wrap_routed(observer: Observer, experts: Any) -> None:
     """While somebody listens to what an expert computes inside, experts run one by one.
 
     The equation is the same, and so are the bits but where `Ops.experts` adds up in another order than `Ops.linears`.
     """
-    watched = experts.together
+    reference, method = weakref.ref(experts), type(experts)
 
-    @wraps(watched)
-    def together() -> bool:
-        inside = observer.listens(sites.ROUTED_GATE) or observer.listens(sites.ROUTED_UP)
-        answer: bool = watched() and not inside
-        return answer
+    def inside() -> bool:
+        return observer.listens(sites.ROUTED_GATE) or observer.listens(sites.ROUTED_UP)
 
-    experts.together = together
+    @wraps(method.routed)
+    def routed(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        own: Any = reference()
+        if not inside():
+            return cast("Tensor", type(own).routed(own, x, ids, weights))
+        return cast("Tensor", own.routed_down(own.routed_up(x, ids, weights), ids))
+
+    @wraps(method.routed_up)
+    def routed_up(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        own: Any = reference()
+        if not inside():
+            return cast("Tensor", type(own).routed_up(own, x, ids, weights))
+        out = x.new_empty(*ids.shape, own.experts[0].w1.shape[0])
+        for expert, rows, slots in by_expert(ids, len(own.experts)):
+            out[rows, slots] = own.experts[expert].up(x[rows], weights[rows, slots])
+        return out
+
+    experts.routed, experts.routed_up = routed, routed_up
 
 
 def _wrap_written(observer: Observer, compressor: Any, layer: int, site: Site) -> None:

@@ -19,22 +19,43 @@ entries a token sees beyond the newest `window`: those of its own call.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from math import log
 
 import torch
 from torch import Tensor
 
-from fathom.kernels.formats.rows import write
-from fathom.kernels.formats.stored import Slots
-from fathom.model.cache.entries import Store
-from fathom.model.errors import CapacityError, StateError
-from fathom.model.variants.choice import Coda
+from fathom.kernels.formats.stored import Rows, Slots
+from fathom.model.cache.entries import RowCache
+from fathom.model.cache.formats import CacheFormats
+from fathom.model.cache.variant import Room, Variant
+from fathom.model.errors import StateError
 
 NOVEL = 0.70  # cosine below which an entry is like no other; article, as published
 HIT = 0.90  # cosine from which it is the same again; article, as published
 
 
-class BankedEntries:
+@dataclass(frozen=True, slots=True)
+class Coda(Variant):
+    """So many entries and no more: the newest, some that are like no other, and means of the rest."""
+
+    name = "coda"
+    window: int = 256  # newest entries, exact
+    exact: int = 64  # entries that were like no other when they left the window
+    summary: int = 64  # means of all the others
+
+    def entry_cache(self, room: Room, formats: CacheFormats, device: torch.device) -> RowCache[Rows | Slots]:
+        """The newest, and both banks."""
+        newest = newest_rows(room.ratio, self, room.chunk, room.rows)
+        return BankedEntries(room.ratio, self, room.width, room.rope, newest, formats.dtype, device)
+
+    def key_cache(self, room: Room, formats: CacheFormats, device: torch.device) -> RowCache[Rows]:
+        """Those of the newest."""
+        newest = newest_rows(room.ratio, self, room.chunk, room.rows)
+        return NewestKeys(room.ratio, self, room.width, newest, formats.dtype, device)
+
+
+class BankedEntries(RowCache[Rows | Slots]):
     """Slots of an exact bank, of a summary bank, and the newest entries after them.
 
     Parameters
@@ -55,16 +76,14 @@ class BankedEntries:
     def __init__(
         self, ratio: int, variant: Coda, width: int, rope: int, newest: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.ratio, self.variant, self.plain = ratio, variant, width - rope
-        self.banked = variant.exact + variant.summary
-        self.data = torch.zeros(self.banked + newest, width, dtype=dtype, device=device)
+        self.variant, self.plain, self.banked = variant, width - rope, variant.exact + variant.summary
+        super().__init__(ratio, data := torch.zeros(self.banked + newest, width, dtype=dtype, device=device))
+        self.data: Tensor = data
         self.means = torch.zeros(variant.summary, width, device=device)
         self.bias = torch.zeros(self.data.shape[0], device=device)  # log of the entries behind a row
         self.bias[: self.banked] = float("-inf")
         self.counts = [0] * variant.summary  # entries behind each mean; on the host, where evictions are decided
         self.times = [-1] * variant.exact  # the last entry that was, or was like, each exact one; -1: empty
-        self.count = 0  # entries seen
-        self.evicted = 0  # of these, how many have left the window
 
     @property
     def hidden(self) -> int:
@@ -76,7 +95,7 @@ class BankedEntries:
         return sum(self.counts) + sum(time >= 0 for time in self.times) + self.count - self.evicted
 
     def stats(self) -> dict[str, float | None]:
-        """Slots in use, how alike they are, and where entries went; see `model.cache.layers.Banked`."""
+        """Slots in use, how alike they are, and where entries went; see `model.cache.components.Banked`."""
         exact = [slot for slot, time in enumerate(self.times) if time >= 0]
         means = [slot for slot, count in enumerate(self.counts) if count]
         return {
@@ -102,24 +121,12 @@ class BankedEntries:
         """Rows in use, those of empty slots among them."""
         return self.count - self.hidden
 
-    def append(self, new: Tensor, store: Store = write) -> None:
-        """Add [n, d] entries behind the newest."""
-        del store  # they stay as they are
-        start = _room_for(self.data, self.used, new)
-        self.data[start : start + new.shape[0]] = new
-        self.count += new.shape[0]
-
     def view(self) -> Slots:
         """Return all slots and the newest entries, as views; no slots while they are empty."""
         if not self.evicted:
             rows = slice(self.banked, self.used)
             return Slots(self.data[rows], self.bias[rows], 0)
         return Slots(self.data[: self.used], self.bias[: self.used], self.hidden)
-
-    def written(self, first: int | Tensor) -> Slots:
-        """Return what was written so far, and the banks."""
-        assert not isinstance(first, Tensor), "banks need the position on the host"
-        return self.view()
 
     def chosen(self, selected: Tensor) -> Tensor:
         """Rows of `view` for a selection [t, k] int32 among the newest entries: all slots, and these; -1 stays none."""
@@ -226,47 +233,25 @@ class BankedEntries:
         return list(slots)[int(best)], cosine
 
 
-class NewestKeys:
+class NewestKeys(RowCache[Rows]):
     """Index keys of the newest entries [n, d]: banks have none, since they are always attended to."""
 
     def __init__(
         self, ratio: int, variant: Coda, width: int, newest: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.ratio, self.window = ratio, variant.window
-        self.data = torch.zeros(newest, width, dtype=dtype, device=device)
-        self.count = 0  # keys seen
-        self.evicted = 0
-
-    @property
-    def used(self) -> int:
-        """Rows in use."""
-        return self.count - self.evicted
-
-    def append(self, new: Tensor, store: Store = write) -> None:
-        """Add [n, d] keys behind the newest."""
-        del store
-        start = _room_for(self.data, self.used, new)
-        self.data[start : start + new.shape[0]] = new
-        self.count += new.shape[0]
+        super().__init__(ratio, data := torch.zeros(newest, width, dtype=dtype, device=device))
+        self.data: Tensor = data
+        self.window = variant.window
 
     def view(self) -> Tensor:
         """Return the keys as a view, [n, d]; the first is of entry `evicted`."""
         return self.data[: self.used]
-
-    def written(self, first: int | Tensor) -> Tensor:
-        """Return the keys written so far."""
-        assert not isinstance(first, Tensor), "banks need the position on the host"
-        return self.view()
 
     def evict(self) -> None:
         """Forget what is older than the window."""
         if (many := self.used - self.window) > 0:
             self.data[: self.window] = self.data[many : many + self.window].clone()
             self.evicted += many
-
-    def nbytes(self) -> int:
-        """Bytes allocated."""
-        return self.data.nbytes
 
     def tensors(self, position: int) -> dict[str, Tensor]:
         """What a saved state needs."""
@@ -293,9 +278,3 @@ def newest_rows(ratio: int, variant: Coda, chunk: int, entries: int) -> int:
     A context of so many `entries` needs no more than these, however wide the window.
     """
     return min(variant.window + chunk // ratio + 1, entries)
-
-
-def _room_for(data: Tensor, used: int, new: Tensor) -> int:
-    if used + new.shape[0] > data.shape[0]:
-        raise CapacityError(f"{data.shape[0] - used} more rows of a call fit, {new.shape[0]} came")
-    return used

@@ -257,7 +257,7 @@ class CodaCache:
         return counts | fill
 
     def stats(self) -> dict[str, float | None]:
-        """`metrics`, and what is held: slots in use, and how alike they are; see `model.cache.layers.Banked`."""
+        """`metrics`, and what is held: slots in use, and how alike they are; see `model.cache.components.Banked`."""
         used = {
             f"{name}_used": int(bank.used.sum()) for name, bank in (("exact", self.exact), ("summary", self.summary))
         }

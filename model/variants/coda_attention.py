@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fathom.kernels.differential.cpu import Noise, Own, Past
+from fathom.kernels.differential.reference import Noise, Own, Past
 from fathom.kernels.ops import CPU, Ops
 from fathom.model.variants.coda import CodaCache
 

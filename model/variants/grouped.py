@@ -1,18 +1,91 @@
-"""The caches of a layer with grouped heads, by variant: full, CoDA-GQA-L, Shard."""
+"""CoDA-GQA-L and Shard for layers with grouped heads: their settings as `--kv` has them, and their caches."""
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from fathom.kernels.ops import Ops
-from fathom.model.cache.full import FullCache
-from fathom.model.cache.gqa import GqaCache, Heads
-from fathom.model.variants.choice import Coda, Full, GroupedCoda, GroupedShard, Shard, Variant
+from fathom.model.cache.gqa import GqaCache, Heads, KvShape
+from fathom.model.cache.variant import GroupedRoom, Variant
 from fathom.model.variants.coda import CodaCache
 from fathom.model.variants.coda_attention import Tokens, prefill, step
 from fathom.model.variants.coda_settings import CodaSettings
-from fathom.model.variants.shard import KvShape, ShardCache, ShardSettings
+from fathom.model.variants.shard import ShardCache, ShardSettings
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedShard(Variant):
+    """The prompt by PCA and VQ, what comes after it by Hadamard and Lloyd-Max: `model.variants.shard`."""
+
+    name, prompted = "shard", True
+    rank: int = 192  # components of the keys that are kept
+    bits: int = 8  # of a number of what came after the prompt
+    sinks: int = 4  # first tokens, exact
+    window: int = 64  # newest tokens, exact
+    dp: int = 0  # bits by group of components, as 1: measured distortions, 2: the article's formula say; 0: int4
+    group: int = 64  # components that get equally many bits, with dp
+    qjl: int = 0  # 1: one of the bits of keys is the sign of a projection of their error
+
+    def check(self, heads: int, head_dim: int) -> None:
+        """See `Variant.check`."""
+        shard_settings(self).check(heads, head_dim)
+
+    def grouped_cache(self, room: GroupedRoom) -> GqaCache:
+        """Exact, until the prompt is read."""
+        assert room.window is None, "a sliding window has a full cache"
+        assert room.prompt is not None, "a shard layer must know how long the prompt is"
+        return ShardLayer(room.shape, self, room.prompt, room.max_context, room.dtype, room.device, room.rewind)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedCoda(Variant):
+    """So many tokens and no more, in a ring and two banks: `model.variants.coda`.
+
+    The settings behind `eta_logit` are those of `CodaSettings`, under its names; 0 and 1 stand for its booleans.
+    """
+
+    name = "coda"
+    window: int = 256  # newest tokens, exact
+    exact: int = 64  # tokens that were like no other when they left the window
+    summary: int = 64  # means of others
+    block: int = 256  # tokens of a call that attend before any of them is written
+    values: int = 0  # 1: means are sought by values, as the package's page says; 0: by keys, as its code does
+    published: int = 0  # 1: the rules of the package coda-gqa-l 1.3.1; 0: those of `CodaSettings`
+    strict: int = 0  # 1: in a block too a token sees the newest `window` tokens exactly, and no more
+    untrained: int = 0  # 1: also with adapters that were trained for other settings than these
+    gated: int = 1  # 0: every token is worth keeping alike, whatever the adapters' write gate says of it
+    eta_logit: float = -3.0  # the rate of the summary bank, through a sigmoid, where adapters have learnt none
+    exact_at_start: int | None = None
+    summary_at_start: int | None = None
+    growth_horizon: int = 1_000_000
+    gate_exact: float = 0.10
+    gate_summary: float = 0.05
+    hit: float = 0.90
+    novelty: float = 0.70
+    refresh_on_hit: int = 0
+    exact_candidates: int = 8
+    summary_candidates: int = 64
+    overwrite_on_insert: int = 1
+    memory_init: str = "normal"
+    mask_unused: int = 1
+
+    def __str__(self) -> str:
+        """Return it as `--kv` spells it: its sizes, and every other setting that is not the default."""
+        sizes = ("window", "exact", "summary", "block")
+        told = {part.name: getattr(self, part.name) for part in fields(self)}
+        default = {part.name: part.default for part in fields(self) if part.name not in sizes}
+        return "coda:" + ",".join(f"{name}={value}" for name, value in told.items() if value != default.get(name))
+
+    def check(self, heads: int, head_dim: int) -> None:
+        """See `Variant.check`."""
+        del heads
+        coda_settings(self).low_frequencies(head_dim, torch.device("cpu"))
+
+    def grouped_cache(self, room: GroupedRoom) -> GqaCache:
+        """A ring and two banks, whatever the context."""
+        assert room.window is None, "a sliding window has a full cache"
+        return CodaLayer(room.shape, self, room.dtype, room.device)
 
 
 def coda_settings(variant: GroupedCoda) -> CodaSettings:
@@ -37,14 +110,6 @@ def shard_settings(variant: GroupedShard) -> ShardSettings:
         stream_bits=variant.bits,
         sketch=bool(variant.qjl),
     )
-
-
-def check(variant: Variant, heads: int, head_dim: int) -> None:
-    """Refuse a variant that a layer of so many KV heads cannot have: ConfigError."""
-    if isinstance(variant, GroupedCoda):
-        coda_settings(variant).low_frequencies(head_dim, torch.device("cpu"))
-    if isinstance(variant, GroupedShard):
-        shard_settings(variant).check(heads, head_dim)
 
 
 class CodaLayer(GqaCache):
@@ -107,47 +172,3 @@ class ShardLayer(GqaCache):
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return those of all buffers: an empty cache saves others than a compressed one."""
         return {f"shard.{name}": buffer.dtype for name, buffer in self.shard.buffers().items()}
-
-
-def grouped_cache(
-    variant: Variant,
-    shape: KvShape,
-    window: int | None,
-    context: tuple[int, int | None],
-    dtype: torch.dtype,
-    device: torch.device,
-    rewind: int,
-) -> GqaCache:
-    """Return the empty cache of one layer.
-
-    Parameters
-    ----------
-    variant
-        `Full`, `GroupedCoda` or `GroupedShard`.
-    shape
-        What the layer writes.
-    window
-        Positions that a token sees by the model's own sliding window, its own included; None: all before it. `Full`
-        alone has one.
-    context
-        Positions to hold, and how many of them are the prompt's: `GroupedShard` must know, None says that no layer
-        needs to.
-    dtype, device
-        Of what is kept exact, of all buffers.
-    rewind
-        Tokens that can be taken back, where the variant can at all.
-
-    """
-    max_context, prompt = context
-    match variant:
-        case Full():
-            return FullCache(shape.heads, shape.head_dim, window, max_context, dtype, device)
-        case GroupedCoda():
-            assert window is None, "a sliding window has a full cache"
-            return CodaLayer(shape, variant, dtype, device)
-        case GroupedShard():
-            assert window is None, "a sliding window has a full cache"
-            assert prompt is not None, "a shard layer must know how long the prompt is"
-            return ShardLayer(shape, variant, prompt, max_context, dtype, device, rewind)
-        case Shard() | Coda():
-            raise AssertionError(f"{variant}: of layers with compressed entries")

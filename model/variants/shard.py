@@ -20,7 +20,7 @@ the window does not depend on how they were grouped.
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,14 +28,13 @@ from torch import Tensor
 from fathom.kernels.formats import coded_rows, eigenbasis, product_quantise, qjl
 from fathom.kernels.ops import CPU, Ops
 from fathom.kernels.rope import reference as rope
-from fathom.kernels.shard.cpu import Middle, Stream
-from fathom.kernels.shard.reference import turn
-from fathom.model.cache.gqa import KvHeads
+from fathom.kernels.shard.reference import Middle, Stream, turn
+from fathom.model.cache.gqa import KvShape
 from fathom.model.errors import CapacityError, ConfigError
 from fathom.model.observe.invariants import finite
 
 if TYPE_CHECKING:
-    from fathom.kernels.formats.stored import EigenKeys
+    from fathom.kernels.formats.stored import EigenKeys, StreamKeys
 
 STREAM_BITS = (2, 3, 4, 8)
 DISTORTIONS = {
@@ -80,15 +79,6 @@ class ShardSettings:
             raise ConfigError(f"shard: rank={self.rank} exceeds {columns}")
         if self.allocation != "uniform" and heads * head_dim % self.group:
             raise ConfigError(f"shard: group={self.group} does not divide {columns}")
-
-
-class KvShape(NamedTuple):
-    """What the layer writes."""
-
-    heads: KvHeads  # that are here
-    head_dim: int
-    freqs: Tensor  # [head_dim / 2] float32, radians per position, scaled as the model scales them
-    interleaved: bool  # whether rotary pairs are neighbours
 
 
 class ShardCache:
@@ -153,7 +143,7 @@ class ShardCache:
             )
         rows = self._streamed(max_context) * heads
         bits, seed = settings.stream_bits, settings.sign_seed
-        allocate: Callable[..., qjl.StreamKeys] = qjl.sketched_rows if settings.sketch else coded_rows.allocate
+        allocate: Callable[..., StreamKeys] = qjl.sketched_rows if settings.sketch else coded_rows.allocate
         self.stream_keys = allocate(rows, d, bits, device, seed)
         self.stream_values = coded_rows.allocate(rows, d, bits, device, seed)
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, rows
 from fathom.kernels.ops import Ops
-from fathom.model.linear import Embedding, GroupedLinear, Linear, Reader
+from fathom.model.linear import Embedding, GroupedLinear, Linear, OutputLinear, Reader
 from fathom.model.transformer import Transformer
 
 # Official names to attributes, applied in this order to a name without its ".weight".
@@ -71,7 +71,7 @@ def find(model: Transformer, name: str) -> Held | None:
             if holder is None:
                 return None
     value = getattr(holder, attribute, None)
-    if isinstance(value, Linear | Reader | Embedding):
+    if isinstance(value, Linear | OutputLinear | Reader | Embedding):
         holder, attribute, value = value, "weight", value.weight
     return Held(holder, attribute) if isinstance(value, _KINDS) else None
 

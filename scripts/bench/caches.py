@@ -22,11 +22,11 @@ from fathom.kernels.ops import CPU
 from fathom.kernels.rope import reference as rope
 from fathom.model.cache.entries import Entries
 from fathom.model.cache.full import FullCache
-from fathom.model.cache.gqa import Heads, all_heads
+from fathom.model.cache.gqa import Heads, KvShape, all_heads
 from fathom.model.variants.coda import CodaCache
 from fathom.model.variants.coda_attention import Differential, Tokens, prefill, step
 from fathom.model.variants.coda_settings import CodaSettings
-from fathom.model.variants.shard import KvShape, ShardCache, ShardSettings
+from fathom.model.variants.shard import ShardCache, ShardSettings
 from fathom.scripts.bench.turns import JSON, Case, Rounds, Side, constant, near, timed
 
 ON_CPU: Final = torch.device("cpu")

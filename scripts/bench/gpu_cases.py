@@ -38,6 +38,7 @@ from fathom.kernels.linear.reference import ByPosition, Product
 from fathom.kernels.ops import REFERENCE, Ops
 from fathom.kernels.rope.reference import frequencies
 from fathom.kernels.shard import cpu as shard_cpu
+from fathom.kernels.shard import reference as shard_reference
 from fathom.kernels.shard import triton as shard
 from fathom.kernels.tripwires import triton as tripwires
 from fathom.kernels.triton_ops import TRITON
@@ -827,7 +828,7 @@ def _stream(n: int, draw: Draw) -> shard.Stream:
 
 def _shard_off(ours: Tensor, _: Given, fresh: Given) -> float:
     q, keys, values, middle, stream, _none = fresh
-    streamed = None if stream is None else shard_cpu.Stream(stream.keys, stream.values, int(stream.tokens))
+    streamed = None if stream is None else shard_reference.Stream(stream.keys, stream.values, int(stream.tokens))
     return LOGITS.error(ours, shard_cpu.attend(q.float(), keys.float(), values.float(), middle, streamed, None))
 
 

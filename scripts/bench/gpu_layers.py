@@ -174,6 +174,10 @@ class DrawnWeights(Weights):
         """FP4 for routed experts, FP8 for the rest."""
         return {Form.FP4 if ".ffn.experts." in name else Form.FP8 for name in names}
 
+    def here(self, names: Iterable[str]) -> list[str]:
+        """All."""
+        return list(names)
+
     def matrix(self, name: str) -> Weight:
         """Random, of the form that `forms` says."""
         form = "fp4" if self.forms([name]) == {Form.FP4} else "fp8"

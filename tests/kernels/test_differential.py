@@ -7,7 +7,7 @@ import torch
 from coda_gqa_l.primitives import HeadwiseRMSNorm, _apply_pairwise_rotation
 
 from fathom.kernels.differential import cpu, reference
-from fathom.kernels.differential.cpu import Noise, Own, Past
+from fathom.kernels.differential.reference import Noise, Own, Past
 from tests.kernels.every_backend import HAS_TRITON, every_backend, on_triton
 from tests.peak_memory import peak_bytes
 

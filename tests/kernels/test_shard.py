@@ -19,8 +19,7 @@ from fathom.kernels.formats.stored import CodebookValues, EigenKeys
 from fathom.kernels.ops import CPU
 from fathom.kernels.rope import reference as rope
 from fathom.kernels.shard import cpu
-from fathom.kernels.shard.cpu import Middle, Stream
-from fathom.kernels.shard.reference import relative_scores, rotated_values, turn
+from fathom.kernels.shard.reference import Middle, Stream, relative_scores, rotated_values, turn
 from fathom.model.variants.shard import causal
 from tests.kernels.every_backend import HAS_TRITON, on_triton
 from tests.peak_memory import peak_bytes

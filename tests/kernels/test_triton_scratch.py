@@ -17,7 +17,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from fathom.kernels.attention import launch as attention_launch
 from fathom.kernels.attention import triton as attention
 from fathom.kernels.compress.triton import compress_at_once
-from fathom.kernels.differential.cpu import Own, Past
+from fathom.kernels.differential.reference import Own, Past
 from fathom.kernels.experts.triton_expert_codes import experts, experts_scratch
 from fathom.kernels.formats import basis_rows, coded_rows, eigenbasis, lloyd_max, product_quantise
 from fathom.kernels.formats import rows as stored
@@ -26,7 +26,7 @@ from fathom.kernels.hyper import triton as hyper
 from fathom.kernels.linear.reference import Product
 from fathom.kernels.linear.weight_tiles import counters
 from fathom.kernels.shard import triton_middle
-from fathom.kernels.shard.cpu import Middle, Stream
+from fathom.kernels.shard.reference import Middle, Stream
 from fathom.kernels.triton_ops import TRITON
 from fathom.probes.shared.alive import peak_alive
 

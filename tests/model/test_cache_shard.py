@@ -10,9 +10,9 @@ from fathom.kernels.formats import coded_rows, eigenbasis, qjl
 from fathom.kernels.ops import CPU
 from fathom.kernels.rope import reference as rope
 from fathom.kernels.shard.cpu import middle_keys, middle_values
-from fathom.model.cache.gqa import all_heads
+from fathom.model.cache.gqa import KvShape, all_heads
 from fathom.model.errors import CapacityError, ConfigError, Tripwire
-from fathom.model.variants.shard import KvShape, ShardCache, ShardSettings, causal
+from fathom.model.variants.shard import ShardCache, ShardSettings, causal
 
 ON_CPU, META = torch.device("cpu"), torch.device("meta")
 HEADS, QUERY_HEADS, D = 2, 4, 16

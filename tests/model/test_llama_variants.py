@@ -9,14 +9,13 @@ from coda_gqa_l import CoDAGQALandmarkPerf2
 
 from fathom.kernels.ops import CPU
 from fathom.model.cache.full import FullCache
-from fathom.model.cache.gqa import Heads, all_heads
+from fathom.model.cache.gqa import Heads, KvShape, all_heads
 from fathom.model.errors import CapacityError
 from fathom.model.variants.choice import GroupedCoda, GroupedShard
 from fathom.model.variants.coda import CodaCache
 from fathom.model.variants.coda_attention import prefill
 from fathom.model.variants.coda_settings import CodaSettings
 from fathom.model.variants.grouped import CodaLayer, ShardLayer, shard_settings
-from fathom.model.variants.shard import KvShape
 from fathom.runtime.load import load_any
 from fathom.runtime.options import RunOptions
 from tests.coda_cases import random_tokens

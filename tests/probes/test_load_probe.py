@@ -262,6 +262,7 @@ def test_every_expert_is_read_however_many_there_are(tmp_path):
     def deaf(model):
         for expert in model.blocks[3].experts.experts:
             expert.w3 = expert.w1
+        model.blocks[3].experts.stack()
 
     failed = failures(measured(local(inject=deaf), directory=tmp_path, options=options))
     assert failed[UNREAD, None].measured == 128, "w3 of every expert, whether a token went to it or not"

@@ -9,14 +9,13 @@ from safetensors.torch import save_file
 from fathom.kernels.formats import product_quantise
 from fathom.kernels.ops import CPU
 from fathom.kernels.rope.reference import rotate_halves_scratch
-from fathom.model.cache.gqa import Heads, all_heads
+from fathom.model.cache.gqa import Heads, KvShape, all_heads
 from fathom.model.errors import CapacityError
 from fathom.model.llama.adapters import shapes
 from fathom.model.llama.census import census, parameters
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.variants.choice import Full, GroupedCoda, GroupedShard
 from fathom.model.variants.grouped import CodaLayer, ShardLayer
-from fathom.model.variants.shard import KvShape
 from fathom.runtime import memory
 from fathom.runtime.arithmetic import DTYPES
 from fathom.runtime.load import load_any

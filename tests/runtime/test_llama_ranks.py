@@ -11,6 +11,7 @@ from fathom.kernels.ops import CPU
 from fathom.model.errors import RankDisagreement
 from fathom.model.llama.adapters import shapes
 from fathom.model.llama.block import Block
+from fathom.model.ranks.ranks import SPLIT_FROM
 from fathom.runtime.load import load_any
 from fathom.runtime.options import RunOptions
 from fathom.runtime.plan.planner import Planner
@@ -221,6 +222,19 @@ def test_what_shard_makes_of_a_prompt_is_that_of_one_rank_to_the_bit(directory):
         for parts, wanted in zip(chain(*found), chain(*alone), strict=True):
             assert any(name.startswith("shard.middle") for name in wanted)
             assert [name for name in wanted if not parts[name].equal(wanted[name])] == []
+
+
+def read_in_pieces(group, directory):
+    """Logits of the end of a prompt that is read in one call, in pieces of so many tokens that V4 would split them."""
+    model, tokens = loaded_on(group, directory, SHARD).model, TOKENS.repeat(3)
+    state = model.new_state(len(tokens), 2 * SPLIT_FROM, len(tokens))
+    return model.logits(model(tokens, state)[-1:])
+
+
+def test_every_rank_has_all_tokens_of_a_long_prompt(directory):
+    (alone,) = gloo.run(1, read_in_pieces, directory)
+    for found in gloo.run(2, read_in_pieces, directory):
+        assert (found - alone).abs().max() < BOUND * alone.abs().max()
 
 
 def with_other_adapters(group, directory, folder):
