@@ -134,20 +134,21 @@ class MetaRanks(Ranks):
     """A rank that exchanges shapes; `times`: for how many layers each of the model's stands."""
 
     def __init__(
-        self, rank: int, sharding: ShardingPlan, tokens: str, values: Values, alive: Alive, times: Sequence[int]
+        self, rank: int, sharding: ShardingPlan, tokens: str, values: Values, alive: Alive, times: Sequence[int],
+        *, gloo: bool,
     ) -> None:
         processes: Any = None if sharding.size == 1 else self
         super().__init__(Group(rank, sharding.size, processes), sharding.ranks[rank], tokens)
         self.values, self.alive, self.times, self._apart = values, alive, times, True
-        self._kept: list[list[Tensor]] = [[], []]  # what is compared next, and what of it was the last time
+        self.gloo = gloo  # whose gathers lay out what comes once more
+        self._kept: list[list[Tensor]] = [[], []]  # what is compared next, and what was the last time
 
     def record(self, site: str, layer: int | None, tensor: Tensor) -> None:
         """Keep a tensor until it is compared; of a short call those of all layers are."""
         del site
         if self.size > 1:
-            self._kept[0].append(tensor)
-            if layer is not None and self.values.tokens <= KEPT:
-                self._kept[0].append(tensor.new_empty((self.times[layer] - 1) * tensor.nbytes, dtype=torch.uint8))
+            like = self.times[layer] - 1 if layer is not None and self.values.tokens <= KEPT else 0
+            self._kept[0] += [tensor, *(torch.empty_like(tensor) for _ in range(like))]
 
     def verify(self, *, wait: bool = True) -> None:
         """Compare what was kept; without `wait` it lives until the next time."""
@@ -172,7 +173,9 @@ class MetaRanks(Ranks):
         return arrived
 
     def _gathered(self, own: Tensor) -> Tensor:
-        return own.new_empty(self.size, len(own))
+        every = own.new_empty(self.size, len(own))
+        self.alive.take(every.nbytes if self.gloo else 0)
+        return every
 
 
 

@@ -60,7 +60,7 @@ class Rehearsal:
         self.config, self.formats = _of_layers(config, layers), formats._replace(variants=variants)
         self.values = Values(*_experts_of(config, self.shards))
         self.alive = Alive(self._answers())
-        ranks = MetaRanks(rank, sharding, options.rank_tokens, self.values, self.alive, list(times.values()))
+        ranks = MetaRanks(rank, sharding, options.rank_tokens, self.values, self.alive, list(times.values()), gloo=options.device == "cpu")
         made = MetaOps(self.alive, self.values, torch.device(options.device)).of(ops)
         scores = options.index_scores == FP8_SCORES
         arithmetic = Arithmetic(made, options.rounding, formats.dtype, self.formats, ranks, {}, fp8_scores=scores)
@@ -88,8 +88,8 @@ class Rehearsal:
 
         return {
             _aten.bincount.default: counted,
-            _aten.nonzero.default: lambda x: empty(self.values.pairs(len(x)), x.ndim, dtype=torch.int64),
-            _aten._local_scalar_dense.default: lambda _: 0,
+            _aten.nonzero_numpy.default: lambda x: empty(x.ndim, self.values.pairs(len(x)), dtype=torch.int64).unbind(),
+            _aten.argmax.default: lambda x, dim=None: torch.zeros(x.shape[:-1] if dim == -1 else (), dtype=torch.int64),
         }
 
     def _call(self, context: int, tokens: int, prompt: int | None, even: bool, few_pass: bool) -> Moment:  # noqa: FBT001

@@ -84,7 +84,7 @@ def _allocated_like(x: Tensor, shape: Sequence[int] | None = None, *, dtype: tor
 
 _OTHERS: Final[Mapping[str, Callable[..., Any]]] = {
     "arange": _arange,
-    "argsort": lambda x, **_: empty(*x.shape, dtype=torch.int64),
+    "argsort": lambda x, *_, **__: empty(*x.shape, dtype=torch.int64),
     "cat": _cat,
     "index": _indexed,
     "repeat": lambda x, times: empty(*(n * size for n, size in zip(times, x.shape, strict=True)), dtype=x.dtype),

@@ -17,9 +17,11 @@ from fathom.model.checkpoint.census import Census
 from fathom.model.checkpoint.tensor_mapping import Form
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.rope import rotated_as
-from fathom.runtime.plan.call import F32, I64, Matrices
 from fathom.runtime.sharding import ShardingPlan
 
+F32, I64 = 4, 8  # bytes
+# By name without layer and expert: form, rows and columns, and how many there are of these
+Matrices = Mapping[str, Mapping[tuple[Form, int, int], int]]
 # Bytes of the values of one weight, or fewer where two share one; and of a scale, with the rows and columns it is for.
 _VALUES: Final = {
     Form.FP8: (1, 1, FP8_BLOCK, FP8_BLOCK),
