@@ -24,7 +24,8 @@ from fathom.model.draft import DraftState, draft_caches
 from fathom.model.llama.adapters import adapters_nbytes
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.observe.invariants import CELLS
-from fathom.model.ranks.dispatch import tables
+from fathom.kernels.experts.reference import FEW
+from fathom.model.ranks.dispatch import tables, together
 from fathom.model.ranks.ranks import SPLIT_FROM, AxisShard, evenly, splits, undivided
 from fathom.model.state import layer_caches
 from fathom.model.variants.choice import Full
@@ -149,14 +150,8 @@ class Planner:
         """
         asked = chunk or self.options.prefill_chunk
         chunk = min(asked, context)
-        # what calls take grows with their tokens, but where an op changes over and where ranks begin to share them out
-        sizes = {1 << power for power in range(chunk.bit_length())} | {chunk}
-        sizes |= {min(chunk, SPLIT_FROM * self.sharding.size - 1)}
-        call, typical_call = (
-            max((self.largest(context, n, even=usual, few_pass=usual) for n in sizes), key=lambda one: one.nbytes)
-            for usual in (False, True)
-        )
         held = self.tables(asked)
+        call, typical_call = (self._of_any_size(context, chunk, usual=usual) for usual in (False, True))
         call, typical_call = (one._replace(parts=one.parts | held) for one in (call, typical_call))
         host = untiled = 0
         if isinstance(self.config, ModelConfig):
@@ -181,6 +176,18 @@ class Planner:
             reserve=RESERVE[self.options.device],
             untiled=untiled,
         )
+
+    def _of_any_size(self, context: int, chunk: int, *, usual: bool) -> Moment:
+        """The largest moment of calls of up to `chunk` tokens.
+
+        What they take grows with their tokens, but where an op changes over, ranks begin to share tokens out, or these
+        begin to travel in halves.
+        """
+        shared, halved = SPLIT_FROM * self.sharding.size - 1, chunk
+        if isinstance(self.config, ModelConfig):
+            halved = together(self.sharding.size, self.config.num_experts_per_tok / self.config.n_routed_experts)
+        sizes = {min(chunk, size) for size in (1, FEW, shared, halved, chunk)}
+        return max((self.largest(context, n, even=usual, few_pass=usual) for n in sizes), key=lambda one: one.nbytes)
 
     def tables(self, chunk: int) -> dict[str, int]:
         """Bytes of the tables into which ranks write each other's rows, made for calls of up to so many tokens."""
@@ -233,8 +240,25 @@ class Planner:
 
         0 where none does, or the prompt does not.
         """
-        found = most(lambda n: self.plan(n, chunk).needed <= memory, self.config.max_position_embeddings)
-        return found if found >= (self.prompt or 0) else 0
+        low, high = 0, self.config.max_position_embeddings  # low fits, what is above high does not
+        while low < high:  # a call takes no less at the end of a longer context
+            before = low, high
+            low = self._fits(memory, chunk, high, range(low, high))
+            high = self._fits(memory, chunk, max(low, 1), range(low, high))
+            if (low, high) == before:
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if self.plan(middle, chunk).needed <= memory else (low, middle - 1)
+        return low if low >= (self.prompt or 0) else 0
+
+    def _fits(self, memory: int, chunk: int | None, calls: int, among: range) -> int:
+        """The most positions `among` these and the next that fit, were a call what it is at the end of `calls` ones."""
+        plan, asked = self.plan(calls, chunk), chunk or self.options.prefill_chunk
+
+        def needed(context: int) -> int:
+            caches = sum(sum(parts.values()) for parts in self._caches(context, min(asked, context))[1].values())
+            return plan.needed - plan.cache_bytes + caches
+
+        return among.start + most(lambda more: needed(among.start + more) <= memory, len(among))
 
     def largest_chunk(self, memory: int, context: int) -> int:
         """Most tokens of a call with which a context fits in so many bytes; 0 where not even one does."""
