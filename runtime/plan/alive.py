@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -64,17 +63,17 @@ class Alive(TorchDispatchMode):
         del types
         known = self.answers.get(func) or outline(func)
         out = (known or func)(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in args if isinstance(x, Tensor)}
+        given = {_storage(x) for x in args if isinstance(x, Tensor)}
         for x in out if isinstance(out, list | tuple) else (out,):
-            if isinstance(x, Tensor) and x.is_meta and x.untyped_storage()._cdata not in given:
-                self.made(x)
+            if isinstance(x, Tensor) and x.is_meta and _storage(x) not in given:
+                self._made(x)
         return out
 
-    def made(self, x: Tensor) -> None:
+    def _made(self, x: Tensor) -> None:
         """Count a tensor that was not there before."""
-        storage = x.untyped_storage()
-        if (key := storage._cdata) not in self._known and (size := storage.nbytes()):
-            self._known[key] = maker(), size, weakref.ref(storage, lambda _, key=key: self._gone(key))
+        storage, key = x.untyped_storage(), _storage(x)
+        if key not in self._known and (size := storage.nbytes()):
+            self._known[key] = maker(), size, weakref.ref(storage, lambda _: self._gone(key))
             self.total += size
             if self.total > self.peak:
                 self.take(0)
@@ -97,12 +96,18 @@ class Alive(TorchDispatchMode):
         self.total -= self._known.pop(key, ("", 0, None))[1]
 
 
+def _storage(x: Tensor) -> int:
+    """What is one for all views of a tensor, while there are some: on this device memory has no address."""
+    place: int = x.untyped_storage()._cdata  # noqa: SLF001
+    return place
+
+
 def maker() -> str:
     """The innermost method of a layer that runs."""
-    frame = sys._getframe(1)
+    frame: Any = sys._getframe(1)  # noqa: SLF001 (a walk up the stack is what it is for)
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
         if name.startswith(_MODEL) and not name.startswith(_PASSED):
-            return frame.f_code.co_qualname
+            return str(frame.f_code.co_qualname)
         frame = frame.f_back
     return "call"

@@ -13,6 +13,7 @@ from typing import Final
 
 import torch
 
+from fathom.kernels.experts.reference import FEW
 from fathom.kernels.ops import CPU
 from fathom.model.architectures import Config
 from fathom.model.cache import window
@@ -24,7 +25,6 @@ from fathom.model.draft import DraftState, draft_caches
 from fathom.model.llama.adapters import adapters_nbytes
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.observe.invariants import CELLS
-from fathom.kernels.experts.reference import FEW
 from fathom.model.ranks.dispatch import tables, together
 from fathom.model.ranks.ranks import SPLIT_FROM, AxisShard, evenly, splits, undivided
 from fathom.model.state import layer_caches
@@ -218,7 +218,7 @@ class Planner:
     def largest(self, context: int, tokens: int, *, even: bool, few_pass: bool) -> Moment:
         """The largest moment of one call, see `Values`."""
         prompt = None if self.prompt is None else min(self.prompt, context)
-        return self.rehearsal.call(context, tokens, prompt, even, few_pass)
+        return self.rehearsal.call(context, tokens, prompt, even=even, few_pass=few_pass)
 
     def token(self, context: int, rates: Rates) -> Token | None:
         """What a token after so many positions asks of this rank's device; None but of V4 with full caches."""

@@ -4,9 +4,10 @@ The model is the one that runs, with one layer of each kind: all else that a run
 without bytes. What values decide is told by `Values`.
 """
 
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from typing import Any, Final, cast
 
 import torch
@@ -19,15 +20,14 @@ from fathom.model.cache.gqa import GqaCache, Heads
 from fathom.model.checkpoint.census import Census
 from fathom.model.choices import FP8_SCORES
 from fathom.model.config import ModelConfig
-from fathom.model.checkpoint.tensor_mapping import Form
-from fathom.model.draft import HEADS, DraftHead, StreamListener
+from fathom.model.draft import HEADS, DraftHead, DraftState, StreamListener
 from fathom.model.llama.adapters import Adapter
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.llama.transformer import LlamaTransformer
 from fathom.model.observe import sites
-from fathom.model.observe.sites import Site
 from fathom.model.observe.observer import LLAMA_PLACES, PLACES, install, listening, observed
-from fathom.model.ranks.ranks import Shards
+from fathom.model.observe.sites import Site
+from fathom.model.ranks.ranks import Group, Shards
 from fathom.model.state import State
 from fathom.model.transformer import Transformer
 from fathom.model.variants.banked_entries import BankedEntries, NewestKeys
@@ -36,7 +36,9 @@ from fathom.runtime.arithmetic import cache_formats
 from fathom.runtime.options import RunOptions
 from fathom.runtime.plan.alive import Alive, Moment
 from fathom.runtime.plan.grouped import attending
-from fathom.runtime.plan.meta import MetaOps, MetaRanks, MetaWeights, Values
+from fathom.runtime.plan.meta_ops import on_meta
+from fathom.runtime.plan.meta_ranks import MetaRanks, Values
+from fathom.runtime.plan.meta_weights import MetaWeights
 from fathom.runtime.plan.shapes import empty
 from fathom.runtime.sharding import ShardingPlan
 
@@ -58,11 +60,13 @@ class Rehearsal:
         if formats.variants and census.head is not None:
             variants += (Full(),) * census.head.stages
         self.config, self.formats = _of_layers(config, layers), formats._replace(variants=variants)
-        self.values = Values(*_experts_of(config, self.shards))
+        self.values = Values(*_experts_of(config, self.shards), torch.device(options.device))
         self.alive = Alive(self._answers())
-        ranks = MetaRanks(rank, sharding, options.rank_tokens, self.values, self.alive, list(times.values()), gloo=options.device == "cpu")
-        made = MetaOps(self.alive, self.values, torch.device(options.device)).of(ops)
+        # of a rank that says nothing to the others, nothing is asked but whether there are some
+        group = Group(rank, sharding.size, None if sharding.size == 1 else cast("Any", self))
+        ranks = MetaRanks(group, self.shards, options.rank_tokens, self.values, self.alive, list(times.values()))
         scores = options.index_scores == FP8_SCORES
+        made = on_meta(ops, self.alive, self.values)
         arithmetic = Arithmetic(made, options.rounding, formats.dtype, self.formats, ranks, {}, fp8_scores=scores)
         weights = cast("Any", MetaWeights(census, lambda name, rows: sharding.rows(name, rows, rank), layers))
         self.head: DraftHead | None = None
@@ -78,7 +82,7 @@ class Rehearsal:
             if census.head is not None:
                 self.head = HEADS[census.head](self.model, weights)
                 install(self.head, watched, len(layers))
-        self.call = cache(self._call)
+        self._calls: dict[tuple[object, ...], Moment] = {}
 
     def _answers(self) -> dict[Any, Any]:
         """What operations of torch give that ask for values: each expert that has pairs is like the first two."""
@@ -92,32 +96,58 @@ class Rehearsal:
             _aten.argmax.default: lambda x, dim=None: torch.zeros(x.shape[:-1] if dim == -1 else (), dtype=torch.int64),
         }
 
-    def _call(self, context: int, tokens: int, prompt: int | None, even: bool, few_pass: bool) -> Moment:  # noqa: FBT001
+    def call(self, context: int, tokens: int, prompt: int | None, *, even: bool, few_pass: bool) -> Moment:
         """The moment that takes the most bytes of a call of so many tokens, the last of so many positions."""
+        asked = context, tokens, prompt, even, few_pass
+        if asked not in self._calls:
+            self._calls[asked] = self._call(*asked)
+        return self._calls[asked]
+
+    def _call(self, context: int, tokens: int, prompt: int | None, even: bool, few_pass: bool) -> Moment:  # noqa: FBT001
         self.values.tokens, self.values.even, self.values.few_pass = tokens, even, few_pass
-        state, drafts = self._state(context, tokens, prompt), self.head and self.head.new_state(self.options.draft_tokens)
-        with ExitStack() as stack:
-            for one in (self.model, self.head) if self.head else (self.model,):
-                stack.enter_context(observed(one).unchecked())
-            stack.enter_context(torch.inference_mode())
-            stack.enter_context(self.alive.counting())
+        state, drafts = self._state(context, tokens, prompt), self._drafts()
+        with self._unchecked(), self.alive.counting():
             if isinstance(self.config, LlamaConfig):
                 self._hold_prompt(self.config, context if prompt is None else prompt, tokens)
-            listener = self._listener(state.position)
-            listeners = {sites.STREAMS: listener} if listener else {}
-            with listening(self.model, listeners):
-                self.model.logits(self.model(empty(tokens, dtype=torch.int64), state)[-HEAD_ROWS:])
-            if self.head and listener and drafts:
-                k = min(self.options.draft_tokens, self.head.most)
-                self.head.draft(listener, [0] * self.head.config.sliding_window, context, k, drafts)
+            ids, listener = empty(tokens, dtype=torch.int64), self._listener(state.position)
+            with nullcontext() if listener is None else listening(self.model, {sites.STREAMS: listener}):
+                self.model.logits(self.model(ids, state)[-HEAD_ROWS:])
+            if listener is not None:
+                self._draft(listener, context, drafts)
         return self.alive.largest
 
+    def draft(self, position: int) -> Moment:
+        """The same of a draft behind so many positions, without the rows that were kept for it."""
+        drafts = self._drafts()
+        with self._unchecked():
+            listener = self._listener(position)
+            assert listener is not None, "no drafting head"
+            with self.alive.counting():
+                self._draft(listener, position, drafts)
+        return self.alive.largest
+
+    @contextmanager
+    def _unchecked(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for one in (self.model, *([self.head] if self.head else [])):
+                stack.enter_context(observed(one).unchecked())
+            yield
+
+    def _drafts(self) -> DraftState | None:
+        return None if self.head is None else self.head.new_state(self.options.draft_tokens)
+
+    def _draft(self, listener: StreamListener, position: int, drafts: DraftState | None) -> None:
+        assert self.head is not None, "no drafting head"
+        assert drafts is not None, "nor what it remembers"
+        k = min(self.options.draft_tokens, self.head.most)
+        self.head.draft(listener, [0] * self.head.config.sliding_window, position, k, drafts)
+
     def graph(self, context: int) -> int:
-        """Bytes of a call of one token whose invariants are looked at when the next layer begins: `observe.deferred`."""
+        """Bytes of a call of a token, with what invariants look at when the next layer begins: `observe.deferred`."""
         observer = observed(self.model)
         observer.deferred = cast("Any", _Kept())
         try:
-            return self._call(context, 1, None, even=False, few_pass=False).nbytes
+            return self._call(context, 1, None, False, False).nbytes  # noqa: FBT003
         finally:
             observer.deferred = None
 
@@ -126,12 +156,12 @@ class Rehearsal:
         told = {"prompt": context if prompt is None else prompt} if self.formats.prompted else {}
         state: State = self.model.new_state(context, tokens, **told)
         state.position = context - tokens
-        for layer, cache in enumerate(state.layers):
-            if isinstance(cache, GqaCache):
-                cache.position, variant = state.position, self.formats.variant(layer)
+        for layer, held in enumerate(state.layers):
+            if isinstance(held, GqaCache):
+                held.position, variant = state.position, self.formats.variant(layer)
                 if not isinstance(variant, Full):
-                    cache.attend = partial(self._attend, variant, context, prompt)  # type: ignore[method-assign]
-            for written in cache.compressed():
+                    held.attend = partial(self._attend, variant, context, prompt)  # type: ignore[method-assign]
+            for written in held.compressed():
                 written.frontier.position, rows = state.position, written.rows
                 rows.count = state.position // rows.ratio
                 if isinstance(rows, BankedEntries | NewestKeys):  # which are evicted is decided by values
@@ -142,13 +172,12 @@ class Rehearsal:
     def _attend(self, variant: Variant, context: int, prompt: int | None, heads: Heads, first: int, ops: Ops) -> Tensor:
         """`GqaCache.attend` of a variant."""
         del first, ops
-        sizes = *heads.q.shape[:2], heads.k.shape[1], heads.q.shape[2]
-        whole = self.model.arithmetic.ranks.shards.kv_heads.total
-        self.alive.take(attending(self.ops, variant, *sizes, heads.q.itemsize, whole, context, prompt))
+        of = self.shards.kv_heads.total, context, context if prompt is None else prompt
+        self.alive.take(attending(self.ops, variant, heads, *of))
         return torch.empty_like(heads.q)
 
     def _hold_prompt(self, config: LlamaConfig, prompt: int, tokens: int) -> None:
-        """What of a long prompt is alive while one layer after the other reads it, and the call is one of its pieces."""
+        """What of a long prompt is alive while layers read it one after the other, in pieces that are calls."""
         if not self.formats.prompted:
             return
         item, kv = self.formats.dtype.itemsize, self.shards.kv_heads.size * config.head_dim
@@ -172,7 +201,8 @@ def _experts_of(config: Config, shards: Shards) -> tuple[int, int, int]:
     """Experts of a token, on all ranks, and on this one."""
     if isinstance(config, LlamaConfig):
         return 0, 1, 0
-    return config.num_experts_per_tok, config.n_routed_experts, shards.experts.size if shards.experts.split else config.n_routed_experts
+    total = config.n_routed_experts
+    return config.num_experts_per_tok, total, shards.experts.size if shards.experts.split else total
 
 
 class _Kept:
@@ -193,19 +223,19 @@ class _Kept:
 
 
 def _distinct(config: Config, census: Census, variants: list[str]) -> dict[int, int]:
-    """One layer of each kind, ratio, way of routing, way of remembering, and forms of matrices: how many are like it."""
-    forms: dict[int, set[tuple[str, Form]]] = {}
+    """One layer of each kind, ratio, way of routing and of remembering, and forms of matrices; how many are like it."""
+    forms: dict[str, set[tuple[str, object]]] = {}
     for name, mapping in census.mappings.items():
         before, _, rest = name.partition("layers.")
         if rest and before in ("", "model."):
-            layer, _, rest = rest.partition(".")
-            forms.setdefault(int(layer), set()).add((rest.rpartition("experts.")[2].lstrip("0123456789"), mapping.form))
+            number, _, part = rest.partition(".")
+            forms.setdefault(number, set()).add((part.rpartition("experts.")[2].lstrip("0123456789"), mapping.form))
     kinds: dict[object, list[int]] = {}
     for layer, variant in enumerate(variants):
         kind: object = None
         if isinstance(config, ModelConfig):
             kind = config.layer_kind(layer), config.ratio(layer), config.is_hash(layer)
-        kinds.setdefault((kind, variant, frozenset(forms[layer])), []).append(layer)
+        kinds.setdefault((kind, variant, frozenset(forms[str(layer)])), []).append(layer)
     return {layers[0]: len(layers) for layers in sorted(kinds.values())}
 
 
@@ -214,7 +244,9 @@ def _of_layers(config: Config, layers: list[int]) -> Config:
     count = len(layers)
     if isinstance(config, LlamaConfig):
         return replace(config, num_hidden_layers=count)
-    drafts = config.dspark and replace(config.dspark, target_layer_ids=(count - 1,) * len(config.dspark.target_layer_ids))
+    drafts = config.dspark
+    if drafts is not None:
+        drafts = replace(drafts, target_layer_ids=(count - 1,) * len(drafts.target_layer_ids))
     return replace(
         config,
         num_hidden_layers=count,
@@ -227,9 +259,18 @@ def _of_layers(config: Config, layers: list[int]) -> Config:
 
 def _adapter(c: LlamaConfig, shards: Shards, dtype: torch.dtype) -> Adapter:
     """Without bytes, of a layer's queries, with noise, gate and head norm."""
-    rows, kv_rows, d, E = shards.heads.size, shards.kv_heads.size, c.head_dim, c.hidden_size
-    matrices = (rows * d, E), (kv_rows * d, E), (kv_rows * d, E), (shards.output.size, c.num_attention_heads * d), (rows, E)
-    angles = empty(rows, d // 2)
-    gate = empty(1, E, dtype=dtype), empty(1)
-    made = (empty(*shape, dtype=dtype) for shape in matrices)
-    return Adapter(*made, empty(rows), angles, angles, empty(d), gate, None)
+    H, K, d, E = shards.heads.size, shards.kv_heads.size, c.head_dim, c.hidden_size
+    k, angles = empty(K * d, E, dtype=dtype), empty(H, d // 2)
+    return Adapter(
+        q_proj=empty(H * d, E, dtype=dtype),
+        k_proj=k,
+        v_proj=k,
+        o_proj=empty(shards.output.size, c.num_attention_heads * d, dtype=dtype),
+        lambda_weight=empty(H, E, dtype=dtype),
+        lambda_bias=empty(H),
+        cos=angles,
+        sin=angles,
+        norm=empty(d),
+        gate=(empty(1, E, dtype=dtype), empty(1)),
+        eta_logit=None,
+    )

@@ -24,8 +24,9 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 @cache
 def outline(func: Any) -> Callable[..., Any] | None:
     """What tells the result of an operation; None: torch does."""
-    name = func._schema.name.removeprefix("aten::")
-    if func._schema.is_mutable:
+    schema = func._schema  # noqa: SLF001 (torch has no other word for it)
+    name = schema.name.removeprefix("aten::")
+    if schema.is_mutable:
         return lambda x, *_, **__: x
     if torch.Tag.pointwise in func.tags or name in _POINTWISE:
         return _compared if name in _COMPARED else _pointwise
@@ -71,14 +72,18 @@ def _indexed(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
 def _reduced(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, **_: Any) -> Tensor:  # noqa: FBT001, FBT002
     dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     gone = {at % x.ndim for at in dims}
-    return empty(*(1 if at in gone else size for at, size in enumerate(x.shape) if keepdim or at not in gone), dtype=x.dtype)
+    return empty(
+        *(1 if at in gone else size for at, size in enumerate(x.shape) if keepdim or at not in gone), dtype=x.dtype
+    )
 
 
 def _allocated(shape: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
     return empty(*shape, dtype=dtype or torch.float32)
 
 
-def _allocated_like(x: Tensor, shape: Sequence[int] | None = None, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _allocated_like(
+    x: Tensor, shape: Sequence[int] | None = None, *, dtype: torch.dtype | None = None, **_: Any
+) -> Tensor:
     return empty(*(x.shape if shape is None else shape), dtype=dtype or x.dtype)
 
 
