@@ -43,7 +43,8 @@ def on_meta(ops: Ops, alive: Alive, values: Values) -> Ops:
 
 
 def _told(name: str, op: Callable[..., Any], alive: Alive, values: Values) -> Callable[..., Any]:
-    result, scratch = _RESULTS.get(name, _nothing), scratch_of(op)
+    result: Callable[..., Any] = _RESULTS.get(name, _nothing)
+    scratch = scratch_of(op)
     if scratch is None or name not in _SIZES:
         return result
     sizes = _SIZES[name]

@@ -24,30 +24,32 @@ _PLAIN: Final = {
 _SCALES: Final = {Form.FP8: E8M0, Form.FP8_F32: torch.float32}
 
 
-def weight(form: Form, rows: int, columns: int) -> Weight:
-    """A matrix in a stored form."""
+def stored(form: Form, *shape: int) -> Weight:
+    """A parameter in a stored form, which of a matrix alone may be a narrow one."""
+    if form in _PLAIN:
+        return Dense(empty(*shape, dtype=_PLAIN[form]))
+    rows, columns = shape
     match form:
         case Form.FP8 | Form.FP8_F32:
             scale = empty(-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK), dtype=_SCALES[form])
             return Fp8(empty(rows, columns, dtype=E4M3), scale)
         case Form.FP4:
             return Fp4(empty(rows, columns // 2, dtype=torch.int8), empty(rows, columns // FP4_BLOCK, dtype=E8M0))
-        case Form.NVFP4:
+        case _:
             data, scale = empty(rows, columns // 2, dtype=torch.uint8), empty(rows, columns // NVFP4_BLOCK, dtype=E4M3)
             return NvFp4(data, scale, empty())
-    return Dense(empty(rows, columns, dtype=_PLAIN[form]))
 
 
-def form_of(stored: Weight) -> Form:
-    """The form of a matrix that `weight` made."""
-    match stored:
+def form_of(weight: Weight) -> Form:
+    """The form of a matrix that `stored` made."""
+    match weight:
         case Fp8(_, scale):
             return next(form for form, dtype in _SCALES.items() if dtype == scale.dtype)
         case Fp4():
             return Form.FP4
         case NvFp4():
             return Form.NVFP4
-    return next(form for form, dtype in _PLAIN.items() if dtype == stored.data.dtype)
+    return next(form for form, dtype in _PLAIN.items() if dtype == weight.data.dtype)
 
 
 class MetaWeights:
@@ -63,7 +65,7 @@ class MetaWeights:
         """One matrix."""
         name = self._of_layer(name)
         rows, columns = self.census.demanded[name].shape
-        return weight(self.census.mappings[name].form, self.held(name, rows).size, columns)
+        return stored(self.census.mappings[name].form, self.held(name, rows).size, columns)
 
     def matrices(self, names: Sequence[str], *, together: bool) -> list[Weight]:
         """Several of one shape, those of one form as one."""
@@ -76,7 +78,7 @@ class MetaWeights:
         """Any other parameter, as stored."""
         name = self._of_layer(name)
         rows, *others = self.census.demanded[name].shape
-        return empty(self.held(name, rows).size, *others, dtype=_PLAIN[self.census.mappings[name].form])
+        return stored(self.census.mappings[name].form, self.held(name, rows).size, *others)[0]
 
     vector = operand
 
