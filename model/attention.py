@@ -58,9 +58,10 @@ class Attention:
         cache.write(call, kv)
         beyond = self.beyond_window(read, latent, call, cache)
         del read  # of a long call it is large, and so are these behind it
-        out = self.unrotate(self.attend(q, beyond, call, cache), call)
+        out = self.attend(q, beyond, call, cache)
         del q, beyond
         cache.evict()
+        out = self.unrotate(out, call)
         return self.output(out, call)
 
     def latent(self, x: Input) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +17,8 @@ SLACK: Final = 1 << 16  # bytes of scratch that no op counts: a row of scales, a
 _MODEL: Final = "fathom.model."
 # Of the model's code what is no part of a layer: what it makes is named after who asked for it.
 _PASSED: Final = tuple(f"{_MODEL}{name}" for name in ("observe", "linear", "arithmetic", "ranks.ranks", "call"))
+
+_WIDENED: Final = {torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList}
 
 
 class Moment(NamedTuple):
@@ -67,6 +70,8 @@ class Alive(TorchDispatchMode):
         for x in out if isinstance(out, list | tuple) else (out,):
             if isinstance(x, Tensor) and x.is_meta and _storage(x) not in given:
                 self._made(x)
+        if func in _WIDENED and args[0].dtype == torch.bfloat16:  # by way of a copy, and a result, in fp32
+            self.take((args[0].numel() + out.numel()) * 4)
         return out
 
     def _made(self, x: Tensor) -> None:

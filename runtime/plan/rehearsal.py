@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from math import lcm
 from typing import Any, Final, cast
 
 import torch
@@ -60,6 +61,7 @@ class Rehearsal:
         if formats.variants and census.head is not None:
             variants += (Full(),) * census.head.stages
         self.config, self.formats = _of_layers(config, layers), formats._replace(variants=variants)
+        self.period = 1 if isinstance(config, LlamaConfig) else lcm(*filter(None, config.compress_ratios))
         self.values = Values(*_experts_of(config, self.shards), torch.device(options.device))
         self.alive = Alive(self._answers())
         # of a rank that says nothing to the others, nothing is asked but whether there are some
@@ -113,7 +115,7 @@ class Rehearsal:
             with nullcontext() if listener is None else listening(self.model, {sites.STREAMS: listener}):
                 self.model.logits(self.model(ids, state)[-HEAD_ROWS:])
             if listener is not None:
-                self._draft(listener, context, drafts)
+                self._draft(listener, state.position, drafts)
         return self.alive.largest
 
     def draft(self, position: int) -> Moment:
@@ -152,10 +154,11 @@ class Rehearsal:
             observer.deferred = None
 
     def _state(self, context: int, tokens: int, prompt: int | None) -> State:
-        """A state whose caches are filled up to the call."""
+        """A state filled up to the call, which begins where windows do, so that a longer context takes no less."""
         told = {"prompt": context if prompt is None else prompt} if self.formats.prompted else {}
-        state: State = self.model.new_state(context, tokens, **told)
-        state.position = context - tokens
+        first = -(-(context - tokens) // self.period) * self.period
+        state: State = self.model.new_state(first + tokens, tokens, **told)
+        state.position = first
         for layer, held in enumerate(state.layers):
             if isinstance(held, GqaCache):
                 held.position, variant = state.position, self.formats.variant(layer)
@@ -246,10 +249,12 @@ def _of_layers(config: Config, layers: list[int]) -> Config:
         return replace(config, num_hidden_layers=count)
     drafts = config.dspark
     if drafts is not None:
-        drafts = replace(drafts, target_layer_ids=(count - 1,) * len(drafts.target_layer_ids))
+        read = len(drafts.target_layer_ids)  # what it reads of each lives until the last of them
+        drafts = replace(drafts, target_layer_ids=tuple(max(0, count - read + at) for at in range(read)))
     return replace(
         config,
         num_hidden_layers=count,
+        max_position_embeddings=config.max_position_embeddings + lcm(*filter(None, config.compress_ratios)),
         layer_kinds=tuple(config.layer_kind(layer) for layer in layers),
         compress_ratios=tuple(config.ratio(layer) for layer in layers),
         num_hash_layers=sum(map(config.is_hash, layers)),
