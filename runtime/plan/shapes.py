@@ -96,6 +96,5 @@ _OTHERS: Final[Mapping[str, Callable[..., Any]]] = {
     "any": lambda x, dim: _reduced(x, dim).bool(),
     "mean": _reduced,
     "zeros": _allocated,
-    "full": lambda shape, _, **how: _allocated(shape, **how),
     **dict.fromkeys(("zeros_like", "new_zeros", "new_empty", "empty_like"), _allocated_like),
 }
