@@ -330,10 +330,9 @@ def test_a_call_with_a_head_and_a_draft_take_what_is_planned(wide):
     alone = planner((loaded.model.config, bare), 1, options)
     planned, without = (one.largest(1400, 1024, even=True, few_pass=True).nbytes for one in (of_head, alone))
     assert without < taken + kept <= planned
-    k, rehearsal = min(options.draft_tokens, head.most), of_head.rehearsal
+    k, let_go = min(options.draft_tokens, head.most), sum(rows.nbytes for _, rows in listener.rows)
     drafted = peak_bytes(lambda: head.draft(listener, [*ids.tolist(), 3], len(ids), k, drafts))
-    of_draft = rehearsal.draft(1400).nbytes
-    assert of_draft / 1.5 < drafted <= of_draft
+    assert drafted <= of_head.rehearsal.draft(1400).nbytes <= 1.3 * drafted + let_go
 
 
 # --- what fits
