@@ -218,7 +218,8 @@ class Planner:
     def largest(self, context: int, tokens: int, *, even: bool, few_pass: bool) -> Moment:
         """The largest moment of one call, see `Values`."""
         prompt = None if self.prompt is None else min(self.prompt, context)
-        return self.rehearsal.call(context, tokens, prompt, even=even, few_pass=few_pass)
+        of_v4 = isinstance(self.config, ModelConfig)  # of others no value decides anything
+        return self.rehearsal.call(context, tokens, prompt, even=even and of_v4, few_pass=few_pass and of_v4)
 
     def token(self, context: int, rates: Rates) -> Token | None:
         """What a token after so many positions asks of this rank's device; None but of V4 with full caches."""
@@ -242,10 +243,9 @@ class Planner:
         """
         low, high = 0, self.config.max_position_embeddings  # low fits, what is above high does not
         while low < high:  # a call takes no less at the end of a longer context
-            before = low, high
             low = self._fits(memory, chunk, high, range(low, high))
             high = self._fits(memory, chunk, max(low, 1), range(low, high))
-            if (low, high) == before:
+            if low < high:
                 middle = (low + high + 1) // 2
                 low, high = (middle, high) if self.plan(middle, chunk).needed <= memory else (low, middle - 1)
         return low if low >= (self.prompt or 0) else 0
