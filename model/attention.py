@@ -57,10 +57,12 @@ class Attention:
         q, kv = self.query(latent, call), self.kv(read, call)
         cache.write(call, kv)
         beyond = self.beyond_window(read, latent, call, cache)
-        del read  # of a long call it is large
+        del read  # of a long call it is large, and so are these behind it
         out = self.attend(q, beyond, call, cache)
+        del q, beyond
         cache.evict()
-        return self.output(self.unrotate(out, call), call)
+        out = self.unrotate(out, call)
+        return self.output(out, call)
 
     def latent(self, x: Input) -> Tensor:
         """Normed low-rank query [t, q_lora_rank], which the indexer reads too."""

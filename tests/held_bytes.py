@@ -47,7 +47,7 @@ def held_weights(model: Transformer) -> dict[WeightKind, tuple[int, int]]:
         kind = _kind(path)
         if tensor.untyped_storage().resizable():
             own[kind] += tensor.untyped_storage().nbytes()
-        else:
+        elif "matrices" not in path:  # a stack of experts in a file is a view of what each of them is
             mapped[kind] += tensor.nbytes
     return {kind: (mapped[kind], own[kind]) for kind in _KINDS.values()}
 

@@ -25,12 +25,6 @@ def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Te
     return out
 
 
-def pool_scratch(tokens: int, width: int, series: int) -> int:
-    """Bytes alive at most in `pool` of the windows of so many tokens: the result, were each a window of its own."""
-    del series
-    return tokens * width * 4
-
-
 def side_by_side(x: Tensor) -> Tensor:
     """With its channels side by side."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -47,11 +47,6 @@ def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Te
     return (kv * gate.softmax(dim=1)).sum(dim=1)
 
 
-def pool_scratch(tokens: int, width: int, series: int) -> int:
-    """Bytes alive at most in `pool` of the windows of so many tokens, the result aside: series joined, and products."""
-    return tokens * width * 4 * (8 if series == 2 else 2)
-
-
 def windows(
     kv: Tensor, gate: Tensor, ring: TokenRing, first: int, ratio: int, width: int, pool: Callable[..., Tensor]
 ) -> Iterator[tuple[int, Tensor]]:

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fathom.kernels.compress import cpu
-from fathom.kernels.formats.rows import write
+from fathom.kernels.formats.rows import write, write_scratch
 from fathom.kernels.formats.stored import Fp4Keys, Fp8Entries, Fp8Keys, Rounding, Rows, TokenRing
 from fathom.kernels.formats.triton import (
     E2M1_LARGEST,
@@ -253,9 +253,6 @@ def pool(kv: Tensor, gate: Tensor, previous_kv: Tensor | None, previous_gate: Te
     return out
 
 
-pool_scratch = cpu.pool_scratch  # the result here too
-
-
 def store(rows: Rows, start: int, x: Tensor) -> None:
     """Store `x` [m, d] as rows from `start` on: `kernels.formats.rows.write`, which stores other forms."""
     if not isinstance(rows, Fp8Entries | Fp8Keys | Fp4Keys):
@@ -270,6 +267,11 @@ def store(rows: Rows, start: int, x: Tensor) -> None:
             x.contiguous(), values, tail, scales, start, width, tail.shape[-1], scales.shape[-1],
             BLOCK=_block(width, rows), FORM=form, UPCAST=UPCAST, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
+
+
+def store_scratch(vectors: int, width: int, form: str) -> int:
+    """Bytes allocated in `store` of so many rows."""
+    return write_scratch(vectors, width, form) if form in ("coded", "based") else 0
 
 
 def _block(width: int, rows: Rows) -> int:

@@ -74,26 +74,6 @@ def _of_one_form(*stacks: Stack) -> bool:
     return all(not isinstance(stacked, Apart) or stacked.alike for stacked in stacks)
 
 
-def experts_scratch(
-    tokens: int,
-    slots: int,
-    experts: int,
-    hidden: int,
-    inner: int,
-    form: str,
-    item: int,
-    *,
-    deployed: bool,
-    summed: bool = True,
-) -> int:
-    """Bytes alive at most in `experts` of up to FEW tokens, the result included: it, and inputs in fp32.
-
-    Not summed: the same of up to FEW pairs, beside their inputs and their outputs.
-    """
-    del experts, inner, form, deployed
-    return tokens * hidden * 8 if summed else tokens * slots * hidden * (8 + 2 * item)
-
-
 def _places(stacked: Stack) -> tuple[Any, Any]:
     """Addresses, flat, and factors of all matrices."""
     if isinstance(stacked, Apart):

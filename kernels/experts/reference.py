@@ -65,11 +65,6 @@ def sum_slots(y: Tensor, ids: Tensor) -> Tensor:
     return out
 
 
-def sum_slots_scratch(tokens: int, slots: int, hidden: int, item: int) -> int:
-    """Bytes alive at most in `sum_slots`, the result included: it, an output of each token, ids in order."""
-    return tokens * (hidden * (4 + item + 4 * (item < 4)) + 8 * (2 * slots + 1))
-
-
 def of_pairs(
     experts: Callable[..., Tensor], x: Tensor, ids: Tensor, weights: Tensor, w1: Stack, *given: Any, **how: Any
 ) -> Tensor:

@@ -496,12 +496,6 @@ def sum_slots(y: Tensor, ids: Tensor) -> Tensor:
     return out
 
 
-def sum_slots_scratch(tokens: int, slots: int, hidden: int, item: int) -> int:
-    """Bytes allocated in `sum_slots`: the result."""
-    del slots, item
-    return tokens * hidden * 4
-
-
 def experts_scratch(
     tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool,
     summed: bool = True,

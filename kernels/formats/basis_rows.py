@@ -72,6 +72,12 @@ def write(rows: BasisRows, start: int, x: Tensor) -> None:
     coded_rows.write(part.rope, 0, torch.where(usable, rope, float("nan")))
 
 
+def write_scratch(vectors: int, width: int) -> int:
+    """Bytes alive at most in `write` of so many rows: exact products, and what a gain loses."""
+    gains = len(GAINS) * min(vectors, ROWS) * width * 16
+    return vectors * width * 8 + max(vectors * width * 40 + width**2 * 8, gains)
+
+
 def project(keys: EigenKeys, x: Tensor) -> Tensor:
     """Coefficients of rows x [m, p] in a square basis, [m, p] float32; no bit depends on the rows beside a row."""
     centred = (x.float() - keys.mean.float()).double()

@@ -185,6 +185,16 @@ def write(rows: Rows, start: int, x: Tensor) -> None:
             part.copy_(x)
 
 
+def write_scratch(vectors: int, width: int, form: str) -> int:
+    """Bytes alive at most in `write` of so many rows, in a form named as `kernels.attention.cpu.attend_scratch` does.
+
+    Of bfloat16 rows, of which each of a few steps makes numbers of four bytes.
+    """
+    if form == "based":
+        return basis_rows.write_scratch(vectors, width)
+    return vectors * width * {"dtype": 0, "fp8": 11, "fp4": 35, "coded": 31}[form]
+
+
 def _packed(x: Tensor) -> Tensor:
     """Round [m, d] to E2M1 and pack: [m, d / 2] uint8."""
     value = round_e2m1(x.clamp(-E2M1_MAX, E2M1_MAX))

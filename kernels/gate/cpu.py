@@ -62,14 +62,6 @@ def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, T
     return ids, weights
 
 
-def route_scratch(tokens: int, experts: int) -> int:
-    """Bytes alive at most in `route` or `route_weights`: the results, of as many as all experts."""
-    return tokens * experts * 12
-
-
-route_weights_scratch = route_scratch
-
-
 def route_weights(logits: Tensor, ids: Tensor, scale: float) -> Tensor:
     """Weights of given experts: `kernels.gate.reference.route_weights`."""
     (t, experts), k = logits.shape, ids.shape[1]

@@ -36,11 +36,6 @@ def route(logits: Tensor, bias: Tensor, k: int, scale: float) -> tuple[Tensor, T
     return ids, route_weights(logits, ids, scale)
 
 
-def route_scratch(tokens: int, experts: int) -> int:
-    """Bytes alive at most in `route` or `route_weights`, the results included: scores, biased ones, and their order."""
-    return tokens * experts * 16
-
-
 def route_weights(logits: Tensor, ids: Tensor, scale: float) -> Tensor:
     """Weights of given experts `ids` [t, k], as in `route`: [t, k] float32. Hash layers bring their own ids."""
     chosen = functional.softplus(logits).sqrt().gather(1, ids)

@@ -140,8 +140,3 @@ def gate(
         UPCAST=UPCAST, num_warps=along.warps, enable_fp_fusion=False,
     )  # fmt: skip
     return ids, weights
-
-
-def route_scratch(tokens: int, experts: int) -> int:
-    """Bytes allocated in `route` or `route_weights`, at most: ids and weights, of no more than all experts."""
-    return tokens * experts * 12

@@ -261,12 +261,6 @@ def collapse(streams: Tensor, pre: Tensor) -> Tensor:
     return out
 
 
-def collapse_scratch(tokens: int, streams: int, hidden: int, item: int) -> int:
-    """Bytes alive at most in `collapse`: the result."""
-    del streams
-    return tokens * hidden * item
-
-
 def read_streams(
     streams: Tensor,
     fn: Tensor,
@@ -305,8 +299,3 @@ def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         array(post.contiguous()), array(comb.contiguous()), array(out),
     )  # fmt: skip
     return out
-
-
-def expand_scratch(tokens: int, streams: int, hidden: int, item: int) -> int:
-    """Bytes alive at most in `expand`: the result."""
-    return tokens * streams * hidden * item

@@ -63,14 +63,3 @@ def expand(y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
             y.contiguous(), streams, post.contiguous(), comb.contiguous(), new, d, **constants, enable_fp_fusion=False
         )
     return new
-
-
-def collapse_scratch(tokens: int, streams: int, hidden: int, item: int) -> int:
-    """Bytes allocated in `collapse`: the result."""
-    del streams
-    return tokens * hidden * item
-
-
-def expand_scratch(tokens: int, streams: int, hidden: int, item: int) -> int:
-    """Bytes allocated in `expand`: the result."""
-    return tokens * streams * hidden * item

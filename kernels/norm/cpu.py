@@ -61,8 +61,3 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     factors = NONE if weight is None else kept_array(weight)
     _norm(array(x), x.numel() // max(1, columns), columns, factors, eps, array(out))
     return out
-
-
-def rms_norm_scratch(vectors: int, width: int, item: int) -> int:
-    """Bytes alive at most in `rms_norm`: the result."""
-    return vectors * width * item

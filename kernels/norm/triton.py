@@ -32,8 +32,3 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
         constants = {"WEIGHTED": weight is not None, "BLOCK": block, "UPCAST": UPCAST}
         _rms_norm[(rows,)](x, weight, out, columns, eps, **constants, num_warps=warps, enable_fp_fusion=False)
     return out
-
-
-def rms_norm_scratch(vectors: int, width: int, item: int) -> int:
-    """Bytes allocated in `rms_norm`: the result."""
-    return vectors * width * item

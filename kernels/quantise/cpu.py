@@ -138,14 +138,6 @@ def simulate_fp4(x: Tensor, group: int = 32) -> Tensor:
     return _simulated(x, group, E2M1)
 
 
-def simulate_fp8_scratch(numbers: int, item: int) -> int:
-    """Bytes alive at most in `simulate_fp8` or `simulate_fp4`: the result."""
-    return numbers * item
-
-
-simulate_fp4_scratch = simulate_fp8_scratch
-
-
 def _simulated(x: Tensor, group: int, form: tuple[float, ...]) -> Tensor:
     width = x.shape[-1]
     assert width % group == 0, f"{width} columns are no multiple of the group of {group}"
@@ -193,14 +185,6 @@ def round_index(x: Tensor, group: int) -> Tensor:
     """Transform `x` [..., d] and round it to E2M1 blocks: `kernels.quantise.reference.RoundIndex`."""
     assert x.shape[-1] % group == 0, f"{x.shape[-1]} columns are no multiple of the group of {group}"
     return _transformed(x, group)
-
-
-def hadamard_scratch(vectors: int, width: int, item: int) -> int:
-    """Bytes alive at most in `hadamard` or `round_index`: the result, and two rows of each of up to 64 threads."""
-    return vectors * width * item + 64 * 2 * width * 4
-
-
-round_index_scratch = hadamard_scratch
 
 
 def _transformed(x: Tensor, group: int) -> Tensor:

@@ -152,12 +152,6 @@ def hadamard(x: Tensor) -> Tensor:
     return (x.float() @ matrix * scale).to(x.dtype)
 
 
-def hadamard_scratch(vectors: int, width: int, item: int) -> int:
-    """Bytes alive at most in `hadamard`, the result included: fp32 twice and the matrix, built of halves."""
-    del item
-    return max(8 * vectors * width + 4 * width**2, 9 * width**2)
-
-
 @dataclass(frozen=True, slots=True)
 class RoundIndex:
     """Round index queries or keys as they are cached. Of an op set's own parts."""

@@ -87,14 +87,3 @@ def norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: 
         kept_array(cos), kept_array(sin), half, kv_group, E4M3, array(out),
     )  # fmt: skip
     return out
-
-
-def rotate_scratch(tokens: int, heads: int, width: int, rope: int, item: int) -> int:
-    """Bytes alive at most in `rotate`: the result."""
-    del rope
-    return tokens * heads * width * item
-
-
-def norm_rotate_scratch(tokens: int, heads: int, width: int, item: int) -> int:
-    """Bytes alive at most in `norm_rotate`: the result."""
-    return tokens * heads * width * item

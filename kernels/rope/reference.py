@@ -121,11 +121,6 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def rotate_halves_scratch(numbers: int, item: int) -> int:
-    """Bytes alive at most in `rotate_halves`, the result included: at its end fp32 twice, and the input widened."""
-    return numbers * (8 if item == 4 else 12)
-
-
 @dataclass(frozen=True, slots=True)
 class NormRotate:
     """Norm, rotate and round queries, window KV or compressed rows. Of an op set's own parts."""

@@ -50,8 +50,3 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Ten
     factors = NONE if weight is None else array(weight.contiguous())
     _activate(array(gate), array(up), *gate.shape, limit, factors, array(out))
     return out
-
-
-def swiglu_scratch(numbers: int, item: int) -> int:
-    """Bytes alive at most in `swiglu` of so many numbers of gate and of up: the result."""
-    return numbers * item

@@ -64,8 +64,3 @@ def swiglu(gate: Tensor, up: Tensor, limit: float, weight: Tensor | None) -> Ten
             float(limit), WEIGHTED=weight is not None, BLOCK=BLOCK, UPCAST=UPCAST, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return out
-
-
-def swiglu_scratch(numbers: int, item: int) -> int:
-    """Bytes allocated in `swiglu`: the result."""
-    return numbers * item

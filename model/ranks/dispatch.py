@@ -147,12 +147,16 @@ def parts_of(tokens: int, ranks: int, share: float) -> list[int]:
     return [tokens - second, second] if second > FEW and second * share >= EACH else [tokens]
 
 
+def together(ranks: int, share: float) -> int:
+    """Tokens of all ranks from which on they always travel in halves; `share` as of `parts_of`."""
+    return int(2 * max(FEW + 1, EACH / share)) + ranks
+
+
 def tables(tokens: int, ranks: int, slots: int, experts: int, row: int) -> list[Table]:
     """What a rank is sent in calls of up to so many tokens: inputs of each half, then outputs, a row of bytes each."""
     share = slots / experts
-    together = int(2 * max(FEW + 1, EACH / share)) + ranks  # more always go in halves
     parts = parts_of(tokens, ranks, share)
-    sizes = [max(parts[0], min(tokens, together)), *parts[1:], *[0] * (HALVES - len(parts))]
+    sizes = [max(parts[0], min(tokens, together(ranks, share))), *parts[1:], *[0] * (HALVES - len(parts))]
     return [*(Table(n, row) for n in sizes), *(Table(slots * -(-n // ranks), row) for n in sizes)]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, Weight, rows
 from fathom.kernels.ops import Ops
 from fathom.model.linear import Embedding, GroupedLinear, Linear, OutputLinear, Reader
+from fathom.model.moe import MoE
 from fathom.model.transformer import Transformer
 
 # Official names to attributes, applied in this order to a name without its ".weight".
@@ -36,6 +37,7 @@ class Held:
 
     holder: Any
     attribute: str
+    stacked: MoE | None = None  # that reads the matrix of a routed expert from a stack of its own
 
     @property
     def value(self) -> Weight | Tensor:
@@ -46,6 +48,8 @@ class Held:
     def put(self, value: Weight | Tensor) -> None:
         """Let the model hold something else."""
         setattr(self.holder, self.attribute, value)
+        if self.stacked is not None:
+            self.stacked.stack()
 
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that make it up: values, and scales where there are some."""
@@ -61,7 +65,9 @@ def find(model: Transformer, name: str) -> Held | None:
         path = path.replace(official, ours)
     *steps, attribute = path.split(".")
     holder: Any = model
+    stacked = None
     for step in steps:
+        stacked = holder if isinstance(holder, MoE) and step == "experts" else stacked
         if step.isdigit():
             if int(step) >= len(holder):
                 return None
@@ -73,7 +79,7 @@ def find(model: Transformer, name: str) -> Held | None:
     value = getattr(holder, attribute, None)
     if isinstance(value, Linear | OutputLinear | Reader | Embedding):
         holder, attribute, value = value, "weight", value.weight
-    return Held(holder, attribute) if isinstance(value, _KINDS) else None
+    return Held(holder, attribute, stacked) if isinstance(value, _KINDS) else None
 
 
 _KINDS = (Tensor, Dense, Fp8, Fp4, NvFp4)

@@ -6,15 +6,19 @@ experts comes back by itself. How many ranks that is follows from a token's expe
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import comb
 from typing import Final, NamedTuple
 
 from fathom.kernels.experts.reference import FEW
 from fathom.kernels.formats.groups import LINEAR_GROUP
+from fathom.model.arithmetic import CODED
+from fathom.model.checkpoint.tensor_mapping import ROUNDED, Form
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.ranks.dispatch import parts_of
-from fathom.model.ranks.ranks import KEPT
-from fathom.runtime.plan.call import F32, I64, Call
+from fathom.model.ranks.ranks import KEPT, AxisShard, Shards
+from fathom.model.rounding import FP8, Rounding
+from fathom.runtime.plan.weights import F32, I64, Matrices
 
 EXCHANGE: Final = 10e-6  # seconds of a collective of NCCL in a graph, whose bytes are few; assumed
 # Matrices whose inputs ranks exchange: those that rows go to, and those behind SwiGLU
@@ -22,6 +26,39 @@ ROUTED_UP: Final = "ffn.experts.w1", "ffn.experts.w3"
 UP: Final = (*ROUTED_UP, "ffn.shared_experts.w1", "ffn.shared_experts.w3")
 DOWN: Final = "ffn.experts.w2", "ffn.shared_experts.w2"
 TOLD, DISPATCH, COMBINE = "experts, ids and weights", "experts, dispatch", "experts, combine"
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a model on one rank, and what its bytes and products depend on."""
+
+    matrices: Matrices  # of this rank, as they are stored
+    item: int  # bytes of an activation
+    rounding: Rounding
+    shards: Shards  # this rank's
+    ranks: int
+    tokens: AxisShard  # of the call: this rank's between attentions
+    context: int  # positions that the caches hold
+    fp8_scores: bool  # whether index queries are rounded to E4M3
+
+    @property
+    def t(self) -> int:
+        """Tokens of the call."""
+        return self.tokens.total
+
+    @property
+    def m(self) -> int:
+        """Those of this rank between attentions."""
+        return self.tokens.size
+
+    def rounds(self, form: Form) -> bool:
+        """Whether inputs of linears in this form are rounded to FP8."""
+        return self.rounding.linears == FP8 and form in ROUNDED
+
+    def in_codes(self, columns: int, *names: str) -> bool:
+        """Whether ranks exchange the inputs of matrices of these names as codes, so many columns on each."""
+        coded = all(self.rounds(form) for name in names for form, _, _ in self.matrices[name])
+        return self.t > CODED and columns % LINEAR_GROUP == 0 and coded
 
 
 class Exchange(NamedTuple):

@@ -7,35 +7,38 @@ say they take, so close that on a CPU a process's peak is within 5 % of the plan
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
 import torch
 
+from fathom.kernels.experts.reference import FEW
 from fathom.kernels.ops import CPU
 from fathom.model.architectures import Config
 from fathom.model.cache import window
 from fathom.model.cache.gqa import KvHeads
 from fathom.model.checkpoint.census import Census
 from fathom.model.choices import EXACT, FP8_SCORES
-from fathom.model.config import ModelConfig
+from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.draft import DraftState, draft_caches
 from fathom.model.llama.adapters import adapters_nbytes
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.observe.invariants import CELLS
-from fathom.model.ranks.dispatch import tables
+from fathom.model.ranks.dispatch import tables, together
 from fathom.model.ranks.ranks import SPLIT_FROM, AxisShard, evenly, splits, undivided
 from fathom.model.state import layer_caches
 from fathom.model.variants.choice import Full
 from fathom.runtime.arithmetic import cache_formats
 from fathom.runtime.op_sets import of_triton
 from fathom.runtime.options import RunOptions
-from fathom.runtime.plan import llama, v4
-from fathom.runtime.plan.call import F32, I64, Call, Moment
+from fathom.runtime.plan.alive import Moment
+from fathom.runtime.plan.exchanges import Call
 from fathom.runtime.plan.gpus import Rates
 from fathom.runtime.plan.prefill import Prefill, prefill
+from fathom.runtime.plan.rehearsal import Rehearsal
 from fathom.runtime.plan.token import Token, token
-from fathom.runtime.plan.weights import WeightKind, Weights, matrices, total, weights
+from fathom.runtime.plan.weights import F32, I64, WeightKind, Weights, matrices, total, weights
 from fathom.runtime.sharding import ShardingPlan
 
 # Beside tensors. Of a GPU: CUDA's context, cuBLAS's workspaces, NCCL's buffers, and gaps between blocks; assumed, not
@@ -116,20 +119,26 @@ class Planner:
             assert isinstance(config, LlamaConfig), "other models have none"
             size = adapters_nbytes(Path(options.coda_adapters), config, sharding.ranks[rank])
             self.weights[WeightKind.ADAPTERS] = Weights(size, own=size)
-        ops = of_triton(options, config) if backend == "triton" else CPU
-        self.call = Call(
-            ops=ops,
-            matrices=matrices(census, sharding, rank),
-            formats=cache_formats(options, config),
+        self.ops = of_triton(options, config) if backend == "triton" else CPU
+        self.formats = cache_formats(options, config)
+
+    @cached_property
+    def rehearsal(self) -> Rehearsal:
+        """The model without bytes."""
+        return Rehearsal(self.config, self.census, self.sharding, self.rank, self.options, self.ops)
+
+    @cached_property
+    def call(self) -> Call:
+        """A call of one token."""
+        options = self.options
+        return Call(
+            matrices=matrices(self.census, self.sharding, self.rank),
+            item=self.formats.dtype.itemsize,
             rounding=options.rounding,
-            device=torch.device(options.device),
-            shards=sharding.ranks[rank],
-            ranks=sharding.size,
+            shards=self.sharding.ranks[self.rank],
+            ranks=self.sharding.size,
             tokens=undivided(1),
             context=1,
-            prompt=None,
-            even=False,
-            few_pass=False,
             fp8_scores=options.index_scores == FP8_SCORES,
         )
 
@@ -141,18 +150,13 @@ class Planner:
         """
         asked = chunk or self.options.prefill_chunk
         chunk = min(asked, context)
-        # what calls take grows with their tokens, but where an op changes over and where ranks begin to share them out
-        sizes = {1 << power for power in range(chunk.bit_length())} | {chunk}
-        sizes |= {min(chunk, SPLIT_FROM * self.sharding.size - 1)}
-        call, typical_call = (
-            max((self.largest(context, n, even=usual, few_pass=usual) for n in sizes), key=lambda one: one.nbytes)
-            for usual in (False, True)
-        )
         held = self.tables(asked)
+        call, typical_call = (self._of_any_size(context, chunk, usual=usual) for usual in (False, True))
         call, typical_call = (one._replace(parts=one.parts | held) for one in (call, typical_call))
         host = untiled = 0
         if isinstance(self.config, ModelConfig):
-            untiled = v4.untiled_scores(self.config, chunk, context)
+            ratios = [self.config.ratio(at) for at, kind in enumerate(self.config.layer_kinds) if kind is LayerKind.CSA]
+            untiled = chunk * (context // min(ratios)) * F32 if ratios else 0
             if self.options.device == "cpu":
                 ring_rows = window.rows(self.config.sliding_window, chunk, self.options.draft_tokens)
                 host = self.config.num_hidden_layers * ring_rows * POSITION
@@ -173,14 +177,27 @@ class Planner:
             untiled=untiled,
         )
 
+    def _of_any_size(self, context: int, chunk: int, *, usual: bool) -> Moment:
+        """The largest moment of calls of up to `chunk` tokens.
+
+        What they take grows with their tokens, but where an op changes over, ranks begin to share tokens out, or these
+        begin to travel in halves.
+        """
+        shared, halved = SPLIT_FROM * self.sharding.size - 1, chunk
+        if isinstance(self.config, ModelConfig):
+            halved = together(self.sharding.size, self.config.num_experts_per_tok / self.config.n_routed_experts)
+        sizes = {min(chunk, size) for size in (1, FEW, shared, halved, chunk)}
+        return max((self.largest(context, n, even=usual, few_pass=usual) for n in sizes), key=lambda one: one.nbytes)
+
     def tables(self, chunk: int) -> dict[str, int]:
         """Bytes of the tables into which ranks write each other's rows, made for calls of up to so many tokens."""
-        c, one = self.config, self.call
-        if self.options.device != "cuda" or not one.shards.experts.split or not isinstance(c, ModelConfig):
+        c, ranks, split = self.config, self.sharding.size, self.sharding.ranks[self.rank].experts.split
+        if self.options.device != "cuda" or not split or not isinstance(c, ModelConfig):
             return {}
-        if not splits(self.options.rank_tokens, chunk, one.ranks):
+        if not splits(self.options.rank_tokens, chunk, ranks):
             return {}
-        held = tables(chunk, one.ranks, c.num_experts_per_tok, c.n_routed_experts, c.hidden_size * one.item)
+        row = c.hidden_size * self.formats.dtype.itemsize
+        held = tables(chunk, ranks, c.num_experts_per_tok, c.n_routed_experts, row)
         return {"tables that ranks write into": sum(table.nbytes for table in held)}
 
     def graph(self, context: int) -> int:
@@ -190,26 +207,19 @@ class Planner:
         at; with the logits and the cells of these, which are read when it has run. What torch's allocator takes for a
         pool beyond its tensors, in segments of 2 and 20 MiB, is the reserve's.
         """
-        full = all(isinstance(variant, Full) for variant in self.call.formats.variants)
+        full = all(isinstance(variant, Full) for variant in self.formats.variants)
         captured = self.options.device == "cuda" and self._backend == "triton" and full and self.head is None
         if not captured or not isinstance(self.config, ModelConfig):
             return 0
-        one = self._of(context, 1, even=False, few_pass=False)
         cells = CELLS * (self.config.num_hidden_layers + 1) * I64
         buffers = self.config.vocab_size * F32 + cells
-        return v4.largest(self.config, one).nbytes + v4.deferred(self.config, one) + buffers
+        return self.rehearsal.graph(context) + buffers
 
     def largest(self, context: int, tokens: int, *, even: bool, few_pass: bool) -> Moment:
-        """The largest moment of one call, see `Call`."""
-        call = self._of(context, tokens, even=even, few_pass=few_pass)
-        if isinstance(self.config, LlamaConfig):
-            return llama.largest(self.config, call, adapters=self.options.coda_adapters is not None)
-        return v4.largest(self.config, call, self.head, self.options.draft_tokens)
-
-    def _of(self, context: int, tokens: int, *, even: bool, few_pass: bool) -> Call:
+        """The largest moment of one call, see `Values`."""
         prompt = None if self.prompt is None else min(self.prompt, context)
-        sizes = {"tokens": self._tokens(tokens), "context": context, "prompt": prompt}
-        return replace(self.call, **sizes, even=even, few_pass=few_pass)  # type: ignore[arg-type]
+        of_v4 = isinstance(self.config, ModelConfig)  # of others no value decides anything
+        return self.rehearsal.call(context, tokens, prompt, even=even and of_v4, few_pass=few_pass and of_v4)
 
     def token(self, context: int, rates: Rates) -> Token | None:
         """What a token after so many positions asks of this rank's device; None but of V4 with full caches."""
@@ -223,7 +233,7 @@ class Planner:
         `parts`: in how many parts tokens travel to whole experts; None: in as many as they do.
         """
         assert isinstance(self.config, ModelConfig), "of other models nothing is counted"
-        call = self._of(context, tokens, even=True, few_pass=True)
+        call = replace(self.call, tokens=self._tokens(tokens), context=context)
         return prefill(self.config, call, rates, exact=self.options.fp8_products == EXACT, parts=parts)
 
     def largest_context(self, memory: int, chunk: int | None = None) -> int:
@@ -231,8 +241,24 @@ class Planner:
 
         0 where none does, or the prompt does not.
         """
-        found = most(lambda n: self.plan(n, chunk).needed <= memory, self.config.max_position_embeddings)
-        return found if found >= (self.prompt or 0) else 0
+        low, high = 0, self.config.max_position_embeddings  # low fits, what is above high does not
+        while low < high:  # a call takes no less at the end of a longer context
+            low = self._fits(memory, chunk, high, range(low, high))
+            high = self._fits(memory, chunk, max(low, 1), range(low, high))
+            if low < high:
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if self.plan(middle, chunk).needed <= memory else (low, middle - 1)
+        return low if low >= (self.prompt or 0) else 0
+
+    def _fits(self, memory: int, chunk: int | None, calls: int, among: range) -> int:
+        """The most positions `among` these and the next that fit, were a call what it is at the end of `calls` ones."""
+        plan, asked = self.plan(calls, chunk), chunk or self.options.prefill_chunk
+
+        def needed(context: int) -> int:
+            caches = sum(sum(parts.values()) for parts in self._caches(context, min(asked, context))[1].values())
+            return plan.needed - plan.cache_bytes + caches
+
+        return among.start + most(lambda more: needed(among.start + more) <= memory, len(among))
 
     def largest_chunk(self, memory: int, context: int) -> int:
         """Most tokens of a call with which a context fits in so many bytes; 0 where not even one does."""
@@ -244,7 +270,7 @@ class Planner:
         Of a prompt that is not known, the length that takes most: it takes some bytes for each token of the prompt and
         others for each that follows, so the most at one of the ends.
         """
-        formats, found, heads = self.call.formats, [], KvHeads(self.call.shards.kv_heads)
+        formats, found, heads = self.formats, [], KvHeads(self.sharding.ranks[self.rank].kv_heads)
         rewind = self.options.draft_tokens
         told = (0, context) if self.prompt is None else (min(self.prompt, context),)
         for prompt in told if formats.prompted else (None,):

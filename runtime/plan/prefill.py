@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 from fathom.model.config import LayerKind, ModelConfig
-from fathom.runtime.plan.call import Call
-from fathom.runtime.plan.exchanges import COMBINE, DISPATCH, Exchange, exchanges, parts_of_call
+from fathom.runtime.plan.exchanges import COMBINE, DISPATCH, Call, Exchange, exchanges, parts_of_call
 from fathom.runtime.plan.fullest import pairs
 from fathom.runtime.plan.gpus import Rates
 from fathom.runtime.plan.weights import stored_bytes

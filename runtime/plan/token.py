@@ -16,11 +16,10 @@ from typing import Final, NamedTuple
 from fathom.model.choices import ROWS, WHOLE
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.rope import rotated_as
-from fathom.runtime.plan.call import I64, Call
-from fathom.runtime.plan.exchanges import EXCHANGE, Exchange, compared_tensors, exchanges
+from fathom.runtime.plan.exchanges import EXCHANGE, Call, Exchange, compared_tensors, exchanges
 from fathom.runtime.plan.fullest import pairs
 from fathom.runtime.plan.gpus import Rates
-from fathom.runtime.plan.weights import WeightKind, Weights, stored_bytes
+from fathom.runtime.plan.weights import I64, WeightKind, Weights, stored_bytes
 
 LAUNCH: Final = 1.5e-6  # seconds of a node of a graph; assumed
 # Nodes of a captured layer on one rank, tripwires among them, in deployed numerics with caches in FP8 and FP4; and of

@@ -9,25 +9,20 @@ import math
 from collections import Counter
 from collections.abc import Collection, Mapping
 from enum import StrEnum
+from functools import cache
 from typing import Final, NamedTuple
 
-from fathom.kernels.formats.groups import FP4_BLOCK, FP8_BLOCK, NVFP4_BLOCK
 from fathom.model.architectures import Config
 from fathom.model.checkpoint.census import Census
 from fathom.model.checkpoint.tensor_mapping import Form
 from fathom.model.llama.config import LlamaConfig
 from fathom.model.rope import rotated_as
-from fathom.runtime.plan.call import F32, I64, Matrices
+from fathom.runtime.plan.meta_weights import stored
 from fathom.runtime.sharding import ShardingPlan
 
-# Bytes of the values of one weight, or fewer where two share one; and of a scale, with the rows and columns it is for.
-_VALUES: Final = {
-    Form.FP8: (1, 1, FP8_BLOCK, FP8_BLOCK),
-    Form.FP8_F32: (1, 4, FP8_BLOCK, FP8_BLOCK),
-    Form.FP4: (0.5, 1, 1, FP4_BLOCK),
-    Form.NVFP4: (0.5, 1, 1, NVFP4_BLOCK),
-}
-_PLAIN: Final = {Form.BF16: 2, Form.F16: 2, Form.F32: F32, Form.I64: I64, Form.I32: 4}
+F32, I64 = 4, 8  # bytes
+# By name without layer and expert: form, rows and columns, and how many there are of these
+Matrices = Mapping[str, Mapping[tuple[Form, int, int], int]]
 
 
 class WeightKind(StrEnum):
@@ -73,16 +68,10 @@ class Weights(NamedTuple):
     whole: int = 0  # of `stored`, what every other rank stores too
 
 
+@cache
 def stored_bytes(form: Form, shape: tuple[int, ...]) -> int:
     """Bytes of a parameter of this shape with its scales, as the checkpoint stores it; without rows it has none."""
-    if 0 in shape:
-        return 0
-    if form in _PLAIN:
-        return math.prod(shape) * _PLAIN[form]
-    value, scale, block_rows, block_columns = _VALUES[form]
-    rows, columns = shape
-    scales = -(-rows // block_rows) * -(-columns // block_columns) * scale
-    return int(rows * columns * value) + scales + (F32 if form is Form.NVFP4 else 0)
+    return 0 if 0 in shape else sum(plane.nbytes for plane in stored(form, *shape))
 
 
 def weights(
@@ -98,15 +87,15 @@ def weights(
         parameter = census.demanded[name]
         shard = sharding.rows(name, parameter.shape[0], rank)
         shape = (shard.size, *parameter.shape[1:])
-        stored = own = stored_bytes(mapping.form, shape)
+        as_stored = own = stored_bytes(mapping.form, shape)
         # a vector in BF16 is a norm; other tensors in BF16 are operands of products, as stored
         wide = {"f32": F32, "i64": I64, "bf16": F32 if len(shape) == 1 else None}.get(parameter.kind)
         if wide is not None:
             own = math.prod(shape) * wide
         replicated = sharding.size > 1 and not shard.split
-        view = stored if mapped and own == stored else 0
+        view = as_stored if mapped and own == as_stored else 0
         kind = next((kind for part, kind in _PARTS.items() if part in name), WeightKind.EMBEDDING)
-        found[kind].append(Weights(stored, view, 0 if view else own, stored if replicated else 0))
+        found[kind].append(Weights(as_stored, view, 0 if view else own, as_stored if replicated else 0))
     if isinstance(config, LlamaConfig):
         found[WeightKind.ROTARY].append(Weights(own=config.head_dim // 2 * F32))
         return {kind: _sum(parts) for kind, parts in found.items() if parts}

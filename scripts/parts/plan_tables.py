@@ -208,7 +208,7 @@ def by_ranks(args: argparse.Namespace, subject: Subject, options: RunOptions) ->
 def _planner(subject: Subject, sharding: ShardingPlan, options: RunOptions, rank: int) -> Planner:
     """Return a rank's planner; ConfigError for drafts that no run would make."""
     planner = Planner(subject.config, subject.counted, sharding, options, rank, planned(options), subject.prompt)
-    check_draft(subject.config, options, planner.call.ops)
+    check_draft(subject.config, options, planner.ops)
     return planner
 
 
@@ -245,7 +245,7 @@ def summary(subject: Subject, planner: Planner, plans: Sequence[Plan], memory: i
         "needed": plan.needed,
         "needed_by_rank": [one.needed for one in plans],
         "not_split": list(planner.sharding.replicated),
-        "caches_split": planner.call.shards.kv_heads.split,
+        "caches_split": planner.sharding.ranks[planner.rank].kv_heads.split,
         "memory": memory,
         "fits": None if memory is None else plan.needed <= memory,
         "largest_context": None if memory is None else planner.largest_context(memory),

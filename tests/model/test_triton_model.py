@@ -17,7 +17,7 @@ from fathom.probes.shared.alive import peak_alive
 from fathom.probes.subject import Subject
 from fathom.runtime.load import load, load_any
 from fathom.runtime.options import RunOptions
-from fathom.runtime.plan.call import SLACK
+from fathom.runtime.plan.alive import SLACK
 from fathom.runtime.plan.planner import Planner
 from fathom.runtime.statefile import snapshot
 from tests.coda_adapters import adapted, write_safetensors

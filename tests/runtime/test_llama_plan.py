@@ -8,19 +8,19 @@ from safetensors.torch import save_file
 
 from fathom.kernels.formats import product_quantise
 from fathom.kernels.ops import CPU
-from fathom.kernels.rope.reference import rotate_halves_scratch
 from fathom.model.cache.gqa import Heads, KvShape, all_heads
 from fathom.model.errors import CapacityError
 from fathom.model.llama.adapters import shapes
 from fathom.model.llama.census import census, parameters
 from fathom.model.llama.config import LlamaConfig
-from fathom.model.variants.choice import Full, GroupedCoda, GroupedShard
+from fathom.model.variants.choice import GroupedCoda, GroupedShard
 from fathom.model.variants.grouped import CodaLayer, ShardLayer
 from fathom.runtime import memory
 from fathom.runtime.arithmetic import DTYPES
 from fathom.runtime.load import load_any
 from fathom.runtime.options import RunOptions
-from fathom.runtime.plan.llama import attend
+from fathom.runtime.plan.grouped import attending
+from fathom.runtime.plan.meta_ops import scratch_of
 from fathom.runtime.plan.planner import Planner
 from fathom.runtime.sharding import sharding_plan
 from tests.llama_configs import LLAMA_3_1_8B
@@ -46,27 +46,14 @@ def planner(loaded, options, prompt=None):
     return Planner(config, loaded.census, sharding_plan(config, 1), options, 0, "cpu", prompt)
 
 
-def attending(saved, dtype, variant, tokens, heads, kv_heads, d, context):
-    """What the plan says of a variant's `attend`."""
-    call = planner(load_ours(saved), RunOptions("plain", dtype)).call
-    return attend(call, variant, tokens, heads, kv_heads, d, context)
-
-
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(("t", "H", "K", "d", "first"), [(512, 8, 2, 64, 512), (1, 8, 2, 64, 9000), (64, 4, 4, 128, 0)])
-def test_attention_takes_what_is_planned(saved, dtype, t, H, K, d, first):
+def test_attention_takes_what_is_planned(dtype, t, H, K, d, first):
     q, n = torch.randn(t, H, d, dtype=DTYPES[dtype]), first + t
     k, v = (torch.randn(K, n, d, dtype=DTYPES[dtype]) for _ in range(2))
-    planned = attending(saved, dtype, Full(), t, H, K, d, n)
+    planned = scratch_of(CPU.attend_grouped)(t, H, K, d, n, DTYPES[dtype].itemsize)
     taken = peak_bytes(lambda: CPU.attend_grouped(q, k, v, first, None))
     assert taken <= planned <= MARGIN * taken + SMALL
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_rotation_takes_what_is_planned(dtype):
-    x, angle = torch.randn(512, 16, 64, dtype=DTYPES[dtype]), torch.randn(512, 32)
-    taken = peak_bytes(lambda: CPU.rotate_halves(x, angle, angle))
-    assert taken <= rotate_halves_scratch(x.numel(), DTYPES[dtype].itemsize) <= MARGIN * taken + SMALL
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
@@ -105,7 +92,7 @@ def test_variants_take_no_more_than_planned(saved, dtype, prompt, kv):
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(("tokens", "heads", "kv_heads", "d"), [(512, 16, 2, 64), (1, 16, 2, 64), (300, 8, 8, 128)])
-def test_attending_to_banks_takes_what_is_planned(saved, dtype, tokens, heads, kv_heads, d):
+def test_attending_to_banks_takes_what_is_planned(dtype, tokens, heads, kv_heads, d):
     """Once every slot holds something; no more than twice what is taken."""
     variant, cpu = GroupedCoda(window=256, exact=64, summary=64, block=512), torch.device("cpu")
     shape = KvShape(all_heads(kv_heads), d, torch.ones(d // 2), interleaved=False)
@@ -118,12 +105,12 @@ def test_attending_to_banks_takes_what_is_planned(saved, dtype, tokens, heads, k
     layer.attend(drawn(1024), 0, CPU)
     more = drawn(tokens)
     taken = peak_bytes(lambda: layer.attend(more, 1024, CPU))
-    planned = attending(saved, dtype, variant, tokens, heads, kv_heads, d, 2048)
+    planned = attending(CPU, variant, more, kv_heads, 2048, 2048)
     assert taken <= planned <= 2 * taken + 4 * SMALL
 
 
 @pytest.mark.parametrize(("kv_heads", "d", "rank"), [(8, 128, 192), (2, 64, 64)])
-def test_compressing_a_prompt_takes_no_more_than_planned(saved, kv_heads, d, rank):
+def test_compressing_a_prompt_takes_no_more_than_planned(kv_heads, d, rank):
     """With 1,024 columns the covariance and its eigenvectors outweigh everything else."""
     variant, cpu = GroupedShard(rank=rank), torch.device("cpu")
     layer = ShardLayer(
@@ -132,7 +119,7 @@ def test_compressing_a_prompt_takes_no_more_than_planned(saved, kv_heads, d, ran
     draw = torch.Generator().manual_seed(1)
     heads = Heads(*(torch.randn(200, n, d, generator=draw) for n in (2 * kv_heads, kv_heads, kv_heads)), None)
     taken = peak_bytes(lambda: layer.attend(heads, 0, CPU))
-    planned = attending(saved, "fp32", variant, 200, 2 * kv_heads, kv_heads, d, 201)
+    planned = attending(CPU, variant, heads, kv_heads, 201, 201)
     assert taken <= planned <= 2 * taken + 4 * SMALL
 
 

@@ -22,13 +22,13 @@ CONTEXT = 20_000
 SHORT = 16_000  # from few entries on, the indexer works in another way, which takes less
 # What is large in a model, and the moment that is then the largest of a call.
 MODELS = {
-    "wide": ({"hidden_size": 1024}, "routed and shared, added"),
-    "experts": ({"moe_intermediate_size": 2048, "n_routed_experts": 4}, "routed experts"),
-    "heads": ({"num_attention_heads": 40, "o_groups": 4, "index_n_heads": 8}, "output, low rank"),
-    "window alone": ({"compress_ratios": [0, 0], "num_hidden_layers": 2, "num_attention_heads": 8}, "routed experts"),
+    "wide": ({"hidden_size": 1024}, "Expert.down"),
+    "experts": ({"moe_intermediate_size": 2048, "n_routed_experts": 4}, "MoE._run"),
+    "heads": ({"num_attention_heads": 80, "o_groups": 4, "index_n_heads": 8}, "Attention.query"),
+    "window alone": ({"compress_ratios": [0, 0], "num_hidden_layers": 2, "num_attention_heads": 8}, "Expert.down"),
     "entries": (
         {"compress_ratios": [128, 4], "num_hidden_layers": 2, "head_dim": 528, "num_attention_heads": 2, "o_groups": 2},
-        "scores and selection",
+        "Indexer.__call__",
     ),
     "one head": (
         {
@@ -39,9 +39,9 @@ MODELS = {
             "o_groups": 1,
             "o_lora_rank": 128,
         },
-        "attention",  # of a call of few tokens, projections
+        "Attention.attend",  # of a call of few tokens, projections
     ),
-    "output": ({"o_lora_rank": 1024, "o_groups": 4}, "output"),
+    "output": ({"o_lora_rank": 1024, "o_groups": 4}, "Attention.output"),
 }
 
 
@@ -82,7 +82,7 @@ def agree(taken, planned):
 
     Of a selection what may pass unforeseen too.
     """
-    room = TILE + LOOPS + (2 * indexer.PENDING * indexer.PAIR if planned.name == "scores and selection" else 0)
+    room = TILE + LOOPS + (2 * indexer.PENDING * indexer.PAIR if planned.name == "Indexer.__call__" else 0)
     assert taken <= planned.nbytes <= 1.05 * taken + room, f"{taken:,} taken, {planned.nbytes:,} by {planned}"
 
 

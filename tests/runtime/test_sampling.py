@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fathom.probes.shared.alive import peak_alive
 from fathom.runtime import sampling as parts
-from fathom.runtime.plan.call import HEAD_ROWS
+from fathom.runtime.plan.rehearsal import HEAD_ROWS
 from fathom.runtime.sampling import Sampling, likelihood, sample
 
 LOGITS = torch.tensor([0.0, 2.0, 1.0, 2.0, -1.0])
