@@ -78,7 +78,7 @@ class ModelConfig:
     max_position_embeddings: int
     bos_token_id: int
     eos_token_id: int
-    num_mtp_layers: int  # stages of a drafting head that the file announces
+    num_mtp_layers: int  # stages of a draft head that the file announces
     dspark: Dspark | None  # what they are, where it is DSpark's
 
     def __post_init__(self) -> None:
@@ -123,7 +123,7 @@ class ModelConfig:
         return (self.eos_token_id,)
 
     def layer_kind(self, layer: int) -> LayerKind:
-        """SWA, CSA or HCA; layers behind the last one are stages of a drafting head, all of them SWA."""
+        """SWA, CSA or HCA; layers behind the last one are stages of a draft head, all of them SWA."""
         return self.layer_kinds[layer] if layer < self.num_hidden_layers else LayerKind.SWA
 
     def ratio(self, layer: int) -> int:
@@ -135,7 +135,7 @@ class ModelConfig:
         return layer < self.num_hash_layers
 
     def prefix(self, layer: int) -> str:
-        """What names of a layer's parameters begin with; stage 0 of a drafting head is the layer behind the last."""
+        """What names of a layer's parameters begin with; stage 0 of a draft head is the layer behind the last."""
         behind = layer - self.num_hidden_layers
         return f"layers.{layer}" if behind < 0 else f"mtp.{behind}"
 

@@ -1,4 +1,4 @@
-"""Drafting heads: a few blocks that guess what the model will say next. Their guesses are only ever checked, not said.
+"""Draft heads: a few blocks that guess what the model will say next. Their guesses are only ever checked, not said.
 
 Preview MTP (one stage) reads the streams after the last layer and the token that follows; it drafts one token, and more
 by reading its own streams again. DSpark (three stages) reads streams after some layers, and drafts a block of tokens in
@@ -132,7 +132,7 @@ class StreamListener:
 
 
 class Stage(Block):
-    """A block of a drafting head, which may be given KV to remember without being run."""
+    """A block of a draft head, which may be given KV to remember without being run."""
 
     def remember(self, x: Tensor, call: Call, cache: LayerCache) -> None:
         """Write the KV of rows x [m, hidden], as the attention's input would be."""

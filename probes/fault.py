@@ -207,7 +207,7 @@ def put_in_model(fault: Fault, change: Callable[[Transformer], None]) -> Fault:
 
 
 def put_in_head(fault: Fault, change: Callable[[DraftHead], None]) -> Fault:
-    """Return a fault that changes a loaded drafting head so, too."""
+    """Return a fault that changes a loaded draft head so, too."""
 
     def inject(head: DraftHead) -> None:
         fault.head(head)

@@ -14,7 +14,7 @@ from fathom.model.errors import ConfigError
 from fathom.model.state import State
 from fathom.model.transformer import Transformer
 
-HEARS_NOTHING: Final = "a drafting head hears nothing of a captured call"
+HEARS_NOTHING: Final = "a draft head hears nothing of a captured call"
 
 # The next token to the logits after it, [vocab] float32, which the next call may overwrite.
 Step = Callable[[int], Tensor]

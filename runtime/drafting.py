@@ -91,7 +91,7 @@ def lookup(tokens: "array[int]", most: int) -> list[int]:
 
 
 class HeadDrafter:
-    """A drafting head over the sequence of one run."""
+    """A draft head over the sequence of one run."""
 
     def __init__(self, head: DraftHead, most: int, confidence: float) -> None:
         self.head, self.confidence = head, confidence
@@ -140,16 +140,16 @@ def drafting(options: RunOptions, head: DraftHead | None = None) -> Drafting | N
 
 
 def bound(draft: str) -> bool:
-    """Whether a run that drafts so wants the checkpoint's drafting head."""
+    """Whether a run that drafts so wants the checkpoint's draft head."""
     return draft in {AUTO, *HEADS_BY_NAME}
 
 
 def check_head(counted: Census, draft: str, where: str) -> None:
-    """Refuse a checkpoint without the drafting head that is asked for by name: ConfigError."""
+    """Refuse a checkpoint without the draft head that is asked for by name: ConfigError."""
     if draft in HEADS_BY_NAME and counted.head is not HEADS_BY_NAME[draft]:
         found = counted.mtp_head
         instead = LOOKUP if found is None else found.option
-        raise ConfigError(f"--draft {draft}: {where} has {found or 'no drafting head'}, see --draft {instead}")
+        raise ConfigError(f"--draft {draft}: {where} has {found or 'no draft head'}, see --draft {instead}")
 
 
 def check_draft(config: Config, options: RunOptions, ops: Ops, *, graph: bool | None = None) -> None:
@@ -160,7 +160,7 @@ def check_draft(config: Config, options: RunOptions, ops: Ops, *, graph: bool | 
     if options.draft == OFF:
         return
     if options.draft in HEADS_BY_NAME and not isinstance(config, ModelConfig):
-        raise ConfigError(f"--draft {options.draft}: a {config.model_type} model has no drafting head here")
+        raise ConfigError(f"--draft {options.draft}: a {config.model_type} model has no draft head here")
     if graph and bound(options.draft):
         raise ConfigError(f"--draft {options.draft}: {HEARS_NOTHING}, see --graph")
     if options.draft_tokens >= ROWS:

@@ -139,7 +139,7 @@ def is_whole(at: Snapshot) -> bool:
 
 
 def _needed(stored: str, layers: Collection[int], *, ends: bool) -> bool:
-    """Whether a stored tensor is of these layers; what the model does not run, as drafting heads, never is."""
+    """Whether a stored tensor is of these layers; what the model does not run, as draft heads, never is."""
     meaning = translate(stored)
     if meaning is None:
         return False

@@ -195,7 +195,7 @@ def _tables(config: Config, options: RunOptions, ranks: Ranks) -> list[Table]:
 
 
 def _census(checkpoint: Checkpoint, config: Config, where: str, draft: str = OFF) -> Census:
-    """The census of a checkpoint of either architecture, with the drafting head that is asked for; CheckpointError."""
+    """The census of a checkpoint of either architecture, with the draft head that is asked for; CheckpointError."""
     if not isinstance(config, LlamaConfig):
         counted = v4_census(checkpoint.shapes(), config, where=where, head=bound(draft))
         check_head(counted, draft, where)

@@ -246,7 +246,7 @@ def add_graph(p: argparse.ArgumentParser) -> None:
         "--graph",
         action=argparse.BooleanOptionalAction,
         help="decode by a CUDA graph of one token, with all tripwires: of a V4 model with --device cuda, --ops triton,"
-        " all caches in full and no drafting head, where it is the default; elsewhere --graph is refused, and a report"
+        " all caches in full and no draft head, where it is the default; elsewhere --graph is refused, and a report"
         " says why a run decodes eagerly",
     )
 
@@ -258,7 +258,7 @@ def add_draft(p: argparse.ArgumentParser) -> None:
         choices=DRAFTS,
         default=OFF,
         help="guess tokens and verify them in one call of the model; the text stays the same (--ops cpu or triton)."
-        " lookup: what followed the last tokens before follows again; mtp, dspark: by the checkpoint's drafting head;"
+        " lookup: what followed the last tokens before follows again; mtp, dspark: by the checkpoint's draft head;"
         " auto: by the one that it has, or lookup (default off)",
     )
     p.add_argument("--draft-tokens", type=positive, help=f"drafted at a time, at most 7 (default {DRAFT_TOKENS})")

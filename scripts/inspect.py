@@ -135,7 +135,7 @@ def summary(config: Config, counted: Census) -> dict[str, Any]:
 
 
 def _head(tensors: Mapping[str, Stored], config: Config, counted: Census) -> dict[str, Any] | None:
-    """The drafting head, and why it cannot be run, where it cannot; None where there is none."""
+    """The draft head, and why it cannot be run, where it cannot; None where there is none."""
     if isinstance(config, LlamaConfig) or counted.mtp_head is None:
         return None
     told = {"kind": counted.mtp_head.value, "stages": counted.mtp_stages}
@@ -222,9 +222,7 @@ def _remarks(data: Mapping[str, Any]) -> list[str]:
     if head := data["head"]:
         kind, why = f"{head['kind']}, stages: {head['stages']}", head["not_run_because"]
         sizes = "" if why else f"{head['weights']:,} weights, {head['bytes']:,} bytes"
-        lines.append(
-            f"drafting head, not run: {kind}; {why}" if why else f"drafting head: {kind}, {sizes}, see --draft"
-        )
+        lines.append(f"draft head, not run: {kind}; {why}" if why else f"draft head: {kind}, {sizes}, see --draft")
     lines += [f"not named by the index, not read: {name}" for name in data["files_not_read"]]
     lines.append(f"config fingerprint {data['config_fingerprint']}")
     used, skipped = data["tensors"] - sum(data["ignored"].values()), sum(data["ignored"].values())

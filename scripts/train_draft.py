@@ -1,4 +1,4 @@
-"""`python -m scripts.train_draft {mtp,dspark}`: train a drafting head over the demo, and write both as one checkpoint.
+"""`python -m scripts.train_draft {mtp,dspark}`: train a draft head over the demo, and write both as one checkpoint.
 
 The main model is run as deployed and stays as it is, byte for byte: only the head learns, to draft what the main model
 would say. Its tensors are written in DeepSeek's names and formats, in a shard of their own. At the end it is told how
@@ -81,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         train_draft(head, model, args.steps, args.seed, tell)
     with making(out) as folder:
         size = write_draft(head, args.model, fields(head), folder)
-    console.say(f"{args.out}: {size:,} bytes of drafting head after {time.process_time() - start:.0f} s of one core")
+    console.say(f"{args.out}: {size:,} bytes of draft head after {time.process_time() - start:.0f} s of one core")
     console.print(table(measure(head, model, held_out(args.seed + 1))))
     return 0
 
@@ -91,7 +91,7 @@ def _check(args: argparse.Namespace, config: ModelConfig) -> None:
     if config.vocab_size != (size := vocabulary_size()):
         raise ConfigError(f"{args.model}: vocab_size is {config.vocab_size}, the demo language has {size}")
     if config.num_mtp_layers:
-        raise ConfigError(f"{args.model}: has a drafting head; want a checkpoint without one")
+        raise ConfigError(f"{args.model}: has a draft head; want a checkpoint without one")
     if config.num_hidden_layers < TARGETS:
         raise ConfigError(f"{args.model}: num_hidden_layers is {config.num_hidden_layers}, want at least {TARGETS}")
     if "compress_ratios" not in json.loads((args.model / "config.json").read_text(encoding="utf-8")):

@@ -1,4 +1,4 @@
-"""The demo checkpoint with a random drafting head, as `model/demo-mtp` and `model/demo-dspark` have trained ones."""
+"""The demo checkpoint with a random draft head, as `model/demo-mtp` and `model/demo-dspark` have trained ones."""
 
 import json
 import shutil

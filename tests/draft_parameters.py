@@ -1,4 +1,4 @@
-"""Random drafting heads as float64 tensors, which the oracle takes in place of a checkpoint's."""
+"""Random draft heads as float64 tensors, which the oracle takes in place of a checkpoint's."""
 
 from dataclasses import replace
 

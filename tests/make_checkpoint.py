@@ -249,7 +249,7 @@ def write_checkpoint(
     adjust
         ``adjust(name, values) -> values``, called on every parameter before it is stored.
     head
-        A drafting head that the checkpoint has too; the model's values are the same without it.
+        A draft head that the checkpoint has too; the model's values are the same without it.
 
     """
     directory.mkdir(parents=True, exist_ok=True)

@@ -97,14 +97,16 @@ def test_tests_are_no_package_and_have_unique_names():
 
 
 def test_equations_of_the_readme_are_where_it_says():
+    def named(file, kinds=(ast.FunctionDef, ast.ClassDef)):
+        return {one.name: one for one in ast.parse((ROOT / file).read_text("utf-8")).body if isinstance(one, kinds)}
+
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    lines = re.findall(r"^\| [^|]+ \| (`[^|]+`) \| (`kernels/[^|]+`) \|$", readme, re.MULTILINE)
-    tree = ast.parse((ROOT / "probes" / "judge" / "oracle.py").read_text(encoding="utf-8"))
-    (layer,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Layer"]
-    methods = {node.name for node in layer.body if isinstance(node, ast.FunctionDef)}
+    lines = re.findall(r"^\| [^|]+ \| (`[^|]+`) \| (`kernels/[^|]+`) \| (`model/[^|]+`) \|$", readme, re.MULTILINE)
+    oracle = named("probes/judge/oracle.py")
+    methods = {one.name for of in ("Part", "Layer") for one in oracle[of].body if isinstance(one, ast.FunctionDef)}
     assert len(lines) >= 9
-    for of_oracle, of_ops in lines:
+    for of_oracle, of_ops, of_model in lines:
         assert set(re.findall(r"`(\w+)`", of_oracle)) <= methods
+        assert all((ROOT / file).is_file() for file in re.findall(r"`([\w/.]+)`", of_model))
         for file, ops in re.findall(r"`(kernels/[\w/.]+)`: ((?:`\w+`(?:, )?)+)", of_ops):
-            body = ast.parse((ROOT / file).read_text(encoding="utf-8")).body
-            assert set(re.findall(r"`(\w+)`", ops)) <= {one.name for one in body if isinstance(one, ast.FunctionDef)}
+            assert set(re.findall(r"`(\w+)`", ops)) <= named(file).keys()

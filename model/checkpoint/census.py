@@ -128,7 +128,7 @@ def census(
         Stored names that an index has for files that are not there: each must be a parameter's too, which then is not
         bound.
     head : bool
-        Whether a drafting head, where there is one, is a part of the model; else it is ignored, once its names are
+        Whether a draft head, where there is one, is a part of the model; else it is ignored, once its names are
         known to be a head's.
 
     Raises
@@ -169,7 +169,7 @@ def _unfilled(stored: str, lacking: Collection[str], sources: Mapping[str, Mappi
 def _drafting(
     tensors: Iterable[str], config: ModelConfig, faults: Faults, skipped: dict[str, str], *, bound: bool
 ) -> FoundHead:
-    """The drafting head that `mtp.*` tensors must be one of; they are ignored where it is not `bound`."""
+    """The draft head that `mtp.*` tensors must be one of; they are ignored where it is not `bound`."""
     names = {stored: place for stored in tensors if (place := stage_and_rest(stored))}
     head = found_head(names, config)
     if bound and head.head is Head.DSPARK and head.fault is None:
@@ -183,12 +183,12 @@ def _drafting(
         elif not bound or stored in head.unexpected or head.fault:
             skipped[stored] = NOT_RUN
     if head.fault:
-        faults.add("drafting head", head.fault)
+        faults.add("draft head", head.fault)
     return replace(head, bound=bound and head.head is not None and head.fault is None)
 
 
 def _meaning(stored: str) -> Meaning | None:
-    """What a stored name means, in the model or in a drafting head."""
+    """What a stored name means, in the model or in a draft head."""
     return translate(stored) or meaning_in_head(stored)
 
 

@@ -35,7 +35,7 @@ class Yarn:
 
 @dataclass(frozen=True, slots=True)
 class Dspark:
-    """What DSpark's stages are: all that config.json says of a drafting head."""
+    """What DSpark's stages are: all that config.json says of a draft head."""
 
     block_size: int  # tokens that one pass drafts
     noise_token_id: int  # stands where nothing is known yet

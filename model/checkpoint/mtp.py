@@ -1,4 +1,4 @@
-"""The drafting heads in `mtp.*`: what they hold, by name and shape.
+"""The draft heads in `mtp.*`: what they hold, by name and shape.
 
 Two heads share the prefix, and each has its own layout:
 
@@ -24,15 +24,15 @@ from fathom.model.choices import DSPARK, MTP
 from fathom.model.config import MAX_DRAFTS, Dspark, ModelConfig
 from fathom.model.errors import shown
 
-NOT_RUN: Final = "mtp: a drafting head, which --draft alone runs; the main model is complete without it"
-COPIES: Final = "mtp: copies of embedding and output head; the drafting head uses the main model's"
+NOT_RUN: Final = "mtp: a draft head, which --draft alone runs; the main model is complete without it"
+COPIES: Final = "mtp: copies of embedding and output head; the draft head uses the main model's"
 
 _MTP = re.compile(r"(?:model\.)?mtp\.(0|[1-9][0-9]{0,5})\.(.+)", re.DOTALL)
 _COPIED: Final = ("emb.tok_emb.weight", "head.weight")  # beside stage 0 of MTP
 
 
 class Head(StrEnum):
-    """A kind of drafting head."""
+    """A kind of draft head."""
 
     MTP = "preview MTP"
     DSPARK = "DSpark"
@@ -58,7 +58,7 @@ HEADS_BY_NAME: Final = {head.option: head for head in Head}
 
 @dataclass(frozen=True, slots=True)
 class FoundHead:
-    """The drafting head of a checkpoint, and what is wrong with it."""
+    """The draft head of a checkpoint, and what is wrong with it."""
 
     head: Head | None = None  # None without one, or when it cannot be told
     stages: int = 0
@@ -68,7 +68,7 @@ class FoundHead:
 
 
 def announced(config: ModelConfig) -> Head | None:
-    """The drafting head that config.json says there is."""
+    """The draft head that config.json says there is."""
     if config.dspark is not None:
         return Head.DSPARK
     return Head.MTP if config.num_mtp_layers == Head.MTP.stages else None
@@ -93,7 +93,7 @@ def stage_and_rest(stored: str) -> tuple[int, str] | None:
 
 
 def head_parameters(head: Head, config: ModelConfig) -> dict[str, Parameter]:
-    """Every parameter that a drafting head has, by official name.
+    """Every parameter that a draft head has, by official name.
 
     Shapes of DSpark's are those of `ModelConfig.dspark`; without it there are names alone.
     """

@@ -1,7 +1,7 @@
 """Which tensors a checkpoint of an architecture holds when DeepSeek publishes it: names, dtypes and shapes.
 
 The census reads what a checkpoint holds, in any of the supported forms; this states the one form that is published,
-without a file: for plans of memory and sharding, and for writing such a checkpoint. Drafting heads (`mtp.*`) are in it
+without a file: for plans of memory and sharding, and for writing such a checkpoint. Draft heads (`mtp.*`) are in it
 where they are asked for. The config.json of each release is in the folder `model/published`, as it was published.
 """
 
@@ -36,7 +36,7 @@ def released_scale(experts: Experts) -> ScaleType:
 def published_tensors(
     config: ModelConfig, experts: Experts, scale: ScaleType = "F8_E8M0", head: Head | None = None
 ) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Every tensor of the published checkpoint of an architecture, without or with its drafting head.
+    """Every tensor of the published checkpoint of an architecture, without or with its draft head.
 
     Linears are FP8 with a scale for each 128 x 128 block, routed experts are that too or FP4 with a scale for each 32
     columns of a row; embedding, head, norms, compressors, gates and `weights_proj` are BF16; sinks, `ape`, mHC and the
@@ -52,7 +52,7 @@ def published_tensors(
     scale : "F8_E8M0" | "F32"
         Of all block scales. V4-Flash-Base writes powers of two as F32; FP4 has E8M0 only.
     head : Head | None
-        A drafting head that belongs to it.
+        A draft head that belongs to it.
 
     Returns
     -------

@@ -1,7 +1,7 @@
 """One parameter and the stored tensors that make it up: which form they have, and whether they fit together.
 
 The form is decided for each parameter from its own tensors: checkpoints mix forms, and the keys of config.json that
-claim one form for all are known to be wrong (vLLM read an MXFP4 drafting head as NVFP4 that way).
+claim one form for all are known to be wrong (vLLM read an MXFP4 draft head as NVFP4 that way).
 """
 
 from collections.abc import Mapping, Sequence

@@ -381,7 +381,7 @@ def listening(model: Any, listeners: Mapping[Site, Listener]) -> AbstractContext
 def install(model: Observed, places: Mapping[Site, Place], first_layer: int = 0) -> Observer:
     """Wrap the methods of a model whose return values are sites; once, when it was built. Returns what looks at it.
 
-    A drafting head is such a model too: its stages are layers behind those of the model that it drafts for.
+    A draft head is such a model too: its stages are layers behind those of the model that it drafts for.
     """
     observer = Observer(model.config, model.arithmetic.ranks)
     whole = (sites.EMBEDDED, sites.HIDDEN, sites.LOGITS)
@@ -535,7 +535,7 @@ def _wrap_written(observer: Observer, compressor: Any, layer: int, site: Site) -
 
 
 def _wrap_draft(observer: Observer, head: Any) -> None:
-    """What a drafting head says at its end is finite: a broken one is not to pass for a bad one."""
+    """What a draft head says at its end is finite: a broken one is not to pass for a bad one."""
 
     def look(own: Any, given: tuple[Any, ...], drafts: Any) -> Any:
         del own

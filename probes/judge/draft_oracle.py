@@ -1,4 +1,4 @@
-"""The oracle of the drafting heads, preview MTP and DSpark, in float64: what a run's drafts are judged by.
+"""The oracle of the draft heads, preview MTP and DSpark, in float64: what a run's drafts are judged by.
 
 A stage is a layer of `probes.judge.oracle` behind the main model's: SWA, plain RoPE, experts chosen by score. What a
 head adds is written here from the published equations; of `model` it takes the facts of config.json.

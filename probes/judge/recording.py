@@ -230,7 +230,7 @@ class Recording:
             self.others.append(stored)
             return
         if layer is not None and layer >= self.config.num_hidden_layers:
-            self.others.append(stored)  # a drafting head's, for one
+            self.others.append(stored)  # a draft head's, for one
             return
         if layer is not None and not has_site(self.config, layer, site):
             kind = self.config.layer_kind(layer).name

@@ -46,7 +46,7 @@ from fathom.runtime.sharding import ShardingPlan
 # 237 MiB before the first token in audits/memory.md, 304 at the end of audits/long-context.md.
 RESERVE: Final = {"cuda": 2 << 30, "cpu": 304 << 20}
 LOADED: Final = 10e9  # bytes of weights that a rank copies to its GPU in a second; assumed, not measured
-DRAFTING: Final = "drafting head"  # among kinds of layers, what holds its rings
+DRAFTING: Final = "draft head"  # among kinds of layers, what holds its rings
 POSITION: Final = 40  # bytes of a Python integer and of the list's reference to it
 
 

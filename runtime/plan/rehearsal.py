@@ -123,7 +123,7 @@ class Rehearsal:
         drafts = self._drafts()
         with self._unchecked():
             listener = self._listener(position)
-            assert listener is not None, "no drafting head"
+            assert listener is not None, "no draft head"
             with self.alive.counting():
                 self._draft(listener, position, drafts)
         return self.alive.largest
@@ -139,7 +139,7 @@ class Rehearsal:
         return None if self.head is None else self.head.new_state(self.options.draft_tokens)
 
     def _draft(self, listener: StreamListener, position: int, drafts: DraftState | None) -> None:
-        assert self.head is not None, "no drafting head"
+        assert self.head is not None, "no draft head"
         assert drafts is not None, "nor what it remembers"
         k = min(self.options.draft_tokens, self.head.most)
         self.head.draft(listener, [0] * self.head.config.sliding_window, position, k, drafts)
@@ -189,7 +189,7 @@ class Rehearsal:
             self.alive.hold("streams of the prompt", 3 * prompt * config.hidden_size * item)
 
     def _listener(self, position: int) -> StreamListener | None:
-        """What listens for a drafting head, and has as many rows of former calls as it keeps."""
+        """What listens for a draft head, and has as many rows of former calls as it keeps."""
         if self.head is None:
             return None
         listener = self.head.listener(self.options.draft_tokens)

@@ -37,7 +37,7 @@ class WeightKind(StrEnum):
     GATES = "gates and hash tables"
     MHC = "mHC"
     NORMS = "norms"
-    DRAFTING = "drafting head"
+    DRAFTING = "draft head"
     ROTARY = "rotary frequencies"  # computed from the config
     FEED_FORWARD = "feed-forward"  # of the Llama family, as the next
     ADAPTERS = "adapters"

@@ -44,7 +44,7 @@ def chosen_layers(text: str, config: ModelConfig) -> list[int]:
 
 
 def shortened(obj: Mapping[str, Any], config: ModelConfig, layers: Sequence[int]) -> dict[str, Any]:
-    """The config.json of a checkpoint with exactly these layers, renumbered from 0, and without a drafting head.
+    """The config.json of a checkpoint with exactly these layers, renumbered from 0, and without a draft head.
 
     Parameters
     ----------

@@ -157,7 +157,7 @@ def _published(facts: ModelConfig, path: Path, experts: Experts | None, draft: s
     head = announced(facts) if bound(draft) else None
     tensors = published_tensors(facts, chosen, released_scale(chosen), head)
     told = "config.json" if experts is None else f"--expert-dtype, config.json says {said or 'nothing'}"
-    without = f"with drafting head {head}" if head else "without drafting head"
+    without = f"with draft head {head}" if head else "without draft head"
     source = f"as DeepSeek publishes such a model, routed experts in {chosen} ({told}), {without}"
     counted = census(tensors, facts, head=head is not None)
     check_head(counted, draft, str(path))

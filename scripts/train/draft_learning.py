@@ -1,4 +1,4 @@
-"""What drafting heads are taught by, and how often they are right.
+"""What draft heads are taught by, and how often they are right.
 
 A head is taught the main model's distribution at every place, on documents of the demo language of which most end as
 the main model ends them greedily: it drafts for what that model writes, which runs as deployed and stays as it is.

@@ -1,4 +1,4 @@
-"""The two drafting heads of DeepSeek-V4 as batched, differentiable networks over what the main model computed.
+"""The two draft heads of DeepSeek-V4 as batched, differentiable networks over what the main model computed.
 
 A stage is a block like that of an SWA layer with scored experts, numbered as if it stood behind the last one; embedding
 and output head are the main model's and stay as they are. An anchor is a position p that the main model has run, and

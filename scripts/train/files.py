@@ -4,7 +4,7 @@ Of a V4 network attention, indexer queries and shared experts become E4M3 with a
 experts E2M1 (two per byte, the even column in the low nibble) with a scale per 32 input channels, both scales E8M0.
 Embedding, head, norms, compressors, routers and `weights_proj` become BF16; sinks, `ape`, hyper-connections and router
 biases stay F32; the hash table is I64. One shard for the embedding, one for each layer, one for the head, as DeepSeek
-cuts them. A drafting head is stored alike, its Markov and confidence heads in BF16, in a shard of its own.
+cuts them. A draft head is stored alike, its Markov and confidence heads in BF16, in a shard of its own.
 """
 
 import json
@@ -123,7 +123,7 @@ def write_index(folder: Path, files: dict[str, str], size: int) -> None:
 
 
 def write_draft(head: draft.Head, source: Path, changes: dict[str, Any], folder: Path) -> int:
-    """Write a checkpoint with a drafting head in a shard of its own into `folder`; the size of that shard in bytes.
+    """Write a checkpoint with a draft head in a shard of its own into `folder`; the size of that shard in bytes.
 
     Everything else is that of the checkpoint `source`, byte for byte; its config.json takes in `changes`.
     """

@@ -67,7 +67,7 @@ def initialise_v4(network: v4.Network, seed: int) -> None:
 
 @torch.no_grad()
 def initialise_draft(head: Head, seed: int) -> None:
-    """Fill every parameter of a drafting head from `seed`. The Markov head adds nothing at first."""
+    """Fill every parameter of a draft head from `seed`. The Markov head adds nothing at first."""
     generator = torch.Generator().manual_seed(seed)
     for stage in head.blocks():
         layer(stage, head.config, generator)

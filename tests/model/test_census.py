@@ -94,7 +94,7 @@ def test_the_golden_values_are_those_of_the_lists(name):
 
 # The published totals, from the release pages and the shards' own headers: tensors, bytes, elements as the hub counts
 # them, drafting stages and their kind. Flash-Base's bytes were never published; its list is derived. Totals of every
-# kind, both drafting heads and all forms of weights are in the three lists that `make test` reads, of seconds each.
+# kind, both draft heads and all forms of weights are in the three lists that `make test` reads, of seconds each.
 @needs_lists
 @pytest.mark.parametrize(
     ("name", "tensors", "nbytes", "elements", "mtp", "head"),
@@ -325,7 +325,7 @@ def test_what_only_looks_ignorable_is_not(config, stored):
     assert f"unknown name (1): '{stored}'" in complaint(listing() | {stored: ("F32", (8,))}, config)
 
 
-# Drafting heads. The published lists above prove what DeepSeek's two heads hold; here, what they do not.
+# Draft heads. The published lists above prove what DeepSeek's two heads hold; here, what they do not.
 
 
 def drafting(*names):
@@ -391,7 +391,7 @@ def test_what_a_drafting_head_does_not_have_is_unknown(config, head, stored):
     ],
 )
 def test_stages_that_are_no_head_are_refused(config, stored, want):
-    assert complaint(drafting(*stored), config) == f"drafting head (1): {want}"
+    assert complaint(drafting(*stored), config) == f"draft head (1): {want}"
 
 
 # The same, bound as a part of the model: nothing of it may lack.

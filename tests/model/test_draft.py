@@ -1,4 +1,4 @@
-"""Drafting heads against `probes.judge.draft_oracle`, and what they remember against a plain run."""
+"""Draft heads against `probes.judge.draft_oracle`, and what they remember against a plain run."""
 
 from typing import NamedTuple
 

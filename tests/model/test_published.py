@@ -28,7 +28,7 @@ def nbytes(tensors):
 
 
 def with_preview_head(config):
-    """The backbone, and the drafting head of the first releases, from the published description of it alone.
+    """The backbone, and the draft head of the first releases, from the published description of it alone.
 
     It is one block without compressor or hash table, two FP8 projections of the stream, three norms and a head of mHC.
     """

@@ -1,4 +1,4 @@
-"""The oracle of the drafting heads: its blocks against transformers' layer, and what the equations say of the rest."""
+"""The oracle of the draft heads: its blocks against transformers' layer, and what the equations say of the rest."""
 
 from types import SimpleNamespace
 

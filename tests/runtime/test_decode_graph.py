@@ -109,7 +109,7 @@ def test_a_graph_is_what_a_gpu_decodes_by_where_there_can_be_one(monkeypatch):
         assert decoding(model, state, graph=asked, steps=0)[:2] == ("eager", "no token to decode")
         assert decoding(model, state, graph=False, steps=3)[:2] == ("eager", "--no-graph")
         for given, why in (
-            ({"head": head}, "--draft mtp: a drafting head hears nothing of a captured call"),
+            ({"head": head}, "--draft mtp: a draft head hears nothing of a captured call"),
             ({}, "--kv coda: a captured call writes full caches only"),
         ):
             monkeypatch.setattr(graph, "refusal", lambda _, why=why: why)

@@ -208,7 +208,7 @@ def test_a_head_that_is_not_there_is_refused(headed):
     own, other = ("mtp", "dspark") if kind is Head.MTP else ("dspark", "mtp")
     with pytest.raises(ConfigError, match=f"--draft {other}: .* has {kind}, see --draft {own}$"):
         load(path, replace(HEADED, draft=other), CPU)
-    with pytest.raises(ConfigError, match=f"--draft {other}: .* has no drafting head, see --draft lookup$"):
+    with pytest.raises(ConfigError, match=f"--draft {other}: .* has no draft head, see --draft lookup$"):
         load(DEMO, replace(HEADED, draft=other), CPU)
     assert load(DEMO, HEADED, CPU).head is None
     assert load(path, RunOptions(), CPU).head is None, "nothing of it is read"
@@ -300,5 +300,5 @@ def test_drafts_that_could_change_the_text_are_refused():
             check_draft(config, changed, ops)
     check_draft(config, options, CPU, graph=True)
     for draft in ("mtp", "dspark", "auto"):
-        with pytest.raises(ConfigError, match=f"--draft {draft}: a drafting head hears nothing of a captured call"):
+        with pytest.raises(ConfigError, match=f"--draft {draft}: a draft head hears nothing of a captured call"):
             check_draft(config, replace(options, draft=draft), CPU, graph=True)

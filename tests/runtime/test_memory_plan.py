@@ -281,7 +281,7 @@ def test_caches_are_allocated_to_the_byte(options, context):
     assert by_component == state.nbytes()
 
 
-# --- drafting heads
+# --- draft heads
 
 
 @pytest.fixture(scope="module", params=list(Head))
@@ -303,7 +303,7 @@ def test_weights_and_rings_of_a_head(headed):
     planned = plan.weights[WeightKind.DRAFTING]
     assert (planned.mapped, planned.own) == (mapped, own)
     assert plan.weights[WeightKind.ROTARY].own == 2 * frequencies
-    assert plan.caches["drafting head"] == {"window": loaded.head.new_state(options.draft_tokens).nbytes()}
+    assert plan.caches["draft head"] == {"window": loaded.head.new_state(options.draft_tokens).nbytes()}
 
 
 @pytest.fixture(scope="module", params=list(Head))

@@ -85,8 +85,8 @@ def test_no_weight_is_read(checkpoint, monkeypatch):
 @pytest.mark.parametrize(
     ("extra", "told"),
     [
-        ("mtp.0.e_proj.weight", "drafting head, not run: preview MTP, stages: 1"),
-        ("mtp.2.attn.attn_sink", "drafting head, not run: DSpark, stages: 3"),
+        ("mtp.0.e_proj.weight", "draft head, not run: preview MTP, stages: 1"),
+        ("mtp.2.attn.attn_sink", "draft head, not run: DSpark, stages: 3"),
         ("model.rotary_emb.inv_freq", "ignored, 1 tensors: rotary buffer"),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_config_alone_plans_what_would_be_published(tmp_path, config, capsys):
     tensors = published_tensors(ModelConfig.from_file(config), "fp4")
     sizes = [ITEM_BYTES[dtype] * (shape[0] * (shape[1] if shape[1:] else 1)) for dtype, shape in tensors.values()]
     assert sum(part["stored"] for part in data["weights"].values()) == sum(sizes)
-    assert "routed experts in fp4 (config.json), without drafting head" in capsys.readouterr().out
+    assert "routed experts in fp4 (config.json), without draft head" in capsys.readouterr().out
     eight = asked(tmp_path, "--config", config, "--context", 1000, "--expert-dtype", "fp8")
     assert eight["weights"]["routed experts"]["own"] > 1.8 * data["weights"]["routed experts"]["mapped"]
     assert "--expert-dtype, config.json says fp4" in capsys.readouterr().out

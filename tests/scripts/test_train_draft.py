@@ -1,4 +1,4 @@
-"""Drafting heads over the demo: what is written is DeepSeek's layout, and the networks are the published equations."""
+"""Draft heads over the demo: what is written is DeepSeek's layout, and the networks are the published equations."""
 
 import json
 import random
@@ -126,7 +126,7 @@ def test_the_config_says_what_head_it_is(made):
 
 def test_a_checkpoint_that_has_a_head_is_not_given_another(made, tmp_path):
     _, folder = made
-    with pytest.raises(ConfigError, match="has a drafting head"):
+    with pytest.raises(ConfigError, match="has a draft head"):
         command.main(["mtp", "--model", str(folder), "--out", str(tmp_path / "out")])
 
 
