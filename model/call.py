@@ -17,8 +17,8 @@ class Call:
     """What every layer of one call is given.
 
     Between attentions a rank has all of a call's t tokens, or its shard of m of them; `own`, `whole` and `columns` lead
-    from one to the other. Where it has all, the first two give back what they are given. Equations call none of these:
-    parts that they are made of do (`model.linear`, `HyperHead`, `model.ranks.experts`).
+    from one to the other. Where it has all, the first two give back what they are given. No equation of a layer calls
+    them: its parts do (`model.linear`, `HyperHead`, `model.ranks.experts`), and draft heads, whose rows are a few.
 
     Attributes
     ----------

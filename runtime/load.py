@@ -19,7 +19,7 @@ from fathom.model.checkpoint.census import census as v4_census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.checkpoint.weights import Weights, fingerprint, headers_digest, open_weights
-from fathom.model.choices import ALL, OFF
+from fathom.model.choices import OFF
 from fathom.model.config import ModelConfig
 from fathom.model.draft import HEADS, DraftHead
 from fathom.model.errors import CheckpointError, ConfigError
@@ -44,7 +44,7 @@ from fathom.runtime.options import RunOptions, checked_config
 from fathom.runtime.plan.experts import Choice, Work, faster
 from fathom.runtime.plan.gpus import named
 from fathom.runtime.plan.planner import Planner
-from fathom.runtime.sharding import ShardingPlan, sharding_plan
+from fathom.runtime.sharding import ShardingPlan, sharding_plan, tokens_of_ranks
 
 M = TypeVar("M")
 
@@ -153,8 +153,7 @@ def _load(
         experts = faster(config, counted, options, group.size, gpu, work or Work(options.prefill_chunk))
         options = replace(options, experts=experts.way)
         sharding = sharding_plan(config, group.size, experts.way)
-    tokens = ALL if isinstance(config, LlamaConfig) else options.rank_tokens  # a Llama's tokens are on every rank
-    ranks = Ranks(group, sharding.ranks[group.rank], tokens)
+    ranks = Ranks(group, sharding.ranks[group.rank], tokens_of_ranks(config, options.rank_tokens))
     follow(ranks)
     ranks.record("options of the run", None, _digits(_options_digest(options, ops, config, context), device))
     ranks.record("config.json", None, _digits(config.fingerprint, device))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from fathom.kernels.formats.groups import FP8_BLOCK
 from fathom.model.architectures import Config
 from fathom.model.checkpoint.names import Axis, axis, expert_number, of_shared_expert
-from fathom.model.choices import AUTO, ROWS, WHOLE
+from fathom.model.choices import ALL, AUTO, ROWS, WHOLE
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.model.llama.config import LlamaConfig
@@ -53,6 +53,11 @@ class ShardingPlan:
             return undivided(rows)
         rows_per_place = rows // shard.total  # rows for each head, group, ...
         return AxisShard(shard.start * rows_per_place, shard.stop * rows_per_place, rows, split=True)
+
+
+def tokens_of_ranks(config: Config, asked: str) -> str:
+    """Which tokens of a call a rank has between attentions: what `--rank-tokens` asks for; of a Llama, all."""
+    return ALL if isinstance(config, LlamaConfig) else asked
 
 
 def sharding_plan(config: Config, size: int, experts: str = AUTO) -> ShardingPlan:

@@ -507,7 +507,7 @@ def experts_scratch(
     middle, few = tokens * slots * inner * item, tokens <= FEW
     up = experts_up_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
     sizes = tokens, slots, experts, hidden, inner, form, item
-    down = experts_down_scratch(*sizes, deployed=deployed and few, summed=summed)
+    down = _down_nbytes(*sizes, deployed=deployed and few, summed=summed)
     codes = tokens * slots * (inner + inner // LINEAR_GROUP) if deployed and form == "FP4" and not few else 0
     return max(up + codes, middle + down)
 
@@ -521,10 +521,18 @@ def experts_up_scratch(
 
 
 def experts_down_scratch(
+    tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
+) -> int:
+    """Bytes allocated in `experts_down`, where its input lies in pieces: a copy of it, and the rest."""
+    sizes = tokens, slots, experts, hidden, inner, form, item
+    return tokens * slots * inner * item + _down_nbytes(*sizes, deployed=deployed)
+
+
+def _down_nbytes(
     tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool,
     summed: bool = True,
 ) -> int:  # fmt: skip
-    """Bytes allocated in `experts_down`: the same, a product for each pair, and their sum."""
+    """Bytes of the second half: sorted pairs, rounded inputs, a product for each pair, and their sum."""
     sorting = _sorting_nbytes(tokens, slots, experts, inner, tokens * slots * inner * item, form, deployed=deployed)
     return tokens * hidden * (slots * item + 4 * summed) + sorting
 

@@ -494,10 +494,10 @@ def experts_up_scratch(
 def experts_down_scratch(
     tokens: int, slots: int, experts: int, hidden: int, inner: int, form: str, item: int, *, deployed: bool
 ) -> int:
-    """Bytes allocated in `experts_down`."""
+    """Bytes allocated in `experts_down`, where its input lies in pieces, which are copied."""
     tiles = by_tiles.experts_down_scratch(tokens, slots, experts, hidden, inner, form, item, deployed=deployed)
     middle, y = tokens * slots * inner * item, tokens * slots * hidden * item
-    here = max(middle * (1 + deployed), middle + y, y + tokens * hidden * 4)
+    here = max(2 * middle, middle + y, y + tokens * hidden * 4)
     return _either(tiles, here, tokens, slots, experts, form, item)
 
 

@@ -106,6 +106,8 @@ class Deferred:
         broken = _Measure(site.name, layer, "selected entries that break a rule:", "0")
         unfinished = broken._replace(what="selected entries that are not finished:")
         self._wait(tripwires.selection(selected, self.first, ratio, entries, top_k, evicted), broken, unfinished)
+        if self.count > HELD:
+            self.end()
 
     def stored(self, site: Site, layer: int, new: Tensor, rows: Rows, ratio: int) -> None:
         """The row [1, d] of the window that a call of one token may complete is finite, and comes back bit for bit."""

@@ -335,6 +335,7 @@ class Noise:
         if x.shape[0] > 1:
             part = x[1:].numpy()
             half = (part.view(np.int64) & EXPONENT) - (PRECISION[dtype or self.dtype] << MANTISSA)
+            np.maximum(half, 0, out=half)  # of numbers near the least float64, whose half unit is none
             moves = self._signed(half.view(np.float64))
             np.putmask(moves, part == 0, 0)
             with np.errstate(all="ignore"):  # a recording may hold any bits

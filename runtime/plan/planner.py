@@ -39,7 +39,7 @@ from fathom.runtime.plan.prefill import Prefill, prefill
 from fathom.runtime.plan.rehearsal import Rehearsal
 from fathom.runtime.plan.token import Token, token
 from fathom.runtime.plan.weights import F32, I64, WeightKind, Weights, matrices, total, weights
-from fathom.runtime.sharding import ShardingPlan
+from fathom.runtime.sharding import ShardingPlan, tokens_of_ranks
 
 # Beside tensors. Of a GPU: CUDA's context, cuBLAS's workspaces, NCCL's buffers, and gaps between blocks; assumed, not
 # measured. Of a process on the CPU: the interpreter, torch's libraries, and what the C library keeps of freed blocks:
@@ -291,7 +291,7 @@ class Planner:
     def _tokens(self, count: int) -> AxisShard:
         """As `model.ranks.ranks.Ranks.tokens`; of all ranks the first has the most."""
         ranks = self.sharding.size
-        own = isinstance(self.config, ModelConfig) and splits(self.options.rank_tokens, count, ranks)
+        own = splits(tokens_of_ranks(self.config, self.options.rank_tokens), count, ranks)
         return evenly(count, 0, ranks) if own else undivided(count)
 
 

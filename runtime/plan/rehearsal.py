@@ -41,7 +41,7 @@ from fathom.runtime.plan.meta_ops import on_meta
 from fathom.runtime.plan.meta_ranks import MetaRanks, Values
 from fathom.runtime.plan.meta_weights import MetaWeights
 from fathom.runtime.plan.shapes import empty
-from fathom.runtime.sharding import ShardingPlan
+from fathom.runtime.sharding import ShardingPlan, tokens_of_ranks
 
 HEAD_ROWS: Final = 64  # rows of logits made at once, see `scripts.logits`; generation makes one
 _aten: Final = torch.ops.aten
@@ -66,7 +66,8 @@ class Rehearsal:
         self.alive = Alive(self._answers())
         # of a rank that says nothing to the others, nothing is asked but whether there are some
         group = Group(rank, sharding.size, None if sharding.size == 1 else cast("Any", self))
-        ranks = MetaRanks(group, self.shards, options.rank_tokens, self.values, self.alive, list(times.values()))
+        tokens = tokens_of_ranks(config, options.rank_tokens)
+        ranks = MetaRanks(group, self.shards, tokens, self.values, self.alive, list(times.values()))
         scores = options.index_scores == FP8_SCORES
         made = on_meta(ops, self.alive, self.values)
         arithmetic = Arithmetic(made, options.rounding, formats.dtype, self.formats, ranks, {}, fp8_scores=scores)
@@ -154,9 +155,13 @@ class Rehearsal:
             observer.deferred = None
 
     def _state(self, context: int, tokens: int, prompt: int | None) -> State:
-        """A state filled up to the call, which begins where windows do, so that a longer context takes no less."""
+        """A state filled up to the call, which begins where windows do, or, a short one, ends where one does.
+
+        So it closes as many windows as any call does, and a longer context takes no less.
+        """
         told = {"prompt": context if prompt is None else prompt} if self.formats.prompted else {}
-        first = -(-(context - tokens) // self.period) * self.period
+        begins = tokens >= self.period
+        first = -(-(context - begins * tokens) // self.period) * self.period - (not begins) * tokens
         state: State = self.model.new_state(first + tokens, tokens, **told)
         state.position = first
         for layer, held in enumerate(state.layers):

@@ -58,6 +58,7 @@ def _arange(*ends: float, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
 
 
 def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    assert len({part.dtype for part in parts}) == 1, "parts of several dtypes"
     shape = list(parts[0].shape)
     shape[dim] = sum(part.shape[dim] for part in parts)
     return empty(*shape, dtype=parts[0].dtype)
@@ -65,16 +66,22 @@ def _cat(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
 
 def _indexed(x: Tensor, indices: Sequence[Tensor | None]) -> Tensor:
     """Tensors of indices side by side, in front."""
+    assert all(isinstance(one, Tensor) and one.dtype != torch.bool for one in indices), "an index that is no tensor"
     found = _broadcast(*indices)
     return empty(*found, *x.shape[len(indices) :], dtype=x.dtype)
 
 
-def _reduced(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False, **_: Any) -> Tensor:  # noqa: FBT001, FBT002
+def _reduced(
+    x: Tensor,
+    dim: int | Sequence[int] | None = None,
+    keepdim: bool = False,  # noqa: FBT001, FBT002 (as torch has it)
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     dims = range(x.ndim) if dim is None else [dim] if isinstance(dim, int) else dim
     gone = {at % x.ndim for at in dims}
-    return empty(
-        *(1 if at in gone else size for at, size in enumerate(x.shape) if keepdim or at not in gone), dtype=x.dtype
-    )
+    kept = (1 if at in gone else size for at, size in enumerate(x.shape) if keepdim or at not in gone)
+    return empty(*kept, dtype=dtype or x.dtype)
 
 
 def _allocated(shape: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:

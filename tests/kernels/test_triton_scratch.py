@@ -18,7 +18,7 @@ from fathom.kernels.attention import launch as attention_launch
 from fathom.kernels.attention import triton as attention
 from fathom.kernels.compress.triton import compress_at_once
 from fathom.kernels.differential.reference import Own, Past
-from fathom.kernels.experts.triton_expert_codes import experts, experts_scratch
+from fathom.kernels.experts.triton_expert_codes import experts, experts_down_scratch, experts_scratch
 from fathom.kernels.formats import basis_rows, coded_rows, eigenbasis, lloyd_max, product_quantise
 from fathom.kernels.formats import rows as stored
 from fathom.kernels.formats.stored import Dense, Fp4, Fp8, NvFp4, TokenRing, stack
@@ -281,6 +281,20 @@ def test_experts(item, form, deployed, summed, t, hidden, inner):
     planned = experts_scratch(t, slots, count, hidden, inner, form, item, deployed=deployed, summed=summed)
     codes = deployed and form == "FP4" and item == 2  # inputs, and what is between the products: a byte for two
     assert found == planned if t <= 16 and not codes else planned / 2 <= found <= planned
+
+
+@items
+@pytest.mark.parametrize("form", ["BF16", "FP8", "FP4"])
+@pytest.mark.parametrize("deployed", [False, True])
+@pytest.mark.parametrize(("t", "hidden", "inner"), [(5, 256, 128), (40, 256, 1024)])
+def test_the_second_half_of_experts_copies_an_input_in_pieces(item, form, deployed, t, hidden, inner):
+    """As `model.ranks.experts.ByRows` gives it: the shared expert's columns lie between."""
+    slots, count = 2, 4
+    a = torch.zeros(t, slots + 1, inner, dtype=DTYPES[item])[:, :-1]
+    ids, down = torch.zeros(t, slots).long(), stack([weight(form, hidden, inner)] * count)
+    found = taken(lambda: TRITON.experts_down(a, ids, down, deployed=deployed))
+    planned = experts_down_scratch(t, slots, count, hidden, inner, form, item, deployed=deployed)
+    assert found <= planned <= 2 * found
 
 
 @pytest.mark.parametrize("slots", [2, 6, 8])
