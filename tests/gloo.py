@@ -22,7 +22,7 @@ IMPORTED_ONCE = ["numpy", "pytest", "rich", "torch", "torch.distributed"]
 GRACE = 5.0  # seconds that the other ranks have to say what became of them, after the first failed
 
 
-def run(n, function, *args, timeout=300.0):
+def run(n, function, *args, timeout=120.0):
     """Call ``function(group, *args)`` on `n` ranks and return the list of results, by rank.
 
     `function` is at the top level of a module, `args` and results can be pickled; tensors arrive as copies. `group` is

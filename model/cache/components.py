@@ -12,7 +12,7 @@ from fathom.model.cache.frontier import Frontier
 
 
 class Part(Mapping[str, Tensor]):
-    """What a mapping has under names of one prefix, by the rest of the names; asked for only when it is asked for."""
+    """A lazy view of the keys that begin with `prefix`, named without it."""
 
     def __init__(self, whole: Mapping[str, Tensor], prefix: str) -> None:
         self.whole, self.prefix = whole, prefix

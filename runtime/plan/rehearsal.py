@@ -119,16 +119,6 @@ class Rehearsal:
                 self._draft(listener, state.position, drafts)
         return self.alive.largest
 
-    def draft(self, position: int) -> Moment:
-        """The same of a draft behind so many positions, without the rows that were kept for it."""
-        drafts = self._drafts()
-        with self._unchecked():
-            listener = self._listener(position)
-            assert listener is not None, "no draft head"
-            with self.alive.counting():
-                self._draft(listener, position, drafts)
-        return self.alive.largest
-
     @contextmanager
     def _unchecked(self) -> Iterator[None]:
         with ExitStack() as stack:

@@ -483,7 +483,7 @@ def test_a_captured_step_on_ranks_is_that_of_one(tmp_path, size, experts):
     write_checkpoint(tmp_path, config, seed=1)
     alone = stepped(ALONE, tmp_path)
     assert (alone.exchanges, alone.said, alone.calls) == ({}, [], {})
-    for rank in gloo.run(size, stepped, tmp_path, experts):
+    for rank in gloo.run(size, stepped, tmp_path, experts, timeout=300):
         assert rank.logits.equal(alone.logits)
         assert rank.eager.equal(alone.eager)
         planned, of_one = (one.planner.token(16, Rates(1.0, 1.0, 1.0, 1.0)) for one in (rank, alone))
