@@ -67,7 +67,8 @@ class Rehearsal:
         # of a rank that says nothing to the others, nothing is asked but whether there are some
         group = Group(rank, sharding.size, None if sharding.size == 1 else cast("Any", self))
         tokens = tokens_of_ranks(config, options.rank_tokens)
-        ranks = MetaRanks(group, self.shards, tokens, self.values, self.alive, list(times.values()))
+        stages = [1] * (census.head.stages if census.head is not None else 0)  # of the draft head, behind the layers
+        ranks = MetaRanks(group, self.shards, tokens, self.values, self.alive, [*times.values(), *stages])
         scores = options.index_scores == FP8_SCORES
         made = on_meta(ops, self.alive, self.values)
         arithmetic = Arithmetic(made, options.rounding, formats.dtype, self.formats, ranks, {}, fp8_scores=scores)

@@ -306,6 +306,19 @@ def test_weights_and_rings_of_a_head(headed):
     assert plan.caches["draft head"] == {"window": loaded.head.new_state(options.draft_tokens).nbytes()}
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 150])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_head_takes_more_on_several_ranks_too(headed, ranks, tokens):
+    """Of few tokens ranks keep what they compare, of the head's stages too."""
+    loaded, options = headed
+    bare = census(Checkpoint.open(loaded.directory).shapes(), loaded.model.config)
+    planned, without = (
+        planner((loaded.model.config, counted), ranks, options).largest(160, tokens, even=False, few_pass=False)
+        for counted in (loaded.census, bare)
+    )
+    assert planned.nbytes > without.nbytes
+
+
 @pytest.fixture(scope="module", params=list(Head))
 def wide(request, tmp_path_factory):
     """A head whose rows are many: a window as long as a call."""
