@@ -349,6 +349,7 @@ def _tile(form: str, t: int, *, wide: bool) -> Tile:
     )
 
 
+@cache  # the host computes it again for each launch
 def _grid(t: int, groups: int, rank: int, columns: int, tile: Tile) -> tuple[tuple[int, int, int], int]:
     """Tiles of tokens, of rows, and splits of the columns; and the steps of a split."""
     across, down = triton.cdiv(t, tile.tokens), groups * triton.cdiv(rank, tile.rows)

@@ -6,6 +6,7 @@ The census needs names, dtypes and shapes only, so it runs on a bare list of the
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Final
 
 from fathom.model.checkpoint.config_fields import DSPARK
@@ -56,7 +57,7 @@ class Tally:
         self.nbytes += nbytes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Census:
     """What a checkpoint holds, all of it accounted for."""
 
@@ -73,6 +74,33 @@ class Census:
     mtp_head: Head | None  # whose they are
     head: Head | None  # the same, where it is a part of the model
     absent: Mapping[str, str]  # parameter -> stored name, of those that are not bound since their file is not there
+
+    @cached_property
+    def alike(self) -> Mapping[str, int]:
+        """Parameters that differ in more than their layer, the first of each by name, and how many there are."""
+        found: dict[tuple[str, Parameter, Form], list[str]] = {}
+        for name, mapping in self.mappings.items():
+            _, rest = layer_and_rest(name)
+            found.setdefault((rest, self.demanded[name], mapping.form), []).append(name)
+        return {names[0]: len(names) for names in found.values()}
+
+    @cached_property
+    def forms_of_layers(self) -> Mapping[str, frozenset[tuple[str, Form]]]:
+        """By a layer's number: its parameters without their expert's, each with its form."""
+        found: dict[str, set[tuple[str, Form]]] = {}
+        for name, mapping in self.mappings.items():
+            number, part = layer_and_rest(name)
+            found.setdefault(number, set()).add((part.rpartition("experts.")[2].lstrip("0123456789"), mapping.form))
+        return {number: frozenset(forms) for number, forms in found.items()}
+
+
+def layer_and_rest(name: str) -> tuple[str, str]:
+    """A layer's number in a parameter's name and what is behind it; of none, "" and the name."""
+    before, _, rest = name.partition("layers.")
+    if not rest or before not in ("", "model."):
+        return "", name
+    number, _, part = rest.partition(".")
+    return number, part
 
 
 @dataclass(slots=True)

@@ -665,6 +665,7 @@ class Checks:
         self.exact = (1 + REPLICAS) * most if every else 0  # rows that are computed without replicas
         self.views = tuple(views)
         self.reached: dict[str, float] = {}  # the largest of what a clamp may cut, see `Part.activated`
+        self._glanced: Layer | None = None  # the last that `glance` looked at
         self.ties: dict[str, int] = {}  # rows of a choice in which the last that was taken had an equal
 
     def at(self, name: str) -> Tensor:
@@ -727,8 +728,11 @@ class Checks:
         """
         rows = sampled(self.config, self.recording.at(stored_name(site, layer)), self.count)
         theirs = self.recording.known(stored_name(site, layer), rows)
+        last = self._glanced
+        if last is None or (last.layer, last.setting.freely) != (layer, freely) or not last.at.equal(rows):
+            last = self._glanced = Layer(replace(self.setting, freely=freely), layer, rows)
         try:
-            return theirs, Layer(replace(self.setting, freely=freely), layer, rows).computed(site, rows)
+            return theirs, last.computed(site, last.at)
         except Unknown:
             return None
 

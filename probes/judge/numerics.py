@@ -70,13 +70,14 @@ def find(setting: Setting, recording: Recording, progress: Callable[[str, float]
     `progress` is called with what is being looked at and the share that is done.
     """
     rounding, rests = ROUNDINGS[DEPLOYED], dict[str, str]()
+    glances = dict[Rounding, Glances]()
     possible = {place: [form for form in forms if _can_be(setting, place, form)] for place, forms in FORMS.items()}
     rounding = replace(rounding, **{place: forms[0] for place, forms in possible.items()})
     for number in range(ROUNDS):  # sites that show one choice may follow from another
         before = rounding
         for place, forms in possible.items():
             progress(f"how a run rounds: {place}", number / ROUNDS)
-            form, rests[place] = _counted(_says(setting, recording, rounding, place, forms), forms)
+            form, rests[place] = _counted(_says(setting, recording, glances, rounding, place, forms), forms)
             rounding = replace(rounding, **{place: form})
         if rounding == before:
             break
@@ -129,17 +130,41 @@ def _most(votes: Sequence[Sequence[str]], possible: Sequence[str]) -> tuple[str,
     return tuple(form for form, count in counts.items() if count == most and 2 * most > len(votes))
 
 
-def _says(setting: Setting, recording: Recording, rounding: Rounding, place: str, possible: Sequence[str]) -> list[Say]:
+class Glances:
+    """Rows under one rounding, each found out once: of sites that are asked again, and of one layer at a time."""
+
+    def __init__(self, setting: Setting, recording: Recording) -> None:
+        self._checks = Checks(setting, recording, ROWS)
+        self._found: dict[tuple[int, str, bool], tuple[Tensor, Tensor] | None] = {}
+
+    def at(self, layer: int, site: str, *, freely: bool) -> tuple[Tensor, Tensor] | None:
+        """See `Checks.glance`."""
+        asked = layer, site, freely
+        if asked not in self._found:
+            self._found[asked] = self._checks.glance(layer, site, freely=freely)
+        return self._found[asked]
+
+
+def _says(
+    setting: Setting,
+    recording: Recording,
+    glances: dict[Rounding, Glances],
+    rounding: Rounding,
+    place: str,
+    possible: Sequence[str],
+) -> list[Say]:
     """What the recorded tensors say, cheap ones first: of the first group of sites in which one has a say.
 
     Layers whose input must be computed from the embeddings on are asked where no other says anything.
     """
     ways = [replace(rounding, **{place: form}) for form in possible]
-    checks = [Checks(replace(setting, rounding=way), recording, ROWS) for way in ways]
+    for way in ways:
+        glances.setdefault(way, Glances(replace(setting, rounding=way), recording))
+    each = [glances[way] for way in ways]
     unclear: list[Say] = []
     for freely in (False, True):
         for group in SHOWN_BY[place]:
-            says = list(_of_group(setting, recording, place, possible, checks, [s.name for s in group], freely=freely))
+            says = list(_of_group(setting, recording, place, possible, each, [s.name for s in group], freely=freely))
             if any(say.forms for say in says):
                 return says
             unclear = unclear or says
@@ -153,22 +178,29 @@ def _of_group(
     recording: Recording,
     place: str,
     possible: Sequence[str],
-    checks: Sequence[Checks],
+    each: Sequence[Glances],
     group: Sequence[str],
     *,
     freely: bool,
 ) -> Iterator[Say]:
     grids = [grid for grid in _grids(setting, place) if grid.form in possible]
+    asked: list[tuple[str, int]] = []
     for site in group:
-        names = [stored_name(site, layer) for layer in range(setting.config.num_hidden_layers)]
+        names = (stored_name(site, layer) for layer in range(setting.config.num_hidden_layers))
         layers = [layer for layer, name in enumerate(names) if name in recording.tensors]
         few = 1 if freely else LAYERS
-        for layer in dict.fromkeys(layers[n * (len(layers) - 1) // max(1, few - 1)] for n in range(few) if layers):
-            say = _on_grid(recording, names[layer], site, grids) or _nearest(
-                checks, layer, site, possible, names[layer], freely=freely
-            )
-            if say is not None:
-                yield say
+        some = dict.fromkeys(layers[n * (len(layers) - 1) // max(1, few - 1)] for n in range(few) if layers)
+        asked += [(site, layer) for layer in some]
+    says: dict[tuple[str, int], Say | None] = {}
+    for site, layer in sorted(asked, key=lambda pair: pair[1]):  # sites of a layer share what they follow from
+        name = stored_name(site, layer)
+        says[site, layer] = _on_grid(recording, name, site, grids) or _nearest(
+            each, layer, site, possible, name, freely=freely
+        )
+    for pair in asked:
+        say = says[pair]
+        if say is not None:
+            yield say
 
 
 def _can_be(setting: Setting, place: str, form: str) -> bool:
@@ -231,10 +263,10 @@ def _of_another_scale(rows: Tensor, form: Narrow) -> bool:
 
 
 def _nearest(
-    checks: Sequence[Checks], layer: int, site: str, possible: Sequence[str], name: str, *, freely: bool
+    each: Sequence[Glances], layer: int, site: str, possible: Sequence[str], name: str, *, freely: bool
 ) -> Say | None:
     """The choice that rows of a site are near to; None where the choices do not differ there, or nothing is known."""
-    found = [check.glance(layer, site, freely=freely) for check in checks]
+    found = [glances.at(layer, site, freely=freely) for glances in each]
     known = [pair for pair in found if pair is not None]
     if len(known) < len(found) or len(found) < 2:
         return None

@@ -335,9 +335,8 @@ class Noise:
         if x.shape[0] > 1:
             part = x[1:].numpy()
             half = (part.view(np.int64) & EXPONENT) - (PRECISION[dtype or self.dtype] << MANTISSA)
-            np.maximum(half, 0, out=half)  # of numbers near the least float64, whose half unit is none
+            np.maximum(half, 0, out=half)  # of zero, and near the least float64, half a unit is none
             moves = self._signed(half.view(np.float64))
-            np.putmask(moves, part == 0, 0)
             with np.errstate(all="ignore"):  # a recording may hold any bits
                 part += moves
         return x
@@ -743,19 +742,29 @@ class Layer(Part):
             return self.narrow(self.noise.moved(summed), E2M1_INDEX)
         return self.narrow(x, E4M3_ROW) if self.rounding.index == FP8 else x
 
-    def hyper(self, streams: Tensor, part: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Of mHC, from streams [r, n, s, hidden]: pre [r, n, s], post [r, n, s], comb [r, n, s, s]."""
-        config, s = self.config, self.config.hc_mult
+    def hyper(self, streams: Tensor, part: str, which: int) -> Tensor:
+        """One of mHC's, before its function: of pre (0) and post (1) [r, n, s], of comb (2) [r, n, s, s]."""
+        s = self.config.hc_mult
         fn, scale, base = (self.parameters[self.name(f"hc_{part}_{leaf}")] for leaf in ("fn", "scale", "base"))
-        mixes = self.mixes(streams, fn)
-        pre = torch.sigmoid(mixes[..., :s] * scale[0] + base[:s]) + config.hc_eps
-        post = 2 * torch.sigmoid(mixes[..., s : 2 * s] * scale[1] + base[s : 2 * s])
-        comb = (mixes[..., 2 * s :] * scale[2] + base[2 * s :]).unflatten(-1, (s, s)).softmax(-1) + config.hc_eps
-        comb = self.noise.moved(comb, F32)
-        for step in range(2 * config.hc_sinkhorn_iters - 1):  # columns first and last
-            total = self.noise.moved(comb.sum(-1 if step % 2 else -2, keepdim=True) + config.hc_eps, F32)
+        own = slice(which * s, (which + 1) * s) if which < 2 else slice(2 * s, None)
+        mixes = self.mixes(streams, fn)[..., own] * scale[which] + base[own]
+        return mixes if which < 2 else mixes.unflatten(-1, (s, s))
+
+    def pre(self, streams: Tensor, part: str) -> Tensor:
+        """How much of each stream a sublayer reads, [r, n, s]."""
+        return self.noise.moved(torch.sigmoid(self.hyper(streams, part, 0)) + self.config.hc_eps, F32)
+
+    def post(self, streams: Tensor, part: str) -> Tensor:
+        """How much of its output it adds to each, [r, n, s]."""
+        return self.noise.moved(2 * torch.sigmoid(self.hyper(streams, part, 1)), F32)
+
+    def comb(self, streams: Tensor, part: str) -> Tensor:
+        """How much of a stream goes to each other, [r, n, s, s]: Sinkhorn makes the sums of rows and columns 1."""
+        comb = self.noise.moved(self.hyper(streams, part, 2).softmax(-1) + self.config.hc_eps, F32)
+        for step in range(2 * self.config.hc_sinkhorn_iters - 1):  # columns first and last
+            total = self.noise.moved(comb.sum(-1 if step % 2 else -2, keepdim=True) + self.config.hc_eps, F32)
             comb = self.noise.moved(comb / total, F32)
-        return self.noise.moved(pre, F32), self.noise.moved(post, F32), comb
+        return comb
 
     def expanded(self, y: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tensor:
         """What a sublayer leaves: ``comb[j, k]`` sends stream j to k, ``post[k]`` the output to k."""
@@ -800,15 +809,15 @@ class Layer(Part):
 
     @_site("attention.pre")
     def _attention_pre(self, at: Tensor) -> Tensor:
-        return self.hyper(self.before(at), "attn")[0]
+        return self.pre(self.before(at), "attn")
 
     @_site("attention.post")
     def _attention_post(self, at: Tensor) -> Tensor:
-        return self.hyper(self.before(at), "attn")[1]
+        return self.post(self.before(at), "attn")
 
     @_site("attention.comb")
     def _attention_comb(self, at: Tensor) -> Tensor:
-        return self.hyper(self.before(at), "attn")[2]
+        return self.comb(self.before(at), "attn")
 
     @_site("attention.input")
     def _attention_input(self, at: Tensor) -> Tensor:
@@ -987,15 +996,15 @@ class Layer(Part):
 
     @_site("experts.pre")
     def _experts_pre(self, at: Tensor) -> Tensor:
-        return self.hyper(self.value("attention.streams", at), "ffn")[0]
+        return self.pre(self.value("attention.streams", at), "ffn")
 
     @_site("experts.post")
     def _experts_post(self, at: Tensor) -> Tensor:
-        return self.hyper(self.value("attention.streams", at), "ffn")[1]
+        return self.post(self.value("attention.streams", at), "ffn")
 
     @_site("experts.comb")
     def _experts_comb(self, at: Tensor) -> Tensor:
-        return self.hyper(self.value("attention.streams", at), "ffn")[2]
+        return self.comb(self.value("attention.streams", at), "ffn")
 
     @_site("experts.input")
     def _experts_input(self, at: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ say they take, so close that on a CPU a process's peak is within 5 % of the plan
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
 
@@ -62,11 +62,16 @@ class Plan:
     weights: Mapping[WeightKind, Weights]
     caches: Mapping[str, Mapping[str, int]]  # bytes by kind of layer and component, of all its layers
     call: Moment  # the largest of any call, whatever the values: all tokens to one expert, all entries above the best
-    typical_call: Moment  # if tokens spread evenly over experts, and few entries pass the indexer's comparisons
+    typical: Callable[[], Moment]  # finds out `typical_call`, which few ask for
     graph: int  # pool of a captured step, into which nothing else is put, and its buffers; 0: none is captured
     host: int  # Python's list of the positions in each ring, on the CPU
     reserve: int  # beside tensors
     untiled: int  # not needed here: fp32 index scores of a chunk, made at once
+
+    @property
+    def typical_call(self) -> Moment:
+        """The largest if tokens spread evenly over experts, and few entries pass the indexer's comparisons."""
+        return self.typical()
 
     @property
     def own_weights(self) -> int:
@@ -151,8 +156,11 @@ class Planner:
         asked = chunk or self.options.prefill_chunk
         chunk = min(asked, context)
         held = self.tables(asked)
-        call, typical_call = (self._of_any_size(context, chunk, usual=usual) for usual in (False, True))
-        call, typical_call = (one._replace(parts=one.parts | held) for one in (call, typical_call))
+
+        def call(*, usual: bool) -> Moment:
+            one = self._of_any_size(context, chunk, usual=usual)
+            return one._replace(parts=one.parts | held)
+
         host = untiled = 0
         if isinstance(self.config, ModelConfig):
             ratios = [self.config.ratio(at) for at, kind in enumerate(self.config.layer_kinds) if kind is LayerKind.CSA]
@@ -169,8 +177,8 @@ class Planner:
             prompt=prompt,
             weights=self.weights,
             caches=caches,
-            call=call,
-            typical_call=typical_call,
+            call=call(usual=False),
+            typical=partial(call, usual=True),
             graph=self.graph(context),
             host=host,
             reserve=RESERVE[self.options.device],

@@ -223,18 +223,12 @@ class _Kept:
 
 def _distinct(config: Config, census: Census, variants: list[str]) -> dict[int, int]:
     """One layer of each kind, ratio, way of routing and of remembering, and forms of matrices; how many are like it."""
-    forms: dict[str, set[tuple[str, object]]] = {}
-    for name, mapping in census.mappings.items():
-        before, _, rest = name.partition("layers.")
-        if rest and before in ("", "model."):
-            number, _, part = rest.partition(".")
-            forms.setdefault(number, set()).add((part.rpartition("experts.")[2].lstrip("0123456789"), mapping.form))
     kinds: dict[object, list[int]] = {}
     for layer, variant in enumerate(variants):
         kind: object = None
         if isinstance(config, ModelConfig):
             kind = config.layer_kind(layer), config.ratio(layer), config.is_hash(layer)
-        kinds.setdefault((kind, variant, frozenset(forms[str(layer)])), []).append(layer)
+        kinds.setdefault((kind, variant, census.forms_of_layers[str(layer)]), []).append(layer)
     return {layers[0]: len(layers) for layers in sorted(kinds.values())}
 
 

@@ -83,11 +83,11 @@ def weights(
     whose first byte is misaligned for its dtype, of which torch makes a copy on the CPU; no published file has any.
     """
     found: dict[WeightKind, list[Weights]] = {kind: [] for kind in WeightKind}
-    for name, mapping in census.mappings.items():
+    for name, count in census.alike.items():
         parameter = census.demanded[name]
         shard = sharding.rows(name, parameter.shape[0], rank)
         shape = (shard.size, *parameter.shape[1:])
-        as_stored = own = stored_bytes(mapping.form, shape)
+        as_stored = own = stored_bytes(census.mappings[name].form, shape)
         # a vector in BF16 is a norm; other tensors in BF16 are operands of products, as stored
         wide = {"f32": F32, "i64": I64, "bf16": F32 if len(shape) == 1 else None}.get(parameter.kind)
         if wide is not None:
@@ -95,7 +95,8 @@ def weights(
         replicated = sharding.size > 1 and not shard.split
         view = as_stored if mapped and own == as_stored else 0
         kind = next((kind for part, kind in _PARTS.items() if part in name), WeightKind.EMBEDDING)
-        found[kind].append(Weights(as_stored, view, 0 if view else own, as_stored if replicated else 0))
+        of_one = as_stored, view, 0 if view else own, as_stored if replicated else 0
+        found[kind].append(Weights(*(count * size for size in of_one)))
     if isinstance(config, LlamaConfig):
         found[WeightKind.ROTARY].append(Weights(own=config.head_dim // 2 * F32))
         return {kind: _sum(parts) for kind, parts in found.items() if parts}
@@ -119,11 +120,11 @@ def _sum(parts: Collection[Weights]) -> Weights:
 def matrices(census: Census, sharding: ShardingPlan, rank: int) -> Matrices:
     """The forms and shapes of each matrix on a rank, over all layers and experts; of what is not here none."""
     found: dict[str, Counter[tuple[Form, int, int]]] = {}
-    for name, mapping in census.mappings.items():
+    for name, count in census.alike.items():
         shape = census.demanded[name].shape
         shard = sharding.rows(name, shape[0], rank)
         if len(shape) == 2 and shard.size:
             parts = [part for part in name.split(".") if not part.isdigit()]
             bare = ".".join(part for part in parts if part not in ("model", "layers", "weight"))
-            found.setdefault(bare, Counter())[mapping.form, shard.size, shape[1]] += 1
+            found.setdefault(bare, Counter())[census.mappings[name].form, shard.size, shape[1]] += count
     return found

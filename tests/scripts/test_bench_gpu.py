@@ -18,6 +18,7 @@ from fathom.scripts.bench import gpu_cases as cases
 from fathom.scripts.bench.gpu_cases import FLASH, MODELS, PRO, ROOFS, Cost, Draw, Tolerance
 from fathom.scripts.bench.turns import Rounds
 from tests.by_hand import ROOT
+from tests.grids import on_demand
 from tests.kernels.compilation import WITH_KERNELS
 
 H200 = ROOFS["H200"]
@@ -240,10 +241,11 @@ def test_a_case_is_checked_then_timed_on_inputs_of_its_own(nbytes, copies):
     assert list(gpu.timed(double(2), device, Rounds.exactly(1)).sides) == ["triton", gpu.READING]
 
 
-def test_layers_run_after_every_context_from_the_same_cache():
+@pytest.mark.parametrize("ops", [REFERENCE, *on_demand((TRITON,))], ids=lambda ops: ops.name)
+def test_layers_run_after_every_context_from_the_same_cache(ops):
     contexts = {"short": 130, "long": 259}  # with an HCA entry and with two
     rows_of = [
-        turns.run(case) for case in gpu_layers.layers(SMALL, FakeDevice(), TRITON, Rounds.exactly(2), contexts, 6)
+        turns.run(case) for case in gpu_layers.layers(SMALL, FakeDevice(), ops, Rounds.exactly(2), contexts, 6)
     ]
     assert [row["case"] for row in rows_of] == [
         f"small, {kind}, {tokens} tokens at {context}" + (", launched: of its own will" if tokens == 1 else "")
