@@ -39,8 +39,10 @@ def poison(x: Tensor) -> None:
 
 
 class Recorder(TorchDispatchMode):
-    def __init__(self):
+    def __init__(self, *, counts_alone=False):
+        """`counts_alone`: no kernel runs, and memory that they would fill holds zeros."""
         super().__init__()
+        self.counts_alone = counts_alone
         self.calls = []  # ATen: func, args, kwargs, outputs that are no views of inputs
         self.names = Counter()  # of ATen ops that do work on the device
         self.kernels = Counter()
@@ -60,6 +62,9 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         known = {x.untyped_storage().data_ptr() for x in tensors((args, kwargs)) if x.numel()}
         fresh = [x for x in tensors(out) if x.numel() and x.untyped_storage().data_ptr() not in known]
+        if self.counts_alone and name in UNFILLED:
+            for x in fresh:
+                x.zero_()
         works = bool(fresh) or func._schema.is_mutable
         if works and name not in UNFILLED:
             self.names[name] += 1
@@ -107,6 +112,8 @@ class Recorder(TorchDispatchMode):
         def noted(kernel, *args, grid, warmup, **kwargs):
             assert not callable(grid), "a grid of a function"
             self.launch(kernel, args, grid, kwargs)
+            if self.counts_alone:
+                return None
             self.busy = True
             try:
                 return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)

@@ -16,6 +16,7 @@ import torch
 from numba import types
 
 from fathom.kernels import compiled, lanes
+from tests.grids import on_demand
 
 ROOT = Path(__file__).parents[2]
 F32, U32 = types.float32[::1], types.uint32[::1]
@@ -184,8 +185,7 @@ def test_without_a_folder_that_can_be_written_loops_run_all_the_same(tmp_path):
     assert ran.stdout.split() == ["None", "1.0"]
 
 
-@pytest.mark.parametrize("ending", ["nbi", "nbc"])
-@pytest.mark.parametrize("length", [0, 20])
+@pytest.mark.parametrize(("ending", "length"), [("nbi", 20), ("nbc", 0), *on_demand(("nbi", 0), ("nbc", 20))])
 def test_kept_code_that_was_cut_off_is_compiled_again(ending, length, tmp_path):
     """Both kinds of files that numba keeps; the run after it finds them whole."""
     said = []

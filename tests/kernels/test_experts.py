@@ -139,9 +139,18 @@ def assert_summed(ops, form, made, x, ids, weights, *, deployed=False):
     return ours
 
 
+# Each form is decoded, and inputs are rounded or not, whatever the form.
+PAIRS = [(True, "fp8"), (True, "fp4"), (True, "nvfp4"), (False, "bf16"), (False, "fp8, f32 scales")]
+OTHERS = sorted({*itertools.product((False, True), FORMS)} - {*PAIRS})
+
+
 @pytest.mark.parametrize(
-    ("form", "deployed", "t"),
-    [("fp4", False, 1), *((form, deployed, t) for t in (3, 6) for form in FORMS for deployed in (False, True))],
+    ("deployed", "form", "t"),
+    [
+        (False, "fp4", 1),
+        *((*pair, t) for pairs, t in ((PAIRS, 6), (OTHERS, 3)) for pair in pairs),
+        *on_demand(*((*pair, t) for pairs, t in ((PAIRS, 3), (OTHERS, 6)) for pair in pairs)),
+    ],
 )
 def test_experts_are_summed(ops, form, deployed, t):
     """Four experts, some without a token; two tiles of rows, the last cut where nothing forbids it."""
@@ -152,9 +161,12 @@ def test_experts_are_summed(ops, form, deployed, t):
     assert_summed(ops, form, made, *tokens(t, 2, hidden, 4, 3), deployed=deployed)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("deployed", [False, True])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("deployed", "form", "ranks"),
+    [(*pair, ranks) for pair, ranks in zip(PAIRS, (2, 4, 2, 4, 4), strict=True)]
+    + on_demand(*((*pair, ranks) for pair, ranks in zip(PAIRS, (4, 2, 4, 2, 2), strict=True)))
+    + on_demand(*((*pair, ranks) for pair in OTHERS for ranks in (2, 4))),
+)
 def test_parts_by_rows_make_up_the_whole(ops, form, deployed, ranks):
     """Rows of w1 and w3 are columns of what w2 is given, and rows of w2 columns of the sum: of parts of a block too."""
     (w1, w3, w2), _ = layer(form, 3, 128, 128, 0)
@@ -295,14 +307,12 @@ def test_without_tokens_or_slots_the_sum_is_zero(ops):
         assert torch.equal(ops.sum_slots(apart, ids), torch.zeros(t, 32))
 
 
-# Each form is decoded, and inputs are rounded or not, whatever the form.
-PAIRS = [(True, "fp8"), (True, "fp4"), (True, "nvfp4"), (False, "bf16"), (False, "fp8, f32 scales")]
-
-
 @pytest.mark.parametrize(
-    ("deployed", "form"), PAIRS + on_demand(*sorted({*itertools.product((False, True), FORMS)} - {*PAIRS}))
+    ("deployed", "form", "most"),
+    [(*pair, 3 if at else 32) for at, pair in enumerate(PAIRS)]  # where they begin to be sorted, no form decides
+    + on_demand(*((*pair, 32) for pair in PAIRS[1:] + OTHERS)),
 )
-def test_triton_pairs_of_up_to_32_tokens_have_the_bits_of_a_token_alone(form, deployed, monkeypatch):
+def test_triton_pairs_of_up_to_32_tokens_have_the_bits_of_a_token_alone(form, deployed, most, monkeypatch):
     """Numbers of which every sum rounds; nor do bits depend on how many rows a program has. 33 tokens are sorted."""
     triton = pytest.importorskip("fathom.kernels.triton_ops", reason=NO_TRITON).TRITON
     kernel = pytest.importorskip("fathom.kernels.experts.triton", reason=NO_TRITON)
@@ -315,25 +325,28 @@ def test_triton_pairs_of_up_to_32_tokens_have_the_bits_of_a_token_alone(form, de
         part = slice(first, first + t)
         return triton.experts(x[part], ids[part], weights[part], w1, w3, w2, 20.0, deployed=deployed)
 
-    places = torch.tensor([*range(8), 15, 16, 31])
+    places = torch.tensor([0, 2, 7, 15, 16, 31])
+    places = places[places < most]
     alone = torch.cat([run(1, first) for first in places.tolist()])
-    for t in (2, 3, 8):
-        assert torch.equal(run(t), alone[:t])
-    with monkeypatch.context() as patch:
-        patch.setattr(pytest.importorskip("fathom.kernels.linear.weight_rows"), "INTERPRETED", None)
-        assert torch.equal(run(2), alone[:2])
-    sorted_ones, sort = [], kernel._sort
+    for t in (3, 8)[: 2 if most == 32 else 1]:
+        assert torch.equal(run(t)[places[places < t]], alone[: (places < t).sum()])
+    if form in {"bf16", "fp4"}:  # rows of a GPU's programs, of which there are many more
+        with monkeypatch.context() as patch:
+            patch.setattr(pytest.importorskip("fathom.kernels.linear.weight_rows"), "INTERPRETED", None)
+            assert torch.equal(run(1), alone[:1])
+    if most == 32:
+        sorted_ones, sort = [], kernel._sort
 
-    class Noted:
-        def __getitem__(self, grid):
-            sorted_ones.append(grid)
-            return sort[grid]
+        class Noted:
+            def __getitem__(self, grid):
+                sorted_ones.append(grid)
+                return sort[grid]
 
-    monkeypatch.setattr(kernel, "_sort", Noted())
-    assert torch.equal(run(32)[places], alone)
-    assert not sorted_ones
-    run(33)
-    assert sorted_ones
+        monkeypatch.setattr(kernel, "_sort", Noted())
+        assert torch.equal(run(32)[places], alone)
+        assert not sorted_ones
+        run(33)
+        assert sorted_ones
     assert not pytest.importorskip("fathom.kernels.linear.weight_tiles").counters(x.device).any()
 
 
@@ -438,18 +451,22 @@ def over_ranks(ops, ranks, x, ids, weights, stacks, limit=LIMIT, *, deployed=Fal
     return y
 
 
+OF_RANKS = [  # how a form is decoded, and how inputs are rounded: each once
+    *((form, torch.bfloat16, deployed) for form, deployed in (("bf16", False), ("fp8", True), ("nvfp4", False))),
+    *((form, torch.float32, deployed) for form, deployed in (("bf16", False), ("fp4", True))),
+]
+EVERY_RANKS = set(itertools.product(set(FORMS) - {"fp8, f32 scales"}, (torch.bfloat16, torch.float32), (False, True)))
+
+
 @pytest.mark.parametrize(
-    ("ops", "form", "dtype"),
+    ("ops", "form", "dtype", "deployed"),
     [
-        (way, form, dtype)
-        for dtype in (torch.bfloat16, torch.float32)
-        for form in FORMS
-        for way in (WAYS if (form, dtype) == ("fp4", torch.bfloat16) else WAYS[:3])  # Hopper's others are these
-        if form != "fp8, f32 scales"
+        *((way, *one) for one in OF_RANKS for way in WAYS[:3]),
+        *((way, "fp4", torch.bfloat16, True) for way in WAYS),  # Hopper's others are these
+        *on_demand(*((way, *one) for one in sorted(EVERY_RANKS - {*OF_RANKS}, key=str) for way in WAYS[:3])),
     ],
     indirect=["ops"],
 )
-@pytest.mark.parametrize("deployed", [False, True])
 def test_experts_of_ranks_have_the_bits_of_one(ops, form, dtype, deployed):
     """Of numbers of which every sum rounds. Of four ranks, a token alone leaves two without a pair."""
     g = seeded(3)

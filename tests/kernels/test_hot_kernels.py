@@ -12,6 +12,7 @@ import pytest
 
 from fathom.scripts.bench.gpu import CAPABILITIES
 from fathom.scripts.bench.sass import COUNTED, RECORDED, TAKEN, counted
+from tests.grids import on_demand
 from tests.kernels.compilation import OLDEST, compiler, oldest_version
 from tests.kernels.hot_kernels import HOT, found
 
@@ -40,8 +41,13 @@ def differences(now, before):
     return told
 
 
-@pytest.mark.parametrize("version", ["oldest", "installed"])
-@pytest.mark.parametrize("capability", CAPABILITIES, ids="sm_{}".format)
+@pytest.mark.parametrize(
+    ("version", "capability"),  # each version and each GPU once
+    [
+        *zip(("installed", "oldest"), CAPABILITIES, strict=True),
+        *on_demand(*zip(("oldest", "installed"), CAPABILITIES, strict=True)),
+    ],
+)
 def test_hot_kernels_are_as_they_were(version, capability, tmp_path):
     before = (OLDEST,) if version == "oldest" else ()
     assert all(folder.is_dir() for folder in before), f"no {OLDEST}: `make test` brings Triton {oldest_version()} there"

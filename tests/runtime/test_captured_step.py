@@ -151,15 +151,15 @@ def test_a_chunk_of_any_length_is_launched_without_a_wait(tmp_path):
 
     What looks for what must never happen reads the device, and is left out: here the equations alone are counted.
     """
-    model = pair(tmp_path, RATIOS, 1).fused
-    counted = []
-    for tokens in (40, 48):
-        state, recorder = prefilled(model, TOKENS[:8]), Recorder()
+    of = pair(tmp_path, RATIOS, 1)
+    model, counted = of.fused, []
+    for tokens in (40, 40, 48):  # the first makes what is made once
+        state, recorder = prefilled(of.blocked, TOKENS[:8]), Recorder(counts_alone=True)
         with observed(model).unchecked(), recorder.recording():
             model(TOKENS[8 : 8 + tokens], state)
         counted.append((sum(recorder.kernels.values()), sum(recorder.names.values())))
-    assert counted[0] == counted[1]
-    kernels, aten = counted[0]
+    assert counted[1] == counted[2]
+    kernels, aten = counted[1]
     assert kernels <= CHUNK_KERNELS
     assert aten <= CHUNK_ATEN
 
@@ -177,7 +177,7 @@ def test_small_kernels_of_a_layer_in_a_chunk(tmp_path, kind):
         write_checkpoint(directory, tiny_config(**sizes, n_routed_experts=4), seed=1)
         options = RunOptions("deployed", "bf16", "cpu", CHUNK, "fp8", "fp4")
         state = prefilled(load(directory, options, CPU).model, TOKENS[:110])
-        model, recorder = load(directory, options, TRITON).model, Recorder()
+        model, recorder = load(directory, options, TRITON).model, Recorder(counts_alone=True)
         with observed(model).unchecked(), recorder.recording():
             model(TOKENS[110:130], state)
         counted.append(recorder.names)
@@ -197,7 +197,8 @@ def nodes(tmp_path_factory):
         write_checkpoint(directory, tiny_config(**layers, n_routed_experts=4), seed=1)
         options = RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4")
         state = prefilled(load(directory, options, CPU).model, TOKENS[:20], 64, 64)
-        step, recorder = Step(load(directory, options, TRITON).model, state), Recorder()
+        step = Step(load(directory, options, TRITON).model, state)
+        recorder = Recorder(counts_alone=True)
         step.place(3)
         with recorder.recording():
             step.run()
@@ -438,14 +439,15 @@ def _stepped(group, directory, experts):
     options = RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4", experts=experts)
     loaded = load(directory, options, TRITON, group)
     model = loaded.model
-    state, other = (prefilled(model, TOKENS[:6], 16, 8) for _ in range(2))
+    before = load(directory, options, CPU, group).model
+    state, other = (prefilled(before, TOKENS[:8], 16, 8) for _ in range(2))
     step, recorder = Step(model, state), Recorder()
     step.place(3)
     step.run()  # as before a capture: what is made once is no node
     found, eager = [], []
-    for at in range(6, 8):
+    for at in range(8, 10):
         step.place(int(TOKENS[at]))
-        if at == 6:
+        if at == 8:
             with recorder.recording():
                 step.run()
         else:
@@ -454,7 +456,7 @@ def _stepped(group, directory, experts):
         eager.append(model.logits(model(TOKENS[at : at + 1], other))[0])
     said, first = [], model.blocks[0].attention
     for at, weights in (
-        (8, model.blocks[1].attention.kv_norm),
+        (10, model.blocks[1].attention.kv_norm),
         (11, first.compressor.norm),
     ):  # 11 ends a window
         while state.position < at:
@@ -492,4 +494,4 @@ def test_a_captured_step_on_ranks_is_that_of_one(tmp_path, size, experts):
         assert rank.nodes - alone.nodes == planned.launches - of_one.launches
         for site, said in zip(("attention.kv of layer 1", "attention.entry of layer 0"), rank.said, strict=True):
             assert re.fullmatch(rf"{site}, at \[0, 3\]: \S+ on rank 0, \S+ on rank 1", said)
-        assert rank.calls == {"all": 2 + 2 + 6}  # prompts, eager calls, and a call for each replay
+        assert rank.calls == {"all": 2 + 4}  # eager calls, and a call for each replay

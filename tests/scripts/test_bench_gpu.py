@@ -244,9 +244,7 @@ def test_a_case_is_checked_then_timed_on_inputs_of_its_own(nbytes, copies):
 @pytest.mark.parametrize("ops", [REFERENCE, *on_demand((TRITON,))], ids=lambda ops: ops.name)
 def test_layers_run_after_every_context_from_the_same_cache(ops):
     contexts = {"short": 130, "long": 259}  # with an HCA entry and with two
-    rows_of = [
-        turns.run(case) for case in gpu_layers.layers(SMALL, FakeDevice(), ops, Rounds.exactly(2), contexts, 6)
-    ]
+    rows_of = [turns.run(case) for case in gpu_layers.layers(SMALL, FakeDevice(), ops, Rounds.exactly(2), contexts, 6)]
     assert [row["case"] for row in rows_of] == [
         f"small, {kind}, {tokens} tokens at {context}" + (", launched: of its own will" if tokens == 1 else "")
         for kind in ("CSA", "HCA") for context in contexts for tokens in (1, 6)
