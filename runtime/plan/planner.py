@@ -6,7 +6,7 @@ say they take, so close that on a CPU a process's peak is within 5 % of the plan
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Final
@@ -62,7 +62,7 @@ class Plan:
     weights: Mapping[WeightKind, Weights]
     caches: Mapping[str, Mapping[str, int]]  # bytes by kind of layer and component, of all its layers
     call: Moment  # the largest of any call, whatever the values: all tokens to one expert, all entries above the best
-    typical: Callable[[], Moment]  # finds out `typical_call`, which few ask for
+    typical: Callable[[], Moment] = field(compare=False, repr=False)  # finds out `typical_call`, which few ask for
     graph: int  # pool of a captured step, into which nothing else is put, and its buffers; 0: none is captured
     host: int  # Python's list of the positions in each ring, on the CPU
     reserve: int  # beside tensors

@@ -43,9 +43,11 @@ from fathom.kernels.shard import triton as shard
 from fathom.kernels.tripwires import triton as tripwires
 from fathom.kernels.triton_ops import TRITON
 from fathom.model.cache.gqa import all_heads
+from fathom.model.checkpoint.tensor_mapping import Form
 from fathom.model.variants.coda import CodaCache
 from fathom.model.variants.coda_settings import CodaSettings
 from fathom.runtime.plan.gpus import GPUS
+from fathom.runtime.plan.weights import stored_bytes
 from fathom.scripts.make.values import E2M1_MEAN_SQUARE, E4M3_DEVIATION
 
 # --- the models, as published
@@ -134,8 +136,7 @@ def moved(*size: int, times: int = 2) -> Cost:
 
 def weight_bytes(form: str, out: int, columns: int) -> int:
     """Bytes of a matrix as stored: "bf16", or with scales "fp8" (per 128 x 128) or "fp4" (per 32 columns)."""
-    scales = {"bf16": 0, "fp8": -(-out // 128) * -(-columns // 128), "fp4": out * columns // 32}
-    return int({"bf16": 2, "fp8": 1, "fp4": 0.5}[form] * out * columns) + scales[form]
+    return stored_bytes(Form[form.upper()], (out, columns))
 
 
 def linear_cost(form: str, out: int, columns: int, t: int, groups: int = 1) -> Cost:

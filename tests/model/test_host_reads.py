@@ -132,7 +132,7 @@ def there(tmp_path_factory):
         return moved(model)
 
 
-@pytest.mark.parametrize(("fault", "tokens"), [*((fault, 9) for fault in FAULTS), ("comb", 1), ("selection", 1)])
+@pytest.mark.parametrize(("fault", "tokens"), [*((fault, 3) for fault in FAULTS), ("comb", 1), ("selection", 9)])
 def test_what_is_deferred_ends_the_call_at_its_site_layer_and_position(there, fault, tokens):
     site, value, told = FAULTS[fault]
     bad = tokens - 1

@@ -21,6 +21,7 @@ from fathom.runtime.plan.alive import SLACK
 from fathom.runtime.plan.planner import Planner
 from fathom.runtime.statefile import snapshot
 from tests.coda_adapters import adapted, write_safetensors
+from tests.grids import on_demand
 from tests.make_checkpoint import DSPARK, tiny_config, write_checkpoint
 from tests.transformers_model import load_ours, oracle, our_logits
 
@@ -49,7 +50,7 @@ def test_logits_of_prefill_and_decode_are_those_of_the_blocked_ops(directory, kv
 
 def test_rows_of_a_call_are_calls_of_a_row(tmp_path):
     """As drafts need: logits and caches to the bit, in the dtype and numerics that are served; windows of 4 close."""
-    write_checkpoint(tmp_path, tiny_config(), seed=2)
+    write_checkpoint(tmp_path, tiny_config(compress_ratios=[0, 4], num_hidden_layers=2), seed=2)
     model = load(tmp_path, RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4"), TRITON).model
     tokens = torch.randint(0, 500, (17,), generator=torch.Generator().manual_seed(0))[:14]
     found = []
@@ -63,10 +64,10 @@ def test_rows_of_a_call_are_calls_of_a_row(tmp_path):
     assert not [name for name, part in caches.items() if not equal_bits(part, others[name])]
 
 
-@pytest.mark.parametrize("products", ["auto", "fp8", "exact"])
+@pytest.mark.parametrize("products", ["auto", "exact", *on_demand("fp8")])
 def test_fp8_linears_of_a_prompt_are_products_of_codes_unless_it_is_told_otherwise(tmp_path, products):
     """What ran is noted, and all it made agrees with the oracle."""
-    write_checkpoint(tmp_path, tiny_config(), seed=2)
+    write_checkpoint(tmp_path, tiny_config(compress_ratios=[4], num_hidden_layers=1, num_hash_layers=0), seed=2)
     subject = Subject(tmp_path, RunOptions(fp8_products=products), TRITON)
     judge = Judge(subject, subject.options, 20, lambda *_: None)
     results = judge("as run", [20]).results
