@@ -88,6 +88,8 @@ def select_scratch(
     `form` is how keys are stored: dtype, fp8, fp4 or coded (`CodedRows`). `few_pass`: whether few entries pass the
     comparisons, as where scores come in no particular order; else all do.
     """
+    if not tokens:  # as on a rank that has none of a call's
+        return 0
     rows, result = min(tokens, max(1, ROWS // heads)), tokens * min(k, entries) * 4
     bounded = _bounded(tokens, heads, width, entries, k, device)
     if tokens <= FEW and not bounded and form != "coded":

@@ -9,7 +9,7 @@ token's numbers do not depend on how many others there are.
 """
 
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -349,7 +349,7 @@ def _tile(form: str, t: int, *, wide: bool) -> Tile:
     )
 
 
-@cache  # the host computes it again for each launch
+@lru_cache(maxsize=4096)  # else the host computes it for each launch
 def _grid(t: int, groups: int, rank: int, columns: int, tile: Tile) -> tuple[tuple[int, int, int], int]:
     """Tiles of tokens, of rows, and splits of the columns; and the steps of a split."""
     across, down = triton.cdiv(t, tile.tokens), groups * triton.cdiv(rank, tile.rows)

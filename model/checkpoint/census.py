@@ -77,7 +77,7 @@ class Census:
 
     @cached_property
     def alike(self) -> Mapping[str, int]:
-        """Parameters that differ in more than their layer, the first of each by name, and how many there are."""
+        """Parameters that differ in nothing but their layer: the first of them by name, and how many there are."""
         found: dict[tuple[str, Parameter, Form], list[str]] = {}
         for name, mapping in self.mappings.items():
             _, rest = layer_and_rest(name)

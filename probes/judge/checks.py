@@ -11,7 +11,7 @@ How a site comes out follows from the recorded tensors of its layer, the tokens 
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -665,7 +665,6 @@ class Checks:
         self.exact = (1 + REPLICAS) * most if every else 0  # rows that are computed without replicas
         self.views = tuple(views)
         self.reached: dict[str, float] = {}  # the largest of what a clamp may cut, see `Part.activated`
-        self._glanced: Layer | None = None  # the last that `glance` looked at
         self.ties: dict[str, int] = {}  # rows of a choice in which the last that was taken had an equal
 
     def at(self, name: str) -> Tensor:
@@ -721,20 +720,21 @@ class Checks:
                 self.ties[check.judged.site] = self.ties.get(check.judged.site, 0) + check.equal
         return [check.judged for check in checks]
 
-    def glance(self, layer: int, site: str, *, freely: bool) -> tuple[Tensor, Tensor] | None:
-        """Some recorded rows [n, ...], and the same by the oracle, [1 + r, n, ...]; None where nothing is known.
+    def glances(self, layer: int, names: Iterable[str], *, freely: bool) -> dict[str, tuple[Tensor, Tensor] | None]:
+        """By site: some recorded rows [n, ...], and the same by the oracle, [1 + r, n, ...]; None: nothing is known.
 
         `freely`: also where the layer's input must be computed from the embeddings on.
         """
-        rows = sampled(self.config, self.recording.at(stored_name(site, layer)), self.count)
-        theirs = self.recording.known(stored_name(site, layer), rows)
-        last = self._glanced
-        if last is None or (last.layer, last.setting.freely) != (layer, freely) or not last.at.equal(rows):
-            last = self._glanced = Layer(replace(self.setting, freely=freely), layer, rows)
-        try:
-            return theirs, last.computed(site, last.at)
-        except Unknown:
-            return None
+        part, found = None, dict[str, tuple[Tensor, Tensor] | None]()
+        for site in names:
+            rows = sampled(self.config, self.recording.at(stored_name(site, layer)), self.count)
+            if part is None or not part.at.equal(rows):
+                part = Layer(replace(self.setting, freely=freely), layer, rows)
+            try:
+                found[site] = self.recording.known(stored_name(site, layer), rows), part.computed(site, part.at)
+            except Unknown:
+                found[site] = None
+        return found
 
     def ends(self, progress: Progress = silent, only: Collection[str] | None = None) -> list[Judged]:
         """Judge what is of no layer, as `layer`: embeddings, the normed output, logits."""

@@ -130,19 +130,32 @@ def _most(votes: Sequence[Sequence[str]], possible: Sequence[str]) -> tuple[str,
     return tuple(form for form, count in counts.items() if count == most and 2 * most > len(votes))
 
 
+class Rows(NamedTuple):
+    """Some rows of a site."""
+
+    theirs: Tensor  # [n, ...], recorded
+    ours: Tensor  # the same by the oracle, under one rounding
+    usual: float  # how far from these a run of this rounding may be
+
+
 class Glances:
-    """Rows under one rounding, each found out once: of sites that are asked again, and of one layer at a time."""
+    """Rows under one rounding, each found out once: sites are asked for one choice after the other."""
 
     def __init__(self, setting: Setting, recording: Recording) -> None:
         self._checks = Checks(setting, recording, ROWS)
-        self._found: dict[tuple[int, str, bool], tuple[Tensor, Tensor] | None] = {}
+        self._found: dict[tuple[int, str, bool], Rows | None] = {}
 
-    def at(self, layer: int, site: str, *, freely: bool) -> tuple[Tensor, Tensor] | None:
-        """See `Checks.glance`."""
-        asked = layer, site, freely
-        if asked not in self._found:
-            self._found[asked] = self._checks.glance(layer, site, freely=freely)
-        return self._found[asked]
+    def at(self, layer: int, names: Sequence[str], *, freely: bool) -> list[Rows | None]:
+        """Of these sites; None of what nothing is known of. See `Checks.glances`."""
+        new = [site for site in names if (layer, site, freely) not in self._found]
+        for site, pair in self._checks.glances(layer, new, freely=freely).items():
+            rows = None
+            if pair is not None:
+                theirs, (ours, *moved) = pair
+                usual = LIKELY * sum(_off(other, ours, site) for other in moved) / REPLICAS
+                rows = Rows(theirs, ours.clone(), usual)
+            self._found[layer, site, freely] = rows
+        return [self._found[layer, site, freely] for site in names]
 
 
 def _says(
@@ -192,11 +205,15 @@ def _of_group(
         some = dict.fromkeys(layers[n * (len(layers) - 1) // max(1, few - 1)] for n in range(few) if layers)
         asked += [(site, layer) for layer in some]
     says: dict[tuple[str, int], Say | None] = {}
-    for site, layer in sorted(asked, key=lambda pair: pair[1]):  # sites of a layer share what they follow from
-        name = stored_name(site, layer)
-        says[site, layer] = _on_grid(recording, name, site, grids) or _nearest(
-            each, layer, site, possible, name, freely=freely
-        )
+    for layer in sorted({layer for _, layer in asked}):  # whose sites share what they follow from
+        stored = {site: stored_name(site, layer) for site, of in asked if of == layer}
+        told = {site: _on_grid(recording, name, site, grids) for site, name in stored.items()}
+        unclear = [site for site, say in told.items() if say is None]
+        found = [glances.at(layer, unclear, freely=freely) for glances in each]  # one rounding after the other
+        told |= {
+            site: _nearest(rows, site, possible, stored[site]) for site, *rows in zip(unclear, *found, strict=True)
+        }
+        says |= {(site, layer): say for site, say in told.items()}
     for pair in asked:
         say = says[pair]
         if say is not None:
@@ -262,17 +279,13 @@ def _of_another_scale(rows: Tensor, form: Narrow) -> bool:
     return bool(((torch.round(y / step) * step - y).abs() <= ULP * y.abs() + step * ULP).all())
 
 
-def _nearest(
-    each: Sequence[Glances], layer: int, site: str, possible: Sequence[str], name: str, *, freely: bool
-) -> Say | None:
+def _nearest(found: Sequence[Rows | None], site: str, possible: Sequence[str], name: str) -> Say | None:
     """The choice that rows of a site are near to; None where the choices do not differ there, or nothing is known."""
-    found = [glances.at(layer, site, freely=freely) for glances in each]
-    known = [pair for pair in found if pair is not None]
+    known = [rows for rows in found if rows is not None]
     if len(known) < len(found) or len(found) < 2:
         return None
-    theirs, ours = known[0][0], [pair[1][0] for pair in known]
-    off = [_off(theirs, one, site) for one in ours]
-    usual = [LIKELY * sum(_off(moved, pair[1][0], site) for moved in pair[1][1:]) / REPLICAS for pair in known]
+    ours, usual = [rows.ours for rows in known], [rows.usual for rows in known]
+    off = [_off(known[0].theirs, one, site) for one in ours]
     apart = [[_off(one, other, site) for other in ours] for one in ours]
     if not any(map(any, apart)):
         return None

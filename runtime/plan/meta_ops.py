@@ -55,7 +55,7 @@ def _told(name: str, op: Callable[..., Any], alive: Alive, values: Values) -> Ca
             how["device"] = values.device
         if name == "select":
             how["few_pass"] = values.few_pass
-        alive.take(scratch(*sizes(*args), **how) if len(args[0]) else 0)  # a rank may have no token
+        alive.take(scratch(*sizes(*args), **how))
         return result(*args, **named)
 
     return run

@@ -62,7 +62,7 @@ class Plan:
     weights: Mapping[WeightKind, Weights]
     caches: Mapping[str, Mapping[str, int]]  # bytes by kind of layer and component, of all its layers
     call: Moment  # the largest of any call, whatever the values: all tokens to one expert, all entries above the best
-    typical: Callable[[], Moment] = field(compare=False, repr=False)  # finds out `typical_call`, which few ask for
+    typical: Callable[[], Moment] = field(compare=False, repr=False)  # asks the planner for `typical_call`
     graph: int  # pool of a captured step, into which nothing else is put, and its buffers; 0: none is captured
     host: int  # Python's list of the positions in each ring, on the CPU
     reserve: int  # beside tensors
@@ -155,12 +155,7 @@ class Planner:
         """
         asked = chunk or self.options.prefill_chunk
         chunk = min(asked, context)
-        held = self.tables(asked)
-
-        def call(*, usual: bool) -> Moment:
-            one = self._of_any_size(context, chunk, usual=usual)
-            return one._replace(parts=one.parts | held)
-
+        call = partial(self._largest_call, context, chunk, self.tables(asked))
         host = untiled = 0
         if isinstance(self.config, ModelConfig):
             ratios = [self.config.ratio(at) for at, kind in enumerate(self.config.layer_kinds) if kind is LayerKind.CSA]
@@ -184,6 +179,11 @@ class Planner:
             reserve=RESERVE[self.options.device],
             untiled=untiled,
         )
+
+    def _largest_call(self, context: int, chunk: int, held: dict[str, int], *, usual: bool) -> Moment:
+        """What is alive in it with `held`, which calls of any size have."""
+        one = self._of_any_size(context, chunk, usual=usual)
+        return one._replace(parts=one.parts | held)
 
     def _of_any_size(self, context: int, chunk: int, *, usual: bool) -> Moment:
         """The largest moment of calls of up to `chunk` tokens.

@@ -42,10 +42,11 @@ def differences(now, before):
 
 
 @pytest.mark.parametrize(
-    ("version", "capability"),  # each version and each GPU once
+    ("version", "capability"),  # Hopper has kernels of its own, and is what was measured
     [
-        *zip(("installed", "oldest"), CAPABILITIES, strict=True),
-        *on_demand(*zip(("oldest", "installed"), CAPABILITIES, strict=True)),
+        *(("installed", capability) for capability in CAPABILITIES),
+        ("oldest", CAPABILITIES[0]),
+        *on_demand(*(("oldest", capability) for capability in CAPABILITIES[1:])),
     ],
 )
 def test_hot_kernels_are_as_they_were(version, capability, tmp_path):

@@ -50,7 +50,7 @@ def test_logits_of_prefill_and_decode_are_those_of_the_blocked_ops(directory, kv
 
 def test_rows_of_a_call_are_calls_of_a_row(tmp_path):
     """As drafts need: logits and caches to the bit, in the dtype and numerics that are served; windows of 4 close."""
-    write_checkpoint(tmp_path, tiny_config(compress_ratios=[0, 4], num_hidden_layers=2), seed=2)
+    write_checkpoint(tmp_path, tiny_config(compress_ratios=[0, 4, 128], num_hidden_layers=3), seed=2)
     model = load(tmp_path, RunOptions("deployed", "bf16", "cpu", 64, "fp8", "fp4"), TRITON).model
     tokens = torch.randint(0, 500, (17,), generator=torch.Generator().manual_seed(0))[:14]
     found = []

@@ -254,6 +254,12 @@ def test_layers_run_after_every_context_from_the_same_cache(ops):
     assert turns.values(rows_of[0], "floor", "us") == pytest.approx([floor] * 2)
 
 
+def test_a_layer_runs_by_the_kernels_too():
+    row = turns.run(next(gpu_layers.layers(SMALL, FakeDevice(), TRITON, Rounds.exactly(1), {"short": 130}, 6)))
+    assert row["case"] == "small, CSA, 1 tokens at short, launched: of its own will"
+    assert len(turns.values(row, "triton", "us")) == 1
+
+
 @pytest.mark.parametrize("nbytes", [1, 4096, 3 * 4096 + 4])
 def test_a_launch_that_only_reads_reads_every_number_once(nbytes):
     size = gpu_read.room(nbytes)
