@@ -30,6 +30,7 @@ from fathom.model.checkpoint.names import (
     Role,
     expert_name,
     ignored,
+    layer_and_rest,
     parameters,
     spellings_near,
     translate,
@@ -80,27 +81,20 @@ class Census:
         """Parameters that differ in nothing but their layer: the first of them by name, and how many there are."""
         found: dict[tuple[str, Parameter, Form], list[str]] = {}
         for name, mapping in self.mappings.items():
-            _, rest = layer_and_rest(name)
-            found.setdefault((rest, self.demanded[name], mapping.form), []).append(name)
+            within = layer_and_rest(name)
+            like = name if within is None else f"layers.{within[1]}"
+            found.setdefault((like, self.demanded[name], mapping.form), []).append(name)
         return {names[0]: len(names) for names in found.values()}
 
     @cached_property
-    def forms_of_layers(self) -> Mapping[str, frozenset[tuple[str, Form]]]:
-        """By a layer's number: its parameters without their expert's, each with its form."""
-        found: dict[str, set[tuple[str, Form]]] = {}
+    def forms_of_layers(self) -> Mapping[int, Collection[tuple[str, Form]]]:
+        """By layer: its parameters without their expert's number, each with its form."""
+        found: dict[int, set[tuple[str, Form]]] = {}
         for name, mapping in self.mappings.items():
-            number, part = layer_and_rest(name)
-            found.setdefault(number, set()).add((part.rpartition("experts.")[2].lstrip("0123456789"), mapping.form))
-        return {number: frozenset(forms) for number, forms in found.items()}
-
-
-def layer_and_rest(name: str) -> tuple[str, str]:
-    """A layer's number in a parameter's name and what is behind it; of none, "" and the name."""
-    before, _, rest = name.partition("layers.")
-    if not rest or before not in ("", "model."):
-        return "", name
-    number, _, part = rest.partition(".")
-    return number, part
+            if within := layer_and_rest(name):
+                layer, part = within
+                found.setdefault(layer, set()).add((part.rpartition("experts.")[2].lstrip("0123456789"), mapping.form))
+        return {layer: frozenset(forms) for layer, forms in found.items()}
 
 
 @dataclass(slots=True)

@@ -261,6 +261,12 @@ _AXES: Final = {
 _OF_EXPERTS: Final = {"w1": Axis.INNER, "w3": Axis.INNER, "w2": Axis.OUTPUT}
 
 
+def layer_and_rest(name: str) -> tuple[int, str] | None:
+    """Layer and the name within it of a parameter, or None for one of no layer."""
+    found = _LAYER.fullmatch(name)
+    return (int(found[1]), found[2]) if found else None
+
+
 def axis(name: str) -> Axis:
     """What the rows of a parameter (official name) belong to."""
     in_layer = _LAYER.fullmatch(name) or _STAGE.fullmatch(name)

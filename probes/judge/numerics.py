@@ -6,7 +6,7 @@ each choice: it may be theirs where they are as near as rounding to the run's dt
 to none they have no say. So one faulty tensor, or layer, does not set the numerics by which all others are judged.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -70,14 +70,14 @@ def find(setting: Setting, recording: Recording, progress: Callable[[str, float]
     `progress` is called with what is being looked at and the share that is done.
     """
     rounding, rests = ROUNDINGS[DEPLOYED], dict[str, str]()
-    glances = dict[Rounding, Glances]()
+    glances = Glances(setting, recording)
     possible = {place: [form for form in forms if _can_be(setting, place, form)] for place, forms in FORMS.items()}
     rounding = replace(rounding, **{place: forms[0] for place, forms in possible.items()})
     for number in range(ROUNDS):  # sites that show one choice may follow from another
         before = rounding
         for place, forms in possible.items():
             progress(f"how a run rounds: {place}", number / ROUNDS)
-            form, rests[place] = _counted(_says(setting, recording, glances, rounding, place, forms), forms)
+            form, rests[place] = _counted(_says(glances, rounding, place, forms), forms)
             rounding = replace(rounding, **{place: form})
         if rounding == before:
             break
@@ -139,45 +139,39 @@ class Rows(NamedTuple):
 
 
 class Glances:
-    """Rows under one rounding, each found out once: sites are asked for one choice after the other."""
+    """Rows of sites under roundings, each found out once: sites are asked for one choice after the other."""
 
     def __init__(self, setting: Setting, recording: Recording) -> None:
-        self._checks = Checks(setting, recording, ROWS)
-        self._found: dict[tuple[int, str, bool], Rows | None] = {}
+        self.setting, self.recording = setting, recording
+        self._found: dict[tuple[Rounding, int, str, bool], Rows | None] = {}
 
-    def at(self, layer: int, names: Sequence[str], *, freely: bool) -> list[Rows | None]:
-        """Of these sites; None of what nothing is known of. See `Checks.glances`."""
-        new = [site for site in names if (layer, site, freely) not in self._found]
-        for site, pair in self._checks.glances(layer, new, freely=freely).items():
+    def look(self, rounding: Rounding, layer: int, names: Sequence[str], *, freely: bool) -> None:
+        """Find these sites out together, which share what they follow from; see `Checks.glances`."""
+        new = [site for site in names if (rounding, layer, site, freely) not in self._found]
+        checks = Checks(replace(self.setting, rounding=rounding), self.recording, ROWS)
+        for site, pair in checks.glances(layer, new, freely=freely).items():
             rows = None
             if pair is not None:
                 theirs, (ours, *moved) = pair
                 usual = LIKELY * sum(_off(other, ours, site) for other in moved) / REPLICAS
                 rows = Rows(theirs, ours.clone(), usual)
-            self._found[layer, site, freely] = rows
-        return [self._found[layer, site, freely] for site in names]
+            self._found[rounding, layer, site, freely] = rows
+
+    def at(self, rounding: Rounding, layer: int, site: str, *, freely: bool) -> Rows | None:
+        """One of those that were looked at; None where nothing is known of it."""
+        return self._found[rounding, layer, site, freely]
 
 
-def _says(
-    setting: Setting,
-    recording: Recording,
-    glances: dict[Rounding, Glances],
-    rounding: Rounding,
-    place: str,
-    possible: Sequence[str],
-) -> list[Say]:
+def _says(glances: Glances, rounding: Rounding, place: str, possible: Sequence[str]) -> list[Say]:
     """What the recorded tensors say, cheap ones first: of the first group of sites in which one has a say.
 
     Layers whose input must be computed from the embeddings on are asked where no other says anything.
     """
-    ways = [replace(rounding, **{place: form}) for form in possible]
-    for way in ways:
-        glances.setdefault(way, Glances(replace(setting, rounding=way), recording))
-    each = [glances[way] for way in ways]
+    ways = {form: replace(rounding, **{place: form}) for form in possible}
     unclear: list[Say] = []
     for freely in (False, True):
         for group in SHOWN_BY[place]:
-            says = list(_of_group(setting, recording, place, possible, each, [s.name for s in group], freely=freely))
+            says = list(_of_group(glances, ways, place, [site.name for site in group], freely=freely))
             if any(say.forms for say in says):
                 return says
             unclear = unclear or says
@@ -187,35 +181,26 @@ def _says(
 
 
 def _of_group(
-    setting: Setting,
-    recording: Recording,
-    place: str,
-    possible: Sequence[str],
-    each: Sequence[Glances],
-    group: Sequence[str],
-    *,
-    freely: bool,
+    glances: Glances, ways: Mapping[str, Rounding], place: str, group: Sequence[str], *, freely: bool
 ) -> Iterator[Say]:
-    grids = [grid for grid in _grids(setting, place) if grid.form in possible]
-    asked: list[tuple[str, int]] = []
+    setting, recording = glances.setting, glances.recording
+    grids = [grid for grid in _grids(setting, place) if grid.form in ways]
+    on_grid: dict[tuple[str, int], Say | None] = {}
     for site in group:
-        names = (stored_name(site, layer) for layer in range(setting.config.num_hidden_layers))
+        names = [stored_name(site, layer) for layer in range(setting.config.num_hidden_layers)]
         layers = [layer for layer, name in enumerate(names) if name in recording.tensors]
         few = 1 if freely else LAYERS
-        some = dict.fromkeys(layers[n * (len(layers) - 1) // max(1, few - 1)] for n in range(few) if layers)
-        asked += [(site, layer) for layer in some]
-    says: dict[tuple[str, int], Say | None] = {}
-    for layer in sorted({layer for _, layer in asked}):  # whose sites share what they follow from
-        stored = {site: stored_name(site, layer) for site, of in asked if of == layer}
-        told = {site: _on_grid(recording, name, site, grids) for site, name in stored.items()}
-        unclear = [site for site, say in told.items() if say is None]
-        found = [glances.at(layer, unclear, freely=freely) for glances in each]  # one rounding after the other
-        told |= {
-            site: _nearest(rows, site, possible, stored[site]) for site, *rows in zip(unclear, *found, strict=True)
-        }
-        says |= {(site, layer): say for site, say in told.items()}
-    for pair in asked:
-        say = says[pair]
+        for layer in dict.fromkeys(layers[n * (len(layers) - 1) // max(1, few - 1)] for n in range(few) if layers):
+            on_grid[site, layer] = _on_grid(recording, names[layer], site, grids)
+    for looked_at in sorted({layer for _, layer in on_grid}):
+        open_ones = [site for (site, layer), say in on_grid.items() if layer == looked_at and say is None]
+        for rounding in ways.values():
+            glances.look(rounding, looked_at, open_ones, freely=freely)
+    for (site, layer), known in on_grid.items():
+        say = known
+        if say is None:
+            rows = [glances.at(rounding, layer, site, freely=freely) for rounding in ways.values()]
+            say = _nearest(rows, site, tuple(ways), stored_name(site, layer))
         if say is not None:
             yield say
 

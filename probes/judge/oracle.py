@@ -742,25 +742,25 @@ class Layer(Part):
             return self.narrow(self.noise.moved(summed), E2M1_INDEX)
         return self.narrow(x, E4M3_ROW) if self.rounding.index == FP8 else x
 
-    def hyper(self, streams: Tensor, part: str, which: int) -> Tensor:
-        """One of mHC's, before its function: of pre (0) and post (1) [r, n, s], of comb (2) [r, n, s, s]."""
-        s = self.config.hc_mult
+    def hyper(self, streams: Tensor, part: str) -> list[Tensor]:
+        """What mHC's pre and post, [r, n, s], and comb, [r, n, s * s], are functions of."""
         fn, scale, base = (self.parameters[self.name(f"hc_{part}_{leaf}")] for leaf in ("fn", "scale", "base"))
-        own = slice(which * s, (which + 1) * s) if which < 2 else slice(2 * s, None)
-        mixes = self.mixes(streams, fn)[..., own] * scale[which] + base[own]
-        return mixes if which < 2 else mixes.unflatten(-1, (s, s))
+        s = self.config.hc_mult
+        parts = (x.split((s, s, s * s), -1) for x in (self.mixes(streams, fn), base))
+        return [mixes * factor + offset for mixes, offset, factor in zip(*parts, scale, strict=True)]
 
     def pre(self, streams: Tensor, part: str) -> Tensor:
         """How much of each stream a sublayer reads, [r, n, s]."""
-        return self.noise.moved(torch.sigmoid(self.hyper(streams, part, 0)) + self.config.hc_eps, F32)
+        return self.noise.moved(torch.sigmoid(self.hyper(streams, part)[0]) + self.config.hc_eps, F32)
 
     def post(self, streams: Tensor, part: str) -> Tensor:
         """How much of its output it adds to each, [r, n, s]."""
-        return self.noise.moved(2 * torch.sigmoid(self.hyper(streams, part, 1)), F32)
+        return self.noise.moved(2 * torch.sigmoid(self.hyper(streams, part)[1]), F32)
 
     def comb(self, streams: Tensor, part: str) -> Tensor:
         """How much of a stream goes to each other, [r, n, s, s]: Sinkhorn makes the sums of rows and columns 1."""
-        comb = self.noise.moved(self.hyper(streams, part, 2).softmax(-1) + self.config.hc_eps, F32)
+        comb = self.hyper(streams, part)[2].unflatten(-1, (self.config.hc_mult,) * 2).softmax(-1)
+        comb = self.noise.moved(comb + self.config.hc_eps, F32)
         for step in range(2 * self.config.hc_sinkhorn_iters - 1):  # columns first and last
             total = self.noise.moved(comb.sum(-1 if step % 2 else -2, keepdim=True) + self.config.hc_eps, F32)
             comb = self.noise.moved(comb / total, F32)

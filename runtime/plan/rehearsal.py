@@ -228,7 +228,7 @@ def _distinct(config: Config, census: Census, variants: list[str]) -> dict[int, 
         kind: object = None
         if isinstance(config, ModelConfig):
             kind = config.layer_kind(layer), config.ratio(layer), config.is_hash(layer)
-        kinds.setdefault((kind, variant, census.forms_of_layers[str(layer)]), []).append(layer)
+        kinds.setdefault((kind, variant, census.forms_of_layers[layer]), []).append(layer)
     return {layers[0]: len(layers) for layers in sorted(kinds.values())}
 
 
