@@ -11,10 +11,12 @@ from fathom.model.architectures import Config, Model
 from fathom.model.config import ModelConfig
 from fathom.model.draft import DraftHead
 from fathom.model.errors import ConfigError
+from fathom.model.observe.observer import observed
 from fathom.model.state import State
 from fathom.model.transformer import Transformer
 
 HEARS_NOTHING: Final = "a draft head hears nothing of a captured call"
+LISTENED: Final = "somebody listens to the model, and hears nothing of a captured call"
 
 # The next token to the logits after it, [vocab] float32, which the next call may overwrite.
 Step = Callable[[int], Tensor]
@@ -88,6 +90,8 @@ def _why_eager(model: Model, head: DraftHead | None) -> str | None:
         return why
     if head is not None:
         return f"--draft {head.kind.option}: {HEARS_NOTHING}"
+    if observed(model).listening:
+        return LISTENED
     from fathom.runtime.graph import refusal  # noqa: PLC0415 (Triton is not on every platform)
 
     assert isinstance(model, Transformer), f"a V4 config of a {type(model).__name__}"

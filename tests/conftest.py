@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,7 @@ LONG = (  # files that take a minute or more of a core: begun first, as one that
 def pytest_addoption(parser):
     parser.addoption("--device", choices=(INTERPRETER, CUDA), default=INTERPRETER, help="where Triton's kernels run")
     parser.addoption("--seconds", type=float, help="begin no test later than this; those left out are told as skipped")
+    parser.addoption("--every", type=int, default=1, metavar="N", help="with --device cuda: each Nth test alone")
 
 
 def pytest_configure(config):
@@ -42,13 +44,15 @@ def pytest_collection_modifyitems(config, items):
     if config.getoption("--device") == INTERPRETER:
         return
     left_out = [item for item in items if item.get_closest_marker("interpreted") or _of_another_op_set(item)]
+    there = [item for item in items if item not in left_out]
+    left_out += [item for number, item in enumerate(there) if number % config.getoption("--every")]
     items[:] = [item for item in items if item not in left_out]
     config.hook.pytest_deselected(items=left_out)
 
 
 def _of_another_op_set(item) -> bool:
     given = getattr(item, "callspec", None)
-    return given is not None and any(name in ("reference", "cpu") for name in given.id.split("-"))
+    return given is not None and any(re.match(r"(reference|cpu|bounds)\b", name) for name in given.id.split("-"))
 
 
 def pytest_runtest_setup(item):

@@ -21,6 +21,7 @@ import triton
 PROGRAMS = 132  # to fill the machine with: multiprocessors of an H200; a B200 has 148
 SHORT = 8  # tokens of a call, at most, that are treated as calls of one
 ROWS = 64  # (token, head) rows of a program
+FEW_ROWS = 16  # of up to SHORT tokens, where every tile of keys has a program of its own all the same
 KEYS = 32  # keys of a tile, of what several programs share
 MANY_KEYS = 64  # of what a program has to itself
 EXACT = 16  # rows, and keys, in fp32: no tensor core multiplies it, and more would not leave room
@@ -52,6 +53,9 @@ def launch(
     has no columns beside its own. `wide`: whether tiles of MANY_KEYS have room.
     """
     rows, keys = (ROWS, KEYS) if narrow else (min(ROWS, EXACT), min(KEYS, EXACT))
+    if narrow and t <= SHORT and form in {TENSOR, FP8}:
+        tiles = triton.cdiv(window, keys) + triton.cdiv(most, keys)
+        rows = FEW_ROWS if tiles * triton.cdiv(h, FEW_ROWS) <= PROGRAMS else rows
     heads = min(rows, triton.next_power_of_2(h))
     tokens = min(rows // heads, triton.next_power_of_2(t)) if shared and t > SHORT else 1
     heads = max(heads, LEAST // tokens)

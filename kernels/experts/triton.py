@@ -55,7 +55,7 @@ from fathom.kernels.target import blackwell
 
 ROWS = 128  # of a matrix per program: one block of `deployed` rounding, whose largest number must be known
 CHUNK = 1024  # pairs that are counted and sorted at once
-UP_ROWS, DOWN_ROWS = 8, 16  # of a program of few tokens, at most: of two matrices, and of one
+UP_ROWS, DOWN_ROWS = 4, 8  # of a program of few tokens, at most: of two matrices, and of one
 _APART = Experts(linear, swiglu, simulate_fp8)  # matrices of several forms, which no launch takes together
 _APART_UP, _APART_DOWN = ExpertsUp(linear, swiglu, simulate_fp8), ExpertsDown(linear, swiglu, simulate_fp8)
 
@@ -81,17 +81,34 @@ def _sort(ids, order, starts, counts, pairs, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _located(block, order, starts, counts, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
-    """Expert of a block of pairs, and its own pairs: expert >= experts where there is none."""
+def _block(block, starts, counts, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
+    """Expert of a block of pairs, the place of its first pair, and how many it has: expert >= experts, and 0, if none.
+
+    A block has TOKENS pairs, but that an expert's last has what is left.
+    """
     number = tl.arange(0, EXPERTS)
     blocks = (tl.load(counts + number, number < experts, 0) + TOKENS - 1) // TOKENS
     past = tl.cumsum(blocks) <= block
     expert = tl.sum(past.to(tl.int32))
+    before = (block - tl.sum(tl.where(past, blocks, 0))) * TOKENS
     held = expert < experts
-    start = tl.load(starts + expert, held, 0)
-    place = start + (block - tl.sum(tl.where(past, blocks, 0))) * TOKENS + tl.arange(0, TOKENS)
-    inside = place < start + tl.load(counts + expert, held, 0)
-    return expert, tl.load(order + place, inside, 0), inside
+    start, count = tl.load(starts + expert, held, 0), tl.load(counts + expert, held, 0)
+    return expert, start + before, tl.minimum(count - before, TOKENS)
+
+
+@triton.jit
+def _located(block, order, starts, counts, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
+    """Expert of a block of pairs, and its own pairs: expert >= experts where there is none."""
+    expert, first, count = _block(block, starts, counts, experts, EXPERTS, TOKENS)
+    pair, inside = _pairs(order, first, count, TOKENS)
+    return expert, pair, inside
+
+
+@triton.jit
+def _pairs(order, first, count, TOKENS: tl.constexpr):
+    """TOKENS pairs of a block, of which it has `count`, and which of them it has."""
+    place = tl.arange(0, TOKENS)
+    return tl.load(order + first + place, place < count, 0), place < count
 
 
 @triton.jit

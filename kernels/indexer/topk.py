@@ -5,7 +5,7 @@ bits among the scores that agree with the k-th largest so far. (Histograms of 11
 builds them from ballots, whose cost grows with the bins.) A last pass takes what is larger, and of what is equal the
 first ones, each to the place that a prefix sum gives it: ascending order, and of equal scores the lower index.
 
-A row of half a tile at most is read once: what then counts is what a histogram costs, and its digits are of 5 bits.
+A row of two tiles at most is read once: what then counts is what a histogram costs, and its digits are of 5 bits.
 
 Only integers are added up, so nothing depends on the order in which programs run. Where there are many rows, or short
 ones, a program does all passes of one row in one launch; else a row is split over programs, and there is a launch for
@@ -103,6 +103,19 @@ def seen_by(first, token, ratio, entries):
     return tl.minimum((tl.load(first) + token + 1) // ratio, entries).to(tl.int32)
 
 
+@triton.jit
+def _held(row, out, seen, prefix, need, zero, HELD: tl.constexpr):
+    """All passes of a row that is read once: the `need` best of HELD entries at most."""
+    entry = tl.arange(0, HELD)
+    inside = entry < seen
+    key = _ordered(row, entry, inside)
+    for digit in range(7):
+        upper = key >> (30 - 5 * digit)
+        counts = tl.histogram((upper & 31).to(tl.int32), 32, inside & (upper >> 5 == prefix))
+        prefix, need = _pick(counts, prefix, need, 5)
+    _place(out, entry, inside, key, prefix, need, zero, zero)
+
+
 @triton.jit(do_not_specialize=["start", "entries", "width"])
 def _whole(scores, out, first, start, ratio, entries, stride, width, WIDTH: tl.constexpr, TILE: tl.constexpr):
     """All passes of one row."""
@@ -113,14 +126,11 @@ def _whole(scores, out, first, start, ratio, entries, stride, width, WIDTH: tl.c
     if seen <= width:
         _take_all(out, seen, width, WIDTH)
     elif seen <= TILE // 2:
-        entry = tl.arange(0, TILE // 2)
-        inside = entry < seen
-        key = _ordered(row, entry, inside)
-        for digit in range(7):
-            upper = key >> (30 - 5 * digit)
-            counts = tl.histogram((upper & 31).to(tl.int32), 32, inside & (upper >> 5 == prefix))
-            prefix, need = _pick(counts, prefix, need, 5)
-        _place(out, entry, inside, key, prefix, need, zero, zero)
+        _held(row, out, seen, prefix, need, zero, TILE // 2)
+    elif seen <= TILE:
+        _held(row, out, seen, prefix, need, zero, TILE)
+    elif seen <= 2 * TILE:
+        _held(row, out, seen, prefix, need, zero, 2 * TILE)
     else:
         for digit in range(4):
             prefix, need = _pick(_histogram(row, 0, seen, prefix, digit, TILE), prefix, need)

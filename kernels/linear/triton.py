@@ -2,7 +2,8 @@
 
 Of up to FEW tokens whole rows are multiplied (`weight_rows`), and of a token alone those of several matrices in one
 launch, whatever their forms: it is rounded as their input there. Of more tokens tiles of rows are (`weight_tiles`), on
-tensor cores, their columns split where there are few; and of fewer too, where rows are not made of whole words.
+tensor cores, their columns split where there are few; and of fewer too, where rows are not made of whole words. Of MANY
+tokens Fp8 is decoded first, once, to bf16, which holds E4M3 times a power of two exactly.
 
 How many splits there are follows from the shapes alone, and up to FEW tokens from the weight's shape alone: there a
 token's numbers do not depend on how many others there are.
@@ -18,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from fathom.kernels.formats.groups import LINEAR_GROUP
-from fathom.kernels.formats.stored import Weight
+from fathom.kernels.formats.stored import Dense, Fp8, Weight
+from fathom.kernels.formats.triton import e4m3, e8m0
 from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
 from fathom.kernels.linear.reference import FEW, Linears, Product, rounds
 from fathom.kernels.linear.weight_rows import (
@@ -46,7 +48,9 @@ from fathom.kernels.linear.weight_tiles import (
 from fathom.kernels.position import position
 from fathom.kernels.quantise.triton import simulate_fp8
 
-ROWS = 8  # of a program, at most; of several tokens half as many, whose sums all have registers
+ROWS = 4  # of a program, at most; half as many of several tokens, whose sums all have registers, and of dense rows
+MANY = 1024  # tokens from which Fp8 is decoded before it is multiplied: a tile of tokens decodes it anew
+DECODED = 4, 1024  # rows and columns that a program decodes
 PROGRAMS = 264  # wanted in flight: two for each multiprocessor of an H200
 _LAYOUTS = {"FP8": "fp8", "FP8_F32": "fp8", "FP4": "fp4", "NVFP4": "nvfp4"}  # else dense, see `weight_tiles.Planes`
 
@@ -59,6 +63,37 @@ class Tile(NamedTuple):
     columns: int  # per step
     warps: int
     stages: int
+
+
+@triton.jit
+def _decode(
+    data, scale, out, rows, columns, stride, scale_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Fp8 with E8M0 scales in bf16. What it does not hold, beyond a scale of 2^119, is infinite; zeros stay zeros."""
+    row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask, wide = (row < rows)[:, None] & (column < columns)[None, :], row.to(tl.int64)[:, None]
+    code = tl.load(data + wide * stride + column[None, :], mask, 0)
+    power = e8m0(tl.load(scale + wide // 128 * scale_stride + column[None, :] // 128, mask, 127))
+    tl.store(
+        out + wide * columns + column[None, :],
+        rounded(e4m3(code, tl.float32, UPCAST) * power, tl.bfloat16, UPCAST),
+        mask,
+    )
+
+
+def _decodes(t: int, x: Tensor, weight: Weight) -> bool:
+    return t >= MANY and x.dtype == torch.bfloat16 and isinstance(weight, Fp8) and weight.scale.element_size() == 1
+
+
+def _decoded(weight: Weight) -> Dense:
+    (rows, columns), (_, data, scale, _) = weight.shape, planes(weight)
+    out = torch.empty(rows, columns, dtype=torch.bfloat16, device=data.device)
+    _decode[(triton.cdiv(rows, DECODED[0]), triton.cdiv(columns, DECODED[1]))](
+        data, scale, out, rows, columns, data.stride(0), scale.stride(0), ROWS=DECODED[0], COLUMNS=DECODED[1],
+        UPCAST=UPCAST, num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    return Dense(out)
 
 
 @triton.jit(do_not_specialize=["t"])
@@ -210,13 +245,16 @@ def _product(x: Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> Tens
     if t <= FEW and (of := words(weight)) is not None:
         along = lanes(of)
         tokens = min(_together(of.form, along), triton.next_power_of_2(t))
-        at_once = rows_at_once(rows, ROWS if tokens == 1 else ROWS // 2, along)
+        most = ROWS if tokens == 1 and columns_of(of.form) > 8 else ROWS // 2
+        at_once = rows_at_once(rows, most, along)
         _few[groups * triton.cdiv(rows // groups, at_once) * triton.cdiv(t, tokens),](
             x, *of[1:], out, t, rows // groups, columns, *of.strides, groups, FORM=of.form, TOKENS=tokens,
             ROWS=at_once, LANES=along.lanes, STEPS=along.steps, UPCAST=UPCAST, num_warps=along.warps,
             enable_fp_fusion=False,
         )  # fmt: skip
         return out
+    if _decodes(t, x, weight):
+        weight = _decoded(weight)
     stored = planes(weight)
     tile = _tile(stored.form, t, wide=not narrow(x, weight))
     grid, each = _grid(t, groups, rows // groups, columns, tile)
@@ -324,17 +362,21 @@ def grouped_linear_scratch(
 ) -> int:
     """Bytes allocated in `grouped_linear` of up to so many tokens: the result, and in fp32 the sums of split columns.
 
+    Of MANY tokens also Fp8 as it is decoded.
+
     `form` is how the weight is stored, as `kernels.linear.cpu.grouped_linear_scratch` has it.
     """
     del device
     wide, layout = item == 4 or form in ("F16", "F32"), _LAYOUTS.get(form, "dense")
-    sums, step, least = 0, _tile(layout, tokens, wide=wide).tokens, FEW if whole_words(form, columns) else 0
-    for t in {min(tokens, FEW), *(min(tokens, count * step) for count in range(1, PROGRAMS + 1))}:
+    more, step, least = 0, _tile(layout, tokens, wide=wide).tokens, FEW if whole_words(form, columns) else 0
+    for t in {min(tokens, FEW), *(min(tokens, count * step) for count in range(1, PROGRAMS + 1)), tokens}:
         if t <= least:
             continue
-        (_, _, splits), _ = _grid(t, groups, rows // groups, columns, _tile(layout, t, wide=wide))
-        sums = max(sums, splits * t * rows * 4 if splits > 1 else 0)
-    return tokens * rows * item + sums
+        decoded = form == "FP8" and item == 2 and t >= MANY
+        tile = _tile("dense" if decoded else layout, t, wide=wide)
+        (_, _, splits), _ = _grid(t, groups, rows // groups, columns, tile)
+        more = max(more, (splits * t * rows * 4 if splits > 1 else 0) + decoded * rows * columns * 2)
+    return tokens * rows * item + more
 
 
 def _tile(form: str, t: int, *, wide: bool) -> Tile:

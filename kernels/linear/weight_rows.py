@@ -35,6 +35,8 @@ from fathom.kernels.linear.weight_tiles import Planes, planes
 _WORD: Final = 4  # bytes
 _DENSE: Final = {2: {"bfloat16": "bf16", "float16": "f16"}, 4: {"float32": "f32"}}
 _COLUMNS: Final = {"f32": 4, "bf16": 8, "f16": 8, "fp8": 16, "fp4": 32, "nvfp4": 32}  # of 16 bytes
+_LANES: Final = (128, 64, 32)
+_MANY_LANES: Final = 256  # of rows that are longer than UNROLLED steps of fewer
 UNROLLED: tl.constexpr = tl.constexpr(8)  # steps that are written out one after the other; more are a loop
 WARPS = 1056  # wanted of a launch: eight for each multiprocessor of an H200
 INTERPRETED = 256 if UPCAST else None  # rows of a program there, which takes as long whatever it does
@@ -81,11 +83,15 @@ def whole_words(form: str, columns: int) -> bool:
 
 
 def lanes(of: Planes) -> Lanes:
-    """Threads along a row: so that few steps are taken, few threads are idle, and else as many as there may be."""
+    """Threads along a row: so that few are idle, then that each takes two steps, then as many as there may be.
+
+    Of E2M1, whose 16 bytes are 32 columns, one step. Fewer threads add up across fewer warps.
+    """
     needed = triton.cdiv(of.data.shape[-1], 4)
-    made = [Lanes(count, triton.cdiv(needed, count)) for count in (256, 128, 64, 32)]
-    few = [one for one in made if one.steps <= UNROLLED] or made[:1]
-    return min(few, key=lambda one: one.lanes * one.steps)  # of equal ones the first
+    made = [Lanes(count, triton.cdiv(needed, count)) for count in _LANES]
+    few = [one for one in made if one.steps <= UNROLLED] or [Lanes(_MANY_LANES, triton.cdiv(needed, _MANY_LANES))]
+    wanted = 1 if _COLUMNS[of.form] == 32 else 2
+    return min(few, key=lambda one: (one.lanes * one.steps, one.steps < wanted))  # of equal ones the first
 
 
 def rows_at_once(rows: int, most: int, along: Lanes) -> int:

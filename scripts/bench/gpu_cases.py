@@ -250,6 +250,10 @@ class Draw:
         out = torch.empty(shape, dtype=torch.uint8, device=self.device)
         return out.random_(low, high, generator=self.generator) if self.values else out
 
+    def tokens(self, count: int, vocabulary: int) -> Tensor:
+        """Ids of tokens, [count] int64, all equally likely: of fewer different ones some experts get many, most few."""
+        return torch.empty(count, dtype=torch.int64, device=self.device).random_(vocabulary, generator=self.generator)
+
     def scales(self, *shape: int, power: int) -> Tensor:
         """E8M0 scales: half of them 2^power, half the next."""
         return self.bytes(*shape, low=127 + power, high=129 + power).view(E8M0)

@@ -121,9 +121,6 @@ def whole(
     install(model, PLACES)
     state = model.new_state(positions, chunk)
 
-    def ids(count: int) -> torch.Tensor:
-        return draw.bytes(count, low=2).long() * (vocabulary // 256)
-
     @torch.inference_mode()
     def run(tokens: torch.Tensor) -> None:
         model.logits(model(tokens, state)[-1:])
@@ -138,9 +135,9 @@ def whole(
         return Case("whole model", f"{shape.name}, {layers} layers, {label} after {state.position}", sides, many)
 
     while state.position < after:
-        run(ids(min(chunk, after - state.position)))
-    yield case(f"{chunk} tokens", chunk, lambda: run(ids(chunk)), calls)
-    token = ids(1)
+        run(draw.tokens(min(chunk, after - state.position), vocabulary))
+    yield case(f"{chunk} tokens", chunk, lambda: run(draw.tokens(chunk, vocabulary)), calls)
+    token = draw.tokens(1, vocabulary)
     yield case("1 token, eager", 1, lambda: run(token), rounds)
     step = device.captured_step(model, state)
     yield case("1 token, captured", 1, lambda: step(7), rounds)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from fathom.model.errors import one_line
+from fathom.probes.catalogue import QUICK as PROBES
 from fathom.probes.finding import Part, Table, Text
 from fathom.probes.report import Page, write
 from fathom.runtime.report import Commit, commit
@@ -39,13 +40,16 @@ WRONG: Final = (FAILED, LATE)
 OUT_OF_TIME: Final = 124  # exit status of tests that were not all begun in time
 TOLD: Final = 160  # characters of what a stage says
 CHECKED: Final = 130.0  # seconds of a quick stage beside the others
-TOGETHER: Final = 4  # processes that share the tests of a quick run
+TOGETHER: Final = 6  # processes that share the tests of a quick run
+EVERY: Final = 16  # of that many tests a quick run has one: each compiles kernels of its own
+PROBING: Final = 4  # processes that share the probes of a quick run
 FULL: Final = 3600.0  # of any stage of a full run
 # Of kernels side by side, so that each group takes about as long: of the first run
 GROUPS: Final = (
     ("norm", "quantise", "swiglu", "gate", "tripwires"), ("hyper", "streams", "compress"), ("linear", "codes"),
-    ("experts", "expert_codes"), ("indexer", "topk"), ("attention", "shard", "differential", "banks"),
+    ("experts", "expert_codes"), ("indexer", "topk"), ("attention",), ("shard", "differential", "banks"),
 )  # fmt: skip
+SMALL: Final = "4"  # layers of a whole model of every kind, whose kernels are compiled beside the checks
 
 
 class Stage(NamedTuple):
@@ -78,9 +82,7 @@ def stages(folder: Path, *, quick: bool) -> list[Stage]:
     """Every check and every timing; files go to `folder`."""
     limit = CHECKED if quick else FULL
     made = [*_tests(limit, quick=quick), *_texts(limit), *_recordings(folder, limit)]
-    pages = str(folder / "pages")
-    probe = _scripts("probe", "all", "--quick", "--device", "cuda", "--out", pages)
-    made.append(Stage("probes", (probe,), r"\d+ of \d+", limit))
+    made += _probes(folder, limit, quick=quick)
     short = _scripts("generate", "--device", "cuda", "--prompt", QUESTION, "--max-new-tokens", "2")
     memcheck = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", *short)
     made.append(Stage("memcheck", (memcheck,), "ERROR SUMMARY", limit, ("$compute-sanitizer",)))
@@ -96,15 +98,22 @@ def _scripts(name: str, *given: str) -> tuple[str, ...]:
     return sys.executable, "-m", f"scripts.{name}", *given
 
 
+def _on_device(path: Path) -> bool:
+    """Whether some of a file's tests launch kernels there."""
+    text = path.read_text(encoding="utf-8")
+    apart = re.search(r"(?m)^pytestmark = pytest\.mark\.interpreted", text)
+    return apart is None and re.search(r"@every_backend|OP_SETS|TRITON\b", text) is not None
+
+
 def _tests(limit: float, *, quick: bool) -> list[Stage]:
-    """The tests of ops, where the repository has them, with launches on the device. Quick: in a few processes."""
-    files = sorted((ROOT / "tests" / "kernels").glob("test_*.py"))
-    files = [path for path in files if re.search(r"@every_backend|OP_SETS|TRITON\b", path.read_text(encoding="utf-8"))]
+    """The tests of ops, where the repository has them, with launches on the device. Quick: some, in a few processes."""
+    files = [path for path in sorted((ROOT / "tests" / "kernels").glob("test_*.py")) if _on_device(path)]
     made = []
     for group in [files[first::TOGETHER] for first in range(TOGETHER)] if quick else [[path] for path in files]:
         names = [path.stem.removeprefix("test_") for path in group]
-        given = ("--device", "cuda", "--seconds", f"{limit - 20:g}", "-m", "not slow", "-q", "-p", "no:cacheprovider")
-        command = (sys.executable, "-m", "pytest", *given, *(path.relative_to(ROOT).as_posix() for path in group))
+        some = ("--device", "cuda", "--seconds", f"{limit - 20:g}", "--every", str(EVERY if quick else 1))
+        how = ("-m", "not slow", "-q", "-p", "no:cacheprovider")
+        command = (sys.executable, "-m", "pytest", *some, *how, *(path.relative_to(ROOT).as_posix() for path in group))
         pattern = r"\d+ (?:passed|failed|error)"
         made.append(Stage(f"tests on the device: {', '.join(names)}", (command,), pattern, limit, ("pytest",)))
     return made
@@ -135,6 +144,17 @@ def _recordings(folder: Path, limit: float) -> list[Stage]:
     return made
 
 
+def _probes(folder: Path, limit: float, *, quick: bool) -> list[Stage]:
+    """All but `ranks`, which are of a CPU. Quick: dealt out to a few processes."""
+    names = [probe.name for probe in PROBES if probe.name != "ranks"]
+    groups = [names[first::PROBING] for first in range(PROBING)] if quick else [names]
+    made = []
+    for group in groups:
+        command = _scripts("probe", *group, "--quick", "--device", "cuda", "--out", str(folder / "pages"))
+        made.append(Stage(f"probes: {', '.join(group)}", (command,), r"^\d+ of \d+ probes", limit))
+    return made
+
+
 def _benches(folder: Path, *, quick: bool) -> list[Stage]:
     """Kernels held against their reference and timed: alone, or in a quick run side by side; then whole layers."""
 
@@ -145,7 +165,9 @@ def _benches(folder: Path, *, quick: bool) -> list[Stage]:
 
     if quick:
         kernels = [stage(group[0], group, 3, CHECKED, alone=False) for group in GROUPS]
-        return [*kernels, stage("whole model", (WHOLE,), 10, 60.0), stage("whole layers", (LAYERS,), 5, 30.0)]
+        small = _scripts("bench", "gpu", "--only", WHOLE, "--whole", SMALL, "--replays", "1")
+        compiled = Stage("bench: a small whole model", (small,), "takes", CHECKED)
+        return [*kernels, compiled, stage("whole model", (WHOLE,), 10, 60.0), stage("whole layers", (LAYERS,), 3, 45.0)]
     parts = [part for part in GPU_PARTS if part not in (LAYERS, WHOLE)]
     return [*(stage(part, (part,), 20, FULL) for part in (*parts, LAYERS)), stage("whole model", (WHOLE,), 20, FULL)]
 

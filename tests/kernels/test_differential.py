@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 import torch
-from coda_gqa_l.primitives import HeadwiseRMSNorm, _apply_pairwise_rotation
 
 from fathom.kernels.differential import cpu, reference
 from fathom.kernels.differential.reference import Noise, Own, Past
@@ -84,7 +83,7 @@ def drawn(t, slots, dtype=torch.float32, heads=HEADS, groups=GROUPS, d=D):
 
 @torch.no_grad()
 def wanted(q, noise, norm, past, own):
-    """The equation in float64; a token that sees nothing gets zeros. The norm is that of the package `coda-gqa-l`."""
+    """The equation in float64; a token that sees nothing gets zeros."""
     t, heads, d = q.shape
     keys, values, seen = past
     seen = torch.ones(t, keys.shape[1], dtype=torch.bool) if seen is None else seen.expand(t, -1)
@@ -105,9 +104,12 @@ def wanted(q, noise, norm, past, own):
         out -= noise.lam.double()[..., None] * stream(turned)
     if norm is None:
         return out
-    package = HeadwiseRMSNorm(d, EPS).double()
-    package.weight.data = norm.double()
-    return package(out)
+    return normed(out, norm)
+
+
+def normed(x, weight):
+    """Each head over its root mean square, in float64."""
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight.double()
 
 
 def off(backend, q, noise, norm, past, own, want=None):
@@ -308,10 +310,15 @@ def test_cpu_refuses_gradients():
 # What only the reference has: its parts, and segments that are merged by their log-sum-exp.
 
 
-def test_the_noise_query_is_the_packages_rotation():
+def test_the_noise_query_and_the_norm_are_the_packages():
+    package = pytest.importorskip("coda_gqa_l.primitives", reason="CoDA's package is not on every machine")
     q, noise, *_ = drawn(5, 11)
-    theirs = _apply_pairwise_rotation(q.transpose(0, 1)[None], noise.cos, noise.sin)[0].transpose(0, 1)
+    norm = torch.linspace(0.5, 1.5, D)
+    theirs = package._apply_pairwise_rotation(q.transpose(0, 1)[None], noise.cos, noise.sin)[0].transpose(0, 1)
     assert torch.equal(reference.noise_query(q, noise.cos, noise.sin), theirs)
+    module = package.HeadwiseRMSNorm(D, EPS).double()
+    module.weight.data = norm.double()
+    assert torch.equal(module(q.double()), normed(q.double(), norm))
 
 
 def test_a_quarter_turn_makes_the_noise_query_orthogonal():

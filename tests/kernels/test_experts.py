@@ -26,7 +26,9 @@ NAN = float("nan")
 NO_TRITON = "Triton is not on every platform"
 
 
-WAYS = ["reference", "cpu", "triton by tiles", "triton, numbers of few tokens too", "triton, codes of few tokens too"]
+# FP8 tensor cores of a GPU cut off what they add: `scripts.bench gpu` holds that within a bound, no test to the bit
+CODES = pytest.param("triton, codes of few tokens too", marks=pytest.mark.interpreted)
+WAYS = ["reference", "cpu", "triton by tiles", "triton, numbers of few tokens too", CODES]
 
 
 @pytest.fixture(params=WAYS)

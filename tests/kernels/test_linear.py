@@ -19,7 +19,7 @@ from fathom.kernels.linear import cpu
 from fathom.kernels.linear.reference import ByPosition, Product
 from fathom.kernels.ops import CPU, REFERENCE
 from fathom.probes.child import call
-from tests.kernels.every_backend import ULP
+from tests.kernels.every_backend import ULP, on_triton
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 BYTES = torch.arange(256, dtype=torch.uint8)
@@ -459,6 +459,37 @@ def test_a_nan_weight_stays_nan(ops):
     data = torch.zeros(2, 64, dtype=torch.uint8)
     data[0, 3], data[1, 5] = 0x7F, 0xFF
     assert ops.linear(torch.ones(1, 64), Fp8(data.view(E4M3), torch.ones(1, 1).to(E8M0))).isnan().all()
+
+
+@on_triton
+@pytest.mark.parametrize(("groups", "rows", "columns"), [(1, 130, 200), (2, 66, 128)])
+def test_of_many_tokens_codes_are_decoded_first(groups, rows, columns, monkeypatch):
+    """Under every scale from 2^-20 to 2^20, which bf16 holds with every byte of E4M3: as they are without."""
+    triton, g = pytest.importorskip("fathom.kernels.linear.triton", reason=NO_TRITON), seeded(3)
+    shape = groups * rows, columns
+    scale = torch.randint(107, 148, (-(-shape[0] // 128), -(-columns // 128)), dtype=torch.uint8, generator=g)
+    weight = Fp8(e4m3(g, *shape), scale.view(E8M0))
+    x = torch.randint(-4, 5, (37, groups, columns), generator=g).bfloat16()
+    made, found = triton._decoded, []
+    monkeypatch.setattr(triton, "_decoded", lambda given: found.append(made(given)) or found[-1])
+    fused = triton.grouped_linear(x, weight, groups)
+    assert not found
+    monkeypatch.setattr(triton, "MANY", 33)
+    first = triton.grouped_linear(x, weight, groups)
+    assert_product(first, x, weight, groups)
+    assert_product(fused, x, weight, groups)
+    assert torch.equal(found[0].data.float(), formats.decode(weight))
+    for other in (Fp8(weight.data, weight.scale.float()), Dense(found[0].data)):  # nothing to decode, or not exactly
+        triton.grouped_linear(x, other, groups)
+    triton.grouped_linear(x.float(), weight, groups)
+    assert len(found) == 1
+
+
+@on_triton
+def test_what_is_decoded_first_are_all_bytes_under_all_scales_that_bfloat16_holds():
+    decoded = pytest.importorskip("fathom.kernels.linear.triton", reason=NO_TRITON)._decoded(CODES["fp8"])
+    expected = formats.decode(CODES["fp8"])
+    assert_same_bits(decoded.data.float(), expected.bfloat16().float())
 
 
 @pytest.mark.parametrize("t", [2, 20])

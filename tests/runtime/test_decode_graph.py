@@ -10,9 +10,11 @@ from fathom.kernels.ops import CPU
 from fathom.model.checkpoint.mtp import Head
 from fathom.model.errors import ConfigError
 from fathom.model.llama.config import LlamaConfig
+from fathom.model.observe import sites
+from fathom.model.observe.observer import listening
 from fathom.model.transformer import Transformer
 from fathom.runtime import graph
-from fathom.runtime.decoding import check_graph, decoding
+from fathom.runtime.decoding import LISTENED, check_graph, decoding
 from fathom.runtime.generate import Generation, generate
 from fathom.runtime.graph import Captured
 from fathom.runtime.load import load, read_config
@@ -108,16 +110,22 @@ def test_a_graph_is_what_a_gpu_decodes_by_where_there_can_be_one(monkeypatch):
         assert decoding(model, state, graph=asked, steps=3) == ("graph", None, ("captured", model, state))
         assert decoding(model, state, graph=asked, steps=0)[:2] == ("eager", "no token to decode")
         assert decoding(model, state, graph=False, steps=3)[:2] == ("eager", "--no-graph")
+        with listening(model, {sites.LOGITS: lambda *_: None}):
+            assert_eager(model, state, asked, LISTENED)
         for given, why in (
             ({"head": head}, "--draft mtp: a draft head hears nothing of a captured call"),
             ({}, "--kv coda: a captured call writes full caches only"),
         ):
             monkeypatch.setattr(graph, "refusal", lambda _, why=why: why)
-            if asked:
-                with pytest.raises(ConfigError, match=f"--graph: {why}"):
-                    decoding(model, state, graph=asked, steps=3, **given)
-            else:
-                assert decoding(model, state, graph=asked, steps=3, **given)[:2] == ("eager", why)
+            assert_eager(model, state, asked, why, **given)
+
+
+def assert_eager(model, state, asked, why, **given):
+    if asked:
+        with pytest.raises(ConfigError, match=f"--graph: {why}"):
+            decoding(model, state, graph=asked, steps=3, **given)
+    else:
+        assert decoding(model, state, graph=asked, steps=3, **given)[:2] == ("eager", why)
 
 
 def test_generation_decodes_by_the_step_it_is_given():
