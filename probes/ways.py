@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib import metadata
 from math import prod
 from pathlib import Path
 from typing import Final
@@ -35,6 +36,7 @@ HEAD_ROWS: Final = 64  # rows of logits that are made at a time
 STORED: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32"}
 WIDE: Final = (sites.LOGITS.name, sites.INDEX_WEIGHTS.name, sites.EXPERT_WEIGHTS.name)
 EXPORTER: Final = Path(probes.__path__[0]).parent / "scripts" / "exporters" / "record_transformers.py"
+OLDEST: Final = 5, 23  # release of transformers whose model the exporter records; one of 5.17 refused to be read
 LARGEST: Final = 8 << 30  # bytes of fp32 parameters of which transformers' model is built
 OTHER_FILES: Final = 3  # the exporter's exit status: files that hold other weights than its model
 LAST_WORDS: Final = 300  # characters of what an exporter said last
@@ -100,6 +102,9 @@ def without_transformers(subject: Subject) -> str | None:
     config = subject.config
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
+    release = metadata.version("transformers")
+    if tuple(map(int, release.split(".")[:2])) < OLDEST:
+        return f"transformers {release} is installed, want {'.'.join(map(str, OLDEST))} or later"
     if config.n_shared_experts != 1:
         return f"transformers builds one shared expert, the model has {config.n_shared_experts}"
     ratios = {ratio for ratio, kind in zip(config.compress_ratios, config.layer_kinds, strict=True) if kind == "hca"}

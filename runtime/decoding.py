@@ -16,7 +16,7 @@ from fathom.model.state import State
 from fathom.model.transformer import Transformer
 
 HEARS_NOTHING: Final = "a draft head hears nothing of a captured call"
-LISTENED: Final = "somebody listens to the model, and hears nothing of a captured call"
+LISTENED: Final = "the model has listeners, which hear nothing of a captured call"
 
 # The next token to the logits after it, [vocab] float32, which the next call may overwrite.
 Step = Callable[[int], Tensor]

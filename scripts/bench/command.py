@@ -28,6 +28,7 @@ GPU_PARTS: Final = (
     "norm", "quantise", "swiglu", "gate", "tripwires", "hyper", "streams", "compress", "linear", "codes", "experts",
     "expert_codes", "indexer", "topk", "attention", "shard", "differential", "banks", "layers", "whole",
 )  # fmt: skip
+GPU_MODELS: Final = ("V4-Flash", "V4-Pro")
 
 
 def _seconds(text: str) -> float:
@@ -101,6 +102,9 @@ READ: Final = (
     add_model, add_run_options, SEED, _count("context", (1024, 4096, 16384)), _count("repetitions", 5),
     _count("threads", 1),
 )  # fmt: skip
+OF: Final = _flag(
+    "--of", "models of whole layers", nargs="+", choices=GPU_MODELS, default=list(GPU_MODELS), metavar="MODEL"
+)
 WHOLE: Final = _flag("--whole", "layers of the whole model (default: as many as fit)", type=positive, metavar="LAYERS")
 PERFORMANCE: Final = (
     _flag(
@@ -135,7 +139,9 @@ BENCHES: Final = {
     "decode": Bench("alone.decode", (*READ, _count("steps", 16)), "decode", "Where the time of a token goes"),
     "load": Bench("alone.load", LOAD, "loading", "How long a checkpoint takes to load", "", AUDITS),
     "kernels": Bench("ops.kernels", (_only(KERNEL_PARTS),), "kernels", "What the CPU's kernels choose between"),
-    "gpu": Bench("gpu.gpu", (_only(GPU_PARTS), _count("replays", 20), WHOLE), "gpu-kernels", "The kernels on a GPU"),
+    "gpu": Bench(
+        "gpu.gpu", (_only(GPU_PARTS), _count("replays", 20), OF, WHOLE), "gpu-kernels", "The kernels on a GPU"
+    ),
     "variants": Bench(
         "caches.variants", (_count("context", (8192, 16384, 32768)), SECONDS), "kv-speed",
         "What a cache variant costs in time",

@@ -82,6 +82,8 @@ def gpu(args: argparse.Namespace) -> Iterator[Case]:
         yield timed(case, device, rounds)
         torch.cuda.empty_cache()
     for shape in MODELS if LAYERS in parts else ():
+        if shape.name not in args.of:
+            continue
         yield from layers(shape, device, TRITON, rounds, AFTER, CHUNK)
         torch.cuda.empty_cache()
     if WHOLE in parts:
@@ -176,7 +178,7 @@ def gpu_tables(args: argparse.Namespace, rows: list[JSON]) -> list[JSON]:
         floors = [case.cost.floor_us(roof) for roof in ROOFS.values()]
         costs.append((case.part, case.label, *case.cost, *floors, case.us))
     for shape, kind, (after, context), tokens in product(MODELS, RATIOS, AFTER.items(), (1, CHUNK)):
-        if LAYERS in parts:
+        if LAYERS in parts and shape.name in args.of:
             cost = [sum(part) for part in zip(*layer_costs(shape, kind, context, tokens).values(), strict=True)]
             floors = [layer_floor(shape, kind, context, tokens, roof) for roof in ROOFS.values()]
             label = f"{shape.name}, {kind}, {tokens} tokens at {after}"

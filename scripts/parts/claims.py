@@ -1722,7 +1722,6 @@ def _speed() -> Iterator[Row]:
     yield _unchecked(
         "Fused kernels of V4 are “1.4–20x” as fast as separate ones; several streams take “5–6%” off the latency.",
         (VLLM,),
-        "No GPU here. This project's Triton kernels are compiled, and checked in Triton's interpreter; an earlier"
-        " commit's were timed on one H200, which says nothing about these.",
+        "Not of vLLM's. This project's were timed on one H200, with streams one after the other.",
         "gpu.md",
     )

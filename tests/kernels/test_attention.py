@@ -474,7 +474,12 @@ def test_operands_of_two_dtypes_are_multiplied_in_the_wider(way, asked, stored):
 @every_way
 def test_scratch_that_was_not_written_is_not_read(way, monkeypatch):
     args = make(1, 3, 16, 8, 20, 200)
-    monkeypatch.setattr(torch, "empty", lambda *shape, **kwargs: torch.full(shape, torch.nan, **kwargs))
+    empty = torch.empty
+
+    def unwritten(*shape, dtype=torch.float32, **kwargs):
+        return empty(*shape, dtype=dtype, **kwargs).fill_(torch.nan if dtype.is_floating_point else 0)
+
+    monkeypatch.setattr(torch, "empty", unwritten)
     monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, torch.nan))
     ours = way(*args)
     monkeypatch.undo()

@@ -50,13 +50,16 @@ def test_copies_are_the_same_bytes(dtype):
 TESTS = """
 import pytest
 
-@pytest.mark.parametrize("ops", ["reference", "triton"])
+@pytest.mark.parametrize("ops", ["reference", "cpu, small tiles", "bounds", "triton"])
 def test_a(ops):
     import os
     assert "TRITON_INTERPRET" not in os.environ
 
 @pytest.mark.interpreted
 def test_b():
+    raise AssertionError
+
+def test_cpu_has_a_test_of_its_own():
     raise AssertionError
 """
 
@@ -73,7 +76,9 @@ def test_on_a_device_the_tests_of_triton_alone_run_and_none_after_its_time(tmp_p
         assert done.returncode == code, done.stdout
         return done.stdout
 
-    assert "1 passed, 2 deselected" in (told := run(1)), "but launched nothing there"
+    assert "1 passed, 5 deselected" in (told := run(1)), "but launched nothing there"
     assert "launched on cuda, 0 times: NOTHING" in told
-    assert "1 skipped, 2 deselected" in (told := run(124, "--seconds", "0"))
+    assert "1 skipped, 5 deselected" in (told := run(124, "--seconds", "0"))
     assert "not begun within 0 s" in told
+    (tmp_path / "test_some.py").write_text("\n".join(f"def test_{n}(): ..." for n in range(7)))
+    assert "3 passed, 4 deselected" in run(1, "--every", "3")

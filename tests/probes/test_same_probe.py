@@ -1,6 +1,7 @@
 """The probe `same`: ways that agree pass, a fault fails at the site that it touches, what is not run is told."""
 
 import importlib.util
+from importlib import metadata
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from fathom.probes.same import (
     token,
 )
 from fathom.probes.subject import Subject, run_tokens
-from fathom.probes.ways import Way
+from fathom.probes.ways import Way, without_transformers
 from fathom.runtime.options import RunOptions
 from tests.make_checkpoint import tiny_config, write_checkpoint
 
@@ -98,6 +99,13 @@ def test_ways_of_unlike_rounding_agree_each_by_its_own():
     report = run(Subject(), NUMERICS, DTYPE)
     assert not report.failed
     assert all(finding.evidence["largest"] > 0.5 for finding in report.findings), "though far apart"
+
+
+@pytest.mark.parametrize(("release", "run"), [("5.17.0", False), ("4.60", False), ("5.23", True), ("6.0.0.dev0", True)])
+def test_a_transformers_that_is_too_old_is_not_run(release, run, monkeypatch):
+    monkeypatch.setattr(metadata, "version", lambda _: release)
+    why = without_transformers(Subject())
+    assert why is None if run else why == f"transformers {release} is installed, want 5.23 or later"
 
 
 def test_without_transformers_the_page_says_so(monkeypatch):

@@ -124,6 +124,7 @@ def test_parts_are_the_files_of_kernels():
     parts = {case.part for case in EVERY}
     assert parts == WITH_KERNELS - {"shard_middle", "exchange"}  # a part of shard; what one rank has no use for
     assert parts | {gpu.LAYERS, gpu.WHOLE} == set(command.GPU_PARTS)
+    assert tuple(shape.name for shape in MODELS) == command.GPU_MODELS
     assert len({(case.part, case.label) for case in EVERY}) == len(EVERY)
     assert {case.part for case in EVERY if case.compiled} == parts
     assert all(case.cost.bytes > 0 for case in EVERY)
@@ -158,6 +159,9 @@ def test_drawn_weights_and_rows_are_of_unit_size():
     assert all(len(set(row)) == 6 for row in draw.experts_of(50, 6, 8).tolist())
     chosen = draw.chosen(9, 5, 64)
     assert chosen.max() < 64
+    tokens = draw.tokens(2000, 1000)
+    assert tokens.max() < 1000
+    assert len(set(tokens.tolist())) > 800, "of all, 865 are drawn"
     assert (chosen[:, 1:] > chosen[:, :-1]).all()
 
 
