@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -103,7 +104,7 @@ def without_transformers(subject: Subject) -> str | None:
     if importlib.util.find_spec("transformers") is None:
         return "transformers is not installed"
     release = metadata.version("transformers")
-    if tuple(map(int, release.split(".")[:2])) < OLDEST:
+    if tuple(int(part) for part in re.findall(r"\d+", release)[:2]) < OLDEST:
         return f"transformers {release} is installed, want {'.'.join(map(str, OLDEST))} or later"
     if config.n_shared_experts != 1:
         return f"transformers builds one shared expert, the model has {config.n_shared_experts}"

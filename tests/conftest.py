@@ -27,7 +27,13 @@ LONG = (  # files that take a minute or more of a core: begun first, as one that
 def pytest_addoption(parser):
     parser.addoption("--device", choices=(INTERPRETER, CUDA), default=INTERPRETER, help="where Triton's kernels run")
     parser.addoption("--seconds", type=float, help="begin no test later than this; those left out are told as skipped")
-    parser.addoption("--every", type=int, default=1, metavar="N", help="with --device cuda: each Nth test alone")
+    parser.addoption("--every", type=_positive, default=1, metavar="N", help="with --device cuda: each Nth test alone")
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise ValueError(text)
+    return number
 
 
 def pytest_configure(config):
@@ -37,6 +43,7 @@ def pytest_configure(config):
         os.environ.pop("TRITON_INTERPRET", None)
 
 
+@pytest.hookimpl(trylast=True)  # when those that -m leaves out are gone
 def pytest_collection_modifyitems(config, items):
     """On a device those of other op sets say nothing, nor do those of the interpreter."""
     place = {Path(__file__).parent / name: place for place, name in enumerate(LONG)}

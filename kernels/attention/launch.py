@@ -3,11 +3,16 @@
 A call of up to SHORT tokens is cut up as so many calls of one token: each token has the bits that it has alone. More
 entries than a token sees, which a capacity or another token brings, change none of its numbers: see `_attend`.
 
-In bf16 a program has 64 rows, because sums of 128 rows of 512 columns are all registers that a Hopper's multiprocessor
-has, and all of a Blackwell's tensor memory. Where row tiles alone fill a Hopper, a tile has 64 keys, two of which have
-room beside the queries in shared memory: products twice as wide, which ptxas does not wait for one by one. Where they
-do not, it has 32, so that there are more of them to deal out, and three have room; so always on a Blackwell, for which
-the compiler keeps one tile more.
+In bf16 a program of more tokens has 64 rows, because sums of 128 rows of 512 columns are all registers that a Hopper's
+multiprocessor has, and all of a Blackwell's tensor memory. Where row tiles alone fill a Hopper, a tile has 64 keys, two
+of which have room beside the queries in shared memory: products twice as wide, for which ptxas waits not one by one.
+Where they do not, it has 32, so that there are more of them to deal out, and three have room; so always on a Blackwell,
+for which the compiler keeps one tile more.
+
+Of up to SHORT tokens a program has a quarter of a token's heads, so that more of them share the latency of its loads.
+On an H200 a token of V4-Flash took 9 and 15 us to attend to its window and to 512 entries where it took 13 and 18 with
+all heads in one, though 35 us to 8,192 entries where it took 30. How many entries there are does not decide: on that no
+bit may depend.
 
 Beside the sums of 64 rows there are no registers left to decode Fp8Entries in: what many tokens meet is decoded first,
 once, to the same bits. 4,096 tokens that met 512 entries each took an H200 0.6 ms longer than of bf16, 0.29 ns an
@@ -21,7 +26,7 @@ import triton
 PROGRAMS = 132  # to fill the machine with: multiprocessors of an H200; a B200 has 148
 SHORT = 8  # tokens of a call, at most, that are treated as calls of one
 ROWS = 64  # (token, head) rows of a program
-FEW_ROWS = 16  # of up to SHORT tokens, where every tile of keys has a program of its own all the same
+FEW_TILES = 4  # row tiles of a token, of up to SHORT of them; V4-Pro's, of 32 rows, were not measured
 KEYS = 32  # keys of a tile, of what several programs share
 MANY_KEYS = 64  # of what a program has to itself
 EXACT = 16  # rows, and keys, in fp32: no tensor core multiplies it, and more would not leave room
@@ -53,9 +58,8 @@ def launch(
     has no columns beside its own. `wide`: whether tiles of MANY_KEYS have room.
     """
     rows, keys = (ROWS, KEYS) if narrow else (min(ROWS, EXACT), min(KEYS, EXACT))
-    if narrow and t <= SHORT and form in {TENSOR, FP8}:
-        tiles = triton.cdiv(window, keys) + triton.cdiv(most, keys)
-        rows = FEW_ROWS if tiles * triton.cdiv(h, FEW_ROWS) <= PROGRAMS else rows
+    if t <= SHORT and form in {TENSOR, FP8}:
+        rows = min(rows, max(LEAST, triton.next_power_of_2(h) // FEW_TILES))
     heads = min(rows, triton.next_power_of_2(h))
     tokens = min(rows // heads, triton.next_power_of_2(t)) if shared and t > SHORT else 1
     heads = max(heads, LEAST // tokens)

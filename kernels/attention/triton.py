@@ -1,7 +1,7 @@
 """Shared-KV attention: a tile of (token, head) rows against tiles of keys, each loaded once for both of its products.
 
-A program holds up to 64 rows: heads of one token, or all heads of several where there are few. It walks over tiles of
-the window, then of the entries (in place, or gathered where they are selected), and keeps a running softmax (peak,
+A program holds up to 64 rows: some heads of one token, or all heads of several where there are few. It walks over tiles
+of the window, then of the entries (in place, or gathered where they are selected), and keeps a running softmax (peak,
 total, value, all fp32; logits and peaks count in powers of two). Where rows are few, the tiles are dealt to several
 programs a row tile, one to each in turn, and a second kernel merges what they found: how many programs follows from
 shapes, and how many tiles from the position, read on the device. A tile beyond these, of which no row sees anything,

@@ -82,7 +82,7 @@ def _sort(ids, order, starts, counts, pairs, CHUNK: tl.constexpr):
 
 @triton.jit
 def _block(block, starts, counts, experts, EXPERTS: tl.constexpr, TOKENS: tl.constexpr):
-    """Expert of a block of pairs, the place of its first pair, and how many it has: expert >= experts, and 0, if none.
+    """Expert of a block of pairs, the place of its first pair, and how many it has: expert >= experts if none.
 
     A block has TOKENS pairs, but that an expert's last has what is left.
     """

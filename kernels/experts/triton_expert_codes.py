@@ -48,7 +48,7 @@ from fathom.kernels.target import blackwell, multiplies_fp8
 APART = tl.constexpr(11)  # E8M0 codes that scales of a row may differ by: 0.5 to 6 times 2^11 are normal in E4M3
 APART_NUMBERS = tl.constexpr(124)  # the same of numbers: 2^-8 times 0.5 times 2^-124 is a number in bf16; so far apart
 # are a block of zeros, whose scale is 2^-126 by DeepSeek's rule, and weights of less than 8
-LEFT = tl.constexpr((32, 64))  # pairs of an expert's last block that have a tile of their own
+LEFT = tl.constexpr(32)  # pairs of an expert's last block, and twice as many, that have a tile of their own
 _ONE = tl.constexpr(245)  # of `exponent` of numbers: 2^-8 of a weight, about what it is with its scale; sums of that ..
 _LIFT = tl.constexpr(2.0**8)  # .. times this stay finite where those of weights do
 LARGE = tl.constexpr(244)  # from this E8M0 code on the other way is taken: NaN, and what takes a base beyond 2^127
@@ -315,12 +315,12 @@ def _gate_up_of_codes(
     row = tl.minimum(tl.program_id(0) * (ROWS // 2) + both // 2, rows - 1).to(tl.int64)
     data = tl.where(both % 2 == 0, data1, data3) + expert.to(tl.int64) * jump + row * stride
     scale = tl.where(both % 2 == 0, scale1, scale3) + expert.to(tl.int64) * scale_jump + row * scale_stride
-    for size in tl.static_range(len(LEFT)):
-        if LEFT[size] < TOKENS:  # noqa: SIM102 (it is a constant)
-            if count <= LEFT[size]:
+    for twice in tl.static_range(2):
+        if (LEFT << twice) < TOKENS:  # noqa: SIM102 (it is a constant)
+            if count <= (LEFT << twice):
                 _up_of_some(
                     x, powers, weights, order, first, count, data, scale, out, lines, slots, rows, columns, limit,
-                    WORDS, ROWS, LEFT[size], UPCAST,
+                    WORDS, ROWS, LEFT << twice, UPCAST,
                 )  # fmt: skip
                 return
     _up_of_some(
@@ -358,12 +358,12 @@ def _down_of_codes(
     own = tl.minimum(row, rows - 1).to(tl.int64)
     data += expert.to(tl.int64) * jump + own * stride
     scale += expert.to(tl.int64) * scale_jump + own * scale_stride
-    for size in tl.static_range(len(LEFT)):
-        if LEFT[size] < TOKENS:  # noqa: SIM102
-            if count <= LEFT[size]:
+    for twice in tl.static_range(2):
+        if (LEFT << twice) < TOKENS:  # noqa: SIM102
+            if count <= (LEFT << twice):
                 _down_of_some(
                     x, powers, order, first, count, data, scale, out, lines, row, rows, columns,
-                    WORDS, ROWS, LEFT[size], UPCAST,
+                    WORDS, ROWS, LEFT << twice, UPCAST,
                 )  # fmt: skip
                 return
     _down_of_some(

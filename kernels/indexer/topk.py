@@ -21,7 +21,7 @@ from fathom.kernels.position import position
 
 WHOLE_ROWS = 64  # rows from which a program each fills the device: a program of 16 warps, 132 SMs or more
 WHOLE_ENTRIES = 1 << 14  # entries up to which one program is faster than five launches
-TILE = 1 << 12  # scores that one program holds at a time: 8 in each of 512 threads
+TILE = 1 << 12  # scores that one program reads at a time: 8 in each of 512 threads; of a row that it holds, up to 16
 WIDTH = 1 << 10  # columns of a row that are written at once, at least: fewer would compile anew as a context grows
 PART = 1 << 11  # the same where rows are split: 262144 entries are 128 parts
 PARTS = 128  # of a row, at most

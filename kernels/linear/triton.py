@@ -3,7 +3,7 @@
 Of up to FEW tokens whole rows are multiplied (`weight_rows`), and of a token alone those of several matrices in one
 launch, whatever their forms: it is rounded as their input there. Of more tokens tiles of rows are (`weight_tiles`), on
 tensor cores, their columns split where there are few; and of fewer too, where rows are not made of whole words. Of MANY
-tokens Fp8 is decoded first, once, to bf16, which holds E4M3 times a power of two exactly.
+tokens Fp8 is decoded first, once, to bf16, which holds E4M3 times a power of two exactly from 2^-124 to 2^119.
 
 How many splits there are follows from the shapes alone, and up to FEW tokens from the weight's shape alone: there a
 token's numbers do not depend on how many others there are.
@@ -24,6 +24,7 @@ from fathom.kernels.formats.triton import e4m3, e8m0
 from fathom.kernels.formats.triton_rounding import UPCAST, rounded, widened
 from fathom.kernels.linear.reference import FEW, Linears, Product, rounds
 from fathom.kernels.linear.weight_rows import (
+    UNROLLED,
     Lanes,
     all_words,
     columns_of,
@@ -48,8 +49,10 @@ from fathom.kernels.linear.weight_tiles import (
 from fathom.kernels.position import position
 from fathom.kernels.quantise.triton import simulate_fp8
 
-ROWS = 4  # of a program, at most; half as many of several tokens, whose sums all have registers, and of dense rows
-MANY = 1024  # tokens from which Fp8 is decoded before it is multiplied: a tile of tokens decodes it anew
+ROWS = 4  # of a program, at most; half as many of several tokens, whose sums all have registers, and of a dense matrix
+MANY = (
+    1024  # tokens from which Fp8 is decoded first; of 8192 an H200 took half as long so, of fewer it was not measured
+)
 DECODED = 4, 1024  # rows and columns that a program decodes
 PROGRAMS = 264  # wanted in flight: two for each multiprocessor of an H200
 _LAYOUTS = {"FP8": "fp8", "FP8_F32": "fp8", "FP4": "fp4", "NVFP4": "nvfp4"}  # else dense, see `weight_tiles.Planes`
@@ -70,7 +73,7 @@ def _decode(
     data, scale, out, rows, columns, stride, scale_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Fp8 with E8M0 scales in bf16. What it does not hold, beyond a scale of 2^119, is infinite; zeros stay zeros."""
+    """Fp8 with E8M0 scales in bf16: exactly under those of 2^-124 to 2^119; below, rounded, and beyond, infinite."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     mask, wide = (row < rows)[:, None] & (column < columns)[None, :], row.to(tl.int64)[:, None]
     code = tl.load(data + wide * stride + column[None, :], mask, 0)
@@ -272,7 +275,7 @@ def _product(x: Tensor, weight: Weight, groups: int, dtype: torch.dtype) -> Tens
 
 def _together(form: str, along: Lanes) -> int:
     """Tokens that a row is decoded for: as many as have registers, of E2M1's 32 columns a thread one."""
-    return 1 if columns_of(form) == 32 or along.steps > 4 else 4 if along.steps <= 2 else 2
+    return 1 if columns_of(form) == 32 or along.steps > UNROLLED.value else 4 if along.steps <= 4 else 2
 
 
 _APART = Linears(linear, simulate_fp8)  # of several tokens, whose rounded input is made once

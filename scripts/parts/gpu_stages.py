@@ -41,7 +41,9 @@ OUT_OF_TIME: Final = 124  # exit status of tests that were not all begun in time
 TOLD: Final = 160  # characters of what a stage says
 CHECKED: Final = 135.0  # seconds of a quick stage beside the others
 TOGETHER: Final = 6  # processes that share the tests of a quick run
-EVERY: Final = 24  # of that many tests a quick run has one: each compiles kernels of its own
+EVERY: Final = (
+    23  # of that many tests a quick run has one: each compiles kernels of its own; a prime, as grids have many
+)
 PROBING: Final = 6  # processes that share the probes of a quick run
 FULL: Final = 3600.0  # of any stage of a full run
 # Of kernels side by side, so that each group takes about as long: of the first run
@@ -349,7 +351,8 @@ def page(document: JSON | None) -> Page:
 
 
 QUICK: Final = (
-    "A quick run: kernels were timed beside other stages, which makes them slower; whole layers and tokens not."
+    "A quick run: kernels were timed beside other stages, which makes them slower, long ones by twice and more; whole"
+    " layers and tokens were timed alone."
 )
 NOTHING: Final = "Of this code NOTHING was measured on a GPU"
 
@@ -409,7 +412,7 @@ def _first_commit() -> str | None:
 
 
 def newer(measured: str | None, root: Path = ROOT) -> Table | Text:
-    """Files with functions for Triton that are others than at the commit that was measured, as git compares them."""
+    """Files of Triton, of kernels or how they are cut up, that are others than at the commit that was measured."""
     title, git = "Kernels that are newer than what was measured", shutil.which("git")
 
     def told(*words: str) -> list[str] | None:
@@ -418,7 +421,7 @@ def newer(measured: str | None, root: Path = ROOT) -> Table | Text:
         done = subprocess.run([git, *words], cwd=root, check=False, capture_output=True, text=True)  # noqa: S603
         return done.stdout.splitlines() if done.returncode in (0, 1) and not done.stderr else None
 
-    kernels = told("grep", "-l", "--untracked", "@triton.jit", "--", "kernels")
+    kernels = told("grep", "-l", "--untracked", "-e", "@triton.jit", "-e", "^import triton", "--", "kernels")
     changed = None if measured is None else told("diff", "--numstat", "--no-renames", measured, "--", "kernels")
     if kernels is None or changed is None:
         return Text(title, "Which these are git cannot tell here: take every number above for one of older kernels.")

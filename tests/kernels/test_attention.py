@@ -477,7 +477,9 @@ def test_scratch_that_was_not_written_is_not_read(way, monkeypatch):
     empty = torch.empty
 
     def unwritten(*shape, dtype=torch.float32, **kwargs):
-        return empty(*shape, dtype=dtype, **kwargs).fill_(torch.nan if dtype.is_floating_point else 0)
+        return empty(*shape, dtype=dtype, **kwargs).fill_(
+            torch.nan if dtype.is_floating_point else torch.iinfo(dtype).max
+        )
 
     monkeypatch.setattr(torch, "empty", unwritten)
     monkeypatch.setattr(torch, "empty_like", lambda x: torch.full_like(x, torch.nan))
@@ -576,8 +578,9 @@ def test_how_a_call_of_triton_is_cut_up_follows_from_shapes():
     def cut(t, h, most, shared, wide=False, form=launch.TENSOR):
         return launch.launch(t, h, 512, 128, most, narrow=True, form=form, shared=shared, wide=wide)
 
-    assert cut(1, 64, 8192, shared=True)[:6] == (1, 64, 32, 512, 1, 132)
-    assert cut(1, 128, 1024, shared=False)[:6] == (1, 64, 32, 512, 2, 36)
+    assert cut(1, 64, 8192, shared=True)[:6] == (1, 16, 32, 512, 4, 33)
+    assert cut(1, 128, 1024, shared=False)[:6] == (1, 32, 32, 512, 4, 33)
+    assert cut(1, 64, 8192, shared=True, form=launch.CODED)[:6] == (1, 64, 32, 512, 1, 132)
     assert cut(512, 64, 512, shared=False)[:6] == (1, 64, 32, 512, 512, 1)
     assert cut(512, 16, 8192, shared=True)[:6] == (4, 16, 32, 512, 128, 1)
     assert cut(32, 64, 8192, shared=True)[4:6] == (32, 4)
@@ -588,6 +591,9 @@ def test_how_a_call_of_triton_is_cut_up_follows_from_shapes():
         assert cut(512, 64, 512, shared, wide=True, form=launch.FP8).keys == 64
         for t, form in ((8, launch.TENSOR), (66, launch.TENSOR), (512, launch.CODED), (512, launch.BASED)):
             assert cut(t, 64, 512, shared, True, form) == cut(t, 64, 512, shared, False, form)
+    for h, form in itertools.product((4, 16, 64, 128), (launch.TENSOR, launch.FP8, launch.CODED)):
+        entries = 0, 1, 384, 385, 928, 929, 8192, 1 << 18
+        assert len({cut(1, h, most, shared=True, form=form)[:4] for most in entries}) == 1, "entries decide on no rows"
     for h, most, shared in ((64, 8192, True), (16, 100, True), (128, 1024, False)):
         one = cut(1, h, most, shared)
         for t in range(2, launch.SHORT + 1):

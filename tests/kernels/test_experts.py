@@ -6,6 +6,7 @@ routing weights have few bits, so that only the roundings that are part of the e
 
 import inspect
 import itertools
+import os
 import sys
 from functools import partial
 
@@ -24,11 +25,12 @@ E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 LIMIT = 300.0
 NAN = float("nan")
 NO_TRITON = "Triton is not on every platform"
+ON_DEVICE = "TRITON_INTERPRET" not in os.environ  # `tests.conftest` sets it
+# What Hopper's FP8 tensor cores may be off, of the sum of sizes: 33 numbers at once, each cut to 12 bits below the
+# largest, four times for 128 columns (`tests/fp8_sums.py`)
+CUT_OFF = 4 * 33 * 2.0**-12
 
-
-# FP8 tensor cores of a GPU cut off what they add: `scripts.bench gpu` holds that within a bound, no test to the bit
-CODES = pytest.param("triton, codes of few tokens too", marks=pytest.mark.interpreted)
-WAYS = ["reference", "cpu", "triton by tiles", "triton, numbers of few tokens too", CODES]
+WAYS = ["reference", "cpu", "triton by tiles", "triton, numbers of few tokens too", "triton, codes of few tokens too"]
 
 
 @pytest.fixture(params=WAYS)
@@ -133,12 +135,23 @@ def assert_summed(ops, form, made, x, ids, weights, *, deployed=False):
     ours = ops.experts(x, ids, weights, w1, w3, w2, LIMIT, deployed=deployed)
     assert (ours.dtype, ours.shape) == (torch.float32, x.shape)
     rounding = deployed and FORMS[form][3]
-    assert torch.equal(ours, summed(x, ids, weights, values, LIMIT, rounding=rounding))
+    of_codes = ops.name == "triton" and ops.experts == ops.experts_fp8 and deployed and form == "fp4"
+    assert_same(ours, summed(x, ids, weights, values, LIMIT, rounding=rounding), of_codes=of_codes)
     up = ops.experts_up(x, ids, weights, w1, w3, LIMIT, deployed=deployed)
     assert (up.dtype, up.shape) == (x.dtype, (*ids.shape, w1.shape[0]))
     assert torch.equal(up, inner(x, ids, weights, values, LIMIT, rounding=rounding))
-    assert torch.equal(ours, ops.experts_down(up, ids, w2, deployed=deployed))
+    assert_same(ours, ops.experts_down(up, ids, w2, deployed=deployed), of_codes=of_codes)
     return ours
+
+
+def assert_same(ours, expected, *, of_codes):
+    """To the bit; sums of codes on a GPU, whose tensor cores cut off what they add, as near as `bench gpu` wants."""
+    if of_codes and ON_DEVICE:
+        from fathom.scripts.bench.gpu_cases import ROUNDED  # noqa: PLC0415 -- it imports Triton
+
+        assert ROUNDED.error(ours, expected) <= 1
+    else:
+        assert torch.equal(ours, expected)
 
 
 # Each form is decoded, and inputs are rounded or not, whatever the form.
@@ -564,13 +577,16 @@ def test_experts_of_numbers_are_the_products(of_codes, monkeypatch, tile, scales
 
 def assert_products(of_codes, monkeypatch, given, tile, scales, deployed=True):
     """Sums of a few hundred exact products: within 8 ulp of the sum of sizes of what is multiplied, and rounded."""
+    more = CUT_OFF if ON_DEVICE and given == of_codes._codes else 0.0
     tiled(of_codes, monkeypatch, tile)
     g = seeded(tile)
     w1, w3 = (drawn(g, 3, 128, 384, scales) for _ in range(2))
     w2 = drawn(g, 3, 384, 128, scales)
-    t = 70
+    # Of a tile of 128: what smaller ones hold, of 32 and of 64; a whole one, and what no smaller one holds
+    ids = torch.arange(3).repeat_interleave(torch.tensor([20, 33, tile + tile // 2 + 1]))
+    ids = ids[torch.randperm(len(ids), generator=g)].view(-1, 2)
+    t = len(ids)
     x = (torch.randn(t, 384, generator=g) * torch.logspace(-2, 2, t)[:, None]).bfloat16()
-    ids = torch.rand(t, 3, generator=g).argsort(1)[:, :2].contiguous()
     weights = torch.rand(t, 2, generator=g)
     pairs = of_codes._sort_pairs(ids, 3, tile)
     tiles = of_codes._tiles()
@@ -579,8 +595,8 @@ def assert_products(of_codes, monkeypatch, given, tile, scales, deployed=True):
     values = [[formats.decode(member(stacked, e)).double() for e in range(3)] for stacked in (w1, w3, w2)]
     for e in range(3):
         token, slot = (ids == e).nonzero(as_tuple=True)
-        gate, gate_off = within(rounded[token], values[0][e])
-        value, value_off = within(rounded[token], values[1][e])
+        gate, gate_off = within(rounded[token], values[0][e], more)
+        value, value_off = within(rounded[token], values[1][e], more)
         low, high = ((gate + sign * gate_off).clamp(max=LIMIT) for sign in (-1, 1))
         wanted = torch.nn.functional.silu(gate.clamp(max=LIMIT)) * value.clamp(-LIMIT, LIMIT)
         # silu moves by 1.1 of what its argument does at most, then three roundings in fp32 and one to bf16
@@ -592,14 +608,14 @@ def assert_products(of_codes, monkeypatch, given, tile, scales, deployed=True):
     rounded = (in_place(act_quant(inner, 128), inner) if deployed else inner).double().unflatten(0, (t, 2))
     for e in range(3):
         token, slot = (ids == e).nonzero(as_tuple=True)
-        wanted, off = within(rounded[token, slot], values[2][e])
+        wanted, off = within(rounded[token, slot], values[2][e], more)
         assert ((y[token, slot] - wanted).abs() <= off).all()
 
 
-def within(x, w):
-    """``x @ w^T`` in float64, and what an fp32 sum rounded to bf16 may be off."""
+def within(x, w, more=0.0):
+    """``x @ w^T`` in float64, and what an fp32 sum rounded to bf16 may be off, one that is off by `more` of sizes."""
     total, sizes = x @ w.T, x.abs() @ w.abs().T
-    return total, 8 * 2.0**-23 * sizes + total.abs() * 2.0**-8
+    return total, (8 * 2.0**-23 + more) * sizes + total.abs() * 2.0**-8
 
 
 @pytest.mark.parametrize("op", ["experts", "experts_fp8"])
@@ -616,7 +632,7 @@ def test_a_scale_that_is_no_number_is_of_its_row_alone(of_codes, monkeypatch, ti
     wrong[ids[:, 0] == 1, 7] = True
     assert wrong.any()
     assert torch.equal(found.isnan(), wrong)
-    assert torch.equal(found[~wrong], exact[~wrong])
+    assert_same(found[~wrong], exact[~wrong], of_codes=op == "experts_fp8")
 
 
 def test_what_experts_of_codes_leave_to_the_others_runs_there(of_codes, monkeypatch):

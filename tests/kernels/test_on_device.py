@@ -66,7 +66,7 @@ def test_cpu_has_a_test_of_its_own():
 
 def test_on_a_device_the_tests_of_triton_alone_run_and_none_after_its_time(tmp_path):
     (tmp_path / "conftest.py").write_text("from tests.conftest import *\n")
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = interpreted: x\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  interpreted: x\n  slow: x\n")
     (tmp_path / "test_some.py").write_text(TESTS)
 
     def run(code, *more):
@@ -82,3 +82,7 @@ def test_on_a_device_the_tests_of_triton_alone_run_and_none_after_its_time(tmp_p
     assert "not begun within 0 s" in told
     (tmp_path / "test_some.py").write_text("\n".join(f"def test_{n}(): ..." for n in range(7)))
     assert "3 passed, 4 deselected" in run(1, "--every", "3")
+    slow = "import pytest\n" + "\n".join(f"@pytest.mark.slow\ndef test_s{n}(): ..." for n in range(2))
+    (tmp_path / "test_a_slow.py").write_text(slow)
+    assert "3 passed, 6 deselected" in run(1, "--every", "3", "-m", "not slow"), "slow ones are not counted"
+    run(4, "--every", "0")

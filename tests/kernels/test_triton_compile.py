@@ -78,9 +78,9 @@ def test_assembly_of_four_bytes_has_four_columns_of_a_row(compiled):
     assert all(all(kernel["packed"]) for kernel in kernels), kernels
     packed = {kernel["kernel"]: kernel["packed"] for kernel in kernels if "exact" not in kernel["case"]}
     assert {name: len(places) for name, places in packed.items() if places} == {
-        "_gate_up_of_codes": 2,
-        "_down_of_codes": 2,
-    }, "one for scales that lie near each other, one for others"
+        "_gate_up_of_codes": 6,
+        "_down_of_codes": 6,
+    }, "of each of three tiles one for scales that lie near each other, one for others"
 
 
 @pytest.mark.slow

@@ -284,18 +284,19 @@ def test_kernels_that_are_newer_are_those_that_git_sees_change(tmp_path):
         (tmp_path / "kernels" / name).mkdir(parents=True)
         (tmp_path / "kernels" / name / "triton.py").write_text("@triton.jit\ndef _a(): ...\n")
     (tmp_path / "kernels" / "a" / "cpu.py").write_text("x = 1\n")
+    (tmp_path / "kernels" / "a" / "launch.py").write_text("import triton\n")
     git("init", "--quiet")
     git("add", "."), git("commit", "--quiet", "-m", "measured")
     measured = git("rev-parse", "HEAD").strip()
     (tmp_path / "kernels" / "a" / "cpu.py").write_text("x = 2\n")
-    assert "None of the 2 files" in gpu.newer(measured, tmp_path).text
+    assert "None of the 3 files" in gpu.newer(measured, tmp_path).text
     (tmp_path / "kernels" / "b" / "triton.py").write_text("@triton.jit\ndef _b(): ...\n\n\n")
     git("commit", "--quiet", "-a", "-m", "later")
     (tmp_path / "kernels" / "b" / "new.py").write_text("@triton.jit\ndef _c(): ...\n")
     git("add", ".")
     table = gpu.newer(measured, tmp_path)
     assert table.rows == [["`kernels/b/new.py`", "0", "2", "0"], ["`kernels/b/triton.py`", "1", "3", "1"]]
-    assert table.note.startswith(f"2 of 3 files of kernels are newer than what was measured, at commit {measured[:12]}")
+    assert table.note.startswith(f"2 of 4 files of kernels are newer than what was measured, at commit {measured[:12]}")
     for unknown in (None, "f" * 40):
         assert "git cannot tell" in gpu.newer(unknown, tmp_path).text
 
