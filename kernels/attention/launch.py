@@ -96,13 +96,13 @@ def rows_ahead(t: int, entries: int, selected: int) -> int:
     return padded
 
 
-def split_rows(tokens: int, heads: int, window: int, most: int, *, narrow: bool) -> int:
+def split_rows(tokens: int, heads: int, window: int, most: int, *, narrow: bool, form: int) -> int:
     """(token, head) rows that splits keep sums of, at most, in calls of up to so many tokens; 0: none is split.
 
     In calls of more than SHORT there are no more row tiles times splits than PROGRAMS, and no more splits than tiles.
     """
     short, rows = min(tokens, SHORT), ROWS if narrow else EXACT
-    cut = launch(short, heads, WIDTH, window, most, narrow=narrow, form=TENSOR, shared=False)
+    cut = launch(short, heads, WIDTH, window, most, narrow=narrow, form=form, shared=False)
     kept = short * heads * cut.splits if cut.splits > 1 else 0
     if tokens > SHORT:
         tiles = triton.cdiv(rows + window - 1, cut.keys) + triton.cdiv(most, cut.keys)
