@@ -13,9 +13,10 @@ HERE = Path(__file__).parent
 DECODE = {("indexer bf16", "_scores"): 2, ("indexer fp4", "_scores"): 2}
 # Tiles follow the size of a call: of 1 to 512 tokens these are as many. Up to 16 a linear decodes its rows for 1, 2 or
 # 4 at once, and mHC has weights of each by itself; of more than 32 tokens experts have tiles of three sizes. Linears of
-# codes have two, of which one splits.
+# codes have two, of which one splits. Attention has rows of up to 8 tokens, of more, and, of entries in FP8, of what is
+# decoded ahead; of other entries, tiles that fill the machine alone or not.
 PREFILL = {
-    "_attend": 2,
+    "_attend": 3,
     "_few": 3,
     "_linear": 3,
     "_product_of_codes": 3,
@@ -24,8 +25,7 @@ PREFILL = {
     "_compress": 2,
     "_weigh": 2,
 }
-# Entries of many tokens are decoded ahead, and are a tensor then; the inputs of both matrices have other groups.
-MORE = {("CSA fp8", "_attend"): 3, ("HCA fp8", "_attend"): 3, ("experts of codes", "_simulate"): 2}
+MORE = {("experts of codes", "_simulate"): 2}  # the inputs of both matrices have other groups
 
 
 @pytest.fixture(scope="module")
