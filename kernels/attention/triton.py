@@ -644,15 +644,16 @@ def attend_scratch(
     """
     most, result = min(entries, selected) if selected else entries, tokens * heads * width * item
     if form != "based" or most == 0:
-        stored_as = {"fp8": _FP8.value, "coded": _CODED.value}.get(form, _TENSOR.value)
+        known = {"fp8": attention_launch.FP8, "coded": attention_launch.CODED}
+        stored_as = known.get(form, attention_launch.TENSOR)
         rows = attention_launch.split_rows(tokens, heads, window, most, narrow=item == 2, form=stored_as)
         ahead = attention_launch.rows_ahead(tokens, entries, selected) if form == "fp8" and item == 2 else 0
         return result + rows * (2 + width) * 4 + ahead * width * 2
     some = min(tokens, max(1, QUERIES // heads))
     inside, basis = some * heads * width * 4, 2 * width * width * 4
     recent, stored = (
-        max(some * heads, attention_launch.split_rows(some, heads, *seen, narrow=item == 2, form=stored_as.value))
-        for *seen, stored_as in ((window, 0, _TENSOR), (0, most, _BASED))
+        max(some * heads, attention_launch.split_rows(some, heads, *seen, narrow=item == 2, form=stored_as))
+        for *seen, stored_as in ((window, 0, attention_launch.TENSOR), (0, most, attention_launch.BASED))
     )
     found = (recent + stored) * (2 + width) * 4
     made = (2 if item == 4 else 3) * inside + basis

@@ -50,9 +50,7 @@ from fathom.kernels.position import position
 from fathom.kernels.quantise.triton import simulate_fp8
 
 ROWS = 4  # of a program, at most; half as many of several tokens, whose sums all have registers, and of a dense matrix
-MANY = (
-    1024  # tokens from which Fp8 is decoded first; of 8192 an H200 took half as long so, of fewer it was not measured
-)
+MANY = 1024  # tokens from which Fp8 is decoded first: of 8192 an H200 took half as long so; of fewer, not measured
 DECODED = 4, 1024  # rows and columns that a program decodes
 PROGRAMS = 264  # wanted in flight: two for each multiprocessor of an H200
 _LAYOUTS = {"FP8": "fp8", "FP8_F32": "fp8", "FP4": "fp4", "NVFP4": "nvfp4"}  # else dense, see `weight_tiles.Planes`

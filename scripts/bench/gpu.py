@@ -81,11 +81,10 @@ def gpu(args: argparse.Namespace) -> Iterator[Case]:
     for case in kernels.cases(parts):
         yield timed(case, device, rounds)
         torch.cuda.empty_cache()
-    for shape in MODELS if LAYERS in parts else ():
-        if shape.name not in args.of:
-            continue
-        yield from layers(shape, device, TRITON, rounds, AFTER, CHUNK)
-        torch.cuda.empty_cache()
+    for shape in MODELS:
+        if LAYERS in parts and shape.name in args.of:
+            yield from layers(shape, device, TRITON, rounds, AFTER, CHUNK)
+            torch.cuda.empty_cache()
     if WHOLE in parts:
         yield from whole(device, TRITON, rounds, args.whole)
 

@@ -41,9 +41,7 @@ OUT_OF_TIME: Final = 124  # exit status of tests that were not all begun in time
 TOLD: Final = 160  # characters of what a stage says
 CHECKED: Final = 135.0  # seconds of a quick stage beside the others
 TOGETHER: Final = 6  # processes that share the tests of a quick run
-EVERY: Final = (
-    23  # of that many tests a quick run has one: each compiles kernels of its own; a prime, as grids have many
-)
+EVERY: Final = 23  # of that many tests a quick run has one, as each compiles kernels; a prime, unlike sides of grids
 PROBING: Final = 6  # processes that share the probes of a quick run
 FULL: Final = 3600.0  # of any stage of a full run
 # Of kernels side by side, so that each group takes about as long: of the first run
@@ -148,9 +146,9 @@ def _recordings(folder: Path, limit: float) -> list[Stage]:
 
 
 def _probes(folder: Path, limit: float, *, quick: bool) -> list[Stage]:
-    """All but `ranks`, which are of a CPU. Quick: dealt out to a few processes."""
-    names = [probe.name for probe in PROBES if probe.name != "ranks"]
-    groups = [names[first::PROBING] for first in range(PROBING)] if quick else [names]
+    """All of them. Quick: dealt out to a few processes."""
+    names = [probe.name for probe in PROBES]
+    groups = [names[first::PROBING] for first in range(PROBING)] if quick else [["all"]]
     made = []
     for group in groups:
         command = _scripts("probe", *group, "--quick", "--device", "cuda", "--out", str(folder / "pages"))

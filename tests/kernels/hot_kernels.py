@@ -7,6 +7,7 @@ the oldest that the project promises, and prints the table. `test_hot_kernels` h
 import json
 import tempfile
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,11 +39,7 @@ HOT = {
     "experts up, one token": Hot("experts", ONE, "_few_up", lambda c: 2 * c["ROWS"] * ROW(c), whole=True),
     "experts down, one token": Hot("experts", ONE, "_few_down", lambda c: c["ROWS"] * ROW(c), whole=True),
     "FP8 linear, one token": Hot(
-        "linear",
-        "query, V4-Flash, one token",
-        "_linears",
-        lambda c: c["ROWS"] * c["HOW"][0][6] * c["HOW"][0][7] * 16,
-        whole=True,
+        "linear", "query, V4-Flash, one token", "_linears", lambda c: c["ROWS"] * prod(c["HOW"][0][6:]) * 16, whole=True
     ),
     "FP8 linear, five tokens": Hot(
         "linear", "low-rank query, V4-Flash, five tokens", "_few", lambda c: c["ROWS"] * ROW(c), whole=True

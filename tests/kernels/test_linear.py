@@ -464,7 +464,7 @@ def test_a_nan_weight_stays_nan(ops):
 @on_triton
 @pytest.mark.parametrize(("groups", "rows", "columns"), [(1, 130, 200), (2, 66, 128)])
 def test_of_many_tokens_codes_are_decoded_first(groups, rows, columns, monkeypatch):
-    """Under every scale from 2^-20 to 2^20, which bf16 holds with every byte of E4M3: as they are without."""
+    """Under scales of 2^-20 to 2^20, which bf16 holds with every byte of E4M3: the product, as it is without."""
     triton, g = pytest.importorskip("fathom.kernels.linear.triton", reason=NO_TRITON), seeded(3)
     shape = groups * rows, columns
     scale = torch.randint(107, 148, (-(-shape[0] // 128), -(-columns // 128)), dtype=torch.uint8, generator=g)
