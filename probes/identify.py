@@ -40,7 +40,7 @@ from fathom.probes.faults import FAULTS
 from fathom.probes.judge.causes import NAMED, Explained, Gap, Place, places, plain
 from fathom.probes.judge.checks import Judged, Progress
 from fathom.probes.judge.oracle import Ends, Layer, Setting, Unknown
-from fathom.probes.judge.recording import OF_ENTRIES, Recording, stored_name
+from fathom.probes.judge.recording import BEHIND, OF_ENTRIES, Recording, stored_name
 from fathom.runtime.arithmetic import arithmetic
 from fathom.runtime.options import RunOptions
 from fathom.runtime.sharding import sharding_plan
@@ -137,7 +137,8 @@ class Identifier:
             try:
                 gap = self.gap(judged)
                 cause = plain(gap, lambda: self.late)
-                case = None if cause or judged.site not in _BY_NAME else _Case(self, gap)
+                gap = gap.behind() if judged.site in BEHIND and not cause else gap
+                case = None if cause or gap.judged.site not in _BY_NAME else _Case(self, gap)
             except Unknown as unknown:
                 found.append(Place(judged, (), unknown.what, tried=False))
                 continue
@@ -155,7 +156,7 @@ class Identifier:
                 found.append(Place(judged, (max(again, key=lambda fault: fault.share),)))
             elif searched < MOST_PLACES:
                 searched += 1
-                found.append(case.best(said))
+                found.append(replace(case.best(said), judged=judged))
             else:
                 found.append(Place(judged, (), f"all faults were tried at {MOST_PLACES} sites before", looked=False))
         return found

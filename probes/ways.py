@@ -28,7 +28,8 @@ from fathom.model.observe import sites
 from fathom.model.observe.observer import listening
 from fathom.model.observe.sites import Listener, Site, axes
 from fathom.model.transformer import Transformer
-from fathom.probes.judge.recording import IN_FP32, KEPT, OF_ENTRIES, TOKENS, WHOLE_MODEL, has_site, stored_name
+from fathom.probes.judge.naming import TOKENS
+from fathom.probes.judge.recording import IN_FP32, KEPT, OF_ENTRIES, WHOLE_MODEL, has_site, stored_name
 from fathom.probes.subject import Subject
 from fathom.runtime.options import RunOptions
 from fathom.runtime.output import reserved

@@ -1,7 +1,9 @@
 """`python -m scripts.compare`: hold a recording of any runtime against the oracle or another, and name the fault.
 
-A recording is a safetensors file, see README; `python -m scripts.record` makes one of this runtime. Each layer is
-computed in float64 from what the recording has before it, so an error in one layer says nothing about the next.
+A recording is a safetensors file, see README; `python -m scripts.record` makes one of this runtime. A dump of another
+runtime is read as it is, under its own names: files of transformers' or llama.cpp's names, and what SGLang's dumper,
+ATOM, msprobe and ds4 write. Each layer is computed in float64 from what the recording has before it, so an error in one
+layer says nothing about the next.
 With --against two recordings of one prompt are compared with each other: which numbers are the same, where they part
 first, and whether rounding explains it.
 Exit status: 0 all that was compared agrees; 1 something differs, or too little could be compared; 2 bad arguments or
@@ -19,7 +21,7 @@ from fathom.runtime.options import RunOptions, check_options
 from fathom.scripts.cli import arguments, run_alone
 from fathom.scripts.flags import add_json, add_model, add_numerics, check_layers, numbers, positive
 from fathom.scripts.hub import INDEX
-from fathom.scripts.paths import Reads, Writes
+from fathom.scripts.paths import Dumps, Reads, Writes
 
 SECONDS = 120
 
@@ -28,8 +30,16 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(prog="python -m scripts.compare", description=__doc__)
     add_model(p, INDEX)
-    p.add_argument("--recording", action=Reads, required=True, help="what the other runtime computed")
-    p.add_argument("--against", action=Reads, metavar="F.safetensors", help="another recording of the same prompt")
+    p.add_argument(
+        "--recording",
+        action=Dumps,
+        required=True,
+        metavar="PATH",
+        help="what the other runtime computed: a file, a folder, or how the names of all its files begin",
+    )
+    p.add_argument("--against", action=Dumps, metavar="PATH", help="another recording of the same prompt")
+    p.add_argument("--tokens", action=Reads, metavar="IDS.json", help="the prompt, a JSON list, where a dump lacks it")
+    p.add_argument("--explain-names", action="store_true", help="list first what became of each tensor, and why")
     p.add_argument(
         "--layers", type=numbers, help="layers to judge, as 0,17 (default: all that were recorded, and the head)"
     )

@@ -5,6 +5,7 @@ before any work, and into files as far as torch is not needed for it: see `Texts
 """
 
 import argparse
+import glob
 import os
 import re
 import tempfile
@@ -62,6 +63,12 @@ class Reads(_Noted):
     """The action of a flag whose file is read."""
 
     kind = "files_read"
+
+
+class Dumps(_Noted):
+    """The action of a flag whose file, folder, or beginning of the names of files, is a recording."""
+
+    kind = "dumps_read"
 
 
 def _look_into_text(path: Path) -> None:
@@ -131,7 +138,7 @@ class Makes(_Noted):
     kind = "folders_made"
 
 
-ACTIONS: Final = (Reads, Models, Keeps, Writes, Reports, Pages, Fills, Makes)
+ACTIONS: Final = (Reads, Dumps, Models, Keeps, Writes, Reports, Pages, Fills, Makes)
 KINDS: Final = tuple(each.kind for each in ACTIONS)  # attributes beside those of the flags
 
 
@@ -143,13 +150,15 @@ def check(args: argparse.Namespace) -> None:
     ConfigError, CheckpointError
         With one line naming the path, and the flag where the file itself is not at fault.
     """
-    read, models, kept, written, reported, pages, filled, made = (getattr(args, kind, []) for kind in KINDS)
+    read, dumps, models, kept, written, reported, pages, filled, made = (getattr(args, kind, []) for kind in KINDS)
     read = [*read, *_bases(getattr(args, "kv", None) or ())]
     held = _models(args, read)
     written = [*written, *(each for page in pages for each in _with_json(page))]
-    _check_apart([*written, *reported, *filled, *made], read, held)
+    _check_apart([*written, *reported, *filled, *made], [*read, *dumps], [*held, *(one.path for one in dumps)])
     for one in read:
         status(one.path, ConfigError)
+    for one in dumps:
+        _begun(one.path)
     for one in models:
         regular_file_size(one.path / "config.json", ConfigError)
     for flag, path, _ in pages:
@@ -163,6 +172,12 @@ def check(args: argparse.Namespace) -> None:
         makable(one.path)
     for one in read:
         one.look(one.path)
+
+
+def _begun(path: Path) -> None:
+    """Refuse a path that is neither there nor the beginning of names that are: ConfigError."""
+    if not (path.parent.is_dir() and any(path.parent.glob(f"{glob.escape(path.name)}*"))):
+        status(path, ConfigError)
 
 
 def check_output(args: argparse.Namespace, what: str, path: Path) -> None:

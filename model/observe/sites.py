@@ -9,7 +9,7 @@ ranks' shards for it; at the sites of routed experts a rank sees its own.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch import Tensor
 
@@ -109,6 +109,24 @@ SITES = (
     LOGITS,
 )
 
+# Steps on the way to a site, which recordings of other runtimes may have; ours shows the site that follows.
+STEPS: Final[dict[Site, Site]] = {
+    Site("attention.latent_unnormed", "t q_lora_rank", "low-rank query before its norm"): LATENT,
+    Site("attention.query_unnormed", "t heads head_dim", "queries before their norm"): QUERY,
+    Site("attention.query_unrotated", "t heads head_dim", "queries normed, before their rotation"): QUERY,
+    Site("attention.kv_unnormed", "t head_dim", "KV before its norm"): KV,
+    Site("attention.kv_unrotated", "t head_dim", "KV normed, before its rotation"): KV,
+    Site("attention.entry_unnormed", "n head_dim", "entries as they are pooled, before their norm"): ENTRY,
+    Site("attention.entry_unrotated", "n head_dim", "entries normed, before their rotation"): ENTRY,
+    Site("indexer.key_unnormed", "n index_head_dim", "index keys as they are pooled, not normed"): INDEX_KEY,
+    Site("indexer.key_unrotated", "n index_head_dim", "index keys normed, not yet rotated"): INDEX_KEY,
+    Site("indexer.query_unrotated", "t index_heads index_head_dim", "index queries, not rotated"): INDEX_QUERY,
+    Site("attention.weights", "t heads keys", "softmax on KV of all positions, then on all entries"): MIXED,
+    Site("experts.logits", "t experts", "the router's products, before the square root of softplus"): (EXPERT_WEIGHTS),
+    Site("experts.gate", "t k intermediate", "SwiGLU gate of the experts of `ids`, unclamped"): EXPERTS_OUTPUT,
+    Site("experts.up", "t k intermediate", "SwiGLU up of the same, before the clamp"): EXPERTS_OUTPUT,
+}
+
 
 def axes(config: ModelConfig) -> dict[str, int]:
     """Length of every axis that the config fixes, by its name in `Site.shape`."""
@@ -121,6 +139,7 @@ def axes(config: ModelConfig) -> dict[str, int]:
         "index_heads": config.index_n_heads,
         "index_head_dim": config.index_head_dim,
         "k": config.num_experts_per_tok,
+        "experts": config.n_routed_experts,
         "intermediate": config.moe_intermediate_size,
         "vocab": config.vocab_size,
     }

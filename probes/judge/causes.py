@@ -4,9 +4,10 @@ Rows that are zeros, or all alike; rows of the token beside it; another layer's;
 prompt with padding, or without BOS. Each is looked for by what it would make of the tensor, as a fault is.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import copy
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from fathom.probes.judge.oracle import (
     Theirs,
     Unknown,
 )
-from fathom.probes.judge.recording import CHOICES, IN_FP32, OF_ENTRIES, Recording, stored_name
+from fathom.probes.judge.recording import BEHIND, CHOICES, IN_FP32, OF_ENTRIES, Recording, stored_name
 
 NAMED: Final = 0.9  # of the difference that a cause or a fault explains at least, to be named
 NEAREST: Final = 0.5  # from which on it is told as the nearest that is known, and as no explanation
@@ -99,7 +100,10 @@ class Gap:
         self.at = torch.tensor(sorted(set(judged.wrong))[:ROWS])
         theirs = recording.known(judged.name, self.at)
         self.part = self._part(self.setting, judged.layer, self.at)
-        oracle = self.part.computed(judged.site, self.at)
+        self.measure(theirs, self.part.computed(judged.site, self.at))
+
+    def measure(self, theirs: Tensor, oracle: Tensor) -> None:
+        """Take these rows for theirs, and [1 + replicas, n, ...] for the oracle's."""
         self.theirs, self.oracle = self.comparable(theirs), self.comparable(oracle[0])
         off = (oracle[1:] - oracle[:1]).square()
         self.noise = float(off.sum()) / max(1, len(off))
@@ -108,6 +112,20 @@ class Gap:
     @staticmethod
     def _part(setting: Setting, layer: int | None, at: Tensor) -> Layer | Ends:
         return Ends(setting) if layer is None else Layer(setting, layer, at)
+
+    def behind(self) -> Self:
+        """The same at the site after a step: what the rest of the layer makes of theirs, and of the oracle's."""
+        other = copy.copy(self)
+        other.judged = replace(self.judged, site=BEHIND[self.judged.site])
+        steps = {stored_name(step, self.judged.layer) for step, site in BEHIND.items() if site == other.judged.site}
+        alone = _Without(self.recording, steps - {self.judged.name})
+        theirs, oracle = (
+            self._part(replace(self.setting, theirs=given), self.judged.layer, self.at)
+            for given in (alone, _Without(self.recording, steps))
+        )
+        other.part = oracle
+        other.measure(theirs.computed(other.judged.site, self.at)[0], oracle.computed(other.judged.site, self.at))
+        return other
 
     def comparable(self, x: Tensor) -> Tensor:
         """Choices and their weights in an order that does not depend on who chose."""
@@ -260,6 +278,18 @@ def _shifted(gap: Gap) -> Iterator[Explained]:
         except Unknown:  # nothing to compute those from
             continue
         yield Explained((f"rows-shifted-by-{by}",), share, what)
+
+
+@dataclass(frozen=True)
+class _Without:
+    """A recording in which some tensors are not seen."""
+
+    recording: Recording
+    names: Collection[str]
+
+    def rows(self, name: str, at: Tensor | None) -> Tensor | None:
+        """As `Recording.rows`."""
+        return None if name in self.names else self.recording.rows(name, at)
 
 
 @dataclass(frozen=True)

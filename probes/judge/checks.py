@@ -706,6 +706,8 @@ class Checks:
         parts = _parts(self._entries(layer), self.config.head_dim)
         self._judge(of_entries, layer, parts, progress, f"layer {number}")
         where, wide = f"layer {number}", _widest(self.config)
+        if stored_name(WEIGHTS, number) in self.recording.tensors:
+            wide = max(wide, self.config.num_attention_heads * (len(self.setting.tokens) + len(layer.entries)))
         of_attention = [check for check in of_tokens if _of_attention(check.judged.site)]
         self._judge(of_attention, layer, _parts(self.sample, wide), progress, where)
         rest = [check for check in of_tokens if not _of_attention(check.judged.site)]
@@ -873,6 +875,7 @@ class Checks:
 
 
 BETWEEN: Final = (sites.EXPERTS_INPUT, sites.EXPERT_IDS, sites.EXPERT_WEIGHTS, sites.EXPERTS_OUTPUT)
+WEIGHTS: Final = "attention.weights"
 NARROW: Final = (
     *(site.name for site in BETWEEN),
     sites.SHARED_GATE.name,

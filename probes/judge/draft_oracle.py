@@ -188,9 +188,9 @@ class SlotBlock(Block):
         self.rows = rows[:, -self.config.sliding_window :]
         self.row_positions = torch.arange(rows.shape[1])[-self.config.sliding_window :]
 
-    def keys(self, x: Tensor, at: Tensor) -> Tensor:
+    def turned_keys(self, kv: Tensor, at: Tensor) -> Tensor:
         """Keys of the block, [r, B, d]."""
-        return super().keys(x, self.reading.key_positions(at))
+        return super().turned_keys(kv, self.reading.key_positions(at))
 
     def cached(self, kv: Tensor) -> Tensor:
         """Rounded, though the block's keys are not remembered."""

@@ -21,7 +21,7 @@ Source: DeepSeek-V4's technical report, section 2; DeepSeek's inference code, mo
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -651,6 +651,11 @@ class Layer(Part):
             self.rests = self.rests | before
         return out
 
+    def passed(self, site: str, at: Tensor) -> Tensor:
+        """As `value`, of a step that few runs show: where it was not recorded it is part of the site after it."""
+        theirs = self.setting.theirs.rows(f"layers.{self.layer}.{site}", at)
+        return _EQUATIONS[site](self, at) if theirs is None else theirs[None]
+
     def before(self, at: Tensor) -> Tensor:
         """The residual streams before the layer, [r, n, s, hidden]."""
         if self.layer:
@@ -731,9 +736,15 @@ class Layer(Part):
 
     def keys(self, x: Tensor, at: Tensor) -> Tensor:
         """What is remembered of tokens [r, n, hidden] at their positions, [r, n, d]."""
-        kv = self.linear(x, "attn.wkv.weight")
-        kv = self.rms_norm(kv, self.parameters[self.name("attn.kv_norm.weight")])
+        return self.turned_keys(self.normed_keys(self.linear(x, "attn.wkv.weight")), at)
+
+    def turned_keys(self, kv: Tensor, at: Tensor) -> Tensor:
+        """Normed keys [r, n, d] as they are remembered."""
         return self.cached(self.rotated(kv, at))
+
+    def normed_keys(self, kv: Tensor) -> Tensor:
+        """Keys [r, n, d] normed."""
+        return self.rms_norm(kv, self.parameters[self.name("attn.kv_norm.weight")])
 
     def index_rounded(self, x: Tensor) -> Tensor:
         """An index query or key as it is scored: Hadamard, then E2M1 by 32; or E4M3 by row; or as it is."""
@@ -773,15 +784,14 @@ class Layer(Part):
         size = torch.einsum("rnjk,rnjd->rnkd", *self._alike(comb, streams.abs()))
         return self.noise.moved(self.noise.summed(own + mixed, own.abs() + size))
 
-    def compressed(self, parameter: str, width: int, at: Tensor) -> Tensor:
-        """Entries `at`, [r, n, width]: tokens of a window pooled by their gates, normed and turned.
+    def pooled(self, parameter: str, width: int, at: Tensor) -> Tensor:
+        """Entries `at`, [r, n, width]: tokens of a window pooled by their gates.
 
         A CSA window sees the one before it too: each token has two series, one for its own window and one for the next.
         """
         overlap = 2 if self.kind is LayerKind.CSA else 1
-        wkv, wgate, ape, norm = (
-            self.parameters[self.name(f"{parameter}.{leaf}")]
-            for leaf in ("wkv.weight", "wgate.weight", "ape", "norm.weight")
+        wkv, wgate, ape = (
+            self.parameters[self.name(f"{parameter}.{leaf}")] for leaf in ("wkv.weight", "wgate.weight", "ape")
         )
         pooled = []
         for part in self.noise.parts(at, max(1, TOKENS // self.ratio)):
@@ -802,8 +812,11 @@ class Layer(Part):
                 gate = torch.cat((gate[:, :n, :, :width].masked_fill(hidden, -math.inf), gate[:, n:, :, width:]), 2)
             share = self.noise.moved(gate.softmax(2))
             pooled.append(self.noise.moved((kv * share).sum(2)))
-        rows = self.rms_norm(torch.cat(pooled, 1), norm)
-        return self.rotated(rows, at * self.ratio)
+        return torch.cat(pooled, 1)
+
+    def normed_entries(self, rows: Tensor, parameter: str) -> Tensor:
+        """Pooled entries [r, n, width] normed."""
+        return self.rms_norm(rows, self.parameters[self.name(f"{parameter}.norm.weight")])
 
     # --- attention
 
@@ -824,37 +837,84 @@ class Layer(Part):
         x = self.collapsed(self.before(at), self.value("attention.pre", at))
         return self.rms_norm(x, self.parameters[self.name("attn_norm.weight")])
 
+    @_site("attention.latent_unnormed")
+    def _latent_unnormed(self, at: Tensor) -> Tensor:
+        return self.linear(self.value("attention.input", at), "attn.wq_a.weight")
+
     @_site("attention.latent")
     def _latent(self, at: Tensor) -> Tensor:
-        x = self.linear(self.value("attention.input", at), "attn.wq_a.weight")
-        return self.rms_norm(x, self.parameters[self.name("attn.q_norm.weight")])
+        return self.rms_norm(
+            self.passed("attention.latent_unnormed", at), self.parameters[self.name("attn.q_norm.weight")]
+        )
+
+    @_site("attention.query_unnormed")
+    def _query_unnormed(self, at: Tensor) -> Tensor:
+        q: Tensor = self.linear(self.value("attention.latent", at), "attn.wq_b.weight").unflatten(
+            -1, (-1, self.config.head_dim)
+        )
+        return q
+
+    @_site("attention.query_unrotated")
+    def _query_unrotated(self, at: Tensor) -> Tensor:
+        return self.rms_norm(self.passed("attention.query_unnormed", at))
 
     @_site("attention.query")
     def _query(self, at: Tensor) -> Tensor:
-        q = self.linear(self.value("attention.latent", at), "attn.wq_b.weight")
-        return self.rotated(self.rms_norm(q.unflatten(-1, (-1, self.config.head_dim))), at)
+        return self.rotated(self.passed("attention.query_unrotated", at), at)
+
+    @_site("attention.kv_unnormed")
+    def _kv_unnormed(self, at: Tensor) -> Tensor:
+        return self.linear(self.value("attention.input", at), "attn.wkv.weight")
+
+    @_site("attention.kv_unrotated")
+    def _kv_unrotated(self, at: Tensor) -> Tensor:
+        return self.normed_keys(self.passed("attention.kv_unnormed", at))
 
     @_site("attention.kv")
     def _kv(self, at: Tensor) -> Tensor:
         some = (at[part] for part in self.noise.parts(at, TOKENS))
-        return self.joined(*(self.keys(self.value("attention.input", rows), rows) for rows in some), dim=1)
+        return self.joined(
+            *(self.turned_keys(self.passed("attention.kv_unrotated", rows), rows) for rows in some), dim=1
+        )
+
+    @_site("attention.entry_unnormed")
+    def _entry_unnormed(self, at: Tensor) -> Tensor:
+        return self.pooled("attn.compressor", self.config.head_dim, at)
+
+    @_site("attention.entry_unrotated")
+    def _entry_unrotated(self, at: Tensor) -> Tensor:
+        return self.normed_entries(self.passed("attention.entry_unnormed", at), "attn.compressor")
 
     @_site("attention.entry")
     def _entry(self, at: Tensor) -> Tensor:
-        return self.cached(self.compressed("attn.compressor", self.config.head_dim, at))
+        return self.cached(self.rotated(self.passed("attention.entry_unrotated", at), at * self.ratio))
+
+    @_site("indexer.key_unnormed")
+    def _index_key_unnormed(self, at: Tensor) -> Tensor:
+        return self.pooled("attn.indexer.compressor", self.config.index_head_dim, at)
+
+    @_site("indexer.key_unrotated")
+    def _index_key_unrotated(self, at: Tensor) -> Tensor:
+        return self.normed_entries(self.passed("indexer.key_unnormed", at), "attn.indexer.compressor")
 
     @_site("indexer.key")
     def _index_key(self, at: Tensor) -> Tensor:
-        return self.compressed("attn.indexer.compressor", self.config.index_head_dim, at)
+        return self.rotated(self.passed("indexer.key_unrotated", at), at * self.ratio)
 
     @_site("indexer.key_used")
     def _index_key_used(self, at: Tensor) -> Tensor:
         return self.index_rounded(self.value("indexer.key", at))
 
+    @_site("indexer.query_unrotated")
+    def _index_query_unrotated(self, at: Tensor) -> Tensor:
+        q: Tensor = self.linear(self.value("attention.latent", at), "attn.indexer.wq_b.weight").unflatten(
+            -1, (-1, self.config.index_head_dim)
+        )
+        return q
+
     @_site("indexer.query")
     def _index_query(self, at: Tensor) -> Tensor:
-        q = self.linear(self.value("attention.latent", at), "attn.indexer.wq_b.weight")
-        return self.rotated(q.unflatten(-1, (-1, self.config.index_head_dim)), at)
+        return self.rotated(self.passed("indexer.query_unrotated", at), at)
 
     @_site("indexer.query_used")
     def _index_query_used(self, at: Tensor) -> Tensor:
@@ -889,9 +949,26 @@ class Layer(Part):
         best = self.noise.choosing(scores, k, self.apart).sort(dim=-1, descending=True, stable=True)
         return best.indices[..., :k].masked_fill(best.values[..., :k].isneginf(), -1).to(F64)
 
+    @_site("attention.weights")
+    def _weights(self, at: Tensor) -> Tensor:
+        """Shares of the softmax on KV of all positions, then on all entries, [r, n, heads, t + e]."""
+        whole, found = len(self.setting.tokens) + len(self.entries), []
+        for q, keys, hidden, places in self._looks(at):
+            share = self.shares(q, keys, hidden, self.sinks.clamp(-MOST, MOST))
+            at_keys = places.unsqueeze(-2).expand(share.shape)
+            found.append(share.new_zeros(*share.shape[:-1], whole).scatter_add(-1, at_keys, share))
+        return torch.cat(found, 1)
+
     @_site("attention.mixed")
     def _mixed(self, at: Tensor) -> Tensor:
-        return torch.cat([out for out, _ in self._attended(at)], 1)
+        theirs = self.setting.theirs.rows(f"{self.prefix}attention.weights", at)
+        if theirs is None:
+            return self.mixed(at)
+        keys = self.value("attention.kv", torch.arange(len(self.setting.tokens)))
+        if self.ratio:
+            keys = self.joined(keys, self.value("attention.entry", self.entries), dim=1)
+        parts = self.noise.parts(at, max(1, NUMBERS // ((1 + self.noise.replicas) * theirs[0].numel())))
+        return torch.cat([self.weighed(theirs[None, some], keys[:, None]) for some in parts], 1)
 
     def masses(self, at: Tensor) -> Tensor:
         """Shares of the softmax [r, n, heads, 3] on the sink, the window and the entries."""
@@ -910,16 +987,21 @@ class Layer(Part):
         self, at: Tensor, sinks: Tensor | None = None, *, entries: bool = True
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Output and `masses` of some tokens at a time."""
+        sinks = (self.sinks if sinks is None else sinks).clamp(-MOST, MOST)
+        for q, keys, hidden, _ in self._looks(at, entries=entries):
+            yield self.softmax_over(q, keys, hidden, sinks, self.config.sliding_window)
+
+    def _looks(self, at: Tensor, *, entries: bool = True) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Queries, keys [r, n, k, d], which are hidden, and their places among all KV and entries, some at a time."""
         q = self.value("attention.query", at)
         back = torch.arange(-self.config.sliding_window + 1, 1)
         seen, window = torch.unique((at[:, None] + back).clamp_min(0), return_inverse=True)  # of these, [n, w]
         kv = self.value("attention.kv", seen)
-        sinks = (self.sinks if sinks is None else sinks).clamp(-MOST, MOST)
         far = self.value("attention.entry", self.entries) if self.ratio and entries else None
         selected = self.value("indexer.selected", at) if self.kind is LayerKind.CSA and entries else None
         for some in self.noise.parts(at, self._rows_at_once(far, selected)):
             chosen = None if selected is None else selected[:, some]
-            yield self._softmax(q[:, some], at[some], kv[:, window[some]], far, chosen, sinks)
+            yield q[:, some], *self._seen(at[some], kv[:, window[some]], far, chosen)
 
     def _rows_at_once(self, entries: Tensor | None, selected: Tensor | None) -> int:
         keys = self.config.sliding_window
@@ -928,15 +1010,17 @@ class Layer(Part):
         width = max(self.config.num_attention_heads, self.config.head_dim)
         return max(1, NUMBERS // ((1 + self.noise.replicas) * keys * width))
 
-    def _softmax(
-        self, q: Tensor, at: Tensor, keys: Tensor, entries: Tensor | None, selected: Tensor | None, sink: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """`softmax_over` the window's keys [r, n, w, d], the entries that are seen, and the sink."""
-        hidden = at[:, None] < torch.arange(self.config.sliding_window - 1, -1, -1)  # before the first token
-        near = hidden.shape[-1]
+    def _seen(
+        self, at: Tensor, keys: Tensor, entries: Tensor | None, selected: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The window's keys [r, n, w, d] and the entries, which of them are hidden, and their places."""
+        places = at[:, None] - torch.arange(self.config.sliding_window - 1, -1, -1)
+        hidden, tokens = places < 0, len(self.setting.tokens)  # before the first token
+        places = places.clamp_min(0)
         if entries is not None and selected is None:
             chosen = self.entries.expand(len(at), -1)
             more, hide = entries[:, None].expand(-1, len(at), -1, -1), chosen >= ((at + 1) // self.ratio)[:, None]
+            which = chosen
         elif entries is not None and selected is not None:
             entries = entries if entries.shape[1] else entries.new_zeros(1, 1, entries.shape[2])  # all are hidden
             which, every = self._alike(selected.long(), entries)
@@ -944,8 +1028,10 @@ class Layer(Part):
             more, hide = every[replica, which.clamp_min(0)], which < 0
         if entries is not None:
             hidden = torch.cat((hidden.expand(*hide.shape[:-1], -1), hide), -1)
+            far = tokens + which.clamp_min(0).masked_fill(hide, 0) if len(self.entries) else which * 0
+            places = torch.cat((places.expand(*far.shape[:-1], -1), far), -1)
             keys = self.joined(keys, more, dim=2)
-        return self.softmax_over(q, keys, hidden, sink, near)
+        return keys, hidden, places
 
     def softmax_over(self, q: Tensor, keys: Tensor, hidden: Tensor, sink: Tensor, near: int) -> tuple[Tensor, Tensor]:
         """Output [r, n, heads, d] and `masses` of the softmax over keys and the sink, which has no value.
@@ -962,6 +1048,12 @@ class Layer(Part):
             How many of the keys are the window's; they come first.
 
         """
+        share = self.shares(q, keys, hidden, sink)
+        mass = torch.stack((1 - share.sum(-1), share[..., :near].sum(-1), share[..., near:].sum(-1)), -1)
+        return self.weighed(share, keys), mass
+
+    def shares(self, q: Tensor, keys: Tensor, hidden: Tensor, sink: Tensor) -> Tensor:
+        """What the softmax gives each key, [r, n, heads, k]."""
         scale = self.config.head_dim**-0.5
         scores = torch.einsum("rnhd,rnkd->rnhk", *self._alike(q, keys)) * scale
         scores = self.noise.moved(self.noise.summed(scores, length(q)[..., None] * length(keys)[:, :, None] * scale))
@@ -969,11 +1061,14 @@ class Layer(Part):
         largest = torch.maximum(scores.amax(-1), sink)[..., None]
         mass = (scores - largest).exp()
         share = mass / (mass.sum(-1, keepdim=True) + (sink[:, None] - largest).exp())
-        share = self.noise.moved(share)
+        return self.noise.moved(share)
+
+    def weighed(self, share: Tensor, keys: Tensor) -> Tensor:
+        """The sum of keys [r, n, k, d] by their shares; n may be 1 where all rows see the same."""
+        keys = keys.expand(-1, share.shape[1], -1, -1)
         out = torch.einsum("rnhk,rnkd->rnhd", *self._alike(share, keys))
         size = torch.einsum("rnhk,rnkd->rnhd", *self._alike(share, keys.abs()))
-        mass = torch.stack((1 - share.sum(-1), share[..., :near].sum(-1), share[..., near:].sum(-1)), -1)
-        return self.noise.moved(self.noise.summed(out, size)), mass
+        return self.noise.moved(self.noise.summed(out, size))
 
     @_site("attention.unrotated")
     def _unrotated(self, at: Tensor) -> Tensor:
@@ -1011,12 +1106,14 @@ class Layer(Part):
         streams, pre = self.value("attention.streams", at), self.value("experts.pre", at)
         return self.rms_norm(self.collapsed(streams, pre), self.parameters[self.name("ffn_norm.weight")])
 
+    @_site("experts.logits")
+    def _expert_logits(self, at: Tensor) -> Tensor:
+        return self.linear(self.value("experts.input", at), "ffn.gate.weight")
+
     def expert_scores(self, at: Tensor) -> Tensor:
         """``sqrt(softplus(x . w))`` of each expert, [r, n, experts]."""
-        x = self.value("experts.input", at)
         with self.noise.of(self.prefix, "expert scores", rows=at):
-            logits = self.linear(x, "ffn.gate.weight")
-            return self.noise.moved(torch.nn.functional.softplus(logits).sqrt())
+            return self.noise.moved(torch.nn.functional.softplus(self.passed("experts.logits", at)).sqrt())
 
     def expert_ranks(self, at: Tensor) -> Tensor:
         """What experts are chosen by: the scores and a bias."""
@@ -1049,19 +1146,50 @@ class Layer(Part):
     def _shared_up(self, at: Tensor) -> Tensor:
         return self.linear(self.value("experts.input", at), "ffn.shared_experts.w3.weight")
 
+    @_site("experts.gate")
+    def _gate(self, at: Tensor) -> Tensor:
+        return self.of_chosen("w1", at)
+
+    @_site("experts.up")
+    def _up(self, at: Tensor) -> Tensor:
+        return self.of_chosen("w3", at)
+
+    def of_chosen(self, part: str, at: Tensor) -> Tensor:
+        """First products of the chosen experts, [r, n, k, intermediate], in the order of the ids."""
+        x, ids = self.value("experts.input", at), self.value(EXPERT_IDS, at).long()
+        if EXPERT_IDS in self.rests:
+            raise Unknown(f"{self.prefix}{EXPERT_IDS} is not recorded, whose order this is in")
+        out = torch.zeros(1 + self.noise.replicas, *ids.shape[1:], self.config.moe_intermediate_size, dtype=F64)
+        for expert in ids.unique().tolist():
+            row, column = (ids[0] == expert).nonzero(as_tuple=True)
+            name = self.name(f"ffn.experts.{expert}.{part}.weight")
+            with self.noise.of(self.prefix, "expert", expert, part, rows=at[row]):
+                product = self.product(self.rounded(x[:, row], name), self.parameters.fresh(name))
+            out[:, row, column] = product
+        return out
+
     @_site("experts.output")
     def _experts_output(self, at: Tensor) -> Tensor:
         """The routed experts of each token, one expert after the other, and the shared one."""
         x, weights = self.value("experts.input", at), self.value("experts.weights", at)
-        ids = self.value("experts.ids", at).long()
+        ids, halves = self.value(EXPERT_IDS, at).long(), self._halves(at)
         out = torch.zeros(1 + self.noise.replicas, *x.shape[1:], dtype=F64)
         for expert in ids.unique().tolist():
             chosen = ids == expert  # [r, n, k]
             rows = chosen.any(-1).any(0).nonzero()[:, 0]  # of any replica; its weight is 0 in the others
             weight = (weights * chosen).sum(-1)[:, rows, None]
+            known = tuple(half[:, rows][chosen[:, rows]][None] for half in halves)
             with self.noise.of(self.prefix, "expert", expert, rows=at[rows]):
-                out[:, rows] = self.noise.moved(out[:, rows] + self.expert(expert, x[:, rows], weight))
+                out[:, rows] = self.noise.moved(out[:, rows] + self.expert(expert, x[:, rows], weight, known))
         return self.noise.moved(out + self.shared_expert(at))
+
+    def _halves(self, at: Tensor) -> tuple[Tensor, ...]:
+        """Gate and up of the chosen experts, where both were recorded and nobody is chosen twice; else nothing."""
+        names = ("experts.gate", "experts.up", EXPERT_IDS)
+        gate, up, ids = (self.setting.theirs.rows(f"{self.prefix}{site}", at) for site in names)
+        if gate is None or up is None or ids is None or bool((ids.sort(-1).values.diff(dim=-1) == 0).any()):
+            return ()
+        return gate[None], up[None]
 
     def shared_expert(self, at: Tensor) -> Tensor:
         """What the expert of all tokens adds, [r, n, hidden]."""
@@ -1069,11 +1197,13 @@ class Layer(Part):
         with self.noise.of(self.prefix, "shared expert", rows=at):
             return self.linear(self.activated(gate, up), "ffn.shared_experts.w2.weight")
 
-    def expert(self, expert: int, x: Tensor, weight: Tensor) -> Tensor:
-        """One routed expert; the weights [r, n, 1] multiply before its last product."""
+    def expert(self, expert: int, x: Tensor, weight: Tensor, halves: Sequence[Tensor] = ()) -> Tensor:
+        """One routed expert, `halves` its gate and up if known; weights [r, n, 1] multiply before the last product."""
         w1, w3, w2 = (self.name(f"ffn.experts.{expert}.{part}.weight") for part in ("w1", "w3", "w2"))
-        x = self.rounded(x, w1)
-        gate, up = (self.product(x, self.parameters.fresh(name)) for name in (w1, w3))
+        if not halves:
+            x = self.rounded(x, w1)
+            halves = tuple(self.product(x, self.parameters.fresh(name)) for name in (w1, w3))
+        gate, up = halves
         return self.product(self.rounded(self.activated(gate, up, weight), w2), self.parameters.fresh(w2))
 
     def activated(self, gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -15,7 +15,7 @@ must be one that each run's own scores leave open.
 import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -437,8 +437,18 @@ class _Step(Gap):
 
     def __init__(self, pairs: Pairs, judged: Judged) -> None:
         super().__init__(pairs.setting, pairs.recording, judged)
-        before = Gap(pairs.one.setting, pairs.one.recording, judged)
-        if judged.site in CHOICES:
+        self.follow(Gap(pairs.one.setting, pairs.one.recording, judged))
+
+    def behind(self) -> Self:
+        """As `Gap.behind`, of both."""
+        other = super().behind()
+        other.follow(self.before.behind())
+        return other
+
+    def follow(self, before: Gap) -> None:
+        """Take what the first run has for what the second should."""
+        self.before = before
+        if self.judged.site in CHOICES:
             self.shift, self.oracle = torch.zeros(()), before.theirs
             return
         self.shift = before.theirs - before.oracle

@@ -1,7 +1,8 @@
 """A recording: tensors by site, of a prompt from position 0, made by any runtime.
 
-One safetensors file: `tokens` [t] int64, and any of `layers.{l}.{site}` and `{site}` (`model.observe.sites` has their
-names and shapes), in any float dtype. Where rows of some positions only were kept, `positions` [n] int64 says which.
+`tokens` [t] int64, and any of `layers.{l}.{site}` and `{site}` (`model.observe.sites` has their names and shapes), in
+any float dtype. Where rows of some positions only were kept, `positions` [n] int64 says which. It may also be a dump of
+a runtime under its own names, see `probes.judge.dump` and `probes.judge.naming`.
 
 Dumps are messy. A tensor may have a batch axis of one in front, its axes in another order, or heads and streams run
 together: where its sizes can be read in one way only, it is read so, and `told` says it. Whatever can be read in no way
@@ -10,7 +11,7 @@ or in several is refused in one line.
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -18,20 +19,24 @@ import torch
 from torch import Tensor
 
 from fathom.model.checkpoint import strict_json
-from fathom.model.checkpoint.checkpoint import Checkpoint
-from fathom.model.checkpoint.header import read_header
+from fathom.model.checkpoint.checkpoint import TORCH_DTYPES
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.errors import ConfigError, quoted
 from fathom.model.files import read_bounded
 from fathom.model.observe import sites
-from fathom.model.observe.sites import SITES, Site, axes
+from fathom.model.observe.sites import SITES, STEPS, Site, axes
+from fathom.probes.judge.dump import Dump, open_dump
+from fathom.probes.judge.naming import POSITIONS, TOKENS, Line, Made, named
 from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS
 
-TOKENS, POSITIONS = "tokens", "positions"
 PAGE: Final = "scripts/exporters/README.md"
 # One expert's rows come in the order of experts, not of tokens.
 KEPT: Final = tuple(site for site in SITES if site not in (sites.ROUTED_GATE, sites.ROUTED_UP))
-OF_ENTRIES: Final = (sites.ENTRY.name, sites.INDEX_KEY.name, sites.INDEX_KEY_USED.name)
+BEHIND: Final = {step.name: site.name for step, site in STEPS.items()}
+OF_ENTRIES: Final = (
+    *(site.name for site in (sites.ENTRY, sites.INDEX_KEY, sites.INDEX_KEY_USED)),
+    *(step.name for step in STEPS if step.name.startswith(("attention.entry", "indexer.key"))),
+)
 # What serving engines return of a prompt: no site of a model, and no hook is needed.
 RETURNED: Final = Site(LOGPROBS, "t n", "log-probabilities (natural) that some ids come next, at each position")
 RETURNED_IDS: Final = Site(LOGPROB_IDS, "t n", "the ids that these are of, in any order")
@@ -48,13 +53,14 @@ SAYS_NOTHING: Final = (  # of the run's dtype
     sites.KV.name,
     sites.ENTRY.name,
 )
-FLOATS: Final = ("F64", "F32", "F16", "BF16")
-WHOLE_NUMBERS: Final = ("I64", "I32", "I16", "U8", *FLOATS)  # some dump ids as floats
+FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+WHOLE_NUMBERS: Final = (torch.int64, torch.int32, torch.int16, torch.uint8, *FLOATS)  # some dump ids as floats
+DTYPE_NAMES: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 SAMPLED: Final = 1 << 20  # numbers of a tensor that are looked at to find the dtype of the run
 MAP_BYTES: Final = 16 << 20
 MOST_AXES: Final = 5  # of a tensor that is understood
 
-_BY_NAME: Final = {site.name: site for site in (*KEPT, RETURNED, RETURNED_IDS)}
+_BY_NAME: Final = {site.name: site for site in (*KEPT, *STEPS, RETURNED, RETURNED_IDS)}
 
 
 class _Tensor(NamedTuple):
@@ -71,12 +77,14 @@ class Recording:
 
     Parameters
     ----------
-    path
-        The file.
+    dump
+        The file or folder, or what was opened of it.
     config
         Of the model that it is a run of.
     names
         Their name -> the site's name, for a file that calls tensors otherwise.
+    tokens
+        The prompt, [t] int64, for a dump that lacks it.
 
     Raises
     ------
@@ -85,29 +93,64 @@ class Recording:
 
     """
 
-    def __init__(self, path: Path, config: ModelConfig, names: Mapping[str, str] | None = None) -> None:
-        shard = read_header(path)
-        self.path, self.config, self.names = path, config, dict(names or {})
-        self.file = Checkpoint(path.parent, (shard,), shard.tensors, ())
+    def __init__(
+        self,
+        dump: Path | Dump,
+        config: ModelConfig,
+        names: Mapping[str, str] | None = None,
+        tokens: Tensor | None = None,
+    ) -> None:
+        dump = open_dump(dump) if isinstance(dump, Path) else dump
+        self.path, self.config, self.names = dump.path, config, dict(names or {})
         self._told: dict[str, list[str]] = {}  # how it was read -> names
-        self.tokens = self._numbers(TOKENS, config.vocab_size)
+        self.calls: tuple[int, ...] = ()  # tokens of each call, where the dump says it
+        self.lines: list[Line] = []  # what became of each tensor
+        self._held = {made.told: made for made in self._found(dump, tokens)}
+        self.tokens = self._tokens(tokens)
         self.positions = self._positions()
         self.tensors: dict[str, _Tensor] = {}
-        self.others: list[str] = []
-        for stored in shard.tensors:
+        for stored in self._held:
             self._take(stored)
-        if unknown := [name for name in self.names if name not in shard.tensors]:
-            raise ConfigError(f"{path}: has no tensor {quoted(unknown[0])}, which --map names")
+        if unknown := [name for name in self.names if name not in self._held]:
+            raise ConfigError(f"{self.path}: has no tensor {quoted(unknown[0])}, which --map names")
         self._check_logprobs()
         if not self.tensors:
             some = ", ".join(quoted(name) for name in self.others[:3])
-            raise ConfigError(f"{path}: no site among its tensors ({some or TOKENS}); {PAGE} lists them, --map renames")
+            raise ConfigError(
+                f"{self.path}: no site among its tensors ({some or TOKENS}); {PAGE} lists them, --map renames"
+            )
+
+    def _found(self, dump: Dump, tokens: Tensor | None) -> Iterator[Made]:
+        """The tensors of a dump: under our names as they are, or as tables say."""
+        own = not dump.tables and any(_site(piece.name)[0] is not None for piece in dump.pieces)
+        seen = set[str]()
+        for piece in dump.pieces:
+            if own or piece.name in self.names or (not dump.tables and piece.name in (TOKENS, POSITIONS)):
+                if piece.name in seen:
+                    raise ConfigError(f"{self.path}: two tensors are called {quoted(piece.name)}")
+                seen.add(piece.name)
+                yield Made("", piece.name, piece.outline, piece.read)
+        if own:
+            return
+        there = named(dump, self.config, tokens, {*seen, *self.names})
+        self.calls = there.calls
+        self.lines += there.lines
+        for told in (*([f"as {dump.form}"] if dump.form else []), *there.told):
+            self._told[told] = []
+        for site, made in there.tensors.items():
+            if site not in seen:
+                yield made
+
+    @property
+    def others(self) -> list[str]:
+        """Tensors that are no site, by their names."""
+        return [line.theirs for line in self.lines if not line.site]
 
     @property
     def told(self) -> list[str]:
         """How tensors were read that were not as their sites say, those read alike in one line."""
         return [
-            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} {how}"
+            f"{names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''} {how}" if names else how
             for how, names in self._told.items()
         ]
 
@@ -169,14 +212,23 @@ class Recording:
     # --- reading the file
 
     def _read(self, tensor: _Tensor) -> Tensor:
-        data = self.file.read(tensor.stored)
+        data = self._held[tensor.stored].read()
         return data.reshape(data.shape[tensor.leading :]).permute(tensor.order).reshape(tensor.shape)
+
+    def _tokens(self, given: Tensor | None) -> Tensor:
+        """The prompt; ConfigError where it is not known, or not the one that was given."""
+        if self._stored(TOKENS) not in self._held and given is not None:
+            return given
+        tokens = self._numbers(TOKENS, self.config.vocab_size)
+        if given is not None and not torch.equal(tokens, given):
+            raise ConfigError(f"{self.path}: its {len(tokens)} tokens are not the {len(given)} of --tokens")
+        return tokens
 
     def _numbers(self, name: str, below: int) -> Tensor:
         """A list of whole numbers from 0 on."""
-        if self._stored(name) not in self.file.tensors:
-            raise ConfigError(f"{self.path}: has no tensor {name}, [t] int64")
-        data = self.file.read(self._stored(name))
+        if self._stored(name) not in self._held:
+            raise ConfigError(f"{self.path}: has no tensor {name}, [t] int64; --tokens can give it")
+        data = self._held[self._stored(name)].read()
         data = data[0] if data.ndim == 2 and data.shape[0] == 1 else data
         if data.dtype not in (torch.int64, torch.int32) or data.ndim != 1 or not len(data):
             raise ConfigError(f"{self.path}: {name} is {list(data.shape)} {data.dtype}, want [n] int64")
@@ -188,12 +240,15 @@ class Recording:
 
     def _stored(self, name: str) -> str:
         """What the file calls the tokens, or the positions."""
-        return next((stored for stored, mapped in self.names.items() if mapped == name), name)
+        mapped = (stored for stored, site in self.names.items() if site == name)
+        return next(mapped, next((stored for stored, made in self._held.items() if made.site == name), name))
 
     def _positions(self) -> Tensor | None:
-        if self._stored(POSITIONS) not in self.file.tensors:
+        if self._stored(POSITIONS) not in self._held:
             return None
         positions = self._numbers(POSITIONS, len(self.tokens))
+        if torch.equal(positions, torch.arange(len(self.tokens))):
+            return None  # all of them
         if len(positions) > 1 and bool((positions[1:] <= positions[:-1]).any()):
             raise ConfigError(f"{self.path}: {POSITIONS} do not ascend")
         return positions
@@ -220,32 +275,43 @@ class Recording:
 
     def _take(self, stored: str) -> None:
         """Understand one tensor of the file, or note that it is none of ours."""
-        name = self.names.get(stored, stored)
+        name = self.names.get(stored, self._held[stored].site or stored)
         if name in (TOKENS, POSITIONS):
             return
+        shape = tuple(self._held[stored].outline.shape)
         site, layer = _site(name)
         if site is None:
             if stored in self.names:
                 raise ConfigError(f"{self.path}: --map {quoted(stored)}: {quoted(name)} is no site; {PAGE} lists them")
-            self.others.append(stored)
+            self.lines.append(Line(stored, shape, "", "no site"))
             return
         if layer is not None and layer >= self.config.num_hidden_layers:
-            self.others.append(stored)  # a draft head's, for one
+            why = f"layer {layer} is beyond the model's {self.config.num_hidden_layers}"  # a draft head's, for one
+            self.lines.append(Line(stored, shape, "", why))
             return
         if layer is not None and not has_site(self.config, layer, site):
             kind = self.config.layer_kind(layer).name
             raise ConfigError(f"{self.path}: {quoted(stored)}: layer {layer} is {kind}, which has no {site.name}")
         if name in self.tensors:
             raise ConfigError(f"{self.path}: {quoted(stored)} and {quoted(self.tensors[name].stored)} are both {name}")
-        self.tensors[name] = self._understood(stored, name, site, layer)
+        made = bool(self._held[stored].site)
+        try:
+            self.tensors[name] = self._understood(stored, name, site, layer)
+        except ConfigError as error:
+            if not made:
+                raise
+            self.lines = [line for line in self.lines if line.site != name]
+            self.lines.append(Line(stored, shape, "", str(error).partition(f"{quoted(stored)} is ")[2]))
+        else:
+            self.lines += [] if made else [Line(stored, shape, name, "")]
 
     def _understood(self, stored: str, name: str, site: Site, layer: int | None) -> _Tensor:
         """How the stored shape becomes the site's."""
-        found = self.file.tensors[stored]
+        found = self._held[stored].outline
         if found.dtype not in (WHOLE_NUMBERS if site.name in (*CHOICES, LOGPROB_IDS) else FLOATS):
-            raise ConfigError(f"{self.path}: {quoted(stored)} is {found.dtype}, want a float dtype")
-        wanted = self._wanted(site, layer, found.shape)
-        leading, shape = 0, found.shape
+            raise ConfigError(f"{self.path}: {quoted(stored)} is {DTYPE_NAMES[found.dtype]}, want a float dtype")
+        leading, shape = 0, tuple(found.shape)
+        wanted = self._wanted(site, layer, shape)
         readings = {reading for want in wanted for reading in _readings(shape, want)}
         while not readings and len(shape) > 1 and shape[0] == 1:
             shape, leading = shape[1:], leading + 1
@@ -279,6 +345,8 @@ class Recording:
     def _wanted(self, site: Site, layer: int | None, found: tuple[int, ...]) -> list[tuple[int, ...]]:
         """Shapes that a tensor of a site may have, its axes apart: for all tokens, or for the positions."""
         known, free = axes(self.config), math.prod(found)
+        ratio = 0 if layer is None else self.config.ratio(layer)
+        known["keys"] = len(self.tokens) + (len(self.tokens) // ratio if ratio else 0)
         rows = [len(self.tokens)]
         if site.name in OF_ENTRIES:
             assert layer is not None, f"{site.name} of no layer"
@@ -318,7 +386,7 @@ def has_site(config: ModelConfig, layer: int, site: Site) -> bool:
     kind = config.layer_kind(layer)
     if site.name.startswith("indexer."):
         return kind is LayerKind.CSA
-    return site != sites.ENTRY or kind is not LayerKind.SWA
+    return not site.name.startswith(sites.ENTRY.name) or kind is not LayerKind.SWA
 
 
 def _site(name: str) -> tuple[Site | None, int | None]:

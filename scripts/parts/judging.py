@@ -2,11 +2,13 @@
 
 import argparse
 import contextlib
+import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import groupby
-from typing import Final, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -32,6 +34,10 @@ from fathom.runtime.output import write_json, write_text
 from fathom.scripts.console import Console
 from fathom.scripts.flags import chunk_lengths
 from fathom.scripts.paths import told
+from fathom.scripts.prompts import read_tokens
+
+if TYPE_CHECKING:
+    from fathom.probes.judge.naming import Line
 
 DTYPES: Final = dict(zip(RECORDED_DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 QUIET: Final = 20  # seconds between lines of progress where there is no terminal to draw on
@@ -55,6 +61,8 @@ class Run(NamedTuple):
     def calls(self, args: argparse.Namespace) -> list[int]:
         """Lengths of the calls that it was made in."""
         tokens = len(self.recording.tokens)
+        if self.recording.calls and args.prefill_chunk is None and args.decode_from is None:
+            return list(self.recording.calls)
         return chunk_lengths(tokens, args.prefill_chunk or tokens, args.decode_from)
 
 
@@ -62,7 +70,9 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
     """Judge a recording, say what was found and what explains it; returns the exit status."""
     torch.set_num_threads(1)  # float64 of small tensors
     keep_memory()
-    recording = Recording(args.recording, config, None if args.map is None else read_map(args.map))
+    recording = recording_of(args, args.recording, args.map, config)
+    if args.explain_names:
+        Console().print(names_table(recording))
     if args.hub is not None:
         needed = layers_needed(recording, args.layers)
         fetch(args.hub, needed, ends=args.layers is None or 0 in needed)
@@ -95,6 +105,36 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
     if args.json is not None:
         write_json(args.json, _report(args, checks, results, found, numerics, hidden))
     return 0 if verdict_of(results) == "agrees" else 1
+
+
+def recording_of(args: argparse.Namespace, path: Path, names: Path | None, config: ModelConfig) -> Recording:
+    """A recording that the command line names, with the tokens and the names that it gives."""
+    tokens = None if args.tokens is None else torch.tensor(read_tokens(args.tokens, config.vocab_size))
+    return Recording(path, config, None if names is None else read_map(names), tokens)
+
+
+def names_table(recording: Recording) -> Table:
+    """What became of each tensor of a recording; those of all layers that are alike in one row."""
+    table = Table(title="Tensors, by their names in the dump", title_justify="left")
+    for column in ("theirs", "sizes", "ours", "why, or how it was read"):
+        table.add_column(column, overflow="fold")
+    alike: dict[tuple[str, str, str], list[tuple[int, Line]]] = {}
+    for line in recording.lines:
+        theirs, layer = _without_layer(line.theirs)
+        site, _ = _without_layer(line.site)
+        alike.setdefault((theirs, site, line.why), []).append((layer, line))
+    for (theirs, site, why), some in sorted(alike.items(), key=lambda one: (not one[0][1], one[0])):
+        layers = [layer for layer, _ in some if layer >= 0]
+        name = f"{theirs}, layers {ranges(layers)}" if layers else theirs
+        sizes = " x ".join(map(str, some[0][1].shape))
+        table.add_row(*(plain(text) for text in (name, sizes, site or "left out", why)))
+    return table
+
+
+def _without_layer(name: str) -> tuple[str, int]:
+    """A name with {l} in place of the layer's number, and the number; -1 where there is none."""
+    found = re.search(r"(?<=layers\.)\d{1,6}(?=\.|$)|(?<=-)\d{1,6}$", name)
+    return (name, -1) if found is None else (f"{name[: found.start()]}{{l}}{name[found.end() :]}", int(found[0]))
 
 
 @contextlib.contextmanager
@@ -233,8 +273,8 @@ def of_file(recording: Recording) -> list[str]:
     """How tensors of a recording were read, and which were not."""
     lines = [f"Understood: {line}" for line in recording.told]
     if recording.others:
-        more = f" and {len(recording.others) - 3} more" if len(recording.others) > 3 else ""
-        lines.append(f"Not a site, left out: {', '.join(recording.others[:3])}{more}")
+        more = f" and {len(recording.others) - 3} more, see --explain-names" if len(recording.others) > 3 else ""
+        lines.append(f"Left out: {', '.join(recording.others[:3])}{more}")
     return lines
 
 
@@ -508,7 +548,8 @@ def _report(
         ],
         "not_exercised": [one.to_json() for one in hidden],
         "understood": recording.told,
-        "left_out": recording.others,
+        "left_out": {line.theirs: line.why for line in recording.lines if not line.site},
+        "names": {line.site: line.theirs for line in recording.lines if line.site and line.site != line.theirs},
     }
 
 

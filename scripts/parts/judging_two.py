@@ -13,7 +13,7 @@ from fathom.probes.judge.causes import Place, places
 from fathom.probes.judge.checks import Judged
 from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS
 from fathom.probes.judge.pairs import Apart, Pairs, Side, check_prompts
-from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, read_map
+from fathom.probes.judge.recording import CHOICES, OF_ENTRIES
 from fathom.runtime.allocator import keep_memory
 from fathom.runtime.hub import fetch
 from fathom.runtime.output import write_json
@@ -27,8 +27,10 @@ from fathom.scripts.parts.judging import (
     judge_layers,
     layers_needed,
     many,
+    names_table,
     of_file,
     opened,
+    recording_of,
     saying,
     show,
     sites_table,
@@ -45,9 +47,11 @@ def judge_two(args: argparse.Namespace, config: ModelConfig) -> int:
     torch.set_num_threads(1)
     keep_memory()
     one, other = (
-        Recording(path, config, None if names is None else read_map(names))
+        recording_of(args, path, names, config)
         for path, names in ((args.recording, args.map), (args.against, args.against_map))
     )
+    if args.explain_names:
+        Console().print(names_table(one), names_table(other))
     check_prompts(one, other)
     if args.hub is not None:
         needed = layers_needed(one, args.layers) | layers_needed(other, args.layers)
