@@ -26,9 +26,6 @@ TABLES: Final = Path(__file__).parent / "names"
 TOKENS, POSITIONS = "tokens", "positions"
 WHOLE: Final = (TOKENS, POSITIONS, "embedded", "hidden", "logits")  # of no layer
 WRAPPERS: Final = re.compile(r"(?:module\.|model\.|_orig_mod\.)+")  # what a name may begin with more, or less
-OUTPUT: Final = r"(?:[._/]?(?:outputs?|out)(?:[._/]|$))?(?:0|hidden_states)?"
-INPUT: Final = r"[._/]?(?:inputs?|in|args)(?:[._/](?:0|hidden_states|x|args[._/]0))?"
-WHICH: Final = {"output": OUTPUT, "input": INPUT}
 RANKS: Final = ("same", "sum", "heads", "intermediate", "vocab", "t")
 OF_NAMES: Final = ("which", "item")  # keys that say how a name is spelled
 
@@ -46,7 +43,8 @@ class Rule(NamedTuple):
     stream: int | None = None
     ranks: str = "same"
     kinds: tuple[str, ...] = ()
-    layers: str = ""
+    layers: str = ""  # first | not first | last: in which alone it is that
+    of_layer: int = 0  # of another layer than the one in the name: so many on
     so_far: bool = False  # each call has all rows so far
     padded: bool = False  # behind the entries of a call come rows of nothing
     masked: bool = False  # numbers of entries that are not finished are among those selected, and masked later
@@ -116,16 +114,24 @@ def read_table(path: Path) -> Table:
         if values.setdefault("ranks", "same") not in RANKS:
             raise ConfigError(f"{path}: {values['theirs']}: ranks {values['ranks']}")
         rules.append(Rule(pattern=pattern, **values))
-    left_out = tuple((_pattern(entry["theirs"], None, None), entry["why"]) for entry in found.get("left_out", ()))
+    left_out = tuple(
+        (_pattern(name, None, None), entry["why"])
+        for entry in found.get("left_out", ())
+        for name in ([entry["theirs"]] if isinstance(entry["theirs"], str) else entry["theirs"])
+    )
     aligned = found.get("aligned", True)
     return Table(path.stem, found["runtime"], found["read_from"], tuple(rules), left_out, aligned)
 
 
-def _pattern(theirs: str, which: str | None, item: int | None) -> re.Pattern[str]:
-    name = WRAPPERS.sub("", theirs, count=1) if WRAPPERS.match(theirs) else theirs
-    text = re.escape(name).replace(r"\{l\}", r"(?P<layer>\d{1,6})").replace(r"\{layers\}", r"\d{1,6}")
-    if which is not None:
-        text += rf"[._/]?outputs?[._/]{item}" if item else WHICH[which]
+def _pattern(theirs: str, which: str | None, item: int | str | None) -> re.Pattern[str]:
+    """A name as a pattern; `which` and `item` say what of a module it is, however whoever hooked it spelt that."""
+    text = re.escape(_bare(theirs)).replace(r"\{l\}", r"(?P<layer>\d{1,6})").replace(r"\{layers\}", r"\d{1,6}")
+    text = text.replace(r"\*", ".*")
+    if which == "output":
+        text += rf"[._/](?:outputs?|out)[._/]{item}" if item else r"(?:[._/](?:outputs?|out)(?:[._/]0)?)?"
+    elif which == "input":
+        some = "inputs?|in|kwargs" if isinstance(item, str) else "inputs?|in|args"
+        text += rf"[._/](?:{some})" + (rf"[._/]{item}" if item else r"(?:[._/]0)?")
     return re.compile(text)
 
 
@@ -147,6 +153,11 @@ class _Sense(NamedTuple):
     layer: int | None
 
     @property
+    def of_last(self) -> bool:
+        """Whether it is of the last layer, which its name does not say."""
+        return self.layer is None and self.rule.layers == "last" and self.rule.site not in WHOLE
+
+    @property
     def site(self) -> str:
         return self.rule.site if self.layer is None else f"layers.{self.layer}.{self.rule.site}"
 
@@ -157,7 +168,7 @@ def _senses(table: Table, name: str) -> list[_Sense]:
         if match := _match(table, rule.pattern, name):
             layer = match.groupdict().get("layer")
             own = layer is not None and rule.site not in WHOLE
-            found.append(_Sense(name, order, rule, int(layer or 0) if own else None))
+            found.append(_Sense(name, order, rule, int(layer or 0) + rule.of_layer if own else None))
     return found
 
 
@@ -210,10 +221,10 @@ def named(dump: Dump, config: ModelConfig, tokens: Tensor | None, taken: Collect
     by_name: dict[str, list[Piece]] = {}
     for piece in dump.pieces:
         by_name.setdefault(piece.name, []).append(piece)
-    senses = list[_Sense]()
+    senses, last = list[_Sense](), config.num_hidden_layers - 1
     for name, some in by_name.items():
         found = [] if name in taken else _senses(table, name)
-        senses += found
+        senses += (one._replace(layer=last) if one.of_last else one for one in found)
         if not found and name not in taken:
             out.lines.append(Line(name, _shape(some), "", _why_not(table, name)))
     made = _Making(dump, table, config, tokens, by_name, senses)
@@ -420,12 +431,14 @@ class _Making:
     def _chosen(self, sense: _Sense) -> tuple[str, list[Piece]]:
         """The pieces of a tensor that are the prompt's, or why there are none."""
         rule, layer, every = sense.rule, sense.layer, self.pieces[sense.name]
+        if layer is not None and layer < 0:
+            return "", []  # before the first
         at = layer if layer is not None else _layer_of(sense)
         if at is not None and at >= self.config.num_hidden_layers:
             return f"layer {at} is beyond the model's {self.config.num_hidden_layers}", []
         if layer is not None and rule.kinds and self.config.layer_kind(layer).name not in rule.kinds:
             return f"in {self.config.layer_kind(layer).name} layers it is not {rule.site}", []
-        if at is not None and (wrong := _other_layer(rule, at)):
+        if at is not None and (wrong := _other_layer(rule, at, self.config.num_hidden_layers)):
             return wrong, []
         pieces = [piece for piece in every if not rule.ambiguous or self._fits(rule, piece)]
         if not self.table.aligned:
@@ -511,9 +524,10 @@ class _Making:
             return x.flatten()
         if x.ndim == 1 and len(order) > 1:
             x = x.reshape([rows if axis == "t" and rows else self._size(axis) or -1 for axis in order])
-        while x.ndim > 1 and x.shape[0] == 1 and (x.ndim > len(order) or not (given or rows in (1, None))):
+        batched = not given and order[0] == "t" and rows not in (1, None)  # axes may be run together
+        while x.ndim > 1 and x.shape[0] == 1 and (batched or x.ndim > len(order)):
             x = x[0]
-        return x
+        return x.flatten(len(order) - 1) if given and x.ndim > len(order) else x
 
     def _ordered(self, x: Tensor, order: Sequence[str]) -> Tensor:
         """Axes apart that were run together, rows first, axes of 1 gone."""
@@ -560,7 +574,6 @@ def _layer_of(sense: _Sense) -> int | None:
     return None if layer is None else int(layer)
 
 
-def _other_layer(rule: Rule, layer: int) -> str:
-    if rule.layers == "first" and layer:
-        return f"it is {rule.site} in the first layer alone"
-    return f"it is not {rule.site} in the first layer" if rule.layers == "not first" and not layer else ""
+def _other_layer(rule: Rule, layer: int, count: int) -> str:
+    alone = {"": True, "first": layer == 0, "not first": layer > 0, "last": layer == count - 1}
+    return "" if alone[rule.layers] else f"it is {rule.site} in the {rule.layers} layer alone"

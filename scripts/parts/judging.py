@@ -122,7 +122,8 @@ def names_table(recording: Recording) -> Table:
     for line in recording.lines:
         theirs, layer = _without_layer(line.theirs)
         site, _ = _without_layer(line.site)
-        alike.setdefault((theirs, site, line.why), []).append((layer, line))
+        why = line.why.replace(f"layers.{layer}.", "layers.{l}.")
+        alike.setdefault((theirs, site, why), []).append((layer, line))
     for (theirs, site, why), some in sorted(alike.items(), key=lambda one: (not one[0][1], one[0])):
         layers = [layer for layer, _ in some if layer >= 0]
         name = f"{theirs}, layers {ranges(layers)}" if layers else theirs
