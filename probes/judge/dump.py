@@ -209,10 +209,9 @@ def _placed(found: re.Match[str], name: str, piece: Piece) -> Piece:
 
 def _sglang(path: Path, found: re.Match[str]) -> Iterator[Piece]:
     """``{"value": ..., "meta": ...}``; what is dumped with the number of a layer has it in its name."""
-    tags = dict(tag.split("=", 1) for tag in found["tags"].split("___") if "=" in tag)
-    layer = f"layers.{tags['layer_id']}." if "layer_id" in tags else ""
-    more = "".join(f".{key}={tags[key]}" for key in sorted(tags) if key not in ("layer_id", "recompute_status"))
-    name = layer + found["name"].removeprefix("non_intrusive__") + more
+    name, of_layer = found["name"], re.search(rf"___layer_id=({N})", found["tags"])
+    if of_layer and "layers." not in name:
+        name = f"layers.{int(of_layer[1])}.{name}"
     for piece in _archive(path):
         if piece.name == "value" or piece.name.startswith("value."):
             yield _placed(found, name + piece.name.removeprefix("value"), piece)
@@ -226,6 +225,14 @@ def _by_layer(path: Path, found: re.Match[str]) -> Iterator[Piece]:
 def _one(path: Path, found: re.Match[str]) -> Iterator[Piece]:
     for piece in _of_file(path):
         yield _placed(found, f"{found['name']}.{found['way']}.{piece.name}".rstrip("."), piece)
+
+
+def _debugged(path: Path, found: re.Match[str]) -> Iterator[Piece]:
+    way = re.sub(r"inputs_(?:args|kwargs)_", "input.", found["way"]).replace("outputs", "output")
+    way = re.sub(r"^output_", "output.", way)
+    name = f"{found['name']}.{way}" if found["name"] else way.partition(".")[2]
+    for piece in _of_file(path):
+        yield _placed(found, name, piece)
 
 
 def _bytes(path: Path, found: re.Match[str]) -> Iterator[Piece]:
@@ -257,6 +264,14 @@ FORMS: Final = (
             rf"Module\.(?P<name>.+)\.\w+\.forward\.(?P<call>{N})\.(?P<way>(?:input|output|kwargs)(?:\.[\w.]+?)?)\.(?:pt|npy)"
         ),
         _one,
+    ),
+    _Form(
+        "files of transformers' debugger",
+        ("huggingface",),
+        re.compile(
+            r"(?:.*/)?DeepseekV4\w*?(?:\.(?P<name>.+?))?_(?P<way>inputs_args_\d+|inputs_kwargs_.+|outputs(?:_.+)?)\.safetensors"
+        ),
+        _debugged,
     ),
     _Form(
         "raw files of ds4",

@@ -25,7 +25,9 @@ from fathom.probes.judge.dump import Dump, Piece
 TABLES: Final = Path(__file__).parent / "names"
 TOKENS, POSITIONS = "tokens", "positions"
 WHOLE: Final = (TOKENS, POSITIONS, "embedded", "hidden", "logits")  # of no layer
-WRAPPERS: Final = re.compile(r"(?:module\.|model\.|_orig_mod\.)+")  # what a name may begin with more, or less
+WRAPPERS: Final = re.compile(
+    r"(?:non_intrusive__|module\.|model\.|base_model\.|_orig_mod\.)+"
+)  # what a name may begin with more, or less
 RANKS: Final = ("same", "sum", "heads", "intermediate", "vocab", "t")
 OF_NAMES: Final = ("which", "item")  # keys that say how a name is spelled
 
@@ -39,6 +41,7 @@ class Rule(NamedTuple):
     axes: tuple[str, ...]  # theirs, in their order; several run together are joined by *. None: as the site's
     columns: str = ""
     times: tuple[str, ...] = ()
+    rows_sum: str = ""  # rows that sum to 1 are to be multiplied by this field of the config
     sum: bool = False  # with the other rules of its site
     stream: int | None = None
     ranks: str = "same"
@@ -291,9 +294,11 @@ class _Making:
 
     def _fits(self, rule: Rule, piece: Piece) -> bool:
         """Whether a piece may be what an ambiguous name says, by its last axis."""
-        order, shape = self._axes(rule), piece.outline.shape
+        order, shape = self._axes(rule), list(piece.outline.shape)
+        while len(shape) > len(order) and shape[0] == 1:
+            del shape[0]
         own = self._size(order[-1]) if order else None
-        return own is None or (len(shape) >= len(order) and shape[-1] == own)
+        return len(shape) == len(order) and own in (None, shape[-1])
 
     # --- which calls are the prompt's
 
@@ -516,6 +521,8 @@ class _Making:
         x = x if rule.stream is None else x[:, rule.stream]
         for factor in rule.times:
             x = x.float() * self._factor(factor)
+        if rule.rows_sum and x.device.type != "meta" and bool(((x.float().sum(-1) - 1).abs() < SUM_TO_1).all()):
+            x = x.float() * float(getattr(self.config, rule.rows_sum))
         return x
 
     def _unbatched(self, x: Tensor, order: Sequence[str], rows: int | None, *, given: bool) -> Tensor:
@@ -557,6 +564,7 @@ class _Making:
         return float(base ** float(power or 1))
 
 
+SUM_TO_1: Final = 0.02  # off by so much at most, in bf16
 ENTRIES: Final = ("n", "e")
 ROWS: Final = ("t", *ENTRIES)
 LAST: Final = ("logits", "hidden")  # of which a call often has the last row alone
