@@ -202,6 +202,9 @@ class _Case:
             found.append(self.explained((name,)))
         why = "" if len(found) == len(names) else f"{len(found)} of {len(names)} faults were tried"
         found.sort(key=lambda fault: -fault.share)
+        if found and found[0].share < NAMED and not why and (loose := self.loose) is not None:
+            again = [self.explained((name,), loose) for name in names if not self.by.late]
+            found = sorted([*again, *found], key=lambda fault: -fault.share)
         if found and found[0].share < WHOLE and not why:
             single = list(found)
             pairs = [(first, second) for n, first in enumerate(single[:PAIRED]) for second in single[n + 1 :]]
@@ -220,23 +223,24 @@ class _Case:
             why = "; ".join([*filter(None, [why]), f"not {', '.join(left)}: not all rows of its calls were recorded"])
         return Place(self.judged, tuple(fault for fault in found if fault.share > 0)[:PAIRED], why, ended=ended)
 
-    def explained(self, names: tuple[str, ...]) -> Explained:
-        """What these faults together explain."""
+    def explained(self, names: tuple[str, ...], given: _Run | None = None) -> Explained:
+        """What these faults together explain; `given`: in a run that is given this."""
         what = " ".join(FAULTS[name].what for name in names if name in FAULTS)
-        return Explained(names, self.share(names), what, plain=False)
+        return Explained(names, self.share(names, given), what, plain=False)
 
-    def share(self, names: Sequence[str]) -> float:
+    def share(self, names: Sequence[str], given: _Run | None = None) -> float:
         """How much nearer the recording is to a run with these faults than to the oracle."""
-        faulty = self._faulty(names)
+        faulty = self._faulty(names, given)
         return 0.0 if faulty is None else self.gap.share(faulty)
 
     # --- a run of the layer
 
-    def _faulty(self, names: Sequence[str]) -> Tensor | None:
+    def _faulty(self, names: Sequence[str], given: _Run | None = None) -> Tensor | None:
         """The site's rows in a run with these faults; None where it breaks down, which theirs did not."""
         faults = [FAULTS[name] for name in names if name in FAULTS]
         others = [self.by.others[name] for name in names if name in self.by.others]
-        given = self.whole if any(fault.whole_calls for fault in faults) else self.few
+        if given is None:
+            given = self.whole if any(fault.whole_calls for fault in faults) else self.few
         if given is None:
             return None
         model = self._model(faults, others[0] if others else self.setting.rounding)
@@ -345,6 +349,13 @@ class _Case:
         calls = torch.arange(count).split(_calls(self.by.calls, count))
         whole = self._given(tuple(call for call in calls if bool(torch.isin(call, self.at).any())))
         return whole if whole.steered.keys() == self.few.steered.keys() else None
+
+    @property
+    def loose(self) -> _Run | None:
+        """What `few` is, but that choices and their weights are made again: those recorded may not be those used."""
+        chosen = {sites.SELECTED.name, sites.EXPERT_IDS.name, sites.EXPERT_WEIGHTS.name} & self.few.steered.keys()
+        left = {name: rows for name, rows in self.few.steered.items() if name not in chosen}
+        return replace(self.few, steered=left) if chosen else None
 
     def _given(self, calls: tuple[Tensor, ...]) -> _Run:
         positions = torch.cat(calls)

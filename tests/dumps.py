@@ -41,13 +41,17 @@ def run(model: Any, tokens: Tensor, lengths: Sequence[int]) -> list[Call]:
                 keep(f"{name}.{number}", part)
 
     def hooked(name: str) -> Callable[..., None]:
-        def hook(_module: Any, given: Any, out: Any) -> None:
+        def hook(_module: Any, given: Any, named: dict[str, Any], out: Any) -> None:
             keep(f"{name}.input", given)
+            for key, value in named.items():
+                keep(f"{name}.input.{key}", value)
             keep(f"{name}.output", out)
 
         return hook
 
-    handles = [module.register_forward_hook(hooked(name)) for name, module in model.named_modules() if name]
+    handles = [
+        module.register_forward_hook(hooked(name), with_kwargs=True) for name, module in model.named_modules() if name
+    ]
     recorder = exporter.Recorder(model)
     cache, start, calls, known = DynamicCache(config=model.config), 0, list[Call](), dict[str, int]()
     with torch.inference_mode():
@@ -104,7 +108,8 @@ def debugger(folder: Path, calls: Sequence[Call]) -> Path:
         module, _, rest = name.rpartition(".input") if ".input" in name else name.rpartition(".output")
         if ".output" in name and module in parents:
             continue
-        way = f"inputs_args_{rest[1:]}" if ".input" in name else f"outputs{rest.replace('.', '_')}"
+        of = "args" if rest[1:].isdigit() else "kwargs"
+        way = f"inputs_{of}_{rest[1:]}" if ".input" in name else f"outputs{rest.replace('.', '_')}"
         save_file({"data": x}, folder / f"DeepseekV4ForCausalLM.{module}_{way}.safetensors")
     return folder
 
@@ -118,6 +123,7 @@ def msprobe(folder: Path, calls: Sequence[Call]) -> Path:
         for name, x in call.hooks.items():
             way = "input" if ".input" in name else "output"
             module, _, rest = name.rpartition(f".{way}")
+            way = "kwargs" if rest and not rest[1:2].isdigit() else way
             torch.save(x, place / f"Module.{module}.SomeClass.forward.0.{way}.{rest[1:] or 0}.pt")
     return folder
 

@@ -69,6 +69,11 @@ class Place:
     tried: bool = True  # some fault, where one was looked for
     ended: bool = True  # the search, before its time was over
 
+    @property
+    def named(self) -> Explained | None:
+        """What explains it, if anything does."""
+        return self.faults[0] if self.faults and self.faults[0].share >= NAMED else None
+
 
 def places(results: Sequence[Judged]) -> list[Judged]:
     """The differing sites, in order."""

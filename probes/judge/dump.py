@@ -260,7 +260,7 @@ FORMS: Final = (
         "files of msprobe",
         ("vllm_ascend", "huggingface", "sglang"),
         re.compile(
-            rf"(?:.*/)?(?:step(?P<step>{N})/)?(?:(?:rank|proc)(?P<rank>{N})/)?dump_tensor_data/"
+            rf"(?:.*?/)??(?:step(?P<step>{N})/)?(?:(?:rank|proc)(?P<rank>{N})/)?dump_tensor_data/"
             rf"Module\.(?P<name>.+)\.\w+\.forward\.(?P<call>{N})\.(?P<way>(?:input|output|kwargs)(?:\.[\w.]+?)?)\.(?:pt|npy)"
         ),
         _one,

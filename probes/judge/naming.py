@@ -389,14 +389,18 @@ class _Making:
         def left(sense: _Sense, why: str) -> None:
             out.lines.append(Line(sense.name, _shape(self.pieces[sense.name]), "", why))
 
-        usable = list[tuple[_Sense, list[Piece]]]()
-        for sense in senses:
-            why, pieces = self._chosen(sense)
-            usable += [(sense, pieces)] if pieces else []
+        chosen = [(sense, *self._chosen(sense)) for sense in senses]
+        for sense, why, pieces in chosen:
             if why and not pieces:
                 left(sense, why)
-        if not usable:
-            return
+        usable = [(sense, pieces) for sense, _, pieces in chosen if pieces]
+        if usable:
+            self._made(out, site, usable)
+
+    def _made(self, out: Named, site: str, usable: Sequence[tuple[_Sense, list[Piece]]]) -> None:
+        def left(sense: _Sense, why: str) -> None:
+            out.lines.append(Line(sense.name, _shape(self.pieces[sense.name]), "", why))
+
         terms = self._terms(usable)
         if isinstance(terms, str):
             for sense, _ in usable:

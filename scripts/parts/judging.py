@@ -5,29 +5,34 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from fathom.model.checkpoint.census import Census, census
-from fathom.model.checkpoint.checkpoint import Checkpoint
-from fathom.model.choices import NUMERICS, PLAIN, RECORDED_DTYPES
+from fathom.model.choices import NUMERICS
 from fathom.model.config import LayerKind, ModelConfig
-from fathom.model.errors import ConfigError
 from fathom.model.rounding import Rounding
 from fathom.probes.console import plain
 from fathom.probes.finding import Plot, ranges
 from fathom.probes.judge.causes import NAMED, NEAREST, Place, of_tokens, places
 from fathom.probes.judge.checks import FOLLOWS, Checks, Difference, Judged, Status
 from fathom.probes.judge.exercised import Unseen, unseen
-from fathom.probes.judge.numerics import Found, find, other_numerics
-from fathom.probes.judge.oracle import Noise, Parameters, Setting, Unknown
+from fathom.probes.judge.numerics import Found, other_numerics
 from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, read_map
+from fathom.probes.verdict import (
+    dtype_name,
+    first_difference,
+    judge_layers,
+    layers_needed,
+    opened,
+    verdict_of,
+    weights_of,
+)
 from fathom.runtime.allocator import keep_memory
 from fathom.runtime.hub import fetch
 from fathom.runtime.output import write_json, write_text
@@ -39,7 +44,6 @@ from fathom.scripts.prompts import read_tokens
 if TYPE_CHECKING:
     from fathom.probes.judge.naming import Line
 
-DTYPES: Final = dict(zip(RECORDED_DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 QUIET: Final = 20  # seconds between lines of progress where there is no terminal to draw on
 CHOSEN_FIRST: Final = ("indexer.selected", "experts.ids")  # without them a wrong choice hides
 WIDE: Final = 0.1  # a bound in units of a row's length that is said to be wide
@@ -49,21 +53,12 @@ COLOURS: Final = {Status.AGREES: "green", Status.DIFFERS: "bold red", Status.NOT
 Saying = Callable[[str, float], None]
 
 
-class Run(NamedTuple):
-    """A recorded run, and what it is judged as."""
-
-    recording: Recording
-    setting: Setting
-    numerics: Found
-    census: Census
-    seen: bool  # whether the recording itself shows the dtype
-
-    def calls(self, args: argparse.Namespace) -> list[int]:
-        """Lengths of the calls that it was made in."""
-        tokens = len(self.recording.tokens)
-        if self.recording.calls and args.prefill_chunk is None and args.decode_from is None:
-            return list(self.recording.calls)
-        return chunk_lengths(tokens, args.prefill_chunk or tokens, args.decode_from)
+def calls_of(args: argparse.Namespace, recording: Recording) -> list[int]:
+    """Lengths of the calls that a recording was made in: as flags say, as it says itself, or one."""
+    tokens = len(recording.tokens)
+    if recording.calls and args.prefill_chunk is None and args.decode_from is None:
+        return list(recording.calls)
+    return chunk_lengths(tokens, args.prefill_chunk or tokens, args.decode_from)
 
 
 def judge(args: argparse.Namespace, config: ModelConfig) -> int:
@@ -79,7 +74,7 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
     started = time.perf_counter()
     out, err = Console(), Console(stderr=True)
     with saying(err) as said:
-        judged_run = opened(args, recording, weights_of(args, config), said)
+        judged_run = opened(recording, weights_of(args.model, config), args.dtype, args.numerics, said)
         setting, numerics = judged_run.setting, judged_run.numerics
         checks = Checks(setting, recording, len(recording.tokens) if args.rows == "all" else args.rows)
         results = judge_layers(checks, args.layers, said)
@@ -88,7 +83,7 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
             from fathom.probes.identify import Identifier  # runs our model, which takes seconds to import
 
             others = {} if numerics.rests else other_numerics(setting, recording, said)
-            calls = judged_run.calls(args)
+            calls = calls_of(args, recording)
             identifier = Identifier(setting, recording, judged_run.census, calls, others, args.identify_seconds)
             found = identifier.identify(results, said)
     hidden = unseen(checks, results)
@@ -154,81 +149,6 @@ def saying(err: Console) -> Iterator[Saying]:
                 err.say(f"{last - started:.0f} s: {what}")
 
         yield said
-
-
-def weights_of(args: argparse.Namespace, config: ModelConfig) -> tuple[Parameters, Census]:
-    """The weights of the model, of which files may be missing."""
-    checkpoint = Checkpoint.open(args.model, partial=True)
-    counted = census(checkpoint.shapes(), config, where=str(args.model), absent=checkpoint.absent)
-    return Parameters(checkpoint, counted), counted
-
-
-def opened(args: argparse.Namespace, recording: Recording, weights: tuple[Parameters, Census], said: Saying) -> Run:
-    """A recording with the weights of its model, and with the numerics that it has."""
-    config, (parameters, counted) = recording.config, weights
-    seen = None if args.dtype else recording.run_dtype()
-    dtype = DTYPES[args.dtype] if args.dtype else seen or torch.bfloat16
-    rounding = Rounding.of(args.numerics or PLAIN)
-    setting = Setting(config, parameters, recording.tokens, rounding, recording, Noise(dtype))
-    numerics = find(setting, recording, said) if args.numerics is None else Found(rounding, {})
-    return Run(recording, replace(setting, rounding=numerics.rounding), numerics, counted, seen=seen is not None)
-
-
-def layers_needed(recording: Recording, layers: Sequence[int] | None) -> set[int]:
-    """Layers whose weights judging takes: those judged, and those that must be run since no input was recorded."""
-    needed = set[int]()
-    for layer in range(recording.config.num_hidden_layers) if layers is None else layers:
-        if layers is not None or any(name.startswith(f"layers.{layer}.") for name in recording.tensors):
-            needed.add(layer)
-            for before in range(layer - 1, -1, -1):
-                if f"layers.{before}.streams" in recording.tensors:
-                    break
-                needed.add(before)
-    return needed
-
-
-def judge_layers(checks: Checks, layers: Sequence[int] | None, said: Saying) -> list[Judged]:
-    """All recorded sites, or those of some layers; ConfigError where one that is asked for cannot be judged at all."""
-    parameters = checks.setting.parameters
-    for layer in layers or ():
-        if not checks.recorded(layer):
-            raise ConfigError(f"--layers {layer}: no site of it is in {checks.where}")
-        for name in [*parameters.mappings, *parameters.absent]:
-            if name.startswith(f"layers.{layer}."):
-                try:
-                    parameters.mapping(name)
-                except Unknown as unknown:
-                    raise ConfigError(f"--layers {layer}: {unknown}") from None
-    chosen = range(checks.config.num_hidden_layers) if layers is None else layers
-    chosen = [layer for layer in chosen if checks.recorded(layer)]
-    results: list[Judged] = []
-    for number, layer in enumerate(chosen):
-
-        def some(what: str, share: float, number: int = number) -> None:
-            said(what, (number + share) / len(chosen))
-
-        results += checks.layer(layer, some)
-    ends = [] if layers is not None else checks.ends(said)
-    before = [judged for judged in ends if judged.site == "embedded"]
-    return before + results + [judged for judged in ends if judged.site != "embedded"]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As flags name it."""
-    return next(name for name, known in DTYPES.items() if known is dtype)
-
-
-def verdict_of(results: Sequence[Judged]) -> str:
-    """Of all that was recorded: what is not judged is no agreement, and most of it leaves none."""
-    if any(judged.status is Status.DIFFERS for judged in results):
-        return "differs"
-    agree = sum(judged.status is Status.AGREES for judged in results)
-    return "agrees" if agree and 2 * agree >= len(results) else "nothing compared"
-
-
-def first_difference(results: Sequence[Judged]) -> Difference | None:
-    """The first difference, layer by layer."""
-    return next((judged.first for judged in results if judged.first is not None), None)
 
 
 # --- the console
@@ -307,7 +227,7 @@ def show(
     if any(judged.site == "embedded" and judged.status is Status.DIFFERS for judged in results):
         out.say("embedded is looked up in a table: the tokens, or the checkpoint, may not be those of the run.")
     out.say(*_explained(found))
-    named = [fault for place in found for fault in place.faults[:1] if fault.share >= NAMED]
+    named = [place.named for place in found if place.named is not None]
     other = next((fault.name for fault in named if fault.name in others), None)
     if other is not None:
         name = other.removesuffix(" numerics")

@@ -14,28 +14,31 @@ from fathom.probes.judge.checks import Judged
 from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS
 from fathom.probes.judge.pairs import Apart, Pairs, Side, check_prompts
 from fathom.probes.judge.recording import CHOICES, OF_ENTRIES
+from fathom.probes.verdict import (
+    Run,
+    dtype_name,
+    first_difference,
+    judge_layers,
+    layers_needed,
+    opened,
+    verdict_of,
+    weights_of,
+)
 from fathom.runtime.allocator import keep_memory
 from fathom.runtime.hub import fetch
 from fathom.runtime.output import write_json
 from fathom.scripts.console import Console
 from fathom.scripts.parts.judging import (
-    Run,
     Saying,
-    dtype_name,
+    calls_of,
     faults_json,
-    first_difference,
-    judge_layers,
-    layers_needed,
     many,
     names_table,
     of_file,
-    opened,
     recording_of,
     saying,
     show,
     sites_table,
-    verdict_of,
-    weights_of,
 )
 from fathom.scripts.paths import told
 
@@ -59,8 +62,8 @@ def judge_two(args: argparse.Namespace, config: ModelConfig) -> int:
     started = time.perf_counter()
     out, err = Console(), Console(stderr=True)
     with saying(err) as said:
-        weights = weights_of(args, config)
-        first, second = (opened(args, recording, weights, said) for recording in (one, other))
+        weights = weights_of(args.model, config)
+        first, second = (opened(recording, weights, args.dtype, args.numerics, said) for recording in (one, other))
         rows = max(len(one.tokens), len(other.tokens)) if args.rows == "all" else args.rows
         pairs = Pairs(Side(one, first.setting), Side(other, second.setting), rows)
         results = judge_layers(pairs, args.layers, said)
@@ -98,7 +101,7 @@ def _identified(
     from fathom.probes.identify import Identifier  # runs our model, which takes seconds to import
 
     run, judge = (first, pairs.swapped()) if _of_the_first(off) else (second, pairs)
-    calls = run.calls(args)
+    calls = calls_of(args, run.recording)
     identifier = Identifier(run.setting, run.recording, run.census, calls, {}, args.identify_seconds, judge.gap)
     return identifier.identify(results, said)
 
