@@ -62,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--decode-from", type=positive, help="from here on the recorded run took one token at a time")
     p.add_argument("--picture", action=Writes, metavar="F.svg", help="draw how far each site is off, layer by layer")
+    p.add_argument("--html", action=Writes, metavar="F.html", help="write all of it as one page that stands alone")
     add_json(p, "verdict, first difference, sites and faults")
     return p
 
@@ -80,8 +81,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ConfigError(f"--picture {args.picture}: want a name that ends in .svg")
     if args.against is None and args.against_map is not None:
         raise ConfigError("--against-map: there is no --against")
-    if args.against is not None and args.picture is not None:
-        raise ConfigError("--picture: draws one recording, and --against compares two")
+    for flag, given in (("--picture", args.picture), ("--html", args.html)):
+        if args.against is not None and given is not None:
+            raise ConfigError(f"{flag}: draws one recording, and --against compares two")
+    if args.html is not None and args.html.suffix not in (".html", ".htm"):
+        raise ConfigError(f"--html {args.html}: want a name that ends in .html")
     if args.against is None:
         from fathom.scripts.parts.judging import judge
 

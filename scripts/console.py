@@ -23,10 +23,10 @@ QUIET: Final = 20  # seconds between lines of progress where there is no termina
 class Console(rich.console.Console):
     """Rich's console without markup, emoji codes and highlights; whoever closes its pipe ends the command."""
 
-    def __init__(self, *, stderr: bool = False) -> None:
+    def __init__(self, *, stderr: bool = False, record: bool = False) -> None:
         stream = sys.stderr if stderr else sys.stdout
         width = None if stream.isatty() else WIDE
-        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, width=width)
+        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, width=width, record=record)
 
     def say(self, *lines: str) -> None:
         """Print lines, each as one that a terminal can show: `model.errors.one_line`."""

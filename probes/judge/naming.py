@@ -22,6 +22,7 @@ from fathom.model.errors import ConfigError, quoted
 from fathom.model.observe.sites import SITES, STEPS, axes
 from fathom.probes.judge.dump import Dump, Piece
 
+NO_SITE: Final = "no site"
 TABLES: Final = Path(__file__).parent / "names"
 TOKENS, POSITIONS = "tokens", "positions"
 WHOLE: Final = (TOKENS, POSITIONS, "embedded", "hidden", "logits")  # of no layer
@@ -219,11 +220,12 @@ def named(dump: Dump, config: ModelConfig, tokens: Tensor | None, taken: Collect
 
     """
     out, table = Named(), fitting(dump)
-    if table is None:
-        return out
     by_name: dict[str, list[Piece]] = {}
     for piece in dump.pieces:
         by_name.setdefault(piece.name, []).append(piece)
+    if table is None:
+        out.lines += [Line(name, _shape(some), "", NO_SITE) for name, some in by_name.items() if name not in taken]
+        return out
     senses, last = list[_Sense](), config.num_hidden_layers - 1
     for name, some in by_name.items():
         found = [] if name in taken else _senses(table, name)

@@ -26,7 +26,7 @@ from fathom.model.files import read_bounded
 from fathom.model.observe import sites
 from fathom.model.observe.sites import SITES, STEPS, Site, axes
 from fathom.probes.judge.dump import Dump, open_dump
-from fathom.probes.judge.naming import POSITIONS, TOKENS, Line, Made, named
+from fathom.probes.judge.naming import NO_SITE, POSITIONS, TOKENS, Line, Made, named
 from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS
 
 PAGE: Final = "scripts/exporters/README.md"
@@ -115,7 +115,7 @@ class Recording:
             raise ConfigError(f"{self.path}: has no tensor {quoted(unknown[0])}, which --map names")
         self._check_logprobs()
         if not self.tensors:
-            some = ", ".join(quoted(name) for name in self.others[:3])
+            some = "; ".join(f"{quoted(line.theirs)}: {line.why}" for line in self.lines[:3] if not line.site)
             raise ConfigError(
                 f"{self.path}: no site among its tensors ({some or TOKENS}); {PAGE} lists them, --map renames"
             )
@@ -283,7 +283,7 @@ class Recording:
         if site is None:
             if stored in self.names:
                 raise ConfigError(f"{self.path}: --map {quoted(stored)}: {quoted(name)} is no site; {PAGE} lists them")
-            self.lines.append(Line(stored, shape, "", "no site"))
+            self.lines.append(Line(stored, shape, "", NO_SITE))
             return
         if layer is not None and layer >= self.config.num_hidden_layers:
             why = f"layer {layer} is beyond the model's {self.config.num_hidden_layers}"  # a draft head's, for one

@@ -66,13 +66,13 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
     torch.set_num_threads(1)  # float64 of small tensors
     keep_memory()
     recording = recording_of(args, args.recording, args.map, config)
+    out, err = Console(record=args.html is not None), Console(stderr=True)
     if args.explain_names:
-        Console().print(names_table(recording))
+        out.print(names_table(recording))
     if args.hub is not None:
         needed = layers_needed(recording, args.layers)
         fetch(args.hub, needed, ends=args.layers is None or 0 in needed)
     started = time.perf_counter()
-    out, err = Console(), Console(stderr=True)
     with saying(err) as said:
         judged_run = opened(recording, weights_of(args.model, config), args.dtype, args.numerics, said)
         setting, numerics = judged_run.setting, judged_run.numerics
@@ -97,6 +97,12 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
 
         write_text(args.picture, picture(_picture(results)))
         err.say(f"wrote {args.picture}")
+    if args.html is not None:
+        from fathom.scripts.parts.verdict_page import html
+
+        title = f"{recording.path.name} against {told(args.model)}: {verdict_of(results)}"
+        write_text(args.html, html(title, out, results, _picture(results)))
+        err.say(f"wrote {args.html}")
     if args.json is not None:
         write_json(args.json, _report(args, checks, results, found, numerics, hidden))
     return 0 if verdict_of(results) == "agrees" else 1

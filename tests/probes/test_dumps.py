@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,11 @@ import torch
 from torch import Tensor
 
 from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.probes.judge import naming
 from fathom.probes.judge.recording import Recording
 from fathom.probes.subject import Subject
+from fathom.probes.verdict import judge
 from fathom.runtime.options import DEMO
 from fathom.scripts import compare
 from tests import dumps
@@ -99,3 +103,108 @@ def test_a_fault_in_a_dump_is_named(form, name, healthy, tmp_path):
     assert status == 1
     assert (report["first"]["layer"], report["first"]["site"].split(".")[0]) == (put.layer, put.sublayer)
     assert (report["faults"][0]["name"], report["faults"][0]["explains"]) == (name, True)
+
+
+# --- what is refused, in one line that names the culprit
+
+CONFIG = ModelConfig.from_file(DEMO / "config.json")
+IDS = torch.arange(12)
+
+
+class Command:
+    """Something that an archive may hold and that must not be made."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (Path("/nowhere").mkdir, ())
+
+
+def sglang_file(folder: Path, name: str, value: Any, step: int = 0) -> Path:
+    folder.mkdir(exist_ok=True, parents=True)
+    path = folder / f"step={step}___rank=0___dump_index=1___name={name}___recompute_status=disabled.pt"
+    torch.save({"value": value, "meta": {}}, path)
+    return path
+
+
+def test_what_is_no_dump_is_refused(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "notes.txt").write_text("x")
+    (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 cut off")
+    torch.save({"input_ids": IDS, "run": Command()}, tmp_path / "run.pt")
+    (tmp_path / "raw_attn_norm-0_pos0.bin").write_bytes(b"123")
+    for name, said in {
+        "empty": "no file of tensors in it",
+        "text": "no file of tensors in it",
+        "cut.pt": "cannot be read as tensors alone",
+        "run.pt": "cannot be read as tensors alone",
+        "raw": "3 bytes, want a multiple of 4",
+        "absent": "No such file",
+    }.items():
+        with pytest.raises(ConfigError, match=said) as refused:
+            Recording(tmp_path / name, CONFIG, tokens=IDS)
+        assert name in str(refused.value)
+        assert "\n" not in str(refused.value)
+
+
+def test_dumps_of_two_runs_are_not_mixed(tmp_path):
+    for run in ("dump_1", "dump_2"):
+        sglang_file(tmp_path / run, "input_ids", IDS)
+        sglang_file(tmp_path / run, "non_intrusive__model.embed_tokens.output", torch.randn(12, 128))
+    with pytest.raises(ConfigError, match=r"of 2 dumps, name one of them: .*dump_1.*dump_2"):
+        Recording(tmp_path, CONFIG)
+    assert list(Recording(tmp_path / "dump_2", CONFIG).tensors) == ["embedded"]
+
+
+def test_a_prompt_is_known_or_asked_for(tmp_path):
+    torch.randn(12, 128).numpy().tofile(tmp_path / "d_attn_norm-0_pos0.bin")
+    with pytest.raises(ConfigError, match=r"has no tensor tokens.*--tokens"):
+        Recording(tmp_path / "d", CONFIG)
+    assert list(Recording(tmp_path / "d", CONFIG, tokens=IDS).tensors) == ["layers.0.attention.input"]
+    with pytest.raises(ConfigError, match=r"no site among its tensors.*d_attn_norm-0.*in no way.*of 11 tokens"):
+        Recording(tmp_path / "d", CONFIG, tokens=IDS[:11])
+    torch.save({"input_ids": IDS, "model.embed_tokens": torch.randn(12, 128)}, tmp_path / "r.pt")
+    with pytest.raises(ConfigError, match="its 12 tokens are not the 12 of --tokens"):
+        Recording(tmp_path / "r.pt", CONFIG, tokens=IDS + 1)
+
+
+def test_calls_of_another_prompt_are_left_out(tmp_path):
+    for step, ids in enumerate((IDS[:5], IDS, IDS + 12)):
+        sglang_file(tmp_path / "d", "input_ids", ids, step)
+        sglang_file(tmp_path / "d", "positions", torch.arange(len(ids)), step)
+        sglang_file(tmp_path / "d", "non_intrusive__model.embed_tokens.output", torch.full((len(ids), 128), 0.5), step)
+    last, given = Recording(tmp_path, CONFIG), Recording(tmp_path, CONFIG, tokens=IDS)
+    assert torch.equal(last.tokens, IDS + 12)
+    assert torch.equal(given.tokens, IDS)
+    assert given.told[-1].startswith("1 of 3 calls are taken as the prompt, 12 tokens")
+    with pytest.raises(ConfigError, match="none of its 3 calls is of the tokens that --tokens has"):
+        Recording(tmp_path, CONFIG, tokens=IDS + 1)
+
+
+def test_a_tensor_of_other_sizes_is_left_out_and_said_so(tmp_path):
+    tensors = {"input_ids": IDS, "model.embed_tokens": torch.randn(12, 128), "model.layers.0": torch.randn(12, 4, 96)}
+    torch.save({**tensors, "model.layers.9": torch.randn(12, 4, 128)}, tmp_path / "r.pt")
+    found = Recording(tmp_path / "r.pt", CONFIG)
+    assert list(found.tensors) == ["embedded"]
+    why = {line.theirs: line.why for line in found.lines if not line.site}
+    assert "in no way [t s hidden] = [12, 4, 128]" in why["model.layers.0"]
+    assert "beyond the model's 4" in why["model.layers.9"]
+
+
+@pytest.mark.parametrize("table", naming.tables().values(), ids=lambda table: table.name)
+def test_a_table_is_of_known_sites_and_says_where_it_was_read(table):
+    known = {*naming.SHAPES, *naming.WHOLE}
+    assert {rule.site for rule in table.rules} <= known
+    assert all(rule.ranks in naming.RANKS for rule in table.rules)
+    assert re.search(r"\d", table.read_from)
+
+
+def test_the_judgement_in_python(healthy, tokens):
+    (call,) = dumps.run(healthy, tokens, (TOKENS,))
+    verdict = judge({"input_ids": tokens, **call.hooks}, DEMO, layers=[1])
+    assert (verdict.verdict, verdict.first, verdict.faults) == ("agrees", None, [])
+    assert {one.layer for one in verdict.sites} == {1}
+    hooks = dict(call.hooks)
+    hooks["model.layers.1.mlp.output"] = hooks["model.layers.1.mlp.output"] * 1.5
+    verdict = judge({"input_ids": tokens, **hooks}, DEMO, layers=[1], identify_seconds=0)
+    assert verdict.verdict == "differs"
+    assert (verdict.first.layer, verdict.first.site) == (1, "experts.output")
