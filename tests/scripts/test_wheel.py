@@ -64,8 +64,10 @@ def test_one_package_is_installed(installed):
     names = {path.name for path in installed.iterdir()}
     assert {name for name in names if not name.endswith(".dist-info")} == {"fathom", "bin"}
     assert {path.name for path in (installed / "fathom").iterdir() if path.name != "__pycache__"} == set(OURS)
-    in_checkout = {path.relative_to(ROOT) for name in OURS for path in (ROOT / name).rglob("*.py")}
-    assert in_checkout <= {path.relative_to(installed / "fathom") for path in (installed / "fathom").rglob("*.py")}
+    for kind in ("*.py", "*.toml", "*.yaml"):
+        in_checkout = {path.relative_to(ROOT) for name in OURS for path in (ROOT / name).rglob(kind)}
+        assert in_checkout
+        assert in_checkout <= {path.relative_to(installed / "fathom") for path in (installed / "fathom").rglob(kind)}
 
 
 WHERE = f"""
