@@ -10,7 +10,7 @@ RECENT := $(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) el
 .PHONY: demo test slow gpu gpu-quick lint clean
 
 demo: $(VENV)/.runtime
-	@sh scripts/demo.sh $(BIN)/python
+	@$(BIN)/python -m scripts.demo
 
 # Tests start many processes: without bytecode on disk, each of them would compile torch's and transformers' sources.
 test: $(VENV)/.dev lint

@@ -126,3 +126,11 @@ runpy.run_module("scripts.inspect", run_name="__main__")
 """
     out = ran(sys.executable, "-S", "-c", program, cwd=ROOT, env={})
     assert "210" in out
+
+
+def test_the_demo_runs_in_an_empty_folder(installed, users_folder, tmp_path):
+    empty = tmp_path / "nothing here"
+    empty.mkdir()
+    out = ran(installed / "bin" / "fathom", "demo", cwd=empty, env=users_folder["env"])
+    assert "The capital of France is Paris." in out
+    assert list(empty.iterdir()) == []
