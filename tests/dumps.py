@@ -27,6 +27,7 @@ class Call(NamedTuple):
     hooks: dict[str, Tensor]  # by path of a module, with .output or .input and a number
     sites: dict[str, Tensor]  # by our names, as the exporter of transformers records them
     entries: dict[str, Tensor]  # entries and index keys that this call closed
+    halves: dict[int, Tensor]  # gate and up of the chosen experts, [t, k, 2 * intermediate], by layer
 
 
 def run(model: Any, tokens: Tensor, lengths: Sequence[int]) -> list[Call]:
@@ -63,11 +64,21 @@ def run(model: Any, tokens: Tensor, lengths: Sequence[int]) -> list[Call]:
             sites = {name: exporter.joined(parts) for name, parts in recorder.rows.items()}
             closed = {name: x[known.get(name, 0) :] for name, x in recorder.latest.items()}
             known = {name: len(x) for name, x in recorder.latest.items()}
-            calls.append(Call(start, ids, dict(hooks), sites, closed))
+            calls.append(Call(start, ids, dict(hooks), sites, closed, _halves(model, sites)))
             start += length
     for handle in handles:
         handle.remove()
     return calls
+
+
+def _halves(model: Any, sites: dict[str, Tensor]) -> dict[int, Tensor]:
+    """What the first products of the chosen experts are, which are in no module."""
+    found = {}
+    for number, layer in enumerate(model.model.layers):
+        x, ids = sites[f"layers.{number}.experts.input"], sites[f"layers.{number}.experts.ids"]
+        weights = layer.mlp.experts.gate_up_proj.detach()[ids]  # [t, k, 2 * intermediate, hidden]
+        found[number] = torch.einsum("tkih,th->tki", weights.float(), x.float()).to(x.dtype)
+    return found
 
 
 def site(call: Call, layer: int, name: str) -> Tensor:
@@ -330,6 +341,8 @@ def llama_cpp(path: Path, calls: Sequence[Call]) -> Path:
             "ffn_moe_logits": call.hooks[f"model.layers.{layer}.mlp.gate.output.0"],
             "ffn_moe_topk": site(call, layer, "experts.ids").int(),
             "ffn_moe_weights_scaled": site(call, layer, "experts.weights")[..., None],
+            "ffn_moe_gate": call.halves[layer].chunk(2, -1)[0],
+            "ffn_moe_up": call.halves[layer].chunk(2, -1)[1],
             "ffn_out": site(call, layer, "experts.output"),
             "l_out": site(call, layer, "streams"),
             "ffn_inp (reshaped)": torch.zeros(2),

@@ -50,7 +50,7 @@ def compared(flags: list[str], tmp_path: Path) -> tuple[int, dict[str, Any]]:
 
 
 # How many sites of the demo each form has, at least: of SWA, CSA, HCA, CSA, and of the whole model.
-SITES = {"huggingface": 118, "debugger": 60, "msprobe": 100, "sglang": 80, "atom": 40, "ds4": 70, "llama_cpp": 60}
+SITES = {"huggingface": 118, "debugger": 60, "msprobe": 100, "sglang": 80, "atom": 40, "ds4": 70, "llama_cpp": 66}
 
 
 @pytest.mark.parametrize("form", list(dumps.FORMS))
@@ -208,3 +208,17 @@ def test_the_judgement_in_python(healthy, tokens):
     verdict = judge({"input_ids": tokens, **hooks}, DEMO, layers=[1], identify_seconds=0)
     assert verdict.verdict == "differs"
     assert (verdict.first.layer, verdict.first.site) == (1, "experts.output")
+
+
+def test_a_step_is_judged_from_the_site_before_it(healthy, tmp_path):
+    """Gate and up exchanged: both differ, from the experts' input and ids."""
+    tokens = torch.tensor(Subject().tokens(140))
+    (call,) = dumps.run(healthy, tokens, (140,))
+    path = dumps.llama_cpp(tmp_path / "healthy", [call])
+    assert compared(["--recording", str(path)], tmp_path)[0] == 0
+    swapped = {layer: torch.cat(x.chunk(2, -1)[::-1], -1) for layer, x in call.halves.items()}
+    path = dumps.llama_cpp(tmp_path / "swapped", [call._replace(halves=swapped)])
+    status, report = compared(["--recording", str(path), "--layers", "1"], tmp_path)
+    assert status == 1
+    differing = [one["site"] for one in report["sites"] if one["status"] == "differs"]
+    assert differing[:2] == ["experts.gate", "experts.up"]
