@@ -405,7 +405,9 @@ def test_a_dump_that_was_cast_is_told(tmp_path, recording):
 def test_the_search_for_a_fault_ends_and_says_what_was_not_tried(folder, capsys, monkeypatch):
     out = recorded(folder, Subject().tokens(COUNT), "--inject", "sink-dropped", "--layers", "0", name="late")
     tried, share = [], _Case.share
-    monkeypatch.setattr(_Case, "share", lambda case, names: tried.append(names) or share(case, names))
+    monkeypatch.setattr(
+        _Case, "share", lambda case, names, given=None: tried.append(names) or share(case, names, given)
+    )
     monkeypatch.setattr(Identifier, "late", property(lambda _: len(tried) == 3))
     status, report = compared(out, "--identify-seconds", "7")
     assert status == 1
