@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,6 +26,7 @@ from fathom.probes.finding import Plot, ranges
 from fathom.probes.judge.causes import NAMED, NEAREST, Place, of_tokens, places
 from fathom.probes.judge.checks import FOLLOWS, Checks, Difference, Judged, Status
 from fathom.probes.judge.exercised import Unseen, unseen
+from fathom.probes.judge.gguf import open_gguf
 from fathom.probes.judge.numerics import Found, find, other_numerics
 from fathom.probes.judge.oracle import Noise, Parameters, Setting, Unknown
 from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, read_map
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
 
 DTYPES: Final = dict(zip(RECORDED_DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 QUIET: Final = 20  # seconds between lines of progress where there is no terminal to draw on
+MOST_OF_GGUF: Final = 1 << 30  # bytes of a layer in float32, in which faults are tried: each of them reads it anew
 CHOSEN_FIRST: Final = ("indexer.selected", "experts.ids")  # without them a wrong choice hides
 WIDE: Final = 0.1  # a bound in units of a row's length that is said to be wide
 CURVES: Final = 8  # of the picture: the sites that are furthest off
@@ -73,18 +76,19 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
     recording = recording_of(args, args.recording, args.map, config)
     if args.explain_names:
         Console().print(names_table(recording))
-    if args.hub is not None:
+    if args.hub is not None and args.gguf is None:
         needed = layers_needed(recording, args.layers)
         fetch(args.hub, needed, ends=args.layers is None or 0 in needed)
     started = time.perf_counter()
     out, err = Console(), Console(stderr=True)
     with saying(err) as said:
         judged_run = opened(args, recording, weights_of(args, config), said)
+        unlooked = not_looked_for(args, judged_run.census)
         setting, numerics = judged_run.setting, judged_run.numerics
         checks = Checks(setting, recording, len(recording.tokens) if args.rows == "all" else args.rows)
         results = judge_layers(checks, args.layers, said)
         found, others = list[Place](), dict[str, Rounding]()
-        if not args.no_identify and places(results):
+        if not unlooked and places(results):
             from fathom.probes.identify import Identifier  # runs our model, which takes seconds to import
 
             others = {} if numerics.rests else other_numerics(setting, recording, said)
@@ -93,7 +97,7 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
             found = identifier.identify(results, said)
     hidden = unseen(checks, results)
     out.say(*_head(args, checks, results, numerics, time.perf_counter() - started, seen=judged_run.seen))
-    show(out, results, found, others, config, identified=not args.no_identify)
+    show(out, results, found, others, config, unlooked=unlooked)
     out.say(*_not_exercised(hidden))
     out.print(sites_table(results))
     out.say("worst: distance from the oracle over the length of a row. In rows of several sites: over the bound.")
@@ -158,9 +162,21 @@ def saying(err: Console) -> Iterator[Saying]:
 
 def weights_of(args: argparse.Namespace, config: ModelConfig) -> tuple[Parameters, Census]:
     """The weights of the model, of which files may be missing."""
-    checkpoint = Checkpoint.open(args.model, partial=True)
-    counted = census(checkpoint.shapes(), config, where=str(args.model), absent=checkpoint.absent)
+    where = args.gguf or args.model
+    checkpoint = open_gguf(where, config) if args.gguf else Checkpoint.open(where, partial=True)
+    counted = census(checkpoint.shapes(), config, where=str(where), absent=checkpoint.absent)
     return Parameters(checkpoint, counted), counted
+
+
+def not_looked_for(args: argparse.Namespace, counted: Census) -> str:
+    """Why no fault is looked for; nothing where one is."""
+    if args.no_identify:
+        return "--no-identify"
+    if args.gguf is None:
+        return ""
+    layer = sum(math.prod(one.shape) for name, one in counted.demanded.items() if name.startswith("layers.0."))
+    size = layer * torch.float32.itemsize
+    return f"a layer of {told(args.gguf)} takes {size / 2**30:.1f} GiB in float32" if size > MOST_OF_GGUF else ""
 
 
 def opened(args: argparse.Namespace, recording: Recording, weights: tuple[Parameters, Census], said: Saying) -> Run:
@@ -251,7 +267,9 @@ def _head(
     sampled = f", {len(checks.sample)} rows of each site" if len(checks.sample) < rows or rows < tokens else ""
     what = f"{len(results)} {many(len(results))} of {tokens} {'token' if tokens == 1 else 'tokens'}{sampled}"
     how = f"{numerics.rounding.numerics} numerics{' (found)' if numerics.rests else ''}, {dtype}{found}"
-    lines = [f"{recording.path}: {what}, held against {told(args.model)} in float64; {how}; {seconds:.0f} s"]
+    lines = [
+        f"{recording.path}: {what}, held against {told(args.gguf or args.model)} in float64; {how}; {seconds:.0f} s"
+    ]
     if numerics.rests:
         forms = asdict(numerics.rounding)
         rests = "; ".join(f"{place}={forms[place]}: {why}" for place, why in numerics.rests.items())
@@ -287,7 +305,7 @@ def show(
     config: ModelConfig,
     sides: tuple[str, str] = ("theirs", "ours"),
     *,
-    identified: bool,
+    unlooked: str = "",
     whose: Sequence[str] = (),
 ) -> None:
     """The verdict, the first difference and its fault, and what bounds and choices leave open."""
@@ -316,8 +334,8 @@ def show(
     several = {fault.name for fault in named}
     if len(several) > 1:
         out.say(f"{len(several)} causes at once: {', '.join(sorted(several))}")
-    if not identified and first is not None:
-        out.say("No fault was looked for (--no-identify).")
+    if unlooked and first is not None:
+        out.say(f"No fault was looked for ({unlooked}).")
     for why, some in groupby((place for place in found if not place.looked), key=lambda place: place.why):
         rest = len(list(some))
         out.say(f"{rest} more {many(rest)} {_verb(Status.DIFFERS, rest)}; no fault was looked for there: {why}.")
