@@ -32,13 +32,7 @@ ARCHITECTURE_KEY: Final = "general.architecture"
 SQRT_SOFTPLUS: Final = 4  # llama.cpp's number of the gate's function
 FLOAT32: Final = 2.0**-22  # relative: numbers of config.json are kept in float32
 TABLES: Final = ("I32", "I64")
-DAMAGED: Final = (
-    ValueError,
-    LookupError,
-    ArithmeticError,
-    TypeError,
-    RecursionError,
-)  # of the package, by what it reads
+DAMAGED: Final = (ValueError, LookupError, ArithmeticError, TypeError, RecursionError)  # what bad bytes make it raise
 
 _PART: Final = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.DOTALL)
 
@@ -226,9 +220,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Any]]:
     try:
         from gguf.gguf_reader import GGUFReader  # noqa: PLC0415 (not everyone has it)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"{path}: GGUF is read by a package that is not installed ({error}): pip install gguf"
-        ) from None
+        raise ConfigError(f"{path}: it takes a package that is not installed ({error}): pip install gguf") from None
     regular_file_size(path)
     try:
         with np.errstate(over="raise"):  # of offsets

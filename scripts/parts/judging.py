@@ -267,9 +267,8 @@ def _head(
     sampled = f", {len(checks.sample)} rows of each site" if len(checks.sample) < rows or rows < tokens else ""
     what = f"{len(results)} {many(len(results))} of {tokens} {'token' if tokens == 1 else 'tokens'}{sampled}"
     how = f"{numerics.rounding.numerics} numerics{' (found)' if numerics.rests else ''}, {dtype}{found}"
-    lines = [
-        f"{recording.path}: {what}, held against {told(args.gguf or args.model)} in float64; {how}; {seconds:.0f} s"
-    ]
+    weights = told(args.gguf or args.model)
+    lines = [f"{recording.path}: {what}, held against {weights} in float64; {how}; {seconds:.0f} s"]
     if numerics.rests:
         forms = asdict(numerics.rounding)
         rests = "; ".join(f"{place}={forms[place]}: {why}" for place, why in numerics.rests.items())

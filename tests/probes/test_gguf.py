@@ -1,24 +1,19 @@
 """`compare --gguf`: a run of quantised weights is judged by those, and files that are not what they should be."""
 
 import json
-import sys
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Type
 from safetensors.torch import save_file
-from torch import Tensor
 
 from fathom.model.checkpoint.names import Role, translate
 from fathom.model.config import ModelConfig
-from fathom.model.errors import CheckpointError, ConfigError
 from fathom.probes.judge.gguf import open_gguf
 from fathom.probes.subject import Subject
 from fathom.runtime.options import DEMO
 from fathom.scripts import compare
-from fathom.scripts.cli import run_alone
 from tests import gguf_files as files
 from tests.exporter import exporter
 from tests.probes.transformers_faults import KNOWN
