@@ -11,6 +11,7 @@ from gguf import GGUFWriter
 from gguf.quants import dequantize, quantize
 from numpy.typing import NDArray
 
+from fathom.model.checkpoint.names import parameters
 from fathom.model.config import ModelConfig
 from fathom.probes.judge.oracle import Parameters
 
@@ -138,6 +139,16 @@ def stacks(directory: Path, config: ModelConfig) -> dict[str, NDArray[Any]]:
     }
 
 
+def zeros(config: ModelConfig) -> dict[str, NDArray[Any]]:
+    """The same of a model of zeros."""
+    found: dict[str, NDArray[Any]] = {}
+    for name, parameter in parameters(config).items():
+        shape = (config.n_routed_experts, *parameter.shape) if ".experts." in name else parameter.shape
+        dtype = np.int32 if parameter.kind == "i64" else np.float32
+        found.setdefault(re.sub(r"experts\.\d+", "experts", name), np.zeros(shape, dtype))
+    return found
+
+
 def named(official: str) -> str:
     """What a file calls a parameter, or a stack of experts."""
     if official in NAMES:
@@ -152,16 +163,17 @@ def write(
     said: Mapping[str, Any],
     kinds: Callable[[str], Type] = llama_cpp,
     architecture: str = "deepseek4",
+    tensors: int = 0,
 ) -> dict[str, NDArray[Any]]:
-    """Write a file; returns what is in it, dequantised by the package, by official name and each expert by itself."""
-    writer = GGUFWriter(path, architecture)
+    """Write a file, or several of so many tensors; returns what is in it, dequantised by the package, by official name and each expert by itself."""
+    writer = GGUFWriter(path, architecture, split_max_tensors=tensors)
     for key, value in said.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add.get(type(value), writer.add_array)(f"deepseek4.{key}", value)
     held: dict[str, NDArray[Any]] = {}
     for name, value in weights.items():
         kind = kinds(name)
-        data = value if kind is Type.I32 else quantize(value, kind)
+        data = value if kind is Type.I32 or value.dtype == np.uint8 else quantize(value, kind)  # or it is bytes already
         writer.add_tensor(named(name), data, raw_dtype=None if kind in (Type.I32, Type.F32, Type.F16) else kind)
         back = value if kind is Type.I32 else dequantize(data, kind)
         if ".experts." in name:
