@@ -165,7 +165,10 @@ def write(
     architecture: str = "deepseek4",
     tensors: int = 0,
 ) -> dict[str, NDArray[Any]]:
-    """Write a file, or several of so many tensors; returns what is in it, dequantised by the package, by official name and each expert by itself."""
+    """Write a file, or several of `tensors` each.
+
+    Returns what is in it, dequantised by the package, by official name and each expert by itself.
+    """
     writer = GGUFWriter(path, architecture, split_max_tensors=tensors)
     for key, value in said.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}

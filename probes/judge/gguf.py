@@ -33,6 +33,7 @@ SQRT_SOFTPLUS: Final = 4  # llama.cpp's number of the gate's function
 FLOAT32: Final = 2.0**-22  # relative: numbers of config.json are kept in float32
 TABLES: Final = ("I32", "I64")
 DAMAGED: Final = (ValueError, LookupError, ArithmeticError, TypeError, RecursionError)  # what bad bytes make it raise
+MOST_TAKEN: Final = 1 << 21  # numbers and words of a header: twice those of V4's tokens and merges, and more
 
 _PART: Final = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf", re.DOTALL)
 
@@ -215,16 +216,33 @@ def _files(path: Path) -> list[Path]:
     return [path.with_name(f"{part[1]}-{n:05d}-of-{part[2]}.gguf") for n in range(1, count + 1)] if part else [path]
 
 
+def _reader() -> type[Any]:
+    """The package's reader, but for two things: what lies beyond the file is an error, and a header has an end."""
+    from gguf.gguf_reader import GGUFReader  # noqa: PLC0415 (not everyone has it)
+
+    class Reader(GGUFReader):
+        taken = 0
+
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> NDArray[Any]:
+            del override_order  # of other machines: none of its numbers makes sense then
+            self.taken += 1
+            if self.taken > MOST_TAKEN:
+                raise ValueError(f"more than {MOST_TAKEN} numbers and words before the tensors")
+            return np.frombuffer(self.data, dtype, int(count), int(offset))
+
+    return Reader
+
+
 def _read(path: Path) -> tuple[dict[str, Any], list[Any]]:
     """The keys that say what a model is, and all tensors, of one file."""
     try:
-        from gguf.gguf_reader import GGUFReader  # noqa: PLC0415 (not everyone has it)
+        reads = _reader()
     except ModuleNotFoundError as error:
         raise ConfigError(f"{path}: it takes a package that is not installed ({error}): pip install gguf") from None
     regular_file_size(path)
     try:
         with np.errstate(over="raise"):  # of offsets
-            reader = GGUFReader(path)
+            reader = reads(path)
             keys = {
                 key: value.contents()
                 for key, value in reader.fields.items()
@@ -232,8 +250,6 @@ def _read(path: Path) -> tuple[dict[str, Any], list[Any]]:
             }
     except DAMAGED as error:
         raise CheckpointError(f"{path}: no GGUF file, or damaged, or cut short ({shown(str(error))})") from None
-    if reader.byte_order != "I":
-        raise CheckpointError(f"{path}: its bytes are in the order of other machines")
     return keys, reader.tensors
 
 
