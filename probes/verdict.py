@@ -22,6 +22,7 @@ from fathom.model.rounding import Rounding
 from fathom.probes.judge.causes import Explained, places
 from fathom.probes.judge.checks import Checks, Difference, Judged, Progress, Status, silent
 from fathom.probes.judge.dump import in_memory
+from fathom.probes.judge.gguf import open_gguf
 from fathom.probes.judge.naming import Line
 from fathom.probes.judge.numerics import Found, find, other_numerics
 from fathom.probes.judge.oracle import Noise, Parameters, Setting, Unknown
@@ -118,10 +119,11 @@ class Run(NamedTuple):
     seen: bool  # whether the recording itself shows the dtype
 
 
-def weights_of(model: Path, config: ModelConfig) -> tuple[Parameters, Census]:
-    """The weights of a checkpoint, of which files may be missing."""
-    checkpoint = Checkpoint.open(model, partial=True)
-    counted = census(checkpoint.shapes(), config, where=str(model), absent=checkpoint.absent)
+def weights_of(model: Path, config: ModelConfig, gguf: Path | None = None) -> tuple[Parameters, Census]:
+    """The weights of a checkpoint, of which files may be missing, or those of a GGUF."""
+    where = gguf or model
+    checkpoint = open_gguf(gguf, config) if gguf else Checkpoint.open(model, partial=True)
+    counted = census(checkpoint.shapes(), config, where=str(where), absent=checkpoint.absent)
     return Parameters(checkpoint, counted), counted
 
 

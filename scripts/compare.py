@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from fathom.model.choices import PLAIN, RECORDED_DTYPES
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
+from fathom.model.rounding import NONE, Rounding
 from fathom.runtime.options import RunOptions, check_options
 from fathom.scripts.cli import arguments, run_alone
 from fathom.scripts.flags import add_json, add_model, add_numerics, check_layers, numbers, positive
@@ -30,6 +31,12 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line."""
     p = argparse.ArgumentParser(prog="python -m scripts.compare", description=__doc__)
     add_model(p, INDEX)
+    p.add_argument(
+        "--gguf",
+        action=Reads,
+        metavar="F.gguf",
+        help="weights of a llama.cpp or ds4 run, in place of the checkpoint's: of --model, config.json alone is read",
+    )
     p.add_argument(
         "--recording",
         action=Dumps,
@@ -77,6 +84,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = ModelConfig.from_file(args.model / "config.json")
     check_options(config, RunOptions(numerics=args.numerics or PLAIN), args.model)
     check_layers(args.layers, config.num_hidden_layers)
+    if args.gguf is not None and args.numerics is not None and Rounding.of(args.numerics).linears != NONE:
+        raise ConfigError(
+            f"--gguf {args.gguf}: no run rounds inputs of its linears to FP8, and {args.numerics} numerics do; say"
+            " plain, or --rounding linears=none,..."
+        )
     if args.picture is not None and args.picture.suffix != ".svg":
         raise ConfigError(f"--picture {args.picture}: want a name that ends in .svg")
     if args.against is None and args.against_map is not None:

@@ -110,6 +110,11 @@ class Checkpoint:
             data = data.clone()
         return data.view(dtype).view(tensor.shape)
 
+    def rows(self, name: str, ids: Tensor) -> Tensor:
+        """Rows [n, ...] of one tensor as stored, by their numbers [n] int64; a copy. CheckpointError as `read`."""
+        rows: Tensor = self.read(name)[ids]
+        return rows
+
     def outline(self, name: str) -> Tensor:
         """Dtype and shape of a tensor, on torch's meta device: no byte of it is read, nor its file mapped.
 

@@ -17,7 +17,7 @@ from fathom.model.choices import DEPLOYED, PLAIN
 from fathom.model.config import check_widths
 from fathom.model.errors import ConfigError
 from fathom.model.observe import sites
-from fathom.model.rounding import FORMS, FP4, FP8, ROUNDINGS, Rounding
+from fathom.model.rounding import FORMS, FP4, FP8, NONE, ROUNDINGS, Rounding
 from fathom.probes.judge.checks import Checks
 from fathom.probes.judge.oracle import E2M1_INDEX, E4M3_KV, E4M3_ROW, REPLICAS, Narrow, Setting
 from fathom.probes.judge.recording import CHOICES, Recording, stored_name
@@ -72,6 +72,8 @@ def find(setting: Setting, recording: Recording, progress: Callable[[str, float]
     rounding, rests = ROUNDINGS[DEPLOYED], dict[str, str]()
     glances = Glances(setting, recording)
     possible = {place: [form for form in forms if _can_be(setting, place, form)] for place, forms in FORMS.items()}
+    if not any(map(setting.parameters.rounds, setting.parameters.mappings)):
+        possible["linears"] = [NONE]
     rounding = replace(rounding, **{place: forms[0] for place, forms in possible.items()})
     for number in range(ROUNDS):  # sites that show one choice may follow from another
         before = rounding
@@ -102,7 +104,7 @@ def _named(rounding: Rounding, shown: Sequence[str]) -> Rounding:
 def _counted(says: Sequence[Say], possible: Sequence[str]) -> tuple[str, str]:
     """The form that most sites say, each by most of its layers; and what that rests on, in words."""
     if len(possible) == 1:
-        return possible[0], "the widths of this model allow no other"
+        return possible[0], "the weights and widths of this model allow no other"
     if not says:
         return possible[0], f"{ASSUMED}nothing that is recorded shows it"
     by_site: dict[str, list[tuple[str, ...]]] = {}

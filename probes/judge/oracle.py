@@ -172,8 +172,7 @@ class Parameters:
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Rows of a table or an embedding, as they are stored; Unknown where its file is not here."""
-        table: Tensor = self.checkpoint.read(self.mapping(name).weight)[ids]
-        return table
+        return self.checkpoint.rows(self.mapping(name).weight, ids)
 
     def rounds(self, name: str) -> bool:
         """Whether the input of this linear is one that a run may round: that of FP8 and FP4 weights."""

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -42,9 +43,11 @@ from fathom.scripts.paths import told
 from fathom.scripts.prompts import read_tokens
 
 if TYPE_CHECKING:
+    from fathom.model.checkpoint.census import Census
     from fathom.probes.judge.naming import Line
 
 QUIET: Final = 20  # seconds between lines of progress where there is no terminal to draw on
+MOST_OF_GGUF: Final = 1 << 30  # bytes of a layer in float32, in which faults are tried: each of them reads it anew
 CHOSEN_FIRST: Final = ("indexer.selected", "experts.ids")  # without them a wrong choice hides
 WIDE: Final = 0.1  # a bound in units of a row's length that is said to be wide
 CURVES: Final = 8  # of the picture: the sites that are furthest off
@@ -69,17 +72,19 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
     out, err = Console(record=args.html is not None), Console(stderr=True)
     if args.explain_names:
         out.print(names_table(recording))
-    if args.hub is not None:
+    if args.hub is not None and args.gguf is None:
         needed = layers_needed(recording, args.layers)
         fetch(args.hub, needed, ends=args.layers is None or 0 in needed)
     started = time.perf_counter()
     with saying(err) as said:
-        judged_run = opened(recording, weights_of(args.model, config), args.dtype, args.numerics, said)
+        weights = weights_of(args.model, config, args.gguf)
+        judged_run = opened(recording, weights, args.dtype, args.numerics, said)
+        unlooked = not_looked_for(args, judged_run.census)
         setting, numerics = judged_run.setting, judged_run.numerics
         checks = Checks(setting, recording, len(recording.tokens) if args.rows == "all" else args.rows)
         results = judge_layers(checks, args.layers, said)
         found, others = list[Place](), dict[str, Rounding]()
-        if not args.no_identify and places(results):
+        if not unlooked and places(results):
             from fathom.probes.identify import Identifier  # runs our model, which takes seconds to import
 
             others = {} if numerics.rests else other_numerics(setting, recording, said)
@@ -88,7 +93,7 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
             found = identifier.identify(results, said)
     hidden = unseen(checks, results)
     out.say(*_head(args, checks, results, numerics, time.perf_counter() - started, seen=judged_run.seen))
-    show(out, results, found, others, config, identified=not args.no_identify)
+    show(out, results, found, others, config, unlooked=unlooked)
     out.say(*_not_exercised(hidden))
     out.print(sites_table(results))
     out.say("worst: distance from the oracle over the length of a row. In rows of several sites: over the bound.")
@@ -157,6 +162,17 @@ def saying(err: Console) -> Iterator[Saying]:
         yield said
 
 
+def not_looked_for(args: argparse.Namespace, counted: "Census") -> str:
+    """Why no fault is looked for; nothing where one is."""
+    if args.no_identify:
+        return "--no-identify"
+    if args.gguf is None:
+        return ""
+    layer = sum(math.prod(one.shape) for name, one in counted.demanded.items() if name.startswith("layers.0."))
+    size = layer * torch.float32.itemsize
+    return f"a layer of {told(args.gguf)} takes {size / 2**30:.1f} GiB in float32" if size > MOST_OF_GGUF else ""
+
+
 # --- the console
 
 
@@ -177,7 +193,8 @@ def _head(
     sampled = f", {len(checks.sample)} rows of each site" if len(checks.sample) < rows or rows < tokens else ""
     what = f"{len(results)} {many(len(results))} of {tokens} {'token' if tokens == 1 else 'tokens'}{sampled}"
     how = f"{numerics.rounding.numerics} numerics{' (found)' if numerics.rests else ''}, {dtype}{found}"
-    lines = [f"{recording.path}: {what}, held against {told(args.model)} in float64; {how}; {seconds:.0f} s"]
+    weights = told(args.gguf or args.model)
+    lines = [f"{recording.path}: {what}, held against {weights} in float64; {how}; {seconds:.0f} s"]
     if numerics.rests:
         forms = asdict(numerics.rounding)
         rests = "; ".join(f"{place}={forms[place]}: {why}" for place, why in numerics.rests.items())
@@ -213,7 +230,7 @@ def show(
     config: ModelConfig,
     sides: tuple[str, str] = ("theirs", "ours"),
     *,
-    identified: bool,
+    unlooked: str = "",
     whose: Sequence[str] = (),
 ) -> None:
     """The verdict, the first difference and its fault, and what bounds and choices leave open."""
@@ -242,8 +259,8 @@ def show(
     several = {fault.name for fault in named}
     if len(several) > 1:
         out.say(f"{len(several)} causes at once: {', '.join(sorted(several))}")
-    if not identified and first is not None:
-        out.say("No fault was looked for (--no-identify).")
+    if unlooked and first is not None:
+        out.say(f"No fault was looked for ({unlooked}).")
     for why, some in groupby((place for place in found if not place.looked), key=lambda place: place.why):
         rest = len(list(some))
         out.say(f"{rest} more {many(rest)} {_verb(Status.DIFFERS, rest)}; no fault was looked for there: {why}.")

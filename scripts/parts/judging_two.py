@@ -34,6 +34,7 @@ from fathom.scripts.parts.judging import (
     faults_json,
     many,
     names_table,
+    not_looked_for,
     of_file,
     recording_of,
     saying,
@@ -56,7 +57,7 @@ def judge_two(args: argparse.Namespace, config: ModelConfig) -> int:
     if args.explain_names:
         Console().print(names_table(one), names_table(other))
     check_prompts(one, other)
-    if args.hub is not None:
+    if args.hub is not None and args.gguf is None:
         needed = layers_needed(one, args.layers) | layers_needed(other, args.layers)
         fetch(args.hub, needed, ends=args.layers is None or 0 in needed)
     started = time.perf_counter()
@@ -65,6 +66,7 @@ def judge_two(args: argparse.Namespace, config: ModelConfig) -> int:
         weights = weights_of(args.model, config)
         first, second = (opened(recording, weights, args.dtype, args.numerics, said) for recording in (one, other))
         rows = max(len(one.tokens), len(other.tokens)) if args.rows == "all" else args.rows
+        unlooked = not_looked_for(args, first.census)
         pairs = Pairs(Side(one, first.setting), Side(other, second.setting), rows)
         results = judge_layers(pairs, args.layers, said)
         if not results:
@@ -73,11 +75,11 @@ def judge_two(args: argparse.Namespace, config: ModelConfig) -> int:
         off, found = None, list[Place]()
         if places(results):
             off = pairs.off(places(results)[0])
-            if not args.no_identify:
+            if not unlooked:
                 found = _identified(args, first, second, pairs, results, off, said)
     out.say(*_head(args, first, second, unlike, time.perf_counter() - started))
     whose = [] if off is None else [_whose(off)]
-    show(out, results, found, (), config, (SECOND, f"as {FIRST} is"), identified=not args.no_identify, whose=whose)
+    show(out, results, found, (), config, (SECOND, f"as {FIRST} is"), unlooked=unlooked, whose=whose)
     out.print(sites_table(results))
     out.say(
         f"worst: distance of {SECOND} from what it would be if it were as {FIRST} is, over the length of a row. In rows"
@@ -125,7 +127,7 @@ def _head(args: argparse.Namespace, first: Run, second: Run, unlike: Sequence[Ap
     """What was compared, how, and which numbers are the same."""
     tokens = min(len(first.recording.tokens), len(second.recording.tokens))
     what = f"{len(unlike)} {many(len(unlike))} of {tokens} tokens; {seconds:.0f} s"
-    lines = [f"{args.recording} and {args.against}, both runs of {told(args.model)}: {what}"]
+    lines = [f"{args.recording} and {args.against}, both runs of {told(args.gguf or args.model)}: {what}"]
     for flag, run in ((FIRST, first), (SECOND, second)):
         how = f"{run.numerics.rounding.numerics} numerics, {dtype_name(run.setting.noise.dtype)}"
         lines.append(f"{flag}: {how}")
