@@ -438,8 +438,8 @@ def several_groups(config: ModelConfig) -> str | None:
 #
 # One row stands for all published faults that no recording tells apart. Not written twice are: wo_a repacked by a kernel
 # for others (vllm#56119: output-rows-shuffled); lengths that a compressor was called without (entries-zero); a mask
-# padded with ones (entries-masked); a kernel of routing that knows no softplus (flashinfer#5190: gate-sigmoid); scales of
-# activations read as if they were contiguous (sglang#31490: fp8-scale-of-the-neighbour).
+# padded with ones (entries-masked); routing without softplus (flashinfer#5190: gate-sigmoid); scales of activations
+# that are read as if they were contiguous (sglang#31490: fp8-scale-of-the-neighbour).
 # Not here: a gate in BF16, which is how transformers computes it, and a softplus that underflows (sglang#34459), which
 # takes logits below -16 that no checkpoint here has.
 
