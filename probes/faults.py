@@ -34,6 +34,7 @@ from fathom.kernels.formats.stored import (
     Fp8,
     Fp8Entries,
     Fp8Keys,
+    NvFp4,
     Rows,
     Slots,
     TokenRing,
@@ -54,6 +55,7 @@ from fathom.model.call import Call
 from fathom.model.compressor import Compressor, EntryCompressor, KeyCompressor
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.draft import BlockAttention, DraftHead, Drafts, DraftState, MtpHead, StreamListener
+from fathom.model.hyper import HyperConnection, Read
 from fathom.model.indexer import Indexer
 from fathom.model.linear import GroupedLinear, Input, Linear, OutputLinear, Reader
 from fathom.model.moe import Expert, HashGate, MoE
@@ -99,7 +101,9 @@ WIRING = "the mistake's kind: a projection wired wrongly"
 BANKS = "the mistake's kind: what becomes of an evicted entry"
 STATES = "the mistake's kind: a part of the state that is not saved"
 SHORT: Final = 8  # tokens of a call, up to which ops have a way of their own
+BUFFER: Final = 128  # rows of a buffer that a longer call goes round in
 CAPACITY: Final = 1.25  # times an even share of a call's pairs that an expert takes
+TWICE = "the mistake's kind: two kernels that each do what one of them should"
 LONG_WAY = "the mistake's kind: the way of long calls, which nothing but a long call takes"
 
 
@@ -210,6 +214,10 @@ def attentions(model: Transformer) -> list[Attention]:
     return [block.attention for block in model.blocks]
 
 
+def rotations(model: Transformer) -> list[Rotation]:
+    return list({id(attention.rotation): attention.rotation for attention in attentions(model)}.values())
+
+
 def window_attentions(model: Transformer) -> list[Attention]:
     return [attention for attention in attentions(model) if not isinstance(attention, HcaAttention)]
 
@@ -244,6 +252,10 @@ def compressors(model: Transformer) -> list[Compressor]:
 
 def group_projections(model: Transformer) -> list[GroupedLinear]:
     return [attention.wo_a for attention in attentions(model)]
+
+
+def readings_of_experts(model: Transformer) -> list[HyperConnection]:
+    return [block.experts_streams for block in model.blocks]
 
 
 def mixtures(model: Transformer) -> list[MoE]:
@@ -335,6 +347,17 @@ def attending(change: Callable[[Attend], Attend]) -> Callable[[Ops], Ops]:
     return lambda ops: ops._replace(attend=lambda *given: ops.attend(*change(Attend(*given))))
 
 
+def reading(call: Attend, change: Callable[[Tensor], Tensor]) -> Attend:
+    """A call whose entries [n, d] are read changed."""
+    match call.entries:
+        case None:
+            return call
+        case Slots(rows, _, _) as slots:
+            return call._replace(entries=slots._replace(rows=change(decode(rows))))
+        case rows:
+            return call._replace(entries=change(decode(rows)))
+
+
 def one_token_in_64(call: Call, residue: int) -> Tensor:
     """Which of a rank's tokens are at such a position: bool [m, 1]."""
     return call.own(call.places(64) == residue)[:, None]
@@ -380,6 +403,10 @@ def several_experts(config: ModelConfig) -> str | None:
     return "a token has one expert" if config.num_experts_per_tok == 1 else None
 
 
+def several_routed(config: ModelConfig) -> str | None:
+    return "there is one routed expert" if config.n_routed_experts == 1 else None
+
+
 def most_ranks(experts: int) -> int:
     """How many ranks, up to 8, can have as many whole experts each; 1 where they cannot be shared out so."""
     return max(ranks for ranks in range(1, 9) if experts % ranks == 0)
@@ -408,6 +435,13 @@ def several_groups(config: ModelConfig) -> str | None:
 
 
 # The table begins. Rows stand in the order of audits/faults.md.
+#
+# One row stands for all published faults that no recording tells apart. Not written twice are: wo_a repacked by a kernel
+# for others (vllm#56119: output-rows-shuffled); lengths that a compressor was called without (entries-zero); a mask
+# padded with ones (entries-masked); routing without softplus (flashinfer#5190: gate-sigmoid); scales of activations
+# that are read as if they were contiguous (sglang#31490: fp8-scale-of-the-neighbour).
+# Not here: a gate in BF16, which is how transformers computes it, and a softplus that underflows (sglang#34459), which
+# takes logits below -16 that no checkpoint here has.
 
 
 # --- the story
@@ -551,6 +585,61 @@ def _scaled_as_the_one_before(stored: Rows) -> Rows:
 
 
 @in_ops(
+    "index-scores-by-sigmoid",
+    "Index scores are sigmoids, and their mean over the heads, without the heads' weights.",
+    seen="mlx-lm#1189",
+    needs=layers(CSA),
+)
+@selecting
+def index_scores_by_sigmoid(q: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
+    del head_weights
+    scale: float = keys.shape[1] ** -0.5
+    return (q @ keys.T * scale).sigmoid().mean(1)
+
+
+@in_ops(
+    "one-selection-for-all",
+    "The query of a call's first token selects for all of its tokens.",
+    seen="mlx-lm#1189",
+    needs=layers(CSA),
+    whole_calls=True,
+)
+@selecting
+def one_selection_for_all(q: Tensor, head_weights: Tensor, keys: Tensor) -> Tensor:
+    return index_scores(q[:1], head_weights[:1], keys).expand(len(q), -1)
+
+
+@in_ops(
+    "stale-selections",
+    "A call's tokens from the 129th on have the selection of the token 128 before, which their rows still hold.",
+    seen="vllm#42810",
+    needs=layers(CSA),
+    whole_calls=True,
+)
+def stale_selections(ops: Ops) -> Ops:
+    def select(*given: Any) -> Tensor:
+        selected: Tensor = ops.select(*given)
+        return selected[torch.arange(len(selected), device=selected.device) % BUFFER]
+
+    return ops._replace(select=select)
+
+
+@in_ops(
+    "unfinished-entries-selected",
+    "A token selects, and sees, of all entries up to its own position's number: lengths are not divided by the ratio.",
+    seen="TensorRT-LLM#13802",
+    needs=layers(CSA),
+)
+def unfinished_entries_selected(ops: Ops) -> Ops:
+    def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, k: int) -> Tensor:
+        del ratio
+        return ops.select(q, head_weights, keys, first, 1, k)
+
+    seen = attending(lambda call: call if call.selected is None else call._replace(ratio=1))
+    return seen(ops)._replace(select=select)
+
+
+@in_ops(
     "ties-to-the-higher-entry",
     "Of entries with equal scores the higher is selected.",
     seen="the mistake's kind: a sort from the other end",
@@ -606,6 +695,38 @@ def query_theta(model: Transformer) -> None:
 def yarn_dropped(model: Transformer) -> None:
     for attention in compressed_attentions(model):
         attention.rotation.freqs = rope.frequencies(attention.rope_dim, model.config.compress_rope_theta)
+
+
+@in_model(
+    "compressed-theta",
+    "CSA and HCA layers rotate with a quarter of compress_rope_theta: 40000, where configs say 160000.",
+    seen="Primus#949",
+    needs=layers(CSA, HCA),
+)
+def compressed_theta(model: Transformer) -> None:
+    quarter = replace(model.config, compress_rope_theta=model.config.compress_rope_theta / 4)
+    for attention in compressed_attentions(model):
+        attention.rotation.freqs = layer_frequencies(quarter, HCA)
+
+
+@in_model(
+    "rope-frequencies-in-bf16",
+    "Frequencies of rotations are rounded to BF16.",
+    seen="the mistake's kind: model.to(bfloat16), which takes buffers along",
+)
+@each(rotations)
+def rope_frequencies_in_bf16(rotation: Rotation) -> None:
+    rotation.freqs = rotation.freqs.bfloat16().float()
+
+
+@in_model(
+    "rope-frequencies-inverted",
+    "Positions are divided by the frequencies of a rotation, as if these were wavelengths.",
+    seen="mlx-lm#1189",
+)
+@each(rotations)
+def rope_frequencies_inverted(rotation: Rotation) -> None:
+    rotation.freqs = 1 / rotation.freqs
 
 
 @in_ops("rope-halves", "RoPE pairs the halves instead of neighbours.", seen="Automodel#2039")
@@ -684,6 +805,23 @@ def entries_rotated_at_their_end(compressor: Compressor) -> None:
     become(compressor.rotation, _FromTheirEnd)
 
 
+class _AtTheirNumber(Rotation):
+    def at(self, first: int | Tensor, count: int, step: int = 1) -> tuple[Tensor, Tensor]:
+        return super().at(first // step, count)
+
+
+@in_model(
+    "entries-rotated-at-their-number",
+    "Entries and index keys are rotated by their number, not by their window's first position.",
+    seen="Primus#928",
+    needs=layers(CSA, HCA),
+)
+@each(compressors)
+def entries_rotated_at_their_number(compressor: Compressor) -> None:
+    compressor.rotation = copy.copy(compressor.rotation)  # the layer's own stays as it is
+    become(compressor.rotation, _AtTheirNumber)
+
+
 @in_model("index-queries-unrotated", "Index queries go without their rotation.", seen=PORTING, needs=layers(CSA))
 @ops_of(indexers)
 def index_queries_unrotated(ops: Ops) -> Ops:
@@ -712,6 +850,23 @@ def kv_norm_weight_dropped(attention: Attention) -> None:
     attention.kv_norm = torch.ones_like(attention.kv_norm)
 
 
+@in_model("kv-normed-twice", "KV is normed twice, each time with its weights.", seen=TWICE)
+@ops_of(attentions)
+def kv_normed_twice(ops: Ops) -> Ops:
+    def norm_rotate(x: Tensor, weight: Tensor | None, eps: float, *given: Any) -> Tensor:
+        return ops.norm_rotate(x if weight is None else ops.rms_norm(x, weight, eps), weight, eps, *given)
+
+    return ops._replace(norm_rotate=norm_rotate)
+
+
+@in_model("experts-normed-twice", "The experts' input is normed twice, each time with its weights.", seen="vllm#42810")
+@instead_of(readings_of_experts)
+class ExpertsNormedTwice(HyperConnection):
+    def read(self, streams: Tensor, norm: Tensor) -> Read:
+        read = super().read(streams, norm)
+        return read._replace(x=self.ops.rms_norm(read.x, norm, self.norm_eps))
+
+
 # --- between a layer's input and its attention
 
 
@@ -729,6 +884,18 @@ def query_normed_to_length_1(ops: Ops) -> Ops:
         return functional.normalize(x, dim=-1) if weight is None else ops.rms_norm(x, weight, eps)
 
     return ops._replace(rms_norm=rms_norm)
+
+
+@in_model(
+    "first-projections-not-loaded",
+    "The matrices wq_a and wkv stay zero, and with them queries and window KV.",
+    seen="sglang#33245",
+)
+@each(attentions)
+def first_projections_not_loaded(attention: Attention) -> None:
+    for reader in (attention.wq_a, attention.wkv):
+        held = reader.weight.data
+        reader.weight = Dense(torch.zeros(reader.weight.shape, dtype=torch.bfloat16, device=held.device))
 
 
 @in_model(
@@ -763,6 +930,17 @@ def pooling_without_gate(ops: Ops) -> Ops:
         return (kv * there).sum(1) / there.sum(1)
 
     return ops._replace(pool=pool)
+
+
+@in_model(
+    "entries-zero",
+    "All entries are zero, and are attended to as such.",
+    seen="GDzhu01/vllm-ascend-deepseekv4#76, GDzhu01/vllm-ascend-deepseekv4#77",
+    needs=layers(CSA, HCA),
+)
+@ops_of(entry_compressors)
+def entries_zero(ops: Ops) -> Ops:
+    return ops._replace(pool=lambda *given: torch.zeros_like(ops.pool(*given)))
 
 
 @in_model(
@@ -829,6 +1007,21 @@ class LeakOfOneEntryInDecode(HcaAttention):
 def output_groups_permuted(ops: Ops) -> Ops:
     def grouped_linear(x: Tensor, weight: Weight, groups: int) -> Tensor:
         return ops.grouped_linear(x.roll(1, 1), weight, groups).roll(-1, 1)
+
+    return ops._replace(grouped_linear=grouped_linear)
+
+
+@in_model(
+    "output-rows-shuffled",
+    "Within a group the rows of wo_a are in another order, as a kernel's layout has them.",
+    seen="a skill of ROCm/ATOM's for debugging",
+)
+@ops_of(group_projections)
+def output_rows_shuffled(ops: Ops) -> Ops:
+    def grouped_linear(*given: Any) -> Tensor:
+        low = ops.grouped_linear(*given)
+        shuffled: Tensor = low.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+        return shuffled
 
     return ops._replace(grouped_linear=grouped_linear)
 
@@ -948,6 +1141,18 @@ def one_token_post_off(mix: Mix) -> Mix:
     return mix._replace(post=mix.post * 1.01) if len(mix.post) == 1 else mix
 
 
+@in_ops(
+    "late-mixing-of-a-long-call",
+    "From the 129th token of a call on, mHC takes the weights of the token 128 before.",
+    seen="vllm#42810",
+    whole_calls=True,
+)
+@mixing
+def late_mixing_of_a_long_call(mix: Mix) -> Mix:
+    row = torch.arange(len(mix.pre), device=mix.pre.device) % BUFFER
+    return Mix(mix.pre[row], mix.post[row], mix.comb[row])
+
+
 @in_ops("hyper-head-without-eps", "The streams behind the last layer are read without the eps of mHC.", seen=PORTING)
 def hyper_head_without_eps(ops: Ops) -> Ops:
     def head_weights(streams: Tensor, fn: Tensor, scale: Tensor, base: Tensor, eps: float, norm_eps: float) -> Tensor:
@@ -1020,13 +1225,28 @@ class RingWrittenOffByOne(WindowRing):
 )
 @attending
 def entries_off_by_one(call: Attend) -> Attend:
-    match call.entries:
-        case None:
-            return call
-        case Slots(rows, _, _) as slots:
-            return call._replace(entries=slots._replace(rows=decode(rows).roll(1, 0)))
-        case rows:
-            return call._replace(entries=decode(rows).roll(1, 0))
+    return reading(call, lambda rows: rows.roll(1, 0))
+
+
+@in_ops(
+    "entries-masked",
+    "No token sees an entry: the mask hides them all.",
+    seen="mlx-lm#1189, Blaizzy/mlx-lm#14",
+    needs=layers(CSA, HCA),
+)
+@attending
+def entries_masked(call: Attend) -> Attend:
+    return call._replace(entries=None, ratio=0, selected=None)
+
+
+@in_ops(
+    "cache-rotated-on-write",
+    "Window KV and entries are kept in a Hadamard rotation, and read by queries that are not.",
+    seen="llama.cpp#25202, llama.cpp#25402",
+)
+def cache_rotated_on_write(ops: Ops) -> Ops:
+    rotated = attending(lambda call: reading(call._replace(ring=ops.hadamard(call.ring)), ops.hadamard))
+    return rotated(ops)
 
 
 @in_ops(
@@ -1152,9 +1372,24 @@ def window_one_short(attention: Attention) -> None:
 )
 @each(attentions)
 def softmax_scale_without_rope_dims(attention: Attention) -> None:
-    factor = (attention.head_dim / (attention.head_dim - attention.rope_dim)) ** 0.5
+    _scale_by(attention, attention.head_dim - attention.rope_dim)
+
+
+def _scale_by(attention: Attention, dims: int) -> None:
+    """Scale scores by the root of so many dims."""
+    factor = (attention.head_dim / dims) ** 0.5
     scaled = attending(lambda call: call._replace(q=call.q * factor))
     attention.arithmetic = attention.arithmetic._replace(ops=scaled(attention.arithmetic.ops))
+
+
+@in_model(
+    "softmax-scale-with-rope-dims-added",
+    "Scores are scaled by the root of a head's dims and its rotated dims, as MLA counts them.",
+    seen=PORTING,
+)
+@each(attentions)
+def softmax_scale_with_rope_dims_added(attention: Attention) -> None:
+    _scale_by(attention, attention.head_dim + attention.rope_dim)
 
 
 @in_ops("sink-in-numerator", "The sink is given a value.", seen="a misread equation")
@@ -1222,6 +1457,38 @@ def route_scale_dropped(mixture: MoE) -> None:
 )
 def selection_bias_dropped(ops: Ops) -> Ops:
     return ops._replace(route=lambda logits, bias, k, scale: ops.route(logits, torch.zeros_like(bias), k, scale))
+
+
+@in_model("gate-in-4-bits", "The gate's matrix is rounded to FP4 (E2M1) by 32 columns.", seen="Atlas#186")
+@each(mixtures)
+def gate_in_4_bits(mixture: MoE) -> None:
+    held = mixture.gate.weight.data
+    mixture.gate.weight = Dense(mixture.arithmetic.ops.simulate_fp4(held, 32))
+
+
+@in_model(
+    "first-matrix-of-another-expert",
+    "The first expert has the second one's w1.",
+    seen="the mistake's kind: a name of a weight that is mapped wrongly",
+    needs=several_routed,
+)
+@each(mixtures)
+def first_matrix_of_another_expert(mixture: MoE) -> None:
+    mixture.experts[0].w1 = mixture.experts[1].w1
+    mixture.stack()
+
+
+@in_model("up-scaled-as-gate", "Routed experts read w3 with the scales of w1.", seen="vllm#54974, vllm#55073")
+@each(mixtures)
+def up_scaled_as_gate(mixture: MoE) -> None:
+    """Of NVFP4 it is the scale of the whole matrix, as it was there."""
+    for expert in mixture.experts:
+        match expert.w3, expert.w1:
+            case NvFp4() as up, NvFp4() as gate:
+                expert.w3 = up._replace(global_scale=gate.global_scale)
+            case Fp4() | Fp8() as up, Fp4() | Fp8() as gate:
+                expert.w3 = up._replace(scale=gate.scale)
+    mixture.stack()
 
 
 @in_ops("gate-up-swapped", "Gate and up of the experts are exchanged.", seen=PORTING)
@@ -1304,9 +1571,25 @@ class ExpertsWrongForSomeTokens(MoE):
 @instead_of(mixtures)
 class ExpertsOfTheNextRank(MoE):
     def output(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
-        count = len(self.experts)
-        behind = (ids + count // most_ranks(count)) % count
-        return super().output(x, torch.where(one_token_in_64(call, 8), behind, ids), weights, call)
+        return super().output(x, torch.where(one_token_in_64(call, 8), _a_rank_behind(self, ids), ids), weights, call)
+
+
+def _a_rank_behind(mixture: MoE, ids: Tensor) -> Tensor:
+    """Experts of the same place on the rank behind that of these."""
+    count = len(mixture.experts)
+    return (ids + count // most_ranks(count)) % count
+
+
+@in_model(
+    "expert-ids-off-by-a-rank",
+    "Every token is run by experts of the same place on the rank behind the right one.",
+    seen="the mistake's kind: an offset of a rank that is added twice",
+    needs=ranks_of_experts,
+)
+@instead_of(mixtures)
+class ExpertIdsOffByARank(MoE):
+    def output(self, x: Tensor, ids: Tensor, weights: Tensor, call: Call) -> Tensor:
+        return super().output(x, _a_rank_behind(self, ids), weights, call)
 
 
 @in_model(
@@ -1430,6 +1713,18 @@ def scales_shifted(weight: Fp4 | Fp8) -> Weight:
     return weight._replace(scale=raw.flatten().roll(1).view(raw.shape).view(weight.scale.dtype))
 
 
+@in_model(
+    "scales-read-as-e4m3",
+    "Scales of FP8 matrices are read as E4M3 numbers, where they are E8M0.",
+    seen="the mistake's kind: a dtype that is as wide as the right one",
+)
+@every_matrix
+def scales_read_as_e4m3(weight: Fp4 | Fp8) -> Weight:
+    if not isinstance(weight, Fp8) or weight.scale.dtype is not torch.float8_e8m0fnu:
+        return weight
+    return weight._replace(scale=weight.scale.view(torch.float8_e4m3fn).float())
+
+
 @in_model("parameter-uninitialised", "A norm of the last layer is not loaded.", seen="mlx-vlm#2277, transformers#46129")
 def parameter_uninitialised(model: Transformer) -> None:
     block = model.blocks[-1]
@@ -1437,19 +1732,80 @@ def parameter_uninitialised(model: Transformer) -> None:
     block.experts_norm = noise.to(block.experts_norm)
 
 
+Scales = Callable[[Tensor], tuple[Tensor, Tensor]]  # amax / 448 -> scale that codes are made with, and are read with
+
+
+def rounding(scales: Scales) -> Callable[[Ops], Ops]:
+    """A `simulate_fp8` that is right but for its scales."""
+
+    def simulate_fp8(x: Tensor, group: int) -> Tensor:
+        tiles = x.float().unflatten(-1, (-1, group))
+        made, read = scales((tiles.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-12))
+        rounded: Tensor = (tiles / made).clamp(-448, 448).to(torch.float8_e4m3fn).float() * read
+        return rounded.flatten(-2).to(x.dtype)
+
+    return lambda ops: ops._replace(simulate_fp8=simulate_fp8)
+
+
+def power_of_two(ratio: Tensor, added: int) -> Tensor:
+    """The power of two below a float32 to whose bits something was added."""
+    return ((ratio.view(torch.int32) + added) & 0x7F800000).view(torch.float32)
+
+
 @in_ops(
     "fp8-scale-not-power-of-two",
     "Activations are rounded with scales that are no powers of two.",
     seen="sglang#25733",
 )
-def fp8_scale_not_power_of_two(ops: Ops) -> Ops:
-    def simulate_fp8(x: Tensor, group: int) -> Tensor:
-        tiles = x.float().unflatten(-1, (-1, group))
-        scale = (tiles.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-12)
-        rounded: Tensor = (tiles / scale).to(torch.float8_e4m3fn).float() * scale
-        return rounded.flatten(-2).to(x.dtype)
+@rounding
+def fp8_scale_not_power_of_two(ratio: Tensor) -> tuple[Tensor, Tensor]:
+    return ratio, ratio
 
-    return ops._replace(simulate_fp8=simulate_fp8)
+
+@in_ops(
+    "fp8-scale-mantissa-lost",
+    "Codes of activations are made with scales that are no powers of two, and read with the powers below.",
+    seen="sglang#39289, vllm#48052",
+)
+@rounding
+def fp8_scale_mantissa_lost(ratio: Tensor) -> tuple[Tensor, Tensor]:
+    return ratio, power_of_two(ratio, 0)
+
+
+@in_ops(
+    "fp8-scale-to-nearest-power",
+    "Activations are rounded with the nearest power of two as scale, not that above: the largest are cut off.",
+    seen="a skill of ROCm/ATOM's for debugging",
+)
+@rounding
+def fp8_scale_to_nearest_power(ratio: Tensor) -> tuple[Tensor, Tensor]:
+    nearest = power_of_two(ratio, 0x400000)
+    return nearest, nearest
+
+
+@in_ops(
+    "fp8-scale-of-the-neighbour",
+    "Codes of a token's activations are read with the scales of the token before, of those in one product.",
+    seen="sglang#31490, sglang#31727, sglang#32839",
+    whole_calls=True,
+)
+@rounding
+def fp8_scale_of_the_neighbour(ratio: Tensor) -> tuple[Tensor, Tensor]:
+    above = power_of_two(ratio, 0x7FFFFF)
+    return above, above.roll(1, 0)
+
+
+@in_ops(
+    "rope-dims-rounded",
+    "Where window KV and entries are rounded to FP8, their rotated dims are too.",
+    seen="the mistake's kind: a format for all of a row, of which a part is kept in another",
+)
+def rope_dims_rounded(ops: Ops) -> Ops:
+    def norm_rotate(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, kv_group: int) -> Tensor:
+        rows = ops.norm_rotate(x, weight, eps, cos, sin, 0)
+        return ops.simulate_fp8(rows, kv_group) if kv_group else rows
+
+    return ops._replace(norm_rotate=norm_rotate)
 
 
 # --- between ranks

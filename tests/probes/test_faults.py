@@ -24,6 +24,8 @@ TRIPS = {
     "indexer-returns-none": "no selection",
     "keys-four-times-too-wide": "rows 512 wide, expected 128",
     "top-k-halved": "min(top-k 16, ",
+    "unfinished-entries-selected": "later blocks are not finished",
+    "stale-selections": "min(top-k 16, ",
     "comb-made-transposed": "a column sum",
     "weights-not-normed": "weights that sum to",
     "route-scale-dropped": "weights that sum to",

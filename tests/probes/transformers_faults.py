@@ -6,10 +6,13 @@ from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
+from fathom.kernels.quantise.reference import hadamard, simulate_fp4
 from fathom.kernels.rope import reference as rope
+from fathom.runtime.options import DEMO
 
 
 class Put(NamedTuple):
@@ -66,30 +69,32 @@ def _rotary(layer: int, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]
     return put
 
 
-def _frequencies(layer: int, like: str) -> Callable[[Any], None]:
-    """Rotate one layer by the frequencies of another kind of layer, or of another base."""
+def _frequencies(layer: int, change: Callable[[Any, Tensor], Tensor]) -> Callable[[Any], None]:
+    """Rotate one layer by other frequencies: `change(their rotary, the layer's own)`."""
 
     def put(model: Any) -> None:
-        rotary = model.model.rotary_emb
-        module = attention(model, layer)
-        source = getattr(rotary, f"{like}_inv_freq") if like in ("main", "compress") else _plain(rotary)
+        module, rotary = attention(model, layer), model.model.rotary_emb
+        frequencies = change(rotary, getattr(rotary, f"{module.rope_layer_type}_inv_freq"))
 
-        def changed(_module: Any, given: Any, named: dict[str, Any]) -> Any:
-            angles = dict(named["position_embeddings"])
-            cos, _ = angles[module.rope_layer_type]
-            turned = torch.arange(cos.shape[1])[:, None].float() * source[None]
-            angles[module.rope_layer_type] = turned.cos()[None].to(cos.dtype), turned.sin()[None].to(cos.dtype)
-            return given, named | {"position_embeddings": angles}
+        def turned(cos: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+            angles = torch.arange(cos.shape[1])[:, None].float() * frequencies[None]
+            return angles.cos()[None].to(cos.dtype), angles.sin()[None].to(cos.dtype)
 
-        module.register_forward_pre_hook(changed, with_kwargs=True)
+        _rotary(layer, turned)(model)
 
     return put
 
 
-def _plain(rotary: Any) -> Tensor:
+def _plain(rotary: Any, _: Tensor) -> Tensor:
     """Frequencies of the compressed layers' base without YaRN."""
-    dim = 2 * rotary.compress_inv_freq.shape[0]
-    return 1.0 / (160000.0 ** (torch.arange(0, dim, 2).float() / dim))
+    return rope.frequencies(2 * rotary.compress_inv_freq.shape[0], 160000.0)
+
+
+def _yarn(theta: float) -> Callable[[Any, Tensor], Tensor]:
+    """YaRN of the compressed layers, on another base."""
+    return lambda _rotary, _own: rope.yarn_frequencies(
+        ROPE, theta, factor=16, original_context=4096, beta_fast=32, beta_slow=1
+    )
 
 
 def _no_inverse(layer: int) -> Callable[[Any], None]:
@@ -173,16 +178,98 @@ def _scorer(layer: int) -> Any:
     return lambda model: attention(model, layer).compressor.indexer.scorer
 
 
-def _no_relu(layer: int) -> Callable[[Any], None]:
+def _scored(layer: int, score: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Any], None]:
+    """Other index scores: `score(products [1, t, heads, n], head weights [1, t, heads], their scores)`."""
+
     def put(model: Any) -> None:
         scorer = _scorer(layer)(model)
+        forward = scorer.forward
 
-        def forward(q: Tensor, keys: Tensor, x: Tensor) -> Tensor:
-            scores = torch.matmul(q.float(), keys.transpose(-1, -2).float().unsqueeze(1)) * scorer.softmax_scale
-            weights = scorer.weights_proj(x).float() * scorer.weights_scaling
-            return (scores * weights.unsqueeze(-1)).sum(dim=2)
+        def changed(q: Tensor, keys: Tensor, x: Tensor) -> Tensor:
+            products = q.float() @ keys.float().unsqueeze(1).mT * scorer.softmax_scale
+            return score(products, scorer.weights_proj(x).float() * scorer.weights_scaling, forward(q, keys, x))
 
-        scorer.forward = forward
+        scorer.forward = changed
+
+    return put
+
+
+def _without_relu(products: Tensor, weights: Tensor, _: Tensor) -> Tensor:
+    return (products * weights.unsqueeze(-1)).sum(dim=2)
+
+
+def _by_sigmoid(products: Tensor, _weights: Tensor, _: Tensor) -> Tensor:
+    return products.sigmoid().mean(2)
+
+
+def _of_the_first(products: Tensor, weights: Tensor, scores: Tensor) -> Tensor:
+    return (products.relu() * weights.unsqueeze(-1)).sum(dim=2)[:, :1].expand_as(scores)
+
+
+def _stale(selected: Tensor) -> Tensor:
+    return selected[:, torch.arange(selected.shape[1]) % 128]
+
+
+def _unfinished(layer: int) -> Callable[[Any], None]:
+    """Select of all entries up to a token's position, as a number of entries."""
+
+    def put(model: Any) -> None:
+        indexer, kept = attention(model, layer).compressor.indexer, {}
+        _hook(indexer.scorer, lambda scores: kept.update(scores=scores))
+
+        def again(selected: Tensor) -> Tensor:
+            scores = kept["scores"]
+            t, n = scores.shape[1:]
+            future = torch.arange(n)[None] > torch.arange(t)[:, None]
+            best = scores.masked_fill(future, -torch.inf).topk(selected.shape[-1]).indices
+            return best.masked_fill(future.expand_as(scores).gather(2, best), -1)
+
+        _hook(indexer, again)
+
+    return put
+
+
+def _masked(out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return out[0], torch.full_like(out[1], -torch.inf)
+
+
+def _interleaved(low: Tensor) -> Tensor:
+    return low.unflatten(-1, (2, -1)).mT.flatten(-2)
+
+
+def _twice_normed(of: Callable[[Any], Any]) -> Callable[[Any], None]:
+    def put(model: Any) -> None:
+        norm = of(model)
+        forward = norm.forward
+        norm.forward = lambda x: forward(forward(x))
+
+    return put
+
+
+def _not_loaded(layer: int) -> Callable[[Any], None]:
+    def put(model: Any) -> None:
+        for part in (attention(model, layer).q_a_proj, attention(model, layer).kv_proj):
+            part.weight.data.zero_()
+
+    return put
+
+
+def _kept_rotated(layer: int) -> Callable[[Any], None]:
+    """Rotate keys and values, which are one, where attention reads them."""
+
+    def put(model: Any) -> None:
+        module = attention(model, layer)
+        forward, attend = module.forward, theirs.eager_attention_forward
+
+        def rotated(part: Any, query: Tensor, key: Tensor, value: Tensor, *given: Any, **named: Any) -> Any:
+            del value
+            return attend(part, query, hadamard(key), hadamard(key), *given, **named)
+
+        def changed(*given: Any, **named: Any) -> Any:
+            with patch.object(theirs, "eager_attention_forward", rotated):
+                return forward(*given, **named)
+
+        module.forward = changed
 
     return put
 
@@ -258,6 +345,34 @@ def _wrong_rank(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Ten
     return ids, weights
 
 
+def _a_rank_off(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    return (ids + experts // RANKS) % experts, weights
+
+
+def _scaled_as_gate(layer: int) -> Callable[[Any], None]:
+    """Give each block of 32 weights of w3 the scale of w1 on disk."""
+
+    def put(model: Any) -> None:
+        for path in DEMO.glob("*.safetensors"):
+            for name, gate in load_file(path).items():
+                prefix, _, expert = name.removesuffix(".w1.scale").rpartition(".")
+                if name.endswith(".w1.scale") and prefix == f"layers.{layer}.ffn.experts":
+                    up = load_file(path)[name.replace("w1", "w3")]
+                    ratio = (gate.float() / up.float()).repeat_interleave(32, 1)
+                    both = model.model.layers[layer].mlp.experts.gate_up_proj.data[int(expert)]
+                    both[len(ratio) :] *= ratio  # a power of two: exact
+
+    return put
+
+
+def _another_gate(layer: int) -> Callable[[Any], None]:
+    def put(model: Any) -> None:
+        both = model.model.layers[layer].mlp.experts.gate_up_proj.data
+        both[0, : both.shape[1] // 2] = both[1, : both.shape[1] // 2]
+
+    return put
+
+
 def _sorted_outputs(ids: Tensor, weights: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """What runs for slot s is weighted by where its expert stands among the token's, sorted."""
     del experts
@@ -311,6 +426,11 @@ def _sigmoids(layer: int) -> Callable[[Any], None]:
     return put
 
 
+def _late_mixing(out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    row = torch.arange(out[0].shape[1]) % 128
+    return out[0][:, row], out[1][:, row], out[2]
+
+
 def _plus_one(layer: int) -> Callable[[Any], None]:
     def put(model: Any) -> None:
         block = model.model.layers[layer]
@@ -352,6 +472,12 @@ KNOWN = (
     Put("sink-dropped", 3, "attention", _set(_of(3), "sinks", lambda x: x * 0 - 1e9)),
     Put("window-one-short", 0, "attention", _window(0)),
     Put("softmax-scale-without-rope-dims", 2, "attention", _set(_of(2), "scaling", lambda x: x * 2**0.5)),
+    Put("softmax-scale-with-rope-dims-added", 1, "attention", _set(_of(1), "scaling", lambda x: x * (2 / 3) ** 0.5)),
+    Put("kv-normed-twice", 0, "attention", _twice_normed(lambda m: attention(m, 0).kv_norm)),
+    Put("first-projections-not-loaded", 2, "attention", _not_loaded(2)),
+    Put("entries-masked", 2, "attention", _hooked(lambda m: attention(m, 2).compressor, _masked)),
+    Put("cache-rotated-on-write", 3, "attention", _kept_rotated(3)),
+    Put("output-rows-shuffled", 3, "attention", _hooked(lambda m: attention(m, 3).o_a_proj, _interleaved)),
     Put("query-norm-skipped", 0, "attention", lambda m: setattr(attention(m, 0).q_b_norm, "forward", lambda x: x)),
     Put("kv-norm-weight-dropped", 1, "attention", _set(lambda m: attention(m, 1).kv_norm, "weight", torch.ones_like)),
     Put(
@@ -361,10 +487,19 @@ KNOWN = (
         _set(lambda m: attention(m, 1).o_a_proj, "weight", lambda w: w.roll(len(w) // 2, 0)),
     ),
     # rope
-    Put("window-theta", 0, "attention", _frequencies(0, "plain")),
-    Put("yarn-on-window-layers", 0, "attention", _rotary(0, lambda cos, _: _slowed(cos))),
-    Put("query-theta", 2, "attention", _frequencies(2, "main")),
-    Put("yarn-dropped", 2, "attention", _frequencies(2, "plain")),
+    Put("window-theta", 0, "attention", _frequencies(0, _plain)),
+    Put("yarn-on-window-layers", 0, "attention", _frequencies(0, _yarn(10000.0))),
+    Put("query-theta", 2, "attention", _frequencies(2, lambda rotary, _: rotary.main_inv_freq)),
+    Put("yarn-dropped", 2, "attention", _frequencies(2, _plain)),
+    Put("compressed-theta", 2, "attention", _frequencies(2, _yarn(40000.0))),
+    Put("rope-frequencies-in-bf16", 0, "attention", _frequencies(0, lambda _, own: own.bfloat16().float())),
+    Put("rope-frequencies-inverted", 0, "attention", _frequencies(0, lambda _, own: 1 / own)),
+    Put(
+        "entries-rotated-at-their-number",
+        1,
+        "attention",
+        _compressor_rotary(1, "entries", lambda f, named: f(**named | {"position_ids": named["position_ids"] // 4})),
+    ),
     Put("no-inverse-rotation", 3, "attention", _no_inverse(3)),
     Put("compressed-keys-unrotated", 2, "attention", _compressor_rotary(2, "entries", _unrotated)),
     Put(
@@ -375,9 +510,14 @@ KNOWN = (
     ),
     # compressors and the indexer
     Put("pooling-without-gate", 1, "attention", _all_compressors(1, _no_gate)),
+    Put("entries-zero", 1, "attention", _hooked(lambda m: attention(m, 1).compressor.kv_proj, torch.zeros_like)),
+    Put("index-scores-by-sigmoid", 3, "indexer", _scored(3, _by_sigmoid)),
+    Put("one-selection-for-all", 1, "indexer", _scored(1, _of_the_first)),
+    Put("stale-selections", 3, "indexer", _hooked(lambda m: attention(m, 3).compressor.indexer, _stale)),
+    Put("unfinished-entries-selected", 1, "indexer", _unfinished(1)),
     Put("position-bias-shifted", 2, "attention", _all_compressors(2, _shifted_bias)),
     Put("series-swapped", 3, "attention", _swapped_halves(3)),
-    Put("relu-dropped", 3, "indexer", _no_relu(3)),
+    Put("relu-dropped", 3, "indexer", _scored(3, _without_relu)),
     Put(
         "index-weights-permuted",
         1,
@@ -401,6 +541,7 @@ KNOWN = (
         "experts",
         _set(lambda m: m.model.layers[2].ffn_hc, "hc_sinkhorn_iters", lambda _: 1),
     ),
+    Put("late-mixing-of-a-long-call", 2, "attention", _hooked(lambda m: m.model.layers[2].attn_hc, _late_mixing)),
     Put("sinkhorn-of-sigmoids", 1, "attention", _sigmoids(1)),
     Put("post-not-doubled", 3, "experts", _hooked(lambda m: m.model.layers[3].ffn_hc, lambda o: (o[0] / 2, *o[1:]))),
     # experts
@@ -420,6 +561,11 @@ KNOWN = (
     Put("hash-table-zeroed", 0, "experts", _set(lambda m: _mlp(0)(m).gate, "tid2eid", torch.zeros_like)),
     Put("experts-wrong-for-some-tokens", 1, "experts", _dispatched(1, _tiles)),
     Put("experts-of-the-next-rank", 0, "experts", _dispatched(0, _wrong_rank)),
+    Put("expert-ids-off-by-a-rank", 3, "experts", _dispatched(3, _a_rank_off)),
+    Put("gate-in-4-bits", 1, "experts", _set(lambda m: _mlp(1)(m).gate, "weight", lambda w: simulate_fp4(w, 32))),
+    Put("first-matrix-of-another-expert", 2, "experts", _another_gate(2)),
+    Put("up-scaled-as-gate", 0, "experts", _scaled_as_gate(0)),
+    Put("experts-normed-twice", 3, "experts", _twice_normed(lambda m: _layer(3)(m).post_attention_layernorm)),
     Put("weights-of-another-slot", 2, "experts", _dispatched(2, _sorted_outputs)),
     Put("pair-lost", 3, "experts", _dispatched(3, _lost)),
     Put("pairs-beyond-capacity-lost", 1, "experts", _dispatched(1, _beyond_capacity)),
@@ -428,13 +574,6 @@ KNOWN = (
     Put("norm-weight-plus-one", 2, "attention", _plus_one(2)),
     Put("hyper-head-mean", None, "hidden", lambda m: setattr(m.model.hc_head, "forward", lambda x: x.mean(2))),
 )
-
-
-def _slowed(cos: Tensor) -> tuple[Tensor, Tensor]:
-    """YaRN of the compressed layers, on the base of the others."""
-    frequencies = rope.yarn_frequencies(ROPE, 10000.0, factor=16, original_context=4096, beta_fast=32, beta_slow=1)
-    turned = torch.arange(cos.shape[1])[:, None].float() * frequencies[None]
-    return turned.cos()[None].to(cos.dtype), turned.sin()[None].to(cos.dtype)
 
 
 def _lost_head(grouped: Tensor) -> Tensor:
