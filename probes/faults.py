@@ -436,8 +436,8 @@ def several_groups(config: ModelConfig) -> str | None:
 
 # The table begins. Rows stand in the order of audits/faults.md.
 #
-# One row stands for all published faults that no recording tells apart. Not written twice are: wo_a repacked by a kernel
-# for others (vllm#56119: output-rows-shuffled); lengths that a compressor was called without (entries-zero); a mask
+# One row stands for all published faults that no recording tells apart. Not written twice are: wo_a repacked for other
+# kernels (vllm#56119: output-rows-shuffled); lengths that a compressor was called without (entries-zero); a mask
 # padded with ones (entries-masked); routing without softplus (flashinfer#5190: gate-sigmoid); scales of activations
 # that are read as if they were contiguous (sglang#31490: fp8-scale-of-the-neighbour).
 # Not here: a gate in BF16, which is how transformers computes it, and a softplus that underflows (sglang#34459), which
