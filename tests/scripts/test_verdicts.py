@@ -347,8 +347,8 @@ def test_padding_and_a_missing_bos_are_told_of_the_tokens(tmp_path, capsys):
 # --- names
 
 
-def test_entries_rotated_by_their_number_have_no_name(tmp_path, recording, capsys):
-    """Their first token's position is right. What rotates nothing may be near: most pairs turn slowly."""
+def test_entries_rotated_by_their_number_have_a_name_of_their_own(tmp_path, recording, capsys):
+    """Their first token's position is right. What rotates nothing is near: most pairs turn slowly."""
     tensors, config = load_file(recording), ModelConfig.from_file(DEMO / "config.json")
     entries, rope = tensors["layers.1.attention.entry"].double(), config.qk_rope_head_dim
     number, ratio = torch.arange(len(entries)), config.ratio(1)
@@ -359,9 +359,8 @@ def test_entries_rotated_by_their_number_have_no_name(tmp_path, recording, capsy
     status, report = compared(saved(tmp_path / "by number.safetensors", tensors), "--layers", "1")
     out = capsys.readouterr().out
     assert (status, report["first"]["site"]) == (1, "attention.entry")
-    assert not any(fault["explains"] for fault in report["faults"])
-    assert "layers.1.attention.entry: none of the known faults explains it" in out
-    assert "Explained by" not in out
+    assert report["faults"][0]["name"] == "entries-rotated-at-their-number"
+    assert "Explained by entries-rotated-at-their-number" in out
     assert "The run rounds as" not in out
 
 
