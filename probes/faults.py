@@ -436,10 +436,10 @@ def several_groups(config: ModelConfig) -> str | None:
 
 # The table begins. Rows stand in the order of audits/faults.md.
 #
-# One row stands for all published faults that no recording tells apart. Not written twice are: wo_a repacked for other
-# kernels (vllm#56119: output-rows-shuffled); lengths that a compressor was called without (entries-zero); a mask
-# padded with ones (entries-masked); routing without softplus (flashinfer#5190: gate-sigmoid); scales of activations
-# that are read as if they were contiguous (sglang#31490: fp8-scale-of-the-neighbour).
+# One row stands for all published faults that no recording tells apart. Not written twice are: wo_a that a kernel
+# repacks for others (vllm#56119: output-rows-shuffled); lengths that a compressor was called without (entries-zero); a
+# mask padded with ones (entries-masked); routing without softplus (flashinfer#5190: gate-sigmoid); scales of
+# activations that are read as if they were contiguous (sglang#31490: fp8-scale-of-the-neighbour).
 # Not here: a gate in BF16, which is how transformers computes it, and a softplus that underflows (sglang#34459), which
 # takes logits below -16 that no checkpoint here has.
 
@@ -629,6 +629,7 @@ def stale_selections(ops: Ops) -> Ops:
     "A token selects, and sees, of all entries up to its own position's number: lengths are not divided by the ratio.",
     seen="TensorRT-LLM#13802",
     needs=layers(CSA),
+    whole_calls=True,
 )
 def unfinished_entries_selected(ops: Ops) -> Ops:
     def select(q: Tensor, head_weights: Tensor, keys: Rows, first: int, ratio: int, k: int) -> Tensor:

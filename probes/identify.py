@@ -341,13 +341,20 @@ class _Case:
     def whole(self) -> _Run | None:
         """The calls in which rows differ, as long as they were; None where not all of their rows were recorded.
 
-        Where attention is run too, all up to the last row that differs is run anyway.
+        Where attention is run too, those before them as well.
         """
-        if not self._alone:
+        if self.judged.layer is None:
             return self.few
-        count = len(self.setting.tokens)
+        count, last = len(self.setting.tokens), self.few.positions[-1]
         calls = torch.arange(count).split(_calls(self.by.calls, count))
-        whole = self._given(tuple(call for call in calls if bool(torch.isin(call, self.at).any())))
+        if self._alone:
+            calls = tuple(call for call in calls if bool(torch.isin(call, self.at).any()))
+        else:
+            calls = tuple(call for call in calls if bool(call[0] <= last))
+        try:
+            whole = self._given(calls)
+        except Unknown:
+            return None
         return whole if whole.steered.keys() == self.few.steered.keys() else None
 
     @property

@@ -16,7 +16,11 @@ from fathom.runtime.options import DEMO
 
 
 class Put(NamedTuple):
-    """A fault in their code: where it is seen first, and its name in `probes.faults`, None where it is not there."""
+    """A fault in their code: where it is seen first, and its name, None where it is in no table.
+
+    The name is that of a fault in `probes.faults`, or of a plain cause in `probes.judge.causes`, which is told before:
+    first-projections-not-loaded and entries-zero are rows of zeros.
+    """
 
     name: str | None
     layer: int | None
@@ -178,32 +182,31 @@ def _scorer(layer: int) -> Any:
     return lambda model: attention(model, layer).compressor.indexer.scorer
 
 
-def _scored(layer: int, score: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable[[Any], None]:
-    """Other index scores: `score(products [1, t, heads, n], head weights [1, t, heads], their scores)`."""
+def _scored(layer: int, score: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Any], None]:
+    """Other index scores: `score(products [1, t, heads, n], head weights [1, t, heads])`."""
 
     def put(model: Any) -> None:
         scorer = _scorer(layer)(model)
-        forward = scorer.forward
 
         def changed(q: Tensor, keys: Tensor, x: Tensor) -> Tensor:
             products = q.float() @ keys.float().unsqueeze(1).mT * scorer.softmax_scale
-            return score(products, scorer.weights_proj(x).float() * scorer.weights_scaling, forward(q, keys, x))
+            return score(products, scorer.weights_proj(x).float() * scorer.weights_scaling)
 
         scorer.forward = changed
 
     return put
 
 
-def _without_relu(products: Tensor, weights: Tensor, _: Tensor) -> Tensor:
+def _without_relu(products: Tensor, weights: Tensor) -> Tensor:
     return (products * weights.unsqueeze(-1)).sum(dim=2)
 
 
-def _by_sigmoid(products: Tensor, _weights: Tensor, _: Tensor) -> Tensor:
+def _by_sigmoid(products: Tensor, _: Tensor) -> Tensor:
     return products.sigmoid().mean(2)
 
 
-def _of_the_first(products: Tensor, weights: Tensor, scores: Tensor) -> Tensor:
-    return (products.relu() * weights.unsqueeze(-1)).sum(dim=2)[:, :1].expand_as(scores)
+def _of_the_first(products: Tensor, weights: Tensor) -> Tensor:
+    return (products.relu() * weights.unsqueeze(-1)).sum(dim=2)[:, :1].expand(-1, products.shape[1], -1)
 
 
 def _stale(selected: Tensor) -> Tensor:
@@ -474,7 +477,7 @@ KNOWN = (
     Put("softmax-scale-without-rope-dims", 2, "attention", _set(_of(2), "scaling", lambda x: x * 2**0.5)),
     Put("softmax-scale-with-rope-dims-added", 1, "attention", _set(_of(1), "scaling", lambda x: x * (2 / 3) ** 0.5)),
     Put("kv-normed-twice", 0, "attention", _twice_normed(lambda m: attention(m, 0).kv_norm)),
-    Put("first-projections-not-loaded", 2, "attention", _not_loaded(2)),
+    Put("rows-of-zeros", 2, "attention", _not_loaded(2)),
     Put("entries-masked", 2, "attention", _hooked(lambda m: attention(m, 2).compressor, _masked)),
     Put("cache-rotated-on-write", 3, "attention", _kept_rotated(3)),
     Put("output-rows-shuffled", 3, "attention", _hooked(lambda m: attention(m, 3).o_a_proj, _interleaved)),
@@ -510,7 +513,7 @@ KNOWN = (
     ),
     # compressors and the indexer
     Put("pooling-without-gate", 1, "attention", _all_compressors(1, _no_gate)),
-    Put("entries-zero", 1, "attention", _hooked(lambda m: attention(m, 1).compressor.kv_proj, torch.zeros_like)),
+    Put("rows-of-zeros", 1, "attention", _hooked(lambda m: attention(m, 1).compressor.kv_proj, torch.zeros_like)),
     Put("index-scores-by-sigmoid", 3, "indexer", _scored(3, _by_sigmoid)),
     Put("one-selection-for-all", 1, "indexer", _scored(1, _of_the_first)),
     Put("stale-selections", 3, "indexer", _hooked(lambda m: attention(m, 3).compressor.indexer, _stale)),
