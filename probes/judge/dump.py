@@ -38,8 +38,11 @@ MALFORMED: Final = (  # what torch.load raises for a file that was damaged or ma
     TypeError,
     ValueError,
 )
+SAFETENSORS: Final = (".safetensors",)
+NO_TENSORS: Final = (".json", ".txt", ".md", ".toml", ".yaml", ".yml", ".log", ".html", ".gguf")
 NUMPY: Final = (".npy", ".npz")
 TORCH: Final = (".pt", ".pth")
+OF_TENSORS: Final = (*SAFETENSORS, *TORCH, *NUMPY)
 RAW: Final = {".bin": np.dtype("<f4"), ".i32": np.dtype("<i4")}
 DIGITS: Final = 9  # of a number in a name
 
@@ -67,7 +70,7 @@ class Dump:
 
 
 def open_dump(path: Path) -> Dump:
-    """Open a file, a folder, or all files whose names begin so.
+    """Open a file, a folder, or all raw files whose names begin so.
 
     Raises
     ------
@@ -78,7 +81,8 @@ def open_dump(path: Path) -> Dump:
     if path.is_dir():
         return _folder(path, sorted(_files(path)), "")
     if not path.exists() and path.parent.is_dir() and path.name:
-        files = sorted(file for file in path.parent.iterdir() if file.name.startswith(path.name) and file.is_file())
+        begun = (file for file in path.parent.iterdir() if file.name.startswith(f"{path.name}_"))
+        files = sorted(file for file in begun if DS4.fullmatch(file.name) and file.is_file())
         if files:
             return _folder(path, files, path.name)
     status(path, ConfigError)
@@ -110,7 +114,11 @@ def _of_file(path: Path) -> Iterator[Piece]:
     """The tensors of a safetensors file, an archive of torch or numpy, by their names in it."""
     if path.suffix in NUMPY:
         return _numpy(path)
-    return _archive(path) if path.suffix in TORCH or zipped(path) else _safetensors(path)
+    if path.suffix in TORCH or zipped(path):
+        return _archive(path)
+    if path.suffix in NO_TENSORS:
+        raise ConfigError(f"{path}: no file of tensors: want {', '.join((*SAFETENSORS, *TORCH, *NUMPY))}, or a folder")
+    return _safetensors(path)
 
 
 def _safetensors(path: Path) -> Iterator[Piece]:
@@ -240,6 +248,7 @@ def _bytes(path: Path, found: re.Match[str]) -> Iterator[Piece]:
 
 
 N: Final = rf"\d{{1,{DIGITS}}}"
+DS4: Final = re.compile(rf"(?:.*/)?(?P<name>[^/]+)-(?P<layer>{N})_pos(?P<first>{N})\.(?:bin|i32)")
 FORMS: Final = (
     _Form(
         "files of SGLang's dumper",
@@ -276,7 +285,7 @@ FORMS: Final = (
     _Form(
         "raw files of ds4",
         ("ds4",),
-        re.compile(rf"(?:.*/)?(?P<name>[^/]+)-(?P<layer>{N})_pos(?P<first>{N})\.(?:bin|i32)"),
+        DS4,
         _bytes,
     ),
 )
@@ -294,6 +303,8 @@ def _folder(path: Path, files: Sequence[Path], prefix: str) -> Dump:
     runs = dict[str, Path]()
     for file, name in names.items():
         if (found := form.file.fullmatch(name)) is None:
+            if file.suffix in OF_TENSORS:
+                raise ConfigError(f"{path}: {form.told}, and {quoted(name)}, which is none of them: name one of both")
             left[name] = "its name is not of this form"
             continue
         if form.pieces is not _one:  # whose folders are steps and ranks
@@ -309,7 +320,7 @@ def _plain(path: Path, names: Mapping[Path, str]) -> Dump:
     """A folder of files of tensors: a file of one tensor is called as the file, others as in the file."""
     pieces, left = list[Piece](), dict[str, str]()
     for file, name in names.items():
-        if file.suffix not in (*TORCH, *NUMPY, ".safetensors"):
+        if file.suffix not in OF_TENSORS:
             left[name] = "no file of tensors"
             continue
         stem = name.removesuffix(file.suffix).replace("/", ".")
@@ -317,5 +328,5 @@ def _plain(path: Path, names: Mapping[Path, str]) -> Dump:
         alone = len(held) == 1
         pieces += (piece._replace(name=stem if alone else piece.name) for piece in held)
     if not pieces:
-        raise ConfigError(f"{path}: no file of tensors in it")
+        raise ConfigError(f"{path}: no file of tensors in it ({', '.join(OF_TENSORS)}), nor of a form that is known")
     return Dump(path, "a folder of files of tensors", tuple(pieces), (), left)

@@ -330,8 +330,9 @@ class _Making:
         best = max(reversed(runs), key=lambda run: sum(self.rows[call] for call in run))
         if len(best) < len(calls):
             tokens = sum(self.rows[call] for call in best)
-            what = f"{len(best)} of {len(calls)} calls are taken as the prompt, {tokens} tokens, the first is call"
-            self.told.append(f"{what} {'.'.join(map(str, best[0]))}")
+            others = ", ".join(str(self.rows[call]) for call in calls if call not in best)
+            what = f"{len(best)} of {len(calls)} calls are taken as the prompt, {tokens} tokens"
+            self.told.append(f"{what}; the others, of {others} tokens, are left out")
         return best
 
     def _runs(self, calls: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
@@ -420,7 +421,7 @@ class _Making:
             for sense in used:
                 left(sense, f"cannot be read as {site}: {str(error).splitlines()[0]}")
             return
-        out.lines += [Line(one.name, _shape(self.pieces[one.name]), site, one.rule.note) for one in used]
+        out.lines += [Line(one.name, _shape(pieces), site, one.rule.note) for one, pieces in terms]
         for sense, _ in usable:
             if sense not in used:
                 left(sense, f"{site} is taken from {used[0].name}")
@@ -590,4 +591,4 @@ def _layer_of(sense: _Sense) -> int | None:
 
 def _other_layer(rule: Rule, layer: int, count: int) -> str:
     alone = {"": True, "first": layer == 0, "not first": layer > 0, "last": layer == count - 1}
-    return "" if alone[rule.layers] else f"it is {rule.site} in the {rule.layers} layer alone"
+    return "" if alone[rule.layers] else f"only in the {rule.layers} layer it is {rule.site}"

@@ -221,7 +221,10 @@ class Recording:
             return given
         tokens = self._numbers(TOKENS, self.config.vocab_size)
         if given is not None and not torch.equal(tokens, given):
-            raise ConfigError(f"{self.path}: its {len(tokens)} tokens are not the {len(given)} of --tokens")
+            both = min(len(tokens), len(given))
+            first = int((torch.cat((tokens[:both] != given[:both], torch.ones(1, dtype=torch.bool)))).nonzero()[0])
+            where = f"the first other one is at position {first}"
+            raise ConfigError(f"{self.path}: its {len(tokens)} tokens are not the {len(given)} of --tokens: {where}")
         return tokens
 
     def _numbers(self, name: str, below: int) -> Tensor:

@@ -102,10 +102,15 @@ def _identified(
     """What explains the step: a fault of the run that is off the oracle; the second where that is neither, or both."""
     from fathom.probes.identify import Identifier  # runs our model, which takes seconds to import
 
-    run, judge = (first, pairs.swapped()) if _of_the_first(off) else (second, pairs)
-    calls = calls_of(args, run.recording)
-    identifier = Identifier(run.setting, run.recording, run.census, calls, {}, args.identify_seconds, judge.gap)
-    return identifier.identify(results, said)
+    differing, found = places(results), list[Place]()
+    of_first = [one for n, one in enumerate(differing) if _of_the_first(pairs.off(one) if n else off)]
+    of_second = [one for one in differing if one not in of_first]
+    for run, judge, some in ((first, pairs.swapped(), of_first), (second, pairs, of_second)):
+        if some:
+            calls = calls_of(args, run.recording)
+            identifier = Identifier(run.setting, run.recording, run.census, calls, {}, args.identify_seconds, judge.gap)
+            found += identifier.identify(some, said)
+    return sorted(found, key=lambda place: differing.index(place.judged))
 
 
 def _of_the_first(off: tuple[float, float] | None) -> bool:

@@ -128,6 +128,8 @@ def sglang_file(folder: Path, name: str, value: Any, step: int = 0) -> Path:
 def test_what_is_no_dump_is_refused(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text").mkdir()
+    (tmp_path / "raw.md").write_text("x")
+    (tmp_path / "notes.txt").write_text("x")
     (tmp_path / "text" / "notes.txt").write_text("x")
     (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 cut off")
     torch.save({"input_ids": IDS, "run": Command()}, tmp_path / "run.pt")
@@ -139,6 +141,8 @@ def test_what_is_no_dump_is_refused(tmp_path):
         "run.pt": "cannot be read as tensors alone",
         "raw": "3 bytes, want a multiple of 4",
         "absent": "No such file",
+        "ra": "No such file",
+        "notes.txt": "no file of tensors: want .safetensors, .pt",
     }.items():
         with pytest.raises(ConfigError, match=said) as refused:
             Recording(tmp_path / name, CONFIG, tokens=IDS)
@@ -153,6 +157,9 @@ def test_dumps_of_two_runs_are_not_mixed(tmp_path):
     with pytest.raises(ConfigError, match=r"of 2 dumps, name one of them: .*dump_1.*dump_2"):
         Recording(tmp_path, CONFIG)
     assert list(Recording(tmp_path / "dump_2", CONFIG).tensors) == ["embedded"]
+    torch.save({"model.embed_tokens": torch.randn(12, 128)}, tmp_path / "dump_2" / "another.pt")
+    with pytest.raises(ConfigError, match=r"files of SGLang's dumper, and 'another\.pt', which is none of them"):
+        Recording(tmp_path / "dump_2", CONFIG)
 
 
 def test_a_prompt_is_known_or_asked_for(tmp_path):
@@ -163,7 +170,7 @@ def test_a_prompt_is_known_or_asked_for(tmp_path):
     with pytest.raises(ConfigError, match=r"no site among its tensors.*d_attn_norm-0.*in no way.*of 11 tokens"):
         Recording(tmp_path / "d", CONFIG, tokens=IDS[:11])
     torch.save({"input_ids": IDS, "model.embed_tokens": torch.randn(12, 128)}, tmp_path / "r.pt")
-    with pytest.raises(ConfigError, match="its 12 tokens are not the 12 of --tokens"):
+    with pytest.raises(ConfigError, match=r"its 12 tokens are not the 12 of --tokens.*at position 0"):
         Recording(tmp_path / "r.pt", CONFIG, tokens=IDS + 1)
 
 
@@ -175,7 +182,7 @@ def test_calls_of_another_prompt_are_left_out(tmp_path):
     last, given = Recording(tmp_path, CONFIG), Recording(tmp_path, CONFIG, tokens=IDS)
     assert torch.equal(last.tokens, IDS + 12)
     assert torch.equal(given.tokens, IDS)
-    assert given.told[-1].startswith("1 of 3 calls are taken as the prompt, 12 tokens")
+    assert given.told[-1].startswith("1 of 3 calls are taken as the prompt, 12 tokens; the others, of 5, 12 tokens")
     with pytest.raises(ConfigError, match="none of its 3 calls is of the tokens that --tokens has"):
         Recording(tmp_path, CONFIG, tokens=IDS + 1)
 
