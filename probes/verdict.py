@@ -19,7 +19,7 @@ from fathom.model.choices import PLAIN, RECORDED_DTYPES
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.model.rounding import Rounding
-from fathom.probes.judge.causes import Explained, places
+from fathom.probes.judge.causes import Explained, Place, places
 from fathom.probes.judge.checks import Checks, Difference, Judged, Progress, Status, silent
 from fathom.probes.judge.dump import in_memory
 from fathom.probes.judge.gguf import open_gguf
@@ -89,13 +89,9 @@ def judge(
     run = opened(opened_recording, weights_of(model, config), None, numerics)
     results = judge_layers(Checks(run.setting, run.recording), layers)
     found = dict[tuple[str, ...], Explained]()
-    if identify_seconds and places(results):
-        from fathom.probes.identify import Identifier  # noqa: PLC0415 -- runs our model, seconds to import
-
-        others = {} if run.numerics.rests else other_numerics(run.setting, run.recording, silent)
-        lengths = list(calls or run.recording.calls or [len(run.recording.tokens)])
-        identifier = Identifier(run.setting, run.recording, run.census, lengths, others, identify_seconds)
-        for place in identifier.identify(results, silent):
+    if identify_seconds:
+        lengths = calls or run.recording.calls or [len(run.recording.tokens)]
+        for place in explain(run, results, lengths, identify_seconds)[0]:
             if place.named is not None:
                 found.setdefault(place.named.names, place.named)
     return Verdict(
@@ -181,6 +177,19 @@ def judge_layers(checks: Checks, layers: Sequence[int] | None, said: Progress = 
     ends = [] if layers is not None else checks.ends(said)
     before = [judged for judged in ends if judged.site == "embedded"]
     return before + results + [judged for judged in ends if judged.site != "embedded"]
+
+
+def explain(
+    run: Run, results: Sequence[Judged], calls: Sequence[int], seconds: float, said: Progress = silent
+) -> tuple[list[Place], dict[str, Rounding]]:
+    """What explains each site that differs, and which other roundings were tried as causes."""
+    if not places(results):
+        return [], {}
+    from fathom.probes.identify import Identifier  # noqa: PLC0415 -- runs our model, seconds to import
+
+    others = {} if run.numerics.rests else other_numerics(run.setting, run.recording, said)
+    identifier = Identifier(run.setting, run.recording, run.census, calls, others, seconds)
+    return identifier.identify(results, said), others
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -154,7 +154,7 @@ def check(args: argparse.Namespace) -> None:
     read = [*read, *_bases(getattr(args, "kv", None) or ())]
     held = _models(args, read)
     written = [*written, *(each for page in pages for each in _with_json(page))]
-    _check_apart([*written, *reported, *filled, *made], [*read, *dumps], [*held, *(one.path for one in dumps)])
+    _check_apart([*written, *reported, *filled, *made], [*read, *dumps], held)
     for one in read:
         status(one.path, ConfigError)
     for one in dumps:
@@ -201,6 +201,8 @@ def _check_apart(outputs: Sequence[Named], read: Sequence[Named], models: Sequen
         for other in read:
             if same(path, other.path):
                 raise ConfigError(f"{flag} {path}: is what {other.flag} reads, and stays as it is")
+            if other.path.is_dir() and _inside(path, other.path):
+                raise ConfigError(f"{flag} {path}: lies in {other.path}, which {other.flag} reads, and stays as it is")
         for other in outputs[:at]:
             if same(path, other.path):
                 raise ConfigError(f"{flag} {path}: {other.flag} writes it too")

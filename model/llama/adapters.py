@@ -10,9 +10,6 @@ others: `model.llama.trained`. Published files say nothing of the kind.
 """
 
 import hashlib
-import pickle
-import struct
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -21,6 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fathom.model.checkpoint.archive import line_of, read_archive
 from fathom.model.checkpoint.header import zipped
 from fathom.model.errors import CheckpointError, quoted
 from fathom.model.llama.config import LlamaConfig
@@ -32,19 +30,6 @@ EPS: Final = 1e-6  # of the head norm
 GATE_LOGIT: Final = -2.0  # of a write gate that nothing was learnt for: the package's write_gate_init_bias
 BOUNDED: Final = ("write_proj.weight", "write_proj.bias", "summary_eta_logit")  # all or none of them
 STORED: Final = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}  # by its name in safetensors
-MALFORMED: Final = (  # what torch.load raises for a file that was damaged or made up
-    pickle.UnpicklingError,
-    struct.error,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    IndexError,
-    KeyError,
-    OverflowError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 HEAD_NORM: Final = "head_norm.weight"  # only with the head norm "full"; without it there is none, "identity"
 
 
@@ -152,12 +137,8 @@ def _tensors(path: Path, *, values: bool = True) -> dict[str, Tensor]:
             with safe_open(path, framework="pt") as opened:
                 return {name: _stored(path, opened, name, values=values) for name in opened.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise CheckpointError(f"{path}: neither safetensors nor a .pt archive ({_line(error)})") from error
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of tensors that are refused below
-            held = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except MALFORMED as error:
-        raise CheckpointError(f"{path}: cannot be read as tensors alone ({_line(error)})") from error
+            raise CheckpointError(f"{path}: neither safetensors nor a .pt archive ({line_of(error)})") from error
+    held = read_archive(path)
     found: dict[str, Tensor] = {}
     for layer, state in held.items() if isinstance(held, Mapping) else ():
         for name, tensor in state.items() if isinstance(state, Mapping) else ((None, state),):
@@ -186,10 +167,6 @@ def _plain(path: Path, name: str, tensor: Tensor) -> Tensor:
         said = f"{tensor.layout} {tensor.dtype} on {tensor.device.type}"
         raise CheckpointError(f"{path}: tensor {quoted(name)} is {said}, want dense numbers")
     return tensor.detach()
-
-
-def _line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _layers(path: Path, tensors: Mapping[str, Tensor], config: LlamaConfig) -> list[dict[str, Tensor]]:

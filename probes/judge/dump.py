@@ -6,38 +6,26 @@ are read as tensors alone.
 """
 
 import re
-import struct
-import warnings
+import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from fathom.model.checkpoint.archive import MALFORMED, line_of, read_archive
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.header import read_header, zipped
-from fathom.model.errors import ConfigError, one_line, quoted
+from fathom.model.errors import ConfigError, quoted
 from fathom.model.files import regular_file_size, status
 
 MOST_FILES: Final = 1 << 20
-MALFORMED: Final = (  # what torch.load raises for a file that was damaged or made up
-    UnpicklingError,
-    struct.error,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    IndexError,
-    KeyError,
-    OverflowError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 SAFETENSORS: Final = (".safetensors",)
 NO_TENSORS: Final = (".json", ".txt", ".md", ".toml", ".yaml", ".yml", ".log", ".html", ".gguf")
 NUMPY: Final = (".npy", ".npz")
@@ -92,9 +80,9 @@ def open_dump(path: Path) -> Dump:
 
 def in_memory(tensors: Mapping[str, Tensor]) -> Dump:
     """Tensors by name that are here already."""
+    held = {name: x.detach().cpu() for name, x in tensors.items()}
     pieces = (
-        Piece(name, torch.empty_like(x, device="meta"), lambda x=x: x.detach().cpu())  # type: ignore[misc]
-        for name, x in tensors.items()
+        Piece(name, torch.empty_like(x, device="meta"), partial(held.__getitem__, name)) for name, x in held.items()
     )
     return Dump(Path("(tensors)"), "", tuple(pieces))
 
@@ -125,30 +113,25 @@ def _safetensors(path: Path) -> Iterator[Piece]:
     shard = read_header(path)
     opened = Checkpoint(path.parent, (shard,), shard.tensors, ())
     for name in shard.tensors:
-        yield Piece(name, opened.outline(name), lambda name=name: opened.read(name))  # type: ignore[misc]
+        yield Piece(name, opened.outline(name), partial(opened.read, name))
 
 
 def _archive(path: Path) -> Iterator[Piece]:
-    for name, tensor in _flat("", _loaded(path)):
-        outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-        yield Piece(name, outline, lambda name=name: _again(path, name))  # type: ignore[misc]
-
-
-def _again(path: Path, name: str) -> Tensor:
-    """A tensor of an archive; archives are not kept open, of which a dump may have thousands."""
-    found = dict(_flat("", _loaded(path))).get(name)
-    if found is None:
-        raise ConfigError(f"{path}: changed after it was opened")
-    return found
-
-
-def _loaded(path: Path) -> Any:
+    """An archive of one tensor is read again when it is asked for: a dump may have more of them than can be mapped."""
     regular_file_size(path, ConfigError)
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of tensors that are left out
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=zipped(path))
-    except MALFORMED as error:
-        raise ConfigError(f"{path}: cannot be read as tensors alone: {one_line(str(error)).split('; ')[0]}") from None
+    held = dict(_flat("", read_archive(path, ConfigError)))
+    for name, tensor in held.items():
+        outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        read = partial(held.__getitem__, name) if len(held) > 1 else partial(_alone, path)
+        yield Piece(name, outline, read)
+
+
+def _alone(path: Path) -> Tensor:
+    """The only tensor of an archive."""
+    found = dict(_flat("", read_archive(path, ConfigError)))
+    if len(found) != 1:
+        raise ConfigError(f"{path}: changed after it was opened")
+    return found.popitem()[1]
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
@@ -168,19 +151,30 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _numpy(path: Path) -> Iterator[Piece]:
-    def arrays() -> dict[str, Any]:
+    opened = _arrays(path)
+    for name in [""] if isinstance(opened, np.ndarray) else opened:
         try:
-            opened = np.load(path, allow_pickle=False)
-            return {"": opened} if isinstance(opened, np.ndarray) else dict(opened)
-        except (*MALFORMED, OSError) as error:
-            raise ConfigError(f"{path}: cannot be read as arrays: {one_line(str(error))}") from None
-
-    for name, array in arrays().items():
-        try:
-            outline = torch.empty_like(torch.from_numpy(array), device="meta")
+            outline = torch.empty_like(_array(path, name), device="meta")
         except TypeError:
             continue  # text, for one
-        yield Piece(name, outline, lambda name=name: torch.from_numpy(arrays()[name]))  # type: ignore[misc]
+        yield Piece(name, outline, partial(_array, path, name))
+
+
+def _arrays(path: Path) -> Any:
+    """An array, or a mapping of names that reads one when it is asked for."""
+    try:
+        return np.load(path, allow_pickle=False)
+    except (*MALFORMED, OSError) as error:
+        raise ConfigError(f"{path}: cannot be read as arrays ({line_of(error)})") from None
+
+
+def _array(path: Path, name: str) -> Tensor:
+    """One array of a file."""
+    opened = _arrays(path)
+    try:
+        return torch.from_numpy(opened if isinstance(opened, np.ndarray) else opened[name])
+    except (zlib.error, zipfile.BadZipFile, EOFError, ValueError) as error:
+        raise ConfigError(f"{path}: {quoted(name)} cannot be read as an array ({line_of(error)})") from None
 
 
 def _raw(path: Path) -> Piece:
@@ -282,12 +276,7 @@ FORMS: Final = (
         ),
         _debugged,
     ),
-    _Form(
-        "raw files of ds4",
-        ("ds4",),
-        DS4,
-        _bytes,
-    ),
+    _Form("raw files of ds4", ("ds4",), DS4, _bytes),
 )
 
 
@@ -300,7 +289,7 @@ def _folder(path: Path, files: Sequence[Path], prefix: str) -> Dump:
         return _plain(path, names)
     form = fitting.most_common(1)[0][0]
     pieces, left = list[Piece](), dict[str, str]()
-    runs = dict[str, Path]()
+    runs = set[Path]()
     for file, name in names.items():
         if (found := form.file.fullmatch(name)) is None:
             if file.suffix in OF_TENSORS:
@@ -308,10 +297,10 @@ def _folder(path: Path, files: Sequence[Path], prefix: str) -> Dump:
             left[name] = "its name is not of this form"
             continue
         if form.pieces is not _one:  # whose folders are steps and ranks
-            runs.setdefault(str(file.parent), file)
+            runs.add(file.parent)
         pieces += form.pieces(file, found)
     if len(runs) > 1:
-        some = ", ".join(sorted(quoted(run) for run in runs)[:4])
+        some = ", ".join(sorted(quoted(str(run)) for run in runs)[:4])
         raise ConfigError(f"{path}: {form.told} of {len(runs)} dumps, name one of them: {some}")
     return Dump(path, form.told, tuple(pieces), form.tables, left)
 

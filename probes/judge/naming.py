@@ -19,13 +19,15 @@ from torch import Tensor
 
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError, quoted
+from fathom.model.observe import sites
 from fathom.model.observe.sites import SITES, STEPS, axes
 from fathom.probes.judge.dump import Dump, Piece
 
 NO_SITE: Final = "no site"
 TABLES: Final = Path(__file__).parent / "names"
 TOKENS, POSITIONS = "tokens", "positions"
-WHOLE: Final = (TOKENS, POSITIONS, "embedded", "hidden", "logits")  # of no layer
+LAST: Final = (sites.HIDDEN.name, sites.LOGITS.name)  # of which a run often keeps the last token's row alone
+WHOLE: Final = (TOKENS, POSITIONS, sites.EMBEDDED.name, *LAST)  # of no layer
 WRAPPERS: Final = re.compile(
     r"(?:non_intrusive__|module\.|model\.|base_model\.|_orig_mod\.)+"
 )  # what a name may begin with more, or less
@@ -39,7 +41,7 @@ class Rule(NamedTuple):
     theirs: str
     pattern: re.Pattern[str]
     site: str
-    axes: tuple[str, ...]  # theirs, in their order; several run together are joined by *. None: as the site's
+    axes: tuple[str, ...]  # theirs, in their order; several run together are joined by *. Empty: as the site's
     columns: str = ""
     times: tuple[str, ...] = ()
     rows_sum: str = ""  # rows that sum to 1 are to be multiplied by this field of the config
@@ -154,25 +156,23 @@ class _Sense(NamedTuple):
     name: str
     order: int  # of the rule in the table
     rule: Rule
-    layer: int | None
-
-    @property
-    def of_last(self) -> bool:
-        """Whether it is of the last layer, which its name does not say."""
-        return self.layer is None and self.rule.layers == "last" and self.rule.site not in WHOLE
+    at: int | None  # the layer's number in the name
+    layer: int | None  # that it is of
 
     @property
     def site(self) -> str:
         return self.rule.site if self.layer is None else f"layers.{self.layer}.{self.rule.site}"
 
 
-def _senses(table: Table, name: str) -> list[_Sense]:
+def _senses(table: Table, name: str, last: int = 0) -> list[_Sense]:
+    """All that a table says of a name, in a model whose last layer has this number."""
     found = []
     for order, rule in enumerate(table.rules):
         if match := _match(table, rule.pattern, name):
-            layer = match.groupdict().get("layer")
-            own = layer is not None and rule.site not in WHOLE
-            found.append(_Sense(name, order, rule, int(layer or 0) + rule.of_layer if own else None))
+            number = match.groupdict().get("layer")
+            at = None if number is None else int(number)
+            own = None if rule.site in WHOLE else last if at is None and rule.layers == "last" else at
+            found.append(_Sense(name, order, rule, at, None if own is None else own + rule.of_layer))
     return found
 
 
@@ -226,10 +226,10 @@ def named(dump: Dump, config: ModelConfig, tokens: Tensor | None, taken: Collect
     if table is None:
         out.lines += [Line(name, _shape(some), "", NO_SITE) for name, some in by_name.items() if name not in taken]
         return out
-    senses, last = list[_Sense](), config.num_hidden_layers - 1
+    senses = list[_Sense]()
     for name, some in by_name.items():
-        found = [] if name in taken else _senses(table, name)
-        senses += (one._replace(layer=last) if one.of_last else one for one in found)
+        found = [] if name in taken else _senses(table, name, config.num_hidden_layers - 1)
+        senses += found
         if not found and name not in taken:
             out.lines.append(Line(name, _shape(some), "", _why_not(table, name)))
     made = _Making(dump, table, config, tokens, by_name, senses)
@@ -266,6 +266,7 @@ class _Making:
         self.pieces, self.senses, self.sizes = pieces, senses, axes(config)
         self.told: list[str] = []
         self.rows = self._rows() if table.aligned else {}  # tokens of each call
+        self.first = self._firsts()  # positions of the first tokens of calls, where the dump says them
         self.calls = self._prompt()
         self.lengths = tuple(self.rows[call] for call in self.calls) if len(self.rows) > 1 else ()
 
@@ -340,7 +341,7 @@ class _Making:
         runs: list[list[tuple[int, ...]]] = []
         after = 0  # position of the token that would follow
         for call in calls:
-            first = self._first(call)
+            first = self.first.get(call)
             if first is not None:
                 new = not runs or first != after
             elif self.given is not None:
@@ -351,17 +352,17 @@ class _Making:
                 runs.append([])
             runs[-1].append(call)
             after = (first if first is not None else 0 if new else after) + self.rows[call]
-        return [run for run in runs if self._first(run[0]) in (0, None)]
+        return [run for run in runs if self.first.get(run[0], 0) == 0]
 
-    def _first(self, call: tuple[int, ...]) -> int | None:
-        """The position of a call's first token, where the dump says it."""
+    def _firsts(self) -> dict[tuple[int, ...], int]:
+        found: dict[tuple[int, ...], int] = {}
         for sense in self.senses:
             for piece in self.pieces[sense.name]:
-                if piece.call == call and piece.first is not None:
-                    return piece.first
-                if piece.call == call and sense.rule.site == POSITIONS and piece.outline.numel():
-                    return int(piece.read().flatten()[0])
-        return None
+                if piece.first is not None:
+                    found[piece.call] = piece.first
+                elif sense.rule.site == POSITIONS and piece.call not in found and piece.outline.numel():
+                    found[piece.call] = int(piece.read().flatten()[0])
+        return found
 
     def _is_given(self, run: Sequence[tuple[int, ...]], *, whole: bool = True) -> bool:
         """Whether these calls are of the tokens that were given, or of their beginning."""
@@ -388,26 +389,22 @@ class _Making:
 
     def _site(self, out: Named, site: str, senses: Sequence[_Sense]) -> None:
         """Make one tensor of those that the site may be taken from: of the first, or of all that it is the sum of."""
-
-        def left(sense: _Sense, why: str) -> None:
-            out.lines.append(Line(sense.name, _shape(self.pieces[sense.name]), "", why))
-
         chosen = [(sense, *self._chosen(sense)) for sense in senses]
         for sense, why, pieces in chosen:
             if why and not pieces:
-                left(sense, why)
+                self._left(out, sense, why)
         usable = [(sense, pieces) for sense, _, pieces in chosen if pieces]
         if usable:
             self._made(out, site, usable)
 
-    def _made(self, out: Named, site: str, usable: Sequence[tuple[_Sense, list[Piece]]]) -> None:
-        def left(sense: _Sense, why: str) -> None:
-            out.lines.append(Line(sense.name, _shape(self.pieces[sense.name]), "", why))
+    def _left(self, out: Named, sense: _Sense, why: str) -> None:
+        out.lines.append(Line(sense.name, _shape(self.pieces[sense.name]), "", why))
 
+    def _made(self, out: Named, site: str, usable: Sequence[tuple[_Sense, list[Piece]]]) -> None:
         terms = self._terms(usable)
         if isinstance(terms, str):
             for sense, _ in usable:
-                left(sense, terms)
+                self._left(out, sense, terms)
             return
 
         def read(by: Callable[[Piece], Tensor]) -> Tensor:
@@ -419,12 +416,12 @@ class _Making:
             outline = read(lambda piece: piece.outline)
         except (RuntimeError, IndexError, ValueError, TypeError) as error:  # sizes are not what the table says
             for sense in used:
-                left(sense, f"cannot be read as {site}: {str(error).splitlines()[0]}")
+                self._left(out, sense, f"cannot be read as {site}: {str(error).splitlines()[0]}")
             return
         out.lines += [Line(one.name, _shape(pieces), site, one.rule.note) for one, pieces in terms]
         for sense, _ in usable:
             if sense not in used:
-                left(sense, f"{site} is taken from {used[0].name}")
+                self._left(out, sense, f"{site} is taken from {used[0].name}")
         told = " + ".join(sense.name for sense in used)
         out.tensors[site] = Made(site, told, outline, lambda: read(lambda piece: piece.read()))
 
@@ -445,12 +442,12 @@ class _Making:
         rule, layer, every = sense.rule, sense.layer, self.pieces[sense.name]
         if layer is not None and layer < 0:
             return "", []  # before the first
-        at = layer if layer is not None else _layer_of(sense)
-        if at is not None and at >= self.config.num_hidden_layers:
-            return f"layer {at} is beyond the model's {self.config.num_hidden_layers}", []
+        at, count = layer if layer is not None else sense.at, self.config.num_hidden_layers
+        if at is not None and at >= count:
+            return f"layer {at} is beyond the model's {count}", []
         if layer is not None and rule.kinds and self.config.layer_kind(layer).name not in rule.kinds:
             return f"in {self.config.layer_kind(layer).name} layers it is not {rule.site}", []
-        if at is not None and (wrong := _other_layer(rule, at, self.config.num_hidden_layers)):
+        if at is not None and (wrong := _other_layer(rule, at, count)):
             return wrong, []
         pieces = [piece for piece in every if not rule.ambiguous or self._fits(rule, piece)]
         if not self.table.aligned:
@@ -461,7 +458,7 @@ class _Making:
 
     def _inside(self, rule: Rule, piece: Piece) -> bool:
         """Whether entries that lie by the position of a token are of the prompt's tokens."""
-        start = self._first(self.calls[0])
+        start = self.first.get(self.calls[0])
         if piece.first is None or start is None or self._axes(rule)[0] not in ENTRIES:
             return False
         return start <= piece.first < start + sum(self.rows[call] for call in self.calls)
@@ -574,19 +571,11 @@ class _Making:
 SUM_TO_1: Final = 0.02  # off by so much at most, in bf16
 ENTRIES: Final = ("n", "e")
 ROWS: Final = ("t", *ENTRIES)
-LAST: Final = ("logits", "hidden")  # of which a call often has the last row alone
 SHAPES: Final = {site.name: site.shape for site in (*SITES, *STEPS)} | {TOKENS: "t", POSITIONS: "t"}
 HALVES: Final[dict[str, Callable[[int], slice]]] = {
     "first half": lambda width: slice(0, width // 2),
     "second half": lambda width: slice(width // 2, width),
 }
-
-
-def _layer_of(sense: _Sense) -> int | None:
-    """The layer in the name of a tensor that is of no layer."""
-    found = sense.rule.pattern.fullmatch(_bare(sense.name))
-    layer = None if found is None else found.groupdict().get("layer")
-    return None if layer is None else int(layer)
 
 
 def _other_layer(rule: Rule, layer: int, count: int) -> str:

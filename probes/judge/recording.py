@@ -26,7 +26,7 @@ from fathom.model.files import read_bounded
 from fathom.model.observe import sites
 from fathom.model.observe.sites import SITES, STEPS, Site, axes
 from fathom.probes.judge.dump import Dump, open_dump
-from fathom.probes.judge.naming import NO_SITE, POSITIONS, TOKENS, Line, Made, named
+from fathom.probes.judge.naming import LAST, NO_SITE, POSITIONS, TOKENS, Line, Made, named
 from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS
 
 PAGE: Final = "scripts/exporters/README.md"
@@ -41,7 +41,6 @@ OF_ENTRIES: Final = (
 RETURNED: Final = Site(LOGPROBS, "t n", "log-probabilities (natural) that some ids come next, at each position")
 RETURNED_IDS: Final = Site(LOGPROB_IDS, "t n", "the ids that these are of, in any order")
 WHOLE_MODEL: Final = (sites.EMBEDDED.name, sites.HIDDEN.name, sites.LOGITS.name, LOGPROBS)
-LAST: Final = (sites.HIDDEN.name, sites.LOGITS.name)  # of which a run often keeps the last token's row alone
 CHOICES: Final = (sites.SELECTED.name, sites.EXPERT_IDS.name)
 IN_FP32: Final = (".pre", ".post", ".comb")  # how sites end that are fp32 in runs of any dtype
 SAYS_NOTHING: Final = (  # of the run's dtype
@@ -312,7 +311,8 @@ class Recording:
         """How the stored shape becomes the site's."""
         found = self._held[stored].outline
         if found.dtype not in (WHOLE_NUMBERS if site.name in (*CHOICES, LOGPROB_IDS) else FLOATS):
-            raise ConfigError(f"{self.path}: {quoted(stored)} is {DTYPE_NAMES[found.dtype]}, want a float dtype")
+            dtype = DTYPE_NAMES.get(found.dtype, found.dtype)
+            raise ConfigError(f"{self.path}: {quoted(stored)} is {dtype}, want a float dtype")
         leading, shape = 0, tuple(found.shape)
         wanted = self._wanted(site, layer, shape)
         readings = {reading for want in wanted for reading in _readings(shape, want)}

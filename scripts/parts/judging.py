@@ -5,7 +5,7 @@ import contextlib
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -20,13 +20,15 @@ from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.rounding import Rounding
 from fathom.probes.console import plain
 from fathom.probes.finding import Plot, ranges
-from fathom.probes.judge.causes import NAMED, NEAREST, Place, of_tokens, places
+from fathom.probes.judge.causes import NAMED, NEAREST, Place, of_tokens
 from fathom.probes.judge.checks import FOLLOWS, Checks, Difference, Judged, Status
+from fathom.probes.judge.checks import Progress as Saying
 from fathom.probes.judge.exercised import Unseen, unseen
-from fathom.probes.judge.numerics import Found, other_numerics
+from fathom.probes.judge.numerics import Found
 from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, read_map
 from fathom.probes.verdict import (
     dtype_name,
+    explain,
     first_difference,
     judge_layers,
     layers_needed,
@@ -52,8 +54,6 @@ CHOSEN_FIRST: Final = ("indexer.selected", "experts.ids")  # without them a wron
 WIDE: Final = 0.1  # a bound in units of a row's length that is said to be wide
 CURVES: Final = 8  # of the picture: the sites that are furthest off
 COLOURS: Final = {Status.AGREES: "green", Status.DIFFERS: "bold red", Status.NOT_JUDGED: "yellow"}
-
-Saying = Callable[[str, float], None]
 
 
 def calls_of(args: argparse.Namespace, recording: Recording) -> list[int]:
@@ -84,13 +84,9 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
         checks = Checks(setting, recording, len(recording.tokens) if args.rows == "all" else args.rows)
         results = judge_layers(checks, args.layers, said)
         found, others = list[Place](), dict[str, Rounding]()
-        if not unlooked and places(results):
-            from fathom.probes.identify import Identifier  # runs our model, which takes seconds to import
-
-            others = {} if numerics.rests else other_numerics(setting, recording, said)
+        if not unlooked:
             calls = calls_of(args, recording)
-            identifier = Identifier(setting, recording, judged_run.census, calls, others, args.identify_seconds)
-            found = identifier.identify(results, said)
+            found, others = explain(judged_run, results, calls, args.identify_seconds, said)
     hidden = unseen(checks, results)
     out.say(*_head(args, checks, results, numerics, time.perf_counter() - started, seen=judged_run.seen))
     show(out, results, found, others, config, unlooked=unlooked)

@@ -10,7 +10,7 @@ import torch
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.probes.judge.causes import Place, places
-from fathom.probes.judge.checks import Judged
+from fathom.probes.judge.checks import Judged, Progress
 from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS
 from fathom.probes.judge.pairs import Apart, Pairs, Side, check_prompts
 from fathom.probes.judge.recording import CHOICES, OF_ENTRIES
@@ -29,7 +29,6 @@ from fathom.runtime.hub import fetch
 from fathom.runtime.output import write_json
 from fathom.scripts.console import Console
 from fathom.scripts.parts.judging import (
-    Saying,
     calls_of,
     faults_json,
     many,
@@ -97,7 +96,7 @@ def _identified(
     pairs: Pairs,
     results: Sequence[Judged],
     off: tuple[float, float] | None,
-    said: Saying,
+    said: Progress,
 ) -> list[Place]:
     """What explains the step: a fault of the run that is off the oracle; the second where that is neither, or both."""
     from fathom.probes.identify import Identifier  # runs our model, which takes seconds to import

@@ -28,11 +28,6 @@ def tokens() -> Tensor:
     return torch.tensor(Subject().tokens(TOKENS))
 
 
-@pytest.fixture(scope="module")
-def healthy() -> Any:
-    return exporter.load(DEMO, "bf16")
-
-
 def compared(path: Path, *flags: str) -> tuple[int, dict[str, Any]]:
     """Without a word about how it rounds: whatever is wrong with it, it is found to round nothing."""
     out = path.with_suffix(".json")

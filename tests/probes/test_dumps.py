@@ -19,7 +19,6 @@ from fathom.probes.verdict import judge
 from fathom.runtime.options import DEMO
 from fathom.scripts import compare
 from tests import dumps
-from tests.exporter import exporter
 from tests.probes.transformers_faults import KNOWN
 
 TOKENS = 150  # one HCA window
@@ -28,11 +27,6 @@ TOKENS = 150  # one HCA window
 @pytest.fixture(scope="module")
 def tokens() -> Tensor:
     return torch.tensor(Subject().tokens(TOKENS))
-
-
-@pytest.fixture(scope="module")
-def healthy() -> Any:
-    return exporter.load(DEMO, "bf16")
 
 
 def made(form: str, model: Any, tokens: Tensor, tmp_path: Path, lengths: tuple[int, ...] = ()) -> list[str]:
@@ -229,3 +223,9 @@ def test_a_step_is_judged_from_the_site_before_it(healthy, tmp_path):
     assert status == 1
     differing = [one["site"] for one in report["sites"] if one["status"] == "differs"]
     assert differing[:2] == ["experts.gate", "experts.up"]
+
+
+def test_nothing_is_written_into_a_dump(tmp_path):
+    sglang_file(tmp_path / "d", "input_ids", IDS)
+    with pytest.raises(ConfigError, match=r"--json .*/d/v.json: lies in .*/d, which --recording reads"):
+        compare.main(["--recording", str(tmp_path / "d"), "--json", str(tmp_path / "d" / "v.json")])
