@@ -131,6 +131,8 @@ def msprobe(folder: Path, calls: Sequence[Call]) -> Path:
         place = folder / f"step{step}" / "rank0" / "dump_tensor_data"
         place.mkdir(parents=True)
         (place.parent / "dump.json").write_text(json.dumps({"task": "tensor", "level": "L0"}))
+        for name in ("Module.lm_head.Linear.forward.0.parameters.weight", "Functional.linear.0.forward.output.0"):
+            torch.save(torch.zeros(3), place / f"{name}.pt")
         for name, x in call.hooks.items():
             way = "input" if ".input" in name else "output"
             module, _, rest = name.rpartition(f".{way}")

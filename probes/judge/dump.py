@@ -263,8 +263,8 @@ FORMS: Final = (
         "files of msprobe",
         ("vllm_ascend", "huggingface", "sglang"),
         re.compile(
-            rf"(?:.*?/)??(?:step(?P<step>{N})/)?(?:(?:rank|proc)(?P<rank>{N})/)?dump_tensor_data/"
-            rf"Module\.(?P<name>.+)\.\w+\.forward\.(?P<call>{N})\.(?P<way>(?:input|output|kwargs)(?:\.[\w.]+?)?)\.(?:pt|npy)"
+            rf"(?:.*?/)??(?:step(?P<step>{N})/)?(?:(?:rank|proc)(?P<rank>{N})/)?dump_tensor_data/(?:Module\."
+            rf"(?P<name>.+)\.\w+\.forward\.(?P<call>{N})\.(?P<way>(?:input|output|kwargs)(?:\.[\w.]+?)?)|(?P<other>.+))\.(?:pt|npy)"
         ),
         _one,
     ),
@@ -295,6 +295,9 @@ def _folder(path: Path, files: Sequence[Path], prefix: str) -> Dump:
             if file.suffix in OF_TENSORS:
                 raise ConfigError(f"{path}: {form.told}, and {quoted(name)}, which is none of them: name one of both")
             left[name] = "its name is not of this form"
+            continue
+        if found.groupdict().get("other"):
+            left[name] = "no input or output of a module"
             continue
         if form.pieces is not _one:  # whose folders are steps and ranks
             runs.add(file.parent)

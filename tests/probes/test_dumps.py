@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.model_debugging_utils import model_addition_debugger_context
 
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
@@ -54,6 +55,17 @@ def test_a_healthy_dump_agrees(form, healthy, tokens, tmp_path):
     assert status == 0
     assert report["counts"]["differs"] == report["counts"]["not judged"] == 0
     assert len(report["sites"]) >= SITES[form]
+
+
+def test_what_transformers_debugger_writes_agrees(healthy, tokens, tmp_path):
+    """Its own code, which the dumps made by hand follow."""
+    model, folder = copy.deepcopy(healthy), tmp_path / "d"
+    shown = {"debug_path": str(folder), "do_prune_layers": False, "use_repr": False}
+    with model_addition_debugger_context(model, **shown), torch.inference_mode():
+        model(tokens[None], use_cache=False)
+    status, report = compared(["--recording", str(folder)], tmp_path)
+    assert (status, report["verdict"]) == (0, "agrees")
+    assert len(report["sites"]) >= SITES["debugger"]
 
 
 CHUNKS = (70, 62, 1, 1, 16)  # no multiples of a window; two tokens alone
