@@ -190,7 +190,7 @@ def _check_models(args: argparse.Namespace) -> None:
     1.3 s of one core.
     """
     partial = getattr(args, "hub_needs", None) == hub.INDEX
-    for _, path, _ in getattr(args, paths.Models.kind, []):
+    for _, path, *_ in getattr(args, paths.Models.kind, []):
         config_from_file(path / "config.json")
         if getattr(args, "headers", None) is None:  # of a model on the hub, whose files are not here
             read_headers(path, partial=partial)

@@ -26,12 +26,18 @@ CHECKOUT: Final = (ROOT / "pyproject.toml").is_file()  # else ROOT is where the 
 MAX_TEXT_BYTES: Final = 64 << 20  # of a file of text or of token ids: several times what a million tokens take
 
 
+def _is_there(path: Path) -> None:
+    """Refuse a path that is not there: ConfigError."""
+    status(path, ConfigError)
+
+
 class Named(NamedTuple):
     """A file or folder that the command line names."""
 
     flag: str
     path: Path
     look: Callable[[Path], object] = lambda _: None  # refuses a file for what it holds
+    there: Callable[[Path], object] = _is_there  # refuses what is not there to be read
 
 
 class _Noted(argparse.Action):
@@ -39,6 +45,7 @@ class _Noted(argparse.Action):
 
     kind = ""
     look: Callable[[Path], object] = staticmethod(lambda _: None)
+    there: Callable[[Path], object] = staticmethod(_is_there)
 
     def __init__(self, option_strings: Sequence[str], dest: str, **named: Any) -> None:
         super().__init__(option_strings, dest, **{"type": Path} | named)
@@ -55,7 +62,10 @@ class _Noted(argparse.Action):
         setattr(namespace, self.dest, values)
         flag = self.option_strings[0] if self.option_strings else str(self.metavar or self.dest)
         given = [values] if isinstance(values, str | Path) else list(values or ())
-        noted = [*getattr(namespace, self.kind, ()), *(Named(flag, Path(path), self.look) for path in given)]
+        noted = [
+            *getattr(namespace, self.kind, ()),
+            *(Named(flag, Path(path), self.look, self.there) for path in given),
+        ]
         setattr(namespace, self.kind, noted)
 
 
@@ -65,10 +75,10 @@ class Reads(_Noted):
     kind = "files_read"
 
 
-class Dumps(_Noted):
-    """The action of a flag whose file, folder, or beginning of the names of files, is a recording."""
-
-    kind = "dumps_read"
+def _begun(path: Path) -> None:
+    """Refuse a path that is neither there nor the beginning of names that are: ConfigError."""
+    if not (path.parent.is_dir() and any(path.parent.glob(f"{glob.escape(path.name)}*"))):
+        status(path, ConfigError)
 
 
 def _look_into_text(path: Path) -> None:
@@ -82,6 +92,12 @@ def _look_into_tensors(path: Path) -> None:
     """Refuse a file of tensors with a damaged header: CheckpointError. A .pt archive is left to who reads it."""
     if not zipped(path):
         read_header(path)
+
+
+class Dumps(Reads):
+    """The action of a flag whose file, folder, or beginning of the names of files, is a recording."""
+
+    there = staticmethod(_begun)
 
 
 class Texts(Reads):
@@ -138,7 +154,7 @@ class Makes(_Noted):
     kind = "folders_made"
 
 
-ACTIONS: Final = (Reads, Dumps, Models, Keeps, Writes, Reports, Pages, Fills, Makes)
+ACTIONS: Final = (Reads, Models, Keeps, Writes, Reports, Pages, Fills, Makes)
 KINDS: Final = tuple(each.kind for each in ACTIONS)  # attributes beside those of the flags
 
 
@@ -150,18 +166,16 @@ def check(args: argparse.Namespace) -> None:
     ConfigError, CheckpointError
         With one line naming the path, and the flag where the file itself is not at fault.
     """
-    read, dumps, models, kept, written, reported, pages, filled, made = (getattr(args, kind, []) for kind in KINDS)
+    read, models, kept, written, reported, pages, filled, made = (getattr(args, kind, []) for kind in KINDS)
     read = [*read, *_bases(getattr(args, "kv", None) or ())]
     held = _models(args, read)
     written = [*written, *(each for page in pages for each in _with_json(page))]
-    _check_apart([*written, *reported, *filled, *made], [*read, *dumps], held)
+    _check_apart([*written, *reported, *filled, *made], read, held)
     for one in read:
-        status(one.path, ConfigError)
-    for one in dumps:
-        _begun(one.path)
+        one.there(one.path)
     for one in models:
         regular_file_size(one.path / "config.json", ConfigError)
-    for flag, path, _ in pages:
+    for flag, path, *_ in pages:
         if path.suffix != ".md":
             raise ConfigError(f"{flag} {path}: want a name that ends in .md")
     for one in (*written, *reported):
@@ -172,12 +186,6 @@ def check(args: argparse.Namespace) -> None:
         makable(one.path)
     for one in read:
         one.look(one.path)
-
-
-def _begun(path: Path) -> None:
-    """Refuse a path that is neither there nor the beginning of names that are: ConfigError."""
-    if not (path.parent.is_dir() and any(path.parent.glob(f"{glob.escape(path.name)}*"))):
-        status(path, ConfigError)
 
 
 def check_output(args: argparse.Namespace, what: str, path: Path) -> None:
@@ -197,7 +205,7 @@ def _models(args: argparse.Namespace, read: Sequence[Named]) -> list[Path]:
 
 def _check_apart(outputs: Sequence[Named], read: Sequence[Named], models: Sequence[Path]) -> None:
     """Refuse an output that is an input, another output, or in the directory of a model: ConfigError."""
-    for at, (flag, path, _) in enumerate(outputs):
+    for at, (flag, path, *_) in enumerate(outputs):
         for other in read:
             if same(path, other.path):
                 raise ConfigError(f"{flag} {path}: is what {other.flag} reads, and stays as it is")
@@ -277,7 +285,7 @@ def _in_checkpoint(path: Path) -> bool:
 
 def _with_json(page: Named) -> list[Named]:
     """A page and the JSON beside it; ConfigError where both would be one file."""
-    flag, path, _ = page
+    flag, path, *_ = page
     if path.suffix == ".json":
         raise ConfigError(f"{flag} {path}: is the name of the JSON that goes beside the page; the page is Markdown")
     return [page, Named(f"the JSON of {flag}", path.with_suffix(".json"))] if path.name else [page]
