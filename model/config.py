@@ -1,26 +1,26 @@
 """The architecture as config.json states it: frozen facts, no defaults, nothing guessed.
 
 Two dialects are read: DeepSeek's own (`compress_ratios`, `num_hash_layers`, `rope_scaling`) and the one
-that transformers saves (`layer_types`, `mlp_layer_types`, `compress_rates`, `rope_parameters`). Refused, by
-name: every other model_type (also `deepseek_v41`, another architecture), a missing architecture field, a
-field this project does not know, and values it does not implement.
+that transformers saves (`layer_types`, `mlp_layer_types`, `compress_rates`, `rope_parameters`). DeepSeek-V4.1's
+file is read too: a model that is judged (`scripts.compare`) and not run. Refused, by name: every other
+model_type, a missing architecture field, a field this project does not know, and values it does not implement.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from fathom.kernels.formats.groups import INDEX_GROUP, KV_GROUP, LINEAR_GROUP
-from fathom.model.checkpoint.config_fields import Dspark, LayerKind, Yarn
+from fathom.model.checkpoint.config_fields import V41, Dspark, LayerKind, Yarn
 from fathom.model.checkpoint.config_json import fields, read_json
 from fathom.model.choices import NUMERICS, PLAIN
 from fathom.model.errors import ConfigError
 from fathom.model.rounding import FP4, NONE, Rounding
 
-__all__ = ["Dspark", "LayerKind", "ModelConfig", "Yarn", "check_widths"]
+__all__ = ["V41", "Dspark", "LayerKind", "ModelConfig", "Yarn", "check_widths"]
 
 # A file of a few KiB describes every published model; these bounds only keep a hostile one from
 # turning into gigabytes of names.
@@ -30,6 +30,7 @@ MAX_EXPERTS_IN_ALL = 1_000_000
 # token, and each token makes the iterations twice in each layer. Published: 128 and 20.
 MAX_WINDOW = 1 << 16
 MAX_SINKHORN_ITERS = 1000
+V41_BLOCK = 32
 MAX_DRAFTS = 64  # slots of a pass of DSpark; published: 5
 
 # What the weights and the arithmetic do not depend on.
@@ -80,6 +81,7 @@ class ModelConfig:
     eos_token_id: int
     num_mtp_layers: int  # stages of a draft head that the file announces
     dspark: Dspark | None  # what they are, where it is DSpark's
+    v41: V41 | None  # None: the model is a V4
 
     def __post_init__(self) -> None:
         for wrong, message in self._contradictions():
@@ -115,7 +117,32 @@ class ModelConfig:
             (chosen > experts, f"num_experts_per_tok is {chosen}, more than n_routed_experts {experts}"),
             (self.bos_token_id >= self.vocab_size, f"bos_token_id is {self.bos_token_id}, outside the vocabulary"),
             (self.eos_token_id >= self.vocab_size, f"eos_token_id is {self.eos_token_id}, outside the vocabulary"),
+            *(self._contradictions_of_v41(self.v41) if self.v41 is not None else ()),
         )
+
+    def _contradictions_of_v41(self, own: V41) -> Iterator[tuple[bool, str]]:
+        """Sources that are no sources: of whose entries, keys and selections later layers would find none."""
+        far = {layer for layer, ratio in enumerate(self.compress_ratios) if ratio}
+        for name, sources in (("kv_source_layer_ids", own.kv_sources), ("index_source_layer_ids", own.index_sources)):
+            yield not {*sources} <= far, f"{name} is {list(sources)}, want layers with a compress ratio"
+            yield sorted({*sources}) != [*sources], f"{name} is {list(sources)}, want it ascending"
+            first = min(far, default=None)
+            yield first is not None and first not in sources, f"{name} is {list(sources)}, without layer {first}"
+        yield not {*own.kv_sources} <= {*own.index_sources}, "kv_source_layer_ids: want each in index_source_layer_ids"
+        last = own.candidate_source
+        yield last not in own.kv_sources[-1:], f"candidate_source_layer_id is {last}, want the last KV source"
+        early = [layer for layer in own.index_sources if layer < last and layer not in own.kv_sources]
+        yield bool(early), f"index_source_layer_ids: {early} lie before candidate_source_layer_id and hold no KV"
+        for layer in far:
+            source = max((at for at in own.kv_sources if at <= layer), default=layer)
+            unlike = self.compress_ratios[source] != self.compress_ratios[layer]
+            yield unlike, f"compress_ratios: layer {layer} reads entries of layer {source}, whose ratio is another"
+        tables = own.engram
+        yield len(tables.layer_ids) != len(tables.rows), "engram_layer_ids and engram_num_embeddings differ in length"
+        yield any(at >= self.num_hidden_layers for at in tables.layer_ids), "engram_layer_ids: beyond the last layer"
+        yield tables.pad_token_id >= self.vocab_size, "engram_pad_token_id: outside the vocabulary"
+        yield tables.max_ngram < 2, "engram_max_ngram_size: want 2 or more"
+        yield own.draft_experts_per_tok > own.draft_experts, "dspark_num_experts_per_tok: more than there are"
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -134,6 +161,33 @@ class ModelConfig:
         """Whether the layer's experts are looked up by token id (`tid2eid`) instead of chosen by score."""
         return layer < self.num_hash_layers
 
+    def entry_source(self, layer: int) -> int:
+        """The layer that makes the compressed entries that this one reads: itself, but in V4.1."""
+        return layer if self.v41 is None else max(at for at in self.v41.kv_sources if at <= layer)
+
+    def selection_source(self, layer: int) -> int:
+        """The layer that selects the entries that this one reads: itself, but in V4.1."""
+        return layer if self.v41 is None else max(at for at in self.v41.index_sources if at <= layer)
+
+    def makes_entries(self, layer: int) -> bool:
+        """Whether a layer has a compressor."""
+        return bool(self.ratio(layer)) and self.entry_source(layer) == layer
+
+    def selects(self, layer: int) -> bool:
+        """Whether a layer has an indexer."""
+        return self.layer_kind(layer) is LayerKind.CSA and self.selection_source(layer) == layer
+
+    def experts(self, layer: int) -> tuple[int, int]:
+        """Routed experts of a layer, or of a stage of a draft head, and how many a token takes."""
+        if self.v41 is not None and layer >= self.num_hidden_layers:
+            return self.v41.draft_experts, self.v41.draft_experts_per_tok
+        return self.n_routed_experts, self.num_experts_per_tok
+
+    @property
+    def fp8_block(self) -> int:
+        """Rows and columns of an FP8 matrix that share a scale, and columns of the input of a linear that do."""
+        return LINEAR_GROUP if self.v41 is None else V41_BLOCK
+
     def prefix(self, layer: int) -> str:
         """What names of a layer's parameters begin with; stage 0 of a draft head is the layer behind the last."""
         behind = layer - self.num_hidden_layers
@@ -142,7 +196,10 @@ class ModelConfig:
     def to_json(self) -> dict[str, Any]:
         """Every field as JSON values, in the order of the class; both dialects give the same."""
         drafts = self.dspark
-        return asdict(self) | {
+        fields = asdict(self)
+        if self.v41 is None:  # fingerprints of V4 are of the fields that it has
+            del fields["v41"]
+        return fields | {
             "compress_ratios": list(self.compress_ratios),
             "layer_kinds": [kind.value for kind in self.layer_kinds],
             "dspark": drafts and asdict(drafts) | {"target_layer_ids": list(drafts.target_layer_ids)},
@@ -197,7 +254,7 @@ def check_widths(config: ModelConfig, rounding: Rounding) -> None:
 
     A partial group has no defined scale in the reference, so there is nothing to be faithful to.
     """
-    nope = config.head_dim - config.qk_rope_head_dim
+    block, nope = config.fp8_block, config.head_dim - config.qk_rope_head_dim
     per_linear = {
         "hidden_size": config.hidden_size,
         "q_lora_rank": config.q_lora_rank,
@@ -205,14 +262,18 @@ def check_widths(config: ModelConfig, rounding: Rounding) -> None:
         "moe_intermediate_size": config.moe_intermediate_size,
     }
     wrong = [
-        f"{name} is {width}, no multiple of {LINEAR_GROUP}"
+        f"{name} is {width}, no multiple of {block}"
         for name, width in per_linear.items()
-        if rounding.linears != NONE and width % LINEAR_GROUP
+        if rounding.linears != NONE and width % block
     ]
-    if rounding.kv != NONE and nope % KV_GROUP:
+    if rounding.kv != NONE and config.v41 is not None and config.head_dim % block:
+        wrong.append(f"head_dim is {config.head_dim}, no multiple of {block}")
+    if rounding.kv != NONE and config.v41 is None and nope % KV_GROUP:
         wrong.append(f"head_dim - qk_rope_head_dim is {nope}, no multiple of {KV_GROUP}")
     width = config.index_head_dim
-    if rounding.index == FP4 and LayerKind.CSA in config.layer_kinds and (width % INDEX_GROUP or width & (width - 1)):
+    rotated = config.v41 is None  # by Hadamard's matrix, whose sizes are powers of two
+    unfit = width % INDEX_GROUP or (rotated and width & (width - 1))
+    if rounding.index == FP4 and LayerKind.CSA in config.layer_kinds and unfit:
         wrong.append(f"index_head_dim is {width}, no power of two that {INDEX_GROUP} divides")
     if wrong:
         flag = "--numerics" if rounding.numerics in NUMERICS else "--rounding"

@@ -40,8 +40,8 @@ from fathom.probes.finding import (
     vacuous,
 )
 from fathom.probes.judge.checks import Checks, Judged, Status, View
-from fathom.probes.judge.oracle import F64, FACTOR, Ends, Layer, Noise, Parameters, Setting
-from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, has_site, stored_name
+from fathom.probes.judge.oracle import F64, FACTOR, Ends, Layer, Noise, Parameters, Setting, has
+from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, stored_name
 from fathom.probes.probe import Probe, Progress
 from fathom.probes.subject import Subject
 from fathom.probes.ways import record
@@ -438,7 +438,7 @@ def _shown(mistake: Mistake, found: Sequence[Run]) -> list[Shown]:
     layers: list[int | None] = [None]
     if site is not sites.HIDDEN:
         layers = [
-            n for n in range(config.num_hidden_layers) if has_site(config, n, site) and mistake.applies(config, n)
+            n for n in range(config.num_hidden_layers) if has(config, n, site.name) and mistake.applies(config, n)
         ]
     most = {layer: max((_times(mistake, run, layer), run.name) for run in among) for layer in layers if among}
     enough = not mistake.each and any(times > 1 for times, _ in most.values())

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fathom.model.checkpoint.census import Census, census
 from fathom.model.checkpoint.checkpoint import Checkpoint
+from fathom.model.checkpoint.folder import TOKENIZER
 from fathom.model.choices import PLAIN, RECORDED_DTYPES
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
@@ -27,6 +28,8 @@ from fathom.probes.judge.naming import Line
 from fathom.probes.judge.numerics import Found, find, other_numerics
 from fathom.probes.judge.oracle import Noise, Parameters, Setting, Unknown
 from fathom.probes.judge.recording import Recording
+from fathom.runtime.text.alike import token_map
+from fathom.runtime.text.tokenizer import Tokenizer
 
 DTYPES: Final = dict(zip(RECORDED_DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 SECONDS: Final = 120.0
@@ -86,7 +89,7 @@ def judge(
     config = ModelConfig.from_file(model / "config.json")
     dump = recording if isinstance(recording, Path) else in_memory(recording)
     opened_recording = Recording(dump, config, names, tokens)
-    run = opened(opened_recording, weights_of(model, config), None, numerics)
+    run = opened(opened_recording, weights_of(model, config), None, numerics, alike=ids_alike(model, config))
     results = judge_layers(Checks(run.setting, run.recording), layers)
     found = dict[tuple[str, ...], Explained]()
     if identify_seconds:
@@ -129,15 +132,23 @@ def opened(
     dtype: str | None = None,
     numerics: str | None = None,
     said: Progress = silent,
+    alike: Tensor | None = None,
 ) -> Run:
     """A recording with the weights of its model, and with the dtype and numerics that are given, or that it shows."""
     config, (parameters, counted) = recording.config, weights
     seen = None if dtype else recording.run_dtype()
     of_run = DTYPES[dtype] if dtype else seen or torch.bfloat16
     rounding = Rounding.of(numerics or PLAIN)
-    setting = Setting(config, parameters, recording.tokens, rounding, recording, Noise(of_run))
+    setting = Setting(config, parameters, recording.tokens, rounding, recording, Noise(of_run), alike=alike)
     found = find(setting, recording, said) if numerics is None else Found(rounding, {})
     return Run(recording, replace(setting, rounding=found.rounding), found, counted, seen=seen is not None)
+
+
+def ids_alike(model: Path, config: ModelConfig) -> Tensor | None:
+    """What V4.1's n-gram tables are looked up by, [vocab]; None for a V4, and where there is no tokenizer.json."""
+    if config.v41 is None or not (model / TOKENIZER).is_file():
+        return None
+    return torch.tensor(token_map(Tokenizer(model, config.vocab_size)))
 
 
 def layers_needed(recording: Recording, layers: Sequence[int] | None) -> set[int]:

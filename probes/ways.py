@@ -29,7 +29,8 @@ from fathom.model.observe.observer import listening
 from fathom.model.observe.sites import Listener, Site, axes
 from fathom.model.transformer import Transformer
 from fathom.probes.judge.naming import TOKENS
-from fathom.probes.judge.recording import IN_FP32, KEPT, OF_ENTRIES, WHOLE_MODEL, has_site, stored_name
+from fathom.probes.judge.oracle import has
+from fathom.probes.judge.recording import IN_FP32, KEPT, OF_ENTRIES, WHOLE_MODEL, stored_name
 from fathom.probes.subject import Subject
 from fathom.runtime.options import RunOptions
 from fathom.runtime.output import reserved
@@ -210,7 +211,7 @@ def _planned(
     known = axes(config)
     found: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {TOKENS: (torch.int64, (tokens,))}
     for site in kept:
-        places = [None] if site.name in WHOLE_MODEL else [layer for layer in layers if has_site(config, layer, site)]
+        places = [None] if site.name in WHOLE_MODEL else [layer for layer in layers if has(config, layer, site.name)]
         for layer in places:
             if layer is None and not whole and site != sites.EMBEDDED:
                 continue

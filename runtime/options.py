@@ -121,6 +121,10 @@ def check_options(config: Config, options: RunOptions, where: Path) -> None:
         if options.experts != AUTO:
             raise ConfigError(f"{where}: --experts {options.experts}: a {config.model_type} model has none")
         return
+    if config.v41 is not None:
+        raise ConfigError(
+            f"{where}: is a DeepSeek-V4.1 model, which is not run here; inspect shows one, compare judges it"
+        )
     check_widths(config, options.rounding)
     if options.coda_adapters is not None:
         raise ConfigError("--coda-adapters: of Llama-family checkpoints; DeepSeek-V4's attention has none")

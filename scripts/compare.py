@@ -15,10 +15,9 @@ import sys
 from collections.abc import Sequence
 
 from fathom.model.choices import PLAIN, RECORDED_DTYPES
-from fathom.model.config import ModelConfig
+from fathom.model.config import ModelConfig, check_widths
 from fathom.model.errors import ConfigError
 from fathom.model.rounding import NONE, Rounding
-from fathom.runtime.options import RunOptions, check_options
 from fathom.scripts.cli import arguments, run_alone
 from fathom.scripts.flags import add_json, add_model, add_numerics, check_layers, numbers, positive
 from fathom.scripts.hub import INDEX
@@ -82,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     args = arguments(parser(), argv)
     config = ModelConfig.from_file(args.model / "config.json")
-    check_options(config, RunOptions(numerics=args.numerics or PLAIN), args.model)
+    check_widths(config, Rounding.of(args.numerics or PLAIN))
     check_layers(args.layers, config.num_hidden_layers)
     if args.gguf is not None and args.numerics is not None and Rounding.of(args.numerics).linears != NONE:
         raise ConfigError(

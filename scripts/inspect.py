@@ -139,6 +139,8 @@ def _head(tensors: Mapping[str, Stored], config: Config, counted: Census) -> dic
     if isinstance(config, LlamaConfig) or counted.mtp_head is None:
         return None
     told = {"kind": counted.mtp_head.value, "stages": counted.mtp_stages}
+    if config.v41 is not None:
+        return told | {"not_run_because": "DeepSeek-V4.1 is judged, not run", "weights": None, "bytes": None}
     try:
         whole = census(tensors, config, head=True)
     except CheckpointError as error:
@@ -165,7 +167,21 @@ def _layer(config: ModelConfig, layer: int) -> dict[str, Any]:
         "rope_base": config.compress_rope_theta if compressed else config.rope_theta,
         "yarn": asdict(config.rope_scaling) if compressed and config.rope_scaling else None,
         "experts": "by token id" if config.is_hash(layer) else "by score",
-    }
+    } | ({} if config.v41 is None else {"reads": _shared(config, layer)})
+
+
+def _shared(config: ModelConfig, layer: int) -> str:
+    """Whose entries and selection a layer of V4.1 reads, and whether n-grams are added before it."""
+    own = config.v41
+    assert own is not None, "asked of V4.1 alone"
+    parts = ["Engram"] if layer in own.engram.layer_ids else []
+    if config.ratio(layer):
+        entries, selection = config.entry_source(layer), config.selection_source(layer)
+        parts.append("own entries" if entries == layer else f"entries of {entries}")
+        parts.append("own selection" if selection == layer else f"selection of {selection}")
+        parts += ["publishes candidates"] if layer == own.candidate_source else []
+        parts += ["among candidates"] if selection == layer > own.candidate_source else []
+    return ", ".join(parts) or "-"
 
 
 def _config_table(config: Config) -> Table:
@@ -177,12 +193,14 @@ def _config_table(config: Config) -> Table:
 
 
 def _layer_table(layers: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table("layer", "kind", "ratio", "RoPE base", "YaRN", "experts", title="layers")
+    shared = ["reads"] if layers and "reads" in layers[0] else []
+    table = Table("layer", "kind", "ratio", "RoPE base", "YaRN", "experts", *shared, title="layers")
     for row in layers:
         yarn = row["yarn"]
         scaling = f"x{yarn['factor']:g} of {yarn['original_max_position_embeddings']}" if yarn else "-"
         base = f"{row['rope_base']:g}"
-        table.add_row(str(row["layer"]), row["kind"], str(row["ratio"] or "-"), base, scaling, row["experts"])
+        of_layer = (str(row["layer"]), row["kind"], str(row["ratio"] or "-"), base, scaling, row["experts"])
+        table.add_row(*of_layer, *(row[name] for name in shared))
     return table
 
 

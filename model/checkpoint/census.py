@@ -34,11 +34,13 @@ from fathom.model.checkpoint.names import (
     parameters,
     spellings_near,
     translate,
+    vision_tensors,
 )
 from fathom.model.checkpoint.tensor_mapping import Form, Slice, Source, Stored, TensorMapping, Wrong, map_parameter
 from fathom.model.config import ModelConfig
 from fathom.model.errors import CheckpointError, did_you_mean, quoted
 
+VISION: Final = "vision: the image tower; text alone is judged"
 UNKNOWN: Final = "unknown name"
 NAMES_IN_MESSAGE: Final = 20  # of each kind of fault; the count says how many there are
 
@@ -163,6 +165,7 @@ def census(
     faults = Faults()
     skipped: dict[str, str] = {}
     drafts = _drafting([*tensors, *absent], config, faults, skipped, bound=head)
+    _skip_vision(tensors, absent, config, faults, skipped)
     if drafts.bound and drafts.head is not None:
         demanded |= head_parameters(drafts.head, config)
     sources = _sort(tensors, demanded, config, faults, skipped)
@@ -172,7 +175,7 @@ def census(
         if name in elsewhere:
             continue
         try:
-            mappings[name] = map_parameter(name, parameter, sources.get(name, {}), tensors)
+            mappings[name] = map_parameter(name, parameter, sources.get(name, {}), tensors, config.fp8_block)
         except Wrong as wrong:
             faults.add(wrong.kind, wrong.text)
     _skip_input_scales(sources, mappings, faults, skipped)
@@ -207,6 +210,23 @@ def _drafting(
     if head.fault:
         faults.add("draft head", head.fault)
     return replace(head, bound=bound and head.head is not None and head.fault is None)
+
+
+def _skip_vision(
+    tensors: Mapping[str, Stored],
+    absent: Collection[str],
+    config: ModelConfig,
+    faults: Faults,
+    skipped: dict[str, str],
+) -> None:
+    """Ignore V4.1's image tower, once all of it is known to be there."""
+    for name, shape in vision_tensors(config).items():
+        if name not in tensors and name not in absent:
+            faults.add("missing", name)
+        elif name in tensors and tensors[name] != ("BF16", shape):
+            dtype, found = tensors[name]
+            faults.add("misshapen", f"{quoted(name)} is {dtype} {list(found)}, want BF16 {list(shape)}")
+        skipped[name] = VISION
 
 
 def _meaning(stored: str) -> Meaning | None:

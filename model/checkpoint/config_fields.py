@@ -43,6 +43,52 @@ class Dspark:
     markov_rank: int  # columns of the embedding by which a drafted token moves the next one's logits
 
 
+@dataclass(frozen=True, slots=True)
+class Engram:
+    """Tables of n-grams, which V4.1 adds to the streams before some layers."""
+
+    layer_ids: tuple[int, ...]
+    rows: tuple[int, ...]  # of each layer's table
+    max_ngram: int  # orders 2 to this one are looked up
+    heads: int  # rows of each order
+    head_dim: int  # numbers of a row
+    first_prime: int  # where the search for the tables' primes starts
+    pad_token_id: int  # stands before the first token
+    compressed_vocab: int  # ids that spell alike are one
+
+    @property
+    def columns(self) -> int:
+        """Rows of a table that a token looks up."""
+        return (self.max_ngram - 1) * self.heads
+
+
+@dataclass(frozen=True, slots=True)
+class Vision:
+    """Sizes of V4.1's image tower, of which nothing is run: its tensors are accounted for."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    intermediate_size: int
+    patch_size: int
+    downsample_ratio: int
+
+
+@dataclass(frozen=True, slots=True)
+class V41:
+    """What DeepSeek-V4.1 has and V4 has not: caches that layers share, candidates, Engram."""
+
+    kv_sources: tuple[int, ...]  # layers with a compressor, whose entries those after them read too
+    index_sources: tuple[int, ...]  # layers with an indexer, whose selection those after them read too
+    candidate_source: int  # the layer whose scores say which blocks later indexers may select from
+    candidate_blocks: int  # open to a token
+    candidate_block_size: int  # entries
+    engram: Engram
+    draft_experts: int  # of a drafting stage
+    draft_experts_per_tok: int
+    vision: Vision
+    image_token_id: int  # stands for a row of an image
+
+
 # Positive integers, named as in DeepSeek's config.json. Both dialects write them.
 INTEGERS: Final = (
     "vocab_size",
@@ -97,6 +143,33 @@ FIXED_TRANSFORMERS: Final[dict[str, object]] = {"mlp_bias": False}
 
 # Fields of DSpark's stages: without any of them these cannot be run, and the model is complete without them.
 DSPARK: Final = ("dspark_block_size", "dspark_markov_rank", "dspark_noise_token_id", "dspark_target_layer_ids")
+
+# Of V4.1's file, whose architecture is in `text_config`.
+V41_INTEGERS: Final = (
+    "candidate_topk_blocks",
+    "candidate_block_size",
+    "engram_max_ngram_size",
+    "engram_n_heads",
+    "engram_head_dim",
+    "engram_vocab_size",
+    "engram_compressed_vocab_size",
+    "dspark_n_routed_experts",
+    "dspark_num_experts_per_tok",
+)
+V41_LISTS: Final = ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids", "engram_num_embeddings")
+V41_TOP: Final = (
+    "image_token_id",
+    "model_type",
+    "bos_token_id",
+    "eos_token_id",
+    "quantization_config",
+    "text_config",
+    "vision_config",
+)
+V41_VISION_IGNORABLE: Final[dict[str, str]] = dict.fromkeys(
+    ("model_type", "num_attention_heads", "rope_theta", "max_image_tokens", "min_pixels", "max_wh_ratio"),
+    "no image is read",
+)
 
 # Fields that say which layer is what, in each dialect.
 DEEPSEEK: Final = ("compress_ratios", "num_hash_layers", "rope_scaling")

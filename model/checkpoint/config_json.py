@@ -18,8 +18,15 @@ from fathom.model.checkpoint.config_fields import (
     QUANTIZATION_IGNORABLE,
     TOKENS,
     TRANSFORMERS,
+    V41,
+    V41_INTEGERS,
+    V41_LISTS,
+    V41_TOP,
+    V41_VISION_IGNORABLE,
     Dspark,
+    Engram,
     LayerKind,
+    Vision,
     Yarn,
 )
 from fathom.model.checkpoint.json_values import (
@@ -36,7 +43,7 @@ from fathom.model.checkpoint.json_values import (
 from fathom.model.errors import ConfigError, shown
 from fathom.model.files import read_bounded
 
-MODEL_TYPE = "deepseek_v4"
+MODEL_TYPE, MODEL_TYPE_V41 = "deepseek_v4", "deepseek_v41"
 MAX_CONFIG_BYTES = 16 << 20
 
 KIND_OF_LAYER_TYPE = {
@@ -76,7 +83,8 @@ def fields(obj: Json) -> dict[str, Any]:
     ConfigError
         With one line naming the field at fault; the caller puts the file before it.
     """
-    _check_model_type(obj)
+    if _model_type(obj) == MODEL_TYPE_V41:
+        return _v41(obj)
     in_dialect, layout = (_deepseek, DEEPSEEK) if _is_deepseek(obj) else (_transformers, TRANSFORMERS)
     fixed = {*FIXED, *FIXED_DEEPSEEK, *(FIXED_TRANSFORMERS if layout is TRANSFORMERS else ())}
     check_known(obj, {"model_type", *INTEGERS, *NUMBERS, *TOKENS, *fixed, *layout, *DSPARK, *IGNORABLE})
@@ -85,14 +93,80 @@ def fields(obj: Json) -> dict[str, Any]:
     common |= {name: integer(obj, name, least=0) for name in TOKENS}
     check_fixed(obj, FIXED)
     if obj.get("quantization_config") is not None:
-        _check_quantization(obj["quantization_config"])
-    return common | {"num_mtp_layers": _mtp_layers(obj), "dspark": _dspark(obj)} | in_dialect(obj, common)
+        _check_quantization(obj["quantization_config"], QUANTIZATION_FIXED)
+    of_drafts = {"num_mtp_layers": _mtp_layers(obj), "dspark": _dspark(obj)}
+    return common | of_drafts | {"v41": None} | in_dialect(obj, common)
 
 
-def _check_model_type(obj: Json) -> None:
+def _model_type(obj: Json) -> str:
     model_type = required(obj, "model_type")
-    if model_type != MODEL_TYPE:
-        raise ConfigError(f"model_type is {shown(model_type)}; supported: {MODEL_TYPE!r}")
+    if model_type not in (MODEL_TYPE, MODEL_TYPE_V41):
+        raise ConfigError(f"model_type is {shown(model_type)}; supported: {MODEL_TYPE!r}, {MODEL_TYPE_V41!r}")
+    return str(model_type)
+
+
+def _v41(obj: Json) -> dict[str, Any]:
+    """The fields of a V4.1 file: what is of the text model stands in an object of its own, under V4's names."""
+    check_known(obj, {*V41_TOP, *IGNORABLE})
+    fixed, prefix = FIXED | FIXED_DEEPSEEK, "text_config."
+    text = mapping(required(obj, "text_config"), "text_config")
+    own = (*V41_INTEGERS, *V41_LISTS, "candidate_source_layer_id", "engram_pad_token_id")
+    layers_are = ("compress_ratios", "rope_scaling")
+    check_known(text, {"model_type", *INTEGERS, *NUMBERS, *fixed, *DSPARK, *own, *layers_are, *IGNORABLE}, prefix)
+    check_fixed(text, {"model_type": f"{MODEL_TYPE_V41}_text"} | fixed, prefix)
+    common: dict[str, Any] = {name: integer(text, name, prefix) for name in INTEGERS}
+    common |= {name: number(text, name, prefix) for name in NUMBERS}
+    common |= {name: integer(obj, name, least=0) for name in TOKENS}
+    _check_quantization(required(obj, "quantization_config"), QUANTIZATION_FIXED | {"weight_block_size": [32, 32]})
+    ratios, stages = _integers(text, "compress_ratios", prefix), _mtp_layers(text)
+    layers = common["num_hidden_layers"]
+    if len(ratios) != layers + stages or any(ratios[layers:]) or {*ratios} - {0, 1, 2}:
+        want = f"0, 1 or 2 for each of {layers} layers, and 0 for {stages} mtp stages"
+        raise ConfigError(f"{prefix}compress_ratios is {shown(list(ratios))}; want {want}")
+    drafts = _dspark(text)
+    if drafts is None:
+        raise ConfigError(f"{prefix}: want all of {', '.join(DSPARK)}")
+    return common | {
+        "compress_ratios": ratios[:layers],
+        "layer_kinds": tuple(LayerKind.CSA if ratio else LayerKind.SWA for ratio in ratios[:layers]),
+        "num_hash_layers": 0,
+        "rope_scaling": _yarn(required(text, "rope_scaling", prefix), f"{prefix}rope_scaling"),
+        "num_mtp_layers": stages,
+        "dspark": drafts,
+        "v41": _shared(text, prefix, _vision(obj), integer(obj, "image_token_id", least=0)),
+    }
+
+
+def _shared(text: Json, prefix: str, vision: Vision, image: int) -> V41:
+    numbers = {name: integer(text, name, prefix) for name in V41_INTEGERS}
+    lists = {name: _integers(text, name, prefix) for name in V41_LISTS}
+    return V41(
+        kv_sources=lists["kv_source_layer_ids"],
+        index_sources=lists["index_source_layer_ids"],
+        candidate_source=integer(text, "candidate_source_layer_id", prefix, least=0),
+        candidate_blocks=numbers["candidate_topk_blocks"],
+        candidate_block_size=numbers["candidate_block_size"],
+        engram=Engram(
+            layer_ids=lists["engram_layer_ids"],
+            rows=lists["engram_num_embeddings"],
+            max_ngram=numbers["engram_max_ngram_size"],
+            heads=numbers["engram_n_heads"],
+            head_dim=numbers["engram_head_dim"],
+            first_prime=numbers["engram_vocab_size"],
+            pad_token_id=integer(text, "engram_pad_token_id", prefix, least=0),
+            compressed_vocab=numbers["engram_compressed_vocab_size"],
+        ),
+        draft_experts=numbers["dspark_n_routed_experts"],
+        draft_experts_per_tok=numbers["dspark_num_experts_per_tok"],
+        vision=vision,
+        image_token_id=image,
+    )
+
+
+def _vision(obj: Json) -> Vision:
+    vision, names = mapping(required(obj, "vision_config"), "vision_config"), Vision.__dataclass_fields__
+    check_known(vision, {*names, *V41_VISION_IGNORABLE}, "vision_config.")
+    return Vision(**{name: integer(vision, name, "vision_config.") for name in names})
 
 
 def _is_deepseek(obj: Json) -> bool:
@@ -211,20 +285,20 @@ def _dspark(obj: Json) -> Dspark | None:
     )
 
 
-def _check_quantization(value: Any) -> None:
+def _check_quantization(value: Any, fixed: Mapping[str, object]) -> None:
     obj = mapping(value, "quantization_config")
-    check_known(obj, {*QUANTIZATION_FIXED, *QUANTIZATION_IGNORABLE}, "quantization_config.")
+    check_known(obj, {*fixed, *QUANTIZATION_IGNORABLE}, "quantization_config.")
     required(obj, "quant_method", "quantization_config.")
-    check_fixed(obj, {key: QUANTIZATION_FIXED[key] for key in obj if key in QUANTIZATION_FIXED}, "quantization_config.")
+    check_fixed(obj, {key: fixed[key] for key in obj if key in fixed}, "quantization_config.")
 
 
-def _integers(obj: Json, name: str) -> tuple[int, ...]:
-    value = required(obj, name)
+def _integers(obj: Json, name: str, prefix: str = "") -> tuple[int, ...]:
+    value = required(obj, name, prefix)
     if not isinstance(value, list):
-        raise ConfigError(f"{name} is {shown(value)}; want a list of integers")
+        raise ConfigError(f"{prefix}{name} is {shown(value)}; want a list of integers")
     for place, item in enumerate(value):
         if type(item) is not int or not 0 <= item <= MAX_INTEGER:
-            raise ConfigError(f"{name}[{place}] is {shown(item)}; want an integer from 0 to {MAX_INTEGER}")
+            raise ConfigError(f"{prefix}{name}[{place}] is {shown(item)}; want an integer from 0 to {MAX_INTEGER}")
     return tuple(value)
 
 

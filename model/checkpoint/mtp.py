@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
-from fathom.model.checkpoint.names import Meaning, Parameter, Role, of_layer, translate
+from fathom.model.checkpoint.names import Meaning, Parameter, Role, hyper_head, of_layer, translate
 from fathom.model.choices import DSPARK, MTP
 from fathom.model.config import MAX_DRAFTS, Dspark, ModelConfig
 from fathom.model.errors import shown
@@ -101,12 +101,14 @@ def head_parameters(head: Head, config: ModelConfig) -> dict[str, Parameter]:
     for stage in range(head.stages):
         demanded |= of_layer(config, config.num_hidden_layers + stage)
         demanded |= {f"mtp.{stage}.{name}": parameter for name, parameter in _added(head, stage, config)}
+        if stage == head.stages - 1 and config.v41 is None:
+            demanded |= hyper_head(config, f"mtp.{stage}.")
     return demanded
 
 
 def _added(head: Head, stage: int, config: ModelConfig) -> Iterator[tuple[str, Parameter]]:
     """What a stage has beside its block."""
-    V, D, hc, drafts = config.vocab_size, config.hidden_size, config.hc_mult, config.dspark
+    V, D, drafts = config.vocab_size, config.hidden_size, config.dspark
     rank, targets = (0, 0) if drafts is None else (drafts.markov_rank, len(drafts.target_layer_ids))
     if head is Head.MTP:
         yield "e_proj.weight", Parameter((D, D), "matrix")
@@ -119,12 +121,10 @@ def _added(head: Head, stage: int, config: ModelConfig) -> Iterator[tuple[str, P
     if stage < head.stages - 1:
         return
     yield "norm.weight", Parameter((D,), "bf16")
-    yield "hc_head_fn", Parameter((hc, hc * D), "f32")
-    yield "hc_head_base", Parameter((hc,), "f32")
-    yield "hc_head_scale", Parameter((1,), "f32")
     if head is Head.DSPARK:
-        yield "markov_head.markov_w1.weight", Parameter((V, rank), "bf16")
-        yield "markov_head.markov_w2.weight", Parameter((V, rank), "bf16")
+        markov = ("markov_w1", "markov_w2") if config.v41 is None else ("embed", "head")
+        for name in markov:
+            yield f"markov_head.{name}.weight", Parameter((V, rank), "bf16")
         yield "confidence_head.proj.weight", Parameter((1, D + rank), "bf16")
 
 
@@ -157,7 +157,7 @@ def found_head(names: Mapping[str, tuple[int, str]], config: ModelConfig) -> Fou
     names : Mapping[str, tuple[int, str]]
         Stored name -> what `stage_and_rest` says of it.
     config : ModelConfig
-        Of the main model; a stage's block has as many experts as its layers.
+        Of the main model; a stage's block has as many experts as its layers, but in V4.1.
     """
     if not names:
         return FoundHead()

@@ -23,14 +23,14 @@ from typing import Final, Literal, NamedTuple
 
 from fathom.model.config import LayerKind, ModelConfig
 
-Kind = Literal["matrix", "bf16", "f32", "i64"]
+Kind = Literal["matrix", "bf16", "f32", "i64", "rows"]
 
 
 class Parameter(NamedTuple):
     """What the architecture demands of one parameter."""
 
     shape: tuple[int, ...]
-    kind: Kind  # "matrix": a linear [out, in] in any form; "bf16" and "f32": BF16 or F32; "i64": a table
+    kind: Kind  # "matrix": a linear [out, in] in any form; "bf16", "f32": BF16 or F32; "i64": a table; "rows": FP8
 
 
 class Role(StrEnum):
@@ -82,6 +82,8 @@ _ATTENTION_MODULES: Final = {
     "wo_b": ("wo_b", "o_b_proj"),
     **{f"compressor.{leaf}": tuple(f"compressor.{name}" for name in names) for leaf, names in _COMPRESSOR.items()},
     "indexer.wq_b": tuple(f"{a}.{b}" for a, b in product(_INDEXER, ("wq_b", "q_b_proj"))),
+    "indexer.wk": ("indexer.wk",),
+    "indexer.k_norm": ("indexer.k_norm",),
     "indexer.weights_proj": tuple(f"{a}.{b}" for a, b in product(_INDEXER, ("weights_proj", "scorer.weights_proj"))),
     **{
         f"indexer.compressor.{leaf}": tuple(f"{a}.{b}" for a, b in product(_INDEXER_COMPRESSOR, names))
@@ -96,6 +98,8 @@ _LAYER_MODULES: Final = {
         f"attn.{leaf}": tuple(f"{a}.{b}" for a, b in product(("attn", "self_attn"), names))
         for leaf, names in _ATTENTION_MODULES.items()
     },
+    "engram.embed": ("engram.embed",),
+    "engram.wkv": ("engram.wkv",),
     "ffn.gate": ("ffn.gate", "mlp.gate"),
     **{
         f"ffn.shared_experts.{leaf}": tuple(f"{a}.shared_experts.{b}" for a, b in product(("ffn", "mlp"), names))
@@ -115,7 +119,10 @@ _LAYER_LEAVES: Final = {
         f"{a}.{b}.{c}" for a, b, c in product(("attn", "self_attn"), _INDEXER_COMPRESSOR, _APE)
     ),
     "ffn.gate.bias": tuple(f"{a}.gate.{b}" for a, b in product(("ffn", "mlp"), ("bias", "e_score_correction_bias"))),
+    "ffn.gate.bias_vl": ("ffn.gate.bias_vl",),
     "ffn.gate.tid2eid": ("ffn.gate.tid2eid", "mlp.gate.tid2eid"),
+    "engram.q_weight": ("engram.q_weight",),
+    "engram.k_weight": ("engram.k_weight",),
 }
 _STACKS: Final = {"gate_up_proj": Role.STACKED_GATE_UP, "down_proj": Role.STACKED_DOWN}
 
@@ -301,16 +308,47 @@ def parameters(config: ModelConfig) -> dict[str, Parameter]:
     dict[str, Parameter]
         In the order embed, layers, head; about 70,000 entries for V4-Pro.
     """
-    V, D, hc = config.vocab_size, config.hidden_size, config.hc_mult
+    V, D = config.vocab_size, config.hidden_size
     demanded = {"embed.weight": Parameter((V, D), "bf16")}
     for layer in range(config.num_hidden_layers):
         demanded |= of_layer(config, layer)
-    return demanded | {
-        "norm.weight": Parameter((D,), "bf16"),
-        "head.weight": Parameter((V, D), "bf16"),
-        "hc_head_fn": Parameter((hc, hc * D), "f32"),
-        "hc_head_base": Parameter((hc,), "f32"),
-        "hc_head_scale": Parameter((1,), "f32"),
+    demanded |= {"norm.weight": Parameter((D,), "bf16"), "head.weight": Parameter((V, D), "bf16")}
+    return demanded if config.v41 else demanded | hyper_head(config)
+
+
+def hyper_head(config: ModelConfig, prefix: str = "") -> dict[str, Parameter]:
+    """What reads the streams behind the last layer of V4; in V4.1 the last experts' `pre` does."""
+    D, hc = config.hidden_size, config.hc_mult
+    shapes = {"fn": (hc, hc * D), "base": (hc,), "scale": (1,)}
+    return {f"{prefix}hc_head_{leaf}": Parameter(shape, "f32") for leaf, shape in shapes.items()}
+
+
+def vision_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """V4.1's image tower by stored name, all BF16: nothing of it is run, and all of it is accounted for."""
+    if config.v41 is None:
+        return {}
+    V, D = config.v41.vision, config.hidden_size
+    v, patch, joined = V.hidden_size, 3 * V.patch_size**2, V.downsample_ratio**2 * V.hidden_size
+    block = {
+        "norm1.weight": (v,),
+        "norm2.weight": (v,),
+        "attn.wqkv.weight": (3 * v, v),
+        "attn.wqkv.bias": (3 * v,),
+        "attn.wo.weight": (v, v),
+        "attn.wo.bias": (v,),
+        "mlp.w1.weight": (2 * V.intermediate_size, v),
+        "mlp.w2.weight": (v, V.intermediate_size),
+    }
+    return {
+        **{f"image_{place}": (D,) for place in ("start", "end", "newline")},
+        "vision.patch_embed.proj.weight": (v, patch),
+        "vision.patch_embed.proj.bias": (v,),
+        "vision.norm.weight": (v,),
+        **{f"vision.blocks.{n}.{name}": shape for n in range(V.num_hidden_layers) for name, shape in block.items()},
+        "aligner.w1.weight": (D, joined),
+        "aligner.w1.bias": (D,),
+        "aligner.w2.weight": (D, D),
+        "aligner.w2.bias": (D,),
     }
 
 
@@ -329,6 +367,8 @@ def _layer(config: ModelConfig, layer: int) -> Iterator[tuple[str, Parameter]]:
         yield f"{part}_norm.weight", Parameter((D,), "bf16")
     for name, parameter in _attention(config, layer):
         yield f"attn.{name}", parameter
+    for name, parameter in _engram(config, layer):
+        yield f"engram.{name}", parameter
     for name, parameter in _feed_forward(config, layer):
         yield f"ffn.{name}", parameter
 
@@ -344,6 +384,9 @@ def _attention(config: ModelConfig, layer: int) -> Iterator[tuple[str, Parameter
     yield "kv_norm.weight", Parameter((d,), "bf16")
     yield "wo_a.weight", Parameter((groups * o_rank, h * d // groups), "matrix")
     yield "wo_b.weight", Parameter((D, groups * o_rank), "matrix")
+    if config.v41 is not None:
+        yield from _shared(config, layer)
+        return
     kind, ratio = config.layer_kind(layer), config.ratio(layer)
     if kind is not LayerKind.SWA:
         # CSA pools overlapping windows: the widths hold two sets of projections.
@@ -354,6 +397,31 @@ def _attention(config: ModelConfig, layer: int) -> Iterator[tuple[str, Parameter
         yield from _compressor("indexer.compressor", ratio, config.index_head_dim, 2, D)
 
 
+def _shared(config: ModelConfig, layer: int) -> Iterator[tuple[str, Parameter]]:
+    """V4.1's compressor of layers that make entries, and indexer of those that select."""
+    D, d, width = config.hidden_size, config.head_dim, config.index_head_dim
+    if config.makes_entries(layer):
+        yield "compressor.wkv.weight", Parameter((d, D), "bf16")
+        yield "compressor.norm.weight", Parameter((d,), "bf16")
+        yield "indexer.wk.weight", Parameter((width, d), "bf16")
+        yield "indexer.k_norm.weight", Parameter((width,), "bf16")
+        if config.ratio(layer) > 1:
+            yield "compressor.wgate.weight", Parameter((d, D), "bf16")
+    if config.selects(layer):
+        yield "indexer.wq_b.weight", Parameter((config.index_n_heads * width, config.q_lora_rank), "matrix")
+        yield "indexer.weights_proj.weight", Parameter((config.index_n_heads, D), "bf16")
+
+
+def _engram(config: ModelConfig, layer: int) -> Iterator[tuple[str, Parameter]]:
+    if config.v41 is None or layer not in config.v41.engram.layer_ids:
+        return
+    tables, D, s = config.v41.engram, config.hidden_size, config.hc_mult
+    yield "embed.weight", Parameter((tables.rows[tables.layer_ids.index(layer)], tables.head_dim), "rows")
+    yield "wkv.weight", Parameter(((s + 1) * D, tables.columns * tables.head_dim), "matrix")
+    yield "q_weight", Parameter((s, D), "bf16")
+    yield "k_weight", Parameter((s, D), "bf16")
+
+
 def _compressor(name: str, ratio: int, width: int, overlap: int, D: int) -> Iterator[tuple[str, Parameter]]:
     yield f"{name}.ape", Parameter((ratio, overlap * width), "f32")
     yield f"{name}.wkv.weight", Parameter((overlap * width, D), "bf16")
@@ -362,12 +430,15 @@ def _compressor(name: str, ratio: int, width: int, overlap: int, D: int) -> Iter
 
 
 def _feed_forward(config: ModelConfig, layer: int) -> Iterator[tuple[str, Parameter]]:
-    D, I, experts = config.hidden_size, config.moe_intermediate_size, config.n_routed_experts
+    D, I = config.hidden_size, config.moe_intermediate_size
+    experts, _ = config.experts(layer)
     yield "gate.weight", Parameter((experts, D), "bf16")
     if config.is_hash(layer):
         yield "gate.tid2eid", Parameter((config.vocab_size, config.num_experts_per_tok), "i64")
     else:
         yield "gate.bias", Parameter((experts,), "f32")
+    if config.v41 is not None:
+        yield "gate.bias_vl", Parameter((experts,), "f32")
     modules = [("shared_experts", I * config.n_shared_experts), *((f"experts.{e}", I) for e in range(experts))]
     for module, width in modules:
         yield f"{module}.w1.weight", Parameter((width, D), "matrix")

@@ -19,6 +19,7 @@ class Form(StrEnum):
 
     FP8 = "FP8, E8M0 scales"
     FP8_F32 = "FP8, F32 scales"
+    FP8_ROWS = "FP8 rows, E8M0 scales"  # V4.1's Engram tables
     FP4 = "FP4, E8M0 scales"
     NVFP4 = "NVFP4, E4M3 scales"
     BF16 = "BF16"
@@ -50,6 +51,7 @@ class TensorMapping(NamedTuple):
     scale: str | None = None  # stored name
     global_scale: str | None = None  # stored name
     part: Slice | None = None  # of a stacked weight
+    block: int = 0  # rows and columns that share a scale of FP8; 0: of another form
 
 
 class Source(NamedTuple):
@@ -68,7 +70,7 @@ class Wrong(Exception):
 
 
 def map_parameter(
-    name: str, parameter: Parameter, roles: Mapping[Role, Source], tensors: Mapping[str, Stored]
+    name: str, parameter: Parameter, roles: Mapping[Role, Source], tensors: Mapping[str, Stored], block: int
 ) -> TensorMapping:
     """The form of one parameter, read off its own tensors.
 
@@ -82,6 +84,8 @@ def map_parameter(
         The stored tensors that claim to be part of it; may be empty.
     tensors : Mapping[str, Stored]
         Stored name -> dtype and shape.
+    block : int
+        Rows and columns that share a scale of FP8.
 
     Raises
     ------
@@ -94,6 +98,8 @@ def map_parameter(
         raise Wrong("missing", name)
     stored, part = roles[Role.WEIGHT]
     dtype = tensors[stored][0]
+    if parameter.kind == "rows":
+        return _map_rows(parameter.shape, roles, tensors)
     plain = _TABLE if parameter.kind == "i64" else _PLAIN
     if dtype in plain:
         _want_roles(roles, {Role.WEIGHT})
@@ -102,18 +108,33 @@ def map_parameter(
         return TensorMapping(plain[dtype], stored, part=part)
     if parameter.kind != "matrix" or part is not None or dtype not in ("F8_E4M3", "I8", "U8"):
         raise Wrong("wrong type", f"{quoted(stored)} is {dtype}, want {' or '.join(plain)}")
-    quantised = {"F8_E4M3": _map_fp8, "I8": _map_fp4, "U8": _map_nvfp4}[dtype]
+    if dtype == "F8_E4M3":
+        return _map_fp8(parameter.shape, roles, tensors, block)
+    quantised = {"I8": _map_fp4, "U8": _map_nvfp4}[dtype]
     return quantised(parameter.shape, roles, tensors)
 
 
-def _map_fp8(shape: tuple[int, ...], roles: Mapping[Role, Source], tensors: Mapping[str, Stored]) -> TensorMapping:
+def _map_rows(shape: tuple[int, ...], roles: Mapping[Role, Source], tensors: Mapping[str, Stored]) -> TensorMapping:
+    _want_roles(roles, {Role.WEIGHT, Role.SCALE})
+    weight, scale = roles[Role.WEIGHT].name, roles[Role.SCALE].name
+    _want_blocks(weight, shape, 32)
+    _want_type(weight, tensors, ("F8_E4M3",))
+    _want_shape(weight, tensors, shape)
+    _want_type(scale, tensors, ("F8_E8M0",))
+    _want_shape(scale, tensors, (shape[0], shape[1] // 32))
+    return TensorMapping(Form.FP8_ROWS, weight, scale)
+
+
+def _map_fp8(
+    shape: tuple[int, ...], roles: Mapping[Role, Source], tensors: Mapping[str, Stored], block: int
+) -> TensorMapping:
     _want_roles(roles, {Role.WEIGHT, Role.SCALE})
     weight, scale = roles[Role.WEIGHT].name, roles[Role.SCALE].name
     dtype = tensors[scale][0]
     _want_shape(weight, tensors, shape)
     _want_type(scale, tensors, ("F8_E8M0", "F32"))
-    _want_shape(scale, tensors, (-(-shape[0] // 128), -(-shape[1] // 128)))
-    return TensorMapping(Form.FP8 if dtype == "F8_E8M0" else Form.FP8_F32, weight, scale)
+    _want_shape(scale, tensors, (-(-shape[0] // block), -(-shape[1] // block)))
+    return TensorMapping(Form.FP8 if dtype == "F8_E8M0" else Form.FP8_F32, weight, scale, block=block)
 
 
 def _map_fp4(shape: tuple[int, ...], roles: Mapping[Role, Source], tensors: Mapping[str, Stored]) -> TensorMapping:

@@ -128,9 +128,20 @@ STEPS: Final[dict[Site, Site]] = {
 }
 
 
+# What V4.1 has and V4 has not; our own runs are of V4.
+CANDIDATES = Site("indexer.candidates", "t n", "blocks that later layers may select from, ascending, then -1; int32")
+ENGRAM_ROWS = Site("engram.rows", "t engram", "rows of the n-gram tables, side by side")
+ENGRAM_GATE = Site("engram.gate", "t s", "how much of their value each stream takes, fp32")
+ENGRAM_STREAMS = Site("engram.streams", "t s hidden", "streams that enter the layer, n-grams added")
+FOLDED = Site("folded", "t hidden", "streams behind the last layer as one, before the last norm")
+OF_V41 = (CANDIDATES, ENGRAM_ROWS, ENGRAM_GATE, ENGRAM_STREAMS, FOLDED)
+
+
 def axes(config: ModelConfig) -> dict[str, int]:
     """Length of every axis that the config fixes, by its name in `Site.shape`."""
+    tables = config.v41 and config.v41.engram
     return {
+        "engram": tables.columns * tables.head_dim if tables else 0,
         "hidden": config.hidden_size,
         "s": config.hc_mult,
         "heads": config.num_attention_heads,

@@ -28,6 +28,7 @@ from fathom.probes.judge.oracle import (
     Setting,
     Theirs,
     Unknown,
+    layer_of,
 )
 from fathom.probes.judge.recording import BEHIND, CHOICES, IN_FP32, OF_ENTRIES, Recording, stored_name
 
@@ -116,7 +117,7 @@ class Gap:
 
     @staticmethod
     def _part(setting: Setting, layer: int | None, at: Tensor) -> Layer | Ends:
-        return Ends(setting) if layer is None else Layer(setting, layer, at)
+        return Ends(setting) if layer is None else layer_of(setting, layer, at)
 
     def behind(self) -> Self:
         """The same at the site after a step: what the rest of the layer makes of theirs, and of the oracle's."""

@@ -40,8 +40,10 @@ from fathom.probes.judge.oracle import (
     Noise,
     Setting,
     Unknown,
+    layer_of,
     sites_of,
 )
+from fathom.probes.judge.oracle_v41 import E2M1_ENTRY, Layer41
 from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, WHOLE_MODEL, Recording, stored_name
 
 OFF_GRID: Final = "numbers that the narrow format does not have"
@@ -503,14 +505,26 @@ class Choice(Check):
 
     def __init__(self, judged: Judged, config: ModelConfig) -> None:
         super().__init__(judged)
-        self.most = config.index_topk if judged.site == sites.SELECTED.name else config.num_experts_per_tok
+        self.most = config.num_experts_per_tok
+        if judged.site == sites.SELECTED.name:
+            self.most = config.index_topk
+        elif judged.site == sites.CANDIDATES.name and config.v41 is not None:
+            self.most = config.v41.candidate_blocks
         self.worst = 0.0  # of the rows that agree
         self.equal = 0  # rows in which the last that is chosen has an equal that is not
 
     def values(self, part: Layer | Ends, at: Tensor) -> Tensor:
         """The scores [r, n, e] that are chosen by."""
         assert isinstance(part, Layer), "choices are made in layers"
-        return part.index_scores(at) if self.judged.site == sites.SELECTED.name else part.expert_ranks(at)
+        if self.judged.site == sites.CANDIDATES.name:
+            assert isinstance(part, Layer41), "of V4.1 alone"
+            return part.block_scores(at)
+        if self.judged.site != sites.SELECTED.name:
+            return part.expert_ranks(at)
+        scores = part.index_scores(at)
+        if sites.CANDIDATES.name in part.rests:  # near ties between blocks: what may be chosen is not known
+            raise Unknown(f"{sites.CANDIDATES.name} are not recorded, among which these are chosen")
+        return scores
 
     def add(self, at: Tensor, theirs: Tensor, part: Layer | Ends, *, outlying: bool = False) -> None:
         """Take ids [n, k], -1 where there is none."""
@@ -731,7 +745,7 @@ class Checks:
         for site in names:
             rows = sampled(self.config, self.recording.at(stored_name(site, layer)), self.count)
             if part is None or not part.at.equal(rows):
-                part = Layer(replace(self.setting, freely=freely), layer, rows)
+                part = layer_of(replace(self.setting, freely=freely), layer, rows)
             try:
                 found[site] = self.recording.known(stored_name(site, layer), rows), part.computed(site, part.at)
             except Unknown:
@@ -809,7 +823,7 @@ class Checks:
     def part(self, layer: int | None, at: Tensor, noise: Noise) -> Layer | Ends:
         """A layer at these rows, or what is of none, by a noise."""
         setting = replace(self.setting, noise=noise)
-        return Ends(setting) if layer is None else Layer(setting, layer, at)
+        return Ends(setting) if layer is None else layer_of(setting, layer, at)
 
     def _scales(self, layer: int | None, site: str, view: "View | None") -> Tensor:
         """`Rows.scale` of `MORE` times as many replicas."""
@@ -899,6 +913,9 @@ def on_grid(theirs: Tensor, site: str, part: Layer | Ends) -> Tensor | None:
     if site in (sites.INDEX_KEY_USED.name, sites.INDEX_QUERY_USED.name) and part.rounding.index != NONE:
         return {FP4: E2M1_INDEX, FP8: E4M3_ROW}[part.rounding.index].rounded(theirs)
     if site in (sites.KV.name, sites.ENTRY.name) and part.rounding.kv != NONE:
+        if part.config.v41 is not None:
+            by_block = E4M3_ROW._replace(block=part.config.fp8_block)
+            return by_block.rounded(theirs) if site == sites.KV.name else E2M1_ENTRY.held(theirs)
         nope = part.config.head_dim - part.config.qk_rope_head_dim
         return torch.cat((E4M3_KV.rounded(theirs[..., :nope]), theirs[..., nope:]), -1)
     return None

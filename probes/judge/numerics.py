@@ -20,6 +20,7 @@ from fathom.model.observe import sites
 from fathom.model.rounding import FORMS, FP4, FP8, NONE, ROUNDINGS, Rounding
 from fathom.probes.judge.checks import Checks
 from fathom.probes.judge.oracle import E2M1_INDEX, E4M3_KV, E4M3_ROW, REPLICAS, Narrow, Setting
+from fathom.probes.judge.oracle_v41 import E2M1_ENTRY
 from fathom.probes.judge.recording import CHOICES, Recording, stored_name
 
 ROWS: Final = 16  # of a site that are judged under each rounding
@@ -227,6 +228,10 @@ class Grid(NamedTuple):
 
 
 def _grids(setting: Setting, place: str) -> list[Grid]:
+    if place == "kv" and setting.config.v41 is not None:
+        by_block = E4M3_ROW._replace(block=setting.config.fp8_block)
+        entries = Grid(FP8, "E2M1 by 16 columns", E2M1_ENTRY, None, (sites.ENTRY.name,))
+        return [Grid(FP8, f"E4M3 by {by_block.block} columns", by_block, None, (sites.KV.name,)), entries]
     if place == "kv":
         nope = setting.config.head_dim - setting.config.qk_rope_head_dim
         return [Grid(FP8, "E4M3 by 64 columns", E4M3_KV, nope, (sites.KV.name, sites.ENTRY.name))]

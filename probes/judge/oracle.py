@@ -58,7 +58,7 @@ TOKENS: Final = 512  # of the whole prompt at a time
 
 KV_BLOCK, LINEAR_BLOCK, INDEX_BLOCK = 64, 128, 32  # columns that share a scale when they are rounded
 FREELY: Final = "freely"  # of a value: it came by way of the layers before, none of which was recorded
-SELECTED, EXPERT_IDS = "indexer.selected", "experts.ids"
+SELECTED, CANDIDATES, EXPERT_IDS = "indexer.selected", "indexer.candidates", "experts.ids"
 LOGPROBS, LOGPROB_IDS = "logprobs", "logprobs.ids"
 
 
@@ -87,7 +87,7 @@ E4M3: Final = _e4m3()
 E2M1: Final = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], dtype=F64)
 
 
-def decoded(form: Form, data: Tensor, scale: Tensor | None, overall: Tensor | None) -> Tensor:
+def decoded(form: Form, data: Tensor, scale: Tensor | None, overall: Tensor | None, block: int = 128) -> Tensor:
     """A parameter as float64.
 
     Parameters
@@ -97,19 +97,24 @@ def decoded(form: Form, data: Tensor, scale: Tensor | None, overall: Tensor | No
     data
         The stored tensor; two columns of FP4 share a byte, the even one in its low half.
     scale
-        Of blocks: [out / 128, in / 128] of FP8, [out, in / 32] of FP4, [out, in / 16] of NVFP4.
+        Of blocks: [out / block, in / block] of FP8, [out, in / 32] of FP4 and FP8 by rows, [out, in / 16] of NVFP4.
     overall
         One number, of NVFP4.
+    block
+        Rows and columns that share a scale of FP8.
 
     """
     if form in (Form.FP8, Form.FP8_F32):
         assert scale is not None, "FP8 has scales"
         values = E4M3.index_select(0, data.view(torch.uint8).int().flatten()).view(data.shape)
-        for block, column in zip(
-            values.split(128, 1), _scales(scale).repeat_interleave(128, 0).split(1, 1), strict=True
-        ):
-            block.mul_(column[: len(data)])
+        by_row = _scales(scale).repeat_interleave(block, 0).split(1, 1)
+        for columns, factor in zip(values.split(block, 1), by_row, strict=True):
+            columns.mul_(factor[: len(data)])
         return values
+    if form is Form.FP8_ROWS:
+        assert scale is not None, "FP8 has scales"
+        values = E4M3.index_select(0, data.view(torch.uint8).int().flatten()).view(*data.shape[:-1], -1, 32)
+        return (values * _scales(scale)[..., None]).flatten(-2)
     if form in (Form.FP4, Form.NVFP4):
         assert scale is not None, "FP4 has scales"
         values = E2M1_PAIRS.index_select(0, data.view(torch.uint8).int().flatten()).view(len(data), -1)
@@ -168,11 +173,15 @@ class Parameters:
             least, most = (float(x) for x in _scales(scale).aminmax())
             before = self.scales.get(mapping.form.name, (math.inf, -math.inf))
             self.scales[mapping.form.name] = min(least, before[0]), max(most, before[1])
-        return decoded(mapping.form, data, scale, overall)
+        return decoded(mapping.form, data, scale, overall, mapping.block)
 
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Rows of a table or an embedding, as they are stored; Unknown where its file is not here."""
-        return self.checkpoint.rows(self.mapping(name).weight, ids)
+        mapping = self.mapping(name)
+        data = self.checkpoint.rows(mapping.weight, ids)
+        if mapping.scale is None:
+            return data
+        return decoded(mapping.form, data, self.checkpoint.rows(mapping.scale, ids), None)
 
     def rounds(self, name: str) -> bool:
         """Whether the input of this linear is one that a run may round: that of FP8 and FP4 weights."""
@@ -456,6 +465,7 @@ class Setting:
     theirs: Theirs
     noise: Noise
     freely: bool = True  # whether a layer whose input was not recorded is computed from the embeddings on
+    alike: Tensor | None = None  # [vocab] of V4.1: the number of each id, those that spell alike have one
 
 
 class Part:
@@ -486,10 +496,10 @@ class Part:
         return self.product(self.rounded(x, name), self.parameters[name])
 
     def rounded(self, x: Tensor, name: str) -> Tensor:
-        """The input of a linear: E4M3 by 128 columns, where the run rounds those of FP8 and FP4 weights."""
+        """The input of a linear: E4M3 by blocks of columns, where the run rounds those of FP8 and FP4 weights."""
         if self.rounding.linears == NONE or not self.parameters.rounds(name):
             return x
-        return self.narrow(x, E4M3_LINEAR)
+        return self.narrow(x, E4M3_ROW._replace(block=self.config.fp8_block))
 
     def narrow(self, x: Tensor, form: Narrow) -> Tensor:
         """What a run holds in a narrow format."""
@@ -544,6 +554,9 @@ class Ends(Part):
         """One of the sites that are of no layer, [r, n, ...]; Unknown where there is nothing to compute it from."""
         if site == "hidden":
             return self.hidden(at)
+        if site == "folded":
+            with self.noise.of("folded", rows=at):
+                return self.folded(at)
         if site == "embedded":
             return self.looked_up("embed.weight", self.setting.tokens[at])
         return self.logprobs(at) if site == LOGPROBS else self.logits(at)
@@ -566,24 +579,42 @@ class Ends(Part):
             return self.noise.moved(of_ids, F32)
 
     def hidden(self, at: Tensor) -> Tensor:
-        """The streams behind the last layer, read by the hyper head and normed."""
-        last = Layer(self.setting, self.config.num_hidden_layers - 1, at)
-        streams = last.value("streams", at)
-        self.rests |= last.rests
+        """The streams behind the last layer, read as one and normed."""
+        theirs = self.setting.theirs.rows("folded", at)
         with self.noise.of("hidden", rows=at):
-            return self.rms_norm(self.hyper_head(streams), self.parameters["norm.weight"])
+            folded = self.folded(at) if theirs is None else theirs[None]
+            return self.rms_norm(folded, self.parameters["norm.weight"])
+
+    def folded(self, at: Tensor) -> Tensor:
+        """The streams behind the last layer as one, [r, n, hidden]: by the hyper head, in V4.1 by the last `pre`."""
+        last = layer_of(self.setting, self.config.num_hidden_layers - 1, at)
+        streams = last.value("streams", at)
+        pre = last.value("experts.pre", at) if self.config.v41 is not None else None
+        self.rests |= last.rests
+        return self.hyper_head(streams) if pre is None else self.collapsed(streams, pre)
 
 
-Equation = Callable[["Layer", Tensor], Tensor]
-_EQUATIONS: dict[str, Equation] = {}
+Equation = Callable[[Any, Tensor], Tensor]
+EQUATIONS: dict[str, str] = {}  # site -> the method of `Layer` that computes it
 
 
-def _site(name: str) -> Callable[[Equation], Equation]:
+def site(name: str) -> Callable[[Equation], Equation]:
+    """Say which site a method of a layer computes."""
+
     def note(equation: Equation) -> Equation:
-        _EQUATIONS[name] = equation
+        EQUATIONS[name] = equation.__name__
         return equation
 
     return note
+
+
+def layer_of(setting: Setting, number: int, at: Tensor) -> "Layer":
+    """A layer of the architecture that the config describes, see `Layer`."""
+    if setting.config.v41 is None:
+        return Layer(setting, number, at)
+    from fathom.probes.judge.oracle_v41 import Layer41  # noqa: PLC0415 -- which is made from this file's
+
+    return Layer41(setting, number, at)
 
 
 class Layer(Part):
@@ -607,6 +638,7 @@ class Layer(Part):
         self.rope_theta = self.config.compress_rope_theta if self.ratio else self.config.rope_theta
         self.yarn = self.config.rope_scaling if self.ratio else None
         self.entries = torch.arange(len(setting.tokens) // self.ratio if self.ratio else 0)
+        self.experts, self.chosen = self.config.experts(layer)  # how many there are, and how many a token takes
         self.held: dict[tuple[str, str], tuple[Tensor, set[str]]] = {}
         self._before: Layer | None = None
 
@@ -621,16 +653,16 @@ class Layer(Part):
         """What the layer goes on with at a site: as recorded, or else as computed."""
         theirs = self.setting.theirs.rows(f"layers.{self.layer}.{site}", at)
         if theirs is None or not self._can_be(site, theirs):
-            if site == SELECTED or (site == EXPERT_IDS and not self.config.is_hash(self.layer)):
+            if site in (SELECTED, CANDIDATES) or (site == EXPERT_IDS and not self.config.is_hash(self.layer)):
                 self.rests.add(site)
             return self.computed(site, at)
         return theirs[None]
 
     def _can_be(self, site: str, ids: Tensor) -> bool:
-        """Whether recorded choices are numbers of experts or entries: others are not gone on with."""
-        if site not in (EXPERT_IDS, SELECTED):
+        """Whether recorded choices are numbers of experts, entries or blocks: others are not gone on with."""
+        if site not in (EXPERT_IDS, SELECTED, CANDIDATES):
             return True
-        least, count = (0, self.config.n_routed_experts) if site == EXPERT_IDS else (-1, len(self.entries))
+        least, count = (0, self.experts) if site == EXPERT_IDS else (-1, len(self.entries))
         return bool(((ids >= least) & (ids < count) & (ids == ids.floor())).all())
 
     def computed(self, site: str, at: Tensor) -> Tensor:
@@ -643,7 +675,7 @@ class Layer(Part):
         before, self.rests = self.rests, set()
         try:
             with self.noise.of(self.prefix, site, rows=at):
-                out = _EQUATIONS[site](self, at)
+                out = self.equation(site, at)
             if key[1]:
                 self.held[key] = out, self.rests
         finally:
@@ -653,7 +685,12 @@ class Layer(Part):
     def passed(self, site: str, at: Tensor) -> Tensor:
         """As `value`, of a step that few runs show: where it was not recorded it is part of the site after it."""
         theirs = self.setting.theirs.rows(f"layers.{self.layer}.{site}", at)
-        return _EQUATIONS[site](self, at) if theirs is None else theirs[None]
+        return self.equation(site, at) if theirs is None else theirs[None]
+
+    def equation(self, site: str, at: Tensor) -> Tensor:
+        """What the method of a site says."""
+        out: Tensor = getattr(self, EQUATIONS[site])(at)
+        return out
 
     def before(self, at: Tensor) -> Tensor:
         """The residual streams before the layer, [r, n, s, hidden]."""
@@ -681,7 +718,7 @@ class Layer(Part):
                 f"layers.{self.layer - 1}.streams are not recorded, and the prompt is too long to compute them"
             )
         setting = replace(self.setting, noise=self.noise.through_layers())
-        return Layer(setting, self.layer - 1, torch.arange(tokens))
+        return type(self)(setting, self.layer - 1, torch.arange(tokens))
 
     # --- the parts that equations share
 
@@ -817,109 +854,123 @@ class Layer(Part):
         """Pooled entries [r, n, width] normed."""
         return self.rms_norm(rows, self.parameters[self.name(f"{parameter}.norm.weight")])
 
+    # --- Engram, of V4.1 alone
+
+    @site("engram.rows")
+    def _engram_rows(self, at: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @site("engram.gate")
+    def _engram_gate(self, at: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @site("engram.streams")
+    def _engram_streams(self, at: Tensor) -> Tensor:
+        raise NotImplementedError
+
     # --- attention
 
-    @_site("attention.pre")
+    @site("attention.pre")
     def _attention_pre(self, at: Tensor) -> Tensor:
         return self.pre(self.before(at), "attn")
 
-    @_site("attention.post")
+    @site("attention.post")
     def _attention_post(self, at: Tensor) -> Tensor:
         return self.post(self.before(at), "attn")
 
-    @_site("attention.comb")
+    @site("attention.comb")
     def _attention_comb(self, at: Tensor) -> Tensor:
         return self.comb(self.before(at), "attn")
 
-    @_site("attention.input")
+    @site("attention.input")
     def _attention_input(self, at: Tensor) -> Tensor:
         x = self.collapsed(self.before(at), self.value("attention.pre", at))
         return self.rms_norm(x, self.parameters[self.name("attn_norm.weight")])
 
-    @_site("attention.latent_unnormed")
+    @site("attention.latent_unnormed")
     def _latent_unnormed(self, at: Tensor) -> Tensor:
         return self.linear(self.value("attention.input", at), "attn.wq_a.weight")
 
-    @_site("attention.latent")
+    @site("attention.latent")
     def _latent(self, at: Tensor) -> Tensor:
         return self.rms_norm(
             self.passed("attention.latent_unnormed", at), self.parameters[self.name("attn.q_norm.weight")]
         )
 
-    @_site("attention.query_unnormed")
+    @site("attention.query_unnormed")
     def _query_unnormed(self, at: Tensor) -> Tensor:
         q: Tensor = self.linear(self.value("attention.latent", at), "attn.wq_b.weight").unflatten(
             -1, (-1, self.config.head_dim)
         )
         return q
 
-    @_site("attention.query_unrotated")
+    @site("attention.query_unrotated")
     def _query_unrotated(self, at: Tensor) -> Tensor:
         return self.rms_norm(self.passed("attention.query_unnormed", at))
 
-    @_site("attention.query")
+    @site("attention.query")
     def _query(self, at: Tensor) -> Tensor:
         return self.rotated(self.passed("attention.query_unrotated", at), at)
 
-    @_site("attention.kv_unnormed")
+    @site("attention.kv_unnormed")
     def _kv_unnormed(self, at: Tensor) -> Tensor:
         return self.linear(self.value("attention.input", at), "attn.wkv.weight")
 
-    @_site("attention.kv_unrotated")
+    @site("attention.kv_unrotated")
     def _kv_unrotated(self, at: Tensor) -> Tensor:
         return self.normed_keys(self.passed("attention.kv_unnormed", at))
 
-    @_site("attention.kv")
+    @site("attention.kv")
     def _kv(self, at: Tensor) -> Tensor:
         some = (at[part] for part in self.noise.parts(at, TOKENS))
         return self.joined(
             *(self.turned_keys(self.passed("attention.kv_unrotated", rows), rows) for rows in some), dim=1
         )
 
-    @_site("attention.entry_unnormed")
+    @site("attention.entry_unnormed")
     def _entry_unnormed(self, at: Tensor) -> Tensor:
         return self.pooled("attn.compressor", self.config.head_dim, at)
 
-    @_site("attention.entry_unrotated")
+    @site("attention.entry_unrotated")
     def _entry_unrotated(self, at: Tensor) -> Tensor:
         return self.normed_entries(self.passed("attention.entry_unnormed", at), "attn.compressor")
 
-    @_site("attention.entry")
+    @site("attention.entry")
     def _entry(self, at: Tensor) -> Tensor:
         return self.cached(self.rotated(self.passed("attention.entry_unrotated", at), at * self.ratio))
 
-    @_site("indexer.key_unnormed")
+    @site("indexer.key_unnormed")
     def _index_key_unnormed(self, at: Tensor) -> Tensor:
         return self.pooled("attn.indexer.compressor", self.config.index_head_dim, at)
 
-    @_site("indexer.key_unrotated")
+    @site("indexer.key_unrotated")
     def _index_key_unrotated(self, at: Tensor) -> Tensor:
         return self.normed_entries(self.passed("indexer.key_unnormed", at), "attn.indexer.compressor")
 
-    @_site("indexer.key")
+    @site("indexer.key")
     def _index_key(self, at: Tensor) -> Tensor:
         return self.rotated(self.passed("indexer.key_unrotated", at), at * self.ratio)
 
-    @_site("indexer.key_used")
+    @site("indexer.key_used")
     def _index_key_used(self, at: Tensor) -> Tensor:
         return self.index_rounded(self.value("indexer.key", at))
 
-    @_site("indexer.query_unrotated")
+    @site("indexer.query_unrotated")
     def _index_query_unrotated(self, at: Tensor) -> Tensor:
         q: Tensor = self.linear(self.value("attention.latent", at), "attn.indexer.wq_b.weight").unflatten(
             -1, (-1, self.config.index_head_dim)
         )
         return q
 
-    @_site("indexer.query")
+    @site("indexer.query")
     def _index_query(self, at: Tensor) -> Tensor:
         return self.rotated(self.passed("indexer.query_unrotated", at), at)
 
-    @_site("indexer.query_used")
+    @site("indexer.query_used")
     def _index_query_used(self, at: Tensor) -> Tensor:
         return self.index_rounded(self.value("indexer.query", at))
 
-    @_site("indexer.weights")
+    @site("indexer.weights")
     def _index_weights(self, at: Tensor) -> Tensor:
         config = self.config
         weights = self.linear(self.value("attention.input", at), "attn.indexer.weights_proj.weight")
@@ -940,7 +991,11 @@ class Layer(Part):
         unfinished = self.entries >= ((at + 1) // self.ratio)[:, None]
         return torch.cat(found, 1).masked_fill(unfinished, -math.inf)
 
-    @_site("indexer.selected")
+    @site("indexer.candidates")
+    def _candidates(self, at: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    @site("indexer.selected")
     def _selected(self, at: Tensor) -> Tensor:
         """The top k of the scores, of equal ones the first; -1 where fewer are finished: [r, n, k]."""
         scores = self.index_scores(at)
@@ -948,7 +1003,7 @@ class Layer(Part):
         best = self.noise.choosing(scores, k, self.apart).sort(dim=-1, descending=True, stable=True)
         return best.indices[..., :k].masked_fill(best.values[..., :k].isneginf(), -1).to(F64)
 
-    @_site("attention.weights")
+    @site("attention.weights")
     def _weights(self, at: Tensor) -> Tensor:
         """Shares of the softmax on KV of all positions, then on all entries, [r, n, heads, t + e]."""
         whole, found = len(self.setting.tokens) + len(self.entries), []
@@ -958,7 +1013,7 @@ class Layer(Part):
             found.append(share.new_zeros(*share.shape[:-1], whole).scatter_add(-1, at_keys, share))
         return torch.cat(found, 1)
 
-    @_site("attention.mixed")
+    @site("attention.mixed")
     def _mixed(self, at: Tensor) -> Tensor:
         theirs = self.setting.theirs.rows(f"{self.prefix}attention.weights", at)
         if theirs is None:
@@ -1069,11 +1124,11 @@ class Layer(Part):
         size = torch.einsum("rnhk,rnkd->rnhd", *self._alike(share, keys.abs()))
         return self.noise.moved(self.noise.summed(out, size))
 
-    @_site("attention.unrotated")
+    @site("attention.unrotated")
     def _unrotated(self, at: Tensor) -> Tensor:
         return self.rotated(self.value("attention.mixed", at), at, back=True)
 
-    @_site("attention.output")
+    @site("attention.output")
     def _attention_output(self, at: Tensor) -> Tensor:
         """Groups of heads by rows of wo_a, whose input is never rounded, then wo_b."""
         out, groups = self.value("attention.unrotated", at).flatten(2), self.config.o_groups
@@ -1081,31 +1136,31 @@ class Layer(Part):
         low = [self.product(x, w) for x, w in zip(out.chunk(groups, -1), weight, strict=True)]
         return self.linear(torch.cat(low, -1), "attn.wo_b.weight")
 
-    @_site("attention.streams")
+    @site("attention.streams")
     def _attention_streams(self, at: Tensor) -> Tensor:
         post, comb = self.value("attention.post", at), self.value("attention.comb", at)
         return self.expanded(self.value("attention.output", at), self.before(at), post, comb)
 
     # --- experts
 
-    @_site("experts.pre")
+    @site("experts.pre")
     def _experts_pre(self, at: Tensor) -> Tensor:
         return self.pre(self.value("attention.streams", at), "ffn")
 
-    @_site("experts.post")
+    @site("experts.post")
     def _experts_post(self, at: Tensor) -> Tensor:
         return self.post(self.value("attention.streams", at), "ffn")
 
-    @_site("experts.comb")
+    @site("experts.comb")
     def _experts_comb(self, at: Tensor) -> Tensor:
         return self.comb(self.value("attention.streams", at), "ffn")
 
-    @_site("experts.input")
+    @site("experts.input")
     def _experts_input(self, at: Tensor) -> Tensor:
         streams, pre = self.value("attention.streams", at), self.value("experts.pre", at)
         return self.rms_norm(self.collapsed(streams, pre), self.parameters[self.name("ffn_norm.weight")])
 
-    @_site("experts.logits")
+    @site("experts.logits")
     def _expert_logits(self, at: Tensor) -> Tensor:
         return self.linear(self.value("experts.input", at), "ffn.gate.weight")
 
@@ -1118,15 +1173,15 @@ class Layer(Part):
         """What experts are chosen by: the scores and a bias."""
         return self.expert_scores(at) + self.parameters[self.name("ffn.gate.bias")]
 
-    @_site("experts.ids")
+    @site("experts.ids")
     def _expert_ids(self, at: Tensor) -> Tensor:
         if self.config.is_hash(self.layer):
             return self.parameters.rows(self.name("ffn.gate.tid2eid"), self.setting.tokens[at])[None].to(F64)
-        ranks = self.noise.choosing(self.expert_ranks(at), self.config.num_experts_per_tok, self.apart)
+        ranks = self.noise.choosing(self.expert_ranks(at), self.chosen, self.apart)
         best = ranks.sort(dim=-1, descending=True, stable=True).indices
-        return best[..., : self.config.num_experts_per_tok].to(F64)
+        return best[..., : self.chosen].to(F64)
 
-    @_site("experts.weights")
+    @site("experts.weights")
     def _expert_weights(self, at: Tensor) -> Tensor:
         """Scores of the chosen experts without the bias, as shares of the route scale; in the order of the ids."""
         return self.shares_of(self.expert_scores(at), at)
@@ -1137,19 +1192,19 @@ class Layer(Part):
         chosen = scores.gather(-1, ids)
         return self.noise.moved(chosen / chosen.sum(-1, keepdim=True) * self.config.routed_scaling_factor)
 
-    @_site("experts.shared_gate")
+    @site("experts.shared_gate")
     def _shared_gate(self, at: Tensor) -> Tensor:
         return self.linear(self.value("experts.input", at), "ffn.shared_experts.w1.weight")
 
-    @_site("experts.shared_up")
+    @site("experts.shared_up")
     def _shared_up(self, at: Tensor) -> Tensor:
         return self.linear(self.value("experts.input", at), "ffn.shared_experts.w3.weight")
 
-    @_site("experts.gate")
+    @site("experts.gate")
     def _gate(self, at: Tensor) -> Tensor:
         return self.of_chosen("w1", at)
 
-    @_site("experts.up")
+    @site("experts.up")
     def _up(self, at: Tensor) -> Tensor:
         return self.of_chosen("w3", at)
 
@@ -1167,7 +1222,7 @@ class Layer(Part):
             out[:, row, column] = product
         return out
 
-    @_site("experts.output")
+    @site("experts.output")
     def _experts_output(self, at: Tensor) -> Tensor:
         """The routed experts of each token, one expert after the other, and the shared one."""
         x, weights = self.value("experts.input", at), self.value("experts.weights", at)
@@ -1214,18 +1269,23 @@ class Layer(Part):
         y = torch.nn.functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
         return self.noise.moved(y if weight is None else y * weight)
 
-    @_site("streams")
+    @site("streams")
     def _streams(self, at: Tensor) -> Tensor:
         post, comb = self.value("experts.post", at), self.value("experts.comb", at)
         return self.expanded(self.value("experts.output", at), self.value("attention.streams", at), post, comb)
 
 
+def has(config: ModelConfig, layer: int, name: str) -> bool:
+    """Whether a layer has a site, by the parts that it has."""
+    if name.startswith("engram."):
+        return config.v41 is not None and layer in config.v41.engram.layer_ids
+    if name == CANDIDATES:
+        return config.v41 is not None and layer == config.v41.candidate_source
+    if name.startswith("indexer.") and not config.selects(layer):
+        return False
+    return config.makes_entries(layer) or not name.startswith(("attention.entry", "indexer.key"))
+
+
 def sites_of(config: ModelConfig, layer: int) -> list[str]:
-    """Sites that a layer of this kind has, in the order in which they follow from each other."""
-    kind = config.layer_kind(layer)
-    absent = {
-        LayerKind.SWA: ("attention.entry", "indexer."),
-        LayerKind.HCA: ("indexer.",),
-        LayerKind.CSA: (),
-    }[kind]
-    return [site for site in _EQUATIONS if not site.startswith(tuple(absent))]
+    """Sites that a layer has, in the order in which they follow from each other."""
+    return [name for name in EQUATIONS if has(config, layer, name)]

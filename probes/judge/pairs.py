@@ -42,7 +42,7 @@ from fathom.probes.judge.checks import (
     sampled,
     silent,
 )
-from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS, PRECISION, Ends, Layer, Noise, Setting, Unknown
+from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS, PRECISION, Ends, Layer, Noise, Setting, Unknown, layer_of
 from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, stored_name
 
 FURTHEST: Final = 16  # rows of a site that are furthest apart and are judged besides the sample
@@ -257,7 +257,7 @@ class Pairs(Checks):
         """The second run's layer at these rows; the first run's stands beside it."""
         part = super().part(layer, at, noise)
         setting = replace(self.one.setting, noise=noise.beside(self.one.setting.noise.dtype))
-        self.beside[part] = Ends(setting) if layer is None else Layer(setting, layer, at)
+        self.beside[part] = Ends(setting) if layer is None else layer_of(setting, layer, at)
         return part
 
     def before(self, judged: Judged, at: Tensor) -> Tensor:

@@ -20,14 +20,14 @@ from torch import Tensor
 
 from fathom.model.checkpoint import strict_json
 from fathom.model.checkpoint.checkpoint import TORCH_DTYPES
-from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError, quoted
 from fathom.model.files import read_bounded
 from fathom.model.observe import sites
-from fathom.model.observe.sites import SITES, STEPS, Site, axes
+from fathom.model.observe.sites import OF_V41, SITES, STEPS, Site, axes
 from fathom.probes.judge.dump import Dump, open_dump
 from fathom.probes.judge.naming import LAST, NO_SITE, POSITIONS, TOKENS, Line, Made, named
-from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS
+from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS, has
 
 PAGE: Final = "scripts/exporters/README.md"
 # One expert's rows come in the order of experts, not of tokens.
@@ -40,9 +40,9 @@ OF_ENTRIES: Final = (
 # What serving engines return of a prompt: no site of a model, and no hook is needed.
 RETURNED: Final = Site(LOGPROBS, "t n", "log-probabilities (natural) that some ids come next, at each position")
 RETURNED_IDS: Final = Site(LOGPROB_IDS, "t n", "the ids that these are of, in any order")
-WHOLE_MODEL: Final = (sites.EMBEDDED.name, sites.HIDDEN.name, sites.LOGITS.name, LOGPROBS)
-CHOICES: Final = (sites.SELECTED.name, sites.EXPERT_IDS.name)
-IN_FP32: Final = (".pre", ".post", ".comb")  # how sites end that are fp32 in runs of any dtype
+WHOLE_MODEL: Final = (sites.EMBEDDED.name, sites.FOLDED.name, sites.HIDDEN.name, sites.LOGITS.name, LOGPROBS)
+CHOICES: Final = (sites.SELECTED.name, sites.CANDIDATES.name, sites.EXPERT_IDS.name)
+IN_FP32: Final = (".pre", ".post", ".comb", sites.ENGRAM_GATE.name)  # how sites end that are fp32 in runs of any dtype
 SAYS_NOTHING: Final = (  # of the run's dtype
     *CHOICES,
     sites.EMBEDDED.name,
@@ -59,7 +59,9 @@ SAMPLED: Final = 1 << 20  # numbers of a tensor that are looked at to find the d
 MAP_BYTES: Final = 16 << 20
 MOST_AXES: Final = 5  # of a tensor that is understood
 
-_BY_NAME: Final = {site.name: site for site in (*KEPT, *STEPS, RETURNED, RETURNED_IDS)}
+SPELLED: Final = {"attention.latent_entry": "attention.entry_unrotated"}  # other names of sites
+
+_BY_NAME: Final = {site.name: site for site in (*KEPT, *STEPS, *OF_V41, RETURNED, RETURNED_IDS)}
 
 
 class _Tensor(NamedTuple):
@@ -106,6 +108,7 @@ class Recording:
         self.lines: list[Line] = []  # what became of each tensor
         self._held = {made.told: made for made in self._found(dump, tokens)}
         self.tokens = self._tokens(tokens)
+        self._check_images()
         self.positions = self._positions()
         self.tensors: dict[str, _Tensor] = {}
         for stored in self._held:
@@ -226,6 +229,17 @@ class Recording:
             raise ConfigError(f"{self.path}: its {len(tokens)} tokens are not the {len(given)} of --tokens: {where}")
         return tokens
 
+    def _check_images(self) -> None:
+        """Refuse a prompt with an image, whose experts are chosen otherwise: ConfigError."""
+        if self.config.v41 is None:
+            return
+        image = self.config.v41.image_token_id
+        at = (self.tokens == image).nonzero()
+        if len(at):
+            raise ConfigError(
+                f"{self.path}: {TOKENS}[{int(at[0])}] is {image}, a part of an image; prompts of text alone are judged"
+            )
+
     def _numbers(self, name: str, below: int) -> Tensor:
         """A list of whole numbers from 0 on."""
         if self._stored(name) not in self._held:
@@ -291,9 +305,9 @@ class Recording:
             why = f"layer {layer} is beyond the model's {self.config.num_hidden_layers}"  # a draft head's, for one
             self.lines.append(Line(stored, shape, "", why))
             return
-        if layer is not None and not has_site(self.config, layer, site):
-            kind = self.config.layer_kind(layer).name
-            raise ConfigError(f"{self.path}: {quoted(stored)}: layer {layer} is {kind}, which has no {site.name}")
+        if layer is not None and not has(self.config, layer, site.name):
+            raise ConfigError(f"{self.path}: {quoted(stored)}: {self._without(layer, site.name)}")
+        name = stored_name(site.name, layer)
         if name in self.tensors:
             raise ConfigError(f"{self.path}: {quoted(stored)} and {quoted(self.tensors[name].stored)} are both {name}")
         made = bool(self._held[stored].site)
@@ -306,6 +320,12 @@ class Recording:
             self.lines.append(Line(stored, shape, "", str(error).partition(f"{quoted(stored)} is ")[2]))
         else:
             self.lines += [] if made else [Line(stored, shape, name, "")]
+
+    def _without(self, layer: int, name: str) -> str:
+        """That a layer does not have a site, and why."""
+        if self.config.v41 is not None and self.config.ratio(layer):
+            return f"layer {layer} has no {name} of its own"
+        return f"layer {layer} is {self.config.layer_kind(layer).name}, which has no {name}"
 
     def _understood(self, stored: str, name: str, site: Site, layer: int | None) -> _Tensor:
         """How the stored shape becomes the site's."""
@@ -384,14 +404,6 @@ def stored_name(site: str, layer: int | None) -> str:
     return site if layer is None else f"layers.{layer}.{site}"
 
 
-def has_site(config: ModelConfig, layer: int, site: Site) -> bool:
-    """Whether a layer of this kind has a site."""
-    kind = config.layer_kind(layer)
-    if site.name.startswith("indexer."):
-        return kind is LayerKind.CSA
-    return not site.name.startswith(sites.ENTRY.name) or kind is not LayerKind.SWA
-
-
 def _site(name: str) -> tuple[Site | None, int | None]:
     """The site and layer that a name stands for."""
     if name in WHOLE_MODEL or name == LOGPROB_IDS:
@@ -400,7 +412,7 @@ def _site(name: str) -> tuple[Site | None, int | None]:
     number, _, site = rest.partition(".")
     if word != "layers" or not (number.isascii() and number.isdigit() and len(number) < 7) or site in WHOLE_MODEL:
         return None, None
-    return _BY_NAME.get(site), int(number)
+    return _BY_NAME.get(SPELLED.get(site, site)), int(number)
 
 
 def _readings(shape: tuple[int, ...], want: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -172,6 +172,11 @@ class Tokenizer:
             self._bytes[id_] = self._look_up(self._check_range(id_))
         return self._bytes[id_]
 
+    def spelled(self, id_: int) -> str:
+        """How tokenizer.json writes one token; PromptError as `token_bytes`."""
+        self._check_range(id_)
+        return self._controls[id_] if id_ in self._controls else self._vocabulary.tokens[id_]
+
     def _placed(self, segments: Sequence[Segment], *, continued: bool = False) -> Iterator[tuple[Segment, Place]]:
         """Each segment, and where a text in its place stands."""
         before = self.before_text()

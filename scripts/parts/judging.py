@@ -30,6 +30,7 @@ from fathom.probes.verdict import (
     dtype_name,
     explain,
     first_difference,
+    ids_alike,
     judge_layers,
     layers_needed,
     opened,
@@ -78,7 +79,8 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
     started = time.perf_counter()
     with saying(err) as said:
         weights = weights_of(args.model, config, args.gguf)
-        judged_run = opened(recording, weights, args.dtype, args.numerics, said)
+        alike = ids_alike(args.model, config)
+        judged_run = opened(recording, weights, args.dtype, args.numerics, said, alike)
         unlooked = not_looked_for(args, judged_run.census)
         setting, numerics = judged_run.setting, judged_run.numerics
         checks = Checks(setting, recording, len(recording.tokens) if args.rows == "all" else args.rows)

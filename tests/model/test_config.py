@@ -94,11 +94,6 @@ def test_fingerprint_is_of_the_architecture_and_not_of_the_release():
     assert prints["Pro"] == prints["Pro-0813"] != prints["Flash"]
 
 
-def test_v41_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"DeepSeek-V4\.1-Flash\.json: model_type is 'deepseek_v41'; supported"):
-        ModelConfig.from_file(Path(__file__).parent / "data" / "DeepSeek-V4.1-Flash.json")
-
-
 def test_transformers_dialect_gives_the_same_config(tmp_path):
     transformers = pytest.importorskip("transformers")
     transformers.DeepseekV4Config.from_dict(tiny_config()).save_pretrained(tmp_path)
@@ -352,7 +347,7 @@ def test_a_missing_file_is_named(tmp_path):
 def test_to_json_is_json_and_complete():
     data = json.loads(json.dumps(read(tiny_config()).to_json()))
     assert data["layer_kinds"] == ["swa", "csa", "hca", "csa"]
-    assert data.keys() == set(ModelConfig.__dataclass_fields__)
+    assert data.keys() == set(ModelConfig.__dataclass_fields__) - {"v41"}  # of a V4
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,261 @@
+"""What a layer of DeepSeek-V4.1 computes otherwise than one of V4, in float64: see `probes.judge.oracle`.
+
+A layer passes on its streams and one more thing: the weights by which the next sublayer reads them, since `pre` is
+delayed by one. Few layers have a compressor or an indexer; the others read the entries, and the selection, of the
+nearest layer before them that has one: as they were recorded, else as that layer computes them.
+
+Source: DeepSeek's inference code for V4.1-Flash, model.py, engram.py and kernel.py at dba1be0a.
+"""
+
+import math
+from typing import TYPE_CHECKING, Final
+
+import torch
+from torch import Tensor
+
+from fathom.model.rounding import FP4, FP8, NONE
+from fathom.probes.judge.engram import table_rows
+from fathom.probes.judge.oracle import (
+    CANDIDATES,
+    E2M1,
+    E2M1_INDEX,
+    E4M3,
+    E4M3_ROW,
+    F32,
+    F64,
+    NUMBERS,
+    SELECTED,
+    TOKENS,
+    Layer,
+    Narrow,
+    Setting,
+    Unknown,
+    length,
+)
+
+if TYPE_CHECKING:
+    from fathom.model.config import V41
+
+ENTRY_BLOCK: Final = 16  # columns of an entry that share a scale
+PINNED: Final = 1e30  # the score of a block that is always open
+SHARED: Final = ("attention.entry", SELECTED)  # sites that layers read of others
+CODES: Final = E2M1[:8]
+SCALES: Final = E4M3[(E4M3 > 0) & E4M3.isfinite()]
+
+
+class EntryForm(Narrow):
+    """E2M1 with a scale in E4M3 for each block: DeepSeek's `fp4_act_quant` of compressed entries."""
+
+    def scales(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks [..., blocks, columns] of x, and the scale of each, [..., blocks, 1]; divided in fp32, as there."""
+        blocks = x.unflatten(-1, (-1, self.block))
+        amax = blocks.abs().amax(-1, keepdim=True).clamp_min(self.least)
+        scale = (amax.to(F32) / self.largest).to(F64)
+        step = E4M3_ROW.step(scale)
+        return blocks, (torch.round(scale / step) * step).clamp_max(E4M3_ROW.largest)
+
+    def held(self, x: Tensor) -> Tensor:
+        """As `rounded`, but blocks that are codes times another scale stay: tiny ones round again to other numbers."""
+        out = self.rounded(x)
+        blocks, kept = x.unflatten(-1, (-1, self.block)), out.unflatten(-1, (-1, self.block))
+        where = (blocks != kept).any(-1) & blocks.isfinite().all(-1)
+        for place in where.nonzero().tolist():
+            block = blocks[tuple(place)]
+            codes = block.abs()[None] / SCALES[:, None]
+            if bool(torch.isin(codes, CODES).all(-1).any()):
+                kept[tuple(place)] = block
+        held: Tensor = kept.flatten(-2)
+        return held
+
+
+E2M1_ENTRY: Final = EntryForm("E2M1", 6.0, 6 * 2.0**-9, E2M1_INDEX.step, ENTRY_BLOCK)
+
+
+class Layer41(Layer):
+    """One layer of V4.1."""
+
+    def __init__(self, setting: Setting, layer: int, at: Tensor) -> None:
+        super().__init__(setting, layer, at)
+        assert self.config.v41 is not None, "of its config"
+        self.own: V41 = self.config.v41
+        self.others: dict[int, Layer41] = {}  # layers that this one reads, by number
+
+    def look(self, at: Tensor) -> None:
+        """Go on to other positions."""
+        super().look(at)
+        for other in self.others.values():
+            other.look(at)
+
+    def value(self, site: str, at: Tensor) -> Tensor:
+        """What the layer goes on with at a site, its own or that of the layer which has it."""
+        source = self.config.selection_source(self.layer) if site == SELECTED else self.layer
+        if site in ("attention.entry", "indexer.key_used"):
+            source = self.config.entry_source(self.layer)
+        return super().value(site, at) if source == self.layer else self.read(source, site, at)
+
+    def read(self, source: int, site: str, at: Tensor) -> Tensor:
+        """A site of another layer."""
+        other = self.others.setdefault(source, Layer41(self.setting, source, self.at))
+        at = other.entries if at is self.entries else other.at if at is self.at else at
+        other.rests = set()
+        out = other.value(site, at)
+        self.rests |= other.rests
+        return out
+
+    # --- Engram, and the streams that enter
+
+    def before(self, at: Tensor) -> Tensor:
+        """The streams that enter the layer, n-grams added, [r, n, s, hidden]."""
+        return self.value("engram.streams", at) if self.has_engram else self.arriving(at)
+
+    @property
+    def has_engram(self) -> bool:
+        """Whether n-grams are added before the layer."""
+        return self.layer in self.own.engram.layer_ids
+
+    def arriving(self, at: Tensor) -> Tensor:
+        """The streams that the layer before left, [r, n, s, hidden]."""
+        return super().before(at)
+
+    def before_pre(self, at: Tensor) -> Tensor:
+        """The weights [r, n, s] that the attention reads the streams by: of the experts before, or the first alone."""
+        if self.layer:
+            return self.read(self.layer - 1, "experts.pre", at)
+        first = torch.zeros(self.config.hc_mult, dtype=F64)
+        first[0] = 1
+        return first.expand(1, len(at), -1)
+
+    def _engram_rows(self, at: Tensor) -> Tensor:
+        """Rows of the tables side by side, [1, n, columns * width]."""
+        if self.setting.alike is None:
+            raise Unknown(f"{self.prefix}engram.rows are not recorded, and there is no tokenizer.json to look them up")
+        rows = table_rows(self.config, self.layer, self.setting.tokens, self.setting.alike, at)
+        found = self.parameters.rows(self.name("engram.embed.weight"), rows.flatten())
+        return self.noise.stored(found.unflatten(0, rows.shape).flatten(1)[None])
+
+    def key_and_value(self, at: Tensor) -> tuple[Tensor, Tensor]:
+        """Of the rows: a key for each stream [r, n, s, hidden], and one value [r, n, hidden]."""
+        s = self.config.hc_mult
+        out = self.linear(self.value("engram.rows", at), "engram.wkv.weight").unflatten(-1, (s + 1, -1))
+        return out[:, :, :s], out[:, :, s]
+
+    def _engram_gate(self, at: Tensor) -> Tensor:
+        """``sigmoid(sign(g) sqrt |g|)`` of ``g = <x w, key> / (|x| |key|) hidden^-0.5``, each stream by itself."""
+        streams, (keys, _) = self.arriving(at), self.key_and_value(at)
+        weight = self.parameters[self.name("engram.q_weight")] * self.parameters[self.name("engram.k_weight")]
+        streams, keys = self._alike(streams, keys)
+        eps, width = self.config.rms_norm_eps, self.config.hidden_size
+        factor = torch.rsqrt(streams.square().mean(-1) + eps) * torch.rsqrt(keys.square().mean(-1) + eps)
+        factor = factor * width**-0.5
+        size = length(streams * weight) * length(keys) * factor
+        g = self.noise.moved(self.noise.summed((streams * weight * keys).sum(-1) * factor, size), F32)
+        return self.noise.moved(torch.sigmoid(g.sign() * g.abs().clamp_min(1e-6).sqrt()), F32)
+
+    def _engram_streams(self, at: Tensor) -> Tensor:
+        streams, gate, (_, value) = self.arriving(at), self.value("engram.gate", at), self.key_and_value(at)
+        streams, gate, value = self._alike(streams, gate, value)
+        return self.noise.moved(streams + gate[..., None] * value[:, :, None])
+
+    # --- mHC, one sublayer late
+
+    def _attention_input(self, at: Tensor) -> Tensor:
+        x = self.collapsed(self.before(at), self.before_pre(at))
+        return self.rms_norm(x, self.parameters[self.name("attn_norm.weight")])
+
+    def _experts_input(self, at: Tensor) -> Tensor:
+        streams, pre = self.value("attention.streams", at), self.value("attention.pre", at)
+        return self.rms_norm(self.collapsed(streams, pre), self.parameters[self.name("ffn_norm.weight")])
+
+    # --- attention
+
+    def _query_unrotated(self, at: Tensor) -> Tensor:
+        return self.passed("attention.query_unnormed", at)  # no norm of heads
+
+    def cached(self, kv: Tensor) -> Tensor:
+        """A key of the window as it is remembered: all of its dims in E4M3, by 32."""
+        return kv if self.rounding.kv == NONE else self.narrow(kv, E4M3_ROW._replace(block=self.config.fp8_block))
+
+    def pooled(self, parameter: str, width: int, at: Tensor) -> Tensor:
+        """Entries `at`, [r, n, width]: pairs of tokens pooled by their gates, no pair over another; or each token."""
+        wkv = self.parameters[self.name(f"{parameter}.wkv.weight")]
+        found = []
+        for part in self.noise.parts(at, max(1, TOKENS // self.ratio)):
+            tokens = (at[part][:, None] * self.ratio + torch.arange(self.ratio)).flatten()
+            x = self.value("attention.input", tokens)
+            with self.noise.of(self.prefix, parameter, "tokens", rows=tokens):
+                kv = self.product(x, wkv)
+                if self.ratio == 1:
+                    found.append(kv)
+                    continue
+                gate = self.product(x, self.parameters[self.name(f"{parameter}.wgate.weight")])
+            kv, gate = (rows.unflatten(1, (-1, self.ratio)) for rows in (kv, gate))
+            share = self.noise.moved(gate.softmax(2))
+            found.append(self.noise.moved((kv * share).sum(2)))
+        return torch.cat(found, 1) if found else torch.zeros(1, 0, width, dtype=F64)
+
+    def _entry(self, at: Tensor) -> Tensor:
+        entry = self.rotated(self.passed("attention.entry_unrotated", at), at * self.ratio)
+        return entry if self.rounding.kv == NONE else self.narrow(entry, E2M1_ENTRY)
+
+    # --- indexer: keys of the normed entries before their rotation, and no Hadamard
+
+    def _index_key_unnormed(self, at: Tensor) -> Tensor:
+        return self.linear(self.passed("attention.entry_unrotated", at), "attn.indexer.wk.weight")
+
+    def _index_key_unrotated(self, at: Tensor) -> Tensor:
+        return self.rms_norm(
+            self.passed("indexer.key_unnormed", at), self.parameters[self.name("attn.indexer.k_norm.weight")]
+        )
+
+    def index_rounded(self, x: Tensor) -> Tensor:
+        """An index query or key as it is scored."""
+        forms = {FP4: E2M1_INDEX, FP8: E4M3_ROW}
+        return self.narrow(x, forms[self.rounding.index]) if self.rounding.index in forms else x
+
+    def finished_scores(self, at: Tensor) -> Tensor:
+        """``sum_h w_h relu(q_h . k)`` [r, n, entries] of the keys that the layer reads, -inf where unfinished."""
+        q, weights = self.value("indexer.query_used", at), self.value("indexer.weights", at)
+        keys = self.value("indexer.key_used", self.entries)
+        most = max(part.shape[0] for part in (q, weights, keys))
+        found = []
+        with self.noise.of(self.prefix, "index scores", rows=at):
+            for part in self.noise.parts(at, max(1, NUMBERS // max(1, most * q.shape[2] * keys.shape[1]))):
+                each = self.noise.moved(torch.einsum("rnhd,red->rnhe", *self._alike(q[:, part], keys)))
+                each, some = self._alike(each.relu(), weights[:, part])
+                found.append(self.noise.moved(self.noise.moved(each * some[..., None]).sum(2)))
+        unfinished = self.entries >= ((at + 1) // self.ratio)[:, None]
+        return torch.cat(found, 1).masked_fill(unfinished, -math.inf)
+
+    def index_scores(self, at: Tensor) -> Tensor:
+        """Scores of the entries that may be selected: behind the candidates' layer, those of open blocks alone."""
+        scores = self.finished_scores(at)
+        if self.layer <= self.own.candidate_source or len(self.entries) <= self.capacity:
+            return scores
+        blocks = self.read(self.own.candidate_source, CANDIDATES, at).long()
+        count = -(-len(self.entries) // self.own.candidate_block_size)
+        is_open = torch.zeros(*blocks.shape[:2], count + 1, dtype=torch.bool)
+        is_open.scatter_(2, blocks.masked_fill(blocks < 0, count), value=True)
+        of_entries = is_open[..., :count].repeat_interleave(self.own.candidate_block_size, -1)[..., : len(self.entries)]
+        scores, of_entries = self._alike(scores, of_entries)
+        return scores.masked_fill(~of_entries, -math.inf)
+
+    @property
+    def capacity(self) -> int:
+        """Entries that the candidates can hold: where there are no more, all that are finished are open."""
+        return self.own.candidate_blocks * self.own.candidate_block_size
+
+    def block_scores(self, at: Tensor) -> Tensor:
+        """What blocks of entries are opened by, [r, n, blocks]: the best of theirs, the newest block always."""
+        scores, size = self.finished_scores(at), self.own.candidate_block_size
+        scores = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % size), value=-math.inf)
+        best = scores.unflatten(-1, (-1, size)).amax(-1)
+        finished = (at + 1) // self.ratio
+        newest = ((finished - 1).clamp_min(0) // size)[:, None] == torch.arange(best.shape[-1])
+        opened: Tensor = best.masked_fill(newest & (finished > 0)[:, None], PINNED)
+        return opened
+
+    def _candidates(self, at: Tensor) -> Tensor:
+        scores = self.block_scores(at)
+        k = min(self.own.candidate_blocks, scores.shape[-1])
+        best = self.noise.choosing(scores, k, self.apart).sort(dim=-1, descending=True, stable=True)
+        return best.indices[..., :k].masked_fill(best.values[..., :k].isneginf(), -1).to(F64)

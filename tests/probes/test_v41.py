@@ -1,0 +1,208 @@
+"""DeepSeek-V4.1 judged: tensors of DeepSeek's own code, on a nine-layer random checkpoint, against the oracle.
+
+The recording and the checkpoint lie beside the repository, see `golden/meta.json` there for how they were made.
+"""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
+from fathom.probes.judge.checks import Checks, Status
+from fathom.probes.judge.dump import in_memory
+from fathom.probes.judge.engram import multipliers, primes, table_rows
+from fathom.probes.judge.oracle import E2M1_INDEX, E4M3_ROW, Ends, Noise, layer_of, sites_of
+from fathom.probes.judge.oracle_v41 import E2M1_ENTRY
+from fathom.probes.judge.recording import CHOICES, Recording
+from fathom.probes.verdict import ids_alike, judge_layers, opened, weights_of
+from fathom.scripts import compare
+
+GOLDEN = Path(__file__).parents[2].parent / "shared" / "data" / "v41" / "golden"  # 11 MB, not in the repository
+TOKENS = 89
+F32_STORED = 2.0**-24  # what storing float64 in float32 leaves, over a number
+ANGLES = 2.0**-22  # of queries and keys: the angle of a rotation is an fp32 number in one code and not in the other
+
+pytestmark = pytest.mark.skipif(not GOLDEN.is_dir(), reason="DeepSeek's tensors are not beside this repository")
+
+
+@pytest.fixture(scope="module")
+def config():
+    return ModelConfig.from_file(GOLDEN / "config.json")
+
+
+@pytest.fixture(scope="module")
+def weights(config):
+    return weights_of(GOLDEN, config)
+
+
+def tensors(which):
+    return load_file(GOLDEN / f"golden_{which}.safetensors")
+
+
+@pytest.fixture(scope="module")
+def alike(config):
+    return ids_alike(GOLDEN, config)
+
+
+def recorded(config, found):
+    return Recording(in_memory(found), config)
+
+
+def judged(config, weights, found, numerics=None, dtype="bf16", alike=None):
+    run = opened(recorded(config, found), weights, dtype, numerics, alike=alike)
+    return run, judge_layers(Checks(run.setting, run.recording), None)
+
+
+def test_plain_every_site_is_theirs_but_for_its_storage(config, weights, alike):
+    """Their float64, stored in float32, against ours, each site from the recorded ones before it."""
+    found = tensors("plain")
+    run = opened(recorded(config, found), weights, "fp32", "plain", alike=alike)
+    still = replace(run.setting, noise=Noise(torch.float32, replicas=0))
+    count = 0
+    for number in range(config.num_hidden_layers):
+        layer = layer_of(still, number, torch.arange(TOKENS))
+        for site in sites_of(config, number):
+            name = f"layers.{number}.{site}"
+            if name not in run.recording.tensors:
+                continue
+            of_entries = site.startswith(("attention.entry", "indexer.key"))
+            at = layer.entries if of_entries else layer.at
+            ours, theirs = layer.computed(site, at)[0], run.recording.known(name, at)
+            if site in CHOICES:
+                assert ours.sort(-1).values.equal(theirs.sort(-1).values), name
+            else:
+                rotated = site.endswith((".query", ".key", ".kv", ".entry", ".unrotated"))
+                most = ANGLES if rotated else 4 * F32_STORED
+                assert float((ours - theirs).norm() / theirs.norm()) <= most, name
+            count += 1
+    ends = Ends(still)
+    for site in ("embedded", "folded", "hidden", "logits"):
+        ours, theirs = ends.computed(site, torch.arange(TOKENS))[0], run.recording.known(site, torch.arange(TOKENS))
+        assert float((ours - theirs).norm() / theirs.norm()) <= 4 * F32_STORED, site
+    assert count == 199
+
+
+def test_deployed_agrees_and_its_rounding_is_found(config, weights, alike):
+    run, results = judged(config, weights, tensors("deployed"), alike=alike)
+    assert run.setting.rounding.numerics == "deployed"
+    assert [one.name for one in results if one.status is not Status.AGREES] == []
+    assert len(results) == 210
+
+
+def test_engram_without_a_tokenizer_is_judged_from_recorded_rows(config, weights):
+    results = {one.name: one for one in judged(config, weights, tensors("deployed"))[1]}
+    unjudged = {name: one.why for name, one in results.items() if one.status is not Status.AGREES}
+    assert unjudged.keys() == {"layers.1.engram.rows", "layers.4.engram.rows"}
+    assert all("there is no tokenizer.json" in why for why in unjudged.values())
+
+
+def test_engram_looks_up_their_rows(config, alike):
+    """Ids that spell alike, primes, multipliers and rows as DeepSeek's code makes them."""
+    found, told = tensors("deployed"), json.loads((GOLDEN / "meta.json").read_text())["engram constants"]
+    layers = config.v41.engram.layer_ids
+    assert alike.equal(found["engram.token_map"].long())
+    assert primes(config) == told["primes"]
+    assert [multipliers(config, layer) for layer in layers] == told["multipliers"]
+    for layer in layers:
+        rows = table_rows(config, layer, found["tokens"], alike, torch.arange(TOKENS))
+        assert rows.equal(found[f"layers.{layer}.engram.ids"])
+
+
+def test_engram_constants_of_the_published_config():
+    """Which eight projects give alike, and vectors of rows."""
+    published = ModelConfig.from_file(Path(__file__).parents[1] / "model" / "data" / "DeepSeek-V4.1-Flash.json")
+    told = json.loads((GOLDEN.parent / "engram_constants.json").read_text())
+    assert primes(published) == told["primes"]
+    assert [multipliers(published, layer) for layer in (1, 14)] == told["multipliers"]
+    vectors = told["vectors"]
+    numbers, tokens = torch.tensor(vectors["token_map"]), torch.tensor(vectors["tokens"])
+    rows = [table_rows(published, layer, tokens, numbers, torch.arange(len(tokens))) for layer in (1, 14)]
+    assert torch.stack(rows, 1).flatten(0, 1).tolist() == vectors["rows [token*2+layer][24]"]
+
+
+def test_every_rounding_is_theirs_to_the_bit(config):
+    """Of tensors that were recorded before and after it."""
+    found = {name: x.double() for name, x in tensors("deployed").items()}
+    layers = range(config.num_hidden_layers)
+    pairs = {
+        E2M1_ENTRY: [(f"layers.{n}.attention.entry_plain", f"layers.{n}.attention.entry") for n in layers],
+        E2M1_INDEX: [
+            (f"layers.{n}.indexer.{site}", f"layers.{n}.indexer.{site}_used")
+            for n in layers
+            for site in ("key", "query")
+        ],
+    }
+    for form, names in pairs.items():
+        there = [pair for pair in names if pair[0] in found]
+        assert there
+        for before, after in there:
+            assert form.rounded(found[before]).equal(found[after]), before
+    for n in layers:
+        kv = found[f"layers.{n}.attention.kv"]
+        assert E4M3_ROW._replace(block=32).rounded(kv).equal(kv)
+        if f"layers.{n}.attention.entry" in found:
+            entry = found[f"layers.{n}.attention.entry"]
+            assert E2M1_ENTRY.held(entry).equal(entry)
+            assert not E2M1_ENTRY.held(entry * 1.01).equal(entry * 1.01)
+
+
+def test_an_image_is_not_judged_as_text(config):
+    found = tensors("deployed")
+    found["tokens"][7] = config.v41.image_token_id
+    with pytest.raises(ConfigError, match=r"tokens\[7\] is 415, a part of an image"):
+        recorded(config, found)
+
+
+@pytest.mark.parametrize(("name", "said"), [
+    ("layers.3.attention.entry", "layer 3 has no attention.entry of its own"),
+    ("layers.6.indexer.selected", "layer 6 has no indexer.selected of its own"),
+    ("layers.7.indexer.key_used", "layer 7 has no indexer.key_used of its own"),
+    ("layers.2.indexer.candidates", "layer 2 has no indexer.candidates of its own"),
+    ("layers.2.engram.gate", "layer 2 has no engram.gate of its own"),
+    ("layers.0.attention.entry", "layer 0 is SWA, which has no attention.entry"),
+])  # fmt: skip
+def test_a_site_that_a_layer_does_not_have_is_refused(config, name, said):
+    with pytest.raises(ConfigError, match=said):
+        recorded(config, tensors("deployed") | {name: torch.zeros(44, 32)})
+
+
+def test_a_reading_layer_is_judged_without_what_it_reads(config, weights):
+    """Entries and selections that were not recorded are computed from their source's input; a selection is told."""
+    found = tensors("deployed")
+    for site in ("attention.entry", "attention.latent_entry", "indexer.selected"):
+        del found[f"layers.2.{site}"]
+    results = {one.name: one for one in judged(config, weights, found)[1]}
+    mixed = results["layers.3.attention.mixed"]
+    assert (mixed.status, mixed.assumed) == (Status.AGREES, ("indexer.selected",))
+
+
+def test_selections_among_candidates_that_nobody_recorded_are_not_judged(config, weights):
+    found = tensors("deployed")
+    del found["layers.5.indexer.candidates"]
+    results = {one.name: one for one in judged(config, weights, found)[1]}
+    assert results["layers.5.indexer.selected"].status is Status.AGREES
+    assert results["layers.7.indexer.selected"].status is Status.NOT_JUDGED
+    assert "indexer.candidates are not recorded" in results["layers.7.indexer.selected"].why
+
+
+def test_the_command_on_their_file(tmp_path, capsys):
+    """From the folder as it is; one wrong tensor is named, at its first wrong row."""
+    model = tmp_path / "model"
+    model.mkdir()
+    for name in ("config.json", "model.safetensors", "tokenizer.json"):
+        shutil.copy(GOLDEN / name, model)
+    command = ["--model", str(model), "--recording"]
+    assert compare.main([*command, str(GOLDEN / "golden_deployed.safetensors")]) == 0
+    assert "AGREES: 210 sites agree" in capsys.readouterr().out
+    found = tensors("deployed")
+    found["layers.6.attention.input"][50:] = found["layers.6.attention.input"][:39].clone()
+    save_file(found, tmp_path / "wrong.safetensors")
+    assert compare.main([*command, str(tmp_path / "wrong.safetensors"), "--no-identify"]) == 1
+    shown = capsys.readouterr().out
+    assert "DIFFERS: layer 6, site attention.input, position 50" in shown
