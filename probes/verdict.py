@@ -23,6 +23,7 @@ from fathom.model.rounding import Rounding
 from fathom.probes.judge.causes import Explained, Place, places
 from fathom.probes.judge.checks import Checks, Difference, Judged, Progress, Status, silent
 from fathom.probes.judge.dump import in_memory
+from fathom.probes.judge.faults_v41 import explained
 from fathom.probes.judge.gguf import open_gguf
 from fathom.probes.judge.naming import Line
 from fathom.probes.judge.numerics import Found, find, other_numerics
@@ -196,6 +197,8 @@ def explain(
     """What explains each site that differs, and which other roundings were tried as causes."""
     if not places(results):
         return [], {}
+    if run.setting.config.v41 is not None:
+        return explained(run.setting, run.recording, results, calls, seconds, said), {}
     from fathom.probes.identify import Identifier  # noqa: PLC0415 -- runs our model, seconds to import
 
     others = {} if run.numerics.rests else other_numerics(run.setting, run.recording, said)

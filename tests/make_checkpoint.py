@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from fathom.model.checkpoint.mtp import Head, head_parameters
-from fathom.model.checkpoint.names import Parameter, parameters
+from fathom.model.checkpoint.names import Parameter, parameters, vision_tensors
 from fathom.model.config import ModelConfig
 
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -110,6 +110,102 @@ def micro_config(**overrides: Any) -> dict[str, Any]:
     )
 
 
+def v41_config() -> dict[str, Any]:
+    """A config.json of DeepSeek-V4.1, small, with a layer of every role.
+
+    Those of 0 and 1 have a window alone, 1 with n-grams before it; 2 and 4 make entries; 4 publishes candidates, among
+    which 6 selects; 3 and 5 read what others made.
+    """
+    first = 307
+    primes = [n for n in range(first, 400) if all(n % d for d in range(2, 20))][:6]
+    return {
+        "architectures": ["DeepseekV41ForCausalLM"],
+        "model_type": "deepseek_v41",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "image_token_id": 127,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [32, 32],
+            "scale_fmt": "ue8m0",
+            "expert_dtype": "fp4",
+        },
+        "text_config": {
+            "model_type": "deepseek_v41_text",
+            "vocab_size": 128,
+            "hidden_size": 64,
+            "moe_intermediate_size": 32,
+            "num_hidden_layers": 7,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 1,
+            "head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "q_lora_rank": 32,
+            "o_lora_rank": 32,
+            "o_groups": 2,
+            "hidden_act": "silu",
+            "swiglu_limit": 1.0,
+            "rms_norm_eps": 1e-20,
+            "attention_bias": False,
+            "tie_word_embeddings": False,
+            "max_position_embeddings": 1024,
+            "rope_theta": 10000,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 16,
+                "beta_fast": 32,
+                "beta_slow": 1,
+                "original_max_position_embeddings": 64,
+            },
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 3,
+            "scoring_func": "sqrtsoftplus",
+            "topk_method": "noaux_tc",
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.5,
+            "sliding_window": 24,
+            "compress_ratios": [0, 0, 2, 2, 1, 1, 1, 0, 0, 0],
+            "compress_rope_theta": 160000,
+            "kv_source_layer_ids": [2, 4],
+            "index_source_layer_ids": [2, 4, 6],
+            "index_n_heads": 8,
+            "index_head_dim": 64,
+            "index_topk": 10,
+            "candidate_source_layer_id": 4,
+            "candidate_topk_blocks": 5,
+            "candidate_block_size": 4,
+            "hc_mult": 4,
+            "hc_sinkhorn_iters": 20,
+            "hc_eps": 1e-06,
+            "engram_layer_ids": [1],
+            "engram_num_embeddings": [sum(primes)],
+            "engram_max_ngram_size": 4,
+            "engram_vocab_size": first,
+            "engram_n_heads": 2,
+            "engram_head_dim": 32,
+            "engram_pad_token_id": 2,
+            "engram_compressed_vocab_size": 100,
+            "num_nextn_predict_layers": 3,
+            "dspark_block_size": 3,
+            "dspark_noise_token_id": 126,
+            "dspark_target_layer_ids": [4, 5, 6],
+            "dspark_markov_rank": 32,
+            "dspark_n_routed_experts": 4,
+            "dspark_num_experts_per_tok": 2,
+        },
+        "vision_config": {
+            "num_hidden_layers": 1,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "patch_size": 2,
+            "downsample_ratio": 3,
+        },
+    }
+
+
 def random_values(name: str, parameter: Parameter, experts: int, generator: torch.Generator) -> Tensor:
     """Values that keep activations and logits near unit scale; float32, or int64 for a table."""
     shape, leaf = parameter.shape, name.removesuffix(".weight").rpartition(".")[2]
@@ -131,15 +227,22 @@ def power_of_two(amax: Tensor, largest: float) -> Tensor:
     return torch.where(amax > 0, torch.exp2(torch.ceil(torch.log2(amax.double() / largest))), 1.0).float()
 
 
-def fp8(values: Tensor) -> tuple[Tensor, Tensor]:
-    """[out, in] -> E4M3 values and one power of two for each 128x128 block, float32."""
+def fp8(values: Tensor, block: int = 128) -> tuple[Tensor, Tensor]:
+    """[out, in] -> E4M3 values and one power of two for each square block, float32."""
     rows, columns = values.shape
-    padded = torch.zeros(-(-rows // 128) * 128, -(-columns // 128) * 128)
+    padded = torch.zeros(-(-rows // block) * block, -(-columns // block) * block)
     padded[:rows, :columns] = values
-    blocks = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))  # [rows/128, 128, columns/128, 128]
+    blocks = padded.unflatten(0, (-1, block)).unflatten(2, (-1, block))  # [rows/block, block, columns/block, block]
     scale = power_of_two(blocks.abs().amax((1, 3)), 448)
     data = (blocks / scale[:, None, :, None]).flatten(2).flatten(0, 1)[:rows, :columns]
     return data.to(torch.float8_e4m3fn).contiguous(), scale
+
+
+def fp8_rows(values: Tensor) -> tuple[Tensor, Tensor]:
+    """[rows, width] -> E4M3 values and one E8M0 scale for each 32 columns of a row."""
+    blocks = values.unflatten(1, (-1, 32))
+    scale = power_of_two(blocks.abs().amax(2), 448)
+    return (blocks / scale[..., None]).flatten(1).to(torch.float8_e4m3fn), scale.to(torch.float8_e8m0fnu)
 
 
 def pack_e2m1(values: Tensor) -> Tensor:
@@ -163,11 +266,14 @@ def nvfp4(values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return pack_e2m1((blocks / (scale.float() * overall)[..., None]).flatten(1).clamp(-6, 6)), scale, overall
 
 
-def stored(name: str, parameter: Parameter, values: Tensor, formats: str) -> dict[str, Tensor]:
+def stored(name: str, parameter: Parameter, values: Tensor, formats: str, block: int = 128) -> dict[str, Tensor]:
     """The tensors in which a checkpoint of one of `FORMATS` stores a parameter."""
     assert formats in FORMATS, formats
     if parameter.kind == "i64":
         return {name: values}
+    if parameter.kind == "rows":
+        data, scale = fp8_rows(values)
+        return {name: data, f"{name.removesuffix('.weight')}.scale": scale}
     if formats in ("bf16", "f32") or parameter.kind != "matrix":
         narrow = formats == "bf16" or (parameter.kind != "f32" and formats != "f32")
         return {name: values.to(torch.bfloat16 if narrow else torch.float32)}
@@ -183,7 +289,7 @@ def stored(name: str, parameter: Parameter, values: Tensor, formats: str) -> dic
             f"{base}.weight_scale_2": overall,
             f"{base}.input_scale": torch.tensor(0.01),
         }
-    data, scale = fp8(values)
+    data, scale = fp8(values, block)
     return {name: data, f"{base}.scale": scale if formats == "base" else scale.to(torch.float8_e8m0fnu)}
 
 
@@ -202,8 +308,8 @@ def make_tensors(
     wanted = parameters(checked) | ({} if head is None else head_parameters(head, checked))
     for name, parameter in wanted.items():
         values = adjust(name, random_values(name, parameter, checked.n_routed_experts, generator))
-        tensors |= stored(name, parameter, values, formats)
-    return tensors
+        tensors |= stored(name, parameter, values, formats, checked.fp8_block)
+    return tensors | {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in vision_tensors(checked).items()}
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor], *, shards: int) -> None:

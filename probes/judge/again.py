@@ -154,15 +154,15 @@ def _codes(x: Tensor, scale: Tensor, reach: Tensor, whole: Tensor, form: Narrow,
 
 
 def _scales(x: Tensor, scale: Tensor, reach: Tensor, whole: Tensor, form: Narrow) -> Iterator[Tie]:
-    """Scales of blocks [b, w]: another power of two as soon as a number is beyond a border, or none is any more."""
-    border, width = form.largest * scale, x.shape[1]
+    """Scales of blocks [b, w]: another one as soon as a number is beyond a border, or none is any more."""
+    (low, high), width = form.borders(scale), x.shape[1]
     largest, which = x.abs().max(1, keepdim=True)
-    above = (border - largest <= reach.gather(1, which)) & (largest > form.least)
-    over = x.abs() > border / 2 * (1 - BEYOND)
-    far = over & (x.abs() - border / 2 > reach)
-    below = over.any(1, keepdim=True) & ~far.any(1, keepdim=True) & (border / 2 > form.least)
+    above = (high - largest <= reach.gather(1, which)) & (largest > form.least)
+    over = x.abs() > low * (1 - BEYOND)
+    far = over & (x.abs() - low > reach)
+    below = over.any(1, keepdim=True) & ~far.any(1, keepdim=True) & (low > form.least)
     alone = form._replace(block=0)
-    for mask, edges in ((above, border * (1 + BEYOND)), (below, border / 2 * (1 - BEYOND))):
+    for mask, edges in ((above, high * (1 + BEYOND)), (below, low * (1 - BEYOND))):
         for block in mask[:, 0].nonzero()[:, 0].tolist():
             row, edge = x[block], float(edges[block])
             places = which[block] if mask is above else over[block].nonzero()[:, 0]

@@ -28,6 +28,7 @@ from fathom.probes.judge.oracle import (
     Setting,
     Theirs,
     Unknown,
+    has,
     layer_of,
 )
 from fathom.probes.judge.recording import BEHIND, CHOICES, IN_FP32, OF_ENTRIES, Recording, stored_name
@@ -349,13 +350,15 @@ def _swapped(gap: Gap) -> Iterator[Explained]:
 
 
 def _of_the_same_kind(config: ModelConfig, layer: int) -> list[int]:
-    alike = [
-        other
-        for other in range(config.num_hidden_layers)
-        if other != layer
-        and config.layer_kind(other) is config.layer_kind(layer)
-        and config.is_hash(other) == config.is_hash(layer)
-    ]
+    def role(one: int) -> tuple[object, ...]:
+        engram = has(config, one, sites.ENGRAM_ROWS.name)
+        ratio = config.ratio(one)
+        reads: tuple[object, ...] = (config.makes_entries(one), config.selects(one), ratio)
+        if config.v41 is not None and ratio:
+            reads = (*reads, config.selection_source(one))
+        return (config.layer_kind(one), config.is_hash(one), engram, *reads)
+
+    alike = [other for other in range(config.num_hidden_layers) if other != layer and role(other) == role(layer)]
     return sorted(alike, key=lambda other: abs(other - layer))
 
 

@@ -54,7 +54,9 @@ def multipliers(config: "ModelConfig", layer: int) -> list[int]:
     return [int(x) * 2 + 1 for x in drawn]
 
 
-def table_rows(config: "ModelConfig", layer: int, tokens: Tensor, numbers: Tensor, at: Tensor) -> Tensor:
+def table_rows(
+    config: "ModelConfig", layer: int, tokens: Tensor, numbers: Tensor, at: Tensor, start: Tensor | None = None
+) -> Tensor:
     """Rows of a layer's table that tokens look up, [n, columns] int64.
 
     Parameters
@@ -69,17 +71,21 @@ def table_rows(config: "ModelConfig", layer: int, tokens: Tensor, numbers: Tenso
         [vocab] int64: the number of each id, alike ones have the same.
     at
         [n] int64: positions.
+    start
+        [t] int64: how far back the n-gram of each position reaches; None: to the first token.
 
     """
     assert config.v41 is not None, "of its config"
     tables = config.v41.engram
     before = torch.full((tables.max_ngram - 1,), tables.pad_token_id)
-    alike = numbers[torch.cat((before, tokens))]
-    mixed, found, start = torch.zeros(len(at), dtype=torch.int64), [], 0
+    alike, none = numbers[torch.cat((before, tokens))], numbers[tables.pad_token_id]
+    first = torch.zeros_like(tokens) if start is None else start
+    mixed, found, offset = torch.zeros(len(at), dtype=torch.int64), [], 0
     own = primes(config)[tables.layer_ids.index(layer)]
     for back, factor in enumerate(multipliers(config, layer)):
-        mixed = mixed ^ alike[at + tables.max_ngram - 1 - back] * factor
+        of_token = alike[at + tables.max_ngram - 1 - back].where(at - back >= first[at], none)
+        mixed = mixed ^ of_token * factor
         for prime in own[(back - 1) * tables.heads : back * tables.heads] if back else ():
-            found.append(mixed % prime + start)
-            start += prime
+            found.append(mixed % prime + offset)
+            offset += prime
     return torch.stack(found, 1)

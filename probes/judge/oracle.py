@@ -209,6 +209,10 @@ class Narrow(NamedTuple):
         blocks = x.unflatten(-1, (-1, self.block or x.shape[-1]))
         return blocks, _scale_of(blocks.abs().amax(-1, keepdim=True).clamp_min(self.least), self.largest)
 
+    def borders(self, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest numbers of a block below and above which its scale is another."""
+        return self.largest * scale / 2, self.largest * scale
+
     def rounded(self, x: Tensor) -> Tensor:
         """Round [..., d], ties to even, as DeepSeek's `act_quant` and `fp4_act_quant` do."""
         blocks, scale = self.scales(x)
@@ -465,6 +469,7 @@ class Setting:
     theirs: Theirs
     noise: Noise
     freely: bool = True  # whether a layer whose input was not recorded is computed from the embeddings on
+    layer: "type[Layer] | None" = None  # of V4.1: one with a fault
     alike: Tensor | None = None  # [vocab] of V4.1: the number of each id, those that spell alike have one
 
 
@@ -589,7 +594,7 @@ class Ends(Part):
         """The streams behind the last layer as one, [r, n, hidden]: by the hyper head, in V4.1 by the last `pre`."""
         last = layer_of(self.setting, self.config.num_hidden_layers - 1, at)
         streams = last.value("streams", at)
-        pre = last.value("experts.pre", at) if self.config.v41 is not None else None
+        pre = last.fold_weights(at) if self.config.v41 is not None else None
         self.rests |= last.rests
         return self.hyper_head(streams) if pre is None else self.collapsed(streams, pre)
 
@@ -614,7 +619,7 @@ def layer_of(setting: Setting, number: int, at: Tensor) -> "Layer":
         return Layer(setting, number, at)
     from fathom.probes.judge.oracle_v41 import Layer41  # noqa: PLC0415 -- which is made from this file's
 
-    return Layer41(setting, number, at)
+    return (setting.layer or Layer41)(setting, number, at)
 
 
 class Layer(Part):
@@ -686,6 +691,10 @@ class Layer(Part):
         """As `value`, of a step that few runs show: where it was not recorded it is part of the site after it."""
         theirs = self.setting.theirs.rows(f"layers.{self.layer}.{site}", at)
         return self.equation(site, at) if theirs is None else theirs[None]
+
+    def fold_weights(self, at: Tensor) -> Tensor:
+        """The weights [r, n, s] that the streams behind the last layer of V4.1 are read by."""
+        return self.value("experts.pre", at)
 
     def equation(self, site: str, at: Tensor) -> Tensor:
         """What the method of a site says."""

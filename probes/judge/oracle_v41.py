@@ -40,7 +40,7 @@ ENTRY_BLOCK: Final = 16  # columns of an entry that share a scale
 PINNED: Final = 1e30  # the score of a block that is always open
 SHARED: Final = ("attention.entry", SELECTED)  # sites that layers read of others
 CODES: Final = E2M1[:8]
-SCALES: Final = E4M3[(E4M3 > 0) & E4M3.isfinite()]
+SCALES: Final = E4M3[(E4M3 > 0) & E4M3.isfinite()].sort().values
 
 
 class EntryForm(Narrow):
@@ -48,11 +48,17 @@ class EntryForm(Narrow):
 
     def scales(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Blocks [..., blocks, columns] of x, and the scale of each, [..., blocks, 1]; divided in fp32, as there."""
-        blocks = x.unflatten(-1, (-1, self.block))
+        blocks = x.unflatten(-1, (-1, self.block or x.shape[-1]))
         amax = blocks.abs().amax(-1, keepdim=True).clamp_min(self.least)
         scale = (amax.to(F32) / self.largest).to(F64)
         step = E4M3_ROW.step(scale)
         return blocks, (torch.round(scale / step) * step).clamp_max(E4M3_ROW.largest)
+
+    def borders(self, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """The middles between this scale and its neighbours in E4M3, times the largest code."""
+        place = torch.searchsorted(SCALES, scale.contiguous())
+        below, above = SCALES[(place - 1).clamp_min(0)], SCALES[(place + 1).clamp_max(len(SCALES) - 1)]
+        return self.largest * (below + scale) / 2, self.largest * (scale + above) / 2
 
     def held(self, x: Tensor) -> Tensor:
         """As `rounded`, but blocks that are codes times another scale stay: tiny ones round again to other numbers."""
@@ -95,7 +101,7 @@ class Layer41(Layer):
 
     def read(self, source: int, site: str, at: Tensor) -> Tensor:
         """A site of another layer."""
-        other = self.others.setdefault(source, Layer41(self.setting, source, self.at))
+        other = self.others.setdefault(source, type(self)(self.setting, source, self.at))
         at = other.entries if at is self.entries else other.at if at is self.at else at
         other.rests = set()
         out = other.value(site, at)
@@ -127,9 +133,16 @@ class Layer41(Layer):
 
     def _engram_rows(self, at: Tensor) -> Tensor:
         """Rows of the tables side by side, [1, n, columns * width]."""
+        return self.rows_of(at)
+
+    def rows_of(self, at: Tensor, start: Tensor | None = None) -> Tensor:
+        """Rows of n-grams that reach back to position `start` [t], as `_engram_rows`."""
         if self.setting.alike is None:
             raise Unknown(f"{self.prefix}engram.rows are not recorded, and there is no tokenizer.json to look them up")
-        rows = table_rows(self.config, self.layer, self.setting.tokens, self.setting.alike, at)
+        return self.found_rows(table_rows(self.config, self.layer, self.setting.tokens, self.setting.alike, at, start))
+
+    def found_rows(self, rows: Tensor) -> Tensor:
+        """Rows [n, columns] of the layer's table side by side."""
         found = self.parameters.rows(self.name("engram.embed.weight"), rows.flatten())
         return self.noise.stored(found.unflatten(0, rows.shape).flatten(1)[None])
 
@@ -144,12 +157,19 @@ class Layer41(Layer):
         streams, (keys, _) = self.arriving(at), self.key_and_value(at)
         weight = self.parameters[self.name("engram.q_weight")] * self.parameters[self.name("engram.k_weight")]
         streams, keys = self._alike(streams, keys)
-        eps, width = self.config.rms_norm_eps, self.config.hidden_size
-        factor = torch.rsqrt(streams.square().mean(-1) + eps) * torch.rsqrt(keys.square().mean(-1) + eps)
-        factor = factor * width**-0.5
+        factor = self.stream_factor(streams) * torch.rsqrt(keys.square().mean(-1) + self.config.rms_norm_eps)
+        factor = factor * self.config.hidden_size**-0.5
         size = length(streams * weight) * length(keys) * factor
         g = self.noise.moved(self.noise.summed((streams * weight * keys).sum(-1) * factor, size), F32)
-        return self.noise.moved(torch.sigmoid(g.sign() * g.abs().clamp_min(1e-6).sqrt()), F32)
+        return self.noise.moved(self.gate_of(g), F32)
+
+    def stream_factor(self, streams: Tensor) -> Tensor:
+        """What norms each stream, [r, n, s]."""
+        return torch.rsqrt(streams.square().mean(-1) + self.config.rms_norm_eps)
+
+    def gate_of(self, g: Tensor) -> Tensor:
+        """How much of the value a stream takes, by its product with the key."""
+        return torch.sigmoid(g.sign() * g.abs().clamp_min(1e-6).sqrt())
 
     def _engram_streams(self, at: Tensor) -> Tensor:
         streams, gate, (_, value) = self.arriving(at), self.value("engram.gate", at), self.key_and_value(at)
@@ -177,10 +197,15 @@ class Layer41(Layer):
 
     def pooled(self, parameter: str, width: int, at: Tensor) -> Tensor:
         """Entries `at`, [r, n, width]: pairs of tokens pooled by their gates, no pair over another; or each token."""
+        del width
+        return self.pooled_from(parameter, at)
+
+    def pooled_from(self, parameter: str, at: Tensor, late: int = 0) -> Tensor:
+        """As `pooled`, of tokens so many places before."""
         wkv = self.parameters[self.name(f"{parameter}.wkv.weight")]
         found = []
         for part in self.noise.parts(at, max(1, TOKENS // self.ratio)):
-            tokens = (at[part][:, None] * self.ratio + torch.arange(self.ratio)).flatten()
+            tokens = (at[part][:, None] * self.ratio + torch.arange(self.ratio) - late).flatten().clamp_min(0)
             x = self.value("attention.input", tokens)
             with self.noise.of(self.prefix, parameter, "tokens", rows=tokens):
                 kv = self.product(x, wkv)
@@ -191,11 +216,16 @@ class Layer41(Layer):
             kv, gate = (rows.unflatten(1, (-1, self.ratio)) for rows in (kv, gate))
             share = self.noise.moved(gate.softmax(2))
             found.append(self.noise.moved((kv * share).sum(2)))
-        return torch.cat(found, 1) if found else torch.zeros(1, 0, width, dtype=F64)
+        return torch.cat(found, 1)
 
     def _entry(self, at: Tensor) -> Tensor:
         entry = self.rotated(self.passed("attention.entry_unrotated", at), at * self.ratio)
         return entry if self.rounding.kv == NONE else self.narrow(entry, E2M1_ENTRY)
+
+    def kept(self, site: str, rows: Tensor) -> Tensor | None:
+        """Rows [n, d] in the format that a site is kept in, of a run that keeps it in another; None of this one."""
+        del site, rows
+        return None
 
     # --- indexer: keys of the normed entries before their rotation, and no Hadamard
 
@@ -246,13 +276,17 @@ class Layer41(Layer):
 
     def block_scores(self, at: Tensor) -> Tensor:
         """What blocks of entries are opened by, [r, n, blocks]: the best of theirs, the newest block always."""
-        scores, size = self.finished_scores(at), self.own.candidate_block_size
-        scores = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % size), value=-math.inf)
-        best = scores.unflatten(-1, (-1, size)).amax(-1)
-        finished = (at + 1) // self.ratio
+        best, size, finished = self.best_of_blocks(at), self.own.candidate_block_size, (at + 1) // self.ratio
         newest = ((finished - 1).clamp_min(0) // size)[:, None] == torch.arange(best.shape[-1])
         opened: Tensor = best.masked_fill(newest & (finished > 0)[:, None], PINNED)
         return opened
+
+    def best_of_blocks(self, at: Tensor) -> Tensor:
+        """The best score of each block of entries, [r, n, blocks]."""
+        scores, size = self.finished_scores(at), self.own.candidate_block_size
+        scores = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % size), value=-math.inf)
+        best: Tensor = scores.unflatten(-1, (-1, size)).amax(-1)
+        return best
 
     def _candidates(self, at: Tensor) -> Tensor:
         scores = self.block_scores(at)
