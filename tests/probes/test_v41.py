@@ -205,4 +205,4 @@ def test_the_command_on_their_file(tmp_path, capsys):
     save_file(found, tmp_path / "wrong.safetensors")
     assert compare.main([*command, str(tmp_path / "wrong.safetensors"), "--no-identify"]) == 1
     shown = capsys.readouterr().out
-    assert "DIFFERS: layer 6, site attention.input, position 50" in shown
+    assert "First difference: layer 6 attention.input, position 50" in shown

@@ -209,9 +209,8 @@ def collapsed_and_normed(found, streams, pre, weight):
 
 
 def undelayed(found, weight):
-    return collapsed_and_normed(
-        found, "layers.3.streams", "layers.4.attention.pre", weight("layers.4.attn_norm.weight")
-    )
+    norm = weight("layers.4.attn_norm.weight")
+    return collapsed_and_normed(found, "layers.4.engram.streams", "layers.4.attention.pre", norm)
 
 
 def recomputed(found, weight):
