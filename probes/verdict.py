@@ -140,7 +140,9 @@ def opened(
     seen = None if dtype else recording.run_dtype()
     of_run = DTYPES[dtype] if dtype else seen or torch.bfloat16
     rounding = Rounding.of(numerics or PLAIN)
-    setting = Setting(config, parameters, recording.tokens, rounding, recording, Noise(of_run), alike=alike)
+    setting = Setting(
+        config, parameters, recording.tokens, rounding, recording, Noise(of_run), replay=recording.replay, alike=alike
+    )
     found = find(setting, recording, said) if numerics is None else Found(rounding, {})
     return Run(recording, replace(setting, rounding=found.rounding), found, counted, seen=seen is not None)
 

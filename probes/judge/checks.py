@@ -675,7 +675,8 @@ class Checks:
         self.setting, self.recording, self.config = setting, recording, setting.config
         most = affordable(self.config, len(setting.tokens))
         self.work = min(LOOK, most * (1 + REPLICAS) * len(sites_of(self.config, 0)))  # to look at a row again
-        self.sample = sampled(self.config, self._positions(), rows or most)
+        self.most = rows or most
+        self.sample = sampled(self.config, self._positions(), self.most)
         self.exact = (1 + REPLICAS) * most if every else 0  # rows that are computed without replicas
         self.views = tuple(views)
         self.reached: dict[str, float] = {}  # the largest of what a clamp may cut, see `Part.activated`
@@ -703,6 +704,11 @@ class Checks:
         positions = self.recording.positions
         return torch.arange(len(self.setting.tokens)) if positions is None else positions
 
+    def sample_of(self, layer: int) -> Tensor:
+        """Positions of a layer whose rows are judged."""
+        own = self.recording.of_layers.get(layer)
+        return self.sample if own is None else sampled(self.config, own, self.most)
+
     def recorded(self, layer: int | None) -> list[str]:
         """Sites of a layer (of none: of the whole model) that were recorded, in the order in which they follow."""
         names = WHOLE_MODEL if layer is None else sites_of(self.config, layer)
@@ -711,7 +717,8 @@ class Checks:
     def layer(self, number: int, progress: Progress = silent, only: Collection[str] | None = None) -> list[Judged]:
         """Judge the recorded sites of a layer, or of these `only` those that were recorded."""
         self.setting.parameters.forget()
-        layer = self.part(number, self.sample, self.setting.noise)
+        sample = self.sample_of(number)
+        layer = self.part(number, sample, self.setting.noise)
         assert isinstance(layer, Layer), "of a number"
         wanted = [site for site in self.recorded(number) if only is None or site in only]
         checks = [check for site in wanted for check in self._checks(number, site)]
@@ -723,14 +730,14 @@ class Checks:
         if stored_name(WEIGHTS, number) in self.recording.tensors:
             wide = max(wide, self.config.num_attention_heads * (len(self.setting.tokens) + len(layer.entries)))
         of_attention = [check for check in of_tokens if _of_attention(check.judged.site)]
-        self._judge(of_attention, layer, _parts(self.sample, wide), progress, where)
+        self._judge(of_attention, layer, _parts(sample, wide), progress, where)
         rest = [check for check in of_tokens if not _of_attention(check.judged.site)]
         if all(stored_name(site.name, number) in self.recording.tensors for site in BETWEEN):
             # Every expert is decoded for each part of the rows: in parts as large as these sites alone allow.
             of_experts = [check for check in rest if check.judged.site in NARROW]
-            self._judge(of_experts, layer, _parts(self.sample, self.config.hidden_size), progress, where)
+            self._judge(of_experts, layer, _parts(sample, self.config.hidden_size), progress, where)
             rest = [check for check in rest if check not in of_experts]
-        self._judge(rest, layer, _parts(self.sample, wide), progress, where)
+        self._judge(rest, layer, _parts(sample, wide), progress, where)
         for check in checks:
             if isinstance(check, Choice) and check.judged.rows:
                 self.ties[check.judged.site] = self.ties.get(check.judged.site, 0) + check.equal

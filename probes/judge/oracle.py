@@ -458,6 +458,13 @@ class Theirs(Protocol):
         ...
 
 
+class Replay(NamedTuple):
+    """From which position on late layers of V4.1 were given the prompt: their windows see nothing before it."""
+
+    start: int
+    layer: int  # the first that is late
+
+
 @dataclass(frozen=True, slots=True)
 class Setting:
     """What a recording is judged as."""
@@ -469,6 +476,7 @@ class Setting:
     theirs: Theirs
     noise: Noise
     freely: bool = True  # whether a layer whose input was not recorded is computed from the embeddings on
+    replay: Replay | None = None
     layer: "type[Layer] | None" = None  # of V4.1: one with a fault
     alike: Tensor | None = None  # [vocab] of V4.1: the number of each id, those that spell alike have one
 
@@ -643,6 +651,8 @@ class Layer(Part):
         self.rope_theta = self.config.compress_rope_theta if self.ratio else self.config.rope_theta
         self.yarn = self.config.rope_scaling if self.ratio else None
         self.entries = torch.arange(len(setting.tokens) // self.ratio if self.ratio else 0)
+        replay = setting.replay
+        self.first = replay.start if replay is not None and layer >= replay.layer else 0  # position that a window sees
         self.experts, self.chosen = self.config.experts(layer)  # how many there are, and how many a token takes
         self.held: dict[tuple[str, str], tuple[Tensor, set[str]]] = {}
         self._before: Layer | None = None
@@ -1058,7 +1068,7 @@ class Layer(Part):
         """Queries, keys [r, n, k, d], which are hidden, and their places among all KV and entries, some at a time."""
         q = self.value("attention.query", at)
         back = torch.arange(-self.config.sliding_window + 1, 1)
-        seen, window = torch.unique((at[:, None] + back).clamp_min(0), return_inverse=True)  # of these, [n, w]
+        seen, window = torch.unique((at[:, None] + back).clamp_min(self.first), return_inverse=True)  # of these, [n, w]
         kv = self.value("attention.kv", seen)
         far = self.value("attention.entry", self.entries) if self.ratio and entries else None
         selected = self.value("indexer.selected", at) if self.kind is LayerKind.CSA and entries else None
@@ -1078,8 +1088,8 @@ class Layer(Part):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """The window's keys [r, n, w, d] and the entries, which of them are hidden, and their places."""
         places = at[:, None] - torch.arange(self.config.sliding_window - 1, -1, -1)
-        hidden, tokens = places < 0, len(self.setting.tokens)  # before the first token
-        places = places.clamp_min(0)
+        hidden, tokens = places < self.first, len(self.setting.tokens)  # before the first token
+        places = places.clamp_min(self.first)
         if entries is not None and selected is None:
             chosen = self.entries.expand(len(at), -1)
             more, hide = entries[:, None].expand(-1, len(at), -1, -1), chosen >= ((at + 1) // self.ratio)[:, None]

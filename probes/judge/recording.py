@@ -1,7 +1,9 @@
 """A recording: tensors by site, of a prompt from position 0, made by any runtime.
 
 `tokens` [t] int64, and any of `layers.{l}.{site}` and `{site}` (`model.observe.sites` has their names and shapes), in
-any float dtype. Where rows of some positions only were kept, `positions` [n] int64 says which. It may also be a dump of
+any float dtype. Where rows of some positions only were kept, `positions` [n] int64 says which, or of one layer
+`layers.{l}.positions`. A run of V4.1 whose late layers were given the end of the prompt alone (bounded replay) says
+from which position on in `replay_start`, and in which layer that begins in `replay_layer`. It may also be a dump of
 a runtime under its own names, see `probes.judge.dump` and `probes.judge.naming`.
 
 Dumps are messy. A tensor may have a batch axis of one in front, its axes in another order, or heads and streams run
@@ -27,7 +29,7 @@ from fathom.model.observe import sites
 from fathom.model.observe.sites import OF_V41, SITES, STEPS, Site, axes
 from fathom.probes.judge.dump import Dump, open_dump
 from fathom.probes.judge.naming import LAST, NO_SITE, POSITIONS, TOKENS, Line, Made, named
-from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS, has
+from fathom.probes.judge.oracle import LOGPROB_IDS, LOGPROBS, Replay, has
 
 PAGE: Final = "scripts/exporters/README.md"
 # One expert's rows come in the order of experts, not of tokens.
@@ -56,6 +58,7 @@ FLOATS: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WHOLE_NUMBERS: Final = (torch.int64, torch.int32, torch.int16, torch.uint8, *FLOATS)  # some dump ids as floats
 DTYPE_NAMES: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 SAMPLED: Final = 1 << 20  # numbers of a tensor that are looked at to find the dtype of the run
+REPLAY_START, REPLAY_LAYER = "replay_start", "replay_layer"
 MAP_BYTES: Final = 16 << 20
 MOST_AXES: Final = 5  # of a tensor that is understood
 
@@ -109,7 +112,9 @@ class Recording:
         self._held = {made.told: made for made in self._found(dump, tokens)}
         self.tokens = self._tokens(tokens)
         self._check_images()
-        self.positions = self._positions()
+        self.positions = self._positions(POSITIONS)
+        self.of_layers = dict(self._positions_of_layers())  # those of layers that have their own
+        self.replay = self._replay()
         self.tensors: dict[str, _Tensor] = {}
         for stored in self._held:
             self._take(stored)
@@ -187,9 +192,14 @@ class Recording:
         count = self.tensors[name].shape[0]
         if name.endswith(OF_ENTRIES) or count == len(self.tokens):
             return torch.arange(count)
-        if self.positions is not None and count == len(self.positions):
-            return self.positions
+        positions = self.positions_of(_site(name)[1])
+        if positions is not None and count == len(positions):
+            return positions
         return torch.tensor([len(self.tokens) - 1])
+
+    def positions_of(self, layer: int | None) -> Tensor | None:
+        """Positions whose rows were kept of a layer, or of what is of none; None: all."""
+        return self.positions if layer is None else self.of_layers.get(layer, self.positions)
 
     def run_dtype(self) -> torch.dtype | None:
         """The narrowest dtype that holds more than half of the activations: that of the run, however it was dumped.
@@ -259,14 +269,39 @@ class Recording:
         mapped = (stored for stored, site in self.names.items() if site == name)
         return next(mapped, next((stored for stored, made in self._held.items() if made.site == name), name))
 
-    def _positions(self) -> Tensor | None:
-        if self._stored(POSITIONS) not in self._held:
+    def _positions_of_layers(self) -> Iterator[tuple[int, Tensor | None]]:
+        for layer in range(self.config.num_hidden_layers):
+            if self._stored(name := stored_name(POSITIONS, layer)) in self._held:
+                yield layer, self._positions(name)
+
+    def _replay(self) -> Replay | None:
+        """Where a bounded replay begins, of a run of V4.1."""
+        if self._stored(REPLAY_START) not in self._held:
             return None
-        positions = self._numbers(POSITIONS, len(self.tokens))
+        if self.config.v41 is None:
+            raise ConfigError(
+                f"{self.path}: has {REPLAY_START}, and no layer of a V4 is given the end of a prompt alone"
+            )
+        start = self._numbers(REPLAY_START, len(self.tokens))
+        layer = torch.tensor([self.config.v41.kv_sources[-1] + 1])  # as vLLM does
+        if self._stored(REPLAY_LAYER) in self._held:
+            layer = self._numbers(REPLAY_LAYER, self.config.num_hidden_layers)
+        if len(start) != 1 or len(layer) != 1:
+            raise ConfigError(f"{self.path}: {REPLAY_START} and {REPLAY_LAYER} are one number each")
+        replay = Replay(int(start[0]), int(layer[0]))
+        self._told[
+            f"from layer {replay.layer} on, nothing before position {replay.start} is seen in a window ({REPLAY_START})"
+        ] = []
+        return replay
+
+    def _positions(self, name: str) -> Tensor | None:
+        if self._stored(name) not in self._held:
+            return None
+        positions = self._numbers(name, len(self.tokens))
         if torch.equal(positions, torch.arange(len(self.tokens))):
             return None  # all of them
         if len(positions) > 1 and bool((positions[1:] <= positions[:-1]).any()):
-            raise ConfigError(f"{self.path}: {POSITIONS} do not ascend")
+            raise ConfigError(f"{self.path}: {name} do not ascend")
         return positions
 
     def _check_logprobs(self) -> None:
@@ -292,7 +327,7 @@ class Recording:
     def _take(self, stored: str) -> None:
         """Understand one tensor of the file, or note that it is none of ours."""
         name = self.names.get(stored, self._held[stored].site or stored)
-        if name in (TOKENS, POSITIONS):
+        if name in (TOKENS, POSITIONS, REPLAY_START, REPLAY_LAYER) or _of_positions(name, self.config):
             return
         shape = tuple(self._held[stored].outline.shape)
         site, layer = _site(name)
@@ -358,7 +393,7 @@ class Recording:
             view[0] == 1
             and len(self.tokens) > 1
             and site.name in LAST
-            and (self.positions is None or len(self.positions) > 1)
+            and ((positions := self.positions_of(layer)) is None or len(positions) > 1)
         ):
             self._told.setdefault("read as the last token's row", []).append(f"{name} {list(found.shape)}")
         elif leading:
@@ -375,7 +410,8 @@ class Recording:
             assert layer is not None, f"{site.name} of no layer"
             rows = [len(self.tokens) // self.config.ratio(layer)]
         else:
-            rows += [len(self.positions)] if self.positions is not None else []
+            positions = self.positions_of(layer)
+            rows += [len(positions)] if positions is not None else []
             rows += [1] if site.name in LAST else []
         first, *rest = site.shape.split()
         assert first in ("t", "n"), site.shape
@@ -413,6 +449,11 @@ def _site(name: str) -> tuple[Site | None, int | None]:
     if word != "layers" or not (number.isascii() and number.isdigit() and len(number) < 7) or site in WHOLE_MODEL:
         return None, None
     return _BY_NAME.get(SPELLED.get(site, site)), int(number)
+
+
+def _of_positions(name: str, config: ModelConfig) -> bool:
+    """Whether a name says which positions one layer's rows are of."""
+    return any(name == stored_name(POSITIONS, layer) for layer in range(config.num_hidden_layers))
 
 
 def _readings(shape: tuple[int, ...], want: tuple[int, ...]) -> set[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from fathom.model.config import ModelConfig
+from fathom.model.errors import ConfigError
 from fathom.model.observe.sites import STEPS
 from fathom.model.rounding import Rounding
 from fathom.probes.judge.checks import Checks, Status
 from fathom.probes.judge.dump import in_memory
 from fathom.probes.judge.faults_v41 import FAULTS, explained, starts
-from fathom.probes.judge.oracle import Ends, Noise, Setting, hadamard, layer_of, sites_of
+from fathom.probes.judge.oracle import Ends, Noise, Replay, Setting, hadamard, layer_of, sites_of
 from fathom.probes.judge.oracle_v41 import Layer41
 from fathom.probes.judge.recording import CHOICES, Recording
 from fathom.probes.verdict import Run, first_difference, judge_layers, opened, weights_of
@@ -90,6 +91,24 @@ class Held:
         return found if found is None or at is None else found[at]
 
 
+class Rows(Held):
+    """The same, where late layers hold the rows from a position on alone."""
+
+    def __init__(self, tensors, start):
+        self.tensors, self.start = tensors, start
+
+    def rows(self, name, at):
+        found = self.tensors.get(name)
+        if found is None or at is None:
+            return found
+        return found[at] if len(found) == TOKENS or ".entry" in name or ".key" in name else found[at - self.start]
+
+
+def _late(name, layer):
+    word, _, rest = name.partition(".")
+    return word in ("folded", "hidden", "logits") or (word == "layers" and int(rest.partition(".")[0]) >= layer)
+
+
 class Made:
     """A checkpoint, and recordings of runs of it."""
 
@@ -123,6 +142,28 @@ class Made:
         for site in ("folded", "hidden", "logits"):
             held.tensors[site] = stored(site, ends.computed(site, every)[0])
         return held.tensors
+
+    def bounded(self, kept, late):
+        """A run whose layers from `late` on were given the last `kept` tokens, and what a recording of it holds."""
+        start, tensors = TOKENS - kept, {}
+        replay, every = Replay(start, late), torch.arange(start, TOKENS)
+        held = Held({name: x for name, x in self.healthy.items() if not _late(name, late)})
+        still = Noise(torch.bfloat16, replicas=0)
+        setting = Setting(
+            self.config, self.weights[0], self.tokens, Rounding.of("deployed"), Rows(held.tensors, start), still,
+            replay=replay, alike=self.alike,
+        )  # fmt: skip
+        for number in range(late, self.config.num_hidden_layers):
+            layer = layer_of(setting, number, every)
+            for site in sites_of(self.config, number):
+                if site not in LEFT_OUT:
+                    assert not site.startswith(("attention.entry", "indexer.key")), "late layers make none"
+                    held.tensors[f"layers.{number}.{site}"] = stored(site, layer.computed(site, every)[0])
+            tensors[f"layers.{number}.positions"] = every
+        for site in ("folded", "hidden", "logits"):
+            held.tensors[site] = stored(site, Ends(setting).computed(site, every)[0])
+        tensors["positions"] = every
+        return held.tensors | tensors
 
     def judged(self, tensors, layers=None):
         found = {name: x.long() if name.endswith(CHOICES) else x for name, x in tensors.items()}
@@ -185,6 +226,31 @@ def test_a_fault_is_placed_and_named_first(made, name):
         assert found["layers.1.experts.input"][0].name == name
     assert (best.name, best.share >= 0.9) == (name, True)
     assert not best.plain
+
+
+@pytest.mark.parametrize("late", [5, 6])
+def test_rows_of_a_bounded_replay_are_judged_by_what_they_saw(made, late):
+    """Late layers were given the last 30 tokens: fewer rows, and windows that see nothing before them."""
+    kept = 30
+    tensors = made.bounded(kept, late)
+    told = {"replay_start": torch.tensor([TOKENS - kept]), "replay_layer": torch.tensor([late])}
+    run, results = made.judged(tensors | told)
+    assert {one.status for one in results} == {Status.AGREES}
+    assert not any(one.free for one in results)
+    assert {one.recorded for one in results if one.layer == late and one.site == "streams"} == {kept}
+    assert f"from layer {late} on, nothing before position {TOKENS - kept} is seen in a window (replay_start)" in (
+        run.recording.told
+    )
+    _, results = made.judged(tensors, [late])  # it is not said: windows are thought to reach further back
+    first = first_difference(results)
+    assert (first.layer, first.site) == (late, "attention.mixed")
+
+
+def test_a_bounded_replay_is_of_v41_and_one_number(made):
+    with pytest.raises(ConfigError, match="replay_start and replay_layer are one number each"):
+        made.judged(made.healthy | {"replay_start": torch.tensor([3, 4])})
+    with pytest.raises(ConfigError, match=r"layers\.5\.positions do not ascend"):
+        made.judged(made.healthy | {"layers.5.positions": torch.tensor([3, 2])})
 
 
 def test_calls_begin_where_their_lengths_say():
