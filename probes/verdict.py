@@ -5,7 +5,7 @@ verdict = judge({"tokens": ids, "model.layers.3.self_attn.q_a_norm.output": x, .
 print(verdict.verdict, verdict.first, verdict.faults)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -20,7 +20,7 @@ from fathom.model.choices import PLAIN, RECORDED_DTYPES
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
 from fathom.model.rounding import Rounding
-from fathom.probes.judge.causes import Explained, Place, places
+from fathom.probes.judge.causes import Explained, Gap, Place, places
 from fathom.probes.judge.checks import Checks, Difference, Judged, Progress, Status, silent
 from fathom.probes.judge.dump import in_memory
 from fathom.probes.judge.faults_v41 import explained
@@ -159,12 +159,28 @@ def layers_needed(recording: Recording, layers: Sequence[int] | None) -> set[int
     needed = set[int]()
     for layer in range(recording.config.num_hidden_layers) if layers is None else layers:
         if layers is not None or any(name.startswith(f"layers.{layer}.") for name in recording.tensors):
-            needed.add(layer)
+            needed |= {layer, *_read_by(recording, layer)}
             for before in range(layer - 1, -1, -1):
                 if f"layers.{before}.streams" in recording.tensors:
                     break
-                needed.add(before)
+                needed |= {before, *_read_by(recording, before)}
     return needed
+
+
+def _read_by(recording: Recording, layer: int) -> set[int]:
+    """Other layers of V4.1 that one reads something of which was not recorded."""
+    config = recording.config
+    if config.v41 is None:
+        return set()
+    read = {f"layers.{layer - 1}.experts.pre": layer - 1} if layer else {}
+    if config.ratio(layer):
+        entries, selection = config.entry_source(layer), config.selection_source(layer)
+        read |= {f"layers.{entries}.attention.entry": entries, f"layers.{selection}.indexer.selected": selection}
+    if config.selects(layer):
+        read[f"layers.{config.entry_source(layer)}.indexer.key_used"] = config.entry_source(layer)
+        if layer > config.v41.candidate_source:
+            read[f"layers.{config.v41.candidate_source}.indexer.candidates"] = config.v41.candidate_source
+    return {source for name, source in read.items() if name not in recording.tensors} - {layer}
 
 
 def judge_layers(checks: Checks, layers: Sequence[int] | None, said: Progress = silent) -> list[Judged]:
@@ -199,13 +215,25 @@ def explain(
     """What explains each site that differs, and which other roundings were tried as causes."""
     if not places(results):
         return [], {}
+    others = {} if run.numerics.rests or run.setting.config.v41 else other_numerics(run.setting, run.recording, said)
+    return identified(run, results, calls, seconds, said, others), others
+
+
+def identified(
+    run: Run,
+    results: Sequence[Judged],
+    calls: Sequence[int],
+    seconds: float,
+    said: Progress,
+    others: Mapping[str, Rounding],
+    gap: Callable[[Judged], Gap] | None = None,
+) -> list[Place]:
+    """What explains each site that differs; `gap`: what is to be explained of it, see `Identifier`."""
     if run.setting.config.v41 is not None:
-        return explained(run.setting, run.recording, results, calls, seconds, said), {}
+        return explained(run.setting, run.recording, results, calls, seconds, said, gap)
     from fathom.probes.identify import Identifier  # noqa: PLC0415 -- runs our model, seconds to import
 
-    others = {} if run.numerics.rests else other_numerics(run.setting, run.recording, said)
-    identifier = Identifier(run.setting, run.recording, run.census, calls, others, seconds)
-    return identifier.identify(results, said), others
+    return Identifier(run.setting, run.recording, run.census, calls, others, seconds, gap).identify(results, said)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -457,8 +457,9 @@ def explained(
     calls: Sequence[int],
     seconds: float,
     said: Progress,
+    gap_of: Callable[[Judged], Gap] | None = None,
 ) -> list[Place]:
-    """What explains each site that differs, best first; plain causes before faults."""
+    """What explains each site that differs, best first; plain causes before faults. `gap_of` as for `Identifier`."""
     found: list[Place] = []
     differing, ends = places(results), time.perf_counter() + seconds
 
@@ -471,7 +472,7 @@ def explained(
             found.append(Place(judged, (), f"{seconds:g} s were over", looked=False))
             continue
         try:
-            gap = Gap(setting, recording, judged)
+            gap = gap_of(judged) if gap_of else Gap(setting, recording, judged)
             cause = plain(gap, late)
         except Unknown as unknown:
             found.append(Place(judged, (), unknown.what, tried=False))

@@ -18,6 +18,8 @@ from fathom.probes.verdict import (
     Run,
     dtype_name,
     first_difference,
+    identified,
+    ids_alike,
     judge_layers,
     layers_needed,
     opened,
@@ -63,7 +65,8 @@ def judge_two(args: argparse.Namespace, config: ModelConfig) -> int:
     out, err = Console(), Console(stderr=True)
     with saying(err) as said:
         weights = weights_of(args.model, config)
-        first, second = (opened(recording, weights, args.dtype, args.numerics, said) for recording in (one, other))
+        alike = ids_alike(args.model, config)
+        first, second = (opened(each, weights, args.dtype, args.numerics, said, alike) for each in (one, other))
         rows = max(len(one.tokens), len(other.tokens)) if args.rows == "all" else args.rows
         unlooked = not_looked_for(args, first.census)
         pairs = Pairs(Side(one, first.setting), Side(other, second.setting), rows)
@@ -99,16 +102,13 @@ def _identified(
     said: Progress,
 ) -> list[Place]:
     """What explains the step: a fault of the run that is off the oracle; the second where that is neither, or both."""
-    from fathom.probes.identify import Identifier  # runs our model, which takes seconds to import
-
     differing, found = places(results), list[Place]()
     of_first = [one for n, one in enumerate(differing) if _of_the_first(pairs.off(one) if n else off)]
     of_second = [one for one in differing if one not in of_first]
     for run, judge, some in ((first, pairs.swapped(), of_first), (second, pairs, of_second)):
         if some:
             calls = calls_of(args, run.recording)
-            identifier = Identifier(run.setting, run.recording, run.census, calls, {}, args.identify_seconds, judge.gap)
-            found += identifier.identify(some, said)
+            found += identified(run, some, calls, args.identify_seconds, said, {}, judge.gap)
     return sorted(found, key=lambda place: differing.index(place.judged))
 
 

@@ -20,7 +20,7 @@ from fathom.probes.judge.engram import multipliers, primes, table_rows
 from fathom.probes.judge.oracle import E2M1_INDEX, E4M3_ROW, Ends, Noise, layer_of, sites_of
 from fathom.probes.judge.oracle_v41 import E2M1_ENTRY
 from fathom.probes.judge.recording import CHOICES, Recording
-from fathom.probes.verdict import ids_alike, judge_layers, opened, weights_of
+from fathom.probes.verdict import ids_alike, judge_layers, layers_needed, opened, weights_of
 from fathom.scripts import compare
 
 GOLDEN = Path(__file__).parents[2].parent / "shared" / "data" / "v41" / "golden"  # 11 MB, not in the repository
@@ -189,6 +189,27 @@ def test_selections_among_candidates_that_nobody_recorded_are_not_judged(config,
     assert results["layers.5.indexer.selected"].status is Status.AGREES
     assert results["layers.7.indexer.selected"].status is Status.NOT_JUDGED
     assert "indexer.candidates are not recorded" in results["layers.7.indexer.selected"].why
+
+
+def test_layers_that_a_layer_reads_are_needed(config):
+    """Whose weights are wanted of a hub: those of sources whose tensors were not recorded."""
+    found = tensors("deployed")
+    alone = {
+        name: x for name, x in found.items() if name.startswith(("layers.7.", "layers.6.streams")) or name == "tokens"
+    }
+    assert layers_needed(recorded(config, alone), None) == {5, 6, 7}
+    shared = ("layers.5.attention.entry", "layers.5.indexer.key_used", "layers.5.indexer.candidates")
+    more = {name: found[name] for name in (*shared, "layers.6.experts.pre")}
+    assert layers_needed(recorded(config, alone | more), [7]) == {7}
+
+
+def test_two_recordings_are_compared_and_the_fault_between_them_named(tmp_path, capsys):
+    found = tensors("deployed")
+    found["layers.6.attention.unrotated"] = found["layers.6.attention.mixed"].clone()
+    save_file(found, tmp_path / "wrong.safetensors")
+    command = ["--model", str(GOLDEN), "--recording", str(GOLDEN / "golden_deployed.safetensors")]
+    assert compare.main([*command, "--against", str(tmp_path / "wrong.safetensors"), "--layers", "6"]) == 1
+    assert "no-inverse-rotation" in capsys.readouterr().out
 
 
 def test_the_command_on_their_file(tmp_path, capsys):
