@@ -194,10 +194,9 @@ def test_selections_among_candidates_that_nobody_recorded_are_not_judged(config,
 def test_layers_that_a_layer_reads_are_needed(config):
     """Whose weights are wanted of a hub: those of sources whose tensors were not recorded."""
     found = tensors("deployed")
-    alone = {
-        name: x for name, x in found.items() if name.startswith(("layers.7.", "layers.6.streams")) or name == "tokens"
-    }
-    assert layers_needed(recorded(config, alone), None) == {5, 6, 7}
+    own = ("layers.7.", "layers.6.streams", "tokens")
+    alone = {name: x for name, x in found.items() if name.startswith(own)}
+    assert layers_needed(recorded(config, alone), [7]) == {5, 6, 7}
     shared = ("layers.5.attention.entry", "layers.5.indexer.key_used", "layers.5.indexer.candidates")
     more = {name: found[name] for name in (*shared, "layers.6.experts.pre")}
     assert layers_needed(recorded(config, alone | more), [7]) == {7}
