@@ -222,10 +222,10 @@ def test_the_judgement_in_python(healthy, tokens):
     assert any(warning.startswith("Bounds are as wide as ") for warning in few.warnings)
     hooks = dict(call.hooks)
     hooks["model.layers.1.mlp.output"] = hooks["model.layers.1.mlp.output"] * 1.5
-    how = {"layers": [1], "identify_seconds": 0, "numerics": "plain", "dtype": "fp32", "rows": 8}
+    how = {"layers": [1], "identify_seconds": 0, "numerics": "plain", "dtype": "bf16", "rows": 8}
     verdict = judge({"input_ids": tokens, **hooks}, DEMO, **how)
     assert verdict.verdict == "differs"
-    assert max(one.rows for one in verdict.sites) == 8
+    assert 8 <= max(one.rows for one in verdict.sites) <= 12
     assert verdict.rounding == ROUNDINGS["plain"]
     assert (verdict.first.layer, verdict.first.site) == (1, "experts.output")
 

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from fathom.model.errors import ConfigError
 from fathom.probes.faults import FAULTS
 from fathom.probes.subject import Subject
-from fathom.runtime.options import DEMO
 from fathom.scripts import compare, fathom, logits, make_checkpoint, record
 from fathom.scripts.parts import judging
 from tests.make_checkpoint import tiny_config
@@ -61,6 +60,18 @@ def test_our_own_run_agrees_in_deployed_numerics_at_every_site(recording, capsys
     assert len([line for line in out.splitlines() if "agrees" in line]) == 2  # layers together, and what is of no layer
     assert out.splitlines()[-1] == "AGREES: 102 sites agree"  # where a reader looks first
     assert report["warnings"][0].startswith("Bounds are as wide as ")
+
+
+@pytest.mark.parametrize("numerics", ["plain", "deployed"])
+def test_steps_of_our_own_run_agree_too(folder, tmp_path, capsys, numerics):
+    out = tmp_path / "steps.safetensors"
+    flags = ["--tokens", str(folder / "ids.json"), "--out", str(out), "--steps", "--numerics", numerics]
+    assert record.main([*flags, "--prefill-chunk", "50"]) == 0
+    assert "cpu ops do not show: attention.weights\n" in capsys.readouterr().err
+    status, report = compared(out)
+    assert (status, report["verdict"], report["counts"]["agrees"]) == (0, "agrees", 146)
+    with pytest.raises(ConfigError, match="no site; there are"):
+        record.main([*flags, "--sites", "attention.weights"])
 
 
 def test_a_recording_has_the_rows_of_every_call(folder, recording):
@@ -340,15 +351,12 @@ LONG = "model.layers.1." + "of_a_runtime_that_nobody_knows." * 6 + "output"
 
 
 def test_names_are_told_whole_without_a_judgement(folder, recording):
-    """Whatever a terminal may be taken for; of the model, config.json alone is read."""
-    tensors, model = load_file(recording), folder / "config alone"
-    model.mkdir()
-    (model / "config.json").write_bytes((DEMO / "config.json").read_bytes())
-    path = folder / "names.safetensors"
+    """Whatever a terminal may be taken for."""
+    tensors, path = load_file(recording), folder / "names.safetensors"
     kept = {"tokens": tensors["tokens"], LONG: tensors["hidden"], "model.layers.1.output": tensors["layers.1.streams"]}
     save_file(kept, path)
     program = "import sys; from fathom.scripts.compare import main; sys.exit(main(sys.argv[1:]))"
-    flags = ["--model", str(model), "--recording", str(path), "--explain-names"]
+    flags = ["--recording", str(path), "--explain-names"]
     env = os.environ | {"TERM": "dumb", "FORCE_COLOR": "1"}
     done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, env=env, check=True)
     (line,) = [line for line in done.stdout.splitlines() if LONG.replace("layers.1.", "layers.{l}.") in line]
