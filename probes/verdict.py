@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,7 +48,7 @@ class Verdict:
     rounding: Rounding  # that it was judged as
     names: list[Line]  # what became of each tensor
     told: list[str]  # how they were read
-    warnings: list[str]  # what an agreement rests on: wide bounds, near ties, choices that were not recorded
+    warnings: list[str]  # wide bounds, near ties, choices that were not recorded, a fault that was not looked for
     not_exercised: list[Unseen]  # what these rows could not have shown
 
 
@@ -62,7 +62,7 @@ def judge(  # noqa: PLR0913 -- as many as `compare` has flags
     numerics: str | None = None,
     dtype: str | None = None,
     gguf: Path | None = None,
-    rows: int | str | None = None,
+    rows: int | Literal["all"] | None = None,
     calls: Sequence[int] | None = None,
     identify_seconds: float = SECONDS,
 ) -> Verdict:
@@ -106,7 +106,10 @@ def judge(  # noqa: PLR0913 -- as many as `compare` has flags
     checks = Checks(run.setting, run.recording, rows_of(rows, run.recording))
     results = judge_layers(checks, layers)
     found = dict[tuple[str, ...], Explained]()
-    if identify_seconds and not (gguf and too_large(run.census)):
+    warnings, size = rests_on(results, config), too_large(run.census) if gguf else 0.0
+    if identify_seconds and size and places(results):
+        warnings.append(f"No fault was looked for: a layer of {gguf} takes {size:.1f} GiB in float32.")
+    elif identify_seconds:
         lengths = calls or run.recording.calls or [len(run.recording.tokens)]
         for place in explain(run, results, lengths, identify_seconds)[0]:
             if place.named is not None:
@@ -119,7 +122,7 @@ def judge(  # noqa: PLR0913 -- as many as `compare` has flags
         run.setting.rounding,
         run.recording.lines,
         run.recording.told,
-        rests_on(results, config),
+        warnings,
         unseen(checks, results),
     )
 
@@ -158,6 +161,8 @@ def opened(
 ) -> Run:
     """A recording with the weights of its model, and with the dtype and numerics that are given, or that it shows."""
     config, (parameters, counted) = recording.config, weights
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"{dtype}: no dtype of a run, want {', '.join(DTYPES)}")
     seen = None if dtype else recording.run_dtype()
     of_run = DTYPES[dtype] if dtype else seen or torch.bfloat16
     rounding = Rounding.of(numerics or PLAIN)
@@ -166,9 +171,9 @@ def opened(
     return Run(recording, replace(setting, rounding=found.rounding), found, counted, seen=seen is not None)
 
 
-def rows_of(rows: int | str | None, recording: Recording) -> int | None:
+def rows_of(rows: int | Literal["all"] | None, recording: Recording) -> int | None:
     """How many rows of a site are judged: so many, "all" of them, or what the time allows."""
-    return len(recording.tokens) if rows == "all" else None if rows is None else int(rows)
+    return len(recording.tokens) if rows == "all" else rows
 
 
 def too_large(counted: Census) -> float:

@@ -227,6 +227,8 @@ def test_the_judgement_in_python(healthy, tokens):
     assert verdict.verdict == "differs"
     assert 8 <= max(one.rows for one in verdict.sites) <= 12
     assert verdict.rounding == ROUNDINGS["plain"]
+    with pytest.raises(ConfigError, match="fp8: no dtype of a run"):
+        judge({"input_ids": tokens, **hooks}, DEMO, dtype="fp8")
     assert (verdict.first.layer, verdict.first.site) == (1, "experts.output")
 
 
