@@ -66,17 +66,30 @@ class Attention:
 
     def latent(self, x: Input) -> Tensor:
         """Normed low-rank query [t, q_lora_rank], which the indexer reads too."""
-        return self.arithmetic.ops.rms_norm(self.wq_a(x), self.q_norm, self.eps)
+        return self.arithmetic.ops.rms_norm(self.latent_unnormed(x), self.q_norm, self.eps)
+
+    def latent_unnormed(self, x: Input) -> Tensor:
+        """The same before its norm."""
+        return self.wq_a(x)
 
     def query(self, latent: Tensor, call: Call) -> Tensor:
         """Queries [t, heads, head_dim], normed head by head without weights, then rotated."""
-        ops, q = self.arithmetic.ops, self.wq_b(latent).unflatten(-1, (-1, self.head_dim))
-        return ops.norm_rotate(q, None, self.eps, *call.angles(self.rotation), 0)
+        q, angles = self.query_unnormed(latent), call.angles(self.rotation)
+        return self.arithmetic.ops.norm_rotate(q, None, self.eps, *angles, 0)
+
+    def query_unnormed(self, latent: Tensor) -> Tensor:
+        """The same before their norm."""
+        q: Tensor = self.wq_b(latent).unflatten(-1, (-1, self.head_dim))
+        return q
 
     def kv(self, x: Input, call: Call) -> Tensor:
         """Key and value of each token in one [t, head_dim]: normed, rotated, rounded as the window keeps it."""
-        given = self.wkv(x), self.kv_norm, self.eps, *call.angles(self.rotation), self.arithmetic.kv_group
+        given = self.kv_unnormed(x), self.kv_norm, self.eps, *call.angles(self.rotation), self.arithmetic.kv_group
         return self.arithmetic.ops.norm_rotate(*given)
+
+    def kv_unnormed(self, x: Input) -> Tensor:
+        """The same before its norm."""
+        return self.wkv(x)
 
     def beyond_window(self, x: Input, latent: Tensor, call: Call, cache: LayerCache) -> Beyond:
         """Nothing is compressed, and nothing seen beside the window."""

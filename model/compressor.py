@@ -66,9 +66,13 @@ class Compressor(ABC):
     def row(self, pooled: Tensor, call: Call, first: int, ratio: int) -> Tensor:
         """Norm and rotate pooled windows [n, width], the first of which begins at position `first`; entries rounded."""
         cos, sin = call.angles_of_windows(self.rotation, first, pooled.shape[0], ratio)
-        rows = pooled.to(self.arithmetic.dtype)
+        rows = self.unnormed(pooled)
         group = self.arithmetic.kv_group if self.rounding == "kv" and not self.coded else 0
         return self.arithmetic.ops.norm_rotate(rows, self.norm, self.eps, cos, sin, group)
+
+    def unnormed(self, pooled: Tensor) -> Tensor:
+        """Pooled windows [n, width] in the dtype of the run, as the norm is given them."""
+        return pooled.to(self.arithmetic.dtype)
 
     def stored(self, rows: Tensor) -> Tensor:
         """Rows [n, width] as they are kept: as they are, for entries were rounded when they were rotated."""

@@ -66,8 +66,12 @@ class Indexer:
 
     def query(self, latent: Tensor, call: Call) -> Tensor:
         """Index queries [t, heads, width], rotated."""
-        q = self.wq_b(latent).unflatten(-1, (-1, self.width))
-        return self.arithmetic.ops.rotate(q, *call.angles(self.rotation))
+        return self.arithmetic.ops.rotate(self.query_unrotated(latent), *call.angles(self.rotation))
+
+    def query_unrotated(self, latent: Tensor) -> Tensor:
+        """The same before their rotation."""
+        q: Tensor = self.wq_b(latent).unflatten(-1, (-1, self.width))
+        return q
 
     def query_used(self, q: Tensor) -> Tensor:
         """The same as they are scored, rounded as the keys are."""

@@ -129,7 +129,7 @@ class Identifier:
         for number, judged in enumerate(differing):
 
             def said(what: str, share: float, judged: Judged = judged, number: int = number) -> None:
-                progress(f"{judged.name} under {what}", (number + share) / len(differing))
+                progress(f"{judged.name}: {what}", (number + share) / len(differing))
 
             if self.late:
                 found.append(Place(judged, (), f"{self.seconds:g} s were over", looked=False))
@@ -198,7 +198,7 @@ class _Case:
         for n, name in enumerate(names):
             if self.by.late:
                 break
-            said(name, n / len(names))
+            said(f"trying known fault {n + 1} of {len(names)}", n / len(names))
             found.append(self.explained((name,)))
         why = "" if len(found) == len(names) else f"{len(found)} of {len(names)} faults were tried"
         found.sort(key=lambda fault: -fault.share)
@@ -213,7 +213,7 @@ class _Case:
                 if self.by.late:
                     why = f"all single faults and {n} of {len(pairs)} pairs were tried"
                     break
-                said(f"{first.name} and {second.name}", n / len(pairs))
+                said(f"trying two faults at once, {n + 1} of {len(pairs)}", n / len(pairs))
                 both = self.explained((first.name, second.name))
                 if both.share >= max(NAMED, (1 + first.share) / 2):  # half of what the first leaves
                     found.append(both)

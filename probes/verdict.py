@@ -5,10 +5,11 @@ verdict = judge({"tokens": ids, "model.layers.3.self_attn.q_a_norm.output": x, .
 print(verdict.verdict, verdict.first, verdict.faults)
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,23 +18,27 @@ from fathom.model.checkpoint.census import Census, census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.folder import TOKENIZER
 from fathom.model.choices import PLAIN, RECORDED_DTYPES
-from fathom.model.config import ModelConfig
+from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.errors import ConfigError
-from fathom.model.rounding import Rounding
+from fathom.model.rounding import NONE, Rounding
 from fathom.probes.judge.causes import Explained, Gap, Place, places
 from fathom.probes.judge.checks import Checks, Difference, Judged, Progress, Status, silent
 from fathom.probes.judge.dump import in_memory
+from fathom.probes.judge.exercised import Unseen, unseen
 from fathom.probes.judge.faults_v41 import explained
 from fathom.probes.judge.gguf import open_gguf
 from fathom.probes.judge.naming import Line
 from fathom.probes.judge.numerics import Found, find, other_numerics
 from fathom.probes.judge.oracle import Noise, Parameters, Setting, Unknown
-from fathom.probes.judge.recording import Recording
+from fathom.probes.judge.recording import CHOICES, Recording
 from fathom.runtime.text.alike import token_map
 from fathom.runtime.text.tokenizer import Tokenizer
 
 DTYPES: Final = dict(zip(RECORDED_DTYPES, (torch.bfloat16, torch.float16, torch.float32), strict=True))
 SECONDS: Final = 120.0
+MOST_OF_GGUF: Final = 1 << 30  # bytes of a layer in float32, in which faults are tried: each of them reads it anew
+CHOSEN_FIRST: Final = ("indexer.selected", "experts.ids")  # without them a wrong choice hides
+WIDE: Final = 0.1  # a bound in units of a row's length that is said to be wide
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +52,11 @@ class Verdict:
     rounding: Rounding  # that it was judged as
     names: list[Line]  # what became of each tensor
     told: list[str]  # how they were read
+    warnings: list[str]  # wide bounds, near ties, choices that were not recorded, a fault that was not looked for
+    not_exercised: list[Unseen]  # what these rows could not have shown
 
 
-def judge(
+def judge(  # noqa: PLR0913 -- as many as `compare` has flags
     recording: Mapping[str, Tensor] | Path,
     model: Path,
     *,
@@ -57,10 +64,13 @@ def judge(
     names: Mapping[str, str] | None = None,
     layers: Sequence[int] | None = None,
     numerics: str | None = None,
+    dtype: str | None = None,
+    gguf: Path | None = None,
+    rows: int | Literal["all"] | None = None,
     calls: Sequence[int] | None = None,
     identify_seconds: float = SECONDS,
 ) -> Verdict:
-    """Judge a recording against a checkpoint.
+    """Judge a recording against a checkpoint. What may be said is what the flags of `compare` of these names say.
 
     Parameters
     ----------
@@ -75,7 +85,13 @@ def judge(
     layers
         To judge; None: all that were recorded, and the head.
     numerics
-        As the flag of `compare`; None: found from the recording.
+        Of the run: "deployed", "plain", or as "linears=none,kv=fp8,index=none"; None: found from the recording.
+    dtype
+        Of the run: "bf16", "fp16" or "fp32"; None: what its numbers fit in.
+    gguf
+        A file with the weights of the run, in place of the checkpoint's.
+    rows
+        Of a site that are judged, or "all"; None: what two minutes allow.
     calls
         Lengths of the calls of the run; None: as the recording says, or one.
     identify_seconds
@@ -90,10 +106,20 @@ def judge(
     config = ModelConfig.from_file(model / "config.json")
     dump = recording if isinstance(recording, Path) else in_memory(recording)
     opened_recording = Recording(dump, config, names, tokens)
-    run = opened(opened_recording, weights_of(model, config), None, numerics, alike=ids_alike(model, config))
-    results = judge_layers(Checks(run.setting, run.recording), layers)
+    run = opened(
+        opened_recording,
+        weights_of(model, config, gguf, numerics),
+        dtype,
+        numerics,
+        alike=ids_alike(model, config),
+    )
+    checks = Checks(run.setting, run.recording, rows_of(rows, run.recording))
+    results = judge_layers(checks, layers)
     found = dict[tuple[str, ...], Explained]()
-    if identify_seconds:
+    warnings, size = rests_on(results, config), too_large(run.census) if gguf else 0.0
+    if identify_seconds and size and places(results):
+        warnings.append(f"No fault was looked for: a layer of {gguf} takes {size:.1f} GiB in float32.")
+    elif identify_seconds:
         lengths = calls or run.recording.calls or [len(run.recording.tokens)]
         for place in explain(run, results, lengths, identify_seconds)[0]:
             if place.named is not None:
@@ -106,6 +132,8 @@ def judge(
         run.setting.rounding,
         run.recording.lines,
         run.recording.told,
+        warnings,
+        unseen(checks, results),
     )
 
 
@@ -119,8 +147,15 @@ class Run(NamedTuple):
     seen: bool  # whether the recording itself shows the dtype
 
 
-def weights_of(model: Path, config: ModelConfig, gguf: Path | None = None) -> tuple[Parameters, Census]:
-    """The weights of a checkpoint, of which files may be missing, or those of a GGUF."""
+def weights_of(
+    model: Path, config: ModelConfig, gguf: Path | None = None, numerics: str | None = None
+) -> tuple[Parameters, Census]:
+    """The weights of a checkpoint, of which files may be missing, or those of a GGUF, whose runs have no FP8."""
+    if gguf is not None and numerics is not None and Rounding.of(numerics).linears != NONE:
+        raise ConfigError(
+            f"--gguf {gguf}: no run rounds inputs of its linears to FP8, and {numerics} numerics do; say plain, or"
+            " --rounding linears=none,..."
+        )
     where = gguf or model
     checkpoint = open_gguf(gguf, config) if gguf else Checkpoint.open(model, partial=True)
     counted = census(checkpoint.shapes(), config, where=str(where), absent=checkpoint.absent)
@@ -137,6 +172,8 @@ def opened(
 ) -> Run:
     """A recording with the weights of its model, and with the dtype and numerics that are given, or that it shows."""
     config, (parameters, counted) = recording.config, weights
+    if dtype is not None and dtype not in DTYPES:
+        raise ConfigError(f"{dtype}: no dtype of a run, want {', '.join(DTYPES)}")
     seen = None if dtype else recording.run_dtype()
     of_run = DTYPES[dtype] if dtype else seen or torch.bfloat16
     rounding = Rounding.of(numerics or PLAIN)
@@ -152,6 +189,18 @@ def ids_alike(model: Path, config: ModelConfig) -> Tensor | None:
     if config.v41 is None or not (model / TOKENIZER).is_file():
         return None
     return torch.tensor(token_map(Tokenizer(model, config.vocab_size)))
+
+
+def rows_of(rows: int | Literal["all"] | None, recording: Recording) -> int | None:
+    """How many rows of a site are judged: so many, "all" of them, or what the time allows."""
+    return len(recording.tokens) if rows == "all" else rows
+
+
+def too_large(counted: Census) -> float:
+    """GiB of a layer in float32, where a GGUF's are too many to try faults in; 0 where they are not."""
+    layer = sum(math.prod(one.shape) for name, one in counted.demanded.items() if name.startswith("layers.0."))
+    size = layer * torch.float32.itemsize
+    return size / 2**30 if size > MOST_OF_GGUF else 0.0
 
 
 def layers_needed(recording: Recording, layers: Sequence[int] | None) -> set[int]:
@@ -252,3 +301,44 @@ def verdict_of(results: Sequence[Judged]) -> str:
 def first_difference(results: Sequence[Judged]) -> Difference | None:
     """The first difference, layer by layer."""
     return next((judged.first for judged in results if judged.first is not None), None)
+
+
+def rests_on(results: Sequence[Judged], config: ModelConfig) -> list[str]:
+    """What an agreement rests on: rows that only near ties explain, choices that were not recorded, wide bounds."""
+    lines = []
+    if ties := [judged for judged in results if judged.ties]:
+        rows = sum(judged.ties for judged in ties)
+        lines.append(
+            f"Looked at again: {rows} {'row' if rows == 1 else 'rows'} of {', '.join(judged.name for judged in ties)}"
+            " stood out, and rounding explains them: near ties that it may take either way, or more draws of it."
+        )
+    if some := [judged for judged in results if judged.open]:
+        rows = sum(judged.open for judged in some)
+        lines.append(
+            f"Not looked at again to the end: {rows} {'row' if rows == 1 else 'rows'} of"
+            f" {', '.join(judged.name for judged in some)}. They follow from too many others that were not recorded, or"
+            " are too many; a near tie may explain them."
+        )
+    if assumed := {site for judged in results for site in judged.assumed}:
+        lines.append(
+            f"Not recorded, so the oracle's own choice was gone on with: {', '.join(sorted(assumed))}. Bounds there let"
+            " near ties go both ways."
+        )
+    wide = [
+        j
+        for j in results
+        if j.status is Status.AGREES and j.bound > WIDE and j.site not in CHOICES and not j.site.endswith("_used")
+    ]
+    if wide:
+        most = max(wide, key=lambda judged: judged.bound)
+        layer = None if most.free else most.layer  # None: rounding is of the layers before, too
+        recorded = {judged.site for judged in results if layer is None or judged.layer == layer}
+        selects = layer is None or config.layer_kind(layer) is LayerKind.CSA
+        needed = CHOSEN_FIRST if selects else CHOSEN_FIRST[1:]
+        missing = [site for site in needed if site not in recorded]
+        more = f" Record the sites between, {' and '.join(missing)} first." if missing else ""
+        lines.append(
+            f"Bounds are as wide as {most.bound:.0%} of a row at {most.name}: rounding may do so much between recorded"
+            f" tensors, and a fault may hide in it.{more}"
+        )
+    return lines

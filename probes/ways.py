@@ -37,7 +37,7 @@ from fathom.runtime.output import reserved
 
 HEAD_ROWS: Final = 64  # rows of logits that are made at a time
 STORED: Final = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.int32: "I32"}
-WIDE: Final = (sites.LOGITS.name, sites.INDEX_WEIGHTS.name, sites.EXPERT_WEIGHTS.name)
+WIDE: Final = (sites.LOGITS.name, sites.INDEX_WEIGHTS.name, sites.EXPERT_WEIGHTS.name, sites.EXPERT_LOGITS.name)
 EXPORTER: Final = Path(probes.__path__[0]).parent / "scripts" / "exporters" / "record_transformers.py"
 OLDEST: Final = 5, 23  # release of transformers whose model the exporter records; one of 5.17 refused to be read
 LARGEST: Final = 8 << 30  # bytes of fp32 parameters of which transformers' model is built

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from fathom.model.choices import PLAIN, RECORDED_DTYPES
 from fathom.model.config import ModelConfig, check_widths
 from fathom.model.errors import ConfigError
-from fathom.model.rounding import NONE, Rounding
+from fathom.model.rounding import Rounding
 from fathom.scripts.cli import arguments, run_alone
 from fathom.scripts.flags import add_json, add_model, add_numerics, check_layers, numbers, positive
 from fathom.scripts.hub import INDEX
@@ -45,7 +45,9 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--against", action=Dumps, metavar="PATH", help="another recording of the same prompt")
     p.add_argument("--tokens", action=Reads, metavar="IDS.json", help="the prompt, a JSON list, where a dump lacks it")
-    p.add_argument("--explain-names", action="store_true", help="list first what became of each tensor, and why")
+    p.add_argument(
+        "--explain-names", action="store_true", help="list what became of each tensor, and why; nothing is judged then"
+    )
     p.add_argument(
         "--layers", type=numbers, help="layers to judge, as 0,17 (default: all that were recorded, and the head)"
     )
@@ -83,13 +85,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = ModelConfig.from_file(args.model / "config.json")
     check_widths(config, Rounding.of(args.numerics or PLAIN))
     check_layers(args.layers, config.num_hidden_layers)
-    if args.gguf is not None and args.numerics is not None and Rounding.of(args.numerics).linears != NONE:
-        raise ConfigError(
-            f"--gguf {args.gguf}: no run rounds inputs of its linears to FP8, and {args.numerics} numerics do; say"
-            " plain, or --rounding linears=none,..."
-        )
     if args.picture is not None and args.picture.suffix != ".svg":
         raise ConfigError(f"--picture {args.picture}: want a name that ends in .svg")
+    for flag, given in (("--json", args.json), ("--html", args.html), ("--picture", args.picture)):
+        if args.explain_names and given is not None:
+            raise ConfigError(f"--explain-names: judges nothing, so there is nothing for {flag}")
     if args.against is None and args.against_map is not None:
         raise ConfigError("--against-map: there is no --against")
     for flag, given in (("--picture", args.picture), ("--html", args.html)):

@@ -26,7 +26,10 @@ class Console(rich.console.Console):
     def __init__(self, *, stderr: bool = False, record: bool = False) -> None:
         stream = sys.stderr if stderr else sys.stdout
         width = None if stream.isatty() else WIDE
-        super().__init__(stderr=stderr, markup=False, emoji=False, highlight=False, width=width, record=record)
+        height = None if width is None else 25  # without it Rich takes 80 columns for what FORCE_COLOR calls a terminal
+        super().__init__(
+            stderr=stderr, markup=False, emoji=False, highlight=False, width=width, height=height, record=record
+        )
 
     def say(self, *lines: str) -> None:
         """Print lines, each as one that a terminal can show: `model.errors.one_line`."""

@@ -45,7 +45,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tokens", action=Reads, required=True, help="JSON list of token ids")
     p.add_argument("--out", action=Writes, required=True, help="recording to write, a safetensors file")
     p.add_argument("--layers", type=numbers, help="layers between commas, as 0,17 (default: all, and the head)")
-    p.add_argument("--sites", help="sites between commas, as attention.output,streams (default: all)")
+    p.add_argument("--sites", help="sites between commas, as attention.output,streams (default: all but steps)")
+    p.add_argument(
+        "--steps", action="store_true", help="keep steps too, as attention.query_unrotated, which lie between sites"
+    )
     p.add_argument(
         "--inject", metavar="FAULT", help="run with this fault in place, to see what it looks like to compare"
     )
@@ -89,7 +92,8 @@ def run(args: argparse.Namespace, ids: Sequence[int], lengths: Sequence[int], wa
 def _record(
     args: argparse.Namespace, ids: Sequence[int], lengths: Sequence[int], watch: "Watch | None", group: "Group"
 ) -> int:
-    from fathom.model.observe.observer import observed
+    from fathom.model.observe.observer import not_shown, observed
+    from fathom.model.observe.sites import STEPS
     from fathom.model.transformer import Transformer
     from fathom.probes.fault import BREAKS_DOWN
     from fathom.probes.judge.recording import KEPT
@@ -102,7 +106,6 @@ def _record(
 
     options = run_options(args)
     config = read_config(args.model, options)
-    chosen = check_sites(args.sites, [site.name for site in KEPT]) or [site.name for site in KEPT]
     ops = op_set(args.ops or usual(options.device), options, config)
     fault = None if args.inject is None else _fault(args.inject, config, group)
     work = Work.of(len(ids), args.decode_from or len(ids))
@@ -112,8 +115,13 @@ def _record(
     if fault is not None:
         fault.inject(loaded.model)
     set_process(args.threads, loaded)
-    kept = [site for site in KEPT if site.name in chosen]
+    hidden = not_shown(faulty.name)
+    shown = [site for site in (*KEPT, *STEPS) if site not in hidden]
+    chosen = check_sites(args.sites, [site.name for site in shown]) or [site.name for site in KEPT]
+    kept = [site for site in shown if site.name in chosen or (args.steps and site in STEPS)]
     console = Console(stderr=True)
+    if args.steps:
+        console.say(f"Steps that {faulty.name} ops do not show: {', '.join(site.name for site in hidden)}")
     # A fault that a tripwire would end is to be seen to its end.
     unchecked = contextlib.nullcontext() if fault is None else observed(loaded.model).unchecked()
     with unchecked, Progress(console=console, transient=True, disable=not console.is_terminal) as bar:

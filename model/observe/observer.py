@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fathom.model.observe.deferred import Deferred
 
 ALWAYS, WHOLE_CALLS = "always", "in calls of which every rank has all tokens"
+STEP_BY_STEP: Final = ("reference", "cpu")  # op sets whose fused ops round every step to the dtype of the run
 
 
 class Place(NamedTuple):
@@ -41,6 +42,8 @@ class Place(NamedTuple):
     output: int = -1  # of several that it returns; -1: it returns one
     shard: str = ""  # of which axis a rank has a shard: the first, "tokens" of the call; the second, "heads" or "inner"
     same: str = ""  # when it must be the same on every rank: ALWAYS, WHOLE_CALLS, or never
+    # A step inside an op, from the part, what the method was given and what it returned: made for listeners alone.
+    step: Callable[[Any, tuple[Any, ...], Any], Tensor] | None = None
 
 
 _WHOLE: Final = Place("", "")
@@ -82,6 +85,48 @@ PLACES: Final[Mapping[Site, Place]] = {
     sites.LOGITS: Place("", "unembed"),
 }
 
+
+def _normed(norm: str) -> Callable[[Any, tuple[Any, ...], Any], Tensor]:
+    """What `Ops.norm_rotate` has between its norm, with the weights of this name, and its rotation."""
+
+    def normed(part: Any, given: tuple[Any, ...], out: Tensor) -> Tensor:
+        del given
+        rows: Tensor = part.arithmetic.ops.rms_norm(out, getattr(part, norm, None), part.eps)
+        return rows
+
+    return normed
+
+
+def _logits(experts: Any, given: tuple[Any, ...], out: Any) -> Tensor:
+    """What `Ops.gate` has between its product and its choice."""
+    del out
+    logits: Tensor = experts.arithmetic.ops.linear(given[0], experts.gate.weight, wide=True)
+    return logits
+
+
+_KEYS: Final = "attention.indexer.compressor"
+# Steps, see `sites.STEPS`. Softmax weights are made by no op; gate and up of experts are shown by `_wrap_routed`.
+STEP_PLACES: Final[Mapping[Site, Place]] = {
+    sites.LATENT_UNNORMED: Place("attention", "latent_unnormed"),
+    sites.QUERY_UNNORMED: Place("attention", "query_unnormed", shard="heads"),
+    sites.QUERY_UNROTATED: Place("attention", "query_unnormed", shard="heads", step=_normed("")),
+    sites.KV_UNNORMED: Place("attention", "kv_unnormed"),
+    sites.KV_UNROTATED: Place("attention", "kv_unnormed", step=_normed("kv_norm")),
+    sites.ENTRY_UNNORMED: Place("attention.compressor", "unnormed"),
+    sites.ENTRY_UNROTATED: Place("attention.compressor", "unnormed", step=_normed("norm")),
+    sites.INDEX_KEY_UNNORMED: Place(_KEYS, "unnormed"),
+    sites.INDEX_KEY_UNROTATED: Place(_KEYS, "unnormed", step=_normed("norm")),
+    sites.INDEX_QUERY_UNROTATED: Place("attention.indexer", "query_unrotated", shard="tokens"),
+    sites.EXPERT_LOGITS: Place("experts", "route", shard="tokens", step=_logits),
+}
+
+
+def not_shown(ops: str) -> list[Site]:
+    """Steps that an op set of this name has nowhere in memory."""
+    inside = [site for site, place in STEP_PLACES.items() if place.step is not None]
+    return [sites.WEIGHTS, *([] if ops in STEP_BY_STEP else inside)]
+
+
 # The same of the Llama family, whose tensors no probe listens to.
 LLAMA_PLACES: Final[Mapping[Site, Place]] = {
     sites.STREAM_ATTENDED: Place("", "attended"),
@@ -90,6 +135,10 @@ LLAMA_PLACES: Final[Mapping[Site, Place]] = {
     sites.LOGITS: Place("", "unembed"),
 }
 
+
+# Steps that are put together from what each expert shows.
+OF_EXPERTS: Final = {sites.EXPERTS_GATE: sites.ROUTED_GATE, sites.EXPERTS_UP: sites.ROUTED_UP}
+INSIDE: Final = {*OF_EXPERTS, *OF_EXPERTS.values()}
 
 # Attentions that have a site; those that are not here are of every layer.
 OF_KINDS: Final[Mapping[Site, tuple[str, ...]]] = {
@@ -175,7 +224,7 @@ class Observer:
 
         Tripwire when a tensor that passes has another shape than its site says.
         """
-        of_one_rank = {sites.ROUTED_GATE, sites.ROUTED_UP} & listeners.keys() and self.ranks.shards.experts.split
+        of_one_rank = INSIDE & listeners.keys() and self.ranks.shards.experts.split
         if of_one_rank:
             raise ConfigError("--experts whole: no rank has what routed experts compute inside for all tokens")
         known = axes(self.config)
@@ -238,6 +287,10 @@ class Observer:
         if self.ranks.size > 1 and point.begins and self.call is not None and self.call.count > KEPT:
             self.ranks.verify(wait=False)  # what the last layer left: of a long call it is kept for one more
         for site, place in point.sites:
+            if place.step is not None:
+                if listeners := self._listeners.get(site):
+                    self._show(place, listeners, point.layer, place.step(part, given, out))
+                continue
             x = out if place.output < 0 else out[place.output]
             if self._listeners and x is not None and (listeners := self._listeners.get(site)):
                 self._show(place, listeners, point.layer, x)  # first: what they write is looked at too
@@ -246,6 +299,11 @@ class Observer:
             if place.same and self.ranks.size > 1 and self.call is not None:
                 self._compare(site, place, point.layer, x, self.call)
         return out
+
+    def shows(self, site: Site, layer: int | None, x: Tensor) -> None:
+        """Show listeners what no method returns, whole."""
+        for listener in self._listeners.get(site, ()):
+            listener(layer, x)
 
     def first(self, *, own: bool = False) -> int | None:
         """Position of the first token of the call that runs, or of this rank's `own`; None where a part runs alone."""
@@ -387,14 +445,15 @@ def install(model: Observed, places: Mapping[Site, Place], first_layer: int = 0)
     whole = (sites.EMBEDDED, sites.HIDDEN, sites.LOGITS)
     _wrap_all(observer, model, None, {site: place for site, place in places.items() if site in whole})
     of_layers = {site: place for site, place in places.items() if site not in whole}
+    steps = STEP_PLACES if sites.MIXED in of_layers else {}
     for layer, block in enumerate(model.blocks, first_layer):
-        missing = set(of_layers) - _wrap_all(observer, block, layer, of_layers)
+        missing = set(of_layers) - _wrap_all(observer, block, layer, {**of_layers, **steps})
         kind = type(getattr(block, "attention", None)).__name__
         allowed = {site for site in missing if site in OF_KINDS and kind not in OF_KINDS[site]}
         assert missing == allowed, f"layer {layer}: no method for {sorted(site.name for site in missing - allowed)}"
         if sites.MIXED in of_layers:
             _wrap_attend(observer, block.attention, layer)
-            _wrap_routed(observer, block.experts)
+            _wrap_routed(observer, block.experts, layer)
         for site, part in (
             (sites.ENTRY, "attention.compressor"),
             (sites.INDEX_KEY_USED, "attention.indexer.compressor"),
@@ -465,7 +524,7 @@ def _wrap_attend(observer: Observer, attention: Any, layer: int) -> None:
     attention.attend = attend
 
 
-def _wrap_routed(observer: Observer, experts: Any) -> None:
+def _wrap_routed(observer: Observer, experts: Any, layer: int) -> None:
     """While somebody listens to what an expert computes inside, experts run one by one.
 
     The equation is the same, and so are the bits but where `Ops.experts` adds up in another order than `Ops.linears`.
@@ -473,7 +532,7 @@ def _wrap_routed(observer: Observer, experts: Any) -> None:
     reference, method = weakref.ref(experts), type(experts)
 
     def inside() -> bool:
-        return observer.listens(sites.ROUTED_GATE) or observer.listens(sites.ROUTED_UP)
+        return any(map(observer.listens, INSIDE))
 
     @wraps(method.routed)
     def routed(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -488,8 +547,19 @@ def _wrap_routed(observer: Observer, experts: Any) -> None:
         if not inside():
             return cast("Tensor", type(own).routed_up(own, x, ids, weights))
         out = x.new_empty(*ids.shape, own.experts[0].w1.shape[0])
-        for expert, rows, slots in by_expert(ids, len(own.experts)):
-            out[rows, slots] = own.experts[expert].up(x[rows], weights[rows, slots])
+        found: dict[Site, Tensor] = {}
+
+        def keep(step: Site, of: int | None, part: Tensor) -> None:
+            del of
+            whole = found.setdefault(step, part.new_empty(*ids.shape, part.shape[1]))
+            whole[rows, slots] = part
+
+        kept = {site: partial(keep, step) for step, site in OF_EXPERTS.items() if observer.listens(step)}
+        with observer.attached(kept):
+            for expert, rows, slots in by_expert(ids, len(own.experts)):
+                out[rows, slots] = own.experts[expert].up(x[rows], weights[rows, slots])
+        for step, whole in found.items():
+            observer.shows(step, layer, whole)
         return out
 
     experts.routed, experts.routed_up = routed, routed_up

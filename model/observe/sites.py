@@ -109,22 +109,38 @@ SITES = (
     LOGITS,
 )
 
-# Steps on the way to a site, which recordings of other runtimes may have; ours shows the site that follows.
+# Steps on the way to a site. Ours shows them where its ops have them, see `observer.not_shown`; what is written into a
+# step inside an op steers nothing.
+LATENT_UNNORMED = Site("attention.latent_unnormed", "t q_lora_rank", "low-rank query before its norm")
+QUERY_UNNORMED = Site("attention.query_unnormed", "t heads head_dim", "queries before their norm")
+QUERY_UNROTATED = Site("attention.query_unrotated", "t heads head_dim", "queries normed, before their rotation")
+KV_UNNORMED = Site("attention.kv_unnormed", "t head_dim", "KV before its norm")
+KV_UNROTATED = Site("attention.kv_unrotated", "t head_dim", "KV normed, before its rotation")
+ENTRY_UNNORMED = Site("attention.entry_unnormed", "n head_dim", "entries as they are pooled, before their norm")
+ENTRY_UNROTATED = Site("attention.entry_unrotated", "n head_dim", "entries normed, before their rotation")
+INDEX_KEY_UNNORMED = Site("indexer.key_unnormed", "n index_head_dim", "index keys as they are pooled, not normed")
+INDEX_KEY_UNROTATED = Site("indexer.key_unrotated", "n index_head_dim", "index keys normed, not yet rotated")
+INDEX_QUERY_UNROTATED = Site("indexer.query_unrotated", "t index_heads index_head_dim", "index queries, not rotated")
+WEIGHTS = Site("attention.weights", "t heads keys", "softmax on KV of all positions, then on all entries")
+EXPERT_LOGITS = Site("experts.logits", "t experts", "the router's products, before the square root of softplus")
+EXPERTS_GATE = Site("experts.gate", "t k intermediate", "SwiGLU gate of the experts of `ids`, unclamped")
+EXPERTS_UP = Site("experts.up", "t k intermediate", "SwiGLU up of the same, before the clamp")
+
 STEPS: Final[dict[Site, Site]] = {
-    Site("attention.latent_unnormed", "t q_lora_rank", "low-rank query before its norm"): LATENT,
-    Site("attention.query_unnormed", "t heads head_dim", "queries before their norm"): QUERY,
-    Site("attention.query_unrotated", "t heads head_dim", "queries normed, before their rotation"): QUERY,
-    Site("attention.kv_unnormed", "t head_dim", "KV before its norm"): KV,
-    Site("attention.kv_unrotated", "t head_dim", "KV normed, before its rotation"): KV,
-    Site("attention.entry_unnormed", "n head_dim", "entries as they are pooled, before their norm"): ENTRY,
-    Site("attention.entry_unrotated", "n head_dim", "entries normed, before their rotation"): ENTRY,
-    Site("indexer.key_unnormed", "n index_head_dim", "index keys as they are pooled, not normed"): INDEX_KEY,
-    Site("indexer.key_unrotated", "n index_head_dim", "index keys normed, not yet rotated"): INDEX_KEY,
-    Site("indexer.query_unrotated", "t index_heads index_head_dim", "index queries, not rotated"): INDEX_QUERY,
-    Site("attention.weights", "t heads keys", "softmax on KV of all positions, then on all entries"): MIXED,
-    Site("experts.logits", "t experts", "the router's products, before the square root of softplus"): (EXPERT_WEIGHTS),
-    Site("experts.gate", "t k intermediate", "SwiGLU gate of the experts of `ids`, unclamped"): EXPERTS_OUTPUT,
-    Site("experts.up", "t k intermediate", "SwiGLU up of the same, before the clamp"): EXPERTS_OUTPUT,
+    LATENT_UNNORMED: LATENT,
+    QUERY_UNNORMED: QUERY,
+    QUERY_UNROTATED: QUERY,
+    KV_UNNORMED: KV,
+    KV_UNROTATED: KV,
+    ENTRY_UNNORMED: ENTRY,
+    ENTRY_UNROTATED: ENTRY,
+    INDEX_KEY_UNNORMED: INDEX_KEY,
+    INDEX_KEY_UNROTATED: INDEX_KEY,
+    INDEX_QUERY_UNROTATED: INDEX_QUERY,
+    WEIGHTS: MIXED,
+    EXPERT_LOGITS: EXPERT_WEIGHTS,
+    EXPERTS_GATE: EXPERTS_OUTPUT,
+    EXPERTS_UP: EXPERTS_OUTPUT,
 }
 
 

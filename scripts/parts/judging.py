@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import math
 import re
 import time
 from collections.abc import Collection, Iterator, Sequence
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from fathom.model.choices import NUMERICS
-from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.config import ModelConfig
 from fathom.model.rounding import Rounding
 from fathom.probes.console import plain
 from fathom.probes.finding import Plot, ranges
@@ -25,7 +24,7 @@ from fathom.probes.judge.checks import FOLLOWS, Checks, Difference, Judged, Stat
 from fathom.probes.judge.checks import Progress as Saying
 from fathom.probes.judge.exercised import Unseen, unseen
 from fathom.probes.judge.numerics import Found
-from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, Recording, read_map
+from fathom.probes.judge.recording import OF_ENTRIES, Recording, read_map
 from fathom.probes.verdict import (
     dtype_name,
     explain,
@@ -34,13 +33,16 @@ from fathom.probes.verdict import (
     judge_layers,
     layers_needed,
     opened,
+    rests_on,
+    rows_of,
+    too_large,
     verdict_of,
     weights_of,
 )
 from fathom.runtime.allocator import keep_memory
 from fathom.runtime.hub import fetch
 from fathom.runtime.output import write_json, write_text
-from fathom.scripts.console import Console
+from fathom.scripts.console import Console, visible
 from fathom.scripts.flags import chunk_lengths
 from fathom.scripts.paths import told
 from fathom.scripts.prompts import read_tokens
@@ -50,9 +52,6 @@ if TYPE_CHECKING:
     from fathom.probes.judge.naming import Line
 
 QUIET: Final = 20  # seconds between lines of progress where there is no terminal to draw on
-MOST_OF_GGUF: Final = 1 << 30  # bytes of a layer in float32, in which faults are tried: each of them reads it anew
-CHOSEN_FIRST: Final = ("indexer.selected", "experts.ids")  # without them a wrong choice hides
-WIDE: Final = 0.1  # a bound in units of a row's length that is said to be wide
 CURVES: Final = 8  # of the picture: the sites that are furthest off
 COLOURS: Final = {Status.AGREES: "green", Status.DIFFERS: "bold red", Status.NOT_JUDGED: "yellow"}
 
@@ -72,18 +71,19 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
     recording = recording_of(args, args.recording, args.map, config)
     out, err = Console(record=args.html is not None), Console(stderr=True)
     if args.explain_names:
-        out.print(names_table(recording))
+        explain_names(out, recording)
+        return 0
     if args.hub is not None and args.gguf is None:
         needed = layers_needed(recording, args.layers)
         fetch(args.hub, needed, ends=args.layers is None or 0 in needed)
     started = time.perf_counter()
     with saying(err) as said:
-        weights = weights_of(args.model, config, args.gguf)
+        weights = weights_of(args.model, config, args.gguf, args.numerics)
         alike = ids_alike(args.model, config)
         judged_run = opened(recording, weights, args.dtype, args.numerics, said, alike)
         unlooked = not_looked_for(args, judged_run.census)
         setting, numerics = judged_run.setting, judged_run.numerics
-        checks = Checks(setting, recording, len(recording.tokens) if args.rows == "all" else args.rows)
+        checks = Checks(setting, recording, rows_of(args.rows, recording))
         results = judge_layers(checks, args.layers, said)
         found, others = list[Place](), dict[str, Rounding]()
         if not unlooked:
@@ -91,10 +91,9 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
             found, others = explain(judged_run, results, calls, args.identify_seconds, said)
     hidden = unseen(checks, results)
     out.say(*_head(args, checks, results, numerics, time.perf_counter() - started, seen=judged_run.seen))
-    show(out, results, found, others, config, unlooked=unlooked)
-    out.say(*_not_exercised(hidden))
-    out.print(sites_table(results))
-    out.say("worst: distance from the oracle over the length of a row. In rows of several sites: over the bound.")
+    legend = "worst: distance from the oracle over the length of a row. In rows of several sites: over the bound."
+    show_sites(out, results, config, _not_exercised(hidden), legend)
+    show(out, results, found, others, unlooked=unlooked)
     if args.picture is not None:
         from fathom.probes.pictures import picture
 
@@ -104,7 +103,7 @@ def judge(args: argparse.Namespace, config: ModelConfig) -> int:
         from fathom.scripts.parts.verdict_page import html
 
         title = f"{recording.path.name} against {told(args.model)}: {verdict_of(results)}"
-        write_text(args.html, html(title, out, results, _picture(results)))
+        write_text(args.html, html(title, out, results, _picture(results), names_lines(recording)))
         err.say(f"wrote {args.html}")
     if args.json is not None:
         write_json(args.json, _report(args, checks, results, found, numerics, hidden))
@@ -117,23 +116,30 @@ def recording_of(args: argparse.Namespace, path: Path, names: Path | None, confi
     return Recording(path, config, None if names is None else read_map(names), tokens)
 
 
-def names_table(recording: Recording) -> Table:
-    """What became of each tensor of a recording; those of all layers that are alike in one row."""
-    table = Table(title="Tensors, by their names in the dump", title_justify="left")
-    for column in ("theirs", "sizes", "ours", "why, or how it was read"):
-        table.add_column(column, overflow="fold")
+def explain_names(out: Console, *recordings: Recording) -> None:
+    """Print what became of each tensor; nothing is wrapped or cut, so that names can be searched and copied."""
+    for recording in recordings:
+        out.say(f"Tensors of {recording.path}:")
+        for line in names_lines(recording):
+            out.print(visible(line), soft_wrap=True)
+        out.say(*(f"Understood: {line}" for line in recording.told))
+
+
+def names_lines(recording: Recording) -> list[str]:
+    """A line for each tensor of a recording, in columns; those of all layers that are alike in one."""
     alike: dict[tuple[str, str, str], list[tuple[int, Line]]] = {}
     for line in recording.lines:
         theirs, layer = _without_layer(line.theirs)
         site, _ = _without_layer(line.site)
         why = line.why.replace(f"layers.{layer}.", "layers.{l}.")
         alike.setdefault((theirs, site, why), []).append((layer, line))
+    rows = [("theirs", "sizes", "ours", "why, or how it was read")]
     for (theirs, site, why), some in sorted(alike.items(), key=lambda one: (not one[0][1], one[0])):
         layers = [layer for layer, _ in some if layer >= 0]
-        name = f"{theirs}, layers {ranges(layers)}" if layers else theirs
-        sizes = " x ".join(map(str, some[0][1].shape))
-        table.add_row(*(plain(text) for text in (name, sizes, site or "left out", why)))
-    return table
+        name = f"{theirs}, layer{'s' * (len(layers) > 1)} {ranges(layers)}" if layers else theirs
+        rows.append((name, " x ".join(map(str, some[0][1].shape)), site or "left out", why))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def _without_layer(name: str) -> tuple[str, int]:
@@ -164,11 +170,8 @@ def not_looked_for(args: argparse.Namespace, counted: "Census") -> str:
     """Why no fault is looked for; nothing where one is."""
     if args.no_identify:
         return "--no-identify"
-    if args.gguf is None:
-        return ""
-    layer = sum(math.prod(one.shape) for name, one in counted.demanded.items() if name.startswith("layers.0."))
-    size = layer * torch.float32.itemsize
-    return f"a layer of {told(args.gguf)} takes {size / 2**30:.1f} GiB in float32" if size > MOST_OF_GGUF else ""
+    size = 0.0 if args.gguf is None else too_large(counted)
+    return f"a layer of {told(args.gguf)} takes {size:.1f} GiB in float32" if size else ""
 
 
 # --- the console
@@ -195,8 +198,8 @@ def _head(
     lines = [f"{recording.path}: {what}, held against {weights} in float64; {how}; {seconds:.0f} s"]
     if numerics.rests:
         forms = asdict(numerics.rounding)
-        rests = "; ".join(f"{place}={forms[place]}: {why}" for place, why in numerics.rests.items())
-        lines.append(f"Rounding, found from the recording: {rests}.")
+        lines.append(f"Rounding, found from the recording: {', '.join(f'{p}={forms[p]}' for p in numerics.rests)}")
+        lines += [f"{place}={forms[place]}: {why}" for place, why in numerics.rests.items()]
     if len(checks.sample) < tokens and recording.positions is None:
         lines.append(
             "Rows judged: both ends, the borders of windows, and one at random from each of as many equal parts."
@@ -220,18 +223,26 @@ def of_file(recording: Recording) -> list[str]:
     return lines
 
 
+def show_sites(
+    out: Console, results: Sequence[Judged], config: ModelConfig, hidden: Sequence[str], legend: str
+) -> None:
+    """What was not judged, what bounds and choices leave open, what was not exercised, and the table."""
+    out.say(*_not_judged(results), *rests_on(results, config), *hidden)
+    out.print(sites_table(results))
+    out.say(legend, "")
+
+
 def show(
     out: Console,
     results: Sequence[Judged],
     found: Sequence[Place],
     others: Collection[str],
-    config: ModelConfig,
     sides: tuple[str, str] = ("theirs", "ours"),
     *,
     unlooked: str = "",
     whose: Sequence[str] = (),
 ) -> None:
-    """The verdict, the first difference and its fault, and what bounds and choices leave open."""
+    """The verdict, the first difference and its fault: the answer, which is read at the end."""
     verdict, first = verdict_of(results), first_difference(results)
     counts = {status: sum(judged.status is status for judged in results) for status in Status}
     out.print(
@@ -241,7 +252,6 @@ def show(
             + ", ".join(f"{count} {many(count)} {_verb(status, count)}" for status, count in counts.items() if count)
         )
     )
-    out.say(*_not_judged(results))
     if first is not None:
         why = next((judged.why for judged in results if judged.first is first), "")
         out.say(f"First difference: {told_difference(first, why, sides)}", *whose)
@@ -262,7 +272,6 @@ def show(
     for why, some in groupby((place for place in found if not place.looked), key=lambda place: place.why):
         rest = len(list(some))
         out.say(f"{rest} more {many(rest)} {_verb(Status.DIFFERS, rest)}; no fault was looked for there: {why}.")
-    out.say(*_open(results, config))
 
 
 def _not_judged(results: Sequence[Judged]) -> list[str]:
@@ -278,47 +287,6 @@ def _not_judged(results: Sequence[Judged]) -> list[str]:
         rows = sum(judged.left for judged in left)
         what = f"{rows} {'row' if rows == 1 else 'rows'} of {len(left)} more {many(len(left))}"
         lines.append(f"Not judged: {what}: {FOLLOWS}")
-    return lines
-
-
-def _open(results: Sequence[Judged], config: ModelConfig) -> list[str]:
-    """What an agreement rests on: rows that only near ties explain, choices that were not recorded, wide bounds."""
-    lines = []
-    if ties := [judged for judged in results if judged.ties]:
-        rows = sum(judged.ties for judged in ties)
-        lines.append(
-            f"Looked at again: {rows} {'row' if rows == 1 else 'rows'} of {', '.join(judged.name for judged in ties)}"
-            " stood out, and rounding explains them: near ties that it may take either way, or more draws of it."
-        )
-    if some := [judged for judged in results if judged.open]:
-        rows = sum(judged.open for judged in some)
-        lines.append(
-            f"Not looked at again to the end: {rows} {'row' if rows == 1 else 'rows'} of"
-            f" {', '.join(judged.name for judged in some)}. They follow from too many others that were not recorded, or"
-            " are too many; a near tie may explain them."
-        )
-    if assumed := {site for judged in results for site in judged.assumed}:
-        lines.append(
-            f"Not recorded, so the oracle's own choice was gone on with: {', '.join(sorted(assumed))}. Bounds there let"
-            " near ties go both ways."
-        )
-    wide = [
-        j
-        for j in results
-        if j.status is Status.AGREES and j.bound > WIDE and j.site not in CHOICES and not j.site.endswith("_used")
-    ]
-    if wide:
-        most = max(wide, key=lambda judged: judged.bound)
-        layer = None if most.free else most.layer  # None: rounding is of the layers before, too
-        recorded = {judged.site for judged in results if layer is None or judged.layer == layer}
-        selects = layer is None or config.layer_kind(layer) is LayerKind.CSA
-        needed = CHOSEN_FIRST if selects else CHOSEN_FIRST[1:]
-        missing = [site for site in needed if site not in recorded]
-        more = f" Record the sites between, {' and '.join(missing)} first." if missing else ""
-        lines.append(
-            f"Bounds are as wide as {most.bound:.0%} of a row at {most.name}: rounding may do so much between recorded"
-            f" tensors, and a fault may hide in it.{more}"
-        )
     return lines
 
 
@@ -411,7 +379,7 @@ def _explained(found: Sequence[Place]) -> list[str]:
         where = ", ".join(f"{site}{_of_layers(layers)}" for site, layers in by_site.items())
         least = min(place.faults[0].share for place in explained)
         others = {fault.name: fault.share for place in explained for fault in place.faults[1:] if fault.share >= NAMED}
-        also = "".join(f"; {name} explains {share:.0%}" for name, share in others.items())
+        also = "".join(f" {name} explains it too, {share:.0%} of it." for name, share in others.items())
         what = explained[0].faults[0].what
         lines.append(
             f"Explained by {' and '.join(names)}, {least:.0%} of the difference in {where}. {what}{also}".rstrip()
@@ -455,7 +423,7 @@ def _picture(results: Sequence[Judged]) -> Plot:
             series.setdefault(judged.site, []).append((judged.layer, judged.excess))
     worst = sorted(series, key=lambda site: -max(value for _, value in series[site]))[:CURVES]
     return Plot(
-        "difference-through-depth",
+        "How far sites are off, layer by layer",
         "layer",
         "distance over bound; above 1 it differs",
         {s: series[s] for s in worst},
@@ -488,6 +456,7 @@ def _report(
         "not_tried": [
             {"layer": place.judged.layer, "site": place.judged.site, "why": place.why} for place in found if place.why
         ],
+        "warnings": rests_on(results, checks.config),
         "not_exercised": [one.to_json() for one in hidden],
         "understood": recording.told,
         "left_out": {line.theirs: line.why for line in recording.lines if not line.site},
@@ -504,6 +473,7 @@ def faults_json(found: Sequence[Place]) -> list[dict[str, object]]:
             "name": fault.name,
             "share": fault.share,
             "explains": fault.share >= NAMED,
+            "what": fault.what,
             "plain": fault.plain,
         }
         for place in found

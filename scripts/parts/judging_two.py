@@ -23,6 +23,7 @@ from fathom.probes.verdict import (
     judge_layers,
     layers_needed,
     opened,
+    rows_of,
     verdict_of,
     weights_of,
 )
@@ -32,15 +33,15 @@ from fathom.runtime.output import write_json
 from fathom.scripts.console import Console
 from fathom.scripts.parts.judging import (
     calls_of,
+    explain_names,
     faults_json,
     many,
-    names_table,
     not_looked_for,
     of_file,
     recording_of,
     saying,
     show,
-    sites_table,
+    show_sites,
 )
 from fathom.scripts.paths import told
 
@@ -56,7 +57,8 @@ def judge_two(args: argparse.Namespace, config: ModelConfig) -> int:
         for path, names in ((args.recording, args.map), (args.against, args.against_map))
     )
     if args.explain_names:
-        Console().print(names_table(one), names_table(other))
+        explain_names(Console(), one, other)
+        return 0
     check_prompts(one, other)
     if args.hub is not None and args.gguf is None:
         needed = layers_needed(one, args.layers) | layers_needed(other, args.layers)
@@ -64,10 +66,10 @@ def judge_two(args: argparse.Namespace, config: ModelConfig) -> int:
     started = time.perf_counter()
     out, err = Console(), Console(stderr=True)
     with saying(err) as said:
-        weights = weights_of(args.model, config)
+        weights = weights_of(args.model, config, args.gguf, args.numerics)
         alike = ids_alike(args.model, config)
         first, second = (opened(each, weights, args.dtype, args.numerics, said, alike) for each in (one, other))
-        rows = max(len(one.tokens), len(other.tokens)) if args.rows == "all" else args.rows
+        rows = rows_of(args.rows, max(one, other, key=lambda recording: len(recording.tokens)))
         unlooked = not_looked_for(args, first.census)
         pairs = Pairs(Side(one, first.setting), Side(other, second.setting), rows)
         results = judge_layers(pairs, args.layers, said)
@@ -81,12 +83,12 @@ def judge_two(args: argparse.Namespace, config: ModelConfig) -> int:
                 found = _identified(args, first, second, pairs, results, off, said)
     out.say(*_head(args, first, second, unlike, time.perf_counter() - started))
     whose = [] if off is None else [_whose(off)]
-    show(out, results, found, (), config, (SECOND, f"as {FIRST} is"), unlooked=unlooked, whose=whose)
-    out.print(sites_table(results))
-    out.say(
+    legend = (
         f"worst: distance of {SECOND} from what it would be if it were as {FIRST} is, over the length of a row. In rows"
         " of several sites: over the bound."
     )
+    show_sites(out, results, config, (), legend)
+    show(out, results, found, (), (SECOND, f"as {FIRST} is"), unlooked=unlooked, whose=whose)
     if args.json is not None:
         write_json(args.json, _report(args, (first, second), results, unlike, found, off))
     return 0 if verdict_of(results) == "agrees" else 1

@@ -7,7 +7,7 @@ from typing import Final
 from fathom.probes.finding import HeatMap, Plot
 from fathom.probes.judge.checks import Judged, Status
 from fathom.probes.pictures import picture
-from fathom.scripts.console import Console
+from fathom.scripts.console import Console, visible
 
 PARTS: Final = 32  # of the positions, in the heat map
 MOST: Final = 40  # sites in it
@@ -22,18 +22,21 @@ svg {{ max-width: 100%; height: auto }}
 <body><h1>{title}</h1>
 <pre>{said}</pre>
 {pictures}
+<details><summary>Names of the recording's tensors</summary>
+<pre>{names}</pre></details>
 </body></html>
 """
 
 
-def html(title: str, out: Console, results: Sequence[Judged], depth: Plot) -> str:
-    """The page: what was printed to a console that records, and where the differences are."""
+def html(title: str, out: Console, results: Sequence[Judged], depth: Plot, names: Sequence[str]) -> str:
+    """The page: what was printed to a console that records, where the differences are, and what each name became."""
     said = out.export_html(inline_styles=True, code_format="{code}", clear=False)
     drawn = [("Through the layers", picture(depth))] if depth.series else []
     if (rows := heat_map(results)) is not None:
         drawn.append(("Through the prompt", picture(rows)))
     pictures = "\n".join(f"<h2>{escape(name)}</h2>\n{svg[svg.index('<svg') :]}" for name, svg in drawn)
-    return PAGE.format(title=escape(title), said=said, pictures=pictures)
+    listed = escape(visible("\n".join(names)))
+    return PAGE.format(title=escape(title), said=said, pictures=pictures, names=listed)
 
 
 def heat_map(results: Sequence[Judged]) -> HeatMap | None:
@@ -48,7 +51,7 @@ def heat_map(results: Sequence[Judged]) -> HeatMap | None:
         [sum(start <= row < start + width for row in judged.wrong) / width for start in starts] for judged in differing
     ]
     return HeatMap(
-        "rows-that-differ",
+        "Rows that differ, by their place in the prompt",
         "position of the token, or number of the entry",
         "site",
         tuple(str(start) for start in starts),

@@ -1,10 +1,11 @@
 import pytest
 import torch
 
+from fathom.kernels.ops import CPU, REFERENCE
 from fathom.model.errors import Tripwire
 from fathom.model.observe import sites
-from fathom.model.observe.observer import Observer, Place, Point, listening, observed
-from fathom.model.observe.sites import SITES, Site
+from fathom.model.observe.observer import Observer, Place, Point, listening, not_shown, observed
+from fathom.model.observe.sites import SITES, STEPS, Site
 from fathom.runtime.load import load
 from fathom.runtime.options import DEMO, RunOptions
 
@@ -101,3 +102,47 @@ def test_what_a_listener_writes_is_what_the_caches_keep(model):
             assert (cache.entries.data[:entries] == 0.5).all()
         if entries == 75:
             assert (cache.keys.data[:entries] == 0.5).all()
+
+
+@pytest.mark.parametrize("ops", [REFERENCE, CPU], ids=lambda ops: ops.name)
+def test_steps_are_on_the_way_to_their_sites_to_the_bit(ops):
+    """And listening changes nothing; experts alone are then run one by one."""
+    model, passed = load(DEMO, RunOptions(), ops=ops).model, {}
+    silent = ran(model, 40)
+
+    def keep(site):
+        return lambda layer, x: passed.setdefault((layer, site), x.clone())
+
+    shown = [site for site in STEPS if site not in not_shown(ops.name)]
+    assert set(STEPS) - set(shown) == {sites.WEIGHTS}
+    inside = {sites.EXPERTS_GATE, sites.EXPERTS_UP}
+    with listening(
+        model, {site: keep(site) for site in {*SITES, *shown} - {*inside, sites.ROUTED_GATE, sites.ROUTED_UP}}
+    ):
+        assert torch.equal(ran(model, 40), silent)
+    for layer, block in enumerate(model.blocks):
+        attention, moe = block.attention, block.experts
+        latent = ops.rms_norm(passed[layer, sites.LATENT_UNNORMED], attention.q_norm, attention.eps)
+        assert torch.equal(latent, passed[layer, sites.LATENT])
+        angles = model.call(torch.arange(40), 0).angles(attention.rotation)
+        assert torch.equal(ops.rotate(passed[layer, sites.QUERY_UNROTATED], *angles), passed[layer, sites.QUERY])
+        kv = ops.norm_rotate(
+            passed[layer, sites.KV_UNNORMED], attention.kv_norm, attention.eps, *angles, model.arithmetic.kv_group
+        )
+        assert torch.equal(kv, passed[layer, sites.KV])
+        weights = ops.route_weights(passed[layer, sites.EXPERT_LOGITS], passed[layer, sites.EXPERT_IDS], moe.gate.scale)
+        assert torch.equal(weights, passed[layer, sites.EXPERT_WEIGHTS])
+    key = passed[1, sites.INDEX_KEY_UNROTATED]
+    cos, sin = model.call(torch.arange(40), 0).angles_of_windows(model.blocks[1].attention.rotation, 0, 10, 4)
+    assert torch.equal(ops.rotate(key, cos, sin), passed[1, sites.INDEX_KEY])
+    with listening(model, {sites.EXPERTS_UP: keep(sites.EXPERTS_UP)}):
+        ran(model, 40)
+    assert passed[2, sites.EXPERTS_UP].shape[:2] == passed[2, sites.EXPERT_IDS].shape
+
+
+def test_what_fused_kernels_have_in_no_memory_is_not_shown():
+    hidden = {site.name for site in not_shown("triton")}
+    assert hidden == {
+        *("attention.weights", "attention.query_unrotated", "attention.kv_unrotated", "attention.entry_unrotated"),
+        *("indexer.key_unrotated", "experts.logits"),
+    }

@@ -13,6 +13,7 @@ from transformers.model_debugging_utils import model_addition_debugger_context
 
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
+from fathom.model.rounding import ROUNDINGS
 from fathom.probes.judge import naming
 from fathom.probes.judge.recording import Recording
 from fathom.probes.subject import Subject
@@ -216,10 +217,18 @@ def test_the_judgement_in_python(healthy, tokens):
     verdict = judge({"input_ids": tokens, **call.hooks}, DEMO, layers=[1])
     assert (verdict.verdict, verdict.first, verdict.faults) == ("agrees", None, [])
     assert {one.layer for one in verdict.sites} == {1}
+    assert verdict.not_exercised
+    few = judge({"input_ids": tokens, "model.layers.1.output": call.hooks["model.layers.1.output"]}, DEMO, layers=[1])
+    assert any(warning.startswith("Bounds are as wide as ") for warning in few.warnings)
     hooks = dict(call.hooks)
     hooks["model.layers.1.mlp.output"] = hooks["model.layers.1.mlp.output"] * 1.5
-    verdict = judge({"input_ids": tokens, **hooks}, DEMO, layers=[1], identify_seconds=0)
+    how = {"layers": [1], "identify_seconds": 0, "numerics": "plain", "dtype": "bf16", "rows": 8}
+    verdict = judge({"input_ids": tokens, **hooks}, DEMO, **how)
     assert verdict.verdict == "differs"
+    assert 8 <= max(one.rows for one in verdict.sites) <= 12
+    assert verdict.rounding == ROUNDINGS["plain"]
+    with pytest.raises(ConfigError, match="fp8: no dtype of a run"):
+        judge({"input_ids": tokens, **hooks}, DEMO, dtype="fp8")
     assert (verdict.first.layer, verdict.first.site) == (1, "experts.output")
 
 

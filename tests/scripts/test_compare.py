@@ -1,6 +1,7 @@
 """`scripts.record` and `scripts.compare` as commands: what they write, refuse, and need of a checkpoint."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fathom.model.errors import ConfigError
+from fathom.probes.faults import FAULTS
 from fathom.probes.subject import Subject
 from fathom.scripts import compare, fathom, logits, make_checkpoint, record
 from fathom.scripts.parts import judging
@@ -56,6 +58,20 @@ def test_our_own_run_agrees_in_deployed_numerics_at_every_site(recording, capsys
     assert "AGREES: 102 sites agree" in out
     assert "deployed numerics (found), bf16 (as its numbers say)" in out
     assert len([line for line in out.splitlines() if "agrees" in line]) == 2  # layers together, and what is of no layer
+    assert out.splitlines()[-1] == "AGREES: 102 sites agree"  # where a reader looks first
+    assert report["warnings"][0].startswith("Bounds are as wide as ")
+
+
+@pytest.mark.parametrize("numerics", ["plain", "deployed"])
+def test_steps_of_our_own_run_agree_too(folder, tmp_path, capsys, numerics):
+    out = tmp_path / "steps.safetensors"
+    flags = ["--tokens", str(folder / "ids.json"), "--out", str(out), "--steps", "--numerics", numerics]
+    assert record.main([*flags, "--prefill-chunk", "50"]) == 0
+    assert "cpu ops do not show: attention.weights\n" in capsys.readouterr().err
+    status, report = compared(out)
+    assert (status, report["verdict"], report["counts"]["agrees"]) == (0, "agrees", 146)
+    with pytest.raises(ConfigError, match="no site; there are"):
+        record.main([*flags, "--sites", "attention.weights"])
 
 
 def test_a_recording_has_the_rows_of_every_call(folder, recording):
@@ -101,8 +117,12 @@ def test_a_fault_that_is_injected_is_named_in_all_layers_at_once(folder, capsys,
     status, report = compared(out)
     assert status == 1
     assert {explained["name"] for explained in report["faults"]} == {fault}
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Explained by")]
+    *_, verdict, first, line = capsys.readouterr().out.splitlines()
+    assert verdict.startswith("DIFFERS: ")
+    assert first.startswith("First difference: ")
     assert line.startswith(f"Explained by {fault}, ")
+    assert report["faults"][0]["what"] in line
+    assert report["faults"][0]["what"] == FAULTS[fault].what
 
 
 @pytest.fixture(scope="module")
@@ -324,6 +344,39 @@ def test_the_picture_and_the_json_of_what_is_not_finite(folder, recording):
     _, report = compared(path, "--picture", str(picture), "--layers", "1", "--no-identify")
     assert report["first"]["theirs"] == "inf"
     assert picture.read_text().startswith("<svg")
+    assert "How far sites are off, layer by layer" in picture.read_text()
+
+
+LONG = "model.layers.1." + "of_a_runtime_that_nobody_knows." * 6 + "output"
+
+
+def test_names_are_told_whole_without_a_judgement(folder, recording):
+    """Whatever a terminal may be taken for."""
+    tensors, path = load_file(recording), folder / "names.safetensors"
+    kept = {"tokens": tensors["tokens"], LONG: tensors["hidden"], "model.layers.1.output": tensors["layers.1.streams"]}
+    save_file(kept, path)
+    program = "import sys; from fathom.scripts.compare import main; sys.exit(main(sys.argv[1:]))"
+    flags = ["--recording", str(path), "--explain-names"]
+    env = os.environ | {"TERM": "dumb", "FORCE_COLOR": "1"}
+    done = subprocess.run([sys.executable, "-c", program, *flags], capture_output=True, text=True, env=env, check=True)
+    (line,) = [line for line in done.stdout.splitlines() if LONG.replace("layers.1.", "layers.{l}.") in line]
+    assert line.endswith("no name in the table of transformers")
+    assert "agree" not in done.stdout
+    with pytest.raises(ConfigError, match="judges nothing, so there is nothing for --json"):
+        compared(path, "--explain-names")
+
+
+def test_the_page_has_the_names_and_titles_of_words(folder, recording):
+    tensors = load_file(recording)
+    path, page = folder / "page.safetensors", folder / "page.html"
+    wrong = tensors["layers.1.attention.latent"] * 2
+    save_file({"tokens": tensors["tokens"], "embedded": tensors["embedded"], "a<b": wrong}, path)
+    names = folder / "names.json"
+    names.write_text(json.dumps({"a<b": "layers.1.attention.latent"}))
+    compared(path, "--map", str(names), "--html", str(page), "--no-identify")
+    _, after = page.read_text().split("<details>")
+    assert "a&lt;b" in after
+    assert "Rows that differ, by their place in the prompt" in page.read_text()
 
 
 def test_only_the_shards_of_what_is_compared_are_needed(tmp_path, capsys):

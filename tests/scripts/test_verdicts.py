@@ -16,8 +16,9 @@ from fathom.model.rounding import ROUNDINGS
 from fathom.probes.identify import Identifier, _Case
 from fathom.probes.judge import checks, exercised, oracle
 from fathom.probes.judge.oracle import F64, Layer, Noise, Setting
-from fathom.probes.judge.recording import CHOICES
+from fathom.probes.judge.recording import CHOICES, Recording
 from fathom.probes.subject import Subject
+from fathom.probes.verdict import explain, judge_layers, opened, weights_of
 from fathom.runtime.options import DEMO
 from fathom.scripts import compare, record
 from fathom.scripts.cli import UsageError
@@ -414,6 +415,17 @@ def test_the_search_for_a_fault_ends_and_says_what_was_not_tried(folder, capsys,
     out = capsys.readouterr().out
     assert f"not explained yet ({report['not_tried'][0]['why']}); --identify-seconds" in out
     assert "none of the known faults" not in out
+
+
+def test_progress_counts_faults_and_names_none_before_it_is_found(recording, tmp_path):
+    tensors = load_file(recording)
+    tensors["layers.0.attention.output"] *= 1.25
+    told, config = [], ModelConfig.from_file(DEMO / "config.json")
+    run = opened(Recording(saved(tmp_path / "off", tensors), config), weights_of(DEMO, config), None, "deployed")
+    results = judge_layers(checks.Checks(run.setting, run.recording), [0])
+    explain(run, results, [COUNT], 2.0, lambda what, _: told.append(what))
+    tried = [what for what in told if what.startswith("layers.")]
+    assert re.fullmatch(r"layers\.0\.attention\.output: trying known fault 1 of \d+", tried[0])
 
 
 def test_sites_at_which_no_fault_was_looked_for_are_told_with_the_cause(tmp_path, recording, capsys):

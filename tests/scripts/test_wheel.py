@@ -1,9 +1,13 @@
-"""What `pip install .` puts beside a user's own packages: one package, `fathom`, and the command of that name."""
+"""What `pip install` puts beside a user's own packages: one package, `fathom`, and the command of that name.
+
+The wheel is built from the source distribution, which is built from this checkout.
+"""
 
 import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -23,17 +27,47 @@ def ran(*words, **more):
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q")
 
 
+ALONE = ("pyproject.toml", "setup.py", "MANIFEST.in", "fathom.py", "README.md", "SKILL.md", "LICENSE", "Makefile")
+BUILD = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+
+
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """The wheel of this checkout."""
-    source, wheels = (tmp_path_factory.mktemp(name) for name in ("source", "wheels"))
-    for name in ("pyproject.toml", "setup.py", "fathom.py", "README.md", "LICENSE"):
+def sdist(tmp_path_factory):
+    """The source distribution of this checkout."""
+    source, made = (tmp_path_factory.mktemp(name) for name in ("source", "sdist"))
+    for name in (*ALONE, "constraints.txt"):
         shutil.copy(ROOT / name, source)
-    for name in OURS:
+    for name in (*OURS, "tests", "audits"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    ran(*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", wheels, source)
+    words = (sys.executable, "-W", "error", "-c", BUILD, str(made))
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=source)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr.lower(), done.stderr
+    (archive,) = made.iterdir()
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist, tmp_path_factory):
+    """The wheel of the source distribution."""
+    wheels = tmp_path_factory.mktemp("wheels")
+    ran(*PIP, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", wheels, sdist)
     (made,) = wheels.iterdir()
     return made
+
+
+def test_the_source_distribution_is_the_checkout(sdist):
+    """With the tests, and the pages to which others lead; without what was compiled."""
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    held = {
+        str(path.relative_to(ROOT))
+        for name in (*OURS, "tests", "audits")
+        for path in (ROOT / name).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert {*held, *ALONE, "constraints.txt"} <= names
+    assert not [name for name in names if "__pycache__" in name]
 
 
 @pytest.fixture(scope="module")
