@@ -1,0 +1,161 @@
+"""`python -m tests.probes.v41_page --golden DIR`: judge DeepSeek-V4.1 and write audits/v41.md.
+
+DIR has a random checkpoint in the published form and the tensors that DeepSeek's own code computes of it, in float64
+(`golden_plain`) and as deployed (`golden_deployed`). Faults are put into runs of another random checkpoint, which
+`tests.make_checkpoint` makes.
+"""
+
+import argparse
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from fathom.model.config import ModelConfig
+from fathom.probes.finding import JSON, Table, Text, finite, number
+from fathom.probes.judge.checks import Status
+from fathom.probes.judge.dump import in_memory
+from fathom.probes.judge.faults_v41 import FAULTS
+from fathom.probes.judge.oracle import Ends, Noise, layer_of, sites_of
+from fathom.probes.judge.recording import CHOICES, Recording
+from fathom.probes.report import Page, write
+from fathom.probes.verdict import first_difference, ids_alike, judge_layers, opened, weights_of
+from fathom.runtime.report import commit
+from tests.probes.test_v41_faults import CALLS, FIRST, Made, adjusted, named
+
+ROOT = Path(__file__).resolve().parents[2]
+HEAD = """\
+Nothing of V4.1's published weights was run, here or anywhere by this project. The oracle was written from DeepSeek's
+inference code and is compared here with tensors of that code itself, on nine layers of every role: each site is
+computed in float64 from the recorded ones before it."""
+OF_FAULTS = """\
+A run is the oracle's equations one after the other, each result rounded to bf16; a faulty one has one equation
+exchanged. So this shows which fault is told from which, and not that a runtime's fault looks so. `compare` was told the
+numerics; of a fault of the experts alone, the layer after is looked at too where two faults do the same to one site."""
+NOT_CLAIMED = """\
+One random model of small widths, one prompt of 89 tokens in one call. Of the draft stages, of images and of the tables'
+real sizes nothing was computed. Formats of other runtimes (vLLM and SGLang keep entries or window KV otherwise) are
+named as faults, and are no choice of `--rounding`."""
+
+
+def plain(golden: Path) -> list[list[float | str]]:
+    """How far each kind of site is from theirs at most, over its length, in float64; and of how many layers."""
+    config = ModelConfig.from_file(golden / "config.json")
+    recording = Recording(in_memory(load_file(golden / "golden_plain.safetensors")), config)
+    run = opened(recording, weights_of(golden, config), "fp32", "plain", alike=ids_alike(golden, config))
+    still = replace(run.setting, noise=Noise(torch.float32, replicas=0))
+    every, worst = torch.arange(len(recording.tokens)), dict[str, list[float]]()
+    for layer in range(config.num_hidden_layers):
+        part = layer_of(still, layer, every)
+        for site in sites_of(config, layer):
+            name = f"layers.{layer}.{site}"
+            if name in recording.tensors:
+                at = part.entries if site.startswith(("attention.entry", "indexer.key")) else every
+                worst.setdefault(site, []).append(apart(part.computed(site, at)[0], recording.known(name, at), site))
+    for site in ("embedded", "folded", "hidden", "logits"):
+        ours = Ends(still).computed(site, every)[0]
+        worst[site] = [apart(ours, recording.known(site, every), site)]
+    return [[site, len(found), max(found)] for site, found in worst.items()]
+
+
+def apart(ours: torch.Tensor, theirs: torch.Tensor, site: str) -> float:
+    """Distance over length; of choices, the share of rows that are others."""
+    if site in CHOICES:
+        return float((ours.sort(-1).values != theirs.sort(-1).values).any(-1).double().mean())
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def deployed(golden: Path) -> dict[str, JSON]:
+    """What is said of their deployed run."""
+    config = ModelConfig.from_file(golden / "config.json")
+    recording = Recording(in_memory(load_file(golden / "golden_deployed.safetensors")), config)
+    run = opened(recording, weights_of(golden, config), alike=ids_alike(golden, config))
+    from fathom.probes.judge.checks import Checks  # noqa: PLC0415
+
+    results = judge_layers(Checks(run.setting, run.recording), None)
+    bounded = [one.worst / one.bound for one in results if one.bound]
+    agree = sum(one.status is Status.AGREES for one in results)
+    return {
+        "sites": len(results),
+        "agree": agree,
+        "numerics": run.setting.rounding.numerics,
+        "worst": max(bounded),
+        "tokens": len(recording.tokens),
+    }
+
+
+def faults() -> list[list[float | str]]:
+    """Each fault, where a run with it differs first, and what is named there."""
+    rows: list[list[float | str]] = []
+    with tempfile.TemporaryDirectory() as work:
+        made = Made(Path(work), adjusted)
+        for fault, (layer, site) in FIRST.items():
+            last = "layers.4.indexer.key_used"  # which decode reads of the step before: of a healthy run here
+            before = {last: made.healthy[last]} if fault == "index-key-slot" else {}
+            tensors = made.recorded(FAULTS[fault].make(CALLS), before)
+            run, results = made.judged(tensors, None if layer is None else sorted({0, 1, layer}))
+            first = first_difference(results)
+            assert first is not None, fault
+            places = named(run, results)
+            at = site if layer is None else f"layers.{layer}.{site}"
+            best = places[at][0]
+            rows.append([fault, FAULTS[fault].what, FAULTS[fault].seen, at, best.name, f"{number(100 * best.share)}%"])
+            print(fault, best.name, best.share, flush=True)
+    return rows
+
+
+def page(golden: Path, command: str) -> Page:
+    """The page."""
+    sites, of_run, of_faults = plain(golden), deployed(golden), faults()
+    right = sum(row[0] == row[4] for row in of_faults)
+    told = json.loads((golden / "meta.json").read_text(encoding="utf-8"))["official"]
+    verdict = (
+        f"{of_run['agree']} of {of_run['sites']} sites of DeepSeek's own deployed run agree, and its rounding is found"
+        f" ({of_run['numerics']}). In float64 no site is further from theirs than {max(row[2] for row in sites):.1g} of"
+        f" its length. {right} of {len(of_faults)} faults are named first where they were put"
+    )
+    parts = [
+        Text("", HEAD),
+        Table("In float64, each site from the recorded ones before it", ("site", "of layers", "apart"), sites),
+        Text("Faults", OF_FAULTS),
+        Table(
+            "Faults, and what is named",
+            ("put in", "what it is", "met", "judged at", "named first", "explains"),
+            of_faults,
+        ),
+        Text("What this does not claim", NOT_CLAIMED),
+    ]
+    facts = {
+        "command": command,
+        "theirs": f"{told['repository']} at {told['revision'][:12]}, inference/model.py, on a CPU",
+        "oracle": "probes/judge/oracle_v41.py, one layer in float64",
+        "prompt": f"{of_run['tokens']} tokens in one call",
+        "device": f"cpu, one thread, torch {torch.__version__}",
+        "commit": commit(),
+    }
+    tables = [finite({"kind": "Table", **_as_json(part)}) for part in parts if isinstance(part, Table)]
+    data = {**facts, "deployed": of_run, "parts": tables}
+    return Page("v41", "DeepSeek-V4.1: DeepSeek's own tensors against the oracle, and faults of runtimes", verdict, "",
+                parts, facts, data)  # fmt: skip
+
+
+def _as_json(table: Table) -> dict[str, JSON]:
+    return {"title": table.title, "columns": table.columns, "rows": table.rows}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    p = argparse.ArgumentParser(prog="python -m tests.probes.v41_page", description=__doc__)
+    p.add_argument("--golden", type=Path, required=True, help="folder of the checkpoint and of DeepSeek's tensors")
+    p.add_argument("--out", type=Path, default=ROOT / "audits", help="folder of the page (default audits)")
+    args = p.parse_args(argv)
+    torch.set_num_threads(1)
+    write(page(args.golden, "python -m tests.probes.v41_page --golden DIR"), args.out)
+
+
+if __name__ == "__main__":
+    main()
