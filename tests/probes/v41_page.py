@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from fathom.model.config import ModelConfig
 from fathom.probes.finding import JSON, Table, Text, finite, number
-from fathom.probes.judge.checks import Status
+from fathom.probes.judge.checks import Checks, Status
 from fathom.probes.judge.dump import in_memory
 from fathom.probes.judge.faults_v41 import FAULTS
 from fathom.probes.judge.oracle import Ends, Noise, layer_of, sites_of
@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAD = """\
 Nothing of V4.1's published weights was run, here or anywhere by this project. The oracle was written from DeepSeek's
 inference code and is compared here with tensors of that code itself, on nine layers of every role: each site is
-computed in float64 from the recorded ones before it."""
+computed in float64 from the recorded ones before it. Their float64 is stored in float32, which is 3e-8 of a number; the
+angles of a rotation are numbers of fp32 in both."""
 OF_FAULTS = """\
 A run is the oracle's equations one after the other, each result rounded to bf16; a faulty one has one equation
 exchanged. So this shows which fault is told from which, and not that a runtime's fault looks so. `compare` was told the
@@ -74,8 +75,6 @@ def deployed(golden: Path) -> dict[str, JSON]:
     config = ModelConfig.from_file(golden / "config.json")
     recording = Recording(in_memory(load_file(golden / "golden_deployed.safetensors")), config)
     run = opened(recording, weights_of(golden, config), alike=ids_alike(golden, config))
-    from fathom.probes.judge.checks import Checks  # noqa: PLC0415
-
     results = judge_layers(Checks(run.setting, run.recording), None)
     bounded = [one.worst / one.bound for one in results if one.bound]
     agree = sum(one.status is Status.AGREES for one in results)
@@ -121,9 +120,9 @@ def page(golden: Path, command: str) -> Page:
     parts = [
         Text("", HEAD),
         Table("In float64, each site from the recorded ones before it", ("site", "of layers", "apart"), sites),
-        Text("Faults", OF_FAULTS),
+        Text("", OF_FAULTS),
         Table(
-            "Faults, and what is named",
+            "Faults put in, and what is named",
             ("put in", "what it is", "met", "judged at", "named first", "explains"),
             of_faults,
         ),
@@ -135,7 +134,7 @@ def page(golden: Path, command: str) -> Page:
         "oracle": "probes/judge/oracle_v41.py, one layer in float64",
         "prompt": f"{of_run['tokens']} tokens in one call",
         "device": f"cpu, one thread, torch {torch.__version__}",
-        "commit": commit(),
+        "commit": str(commit()),
     }
     tables = [finite({"kind": "Table", **_as_json(part)}) for part in parts if isinstance(part, Table)]
     data = {**facts, "deployed": of_run, "parts": tables}
