@@ -18,7 +18,7 @@ from fathom.model.checkpoint.config_fields import Dspark, LayerKind, Yarn
 from fathom.model.checkpoint.config_json import fields, read_json
 from fathom.model.choices import NUMERICS, PLAIN
 from fathom.model.errors import ConfigError
-from fathom.model.rounding import FP4, NONE, Rounding
+from fathom.model.rounding import F16, FP4, FP8, Rounding
 
 __all__ = ["Dspark", "LayerKind", "ModelConfig", "Yarn", "check_widths"]
 
@@ -207,13 +207,14 @@ def check_widths(config: ModelConfig, rounding: Rounding) -> None:
     wrong = [
         f"{name} is {width}, no multiple of {LINEAR_GROUP}"
         for name, width in per_linear.items()
-        if rounding.linears != NONE and width % LINEAR_GROUP
+        if rounding.linears == FP8 and width % LINEAR_GROUP
     ]
-    if rounding.kv != NONE and nope % KV_GROUP:
+    if rounding.kv == FP8 and nope % KV_GROUP:
         wrong.append(f"head_dim - qk_rope_head_dim is {nope}, no multiple of {KV_GROUP}")
     width = config.index_head_dim
-    if rounding.index == FP4 and LayerKind.CSA in config.layer_kinds and (width % INDEX_GROUP or width & (width - 1)):
-        wrong.append(f"index_head_dim is {width}, no power of two that {INDEX_GROUP} divides")
+    of_blocks = {FP4: INDEX_GROUP, F16: 1}.get(rounding.index, 0)
+    if of_blocks and LayerKind.CSA in config.layer_kinds and (width % of_blocks or width & (width - 1)):
+        wrong.append(f"index_head_dim is {width}, no power of two that {of_blocks} divides")
     if wrong:
         flag = "--numerics" if rounding.numerics in NUMERICS else "--rounding"
         raise ConfigError(f"{flag} {rounding.numerics}: {'; '.join(wrong)}; run this model with --numerics {PLAIN}")

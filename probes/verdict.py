@@ -22,7 +22,7 @@ from fathom.model.rounding import Rounding
 from fathom.probes.judge.causes import Explained, Place, places
 from fathom.probes.judge.checks import Checks, Difference, Judged, Progress, Status, silent
 from fathom.probes.judge.dump import in_memory
-from fathom.probes.judge.gguf import open_gguf
+from fathom.probes.judge.gguf import GgufCheckpoint, open_gguf
 from fathom.probes.judge.naming import Line
 from fathom.probes.judge.numerics import Found, find, other_numerics
 from fathom.probes.judge.oracle import Noise, Parameters, Setting, Unknown
@@ -120,7 +120,8 @@ def weights_of(model: Path, config: ModelConfig, gguf: Path | None = None) -> tu
     where = gguf or model
     checkpoint = open_gguf(gguf, config) if gguf else Checkpoint.open(model, partial=True)
     counted = census(checkpoint.shapes(), config, where=str(where), absent=checkpoint.absent)
-    return Parameters(checkpoint, counted), counted
+    types = checkpoint.types if isinstance(checkpoint, GgufCheckpoint) else None
+    return Parameters(checkpoint, counted, types), counted
 
 
 def opened(

@@ -22,12 +22,13 @@ from torch import Tensor
 
 from fathom.model.config import ModelConfig
 from fathom.model.observe import sites
-from fathom.model.rounding import FP4, FP8, NONE
+from fathom.model.rounding import F16, FP4, FP8, NONE
 from fathom.probes.judge.again import Again, look
 from fathom.probes.judge.oracle import (
     E2M1_INDEX,
     E4M3_KV,
     E4M3_ROW,
+    HALF,
     F64,
     FACTOR,
     FREELY,
@@ -897,8 +898,11 @@ def _whole(rows: Tensor) -> Tensor:
 def on_grid(theirs: Tensor, site: str, part: Layer | Ends) -> Tensor | None:
     """Theirs rounded to the narrow format that the run keeps a site in; None where it does not round it."""
     if site in (sites.INDEX_KEY_USED.name, sites.INDEX_QUERY_USED.name) and part.rounding.index != NONE:
-        return {FP4: E2M1_INDEX, FP8: E4M3_ROW}[part.rounding.index].rounded(theirs)
+        by = {FP4: E2M1_INDEX, FP8: E4M3_ROW, F16: HALF}[part.rounding.index]
+        return None if by is HALF and site == sites.INDEX_QUERY_USED.name else by.rounded(theirs)
     if site in (sites.KV.name, sites.ENTRY.name) and part.rounding.kv != NONE:
+        if part.rounding.kv == F16:
+            return HALF.rounded(theirs)
         nope = part.config.head_dim - part.config.qk_rope_head_dim
         return torch.cat((E4M3_KV.rounded(theirs[..., :nope]), theirs[..., nope:]), -1)
     return None

@@ -17,9 +17,9 @@ from fathom.model.choices import DEPLOYED, PLAIN
 from fathom.model.config import check_widths
 from fathom.model.errors import ConfigError
 from fathom.model.observe import sites
-from fathom.model.rounding import FORMS, FP4, FP8, NONE, ROUNDINGS, Rounding
+from fathom.model.rounding import F16, FORMS, FP4, FP8, GGML, NONE, ROUNDINGS, Rounding
 from fathom.probes.judge.checks import Checks
-from fathom.probes.judge.oracle import E2M1_INDEX, E4M3_KV, E4M3_ROW, REPLICAS, Narrow, Setting
+from fathom.probes.judge.oracle import E2M1_INDEX, E4M3_KV, E4M3_ROW, HALF, REPLICAS, Narrow, Setting
 from fathom.probes.judge.recording import CHOICES, Recording, stored_name
 
 ROWS: Final = 16  # of a site that are judged under each rounding
@@ -72,8 +72,6 @@ def find(setting: Setting, recording: Recording, progress: Callable[[str, float]
     rounding, rests = ROUNDINGS[DEPLOYED], dict[str, str]()
     glances = Glances(setting, recording)
     possible = {place: [form for form in forms if _can_be(setting, place, form)] for place, forms in FORMS.items()}
-    if not any(map(setting.parameters.rounds, setting.parameters.mappings)):
-        possible["linears"] = [NONE]
     rounding = replace(rounding, **{place: forms[0] for place, forms in possible.items()})
     for number in range(ROUNDS):  # sites that show one choice may follow from another
         before = rounding
@@ -208,7 +206,16 @@ def _of_group(
 
 
 def _can_be(setting: Setting, place: str, form: str) -> bool:
-    """Whether the model has widths that a format's blocks divide."""
+    """Whether the weights have inputs that are rounded so, and the model widths that a format's blocks divide.
+
+    A run of fp16 has all in it, and one of bf16 nothing that it would round.
+    """
+    parameters = setting.parameters
+    rounds = {FP8: lambda: any(map(parameters.rounds, parameters.mappings)), GGML: lambda: bool(parameters.types)}
+    if place == "linears" and form in rounds and not rounds[form]():
+        return False
+    if form == F16 and setting.noise.dtype != torch.float32:
+        return False
     try:
         check_widths(setting.config, replace(ROUNDINGS[PLAIN], **{place: form}))
     except ConfigError:
@@ -229,10 +236,12 @@ class Grid(NamedTuple):
 def _grids(setting: Setting, place: str) -> list[Grid]:
     if place == "kv":
         nope = setting.config.head_dim - setting.config.qk_rope_head_dim
-        return [Grid(FP8, "E4M3 by 64 columns", E4M3_KV, nope, (sites.KV.name, sites.ENTRY.name))]
+        names = (sites.KV.name, sites.ENTRY.name)
+        return [Grid(FP8, "E4M3 by 64 columns", E4M3_KV, nope, names), Grid(F16, "F16", HALF, None, names)]
     names = (sites.INDEX_KEY_USED.name, sites.INDEX_QUERY_USED.name)
     forms = ((FP4, "E2M1 by 32 columns", E2M1_INDEX), (FP8, "E4M3 by row", E4M3_ROW))
-    return [Grid(form, told, narrow, None, names) for form, told, narrow in forms]
+    grids = [Grid(form, told, narrow, None, names) for form, told, narrow in forms]
+    return [*grids, Grid(F16, "F16", HALF, None, names[:1])]
 
 
 def _on_grid(recording: Recording, name: str, site: str, grids: Sequence[Grid]) -> Say | None:
@@ -246,7 +255,7 @@ def _on_grid(recording: Recording, name: str, site: str, grids: Sequence[Grid]) 
         on = int((grid.narrow.rounded(rows) == rows).all(-1).sum())
         if len(rows) and on >= ON_GRID * len(rows):
             return Say(name, site, (grid.form,), f"{on} of {len(rows)} rows are numbers of {grid.told}", narrow=True)
-        if len(rows) and _of_another_scale(rows, grid.narrow):
+        if len(rows) and grid.narrow is not HALF and _of_another_scale(rows, grid.narrow):
             return Say(
                 name,
                 site,

@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 CSA, HCA = 4, 128  # tokens of an entry
 DTYPES = {0: np.float32, 1: np.float16, 26: np.int32, 30: np.uint16}  # of ggml; bf16 as its upper bytes of fp32
 BF16 = 30
+CACHES = {"f16": 1, "f32": 0}  # ggml's types
 MAX_SOURCES = 10  # GGML_MAX_SRC
 FAILED = 1
 
@@ -30,6 +31,8 @@ class Node(NamedTuple):
     axes: int  # that it has: ggml says 4, those beyond are 1
     which: int | None = None  # of several nodes of the name, from 0 on; None: the last
     ratio: int = 1  # tokens of a row; behind the rows of entries come rows of nothing
+    cached: bool = False  # it is written to a cache, in whose numbers it is kept
+    f16: bool = False  # kept with caches of F16 alone: what is scored is rounded then
 
 
 # By the name that it is kept under; a layer's number stands for {l}.
@@ -38,12 +41,13 @@ IN_LAYERS = {
     "hc_post-{l}#0": Node(2, 0), "hc_post-{l}#1": Node(2, 1),
     "hc_comb-{l}#0": Node(3, 0), "hc_comb-{l}#1": Node(3, 1),
     "attn_norm-{l}": Node(2), "qr-{l}": Node(2), "qr_norm-{l}": Node(2), "q_norm-{l}": Node(3), "q-{l}": Node(3),
-    "kv_norm-{l}": Node(3), "kv-{l}": Node(3),
+    "kv_norm-{l}": Node(3), "kv-{l}": Node(3, cached=True),
     **{
-        f"{name}_state_compress-{{l}}{number}": Node(3, which, ratio)
+        f"{name}_state_compress-{{l}}{number}": Node(3, which, ratio, cached=not number and name != "lid")
         for name, ratio in (("csa", CSA), ("lid", CSA), ("hca", HCA))
         for number, which in (("#2", 2), ("#3", 3), ("", None))
     },
+    "lid_state_compress_rot-{l}": Node(3, None, CSA, cached=True, f16=True), "lid_q_rot-{l}": Node(3, f16=True),
     "lid_q-{l}#0": Node(3, 0), "lid_q_rope-{l}": Node(3), "lid_weights-{l}": Node(2), "lid_top_k-{l}": Node(2),
     "attn_raw-{l}": Node(2), "attn_csa_lid-{l}": Node(2), "attn_hca-{l}": Node(2), "attn_derope-{l}": Node(3),
     "attn_out-{l}": Node(2), "hc_attn_post-{l}": Node(3), "ffn_norm-{l}": Node(2),
@@ -119,11 +123,12 @@ def calls(count, ubatch, decode_from):
 class Kept:
     """What a graph has shown, pass by pass. A pass begins at the embedding's node."""
 
-    def __init__(self, layers=None):
-        self.layers, self.passes, self.sizes = layers, [], []
+    def __init__(self, layers=None, cache="f16"):
+        self.layers, self.cache, self.passes, self.sizes = layers, cache, [], []
         self.seen, self.at = Counter(), {}
         for kept, node in {**EMBEDDED, **IN_LAYERS, **(HEAD if layers is None else {})}.items():
-            self.at.setdefault(kept.partition("#")[0].partition("-")[0], {})[kept] = node
+            if cache == "f16" or not node.f16:
+                self.at.setdefault(kept.partition("#")[0].partition("-")[0], {})[kept] = node
 
     def wanted(self, name):
         """The layer of a node that is asked for ("" where it has none); None of others."""
@@ -146,7 +151,9 @@ class Kept:
         self.seen[name] += 1
         for kept, node in self.at[name.partition("-")[0]].items():
             if node.which in (None, number):
-                self.passes[-1][kept.replace("{l}", layer)] = node, read()
+                x = read()
+                x = x.astype(np.float16) if node.cached and self.cache == "f16" else x  # as ggml does: ties to even
+                self.passes[-1][kept.replace("{l}", layer)] = node, x
         if name == "embd":
             self.sizes[-1] = len(with_axes(self.passes[-1]["embd"][1], 2))
 
@@ -197,10 +204,10 @@ class Ggml:
         return strided(data, head.type, ne, nb)
 
 
-def record(path, ids, lengths, kept, cache=None, flash=None, threads=1):
+def record(path, ids, lengths, kept, flash=None, threads=1):
     """Run ids in calls of these lengths; `kept` is filled. The program ends where llama.cpp fails.
 
-    `cache` is ggml's type of the caches' numbers, `flash` whether attention is fused; None: as llama.cpp chooses.
+    `flash`: whether attention is fused; None: as llama.cpp chooses.
     """
     import llama_cpp as lib
 
@@ -227,8 +234,7 @@ def record(path, ids, lengths, kept, cache=None, flash=None, threads=1):
     params.n_ctx, params.n_batch, params.n_ubatch = len(ids), max(lengths), max(lengths)
     params.n_threads = params.n_threads_batch = threads
     params.no_perf, params.cb_eval = True, see
-    if cache is not None:
-        params.type_k = params.type_v = cache
+    params.type_k = params.type_v = CACHES[kept.cache]
     if flash is not None:
         params.flash_attn_type = int(flash)
     context = lib.llama_init_from_model(model, params)
@@ -260,7 +266,7 @@ def parser():
     p.add_argument("--layers", help="numbers between commas (default: all, and the head)")
     p.add_argument("--ubatch", type=int, help="tokens of a pass (default: all in one)")
     p.add_argument("--decode-from", type=int, help="the tokens from here on one at a time")
-    p.add_argument("--cache", choices=("f16", "f32"), help="numbers of the caches (default: llama.cpp's, f16)")
+    p.add_argument("--cache", choices=tuple(CACHES), default="f16", help="numbers of the caches (default f16)")
     p.add_argument("--flash", choices=("off", "on"), help="fused attention (default: as llama.cpp chooses)")
     p.add_argument("--threads", type=int, default=1, help="of llama.cpp (default 1)")
     return p
@@ -271,10 +277,10 @@ def main():
     args = parser().parse_args()
     with open(args.tokens, encoding="utf-8") as file:
         ids = json.load(file)
-    kept = Kept(None if args.layers is None else {int(number) for number in args.layers.split(",")})
-    cache = None if args.cache is None else ("f32", "f16").index(args.cache)
+    layers = None if args.layers is None else {int(number) for number in args.layers.split(",")}
+    kept = Kept(layers, args.cache)
     flash = None if args.flash is None else args.flash == "on"
-    record(args.model, ids, calls(len(ids), args.ubatch, args.decode_from), kept, cache, flash, args.threads)
+    record(args.model, ids, calls(len(ids), args.ubatch, args.decode_from), kept, flash, args.threads)
     if sum(kept.sizes) != len(ids):
         sys.exit(f"passes of {kept.sizes} tokens were seen, of {len(ids)}")
     tensors = joined(kept.passes, kept.sizes)
