@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from fathom.model.choices import PLAIN, RECORDED_DTYPES
 from fathom.model.config import ModelConfig
 from fathom.model.errors import ConfigError
-from fathom.model.rounding import NONE, Rounding
+from fathom.model.rounding import FP8, GGML, Rounding
 from fathom.runtime.options import RunOptions, check_options
 from fathom.scripts.cli import arguments, run_alone
 from fathom.scripts.flags import add_json, add_model, add_numerics, check_layers, numbers, positive
@@ -84,11 +84,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = ModelConfig.from_file(args.model / "config.json")
     check_options(config, RunOptions(numerics=args.numerics or PLAIN), args.model)
     check_layers(args.layers, config.num_hidden_layers)
-    if args.gguf is not None and args.numerics is not None and Rounding.of(args.numerics).linears != NONE:
+    if args.gguf is not None and args.numerics is not None and Rounding.of(args.numerics).linears == FP8:
         raise ConfigError(
             f"--gguf {args.gguf}: no run rounds inputs of its linears to FP8, and {args.numerics} numerics do; say"
-            " plain, or --rounding linears=none,..."
+            " plain, or --rounding linears=ggml,... or linears=none,..."
         )
+    if args.gguf is None and args.numerics is not None and Rounding.of(args.numerics).linears == GGML:
+        raise ConfigError(f"--rounding {args.numerics}: the types of weights say how ggml rounds, want --gguf")
     if args.picture is not None and args.picture.suffix != ".svg":
         raise ConfigError(f"--picture {args.picture}: want a name that ends in .svg")
     if args.against is None and args.against_map is not None:

@@ -17,9 +17,9 @@ from fathom.model.choices import DEPLOYED, PLAIN
 from fathom.model.config import check_widths
 from fathom.model.errors import ConfigError
 from fathom.model.observe import sites
-from fathom.model.rounding import F16, FORMS, FP4, FP8, GGML, NONE, ROUNDINGS, Rounding
+from fathom.model.rounding import F16, FORMS, FP4, FP8, GGML, ROUNDINGS, Rounding
 from fathom.probes.judge.checks import Checks
-from fathom.probes.judge.oracle import E2M1_INDEX, E4M3_KV, E4M3_ROW, HALF, REPLICAS, Narrow, Setting
+from fathom.probes.judge.oracle import ASKED, E2M1_INDEX, E4M3_KV, E4M3_ROW, HALF, REPLICAS, Narrow, Setting
 from fathom.probes.judge.recording import CHOICES, Recording, stored_name
 
 ROWS: Final = 16  # of a site that are judged under each rounding
@@ -113,6 +113,8 @@ def _counted(says: Sequence[Say], possible: Sequence[str]) -> tuple[str, str]:
     if not by_site:
         return possible[0], f"{ASSUMED}{names} {'are' if len(says) > 1 else 'is'} near to no choice"
     forms = _most([_most(votes, possible) for votes in by_site.values()], possible)
+    if len(forms) > 1:  # what F16 changes is seldom seen in what follows from it
+        forms = tuple(form for form in forms if form != F16)
     if len(forms) != 1:
         return possible[0], f"{ASSUMED}{names} do not agree"
     agree = sorted((say for say in says if forms[0] in say.forms), key=lambda say: not say.narrow)
@@ -211,7 +213,10 @@ def _can_be(setting: Setting, place: str, form: str) -> bool:
     A run of fp16 has all in it, and one of bf16 nothing that it would round.
     """
     parameters = setting.parameters
-    rounds = {FP8: lambda: any(map(parameters.rounds, parameters.mappings)), GGML: lambda: bool(parameters.types)}
+    rounds = {
+        FP8: lambda: any(map(parameters.rounds, parameters.mappings)),
+        GGML: lambda: not ASKED.keys().isdisjoint(parameters.types.values()),
+    }
     if place == "linears" and form in rounds and not rounds[form]():
         return False
     if form == F16 and setting.noise.dtype != torch.float32:

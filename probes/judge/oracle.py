@@ -552,6 +552,8 @@ class Part:
     def asked(self, x: Tensor, name: str) -> Tensor:
         """The input of any product with a weight, in the format that its type asks for where the run has ggml's."""
         form = ASKED.get(self.parameters.types.get(name, "")) if self.rounding.linears == GGML else None
+        if isinstance(form, Whole):  # on which side of a tie a number lies is computed in fp32
+            x = self.noise.moved(x, F32)
         return x if form is None else self.narrow(x, form)
 
     def narrow(self, x: Tensor, form: Narrow) -> Tensor:
@@ -820,7 +822,11 @@ class Layer(Part):
         if self.rounding.index in (FP4, F16):
             summed = self.noise.summed(hadamard(x), length(x)[..., None].expand(x.shape))
             if self.rounding.index == F16:
-                return self.noise.moved(summed, torch.float16) if x.ndim == 4 else self.narrow(self.noise.moved(summed), HALF)
+                return (
+                    self.noise.moved(summed, torch.float16)
+                    if x.ndim == 4
+                    else self.narrow(self.noise.moved(summed), HALF)
+                )
             return self.narrow(self.noise.moved(summed), E2M1_INDEX)
         return self.narrow(x, E4M3_ROW) if self.rounding.index == FP8 else x
 
@@ -1279,12 +1285,18 @@ class Layer(Part):
             return self.linear(self.activated(gate, up), "ffn.shared_experts.w2.weight")
 
     def expert(self, expert: int, x: Tensor, weight: Tensor, halves: Sequence[Tensor] = ()) -> Tensor:
-        """One routed expert, `halves` its gate and up if known; weights [r, n, 1] multiply before the last product."""
+        """One routed expert, `halves` its gate and up if known; weights [r, n, 1] multiply before the last product.
+
+        In llama.cpp they multiply after it: the same but for what is rounded.
+        """
         w1, w3, w2 = (self.name(f"ffn.experts.{expert}.{part}.weight") for part in ("w1", "w3", "w2"))
         if not halves:
             x = self.rounded(x, w1)
             halves = tuple(self.product(x, self.parameters.fresh(name)) for name in (w1, w3))
         gate, up = halves
+        if self.rounding.linears == GGML:
+            y = self.activated(gate, up, torch.ones_like(weight))
+            return self.noise.moved(self.product(self.asked(y, w2), self.parameters.fresh(w2)) * weight)
         return self.product(self.rounded(self.activated(gate, up, weight), w2), self.parameters.fresh(w2))
 
     def activated(self, gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -21,8 +21,6 @@ CSA, HCA = 4, 128  # tokens of an entry
 DTYPES = {0: np.float32, 1: np.float16, 26: np.int32, 30: np.uint16}  # of ggml; bf16 as its upper bytes of fp32
 BF16 = 30
 CACHES = {"f16": 1, "f32": 0}  # ggml's types
-MAX_SOURCES = 10  # GGML_MAX_SRC
-FAILED = 1
 
 
 class Node(NamedTuple):
@@ -102,7 +100,9 @@ def joined(passes, sizes):
             rows = (done + size) // node.ratio - done // node.ratio
             x = with_axes(array, node.axes)
             if len(x) < rows or (node.ratio == 1 and len(x) != rows):
-                sys.exit(f"{name}: {list(x.shape)} in a pass of {size} tokens from position {done} on, want {rows} rows")
+                sys.exit(
+                    f"{name}: {list(x.shape)} in a pass of {size} tokens from position {done} on, want {rows} rows"
+                )
             parts.setdefault(name, []).append(x[:rows])
         done += size
     for several in parts.values():
@@ -111,13 +111,6 @@ def joined(passes, sizes):
             if x.shape[-1] < width:
                 several[n] = np.pad(x, ((0, 0), (0, width - x.shape[-1])), constant_values=-1)
     return {name: np.ascontiguousarray(np.concatenate(several)) for name, several in parts.items()}
-
-
-def calls(count, ubatch, decode_from):
-    """Tokens of each call of llama_decode, of a prompt of `count`."""
-    prefilled = count if decode_from is None else min(decode_from, count)
-    size = ubatch or prefilled
-    return [min(size, prefilled - at) for at in range(0, prefilled, size)] + [1] * (count - prefilled)
 
 
 class Kept:
@@ -162,7 +155,7 @@ class Kept:
         found = {kept.partition("-")[0] + kept.partition("#")[1] + kept.partition("#")[2] for one in self.passes
                  for kept in one}  # fmt: skip
         missing = [kept for some in self.at.values() for kept in some if kept.replace("-{l}", "") not in found]
-        return missing if OLD_AND_NEW <= {*missing} else [kept for kept in missing if kept not in OLD_AND_NEW]
+        return missing if {*missing} >= OLD_AND_NEW else [kept for kept in missing if kept not in OLD_AND_NEW]
 
 
 # --- llama.cpp
@@ -172,8 +165,8 @@ class Ggml:
     """What is asked of ggml about a tensor."""
 
     def __init__(self):
-        from llama_cpp._ggml import libggml_base_path
         from llama_cpp import _ctypes_extensions as extensions
+        from llama_cpp._ggml import libggml_base_path
 
         self.base = extensions.load_shared_library("ggml-base", libggml_base_path)
         for name, given, back in (
@@ -204,10 +197,11 @@ class Ggml:
         return strided(data, head.type, ne, nb)
 
 
-def record(path, ids, lengths, kept, flash=None, threads=1):
+def record(path, ids, lengths, kept, ubatch=None, flash=None, threads=1):
     """Run ids in calls of these lengths; `kept` is filled. The program ends where llama.cpp fails.
 
-    `flash`: whether attention is fused; None: as llama.cpp chooses.
+    llama.cpp cuts a call into passes of `ubatch` tokens; None: into one. `flash`: whether attention is fused; None: as
+    llama.cpp chooses.
     """
     import llama_cpp as lib
 
@@ -231,7 +225,7 @@ def record(path, ids, lengths, kept, flash=None, threads=1):
     if not model:
         sys.exit(f"{path}: llama.cpp does not load it, and says why above")
     params = lib.llama_context_default_params()
-    params.n_ctx, params.n_batch, params.n_ubatch = len(ids), max(lengths), max(lengths)
+    params.n_ctx, params.n_batch, params.n_ubatch = len(ids), max(lengths), ubatch or max(lengths)
     params.n_threads = params.n_threads_batch = threads
     params.no_perf, params.cb_eval = True, see
     params.type_k = params.type_v = CACHES[kept.cache]
@@ -280,7 +274,9 @@ def main():
     layers = None if args.layers is None else {int(number) for number in args.layers.split(",")}
     kept = Kept(layers, args.cache)
     flash = None if args.flash is None else args.flash == "on"
-    record(args.model, ids, calls(len(ids), args.ubatch, args.decode_from), kept, flash, args.threads)
+    prefilled = len(ids) if args.decode_from is None else args.decode_from
+    lengths = [prefilled] + [1] * (len(ids) - prefilled)
+    record(args.model, ids, lengths, kept, args.ubatch, flash, args.threads)
     if sum(kept.sizes) != len(ids):
         sys.exit(f"passes of {kept.sizes} tokens were seen, of {len(ids)}")
     tensors = joined(kept.passes, kept.sizes)
