@@ -544,7 +544,7 @@ class Part:
         return self.product(self.rounded(x, name), self.parameters[name])
 
     def rounded(self, x: Tensor, name: str) -> Tensor:
-        """The input of a linear: E4M3 by 128 columns, where the run rounds those of FP8 and FP4 weights; see `asked`."""
+        """The input of a linear: E4M3 by 128 columns, where the run rounds those of FP8 and FP4 weights."""
         if self.rounding.linears != FP8:
             return self.asked(x, name)
         return self.narrow(x, E4M3_LINEAR) if self.parameters.rounds(name) else x
@@ -821,13 +821,9 @@ class Layer(Part):
         """
         if self.rounding.index in (FP4, F16):
             summed = self.noise.summed(hadamard(x), length(x)[..., None].expand(x.shape))
-            if self.rounding.index == F16:
-                return (
-                    self.noise.moved(summed, torch.float16)
-                    if x.ndim == 4
-                    else self.narrow(self.noise.moved(summed), HALF)
-                )
-            return self.narrow(self.noise.moved(summed), E2M1_INDEX)
+            if self.rounding.index == F16 and x.ndim == 4:
+                return self.noise.moved(summed, torch.float16)
+            return self.narrow(self.noise.moved(summed), HALF if self.rounding.index == F16 else E2M1_INDEX)
         return self.narrow(x, E4M3_ROW) if self.rounding.index == FP8 else x
 
     def hyper(self, streams: Tensor, part: str) -> list[Tensor]:
