@@ -1,10 +1,11 @@
-"""Record a run of llama.cpp, for `compare`. Stands alone: it needs llama-cpp-python, numpy and safetensors, nothing else.
+"""Record a run of llama.cpp, for `compare`. Stands alone: it needs llama-cpp-python, numpy and safetensors, no more.
 
     python record_llama_cpp.py --model F.gguf --tokens ids.json --out recording.safetensors [--layers 0,17]
 
-Written for llama-cpp-python 0.3.36 and run with it, on a CPU. llama.cpp calls back after each node of its graph that was
-asked for; what is kept has the node's own name, which `compare` has a table of. A prompt may be cut into passes
-(`--ubatch`) and end in decoded tokens (`--decode-from`): rows of all passes are joined.
+Written for llama-cpp-python 0.3.36 and run with it, on a CPU. llama.cpp calls back after each node of its graph that
+was asked for; what is kept has the node's own name, which `compare` has a table of. A prompt may be cut into passes
+(`--ubatch`) and end in decoded tokens (`--decode-from`): rows of all passes are joined. KV and entries are kept in the
+caches' numbers, and so are index keys once more.
 """
 
 import argparse
@@ -91,8 +92,8 @@ def with_axes(x, count):
 def joined(passes, sizes):
     """By kept name the rows of all passes.
 
-    `passes` has for each pass {kept name: (node, array)}, `sizes` its tokens. Entries that a pass did not finish are left
-    out, and selections of all passes are as wide as the widest, with -1 where there is none.
+    `passes` has for each pass {kept name: (node, array)}, `sizes` its tokens. Rows of entries that a pass did not
+    finish are left out, and selections of all passes are as wide as the widest, with -1 where there is none.
     """
     parts, done = {}, 0
     for found, size in zip(passes, sizes, strict=True):
@@ -183,7 +184,7 @@ class Ggml:
         return self.base.ggml_get_name(tensor).decode(errors="replace")
 
     def read(self, tensor):
-        """The numbers of a node, wherever they are. The program ends where a tensor is not laid out as in `GgmlTensor`."""
+        """The numbers of a node, wherever they are. The program ends where `GgmlTensor` is not how tensors are."""
         head, size = GgmlTensor.from_address(tensor), self.base.ggml_nbytes(tensor)
         ne, nb = list(head.ne), list(head.nb)
         if head.type not in DTYPES:
@@ -219,11 +220,7 @@ def record(path, ids, lengths, kept, ubatch=None, flash=None, threads=1):
         return not stopped
 
     lib.llama_backend_init()
-    model_params = lib.llama_model_default_params()
-    model_params.n_gpu_layers = 0
-    model = lib.llama_model_load_from_file(str(path).encode(), model_params)
-    if not model:
-        sys.exit(f"{path}: llama.cpp does not load it, and says why above")
+    model = loaded(lib, path)
     params = lib.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = len(ids), max(lengths), ubatch or max(lengths)
     params.n_threads = params.n_threads_batch = threads
@@ -236,10 +233,7 @@ def record(path, ids, lengths, kept, ubatch=None, flash=None, threads=1):
         sys.exit(f"{path}: llama.cpp makes no context, and says why above")
     batch, start = lib.llama_batch_init(max(lengths), 0, 1), 0
     for length in lengths:
-        batch.n_tokens = length
-        for n in range(length):
-            batch.token[n], batch.pos[n], batch.n_seq_id[n] = ids[start + n], start + n, 1
-            batch.seq_id[n][0], batch.logits[n] = 0, 1
+        fill(batch, ids[start : start + length], start)
         status = lib.llama_decode(context, batch)
         if stopped:
             raise stopped[0]
@@ -249,6 +243,24 @@ def record(path, ids, lengths, kept, ubatch=None, flash=None, threads=1):
     lib.llama_batch_free(batch)
     lib.llama_free(context)
     lib.llama_model_free(model)
+
+
+def loaded(lib, path):
+    """The model, on the CPU."""
+    params = lib.llama_model_default_params()
+    params.n_gpu_layers = 0
+    model = lib.llama_model_load_from_file(str(path).encode(), params)
+    if not model:
+        sys.exit(f"{path}: llama.cpp does not load it, and says why above")
+    return model
+
+
+def fill(batch, ids, start):
+    """Put ids into a batch, as one sequence from position `start` on, with logits of each."""
+    batch.n_tokens = len(ids)
+    for n, one in enumerate(ids):
+        batch.token[n], batch.pos[n], batch.n_seq_id[n] = one, start + n, 1
+        batch.seq_id[n][0], batch.logits[n] = 0, 1
 
 
 def parser():
