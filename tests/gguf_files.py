@@ -170,6 +170,7 @@ def write(
     Returns what is in it, dequantised by the package, by official name and each expert by itself.
     """
     writer = GGUFWriter(path, architecture, split_max_tensors=tensors)
+    writer.add_tokenizer_model("none")  # without a word of it llama.cpp loads no file
     for key, value in said.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add.get(type(value), writer.add_array)(f"deepseek4.{key}", value)
