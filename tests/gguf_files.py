@@ -79,7 +79,7 @@ def ds4(name: str) -> Type:
         return Type.Q4_0
     if re.search(rf"^head|{FP8}", name) and "indexer" not in name:
         return Type.Q8_0
-    return Type.F16 if re.search(r"embed|_fn$|ape$|wkv|wgate|indexer.*w|gate\.weight", name) else Type.F32
+    return Type.F16 if re.search(r"embed|_fn$|ape$|wkv|wgate|indexer\.w|gate\.weight", name) else Type.F32
 
 
 def keys(config: ModelConfig) -> dict[str, Any]:

@@ -569,13 +569,16 @@ class Part:
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
         return self.noise.moved(y if weight is None else y * weight)
 
-    def mixes(self, streams: Tensor, fn: Tensor) -> Tensor:
+    def mixes(self, streams: Tensor, name: str) -> Tensor:
         """What mHC's weights are made of: ``fn`` times the normed streams [r, n, s, hidden], run together.
 
         Every implementation computes these in fp32: in a run of another dtype they are moved as fp32 is.
         """
-        flat = streams.flatten(2)
-        mixes = flat @ fn.T * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        fn, flat = self.parameters[name], streams.flatten(2)
+        normed = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        mixes = flat @ fn.T * normed
+        if self.rounding.linears == GGML and self.parameters.types.get(name) in ASKED:  # it norms first, in fp32
+            mixes = self.asked(self.noise.moved(flat * normed, F32), name) @ fn.T
         return self.noise.moved(self.noise.summed(mixes, length(fn)[None, None] * flat.shape[-1] ** 0.5), F32)
 
     def collapsed(self, streams: Tensor, pre: Tensor) -> Tensor:
@@ -585,8 +588,9 @@ class Part:
 
     def hyper_head(self, streams: Tensor) -> Tensor:
         """The streams [r, n, s, hidden] behind the last layer as one, [r, n, hidden], not normed."""
-        fn, scale, base = (self.parameters[self.name(f"hc_head_{leaf}")] for leaf in ("fn", "scale", "base"))
-        pre = torch.sigmoid(self.mixes(streams, fn) * scale[0] + base) + self.config.hc_eps
+        scale, base = (self.parameters[self.name(f"hc_head_{leaf}")] for leaf in ("scale", "base"))
+        mixes = self.mixes(streams, self.name("hc_head_fn"))
+        pre = torch.sigmoid(mixes * scale[0] + base) + self.config.hc_eps
         return self.collapsed(streams, self.noise.moved(pre, F32))
 
     def _alike(self, *parts: Tensor) -> Iterator[Tensor]:
@@ -828,9 +832,9 @@ class Layer(Part):
 
     def hyper(self, streams: Tensor, part: str) -> list[Tensor]:
         """What mHC's pre and post, [r, n, s], and comb, [r, n, s * s], are functions of."""
-        fn, scale, base = (self.parameters[self.name(f"hc_{part}_{leaf}")] for leaf in ("fn", "scale", "base"))
+        scale, base = (self.parameters[self.name(f"hc_{part}_{leaf}")] for leaf in ("scale", "base"))
         s = self.config.hc_mult
-        parts = (x.split((s, s, s * s), -1) for x in (self.mixes(streams, fn), base))
+        parts = (x.split((s, s, s * s), -1) for x in (self.mixes(streams, self.name(f"hc_{part}_fn")), base))
         return [mixes * factor + offset for mixes, offset, factor in zip(*parts, scale, strict=True)]
 
     def pre(self, streams: Tensor, part: str) -> Tensor:

@@ -135,7 +135,9 @@ def judged(case: Case, folder: Path, python: str, stacks: Mapping[str, Any]) -> 
     compare.main(["--recording", str(recording), "--gguf", str(good), "--json", str(out)])
     said = json.loads(out.read_text(encoding="utf-8"))
     first = said["first"] and {key: said["first"][key] for key in ("layer", "site", "position", "index")}
-    at_first = [one for one in said["faults"] if first and (one["layer"], one["site"]) == (first["layer"], first["site"])]
+    at_first = [
+        one for one in said["faults"] if first and (one["layer"], one["site"]) == (first["layer"], first["site"])
+    ]
     best = at_first[0] if at_first and at_first[0]["explains"] else None
     worst = max((site["worst"] / site["bound"] for site in said["sites"] if site["bound"]), default=0.0)
     found = {

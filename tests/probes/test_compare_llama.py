@@ -93,7 +93,9 @@ def test_passes_are_joined_dummy_rows_dropped_and_nodes_of_one_name_told_apart()
 
 def test_what_is_asked_for_is_of_the_layers_that_were_named():
     kept = llama_cpp.Kept({1}, "f32")
-    asked = [n for n in ("embd", "q-1", "q-2", "q", "q (view)-1", "lid_q_rot-1", "result_norm") if kept.wanted(n) is not None]
+    asked = [
+        n for n in ("embd", "q-1", "q-2", "q", "q (view)-1", "lid_q_rot-1", "result_norm") if kept.wanted(n) is not None
+    ]
     assert asked == ["embd", "q-1"]
 
 
