@@ -59,7 +59,7 @@ def shown(kept, sizes, entries):
         node("hc_pre-1", np.full((1, 1, size, 4), 0))
         for name, ratio, count in (("csa_state_compress-1", 4, csa), ("hca_state_compress-2", 128, hca)):
             closed = range(done // ratio, (done + size) // ratio)
-            rows = np.array([*closed, *[-1] * (count - len(closed))]).reshape(1, count, 1, 1)
+            rows = np.array([*closed, *[-1] * (count - len(closed))])[:count].reshape(1, count, 1, 1)
             for step in range(5):
                 node(name, np.tile(rows + step / 8, (1, 1, 1, 6)))
         node("hc_pre-1", np.full((1, 1, size, 4), 1))
@@ -101,7 +101,7 @@ def test_what_is_asked_for_is_of_the_layers_that_were_named():
 
 def test_a_pass_of_other_rows_ends_the_program():
     kept = llama_cpp.Kept()
-    with pytest.raises(SystemExit, match="csa_state_compress-1.* want 2 rows"):
+    with pytest.raises(SystemExit, match=r"csa_state_compress-1.* want 2 rows"):
         shown(kept, (8,), ((1, 1),))
 
 
