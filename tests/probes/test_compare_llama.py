@@ -13,6 +13,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
 from gguf.quants import dequantize, quantize
+from safetensors.torch import save_file
 
 from fathom.model.errors import ConfigError
 from fathom.model.rounding import Rounding
@@ -131,9 +132,10 @@ def test_no_run_here_has_the_numerics_of_others(choice):
 
 
 def test_ggml_rounds_by_the_types_of_a_gguf(tmp_path):
-    flags = ["--recording", str(tmp_path / "none"), "--rounding", ROUNDED]
+    path = tmp_path / "run.safetensors"
+    save_file({"tokens": torch.arange(4)}, path)
     with pytest.raises(ConfigError, match="want --gguf"):
-        compare.main(flags)
+        compare.main(["--recording", str(path), "--rounding", ROUNDED])
 
 
 # --- the page, and llama.cpp
