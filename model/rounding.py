@@ -35,6 +35,11 @@ class Rounding:
         choices = asdict(self).items()
         return next((f"{place}={form}" for place, form in choices if form in (F16, GGML)), "")
 
+    @property
+    def runnable(self) -> "Rounding":
+        """The nearest that a run here has: nothing is rounded where others round as no run here does."""
+        return Rounding(*(NONE if form in (F16, GGML) else form for form in (self.linears, self.kv, self.index)))
+
     @classmethod
     def of(cls, numerics: str) -> Self:
         """The rounding of a name, or of choices such as ``linears=none,kv=fp8,index=fp8``; ConfigError for others."""

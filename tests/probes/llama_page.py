@@ -89,7 +89,7 @@ CASES = (
     Case("ape of layer 1's compressor rolled", CONVERTED, (), _rolled, 1, "attention.entry_unnormed",
          "position-bias-shifted"),
     Case("router's bias of layer 2 zero", CONVERTED, (), _unbiased, 2, "experts.ids", "selection-bias-dropped"),
-    Case("expert_weights_scale 1", CONVERTED, (), _says(expert_weights_scale=1.0), 0, "experts.weights",
+    Case("expert_weights_scale 1", CONVERTED, (), _says(expert_weights_scale=1.0), 0, "experts.output",
          "route-scale-dropped"),
     Case("sliding_window 15", CONVERTED, (), _says(attention__sliding_window=15), 0, "attention.mixed",
          "window-one-short"),
