@@ -900,9 +900,7 @@ def on_grid(theirs: Tensor, site: str, part: Layer | Ends) -> Tensor | None:
     if site in (sites.INDEX_KEY_USED.name, sites.INDEX_QUERY_USED.name) and part.rounding.index != NONE:
         by = {FP4: E2M1_INDEX, FP8: E4M3_ROW, F16: HALF}[part.rounding.index]
         return None if by is HALF and site == sites.INDEX_QUERY_USED.name else by.rounded(theirs)
-    if site in (sites.KV.name, sites.ENTRY.name) and part.rounding.kv != NONE:
-        if part.rounding.kv == F16:
-            return HALF.rounded(theirs)
+    if site in (sites.KV.name, sites.ENTRY.name) and part.rounding.kv not in (NONE, F16):
         nope = part.config.head_dim - part.config.qk_rope_head_dim
         return torch.cat((E4M3_KV.rounded(theirs[..., :nope]), theirs[..., nope:]), -1)
     return None

@@ -117,7 +117,7 @@ def _counted(says: Sequence[Say], possible: Sequence[str]) -> tuple[str, str]:
         forms = tuple(form for form in forms if form != F16)
     if len(forms) != 1:
         return possible[0], f"{ASSUMED}{names} do not agree"
-    agree = sorted((say for say in says if forms[0] in say.forms), key=lambda say: not say.narrow)
+    agree = sorted((say for say in says if forms[0] in say.forms), key=lambda say: (not say.narrow, len(say.forms)))
     others = [say.name for say in says if forms[0] not in say.forms]
     more = f" and {len(agree) - 1} more" if len(agree) > 1 else ""
     few = f" and {len(others) - 2} more" if len(others) > 2 else ""
@@ -172,8 +172,10 @@ def _says(glances: Glances, rounding: Rounding, place: str, possible: Sequence[s
     ways = {form: replace(rounding, **{place: form}) for form in possible}
     unclear: list[Say] = []
     for freely in (False, True):
-        for group in SHOWN_BY[place]:
-            says = list(_of_group(glances, ways, place, [site.name for site in group], freely=freely))
+        for number, group in enumerate(SHOWN_BY[place]):
+            more = SHOWN_BY[place][1] if number == 0 and place == "kv" and F16 in possible else ()  # shows F16 alone
+            names = [site.name for site in (*group, *more)]
+            says = list(_of_group(glances, ways, place, names, freely=freely))
             if any(say.forms for say in says):
                 return says
             unclear = unclear or says
@@ -241,8 +243,7 @@ class Grid(NamedTuple):
 def _grids(setting: Setting, place: str) -> list[Grid]:
     if place == "kv":
         nope = setting.config.head_dim - setting.config.qk_rope_head_dim
-        names = (sites.KV.name, sites.ENTRY.name)
-        return [Grid(FP8, "E4M3 by 64 columns", E4M3_KV, nope, names), Grid(F16, "F16", HALF, None, names)]
+        return [Grid(FP8, "E4M3 by 64 columns", E4M3_KV, nope, (sites.KV.name, sites.ENTRY.name))]
     names = (sites.INDEX_KEY_USED.name, sites.INDEX_QUERY_USED.name)
     forms = ((FP4, "E2M1 by 32 columns", E2M1_INDEX), (FP8, "E4M3 by row", E4M3_ROW))
     grids = [Grid(form, told, narrow, None, names) for form, told, narrow in forms]

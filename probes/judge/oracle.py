@@ -798,13 +798,31 @@ class Layer(Part):
         return self.noise.moved(self.joined(x[..., :-rope], turned, dim=-1))
 
     def cached(self, kv: Tensor) -> Tensor:
-        """A key as it is remembered: where the run rounds it, to F16, or all dims but those of rope to E4M3, by 64."""
-        if self.rounding.kv == NONE:
+        """A key as it is remembered: where the run rounds it, all dims but those of rope to E4M3, by 64.
+
+        One of F16 is shown before it is rounded: see `read`.
+        """
+        if self.rounding.kv in (NONE, F16):
             return kv
-        if self.rounding.kv == F16:
-            return self.narrow(kv, HALF)
         nope = self.config.head_dim - self.config.qk_rope_head_dim
         return self.joined(self.narrow(kv[..., :nope], E4M3_KV), kv[..., nope:], dim=-1)
+
+    def read(self, site: str, at: Tensor) -> Tensor:
+        """Keys of tokens, or entries, as attention reads them out of a cache, which may be of F16.
+
+        llama.cpp then rotates keys and queries by a Hadamard matrix, meant for index keys, where both have one width.
+        """
+        kv = self.value(site, at)
+        if self.rounding.kv != F16:
+            return kv
+        with self.noise.of(self.prefix, site, "read", rows=at):
+            if self.config.head_dim != self.config.index_head_dim:
+                return self.narrow(kv, HALF)
+            return hadamard(self.narrow(self.transformed(kv), HALF))
+
+    def transformed(self, x: Tensor) -> Tensor:
+        """The Hadamard transform of the last axis, as a run holds it."""
+        return self.noise.moved(self.noise.summed(hadamard(x), length(x)[..., None].expand(x.shape)))
 
     def keys(self, x: Tensor, at: Tensor) -> Tensor:
         """What is remembered of tokens [r, n, hidden] at their positions, [r, n, d]."""
@@ -824,10 +842,9 @@ class Layer(Part):
         Some kernels take a query as it is to keys of F16, some round it: it is moved so far, not rounded.
         """
         if self.rounding.index in (FP4, F16):
-            summed = self.noise.summed(hadamard(x), length(x)[..., None].expand(x.shape))
             if self.rounding.index == F16 and x.ndim == 4:
-                return self.noise.moved(summed, torch.float16)
-            return self.narrow(self.noise.moved(summed), HALF if self.rounding.index == F16 else E2M1_INDEX)
+                return self.noise.moved(self.transformed(x), torch.float16)
+            return self.narrow(self.transformed(x), HALF if self.rounding.index == F16 else E2M1_INDEX)
         return self.narrow(x, E4M3_ROW) if self.rounding.index == FP8 else x
 
     def hyper(self, streams: Tensor, part: str) -> list[Tensor]:
@@ -1044,9 +1061,9 @@ class Layer(Part):
         theirs = self.setting.theirs.rows(f"{self.prefix}attention.weights", at)
         if theirs is None:
             return self.mixed(at)
-        keys = self.value("attention.kv", torch.arange(len(self.setting.tokens)))
+        keys = self.read("attention.kv", torch.arange(len(self.setting.tokens)))
         if self.ratio:
-            keys = self.joined(keys, self.value("attention.entry", self.entries), dim=1)
+            keys = self.joined(keys, self.read("attention.entry", self.entries), dim=1)
         parts = self.noise.parts(at, max(1, NUMBERS // ((1 + self.noise.replicas) * theirs[0].numel())))
         return torch.cat([self.weighed(theirs[None, some], keys[:, None]) for some in parts], 1)
 
@@ -1076,8 +1093,8 @@ class Layer(Part):
         q = self.value("attention.query", at)
         back = torch.arange(-self.config.sliding_window + 1, 1)
         seen, window = torch.unique((at[:, None] + back).clamp_min(0), return_inverse=True)  # of these, [n, w]
-        kv = self.value("attention.kv", seen)
-        far = self.value("attention.entry", self.entries) if self.ratio and entries else None
+        kv = self.read("attention.kv", seen)
+        far = self.read("attention.entry", self.entries) if self.ratio and entries else None
         selected = self.value("indexer.selected", at) if self.kind is LayerKind.CSA and entries else None
         for some in self.noise.parts(at, self._rows_at_once(far, selected)):
             chosen = None if selected is None else selected[:, some]

@@ -4,8 +4,8 @@
 
 Written for llama-cpp-python 0.3.36 and run with it, on a CPU. llama.cpp calls back after each node of its graph that
 was asked for; what is kept has the node's own name, which `compare` has a table of. A prompt may be cut into passes
-(`--ubatch`) and end in decoded tokens (`--decode-from`): rows of all passes are joined. KV and entries are kept in the
-caches' numbers, and so are index keys once more.
+(`--ubatch`) and end in decoded tokens (`--decode-from`): rows of all passes are joined. Index keys are kept once more,
+as they are cached: after a Hadamard transform, in F16.
 """
 
 import argparse
@@ -30,8 +30,8 @@ class Node(NamedTuple):
     axes: int  # that it has: ggml says 4, those beyond are 1
     which: int | None = None  # of several nodes of the name, from 0 on; None: the last
     ratio: int = 1  # tokens of a row; behind the rows of entries come rows of nothing
-    cached: bool = False  # it is written to a cache, in whose numbers it is kept
-    f16: bool = False  # kept with caches of F16 alone: what is scored is rounded then
+    f16: bool = False  # kept with caches of F16 alone
+    cast: bool = False  # to F16, as it is cached
 
 
 # By the name that it is kept under; a layer's number stands for {l}.
@@ -40,13 +40,13 @@ IN_LAYERS = {
     "hc_post-{l}#0": Node(2, 0), "hc_post-{l}#1": Node(2, 1),
     "hc_comb-{l}#0": Node(3, 0), "hc_comb-{l}#1": Node(3, 1),
     "attn_norm-{l}": Node(2), "qr-{l}": Node(2), "qr_norm-{l}": Node(2), "q_norm-{l}": Node(3), "q-{l}": Node(3),
-    "kv_norm-{l}": Node(3), "kv-{l}": Node(3, cached=True),
+    "kv_norm-{l}": Node(3), "kv-{l}": Node(3),
     **{
-        f"{name}_state_compress-{{l}}{number}": Node(3, which, ratio, cached=not number and name != "lid")
+        f"{name}_state_compress-{{l}}{number}": Node(3, which, ratio)
         for name, ratio in (("csa", CSA), ("lid", CSA), ("hca", HCA))
         for number, which in (("#2", 2), ("#3", 3), ("", None))
     },
-    "lid_state_compress_rot-{l}": Node(3, None, CSA, cached=True, f16=True), "lid_q_rot-{l}": Node(3, f16=True),
+    "lid_state_compress_rot-{l}": Node(3, None, CSA, f16=True, cast=True), "lid_q_rot-{l}": Node(3, f16=True),
     "lid_q-{l}#0": Node(3, 0), "lid_q_rope-{l}": Node(3), "lid_weights-{l}": Node(2), "lid_top_k-{l}": Node(2),
     "attn_raw-{l}": Node(2), "attn_csa_lid-{l}": Node(2), "attn_hca-{l}": Node(2), "attn_derope-{l}": Node(3),
     "attn_out-{l}": Node(2), "hc_attn_post-{l}": Node(3), "ffn_norm-{l}": Node(2),
@@ -146,7 +146,7 @@ class Kept:
         for kept, node in self.at[name.partition("-")[0]].items():
             if node.which in (None, number):
                 x = read()
-                x = x.astype(np.float16) if node.cached and self.cache == "f16" else x  # as ggml does: ties to even
+                x = x.astype(np.float16) if node.cast else x  # as ggml does: ties to even
                 self.passes[-1][kept.replace("{l}", layer)] = node, x
         if name == "embd":
             self.sizes[-1] = len(with_axes(self.passes[-1]["embd"][1], 2))
