@@ -20,7 +20,7 @@ class Rounding:
     """A format, or none, for each of three places."""
 
     linears: str  # inputs of linears: fp8 (E4M3 by 128 columns, of FP8 or FP4 weights), ggml (by the weight's type)
-    kv: str  # window KV and compressed entries: fp8 (E4M3 by 64 columns, but for rope dims), f16 (as read; attention in it too)
+    kv: str  # window KV and compressed entries: fp8 (E4M3 by 64 columns, but for rope dims), f16 (and attention)
     index: str  # index queries and keys: fp4 (Hadamard, then E2M1 by 32 columns), fp8 (E4M3 by row), f16 (Hadamard)
 
     @property

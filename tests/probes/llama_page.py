@@ -108,16 +108,17 @@ numerics, not another model.
 
 - KV, entries and index keys are in F16 in the caches, index keys after a Hadamard transform (`kv=f16`, `index=f16`).
   Where heads are as wide as index keys, as here and not in V4, llama.cpp's test for this transform is true of KV and
-  entries too. Attention, where it is not fused or decodes, takes queries, shares and sums in F16: they are moved so far.
+  entries too. Attention, where it is not fused or decodes, has queries, shares and sums in F16: they are moved so far.
 - Inputs of every product with a weight are rounded as its type asks on a CPU (`linears=ggml`): the compressor's and
   `wo_a`'s too, which no other numerics round. Experts' weights multiply after the last product, not before it.
 - ggml multiplies one frequency of RoPE after the other by a factor, in fp32, so that they are off by up to sixteen
   units of 2^-24, and more the higher the pair: bounds of rotated numbers let them be off by as many roundings."""
 NOT_CLAIMED = """\
 One version, on one kind of CPU, with files that the tests write and not the published weights: no file of llama.cpp's
-own conversion was loaded. K-quants, quantised caches, GPUs, images and draft heads were not run. KV and entries
-are recorded as llama.cpp computes them; what its caches hold was not read, and is judged by what attention makes of it.
-KV in F16 without the transform, as heads of V4's width have it, was not run. The clamp of experts may not be reached: see what was not exercised."""
+own conversion was loaded. K-quants, quantised caches, GPUs, images and draft heads were not run, nor KV in F16 without
+the transform, as heads of V4's width have it. KV and entries are recorded as llama.cpp computes them: what its caches
+hold was not read, and is judged by what attention makes of it. The clamp of experts may not be reached: see what was
+not exercised."""
 
 
 def judged(case: Case, folder: Path, python: str, stacks: Mapping[str, Any]) -> dict[str, JSON]:
