@@ -77,7 +77,11 @@ def find(setting: Setting, recording: Recording, progress: Callable[[str, float]
         before = rounding
         for place, forms in possible.items():
             progress(f"how a run rounds: {place}", number / ROUNDS)
-            form, rests[place] = _counted(_says(glances, rounding, place, forms), forms)
+            form, rests[place] = _counted(
+                _says(glances, rounding, place, forms),
+                forms,
+                f16=F16 in (rounding.kv if place == "index" else "", rounding.index if place == "kv" else ""),
+            )
             rounding = replace(rounding, **{place: form})
         if rounding == before:
             break
@@ -99,8 +103,11 @@ def _named(rounding: Rounding, shown: Sequence[str]) -> Rounding:
     return next(alike, rounding) if shown else rounding
 
 
-def _counted(says: Sequence[Say], possible: Sequence[str]) -> tuple[str, str]:
-    """The form that most sites say, each by most of its layers; and what that rests on, in words."""
+def _counted(says: Sequence[Say], possible: Sequence[str], *, f16: bool) -> tuple[str, str]:
+    """The form that most sites say, each by most of its layers; and what that rests on, in words.
+
+    `f16`: whether the other cache is of F16, as this one is then, where sites leave that open.
+    """
     if len(possible) == 1:
         return possible[0], "the weights and widths of this model allow no other"
     if not says:
@@ -114,7 +121,7 @@ def _counted(says: Sequence[Say], possible: Sequence[str]) -> tuple[str, str]:
         return possible[0], f"{ASSUMED}{names} {'are' if len(says) > 1 else 'is'} near to no choice"
     forms = _most([_most(votes, possible) for votes in by_site.values()], possible)
     if len(forms) > 1:  # what F16 changes is seldom seen in what follows from it
-        forms = tuple(form for form in forms if form != F16)
+        forms = tuple(form for form in forms if (form == F16) == f16)
     if len(forms) != 1:
         return possible[0], f"{ASSUMED}{names} do not agree"
     agree = sorted((say for say in says if forms[0] in say.forms), key=lambda say: (not say.narrow, len(say.forms)))

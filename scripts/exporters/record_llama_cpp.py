@@ -215,8 +215,8 @@ def record(path, ids, lengths, kept, ubatch=None, flash=None, threads=1):
             return kept.wanted(name) is not None
         try:
             kept.note(name, lambda: ggml.read(tensor))
-        except BaseException as error:  # noqa: BLE001 -- ctypes would print it and go on
-            stopped.append(error)
+        except (SystemExit, KeyboardInterrupt, ValueError, LookupError, TypeError, MemoryError) as error:
+            stopped.append(error)  # ctypes would print it and go on
         return not stopped
 
     lib.llama_backend_init()

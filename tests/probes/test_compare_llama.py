@@ -65,6 +65,7 @@ def shown(kept, sizes, entries):
                 node(name, np.tile(rows + step / 8, (1, 1, 1, 6)))
         node("hc_pre-1", np.full((1, 1, size, 4), 1))
         node("kv-1", np.full((1, size, 1, 6), 1 / 3))
+        node("lid_state_compress_rot-1", np.full((1, csa, 1, 6), 1 / 3))
         width = 1 + done + size
         node("lid_top_k-1", np.tile(np.arange(width), (size, 1)).reshape(1, 1, size, width))
         node("norm-1", np.zeros((1, 1, size, 3)))
@@ -82,7 +83,9 @@ def test_passes_are_joined_dummy_rows_dropped_and_nodes_of_one_name_told_apart()
     assert found["csa_state_compress-1"][:, 0, 0].tolist() == [n + 0.5 for n in range(34)]
     assert found["csa_state_compress-1#2"][:, 0, 0].tolist() == [n + 0.25 for n in range(34)]
     assert found["hca_state_compress-2"][:, 0, 0].tolist() == [0.5]
-    assert found["kv-1"].dtype == np.float16
+    assert found["kv-1"].dtype == np.float32
+    assert found["lid_state_compress_rot-1"].dtype == np.float16
+    assert found["lid_state_compress_rot-1"].shape == (34, 1, 6)
     assert found["kv-1"].shape == (137, 1, 6)
     assert found["lid_top_k-1"].shape == (137, 138)
     assert found["lid_top_k-1"][0, 130:].tolist() == [0 + n for n in (130,)] + [-1] * 7
