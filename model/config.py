@@ -18,7 +18,7 @@ from fathom.model.checkpoint.config_fields import V41, Dspark, LayerKind, Yarn
 from fathom.model.checkpoint.config_json import fields, read_json
 from fathom.model.choices import NUMERICS, PLAIN
 from fathom.model.errors import ConfigError
-from fathom.model.rounding import FP4, NONE, Rounding
+from fathom.model.rounding import F16, FP4, FP8, Rounding
 
 __all__ = ["V41", "Dspark", "LayerKind", "ModelConfig", "Yarn", "check_widths"]
 
@@ -264,17 +264,18 @@ def check_widths(config: ModelConfig, rounding: Rounding) -> None:
     wrong = [
         f"{name} is {width}, no multiple of {block}"
         for name, width in per_linear.items()
-        if rounding.linears != NONE and width % block
+        if rounding.linears == FP8 and width % block
     ]
-    if rounding.kv != NONE and config.v41 is not None and config.head_dim % block:
+    if rounding.kv == FP8 and config.v41 is not None and config.head_dim % block:
         wrong.append(f"head_dim is {config.head_dim}, no multiple of {block}")
-    if rounding.kv != NONE and config.v41 is None and nope % KV_GROUP:
+    if rounding.kv == FP8 and config.v41 is None and nope % KV_GROUP:
         wrong.append(f"head_dim - qk_rope_head_dim is {nope}, no multiple of {KV_GROUP}")
     width = config.index_head_dim
+    of_blocks = {FP4: INDEX_GROUP, F16: 1}.get(rounding.index, 0)
     rotated = config.v41 is None  # by Hadamard's matrix, whose sizes are powers of two
-    unfit = width % INDEX_GROUP or (rotated and width & (width - 1))
-    if rounding.index == FP4 and LayerKind.CSA in config.layer_kinds and unfit:
-        wrong.append(f"index_head_dim is {width}, no power of two that {INDEX_GROUP} divides")
+    unfit = of_blocks and (width % of_blocks or (rotated and width & (width - 1)))
+    if unfit and LayerKind.CSA in config.layer_kinds:
+        wrong.append(f"index_head_dim is {width}, no power of two that {of_blocks} divides")
     if wrong:
         flag = "--numerics" if rounding.numerics in NUMERICS else "--rounding"
         raise ConfigError(f"{flag} {rounding.numerics}: {'; '.join(wrong)}; run this model with --numerics {PLAIN}")

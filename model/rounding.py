@@ -12,21 +12,33 @@ from fathom.model.choices import DEPLOYED, NUMERICS, PLAIN
 from fathom.model.errors import ConfigError, quoted
 
 NONE, FP8, FP4 = "none", "fp8", "fp4"
+F16, GGML = "f16", "ggml"  # of other runtimes, for a judge: no run here has them
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
     """A format, or none, for each of three places."""
 
-    linears: str  # inputs of linears with FP8 or FP4 weights: fp8 (E4M3 by 128 columns)
-    kv: str  # window KV and compressed entries but for rope dims: fp8 (E4M3 by 64 columns)
-    index: str  # index queries and keys: fp4 (Hadamard, then E2M1 by 32 columns), fp8 (E4M3 by row)
+    linears: str  # inputs of linears: fp8 (E4M3 by 128 columns, of FP8 or FP4 weights), ggml (by the weight's type)
+    kv: str  # window KV and compressed entries: fp8 (E4M3 by 64 columns, but for rope dims), f16 (and attention)
+    index: str  # index queries and keys: fp4 (Hadamard, then E2M1 by 32 columns), fp8 (E4M3 by row), f16 (Hadamard)
 
     @property
     def numerics(self) -> str:
         """Its name: `deployed`, `plain`, or the choices as `--rounding` takes them."""
         named = next((name for name, known in ROUNDINGS.items() if known == self), None)
         return named or ",".join(f"{place}={form}" for place, form in asdict(self).items())
+
+    @property
+    def foreign(self) -> str:
+        """The first choice that no run here has, as --rounding says it; empty where there is none."""
+        choices = asdict(self).items()
+        return next((f"{place}={form}" for place, form in choices if form in (F16, GGML)), "")
+
+    @property
+    def runnable(self) -> "Rounding":
+        """The nearest that a run here has: nothing is rounded where others round as no run here does."""
+        return Rounding(*(NONE if form in (F16, GGML) else form for form in (self.linears, self.kv, self.index)))
 
     @classmethod
     def of(cls, numerics: str) -> Self:
@@ -46,7 +58,7 @@ class Rounding:
         return cls(**given)
 
 
-FORMS: Final = {"linears": (FP8, NONE), "kv": (FP8, NONE), "index": (FP4, FP8, NONE)}
+FORMS: Final = {"linears": (FP8, GGML, NONE), "kv": (FP8, F16, NONE), "index": (FP4, FP8, F16, NONE)}
 _WANT: Final = "want " + ",".join(f"{place}={'|'.join(forms)}" for place, forms in FORMS.items())
 ROUNDINGS: Final = {DEPLOYED: Rounding(FP8, FP8, FP4), PLAIN: Rounding(NONE, NONE, NONE)}
 assert tuple(ROUNDINGS) == NUMERICS, "every name has its rounding"

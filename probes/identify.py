@@ -285,7 +285,7 @@ class _Case:
         for fault in faults:
             ops = fault.ops(ops)
         full = self.by.config
-        options = RunOptions(rounding.numerics, "fp32")
+        options = RunOptions(rounding.runnable.numerics, "fp32")
         ranks = Ranks(ALONE, sharding_plan(full, 1).ranks[0])
         model = Transformer.__new__(Transformer)
         model.config = self.config

@@ -20,13 +20,13 @@ from fathom.model.checkpoint.folder import TOKENIZER
 from fathom.model.choices import PLAIN, RECORDED_DTYPES
 from fathom.model.config import LayerKind, ModelConfig
 from fathom.model.errors import ConfigError
-from fathom.model.rounding import NONE, Rounding
+from fathom.model.rounding import FP8, Rounding
 from fathom.probes.judge.causes import Explained, Gap, Place, places
 from fathom.probes.judge.checks import Checks, Difference, Judged, Progress, Status, silent
 from fathom.probes.judge.dump import in_memory
 from fathom.probes.judge.exercised import Unseen, unseen
 from fathom.probes.judge.faults_v41 import explained
-from fathom.probes.judge.gguf import open_gguf
+from fathom.probes.judge.gguf import GgufCheckpoint, open_gguf
 from fathom.probes.judge.naming import Line
 from fathom.probes.judge.numerics import Found, find, other_numerics
 from fathom.probes.judge.oracle import Noise, Parameters, Setting, Unknown
@@ -151,15 +151,16 @@ def weights_of(
     model: Path, config: ModelConfig, gguf: Path | None = None, numerics: str | None = None
 ) -> tuple[Parameters, Census]:
     """The weights of a checkpoint, of which files may be missing, or those of a GGUF, whose runs have no FP8."""
-    if gguf is not None and numerics is not None and Rounding.of(numerics).linears != NONE:
+    if gguf is not None and numerics is not None and Rounding.of(numerics).linears == FP8:
         raise ConfigError(
             f"--gguf {gguf}: no run rounds inputs of its linears to FP8, and {numerics} numerics do; say plain, or"
-            " --rounding linears=none,..."
+            " --rounding linears=ggml,... or linears=none,..."
         )
     where = gguf or model
     checkpoint = open_gguf(gguf, config) if gguf else Checkpoint.open(model, partial=True)
     counted = census(checkpoint.shapes(), config, where=str(where), absent=checkpoint.absent)
-    return Parameters(checkpoint, counted), counted
+    types = checkpoint.types if isinstance(checkpoint, GgufCheckpoint) else None
+    return Parameters(checkpoint, counted, types), counted
 
 
 def opened(

@@ -7,6 +7,7 @@ from fathom.model.architectures import Config
 from fathom.model.arithmetic import Arithmetic
 from fathom.model.cache.formats import CacheFormats
 from fathom.model.choices import EXACT, FP8_SCORES
+from fathom.model.errors import ConfigError
 from fathom.model.ranks.ranks import Ranks
 from fathom.model.rounding import FP8
 from fathom.runtime.kv import variants
@@ -36,7 +37,9 @@ def fp8_products(options: RunOptions, ops: Ops) -> tuple[bool, bool]:
 
 
 def arithmetic(options: RunOptions, ops: Ops, ranks: Ranks, config: Config) -> Arithmetic:
-    """What a model of this run computes with; ConfigError as `cache_formats`."""
+    """What a model of this run computes with; ConfigError as `cache_formats`, or for numerics of others."""
+    if foreign := options.rounding.foreign:
+        raise ConfigError(f"{options.told}: no run here rounds so ({foreign}), recordings of others are judged by it")
     formats, ran = cache_formats(options, config), dict[str, str]()
     narrow = options.index_scores == FP8_SCORES, *fp8_products(options, ops)
     return Arithmetic(noted(ops, ran), options.rounding, formats.dtype, formats, ranks, ran, *narrow)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from fathom.model.choices import PLAIN, RECORDED_DTYPES
 from fathom.model.config import ModelConfig, check_widths
 from fathom.model.errors import ConfigError
-from fathom.model.rounding import Rounding
+from fathom.model.rounding import GGML, Rounding
 from fathom.scripts.cli import arguments, run_alone
 from fathom.scripts.flags import add_json, add_model, add_numerics, check_layers, numbers, positive
 from fathom.scripts.hub import INDEX
@@ -85,6 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = ModelConfig.from_file(args.model / "config.json")
     check_widths(config, Rounding.of(args.numerics or PLAIN))
     check_layers(args.layers, config.num_hidden_layers)
+    if args.gguf is None and args.numerics is not None and Rounding.of(args.numerics).linears == GGML:
+        raise ConfigError(f"--rounding {args.numerics}: the types of weights say how ggml rounds, want --gguf")
     if args.picture is not None and args.picture.suffix != ".svg":
         raise ConfigError(f"--picture {args.picture}: want a name that ends in .svg")
     for flag, given in (("--json", args.json), ("--html", args.html), ("--picture", args.picture)):

@@ -219,7 +219,7 @@ def add_numerics(p: argparse.ArgumentParser, default: str | None, told: str) -> 
         type=_rounding,
         metavar="linears=fp8|none,kv=fp8|none,index=fp4|fp8|none",
         help="each of the three roundings by itself: inputs of linears, KV, the indexer's queries and keys (fp4 with a"
-        " Hadamard transform, fp8 by row without one)",
+        " Hadamard transform, fp8 by row without one); compare takes llama.cpp's linears=ggml, kv=f16, index=f16 too",
     )
 
 

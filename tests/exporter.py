@@ -18,3 +18,4 @@ def _loaded(name: str) -> ModuleType:
 
 exporter = _loaded("record_transformers")
 vllm_cpu = _loaded("record_vllm_cpu")  # imports vllm only when it records
+llama_cpp = _loaded("record_llama_cpp")  # imports llama_cpp only when it records

@@ -79,7 +79,7 @@ def ds4(name: str) -> Type:
         return Type.Q4_0
     if re.search(rf"^head|{FP8}", name) and "indexer" not in name:
         return Type.Q8_0
-    return Type.F16 if re.search(r"embed|_fn$|ape$|wkv|wgate|indexer.*w|gate\.weight", name) else Type.F32
+    return Type.F16 if re.search(r"embed|_fn$|ape$|wkv|wgate|indexer\.w|gate\.weight", name) else Type.F32
 
 
 def keys(config: ModelConfig) -> dict[str, Any]:
@@ -170,6 +170,7 @@ def write(
     Returns what is in it, dequantised by the package, by official name and each expert by itself.
     """
     writer = GGUFWriter(path, architecture, split_max_tensors=tensors)
+    writer.add_tokenizer_model("none")  # without a word of it llama.cpp loads no file
     for key, value in said.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add.get(type(value), writer.add_array)(f"deepseek4.{key}", value)

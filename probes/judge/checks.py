@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fathom.model.config import ModelConfig
 from fathom.model.observe import sites
-from fathom.model.rounding import FP4, FP8, NONE
+from fathom.model.rounding import F16, FP4, FP8, NONE
 from fathom.probes.judge.again import Again, look
 from fathom.probes.judge.oracle import (
     E2M1_INDEX,
@@ -31,6 +31,7 @@ from fathom.probes.judge.oracle import (
     F64,
     FACTOR,
     FREELY,
+    HALF,
     LOGPROBS,
     PRECISION,
     REPLICAS,
@@ -918,8 +919,9 @@ def _whole(rows: Tensor) -> Tensor:
 def on_grid(theirs: Tensor, site: str, part: Layer | Ends) -> Tensor | None:
     """Theirs rounded to the narrow format that the run keeps a site in; None where it does not round it."""
     if site in (sites.INDEX_KEY_USED.name, sites.INDEX_QUERY_USED.name) and part.rounding.index != NONE:
-        return {FP4: E2M1_INDEX, FP8: E4M3_ROW}[part.rounding.index].rounded(theirs)
-    if site in (sites.KV.name, sites.ENTRY.name) and part.rounding.kv != NONE:
+        by = {FP4: E2M1_INDEX, FP8: E4M3_ROW, F16: HALF}[part.rounding.index]
+        return None if by is HALF and site == sites.INDEX_QUERY_USED.name else by.rounded(theirs)
+    if site in (sites.KV.name, sites.ENTRY.name) and part.rounding.kv not in (NONE, F16):
         if part.config.v41 is not None:
             by_block = E4M3_ROW._replace(block=part.config.fp8_block)
             return by_block.rounded(theirs) if site == sites.KV.name else E2M1_ENTRY.held(theirs)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fathom.model.observe import sites
-from fathom.model.rounding import FP4, NONE
+from fathom.model.rounding import FP4, FP8
 from fathom.probes.judge.causes import NAMED, Explained, Gap, Place, places, plain
 from fathom.probes.judge.checks import OFF_GRID, Judged, Progress
 from fathom.probes.judge.engram import table_rows
@@ -225,7 +225,7 @@ class _EntriesNeverSeen(Layer41):
 )
 class _WindowV4Record(Layer41):
     def cached(self, kv: Tensor) -> Tensor:
-        return v4_record(self, kv) if self.rounding.kv != NONE else kv
+        return v4_record(self, kv) if self.rounding.kv == FP8 else kv
 
     def kept(self, site: str, rows: Tensor) -> Tensor | None:
         return v4_record(self, rows[None])[0] if site == sites.KV.name else None
@@ -249,7 +249,7 @@ class _EntryInFp8(Layer41):
 class _EntryTwiceRounded(Layer41):
     def _entry(self, at: Tensor) -> Tensor:
         entry = super()._entry(at)
-        return v4_record(self, entry) if self.rounding.kv != NONE else entry
+        return v4_record(self, entry) if self.rounding.kv == FP8 else entry
 
     def kept(self, site: str, rows: Tensor) -> Tensor | None:
         return v4_record(self, rows[None])[0] if site == sites.ENTRY.name else None
@@ -269,14 +269,14 @@ def v4_record(layer: Layer41, kv: Tensor) -> Tensor:
 class _EntryAtEnd(Layer41):
     def _entry(self, at: Tensor) -> Tensor:
         entry = self.rotated(self.passed("attention.entry_unrotated", at), at * self.ratio + self.ratio - 1)
-        return entry if self.rounding.kv == NONE else self.narrow(entry, E2M1_ENTRY)
+        return entry if self.rounding.kv != FP8 else self.narrow(entry, E2M1_ENTRY)
 
 
 @fault("entry-by-number", "Entries are rotated by their number, not by a position.", "V4 runtimes")
 class _EntryByNumber(Layer41):
     def _entry(self, at: Tensor) -> Tensor:
         entry = self.rotated(self.passed("attention.entry_unrotated", at), at)
-        return entry if self.rounding.kv == NONE else self.narrow(entry, E2M1_ENTRY)
+        return entry if self.rounding.kv != FP8 else self.narrow(entry, E2M1_ENTRY)
 
 
 @fault(
@@ -309,7 +309,7 @@ class _SelectionStale(Layer41):
         before = [one for one in self.own.index_sources if one < source]
         if site != SELECTED or source == self.layer or not before:
             return super().value(site, at)
-        stale = self.read(before[-1], site, at)
+        stale = self.of_layer(before[-1], site, at)
         seen: Tensor = stale.masked_fill(stale >= ((at + 1) // self.ratio)[:, None], -1)
         return seen
 

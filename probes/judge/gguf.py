@@ -143,6 +143,11 @@ class GgufCheckpoint(Checkpoint):
         """
         return self._decoded(name, slice(None))
 
+    @property
+    def types(self) -> dict[str, str]:
+        """Names of ggml's types by parameter."""
+        return {name: one.type.name for name, one in self.found.items()}
+
     def rows(self, name: str, ids: Tensor) -> Tensor:
         """Rows [n, ...] of one parameter, by their numbers [n] int64; see `read`."""
         return self._decoded(name, ids.numpy())

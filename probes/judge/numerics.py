@@ -17,9 +17,9 @@ from fathom.model.choices import DEPLOYED, PLAIN
 from fathom.model.config import check_widths
 from fathom.model.errors import ConfigError
 from fathom.model.observe import sites
-from fathom.model.rounding import FORMS, FP4, FP8, NONE, ROUNDINGS, Rounding
+from fathom.model.rounding import F16, FORMS, FP4, FP8, GGML, ROUNDINGS, Rounding
 from fathom.probes.judge.checks import Checks
-from fathom.probes.judge.oracle import E2M1_INDEX, E4M3_KV, E4M3_ROW, REPLICAS, Narrow, Setting
+from fathom.probes.judge.oracle import ASKED, E2M1_INDEX, E4M3_KV, E4M3_ROW, HALF, REPLICAS, Narrow, Setting
 from fathom.probes.judge.oracle_v41 import E2M1_ENTRY
 from fathom.probes.judge.recording import CHOICES, Recording, stored_name
 
@@ -73,14 +73,16 @@ def find(setting: Setting, recording: Recording, progress: Callable[[str, float]
     rounding, rests = ROUNDINGS[DEPLOYED], dict[str, str]()
     glances = Glances(setting, recording)
     possible = {place: [form for form in forms if _can_be(setting, place, form)] for place, forms in FORMS.items()}
-    if not any(map(setting.parameters.rounds, setting.parameters.mappings)):
-        possible["linears"] = [NONE]
     rounding = replace(rounding, **{place: forms[0] for place, forms in possible.items()})
     for number in range(ROUNDS):  # sites that show one choice may follow from another
         before = rounding
         for place, forms in possible.items():
             progress(f"how a run rounds: {place}", number / ROUNDS)
-            form, rests[place] = _counted(_says(glances, rounding, place, forms), forms)
+            form, rests[place] = _counted(
+                _says(glances, rounding, place, forms),
+                forms,
+                f16=F16 in (rounding.kv if place == "index" else "", rounding.index if place == "kv" else ""),
+            )
             rounding = replace(rounding, **{place: form})
         if rounding == before:
             break
@@ -102,8 +104,11 @@ def _named(rounding: Rounding, shown: Sequence[str]) -> Rounding:
     return next(alike, rounding) if shown else rounding
 
 
-def _counted(says: Sequence[Say], possible: Sequence[str]) -> tuple[str, str]:
-    """The form that most sites say, each by most of its layers; and what that rests on, in words."""
+def _counted(says: Sequence[Say], possible: Sequence[str], *, f16: bool) -> tuple[str, str]:
+    """The form that most sites say, each by most of its layers; and what that rests on, in words.
+
+    `f16`: whether the other cache is of F16, as this one is then, where sites leave that open.
+    """
     if len(possible) == 1:
         return possible[0], "the weights and widths of this model allow no other"
     if not says:
@@ -116,9 +121,11 @@ def _counted(says: Sequence[Say], possible: Sequence[str]) -> tuple[str, str]:
     if not by_site:
         return possible[0], f"{ASSUMED}{names} {'are' if len(says) > 1 else 'is'} near to no choice"
     forms = _most([_most(votes, possible) for votes in by_site.values()], possible)
+    if len(forms) > 1:  # what F16 changes is seldom seen in what follows from it
+        forms = tuple(form for form in forms if (form == F16) == f16)
     if len(forms) != 1:
         return possible[0], f"{ASSUMED}{names} do not agree"
-    agree = sorted((say for say in says if forms[0] in say.forms), key=lambda say: not say.narrow)
+    agree = sorted((say for say in says if forms[0] in say.forms), key=lambda say: (not say.narrow, len(say.forms)))
     others = [say.name for say in says if forms[0] not in say.forms]
     more = f" and {len(agree) - 1} more" if len(agree) > 1 else ""
     few = f" and {len(others) - 2} more" if len(others) > 2 else ""
@@ -173,8 +180,10 @@ def _says(glances: Glances, rounding: Rounding, place: str, possible: Sequence[s
     ways = {form: replace(rounding, **{place: form}) for form in possible}
     unclear: list[Say] = []
     for freely in (False, True):
-        for group in SHOWN_BY[place]:
-            says = list(_of_group(glances, ways, place, [site.name for site in group], freely=freely))
+        for number, group in enumerate(SHOWN_BY[place]):
+            more = SHOWN_BY[place][1] if number == 0 and place == "kv" and F16 in possible else ()  # shows F16 alone
+            names = [site.name for site in (*group, *more)]
+            says = list(_of_group(glances, ways, place, names, freely=freely))
             if any(say.forms for say in says):
                 return says
             unclear = unclear or says
@@ -209,7 +218,19 @@ def _of_group(
 
 
 def _can_be(setting: Setting, place: str, form: str) -> bool:
-    """Whether the model has widths that a format's blocks divide."""
+    """Whether the weights have inputs that are rounded so, and the model widths that a format's blocks divide.
+
+    A run of fp16 has all in it, and one of bf16 nothing that it would round.
+    """
+    parameters = setting.parameters
+    rounds = {
+        FP8: lambda: any(map(parameters.rounds, parameters.mappings)),
+        GGML: lambda: not ASKED.keys().isdisjoint(parameters.types.values()),
+    }
+    if place == "linears" and form in rounds and not rounds[form]():
+        return False
+    if form == F16 and setting.noise.dtype != torch.float32:
+        return False
     try:
         check_widths(setting.config, replace(ROUNDINGS[PLAIN], **{place: form}))
     except ConfigError:
@@ -237,7 +258,8 @@ def _grids(setting: Setting, place: str) -> list[Grid]:
         return [Grid(FP8, "E4M3 by 64 columns", E4M3_KV, nope, (sites.KV.name, sites.ENTRY.name))]
     names = (sites.INDEX_KEY_USED.name, sites.INDEX_QUERY_USED.name)
     forms = ((FP4, "E2M1 by 32 columns", E2M1_INDEX), (FP8, "E4M3 by row", E4M3_ROW))
-    return [Grid(form, told, narrow, None, names) for form, told, narrow in forms]
+    grids = [Grid(form, told, narrow, None, names) for form, told, narrow in forms]
+    return [*grids, Grid(F16, "F16", HALF, None, names[:1])]
 
 
 def _on_grid(recording: Recording, name: str, site: str, grids: Sequence[Grid]) -> Say | None:
@@ -251,7 +273,7 @@ def _on_grid(recording: Recording, name: str, site: str, grids: Sequence[Grid]) 
         on = int((grid.narrow.rounded(rows) == rows).all(-1).sum())
         if len(rows) and on >= ON_GRID * len(rows):
             return Say(name, site, (grid.form,), f"{on} of {len(rows)} rows are numbers of {grid.told}", narrow=True)
-        if len(rows) and _of_another_scale(rows, grid.narrow):
+        if len(rows) and grid.narrow is not HALF and _of_another_scale(rows, grid.narrow):
             return Say(
                 name,
                 site,

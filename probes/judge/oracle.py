@@ -21,7 +21,7 @@ Source: DeepSeek-V4's technical report, section 2; DeepSeek's inference code, mo
 import copy
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from fathom.model.checkpoint.census import Census, census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.tensor_mapping import Form, TensorMapping
 from fathom.model.config import LayerKind, ModelConfig
-from fathom.model.rounding import FP4, FP8, NONE, Rounding
+from fathom.model.rounding import F16, FP4, FP8, GGML, NONE, Rounding
 
 Array = NDArray[Any]
 
@@ -136,11 +136,12 @@ E2M1_PAIRS: Final = torch.stack((E2M1.repeat(16), E2M1.repeat_interleave(16)), 1
 class Parameters:
     """The parameters of a checkpoint as float64, by official name; those of the layer at hand are kept."""
 
-    def __init__(self, checkpoint: Checkpoint, counted: Census) -> None:
+    def __init__(self, checkpoint: Checkpoint, counted: Census, types: Mapping[str, str] | None = None) -> None:
         self.checkpoint, self.mappings, self.absent = checkpoint, counted.mappings, counted.absent
         self.kept: dict[str, Tensor] = {}
         self.scales: dict[str, tuple[float, float]] = {}  # the least and the largest of those decoded, by their form
         self.changed: dict[str, Tensor] = {}  # float64, in place of what the files hold: of a run with these
+        self.types = types or {}  # ggml's, of a GGUF file, by official name
 
     @classmethod
     def of(cls, directory: Path, config: ModelConfig, *, head: bool = False) -> Self:
@@ -233,6 +234,63 @@ def _step_e2m1(y: Tensor) -> Tensor:
 E4M3_ROW: Final = Narrow("E4M3", 448.0, 1e-4, _step_e4m3)
 E4M3_LINEAR, E4M3_KV = E4M3_ROW._replace(block=LINEAR_BLOCK), E4M3_ROW._replace(block=KV_BLOCK)
 E2M1_INDEX: Final = Narrow("E2M1", 6.0, 6 * 2.0**-126, _step_e2m1, INDEX_BLOCK)
+
+
+class Unscaled(Narrow):
+    """A narrow format without scales."""
+
+    __slots__ = ()
+
+    def scales(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """All of a row in one block, of scale 1."""
+        blocks = x.unflatten(-1, (1, -1))
+        return blocks, torch.ones_like(blocks[..., :1])
+
+
+class Whole(Narrow):
+    """Whole numbers from -127 to 127, of which the largest of a block is one, times a scale in fp16: ggml's Q8_0."""
+
+    __slots__ = ()
+
+    def scales(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Blocks, and the scale of each as numbers are divided by it, not rounded yet."""
+        blocks = x.unflatten(-1, (-1, self.block))
+        return blocks, (blocks.abs().amax(-1, keepdim=True) / 127).clamp_min(2.0**-500)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        """Round [..., d]; the scale is rounded to fp16 where numbers are multiplied by it."""
+        blocks, scale = self.scales(x)
+        return (torch.round(blocks / scale) * self.held(scale)).flatten(-2)
+
+    def held(self, scale: Tensor) -> Tensor:
+        """A scale as it is kept: in fp16, of blocks of 256 (Q8_K) in fp32."""
+        return scale.to(F32 if self.block > LINEAR_BLOCK else torch.float16).to(F64)
+
+
+def _step_half(y: Tensor) -> Tensor:
+    return _two_to(torch.frexp(y).exponent.clamp_min(-13) - 11)
+
+
+def _step_bf16(y: Tensor) -> Tensor:
+    return _two_to(torch.frexp(y).exponent.clamp_min(-125) - 8)
+
+
+HALF: Final = Unscaled("F16", math.inf, 0.0, _step_half)
+BFLOAT16: Final = Unscaled("BF16", math.inf, 0.0, _step_bf16)
+Q8_0: Final = Whole("Q8_0", math.inf, 0.0, torch.ones_like, 32)
+Q8_K: Final = Q8_0._replace(name="Q8_K", block=256)
+
+# What ggml's products on a CPU round the other factor to, by the type of the weight: `vec_dot_type` of ggml-cpu.c.
+ASKED: Final = {
+    "F16": HALF,
+    "BF16": BFLOAT16,
+    **dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "MXFP4", "NVFP4", "IQ4_NL"), Q8_0),
+    **dict.fromkeys(
+        ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M",
+         "IQ4_XS", "TQ1_0", "TQ2_0"),
+        Q8_K,
+    ),
+}  # fmt: skip
 
 
 def _scale_of(amax: Tensor, largest: float) -> Tensor:
@@ -510,9 +568,16 @@ class Part:
 
     def rounded(self, x: Tensor, name: str) -> Tensor:
         """The input of a linear: E4M3 by blocks of columns, where the run rounds those of FP8 and FP4 weights."""
-        if self.rounding.linears == NONE or not self.parameters.rounds(name):
-            return x
-        return self.narrow(x, E4M3_ROW._replace(block=self.config.fp8_block))
+        if self.rounding.linears != FP8:
+            return self.asked(x, name)
+        return self.narrow(x, E4M3_ROW._replace(block=self.config.fp8_block)) if self.parameters.rounds(name) else x
+
+    def asked(self, x: Tensor, name: str) -> Tensor:
+        """The input of any product with a weight, in the format that its type asks for where the run has ggml's."""
+        form = ASKED.get(self.parameters.types.get(name, "")) if self.rounding.linears == GGML else None
+        if isinstance(form, Whole):  # on which side of a tie a number lies is computed in fp32
+            x = self.noise.moved(x, F32)
+        return x if form is None else self.narrow(x, form)
 
     def narrow(self, x: Tensor, form: Narrow) -> Tensor:
         """What a run holds in a narrow format."""
@@ -527,13 +592,16 @@ class Part:
         y = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
         return self.noise.moved(y if weight is None else y * weight)
 
-    def mixes(self, streams: Tensor, fn: Tensor) -> Tensor:
+    def mixes(self, streams: Tensor, name: str) -> Tensor:
         """What mHC's weights are made of: ``fn`` times the normed streams [r, n, s, hidden], run together.
 
         Every implementation computes these in fp32: in a run of another dtype they are moved as fp32 is.
         """
-        flat = streams.flatten(2)
-        mixes = flat @ fn.T * torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        fn, flat = self.parameters[name], streams.flatten(2)
+        normed = torch.rsqrt(flat.square().mean(-1, keepdim=True) + self.config.rms_norm_eps)
+        mixes = flat @ fn.T * normed
+        if self.rounding.linears == GGML and self.parameters.types.get(name) in ASKED:  # it norms first, in fp32
+            mixes = self.asked(self.noise.moved(flat * normed, F32), name) @ fn.T
         return self.noise.moved(self.noise.summed(mixes, length(fn)[None, None] * flat.shape[-1] ** 0.5), F32)
 
     def collapsed(self, streams: Tensor, pre: Tensor) -> Tensor:
@@ -543,8 +611,9 @@ class Part:
 
     def hyper_head(self, streams: Tensor) -> Tensor:
         """The streams [r, n, s, hidden] behind the last layer as one, [r, n, hidden], not normed."""
-        fn, scale, base = (self.parameters[self.name(f"hc_head_{leaf}")] for leaf in ("fn", "scale", "base"))
-        pre = torch.sigmoid(self.mixes(streams, fn) * scale[0] + base) + self.config.hc_eps
+        scale, base = (self.parameters[self.name(f"hc_head_{leaf}")] for leaf in ("scale", "base"))
+        mixes = self.mixes(streams, self.name("hc_head_fn"))
+        pre = torch.sigmoid(mixes * scale[0] + base) + self.config.hc_eps
         return self.collapsed(streams, self.noise.moved(pre, F32))
 
     def _alike(self, *parts: Tensor) -> Iterator[Tensor]:
@@ -579,7 +648,7 @@ class Ends(Part):
         theirs = self.setting.theirs.rows("hidden", at)
         hidden = self.hidden(at) if theirs is None else theirs[None]
         with self.noise.of("logits", rows=at):
-            return self.product(hidden, self.parameters["head.weight"])
+            return self.product(self.asked(hidden, "head.weight"), self.parameters["head.weight"])
 
     def logprobs(self, at: Tensor) -> Tensor:
         """Log-probabilities [r, n, k] of the ids that they were recorded of."""
@@ -767,6 +836,8 @@ class Layer(Part):
         exact = (positions.to(torch.float32)[:, None] * frequency).to(F64)[None]
         with self.noise.of(self.prefix, "frequency", rows=torch.zeros(1, dtype=torch.int64)):  # one table for all
             turning_by = self.noise.moved(frequency.to(F64)[None, None], torch.float32)
+            if self.rounding.foreign:  # ggml multiplies one after the other by a factor: n times the variance of one
+                turning_by = turning_by[:1] + (turning_by - turning_by[:1]) * (1 + pair).sqrt()
         off = positions.to(F64)[:, None] * (turning_by - turning_by[:1])
         angle = self.noise.moved(exact + off, torch.float32)
         return angle.cos(), angle.sin()
@@ -783,11 +854,31 @@ class Layer(Part):
         return self.noise.moved(self.joined(x[..., :-rope], turned, dim=-1))
 
     def cached(self, kv: Tensor) -> Tensor:
-        """A key as it is remembered: where the run rounds it, all dims but those of rope to E4M3, by 64."""
-        if self.rounding.kv == NONE:
+        """A key as it is remembered: where the run rounds it, all dims but those of rope to E4M3, by 64.
+
+        One of F16 is shown before it is rounded: see `read`.
+        """
+        if self.rounding.kv in (NONE, F16):
             return kv
         nope = self.config.head_dim - self.config.qk_rope_head_dim
         return self.joined(self.narrow(kv[..., :nope], E4M3_KV), kv[..., nope:], dim=-1)
+
+    def read(self, site: str, at: Tensor) -> Tensor:
+        """Keys of tokens, or entries, as attention reads them out of a cache, which may be of F16.
+
+        llama.cpp then rotates keys and queries by a Hadamard matrix, meant for index keys, where both have one width.
+        """
+        kv = self.value(site, at)
+        if self.rounding.kv != F16:
+            return kv
+        with self.noise.of(self.prefix, site, "read", rows=at):
+            if self.config.head_dim != self.config.index_head_dim:
+                return self.narrow(kv, HALF)
+            return hadamard(self.narrow(self.transformed(kv), HALF))
+
+    def transformed(self, x: Tensor) -> Tensor:
+        """The Hadamard transform of the last axis, as a run holds it."""
+        return self.noise.moved(self.noise.summed(hadamard(x), length(x)[..., None].expand(x.shape)))
 
     def keys(self, x: Tensor, at: Tensor) -> Tensor:
         """What is remembered of tokens [r, n, hidden] at their positions, [r, n, d]."""
@@ -802,17 +893,21 @@ class Layer(Part):
         return self.rms_norm(kv, self.parameters[self.name("attn.kv_norm.weight")])
 
     def index_rounded(self, x: Tensor) -> Tensor:
-        """An index query or key as it is scored: Hadamard, then E2M1 by 32; or E4M3 by row; or as it is."""
-        if self.rounding.index == FP4:
-            summed = self.noise.summed(hadamard(x), length(x)[..., None].expand(x.shape))
-            return self.narrow(self.noise.moved(summed), E2M1_INDEX)
+        """An index query or key as it is scored: Hadamard, then E2M1 by 32, or F16; or E4M3 by row; or as it is.
+
+        Some kernels take a query as it is to keys of F16, some round it: it is moved so far, not rounded.
+        """
+        if self.rounding.index in (FP4, F16):
+            if self.rounding.index == F16 and x.ndim == 4:
+                return self.noise.moved(self.transformed(x), torch.float16)
+            return self.narrow(self.transformed(x), HALF if self.rounding.index == F16 else E2M1_INDEX)
         return self.narrow(x, E4M3_ROW) if self.rounding.index == FP8 else x
 
     def hyper(self, streams: Tensor, part: str) -> list[Tensor]:
         """What mHC's pre and post, [r, n, s], and comb, [r, n, s * s], are functions of."""
-        fn, scale, base = (self.parameters[self.name(f"hc_{part}_{leaf}")] for leaf in ("fn", "scale", "base"))
+        scale, base = (self.parameters[self.name(f"hc_{part}_{leaf}")] for leaf in ("scale", "base"))
         s = self.config.hc_mult
-        parts = (x.split((s, s, s * s), -1) for x in (self.mixes(streams, fn), base))
+        parts = (x.split((s, s, s * s), -1) for x in (self.mixes(streams, self.name(f"hc_{part}_fn")), base))
         return [mixes * factor + offset for mixes, offset, factor in zip(*parts, scale, strict=True)]
 
     def pre(self, streams: Tensor, part: str) -> Tensor:
@@ -856,7 +951,10 @@ class Layer(Part):
             tokens = (windows[:, None] * self.ratio + torch.arange(self.ratio)).flatten()
             x = self.value("attention.input", tokens.clamp_min(0))
             with self.noise.of(self.prefix, parameter, "tokens", rows=tokens):
-                kv, gate = self.product(x, wkv), self.product(x, wgate)
+                kv, gate = (
+                    self.product(self.asked(x, self.name(f"{parameter}.{leaf}.weight")), weight)
+                    for leaf, weight in (("wkv", wkv), ("wgate", wgate))
+                )
                 gate = self.noise.moved(gate + ape.repeat(len(windows), 1))
             # by window: tokens of it are the third axis now
             kv, gate = (rows.unflatten(1, (-1, self.ratio)) for rows in (kv, gate))
@@ -1037,9 +1135,9 @@ class Layer(Part):
         theirs = self.setting.theirs.rows(f"{self.prefix}attention.weights", at)
         if theirs is None:
             return self.mixed(at)
-        keys = self.value("attention.kv", torch.arange(len(self.setting.tokens)))
+        keys = self.read("attention.kv", torch.arange(len(self.setting.tokens)))
         if self.ratio:
-            keys = self.joined(keys, self.value("attention.entry", self.entries), dim=1)
+            keys = self.joined(keys, self.read("attention.entry", self.entries), dim=1)
         parts = self.noise.parts(at, max(1, NUMBERS // ((1 + self.noise.replicas) * theirs[0].numel())))
         return torch.cat([self.weighed(theirs[None, some], keys[:, None]) for some in parts], 1)
 
@@ -1069,8 +1167,8 @@ class Layer(Part):
         q = self.value("attention.query", at)
         back = torch.arange(-self.config.sliding_window + 1, 1)
         seen, window = torch.unique((at[:, None] + back).clamp_min(self.first), return_inverse=True)  # of these, [n, w]
-        kv = self.value("attention.kv", seen)
-        far = self.value("attention.entry", self.entries) if self.ratio and entries else None
+        kv = self.read("attention.kv", seen)
+        far = self.read("attention.entry", self.entries) if self.ratio and entries else None
         selected = self.value("indexer.selected", at) if self.kind is LayerKind.CSA and entries else None
         for some in self.noise.parts(at, self._rows_at_once(far, selected)):
             chosen = None if selected is None else selected[:, some]
@@ -1127,21 +1225,25 @@ class Layer(Part):
 
     def shares(self, q: Tensor, keys: Tensor, hidden: Tensor, sink: Tensor) -> Tensor:
         """What the softmax gives each key, [r, n, heads, k]."""
-        scale = self.config.head_dim**-0.5
+        scale, q = self.config.head_dim**-0.5, self.attended_in(q)
         scores = torch.einsum("rnhd,rnkd->rnhk", *self._alike(q, keys)) * scale
         scores = self.noise.moved(self.noise.summed(scores, length(q)[..., None] * length(keys)[:, :, None] * scale))
         scores = scores.masked_fill(hidden.unsqueeze(-2), -math.inf)
         largest = torch.maximum(scores.amax(-1), sink)[..., None]
         mass = (scores - largest).exp()
         share = mass / (mass.sum(-1, keepdim=True) + (sink[:, None] - largest).exp())
-        return self.noise.moved(share)
+        return self.attended_in(self.noise.moved(share))
+
+    def attended_in(self, x: Tensor) -> Tensor:
+        """Queries, shares and sums: of keys in F16 some kernels compute in F16 altogether, ggml's with some shapes."""
+        return self.noise.moved(x, torch.float16) if self.rounding.kv == F16 else x
 
     def weighed(self, share: Tensor, keys: Tensor) -> Tensor:
         """The sum of keys [r, n, k, d] by their shares; n may be 1 where all rows see the same."""
         keys = keys.expand(-1, share.shape[1], -1, -1)
         out = torch.einsum("rnhk,rnkd->rnhd", *self._alike(share, keys))
         size = torch.einsum("rnhk,rnkd->rnhd", *self._alike(share, keys.abs()))
-        return self.noise.moved(self.noise.summed(out, size))
+        return self.attended_in(self.noise.moved(self.noise.summed(out, size)))
 
     @site("attention.unrotated")
     def _unrotated(self, at: Tensor) -> Tensor:
@@ -1149,10 +1251,13 @@ class Layer(Part):
 
     @site("attention.output")
     def _attention_output(self, at: Tensor) -> Tensor:
-        """Groups of heads by rows of wo_a, whose input is never rounded, then wo_b."""
+        """Groups of heads by rows of wo_a, whose input is rounded where that of every product is, then wo_b."""
         out, groups = self.value("attention.unrotated", at).flatten(2), self.config.o_groups
         weight = self.parameters[self.name("attn.wo_a.weight")].unflatten(0, (groups, -1))
-        low = [self.product(x, w) for x, w in zip(out.chunk(groups, -1), weight, strict=True)]
+        low = [
+            self.product(self.asked(x, self.name("attn.wo_a.weight")), w)
+            for x, w in zip(out.chunk(groups, -1), weight, strict=True)
+        ]
         return self.linear(torch.cat(low, -1), "attn.wo_b.weight")
 
     @site("attention.streams")
@@ -1271,12 +1376,18 @@ class Layer(Part):
             return self.linear(self.activated(gate, up), "ffn.shared_experts.w2.weight")
 
     def expert(self, expert: int, x: Tensor, weight: Tensor, halves: Sequence[Tensor] = ()) -> Tensor:
-        """One routed expert, `halves` its gate and up if known; weights [r, n, 1] multiply before the last product."""
+        """One routed expert, `halves` its gate and up if known; weights [r, n, 1] multiply before the last product.
+
+        In llama.cpp they multiply after it: the same but for what is rounded.
+        """
         w1, w3, w2 = (self.name(f"ffn.experts.{expert}.{part}.weight") for part in ("w1", "w3", "w2"))
         if not halves:
             x = self.rounded(x, w1)
             halves = tuple(self.product(x, self.parameters.fresh(name)) for name in (w1, w3))
         gate, up = halves
+        if self.rounding.linears == GGML:
+            y = self.activated(gate, up, torch.ones_like(weight))
+            return self.noise.moved(self.product(self.asked(y, w2), self.parameters.fresh(w2)) * weight)
         return self.product(self.rounded(self.activated(gate, up, weight), w2), self.parameters.fresh(w2))
 
     def activated(self, gate: Tensor, up: Tensor, weight: Tensor | None = None) -> Tensor:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 from torch import Tensor
 
-from fathom.model.rounding import FP4, FP8, NONE
+from fathom.model.rounding import FP4, FP8
 from fathom.probes.judge.engram import table_rows
 from fathom.probes.judge.oracle import (
     CANDIDATES,
@@ -97,9 +97,9 @@ class Layer41(Layer):
         source = self.config.selection_source(self.layer) if site == SELECTED else self.layer
         if site in ("attention.entry", "indexer.key_used"):
             source = self.config.entry_source(self.layer)
-        return super().value(site, at) if source == self.layer else self.read(source, site, at)
+        return super().value(site, at) if source == self.layer else self.of_layer(source, site, at)
 
-    def read(self, source: int, site: str, at: Tensor) -> Tensor:
+    def of_layer(self, source: int, site: str, at: Tensor) -> Tensor:
         """A site of another layer."""
         other = self.others.setdefault(source, type(self)(self.setting, source, self.at))
         at = other.entries if at is self.entries else other.at if at is self.at else at
@@ -126,7 +126,7 @@ class Layer41(Layer):
     def before_pre(self, at: Tensor) -> Tensor:
         """The weights [r, n, s] that the attention reads the streams by: of the experts before, or the first alone."""
         if self.layer:
-            return self.read(self.layer - 1, "experts.pre", at)
+            return self.of_layer(self.layer - 1, "experts.pre", at)
         first = torch.zeros(self.config.hc_mult, dtype=F64)
         first[0] = 1
         return first.expand(1, len(at), -1)
@@ -193,7 +193,7 @@ class Layer41(Layer):
 
     def cached(self, kv: Tensor) -> Tensor:
         """A key of the window as it is remembered: all of its dims in E4M3, by 32."""
-        return kv if self.rounding.kv == NONE else self.narrow(kv, E4M3_ROW._replace(block=self.config.fp8_block))
+        return kv if self.rounding.kv != FP8 else self.narrow(kv, E4M3_ROW._replace(block=self.config.fp8_block))
 
     def pooled(self, parameter: str, width: int, at: Tensor) -> Tensor:
         """Entries `at`, [r, n, width]: pairs of tokens pooled by their gates, no pair over another; or each token."""
@@ -220,7 +220,7 @@ class Layer41(Layer):
 
     def _entry(self, at: Tensor) -> Tensor:
         entry = self.rotated(self.passed("attention.entry_unrotated", at), at * self.ratio)
-        return entry if self.rounding.kv == NONE else self.narrow(entry, E2M1_ENTRY)
+        return entry if self.rounding.kv != FP8 else self.narrow(entry, E2M1_ENTRY)
 
     def kept(self, site: str, rows: Tensor) -> Tensor | None:
         """Rows [n, d] in the format that a site is kept in, of a run that keeps it in another; None of this one."""
@@ -261,7 +261,7 @@ class Layer41(Layer):
         scores = self.finished_scores(at)
         if self.layer <= self.own.candidate_source or len(self.entries) <= self.capacity:
             return scores
-        blocks = self.read(self.own.candidate_source, CANDIDATES, at).long()
+        blocks = self.of_layer(self.own.candidate_source, CANDIDATES, at).long()
         count = -(-len(self.entries) // self.own.candidate_block_size)
         is_open = torch.zeros(*blocks.shape[:2], count + 1, dtype=torch.bool)
         is_open.scatter_(2, blocks.masked_fill(blocks < 0, count), value=True)

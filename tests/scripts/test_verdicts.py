@@ -517,8 +517,11 @@ def test_faulty_tensors_do_not_set_the_numerics(tmp_path, recording, which, few)
     ("flags", "message"),
     [
         (("--rounding", "linears=fp8"), "says nothing of kv"),
-        (("--rounding", "linears=fp4,kv=fp8,index=fp8"), "linears is fp8 or none"),
-        (("--rounding", "linear=fp8,kv=fp8,index=fp8"), "want linears=fp8|none,kv=fp8|none,index=fp4|fp8|none"),
+        (("--rounding", "linears=fp4,kv=fp8,index=fp8"), "linears is fp8 or ggml or none"),
+        (
+            ("--rounding", "linear=fp8,kv=fp8,index=fp8"),
+            "want linears=fp8|ggml|none,kv=fp8|f16|none,index=",
+        ),
         (("--rounding", "linears=fp8,kv=fp8,index=fp8", "--numerics", "plain"), "not allowed with argument"),
     ],
 )
