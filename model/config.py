@@ -18,7 +18,7 @@ from fathom.model.checkpoint.config_fields import V41, Dspark, LayerKind, Yarn
 from fathom.model.checkpoint.config_json import fields, read_json
 from fathom.model.choices import NUMERICS, PLAIN
 from fathom.model.errors import ConfigError
-from fathom.model.rounding import F16, FP4, FP8, Rounding
+from fathom.model.rounding import ALL_FP8, F16, FP4, FP8, RECORD, TWICE, Rounding
 
 __all__ = ["V41", "Dspark", "LayerKind", "ModelConfig", "Yarn", "check_widths"]
 
@@ -266,9 +266,11 @@ def check_widths(config: ModelConfig, rounding: Rounding) -> None:
         for name, width in per_linear.items()
         if rounding.linears == FP8 and width % block
     ]
-    if rounding.kv == FP8 and config.v41 is not None and config.head_dim % block:
+    if rounding.kv in (FP8, ALL_FP8) and config.v41 is not None and config.head_dim % block:
         wrong.append(f"head_dim is {config.head_dim}, no multiple of {block}")
-    if rounding.kv == FP8 and config.v41 is None and nope % KV_GROUP:
+    if rounding.kv in (RECORD, TWICE, ALL_FP8) and config.v41 is None:
+        wrong.append(f"kv={rounding.kv} is of V4.1")
+    elif rounding.kv in ((FP8,) if config.v41 is None else (RECORD, TWICE)) and nope % KV_GROUP:
         wrong.append(f"head_dim - qk_rope_head_dim is {nope}, no multiple of {KV_GROUP}")
     width = config.index_head_dim
     of_blocks = {FP4: INDEX_GROUP, F16: 1}.get(rounding.index, 0)

@@ -12,7 +12,10 @@ from fathom.model.choices import DEPLOYED, NUMERICS, PLAIN
 from fathom.model.errors import ConfigError, quoted
 
 NONE, FP8, FP4 = "none", "fp8", "fp4"
-F16, GGML = "f16", "ggml"  # of other runtimes, for a judge: no run here has them
+# Of other runtimes, for a judge: no run here has them. The last three are of V4.1: all in V4's record; the same, of
+# entries that were rounded as DeepSeek rounds them before; all in E4M3 by 32 columns.
+F16, GGML = "f16", "ggml"
+RECORD, TWICE, ALL_FP8 = "v4", "fp4+v4", "fp8-all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,7 @@ class Rounding:
     """A format, or none, for each of three places."""
 
     linears: str  # inputs of linears: fp8 (E4M3 by 128 columns, of FP8 or FP4 weights), ggml (by the weight's type)
-    kv: str  # window KV and compressed entries: fp8 (E4M3 by 64 columns, but for rope dims), f16 (and attention)
+    kv: str  # window KV and entries: fp8 (E4M3 by 64 columns, but for rope dims), f16 (and attention); V4.1's see below
     index: str  # index queries and keys: fp4 (Hadamard, then E2M1 by 32 columns), fp8 (E4M3 by row), f16 (Hadamard)
 
     @property
@@ -33,12 +36,12 @@ class Rounding:
     def foreign(self) -> str:
         """The first choice that no run here has, as --rounding says it; empty where there is none."""
         choices = asdict(self).items()
-        return next((f"{place}={form}" for place, form in choices if form in (F16, GGML)), "")
+        return next((f"{place}={form}" for place, form in choices if form not in OURS), "")
 
     @property
     def runnable(self) -> "Rounding":
         """The nearest that a run here has: nothing is rounded where others round as no run here does."""
-        return Rounding(*(NONE if form in (F16, GGML) else form for form in (self.linears, self.kv, self.index)))
+        return Rounding(*(form if form in OURS else NONE for form in (self.linears, self.kv, self.index)))
 
     @classmethod
     def of(cls, numerics: str) -> Self:
@@ -58,7 +61,12 @@ class Rounding:
         return cls(**given)
 
 
-FORMS: Final = {"linears": (FP8, GGML, NONE), "kv": (FP8, F16, NONE), "index": (FP4, FP8, F16, NONE)}
+OURS: Final = (NONE, FP8, FP4)
+FORMS: Final = {
+    "linears": (FP8, GGML, NONE),
+    "kv": (FP8, F16, RECORD, TWICE, ALL_FP8, NONE),
+    "index": (FP4, FP8, F16, NONE),
+}
 _WANT: Final = "want " + ",".join(f"{place}={'|'.join(forms)}" for place, forms in FORMS.items())
 ROUNDINGS: Final = {DEPLOYED: Rounding(FP8, FP8, FP4), PLAIN: Rounding(NONE, NONE, NONE)}
 assert tuple(ROUNDINGS) == NUMERICS, "every name has its rounding"

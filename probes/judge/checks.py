@@ -44,7 +44,7 @@ from fathom.probes.judge.oracle import (
     layer_of,
     sites_of,
 )
-from fathom.probes.judge.oracle_v41 import E2M1_ENTRY, Layer41
+from fathom.probes.judge.oracle_v41 import Layer41, held_form
 from fathom.probes.judge.recording import CHOICES, OF_ENTRIES, WHOLE_MODEL, Recording, stored_name
 
 OFF_GRID: Final = "numbers that the narrow format does not have"
@@ -923,8 +923,7 @@ def on_grid(theirs: Tensor, site: str, part: Layer | Ends) -> Tensor | None:
         return None if by is HALF and site == sites.INDEX_QUERY_USED.name else by.rounded(theirs)
     if site in (sites.KV.name, sites.ENTRY.name) and part.rounding.kv not in (NONE, F16):
         if part.config.v41 is not None:
-            by_block = E4M3_ROW._replace(block=part.config.fp8_block)
-            return by_block.rounded(theirs) if site == sites.KV.name else E2M1_ENTRY.held(theirs)
+            return held_form(part.config, part.rounding.kv, site, theirs)
         nope = part.config.head_dim - part.config.qk_rope_head_dim
         return torch.cat((E4M3_KV.rounded(theirs[..., :nope]), theirs[..., nope:]), -1)
     return None

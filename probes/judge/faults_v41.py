@@ -7,19 +7,18 @@ site, and what it computes there is compared with the recording, as `probes.judg
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Final, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fathom.model.observe import sites
-from fathom.model.rounding import FP4, FP8
+from fathom.model.rounding import ALL_FP8, FP4, NONE, RECORD
 from fathom.probes.judge.causes import NAMED, Explained, Gap, Place, places, plain
 from fathom.probes.judge.checks import OFF_GRID, Judged, Progress
 from fathom.probes.judge.engram import table_rows
 from fathom.probes.judge.oracle import (
     E2M1_INDEX,
-    E4M3_ROW,
     SELECTED,
     Ends,
     Noise,
@@ -28,7 +27,7 @@ from fathom.probes.judge.oracle import (
     hadamard,
     layer_of,
 )
-from fathom.probes.judge.oracle_v41 import E2M1_ENTRY, Layer41
+from fathom.probes.judge.oracle_v41 import Layer41, held_form
 from fathom.probes.judge.recording import Recording
 
 MOST_TOLD: Final = 4  # faults of a site, best first
@@ -218,48 +217,42 @@ class _EntriesNeverSeen(Layer41):
         return super().mixed(at, sinks, entries=False)
 
 
+class _Kept(Layer41):
+    """One that keeps one cache in another format than the run, where that rounds."""
+
+    forms: ClassVar[dict[str, str]]  # site -> choice of `Rounding.kv`
+
+    def in_form(self, rows: Tensor, site: str) -> Tensor:
+        if self.rounding.kv == NONE or site not in self.forms:
+            return super().in_form(rows, site)
+        right, self.rounding = self.rounding, replace(self.rounding, kv=self.forms[site])
+        rows = super().in_form(rows, site)
+        self.rounding = right
+        return rows
+
+    def kept(self, site: str, rows: Tensor) -> Tensor | None:
+        return held_form(self.config, self.forms[site], site, rows) if site in self.forms else None
+
+
 @fault(
     "window-v4-record",
     "Window KV is kept as V4's: E4M3 by 64 without the dims of rope, which stay.",
     "vLLM 0.33 but on SM100, SGLang but on SM100 and gfx950",
 )
-class _WindowV4Record(Layer41):
-    def cached(self, kv: Tensor) -> Tensor:
-        return v4_record(self, kv) if self.rounding.kv == FP8 else kv
-
-    def kept(self, site: str, rows: Tensor) -> Tensor | None:
-        return v4_record(self, rows[None])[0] if site == sites.KV.name else None
+class _WindowV4Record(_Kept):
+    forms: ClassVar = {sites.KV.name: RECORD}
 
 
 @fault("entry-in-fp8", "Entries are kept in E4M3 by 32 columns, not in E2M1 by 16.", "vLLM 0.33 on SM100 with FlashMLA")
-class _EntryInFp8(Layer41):
-    def _entry(self, at: Tensor) -> Tensor:
-        entry = self.rotated(self.passed("attention.entry_unrotated", at), at * self.ratio)
-        return self.cached(entry)
-
-    def kept(self, site: str, rows: Tensor) -> Tensor | None:
-        return self.cached(rows[None])[0] if site == sites.ENTRY.name else None
+class _EntryInFp8(_Kept):
+    forms: ClassVar = {sites.ENTRY.name: ALL_FP8}
 
 
 @fault(
-    "entry-twice-rounded",
-    "Entries that were rounded to E2M1 are kept in V4's record, rounded again to E4M3.",
-    "SGLang but on SM100 and gfx950",
+    "entry-v4-record", "Entries are kept in V4's record, E4M3 by 64 without the dims of rope.", "vLLM 0.33 but on SM100"
 )
-class _EntryTwiceRounded(Layer41):
-    def _entry(self, at: Tensor) -> Tensor:
-        entry = super()._entry(at)
-        return v4_record(self, entry) if self.rounding.kv == FP8 else entry
-
-    def kept(self, site: str, rows: Tensor) -> Tensor | None:
-        return v4_record(self, rows[None])[0] if site == sites.ENTRY.name else None
-
-
-def v4_record(layer: Layer41, kv: Tensor) -> Tensor:
-    """Keys [r, n, d] as V4's caches keep them."""
-    nope = layer.config.head_dim - layer.config.qk_rope_head_dim
-    form = E4M3_ROW._replace(block=64 if nope % 64 == 0 else nope)
-    return layer.joined(layer.narrow(kv[..., :nope], form), kv[..., nope:], dim=-1)
+class _EntryV4Record(_Kept):
+    forms: ClassVar = {sites.ENTRY.name: RECORD}
 
 
 # --- compressor, and what is shared
@@ -269,14 +262,14 @@ def v4_record(layer: Layer41, kv: Tensor) -> Tensor:
 class _EntryAtEnd(Layer41):
     def _entry(self, at: Tensor) -> Tensor:
         entry = self.rotated(self.passed("attention.entry_unrotated", at), at * self.ratio + self.ratio - 1)
-        return entry if self.rounding.kv != FP8 else self.narrow(entry, E2M1_ENTRY)
+        return self.in_form(entry, sites.ENTRY.name)
 
 
 @fault("entry-by-number", "Entries are rotated by their number, not by a position.", "V4 runtimes")
 class _EntryByNumber(Layer41):
     def _entry(self, at: Tensor) -> Tensor:
         entry = self.rotated(self.passed("attention.entry_unrotated", at), at)
-        return entry if self.rounding.kv != FP8 else self.narrow(entry, E2M1_ENTRY)
+        return self.in_form(entry, sites.ENTRY.name)
 
 
 @fault(

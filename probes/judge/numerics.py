@@ -6,7 +6,7 @@ each choice: it may be theirs where they are as near as rounding to the run's dt
 to none they have no say. So one faulty tensor, or layer, does not set the numerics by which all others are judged.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
@@ -14,13 +14,24 @@ import torch
 from torch import Tensor
 
 from fathom.model.choices import DEPLOYED, PLAIN
-from fathom.model.config import check_widths
+from fathom.model.config import ModelConfig, check_widths
 from fathom.model.errors import ConfigError
 from fathom.model.observe import sites
-from fathom.model.rounding import F16, FORMS, FP4, FP8, GGML, ROUNDINGS, Rounding
+from fathom.model.rounding import (
+    ALL_FP8,
+    F16,
+    FORMS,
+    FP4,
+    FP8,
+    GGML,
+    RECORD,
+    ROUNDINGS,
+    TWICE,
+    Rounding,
+)
 from fathom.probes.judge.checks import Checks
 from fathom.probes.judge.oracle import ASKED, E2M1_INDEX, E4M3_KV, E4M3_ROW, HALF, REPLICAS, Narrow, Setting
-from fathom.probes.judge.oracle_v41 import E2M1_ENTRY
+from fathom.probes.judge.oracle_v41 import kept_form
 from fathom.probes.judge.recording import CHOICES, Recording, stored_name
 
 ROWS: Final = 16  # of a site that are judged under each rounding
@@ -196,14 +207,14 @@ def _of_group(
     glances: Glances, ways: Mapping[str, Rounding], place: str, group: Sequence[str], *, freely: bool
 ) -> Iterator[Say]:
     setting, recording = glances.setting, glances.recording
-    grids = [grid for grid in _grids(setting, place) if grid.form in ways]
+    grids = [grid for grid in _grids(setting, place) if not ways.keys().isdisjoint(grid.forms)]
     on_grid: dict[tuple[str, int], Say | None] = {}
     for site in group:
         names = [stored_name(site, layer) for layer in range(setting.config.num_hidden_layers)]
         layers = [layer for layer, name in enumerate(names) if name in recording.tensors]
         few = 1 if freely else LAYERS
         for layer in dict.fromkeys(layers[n * (len(layers) - 1) // max(1, few - 1)] for n in range(few) if layers):
-            on_grid[site, layer] = _on_grid(recording, names[layer], site, grids)
+            on_grid[site, layer] = _on_grid(recording, names[layer], site, grids, ways)
     for looked_at in sorted({layer for _, layer in on_grid}):
         open_ones = [site for (site, layer), say in on_grid.items() if layer == looked_at and say is None]
         for rounding in ways.values():
@@ -241,7 +252,7 @@ def _can_be(setting: Setting, place: str, form: str) -> bool:
 class Grid(NamedTuple):
     """A format, and the recorded tensors that are in it where a run rounds so."""
 
-    form: str
+    forms: tuple[str, ...]  # choices of which it is
     told: str
     narrow: Narrow
     columns: int | None  # that are rounded; None: all
@@ -250,19 +261,30 @@ class Grid(NamedTuple):
 
 def _grids(setting: Setting, place: str) -> list[Grid]:
     if place == "kv" and setting.config.v41 is not None:
-        by_block = E4M3_ROW._replace(block=setting.config.fp8_block)
-        entries = Grid(FP8, "E2M1 by 16 columns", E2M1_ENTRY, None, (sites.ENTRY.name,))
-        return [Grid(FP8, f"E4M3 by {by_block.block} columns", by_block, None, (sites.KV.name,)), entries]
+        return list(_grids_of_v41(setting.config))
     if place == "kv":
         nope = setting.config.head_dim - setting.config.qk_rope_head_dim
-        return [Grid(FP8, "E4M3 by 64 columns", E4M3_KV, nope, (sites.KV.name, sites.ENTRY.name))]
+        return [Grid((FP8,), "E4M3 by 64 columns", E4M3_KV, nope, (sites.KV.name, sites.ENTRY.name))]
     names = (sites.INDEX_KEY_USED.name, sites.INDEX_QUERY_USED.name)
     forms = ((FP4, "E2M1 by 32 columns", E2M1_INDEX), (FP8, "E4M3 by row", E4M3_ROW))
-    grids = [Grid(form, told, narrow, None, names) for form, told, narrow in forms]
-    return [*grids, Grid(F16, "F16", HALF, None, names[:1])]
+    grids = [Grid((form,), told, narrow, None, names) for form, told, narrow in forms]
+    return [*grids, Grid((F16,), "F16", HALF, None, names[:1])]
 
 
-def _on_grid(recording: Recording, name: str, site: str, grids: Sequence[Grid]) -> Say | None:
+def _grids_of_v41(config: ModelConfig) -> Iterator[Grid]:
+    """Formats of V4.1's caches, those of more columns first: an entry in V4's record may have been rounded before."""
+    of_kv, of_entries = ((FP8, ALL_FP8), (RECORD, TWICE)), ((FP8,), (ALL_FP8,))
+    for site, alike in ((sites.KV.name, of_kv), (sites.ENTRY.name, of_entries)):
+        for kinds in alike:
+            form = kept_form(config, kinds[0], site)
+            assert form is not None, "of these choices"
+            told = f"{form.narrow.name} by {form.narrow.block} columns"
+            yield Grid(kinds, told, form.narrow, form.columns, (site,))
+
+
+def _on_grid(
+    recording: Recording, name: str, site: str, grids: Sequence[Grid], possible: Collection[str]
+) -> Say | None:
     """The first format whose numbers nearly all of some rows are; None where they are no format's."""
     for grid in grids:
         if site not in grid.sites:
@@ -272,12 +294,18 @@ def _on_grid(recording: Recording, name: str, site: str, grids: Sequence[Grid]) 
         rows = rows[rows.isfinite().all(-1) & rows.any(-1)]
         on = int((grid.narrow.rounded(rows) == rows).all(-1).sum())
         if len(rows) and on >= ON_GRID * len(rows):
-            return Say(name, site, (grid.form,), f"{on} of {len(rows)} rows are numbers of {grid.told}", narrow=True)
+            return Say(
+                name,
+                site,
+                tuple(form for form in grid.forms if form in possible),
+                f"{on} of {len(rows)} rows are numbers of {grid.told}",
+                narrow=True,
+            )
         if len(rows) and grid.narrow is not HALF and _of_another_scale(rows, grid.narrow):
             return Say(
                 name,
                 site,
-                (grid.form,),
+                tuple(form for form in grid.forms if form in possible),
                 f"{len(rows)} rows are numbers of {grid.told}, under wrong scales",
                 narrow=True,
             )

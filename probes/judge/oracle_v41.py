@@ -8,18 +8,19 @@ Source: DeepSeek's inference code for V4.1-Flash, model.py, engram.py and kernel
 """
 
 import math
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fathom.model.rounding import FP4, FP8
+from fathom.model.rounding import ALL_FP8, FP4, FP8, RECORD, TWICE
 from fathom.probes.judge.engram import table_rows
 from fathom.probes.judge.oracle import (
     CANDIDATES,
     E2M1,
     E2M1_INDEX,
     E4M3,
+    E4M3_KV,
     E4M3_ROW,
     F32,
     F64,
@@ -34,11 +35,11 @@ from fathom.probes.judge.oracle import (
 )
 
 if TYPE_CHECKING:
-    from fathom.model.config import V41
+    from fathom.model.config import V41, ModelConfig
 
 ENTRY_BLOCK: Final = 16  # columns of an entry that share a scale
 PINNED: Final = 1e30  # the score of a block that is always open
-SHARED: Final = ("attention.entry", SELECTED)  # sites that layers read of others
+KV, ENTRY = "attention.kv", "attention.entry"
 CODES: Final = E2M1[:8]
 SCALES: Final = E4M3[(E4M3 > 0) & E4M3.isfinite()].sort().values
 
@@ -75,6 +76,32 @@ class EntryForm(Narrow):
 
 
 E2M1_ENTRY: Final = EntryForm("E2M1", 6.0, 6 * 2.0**-9, E2M1_INDEX.step, ENTRY_BLOCK)
+
+
+class Kept(NamedTuple):
+    """A format of a cache, and how many of a row's numbers are in it, from the first on."""
+
+    narrow: Narrow
+    columns: int
+
+
+def kept_form(config: "ModelConfig", kv: str, site: str) -> Kept | None:
+    """What window KV or entries of V4.1 are kept in under a choice of `Rounding.kv`; None: as they are computed."""
+    by_block = Kept(E4M3_ROW._replace(block=config.fp8_block), config.head_dim)
+    record = Kept(E4M3_KV, config.head_dim - config.qk_rope_head_dim)
+    entry = Kept(E2M1_ENTRY, config.head_dim)
+    forms = {FP8: entry if site == ENTRY else by_block, ALL_FP8: by_block, RECORD: record, TWICE: record}
+    return forms.get(kv)
+
+
+def held_form(config: "ModelConfig", kv: str, site: str, rows: Tensor) -> Tensor | None:
+    """Rows [n, d] rounded to what they are kept in; None where they are kept as they are computed."""
+    form = kept_form(config, kv, site)
+    if form is None:
+        return None
+    some = rows[..., : form.columns]
+    held = E2M1_ENTRY.held(some) if isinstance(form.narrow, EntryForm) else form.narrow.rounded(some)
+    return torch.cat((held, rows[..., form.columns :]), -1)
 
 
 class Layer41(Layer):
@@ -192,8 +219,17 @@ class Layer41(Layer):
         return self.passed("attention.query_unnormed", at)  # no norm of heads
 
     def cached(self, kv: Tensor) -> Tensor:
-        """A key of the window as it is remembered: all of its dims in E4M3, by 32."""
-        return kv if self.rounding.kv != FP8 else self.narrow(kv, E4M3_ROW._replace(block=self.config.fp8_block))
+        """A key of the window as it is remembered: by DeepSeek all of its dims in E4M3, by 32."""
+        return self.in_form(kv, KV)
+
+    def in_form(self, rows: Tensor, site: str) -> Tensor:
+        """Keys or entries [r, n, d] in the format that the run keeps them in."""
+        if site == ENTRY and self.rounding.kv == TWICE:
+            rows = self.narrow(rows, E2M1_ENTRY)
+        form = kept_form(self.config, self.rounding.kv, site)
+        if form is None:
+            return rows
+        return self.joined(self.narrow(rows[..., : form.columns], form.narrow), rows[..., form.columns :], dim=-1)
 
     def pooled(self, parameter: str, width: int, at: Tensor) -> Tensor:
         """Entries `at`, [r, n, width]: pairs of tokens pooled by their gates, no pair over another; or each token."""
@@ -220,7 +256,7 @@ class Layer41(Layer):
 
     def _entry(self, at: Tensor) -> Tensor:
         entry = self.rotated(self.passed("attention.entry_unrotated", at), at * self.ratio)
-        return entry if self.rounding.kv != FP8 else self.narrow(entry, E2M1_ENTRY)
+        return self.in_form(entry, ENTRY)
 
     def kept(self, site: str, rows: Tensor) -> Tensor | None:
         """Rows [n, d] in the format that a site is kept in, of a run that keeps it in another; None of this one."""

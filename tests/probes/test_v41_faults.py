@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fathom.model.config import ModelConfig
+from fathom.model.config import ModelConfig, check_widths
 from fathom.model.errors import ConfigError
 from fathom.model.observe.sites import STEPS
 from fathom.model.rounding import Rounding
@@ -22,7 +22,7 @@ from fathom.probes.judge.oracle import Ends, Noise, Replay, Setting, hadamard, l
 from fathom.probes.judge.oracle_v41 import Layer41
 from fathom.probes.judge.recording import CHOICES, Recording
 from fathom.probes.verdict import Run, first_difference, judge_layers, opened, weights_of
-from tests.make_checkpoint import v41_config, write_checkpoint
+from tests.make_checkpoint import tiny_config, v41_config, write_checkpoint
 
 GOLDEN = Path(__file__).parents[2].parent / "shared" / "data" / "v41" / "golden"  # 11 MB, not in the repository
 TOKENS = 61
@@ -46,7 +46,7 @@ FIRST = {
     "entries-never-seen": (2, "attention.mixed"),
     "window-v4-record": (0, "attention.kv"),
     "entry-in-fp8": (2, "attention.entry"),
-    "entry-twice-rounded": (2, "attention.entry"),
+    "entry-v4-record": (2, "attention.entry"),
     "entry-at-end": (2, "attention.entry"),
     "entry-by-number": (2, "attention.entry"),
     "pairs-shifted": (2, "attention.entry_unrotated"),
@@ -122,12 +122,12 @@ class Made:
         self.alike = torch.arange(self.config.vocab_size) // 2
         self.healthy = self.recorded(Layer41, {})
 
-    def recorded(self, wrong, before):
+    def recorded(self, wrong, before, rounding="deployed"):
         """Sites of a run, float64, each from those before it as the run holds them."""
         held = Held(before)
         still = Noise(torch.bfloat16, replicas=0)
         setting = Setting(
-            self.config, self.weights[0], self.tokens, Rounding.of("deployed"), held, still, layer=wrong,
+            self.config, self.weights[0], self.tokens, Rounding.of(rounding), held, still, layer=wrong,
             alike=self.alike,
         )  # fmt: skip
         every, ends = torch.arange(TOKENS), Ends(setting)
@@ -165,10 +165,10 @@ class Made:
         tensors["positions"] = every
         return held.tensors | tensors
 
-    def judged(self, tensors, layers=None):
+    def judged(self, tensors, layers=None, numerics="deployed"):
         found = {name: x.long() if name.endswith(CHOICES) else x for name, x in tensors.items()}
         run = opened(
-            Recording(in_memory(found | {"tokens": self.tokens}), self.config), self.weights, "bf16", "deployed",
+            Recording(in_memory(found | {"tokens": self.tokens}), self.config), self.weights, "bf16", numerics,
             alike=self.alike,
         )  # fmt: skip
         return run, judge_layers(Checks(run.setting, run.recording), layers)
@@ -203,6 +203,21 @@ def test_every_fault_has_a_place():
 def test_a_healthy_run_agrees(made):
     _, results = made.judged(made.healthy)
     assert {one.status for one in results} == {Status.AGREES}
+
+
+@pytest.mark.parametrize("kv", ["fp8", "v4", "fp4+v4", "fp8-all", "none"])
+def test_what_other_runtimes_keep_is_found_and_agrees(made, kv):
+    """Window KV and entries in V4's record, once or twice rounded; or all in E4M3 by 32 columns."""
+    rounding = f"linears=fp8,kv={kv},index=fp4"
+    run, results = made.judged(made.recorded(Layer41, {}, rounding), [0, 2, 4], None)
+    assert run.setting.rounding == Rounding.of(rounding)
+    assert {one.status for one in results} == {Status.AGREES}
+
+
+def test_a_v4_keeps_nothing_as_v41_does():
+    config = ModelConfig.from_json(tiny_config(), "here")
+    with pytest.raises(ConfigError, match=r"--rounding linears=none,kv=v4,index=none: kv=v4 is of V4\.1"):
+        check_widths(config, Rounding.of("linears=none,kv=v4,index=none"))
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in FIRST])

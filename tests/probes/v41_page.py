@@ -39,8 +39,7 @@ exchanged. So this shows which fault is told from which, and not that a runtime'
 numerics; of a fault of the experts alone, the layer after is looked at too where two faults do the same to one site."""
 NOT_CLAIMED = """\
 One random model of small widths, one prompt of 89 tokens in one call. Of the draft stages, of images and of the tables'
-real sizes nothing was computed. Formats of other runtimes (vLLM and SGLang keep entries or window KV otherwise) are
-named as faults, and are no choice of `--rounding`."""
+real sizes nothing was computed."""
 
 
 def plain(golden: Path) -> list[list[float | str]]:
