@@ -1,12 +1,14 @@
-"""Messages to prompt: the message encoding of DeepSeek-V4, as segments.
+"""Messages to prompt: the message encoding of DeepSeek-V4 and V4.1, as segments.
 
 The format, as DeepSeek's encoder of the V4 checkpoints writes it: system text stands bare after BOS; a user or
 developer turn opens with `<｜User｜>`; tool results are user turns; what the model is to write next follows
 `<｜Assistant｜>` and either `<think>` or, to switch thinking off, `</think>`; assistant turns end with EOS. Of earlier
 turns the reasoning is left out, unless tools are offered: then all of it stays.
 
-Where DeepSeek's encoder drops something without a word, this one raises. It knows V4 alone: V4.1 writes prompts
-differently.
+V4.1 differs: a system text follows `<｜System｜>`, also in the middle, where it asks for an answer; with thinking that
+token and how much effort is wanted stand there in any case; and DSML's tags begin with a space.
+
+Where DeepSeek's encoder drops something without a word, this one raises.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,13 +21,14 @@ from typing import TYPE_CHECKING, NamedTuple
 from fathom.model.architectures import Config
 from fathom.model.llama.config import LlamaConfig
 from fathom.runtime.errors import PromptError
-from fathom.runtime.text.dsml import to_json, tool_calls_block, tools_preamble
+from fathom.runtime.text.dsml import V4_TAGS, V41_TAGS, Tags, to_json, tool_calls_block, tools_preamble
 from fathom.runtime.text.messages import Message
 from fathom.runtime.text.segments import (
     ASSISTANT,
     BOS,
     EOS,
     LATEST_REMINDER,
+    SYSTEM,
     TASKS,
     THINK_END,
     THINK_START,
@@ -61,6 +64,8 @@ EFFORTS: Mapping[str, Mapping[str, str]] = MappingProxyType(
     }
 )
 
+EFFORTS_V41: Mapping[str, int] = MappingProxyType({"low": 50, "high": 75, "xhigh": 75, "max": 100})
+
 
 def effort_text(revision: str, level: str) -> str:
     """The text that asks a checkpoint for a level of reasoning effort.
@@ -83,6 +88,20 @@ def effort_text(revision: str, level: str) -> str:
     if level not in levels:
         raise PromptError(f"reasoning effort: {level!r} is none of {', '.join(levels)} of revision {revision}")
     return levels[level]
+
+
+def effort_text_v41(effort: str | int) -> str:
+    """The text that asks V4.1 for reasoning effort: a level of `EFFORTS_V41`, or a number from 1 to 100.
+
+    Raises
+    ------
+    PromptError
+        Neither.
+    """
+    number = EFFORTS_V41.get(effort) if isinstance(effort, str) else effort
+    if number is None or not 1 <= number <= 100:
+        raise PromptError(f"reasoning effort: {effort!r} is none of {', '.join(EFFORTS_V41)}, nor from 1 to 100")
+    return f"Reasoning Effort: {number} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
 
 
 def check_chat_format(config: Config, where: Path) -> None:
@@ -120,7 +139,9 @@ def raw_ids(text: str, config: Config, tokenizer: "Tokenizer") -> RawIds:
     return RawIds(ids[:count], ids[count:])
 
 
-def encode_messages(messages: Sequence[Message], *, thinking: bool, effort: str = "") -> list[Segment]:
+def encode_messages(
+    messages: Sequence[Message], *, thinking: bool, effort: str = "", v41: bool = False
+) -> list[Segment]:
     """The prompt for a conversation, up to where the model is to continue.
 
     Parameters
@@ -130,7 +151,9 @@ def encode_messages(messages: Sequence[Message], *, thinking: bool, effort: str 
     thinking
         Whether the model is to reason before it answers.
     effort
-        What `effort_text` gave; it stands right after BOS and means something in thinking mode only.
+        What `effort_text`, or `effort_text_v41`, gave; it means something in thinking mode only. V4.1 has a default.
+    v41
+        Whether the prompt is V4.1's.
 
     Returns
     -------
@@ -150,18 +173,23 @@ def encode_messages(messages: Sequence[Message], *, thinking: bool, effort: str 
         turns = _without_earlier_developers(turns)
     _check_tasks(turns)
     # Turns from here on are the current exchange: only they may show reasoning when earlier reasoning is dropped.
-    reasons_from = 0 if keep_reasoning else _last_user(turns)
-    segments: list[Segment] = [BOS, Text(effort)]
+    reasons_from = 0 if keep_reasoning else _last_user(turns, v41=v41)
+    segments: list[Segment] = [BOS]
+    if v41 and (thinking or turns[0].role == "system"):
+        segments.append(SYSTEM)
+    segments.append(Text(effort_text_v41("high") if v41 and thinking and not effort else effort))
     for i, turn in enumerate(turns):
         thinks = thinking and i >= reasons_from
         answers_task = i > 0 and turns[i - 1].task is not None
-        segments += _turn(turn, thinks=thinks and not answers_task)
+        asks = v41 and turn.role == "system" and i > 0
+        segments += [SYSTEM] if asks else []
+        segments += _turn(turn, V41_TAGS if v41 else V4_TAGS, thinks=thinks and not answers_task)
         if i + 1 == len(turns) or turns[i + 1].role in ("assistant", "latest_reminder"):
-            segments += _request(turn, thinks=thinks, thinking=thinking)
+            segments += _request(turn, thinks=thinks, thinking=thinking, asks=asks)
     return merge(segments)
 
 
-def _turn(turn: Message, *, thinks: bool) -> list[Segment]:
+def _turn(turn: Message, tags: Tags, *, thinks: bool) -> list[Segment]:
     """What the turn itself says."""
     if turn.role == "latest_reminder":
         return [LATEST_REMINDER, Text(turn.content)]
@@ -169,17 +197,17 @@ def _turn(turn: Message, *, thinks: bool) -> list[Segment]:
         return [USER, Text(turn.content)]
     if turn.role == "assistant":
         reasoning: list[Segment] = [Text(turn.reasoning), THINK_END] if thinks else []
-        calls = tool_calls_block(turn.tool_calls) if turn.tool_calls else []
+        calls = tool_calls_block(turn.tool_calls, tags) if turn.tool_calls else []
         return [*reasoning, Text(turn.content), *calls, *([EOS] if turn.ends else [])]
     opening: list[Segment] = [USER] if turn.role == "developer" else []  # a system turn has no token of its own
-    return [*opening, Text(turn.content), *_instructions(turn)]
+    return [*opening, Text(turn.content), *_instructions(turn, tags)]
 
 
-def _instructions(turn: Message) -> list[Segment]:
+def _instructions(turn: Message, tags: Tags) -> list[Segment]:
     """The tools and the answer format that a system or developer turn sets out after its text."""
     segments: list[Segment] = []
     if turn.tools:
-        segments += [Text("\n\n"), *tools_preamble(turn.tools)]
+        segments += [Text("\n\n"), *tools_preamble(turn.tools, tags)]
     if turn.response_format:
         schema = to_json(turn.response_format)
         heading = "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
@@ -187,13 +215,13 @@ def _instructions(turn: Message) -> list[Segment]:
     return segments
 
 
-def _request(turn: Message, *, thinks: bool, thinking: bool) -> list[Segment]:
-    """The tokens after a turn that ask for the assistant's."""
+def _request(turn: Message, *, thinks: bool, thinking: bool, asks: bool) -> list[Segment]:
+    """The tokens after a turn that ask for the assistant's; `asks`: a system turn that does."""
     if turn.task == "action":  # decided where an answer would start, as the first thing thought or said
         return [ASSISTANT, THINK_START if thinking else THINK_END, TASKS["action"]]
     if turn.task is not None:
         return [TASKS[turn.task]]
-    if turn.role in ("user", "developer"):
+    if asks or turn.role in ("user", "developer"):
         return [ASSISTANT, THINK_START if thinks else THINK_END]
     return []
 
@@ -238,8 +266,9 @@ def _without_earlier_developers(turns: Sequence[Message]) -> list[Message]:
     return [turn for i, turn in enumerate(turns) if i >= last or turn.role != "developer"]
 
 
-def _last_user(turns: Sequence[Message]) -> int:
-    return max((i for i, turn in enumerate(turns) if turn.role in ("user", "developer")), default=-1)
+def _last_user(turns: Sequence[Message], *, v41: bool = False) -> int:
+    roles = ("user", "developer", "system") if v41 else ("user", "developer")
+    return max((i for i, turn in enumerate(turns) if turn.role in roles and (i or turn.role != "system")), default=-1)
 
 
 def _check_tasks(turns: Sequence[Message]) -> None:

@@ -27,6 +27,7 @@ Segment = Text | Control
 
 BOS = Control("<｜begin▁of▁sentence｜>")
 EOS = Control("<｜end▁of▁sentence｜>")
+SYSTEM = Control("<｜System｜>")  # of V4.1
 USER = Control("<｜User｜>")
 ASSISTANT = Control("<｜Assistant｜>")
 LATEST_REMINDER = Control("<｜latest_reminder｜>")

@@ -10,7 +10,7 @@ import pytest
 
 from fathom.runtime.errors import PromptError
 from fathom.runtime.text.dsml import ToolCall, tool_calls_block
-from fathom.runtime.text.encoding import EFFORTS, effort_text, encode_messages
+from fathom.runtime.text.encoding import EFFORTS, effort_text, effort_text_v41, encode_messages
 from fathom.runtime.text.messages import check_messages, load_messages, user_message
 from fathom.runtime.text.segments import (
     ASSISTANT,
@@ -312,3 +312,47 @@ def test_a_bad_file_is_named(tmp_path, content, complaint):
         load_messages(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert complaint in str(caught.value)
+
+
+# --- V4.1
+
+V41 = Path(__file__).parents[2].parent / "shared" / "data" / "v41" / "encoding_vectors_v41.json"  # 12 KB, by DeepSeek
+EFFORT_75 = "Reasoning Effort: 75 (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def v41_prompt(request):
+    """The prompt of a chat request, as DeepSeek's recipe takes one."""
+    messages = request["messages"]
+    if tools := request.get("tools"):
+        system = messages[0]["role"] == "system"
+        messages = [
+            {"role": "system", "content": "", **(messages[0] if system else {}), "tools": tools},
+            *messages[system:],
+        ]
+    thinking = request.get("thinking", {}).get("type", "enabled") == "enabled"
+    effort = effort_text_v41(request["reasoning_effort"]) if "reasoning_effort" in request else ""
+    return render(encode_messages(check_messages(messages), thinking=thinking, effort=effort, v41=True))
+
+
+@pytest.mark.parametrize(("thinking", "prompt"), [
+    (True, f"<｜begin▁of▁sentence｜><｜System｜>{EFFORT_75}<｜User｜>Hello<｜Assistant｜><think>"),
+    (False, "<｜begin▁of▁sentence｜><｜User｜>Hello<｜Assistant｜></think>"),
+])  # fmt: skip
+def test_a_question_to_v41(thinking, prompt):
+    assert render(encode_messages(check_messages(HELLO), thinking=thinking, v41=True)) == prompt
+
+
+@pytest.mark.skipif(not V41.is_file(), reason="DeepSeek's prompts are not beside this repository")
+def test_v41_prompts_are_deepseeks_to_the_byte():
+    cases = json.loads(V41.read_text())["cases"]
+    rendered = {name: case for name, case in cases.items() if not case["prompt"].startswith("ERROR ")}
+    assert len(rendered) == 12
+    for name, case in rendered.items():
+        assert v41_prompt(case["request"]) == case["prompt"], name
+
+
+@pytest.mark.parametrize("effort", ["medium", 0, 101])
+def test_v41_has_no_such_effort(effort):
+    with pytest.raises(PromptError, match="is none of low, high, xhigh, max, nor from 1 to 100"):
+        effort_text_v41(effort)
