@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from fathom.model.errors import ConfigError
+from fathom.probes import verdict
 from fathom.probes.faults import FAULTS
 from fathom.probes.subject import Subject
 from fathom.scripts import compare, fathom, logits, make_checkpoint, record
-from fathom.scripts.parts import judging
 from tests.make_checkpoint import tiny_config
 
 COUNT = 140
@@ -289,7 +289,7 @@ def test_all_rows_scaled_alike_differ(folder, recording):
 def test_what_would_make_bounds_narrow_is_said_where_it_is_not_recorded(
     folder, recording, capsys, monkeypatch, layer, kept, first
 ):
-    monkeypatch.setattr(judging, "WIDE", 0.01)
+    monkeypatch.setattr(verdict, "WIDE", 0.01)
     tensors = load_file(recording)
     parts = {name: x for name, x in tensors.items() if name == "tokens" or name.endswith((".streams", *kept))}
     save_file(parts, folder / "streams.safetensors")

@@ -520,7 +520,7 @@ def test_faulty_tensors_do_not_set_the_numerics(tmp_path, recording, which, few)
         (("--rounding", "linears=fp4,kv=fp8,index=fp8"), "linears is fp8 or ggml or none"),
         (
             ("--rounding", "linear=fp8,kv=fp8,index=fp8"),
-            "want linears=fp8|ggml|none,kv=fp8|f16|none,index=",
+            "want linears=fp8|ggml|none,kv=fp8|f16|v4|fp4+v4|fp8-all|none,index=",
         ),
         (("--rounding", "linears=fp8,kv=fp8,index=fp8", "--numerics", "plain"), "not allowed with argument"),
     ],
