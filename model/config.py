@@ -137,7 +137,12 @@ class ModelConfig:
             source = max((at for at in own.kv_sources if at <= layer), default=layer)
             unlike = self.compress_ratios[source] != self.compress_ratios[layer]
             yield unlike, f"compress_ratios: layer {layer} reads entries of layer {source}, whose ratio is another"
+        vision, drafts = own.vision.num_hidden_layers, self.num_mtp_layers * own.draft_experts
+        yield vision > MAX_LAYERS, f"vision_config.num_hidden_layers is {vision}, more than {MAX_LAYERS}"
+        yield drafts > MAX_EXPERTS_IN_ALL, f"dspark_n_routed_experts is {own.draft_experts} in each stage"
+        yield own.image_token_id >= self.vocab_size, "image_token_id: outside the vocabulary"
         tables = own.engram
+        yield sorted({*tables.layer_ids}) != [*tables.layer_ids], "engram_layer_ids: want them ascending"
         yield len(tables.layer_ids) != len(tables.rows), "engram_layer_ids and engram_num_embeddings differ in length"
         yield any(at >= self.num_hidden_layers for at in tables.layer_ids), "engram_layer_ids: beyond the last layer"
         yield tables.pad_token_id >= self.vocab_size, "engram_pad_token_id: outside the vocabulary"
@@ -268,6 +273,8 @@ def check_widths(config: ModelConfig, rounding: Rounding) -> None:
     ]
     if rounding.kv in (FP8, ALL_FP8) and config.v41 is not None and config.head_dim % block:
         wrong.append(f"head_dim is {config.head_dim}, no multiple of {block}")
+    if F16 in (rounding.kv, rounding.index) and config.v41 is not None:
+        wrong.append("f16 is what llama.cpp keeps of V4")
     if rounding.kv in (RECORD, TWICE, ALL_FP8) and config.v41 is None:
         wrong.append(f"kv={rounding.kv} is of V4.1")
     elif rounding.kv in ((FP8,) if config.v41 is None else (RECORD, TWICE)) and nope % KV_GROUP:

@@ -18,9 +18,9 @@ from fathom.model.checkpoint.census import Census, census
 from fathom.model.checkpoint.checkpoint import Checkpoint
 from fathom.model.checkpoint.folder import TOKENIZER
 from fathom.model.choices import PLAIN, RECORDED_DTYPES
-from fathom.model.config import LayerKind, ModelConfig
+from fathom.model.config import ModelConfig, check_widths
 from fathom.model.errors import ConfigError
-from fathom.model.rounding import FP8, Rounding
+from fathom.model.rounding import FP8, GGML, Rounding
 from fathom.probes.judge.causes import Explained, Gap, Place, places
 from fathom.probes.judge.checks import Checks, Difference, Judged, Progress, Status, silent
 from fathom.probes.judge.dump import in_memory
@@ -99,10 +99,12 @@ def judge(  # noqa: PLR0913 -- as many as `compare` has flags
 
     Raises
     ------
-    ConfigError, CheckpointError
-        With one line naming what is at fault.
+    ConfigError, CheckpointError, PromptError
+        With one line naming what is at fault; the last of a tokenizer.json.
 
     """
+    if calls is not None and min(calls, default=0) < 1:
+        raise ConfigError(f"calls {list(calls)}: want lengths of 1 or more")
     config = ModelConfig.from_file(model / "config.json")
     dump = recording if isinstance(recording, Path) else in_memory(recording)
     opened_recording = Recording(dump, config, names, tokens)
@@ -178,6 +180,9 @@ def opened(
     seen = None if dtype else recording.run_dtype()
     of_run = DTYPES[dtype] if dtype else seen or torch.bfloat16
     rounding = Rounding.of(numerics or PLAIN)
+    check_widths(config, rounding)
+    if rounding.linears == GGML and not parameters.types:
+        raise ConfigError(f"{rounding.numerics}: the types of weights say how ggml rounds, and there is no GGUF")
     setting = Setting(
         config, parameters, recording.tokens, rounding, recording, Noise(of_run), replay=recording.replay, alike=alike
     )
@@ -189,7 +194,11 @@ def ids_alike(model: Path, config: ModelConfig) -> Tensor | None:
     """What V4.1's n-gram tables are looked up by, [vocab]; None for a V4, and where there is no tokenizer.json."""
     if config.v41 is None or not (model / TOKENIZER).is_file():
         return None
-    return torch.tensor(token_map(Tokenizer(model, config.vocab_size)))
+    alike = torch.tensor(token_map(Tokenizer(model, config.vocab_size)))
+    found, want = int(alike.max()) + 1, config.v41.engram.compressed_vocab
+    if found != want:
+        raise ConfigError(f"{model / TOKENIZER}: {found} ids spell unlike, engram_compressed_vocab_size is {want}")
+    return alike
 
 
 def rows_of(rows: int | Literal["all"] | None, recording: Recording) -> int | None:
@@ -205,15 +214,17 @@ def too_large(counted: Census) -> float:
 
 
 def layers_needed(recording: Recording, layers: Sequence[int] | None) -> set[int]:
-    """Layers whose weights judging takes: those judged, and those that must be run since no input was recorded."""
-    needed = set[int]()
-    for layer in range(recording.config.num_hidden_layers) if layers is None else layers:
-        if layers is not None or any(name.startswith(f"layers.{layer}.") for name in recording.tensors):
-            needed |= {layer, *_read_by(recording, layer)}
-            for before in range(layer - 1, -1, -1):
-                if f"layers.{before}.streams" in recording.tensors:
-                    break
-                needed |= {before, *_read_by(recording, before)}
+    """Layers whose weights judging takes: those judged, and those that these are computed from or read, unrecorded."""
+    there, needed = recording.tensors, set[int]()
+    named = [n for n in range(recording.config.num_hidden_layers) if any(x.startswith(f"layers.{n}.") for x in there)]
+    open_ones = list(named if layers is None else layers)
+    while open_ones:
+        layer = open_ones.pop()
+        if layer not in needed:
+            needed.add(layer)
+            open_ones += _read_by(recording, layer)
+            if layer and f"layers.{layer - 1}.streams" not in there:
+                open_ones.append(layer - 1)
     return needed
 
 
@@ -334,7 +345,7 @@ def rests_on(results: Sequence[Judged], config: ModelConfig) -> list[str]:
         most = max(wide, key=lambda judged: judged.bound)
         layer = None if most.free else most.layer  # None: rounding is of the layers before, too
         recorded = {judged.site for judged in results if layer is None or judged.layer == layer}
-        selects = layer is None or config.layer_kind(layer) is LayerKind.CSA
+        selects = layer is None or config.selects(layer)
         needed = CHOSEN_FIRST if selects else CHOSEN_FIRST[1:]
         missing = [site for site in needed if site not in recorded]
         more = f" Record the sites between, {' and '.join(missing)} first." if missing else ""

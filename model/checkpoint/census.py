@@ -13,6 +13,7 @@ from fathom.model.checkpoint.config_fields import DSPARK
 from fathom.model.checkpoint.header import ITEM_BYTES
 from fathom.model.checkpoint.mtp import (
     COPIES,
+    NOT_JUDGED,
     NOT_RUN,
     FoundHead,
     Head,
@@ -206,7 +207,7 @@ def _drafting(
         if copied(stored):
             skipped[stored] = COPIES
         elif not bound or stored in head.unexpected or head.fault:
-            skipped[stored] = NOT_RUN
+            skipped[stored] = NOT_RUN if config.v41 is None else NOT_JUDGED
     if head.fault:
         faults.add("draft head", head.fault)
     return replace(head, bound=bound and head.head is not None and head.fault is None)

@@ -25,6 +25,7 @@ from fathom.model.config import MAX_DRAFTS, Dspark, ModelConfig
 from fathom.model.errors import shown
 
 NOT_RUN: Final = "mtp: a draft head, which --draft alone runs; the main model is complete without it"
+NOT_JUDGED: Final = "mtp: a draft head; the main model, which is judged, is complete without it"  # of V4.1
 COPIES: Final = "mtp: copies of embedding and output head; the draft head uses the main model's"
 
 _MTP = re.compile(r"(?:model\.)?mtp\.(0|[1-9][0-9]{0,5})\.(.+)", re.DOTALL)
@@ -101,8 +102,6 @@ def head_parameters(head: Head, config: ModelConfig) -> dict[str, Parameter]:
     for stage in range(head.stages):
         demanded |= of_layer(config, config.num_hidden_layers + stage)
         demanded |= {f"mtp.{stage}.{name}": parameter for name, parameter in _added(head, stage, config)}
-        if stage == head.stages - 1 and config.v41 is None:
-            demanded |= hyper_head(config, f"mtp.{stage}.")
     return demanded
 
 
@@ -121,6 +120,8 @@ def _added(head: Head, stage: int, config: ModelConfig) -> Iterator[tuple[str, P
     if stage < head.stages - 1:
         return
     yield "norm.weight", Parameter((D,), "bf16")
+    if config.v41 is None:
+        yield from hyper_head(config).items()
     if head is Head.DSPARK:
         markov = ("markov_w1", "markov_w2") if config.v41 is None else ("embed", "head")
         for name in markov:

@@ -708,6 +708,10 @@ class Checks:
     def sample_of(self, layer: int) -> Tensor:
         """Positions of a layer whose rows are judged."""
         own = self.recording.of_layers.get(layer)
+        if own is None and self.config.v41 is not None and self.recording.positions is not None:
+            names = [stored_name(site, layer) for site in self.recorded(layer) if site not in OF_ENTRIES]
+            counts = {len(self.at(name)) for name in names}
+            own = torch.arange(len(self.setting.tokens)) if counts == {len(self.setting.tokens)} else None
         return self.sample if own is None else sampled(self.config, own, self.most)
 
     def recorded(self, layer: int | None) -> list[str]:

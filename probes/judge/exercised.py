@@ -80,7 +80,7 @@ def _tokens(count: int) -> str:
 def _choices(checks: Checks, layers: Collection[int]) -> Iterator[Unseen]:
     """Equal scores, and experts that nobody chose."""
     config, equal = checks.config, checks.ties.get(sites.SELECTED.name)
-    if equal is None and any(config.layer_kind(layer) is LayerKind.CSA for layer in layers):
+    if equal is None and any(map(config.selects, layers)):
         yield Unseen("which entries are selected (none were judged)", "indexer.selected in the recording")
     elif equal == 0:
         what = "which of two entries of equal score is taken (no two were)"
@@ -101,7 +101,7 @@ def _idle(checks: Checks, config: ModelConfig, layer: int) -> int | None:
     if name not in checks.recording.tensors:
         return None
     at = checks.recording.at(name)
-    ids = checks.recording.known(name, at[torch.isin(at, checks.sample)])
+    ids = checks.recording.known(name, at[torch.isin(at, checks.sample_of(layer))])
     return config.n_routed_experts - len(ids[(ids >= 0) & (ids < config.n_routed_experts)].unique())
 
 

@@ -12,8 +12,11 @@ from typing import ClassVar, Final, NamedTuple
 import torch
 from torch import Tensor
 
+from fathom.model.choices import PLAIN
+from fathom.model.config import check_widths
+from fathom.model.errors import ConfigError
 from fathom.model.observe import sites
-from fathom.model.rounding import ALL_FP8, FP4, NONE, RECORD
+from fathom.model.rounding import ALL_FP8, FP4, NONE, RECORD, ROUNDINGS
 from fathom.probes.judge.causes import NAMED, Explained, Gap, Place, places, plain
 from fathom.probes.judge.checks import OFF_GRID, Judged, Progress
 from fathom.probes.judge.engram import table_rows
@@ -225,12 +228,22 @@ class _Kept(Layer41):
     def in_form(self, rows: Tensor, site: str) -> Tensor:
         if self.rounding.kv == NONE or site not in self.forms:
             return super().in_form(rows, site)
+        self.check(site)
         right, self.rounding = self.rounding, replace(self.rounding, kv=self.forms[site])
         rows = super().in_form(rows, site)
         self.rounding = right
         return rows
 
+    def check(self, site: str) -> None:
+        """Unknown where the format's blocks do not divide the widths of the model."""
+        try:
+            check_widths(self.config, replace(ROUNDINGS[PLAIN], kv=self.forms[site]))
+        except ConfigError as error:
+            raise Unknown(str(error)) from None
+
     def kept(self, site: str, rows: Tensor) -> Tensor | None:
+        if site in self.forms:
+            self.check(site)
         return held_form(self.config, self.forms[site], site, rows) if site in self.forms else None
 
 
@@ -470,19 +483,24 @@ def explained(
         except Unknown as unknown:
             found.append(Place(judged, (), unknown.what, tried=False))
             continue
-        faults = [cause] if cause else sorted(shares(gap, calls), key=lambda one: -one.share)
-        found.append(Place(judged, tuple(one for one in faults if one.share > 0)[:MOST_TOLD]))
+        faults, why = [cause] if cause else list[Explained](), ""
+        for tried, name in enumerate(() if cause else FAULTS):
+            if late():
+                why = f"{tried} of {len(FAULTS)} faults were tried in {seconds:g} s"
+                break
+            faults += share(gap, name, calls)
+        faults.sort(key=lambda one: -one.share)
+        found.append(Place(judged, tuple(one for one in faults if one.share > 0)[:MOST_TOLD], why, ended=not why))
     return agreed(found)
 
 
-def shares(gap: Gap, calls: Sequence[int]) -> Iterator[Explained]:
-    """What each fault explains of a gap."""
-    for name, known in FAULTS.items():
-        try:
-            share = explains(gap, known.make(calls))
-        except Unknown:
-            continue
-        yield Explained((name,), share, known.what, plain=False)
+def share(gap: Gap, name: str, calls: Sequence[int]) -> Iterator[Explained]:
+    """What a fault explains of a gap; nothing where it cannot be in this model, or not be computed."""
+    try:
+        found = explains(gap, FAULTS[name].make(calls))
+    except Unknown:
+        return
+    yield Explained((name,), found, FAULTS[name].what, plain=False)
 
 
 def explains(gap: Gap, wrong: type[Layer41]) -> float:

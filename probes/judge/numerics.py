@@ -134,14 +134,16 @@ def _counted(says: Sequence[Say], possible: Sequence[str], *, f16: bool) -> tupl
     forms = _most([_most(votes, possible) for votes in by_site.values()], possible)
     if len(forms) > 1:  # what F16 changes is seldom seen in what follows from it
         forms = tuple(form for form in forms if (form == F16) == f16)
-    if len(forms) != 1:
+    alike = forms if all({*forms} <= {*say.forms} for say in says) else forms[:1] if len(forms) == 1 else ()
+    if not alike:
         return possible[0], f"{ASSUMED}{names} do not agree"
     agree = sorted((say for say in says if forms[0] in say.forms), key=lambda say: (not say.narrow, len(say.forms)))
     others = [say.name for say in says if forms[0] not in say.forms]
     more = f" and {len(agree) - 1} more" if len(agree) > 1 else ""
     few = f" and {len(others) - 2} more" if len(others) > 2 else ""
     unlike = f"; not so {', '.join(others[:2])}{few}" if others else ""
-    return forms[0], f"{agree[0].name}{more}: {agree[0].told}{unlike}"
+    either = f"; or {' or '.join(alike[1:])}, which nothing that is recorded tells from it" if alike[1:] else ""
+    return forms[0], f"{agree[0].name}{more}: {agree[0].told}{unlike}{either}"
 
 
 def _most(votes: Sequence[Sequence[str]], possible: Sequence[str]) -> tuple[str, ...]:

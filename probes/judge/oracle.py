@@ -747,6 +747,8 @@ class Layer(Part):
         if site not in (EXPERT_IDS, SELECTED, CANDIDATES):
             return True
         least, count = (0, self.experts) if site == EXPERT_IDS else (-1, len(self.entries))
+        if site == CANDIDATES and self.config.v41 is not None:
+            count = -(-count // self.config.v41.candidate_block_size)
         return bool(((ids >= least) & (ids < count) & (ids == ids.floor())).all())
 
     def computed(self, site: str, at: Tensor) -> Tensor:
@@ -786,18 +788,22 @@ class Layer(Part):
             theirs = self.setting.theirs.rows(f"layers.{self.layer - 1}.streams", at)
             if theirs is not None:
                 return theirs[None]
-            if self._before is None:
-                self._before = self._run_before()
+            before = self.run_before()
             self.rests.add(FREELY)
-            streams: Tensor = self._before.value("streams", self._before.at)
+            streams: Tensor = before.value("streams", before.at)
             return streams[:, at]
         embedded = self.setting.theirs.rows("embedded", at)
         if embedded is None:
             embedded = self.parameters.rows("embed.weight", self.setting.tokens[at]).to(F64)
         return embedded[None, :, None].expand(-1, -1, self.config.hc_mult, -1)
 
-    def _run_before(self) -> "Layer":
+    def run_before(self) -> "Layer":
         """The layer before, at all tokens: the input of this one was not recorded."""
+        if self._before is None:
+            self._before = self._run_before()
+        return self._before
+
+    def _run_before(self) -> "Layer":
         tokens, config = len(self.setting.tokens), self.config
         if not self.setting.freely:
             raise Unknown(f"layers.{self.layer - 1}.streams are not recorded")
@@ -836,7 +842,8 @@ class Layer(Part):
         exact = (positions.to(torch.float32)[:, None] * frequency).to(F64)[None]
         with self.noise.of(self.prefix, "frequency", rows=torch.zeros(1, dtype=torch.int64)):  # one table for all
             turning_by = self.noise.moved(frequency.to(F64)[None, None], torch.float32)
-            if self.rounding.foreign:  # ggml multiplies one after the other by a factor: n times the variance of one
+            if {GGML, F16} & {self.rounding.linears, self.rounding.kv, self.rounding.index}:
+                # ggml multiplies one after the other by a factor: n times the variance of one
                 turning_by = turning_by[:1] + (turning_by - turning_by[:1]) * (1 + pair).sqrt()
         off = positions.to(F64)[:, None] * (turning_by - turning_by[:1])
         angle = self.noise.moved(exact + off, torch.float32)

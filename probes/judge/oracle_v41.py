@@ -24,6 +24,7 @@ from fathom.probes.judge.oracle import (
     E4M3_ROW,
     F32,
     F64,
+    FREELY,
     NUMBERS,
     SELECTED,
     TOKENS,
@@ -128,12 +129,25 @@ class Layer41(Layer):
 
     def of_layer(self, source: int, site: str, at: Tensor) -> Tensor:
         """A site of another layer."""
+        if self.layer and self.setting.theirs.rows(f"layers.{self.layer - 1}.streams", self.at) is None:
+            return self.of_run(source, site, at)
         other = self.others.setdefault(source, type(self)(self.setting, source, self.at))
         at = other.entries if at is self.entries else other.at if at is self.at else at
         other.rests = set()
         out = other.value(site, at)
         self.rests |= other.rests
         return out
+
+    def of_run(self, source: int, site: str, at: Tensor) -> Tensor:
+        """The same, of the one run from the embeddings on that this layer's input comes from: no layer runs twice."""
+        other: Layer = self
+        while other.layer != source:
+            other = other.run_before()
+        every = other.entries if at is self.entries else other.at
+        self.rests.add(FREELY)
+        if at is self.entries or site in ("attention.entry", "indexer.key_used"):
+            return other.value(site, other.entries if at is self.entries else at)
+        return other.value(site, every)[:, at]
 
     # --- Engram, and the streams that enter
 
@@ -153,6 +167,11 @@ class Layer41(Layer):
     def before_pre(self, at: Tensor) -> Tensor:
         """The weights [r, n, s] that the attention reads the streams by: of the experts before, or the first alone."""
         if self.layer:
+            theirs = self.setting.theirs
+            names = [f"layers.{self.layer - 1}.{site}" for site in ("streams", "experts.pre", "attention.streams")]
+            streams, *sources = (theirs.rows(name, at) for name in names)
+            if streams is not None and all(source is None for source in sources):
+                raise Unknown(f"{names[1]} are not recorded, by which the streams are read")
             return self.of_layer(self.layer - 1, "experts.pre", at)
         first = torch.zeros(self.config.hc_mult, dtype=F64)
         first[0] = 1

@@ -202,6 +202,11 @@ class Pairs(Checks):
         self.sample = sampled(self.config, at.unique(), self.most)
         return self._counted(super().layer(number, progress, only))
 
+    def sample_of(self, layer: int) -> Tensor:
+        """The rows of a layer that are unlike, see `layer`."""
+        del layer
+        return self.sample
+
     def ends(self, progress: Progress = silent, only: Collection[str] | None = None) -> list[Judged]:
         """Judge what is of no layer, as `layer`."""
         found: list[Judged] = []

@@ -331,7 +331,7 @@ class Recording:
             return
         shape = tuple(self._held[stored].outline.shape)
         site, layer = _site(name)
-        if site is None:
+        if site is None or (site in OF_V41 and self.config.v41 is None):
             if stored in self.names:
                 raise ConfigError(f"{self.path}: --map {quoted(stored)}: {quoted(name)} is no site; {PAGE} lists them")
             self.lines.append(Line(stored, shape, "", NO_SITE))

@@ -17,8 +17,9 @@ from fathom.model.errors import ConfigError
 from fathom.probes.judge.checks import Checks, Status
 from fathom.probes.judge.dump import in_memory
 from fathom.probes.judge.engram import multipliers, primes, table_rows
+from fathom.probes.judge.faults_v41 import explained
 from fathom.probes.judge.oracle import E2M1_INDEX, E4M3_ROW, Ends, Noise, layer_of, sites_of
-from fathom.probes.judge.oracle_v41 import E2M1_ENTRY
+from fathom.probes.judge.oracle_v41 import E2M1_ENTRY, Layer41
 from fathom.probes.judge.recording import CHOICES, Recording
 from fathom.probes.verdict import ids_alike, judge_layers, layers_needed, opened, weights_of
 from fathom.scripts import compare
@@ -192,14 +193,65 @@ def test_selections_among_candidates_that_nobody_recorded_are_not_judged(config,
 
 
 def test_layers_that_a_layer_reads_are_needed(config):
-    """Whose weights are wanted of a hub: those of sources whose tensors were not recorded."""
+    """Whose weights are wanted of a hub: those of sources whose tensors were not recorded, and what these need."""
     found = tensors("deployed")
     own = ("layers.7.", "layers.6.streams", "tokens")
     alone = {name: x for name, x in found.items() if name.startswith(own)}
-    assert layers_needed(recorded(config, alone), [7]) == {5, 6, 7}
+    assert layers_needed(recorded(config, alone), [7]) == set(range(8))
     shared = ("layers.5.attention.entry", "layers.5.indexer.key_used", "layers.5.indexer.candidates")
     more = {name: found[name] for name in (*shared, "layers.6.experts.pre")}
     assert layers_needed(recorded(config, alone | more), [7]) == {7}
+
+
+def test_a_layer_is_not_judged_from_streams_alone(config, weights, alike):
+    kept = ("tokens", *(f"layers.{n}.streams" for n in range(9)))
+    found = {name: x for name, x in tensors("deployed").items() if name in kept}
+    run = opened(recorded(config, found), weights, "bf16", "deployed", alike=alike)
+    results = {one.name: one for one in judge_layers(Checks(run.setting, run.recording, 4), [0, 3])}
+    assert results["layers.3.streams"].status is Status.NOT_JUDGED
+    assert results["layers.3.streams"].why == ("layers.2.experts.pre are not recorded, by which the streams are read")
+
+
+def test_a_run_from_the_embeddings_on_computes_each_layer_once(config, weights, alike, monkeypatch):
+    """Of a file that holds nothing but logits: through all layers, in seconds."""
+    found = {name: x for name, x in tensors("deployed").items() if name in ("tokens", "logits")}
+    run = opened(recorded(config, found), weights, "bf16", "deployed", alike=alike)
+    computed: list[str] = []
+    equation = Layer41.equation
+
+    def counted(layer, site, at):
+        computed.append(f"{layer.layer} {site}")
+        return equation(layer, site, at)
+
+    monkeypatch.setattr(Layer41, "equation", counted)
+    (result,) = judge_layers(Checks(run.setting, run.recording, 1), None)
+    assert result.free
+    assert result.rows
+    assert max(computed.count(f"{n} attention.output") for n in range(9)) == 1
+
+
+def test_what_is_no_block_and_no_tokenizer_of_the_model_is_not_gone_on_with(config, weights, tmp_path):
+    found = tensors("deployed")
+    found["layers.5.indexer.candidates"][-1, 0] = 60
+    results = {one.name: one for one in judged(config, weights, found)[1]}
+    assert results["layers.5.indexer.candidates"].status is Status.DIFFERS
+    told = json.loads((GOLDEN / "tokenizer.json").read_text())
+    del told["model"]["vocab"]["a"]
+    told["model"]["merges"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(told))
+    with pytest.raises(ConfigError, match="ids spell unlike, engram_compressed_vocab_size is 343"):
+        ids_alike(tmp_path, config)
+
+
+def test_a_fault_whose_format_does_not_fit_the_model_is_left_out(config, weights):
+    """V4's record is in blocks of 64 columns, and this model's keys have 16 beside those of rope."""
+    found = tensors("deployed")
+    x = found["layers.0.attention.kv"]
+    x[5:9] = (x[5:9].float() * 1.5).to(x.dtype)
+    run, results = judged(config, weights, found, "deployed")
+    places = explained(run.setting, run.recording, results, [TOKENS], 60.0, lambda *_: None)
+    assert places[0].judged.name == "layers.0.attention.kv"
+    assert not {one.name for one in places[0].faults} & {"window-v4-record", "entry-v4-record"}
 
 
 def test_two_recordings_are_compared_and_the_fault_between_them_named(tmp_path, capsys):

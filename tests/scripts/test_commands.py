@@ -326,7 +326,7 @@ def test_a_loaded_state_takes_another_question(tmp_path):
         ),
         (("--prompt", "a", "--rounding", "linears=fp8,kv=fp8,index=fp8", "--key-format", "fp4"), "--key-format fp4"),
         (("--prompt", "a", "--rounding", "linears=fp8,kv=fp8"), "says nothing of index"),
-        (("--prompt", "a", "--rounding", "linears=fp4,kv=fp8,index=fp4"), "linears is fp8 or none"),
+        (("--prompt", "a", "--rounding", "linears=fp4,kv=fp8,index=fp4"), "linears is fp8 or ggml or none"),
         (("--prompt", "a", "--rounding", "weights=fp8"), "want linears="),
         (("--prompt", "a", "--rounding", "linears=fp8,kv=fp8,index=fp4", "--numerics", "plain"), "--numerics"),
         (("--prompt", "a", "--dtype", "fp32", "--entry-format", "fp8"), "--entry-format fp8"),
