@@ -842,8 +842,7 @@ class Layer(Part):
         exact = (positions.to(torch.float32)[:, None] * frequency).to(F64)[None]
         with self.noise.of(self.prefix, "frequency", rows=torch.zeros(1, dtype=torch.int64)):  # one table for all
             turning_by = self.noise.moved(frequency.to(F64)[None, None], torch.float32)
-            if {GGML, F16} & {self.rounding.linears, self.rounding.kv, self.rounding.index}:
-                # ggml multiplies one after the other by a factor: n times the variance of one
+            if self.parameters.types:  # a GGUF's: ggml multiplies one after the other, n times the variance of one
                 turning_by = turning_by[:1] + (turning_by - turning_by[:1]) * (1 + pair).sqrt()
         off = positions.to(F64)[:, None] * (turning_by - turning_by[:1])
         angle = self.noise.moved(exact + off, torch.float32)
